@@ -1,0 +1,59 @@
+# Two commands matter: `make demo` and `make test`. Both set up .venv on the first run.
+#
+#   make demo      a Hugging Face MoE model, stock against moe_ops, on this machine
+#   make test      every test that this machine can run
+#   make check     format, lint, types, architecture and the fast tests
+#   make golden    accept the graphs that the passes print now
+#   make gpu       the tests that need a CUDA GPU
+#   make test-oldest   the Hugging Face tests on the oldest transformers we support
+#   make bench     the op overhead and one layer, against transformers' own
+#
+# TORCH names the torch to install where none (2.11 or newer) can be imported; PYTHON the interpreter to start from.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+RUN := $(VENV)/bin/python
+OLDEST := transformers==5.17.0
+
+.PHONY: demo test check golden gpu test-oldest bench clean
+
+demo: $(VENV)/.ready
+	@$(RUN) examples/quickstart.py
+
+test: $(VENV)/.ready
+	@$(RUN) -m pytest -n 2 --dist worksteal
+
+check: $(VENV)/.ready-dev
+	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check .
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/codespell $$(git ls-files)
+	@$(RUN) -m pytest -q -n 2 -m "not slow and not gpu"
+
+golden: $(VENV)/.ready
+	@EXPECTTEST_ACCEPT=1 $(RUN) -m pytest -q tests/passes
+
+gpu: $(VENV)/.ready
+	@$(RUN) -m pytest -m gpu
+
+bench: $(VENV)/.ready
+	@$(RUN) -m moe_ops.bench
+
+test-oldest: $(VENV)-oldest/.ready
+	@$(VENV)-oldest/bin/python -m pytest -n 2 --dist worksteal tests/hf
+
+clean:
+	rm -rf $(VENV) $(VENV)-oldest build dist *.egg-info
+
+# An environment is ready once its stamp is newer than pyproject.toml.
+$(VENV)/.ready: pyproject.toml .ci/setup_venv.sh
+	@sh .ci/setup_venv.sh $(VENV) "$(PYTHON)" "$(TORCH)" -e ".[test]"
+	@touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	@sh .ci/setup_venv.sh $(VENV) "$(PYTHON)" "$(TORCH)" -e ".[test,dev]"
+	@touch $@
+
+$(VENV)-oldest/.ready: pyproject.toml .ci/setup_venv.sh
+	@sh .ci/setup_venv.sh $(VENV)-oldest "$(PYTHON)" "$(TORCH)" "$(OLDEST)" -e ".[test]"
+	@touch $@

@@ -1,0 +1,35 @@
+"""Mixture-of-Experts layers as composable torch.library ops."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import moe_ops.backends  # noqa: F401  (registers the backends)
+from moe_ops.ops import activate, combine, dispatch, expert_gemm, experts, moe, quantize, route
+from moe_ops.spec import OPS, Op, using
+
+# Names that need transformers are imported when they are first asked for.
+_LAZY = {"optimize": "moe_ops.hf", "restore": "moe_ops.hf"}
+
+__all__ = [
+    "OPS",
+    "Op",
+    "activate",
+    "combine",
+    "dispatch",
+    "expert_gemm",
+    "experts",
+    "moe",
+    "optimize",
+    "quantize",
+    "restore",
+    "route",
+    "using",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'moe_ops' has no attribute {name!r}")

@@ -1,0 +1,72 @@
+"""Backends made of ATen calls: `aten` runs the expert product on PyTorch's own grouped GEMM."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_ops.ops.expert_gemm import expert_gemm, row_experts
+
+# PyTorch's grouped GEMM wants every stride but the last to be a multiple of 16 bytes.
+ALIGNMENT = 16
+
+
+def supports(
+    x_RD: Tensor,
+    w_EFD: Tensor,
+    ends_E: Tensor,
+    bias_EF: Tensor | None = None,
+    transposed: bool = False,
+) -> str | None:
+    if x_RD.device.type == "cpu":
+        return None
+    if x_RD.dtype != torch.bfloat16:
+        return f"needs bfloat16 outside the CPU, got {x_RD.dtype}"
+    if x_RD.device.type == "cuda" and torch.cuda.get_device_capability(x_RD.device) < (8, 0):
+        return f"needs compute capability 8.0, got {torch.cuda.get_device_capability(x_RD.device)}"
+    if not _aligned(x_RD, w_EFD):
+        strides = f"{x_RD.stride()} and {w_EFD.stride()}"
+        return f"needs rows of a multiple of {ALIGNMENT} bytes, got strides {strides}"
+    return None
+
+
+@expert_gemm.backend("aten", supports=supports)
+def grouped_mm(
+    x_RD: Tensor,
+    w_EFD: Tensor,
+    ends_E: Tensor,
+    bias_EF: Tensor | None = None,
+    transposed: bool = False,
+) -> Tensor:
+    """`expert_gemm` on PyTorch's grouped GEMM, or a product per expert where strides do not fit."""
+    w_EDF = w_EFD if transposed else w_EFD.transpose(1, 2)
+    if _aligned(x_RD, w_EFD):
+        y_RF = F.grouped_mm(x_RD, w_EDF, offs=ends_E)
+    else:
+        y_RF = _mm_per_expert(x_RD, w_EDF, ends_E)
+    if bias_EF is not None:
+        bias_RF = bias_EF[row_experts(ends_E, x_RD.shape[0])]
+        y_RF = (y_RF.float() + bias_RF.float()).to(x_RD.dtype)
+    return y_RF
+
+
+def _aligned(x_RD: Tensor, w_EFD: Tensor) -> bool:
+    strides = [x_RD.stride(0), *w_EFD.stride()]
+    one = x_RD.stride(1) == 1 and 1 in w_EFD.stride()[1:]
+    return (
+        one
+        and x_RD.numel() > 0
+        and all(s == 1 or s * x_RD.element_size() % ALIGNMENT == 0 for s in strides)
+    )
+
+
+def _mm_per_expert(x_RD: Tensor, w_EDF: Tensor, ends_E: Tensor) -> Tensor:
+    pieces = []
+    start = 0
+    for e, end in enumerate(ends_E.tolist()):
+        if end > start:
+            pieces.append(x_RD[start:end] @ w_EDF[e])
+        start = end
+    tail = x_RD.new_empty(x_RD.shape[0] - start, w_EDF.shape[2])
+    return torch.cat([*pieces, tail])

@@ -1,0 +1,195 @@
+"""The "moe_ops" experts implementation of transformers: from a module's flags to one `experts` op.
+
+What a module computes is read off its flags and off the source of its gate. What cannot be
+expressed exactly is handed to transformers' own grouped_mm, with one logged reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import (
+    ALL_EXPERTS_FUNCTIONS,
+    _default_apply_gate,
+    grouped_mm_experts_forward,
+)
+
+from moe_ops.hf.report import warn_once
+from moe_ops.hf.source import fingerprint
+from moe_ops.ops import experts
+from moe_ops.shapes import FLOATS
+
+NAME = "moe_ops"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """The activation arguments of the `experts` op."""
+
+    kind: str
+    gated: bool = True
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float | None = None
+    up_shift: float = 0.0
+
+
+# Classes of activation functions (transformers.activations and torch.nn) by the `kind` that
+# computes the same.
+ACTIVATIONS = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELU": "gelu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "ReLUSquaredActivation": "relu2",
+}
+
+ACTIVATION_FUNCTIONS = {F.silu: "silu", F.gelu: "gelu"}
+
+# Gates by the fingerprint of `_apply_gate`, with the names of the attributes that hold alpha and
+# limit.
+PLAIN, CLAMPED, SHIFTED = "plain", "clamped", "shifted"
+GATES: dict[str, tuple[str, str | None, str | None]] = {
+    "edc6d33a1bdb": (PLAIN, None, None),  # in float32 and rounded once, as `activate` does: beam
+    "6a75f21b2314": (CLAMPED, None, "limit"),  # clamp, then act_fn: deepseek_v4
+    "58d8ee1f0cf8": (CLAMPED, None, "swiglu_limit"),  # clamp, then silu: glm5_next, hy_v4
+    "7bcc81175575": (
+        SHIFTED,
+        "alpha",
+        "limit",
+    ),  # interleaved, clamp, silu of alpha, up + 1: gpt_oss
+    "ece39582c4e0": (SHIFTED, "alpha", "limit"),  # the same, concatenated: openai_privacy_filter
+    "5b56cc12d61a": (SHIFTED, "swiglu_alpha", "swiglu_limit"),  # the same: minimax_m3_vl
+}
+SILU_GATES = ("58d8ee1f0cf8",)  # these call silu themselves, whatever act_fn is
+INTERLEAVED_GATES = ("7bcc81175575",)
+
+
+@torch.compiler.assume_constant_result
+def _gate_of(cls: type[nn.Module]) -> str:
+    """Fingerprint of a class's gate, or "default"; a constant to Dynamo."""
+    gate = cls._apply_gate  # type: ignore[attr-defined]
+    return "default" if gate is _default_apply_gate else fingerprint(gate)
+
+
+def describe(module: nn.Module) -> Activation | str:
+    """What an experts module computes between its two products, or why the `experts` op cannot
+    express it.
+
+    Reads the flags that transformers' decorator sets; attributes that older releases lack count as
+    unset.
+    """
+    if getattr(module, "has_post_expert_norm", False):
+        return "it normalises each expert's output before the weighted sum"
+    weight = module.gate_up_proj if module.has_gate else module.up_proj
+    if type(weight) not in (Tensor, nn.Parameter) or type(module.down_proj) not in (
+        Tensor,
+        nn.Parameter,
+    ):
+        return f"its weights are {type(weight).__name__}, not plain tensors"
+    if weight.dtype not in FLOATS:
+        return f"its weights are {weight.dtype}"
+    act = _act_of(module)
+    if not module.has_gate:
+        return Activation(kind=act, gated=False) if act else _unknown_act(module)
+    gate = _gate_of(type(module))
+    if gate == "default":
+        if not module.is_concatenated:
+            return "its weights are interleaved, but its gate splits them in halves"
+        return Activation(kind=act) if act else _unknown_act(module)
+    if gate not in GATES:
+        return f"its gate is an unknown function (fingerprint {gate})"
+    form, alpha, limit = GATES[gate]
+    if form == SHIFTED or gate in SILU_GATES:
+        act = "silu"
+    if act is None:
+        return _unknown_act(module)
+    if form == PLAIN:
+        return Activation(kind=act)
+    return Activation(
+        kind=act,
+        interleaved=gate in INTERLEAVED_GATES,
+        alpha=1.0 if alpha is None else float(getattr(module, alpha)),
+        limit=None
+        if limit is None or getattr(module, limit) is None
+        else float(getattr(module, limit)),
+        up_shift=1.0 if form == SHIFTED else 0.0,
+    )
+
+
+def _act_of(module: nn.Module) -> str | None:
+    act_fn = getattr(module, "act_fn", None)
+    if act_fn in ACTIVATION_FUNCTIONS:
+        return ACTIVATION_FUNCTIONS[act_fn]
+    return ACTIVATIONS.get(type(act_fn).__name__)
+
+
+def _unknown_act(module: nn.Module) -> str:
+    act = type(module.act_fn).__name__ if hasattr(module, "act_fn") else "no act_fn"
+    return f"its activation ({act}) is not one of {', '.join(sorted(set(ACTIVATIONS.values())))}"
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """An experts forward of transformers, by the `experts` op where that is exact."""
+    return _forward(self, hidden_states, top_k_index, top_k_weights, grouped_mm_experts_forward)
+
+
+def fp8_experts_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The same for FP8 experts modules, which fall back to transformers' FP8 grouped_mm."""
+    return _forward(
+        self, hidden_states, top_k_index, top_k_weights, ALL_FP8_EXPERTS_FUNCTIONS["grouped_mm"]
+    )
+
+
+def _forward(
+    module: nn.Module,
+    x: Tensor,
+    experts_TK: Tensor,
+    weights_TK: Tensor,
+    fallback: Callable[..., Any],
+) -> Tensor:
+    found = describe(module)
+    name = type(module).__name__
+    if isinstance(found, str):
+        warn_once(f"{name} runs on transformers' grouped_mm: {found}")
+        return fallback(module, x, experts_TK, weights_TK)
+    w13: Tensor = module.gate_up_proj if found.gated else module.up_proj  # type: ignore[assignment]
+    w2: Tensor = module.down_proj  # type: ignore[assignment]
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weights_TK.requires_grad or w13.requires_grad or w2.requires_grad
+    ):
+        warn_once(
+            f"{name} runs on transformers' differentiable grouped_mm: something requires grad; "
+            "for inference call the model under torch.inference_mode()"
+        )
+        return fallback(module, x, experts_TK, weights_TK)
+    b13 = b2 = None
+    if module.has_bias:
+        b13 = module.gate_up_proj_bias if found.gated else module.up_proj_bias
+        b2 = module.down_proj_bias
+    # Under autocast the activations may come in another dtype than the weights; the products are
+    # the weights'.
+    out_TD = experts(
+        x.to(w13.dtype), weights_TK, experts_TK, w13, w2, b13, b2, None, module.is_transposed,
+        found.kind, found.gated, found.interleaved, found.alpha, found.limit, found.up_shift,
+    )  # fmt: skip
+    return out_TD.to(x.dtype)
+
+
+def register() -> None:
+    """Add the implementation "moe_ops" to both of transformers' experts registries."""
+    type(ALL_EXPERTS_FUNCTIONS).register(NAME, experts_forward)
+    type(ALL_FP8_EXPERTS_FUNCTIONS).register(NAME, fp8_experts_forward)

@@ -1,0 +1,123 @@
+"""`optimize` and `restore`: switch a transformers model to our ops, and back."""
+
+from __future__ import annotations
+
+import logging
+import types
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from moe_ops.hf.experts import NAME
+from moe_ops.hf.rules import AS_INPUT, AS_LOGITS, FLOAT32, RULES, router_fingerprint
+from moe_ops.ops import route
+
+log = logging.getLogger("moe_ops")
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+_STATE = "_moe_ops_state"
+_RULE = "_moe_ops_rule"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What `restore` needs: each config with its former experts implementation, the swapped routers."""
+
+    configs: tuple[tuple[Any, str | None], ...]
+    routers: tuple[nn.Module, ...]
+
+
+def optimize(model: Model) -> Model:
+    """Make a transformers model run its routers and experts on our ops; changes it in place.
+
+    Sets the experts implementation "moe_ops" and gives every router whose code we know a forward that calls
+    `route` and returns what transformers expects (logits, weights, ids). Weights, state dict and results stay
+    as they are; experts or routers that our ops cannot express keep transformers' own code, with one logged
+    reason. A second call changes nothing. `restore` undoes it.
+
+    Raises TypeError for anything but a transformers PreTrainedModel.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"optimize wants a transformers PreTrainedModel, got {type(model).__name__}; "
+            "call the ops of moe_ops directly in other models"
+        )
+    if hasattr(model, _STATE):
+        return model
+    experts = [m for m in model.modules() if hasattr(m, "has_gate") and hasattr(m, "is_transposed")]
+    if not experts:
+        log.warning("moe_ops.optimize: %s has no experts to optimize", type(model).__name__)
+    configs = _configs(model)
+    model.set_experts_implementation(NAME)
+    routers = tuple(m for m in model.modules() if _swap(m))
+    setattr(model, _STATE, State(configs=configs, routers=routers))
+    log.info("moe_ops.optimize: %d experts modules, %d routers", len(experts), len(routers))
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Undo `optimize`: the model runs the code it ran before. Does nothing to a model not optimized."""
+    state: State | None = getattr(model, _STATE, None)
+    if state is None:
+        return model
+    for config, implementation in state.configs:
+        config._experts_implementation_internal = implementation
+    for router in state.routers:
+        del router.forward
+        delattr(router, _RULE)
+    delattr(model, _STATE)
+    return model
+
+
+def _configs(model: PreTrainedModel) -> tuple[tuple[Any, str | None], ...]:
+    """The distinct configs of a model and its submodels, each with its experts implementation."""
+    found: dict[int, tuple[Any, str | None]] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation_internal"):
+            found[id(config)] = (config, config._experts_implementation_internal)
+    return tuple(found.values())
+
+
+def _swap(module: nn.Module) -> bool:
+    """Give a router with a known forward our own; whether that was done."""
+    if not type(module).__module__.startswith("transformers."):
+        return False
+    key = router_fingerprint(module)
+    if key not in RULES:
+        if "router" in type(module).__name__.lower():
+            log.info("%s keeps its own forward (fingerprint %s)", type(module).__name__, key)
+        return False
+    if "forward" in vars(module):
+        log.info("%s keeps its own forward: it is wrapped already", type(module).__name__)
+        return False
+    setattr(module, _RULE, key)
+    module.forward = types.MethodType(router_forward, module)  # type: ignore[method-assign]
+    return True
+
+
+def router_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A router's forward through `route`; its own code where gradients, autocast or rounding need that."""
+    rule = RULES[getattr(self, _RULE)]
+    own = type(self).forward
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        return own(self, hidden_states, *args, **kwargs)
+    if torch.is_grad_enabled() and (
+        hidden_states.requires_grad or any(p.requires_grad for p in self.parameters())
+    ):
+        return own(self, hidden_states, *args, **kwargs)
+    logits_TE = rule.logits(self, hidden_states)
+    if rule.rounds_scores and logits_TE.dtype != torch.float32:
+        return own(self, hidden_states, *args, **kwargs)
+    arguments = rule.arguments(self)
+    if rule.bias_argument and getattr(self, "use_expert_bias", True):
+        arguments["bias_E"] = args[0] if args else next(iter(kwargs.values()), None)
+    dtypes = {FLOAT32: torch.float32, AS_LOGITS: logits_TE.dtype, AS_INPUT: hidden_states.dtype}
+    out_dtype = str(dtypes[rule.weights_dtype]).removeprefix("torch.")
+    weights_TK, experts_TK = route(logits_TE, **arguments, out_dtype=out_dtype)
+    ids_TK = experts_TK.to(torch.int64)  # transformers indexes and scatters with int64
+    first = logits_TE.float().softmax(-1) if rule.returns_probabilities else logits_TE
+    return (ids_TK, weights_TK, first) if rule.logits_last else (first, weights_TK, ids_TK)

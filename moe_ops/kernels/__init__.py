@@ -1,0 +1,1 @@
+"""Device code: what the backends call."""

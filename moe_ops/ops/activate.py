@@ -1,0 +1,101 @@
+"""The activation between the two expert matrix products."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_ops import fake_impls
+from moe_ops.shapes import FLOATS, check_choice, check_tensor
+from moe_ops.spec import op
+
+KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
+
+
+def check(
+    y_RF: Tensor,
+    kind: str = "silu",
+    gated: bool = True,
+    interleaved: bool = False,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_shift: float = 0.0,
+) -> None:
+    """Raise ValueError or TypeError unless `activate` takes these arguments."""
+    check_tensor("y_RF", y_RF, 2, FLOATS)
+    check_activation(kind, gated, interleaved, alpha, limit, up_shift)
+    if gated and y_RF.shape[1] % 2:
+        raise ValueError(
+            f"a gated activation halves the width of y_RF, which is odd: {tuple(y_RF.shape)}"
+        )
+
+
+def check_activation(
+    kind: str, gated: bool, interleaved: bool, alpha: float, limit: float | None, up_shift: float
+) -> None:
+    """Raise ValueError unless these parameters describe an activation."""
+    check_choice("kind", kind, KINDS)
+    if kind != "silu" and alpha != 1.0:
+        raise ValueError(f"alpha={alpha} goes with kind='silu', got kind={kind!r}")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"limit={limit} must be positive, or None for no clamp")
+    if not gated and (interleaved or up_shift != 0.0):
+        raise ValueError(
+            "interleaved and up_shift speak of the `up` half, which an ungated activation has not"
+        )
+
+
+@op(check=check)
+def activate(
+    y_RF: Tensor,
+    kind: str = "silu",
+    gated: bool = True,
+    interleaved: bool = False,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_shift: float = 0.0,
+) -> Tensor:
+    """Apply the experts' activation: h = f(gate) * (up + up_shift), or h = f(y) where not gated.
+
+    gate and up are the first and the second half of each row of y_RF, or its even and odd columns
+    if interleaved. With a limit, gate = min(gate, limit) and up is clamped to [-limit, limit]
+    first. f is
+
+        silu       g * sigmoid(alpha * g)         gelu       g * Phi(g)
+        gelu_tanh  the tanh approximation of it   relu2      max(g, 0) ** 2
+
+    Computed in float32 and rounded once to y's dtype. Rows may hold NaN (unused rows do): nothing
+    mixes rows.
+
+    y_RF: float [R, F], F even if gated; result [R, F / 2], or [R, F] if not gated.
+    Raises ValueError or TypeError for wrong shapes, dtypes or parameters.
+
+    Sources: GLU variants, arXiv:2002.05202; squared ReLU, arXiv:2109.08668; the clamped, shifted
+    form with alpha = 1.702 and limit = 7 is gpt-oss's (arXiv:2508.10925).
+    """
+    y = y_RF.float()
+    if not gated:
+        return _act(y if limit is None else y.clamp(max=limit), kind, alpha).to(y_RF.dtype)
+    if interleaved:
+        gate, up = y[:, ::2], y[:, 1::2]
+    else:
+        gate, up = y.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if up_shift != 0.0:
+        up = up + up_shift
+    return (_act(gate, kind, alpha) * up).to(y_RF.dtype)
+
+
+def _act(gate: Tensor, kind: str, alpha: float) -> Tensor:
+    if kind == "silu":
+        return F.silu(gate) if alpha == 1.0 else gate * torch.sigmoid(alpha * gate)
+    if kind == "gelu":
+        return F.gelu(gate)
+    if kind == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh")
+    return F.relu(gate).square()
+
+
+activate.fake(fake_impls.activate)

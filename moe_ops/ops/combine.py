@@ -1,0 +1,49 @@
+"""Combine: the weighted sum of each token's expert outputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops import fake_impls
+from moe_ops.shapes import FLOATS, check_devices, check_size, check_tensor
+from moe_ops.spec import op
+
+
+def check(y_RD: Tensor, weights_TK: Tensor, rows_R: Tensor) -> None:
+    """Raise ValueError or TypeError unless `combine` takes these arguments."""
+    check_tensor("y_RD", y_RD, 2, FLOATS)
+    check_tensor("weights_TK", weights_TK, 2, FLOATS)
+    check_tensor("rows_R", rows_R, 1, (torch.int32,))
+    R = weights_TK.shape[0] * weights_TK.shape[1]
+    check_size("y_RD", y_RD, 0, R, "tokens times top-k of weights_TK")
+    check_size("rows_R", rows_R, 0, R, "tokens times top-k of weights_TK")
+    check_devices(y_RD, weights_TK=weights_TK, rows_R=rows_R)
+
+
+@op(check=check)
+def combine(y_RD: Tensor, weights_TK: Tensor, rows_R: Tensor) -> Tensor:
+    """Sum each token's expert outputs: out_TD[t] = sum_k weights_TK[t, k] * y_RD[r(t, k)].
+
+    r(t, k) is the row with rows_R[r] = t * K + k. A pair with no row adds nothing, and a row with
+    rows_R = -1 is never read, so it may hold anything, NaN included. The product is rounded as the
+    dtypes promote: bfloat16 outputs with float32 weights give float32 products, with bfloat16
+    weights bfloat16 products, as models trained either way expect. The sum is taken in float32 and
+    rounded to y's dtype. T = 0 gives an empty result.
+
+    y_RD: float [R, D]; weights_TK: float [T, K]; rows_R: int32 [R = T * K]; result [T, D] in y's
+    dtype. Raises ValueError or TypeError for wrong shapes, dtypes or devices.
+    """
+    T, K = weights_TK.shape
+    R = T * K
+    # Slot R takes what the unused rows would write.
+    row_of_pair = torch.full((R + 1,), -1, dtype=torch.int64, device=y_RD.device)
+    target = torch.where(rows_R < 0, R, rows_R).long()
+    row_of_pair = row_of_pair.scatter(0, target, torch.arange(R, device=y_RD.device))[:R]
+    y_TKD = y_RD[row_of_pair.clamp(min=0)].view(T, K, y_RD.shape[1])
+    products = y_TKD * weights_TK[..., None]
+    unused = (row_of_pair < 0).view(T, K, 1)
+    return products.masked_fill(unused, 0.0).sum(1, dtype=torch.float32).to(y_RD.dtype)
+
+
+combine.fake(fake_impls.combine)

@@ -1,0 +1,75 @@
+"""Dispatch: copy each token once per chosen expert, sorted by expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops import fake_impls
+from moe_ops.shapes import FLOATS, INDICES, check_devices, check_size, check_tensor
+from moe_ops.spec import op
+
+
+def check(
+    x_TD: Tensor, experts_TK: Tensor, num_experts: int, expert_map: Tensor | None = None
+) -> None:
+    """Raise ValueError or TypeError unless `dispatch` takes these arguments."""
+    check_tensor("x_TD", x_TD, 2, FLOATS)
+    check_tensor("experts_TK", experts_TK, 2, INDICES)
+    check_size("experts_TK", experts_TK, 0, x_TD.shape[0], "the tokens of x_TD")
+    if experts_TK.shape[1] < 1:
+        raise ValueError(
+            f"experts_TK must name at least one expert a token, got shape {tuple(experts_TK.shape)}"
+        )
+    if num_experts < 1:
+        raise ValueError(f"num_experts={num_experts} must be at least 1")
+    if expert_map is not None:
+        check_tensor("expert_map", expert_map, 1, INDICES)
+        if expert_map.shape[0] < 1:
+            raise ValueError(
+                "expert_map is empty; it must hold a local id, or -1, for each global expert"
+            )
+    check_devices(x_TD, experts_TK=experts_TK, expert_map=expert_map)
+
+
+@op(check=check)
+def dispatch(
+    x_TD: Tensor, experts_TK: Tensor, num_experts: int, expert_map: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the (token, choice) pairs by expert. Returns (x_RD, rows_R, ends_E), with R = T * K.
+
+        x_RD[r] = x_TD[rows_R[r] // K]      rows of one expert are adjacent, in order of pair
+        rows_R[r]                           the pair t * K + k in row r; -1 for an unused row
+        ends_E[e]                           one past the last row of expert e; expert e starts at
+        ends_E[e-1]
+
+    With an expert_map (global id -> local id, or -1 for an expert of another rank) the ids in
+    experts_TK are global. Ids below 0, or not below num_experts (after the map), mean "not here":
+    their pairs come after ends_E[-1], have rows_R = -1, and what x_RD holds there is unspecified. T
+    = 0 gives empty rows, zero ends.
+
+    x_TD: float [T, D]; experts_TK: int32 or int64 [T, K]; expert_map: int32 or int64 [global
+    experts]. rows_R and ends_E are int32. Raises ValueError or TypeError for wrong shapes, dtypes
+    or devices.
+    """
+    K = experts_TK.shape[1]
+    ids_R = local_ids(experts_TK, num_experts, expert_map)
+    sorted_R, order_R = ids_R.sort(stable=True)
+    x_RD = x_TD[order_R // K]
+    rows_R = torch.where(sorted_R < num_experts, order_R, -1).to(torch.int32)
+    experts_E = torch.arange(num_experts, device=x_TD.device)
+    ends_E = torch.searchsorted(sorted_R, experts_E, right=True, out_int32=True)
+    return x_RD, rows_R, ends_E
+
+
+def local_ids(experts_TK: Tensor, num_experts: int, expert_map: Tensor | None) -> Tensor:
+    """The expert of each pair on this rank as int64 [R]; num_experts stands for "not here"."""
+    ids = experts_TK.reshape(-1).long()
+    if expert_map is not None:
+        known = (ids >= 0) & (ids < expert_map.shape[0])
+        mapped = expert_map.long()[ids.clamp(0, expert_map.shape[0] - 1)]
+        ids = torch.where(known, mapped, -1)
+    return torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+
+
+dispatch.fake(fake_impls.dispatch)

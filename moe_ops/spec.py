@@ -1,0 +1,212 @@
+"""Define an op once, register its backends, pick one of them per call.
+
+An :class:`Op` is made from its reference body: the body's signature is the schema, its docstring
+the documentation, its code the decomposition and the last-resort backend. A :class:`Backend` is
+another function with the same schema and, if it cannot take every call, a `supports` that answers
+with the reason it cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, infer_schema, register_fake
+
+NAMESPACE = "moe_ops"
+REFERENCE = "reference"
+
+_library = Library(NAMESPACE, "FRAGMENT")
+# Op name -> backend name. The key "*" stands for every op.
+_forced: ContextVar[dict[str, str] | None] = ContextVar("moe_ops_forced_backends", default=None)
+
+OPS: dict[str, Op] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """One way to run an op: `run` has its schema; `supports` says why it cannot run, or None."""
+
+    name: str
+    run: Callable[..., Any]
+    supports: Callable[..., str | None] | None = None
+    devices: frozenset[str] | None = None  # None: every device
+
+    def refusal(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        if self.devices is not None and device not in self.devices:
+            return f"needs a tensor on {' or '.join(sorted(self.devices))}, got {device}"
+        return None if self.supports is None else self.supports(*args, **kwargs)
+
+
+class Op:
+    """A stage of a Mixture-of-Experts layer, callable, and visible to compilers as
+    `torch.ops.moe_ops.<name>`.
+
+    `check` validates the arguments (same signature as the reference) and raises ValueError or
+    TypeError; it runs before any backend and before the fake, so backends trust their arguments.
+    """
+
+    def __init__(self, reference: Callable[..., Any], check: Callable[..., None]) -> None:
+        name = reference.__name__
+        if name in OPS:
+            raise ValueError(f"op {NAMESPACE}.{name} is defined twice; rename one of them")
+        self.name = name
+        self.__doc__ = reference.__doc__
+        self.reference = reference
+        self.check = check
+        self.schema: str = infer_schema(reference, mutates_args=())
+        self.fake_impl: Callable[..., Any] | None = None
+        self.backends: dict[str, Backend] = {REFERENCE: Backend(name=REFERENCE, run=reference)}
+        # Candidates by device type in the order in which they are asked; the reference is the last.
+        self._order: dict[str, tuple[Backend, ...]] = {}
+
+        # The strides that eager mode sees are the strides a backend sees: weights that are
+        # transposed views are never copied into another layout behind the caller's back.
+        _library.define(f"{name}{self.schema}", tags=(torch.Tag.needs_exact_strides,))
+        # One registration for every device key; no Autograd key, which would cost several
+        # microseconds a call.
+        _library.impl(name, self._run, "CompositeExplicitAutograd")
+        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        OPS[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.overload(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<op {NAMESPACE}.{self.name}{self.schema}>"
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self.check(*args, **kwargs)
+        return self.pick(args, kwargs).run(*args, **kwargs)
+
+    def fake(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Bind the shape function that stands for this op during tracing; a second one raises."""
+        if self.fake_impl is not None:
+            raise ValueError(
+                f"{NAMESPACE}.{self.name} has a fake already: {self.fake_impl.__qualname__}"
+            )
+        self.fake_impl = fn
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            self.check(*args, **kwargs)
+            return fn(*args, **kwargs)
+
+        register_fake(f"{NAMESPACE}::{self.name}", checked, lib=_library)
+        return fn
+
+    def backend(
+        self,
+        name: str,
+        *,
+        supports: Callable[..., str | None] | None = None,
+        devices: tuple[str, ...] | None = None,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Register the decorated function as a backend. Earlier registrations are asked first.
+
+        Raises ValueError if the name is taken or if the function's schema is not exactly the op's.
+        """
+
+        def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+            if name in self.backends:
+                raise ValueError(f"{NAMESPACE}.{self.name} has a backend {name!r} already")
+            schema = infer_schema(fn, mutates_args=())
+            if schema != self.schema:
+                raise ValueError(
+                    f"backend {name!r} of {NAMESPACE}.{self.name} has another schema than the op\n"
+                    f"  op:      {self.schema}\n  backend: {schema}"
+                )
+            self.backends[name] = Backend(
+                name=name,
+                run=fn,
+                supports=supports,
+                devices=frozenset(devices) if devices else None,
+            )
+            self._order.clear()
+            return fn
+
+        return register
+
+    def candidates(self, device: str) -> tuple[Backend, ...]:
+        """The backends that run on a device type, in the order in which they are asked."""
+        found = self._order.get(device)
+        if found is None:
+            others = (b for b in self.backends.values() if b.name != REFERENCE)
+            here = (b for b in others if b.devices is None or device in b.devices)
+            found = (*here, self.backends[REFERENCE])
+            self._order[device] = found
+        return found
+
+    def pick(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
+        """The backend that runs this call: the forced one, else the first that does not refuse.
+
+        Raises NotImplementedError, with every refusal, if the forced backend cannot run.
+        """
+        device = args[0].device.type
+        forced = _forced.get()
+        if forced is not None:
+            name = forced.get(self.name) or forced.get("*")
+            if name is not None:
+                return self._pick_forced(name, device, args, kwargs)
+        for backend in self.candidates(device):
+            if backend.supports is None or backend.supports(*args, **kwargs) is None:
+                return backend
+        raise AssertionError(f"the reference of {NAMESPACE}.{self.name} takes every valid call")
+
+    def refusals(self, *args: Any, **kwargs: Any) -> dict[str, str | None]:
+        """Why each backend cannot run this call (None: it can), by backend name."""
+        device = args[0].device.type
+        return {name: b.refusal(device, args, kwargs) for name, b in self.backends.items()}
+
+    def _pick_forced(
+        self, name: str, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Backend:
+        backend = self.backends.get(name)
+        if backend is not None and backend.refusal(device, args, kwargs) is None:
+            return backend
+        lines = [f"backend {name!r} is forced, but {NAMESPACE}.{self.name} cannot run on it:"]
+        if backend is None:
+            lines.append(
+                f"  {name}: not a backend of this op; using({name!r}, <ops>) forces it on some ops"
+            )
+        for other, reason in self.refusals(*args, **kwargs).items():
+            lines.append(f"  {other}: {reason or 'can run'}")
+        raise NotImplementedError("\n".join(lines))
+
+
+def op(*, check: Callable[..., None]) -> Callable[[Callable[..., Any]], Op]:
+    """Make the decorated reference body an op."""
+    return lambda reference: Op(reference, check)
+
+
+@contextmanager
+def using(backend: str, *ops: Op | str) -> Iterator[None]:
+    """Force a backend inside the block, on the named ops or on every op; read each time an op runs.
+
+    A forced backend never falls back: a call that it cannot run raises NotImplementedError with
+    every refusal. The inner of two nested blocks wins. Raises ValueError for a name that no op (or
+    a named op) has.
+    """
+    names = [o.name if isinstance(o, Op) else o for o in ops]
+    unknown = [n for n in names if n not in OPS]
+    if unknown:
+        raise ValueError(f"no op named {', '.join(unknown)}; the ops are {', '.join(OPS)}")
+    known = {b for n in (names or OPS) for b in OPS[n].backends}
+    if backend not in known:
+        where = ", ".join(names) if names else "any op"
+        raise ValueError(f"no backend {backend!r} of {where}; there are {', '.join(sorted(known))}")
+    forced = {**(_forced.get() or {}), **dict.fromkeys(names, backend)} if names else {"*": backend}
+    token = _forced.set(forced)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd would record a call with these tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -1,0 +1,175 @@
+"""Cases, tolerances and comparisons that tests and benchmarks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """The sizes of one Mixture-of-Experts layer and the number of tokens it sees."""
+
+    name: str
+    T: int
+    E: int
+    K: int
+    D: int
+    I: int  # noqa: E741  (the legend's letter for the expert width)
+
+
+# Small enough for the CPU; odd sizes and degenerate ones included.
+CASES = (
+    Case(name="plain", T=16, E=8, K=2, D=64, I=32),
+    Case(name="one_token", T=1, E=8, K=2, D=64, I=32),
+    Case(name="odd", T=13, E=5, K=3, D=72, I=40),
+    Case(name="odd_unaligned", T=7, E=6, K=2, D=33, I=17),
+    Case(name="no_tokens", T=0, E=4, K=2, D=32, I=16),
+    Case(name="one_expert", T=9, E=1, K=1, D=32, I=16),
+    Case(name="every_expert", T=6, E=4, K=4, D=32, I=16),
+    Case(name="many_experts", T=3, E=64, K=8, D=32, I=16),
+    Case(name="many_rows", T=70, E=4, K=2, D=48, I=24),
+)
+
+# Layers of published models, for benchmarks.
+LAYERS = {
+    "qwen3_30b": Case(name="qwen3_30b", T=1, E=128, K=8, D=2048, I=768),
+    "mixtral_8x7b": Case(name="mixtral_8x7b", T=1, E=8, K=2, D=4096, I=14336),
+    "olmoe": Case(name="olmoe", T=1, E=64, K=8, D=2048, I=1024),
+    "qwen3_next": Case(name="qwen3_next", T=1, E=512, K=10, D=2048, I=512),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tol:
+    """How far a result may lie from the float32 reference: relative to the largest magnitude."""
+
+    rel: float
+    why: str
+
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+TOL: dict[tuple[str, torch.dtype], Tol] = {
+    ("route", F32): Tol(1e-6, "one softmax in another order of summation"),
+    ("route", BF16): Tol(4e-3, "weights rounded once to 8 bits of mantissa"),
+    ("route", F16): Tol(1e-3, "weights rounded once to 11 bits of mantissa"),
+    ("quantize", F32): Tol(0.0, "the definition is exact"),
+    ("quantize", BF16): Tol(0.0, "the definition is exact"),
+    ("quantize", F16): Tol(0.0, "the definition is exact"),
+    ("dispatch", F32): Tol(0.0, "rows are copied"),
+    ("dispatch", BF16): Tol(0.0, "rows are copied"),
+    ("dispatch", F16): Tol(0.0, "rows are copied"),
+    ("expert_gemm", F32): Tol(2e-6, "float32 sums of up to a few thousand terms in another order"),
+    ("expert_gemm", BF16): Tol(8e-3, "one rounding after a float32 sum, either way at a tie"),
+    ("expert_gemm", F16): Tol(1e-3, "one rounding after a float32 sum, either way at a tie"),
+    ("activate", F32): Tol(1e-6, "exp and tanh differ in the last bits between libraries"),
+    ("activate", BF16): Tol(8e-3, "one rounding, either way at a tie"),
+    ("activate", F16): Tol(1e-3, "one rounding, either way at a tie"),
+    ("combine", F32): Tol(1e-6, "K products in another order of summation"),
+    ("combine", BF16): Tol(8e-3, "one rounding, either way at a tie"),
+    ("combine", F16): Tol(1e-3, "one rounding, either way at a tie"),
+    ("experts", F32): Tol(4e-6, "two float32 products in another order of summation"),
+    ("experts", BF16): Tol(1.6e-2, "three roundings: activation, second product, sum"),
+    ("experts", F16): Tol(2e-3, "three roundings: activation, second product, sum"),
+    ("moe", F32): Tol(4e-6, "as `experts`"),
+    ("moe", BF16): Tol(1.6e-2, "as `experts`"),
+    ("moe", F16): Tol(2e-3, "as `experts`"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """The tensors of one layer: tokens, logits, routing and weights."""
+
+    x_TD: Tensor
+    logits_TE: Tensor
+    weights_TK: Tensor
+    experts_TK: Tensor
+    w13_EFD: Tensor
+    w2_EDI: Tensor
+    b13_EF: Tensor
+    b2_ED: Tensor
+
+
+def make_layer(
+    case: Case,
+    dtype: torch.dtype = F32,
+    device: str = "cpu",
+    seed: int = 0,
+    *,
+    gated: bool = True,
+    transposed: bool = False,
+) -> Layer:
+    """Random tensors of a case: outputs of order one, distinct experts per token, no tied logits."""
+    g = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape: int, std: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=g, device=device) * std).to(dtype)
+
+    T, E, K, D, I = case.T, case.E, case.K, case.D, case.I  # noqa: E741
+    width = 2 * I if gated else I
+    w13, w2 = normal(E, width, D, std=D**-0.5), normal(E, D, I, std=I**-0.5)
+    if transposed:
+        w13, w2 = w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
+    logits = torch.randn(T, E, generator=g, device=device)
+    weights, experts = logits.softmax(-1).topk(K, dim=-1)
+    return Layer(
+        x_TD=normal(T, D),
+        logits_TE=logits.to(dtype),
+        weights_TK=weights,
+        experts_TK=experts.to(torch.int32),
+        w13_EFD=w13,
+        w2_EDI=w2,
+        b13_EF=normal(E, width, std=0.1),
+        b2_ED=normal(E, D, std=0.1),
+    )
+
+
+def assert_close(
+    got: Tensor, want: Tensor, tol: Tol, what: str = "result", repro: str | None = None
+) -> None:
+    """Raise AssertionError unless |got - want| <= tol.rel * max|want| everywhere and nothing is NaN.
+
+    The message names the tolerance with its reason, the worst place and how to run the case again.
+    """
+    hint = f"\n  again with: {repro}" if repro else ""
+    if got.shape != want.shape:
+        raise AssertionError(f"{what}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}{hint}")
+    if want.numel() == 0:
+        return
+    got64, want64 = got.double(), want.double()
+    if bool(got64.isnan().any()):
+        at = tuple(int(i) for i in got64.isnan().nonzero()[0])
+        count = int(got64.isnan().sum())
+        raise AssertionError(f"{what}: {count} of {got.numel()} are NaN, first at {at}{hint}")
+    error = (got64 - want64).abs()
+    bound = tol.rel * float(want64.abs().max())
+    if float(error.max()) <= bound:
+        return
+    flat = int(error.argmax())
+    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), error.shape))
+    raise AssertionError(
+        f"{what}: off by {float(error.max()):.3g} at {at} "
+        f"(got {float(got64[at]):.6g}, wanted {float(want64[at]):.6g}); "
+        f"{int((error > bound).sum())} of {error.numel()} exceed {bound:.3g}, "
+        f"which is {tol.rel:g} of the largest ({tol.why}){hint}"
+    )
+
+
+def float32(value: Any) -> Any:
+    """`value` with every floating-point tensor in it as float32: arguments for a reference."""
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(float32(v) for v in value)
+    return value
+
+
+def reference_of(run: Callable[..., Any], *args: Any) -> Any:
+    """What `run` gives on float32 copies of the arguments."""
+    return run(*(float32(a) for a in args))
