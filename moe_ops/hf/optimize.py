@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-import types
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -95,7 +95,8 @@ def _swap(module: nn.Module) -> bool:
         log.info("%s keeps its own forward: it is wrapped already", type(module).__name__)
         return False
     setattr(module, _RULE, key)
-    module.forward = types.MethodType(router_forward, module)  # type: ignore[method-assign]
+    # A partial, because a bound method could be copied but not pickled.
+    module.forward = functools.partial(router_forward, module)  # type: ignore[method-assign]
     return True
 
 

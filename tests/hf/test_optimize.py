@@ -1,0 +1,241 @@
+"""`optimize` and `restore`, the registration in transformers, and the ways back to its own code."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+import moe_ops
+import moe_ops.hf.experts as adapter
+from tests.hf import families
+
+
+@pytest.fixture
+def tiny() -> families.TinyModel:
+    return families.build("qwen3_moe")
+
+
+@pytest.fixture
+def warnings(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr("moe_ops.hf.report._said", set())
+    caplog.set_level(logging.WARNING, logger="moe_ops")
+    return caplog
+
+
+def ids(length: int = 7) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.arange(3, 3 + length)[None]}
+
+
+def snapshot(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[set[str]]]:
+    """The state of a model and the names of its modules' own attributes."""
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    return state, [set(vars(m)) for m in model.modules()]
+
+
+def test_both_registries_know_the_implementation() -> None:
+    assert ALL_EXPERTS_FUNCTIONS["moe_ops"] is adapter.experts_forward
+    assert ALL_FP8_EXPERTS_FUNCTIONS["moe_ops"] is adapter.fp8_experts_forward
+
+
+def test_optimize_is_idempotent_and_restore_undoes_it_bit_for_bit(
+    tiny: families.TinyModel,
+) -> None:
+    state, attributes = snapshot(tiny.model)
+    implementation = tiny.model.config._experts_implementation
+    want = families.run(tiny, ids())
+    assert moe_ops.optimize(tiny.model) is tiny.model
+    assert tiny.model.config._experts_implementation == "moe_ops"
+    once = families.run(tiny, ids())
+    forwards = [m.forward for m in tiny.model.modules()]
+    moe_ops.optimize(tiny.model)
+    assert [m.forward for m in tiny.model.modules()] == forwards
+    assert torch.equal(families.run(tiny, ids()), once)
+
+    moe_ops.restore(tiny.model)
+    assert tiny.model.config._experts_implementation == implementation
+    assert torch.equal(families.run(tiny, ids()), want)
+    state_after, attributes_after = snapshot(tiny.model)
+    assert attributes_after == attributes
+    assert all(torch.equal(state[k], v) for k, v in state_after.items())
+    assert state.keys() == state_after.keys()
+    moe_ops.restore(tiny.model)  # nothing left to undo
+
+
+def test_optimize_copies_no_weight(tiny: families.TinyModel) -> None:
+    before = {name: p.data_ptr() for name, p in tiny.model.named_parameters()}
+    moe_ops.optimize(tiny.model)
+    families.run(tiny, ids())
+    assert {name: p.data_ptr() for name, p in tiny.model.named_parameters()} == before
+
+
+def test_an_optimized_model_can_be_copied_and_saved(tiny: families.TinyModel) -> None:
+    moe_ops.optimize(tiny.model)
+    want = families.run(tiny, ids())
+    twin = copy.deepcopy(tiny.model)
+    router = twin.model.layers[1].mlp.gate
+    assert router.forward.args == (router,)
+    moe_ops.restore(twin)
+    assert tiny.model.config._experts_implementation == "moe_ops"
+    buffer = io.BytesIO()
+    torch.save(tiny.model, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    with torch.no_grad():
+        assert torch.equal(loaded(**ids(), use_cache=False).logits, want)
+
+
+def test_optimize_refuses_what_is_not_a_transformers_model() -> None:
+    with pytest.raises(TypeError, match="wants a transformers PreTrainedModel, got Linear"):
+        moe_ops.optimize(nn.Linear(2, 2))
+
+
+def test_training_takes_the_path_of_transformers(
+    tiny: families.TinyModel, warnings: pytest.LogCaptureFixture
+) -> None:
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        model.zero_grad()
+        model(**ids(), use_cache=False).logits.square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    want = gradients(tiny.model)
+    moe_ops.optimize(tiny.model)
+    got = gradients(tiny.model)
+    gradients(tiny.model)
+    assert len(got) == len(want) > 0
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert [m for m in warnings.messages if "requires grad" in m] == [
+        "Qwen3MoeExperts runs on transformers' differentiable grouped_mm: something requires "
+        "grad; for inference call the model under torch.inference_mode()"
+    ]
+
+
+def test_frozen_experts_still_pass_gradients_to_their_input(tiny: families.TinyModel) -> None:
+    moe_ops.optimize(tiny.model)
+    tiny.model.requires_grad_(False)
+    embeddings = tiny.model.get_input_embeddings()(ids()["input_ids"]).detach()
+    embeddings.requires_grad_(True)
+    tiny.model(inputs_embeds=embeddings, use_cache=False).logits.sum().backward()
+    assert embeddings.grad is not None and bool(embeddings.grad.abs().sum() > 0)
+
+
+def test_autocast_runs_and_stays_close(tiny: families.TinyModel) -> None:
+    want = families.run(tiny, ids())
+    moe_ops.optimize(tiny.model)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = families.run(tiny, ids())
+    assert bool(got.isfinite().all())
+    assert float((got.float() - want).abs().max()) < 0.2 * float(want.abs().max())
+
+
+def test_an_unknown_gate_falls_back_with_one_reason(
+    tiny: families.TinyModel, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other_gate(self: nn.Module, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up * 2
+
+    experts = type(next(iter(families.experts(tiny.model).values())))
+    monkeypatch.setattr(experts, "_apply_gate", other_gate)
+    want = families.run(tiny, ids())
+    moe_ops.optimize(tiny.model)
+    assert torch.equal(families.run(tiny, ids()), want)
+    assert [m.split(" (")[0] for m in warnings.messages] == [
+        "Qwen3MoeExperts runs on transformers' grouped_mm: its gate is an unknown function"
+    ]
+
+
+def test_a_router_with_changed_code_keeps_it(
+    tiny: families.TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = type(tiny.model.model.layers[1].mlp.gate)
+
+    def changed(self: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = nn.functional.linear(hidden_states, self.weight) * 1.5
+        weights, indices = logits.float().softmax(-1).topk(self.top_k, dim=-1)
+        return logits, weights, indices
+
+    monkeypatch.setattr(router, "forward", changed)
+    moe_ops.optimize(tiny.model)
+    assert tiny.model._moe_ops_state.routers == ()
+
+
+class Experts(nn.Module):
+    _apply_gate = adapter._default_apply_gate
+
+
+def experts_module(**changes: object) -> nn.Module:
+    """A bare experts module with the flags that transformers' decorator sets."""
+    m = Experts()
+    m.gate_up_proj = nn.Parameter(torch.randn(4, 16, 8), requires_grad=False)
+    m.down_proj = nn.Parameter(torch.randn(4, 8, 8), requires_grad=False)
+    m.act_fn = nn.SiLU()
+    flags = {
+        "has_gate": True,
+        "has_bias": False,
+        "has_post_expert_norm": False,
+        "is_transposed": False,
+        "is_concatenated": True,
+        "_is_expert_parallel": True,
+        "num_experts": 4,
+    }
+    for name, value in {**flags, **changes}.items():
+        setattr(m, name, value)
+    return m
+
+
+REFUSED = {
+    "post_norm": ({"has_post_expert_norm": True}, "normalises each expert's output"),
+    "interleaved": ({"is_concatenated": False}, "interleaved, but its gate splits"),
+    "activation": ({"act_fn": nn.Mish()}, r"its activation \(Mish\) is not one of"),
+    "dtype": (
+        {"gate_up_proj": nn.Parameter(torch.zeros(4, 16, 8, dtype=torch.int8), False)},
+        "its weights are torch.int8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_expressed_is_described(name: str) -> None:
+    changes, reason = REFUSED[name]
+    found = adapter.describe(experts_module(**changes))
+    assert isinstance(found, str)
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(found)
+
+
+def test_fp8_experts_fall_back_to_the_fp8_grouped_mm(
+    monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+    registry = type(ALL_FP8_EXPERTS_FUNCTIONS)
+    monkeypatch.setitem(
+        registry._global_mapping, "grouped_mm", lambda m, x, i, w: calls.append(m) or x
+    )
+    weight = nn.Parameter(torch.zeros(4, 16, 8).to(torch.float8_e4m3fn), requires_grad=False)
+    module = experts_module(gate_up_proj=weight)
+    x = torch.randn(3, 8)
+    routing = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+    assert adapter.fp8_experts_forward(module, x, *routing) is x
+    assert calls == [module]
+    assert "its weights are torch.float8_e4m3fn" in warnings.messages[0]
+
+
+def test_sentinel_ids_of_expert_parallelism_add_nothing() -> None:
+    module = experts_module()
+    x, weights = torch.randn(5, 8), torch.rand(5, 2)
+    routing = torch.tensor([[0, 4], [4, 4], [1, 2], [3, 4], [2, 0]])  # 4 = not on this rank
+    masked = weights.masked_fill(routing == 4, 0.0)
+    with torch.no_grad():
+        got = adapter.experts_forward(module, x, routing, weights)
+        want = grouped_mm_experts_forward(module, x, routing, masked)
+    torch.testing.assert_close(got, want)
+    assert bool((got[1] == 0).all())
