@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops.ops.expert_gemm import expert_gemm, row_experts
+from moe_ops.spec import needs_grad
 
 # PyTorch's grouped GEMM wants every stride but the last to be a multiple of 16 bytes.
 ALIGNMENT = 16
@@ -25,7 +26,7 @@ def supports(
         return f"needs bfloat16 outside the CPU, got {x_RD.dtype}"
     if x_RD.device.type == "cuda" and torch.cuda.get_device_capability(x_RD.device) < (8, 0):
         return f"needs compute capability 8.0, got {torch.cuda.get_device_capability(x_RD.device)}"
-    if not _aligned(x_RD, w_EFD):
+    if x_RD.numel() > 0 and not _aligned(x_RD, w_EFD):
         strides = f"{x_RD.stride()} and {w_EFD.stride()}"
         return f"needs rows of a multiple of {ALIGNMENT} bytes, got strides {strides}"
     return None
@@ -41,24 +42,33 @@ def grouped_mm(
 ) -> Tensor:
     """`expert_gemm` on PyTorch's grouped GEMM, or a product per expert where strides do not fit."""
     w_EDF = w_EFD if transposed else w_EFD.transpose(1, 2)
-    if _aligned(x_RD, w_EFD):
-        y_RF = F.grouped_mm(x_RD, w_EDF, offs=ends_E)
+    used_R1 = None
+    if needs_grad(x_RD, w_EFD, bias_EF):
+        # The product leaves unused rows unwritten, in its result and in its gradients.
+        used_R1 = (torch.arange(x_RD.shape[0], device=x_RD.device) < ends_E[-1])[:, None]
+        x_RD = torch.where(used_R1, x_RD, 0)
+    if _aligned(x_RD, w_EDF):
+        y_RF = F.grouped_mm(x_RD, w_EDF, offs=ends_E.contiguous())
     else:
         y_RF = _mm_per_expert(x_RD, w_EDF, ends_E)
     if bias_EF is not None:
         bias_RF = bias_EF[row_experts(ends_E, x_RD.shape[0])]
         y_RF = (y_RF.float() + bias_RF.float()).to(x_RD.dtype)
-    return y_RF
+    return y_RF if used_R1 is None else torch.where(used_R1, y_RF, 0)
 
 
-def _aligned(x_RD: Tensor, w_EFD: Tensor) -> bool:
-    strides = [x_RD.stride(0), *w_EFD.stride()]
-    one = x_RD.stride(1) == 1 and 1 in w_EFD.stride()[1:]
-    return (
-        one
-        and x_RD.numel() > 0
-        and all(s == 1 or s * x_RD.element_size() % ALIGNMENT == 0 for s in strides)
-    )
+def _aligned(x_RD: Tensor, w_EDF: Tensor) -> bool:
+    """Whether PyTorch's grouped GEMM takes these strides."""
+    return x_RD.numel() > 0 and all(_rows_aligned(t) for t in (x_RD, w_EDF))
+
+
+def _rows_aligned(t: Tensor) -> bool:
+    """Whether one of the last two axes is contiguous and the other strides over whole, aligned rows."""
+    for inner, outer in ((-1, -2), (-2, -1)):
+        stride = t.stride(outer)
+        if t.stride(inner) == 1 and stride >= t.shape[inner]:
+            return stride * t.element_size() % ALIGNMENT == 0
+    return False
 
 
 def _mm_per_expert(x_RD: Tensor, w_EDF: Tensor, ends_E: Tensor) -> Tensor:

@@ -14,25 +14,34 @@ from moe_ops.kernels import cpu as kernels
 from moe_ops.ops.activate import activate
 from moe_ops.ops.combine import combine
 from moe_ops.ops.dispatch import dispatch, local_ids
-from moe_ops.ops.expert_gemm import expert_gemm, row_experts
+from moe_ops.ops.expert_gemm import expert_gemm
 from moe_ops.ops.experts import experts
+from moe_ops.ops.route import route
+from moe_ops.shapes import DTYPES
 from moe_ops.spec import needs_grad
 
-# Mean rows per expert from which PyTorch's grouped GEMM is faster than streaming: measured on two
+# Mean rows per expert up to which streaming is faster than PyTorch's grouped GEMM: measured on two
 # cores with the shapes of Qwen3-30B-A3B, see docs/PERFORMANCE.md.
-STREAM_MAX_ROWS = {torch.bfloat16: 12, torch.float32: 12}
+GEMM_MAX_ROWS = {torch.bfloat16: 4, torch.float32: 32}
+EXPERTS_MAX_ROWS = {torch.bfloat16: 10, torch.float32: 32}
 
 
-def _refuse(x: Tensor, *weights: Tensor | None, transposed: bool) -> str | None:
-    if x.dtype not in STREAM_MAX_ROWS:
+def _refuse(x: Tensor, w: Tensor, *others: Tensor | None, transposed: bool) -> str | None:
+    if x.dtype not in EXPERTS_MAX_ROWS:
         return f"needs float32 or bfloat16, got {x.dtype}"
     if transposed:
         return "needs weights whose rows are outputs, got transposed ones"
-    if needs_grad(x, *weights):
+    if needs_grad(x, w, *others):
         return "is not differentiable, and an argument requires grad"
-    if any(w is not None and w.dim() == 3 and w.stride(-1) != 1 for w in weights):
+    if w.stride(2) != 1:
         return "needs weights contiguous along their last axis"
     return kernels.unavailable()
+
+
+def _refuse_bias(x: Tensor, bias: Tensor | None) -> str | None:
+    if bias is None or (bias.dtype == x.dtype and bias.is_contiguous()):
+        return None
+    return f"needs contiguous biases of x's dtype, got {bias.dtype} with strides {bias.stride()}"
 
 
 def supports_gemm(
@@ -42,7 +51,7 @@ def supports_gemm(
     bias_EF: Tensor | None = None,
     transposed: bool = False,
 ) -> str | None:
-    return _refuse(x_RD, w_EFD, bias_EF, transposed=transposed)
+    return _refuse(x_RD, w_EFD, bias_EF, transposed=transposed) or _refuse_bias(x_RD, bias_EF)
 
 
 @expert_gemm.backend("cpu", supports=supports_gemm, devices=("cpu",))
@@ -55,11 +64,11 @@ def stream_gemm(
 ) -> Tensor:
     """`expert_gemm` that reads each weight once."""
     R = x_RD.shape[0]
-    if STREAM_MAX_ROWS[x_RD.dtype] * w_EFD.shape[0] < R:
+    if GEMM_MAX_ROWS[x_RD.dtype] * w_EFD.shape[0] < R:
         return aten.grouped_mm(x_RD, w_EFD, ends_E, bias_EF, transposed)
     y_RF = x_RD.new_empty(R, w_EFD.shape[1])
-    kernels.gemm(_rows(x_RD), w_EFD, ends_E.contiguous(), y_RF)
-    return y_RF if bias_EF is None else _add_bias(y_RF, bias_EF, row_experts(ends_E, R))
+    kernels.gemm(_rows(x_RD), w_EFD, ends_E.contiguous(), bias_EF, y_RF)
+    return y_RF
 
 
 def supports_experts(
@@ -79,10 +88,14 @@ def supports_experts(
     limit: float | None = None,
     up_shift: float = 0.0,
 ) -> str | None:
-    refusal = _refuse(x_TD, w13_EFD, w2_EDI, b13_EF, b2_ED, transposed=transposed)
-    return refusal or (
-        "is not differentiable, and the weights require grad" if needs_grad(weights_TK) else None
-    )
+    refusal = _refuse(x_TD, w13_EFD, w2_EDI, b13_EF, b2_ED, weights_TK, transposed=transposed)
+    if refusal is not None:
+        return refusal
+    if w2_EDI.stride(2) != 1:
+        return "needs weights contiguous along their last axis"
+    if weights_TK.dtype not in (torch.float32, x_TD.dtype):
+        return f"needs routing weights in float32 or x's dtype, got {weights_TK.dtype}"
+    return _refuse_bias(x_TD, b13_EF) or _refuse_bias(x_TD, b2_ED)
 
 
 @experts.backend("cpu", supports=supports_experts, devices=("cpu",))
@@ -103,37 +116,78 @@ def stream_experts(
     limit: float | None = None,
     up_shift: float = 0.0,
 ) -> Tensor:
-    """`experts` that reads each weight once and never copies a token."""
+    """`experts` that reads each weight once, in one call, and never copies a token."""
     T, K = experts_TK.shape
     R, E = T * K, w13_EFD.shape[0]
-    if STREAM_MAX_ROWS[x_TD.dtype] * E < R:
+    if EXPERTS_MAX_ROWS[x_TD.dtype] * E < R:
         x_RD, rows_R, ends_E = dispatch.reference(x_TD, experts_TK, E, expert_map)
         y_RF = aten.grouped_mm(x_RD, w13_EFD, ends_E, b13_EF)
         h_RI = activate.reference(y_RF, kind, gated, interleaved, alpha, limit, up_shift)
         return combine.reference(aten.grouped_mm(h_RI, w2_EDI, ends_E, b2_ED), weights_TK, rows_R)
-    ids = experts_TK.contiguous() if expert_map is None else local_ids(experts_TK, E, expert_map)
-    order_R, ends_E = kernels.sort_pairs(ids, E)
-    y_RF = x_TD.new_empty(R, w13_EFD.shape[1])
-    kernels.gemm(_rows(x_TD), w13_EFD, ends_E, y_RF, source_R=order_R, source_div=K)
-    if b13_EF is not None:
-        y_RF = _add_bias(y_RF, b13_EF, row_experts(ends_E, R))
-    h_RI = activate.reference(y_RF, kind, gated, interleaved, alpha, limit, up_shift)
-    # Rows go back to the order of the pairs; those of experts that are not here stay zero.
-    skips = R > 0 and int(ends_E[-1]) < R
-    y_RD = x_TD.new_zeros(R, x_TD.shape[1]) if skips else x_TD.new_empty(R, x_TD.shape[1])
-    kernels.gemm(h_RI, w2_EDI, ends_E, y_RD, target_R=order_R)
-    if b2_ED is not None:
-        here = (ids.reshape(-1) >= 0) & (ids.reshape(-1) < E)
-        y_RD = torch.where(
-            here[:, None], _add_bias(y_RD, b2_ED, ids.reshape(-1).long().clamp(0, E - 1)), 0
-        )
-    products = y_RD.view(T, K, x_TD.shape[1]) * weights_TK[..., None]
-    return products.sum(1, dtype=torch.float32).to(x_TD.dtype)
+    ids_TK = experts_TK
+    if expert_map is not None:
+        ids_TK = local_ids(experts_TK, E, expert_map).view(T, K)
+    return kernels.experts(
+        _rows(x_TD), weights_TK.contiguous(), ids_TK.contiguous(), w13_EFD, w2_EDI, b13_EF, b2_ED,
+        kind, gated, interleaved, alpha, limit, up_shift,
+    )  # fmt: skip
+
+
+def supports_route(
+    logits_TE: Tensor,
+    top_k: int,
+    bias_E: Tensor | None = None,
+    per_expert_scale_E: Tensor | None = None,
+    score: str = "softmax",
+    select_on: str = "score",
+    n_group: int = 1,
+    topk_group: int = 1,
+    group_reduce: str = "top2sum",
+    group_fill: str = "-inf",
+    softmax_selected: bool = False,
+    renormalize: bool = False,
+    eps: float = 0.0,
+    min_sum: float = 0.0,
+    scale: float = 1.0,
+    out_dtype: str = "float32",
+) -> str | None:
+    if needs_grad(logits_TE, bias_E, per_expert_scale_E):
+        return "is not differentiable, and an argument requires grad"
+    return kernels.unavailable()
+
+
+@route.backend("cpu", supports=supports_route, devices=("cpu",))
+def route_tokens(
+    logits_TE: Tensor,
+    top_k: int,
+    bias_E: Tensor | None = None,
+    per_expert_scale_E: Tensor | None = None,
+    score: str = "softmax",
+    select_on: str = "score",
+    n_group: int = 1,
+    topk_group: int = 1,
+    group_reduce: str = "top2sum",
+    group_fill: str = "-inf",
+    softmax_selected: bool = False,
+    renormalize: bool = False,
+    eps: float = 0.0,
+    min_sum: float = 0.0,
+    scale: float = 1.0,
+    out_dtype: str = "float32",
+) -> tuple[Tensor, Tensor]:
+    """`route` in one pass over each token's logits."""
+    weights_TK, experts_TK = kernels.route(
+        _float32(logits_TE), top_k, _float32(bias_E), _float32(per_expert_scale_E),
+        score, select_on, n_group, topk_group, group_reduce, group_fill,
+        softmax_selected, renormalize, eps, min_sum, scale,
+    )  # fmt: skip
+    dtype = DTYPES[out_dtype]
+    return (weights_TK if dtype == torch.float32 else weights_TK.to(dtype)), experts_TK
+
+
+def _float32(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.float().contiguous()
 
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _add_bias(y_RF: Tensor, bias_EF: Tensor, expert_R: Tensor) -> Tensor:
-    return (y_RF.float() + bias_EF[expert_R].float()).to(y_RF.dtype)

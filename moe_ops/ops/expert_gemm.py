@@ -51,7 +51,8 @@ def expert_gemm(
 
     e(r) is the expert whose rows include r: ends_E[e-1] <= r < ends_E[e], ends_E ascending.
     Products are summed in float32, the bias is added, and the sum is rounded once to x's dtype.
-    Rows from ends_E[-1] on belong to no expert; they cost no product and what y_RF holds there is
+    (The backend `aten` rounds before it adds the bias and again after, as transformers does.) Rows
+    from ends_E[-1] on belong to no expert; they cost no product and what y_RF holds there is
     unspecified.
 
     x_RD: float [R, D]; w_EFD: [E, F, D], or [E, D, F] if transposed, of x's dtype, any strides;

@@ -32,11 +32,12 @@ def check(
     up_shift: float = 0.0,
 ) -> None:
     """Raise ValueError or TypeError unless `experts` takes these arguments."""
+    check_tensor("x_TD", x_TD, 2, FLOATS)
+    check_weights(x_TD, w13_EFD, w2_EDI, b13_EF, b2_ED, transposed, gated)
     check_dispatch(x_TD, experts_TK, w13_EFD.shape[0], expert_map)
     check_tensor("weights_TK", weights_TK, 2, FLOATS)
     check_size("weights_TK", weights_TK, 0, experts_TK.shape[0], "the tokens of experts_TK")
     check_size("weights_TK", weights_TK, 1, experts_TK.shape[1], "the top-k of experts_TK")
-    check_weights(x_TD, w13_EFD, w2_EDI, b13_EF, b2_ED, transposed, gated)
     check_activation(kind, gated, interleaved, alpha, limit, up_shift)
     check_devices(x_TD, weights_TK=weights_TK)
 
@@ -55,6 +56,8 @@ def check_weights(
     check_tensor("w2_EDI", w2_EDI, 3, (x_TD.dtype,))
     rows, cols = (2, 1) if transposed else (1, 2)
     E, F, D = w13_EFD.shape[0], w13_EFD.shape[rows], x_TD.shape[1]
+    if E < 1:
+        raise ValueError(f"w13_EFD holds no expert, got shape {tuple(w13_EFD.shape)}")
     check_size("w13_EFD", w13_EFD, cols, D, "the width of x_TD")
     if gated and F % 2:
         raise ValueError(

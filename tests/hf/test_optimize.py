@@ -14,6 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 import moe_ops
 import moe_ops.hf.experts as adapter
+from moe_ops.testing import Tol, assert_close
 from tests.hf import families
 
 
@@ -147,7 +148,7 @@ def test_an_unknown_gate_falls_back_with_one_reason(
     monkeypatch.setattr(experts, "_apply_gate", other_gate)
     want = families.run(tiny, ids())
     moe_ops.optimize(tiny.model)
-    assert torch.equal(families.run(tiny, ids()), want)
+    assert_close(families.run(tiny, ids()), want, Tol(1e-5, "float32 routing weights"))
     assert [m.split(" (")[0] for m in warnings.messages] == [
         "Qwen3MoeExperts runs on transformers' grouped_mm: its gate is an unknown function"
     ]

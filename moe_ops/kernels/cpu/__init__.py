@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from ctypes import c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -12,28 +13,72 @@ from torch import Tensor
 
 log = logging.getLogger("moe_ops")
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-_GEMM_ARGS = [
-    *(_POINTER, _INT, _INT),  # weight, its expert and row strides
-    *(_POINTER, _INT, _POINTER, _INT),  # x, its row stride, source, divisor
-    *(_POINTER, _POINTER, _POINTER),  # ends, y, target
-    *(_INT, _INT, _INT, ctypes.c_int),  # E, F, D, threads
-]
-_SORT_ARGS = [_POINTER, _INT, _INT, _POINTER, _POINTER]  # ids, R, E, order, ends
+KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "logit")
+SOURCES = ("experts.cpp", "route.cpp")
+
+
+class _Activation(ctypes.Structure):
+    """`Activation` of experts.cpp, field by field."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("kind", "gated", "interleaved", "clamped")),
+        *((name, c_float) for name in ("alpha", "limit", "up_shift")),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of experts.cpp, field by field."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("T", "K", "E", "F", "D", "I")),
+        ("x_stride", c_int64),
+        *((name, c_int64) for name in ("w13_expert_stride", "w13_row_stride")),
+        *((name, c_int64) for name in ("w2_expert_stride", "w2_row_stride")),
+        *((name, c_int32) for name in ("ids_are_int64", "weights_are_float32", "threads")),
+        ("activation", _Activation),
+    ]
+
+
+class _Router(ctypes.Structure):
+    """`Router` of route.cpp, field by field."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("T", "E", "K", "n_group", "topk_group")),
+        *((name, c_int32) for name in ("score", "select_on_logit", "group_top2sum")),
+        *((name, c_int32) for name in ("fill_zero", "softmax_selected", "renormalize", "threads")),
+        *((name, c_float) for name in ("eps", "min_sum", "scale")),
+    ]
+
+
+_SIGNATURES = {
+    "moe_gemm": [
+        *(c_void_p, c_int64, c_int64, c_void_p),  # w, its expert and row strides, bias
+        *(c_void_p, c_int64, c_void_p, c_void_p),  # x, its row stride, ends, y
+        *(c_int64, c_int64, c_int64, ctypes.c_int),  # E, F, D, threads
+    ],
+    "moe_experts": [
+        ctypes.POINTER(_Layer),
+        *(c_void_p, c_void_p, c_void_p),  # x, ids, weights
+        *(c_void_p, c_void_p, c_void_p, c_void_p),  # w13, w2, b13, b2
+        *(c_void_p, c_void_p, c_void_p),  # h, y, out
+    ],
+}
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
     from torch._inductor.codecache import CppCodeCache
 
-    source = Path(__file__).with_name("experts.cpp").read_text()
+    source = "\n".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
     library = CppCodeCache.load(source, extra_flags=("-ffp-contract=fast",))
-    for name in ("moe_gemm_bfloat16", "moe_gemm_float32"):
-        getattr(library, name).argtypes = _GEMM_ARGS
-        getattr(library, name).restype = None
-    for name in ("moe_sort_int32", "moe_sort_int64"):
-        getattr(library, name).argtypes = _SORT_ARGS
-        getattr(library, name).restype = None
+    for name, signature in _SIGNATURES.items():
+        for dtype in ("bfloat16", "float32"):
+            function = getattr(library, f"{name}_{dtype}")
+            function.argtypes = signature
+            function.restype = None
+    library.moe_route.argtypes = [ctypes.POINTER(_Router), *[c_void_p] * 5]
+    library.moe_route.restype = None
     return library
 
 
@@ -51,54 +96,109 @@ def unavailable() -> str | None:
     return None
 
 
-def sort_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Stable sort of contiguous int32 or int64 ids by expert: (order_R, ends_E), both int32.
-
-    Ids outside [0, num_experts) come last, after ends_E[-1].
-    """
-    order_R = torch.empty(ids.numel(), dtype=torch.int32)
-    ends_E = torch.empty(num_experts, dtype=torch.int32)
-    run = _library().moe_sort_int32 if ids.dtype == torch.int32 else _library().moe_sort_int64
-    run(ids.data_ptr(), ids.numel(), num_experts, order_R.data_ptr(), ends_E.data_ptr())
-    return order_R, ends_E
+def _pointer(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
 
 
-def gemm(
-    x_TD: Tensor,
-    w_EFD: Tensor,
-    ends_E: Tensor,
-    y_RF: Tensor,
-    *,
-    source_R: Tensor | None = None,
-    source_div: int = 1,
-    target_R: Tensor | None = None,
-) -> None:
-    """y[target[r]] = w[e(r)] @ x[source[r] // source_div] for every row r of an expert; others stay
-    untouched.
+def gemm(x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor, bias_EF: Tensor | None, y_RF: Tensor) -> None:
+    """y[r] = w[e(r)] @ x[r] + bias[e(r)] for every row r of an expert; other rows stay untouched.
 
-    x, w, y: bfloat16 or float32, one dtype; x and w need a stride of 1 on the last axis, y is
-    contiguous. ends, source and target are contiguous int32; without source or target the index is
-    r itself.
+    x, w, bias, y: bfloat16 or float32, one dtype; x and w need a stride of 1 on the last axis; ends
+    (int32), bias and y are contiguous.
     """
     E, F, D = w_EFD.shape
     run = (
         _library().moe_gemm_bfloat16
-        if x_TD.dtype == torch.bfloat16
+        if x_RD.dtype == torch.bfloat16
         else _library().moe_gemm_float32
     )
     run(
-        w_EFD.data_ptr(),
-        w_EFD.stride(0),
-        w_EFD.stride(1),
-        x_TD.data_ptr(),
-        x_TD.stride(0),
-        None if source_R is None else source_R.data_ptr(),
-        source_div,
-        ends_E.data_ptr(),
-        y_RF.data_ptr(),
-        None if target_R is None else target_R.data_ptr(),
-        E,
-        F,
-        D,
-        torch.get_num_threads(),
+        *(w_EFD.data_ptr(), w_EFD.stride(0), w_EFD.stride(1), _pointer(bias_EF)),
+        *(x_RD.data_ptr(), x_RD.stride(0), ends_E.data_ptr(), y_RF.data_ptr()),
+        *(E, F, D, torch.get_num_threads()),
     )
+
+
+def experts(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    w13_EFD: Tensor,
+    w2_EDI: Tensor,
+    b13_EF: Tensor | None,
+    b2_ED: Tensor | None,
+    kind: str,
+    gated: bool,
+    interleaved: bool,
+    alpha: float,
+    limit: float | None,
+    up_shift: float,
+) -> Tensor:
+    """The `experts` op, in one parallel region; the intermediate of the first product stays float32.
+
+    x and all weights and biases: bfloat16 or float32, one dtype; x and the weights need a stride of
+    1 on the last axis, biases are contiguous; weights_TK is float32 or of x's dtype; ids and
+    weights_TK are contiguous, ids outside [0, E) mean "not here".
+    """
+    T, K = ids_TK.shape
+    E, F, D = w13_EFD.shape
+    I = w2_EDI.shape[2]  # noqa: E741
+    layer = _Layer(
+        *(T, K, E, F, D, I, x_TD.stride(0)),
+        *(w13_EFD.stride(0), w13_EFD.stride(1), w2_EDI.stride(0), w2_EDI.stride(1)),
+        *(ids_TK.dtype == torch.int64, weights_TK.dtype == torch.float32, torch.get_num_threads()),
+        _Activation(
+            *(KINDS.index(kind), gated, interleaved, limit is not None),
+            *(alpha, limit or 0.0, up_shift),
+        ),
+    )
+    h_RI = x_TD.new_empty(T * K, I)
+    y_RD = x_TD.new_empty(T * K, D)
+    out_TD = x_TD.new_empty(T, D)
+    run = (
+        _library().moe_experts_bfloat16
+        if x_TD.dtype == torch.bfloat16
+        else _library().moe_experts_float32
+    )
+    run(
+        layer,
+        *(x_TD.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr()),
+        *(w13_EFD.data_ptr(), w2_EDI.data_ptr(), _pointer(b13_EF), _pointer(b2_ED)),
+        *(h_RI.data_ptr(), y_RD.data_ptr(), out_TD.data_ptr()),
+    )
+    return out_TD
+
+
+def route(
+    logits_TE: Tensor,
+    top_k: int,
+    bias_E: Tensor | None,
+    per_expert_scale_E: Tensor | None,
+    score: str,
+    select_on: str,
+    n_group: int,
+    topk_group: int,
+    group_reduce: str,
+    group_fill: str,
+    softmax_selected: bool,
+    renormalize: bool,
+    eps: float,
+    min_sum: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The `route` op on contiguous float32 tensors: (float32 weights, int32 ids)."""
+    T, E = logits_TE.shape
+    router = _Router(
+        *(T, E, top_k, n_group, topk_group),
+        *(SCORES.index(score), select_on == "logit", group_reduce == "top2sum"),
+        *(group_fill == "zero", softmax_selected, renormalize, torch.get_num_threads()),
+        *(eps, min_sum, scale),
+    )
+    weights_TK = logits_TE.new_empty(T, top_k)
+    experts_TK = torch.empty(T, top_k, dtype=torch.int32)
+    _library().moe_route(
+        router,
+        *(logits_TE.data_ptr(), _pointer(bias_E), _pointer(per_expert_scale_E)),
+        *(weights_TK.data_ptr(), experts_TK.data_ptr()),
+    )
+    return weights_TK, experts_TK

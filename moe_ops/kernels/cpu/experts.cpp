@@ -2,9 +2,11 @@
 //
 // Every weight row is streamed from memory exactly once, in order, with a software prefetch, and multiplied
 // with all the tokens of its expert while it is in registers: y[r, f] = dot(w[e, f, :], x[r, :]). Nothing is
-// copied or laid out anew.
+// copied or laid out anew. `moe_experts` runs the whole layer in one parallel region: at one token the Python and
+// ATen calls between the stages would cost a tenth of the time, their code having been evicted by the weights.
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -31,11 +33,13 @@ inline void store(float* p, float v) { *p = v; }
 inline void store(bf16* p, float v) {
   uint32_t u;
   std::memcpy(&u, &v, 4);
-  if ((u & 0x7fffffffu) > 0x7f800000u) {  // NaN stays NaN
-    p->bits = 0x7fc0;
-    return;
-  }
-  p->bits = uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);  // round half to even
+  const bool nan = (u & 0x7fffffffu) > 0x7f800000u;
+  p->bits = nan ? 0x7fc0 : uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);  // half to even
+}
+template <typename T> inline float round_to(float v) {
+  T t;
+  store(&t, v);
+  return to_float(t);
 }
 
 // One register of elements, and a dot product step into a float32 accumulator.
@@ -44,6 +48,7 @@ template <typename T> struct Lane;
 template <> struct Lane<float> {
   static constexpr int width = 16;
   F32x16 v;
+  Lane() = default;
   explicit Lane(const float* p) { std::memcpy(&v, p, 64); }
   static void dot(F32x16& acc, const Lane& w, const Lane& x) { acc += w.v * x.v; }
 };
@@ -52,6 +57,7 @@ template <> struct Lane<float> {
 template <> struct Lane<bf16> {
   static constexpr int width = 32;
   __m512bh v;
+  Lane() = default;
   explicit Lane(const bf16* p) : v((__m512bh)_mm512_loadu_si512(p)) {}
   static void dot(F32x16& acc, const Lane& w, const Lane& x) {
     acc = (F32x16)_mm512_dpbf16_ps((__m512)acc, w.v, x.v);
@@ -61,6 +67,7 @@ template <> struct Lane<bf16> {
 template <> struct Lane<bf16> {
   static constexpr int width = 32;
   F32x16 even, odd;  // a bfloat16 is the upper half of a float32
+  Lane() = default;
   explicit Lane(const bf16* p) {
     U32x16 u;
     std::memcpy(&u, p, 64);
@@ -75,91 +82,136 @@ template <> struct Lane<bf16> {
 #endif
 
 inline float sum(const F32x16& v) {
-  float s[16];
-  std::memcpy(s, &v, 64);
-  for (int half = 8; half; half /= 2)
-    for (int i = 0; i < half; ++i) s[i] += s[i + half];
-  return s[0];
+  typedef float F32x8 __attribute__((vector_size(32)));
+  typedef float F32x4 __attribute__((vector_size(16)));
+  F32x8 half[2];
+  std::memcpy(half, &v, 64);
+  half[0] += half[1];
+  F32x4 quarter[2];
+  std::memcpy(quarter, &half[0], 32);
+  quarter[0] += quarter[1];
+  return (quarter[0][0] + quarter[0][1]) + (quarter[0][2] + quarter[0][3]);
 }
 
-// About half a page ahead of the load hides DRAM latency for a single stream; measured, see docs/PERFORMANCE.md.
+// Half a page ahead of the load hides the latency of memory for a single stream.
 constexpr int kPrefetchBytes = 2048;
 constexpr int kMaxTokens = 8;
 constexpr int kRowsPerTask = 32;
+// Waking the other threads costs microseconds: products smaller than this stay on one.
 constexpr int64_t kParallelElements = 1 << 16;
 
-// `Rows` weight rows times `Tokens` token rows.
+// dots[r * kMaxTokens + t] = w[r] . x[t] for `Rows` weight rows, `row_stride` apart, and `Tokens` token rows.
 template <typename T, int Tokens, int Rows>
-void block(const T* w, int64_t row_stride, const T* const* x, T* const* y, int64_t f, int64_t D) {
+void block(const T* w, int64_t row_stride, const T* const* x, int64_t D, float* dots) {
   constexpr int width = Lane<T>::width;
   F32x16 acc[Rows][Tokens] = {};
   int64_t i = 0;
   for (; i + width <= D; i += width) {
+    Lane<T> weights[Rows];
     for (int r = 0; r < Rows; ++r) {
       const T* p = w + r * row_stride + i;
       __builtin_prefetch(reinterpret_cast<const char*>(p) + kPrefetchBytes);
-      Lane<T> weight(p);
-      for (int t = 0; t < Tokens; ++t) Lane<T>::dot(acc[r][t], weight, Lane<T>(x[t] + i));
+      weights[r] = Lane<T>(p);
+    }
+    for (int t = 0; t < Tokens; ++t) {
+      const Lane<T> token(x[t] + i);
+      for (int r = 0; r < Rows; ++r) Lane<T>::dot(acc[r][t], weights[r], token);
     }
   }
   for (int r = 0; r < Rows; ++r)
     for (int t = 0; t < Tokens; ++t) {
       float s = sum(acc[r][t]);
       for (int64_t j = i; j < D; ++j) s += to_float(w[r * row_stride + j]) * to_float(x[t][j]);
-      store(y[t] + f + r, s);
+      dots[r * kMaxTokens + t] = s;
     }
 }
 
 template <typename T, int Rows>
-void block(int tokens, const T* w, int64_t row_stride, const T* const* x, T* const* y, int64_t f, int64_t D) {
+void block(int tokens, const T* w, int64_t row_stride, const T* const* x, int64_t D, float* dots) {
   switch (tokens) {
-    case 1: return block<T, 1, Rows>(w, row_stride, x, y, f, D);
-    case 2: return block<T, 2, Rows>(w, row_stride, x, y, f, D);
-    case 3: return block<T, 3, Rows>(w, row_stride, x, y, f, D);
-    case 4: return block<T, 4, Rows>(w, row_stride, x, y, f, D);
-    case 5: return block<T, 5, Rows>(w, row_stride, x, y, f, D);
-    case 6: return block<T, 6, Rows>(w, row_stride, x, y, f, D);
-    case 7: return block<T, 7, Rows>(w, row_stride, x, y, f, D);
-    default: return block<T, kMaxTokens, Rows>(w, row_stride, x, y, f, D);
+    case 1: return block<T, 1, Rows>(w, row_stride, x, D, dots);
+    case 2: return block<T, 2, Rows>(w, row_stride, x, D, dots);
+    case 3: return block<T, 3, Rows>(w, row_stride, x, D, dots);
+    case 4: return block<T, 4, Rows>(w, row_stride, x, D, dots);
+    case 5: return block<T, 5, Rows>(w, row_stride, x, D, dots);
+    case 6: return block<T, 6, Rows>(w, row_stride, x, D, dots);
+    case 7: return block<T, 7, Rows>(w, row_stride, x, D, dots);
+    default: return block<T, kMaxTokens, Rows>(w, row_stride, x, D, dots);
   }
 }
 
-// Sorted row r reads x[source[r] / source_div] and writes y[target[r]]; a null index means r itself.
-template <typename T>
-void gemm(const T* w, int64_t expert_stride, int64_t row_stride, const T* x, int64_t x_stride,
-          const int32_t* source, int64_t source_div, const int32_t* ends, T* y, const int32_t* target,
-          int64_t E, int64_t F, int64_t D, int threads) {
-  std::vector<int32_t> active;
-  for (int32_t e = 0; e < E; ++e)
-    if (ends[e] > (e ? ends[e - 1] : 0)) active.push_back(e);
+// The stacked weights of all experts; rows are contiguous along their last axis.
+template <typename T> struct Weights {
+  const T* data;
+  int64_t expert_stride, row_stride;
+  const T* row(int64_t e, int64_t f) const { return data + e * expert_stride + f * row_stride; }
+};
+
+// Rows sorted by expert: expert e has rows [ends[e - 1], ends[e]), row r stands for pair order[r].
+struct Rows {
+  const int32_t* order;
+  const int32_t* ends;
+  std::vector<int32_t> active;  // experts with rows
+
+  Rows(const int32_t* order, const int32_t* ends, int64_t E) : order(order), ends(ends) {
+    for (int32_t e = 0; e < E; ++e)
+      if (ends[e] > begin(e)) active.push_back(e);
+  }
+  int32_t begin(int32_t e) const { return e ? ends[e - 1] : 0; }
+  int64_t pair(int64_t r) const { return order ? order[r] : r; }
+};
+
+// Calls body(e, first, last) for chunks [first, last) of [0, F) of every active expert; inside a parallel region.
+template <typename Body>
+void for_chunks(const Rows& rows, int64_t F, const Body& body) {
   const int64_t chunks = (F + kRowsPerTask - 1) / kRowsPerTask;
-  const int64_t tasks = int64_t(active.size()) * chunks;
-  // Waking the other threads costs microseconds: leave small products to one.
-  if (int64_t(active.size()) * F * D < kParallelElements) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
+  const int64_t tasks = int64_t(rows.active.size()) * chunks;
+#pragma omp for schedule(dynamic, 4)
   for (int64_t task = 0; task < tasks; ++task) {
-    const int32_t e = active[task / chunks];
     const int64_t first = (task % chunks) * kRowsPerTask;
-    const int64_t last = std::min<int64_t>(first + kRowsPerTask, F);
-    const T* we = w + e * expert_stride;
-    const int32_t end = ends[e];
-    const T* xs[kMaxTokens];
-    T* ys[kMaxTokens];
-    for (int32_t r0 = e ? ends[e - 1] : 0; r0 < end; r0 += kMaxTokens) {
-      const int tokens = std::min<int32_t>(kMaxTokens, end - r0);
-      for (int t = 0; t < tokens; ++t) {
-        const int64_t r = r0 + t;
-        xs[t] = x + (source ? source[r] / source_div : r) * x_stride;
-        ys[t] = y + (target ? target[r] : r) * F;
+    body(rows.active[task / chunks], first, std::min<int64_t>(first + kRowsPerTask, F));
+  }
+}
+
+// Rows [first, last) of one expert's product, stored at y[target(r) * F + f]; sources(r) is row r of x.
+template <typename T, typename Source, typename Target>
+void product(const Weights<T>& w, const T* bias, int32_t e, int64_t first, int64_t last, const Rows& rows,
+             int64_t F, int64_t D, const Source& source, const Target& target) {
+  const T* xs[kMaxTokens];
+  T* ys[kMaxTokens];
+  float dots[2 * kMaxTokens];
+  for (int32_t r0 = rows.begin(e); r0 < rows.ends[e]; r0 += kMaxTokens) {
+    const int tokens = std::min<int32_t>(kMaxTokens, rows.ends[e] - r0);
+    for (int t = 0; t < tokens; ++t) {
+      xs[t] = source(r0 + t);
+      ys[t] = target(r0 + t);
+    }
+    for (int64_t f = first; f < last;) {
+      const int step = tokens > 2 && f + 2 <= last ? 2 : 1;  // two weight rows share the loads of the tokens
+      if (step == 2) block<T, 2>(tokens, w.row(e, f), w.row_stride, xs, D, dots);
+      else block<T, 1>(tokens, w.row(e, f), w.row_stride, xs, D, dots);
+      for (int r = 0; r < step; ++r, ++f) {
+        const float b = bias ? to_float(bias[e * F + f]) : 0.0f;
+        for (int t = 0; t < tokens; ++t) store(ys[t] + f, dots[r * kMaxTokens + t] + b);
       }
-      int64_t f = first;
-      if (tokens > 2)  // two weight rows share the loads of the tokens
-        for (; f + 2 <= last; f += 2) block<T, 2>(tokens, we + f * row_stride, row_stride, xs, ys, f, D);
-      for (; f < last; ++f) block<T, 1>(tokens, we + f * row_stride, row_stride, xs, ys, f, D);
     }
   }
 }
 
+int threads_for(int64_t elements, int threads) { return elements < kParallelElements ? 1 : threads; }
+
+template <typename T>
+void gemm(const Weights<T>& w, const T* bias, const T* x, int64_t x_stride, const int32_t* ends, T* y, int64_t E,
+          int64_t F, int64_t D, int threads) {
+  const Rows rows(nullptr, ends, E);
+#pragma omp parallel num_threads(threads_for(int64_t(rows.active.size()) * F * D, threads))
+  for_chunks(rows, F, [&](int32_t e, int64_t first, int64_t last) {
+    product(w, bias, e, first, last, rows, F, D, [&](int64_t r) { return x + r * x_stride; },
+            [&](int64_t r) { return y + r * F; });
+  });
+}
+
+// Stable counting sort of the pairs by expert; pairs of no expert come last.
 template <typename Id>
 void sort_pairs(const Id* ids, int64_t R, int64_t E, int32_t* order, int32_t* ends) {
   std::vector<int32_t> next(E + 1, 0);
@@ -177,20 +229,117 @@ void sort_pairs(const Id* ids, int64_t R, int64_t E, int32_t* order, int32_t* en
 
 }  // namespace
 
-#define MOE_GEMM(name, T)                                                                                    \
-  extern "C" void name(const void* w, int64_t expert_stride, int64_t row_stride, const void* x,              \
-                       int64_t x_stride, const int32_t* source, int64_t source_div, const int32_t* ends,     \
-                       void* y, const int32_t* target, int64_t E, int64_t F, int64_t D, int threads) {       \
-    gemm(static_cast<const T*>(w), expert_stride, row_stride, static_cast<const T*>(x), x_stride, source,    \
-         source_div, ends, static_cast<T*>(y), target, E, F, D, threads);                                    \
-  }
-MOE_GEMM(moe_gemm_bfloat16, bf16)
-MOE_GEMM(moe_gemm_float32, float)
+// Shared with Python by position: see kernels/cpu/__init__.py.
+struct Activation {
+  int32_t kind;  // 0 silu, 1 gelu, 2 gelu_tanh, 3 relu2
+  int32_t gated, interleaved, clamped;
+  float alpha, limit, up_shift;
+};
 
-// Stable counting sort of the pairs by expert; pairs of no expert come last.
-extern "C" void moe_sort_int32(const int32_t* ids, int64_t R, int64_t E, int32_t* order, int32_t* ends) {
-  sort_pairs(ids, R, E, order, ends);
+struct Layer {
+  int64_t T, K, E, F, D, I;
+  int64_t x_stride, w13_expert_stride, w13_row_stride, w2_expert_stride, w2_row_stride;
+  int32_t ids_are_int64, weights_are_float32, threads;
+  Activation activation;
+};
+
+namespace {
+
+float activate(const Activation& a, float gate, float up) {
+  if (a.clamped) {
+    gate = std::min(gate, a.limit);
+    up = std::min(std::max(up, -a.limit), a.limit);
+  }
+  float act;
+  switch (a.kind) {
+    case 0: act = gate / (1.0f + std::exp(-a.alpha * gate)); break;
+    case 1: act = 0.5f * gate * (1.0f + std::erf(gate * 0.70710678f)); break;
+    case 2: act = 0.5f * gate * (1.0f + std::tanh(0.79788456f * (gate + 0.044715f * gate * gate * gate))); break;
+    default: act = gate > 0.0f ? gate * gate : 0.0f;
+  }
+  return a.gated ? act * (up + a.up_shift) : act;
 }
-extern "C" void moe_sort_int64(const int64_t* ids, int64_t R, int64_t E, int32_t* order, int32_t* ends) {
-  sort_pairs(ids, R, E, order, ends);
+
+// h[r, i] = act(w13[gate row i] . x + b13, w13[up row i] . x + b13) for rows i of [first, last).
+template <typename T>
+void first_product(const Layer& l, const Weights<T>& w, const T* bias, const T* x, const Rows& rows, T* h,
+                   int32_t e, int64_t first, int64_t last) {
+  const Activation& a = l.activation;
+  const int64_t up_distance = a.interleaved ? 1 : l.I;
+  const T* xs[kMaxTokens];
+  float dots[2 * kMaxTokens];
+  for (int32_t r0 = rows.begin(e); r0 < rows.ends[e]; r0 += kMaxTokens) {
+    const int tokens = std::min<int32_t>(kMaxTokens, rows.ends[e] - r0);
+    for (int t = 0; t < tokens; ++t) xs[t] = x + (rows.pair(r0 + t) / l.K) * l.x_stride;
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t gate_row = a.interleaved ? 2 * i : i;
+      const T* gate = w.row(e, gate_row);
+      if (a.gated) block<T, 2>(tokens, gate, up_distance * w.row_stride, xs, l.D, dots);
+      else block<T, 1>(tokens, gate, w.row_stride, xs, l.D, dots);
+      const T* b = bias ? bias + e * l.F + gate_row : nullptr;
+      for (int t = 0; t < tokens; ++t) {
+        const float g = dots[t] + (b ? to_float(b[0]) : 0.0f);
+        const float u = a.gated ? dots[kMaxTokens + t] + (b ? to_float(b[up_distance]) : 0.0f) : 0.0f;
+        store(h + (r0 + t) * l.I + i, activate(a, g, u));
+      }
+    }
+  }
 }
+
+// out[t] = sum_k weights[t, k] * y[t * K + k] over the pairs that have a row.
+template <typename T>
+void combine_token(const Layer& l, int64_t t, const T* y, const char* has_row, const void* weights, T* out) {
+  for (int64_t d = 0; d < l.D; ++d) {
+    float total = 0.0f;
+    for (int64_t p = t * l.K; p < (t + 1) * l.K; ++p) {
+      if (!has_row[p]) continue;
+      const float v = to_float(y[p * l.D + d]);
+      if (l.weights_are_float32) total += v * static_cast<const float*>(weights)[p];
+      else total += round_to<T>(v * to_float(static_cast<const T*>(weights)[p]));  // rounded as dtypes promote
+    }
+    store(out + t * l.D + d, total);
+  }
+}
+
+template <typename T>
+void experts(const Layer& l, const T* x, const void* ids, const void* weights, const T* w13, const T* w2,
+             const T* b13, const T* b2, T* h, T* y, T* out) {
+  const int64_t R = l.T * l.K;
+  std::vector<int32_t> order(R), ends(l.E);
+  if (l.ids_are_int64) sort_pairs(static_cast<const int64_t*>(ids), R, l.E, order.data(), ends.data());
+  else sort_pairs(static_cast<const int32_t*>(ids), R, l.E, order.data(), ends.data());
+  std::vector<char> has_row(R, 0);
+  for (int32_t r = 0; r < ends[l.E - 1]; ++r) has_row[order[r]] = 1;
+
+  const Rows rows(order.data(), ends.data(), l.E);
+  const Weights<T> first{w13, l.w13_expert_stride, l.w13_row_stride};
+  const Weights<T> second{w2, l.w2_expert_stride, l.w2_row_stride};
+#pragma omp parallel num_threads(threads_for(int64_t(rows.active.size()) * l.F * l.D, l.threads))
+  {
+    for_chunks(rows, l.I, [&](int32_t e, int64_t begin, int64_t end) {
+      first_product(l, first, b13, x, rows, h, e, begin, end);
+    });
+    for_chunks(rows, l.D, [&](int32_t e, int64_t begin, int64_t end) {
+      product(second, b2, e, begin, end, rows, l.D, l.I, [&](int64_t r) { return h + r * l.I; },
+              [&](int64_t r) { return y + rows.pair(r) * l.D; });
+    });
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < l.T; ++t) combine_token(l, t, y, has_row.data(), weights, out);
+  }
+}
+
+}  // namespace
+
+#define MOE_KERNELS(name, T)                                                                                \
+  extern "C" void moe_gemm_##name(const T* w, int64_t expert_stride, int64_t row_stride, const T* bias,      \
+                                  const T* x, int64_t x_stride, const int32_t* ends, T* y, int64_t E,        \
+                                  int64_t F, int64_t D, int threads) {                                       \
+    gemm(Weights<T>{w, expert_stride, row_stride}, bias, x, x_stride, ends, y, E, F, D, threads);            \
+  }                                                                                                          \
+  extern "C" void moe_experts_##name(const Layer* l, const T* x, const void* ids, const void* weights,       \
+                                     const T* w13, const T* w2, const T* b13, const T* b2, T* h, T* y,       \
+                                     T* out) {                                                               \
+    experts(*l, x, ids, weights, w13, w2, b13, b2, h, y, out);                                               \
+  }
+MOE_KERNELS(bfloat16, bf16)
+MOE_KERNELS(float32, float)

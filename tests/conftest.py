@@ -1,0 +1,23 @@
+"""Every test: one seed, NaN in memory that nobody wrote, and a skip where a GPU is missing."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.utils.deterministic as deterministic
+
+
+@pytest.fixture(autouse=True)
+def clean_slate(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Seed torch and fill uninitialised memory (NaN in floats, the largest value in integers)."""
+    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False")
+    on = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = True
+    torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(on, warn_only=warn_only)
+    deterministic.fill_uninitialized_memory = fill

@@ -1,0 +1,315 @@
+"""Arguments of every op: for a case and a dtype, the variants of the parameters that matter."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ops import OPS, Op
+from moe_ops.ops.quantize import LARGEST
+from moe_ops.testing import Case, make_layer
+
+
+class Sample(NamedTuple):
+    """One call of an op: a readable name and every positional argument, defaults included."""
+
+    name: str
+    args: tuple[Any, ...]
+
+
+class Bad(NamedTuple):
+    """A change that makes a valid call bad, and the error that must say so."""
+
+    change: dict[str, Any]
+    message: str
+    error: type[Exception] = ValueError
+
+
+FLOAT_NAMES = "float32, bfloat16, float16"
+GPT_OSS = {"interleaved": True, "alpha": 1.702, "limit": 1.5, "up_shift": 1.0}
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "silu": {},
+    "gelu": {"kind": "gelu"},
+    "gelu_tanh": {"kind": "gelu_tanh"},
+    "relu2": {"kind": "relu2"},
+    "interleaved": {"interleaved": True},
+    "limit": {"limit": 0.5},
+    "gpt_oss": GPT_OSS,
+    "ungated_silu": {"gated": False},
+    "ungated_relu2": {"kind": "relu2", "gated": False},
+    "ungated_limit": {"gated": False, "limit": 0.5, "alpha": 1.702},
+}
+
+
+def samples(op_name: str, case: Case, dtype: torch.dtype) -> list[Sample]:
+    """Valid calls of an op at the sizes of a case, with floats of a dtype."""
+    signature = inspect.signature(OPS[op_name].reference)
+    found = []
+    for name, kwargs in MAKERS[op_name](case, dtype).items():
+        bound = signature.bind(**kwargs)
+        bound.apply_defaults()
+        found.append(Sample(name, bound.args))
+    return found
+
+
+def distinct_logits(T: int, E: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random logits whose rows hold no two equal values, in any float dtype."""
+    steps = torch.rand(T, E).argsort(-1) - (E - 1) / 2
+    return ((steps + (torch.rand(T, E) - 0.5) / 2) * (4 / E)).to(dtype)
+
+
+def with_holes(experts_TK: Tensor, num_experts: int) -> Tensor:
+    """The ids with some pairs sent nowhere: -1, the first id too large, and one far beyond."""
+    ids = experts_TK.clone().reshape(-1)
+    ids[::4], ids[1::5], ids[3::7] = -1, num_experts, 2**31 - 1
+    return ids.reshape(experts_TK.shape)
+
+
+def half_map(num_experts: int) -> Tensor:
+    """A map to every second expert: local id e // 2 for an even e, -1 for the others."""
+    ids = torch.arange(num_experts)
+    return torch.where(ids % 2 == 0, ids // 2, -1).to(torch.int32)
+
+
+def strided(t: Tensor) -> Tensor:
+    """The same values, with a stride other than 1 on the last axis."""
+    return torch.stack((t, t), -1).flatten(-2)[..., ::2]
+
+
+def padded(t: Tensor) -> Tensor:
+    """The same values in rows that are longer than they look, from an odd address on."""
+    return torch.nn.functional.pad(t, (1, 2))[..., 1:-2]
+
+
+def wrong_rank(name: str, shape: tuple[int, ...], want: int) -> Bad:
+    """A tensor with too many or too few axes."""
+    return Bad({name: torch.ones(shape)}, f"{name} must have {want} axes, got shape {shape}")
+
+
+def wrong_dtype(name: str, shape: tuple[int, ...], dtype: str, want: str = FLOAT_NAMES) -> Bad:
+    """A tensor of a dtype that the op does not take."""
+    message = f"{name} must be {want}; got {dtype}; convert it first"
+    return Bad({name: torch.ones(shape, dtype=getattr(torch, dtype))}, message, TypeError)
+
+
+def wrong_size(
+    name: str, shape: tuple[int, ...], axis: int, want: str, dtype: torch.dtype = torch.float32
+) -> Bad:
+    """A tensor with a wrong size on one axis; `want` is the size and its reason."""
+    message = f"{name} must have {want} on axis {axis}, got shape {shape}"
+    return Bad({name: torch.ones(shape, dtype=dtype)}, message)
+
+
+def wrong_device(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Bad:
+    """A tensor that is not where the first argument is."""
+    message = f"{name} is on meta, but the first argument is on cpu; move one"
+    return Bad({name: torch.ones(shape, dtype=dtype, device="meta")}, message)
+
+
+def assert_refused(op: Op, call: dict[str, Any], bad: Bad) -> None:
+    """Assert that the changed call raises the error, and leaves its arguments alone."""
+    kwargs = {**call, **bad.change}
+    tensors = [t for t in kwargs.values() if isinstance(t, Tensor) and not t.is_meta]
+    before = [t.clone() for t in tensors]
+    with pytest.raises(bad.error, match=re.escape(bad.message)):
+        op(**kwargs)
+    for t, copy in zip(tensors, before, strict=True):
+        torch.testing.assert_close(t, copy, rtol=0, atol=0)
+
+
+def _route(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    T, E, K = case.T, case.E, case.K
+    call = {"logits_TE": distinct_logits(T, E, dtype), "top_k": K}
+    bias, scales = torch.randn(E) * 0.3, torch.rand(E) + 0.5
+    found = {
+        "plain": call,
+        "strided": {**call, "logits_TE": strided(call["logits_TE"])},
+        "renormalize": {**call, "renormalize": True, "eps": 1e-6, "scale": 2.5},
+        "selected_softmax": {**call, "score": "logit", "softmax_selected": True, "scale": 1 / K},
+        "selection_bias": {**call, "bias_E": bias, "renormalize": True, "min_sum": 1e-3},
+        "sigmoid_bias": {**call, "score": "sigmoid", "bias_E": bias.to(dtype), "renormalize": True},
+        "sqrtsoftplus": {**call, "score": "sqrtsoftplus", "bias_E": bias, "scale": 1.5},
+        "select_on_logit": {**call, "score": "sigmoid", "bias_E": bias, "select_on": "logit"},
+        "per_expert_scale": {**call, "per_expert_scale_E": scales.to(dtype), "renormalize": True},
+        "to_bfloat16": {**call, "out_dtype": "bfloat16"},
+        "to_float16": {**call, "out_dtype": "float16", "renormalize": True},
+    }
+    if E % 2 == 0:
+        n_group = 8 if E == 64 else 2
+        kept = n_group if n_group // 2 * (E // n_group) < K else n_group // 2
+        for reduce in ("max", "top2sum"):
+            for fill in ("zero", "-inf"):
+                found[f"groups_{reduce}_{fill}"] = {
+                    **call, "score": "sigmoid", "bias_E": bias.abs(), "n_group": n_group,
+                    "topk_group": kept, "group_reduce": reduce, "group_fill": fill,
+                }  # fmt: skip
+    return found
+
+
+def _quantize(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    x = make_layer(case, dtype).x_TD
+    x[:1] = 0
+    found: dict[str, dict[str, Any]] = {}
+    for format in LARGEST:
+        for group in (-1, 0, 1, 16, 128):
+            found[f"{format}_{group}"] = {"x_RD": x, "format": format, "group": group}
+        scale = torch.tensor([0.01])
+        found[f"{format}_static"] = {"x_RD": x, "scale": scale, "format": format, "group": 0}
+    return {**found, "strided": {"x_RD": strided(x), "group": 16}}
+
+
+def _dispatch(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    layer, E = make_layer(case, dtype), case.E
+    ids = layer.experts_TK
+    call = {"x_TD": layer.x_TD, "experts_TK": ids, "num_experts": E}
+    half = {"num_experts": (E + 1) // 2, "expert_map": half_map(E)}
+    return {
+        "plain": call,
+        "int64": {**call, "experts_TK": ids.long()},
+        "holes": {**call, "experts_TK": with_holes(ids, E)},
+        "nothing_here": {**call, "experts_TK": torch.full_like(ids, -1)},
+        "one_expert": {**call, "experts_TK": torch.full_like(ids, E - 1)},
+        "map": {**call, **half},
+        "map_and_holes": {**call, **half, "experts_TK": with_holes(ids, E).long()},
+        "strided": {**call, "x_TD": strided(layer.x_TD), "experts_TK": strided(ids)},
+    }
+
+
+def _expert_gemm(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    layer, E = make_layer(case, dtype), case.E
+    w, flipped = layer.w13_EFD, layer.w13_EFD.transpose(1, 2)
+    x, _, ends = OPS["dispatch"].reference(layer.x_TD, layer.experts_TK, E)
+    tail, _, tail_ends = OPS["dispatch"].reference(layer.x_TD, with_holes(layer.experts_TK, E), E)
+    tail[int(tail_ends[-1]) :] = float("nan")
+    call = {"x_RD": x, "w_EFD": w, "ends_E": ends}
+    everything = torch.full_like(ends, x.shape[0])
+    return {
+        "plain": call,
+        "bias": {**call, "bias_EF": layer.b13_EF},
+        "float32_bias": {**call, "bias_EF": layer.b13_EF.float(), "w_EFD": padded(w)},
+        "transposed": {**call, "w_EFD": flipped.contiguous(), "transposed": True},
+        "transposed_view": {
+            **call, "w_EFD": flipped, "bias_EF": layer.b13_EF, "transposed": True,
+        },
+        "view": {**call, "w_EFD": flipped.contiguous().transpose(1, 2)},
+        "strided": {**call, "x_RD": strided(x), "w_EFD": strided(w)},
+        "padded_x": {**call, "x_RD": padded(x)},
+        "tail": {**call, "x_RD": tail, "ends_E": tail_ends, "bias_EF": layer.b13_EF},
+        "no_rows_used": {**call, "ends_E": torch.zeros_like(ends)},
+        "first_expert": {**call, "ends_E": everything},
+        "last_expert": {**call, "ends_E": torch.where(torch.arange(E) < E - 1, 0, everything)},
+    }  # fmt: skip
+
+
+def _activate(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    y = (torch.randn(case.T * case.K, 2 * case.I) * 2).to(dtype)
+    found = {name: {"y_RF": y, **kwargs} for name, kwargs in ACTIVATIONS.items()}
+    return {**found, "strided": {"y_RF": strided(y)}}
+
+
+def _combine(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    R = case.T * case.K
+    weights = torch.rand(case.T, case.K).softmax(-1) if R else torch.empty(case.T, case.K)
+    y, rows = torch.randn(R, case.D).to(dtype), torch.randperm(R).to(torch.int32)
+    used = R - R // 3
+    holes, holed_rows = y.clone(), rows.clone()
+    holes[used:], holed_rows[used:] = float("nan"), -1
+    call = {"y_RD": y, "weights_TK": weights, "rows_R": rows}
+    return {
+        "plain": call,
+        "same_dtype": {**call, "weights_TK": weights.to(dtype)},
+        "holes": {**call, "y_RD": holes, "rows_R": holed_rows},
+        "nothing_here": {**call, "y_RD": torch.full_like(y, float("nan")), "rows_R": rows * 0 - 1},
+        "strided": {**call, "y_RD": strided(y), "weights_TK": strided(weights)},
+    }
+
+
+def _experts(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    layer, E = make_layer(case, dtype), case.E
+    ids, w13, w2 = layer.experts_TK, layer.w13_EFD, layer.w2_EDI
+    call = {
+        "x_TD": layer.x_TD, "weights_TK": layer.weights_TK, "experts_TK": ids,
+        "w13_EFD": w13, "w2_EDI": w2,
+    }  # fmt: skip
+    biases = {"b13_EF": layer.b13_EF, "b2_ED": layer.b2_ED}
+    ungated = {"w2_EDI": make_layer(case, dtype, gated=False).w2_EDI, "w13_EFD": w13[:, ::2]}
+    flipped = {"w13_EFD": w13.transpose(1, 2), "w2_EDI": w2.transpose(1, 2), "transposed": True}
+    copied = {k: v.contiguous() if isinstance(v, Tensor) else v for k, v in flipped.items()}
+    here = (E + 1) // 2
+    half = {
+        "w13_EFD": w13[:here], "w2_EDI": w2[:here], "expert_map": half_map(E),
+        "b13_EF": layer.b13_EF[:here], "b2_ED": layer.b2_ED[:here],
+    }  # fmt: skip
+    found = {
+        name: {**call, **kwargs} for name, kwargs in ACTIVATIONS.items() if "gated" not in kwargs
+    }
+    return {
+        **found,
+        "gpt_oss": {**call, **biases, **copied, **GPT_OSS},
+        "ungated": {**call, **ungated, "kind": "relu2", "gated": False},
+        "bias": {**call, **biases},
+        "same_dtype_weights": {**call, "weights_TK": layer.weights_TK.to(dtype)},
+        "holes": {**call, **biases, "experts_TK": with_holes(ids, E).long()},
+        "nothing_here": {**call, **biases, "experts_TK": torch.full_like(ids, -1)},
+        "one_expert": {**call, "experts_TK": torch.full_like(ids, E - 1)},
+        "map": {**call, **half},
+        "map_and_holes": {**call, **half, "experts_TK": with_holes(ids, E)},
+        "transposed": {**call, **copied},
+        "transposed_view": {**call, **flipped},
+        "strided": {k: strided(v) for k, v in call.items()},
+        "padded": {**call, "w13_EFD": padded(w13), "w2_EDI": padded(w2)},
+    }
+
+
+def _moe(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    layer, E, K = make_layer(case, dtype), case.E, case.K
+    here = (E + 1) // 2
+    call = {
+        "x_TD": layer.x_TD, "logits_TE": distinct_logits(case.T, E, dtype),
+        "w13_EFD": layer.w13_EFD, "w2_EDI": layer.w2_EDI, "top_k": K,
+    }  # fmt: skip
+    name = str(dtype).removeprefix("torch.")
+    found = {
+        "plain": call,
+        "mixtral": {**call, "renormalize": True, "weights_dtype": name},
+        "gpt_oss": {
+            **call, **GPT_OSS, "score": "logit", "softmax_selected": True,
+            "b13_EF": layer.b13_EF, "b2_ED": layer.b2_ED,
+        },
+        "gemma": {
+            **call, "kind": "gelu_tanh", "per_expert_scale_E": torch.rand(E) + 0.5,
+            "renormalize": True,
+        },
+        "transposed": {
+            **call, "w13_EFD": layer.w13_EFD.transpose(1, 2).contiguous(),
+            "w2_EDI": layer.w2_EDI.transpose(1, 2).contiguous(), "transposed": True,
+        },
+        "map": {
+            **call, "w13_EFD": layer.w13_EFD[:here], "w2_EDI": layer.w2_EDI[:here],
+            "expert_map": half_map(E),
+        },
+    }  # fmt: skip
+    if E % 2 == 0 and E // 2 >= K:
+        found["deepseek"] = {
+            **call, "score": "sigmoid", "bias_E": torch.rand(E), "n_group": 2, "topk_group": 1,
+            "renormalize": True, "eps": 1e-20, "scale": 2.5,
+        }  # fmt: skip
+    return found
+
+
+MAKERS: dict[str, Callable[[Case, torch.dtype], dict[str, dict[str, Any]]]] = {
+    "route": _route,
+    "quantize": _quantize,
+    "dispatch": _dispatch,
+    "expert_gemm": _expert_gemm,
+    "activate": _activate,
+    "combine": _combine,
+    "experts": _experts,
+    "moe": _moe,
+}

@@ -1,0 +1,107 @@
+"""Every op, on every backend, over every case and dtype: found by discovery."""
+
+from typing import Any
+
+import pytest
+import torch
+from samples import samples
+from torch import Tensor
+
+from moe_ops import OPS, fake_impls, using
+from moe_ops.shapes import FLOATS
+from moe_ops.testing import CASES, TOL, Tol, assert_close, reference_of
+
+BY_NAME = {case.name: case for case in CASES}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+EXACT = Tol(0.0, "integers and 8-bit values are exact")
+RUNS = [(name, backend) for name, op in OPS.items() for backend in op.backends]
+
+
+def specified(op_name: str, args: tuple[Any, ...], got: Any) -> list[Tensor]:
+    """The tensors an op returns, without the rows that its contract leaves unspecified."""
+    if op_name == "dispatch":
+        x_RD, rows_R, ends_E = got
+        return [x_RD[: int(ends_E[-1])], rows_R, ends_E]
+    if op_name == "expert_gemm":
+        ends_E = args[2]
+        return [got[: int(ends_E[-1])]]
+    return [got] if isinstance(got, Tensor) else list(got)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", BY_NAME)
+@pytest.mark.parametrize(("name", "backend"), RUNS, ids=[f"{op}-{b}" for op, b in RUNS])
+def test_backend_agrees_with_the_float32_reference(
+    name: str, backend: str, case: str, dtype: str
+) -> None:
+    op = OPS[name]
+    refused = {}
+    for label, args in samples(name, BY_NAME[case], DTYPES[dtype]):
+        refused[label] = op.refusals(*args)[backend]
+        if refused[label]:
+            continue
+        with using(backend, name):
+            got = op(*args)
+        with using("reference"):
+            want = reference_of(op.reference, *args)
+        pairs = zip(specified(name, args, got), specified(name, args, want), strict=True)
+        repro = f"samples({name!r}, {case}, {dtype}): {label!r} on {backend!r}"
+        for i, (g, w) in enumerate(pairs):
+            tol = TOL[name, g.dtype] if g.dtype in FLOATS else EXACT
+            assert_close(g, w, tol, f"result {i} of {name}", repro)
+    if all(refused.values()):
+        pytest.skip(f"{backend} refuses: {', '.join(sorted({r or '' for r in refused.values()}))}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["odd", "no_tokens", "one_token"])
+@pytest.mark.parametrize("name", OPS)
+def test_schema_and_fake_are_true(name: str, case: str, dtype: str) -> None:
+    for label, args in samples(name, BY_NAME[case], DTYPES[dtype]):
+        report = torch.library.opcheck(
+            OPS[name].overload,
+            args,
+            test_utils=("test_schema", "test_faketensor"),
+            raise_exception=False,
+        )
+        assert set(report.values()) == {"SUCCESS"}, f"{label}: {report}"
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_traces_with_dynamic_shapes(name: str) -> None:
+    for label, args in samples(name, BY_NAME["odd"], torch.float32):
+        if name == "expert_gemm" and int(args[2][-1]) < args[0].shape[0]:
+            continue  # opcheck would compare the unspecified rows
+        report = torch.library.opcheck(
+            OPS[name].overload,
+            args,
+            test_utils=("test_aot_dispatch_dynamic",),
+            raise_exception=False,
+        )
+        assert set(report.values()) == {"SUCCESS"}, f"{label}: {report}"
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_op_has_samples_a_fake_and_tolerances(name: str) -> None:
+    for case in CASES:
+        labels = [label for label, _ in samples(name, case, torch.float32)]
+        assert labels, f"samples.py makes no arguments of {name} for {case.name}"
+    assert OPS[name].fake_impl is getattr(fake_impls, name)
+    missing = [str(dtype) for dtype in FLOATS if (name, dtype) not in TOL]
+    assert not missing, f"testing.TOL lacks {name} for {missing}"
+
+
+def test_memory_that_nobody_wrote_is_poisoned() -> None:
+    assert bool(torch.empty(3).isnan().all())
+    assert torch.empty(3, dtype=torch.int32).tolist() == [2**31 - 1] * 3
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_op_leaves_its_arguments_alone(name: str) -> None:
+    for label, args in samples(name, BY_NAME["odd"], torch.float32):
+        before = [a.clone() if isinstance(a, Tensor) else a for a in args]
+        OPS[name](*args)
+        for now, then in zip(args, before, strict=True):
+            if isinstance(now, Tensor):
+                same = torch.equal(now.nan_to_num(123.0), then.nan_to_num(123.0))
+                assert same, f"{name} changed an argument of {label}"

@@ -1,0 +1,352 @@
+"""`route` against published routers, written as plain loops over one token's logits."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from samples import (
+    Bad,
+    assert_refused,
+    distinct_logits,
+    strided,
+    wrong_device,
+    wrong_dtype,
+    wrong_rank,
+    wrong_size,
+)
+from torch import Tensor
+
+from moe_ops import route
+from moe_ops.shapes import DTYPES, FLOATS
+from moe_ops.testing import TOL, assert_close
+
+Row = list[float]
+Choice = tuple[list[int], Row]
+
+
+def softmax(values: Row) -> Row:
+    powers = [math.exp(v - max(values)) for v in values]
+    return [p / sum(powers) for p in powers]
+
+
+def sigmoid(values: Row) -> Row:
+    return [1 / (1 + math.exp(-v)) for v in values]
+
+
+def best(values: Row, k: int) -> list[int]:
+    return sorted(range(len(values)), key=lambda e: -values[e])[:k]
+
+
+def best_groups(values: Row, n_group: int, kept: int, worth: Callable[[Row], float]) -> set[int]:
+    """The experts of the `kept` groups of the largest worth."""
+    size = len(values) // n_group
+    worths = [worth(values[g * size : (g + 1) * size]) for g in range(n_group)]
+    return {g * size + i for g in best(worths, kept) for i in range(size)}
+
+
+def two_largest(values: Row) -> float:
+    return sum(sorted(values)[-2:])
+
+
+def qwen2_moe(logits: Row, k: int, bias: Row, scales: Row) -> Choice:
+    p = softmax(logits)
+    ids = best(p, k)
+    return ids, [p[e] for e in ids]
+
+
+def mixtral(logits: Row, k: int, bias: Row, scales: Row) -> Choice:
+    ids, p = qwen2_moe(logits, k, bias, scales)
+    return ids, [w / sum(p) for w in p]
+
+
+def gemma4(logits: Row, k: int, bias: Row, scales: Row) -> Choice:
+    ids, w = mixtral(logits, k, bias, scales)
+    return ids, [v * scales[e] for e, v in zip(ids, w, strict=True)]
+
+
+def deepseek_v2(logits: Row, k: int, bias: Row, scales: Row) -> Choice:
+    p = softmax(logits)
+    kept = best_groups(p, 4, 2, max)
+    ids = best([v if e in kept else 0.0 for e, v in enumerate(p)], k)
+    return ids, [16.0 * p[e] for e in ids]
+
+
+def mistral4(logits: Row, k: int, bias: Row, scales: Row) -> Choice:
+    p = softmax(logits)
+    kept = best_groups(p, 4, 2, two_largest)
+    ids = best([v if e in kept else 0.0 for e, v in enumerate(p)], k)
+    return ids, [p[e] / (sum(p[i] for i in ids) + 1e-20) for e in ids]
+
+
+def ernie4_5(logits: Row, k: int, bias: Row, scales: Row) -> Choice:
+    p = softmax(logits)
+    ids = best([v + b for v, b in zip(p, bias, strict=True)], k)
+    return ids, [p[e] / max(sum(p[i] for i in ids), 0.6) for e in ids]
+
+
+def gpt_oss(logits: Row, k: int, bias: Row, scales: Row) -> Choice:
+    ids = best(logits, k)
+    return ids, softmax([logits[e] for e in ids])
+
+
+def privacy_filter(logits: Row, k: int, bias: Row, scales: Row) -> Choice:
+    ids, w = gpt_oss(logits, k, bias, scales)
+    return ids, [v / k for v in w]
+
+
+def deepseek_v3(logits: Row, k: int, bias: Row, scales: Row) -> Choice:
+    s = sigmoid(logits)
+    c = [v + b for v, b in zip(s, bias, strict=True)]
+    kept = best_groups(c, 4, 2, two_largest)
+    ids = best([v if e in kept else -math.inf for e, v in enumerate(c)], k)
+    return ids, [2.5 * s[e] / (sum(s[i] for i in ids) + 1e-20) for e in ids]
+
+
+def grouped_by_largest(logits: Row, k: int, bias: Row, scales: Row) -> Choice:
+    s = sigmoid(logits)
+    c = [v + b for v, b in zip(s, bias, strict=True)]
+    kept = best_groups(c, 4, 3, max)
+    ids = best([v if e in kept else -math.inf for e, v in enumerate(c)], k)
+    return ids, [s[e] for e in ids]
+
+
+def lfm2(logits: Row, k: int, bias: Row, scales: Row) -> Choice:
+    s = sigmoid(logits)
+    ids = best([v + b for v, b in zip(s, bias, strict=True)], k)
+    return ids, [s[e] / (sum(s[i] for i in ids) + 0.1) for e in ids]
+
+
+def kolibri(logits: Row, k: int, bias: Row, scales: Row) -> Choice:
+    ids = best([v + b for v, b in zip(logits, bias, strict=True)], k)
+    s = sigmoid(logits)
+    return ids, [s[e] / sum(s[i] for i in ids) for e in ids]
+
+
+def deepseek_v4(logits: Row, k: int, bias: Row, scales: Row) -> Choice:
+    s = [math.sqrt(math.log1p(math.exp(v))) for v in logits]
+    ids = best([v + b for v, b in zip(s, bias, strict=True)], k)
+    return ids, [1.5 * s[e] / (sum(s[i] for i in ids) + 1e-20) for e in ids]
+
+
+@dataclass(frozen=True)
+class Router:
+    """A published formula, and the arguments of `route` that express it."""
+
+    formula: Callable[[Row, int, Row, Row], Choice]
+    args: dict[str, Any] = field(default_factory=dict)
+    biased: bool = False
+    scaled: bool = False
+
+
+NORM: dict[str, Any] = {"renormalize": True}
+V2_GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2, "group_fill": "zero"}
+V3: dict[str, Any] = {"score": "sigmoid", "renormalize": True, "eps": 1e-20, "scale": 2.5}
+SELECTED: dict[str, Any] = {"score": "logit", "softmax_selected": True}
+BY_LARGEST: dict[str, Any] = {"n_group": 4, "topk_group": 3, "group_reduce": "max"}
+ROUTERS = {
+    "qwen2_moe": Router(qwen2_moe),
+    "mixtral": Router(mixtral, NORM),
+    "gemma4": Router(gemma4, NORM, scaled=True),
+    "deepseek_v2": Router(deepseek_v2, {**V2_GROUPS, "group_reduce": "max", "scale": 16.0}),
+    "mistral4": Router(mistral4, {**V2_GROUPS, **NORM, "eps": 1e-20}),
+    "ernie4_5": Router(ernie4_5, {**NORM, "min_sum": 0.6}, biased=True),
+    "gpt_oss": Router(gpt_oss, SELECTED),
+    "privacy_filter": Router(privacy_filter, {**SELECTED, "scale": 1 / 4}),
+    "deepseek_v3": Router(deepseek_v3, {**V3, "n_group": 4, "topk_group": 2}, biased=True),
+    "largest": Router(grouped_by_largest, {"score": "sigmoid", **BY_LARGEST}, biased=True),
+    "lfm2": Router(lfm2, {**NORM, "score": "sigmoid", "eps": 0.1}, biased=True),
+    "kolibri": Router(kolibri, {**NORM, "score": "sigmoid", "select_on": "logit"}, biased=True),
+    "deepseek_v4": Router(deepseek_v4, {**V3, "score": "sqrtsoftplus", "scale": 1.5}, biased=True),
+}
+T, E, K = 40, 16, 4
+
+
+def arguments(router: Router, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    call = {"logits_TE": distinct_logits(T, E, dtype), "top_k": K, **router.args}
+    if router.biased:
+        call["bias_E"] = torch.randn(E) * 0.4
+    if router.scaled:
+        call["per_expert_scale_E"] = torch.rand(E) + 0.5
+    return call
+
+
+def oracle(router: Router, call: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The published formula, a token at a time in double precision."""
+    bias = call["bias_E"].tolist() if router.biased else []
+    scales = call["per_expert_scale_E"].tolist() if router.scaled else []
+    found = [router.formula(row, call["top_k"], bias, scales) for row in call["logits_TE"].tolist()]
+    weights = torch.tensor([w for _, w in found], dtype=torch.float64)
+    return weights, torch.tensor([ids for ids, _ in found], dtype=torch.int32)
+
+
+each_router = pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
+
+
+@each_router
+@pytest.mark.parametrize("dtype", FLOATS, ids=DTYPES)
+def test_matches_the_published_formula(router: Router, dtype: torch.dtype) -> None:
+    call = arguments(router, dtype)
+    weights, ids = route(**call)
+    want_weights, want_ids = oracle(router, call)
+    assert torch.equal(ids, want_ids)
+    assert ids.dtype == torch.int32
+    assert weights.dtype == torch.float32
+    assert_close(weights, want_weights, TOL["route", torch.float32], "weights")
+
+
+@each_router
+@pytest.mark.parametrize("out_dtype", DTYPES)
+def test_only_the_result_is_rounded_to_out_dtype(router: Router, out_dtype: str) -> None:
+    call = arguments(router, torch.bfloat16)
+    exact, ids = route(**call)
+    weights, same_ids = route(**call, out_dtype=out_dtype)
+    assert weights.dtype == DTYPES[out_dtype]
+    assert torch.equal(weights, exact.to(DTYPES[out_dtype]))
+    assert torch.equal(ids, same_ids)
+
+
+@each_router
+def test_permuting_the_experts_permutes_the_ids(router: Router) -> None:
+    call = arguments(router)
+    # Groups move as wholes, and experts within them.
+    moved = torch.randperm(4)[:, None] * 4 + torch.stack([torch.randperm(4) for _ in range(4)])
+    moved = moved.flatten()
+    permuted = {k: v[..., moved] if isinstance(v, Tensor) else v for k, v in call.items()}
+    (weights, ids), (weights_p, ids_p) = route(**call), route(**permuted)
+    assert torch.equal(moved[ids_p.long()], ids.long())
+    assert_close(weights_p, weights, TOL["route", torch.float32])
+
+
+@each_router
+def test_permuting_the_tokens_permutes_the_rows(router: Router) -> None:
+    call = arguments(router)
+    moved = torch.randperm(T)
+    weights, ids = route(**call)
+    weights_p, ids_p = route(**{**call, "logits_TE": call["logits_TE"][moved]})
+    assert torch.equal(ids_p, ids[moved])
+    assert_close(weights_p, weights[moved], TOL["route", torch.float32])
+
+
+@each_router
+def test_ids_of_a_token_are_distinct_experts(router: Router) -> None:
+    _, ids = route(**arguments(router))
+    ordered = ids.sort(-1).values
+    assert bool((ordered[:, 1:] > ordered[:, :-1]).all())
+    assert 0 <= int(ids.min()) <= int(ids.max()) < E
+
+
+@pytest.mark.parametrize("name", [n for n, r in ROUTERS.items() if not (r.biased or r.scaled)])
+def test_larger_weights_come_first_where_nothing_biases_the_choice(name: str) -> None:
+    weights, _ = route(**arguments(ROUTERS[name]))
+    assert bool((weights[:, :-1] >= weights[:, 1:]).all())
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_renormalised_weights_sum_to_the_scale(score: str, scale: float) -> None:
+    logits = distinct_logits(T, E)
+    weights, _ = route(logits, K, score=score, renormalize=True, scale=scale)
+    assert_close(weights.sum(-1), torch.full((T,), scale), TOL["route", torch.float32])
+
+
+def test_a_selection_bias_does_not_reach_the_weights() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+    for select_on in ("score", "logit"):
+        bias = torch.tensor([9.0, 0.0, 0.0, 0.0])
+        weights, ids = route(logits, 1, bias, score="sigmoid", select_on=select_on)
+        assert ids.tolist() == [[0]]
+        assert weights.tolist() == [[0.5]]
+
+
+@pytest.mark.parametrize(
+    ("fill", "want"), [("zero", [0, 3]), ("-inf", [0, 2])], ids=["zero", "minus_infinity"]
+)
+def test_a_group_filled_with_zero_still_beats_negative_scores(fill: str, want: list[int]) -> None:
+    logits = torch.tensor([[0.5, -0.2, -0.1, -0.9]])
+    groups: dict[str, Any] = {"n_group": 4, "topk_group": 3, "group_reduce": "max"}
+    _, ids = route(logits, 2, score="logit", group_fill=fill, **groups)
+    assert ids.tolist() == [want]
+
+
+def test_strided_logits_give_what_contiguous_ones_give() -> None:
+    logits = distinct_logits(T, E)
+    for got, want in zip(route(strided(logits), K), route(logits, K), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("router", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_no_tokens_give_empty_results(router: str) -> None:
+    call = arguments(ROUTERS[router])
+    weights, ids = route(**{**call, "logits_TE": torch.empty(0, E)})
+    assert (weights.shape, ids.shape) == ((0, K), (0, K))
+
+
+def test_extreme_logits_give_finite_weights() -> None:
+    logits = torch.tensor([[-3e4, 3e4, 0.0, 100.0]])
+    for score in ("softmax", "sigmoid", "sqrtsoftplus", "logit"):
+        weights, ids = route(logits, 2, score=score)
+        assert ids[0, 0] == 1
+        assert bool(weights.isfinite().all()), score
+
+
+GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
+ONE_EACH = "8 (one per expert of logits_TE)"
+BAD = {
+    "rank": wrong_rank("logits_TE", (8,), 2),
+    "dtype": wrong_dtype("logits_TE", (3, 8), "float64"),
+    "top_k_above_experts": Bad(
+        {"top_k": 9}, "top_k=9 must be from 1 to the 8 experts of logits_TE; lower top_k"
+    ),
+    "top_k_zero": Bad({"top_k": 0}, "top_k=0 must be from 1 to the 8 experts of logits_TE"),
+    "no_experts": Bad({"logits_TE": torch.ones(3, 0)}, "top_k=2 must be from 1 to the 0 experts"),
+    "score": Bad(
+        {"score": "relu"},
+        "score='relu' is unknown; choose one of softmax, sigmoid, sqrtsoftplus, logit",
+    ),
+    "select_on": Bad(
+        {"select_on": "bias"}, "select_on='bias' is unknown; choose one of score, logit"
+    ),
+    "out_dtype": Bad(
+        {"out_dtype": "int8"},
+        "out_dtype='int8' is unknown; choose one of float32, bfloat16, float16",
+    ),
+    "bias_size": wrong_size("bias_E", (7,), 0, ONE_EACH),
+    "bias_rank": wrong_rank("bias_E", (8, 1), 1),
+    "bias_dtype": wrong_dtype("bias_E", (8,), "int32"),
+    "bias_device": wrong_device("bias_E", (8,)),
+    "scale_size": wrong_size("per_expert_scale_E", (9,), 0, ONE_EACH),
+    "scale_rank": wrong_rank("per_expert_scale_E", (1, 8), 1),
+    "scale_dtype": wrong_dtype("per_expert_scale_E", (8,), "int64"),
+    "scale_device": wrong_device("per_expert_scale_E", (8,)),
+    "group_count": Bad({"n_group": 3}, "n_group=3 must divide the 8 experts of logits_TE"),
+    "no_groups": Bad({"n_group": 0}, "n_group=0 must divide the 8 experts of logits_TE"),
+    "kept_groups": Bad({**GROUPS, "topk_group": 5}, "topk_group=5 must be from 1 to n_group=4"),
+    "no_kept_groups": Bad({**GROUPS, "topk_group": 0}, "topk_group=0 must be from 1 to n_group=4"),
+    "group_reduce": Bad(
+        {**GROUPS, "group_reduce": "mean"},
+        "group_reduce='mean' is unknown; choose one of max, top2sum",
+    ),
+    "group_fill": Bad(
+        {**GROUPS, "group_fill": "nan"}, "group_fill='nan' is unknown; choose one of -inf, zero"
+    ),
+    "groups_of_one": Bad(
+        {"n_group": 8, "topk_group": 8},
+        "group_reduce='top2sum' needs two experts a group, got 8 experts in 8 groups",
+    ),
+    "groups_too_small": Bad(
+        {**GROUPS, "topk_group": 1, "top_k": 3},
+        "top_k=3 exceeds the 2 experts of topk_group=1 groups",
+    ),
+    "normalised_twice": Bad(
+        {"softmax_selected": True, "renormalize": True},
+        "softmax_selected already makes weights that sum to 1; drop renormalize",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+def test_refuses_a_bad_call(bad: Bad) -> None:
+    assert_refused(route, {"logits_TE": torch.ones(3, 8), "top_k": 2}, bad)

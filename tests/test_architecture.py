@@ -1,0 +1,329 @@
+"""The shape of the code: who imports whom, what is where, what a wheel holds, how big it gets."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from moe_ops import OPS
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKED = ("passes", "fake_impls")  # at the top, and linked into moe_ops
+
+
+@dataclass(frozen=True)
+class May:
+    """What a part of moe_ops may import besides itself and the standard library."""
+
+    parts: frozenset[str] = frozenset()
+    packages: frozenset[str] = frozenset({"torch"})
+
+
+LOW = frozenset({"spec", "shapes"})
+OP = LOW | {"ops"}
+BELOW_LAYER = OP | {"kernels", "backends", "quant", "parallel"}
+FACADE = "the facade"  # moe_ops/__init__.py
+MAY_IMPORT = {
+    "spec": May(),
+    "shapes": May(),
+    "fake_impls": May(),
+    "testing": May(LOW),
+    "ops": May(LOW | {"fake_impls"}),
+    "kernels": May(packages=frozenset({"torch", "triton"})),
+    "backends": May(OP | {"kernels"}, frozenset({"torch", "flashinfer"})),
+    "quant": May(OP),
+    "parallel": May(OP),
+    "layer": May(BELOW_LAYER),
+    "hf": May(BELOW_LAYER, frozenset({"torch", "transformers"})),
+    "bench": May(BELOW_LAYER | {"testing"}, frozenset({"torch", "transformers"})),
+    "passes": May(BELOW_LAYER | {"layer", "hf"}),
+    FACADE: May(BELOW_LAYER | {"layer", "hf", "passes"}),
+}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A source file and the name under which it is imported."""
+
+    path: Path
+    name: str
+    is_package: bool
+
+    def __str__(self) -> str:
+        return str(self.path.relative_to(ROOT))
+
+
+def modules() -> Iterator[Module]:
+    """Every module of the library; linked folders count once, where they are."""
+    for folder in ("moe_ops", *LINKED):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inside = path.relative_to(ROOT).with_suffix("").parts
+            if path.relative_to(ROOT).parts[:2] in [("moe_ops", link) for link in LINKED]:
+                continue
+            parts = inside if folder == "moe_ops" else ("moe_ops", *inside)
+            is_package = parts[-1] == "__init__"
+            yield Module(path, ".".join(parts[:-1] if is_package else parts), is_package)
+
+
+def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """The line and the full name of everything that is imported, inside functions too."""
+    parents = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*parents[: len(parents) + 1 - node.level], base]).rstrip(".")
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    """Why a module of moe_ops may not import what it does; code outside moe_ops may do more."""
+    inside, _, rest = module.partition(".")
+    part = rest.partition(".")[0] or FACADE
+    found = []
+    if inside == "moe_ops" and part not in MAY_IMPORT:
+        return [f"moe_ops.{part} is not in MAY_IMPORT: say there what it may import"]
+    for line, name in imports(source, module, is_package):
+        top, _, rest = name.partition(".")
+        if top in LINKED:
+            found.append(f"line {line} imports {top}, whose name is moe_ops.{top}")
+        elif inside != "moe_ops" or top in sys.stdlib_module_names:
+            continue
+        elif top != "moe_ops":
+            if top not in MAY_IMPORT[part].packages:
+                found.append(f"line {line}: {part} may not import the package {top}")
+        else:
+            target = rest.partition(".")[0]
+            target = target if target in MAY_IMPORT else FACADE
+            if target not in {part, *MAY_IMPORT[part].parts}:
+                found.append(f"line {line}: {part} may not import {target}")
+    return found
+
+
+@pytest.mark.parametrize("module", list(modules()), ids=str)
+def test_imports_point_down(module: Module) -> None:
+    found = violations(module.path.read_text(), module.name, module.is_package)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["tests", "examples"])
+def test_nobody_imports_the_linked_folders_by_their_own_names(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        found = violations(path.read_text(), folder)
+        assert not found, f"{path}: {found}"
+
+
+PLANTED = {
+    "kernel_uses_op": ("moe_ops.kernels.cpu", "from moe_ops.ops import route", "ops"),
+    "kernel_uses_package": ("moe_ops.kernels.x", "import numpy as np", "package numpy"),
+    "fake_uses_shapes": ("moe_ops.fake_impls.x", "from moe_ops.shapes import FLOATS", "shapes"),
+    "op_uses_backend": ("moe_ops.ops.x", "from moe_ops.backends import cpu", "backends"),
+    "op_uses_triton": ("moe_ops.ops.x", "def f():\n    import triton.language", "package triton"),
+    "spec_uses_op": ("moe_ops.spec", "import moe_ops.ops.route", "ops"),
+    "siblings": ("moe_ops.quant.x", "from moe_ops import parallel", "parallel"),
+    "top_siblings": ("moe_ops.bench.x", "from moe_ops.hf import optimize", "hf"),
+    "passes_from_below": ("moe_ops.hf.x", "from moe_ops.passes import PIPELINE", "passes"),
+    "relative": ("moe_ops.ops.x", "from ..backends.cpu import stream_gemm", "backends"),
+    "facade": ("moe_ops.passes.x", "import moe_ops", FACADE),
+    "facade_name": ("moe_ops.hf.x", "from moe_ops import experts", FACADE),
+    "bare_passes": ("moe_ops.passes.x", "import passes", "moe_ops.passes"),
+    "bare_fakes": ("tests", "from fake_impls import route", "moe_ops.fake_impls"),
+    "new_part": ("moe_ops.utils", "", "not in MAY_IMPORT"),
+}
+ALLOWED = {
+    "op_uses_op": ("moe_ops.ops.x", "from moe_ops.ops.route import route"),
+    "backend_uses_backend": ("moe_ops.backends.x", "from . import aten"),
+    "backend_uses_kernel": ("moe_ops.backends.x", "from moe_ops.kernels import cpu"),
+    "kernel_uses_triton": ("moe_ops.kernels.x", "import math\nimport triton.language as tl"),
+    "op_uses_fakes": ("moe_ops.ops.x", "from moe_ops import fake_impls"),
+    "facade_looks_up": ("moe_ops", "from moe_ops.passes import compile"),
+    "outside": ("tests", "import numpy\nfrom moe_ops.passes import PIPELINE"),
+}
+
+
+@pytest.mark.parametrize(("module", "source", "found"), PLANTED.values(), ids=PLANTED)
+def test_the_import_checker_finds_a_violation(module: str, source: str, found: str) -> None:
+    (violation,) = violations(source, module)
+    assert violation.endswith(found) or found in violation
+
+
+@pytest.mark.parametrize(("module", "source"), ALLOWED.values(), ids=ALLOWED)
+def test_the_import_checker_lets_the_rest_pass(module: str, source: str) -> None:
+    assert violations(source, module, is_package=module == "moe_ops") == []
+
+
+def names_in(folder: str) -> set[str]:
+    return {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
+
+
+def test_there_is_one_file_per_op_and_per_fake() -> None:
+    assert names_in("moe_ops/ops") == set(OPS)
+    assert names_in("fake_impls") == set(OPS)
+    for name, op in OPS.items():
+        assert op.reference.__module__ == f"moe_ops.ops.{name}"
+        assert op.fake_impl is not None
+        assert op.fake_impl.__module__ == f"moe_ops.fake_impls.{name}"
+
+
+def test_packages_in_pyproject_are_those_of_the_tree() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11 to read pyproject.toml")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert sorted(settings["packages"]) == sorted(m.name for m in modules() if m.is_package)
+    assert settings["package-dir"] == {f"moe_ops.{link}": link for link in LINKED}
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    packages = {m.path.parent for m in modules() if m.is_package}
+    assert {m.path.parent for m in modules()} == packages
+
+
+@pytest.mark.parametrize("link", LINKED)
+def test_links_are_relative_and_resolve(link: str) -> None:
+    assert os.readlink(ROOT / "moe_ops" / link) == f"../{link}"
+    assert (ROOT / "moe_ops" / link).resolve() == ROOT / link
+    assert (ROOT / "moe_ops" / link / "__init__.py").is_file()
+
+
+def python(*args: str, cwd: Path, path: Path) -> str:
+    """What a fresh Python prints that finds modules of its own in `path` alone."""
+    env = {**os.environ, "PYTHONPATH": str(path), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+IN_A_WHEEL = """
+import sys
+from importlib.resources import files
+import torch
+import moe_ops, moe_ops.passes, moe_ops.fake_impls, moe_ops.kernels.cpu
+from moe_ops.testing import CASES, make_layer
+assert moe_ops.__file__.startswith(sys.argv[1]), moe_ops.__file__
+assert (files("moe_ops.kernels.cpu") / "experts.cpp").is_file()
+assert (files("moe_ops") / "py.typed").is_file()
+layer = make_layer(CASES[0])
+args = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+out = moe_ops.experts(*args)
+with moe_ops.using("reference"):
+    torch.testing.assert_close(out, moe_ops.experts(*args))
+print("ran")
+"""
+
+
+@pytest.mark.slow
+def test_a_wheel_runs_outside_the_checkout(tmp_path: Path) -> None:
+    checkout, wheels, site = (tmp_path / name for name in ("checkout", "wheels", "site"))
+    listed = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if os.path.lexists(ROOT / name):
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, checkout / name, follow_symlinks=False)
+    pip = ("-m", "pip", "--disable-pip-version-check")
+    build = ("wheel", "--no-deps", "--no-build-isolation", "-w", str(wheels), str(checkout))
+    python(*pip, *build, cwd=tmp_path, path=site)
+    (wheel,) = wheels.glob("*.whl")
+    python(*pip, "install", "--no-deps", "--target", str(site), str(wheel), cwd=tmp_path, path=site)
+    assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"moe_ops"}
+    assert python("-c", IN_A_WHEEL, str(site), cwd=tmp_path, path=site).strip() == "ran"
+
+
+FRESH = """
+import sys, time
+import torch
+before, start = set(sys.modules), time.perf_counter()
+import moe_ops
+seconds = time.perf_counter() - start
+print(seconds, *sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+"""
+MOST_SECONDS = 0.3
+
+
+def test_import_is_quick_and_loads_no_optional_package(tmp_path: Path) -> None:
+    seconds = []
+    while len(seconds) < 3 and (not seconds or min(seconds) > MOST_SECONDS):
+        took, *loaded = python("-c", FRESH, cwd=tmp_path, path=ROOT).split()
+        assert not {"triton", "transformers", "flashinfer"} & set(loaded)
+        seconds.append(float(took))
+    assert min(seconds) <= MOST_SECONDS, f"best of {len(seconds)}"
+
+
+def sources() -> list[Path]:
+    folders = ("moe_ops", *LINKED, "tests", "examples")
+    found = {p.resolve() for f in folders for p in (ROOT / f).rglob("*") if p.is_file()}
+    return sorted(p for p in found if p.suffix in (".py", ".cpp", ".cu", ".h"))
+
+
+def is_kernel(path: Path) -> bool:
+    return (ROOT / "moe_ops" / "kernels") in path.parents
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """The lines of a function without its signature and its docstring."""
+    body = function.body
+    if ast.get_docstring(function) is not None:
+        body = body[1:]
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def long_functions(source: str, most: int) -> list[str]:
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, functions)]
+    return [f"{f.name}: {body_lines(f)} lines" for f in found if body_lines(f) > most]
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in sources()}
+    assert len(lengths) > 30
+    long = [
+        f"{path.relative_to(ROOT)}: {n} lines, at most {800 if is_kernel(path) else 400}"
+        for path, n in lengths.items()
+        if n > (800 if is_kernel(path) else 400)
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_no_function_is_too_long() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}: {found}"
+        for path in sources()
+        if path.suffix == ".py"
+        for found in long_functions(path.read_text(), 150 if is_kernel(path) else 60)
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_signature_and_docstring_do_not_count() -> None:
+    source = (
+        'def f(\n    a,\n    b,\n):\n    """One.\n\n    Two.\n    """\n    a = b\n    return a\n'
+    )
+    assert long_functions(source, 2) == []
+    assert long_functions(source, 1) == ["f: 2 lines"]
+
+
+# `like/this.py` or `dir/`, in backticks.
+PATH = re.compile(r"`((?:[\w.-]+/)+(?:[\w-]+\.\w+)?)`")
+
+
+def test_paths_are_found_in_text() -> None:
+    text = "`passes/`, `moe_ops/ops/route.py` and `.ci/run.sh`, but not `experts` or `a / b`"
+    assert PATH.findall(text) == ["passes/", "moe_ops/ops/route.py", ".ci/run.sh"]
+
+
+def test_paths_in_the_architecture_document_exist() -> None:
+    document = ROOT / "ARCHITECTURE.md"
+    if not document.exists():
+        pytest.skip("there is no ARCHITECTURE.md")
+    missing = [path for path in PATH.findall(document.read_text()) if not (ROOT / path).exists()]
+    assert not missing
