@@ -36,6 +36,7 @@ class Backend:
     run: Callable[..., Any]
     supports: Callable[..., str | None] | None = None
     devices: frozenset[str] | None = None  # None: every device
+    priority: int = 0
 
     def refusal(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         if self.devices is not None and device not in self.devices:
@@ -105,8 +106,11 @@ class Op:
         *,
         supports: Callable[..., str | None] | None = None,
         devices: tuple[str, ...] | None = None,
+        priority: int = 0,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Register the decorated function as a backend. Earlier registrations are asked first.
+        """Register the decorated function as a backend.
+
+        Backends of higher priority are asked first, among equals those registered first.
 
         Raises ValueError if the name is taken or if the function's schema is not exactly the op's.
         """
@@ -125,6 +129,7 @@ class Op:
                 run=fn,
                 supports=supports,
                 devices=frozenset(devices) if devices else None,
+                priority=priority,
             )
             self._order.clear()
             return fn
@@ -135,7 +140,8 @@ class Op:
         """The backends that run on a device type, in the order in which they are asked."""
         found = self._order.get(device)
         if found is None:
-            others = (b for b in self.backends.values() if b.name != REFERENCE)
+            others = [b for b in self.backends.values() if b.name != REFERENCE]
+            others.sort(key=lambda b: -b.priority)  # stable
             here = (b for b in others if b.devices is None or device in b.devices)
             found = (*here, self.backends[REFERENCE])
             self._order[device] = found
@@ -152,7 +158,7 @@ class Op:
             name = forced.get(self.name) or forced.get("*")
             if name is not None:
                 return self._pick_forced(name, device, args, kwargs)
-        for backend in self.candidates(device):
+        for backend in self._order.get(device) or self.candidates(device):
             if backend.supports is None or backend.supports(*args, **kwargs) is None:
                 return backend
         raise AssertionError(f"the reference of {NAMESPACE}.{self.name} takes every valid call")

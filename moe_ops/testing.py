@@ -105,7 +105,7 @@ def make_layer(
     gated: bool = True,
     transposed: bool = False,
 ) -> Layer:
-    """Random tensors of a case: outputs of order one, distinct experts per token, no tied logits."""
+    """Random tensors of a case: outputs of order one, distinct experts for each token."""
     g = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape: int, std: float = 1.0) -> Tensor:
@@ -133,7 +133,8 @@ def make_layer(
 def assert_close(
     got: Tensor, want: Tensor, tol: Tol, what: str = "result", repro: str | None = None
 ) -> None:
-    """Raise AssertionError unless |got - want| <= tol.rel * max|want| everywhere and nothing is NaN.
+    """Raise AssertionError unless |got - want| <= tol.rel * max|want| everywhere and nothing is
+    NaN.
 
     The message names the tolerance with its reason, the worst place and how to run the case again.
     """

@@ -1,6 +1,5 @@
-"""Backends of the ops. Importing this package registers them; earlier imports are asked first."""
+"""Backends of the ops. Importing this package registers them."""
 
-from moe_ops.backends import cpu  # isort: skip
-from moe_ops.backends import aten  # isort: skip
+from moe_ops.backends import aten, cpu
 
 __all__ = ["aten", "cpu"]

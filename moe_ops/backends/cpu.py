@@ -54,7 +54,7 @@ def supports_gemm(
     return _refuse(x_RD, w_EFD, bias_EF, transposed=transposed) or _refuse_bias(x_RD, bias_EF)
 
 
-@expert_gemm.backend("cpu", supports=supports_gemm, devices=("cpu",))
+@expert_gemm.backend("cpu", supports=supports_gemm, devices=("cpu",), priority=1)
 def stream_gemm(
     x_RD: Tensor,
     w_EFD: Tensor,
@@ -88,17 +88,17 @@ def supports_experts(
     limit: float | None = None,
     up_shift: float = 0.0,
 ) -> str | None:
-    refusal = _refuse(x_TD, w13_EFD, w2_EDI, b13_EF, b2_ED, weights_TK, transposed=transposed)
-    if refusal is not None:
-        return refusal
+    if weights_TK.dtype is not torch.float32 and weights_TK.dtype is not x_TD.dtype:
+        return f"needs routing weights in float32 or x's dtype, got {weights_TK.dtype}"
     if w2_EDI.stride(2) != 1:
         return "needs weights contiguous along their last axis"
-    if weights_TK.dtype not in (torch.float32, x_TD.dtype):
-        return f"needs routing weights in float32 or x's dtype, got {weights_TK.dtype}"
+    refusal = _refuse(x_TD, w13_EFD, w2_EDI, b13_EF, b2_ED, weights_TK, transposed=transposed)
+    if refusal is not None or b13_EF is b2_ED is None:
+        return refusal
     return _refuse_bias(x_TD, b13_EF) or _refuse_bias(x_TD, b2_ED)
 
 
-@experts.backend("cpu", supports=supports_experts, devices=("cpu",))
+@experts.backend("cpu", supports=supports_experts, devices=("cpu",), priority=1)
 def stream_experts(
     x_TD: Tensor,
     weights_TK: Tensor,
@@ -156,7 +156,7 @@ def supports_route(
     return kernels.unavailable()
 
 
-@route.backend("cpu", supports=supports_route, devices=("cpu",))
+@route.backend("cpu", supports=supports_route, devices=("cpu",), priority=1)
 def route_tokens(
     logits_TE: Tensor,
     top_k: int,

@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m moe_ops.bench overhead|layer`."""

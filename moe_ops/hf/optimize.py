@@ -24,7 +24,7 @@ _RULE = "_moe_ops_rule"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What `restore` needs: each config with its former experts implementation, the swapped routers."""
+    """What `restore` needs: configs with their former implementation, the swapped routers."""
 
     configs: tuple[tuple[Any, str | None], ...]
     routers: tuple[nn.Module, ...]
@@ -33,10 +33,11 @@ class State:
 def optimize(model: Model) -> Model:
     """Make a transformers model run its routers and experts on our ops; changes it in place.
 
-    Sets the experts implementation "moe_ops" and gives every router whose code we know a forward that calls
-    `route` and returns what transformers expects (logits, weights, ids). Weights, state dict and results stay
-    as they are; experts or routers that our ops cannot express keep transformers' own code, with one logged
-    reason. A second call changes nothing. `restore` undoes it.
+    Sets the experts implementation "moe_ops" and gives every router whose code we know a forward
+    that calls `route` and returns what transformers expects (logits, weights, ids). Weights, state
+    dict and results stay as they are; experts or routers that our ops cannot express keep
+    transformers' own code, with one logged reason. A second call changes nothing. `restore` undoes
+    it.
 
     Raises TypeError for anything but a transformers PreTrainedModel.
     """
@@ -59,7 +60,7 @@ def optimize(model: Model) -> Model:
 
 
 def restore(model: Model) -> Model:
-    """Undo `optimize`: the model runs the code it ran before. Does nothing to a model not optimized."""
+    """Undo `optimize`: the model runs the code it ran before; no-op on a model not optimized."""
     state: State | None = getattr(model, _STATE, None)
     if state is None:
         return model
@@ -77,7 +78,7 @@ def _configs(model: PreTrainedModel) -> tuple[tuple[Any, str | None], ...]:
     found: dict[int, tuple[Any, str | None]] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
-        if hasattr(config, "_experts_implementation_internal"):
+        if config is not None and hasattr(config, "_experts_implementation_internal"):
             found[id(config)] = (config, config._experts_implementation_internal)
     return tuple(found.values())
 
@@ -96,12 +97,12 @@ def _swap(module: nn.Module) -> bool:
         return False
     setattr(module, _RULE, key)
     # A partial, because a bound method could be copied but not pickled.
-    module.forward = functools.partial(router_forward, module)  # type: ignore[method-assign]
+    module.forward = functools.partial(router_forward, module)
     return True
 
 
 def router_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A router's forward through `route`; its own code where gradients, autocast or rounding need that."""
+    """A router through `route`; its own code where gradients, autocast or rounding need that."""
     rule = RULES[getattr(self, _RULE)]
     own = type(self).forward
     if torch.is_autocast_enabled(hidden_states.device.type):

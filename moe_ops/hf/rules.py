@@ -1,8 +1,8 @@
 """What transformers' routers compute, as arguments of the `route` op.
 
-A rule is found by the fingerprint of a router's forward, so it can only be applied to the code it was written
-for: a router that transformers changes keeps its own forward until a rule for the new code is added here. The
-comment on each rule names the model families whose routers it covers.
+A rule is found by the fingerprint of a router's forward, so it can only be applied to the code it
+was written for: a router that transformers changes keeps its own forward until a rule for the new
+code is added here. The comment on each rule names the model families whose routers it covers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ FLOAT32, AS_LOGITS, AS_INPUT = "float32", "as logits", "as input"
 class Rule:
     """How one router is expressed: its logits, then `route` with these arguments.
 
-    `rounds_scores` marks routers that compute their scores in the model's dtype: `route`, which uses float32,
-    is the same function only for a float32 model.
+    `rounds_scores` marks routers that compute their scores in the model's dtype: `route`, which
+    uses float32, is the same function only for a float32 model.
     """
 
     logits: Callable[[Any, Tensor], Tensor]
@@ -327,7 +327,7 @@ RULES: dict[str, Rule] = {
 
 
 def router_fingerprint(router: nn.Module) -> str:
-    """Fingerprint of a router: its forward, and the methods and submodules of transformers it uses."""
+    """Fingerprint of a router: its forward and the methods and submodules that this uses."""
     cls = type(router)
     used = inspect.getclosurevars(cls.forward).unbound - {"forward"}
     methods = [vars(cls)[n] for n in sorted(used) if inspect.isfunction(vars(cls).get(n))]

@@ -12,6 +12,16 @@ from moe_ops.spec import op
 
 def check(y_RD: Tensor, weights_TK: Tensor, rows_R: Tensor) -> None:
     """Raise ValueError or TypeError unless `combine` takes these arguments."""
+    if (
+        y_RD.dim() == weights_TK.dim() == 2
+        and rows_R.dim() == 1
+        and y_RD.dtype in FLOATS
+        and weights_TK.dtype in FLOATS
+        and rows_R.dtype is torch.int32
+        and y_RD.shape[0] == rows_R.shape[0] == weights_TK.numel()
+        and y_RD.device == weights_TK.device == rows_R.device
+    ):
+        return  # the common call, accepted in half a microsecond
     check_tensor("y_RD", y_RD, 2, FLOATS)
     check_tensor("weights_TK", weights_TK, 2, FLOATS)
     check_tensor("rows_R", rows_R, 1, (torch.int32,))

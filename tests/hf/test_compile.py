@@ -1,4 +1,4 @@
-"""Whole models under torch.compile(fullgraph=True): one graph for every token count, the same results."""
+"""Whole models under torch.compile: one full graph for every token count, the same results."""
 
 from __future__ import annotations
 

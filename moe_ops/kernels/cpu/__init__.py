@@ -134,7 +134,8 @@ def experts(
     limit: float | None,
     up_shift: float,
 ) -> Tensor:
-    """The `experts` op, in one parallel region; the intermediate of the first product stays float32.
+    """The `experts` op, in one parallel region; the intermediate of the first product stays
+    float32.
 
     x and all weights and biases: bfloat16 or float32, one dtype; x and the weights need a stride of
     1 on the last axis, biases are contiguous; weights_TK is float32 or of x's dtype; ids and

@@ -1,0 +1,97 @@
+"""What calling an op costs beyond running its backend: validation, the dispatcher, the choice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_ops.ops import activate, combine, dispatch, expert_gemm, experts, moe, quantize, route
+from moe_ops.spec import Op
+from moe_ops.testing import Case, make_layer
+
+ROUNDS, CALLS = 25, 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """Microseconds per call of one op on tiny CPU tensors."""
+
+    op: str
+    backend: str
+    body_us: float  # the backend's function, called directly
+    call_us: float  # the op
+    validation_us: float  # the part of the difference that checks the arguments
+
+    @property
+    def dispatch_us(self) -> float:
+        return self.call_us - self.body_us - self.validation_us
+
+
+def calls() -> dict[Op, tuple[Any, ...]]:
+    """One call of each op on the smallest sensible layer."""
+    layer = make_layer(Case(name="tiny", T=1, E=8, K=2, D=16, I=8))
+    x_RD, rows_R, ends_E = dispatch(layer.x_TD, layer.experts_TK, 8)
+    y_RF = expert_gemm(x_RD, layer.w13_EFD, ends_E)
+    y_RD = expert_gemm(activate(y_RF), layer.w2_EDI, ends_E)
+    weights = (layer.w13_EFD, layer.w2_EDI)
+    return {
+        route: (layer.logits_TE, 2),
+        quantize: (layer.x_TD,),
+        dispatch: (layer.x_TD, layer.experts_TK, 8),
+        expert_gemm: (x_RD, layer.w13_EFD, ends_E),
+        activate: (y_RF,),
+        combine: (y_RD, layer.weights_TK, rows_R),
+        experts: (layer.x_TD, layer.weights_TK, layer.experts_TK, *weights),
+        moe: (layer.x_TD, layer.logits_TE, *weights, 2),
+    }
+
+
+def fastest_us(*functions: Callable[[], Any]) -> list[float]:
+    """The fastest round of each function, the rounds interleaved, in microseconds per call."""
+    best = [float("inf")] * len(functions)
+    for _ in range(ROUNDS):
+        for i, function in enumerate(functions):
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                function()
+            best[i] = min(best[i], (time.perf_counter() - start) / CALLS * 1e6)
+    return best
+
+
+def measure() -> list[Overhead]:
+    """The overhead of every op in inference mode."""
+    found = []
+    with torch.inference_mode():
+        for op, args in calls().items():
+            backend = op.pick(args, {})
+            body, call, validation = fastest_us(
+                lambda run=backend.run, args=args: run(*args),  # type: ignore[misc]
+                lambda op=op, args=args: op(*args),  # type: ignore[misc]
+                lambda op=op, args=args: op.check(*args),  # type: ignore[misc]
+            )
+            found.append(
+                Overhead(
+                    op=op.name,
+                    backend=backend.name,
+                    body_us=body,
+                    call_us=call,
+                    validation_us=validation,
+                )
+            )
+    return found
+
+
+def table(found: list[Overhead]) -> str:
+    head = (
+        f"{'op':<12}{'backend':<11}{'body µs':>9}{'call µs':>9}{'dispatch µs':>13}{'checks µs':>11}"
+    )
+    lines = [
+        f"{o.op:<12}{o.backend:<11}{o.body_us:>9.1f}{o.call_us:>9.1f}"
+        f"{o.dispatch_us:>13.1f}{o.validation_us:>11.1f}"
+        for o in found
+    ]
+    return "\n".join([head, *lines])

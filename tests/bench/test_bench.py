@@ -1,0 +1,62 @@
+"""The benchmarks measure what they say, and refuse to time what is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops.bench import __main__ as cli
+from moe_ops.bench import layer, overhead
+from moe_ops.testing import BF16, Case
+
+TINY = Case(name="tiny", T=1, E=8, K=2, D=64, I=32)
+
+
+def test_overhead_covers_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "ROUNDS", 1)
+    monkeypatch.setattr(overhead, "CALLS", 3)
+    found = overhead.measure()
+    assert {o.op for o in found} == set(moe_ops.OPS)
+    assert all(o.body_us > 0 and o.call_us > 0 for o in found)
+    lines = overhead.table(found).splitlines()
+    assert len(lines) == 1 + len(moe_ops.OPS)
+    assert len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["experts", "block"])
+def test_layer_times_every_implementation(
+    part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(layer.LAYERS, "qwen3_30b", TINY)
+    figures = tmp_path / "figures.json"
+    options = ["layer", "--tokens", "1,5", "--repeats", "1", "--part", part]
+    monkeypatch.setattr(sys, "argv", ["bench", *options, "--json", str(figures)])
+    cli.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{part}: tiny: E=8 K=2 D=64 I=32, torch.bfloat16")
+    assert [line.split()[0] for line in lines[2:]] == ["1", "5"]
+    written = json.loads(figures.read_text())
+    names = {"grouped_mm", "batched_mm", "moe_ops"}
+    assert all(set(t["milliseconds"]) == names for t in written["timings"])
+    assert all(m > 0 for t in written["timings"] for m in t["milliseconds"].values())
+
+
+def test_a_wrong_implementation_is_not_timed() -> None:
+    def right(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return x * weights.sum(-1, keepdim=True)
+
+    def wrong(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return right(x, ids, weights) * 1.1
+
+    compiled = {
+        "other": layer.Compiled(experts=wrong, block=lambda x: x),
+        "moe_ops": layer.Compiled(experts=right, block=lambda x: x),
+    }
+    with pytest.raises(AssertionError, match="other, 4 tokens: not timing what is wrong"):
+        layer.check(TINY, BF16, compiled, 4)
