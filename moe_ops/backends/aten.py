@@ -63,7 +63,7 @@ def _aligned(x_RD: Tensor, w_EDF: Tensor) -> bool:
 
 
 def _rows_aligned(t: Tensor) -> bool:
-    """Whether one of the last two axes is contiguous and the other one strides over aligned rows."""
+    """Whether one of the last two axes is contiguous and the other strides over aligned rows."""
     for inner, outer in ((-1, -2), (-2, -1)):
         stride = t.stride(outer)
         if t.stride(inner) == 1 and stride >= t.shape[inner]:

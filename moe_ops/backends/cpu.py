@@ -177,7 +177,7 @@ def route_tokens(
 ) -> tuple[Tensor, Tensor]:
     """`route` in one pass over each token's logits."""
     weights_TK, experts_TK = kernels.route(
-        _float32(logits_TE), top_k, _float32(bias_E), _float32(per_expert_scale_E),
+        logits_TE.float().contiguous(), top_k, _float32(bias_E), _float32(per_expert_scale_E),
         score, select_on, n_group, topk_group, group_reduce, group_fill,
         softmax_selected, renormalize, eps, min_sum, scale,
     )  # fmt: skip
