@@ -1,10 +1,12 @@
 """The CPU backend: weights streamed once by our kernels at few rows per expert, grouped GEMM above.
 
-It never copies a weight into another layout. oneDNN's prepacked linears were measured and left out:
-they need a second copy of every weight (docs/PERFORMANCE.md has the figures).
+It never copies a weight into another layout: oneDNN's prepacked linears are left out because
+they need a second copy of every weight.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,12 +83,8 @@ def supports_experts(
     b2_ED: Tensor | None = None,
     expert_map: Tensor | None = None,
     transposed: bool = False,
-    kind: str = "silu",
-    gated: bool = True,
-    interleaved: bool = False,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    up_shift: float = 0.0,
+    *activation: Any,
+    **more: Any,
 ) -> str | None:
     if weights_TK.dtype is not torch.float32 and weights_TK.dtype is not x_TD.dtype:
         return f"needs routing weights in float32 or x's dtype, got {weights_TK.dtype}"
@@ -138,18 +136,8 @@ def supports_route(
     top_k: int,
     bias_E: Tensor | None = None,
     per_expert_scale_E: Tensor | None = None,
-    score: str = "softmax",
-    select_on: str = "score",
-    n_group: int = 1,
-    topk_group: int = 1,
-    group_reduce: str = "top2sum",
-    group_fill: str = "-inf",
-    softmax_selected: bool = False,
-    renormalize: bool = False,
-    eps: float = 0.0,
-    min_sum: float = 0.0,
-    scale: float = 1.0,
-    out_dtype: str = "float32",
+    *scoring: Any,
+    **more: Any,
 ) -> str | None:
     if needs_grad(logits_TE, bias_E, per_expert_scale_E):
         return "is not differentiable, and an argument requires grad"

@@ -3,7 +3,7 @@
 // Every weight row is streamed from memory exactly once, in order, with a software prefetch, and multiplied
 // with all the tokens of its expert while it is in registers: y[r, f] = dot(w[e, f, :], x[r, :]). Nothing is
 // copied or laid out anew. `moe_experts` runs the whole layer in one parallel region: at one token the Python and
-// ATen calls between the stages would cost a tenth of the time, their code having been evicted by the weights.
+// ATen calls between the stages run slowly, because the weights have evicted their code from the caches.
 
 #include <algorithm>
 #include <cmath>
