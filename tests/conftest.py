@@ -6,6 +6,10 @@ import pytest
 import torch
 import torch.utils.deterministic as deterministic
 
+# Test processes run side by side, and two spinning thread pools on one core take four times as long
+# as one thread each. Tests of threads ask for them.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def clean_slate(request: pytest.FixtureRequest) -> Iterator[None]:

@@ -1,0 +1,91 @@
+"""The CPU kernels: threads do not change a bit, both sides of the threshold agree, refusals are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops.backends import cpu
+from moe_ops.kernels import cpu as kernels
+from moe_ops.testing import BF16, F32, TOL, Case, assert_close, make_layer
+
+# Large enough to be split over threads.
+CASE = Case(name="parallel", T=24, E=8, K=2, D=160, I=96)
+each_dtype = pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def run(dtype: torch.dtype) -> torch.Tensor:
+    layer = make_layer(CASE, dtype)
+    with moe_ops.using("cpu", "experts"):
+        return moe_ops.experts(
+            layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI
+        )
+
+
+@each_dtype
+def test_the_number_of_threads_does_not_change_a_bit(dtype: torch.dtype, threads: None) -> None:
+    results = []
+    for count in (1, 2, 3, 2):
+        torch.set_num_threads(count)
+        results.append(run(dtype))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_routing_on_many_threads_is_that_on_one(threads: None) -> None:
+    logits = torch.randn(300, 64)
+    results = []
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        with moe_ops.using("cpu", "route"):
+            results.append(moe_ops.route(logits, 4, renormalize=True))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@each_dtype
+def test_both_sides_of_the_threshold_agree(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamed = run(dtype)
+    monkeypatch.setitem(cpu.EXPERTS_MAX_ROWS, dtype, 0)
+    monkeypatch.setattr(kernels, "experts", None)  # the grouped side must not call it
+    assert_close(run(dtype), streamed, TOL["experts", dtype])
+
+
+def test_without_a_compiler_the_reason_is_told_and_another_backend_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    want = run(F32)
+    monkeypatch.setattr(kernels, "unavailable", lambda: "needs a working C++ compiler (none)")
+    layer = make_layer(CASE)
+    args = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    assert moe_ops.experts.refusals(*args)["cpu"] == "needs a working C++ compiler (none)"
+    assert_close(moe_ops.experts(*args), want, TOL["experts", F32])
+    with pytest.raises(NotImplementedError, match=r"cpu: needs a working C\+\+ compiler"):
+        run(F32)
+
+
+def test_a_compiler_that_fails_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise OSError("no such compiler\nsecond line")
+
+    monkeypatch.setattr(kernels, "_library", broken)
+    kernels.unavailable.cache_clear()
+    try:
+        for _ in range(2):
+            assert kernels.unavailable() == "needs a working C++ compiler (no such compiler)"
+    finally:
+        kernels.unavailable.cache_clear()
+    assert len([m for m in caplog.messages if "without its CPU kernels" in m]) == 1
