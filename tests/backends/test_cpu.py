@@ -1,4 +1,4 @@
-"""The CPU kernels: threads do not change a bit, both sides of the threshold agree, refusals are told."""
+"""The CPU kernels: bitwise the same on any threads; both sides of the threshold; refusals."""
 
 from __future__ import annotations
 
