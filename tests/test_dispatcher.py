@@ -1,0 +1,72 @@
+"""Calls of an op go around torch's dispatcher if, and only if, nobody watches them."""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import moe_ops
+from moe_ops import spec
+
+
+class Watching(TorchDispatchMode):
+    """Notes the ops that torch's dispatcher sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    """A tensor that has a say in what happens to it."""
+
+
+def activate_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows by one for each call of `activate` that goes around the dispatcher."""
+    calls: list[int] = []
+    original = spec._plain_eager
+
+    def counting(args: tuple, kwargs: dict) -> bool:
+        plain = original(args, kwargs)
+        calls.extend([1] if plain else [])
+        return plain
+
+    monkeypatch.setattr(spec, "_plain_eager", counting)
+    return calls
+
+
+def test_a_plain_eager_call_goes_around_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    direct = activate_calls(monkeypatch)
+    y = torch.randn(3, 8)
+    for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        with context:
+            assert torch.equal(moe_ops.activate(y), torch.ops.moe_ops.activate(y))
+            moe_ops.activate(y, kind="gelu")
+            moe_ops.activate(torch.nn.Parameter(y, requires_grad=False))
+    assert len(direct) == 9
+
+
+def test_a_watched_call_goes_through_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    direct = activate_calls(monkeypatch)
+    y = torch.randn(3, 8)
+    with Watching() as mode:
+        moe_ops.activate(y)
+    assert mode.seen[0] == "moe_ops.activate.default"
+    with torch.profiler.profile() as profile:
+        moe_ops.activate(y)
+    assert "moe_ops::activate" in {event.key for event in profile.key_averages()}
+    with FakeTensorMode() as fake_mode:
+        assert moe_ops.activate(fake_mode.from_tensor(y)).shape == (3, 4)
+    assert moe_ops.activate(y.to("meta")).is_meta
+    moe_ops.activate(y.as_subclass(Subclass))
+    moe_ops.activate(y_RF=y)
+    graph = make_fx(lambda t: moe_ops.activate(t))(y).graph
+    assert [str(n.target) for n in graph.nodes if n.op == "call_function"] == [
+        "moe_ops.activate.default"
+    ]
+    assert direct == []
