@@ -3,7 +3,7 @@
 #   make demo      a Hugging Face MoE model, stock against moe_ops, on this machine
 #   make test      every test that this machine can run
 #   make check     format, lint, types, architecture and the fast tests
-#   make golden    accept the graphs that the passes print now
+#   make golden    accept the golden texts of tests as they are now
 #   make gpu       the tests that need a CUDA GPU
 #   make test-oldest   the Hugging Face tests on the oldest transformers we support
 #   make bench     the op overhead and one layer, against transformers' own
@@ -31,7 +31,7 @@ check: $(VENV)/.ready-dev
 	@$(RUN) -m pytest -q -n 2 -m "not slow and not gpu"
 
 golden: $(VENV)/.ready
-	@EXPECTTEST_ACCEPT=1 $(RUN) -m pytest -q tests/passes
+	@EXPECTTEST_ACCEPT=1 $(RUN) -m pytest -q -m "not slow and not gpu" tests
 
 gpu: $(VENV)/.ready
 	@$(RUN) -m pytest -m gpu
