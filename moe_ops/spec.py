@@ -164,7 +164,7 @@ class Op:
             name = forced.get(self.name) or forced.get("*")
             if name is not None:
                 return self._pick_forced(name, device, args, kwargs)
-        for backend in self._order.get(device) or self.candidates(device):
+        for backend in self.candidates(device):
             if backend.supports is None or backend.supports(*args, **kwargs) is None:
                 return backend
         raise AssertionError(f"the reference of {NAMESPACE}.{self.name} takes every valid call")

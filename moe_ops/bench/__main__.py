@@ -13,12 +13,13 @@ import torch
 
 from moe_ops.bench import layer, overhead
 from moe_ops.shapes import DTYPES
+from moe_ops.testing import LAYERS
 
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m moe_ops.bench", description=__doc__)
     top.add_argument("command", nargs="?", choices=("overhead", "layer"))
-    top.add_argument("--layer", default="qwen3_30b", choices=sorted(layer.LAYERS))
+    top.add_argument("--layer", default="qwen3_30b", choices=sorted(LAYERS))
     top.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     top.add_argument(
         "--part", default="experts", choices=("experts", "block"), help="block: with the router"
@@ -49,7 +50,7 @@ def main() -> None:
         import transformers
 
         figures["transformers"] = transformers.__version__
-        case, dtype = layer.LAYERS[args.layer], DTYPES[args.dtype]
+        case, dtype = LAYERS[args.layer], DTYPES[args.dtype]
         tokens = [int(t) for t in args.tokens.split(",")]
         against = args.against.split(",")
         timings = layer.measure(case, dtype, tokens, against, args.repeats, args.part)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops.ops import experts, route
-from moe_ops.testing import LAYERS, Case, Tol, assert_close
+from moe_ops.testing import Case, Tol, assert_close
 
 AGREEMENT = Tol(2e-2, "two computations in bfloat16 with roundings in other places")
 
@@ -139,6 +139,3 @@ def table(case: Case, dtype: torch.dtype, timings: list[Timing]) -> str:
     threads = torch.get_num_threads()
     title = f"{case.name}: E={case.E} K={case.K} D={case.D} I={case.I}, {dtype}, {threads} threads"
     return "\n".join([title, *lines])
-
-
-__all__ = ["LAYERS", "Timing", "measure", "table"]

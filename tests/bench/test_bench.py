@@ -12,7 +12,7 @@ import torch
 import moe_ops
 from moe_ops.bench import __main__ as cli
 from moe_ops.bench import layer, overhead
-from moe_ops.testing import BF16, Case
+from moe_ops.testing import BF16, LAYERS, Case
 
 TINY = Case(name="tiny", T=1, E=8, K=2, D=64, I=32)
 
@@ -33,7 +33,7 @@ def test_overhead_covers_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layer_times_every_implementation(
     part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(layer.LAYERS, "qwen3_30b", TINY)
+    monkeypatch.setitem(LAYERS, "qwen3_30b", TINY)
     figures = tmp_path / "figures.json"
     options = ["layer", "--tokens", "1,5", "--repeats", "1", "--part", part]
     monkeypatch.setattr(sys, "argv", ["bench", *options, "--json", str(figures)])

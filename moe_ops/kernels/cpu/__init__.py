@@ -13,6 +13,7 @@ from torch import Tensor
 
 log = logging.getLogger("moe_ops")
 
+# In the order of the numbers that experts.cpp and route.cpp give them.
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "logit")
 SOURCES = ("experts.cpp", "route.cpp")
