@@ -15,7 +15,8 @@ from tests.hf import attention, families
 
 TOL = Tol(1e-4, "float32 sums in another order through a whole model")
 
-# Code of transformers before 5.23 around the MoE layers specialises a sequence of one token.
+# Before 5.23 rotary embeddings are a matrix product (inv_freq @ position_ids), whose decomposition
+# in torch branches on a sequence of one token: a second graph, for that length alone.
 GRAPHS = 1 if Version(transformers.__version__) >= Version("5.23") else 2
 
 # Families by what their routers do; between them they take every branch of `route`.
@@ -51,7 +52,7 @@ def test_one_graph_serves_every_token_count(family: str) -> None:
     torch._dynamo.reset()
     tiny = families.build(family)
     tiny.model.set_attn_implementation(attention.register())
-    tokens = {T: torch.randint(3, 90, (1, T)) for T in (7, 1, 2, 33)}
+    tokens = {T: torch.randint(3, 90, (1, T)) for T in (7, 2, 33, 1)}
     with torch.inference_mode():
         want = {T: tiny.model(input_ids=ids, use_cache=False)[0] for T, ids in tokens.items()}
 
@@ -59,12 +60,13 @@ def test_one_graph_serves_every_token_count(family: str) -> None:
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(tiny.model, fullgraph=True, backend=counter)
     with torch.inference_mode(), shape_config.patch(backed_size_oblivious=True):
-        for _ in range(2):
-            for T, ids in tokens.items():
-                torch._dynamo.mark_dynamic(ids, 1)
-                got = compiled(input_ids=ids, use_cache=False)[0]
-                assert_close(got, want[T], TOL, f"{family}, {T} tokens")
-    assert counter.frame_count <= GRAPHS
+        allowed = 1
+        for T, ids in (*tokens.items(), *tokens.items()):
+            torch._dynamo.mark_dynamic(ids, 1)
+            got = compiled(input_ids=ids, use_cache=False)[0]
+            assert_close(got, want[T], TOL, f"{family}, {T} tokens")
+            allowed = GRAPHS if T == 1 else allowed
+            assert counter.frame_count <= allowed
     ours = [str(n.target) for n in counter.graphs[0].graph.nodes if "moe_ops." in str(n.target)]
     assert "moe_ops.experts.default" in ours
     assert ("moe_ops.route.default" in ours) == (family != "phimoe")

@@ -62,7 +62,7 @@ _SIGNATURES = {
         ctypes.POINTER(_Layer),
         *(c_void_p, c_void_p, c_void_p),  # x, ids, weights
         *(c_void_p, c_void_p, c_void_p, c_void_p),  # w13, w2, b13, b2
-        *(c_void_p, c_void_p, c_void_p),  # h, y, out
+        c_void_p,  # out
     ],
 }
 
@@ -154,8 +154,6 @@ def experts(
             *(alpha, limit or 0.0, up_shift),
         ),
     )
-    h_RI = x_TD.new_empty(T * K, I)
-    y_RD = x_TD.new_empty(T * K, D)
     out_TD = x_TD.new_empty(T, D)
     run = (
         _library().moe_experts_bfloat16
@@ -166,7 +164,7 @@ def experts(
         layer,
         *(x_TD.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr()),
         *(w13_EFD.data_ptr(), w2_EDI.data_ptr(), _pointer(b13_EF), _pointer(b2_ED)),
-        *(h_RI.data_ptr(), y_RD.data_ptr(), out_TD.data_ptr()),
+        out_TD.data_ptr(),
     )
     return out_TD
 

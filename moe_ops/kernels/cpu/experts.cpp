@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -93,8 +94,14 @@ inline float sum(const F32x16& v) {
   return (quarter[0][0] + quarter[0][1]) + (quarter[0][2] + quarter[0][3]);
 }
 
-// Half a page ahead of the load hides the latency of memory for a single stream.
+// Half a page ahead of the load hides the latency of memory for a single stream where the hardware's own prefetch
+// stops at the end of a page; on AMD's it takes 5 % instead.
 constexpr int kPrefetchBytes = 2048;
+#if defined(__x86_64__)
+const bool kPrefetch = __builtin_cpu_is("intel");
+#else
+const bool kPrefetch = true;
+#endif
 constexpr int kMaxTokens = 8;
 constexpr int kRowsPerTask = 32;
 // Waking the other threads costs microseconds: products smaller than this stay on one.
@@ -105,12 +112,13 @@ template <typename T, int Tokens, int Rows>
 void block(const T* w, int64_t row_stride, const T* const* x, int64_t D, float* dots) {
   constexpr int width = Lane<T>::width;
   F32x16 acc[Rows][Tokens] = {};
+  const bool prefetch = kPrefetch;
   int64_t i = 0;
   for (; i + width <= D; i += width) {
     Lane<T> weights[Rows];
     for (int r = 0; r < Rows; ++r) {
       const T* p = w + r * row_stride + i;
-      __builtin_prefetch(reinterpret_cast<const char*>(p) + kPrefetchBytes);
+      if (prefetch) __builtin_prefetch(reinterpret_cast<const char*>(p) + kPrefetchBytes);
       weights[r] = Lane<T>(p);
     }
     for (int t = 0; t < Tokens; ++t) {
@@ -303,8 +311,10 @@ void combine_token(const Layer& l, int64_t t, const T* y, const char* has_row, c
 
 template <typename T>
 void experts(const Layer& l, const T* x, const void* ids, const void* weights, const T* w13, const T* w2,
-             const T* b13, const T* b2, T* h, T* y, T* out) {
+             const T* b13, const T* b2, T* out) {
   const int64_t R = l.T * l.K;
+  const std::unique_ptr<T[]> h_RI(new T[R * l.I]), y_RD(new T[R * l.D]);
+  T *const h = h_RI.get(), *const y = y_RD.get();
   std::vector<int32_t> order(R), ends(l.E);
   if (l.ids_are_int64) sort_pairs(static_cast<const int64_t*>(ids), R, l.E, order.data(), ends.data());
   else sort_pairs(static_cast<const int32_t*>(ids), R, l.E, order.data(), ends.data());
@@ -337,9 +347,8 @@ void experts(const Layer& l, const T* x, const void* ids, const void* weights, c
     gemm(Weights<T>{w, expert_stride, row_stride}, bias, x, x_stride, ends, y, E, F, D, threads);            \
   }                                                                                                          \
   extern "C" void moe_experts_##name(const Layer* l, const T* x, const void* ids, const void* weights,       \
-                                     const T* w13, const T* w2, const T* b13, const T* b2, T* h, T* y,       \
-                                     T* out) {                                                               \
-    experts(*l, x, ids, weights, w13, w2, b13, b2, h, y, out);                                               \
+                                     const T* w13, const T* w2, const T* b13, const T* b2, T* out) {         \
+    experts(*l, x, ids, weights, w13, w2, b13, b2, out);                                                     \
   }
 MOE_KERNELS(bfloat16, bf16)
 MOE_KERNELS(float32, float)
