@@ -5,10 +5,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.utils.deterministic as deterministic
+from hypothesis import settings
 
 # Test processes run side by side, and two spinning thread pools on one core take four times as long
 # as one thread each. Tests of threads ask for them.
 torch.set_num_threads(1)
+
+# The first call of an op compiles or imports, so no example has a deadline; and a run must not
+# depend on the one before it.
+settings.register_profile("repeatable", deadline=None, database=None, derandomize=True)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,1 @@
+"""Quantisation: formats, the packing of values, and the configuration of a layer."""

@@ -1,0 +1,108 @@
+"""Checks of the quantised arguments that ops share: values, scales, zero points, alphas."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops.quant.formats import TENSOR, Format
+from moe_ops.shapes import DTYPES, FLOATS, check_choice, check_devices, check_tensor
+
+
+def check_input_format(name: str, format: str, width: int) -> None:
+    """Raise ValueError unless rows of this width can be quantised to the format."""
+    found = Format.of(format)
+    if found.group != TENSOR and found.group[0] != 1:
+        raise ValueError(
+            f"{name}={format!r} shares scales between rows; inputs want a scale for the tensor, "
+            "a row, or columns of one row (such as tensor, row, 1x128)"
+        )
+    if found.has_zero:
+        raise ValueError(f"{name}={format!r} has zero points; inputs are symmetric: take int8")
+    if found.scale in ("bfloat16", "float16"):
+        raise ValueError(
+            f"{name}={format!r} has {found.scale} scales; "
+            "inputs want float32, e8m0 or float8_e4m3fn"
+        )
+    check_packing(name, found, width)
+
+
+def check_packing(name: str, format: Format, width: int) -> None:
+    """Raise ValueError unless rows of this width fill whole bytes."""
+    values = format.parsed.storage.values
+    if width % values:
+        raise ValueError(
+            f"{name}={format.name!r} packs {values} values together; pad the width {width} "
+            f"to a multiple of {values}"
+        )
+
+
+def check_static_scale(name: str, scale: Tensor | None, format: str, x: Tensor) -> None:
+    """Raise unless `scale` may be given for an input of this format: one float32 value."""
+    if scale is None:
+        return
+    found = Format.of(format) if format else None
+    if found is None or not (found.group == TENSOR or found.has_global_scale):
+        raise ValueError(
+            f"{name} goes with one scale for the tensor or with nvfp4, got the format {format!r}"
+        )
+    if scale.numel() != 1 or scale.dtype != torch.float32:
+        raise ValueError(f"{name} must be one float32, got {tuple(scale.shape)} of {scale.dtype}")
+    check_devices(x, **{name: scale})
+
+
+def check_scale(
+    name: str, scale: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, format: str
+) -> None:
+    """Raise unless these are the scales (or zero points) that a format wants."""
+    if scale is None:
+        raise ValueError(f"{name} is missing: {format!r} wants {_words(shape, dtype)}")
+    if tuple(scale.shape) != shape:
+        raise ValueError(f"{name} must be {_words(shape, dtype)}, got shape {tuple(scale.shape)}")
+    if scale.dtype != dtype:
+        raise TypeError(f"{name} must be {_words(shape, dtype)}, got {scale.dtype}")
+
+
+def check_weight(
+    name: str, w: Tensor, scale: Tensor | None, zero: Tensor | None, format: str, transposed: bool
+) -> None:
+    """Raise unless a stacked weight, its scales and its zero points are those of the format.
+
+    w: [E, F, D packed]; scale and zero: [E, groups of F, groups of D].
+    """
+    found = Format.of(format)
+    parsed = found.parsed
+    check_tensor(name, w, 3, (parsed.storage.dtype,))
+    if transposed:
+        raise ValueError(f"{name} is transposed; quantised weights want their rows to be outputs")
+    if w.shape[2] % parsed.storage.units:
+        raise ValueError(
+            f"{name} must have a multiple of {parsed.storage.units} bytes a row for "
+            f"{format!r}, got shape {tuple(w.shape)}"
+        )
+    shape = (w.shape[0], *parsed.scale_shape(w.shape[1], parsed.unpacked(w.shape[2])))
+    check_scale(f"{name}'s scale", scale, shape, parsed.scale_dtype, format)
+    if found.has_zero:
+        check_scale(f"{name}'s zero", zero, shape, torch.uint8, format)
+    elif zero is not None:
+        raise ValueError(f"{name}'s zero was given, but {format!r} has no zero points")
+    check_devices(w, **{f"{name}'s scale": scale, f"{name}'s zero": zero})
+
+
+def check_alpha(name: str, alpha: Tensor | None, experts: int, w: Tensor) -> None:
+    """Raise unless `alpha` is one float32 per expert, or None."""
+    if alpha is not None:
+        check_scale(name, alpha, (experts,), torch.float32, "a factor per expert")
+        check_devices(w, **{name: alpha})
+
+
+def check_out_dtype(out_dtype: str, x: Tensor) -> None:
+    """Raise unless the result's dtype is known: named, or that of a floating-point input."""
+    if out_dtype:
+        check_choice("out_dtype", out_dtype, tuple(DTYPES))
+    elif x.dtype not in FLOATS:
+        raise ValueError(f"out_dtype must be named ({', '.join(DTYPES)}) for an input of {x.dtype}")
+
+
+def _words(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

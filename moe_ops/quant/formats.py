@@ -1,0 +1,205 @@
+"""How one operand of a matrix product is stored: element type, scales, packing, order of rows.
+
+`Format` is the exact meaning of a format string (its grammar is in `fake_impls/formats.py`, which
+also knows the shapes). A value is
+
+    (code - zero) * scale * global_scale
+
+with the code decoded as the element type says. All scales are multipliers of decoding. The zero
+point exists for unsigned elements alone, the global scale (one float32 per expert) for formats
+whose scales are float8_e4m3fn, as in NVFP4.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_ops.fake_impls.formats import ALL, ELEMENTS, GROUPS, PUBLISHED, SCALES, Parsed, parse
+
+TENSOR, ROW, COLUMN = GROUPS["tensor"], GROUPS["row"], GROUPS["column"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Minifloat:
+    """A floating-point element: sign, exponent and mantissa bits.
+
+    `largest` is the largest finite magnitude; `top_exponent` its binary exponent, which the OCP
+    Microscaling rules call emax_elem.
+    """
+
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    largest: float
+    top_exponent: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Integer:
+    """An integer element with codes from `lowest` to `highest`; stored as code + `offset`.
+
+    Elements without a zero point are quantised to [-highest, highest].
+    """
+
+    bits: int
+    lowest: int
+    highest: int
+    offset: int = 0
+    zero_point: bool = False
+
+
+# OCP 8-bit floating point (OFP8) 1.0; OCP Microscaling (MX) 1.0, section 5.3.
+FLOAT_ELEMENTS = {
+    "float8_e4m3fn": Minifloat(
+        exponent_bits=4, mantissa_bits=3, bias=7, largest=448.0, top_exponent=8
+    ),
+    "float8_e5m2": Minifloat(
+        exponent_bits=5, mantissa_bits=2, bias=15, largest=57344.0, top_exponent=15
+    ),
+    "float6_e3m2": Minifloat(
+        exponent_bits=3, mantissa_bits=2, bias=3, largest=28.0, top_exponent=4
+    ),
+    "float6_e2m3": Minifloat(exponent_bits=2, mantissa_bits=3, bias=1, largest=7.5, top_exponent=2),
+    "float4_e2m1": Minifloat(exponent_bits=2, mantissa_bits=1, bias=1, largest=6.0, top_exponent=2),
+}
+
+# Signed four-bit codes are stored with an offset of 8, as GPTQ does.
+INTEGER_ELEMENTS = {
+    "int8": Integer(bits=8, lowest=-128, highest=127),
+    "uint8": Integer(bits=8, lowest=0, highest=255, zero_point=True),
+    "int4": Integer(bits=4, lowest=-8, highest=7, offset=8),
+    "uint4": Integer(bits=4, lowest=0, highest=15, zero_point=True),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """Element type, group shape and scale type of a quantised operand."""
+
+    element: str
+    group: tuple[int, int]  # rows and columns that share a scale; -1: all of them
+    scale: str = "float32"
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("element", self.element, ELEMENTS),
+            ("scale", self.scale, SCALES),
+        ):
+            if value not in known:
+                raise ValueError(f"{what} {value!r} is unknown; choose one of {', '.join(known)}")
+        if any(n != ALL and n < 1 for n in self.group):
+            raise ValueError(f"group {self.group} must hold sizes above 0, or -1 for all")
+        if self.integer is not None and self.scale in ("e8m0", "float8_e4m3fn"):
+            raise ValueError(f"{self.element} wants floating-point scales, got {self.scale}")
+
+    @staticmethod
+    def of(name: str) -> Format:
+        """The format of a string. Raises ValueError if it is not one."""
+        return _of(name)
+
+    @property
+    def name(self) -> str:
+        """The shortest string of this format."""
+        shapes = {shape: word for word, shape in GROUPS.items()}
+        group = shapes.get(self.group, f"{self.group[0]}x{self.group[1]}")
+        long = f"{self.element}:{group}" + ("" if self.scale == "float32" else f":{self.scale}")
+        return next((short for short, full in PUBLISHED.items() if full == long), long)
+
+    @property
+    def parsed(self) -> Parsed:
+        """The same for the shape functions."""
+        return parse(self.name)
+
+    @property
+    def minifloat(self) -> Minifloat | None:
+        return FLOAT_ELEMENTS.get(self.element)
+
+    @property
+    def integer(self) -> Integer | None:
+        return INTEGER_ELEMENTS.get(self.element)
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude that symmetric quantisation maps to."""
+        if self.minifloat is not None:
+            return self.minifloat.largest
+        assert self.integer is not None
+        return float(self.integer.highest)
+
+    @property
+    def has_zero(self) -> bool:
+        return self.integer is not None and self.integer.zero_point
+
+    @property
+    def has_global_scale(self) -> bool:
+        return self.scale == "float8_e4m3fn"
+
+    @property
+    def bits(self) -> float:
+        """Bits of one value, without its share of the scales."""
+        storage = ELEMENTS[self.element]
+        return 8 * storage.dtype.itemsize * storage.units / storage.values
+
+
+@functools.cache
+def _of(name: str) -> Format:
+    parsed = parse(name)
+    return Format(element=parsed.element, group=parsed.group, scale=parsed.scale)
+
+
+Order = Literal["gate_up", "up_gate", "interleaved"]
+Packing = Literal["plain", "gptq", "awq"]
+ScaleLayout = Literal["plain", "swizzled_128x4"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the values of an operand's tensors lie.
+
+    The ops read the layout of the defaults; other layouts describe what checkpoints and foreign
+    kernels hold, and are converted (`quant.packing`, `quant.resolve`).
+    """
+
+    order: Order = "gate_up"  # of the rows of a gated first weight
+    transposed: bool = False  # [E, D, F] instead of [E, F, D]
+    packing: Packing = "plain"  # of sub-byte values: GPTQ packs int32 along D, AWQ along F
+    scales: ScaleLayout = "plain"
+
+    def __post_init__(self) -> None:
+        for field, kind in (("order", Order), ("packing", Packing), ("scales", ScaleLayout)):
+            if getattr(self, field) not in kind.__args__:  # type: ignore[attr-defined]
+                raise ValueError(
+                    f"{field} {getattr(self, field)!r} is unknown; "
+                    f"choose one of {', '.join(kind.__args__)}"  # type: ignore[attr-defined]
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Operand:
+    """One operand of a product: its format and the tensors that go with it, values left out.
+
+    Without a format the operand is not quantised. `scale` of an input is static: without it the
+    input is quantised with scales of its own at run time.
+    """
+
+    format: Format | None = None
+    scale: Tensor | None = None
+    global_scale: Tensor | None = None  # float32 [E], or one value
+    zero: Tensor | None = None  # uint8, the shape of the scales
+    bias: Tensor | None = None  # float [E, rows]
+    layout: Layout = Layout()
+
+    @property
+    def name(self) -> str:
+        """The format string for an op; empty if not quantised."""
+        return "" if self.format is None else self.format.name
+
+
+def scale_dtype(scale: str) -> torch.dtype:
+    """The dtype of the tensor that holds scales of this type."""
+    return SCALES[scale]

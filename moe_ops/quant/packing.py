@@ -1,0 +1,357 @@
+"""Values to codes and back: elements, scales, packing, and the quantisation of whole matrices.
+
+Everything is plain torch, computed in float32 and free of decisions that depend on data, so it runs
+on every device, in `torch.compile` and in a CUDA graph. Sources of the definitions:
+
+    float8              OCP 8-bit Floating Point Specification (OFP8), revision 1.0
+    float4/6, e8m0      OCP Microscaling Formats (MX) Specification, version 1.0
+    float8_e4m3fn       NVFP4: blocks of 16 with float8_e4m3fn scales under one float32 scale, as in
+    scales              NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moe_ops.fake_impls.formats import ALL, ELEMENTS, SCALES
+from moe_ops.quant.formats import FLOAT_ELEMENTS, INTEGER_ELEMENTS, Format, Minifloat
+from moe_ops.shapes import FLOATS, check_choice
+
+# A group of zeros still needs a scale that can be divided by.
+SMALLEST_SCALE = 1e-12
+# Of IEEE float32, whose fields the element codecs read and write.
+FLOAT32_BIAS, FLOAT32_MANTISSA = 127, 23
+E8M0_BIAS, E8M0_NAN = 127, 255
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Quantized:
+    """A quantised matrix [..., rows, columns], or one for each leading index."""
+
+    values: Tensor  # packed along the columns
+    scale: Tensor  # [..., row groups, column groups]
+    zero: Tensor | None  # uint8, the shape of scale; only where the element has a zero point
+
+
+def encode(x: Tensor, element: str) -> Tensor:
+    """Round floats of any shape to codes of an element, one code for each value.
+
+    Halves go to the even code, values beyond the range (infinities too) to the largest finite one.
+    The sign of zero and subnormals are kept. NaN stays NaN in float8; elsewhere it is coded as +0.
+
+    Codes are torch.float8_* or torch.int8 for the elements of these names, else torch.uint8: sign,
+    exponent and mantissa bits of float4 and float6 (MX 1.0, section 5.3), the value + 8 of int4,
+    the value of uint4 and uint8. Raises ValueError for an unknown element.
+    """
+    check_choice("element", element, tuple(ELEMENTS))
+    x = x.float()
+    if element in INTEGER_ELEMENTS:
+        integer = INTEGER_ELEMENTS[element]
+        q = x.round().clamp(integer.lowest, integer.highest).nan_to_num(0.0)
+        return (q + integer.offset).to(ELEMENTS[element].dtype)
+    minifloat = FLOAT_ELEMENTS[element]
+    if element.startswith("float8"):
+        # The conversion alone gives infinities (e5m2) or NaN (e4m3 before torch 2.12).
+        return x.clamp(-minifloat.largest, minifloat.largest).to(ELEMENTS[element].dtype)
+    return _encode_minifloat(x, minifloat)
+
+
+def _encode_minifloat(x: Tensor, to: Minifloat) -> Tensor:
+    x = x.nan_to_num(0.0).clamp(-to.largest, to.largest)
+    a = x.abs()
+    lowest = 1 - to.bias  # exponent of the smallest normal, and of all subnormals
+    exponent = (a.view(torch.int32) >> FLOAT32_MANTISSA) - FLOAT32_BIAS
+    exponent = exponent.clamp(min=lowest)
+    # The hidden bit of a normal adds one to the exponent field, and so does a carry of rounding.
+    mantissa = (a * _power_of_two(to.mantissa_bits - exponent)).round().int()
+    code = ((exponent - lowest) << to.mantissa_bits) + mantissa
+    magnitude_bits = to.exponent_bits + to.mantissa_bits
+    sign = (x.view(torch.int32) >> (31 - magnitude_bits)) & (1 << magnitude_bits)
+    return (code | sign).to(torch.uint8)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2**exponent in float32, exactly, for int32 exponents from -126 to 127."""
+    return ((exponent + FLOAT32_BIAS) << FLOAT32_MANTISSA).view(torch.float32)
+
+
+def decode(codes: Tensor, element: str) -> Tensor:
+    """The exact float32 value of every code that `encode` gives (int4: code - 8)."""
+    check_choice("element", element, tuple(ELEMENTS))
+    if element in INTEGER_ELEMENTS:
+        return codes.float() - INTEGER_ELEMENTS[element].offset
+    if element.startswith("float8"):
+        return codes.float()
+    of = FLOAT_ELEMENTS[element]
+    code = codes.int()
+    field = (code >> of.mantissa_bits) & ((1 << of.exponent_bits) - 1)
+    hidden = (field > 0).int() << of.mantissa_bits
+    mantissa = (code & ((1 << of.mantissa_bits) - 1)) | hidden
+    power = _power_of_two(field.clamp(min=1) - of.bias - of.mantissa_bits)
+    sign = 1 - 2 * (code >> (of.exponent_bits + of.mantissa_bits))
+    return mantissa.float() * sign.float() * power  # float * float: an integer zero has no sign
+
+
+def pack(codes: Tensor, element: str) -> Tensor:
+    """Pack codes along the last axis, the first value in the lowest bits.
+
+    Four bits: two values a byte. Six bits: four values in three bytes, value i in bits 6i to 6i+5
+    of the 24, little-endian. Eight bits: unchanged. [..., n] becomes [..., n / values * units] as
+    ELEMENTS says. Raises ValueError if n is no multiple of the values that are packed together.
+    """
+    check_choice("element", element, tuple(ELEMENTS))
+    storage = ELEMENTS[element]
+    if storage.values == 1:
+        return codes
+    _check_multiple(codes, element, storage.values, "codes", "pad the columns")
+    parts = codes.unflatten(-1, (codes.shape[-1] // storage.values, storage.values)).unbind(-1)
+    if storage.values == 2:
+        return parts[0] | (parts[1] << 4)
+    a, b, c, d = parts
+    # Masked first, so that nothing depends on bits that uint8 drops.
+    stored = (a | ((b & 3) << 6), (b >> 2) | ((c & 15) << 4), (c >> 4) | (d << 2))
+    return torch.stack(stored, -1).flatten(-2)
+
+
+def unpack(stored: Tensor, element: str) -> Tensor:
+    """The codes that `pack` packed. Raises ValueError if the last axis cannot come from it."""
+    check_choice("element", element, tuple(ELEMENTS))
+    storage = ELEMENTS[element]
+    if storage.values == 1:
+        return stored
+    _check_multiple(stored, element, storage.units, "packed bytes", "pass whole rows")
+    if storage.values == 2:
+        return torch.stack((stored & 15, stored >> 4), -1).flatten(-2)
+    a, b, c = stored.unflatten(-1, (stored.shape[-1] // 3, 3)).unbind(-1)
+    codes = (a & 63, (a >> 6) | ((b & 15) << 2), (b >> 4) | ((c & 3) << 4), c >> 2)
+    return torch.stack(codes, -1).flatten(-2)
+
+
+def _check_multiple(t: Tensor, element: str, of: int, what: str, remedy: str) -> None:
+    if t.dim() == 0 or t.shape[-1] % of:
+        raise ValueError(
+            f"{element} wants {what} in multiples of {of} on the last axis, "
+            f"got shape {tuple(t.shape)}; {remedy}"
+        )
+
+
+def decode_scale(scale: Tensor, kind: str) -> Tensor:
+    """Stored scales as float32, exactly.
+
+    e8m0 (MX 1.0, section 5.4.1): u is 2**(u - 127), where 255 is NaN and 0 the float32 subnormal
+    2**-127. Other kinds are floats. Raises ValueError for an unknown kind.
+    """
+    check_choice("kind", kind, tuple(SCALES))
+    if kind != "e8m0":
+        return scale.float()
+    code = scale.int()
+    half = 1 << (FLOAT32_MANTISSA - 1)  # as bits: of 2**-127, and what makes an infinity a NaN
+    is_special = (code == 0) | (code == E8M0_NAN)
+    return ((code << FLOAT32_MANTISSA) + is_special.int() * half).view(torch.float32)
+
+
+def encode_scale(scale: Tensor, kind: str) -> Tensor:
+    """Float scales in the dtype in which this kind of scale is stored.
+
+    e8m0: the largest power of two not above the scale, between 2**-127 and 2**127; NaN, infinities
+    and negative numbers become 255, which is NaN. float8_e4m3fn: rounded half to even, saturated at
+    448, NaN kept. Others: rounded. Raises ValueError for an unknown kind.
+    """
+    check_choice("kind", kind, tuple(SCALES))
+    if kind == "float8_e4m3fn":
+        return encode(scale, kind)
+    if kind != "e8m0":
+        return scale.to(SCALES[kind])
+    bits = scale.float().view(torch.int32)
+    exponent = (bits >> FLOAT32_MANTISSA) & 0xFF  # 2**-127 and all below it have exponent field 0
+    return torch.where(scale < 0, E8M0_NAN, exponent).to(torch.uint8)
+
+
+def expand(scale: Tensor, group: tuple[int, int], rows: int, columns: int) -> Tensor:
+    """Repeat [..., row groups, column groups] until it broadcasts against [..., rows, columns].
+
+    An axis whose group is all of it (-1) keeps size 1; the last group of an axis may be cut short.
+    Raises ValueError if the number of groups does not fit.
+    """
+    for axis, (n, size) in zip((-2, -1), zip(group, (rows, columns), strict=True), strict=True):
+        want = _groups(n, size)
+        if scale.dim() < 2 or scale.shape[axis] != want:
+            raise ValueError(
+                f"scales must have {want} on axis {axis} (groups of {n} of {size}), "
+                f"got shape {tuple(scale.shape)}; make them for this group and matrix"
+            )
+        if n not in (1, ALL):
+            scale = scale.repeat_interleave(n, dim=axis).narrow(axis, 0, size)
+    return scale
+
+
+def _groups(n: int, size: int) -> int:
+    """Groups of n on an axis. Not Parsed.scale_shape: to parse a string breaks a compiled graph."""
+    return 1 if n == ALL else (size + n - 1) // n
+
+
+def quantize(
+    x: Tensor, format: Format, scale: Tensor | None = None, global_scale: Tensor | None = None
+) -> Quantized:
+    """Round [..., rows, columns] to a format: x is close to (code - zero) * scale * global_scale.
+
+    x: float32, bfloat16 or float16 with any leading axes, columns a multiple of the values that are
+    packed together. Without `scale` every group gets its own, from its largest magnitude amax:
+
+        float scales    amax / largest, at least 1e-12 (float16: the smallest normal), rounded to
+                        the scale's dtype, then divided by
+        e8m0            2**(floor(log2 amax) - top_exponent): MX 1.0, section 6.3
+        float8_e4m3fn   amax / largest / global_scale (NVFP4); a scale that rounds to 0 codes 0
+        zero point      (hi - lo) / highest, where [lo, hi] are the group's values and 0;
+                        zero = round(-lo / scale), code = round(x / scale) + zero
+
+    Symmetric integers use the codes from -highest to highest. Whatever exceeds the range, also
+    because its scale was rounded down, saturates. NaN or an infinity in a group makes its scale NaN
+    and so the whole group. A `scale` that is given (static; one value, or [..., row groups, column
+    groups] in the scale's dtype) is used as it is: then infinities saturate and NaN is coded as
+    `encode` does. global_scale: float32 multiplier, one value or one for each leading index.
+
+    Raises ValueError or TypeError for wrong shapes or dtypes, and for a global scale that the
+    format lacks.
+    """
+    if x.dim() < 2 or x.dtype not in FLOATS:
+        raise ValueError(
+            f"x must be float32, bfloat16 or float16 [..., rows, columns], "
+            f"got {x.dtype} of shape {tuple(x.shape)}; convert or reshape it"
+        )
+    x = x.float()
+    common = _global(global_scale, format, x)
+    scale = _dynamic_scale(x, format, common) if scale is None else _static_scale(x, format, scale)
+    ratio = _divide(x, scale, format, common)
+    zero = None
+    if format.has_zero:
+        zero = _zero_point(x, scale, format)
+        ratio = ratio.round() + expand(zero, format.group, *x.shape[-2:])
+    elif format.integer is not None:
+        ratio = ratio.clamp(-format.largest, format.largest)
+    values = pack(encode(ratio, format.element), format.element)
+    return Quantized(values=values, scale=scale, zero=zero)
+
+
+def dequantize(
+    values: Tensor,
+    scale: Tensor,
+    format: Format,
+    zero: Tensor | None = None,
+    global_scale: Tensor | None = None,
+) -> Tensor:
+    """The float32 matrix [..., rows, columns] that packed values stand for.
+
+    (code - zero) * scale * global_scale, multiplied from left to right: the first product is exact
+    for 8-bit scales. Shapes and dtypes are those of `quantize`. Raises ValueError if they do not
+    fit, and for a zero point or a global scale that the format lacks, or a zero point left out.
+    """
+    codes = unpack(values, format.element)
+    common = _global(global_scale, format, codes)
+    if (zero is not None) != format.has_zero:
+        raise ValueError(
+            f"{format.name} {'wants a' if format.has_zero else 'has no'} zero point, "
+            f"got {'one' if zero is not None else 'none'}; choose an element that fits"
+        )
+    _check_dtype(scale, format)
+    x = decode(codes, format.element)
+    rows, columns = codes.shape[-2:]
+    if zero is not None:
+        x = x - expand(zero, format.group, rows, columns).float()
+    x = x * expand(decode_scale(scale, format.scale), format.group, rows, columns)
+    return x if common is None else x * common
+
+
+def _global(global_scale: Tensor | None, format: Format, x: Tensor) -> Tensor | None:
+    """The global scale, broadcast against x."""
+    if global_scale is None:
+        return None
+    if not format.has_global_scale:
+        raise ValueError(f"{format.name} has no global scale, got one; fold it into the scales")
+    if global_scale.numel() != 1 and global_scale.shape != x.shape[:-2]:
+        raise ValueError(
+            f"global_scale must be one value or have shape {tuple(x.shape[:-2])}, "
+            f"got shape {tuple(global_scale.shape)}; give one for each leading index"
+        )
+    if global_scale.numel() == 1:
+        return global_scale.float().reshape(())
+    return global_scale.float()[..., None, None]
+
+
+def _check_dtype(scale: Tensor, format: Format) -> None:
+    if scale.dtype != SCALES[format.scale]:
+        raise TypeError(
+            f"scales of {format.name} must be {SCALES[format.scale]}, got {scale.dtype}; "
+            f"convert them with encode_scale"
+        )
+
+
+def _static_scale(x: Tensor, format: Format, scale: Tensor) -> Tensor:
+    _check_dtype(scale, format)
+    groups = [_groups(n, size) for n, size in zip(format.group, x.shape[-2:], strict=True)]
+    shape = (*x.shape[:-2], *groups)
+    if scale.numel() != 1 and scale.shape != shape:
+        raise ValueError(
+            f"scale must be one value or have shape {shape}, got shape {tuple(scale.shape)}; "
+            f"give one for each group of {format.name}"
+        )
+    return scale if scale.shape == shape else scale.reshape(()).expand(shape).contiguous()
+
+
+def _grouped(x: Tensor, format: Format) -> Tensor:
+    """[..., row groups, rows of one, column groups, columns of one]; padded with zeros."""
+    rows, columns = x.shape[-2:]
+    down, across = format.group
+    down = max(rows, 1) if down == ALL else down
+    across = max(columns, 1) if across == ALL else across
+    row_groups, column_groups = _groups(format.group[0], rows), _groups(format.group[1], columns)
+    missing = (row_groups * down - rows, column_groups * across - columns)
+    if any(missing):
+        x = pad(x, (0, missing[1], 0, missing[0]))
+    return x.reshape(*x.shape[:-2], row_groups, down, column_groups, across)
+
+
+def _dynamic_scale(x: Tensor, format: Format, common: Tensor | None) -> Tensor:
+    """Scales of all groups, in the format's dtype."""
+    if format.has_zero:
+        assert format.integer is not None
+        groups = _grouped(x, format)
+        low, high = groups.amin((-3, -1)).clamp(max=0), groups.amax((-3, -1)).clamp(min=0)
+        # Halved, because the difference of two finite values may not be finite.
+        amax, largest = high / 2 - low / 2, format.integer.highest / 2
+    else:
+        amax, largest = _grouped(x.abs(), format).amax((-3, -1)), format.largest
+    if format.scale == "e8m0":
+        assert format.minifloat is not None
+        code = encode_scale(amax, "e8m0").int()
+        lowered = (code - format.minifloat.top_exponent).clamp(min=0)
+        return torch.where(code == E8M0_NAN, code, lowered).to(torch.uint8)
+    scale = amax / largest
+    if common is not None:
+        scale = (scale / common).nan_to_num(0.0)  # 0 / 0: of an expert of zeros
+    info = torch.finfo(SCALES[format.scale])
+    smallest = {"float16": info.smallest_normal, "float8_e4m3fn": 0.0}
+    scale = scale.clamp(smallest.get(format.scale, SMALLEST_SCALE), info.max)
+    # Saturated scales of finite values are right, but an infinity must not vanish.
+    return encode_scale(torch.where(amax.isfinite(), scale, torch.nan), format.scale)
+
+
+def _zero_point(x: Tensor, scale: Tensor, format: Format) -> Tensor:
+    low = _grouped(x, format).amin((-3, -1)).clamp(max=0)
+    return encode(-low / scale.float(), format.element)
+
+
+def _divide(x: Tensor, scale: Tensor, format: Format, common: Tensor | None) -> Tensor:
+    """x / (scale * global_scale), where a divisor of zero gives zero."""
+    rows, columns = x.shape[-2:]
+    if format.scale == "e8m0":
+        # 2**-127 is subnormal, which some devices read as zero; its inverse is an ordinary number.
+        inverse = decode_scale((2 * E8M0_BIAS - scale.int()) & 0xFF, "e8m0")
+        return x * expand(inverse, format.group, rows, columns)
+    divisor = scale.float() if common is None else scale.float() * common
+    divisor = expand(divisor, format.group, rows, columns)
+    return torch.where((divisor == 0) & ~x.isnan(), 0.0, x / divisor)
