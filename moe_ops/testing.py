@@ -163,9 +163,9 @@ def assert_close(
 
 
 def float32(value: Any) -> Any:
-    """`value` with every floating-point tensor in it as float32: arguments for a reference."""
+    """`value` with every 16-bit float tensor in it as float32: arguments for a reference."""
     if isinstance(value, Tensor):
-        return value.float() if value.is_floating_point() else value
+        return value.float() if value.dtype in (BF16, F16) else value
     if isinstance(value, (tuple, list)):
         return type(value)(float32(v) for v in value)
     return value

@@ -7,10 +7,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops.ops.expert_gemm import expert_gemm, row_experts
+from moe_ops.shapes import DTYPES
 from moe_ops.spec import needs_grad
 
 # PyTorch's grouped GEMM wants every stride but the last to be a multiple of 16 bytes.
 ALIGNMENT = 16
+
+
+def refuse_formats(
+    x_RD: Tensor, alpha_E: Tensor | None, w_format: str, out_dtype: str
+) -> str | None:
+    """Why a product of plain floats cannot serve these arguments of `expert_gemm`, or None."""
+    if w_format:
+        return f"needs weights that are not quantised, got {w_format!r}"
+    if alpha_E is not None:
+        return "takes no alpha_E"
+    if out_dtype and DTYPES[out_dtype] is not x_RD.dtype:
+        return f"gives x's dtype {x_RD.dtype}, asked for {out_dtype}"
+    return None
 
 
 def supports(
@@ -19,9 +33,17 @@ def supports(
     ends_E: Tensor,
     bias_EF: Tensor | None = None,
     transposed: bool = False,
+    x_scale_RG: Tensor | None = None,
+    w_scale_EFG: Tensor | None = None,
+    w_zero_EFG: Tensor | None = None,
+    alpha_E: Tensor | None = None,
+    x_format: str = "",
+    w_format: str = "",
+    out_dtype: str = "",
 ) -> str | None:
-    if x_RD.device.type == "cpu":
-        return None
+    refusal = refuse_formats(x_RD, alpha_E, w_format, out_dtype)
+    if refusal is not None or x_RD.device.type == "cpu":
+        return refusal
     if x_RD.dtype != torch.bfloat16:
         return f"needs bfloat16 outside the CPU, got {x_RD.dtype}"
     if x_RD.device.type == "cuda" and torch.cuda.get_device_capability(x_RD.device) < (8, 0):
@@ -39,6 +61,13 @@ def grouped_mm(
     ends_E: Tensor,
     bias_EF: Tensor | None = None,
     transposed: bool = False,
+    x_scale_RG: Tensor | None = None,
+    w_scale_EFG: Tensor | None = None,
+    w_zero_EFG: Tensor | None = None,
+    alpha_E: Tensor | None = None,
+    x_format: str = "",
+    w_format: str = "",
+    out_dtype: str = "",
 ) -> Tensor:
     """`expert_gemm` on PyTorch's grouped GEMM, or a product per expert where strides do not fit."""
     w_EDF = w_EFD if transposed else w_EFD.transpose(1, 2)

@@ -52,8 +52,19 @@ def supports_gemm(
     ends_E: Tensor,
     bias_EF: Tensor | None = None,
     transposed: bool = False,
+    x_scale_RG: Tensor | None = None,
+    w_scale_EFG: Tensor | None = None,
+    w_zero_EFG: Tensor | None = None,
+    alpha_E: Tensor | None = None,
+    x_format: str = "",
+    w_format: str = "",
+    out_dtype: str = "",
 ) -> str | None:
-    return _refuse(x_RD, w_EFD, bias_EF, transposed=transposed) or _refuse_bias(x_RD, bias_EF)
+    return (
+        aten.refuse_formats(x_RD, alpha_E, w_format, out_dtype)
+        or _refuse(x_RD, w_EFD, bias_EF, transposed=transposed)
+        or _refuse_bias(x_RD, bias_EF)
+    )
 
 
 @expert_gemm.backend("cpu", supports=supports_gemm, devices=("cpu",), priority=1)
@@ -63,6 +74,13 @@ def stream_gemm(
     ends_E: Tensor,
     bias_EF: Tensor | None = None,
     transposed: bool = False,
+    x_scale_RG: Tensor | None = None,
+    w_scale_EFG: Tensor | None = None,
+    w_zero_EFG: Tensor | None = None,
+    alpha_E: Tensor | None = None,
+    x_format: str = "",
+    w_format: str = "",
+    out_dtype: str = "",
 ) -> Tensor:
     """`expert_gemm` that reads each weight once."""
     R = x_RD.shape[0]
@@ -83,11 +101,27 @@ def supports_experts(
     b2_ED: Tensor | None = None,
     expert_map: Tensor | None = None,
     transposed: bool = False,
-    *activation: Any,
-    **more: Any,
+    kind: str = "silu",
+    gated: bool = True,
+    interleaved: bool = False,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_shift: float = 0.0,
+    w13_scale_EFG: Tensor | None = None,
+    w2_scale_EDG: Tensor | None = None,
+    w13_zero_EFG: Tensor | None = None,
+    w2_zero_EDG: Tensor | None = None,
+    alpha13_E: Tensor | None = None,
+    alpha2_E: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    h_scale: Tensor | None = None,
+    w_format: str = "",
+    x_format: str = "",
 ) -> str | None:
     if weights_TK.dtype is not torch.float32 and weights_TK.dtype is not x_TD.dtype:
         return f"needs routing weights in float32 or x's dtype, got {weights_TK.dtype}"
+    if w_format or alpha13_E is not None or alpha2_E is not None:
+        return aten.refuse_formats(x_TD, alpha13_E, w_format, "") or "takes no alpha2_E"
     if w2_EDI.stride(2) != 1:
         return "needs weights contiguous along their last axis"
     refusal = _refuse(x_TD, w13_EFD, w2_EDI, b13_EF, b2_ED, weights_TK, transposed=transposed)
@@ -113,6 +147,16 @@ def stream_experts(
     alpha: float = 1.0,
     limit: float | None = None,
     up_shift: float = 0.0,
+    w13_scale_EFG: Tensor | None = None,
+    w2_scale_EDG: Tensor | None = None,
+    w13_zero_EFG: Tensor | None = None,
+    w2_zero_EDG: Tensor | None = None,
+    alpha13_E: Tensor | None = None,
+    alpha2_E: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    h_scale: Tensor | None = None,
+    w_format: str = "",
+    x_format: str = "",
 ) -> Tensor:
     """`experts` that reads each weight once, in one call, and never copies a token."""
     T, K = experts_TK.shape

@@ -6,8 +6,12 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
+from moe_ops.fake_impls.formats import ELEMENTS
 from moe_ops.shapes import FLOATS, INDICES, check_devices, check_size, check_tensor
 from moe_ops.spec import op
+
+# Rows may be quantised before they are copied: there are T of them instead of R.
+ROWS = tuple(dict.fromkeys((*FLOATS, *(storage.dtype for storage in ELEMENTS.values()))))
 
 
 def check(
@@ -24,7 +28,7 @@ def check(
         and experts_TK.device == x_TD.device
     ):
         return  # the common call, accepted in half a microsecond
-    check_tensor("x_TD", x_TD, 2, FLOATS)
+    check_tensor("x_TD", x_TD, 2, ROWS)
     check_tensor("experts_TK", experts_TK, 2, INDICES)
     check_size("experts_TK", experts_TK, 0, x_TD.shape[0], "the tokens of x_TD")
     if experts_TK.shape[1] < 1:
@@ -58,9 +62,9 @@ def dispatch(
     their pairs come after ends_E[-1], have rows_R = -1, and what x_RD holds there is unspecified. T
     = 0 gives empty rows, zero ends.
 
-    x_TD: float [T, D]; experts_TK: int32 or int64 [T, K]; expert_map: int32 or int64 [global
-    experts]. rows_R and ends_E are int32. Raises ValueError or TypeError for wrong shapes, dtypes
-    or devices.
+    x_TD: [T, D], floats or the values of `quantize`; experts_TK: int32 or int64 [T, K]; expert_map:
+    int32 or int64 [global experts]. rows_R and ends_E are int32. Raises ValueError or TypeError for
+    wrong shapes, dtypes or devices.
     """
     K = experts_TK.shape[1]
     ids_R = local_ids(experts_TK, num_experts, expert_map)

@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.shapes import FLOATS, check_devices, check_size, check_tensor
+from moe_ops.quant import packing
+from moe_ops.quant.arguments import (
+    check_alpha,
+    check_input_format,
+    check_out_dtype,
+    check_scale,
+    check_weight,
+)
+from moe_ops.quant.formats import Format
+from moe_ops.shapes import DTYPES, FLOATS, check_devices, check_size, check_tensor
 from moe_ops.spec import op
 
 
@@ -16,10 +25,18 @@ def check(
     ends_E: Tensor,
     bias_EF: Tensor | None = None,
     transposed: bool = False,
+    x_scale_RG: Tensor | None = None,
+    w_scale_EFG: Tensor | None = None,
+    w_zero_EFG: Tensor | None = None,
+    alpha_E: Tensor | None = None,
+    x_format: str = "",
+    w_format: str = "",
+    out_dtype: str = "",
 ) -> None:
     """Raise ValueError or TypeError unless `expert_gemm` takes these arguments."""
     if (
-        bias_EF is None
+        bias_EF is x_scale_RG is w_scale_EFG is w_zero_EFG is alpha_E is None
+        and w_format == out_dtype == ""
         and x_RD.dim() == 2
         and w_EFD.dim() == 3
         and ends_E.dim() == 1
@@ -29,11 +46,22 @@ def check(
         and x_RD.shape[1] == w_EFD.shape[1 if transposed else 2]
         and w_EFD.shape[0] == ends_E.shape[0] > 0
         and x_RD.device == w_EFD.device == ends_E.device
+        and x_format == ""
     ):
         return  # the common call, accepted in half a microsecond
-    check_tensor("x_RD", x_RD, 2, FLOATS)
-    check_tensor("w_EFD", w_EFD, 3, (x_RD.dtype,))
-    check_size("w_EFD", w_EFD, 1 if transposed else 2, x_RD.shape[1], "the width of x_RD")
+    width = _check_input(x_RD, x_scale_RG, x_format, w_format)
+    if w_format:
+        check_weight("w_EFD", w_EFD, w_scale_EFG, w_zero_EFG, w_format, transposed)
+        got = Format.of(w_format).parsed.unpacked(w_EFD.shape[2])
+        if got != width:
+            raise ValueError(
+                f"w_EFD must hold {width} values a row (the width of x_RD), got {got} "
+                f"in shape {tuple(w_EFD.shape)} of {w_format!r}"
+            )
+    else:
+        check_tensor("w_EFD", w_EFD, 3, (x_RD.dtype,))
+        check_size("w_EFD", w_EFD, 1 if transposed else 2, width, "the width of x_RD")
+        _check_absent(w_scale_EFG=w_scale_EFG, w_zero_EFG=w_zero_EFG)
     check_tensor("ends_E", ends_E, 1, (torch.int32,))
     E = w_EFD.shape[0]
     if E < 1:
@@ -42,14 +70,35 @@ def check(
     if bias_EF is not None:
         check_tensor("bias_EF", bias_EF, 2, FLOATS)
         check_size("bias_EF", bias_EF, 0, E, "the experts of w_EFD")
-        check_size(
-            "bias_EF",
-            bias_EF,
-            1,
-            w_EFD.shape[2 if transposed else 1],
-            "the rows of one expert's weight",
-        )
-    check_devices(x_RD, w_EFD=w_EFD, ends_E=ends_E, bias_EF=bias_EF)
+        rows = w_EFD.shape[2 if transposed else 1]
+        check_size("bias_EF", bias_EF, 1, rows, "the rows of one expert's weight")
+    check_alpha("alpha_E", alpha_E, E, w_EFD)
+    check_out_dtype(out_dtype, x_RD)
+    check_devices(x_RD, w_EFD=w_EFD, ends_E=ends_E, bias_EF=bias_EF, x_scale_RG=x_scale_RG)
+
+
+def _check_input(x_RD: Tensor, scale: Tensor | None, format: str, w_format: str) -> int:
+    """The number of values in a row of x; raises unless x and its scales fit the format."""
+    if not format:
+        check_tensor("x_RD", x_RD, 2, FLOATS)
+        _check_absent(x_scale_RG=scale)
+        return x_RD.shape[1]
+    if not w_format:
+        raise ValueError(f"x_format={format!r} wants a quantised weight too: name its w_format")
+    parsed = Format.of(format).parsed
+    check_tensor("x_RD", x_RD, 2, (parsed.storage.dtype,))
+    width = parsed.unpacked(x_RD.shape[1])
+    check_input_format("x_format", format, width)
+    shape = parsed.scale_shape(x_RD.shape[0], width)
+    check_scale("x_scale_RG", scale, shape, parsed.scale_dtype, format)
+    return width
+
+
+def _check_absent(**tensors: Tensor | None) -> None:
+    for name, t in tensors.items():
+        if t is not None:
+            format = "x_format" if name.startswith("x") else "w_format"
+            raise ValueError(f"{name} was given without a {format}; name the format it belongs to")
 
 
 @op(check=check)
@@ -59,33 +108,67 @@ def expert_gemm(
     ends_E: Tensor,
     bias_EF: Tensor | None = None,
     transposed: bool = False,
+    x_scale_RG: Tensor | None = None,
+    w_scale_EFG: Tensor | None = None,
+    w_zero_EFG: Tensor | None = None,
+    alpha_E: Tensor | None = None,
+    x_format: str = "",
+    w_format: str = "",
+    out_dtype: str = "",
 ) -> Tensor:
-    """Multiply each row by its expert's weight: y_RF[r] = w[e(r)] @ x_RD[r] + bias[e(r)].
+    """Multiply each row by its expert's weight: y_RF[r] = alpha[e(r)] * (w[e(r)] @ x_RD[r]) +
+    bias[e(r)].
 
     e(r) is the expert whose rows include r: ends_E[e-1] <= r < ends_E[e], ends_E ascending.
-    Products are summed in float32, the bias is added, and the sum is rounded once to x's dtype.
-    (The backend `aten` rounds before it adds the bias and again after, as transformers does.) Rows
-    from ends_E[-1] on belong to no expert; they cost no product and what y_RF holds there is
-    unspecified.
+    Products are summed in float32, the bias is added, and the sum is rounded once to the result's
+    dtype. (The backend `aten` rounds before it adds the bias and again after, as transformers
+    does.) Rows from ends_E[-1] on belong to no expert; they cost no product and what y_RF holds
+    there is unspecified.
 
     x_RD: float [R, D]; w_EFD: [E, F, D], or [E, D, F] if transposed, of x's dtype, any strides;
-    ends_E: int32; bias_EF: float [E, F]. Raises ValueError or TypeError for wrong shapes, dtypes or
-    devices.
+    ends_E: int32; bias_EF: float [E, F]. The result has x's dtype, or the one named by out_dtype.
+
+    With a w_format (see `quantize`) the weight holds packed codes [E, F, D packed], w_scale_EFG its
+    scales [E, groups of F, groups of D], w_zero_EFG its zero points (uint8, that shape) if the
+    element has them, alpha_E the float32 factors that are left over: an expert's global scale, for
+    nvfp4 times that of the input. With an x_format, x_RD and x_scale_RG are what `quantize` gives.
+    The definition decodes both sides exactly to float32.
+
+    Raises ValueError or TypeError for wrong shapes, dtypes, devices or formats.
 
     This definition gathers a weight for every row: exact, traceable, and meant for small R.
     """
     w = w_EFD.transpose(1, 2) if transposed else w_EFD
     expert_R = row_experts(ends_E, x_RD.shape[0])
-    y_RF = (w[expert_R].float() * x_RD.float()[:, None, :]).sum(-1)
+    w_RFD = decode_weight(w, w_scale_EFG, w_zero_EFG, w_format)[expert_R]
+    y_RF = (w_RFD * decode_input(x_RD, x_scale_RG, x_format)[:, None, :]).sum(-1)
+    if alpha_E is not None:
+        y_RF = y_RF * alpha_E[expert_R, None]
     if bias_EF is not None:
         y_RF = y_RF + bias_EF.float()[expert_R]
-    return y_RF.to(x_RD.dtype)
+    return y_RF.to(DTYPES[out_dtype] if out_dtype else x_RD.dtype)
 
 
 def row_experts(ends_E: Tensor, R: int) -> Tensor:
     """The expert of each of R rows as int64; rows of no expert get the last expert's id."""
     rows_R = torch.arange(R, device=ends_E.device, dtype=ends_E.dtype)
     return torch.searchsorted(ends_E, rows_R, right=True).clamp(max=ends_E.shape[0] - 1)
+
+
+def decode_input(x: Tensor, scale: Tensor | None, format: str) -> Tensor:
+    """Rows as float32, whatever their format."""
+    if not format:
+        return x.float()
+    assert scale is not None
+    return packing.dequantize(x, scale, Format.of(format))
+
+
+def decode_weight(w: Tensor, scale: Tensor | None, zero: Tensor | None, format: str) -> Tensor:
+    """Weights as float32, whatever their format; any number of leading axes."""
+    if not format:
+        return w.float()
+    assert scale is not None
+    return packing.dequantize(w, scale, Format.of(format), zero)
 
 
 expert_gemm.fake(fake_impls.expert_gemm)

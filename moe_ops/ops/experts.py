@@ -10,6 +10,14 @@ from moe_ops.ops.combine import combine
 from moe_ops.ops.dispatch import check as check_dispatch
 from moe_ops.ops.dispatch import dispatch
 from moe_ops.ops.expert_gemm import expert_gemm
+from moe_ops.ops.quantize import quantize
+from moe_ops.quant.arguments import (
+    check_alpha,
+    check_input_format,
+    check_static_scale,
+    check_weight,
+)
+from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.shapes import FLOATS, INDICES, check_devices, check_size, check_tensor
 from moe_ops.spec import op
 
@@ -30,14 +38,31 @@ def check(
     alpha: float = 1.0,
     limit: float | None = None,
     up_shift: float = 0.0,
+    w13_scale_EFG: Tensor | None = None,
+    w2_scale_EDG: Tensor | None = None,
+    w13_zero_EFG: Tensor | None = None,
+    w2_zero_EDG: Tensor | None = None,
+    alpha13_E: Tensor | None = None,
+    alpha2_E: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    h_scale: Tensor | None = None,
+    w_format: str = "",
+    x_format: str = "",
 ) -> None:
     """Raise ValueError or TypeError unless `experts` takes these arguments."""
     plain = b13_EF is b2_ED is expert_map is None and limit is None and not interleaved
     plain = plain and kind == "silu" and gated and alpha == 1.0 and up_shift == 0.0
+    plain = (
+        plain and not w_format and w13_scale_EFG is w2_scale_EDG is alpha13_E is alpha2_E is None
+    )
+    plain = plain and not x_format and w13_zero_EFG is w2_zero_EDG is x_scale is h_scale is None
     if plain and _fits(x_TD, weights_TK, experts_TK, w13_EFD, w2_EDI, transposed):
         return
     check_tensor("x_TD", x_TD, 2, FLOATS)
-    check_weights(x_TD, w13_EFD, w2_EDI, b13_EF, b2_ED, transposed, gated)
+    check_weights(
+        x_TD, w13_EFD, w2_EDI, b13_EF, b2_ED, transposed, gated, w13_scale_EFG, w2_scale_EDG,
+        w13_zero_EFG, w2_zero_EDG, alpha13_E, alpha2_E, x_scale, h_scale, w_format, x_format,
+    )  # fmt: skip
     check_dispatch(x_TD, experts_TK, w13_EFD.shape[0], expert_map)
     check_tensor("weights_TK", weights_TK, 2, FLOATS)
     check_size("weights_TK", weights_TK, 0, experts_TK.shape[0], "the tokens of experts_TK")
@@ -85,28 +110,73 @@ def check_weights(
     b2_ED: Tensor | None,
     transposed: bool,
     gated: bool,
+    w13_scale_EFG: Tensor | None,
+    w2_scale_EDG: Tensor | None,
+    w13_zero_EFG: Tensor | None,
+    w2_zero_EDG: Tensor | None,
+    alpha13_E: Tensor | None,
+    alpha2_E: Tensor | None,
+    x_scale: Tensor | None,
+    h_scale: Tensor | None,
+    w_format: str,
+    x_format: str,
 ) -> None:
-    """Raise ValueError or TypeError unless the weights and biases fit the tokens and each other."""
-    check_tensor("w13_EFD", w13_EFD, 3, (x_TD.dtype,))
-    check_tensor("w2_EDI", w2_EDI, 3, (x_TD.dtype,))
+    """Raise ValueError or TypeError unless the weights and what belongs to them fit the tokens and
+    each other.
+    """
+    given = {
+        "w13_scale_EFG": w13_scale_EFG, "w2_scale_EDG": w2_scale_EDG,
+        "w13_zero_EFG": w13_zero_EFG, "w2_zero_EDG": w2_zero_EDG,
+    }  # fmt: skip
+    if w_format:
+        check_weight("w13_EFD", w13_EFD, w13_scale_EFG, w13_zero_EFG, w_format, transposed)
+        check_weight("w2_EDI", w2_EDI, w2_scale_EDG, w2_zero_EDG, w_format, transposed)
+    else:
+        check_tensor("w13_EFD", w13_EFD, 3, (x_TD.dtype,))
+        check_tensor("w2_EDI", w2_EDI, 3, (x_TD.dtype,))
+        for name, t in given.items():
+            if t is not None:
+                raise ValueError(f"{name} was given without a w_format; name it")
+        if x_format:
+            raise ValueError(
+                f"x_format={x_format!r} wants a quantised weight too: name its w_format"
+            )
     rows, cols = (2, 1) if transposed else (1, 2)
     E, F, D = w13_EFD.shape[0], w13_EFD.shape[rows], x_TD.shape[1]
+    I = F // 2 if gated else F  # noqa: E741
     if E < 1:
         raise ValueError(f"w13_EFD holds no expert, got shape {tuple(w13_EFD.shape)}")
-    check_size("w13_EFD", w13_EFD, cols, D, "the width of x_TD")
     if gated and F % 2:
         raise ValueError(
             f"gated experts need an even number of rows, got w13_EFD {tuple(w13_EFD.shape)}"
         )
+    check_size("w13_EFD", w13_EFD, cols, packed(w_format, D), f"the width of x_TD{_in(w_format)}")
     check_size("w2_EDI", w2_EDI, 0, E, "the experts of w13_EFD")
     check_size("w2_EDI", w2_EDI, rows, D, "the width of x_TD")
-    check_size("w2_EDI", w2_EDI, cols, F // 2 if gated else F, "the width after the activation")
+    why = f"the width after the activation{_in(w_format)}"
+    check_size("w2_EDI", w2_EDI, cols, packed(w_format, I), why)
     for name, bias, size in (("b13_EF", b13_EF, F), ("b2_ED", b2_ED, D)):
         if bias is not None:
             check_tensor(name, bias, 2, FLOATS)
             check_size(name, bias, 0, E, "the experts of w13_EFD")
             check_size(name, bias, 1, size, "the rows of one expert's weight")
+    check_alpha("alpha13_E", alpha13_E, E, w13_EFD)
+    check_alpha("alpha2_E", alpha2_E, E, w13_EFD)
+    check_static_scale("x_scale", x_scale, x_format, x_TD)
+    check_static_scale("h_scale", h_scale, x_format, x_TD)
+    if x_format:
+        check_input_format("x_format", x_format, D)
+        check_input_format("x_format", x_format, I)
     check_devices(x_TD, w13_EFD=w13_EFD, w2_EDI=w2_EDI, b13_EF=b13_EF, b2_ED=b2_ED)
+
+
+def packed(format: str, width: int) -> int:
+    """Stored columns of a row of so many values."""
+    return Format.of(format).parsed.packed(width) if format else width
+
+
+def _in(format: str) -> str:
+    return f" packed as {format!r}" if format else ""
 
 
 @op(check=check)
@@ -126,6 +196,16 @@ def experts(
     alpha: float = 1.0,
     limit: float | None = None,
     up_shift: float = 0.0,
+    w13_scale_EFG: Tensor | None = None,
+    w2_scale_EDG: Tensor | None = None,
+    w13_zero_EFG: Tensor | None = None,
+    w2_zero_EDG: Tensor | None = None,
+    alpha13_E: Tensor | None = None,
+    alpha2_E: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    h_scale: Tensor | None = None,
+    w_format: str = "",
+    x_format: str = "",
 ) -> Tensor:
     """Run every token through its chosen experts: out_t = sum_k w_tk * (W2_e act(W13_e x_t + b13_e)
     + b2_e).
@@ -137,14 +217,44 @@ def experts(
 
     x_TD: float [T, D]; weights_TK: float [T, K]; experts_TK: int32 or int64 [T, K]; w13_EFD: [E, F,
     D] and w2_EDI: [E, D, I] of x's dtype ([E, D, F] and [E, I, D] if transposed); I = F / 2 if
-    gated, else F. Result [T, D] in x's dtype. Raises ValueError or TypeError for wrong shapes,
-    dtypes, devices or parameters.
+    gated, else F. Result [T, D] in x's dtype.
+
+    With a w_format both weights are quantised, as `expert_gemm` says; the names that end in scale,
+    zero and alpha belong to them. With an x_format the tokens and the activations h are quantised
+    before their product, as `quantize` does, with the static scales x_scale and h_scale if given.
+
+    Raises ValueError or TypeError for wrong shapes, dtypes, devices, formats or parameters.
     """
-    x_RD, rows_R, ends_E = dispatch(x_TD, experts_TK, w13_EFD.shape[0], expert_map)
-    y_RF = expert_gemm(x_RD, w13_EFD, ends_E, b13_EF, transposed)
+    E = w13_EFD.shape[0]
+    out_dtype = str(x_TD.dtype).removeprefix("torch.") if x_format else ""
+    if x_format:  # before dispatch there are fewer rows, and none that is unspecified
+        q_TD, scale_TG = quantize(x_TD, x_format, x_scale)
+        x_RD, rows_R, ends_E = dispatch(q_TD, experts_TK, E, expert_map)
+        x_scale_RG = _scales_of_rows(scale_TG, rows_R, experts_TK, x_format)
+    else:
+        x_RD, rows_R, ends_E = dispatch(x_TD, experts_TK, E, expert_map)
+        x_scale_RG = None
+    y_RF = expert_gemm(
+        x_RD, w13_EFD, ends_E, b13_EF, transposed,
+        x_scale_RG, w13_scale_EFG, w13_zero_EFG, alpha13_E, x_format, w_format, out_dtype,
+    )  # fmt: skip
     h_RI = activate(y_RF, kind, gated, interleaved, alpha, limit, up_shift)
-    y_RD = expert_gemm(h_RI, w2_EDI, ends_E, b2_ED, transposed)
+    h_scale_RG = None
+    if x_format:
+        # One scale for all rows must not see what unused rows hold.
+        h_RI, h_scale_RG = quantize(h_RI.masked_fill(rows_R[:, None] < 0, 0), x_format, h_scale)
+    y_RD = expert_gemm(
+        h_RI, w2_EDI, ends_E, b2_ED, transposed,
+        h_scale_RG, w2_scale_EDG, w2_zero_EDG, alpha2_E, x_format, w_format, out_dtype,
+    )  # fmt: skip
     return combine(y_RD, weights_TK, rows_R)
+
+
+def _scales_of_rows(scale_TG: Tensor, rows_R: Tensor, experts_TK: Tensor, format: str) -> Tensor:
+    """The scales of routed rows, given those of tokens; one scale for the tensor stays one."""
+    if Format.of(format).group == TENSOR:
+        return scale_TG
+    return scale_TG[rows_R.clamp(min=0).long() // experts_TK.shape[1]]
 
 
 experts.fake(fake_impls.experts)

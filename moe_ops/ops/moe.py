@@ -43,6 +43,16 @@ def check(
     alpha: float = 1.0,
     limit: float | None = None,
     up_shift: float = 0.0,
+    w13_scale_EFG: Tensor | None = None,
+    w2_scale_EDG: Tensor | None = None,
+    w13_zero_EFG: Tensor | None = None,
+    w2_zero_EDG: Tensor | None = None,
+    alpha13_E: Tensor | None = None,
+    alpha2_E: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    h_scale: Tensor | None = None,
+    w_format: str = "",
+    x_format: str = "",
 ) -> None:
     """Raise ValueError or TypeError unless `moe` takes these arguments."""
     check_tensor("x_TD", x_TD, 2, FLOATS)
@@ -51,7 +61,10 @@ def check(
         group_reduce, group_fill, softmax_selected, renormalize, eps, min_sum, scale, weights_dtype,
     )  # fmt: skip
     check_size("logits_TE", logits_TE, 0, x_TD.shape[0], "the tokens of x_TD")
-    check_weights(x_TD, w13_EFD, w2_EDI, b13_EF, b2_ED, transposed, gated)
+    check_weights(
+        x_TD, w13_EFD, w2_EDI, b13_EF, b2_ED, transposed, gated, w13_scale_EFG, w2_scale_EDG,
+        w13_zero_EFG, w2_zero_EDG, alpha13_E, alpha2_E, x_scale, h_scale, w_format, x_format,
+    )  # fmt: skip
     if expert_map is None:
         check_size(
             "logits_TE",
@@ -98,6 +111,16 @@ def moe(
     alpha: float = 1.0,
     limit: float | None = None,
     up_shift: float = 0.0,
+    w13_scale_EFG: Tensor | None = None,
+    w2_scale_EDG: Tensor | None = None,
+    w13_zero_EFG: Tensor | None = None,
+    w2_zero_EDG: Tensor | None = None,
+    alpha13_E: Tensor | None = None,
+    alpha2_E: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    h_scale: Tensor | None = None,
+    w_format: str = "",
+    x_format: str = "",
 ) -> Tensor:
     """Route the tokens by their logits and run them through their experts: `experts(x,
     *route(logits, ...), ...)`.
@@ -114,6 +137,8 @@ def moe(
     return experts(
         x_TD, weights_TK, experts_TK, w13_EFD, w2_EDI, b13_EF, b2_ED, expert_map,
         transposed, kind, gated, interleaved, alpha, limit, up_shift,
+        w13_scale_EFG, w2_scale_EDG, w13_zero_EFG, w2_zero_EDG, alpha13_E, alpha2_E,
+        x_scale, h_scale, w_format, x_format,
     )  # fmt: skip
 
 

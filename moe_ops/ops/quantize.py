@@ -1,79 +1,53 @@
-"""Quantisation of activations: from floats to 8-bit values and the scales that undo it."""
+"""Quantisation of inputs: from floats to codes and the scales that undo it."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.shapes import FLOATS, check_choice, check_devices, check_tensor
+from moe_ops.quant import packing
+from moe_ops.quant.arguments import check_input_format, check_static_scale
+from moe_ops.quant.formats import TENSOR, Format
+from moe_ops.shapes import FLOATS, check_tensor
 from moe_ops.spec import op
 
-# The largest finite magnitude of each format.
-LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
-# A row of zeros still needs a scale that can be divided by.
-SMALLEST_SCALE = 1e-12
 
-
-def check(
-    x_RD: Tensor, scale: Tensor | None = None, format: str = "float8_e4m3fn", group: int = -1
-) -> None:
+def check(x_RD: Tensor, format: str = "float8_e4m3fn:row", scale: Tensor | None = None) -> None:
     """Raise ValueError or TypeError unless `quantize` takes these arguments."""
     check_tensor("x_RD", x_RD, 2, FLOATS)
-    check_choice("format", format, tuple(LARGEST))
-    if group < -1:
-        raise ValueError(
-            f"group={group} must be a group size, -1 for one scale a row or 0 for one scale in all"
-        )
-    if scale is not None:
-        if group != 0:
-            raise ValueError(
-                f"a static scale goes with group=0 (one scale in all), got group={group}"
-            )
-        if scale.numel() != 1 or scale.dtype != torch.float32:
-            raise ValueError(
-                f"scale must be one float32, got {tuple(scale.shape)} of {scale.dtype}"
-            )
-        check_devices(x_RD, scale=scale)
+    check_input_format("format", format, x_RD.shape[1])
+    check_static_scale("scale", scale, format, x_RD)
 
 
 @op(check=check)
 def quantize(
-    x_RD: Tensor, scale: Tensor | None = None, format: str = "float8_e4m3fn", group: int = -1
+    x_RD: Tensor, format: str = "float8_e4m3fn:row", scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Round x to an 8-bit format. Returns (q_RD, scale_RG) with x close to q * scale.
+    """Round x to a format. Returns (q, scale_RG) with x close to decode(q) * scale.
 
-    A scale covers a whole row (group=-1, shape [R, 1]), `group` columns of a row ([R, ceil(D /
-    group)]), or the whole tensor (group=0, [1, 1]), where it may also be given (static). A dynamic
-    scale is the largest magnitude it covers over the format's largest finite value (448 for
-    float8_e4m3fn, 57344 for float8_e5m2, 127 for int8). q is x / scale, saturated to the format's
-    range and rounded half to even.
+    `format` is element:group[:scale], or a published name such as mxfp8 (the grammar is in
+    `fake_impls/formats.py`, the numbers in `quant/formats.py` and `quant/packing.py`). Its group is
+    the whole tensor, a row, or some columns of a row. Float32 scales are the largest magnitude of
+    the group over the element's largest finite value; e8m0 scales are powers of two by the rule of
+    OCP Microscaling; values are divided by their scale, rounded half to even and saturated.
 
-    x_RD: float [R, D]. scale: float32 multiplier, q in the format's dtype. R = 0 gives empty
-    results. Raises ValueError or TypeError for wrong shapes, dtypes, devices, formats or groups.
+    `scale` makes the scale static: the one of the whole tensor, or for nvfp4 the global scale that
+    multiplies all block scales (1 if left out; it is not part of the returned scales).
 
-    Source of the float8 formats: arXiv:2209.05433.
+    x_RD: float [R, D]; q: [R, D packed] in the format's dtype; scale_RG in its scale dtype, a
+    decoding multiplier. R = 0 gives empty results. Raises ValueError or TypeError for wrong shapes,
+    dtypes, devices or formats.
     """
+    found = Format.of(format)
     x = x_RD.float()
-    R, D = x.shape
-    largest = LARGEST[format]
-    if group == 0:
-        if scale is None:
-            top = x.abs().amax() if x.numel() else x.new_zeros(())
-            scale_RG = (top / largest).clamp(min=SMALLEST_SCALE).reshape(1, 1)
-        else:
-            scale_RG = scale.reshape(1, 1).clone()
-        scale_RD = scale_RG
+    if found.group == TENSOR:
+        if scale is None and x.shape[0] == 0:
+            x = x.new_zeros(1, x.shape[1])  # no rows: the scale is that of zeros
+        given = None if scale is None else scale.reshape(1, 1).clone()
+        done = packing.quantize(x, found, scale=given)
     else:
-        width = group if group > 0 else max(D, 1)
-        G = -(-D // width)
-        padded = torch.nn.functional.pad(x.abs(), (0, G * width - D)).view(R, G, width)
-        scale_RG = (padded.amax(-1) / largest).clamp(min=SMALLEST_SCALE)
-        scale_RD = scale_RG.repeat_interleave(width, dim=1)[:, :D]
-    q = (x / scale_RD).clamp(-largest, largest)
-    if format == "int8":
-        return q.round().to(torch.int8), scale_RG
-    return q.to(getattr(torch, format)), scale_RG
+        done = packing.quantize(x, found, global_scale=scale)
+    return done.values[: x_RD.shape[0]], done.scale
 
 
 quantize.fake(fake_impls.quantize)

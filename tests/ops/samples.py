@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from moe_ops import OPS, Op
-from moe_ops.ops.quantize import LARGEST
+from moe_ops.quant import packing
+from moe_ops.quant.formats import Format
 from moe_ops.testing import Case, make_layer
 
 
@@ -152,16 +153,54 @@ def _route(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     return found
 
 
+INPUT_FORMATS = (
+    "float8_e4m3fn:row", "float8_e4m3fn:tensor", "float8_e4m3fn:1x16", "float8_e4m3fn:1x32",
+    "float8_e4m3fn:1x128", "float8_e5m2:1x128",
+    "int8:row", "int8:1x1", "mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp8", "mxfp8_e5m2", "nvfp4",
+)  # fmt: skip
+
+# Formats of weights and inputs that meet in one product; every kind of element, group and scale.
+PAIRS = (
+    ("float8_e4m3fn:16x32", "float8_e4m3fn:1x32"),
+    ("float8_e4m3fn:128x128:e8m0", "float8_e4m3fn:1x128"),
+    ("float8_e4m3fn:row", "float8_e4m3fn:row"),
+    ("float8_e4m3fn:tensor", "float8_e4m3fn:tensor"),
+    ("float8_e5m2:row", ""),
+    ("int8:row", "int8:row"),
+    ("int8:1x32", ""),
+    ("uint8:1x32", ""),
+    ("int4:1x32", ""),
+    ("uint4:1x16", ""),
+    ("mxfp4", ""),
+    ("mxfp4", "mxfp6_e3m2"),
+    ("mxfp6_e2m3", "mxfp8"),
+    ("nvfp4", "nvfp4"),
+)
+
+
+def fits(format: str, *widths: int) -> bool:
+    """Whether rows of these widths fill whole bytes."""
+    return not format or all(w % Format.of(format).parsed.storage.values == 0 for w in widths)
+
+
+def quantised(w: Tensor, format: str, name: str, axes: str) -> dict[str, Tensor | None]:
+    """A stacked weight's values, scales and zero points as arguments of an op."""
+    done = packing.quantize(w, Format.of(format))
+    return {f"{name}_E{axes}": done.values, f"{name}_scale_E{axes[0]}G": done.scale,
+            f"{name}_zero_E{axes[0]}G": done.zero}  # fmt: skip
+
+
 def _quantize(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     x = make_layer(case, dtype).x_TD
     x[:1] = 0
-    found: dict[str, dict[str, Any]] = {}
-    for format in LARGEST:
-        for group in (-1, 0, 1, 16, 128):
-            found[f"{format}_{group}"] = {"x_RD": x, "format": format, "group": group}
-        scale = torch.tensor([0.01])
-        found[f"{format}_static"] = {"x_RD": x, "scale": scale, "format": format, "group": 0}
-    return {**found, "strided": {"x_RD": strided(x), "group": 16}}
+    found: dict[str, dict[str, Any]] = {
+        format: {"x_RD": x, "format": format} for format in INPUT_FORMATS if fits(format, case.D)
+    }
+    for format in ("float8_e4m3fn:tensor", "int8:tensor", "nvfp4"):
+        if fits(format, case.D):
+            call = {"x_RD": x, "format": format, "scale": torch.tensor([0.01])}
+            found[f"{format}_static"] = call
+    return {**found, "strided": {"x_RD": strided(x), "format": "float8_e4m3fn:1x16"}}
 
 
 def _dispatch(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
@@ -189,7 +228,20 @@ def _expert_gemm(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     tail[int(tail_ends[-1]) :] = float("nan")
     call = {"x_RD": x, "w_EFD": w, "ends_E": ends}
     everything = torch.full_like(ends, x.shape[0])
+    name = str(dtype).removeprefix("torch.")
+    formats = {}
+    for w_format, x_format in PAIRS:
+        if not fits(w_format, case.D) or not fits(x_format, case.D):
+            continue
+        more: dict[str, Any] = {**quantised(w, w_format, "w", "FD"), "w_format": w_format}
+        if x_format:
+            q, scale = OPS["quantize"].reference(x, x_format)
+            more |= {"x_RD": q, "x_scale_RG": scale, "x_format": x_format, "out_dtype": name}
+        if Format.of(w_format).has_global_scale:
+            more |= {"alpha_E": torch.rand(E) + 0.5, "bias_EF": layer.b13_EF}
+        formats[f"{w_format}_{x_format}"] = {**call, **more}
     return {
+        **formats,
         "plain": call,
         "bias": {**call, "bias_EF": layer.b13_EF},
         "float32_bias": {**call, "bias_EF": layer.b13_EF.float(), "w_EFD": padded(w)},
@@ -249,6 +301,22 @@ def _experts(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     found = {
         name: {**call, **kwargs} for name, kwargs in ACTIVATIONS.items() if "gated" not in kwargs
     }
+    for w_format, x_format in PAIRS:
+        if fits(w_format, case.D, case.I) and fits(x_format, case.D, case.I):
+            first = quantised(w13, w_format, "w13", "FD")
+            second = quantised(w2, w_format, "w2", "DI")
+            formats = {"w_format": w_format, "x_format": x_format, **first, **second}
+            found[f"{w_format}_{x_format}"] = {**call, **formats}
+    if "nvfp4_nvfp4" in found:
+        found["nvfp4_static"] = {
+            **found["nvfp4_nvfp4"], **biases, "experts_TK": with_holes(ids, E),
+            "alpha13_E": (torch.rand(E) + 0.5) * 0.01, "alpha2_E": (torch.rand(E) + 0.5) * 0.02,
+            "x_scale": torch.tensor(0.01), "h_scale": torch.tensor([0.02]),
+        }  # fmt: skip
+    found["fp8_static"] = {
+        **found["float8_e4m3fn:tensor_float8_e4m3fn:tensor"],
+        "x_scale": torch.tensor(0.01), "h_scale": torch.tensor([0.02]),
+    }  # fmt: skip
     return {
         **found,
         "gpt_oss": {**call, **biases, **copied, **GPT_OSS},
@@ -295,6 +363,12 @@ def _moe(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
             "expert_map": half_map(E),
         },
     }  # fmt: skip
+    for w_format, x_format in (("mxfp4", ""), ("float8_e4m3fn:row", "float8_e4m3fn:row")):
+        if fits(w_format, case.D, case.I):
+            first = quantised(layer.w13_EFD, w_format, "w13", "FD")
+            second = quantised(layer.w2_EDI, w_format, "w2", "DI")
+            formats = {"w_format": w_format, "x_format": x_format}
+            found[f"{w_format}_{x_format}"] = {**call, **formats, **first, **second}
     if E % 2 == 0 and E // 2 >= K:
         found["deepseek"] = {
             **call, "score": "sigmoid", "bias_E": torch.rand(E), "n_group": 2, "topk_group": 1,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from samples import (
+    FLOAT_NAMES,
     Bad,
     assert_refused,
     half_map,
@@ -174,7 +175,9 @@ IDS = torch.zeros(3, 2, dtype=torch.int32)
 DISPATCH = {"x_TD": torch.ones(3, 4), "experts_TK": IDS, "num_experts": 2}
 BAD_DISPATCH = {
     "x_rank": wrong_rank("x_TD", (3,), 2),
-    "x_dtype": wrong_dtype("x_TD", (3, 4), "int32"),
+    "x_dtype": wrong_dtype(
+        "x_TD", (3, 4), "int32", FLOAT_NAMES + ", float8_e4m3fn, float8_e5m2, uint8, int8"
+    ),
     "ids_rank": wrong_rank("experts_TK", (3,), 2),
     "ids_dtype": wrong_dtype("experts_TK", (3, 2), "float32", "int32, int64"),
     "ids_rows": wrong_size("experts_TK", (2, 2), 0, "3 (the tokens of x_TD)", torch.int32),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import samples
+from samples import INPUT_FORMATS, samples
 from torch import Tensor
 
 from moe_ops import OPS, fake_impls, using
@@ -13,6 +13,7 @@ from moe_ops.testing import CASES, TOL, Tol, assert_close, reference_of
 
 BY_NAME = {case.name: case for case in CASES}
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 EXACT = Tol(0.0, "integers and 8-bit values are exact")
 RUNS = [(name, backend) for name, op in OPS.items() for backend in op.backends]
 
@@ -43,7 +44,9 @@ def test_backend_agrees_with_the_float32_reference(
         with using(backend, name):
             got = op(*args)
         with using("reference"):
-            want = reference_of(op.reference, *args)
+            # Quantised activations depend on how they were rounded before.
+            exact = not any(arg in INPUT_FORMATS for arg in args)
+            want = reference_of(op.reference, *args) if exact else op.reference(*args)
         pairs = zip(specified(name, args, got), specified(name, args, want), strict=True)
         repro = f"samples({name!r}, {case}, {dtype}): {label!r} on {backend!r}"
         for i, (g, w) in enumerate(pairs):
@@ -58,10 +61,13 @@ def test_backend_agrees_with_the_float32_reference(
 @pytest.mark.parametrize("name", OPS)
 def test_schema_and_fake_are_true(name: str, case: str, dtype: str) -> None:
     for label, args in samples(name, BY_NAME[case], DTYPES[dtype]):
+        # The schema test compares arguments by products, which float8 has not; for these, the test
+        # that ops leave their arguments alone stands in.
+        narrow = any(isinstance(a, Tensor) and a.dtype in FLOAT8 for a in args)
         report = torch.library.opcheck(
             OPS[name].overload,
             args,
-            test_utils=("test_schema", "test_faketensor"),
+            test_utils=("test_faketensor",) if narrow else ("test_schema", "test_faketensor"),
             raise_exception=False,
         )
         assert set(report.values()) == {"SUCCESS"}, f"{label}: {report}"
@@ -96,6 +102,11 @@ def test_memory_that_nobody_wrote_is_poisoned() -> None:
     assert torch.empty(3, dtype=torch.int32).tolist() == [2**31 - 1] * 3
 
 
+def bits(t: Tensor) -> Tensor:
+    """The bytes of a tensor's values, for a comparison in which NaN equals itself."""
+    return t.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_op_leaves_its_arguments_alone(name: str) -> None:
     for label, args in samples(name, BY_NAME["odd"], torch.float32):
@@ -103,5 +114,4 @@ def test_op_leaves_its_arguments_alone(name: str) -> None:
         OPS[name](*args)
         for now, then in zip(args, before, strict=True):
             if isinstance(now, Tensor):
-                same = torch.equal(now.nan_to_num(123.0), then.nan_to_num(123.0))
-                assert same, f"{name} changed an argument of {label}"
+                assert torch.equal(bits(now), bits(then)), f"{name} changed an argument of {label}"

@@ -6,12 +6,19 @@ from samples import Bad, assert_refused, strided, wrong_dtype, wrong_rank
 from torch import Tensor
 
 from moe_ops import quantize
+from moe_ops.quant import packing
+from moe_ops.quant.formats import Format
 from moe_ops.shapes import DTYPES, FLOATS
 
 # Exponent bias, mantissa bits and largest finite value of each float8 format (arXiv:2209.05433).
 FLOAT8 = {"float8_e4m3fn": (7, 3, 448.0), "float8_e5m2": (15, 2, 57344.0)}
 LARGEST = {**{name: top for name, (_, _, top) in FLOAT8.items()}, "int8": 127.0}
 each_format = pytest.mark.parametrize("format", LARGEST)
+
+
+def named(element: str, group: int) -> str:
+    """The format of an element with a scale a row (-1), in all (0), or for so many columns."""
+    return element + {-1: ":row", 0: ":tensor"}.get(group, f":1x{group}")
 
 
 def grid(format: str) -> list[float]:
@@ -65,7 +72,7 @@ def test_the_grids_are_those_of_torch() -> None:
 @each_format
 def test_matches_the_formula_exactly(format: str, group: int, dtype: torch.dtype) -> None:
     x = (torch.randn(4, 18) * torch.tensor([[1e-3], [1.0], [30.0], [0.0]])).to(dtype)
-    q, scales = quantize(x, None, format, group)
+    q, scales = quantize(x, named(format, group))
     want_q, want_scales = by_hand(x, format, group)
     assert (q.dtype, scales.dtype) == (getattr(torch, format), torch.float32)
     assert torch.equal(scales, want_scales)
@@ -77,12 +84,12 @@ SHAPES = {-1: (3, 1), 0: (1, 1), 1: (3, 18), 4: (3, 5), 6: (3, 3), 18: (3, 1), 1
 
 @pytest.mark.parametrize(("group", "shape"), SHAPES.items(), ids=map("group_{}".format, SHAPES))
 def test_one_scale_covers_one_group(group: int, shape: tuple[int, int]) -> None:
-    assert quantize(torch.randn(3, 18), None, "int8", group)[1].shape == shape
+    assert quantize(torch.randn(3, 18), named("int8", group))[1].shape == shape
 
 
 @each_format
 def test_the_largest_magnitude_becomes_the_largest_value(format: str) -> None:
-    q, scales = quantize(torch.tensor([[1.0, -2.0, 0.5], [0.25, 0.0, 0.0]]), None, format)
+    q, scales = quantize(torch.tensor([[1.0, -2.0, 0.5], [0.25, 0.0, 0.0]]), named(format, -1))
     assert q.float().abs().amax(-1).tolist() == [LARGEST[format]] * 2
     assert torch.equal(scales * LARGEST[format], torch.tensor([[2.0], [0.25]]))
 
@@ -90,7 +97,7 @@ def test_the_largest_magnitude_becomes_the_largest_value(format: str) -> None:
 @each_format
 @pytest.mark.parametrize("group", [-1, 0, 4], ids="group_{}".format)
 def test_zeros_stay_zeros(format: str, group: int) -> None:
-    q, scales = quantize(torch.zeros(3, 6), None, format, group)
+    q, scales = quantize(torch.zeros(3, 6), named(format, group))
     assert torch.equal(q.float(), torch.zeros(3, 6))
     assert bool((scales > 0).all())
 
@@ -98,7 +105,7 @@ def test_zeros_stay_zeros(format: str, group: int) -> None:
 @each_format
 def test_values_beyond_a_static_scale_saturate(format: str) -> None:
     x = torch.tensor([[1e6, -1e6, float("inf"), -float("inf")]])
-    q, _ = quantize(x, torch.tensor(1.0), format, 0)
+    q, _ = quantize(x, named(format, 0), torch.tensor(1.0))
     top = LARGEST[format]
     assert q.float().tolist() == [[top, -top, top, -top]]
 
@@ -113,20 +120,20 @@ TIES = {
 @pytest.mark.parametrize(("format", "ties"), TIES.items(), ids=TIES)
 def test_ties_go_to_the_even_value(format: str, ties: tuple[list[float], list[float]]) -> None:
     values, want = ties
-    q, _ = quantize(torch.tensor([values]), torch.ones(1), format, 0)
+    q, _ = quantize(torch.tensor([values]), named(format, 0), torch.ones(1))
     assert q.float().tolist() == [want]
 
 
 def test_values_are_divided_by_the_scale() -> None:
     # Times the rounded 1 / 15 these would exceed 2.5, 6.5 and 10.5 by one bit.
-    q, _ = quantize(torch.tensor([[37.5, 97.5, -157.5]]), torch.tensor(15.0), "int8", 0)
+    q, _ = quantize(torch.tensor([[37.5, 97.5, -157.5]]), "int8:tensor", torch.tensor(15.0))
     assert q.tolist() == [[2, 6, -10]]
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=["scalar", "vector", "matrix"])
 def test_a_static_scale_is_used_and_returned(shape: tuple[int, ...]) -> None:
     scale = torch.full(shape, 0.5)
-    q, scales = quantize(torch.tensor([[3.0, -1.5]]), scale, "int8", 0)
+    q, scales = quantize(torch.tensor([[3.0, -1.5]]), "int8:tensor", scale)
     assert q.tolist() == [[6, -3]]
     assert scales.tolist() == [[0.5]]
     scales.fill_(9.0)
@@ -136,8 +143,8 @@ def test_a_static_scale_is_used_and_returned(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("group", [-1, 4], ids="group_{}".format)
 def test_a_row_does_not_depend_on_the_others(group: int) -> None:
     x = torch.randn(5, 10)
-    q, scales = quantize(x, None, "float8_e4m3fn", group)
-    one_q, one_scales = quantize(x[2:3], None, "float8_e4m3fn", group)
+    q, scales = quantize(x, named("float8_e4m3fn", group))
+    one_q, one_scales = quantize(x[2:3], named("float8_e4m3fn", group))
     assert torch.equal(one_q.float(), q[2:3].float())
     assert torch.equal(one_scales, scales[2:3])
 
@@ -152,36 +159,76 @@ def test_strided_rows_give_what_contiguous_ones_give() -> None:
     ("group", "shape"), [(-1, (0, 1)), (0, (1, 1)), (4, (0, 2))], ids=["row", "all", "group"]
 )
 def test_no_rows_give_empty_results(group: int, shape: tuple[int, int]) -> None:
-    q, scales = quantize(torch.empty(0, 8), None, "float8_e4m3fn", group)
+    q, scales = quantize(torch.empty(0, 8), named("float8_e4m3fn", group))
     assert (q.shape, scales.shape) == ((0, 8), shape)
     assert bool(scales.isfinite().all())
+
+
+# One block of eight columns, its codes and scale by the rule of OCP Microscaling: the scale is the
+# power of two of the largest magnitude, over that of the element's largest value.
+MX = {
+    "mxfp4": ([12.0, 6.0, 1.0, -0.5], [6.0, 3.0, 0.5, -0.0], 2.0),
+    "mxfp6_e3m2": ([448.0, 1.0, -40.0, 0.0], [28.0, 0.0625, -2.5, 0.0], 16.0),
+    "mxfp6_e2m3": ([15.0, 1.0, -7.0, 0.25], [7.5, 0.5, -3.5, 0.125], 2.0),
+    "mxfp8": ([1000.0, 3.0, -0.01, 0.0], [448.0, 1.5, -0.005, 0.0], 2.0),
+}
+
+
+@pytest.mark.parametrize(("format", "example"), MX.items(), ids=MX)
+def test_a_block_by_hand(format: str, example: tuple[list[float], list[float], float]) -> None:
+    values, want, scale = example
+    q, scales = quantize(torch.tensor([values]), format)
+    assert scales.tolist() == [[127 + int(torch.tensor(scale).log2())]]
+    codes = packing.decode(packing.unpack(q, Format.of(format).element), Format.of(format).element)
+    assert codes.tolist() == torch.tensor([want]).to(torch.float8_e4m3fn).float().tolist()
+
+
+def test_nvfp4_block_scales_are_relative_to_the_global_scale() -> None:
+    x = torch.tensor([[3.0] * 16 + [0.75] * 16])
+    for given in (1.0, 0.125):
+        q, scales = quantize(x, "nvfp4", torch.tensor(given))
+        assert scales.dtype == torch.float8_e4m3fn
+        assert scales.float().tolist() == [[0.5 / given, 0.125 / given]]
+        assert q.tolist() == [[0x77] * 16]  # every code is 6.0, two in a byte
+    alone = quantize(x, "nvfp4")
+    assert alone[1].float().tolist() == [[0.5, 0.125]]
 
 
 BAD = {
     "rank": wrong_rank("x_RD", (8,), 2),
     "dtype": wrong_dtype("x_RD", (3, 8), "int32"),
-    "format": Bad(
-        {"format": "float4"},
-        "format='float4' is unknown; choose one of float8_e4m3fn, float8_e5m2, int8",
+    "element": Bad(
+        {"format": "float4:row"}, "format 'float4:row' has the unknown element 'float4'; choose one"
     ),
     "group": Bad(
-        {"group": -2},
-        "group=-2 must be a group size, -1 for one scale a row or 0 for one scale in all",
+        {"format": "int8:0x8"},
+        "format 'int8:0x8' has the group '0x8'; choose tensor, row, column or rows x columns",
+    ),
+    "not_a_format": Bad({"format": "fp8"}, "format 'fp8' is not element:group[:scale]"),
+    "blocks": Bad({"format": "int8:4x4"}, "format='int8:4x4' shares scales between rows; inputs"),
+    "columns": Bad({"format": "int8:column"}, "format='int8:column' shares scales between rows"),
+    "zero_points": Bad({"format": "uint4:row"}, "format='uint4:row' has zero points; inputs are"),
+    "half_scales": Bad(
+        {"format": "int8:row:bfloat16"}, "format='int8:row:bfloat16' has bfloat16 scales; inputs"
+    ),
+    "odd_width": Bad(
+        {"format": "mxfp4", "x_RD": torch.ones(3, 7)},
+        "format='mxfp4' packs 2 values together; pad the width 7 to a multiple of 2",
     ),
     "static_scale_of_rows": Bad(
         {"scale": torch.ones(1)},
-        "a static scale goes with group=0 (one scale in all), got group=-1",
+        "scale goes with one scale for the tensor or with nvfp4, got the format",
     ),
     "two_scales": Bad(
-        {"scale": torch.ones(2), "group": 0},
+        {"scale": torch.ones(2), "format": "int8:tensor"},
         "scale must be one float32, got (2,) of torch.float32",
     ),
     "half_scale": Bad(
-        {"scale": torch.ones(1).half(), "group": 0},
+        {"scale": torch.ones(1).half(), "format": "int8:tensor"},
         "scale must be one float32, got (1,) of torch.float16",
     ),
     "scale_device": Bad(
-        {"scale": torch.ones(1, device="meta"), "group": 0},
+        {"scale": torch.ones(1, device="meta"), "format": "int8:tensor"},
         "scale is on meta, but the first argument is on cpu; move one",
     ),
 }
