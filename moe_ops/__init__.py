@@ -10,7 +10,7 @@ from moe_ops.ops import activate, combine, dispatch, expert_gemm, experts, moe, 
 from moe_ops.spec import OPS, Op, using
 
 # Names that need transformers are imported when they are first asked for.
-_LAZY = {"optimize": "moe_ops.hf", "restore": "moe_ops.hf"}
+_LAZY = dict.fromkeys(("optimize", "restore", "quantize_model"), "moe_ops.hf")
 
 __all__ = [
     "OPS",
@@ -23,6 +23,7 @@ __all__ = [
     "moe",
     "optimize",
     "quantize",
+    "quantize_model",
     "restore",
     "route",
     "using",

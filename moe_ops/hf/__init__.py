@@ -1,8 +1,11 @@
 """Hugging Face transformers: importing this registers the experts implementation "moe_ops"."""
 
-from moe_ops.hf.experts import register
+from moe_ops.hf import experts, fp8
+from moe_ops.hf.mxfp4 import adopt_mxfp4
 from moe_ops.hf.optimize import optimize, restore
+from moe_ops.hf.quantize import quantize_model
 
-__all__ = ["optimize", "restore"]
+__all__ = ["adopt_mxfp4", "optimize", "quantize_model", "restore"]
 
-register()
+experts.register()
+fp8.register()

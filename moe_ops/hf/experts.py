@@ -7,13 +7,11 @@ expressed exactly is handed to transformers' own grouped_mm, with one logged rea
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import (
     ALL_EXPERTS_FUNCTIONS,
     _default_apply_gate,
@@ -22,22 +20,11 @@ from transformers.integrations.moe import (
 
 from moe_ops.hf.report import warn_once
 from moe_ops.hf.source import fingerprint
+from moe_ops.hf.stored import Activation, StoredFormat, stored_format
 from moe_ops.ops import experts
 from moe_ops.shapes import FLOATS
 
 NAME = "moe_ops"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activation:
-    """The activation arguments of the `experts` op."""
-
-    kind: str
-    gated: bool = True
-    interleaved: bool = False
-    alpha: float = 1.0
-    limit: float | None = None
-    up_shift: float = 0.0
 
 
 # Classes of activation functions (transformers.activations and torch.nn) by the `kind` that
@@ -98,21 +85,21 @@ def describe(module: nn.Module) -> Activation | str:
         return f"its weights are {type(weight).__name__}, not plain tensors"
     if weight.dtype not in FLOATS:
         return f"its weights are {weight.dtype}"
-    act = _act_of(module)
+    act = activation_kind(module)
     if not module.has_gate:
-        return Activation(kind=act, gated=False) if act else _unknown_act(module)
+        return Activation(kind=act, gated=False) if act else unknown_activation(module)
     gate = _gate_of(type(module))
     if gate == "default":
         if not module.is_concatenated:
             return "its weights are interleaved, but its gate splits them in halves"
-        return Activation(kind=act) if act else _unknown_act(module)
+        return Activation(kind=act) if act else unknown_activation(module)
     if gate not in GATES:
         return f"its gate is an unknown function (fingerprint {gate})"
     form, alpha, limit = GATES[gate]
     if form == SHIFTED or gate in SILU_GATES:
         act = "silu"
     if act is None:
-        return _unknown_act(module)
+        return unknown_activation(module)
     if form == PLAIN:
         return Activation(kind=act)
     return Activation(
@@ -126,14 +113,16 @@ def describe(module: nn.Module) -> Activation | str:
     )
 
 
-def _act_of(module: nn.Module) -> str | None:
+def activation_kind(module: nn.Module) -> str | None:
+    """The `kind` of `activate` that computes the module's act_fn, or None."""
     act_fn = getattr(module, "act_fn", None)
     if act_fn in ACTIVATION_FUNCTIONS:
         return ACTIVATION_FUNCTIONS[act_fn]
     return ACTIVATIONS.get(type(act_fn).__name__)
 
 
-def _unknown_act(module: nn.Module) -> str:
+def unknown_activation(module: nn.Module) -> str:
+    """Why a module with another act_fn cannot be expressed."""
     act = type(module.act_fn).__name__ if hasattr(module, "act_fn") else "no act_fn"
     return f"its activation ({act}) is not one of {', '.join(sorted(set(ACTIVATIONS.values())))}"
 
@@ -142,54 +131,62 @@ def experts_forward(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """An experts forward of transformers, by the `experts` op where that is exact."""
-    return _forward(self, hidden_states, top_k_index, top_k_weights, grouped_mm_experts_forward)
+    found = stored_format(self) or describe(self)
+    return run(self, found, hidden_states, top_k_index, top_k_weights, grouped_mm_experts_forward)
 
 
-def fp8_experts_forward(
-    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """The same for FP8 experts modules, which fall back to transformers' FP8 grouped_mm."""
-    return _forward(
-        self, hidden_states, top_k_index, top_k_weights, ALL_FP8_EXPERTS_FUNCTIONS["grouped_mm"]
-    )
-
-
-def _forward(
+def run(
     module: nn.Module,
+    found: StoredFormat | Activation | str,
     x: Tensor,
     experts_TK: Tensor,
     weights_TK: Tensor,
     fallback: Callable[..., Any],
 ) -> Tensor:
-    found = describe(module)
+    """A forward by the `experts` op as described, or by transformers' own code."""
     name = type(module).__name__
     if isinstance(found, str):
         warn_once(f"{name} runs on transformers' grouped_mm: {found}")
         return fallback(module, x, experts_TK, weights_TK)
-    w13: Tensor = module.gate_up_proj if found.gated else module.up_proj  # type: ignore[assignment]
+    act = found.activation if isinstance(found, StoredFormat) else found
+    w13: Tensor = module.gate_up_proj if act.gated else module.up_proj  # type: ignore[assignment]
     w2: Tensor = module.down_proj  # type: ignore[assignment]
     if torch.is_grad_enabled() and (
         x.requires_grad or weights_TK.requires_grad or w13.requires_grad or w2.requires_grad
     ):
-        warn_once(
-            f"{name} runs on transformers' differentiable grouped_mm: something requires grad; "
-            "for inference call the model under torch.inference_mode()"
+        return _differentiable(name, isinstance(found, StoredFormat), fallback)(
+            module, x, experts_TK, weights_TK
         )
-        return fallback(module, x, experts_TK, weights_TK)
     b13 = b2 = None
     if module.has_bias:
-        b13 = module.gate_up_proj_bias if found.gated else module.up_proj_bias
+        b13 = module.gate_up_proj_bias if act.gated else module.up_proj_bias
         b2 = module.down_proj_bias
-    # Under autocast the activations may come in another dtype than the weights; the products are
-    # the weights'.
+    quantised: dict[str, Any] = {}
+    transposed, inputs = bool(module.is_transposed), x
+    if isinstance(found, StoredFormat):
+        quantised, transposed = found.arguments(module), False
+    else:
+        # Under autocast the activations may come in another dtype than the weights; the products
+        # are the weights'.
+        inputs = x.to(w13.dtype)
     out_TD = experts(
-        x.to(w13.dtype), weights_TK, experts_TK, w13, w2, b13, b2, None, module.is_transposed,
-        found.kind, found.gated, found.interleaved, found.alpha, found.limit, found.up_shift,
+        inputs, weights_TK, experts_TK, w13, w2, b13, b2, None, transposed,
+        act.kind, act.gated, act.interleaved, act.alpha, act.limit, act.up_shift, **quantised,
     )  # fmt: skip
     return out_TD.to(x.dtype)
 
 
+def _differentiable(name: str, quantised: bool, fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' differentiable path; quantised weights have none."""
+    advice = "for inference call the model under torch.inference_mode()"
+    if quantised:
+        raise RuntimeError(f"{name} holds quantised weights, which cannot be trained; {advice}")
+    warn_once(
+        f"{name} runs on transformers' differentiable grouped_mm: something requires grad; {advice}"
+    )
+    return fallback
+
+
 def register() -> None:
-    """Add the implementation "moe_ops" to both of transformers' experts registries."""
+    """Add the implementation "moe_ops" to transformers' experts registry."""
     type(ALL_EXPERTS_FUNCTIONS).register(NAME, experts_forward)
-    type(ALL_FP8_EXPERTS_FUNCTIONS).register(NAME, fp8_experts_forward)

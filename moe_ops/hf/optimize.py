@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from moe_ops.hf.experts import NAME
 from moe_ops.hf.rules import AS_INPUT, AS_LOGITS, FLOAT32, RULES, router_fingerprint
+from moe_ops.hf.stored import stored_format
 from moe_ops.ops import route
 
 log = logging.getLogger("moe_ops")
@@ -60,10 +61,17 @@ def optimize(model: Model) -> Model:
 
 
 def restore(model: Model) -> Model:
-    """Undo `optimize`: the model runs the code it ran before; no-op on a model not optimized."""
+    """Undo `optimize`: the model runs the code it ran before; no-op on a model not optimized.
+
+    Raises ValueError if the experts were quantised since: their former weights are gone.
+    """
     state: State | None = getattr(model, _STATE, None)
     if state is None:
         return model
+    if any(stored_format(m) is not None for m in model.modules()):
+        raise ValueError(
+            "the experts hold quantised weights, which only moe_ops runs; load the model again"
+        )
     for config, implementation in state.configs:
         config._experts_implementation_internal = implementation
     for router in state.routers:

@@ -14,6 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 import moe_ops
 import moe_ops.hf.experts as adapter
+from moe_ops.hf.fp8 import fp8_experts_forward
 from moe_ops.testing import Tol, assert_close
 from tests.hf import families
 
@@ -44,7 +45,7 @@ def snapshot(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[set[str]]]
 
 def test_both_registries_know_the_implementation() -> None:
     assert ALL_EXPERTS_FUNCTIONS["moe_ops"] is adapter.experts_forward
-    assert ALL_FP8_EXPERTS_FUNCTIONS["moe_ops"] is adapter.fp8_experts_forward
+    assert ALL_FP8_EXPERTS_FUNCTIONS["moe_ops"] is fp8_experts_forward
 
 
 def test_optimize_is_idempotent_and_restore_undoes_it_bit_for_bit(
@@ -211,23 +212,6 @@ def test_what_cannot_be_expressed_is_described(name: str) -> None:
     assert isinstance(found, str)
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(found)
-
-
-def test_fp8_experts_fall_back_to_the_fp8_grouped_mm(
-    monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
-) -> None:
-    calls = []
-    registry = type(ALL_FP8_EXPERTS_FUNCTIONS)
-    monkeypatch.setitem(
-        registry._global_mapping, "grouped_mm", lambda m, x, i, w: calls.append(m) or x
-    )
-    weight = nn.Parameter(torch.zeros(4, 16, 8).to(torch.float8_e4m3fn), requires_grad=False)
-    module = experts_module(gate_up_proj=weight)
-    x = torch.randn(3, 8)
-    routing = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
-    assert adapter.fp8_experts_forward(module, x, *routing) is x
-    assert calls == [module]
-    assert "its weights are torch.float8_e4m3fn" in warnings.messages[0]
 
 
 def test_sentinel_ids_of_expert_parallelism_add_nothing() -> None:

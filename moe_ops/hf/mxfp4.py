@@ -1,0 +1,74 @@
+"""gpt-oss checkpoints: MXFP4 experts run on the tensors as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from moe_ops.hf.experts import describe
+from moe_ops.hf.optimize import optimize
+from moe_ops.hf.stored import StoredFormat, store
+
+PROJECTIONS = ("gate_up_proj", "down_proj")
+
+
+@torch.no_grad()
+def adopt_mxfp4(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> int:
+    """Give the experts of a gpt-oss model the MXFP4 tensors of a checkpoint; returns how many.
+
+    `tensors` maps the names of the checkpoint to tensors, for each experts module `<name>`:
+    `<name>.gate_up_proj_blocks` uint8 [E, 2I, D/32, 16] (two e2m1 values in a byte, the first in
+    the low bits), `<name>.gate_up_proj_scales` uint8 [E, 2I, D/32] (e8m0), and `down_proj` alike
+    ([E, D, I/32, 16]). Nothing is copied or laid out anew, and biases stay as the model holds them:
+    load the rest of the checkpoint before. Experts whose tensors are missing keep their weights.
+    The model is then optimized. Dequantised weights may be on the meta device.
+
+    Raises TypeError for anything but a transformers model, ValueError for shapes or dtypes that do
+    not fit the model, or if no experts module has its tensors.
+    """
+    optimize(model)
+    adopted = 0
+    for name, module in model.named_modules():
+        found = describe(module) if hasattr(module, "has_gate") else "no experts"
+        wanted = [f"{name}.{p}_{part}" for p in PROJECTIONS for part in ("blocks", "scales")]
+        if isinstance(found, str) or not any(key in tensors for key in wanted):
+            continue
+        missing = [key for key in wanted if key not in tensors]
+        if missing:
+            raise ValueError(f"the checkpoint lacks {', '.join(missing)}")
+        new: dict[str, Tensor] = {}
+        for projection in PROJECTIONS:
+            new |= _tensors(name, projection, module, tensors)
+        state = StoredFormat(activation=found, w_format="mxfp4", x_format="")
+        store(module, state, new)
+        adopted += 1
+    if not adopted:
+        raise ValueError(
+            "no experts module of the model has tensors here; they are named like "
+            "model.layers.0.mlp.experts.gate_up_proj_blocks"
+        )
+    return adopted
+
+
+def _tensors(
+    name: str, projection: str, module: nn.Module, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The blocks and scales of one projection under the names of the module."""
+    blocks = tensors[f"{name}.{projection}_blocks"]
+    scales = tensors[f"{name}.{projection}_scales"]
+    E, rows, columns = getattr(module, projection).shape
+    if module.is_transposed:
+        rows, columns = columns, rows
+    for what, t, shape in (
+        ("blocks", blocks, (E, rows, columns // 32, 16)),
+        ("scales", scales, (E, rows, columns // 32)),
+    ):
+        if tuple(t.shape) != shape or t.dtype != torch.uint8:
+            raise ValueError(
+                f"{name}.{projection}_{what} must be uint8 {list(shape)}, "
+                f"got {t.dtype} {list(t.shape)}"
+            )
+    return {projection: blocks.flatten(2), f"{projection}_scale": scales}

@@ -1,0 +1,173 @@
+"""`quantize_model`: the experts of a transformers model in another weight format, in place."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from moe_ops.hf.experts import describe
+from moe_ops.hf.optimize import optimize
+from moe_ops.hf.stored import StoredFormat, store, stored_format
+from moe_ops.quant import packing
+from moe_ops.quant.arguments import check_input_format, check_packing
+from moe_ops.quant.checks import SCHEMES, check_groups, scheme_of
+from moe_ops.quant.formats import Format
+
+log = logging.getLogger("moe_ops")
+
+# Weight and input formats of schemes that have several: (the finest that kernels exist for).
+DEFAULTS = {
+    "fp8_w8a8": ("float8_e4m3fn:128x128", "float8_e4m3fn:1x128"),
+    "fp8_w8a16": ("float8_e4m3fn:row", ""),
+    "int8_w8a8": ("int8:row", "int8:row"),
+    "int8_w8a16": ("int8:row", ""),
+    "int4_w4a16": ("int4:1x64", ""),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What `quantize_model` did; sizes are those of the experts' weights, scales included."""
+
+    scheme: str
+    modules: int
+    bytes_before: int
+    bytes_after: int
+    kept: tuple[str, ...]  # why modules kept their weights, one line each
+
+    def __str__(self) -> str:
+        gib = 2.0**30
+        text = (
+            f"{self.modules} experts modules in {self.scheme}: "
+            f"{self.bytes_before / gib:.2f} GiB to {self.bytes_after / gib:.2f} GiB"
+        )
+        return "\n".join([text, *(f"kept: {line}" for line in self.kept)])
+
+
+@torch.no_grad()
+def quantize_model(
+    model: PreTrainedModel,
+    scheme: str,
+    *,
+    weight_format: str | None = None,
+    input_format: str | None = None,
+    progress: bool = True,
+) -> Report:
+    """Quantise the weights of all experts of a transformers model in place, and `optimize` it.
+
+    `scheme` is a key of `moe_ops.quant.checks.SCHEMES`; docs/FORMATS.md lists them. Where it has
+    several formats, `weight_format` and `input_format` choose; inputs are quantised at run time,
+    with scales of their own, or not at all. Weights are rounded to nearest, one expert at a time:
+    besides the result, memory for one expert in float32 is needed. Experts whose sizes the format
+    does not divide, or that our ops cannot express, keep their weights, and the report says why.
+    Routers, attention and shared experts stay as they are. With progress, a line per module is
+    written to standard error.
+
+    Raises TypeError for anything but a transformers PreTrainedModel, ValueError for an unknown
+    scheme or a model whose experts are quantised already. There is no way back: load the model
+    again.
+    """
+    formats = _formats(scheme, weight_format, input_format)
+    optimize(model)
+    modules = {n: m for n, m in model.named_modules() if hasattr(m, "has_gate")}
+    if any(stored_format(m) is not None for m in modules.values()):
+        raise ValueError("the experts are quantised already; load the model again")
+    before, after, kept, done = 0, 0, [], 0
+    for i, (name, module) in enumerate(modules.items()):
+        before += _bytes(module)
+        reason = _quantise(module, *formats)
+        after += _bytes(module)
+        done += reason is None
+        if reason is not None:
+            kept.append(f"{name} ({type(module).__name__}): {reason}")
+            log.warning("quantize_model keeps %s", kept[-1])
+        if progress:
+            sys.stderr.write(f"{scheme}: {i + 1} of {len(modules)}  {name}\n")
+    return Report(
+        scheme=scheme, modules=done, bytes_before=before, bytes_after=after, kept=tuple(kept)
+    )
+
+
+def _formats(scheme: str, weights: str | None, inputs: str | None) -> tuple[str, str]:
+    """The formats of a scheme, the given ones in place of the defaults."""
+    if scheme not in SCHEMES or scheme == "none":
+        choices = ", ".join(name for name in SCHEMES if name != "none")
+        raise ValueError(f"scheme {scheme!r} is unknown; choose one of {choices}")
+    info = SCHEMES[scheme]
+    default = DEFAULTS.get(scheme, (info.weight_formats[0], info.input_formats[0]))
+    w, x = (d if g is None else g for g, d in zip((weights, inputs), default, strict=True))
+    w_format, x_format = Format.of(w), Format.of(x) if x else None
+    if scheme_of(w_format, x_format) != scheme:
+        raise ValueError(
+            f"{w!r} weights with {x or '16-bit'!r} inputs are {scheme_of(w_format, x_format)}, "
+            f"not {scheme}"
+        )
+    check_groups(x_format, w_format)
+    return w, x
+
+
+def _quantise(module: nn.Module, w_format: str, x_format: str) -> str | None:
+    """Quantise one experts module in place; or why that cannot be."""
+    found = describe(module)
+    if isinstance(found, str):
+        return found
+    format = Format.of(w_format)
+    names = ("gate_up_proj" if found.gated else "up_proj", "down_proj")
+    flip = bool(module.is_transposed)
+    try:
+        for name in names:
+            _check_width(getattr(module, name), flip, format, x_format)
+    except ValueError as error:
+        return str(error)
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        # Each weight takes its place before the next is made, so that only one is there twice.
+        tensors = _quantise_weight(getattr(module, name), flip, format, name)
+        stored = StoredFormat(activation=found, w_format=w_format, x_format=x_format)
+        store(module, stored, tensors)
+    return None
+
+
+def _check_width(w: Tensor, flip: bool, format: Format, x_format: str) -> None:
+    width = w.shape[1 if flip else 2]
+    check_packing("w_format", format, width)
+    across = format.group[1]
+    if format.group[0] == 1 and across > 1 and width % across:
+        raise ValueError(
+            f"w_format={format.name!r} wants rows of a multiple of {across}, got {width}"
+        )
+    if x_format:
+        check_input_format("x_format", x_format, width)
+
+
+def _quantise_weight(w: Tensor, flip: bool, format: Format, name: str) -> dict[str, Tensor]:
+    """The tensors of one stacked weight by attribute name, made one expert at a time."""
+    E = w.shape[0]
+    tensors: dict[str, Tensor] = {}
+    for e in range(E):
+        w_FD = (w[e].T if flip else w[e]).float()
+        parts: dict[str, Tensor | None] = {}
+        alpha = None
+        if format.has_global_scale:
+            # The largest block scale becomes the largest e4m3 value.
+            alpha = (w_FD.abs().amax() / (format.largest * 448.0)).clamp(min=1e-12)
+            parts[f"{name}_alpha"] = alpha
+        done = packing.quantize(w_FD, format, global_scale=alpha)
+        parts |= {name: done.values, f"{name}_scale": done.scale, f"{name}_zero": done.zero}
+        for key, part in parts.items():
+            if part is not None:
+                if key not in tensors:
+                    tensors[key] = part.new_empty((E, *part.shape))
+                tensors[key][e] = part
+    return tensors
+
+
+def _bytes(module: nn.Module) -> int:
+    """Bytes of a module's weights and of the scales that belong to them."""
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return sum(t.numel() * t.element_size() for t in tensors)
