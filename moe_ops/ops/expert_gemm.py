@@ -98,7 +98,7 @@ def _check_absent(**tensors: Tensor | None) -> None:
     for name, t in tensors.items():
         if t is not None:
             format = "x_format" if name.startswith("x") else "w_format"
-            raise ValueError(f"{name} was given without a {format}; name the format it belongs to")
+            raise ValueError(f"{name} was given without {format}; name the format it belongs to")
 
 
 @op(check=check)

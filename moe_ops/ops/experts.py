@@ -136,7 +136,7 @@ def check_weights(
         check_tensor("w2_EDI", w2_EDI, 3, (x_TD.dtype,))
         for name, t in given.items():
             if t is not None:
-                raise ValueError(f"{name} was given without a w_format; name it")
+                raise ValueError(f"{name} was given without w_format; name it")
         if x_format:
             raise ValueError(
                 f"x_format={x_format!r} wants a quantised weight too: name its w_format"

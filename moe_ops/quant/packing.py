@@ -330,7 +330,8 @@ def _dynamic_scale(x: Tensor, format: Format, common: Tensor | None) -> Tensor:
         code = encode_scale(amax, "e8m0").int()
         lowered = (code - format.minifloat.top_exponent).clamp(min=0)
         return torch.where(code == E8M0_NAN, code, lowered).to(torch.uint8)
-    scale = amax / largest
+    # By a tensor: CUDA multiplies by the inverse of a number, which is off by a bit.
+    scale = amax / amax.new_full((), largest)
     if common is not None:
         scale = (scale / common).nan_to_num(0.0)  # 0 / 0: of an expert of zeros
     info = torch.finfo(SCALES[format.scale])
