@@ -1,7 +1,7 @@
 """Everything that touches a graph.
 
-A pass is a function `fx.Graph -> int`: it rewrites the graph in place, returns how many rewrites it
-made, makes none when run again, and keeps no state. `PIPELINE` is their order.
+A pass is a function `(fx.Graph, Context) -> int`: it rewrites the graph in place, returns how many
+rewrites it made, makes none when run again, and keeps no state. `PIPELINE` is their order.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 from torch import fx
 
-Pass = Callable[[fx.Graph], int]
+from moe_ops.passes.context import Context
+
+Pass = Callable[[fx.Graph, Context], int]
 
 PIPELINE: tuple[Pass, ...] = ()

@@ -1,0 +1,52 @@
+"""What a pass is given besides the graph: the options of the user, and where to write what it saw."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+log = logging.getLogger("moe_ops")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How graphs are rewritten. Equal options give equal graphs.
+
+    thresholds: the backend of `experts` (and `moe`) by token count, as pairs of the largest count
+    and a backend, the last count None: ((64, "cpu"), (None, "aten")). None leaves the choice to the
+    plan. strict: raise instead of leaving a region to a slower way. stop_after: the name of the last
+    pass to run. dump: label the graph before and after each pass for depyf and TORCH_LOGS.
+    """
+
+    thresholds: tuple[tuple[int | None, str], ...] | None = None
+    strict: bool = False
+    stop_after: str | None = None
+    dump: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What a pass did or would not do at a node, in words."""
+
+    rule: str
+    node: str
+    layer: str  # the module in the model, such as model.layers.0.mlp; empty if unknown
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """One run of the passes over one graph."""
+
+    options: Options = Options()
+    rewrites: list[Note] = field(default_factory=list)
+    refusals: list[Note] = field(default_factory=list)
+
+    def rewrote(self, rule: str, node: str, layer: str, text: str) -> None:
+        """Record a rewrite."""
+        self.rewrites.append(Note(rule=rule, node=node, layer=layer, text=text))
+
+    def refuse(self, rule: str, node: str, layer: str, reason: str) -> None:
+        """Record, and log, why a region that looked right was left alone."""
+        self.refusals.append(Note(rule=rule, node=node, layer=layer, text=reason))
+        log.info("%s leaves %s (%s) alone: %s", rule, layer or "a region", node, reason)
