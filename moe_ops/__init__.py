@@ -9,23 +9,32 @@ import moe_ops.backends  # noqa: F401  (registers the backends)
 from moe_ops.ops import activate, combine, dispatch, expert_gemm, experts, moe, quantize, route
 from moe_ops.spec import OPS, Op, using
 
-# Names that need transformers are imported when they are first asked for.
-_LAZY = dict.fromkeys(("optimize", "restore", "quantize_model"), "moe_ops.hf")
+# Names that need transformers, or Inductor, are imported when they are first asked for.
+_LAZY = {
+    **dict.fromkeys(("optimize", "restore", "quantize_model"), "moe_ops.hf"),
+    **dict.fromkeys(("compile", "inductor_options"), "moe_ops.passes.compile"),
+    "explain": "moe_ops.passes.explain",
+    "tune": "moe_ops.passes.tune",
+}
 
 __all__ = [
     "OPS",
     "Op",
     "activate",
     "combine",
+    "compile",
     "dispatch",
     "expert_gemm",
     "experts",
+    "explain",
+    "inductor_options",
     "moe",
     "optimize",
     "quantize",
     "quantize_model",
     "restore",
     "route",
+    "tune",
     "using",
 ]
 

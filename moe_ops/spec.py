@@ -31,15 +31,27 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None
 OPS: dict[str, Op] = {}
 
 
+# Backends by the most rows of the first argument up to which each runs; None: any number.
+Ranges = tuple[tuple[int | None, str], ...]
+Runs = tuple[tuple[int | None, Callable[..., Any]], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """One way to run an op: `run` has its schema; `supports` says why it cannot run, or None."""
+    """One way to run an op: `run` has its schema; `supports` says why it cannot run, or None.
+
+    `most_rows` gives the most rows of the first argument (tokens, or routed rows) up to which the
+    backend is the better choice; with more, those after it are asked first. A `composed` backend
+    runs the definition's stages one by one; a compiler does better with the definition itself.
+    """
 
     name: str
     run: Callable[..., Any]
     supports: Callable[..., str | None] | None = None
+    most_rows: Callable[..., int] | None = None
     devices: frozenset[str] | None = None  # None: every device
     priority: int = 0
+    composed: bool = False
 
     def refusal(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         if self.devices is not None and device not in self.devices:
@@ -75,7 +87,13 @@ class Op:
         # One registration for every device key; no Autograd key, which would cost several
         # microseconds a call.
         _library.impl(name, self._run, "CompositeExplicitAutograd")
-        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        # The same op for compiled graphs: arguments were checked and backends chosen in tracing.
+        planned = self.schema.replace(") -> ", ", *, str plan) -> ", 1)
+        _library.define(f"{name}.planned{planned}", tags=(torch.Tag.needs_exact_strides,))
+        _library.impl(f"{name}.planned", self._run_planned, "CompositeExplicitAutograd")
+        packet = getattr(getattr(torch.ops, NAMESPACE), name)
+        self.overload, self.planned = packet.default, packet.planned
+        self._plans: dict[str, Runs] = {}
         OPS[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,6 +109,27 @@ class Op:
         self.check(*args, **kwargs)
         return self.pick(args, kwargs).run(*args, **kwargs)
 
+    def _run_planned(self, *args: Any, plan: str, **kwargs: Any) -> Any:
+        runs = self._plans.get(plan) or self._runs(plan)
+        rows = args[0].shape[0]
+        for upto, run in runs:
+            if upto is None or rows <= upto:
+                return run(*args, **kwargs)
+        raise AssertionError(f"the last range of the plan {plan!r} has no end")
+
+    def _runs(self, plan: str) -> Runs:
+        """The functions of a plan; kept, as a graph asks for the same one at every call."""
+        ranges = parse_plan(plan)
+        unknown = [name for _, name in ranges if name not in self.backends]
+        if unknown:
+            raise ValueError(
+                f"plan {plan!r} names {', '.join(unknown)}, but the backends of "
+                f"{NAMESPACE}.{self.name} are {', '.join(self.backends)}"
+            )
+        runs = tuple((upto, self.backends[name].run) for upto, name in ranges)
+        self._plans[plan] = runs
+        return runs
+
     def fake(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Bind the shape function that stands for this op during tracing; a second one raises."""
         if self.fake_impl is not None:
@@ -103,7 +142,11 @@ class Op:
             self.check(*args, **kwargs)
             return fn(*args, **kwargs)
 
+        def planned(*args: Any, plan: str, **kwargs: Any) -> Any:
+            return fn(*args, **kwargs)
+
         register_fake(f"{NAMESPACE}::{self.name}", checked, lib=_library)
+        register_fake(f"{NAMESPACE}::{self.name}.planned", planned, lib=_library)
         return fn
 
     def backend(
@@ -111,8 +154,10 @@ class Op:
         name: str,
         *,
         supports: Callable[..., str | None] | None = None,
+        most_rows: Callable[..., int] | None = None,
         devices: tuple[str, ...] | None = None,
         priority: int = 0,
+        composed: bool = False,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register the decorated function as a backend.
 
@@ -134,8 +179,10 @@ class Op:
                 name=name,
                 run=fn,
                 supports=supports,
+                most_rows=most_rows,
                 devices=frozenset(devices) if devices else None,
                 priority=priority,
+                composed=composed,
             )
             self._order.clear()
             return fn
@@ -154,7 +201,8 @@ class Op:
         return found
 
     def pick(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
-        """The backend that runs this call: the forced one, else the first that does not refuse.
+        """The backend that runs this call: the forced one, else the first that does not refuse and
+        for which there are not too many rows, else the first that does not refuse.
 
         Raises NotImplementedError, with every refusal, if the forced backend cannot run.
         """
@@ -164,9 +212,16 @@ class Op:
             name = forced.get(self.name) or forced.get("*")
             if name is not None:
                 return self._pick_forced(name, device, args, kwargs)
+        beyond: Backend | None = None
         for backend in self.candidates(device):
-            if backend.supports is None or backend.supports(*args, **kwargs) is None:
+            if backend.supports is not None and backend.supports(*args, **kwargs) is not None:
+                continue
+            if backend.name == REFERENCE:
+                return beyond or backend
+            most_rows = backend.most_rows
+            if most_rows is None or args[0].shape[0] <= most_rows(*args, **kwargs):
                 return backend
+            beyond = beyond or backend
         raise AssertionError(f"the reference of {NAMESPACE}.{self.name} takes every valid call")
 
     def refusals(self, *args: Any, **kwargs: Any) -> dict[str, str | None]:
@@ -190,6 +245,22 @@ class Op:
         raise NotImplementedError("\n".join(lines))
 
 
+def parse_plan(text: str) -> Ranges:
+    """The ranges of a plan in writing: "cpu", or "64:cpu,:aten" for cpu up to 64 rows, then aten.
+
+    Raises ValueError for anything else.
+    """
+    if ":" not in text:
+        return ((None, text),)
+    pairs = [part.partition(":") for part in text.split(",")]
+    *counts, last = [count for count, _, _ in pairs]
+    if last or not all(count.isdecimal() for count in counts):
+        raise ValueError(
+            f"plan {text!r} is neither a backend nor ranges such as 64:cpu,:aten, the last open"
+        )
+    return tuple((int(count) if count else None, name) for count, _, name in pairs)
+
+
 def op(*, check: Callable[..., None]) -> Callable[[Callable[..., Any]], Op]:
     """Make the decorated reference body an op."""
     return lambda reference: Op(reference, check)
@@ -198,6 +269,8 @@ def op(*, check: Callable[..., None]) -> Callable[[Callable[..., Any]], Op]:
 @contextmanager
 def using(backend: str, *ops: Op | str) -> Iterator[None]:
     """Force a backend inside the block, on the named ops or on every op; read each time an op runs.
+
+    Ops in a graph that `moe_ops.compile` made keep the backends of its plan; force those there.
 
     A forced backend never falls back: a call that it cannot run raises NotImplementedError with
     every refusal. The inner of two nested blocks wins. Raises ValueError for a name that no op (or

@@ -11,7 +11,26 @@ from collections.abc import Callable
 from torch import fx
 
 from moe_ops.passes.context import Context
+from moe_ops.passes.drop_duplicate_quantize import drop_duplicate_quantize
+from moe_ops.passes.fuse_experts import fuse_experts
+from moe_ops.passes.fuse_moe import fuse_moe
+from moe_ops.passes.hoist_quantize import hoist_quantize
+from moe_ops.passes.lift_batched_mm import lift_batched_mm
+from moe_ops.passes.lift_grouped_mm import lift_grouped_mm
+from moe_ops.passes.lift_router import lift_router
+from moe_ops.passes.lower import lower
+from moe_ops.passes.pick_backend import pick_backend
 
 Pass = Callable[[fx.Graph, Context], int]
 
-PIPELINE: tuple[Pass, ...] = ()
+PIPELINE: tuple[Pass, ...] = (
+    lift_grouped_mm,
+    lift_batched_mm,
+    lift_router,
+    hoist_quantize,
+    drop_duplicate_quantize,
+    fuse_experts,
+    fuse_moe,
+    pick_backend,
+    lower,
+)

@@ -1,9 +1,11 @@
-"""What a pass is given besides the graph: the options of the user, and where to write what it saw."""
+"""What a pass is given besides the graph: the user's options, and where to write what it saw."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+
+from moe_ops.passes.plan import Choice
 
 log = logging.getLogger("moe_ops")
 
@@ -14,11 +16,13 @@ class Options:
 
     thresholds: the backend of `experts` (and `moe`) by token count, as pairs of the largest count
     and a backend, the last count None: ((64, "cpu"), (None, "aten")). None leaves the choice to the
-    plan. strict: raise instead of leaving a region to a slower way. stop_after: the name of the last
-    pass to run. dump: label the graph before and after each pass for depyf and TORCH_LOGS.
+    plan. tuned: a file that `moe_ops.tune` wrote, for the plan to go by. strict: raise instead of
+    leaving a region to a slower way. stop_after: the name of the last pass to run. dump: label the
+    graph before and after each pass for depyf and TORCH_LOGS.
     """
 
     thresholds: tuple[tuple[int | None, str], ...] | None = None
+    tuned: str | None = None
     strict: bool = False
     stop_after: str | None = None
     dump: bool = False
@@ -41,6 +45,7 @@ class Context:
     options: Options = Options()
     rewrites: list[Note] = field(default_factory=list)
     refusals: list[Note] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
 
     def rewrote(self, rule: str, node: str, layer: str, text: str) -> None:
         """Record a rewrite."""

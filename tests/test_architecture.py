@@ -42,8 +42,10 @@ MAY_IMPORT = {
     "parallel": May(OP),
     "layer": May(BELOW_LAYER),
     "hf": May(BELOW_LAYER, frozenset({"torch", "transformers"})),
-    "bench": May(BELOW_LAYER | {"testing"}, frozenset({"torch", "transformers"})),
+    # A leaf: it measures the passes too, and nobody imports it.
+    "bench": May(BELOW_LAYER | {"testing", "hf", "passes"}, frozenset({"torch", "transformers"})),
     "passes": May(BELOW_LAYER | {"layer", "hf"}),
+    "__main__": May(frozenset({"shapes", "hf", "passes"}), frozenset({"torch", "transformers"})),
     FACADE: May(BELOW_LAYER | {"layer", "hf", "passes"}),
 }
 
@@ -130,7 +132,7 @@ PLANTED = {
     "op_uses_triton": ("moe_ops.ops.x", "def f():\n    import triton.language", "package triton"),
     "spec_uses_op": ("moe_ops.spec", "import moe_ops.ops.route", "ops"),
     "siblings": ("moe_ops.quant.x", "from moe_ops import parallel", "parallel"),
-    "top_siblings": ("moe_ops.bench.x", "from moe_ops.hf import optimize", "hf"),
+    "top_siblings": ("moe_ops.hf.x", "from moe_ops.bench import layer", "bench"),
     "passes_from_below": ("moe_ops.hf.x", "from moe_ops.passes import PIPELINE", "passes"),
     "relative": ("moe_ops.ops.x", "from ..backends.cpu import stream_gemm", "backends"),
     "facade": ("moe_ops.passes.x", "import moe_ops", FACADE),

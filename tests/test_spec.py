@@ -177,6 +177,17 @@ def test_supports_sees_what_the_caller_gave(made: Op) -> None:
     assert made(x=X, times=3.0).tolist() == [4.0, 6.0]
 
 
+def test_a_backend_with_too_many_rows_is_asked_after_the_others(made: Op) -> None:
+    made.backend("few", most_rows=lambda x, *_: 1, priority=1)(other)
+    made.backend("never", supports=lambda *_: "is tired")(other)
+    assert made(X[:1]).tolist() == [3.0]
+    assert made(X).tolist() == PLUS_TWO, "nothing but the reference is left"
+    made.backend("many")(same)
+    assert [made.pick((x,), {}).name for x in (X[:1], X)] == ["few", "many"]
+    with using("few"):
+        assert made(X).tolist() == PLUS_TWO
+
+
 def test_using_forces_a_backend_inside_its_block(made: Op) -> None:
     made.backend("fast")(other)
     assert made(X).tolist() == PLUS_TWO
@@ -295,7 +306,9 @@ def test_op_is_a_torch_op_with_kernels_for_every_device(name: str) -> None:
 @each_op
 def test_op_registers_nothing_with_autograd(name: str) -> None:
     for key in ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd"):
-        assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"moe_ops::{name}", key), key
+        for overload in (name, f"{name}.planned"):
+            found = torch._C._dispatch_has_kernel_for_dispatch_key(f"moe_ops::{overload}", key)
+            assert not found, f"{overload}: {key}"
 
 
 @each_op

@@ -1,4 +1,4 @@
-"""Backends made of ATen calls: `aten` runs the expert product on PyTorch's own grouped GEMM."""
+"""Backends made of ATen calls: `aten` runs the expert products on PyTorch's own grouped GEMM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_ops.ops.activate import activate
+from moe_ops.ops.combine import combine
+from moe_ops.ops.dispatch import dispatch
 from moe_ops.ops.expert_gemm import expert_gemm, row_experts
+from moe_ops.ops.experts import experts
 from moe_ops.shapes import DTYPES
 from moe_ops.spec import needs_grad
 
@@ -48,7 +52,7 @@ def supports(
         return f"needs bfloat16 outside the CPU, got {x_RD.dtype}"
     if x_RD.device.type == "cuda" and torch.cuda.get_device_capability(x_RD.device) < (8, 0):
         return f"needs compute capability 8.0, got {torch.cuda.get_device_capability(x_RD.device)}"
-    if x_RD.numel() > 0 and not _aligned(x_RD, w_EFD):
+    if not (_rows_aligned(x_RD) and _rows_aligned(w_EFD)):
         strides = f"{x_RD.stride()} and {w_EFD.stride()}"
         return f"needs rows of a multiple of {ALIGNMENT} bytes, got strides {strides}"
     return None
@@ -84,6 +88,83 @@ def grouped_mm(
         bias_RF = bias_EF[row_experts(ends_E, x_RD.shape[0])]
         y_RF = (y_RF.float() + bias_RF.float()).to(x_RD.dtype)
     return y_RF if used_R1 is None else torch.where(used_R1, y_RF, 0)
+
+
+def refuse_experts(
+    x_TD: Tensor,
+    alpha13_E: Tensor | None,
+    alpha2_E: Tensor | None,
+    w_format: str,
+) -> str | None:
+    """Why products of plain floats cannot serve these arguments of `experts`, or None."""
+    refusal = refuse_formats(x_TD, alpha13_E, w_format, "")
+    return refusal or (None if alpha2_E is None else "takes no alpha2_E")
+
+
+def supports_experts(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    w13_EFD: Tensor,
+    w2_EDI: Tensor,
+    b13_EF: Tensor | None = None,
+    b2_ED: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    transposed: bool = False,
+    kind: str = "silu",
+    gated: bool = True,
+    interleaved: bool = False,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_shift: float = 0.0,
+    w13_scale_EFG: Tensor | None = None,
+    w2_scale_EDG: Tensor | None = None,
+    w13_zero_EFG: Tensor | None = None,
+    w2_zero_EDG: Tensor | None = None,
+    alpha13_E: Tensor | None = None,
+    alpha2_E: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    h_scale: Tensor | None = None,
+    w_format: str = "",
+    x_format: str = "",
+) -> str | None:
+    return refuse_experts(x_TD, alpha13_E, alpha2_E, w_format)
+
+
+@experts.backend("aten", supports=supports_experts, devices=("cpu",), composed=True)
+def grouped_experts(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    w13_EFD: Tensor,
+    w2_EDI: Tensor,
+    b13_EF: Tensor | None = None,
+    b2_ED: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    transposed: bool = False,
+    kind: str = "silu",
+    gated: bool = True,
+    interleaved: bool = False,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_shift: float = 0.0,
+    w13_scale_EFG: Tensor | None = None,
+    w2_scale_EDG: Tensor | None = None,
+    w13_zero_EFG: Tensor | None = None,
+    w2_zero_EDG: Tensor | None = None,
+    alpha13_E: Tensor | None = None,
+    alpha2_E: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    h_scale: Tensor | None = None,
+    w_format: str = "",
+    x_format: str = "",
+) -> Tensor:
+    """`experts` stage by stage, both products on PyTorch's grouped GEMM."""
+    x_RD, rows_R, ends_E = dispatch.reference(x_TD, experts_TK, w13_EFD.shape[0], expert_map)
+    y_RF = grouped_mm(x_RD, w13_EFD, ends_E, b13_EF, transposed)
+    h_RI = activate.reference(y_RF, kind, gated, interleaved, alpha, limit, up_shift)
+    y_RD = grouped_mm(h_RI, w2_EDI, ends_E, b2_ED, transposed)
+    return combine.reference(y_RD, weights_TK, rows_R)
 
 
 def _aligned(x_RD: Tensor, w_EDF: Tensor) -> bool:

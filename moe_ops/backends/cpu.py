@@ -1,4 +1,4 @@
-"""The CPU backend: weights streamed once by our kernels at few rows per expert, grouped GEMM above.
+"""The CPU backend: our kernels read each weight once, which is fastest at few rows per expert.
 
 It never copies a weight into another layout: oneDNN's prepacked linears are left out because
 they need a second copy of every weight.
@@ -13,16 +13,14 @@ from torch import Tensor
 
 from moe_ops.backends import aten
 from moe_ops.kernels import cpu as kernels
-from moe_ops.ops.activate import activate
-from moe_ops.ops.combine import combine
-from moe_ops.ops.dispatch import dispatch, local_ids
+from moe_ops.ops.dispatch import local_ids
 from moe_ops.ops.expert_gemm import expert_gemm
 from moe_ops.ops.experts import experts
 from moe_ops.ops.route import route
 from moe_ops.shapes import DTYPES
 from moe_ops.spec import needs_grad
 
-# Mean rows per expert up to which streaming is faster than PyTorch's grouped GEMM: measured on two
+# Mean rows per expert up to which reading is faster than PyTorch's grouped GEMM: measured on two
 # cores with the shapes of Qwen3-30B-A3B, see docs/PERFORMANCE.md.
 GEMM_MAX_ROWS = {torch.bfloat16: 4, torch.float32: 32}
 EXPERTS_MAX_ROWS = {torch.bfloat16: 10, torch.float32: 32}
@@ -67,7 +65,13 @@ def supports_gemm(
     )
 
 
-@expert_gemm.backend("cpu", supports=supports_gemm, devices=("cpu",), priority=1)
+def most_gemm_rows(x_RD: Tensor, w_EFD: Tensor, *args: Any, **kwargs: Any) -> int:
+    return GEMM_MAX_ROWS[x_RD.dtype] * w_EFD.shape[0]
+
+
+@expert_gemm.backend(
+    "cpu", supports=supports_gemm, most_rows=most_gemm_rows, devices=("cpu",), priority=1
+)
 def stream_gemm(
     x_RD: Tensor,
     w_EFD: Tensor,
@@ -83,10 +87,7 @@ def stream_gemm(
     out_dtype: str = "",
 ) -> Tensor:
     """`expert_gemm` that reads each weight once."""
-    R = x_RD.shape[0]
-    if GEMM_MAX_ROWS[x_RD.dtype] * w_EFD.shape[0] < R:
-        return aten.grouped_mm(x_RD, w_EFD, ends_E, bias_EF, transposed)
-    y_RF = x_RD.new_empty(R, w_EFD.shape[1])
+    y_RF = x_RD.new_empty(x_RD.shape[0], w_EFD.shape[1])
     kernels.gemm(_rows(x_RD), w_EFD, ends_E.contiguous(), bias_EF, y_RF)
     return y_RF
 
@@ -121,7 +122,7 @@ def supports_experts(
     if weights_TK.dtype is not torch.float32 and weights_TK.dtype is not x_TD.dtype:
         return f"needs routing weights in float32 or x's dtype, got {weights_TK.dtype}"
     if w_format or alpha13_E is not None or alpha2_E is not None:
-        return aten.refuse_formats(x_TD, alpha13_E, w_format, "") or "takes no alpha2_E"
+        return aten.refuse_experts(x_TD, alpha13_E, alpha2_E, w_format)
     if w2_EDI.stride(2) != 1:
         return "needs weights contiguous along their last axis"
     refusal = _refuse(x_TD, w13_EFD, w2_EDI, b13_EF, b2_ED, weights_TK, transposed=transposed)
@@ -130,7 +131,20 @@ def supports_experts(
     return _refuse_bias(x_TD, b13_EF) or _refuse_bias(x_TD, b2_ED)
 
 
-@experts.backend("cpu", supports=supports_experts, devices=("cpu",), priority=1)
+def most_tokens(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    w13_EFD: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    return EXPERTS_MAX_ROWS[x_TD.dtype] * w13_EFD.shape[0] // experts_TK.shape[1]
+
+
+@experts.backend(
+    "cpu", supports=supports_experts, most_rows=most_tokens, devices=("cpu",), priority=1
+)
 def stream_experts(
     x_TD: Tensor,
     weights_TK: Tensor,
@@ -159,16 +173,9 @@ def stream_experts(
     x_format: str = "",
 ) -> Tensor:
     """`experts` that reads each weight once, in one call, and never copies a token."""
-    T, K = experts_TK.shape
-    R, E = T * K, w13_EFD.shape[0]
-    if EXPERTS_MAX_ROWS[x_TD.dtype] * E < R:
-        x_RD, rows_R, ends_E = dispatch.reference(x_TD, experts_TK, E, expert_map)
-        y_RF = aten.grouped_mm(x_RD, w13_EFD, ends_E, b13_EF)
-        h_RI = activate.reference(y_RF, kind, gated, interleaved, alpha, limit, up_shift)
-        return combine.reference(aten.grouped_mm(h_RI, w2_EDI, ends_E, b2_ED), weights_TK, rows_R)
     ids_TK = experts_TK
     if expert_map is not None:
-        ids_TK = local_ids(experts_TK, E, expert_map).view(T, K)
+        ids_TK = local_ids(experts_TK, w13_EFD.shape[0], expert_map).view(experts_TK.shape)
     return kernels.experts(
         _rows(x_TD), weights_TK.contiguous(), ids_TK.contiguous(), w13_EFD, w2_EDI, b13_EF, b2_ED,
         kind, gated, interleaved, alpha, limit, up_shift,

@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m moe_ops.bench overhead|layer`."""
+"""Benchmarks: `python -m moe_ops.bench overhead|layer|accuracy|packing`."""

@@ -1,4 +1,4 @@
-"""python -m moe_ops.bench [overhead | layer] [options]: without a command, both with defaults."""
+"""python -m moe_ops.bench [COMMAND] [options]: without a command, both: overhead and layer."""
 
 from __future__ import annotations
 
@@ -6,58 +6,180 @@ import argparse
 import json
 import platform
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_ops.bench import layer, overhead
+from moe_ops.bench import accuracy, compile_time, layer, overhead, packing
+from moe_ops.quant.checks import SCHEMES
 from moe_ops.shapes import DTYPES
 from moe_ops.testing import LAYERS
+
+Figures = dict[str, Any]
+
+
+def measure_overhead(args: argparse.Namespace) -> Figures:
+    found = overhead.measure()
+    print(overhead.table(found), end="\n\n")
+    return {"overhead": [asdict(o) | {"dispatch_us": o.dispatch_us} for o in found]}
+
+
+def measure_layer(args: argparse.Namespace) -> Figures:
+    case, dtype = LAYERS[args.layer], DTYPES[args.dtype]
+    tokens = [int(t) for t in args.tokens.split(",")]
+    against = args.against.split(",")
+    timings = layer.measure(case, dtype, tokens, against, args.repeats, args.part, args.ours)
+    print(f"{args.part}: ", end="")
+    print(layer.table(case, dtype, timings))
+    return {
+        **versions(),
+        "layer": {"case": asdict(case), "dtype": args.dtype, "part": args.part},
+        "ours": args.ours,
+        "timings": [asdict(t) for t in timings],
+    }
+
+
+def measure_both(args: argparse.Namespace) -> Figures:
+    return measure_overhead(args) | measure_layer(args)
+
+
+def measure_accuracy(args: argparse.Namespace) -> Figures:
+    base = accuracy.make_base(accuracy.CASE, args.seed)
+    print(f"16-bit model: mean entropy {base.entropy:.2f} nats")
+    found = accuracy.measure(base, args.schemes)
+    print(accuracy.table(found))
+    return {
+        **versions(),
+        "model": {
+            "layer": asdict(accuracy.CASE),
+            "layers": accuracy.LAYERS,
+            "vocabulary": accuracy.VOCABULARY,
+            "prompts": accuracy.PROMPTS,
+            "seed": args.seed,
+            "entropy_nats": base.entropy,
+        },
+        "accuracy": [asdict(a) for a in found],
+    }
+
+
+def measure_packing(args: argparse.Namespace) -> Figures:
+    case = LAYERS[args.layer]
+    found = packing.measure(case, args.gigabytes, args.repeats)
+    print(packing.table(found))
+    return {
+        **versions(),
+        "case": asdict(case) | {"E": packing.experts_in(case, args.gigabytes)},
+        "packing": [asdict(p) | {"seconds_per_gb": p.seconds_per_gb} for p in found],
+    }
+
+
+def measure_compile(args: argparse.Namespace) -> Figures:
+    found = [compile_time.measure(int(n)) for n in args.layers.split(",")]
+    print(compile_time.table(found))
+    return {
+        **versions(),
+        "compile": [asdict(s) | {"total_s": s.total_s, "share": s.share} for s in found],
+    }
+
+
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
+    "both": (measure_both, "overhead, then layer"),
+    "overhead": (measure_overhead, "what calling an op costs beyond its backend"),
+    "layer": (measure_layer, "one layer, compiled, against transformers' own experts"),
+    "accuracy": (measure_accuracy, "error of a layer and KL of a model, for every scheme"),
+    "compile": (measure_compile, "what the passes add to the time of compiling a model"),
+    "packing": (measure_packing, "time to quantise weights, for every format"),
+}
 
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m moe_ops.bench", description=__doc__)
-    top.add_argument("command", nargs="?", choices=("overhead", "layer"))
-    top.add_argument("--layer", default="qwen3_30b", choices=sorted(LAYERS))
-    top.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    top.add_argument(
-        "--part", default="experts", choices=("experts", "block"), help="block: with the router"
-    )
-    top.add_argument("--tokens", default="1,4,16,64,128,512", help="comma-separated token counts")
-    top.add_argument("--against", default="grouped_mm,batched_mm", help="transformers' experts")
-    top.add_argument("--repeats", type=int, default=60, help="calls at one token; fewer at more")
-    top.add_argument("--threads", type=int, help="threads of torch")
-    top.add_argument("--json", help="also write the figures to this file")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, what) in COMMANDS.items():
+        options = commands.add_parser(name, help=what, description=what)
+        if name in ("both", "layer"):
+            add_layer_options(options)
+        if name in ("both", "layer", "packing"):
+            options.add_argument("--layer", default="qwen3_30b", choices=sorted(LAYERS))
+        if name == "accuracy":
+            options.add_argument(
+                "--schemes", type=scheme_names, default=[], help="comma-separated; all if left out"
+            )
+            options.add_argument("--seed", type=int, default=0, help="of weights and inputs")
+        if name == "compile":
+            options.add_argument("--layers", default="4,12,48", help="comma-separated")
+        if name == "packing":
+            options.add_argument("--gigabytes", type=float, default=1.0, help="of bfloat16 weights")
+            options.add_argument("--repeats", type=int, default=3, help="runs; the fastest counts")
+        options.add_argument("--threads", type=int, help="threads of torch")
+        options.add_argument("--json", help="also write the figures to this file")
     return top
 
 
+def add_layer_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    options.add_argument(
+        "--part", default="experts", choices=("experts", "block"), help="block: with the router"
+    )
+    options.add_argument(
+        "--tokens", default="1,4,16,64,128,512", help="comma-separated token counts"
+    )
+    options.add_argument("--against", default="grouped_mm,batched_mm", help="transformers' experts")
+    options.add_argument(
+        "--ours", default="lifted", choices=("lifted", "ops"),
+        help="moe_ops is transformers' code under our passes, or code that calls the ops",
+    )  # fmt: skip
+    options.add_argument(
+        "--repeats", type=int, default=60, help="calls at one token; fewer at more"
+    )
+
+
+def scheme_names(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in SCHEMES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(SCHEMES)}")
+    return names
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments; options alone are those of "both"."""
+    alone = not words or (words[0].startswith("-") and words[0] not in ("-h", "--help"))
+    return parser().parse_args(["both", *words] if alone else words)
+
+
+def versions() -> Figures:
+    """Of what overhead alone does not need."""
+    import transformers
+
+    return {"transformers": transformers.__version__}
+
+
+def processor() -> str:
+    """The processor's model as the system calls it, or its architecture."""
+    described = Path("/proc/cpuinfo")
+    if described.exists():
+        for line in described.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
 def main() -> None:
-    args = parser().parse_args()
+    args = parse(sys.argv[1:])
     if args.threads:
         torch.set_num_threads(args.threads)
-    figures: dict[str, Any] = {
+    figures: Figures = {
         "command": " ".join(["python -m moe_ops.bench", *sys.argv[1:]]),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "processor": platform.processor() or platform.machine(),
+        "processor": processor(),
     }
-    if args.command in (None, "overhead"):
-        found = overhead.measure()
-        print(overhead.table(found), end="\n\n")
-        figures["overhead"] = [asdict(o) | {"dispatch_us": o.dispatch_us} for o in found]
-    if args.command in (None, "layer"):
-        import transformers
-
-        figures["transformers"] = transformers.__version__
-        case, dtype = LAYERS[args.layer], DTYPES[args.dtype]
-        tokens = [int(t) for t in args.tokens.split(",")]
-        against = args.against.split(",")
-        timings = layer.measure(case, dtype, tokens, against, args.repeats, args.part)
-        print(f"{args.part}: ", end="")
-        print(layer.table(case, dtype, timings))
-        figures["layer"] = {"case": asdict(case), "dtype": args.dtype, "part": args.part}
-        figures["timings"] = [asdict(t) for t in timings]
+    run, _ = COMMANDS[args.command]
+    figures |= run(args)
     if args.json:
         with open(args.json, "w") as file:
             json.dump(figures, file, indent=2)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops.ops import experts, route
+from moe_ops.passes.compile import inductor_options
 from moe_ops.testing import Case, Tol, assert_close
 
 AGREEMENT = Tol(2e-2, "two computations in bfloat16 with roundings in other places")
@@ -54,8 +55,13 @@ class Compiled:
     block: Callable[[Tensor], Tensor]
 
 
-def implementations(case: Case, dtype: torch.dtype, names: list[str]) -> dict[str, Compiled]:
-    """The same weights as compiled functions of each implementation, "moe_ops" last."""
+def implementations(
+    case: Case, dtype: torch.dtype, names: list[str], ours: str
+) -> dict[str, Compiled]:
+    """The same weights as compiled functions of each implementation, "moe_ops" last.
+
+    ours: "lifted", transformers' code under our passes, or "ops", code that calls the ops.
+    """
     block = stock_block(case, dtype)
     module = block.experts
     out_dtype = str(dtype).removeprefix("torch.")
@@ -68,7 +74,7 @@ def implementations(case: Case, dtype: torch.dtype, names: list[str]) -> dict[st
         weights_TK, experts_TK = route(logits_TE, case.K, renormalize=True, out_dtype=out_dtype)
         return our_experts(x_TD, experts_TK, weights_TK)
 
-    def stock(name: str) -> Compiled:
+    def stock(name: str, options: dict[str, Any] | None = None) -> Compiled:
         def stock_experts(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
             module.config._experts_implementation = name
             return module(x_TD, experts_TK, weights_TK)
@@ -77,14 +83,21 @@ def implementations(case: Case, dtype: torch.dtype, names: list[str]) -> dict[st
             module.config._experts_implementation = name
             return block(x_TD[None])[0]
 
-        return Compiled(experts=_compile(stock_experts), block=_compile(whole_block))
+        return Compiled(
+            experts=_compile(stock_experts, options), block=_compile(whole_block, options)
+        )
 
-    ours = Compiled(experts=_compile(our_experts), block=_compile(our_block))
-    return {name: stock(name) for name in names} | {"moe_ops": ours}
+    if ours == "lifted":
+        last = stock("grouped_mm", inductor_options(strict=True))
+    else:
+        last = Compiled(experts=_compile(our_experts), block=_compile(our_block))
+    return {name: stock(name) for name in names} | {"moe_ops": last}
 
 
-def _compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function, fullgraph=True, dynamic=False)
+def _compile(
+    function: Callable[..., Tensor], options: dict[str, Any] | None = None
+) -> Callable[..., Tensor]:
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
 def random_routing(case: Case, T: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,12 +116,18 @@ def check(case: Case, dtype: torch.dtype, compiled: dict[str, Compiled], T: int)
 
 
 def measure(
-    case: Case, dtype: torch.dtype, tokens: list[int], names: list[str], repeats: int, part: str
+    case: Case,
+    dtype: torch.dtype,
+    tokens: list[int],
+    names: list[str],
+    repeats: int,
+    part: str,
+    ours: str = "lifted",
 ) -> list[Timing]:
     """Time each implementation at each number of tokens; tokens and routing are new every call."""
     timings = []
     with torch.inference_mode():
-        compiled = implementations(case, dtype, names)
+        compiled = implementations(case, dtype, names, ours)
         for T in tokens:
             torch._dynamo.reset()
             check(case, dtype, compiled, T)

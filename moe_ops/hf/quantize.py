@@ -26,7 +26,7 @@ DEFAULTS = {
     "fp8_w8a16": ("float8_e4m3fn:row", ""),
     "int8_w8a8": ("int8:row", "int8:row"),
     "int8_w8a16": ("int8:row", ""),
-    "int4_w4a16": ("int4:1x64", ""),
+    "int4_w4a16": ("uint4:1x64", ""),  # 16 codes where int4 has 15, and a range of its own
 }
 
 

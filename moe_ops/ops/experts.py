@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
@@ -17,9 +18,13 @@ from moe_ops.quant.arguments import (
     check_static_scale,
     check_weight,
 )
-from moe_ops.quant.formats import TENSOR, Format
+from moe_ops.quant.formats import FLOAT_ELEMENTS, TENSOR, Format
+from moe_ops.quant.packing import SMALLEST_SCALE
 from moe_ops.shapes import FLOATS, INDICES, check_devices, check_size, check_tensor
 from moe_ops.spec import op
+
+
+LARGEST_SCALE = FLOAT_ELEMENTS["float8_e4m3fn"].largest
 
 
 def check(
@@ -222,12 +227,15 @@ def experts(
     With a w_format both weights are quantised, as `expert_gemm` says; the names that end in scale,
     zero and alpha belong to them. With an x_format the tokens and the activations h are quantised
     before their product, as `quantize` does, with the static scales x_scale and h_scale if given.
+    Of nvfp4 these are global scales, which alpha13_E and alpha2_E then contain; without them the
+    global scale is the tensor's largest magnitude over 6 * 448, and is multiplied in.
 
     Raises ValueError or TypeError for wrong shapes, dtypes, devices, formats or parameters.
     """
     E = w13_EFD.shape[0]
     out_dtype = str(x_TD.dtype).removeprefix("torch.") if x_format else ""
     if x_format:  # before dispatch there are fewer rows, and none that is unspecified
+        x_scale, alpha13_E = _with_global_scale(x_TD, x_scale, alpha13_E, E, x_format)
         q_TD, scale_TG = quantize(x_TD, x_format, x_scale)
         x_RD, rows_R, ends_E = dispatch(q_TD, experts_TK, E, expert_map)
         x_scale_RG = _scales_of_rows(scale_TG, rows_R, experts_TK, x_format)
@@ -242,12 +250,28 @@ def experts(
     h_scale_RG = None
     if x_format:
         # One scale for all rows must not see what unused rows hold.
-        h_RI, h_scale_RG = quantize(h_RI.masked_fill(rows_R[:, None] < 0, 0), x_format, h_scale)
+        h_RI = h_RI.masked_fill(rows_R[:, None] < 0, 0)
+        h_scale, alpha2_E = _with_global_scale(h_RI, h_scale, alpha2_E, E, x_format)
+        h_RI, h_scale_RG = quantize(h_RI, x_format, h_scale)
     y_RD = expert_gemm(
         h_RI, w2_EDI, ends_E, b2_ED, transposed,
         h_scale_RG, w2_scale_EDG, w2_zero_EDG, alpha2_E, x_format, w_format, out_dtype,
     )  # fmt: skip
     return combine(y_RD, weights_TK, rows_R)
+
+
+def _with_global_scale(
+    x: Tensor, scale: Tensor | None, alpha_E: Tensor | None, experts: int, format: str
+) -> tuple[Tensor | None, Tensor | None]:
+    """The static scale and the alphas; where the format has a global scale and none is static, that
+    of x, by which its largest block scale becomes the largest float8.
+    """
+    found = Format.of(format)
+    if scale is not None or not found.has_global_scale:
+        return scale, alpha_E
+    amax = x.float().abs().amax() if x.numel() else x.new_zeros((), dtype=torch.float32)
+    own = (amax / (found.largest * LARGEST_SCALE)).clamp(min=SMALLEST_SCALE)
+    return own, own.expand(experts) if alpha_E is None else alpha_E * own
 
 
 def _scales_of_rows(scale_TG: Tensor, rows_R: Tensor, experts_TK: Tensor, format: str) -> Tensor:

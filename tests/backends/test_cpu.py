@@ -1,4 +1,4 @@
-"""The CPU kernels: bitwise the same on any threads; both sides of the threshold; refusals."""
+"""The CPU kernels: bitwise the same on any threads; where grouped GEMM takes over; refusals."""
 
 from __future__ import annotations
 
@@ -53,13 +53,17 @@ def test_routing_on_many_threads_is_that_on_one(threads: None) -> None:
 
 
 @each_dtype
-def test_both_sides_of_the_threshold_agree(
+def test_with_many_rows_an_expert_grouped_gemm_takes_over(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streamed = run(dtype)
-    monkeypatch.setitem(cpu.EXPERTS_MAX_ROWS, dtype, 0)
-    monkeypatch.setattr(kernels, "experts", None)  # the grouped side must not call it
-    assert_close(run(dtype), streamed, TOL["experts", dtype])
+    layer = make_layer(CASE, dtype)
+    args = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    rows_an_expert = CASE.T * CASE.K // CASE.E
+    monkeypatch.setitem(cpu.EXPERTS_MAX_ROWS, dtype, rows_an_expert)
+    assert moe_ops.experts.pick(args, {}).name == "cpu"
+    monkeypatch.setitem(cpu.EXPERTS_MAX_ROWS, dtype, rows_an_expert - 1)
+    assert moe_ops.experts.pick(args, {}).name == "aten"
+    assert_close(moe_ops.experts(*args), run(dtype), TOL["experts", dtype])
 
 
 def test_without_a_compiler_the_reason_is_told_and_another_backend_runs(

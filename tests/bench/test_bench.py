@@ -60,3 +60,19 @@ def test_a_wrong_implementation_is_not_timed() -> None:
     }
     with pytest.raises(AssertionError, match="other, 4 tokens: not timing what is wrong"):
         layer.check(TINY, BF16, compiled, 4)
+
+
+@pytest.mark.slow
+def test_compile_time_is_that_of_a_lifted_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    figures = tmp_path / "figures.json"
+    options = ["compile", "--layers", "1,2", "--json", str(figures)]
+    monkeypatch.setattr(sys, "argv", ["bench", *options])
+    cli.main()
+    one, two = json.loads(figures.read_text())["compile"]
+    assert two["nodes"] > one["nodes"]
+    assert 0 < one["total_s"] < one["compile_s"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["layers", "1", "2"]
+    assert len({len(line) for line in lines}) == 1

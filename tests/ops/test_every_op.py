@@ -73,6 +73,7 @@ def test_schema_and_fake_are_true(name: str, case: str, dtype: str) -> None:
         assert set(report.values()) == {"SUCCESS"}, f"{label}: {report}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPS)
 def test_traces_with_dynamic_shapes(name: str) -> None:
     for label, args in samples(name, BY_NAME["odd"], torch.float32):

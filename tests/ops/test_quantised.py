@@ -257,3 +257,12 @@ def test_one_graph_serves_every_token_count(w_format: str, x_format: str) -> Non
         torch.testing.assert_close(got, want)
         assert scale.shape == quantize(want, x_format or "int8:row")[1].shape
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("rms", [1e-4, 1e-2, 1.0, 100.0])
+def test_nvfp4_inputs_of_any_size_keep_their_precision(rms: float) -> None:
+    call = layer_call("mxfp8", "nvfp4") | ROUTED["experts"]
+    call["x_TD"] = call["x_TD"] * rms
+    exact = experts(**{**call, "x_format": ""})
+    error = experts(**call) - exact
+    assert float(error.norm() / exact.norm()) < 0.25

@@ -1,0 +1,152 @@
+"""`compile` a model with our passes; `inductor_options` for those who call `torch.compile`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import mark_static, maybe_mark_dynamic
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch.fx.experimental import _config as shape_config
+
+from moe_ops.passes.context import Options
+from moe_ops.passes.pipeline import Hook, Pipeline, as_tuple
+
+HOOK = "post_grad_custom_post_pass"
+# Sizes 0 and 1 stay symbolic under this private flag; without it they are compiled apart. Torch
+# 2.11 has it, but its Inductor then fails on x[:, -1:] (KeyError: 'unbacked_bindings').
+OBLIVIOUS = "backed_size_oblivious"
+HAS_OBLIVIOUS = hasattr(shape_config, OBLIVIOUS) and torch.__version__ >= "2.12"
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def inductor_options(*, extra: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """The `options` with which `torch.compile` runs our passes.
+
+        torch.compile(model, options=moe_ops.inductor_options(stop_after="pick_backend"))
+
+    The keywords are the fields of `Options`; `extra` are other options of Inductor (torch.compile
+    takes either these or a mode). A hook that Inductor's config, or `extra`, holds already keeps
+    running, before ours. Raises TypeError for an unknown keyword.
+    """
+    known = [f.name for f in fields(Options)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise TypeError(
+            f"unknown options: {', '.join(unknown)}; there are {', '.join(known)}, and options of "
+            "Inductor go into extra={...}"
+        )
+    merged = dict(extra or {})
+    before = merged.get(HOOK, getattr(inductor_config, HOOK))
+    merged[HOOK] = Pipeline(Options(**options), chained=tuple(_without_ours(as_tuple(before))))
+    return merged
+
+
+def compile(
+    model: Model,
+    *,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Model:
+    """A compiled twin of `model`: the same class, weights and attributes, another `forward`.
+
+    `generate` and whatever else calls the twin runs compiled code; `model` itself stays as it was.
+    `options` and `extra` are those of `inductor_options`, `fullgraph` and `mode` those of
+    torch.compile. Only inference is rewritten: call it under `torch.inference_mode()`.
+
+    `dynamic` says which sizes may vary without another graph:
+    None: the tokens of tensors given to the model directly: dims 0 and 1 of integers [B, S] and of
+      floats [B, S, D], dim 0 of integers [T] and of floats [T, D]; 0 and 1 are no exceptions. A
+      sequence of one token [B, 1] has a graph of its own, as attention functions branch on it.
+    True: the same without that exception, which takes an attention that does not branch; besides,
+      torch.compile treats every other size as dynamic.
+    False: none; each shape has its graph.
+    A size on which the model branches costs one more graph, as do 0 and 1 each on torch 2.11. The
+    marks stay on the tensors given.
+
+    Raises TypeError if `model` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"compile wants an nn.Module, got {type(model).__name__}; for a function call "
+            "torch.compile(function, options=moe_ops.inductor_options())"
+        )
+    settings = dict(list_mode_options(mode, dynamic)) if mode is not None else {}
+    settings.update(extra or {})
+    merged = inductor_options(extra=settings, **options)
+    twin = copy.copy(model)  # shares the tables of parameters, buffers and submodules
+    call = torch.compile(twin._call_impl, fullgraph=fullgraph, dynamic=dynamic, options=merged)
+    twin._compiled_call_impl = Compiled(call, merged[HOOK], dynamic)
+    return twin
+
+
+def pipeline_of(model: nn.Module) -> Pipeline:
+    """The pipeline of a model that `compile` returned; its `runs` say what was done to each graph.
+
+    Graphs that came from a cache have no run. Raises ValueError for any other model.
+    """
+    call = model._compiled_call_impl
+    if not isinstance(call, Compiled):
+        raise ValueError(f"this {type(model).__name__} is not compiled by moe_ops.compile")
+    return call.pipeline
+
+
+class Compiled:
+    """Calls compiled code such that one graph serves every number of tokens, see `compile`."""
+
+    def __init__(
+        self, call: Callable[..., Any], pipeline: Pipeline, dynamic: bool | None = None
+    ) -> None:
+        self.call = call
+        self.pipeline = pipeline
+        self.dynamic = dynamic
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Inside a larger model, it is that model's compiler that decides.
+        if self.dynamic is False or torch.compiler.is_compiling():
+            return self.call(*args, **kwargs)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                self._mark(value)
+        if not HAS_OBLIVIOUS:
+            return self.call(*args, **kwargs)
+        # shape_config.patch would take five times as long, 50 µs a call.
+        before = getattr(shape_config, OBLIVIOUS)
+        setattr(shape_config, OBLIVIOUS, True)
+        try:
+            return self.call(*args, **kwargs)
+        finally:
+            setattr(shape_config, OBLIVIOUS, before)
+
+    def _mark(self, x: Tensor) -> None:
+        """Mark weakly: a size that the model fixes after all is compiled again, not refused."""
+        for dim in token_dims(x):
+            if dim == 1 and x.shape[1] == 1 and self.dynamic is None:
+                mark_static(x, 1)
+            else:
+                maybe_mark_dynamic(x, dim)
+
+
+def token_dims(x: Tensor) -> range:
+    """The dims of an input that count tokens: all of integers [T] and [B, S], all but the last of
+    floats [T, D] and [B, S, D], none of other shapes."""
+    dims = x.dim() - x.is_floating_point()
+    return range(dims if dims <= 2 else 0)
+
+
+def _without_ours(hooks: Iterable[Hook]) -> Iterable[Hook]:
+    """The hooks, with those chained to a pipeline of ours in its place: it is not to run twice."""
+    for hook in hooks:
+        if isinstance(hook, Pipeline):
+            yield from hook.chained
+        else:
+            yield hook

@@ -1,0 +1,231 @@
+"""What an op must read, write and compute, and the least time that takes on a device.
+
+Experts are taken to be chosen evenly and independently: of E experts, T tokens with K choices each
+touch E * (1 - (1 - K / E)**T). Every expert that is touched is read once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops.quant.formats import Format
+from moe_ops.shapes import DTYPES
+
+Arguments = dict[str, Any]  # by name, defaults included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Bytes that cross the memory's bus, and operations of matrix products in a dtype."""
+
+    bytes: float
+    flops: float = 0.0
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What a device reaches: a key of `flops_per_second` is a dtype, or an element of a format."""
+
+    name: str
+    bytes_per_second: float
+    flops_per_second: dict[str, float]
+    launch_us: float  # of one op that does nothing
+
+    def microseconds(self, cost: Cost) -> float:
+        """The least time that a cost takes."""
+        rates = self.flops_per_second
+        rate = rates.get(cost.dtype) or rates.get("bfloat16") or rates["float32"]
+        return max(cost.bytes / self.bytes_per_second, cost.flops / rate) * 1e6 + self.launch_us
+
+
+def _hopper(name: str, bytes_per_second: float, bf16: float, fp8: float) -> Device:
+    rates = {"bfloat16": bf16, "float16": bf16, "float8_e4m3fn": fp8, "float8_e5m2": fp8}
+    rates |= {"int8": fp8, "float32": 50e12}
+    return Device(
+        name=name, bytes_per_second=bytes_per_second, flops_per_second=rates, launch_us=2.0
+    )
+
+
+# Measured with torch 2.11: a device copy, and products of 8192**3.
+DEVICES = {
+    d.name: d
+    for d in (
+        _hopper("NVIDIA H200", 4.26e12, 780e12, 1430e12),
+        _hopper("NVIDIA H100 80GB HBM3", 2.43e12, 739e12, 1344e12),
+    )
+}
+# Of other GPUs: bfloat16 operations of a multiprocessor in a cycle, by compute capability, and the
+# share of its data sheet that a device reaches.
+FLOPS_A_CYCLE = {(8, 0): 2048, (8, 6): 512, (8, 9): 512, (9, 0): 4096, (10, 0): 8192}
+REACHED = 0.8
+# Of a thread of a CPU: two threads of the machines in docs/PERFORMANCE.md read 27 to 32 GB/s.
+CPU_BYTES, CPU_FLOPS = 15e9, {"float32": 50e9, "bfloat16": 100e9}
+
+
+def device_of(device: torch.device) -> Device:
+    """What is known of a device: an entry of DEVICES, else a guess from what it says of itself."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        found = DEVICES.get(torch.cuda.get_device_name(device))
+        return found or _from_properties(device)
+    name = device.type
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        name = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"
+    return DEVICES.get(name) or Device(
+        name=name,
+        bytes_per_second=CPU_BYTES * threads,
+        flops_per_second={dtype: rate * threads for dtype, rate in CPU_FLOPS.items()},
+        launch_us=5.0,
+    )
+
+
+def _from_properties(device: torch.device) -> Device:
+    is_ = torch.cuda.get_device_properties(device)
+    cycles = is_.multi_processor_count * is_.clock_rate * 1e3
+    matrix = FLOPS_A_CYCLE.get((is_.major, is_.minor), 512) * cycles * REACHED
+    return Device(
+        name=is_.name,
+        bytes_per_second=2 * is_.memory_clock_rate * 1e3 * is_.memory_bus_width / 8 * REACHED,
+        flops_per_second={"bfloat16": matrix, "float16": matrix, "float32": 256 * cycles * REACHED},
+        launch_us=3.0,
+    )
+
+
+def _processor() -> str:
+    described = Path("/proc/cpuinfo")
+    lines = described.read_text().splitlines() if described.exists() else []
+    return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "cpu")
+
+
+def distinct(E: int, K: int, T: int) -> float:
+    """The number of experts that T tokens with K different choices each are expected to touch."""
+    return E * (1 - (1 - min(K, E) / E) ** T)
+
+
+def cost(op: str, a: Arguments, rows: int) -> Cost | None:
+    """The cost of a call with so many rows in its first argument; None if a size is not known.
+
+    Tensors may be fake, and their number of rows symbolic.
+    """
+    try:
+        return COSTS[op](a, rows)
+    except _Unknown:
+        return None
+
+
+class _Unknown(Exception):
+    """A size is symbolic."""
+
+
+def _sizes(t: Tensor) -> tuple[int, ...]:
+    """The sizes behind the first axis."""
+    if any(not isinstance(n, int) for n in t.shape[1:]):
+        raise _Unknown
+    return tuple(t.shape[1:])
+
+
+def _row(t: Tensor) -> int:
+    """The bytes of one index of the first axis."""
+    return math.prod(_sizes(t)) * t.element_size()
+
+
+def _experts_in(w: Tensor) -> int:
+    if not isinstance(w.shape[0], int):
+        raise _Unknown
+    return w.shape[0]
+
+
+def _element(x_format: str, x: Tensor, w_format: str) -> str:
+    """What the matrix products are computed in."""
+    if x_format:
+        return Format.of(x_format).element
+    return "bfloat16" if w_format else str(x.dtype).removeprefix("torch.")
+
+
+def _route(a: Arguments, T: int) -> Cost:
+    return Cost(bytes=T * (_row(a["logits_TE"]) + 8 * a["top_k"]))
+
+
+def _quantize(a: Arguments, R: int) -> Cost:
+    (width,) = _sizes(a["x_RD"])
+    bits = Format.of(a["format"]).bits
+    return Cost(bytes=R * (_row(a["x_RD"]) + width * bits / 8))
+
+
+def _dispatch(a: Arguments, T: int) -> Cost:
+    (K,) = _sizes(a["experts_TK"])
+    x = _row(a["x_TD"])
+    return Cost(bytes=T * (x + K * (x + 4) + _row(a["experts_TK"])))
+
+
+def _expert_gemm(a: Arguments, R: int) -> Cost:
+    x, w = a["x_RD"], a["w_EFD"]
+    E, (rows, cols) = _experts_in(w), _sizes(w)
+    F = cols if a["transposed"] else rows
+    (D,) = _sizes(x)
+    if a["x_format"]:
+        D = Format.of(a["x_format"]).parsed.unpacked(D)
+    names = ("w_EFD", "w_scale_EFG", "w_zero_EFG", "bias_EF")
+    expert = sum(_row(a[name]) for name in names if a[name] is not None)
+    out = DTYPES[a["out_dtype"]].itemsize if a["out_dtype"] else x.element_size()
+    return Cost(
+        bytes=distinct(E, 1, R) * expert + R * (_row(x) + F * out),
+        flops=2.0 * R * F * D,
+        dtype=_element(a["x_format"], x, a["w_format"]),
+    )
+
+
+def _activate(a: Arguments, R: int) -> Cost:
+    return Cost(bytes=R * _row(a["y_RF"]) * (1.5 if a["gated"] else 2))
+
+
+def _combine(a: Arguments, R: int) -> Cost:
+    (K,) = _sizes(a["weights_TK"])
+    return Cost(bytes=R * (_row(a["y_RD"]) * (1 + 1 / K) + 4 + a["weights_TK"].element_size()))
+
+
+EXPERT_TENSORS = (
+    "w13_EFD", "w2_EDI", "b13_EF", "b2_ED",
+    "w13_scale_EFG", "w2_scale_EDG", "w13_zero_EFG", "w2_zero_EDG",
+)  # fmt: skip
+
+
+def _experts(a: Arguments, T: int) -> Cost:
+    (K,) = _sizes(a["experts_TK"])
+    return _layer(a, T, K, T * (_row(a["experts_TK"]) + _row(a["weights_TK"])))
+
+
+def _moe(a: Arguments, T: int) -> Cost:
+    return _layer(a, T, a["top_k"], T * _row(a["logits_TE"]))
+
+
+def _layer(a: Arguments, T: int, K: int, routing: float) -> Cost:
+    x, w13 = a["x_TD"], a["w13_EFD"]
+    E, F = _experts_in(w13), _sizes(w13)[1 if a["transposed"] else 0]
+    (D,) = _sizes(x)
+    expert = sum(_row(a[name]) for name in EXPERT_TENSORS if a[name] is not None)
+    return Cost(
+        bytes=distinct(E, K, T) * expert + 2 * T * _row(x) + routing,
+        flops=2.0 * T * K * D * (F + (F // 2 if a["gated"] else F)),
+        dtype=_element(a["x_format"], x, a["w_format"]),
+    )
+
+
+COSTS: dict[str, Callable[[Arguments, int], Cost]] = {
+    "route": _route,
+    "quantize": _quantize,
+    "dispatch": _dispatch,
+    "expert_gemm": _expert_gemm,
+    "activate": _activate,
+    "combine": _combine,
+    "experts": _experts,
+    "moe": _moe,
+}

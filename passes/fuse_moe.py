@@ -1,0 +1,60 @@
+"""`route` and the `experts` that it chooses become one `moe`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import fx
+
+from moe_ops.ops.moe import moe
+from moe_ops.passes.context import Context
+from moe_ops.passes.graph import (
+    arg,
+    each,
+    insert,
+    ops,
+    output,
+    require,
+    same,
+    tensor,
+)
+
+# Where the two ops name the same thing otherwise than `moe`.
+OF_ROUTE = {"weights_dtype": "out_dtype"}
+
+
+def fuse_moe(graph: fx.Graph, context: Context) -> int:
+    """Turn a `route` whose results one `experts` alone reads, and that `experts`, into `moe`."""
+
+    def fuse(experts: fx.Node) -> str:
+        arguments = _read(experts)
+        with graph.inserting_before(experts):
+            moe = insert(graph, ops.moe.default, arguments, experts)
+        experts.replace_all_uses_with(moe)
+        graph.erase_node(experts)
+        return "route and experts"
+
+    found = graph.find_nodes(op="call_function", target=ops.experts.default)
+    return each("fuse_moe", found, fuse, context)
+
+
+def _read(experts: fx.Node) -> tuple[Any, ...]:
+    """The arguments of `moe`. Raises Mismatch if the routing is another's or read by others."""
+    weights, ids = arg(experts, "weights_TK"), arg(experts, "experts_TK")
+    route = output(weights, 0, ops.route.default, what="the weights")
+    output(ids, 1, ops.route.default, what="the ids")
+    require(ids.args[0] is route, "weights and ids come from two routings")
+    for what, node in (("weights", weights), ("ids", ids)):
+        require(len(node.users) == 1, f"the {what} are also used elsewhere")
+    logits, x = tensor(arg(route, "logits_TE")), tensor(arg(experts, "x_TD"))
+    require(same(logits.shape[0], x.shape[0]), "the logits are those of other tokens")
+    if arg(experts, "expert_map") is None:
+        E = tensor(arg(experts, "w13_EFD")).shape[0]
+        require(same(logits.shape[1], E), "the routing knows another number of experts")
+    of_route = {a.name for a in ops.route.default._schema.arguments}
+    named = {}
+    for name in inspect.signature(moe.reference).parameters:
+        inner = OF_ROUTE.get(name, name)
+        named[name] = arg(route if inner in of_route else experts, inner)
+    return tuple(named.values())

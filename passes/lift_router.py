@@ -1,0 +1,155 @@
+"""The routers of stock transformers models become calls of `route`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import SymInt, fx
+
+from moe_ops.ops.route import check, route
+from moe_ops.passes import routing_check
+from moe_ops.passes.context import Context
+from moe_ops.passes.graph import (
+    RESHAPES,
+    Mismatch,
+    arg,
+    aten,
+    insert,
+    is_call,
+    layer_of,
+    output,
+    outputs,
+    prims,
+    require,
+    tensor,
+    value,
+)
+from moe_ops.passes.routing import Routing, read, unscaled
+from moe_ops.shapes import DTYPES
+
+RULE = "lift_router"
+ops = torch.ops.moe_ops
+
+
+def lift_router(graph: fx.Graph, context: Context) -> int:
+    """Turn what computes the ids and weights of an expert layer into one call of `route`."""
+    lifted = 0
+    for ids_user, weights_user in list(_layers(graph)):
+        ids, weights = arg(ids_user, "experts_TK"), arg(weights_user, "weights_TK")
+        if _is_routed(ids):
+            continue
+        try:
+            weights = unscaled(weights)
+            routing = read(ids, weights)
+            _verify(routing, weights)
+        except Mismatch as reason:
+            context.refuse(RULE, weights_user.name, layer_of(weights_user), str(reason))
+        else:
+            name, layer = routing.topk.name, layer_of(routing.topk)
+            _rewrite(graph, routing, ids_user, weights)
+            context.rewrote(RULE, name, layer, _text(routing))
+            lifted += 1
+    return lifted
+
+
+def _layers(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The nodes that read the ids and the weights of an expert layer."""
+    for combine in graph.find_nodes(op="call_function", target=ops.combine.default):
+        try:
+            rows = output(arg(combine, "rows_R"), 1, ops.dispatch.default, what="the rows")
+        except Mismatch:
+            continue
+        yield rows, combine
+    for experts in graph.find_nodes(op="call_function", target=ops.experts.default):
+        yield experts, experts
+
+
+def _is_routed(ids: Any) -> bool:
+    while is_call(ids, *RESHAPES, prims.convert_element_type.default):
+        ids = ids.args[0]
+    return bool(ids.args) and is_call(ids.args[0], ops.route.default)
+
+
+def _verify(routing: Routing, weights: fx.Node) -> None:
+    """Raise Mismatch unless the call can stand for the nodes."""
+    tensors: dict[str, Any] = {name: tensor(node) for name, node in routing.leaves.items()}
+    if "bias_E" in tensors:
+        tensors["bias_E"] = tensors["bias_E"].flatten()
+    require(tensor(weights).dtype in DTYPES.values(), f"its weights are {tensor(weights).dtype}")
+    try:
+        check(**tensors, **routing.arguments)
+    except (TypeError, ValueError) as error:
+        raise Mismatch(str(error)) from error
+    for leaf in routing.leaves.values():
+        require(leaf < routing.topk, f"it reads {leaf}, which comes after the top-k")
+    if not arg(routing.topk, "sorted"):
+        _check_order(routing, weights)
+    T = tensor(routing.ids).shape[0]
+    found = routing_check.program((routing.ids, routing.exact), routing.leaves, T)
+    reason = routing_check.disagreement(found, tuple(sorted(routing.arguments.items())))
+    require(reason is None, f"checked with numbers, {reason}")
+
+
+def _check_order(routing: Routing, weights: fx.Node) -> None:
+    """Require that nobody reads values in the order of this top-k, which `route` may change."""
+    region = _between((routing.ids, weights), routing.leaves.values())
+    stack = [user for user in routing.topk.users if user.args[1] == 0]
+    while stack:
+        node = stack.pop()
+        if node is not weights:
+            outside = [user for user in node.users if user not in region]
+            require(not outside, f"{node}, whose order is not defined, is also used elsewhere")
+            stack.extend(node.users)
+
+
+def _rewrite(graph: fx.Graph, routing: Routing, ids_user: fx.Node, weights: fx.Node) -> None:
+    """Put `route` before the top-k, and erase what nobody uses any more."""
+    topk, ids_TK = routing.topk, arg(ids_user, "experts_TK")
+    region = _between((ids_TK, weights), routing.leaves.values())
+    with graph.inserting_before(topk):
+        call = insert(graph, ops.route.default, _arguments(graph, routing, weights), topk)
+        new_weights, new_ids = outputs(graph, call)
+        ids_user.replace_input_with(ids_TK, new_ids)
+        weights.replace_all_uses_with(new_weights)
+        for node in sorted(region, reverse=True):
+            if not node.users:
+                graph.erase_node(node)
+                region.remove(node)
+        if routing.ids in region:
+            as_before = (new_ids, tensor(routing.ids).dtype)
+            ids = insert(graph, prims.convert_element_type.default, as_before, topk)
+            routing.ids.replace_all_uses_with(ids)
+            graph.erase_node(routing.ids)
+
+
+def _between(results: Iterable[fx.Node], leaves: Iterable[fx.Node]) -> set[fx.Node]:
+    """The calls that the results are computed by from the leaves, besides those of sizes."""
+    stop, found, stack = set(leaves), set(), list(results)
+    while stack:
+        node = stack.pop()
+        if node in stop or node in found or node.op != "call_function":
+            continue
+        if not isinstance(value(node), SymInt):
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def _arguments(graph: fx.Graph, routing: Routing, weights: fx.Node) -> tuple[Any, ...]:
+    """The arguments of `route` by position; new nodes go to the graph's insertion point."""
+    named: dict[str, Any] = routing.arguments | routing.leaves
+    if routing.bias is not None and tensor(routing.bias).dim() == 2:
+        flat = (routing.bias, [tensor(routing.bias).shape[1]])
+        named["bias_E"] = insert(graph, aten.reshape.default, flat, routing.bias)
+    dtype = tensor(weights).dtype
+    named["out_dtype"] = next(name for name, known in DTYPES.items() if known is dtype)
+    parameters = inspect.signature(route.reference).parameters
+    return tuple(named.get(name, parameter.default) for name, parameter in parameters.items())
+
+
+def _text(routing: Routing) -> str:
+    named = [f"{name}={argument}" for name, argument in routing.arguments.items()]
+    return ", ".join([*named, *(name for name in routing.leaves if name != "logits_TE")])

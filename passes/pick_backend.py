@@ -1,0 +1,62 @@
+"""Give every op of ours a backend, or one for each range of its number of rows.
+
+An op that backends can run becomes `moe_ops::NAME.planned` with the choice baked in; if the number
+of rows is not known when compiling, that op compares it with the plan's on the host. What no
+backend takes is left for `lower`, which compiles its definition instead.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from moe_ops.passes import tuned
+from moe_ops.passes.choose import check_thresholds, choose
+from moe_ops.passes.context import Context
+from moe_ops.spec import NAMESPACE, OPS, REFERENCE, Op
+
+RULE = "pick_backend"
+ORIGIN = ("nn_module_stack", "stack_trace", "from_node")  # where in the model a node comes from
+
+
+def pick_backend(graph: fx.Graph, context: Context) -> int:
+    """Replace ops by planned ones; record a choice for every op, those left for `lower` included.
+
+    Raises ValueError for thresholds that are none, or that give a node to a backend which cannot
+    run it, and under `strict` RuntimeError for a node that every backend refuses.
+    """
+    check_thresholds(context.options.thresholds)
+    decided = {choice.node for choice in context.choices}
+    nodes = [n for n in graph.nodes if generic_op(n) is not None and n.name not in decided]
+    table = tuned.load(context.options.tuned) if nodes else {}
+    count = 0
+    for node in nodes:
+        op = generic_op(node)
+        assert op is not None
+        choice = choose(op, node, context.options, table)
+        context.choices.append(choice)
+        if choice.backends != (REFERENCE,):
+            make_planned(graph, node, op, choice.text)
+            context.rewrote(RULE, node.name, choice.layer, f"{op.name}: {choice.text}")
+            count += 1
+    return count
+
+
+def generic_op(node: fx.Node) -> Op | None:
+    """The op that a node calls without a plan, or None."""
+    if node.op != "call_function" or getattr(node.target, "namespace", "") != NAMESPACE:
+        return None
+    op = OPS.get(node.target._schema.name.partition("::")[2])  # type: ignore[union-attr]
+    return op if op is not None and node.target is op.overload else None
+
+
+def make_planned(graph: fx.Graph, node: fx.Node, op: Op, plan: str) -> None:
+    """Replace a node by the same op with a plan."""
+    kwargs = {**node.kwargs, "plan": plan}
+    with graph.inserting_before(node):
+        new = graph.call_function(op.planned, node.args, kwargs)
+    kept = ("val", "tensor_meta", "original_aten", *ORIGIN)
+    new.meta.update({key: node.meta[key] for key in kept if key in node.meta})
+    # Inductor holds an op's inputs to these strides, those by which the backends were asked.
+    new.meta["eager_input_vals"] = fx.node.map_arg((new.args, kwargs), lambda n: n.meta["val"])
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
