@@ -6,6 +6,7 @@
 #   make golden    accept the golden texts of tests as they are now
 #   make gpu       the tests that need a CUDA GPU
 #   make test-oldest   the Hugging Face tests on the oldest transformers we support
+#   make families  which layers of which model family the passes find, with every torch we support
 #   make bench     the op overhead and one layer, against transformers' own
 #
 # TORCH names the torch to install where none (2.11 or newer) can be imported; PYTHON the interpreter to start from.
@@ -15,8 +16,9 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 RUN := $(VENV)/bin/python
 OLDEST := transformers==5.17.0
+TORCHES := torch==2.11.0 torch==2.13.0 torch==2.14.1
 
-.PHONY: demo test check golden gpu test-oldest bench clean
+.PHONY: demo test check golden gpu test-oldest families bench clean
 
 demo: $(VENV)/.ready
 	@$(RUN) examples/quickstart.py
@@ -42,8 +44,15 @@ bench: $(VENV)/.ready
 test-oldest: $(VENV)-oldest/.ready
 	@$(VENV)-oldest/bin/python -m pytest -n 2 --dist worksteal tests/hf
 
+families:
+	@for torch in $(TORCHES); do \
+		venv=$(VENV)-$$torch; \
+		sh .ci/setup_venv.sh $$venv "$(PYTHON)" "$$torch" -e ".[test]" && \
+		EXPECTTEST_ACCEPT=1 $$venv/bin/python -m pytest tests/passes/test_families.py || exit 1; \
+	done
+
 clean:
-	rm -rf $(VENV) $(VENV)-oldest build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-* build dist *.egg-info
 
 # An environment is ready once its stamp is newer than pyproject.toml.
 $(VENV)/.ready: pyproject.toml .ci/setup_venv.sh

@@ -61,6 +61,7 @@ def rewrite(graph: fx.Graph, found: Experts) -> None:
     leaves += [b for b in (found.b13, found.b2) if b is not None]
     require_closed(between(found.out, leaves), found.out)
     origin = found.out
+    require(tensor(found.w2).shape[0] == E, "the two weights differ in their number of experts")
     with graph.inserting_before(found.out):
         dispatch = insert(graph, ops.dispatch.default, (found.x, found.ids, E), origin)
         x_RD, rows_R, ends_E = outputs(graph, dispatch)

@@ -197,15 +197,19 @@ def insert(
     """A new call at the graph's insertion point, with its fake value, as if from `origin`'s module.
 
     `eager_input_vals` is set from the arguments, because Inductor keeps the strides of an op's
-    inputs by it alone.
+    inputs by it alone. Raises Mismatch, and inserts nothing, if the call does not take them.
     """
-    node = graph.call_function(target, args, kwargs)
     fakes = fx.node.map_arg(args, lambda n: n.meta["val"])
     mode = next((f.fake_mode for f in _leaves(fakes) if isinstance(f, FakeTensor)), None)
     if mode is None:
         raise Mismatch(f"{target} has no fake tensor among its arguments")
-    with mode:
-        node.meta["val"] = target(*fakes, **(kwargs or {}))
+    try:
+        with mode:
+            val = target(*fakes, **(kwargs or {}))
+    except (TypeError, ValueError) as error:
+        raise Mismatch(str(error)) from error
+    node = graph.call_function(target, args, kwargs)
+    node.meta["val"] = val
     if isinstance(target, torch._ops.OpOverload):
         node.meta["eager_input_vals"] = (fakes, kwargs or {})
     for key in ("nn_module_stack", "stack_trace", "original_aten"):

@@ -102,6 +102,7 @@ class Block:
     twice: bool = False  # the inverse permutation applied a second time
     between: Act = same
     after: Act = same
+    second_experts: int = E  # of the second weight
     returns: str = ""  # an inner tensor that is returned as well
 
     def grouped(
@@ -183,6 +184,7 @@ NEAR_MISSES: dict[str, tuple[Block, tuple[str, ...], str]] = {
     "scaled_rows": (Block(after=lambda y: y * 2.0), BOTH, ""),
     "inserted_relu": (Block(between=F.relu), BOTH, "activation"),
     "inserted_bias": (Block(bias=True, between=lambda y: y + 1.0), BOTH, "activation"),
+    "fewer_second_experts": (Block(second_experts=E - 1), ("batched",), "differ in their number"),
     "h_is_returned": (Block(returns="h"), BOTH, "also used by output"),
     "rows_are_returned": (Block(returns="rows"), BOTH, "also used by output"),
     "order_is_returned": (Block(returns="ends"), GROUPED, "also used by output"),
@@ -199,10 +201,10 @@ def operands(
         return (torch.randn(shape, generator=g) * std).to(dtype)
 
     F13 = 2 * I if gated else I
-    w13, w2 = normal(E, F13, D, std=D**-0.5), normal(E, D, I, std=I**-0.5)
+    w13, w2 = normal(E, F13, D, std=D**-0.5), normal(block.second_experts, D, I, std=I**-0.5)
     if block.transposed:
         w13, w2 = w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
-    weights, ids = torch.rand(T, E, generator=g).topk(K)
+    weights, ids = torch.rand(T, block.second_experts, generator=g).topk(K)
     return normal(T, D), weights.to(dtype), ids, w13, w2, normal(E, F13), normal(E, D)
 
 

@@ -1,0 +1,174 @@
+"""python -m moe_ops explain MODEL: what moe_ops makes of a model, without running or loading it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moe_ops.shapes import DTYPES
+
+ABOUT = """\
+Shows what moe_ops would make of a Hugging Face model: its MoE regions, what each was lifted from,
+the backend for every number of tokens, bytes, operations and the least time that this device needs,
+what was left alone and why, passes, graphs and graph breaks.
+
+The model is built from its config with random weights that take no memory, and no kernel runs, so
+models larger than the machine can be explained. --depyf alone compiles and runs the model, and
+needs its memory: use --tiny or --layers with it.
+"""
+EXAMPLES = """\
+examples:
+  python -m moe_ops explain qwen3_moe --layers 2 --tokens 1,128
+  python -m moe_ops explain Qwen/Qwen3-30B-A3B --html qwen3.html
+  python -m moe_ops explain gpt_oss --tiny --depyf dumps
+"""
+# Sizes for --tiny, of those that a config has.
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 256,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "pad_token_id": None,
+}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a command line. Returns 0; bad usage, and a model that transformers cannot find or build,
+    exit with 2 and a line on stderr."""
+    top = parser()
+    args = top.parse_args(words)
+    try:
+        model, inputs = build(args)
+    except Exception as error:  # whatever transformers, its hub or a config's own checks raise
+        top.error(f"{args.model}: {one_line(error)}")
+    from moe_ops.passes.explain import explain  # loads Inductor, which --help need not wait for
+
+    try:
+        found = explain(model, inputs, html=args.html, depyf=args.depyf, tokens=args.tokens)
+    except ImportError as error:
+        top.error(one_line(error))
+    print(found)
+    if args.json:
+        Path(args.json).write_text(found.to_json() + "\n", encoding="utf-8")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m moe_ops", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    options = commands.add_parser(
+        "explain",
+        help="what moe_ops makes of a model",
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = options.add_argument
+    add("model", metavar="MODEL", help="a model type such as qwen3_moe, a folder, or a hub id")
+    add(
+        "--experts-implementation",
+        default="grouped_mm",
+        metavar="NAME",
+        help="of transformers: grouped_mm (default), batched_mm, or moe_ops",
+    )
+    add("--tokens", type=counts, metavar="N,N", help="numbers of tokens to give costs for")
+    add("--batch", type=positive, default=1, help="sequences in the input, 1 by default")
+    add("--length", type=positive, default=16, help="tokens of each sequence, 16 by default")
+    add("--dtype", default="bfloat16", choices=sorted(DTYPES))
+    add("--device", choices=("cpu", "cuda"), help="cuda if there is a GPU, else cpu")
+    add("--layers", type=positive, help="build this many layers only")
+    add("--tiny", action="store_true", help="shrink every size of the model")
+    add("--html", metavar="FILE", help="write one self-contained page")
+    add("--json", metavar="FILE", help="write all that is shown, and the plan, as JSON")
+    add("--depyf", metavar="DIR", help="compile and run the model, and write depyf's dumps")
+    return top
+
+
+def build(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
+    """A model with random weights, fake ones unless it is to run, and an input for it.
+
+    Raises what transformers raises.
+    """
+    import transformers
+
+    import moe_ops.hf  # noqa: F401  (registers the experts implementation moe_ops)
+
+    transformers.logging.set_verbosity_error()
+    if args.model in transformers.CONFIG_MAPPING:
+        config = transformers.AutoConfig.for_model(args.model)
+    else:
+        config = transformers.AutoConfig.from_pretrained(args.model)
+    shrink(config, TINY if args.tiny else {}, args.layers)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    mode = contextlib.nullcontext() if args.depyf else FakeTensorMode()
+    with mode, torch.device(device):
+        model = auto_class(config).from_config(config, dtype=DTYPES[args.dtype])
+        ids = torch.ones(args.batch, args.length, dtype=torch.int64)
+    model.set_experts_implementation(args.experts_implementation)
+    return model.eval(), {"input_ids": ids, "use_cache": False}
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that makes a model of a config, with a head for text if it can."""
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    heads = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    return next((auto for auto in heads if type(config) in auto._model_mapping), AutoModel)
+
+
+def shrink(config: Any, sizes: Mapping[str, int | None], layers: int | None) -> None:
+    """Set the sizes and the number of layers that a config, or one inside it, has."""
+    before = getattr(config, "num_hidden_layers", None)
+    given = {**sizes, **({} if layers is None else {"num_hidden_layers": layers})}
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "to_dict"):
+            shrink(value, sizes, layers)
+        elif isinstance(value, list) and len(value) == before and "num_hidden_layers" in given:
+            setattr(config, name, value[: given["num_hidden_layers"]])  # one for each layer
+        elif isinstance(value, int) and name in given:
+            setattr(config, name, given[name])
+
+
+def counts(text: str) -> list[int]:
+    """Comma-separated positive numbers."""
+    return [positive(part) for part in text.split(",")]
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
+
+
+def one_line(error: Exception) -> str:
+    """The first line of what an error says."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
+    sys.exit(main())
