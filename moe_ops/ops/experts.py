@@ -23,7 +23,6 @@ from moe_ops.quant.packing import SMALLEST_SCALE
 from moe_ops.shapes import FLOATS, INDICES, check_devices, check_size, check_tensor
 from moe_ops.spec import op
 
-
 LARGEST_SCALE = FLOAT_ELEMENTS["float8_e4m3fn"].largest
 
 
