@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from moe_ops.passes import experts_region as region
@@ -52,17 +53,29 @@ def lift_batched_mm(graph: fx.Graph, context: Context) -> int:
 class Product:
     """A product of each row with the weight of its expert."""
 
-    node: fx.Node
+    node: fx.Node  # [R, outputs, 1], or [R, 1, outputs] if transposed
     weight: fx.Node  # [E, outputs, inputs], or [E, inputs, outputs] if transposed
     ids: fx.Node  # [R]
-    rows: fx.Node  # [R, inputs, 1], or [R, 1, inputs] if transposed
+    rows: fx.Node  # the elements of [R, inputs]
     transposed: bool
+
+    @property
+    def inputs(self) -> Any:
+        return tensor(self.weight).shape[1 if self.transposed else 2]
+
+    @property
+    def outputs(self) -> Any:
+        return tensor(self.weight).shape[2 if self.transposed else 1]
 
 
 def _product(node: fx.Node) -> Product | None:
-    """A bmm with a weight that is gathered by ids, or None."""
-    if not is_call(node, aten.bmm.default):
-        return None
+    """A product with a weight that is gathered by ids, or None."""
+    if is_call(node, aten.bmm.default):
+        return _bmm(node)
+    return _sum_of_products(node) if is_call(node, aten.sum.dim_IntList) else None
+
+
+def _bmm(node: fx.Node) -> Product | None:
     left, right = operand(node, 0), operand(node, 1)
     for weight, rows, transposed in ((left, right, False), (right, left, True)):
         if not is_call(weight, aten.index.Tensor):
@@ -73,6 +86,47 @@ def _product(node: fx.Node) -> Product | None:
                 node=node, weight=stacked, ids=given[0], rows=rows, transposed=transposed
             )
     return None
+
+
+def _sum_of_products(node: fx.Node) -> Product | None:
+    """A bmm with one row as Inductor spells it when it tunes: multiplied in four axes in float32,
+    and summed over the inputs.
+    """
+    mul = arg(node, "self")
+    if not is_call(mul, aten.mul.Tensor) or tensor(mul).dim() != 4:
+        return None
+    if list(arg(node, "dim")) not in ([2], [-2]) or arg(node, "keepdim"):
+        return None
+    R, _, inputs, _ = tensor(mul).shape
+    left, right = operand(mul, 0), operand(mul, 1)
+    for weight, rows, transposed in ((left, right, False), (right, left, True)):
+        index = _below_cast(weight, 3)
+        if not is_call(index, aten.index.Tensor) or len(arg(index, "indices")) != 1:
+            continue
+        stacked, (ids,) = operand(index, 0), arg(index, "indices")
+        if tensor(stacked).dim() != 3 or tensor(ids).dim() != 1:
+            continue
+        result = node
+        if tensor(node).dtype is not tensor(stacked).dtype:
+            result = region.only_user(node, prims.convert_element_type.default, what="a product")
+        found = Product(
+            node=result, weight=stacked, ids=ids, rows=_below_cast(rows, 2), transposed=transposed
+        )
+        shape = (R, 1, inputs, found.outputs) if transposed else (R, found.outputs, inputs, 1)
+        fits = has_shape(tensor(weight), *shape) and has_shape(tensor(rows), R, 1, inputs, 1)
+        if fits and same(found.inputs, inputs) and tensor(result).dtype is tensor(stacked).dtype:
+            return found
+    return None
+
+
+def _below_cast(node: Any, dims: int) -> Any:
+    """The elements with so many axes, before they were given more and converted to float32."""
+    while is_call(node, *RESHAPES, prims.convert_element_type.default):
+        cast = node.target is prims.convert_element_type.default
+        if node.args[1] is not torch.float32 if cast else tensor(node).dim() == dims:
+            break
+        node = node.args[0]
+    return node
 
 
 def _read(first: Product, second: Product) -> region.Experts:
@@ -109,21 +163,19 @@ def _unclamped(ids: fx.Node, weight: fx.Node) -> fx.Node:
 
 def _flat(product: Product) -> fx.Node:
     """The product as rows [R, outputs]."""
-    R, axis = tensor(product.node).shape[0], 2 if product.transposed else 1
-    node = product.node
-    while not has_shape(tensor(node), R, tensor(product.node).shape[axis]):
+    node, R = product.node, tensor(product.node).shape[0]
+    while not has_shape(tensor(node), R, product.outputs):
         node = region.only_user(node, *RESHAPES, what="a product")
     return node
 
 
 def _rows(product: Product) -> Any:
     """The rows [R, inputs] that the weights are multiplied with."""
-    R, axis = tensor(product.node).shape[0], 2 if product.transposed else 1
+    R = tensor(product.node).shape[0]
+    one = (1, product.outputs) if product.transposed else (product.outputs, 1)
+    require(has_shape(tensor(product.node), R, *one), "a product is not of one row each")
     node: Any = product.rows
-    inputs = tensor(node).shape[axis]
-    require(has_shape(tensor(node), R, *((1, inputs) if axis == 2 else (inputs, 1))),
-            "a product is not of one row with each weight")  # fmt: skip
-    while not has_shape(tensor(node), R, inputs):
+    while not has_shape(tensor(node), R, product.inputs):
         node = call(node, *RESHAPES, what="a product's rows").args[0]
     return node
 

@@ -69,7 +69,7 @@ def build_kernels() -> None:
 
 def table(found: list[Share]) -> str:
     names = list(found[0].passes_s)
-    head = f"{'layers':>24}" + "".join(f"{share.layers:>10}" for share in found)
+    head = f"{'layers':>28}" + "".join(f"{share.layers:>10}" for share in found)
     rows = [
         ("nodes in the graph", [f"{s.nodes}" for s in found]),
         ("compilation, s", [f"{s.compile_s:.1f}" for s in found]),
@@ -78,5 +78,5 @@ def table(found: list[Share]) -> str:
         ("all passes, ms a layer", [f"{1e3 * s.total_s / s.layers:.2f}" for s in found]),
         ("share of compilation", [f"{100 * s.share:.1f} %" for s in found]),
     ]
-    lines = [f"{name:>24}" + "".join(f"{cell:>10}" for cell in cells) for name, cells in rows]
+    lines = [f"{name:>28}" + "".join(f"{cell:>10}" for cell in cells) for name, cells in rows]
     return "\n".join([head, *lines])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,6 +103,7 @@ class Block:
     between: Act = same
     after: Act = same
     second_experts: int = E  # of the second weight
+    summed_products: bool = False  # batched as Inductor spells it when it tunes
     returns: str = ""  # an inner tensor that is returned as well
 
     def grouped(
@@ -144,11 +145,22 @@ class Block:
         return y.add_(b[ids]) if self.bias else y
 
     def _batched(self, x: Tensor, w: Tensor, b: Tensor, ids: Tensor) -> Tensor:
-        if self.transposed:
+        if self.summed_products:
+            y = self._summed(x, w[ids])
+        elif self.transposed:
             y = torch.bmm(x[:, None], w[ids]).squeeze(1)
         else:
             y = torch.bmm(w[ids], x[..., None]).squeeze(-1)
         return y.add_(b[ids]) if self.bias else y
+
+    def _summed(self, x: Tensor, w: Tensor) -> Tensor:
+        row = x[:, None] if self.transposed else x[..., None]
+        left, right = (row, w) if self.transposed else (w, row)
+        products = left.float().unsqueeze(-1) * right.float().unsqueeze(1)
+        return products.sum(dim=2).to(x.dtype).squeeze(1 if self.transposed else -1)
+
+    def summed(self, *tensors: Tensor) -> Any:
+        return replace(self, summed_products=True).batched(*tensors)
 
     def _sum(self, rows: Tensor, x: Tensor, inner: dict[str, Tensor]) -> Any:
         shape = (len(x), K, D) if self.axis == 1 else (K, len(x), D)
@@ -168,7 +180,8 @@ BLOCKS = {
     "ungated_bias": Block(act=F.silu, bias=True),
 }
 
-BOTH, GROUPED = ("grouped", "batched"), ("grouped",)
+GROUPED, BATCHED = ("grouped",), ("batched", "summed")
+BOTH = (*GROUPED, *BATCHED)
 # Layers near to a block: in which forms, and what of the reason must be said.
 NEAR_MISSES: dict[str, tuple[Block, tuple[str, ...], str]] = {
     **{
@@ -184,7 +197,7 @@ NEAR_MISSES: dict[str, tuple[Block, tuple[str, ...], str]] = {
     "scaled_rows": (Block(after=lambda y: y * 2.0), BOTH, ""),
     "inserted_relu": (Block(between=F.relu), BOTH, "activation"),
     "inserted_bias": (Block(bias=True, between=lambda y: y + 1.0), BOTH, "activation"),
-    "fewer_second_experts": (Block(second_experts=E - 1), ("batched",), "differ in their number"),
+    "fewer_second_experts": (Block(second_experts=E - 1), BATCHED, "differ in their number"),
     "h_is_returned": (Block(returns="h"), BOTH, "also used by output"),
     "rows_are_returned": (Block(returns="rows"), BOTH, "also used by output"),
     "order_is_returned": (Block(returns="ends"), GROUPED, "also used by output"),

@@ -18,6 +18,8 @@ from moe_ops.passes.explanation import Explanation
 from tests.hf import families
 from tests.passes.blocks import OTHER_ACTIVATIONS, Block, D, E, I, K
 
+pytestmark = pytest.mark.slow  # compiles many graphs
+
 
 class Layer(nn.Module):
     """A router and experts as models write them."""

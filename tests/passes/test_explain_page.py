@@ -16,6 +16,8 @@ from moe_ops.passes.html import page
 from moe_ops.passes.roofline import HEIGHT, LEFT, RIGHT, WIDTH, _box, _overlap, roofline
 from tests.passes.test_explanation import EXPLANATION, OTHER, REGION
 
+pytestmark = pytest.mark.slow  # compiles many graphs
+
 VOID = {"meta", "br"}
 
 

@@ -20,6 +20,8 @@ from moe_ops.quant.formats import Format
 from moe_ops.testing import Case, Tol, assert_close, make_layer
 from tests.passes.post_grad import Compiled
 
+pytestmark = pytest.mark.slow  # compiles many graphs
+
 ops = torch.ops.moe_ops
 CASE = Case(name="small", T=6, E=4, K=2, D=32, I=32)
 ONE_ROUNDING = Tol(8e-3, "one rounding to 8 bits of mantissa, either way at a tie")

@@ -29,7 +29,7 @@ from tests.passes.blocks import (
 from tests.passes.post_grad import Compiled, text
 
 pytestmark = pytest.mark.slow  # half a second for each of many graphs
-LIFTS = {"grouped": lift_grouped_mm, "batched": lift_batched_mm}
+LIFTS = {"grouped": lift_grouped_mm, "batched": lift_batched_mm, "summed": lift_batched_mm}
 STAGES = [
     ops.dispatch.default, ops.expert_gemm.default, ops.activate.default, ops.expert_gemm.default,
     ops.combine.default,
@@ -86,7 +86,7 @@ def test_a_layer_becomes_its_stages(name: str, form: str, dtype: torch.dtype) ->
     activate = next(n for n in graph.nodes if n.target is ops.activate.default)
     want = DEFAULTS | {"gated": gated} | ACTIVATIONS.get(name, (None, {}))[1]
     assert {key: arg(activate, key) for key in want} == want
-    exact = run(*(t.float() if t.is_floating_point() and form == "batched" else t for t in given))
+    exact = run(*(t.float() if t.is_floating_point() and form != "grouped" else t for t in given))
     assert_close(got, exact, TOL[dtype], name)
 
 
@@ -199,10 +199,10 @@ return [combine_default]""",  # noqa: E501
     )
 
 
-def test_both_forms_become_the_same_graph() -> None:
+def test_all_forms_become_the_same_graph() -> None:
     graphs = [lifted(form, Block(bias=True)) for form in LIFTS]
     names = [re.sub(r"getitem_\d+", "output", graph) for graph in graphs]
-    assert names[0] == names[1]
+    assert names[0] == names[1] == names[2]
 
 
 @each_form

@@ -27,6 +27,8 @@ from tests.passes.planned import PLAIN, Hook, any_rows, call_of, experts_call, p
 from tests.passes.post_grad import text
 from tests.test_spec import CALLS
 
+pytestmark = pytest.mark.slow  # compiles many graphs
+
 each_dtype = pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
 either = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 CODES = Tol(0.0, "codes and copies are exact")
