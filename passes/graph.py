@@ -235,9 +235,9 @@ Key = Any  # nested tuples
 def expression(node: Any, names: dict[fx.Node, str]) -> Key:
     """What a node computes from the named nodes, as nested tuples that can be compared.
 
-    Reshapes are dropped, splits and chunks are slices, x * x is a square, and the operands of sums
-    and products are sorted, so that two graphs of one formula have one expression. Raises Mismatch
-    at an input that has no name.
+    Reshapes are dropped, conversions joined, splits and chunks are slices, x * x is a square, and
+    the operands of sums and products are sorted, so that two graphs of one formula have one
+    expression. Raises Mismatch at an input that has no name.
     """
     memo: dict[fx.Node, Key] = dict(names.items())
 
@@ -262,6 +262,10 @@ def _call(node: fx.Node, read: Callable[[Any], Key]) -> Key:
             part = ("slice", read(source.args[0]), *where)
             return (str(source.target), part, read(source.args[1]))
         return ("slice", read(source), *where)
+    if node.target is prims.convert_element_type.default:
+        source, dtype = _uncast(node), node.args[1]
+        cast = (str(node.target), read(source), str(dtype))
+        return read(source) if tensor(source).dtype is dtype else cast
     args = tuple(read(a) if not isinstance(a, (list, tuple)) else tuple(map(read, a))
                  for a in node.args)  # fmt: skip
     kwargs = tuple(
@@ -273,6 +277,18 @@ def _call(node: fx.Node, read: Callable[[Any], Key]) -> Key:
     if node.target in COMMUTATIVE and not kwargs:
         args = tuple(sorted(args, key=repr))
     return (str(node.target), *args, *kwargs)
+
+
+def _uncast(node: fx.Node) -> fx.Node:
+    """What a conversion starts from, without those between: Inductor drops a rounding to fewer bits
+    that is followed by one to more.
+    """
+    source, to = operand(node, 0), operand(node, 1)
+    while is_call(source, prims.convert_element_type.default):
+        if not (to.is_floating_point and operand(source, 1).is_floating_point):
+            break
+        source = operand(source, 0)
+    return source
 
 
 def _slice(node: fx.Node) -> tuple[fx.Node, int, int, int, int] | None:

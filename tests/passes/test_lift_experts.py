@@ -110,6 +110,7 @@ class WithWeights(nn.Module):
         return self.run(x, weights, ids, *self.weights)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="its Dynamo cannot trace WithWeights")
 @each_form
 def test_one_graph_for_all_token_counts(form: str) -> None:
     hook = Hook(form)
