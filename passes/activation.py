@@ -10,32 +10,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from moe_ops.ops.activate import Activation
 from moe_ops.passes.graph import Key, Mismatch, expression, has_shape, tensor
 
 Formula = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activation:
-    """Arguments of the `activate` op after its tensor."""
-
-    kind: str
-    gated: bool = True
-    interleaved: bool = False
-    alpha: float = 1.0
-    limit: float | None = None
-    up_shift: float = 0.0
-
-    @property
-    def args(self) -> tuple[str, bool, bool, float, float | None, float]:
-        return (self.kind, self.gated, self.interleaved, self.alpha, self.limit, self.up_shift)
 
 
 def _gelu_by_hand(x: Tensor) -> Tensor:

@@ -78,7 +78,9 @@ def device_of(device: torch.device) -> Device:
     name = device.type
     threads = torch.get_num_threads()
     if device.type == "cpu":
-        name = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"
+        name = (
+            f"{processor() or 'cpu'}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"
+        )
     return DEVICES.get(name) or Device(
         name=name,
         bytes_per_second=CPU_BYTES * threads,
@@ -99,10 +101,11 @@ def _from_properties(device: torch.device) -> Device:
     )
 
 
-def _processor() -> str:
+def processor() -> str | None:
+    """The processor's model as the system calls it, or None."""
     described = Path("/proc/cpuinfo")
     lines = described.read_text().splitlines() if described.exists() else []
-    return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "cpu")
+    return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), None)
 
 
 def distinct(E: int, K: int, T: int) -> float:

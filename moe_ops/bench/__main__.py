@@ -8,12 +8,12 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from moe_ops.bench import accuracy, compile_time, layer, overhead, packing
+from moe_ops.passes.cost import processor
 from moe_ops.quant.checks import SCHEMES
 from moe_ops.shapes import DTYPES
 from moe_ops.testing import LAYERS
@@ -158,16 +158,6 @@ def versions() -> Figures:
     return {"transformers": transformers.__version__}
 
 
-def processor() -> str:
-    """The processor's model as the system calls it, or its architecture."""
-    described = Path("/proc/cpuinfo")
-    if described.exists():
-        for line in described.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def main() -> None:
     args = parse(sys.argv[1:])
     if args.threads:
@@ -176,7 +166,7 @@ def main() -> None:
         "command": " ".join(["python -m moe_ops.bench", *sys.argv[1:]]),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "processor": processor(),
+        "processor": processor() or platform.processor() or platform.machine(),
     }
     run, _ = COMMANDS[args.command]
     figures |= run(args)

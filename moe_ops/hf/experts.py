@@ -20,8 +20,9 @@ from transformers.integrations.moe import (
 
 from moe_ops.hf.report import warn_once
 from moe_ops.hf.source import fingerprint
-from moe_ops.hf.stored import Activation, StoredFormat, stored_format
+from moe_ops.hf.stored import StoredFormat, stored_format
 from moe_ops.ops import experts
+from moe_ops.ops.activate import Activation
 from moe_ops.shapes import FLOATS
 
 NAME = "moe_ops"
@@ -171,7 +172,7 @@ def run(
         inputs = x.to(w13.dtype)
     out_TD = experts(
         inputs, weights_TK, experts_TK, w13, w2, b13, b2, None, transposed,
-        act.kind, act.gated, act.interleaved, act.alpha, act.limit, act.up_shift, **quantised,
+        *act.args, **quantised,
     )  # fmt: skip
     return out_TD.to(x.dtype)
 

@@ -10,7 +10,8 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS,
 
 from moe_ops.hf.experts import NAME, activation_kind, run, unknown_activation
 from moe_ops.hf.source import fingerprint
-from moe_ops.hf.stored import Activation, StoredFormat
+from moe_ops.hf.stored import StoredFormat
+from moe_ops.ops.activate import Activation
 
 # The gates that are known: (softcapped,) clamped and shifted, clamped, or plain, by attributes.
 GATES = ("d37222d0944d", "317d7c058d2c")

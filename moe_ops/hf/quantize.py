@@ -154,8 +154,7 @@ def _quantise_weight(w: Tensor, flip: bool, format: Format, name: str) -> dict[s
         parts: dict[str, Tensor | None] = {}
         alpha = None
         if format.has_global_scale:
-            # The largest block scale becomes the largest e4m3 value.
-            alpha = (w_FD.abs().amax() / (format.largest * 448.0)).clamp(min=1e-12)
+            alpha = packing.global_scale_of(w_FD, format)
             parts[f"{name}_alpha"] = alpha
         done = packing.quantize(w_FD, format, global_scale=alpha)
         parts |= {name: done.values, f"{name}_scale": done.scale, f"{name}_zero": done.zero}

@@ -8,19 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ops.ops.activate import Activation
+
 _STORED = "_moe_ops_stored"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activation:
-    """The activation arguments of the `experts` op."""
-
-    kind: str
-    gated: bool = True
-    interleaved: bool = False
-    alpha: float = 1.0
-    limit: float | None = None
-    up_shift: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,6 +13,22 @@ from moe_ops.shapes import FLOATS, check_choice, check_tensor
 from moe_ops.spec import op
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """Arguments of the `activate` op after its tensor."""
+
+    kind: str
+    gated: bool = True
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float | None = None
+    up_shift: float = 0.0
+
+    @property
+    def args(self) -> tuple[str, bool, bool, float, float | None, float]:
+        return (self.kind, self.gated, self.interleaved, self.alpha, self.limit, self.up_shift)
 
 
 def check(

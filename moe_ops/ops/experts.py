@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
@@ -18,12 +17,10 @@ from moe_ops.quant.arguments import (
     check_static_scale,
     check_weight,
 )
-from moe_ops.quant.formats import FLOAT_ELEMENTS, TENSOR, Format
-from moe_ops.quant.packing import SMALLEST_SCALE
+from moe_ops.quant.formats import TENSOR, Format
+from moe_ops.quant.packing import global_scale_of
 from moe_ops.shapes import FLOATS, INDICES, check_devices, check_size, check_tensor
 from moe_ops.spec import op
-
-LARGEST_SCALE = FLOAT_ELEMENTS["float8_e4m3fn"].largest
 
 
 def check(
@@ -268,8 +265,7 @@ def _with_global_scale(
     found = Format.of(format)
     if scale is not None or not found.has_global_scale:
         return scale, alpha_E
-    amax = x.float().abs().amax() if x.numel() else x.new_zeros((), dtype=torch.float32)
-    own = (amax / (found.largest * LARGEST_SCALE)).clamp(min=SMALLEST_SCALE)
+    own = global_scale_of(x, found)
     return own, own.expand(experts) if alpha_E is None else alpha_E * own
 
 

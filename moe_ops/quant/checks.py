@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_ops.fake_impls.formats import PUBLISHED
 from moe_ops.quant.formats import COLUMN, ROW, TENSOR, Format, Layout, Operand
+from moe_ops.quant.packing import E8M0_NAN
 from moe_ops.quant.resolve import has_gate_up_scale, merge_gate_up
 from moe_ops.shapes import FLOATS, check_devices, check_tensor
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from moe_ops.quant.config import QuantConfig
 
 TENSOR_FIELDS = ("scale", "global_scale", "zero", "bias")
-E8M0_NAN = 255  # OCP Microscaling 1.0, section 5.4.1: the one code that is no power of two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from moe_ops.fake_impls.formats import ALL, ELEMENTS, GROUPS, PUBLISHED, SCALES, Parsed, parse
@@ -198,8 +197,3 @@ class Operand:
     def name(self) -> str:
         """The format string for an op; empty if not quantised."""
         return "" if self.format is None else self.format.name
-
-
-def scale_dtype(scale: str) -> torch.dtype:
-    """The dtype of the tensor that holds scales of this type."""
-    return SCALES[scale]

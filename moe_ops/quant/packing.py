@@ -194,6 +194,13 @@ def _groups(n: int, size: int) -> int:
     return 1 if n == ALL else (size + n - 1) // n
 
 
+def global_scale_of(x: Tensor, format: Format) -> Tensor:
+    """The global scale, one float32, that makes the largest block scale of x the largest float8."""
+    amax = x.float().abs().amax() if x.numel() else x.new_zeros((), dtype=torch.float32)
+    largest_scale = FLOAT_ELEMENTS[format.scale].largest
+    return (amax / (format.largest * largest_scale)).clamp(min=SMALLEST_SCALE)
+
+
 def quantize(
     x: Tensor, format: Format, scale: Tensor | None = None, global_scale: Tensor | None = None
 ) -> Quantized:

@@ -16,6 +16,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from moe_ops.quant.packing import decode_scale
 from moe_ops.shapes import FLOATS, INDICES, check_devices, check_tensor
 
 TILE_ROWS, TILE_COLUMNS = 128, 4  # of scale factors in the blocked layout
@@ -188,7 +189,7 @@ def e8m0_to_float32(scale: Tensor) -> Tensor:
     Microscaling (MX) 1.0, section 5.4.1.
     """
     _check_dtype("scale", scale, (torch.uint8, torch.float8_e8m0fnu))
-    return scale.view(torch.float8_e8m0fnu).float()
+    return decode_scale(scale.view(torch.uint8), "e8m0")
 
 
 def float32_to_e8m0(scale: Tensor) -> Tensor:
