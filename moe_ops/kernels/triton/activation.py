@@ -1,0 +1,42 @@
+"""Device functions of the expert activation, in float32; `moe_ops/ops/activate.py` has the math."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def activate(gate, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """f(min(gate, LIMIT)); a LIMIT of None is none."""
+    if LIMIT is not None:
+        gate = tl.minimum(gate, LIMIT)
+    if KIND == "silu":
+        return gate * sigmoid(ALPHA * gate)
+    elif KIND == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        # tanh(z) = 2 sigmoid(2z) - 1, so that (1 + tanh(z)) / 2 is one sigmoid.
+        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * sigmoid(2.0 * z)
+    else:
+        tl.static_assert(KIND == "relu2")
+        relu = tl.maximum(gate, 0.0)
+        return relu * relu
+
+
+@triton.jit
+def activate_gated(
+    gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_SHIFT: tl.constexpr
+):
+    """f(min(gate, LIMIT)) * (clamp(up, ±LIMIT) + UP_SHIFT)."""
+    if LIMIT is not None:
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    if UP_SHIFT != 0.0:
+        up = up + UP_SHIFT
+    return activate(gate, KIND, ALPHA, LIMIT) * up
