@@ -35,6 +35,24 @@ CASES = (
     Case(name="many_rows", T=70, E=4, K=2, D=48, I=24),
 )
 
+# Where kernels are tested: without a GPU, Triton's run in its interpreter.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# Arguments of `activate`: every kind, both layouts, with and without a gate and a clamp.
+GPT_OSS: dict[str, Any] = {"interleaved": True, "alpha": 1.702, "limit": 1.5, "up_shift": 1.0}
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "silu": {},
+    "gelu": {"kind": "gelu"},
+    "gelu_tanh": {"kind": "gelu_tanh"},
+    "relu2": {"kind": "relu2"},
+    "interleaved": {"interleaved": True},
+    "limit": {"limit": 0.5},
+    "gpt_oss": GPT_OSS,
+    "ungated_silu": {"gated": False},
+    "ungated_relu2": {"kind": "relu2", "gated": False},
+    "ungated_limit": {"gated": False, "limit": 0.5, "alpha": 1.702},
+}
+
 # Layers of published models, for benchmarks.
 LAYERS = {
     "qwen3_30b": Case(name="qwen3_30b", T=1, E=128, K=8, D=2048, I=768),
