@@ -1,0 +1,89 @@
+"""The tables of docs/PERFORMANCE.md that are made from the file of a run on a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from moe_ops.bench.results import Results, load
+
+# Between these two lines the page is made: the name is that of the file, without .json.
+BLOCK = re.compile(r"<!-- results (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def fill(page: str, folder: Path) -> str:
+    """The page with the tables of every block made anew from its file; none, if it is not there."""
+
+    def block(found: re.Match[str]) -> str:
+        path = folder / f"{found[1]}.json"
+        text = f"\n{section(load(path))}\n\n" if path.exists() else ""
+        return f"<!-- results {found[1]} -->\n{text}<!-- end -->"
+
+    return BLOCK.sub(block, page)
+
+
+def section(results: Results) -> str:
+    """What was run, every cell, the means and the skew."""
+    parts = [_conditions(results), _cells(results), _bands(results), _skews(results)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _conditions(results: Results) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
+    text = f"One {results.device}, {results.dtype}, {versions}; {results.rates}:"
+    return f"{text}\n\n    {results.command}"
+
+
+def _cells(results: Results) -> str:
+    """Tokens by layer: microseconds (% of floor, times as fast as the best peer)."""
+    layers = list(results.layers)
+    tokens = sorted({c.tokens for c in results.cells})
+    rows = []
+    for count in tokens:
+        row = [str(count)]
+        for layer in layers:
+            row.append(_cell(results, layer, count))
+        rows.append(row)
+    peers = ", times as fast as the best peer" if results.peers else ""
+    head = f"Uniform routing: µs (% of floor{peers})."
+    return f"{head}\n\n{_table(['tokens', *layers], rows)}"
+
+
+def _cell(results: Results, layer: str, tokens: int) -> str:
+    cell = results.find(layer, tokens, "uniform")
+    if cell is None:
+        return ""
+    if cell.us is None:
+        return "wrong"
+    peer = results.best_peer(cell)
+    versus = "" if peer is None else f", {peer[1] / cell.us:.2f}"
+    return f"{cell.us:.1f} ({100 * cell.share:.0f} %{versus})"
+
+
+def _bands(results: Results) -> str:
+    rows = [
+        [f"{b.low} to {b.high}", b.routing, str(b.cells), f"{100 * b.share:.1f} %"]
+        for b in results.bands()
+    ]
+    return _table(["tokens", "routing", "cells", "floor / time, geometric mean"], rows)
+
+
+def _skews(results: Results) -> str:
+    """The worst ratio of times at each number of tokens, where both routings ask for as much."""
+    same = [skew for skew in results.skews() if skew.same_work]
+    rows = []
+    for tokens in sorted({skew.tokens for skew in same}):
+        here = [skew for skew in same if skew.tokens == tokens]
+        worst = max(here, key=lambda skew: skew.time_ratio)
+        rows.append([str(tokens), str(len(here)), f"{worst.time_ratio:.2f}", worst.layer])
+    if not rows:
+        return ""
+    head = (
+        f"Zipf's law against uniform routing, in the {len(same)} cells where the floors are equal."
+    )
+    return f"{head}\n\n{_table(['tokens', 'cells', 'most zipf / uniform', 'in'], rows)}"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
