@@ -94,16 +94,16 @@ class Turns:
     work: Work
 
 
+@torch.inference_mode()
 def measure(grid: Grid, rates: Rates, given: Rates | None = None) -> Iterator[Cell]:
     """The cells of a grid, as they are done."""
-    with torch.inference_mode():
-        for case in grid.layers:
-            yield from _layer(grid, case, rates, given)
-            # What was compiled for a layer, and its weights, are of no use to the next.
-            torch._dynamo.reset()
-            gc.collect()
-            if grid.device.type == "cuda":
-                torch.cuda.empty_cache()
+    for case in grid.layers:
+        yield from _layer(grid, case, rates, given)
+        # What was compiled for a layer, and its weights, are of no use to the next.
+        torch._dynamo.reset()
+        gc.collect()
+        if grid.device.type == "cuda":
+            torch.cuda.empty_cache()
     progress.done()
 
 

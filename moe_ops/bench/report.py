@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from moe_ops.bench.results import Results, load
+from moe_ops.bench.results import Results, geometric_mean, load
 
 # Between these two lines the page is made: the name is that of the file, without .json.
 BLOCK = re.compile(r"<!-- results (\w+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -24,8 +24,8 @@ def fill(page: str, folder: Path) -> str:
 
 def section(results: Results) -> str:
     """What was run, every cell, the means and the skew."""
-    parts = [_conditions(results), _cells(results), _bands(results), _skews(results)]
-    return "\n\n".join(part for part in parts if part)
+    parts = [_conditions, _cells, _controls, _bands, _skews]
+    return "\n\n".join(text for part in parts if (text := part(results)))
 
 
 def _conditions(results: Results) -> str:
@@ -47,6 +47,15 @@ def _cells(results: Results) -> str:
     peers = ", times as fast as the best peer" if results.peers else ""
     head = f"Uniform routing: µs (% of floor{peers})."
     return f"{head}\n\n{_table(['tokens', *layers], rows)}"
+
+
+def _controls(results: Results) -> str:
+    """How far the peers' times can be trusted to hold for this run."""
+    return "\n".join(
+        f"`{name}` took {geometric_mean(ratios):.2f} times as long as it did among the peers, "
+        f"{min(ratios):.2f} to {max(ratios):.2f}."
+        for name, ratios in results.controls().items()
+    )
 
 
 def _cell(results: Results, layer: str, tokens: int) -> str:

@@ -109,6 +109,17 @@ class Results:
             found.append(skew)
         return found
 
+    def controls(self) -> dict[str, list[float]]:
+        """Of what ran beside ours and is in the file of peers too: the times of this run over those
+        of the file. Far from 1, the file is not one to compare this run with.
+        """
+        found: dict[str, list[float]] = {}
+        for c in self.cells:
+            earlier = self.peers.get(c.layer, {}).get(c.tokens, {}).get(c.contender)
+            if c.us is not None and earlier is not None and c.routing == "uniform":
+                found.setdefault(c.contender, []).append(c.us / earlier)
+        return found
+
     def slower(self) -> list[tuple[Cell, str, float]]:
         """Our cells that the best peer beats, with its name and its microseconds."""
         found = []

@@ -66,6 +66,7 @@ class StageCell:
     wrong: str = ""
 
 
+@torch.inference_mode()
 def measure(
     cases: Sequence[Case],
     tokens: Sequence[int],
@@ -78,17 +79,16 @@ def measure(
     named.
     """
     g = torch.Generator(device=device).manual_seed(SEED)
-    with torch.inference_mode():
-        for case in cases:
-            weights = make_weights(case, dtype, g)
-            for T in tokens:
-                place = Place(layer=case.name, tokens=T)
-                # Uniform, as the costs of the ops take it to be.
-                routed = make_routed(case, T, "uniform", dtype, g)
-                for stage in stages(place, case, weights, routed):
-                    for backend in usable(stage, device.type, backends):
-                        progress.tell(f"{case.name}, {T} tokens: {stage.name} on {backend}")
-                        yield fill(plan(stage, backend, rates, device), stage, device)
+    for case in cases:
+        weights = make_weights(case, dtype, g)
+        for T in tokens:
+            place = Place(layer=case.name, tokens=T)
+            # Uniform, as the costs of the ops take it to be.
+            routed = make_routed(case, T, "uniform", dtype, g)
+            for stage in stages(place, case, weights, routed):
+                for backend in usable(stage, device.type, backends):
+                    progress.tell(f"{case.name}, {T} tokens: {stage.name} on {backend}")
+                    yield fill(plan(stage, backend, rates, device), stage, device)
     progress.done()
 
 
@@ -179,7 +179,10 @@ def fill(cell: StageCell, stage: Stage, device: torch.device) -> StageCell:
             for call in calls:
                 call()
             rounds = rounds_for(len(calls), cell.floor_us)
-            replay, _ = capture(calls, rounds)
+            replay, results = capture(calls, rounds)
+            replay()
+            for got in results:
+                check(stage, got, cell.backend)
             timing = time_replays(replay, rounds * len(calls), device)
         else:
             timing = time_replays(lambda: [call() for call in calls], len(calls), device)

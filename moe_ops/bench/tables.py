@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moe_ops.bench.cells import Cell
 from moe_ops.bench.contenders import OURS, label
-from moe_ops.bench.results import Results
+from moe_ops.bench.results import Results, geometric_mean
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> str:
@@ -98,6 +98,11 @@ def summary(results: Results) -> str:
         compared = sum(results.best_peer(c) is not None for c in results.ours())
         lines.append(f"slower than the best peer in {len(slower)} of {compared} cells")
         lines += [f"  {text}" for text in slower]
+    lines += [
+        f"{name} in this run / in the file of peers, {len(ratios)} cells: geometric mean "
+        f"{geometric_mean(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}"
+        for name, ratios in results.controls().items()
+    ]
     lines += [
         f"WRONG, not timed: {c.contender} on {c.layer}, {c.tokens} tokens {c.routing}: "
         + c.wrong.splitlines()[0]

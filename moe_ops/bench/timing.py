@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 
 import torch
 
-SECONDS, LEAST, MOST = 0.3, 7, 300  # of one measurement, and its replays
-# The GPU waits for the host during the first replays, until some are queued.
-UNTIL_QUEUED = 3
+# Of one measurement. A GPU is loaded no longer than it must: its clock falls under a long load.
+SECONDS = {"cuda": 0.1, "cpu": 0.3}
+LEAST, MOST = 5, 300  # replays
+# The GPU waits for the host during the first replays, until some are queued; of long ones, never.
+UNTIL_QUEUED, LONG_US = 3, 5000.0
 GRAPH_US = 2000.0  # of one replay, at least: what is between two replays must not show
 
 Run = Callable[[], Any]
@@ -30,39 +32,39 @@ class Timing:
     replays: int
 
 
-def time_replays(run: Run, calls: int, device: torch.device) -> Timing:
-    """Run a function that makes so many calls again and again."""
+def time_replays(run: Run, calls: int, device: torch.device, most: int = MOST) -> Timing:
+    """Run a function that makes so many calls again and again, `most` times at most."""
     run()
-    spans = _cuda_us(run) if device.type == "cuda" else _host_us(run)
+    spans = _cuda_us(run, most) if device.type == "cuda" else _host_us(run, most)
     low, middle, high = statistics.quantiles(spans, n=4, method="inclusive")
     return Timing(us=middle / calls, low_us=low / calls, high_us=high / calls, replays=len(spans))
 
 
-def _host_us(run: Run) -> list[float]:
+def _host_us(run: Run, most: int) -> list[float]:
     spans: list[float] = []
-    while len(spans) < LEAST or (len(spans) < MOST and sum(spans) < SECONDS * 1e6):
+    while len(spans) < LEAST or (len(spans) < most and sum(spans) < SECONDS["cpu"] * 1e6):
         start = time.perf_counter()
         run()
         spans.append((time.perf_counter() - start) * 1e6)
     return spans
 
 
-def _cuda_us(run: Run) -> list[float]:
-    longest = max(_queued_us(run, UNTIL_QUEUED))
-    return _queued_us(run, min(MOST, max(LEAST, int(SECONDS * 1e6 / longest))))
+def _cuda_us(run: Run, most: int) -> list[float]:
+    (first,) = _queued_us(run, 1, skip=0)
+    count = min(most, max(LEAST, int(SECONDS["cuda"] * 1e6 / first)))
+    return _queued_us(run, count, skip=0 if first > LONG_US else UNTIL_QUEUED)
 
 
-def _queued_us(run: Run, count: int) -> list[float]:
+def _queued_us(run: Run, count: int, skip: int) -> list[float]:
     """The spans between events around the runs, which the host queues without waiting."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(UNTIL_QUEUED + count + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(skip + count + 1)]
     torch.cuda.synchronize()
     events[0].record()
     for event in events[1:]:
         run()
         event.record()
     events[-1].synchronize()
-    pairs = itertools.pairwise(events[UNTIL_QUEUED:])
-    return [start.elapsed_time(end) * 1e3 for start, end in pairs]
+    return [start.elapsed_time(end) * 1e3 for start, end in itertools.pairwise(events[skip:])]
 
 
 def rounds_for(calls: int, call_us: float) -> int:

@@ -58,5 +58,8 @@ def results() -> Results:
             cell("small", 1, "uniform", 20.0),
             cell("small", 64, "uniform", None),
         ],
-        peers={"tiny": {1: {"one": 13.0, "two": 14.0}, 64: {"one": 19.0}}, "small": {1: {}}},
+        peers={
+            "tiny": {1: {"one": 13.0, "two": 14.0}, 64: {"one": 19.0, "grouped_mm": 40.0}},
+            "small": {1: {}},
+        },
     )

@@ -64,6 +64,11 @@ def test_peers_are_compared_at_uniform_routing() -> None:
     assert [(c.tokens, *peer) for c, *peer in found.slower()] == [(64, "one", 19.0)]
 
 
+def test_what_ran_beside_ours_is_a_control_of_the_peers() -> None:
+    assert results().controls() == {"grouped_mm": [30.0 / 40.0]}
+    assert replace(results(), peers={}).controls() == {}
+
+
 def test_the_peers_of_the_h200_are_every_cell_of_the_target() -> None:
     peers = read_peers(PEERS)
     assert peers.keys() == LAYERS.keys()
@@ -120,6 +125,7 @@ floor / time, geometric mean of 1 cells, zipf, 16 to 256 tokens: 66.7 %
 zipf / uniform where floors are equal, 1 cells: at most 1.20x (tiny, 1 tokens)
 slower than the best peer in 1 of 2 cells
   tiny at 64 (one 19.0 us, ours 20.0)
+grouped_mm in this run / in the file of peers, 1 cells: geometric mean 0.75, 0.75 to 0.75
 WRONG, not timed: grouped_mm on tiny, 1 tokens zipf: AssertionError: set 0: relative error 0.1
 WRONG, not timed: moe_ops on small, 64 tokens uniform: AssertionError: set 0: relative error 0.1""",
     )
@@ -139,6 +145,8 @@ Uniform routing: us (% of floor, times as fast as the best peer).
 | --- | --- | --- |
 | 1 | 12.5 (80 %, 1.04) | 20.0 (50 %) |
 | 64 | 20.0 (50 %, 0.95) | wrong |
+
+`grouped_mm` took 0.75 times as long as it did among the peers, 0.75 to 0.75.
 
 | tokens | routing | cells | floor / time, geometric mean |
 | --- | --- | --- | --- |
