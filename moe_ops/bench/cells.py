@@ -71,6 +71,11 @@ class Cell:
         """Of the floor's time in the measured one."""
         return self.floor_us / (self.us or 0.0)
 
+    @property
+    def given_share(self) -> float | None:
+        """The same by the rates that were given; None without them, or without a time."""
+        return self.given_floor_us / self.us if self.given_floor_us and self.us else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:

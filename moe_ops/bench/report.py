@@ -70,11 +70,15 @@ def _cell(results: Results, layer: str, tokens: int) -> str:
 
 
 def _bands(results: Results) -> str:
-    rows = [
-        [f"{b.low} to {b.high}", b.routing, str(b.cells), f"{100 * b.share:.1f} %"]
-        for b in results.bands()
-    ]
-    return _table(["tokens", "routing", "cells", "floor / time, geometric mean"], rows)
+    head = ["tokens", "routing", "cells", "floor / time, geometric mean"]
+    given = results.given
+    head += [f"by {given.copy_tbs:g} TB/s, {given.matmul_tflops:g} TFLOP/s"] if given else []
+    rows = []
+    for b in results.bands():
+        row = [f"{b.low} to {b.high}", b.routing, str(b.cells), f"{100 * b.share:.1f} %"]
+        row += [] if b.given_share is None else [f"{100 * b.given_share:.1f} %"]
+        rows.append(row)
+    return _table(head, rows)
 
 
 def _skews(results: Results) -> str:

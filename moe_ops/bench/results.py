@@ -30,6 +30,7 @@ class Band:
     high: int
     cells: int
     share: float
+    given_share: float | None  # by the rates that were given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +88,19 @@ class Results:
             for low, high in BANDS:
                 here = [c for c in self.ours() if c.routing == routing and low <= c.tokens <= high]
                 if here:
-                    share = geometric_mean(c.share for c in here)
-                    band = Band(routing=routing, low=low, high=high, cells=len(here), share=share)
-                    found.append(band)
+                    found.append(self._band(routing, low, high, here))
         return found
+
+    def _band(self, routing: str, low: int, high: int, cells: list[Cell]) -> Band:
+        given = [c.given_share for c in cells if c.given_share is not None]
+        return Band(
+            routing=routing,
+            low=low,
+            high=high,
+            cells=len(cells),
+            share=geometric_mean(c.share for c in cells),
+            given_share=geometric_mean(given) if self.given else None,
+        )
 
     def skews(self) -> list[Skew]:
         """Of every cell of ours that is not uniform, where the uniform one was timed too."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moe_ops.bench.cells import Cell
 from moe_ops.bench.contenders import OURS, label
-from moe_ops.bench.results import Results, geometric_mean
+from moe_ops.bench.results import Band, Results, geometric_mean
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> str:
@@ -50,8 +50,7 @@ def _row(results: Results, cell: Cell, others: Sequence[str]) -> list[str]:
         row += [f"{mark}{cell.us:.1f}", f"{cell.tbs:.3g}", f"{cell.tflops:.3g}"]
         row += [f"{cell.floor_us:.1f}", f"{100 * cell.share:.1f}"]
     if results.given:
-        known = cell.us is not None and cell.given_floor_us is not None
-        row.append(f"{100 * cell.given_floor_us / cell.us:.1f}" if known else "")  # type: ignore[operator]
+        row.append("" if cell.given_share is None else f"{100 * cell.given_share:.1f}")
     for name in others:
         row.append(_ratio(cell, results.find(cell.layer, cell.tokens, cell.routing, name)))
     if results.peers:
@@ -76,13 +75,19 @@ def _peer(results: Results, cell: Cell) -> list[str]:
     return [f"{name} {us:.1f}", f"{slower}{us / cell.us:.2f}x"]
 
 
+def _band(band: Band) -> str:
+    given = ""
+    if band.given_share is not None:
+        given = f", {100 * band.given_share:.1f} % by given rates"
+    return (
+        f"floor / time, geometric mean of {band.cells} cells, {band.routing}, "
+        f"{band.low} to {band.high} tokens: {100 * band.share:.1f} %{given}"
+    )
+
+
 def summary(results: Results) -> str:
     """Bands, skew, cells that a peer beats, and what was wrong."""
-    lines = [
-        f"floor / time, geometric mean of {band.cells} cells, {band.routing}, "
-        f"{band.low} to {band.high} tokens: {100 * band.share:.1f} %"
-        for band in results.bands()
-    ]
+    lines = [_band(band) for band in results.bands()]
     same = [skew for skew in results.skews() if skew.same_work]
     if same:
         worst = max(same, key=lambda skew: skew.time_ratio)

@@ -44,7 +44,7 @@ def results() -> Results:
         dtype="bfloat16",
         versions={"torch": "2.11.0"},
         rates=Rates(copy_tbs=4.0, matmul_tflops=800.0),
-        given=Rates(copy_tbs=8.0, matmul_tflops=1600.0),
+        given=Rates(copy_tbs=8.0, matmul_tflops=900.0),
         layers={"tiny": TINY, "small": SMALL},
         cells=[
             cell("tiny", 1, "uniform", 12.5),

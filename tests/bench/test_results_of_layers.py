@@ -13,7 +13,7 @@ from runs import cell, results
 
 from moe_ops.bench import __main__ as cli
 from moe_ops.bench import plot, report, tables
-from moe_ops.bench.results import Band, Skew, dump, load, read_peers, write
+from moe_ops.bench.results import Skew, dump, load, read_peers, write
 from moe_ops.testing import LAYERS
 
 PEERS = Path(__file__).parents[2] / "benchmarks" / "peers" / "h200_bf16.json"
@@ -41,13 +41,15 @@ def test_a_file_of_another_schema_is_refused(tmp_path: Path) -> None:
 
 
 def test_bands_are_geometric_means_over_layers() -> None:
-    # 10/12.5 and 10/20; a wrong cell is in no mean.
-    assert results().bands() == [
-        Band(routing="uniform", low=1, high=4, cells=2, share=pytest.approx((0.8 * 0.5) ** 0.5)),
-        Band(routing="uniform", low=16, high=256, cells=1, share=pytest.approx(0.5)),
-        Band(routing="zipf", low=1, high=4, cells=1, share=pytest.approx(10 / 15)),
-        Band(routing="zipf", low=16, high=256, cells=1, share=pytest.approx(8 / 12)),
-    ]
+    # 10/12.5 and 10/20; a wrong cell is in no mean. The given rates are twice those of the run.
+    shares = [(0.8 * 0.5) ** 0.5, 0.5, 10 / 15, 8 / 12]
+    found = results().bands()
+    assert [(b.routing, b.low, b.high, b.cells) for b in found] == [
+        ("uniform", 1, 4, 2), ("uniform", 16, 256, 1), ("zipf", 1, 4, 1), ("zipf", 16, 256, 1),
+    ]  # fmt: skip
+    assert [b.share for b in found] == pytest.approx(shares)
+    assert [b.given_share for b in found] == pytest.approx([share / 2 for share in shares])
+    assert {b.given_share for b in replace(results(), given=None).bands()} == {None}
 
 
 def test_skew_is_compared_where_the_floors_are_equal() -> None:
@@ -118,10 +120,10 @@ def test_the_summary() -> None:
     assert_expected_inline(
         text(tables.summary(results())),
         """\
-floor / time, geometric mean of 2 cells, uniform, 1 to 4 tokens: 63.2 %
-floor / time, geometric mean of 1 cells, uniform, 16 to 256 tokens: 50.0 %
-floor / time, geometric mean of 1 cells, zipf, 1 to 4 tokens: 66.7 %
-floor / time, geometric mean of 1 cells, zipf, 16 to 256 tokens: 66.7 %
+floor / time, geometric mean of 2 cells, uniform, 1 to 4 tokens: 63.2 %, 31.6 % by given rates
+floor / time, geometric mean of 1 cells, uniform, 16 to 256 tokens: 50.0 %, 25.0 % by given rates
+floor / time, geometric mean of 1 cells, zipf, 1 to 4 tokens: 66.7 %, 33.3 % by given rates
+floor / time, geometric mean of 1 cells, zipf, 16 to 256 tokens: 66.7 %, 33.3 % by given rates
 zipf / uniform where floors are equal, 1 cells: at most 1.20x (tiny, 1 tokens)
 slower than the best peer in 1 of 2 cells
   tiny at 64 (one 19.0 us, ours 20.0)
@@ -148,12 +150,12 @@ Uniform routing: us (% of floor, times as fast as the best peer).
 
 `grouped_mm` took 0.75 times as long as it did among the peers, 0.75 to 0.75.
 
-| tokens | routing | cells | floor / time, geometric mean |
-| --- | --- | --- | --- |
-| 1 to 4 | uniform | 2 | 63.2 % |
-| 16 to 256 | uniform | 1 | 50.0 % |
-| 1 to 4 | zipf | 1 | 66.7 % |
-| 16 to 256 | zipf | 1 | 66.7 % |
+| tokens | routing | cells | floor / time, geometric mean | by 8 TB/s, 900 TFLOP/s |
+| --- | --- | --- | --- | --- |
+| 1 to 4 | uniform | 2 | 63.2 % | 31.6 % |
+| 16 to 256 | uniform | 1 | 50.0 % | 25.0 % |
+| 1 to 4 | zipf | 1 | 66.7 % | 33.3 % |
+| 16 to 256 | zipf | 1 | 66.7 % | 33.3 % |
 
 Zipf's law against uniform routing, in the 1 cells where the floors are equal.
 
