@@ -51,20 +51,27 @@ def rates(text: str) -> Rates:
 
 
 def words(text: str) -> list[str]:
-    return text.split(",")
+    return [word for word in text.split(",") if word]
 
 
 def numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
+    """Counts of tokens."""
+    found = [int(word) for word in text.split(",")]
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be 1 and more")
+    return found
 
 
 def add_layer(options: argparse.ArgumentParser) -> None:
     """Of both ways to measure a layer."""
     add_sizes(options)
-    options.add_argument("--tokens", help=f"comma-separated; {HOST_TOKENS}, or {TOKENS} of moe")
     options.add_argument(
-        "--against", help=f"comma-separated; {HOST_AGAINST} of transformers, or none of moe, for "
-        "which a backend of ours may stand here too",
+        "--tokens", type=numbers, help=f"comma-separated; {HOST_TOKENS}, or {TOKENS} for moe"
+    )
+    options.add_argument(
+        "--against", type=words,
+        help="comma-separated: transformers' grouped_mm and batched_mm (both, if left out on the "
+        "CPU), and next to moe also backends of ours",
     )  # fmt: skip
     options.add_argument(
         "--ours", choices=(*HOST, "moe"),
@@ -127,6 +134,7 @@ def settle_layer(args: argparse.Namespace, error: Error) -> None:
     for name, value in mine.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.tokens = numbers(args.tokens or (HOST_TOKENS if on_host else TOKENS))
-    args.against = words(args.against or HOST_AGAINST) if on_host else words(args.against or "")
-    args.against = [name for name in args.against if name]
+    if args.tokens is None:
+        args.tokens = numbers(HOST_TOKENS if on_host else TOKENS)
+    if args.against is None:
+        args.against = words(HOST_AGAINST if on_host else "")

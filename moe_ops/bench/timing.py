@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-# Of one measurement. A GPU is loaded no longer than it must: its clock falls under a long load.
+# Of one measurement. A GPU is loaded no longer than it must; `rates.py` says what a long load does.
 SECONDS = {"cuda": 0.1, "cpu": 0.3}
 LEAST, MOST = 5, 300  # replays
 # The GPU waits for the host during the first replays, until some are queued; of long ones, never.

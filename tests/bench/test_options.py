@@ -49,6 +49,8 @@ def test_options_of_the_op() -> None:
         ("--ours ops --layer olmoe,qwen3_30b", "measures one layer; take --ours moe for several"),
         ("--ours moe --layer olmo", "'olmo' is no layer; there are qwen3_30b"),
         ("--ours moe --routing even", "'even' is no routing; there are uniform, zipf"),
+        ("--ours moe --tokens 4,0", "'4,0' must be 1 and more"),
+        ("--ours moe --tokens few", "invalid numbers value: 'few'"),
         ("--ours moe --rates 4", "are not COPY_TBS,MATMUL_TFLOPS"),
     ],
 )
