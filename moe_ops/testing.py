@@ -59,6 +59,9 @@ LAYERS = {
     "mixtral_8x7b": Case(name="mixtral_8x7b", T=1, E=8, K=2, D=4096, I=14336),
     "olmoe": Case(name="olmoe", T=1, E=64, K=8, D=2048, I=1024),
     "qwen3_next": Case(name="qwen3_next", T=1, E=512, K=10, D=2048, I=512),
+    "gpt_oss_20b": Case(name="gpt_oss_20b", T=1, E=32, K=4, D=2880, I=2880),
+    # One of eight expert-parallel ranks with eight local choices a token: a dense worst case.
+    "dsv3_ep8": Case(name="dsv3_ep8", T=1, E=32, K=8, D=7168, I=2048),
 }
 
 

@@ -43,7 +43,10 @@ MAY_IMPORT = {
     "layer": May(BELOW_LAYER),
     "hf": May(BELOW_LAYER, frozenset({"torch", "transformers"})),
     # A leaf: it measures the passes too, and nobody imports it.
-    "bench": May(BELOW_LAYER | {"testing", "hf", "passes"}, frozenset({"torch", "transformers"})),
+    "bench": May(
+        BELOW_LAYER | {"testing", "hf", "passes"},
+        frozenset({"torch", "transformers", "matplotlib"}),
+    ),
     "passes": May(BELOW_LAYER | {"layer", "hf"}),
     "__main__": May(frozenset({"shapes", "hf", "passes"}), frozenset({"torch", "transformers"})),
     FACADE: May(BELOW_LAYER | {"layer", "hf", "passes"}),
