@@ -13,9 +13,10 @@ from torch._dynamo.utils import lazy_format_graph_code
 from torch._functorch.aot_autograd import get_aot_graph_name
 from torch._inductor import custom_graph_pass
 
-from moe_ops.passes import cache_key, tuned
+from moe_ops.passes import cache_key
 from moe_ops.passes.context import Context, Note, Options
-from moe_ops.passes.plan import Choice
+from moe_ops.passes.planning import tuned
+from moe_ops.passes.planning.plan import Choice
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass as InferenceAware

@@ -14,11 +14,11 @@ from torch import SymInt, Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import symbolic_shapes
 
-from moe_ops.passes import tuned
 from moe_ops.passes.context import Options
 from moe_ops.passes.cost import Arguments, cost, device_of
 from moe_ops.passes.graph import layer_of
-from moe_ops.passes.plan import Choice, Range, Source
+from moe_ops.passes.planning import tuned
+from moe_ops.passes.planning.plan import Choice, Range, Source
 from moe_ops.spec import NAMESPACE, OPS, REFERENCE, Op, Ranges
 
 THRESHOLD_OPS = ("experts", "moe")  # a row of their first argument is a token

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import moe_ops
 from moe_ops.ops import experts
-from moe_ops.passes import tune as tuning
-from moe_ops.passes import tuned
 from moe_ops.passes.cost import device_of
-from moe_ops.passes.layers import ROUTINGS, Shape, arguments_of, calls_of, routed
 from moe_ops.passes.pick_backend import pick_backend
-from moe_ops.passes.tune import tune
-from moe_ops.passes.tuned import Cell, Layer
+from moe_ops.passes.planning import tune as tuning
+from moe_ops.passes.planning import tuned
+from moe_ops.passes.planning.layers import ROUTINGS, Shape, arguments_of, calls_of, routed
+from moe_ops.passes.planning.tune import tune
+from moe_ops.passes.planning.tuned import Cell, Layer
 from moe_ops.testing import BF16, CASES, make_layer
 from tests.passes.planned import Hook, run_experts
 

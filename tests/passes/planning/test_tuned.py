@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
-from moe_ops.passes import tuned
 from moe_ops.passes.cost import device_of
 from moe_ops.passes.pick_backend import pick_backend
-from moe_ops.passes.tuned import Cell, Layer, Times
+from moe_ops.passes.planning import tuned
+from moe_ops.passes.planning.tuned import Cell, Layer, Times
 from tests.passes.planned import Hook, plans, run_experts
 from tests.passes.test_pick_backend import only_choice
 

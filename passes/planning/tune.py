@@ -15,7 +15,7 @@ from torch import nn
 
 from moe_ops.ops import experts
 from moe_ops.passes.cost import Arguments, device_of
-from moe_ops.passes.layers import (
+from moe_ops.passes.planning.layers import (
     ROUTINGS,
     Shape,
     arguments_of,
@@ -23,7 +23,7 @@ from moe_ops.passes.layers import (
     fake_arguments_of,
     routed,
 )
-from moe_ops.passes.tuned import Cell, Layer, layer_of_call, read, write
+from moe_ops.passes.planning.tuned import Cell, Layer, layer_of_call, read, write
 from moe_ops.shapes import check_choice
 from moe_ops.spec import REFERENCE
 
