@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,12 +176,27 @@ def _ask(op: Op, a: Arguments) -> Asked:
     return Asked(first=args[0], usable=usable, refusals=refusals)
 
 
-def no_new_guards(args: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def no_new_guards(args: Iterable[Any]) -> Iterator[None]:
     """Make a decision on a symbolic size raise: it would hold for one size and guard all others."""
     fake = next((t for t in args if isinstance(t, FakeTensor)), None)
     env = None if fake is None else fake.fake_mode.shape_env
-    found = getattr(env, "error_on_new_guards", contextlib.nullcontext)
-    return found()
+    if env is None:
+        yield
+    elif hasattr(env, "error_on_new_guards"):  # torch 2.12
+        with env.error_on_new_guards():
+            yield
+    else:
+        # What torch calls just before it adds a guard, and what later ones raise from.
+        vars(env)["_check_frozen"] = _refuse_guard
+        try:
+            yield
+        finally:
+            del vars(env)["_check_frozen"]
+
+
+def _refuse_guard(expr: Any, value: Any) -> None:
+    raise symbolic_shapes.GuardOnDataDependentSymNode(expr, f"a guard would be added: {expr}")
 
 
 def _forced(op: Op, options: Options) -> Ranges | None:
