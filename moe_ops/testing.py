@@ -100,6 +100,7 @@ TOL: dict[tuple[str, torch.dtype], Tol] = {
     ("moe", F32): Tol(4e-6, "as `experts`"),
     ("moe", BF16): Tol(1.6e-2, "as `experts`"),
     ("moe", F16): Tol(2e-3, "as `experts`"),
+    ("model", BF16): Tol(2e-2, "roundings at other places, through a few layers; same experts"),
 }
 
 

@@ -127,6 +127,20 @@ def test_nobody_imports_the_linked_folders_by_their_own_names(folder: str) -> No
         assert not found, f"{path}: {found}"
 
 
+def test_no_pass_needs_the_explanation() -> None:
+    explain = "moe_ops.passes.explain"
+    outside = [m for m in modules() if f"{m.name}.".startswith("moe_ops.passes.")]
+    outside = [m for m in outside if not f"{m.name}.".startswith(f"{explain}.")]
+    found = [
+        f"{module}:{line}"
+        for module in outside
+        for line, name in imports(module.path.read_text(), module.name, module.is_package)
+        if name.startswith(explain)
+    ]
+    assert len(outside) > 20
+    assert not found
+
+
 PLANTED = {
     "kernel_uses_op": ("moe_ops.kernels.cpu", "from moe_ops.ops import route", "ops"),
     "kernel_uses_package": ("moe_ops.kernels.x", "import numpy as np", "package numpy"),
@@ -222,6 +236,7 @@ args = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_
 out = moe_ops.experts(*args)
 with moe_ops.using("reference"):
     torch.testing.assert_close(out, moe_ops.experts(*args))
+assert callable(moe_ops.explain) and callable(moe_ops.tune) and callable(moe_ops.compile)
 print("ran")
 """
 

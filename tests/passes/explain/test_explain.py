@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_ops
-from moe_ops.passes.explanation import Explanation
+from moe_ops.passes.explain.explanation import Explanation
 from tests.hf import families
 from tests.passes.blocks import OTHER_ACTIVATIONS, Block, D, E, I, K
 

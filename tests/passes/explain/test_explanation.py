@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 
 from moe_ops.passes.context import Note
 from moe_ops.passes.cost import Device
-from moe_ops.passes.explanation import (
+from moe_ops.passes.explain.explanation import (
     At,
     Explanation,
     LayerText,
@@ -22,9 +22,9 @@ from moe_ops.passes.explanation import (
     si,
     span,
 )
-from moe_ops.passes.plan import Plan, Range
-from moe_ops.passes.regions import grouped, left_alone
-from moe_ops.passes.trace import Break
+from moe_ops.passes.explain.regions import grouped, left_alone
+from moe_ops.passes.explain.trace import Break
+from moe_ops.passes.planning.plan import Plan, Range
 
 LIMITED = Range(upto=40, backend="cpu", source="tuned", at=32, predicted_us=10.5, measured_us=2100)
 REGION = Region(

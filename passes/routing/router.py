@@ -6,9 +6,9 @@ the grammar cannot read of a [T, E] tensor of scores stays outside, as the logit
 
     weights = [scaled] [divided by their sum] [softmax over K] [score function] (values | gather)
     ids     = indices of topk(choice)
-    choice  = plain, or plain in the best groups and 0 or -inf outside (routing_groups)
+    choice  = plain, or plain in the best groups and 0 or -inf outside (groups.py)
     plain   = the scores, or the logits, [+ bias]
-    scores  = softmax | sigmoid | sqrt(softplus), of the logits (routing_scores)
+    scores  = softmax | sigmoid | sqrt(softplus), of the logits (scores.py)
 
 All of it is computed in float32, as `route` does: a node that rounds to less is no part of it.
 """
@@ -37,8 +37,8 @@ from moe_ops.passes.graph import (
     require,
     tensor,
 )
-from moe_ops.passes.routing_groups import Groups, read_groups
-from moe_ops.passes.routing_scores import (
+from moe_ops.passes.routing.groups import Groups, read_groups
+from moe_ops.passes.routing.scores import (
     NARROW,
     bare,
     constant,

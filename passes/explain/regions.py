@@ -13,9 +13,9 @@ from torch import Tensor
 
 from moe_ops.passes.context import Note
 from moe_ops.passes.cost import Arguments, Cost, Device, cost
-from moe_ops.passes.explanation import At, LeftAlone, Region, Run
+from moe_ops.passes.explain.explanation import At, LeftAlone, Region, Run
 from moe_ops.passes.pipeline import GraphRun
-from moe_ops.passes.plan import Choice
+from moe_ops.passes.planning.plan import Choice
 from moe_ops.spec import REFERENCE
 
 CURVE = tuple(4**n for n in range(7))  # numbers of tokens to plot: 1 to 4096

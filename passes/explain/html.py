@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from moe_ops.passes.explanation import (
+from moe_ops.passes.explain.explanation import (
     Explanation,
     LayerText,
     at_cells,
@@ -18,7 +18,7 @@ from moe_ops.passes.explanation import (
     sizes,
     span,
 )
-from moe_ops.passes.roofline import COLOURS, roofline
+from moe_ops.passes.explain.roofline import COLOURS, roofline
 
 STYLE = """
 :root { color-scheme: light dark; --text: #1b1f24; --dim: #59636e; --back: #fff; --box: #f4f6f8;

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from moe_ops.__main__ import main, parser, shrink
-from moe_ops.passes.explanation import At, Explanation
-from moe_ops.passes.html import page
-from moe_ops.passes.roofline import HEIGHT, LEFT, RIGHT, WIDTH, _box, _overlap, roofline
-from tests.passes.test_explanation import EXPLANATION, OTHER, REGION
+from moe_ops.passes.explain.explanation import At, Explanation
+from moe_ops.passes.explain.html import page
+from moe_ops.passes.explain.roofline import HEIGHT, LEFT, RIGHT, WIDTH, _box, _overlap, roofline
+from tests.passes.explain.test_explanation import EXPLANATION, OTHER, REGION
 
 pytestmark = pytest.mark.slow  # compiles many graphs
 

@@ -28,7 +28,7 @@ from moe_ops.passes.graph import (
     same,
     tensor,
 )
-from moe_ops.passes.routing_scores import bare, constant, in_float32, is_last
+from moe_ops.passes.routing.scores import bare, constant, in_float32, is_last
 
 FILLS = {float("-inf"): "-inf", 0.0: "zero"}
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from moe_ops.ops import experts
 from moe_ops.passes.cost import Arguments, device_of
-from moe_ops.passes.layers import (
+from moe_ops.passes.planning.layers import (
     ROUTINGS,
     Shape,
     arguments_of,
@@ -23,7 +23,7 @@ from moe_ops.passes.layers import (
     fake_arguments_of,
     routed,
 )
-from moe_ops.passes.tuned import Cell, Layer, layer_of_call, read, write
+from moe_ops.passes.planning.tuned import Cell, Layer, layer_of_call, read, write
 from moe_ops.shapes import check_choice
 from moe_ops.spec import REFERENCE
 
@@ -72,7 +72,8 @@ def tune(
                 Cell(tokens=count, routing=routing, backend=backend)
                 for count in tokens
                 for routing in routings
-                for backend in backends
+                for backend, most in backends.items()
+                if most is None or count <= most
             ]
             missing = [cell for cell in cells if cell not in known]
             calls = make() if missing else []
@@ -141,17 +142,20 @@ def _cuda_us(turns: Sequence[Run]) -> float:
     return statistics.median(found)
 
 
-def usable_backends(call: Arguments) -> tuple[str, ...]:
-    """The backends that can run a call, in the order in which they are asked; never the reference,
-    which is compiled where it is chosen.
+def usable_backends(call: Arguments) -> dict[str, int | None]:
+    """The backends that can run such a call, in the order in which they are asked, with the most
+    tokens that each can (None: any number); never the reference, which is compiled where it is
+    chosen.
     """
-    args = tuple(call.values())
+    by_token = ("x_TD", "weights_TK", "experts_TK")
+    args = tuple(t[:1] if name in by_token else t for name, t in call.items())
     device = args[0].device.type
     backends = (b for b in experts.candidates(device) if b.name != REFERENCE)
-    return tuple(b.name for b in backends if b.refusal(device, args, {}) is None)
+    able = (b for b in backends if b.refusal(device, args, {}) is None)
+    return {b.name: b.max_rows and b.max_rows(*args) for b in able}
 
 
-Found = tuple[Layer, tuple[str, ...], Callable[[], Sequence[Arguments]]]
+Found = tuple[Layer, dict[str, int | None], Callable[[], Sequence[Arguments]]]
 
 
 def _layers(

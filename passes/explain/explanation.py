@@ -12,8 +12,8 @@ from textwrap import wrap
 from typing import Any
 
 from moe_ops.passes.cost import Device
-from moe_ops.passes.plan import Plan, Range
-from moe_ops.passes.trace import Break
+from moe_ops.passes.explain.trace import Break
+from moe_ops.passes.planning.plan import Plan, Range
 from moe_ops.spec import REFERENCE
 
 VERSION = 1

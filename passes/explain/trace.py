@@ -102,12 +102,13 @@ def trace(
     """
     backend, found = Backend(hook), Trace()
     function, args, kwargs = _fakes((plain_module(function), args, dict(kwargs)))
-    compiled = torch.compile(_root(), backend=backend, dynamic=dynamic, **ISOLATED)
+    root = _root()
+    compiled = torch.compile(root, backend=backend, dynamic=dynamic, **ISOLATED)
     no_caches = config.patch(force_disable_caches=True)
     with undisturbed(found.breaks), no_caches, warnings.catch_warnings(), torch.inference_mode():
         warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
         try:
-            Compiled(compiled, Pipeline(), dynamic)(function, *args, **kwargs)
+            Compiled(root, compiled, Pipeline(), dynamic)(function, *args, **kwargs)
         except BY_VALUE as error:
             found.stopped = f"code after a break needs values, not shapes: {_first_line(error)}"
     found.graphs = backend.graphs
@@ -122,11 +123,12 @@ def run_compiled(
     dynamic: bool | None = None,
 ) -> None:
     """Compile one call with options of Inductor and run it, in inference mode, for its effects."""
-    compiled = torch.compile(_root(), options=options, dynamic=dynamic, **ISOLATED)
+    root = _root()
+    compiled = torch.compile(root, options=options, dynamic=dynamic, **ISOLATED)
     # Aliases, as marks of dynamic sizes stay on what is marked.
     args, kwargs = torch.utils._pytree.tree_map_only(Tensor, torch.detach, (args, dict(kwargs)))
     with undisturbed(), torch.inference_mode():
-        Compiled(compiled, Pipeline(), dynamic)(plain_module(function), *args, **kwargs)
+        Compiled(root, compiled, Pipeline(), dynamic)(plain_module(function), *args, **kwargs)
 
 
 @contextlib.contextmanager

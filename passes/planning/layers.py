@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ops.ops import experts
-from moe_ops.passes.choose import bind
 from moe_ops.passes.cost import Arguments
+from moe_ops.passes.planning.choose import bind
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.shapes import DTYPES, check_choice

@@ -10,10 +10,10 @@ import torch
 from expecttest import assert_expected_inline
 
 from moe_ops.passes import cost
-from moe_ops.passes.choose import bind
 from moe_ops.passes.cost import Device, device_of, distinct
-from moe_ops.passes.layers import Shape, fake_arguments_of
-from moe_ops.passes.plan import Choice, Plan, Range, written
+from moe_ops.passes.planning.choose import bind
+from moe_ops.passes.planning.layers import Shape, fake_arguments_of
+from moe_ops.passes.planning.plan import Choice, Plan, Range, written
 from moe_ops.spec import OPS, parse_plan
 from tests.test_spec import CALLS
 

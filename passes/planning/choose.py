@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,11 @@ from torch import SymInt, Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import symbolic_shapes
 
-from moe_ops.passes import tuned
 from moe_ops.passes.context import Options
 from moe_ops.passes.cost import Arguments, cost, device_of
 from moe_ops.passes.graph import layer_of
-from moe_ops.passes.plan import Choice, Range, Source
+from moe_ops.passes.planning import tuned
+from moe_ops.passes.planning.plan import Choice, Range, Source
 from moe_ops.spec import NAMESPACE, OPS, REFERENCE, Op, Ranges
 
 THRESHOLD_OPS = ("experts", "moe")  # a row of their first argument is a token
@@ -151,6 +151,7 @@ class Asked:
 
     first: Tensor
     usable: dict[str, int | None]  # with the most rows up to which each is the better choice
+    max_rows: dict[str, int]  # that those which cannot run any number can
     refusals: dict[str, str]
 
 
@@ -158,6 +159,7 @@ def _ask(op: Op, a: Arguments) -> Asked:
     args = tuple(a.values())
     device = args[0].device.type
     usable: dict[str, int | None] = {}
+    max_rows: dict[str, int] = {}
     refusals = {}
     here = {b.name: b for b in op.candidates(device)}
     for backend in {**here, **op.backends}.values():
@@ -169,19 +171,36 @@ def _ask(op: Op, a: Arguments) -> Asked:
                 if reason is None:
                     most = backend.most_rows and backend.most_rows(*args)
                     usable[backend.name] = most if isinstance(most, int) else None
+                    if backend.max_rows is not None:
+                        max_rows[backend.name] = backend.max_rows(*args)
                     continue
         except GUARDS:
             reason = "decides by a size that is not known when compiling"
         refusals[backend.name] = reason
-    return Asked(first=args[0], usable=usable, refusals=refusals)
+    return Asked(first=args[0], usable=usable, max_rows=max_rows, refusals=refusals)
 
 
-def no_new_guards(args: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def no_new_guards(args: Iterable[Any]) -> Iterator[None]:
     """Make a decision on a symbolic size raise: it would hold for one size and guard all others."""
     fake = next((t for t in args if isinstance(t, FakeTensor)), None)
     env = None if fake is None else fake.fake_mode.shape_env
-    found = getattr(env, "error_on_new_guards", contextlib.nullcontext)
-    return found()
+    if env is None:
+        yield
+    elif hasattr(env, "error_on_new_guards"):  # torch 2.12
+        with env.error_on_new_guards():
+            yield
+    else:
+        # What torch calls just before it adds a guard, and what later ones raise from.
+        vars(env)["_check_frozen"] = _refuse_guard
+        try:
+            yield
+        finally:
+            del vars(env)["_check_frozen"]
+
+
+def _refuse_guard(expr: Any, value: Any) -> None:
+    raise symbolic_shapes.GuardOnDataDependentSymNode(expr, f"a guard would be added: {expr}")
 
 
 def _forced(op: Op, options: Options) -> Ranges | None:
@@ -196,20 +215,24 @@ def _forced(op: Op, options: Options) -> Ranges | None:
 def _measured(device: str, op: Op, a: Arguments, asked: Asked, table: tuned.Table) -> tuned.Times:
     layer = tuned.layer_of_call(device, op.name, a)
     cells = {} if layer is None else table.get(layer, {})
-    return tuned.Times.of(cells, tuple(asked.usable))
+    return tuned.Times.of(cells, {name: asked.max_rows.get(name) for name in asked.usable})
 
 
 def _by_limits(asked: Asked) -> Ranges:
-    """What `Op.pick` picks: the first backend with not too many rows, else the first."""
+    """What `Op.pick` picks: the first backend with not too many rows, else the first that can run
+    any number.
+    """
     found: list[tuple[int | None, str]] = []
     done = -1
-    for name, most in asked.usable.items():
-        if most is None:
+    for name, better in asked.usable.items():
+        limits = [n for n in (better, asked.max_rows.get(name)) if n is not None]
+        if not limits:
             return (*found, (None, name))
-        if most > done:
-            found.append((most, name))
-            done = most
-    return (*found, (None, next(iter(asked.usable))))
+        if min(limits) > done:
+            done = min(limits)
+            found.append((done, name))
+    any_number = (name for name in asked.usable if name not in asked.max_rows)
+    return (*found, (None, next(any_number, REFERENCE)))
 
 
 def _clip(ranges: Ranges, rows: tuple[int, int | None]) -> Ranges:
@@ -234,6 +257,9 @@ def _require_served(op: Op, where: str, ranges: Ranges, asked: Asked) -> None:
         reason = asked.refusals.get(name)
         if name not in op.backends:
             reason = f"there are {', '.join(op.backends)}"
+        most = asked.max_rows.get(name)
+        if most is not None and (upto is None or upto > most):
+            reason = f"takes at most {most} rows"
         if reason is not None:
             tokens = "more" if upto is None else f"up to {upto}"
             tokens = "" if len(ranges) == 1 else f" for {tokens} tokens"

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -56,10 +57,13 @@ class Times:
     """The times of one layer, by number of tokens and backend: the geometric mean over routings."""
 
     by_tokens: dict[int, dict[str, float]] = field(default_factory=dict)
+    max_rows: Mapping[str, int | None] = field(default_factory=dict)  # None: any number
 
     @staticmethod
-    def of(cells: dict[Cell, float], backends: tuple[str, ...]) -> Times:
-        """Those of these backends, where all routings were measured on all of them."""
+    def of(cells: dict[Cell, float], backends: Mapping[str, int | None]) -> Times:
+        """Those of these backends, with the most tokens that each can run (None: any number), where
+        all routings were measured on all that can.
+        """
         logs: dict[int, dict[str, list[float]]] = {}
         for cell, us in cells.items():
             if cell.backend in backends:
@@ -67,23 +71,43 @@ class Times:
         found: dict[int, dict[str, float]] = {}
         for tokens in sorted(logs):
             at = logs[tokens]
-            if len(at) == len(backends) and len({len(values) for values in at.values()}) == 1:
+            able = {b for b, most in backends.items() if most is None or tokens <= most}
+            if at.keys() == able and len({len(values) for values in at.values()}) == 1:
                 found[tokens] = {b: math.exp(sum(v) / len(v)) for b, v in at.items()}
-        return Times(by_tokens=found)
+        return Times(by_tokens=found, max_rows=backends)
 
     def ranges(self) -> Ranges:
-        """The fastest backend by number of tokens; between two counts it changes halfway."""
+        """The fastest backend by number of tokens; between two counts it changes halfway, or where
+        a backend can run no more.
+        """
         chosen: list[tuple[int, str]] = []
         for tokens, times in self.by_tokens.items():
             best = min(times, key=times.__getitem__)
-            if chosen and times[best] > (1 - MARGIN) * times[chosen[-1][1]]:
+            before = times.get(chosen[-1][1]) if chosen else None
+            if before is not None and times[best] > (1 - MARGIN) * before:
                 best = chosen[-1][1]
             chosen.append((tokens, best))
         found: list[tuple[int | None, str]] = []
         for (tokens, backend), (after, other) in itertools.pairwise(chosen):
             if backend != other:
-                found.append(((tokens + after) // 2, backend))
-        return (*found, (None, chosen[-1][1])) if chosen else ()
+                found.append((self._most(backend, (tokens + after) // 2), backend))
+        if not chosen:
+            return ()
+        last, backend = chosen[-1]
+        if self.max_rows.get(backend) is None:
+            return (*found, (None, backend))
+        times = {b: t for b, t in self.by_tokens[last].items() if self.max_rows.get(b) is None}
+        if not times:
+            return ()
+        return (
+            *found,
+            (self._most(backend, None), backend),
+            (None, min(times, key=times.__getitem__)),
+        )
+
+    def _most(self, backend: str, upto: int | None) -> int | None:
+        limits = [n for n in (self.max_rows.get(backend), upto) if n is not None]
+        return min(limits, default=None)
 
     def largest(self, low: int, high: int | None) -> int | None:
         """The largest measured number of tokens from low to high."""

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
-from moe_ops.passes import tuned
 from moe_ops.passes.cost import device_of
 from moe_ops.passes.pick_backend import pick_backend
-from moe_ops.passes.tuned import Cell, Layer, Times
+from moe_ops.passes.planning import tuned
+from moe_ops.passes.planning.tuned import Cell, Layer, Times
 from tests.passes.planned import Hook, plans, run_experts
 from tests.passes.test_pick_backend import only_choice
 
@@ -44,9 +44,29 @@ def test_a_backend_takes_over_halfway_and_by_a_margin() -> None:
         for t, both in rows.items()
         for b, us in zip(("a", "b"), both, strict=True)
     }
-    assert Times.of(cells, ("a", "b")).ranges() == ((20, "a"), (96, "b"), (None, "a"))
-    assert Times.of(cells, ("a",)).ranges() == ((None, "a"),)
-    assert Times.of(cells, ("a", "c")).ranges() == ()
+    assert Times.of(cells, {"a": None, "b": None}).ranges() == ((20, "a"), (96, "b"), (None, "a"))
+    assert Times.of(cells, {"a": None}).ranges() == ((None, "a"),)
+    assert Times.of(cells, {"a": None, "c": None}).ranges() == ()
+
+
+def test_a_backend_is_chosen_as_far_as_it_can_run() -> None:
+    times = {4: {"few": 1.0, "any": 2.0}, 8: {"few": 2.0, "any": 3.0}, 32: {"any": 4.0}}
+    cells = {
+        Cell(tokens=t, routing="zipf", backend=b): us
+        for t, at in times.items()
+        for b, us in at.items()
+    }
+    able = {"few": 8, "any": None}
+    assert {t: set(at) for t, at in Times.of(cells, able).by_tokens.items()} == {
+        4: {"few", "any"}, 8: {"few", "any"}, 32: {"any"},
+    }  # fmt: skip
+    assert Times.of(cells, able).ranges() == ((8, "few"), (None, "any"))
+    # The last count that was measured is one that it can run.
+    few = {cell: us for cell, us in cells.items() if cell.tokens < 32}
+    assert Times.of(few, able).ranges() == ((8, "few"), (None, "any"))
+    assert Times.of(few, {"few": 8}).ranges() == ()
+    # A time is missing of a backend that could run 32.
+    assert Times.of(cells, {"few": 32, "any": None}).by_tokens.keys() == {4, 8}
 
 
 def test_tables_of_another_version_or_with_unknown_keys_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from moe_ops.passes.cost import Device
-from moe_ops.passes.explanation import At, Region, si
+from moe_ops.passes.explain.explanation import At, Region, si
 
 COLOURS = 6
 WIDTH, HEIGHT = 860, 460

@@ -12,17 +12,18 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from moe_ops.passes import PIPELINE, regions
-from moe_ops.passes.choose import arguments
+from moe_ops.passes import PIPELINE
 from moe_ops.passes.compile import HOOK, inductor_options
 from moe_ops.passes.context import Context
 from moe_ops.passes.cost import Device, device_of
-from moe_ops.passes.explanation import Explanation, LayerText, PassTotal
-from moe_ops.passes.html import page
+from moe_ops.passes.explain import regions
+from moe_ops.passes.explain.explanation import Explanation, LayerText, PassTotal
+from moe_ops.passes.explain.html import page
+from moe_ops.passes.explain.trace import Trace, inside, lines, plain_module, run_compiled, trace
 from moe_ops.passes.pick_backend import generic_op, pick_backend
 from moe_ops.passes.pipeline import GraphRun, Pipeline, name_of
-from moe_ops.passes.plan import Plan
-from moe_ops.passes.trace import Trace, inside, lines, plain_module, run_compiled, trace
+from moe_ops.passes.planning.choose import arguments
+from moe_ops.passes.planning.plan import Plan
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 
