@@ -3,6 +3,7 @@
 The interpreter multiplies float16 and float32 alone, so bfloat16 is left to tests/gpu.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,19 +89,21 @@ def test_the_shares_of_two_ranks_sum_to_the_whole(kernel: str) -> None:
     parts = torch.zeros_like(whole)
     for rank in range(2):
         here = torch.arange(8, device=DEVICE) - 4 * rank
-        share = Layer(
-            x_TD=layer.x_TD,
-            logits_TE=layer.logits_TE,
-            weights_TK=layer.weights_TK,
-            experts_TK=layer.experts_TK,
-            w13_EFD=layer.w13_EFD[4 * rank : 4 * rank + 4],
-            w2_EDI=layer.w2_EDI[4 * rank : 4 * rank + 4],
-            b13_EF=layer.b13_EF,
-            b2_ED=layer.b2_ED,
-        )
+        own = slice(4 * rank, 4 * rank + 4)
+        share = replace(layer, w13_EFD=layer.w13_EFD[own], w2_EDI=layer.w2_EDI[own])
         expert_map = torch.where((here >= 0) & (here < 4), here, -1)
         parts += run(kernel, share, expert_map=expert_map).float()
     assert_close(parts, whole, TOL["experts", F16])
+
+
+@each_kernel
+def test_one_token_with_more_choices_than_experts_here(kernel: str) -> None:
+    layer = make_layer(Case(name="share", T=1, E=8, K=6, D=32, I=16), F16, DEVICE)
+    layer.experts_TK[:] = torch.arange(6)
+    share = {"w13_EFD": layer.w13_EFD[3:5], "w2_EDI": layer.w2_EDI[3:5]}
+    expert_map = torch.tensor([-1, -1, -1, 0, 1, -1, -1, -1], device=DEVICE)
+    share_layer = replace(layer, **share)
+    check(kernel, share_layer, expert_map=expert_map)
 
 
 @each_kernel
@@ -132,15 +135,13 @@ def test_a_token_of_nan_leaves_the_others_alone(kernel: str) -> None:
 def test_strided_tokens_and_weights(kernel: str) -> None:
     layer = make_layer(SMALL["odd"], F16, DEVICE)
     twice = {name: getattr(layer, name).repeat_interleave(2, 0) for name in ("w13_EFD", "w2_EDI")}
-    strided = Layer(
+    strided = replace(
+        layer,
         x_TD=layer.x_TD.T.contiguous().T,
-        logits_TE=layer.logits_TE,
         weights_TK=layer.weights_TK.T.contiguous().T,
         experts_TK=layer.experts_TK.long().T.contiguous().T,
         w13_EFD=twice["w13_EFD"][::2],
         w2_EDI=twice["w2_EDI"][::2],
-        b13_EF=layer.b13_EF,
-        b2_ED=layer.b2_ED,
     )
     assert_close(run(kernel, strided), definition(layer), TOL["experts", F16])
 

@@ -8,7 +8,8 @@ gathered. Weights are the rows of the matrix units' tiles, tokens their columns.
                use, e; 0 where token t did not choose it
     tiny_down  out[t] = sum over ranks of W2[e] h[rank, t] + weight[t, e] * b2[e]
 
-Each program finds the experts in use from the few (token, choice) pairs by itself.
+Each program finds the experts in use from the few (token, choice) pairs by itself; of ONE token
+they are its choices.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def tiny_up(
     x_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, b_ptr, h_ptr,
     T, N_MAP, stride_x, stride_we, stride_wf, stride_wd, stride_be,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, ACT: tl.constexpr,
-    BP: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+    BP: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BI columns of h for one expert in use."""
     GATED: tl.constexpr = ACT[1]
@@ -78,16 +80,23 @@ def tiny_up(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    ids_P, ranks_P, count = experts_in_use(experts_ptr, map_ptr, T * K, E, N_MAP, BP)
-    if rank >= count:
-        return
-    e = tl.sum(tl.where(ranks_P == rank, ids_P, 0), 0)
-    p = tl.arange(0, BP)
     n = tl.arange(0, BN)
-    weights_P = tl.load(weights_ptr + p, mask=p < T * K, other=0.0).to(tl.float32)
-    chosen_PN = (ids_P == e)[:, None] & (p[:, None] // K == n[None, :])
-    weight_N = tl.sum(tl.where(chosen_PN, weights_P[:, None], 0.0), 0)
-    chosen_N = tl.max(chosen_PN.to(tl.int32), 0) > 0
+    if ONE:
+        e = local_ids(experts_ptr, map_ptr, rank, rank < K, E, N_MAP)
+        if e >= E:
+            return
+        chosen_N = n < 1
+        weight_N = tl.load(weights_ptr + rank + n, mask=chosen_N, other=0.0).to(tl.float32)
+    else:
+        ids_P, ranks_P, count = experts_in_use(experts_ptr, map_ptr, T * K, E, N_MAP, BP)
+        if rank >= count:
+            return
+        e = tl.sum(tl.where(ranks_P == rank, ids_P, 0), 0)
+        p = tl.arange(0, BP)
+        weights_P = tl.load(weights_ptr + p, mask=p < T * K, other=0.0).to(tl.float32)
+        chosen_PN = (ids_P == e)[:, None] & (p[:, None] // K == n[None, :])
+        weight_N = tl.sum(tl.where(chosen_PN, weights_P[:, None], 0.0), 0)
+        chosen_N = tl.max(chosen_PN.to(tl.int32), 0) > 0
 
     row_F, inside_F = up_rows(block, I, BI, ACT)
     e = e.to(tl.int64)
@@ -128,7 +137,7 @@ def tiny_down(
     T, N_MAP, stride_we, stride_wd, stride_wi, stride_be,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr,
     BP: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr,
-    BN: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BR columns of out for all tokens, BG experts at a time.
 
@@ -138,7 +147,10 @@ def tiny_down(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    ids_P, ranks_P, count = experts_in_use(experts_ptr, map_ptr, T * K, E, N_MAP, BP)
+    if ONE:
+        count = K
+    else:
+        ids_P, ranks_P, count = experts_in_use(experts_ptr, map_ptr, T * K, E, N_MAP, BP)
     g = tl.arange(0, BG)
     m = tl.arange(0, BG * BR)
     d = tl.program_id(0) * BR + m % BR
@@ -147,13 +159,22 @@ def tiny_down(
     token_N = n % BT
     acc_MN = tl.zeros((BG * BR, BN), tl.float32)
     for first in range(0, count, BG):
-        mine_GP = ranks_P[None, :] == (first + g)[:, None]
-        e_G = tl.sum(tl.where(mine_GP, ids_P[None, :], 0), 1)
-        e_M = tl.reshape(tl.broadcast_to(e_G[:, None], (BG, BR)), (BG * BR,)).to(tl.int64)
-        inside_M = (d < D) & (first + m // BR < count)
-        inside_N = (token_N < T) & (first + n // BT < count) & (n // BT < BG)
+        rank_M = first + m // BR
+        rank_N = first + n // BT
+        if ONE:
+            e_M = local_ids(experts_ptr, map_ptr, rank_M, rank_M < K, E, N_MAP)
+            e_N = local_ids(experts_ptr, map_ptr, rank_N, rank_N < K, E, N_MAP)
+            inside_M = (d < D) & (e_M < E)
+            inside_N = (n < BG) & (e_N < E)
+        else:
+            mine_GP = ranks_P[None, :] == (first + g)[:, None]
+            e_G = tl.sum(tl.where(mine_GP, ids_P[None, :], 0), 1)
+            e_M = tl.reshape(tl.broadcast_to(e_G[:, None], (BG, BR)), (BG * BR,))
+            inside_M = (d < D) & (rank_M < count)
+            inside_N = (token_N < T) & (rank_N < count) & (n // BT < BG)
+        e_M = e_M.to(tl.int64)
         w_M1 = (w_ptr + e_M * stride_we + d.to(tl.int64) * stride_wd)[:, None]
-        h_1N = (h_ptr + ((first + n // BT) * T + token_N).to(tl.int64) * I)[None, :]
+        h_1N = (h_ptr + (rank_N * T + token_N).to(tl.int64) * I)[None, :]
         for start in range(0, I, BI):
             inside_I = start + i < I
             w_MI = tl.load(
@@ -167,14 +188,17 @@ def tiny_down(
             acc_MN = tl.dot(w_MI, h_IN, acc_MN)
         if b_ptr is not None:
             b_M = tl.load(b_ptr + e_M * stride_be + d, mask=inside_M, other=0.0).to(tl.float32)
-            p = tl.arange(0, BP)
-            weights_P = tl.load(weights_ptr + p, mask=p < T * K, other=0.0).to(tl.float32)
-            for t in range(T):
-                of_t_GP = (ids_P[None, :] == e_G[:, None]) & (p[None, :] // K == t)
-                weight_G = tl.sum(tl.where(of_t_GP, weights_P[None, :], 0.0), 1)
-                weight_M = tl.reshape(tl.broadcast_to(weight_G[:, None], (BG, BR)), (BG * BR,))
-                at_t = (token_N == t) & (n // BT < BG)
-                acc_MN += tl.where(at_t[None, :], (b_M * weight_M)[:, None], 0.0)
+            if ONE:
+                weight_M = tl.load(weights_ptr + rank_M, mask=inside_M, other=0.0)
+                acc_MN += (b_M * weight_M.to(tl.float32))[:, None]
+            else:
+                p = tl.arange(0, BP)
+                weights_P = tl.load(weights_ptr + p, mask=p < T * K, other=0.0).to(tl.float32)
+                for t in range(T):
+                    of_t_GP = (ids_P[None, :] == e_G[:, None]) & (p[None, :] // K == t)
+                    weight_G = tl.sum(tl.where(of_t_GP, weights_P[None, :], 0.0), 1)
+                    weight_M = tl.reshape(tl.broadcast_to(weight_G[:, None], (BG, BR)), (BG * BR,))
+                    acc_MN += tl.where(token_N == t, (b_M * weight_M)[:, None], 0.0)
     diagonal_MN = (m // BR)[:, None] == (n // BT)[None, :]
     acc_MN = tl.where(diagonal_MN, acc_MN, 0.0)
     out_MT = tl.sum(tl.reshape(acc_MN, (BG * BR, BN // BT, BT)), 1)
@@ -206,21 +230,22 @@ def run(
     if tiles is None:
         tiles = tiles_for(T, K)
     n_map = 0 if expert_map is None else expert_map.shape[0]
-    h_RTI = x_TD.new_empty(min(T * K, E), T, I)
+    # Distinct experts in use; of one token its choices, some of which may lie elsewhere.
+    h_RTI = x_TD.new_empty(K if T == 1 else min(T * K, E), T, I)
     out_TD = x_TD.new_empty(T, D)
     pdl, options = pdl_options(x_TD)
-    BP, BT = (max(2, triton.next_power_of_2(n)) for n in (T * K, T))
+    BP, BT = triton.next_power_of_2(T * K), triton.next_power_of_2(T)
     tiny_up[(h_RTI.shape[0] * triton.cdiv(I, tiles.BI),)](
         x_TD, experts_TK, weights_TK, expert_map, layer.w13_EFD, layer.b13_EF, h_RTI,
         T, n_map, x_TD.stride(0), *layer.strides13, bias_stride(layer.b13_EF),
         E=E, K=K, D=D, I=I, ACT=layer.act, BP=BP, BI=tiles.BI, BD=tiles.BD, BN=TINY_TOKENS,
-        PDL=pdl, num_warps=4, num_stages=tiles.up_stages, **options,
+        ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.up_stages, **options,
     )  # fmt: skip
     tiny_down[(triton.cdiv(D, tiles.BR),)](
         h_RTI, experts_TK, weights_TK, expert_map, layer.w2_EDI, layer.b2_ED, out_TD,
         T, n_map, *layer.strides2, bias_stride(layer.b2_ED),
         E=E, K=K, D=D, I=I, BP=BP, BT=BT, BG=tiles.BG, BR=tiles.BR, BI=tiles.BH,
-        BN=max(16, tiles.BG * BT), PDL=pdl, num_warps=4, num_stages=tiles.down_stages,
+        BN=max(16, tiles.BG * BT), ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.down_stages,
         **options,
     )  # fmt: skip
     return out_TD
