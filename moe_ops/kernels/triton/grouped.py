@@ -102,13 +102,15 @@ def block_m_of(a: Tensor, rows: int, w: Tensor, out: Tensor) -> int:
 
 
 def runs_on_hopper(a: Tensor, w_ENK: Tensor, out: Tensor) -> bool:
-    """Whether the warp-specialised kernel takes these operands: TMA wants 16-byte rows."""
+    """Whether the warp-specialised kernel takes these operands: TMA wants 16-byte rows, and the
+    kernel four steps of 64 along K."""
     if not a.is_cuda or torch.cuda.get_device_capability(a.device) != (9, 0):
         return False
     if a.dtype not in (torch.bfloat16, torch.float16) or w_ENK.dtype != a.dtype:
         return False
+    K = w_ENK.shape[2]
     rows_aligned = a.stride(1) == 1 and all(n % 8 == 0 for n in (a.stride(0), *out.shape[1:]))
-    w_aligned = w_ENK.is_contiguous() and w_ENK.shape[2] % 8 == 0
+    w_aligned = w_ENK.is_contiguous() and K % 8 == 0 and K > 192
     starts_aligned = all(t.data_ptr() % 16 == 0 for t in (a, w_ENK, out))
     return rows_aligned and w_aligned and starts_aligned
 

@@ -37,15 +37,27 @@ STAGES = 4
 
 
 @gluon.jit
-def _tile(tiles_ptr, capacity, tile, n_tiles, BLOCK_M: gl.constexpr):
-    """(expert, its end, first row, n) of a tile; `tile_map` in grouped.py writes the table."""
-    entry = tiles_ptr + tile // n_tiles
-    expert = gl.load(entry)
-    group_row = gl.load(entry + capacity)
-    end = gl.load(entry + 2 * capacity)
-    group = gl.load(entry + 3 * capacity)
-    size = gl.load(entry + 4 * capacity)
-    within = tile - group * n_tiles
+def _look_up(sizes, tile):
+    """The table's entry for a tile, garbage if there is none; `tile_map` writes the table.
+
+    Loads only: `_decode` waits for them, a tile later.
+    """
+    tiles_ptr, capacity, _, _, n_tiles, total = sizes
+    entry = tiles_ptr + gl.where(tile < total, tile // n_tiles, 0)
+    return (
+        gl.load(entry),
+        gl.load(entry + capacity),
+        gl.load(entry + 2 * capacity),
+        gl.load(entry + 3 * capacity),
+        gl.load(entry + 4 * capacity),
+    )
+
+
+@gluon.jit
+def _decode(entry, sizes, tile, BLOCK_M: gl.constexpr):
+    """(expert, one past its last row, first row, n) of a tile."""
+    expert, group_row, end, group, size = entry
+    within = tile - group * sizes[4]
     return expert, end, group_row + (within % size) * BLOCK_M, within // size
 
 
@@ -78,20 +90,28 @@ def _produce_gathered(
 ):
     x_ptr, stride_x, rows_ptr = source
     a_bufs, b_bufs, full, empty = rings
-    tiles_ptr, capacity, N, K, n_tiles = sizes
+    _, _, N, K, _, total = sizes
     STAGES: gl.constexpr = a_bufs.shape[0]
     BLOCK_M: gl.constexpr = a_bufs.shape[1]
     BLOCK_K: gl.constexpr = a_bufs.shape[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     offs_k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
-    total = gl.load(tiles_ptr + 5 * capacity) * n_tiles
+    start = gl.program_id(0)
+    programs = gl.num_programs(0)
     step = 0
-    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, end, row, n = _tile(tiles_ptr, capacity, tile, n_tiles, BLOCK_M)
+    # Ahead of the tile that is being copied, the pairs of the next and the entry of the one after.
+    expert, end, row, n = _decode(_look_up(sizes, start), sizes, start, BLOCK_M)
+    in_1 = (row + offs_m < end) & (start < total)
+    pair = gl.load(rows_ptr + row + offs_m, mask=in_1, other=0)
+    entry = _look_up(sizes, start + programs)
+    for tile in range(start, total, programs):
         valid = row + offs_m < end
-        pair = gl.load(rows_ptr + row + offs_m, mask=valid, other=0)
         offset = (pair // TOP_K).to(gl.int64) * stride_x
+        expert_2, end, row, n_2 = _decode(entry, sizes, tile + programs, BLOCK_M)
+        in_2 = (row + offs_m < end) & (tile + programs < total)
+        pair = gl.load(rows_ptr + row + offs_m, mask=in_2, other=0)
+        entry = _look_up(sizes, tile + 2 * programs)
         pointers = x_ptr + offset[:, None] + offs_k[None, :]
         for k in range(0, K, BLOCK_K):
             stage = step % STAGES
@@ -102,26 +122,31 @@ def _produce_gathered(
             if EVEN_K:
                 mask = valid[:, None]
             else:
-                mask = valid[:, None] & (k + offs_k < K)[None, :]
+                # K is a multiple of 8, so eight neighbours are copied or left out together.
+                mask = valid[:, None] & ((k + offs_k) // 8 < K // 8)[None, :]
             async_copy.async_copy_global_to_shared(a_bufs.index(stage), pointers, mask=mask)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             pointers += BLOCK_K
             step += 1
+        expert, n = expert_2, n_2
 
 
 @gluon.jit
 def _produce_rows(h_desc, w_descs, rings, sizes):
     a_bufs, b_bufs, full, empty = rings
-    tiles_ptr, capacity, N, K, n_tiles = sizes
+    _, _, N, K, _, total = sizes
     STAGES: gl.constexpr = a_bufs.shape[0]
     BLOCK_M: gl.constexpr = a_bufs.shape[1]
     BLOCK_K: gl.constexpr = a_bufs.shape[2]
     HALF_M: gl.constexpr = BLOCK_M // 2
     half_bytes: gl.constexpr = HALF_M * BLOCK_K * 2
-    total = gl.load(tiles_ptr + 5 * capacity) * n_tiles
+    start = gl.program_id(0)
+    programs = gl.num_programs(0)
     step = 0
-    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, end, row, n = _tile(tiles_ptr, capacity, tile, n_tiles, BLOCK_M)
+    entry = _look_up(sizes, start)
+    for tile in range(start, total, programs):
+        expert, end, row, n = _decode(entry, sizes, tile, BLOCK_M)
+        entry = _look_up(sizes, tile + programs)
         both = row + HALF_M < end
         for k in range(0, K, BLOCK_K):
             stage = step % STAGES
@@ -147,48 +172,97 @@ def _halves(acc):
 
 
 @gluon.jit
-def _store_chunk(value, desc, out_ptr, stage, row, end, col, N):
-    """Write 64 columns of one warpgroup's rows; rows at and after `end` are another's."""
+def _store_pending(i: gl.constexpr, pending, where, output, stages, N, GATED: gl.constexpr):
+    """Store chunk i of the last tile, if there was one: rows at and after `end` are another's."""
+    _, out_desc, out_ptr = output
+    row, end, col = where
+    stage = stages.index(i % 2)
     M: gl.constexpr = stage.shape[0]
     CHUNK: gl.constexpr = stage.shape[1]
-    whole = row + M <= end
-    # The copy that last read this stage is done: it is the last but one, or, where tiles that
-    # are not copied came between, any.
-    if whole:
+    col += i * CHUNK
+    # The copy that last read this stage is done: it is the last but one, or, where a tile that is
+    # not copied came between, any.
+    if row + M <= end:
         tma.store_wait(1)
-    else:
-        tma.store_wait(0)
-    stage.store(value.to(stage.dtype))
-    if whole:
+        stage.store(pending[i])
         fence_async_shared()
-        tma.async_copy_shared_to_global(desc, [row, col], stage)
-    else:
+        tma.async_copy_shared_to_global(out_desc, [row, col], stage)
+    elif row < end:
+        tma.store_wait(0)
+        stage.store(pending[i])
+        out_n = N // 2 if GATED else N
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
         rows = row + gl.arange(0, M, gl.SliceLayout(1, layout))
         cols = col + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
-        pointers = out_ptr + rows.to(gl.int64)[:, None] * N + cols[None, :]
-        mask = (rows < end)[:, None] & (cols < N)[None, :]
+        pointers = out_ptr + rows.to(gl.int64)[:, None] * out_n + cols[None, :]
+        mask = (rows < end)[:, None] & (cols < out_n)[None, :]
         gl.store(pointers, stage.load(layout), mask=mask)
 
 
 @gluon.jit
-def _bias_of(bias_ptr, expert, col, N, STRIDE: gl.constexpr, acc):
+def _add_bias(acc, bias_ptr, expert, col, N, STRIDE: gl.constexpr):
     """acc plus b[expert, col + STRIDE * j] for column j of acc."""
-    cols = col + STRIDE * gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-    bias = gl.load(bias_ptr + expert.to(gl.int64) * N + cols, mask=cols < N, other=0.0)
-    return acc + bias.to(gl.float32)[None, :]
+    if bias_ptr is not None:
+        cols = col + STRIDE * gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        bias = gl.load(bias_ptr + expert.to(gl.int64) * N + cols, mask=cols < N, other=0.0)
+        acc += bias.to(gl.float32)[None, :]
+    return acc
 
 
 @gluon.jit
-def _epilogue(
-    acc,
-    output,
-    stages,
+def _gated_chunk(
+    gate,
+    up,
+    bias_ptr,
     expert,
-    row,
-    end,
+    col,
+    N,
+    layout: gl.constexpr,
+    dtype: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    KIND: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    UP_SHIFT: gl.constexpr,
+):
+    if INTERLEAVED:
+        gate = _add_bias(gate, bias_ptr, expert, 2 * col, N, 2)
+        up = _add_bias(up, bias_ptr, expert, 2 * col + 1, N, 2)
+    else:
+        gate = _add_bias(gate, bias_ptr, expert, col, N, 1)
+        up = _add_bias(up, bias_ptr, expert, N // 2 + col, N, 1)
+    h = activate_gated(gate, up, KIND, ALPHA, LIMIT, UP_SHIFT).to(dtype)
+    return gl.convert_layout(h, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _chunk(
+    acc,
+    bias_ptr,
+    expert,
+    col,
+    N,
+    layout: gl.constexpr,
+    dtype: gl.constexpr,
+    KIND: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+):
+    acc = _add_bias(acc, bias_ptr, expert, col, N, 1)
+    if KIND is not None:
+        acc = activate(acc, KIND, ALPHA, LIMIT)
+    return gl.convert_layout(acc.to(dtype), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _finish(
+    acc,
+    bias_ptr,
+    expert,
     n,
     N,
+    layout: gl.constexpr,
+    dtype: gl.constexpr,
     GATED: gl.constexpr,
     INTERLEAVED: gl.constexpr,
     KIND: gl.constexpr,
@@ -196,45 +270,40 @@ def _epilogue(
     LIMIT: gl.constexpr,
     UP_SHIFT: gl.constexpr,
 ):
-    bias_ptr, out_desc, out_ptr = output
-    BLOCK_N: gl.constexpr = acc.shape[1]
-    CHUNK: gl.constexpr = stages.shape[2]
+    """The tile's outputs in chunks of 64 columns, and their first column."""
+    CHUNK: gl.constexpr = 64
+    left, right = _halves(acc)
+    a, b = _halves(left)
+    c, d = _halves(right)
     if GATED:
-        gate, up = _halves(acc)
-        width: gl.constexpr = BLOCK_N // 2
-        col = n * width
-        out_n = N // 2
-        gates = _halves(gate)
-        ups = _halves(up)
-        for i in gl.static_range(2):
-            at = col + i * CHUNK
-            g = gates[i]
-            u = ups[i]
-            if bias_ptr is not None:
-                if INTERLEAVED:
-                    g = _bias_of(bias_ptr, expert, 2 * at, N, 2, g)
-                    u = _bias_of(bias_ptr, expert, 2 * at + 1, N, 2, u)
-                else:
-                    g = _bias_of(bias_ptr, expert, at, N, 1, g)
-                    u = _bias_of(bias_ptr, expert, at + out_n, N, 1, u)
-            h = activate_gated(g, u, KIND, ALPHA, LIMIT, UP_SHIFT)
-            _store_chunk(h, out_desc, out_ptr, stages.index(i), row, end, at, out_n)
+        at = n * (2 * CHUNK)
+        return (
+            _gated_chunk(a, c, bias_ptr, expert, at, N, layout, dtype, INTERLEAVED, KIND, ALPHA, LIMIT, UP_SHIFT),
+            _gated_chunk(b, d, bias_ptr, expert, at + CHUNK, N, layout, dtype, INTERLEAVED, KIND, ALPHA, LIMIT, UP_SHIFT),
+        ), at
     else:
-        col = n * BLOCK_N
-        left, right = _halves(acc)
-        lefts = _halves(left)
-        rights = _halves(right)
-        for i in gl.static_range(4):
-            at = col + i * CHUNK
-            if i < 2:
-                y = lefts[i % 2]
-            else:
-                y = rights[i % 2]
-            if bias_ptr is not None:
-                y = _bias_of(bias_ptr, expert, at, N, 1, y)
-            if KIND is not None:
-                y = activate(y, KIND, ALPHA, LIMIT)
-            _store_chunk(y, out_desc, out_ptr, stages.index(i % 2), row, end, at, N)
+        at = n * (4 * CHUNK)
+        return (
+            _chunk(a, bias_ptr, expert, at, N, layout, dtype, KIND, ALPHA, LIMIT),
+            _chunk(b, bias_ptr, expert, at + CHUNK, N, layout, dtype, KIND, ALPHA, LIMIT),
+            _chunk(c, bias_ptr, expert, at + 2 * CHUNK, N, layout, dtype, KIND, ALPHA, LIMIT),
+            _chunk(d, bias_ptr, expert, at + 3 * CHUNK, N, layout, dtype, KIND, ALPHA, LIMIT),
+        ), at
+
+
+@gluon.jit
+def _multiply(acc, rings, step, use_acc, HALF: gl.constexpr, GATHERED: gl.constexpr):
+    """Start acc += A @ W.T for the stage of this step, once it is full."""
+    a_bufs, b_bufs, full, _ = rings
+    STAGES: gl.constexpr = a_bufs.shape[0]
+    HALF_M: gl.constexpr = a_bufs.shape[1] // 2
+    stage = step % STAGES
+    mbarrier.wait(full.index(stage), step // STAGES & 1)
+    if GATHERED:
+        fence_async_shared()  # cp.async writes by the generic proxy
+    a = a_bufs.index(stage).slice(HALF * HALF_M, HALF_M)
+    b = b_bufs.index(stage).permute([1, 0])
+    return warpgroup_mma(a, b, acc, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
@@ -254,64 +323,66 @@ def _consume(
 ):
     """Multiply and store rows 64 * HALF to 64 * HALF + 63 of every tile."""
     a_bufs, b_bufs, full, empty = rings
-    tiles_ptr, capacity, N, K, n_tiles = sizes
+    _, _, N, K, _, total = sizes
     STAGES: gl.constexpr = a_bufs.shape[0]
     BLOCK_M: gl.constexpr = a_bufs.shape[1]
     HALF_M: gl.constexpr = BLOCK_M // 2
     BLOCK_K: gl.constexpr = a_bufs.shape[2]
     BLOCK_N: gl.constexpr = b_bufs.shape[1]
+    CHUNK: gl.constexpr = stages.shape[2]
+    CHUNKS: gl.constexpr = 2 if GATED else 4
+    dtype: gl.constexpr = stages.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    total = gl.load(tiles_ptr + 5 * capacity) * n_tiles
+    chunk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     start = gl.program_id(0)
     programs = gl.num_programs(0)
     step = 0
     k_steps = gl.cdiv(K, BLOCK_K)
-    # The next tile is looked up while this one is multiplied.
-    expert, end, row, n = _tile(
-        tiles_ptr, capacity, gl.minimum(start, total - 1), n_tiles, BLOCK_M
-    )
+    # A tile's outputs wait in registers and are stored while the next one is multiplied.
+    none = gl.zeros([HALF_M, CHUNK], dtype, chunk_layout)
+    if GATED:
+        pending = (none, none)
+    else:
+        pending = (none, none, none, none)
+    pending_row = 0
+    pending_end = 0
+    pending_col = 0
+    entry = _look_up(sizes, start)
     for tile in range(start, total, programs):
-        following = gl.minimum(tile + programs, total - 1)
-        expert_2, end_2, row_2, n_2 = _tile(tiles_ptr, capacity, following, n_tiles, BLOCK_M)
+        expert, end, row, n = _decode(entry, sizes, tile, BLOCK_M)
+        entry = _look_up(sizes, tile + programs)
         row += HALF * HALF_M
         if row < end:
             acc = gl.zeros([HALF_M, BLOCK_N], gl.float32, layout)
-            for i in range(k_steps):
-                stage = (step + i) % STAGES
-                mbarrier.wait(full.index(stage), (step + i) // STAGES & 1)
-                if GATHERED:
-                    fence_async_shared()  # cp.async writes by the generic proxy
-                a = a_bufs.index(stage).slice(HALF * HALF_M, HALF_M)
-                b = b_bufs.index(stage).permute([1, 0])
-                acc = warpgroup_mma(a, b, acc, use_acc=i > 0, is_async=True)
+            where = (pending_row, pending_end, pending_col)
+            for i in gl.static_range(CHUNKS):
+                acc = _multiply(acc, rings, step + i, i > 0, HALF, GATHERED)
+                _store_pending(i, pending, where, output, stages, N, GATED)
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 # All but the last product are done, so the stage before is free.
-                mbarrier.arrive(empty.index((step + i + STAGES - 1) % STAGES), pred=i > 0)
+                if i > 0:
+                    mbarrier.arrive(empty.index((step + i - 1) % STAGES))
+            for i in range(CHUNKS, k_steps):
+                acc = _multiply(acc, rings, step + i, True, HALF, GATHERED)
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                mbarrier.arrive(empty.index((step + i - 1) % STAGES))
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index((step + k_steps - 1) % STAGES))
-            _epilogue(
-                acc,
-                output,
-                stages,
-                expert,
-                row,
-                end,
-                n,
-                N,
-                GATED,
-                INTERLEAVED,
-                KIND,
-                ALPHA,
-                LIMIT,
-                UP_SHIFT,
+            bias_ptr = output[0]
+            pending, pending_col = _finish(
+                acc, bias_ptr, expert, n, N, chunk_layout, dtype, GATED, INTERLEAVED, KIND, ALPHA, LIMIT, UP_SHIFT
             )
+            pending_row = row
+            pending_end = end
         else:
             for i in range(k_steps):
                 stage = (step + i) % STAGES
                 mbarrier.wait(full.index(stage), (step + i) // STAGES & 1)
                 mbarrier.arrive(empty.index(stage))
         step += k_steps
-        expert, end, row, n = expert_2, end_2, row_2, n_2
+    where = (pending_row, pending_end, pending_col)
+    for i in gl.static_range(CHUNKS):
+        _store_pending(i, pending, where, output, stages, N, GATED)
     tma.store_wait(0)
 
 
@@ -361,7 +432,8 @@ def _grouped(
     fence_async_shared()
     w_descs = (w_desc, up_desc)
     rings = (a_bufs, b_bufs, full, empty)
-    sizes = (tiles_ptr, capacity, N, K, n_tiles)
+    total = gl.load(tiles_ptr + 5 * capacity) * n_tiles
+    sizes = (tiles_ptr, capacity, N, K, n_tiles, total)
     output = (bias_ptr, out_desc, out_ptr)
     if GATHERED:
         source = (a, stride_a, rows_ptr)
@@ -372,7 +444,7 @@ def _grouped(
                 (_produce_gathered, (source, w_descs, rings, sizes, TOP_K, GATED, INTERLEAVED, EVEN_K)),
             ],
             [4, 4],
-            [224, 56],
+            [216, 72],
         )
     else:
         gl.warp_specialize(
