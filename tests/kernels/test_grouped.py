@@ -98,20 +98,23 @@ def test_no_rows_at_all():
     assert grouped_gated(x, rows[:0], ends, w13, None, 2, *SWIGLU).shape == (0, 24)
 
 
-def test_the_tile_map_covers_every_row_once():
-    counts, block_m = (0, 40 * 16, 3, 0, 16, 17), 16
+@pytest.mark.parametrize("short", [0, 8])
+def test_the_tile_map_covers_every_row_once(short):
+    counts, block_m = (0, 40 * 16, 3, 0, 16, 17, 25), 16
     ends = torch.tensor(counts).cumsum(0).to(torch.int32).to(DEVICE)
-    tiles = tile_map(ends, int(ends[-1]) + UNUSED, block_m)
-    total = int(tiles.table[-1])
+    tiles = tile_map(ends, int(ends[-1]) + UNUSED, block_m, short)
+    total, longs = tiles.table[-2:].tolist()
     assert total == sum(-(-n // block_m) for n in counts) <= tiles.capacity
-    columns = tiles.table[:-1].view(5, tiles.capacity)[:, :total].cpu()
+    columns = tiles.table[:-2].view(5, tiles.capacity)[:, :total].cpu()
     covered = []
     for tile, (expert, first_row, end, group, size) in enumerate(columns.T.tolist()):
         assert group <= tile < group + size and 1 <= size <= GROUP
         start = first_row + (tile - group) * block_m
-        assert end == ends[expert] and start < end
-        covered += range(start, min(start + block_m, end))
-    assert covered == list(range(sum(counts)))
+        rows = min(block_m, end - start)
+        assert end == ends[expert] and rows > 0
+        assert (rows > short) == (tile < longs)
+        covered += range(start, start + rows)
+    assert sorted(covered) == list(range(sum(counts)))
 
 
 @pytest.mark.parametrize("shared_memory", [99 * 1024, 163 * 1024, 227 * 1024])

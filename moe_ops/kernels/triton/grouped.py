@@ -23,11 +23,13 @@ GROUP = 16  # tiles of one expert that run side by side, sharing W from the L2 c
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The table of row tiles: five int32 arrays of `capacity`, then how many are in use."""
+    """The table of row tiles: five int32 arrays of `capacity`, then how many tiles there are, and
+    how many of these are long: have more than `short` rows. The long ones come first."""
 
     table: Tensor
     capacity: int
     block_m: int
+    short: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +83,26 @@ def grouped_rows(
     return _product(h_RI, None, ends_E, w2_EDI, b2_ED, out, None, linear, tiles)
 
 
-def tile_map(ends_E: Tensor, rows: int, block_m: int) -> Tiles:
-    """Tiles of `block_m` rows; one map serves every product with that block over these rows."""
+def tile_map(ends_E: Tensor, rows: int, block_m: int, short: int = 0) -> Tiles:
+    """Tiles of at most `block_m` rows; one map serves every product over them of that `tile_rows`."""
     E = ends_E.numel()
     capacity = rows // block_m + min(E, rows)
-    table = torch.empty(5 * capacity + 1, dtype=torch.int32, device=ends_E.device)
+    table = torch.empty(5 * capacity + 2, dtype=torch.int32, device=ends_E.device)
     block, block_e = 128, max(triton.next_power_of_2(E), 16)
     grid = (E, triton.cdiv(triton.cdiv(rows, block_m), block))
-    _tile_map[grid](ends_E, table, capacity, E, block_m, GROUP, block_e, block, num_warps=4)
-    return Tiles(table, capacity, block_m)
+    _tile_map[grid](
+        ends_E, table, capacity, E, block_m, short, GROUP, block_e, block, num_warps=4
+    )
+    return Tiles(table, capacity, block_m, short)
 
 
-def block_m_of(a: Tensor, rows: int, w: Tensor, out: Tensor) -> int:
-    """The tile height that these operands run with: what to give `tile_map`."""
+def tile_rows(a: Tensor, rows: int, w: Tensor, out: Tensor) -> tuple[int, int]:
+    """(block_m, short) that a product of these operands takes, for `tile_map`."""
     if runs_on_hopper(a, w, out):
         from moe_ops.kernels.triton import grouped_gluon
 
-        return grouped_gluon.BLOCK_M
-    return _config(a, rows, w).block_m
+        return grouped_gluon.BLOCK_M, grouped_gluon.HALF_M
+    return _config(a, rows, w).block_m, 0
 
 
 def runs_on_hopper(a: Tensor, w_ENK: Tensor, out: Tensor) -> bool:
@@ -128,9 +132,9 @@ def _product(
 ) -> Tensor:
     if out.numel() == 0:
         return out
-    block_m = block_m_of(a, out.shape[0], w_ENK, out)
-    if tiles is None or tiles.block_m != block_m:
-        tiles = tile_map(ends_E, out.shape[0], block_m)
+    block_m, short = tile_rows(a, out.shape[0], w_ENK, out)
+    if tiles is None or (tiles.block_m, tiles.short) != (block_m, short):
+        tiles = tile_map(ends_E, out.shape[0], block_m, short)
     bias_EN = None if bias_EN is None else bias_EN.contiguous()
     if runs_on_hopper(a, w_ENK, out):
         from moe_ops.kernels.triton import grouped_gluon
@@ -200,34 +204,44 @@ def _tile_map(
     capacity,
     E,
     BLOCK_M: tl.constexpr,
+    SHORT: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (e, i) writes, for tiles i * BLOCK and on of expert e: e, the first row of the tile's
-    group of at most GROUP tiles, one past the expert's last row, the group's first tile and size.
-    """
+    """Program (e, i) writes tiles i * BLOCK and on of expert e: e, first row of the tile's group (at
+    most GROUP tiles), one past the expert's last row, the group's first tile, its number of tiles.
+    A short tile is a group of its own."""
     e = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
     ends = tl.load(ends_ptr + experts, mask=experts < E, other=0)
     starts = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < E), other=0)
-    counts = (ends - starts + BLOCK_M - 1) // BLOCK_M
-    counts = tl.where(experts < E, counts, 0)
-    first = tl.sum(tl.where(experts < e, counts, 0))
-    count = tl.sum(tl.where(experts == e, counts, 0))
+    rows = tl.where(experts < E, ends - starts, 0)
+    longs = (rows + (BLOCK_M - 1 - SHORT)) // BLOCK_M
+    shorts = (rows + (BLOCK_M - 1)) // BLOCK_M - longs
+    all_longs = tl.sum(longs)
+    first = tl.sum(tl.where(experts < e, longs, 0))
+    first_short = all_longs + tl.sum(tl.where(experts < e, shorts, 0))
+    my_longs = tl.sum(tl.where(experts == e, longs, 0))
+    my_shorts = tl.sum(tl.where(experts == e, shorts, 0))
     start = tl.sum(tl.where(experts == e, starts, 0))
     end = tl.sum(tl.where(experts == e, ends, 0))
+
     tile = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    group = tile // GROUP * GROUP
-    entry = table_ptr + first + tile
-    mask = tile < count
+    is_long = tile < my_longs
+    group = tl.where(is_long, tile // GROUP * GROUP, tile)
+    base = tl.where(is_long, first, first_short - my_longs)
+    size = tl.where(is_long, tl.minimum(my_longs - group, GROUP), 1)
+    entry = table_ptr + base + tile
+    mask = tile < my_longs + my_shorts
     tl.store(entry, tl.zeros([BLOCK], tl.int32) + e, mask=mask)
     tl.store(entry + capacity, start + group * BLOCK_M, mask=mask)
     tl.store(entry + 2 * capacity, tl.zeros([BLOCK], tl.int32) + end, mask=mask)
-    tl.store(entry + 3 * capacity, first + group, mask=mask)
-    tl.store(entry + 4 * capacity, tl.minimum(count - group, GROUP), mask=mask)
+    tl.store(entry + 3 * capacity, base + group, mask=mask)
+    tl.store(entry + 4 * capacity, size, mask=mask)
     if e == 0:
-        tl.store(table_ptr + 5 * capacity, tl.sum(counts))
+        tl.store(table_ptr + 5 * capacity, all_longs + tl.sum(shorts))
+        tl.store(table_ptr + 5 * capacity + 1, all_longs)
 
 
 @triton.jit
