@@ -90,9 +90,7 @@ def tile_map(ends_E: Tensor, rows: int, block_m: int, short: int = 0) -> Tiles:
     table = torch.empty(5 * capacity + 2, dtype=torch.int32, device=ends_E.device)
     block, block_e = 128, max(triton.next_power_of_2(E), 16)
     grid = (E, triton.cdiv(triton.cdiv(rows, block_m), block))
-    _tile_map[grid](
-        ends_E, table, capacity, E, block_m, short, GROUP, block_e, block, num_warps=4
-    )
+    _tile_map[grid](ends_E, table, capacity, E, block_m, short, GROUP, block_e, block, num_warps=4)
     return Tiles(table, capacity, block_m, short)
 
 
@@ -101,7 +99,10 @@ def tile_rows(a: Tensor, rows: int, w: Tensor, out: Tensor) -> tuple[int, int]:
     if runs_on_hopper(a, w, out):
         from moe_ops.kernels.triton import grouped_gluon
 
-        return grouped_gluon.BLOCK_M, grouped_gluon.HALF_M
+        # Short tiles dealt out apart balance the blocks, but they read W from memory once more,
+        # which costs more than it brings where reading W is most of the work.
+        enough = rows >= 192 * w.shape[0]
+        return grouped_gluon.BLOCK_M, grouped_gluon.HALF_M if enough else 0
     return _config(a, rows, w).block_m, 0
 
 
