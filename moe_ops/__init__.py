@@ -14,7 +14,7 @@ _LAZY = {
     **dict.fromkeys(("optimize", "restore", "quantize_model"), "moe_ops.hf"),
     **dict.fromkeys(("compile", "inductor_options"), "moe_ops.passes.compile"),
     "explain": "moe_ops.passes.explain",
-    "tune": "moe_ops.passes.tune",
+    "tune": "moe_ops.passes.planning.tune",
 }
 
 __all__ = [

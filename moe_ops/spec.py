@@ -41,22 +41,33 @@ class Backend:
     """One way to run an op: `run` has its schema; `supports` says why it cannot run, or None.
 
     `most_rows` gives the most rows of the first argument (tokens, or routed rows) up to which the
-    backend is the better choice; with more, those after it are asked first. A `composed` backend
-    runs the definition's stages one by one; a compiler does better with the definition itself.
+    backend is the better choice; with more, those after it are asked first. `max_rows` gives the
+    most that it can run at all. A `composed` backend runs the definition's stages one by one; a
+    compiler does better with the definition itself.
     """
 
     name: str
     run: Callable[..., Any]
     supports: Callable[..., str | None] | None = None
     most_rows: Callable[..., int] | None = None
+    max_rows: Callable[..., int] | None = None
     devices: frozenset[str] | None = None  # None: every device
     priority: int = 0
     composed: bool = False
 
     def refusal(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why it cannot run this call, or None; nothing is said of a number of rows that a
+        compiler does not know.
+        """
         if self.devices is not None and device not in self.devices:
             return f"needs a tensor on {' or '.join(sorted(self.devices))}, got {device}"
-        return None if self.supports is None else self.supports(*args, **kwargs)
+        reason = None if self.supports is None else self.supports(*args, **kwargs)
+        rows = args[0].shape[0]
+        if reason is None and self.max_rows is not None and isinstance(rows, int):
+            most = self.max_rows(*args, **kwargs)
+            if rows > most:
+                return f"takes at most {most} rows, got {rows}"
+        return reason
 
 
 class Op:
@@ -155,6 +166,7 @@ class Op:
         *,
         supports: Callable[..., str | None] | None = None,
         most_rows: Callable[..., int] | None = None,
+        max_rows: Callable[..., int] | None = None,
         devices: tuple[str, ...] | None = None,
         priority: int = 0,
         composed: bool = False,
@@ -180,6 +192,7 @@ class Op:
                 run=fn,
                 supports=supports,
                 most_rows=most_rows,
+                max_rows=max_rows,
                 devices=frozenset(devices) if devices else None,
                 priority=priority,
                 composed=composed,
@@ -218,7 +231,9 @@ class Op:
                 continue
             if backend.name == REFERENCE:
                 return beyond or backend
-            most_rows = backend.most_rows
+            max_rows, most_rows = backend.max_rows, backend.most_rows
+            if max_rows is not None and args[0].shape[0] > max_rows(*args, **kwargs):
+                continue
             if most_rows is None or args[0].shape[0] <= most_rows(*args, **kwargs):
                 return backend
             beyond = beyond or backend

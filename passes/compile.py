@@ -16,12 +16,9 @@ from torch.fx.experimental import _config as shape_config
 
 from moe_ops.passes.context import Options
 from moe_ops.passes.pipeline import Hook, Pipeline, as_tuple
+from moe_ops.passes.sizes import HAS_OBLIVIOUS, OBLIVIOUS
 
 HOOK = "post_grad_custom_post_pass"
-# Sizes 0 and 1 stay symbolic under this private flag; without it they are compiled apart. Torch
-# 2.11 has it, but its Inductor then fails on x[:, -1:] (KeyError: 'unbacked_bindings').
-OBLIVIOUS = "backed_size_oblivious"
-HAS_OBLIVIOUS = hasattr(shape_config, OBLIVIOUS) and torch.__version__ >= "2.12"
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -65,13 +62,13 @@ def compile(
 
     `dynamic` says which sizes may vary without another graph:
     None: the tokens of tensors given to the model directly: dims 0 and 1 of integers [B, S] and of
-      floats [B, S, D], dim 0 of integers [T] and of floats [T, D]; 0 and 1 are no exceptions. A
-      sequence of one token [B, 1] has a graph of its own, as attention functions branch on it.
+      floats [B, S, D], dim 0 of integers [T] and of floats [T, D]; 1 is no exception. A sequence
+      of one token [B, 1] has a graph of its own, as attention functions branch on it. Where one of
+      these sizes is 0 there is nothing to be quick at: the model's own code runs, uncompiled.
     True: the same without that exception, which takes an attention that does not branch; besides,
       torch.compile treats every other size as dynamic.
     False: none; each shape has its graph.
-    A size on which the model branches costs one more graph, as do 0 and 1 each on torch 2.11. The
-    marks stay on the tensors given.
+    A size on which the model branches costs one more graph. The marks stay on the tensors given.
 
     Raises TypeError if `model` is not a module.
     """
@@ -85,7 +82,7 @@ def compile(
     merged = inductor_options(extra=settings, **options)
     twin = copy.copy(model)  # shares the tables of parameters, buffers and submodules
     call = torch.compile(twin._call_impl, fullgraph=fullgraph, dynamic=dynamic, options=merged)
-    twin._compiled_call_impl = Compiled(call, merged[HOOK], dynamic)
+    twin._compiled_call_impl = Compiled(twin._call_impl, call, merged[HOOK], dynamic)
     return twin
 
 
@@ -104,9 +101,14 @@ class Compiled:
     """Calls compiled code such that one graph serves every number of tokens, see `compile`."""
 
     def __init__(
-        self, call: Callable[..., Any], pipeline: Pipeline, dynamic: bool | None = None
+        self,
+        function: Callable[..., Any],
+        call: Callable[..., Any],
+        pipeline: Pipeline,
+        dynamic: bool | None = None,
     ) -> None:
-        self.call = call
+        self.function = function
+        self.call = call  # the same, compiled
         self.pipeline = pipeline
         self.dynamic = dynamic
 
@@ -116,7 +118,10 @@ class Compiled:
             return self.call(*args, **kwargs)
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                self._mark(value)
+                dims = token_dims(value)
+                if any(value.shape[dim] == 0 for dim in dims):
+                    return self.function(*args, **kwargs)
+                self._mark(value, dims)
         if not HAS_OBLIVIOUS:
             return self.call(*args, **kwargs)
         # shape_config.patch would take five times as long, 50 µs a call.
@@ -127,9 +132,9 @@ class Compiled:
         finally:
             setattr(shape_config, OBLIVIOUS, before)
 
-    def _mark(self, x: Tensor) -> None:
+    def _mark(self, x: Tensor, dims: Iterable[int]) -> None:
         """Mark weakly: a size that the model fixes after all is compiled again, not refused."""
-        for dim in token_dims(x):
+        for dim in dims:
             if dim == 1 and x.shape[1] == 1 and self.dynamic is None:
                 mark_static(x, 1)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from moe_ops.passes.plan import Choice
+from moe_ops.passes.planning.plan import Choice
 
 log = logging.getLogger("moe_ops")
 

@@ -10,7 +10,6 @@ import torch
 from torch import SymInt, fx
 
 from moe_ops.ops.route import check, route
-from moe_ops.passes import routing_check
 from moe_ops.passes.context import Context
 from moe_ops.passes.graph import (
     RESHAPES,
@@ -27,7 +26,8 @@ from moe_ops.passes.graph import (
     tensor,
     value,
 )
-from moe_ops.passes.routing import Routing, read, unscaled
+from moe_ops.passes.routing.check import disagreement, program
+from moe_ops.passes.routing.router import Routing, read, unscaled
 from moe_ops.shapes import DTYPES
 
 RULE = "lift_router"
@@ -88,8 +88,8 @@ def _verify(routing: Routing, weights: fx.Node) -> None:
     if not arg(routing.topk, "sorted"):
         _check_order(routing, weights)
     T = tensor(routing.ids).shape[0]
-    found = routing_check.program((routing.ids, routing.exact), routing.leaves, T)
-    reason = routing_check.disagreement(found, tuple(sorted(routing.arguments.items())))
+    found = program((routing.ids, routing.exact), routing.leaves, T)
+    reason = disagreement(found, tuple(sorted(routing.arguments.items())))
     require(reason is None, f"checked with numbers, {reason}")
 
 

@@ -16,10 +16,10 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from moe_ops.passes.choose import GUARDS, arguments, no_new_guards
 from moe_ops.passes.context import Context
 from moe_ops.passes.graph import layer_of
 from moe_ops.passes.pick_backend import ORIGIN, generic_op, make_planned, pick_backend
+from moe_ops.passes.planning.choose import GUARDS, arguments, no_new_guards
 from moe_ops.spec import NAMESPACE, REFERENCE, Op
 
 RULE = "lower"

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from moe_ops.passes import tuned
-from moe_ops.passes.choose import check_thresholds, choose
 from moe_ops.passes.context import Context
+from moe_ops.passes.planning import tuned
+from moe_ops.passes.planning.choose import check_thresholds, choose
 from moe_ops.spec import NAMESPACE, OPS, REFERENCE, Op
 
 RULE = "pick_backend"

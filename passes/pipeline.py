@@ -13,9 +13,10 @@ from torch._dynamo.utils import lazy_format_graph_code
 from torch._functorch.aot_autograd import get_aot_graph_name
 from torch._inductor import custom_graph_pass
 
-from moe_ops.passes import cache_key, tuned
+from moe_ops.passes import cache_key, sizes
 from moe_ops.passes.context import Context, Note, Options
-from moe_ops.passes.plan import Choice
+from moe_ops.passes.planning import tuned
+from moe_ops.passes.planning.plan import Choice
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass as InferenceAware
@@ -112,6 +113,8 @@ class Pipeline(InferenceAware):
                 hook(graph)
         if not is_inference and not any(run.skipped for run in self.runs):
             log.warning("moe_ops leaves a graph alone: %s", TRAINING)
+        if sizes.NEEDS_BOUND:
+            sizes.bound(graph)
         self.runs.append(self._run(graph) if is_inference else GraphRun(skipped=TRAINING))
 
     def uuid(self) -> str | None:

@@ -1,11 +1,16 @@
 """Every test: one seed, NaN in memory that nobody wrote, and a skip where a GPU is missing."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.utils.deterministic as deterministic
 from hypothesis import settings
+
+# Without a GPU, Triton kernels run in Triton's interpreter, which must be said before its import.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Test processes run side by side, and two spinning thread pools on one core take four times as long
 # as one thread each. Tests of threads ask for them.

@@ -43,7 +43,10 @@ MAY_IMPORT = {
     "layer": May(BELOW_LAYER),
     "hf": May(BELOW_LAYER, frozenset({"torch", "transformers"})),
     # A leaf: it measures the passes too, and nobody imports it.
-    "bench": May(BELOW_LAYER | {"testing", "hf", "passes"}, frozenset({"torch", "transformers"})),
+    "bench": May(
+        BELOW_LAYER | {"testing", "hf", "passes"},
+        frozenset({"torch", "transformers", "matplotlib"}),
+    ),
     "passes": May(BELOW_LAYER | {"layer", "hf"}),
     "__main__": May(frozenset({"shapes", "hf", "passes"}), frozenset({"torch", "transformers"})),
     FACADE: May(BELOW_LAYER | {"layer", "hf", "passes"}),
@@ -122,6 +125,20 @@ def test_nobody_imports_the_linked_folders_by_their_own_names(folder: str) -> No
     for path in (ROOT / folder).rglob("*.py"):
         found = violations(path.read_text(), folder)
         assert not found, f"{path}: {found}"
+
+
+def test_no_pass_needs_the_explanation() -> None:
+    explain = "moe_ops.passes.explain"
+    outside = [m for m in modules() if f"{m.name}.".startswith("moe_ops.passes.")]
+    outside = [m for m in outside if not f"{m.name}.".startswith(f"{explain}.")]
+    found = [
+        f"{module}:{line}"
+        for module in outside
+        for line, name in imports(module.path.read_text(), module.name, module.is_package)
+        if name.startswith(explain)
+    ]
+    assert len(outside) > 20
+    assert not found
 
 
 PLANTED = {
@@ -219,6 +236,7 @@ args = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_
 out = moe_ops.experts(*args)
 with moe_ops.using("reference"):
     torch.testing.assert_close(out, moe_ops.experts(*args))
+assert callable(moe_ops.explain) and callable(moe_ops.tune) and callable(moe_ops.compile)
 print("ran")
 """
 

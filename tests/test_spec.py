@@ -188,6 +188,15 @@ def test_a_backend_with_too_many_rows_is_asked_after_the_others(made: Op) -> Non
         assert made(X).tolist() == PLUS_TWO
 
 
+def test_a_backend_that_can_run_no_more_rows_is_not_picked(made: Op) -> None:
+    made.backend("few", max_rows=lambda x, *_: 1, priority=1)(other)
+    assert [made.pick((x,), {}).name for x in (X[:1], X)] == ["few", "reference"]
+    assert made.refusals(X[:1])["few"] is None
+    assert made.refusals(X)["few"] == "takes at most 1 rows, got 2"
+    with using("few"), pytest.raises(NotImplementedError, match="few: takes at most 1 rows, got 2"):
+        made(X)
+
+
 def test_using_forces_a_backend_inside_its_block(made: Op) -> None:
     made.backend("fast")(other)
     assert made(X).tolist() == PLUS_TWO

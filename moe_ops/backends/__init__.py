@@ -1,5 +1,5 @@
 """Backends of the ops. Importing this package registers them."""
 
-from moe_ops.backends import aten, cpu, dequantize
+from moe_ops.backends import aten, cpu, dequantize, triton
 
-__all__ = ["aten", "cpu", "dequantize"]
+__all__ = ["aten", "cpu", "dequantize", "triton"]

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_ops.bench import accuracy, compile_time, layer, overhead, packing
+from moe_ops.bench import accuracy, compile_time, grid, layer, options, overhead, packing
+from moe_ops.bench.results import write
 from moe_ops.passes.cost import processor
 from moe_ops.quant.checks import SCHEMES
 from moe_ops.shapes import DTYPES
 from moe_ops.testing import LAYERS
+
+PROGRAM = "python -m moe_ops.bench"
 
 Figures = dict[str, Any]
 
@@ -28,10 +31,12 @@ def measure_overhead(args: argparse.Namespace) -> Figures:
 
 
 def measure_layer(args: argparse.Namespace) -> Figures:
-    case, dtype = LAYERS[args.layer], DTYPES[args.dtype]
-    tokens = [int(t) for t in args.tokens.split(",")]
-    against = args.against.split(",")
-    timings = layer.measure(case, dtype, tokens, against, args.repeats, args.part, args.ours)
+    if args.ours == "moe":
+        return grid.measure_layers(args, command())
+    case, dtype = LAYERS[args.layer[0]], DTYPES[args.dtype]
+    timings = layer.measure(
+        case, dtype, args.tokens, args.against, args.repeats, args.part, args.ours
+    )
     print(f"{args.part}: ", end="")
     print(layer.table(case, dtype, timings))
     return {
@@ -40,6 +45,14 @@ def measure_layer(args: argparse.Namespace) -> Figures:
         "ours": args.ours,
         "timings": [asdict(t) for t in timings],
     }
+
+
+def measure_op(args: argparse.Namespace) -> Figures:
+    return grid.measure_stages(args)
+
+
+def print_report(args: argparse.Namespace) -> Figures:
+    return grid.print_report(args)
 
 
 def measure_both(args: argparse.Namespace) -> Figures:
@@ -88,7 +101,9 @@ def measure_compile(args: argparse.Namespace) -> Figures:
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
     "both": (measure_both, "overhead, then layer"),
     "overhead": (measure_overhead, "what calling an op costs beyond its backend"),
-    "layer": (measure_layer, "one layer, compiled, against transformers' own experts"),
+    "layer": (measure_layer, "layers on this device against their floor and others' experts"),
+    "op": (measure_op, "the stages of a layer alone, on each of their backends"),
+    "report": (print_report, "the figures that `layer --ours moe --json` wrote, as Markdown"),
     "accuracy": (measure_accuracy, "error of a layer and KL of a model, for every scheme"),
     "compile": (measure_compile, "what the passes add to the time of compiling a model"),
     "packing": (measure_packing, "time to quantise weights, for every format"),
@@ -96,45 +111,36 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m moe_ops.bench", description=__doc__)
+    top = argparse.ArgumentParser(prog=PROGRAM, description=__doc__)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, what) in COMMANDS.items():
-        options = commands.add_parser(name, help=what, description=what)
-        if name in ("both", "layer"):
-            add_layer_options(options)
-        if name in ("both", "layer", "packing"):
-            options.add_argument("--layer", default="qwen3_30b", choices=sorted(LAYERS))
-        if name == "accuracy":
-            options.add_argument(
-                "--schemes", type=scheme_names, default=[], help="comma-separated; all if left out"
-            )
-            options.add_argument("--seed", type=int, default=0, help="of weights and inputs")
-        if name == "compile":
-            options.add_argument("--layers", default="4,12,48", help="comma-separated")
-        if name == "packing":
-            options.add_argument("--gigabytes", type=float, default=1.0, help="of bfloat16 weights")
-            options.add_argument("--repeats", type=int, default=3, help="runs; the fastest counts")
-        options.add_argument("--threads", type=int, help="threads of torch")
-        options.add_argument("--json", help="also write the figures to this file")
+        command_options = commands.add_parser(name, help=what, description=what)
+        add_options(name, command_options)
+        command_options.add_argument("--threads", type=int, help="threads of torch")
+        command_options.add_argument("--json", help="also write the figures to this file")
     return top
 
 
-def add_layer_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    options.add_argument(
-        "--part", default="experts", choices=("experts", "block"), help="block: with the router"
-    )
-    options.add_argument(
-        "--tokens", default="1,4,16,64,128,512", help="comma-separated token counts"
-    )
-    options.add_argument("--against", default="grouped_mm,batched_mm", help="transformers' experts")
-    options.add_argument(
-        "--ours", default="lifted", choices=("lifted", "ops"),
-        help="moe_ops is transformers' code under our passes, or code that calls the ops",
-    )  # fmt: skip
-    options.add_argument(
-        "--repeats", type=int, default=60, help="calls at one token; fewer at more"
-    )
+def add_options(name: str, of: argparse.ArgumentParser) -> None:
+    """Those of one command."""
+    if name in ("both", "layer"):
+        options.add_layer(of)
+    if name == "op":
+        options.add_stages(of)
+    if name == "report":
+        of.add_argument("file", help="the JSON file")
+        of.add_argument("--plot", help="also draw to this PNG file")
+    if name == "accuracy":
+        of.add_argument(
+            "--schemes", type=scheme_names, default=[], help="comma-separated; all if left out"
+        )
+        of.add_argument("--seed", type=int, default=0, help="of weights and inputs")
+    if name == "compile":
+        of.add_argument("--layers", default="4,12,48", help="comma-separated")
+    if name == "packing":
+        of.add_argument("--layer", default="qwen3_30b", choices=sorted(LAYERS))
+        of.add_argument("--gigabytes", type=float, default=1.0, help="of bfloat16 weights")
+        of.add_argument("--repeats", type=int, default=3, help="runs; the fastest counts")
 
 
 def scheme_names(text: str) -> list[str]:
@@ -148,7 +154,17 @@ def scheme_names(text: str) -> list[str]:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The arguments; options alone are those of "both"."""
     alone = not words or (words[0].startswith("-") and words[0] not in ("-h", "--help"))
-    return parser().parse_args(["both", *words] if alone else words)
+    reader = parser()
+    args = reader.parse_args(["both", *words] if alone else words)
+    if args.command in ("both", "layer"):
+        options.settle_layer(args, reader.error)
+    if args.command == "op":
+        options.settle_stages(args)
+    return args
+
+
+def command() -> str:
+    return " ".join([PROGRAM, *sys.argv[1:]])
 
 
 def versions() -> Figures:
@@ -159,11 +175,12 @@ def versions() -> Figures:
 
 
 def main() -> None:
+    """Exits with 1 if a cell was wrong, and so not timed."""
     args = parse(sys.argv[1:])
     if args.threads:
         torch.set_num_threads(args.threads)
     figures: Figures = {
-        "command": " ".join(["python -m moe_ops.bench", *sys.argv[1:]]),
+        "command": command(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "processor": processor() or platform.processor() or platform.machine(),
@@ -171,8 +188,9 @@ def main() -> None:
     run, _ = COMMANDS[args.command]
     figures |= run(args)
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(figures, file, indent=2)
+        write(Path(args.json), figures)
+    if any(cell["wrong"] for cell in figures.get("cells", ())):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

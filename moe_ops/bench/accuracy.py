@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.bench.numerics import relative_error
 from moe_ops.bench.weights import TOKEN_OUTLIERS, matrices, outlier_columns
 from moe_ops.ops import experts
 from moe_ops.quant.checks import SCHEMES, check_groups
@@ -134,10 +135,6 @@ def log_probs(model: Any, prompts: Tensor) -> Tensor:
 def kl(p: Tensor, q: Tensor) -> float:
     """KL(p || q) of log-probabilities [..., vocabulary] in nats, the mean over all tokens."""
     return float((p.exp() * (p - q)).sum(-1).mean())
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 def pairs(schemes: Sequence[str] = ()) -> Iterator[tuple[str, str, str]]:

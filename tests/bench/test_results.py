@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moe_ops.bench import __main__ as cli
 from moe_ops.quant.checks import SCHEMES
@@ -49,11 +50,15 @@ def test_commands_of_documents_and_results_still_exist(command: str) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["--tokens", "1,5"], ["--json", "x.json", "--threads", "2"]])
-def test_without_a_command_overhead_and_layer_are_measured(words: list[str]) -> None:
+def test_without_a_command_overhead_and_layer_are_measured(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = cli.parse(words)
     assert args.command == "both"
     assert cli.COMMANDS[args.command][0] is cli.measure_both
-    assert args.tokens == (words[1] if "--tokens" in words else "1,4,16,64,128,512")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    tokens = [1, 5] if "--tokens" in words else [1, 4, 16, 64, 128, 512]
+    assert cli.parse(words).tokens == tokens
 
 
 def test_the_accuracy_table_is_what_was_measured() -> None:

@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ops import OPS, Op, fake_impls
+from moe_ops.backends import triton
 from moe_ops.kernels import cpu as kernels
 from moe_ops.quant.formats import Format
 from moe_ops.spec import REFERENCE
@@ -46,9 +47,10 @@ class Shaped(NamedTuple):
 
 @contextmanager
 def machine() -> Iterator[None]:
-    """Pretend that this machine has a C++ compiler and a GPU."""
+    """Pretend that this machine has a C++ compiler, Triton and a GPU."""
     with (
         patch.object(kernels, "unavailable", lambda: None),
+        patch.object(triton, "unavailable", lambda: None),
         patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY),
     ):
         yield

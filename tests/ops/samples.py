@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from routers import distinct_logits
 from torch import Tensor
 
 from moe_ops import OPS, Op
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
-from moe_ops.testing import Case, make_layer
+from moe_ops.testing import ACTIVATIONS, GPT_OSS, Case, make_layer
 
 
 class Sample(NamedTuple):
@@ -33,19 +34,6 @@ class Bad(NamedTuple):
 
 
 FLOAT_NAMES = "float32, bfloat16, float16"
-GPT_OSS = {"interleaved": True, "alpha": 1.702, "limit": 1.5, "up_shift": 1.0}
-ACTIVATIONS: dict[str, dict[str, Any]] = {
-    "silu": {},
-    "gelu": {"kind": "gelu"},
-    "gelu_tanh": {"kind": "gelu_tanh"},
-    "relu2": {"kind": "relu2"},
-    "interleaved": {"interleaved": True},
-    "limit": {"limit": 0.5},
-    "gpt_oss": GPT_OSS,
-    "ungated_silu": {"gated": False},
-    "ungated_relu2": {"kind": "relu2", "gated": False},
-    "ungated_limit": {"gated": False, "limit": 0.5, "alpha": 1.702},
-}
 
 
 def samples(op_name: str, case: Case, dtype: torch.dtype) -> list[Sample]:
@@ -57,12 +45,6 @@ def samples(op_name: str, case: Case, dtype: torch.dtype) -> list[Sample]:
         bound.apply_defaults()
         found.append(Sample(name, bound.args))
     return found
-
-
-def distinct_logits(T: int, E: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random logits whose rows hold no two equal values, in any float dtype."""
-    steps = torch.rand(T, E).argsort(-1) - (E - 1) / 2
-    return ((steps + (torch.rand(T, E) - 0.5) / 2) * (4 / E)).to(dtype)
 
 
 def with_holes(experts_TK: Tensor, num_experts: int) -> Tensor:

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from routers import distinct_logits
 from samples import (
-    GPT_OSS,
     Bad,
     assert_refused,
-    distinct_logits,
     half_map,
     padded,
     strided,
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from moe_ops import OPS, activate, combine, dispatch, expert_gemm, experts, moe, route, using
 from moe_ops.shapes import DTYPES, FLOATS
-from moe_ops.testing import CASES, F32, TOL, Case, assert_close, make_layer
+from moe_ops.testing import CASES, F32, GPT_OSS, TOL, Case, assert_close, make_layer
 
 NAN = float("nan")
 TIGHT = TOL["experts", F32]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from moe_ops.passes.trace import Backend, text
+from moe_ops.passes.explain.trace import Backend, text
 
 __all__ = ["Compiled", "text"]
 

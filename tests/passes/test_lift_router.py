@@ -16,9 +16,10 @@ from torch import Tensor, fx
 from torch._inductor.virtualized import V
 
 from moe_ops.ops.route import route
-from moe_ops.passes import routing, routing_check
 from moe_ops.passes.context import Context
 from moe_ops.passes.lift_router import lift_router
+from moe_ops.passes.routing.check import disagreement
+from moe_ops.passes.routing.router import Routing, read
 from moe_ops.testing import Tol, assert_close
 from tests.passes.near_misses import OTHERS
 from tests.passes.post_grad import Compiled, text
@@ -317,11 +318,11 @@ def test_equal_layers_are_checked_once_and_quietly() -> None:
         with V.fake_mode, torch.device("meta"):
             hook(graph)
 
-    routing_check.disagreement.cache_clear()
+    disagreement.cache_clear()
     state = torch.get_rng_state()
     Compiled(forward, in_modes)(*inputs(24))
     assert hook.count == 6, hook.context.refusals
-    assert routing_check.disagreement.cache_info().misses == 1
+    assert disagreement.cache_info().misses == 1
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -340,8 +341,8 @@ def test_equal_layers_are_checked_once_and_quietly() -> None:
 def test_a_wrong_reading_is_found_by_numbers(
     change: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def misread(ids: Any, weights: Any) -> routing.Routing:
-        found = routing.read(ids, weights)
+    def misread(ids: Any, weights: Any) -> Routing:
+        found = read(ids, weights)
         return dataclasses.replace(found, arguments=found.arguments | change)
 
     # `moe_ops.passes` has the function under the module's name.

@@ -15,11 +15,11 @@ from torch._dynamo.exc import BackendCompilerFailed
 from moe_ops import using
 from moe_ops.backends import cpu
 from moe_ops.ops import expert_gemm, experts, route
-from moe_ops.passes.choose import bounds, check_thresholds
 from moe_ops.passes.context import Context, Options
 from moe_ops.passes.pick_backend import pick_backend
 from moe_ops.passes.pipeline import Pipeline
-from moe_ops.passes.plan import Choice
+from moe_ops.passes.planning.choose import bounds, check_thresholds
+from moe_ops.passes.planning.plan import Choice
 from moe_ops.spec import Ranges, parse_plan
 from moe_ops.testing import BF16, CASES, F16, F32, TOL, Case, assert_close, make_layer
 from tests.passes.planned import PLAIN, Hook, any_rows, call_of, experts_call, plans, run_experts
@@ -31,6 +31,13 @@ MANY = Case(name="many", T=300, E=4, K=2, D=32, I=16)
 def only_choice(hook: Hook) -> Choice:
     (choice,) = hook.context.choices
     return choice
+
+
+def refused(choice: Choice) -> dict[str, str]:
+    """The refusals of backends of this device; the others say that they are of another."""
+    return {
+        n: why for n, why in choice.refusals.items() if why != "needs a tensor on cuda, got cpu"
+    }
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
@@ -82,7 +89,7 @@ def test_what_was_decided_is_recorded() -> None:
     assert (choice.op, choice.dtype, choice.format) == ("experts", "bfloat16", "")
     assert choice.rows == (2, None)
     assert choice.candidates == ("cpu", "aten", "reference")
-    assert choice.refusals == {}
+    assert refused(choice) == {}
     first, last = choice.ranges
     assert (first.upto, first.backend, first.source) == (40, "cpu", "limit")
     assert (last.upto, last.backend, last.source) == (None, "aten", "limit")
@@ -150,7 +157,7 @@ def test_what_every_backend_refuses_is_left(monkeypatch: pytest.MonkeyPatch) -> 
     _, graph = run_experts(hook, dtype=F16, dynamic=True)
     assert plans(graph) == ["experts -"]
     assert hook.counts == [0]
-    assert only_choice(hook).refusals == {"cpu": "needs float32 or bfloat16, got torch.float16"}
+    assert refused(only_choice(hook)) == {"cpu": "needs float32 or bfloat16, got torch.float16"}
 
 
 def test_an_op_of_others_with_a_similar_name_is_left() -> None:
@@ -178,7 +185,7 @@ def test_backends_are_asked_about_the_strides_of_the_graph() -> None:
     hook = Hook(pick_backend)
     Compiled(strided_experts, hook)(*transposed_call(F32))
     reason = "needs weights contiguous along their last axis"
-    assert only_choice(hook).refusals == {"cpu": reason}
+    assert refused(only_choice(hook)) == {"cpu": reason}
 
 
 # Thresholds
@@ -215,6 +222,31 @@ def test_thresholds_speak_of_experts_alone() -> None:
     compiled, tensors = call_of(route, (layer.logits_TE, 2), hook)
     compiled(*tensors)
     assert only_choice(hook).text == "cpu"
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cpu backend of `experts` takes at most 9 tokens."""
+    found = replace(experts.backends["cpu"], max_rows=lambda *_: 9)
+    monkeypatch.setitem(experts.backends, "cpu", found)
+    monkeypatch.setattr(experts, "_order", {})
+
+
+@pytest.mark.parametrize(
+    ("T", "want"), [(None, "9:cpu,:aten"), (9, "cpu"), (10, "aten")], ids=["any", "9", "10"]
+)
+def test_a_backend_is_planned_for_what_it_can_run(limited: None, T: int | None, want: str) -> None:
+    hook = Hook(pick_backend)
+    run_experts(hook, dynamic=T is None, case=replace(PLAIN, T=T or PLAIN.T))
+    (choice,) = hook.context.choices
+    got = choice.text if T != 10 else choice.candidates[0]
+    assert got == want
+
+
+def test_thresholds_beyond_what_a_backend_can_run_are_refused(limited: None) -> None:
+    hook = Hook(pick_backend, thresholds=((16, "cpu"), (None, "aten")))
+    with pytest.raises(BackendCompilerFailed, match="up to 16 tokens, but: takes at most 9 rows"):
+        run_experts(hook, dynamic=True)
 
 
 BAD = {
@@ -266,7 +298,8 @@ def test_strict_lists_every_refusal_instead_of_the_definition(
         str(raised.value.inner_exception),
         """\
 strict: no backend runs moe_ops.route (node route)
-  cpu: needs a working C++ compiler""",
+  cpu: needs a working C++ compiler
+  triton: needs a tensor on cuda, got cpu""",
     )
     hook = Hook(pick_backend, strict=True)
     compiled, tensors = call_of(expert_gemm, (layer.x_TD[:8], layer.w13_EFD, ends), hook)
@@ -298,7 +331,7 @@ def test_a_backend_that_decides_by_a_symbolic_size_is_refused(
     ):
         hook = Hook(pick_backend)
         run_experts(hook, dynamic=dynamic)
-        assert only_choice(hook).refusals == refusals
+        assert refused(only_choice(hook)) == refusals
         assert hook.guards == 0
     monkeypatch.undo()
     experts._order.clear()

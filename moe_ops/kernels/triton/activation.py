@@ -12,8 +12,11 @@ def sigmoid(x):
 
 
 @triton.jit
-def activate(gate, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """f(min(gate, LIMIT)); a LIMIT of None is none."""
+def activate(gate, ACT: tl.constexpr):
+    """f(min(gate, limit)); ACT as in `weights.Experts`."""
+    KIND: tl.constexpr = ACT[0]
+    ALPHA: tl.constexpr = ACT[3]
+    LIMIT: tl.constexpr = ACT[4]
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT)
     if KIND == "silu":
@@ -31,12 +34,12 @@ def activate(gate, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr)
 
 
 @triton.jit
-def activate_gated(
-    gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_SHIFT: tl.constexpr
-):
-    """f(min(gate, LIMIT)) * (clamp(up, ±LIMIT) + UP_SHIFT)."""
+def activate_gated(gate, up, ACT: tl.constexpr):
+    """f(min(gate, limit)) * (clamp(up, ±limit) + up shift); ACT as in `weights.Experts`."""
+    LIMIT: tl.constexpr = ACT[4]
+    UP_SHIFT: tl.constexpr = ACT[5]
     if LIMIT is not None:
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
     if UP_SHIFT != 0.0:
         up = up + UP_SHIFT
-    return activate(gate, KIND, ALPHA, LIMIT) * up
+    return activate(gate, ACT) * up

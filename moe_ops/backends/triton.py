@@ -1,0 +1,228 @@
+"""The Triton backends for NVIDIA GPUs: routing, and the experts by how many rows each has.
+
+triton.tiny     up to 64 pairs of token and choice: two launches, nothing sorted
+triton.rows     few rows an expert: weights stream past the rows
+triton.grouped  many rows an expert: the rate of the matrix units decides
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from moe_ops.backends.aten import refuse_experts
+from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
+from moe_ops.ops.experts import experts
+from moe_ops.ops.route import route
+from moe_ops.shapes import DTYPES
+from moe_ops.spec import needs_grad
+
+LEAST_CAPABILITY = (8, 0)
+HALF = (torch.bfloat16, torch.float16)
+T = TypeVar("T", Tensor, Tensor | None)
+
+# Up to how many tokens triton.tiny is the fastest, and up to how many rows an expert weights are
+# worth streaming: measured on an H200 over six layers, see docs/PERFORMANCE.md.
+MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT = 4, 100
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why Triton kernels cannot run here, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs triton, which is not installed"
+    return None
+
+
+def _refuse_device(t: Tensor) -> str | None:
+    if unavailable() is not None:
+        return unavailable()
+    if t.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(t.device)
+        if capability < LEAST_CAPABILITY:
+            return f"needs compute capability 8.0, got {capability[0]}.{capability[1]}"
+    return None
+
+
+def supports_route(
+    logits_TE: Tensor,
+    top_k: int,
+    bias_E: Tensor | None = None,
+    per_expert_scale_E: Tensor | None = None,
+    *scoring: Any,
+    **more: Any,
+) -> str | None:
+    if needs_grad(logits_TE, bias_E, per_expert_scale_E):
+        return "is not differentiable, and an argument requires grad"
+    return _refuse_device(logits_TE)
+
+
+@route.backend("triton", supports=supports_route, devices=("cuda",), priority=1)
+def route_tokens(
+    logits_TE: Tensor,
+    top_k: int,
+    bias_E: Tensor | None = None,
+    per_expert_scale_E: Tensor | None = None,
+    score: str = "softmax",
+    select_on: str = "score",
+    n_group: int = 1,
+    topk_group: int = 1,
+    group_reduce: str = "top2sum",
+    group_fill: str = "-inf",
+    softmax_selected: bool = False,
+    renormalize: bool = False,
+    eps: float = 0.0,
+    min_sum: float = 0.0,
+    scale: float = 1.0,
+    out_dtype: str = "float32",
+) -> tuple[Tensor, Tensor]:
+    """`route` in one launch, a warp for each token."""
+    from moe_ops.kernels.triton import routing
+
+    fill = 0.0 if group_fill == "zero" else float("-inf")
+    router = (
+        score, select_on == "logit", n_group, topk_group, group_reduce == "top2sum", fill,
+        softmax_selected, renormalize, eps, min_sum, scale,
+    )  # fmt: skip
+    return routing.route(
+        _rows(logits_TE), top_k, _contiguous(bias_E), _contiguous(per_expert_scale_E),
+        router, DTYPES[out_dtype],
+    )  # fmt: skip
+
+
+def supports_experts(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    w13_EFD: Tensor,
+    w2_EDI: Tensor,
+    b13_EF: Tensor | None = None,
+    b2_ED: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    transposed: bool = False,
+    kind: str = "silu",
+    gated: bool = True,
+    interleaved: bool = False,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_shift: float = 0.0,
+    w13_scale_EFG: Tensor | None = None,
+    w2_scale_EDG: Tensor | None = None,
+    w13_zero_EFG: Tensor | None = None,
+    w2_zero_EDG: Tensor | None = None,
+    alpha13_E: Tensor | None = None,
+    alpha2_E: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    h_scale: Tensor | None = None,
+    w_format: str = "",
+    x_format: str = "",
+) -> str | None:
+    if x_TD.dtype not in HALF:
+        return f"needs bfloat16 or float16, got {x_TD.dtype}"
+    if needs_grad(x_TD, weights_TK, w13_EFD, w2_EDI, b13_EF, b2_ED):
+        return "is not differentiable, and an argument requires grad"
+    return refuse_experts(x_TD, alpha13_E, alpha2_E, w_format) or _refuse_device(x_TD)
+
+
+def max_tiny_tokens(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *rest: Any) -> int:
+    return min(TINY_TOKENS, TINY_PAIRS // experts_TK.shape[1])
+
+
+def most_tiny_tokens(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *rest: Any) -> int:
+    return MOST_TINY_TOKENS
+
+
+def most_rows_tokens(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    w13_EFD: Tensor,
+    w2_EDI: Tensor,
+    b13_EF: Tensor | None = None,
+    b2_ED: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    *rest: Any,
+) -> int:
+    experts = w13_EFD.shape[0] if expert_map is None else expert_map.shape[0]
+    return MOST_ROWS_PER_EXPERT * experts // experts_TK.shape[1]
+
+
+def _experts_on(kernel: str) -> Callable[..., Tensor]:
+    """The backend whose kernels are in this module of `moe_ops.kernels.triton`."""
+
+    def run(
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        w13_EFD: Tensor,
+        w2_EDI: Tensor,
+        b13_EF: Tensor | None = None,
+        b2_ED: Tensor | None = None,
+        expert_map: Tensor | None = None,
+        transposed: bool = False,
+        kind: str = "silu",
+        gated: bool = True,
+        interleaved: bool = False,
+        alpha: float = 1.0,
+        limit: float | None = None,
+        up_shift: float = 0.0,
+        w13_scale_EFG: Tensor | None = None,
+        w2_scale_EDG: Tensor | None = None,
+        w13_zero_EFG: Tensor | None = None,
+        w2_zero_EDG: Tensor | None = None,
+        alpha13_E: Tensor | None = None,
+        alpha2_E: Tensor | None = None,
+        x_scale: Tensor | None = None,
+        h_scale: Tensor | None = None,
+        w_format: str = "",
+        x_format: str = "",
+    ) -> Tensor:
+        if x_TD.shape[0] == 0:
+            return torch.empty_like(x_TD)
+        from moe_ops.kernels.triton.weights import Experts
+
+        layer = Experts(
+            w13_EFD=w13_EFD,
+            w2_EDI=w2_EDI,
+            b13_EF=_rows(b13_EF),
+            b2_ED=_rows(b2_ED),
+            transposed=transposed,
+            act=(kind, gated, interleaved, alpha, limit, up_shift),
+        )
+        module = importlib.import_module(f"moe_ops.kernels.triton.{kernel}")
+        out_TD: Tensor = module.run(
+            _rows(x_TD), weights_TK.contiguous(), experts_TK.contiguous(), layer,
+            _contiguous(expert_map),
+        )  # fmt: skip
+        return out_TD
+
+    return run
+
+
+for name, priority, most, maximum in (
+    ("tiny", 3, most_tiny_tokens, max_tiny_tokens),
+    ("rows", 2, most_rows_tokens, None),
+):
+    experts.backend(
+        f"triton.{name}",
+        supports=supports_experts,
+        most_rows=most,
+        max_rows=maximum,
+        devices=("cuda",),
+        priority=priority,
+    )(_experts_on(name))
+
+
+def _rows(t: T) -> T:
+    """A tensor, if any, whose rows are contiguous."""
+    return t if t is None or t.stride(-1) == 1 else t.contiguous()
+
+
+def _contiguous(t: T) -> T:
+    return None if t is None else t.contiguous()

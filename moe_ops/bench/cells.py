@@ -1,0 +1,212 @@
+"""One layer after another, at numbers of tokens and routings: check each implementation, time it.
+
+A call is one layer, from logits (ours) or from ids and weights (transformers') to the result. The
+calls of a cell take turns over sets of inputs and copies of weights; see `inputs.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from moe_ops.bench import numerics, progress
+from moe_ops.bench.contenders import Contender, backends_of
+from moe_ops.bench.inputs import (
+    Rotation,
+    Routed,
+    Weights,
+    make_routed,
+    make_weights,
+    rotate,
+    sets_for,
+)
+from moe_ops.bench.rates import Rates, Work, work_of
+from moe_ops.bench.timing import Run, capture, rounds_for, time_replays
+from moe_ops.testing import Case
+
+SEED = 0
+
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One implementation of one layer at one number of tokens and one routing."""
+
+    layer: str
+    tokens: int
+    routing: str
+    contender: str
+    ran: dict[str, str] = field(default_factory=dict)  # backends by op; empty: not our code
+    copies: int  # of the weights
+    sets: int  # of inputs, with a routing each
+    cold: bool  # whether the rotation keeps weights out of the cache
+    bytes: float  # of a call, the mean over the sets
+    flops: float
+    floor_us: float
+    given_floor_us: float | None = None  # by the rates that were given, not measured
+    error: float | None = None  # the largest of the sets
+    us: float | None = None
+    low_us: float | None = None
+    high_us: float | None = None
+    wrong: str = ""  # why it was not timed
+
+    @property
+    def tbs(self) -> float:
+        return self.bytes / (self.us or 0.0) * 1e-6
+
+    @property
+    def tflops(self) -> float:
+        return self.flops / (self.us or 0.0) * 1e-6
+
+    @property
+    def share(self) -> float:
+        """Of the floor's time in the measured one."""
+        return self.floor_us / (self.us or 0.0)
+
+    @property
+    def given_share(self) -> float | None:
+        """The same by the rates that were given; None without them, or without a time."""
+        return self.given_floor_us / self.us if self.given_floor_us and self.us else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """What to measure. `contenders` gives those of a layer, ours first."""
+
+    layers: Sequence[Case]
+    tokens: Sequence[int]
+    routings: Sequence[str]
+    contenders: Callable[[Case], Sequence[Contender]]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turns:
+    """The inputs of a cell, and what is right for each of them."""
+
+    inputs: list[tuple[Weights, Routed]]
+    wants: list[Tensor]
+    rotation: Rotation
+    work: Work
+
+
+@torch.inference_mode()
+def measure(grid: Grid, rates: Rates, given: Rates | None = None) -> Iterator[Cell]:
+    """The cells of a grid, as they are done."""
+    for case in grid.layers:
+        yield from _layer(grid, case, rates, given)
+        # What was compiled for a layer, and its weights, are of no use to the next.
+        torch._dynamo.reset()
+        gc.collect()
+        if grid.device.type == "cuda":
+            torch.cuda.empty_cache()
+    progress.done()
+
+
+def _layer(grid: Grid, case: Case, rates: Rates, given: Rates | None) -> Iterator[Cell]:
+    contenders = grid.contenders(case)
+    g = torch.Generator(device=grid.device).manual_seed(SEED)
+    copies: list[Weights] = []
+    for T in grid.tokens:
+        for routing in grid.routings:
+            progress.tell(f"{case.name}, {T} tokens {routing}: inputs")
+            turns = make_turns(grid, case, T, routing, copies, g)
+            for contender in contenders:
+                cell = Cell(
+                    layer=case.name,
+                    tokens=T,
+                    routing=routing,
+                    contender=contender.name,
+                    copies=turns.rotation.copies,
+                    sets=turns.rotation.sets,
+                    cold=turns.rotation.cold,
+                    bytes=turns.work.bytes,
+                    flops=turns.work.flops,
+                    floor_us=rates.floor_us(turns.work),
+                    given_floor_us=None if given is None else given.floor_us(turns.work),
+                )
+                progress.tell(f"{case.name}, {T} tokens {routing}: {contender.name}")
+                yield fill(cell, contender, turns, grid)
+
+
+def make_turns(
+    grid: Grid, case: Case, T: int, routing: str, copies: list[Weights], g: torch.Generator
+) -> Turns:
+    """Inputs that take turns. `copies` are the layer's weights so far; more are added if needed."""
+    sets = [make_routed(case, T, routing, grid.dtype, g) for _ in range(sets_for(T))]
+    works = [work_of(case, routed.experts_TK, grid.dtype.itemsize) for routed in sets]
+    if not copies:
+        copies.append(make_weights(case, grid.dtype, g))
+    # What is kept already counts as free: it is part of the rotation.
+    rotation = rotate(works, copies[0].nbytes, grid.device, len(copies))
+    while len(copies) < rotation.copies:
+        copies.append(make_weights(case, grid.dtype, g))
+    inputs = [(copies[i % rotation.copies], sets[i]) for i in range(rotation.sets)]
+    return Turns(
+        inputs=inputs,
+        wants=[numerics.want(weights, routed) for weights, routed in inputs],
+        rotation=rotation,
+        work=Work.mean(works[: rotation.sets]),
+    )
+
+
+def fill(cell: Cell, contender: Contender, turns: Turns, grid: Grid) -> Cell:
+    """The cell with a time, or with the reason why there is none."""
+    calls = [functools.partial(contender.call, *given) for given in turns.inputs]
+    ran: dict[str, str] = {}
+    try:
+        with contender.around():
+            ran = ran if contender.compiled else backends_of(calls[0])
+            error = check(calls, contender, turns, grid)
+            run, count, of_graph = prepare(calls, turns, grid, cell.floor_us)
+            timing = time_replays(run, count, grid.device)
+    except Exception as reason:  # whatever it is, the others are still measured
+        return replace(cell, ran=ran, wrong=f"{type(reason).__name__}: {reason}")
+    return replace(
+        cell,
+        ran=ran,
+        error=max(error, of_graph),
+        us=timing.us,
+        low_us=timing.low_us,
+        high_us=timing.high_us,
+    )
+
+
+def check(calls: Sequence[Call], contender: Contender, turns: Turns, grid: Grid) -> float:
+    """The largest error of the calls. Raises AssertionError if one is wrong."""
+    # Compiled code allocates past torch.empty, and would be compiled anew for this.
+    around = contextlib.nullcontext() if contender.compiled else numerics.poisoned()
+    with around:
+        return _compare((call() for call in calls), turns, grid.dtype)
+
+
+def prepare(
+    calls: Sequence[Call], turns: Turns, grid: Grid, call_us: float
+) -> tuple[Run, int, float]:
+    """What to time, how many calls that is, and its largest error: on a GPU a graph of the calls,
+    whose results are filled with NaN and compared again.
+    """
+    if grid.device.type != "cuda":
+        return lambda: [call() for call in calls], len(calls), 0.0
+    for call in calls:  # as they will be captured; they were checked under another mode
+        call()
+    rounds = rounds_for(len(calls), call_us)
+    replay, results = capture(calls, rounds)
+    for result in results:
+        result.fill_(math.nan)
+    replay()
+    return replay, rounds * len(calls), _compare(results, turns, grid.dtype)
+
+
+def _compare(results: Iterable[Tensor], turns: Turns, dtype: torch.dtype) -> float:
+    pairs = zip(results, turns.wants, strict=True)
+    return max(numerics.check(got, want, dtype, f"set {i}") for i, (got, want) in enumerate(pairs))

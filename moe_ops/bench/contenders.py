@@ -1,0 +1,144 @@
+"""What is timed for a layer: our `moe` on the backends it picks or on one, and transformers'."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_ops.bench.inputs import Routed, Weights
+from moe_ops.ops import moe
+from moe_ops.spec import NAMESPACE, OPS, REFERENCE, Op, using
+from moe_ops.testing import Case
+
+OURS = "moe_ops"
+STOCK = ("grouped_mm", "batched_mm")  # transformers' names
+
+Call = Callable[[Weights, Routed], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One implementation of a layer. `around` is entered before it is called."""
+
+    name: str
+    call: Call
+    around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    compiled: bool = False
+
+
+def ours(case: Case, device: str, name: str = OURS, backend: str | None = None) -> Contender:
+    """The op `moe`, from logits to the result, on the backends that it picks or on one."""
+
+    def call(weights: Weights, routed: Routed) -> Tensor:
+        return moe(
+            routed.x_TD, routed.logits_TE, weights.w13_EFD, weights.w2_EDI, case.K, renormalize=True
+        )
+
+    if backend is None:
+        return Contender(name=name, call=call)
+    having = ops_with(backend, device)
+    return Contender(name=name, call=call, around=lambda: forced(backend, having))
+
+
+def ops_with(backend: str, device: str) -> list[Op]:
+    """The ops that have this backend on a device. Raises ValueError if there is none."""
+    having = [op for op in OPS.values() if backend in {b.name for b in op.candidates(device)}]
+    if not having:
+        known = sorted({b.name for op in OPS.values() for b in op.candidates(device)})
+        raise ValueError(
+            f"no op has a backend {backend!r} on {device}; there are {', '.join(known)}"
+        )
+    return having
+
+
+@contextlib.contextmanager
+def forced(backend: str, having: list[Op]) -> Iterator[None]:
+    """This backend on these ops, and the definition of all others."""
+    others = [op for op in OPS.values() if op not in having]
+    with contextlib.ExitStack() as stack:
+        if others:
+            stack.enter_context(using(REFERENCE, *others))
+        stack.enter_context(using(backend, *having))
+        yield
+
+
+def stock(case: Case, implementation: str) -> Contender:
+    """transformers' experts under torch.compile, given the ids and weights of a routing."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(
+        hidden_size=case.D,
+        num_experts=case.E,
+        num_experts_per_tok=case.K,
+        moe_intermediate_size=case.I,
+    )
+    config._experts_implementation = implementation
+    modules: dict[int, nn.Module] = {}
+
+    def module_of(weights: Weights) -> nn.Module:
+        found = modules.get(weights.w13_EFD.data_ptr())
+        if found is None:
+            with torch.device("meta"):
+                found = Qwen3MoeExperts(config).eval()
+            found.gate_up_proj = nn.Parameter(weights.w13_EFD, requires_grad=False)
+            found.down_proj = nn.Parameter(weights.w2_EDI, requires_grad=False)
+            modules[weights.w13_EFD.data_ptr()] = found
+        return found
+
+    def run(module: nn.Module, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return module(x_TD, ids_TK, weights_TK)
+
+    compiled = torch.compile(run, fullgraph=True)
+
+    def call(weights: Weights, routed: Routed) -> Tensor:
+        return compiled(module_of(weights), routed.x_TD, routed.ids_TK, routed.rounded_TK)
+
+    return Contender(name=implementation, call=call, compiled=True)
+
+
+def contender(case: Case, device: str, name: str) -> Contender:
+    """By name: transformers' experts, or our op on a backend."""
+    return stock(case, name) if name in STOCK else ours(case, device, name, name)
+
+
+def backends_of(call: Callable[[], Any]) -> dict[str, str]:
+    """The backend of every op of ours that a call runs, as the ops pick them."""
+    with _Recorder() as recorder:
+        call()
+    return recorder.ran
+
+
+class _Recorder(TorchDispatchMode):
+    """Picks as an op does, and watches what the backend calls in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: dict[str, str] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "namespace", None) != NAMESPACE:
+            return func(*args, **kwargs)
+        op = OPS[func.overloadpacket.__name__]
+        backend = op.pick(args, kwargs)
+        self.ran[op.name] = backend.name
+        with self:
+            return backend.run(*args, **kwargs)
+
+
+def label(ran: dict[str, str]) -> str:
+    """In a few words: the backend of `moe`, else those of the ops that it is composed of."""
+    if ran.get(moe.name, REFERENCE) != REFERENCE:
+        return ran[moe.name]
+    named = [f"{op}:{backend}" for op, backend in ran.items() if backend != REFERENCE]
+    return " ".join(named) or (REFERENCE if ran else "")

@@ -1,0 +1,148 @@
+"""Weights, tokens and routings of a layer that take turns, so that no call finds them in a cache.
+
+Everything is made on the device: some layers hold gigabytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_ops.bench.rates import Work
+from moe_ops.ops import route
+from moe_ops.passes.planning.layers import ROUTINGS
+from moe_ops.shapes import check_choice
+from moe_ops.testing import Case
+
+MOST_SETS, MOST_COPIES = 8, 8
+MANY_TOKENS = 4096  # from which on one call moves more than any cache holds, and two sets will do
+CPU_CACHE = 2**26
+# Between two uses of a weight other calls move this many times what the cache holds.
+CACHES_BETWEEN = 3
+MEMORY_SHARE = 0.4  # of what is free, for copies of weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Weights:
+    """The weights of a gated layer."""
+
+    w13_EFD: Tensor
+    w2_EDI: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.w13_EFD.nbytes + self.w2_EDI.nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Routed:
+    """Tokens, their logits, and the routing that the logits give: weights that sum to 1."""
+
+    x_TD: Tensor
+    logits_TE: Tensor
+    weights_TK: Tensor  # float32
+    experts_TK: Tensor  # int32
+    rounded_TK: Tensor  # as transformers' routers give both: weights in x's dtype,
+    ids_TK: Tensor  # and int64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """How many copies of the weights and sets of inputs take turns; whether that is enough."""
+
+    copies: int
+    sets: int
+    cold: bool
+
+
+def make_weights(case: Case, dtype: torch.dtype, g: torch.Generator) -> Weights:
+    """Normal weights that keep the size of what they multiply."""
+
+    def normal(rows: int, cols: int) -> Tensor:
+        w = torch.empty(case.E, rows, cols, dtype=dtype, device=g.device)
+        return w.normal_(std=cols**-0.5, generator=g)
+
+    return Weights(w13_EFD=normal(2 * case.I, case.D), w2_EDI=normal(case.D, case.I))
+
+
+def make_routed(case: Case, T: int, routing: str, dtype: torch.dtype, g: torch.Generator) -> Routed:
+    """Normal tokens, and logits by one of ROUTINGS.
+
+    "uniform": every expert as often as any other. "zipf": the n-th most popular one n times less
+    often than the first, as far as the choices of one token, which are different, allow.
+    """
+    logits_TE = make_logits(case, T, routing, dtype, g)
+    weights_TK, experts_TK = route.reference(logits_TE, case.K, renormalize=True)
+    x_TD = torch.empty(T, case.D, dtype=dtype, device=g.device).normal_(generator=g)
+    return Routed(
+        x_TD=x_TD,
+        logits_TE=logits_TE,
+        weights_TK=weights_TK,
+        experts_TK=experts_TK,
+        rounded_TK=weights_TK.to(dtype),
+        ids_TK=experts_TK.long(),
+    )
+
+
+def make_logits(case: Case, T: int, routing: str, dtype: torch.dtype, g: torch.Generator) -> Tensor:
+    """Logits whose largest K are a routing, with no tie at the K-th."""
+    check_choice("routing", routing, ROUTINGS)
+    uniform_TE = torch.rand(T, case.E, generator=g, device=g.device)
+    # The largest K of log p + Gumbel noise are K draws without replacement.
+    noise_TE = -uniform_TE.clamp(1e-20, 1 - 2**-24).log().neg().log()
+    if routing == "zipf":
+        # The popular experts are the same ones in every set, as they are in a model.
+        order = torch.randperm(case.E, generator=torch.Generator().manual_seed(0)) + 1
+        noise_TE -= order.to(g.device).log()
+    return without_tie(noise_TE.to(dtype), noise_TE.topk(case.K, dim=-1).indices)
+
+
+def without_tie(logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+    """The logits with those that are not chosen clearly below the least that is: after rounding, or
+    in a softmax, they may be equal, and which of them a backend takes is its own affair.
+    """
+    chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter(1, chosen_TK, True)
+    least_T1 = logits_TE.gather(1, chosen_TK).amin(-1, keepdim=True)
+    below_T1 = least_T1 - 2**-6 * least_T1.abs().clamp(min=2**-6)
+    return torch.where(chosen_TE, logits_TE, torch.minimum(logits_TE, below_T1))
+
+
+def rotate(
+    works: Sequence[Work],
+    copy_bytes: int,
+    device: torch.device,
+    kept: int = 0,
+    most: int = MOST_COPIES,
+) -> Rotation:
+    """The rotation for calls of this work, each of which may touch the same experts; so many copies
+    of the weights are kept already.
+    """
+    needed = CACHES_BETWEEN * cache_bytes(device)
+    least = min(work.bytes for work in works)
+    fit = int(MEMORY_SHARE * (free_bytes(device) + kept * copy_bytes) // copy_bytes)
+    copies = max(1, min(int(needed // least) + 1, fit, most, len(works)))
+    sets = copies * (len(works) // copies)  # whole turns: the last copy is followed by the first
+    return Rotation(copies=copies, sets=sets, cold=copies * least > needed)
+
+
+def sets_for(T: int) -> int:
+    """How many sets of inputs to make at most."""
+    return MOST_SETS if T < MANY_TOKENS else 2
+
+
+def cache_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return CPU_CACHE
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that nobody uses, with what torch keeps for itself."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + kept)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,95 @@
+"""Whether a result is right: against float32, on memory that nobody wrote filled with NaN."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils.deterministic
+from torch import Tensor
+
+from moe_ops.bench.inputs import Routed, Weights
+
+# |got - want| / |want| of a whole layer, at most. In 16 bits the activation, both products and the
+# sum are rounded; bfloat16's measure 0.4 %.
+LIMITS = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3, torch.float32: 1e-5}
+
+
+def want(weights: Weights, routed: Routed) -> Tensor:
+    """The layer in float32, an expert at a time, so that one expert's weights are converted."""
+    out_TD = torch.zeros(routed.x_TD.shape, device=routed.x_TD.device)
+    with exact_float32():
+        for e in routed.experts_TK.unique().tolist():
+            rows, choices = (routed.experts_TK == e).nonzero(as_tuple=True)
+            gate_up = F.linear(routed.x_TD[rows].float(), weights.w13_EFD[e].float())
+            gate, up = gate_up.chunk(2, dim=-1)
+            y = F.linear(F.silu(gate) * up, weights.w2_EDI[e].float())
+            # A token chooses an expert once, so no row is met twice.
+            out_TD[rows] += y * routed.weights_TK[rows, choices, None]
+    return out_TD
+
+
+def want_products(x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    """`expert_gemm` in float32, an expert at a time: its reference gathers a weight for a row."""
+    y_RF = torch.zeros(x_RD.shape[0], w_EFD.shape[1], device=x_RD.device)
+    start = 0
+    with exact_float32():
+        for e, end in enumerate(ends_E.tolist()):
+            if end > start:
+                y_RF[start:end] = F.linear(x_RD[start:end].float(), w_EFD[e].float())
+            start = end
+    return y_RF
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def check(got: Tensor, want: Tensor, dtype: torch.dtype, what: str) -> float:
+    """The relative error. Raises AssertionError if it is too large, or for NaN."""
+    if got.shape != want.shape or got.dtype != dtype:
+        raise AssertionError(
+            f"{what}: {got.dtype} {tuple(got.shape)}, wanted {dtype} {tuple(want.shape)}"
+        )
+    error = relative_error(got, want)
+    if not error <= LIMITS[dtype]:
+        nan = int(got.isnan().sum())
+        raise AssertionError(
+            f"{what}: relative error {error:.3g}, at most {LIMITS[dtype]:g} is right"
+            + (f"; {nan} of {got.numel()} are NaN" if nan else "")
+        )
+    return error
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """Products of float32 in float32, not in tf32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill what `torch.empty` gives with NaN, so that a result nobody wrote shows."""
+    on = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic: Any = torch.utils.deterministic  # a module that stands for a class
+    fill = deterministic.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        # That some operations are not deterministic is no concern here.
+        warnings.simplefilter("ignore", UserWarning)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        deterministic.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(on, warn_only=warn_only)
+            deterministic.fill_uninitialized_memory = fill

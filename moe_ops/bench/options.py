@@ -1,0 +1,140 @@
+"""The options of the commands that measure layers and stages, and which of them go together."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from moe_ops.bench.rates import Rates
+from moe_ops.passes.planning.layers import ROUTINGS
+from moe_ops.testing import LAYERS
+
+HOST = ("lifted", "ops")  # what is timed by the host's clock, against transformers' own
+HOST_TOKENS, TOKENS = "1,4,16,64,128,512", "1,4,16,64,256,1024,4096,16384"
+HOST_AGAINST = "grouped_mm,batched_mm"
+# Options of one way to measure, with what they are if they are left out.
+OF_HOST: dict[str, Any] = {"part": "experts", "repeats": 60}
+OF_MOE: dict[str, Any] = {
+    "routing": ["uniform"], "backend": None, "rates": None, "peers": None, "plot": None,
+}  # fmt: skip
+
+Error = Callable[[str], NoReturn]
+
+
+def names_of(kind: str, known: Callable[[], list[str]], all_: bool = False) -> Callable[..., Any]:
+    """The type of an option: comma-separated names that are known, or "all"."""
+
+    def parse(text: str) -> list[str]:
+        names = known() if all_ and text == "all" else text.split(",")
+        for name in names:
+            if name not in known():
+                raise argparse.ArgumentTypeError(
+                    f"{name!r} is no {kind}; there are {', '.join(known())}"
+                )
+        return names
+
+    return parse
+
+
+layer_names = names_of("layer", lambda: list(LAYERS), all_=True)
+routing_names = names_of("routing", lambda: list(ROUTINGS))
+
+
+def rates(text: str) -> Rates:
+    try:
+        return Rates.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def numbers(text: str) -> list[int]:
+    """Counts of tokens."""
+    found = [int(word) for word in text.split(",")]
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be 1 and more")
+    return found
+
+
+def add_layer(options: argparse.ArgumentParser) -> None:
+    """Of both ways to measure a layer."""
+    add_sizes(options)
+    options.add_argument(
+        "--tokens", type=numbers, help=f"comma-separated; {HOST_TOKENS}, or {TOKENS} for moe"
+    )
+    options.add_argument(
+        "--against", type=words,
+        help="comma-separated: transformers' grouped_mm and batched_mm (both, if left out on the "
+        "CPU), and next to moe also backends of ours",
+    )  # fmt: skip
+    options.add_argument(
+        "--ours", choices=(*HOST, "moe"),
+        help="moe_ops is transformers' code under our passes, code that calls the ops (both on the "
+        "CPU), or the op moe from logits on; moe on a GPU and lifted on a CPU if left out",
+    )  # fmt: skip
+    host = options.add_argument_group("for --ours lifted and ops")
+    host.add_argument("--part", choices=("experts", "block"), help="block: with the router")
+    host.add_argument("--repeats", type=int, help="calls at one token; fewer at more")
+    moe = options.add_argument_group("for --ours moe")
+    moe.add_argument("--routing", type=routing_names, help=f"of {', '.join(ROUTINGS)}")
+    moe.add_argument("--backend", help="run ours on this backend; what the ops pick if left out")
+    moe.add_argument(
+        "--rates", type=rates, metavar="COPY_TBS,MATMUL_TFLOPS",
+        help="also give floors by these rates, not by those of this run",
+    )  # fmt: skip
+    moe.add_argument("--peers", help="a JSON file of times to compare with")
+    moe.add_argument("--plot", help="draw to this PNG file")
+
+
+def add_stages(options: argparse.ArgumentParser) -> None:
+    """Of `bench op`."""
+    add_sizes(options)
+    options.add_argument("--tokens", type=numbers, default=TOKENS, help="comma-separated")
+    options.add_argument(
+        "--backend", type=words, default=[], help="comma-separated; all that can run if left out"
+    )
+    options.set_defaults(rates=None)
+
+
+def add_sizes(options: argparse.ArgumentParser) -> None:
+    options.add_argument(
+        "--layer", type=layer_names, default="qwen3_30b", help=f"all, or of {', '.join(LAYERS)}"
+    )
+    options.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    options.add_argument("--device", choices=("cpu", "cuda"), help="cuda, if there is one")
+
+
+def settle_stages(args: argparse.Namespace) -> None:
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def settle_layer(args: argparse.Namespace, error: Error) -> None:
+    """Give what was left out its value, and refuse options that do not go together."""
+    on_host = args.ours in HOST
+    if args.device is None:
+        args.device = "cuda" if torch.cuda.is_available() and not on_host else "cpu"
+    if args.ours is None:
+        args.ours = "moe" if args.device == "cuda" else "lifted"
+    on_host = args.ours in HOST
+    if on_host and args.device != "cpu":
+        error(f"--ours {args.ours} is timed on the CPU; drop --device, or take --ours moe")
+    if on_host and len(args.layer) > 1:
+        error(f"--ours {args.ours} measures one layer; take --ours moe for several")
+    mine, others = (OF_HOST, OF_MOE) if on_host else (OF_MOE, OF_HOST)
+    for name in others:
+        if getattr(args, name) is not None:
+            ways = "moe" if on_host else " or ".join(HOST)
+            error(f"--{name} is for --ours {ways}, but this is --ours {args.ours}")
+    for name, value in mine.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.tokens is None:
+        args.tokens = numbers(HOST_TOKENS if on_host else TOKENS)
+    if args.against is None:
+        args.against = words(HOST_AGAINST if on_host else "")

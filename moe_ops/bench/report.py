@@ -1,0 +1,102 @@
+"""The tables of docs/PERFORMANCE.md that are made from the file of a run on a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from moe_ops.bench.results import Results, geometric_mean, load
+
+# Between these two lines the page is made: the name is that of the file, without .json.
+BLOCK = re.compile(r"<!-- results (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def fill(page: str, folder: Path) -> str:
+    """The page with the tables of every block made anew from its file; none, if it is not there."""
+
+    def block(found: re.Match[str]) -> str:
+        path = folder / f"{found[1]}.json"
+        text = f"\n{section(load(path))}\n\n" if path.exists() else ""
+        return f"<!-- results {found[1]} -->\n{text}<!-- end -->"
+
+    return BLOCK.sub(block, page)
+
+
+def section(results: Results) -> str:
+    """What was run, every cell, the means and the skew."""
+    parts = [_conditions, _cells, _controls, _bands, _skews]
+    return "\n\n".join(text for part in parts if (text := part(results)))
+
+
+def _conditions(results: Results) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
+    text = f"One {results.device}, {results.dtype}, {versions}; {results.rates}:"
+    return f"{text}\n\n    {results.command}"
+
+
+def _cells(results: Results) -> str:
+    """Tokens by layer: microseconds (% of floor, times as fast as the best peer)."""
+    layers = list(results.layers)
+    tokens = sorted({c.tokens for c in results.cells})
+    rows = []
+    for count in tokens:
+        row = [str(count)]
+        for layer in layers:
+            row.append(_cell(results, layer, count))
+        rows.append(row)
+    peers = ", times as fast as the best peer" if results.peers else ""
+    head = f"Uniform routing: µs (% of floor{peers})."
+    return f"{head}\n\n{_table(['tokens', *layers], rows)}"
+
+
+def _controls(results: Results) -> str:
+    """How far the peers' times can be trusted to hold for this run."""
+    return "\n".join(
+        f"`{name}` took {geometric_mean(ratios):.2f} times as long as it did among the peers, "
+        f"{min(ratios):.2f} to {max(ratios):.2f}."
+        for name, ratios in results.controls().items()
+    )
+
+
+def _cell(results: Results, layer: str, tokens: int) -> str:
+    cell = results.find(layer, tokens, "uniform")
+    if cell is None:
+        return ""
+    if cell.us is None:
+        return "wrong"
+    peer = results.best_peer(cell)
+    versus = "" if peer is None else f", {peer[1] / cell.us:.2f}"
+    return f"{cell.us:.1f} ({100 * cell.share:.0f} %{versus})"
+
+
+def _bands(results: Results) -> str:
+    head = ["tokens", "routing", "cells", "floor / time, geometric mean"]
+    given = results.given
+    head += [f"by {given.copy_tbs:g} TB/s, {given.matmul_tflops:g} TFLOP/s"] if given else []
+    rows = []
+    for b in results.bands():
+        row = [f"{b.low} to {b.high}", b.routing, str(b.cells), f"{100 * b.share:.1f} %"]
+        row += [] if b.given_share is None else [f"{100 * b.given_share:.1f} %"]
+        rows.append(row)
+    return _table(head, rows)
+
+
+def _skews(results: Results) -> str:
+    """The worst ratio of times at each number of tokens, where both routings ask for as much."""
+    same = [skew for skew in results.skews() if skew.same_work]
+    rows = []
+    for tokens in sorted({skew.tokens for skew in same}):
+        here = [skew for skew in same if skew.tokens == tokens]
+        worst = max(here, key=lambda skew: skew.time_ratio)
+        rows.append([str(tokens), str(len(here)), f"{worst.time_ratio:.2f}", worst.layer])
+    if not rows:
+        return ""
+    head = (
+        f"Zipf's law against uniform routing, in the {len(same)} cells where the floors are equal."
+    )
+    return f"{head}\n\n{_table(['tokens', 'cells', 'most zipf / uniform', 'in'], rows)}"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

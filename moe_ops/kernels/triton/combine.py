@@ -1,0 +1,46 @@
+"""Sum each token's expert outputs."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.triton.launch import pdl_options
+
+BD = 1024
+
+
+@triton.jit
+def sum_kernel(
+    y_ptr, inverse_ptr, weights_ptr, out_ptr,
+    K: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[t] = sum over k of weight[t, k] * y[row of (t, k)], in the order of k."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    t = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BK)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    row_K = tl.load(inverse_ptr + t * K + k, mask=k < K, other=-1)
+    mask_KD = (row_K >= 0)[:, None] & (d < D)[None, :]
+    y_KD = tl.load(y_ptr + row_K.to(tl.int64)[:, None] * D + d[None, :], mask=mask_KD, other=0.0)
+    y_KD = y_KD.to(tl.float32)
+    if weights_ptr is not None:
+        weight_K = tl.load(weights_ptr + t * K + k, mask=row_K >= 0, other=0.0).to(tl.float32)
+        y_KD = y_KD * weight_K[:, None]
+    tl.store(out_ptr + t * D + d, tl.sum(y_KD, 0).to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+def sum_rows(y_RD: Tensor, inverse_R: Tensor, weights_TK: Tensor | None, top_k: int) -> Tensor:
+    """out_TD from the rows of experts, with weights unless the rows contain them."""
+    T, D = inverse_R.shape[0] // top_k, y_RD.shape[1]
+    out_TD = y_RD.new_empty(T, D)
+    pdl, options = pdl_options(y_RD)
+    sum_kernel[(T, triton.cdiv(D, BD))](
+        y_RD, inverse_R, weights_TK, out_TD,
+        K=top_k, D=D, BK=triton.next_power_of_2(top_k), BD=min(BD, triton.next_power_of_2(D)),
+        PDL=pdl, num_warps=4, **options,
+    )  # fmt: skip
+    return out_TD

@@ -1,0 +1,28 @@
+"""What all launches share."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def capability(index: int) -> tuple[int, int]:
+    """The compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(index)
+
+
+def pdl_options(t: Tensor) -> tuple[bool, dict[str, Any]]:
+    """Whether launches on the device of a tensor overlap the end of the launch before them
+    (programmatic dependent launch), and the option that says so.
+
+    Every kernel then lets the next one begin at once, and waits for the end of the one before
+    ahead of its first access to memory: so it also sees what earlier ones wrote, and what it
+    overwrites has been read.
+    """
+    if t.is_cuda and capability(t.device.index) >= (9, 0):
+        return True, {"launch_pdl": True}
+    return False, {}

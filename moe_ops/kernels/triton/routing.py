@@ -1,0 +1,223 @@
+"""Routing on the device: scores, group limits, top-k and weights of `moe_ops/ops/route.py`.
+
+ROUTER: (score, by logit, groups, groups kept, worth by top two, fill, softmax of the selected,
+renormalise, eps, least sum, scale).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.triton.activation import sigmoid
+from moe_ops.kernels.triton.launch import pdl_options
+
+# The bits of a float32 that are never set in a float of these types; a column fits into them.
+FREE_BITS = {torch.bfloat16: 0xFFFF, torch.float16: 0x1FFF}
+NONE: tl.constexpr = tl.constexpr(-(2**31))  # below the key of every float
+
+
+@triton.jit
+def keys_of(choice_TE, used_TE):
+    """int32 keys in the order of the floats: a warp finds the largest in one instruction."""
+    bits = choice_TE.to(tl.int32, bitcast=True)
+    return tl.where(used_TE, bits ^ ((bits >> 31) & 0x7FFFFFFF), NONE)
+
+
+@triton.jit
+def packed_keys_of(logits_TE, used_TE, columns_E, LOW: tl.constexpr):
+    """Keys of 16-bit floats, with the column in their free bits: the lower one is the larger."""
+    keys_TE = keys_of(logits_TE, used_TE)
+    return tl.where(used_TE, (keys_TE & ~LOW) | (LOW - columns_E)[None, :], NONE)
+
+
+@triton.jit
+def first_largest(keys_TE, columns_E, BE: tl.constexpr, LOW: tl.constexpr = 0):
+    """The column of each row's largest key, the lower one among equals. Keys with columns in their
+    bits LOW take one reduction, others two.
+    """
+    best_T = tl.max(keys_TE, 1)
+    if LOW > 0:
+        return LOW - (best_T & LOW)
+    return tl.min(tl.where(keys_TE == best_T[:, None], columns_E[None, :], BE), 1)
+
+
+@triton.jit
+def scores_of(logits_TE, used_TE, SCORE: tl.constexpr):
+    if SCORE == "softmax":
+        shifted = logits_TE - tl.max(tl.where(used_TE, logits_TE, -float("inf")), 1)[:, None]
+        powers = tl.where(used_TE, tl.exp(shifted), 0.0)
+        return powers / tl.sum(powers, 1)[:, None]
+    elif SCORE == "sigmoid":
+        return sigmoid(logits_TE)
+    elif SCORE == "sqrtsoftplus":
+        # log(1 + u) to the last bit also where u is lost beside 1 (Kahan's correction).
+        u = tl.exp(-tl.abs(logits_TE))
+        v = 1.0 + u
+        log1p = tl.where(v == 1.0, u, tl.log(v) * (u / tl.where(v == 1.0, 1.0, v - 1.0)))
+        return tl.sqrt(tl.maximum(logits_TE, 0.0) + log1p)
+    else:
+        tl.static_assert(SCORE == "logit")
+        return logits_TE
+
+
+@triton.jit
+def limit_groups(
+    choice_TE,
+    used_TE,
+    columns_E,
+    E: tl.constexpr,
+    ROUTER: tl.constexpr,
+    BE: tl.constexpr,
+):
+    """The choice with every expert outside the best groups at the router's fill."""
+    N_GROUP: tl.constexpr = ROUTER[2]
+    TOPK_GROUP: tl.constexpr = ROUTER[3]
+    TOP2: tl.constexpr = ROUTER[4]
+    FILL: tl.constexpr = ROUTER[5]
+    group_E = columns_E // (E // N_GROUP)
+    worth_TE = choice_TE
+    for g in range(N_GROUP):
+        inside = used_TE & (group_E == g)[None, :]
+        limited_TE = tl.where(inside, choice_TE, -float("inf"))
+        worth_T = tl.max(limited_TE, 1)
+        if TOP2:
+            column_T = first_largest(keys_of(choice_TE, inside), columns_E, BE)
+            rest_TE = tl.where(columns_E[None, :] == column_T[:, None], -float("inf"), limited_TE)
+            worth_T += tl.max(rest_TE, 1)
+        worth_TE = tl.where(inside, worth_T[:, None], worth_TE)
+    kept_TE = used_TE & False
+    # A group's key is that of its first expert: the lower group first among equals.
+    first_E = columns_E % (E // N_GROUP) == 0
+    keys_TE = keys_of(worth_TE, used_TE & first_E[None, :])
+    for _ in range(TOPK_GROUP):
+        column_T = first_largest(keys_TE, columns_E, BE)
+        keys_TE = tl.where(columns_E[None, :] == column_T[:, None], NONE, keys_TE)
+        kept_TE = kept_TE | (group_E[None, :] == (column_T // (E // N_GROUP))[:, None])
+    return tl.where(kept_TE, choice_TE, FILL)
+
+
+@triton.jit
+def load_choice(
+    logits_ptr,
+    stride_t,
+    bias_ptr,
+    rows_T,
+    E: tl.constexpr,
+    ROUTER: tl.constexpr,
+    BE: tl.constexpr,
+    LOW: tl.constexpr,
+):
+    """(scores, keys, columns) of some tokens."""
+    SCORE: tl.constexpr = ROUTER[0]
+    BY_LOGIT: tl.constexpr = ROUTER[1]
+    N_GROUP: tl.constexpr = ROUTER[2]
+    columns_E = tl.arange(0, BE)
+    used_TE = (rows_T >= 0)[:, None] & (columns_E < E)[None, :]
+    offsets = rows_T.to(tl.int64)[:, None] * stride_t + columns_E[None, :]
+    logits_TE = tl.load(logits_ptr + offsets, mask=used_TE, other=0.0).to(tl.float32)
+    scores_TE = scores_of(logits_TE, used_TE, SCORE)
+    if LOW > 0:
+        # Every score grows with its logit.
+        return scores_TE, packed_keys_of(logits_TE, used_TE, columns_E, LOW), columns_E
+    choice_TE = logits_TE if BY_LOGIT else scores_TE
+    if bias_ptr is not None:
+        bias_E = tl.load(bias_ptr + columns_E, mask=columns_E < E, other=0.0).to(tl.float32)
+        choice_TE = choice_TE + bias_E[None, :]
+    if N_GROUP > 1:
+        choice_TE = limit_groups(choice_TE, used_TE, columns_E, E, ROUTER, BE)
+    return scores_TE, keys_of(choice_TE, used_TE), columns_E
+
+
+@triton.jit
+def finish_weights(weights_TK, used_TK, ROUTER: tl.constexpr):
+    """Weights of the chosen from their scores; the columns that are not used are 0."""
+    SOFTMAX: tl.constexpr = ROUTER[6]
+    RENORMALIZE: tl.constexpr = ROUTER[7]
+    EPS: tl.constexpr = ROUTER[8]
+    MIN_SUM: tl.constexpr = ROUTER[9]
+    SCALE: tl.constexpr = ROUTER[10]
+    if SOFTMAX:
+        top_T = tl.max(tl.where(used_TK, weights_TK, -float("inf")), 1)
+        powers = tl.where(used_TK, tl.exp(weights_TK - top_T[:, None]), 0.0)
+        weights_TK = powers / tl.sum(powers, 1)[:, None]
+    weights_TK = tl.where(used_TK, weights_TK, 0.0)
+    if RENORMALIZE:
+        sums_T = tl.sum(weights_TK, 1) + EPS
+        weights_TK = weights_TK / tl.maximum(sums_T, MIN_SUM)[:, None]
+    return weights_TK * SCALE
+
+
+@triton.jit
+def route_kernel(
+    logits_ptr,
+    stride_t,
+    bias_ptr,
+    per_expert_scale_ptr,
+    weights_ptr,
+    experts_ptr,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    ROUTER: tl.constexpr,
+    BE: tl.constexpr,
+    BK: tl.constexpr,
+    LOW: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """weights_TK and experts_TK of one token, largest choice first."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    rows_T = tl.program_id(0) + tl.arange(0, 1)
+    scores_TE, keys_TE, columns_E = load_choice(
+        logits_ptr, stride_t, bias_ptr, rows_T, E, ROUTER, BE, LOW
+    )
+    slots_K = tl.arange(0, BK)
+    experts_TK = tl.zeros((1, BK), tl.int32)
+    weights_TK = tl.zeros((1, BK), tl.float32)
+    for k in range(K):
+        expert_T = first_largest(keys_TE, columns_E, BE, LOW)
+        hit_TE = columns_E[None, :] == expert_T[:, None]
+        keys_TE = tl.where(hit_TE, NONE, keys_TE)
+        here_TK = (slots_K == k)[None, :]
+        experts_TK = tl.where(here_TK, expert_T[:, None], experts_TK)
+        weight_T = tl.sum(tl.where(hit_TE, scores_TE, 0.0), 1)
+        weights_TK = tl.where(here_TK, weight_T[:, None], weights_TK)
+    used_TK = (rows_T >= 0)[:, None] & (slots_K < K)[None, :]
+    weights_TK = finish_weights(weights_TK, used_TK, ROUTER)
+    if per_expert_scale_ptr is not None:
+        scale_TK = tl.load(per_expert_scale_ptr + experts_TK, mask=used_TK, other=0.0)
+        weights_TK = weights_TK * scale_TK.to(tl.float32)
+    offsets = rows_T.to(tl.int64)[:, None] * K + slots_K[None, :]
+    tl.store(weights_ptr + offsets, weights_TK.to(weights_ptr.dtype.element_ty), mask=used_TK)
+    tl.store(experts_ptr + offsets, experts_TK, mask=used_TK)
+
+
+def route(
+    logits_TE: Tensor,
+    top_k: int,
+    bias_E: Tensor | None,
+    per_expert_scale_E: Tensor | None,
+    router: tuple[Any, ...],
+    weights_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The `route` op; `router` as above."""
+    T, E = logits_TE.shape
+    weights_TK = logits_TE.new_empty((T, top_k), dtype=weights_dtype)
+    experts_TK = logits_TE.new_empty((T, top_k), dtype=torch.int32)
+    if T == 0:
+        return weights_TK, experts_TK
+    plain = bias_E is None and router[2] == 1
+    pdl, options = pdl_options(logits_TE)
+    route_kernel[(T,)](
+        logits_TE, logits_TE.stride(0), bias_E, per_expert_scale_E, weights_TK, experts_TK,
+        E=E, K=top_k, ROUTER=router,
+        BE=max(2, triton.next_power_of_2(E)), BK=triton.next_power_of_2(top_k),
+        LOW=FREE_BITS.get(logits_TE.dtype, 0) if plain else 0,
+        PDL=pdl, num_warps=1, **options,
+    )  # fmt: skip
+    return weights_TK, experts_TK

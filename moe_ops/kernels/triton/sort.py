@@ -1,0 +1,134 @@
+"""Sort routed rows by expert on the device; the order among rows of one expert is that of pairs."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.triton.launch import pdl_options
+
+ONE_LAUNCH = 4096  # pairs up to which every program reads all of them
+CHUNK = 1024  # pairs a program sorts, beyond that
+
+
+@triton.jit
+def local_ids(experts_ptr, map_ptr, at, mask, E: tl.constexpr, N_MAP):
+    """The experts on this rank of some pairs; E where there is none, or no pair."""
+    ids = tl.load(experts_ptr + at, mask=mask, other=-1).to(tl.int32)
+    if map_ptr is not None:
+        known = mask & (ids >= 0) & (ids < N_MAP)
+        ids = tl.load(map_ptr + ids, mask=known, other=-1).to(tl.int32)
+    return tl.where((ids >= 0) & (ids < E), ids, E)
+
+
+@triton.jit
+def sort_kernel(
+    experts_ptr, map_ptr, rows_ptr, inverse_ptr, ends_ptr, R, N_MAP,
+    E: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program for each expert, and one for the pairs of none: each finds where its rows begin
+    by counting the pairs of experts before its own, so that none waits for another.
+    """
+    e = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    pairs = tl.arange(0, BR)
+    ids = local_ids(experts_ptr, map_ptr, pairs, pairs < R, E, N_MAP)
+    mine = (pairs < R) & (ids == e)
+    begin = tl.sum((ids < e).to(tl.int32), 0)
+    count = mine.to(tl.int32)
+    row = begin + tl.cumsum(count, 0) - 1
+    used = e < E
+    tl.store(rows_ptr + row, tl.where(used, pairs, -1), mask=mine)
+    tl.store(inverse_ptr + pairs, tl.where(used, row, -1), mask=mine)
+    if used:
+        tl.store(ends_ptr + e, begin + tl.sum(count, 0))
+
+
+@triton.jit
+def count_kernel(
+    experts_ptr, map_ptr, counts_ptr, R, N_MAP,
+    E: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """counts[chunk, e]: the pairs of each expert in each chunk; e = E: of none."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    pairs = tl.program_id(0) * BR + tl.arange(0, BR)
+    ids = local_ids(experts_ptr, map_ptr, pairs, pairs < R, E, N_MAP)
+    # Places past the last pair count for a bin that is not kept.
+    bins = tl.histogram(tl.where(pairs < R, ids, BE - 1), BE)
+    e = tl.arange(0, BE)
+    tl.store(counts_ptr + tl.program_id(0) * (E + 1) + e, bins, mask=e <= E)
+
+
+@triton.jit
+def place_kernel(
+    experts_ptr, map_ptr, counts_ptr, rows_ptr, inverse_ptr, ends_ptr, R, N_MAP, chunks,
+    E: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Sort one chunk, and put its runs behind those of the chunks before it."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    chunk = tl.program_id(0)
+    e = tl.arange(0, BE)
+    total_E = tl.zeros((BE,), tl.int32)
+    before_E = tl.zeros((BE,), tl.int32)
+    for first in range(0, chunks, BC):
+        c = first + tl.arange(0, BC)
+        mask = (c < chunks)[:, None] & (e <= E)[None, :]
+        counts_CE = tl.load(counts_ptr + c[:, None] * (E + 1) + e[None, :], mask=mask, other=0)
+        total_E += tl.sum(counts_CE, 0)
+        before_E += tl.sum(tl.where((c < chunk)[:, None], counts_CE, 0), 0)
+    end_E = tl.cumsum(total_E, 0)
+    if chunk == 0:
+        tl.store(ends_ptr + e, end_E, mask=e < E)
+    own_E = tl.load(counts_ptr + chunk * (E + 1) + e, mask=e <= E, other=0)
+    # From a place in the sorted chunk to a row, for each expert.
+    shift_E = end_E - total_E + before_E - (tl.cumsum(own_E, 0) - own_E)
+    place = tl.arange(0, BR)
+    pairs = chunk * BR + place
+    ids = local_ids(experts_ptr, map_ptr, pairs, pairs < R, E, N_MAP)
+    keys = tl.sort(tl.where(pairs < R, ids, BE - 1) * BR + place)
+    sorted_ids = keys // BR
+    sorted_pairs = chunk * BR + keys % BR
+    row = tl.gather(shift_E, sorted_ids, 0) + place
+    inside = sorted_pairs < R
+    used = sorted_ids < E
+    tl.store(rows_ptr + row, tl.where(used, sorted_pairs, -1), mask=inside)
+    tl.store(inverse_ptr + sorted_pairs, tl.where(used, row, -1), mask=inside)
+
+
+def sort_pairs(
+    experts_TK: Tensor, num_experts: int, expert_map: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows_R, inverse_R, ends_E), int32: the pair in each row, the row of each pair (-1: none),
+    and one past the last row of each expert.
+    """
+    R, E = experts_TK.numel(), num_experts
+    rows_R, inverse_R = experts_TK.new_empty((2, R), dtype=torch.int32)
+    ends_E = experts_TK.new_empty(E, dtype=torch.int32)
+    n_map = 0 if expert_map is None else expert_map.shape[0]
+    pdl, options = pdl_options(experts_TK)
+    if R <= ONE_LAUNCH:
+        sort_kernel[(E + 1,)](
+            experts_TK, expert_map, rows_R, inverse_R, ends_E, R, n_map,
+            E=E, BR=max(16, triton.next_power_of_2(R)), PDL=pdl, num_warps=4, **options,
+        )  # fmt: skip
+        return rows_R, inverse_R, ends_E
+    chunks = triton.cdiv(R, CHUNK)
+    BE = triton.next_power_of_2(E + 2)
+    counts_CE = experts_TK.new_empty((chunks, E + 1), dtype=torch.int32)
+    count_kernel[(chunks,)](
+        experts_TK, expert_map, counts_CE, R, n_map,
+        E=E, BR=CHUNK, BE=BE, PDL=pdl, num_warps=4, **options,
+    )  # fmt: skip
+    place_kernel[(chunks,)](
+        experts_TK, expert_map, counts_CE, rows_R, inverse_R, ends_E, R, n_map, chunks,
+        E=E, BR=CHUNK, BE=BE, BC=max(1, 8192 // BE), PDL=pdl, num_warps=4, **options,
+    )  # fmt: skip
+    return rows_R, inverse_R, ends_E

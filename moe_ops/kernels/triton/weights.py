@@ -1,0 +1,75 @@
+"""The two stacked weights of a layer as the kernels take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The weights of a layer, their biases, and the activation between them.
+
+    act: (kind, gated, interleaved, alpha, limit, up shift), as `activate` takes them.
+    """
+
+    w13_EFD: Tensor
+    w2_EDI: Tensor
+    b13_EF: Tensor | None
+    b2_ED: Tensor | None
+    transposed: bool
+    act: tuple[str, bool, bool, float, float | None, float]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(E, D, I)."""
+        E, a, b = self.w2_EDI.shape
+        return (E, b, a) if self.transposed else (E, a, b)
+
+    @property
+    def strides13(self) -> tuple[int, int, int]:
+        """Of w13, over an expert, a row of its weight and a column."""
+        e, a, b = self.w13_EFD.stride()
+        return (e, b, a) if self.transposed else (e, a, b)
+
+    @property
+    def strides2(self) -> tuple[int, int, int]:
+        e, a, b = self.w2_EDI.stride()
+        return (e, b, a) if self.transposed else (e, a, b)
+
+
+def bias_stride(bias: Tensor | None) -> int:
+    return 0 if bias is None else bias.stride(0)
+
+
+@triton.jit
+def up_rows(block, I: tl.constexpr, BI: tl.constexpr, ACT: tl.constexpr):
+    """(rows, inside): the rows of w13 behind BI columns of h. Gate and up alternate where they do
+    in the weight, so that neighbours stay neighbours; else the gates come first.
+    """
+    GATED: tl.constexpr = ACT[1]
+    INTERLEAVED: tl.constexpr = ACT[2]
+    BF: tl.constexpr = 2 * BI if GATED else BI
+    f = tl.arange(0, BF)
+    if GATED and INTERLEAVED:
+        column_F = block * BI + f // 2
+        row_F = block * BF + f
+    else:
+        column_F = block * BI + f % BI
+        row_F = column_F + f // BI * I
+    return row_F, column_F < I
+
+
+@triton.jit
+def halves(acc_FN, BI: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr):
+    """(gate, up) [BI, BN] of a tile of rows as `up_rows` orders them."""
+    INTERLEAVED: tl.constexpr = ACT[2]
+    if INTERLEAVED:
+        pairs = tl.permute(tl.reshape(acc_FN, (BI, 2, BN)), (0, 2, 1))
+    else:
+        pairs = tl.permute(tl.reshape(acc_FN, (2, BI, BN)), (1, 2, 0))
+    gate_IN, up_IN = tl.split(pairs)
+    return gate_IN, up_IN

@@ -1,0 +1,178 @@
+"""`explain`: what the passes make of a model, without generating or running any code."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from moe_ops.passes import PIPELINE
+from moe_ops.passes.compile import HOOK, inductor_options
+from moe_ops.passes.context import Context
+from moe_ops.passes.cost import Device, device_of
+from moe_ops.passes.explain import regions
+from moe_ops.passes.explain.explanation import Explanation, LayerText, PassTotal
+from moe_ops.passes.explain.html import page
+from moe_ops.passes.explain.trace import Trace, inside, lines, plain_module, run_compiled, trace
+from moe_ops.passes.pick_backend import generic_op, pick_backend
+from moe_ops.passes.pipeline import GraphRun, Pipeline, name_of
+from moe_ops.passes.planning.choose import arguments
+from moe_ops.passes.planning.plan import Plan
+
+Inputs = Mapping[str, Any] | Sequence[Any]
+
+
+def explain(
+    model: Callable[..., Any],
+    inputs: Inputs,
+    *,
+    html: str | None = None,
+    depyf: str | None = None,
+    tokens: Sequence[int] | None = None,
+    dynamic: bool | None = None,
+    **options: Any,
+) -> Explanation:
+    """What `moe_ops.compile` would make of a model, or of any callable, for one call of it.
+
+        print(moe_ops.explain(model, {"input_ids": ids}))
+
+    inputs: keyword arguments as a mapping, or positional ones as a sequence. tokens: the numbers of
+    tokens to give bytes, operations and floor times for; None takes that of the inputs. `dynamic`
+    and `options` are those of `moe_ops.compile`. html: a file to write one self-contained page to.
+    depyf: a folder for depyf's dumps, our stages among them; it alone compiles and runs the model.
+
+    The model runs on tensors without memory: it, its inputs, and what was compiled before stay as
+    they are, and weights may be fake (built under a FakeTensorMode) and larger than the machine.
+    Code that needs values, after a graph break, ends the explanation there, see `stopped`.
+
+    Raises TypeError for an unknown option, ImportError if depyf is wanted and not installed.
+    """
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    merged = inductor_options(**options)
+    dumps = None if depyf is None else _depyf(model)
+    watch = _Watch.of(merged[HOOK])
+    found = trace(model, args, kwargs, watch, dynamic)
+    explanation = _explanation(model, watch, found, tokens)
+    if html is not None:
+        Path(html).write_text(page(explanation), encoding="utf-8")
+    if dumps is not None:
+        with dumps.prepare_debug(depyf):
+            run_compiled(model, args, kwargs, inductor_options(**options | {"dump": True}), dynamic)
+    return explanation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Graph:
+    """What was done to one graph, and its nodes before and after."""
+
+    run: GraphRun
+    calls: regions.Calls
+    before: list[tuple[str, str]]
+    after: list[tuple[str, str]]
+
+
+@dataclass(eq=False)
+class _Watch:
+    """A hook that runs the passes and keeps what there is to tell."""
+
+    pipeline: Pipeline
+    graphs: list[_Graph] = field(default_factory=list)
+    _calls: regions.Calls = field(default_factory=dict)
+
+    @staticmethod
+    def of(pipeline: Pipeline) -> _Watch:
+        """A watch over the passes of a pipeline, which stays as it is."""
+        watch, at = _Watch(pipeline), PIPELINE.index(pick_backend)
+        passes = (*PIPELINE[:at], watch._note_calls, *PIPELINE[at:])
+        watch.pipeline = Pipeline(pipeline.options, pipeline.chained, passes)
+        return watch
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self._calls, before = {}, list(lines(graph))
+        self.pipeline(graph, is_inference=True)
+        run, after = self.pipeline.runs[-1], list(lines(graph))
+        self.graphs.append(_Graph(run=run, calls=self._calls, before=before, after=after))
+
+    def _note_calls(self, graph: fx.Graph, context: Context) -> int:
+        """A pass that changes nothing."""
+        for node in graph.nodes:
+            op = generic_op(node)
+            if op is not None:
+                self._calls[node.name] = arguments(op, node)
+        return 0
+
+    def device(self) -> Device:
+        """Where the ops of ours run."""
+        calls = (call.values() for graph in self.graphs for call in graph.calls.values())
+        tensors = (value for values in calls for value in values if isinstance(value, Tensor))
+        first = next(tensors, None)
+        return device_of(torch.device("cpu") if first is None else first.device)
+
+    def totals(self) -> tuple[PassTotal, ...]:
+        """Each pass over all graphs."""
+        runs = [run for graph in self.graphs for run in graph.run.passes]
+        return tuple(
+            PassTotal(
+                name=name,
+                rewrites=sum(run.rewrites for run in runs if run.name == name),
+                ms=sum(1e3 * run.seconds for run in runs if run.name == name),
+            )
+            for name in dict.fromkeys(run.name for run in runs)
+            if name != self._note_calls.__name__
+        )
+
+
+def _explanation(
+    model: Any, watch: _Watch, found: Trace, tokens: Sequence[int] | None
+) -> Explanation:
+    device, seen, first = watch.device(), [], None
+    for graph in watch.graphs:
+        for layer in regions.layers(graph.run, graph.calls, device, tokens):
+            seen.append(layer.region)
+            first = first or (graph, layer.block)
+    runs = [graph.run for graph in watch.graphs]
+    return Explanation(
+        title=_title(model),
+        device=device,
+        regions=regions.grouped(seen),
+        left_alone=regions.left_alone(note for run in runs for note in run.refusals),
+        passes=watch.totals(),
+        plan=Plan(device=device.name, choices=tuple(c for run in runs for c in run.choices)),
+        graphs=found.graphs,
+        breaks=tuple(found.breaks),
+        stopped=found.stopped,
+        layer=None if first is None else _layer_text(*first),
+    )
+
+
+def _layer_text(graph: _Graph, block: str) -> LayerText:
+    before, after = (inside(part, block) for part in (graph.before, graph.after))
+    return LayerText(module=block, before=before, after=after)
+
+
+def _title(model: Any) -> str:
+    model = plain_module(model)
+    return type(model).__name__ if isinstance(model, nn.Module) else name_of(model)
+
+
+def _depyf(model: Any) -> Any:
+    """The package depyf. Raises ImportError if it is not installed, ValueError for a model that
+    cannot run."""
+    tensors = model.parameters() if isinstance(model, nn.Module) else ()
+    if any(isinstance(t, FakeTensor) for t in tensors):
+        raise ValueError(
+            "depyf dumps what is compiled for real, and runs it, but the weights of this "
+            f"{type(model).__name__} are fake; give a smaller model with weights"
+        )
+    try:
+        return importlib.import_module("depyf")
+    except ImportError as error:
+        raise ImportError(
+            "explain(depyf=...) needs depyf: pip install 'moe-ops[debug]', or depyf itself"
+        ) from error

@@ -1,0 +1,293 @@
+"""Decide which backends run one node, by the user, by measurements, or by what backends say."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import SymInt, Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import symbolic_shapes
+
+from moe_ops.passes.context import Options
+from moe_ops.passes.cost import Arguments, cost, device_of
+from moe_ops.passes.graph import layer_of
+from moe_ops.passes.planning import tuned
+from moe_ops.passes.planning.plan import Choice, Range, Source
+from moe_ops.spec import NAMESPACE, OPS, REFERENCE, Op, Ranges
+
+THRESHOLD_OPS = ("experts", "moe")  # a row of their first argument is a token
+
+# What is raised by a decision on a symbolic size, which would add a guard.
+GUARDS = tuple(
+    getattr(symbolic_shapes, name)
+    for name in ("GuardOnDataDependentSymNode", "_ShapeEnvGuardError")
+    if hasattr(symbolic_shapes, name)
+)
+
+
+def check_thresholds(thresholds: Ranges | None) -> None:
+    """Raise ValueError unless these are backends by ascending numbers of tokens, the last open."""
+    if thresholds is None:
+        return
+    known = {name for op in THRESHOLD_OPS for name in OPS[op].backends}
+    unknown = [name for _, name in thresholds if name not in known]
+    if unknown:
+        raise ValueError(
+            f"thresholds name {', '.join(unknown)}, but the backends of "
+            f"{' and '.join(THRESHOLD_OPS)} are {', '.join(sorted(known))}"
+        )
+    *counts, last = [count for count, _ in thresholds] or [0]
+    numbers = [0 if count is None else count for count in counts]
+    if last is not None or sorted({0, *numbers}) != [0, *numbers]:
+        raise ValueError(
+            f"thresholds {thresholds} must be ((largest number of tokens, backend), ...) with "
+            "ascending numbers above 0, and None as the last"
+        )
+
+
+def choose(op: Op, node: fx.Node, options: Options, table: tuned.Table) -> Choice:
+    """Decide which backends run a node."""
+    a = arguments(op, node)
+    asked = _ask(op, a)
+    device, rows = device_of(asked.first.device), bounds(asked.first.shape[0])
+    times = _measured(device.name, op, a, asked, table)
+    where = f"{NAMESPACE}.{op.name} (node {node}{_of(layer_of(node))})"
+    ranges, source = _decide(op, where, asked, rows, options, times)
+
+    def describe(low: int, upto: int | None, backend: str) -> Range:
+        high = rows[1] if upto is None else upto
+        at = times.largest(low, high) or high
+        found = None if at is None else cost(op.name, a, at)
+        return Range(
+            upto=upto,
+            backend=backend,
+            source=source,
+            at=at,
+            predicted_us=None if found is None else round(device.microseconds(found), 2),
+            measured_us=None if at is None else times.by_tokens.get(at, {}).get(backend),
+        )
+
+    lows = (rows[0], *(upto + 1 for upto, _ in ranges if upto is not None))
+    return Choice(
+        node=node.name,
+        op=op.name,
+        layer=layer_of(node),
+        rows=rows,
+        shapes=_shapes(a),
+        dtype=str(asked.first.dtype).removeprefix("torch."),
+        format="+".join(filter(None, (a.get(f) for f in ("format", "w_format", "x_format")))),
+        candidates=(*asked.usable, REFERENCE),
+        refusals=asked.refusals,
+        ranges=tuple(describe(low, *r) for low, r in zip(lows, ranges, strict=True)),
+    )
+
+
+def _decide(
+    op: Op,
+    where: str,
+    asked: Asked,
+    rows: tuple[int, int | None],
+    options: Options,
+    times: tuned.Times,
+) -> tuple[Ranges, Source]:
+    """The backends by number of rows, and what they were chosen by."""
+    forced = _forced(op, options)
+    if forced is not None:
+        ranges = _clip(forced, rows)
+        _require_served(op, where, ranges, asked)
+        return ranges, "forced"
+    source: Source = "limit"
+    if len(asked.usable) < 2:
+        if options.strict and not asked.usable:
+            _require_no_refusal(op, where, asked)
+        ranges, source = ((None, (*asked.usable, REFERENCE)[0]),), "only candidate"
+    elif times.by_tokens:
+        ranges, source = _clip(times.ranges(), rows), "tuned"
+    else:
+        ranges = _clip(_by_limits(asked), rows)
+    if len(ranges) == 1 and op.backends[ranges[0][1]].composed:
+        return ((None, REFERENCE),), source
+    return ranges, source
+
+
+@functools.cache
+def _signature(op: Op) -> inspect.Signature:
+    return inspect.signature(op.reference)
+
+
+def arguments(op: Op, node: fx.Node) -> Arguments:
+    """The arguments of a node by name, defaults included, tensors as the graph's fake ones."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return bind(op, args, kwargs)
+
+
+def bind(op: Op, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    """The arguments of a call by name, in the order of the schema, defaults included."""
+    bound = _signature(op).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def bounds(n: int | SymInt) -> tuple[int, int | None]:
+    """The smallest and the largest value of a size; None: it has no bound."""
+    if isinstance(n, int):
+        return n, n
+    found = n.node.shape_env.bound_sympy(n.node.expr)
+    low = int(found.lower) if found.lower > 0 else 0
+    return low, int(found.upper) if found.upper < sys.maxsize else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the backends of an op say to a call: those that can run it, in order, and the reasons of
+    those that cannot. The reference can, and is left out.
+    """
+
+    first: Tensor
+    usable: dict[str, int | None]  # with the most rows up to which each is the better choice
+    max_rows: dict[str, int]  # that those which cannot run any number can
+    refusals: dict[str, str]
+
+
+def _ask(op: Op, a: Arguments) -> Asked:
+    args = tuple(a.values())
+    device = args[0].device.type
+    usable: dict[str, int | None] = {}
+    max_rows: dict[str, int] = {}
+    refusals = {}
+    here = {b.name: b for b in op.candidates(device)}
+    for backend in {**here, **op.backends}.values():
+        if backend.name == REFERENCE:
+            continue
+        try:
+            with no_new_guards(args):
+                reason = backend.refusal(device, args, {})
+                if reason is None:
+                    most = backend.most_rows and backend.most_rows(*args)
+                    usable[backend.name] = most if isinstance(most, int) else None
+                    if backend.max_rows is not None:
+                        max_rows[backend.name] = backend.max_rows(*args)
+                    continue
+        except GUARDS:
+            reason = "decides by a size that is not known when compiling"
+        refusals[backend.name] = reason
+    return Asked(first=args[0], usable=usable, max_rows=max_rows, refusals=refusals)
+
+
+@contextlib.contextmanager
+def no_new_guards(args: Iterable[Any]) -> Iterator[None]:
+    """Make a decision on a symbolic size raise: it would hold for one size and guard all others."""
+    fake = next((t for t in args if isinstance(t, FakeTensor)), None)
+    env = None if fake is None else fake.fake_mode.shape_env
+    if env is None:
+        yield
+    elif hasattr(env, "error_on_new_guards"):  # torch 2.12
+        with env.error_on_new_guards():
+            yield
+    else:
+        # What torch calls just before it adds a guard, and what later ones raise from.
+        vars(env)["_check_frozen"] = _refuse_guard
+        try:
+            yield
+        finally:
+            del vars(env)["_check_frozen"]
+
+
+def _refuse_guard(expr: Any, value: Any) -> None:
+    raise symbolic_shapes.GuardOnDataDependentSymNode(expr, f"a guard would be added: {expr}")
+
+
+def _forced(op: Op, options: Options) -> Ranges | None:
+    """The user's thresholds, if they are meant for this op."""
+    if op.name not in THRESHOLD_OPS or options.thresholds is None:
+        return None
+    if op.name == "moe" and any(name not in op.backends for _, name in options.thresholds):
+        return ((None, REFERENCE),)  # for the `experts` in it
+    return options.thresholds
+
+
+def _measured(device: str, op: Op, a: Arguments, asked: Asked, table: tuned.Table) -> tuned.Times:
+    layer = tuned.layer_of_call(device, op.name, a)
+    cells = {} if layer is None else table.get(layer, {})
+    return tuned.Times.of(cells, {name: asked.max_rows.get(name) for name in asked.usable})
+
+
+def _by_limits(asked: Asked) -> Ranges:
+    """What `Op.pick` picks: the first backend with not too many rows, else the first that can run
+    any number.
+    """
+    found: list[tuple[int | None, str]] = []
+    done = -1
+    for name, better in asked.usable.items():
+        limits = [n for n in (better, asked.max_rows.get(name)) if n is not None]
+        if not limits:
+            return (*found, (None, name))
+        if min(limits) > done:
+            done = min(limits)
+            found.append((done, name))
+    any_number = (name for name in asked.usable if name not in asked.max_rows)
+    return (*found, (None, next(any_number, REFERENCE)))
+
+
+def _clip(ranges: Ranges, rows: tuple[int, int | None]) -> Ranges:
+    """The ranges that the numbers of rows can meet, neighbours of one backend merged."""
+    low, high = rows
+    found: list[tuple[int | None, str]] = []
+    for upto, backend in ranges:
+        if upto is not None and upto < low:
+            continue
+        last = upto is None or (high is not None and upto >= high)
+        if found and found[-1][1] == backend:
+            found.pop()
+        found.append((None if last else upto, backend))
+        if last:
+            break
+    return tuple(found)
+
+
+def _require_served(op: Op, where: str, ranges: Ranges, asked: Asked) -> None:
+    """Raise unless every backend of the user's can run the node."""
+    for upto, name in ranges:
+        reason = asked.refusals.get(name)
+        if name not in op.backends:
+            reason = f"there are {', '.join(op.backends)}"
+        most = asked.max_rows.get(name)
+        if most is not None and (upto is None or upto > most):
+            reason = f"takes at most {most} rows"
+        if reason is not None:
+            tokens = "more" if upto is None else f"up to {upto}"
+            tokens = "" if len(ranges) == 1 else f" for {tokens} tokens"
+            raise ValueError(f"thresholds give {where} to {name!r}{tokens}, but: {reason}")
+
+
+def _require_no_refusal(op: Op, where: str, asked: Asked) -> None:
+    """Raise if a backend of this device refuses; an op without any is meant to be compiled."""
+    here = [b.name for b in op.candidates(asked.first.device.type) if b.name != REFERENCE]
+    if here:
+        reasons = [f"  {name}: {reason}" for name, reason in asked.refusals.items()]
+        raise RuntimeError("\n".join([f"strict: no backend runs {where}", *reasons]))
+
+
+def _of(layer: str) -> str:
+    return f" of {layer}" if layer else ""
+
+
+def _shapes(a: Arguments) -> dict[str, int]:
+    """The sizes that are known, by the letters in the names of the tensors; rows are left out."""
+    found: dict[str, int] = {}
+    for name, t in a.items():
+        letters = name.rpartition("_")[2]
+        if not isinstance(t, Tensor) or not letters.isupper() or t.dim() != len(letters):
+            continue
+        if a.get("transposed") and name.startswith("w") and t.dim() == 3:
+            letters = letters[0] + letters[:0:-1]
+        for letter, size in zip(letters, t.shape, strict=True):
+            if letter not in "TRG" and isinstance(size, int):
+                found.setdefault(letter, size)
+    return found

@@ -1,0 +1,131 @@
+"""Layers to measure: those that a model runs, or made up from sizes; and tokens routed in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_ops.ops import experts
+from moe_ops.passes.cost import Arguments
+from moe_ops.passes.planning.choose import bind
+from moe_ops.quant import packing
+from moe_ops.quant.formats import Format
+from moe_ops.shapes import DTYPES, check_choice
+
+ROUTINGS = ("uniform", "zipf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A gated layer by the letters of `moe_ops/shapes.py`, to tune without a model."""
+
+    E: int
+    K: int
+    D: int
+    I: int  # noqa: E741
+    dtype: str = "bfloat16"
+    w_format: str = ""
+    x_format: str = ""
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, tuple(DTYPES))
+        for format in filter(None, (self.w_format, self.x_format)):
+            Format.of(format)
+
+
+def arguments_of(shape: Shape) -> Arguments:
+    """A call of `experts` with one token and random weights."""
+    dtype, device = DTYPES[shape.dtype], torch.device(shape.device)
+
+    def weight(rows: int, cols: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        w = torch.randn(shape.E, rows, cols, device=device, dtype=dtype) * cols**-0.5
+        if not shape.w_format:
+            return w, None, None
+        done = packing.quantize(w, Format.of(shape.w_format))
+        return done.values, done.scale, done.zero
+
+    w13, w13_scale, w13_zero = weight(2 * shape.I, shape.D)
+    w2, w2_scale, w2_zero = weight(shape.D, shape.I)
+    args = (
+        torch.zeros(1, shape.D, dtype=dtype, device=device),
+        torch.zeros(1, shape.K, device=device),
+        torch.zeros(1, shape.K, dtype=torch.int32, device=device),
+    )
+    formats = {"w_format": shape.w_format, "x_format": shape.x_format}
+    scales = {
+        "w13_scale_EFG": w13_scale, "w2_scale_EDG": w2_scale,
+        "w13_zero_EFG": w13_zero, "w2_zero_EDG": w2_zero,
+    }  # fmt: skip
+    return bind(experts, (*args, w13, w2), {**formats, **scales})
+
+
+def fake_arguments_of(shape: Shape) -> Arguments:
+    """The same without memory, to ask backends with."""
+    with FakeTensorMode():
+        return arguments_of(shape)
+
+
+def calls_of(model: nn.Module, inputs: Sequence[Any] | Mapping[str, Any] | None) -> list[Arguments]:
+    """The arguments of every call of `experts` in one call of a model.
+
+    inputs: None takes transformers' dummy inputs. Raises ValueError if there is no call, or no
+    input.
+    """
+    if inputs is None:
+        inputs = getattr(model, "dummy_inputs", None)
+        if inputs is None:
+            raise ValueError(f"{type(model).__name__} has no dummy_inputs; give inputs=(...)")
+        device = next(model.parameters()).device
+        inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    with _Recorder() as recorder:
+        model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+    if not recorder.calls:
+        raise ValueError(
+            f"{type(model).__name__} does not call moe_ops.experts: give a model that "
+            "moe_ops.optimize has changed, before it is compiled"
+        )
+    return recorder.calls
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps the arguments of every call of `experts`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Arguments] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is experts.overload:
+            self.calls.append(bind(experts, args, kwargs))
+        return func(*args, **kwargs)
+
+
+def routed(call: Arguments, tokens: int, routing: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random tokens for a call, their weights and their experts, chosen by one of ROUTINGS.
+
+    "uniform": every expert as often as any other. "zipf": the n-th most popular one n times less
+    often than the first, as far as the choices of one token, which are different, allow.
+    """
+    check_choice("routing", routing, ROUTINGS)
+    x, ids, mapped = call["x_TD"], call["experts_TK"], call["expert_map"]
+    E = call["w13_EFD"].shape[0] if mapped is None else mapped.shape[0]
+    g = torch.Generator().manual_seed(seed)
+    # The largest K of log p + Gumbel noise are K draws without replacement.
+    noise_TE = -torch.rand(tokens, E, generator=g).clamp(min=1e-20).log().neg().log()
+    if routing == "zipf":
+        popularity = torch.randperm(E, generator=torch.Generator().manual_seed(0)) + 1
+        noise_TE -= popularity.log()
+    experts_TK = noise_TE.topk(ids.shape[1], dim=-1).indices.to(ids.device, ids.dtype)
+    weights = torch.rand(tokens, ids.shape[1], generator=g).softmax(-1)
+    x_TD = torch.randn(tokens, x.shape[1], generator=g).to(x.device, x.dtype)
+    return x_TD, weights.to(ids.device, call["weights_TK"].dtype), experts_TK

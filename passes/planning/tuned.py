@@ -1,0 +1,195 @@
+"""Tables of measured times: what `tune` writes and the choice of backends reads.
+
+Tables lie in `moe_ops/tuned/`, as shipped, and where the user says. A table is a list of
+layers, each with the microseconds of every backend by number of tokens and by routing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from moe_ops import spec
+from moe_ops.passes.cost import Arguments
+from moe_ops.spec import Ranges
+
+VERSION = 1
+SHIPPED = Path(spec.__file__).with_name("tuned")
+# A backend must be this much faster than that of fewer tokens to take over.
+MARGIN = 0.03
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """What times depend on, besides tokens, routing and backend."""
+
+    device: str  # the name of a cost.Device
+    op: str
+    E: int
+    K: int
+    D: int
+    I: int  # noqa: E741
+    dtype: str
+    w_format: str = ""
+    x_format: str = ""
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One measurement: what was run."""
+
+    tokens: int
+    routing: str
+    backend: str
+
+
+Table = dict[Layer, dict[Cell, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """The times of one layer, by number of tokens and backend: the geometric mean over routings."""
+
+    by_tokens: dict[int, dict[str, float]] = field(default_factory=dict)
+    max_rows: Mapping[str, int | None] = field(default_factory=dict)  # None: any number
+
+    @staticmethod
+    def of(cells: dict[Cell, float], backends: Mapping[str, int | None]) -> Times:
+        """Those of these backends, with the most tokens that each can run (None: any number), where
+        all routings were measured on all that can.
+        """
+        logs: dict[int, dict[str, list[float]]] = {}
+        for cell, us in cells.items():
+            if cell.backend in backends:
+                logs.setdefault(cell.tokens, {}).setdefault(cell.backend, []).append(math.log(us))
+        found: dict[int, dict[str, float]] = {}
+        for tokens in sorted(logs):
+            at = logs[tokens]
+            able = {b for b, most in backends.items() if most is None or tokens <= most}
+            if at.keys() == able and len({len(values) for values in at.values()}) == 1:
+                found[tokens] = {b: math.exp(sum(v) / len(v)) for b, v in at.items()}
+        return Times(by_tokens=found, max_rows=backends)
+
+    def ranges(self) -> Ranges:
+        """The fastest backend by number of tokens; between two counts it changes halfway, or where
+        a backend can run no more.
+        """
+        chosen: list[tuple[int, str]] = []
+        for tokens, times in self.by_tokens.items():
+            best = min(times, key=times.__getitem__)
+            before = times.get(chosen[-1][1]) if chosen else None
+            if before is not None and times[best] > (1 - MARGIN) * before:
+                best = chosen[-1][1]
+            chosen.append((tokens, best))
+        found: list[tuple[int | None, str]] = []
+        for (tokens, backend), (after, other) in itertools.pairwise(chosen):
+            if backend != other:
+                found.append((self._most(backend, (tokens + after) // 2), backend))
+        if not chosen:
+            return ()
+        last, backend = chosen[-1]
+        if self.max_rows.get(backend) is None:
+            return (*found, (None, backend))
+        times = {b: t for b, t in self.by_tokens[last].items() if self.max_rows.get(b) is None}
+        if not times:
+            return ()
+        return (
+            *found,
+            (self._most(backend, None), backend),
+            (None, min(times, key=times.__getitem__)),
+        )
+
+    def _most(self, backend: str, upto: int | None) -> int | None:
+        limits = [n for n in (self.max_rows.get(backend), upto) if n is not None]
+        return min(limits, default=None)
+
+    def largest(self, low: int, high: int | None) -> int | None:
+        """The largest measured number of tokens from low to high."""
+        inside = [t for t in self.by_tokens if low <= t and (high is None or t <= high)]
+        return max(inside, default=None)
+
+
+def layer_of_call(device: str, op: str, a: Arguments) -> Layer | None:
+    """The key of a call; None if the op is not tuned, or a size not known."""
+    if op != "experts":
+        return None
+    w13, K = a["w13_EFD"], a["experts_TK"].shape[1]
+    E, D, F = w13.shape[0], a["x_TD"].shape[1], w13.shape[2 if a["transposed"] else 1]
+    if not all(isinstance(n, int) for n in (E, K, D, F)):
+        return None
+    return Layer(
+        device=device,
+        op=op,
+        E=E,
+        K=K,
+        D=D,
+        I=F // 2 if a["gated"] else F,
+        dtype=str(a["x_TD"].dtype).removeprefix("torch."),
+        w_format=a["w_format"],
+        x_format=a["x_format"],
+        transposed=a["transposed"],
+    )
+
+
+def tables(users: str | None) -> list[Path]:
+    """The files that a choice reads, later ones winning; their contents are part of any cache key.
+
+    Raises FileNotFoundError if the user's is not there.
+    """
+    found = sorted(SHIPPED.glob("*.json"))
+    if users is not None:
+        if not Path(users).is_file():
+            raise FileNotFoundError(f"there is no tuned table {users}; moe_ops.tune writes one")
+        found.append(Path(users))
+    return found
+
+
+def load(users: str | None) -> Table:
+    """The shipped tables, and over them the user's."""
+    found: Table = {}
+    for path in tables(users):
+        for layer, cells in read(path).items():
+            found[layer] = found.get(layer, {}) | cells
+    return found
+
+
+def read(path: Path) -> Table:
+    """The table in a file. Raises ValueError for another version or unknown keys."""
+    values = json.loads(path.read_text())
+    if values.get("version") != VERSION:
+        raise ValueError(
+            f"{path} has version {values.get('version')}, this is moe_ops with tables of version "
+            f"{VERSION}; tune again into a new file"
+        )
+    found: Table = {}
+    for entry in values["layers"]:
+        unknown = entry.keys() - {f.name for f in fields(Layer)} - {"times"}
+        if unknown:
+            raise ValueError(f"{path}: a layer has no {', '.join(sorted(unknown))}")
+        cells = {
+            Cell(tokens=tokens, routing=routing, backend=backend): us
+            for tokens, routing, backend, us in entry.pop("times")
+        }
+        found[Layer(**entry)] = cells
+    return found
+
+
+def write(path: Path, table: Table) -> None:
+    """Write a table so that a reader, or an interruption, never sees half of it."""
+    layers = [
+        {
+            **asdict(layer),
+            "times": [[c.tokens, c.routing, c.backend, round(us, 2)] for c, us in cells.items()],
+        }
+        for layer, cells in table.items()
+    ]
+    lines = ",\n".join(json.dumps(layer) for layer in layers)
+    written = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    written.write_text(f'{{"version": {VERSION}, "layers": [\n{lines}\n]}}\n')
+    os.replace(written, path)

@@ -1,0 +1,1 @@
+"""Reading the routers of post-grad graphs, for `lift_router`."""

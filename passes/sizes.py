@@ -1,0 +1,30 @@
+"""What it takes that sizes of 0 and 1 stay symbolic, under a private flag of torch."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import _config as shape_config
+
+# Without it they are compiled apart. With it torch still takes x[-1:] to have a row, so what it
+# traces is not to be run on an empty x.
+OBLIVIOUS = "backed_size_oblivious"
+HAS_OBLIVIOUS = hasattr(shape_config, OBLIVIOUS)
+
+# Under the flag Inductor of torch 2.11 lowers x[a:] only if x is known to end before this, which is
+# how a graph writes the missing end; else it stops with a KeyError: 'unbacked_bindings'.
+MISSING_END = sys.maxsize
+NEEDS_BOUND = torch.__version__ < "2.12"
+
+
+def bound(graph: fx.Graph) -> None:
+    """Tell the graph's symbolic sizes that they are less than a missing end, as all sizes are."""
+    vals = (node.meta.get("val") for node in graph.nodes)
+    fake = next((val for val in vals if isinstance(val, FakeTensor)), None)
+    env = None if fake is None else fake.fake_mode.shape_env
+    if env is not None:
+        for symbol in tuple(env.size_like):
+            env.constrain_symbol_range(symbol, 0, MISSING_END - 1)

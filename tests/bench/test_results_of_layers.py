@@ -1,0 +1,197 @@
+"""What follows from a run of `bench layer`, its file, its tables and its picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from expecttest import assert_expected_inline
+from runs import cell, results
+
+from moe_ops.bench import __main__ as cli
+from moe_ops.bench import plot, report, tables
+from moe_ops.bench.results import Skew, dump, load, read_peers, write
+from moe_ops.testing import LAYERS
+
+PEERS = Path(__file__).parents[2] / "benchmarks" / "peers" / "h200_bf16.json"
+
+
+def text(written: str) -> str:
+    """As expecttest can hold it."""
+    return written.replace("µ", "u")
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    write(path, dump(results()))
+    assert load(path) == results()
+    without = replace(results(), given=None, peers={})
+    write(path, dump(without))
+    assert load(path) == without
+
+
+def test_a_file_of_another_schema_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    write(path, dump(results()) | {"schema": 0})
+    with pytest.raises(ValueError, match="schema 0, this reads 1"):
+        load(path)
+
+
+def test_bands_are_geometric_means_over_layers() -> None:
+    # 10/12.5 and 10/20; a wrong cell is in no mean. The given rates are twice those of the run.
+    shares = [(0.8 * 0.5) ** 0.5, 0.5, 10 / 15, 8 / 12]
+    found = results().bands()
+    assert [(b.routing, b.low, b.high, b.cells) for b in found] == [
+        ("uniform", 1, 4, 2), ("uniform", 16, 256, 1), ("zipf", 1, 4, 1), ("zipf", 16, 256, 1),
+    ]  # fmt: skip
+    assert [b.share for b in found] == pytest.approx(shares)
+    assert [b.given_share for b in found] == pytest.approx([share / 2 for share in shares])
+    assert {b.given_share for b in replace(results(), given=None).bands()} == {None}
+
+
+def test_skew_is_compared_where_the_floors_are_equal() -> None:
+    one, many = results().skews()
+    assert one == Skew(layer="tiny", tokens=1, routing="zipf", time_ratio=1.2, floor_ratio=1.0)
+    assert one.same_work and not many.same_work
+    assert many.floor_ratio == 0.8
+
+
+def test_peers_are_compared_at_uniform_routing() -> None:
+    found = results()
+    assert found.best_peer(found.cells[0]) == ("one", 13.0)
+    assert found.best_peer(found.cells[2]) is None  # zipf
+    assert [(c.tokens, *peer) for c, *peer in found.slower()] == [(64, "one", 19.0)]
+
+
+def test_what_ran_beside_ours_is_a_control_of_the_peers() -> None:
+    assert results().controls() == {"grouped_mm": [30.0 / 40.0]}
+    assert replace(results(), peers={}).controls() == {}
+
+
+def test_the_peers_of_the_h200_are_every_cell_of_the_target() -> None:
+    peers = read_peers(PEERS)
+    assert peers.keys() == LAYERS.keys()
+    for name, by_tokens in peers.items():
+        assert list(by_tokens) == [1, 4, 16, 64, 256, 1024, 4096, 16384]
+        names = {"vllm", "grouped_mm"} | ({"triton_kernels"} if name != "qwen3_next" else set())
+        assert all(times.keys() == names for times in by_tokens.values())
+    assert min(peers["qwen3_30b"][1024].items(), key=lambda i: i[1]) == ("triton_kernels", 361.7)
+    assert json.loads(PEERS.read_text())["conditions"]
+
+
+def test_a_file_without_times_is_no_file_of_peers(tmp_path: Path) -> None:
+    path = tmp_path / "peers.json"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match='has no "us"'):
+        read_peers(path)
+
+
+def test_the_table_of_a_layer() -> None:
+    assert_expected_inline(
+        text(tables.layer_table(results(), "tiny")),
+        """\
+tiny: E=8 K=2 D=64 I=32, bfloat16
+backend                tokens  routing    us  TB/s  TFLOP/s  floor us  % of floor  % of given  x vs grouped_mm  best peer us  x vs peer
+route:cpu experts:cpu       1  uniform  12.5   3.2      0.8      10.0        80.0        40.0            2.00x      one 13.0      1.04x
+route:cpu experts:cpu       1     zipf  15.0  2.67    0.667      10.0        66.7        33.3            wrong
+route:cpu experts:cpu      64  uniform  20.0     2       32      10.0        50.0        25.0            1.50x      one 19.0    < 0.95x
+route:cpu experts:cpu      64     zipf  12.0  2.67     42.7       8.0        66.7        33.3            2.50x
+< slower than the best peer""",  # noqa: E501
+    )
+
+
+def test_the_table_of_a_layer_that_is_too_small_and_wrong() -> None:
+    found = replace(results(), given=None, peers={})
+    assert_expected_inline(
+        text(tables.layer_table(found, "small")),
+        """\
+small: E=16 K=2 D=64 I=32, bfloat16
+backend                tokens  routing     us  TB/s  TFLOP/s  floor us  % of floor  x vs grouped_mm
+route:cpu experts:cpu       1  uniform  ~20.0     2      0.5      10.0        50.0
+route:cpu experts:cpu      64  uniform  WRONG                     10.0
+~ some weights may have come from the cache: the layer is too small""",
+    )
+
+
+def test_the_summary() -> None:
+    assert_expected_inline(
+        text(tables.summary(results())),
+        """\
+floor / time, geometric mean of 2 cells, uniform, 1 to 4 tokens: 63.2 %, 31.6 % by given rates
+floor / time, geometric mean of 1 cells, uniform, 16 to 256 tokens: 50.0 %, 25.0 % by given rates
+floor / time, geometric mean of 1 cells, zipf, 1 to 4 tokens: 66.7 %, 33.3 % by given rates
+floor / time, geometric mean of 1 cells, zipf, 16 to 256 tokens: 66.7 %, 33.3 % by given rates
+zipf / uniform where floors are equal, 1 cells: at most 1.20x (tiny, 1 tokens)
+slower than the best peer in 1 of 2 cells
+  tiny at 64 (one 19.0 us, ours 20.0)
+grouped_mm in this run / in the file of peers, 1 cells: geometric mean 0.75, 0.75 to 0.75
+WRONG, not timed: grouped_mm on tiny, 1 tokens zipf: AssertionError: set 0: relative error 0.1
+WRONG, not timed: moe_ops on small, 64 tokens uniform: AssertionError: set 0: relative error 0.1""",
+    )
+
+
+def test_the_section_of_a_document() -> None:
+    assert_expected_inline(
+        text(report.section(results())),
+        """\
+One Made-up Device, bfloat16, torch 2.11.0; copy 4 TB/s, matrix product 800 TFLOP/s:
+
+    python -m moe_ops.bench layer --layer tiny,small
+
+Uniform routing: us (% of floor, times as fast as the best peer).
+
+| tokens | tiny | small |
+| --- | --- | --- |
+| 1 | 12.5 (80 %, 1.04) | 20.0 (50 %) |
+| 64 | 20.0 (50 %, 0.95) | wrong |
+
+`grouped_mm` took 0.75 times as long as it did among the peers, 0.75 to 0.75.
+
+| tokens | routing | cells | floor / time, geometric mean | by 8 TB/s, 900 TFLOP/s |
+| --- | --- | --- | --- | --- |
+| 1 to 4 | uniform | 2 | 63.2 % | 31.6 % |
+| 16 to 256 | uniform | 1 | 50.0 % | 25.0 % |
+| 1 to 4 | zipf | 1 | 66.7 % | 33.3 % |
+| 16 to 256 | zipf | 1 | 66.7 % | 33.3 % |
+
+Zipf's law against uniform routing, in the 1 cells where the floors are equal.
+
+| tokens | cells | most zipf / uniform | in |
+| --- | --- | --- | --- |
+| 1 | 1 | 1.20 | tiny |""",
+    )
+
+
+def test_without_skew_and_peers_a_section_has_no_word_of_them() -> None:
+    alone = replace(results(), cells=[cell("tiny", 1, "uniform", 12.5)], peers={})
+    written = report.section(alone)
+    assert "12.5 (80 %)" in written
+    assert "Zipf" not in written and "peer" not in written
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image", reason="pip install moe-ops[bench]")
+    path = tmp_path / "plot.png"
+    plot.draw(results(), path)
+    height, width, _ = image.imread(path).shape
+    assert width == 1600 and height > 800
+    assert image.imread(path)[..., :3].std() > 0.05  # something is on it
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(RuntimeError, match=r"pip install moe-ops\[bench\]"):
+        plot.draw(results(), Path("unused.png"))
+
+
+def test_a_file_is_printed_as_markdown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "results.json"
+    write(path, dump(replace(results(), cells=results().cells[:3])))
+    monkeypatch.setattr(sys, "argv", ["bench", "report", str(path)])
+    cli.main()
+    assert capsys.readouterr().out.startswith("One Made-up Device, bfloat16, torch 2.11.0;")

@@ -1,0 +1,73 @@
+"""The tables of docs/PERFORMANCE.md that are made from files of results are what the files say."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import replace
+from pathlib import Path
+
+import expecttest
+import pytest
+
+from moe_ops.bench import report
+from moe_ops.bench.cells import Cell
+from moe_ops.bench.rates import Rates
+from moe_ops.bench.results import Results, dump, write
+from moe_ops.testing import Case
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "PERFORMANCE.md"
+RESULTS = ROOT / "benchmarks" / "results"
+REMEDY = "run `make golden` if it should, and read the difference"
+
+
+def test_the_page_is_what_was_measured() -> None:
+    page = PAGE.read_text()
+    if expecttest.ACCEPT:
+        PAGE.write_text(report.fill(page, RESULTS))
+    lines = difflib.ndiff(PAGE.read_text().splitlines(), report.fill(page, RESULTS).splitlines())
+    changed = "\n".join(line for line in lines if line.startswith(("- ", "+ ")))
+    assert not changed, f"docs/PERFORMANCE.md does not say what was measured; {REMEDY}:\n{changed}"
+
+
+def test_the_page_has_a_place_for_the_layers() -> None:
+    assert report.BLOCK.findall(PAGE.read_text()) == ["layer_h200_bfloat16"]
+
+
+@pytest.fixture
+def measured() -> Results:
+    cell = Cell(
+        layer="tiny", tokens=4, routing="uniform", contender="moe_ops", copies=1, sets=8,
+        cold=True, bytes=4e6, flops=1e6, floor_us=1.0, us=1.25, low_us=1.2, high_us=1.3,
+    )  # fmt: skip
+    return Results(
+        command="python -m moe_ops.bench layer --layer tiny",
+        device="Made-up Device",
+        dtype="bfloat16",
+        versions={"torch": "2.11.0"},
+        rates=Rates(copy_tbs=4.0, matmul_tflops=800.0),
+        layers={"tiny": Case(name="tiny", T=1, E=8, K=2, D=64, I=32)},
+        cells=[cell],
+        peers={"tiny": {4: {"one": 1.5}}},
+    )
+
+
+def test_a_block_holds_the_tables_of_its_file(tmp_path: Path, measured: Results) -> None:
+    page = "a\n<!-- results one -->\nold\n<!-- end -->\nb\n<!-- results two -->\n<!-- end -->\nc\n"
+    write(tmp_path / "one.json", dump(measured))
+    filled = report.fill(page, tmp_path)
+    assert "| 4 | 1.2 (80 %, 1.20) |" in filled
+    assert "    python -m moe_ops.bench layer --layer tiny\n" in filled
+    assert "old" not in filled
+    # A file that is not there leaves its block empty, and filling again changes nothing.
+    assert filled.endswith("b\n<!-- results two -->\n<!-- end -->\nc\n")
+    assert report.fill(filled, tmp_path) == filled
+
+
+def test_another_measurement_is_another_page(tmp_path: Path, measured: Results) -> None:
+    page = "<!-- results one -->\n<!-- end -->\n"
+    write(tmp_path / "one.json", dump(measured))
+    before = report.fill(page, tmp_path)
+    faster = replace(measured, cells=[replace(measured.cells[0], us=1.0)])
+    write(tmp_path / "one.json", dump(faster))
+    assert report.fill(before, tmp_path) != before

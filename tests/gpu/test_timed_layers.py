@@ -1,0 +1,71 @@
+"""`bench layer --ours moe` and `bench op` on a CUDA GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from moe_ops.bench import cells, contenders, inputs, rates, stages
+from moe_ops.testing import BF16, Case
+
+pytestmark = pytest.mark.gpu
+
+CASE = Case(name="small", T=1, E=32, K=4, D=512, I=256)
+RATES = rates.Rates(copy_tbs=2.0, matmul_tflops=500.0)
+CUDA = torch.device("cuda")
+
+
+def measure(*of: contenders.Contender, tokens: Sequence[int] = (1, 50)) -> list[cells.Cell]:
+    grid = cells.Grid(
+        layers=[CASE],
+        tokens=tokens,
+        routings=["uniform", "zipf"],
+        contenders=lambda case: of,
+        dtype=BF16,
+        device=CUDA,
+    )
+    return list(cells.measure(grid, RATES))
+
+
+def test_backends_and_transformers_are_checked_and_timed() -> None:
+    found = measure(
+        contenders.ours(CASE, "cuda"),
+        contenders.ours(CASE, "cuda", "aten", "aten"),
+        contenders.stock(CASE, "grouped_mm"),
+    )
+    assert len(found) == 2 * 2 * 3
+    for cell in found:
+        assert not cell.wrong
+        assert cell.error is not None and 0 < cell.error < 0.01
+        assert cell.us and cell.low_us and cell.high_us and cell.low_us <= cell.us <= cell.high_us
+    assert {cell.ran.get("expert_gemm") for cell in found if cell.contender == "aten"} == {"aten"}
+
+
+def test_a_result_that_a_replay_does_not_compute_is_wrong() -> None:
+    ours = contenders.ours(CASE, "cuda")
+    kept: dict[int, torch.Tensor] = {}
+
+    def remember(weights: inputs.Weights, routed: inputs.Routed) -> torch.Tensor:
+        key = routed.x_TD.data_ptr()
+        if key not in kept:
+            kept[key] = ours.call(weights, routed)
+        return kept[key]
+
+    cheat = contenders.Contender(name="cheat", call=remember)
+    found = measure(cheat, tokens=(4,))
+    assert all(cell.us is None and "are NaN" in cell.wrong for cell in found)
+
+
+def test_stages_are_checked_and_timed() -> None:
+    found = list(stages.measure([CASE], [1, 50], BF16, CUDA, RATES))
+    assert {"route", "dispatch", "expert_gemm 13", "combine"} <= {cell.stage for cell in found}
+    assert not [cell.wrong for cell in found if cell.wrong]
+    assert all(cell.us is not None and cell.us > 0 for cell in found)
+
+
+def test_rates_of_this_device_are_those_of_a_gpu() -> None:
+    found = rates.measure_rates(CUDA, BF16)
+    assert 0.2 < found.copy_tbs < 20
+    assert 20 < found.matmul_tflops < 5000

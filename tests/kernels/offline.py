@@ -1,0 +1,138 @@
+"""Compile for GPUs that are not here every kernel that a call would launch; run as a script.
+
+    python offline.py CAPABILITY
+
+prints one JSON line for each variant: the kernel, its registers and the bytes that it spills.
+Launches are caught where Triton would compile and run them, so that what is compiled is what the
+host code asks for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from moe_ops.kernels.triton import combine, routing, rows, sort, tiny
+from moe_ops.ops import experts, route
+from moe_ops.testing import ACTIVATIONS, LAYERS
+
+TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
+    torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+
+
+def source_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ASTSource:
+    """What Triton would compile for a launch: integers of 1 are constants, and those that 16
+    divides are known to be, as are the addresses of tensors.
+    """
+    given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    signature, constants, attributes = {}, {}, {}
+    for index, param in enumerate(kernel.params):
+        value = given[param.name]
+        if param.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[param.name] = "constexpr"
+            constants[(index,)] = value
+            continue
+        whole = isinstance(value, Tensor) or value % 16 == 0
+        signature[param.name] = TYPES[value.dtype] if isinstance(value, Tensor) else "i32"
+        if whole:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Registers of a kernel, and the bytes of memory a thread needs for what they do not hold."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", said)
+    assert found is not None, said
+    return {"registers": int(found[1]), "spilled": int(found[2]) + int(found[3])}
+
+
+def compile_launches(
+    call: Callable[[], Any], capability: int, known: set[tuple[Any, ...]]
+) -> list[dict[str, Any]]:
+    """Compile what a call launches, instead of launching it; but not what is known."""
+    found: list[dict[str, Any]] = []
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        names = {p.name for p in self.params}
+        options = {k: v for k, v in kwargs.items() if k not in names}
+        source = source_of(self, args, {k: v for k, v in kwargs.items() if k in names})
+        key = (source.hash(), *sorted(options.items()))
+        if key not in known:
+            known.add(key)
+            made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            found.append({"kernel": self.__name__, **usage(made.asm["cubin"])})
+
+    pdl = (True, {"launch_pdl": True}) if capability >= 90 else (False, {})
+    with ExitStack() as patched:
+        patched.enter_context(patch.object(JITFunction, "run", run))
+        for module in (combine, routing, rows, sort, tiny):
+            patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
+        call()
+    return found
+
+
+def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Calls that between them launch every variant that is tuned, and every activation."""
+    for name, case in LAYERS.items():
+        for backend, tokens in (("tiny", (1, 4)), ("rows", (8, 64, 256, 1024))):
+            for T in tokens:
+                yield f"{name} {backend} {T}", lambda c=case, b=backend, t=T: layer(c, b, t)
+        yield f"{name} route", lambda c=case: routed(c)
+    for name, args in ACTIVATIONS.items():
+        for backend in ("tiny", "rows"):
+            yield f"{name} {backend}", lambda b=backend, a=args: layer(LAYERS["olmoe"], b, 4, **a)
+
+
+def routed(case: Any) -> None:
+    logits = torch.empty(4, case.E, dtype=torch.bfloat16, device="meta")
+    route.backends["triton"].run(logits, case.K, renormalize=True)
+
+
+def layer(case: Any, backend: str, T: int, **activation: Any) -> None:
+    F = 2 * case.I if activation.get("gated", True) else case.I
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    experts.backends[f"triton.{backend}"].run(
+        empty(T, case.D),
+        empty(T, case.K, dtype=torch.float32),
+        empty(T, case.K, dtype=torch.int32),
+        empty(case.E, F, case.D),
+        empty(case.E, case.D, case.I),
+        **activation,
+    )
+
+
+def main() -> None:
+    capability = int(sys.argv[1])
+    known: set[tuple[Any, ...]] = set()
+    for name, call in calls():
+        for found in compile_launches(call, capability, known):
+            print(json.dumps({"call": name, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

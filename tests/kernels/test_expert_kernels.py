@@ -1,0 +1,160 @@
+"""The expert kernels against the definition of `experts`; in Triton's interpreter without a GPU.
+
+The interpreter multiplies float16 and float32 alone, so bfloat16 is left to tests/gpu.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ops import experts
+from moe_ops.testing import (
+    ACTIVATIONS,
+    CASES,
+    DEVICE,
+    TOL,
+    Case,
+    Layer,
+    assert_close,
+    float32,
+    make_layer,
+)
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+
+F16 = torch.float16
+KERNELS = {name: b for name, b in experts.backends.items() if name.startswith("triton.")}
+SMALL = {case.name: case for case in CASES if 0 < case.T <= 16}
+each_kernel = pytest.mark.parametrize("kernel", KERNELS)
+
+
+def run(kernel: str, layer: Layer, **more: Any) -> Tensor:
+    call = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    if KERNELS[kernel].refusal(DEVICE, call, more) not in (None, "needs a tensor on cuda, got cpu"):
+        pytest.skip(f"{kernel} does not take it")
+    return KERNELS[kernel].run(*call, **more)
+
+
+def definition(layer: Layer, **more: Any) -> Tensor:
+    call = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    more = {k: float32(v) for k, v in more.items()}
+    return experts.reference(*map(float32, call), **more)
+
+
+def check(kernel: str, layer: Layer, **more: Any) -> None:
+    assert_close(run(kernel, layer, **more), definition(layer, **more), TOL["experts", F16], kernel)
+
+
+@each_kernel
+@pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
+def test_every_case(kernel: str, case: Case) -> None:
+    layer = make_layer(case, F16, DEVICE)
+    check(kernel, layer)
+    check(kernel, layer, b13_EF=layer.b13_EF, b2_ED=layer.b2_ED.float())
+
+
+@each_kernel
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation(kernel: str, name: str) -> None:
+    args = ACTIVATIONS[name]
+    layer = make_layer(SMALL["odd"], F16, DEVICE, gated=args.get("gated", True))
+    check(kernel, layer, b13_EF=layer.b13_EF, **args)
+
+
+@each_kernel
+def test_transposed_weights(kernel: str) -> None:
+    layer = make_layer(SMALL["odd"], F16, DEVICE, transposed=True)
+    check(kernel, layer, transposed=True, interleaved=True)
+
+
+@each_kernel
+def test_experts_that_are_not_here_add_nothing(kernel: str) -> None:
+    layer = make_layer(SMALL["odd"], F16, DEVICE)
+    layer.experts_TK[0] = torch.tensor([-1, 5, 4])
+    layer.experts_TK[1] = -1
+    layer.x_TD[1] = float("nan")  # a token without experts is never read
+    biases = {"b13_EF": layer.b13_EF, "b2_ED": layer.b2_ED}
+    out = run(kernel, layer, **biases)
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    check(kernel, layer, **biases)
+
+
+@each_kernel
+def test_the_shares_of_two_ranks_sum_to_the_whole(kernel: str) -> None:
+    layer = make_layer(SMALL["plain"], F16, DEVICE)
+    whole = definition(layer)
+    parts = torch.zeros_like(whole)
+    for rank in range(2):
+        here = torch.arange(8, device=DEVICE) - 4 * rank
+        own = slice(4 * rank, 4 * rank + 4)
+        share = replace(layer, w13_EFD=layer.w13_EFD[own], w2_EDI=layer.w2_EDI[own])
+        expert_map = torch.where((here >= 0) & (here < 4), here, -1)
+        parts += run(kernel, share, expert_map=expert_map).float()
+    assert_close(parts, whole, TOL["experts", F16])
+
+
+@each_kernel
+def test_one_token_with_more_choices_than_experts_here(kernel: str) -> None:
+    layer = make_layer(Case(name="share", T=1, E=8, K=6, D=32, I=16), F16, DEVICE)
+    layer.experts_TK[:] = torch.arange(6)
+    share = {"w13_EFD": layer.w13_EFD[3:5], "w2_EDI": layer.w2_EDI[3:5]}
+    expert_map = torch.tensor([-1, -1, -1, 0, 1, -1, -1, -1], device=DEVICE)
+    share_layer = replace(layer, **share)
+    check(kernel, share_layer, expert_map=expert_map)
+
+
+@each_kernel
+def test_all_tokens_on_one_expert(kernel: str) -> None:
+    layer = make_layer(SMALL["plain"], F16, DEVICE)
+    layer.experts_TK[:, 0] = 5
+    layer.experts_TK[:, 1] = -1
+    check(kernel, layer)
+
+
+@each_kernel
+def test_an_expert_chosen_twice_by_a_token_counts_twice(kernel: str) -> None:
+    layer = make_layer(SMALL["plain"], F16, DEVICE)
+    layer.experts_TK[:] = layer.experts_TK[:, :1]
+    check(kernel, layer, b2_ED=layer.b2_ED)
+
+
+@each_kernel
+def test_a_token_of_nan_leaves_the_others_alone(kernel: str) -> None:
+    layer = make_layer(SMALL["odd"], F16, DEVICE)
+    layer.x_TD[3] = float("nan")
+    out = run(kernel, layer)
+    assert bool(out[3].isnan().all())
+    others = torch.arange(layer.x_TD.shape[0], device=DEVICE) != 3
+    assert_close(out[others], definition(layer)[others], TOL["experts", F16])
+
+
+@each_kernel
+def test_strided_tokens_and_weights(kernel: str) -> None:
+    layer = make_layer(SMALL["odd"], F16, DEVICE)
+    twice = {name: getattr(layer, name).repeat_interleave(2, 0) for name in ("w13_EFD", "w2_EDI")}
+    strided = replace(
+        layer,
+        x_TD=layer.x_TD.T.contiguous().T,
+        weights_TK=layer.weights_TK.T.contiguous().T,
+        experts_TK=layer.experts_TK.long().T.contiguous().T,
+        w13_EFD=twice["w13_EFD"][::2],
+        w2_EDI=twice["w2_EDI"][::2],
+    )
+    assert_close(run(kernel, strided), definition(layer), TOL["experts", F16])
+
+
+def test_more_tokens_than_tiny_takes_are_refused() -> None:
+    layer = make_layer(next(c for c in CASES if c.T == 70), F16, DEVICE)
+    call = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    assert KERNELS["triton.tiny"].refusal("cuda", call, {}) == "takes at most 16 rows, got 70"
+    with pytest.raises(ValueError, match="takes 16 tokens and 64 pairs"):
+        KERNELS["triton.tiny"].run(*call)
+
+
+@each_kernel
+def test_no_tokens(kernel: str) -> None:
+    layer = make_layer(next(c for c in CASES if c.T == 0), F16, DEVICE)
+    assert run(kernel, layer).shape == layer.x_TD.shape

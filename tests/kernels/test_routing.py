@@ -1,0 +1,59 @@
+"""The routing kernel against published routers; in Triton's interpreter without a GPU."""
+
+import pytest
+import torch
+from routers import ROUTERS, Router, arguments, oracle
+
+from moe_ops import route
+from moe_ops.shapes import DTYPES, FLOATS
+from moe_ops.testing import DEVICE, TOL, assert_close
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+run = route.backends["triton"].run
+
+each_router = pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
+
+
+def on_device(call: dict) -> dict:
+    return {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+
+
+@each_router
+@pytest.mark.parametrize("dtype", FLOATS, ids=DTYPES)
+def test_matches_the_published_formula(router: Router, dtype: torch.dtype) -> None:
+    call = arguments(router, dtype)
+    weights, ids = run(**on_device(call))
+    want_weights, want_ids = oracle(router, call)
+    assert torch.equal(ids.cpu(), want_ids)
+    assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
+    # Powers and logarithms of a GPU err in the last bits.
+    assert_close(weights.cpu(), want_weights, TOL["route", torch.bfloat16], "weights")
+    exact = weights.double().cpu() - want_weights
+    assert float(exact.abs().max()) <= 2e-6 * float(want_weights.abs().max())
+
+
+@pytest.mark.parametrize("E", [1, 3, 72, 160])
+@pytest.mark.parametrize("dtype", FLOATS, ids=DTYPES)
+def test_any_number_of_experts_and_choices(E: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(4, E).to(dtype).to(DEVICE)
+    for K in sorted({1, min(3, E), min(10, E)}):
+        weights, ids = run(logits, K, renormalize=True, out_dtype="float16")
+        want, _ = route.reference(logits, K, renormalize=True, out_dtype="float16")
+        # Equal logits may come in any order: compare what they are worth.
+        assert torch.equal(logits.gather(1, ids.long()), logits.topk(K).values)
+        assert all(len(set(row)) == K for row in ids.tolist())
+        assert_close(weights, want, TOL["route", torch.float16])
+
+
+def test_equal_logits_choose_the_lower_expert_first() -> None:
+    for dtype in FLOATS:
+        logits = torch.zeros(1, 8, dtype=dtype, device=DEVICE)
+        assert run(logits, 3)[1].tolist() == [[0, 1, 2]]
+
+
+def test_strided_logits_and_no_tokens() -> None:
+    wide = torch.randn(3, 16, device=DEVICE)
+    for got, want in zip(run(wide[:, ::2], 2), run(wide[:, ::2].contiguous(), 2), strict=True):
+        assert torch.equal(got, want)
+    weights, ids = run(torch.empty(0, 8, device=DEVICE), 2)
+    assert weights.shape == ids.shape == (0, 2)

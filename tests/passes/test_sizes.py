@@ -1,0 +1,43 @@
+"""Symbolic sizes under torch's flag: what they are told, and that it is no guard."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.fx.experimental._config as shape_config
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from moe_ops.passes import sizes
+from tests.passes.post_grad import Compiled
+
+
+@pytest.mark.skipif(not sizes.HAS_OBLIVIOUS, reason="this torch lacks the flag")
+@pytest.mark.parametrize("flag", [False, True])
+def test_sizes_end_before_a_missing_end(flag: bool) -> None:
+    found = []
+
+    def hook(graph: fx.Graph) -> None:
+        vals = [node.meta.get("val") for node in graph.nodes]
+        (x,) = (v for v in vals[:2] if isinstance(v, FakeTensor))
+        env, size = x.fake_mode.shape_env, x.shape[0]
+        assert env is not None and isinstance(size, torch.SymInt)
+        before, guards = env.var_to_range[size.node.expr], len(env.guards)
+        sizes.bound(graph)
+        found.append((before, env.var_to_range[size.node.expr]))
+        assert len(env.guards) == guards
+
+    x_TD = torch.randn(5, 4)
+    torch._dynamo.maybe_mark_dynamic(x_TD, 0)
+    with shape_config.patch(backed_size_oblivious=flag):
+        result = Compiled(lambda x: x * 2, hook, dynamic=None)(x_TD)
+    torch.testing.assert_close(result, x_TD * 2)
+    ((before, after),) = found
+    assert before.upper > sizes.MISSING_END
+    assert after.lower == before.lower
+    assert after.upper == (sizes.MISSING_END - 1 if flag else before.upper)
+
+
+def test_a_graph_without_symbolic_sizes_is_left_alone() -> None:
+    result = Compiled(lambda x: x + 1, sizes.bound)(torch.zeros(3))
+    assert result.tolist() == [1, 1, 1]
