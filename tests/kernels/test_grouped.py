@@ -5,22 +5,22 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from moe_ops.kernels.triton.grouped import (  # noqa: E402
+from moe_ops.kernels.triton.grouped import (
     GROUP,
     _config_for,
     grouped_gated,
     grouped_rows,
     tile_map,
 )
-from moe_ops.ops.activate import activate  # noqa: E402
+from moe_ops.ops.activate import activate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# kind, gated, interleaved, alpha, limit, up_shift
 SWIGLU = ("silu", True, False, 1.0, None, 0.0)
 GPT_OSS = ("silu", True, True, 1.702, 7.0, 1.0)
 UNGATED = ("relu2", False, False, 1.0, None, 0.0)
-# Rows of each expert: none, one tile, several tiles, a group and more, and rows of no expert.
-COUNTS = (0, 5, 0, 70, 1, 33)
-UNUSED = 6
+COUNTS = (0, 5, 0, 70, 1, 33)  # rows of each expert
+UNUSED = 6  # rows of no expert
 
 
 def inputs(counts=COUNTS, tokens=23, D=40, I=24, gated=True, bias=False, dtype=torch.float32):  # noqa: E741

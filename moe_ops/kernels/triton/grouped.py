@@ -65,8 +65,8 @@ def grouped_gated(
     """
     F = w13_EFD.shape[1]
     out = x_TD.new_empty(rows_R.numel(), F // 2 if gated else F)
-    activation = (gated, gated and interleaved, kind, alpha, limit, up_shift)
-    return _product(x_TD, rows_R, ends_E, w13_EFD, b13_EF, out, top_k, activation, tiles)
+    act = (kind, gated, gated and interleaved, alpha, limit, up_shift)
+    return _product(x_TD, rows_R, ends_E, w13_EFD, b13_EF, out, top_k, act, tiles)
 
 
 def grouped_rows(
@@ -79,12 +79,12 @@ def grouped_rows(
 ) -> Tensor:
     """y[r] = W2[e] @ h[r] + b2[e] for every row r of expert e; W2 may have any strides."""
     out = h_RI.new_empty(h_RI.shape[0], w2_EDI.shape[1])
-    linear = (False, False, None, 1.0, None, 0.0)
+    linear = (None, False, False, 1.0, None, 0.0)
     return _product(h_RI, None, ends_E, w2_EDI, b2_ED, out, None, linear, tiles)
 
 
 def tile_map(ends_E: Tensor, rows: int, block_m: int, short: int = 0) -> Tiles:
-    """Tiles of at most `block_m` rows; one map serves every product over them of that `tile_rows`."""
+    """Tiles of at most `block_m` rows, for every product over these rows of those `tile_rows`."""
     E = ends_E.numel()
     capacity = rows // block_m + min(E, rows)
     table = torch.empty(5 * capacity + 2, dtype=torch.int32, device=ends_E.device)
@@ -128,7 +128,7 @@ def _product(
     bias_EN: Tensor | None,
     out: Tensor,
     top_k: int | None,
-    activation: tuple,
+    act: tuple,
     tiles: Tiles | None,
 ) -> Tensor:
     if out.numel() == 0:
@@ -140,10 +140,9 @@ def _product(
     if runs_on_hopper(a, w_ENK, out):
         from moe_ops.kernels.triton import grouped_gluon
 
-        grouped_gluon.launch(a, rows, w_ENK, bias_EN, out, tiles, top_k, activation)
+        grouped_gluon.launch(a, rows, w_ENK, bias_EN, out, tiles, top_k, act)
         return out
     config = _config(a, out.shape[0], w_ENK)
-    gated, interleaved, kind, alpha, limit, up_shift = activation
     N, K = w_ENK.shape[1:]
     n_tiles = triton.cdiv(N, config.block_n)
     _grouped[(tiles.capacity * n_tiles,)](
@@ -160,12 +159,7 @@ def _product(
         n_tiles,
         K,
         top_k,
-        gated,
-        interleaved,
-        kind,
-        alpha,
-        limit,
-        up_shift,
+        act,
         config.block_m,
         config.block_n,
         config.block_k,
@@ -210,8 +204,8 @@ def _tile_map(
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (e, i) writes tiles i * BLOCK and on of expert e: e, first row of the tile's group (at
-    most GROUP tiles), one past the expert's last row, the group's first tile, its number of tiles.
+    """Program (e, i) writes tiles i * BLOCK and on of expert e: e, first row of the tile's group
+    (at most GROUP tiles), one past the expert's last row, the group's first tile and its size.
     A short tile is a group of its own."""
     e = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
@@ -263,17 +257,16 @@ def _grouped(
     n_tiles,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
-    GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    KIND: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_SHIFT: tl.constexpr,
+    ACT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile by one program: any strides, any GPU. Rows are gathered where TOP_K is given."""
+    """One tile by one program: any strides, any GPU. Rows are gathered where TOP_K is given.
+
+    ACT is (kind or None, gated, interleaved, alpha, limit, up_shift).
+    """
+    GATED: tl.constexpr = ACT[1]
     tile = tl.program_id(0)
     if tile >= tl.load(tiles_ptr + 5 * capacity) * n_tiles:
         return
@@ -290,12 +283,11 @@ def _grouped(
     columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = columns < N
     w_rows = columns
-    if GATED and not INTERLEAVED:
+    if GATED and not ACT[2]:
         w_rows = columns // 2 + columns % 2 * (N // 2)
+    a_rows = rows
     if TOP_K is not None:
         a_rows = tl.load(rows_ptr + rows, mask=valid, other=0) // TOP_K
-    else:
-        a_rows = rows
     ks = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptr + a_rows.to(tl.int64)[:, None] * stride_am + ks[None, :] * stride_ak
     w_ptrs = w_ptr + expert * stride_we + w_rows.to(tl.int64)[None, :] * stride_wn
@@ -318,13 +310,13 @@ def _grouped(
         acc += bias.to(tl.float32)[None, :]
     if GATED:
         gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
-        value = activate_gated(gate, up, KIND, ALPHA, LIMIT, UP_SHIFT)
+        value = activate_gated(gate, up, ACT)
         out_columns = n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         out_n = N // 2
     else:
         value = acc
-        if KIND is not None:
-            value = activate(acc, KIND, ALPHA, LIMIT)
+        if ACT[0] is not None:
+            value = activate(acc, ACT)
         out_columns = columns
         out_n = N
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * out_n + out_columns[None, :]

@@ -12,7 +12,7 @@ What the functions below share:
     sizes   table of tiles, its capacity, N rows of W per expert, K, tiles along N, slots of this
             block, and which tiles they hold (`_schedule`)
     output  bias or None, descriptor and pointer of the output
-    ACTIVATION  (gated, interleaved, kind, alpha, limit, up_shift); kind None is none
+    ACT     (kind or None, gated, interleaved, alpha, limit, up_shift)
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _produce_gathered(
     rings,
     sizes,
     TOP_K: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    ACT: gl.constexpr,
     EVEN_K: gl.constexpr,
 ):
     """Fill the ring with rows of x and of W, by four warps."""
@@ -163,15 +163,15 @@ def _produce_gathered(
     BLOCK_M: gl.constexpr = a_bufs.shape[1]
     BLOCK_K: gl.constexpr = a_bufs.shape[2]
     W_BYTES: gl.constexpr = w_bufs.shape[1] * BLOCK_K * 2
-    GATED: gl.constexpr = ACTIVATION[0]
-    INTERLEAVED: gl.constexpr = ACTIVATION[1]
+    GATED: gl.constexpr = ACT[1]
+    INTERLEAVED: gl.constexpr = ACT[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     ms = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     ks = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
     step = 0
     # Ahead of the tile that is being copied: the pairs of the next, the entry of the one after.
     expert, end, row, n = _decode(_look_up(0, sizes), sizes, BLOCK_M)
-    valid = (row + ms < end) & (0 < slots)
+    valid = (row + ms < end) & (slots > 0)
     pair = gl.load(rows_ptr + row + ms, mask=valid, other=0)
     entry = _look_up(1, sizes)
     for slot in range(0, slots):
@@ -264,56 +264,49 @@ def _add_bias(acc, bias_ptr, expert, col, N, STRIDE: gl.constexpr):
 
 
 @gluon.jit
-def _gated_chunk(gate, up, output, expert, col, N, ACTIVATION: gl.constexpr):
+def _gated_chunk(gate, up, output, expert, col, N, ACT: gl.constexpr):
     """64 columns of the output, from column `col`, rounded."""
     bias_ptr, out_desc, _ = output
-    if ACTIVATION[1]:
+    if ACT[2]:
         gate = _add_bias(gate, bias_ptr, expert, 2 * col, N, 2)
         up = _add_bias(up, bias_ptr, expert, 2 * col + 1, N, 2)
     else:
         gate = _add_bias(gate, bias_ptr, expert, col, N, 1)
         up = _add_bias(up, bias_ptr, expert, N // 2 + col, N, 1)
-    KIND: gl.constexpr = ACTIVATION[2]
-    ALPHA: gl.constexpr = ACTIVATION[3]
-    LIMIT: gl.constexpr = ACTIVATION[4]
-    UP_SHIFT: gl.constexpr = ACTIVATION[5]
-    h = activate_gated(gate, up, KIND, ALPHA, LIMIT, UP_SHIFT)
+    h = activate_gated(gate, up, ACT)
     return gl.convert_layout(h.to(out_desc.dtype), CHUNK_LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def _chunk(acc, output, expert, col, N, ACTIVATION: gl.constexpr):
+def _chunk(acc, output, expert, col, N, ACT: gl.constexpr):
     """64 columns of the output, from column `col`, rounded."""
     bias_ptr, out_desc, _ = output
     acc = _add_bias(acc, bias_ptr, expert, col, N, 1)
-    KIND: gl.constexpr = ACTIVATION[2]
-    ALPHA: gl.constexpr = ACTIVATION[3]
-    LIMIT: gl.constexpr = ACTIVATION[4]
-    if KIND is not None:
-        acc = activate(acc, KIND, ALPHA, LIMIT)
+    if ACT[0] is not None:
+        acc = activate(acc, ACT)
     return gl.convert_layout(acc.to(out_desc.dtype), CHUNK_LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def _finish(acc, output, expert, n, N, ACTIVATION: gl.constexpr):
+def _finish(acc, output, expert, n, N, ACT: gl.constexpr):
     """The outputs in chunks of 64 columns, and the first column."""
     CHUNK: gl.constexpr = acc.shape[1] // 4
     left, right = _halves(acc)
     a, b = _halves(left)
     c, d = _halves(right)
-    if ACTIVATION[0]:
+    if ACT[1]:
         col = n * (2 * CHUNK)
         chunks = (
-            _gated_chunk(a, c, output, expert, col, N, ACTIVATION),
-            _gated_chunk(b, d, output, expert, col + CHUNK, N, ACTIVATION),
+            _gated_chunk(a, c, output, expert, col, N, ACT),
+            _gated_chunk(b, d, output, expert, col + CHUNK, N, ACT),
         )
     else:
         col = n * (4 * CHUNK)
         chunks = (
-            _chunk(a, output, expert, col, N, ACTIVATION),
-            _chunk(b, output, expert, col + CHUNK, N, ACTIVATION),
-            _chunk(c, output, expert, col + 2 * CHUNK, N, ACTIVATION),
-            _chunk(d, output, expert, col + 3 * CHUNK, N, ACTIVATION),
+            _chunk(a, output, expert, col, N, ACT),
+            _chunk(b, output, expert, col + CHUNK, N, ACT),
+            _chunk(c, output, expert, col + 2 * CHUNK, N, ACT),
+            _chunk(d, output, expert, col + 3 * CHUNK, N, ACT),
         )
     return chunks, col
 
@@ -353,7 +346,7 @@ def _consume(
     rings,
     sizes,
     GATHERED: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    ACT: gl.constexpr,
 ):
     """Multiply and store rows 64 * HALF to 64 * HALF + 63 of every tile, by one warpgroup."""
     a_bufs, w_bufs, full, empty = rings
@@ -364,7 +357,7 @@ def _consume(
     BLOCK_N: gl.constexpr = w_bufs.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     no_chunk = gl.zeros([HALF_M, BLOCK_N // 4], output[1].dtype, CHUNK_LAYOUT)
-    if ACTIVATION[0]:
+    if ACT[1]:
         CHUNKS: gl.constexpr = 2
         out_n = N // 2
         pending = (no_chunk, no_chunk)
@@ -399,7 +392,7 @@ def _consume(
                 mbarrier.arrive(empty.index((step + i - 1) % STAGES))
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index((step + k_steps - 1) % STAGES))
-            pending, pending_col = _finish(acc, output, expert, n, N, ACTIVATION)
+            pending, pending_col = _finish(acc, output, expert, n, N, ACT)
             pending_row = row
             pending_end = end
         else:
@@ -432,7 +425,7 @@ def _grouped(
     K,
     n_tiles,
     TOP_K: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    ACT: gl.constexpr,
     EVEN_K: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -465,9 +458,9 @@ def _grouped(
         x = (a, stride_a, rows_ptr)
         gl.warp_specialize(
             [
-                (_consume, (0, output, buffers_0, rings, sizes, GATHERED, ACTIVATION)),
-                (_consume, (1, output, buffers_1, rings, sizes, GATHERED, ACTIVATION)),
-                (_produce_gathered, (x, w_descs, rings, sizes, TOP_K, ACTIVATION, EVEN_K)),
+                (_consume, (0, output, buffers_0, rings, sizes, GATHERED, ACT)),
+                (_consume, (1, output, buffers_1, rings, sizes, GATHERED, ACT)),
+                (_produce_gathered, (x, w_descs, rings, sizes, TOP_K, ACT, EVEN_K)),
             ],
             [4, 4],
             [216, 72],
@@ -475,8 +468,8 @@ def _grouped(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, output, buffers_0, rings, sizes, GATHERED, ACTIVATION)),
-                (_consume, (1, output, buffers_1, rings, sizes, GATHERED, ACTIVATION)),
+                (_consume, (0, output, buffers_0, rings, sizes, GATHERED, ACT)),
+                (_consume, (1, output, buffers_1, rings, sizes, GATHERED, ACT)),
                 (_produce_rows, (a, w_descs, rings, sizes)),
             ],
             [4, 1],
@@ -492,11 +485,11 @@ def launch(
     out: Tensor,
     tiles: Tiles,
     top_k: int | None,
-    activation: tuple,
+    act: tuple,
 ) -> None:
     """Run the product; `runs_on_hopper` in grouped.py says which operands it takes."""
     E, N, K = w_ENK.shape
-    interleaved = activation[1]
+    interleaved = act[2]
     w_2d = w_ENK.view(E * N, K)
     swizzled = gl.NVMMASharedLayout(128, 16, rank=2)
     w_desc, up_desc = (
@@ -523,7 +516,7 @@ def launch(
         K,
         triton.cdiv(N, BLOCK_N),
         top_k,
-        activation,
+        act,
         K % BLOCK_K == 0,
         BLOCK_M,
         BLOCK_N,
