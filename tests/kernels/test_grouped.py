@@ -1,0 +1,127 @@
+"""The grouped products, small and odd, against float32 torch."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from moe_ops.kernels.triton.grouped import (
+    GROUP,
+    _config_for,
+    grouped_gated,
+    grouped_rows,
+    tile_map,
+)
+from moe_ops.ops.activate import activate
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# kind, gated, interleaved, alpha, limit, up_shift
+SWIGLU = ("silu", True, False, 1.0, None, 0.0)
+GPT_OSS = ("silu", True, True, 1.702, 7.0, 1.0)
+UNGATED = ("relu2", False, False, 1.0, None, 0.0)
+COUNTS = (0, 5, 0, 70, 1, 33)  # rows of each expert
+UNUSED = 6  # rows of no expert
+
+
+def inputs(counts=COUNTS, tokens=23, D=40, I=24, gated=True, bias=False, dtype=torch.float32):  # noqa: E741
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape, scale=1.0):
+        return (torch.randn(shape, generator=generator) * scale).to(dtype).to(DEVICE)
+
+    E, used, F = len(counts), sum(counts), 2 * I if gated else I
+    pairs = torch.randint(0, 2 * tokens, (used,), generator=generator, dtype=torch.int32)
+    rows = torch.cat([pairs, pairs.new_full((UNUSED,), -1)]).to(DEVICE)
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32).to(DEVICE)
+    b13, b2 = (randn(E, F), randn(E, D)) if bias else (None, None)
+    w13, w2 = randn(E, F, D, scale=D**-0.5), randn(E, D, I, scale=I**-0.5)
+    return randn(tokens, D), rows, ends, w13, b13, w2, b2
+
+
+def by_expert(a, ends, w, bias):
+    """W[e] @ a[r] + bias[e] in float32, for the rows of every expert."""
+    out = a.new_full((a.shape[0], w.shape[1]), torch.nan, dtype=torch.float32)
+    start = 0
+    for e, end in enumerate(ends.tolist()):
+        y = a[start:end].float() @ w[e].float().T
+        out[start:end] = y if bias is None else y + bias[e].float()
+        start = end
+    return out[:start]
+
+
+def transposed(w):
+    return w.mT.contiguous().mT
+
+
+def check(activation, layout=lambda w: w, **kw):
+    gated, tolerance = activation[1], 1e-2 if kw.get("dtype") else 1e-5
+    x, rows, ends, w13, b13, w2, b2 = inputs(gated=gated, **kw)
+    used = int(ends[-1])
+    h = grouped_gated(x, rows, ends, layout(w13), b13, 2, *activation)
+    expected = activate(by_expert(x[rows.long() // 2], ends, w13, b13), *activation)
+    torch.testing.assert_close(h[:used].float(), expected, atol=tolerance, rtol=tolerance)
+    y = grouped_rows(h, ends, layout(w2), b2)
+    expected = by_expert(h, ends, w2, b2)
+    torch.testing.assert_close(y[:used].float(), expected, atol=tolerance, rtol=tolerance)
+    return h, y
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", [SWIGLU, GPT_OSS, UNGATED], ids=lambda a: a[0] + str(a[3]))
+def test_products(activation, bias):
+    check(activation, bias=bias)
+
+
+def test_rows_of_no_expert_stay_unwritten():
+    h, y = check(SWIGLU)
+    assert h[-UNUSED:].isnan().all() and y[-UNUSED:].isnan().all()
+
+
+def test_transposed_weights():
+    check(SWIGLU, transposed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    if DEVICE == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as integers")
+    check(GPT_OSS, bias=True, dtype=dtype, D=72, I=40)
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 0), (130,), (0, 0, 64)])
+def test_all_rows_or_none(counts):
+    check(SWIGLU, counts=counts)
+
+
+def test_no_rows_at_all():
+    x, rows, ends, w13, *_ = inputs(counts=(0,))
+    assert grouped_gated(x, rows[:0], ends, w13, None, 2, *SWIGLU).shape == (0, 24)
+
+
+@pytest.mark.parametrize("short", [0, 8])
+def test_the_tile_map_covers_every_row_once(short):
+    counts, block_m = (0, 40 * 16, 3, 0, 16, 17, 25), 16
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32).to(DEVICE)
+    tiles = tile_map(ends, int(ends[-1]) + UNUSED, block_m, short)
+    total, longs = tiles.table[-2:].tolist()
+    assert total == sum(-(-n // block_m) for n in counts) <= tiles.capacity
+    columns = tiles.table[:-2].view(5, tiles.capacity)[:, :total].cpu()
+    covered = []
+    for tile, (expert, first_row, end, group, size) in enumerate(columns.T.tolist()):
+        assert group <= tile < group + size and 1 <= size <= GROUP
+        start = first_row + (tile - group) * block_m
+        rows = min(block_m, end - start)
+        assert end == ends[expert] and rows > 0
+        assert (rows > short) == (tile < longs)
+        covered += range(start, start + rows)
+    assert sorted(covered) == list(range(sum(counts)))
+
+
+@pytest.mark.parametrize("shared_memory", [99 * 1024, 163 * 1024, 227 * 1024])
+@pytest.mark.parametrize("rows_per_expert", [1, 40, 64, 500])
+@pytest.mark.parametrize("element_size", [2, 4])
+def test_tiles_fit_shared_memory(rows_per_expert, element_size, shared_memory):
+    c = _config_for(rows_per_expert, element_size, shared_memory)
+    assert c.stages >= 2
+    stage = (c.block_m + c.block_n) * c.block_k * element_size
+    assert c.stages * stage <= shared_memory
