@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.activation import activate, activate_gated
+from moe_ops.kernels.triton.launch import capability
 
 GROUP = 16  # tiles of one expert that run side by side, sharing W from the L2 cache
 
@@ -107,17 +108,22 @@ def tile_rows(a: Tensor, rows: int, w: Tensor, out: Tensor) -> tuple[int, int]:
 
 
 def runs_on_hopper(a: Tensor, w_ENK: Tensor, out: Tensor) -> bool:
-    """Whether the warp-specialised kernel takes these operands: TMA wants 16-byte rows, and the
-    kernel four steps of 64 along K."""
-    if not a.is_cuda or torch.cuda.get_device_capability(a.device) != (9, 0):
+    """Whether the warp-specialised kernel takes these operands.
+
+    It copies 16 bytes at a time or more, and stores a tile during four steps of 64 along K.
+    """
+    if not a.is_cuda or capability(a.device.index) != (9, 0):
         return False
     if a.dtype not in (torch.bfloat16, torch.float16) or w_ENK.dtype != a.dtype:
         return False
     K = w_ENK.shape[2]
-    rows_aligned = a.stride(1) == 1 and all(n % 8 == 0 for n in (a.stride(0), *out.shape[1:]))
-    w_aligned = w_ENK.is_contiguous() and K % 8 == 0 and K > 192
-    starts_aligned = all(t.data_ptr() % 16 == 0 for t in (a, w_ENK, out))
-    return rows_aligned and w_aligned and starts_aligned
+    return (
+        K > 192
+        and K % 8 == out.shape[1] % 8 == a.stride(0) % 16 == 0
+        and a.stride(1) == 1
+        and w_ENK.is_contiguous()
+        and all(t.data_ptr() % 16 == 0 for t in (a, w_ENK, out))
+    )
 
 
 def _product(

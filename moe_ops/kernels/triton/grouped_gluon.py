@@ -37,6 +37,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.grouped import Tiles
 
+# Named so from Triton 3.8 on; before that, longer.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
 BLOCK_M = 128
 BLOCK_N = 256
 BLOCK_K = 64
@@ -141,8 +146,8 @@ def _copy_w(w_descs, expert, n, k, full, stage, N, GATED: gl.constexpr, INTERLEA
     else:
         row = expert * N + n * (2 * HALF)
         right_row = row + HALF
-    tma.async_copy_global_to_shared(left, [row, k], full, stage.slice(0, HALF))
-    tma.async_copy_global_to_shared(right, [right_row, k], full, stage.slice(HALF, HALF))
+    tma_load(left, [row, k], full, stage.slice(0, HALF))
+    tma_load(right, [right_row, k], full, stage.slice(HALF, HALF))
 
 
 @gluon.jit
@@ -193,7 +198,7 @@ def _produce_gathered(
             else:
                 # K is a multiple of 8, so the 16 bytes of one copy are all inside or all outside.
                 mask = valid_now[:, None] & ((k + ks) // 8 < K // 8)[None, :]
-            async_copy.async_copy_global_to_shared(a_bufs.index(stage), pointers, mask=mask)
+            cp_async(a_bufs.index(stage), pointers, mask=mask)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             pointers += BLOCK_K
             step += 1
@@ -225,8 +230,8 @@ def _produce_rows(a_desc, w_descs, rings, sizes):
             _copy_w(w_descs, expert, n, k, bar, w_bufs.index(stage), N, False, False)
             upper = a_bufs.index(stage).slice(0, HALF_M)
             lower = a_bufs.index(stage).slice(HALF_M, HALF_M)
-            tma.async_copy_global_to_shared(a_desc, [row, k], bar, upper)
-            tma.async_copy_global_to_shared(a_desc, [row + HALF_M, k], bar, lower, pred=both)
+            tma_load(a_desc, [row, k], bar, upper)
+            tma_load(a_desc, [row + HALF_M, k], bar, lower, pred=both)
             step += 1
 
 
@@ -326,7 +331,7 @@ def _store(i: gl.constexpr, pending, where, output, buffers, out_n):
         tma.store_wait(1)
         buffer.store(pending[i])
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [row, col], buffer)
+        tma_store(out_desc, [row, col], buffer)
     elif row < end:
         tma.store_wait(0)
         buffer.store(pending[i])
