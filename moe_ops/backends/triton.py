@@ -208,6 +208,7 @@ def _experts_on(kernel: str) -> Callable[..., Tensor]:
 for name, priority, most, maximum in (
     ("tiny", 3, most_tiny_tokens, max_tiny_tokens),
     ("rows", 2, most_rows_tokens, None),
+    ("grouped", 1, None, None),
 ):
     experts.backend(
         f"triton.{name}",

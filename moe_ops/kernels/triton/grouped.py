@@ -17,7 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.activation import activate, activate_gated
+from moe_ops.kernels.triton.combine import sum_rows
 from moe_ops.kernels.triton.launch import capability
+from moe_ops.kernels.triton.sort import sort_pairs
+from moe_ops.kernels.triton.weights import Experts
 
 GROUP = 16  # tiles of one expert that run side by side, sharing W from the L2 cache
 
@@ -82,6 +85,26 @@ def grouped_rows(
     out = h_RI.new_empty(h_RI.shape[0], w2_EDI.shape[1])
     linear = (None, False, False, 1.0, None, 0.0)
     return _product(h_RI, None, ends_E, w2_EDI, b2_ED, out, None, linear, tiles)
+
+
+def run(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    layer: Experts,
+    expert_map: Tensor | None,
+) -> Tensor:
+    """The `experts` op: sort, two products over the same tiles, weighted sum."""
+    (T, K), (E, _, I) = experts_TK.shape, layer.sizes
+    w13, w2 = layer.w13_EFD, layer.w2_EDI
+    if layer.transposed:
+        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+    rows_R, inverse_R, ends_E = sort_pairs(experts_TK, E, expert_map)
+    # Both products mostly take the same tiles; one that does not maps its own.
+    tiles = tile_map(ends_E, T * K, *tile_rows(x_TD, T * K, w13, x_TD.new_empty(0, I)))
+    h_RI = grouped_gated(x_TD, rows_R, ends_E, w13, layer.b13_EF, K, *layer.act, tiles=tiles)
+    y_RD = grouped_rows(h_RI, ends_E, w2, layer.b2_ED, tiles=tiles)
+    return sum_rows(y_RD, inverse_R, weights_TK, K)
 
 
 def tile_map(ends_E: Tensor, rows: int, block_m: int, short: int = 0) -> Tiles:
@@ -195,7 +218,7 @@ def _shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one block may use; the interpreter on a CPU has no limit."""
     if device.type != "cuda":
         return 99 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 @triton.jit
