@@ -27,9 +27,11 @@ LEAST_CAPABILITY = (8, 0)
 HALF = (torch.bfloat16, torch.float16)
 T = TypeVar("T", Tensor, Tensor | None)
 
-# Up to how many tokens triton.tiny is the fastest, and up to how many rows an expert weights are
-# worth streaming: measured on an H200 over six layers, see docs/PERFORMANCE.md.
-MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT = 4, 100
+# Measured on an H200 over six layers, see docs/PERFORMANCE.md: up to how many tokens triton.tiny is
+# the fastest, and up to how many rows an expert weights are worth streaming, if an expert's second
+# weight has fewer elements than LARGE and if it has not.
+MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 48, 64
+LARGE = 2**22
 
 
 @functools.cache
@@ -150,7 +152,9 @@ def most_rows_tokens(
     *rest: Any,
 ) -> int:
     experts = w13_EFD.shape[0] if expert_map is None else expert_map.shape[0]
-    return MOST_ROWS_PER_EXPERT * experts // experts_TK.shape[1]
+    large = w2_EDI.shape[1] * w2_EDI.shape[2] >= LARGE
+    most = MOST_ROWS_PER_LARGE_EXPERT if large else MOST_ROWS_PER_EXPERT
+    return most * experts // experts_TK.shape[1]
 
 
 def _experts_on(kernel: str) -> Callable[..., Tensor]:

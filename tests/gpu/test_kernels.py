@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ops import experts, moe, using
+from moe_ops import activate, experts, moe, using
+from moe_ops.ops.dispatch import local_ids
 from moe_ops.testing import (
     ACTIVATIONS,
     BF16,
@@ -19,7 +20,6 @@ from moe_ops.testing import (
     Case,
     Layer,
     assert_close,
-    float32,
     make_layer,
 )
 
@@ -55,12 +55,31 @@ def run(backend: str, layer: Layer, **more: Any) -> Tensor:
         return experts(*call_of(layer), **more)
 
 
-def definition(layer: Layer, **more: Any) -> Tensor:
-    """The experts in float32, an expert at a time, which the definition would gather by row."""
-    with using("aten", "expert_gemm"):
-        return experts.reference(
-            *map(float32, call_of(layer)), **{k: float32(v) for k, v in more.items()}
-        )
+def definition(
+    layer: Layer,
+    expert_map: Tensor | None = None,
+    b13_EF: Tensor | None = None,
+    b2_ED: Tensor | None = None,
+    transposed: bool = False,
+    **activation: Any,
+) -> Tensor:
+    """The experts in float32, one at a time: the definition itself gathers a weight per row."""
+    E, K = layer.w13_EFD.shape[0], layer.experts_TK.shape[1]
+    ids_R = local_ids(layer.experts_TK, E, expert_map)
+    out_TD = torch.zeros(layer.x_TD.shape, device="cuda")
+    for e in ids_R.unique().tolist():
+        if e == E:
+            continue
+        pairs = (ids_R == e).nonzero()[:, 0]
+        w13, w2 = layer.w13_EFD[e].float(), layer.w2_EDI[e].float()
+        y = layer.x_TD[pairs // K].float() @ (w13 if transposed else w13.T)
+        if b13_EF is not None:
+            y += b13_EF[e].float()
+        y = activate.reference(y, **activation) @ (w2 if transposed else w2.T)
+        if b2_ED is not None:
+            y += b2_ED[e].float()
+        out_TD.index_add_(0, pairs // K, y * layer.weights_TK.flatten()[pairs, None].float())
+    return out_TD
 
 
 def check(backend: str, layer: Layer, **more: Any) -> None:

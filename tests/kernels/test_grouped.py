@@ -87,7 +87,7 @@ def test_transposed_weights():
     check(SWIGLU, transposed)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_half_precision(dtype):
     if DEVICE == "cpu" and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as integers")
@@ -137,7 +137,7 @@ def test_tiles_fit_shared_memory(rows_per_expert, element_size, shared_memory):
 # than 192 of them, no multiple of 64; tiles of 128 rows, whole, of one row more, and short.
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("activation", [SWIGLU, GPT_OSS, UNGATED], ids=lambda a: a[0] + str(a[3]))
 @pytest.mark.parametrize("sizes", [(272, 208), (512, 384), (2880, 720)], ids=lambda s: f"D{s[0]}")
 @pytest.mark.parametrize("counts", [(0, 300, 64, 65, 0, 129, 2304), (0, 70, 1, 33)], ids=len)

@@ -218,7 +218,8 @@ def _shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one block may use; the interpreter on a CPU has no limit."""
     if device.type != "cuda":
         return 99 * 1024
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 @triton.jit

@@ -55,7 +55,7 @@ CHUNK_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK
 
 @gluon.jit
 def _schedule(tiles_ptr, capacity, n_tiles):
-    """This block's share of the work: how many slots it has, and what `_item_of` needs.
+    """This block's share of the work: how many slots it has, and what `_tile_of` needs.
 
     Blocks are dealt the long tiles in turn, then the short ones from where those ended, so that all
     have equally many of both. If long tiles would give at most half of the blocks one more, those
@@ -77,11 +77,11 @@ def _schedule(tiles_ptr, capacity, n_tiles):
 
 
 @gluon.jit
-def _item_of(slot, slots, share):
+def _tile_of(slot, slots, share):
     """(tile, half or -1) of one of this block's slots.
 
     Short tiles are spread evenly over a block's slots and, by the block's phase, over the blocks at
-    any time: all blocks pass the experts in one order, so that W is read from memory once.
+    any time, so that blocks reach long and short tiles of an expert at nearly the same time.
     """
     my_shorts, first_short, longs, long_tiles, tiles = share
     block = gl.program_id(0)
@@ -106,7 +106,7 @@ def _look_up(slot, sizes):
     Only loads: `_decode` waits for them, a slot later.
     """
     tiles_ptr, capacity, _, _, n_tiles, slots, share = sizes
-    tile, half = _item_of(slot, slots, share)
+    tile, half = _tile_of(slot, slots, share)
     entry = tiles_ptr + gl.where(slot < slots, tile // n_tiles, 0)
     return (
         tile,
@@ -301,19 +301,18 @@ def _finish(acc, output, expert, n, N, ACT: gl.constexpr):
     c, d = _halves(right)
     if ACT[1]:
         col = n * (2 * CHUNK)
-        chunks = (
+        return (
             _gated_chunk(a, c, output, expert, col, N, ACT),
             _gated_chunk(b, d, output, expert, col + CHUNK, N, ACT),
-        )
+        ), col
     else:
         col = n * (4 * CHUNK)
-        chunks = (
+        return (
             _chunk(a, output, expert, col, N, ACT),
             _chunk(b, output, expert, col + CHUNK, N, ACT),
             _chunk(c, output, expert, col + 2 * CHUNK, N, ACT),
             _chunk(d, output, expert, col + 3 * CHUNK, N, ACT),
-        )
-    return chunks, col
+        ), col
 
 
 @gluon.jit
@@ -362,14 +361,9 @@ def _consume(
     BLOCK_N: gl.constexpr = w_bufs.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     no_chunk = gl.zeros([HALF_M, BLOCK_N // 4], output[1].dtype, CHUNK_LAYOUT)
-    if ACT[1]:
-        CHUNKS: gl.constexpr = 2
-        out_n = N // 2
-        pending = (no_chunk, no_chunk)
-    else:
-        CHUNKS: gl.constexpr = 4
-        out_n = N
-        pending = (no_chunk, no_chunk, no_chunk, no_chunk)
+    CHUNKS: gl.constexpr = 2 if ACT[1] else 4
+    out_n = N // 2 if ACT[1] else N
+    pending = (no_chunk, no_chunk) if ACT[1] else (no_chunk, no_chunk, no_chunk, no_chunk)
     pending_row = 0
     pending_end = 0
     pending_col = 0
