@@ -1,6 +1,6 @@
 """A Hugging Face MoE model under torch.compile, without and with the passes of moe_ops.
 
-    python examples/quickstart.py [--batch 8] [--prompt 32] [--tokens 32] [--json FILE]
+    python examples/quickstart.py [--batch 32] [--prompt 32] [--tokens 32] [--json FILE]
 
 Builds a Qwen3-MoE model of about half a billion random parameters, checks in float32 that the
 passes keep its results, then generates with a static cache and prints how fast it is: with
@@ -125,7 +125,7 @@ def table(stock: list[Speed], ours: Speed) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--batch", type=int, default=8, help="sequences generated together")
+    parser.add_argument("--batch", type=int, default=32, help="sequences generated together")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=32, help="tokens generated per sequence")
     parser.add_argument("--json", help="also write the figures to this file")
