@@ -15,6 +15,16 @@ def capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
+@functools.cache
+def _processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def processors(t: Tensor) -> int:
+    """The multiprocessors of the device of a tensor; those of an H200 where it is no GPU."""
+    return _processors(t.device.index) if t.is_cuda else 132
+
+
 def pdl_options(t: Tensor) -> tuple[bool, dict[str, Any]]:
     """Whether launches on the device of a tensor overlap the end of the launch before them
     (programmatic dependent launch), and the option that says so.
