@@ -48,8 +48,8 @@ def tiles_for(T: int, K: int, D: int, I: int, processors: int) -> Tiles:
             return replace(small, up_stages=4, BH=64, down_stages=6)
         return small if D * I < 2**23 else Tiles()
 
-    # As many experts a tile as one token chooses, or twice as many (half of the tile's rows are none
-    # then) if that spreads the blocks more evenly over the processors.
+    # As many experts a tile as one token chooses, or twice as many (half of the tile is empty then)
+    # if that spreads the blocks more evenly over the processors.
     def evenness(BG: int) -> float:
         return D * BG / 64 / processors / triton.cdiv(D * BG, 64 * processors)
 
