@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from moe_ops.kernels.triton import combine, routing, rows, sort, tiny
+from moe_ops.kernels.triton import combine, grouped_plain, routing, rows, sort, tiny
 from moe_ops.ops import experts, route
 from moe_ops.testing import ACTIVATIONS, LAYERS
 
@@ -35,6 +35,8 @@ TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
     torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
+
+SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}  # bytes that a block may use
 
 
 def source_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ASTSource:
@@ -89,19 +91,25 @@ def compile_launches(
         patched.enter_context(patch.object(JITFunction, "run", run))
         for module in (combine, routing, rows, sort, tiny):
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
+        memory = SHARED_MEMORY[capability]
+        patched.enter_context(patch.object(grouped_plain, "_shared_memory", lambda _: memory))
         call()
     return found
 
 
-def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Calls that between them launch every variant that is tuned, and every activation."""
-    for name, case in LAYERS.items():
-        for backend, tokens in (("tiny", (1, 4)), ("rows", (8, 64, 256, 1024))):
+def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Calls that between them launch every tile and every activation; of the six layers for which
+    tiles were tuned all on Hopper, elsewhere two that take every tile.
+    """
+    layers = LAYERS if capability == 90 else {n: LAYERS[n] for n in ("qwen3_next", "gpt_oss_20b")}
+    for name, case in layers.items():
+        tokens_of = {"tiny": (1, 4), "rows": (8, 64, 256, 1024), "grouped": (256, 4096)}
+        for backend, tokens in tokens_of.items():
             for T in tokens:
                 yield f"{name} {backend} {T}", lambda c=case, b=backend, t=T: layer(c, b, t)
         yield f"{name} route", lambda c=case: routed(c)
     for name, args in ACTIVATIONS.items():
-        for backend in ("tiny", "rows"):
+        for backend in ("tiny", "rows", "grouped"):
             yield f"{name} {backend}", lambda b=backend, a=args: layer(LAYERS["olmoe"], b, 4, **a)
 
 
@@ -129,7 +137,7 @@ def layer(case: Any, backend: str, T: int, **activation: Any) -> None:
 def main() -> None:
     capability = int(sys.argv[1])
     known: set[tuple[Any, ...]] = set()
-    for name, call in calls():
+    for name, call in calls(capability):
         for found in compile_launches(call, capability, known):
             print(json.dumps({"call": name, **found}), flush=True)
 

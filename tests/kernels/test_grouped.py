@@ -11,13 +11,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from moe_ops.kernels.triton.grouped import (
-    GROUP,
-    _config_for,
-    grouped_gated,
-    grouped_rows,
-    tile_map,
-)
+from moe_ops.kernels.triton.grouped import grouped_gated, grouped_rows
+from moe_ops.kernels.triton.grouped_plain import config_for
+from moe_ops.kernels.triton.tile_map import GROUP, tile_map
 from moe_ops.ops.activate import activate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -127,7 +123,7 @@ def test_the_tile_map_covers_every_row_once(short):
 @pytest.mark.parametrize("rows_per_expert", [1, 40, 64, 500])
 @pytest.mark.parametrize("element_size", [2, 4])
 def test_tiles_fit_shared_memory(rows_per_expert, element_size, shared_memory):
-    c = _config_for(rows_per_expert, element_size, shared_memory)
+    c = config_for(rows_per_expert, element_size, shared_memory)
     assert c.stages >= 2
     stage = (c.block_m + c.block_n) * c.block_k * element_size
     assert c.stages * stage <= shared_memory

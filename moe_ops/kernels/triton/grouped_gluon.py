@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.kernels.triton.activation import activate, activate_gated
-from moe_ops.kernels.triton.grouped import Tiles
+from moe_ops.kernels.triton.tile_map import Tiles
 
 # Named so from Triton 3.8 on; before that, longer.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
