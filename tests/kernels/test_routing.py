@@ -22,6 +22,7 @@ def on_device(call: dict) -> dict:
 @pytest.mark.parametrize("dtype", FLOATS, ids=DTYPES)
 def test_matches_the_published_formula(router: Router, dtype: torch.dtype) -> None:
     call = arguments(router, dtype)
+    call["logits_TE"] = call["logits_TE"][:6]  # the interpreter takes a token at a time
     weights, ids = run(**on_device(call))
     want_weights, want_ids = oracle(router, call)
     assert torch.equal(ids.cpu(), want_ids)
