@@ -1,4 +1,4 @@
-"""The Triton backends for NVIDIA GPUs: routing, and the experts by how many rows each has.
+"""The Triton backends for NVIDIA GPUs: routing, one product, and the experts by their rows.
 
 triton.tiny     up to 64 pairs of token and choice: two launches, nothing sorted
 triton.rows     few rows an expert: weights stream past the rows
@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from moe_ops.backends.aten import refuse_experts
+from moe_ops.backends.aten import refuse_experts, refuse_formats
 from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
+from moe_ops.ops.expert_gemm import expert_gemm
 from moe_ops.ops.experts import experts
 from moe_ops.ops.route import route
 from moe_ops.shapes import DTYPES
@@ -98,6 +99,52 @@ def route_tokens(
     )  # fmt: skip
 
 
+def supports_gemm(
+    x_RD: Tensor,
+    w_EFD: Tensor,
+    ends_E: Tensor,
+    bias_EF: Tensor | None = None,
+    transposed: bool = False,
+    x_scale_RG: Tensor | None = None,
+    w_scale_EFG: Tensor | None = None,
+    w_zero_EFG: Tensor | None = None,
+    alpha_E: Tensor | None = None,
+    x_format: str = "",
+    w_format: str = "",
+    out_dtype: str = "",
+) -> str | None:
+    refusal = refuse_formats(x_RD, alpha_E, w_format, out_dtype)
+    if refusal is not None:
+        return refusal
+    if x_RD.dtype not in HALF:
+        return f"needs bfloat16 or float16, got {x_RD.dtype}"
+    if needs_grad(x_RD, w_EFD, bias_EF):
+        return "is not differentiable, and an argument requires grad"
+    return _refuse_device(x_RD)
+
+
+@expert_gemm.backend("triton", supports=supports_gemm, devices=("cuda",), priority=1)
+def grouped_gemm(
+    x_RD: Tensor,
+    w_EFD: Tensor,
+    ends_E: Tensor,
+    bias_EF: Tensor | None = None,
+    transposed: bool = False,
+    x_scale_RG: Tensor | None = None,
+    w_scale_EFG: Tensor | None = None,
+    w_zero_EFG: Tensor | None = None,
+    alpha_E: Tensor | None = None,
+    x_format: str = "",
+    w_format: str = "",
+    out_dtype: str = "",
+) -> Tensor:
+    """`expert_gemm` by the kernels of triton.grouped; unused rows stay unwritten."""
+    from moe_ops.kernels.triton import grouped
+
+    w_EFD = w_EFD.transpose(1, 2) if transposed else w_EFD
+    return grouped.grouped_rows(_rows(x_RD), ends_E.contiguous(), w_EFD, _rows(bias_EF))
+
+
 def supports_experts(
     x_TD: Tensor,
     weights_TK: Tensor,
@@ -125,11 +172,14 @@ def supports_experts(
     w_format: str = "",
     x_format: str = "",
 ) -> str | None:
+    refusal = refuse_experts(x_TD, alpha13_E, alpha2_E, w_format)
+    if refusal is not None:
+        return refusal
     if x_TD.dtype not in HALF:
         return f"needs bfloat16 or float16, got {x_TD.dtype}"
     if needs_grad(x_TD, weights_TK, w13_EFD, w2_EDI, b13_EF, b2_ED):
         return "is not differentiable, and an argument requires grad"
-    return refuse_experts(x_TD, alpha13_E, alpha2_E, w_format) or _refuse_device(x_TD)
+    return _refuse_device(x_TD)
 
 
 def max_tiny_tokens(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *rest: Any) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ops import experts
+from moe_ops import dispatch, expert_gemm, experts
 from moe_ops.testing import (
     ACTIVATIONS,
     CASES,
@@ -144,6 +144,20 @@ def test_strided_tokens_and_weights(kernel: str) -> None:
         w2_EDI=twice["w2_EDI"][::2],
     )
     assert_close(run(kernel, strided), definition(layer), TOL["experts", F16])
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+def test_one_product(transposed: bool) -> None:
+    layer = make_layer(SMALL["odd"], F16, DEVICE, transposed=transposed)
+    experts_TK = layer.experts_TK.clone()
+    experts_TK[0] = -1
+    x_RD, _, ends_E = dispatch(layer.x_TD, experts_TK, 5)
+    used = int(ends_E[-1])
+    x_RD[used:] = float("nan")
+    call = (x_RD, layer.w13_EFD, ends_E, layer.b13_EF, transposed)
+    got = expert_gemm.backends["triton"].run(*call)
+    want = expert_gemm.reference(*map(float32, call))
+    assert_close(got[:used], want[:used], TOL["expert_gemm", F16])
 
 
 def test_more_tokens_than_tiny_takes_are_refused() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from routers import ROUTERS, Router, arguments, oracle
+from published_routers import ROUTERS, Router, arguments, oracle
 
 from moe_ops import route
 from moe_ops.shapes import DTYPES, FLOATS

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from routers import distinct_logits
+from published_routers import distinct_logits
 from torch import Tensor
 
 from moe_ops import OPS, Op

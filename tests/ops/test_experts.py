@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from routers import distinct_logits
+from published_routers import distinct_logits
 from samples import (
     Bad,
     assert_refused,

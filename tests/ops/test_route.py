@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from routers import ROUTERS, E, K, Router, T, arguments, distinct_logits, oracle
+from published_routers import ROUTERS, E, K, Router, T, arguments, distinct_logits, oracle
 from samples import (
     Bad,
     assert_refused,
