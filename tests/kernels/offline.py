@@ -47,11 +47,13 @@ def source_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
     signature, constants, attributes = {}, {}, {}
     for index, param in enumerate(kernel.params):
         value = given[param.name]
-        if param.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        plain = param.do_not_specialize
+        one = isinstance(value, int) and value == 1 and not plain
+        if param.is_constexpr or value is None or one:
             signature[param.name] = "constexpr"
             constants[(index,)] = value
             continue
-        whole = isinstance(value, Tensor) or value % 16 == 0
+        whole = isinstance(value, Tensor) or (value % 16 == 0 and not plain)
         signature[param.name] = TYPES[value.dtype] if isinstance(value, Tensor) else "i32"
         if whole:
             attributes[(index,)] = [["tt.divisibility", 16]]

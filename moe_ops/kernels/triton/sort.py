@@ -23,7 +23,8 @@ def local_ids(experts_ptr, map_ptr, at, mask, E: tl.constexpr, N_MAP):
     return tl.where((ids >= 0) & (ids < E), ids, E)
 
 
-@triton.jit
+# One compiled kernel serves every number of pairs up to a power of two.
+@triton.jit(do_not_specialize=["R", "N_MAP"])
 def sort_kernel(
     experts_ptr, map_ptr, rows_ptr, inverse_ptr, ends_ptr, R, N_MAP,
     E: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr,
@@ -48,7 +49,7 @@ def sort_kernel(
         tl.store(ends_ptr + e, begin + tl.sum(count, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "N_MAP"])
 def count_kernel(
     experts_ptr, map_ptr, counts_ptr, R, N_MAP,
     E: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr,
@@ -65,7 +66,7 @@ def count_kernel(
     tl.store(counts_ptr + tl.program_id(0) * (E + 1) + e, bins, mask=e <= E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "N_MAP", "chunks"])
 def place_kernel(
     experts_ptr, map_ptr, counts_ptr, rows_ptr, inverse_ptr, ends_ptr, R, N_MAP, chunks,
     E: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
@@ -110,7 +111,7 @@ def sort_pairs(
     and one past the last row of each expert.
     """
     R, E = experts_TK.numel(), num_experts
-    rows_R, inverse_R = experts_TK.new_empty((2, R), dtype=torch.int32)
+    rows_R, inverse_R = (experts_TK.new_empty(R, dtype=torch.int32) for _ in range(2))
     ends_E = experts_TK.new_empty(E, dtype=torch.int32)
     n_map = 0 if expert_map is None else expert_map.shape[0]
     pdl, options = pdl_options(experts_TK)

@@ -74,7 +74,8 @@ def experts_in_use(experts_ptr, map_ptr, P, E: tl.constexpr, N_MAP, BP: tl.const
     return ids_P, tl.where(first_P, ranks_P, BP), tl.sum(first_P.to(tl.int32), 0)
 
 
-@triton.jit
+# One compiled kernel serves every number of tokens.
+@triton.jit(do_not_specialize=["T", "N_MAP"])
 def tiny_up(
     x_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, b_ptr, h_ptr,
     T, N_MAP, stride_x, stride_we, stride_wf, stride_wd, stride_be,
@@ -142,7 +143,7 @@ def tiny_up(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N_MAP"])
 def tiny_down(
     h_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, b_ptr, out_ptr,
     T, N_MAP, stride_we, stride_wd, stride_wi, stride_be,
