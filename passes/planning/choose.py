@@ -153,6 +153,7 @@ class Asked:
     usable: dict[str, int | None]  # with the most rows up to which each is the better choice
     max_rows: dict[str, int]  # that those which cannot run any number can
     refusals: dict[str, str]
+    elsewhere: dict[str, str]  # the refusals of backends of other devices
 
 
 def _ask(op: Op, a: Arguments) -> Asked:
@@ -162,7 +163,9 @@ def _ask(op: Op, a: Arguments) -> Asked:
     max_rows: dict[str, int] = {}
     refusals = {}
     here = {b.name: b for b in op.candidates(device)}
-    for backend in {**here, **op.backends}.values():
+    others = (b for name, b in op.backends.items() if name not in here)
+    elsewhere = {b.name: b.refusal(device, args, {}) or "" for b in others}
+    for backend in here.values():
         if backend.name == REFERENCE:
             continue
         try:
@@ -177,7 +180,13 @@ def _ask(op: Op, a: Arguments) -> Asked:
         except GUARDS:
             reason = "decides by a size that is not known when compiling"
         refusals[backend.name] = reason
-    return Asked(first=args[0], usable=usable, max_rows=max_rows, refusals=refusals)
+    return Asked(
+        first=args[0],
+        usable=usable,
+        max_rows=max_rows,
+        refusals=refusals,
+        elsewhere=elsewhere,
+    )
 
 
 @contextlib.contextmanager
@@ -254,7 +263,7 @@ def _clip(ranges: Ranges, rows: tuple[int, int | None]) -> Ranges:
 def _require_served(op: Op, where: str, ranges: Ranges, asked: Asked) -> None:
     """Raise unless every backend of the user's can run the node."""
     for upto, name in ranges:
-        reason = asked.refusals.get(name)
+        reason = asked.refusals.get(name) or asked.elsewhere.get(name)
         if name not in op.backends:
             reason = f"there are {', '.join(op.backends)}"
         most = asked.max_rows.get(name)
