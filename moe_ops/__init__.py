@@ -6,7 +6,17 @@ import importlib
 from typing import Any
 
 import moe_ops.backends  # noqa: F401  (registers the backends)
-from moe_ops.ops import activate, combine, dispatch, expert_gemm, experts, moe, quantize, route
+from moe_ops.ops import (
+    activate,
+    combine,
+    dispatch,
+    expert_gemm,
+    expert_loads,
+    experts,
+    moe,
+    quantize,
+    route,
+)
 from moe_ops.spec import OPS, Op, using
 
 # Names that need transformers, or Inductor, are imported when they are first asked for.
@@ -25,6 +35,7 @@ __all__ = [
     "compile",
     "dispatch",
     "expert_gemm",
+    "expert_loads",
     "experts",
     "explain",
     "inductor_options",
