@@ -41,8 +41,11 @@ MAY_IMPORT = {
     "quant": May(frozenset({"shapes", "fake_impls"})),
     "parallel": May(OP),
     "layer_options": May(OP | {"quant"}),
-    "layer_tensors": May(OP | {"quant", "layer_options"}),
+    "layer_tensors": May(OP | {"quant", "parallel", "layer_options"}),
     "layer": May(BELOW_LAYER | {"layer_options", "layer_tensors"}),
+    "weights": May(
+        frozenset({"layer", "layer_tensors", "quant", "shapes"}), frozenset({"torch", "safetensors"})
+    ),
     "hf": May(BELOW_LAYER, frozenset({"torch", "transformers"})),
     # A leaf: it measures the passes too, and nobody imports it.
     "bench": May(
