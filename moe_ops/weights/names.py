@@ -85,6 +85,7 @@ class Style:
         default_factory=lambda: {
             "gate.e_score_correction_bias": "correction_bias",
             "shared_expert.": "shared_experts.",
+            "shared_expert_gate.": "shared_experts.gate.",
         }
     )
 
