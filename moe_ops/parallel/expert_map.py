@@ -80,8 +80,7 @@ class ExpertPlacement:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Routed experts of each rank."""
-        each, more = divmod(self.num_physical, self.config.ep_size)
-        return tuple(each + (rank < more) for rank in range(self.config.ep_size))
+        return shares(self.num_physical, self.config.ep_size)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -176,6 +175,12 @@ class ExpertPlacement:
             f"rank {rank}/{size} holds {len(ids)} of {self.num_physical} experts{extra}, "
             f"{self.placement}: {text}{shared}"
         )
+
+
+def shares(count: int, ranks: int) -> tuple[int, ...]:
+    """So many things over ranks: the first `count mod ranks` ranks get one more."""
+    each, more = divmod(count, ranks)
+    return tuple(each + (rank < more) for rank in range(ranks))
 
 
 def why_not_round_robin(
