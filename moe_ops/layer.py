@@ -10,14 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ops.layer_options import QuantFormats, Routing
-from moe_ops.layer_tensors import PER_EXPERT, LayerSizes, check_fits, own_part, tensor_specs
-from moe_ops.ops import experts, route
+from moe_ops.layer_tensors import (
+    PER_EXPERT,
+    STATE,
+    LayerSizes,
+    check_fits,
+    layer_buffers,
+    own_part,
+    quant_config,
+    tensor_specs,
+)
+from moe_ops.ops import expert_loads, experts, route
 from moe_ops.ops.activate import Activation, check_activation
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.parallel.expert_map import LINEAR, place
+from moe_ops.parallel.replicas import ExpertReplicas, choose_replicas
 from moe_ops.quant.config import QuantConfig
-from moe_ops.quant.formats import TENSOR, Operand
 from moe_ops.shapes import FLOATS, INDICES, check_choice, check_size, check_tensor
+from moe_ops.spec import needs_grad
 
 PARTIAL, REPLICATED = "partial", "replicated"
 SILU = Activation(kind="silu")
@@ -65,10 +75,12 @@ class MoELayer(nn.Module):
     columns are exact.
 
     parallel, placement: see `ParallelConfig` and `place`. redundant_experts: physical experts
-    beyond num_experts. reduce_results: the name of a process group to all-reduce over, a function
-    that reduces a tensor, or None to return this rank's part. hidden_multiple and
-    intermediate_multiple round up sizes that a backend cannot take; what is added is zero, and is
-    not seen outside.
+    beyond num_experts. balanced: count in `loads` how many pairs each expert gets, and let experts
+    change places: `replicas` says where each is, `expert_tensors` what moves along.
+
+    reduce_results: the name of a process group to all-reduce over, a function that reduces a
+    tensor, or None to return this rank's part. hidden_multiple and intermediate_multiple round up
+    sizes that a backend cannot take; what is added is zero, and is not seen outside.
 
     Raises ValueError or TypeError, saying what to do, if the arguments do not fit together.
     """
@@ -87,6 +99,10 @@ class MoELayer(nn.Module):
     h_scale: nn.Parameter | None
     correction_bias: nn.Parameter | None
     expert_map: Tensor | None
+    loads: Tensor | None
+    physical_to_logical: Tensor
+    logical_to_physical: Tensor
+    replica_counts: Tensor | None
 
     def __init__(
         self,
@@ -106,6 +122,7 @@ class MoELayer(nn.Module):
         parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  frozen
         placement: str = LINEAR,
         redundant_experts: int = 0,
+        balanced: bool = False,
         reduce_results: str | Callable[[Tensor], Tensor] | None = None,
         hidden_multiple: int = 1,
         intermediate_multiple: int | None = None,
@@ -125,6 +142,7 @@ class MoELayer(nn.Module):
             redundant=redundant_experts,
             shared=fused,
             num_groups=routing.n_group,
+            balanced=balanced,
         )
         self.sizes = LayerSizes.of(
             slots=self.placement.num_slots,
@@ -148,15 +166,14 @@ class MoELayer(nn.Module):
         )
         for name, spec in self._specs.items():
             self.register_parameter(name, None if spec is None else spec.make(device))
-        expert_map = self.placement.expert_map
-        if expert_map is not None:
-            expert_map = expert_map.clone().to(device or torch.get_default_device())
-        self.register_buffer("expert_map", expert_map, persistent=False)
+        for name, t in layer_buffers(self.placement).items():
+            moved = None if t is None else t.to(device or torch.get_default_device())
+            self.register_buffer(name, moved, persistent=name in STATE)
         if internal_gate is True:
             internal_gate = nn.Linear(
                 hidden_size, num_experts, bias=False, dtype=dtype, device=device
             )
-        self.gate = internal_gate or None
+        self.gate = internal_gate if isinstance(internal_gate, nn.Module) else None
         self.shared_experts = None if isinstance(shared_experts, int) else shared_experts
         self.routed_input_transform = routed_input_transform
         self.reset_parameters()
@@ -184,9 +201,12 @@ class MoELayer(nn.Module):
     def reset_parameters(self) -> None:
         """Start anew: weights and biases uniform in +- 1 / sqrt(fan in), everything quantised zero.
 
-        What sizes were rounded up by is zero. Call it after `to_empty`, which writes nothing; a
-        gate and shared experts reset themselves.
+        What sizes were rounded up by is zero, and replicas are as at first. Call it after
+        `to_empty`, which writes nothing; a gate and shared experts reset themselves.
         """
+        for name, first in layer_buffers(self.placement).items():
+            if first is not None:
+                self.get_buffer(name).copy_(first)
         for name, spec in self._specs.items():
             if spec is None:
                 continue
@@ -201,8 +221,17 @@ class MoELayer(nn.Module):
 
         x: [..., hidden_size] in the weights' dtype, any number of tokens, none too; logits: [...,
         num_experts], left out with an internal gate. The result has x's dtype and leading axes.
-        Raises ValueError or TypeError for anything else, as the ops do.
+        Where something requires grad, compiled code leaves the layer to eager mode, which has
+        gradients. Raises ValueError or TypeError for anything else, as the ops do.
         """
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            before = [m for m in (self.gate, self.routed_input_transform) if m is not None]
+            trained = [p for m in before for p in m.parameters()]
+            if needs_grad(x, logits, *trained, *self.parameters(recurse=False)):
+                return _forward_eager(self, x, logits)
+        return self._forward(x, logits)
+
+    def _forward(self, x: Tensor, logits: Tensor | None) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
         weights_TK, experts_TK = self.route(x_TD, self._logits(x_TD, logits))
         routed_TD = x_TD
@@ -212,6 +241,8 @@ class MoELayer(nn.Module):
             routed_TD = routed_TD * weights_TK.to(routed_TD.dtype)
             weights_TK = torch.ones_like(weights_TK)
         out_TD = self._join(self.run_experts(routed_TD, weights_TK, experts_TK), x_TD)
+        if self.loads is not None:  # after what may raise
+            self.loads.add_(expert_loads(experts_TK, self.num_experts, self.physical_to_logical))
         return out_TD.reshape(*x.shape[:-1], out_TD.shape[-1])
 
     def _logits(self, x_TD: Tensor, logits: Tensor | None) -> Tensor:
@@ -239,6 +270,9 @@ class MoELayer(nn.Module):
         else:
             bias_E = self.correction_bias
             weights_TK, experts_TK = route(logits_TE, self.top_k, bias_E, None, *self.routing.args)
+        if self.replica_counts is not None:
+            # Every rank is given the same tokens, so all choose alike.
+            experts_TK = choose_replicas(experts_TK, self.logical_to_physical, self.replica_counts)
         if not self.placement.shared:
             return weights_TK, experts_TK
         return self._with_fused(weights_TK, experts_TK)
@@ -299,6 +333,17 @@ class MoELayer(nn.Module):
         reduced: Tensor = reduce(part_TD)
         return reduced
 
+    @property
+    def replicas(self) -> ExpertReplicas | None:
+        """Which logical expert each physical one computes, in the layer's buffers; `update_` writes
+        there. None where each computes itself.
+        """
+        if self.replica_counts is None:
+            return None
+        return ExpertReplicas(
+            self.physical_to_logical, self.logical_to_physical, self.replica_counts
+        )
+
     def expert_tensors(self) -> dict[str, Tensor]:
         """The tensors with one entry per slot on axis 0, by name: what moves with an expert."""
         found = ((name, getattr(self, name)) for name in PER_EXPERT)
@@ -313,28 +358,8 @@ class MoELayer(nn.Module):
         """
         if self.quant is None:
             return None
-        s, format = self.sizes, self.quant.input_format
-        tensor_wide = format is not None and format.group == TENSOR
-        x, h = (
-            Operand(format=format, scale=scale)
-            if tensor_wide
-            else Operand(format=format, global_scale=scale)
-            for scale in (self.x_scale, self.h_scale)
-        )
-        w13, w2 = (
-            Operand(
-                format=self.quant.format,
-                scale=getattr(self, f"{w}_scale"),
-                global_scale=getattr(self, f"{w}_alpha"),
-                zero=getattr(self, f"{w}_zero"),
-                bias=getattr(self, f"{w}_bias"),
-            )
-            for w in ("w13", "w2")
-        )
-        return QuantConfig(
-            x=x, h=h, w13=w13, w2=w2,
-            E=s.E, F=s.F, D=s.D, I=s.I, gated=self.activation.gated,
-        )  # fmt: skip
+        tensors = {name: getattr(self, name) for name in self._specs}
+        return quant_config(tensors, self.sizes, self.quant, self.activation.gated)
 
     def extra_repr(self) -> str:
         """Experts, routing, sizes, formats, this rank's share, and the bytes of it."""
@@ -342,20 +367,30 @@ class MoELayer(nn.Module):
         shape = f"{s.hidden_size} -> {s.intermediate_size} -> {s.hidden_size}"
         if (s.D, s.I * self.parallel.tp_size) != (s.hidden_size, s.intermediate_size):
             shape += f", held as {s.D} -> {s.I} -> {s.D}"
-        elif self.parallel.tp_size > 1:
-            shape += f", {s.I} here"
+        if self.parallel.tp_size > 1:
+            shape += f", {s.used} of {s.intermediate_size} from {s.first} on"
         own = [t for name in self._specs if (t := getattr(self, name)) is not None]
         held = sum(t.numel() * t.element_size() for t in own)
         kind = act.kind + ", gated" * act.gated + ", bias" * (self.w13_bias is not None)
         dtype = str(self.w13_weight.dtype).removeprefix("torch.")
+        result = "" if self.reduce_results is None else ", reduced over the ranks"
         return "\n".join(
             (
                 f"top {self.top_k} of {self.num_experts} experts: {self.routing}",
                 f"{shape}, {kind}",
                 f"weights: {self.quant or dtype}, {held / 2**20:.1f} MiB on this rank",
-                f"{self.parallel.describe()}; {self.placement.describe()}",
+                f"{self.parallel.describe()}{result}",
+                self.placement.describe(),
             )
         )
+
+
+@torch.compiler.disable(
+    reason="the ops of a compiled graph have no gradients, and something requires grad; for "
+    "inference call the layer under torch.no_grad() or torch.inference_mode()"
+)
+def _forward_eager(layer: MoELayer, x: Tensor, logits: Tensor | None) -> Tensor:
+    return layer._forward(x, logits)
 
 
 def _product(alpha_E: Tensor | None, scale: Tensor | None) -> Tensor | None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_ops.layer_options import QuantFormats
 from moe_ops.ops.activate import Activation
+from moe_ops.parallel.expert_map import ExpertPlacement
+from moe_ops.parallel.replicas import ExpertReplicas
 from moe_ops.quant.checks import check_divides
+from moe_ops.quant.config import QuantConfig
+from moe_ops.quant.formats import TENSOR, Operand
 from moe_ops.quant.packing import E8M0_BIAS
 from moe_ops.shapes import FLOATS
 
@@ -21,6 +27,8 @@ PER_EXPERT = tuple(
     f"{w}_{what}" for w in ("w13", "w2") for what in ("weight", "scale", "zero", "alpha", "bias")
 )
 NAMES = (*PER_EXPERT, "x_scale", "h_scale", "correction_bias")
+# Buffers that belong to what the weights are, and are saved with them.
+STATE = ("physical_to_logical", "logical_to_physical", "replica_counts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +154,25 @@ def tensor_specs(
     return specs
 
 
+def layer_buffers(placement: ExpertPlacement) -> dict[str, Tensor | None]:
+    """The tensors that say where experts are, as a new layer has them, on the CPU; None for those
+    that it does not need. Not shared with the placement.
+    """
+    replicas = loads = None
+    if placement.balanced:
+        loads = torch.zeros(placement.num_experts, dtype=torch.int64, device="cpu")
+    if placement.balanced or placement.redundant:
+        replicas = ExpertReplicas.initial(placement.num_experts, placement.redundant)
+    expert_map = placement.expert_map
+    return {
+        "expert_map": None if expert_map is None else expert_map.clone(),
+        "loads": loads,
+        "physical_to_logical": None if replicas is None else replicas.physical_to_logical,
+        "logical_to_physical": None if replicas is None else replicas.logical_to_physical,
+        "replica_counts": None if replicas is None else replicas.counts,
+    }
+
+
 def _weight(
     name: str, shape: tuple[int, int, int], dtype: torch.dtype, formats: QuantFormats | None
 ) -> dict[str, TensorSpec]:
@@ -189,6 +216,39 @@ def check_fits(formats: QuantFormats, sizes: LayerSizes, shards: int) -> None:
                 f"{format.name} group of {group}; pad each rank's share with zeros: "
                 f"intermediate_multiple={group}"
             )
+
+
+def quant_config(
+    tensors: Mapping[str, Tensor | None], sizes: LayerSizes, formats: QuantFormats, gated: bool
+) -> QuantConfig:
+    """The configuration of a layer with these tensors, by the names in NAMES; None for no tensor.
+
+    Raises ValueError or TypeError if they do not fit, as `QuantConfig` does.
+    """
+    format = formats.input_format
+    field = "scale" if format is not None and format.group == TENSOR else "global_scale"
+    fields: list[dict[str, Any]] = [{field: tensors[name]} for name in ("x_scale", "h_scale")]
+    w13, w2 = (
+        Operand(
+            format=formats.format,
+            scale=tensors[f"{w}_scale"],
+            global_scale=tensors[f"{w}_alpha"],
+            zero=tensors[f"{w}_zero"],
+            bias=tensors[f"{w}_bias"],
+        )
+        for w in ("w13", "w2")
+    )
+    return QuantConfig(
+        x=Operand(format=format, **fields[0]),
+        h=Operand(format=format, **fields[1]),
+        w13=w13,
+        w2=w2,
+        E=sizes.E,
+        F=sizes.F,
+        D=sizes.D,
+        I=sizes.I,
+        gated=gated,
+    )
 
 
 def own_part(name: str, t: Tensor, sizes: LayerSizes, activation: Activation) -> Tensor:

@@ -75,7 +75,9 @@ def take_share(whole: MoELayer, part: MoELayer) -> MoELayer:
     """Copy a rank's share of a whole layer's parameters into the layer of that rank."""
     placement = part.placement
     ids = list(placement.ids_of(placement.config.ep_rank))
-    ids += range(placement.num_physical, placement.num_physical + placement.shared)
+    if part.replicas is not None:
+        ids = part.replicas.physical_to_logical[ids].tolist()
+    ids += range(whole.num_experts, whole.num_experts + placement.shared)
     for name, t in part.named_parameters(recurse=False):
         source = getattr(whole, name)
         if name in ("x_scale", "h_scale", "correction_bias"):
@@ -85,16 +87,18 @@ def take_share(whole: MoELayer, part: MoELayer) -> MoELayer:
         t = t if t.dtype.itemsize > 1 else t.view(torch.uint8)
         for to, of in zip(halves(name, t, part), halves(name, source, whole), strict=True):
             copy_narrowed(name, to, of, part)
+    if part.gate is not None:
+        part.gate.load_state_dict(whole.gate.state_dict())
     return part
 
 
 def halves(name: str, t: Tensor, layer: MoELayer) -> list[Tensor]:
     """The gate and the up rows of a first weight and of what goes with its rows."""
-    whole_matrix = t.dim() == 1 or (t.dim() == 3 and t.shape[1] == 1)
-    if not name.startswith("w13") or not layer.activation.gated or whole_matrix:
+    activation = layer.activation
+    if not name.startswith("w13") or not activation.gated or activation.interleaved:
         return [t]
-    if layer.activation.interleaved and not name.endswith(("scale", "zero")):
-        return [t[:, ::2], t[:, 1::2]]
+    if t.dim() == 1 or (t.dim() == 3 and t.shape[1] == 1):
+        return [t]  # for the whole matrix
     return list(t.chunk(2, dim=1))
 
 
@@ -102,6 +106,8 @@ def copy_narrowed(name: str, to: Tensor, of: Tensor, part: MoELayer) -> None:
     """Copy the rows (w13) or columns (w2) of a rank to the start of its tensor."""
     first, used = part.sizes.first, part.sizes.used
     axis = 1 if name.startswith("w13") else 2
+    if axis == 1 and part.activation.gated and part.activation.interleaved:
+        first, used = 2 * first, 2 * used
     values = units = 1
     if part.quant is not None:
         group = part.quant.format.group[axis - 1]
@@ -110,14 +116,12 @@ def copy_narrowed(name: str, to: Tensor, of: Tensor, part: MoELayer) -> None:
             values = group
         elif name.endswith("weight") and axis == 2:
             values, units = storage.values, storage.units
-    if to.dim() <= axis or values == -1:
-        to.copy_(of)
-        return
-    start, stop = first * units // values, -(-(first + used) * units // values)
-    piece = of.narrow(axis, start, stop - start)
+    if to.dim() > axis and values != -1:
+        start, stop = first * units // values, -(-(first + used) * units // values)
+        of = of.narrow(axis, start, stop - start)
     for other in range(1, to.dim()):
-        to = to.narrow(other, 0, piece.shape[other])
-    to.copy_(piece)
+        to = to.narrow(other, 0, of.shape[other])
+    to.copy_(of)
 
 
 def pair(split: Split, **options: Any) -> tuple[MoELayer, list[MoELayer]]:
