@@ -116,8 +116,7 @@ def load_expert(
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {error}") from error
     for _, t, found in here:
-        for half, source in how.sources(t):
-            region = how.region(half, source)
+        for source, region in how.sources(t):
             for slot in found:
                 region[slot].copy_(source)
     return any(slots)
@@ -150,7 +149,7 @@ def _check(
     """
     found: dict[tuple[str, int], tuple[Tensor, str]] = {}
     for expert, t, _ in here[:1] if how.part == "weight" else here:
-        for _half, source in how.sources(t):
+        for source, _ in how.sources(t):
             if not how.shared:
                 continue
             if record is None:

@@ -13,6 +13,7 @@ from moe_ops.quant.formats import ROW, TENSOR, Format
 from moe_ops.weights.layouts import Coding, Matrix, to_dtype
 
 ALL = -1  # of the units of an axis that share a scale
+CONVERTED_ROWS = 32  # at a time: whole words of every layout, and little memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,31 +77,37 @@ class Plan:
         """The shape of one expert's tensor; None if its sizes do not fill its elements."""
         return self.matrix.shape(self.rows.whole * len(self.halves), self.columns.whole)
 
-    def sources(self, t: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The halves that one expert's tensor holds, each as the layer takes it.
+    def sources(self, t: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """What one expert's tensor holds, as the layer takes it, and the view of the layer's tensor
+        where it goes, [slots, *its shape].
 
-        Raises ValueError or TypeError for a tensor of another shape or dtype.
+        Conversions come in blocks of rows, whose memory is small. Raises ValueError or TypeError
+        for a tensor of another shape or dtype.
         """
         t, matrix = self._as_matrix(t)
+        step = self.rows.size if matrix.convert is None else CONVERTED_ROWS
         for place, half in enumerate(self.halves):
-            piece = self._cut(t, matrix, place)
-            if matrix.convert is not None:
-                assert self.format is not None
-                piece = matrix.convert(piece, self.format)
-            elif matrix.rows.place == 1:
-                piece = piece.T
-            kind = "scale" if self.part == "alpha" else self.part
-            yield half, to_dtype(piece, self.target.dtype, kind)
+            for first in range(0, self.rows.size, max(step, 1)):
+                rows = min(step, self.rows.size - first)
+                piece = self._cut(t, matrix, place, first, rows)
+                if matrix.convert is not None:
+                    assert self.format is not None
+                    piece = matrix.convert(piece, self.format)
+                elif matrix.rows.place == 1:
+                    piece = piece.T
+                kind = "scale" if self.part == "alpha" else self.part
+                piece = to_dtype(piece, self.target.dtype, kind)
+                yield piece, self._region(half, first, piece)
 
-    def region(self, half: int, source: Tensor) -> Tensor:
-        """The view of the layer's tensor that a half's part goes to, [slots, *source's shape]."""
-        rows, columns = source.shape
-        if self.shared:
-            return self.target[:, :rows, :columns]
+    def _region(self, half: int, first: int, piece: Tensor) -> Tensor:
+        """Where a half's rows from `first` on go."""
+        rows, columns = piece.shape
+        target = self.target
         if self.held_alternating:
-            return self.target[:, half::2][:, :rows, :columns]
-        first = half * self.rows.room
-        return self.target[:, first : first + rows, :columns]
+            target = target[:, half::2]
+        elif not self.shared:
+            first += half * self.rows.room
+        return target[:, first : first + rows, :columns]
 
     def _as_matrix(self, t: Tensor) -> tuple[Tensor, Matrix]:
         """One expert's tensor with two axes. A scale may be one value for all rows, or lack the
@@ -130,15 +137,17 @@ class Plan:
             "which does not fill the layout's words,"
         )
 
-    def _cut(self, t: Tensor, matrix: Matrix, place: int) -> Tensor:
-        """This rank's part of the half at `place` of a stored matrix."""
-        first, step = self.rows.start + place * self.rows.whole, 1
+    def _cut(self, t: Tensor, matrix: Matrix, place: int, first: int, rows: int) -> Tensor:
+        """Some rows of this rank's part of the half at `place` of a stored matrix."""
+        first, step = self.rows.start + first, 1
         if self.stored_alternating:
-            first, step = len(self.halves) * self.rows.start + place, len(self.halves)
+            first, step = len(self.halves) * first + place, len(self.halves)
+        else:
+            first += place * self.rows.whole
         if step > 1 and matrix.rows.values > 1:
             raise ValueError("alternating rows of gate and up cannot be taken out of words of both")
         bounds = (
-            (matrix.rows, first, self.rows.size, step, "rows"),
+            (matrix.rows, first, rows, step, "rows"),
             (matrix.columns, self.columns.start, self.columns.size, 1, "columns"),
         )
         cut = [slice(None), slice(None)]

@@ -243,9 +243,9 @@ class Checkpoint:
     entries: dict[str, Tensor]
 
 
-def write(folder: Path, layout: Layout, seed: int = 0) -> Checkpoint:
+def write(folder: Path, layout: Layout, D: int = D, I: int = I) -> Checkpoint:  # noqa: E741
     """All experts of one layer in a layout, under the names of Qwen."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
     entries: dict[str, Tensor] = {}
     values: dict[str, list[Tensor]] = {shard: [] for shard in PROJECTIONS}
     for e in range(E):
@@ -259,9 +259,9 @@ def write(folder: Path, layout: Layout, seed: int = 0) -> Checkpoint:
     return Checkpoint(folder, {s: torch.stack(v) for s, v in values.items()}, entries)
 
 
-def write_gpt_oss(folder: Path, seed: int = 0) -> Checkpoint:
+def write_gpt_oss(folder: Path) -> Checkpoint:
     """gpt-oss: MXFP4 blocks of all experts, rows of gate and up alternating, and biases."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
     values: dict[str, list[Tensor]] = {s: [] for s in ("w1", "w3", "w2", "b1", "b3", "b2")}
     entries: dict[str, list[Tensor]] = {}
     for _ in range(E):
