@@ -166,7 +166,8 @@ class ExpertPlacement:
         extra = f" ({self.redundant} redundant)" if self.redundant else ""
         shared = f"; {self.shared} shared in every rank" if self.shared else ""
         if size == 1:
-            return f"all {self.num_physical} experts{extra} on one rank{shared}"
+            where = "one rank" if self.config.size == 1 else "each rank, a shard of every one"
+            return f"all {self.num_physical} experts{extra} on {where}{shared}"
         ids = self.ids_of(rank)
         step = size if self.placement == ROUND_ROBIN else 1
         text = f"{ids[0]}-{ids[-1]}" if len(ids) > 1 else f"{ids[0]}"

@@ -105,6 +105,7 @@ def test_a_single_rank_needs_no_map() -> None:
 def test_tensor_parallel_ranks_hold_a_shard_of_every_expert() -> None:
     here = place(8, ParallelConfig.of(tp=4, tp_rank=2))
     assert (here.num_local, here.expert_map) == (8, None)
+    assert here.describe() == "all 8 experts on each rank, a shard of every one"
 
 
 REFUSED = {
