@@ -115,17 +115,18 @@ def moves_between(
     return Moves(len(old), tuple(pairs))
 
 
-def apply_moves(tensors: Mapping[str, Tensor], moves: Moves) -> None:
+def apply_moves(tensors: Mapping[str, Tensor], moves: Moves, *, shared: int = 0) -> None:
     """Move the rows of all tensors in place: weights, scales, zero points, biases, and everything
     that was derived from them row by row, such as swizzled scales of a second backend.
 
     Storage stays where it is, so captured graphs go on with the moved experts; one row of memory is
-    used besides. Views of the same rows, under two names, move once.
+    used besides. Views of the same rows, under two names, move once. `shared` says how many rows,
+    those of fused shared experts, follow the ones that may move, and stay.
 
-    Raises ValueError, before anything is written, for a tensor without moves.num_rows rows, an
+    Raises ValueError, before anything is written, for a tensor with another number of rows, an
     expanded one, one made under torch.inference_mode(), and two that share a part of their memory.
     """
-    _check(tensors, moves.num_rows)
+    _check(tensors, moves.num_rows + shared)
     distinct = {_extent(t): t for t in tensors.values()}
     steps = list(moves.steps())
     with torch.no_grad():

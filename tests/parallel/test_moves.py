@@ -90,6 +90,14 @@ def test_views_of_the_same_rows_move_once() -> None:
     assert w[:, 0].tolist() == [4, 0, 8]
 
 
+def test_fused_shared_experts_stay() -> None:
+    t, swap = torch.arange(5), Moves(3, ((0, 2), (2, 0)))
+    apply_moves({"t": t}, swap, shared=2)
+    assert t.tolist() == [2, 1, 0, 3, 4]
+    with pytest.raises(ValueError, match="t must have 3 physical experts"):
+        apply_moves({"t": t}, swap)
+
+
 W = torch.zeros(3, 4)
 with torch.inference_mode():
     INFERENCE = torch.zeros(3, 4)
