@@ -309,7 +309,7 @@ top 2 of 6 experts: softmax
 32 -> 16 -> 32, held as 64 -> 8 -> 64, 8 of 16 from 8 on, silu, gated
 weights: float32, 0.0 MiB on this rank
 tp 1/4 = dp 0/2 x tp 1/2, allgather_reducescatter
-all 6 experts on one rank""",
+all 6 experts on each rank, a shard of every one""",
     )
 
 
