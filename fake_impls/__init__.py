@@ -9,9 +9,20 @@ from .activate import activate
 from .combine import combine
 from .dispatch import dispatch
 from .expert_gemm import expert_gemm
+from .expert_loads import expert_loads
 from .experts import experts
 from .moe import moe
 from .quantize import quantize
 from .route import route
 
-__all__ = ["activate", "combine", "dispatch", "expert_gemm", "experts", "moe", "quantize", "route"]
+__all__ = [
+    "activate",
+    "combine",
+    "dispatch",
+    "expert_gemm",
+    "expert_loads",
+    "experts",
+    "moe",
+    "quantize",
+    "route",
+]

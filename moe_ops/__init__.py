@@ -6,25 +6,41 @@ import importlib
 from typing import Any
 
 import moe_ops.backends  # noqa: F401  (registers the backends)
-from moe_ops.ops import activate, combine, dispatch, expert_gemm, experts, moe, quantize, route
+from moe_ops.ops import (
+    activate,
+    combine,
+    dispatch,
+    expert_gemm,
+    expert_loads,
+    experts,
+    moe,
+    quantize,
+    route,
+)
 from moe_ops.spec import OPS, Op, using
 
-# Names that need transformers, or Inductor, are imported when they are first asked for.
+# Names that need transformers, or Inductor, or that few need, are imported when first asked for.
 _LAZY = {
     **dict.fromkeys(("optimize", "restore", "quantize_model"), "moe_ops.hf"),
     **dict.fromkeys(("compile", "inductor_options"), "moe_ops.passes.compile"),
     "explain": "moe_ops.passes.explain",
     "tune": "moe_ops.passes.planning.tune",
+    "MoELayer": "moe_ops.layer",
+    **dict.fromkeys(("QuantFormats", "Routing"), "moe_ops.layer_options"),
 }
 
 __all__ = [
     "OPS",
+    "MoELayer",
     "Op",
+    "QuantFormats",
+    "Routing",
     "activate",
     "combine",
     "compile",
     "dispatch",
     "expert_gemm",
+    "expert_loads",
     "experts",
     "explain",
     "inductor_options",

@@ -169,6 +169,10 @@ def _dispatch(a: Arguments, T: int) -> Cost:
     return Cost(bytes=T * (x + K * (x + 4) + _row(a["experts_TK"])))
 
 
+def _expert_loads(a: Arguments, T: int) -> Cost:
+    return Cost(bytes=T * _row(a["experts_TK"]) + 8 * a["num_experts"])
+
+
 def _expert_gemm(a: Arguments, R: int) -> Cost:
     x, w = a["x_RD"], a["w_EFD"]
     E, (rows, cols) = _experts_in(w), _sizes(w)
@@ -227,6 +231,7 @@ COSTS: dict[str, Callable[[Arguments, int], Cost]] = {
     "quantize": _quantize,
     "dispatch": _dispatch,
     "expert_gemm": _expert_gemm,
+    "expert_loads": _expert_loads,
     "activate": _activate,
     "combine": _combine,
     "experts": _experts,

@@ -40,7 +40,12 @@ MAY_IMPORT = {
     "backends": May(OP | {"kernels", "quant"}, frozenset({"torch", "flashinfer"})),
     "quant": May(frozenset({"shapes", "fake_impls"})),
     "parallel": May(OP),
-    "layer": May(BELOW_LAYER),
+    "layer_options": May(OP | {"quant"}),
+    "layer_tensors": May(OP | {"quant", "parallel", "layer_options"}),
+    "layer": May(BELOW_LAYER | {"layer_options", "layer_tensors"}),
+    "weights": May(
+        frozenset({"layer", "layer_tensors", "quant", "shapes"}), frozenset({"torch", "safetensors"})
+    ),
     "hf": May(BELOW_LAYER, frozenset({"torch", "transformers"})),
     # A leaf: it measures the passes too, and nobody imports it.
     "bench": May(
@@ -49,7 +54,7 @@ MAY_IMPORT = {
     ),
     "passes": May(BELOW_LAYER | {"layer", "hf"}),
     "__main__": May(frozenset({"shapes", "hf", "passes"}), frozenset({"torch", "transformers"})),
-    FACADE: May(BELOW_LAYER | {"layer", "hf", "passes"}),
+    FACADE: May(BELOW_LAYER | {"layer", "layer_options", "hf", "passes"}),
 }
 
 

@@ -28,6 +28,7 @@ def calls(T: int) -> dict[str, tuple[Any, ...]]:
         "quantize": (x,),
         "dispatch": (x, ids, EXPERTS),
         "expert_gemm": (x, layer.w13_EFD, ends),
+        "expert_loads": (ids, EXPERTS),
         "activate": (x,),
         "combine": (x, weights[: T // 2], torch.arange(T, dtype=torch.int32)),
         "experts": (x, weights, ids, layer.w13_EFD, layer.w2_EDI),

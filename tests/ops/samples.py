@@ -202,6 +202,18 @@ def _dispatch(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     }
 
 
+def _expert_loads(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    ids, E = make_layer(case, dtype).experts_TK, case.E
+    call = {"experts_TK": ids, "num_experts": E}
+    return {
+        "plain": call,
+        "int64": {**call, "experts_TK": ids.long()},
+        "holes": {**call, "experts_TK": with_holes(ids, E)},
+        "map": {**call, "expert_map": half_map(E)},
+        "strided": {**call, "experts_TK": strided(ids)},
+    }
+
+
 def _expert_gemm(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     layer, E = make_layer(case, dtype), case.E
     w, flipped = layer.w13_EFD, layer.w13_EFD.transpose(1, 2)
@@ -364,6 +376,7 @@ MAKERS: dict[str, Callable[[Case, torch.dtype], dict[str, dict[str, Any]]]] = {
     "quantize": _quantize,
     "dispatch": _dispatch,
     "expert_gemm": _expert_gemm,
+    "expert_loads": _expert_loads,
     "activate": _activate,
     "combine": _combine,
     "experts": _experts,

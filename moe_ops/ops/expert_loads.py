@@ -1,0 +1,43 @@
+"""Expert loads: how many (token, choice) pairs each expert got."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_ops import fake_impls
+from moe_ops.ops.dispatch import local_ids
+from moe_ops.shapes import INDICES, check_devices, check_tensor
+from moe_ops.spec import op
+
+
+def check(experts_TK: Tensor, num_experts: int, expert_map: Tensor | None = None) -> None:
+    """Raise ValueError or TypeError unless `expert_loads` takes these arguments."""
+    check_tensor("experts_TK", experts_TK, 2, INDICES)
+    if num_experts < 1:
+        raise ValueError(f"num_experts={num_experts} must be at least 1")
+    if expert_map is not None:
+        check_tensor("expert_map", expert_map, 1, INDICES)
+        if expert_map.shape[0] < 1:
+            raise ValueError("expert_map is empty; it must hold an id, or -1, for each expert")
+        check_devices(experts_TK, expert_map=expert_map)
+
+
+@op(check=check)
+def expert_loads(experts_TK: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Tensor:
+    """Count the pairs of each expert: loads_e = |{(t, k) : experts_TK[t, k] = e}|, int64
+    [num_experts].
+
+    With an expert_map the ids are mapped first, as in `dispatch`: with physical ids and the map of
+    physical to logical experts, the result is the loads of the logical ones. Ids below 0, or not
+    below num_experts (after the map), are not counted. A layer adds the result to a buffer in
+    place; nothing here waits for the device, so captured graphs go on counting.
+
+    experts_TK: int32 or int64 [T, K]; expert_map: int32 or int64 [ids]. Raises ValueError or
+    TypeError for wrong shapes, dtypes or devices.
+    """
+    ids_R = local_ids(experts_TK, num_experts, expert_map)
+    loads = ids_R.new_zeros(num_experts + 1).scatter_add(0, ids_R, ids_R.new_ones(ids_R.shape))
+    return loads[:num_experts]
+
+
+expert_loads.fake(fake_impls.expert_loads)

@@ -1,0 +1,20 @@
+"""Weights from any checkpoint into MoE layers, streamed from safetensors files.
+
+`load_checkpoint` loads layers from files, `load_expert` one tensor. What names mean is in
+`names.py`, how tensors are laid out in `layouts.py`, which part a rank keeps in `shards.py`.
+"""
+
+from moe_ops.weights.checkpoint import LoadReport, load_checkpoint
+from moe_ops.weights.experts import LoadRecord, load_expert
+from moe_ops.weights.layouts import Coding
+from moe_ops.weights.names import STYLES, Style
+
+__all__ = [
+    "STYLES",
+    "Coding",
+    "LoadRecord",
+    "LoadReport",
+    "Style",
+    "load_checkpoint",
+    "load_expert",
+]

@@ -1,0 +1,293 @@
+"""Whole checkpoints into layers: `load_checkpoint`, and the report of what it did."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_ops.layer import MoELayer
+from moe_ops.layer_tensors import NAMES, STATE
+from moe_ops.quant.resolve import Reciprocal, as_multiplier
+from moe_ops.weights.experts import WEIGHTS, LoadRecord, load_expert, slots_of
+from moe_ops.weights.files import entries, files_of, quantization_of
+from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, coding_of
+from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style, style_of
+
+Read = Callable[[], Tensor]
+EXPERTS = tuple(name for name in NAMES if name in WEIGHTS)
+SHARED = "shared_experts."  # what a style's names of them begin with, in the layer's words
+SHOWN = 5  # entries of each kind in a report's text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What `load_checkpoint` did, by the names of the files' entries.
+
+    `missing` names what a layer holds and no entry filled, as <prefix>.<parameter>, and for experts
+    as <prefix>.<parameter>[<expert>].<shard>. `twice` are entries whose place an earlier one had
+    filled, which stays. Entries below no prefix are not mentioned.
+    """
+
+    loaded: tuple[str, ...]
+    elsewhere: tuple[str, ...]  # of experts, or shares, that other ranks hold
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]  # below a prefix, but nothing that the layer holds
+    twice: tuple[str, ...]
+    bytes_loaded: int  # of the tensors that were read, whole
+    seconds: float
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor was filled once, and nothing was left over."""
+        return not (self.missing or self.unexpected or self.twice)
+
+    def __str__(self) -> str:
+        gib = self.bytes_loaded / 2**30
+        lines = [
+            f"{len(self.loaded)} entries loaded, {gib:.2f} GiB in {self.seconds:.1f} s; "
+            f"{len(self.elsewhere)} of other ranks"
+        ]
+        for what in ("missing", "unexpected", "twice"):
+            names = getattr(self, what)
+            if names:
+                more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+                lines.append(f"{what}: {', '.join(names[:SHOWN])}{more}")
+        return "\n".join(lines)
+
+
+def load_checkpoint(
+    layers: Mapping[str, MoELayer],
+    source: str | Path | Iterable[str | Path],
+    *,
+    style: str | Style,
+    coding: Coding | None = None,
+    sharded: bool = False,
+    progress: bool = True,
+) -> LoadReport:
+    """Load this rank's share of every layer from safetensors files; says what was found.
+
+    layers: by the prefix of their names, such as "model.layers.3.mlp"; the prefix ends before
+    ".experts". source: a directory (its *.safetensors, or those of its index), a file or several.
+    style: the family that wrote the names, a key of `STYLES`, or a `Style`. coding: how weights are
+    laid out; None reads it from quantization_config in the config.json beside the files. sharded:
+    the tensors of experts are this rank's parts already, as one that saved its own share has them.
+
+    Loads experts, with their replicas and, where they are fused, shared ones; else shared experts,
+    the gate and the correction bias by the names of the layer's own parameters. Files are mapped,
+    not read, and tensors copied one at a time, so that no more memory is needed than for the layers
+    and, of layouts that are converted, one expert's matrix. With progress, a line per file is
+    written to standard error.
+
+    Raises ValueError or TypeError, naming file entry and shapes, for a tensor that does not fit: it
+    is not loaded, those before it are. Raises FileNotFoundError for no files, ValueError for files
+    and codings that are not supported (GGUF, bitsandbytes), and for layers on the meta device.
+    """
+    found = style_of(style)
+    files = files_of(source)
+    coding = coding_of(quantization_of(files[0].parent)) if coding is None else coding
+    if found.transposed and coding is PLAIN:
+        coding = TRANSPOSED
+    for prefix, layer in layers.items():
+        if any(p.is_meta for p in layer.parameters()):
+            raise ValueError(
+                f"the layer {prefix!r} is on the meta device; give it memory first: "
+                "layer.to_empty(device=...), then layer.reset_parameters()"
+            )
+    loading = _Loading(style=found, coding=coding, sharded=sharded, layers=dict(layers))
+    begin = time.perf_counter()
+    for i, file in enumerate(files):
+        before = loading.bytes_loaded
+        start = time.perf_counter()
+        for name, tensor in entries(file):
+            loading.take(name, tensor)
+        if progress:
+            mib, took = (loading.bytes_loaded - before) / 2**20, time.perf_counter() - start
+            sys.stderr.write(
+                f"{i + 1} of {len(files)}  {file.name}  {mib:.0f} MiB in {took:.1f} s\n"
+            )
+    return loading.report(time.perf_counter() - begin)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Loading:
+    """One load in progress."""
+
+    style: Style
+    coding: Coding
+    sharded: bool
+    layers: dict[str, MoELayer]
+    bytes_loaded: int = 0
+    loaded: list[str] = field(default_factory=list)
+    elsewhere: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    twice: list[str] = field(default_factory=list)
+    records: dict[str, LoadRecord] = field(default_factory=dict)
+    # Tensors besides the experts', by prefix and name in the layer.
+    others: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    filled: set[tuple[str, str]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for prefix, layer in self.layers.items():
+            self.records[prefix] = LoadRecord()
+            own = layer.state_dict(keep_vars=True)
+            self.others[prefix] = {n: t for n, t in own.items() if n not in (*EXPERTS, *STATE)}
+
+    def take(self, name: str, read: Read) -> None:
+        """Load one entry of a file: `read` gives its tensor."""
+        prefix = next((p for p in _prefixes(name) if p in self.layers), None)
+        if prefix is None:
+            return
+        rest = name[len(prefix) + 1 :] if prefix else name
+        for quantiser, pattern in FOREIGN.items():
+            if pattern.search(name):
+                raise ValueError(
+                    f"{name} is of {quantiser}, whose weights no op reads; dequantise the "
+                    "checkpoint, or quantise it in one of docs/FORMATS.md"
+                )
+        entry = self.style.entry(rest)
+        layer = self.layers[prefix]
+        if isinstance(entry, str) and layer.placement.shared and entry.startswith(SHARED):
+            self._take_fused(prefix, name, entry.removeprefix(SHARED), read)
+        elif isinstance(entry, str):
+            self._take_other(prefix, name, entry, read)
+        else:
+            self._take_expert(prefix, name, entry, read)
+
+    def _take_expert(self, prefix: str, name: str, entry: Entry, read: Read) -> None:
+        layer, record = self.layers[prefix], self.records[prefix]
+        part, _ = WEIGHTS[entry.parameter]
+        if not _has_place(layer, entry.parameter, part):
+            self.unexpected.append(name)
+            return
+        experts = range(layer.num_experts) if entry.expert is None else (entry.expert,)
+        shards = {"w13": ("w1", "w3"), "w3": _up(layer)}.get(entry.shard, (entry.shard,))
+        keys = [(entry.parameter, e, shard) for e in experts for shard in shards]
+        if any(key in record.seen for key in keys):
+            self.twice.append(name)
+            return
+        if entry.expert is None or part == "input" or slots_of(layer, entry.expert):
+            t = read()
+            if entry.reciprocal:
+                t = as_multiplier(Reciprocal(t)).tensor
+            here = load_expert(
+                layer, entry.parameter, t, name, entry.shard, entry.expert, coding=self.coding,
+                interleaved=self.style.interleaved, sharded=self.sharded, record=record,
+            )  # fmt: skip
+            self.bytes_loaded += t.nbytes * here
+        else:
+            here = False
+        record.seen.update(dict.fromkeys(keys, name))
+        (self.loaded if here else self.elsewhere).append(name)
+
+    def _take_fused(self, prefix: str, name: str, rest: str, read: Read) -> None:
+        """Shared experts that the layer has in slots; a checkpoint has them side by side in one."""
+        layer, record = self.layers[prefix], self.records[prefix]
+        entry = GATE_UP_DOWN.entry(f"experts.0.{rest}")
+        if isinstance(entry, str) or not _has_place(
+            layer, entry.parameter, WEIGHTS[entry.parameter][0]
+        ):
+            self.unexpected.append(name)
+            return
+        shared = layer.placement.shared
+        keys = [(entry.parameter, layer.num_experts + s, entry.shard) for s in range(shared)]
+        if keys[0] in record.seen:
+            self.twice.append(name)
+            return
+        part, second = WEIGHTS[entry.parameter]
+        t = read()
+        if entry.reciprocal:
+            t = as_multiplier(Reciprocal(t)).tensor
+        pieces = [t] * shared
+        if part in ("weight", "scale", "zero", "bias") and t.numel() > 1:
+            format = None if layer.quant is None else layer.quant.format
+            matrix = self.coding.matrix(part, format)
+            axis = (matrix.columns if second else matrix.rows).place
+            if t.dim() > axis and t.shape[axis] > 1 and not (second and part == "bias"):
+                pieces = list(t.chunk(shared, axis))
+        for s, piece in enumerate(pieces):
+            load_expert(
+                layer, entry.parameter, piece, name, entry.shard, layer.num_experts + s,
+                coding=self.coding, sharded=self.sharded, record=record,
+            )  # fmt: skip
+        record.seen.update(dict.fromkeys(keys, name))
+        self.loaded.append(name)
+        self.bytes_loaded += t.nbytes
+
+    def _take_other(self, prefix: str, name: str, parameter: str, read: Read) -> None:
+        target = self.others[prefix].get(parameter)
+        if target is None:
+            self.unexpected.append(name)
+            return
+        if (prefix, parameter) in self.filled:
+            self.twice.append(name)
+            return
+        t = read()
+        if t.shape != target.shape:
+            raise ValueError(
+                f"{name}: expected the shape {list(target.shape)}, found {list(t.shape)}"
+            )
+        if t.is_floating_point() != target.is_floating_point():
+            raise TypeError(f"{name}: is {t.dtype}, but the layer's {parameter} is {target.dtype}")
+        with torch.no_grad():
+            target.copy_(t)
+        self.filled.add((prefix, parameter))
+        self.loaded.append(name)
+        self.bytes_loaded += t.nbytes
+
+    def report(self, seconds: float) -> LoadReport:
+        missing = [m for prefix in self.layers for m in self._missing(prefix)]
+        return LoadReport(
+            loaded=tuple(self.loaded),
+            elsewhere=tuple(self.elsewhere),
+            missing=tuple(missing),
+            unexpected=tuple(self.unexpected),
+            twice=tuple(self.twice),
+            bytes_loaded=self.bytes_loaded,
+            seconds=seconds,
+        )
+
+    def _missing(self, prefix: str) -> Iterator[str]:
+        layer, seen = self.layers[prefix], self.records[prefix].seen
+        for parameter in EXPERTS:
+            if getattr(layer, parameter) is None:
+                continue
+            _, second = WEIGHTS[parameter]
+            first = ("w1", "w3") if layer.activation.gated else ("w1",)
+            every = parameter in ("x_scale", "h_scale")
+            for expert in range(layer.num_experts + (0 if every else layer.placement.shared)):
+                if not every and not slots_of(layer, expert):
+                    continue
+                for shard in ("w2",) if second else first:
+                    if (parameter, expert, shard) not in seen:
+                        yield f"{prefix}.{parameter}[{expert}].{shard}"
+        for parameter in self.others[prefix]:
+            if (prefix, parameter) not in self.filled:
+                yield f"{prefix}.{parameter}"
+
+
+def _up(layer: MoELayer) -> tuple[str, ...]:
+    """What an up projection is called: without a gate it is the first weight."""
+    return ("w3",) if layer.activation.gated else ("w1",)
+
+
+def _has_place(layer: MoELayer, parameter: str, part: str) -> bool:
+    """Whether the layer holds it, or is to be told: what it lacks may still have to be checked."""
+    if part in ("g_idx", "shape", "zero"):
+        return layer.quant is not None
+    if parameter == "w2_bias":
+        return layer.w13_bias is not None
+    return getattr(layer, parameter) is not None
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """Everything before a dot, the longest first, and nothing."""
+    end = len(name)
+    while (end := name.rfind(".", 0, end)) > 0:
+        yield name[:end]
+    yield ""

@@ -1,0 +1,253 @@
+"""One tensor of a checkpoint into a layer: checked whole, then written to the experts here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moe_ops.layer import MoELayer
+from moe_ops.shapes import check_choice
+from moe_ops.weights.layouts import PLAIN, Coding
+from moe_ops.weights.names import PARAMETERS
+from moe_ops.weights.shards import ALL, Plan, plan, spans
+
+# Names of parameters: what they are of the first weight (False) or of the second (True).
+WEIGHTS = {
+    name: (part, second)
+    for part, names in PARAMETERS.items()
+    for second, name in zip((False, True), names, strict=True)
+}
+SHARDS = ("w1", "w2", "w3", "w13")
+
+
+@dataclass(eq=False, slots=True)
+class LoadRecord:
+    """What one load of a checkpoint has brought to one layer so far.
+
+    Some numbers of a layer serve several tensors of a checkpoint, which must agree: the record
+    remembers them. Make one per layer and load, and pass it to every `load_expert` of it.
+    """
+
+    # By parameter, logical expert and shard: the entry it came from, also if it lives elsewhere.
+    seen: dict[tuple[str, int, str], str] = field(default_factory=dict)
+    # By parameter and logical expert: the number that serves gate and up, and its entry.
+    shared: dict[tuple[str, int], tuple[Tensor, str]] = field(default_factory=dict)
+
+
+def slots_of(layer: MoELayer, expert: int) -> tuple[int, ...]:
+    """The slots of this rank that hold a logical expert: none if it lives elsewhere, several if it
+    has replicas. Fused shared experts follow the routed ones, from num_experts on.
+    """
+    placement = layer.placement
+    known = layer.num_experts + placement.shared
+    if not 0 <= expert < known:
+        raise ValueError(f"expert {expert} does not exist: the layer has {known}")
+    if expert >= layer.num_experts:
+        return (placement.num_local + expert - layer.num_experts,)
+    replicas = layer.replicas
+    physical = (expert,) if replicas is None else replicas.physical_of(expert)
+    found = (placement.local_id(p) for p in physical)
+    return tuple(slot for slot in found if slot >= 0)
+
+
+@torch.no_grad()
+def load_expert(
+    layer: MoELayer,
+    parameter_name: str,
+    tensor: Tensor,
+    name: str,
+    shard: str,
+    expert_id: int | None,
+    *,
+    coding: Coding = PLAIN,
+    interleaved: bool = False,
+    sharded: bool = False,
+    record: LoadRecord | None = None,
+) -> bool:
+    """Write a tensor of a checkpoint to this rank's part of a layer; False if it lives elsewhere.
+
+    parameter_name: of the layer, such as "w13_weight", "w2_scale" or "x_scale"; also "w13_g_idx"
+    and "w13_shape" (and of w2), which are checked alone. name: of the checkpoint's entry, for
+    errors. shard: "w1" (gate), "w3" (up), "w2" (down), or "w13" for gate and up in one tensor,
+    whose rows alternate if `interleaved`. expert_id: logical, of the whole layer; num_experts and
+    above are fused shared experts; None: the tensor has all routed experts on its first axis. An
+    expert with replicas is written to each of them that is here.
+
+    tensor: whole, as the checkpoint has it, of which w1 and w3 are narrowed along their outputs and
+    w2 along its inputs; or, if `sharded`, this rank's part already. coding: the checkpoint's
+    layout. Floating-point weights and biases are rounded to the layer's dtype; codes and scales
+    never are. Scales multiply: take `quant.resolve.as_multiplier` of others.
+
+    Where one number serves w1 and w3, they must agree, and one scale serves the inputs of all
+    experts: their largest. A `record` of what was loaded before is then needed. Of inputs every
+    rank is to be given the scales of all experts, so that all quantise alike.
+
+    Raises ValueError or TypeError, naming the entry, for a tensor that does not fit; the layer is
+    then as it was.
+    """
+    check_choice("shard", shard, SHARDS)
+    check_choice("parameter_name", parameter_name, tuple(WEIGHTS))
+    part, second = WEIGHTS[parameter_name]
+    if second != (shard == "w2"):
+        raise ValueError(f"{name}: shard {shard!r} is no part of {parameter_name}")
+    experts = range(layer.num_experts) if expert_id is None else (expert_id,)
+    record = LoadRecord() if record is None and shard in ("w2", "w13") else record
+    try:
+        slots = [slots_of(layer, e) for e in experts]
+        t_E = _by_expert(tensor, len(experts), expert_id is None, part)
+        if part == "input":
+            _load_input(layer, parameter_name, t_E, experts, shard, name, record)
+            return True
+        if part in ("g_idx", "shape"):
+            _check_told(layer, part, shard, t_E, sharded)
+            return any(slots)
+        if getattr(layer, parameter_name) is None:
+            _check_not_held(layer, parameter_name, part, t_E, coding)
+            return False
+        how = plan(
+            layer, parameter_name, part, shard, coding=coding, interleaved=interleaved,
+            sharded=sharded,
+        )  # fmt: skip
+        here = [(e, t, s) for e, t, s in zip(experts, t_E, slots, strict=True) if s]
+        _check(how, here, parameter_name, name, record)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{name}: {error}") from error
+    for _, t, found in here:
+        for source, region in how.sources(t):
+            for slot in found:
+                region[slot].copy_(source)
+    return any(slots)
+
+
+def _by_expert(tensor: Tensor, experts: int, stacked: bool, part: str) -> Sequence[Tensor]:
+    """The tensor of each expert; of a stacked one that is one value for all, the same for each."""
+    if not stacked:
+        return (tensor,)
+    if tensor.numel() == 1 and part in ("scale", "alpha", "input"):
+        return (tensor.reshape(()),) * experts
+    if part == "shape":
+        return (tensor,) * experts
+    if tensor.dim() == 0 or tensor.shape[0] != experts:
+        raise ValueError(f"expected {experts} experts on axis 0, found {list(tensor.shape)}")
+    return tensor.unbind(0)
+
+
+def _check(
+    how: Plan,
+    here: list[tuple[int, Tensor, tuple[int, ...]]],
+    parameter: str,
+    name: str,
+    record: LoadRecord | None,
+) -> None:
+    """Raise ValueError or TypeError unless every expert's tensor fits, and agrees with the others.
+
+    Weights are alike in shape and dtype, which is all that can be wrong with them; the numbers of
+    the rest are looked at one by one.
+    """
+    found: dict[tuple[str, int], tuple[Tensor, str]] = {}
+    for expert, t, _ in here[:1] if how.part == "weight" else here:
+        for source, _ in how.sources(t):
+            if not how.shared:
+                continue
+            if record is None:
+                raise ValueError(
+                    "one number serves w1 and w3, which must agree; pass this load's LoadRecord"
+                )
+            key = (parameter, expert)
+            value, other = record.shared.get(key) or found.setdefault(key, (source.clone(), name))
+            if not torch.equal(value.float(), source.float()):
+                raise ValueError(
+                    f"expert {expert} has {float(source.flatten()[0])} here, but "
+                    f"{float(value.flatten()[0])} in {other}, and one number must serve both; "
+                    "give the layer a format with a scale per row, or quantise them again"
+                )
+    if record is not None:
+        record.shared.update(found)
+
+
+def _load_input(
+    layer: MoELayer,
+    parameter: str,
+    t_E: Sequence[Tensor],
+    experts: Sequence[int],
+    shard: str,
+    name: str,
+    record: LoadRecord | None,
+) -> None:
+    """The static scale of an input: the largest of all experts."""
+    target = getattr(layer, parameter)
+    if target is None:
+        raise ValueError(
+            f"the layer holds no {parameter}; make it with QuantFormats(static_inputs=True)"
+        )
+    if record is None:
+        raise ValueError("one scale serves w1 and w3 and all experts; pass this load's LoadRecord")
+    found = {}
+    for expert, t in zip(experts, t_E, strict=True):
+        both = t.numel() == 2 and shard == "w13"
+        if t.numel() != 1 and not both:
+            raise ValueError(f"expected the shape [1], found {list(t.shape)}")
+        value = t.reshape(-1).float()
+        if not bool((value.isfinite() & (value > 0)).all()):
+            raise ValueError(f"expert {expert} has {value.tolist()}, but a scale is above 0")
+        first, other = record.shared.get((parameter, expert), (value[:1], name))
+        if not bool((value == first).all()):
+            raise ValueError(
+                f"expert {expert} has {value.tolist()} here, but {first.tolist()} in {other}, and "
+                "w1 and w3 have the same input; give both one scale"
+            )
+        found[parameter, expert] = (first.clone(), other)
+    merged = record.shared | found
+    largest = torch.stack([v for (p, _), (v, _) in merged.items() if p == parameter]).amax()
+    record.shared.update(found)
+    target.copy_(largest.reshape(target.shape))
+
+
+def _check_told(
+    layer: MoELayer, part: str, shard: str, t_E: Sequence[Tensor], sharded: bool
+) -> None:
+    """Raise ValueError unless the sizes, or the groups of columns, are those of the layer."""
+    rows, columns = spans(layer.sizes, shard, sharded=sharded)
+    whole = rows.whole * (2 if shard == "w13" else 1)
+    if part == "shape":
+        if any(t.tolist() != [whole, columns.whole] for t in t_E):
+            raise ValueError(f"expected {[whole, columns.whole]}, found {t_E[0].tolist()}")
+        return
+    format = None if layer.quant is None else layer.quant.format
+    group = columns.whole if format is None or format.group[1] == ALL else format.group[1]
+    for t in t_E:
+        if tuple(t.shape) != (columns.whole,):
+            raise ValueError(f"expected the shape {[columns.whole]}, found {list(t.shape)}")
+        if not torch.equal(t.long(), torch.arange(columns.whole, device=t.device) // group):
+            raise ValueError(
+                f"its groups are no runs of {group} columns: the weights were quantised in the "
+                "order of their activations, which no op reads; quantise without desc_act"
+            )
+
+
+def _check_not_held(
+    layer: MoELayer, parameter: str, part: str, t_E: Sequence[Tensor], coding: Coding
+) -> None:
+    """Raise ValueError unless the layer computes the same without this tensor."""
+    if parameter == "w2_bias" and layer.w13_bias is not None:
+        return  # added once in the sum of the ranks, by the first
+    format = None if layer.quant is None else layer.quant.format
+    if part == "zero" and format is not None and format.integer is not None:
+        # Symmetric weights whose checkpoint spells out that their zero is the middle.
+        middle = 2 ** (int(format.bits) - 1)
+        convert = coding.zero.convert
+        zeros = (t if convert is None else convert(t, format) for t in t_E)
+        if all(bool((zero == middle).all()) for zero in zeros):
+            return
+        raise ValueError(
+            f"has zero points other than {middle}, but the layer's {format.name} is symmetric; "
+            f"give it the format u{format.name}"
+        )
+    raise ValueError(
+        f"the layer holds no {parameter}; give it the format of the checkpoint"
+        if part != "bias"
+        else f"the layer holds no {parameter}; make it with bias=True"
+    )

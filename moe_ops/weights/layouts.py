@@ -1,0 +1,290 @@
+"""How checkpoints lay out the matrices of an expert, and the way from there to what ops read.
+
+A layer stores every weight with its outputs as rows, packed along the columns, and its scales and
+zero points as [groups of rows, groups of columns]. A checkpoint may have axes exchanged, pack along
+the rows, or put values into words; a `Coding` says which, so that a part can be cut out of the
+stored tensor first and converted after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops.quant.checkpoints import from_awq, from_gptq
+from moe_ops.quant.formats import Format
+from moe_ops.quant.resolve import e8m0_to_float32, float32_to_e8m0
+from moe_ops.shapes import FLOATS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """An axis of a matrix in a stored tensor: its place, and n units as n * elements / values."""
+
+    place: int
+    values: int = 1
+    elements: int = 1
+
+    def stored(self, units: int) -> int | None:
+        """So many units counted in stored elements; None if they do not fill them."""
+        whole, left = divmod(units * self.elements, self.values)
+        return None if left else whole
+
+
+ROWS, COLUMNS = Axis(place=0), Axis(place=1)
+Convert = Callable[[Tensor, Format], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """The axes of a matrix in a stored tensor, and the conversion of a part of it.
+
+    `convert` takes the part as it is stored, for the layer's format; without one the part is what
+    the ops read, but for the order of its axes. `block` is the size of a last axis into which the
+    columns' elements are split.
+    """
+
+    rows: Axis = ROWS
+    columns: Axis = COLUMNS
+    convert: Convert | None = None
+    block: int | None = None
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...] | None:
+        """The shape of the stored tensor of so many units; None if they do not fill it."""
+        sizes = [0, 0]
+        for axis, units in ((self.rows, rows), (self.columns, columns)):
+            stored = axis.stored(units)
+            if stored is None:
+                return None
+            sizes[axis.place] = stored
+        if self.block is None:
+            return tuple(sizes)
+        return None if sizes[1] % self.block else (sizes[0], sizes[1] // self.block, self.block)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coding:
+    """How a checkpoint codes the weights of its experts.
+
+    `bits` is the width of an integer code, None where the dtype says it. A `weight` of None is what
+    the ops read for the layer's format.
+    """
+
+    name: str
+    weight: Matrix | None = None
+    scale: Matrix = Matrix()
+    zero: Matrix = Matrix()
+    bits: int | None = None
+
+    def matrix(self, part: str, format: Format | None) -> Matrix:
+        """The layout of weight, scale or zero of a layer of this format (None: not quantised).
+
+        Raises ValueError for a format whose codes are not those of the checkpoint.
+        """
+        if part != "weight":
+            return self.scale if part == "scale" else self.zero
+        if self.bits is not None and (
+            format is None or format.integer is None or format.bits != self.bits
+        ):
+            raise ValueError(
+                f"{self.name} holds integers of {self.bits} bits, but the layer has "
+                f"{'no format' if format is None else format.name}; give the layer one of int"
+                f"{self.bits} or, for weights with zero points, uint{self.bits}"
+            )
+        if self.weight is not None:
+            return self.weight
+        storage = None if format is None else format.parsed.storage
+        if storage is None:
+            return Matrix()
+        return Matrix(columns=Axis(place=1, values=storage.values, elements=storage.units))
+
+
+PLAIN = Coding(name="plain")
+# Unquantised weights with their columns as outputs.
+TRANSPOSED = Coding(name="transposed", weight=Matrix(rows=COLUMNS, columns=ROWS))
+
+
+def _words(t: Tensor, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    """A stand-in of two rows where a conversion of values takes scales too, and so on."""
+    return t.new_zeros(shape, dtype=dtype)
+
+
+def gptq(bits: int = 4, *, plus_one: bool = True) -> Coding:
+    """GPTQ: words along the columns, which lie on axis 0. See `quant.checkpoints.from_gptq`."""
+    per = _per_word(bits)
+
+    def values(t: Tensor, format: Format) -> Tensor:
+        scales = _words(t, 2, t.shape[1], dtype=torch.float16)
+        zeros = _words(t, 2, t.shape[1] // per) if format.has_zero else None
+        return from_gptq(t, scales, zeros, bits=bits).values
+
+    def zeros(t: Tensor, format: Format) -> Tensor:
+        F = t.shape[1] * per
+        scales = _words(t, t.shape[0], F, dtype=torch.float16)
+        zero = from_gptq(_words(t, 2, F), scales, t, bits=bits, plus_one=plus_one).zero
+        assert zero is not None
+        return zero
+
+    return Coding(
+        name="GPTQ",
+        weight=Matrix(rows=COLUMNS, columns=Axis(place=0, values=per), convert=values),
+        scale=Matrix(rows=COLUMNS, columns=ROWS),
+        zero=Matrix(rows=Axis(place=1, values=per), columns=ROWS, convert=zeros),
+        bits=bits,
+    )
+
+
+def awq() -> Coding:
+    """AWQ of four bits: words along the rows, which lie on axis 1. See `from_awq`."""
+
+    def values(t: Tensor, format: Format) -> Tensor:
+        scales = _words(t, 2, 8 * t.shape[1], dtype=torch.float16)
+        return from_awq(t, scales, _words(t, 2, t.shape[1])).values
+
+    def zeros(t: Tensor, format: Format) -> Tensor:
+        scales = _words(t, t.shape[0], 8 * t.shape[1], dtype=torch.float16)
+        zero = from_awq(_words(t, 2, t.shape[1]), scales, t).zero
+        assert zero is not None
+        return zero
+
+    words = Axis(place=1, values=8)
+    return Coding(
+        name="AWQ",
+        weight=Matrix(rows=words, columns=ROWS, convert=values),
+        scale=Matrix(rows=COLUMNS, columns=ROWS),
+        zero=Matrix(rows=words, columns=ROWS, convert=zeros),
+        bits=4,
+    )
+
+
+def compressed(bits: int = 4) -> Coding:
+    """pack-quantized of compressed-tensors: words along the columns; zero points along the rows.
+
+    Codes and zero points are stored with an offset of half their range.
+    """
+    per = _per_word(bits)
+
+    def values(t: Tensor, format: Format) -> Tensor:
+        if t.dtype != torch.int32:
+            raise TypeError(f"packed values must be int32 words, got {t.dtype}")
+        codes = t.contiguous().view(torch.uint8)
+        return (codes ^ 128).view(torch.int8) if format.element == "int8" else codes
+
+    def zeros(t: Tensor, format: Format) -> Tensor:
+        # Those of GPTQ with axes exchanged, and without the one that it takes off.
+        words = t.T.contiguous()
+        convert = gptq(bits, plus_one=False).zero.convert
+        assert convert is not None
+        return convert(words, format)
+
+    return Coding(
+        name="compressed-tensors",
+        weight=Matrix(columns=Axis(place=1, values=per), convert=values),
+        zero=Matrix(rows=Axis(place=0, values=per), convert=zeros),
+        bits=bits,
+    )
+
+
+def mxfp4_blocks() -> Coding:
+    """gpt-oss: MXFP4 as [rows, columns / 32, 16] bytes."""
+    packed = Matrix(columns=Axis(place=1, values=2), block=16)
+    return Coding(name="MXFP4 blocks", weight=packed)
+
+
+def _per_word(bits: int) -> int:
+    if bits not in (4, 8):
+        raise ValueError(f"bits must be 4 or 8, got {bits}; other widths straddle words")
+    return 32 // bits
+
+
+NO_OP_READS = {
+    "bitsandbytes": "its codes index a table of values (NF4, FP4) or are scaled by their columns",
+    "gguf": "its blocks pack scales between the values, and its files are no safetensors",
+}
+
+
+def coding_of(config: Mapping[str, Any] | None) -> Coding:
+    """The coding of a checkpoint with this `quantization_config` (of config.json); None: plain.
+
+    Knows gptq, awq, compressed-tensors, modelopt, fp8 and mxfp4. Raises ValueError, with the
+    reason, for others and for variants whose weights no op reads.
+    """
+    if config is None:
+        return PLAIN
+    method = str(config.get("quant_method", "")).lower()
+    if method == "gptq":
+        second = config.get("checkpoint_format") == "gptq_v2"
+        return gptq(int(config.get("bits", 4)), plus_one=not second)
+    if method == "awq":
+        if config.get("bits", 4) != 4 or config.get("version", "gemm").lower() != "gemm":
+            raise ValueError(
+                f"AWQ is read with 4 bits in the version gemm, got bits={config.get('bits')}, "
+                f"version={config.get('version')!r}; convert the checkpoint"
+            )
+        return awq()
+    if method == "compressed-tensors":
+        return _compressed(config)
+    if method in ("modelopt", "fp8"):
+        return PLAIN
+    if method == "mxfp4":
+        return mxfp4_blocks()
+    reason = NO_OP_READS.get(method, "its layout is unknown")
+    raise ValueError(
+        f"quant_method {method!r} cannot be loaded: {reason}; dequantise the checkpoint, or take "
+        "one of gptq, awq, compressed-tensors, modelopt, fp8, mxfp4"
+    )
+
+
+def _compressed(config: Mapping[str, Any]) -> Coding:
+    """The coding of compressed-tensors: in words, or as the ops read it."""
+    groups = list(config.get("config_groups", {}).values())
+    formats = {group.get("format") or config.get("format") for group in groups}
+    if "pack-quantized" not in formats | {config.get("format")}:
+        return PLAIN
+    bits = {group["weights"]["num_bits"] for group in groups}
+    if len(formats) > 1 or len(bits) != 1:
+        raise ValueError(
+            f"compressed-tensors with the formats {sorted(map(str, formats))} of {sorted(bits)} "
+            "bits differ between layers; give the coding of the experts: compressed(bits)"
+        )
+    return compressed(bits.pop())
+
+
+def to_dtype(t: Tensor, dtype: torch.dtype, part: str) -> Tensor:
+    """The same numbers in the dtype of the layer's tensor, or in one that a copy rounds to it.
+
+    Floating-point weights and biases are rounded; scales and codes are not, because that would
+    change the weights. Raises TypeError for codes of another dtype, ValueError for scales that the
+    dtype does not hold.
+    """
+    if t.dtype == dtype:
+        return t
+    if part in ("weight", "bias") and t.dtype in FLOATS and dtype in FLOATS:
+        return t  # the copy rounds, without memory of its own
+    if part == "scale" and t.dtype == torch.float8_e8m0fnu:
+        if dtype == torch.uint8:
+            return t.view(torch.uint8)
+        t = e8m0_to_float32(t)
+    if part == "scale" and t.dtype in FLOATS:
+        if dtype == torch.uint8:
+            return float32_to_e8m0(t)
+        if dtype in FLOATS:
+            found = t.to(dtype)
+            if not torch.equal(found.double(), t.double()):
+                raise ValueError(
+                    f"has {_short(t.dtype)} scales that {_short(dtype)} would round; "
+                    f"give the layer's format {_short(t.dtype)} scales"
+                )
+            return found
+    raise TypeError(
+        f"is {_short(t.dtype)}, but the layer's tensor is {_short(dtype)}; "
+        "give the layer the checkpoint's format"
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,154 @@
+"""The names that checkpoints give to the tensors of an MoE layer, and what they mean.
+
+A name is read below the prefix of its layer (`model.layers.3.mlp`), in two steps: a `Style` finds
+the projection and the expert, and the rest of the name says what of the weight the tensor holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Shard = Literal["w1", "w2", "w3", "w13"]
+Part = Literal["weight", "scale", "zero", "bias", "alpha", "input", "g_idx", "shape"]
+
+# What follows the name of a projection, behind "." or "_", and what the tensor then is.
+PARTS: dict[str, Part] = {
+    "": "weight",
+    "weight": "weight",
+    "qweight": "weight",  # GPTQ, AWQ
+    "weight_packed": "weight",  # compressed-tensors
+    "blocks": "weight",  # gpt-oss
+    "weight_scale": "scale",  # compressed-tensors; ModelOpt: FP8 per tensor, FP4 per block
+    "weight_scale_inv": "scale",  # fine-grained FP8: a multiplier, in spite of its name
+    "scale": "scale",
+    "scale_inv": "scale",
+    "scales": "scale",
+    "qzeros": "zero",
+    "weight_zero_point": "zero",
+    "bias": "bias",
+    "weight_scale_2": "alpha",  # ModelOpt FP4
+    "weight_global_scale": "alpha",
+    "input_scale": "input",
+    "activation_scale": "input",  # fine-grained FP8 with static inputs
+    "input_global_scale": "input",
+    "g_idx": "g_idx",
+    "weight_g_idx": "g_idx",
+    "weight_shape": "shape",
+}
+# compressed-tensors divides by these where all others multiply.
+RECIPROCALS = ("weight_global_scale", "input_global_scale")
+# What the layer calls each part of the first weight and of the second.
+PARAMETERS: dict[Part, tuple[str, str]] = {
+    "input": ("x_scale", "h_scale"),
+    **{p: (f"w13_{p}", f"w2_{p}") for p in ("weight", "scale", "zero", "bias", "alpha", "g_idx")},
+    "shape": ("w13_shape", "w2_shape"),
+}
+# Tensors of quantisers whose weights no op reads, by the end of their names.
+FOREIGN = {
+    "bitsandbytes": re.compile(
+        r"\.(absmax|quant_map|nested_absmax|quant_state\.bitsandbytes__\w+)$"
+    )
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What a tensor of a checkpoint is to an MoE layer."""
+
+    parameter: str  # of the layer
+    shard: Shard
+    expert: int | None  # None: all experts, on axis 0
+    reciprocal: bool = False  # a scale that divides
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """How a family of checkpoints names and lays out the experts of a layer.
+
+    `projections` maps the names of projections to shards; "w13" is gate and up in one tensor, whose
+    rows are gate then up, or alternate if `interleaved`. Experts are `<experts>.<id>.<projection>`
+    or, all in one tensor, `<experts>.<projection>`. With `transposed` unquantised weights have
+    their columns as outputs. `others` renames what else lies below the layer's prefix, longest
+    match first, to the layer's parameters.
+    """
+
+    name: str
+    projections: Mapping[str, Shard]
+    experts: str = "experts"
+    stacked: bool = False
+    transposed: bool = False
+    interleaved: bool = False
+    others: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "gate.e_score_correction_bias": "correction_bias",
+            "shared_expert.": "shared_experts.",
+            "shared_expert_gate.": "shared_experts.gate.",
+        }
+    )
+
+    def entry(self, name: str) -> Entry | str:
+        """What the tensor called `name`, below the layer's prefix, is: an entry of the experts, or
+        the layer's name of the parameter that it is.
+        """
+        pattern = re.escape(self.experts) + (r"\." if self.stacked else r"\.(\d+)\.")
+        found = re.match(pattern, name)
+        if found:
+            rest = name[found.end() :]
+            # The longest first: gate_up_proj begins with no other name, but a style may have one.
+            for projection in sorted(self.projections, key=len, reverse=True):
+                tail = rest.removeprefix(projection)
+                part = PARTS.get(tail.lstrip("._"))
+                if rest.startswith(projection) and (not tail or tail[0] in "._") and part:
+                    shard = self.projections[projection]
+                    return Entry(
+                        parameter=PARAMETERS[part][shard == "w2"],
+                        shard=shard,
+                        expert=None if self.stacked else int(found[1]),
+                        reciprocal=tail.lstrip("._") in RECIPROCALS,
+                    )
+        for old in sorted(self.others, key=len, reverse=True):
+            if name.startswith(old):
+                return self.others[old] + name.removeprefix(old)
+        return name
+
+
+W123 = Style(name="w123", projections={"w1": "w1", "w2": "w2", "w3": "w3"})
+GATE_UP_DOWN = Style(
+    name="gate_up_down", projections={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+)
+FUSED = Style(name="fused", projections={"gate_up_proj": "w13", "down_proj": "w2"}, stacked=True)
+GPT_OSS = Style(
+    name="gpt_oss",
+    projections={"gate_up_proj": "w13", "down_proj": "w2"},
+    stacked=True,
+    transposed=True,
+    interleaved=True,
+    others={"router.": "gate."},
+)
+
+# By the families that write them. In memory, and saved with save_original_format=False,
+# transformers 5 has the experts of every family fused.
+STYLES: dict[str, Style] = {
+    "mixtral": W123,  # block_sparse_moe.experts.0.w1.weight
+    "phi3.5": W123,
+    "qwen": GATE_UP_DOWN,  # mlp.experts.0.gate_proj.weight
+    "olmoe": GATE_UP_DOWN,
+    "deepseek": GATE_UP_DOWN,
+    "glm": GATE_UP_DOWN,
+    "transformers": FUSED,  # mlp.experts.gate_up_proj
+    "gpt-oss": GPT_OSS,
+}
+
+
+def style_of(style: str | Style) -> Style:
+    """The style of a family. Raises ValueError, with the families, for an unknown one."""
+    if isinstance(style, Style):
+        return style
+    if style not in STYLES:
+        raise ValueError(
+            f"style {style!r} is unknown; choose one of {', '.join(STYLES)}, or give a Style"
+        )
+    return STYLES[style]

@@ -1,0 +1,207 @@
+"""Which part of a checkpoint's tensor a rank keeps, and where in the layer's tensor it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moe_ops.layer import MoELayer
+from moe_ops.layer_tensors import LayerSizes
+from moe_ops.quant.formats import ROW, TENSOR, Format
+from moe_ops.weights.layouts import Coding, Matrix, to_dtype
+
+ALL = -1  # of the units of an axis that share a scale
+CONVERTED_ROWS = 32  # at a time: whole words of every layout, and little memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """The units from `start` on, `size` of `whole`, that a rank keeps; it has room for `room`."""
+
+    start: int
+    size: int
+    whole: int
+    room: int
+
+    def grouped(self, group: int, what: str) -> Span:
+        """The same counted in groups of units; -1 is all of them. Raises ValueError for a cut."""
+        if group == ALL:
+            return Span(start=0, size=1, whole=1, room=1)
+        end = self.start + self.size
+        if self.size and (self.start % group or (end % group and end != self.whole)):
+            raise ValueError(
+                f"{what} {self.start} to {end - 1} of {self.whole} are this rank's, which cuts "
+                f"groups of {group}; take other tensor parallel sizes, or expert parallelism"
+            )
+        size, whole, room = (-(-n // group) for n in (self.size, self.whole, self.room))
+        return Span(start=self.start // group, size=size, whole=whole, room=room)
+
+
+def spans(sizes: LayerSizes, shard: str, *, sharded: bool) -> tuple[Span, Span]:
+    """The rows and the columns of a shard that a rank keeps; sharded: that the tensor consists of.
+
+    w1 and w3 are split along their outputs, w2 along its inputs.
+    """
+    width = Span(start=0, size=sizes.hidden_size, whole=sizes.hidden_size, room=sizes.D)
+    inner = Span(
+        start=0 if sharded else sizes.first,
+        size=sizes.used,
+        whole=sizes.used if sharded else sizes.intermediate_size,
+        room=sizes.I,
+    )
+    return (width, inner) if shard == "w2" else (inner, width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """How the tensors of one name go into a layer, expert by expert.
+
+    Everything is a matrix [rows, columns] counted in groups that share a number: a bias has one
+    column, a scale of a tensor one row too.
+    """
+
+    target: Tensor  # the layer's tensor as [slots, rows, columns]
+    part: str
+    format: Format | None
+    matrix: Matrix  # as the checkpoint has it
+    rows: Span  # of one half
+    columns: Span
+    halves: tuple[int, ...]  # of the layer's rows that the tensor holds: 0 gate (or all), 1 up
+    stored_alternating: bool
+    held_alternating: bool
+    shared: bool  # one number serves gate and up
+
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of one expert's tensor; None if its sizes do not fill its elements."""
+        return self.matrix.shape(self.rows.whole * len(self.halves), self.columns.whole)
+
+    def sources(self, t: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """What one expert's tensor holds, as the layer takes it, and the view of the layer's tensor
+        where it goes, [slots, *its shape].
+
+        Conversions come in blocks of rows, whose memory is small. Raises ValueError or TypeError
+        for a tensor of another shape or dtype.
+        """
+        t, matrix = self._as_matrix(t)
+        step = self.rows.size if matrix.convert is None else CONVERTED_ROWS
+        for place, half in enumerate(self.halves):
+            for first in range(0, self.rows.size, max(step, 1)):
+                rows = min(step, self.rows.size - first)
+                piece = self._cut(t, matrix, place, first, rows)
+                if matrix.convert is not None:
+                    assert self.format is not None
+                    piece = matrix.convert(piece, self.format)
+                elif matrix.rows.place == 1:
+                    piece = piece.T
+                kind = "scale" if self.part == "alpha" else self.part
+                piece = to_dtype(piece, self.target.dtype, kind)
+                yield piece, self._region(half, first, piece)
+
+    def _region(self, half: int, first: int, piece: Tensor) -> Tensor:
+        """Where a half's rows from `first` on go."""
+        rows, columns = piece.shape
+        target = self.target
+        if self.held_alternating:
+            target = target[:, half::2]
+        elif not self.shared:
+            first += half * self.rows.room
+        return target[:, first : first + rows, :columns]
+
+    def _as_matrix(self, t: Tensor) -> tuple[Tensor, Matrix]:
+        """One expert's tensor with two axes. A scale may be one value for all rows, or lack the
+        axis of its one column.
+        """
+        rows = self.rows.whole * len(self.halves)
+        if self.columns.whole == 1 and self.part in ("scale", "alpha", "bias"):
+            of_rows = self.format is not None and self.format.group in (TENSOR, ROW)
+            of_tensor = self.part == "alpha" or (self.part == "scale" and of_rows)
+            if of_tensor and t.numel() == 1:
+                return t.reshape(1, 1).expand(rows, 1), Matrix()
+            if of_tensor and t.numel() == len(self.halves):
+                return t.reshape(-1, 1).repeat_interleave(self.rows.whole, 0), Matrix()
+            if tuple(t.shape) == (rows,):
+                return t[:, None], Matrix()
+        want = self.shape()
+        if want is None or tuple(t.shape) != want:
+            raise ValueError(f"expected the shape {self._wanted()}, found {list(t.shape)}")
+        return (t if self.matrix.block is None else t.flatten(-2)), self.matrix
+
+    def _wanted(self) -> str:
+        want = self.shape()
+        if want is not None:
+            return str([self.rows.whole * len(self.halves)] if self.part == "bias" else list(want))
+        return (
+            f"of a matrix of {self.rows.whole * len(self.halves)} x {self.columns.whole}, "
+            "which does not fill the layout's words,"
+        )
+
+    def _cut(self, t: Tensor, matrix: Matrix, place: int, first: int, rows: int) -> Tensor:
+        """Some rows of this rank's part of the half at `place` of a stored matrix."""
+        first, step = self.rows.start + first, 1
+        if self.stored_alternating:
+            first, step = len(self.halves) * first + place, len(self.halves)
+        else:
+            first += place * self.rows.whole
+        if step > 1 and matrix.rows.values > 1:
+            raise ValueError("alternating rows of gate and up cannot be taken out of words of both")
+        bounds = (
+            (matrix.rows, first, rows, step, "rows"),
+            (matrix.columns, self.columns.start, self.columns.size, 1, "columns"),
+        )
+        cut = [slice(None), slice(None)]
+        for axis, start, size, stride, what in bounds:
+            begin, length = axis.stored(start), axis.stored(size)
+            if begin is None or length is None:
+                raise ValueError(
+                    f"{what} {start} to {start + size - 1} are this rank's, which cuts words of "
+                    f"{axis.values}; take other tensor parallel sizes, or expert parallelism"
+                )
+            cut[axis.place] = slice(begin, begin + length * stride, stride)
+        return t[tuple(cut)]
+
+
+def plan(
+    layer: MoELayer,
+    parameter: str,
+    part: str,
+    shard: str,
+    *,
+    coding: Coding,
+    interleaved: bool,
+    sharded: bool,
+) -> Plan:
+    """How tensors of a shard go into a parameter that the layer holds: weight, scale, zero, bias or
+    alpha. Raises ValueError where the rank's part cannot be cut out.
+    """
+    target: Tensor = getattr(layer, parameter)
+    format = None if layer.quant is None else layer.quant.format
+    group = {"weight": (1, 1), "bias": (1, ALL), "alpha": (ALL, ALL)}.get(part)
+    if group is None:
+        assert format is not None
+        group = format.group
+    gated = layer.activation.gated and shard != "w2"
+    if shard == "w13" and not gated:
+        raise ValueError("holds gate and up, but the layer's experts have no gate")
+    rows, columns = spans(layer.sizes, shard, sharded=sharded)
+    shared = gated and group[0] == ALL
+    alternating = gated and layer.activation.interleaved and not shared
+    if gated and group[0] > 1 and (rows.room % group[0] or alternating or interleaved):
+        raise ValueError(
+            f"scales of {group[0]} rows would be shared by gate and up, {rows.room} rows each; "
+            "give the layer rows [gate; up] of a multiple"
+        )
+    halves = {"w13": (0, 1), "w3": (1,) if gated else (0,)}.get(shard, (0,))
+    return Plan(
+        target=target.reshape(target.shape[0], target.shape[1] if target.dim() > 1 else 1, -1),
+        part=part,
+        format=format,
+        matrix=Matrix() if part in ("bias", "alpha") else coding.matrix(part, format),
+        rows=rows.grouped(group[0], "rows"),
+        columns=columns.grouped(group[1], "columns"),
+        halves=halves,
+        stored_alternating=interleaved and len(halves) == 2,
+        held_alternating=alternating,
+        shared=shared,
+    )

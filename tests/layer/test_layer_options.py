@@ -1,0 +1,193 @@
+"""What a MoELayer refuses, with words that say what to do; and what it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ops.layer import MoELayer
+from moe_ops.layer_options import QuantFormats, Routing
+from moe_ops.ops.activate import Activation
+from moe_ops.parallel.config import ParallelConfig
+
+SIZES: dict[str, Any] = {
+    "num_experts": 8, "top_k": 2, "hidden_size": 64, "intermediate_size": 48,
+}  # fmt: skip
+TP4 = ParallelConfig.of(tp=4, tp_rank=1)
+EP = ParallelConfig.of(tp=16, expert_parallel=True)
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "top_k": ({"top_k": 9}, ValueError, "top_k=9 must be from 1 to the 8 experts"),
+    "groups": ({"routing": Routing(n_group=3)}, ValueError, "n_group=3 must divide the 8 experts"),
+    "topk_group": (
+        {"routing": Routing(n_group=4, topk_group=5)},
+        ValueError,
+        "topk_group=5 must be from 1 to n_group=4",
+    ),
+    "score": (
+        {"routing": Routing(score="tanh")},
+        ValueError,
+        "score='tanh' is unknown; choose one of softmax, sigmoid",
+    ),
+    "on_input": (
+        {"routing": Routing(weight_on_input=True)},
+        ValueError,
+        "weight_on_input scales a token for its one expert, got top_k=2; leave it out",
+    ),
+    "on_input_shared": (
+        {"top_k": 1, "shared_experts": 1, "routing": Routing(weight_on_input=True)},
+        ValueError,
+        "give the shared experts as a module",
+    ),
+    "custom_is_no_function": (
+        {"routing": Routing(custom="mine")},
+        TypeError,
+        "custom must be a function of (x_TD, logits_TE, top_k), got 'mine'",
+    ),
+    "custom_and_options": (
+        {"routing": Routing(custom=torch.topk, score="sigmoid", correction_bias=True)},
+        ValueError,
+        "custom takes the place of `route`, which alone reads score, correction_bias; leave",
+    ),
+    "activation": (
+        {"activation": Activation(kind="tanh")},
+        ValueError,
+        "kind='tanh' is unknown; choose one of silu, gelu",
+    ),
+    "activation_parts": (
+        {"activation": Activation(kind="silu", gated=False, interleaved=True)},
+        ValueError,
+        "interleaved and up_shift speak of the `up` half",
+    ),
+    "reduction": (
+        {"shared_reduction": "all"},
+        ValueError,
+        "shared_reduction='all' is unknown; choose one of partial, replicated",
+    ),
+    "reduce_results": (
+        {"reduce_results": True},
+        TypeError,
+        "reduce_results must be the name of a process group, a function of a tensor or None",
+    ),
+    "scheme": ({"quant": "fp3"}, ValueError, "scheme 'fp3' is unknown; choose one of none, fp8"),
+    "scheme_of_many": (
+        {"quant": "fp8_w8a8"},
+        ValueError,
+        "name one of each: QuantFormats(weights=..., inputs=...)",
+    ),
+    "quant_type": ({"quant": 8}, TypeError, "quant must be None, the name of a scheme or Quant"),
+    "packing": (
+        {"quant": "mxfp4_w4a16"},
+        ValueError,
+        "w2 has 48 columns, which do not fill mxfp4 groups of 32",
+    ),
+    "tp": (
+        {"parallel": TP4, "intermediate_size": 50},
+        ValueError,
+        "intermediate_size=50 does not divide by the 4 tensor parallel ranks; take another size, "
+        "or pad each rank's share with zeros: intermediate_multiple=1",
+    ),
+    "tp_cuts_rows": (
+        {"parallel": TP4, "quant": QuantFormats(weights="float8_e4m3fn:16x4")},
+        ValueError,
+        "each of 4 tensor parallel ranks holds 12 rows of w13, which cuts a float8_e4m3fn:16x4 "
+        "group of 16; pad each rank's share with zeros: intermediate_multiple=16",
+    ),
+    "tp_cuts_columns": (
+        {"parallel": TP4, "quant": QuantFormats(weights="float8_e4m3fn:4x16")},
+        ValueError,
+        "holds 12 columns of w2, which cuts a float8_e4m3fn:4x16 group of 16",
+    ),
+    "ep": ({"parallel": EP}, ValueError, "16 expert parallel ranks, but only 8 experts"),
+    "placement": ({"placement": "spiral"}, ValueError, "placement='spiral' is unknown"),
+    "width": ({"hidden_size": 0}, ValueError, "hidden_size=0 must be at least 1"),
+    "multiple": ({"hidden_multiple": 0}, ValueError, "hidden_multiple=0 must be at least 1"),
+    "shared": ({"shared_experts": -1}, ValueError, "shared=-1 must be at least 0"),
+    "redundant": ({"redundant_experts": -1}, ValueError, "redundant=-1 must be at least 0"),
+    "dtype": ({"dtype": torch.float64}, TypeError, "dtype must be float32, bfloat16, float16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "error", "text"), BAD.values(), ids=BAD)
+def test_options_that_do_not_fit_are_refused(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    MoELayer(**SIZES)  # good without them
+    with pytest.raises(error) as raised:
+        MoELayer(**{**SIZES, **options})
+    assert text in str(raised.value)
+
+
+BAD_FORMATS: dict[str, tuple[dict[str, Any], str]] = {
+    "element": ({"weights": "int3:row"}, "has the unknown element 'int3'"),
+    "pair": ({"weights": "int8:row", "inputs": "mxfp8"}, "no scheme has int8:row weights with"),
+    "groups": (
+        {"weights": "float8_e4m3fn:128x128", "inputs": "float8_e4m3fn:row"},
+        "inputs with one scale per token or tensor go with weights in groups of tensor or row",
+    ),
+    "static": (
+        {"weights": "int8:row", "inputs": "int8:row", "static_inputs": True},
+        "static_inputs goes with one scale for the tensor or with nvfp4, got the inputs 'int8:row'",
+    ),
+    "static_floats": (
+        {"weights": "int8:row", "static_inputs": True},
+        "static_inputs goes with one scale for the tensor or with nvfp4, got the inputs ''",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "text"), BAD_FORMATS.values(), ids=BAD_FORMATS)
+def test_formats_that_do_not_fit_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        QuantFormats(**options)
+    assert text in str(raised.value)
+
+
+def test_schemes_by_name() -> None:
+    assert QuantFormats.of("nvfp4_w4a4") == QuantFormats(weights="nvfp4", inputs="nvfp4")
+    assert QuantFormats.of("none") is None
+    assert QuantFormats.of(None) is None
+    formats = QuantFormats(weights="int8:row")
+    assert QuantFormats.of(formats) is formats
+    assert formats.scheme == "int8_w8a16"
+
+
+X, LOGITS = torch.randn(3, 64), torch.randn(3, 8)
+CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], type[Exception], str]] = {
+    "no_logits": ({}, (X,), ValueError, "the layer has no gate; pass logits"),
+    "two_gates": ({"internal_gate": True}, (X, LOGITS), ValueError, "has a gate of its own; leave"),
+    "width": ({}, (X[:, :60], LOGITS), ValueError, "x must have 64 (the layer's hidden_size)"),
+    "experts": (
+        {},
+        (X, LOGITS[:, :7]),
+        ValueError,
+        "logits_TE must have 8 (the experts of the layer) on axis 1",
+    ),
+    "tokens": ({}, (X, LOGITS[:2]), ValueError, "experts_TK must have 3 (the tokens of x_TD)"),
+    "dtype": ({}, (X.bfloat16(), LOGITS), TypeError, "w13_EFD must be bfloat16; got float32"),
+    "custom_top_k": (
+        {"routing": Routing(custom=lambda x, logits, k: logits.topk(k + 1))},
+        (X, LOGITS),
+        ValueError,
+        "the custom routing's experts_TK must have 2 (top_k) on axis 1",
+    ),
+    "custom_ids": (
+        {"routing": Routing(custom=lambda x, logits, k: (logits[:, :k], logits[:, :k]))},
+        (X, LOGITS),
+        TypeError,
+        "the custom routing's experts_TK must be int32, int64; got float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize(("options", "args", "error", "text"), CALLS.values(), ids=CALLS)
+def test_tokens_that_do_not_fit_are_refused(
+    options: dict[str, Any], args: tuple[Any, ...], error: type[Exception], text: str, shared: int
+) -> None:
+    layer = MoELayer(**SIZES, **options, shared_experts=shared, balanced=True)
+    with pytest.raises(error) as raised:
+        layer(*args)
+    assert text in str(raised.value)
+    assert not layer.loads.any()

@@ -1,0 +1,175 @@
+"""Quantised checkpoints: what the layer holds decodes to what the checkpoint stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import LAYOUTS, PREFIX, D, E, I, Layout, store, write, write_gpt_oss
+from torch import Tensor
+
+from moe_ops.layer import MoELayer
+from moe_ops.layer_options import QuantFormats
+from moe_ops.ops.activate import Activation
+from moe_ops.parallel.config import ParallelConfig
+from moe_ops.quant import packing
+from moe_ops.quant.formats import Format
+from moe_ops.weights import load_checkpoint
+
+SPLITS = {
+    "one": [ParallelConfig()],
+    "tp2": [ParallelConfig.of(tp=2, tp_rank=r) for r in range(2)],
+    "ep2_uneven": [ParallelConfig.of(tp=2, tp_rank=r, expert_parallel=True) for r in range(2)],
+    "dp2_ep": [ParallelConfig.of(dp=2, dp_rank=r, expert_parallel=True) for r in range(2)],
+}
+
+
+def layer_of(layout: Layout, config: ParallelConfig, **more: Any) -> MoELayer:
+    quant = QuantFormats(weights=layout.weights, inputs=layout.inputs, static_inputs=layout.static)
+    return MoELayer(E, 2, D, I, quant=quant, parallel=config, dtype=torch.float32, **more)
+
+
+def decoded(layer: MoELayer, name: str) -> Tensor:
+    assert layer.quant is not None
+    tensors = (getattr(layer, f"{name}_{what}") for what in ("weight", "scale"))
+    zero, alpha = (getattr(layer, f"{name}_{what}") for what in ("zero", "alpha"))
+    return packing.dequantize(*tensors, Format.of(layer.quant.weights), zero, alpha)
+
+
+def check_values(layer: MoELayer, values: dict[str, Tensor]) -> None:
+    """The layer's weights are this rank's part of the values, to the bit."""
+    s = layer.sizes
+    ids = [layer.placement.ids_of(layer.parallel.ep_rank)[i] for i in range(s.E)]
+    cut = slice(s.first, s.first + s.used)
+    w13, w2 = decoded(layer, "w13"), decoded(layer, "w2")
+    D, n = s.hidden_size, s.used
+    if layer.activation.interleaved:
+        gate, up = w13[:, 0::2], w13[:, 1::2]
+    else:
+        gate, up = w13.chunk(2, 1)
+    for got, want in (
+        (gate[:, :n, :D], values["w1"][ids][:, cut]),
+        (up[:, :n, :D], values["w3"][ids][:, cut]),
+        (w2[:, :D, :n], values["w2"][ids][:, :, cut]),
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layer_holds_what_the_checkpoint_stands_for(
+    name: str, split: str, tmp_path: Path
+) -> None:
+    layout = LAYOUTS[name]
+    made = write(tmp_path, layout)
+    for config in SPLITS[split]:
+        layer = layer_of(layout, config)
+        report = load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False)
+        assert report.complete, str(report)
+        assert len(report.loaded) + len(report.elsewhere) == len(made.entries)
+        check_values(layer, made.values)
+        assert layer.quant_config() is not None  # checks every scale
+
+
+@pytest.mark.parametrize("name", [n for n, layout in LAYOUTS.items() if not layout.inputs])
+def test_outputs_are_those_of_the_decoded_weights(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    values = write(tmp_path, layout).values
+    plain = MoELayer(E, 2, D, I, dtype=torch.float32)
+    with torch.no_grad():
+        plain.w13_weight.copy_(torch.cat((values["w1"], values["w3"]), 1))
+        plain.w2_weight.copy_(values["w2"])
+        x, logits = torch.randn(9, D), torch.randn(9, E)
+        want = plain(x, logits)
+        for split in SPLITS.values():
+            total = torch.zeros_like(want)
+            for config in split:
+                layer = layer_of(layout, config)
+                load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False)
+                total += layer(x, logits)
+            torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "as_it_is": {},
+    "padded": {"hidden_multiple": 96, "intermediate_multiple": 96},
+    "rows_kept_alternating": {"interleaved": True},
+}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("more", SIZES.values(), ids=SIZES)
+def test_gpt_oss_blocks(more: dict[str, Any], tp: int, tmp_path: Path) -> None:
+    made = write_gpt_oss(tmp_path)
+    options = dict(more)
+    activation = Activation(kind="silu", interleaved=options.pop("interleaved", False))
+    x, logits = torch.randn(9, D), torch.randn(9, E)
+    plain = MoELayer(E, 2, D, I, dtype=torch.float32, bias=True)
+    v = made.values
+    with torch.no_grad():
+        plain.w13_weight.copy_(torch.cat((v["w1"], v["w3"]), 1))
+        plain.w13_bias.copy_(torch.cat((v["b1"], v["b3"]), 1))
+        plain.w2_weight.copy_(v["w2"])
+        plain.w2_bias.copy_(v["b2"])
+        want = plain(x, logits)
+        total = torch.zeros_like(want)
+        for rank in range(tp):
+            layer = MoELayer(
+                E, 2, D, I, dtype=torch.float32, bias=True, quant="mxfp4_w4a16",
+                activation=activation, parallel=ParallelConfig.of(tp=tp, tp_rank=rank), **options,
+            )  # fmt: skip
+            report = load_checkpoint({PREFIX: layer}, tmp_path, style="gpt-oss", progress=False)
+            assert report.complete, str(report)
+            check_values(layer, v)
+            total += layer(x, logits)
+    torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+
+
+def test_one_scale_serves_all_inputs_and_every_rank_finds_it(tmp_path: Path) -> None:
+    layout = LAYOUTS["modelopt_fp8"]
+    entries = write(tmp_path, layout).entries
+    for e in range(E):
+        for projection in ("gate_proj", "up_proj"):
+            entries[f"{PREFIX}.experts.{e}.{projection}.input_scale"] = torch.tensor(0.1 * (e + 1))
+    store(tmp_path, entries, layout.config)
+    for config in SPLITS["ep2_uneven"]:
+        layer = layer_of(layout, config)
+        load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False)
+        assert layer.x_scale.item() == pytest.approx(0.3)
+        assert layer.h_scale.item() == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "of"),
+    [("modelopt_fp8", "input_scale", "x_scale"), ("modelopt_nvfp4", "weight_scale_2", "w13_alpha")],
+)
+def test_what_serves_gate_and_up_must_agree(name: str, entry: str, of: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    entries = write(tmp_path, layout).entries
+    entries[f"{PREFIX}.experts.1.up_proj.{entry}"] *= 2
+    store(tmp_path, entries, layout.config)
+    with pytest.raises(ValueError, match=rf"experts\.1\.(up|gate)_proj\.{entry}: expert 1 has "):
+        load_checkpoint(
+            {PREFIX: layer_of(layout, ParallelConfig())}, tmp_path, style="qwen", progress=False
+        )
+
+
+def test_zero_points_of_a_symmetric_layer_must_be_the_middle(tmp_path: Path) -> None:
+    write(tmp_path, LAYOUTS["gptq_uint4"])
+    layer = layer_of(LAYOUTS["gptq_int4"], ParallelConfig())
+    with pytest.raises(ValueError, match=r"qzeros: has zero points other than 8, .* uint4:1x32"):
+        load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False)
+
+
+def test_act_order_is_refused(tmp_path: Path) -> None:
+    layout = LAYOUTS["gptq_int4"]
+    entries = write(tmp_path, layout).entries
+    name = f"{PREFIX}.experts.2.down_proj.g_idx"
+    entries[name] = entries[name].flip(0).contiguous()
+    store(tmp_path, entries, layout.config)
+    with pytest.raises(ValueError, match=r"2\.down_proj\.g_idx: its groups are no runs of 32"):
+        load_checkpoint(
+            {PREFIX: layer_of(layout, ParallelConfig())}, tmp_path, style="qwen", progress=False
+        )

@@ -1,0 +1,248 @@
+"""Loading as a whole: what is reported, what is refused, and how much memory it takes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import LAYOUTS, PREFIX, store, write, write_gpt_oss
+from checkpoints import D as WIDTH
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moe_ops.layer import MoELayer
+from moe_ops.layer_options import QuantFormats
+from moe_ops.parallel.config import ParallelConfig
+from moe_ops.weights import Style, load_checkpoint
+from moe_ops.weights.names import GATE_UP_DOWN, STYLES, Entry, style_of
+
+E, D, I = 2, 16, 8  # noqa: E741
+EXPERTS = f"{PREFIX}.experts"
+
+
+def layer_of(**more: Any) -> MoELayer:
+    return MoELayer(E, 1, D, I, dtype=torch.float32, **more)
+
+
+def entries() -> dict[str, Tensor]:
+    shapes = {"gate_proj": (I, D), "up_proj": (I, D), "down_proj": (D, I)}
+    found = {
+        f"{EXPERTS}.{e}.{p}.weight": torch.randn(s) for e in range(E) for p, s in shapes.items()
+    }
+    return found | {"model.embed_tokens.weight": torch.randn(4, 4)}
+
+
+def load(folder: Path, layer: MoELayer, **more: Any) -> Any:
+    return load_checkpoint(
+        {PREFIX: layer}, folder, **{"style": "qwen", "progress": False, **more}
+    )  # fmt: skip
+
+
+def test_missing_and_unexpected_entries_are_named(tmp_path: Path) -> None:
+    have = entries()
+    del have[f"{EXPERTS}.1.up_proj.weight"]
+    have[f"{PREFIX}.gate.bias"] = torch.zeros(E)
+    have[f"{EXPERTS}.0.up_proj.input_scale"] = torch.ones(1)
+    store(tmp_path, have)
+    layer = layer_of(internal_gate=True)
+    before = layer.w13_weight.clone()
+    report = load(tmp_path, layer)
+    assert set(report.missing) == {f"{PREFIX}.w13_weight[1].w3", f"{PREFIX}.gate.weight"}
+    assert set(report.unexpected) == {
+        f"{PREFIX}.gate.bias", f"{EXPERTS}.0.up_proj.input_scale"
+    }  # fmt: skip
+    assert (len(report.loaded), report.twice, report.complete) == (5, (), False)
+    assert torch.equal(layer.w13_weight[1, I:], before[1, I:])
+    text = str(report)
+    assert text.startswith("5 entries loaded, 0.00 GiB in ")
+    assert f"missing: {PREFIX}.w13_weight[1].w3, {PREFIX}.gate.weight" in text
+
+
+def test_an_entry_that_comes_twice_is_named_and_the_first_stays(tmp_path: Path) -> None:
+    have = entries()
+    name = f"{EXPERTS}.0.down_proj.weight"
+    store(tmp_path / "a", have)
+    store(tmp_path / "b", {name: torch.zeros(D, I)})
+    layer = layer_of()
+    files = [tmp_path / n / "model.safetensors" for n in ("a", "b")]
+    report = load_checkpoint({PREFIX: layer}, files, style="qwen", progress=False)
+    assert report.twice == (name,)
+    assert torch.equal(layer.w2_weight[0], have[name])
+    fused = f"{EXPERTS}.gate_up_proj"
+    store(tmp_path / "c", {fused: torch.zeros(E, 2 * I, D)})
+    both = Style(name="both", projections={"gate_up_proj": "w13", "down_proj": "w2"}, stacked=True)
+    twice = [tmp_path / "c" / "model.safetensors"] * 2
+    assert load_checkpoint({PREFIX: layer}, twice, style=both, progress=False).twice == (fused,)
+
+
+def test_ranks_report_what_lives_elsewhere(tmp_path: Path) -> None:
+    store(tmp_path, entries())
+    config = ParallelConfig.of(tp=2, tp_rank=1, expert_parallel=True)
+    report = load(tmp_path, layer_of(parallel=config))
+    assert report.complete
+    assert {n.split(".")[5] for n in report.loaded} == {"1"}
+    assert {n.split(".")[5] for n in report.elsewhere} == {"0"}
+    assert report.bytes_loaded == 3 * I * D * 4
+
+
+def test_a_bad_shape_stops_and_names_everything(tmp_path: Path) -> None:
+    have = entries()
+    name = f"{EXPERTS}.1.down_proj.weight"
+    have[name] = torch.randn(D, I + 2)
+    store(tmp_path, have)
+    layer = layer_of()
+    before = layer.w2_weight[1].clone()
+    with pytest.raises(ValueError) as error:
+        load(tmp_path, layer)
+    assert str(error.value) == f"{name}: expected the shape [16, 8], found [16, 10]"
+    assert torch.equal(layer.w2_weight[1], before)
+    have[name] = torch.randn(D, I)
+    have[f"{PREFIX}.gate.weight"] = torch.randn(E + 1, D)
+    store(tmp_path, have)
+    with pytest.raises(ValueError, match=r"gate.weight: expected the shape \[2, 16\], found \[3"):
+        load(tmp_path, layer_of(internal_gate=True))
+
+
+def test_shared_experts_take_slots_of_every_rank(tmp_path: Path) -> None:
+    have = entries()
+    gate, down = torch.randn(2 * I, D), torch.randn(D, 2 * I)
+    have[f"{PREFIX}.shared_experts.gate_proj.weight"] = gate
+    have[f"{PREFIX}.shared_experts.up_proj.weight"] = gate + 1
+    have[f"{PREFIX}.shared_experts.down_proj.weight"] = down
+    store(tmp_path, have)
+    for rank in range(2):
+        config = ParallelConfig.of(tp=2, tp_rank=rank, expert_parallel=True)
+        layer = layer_of(parallel=config, shared_experts=2)
+        assert load(tmp_path, layer).complete
+        for s in range(2):
+            cut = slice(s * I, s * I + I)
+            assert torch.equal(layer.w13_weight[1 + s], torch.cat((gate[cut], gate[cut] + 1)))
+            assert torch.equal(layer.w2_weight[1 + s], down[:, cut])
+
+
+def test_progress_is_a_line_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store(tmp_path, entries())
+    load(tmp_path, layer_of(), progress=True)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("1 of 1  model.safetensors  0 MiB in 0.0 s")
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no safetensors files in .*give a directory or"):
+        load(tmp_path, layer_of())
+    with pytest.raises(FileNotFoundError, match=r"none.safetensors does not exist; complete the"):
+        load(tmp_path / "none.safetensors", layer_of())
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"model.gguf is GGUF, whose blocks no op reads; convert"):
+        load(tmp_path, layer_of())
+    with pytest.raises(ValueError, match=r"pytorch_model.bin is no safetensors file; convert it"):
+        load(tmp_path / "pytorch_model.bin", layer_of())
+
+
+def test_bitsandbytes_is_refused_by_its_entries_and_by_its_configuration(tmp_path: Path) -> None:
+    have = entries()
+    have[f"{EXPERTS}.0.up_proj.weight.absmax"] = torch.ones(4)
+    store(tmp_path, have)
+    with pytest.raises(ValueError, match="absmax is of bitsandbytes, whose weights no op reads"):
+        load(tmp_path, layer_of())
+    store(tmp_path, entries(), {"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(ValueError, match="quant_method 'bitsandbytes' cannot be loaded"):
+        load(tmp_path, layer_of())
+
+
+def test_layers_without_memory_are_refused(tmp_path: Path) -> None:
+    store(tmp_path, entries())
+    with pytest.raises(ValueError, match=r"layer 'model.layers.0.mlp' is on the meta device; give"):
+        load(tmp_path, layer_of(device="meta"))
+
+
+NAMES = {
+    "mixtral": ("mixtral", "experts.11.w3.weight", ("w13_weight", "w3", 11)),
+    "phi": ("phi3.5", "experts.0.w2.weight", ("w2_weight", "w2", 0)),
+    "gptq": ("qwen", "experts.7.gate_proj.qzeros", ("w13_zero", "w1", 7)),
+    "modelopt_fp4": ("deepseek", "experts.7.down_proj.weight_scale_2", ("w2_alpha", "w2", 7)),
+    "input": ("glm", "experts.7.down_proj.input_scale", ("h_scale", "w2", 7)),
+    "blocks": ("gpt-oss", "experts.gate_up_proj_blocks", ("w13_weight", "w13", None)),
+    "bias": ("gpt-oss", "experts.down_proj_bias", ("w2_bias", "w2", None)),
+    "fused_fp8": ("transformers", "experts.gate_up_proj_scale_inv", ("w13_scale", "w13", None)),
+}
+
+
+@pytest.mark.parametrize(("style", "name", "want"), NAMES.values(), ids=NAMES)
+def test_names_are_read(style: str, name: str, want: Any) -> None:
+    parameter, shard, expert = want
+    assert style_of(style).entry(name) == Entry(parameter=parameter, shard=shard, expert=expert)
+
+
+def test_other_names() -> None:
+    entry = GATE_UP_DOWN.entry("experts.3.up_proj.weight_global_scale")
+    assert isinstance(entry, Entry) and entry.reciprocal
+    assert STYLES["gpt-oss"].entry("router.bias") == "gate.bias"
+    assert GATE_UP_DOWN.entry("gate.e_score_correction_bias") == "correction_bias"
+    assert GATE_UP_DOWN.entry("experts.3.up_projection.weight") == "experts.3.up_projection.weight"
+    assert GATE_UP_DOWN.entry("experts.up_proj.weight") == "experts.up_proj.weight"
+    with pytest.raises(
+        ValueError, match=r"style 'llama' is unknown; choose one of mixtral, phi3.5"
+    ):
+        style_of("llama")
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made inside held at one time; a file's own pages not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs))
+                 if isinstance(t, Tensor)}  # fmt: skip
+        for t in tree_leaves(result):
+            storage = t.untyped_storage() if isinstance(t, Tensor) else None
+            if storage is None or storage._cdata in given | self.seen:
+                continue
+            size = storage.nbytes()
+            self.seen.add(storage._cdata)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self.freed, storage._cdata, size)
+        return result
+
+    def freed(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.now -= size
+
+
+LARGE = 256  # rows and columns: of 64 the stand-ins of conversions would be no small part
+
+
+@pytest.mark.parametrize("name", ["plain", "gpt_oss", *LAYOUTS])
+def test_no_more_memory_than_one_tensor_is_needed(name: str, tmp_path: Path) -> None:
+    """Counts what is made besides the layer; a tensor of the file is mapped, not read."""
+    style, made = "qwen", 0
+    if name == "plain":
+        store(tmp_path, entries())
+        layer = layer_of()
+    elif name == "gpt_oss":
+        style = "gpt-oss"
+        write_gpt_oss(tmp_path)
+        layer = MoELayer(3, 2, WIDTH, WIDTH, quant="mxfp4_w4a16", bias=True, dtype=torch.float32)
+    else:
+        layout = LAYOUTS[name]
+        largest = max(t.nbytes for t in write(tmp_path, layout, LARGE, LARGE).entries.values())
+        made = largest if name.startswith(("gptq", "awq", "packed")) else 1024
+        quant = QuantFormats(
+            weights=layout.weights, inputs=layout.inputs, static_inputs=layout.static
+        )
+        layer = MoELayer(3, 2, LARGE, LARGE, quant=quant, dtype=torch.float32)
+    gc.collect()
+    with Peak() as peak:
+        assert load(tmp_path, layer, style=style).complete
+    assert peak.most <= made
