@@ -122,6 +122,15 @@ def test_replicas_go_where_the_load_is() -> None:
     assert replicate(torch.tensor([[9.0, 1.0]]), 6, bins=2).sum() == 6
 
 
+@pytest.mark.parametrize(("E", "P"), [(256, 288), (64, 128)])
+@pytest.mark.parametrize("ranks", [4, 16, 32])
+def test_no_rank_holds_an_expert_twice(ranks: int, E: int, P: int) -> None:
+    done = rebalance(loads_of("zipf", 2, E), initial(2, E, P), ranks=ranks)
+    for row in done.physical_to_logical:
+        for held in row.split(list(shares(P, ranks))):
+            assert len(set(held.tolist())) == len(held)
+
+
 def test_replicas_of_one_expert_do_not_meet_while_there_is_another_rank() -> None:
     loads = torch.tensor([[100.0, 1, 1, 1, 1, 1]])
     (row,) = pack(loads, torch.tensor([[4, 1, 1, 1, 1, 1]]), (3, 2, 2, 2))
