@@ -163,6 +163,17 @@ def test_experts_keep_their_ranks_when_loads_change_a_little() -> None:
     assert kept == 72, "bins that only changed their order are not moved"
 
 
+@pytest.mark.parametrize("ranks", [6, 12, 24])
+def test_after_the_group_changed_the_same_experts_are_spread_anew(ranks: int) -> None:
+    loads = loads_of("zipf", 2, 64)
+    before = rebalance(loads, initial(2, 64, 72), ranks=8).physical_to_logical
+    done = rebalance(loads, before, ranks=ranks)
+    assert float(done.after.max()) <= 1.05 < float(done.before.max())
+    for layer, row in enumerate(before.clone()):
+        apply_moves({"experts": row}, done.moves[layer])
+        assert torch.equal(row, done.physical_to_logical[layer])
+
+
 ZIPF, NOW = loads_of("zipf", 2, 8), initial(2, 8, 12)
 BAD = {
     "loads": ({"loads_LE": ZIPF[0]}, "loads_LE must have 2 axes"),
