@@ -163,7 +163,7 @@ def test_experts_keep_their_ranks_when_loads_change_a_little() -> None:
     assert kept == 72, "bins that only changed their order are not moved"
 
 
-@pytest.mark.parametrize("ranks", [4, 6, 12])
+@pytest.mark.parametrize("ranks", [6, 10, 12])
 def test_after_the_group_changed_the_same_experts_are_spread_anew(ranks: int) -> None:
     loads = loads_of("zipf", 2, 64)
     before = rebalance(loads, initial(2, 64, 72), ranks=8).physical_to_logical
