@@ -213,8 +213,8 @@ class MoELayer(nn.Module):
             t = self.get_parameter(name)
             spec.reset(t)
             if spec.fan_in is not None:
-                own = own_part(name, t, self.sizes, self.activation)
-                own.copy_(torch.empty_like(own).uniform_(-1, 1) * spec.fan_in**-0.5)
+                bound = spec.fan_in**-0.5
+                own_part(name, t, self.sizes, self.activation).uniform_(-bound, bound)
 
     def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
         """This rank's part of the sum, or all of it with reduce_results.

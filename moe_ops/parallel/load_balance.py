@@ -13,8 +13,6 @@ from moe_ops.parallel.packing import keep_bins, keep_slots, pack, replicate
 from moe_ops.shapes import INDICES, check_tensor
 
 LOADS = (torch.int32, torch.int64, torch.float32, torch.float64)
-# Of the mean load, what every expert is given at least: those without any are spread too.
-LEAST = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +53,6 @@ def rebalance(
     _check(loads_LE, current_LP, ranks, nodes)
     loads_LE, current_LP = loads_LE.double().cpu(), current_LP.long().cpu()
     some_LE = torch.where(loads_LE.sum(1, keepdim=True) > 0, loads_LE, 1.0)
-    some_LE = some_LE.clamp_min(some_LE.mean(1, keepdim=True) * LEAST)
     sizes = shares(current_LP.shape[1], ranks)
     if nodes > 1 and num_groups > 1:
         new_LP = _by_node(some_LE, current_LP, _split(sizes, nodes), num_groups)

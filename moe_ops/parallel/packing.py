@@ -71,39 +71,32 @@ def _greedy(share_LE: Tensor, counts_LE: Tensor, sizes: tuple[int, ...]) -> Tens
 
 
 def _improve(table_LBS: Tensor, share_LE: Tensor) -> Tensor:
-    """Swap experts between the fullest bin and another for as long as that brings them together;
-    then between the emptiest and another, which may free the fullest again; until neither helps.
-    """
+    """Swap experts of the fullest bin with those of others, for as long as that evens them out."""
     L, B, S = table_LBS.shape
     item_LBS = share_LE.gather(1, table_LBS.clamp_min(0).flatten(1)).view(L, B, S)
     item_LBS = item_LBS.masked_fill(table_LBS < 0, 0)
-    todo_L, fullest_L = torch.arange(L), torch.ones(L, dtype=torch.bool)
+    todo_L = torch.arange(L)
     for _ in range(MOST_SWAPS):
-        uneven_L = item_LBS[todo_L].sum(2).amax(1) > EVEN
-        todo_L, fullest_L = todo_L[uneven_L], fullest_L[uneven_L]
+        todo_L = todo_L[item_LBS[todo_L].sum(2).amax(1) > EVEN]
         if not len(todo_L):
             break
-        here, there, gained_L = _best_swap(table_LBS[todo_L], item_LBS[todo_L], fullest_L)
-        layers_L = todo_L[gained_L]
-        a, b = (layers_L, *here[:, gained_L]), (layers_L, *there[:, gained_L])
+        here, there, gained_L = _best_swap(table_LBS[todo_L], item_LBS[todo_L])
+        todo_L = todo_L[gained_L]
+        a, b = (todo_L, *here[:, gained_L]), (todo_L, *there[:, gained_L])
         for t in (table_LBS, item_LBS):
             t[a], t[b] = t[b], t[a]
-        left_L = gained_L | fullest_L  # neither helps: done
-        todo_L, fullest_L = todo_L[left_L], gained_L[left_L]
     return table_LBS
 
 
-def _best_swap(
-    table_LBS: Tensor, item_LBS: Tensor, fullest_L: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _best_swap(table_LBS: Tensor, item_LBS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """For each layer two (bin, slot), int64 [2, L] each, and whether swapping them gains anything.
 
-    The first is in the fullest or the emptiest bin; no swap makes two replicas of an expert meet.
-    Gain is by how much the sum of the squares of all loads falls, over 2: less * (gap - less).
+    The first is in the fullest bin; no swap makes two replicas of an expert meet. Gain is by how
+    much the sum of the squares of all loads falls, over 2: less * (gap - less).
     """
     L, B, S = table_LBS.shape
     load_LB = item_LBS.sum(2)
-    bin_L = torch.where(fullest_L, load_LB.argmax(1), load_LB.argmin(1))
+    bin_L = load_LB.argmax(1)
     layers = torch.arange(L)
     mine_LS, item_LS = table_LBS[layers, bin_L], item_LBS[layers, bin_L]
     # From here on axes are [L, slot of this bin, other bin, its slot].

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_ops.layer import MoELayer
 from moe_ops.layer_tensors import NAMES, STATE
 from moe_ops.quant.resolve import Reciprocal, as_multiplier
-from moe_ops.weights.experts import WEIGHTS, LoadRecord, load_expert, slots_of
+from moe_ops.weights.experts import WEIGHTS, LoadRecord, load_expert
 from moe_ops.weights.files import entries, files_of, quantization_of
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, coding_of
 from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style, style_of
@@ -144,20 +144,20 @@ class _Loading:
         if prefix is None:
             return
         rest = name[len(prefix) + 1 :] if prefix else name
+        entry = self.style.entry(rest)
+        if isinstance(entry, Entry):
+            self._take_expert(prefix, name, entry, read)
+            return
         for quantiser, pattern in FOREIGN.items():
             if pattern.search(name):
                 raise ValueError(
                     f"{name} is of {quantiser}, whose weights no op reads; dequantise the "
                     "checkpoint, or quantise it in one of docs/FORMATS.md"
                 )
-        entry = self.style.entry(rest)
-        layer = self.layers[prefix]
-        if isinstance(entry, str) and layer.placement.shared and entry.startswith(SHARED):
+        if self.layers[prefix].placement.shared and entry.startswith(SHARED):
             self._take_fused(prefix, name, entry.removeprefix(SHARED), read)
-        elif isinstance(entry, str):
-            self._take_other(prefix, name, entry, read)
         else:
-            self._take_expert(prefix, name, entry, read)
+            self._take_other(prefix, name, entry, read)
 
     def _take_expert(self, prefix: str, name: str, entry: Entry, read: Read) -> None:
         layer, record = self.layers[prefix], self.records[prefix]
@@ -171,7 +171,7 @@ class _Loading:
         if any(key in record.seen for key in keys):
             self.twice.append(name)
             return
-        if entry.expert is None or part == "input" or slots_of(layer, entry.expert):
+        if entry.expert is None or part == "input" or record.slots_of(layer, entry.expert):
             t = read()
             if entry.reciprocal:
                 t = as_multiplier(Reciprocal(t)).tensor
@@ -253,7 +253,7 @@ class _Loading:
         )
 
     def _missing(self, prefix: str) -> Iterator[str]:
-        layer, seen = self.layers[prefix], self.records[prefix].seen
+        layer, record = self.layers[prefix], self.records[prefix]
         for parameter in EXPERTS:
             if getattr(layer, parameter) is None:
                 continue
@@ -261,10 +261,10 @@ class _Loading:
             first = ("w1", "w3") if layer.activation.gated else ("w1",)
             every = parameter in ("x_scale", "h_scale")
             for expert in range(layer.num_experts + (0 if every else layer.placement.shared)):
-                if not every and not slots_of(layer, expert):
+                if not every and not record.slots_of(layer, expert):
                     continue
                 for shard in ("w2",) if second else first:
-                    if (parameter, expert, shard) not in seen:
+                    if (parameter, expert, shard) not in record.seen:
                         yield f"{prefix}.{parameter}[{expert}].{shard}"
         for parameter in self.others[prefix]:
             if (prefix, parameter) not in self.filled:

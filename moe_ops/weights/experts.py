@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,13 +28,23 @@ class LoadRecord:
     """What one load of a checkpoint has brought to one layer so far.
 
     Some numbers of a layer serve several tensors of a checkpoint, which must agree: the record
-    remembers them. Make one per layer and load, and pass it to every `load_expert` of it.
+    remembers them. Make one per layer and load, and pass it to every `load_expert` of it; experts
+    must not change their places meanwhile.
     """
 
     # By parameter, logical expert and shard: the entry it came from, also if it lives elsewhere.
     seen: dict[tuple[str, int, str], str] = field(default_factory=dict)
     # By parameter and logical expert: the number that serves gate and up, and its entry.
     shared: dict[tuple[str, int], tuple[Tensor, str]] = field(default_factory=dict)
+    # What is the same for every expert, worked out once.
+    plans: dict[tuple[object, ...], Plan] = field(default_factory=dict)
+    slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def slots_of(self, layer: MoELayer, expert: int) -> tuple[int, ...]:
+        """`slots_of`, asked once."""
+        if expert not in self.slots:
+            self.slots[expert] = slots_of(layer, expert)
+        return self.slots[expert]
 
 
 def slots_of(layer: MoELayer, expert: int) -> tuple[int, ...]:
@@ -53,7 +63,6 @@ def slots_of(layer: MoELayer, expert: int) -> tuple[int, ...]:
     return tuple(slot for slot in found if slot >= 0)
 
 
-@torch.no_grad()
 def load_expert(
     layer: MoELayer,
     parameter_name: str,
@@ -94,12 +103,13 @@ def load_expert(
     if second != (shard == "w2"):
         raise ValueError(f"{name}: shard {shard!r} is no part of {parameter_name}")
     experts = range(layer.num_experts) if expert_id is None else (expert_id,)
-    record = LoadRecord() if record is None and shard in ("w2", "w13") else record
+    alone = record is None and shard in ("w1", "w3")
+    record = LoadRecord() if record is None else record
     try:
-        slots = [slots_of(layer, e) for e in experts]
+        slots = [record.slots_of(layer, e) for e in experts]
         t_E = _by_expert(tensor, len(experts), expert_id is None, part)
         if part == "input":
-            _load_input(layer, parameter_name, t_E, experts, shard, name, record)
+            _load_input(layer, parameter_name, t_E, experts, shard, name, None if alone else record)
             return True
         if part in ("g_idx", "shape"):
             _check_told(layer, part, shard, t_E, sharded)
@@ -107,17 +117,17 @@ def load_expert(
         if getattr(layer, parameter_name) is None:
             _check_not_held(layer, parameter_name, part, t_E, coding)
             return False
-        how = plan(
-            layer, parameter_name, part, shard, coding=coding, interleaved=interleaved,
-            sharded=sharded,
-        )  # fmt: skip
+        options = (parameter_name, part, shard, coding, interleaved, sharded)
+        how = record.plans.get(options)
+        if how is None:
+            how = record.plans[options] = plan(layer, *options)
         here = [(e, t, s) for e, t, s in zip(experts, t_E, slots, strict=True) if s]
-        _check(how, here, parameter_name, name, record)
+        parts = _checked(how, here, parameter_name, name, None if alone else record)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {error}") from error
-    for _, t, found in here:
-        for source, region in how.sources(t):
-            for slot in found:
+    for slots_here, sources in parts:
+        for source, region in sources:
+            for slot in slots_here:
                 region[slot].copy_(source)
     return any(slots)
 
@@ -135,37 +145,51 @@ def _by_expert(tensor: Tensor, experts: int, stacked: bool, part: str) -> Sequen
     return tensor.unbind(0)
 
 
-def _check(
+Parts = list[tuple[tuple[int, ...], Iterable[tuple[Tensor, Tensor]]]]
+
+
+def _checked(
     how: Plan,
     here: list[tuple[int, Tensor, tuple[int, ...]]],
     parameter: str,
     name: str,
     record: LoadRecord | None,
-) -> None:
-    """Raise ValueError or TypeError unless every expert's tensor fits, and agrees with the others.
+) -> Parts:
+    """The slots of every expert and what goes there, with where.
 
-    Weights are alike in shape and dtype, which is all that can be wrong with them; the numbers of
-    the rest are looked at one by one.
+    Raises ValueError or TypeError unless every expert's tensor fits, and agrees with others. Those
+    that are converted are alike in shape and dtype, which is all that can be wrong with them, so
+    the first block of the first one is looked at, and memory is needed for one block at a time.
     """
+    if how.part == "weight" and how.matrix.convert is not None:
+        for _, t, _ in here[:1]:
+            next(how.sources(t), None)
+        return [(slots, how.sources(t)) for _, t, slots in here]
+    parts = [(e, slots, list(how.sources(t))) for e, t, slots in here]
+    if how.shared:
+        _agree(parameter, name, [(e, t) for e, _, found in parts for t, _ in found], record)
+    return [(slots, sources) for _, slots, sources in parts]
+
+
+def _agree(
+    parameter: str, name: str, values: list[tuple[int, Tensor]], record: LoadRecord | None
+) -> None:
+    """Raise ValueError unless the numbers are those that were there before, if any were."""
+    if record is None:
+        raise ValueError(
+            "one number serves w1 and w3, which must agree; pass this load's LoadRecord"
+        )
     found: dict[tuple[str, int], tuple[Tensor, str]] = {}
-    for expert, t, _ in here[:1] if how.part == "weight" else here:
-        for source, _ in how.sources(t):
-            if not how.shared:
-                continue
-            if record is None:
-                raise ValueError(
-                    "one number serves w1 and w3, which must agree; pass this load's LoadRecord"
-                )
-            key = (parameter, expert)
-            value, other = record.shared.get(key) or found.setdefault(key, (source.clone(), name))
-            if not torch.equal(value.float(), source.float()):
-                raise ValueError(
-                    f"expert {expert} has {float(source.flatten()[0])} here, but "
-                    f"{float(value.flatten()[0])} in {other}, and one number must serve both; "
-                    "give the layer a format with a scale per row, or quantise them again"
-                )
-    if record is not None:
-        record.shared.update(found)
+    for expert, value in values:
+        key = (parameter, expert)
+        before, other = record.shared.get(key) or found.setdefault(key, (value.clone(), name))
+        if not torch.equal(before.float(), value.float()):
+            raise ValueError(
+                f"expert {expert} has {float(value.flatten()[0])} here, but "
+                f"{float(before.flatten()[0])} in {other}, and one number must serve both; "
+                "give the layer a format with a scale per row, or quantise them again"
+            )
+    record.shared.update(found)
 
 
 def _load_input(
@@ -203,7 +227,7 @@ def _load_input(
     merged = record.shared | found
     largest = torch.stack([v for (p, _), (v, _) in merged.items() if p == parameter]).amax()
     record.shared.update(found)
-    target.copy_(largest.reshape(target.shape))
+    target.detach().copy_(largest.reshape(target.shape))
 
 
 def _check_told(

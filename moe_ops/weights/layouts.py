@@ -39,7 +39,7 @@ ROWS, COLUMNS = Axis(place=0), Axis(place=1)
 Convert = Callable[[Tensor, Format], Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Matrix:
     """The axes of a matrix in a stored tensor, and the conversion of a part of it.
 
@@ -66,7 +66,7 @@ class Matrix:
         return None if sizes[1] % self.block else (sizes[0], sizes[1] // self.block, self.block)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Coding:
     """How a checkpoint codes the weights of its experts.
 

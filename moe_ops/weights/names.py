@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 Shard = Literal["w1", "w2", "w3", "w13"]
@@ -64,7 +65,7 @@ class Entry:
     reciprocal: bool = False  # a scale that divides
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Style:
     """How a family of checkpoints names and lays out the experts of a layer.
 
@@ -89,26 +90,28 @@ class Style:
         }
     )
 
+    @cached_property
+    def _pattern(self) -> str:
+        expert = "" if self.stacked else r"\.(?P<expert>\d+)"
+        projections = "|".join(map(re.escape, self.projections))
+        return (
+            rf"{re.escape(self.experts)}{expert}\.(?P<projection>{projections})(?P<part>$|[._].*)"
+        )
+
     def entry(self, name: str) -> Entry | str:
         """What the tensor called `name`, below the layer's prefix, is: an entry of the experts, or
         the layer's name of the parameter that it is.
         """
-        pattern = re.escape(self.experts) + (r"\." if self.stacked else r"\.(\d+)\.")
-        found = re.match(pattern, name)
-        if found:
-            rest = name[found.end() :]
-            # The longest first: gate_up_proj begins with no other name, but a style may have one.
-            for projection in sorted(self.projections, key=len, reverse=True):
-                tail = rest.removeprefix(projection)
-                part = PARTS.get(tail.lstrip("._"))
-                if rest.startswith(projection) and (not tail or tail[0] in "._") and part:
-                    shard = self.projections[projection]
-                    return Entry(
-                        parameter=PARAMETERS[part][shard == "w2"],
-                        shard=shard,
-                        expert=None if self.stacked else int(found[1]),
-                        reciprocal=tail.lstrip("._") in RECIPROCALS,
-                    )
+        found = re.match(self._pattern, name)
+        part = PARTS.get(found["part"].lstrip("._")) if found else None
+        if found and part:
+            shard = self.projections[found["projection"]]
+            return Entry(
+                parameter=PARAMETERS[part][shard == "w2"],
+                shard=shard,
+                expert=None if self.stacked else int(found["expert"]),
+                reciprocal=found["part"].lstrip("._") in RECIPROCALS,
+            )
         for old in sorted(self.others, key=len, reverse=True):
             if name.startswith(old):
                 return self.others[old] + name.removeprefix(old)

@@ -13,7 +13,8 @@ from moe_ops.quant.formats import ROW, TENSOR, Format
 from moe_ops.weights.layouts import Coding, Matrix, to_dtype
 
 ALL = -1  # of the units of an axis that share a scale
-CONVERTED_ROWS = 32  # at a time: whole words of every layout, and little memory
+WORD_ROWS = 32  # rows that are whole words of every layout
+BLOCKS = 8  # in which a matrix is converted, so that the conversion takes less memory than it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,10 @@ class Span:
     size: int
     whole: int
     room: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size == self.whole
 
     def grouped(self, group: int, what: str) -> Span:
         """The same counted in groups of units; -1 is all of them. Raises ValueError for a cut."""
@@ -72,10 +77,7 @@ class Plan:
     stored_alternating: bool
     held_alternating: bool
     shared: bool  # one number serves gate and up
-
-    def shape(self) -> tuple[int, ...] | None:
-        """The shape of one expert's tensor; None if its sizes do not fill its elements."""
-        return self.matrix.shape(self.rows.whole * len(self.halves), self.columns.whole)
+    shape: tuple[int, ...] | None  # of one expert's tensor; None if its sizes do not fill words
 
     def sources(self, t: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """What one expert's tensor holds, as the layer takes it, and the view of the layer's tensor
@@ -85,7 +87,9 @@ class Plan:
         for a tensor of another shape or dtype.
         """
         t, matrix = self._as_matrix(t)
-        step = self.rows.size if matrix.convert is None else CONVERTED_ROWS
+        step = self.rows.size
+        if matrix.convert is not None:
+            step = max(step // BLOCKS // WORD_ROWS, 1) * WORD_ROWS
         for place, half in enumerate(self.halves):
             for first in range(0, self.rows.size, max(step, 1)):
                 rows = min(step, self.rows.size - first)
@@ -123,15 +127,13 @@ class Plan:
                 return t.reshape(-1, 1).repeat_interleave(self.rows.whole, 0), Matrix()
             if tuple(t.shape) == (rows,):
                 return t[:, None], Matrix()
-        want = self.shape()
-        if want is None or tuple(t.shape) != want:
+        if t.shape != self.shape:
             raise ValueError(f"expected the shape {self._wanted()}, found {list(t.shape)}")
         return (t if self.matrix.block is None else t.flatten(-2)), self.matrix
 
     def _wanted(self) -> str:
-        want = self.shape()
-        if want is not None:
-            return str([self.rows.whole * len(self.halves)] if self.part == "bias" else list(want))
+        if self.shape is not None:
+            return str(list(self.shape[:1] if self.part == "bias" else self.shape))
         return (
             f"of a matrix of {self.rows.whole * len(self.halves)} x {self.columns.whole}, "
             "which does not fill the layout's words,"
@@ -139,6 +141,8 @@ class Plan:
 
     def _cut(self, t: Tensor, matrix: Matrix, place: int, first: int, rows: int) -> Tensor:
         """Some rows of this rank's part of the half at `place` of a stored matrix."""
+        if len(self.halves) == 1 and rows == self.rows.whole and self.columns.is_whole:
+            return t
         first, step = self.rows.start + first, 1
         if self.stored_alternating:
             first, step = len(self.halves) * first + place, len(self.halves)
@@ -167,7 +171,6 @@ def plan(
     parameter: str,
     part: str,
     shard: str,
-    *,
     coding: Coding,
     interleaved: bool,
     sharded: bool,
@@ -175,7 +178,7 @@ def plan(
     """How tensors of a shard go into a parameter that the layer holds: weight, scale, zero, bias or
     alpha. Raises ValueError where the rank's part cannot be cut out.
     """
-    target: Tensor = getattr(layer, parameter)
+    target: Tensor = getattr(layer, parameter).detach()  # writes need no gradient
     format = None if layer.quant is None else layer.quant.format
     group = {"weight": (1, 1), "bias": (1, ALL), "alpha": (ALL, ALL)}.get(part)
     if group is None:
@@ -193,15 +196,18 @@ def plan(
             "give the layer rows [gate; up] of a multiple"
         )
     halves = {"w13": (0, 1), "w3": (1,) if gated else (0,)}.get(shard, (0,))
+    matrix = Matrix() if part in ("bias", "alpha") else coding.matrix(part, format)
+    rows, columns = rows.grouped(group[0], "rows"), columns.grouped(group[1], "columns")
     return Plan(
         target=target.reshape(target.shape[0], target.shape[1] if target.dim() > 1 else 1, -1),
         part=part,
         format=format,
-        matrix=Matrix() if part in ("bias", "alpha") else coding.matrix(part, format),
-        rows=rows.grouped(group[0], "rows"),
-        columns=columns.grouped(group[1], "columns"),
+        matrix=matrix,
+        rows=rows,
+        columns=columns,
         halves=halves,
         stored_alternating=interleaved and len(halves) == 2,
         held_alternating=alternating,
         shared=shared,
+        shape=matrix.shape(rows.whole * len(halves), columns.whole),
     )

@@ -122,6 +122,15 @@ def test_replicas_go_where_the_load_is() -> None:
     assert replicate(torch.tensor([[9.0, 1.0]]), 6, bins=2).sum() == 6
 
 
+@pytest.mark.parametrize(("E", "P"), [(256, 288), (64, 128)])
+@pytest.mark.parametrize("ranks", [4, 16, 32])
+def test_no_rank_holds_an_expert_twice(ranks: int, E: int, P: int) -> None:
+    done = rebalance(loads_of("zipf", 2, E), initial(2, E, P), ranks=ranks)
+    for row in done.physical_to_logical:
+        for held in row.split(list(shares(P, ranks))):
+            assert len(set(held.tolist())) == len(held)
+
+
 def test_replicas_of_one_expert_do_not_meet_while_there_is_another_rank() -> None:
     loads = torch.tensor([[100.0, 1, 1, 1, 1, 1]])
     (row,) = pack(loads, torch.tensor([[4, 1, 1, 1, 1, 1]]), (3, 2, 2, 2))
@@ -152,6 +161,17 @@ def test_experts_keep_their_ranks_when_loads_change_a_little() -> None:
     second = rebalance(loads, first.physical_to_logical.flip(1), ranks=8)
     kept = 72 - max(len(moves.pairs) for moves in second.moves)
     assert kept == 72, "bins that only changed their order are not moved"
+
+
+@pytest.mark.parametrize("ranks", [6, 10, 12])
+def test_after_the_group_changed_the_same_experts_are_spread_anew(ranks: int) -> None:
+    loads = loads_of("zipf", 2, 64)
+    before = rebalance(loads, initial(2, 64, 72), ranks=8).physical_to_logical
+    done = rebalance(loads, before, ranks=ranks)
+    assert float(done.after.max()) <= 1.05 < float(done.before.max())
+    for layer, row in enumerate(before.clone()):
+        apply_moves({"experts": row}, done.moves[layer])
+        assert torch.equal(row, done.physical_to_logical[layer])
 
 
 ZIPF, NOW = loads_of("zipf", 2, 8), initial(2, 8, 12)
