@@ -9,7 +9,17 @@ from typing import Any
 
 import torch
 
-from moe_ops.ops import activate, combine, dispatch, expert_gemm, experts, moe, quantize, route
+from moe_ops.ops import (
+    activate,
+    combine,
+    dispatch,
+    expert_gemm,
+    expert_loads,
+    experts,
+    moe,
+    quantize,
+    route,
+)
 from moe_ops.spec import Op
 from moe_ops.testing import Case, make_layer
 
@@ -47,6 +57,7 @@ def calls() -> dict[Op, tuple[Any, ...]]:
         combine: (y_RD, layer.weights_TK, rows_R),
         experts: (layer.x_TD, layer.weights_TK, layer.experts_TK, *weights),
         moe: (layer.x_TD, layer.logits_TE, *weights, 2),
+        expert_loads: (layer.experts_TK, 8),
     }
 
 

@@ -28,6 +28,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 F16 = torch.float16
 KERNELS = {name: b for name, b in experts.backends.items() if name.startswith("triton.")}
 SMALL = {case.name: case for case in CASES if 0 < case.T <= 16}
+SLOW = ("many_experts", "plain", "odd_unaligned", "every_expert")
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
 
@@ -48,14 +49,19 @@ def check(kernel: str, layer: Layer, **more: Any) -> None:
     assert_close(run(kernel, layer, **more), definition(layer, **more), TOL["experts", F16], kernel)
 
 
+# The interpreter takes a block at a time: many small experts and many activations take seconds.
+QUICK = [pytest.param(c, id=n, marks=[pytest.mark.slow] * (n in SLOW)) for n, c in SMALL.items()]
+
+
 @each_kernel
-@pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize("case", QUICK)
 def test_every_case(kernel: str, case: Case) -> None:
     layer = make_layer(case, F16, DEVICE)
     check(kernel, layer)
     check(kernel, layer, b13_EF=layer.b13_EF, b2_ED=layer.b2_ED.float())
 
 
+@pytest.mark.slow
 @each_kernel
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_activation(kernel: str, name: str) -> None:

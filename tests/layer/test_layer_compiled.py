@@ -52,7 +52,14 @@ def fresh() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+QUICK = ("plain", "rank", "nvfp4")
+QUICK_FIRST = [
+    pytest.param(options, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
+    for name, options in OPTIONS.items()
+]
+
+
+@pytest.mark.parametrize("options", QUICK_FIRST)
 def test_two_layers_and_all_token_counts_share_one_graph(options: dict[str, Any]) -> None:
     layers = [randomize(MoELayer(**{**SIZES, **options}), seed) for seed in (0, 1)]
     counter = CompileCounterWithBackend("aot_eager")

@@ -223,6 +223,7 @@ class Peak(TorchDispatchMode):
 LARGE = 256  # rows and columns: of 64 the stand-ins of conversions would be no small part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "gpt_oss", *LAYOUTS])
 def test_no_more_memory_than_one_tensor_is_needed(name: str, tmp_path: Path) -> None:
     """Counts what is made besides the layer; a tensor of the file is mapped, not read."""
