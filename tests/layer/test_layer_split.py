@@ -79,9 +79,8 @@ def test_every_scheme_is_here() -> None:
     assert {quant.scheme for quant in FORMATS} == set(SCHEMES) - {"none"}
 
 
-@pytest.mark.parametrize(
-    "split", [TP, EP, pytest.param(DP_TP_EP, marks=pytest.mark.slow)], ids=lambda s: s.name
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [TP, EP, DP_TP_EP], ids=lambda s: s.name)
 @pytest.mark.parametrize("quant", FORMATS, ids=str)
 def test_every_format(quant: QuantFormats, split: Split) -> None:
     whole, parts = pair(split, **SIZES, quant=quant)
