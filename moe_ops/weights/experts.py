@@ -20,6 +20,7 @@ WEIGHTS = {
     for part, names in PARAMETERS.items()
     for second, name in zip((False, True), names, strict=True)
 }
+PARAMETER_NAMES = tuple(WEIGHTS)
 SHARDS = ("w1", "w2", "w3", "w13")
 
 
@@ -98,7 +99,7 @@ def load_expert(
     then as it was.
     """
     check_choice("shard", shard, SHARDS)
-    check_choice("parameter_name", parameter_name, tuple(WEIGHTS))
+    check_choice("parameter_name", parameter_name, PARAMETER_NAMES)
     part, second = WEIGHTS[parameter_name]
     if second != (shard == "w2"):
         raise ValueError(f"{name}: shard {shard!r} is no part of {parameter_name}")
@@ -126,9 +127,9 @@ def load_expert(
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {error}") from error
     for slots_here, sources in parts:
-        for source, region in sources:
+        for source, half, first in sources:
             for slot in slots_here:
-                region[slot].copy_(source)
+                how.region(slot, source, half, first).copy_(source)
     return any(slots)
 
 
@@ -145,7 +146,7 @@ def _by_expert(tensor: Tensor, experts: int, stacked: bool, part: str) -> Sequen
     return tensor.unbind(0)
 
 
-Parts = list[tuple[tuple[int, ...], Iterable[tuple[Tensor, Tensor]]]]
+Parts = list[tuple[tuple[int, ...], Iterable[tuple[Tensor, int, int]]]]
 
 
 def _checked(
@@ -167,7 +168,7 @@ def _checked(
         return [(slots, how.sources(t)) for _, t, slots in here]
     parts = [(e, slots, list(how.sources(t))) for e, t, slots in here]
     if how.shared:
-        _agree(parameter, name, [(e, t) for e, _, found in parts for t, _ in found], record)
+        _agree(parameter, name, [(e, t) for e, _, found in parts for t, *_ in found], record)
     return [(slots, sources) for _, slots, sources in parts]
 
 
