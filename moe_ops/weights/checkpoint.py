@@ -172,9 +172,7 @@ class _Loading:
             self.twice.append(name)
             return
         if entry.expert is None or part == "input" or record.slots_of(layer, entry.expert):
-            t = read()
-            if entry.reciprocal:
-                t = as_multiplier(Reciprocal(t)).tensor
+            t = _read(name, entry, read)
             here = load_expert(
                 layer, entry.parameter, t, name, entry.shard, entry.expert, coding=self.coding,
                 interleaved=self.style.interleaved, sharded=self.sharded, record=record,
@@ -200,9 +198,7 @@ class _Loading:
             self.twice.append(name)
             return
         part, second = WEIGHTS[entry.parameter]
-        t = read()
-        if entry.reciprocal:
-            t = as_multiplier(Reciprocal(t)).tensor
+        t = _read(name, entry, read)
         pieces = self._fused_pieces(layer, t, part, second, shared)
         for s, piece in enumerate(pieces):
             load_expert(
@@ -283,6 +279,16 @@ class _Loading:
         for parameter in self.others[prefix]:
             if (prefix, parameter) not in self.filled:
                 yield f"{prefix}.{parameter}"
+
+
+def _read(name: str, entry: Entry, read: Read) -> Tensor:
+    """The tensor of an entry, as a multiplier if it is a scale that divides."""
+    if not entry.reciprocal:
+        return read()
+    try:
+        return as_multiplier(Reciprocal(read())).tensor
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{name}: {error}") from error
 
 
 def _up(layer: MoELayer) -> tuple[str, ...]:

@@ -104,26 +104,28 @@ def load_expert(
     if second != (shard == "w2"):
         raise ValueError(f"{name}: shard {shard!r} is no part of {parameter_name}")
     experts = range(layer.num_experts) if expert_id is None else (expert_id,)
-    alone = record is None and shard in ("w1", "w3")
-    record = LoadRecord() if record is None else record
+    given, record = record, record or LoadRecord()
     try:
         slots = [record.slots_of(layer, e) for e in experts]
         t_E = _by_expert(tensor, len(experts), expert_id is None, part)
         if part == "input":
-            _load_input(layer, parameter_name, t_E, experts, shard, name, None if alone else record)
+            _load_input(layer, parameter_name, t_E, experts, shard, name, given)
             return True
         if part in ("g_idx", "shape"):
             _check_told(layer, part, shard, t_E, sharded)
             return any(slots)
-        if getattr(layer, parameter_name) is None:
+        held = getattr(layer, parameter_name)
+        if held is None:
             _check_not_held(layer, parameter_name, part, t_E, coding)
             return False
         options = (parameter_name, part, shard, coding, interleaved, sharded)
-        how = record.plans.get(options)
+        key = (*options, held.data_ptr())  # a layer that moved has other memory
+        how = record.plans.get(key)
         if how is None:
-            how = record.plans[options] = plan(layer, *options)
+            how = record.plans[key] = plan(layer, *options)
         here = [(e, t, s) for e, t, s in zip(experts, t_E, slots, strict=True) if s]
-        parts = _checked(how, here, parameter_name, name, None if alone else record)
+        # Gate and up in one tensor can be compared without a record.
+        parts = _checked(how, here, parameter_name, name, record if shard == "w13" else given)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {error}") from error
     for slots_here, sources in parts:

@@ -194,3 +194,15 @@ def test_shared_experts_are_taken_apart(name: str, tmp_path: Path) -> None:
     want = torch.cat((values["w1"], values["w3"]), 1)
     torch.testing.assert_close(w13, want, rtol=1e-6, atol=0)
     torch.testing.assert_close(w2, values["w2"], rtol=1e-6, atol=0)
+
+
+def test_a_scale_that_divides_must_have_an_inverse(tmp_path: Path) -> None:
+    layout = LAYOUTS["compressed_nvfp4"]
+    entries = write(tmp_path, layout).entries
+    name = f"{PREFIX}.experts.1.up_proj.weight_global_scale"
+    entries[name].zero_()
+    store(tmp_path, entries, layout.config)
+    with pytest.raises(ValueError, match=rf"^{name}: scale 0.0 has no finite inverse"):
+        load_checkpoint(
+            {PREFIX: layer_of(layout, ParallelConfig())}, tmp_path, style="qwen", progress=False
+        )
