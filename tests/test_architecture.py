@@ -50,8 +50,8 @@ MAY_IMPORT = {
     "hf": May(BELOW_LAYER, frozenset({"torch", "transformers"})),
     # A leaf: it measures the passes too, and nobody imports it.
     "bench": May(
-        BELOW_LAYER | {"testing", "hf", "passes"},
-        frozenset({"torch", "transformers", "matplotlib"}),
+        BELOW_LAYER | {"testing", "layer", "layer_options", "weights", "hf", "passes"},
+        frozenset({"torch", "transformers", "matplotlib", "safetensors"}),
     ),
     "passes": May(BELOW_LAYER | {"layer", "hf"}),
     "__main__": May(frozenset({"shapes", "hf", "passes"}), frozenset({"torch", "transformers"})),

@@ -16,7 +16,7 @@ from moe_ops.layer_tensors import NAMES, STATE
 from moe_ops.quant.resolve import Reciprocal, as_multiplier
 from moe_ops.weights.experts import WEIGHTS, LoadRecord, load_expert
 from moe_ops.weights.files import entries, files_of, quantization_of
-from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, coding_of
+from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Matrix, coding_of
 from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style, style_of
 
 Read = Callable[[], Tensor]
@@ -172,9 +172,7 @@ class _Loading:
             self.twice.append(name)
             return
         if entry.expert is None or part == "input" or record.slots_of(layer, entry.expert):
-            t = read()
-            if entry.reciprocal:
-                t = as_multiplier(Reciprocal(t)).tensor
+            t = _read(name, entry, read)
             here = load_expert(
                 layer, entry.parameter, t, name, entry.shard, entry.expert, coding=self.coding,
                 interleaved=self.style.interleaved, sharded=self.sharded, record=record,
@@ -200,16 +198,8 @@ class _Loading:
             self.twice.append(name)
             return
         part, second = WEIGHTS[entry.parameter]
-        t = read()
-        if entry.reciprocal:
-            t = as_multiplier(Reciprocal(t)).tensor
-        pieces = [t] * shared
-        if part in ("weight", "scale", "zero", "bias") and t.numel() > 1:
-            format = None if layer.quant is None else layer.quant.format
-            matrix = self.coding.matrix(part, format)
-            axis = (matrix.columns if second else matrix.rows).place
-            if t.dim() > axis and t.shape[axis] > 1 and not (second and part == "bias"):
-                pieces = list(t.chunk(shared, axis))
+        t = _read(name, entry, read)
+        pieces = self._fused_pieces(layer, t, part, second, shared)
         for s, piece in enumerate(pieces):
             load_expert(
                 layer, entry.parameter, piece, name, entry.shard, layer.num_experts + s,
@@ -218,6 +208,26 @@ class _Loading:
         record.seen.update(dict.fromkeys(keys, name))
         self.loaded.append(name)
         self.bytes_loaded += t.nbytes
+
+    def _fused_pieces(
+        self, layer: MoELayer, t: Tensor, part: str, second: bool, shared: int
+    ) -> list[Tensor]:
+        """What of a tensor belongs to each shared expert: rows of w1 and w3, columns of w2."""
+        if part == "shape":
+            one = t.clone()
+            one[int(second)] //= shared
+            return [one] * shared
+        if part == "g_idx":
+            return [piece - piece[0] for piece in t.chunk(shared)] if second else [t] * shared
+        if t.numel() == 1 or part in ("alpha", "input") or (second and part == "bias"):
+            return [t] * shared
+        matrix = Matrix()
+        if part != "bias":
+            matrix = self.coding.matrix(part, None if layer.quant is None else layer.quant.format)
+        axis = (matrix.columns if second else matrix.rows).place
+        # One column of scales is of whole rows, which have all experts' columns.
+        whole = axis >= t.dim() or (second and t.shape[axis] == 1)
+        return [t] * shared if whole else list(t.chunk(shared, axis))
 
     def _take_other(self, prefix: str, name: str, parameter: str, read: Read) -> None:
         target = self.others[prefix].get(parameter)
@@ -269,6 +279,16 @@ class _Loading:
         for parameter in self.others[prefix]:
             if (prefix, parameter) not in self.filled:
                 yield f"{prefix}.{parameter}"
+
+
+def _read(name: str, entry: Entry, read: Read) -> Tensor:
+    """The tensor of an entry, as a multiplier if it is a scale that divides."""
+    if not entry.reciprocal:
+        return read()
+    try:
+        return as_multiplier(Reciprocal(read())).tensor
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{name}: {error}") from error
 
 
 def _up(layer: MoELayer) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ WEIGHTS = {
     for part, names in PARAMETERS.items()
     for second, name in zip((False, True), names, strict=True)
 }
+PARAMETER_NAMES = tuple(WEIGHTS)
 SHARDS = ("w1", "w2", "w3", "w13")
 
 
@@ -98,37 +99,39 @@ def load_expert(
     then as it was.
     """
     check_choice("shard", shard, SHARDS)
-    check_choice("parameter_name", parameter_name, tuple(WEIGHTS))
+    check_choice("parameter_name", parameter_name, PARAMETER_NAMES)
     part, second = WEIGHTS[parameter_name]
     if second != (shard == "w2"):
         raise ValueError(f"{name}: shard {shard!r} is no part of {parameter_name}")
     experts = range(layer.num_experts) if expert_id is None else (expert_id,)
-    alone = record is None and shard in ("w1", "w3")
-    record = LoadRecord() if record is None else record
+    given, record = record, record or LoadRecord()
     try:
         slots = [record.slots_of(layer, e) for e in experts]
         t_E = _by_expert(tensor, len(experts), expert_id is None, part)
         if part == "input":
-            _load_input(layer, parameter_name, t_E, experts, shard, name, None if alone else record)
+            _load_input(layer, parameter_name, t_E, experts, shard, name, given)
             return True
         if part in ("g_idx", "shape"):
             _check_told(layer, part, shard, t_E, sharded)
             return any(slots)
-        if getattr(layer, parameter_name) is None:
+        held = getattr(layer, parameter_name)
+        if held is None:
             _check_not_held(layer, parameter_name, part, t_E, coding)
             return False
         options = (parameter_name, part, shard, coding, interleaved, sharded)
-        how = record.plans.get(options)
+        key = (*options, held.data_ptr())  # a layer that moved has other memory
+        how = record.plans.get(key)
         if how is None:
-            how = record.plans[options] = plan(layer, *options)
+            how = record.plans[key] = plan(layer, *options)
         here = [(e, t, s) for e, t, s in zip(experts, t_E, slots, strict=True) if s]
-        parts = _checked(how, here, parameter_name, name, None if alone else record)
+        # Gate and up in one tensor can be compared without a record.
+        parts = _checked(how, here, parameter_name, name, record if shard == "w13" else given)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {error}") from error
     for slots_here, sources in parts:
-        for source, region in sources:
+        for source, half, first in sources:
             for slot in slots_here:
-                region[slot].copy_(source)
+                how.region(slot, source, half, first).copy_(source)
     return any(slots)
 
 
@@ -145,7 +148,7 @@ def _by_expert(tensor: Tensor, experts: int, stacked: bool, part: str) -> Sequen
     return tensor.unbind(0)
 
 
-Parts = list[tuple[tuple[int, ...], Iterable[tuple[Tensor, Tensor]]]]
+Parts = list[tuple[tuple[int, ...], Iterable[tuple[Tensor, int, int]]]]
 
 
 def _checked(
@@ -167,7 +170,7 @@ def _checked(
         return [(slots, how.sources(t)) for _, t, slots in here]
     parts = [(e, slots, list(how.sources(t))) for e, t, slots in here]
     if how.shared:
-        _agree(parameter, name, [(e, t) for e, _, found in parts for t, _ in found], record)
+        _agree(parameter, name, [(e, t) for e, _, found in parts for t, *_ in found], record)
     return [(slots, sources) for _, slots, sources in parts]
 
 

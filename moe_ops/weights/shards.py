@@ -79,9 +79,8 @@ class Plan:
     shared: bool  # one number serves gate and up
     shape: tuple[int, ...] | None  # of one expert's tensor; None if its sizes do not fill words
 
-    def sources(self, t: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """What one expert's tensor holds, as the layer takes it, and the view of the layer's tensor
-        where it goes, [slots, *its shape].
+    def sources(self, t: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+        """What one expert's tensor holds, as the layer takes it, with its half and first row.
 
         Conversions come in blocks of rows, whose memory is small. Raises ValueError or TypeError
         for a tensor of another shape or dtype.
@@ -101,17 +100,19 @@ class Plan:
                     piece = piece.T
                 kind = "scale" if self.part == "alpha" else self.part
                 piece = to_dtype(piece, self.target.dtype, kind)
-                yield piece, self._region(half, first, piece)
+                yield piece, half, first
 
-    def _region(self, half: int, first: int, piece: Tensor) -> Tensor:
-        """Where a half's rows from `first` on go."""
-        rows, columns = piece.shape
-        target = self.target
+    def region(self, slot: int, piece: Tensor, half: int, first: int) -> Tensor:
+        """The view of the layer's tensor where what `sources` gave goes."""
+        target = self.target[slot]
         if self.held_alternating:
-            target = target[:, half::2]
+            target = target[half::2]
         elif not self.shared:
             first += half * self.rows.room
-        return target[:, first : first + rows, :columns]
+        rows, columns = piece.shape
+        if rows != target.shape[0]:
+            target = target.narrow(0, first, rows)
+        return target if columns == target.shape[1] else target.narrow(1, 0, columns)
 
     def _as_matrix(self, t: Tensor) -> tuple[Tensor, Matrix]:
         """One expert's tensor with two axes. A scale may be one value for all rows, or lack the

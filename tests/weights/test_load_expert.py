@@ -186,7 +186,17 @@ def test_input_scales_agree_within_an_expert_and_the_largest_of_all_is_kept() ->
         load_expert(layer, "x_scale", torch.tensor(9.0), "b", "w3", 3, record=record)
     with pytest.raises(ValueError, match=r"c: expert 0 has \[0.0\], but a scale is above 0"):
         load_expert(layer, "h_scale", torch.tensor(0.0), "c", "w2", 0, record=record)
-    assert layer.x_scale.item() == 2.0
+    with pytest.raises(ValueError, match=r"d: one scale serves .* pass this load's LoadRecord"):
+        load_expert(layer, "h_scale", torch.tensor(1.0), "d", "w2", 0)
+    assert (layer.x_scale.item(), layer.h_scale.item()) == (2.0, 3.0)
+
+
+def test_a_layer_that_moved_is_written_where_it_is() -> None:
+    layer, record = layer_of(), LoadRecord()
+    load_expert(layer, "w2_weight", torch.ones(D, I), "a", "w2", 0, record=record)
+    layer.double().float()
+    load_expert(layer, "w2_weight", torch.ones(D, I), "b", "w2", 1, record=record)
+    assert bool((layer.w2_weight[:2] == 1).all())
 
 
 def plain(**more: Any) -> dict[str, Any]:

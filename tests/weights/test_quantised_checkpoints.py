@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import LAYOUTS, PREFIX, D, E, I, Layout, store, write, write_gpt_oss
+from checkpoints import LAYOUTS, PREFIX, PROJECTIONS, D, E, I, Layout, store, write, write_gpt_oss
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
@@ -170,6 +170,39 @@ def test_act_order_is_refused(tmp_path: Path) -> None:
     entries[name] = entries[name].flip(0).contiguous()
     store(tmp_path, entries, layout.config)
     with pytest.raises(ValueError, match=r"2\.down_proj\.g_idx: its groups are no runs of 32"):
+        load_checkpoint(
+            {PREFIX: layer_of(layout, ParallelConfig())}, tmp_path, style="qwen", progress=False
+        )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_shared_experts_are_taken_apart(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    made = write(tmp_path, layout)
+    g, values = torch.Generator().manual_seed(1), {}
+    for shard, projection in PROJECTIONS.items():
+        rows, columns = (D, 2 * I) if shard == "w2" else (2 * I, D)
+        whole = layout.write(g, rows, columns, shard)
+        for suffix, t in whole.entries.items():
+            made.entries[f"{PREFIX}.shared_experts.{projection}.{suffix}"] = t
+        parts = whole.value.chunk(2, 1 if shard == "w2" else 0)
+        values[shard] = torch.cat((made.values[shard], torch.stack(parts)))
+    store(tmp_path, made.entries, layout.config)
+    layer = layer_of(layout, ParallelConfig(), shared_experts=2)
+    assert load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False).complete
+    w13, w2 = decoded(layer, "w13"), decoded(layer, "w2")
+    want = torch.cat((values["w1"], values["w3"]), 1)
+    torch.testing.assert_close(w13, want, rtol=1e-6, atol=0)
+    torch.testing.assert_close(w2, values["w2"], rtol=1e-6, atol=0)
+
+
+def test_a_scale_that_divides_must_have_an_inverse(tmp_path: Path) -> None:
+    layout = LAYOUTS["compressed_nvfp4"]
+    entries = write(tmp_path, layout).entries
+    name = f"{PREFIX}.experts.1.up_proj.weight_global_scale"
+    entries[name].zero_()
+    store(tmp_path, entries, layout.config)
+    with pytest.raises(ValueError, match=rf"^{name}: scale 0.0 has no finite inverse"):
         load_checkpoint(
             {PREFIX: layer_of(layout, ParallelConfig())}, tmp_path, style="qwen", progress=False
         )

@@ -1,0 +1,139 @@
+"""python -m moe_ops.bench.loading [options]: how fast layers load, against safetensors alone.
+
+Writes a synthetic checkpoint, of Qwen3-30B-A3B's experts, and loads it in turn with
+`load_checkpoint` and with safetensors alone, twice: reading every tensor into new memory, as
+`load_file` and a clone do; and copying it to memory that is there already, which is the least that
+reading can be, and what layers are. The files are in the page cache, unless --cold asks the kernel
+to drop them before each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe_ops.layer import MoELayer
+from moe_ops.layer_options import QuantFormats
+from moe_ops.weights import load_checkpoint
+from moe_ops.weights.layouts import PLAIN, Coding, gptq
+
+WIDTH, ROWS = 2048, 768
+PROJECTIONS = {"gate_proj": (ROWS, WIDTH), "up_proj": (ROWS, WIDTH), "down_proj": (WIDTH, ROWS)}
+CODINGS: dict[str, tuple[str | None, Coding]] = {
+    "bf16": (None, PLAIN),
+    "fp8": ("float8_e4m3fn:128x128", PLAIN),
+    "gptq": ("int4:1x128:float16", gptq()),
+}
+
+
+def tensors(coding: str, rows: int, columns: int) -> dict[str, Tensor]:
+    """One projection's entries by suffix; their numbers do not matter."""
+    if coding == "bf16":
+        return {"weight": torch.randn(rows, columns).bfloat16()}
+    if coding == "fp8":
+        return {
+            "weight": torch.randn(rows, columns).to(torch.float8_e4m3fn),
+            "weight_scale_inv": torch.rand(rows // 128, columns // 128),
+        }
+    words = torch.randint(-(2**31), 2**31, (columns // 8, rows)).int()
+    return {"qweight": words, "scales": torch.rand(columns // 128, rows).half()}
+
+
+def write(folder: Path, coding: str, gib: float) -> tuple[list[Path], int]:
+    """Files of one layer each, and the experts of a layer."""
+    made = {name: tensors(coding, *shape) for name, shape in PROJECTIONS.items()}
+    size = sum(t.nbytes for part in made.values() for t in part.values())
+    layers, experts = 2, max(1, int(gib * 2**30 / size / 2))
+    files = []
+    for i in range(layers):
+        prefix = f"model.layers.{i}.mlp.experts"
+        files.append(folder / f"{coding}-{i}.safetensors")
+        save_file(
+            {
+                f"{prefix}.{e}.{name}.{suffix}": t.clone()
+                for e in range(experts)
+                for name, part in made.items()
+                for suffix, t in part.items()
+            },
+            files[-1],
+        )
+    return files, experts
+
+
+def seconds(run: Callable[[], object], files: list[Path], cold: bool) -> float:
+    for file in files if cold else []:
+        with file.open("rb") as f:
+            os.fsync(f.fileno())
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def measure(coding: str, gib: float, repeats: int, cold: bool, folder: Path) -> str:
+    """A line: GiB/s of all, the medians of alternating runs, and how ours compares."""
+    files, experts = write(folder, coding, gib)
+    weights, layout = CODINGS[coding]
+    quant = None if weights is None else QuantFormats(weights=weights)
+    layers = {
+        f"model.layers.{i}.mlp": MoELayer(
+            experts, 1, WIDTH, ROWS, quant=quant, dtype=torch.bfloat16
+        )
+        for i in range(len(files))
+    }
+    buffers: dict[str, Tensor] = {}
+
+    def new() -> None:
+        buffers.clear()
+        for file in files:
+            with safe_open(file, framework="pt") as f:
+                for name in f.offset_keys():
+                    buffers[name] = f.get_tensor(name).clone()
+
+    def there() -> None:
+        for file in files:
+            with safe_open(file, framework="pt") as f:
+                for name in f.offset_keys():
+                    buffers[name].copy_(f.get_tensor(name))
+
+    def ours() -> None:
+        report = load_checkpoint(layers, files, style="qwen", coding=layout, progress=False)
+        if not report.complete:
+            raise AssertionError(f"not timing what is wrong: {report}")
+
+    times = [[seconds(run, files, cold) for run in (new, there, ours)] for _ in range(repeats)]
+    size = sum(t.nbytes for t in buffers.values()) / 2**30
+    rates = [size / statistics.median(t) for t in zip(*times, strict=True)]
+    ratios = [statistics.median(t[i] / t[2] for t in times) for i in (0, 1)]
+    return (
+        f"{coding:5} {size:.2f} GiB, {len(buffers)} entries: load_checkpoint {rates[2]:.2f} GiB/s; "
+        f"safetensors {rates[0]:.2f} GiB/s into new memory ({ratios[0]:.0%}), "
+        f"{rates[1]:.2f} into memory that is there ({ratios[1]:.0%})"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m moe_ops.bench.loading")
+    parser.add_argument("--gib", type=float, default=1.5, help="size of the checkpoint")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--coding", nargs="+", choices=CODINGS, default=list(CODINGS))
+    parser.add_argument("--cold", action="store_true", help="read from the disk")
+    parser.add_argument("--folder", type=Path, help="where the files are written and removed")
+    args = parser.parse_args()
+    for coding in args.coding:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            print(measure(coding, args.gib, args.repeats, args.cold, Path(folder)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
