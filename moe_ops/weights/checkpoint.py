@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_ops.layer import MoELayer
 from moe_ops.layer_tensors import NAMES, STATE
 from moe_ops.quant.resolve import Reciprocal, as_multiplier
-from moe_ops.weights.experts import WEIGHTS, LoadRecord, load_expert
+from moe_ops.weights.experts import WEIGHTS, LoadRecord, Writes, load_expert, prepare_expert, write
 from moe_ops.weights.files import entries, files_of, quantization_of
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Matrix, coding_of
 from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style, style_of
@@ -22,6 +22,7 @@ from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style, style_of
 Read = Callable[[], Tensor]
 EXPERTS = tuple(name for name in NAMES if name in WEIGHTS)
 SHARED = "shared_experts."  # what a style's names of them begin with, in the layer's words
+TOGETHER = 32  # entries that are checked before they are written
 SHOWN = 5  # entries of each kind in a report's text
 
 
@@ -104,8 +105,11 @@ def load_checkpoint(
     for i, file in enumerate(files):
         before = loading.bytes_loaded
         start = time.perf_counter()
-        for name, tensor in entries(file):
-            loading.take(name, tensor)
+        try:
+            for name, read in entries(file):
+                loading.take(name, read)
+        finally:
+            loading.flush()
         if progress:
             mib, took = (loading.bytes_loaded - before) / 2**20, time.perf_counter() - start
             sys.stderr.write(
@@ -131,12 +135,20 @@ class _Loading:
     # Tensors besides the experts', by prefix and name in the layer.
     others: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     filled: set[tuple[str, str]] = field(default_factory=set)
+    # Checked, and to be written together: what checks need stays in the caches meanwhile.
+    pending: list[Writes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for prefix, layer in self.layers.items():
             self.records[prefix] = LoadRecord()
             own = layer.state_dict(keep_vars=True)
             self.others[prefix] = {n: t for n, t in own.items() if n not in (*EXPERTS, *STATE)}
+
+    def flush(self) -> None:
+        """Write what is pending."""
+        for writes in self.pending:
+            write(writes)
+        self.pending.clear()
 
     def take(self, name: str, read: Read) -> None:
         """Load one entry of a file: `read` gives its tensor."""
@@ -147,6 +159,8 @@ class _Loading:
         entry = self.style.entry(rest)
         if isinstance(entry, Entry):
             self._take_expert(prefix, name, entry, read)
+            if len(self.pending) >= TOGETHER:
+                self.flush()
             return
         for quantiser, pattern in FOREIGN.items():
             if pattern.search(name):
@@ -173,10 +187,11 @@ class _Loading:
             return
         if entry.expert is None or part == "input" or record.slots_of(layer, entry.expert):
             t = _read(name, entry, read)
-            here = load_expert(
+            here, writes = prepare_expert(
                 layer, entry.parameter, t, name, entry.shard, entry.expert, coding=self.coding,
                 interleaved=self.style.interleaved, sharded=self.sharded, record=record,
             )  # fmt: skip
+            self.pending.append(writes)
             self.bytes_loaded += t.nbytes * here
         else:
             here = False

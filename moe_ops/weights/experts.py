@@ -98,6 +98,42 @@ def load_expert(
     Raises ValueError or TypeError, naming the entry, for a tensor that does not fit; the layer is
     then as it was.
     """
+    here, writes = prepare_expert(
+        layer, parameter_name, tensor, name, shard, expert_id, coding=coding,
+        interleaved=interleaved, sharded=sharded, record=record,
+    )  # fmt: skip
+    write(writes)
+    return here
+
+
+# What goes where: a view of the layer's tensor, and what is to be copied to it.
+Writes = Iterable[tuple[Tensor, Tensor]]
+
+
+def write(writes: Writes) -> None:
+    """Do the writes, one at a time."""
+    for target, source in writes:
+        target.copy_(source)
+
+
+def prepare_expert(
+    layer: MoELayer,
+    parameter_name: str,
+    tensor: Tensor,
+    name: str,
+    shard: str,
+    expert_id: int | None,
+    *,
+    coding: Coding,
+    interleaved: bool,
+    sharded: bool,
+    record: LoadRecord | None,
+) -> tuple[bool, Writes]:
+    """`load_expert` up to the writes, which are still to be done: several can then be done at once.
+
+    Checks everything, and keeps numbers that must agree in the record; scales of inputs are
+    written already.
+    """
     check_choice("shard", shard, SHARDS)
     check_choice("parameter_name", parameter_name, PARAMETER_NAMES)
     part, second = WEIGHTS[parameter_name]
@@ -110,14 +146,14 @@ def load_expert(
         t_E = _by_expert(tensor, len(experts), expert_id is None, part)
         if part == "input":
             _load_input(layer, parameter_name, t_E, experts, shard, name, given)
-            return True
+            return True, ()
         if part in ("g_idx", "shape"):
             _check_told(layer, part, shard, t_E, sharded)
-            return any(slots)
+            return any(slots), ()
         held = getattr(layer, parameter_name)
         if held is None:
             _check_not_held(layer, parameter_name, part, t_E, coding)
-            return False
+            return False, ()
         options = (parameter_name, part, shard, coding, interleaved, sharded)
         key = (*options, held.data_ptr())  # a layer that moved has other memory
         how = record.plans.get(key)
@@ -125,14 +161,11 @@ def load_expert(
             how = record.plans[key] = plan(layer, *options)
         here = [(e, t, s) for e, t, s in zip(experts, t_E, slots, strict=True) if s]
         # Gate and up in one tensor can be compared without a record.
-        parts = _checked(how, here, parameter_name, name, record if shard == "w13" else given)
+        return any(slots), _checked(
+            how, here, parameter_name, name, record if shard == "w13" else given
+        )
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {error}") from error
-    for slots_here, sources in parts:
-        for source, half, first in sources:
-            for slot in slots_here:
-                how.region(slot, source, half, first).copy_(source)
-    return any(slots)
 
 
 def _by_expert(tensor: Tensor, experts: int, stacked: bool, part: str) -> Sequence[Tensor]:
@@ -148,17 +181,14 @@ def _by_expert(tensor: Tensor, experts: int, stacked: bool, part: str) -> Sequen
     return tensor.unbind(0)
 
 
-Parts = list[tuple[tuple[int, ...], Iterable[tuple[Tensor, int, int]]]]
-
-
 def _checked(
     how: Plan,
     here: list[tuple[int, Tensor, tuple[int, ...]]],
     parameter: str,
     name: str,
     record: LoadRecord | None,
-) -> Parts:
-    """The slots of every expert and what goes there, with where.
+) -> Writes:
+    """What is to be written, checked.
 
     Raises ValueError or TypeError unless every expert's tensor fits, and agrees with others. Those
     that are converted are alike in shape and dtype, which is all that can be wrong with them, so
@@ -167,11 +197,21 @@ def _checked(
     if how.part == "weight" and how.matrix.convert is not None:
         for _, t, _ in here[:1]:
             next(how.sources(t), None)
-        return [(slots, how.sources(t)) for _, t, slots in here]
+        return (
+            (how.region(slot, *source), source[0])
+            for _, t, slots in here
+            for source in how.sources(t)
+            for slot in slots
+        )
     parts = [(e, slots, list(how.sources(t))) for e, t, slots in here]
     if how.shared:
         _agree(parameter, name, [(e, t) for e, _, found in parts for t, *_ in found], record)
-    return [(slots, sources) for _, slots, sources in parts]
+    return [
+        (how.region(slot, *source), source[0])
+        for _, slots, found in parts
+        for source in found
+        for slot in slots
+    ]
 
 
 def _agree(

@@ -13,8 +13,8 @@ from moe_ops.quant.formats import ROW, TENSOR, Format
 from moe_ops.weights.layouts import Coding, Matrix, to_dtype
 
 ALL = -1  # of the units of an axis that share a scale
-WORD_ROWS = 32  # rows that are whole words of every layout
-BLOCKS = 8  # in which a matrix is converted, so that the conversion takes less memory than it
+WORD_ROWS = 16  # rows that are whole words of every layout, and more than one
+BLOCKS = 16  # in which a matrix is converted, so that the conversion takes less memory than it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

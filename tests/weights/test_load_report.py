@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import LAYOUTS, PREFIX, store, write, write_gpt_oss
 from checkpoints import D as WIDTH
+from safetensors import safe_open
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -101,6 +102,14 @@ def test_a_bad_shape_stops_and_names_everything(tmp_path: Path) -> None:
         load(tmp_path, layer)
     assert str(error.value) == f"{name}: expected the shape [16, 8], found [16, 10]"
     assert torch.equal(layer.w2_weight[1], before)
+    # Those before it in the file are loaded.
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as f:
+        order = list(f.offset_keys())
+    first = next(n for n in order if n.startswith(EXPERTS))
+    assert order.index(first) < order.index(name)
+    slot, shard = int(first.split(".")[5]), first.split(".")[6]
+    rows = {"gate_proj": layer.w13_weight[slot, :I], "up_proj": layer.w13_weight[slot, I:]}
+    assert torch.equal(rows.get(shard, layer.w2_weight[slot]), have[first])
     have[name] = torch.randn(D, I)
     have[f"{PREFIX}.gate.weight"] = torch.randn(E + 1, D)
     store(tmp_path, have)
