@@ -12,7 +12,16 @@ from typing import Any
 
 import torch
 
-from moe_ops.bench import accuracy, compile_time, grid, layer, options, overhead, packing
+from moe_ops.bench import (
+    accuracy,
+    compile_time,
+    grid,
+    layer,
+    loading,
+    options,
+    overhead,
+    packing,
+)
 from moe_ops.bench.results import write
 from moe_ops.passes.cost import processor
 from moe_ops.quant.checks import SCHEMES
@@ -98,6 +107,12 @@ def measure_compile(args: argparse.Namespace) -> Figures:
     }
 
 
+def measure_loading(args: argparse.Namespace) -> Figures:
+    codings, folder = args.codings or list(loading.CODINGS), args.folder
+    found = loading.measure_all(codings, args.gib, args.repeats, args.cold, folder)
+    return {"loading": [asdict(one) for one in found]}
+
+
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
     "both": (measure_both, "overhead, then layer"),
     "overhead": (measure_overhead, "what calling an op costs beyond its backend"),
@@ -107,6 +122,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
     "accuracy": (measure_accuracy, "error of a layer and KL of a model, for every scheme"),
     "compile": (measure_compile, "what the passes add to the time of compiling a model"),
     "packing": (measure_packing, "time to quantise weights, for every format"),
+    "loading": (measure_loading, "checkpoints into layers, against safetensors alone"),
 }
 
 
@@ -141,6 +157,12 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
         of.add_argument("--layer", default="qwen3_30b", choices=sorted(LAYERS))
         of.add_argument("--gigabytes", type=float, default=1.0, help="of bfloat16 weights")
         of.add_argument("--repeats", type=int, default=3, help="runs; the fastest counts")
+    if name == "loading":
+        of.add_argument("--codings", nargs="+", choices=sorted(loading.CODINGS))
+        of.add_argument("--gib", type=float, default=1.5, help="size of the checkpoint")
+        of.add_argument("--repeats", type=int, default=5, help="runs; the median counts")
+        of.add_argument("--cold", action="store_true", help="read from the disk")
+        of.add_argument("--folder", type=Path, help="where the files are written and removed")
 
 
 def scheme_names(text: str) -> list[str]:

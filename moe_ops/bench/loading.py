@@ -1,25 +1,23 @@
-"""python -m moe_ops.bench.loading [options]: how fast layers load, against safetensors alone.
+"""How fast layers load, against safetensors alone.
 
 Writes a synthetic checkpoint, of Qwen3-30B-A3B's experts, and loads it in turn with
 `load_checkpoint` and with safetensors alone, twice: reading every tensor into new memory, as
 `load_file` and a clone do; and copying it to memory that is there already, which is the least that
-reading can be, and what layers are. The files are in the page cache, unless --cold asks the kernel
-to drop them before each run.
+reading can be, and what layers are. The files are in the page cache, unless the kernel is asked to
+drop them before each run (cold).
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
@@ -34,6 +32,28 @@ CODINGS: dict[str, tuple[str | None, Coding]] = {
     "fp8": ("float8_e4m3fn:128x128", PLAIN),
     "gptq": ("int4:1x128:float16", gptq()),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """Rates in GiB/s, medians of alternating runs; ratios are medians of those of single runs."""
+
+    coding: str
+    gib: float
+    entries: int
+    ours: float
+    new: float  # safetensors, into new memory
+    there: float  # safetensors, into memory that is there
+    ratio_new: float
+    ratio_there: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.coding:5} {self.gib:.2f} GiB, {self.entries} entries: load_checkpoint "
+            f"{self.ours:.2f} GiB/s; safetensors {self.new:.2f} GiB/s into new memory "
+            f"({self.ratio_new:.0%}), {self.there:.2f} into memory that is there "
+            f"({self.ratio_there:.0%})"
+        )
 
 
 def tensors(coding: str, rows: int, columns: int) -> dict[str, Tensor]:
@@ -51,6 +71,8 @@ def tensors(coding: str, rows: int, columns: int) -> dict[str, Tensor]:
 
 def write(folder: Path, coding: str, gib: float) -> tuple[list[Path], int]:
     """Files of one layer each, and the experts of a layer."""
+    from safetensors.torch import save_file
+
     made = {name: tensors(coding, *shape) for name, shape in PROJECTIONS.items()}
     size = sum(t.nbytes for part in made.values() for t in part.values())
     layers, experts = 2, max(1, int(gib * 2**30 / size / 2))
@@ -80,8 +102,10 @@ def seconds(run: Callable[[], object], files: list[Path], cold: bool) -> float:
     return time.perf_counter() - start
 
 
-def measure(coding: str, gib: float, repeats: int, cold: bool, folder: Path) -> str:
-    """A line: GiB/s of all, the medians of alternating runs, and how ours compares."""
+def measure(coding: str, gib: float, repeats: int, cold: bool, folder: Path) -> Loading:
+    """Time one coding. Raises AssertionError if something was not loaded."""
+    from safetensors import safe_open
+
     files, experts = write(folder, coding, gib)
     weights, layout = CODINGS[coding]
     quant = None if weights is None else QuantFormats(weights=weights)
@@ -115,25 +139,25 @@ def measure(coding: str, gib: float, repeats: int, cold: bool, folder: Path) -> 
     size = sum(t.nbytes for t in buffers.values()) / 2**30
     rates = [size / statistics.median(t) for t in zip(*times, strict=True)]
     ratios = [statistics.median(t[i] / t[2] for t in times) for i in (0, 1)]
-    return (
-        f"{coding:5} {size:.2f} GiB, {len(buffers)} entries: load_checkpoint {rates[2]:.2f} GiB/s; "
-        f"safetensors {rates[0]:.2f} GiB/s into new memory ({ratios[0]:.0%}), "
-        f"{rates[1]:.2f} into memory that is there ({ratios[1]:.0%})"
+    return Loading(
+        coding=coding,
+        gib=size,
+        entries=len(buffers),
+        ours=rates[2],
+        new=rates[0],
+        there=rates[1],
+        ratio_new=ratios[0],
+        ratio_there=ratios[1],
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m moe_ops.bench.loading")
-    parser.add_argument("--gib", type=float, default=1.5, help="size of the checkpoint")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--coding", nargs="+", choices=CODINGS, default=list(CODINGS))
-    parser.add_argument("--cold", action="store_true", help="read from the disk")
-    parser.add_argument("--folder", type=Path, help="where the files are written and removed")
-    args = parser.parse_args()
-    for coding in args.coding:
-        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            print(measure(coding, args.gib, args.repeats, args.cold, Path(folder)), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def measure_all(
+    codings: Iterable[str], gib: float, repeats: int, cold: bool, parent: Path | None
+) -> list[Loading]:
+    """Time and print codings, their files in a folder of their own that is removed."""
+    found = []
+    for coding in codings:
+        with tempfile.TemporaryDirectory(dir=parent) as folder:
+            found.append(measure(coding, gib, repeats, cold, Path(folder)))
+        print(found[-1], flush=True)
+    return found

@@ -18,7 +18,7 @@ def test_a_line_says_both_rates(
     monkeypatch.setattr(loading, "PROJECTIONS", shapes)
     monkeypatch.setattr(loading, "WIDTH", 256)
     monkeypatch.setattr(loading, "ROWS", 128)
-    line = loading.measure(coding, gib=0.001, repeats=1, cold=False, folder=tmp_path)
+    line = str(loading.measure(coding, gib=0.001, repeats=1, cold=False, folder=tmp_path))
     assert re.match(rf"{coding} +0.00 GiB, \d+ entries: load_checkpoint [\d.]+ GiB/s; ", line)
 
 
