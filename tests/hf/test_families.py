@@ -22,6 +22,7 @@ def test_unbuildable_has_a_reason_and_does_not_build(family: str) -> None:
             families.run(tiny, tiny.inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", BUILDABLE)
 def test_builds_and_runs(family: str) -> None:
     tiny = families.build(family)

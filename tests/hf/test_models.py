@@ -26,7 +26,18 @@ ROUTERS_BY_TRANSFORMERS = {
 }
 
 
-@pytest.mark.parametrize("family", families.discover())
+# Of every kind of router and of experts one; all of them are slow together.
+QUICK = (
+    "qwen3_moe", "mixtral", "gemma4", "deepseek_v2", "ernie4_5_moe", "gpt_oss", "granitemoe",
+    "deepseek_v3", "glm4_moe", "minimax_m2", "llama4", "aria", "nemotron_h", "jamba", "phimoe",
+)  # fmt: skip
+EVERY = [
+    pytest.param(family, marks=[] if family in QUICK else [pytest.mark.slow])
+    for family in families.discover()
+]
+
+
+@pytest.mark.parametrize("family", EVERY)
 def test_a_family_computes_the_same_on_our_ops(
     family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

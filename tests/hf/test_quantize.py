@@ -106,6 +106,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "w", "x"), EVERY, ids=lambda v: v or "16bit")
 def test_every_scheme_stays_near_the_model_it_came_from(scheme: str, w: str, x: str) -> None:
     model = qwen()

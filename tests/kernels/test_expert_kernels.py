@@ -28,7 +28,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 F16 = torch.float16
 KERNELS = {name: b for name, b in experts.backends.items() if name.startswith("triton.")}
 SMALL = {case.name: case for case in CASES if 0 < case.T <= 16}
-SLOW = ("many_experts", "plain", "odd_unaligned", "every_expert")
+SLOW = ("many_experts", "plain", "odd_unaligned", "every_expert", "one_expert")
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
 

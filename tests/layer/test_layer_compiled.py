@@ -80,6 +80,7 @@ def test_two_layers_and_all_token_counts_share_one_graph(options: dict[str, Any]
     assert len(with_experts) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_exported(options: dict[str, Any]) -> None:
     layer = randomize(MoELayer(**{**SIZES, **options}))

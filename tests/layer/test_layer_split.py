@@ -130,6 +130,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [TP, DP_TP, EP, DP_TP_EP], ids=lambda s: s.name)
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_every_option(options: dict[str, Any], split: Split) -> None:

@@ -197,6 +197,7 @@ def test_without_tokens_the_model_runs_uncompiled(shape: tuple[int, ...]) -> Non
         Compiled(lambda x: x, never, Pipeline())(torch.zeros(3, 0))
 
 
+@pytest.mark.slow
 def test_importing_the_package_loads_no_compiler() -> None:
     program = """
 import sys, torch

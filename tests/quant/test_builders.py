@@ -269,6 +269,7 @@ def snapshot(tensors: Tensors) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 @quick
 @given(data=st.data())

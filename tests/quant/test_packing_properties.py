@@ -310,6 +310,7 @@ def test_no_rows_or_columns_give_empty_results(name: str) -> None:
         assert undo(q, format).shape == shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mxfp6_e3m2", "nvfp4", "uint4:1x16:float16", "float8_e4m3fn:row"])
 def test_one_graph_holds_all_of_it(name: str) -> None:
     format = Format.of(name)

@@ -57,6 +57,7 @@ def check_values(layer: MoELayer, values: dict[str, Tensor]) -> None:
         torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layer_holds_what_the_checkpoint_stands_for(

@@ -184,6 +184,7 @@ SPLITS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_stock_model_and_its_layers_give_the_same(name: str, split: str, tmp_path: Path) -> None:
