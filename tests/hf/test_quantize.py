@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from typing import Any
 
 import pytest
 import torch
+from peak import Peak
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -127,34 +125,6 @@ def test_a_quantised_model_compiles_into_one_graph(scheme: str) -> None:
     want = logits(model)
     compiled = torch.compile(model, fullgraph=True)
     assert_close(logits(compiled), want, TOL)
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that tensors made inside held at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs))
-                 if isinstance(t, Tensor)}  # fmt: skip
-        for t in tree_leaves(result):
-            storage = t.untyped_storage() if isinstance(t, Tensor) else None
-            if storage is None or storage._cdata in given | self.seen:
-                continue
-            size = storage.nbytes()
-            self.seen.add(storage._cdata)
-            self.now += size
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self.freed, storage._cdata, size)
-        return result
-
-    def freed(self, key: int, size: int) -> None:
-        self.seen.discard(key)
-        self.now -= size
 
 
 def test_less_than_one_layer_of_extra_memory_is_needed() -> None:

@@ -20,17 +20,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from moe_ops.kernels.triton import grouped, grouped_gluon
+from moe_ops.ops.activate import Activation
 from moe_ops.testing import ACTIVATIONS
 
 E, K, D, I = 8, 2, 512, 256  # noqa: E741
-DEFAULTS = {
-    "kind": "silu",
-    "gated": True,
-    "interleaved": False,
-    "alpha": 1.0,
-    "limit": None,
-    "up_shift": 0.0,
-}
 
 
 def source_of(kernel: JITFunction, args: tuple[Any, ...]) -> GluonASTSource:
@@ -68,12 +61,12 @@ def main() -> None:
         patch.object(grouped_gluon, "_processors", lambda _: 132),
     ):
         for args, bias in itertools.product(ACTIVATIONS.values(), (False, True)):
-            act = DEFAULTS | args
-            F = 2 * I if act["gated"] else I
+            act = Activation(**{"kind": "silu"} | args)
+            F = 2 * I if act.gated else I
             b13 = empty(E, F) if bias else None
             width = D + 16 if args == {} else D
             x, w13 = empty(2048, width), empty(E, F, width)
-            grouped.grouped_gated(x, rows, ends, w13, b13, K, **act)
+            grouped.grouped_gated(x, rows, ends, w13, b13, K, *act.args)
         for bias in (False, True):
             b2 = empty(E, D) if bias else None
             grouped.grouped_rows(empty(4096, I), ends, empty(E, D, I), b2)

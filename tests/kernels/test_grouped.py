@@ -15,8 +15,8 @@ from moe_ops.kernels.triton.grouped import grouped_gated, grouped_rows
 from moe_ops.kernels.triton.grouped_plain import config_for
 from moe_ops.kernels.triton.tile_map import GROUP, tile_map
 from moe_ops.ops.activate import activate
+from moe_ops.testing import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # kind, gated, interleaved, alpha, limit, up_shift
 SWIGLU = ("silu", True, False, 1.0, None, 0.0)
 GPT_OSS = ("silu", True, True, 1.702, 7.0, 1.0)

@@ -16,11 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.combine import sum_rows
 from moe_ops.kernels.triton.launch import pdl_options
 from moe_ops.kernels.triton.sort import sort_pairs
-from moe_ops.kernels.triton.weights import Experts, bias_stride, halves, up_rows
+from moe_ops.kernels.triton.weights import Experts, activated, bias_stride, up_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +115,7 @@ def rows_up(
             x_1N + (start + d)[:, None], mask=inside_D[:, None] & (n < count)[None, :], other=0.0
         )
         acc_FN = tl.dot(w_FD, x_DN, acc_FN)
-    if b_ptr is not None:
-        bias_F = tl.load(b_ptr + e * stride_be + row_F, mask=inside_F, other=0.0)
-        acc_FN += bias_F.to(tl.float32)[:, None]
-    if GATED:
-        gate_IN, up_IN = halves(acc_FN, BI, BN, ACT)
-        h_IN = activate_gated(gate_IN, up_IN, ACT)
-    else:
-        h_IN = activate(acc_FN, ACT)
+    h_IN = activated(acc_FN, b_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
     weight_N = tl.load(weights_ptr + pair_N, mask=n < count, other=0.0).to(tl.float32)
     h_IN = h_IN * weight_N[None, :]
     i = block * BI + tl.arange(0, BI)

@@ -21,10 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
-from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.launch import pdl_options, processors
 from moe_ops.kernels.triton.sort import local_ids
-from moe_ops.kernels.triton.weights import Experts, bias_stride, halves, up_rows
+from moe_ops.kernels.triton.weights import Experts, activated, bias_stride, up_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,14 +125,7 @@ def tiny_up(
             x_1N + (start + d)[:, None], mask=inside_D[:, None] & (n < T)[None, :], other=0.0
         )
         acc_FN = tl.dot(w_FD, x_DN, acc_FN)
-    if b_ptr is not None:
-        bias_F = tl.load(b_ptr + e * stride_be + row_F, mask=inside_F, other=0.0)
-        acc_FN += bias_F.to(tl.float32)[:, None]
-    if GATED:
-        gate_IN, up_IN = halves(acc_FN, BI, BN, ACT)
-        h_IN = activate_gated(gate_IN, up_IN, ACT)
-    else:
-        h_IN = activate(acc_FN, ACT)
+    h_IN = activated(acc_FN, b_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
     h_IN = tl.where(chosen_N[None, :], h_IN * weight_N[None, :], 0.0)
     i = block * BI + tl.arange(0, BI)
     tl.store(

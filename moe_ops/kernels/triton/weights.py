@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.triton.activation import activate, activate_gated
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
@@ -64,12 +66,22 @@ def up_rows(block, I: tl.constexpr, BI: tl.constexpr, ACT: tl.constexpr):
 
 
 @triton.jit
-def halves(acc_FN, BI: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr):
-    """(gate, up) [BI, BN] of a tile of rows as `up_rows` orders them."""
+def activated(
+    acc_FN, b_ptr, b_offset, row_F, inside_F, BI: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr
+):
+    """h [BI, BN] of the first product's tile, whose rows are as `up_rows` orders them."""
+    GATED: tl.constexpr = ACT[1]
     INTERLEAVED: tl.constexpr = ACT[2]
-    if INTERLEAVED:
-        pairs = tl.permute(tl.reshape(acc_FN, (BI, 2, BN)), (0, 2, 1))
+    if b_ptr is not None:
+        bias_F = tl.load(b_ptr + b_offset + row_F, mask=inside_F, other=0.0)
+        acc_FN += bias_F.to(tl.float32)[:, None]
+    if GATED:
+        if INTERLEAVED:
+            pairs = tl.permute(tl.reshape(acc_FN, (BI, 2, BN)), (0, 2, 1))
+        else:
+            pairs = tl.permute(tl.reshape(acc_FN, (2, BI, BN)), (1, 2, 0))
+        gate_IN, up_IN = tl.split(pairs)
+        h_IN = activate_gated(gate_IN, up_IN, ACT)
     else:
-        pairs = tl.permute(tl.reshape(acc_FN, (2, BI, BN)), (1, 2, 0))
-    gate_IN, up_IN = tl.split(pairs)
-    return gate_IN, up_IN
+        h_IN = activate(acc_FN, ACT)
+    return h_IN
