@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.post_grad import remove_noop_ops
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -91,6 +92,9 @@ def _definition(op: Op, node: fx.Node) -> fx.GraphModule:
 
     with mode, enable_python_dispatcher(), no_new_guards(fakes):
         traced = make_fx(body, select_decomp_table(), tracing_mode="real")(*fakes)
+    # Inductor removed those of the model before this pass; torch 2.11 cannot compile a slice that
+    # takes all of an unknown number of rows, which `t[:, None]` leaves behind.
+    remove_noop_ops(traced.graph)
     traced.graph.eliminate_dead_code()
     return traced
 

@@ -182,11 +182,13 @@ def supports_experts(
     return _refuse_device(x_TD)
 
 
-def max_tiny_tokens(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *rest: Any) -> int:
+def max_tiny_tokens(
+    x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *rest: Any, **more: Any
+) -> int:
     return min(TINY_TOKENS, TINY_PAIRS // experts_TK.shape[1])
 
 
-def most_tiny_tokens(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *rest: Any) -> int:
+def most_tiny_tokens(*call: Any, **more: Any) -> int:
     return MOST_TINY_TOKENS
 
 
@@ -200,6 +202,7 @@ def most_rows_tokens(
     b2_ED: Tensor | None = None,
     expert_map: Tensor | None = None,
     *rest: Any,
+    **more: Any,
 ) -> int:
     experts = w13_EFD.shape[0] if expert_map is None else expert_map.shape[0]
     large = w2_EDI.shape[1] * w2_EDI.shape[2] >= LARGE

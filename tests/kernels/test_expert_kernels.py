@@ -175,6 +175,18 @@ def test_more_tokens_than_tiny_takes_are_refused() -> None:
 
 
 @each_kernel
+def test_options_may_be_given_by_name(kernel: str) -> None:
+    """`pick` hands a call to `supports`, `most_rows` and `max_rows` as it was made."""
+    layer = make_layer(SMALL["odd"], F16, DEVICE)
+    call = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    named = {"b13_EF": layer.b13_EF, "b2_ED": layer.b2_ED, "kind": "gelu", "transposed": False}
+    backend = KERNELS[kernel]
+    assert backend.refusal("cuda", call, named) is None
+    for bound in (backend.most_rows, backend.max_rows):
+        assert bound is None or bound(*call, **named) == bound(*call)
+
+
+@each_kernel
 def test_no_tokens(kernel: str) -> None:
     layer = make_layer(next(c for c in CASES if c.T == 0), F16, DEVICE)
     assert run(kernel, layer).shape == layer.x_TD.shape
