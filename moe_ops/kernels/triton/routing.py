@@ -36,22 +36,33 @@ def packed_keys_of(logits_TE, used_TE, columns_E, LOW: tl.constexpr):
 
 
 @triton.jit
-def first_largest(keys_TE, columns_E, BE: tl.constexpr, LOW: tl.constexpr = 0):
-    """The column of each row's largest key, the lower one among equals. Keys with columns in their
-    bits LOW take one reduction, others two.
-    """
+def unpacked(keys_TK, LOW: tl.constexpr):
+    """(columns, logits) of packed keys."""
+    high_TK = keys_TK & ~LOW
+    bits_TK = (high_TK ^ ((high_TK >> 31) & 0x7FFFFFFF)) & ~LOW
+    return LOW - (keys_TK & LOW), bits_TK.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def first_largest(keys_TE, columns_E, BE: tl.constexpr):
+    """The column of each row's largest key, the lower one among equals."""
     best_T = tl.max(keys_TE, 1)
-    if LOW > 0:
-        return LOW - (best_T & LOW)
     return tl.min(tl.where(keys_TE == best_T[:, None], columns_E[None, :], BE), 1)
 
 
 @triton.jit
-def scores_of(logits_TE, used_TE, SCORE: tl.constexpr):
+def softmax_of(logits_TE, used_TE):
+    """(maximum, sum of powers) of each row."""
+    top_T = tl.max(tl.where(used_TE, logits_TE, -float("inf")), 1)
+    powers_TE = tl.where(used_TE, tl.exp(logits_TE - top_T[:, None]), 0.0)
+    return top_T, tl.sum(powers_TE, 1)
+
+
+@triton.jit
+def scores_of(logits_TE, top_T, total_T, SCORE: tl.constexpr):
+    """Scores of some logits; of a softmax by the maximum and the sum of their whole rows."""
     if SCORE == "softmax":
-        shifted = logits_TE - tl.max(tl.where(used_TE, logits_TE, -float("inf")), 1)[:, None]
-        powers = tl.where(used_TE, tl.exp(shifted), 0.0)
-        return powers / tl.sum(powers, 1)[:, None]
+        return tl.exp(logits_TE - top_T[:, None]) / total_T[:, None]
     elif SCORE == "sigmoid":
         return sigmoid(logits_TE)
     elif SCORE == "sqrtsoftplus":
@@ -102,35 +113,20 @@ def limit_groups(
 
 
 @triton.jit
-def load_choice(
-    logits_ptr,
-    stride_t,
-    bias_ptr,
-    rows_T,
-    E: tl.constexpr,
-    ROUTER: tl.constexpr,
-    BE: tl.constexpr,
-    LOW: tl.constexpr,
-):
-    """(scores, keys, columns) of some tokens."""
-    SCORE: tl.constexpr = ROUTER[0]
+def choice_of(
+    logits_TE, scores_TE, used_TE, columns_E, bias_ptr,
+    E: tl.constexpr, ROUTER: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """What experts are chosen by: scores or logits, with the bias, within the best groups."""
     BY_LOGIT: tl.constexpr = ROUTER[1]
     N_GROUP: tl.constexpr = ROUTER[2]
-    columns_E = tl.arange(0, BE)
-    used_TE = (rows_T >= 0)[:, None] & (columns_E < E)[None, :]
-    offsets = rows_T.to(tl.int64)[:, None] * stride_t + columns_E[None, :]
-    logits_TE = tl.load(logits_ptr + offsets, mask=used_TE, other=0.0).to(tl.float32)
-    scores_TE = scores_of(logits_TE, used_TE, SCORE)
-    if LOW > 0:
-        # Every score grows with its logit.
-        return scores_TE, packed_keys_of(logits_TE, used_TE, columns_E, LOW), columns_E
     choice_TE = logits_TE if BY_LOGIT else scores_TE
     if bias_ptr is not None:
         bias_E = tl.load(bias_ptr + columns_E, mask=columns_E < E, other=0.0).to(tl.float32)
         choice_TE = choice_TE + bias_E[None, :]
     if N_GROUP > 1:
         choice_TE = limit_groups(choice_TE, used_TE, columns_E, E, ROUTER, BE)
-    return scores_TE, keys_of(choice_TE, used_TE), columns_E
+    return choice_TE
 
 
 @triton.jit
@@ -173,21 +169,43 @@ def route_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     rows_T = tl.program_id(0) + tl.arange(0, 1)
-    scores_TE, keys_TE, columns_E = load_choice(
-        logits_ptr, stride_t, bias_ptr, rows_T, E, ROUTER, BE, LOW
-    )
+    SCORE: tl.constexpr = ROUTER[0]
+    columns_E = tl.arange(0, BE)
+    used_TE = (rows_T >= 0)[:, None] & (columns_E < E)[None, :]
+    offsets_TE = rows_T.to(tl.int64)[:, None] * stride_t + columns_E[None, :]
+    logits_TE = tl.load(logits_ptr + offsets_TE, mask=used_TE, other=0.0).to(tl.float32)
+    if SCORE == "softmax":
+        top_T, total_T = softmax_of(logits_TE, used_TE)
+    else:
+        top_T, total_T = rows_T, rows_T  # not read
     slots_K = tl.arange(0, BK)
-    experts_TK = tl.zeros((1, BK), tl.int32)
-    weights_TK = tl.zeros((1, BK), tl.float32)
-    for k in range(K):
-        expert_T = first_largest(keys_TE, columns_E, BE, LOW)
-        hit_TE = columns_E[None, :] == expert_T[:, None]
-        keys_TE = tl.where(hit_TE, NONE, keys_TE)
-        here_TK = (slots_K == k)[None, :]
-        experts_TK = tl.where(here_TK, expert_T[:, None], experts_TK)
-        weight_T = tl.sum(tl.where(hit_TE, scores_TE, 0.0), 1)
-        weights_TK = tl.where(here_TK, weight_T[:, None], weights_TK)
     used_TK = (rows_T >= 0)[:, None] & (slots_K < K)[None, :]
+    if LOW > 0:
+        # Every score grows with its logit, which the key holds: a choice is one maximum.
+        keys_TE = packed_keys_of(logits_TE, used_TE, columns_E, LOW)
+        keys_TK = tl.zeros((1, BK), tl.int32)
+        for k in range(K):
+            best_T = tl.max(keys_TE, 1)
+            keys_TE = tl.where(keys_TE == best_T[:, None], NONE, keys_TE)
+            keys_TK = tl.where((slots_K == k)[None, :], best_T[:, None], keys_TK)
+        experts_TK, logits_TK = unpacked(keys_TK, LOW)
+        weights_TK = scores_of(logits_TK, top_T, total_T, SCORE)
+    else:
+        scores_TE = scores_of(logits_TE, top_T, total_T, SCORE)
+        choice_TE = choice_of(
+            logits_TE, scores_TE, used_TE, columns_E, bias_ptr, E, ROUTER, BE
+        )  # fmt: skip
+        keys_TE = keys_of(choice_TE, used_TE)
+        experts_TK = tl.zeros((1, BK), tl.int32)
+        weights_TK = tl.zeros((1, BK), tl.float32)
+        for k in range(K):
+            expert_T = first_largest(keys_TE, columns_E, BE)
+            hit_TE = columns_E[None, :] == expert_T[:, None]
+            keys_TE = tl.where(hit_TE, NONE, keys_TE)
+            here_TK = (slots_K == k)[None, :]
+            experts_TK = tl.where(here_TK, expert_T[:, None], experts_TK)
+            weight_T = tl.sum(tl.where(hit_TE, scores_TE, 0.0), 1)
+            weights_TK = tl.where(here_TK, weight_T[:, None], weights_TK)
     weights_TK = finish_weights(weights_TK, used_TK, ROUTER)
     if per_expert_scale_ptr is not None:
         scale_TK = tl.load(per_expert_scale_ptr + experts_TK, mask=used_TK, other=0.0)

@@ -33,8 +33,7 @@ def tile_map(ends_E: Tensor, rows: int, block_m: int, short: int = 0) -> Tiles:
     capacity = rows // block_m + min(E, rows)
     table = torch.empty(5 * capacity + 2, dtype=torch.int32, device=ends_E.device)
     block, block_e = 128, max(triton.next_power_of_2(E), 16)
-    grid = (E, triton.cdiv(triton.cdiv(rows, block_m), block))
-    _tile_map[grid](ends_E, table, capacity, E, block_m, short, GROUP, block_e, block, num_warps=4)
+    _tile_map[(E,)](ends_E, table, capacity, E, block_m, short, GROUP, block_e, block, num_warps=4)
     return Tiles(table, capacity, block_m, short)
 
 
@@ -50,9 +49,9 @@ def _tile_map(
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (e, i) writes tiles i * BLOCK and on of expert e: e, first row of the tile's group
-    (at most GROUP tiles), one past the expert's last row, the group's first tile and its size.
-    A short tile is a group of its own."""
+    """Program e writes the tiles of expert e: e, first row of the tile's group (at most GROUP
+    tiles), one past the expert's last row, the group's first tile and its size. A short tile is a
+    group of its own."""
     e = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
     ends = tl.load(ends_ptr + experts, mask=experts < E, other=0)
@@ -68,18 +67,19 @@ def _tile_map(
     start = tl.sum(tl.where(experts == e, starts, 0))
     end = tl.sum(tl.where(experts == e, ends, 0))
 
-    tile = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_long = tile < my_longs
-    group = tl.where(is_long, tile // GROUP * GROUP, tile)
-    base = tl.where(is_long, first, first_short - my_longs)
-    size = tl.where(is_long, tl.minimum(my_longs - group, GROUP), 1)
-    entry = table_ptr + base + tile
-    mask = tile < my_longs + my_shorts
-    tl.store(entry, tl.zeros([BLOCK], tl.int32) + e, mask=mask)
-    tl.store(entry + capacity, start + group * BLOCK_M, mask=mask)
-    tl.store(entry + 2 * capacity, tl.zeros([BLOCK], tl.int32) + end, mask=mask)
-    tl.store(entry + 3 * capacity, base + group, mask=mask)
-    tl.store(entry + 4 * capacity, size, mask=mask)
+    for at in range(0, my_longs + my_shorts, BLOCK):
+        tile = at + tl.arange(0, BLOCK)
+        is_long = tile < my_longs
+        group = tl.where(is_long, tile // GROUP * GROUP, tile)
+        base = tl.where(is_long, first, first_short - my_longs)
+        size = tl.where(is_long, tl.minimum(my_longs - group, GROUP), 1)
+        entry = table_ptr + base + tile
+        mask = tile < my_longs + my_shorts
+        tl.store(entry, tl.zeros([BLOCK], tl.int32) + e, mask=mask)
+        tl.store(entry + capacity, start + group * BLOCK_M, mask=mask)
+        tl.store(entry + 2 * capacity, tl.zeros([BLOCK], tl.int32) + end, mask=mask)
+        tl.store(entry + 3 * capacity, base + group, mask=mask)
+        tl.store(entry + 4 * capacity, size, mask=mask)
     if e == 0:
         tl.store(table_ptr + 5 * capacity, all_longs + tl.sum(shorts))
         tl.store(table_ptr + 5 * capacity + 1, all_longs)

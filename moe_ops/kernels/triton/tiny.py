@@ -4,18 +4,21 @@ All tokens are one operand of every product, whichever experts they chose: a dec
 for weights, so that products with tokens of other experts cost nothing and nothing is sorted or
 gathered. Weights are the rows of the matrix units' tiles, tokens their columns.
 
-    tiny_up    h[rank, t] = weight[t, e] * activate(W13[e] x_t + b13[e]) for the rank-th expert in
-               use, e; 0 where token t did not choose it
-    tiny_down  out[t] = sum over ranks of W2[e] h[rank, t] + weight[t, e] * b2[e]
+    tiny_up    h[p, t] = weight[t, e] * activate(W13[e] x_t + b13[e]) for the pair p of token and
+               choice that is the first to name the expert e; 0 where token t did not choose it
+    tiny_down  out[t] = sum over the experts in use of W2[e] h[p, t] + weight[t, e] * b2[e]
 
-Each program finds the experts in use from the few (token, choice) pairs by itself; of ONE token
-they are its choices.
+A program of tiny_up reads the id of its own pair and whether one before it is the same: no more, as
+all of them wait for it. Which experts are in use, without gaps, one more program works out beside
+the others, and tiny_down finds it in a table: their number, then their ids (E: none), then their
+pairs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -42,10 +45,13 @@ class Tiles:
 def tiles_for(T: int, K: int, D: int, I: int, processors: int) -> Tiles:
     """The fastest on an H200 over six layers at 1, 2 and 4 tokens, or within 2 % of it."""
     if T > 1:
-        small = Tiles(BD=64, up_stages=6)  # so that all blocks of small experts run at once
+        tiles = Tiles(BD=64, up_stages=6)  # so that all blocks of small experts run at once
         if D * I <= 2**20:
-            return replace(small, up_stages=4, BH=64, down_stages=6)
-        return small if D * I < 2**23 else Tiles()
+            tiles = replace(tiles, up_stages=4)
+        elif D * I >= 2**23:
+            tiles = Tiles()
+        # A step of 128 columns that are half outside costs as much as one that is full.
+        return tiles if I % 128 == 0 else replace(tiles, BH=64, down_stages=6)
 
     # As many experts a tile as one token chooses, or twice as many (half of the tile is empty then)
     # if that spreads the blocks more evenly over the processors.
@@ -73,37 +79,54 @@ def experts_in_use(experts_ptr, map_ptr, P, E: tl.constexpr, N_MAP, BP: tl.const
     return ids_P, tl.where(first_P, ranks_P, BP), tl.sum(first_P.to(tl.int32), 0)
 
 
+@triton.jit
+def write_table(experts_ptr, map_ptr, table_ptr, P, E: tl.constexpr, N_MAP, BP: tl.constexpr):
+    """The table of experts in use, see the module."""
+    p = tl.arange(0, BP)
+    ids_P, ranks_P, count = experts_in_use(experts_ptr, map_ptr, P, E, N_MAP, BP)
+    here_RP = ranks_P[None, :] == p[:, None]
+    ids_R = tl.sum(tl.where(here_RP, ids_P[None, :], 0), 1)
+    tl.store(table_ptr, count)
+    tl.store(table_ptr + 1 + p, tl.where(p < count, ids_R, E))
+    tl.store(table_ptr + 1 + BP + p, tl.sum(tl.where(here_RP, p[None, :], 0), 1))
+
+
 # One compiled kernel serves every number of tokens.
 @triton.jit(do_not_specialize=["T", "N_MAP"])
 def tiny_up(
-    x_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, b_ptr, h_ptr,
+    x_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, b_ptr, h_ptr, table_ptr, share_ptr,
     T, N_MAP, stride_x, stride_we, stride_wf, stride_wd, stride_be,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, ACT: tl.constexpr,
     BP: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
     ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BI columns of h for one expert in use."""
+    """One program: BI columns of h for the expert of one pair; the last one writes the table.
+
+    share[p, t] is weight[t, e], for tiny_down to weigh biases with.
+    """
     GATED: tl.constexpr = ACT[1]
     BF: tl.constexpr = 2 * BI if GATED else BI
     blocks: tl.constexpr = (I + BI - 1) // BI
-    rank = tl.program_id(0) // blocks
+    pair = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    if pair == T * K:
+        write_table(experts_ptr, map_ptr, table_ptr, T * K, E, N_MAP, BP)
+        return
+    e = local_ids(experts_ptr, map_ptr, pair, pair < T * K, E, N_MAP)
+    if e >= E:
+        return
     n = tl.arange(0, BN)
+    p = tl.arange(0, BP)
     if ONE:
-        e = local_ids(experts_ptr, map_ptr, rank, rank < K, E, N_MAP)
-        if e >= E:
-            return
         chosen_N = n < 1
-        weight_N = tl.load(weights_ptr + rank + n, mask=chosen_N, other=0.0).to(tl.float32)
+        weight_N = tl.load(weights_ptr + pair + n, mask=chosen_N, other=0.0).to(tl.float32)
     else:
-        ids_P, ranks_P, count = experts_in_use(experts_ptr, map_ptr, T * K, E, N_MAP, BP)
-        if rank >= count:
+        ids_P = local_ids(experts_ptr, map_ptr, p, p < T * K, E, N_MAP)
+        if tl.max(((ids_P == e) & (p < pair)).to(tl.int32), 0) > 0:
             return
-        e = tl.sum(tl.where(ranks_P == rank, ids_P, 0), 0)
-        p = tl.arange(0, BP)
         weights_P = tl.load(weights_ptr + p, mask=p < T * K, other=0.0).to(tl.float32)
         chosen_PN = (ids_P == e)[:, None] & (p[:, None] // K == n[None, :])
         weight_N = tl.sum(tl.where(chosen_PN, weights_P[:, None], 0.0), 0)
@@ -125,20 +148,23 @@ def tiny_up(
             x_1N + (start + d)[:, None], mask=inside_D[:, None] & (n < T)[None, :], other=0.0
         )
         acc_FN = tl.dot(w_FD, x_DN, acc_FN)
+    if share_ptr is not None:
+        # One of the pair's programs is enough.
+        tl.store(share_ptr + pair * T + n, weight_N, mask=n < tl.where(block == 0, T, 0))
     h_IN = activated(acc_FN, b_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
     h_IN = tl.where(chosen_N[None, :], h_IN * weight_N[None, :], 0.0)
     i = block * BI + tl.arange(0, BI)
     tl.store(
-        h_ptr + (rank * T + n).to(tl.int64)[None, :] * I + i[:, None],
+        h_ptr + (pair * T + n).to(tl.int64)[None, :] * I + i[:, None],
         h_IN.to(h_ptr.dtype.element_ty),
         mask=(i < I)[:, None] & (n < T)[None, :],
     )
 
 
-@triton.jit(do_not_specialize=["T", "N_MAP"])
+@triton.jit(do_not_specialize=["T"])
 def tiny_down(
-    h_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, b_ptr, out_ptr,
-    T, N_MAP, stride_we, stride_wd, stride_wi, stride_be,
+    h_ptr, table_ptr, share_ptr, w_ptr, b_ptr, out_ptr,
+    T, stride_we, stride_wd, stride_wi, stride_be,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr,
     BP: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr,
     BN: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
@@ -151,11 +177,10 @@ def tiny_down(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if ONE:
-        count = K
-    else:
-        ids_P, ranks_P, count = experts_in_use(experts_ptr, map_ptr, T * K, E, N_MAP, BP)
-    g = tl.arange(0, BG)
+    # Of one token the bound is known; nothing then waits for the number of experts.
+    count = K if ONE else tl.load(table_ptr)
+    ids_ptr = table_ptr + 1
+    pairs_ptr = ids_ptr + BP
     m = tl.arange(0, BG * BR)
     d = tl.program_id(0) * BR + m % BR
     n = tl.arange(0, BN)
@@ -165,20 +190,14 @@ def tiny_down(
     for first in range(0, count, BG):
         rank_M = first + m // BR
         rank_N = first + n // BT
-        if ONE:
-            e_M = local_ids(experts_ptr, map_ptr, rank_M, rank_M < K, E, N_MAP)
-            e_N = local_ids(experts_ptr, map_ptr, rank_N, rank_N < K, E, N_MAP)
-            inside_M = (d < D) & (e_M < E)
-            inside_N = (n < BG) & (e_N < E)
-        else:
-            mine_GP = ranks_P[None, :] == (first + g)[:, None]
-            e_G = tl.sum(tl.where(mine_GP, ids_P[None, :], 0), 1)
-            e_M = tl.reshape(tl.broadcast_to(e_G[:, None], (BG, BR)), (BG * BR,))
-            inside_M = (d < D) & (rank_M < count)
-            inside_N = (token_N < T) & (rank_N < count) & (n // BT < BG)
+        e_M = tl.load(ids_ptr + rank_M, mask=rank_M < BP, other=E)
+        e_N = tl.load(ids_ptr + rank_N, mask=rank_N < BP, other=E)
+        pair_N = tl.load(pairs_ptr + rank_N, mask=rank_N < BP, other=0)
+        inside_M = (d < D) & (e_M < E)
+        inside_N = (token_N < T) & (e_N < E) & (n // BT < BG)
         e_M = e_M.to(tl.int64)
         w_M1 = (w_ptr + e_M * stride_we + d.to(tl.int64) * stride_wd)[:, None]
-        h_1N = (h_ptr + (rank_N * T + token_N).to(tl.int64) * I)[None, :]
+        h_1N = (h_ptr + (pair_N * T + token_N).to(tl.int64) * I)[None, :]
         for start in range(0, I, BI):
             inside_I = start + i < I
             w_MI = tl.load(
@@ -190,25 +209,22 @@ def tiny_down(
                 h_1N + (start + i)[:, None], mask=inside_I[:, None] & inside_N[None, :], other=0.0
             )
             acc_MN = tl.dot(w_MI, h_IN, acc_MN)
-        if b_ptr is not None:
-            b_M = tl.load(b_ptr + e_M * stride_be + d, mask=inside_M, other=0.0).to(tl.float32)
-            if ONE:
-                weight_M = tl.load(weights_ptr + rank_M, mask=inside_M, other=0.0)
-                acc_MN += (b_M * weight_M.to(tl.float32))[:, None]
-            else:
-                p = tl.arange(0, BP)
-                weights_P = tl.load(weights_ptr + p, mask=p < T * K, other=0.0).to(tl.float32)
-                for t in range(T):
-                    of_t_GP = (ids_P[None, :] == e_G[:, None]) & (p[None, :] // K == t)
-                    weight_G = tl.sum(tl.where(of_t_GP, weights_P[None, :], 0.0), 1)
-                    weight_M = tl.reshape(tl.broadcast_to(weight_G[:, None], (BG, BR)), (BG * BR,))
-                    acc_MN += tl.where(token_N == t, (b_M * weight_M)[:, None], 0.0)
     diagonal_MN = (m // BR)[:, None] == (n // BT)[None, :]
     acc_MN = tl.where(diagonal_MN, acc_MN, 0.0)
     out_MT = tl.sum(tl.reshape(acc_MN, (BG * BR, BN // BT, BT)), 1)
     out_RT = tl.sum(tl.reshape(out_MT, (BG, BR, BT)), 0)
     rows_T = tl.arange(0, BT)
     d_R = tl.program_id(0) * BR + tl.arange(0, BR)
+    if b_ptr is not None:
+        for rank in range(count):
+            # Loaded as vectors, which the masks are.
+            e_R = tl.load(ids_ptr + rank + 0 * d_R)
+            e_T = tl.load(ids_ptr + rank + 0 * rows_T)
+            pair_T = tl.load(pairs_ptr + rank + 0 * rows_T)
+            here_R, here_T = (d_R < D) & (e_R < E), (rows_T < T) & (e_T < E)
+            b_R = tl.load(b_ptr + e_R.to(tl.int64) * stride_be + d_R, mask=here_R, other=0.0)
+            share_T = tl.load(share_ptr + pair_T * T + rows_T, mask=here_T, other=0.0)
+            out_RT += b_R.to(tl.float32)[:, None] * share_T[None, :]
     tl.store(
         out_ptr + rows_T[None, :] * D + d_R[:, None],
         out_RT.to(out_ptr.dtype.element_ty),
@@ -234,20 +250,22 @@ def run(
     if tiles is None:
         tiles = tiles_for(T, K, D, I, processors(x_TD))
     n_map = 0 if expert_map is None else expert_map.shape[0]
-    # Distinct experts in use; of one token its choices, some of which may lie elsewhere.
-    h_RTI = x_TD.new_empty(K if T == 1 else min(T * K, E), T, I)
+    P = T * K
+    BP, BT = triton.next_power_of_2(P), triton.next_power_of_2(T)
+    h_PTI = x_TD.new_empty(P, T, I)
     out_TD = x_TD.new_empty(T, D)
+    table = x_TD.new_empty(1 + 2 * BP, dtype=torch.int32)
+    share_PT = None if layer.b2_ED is None else x_TD.new_empty(P, T, dtype=torch.float32)
     pdl, options = pdl_options(x_TD)
-    BP, BT = triton.next_power_of_2(T * K), triton.next_power_of_2(T)
-    tiny_up[(h_RTI.shape[0] * triton.cdiv(I, tiles.BI),)](
-        x_TD, experts_TK, weights_TK, expert_map, layer.w13_EFD, layer.b13_EF, h_RTI,
-        T, n_map, x_TD.stride(0), *layer.strides13, bias_stride(layer.b13_EF),
+    tiny_up[(P * triton.cdiv(I, tiles.BI) + 1,)](
+        x_TD, experts_TK, weights_TK, expert_map, layer.w13_EFD, layer.b13_EF, h_PTI, table,
+        share_PT, T, n_map, x_TD.stride(0), *layer.strides13, bias_stride(layer.b13_EF),
         E=E, K=K, D=D, I=I, ACT=layer.act, BP=BP, BI=tiles.BI, BD=tiles.BD, BN=TINY_TOKENS,
         ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.up_stages, **options,
     )  # fmt: skip
     tiny_down[(triton.cdiv(D, tiles.BR),)](
-        h_RTI, experts_TK, weights_TK, expert_map, layer.w2_EDI, layer.b2_ED, out_TD,
-        T, n_map, *layer.strides2, bias_stride(layer.b2_ED),
+        h_PTI, table, share_PT, layer.w2_EDI, layer.b2_ED, out_TD,
+        T, *layer.strides2, bias_stride(layer.b2_ED),
         E=E, K=K, D=D, I=I, BP=BP, BT=BT, BG=tiles.BG, BR=tiles.BR, BI=tiles.BH,
         BN=max(16, tiles.BG * BT), ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.down_stages,
         **options,
