@@ -39,7 +39,7 @@ def measure_layers(args: argparse.Namespace, command: str) -> dict[str, Any]:
         dtype=DTYPES[args.dtype],
         device=device,
     )
-    peers = read_peers(Path(args.peers)) if args.peers else {}
+    peers, floors = read_peers(Path(args.peers)) if args.peers else ({}, {})
     contenders_of(grid.layers[0])  # names a backend that is not there before anything is measured
     rates = _rates(args)
     results = Results(
@@ -51,6 +51,7 @@ def measure_layers(args: argparse.Namespace, command: str) -> dict[str, Any]:
         given=args.rates,
         layers={case.name: case for case in grid.layers},
         peers={name: peers[name] for name in args.layer if name in peers},
+        peer_floors={name: floors[name] for name in args.layer if name in floors},
     )
     per_layer = len(grid.tokens) * len(grid.routings) * (1 + len(others))
     for cell in cells.measure(grid, rates, args.rates):

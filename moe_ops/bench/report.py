@@ -45,7 +45,8 @@ def _cells(results: Results) -> str:
             row.append(_cell(results, layer, count))
         rows.append(row)
     peers = ", times as fast as the best peer" if results.peers else ""
-    head = f"Uniform routing: µs (% of floor{peers})."
+    by = " as multiples of the floors of what was drawn" if results.peer_floors else ""
+    head = f"Uniform routing: µs (% of floor{peers}{by})."
     return f"{head}\n\n{_table(['tokens', *layers], rows)}"
 
 
@@ -64,8 +65,8 @@ def _cell(results: Results, layer: str, tokens: int) -> str:
         return ""
     if cell.us is None:
         return "wrong"
-    peer = results.best_peer(cell)
-    versus = "" if peer is None else f", {peer[1] / cell.us:.2f}"
+    ratio = results.times_as_fast(cell)
+    versus = "" if ratio is None else f", {ratio:.2f}"
     return f"{cell.us:.1f} ({100 * cell.share:.0f} %{versus})"
 
 

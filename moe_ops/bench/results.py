@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moe_ops.bench.cells import Cell
 from moe_ops.bench.contenders import OURS
@@ -19,6 +19,8 @@ BANDS = ((1, 4), (16, 256), (1024, 16384))
 SAME_FLOOR = 0.01  # floors of two routings that differ by less ask the same of a layer
 
 Peers = dict[str, dict[int, dict[str, float]]]  # microseconds by layer, tokens and name
+Floors = dict[str, dict[int, float]]  # microseconds by layer and tokens
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class Results:
     layers: dict[str, Case]
     cells: list[Cell] = field(default_factory=list)
     peers: Peers = field(default_factory=dict)
+    peer_floors: Floors = field(default_factory=dict)  # by the given rates
 
     def ours(self) -> Iterator[Cell]:
         """Our cells that were timed."""
@@ -80,6 +83,19 @@ class Results:
         if not times or cell.routing != "uniform":
             return None
         return min(times.items(), key=lambda item: item[1])
+
+    def times_as_fast(self, cell: Cell) -> float | None:
+        """How many times as fast as the best peer a cell is; None if one of them has no time.
+
+        Random routings of a few tokens use more or fewer experts. So times are compared as
+        multiples of their floors, by the same rates, where both floors are known.
+        """
+        peer = self.best_peer(cell)
+        if peer is None or cell.us is None:
+            return None
+        floor = self.peer_floors.get(cell.layer, {}).get(cell.tokens)
+        work = 1.0 if floor is None or cell.given_floor_us is None else cell.given_floor_us / floor
+        return work * peer[1] / cell.us
 
     def bands(self) -> list[Band]:
         """For each routing; bands without a cell are left out."""
@@ -134,8 +150,8 @@ class Results:
         """Our cells that the best peer beats, with its name and its microseconds."""
         found = []
         for cell in self.ours():
-            peer = self.best_peer(cell)
-            if peer is not None and cell.us is not None and cell.us > peer[1]:
+            peer, ratio = self.best_peer(cell), self.times_as_fast(cell)
+            if peer is not None and ratio is not None and ratio < 1:
                 found.append((cell, *peer))
         return found
 
@@ -180,20 +196,23 @@ def load(path: Path) -> Results:
         layers={name: Case(**case) for name, case in values["layers"].items()},
         cells=[Cell(**cell) for cell in values["cells"]],
         peers=by_number(values["peers"]),
+        peer_floors=by_number(values.get("peer_floors", {})),
     )
 
 
-def read_peers(path: Path) -> Peers:
-    """The times of a file of peers: {"us": {layer: {tokens: {name: microseconds}}}}."""
+def read_peers(path: Path) -> tuple[Peers, Floors]:
+    """The times of a file of peers, {"us": {layer: {tokens: {name: microseconds}}}}, and what a
+    floor was for them, {"floor_us": {layer: {tokens: microseconds}}}, if it says so.
+    """
     values = json.loads(path.read_text())
     if "us" not in values:
         raise ValueError(f'{path} has no "us": {{layer: {{tokens: {{name: microseconds}}}}}}')
-    return by_number(values["us"])
+    return by_number(values["us"]), by_number(values.get("floor_us", {}))
 
 
-def by_number(times: dict[str, dict[str, dict[str, float]]]) -> Peers:
+def by_number(of_layers: dict[str, dict[str, Value]]) -> dict[str, dict[int, Value]]:
     """With the tokens as numbers, which keys in JSON are not."""
     return {
-        layer: {int(tokens): dict(names) for tokens, names in by_tokens.items()}
-        for layer, by_tokens in times.items()
+        layer: {int(tokens): value for tokens, value in by_tokens.items()}
+        for layer, by_tokens in of_layers.items()
     }

@@ -69,10 +69,10 @@ def _peer(results: Results, cell: Cell) -> list[str]:
     if peer is None:
         return ["", ""]
     name, us = peer
-    if cell.us is None:
+    ratio = results.times_as_fast(cell)
+    if ratio is None:
         return [f"{name} {us:.1f}", ""]
-    slower = "< " if cell.us > us else ""
-    return [f"{name} {us:.1f}", f"{slower}{us / cell.us:.2f}x"]
+    return [f"{name} {us:.1f}", f"{'< ' if ratio < 1 else ''}{ratio:.2f}x"]
 
 
 def _band(band: Band) -> str:
@@ -97,11 +97,13 @@ def summary(results: Results) -> str:
         )
     if results.peers:
         slower = [
-            f"{c.layer} at {c.tokens} ({name} {us:.1f} µs, ours {c.us:.1f})"
+            f"{c.layer} at {c.tokens} ({name} {us:.1f} µs, ours {c.us:.1f}: "
+            f"{results.times_as_fast(c):.3f}x)"
             for c, name, us in results.slower()
         ]
         compared = sum(results.best_peer(c) is not None for c in results.ours())
-        lines.append(f"slower than the best peer in {len(slower)} of {compared} cells")
+        by = ", as multiples of their floors" if results.peer_floors else ""
+        lines.append(f"slower than the best peer in {len(slower)} of {compared} cells{by}")
         lines += [f"  {text}" for text in slower]
     lines += [
         f"{name} in this run / in the file of peers, {len(ratios)} cells: geometric mean "

@@ -66,16 +66,26 @@ def test_peers_are_compared_at_uniform_routing() -> None:
     assert [(c.tokens, *peer) for c, *peer in found.slower()] == [(64, "one", 19.0)]
 
 
+def test_peers_are_compared_by_the_work_that_was_drawn() -> None:
+    """Given the floors of the peers' routings: 64 tokens of theirs used fewer experts."""
+    found = replace(results(), peer_floors={"tiny": {1: 5.0, 64: 4.0}})
+    first, many = found.cells[0], found.cells[4]
+    assert found.times_as_fast(first) == 13.0 / 12.5
+    assert found.times_as_fast(many) == pytest.approx(5 / 4 * 19 / 20)
+    assert found.slower() == []
+    assert "0 of 2 cells, as multiples of their floors" in tables.summary(found)
+
+
 def test_what_ran_beside_ours_is_a_control_of_the_peers() -> None:
     assert results().controls() == {"grouped_mm": [30.0 / 40.0]}
     assert replace(results(), peers={}).controls() == {}
 
 
 def test_the_peers_of_the_h200_are_every_cell_of_the_target() -> None:
-    peers = read_peers(PEERS)
-    assert peers.keys() == LAYERS.keys()
+    peers, floors = read_peers(PEERS)
+    assert peers.keys() == LAYERS.keys() == floors.keys()
     for name, by_tokens in peers.items():
-        assert list(by_tokens) == [1, 4, 16, 64, 256, 1024, 4096, 16384]
+        assert list(by_tokens) == [1, 4, 16, 64, 256, 1024, 4096, 16384] == list(floors[name])
         names = {"vllm", "grouped_mm"} | ({"triton_kernels"} if name != "qwen3_next" else set())
         assert all(times.keys() == names for times in by_tokens.values())
     assert min(peers["qwen3_30b"][1024].items(), key=lambda i: i[1]) == ("triton_kernels", 361.7)
@@ -126,7 +136,7 @@ floor / time, geometric mean of 1 cells, zipf, 1 to 4 tokens: 66.7 %, 33.3 % by 
 floor / time, geometric mean of 1 cells, zipf, 16 to 256 tokens: 66.7 %, 33.3 % by given rates
 zipf / uniform where floors are equal, 1 cells: at most 1.20x (tiny, 1 tokens)
 slower than the best peer in 1 of 2 cells
-  tiny at 64 (one 19.0 us, ours 20.0)
+  tiny at 64 (one 19.0 us, ours 20.0: 0.950x)
 grouped_mm in this run / in the file of peers, 1 cells: geometric mean 0.75, 0.75 to 0.75
 WRONG, not timed: grouped_mm on tiny, 1 tokens zipf: AssertionError: set 0: relative error 0.1
 WRONG, not timed: moe_ops on small, 64 tokens uniform: AssertionError: set 0: relative error 0.1""",

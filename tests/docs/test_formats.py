@@ -92,6 +92,7 @@ def test_an_op_that_refuses_a_scheme_says_why(monkeypatch: pytest.MonkeyPatch) -
         if "nvfp4" in args:
             raise ValueError("nvfp4 | is out of stock")
 
+    assert not difference()  # finds what `moe` is made of, which keeps, while `experts` takes it
     monkeypatch.setattr(experts, "check", refuse)
     cell = r"refused: nvfp4 \| is out of stock"
     assert any(f"`experts` | {cell} | {cell} |" in line for line in difference())
