@@ -262,6 +262,7 @@ def test_a_wheel_runs_outside_the_checkout(tmp_path: Path) -> None:
     (wheel,) = wheels.glob("*.whl")
     python(*pip, "install", "--no-deps", "--target", str(site), str(wheel), cwd=tmp_path, path=site)
     assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"moe_ops"}
+    assert list((site / "moe_ops" / "tuned").glob("*.json"))
     assert python("-c", IN_A_WHEEL, str(site), cwd=tmp_path, path=site).strip() == "ran"
 
 

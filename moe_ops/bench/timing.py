@@ -13,7 +13,10 @@ import torch
 
 # Of one measurement. A GPU is loaded no longer than it must; `rates.py` says what a long load does.
 SECONDS = {"cuda": 0.1, "cpu": 0.3}
-LEAST, MOST = 5, 300  # replays
+LEAST, LEAST_LONG, MOST = 5, 3, 300  # replays
+# What runs before a measurement (the float32 results to compare with) heats a GPU, whose clock then
+# stays low for a while; the rates of `rates.py` are those of a GPU that was idle.
+REST_SECONDS = 0.5
 # The GPU waits for the host during the first replays, until some are queued; of long ones, never.
 UNTIL_QUEUED, LONG_US = 3, 5000.0
 GRAPH_US = 2000.0  # of one replay, at least: what is between two replays must not show
@@ -51,8 +54,10 @@ def _host_us(run: Run, most: int) -> list[float]:
 
 def _cuda_us(run: Run, most: int) -> list[float]:
     (first,) = _queued_us(run, 1, skip=0)
-    count = min(most, max(LEAST, int(SECONDS["cuda"] * 1e6 / first)))
-    return _queued_us(run, count, skip=0 if first > LONG_US else UNTIL_QUEUED)
+    long = first > LONG_US
+    count = min(most, max(LEAST_LONG if long else LEAST, int(SECONDS["cuda"] * 1e6 / first)))
+    time.sleep(REST_SECONDS)
+    return _queued_us(run, count, skip=0 if long else UNTIL_QUEUED)
 
 
 def _queued_us(run: Run, count: int, skip: int) -> list[float]:

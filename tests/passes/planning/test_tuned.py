@@ -14,6 +14,7 @@ from moe_ops.passes.cost import device_of
 from moe_ops.passes.pick_backend import pick_backend
 from moe_ops.passes.planning import tuned
 from moe_ops.passes.planning.tuned import Cell, Layer, Times
+from moe_ops.testing import LAYERS, Case
 from tests.passes.planned import Hook, plans, run_experts
 from tests.passes.test_pick_backend import only_choice
 
@@ -94,6 +95,18 @@ def test_the_users_table_wins_over_the_shipped_ones(
     tuned.write(users, {LAYER: {two: 5.0}})
     assert tuned.load(str(users)) == {LAYER: {one: 1.0, two: 5.0}}
     assert tuned.tables(str(users)) == [shipped / "b.json", users]
+
+
+@pytest.mark.parametrize("case", LAYERS.values(), ids=LAYERS)
+def test_the_shipped_table_serves_the_published_layers(case: Case) -> None:
+    sizes = {"E": case.E, "K": case.K, "D": case.D, "I": case.I}
+    layer = Layer(device="NVIDIA H200", op="experts", dtype="bfloat16", **sizes)
+    cells = tuned.load(None)[layer]
+    most = {"triton.tiny": min(16, 64 // case.K), "triton.rows": None, "triton.grouped": None}
+    found = Times.of(cells, most).ranges()
+    names = [name for _, name in found]
+    assert names[0] == "triton.tiny" and names[-1] == "triton.grouped"
+    assert names == [name for name in most if name in names]  # none comes back
 
 
 # In a choice
