@@ -31,7 +31,7 @@ T = TypeVar("T", Tensor, Tensor | None)
 # Measured on an H200 over six layers (moe_ops/tuned/h200.json): up to how many tokens triton.tiny
 # is the fastest, and up to how many rows an expert triton.rows is, if an expert's second weight has
 # fewer elements than LARGE and if it has not.
-MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 8
+MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
 LARGE = 2**23
 
 
