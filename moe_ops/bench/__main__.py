@@ -15,6 +15,7 @@ import torch
 from moe_ops.bench import (
     accuracy,
     compile_time,
+    counters,
     grid,
     layer,
     loading,
@@ -113,11 +114,18 @@ def measure_loading(args: argparse.Namespace) -> Figures:
     return {"loading": [asdict(one) for one in found]}
 
 
+def measure_counters(args: argparse.Namespace) -> Figures:
+    found = counters.measure(args.layer, args.tokens)
+    print(counters.table(found))
+    return {"device": torch.cuda.get_device_name(), "kernels": [asdict(k) for k in found]}
+
+
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
     "both": (measure_both, "overhead, then layer"),
     "overhead": (measure_overhead, "what calling an op costs beyond its backend"),
     "layer": (measure_layer, "layers on this device against their floor and others' experts"),
     "op": (measure_op, "the stages of a layer alone, on each of their backends"),
+    "counters": (measure_counters, "what limits each kernel on a GPU, by Nsight Compute"),
     "report": (print_report, "the figures that `layer --ours moe --json` wrote, as Markdown"),
     "accuracy": (measure_accuracy, "error of a layer and KL of a model, for every scheme"),
     "compile": (measure_compile, "what the passes add to the time of compiling a model"),
@@ -143,6 +151,9 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
         options.add_layer(of)
     if name == "op":
         options.add_stages(of)
+    if name == "counters":
+        of.add_argument("--layer", type=options.layer_names, default=["qwen3_30b"])
+        of.add_argument("--tokens", type=options.numbers, default=[1, 64, 4096])
     if name == "report":
         of.add_argument("file", help="the JSON file")
         of.add_argument("--plot", help="also draw to this PNG file")
