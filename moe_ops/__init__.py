@@ -22,7 +22,8 @@ from moe_ops.spec import OPS, Op, using
 # Names that need transformers, or Inductor, or that few need, are imported when first asked for.
 _LAZY = {
     **dict.fromkeys(("optimize", "restore", "quantize_model"), "moe_ops.hf"),
-    **dict.fromkeys(("compile", "inductor_options"), "moe_ops.passes.compile"),
+    **dict.fromkeys(("compile", "compile_config", "inductor_options"), "moe_ops.passes.compile"),
+    "capture": "moe_ops.passes.capture",
     "explain": "moe_ops.passes.explain",
     "tune": "moe_ops.passes.planning.tune",
     "MoELayer": "moe_ops.layer",
@@ -36,8 +37,10 @@ __all__ = [
     "QuantFormats",
     "Routing",
     "activate",
+    "capture",
     "combine",
     "compile",
+    "compile_config",
     "dispatch",
     "expert_gemm",
     "expert_loads",
