@@ -47,7 +47,7 @@ def test_growth_during_a_capture_says_what_to_do(monkeypatch: pytest.MonkeyPatch
     a, device = Arena(), torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(arena, "current_stream", lambda device: 0)
-    with pytest.raises(RuntimeError, match="'x' has 0 bytes and needs 8.*largest size once"):
+    with pytest.raises(RuntimeError, match=r"'x' has 0 bytes and needs 8.*largest size once"):
         a.take("x", 8, device)
 
 
