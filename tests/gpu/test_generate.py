@@ -1,0 +1,134 @@
+"""`generate` by captured steps: the tokens of transformers, no recompilation, no growth."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import moe_ops
+from tests.hf import families
+
+pytestmark = pytest.mark.gpu
+PLAIN = {"max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}
+
+
+@pytest.fixture(autouse=True)
+def exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    torch._dynamo.reset()
+
+
+def pair(family: str) -> tuple[Any, Any]:
+    model = families.build(family).model.cuda()
+    return model, moe_ops.compile(model)
+
+
+def check(model: Any, twin: Any, ids: Tensor, **kwargs: Any) -> None:
+    kwargs = {**PLAIN, **kwargs}
+    torch.manual_seed(3)
+    want = model.generate(ids, **kwargs)
+    torch.manual_seed(3)
+    got = twin.generate(ids, **kwargs)
+    assert torch.equal(got, want), f"got {got.tolist()}, want {want.tolist()}"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "deepseek_v3"])
+def test_tokens_are_those_of_transformers(family: str) -> None:
+    model, twin = pair(family)
+    ids = torch.randint(16, 90, (3, 9), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    check(model, twin, ids)
+    check(model, twin, ids[:1, :4])
+    check(model, twin, ids, attention_mask=mask)
+    check(model, twin, ids, num_beams=2)
+    check(model, twin, ids, repetition_penalty=1.5)
+    assert all(report.captured for report in moe_ops.generation_report(twin))
+
+
+def test_ends_are_found_though_they_are_checked_late() -> None:
+    model, twin = pair("qwen3_moe")
+    ids = torch.randint(16, 90, (2, 9), device="cuda")
+    tokens = model.generate(ids, **PLAIN)
+    for column in range(9, tokens.shape[1]):
+        check(model, twin, ids, eos_token_id=tokens[:, column].tolist())
+
+
+def test_other_streams_and_modes() -> None:
+    model, twin = pair("qwen3_moe")
+    ids = torch.randint(16, 90, (2, 9), device="cuda")
+    check(model, twin, ids)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()), torch.inference_mode():
+        check(model, twin, ids)
+    check(model, twin, ids + 1)
+
+
+def test_replaced_weights() -> None:
+    model, twin = pair("qwen3_moe")
+    ids = torch.randint(16, 90, (2, 9), device="cuda")
+    check(model, twin, ids)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+    check(model, twin, ids)
+    model.lm_head.weight.data = model.lm_head.weight.data.clone().neg_()
+    check(model, twin, ids)
+
+
+def test_a_model_that_cannot_be_captured_says_so_and_generates(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, twin = pair("qwen3_moe")
+    model.model.norm.register_forward_pre_hook(lambda module, args: float(args[0].sum()) and None)
+    ids = torch.randint(16, 90, (2, 9), device="cuda")
+    with caplog.at_level(logging.WARNING, "moe_ops"):
+        check(model, twin, ids)
+        check(model, twin, ids)
+    assert sum("cannot be captured" in r.getMessage() for r in caplog.records) == 1
+    assert torch.rand(4, device="cuda").sum().item() > 0
+
+
+def test_nothing_grows_and_nothing_is_compiled_after_the_warm_up() -> None:
+    _, twin = pair("qwen3_moe")
+    rng = random.Random(0)
+
+    def some() -> None:
+        shape = (rng.randint(1, 8), rng.randint(1, 100))
+        twin.generate(torch.randint(16, 90, shape, device="cuda"), **PLAIN)
+
+    for rows in (1, 2, 4, 8):
+        for length in (1, 50):
+            twin.generate(torch.randint(16, 90, (rows, length), device="cuda"), **PLAIN)
+    for _ in range(20):
+        some()
+    torch.cuda.synchronize()
+    counters.clear()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    for _ in range(60):
+        some()
+    torch.cuda.synchronize()
+    assert counters["stats"]["unique_graphs"] == 0
+    assert torch.cuda.memory_allocated() <= before[0]
+    assert torch.cuda.memory_reserved() <= before[1] + (2 << 20)
+
+
+def test_continuous_batching() -> None:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    model = families.build("qwen3_moe").model.cuda()
+    ids = torch.randint(16, 90, (3, 9), device="cuda")
+    config = GenerationConfig(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=1)
+    want = [model.generate(row[None], generation_config=config)[0, 9:] for row in ids]
+    twin = moe_ops.compile(model)
+    blocks = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64)
+    with torch.no_grad():
+        out = twin.generate_batch(
+            ids.tolist(), generation_config=config, continuous_batching_config=blocks
+        )
+    assert [r.generated_tokens for r in out.values()] == [w.tolist() for w in want]
