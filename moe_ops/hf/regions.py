@@ -35,6 +35,22 @@ def region(name: str) -> Region:
     return own_code(call_module, name)
 
 
+class ByKind:
+    """A region that is compiled apart for each class of modules, named after it."""
+
+    def __init__(self, name: str, compile_region: Callable[[Region], Region]) -> None:
+        self._name = name
+        self._compile = compile_region
+        self._calls: dict[type, Region] = {}
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        kind = type(module)
+        call = self._calls.get(kind)
+        if call is None:
+            call = self._calls[kind] = self._compile(region(f"{self._name}_{kind.__name__}"))
+        return call(module, *args, **kwargs)
+
+
 def layer_lists(model: nn.Module) -> list[str]:
     """The names of the lists of decoder layers in a model."""
     return [

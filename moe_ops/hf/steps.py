@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from moe_ops.hf import one_query
-from moe_ops.hf.regions import Region, Regions, addresses, own_code, region
+from moe_ops.hf.regions import ByKind, Region, Regions, addresses, own_code
 from moe_ops.hf.slots import Slots
 
 log = logging.getLogger("moe_ops")
@@ -116,7 +116,7 @@ class Steps:
         self.cache = Slots(decoder.regions.layers, rows, slots, self.filled)
         self.cache.steps = weakref.ref(self)
         self.sizes = Sizes(slots, self.filled)
-        self.region = decoder.tools.compile_step(region(f"step_{rows}x{slots}"))
+        self.region = ByKind(f"step_{rows}x{slots}", decoder.tools.compile_step)
         self.masks = decoder.tools.compile_step(own_code(masks, f"masks_{rows}x{slots}"))
 
     def read(
@@ -227,7 +227,7 @@ class Decoder:
         self.tools = tools
         self.most = most
         self.regions = Regions(model)
-        self.prompt_region = tools.compile_prompt(region("prompt"))
+        self.prompt_region = ByKind("prompt", tools.compile_prompt)
         self._idle: OrderedDict[tuple[int, int], Steps] = OrderedDict()
         self._addresses = addresses(model)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import GenerationConfig, PreTrainedModel
@@ -279,7 +281,9 @@ def test_a_compiled_model_compiles_once_for_all_lengths_and_calls(model: Any) ->
         check(model, twin, ids[:batch, :length])
     assert counters["stats"]["unique_graphs"] == 0
     check(model, twin, ids[:1, :9])  # another number of rows: another step, the same prompt code
-    assert counters["stats"]["unique_graphs"] == 4
+    # Before 5.23 rotary embeddings are a matrix product, which branches on one sequence.
+    own = Version(transformers.__version__) < Version("5.23")
+    assert counters["stats"]["unique_graphs"] == 4 + own
     report = moe_ops.generation_report(twin)[-1]
     assert (report.rows, report.slots, report.steps, report.captured) == (1, 256, 8, False)
 
@@ -328,13 +332,17 @@ def test_a_config_for_transformers_own_compilation(model: Any, ids: Tensor) -> N
 
 
 @pytest.mark.slow
-def test_continuous_batching(model: Any, ids: Tensor) -> None:
+def test_continuous_batching(ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import ContinuousBatchingConfig
 
     model = families.build("qwen3_moe").model
     config = GenerationConfig(do_sample=False, **{**PLAIN, "eos_token_id": 1})
     want = [model.generate(row[None], generation_config=config)[0, len(row) :] for row in ids]
     twin = moe_ops.compile(model)
+    # To ask for a CPU's memory it wants another package.
+    memory = ("cpu", 1 << 30, 0, 0)
+    module = "transformers.generation.continuous_batching.cache"
+    monkeypatch.setattr(f"{module}.get_device_and_memory_breakdown", lambda: memory)
     blocks = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64)
     with torch.no_grad():
         out = twin.generate_batch(
