@@ -122,8 +122,11 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def cache_bytes(model: Any, batch: int, length: int) -> int:
-    """Keys and values of the sequences, as far as they were generated."""
-    config = model.config
+    """Keys and values of the sequences, or of all sizes for which they are kept."""
+    try:
+        return sum(r.cache_bytes for r in moe_ops.generation_report(model))
+    except ValueError:  # transformers' own
+        config = model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * size
     return batch * length * per_token * 2
@@ -138,12 +141,12 @@ def measure(way: str, model: Any, ids: Tensor, tokens: tuple[int, int], **kwargs
         return lambda: model.generate(ids, max_new_tokens=n, do_sample=False, **kwargs)
 
     gpu = torch.cuda.is_available()
-    if gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     say(f"{way}, batch {batch}: first call")
     first = seconds(call(many))
     say(f"{way}, batch {batch}: {first:.1f} s; timing")
+    if gpu:  # what tuning took is no longer needed
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     times = {n: statistics.median(seconds(call(n)) for _ in range(3)) for n in (1, few, many)}
     step = (times[many] - times[few]) / (many - few)
     used = torch.cuda.max_memory_reserved() if gpu else 0

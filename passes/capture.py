@@ -52,12 +52,13 @@ def capture_call(
         raise CaptureError("a graph is being captured already; capture this one before, or not")
     caller = torch.cuda.current_stream()
     stream = torch.cuda.Stream()
-    saved = [t.clone() for t in state]
+    saved = [(t, t.clone()) for t in state]
     stream.wait_stream(caller)
     try:
         with torch.cuda.stream(stream):
             for _ in range(WARMUPS):
                 function()
+                restore(saved)  # a second step from the last slot would be one too many
         torch.cuda.synchronize()
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved()
         try:
@@ -70,9 +71,13 @@ def capture_call(
         # A failed capture leaves its stream current.
         torch.cuda.set_stream(caller)
         caller.wait_stream(stream)
-        for tensor, value in zip(state, saved, strict=True):
-            tensor.copy_(value)
+        restore(saved)
     return Captured(graph.replay, output, torch.cuda.memory_reserved() - before)
+
+
+def restore(saved: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for tensor, value in saved:
+        tensor.copy_(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

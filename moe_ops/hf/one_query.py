@@ -53,3 +53,5 @@ def one_query_attention(
 def register() -> None:
     """Make it known to transformers; models that have "sdpa" get it for single steps."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, one_query_attention)
+    if torch.cuda.is_available():
+        import moe_ops.kernels.triton.one_query  # noqa: F401  (not first in the midst of a trace)

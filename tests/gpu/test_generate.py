@@ -49,7 +49,35 @@ def test_tokens_are_those_of_transformers(family: str) -> None:
     check(model, twin, ids, attention_mask=mask)
     check(model, twin, ids, num_beams=2)
     check(model, twin, ids, repetition_penalty=1.5)
+    check(model, twin, torch.randint(16, 90, (1, 255), device="cuda"), max_new_tokens=2)
     assert all(report.captured for report in moe_ops.generation_report(twin))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("slots", [256, 512, 2048])
+def test_attention_of_one_query_is_compiled_without_a_break(slots: int, dtype: torch.dtype) -> None:
+    from moe_ops.hf.one_query import one_query_attention, register
+
+    register()
+    q = torch.randn(2, 32, 1, 128, device="cuda", dtype=dtype)
+    k, v = (torch.randn(2, 4, slots, 128, device="cuda", dtype=dtype) for _ in range(2))
+    mask = torch.zeros(2, 1, 1, slots, dtype=torch.bool, device="cuda")
+    mask[0, ..., :70] = True
+    mask[1, ..., 3:200] = True
+    module = torch.nn.Module()
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return one_query_attention(module, q, k, v, mask, scaling=128**-0.5)[0] * 2
+
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q.double(),
+        k.double().repeat_interleave(8, 1),
+        v.double().repeat_interleave(8, 1),
+        attn_mask=mask,
+    )
+    got = torch.compile(attention, fullgraph=True)(q, k, v, mask) / 2
+    tol = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.transpose(1, 2).double(), want, rtol=tol, atol=tol)
 
 
 def test_ends_are_found_though_they_are_checked_late() -> None:

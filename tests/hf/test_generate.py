@@ -38,8 +38,8 @@ def stand_in(function: Callable[[], None], state: Sequence[Tensor]) -> Callable[
     saved = [t.clone() for t in state]
     for _ in range(2):
         function()
-    for tensor, value in zip(state, saved, strict=True):
-        tensor.copy_(value)
+        for tensor, value in zip(state, saved, strict=True):
+            tensor.copy_(value)
     return function
 
 
@@ -91,6 +91,15 @@ def test_tokens_are_those_of_transformers(family: str, call: str, ids: Tensor) -
     check(model, twin, ids[:2, :4], **CALLS[call])
     assert moe_ops.generation_report(twin)[0].captured == (call != "one token")
     assert not twin._moe_ops_generation.told
+
+
+def test_the_last_slot_is_used(model: Any) -> None:
+    ids = torch.randint(16, 90, (1, 255))
+    twin = twin_of(model)
+    check(model, twin, ids, max_new_tokens=2)
+    assert [r.slots for r in moe_ops.generation_report(twin)] == [256]
+    check(model, twin, ids, max_new_tokens=3)
+    assert [r.slots for r in moe_ops.generation_report(twin)] == [256, 512]
 
 
 def test_left_padding_and_odd_masks(model: Any, ids: Tensor) -> None:

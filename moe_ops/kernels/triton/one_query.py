@@ -28,15 +28,15 @@ def attend(q_BHD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, mask_BS: Tensor, scale
         mask_BS,
         out,
         scale,
-        slots,
         N,
         mask_BS.stride(0),
+        slots=slots,
         G=group,
-        BG=max(16, triton.next_power_of_2(group)),
+        BG=max(16, _power_of_two(group)),
         D=D,
         DV=DV,
         BS=64,
-        BL=triton.next_power_of_2(slots),
+        BL=_power_of_two(slots),
         num_warps=4,
     )
     return out
@@ -48,11 +48,17 @@ def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return "needs CUDA"
     if k.shape[2] > MOST_SLOTS:
         return f"has {k.shape[2]} slots, more than {MOST_SLOTS}"
-    if any(d < 16 or d > 256 or d & (d - 1) for d in (k.shape[3], v.shape[3])):
-        return "heads are no power of two from 16 to 256"
+    for size in (k.shape[3], v.shape[3]):
+        if not 16 <= size <= 256 or size != _power_of_two(size):
+            return f"heads of {size}, no power of two from 16 to 256"
     if not (k.is_contiguous() and v.is_contiguous()):
         return "the cache is a view"
     return None
+
+
+def _power_of_two(n: int) -> int:
+    """The next one. Dynamo can trace it, other than triton's own."""
+    return 1 << (n - 1).bit_length()
 
 
 @triton.jit
@@ -63,9 +69,9 @@ def one_query_kernel(
     mask_ptr,
     out_ptr,
     scale,
-    slots,
     N,
     mask_stride,
+    slots: tl.constexpr,
     G: tl.constexpr,
     BG: tl.constexpr,
     D: tl.constexpr,
@@ -87,9 +93,10 @@ def one_query_kernel(
     high = tl.full((BG,), float("-inf"), tl.float32)
     total = tl.zeros((BG,), tl.float32)
     acc = tl.zeros((BG, DV), tl.float32)
-    for start in range(0, end, BS):
+    # All tiles, as only a known number of them is pipelined; those behind the end read nothing.
+    for start in range(0, slots, BS):
         at = start + tl.arange(0, BS)
-        inside = at < slots
+        inside = at < end
         seen = tl.load(mask_ptr + at, mask=inside, other=0).to(tl.int32) != 0
         where = (pair * slots + at)[:, None]
         k = tl.load(k_ptr + where * D + dims[None, :], mask=inside[:, None], other=0.0)
