@@ -32,10 +32,12 @@ def quicken(twin: nn.Module, model: nn.Module, options: Mapping[str, Any]) -> No
     from moe_ops.hf.steps import Tools
 
     on_gpu = any(p.is_cuda for p in model.parameters())
-    step_options = {**(STEP_OPTIONS if on_gpu else {}), **options}
+    # The graphs are ours; Inductor's own, of each region, would be in their way.
+    prompt_options = {**options, "triton.cudagraphs": False}
+    step_options = {**(STEP_OPTIONS if on_gpu else {}), **prompt_options}
 
     def compile_prompt(function: Callable[..., Any]) -> Callable[..., Any]:
-        return PromptRegion(torch.compile(function, options=dict(options)))
+        return PromptRegion(torch.compile(function, options=dict(prompt_options)))
 
     def compile_step(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, dynamic=False, options=dict(step_options))

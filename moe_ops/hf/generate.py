@@ -181,9 +181,13 @@ class QuickGenerate:
             return out
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: Any, generation_mode: Any, *rest: Any, **kw: Any
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
     ) -> Any:
-        batch_size, length = (*rest, *kw.values())
         state = self._moe_ops_generation
         reason = call_refusal(self, generation_config, model_kwargs, generation_mode)
         if state.inside == 0:
@@ -191,10 +195,10 @@ class QuickGenerate:
         if reason:
             state.tell(reason)
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
-                generation_config, model_kwargs, generation_mode, batch_size, length
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-        model_kwargs[CACHE] = state.lease(rows, length)
+        model_kwargs[CACHE] = state.lease(rows, max_cache_length)
         return None
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ from moe_ops.hf.slots import Slots
 log = logging.getLogger("moe_ops")
 
 LEAST_SLOTS = 256
+COARSE_SLOTS = 4096
 MOST_STEPS = 8  # sizes whose buffers and graph are kept
 
 
@@ -78,7 +79,10 @@ def rows_for(batch: int) -> int:
 
 
 def slots_for(length: int) -> int:
-    """The slots that serve a length: the next power of two, so that lengths share a graph."""
+    """The slots that serve a length, so that lengths share a graph: the next power of two, and from
+    `COARSE_SLOTS` on, where doubling takes too much memory, the next multiple of that."""
+    if length > COARSE_SLOTS:
+        return -(-length // COARSE_SLOTS) * COARSE_SLOTS
     return max(LEAST_SLOTS, 1 << (length - 1).bit_length())
 
 
@@ -136,6 +140,7 @@ class Steps:
         positions = position_ids.expand(B, S).contiguous()
         self.batch = B
         kwargs["past_key_values"] = self.cache
+        self.decoder.tell("compiling the layers for prompts")
         with plain_tensors():
             self.decoder.regions.region = self.decoder.prompt_region
             out = self.decoder.regions.model(
@@ -229,7 +234,8 @@ class Decoder:
         self.regions = Regions(model)
         self.prompt_region = ByKind("prompt", tools.compile_prompt)
         self._idle: OrderedDict[tuple[int, int], Steps] = OrderedDict()
-        self._addresses = addresses(model)
+        self._addresses: tuple[int, ...] = ()
+        self._told: set[str] = set()
 
     def lease(self, batch: int, length: int) -> Steps:
         """Steps that nobody else has, for `batch` sequences of `length` tokens.
@@ -238,7 +244,8 @@ class Decoder:
         """
         now = addresses(self.model)
         if now != self._addresses:
-            log.info("generate: weights were replaced, so steps are captured again")
+            if self._addresses:
+                log.info("generate: weights were replaced, so steps are captured again")
             for idle in self._idle.values():
                 idle.forget_graph()
             self._addresses = now
@@ -257,6 +264,12 @@ class Decoder:
     def report(self) -> list[StepsReport]:
         """The sizes that are kept, the one used last at the end."""
         return [steps.report() for steps in self._idle.values()]
+
+    def tell(self, text: str) -> None:
+        """Log what is about to take a while, once."""
+        if text not in self._told:
+            self._told.add(text)
+            log.info("generate: %s", text)
 
     @contextmanager
     def one_query(self) -> Iterator[None]:

@@ -184,7 +184,8 @@ def test_the_callers_mode_does_not_matter(model: Any, ids: Tensor) -> None:
 
 def test_sizes_are_rounded_up_and_the_one_used_longest_ago_is_dropped(model: Any) -> None:
     assert [rows_for(n) for n in (1, 2, 3, 8, 9)] == [1, 2, 4, 8, 16]
-    assert [slots_for(n) for n in (1, 256, 257, 5000)] == [256, 256, 512, 8192]
+    assert [slots_for(n) for n in (1, 256, 257, 4096)] == [256, 256, 512, 4096]
+    assert [slots_for(n) for n in (4097, 9000)] == [8192, 12288]
     decoder = Decoder(model, uncompiled(), most=2)
     first = decoder.lease(3, 100)
     decoder.give_back(first)
@@ -308,6 +309,15 @@ def test_compiled_families(family: str) -> None:
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     check(model, twin, ids, attention_mask=mask)
+
+
+@pytest.mark.slow
+def test_an_optimized_model_with_inductors_own_graphs_asked_for(ids: Tensor) -> None:
+    torch._dynamo.reset()
+    model = families.build("qwen3_moe").model
+    twin = moe_ops.compile(moe_ops.optimize(model), mode="reduce-overhead")
+    check(model, twin, ids)
+    check(model, twin, ids[:, :3], num_beams=2)
 
 
 @pytest.mark.slow
