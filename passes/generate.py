@@ -31,22 +31,22 @@ def quicken(twin: nn.Module, model: nn.Module, options: Mapping[str, Any]) -> No
     from moe_ops.hf.generate import quicken as give
     from moe_ops.hf.steps import Tools
 
-    on_gpu = any(p.is_cuda for p in model.parameters())
     # The graphs are ours; Inductor's own, of each region, would be in their way.
     prompt_options = {**options, "triton.cudagraphs": False}
-    step_options = {**(STEP_OPTIONS if on_gpu else {}), **prompt_options}
 
     def compile_prompt(function: Callable[..., Any]) -> Callable[..., Any]:
         return PromptRegion(torch.compile(function, options=dict(prompt_options)))
 
     def compile_step(function: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(function, dynamic=False, options=dict(step_options))
+        on_gpu = any(p.is_cuda for p in model.parameters())  # by now, which may be later
+        step_options = {**(STEP_OPTIONS if on_gpu else {}), **prompt_options}
+        return torch.compile(function, dynamic=False, options=step_options)
 
     memory = Memory()
     tools = Tools(
         compile_prompt=compile_prompt,
         compile_step=compile_step,
-        capture=memory.capture if on_gpu else None,
+        capture=memory.capture,
     )
     give(twin, model, tools)
 
@@ -57,7 +57,11 @@ class Memory:
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def capture(self, function: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], None]:
+    def capture(
+        self, function: Callable[[], None], state: Sequence[Tensor]
+    ) -> Callable[[], None] | None:
+        if not all(t.is_cuda for t in state):
+            return None
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         return capture_call(function, state, pool=self._pool).replay

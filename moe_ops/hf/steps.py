@@ -34,13 +34,13 @@ class Tools:
 
     `compile_prompt` compiles a region for any number of sequences and tokens, `compile_step` for
     the sizes of its first call. `capture(function, state)` makes a call that repeats
-    `function` without the host; the tensors of `state` are those that function changes. None: there
-    is nothing to capture with.
+    `function` without the host; the tensors of `state` are those that function changes. It gives
+    None where there is nothing to capture with, and raises RuntimeError if it fails.
     """
 
     compile_prompt: Callable[[Region], Region]
     compile_step: Callable[[Callable[..., Any]], Callable[..., Any]]
-    capture: Callable[[Callable[[], None], Sequence[Tensor]], Callable[[], None]] | None
+    capture: Callable[[Callable[[], None], Sequence[Tensor]], Callable[[], None] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,15 +187,16 @@ class Steps:
             self.filled.add_(1)
 
     def _captured(self) -> Callable[[], None]:
-        capture = self.decoder.tools.capture
-        if capture is None:
-            return self._run
         start = time.perf_counter()
-        log.info("generate: %d x %d: compiling and capturing a step", self.rows, self.slots)
+        log.info("generate: making a step of %d rows, %d slots", self.rows, self.slots)
         try:
-            replay = capture(self._run, (self.valid, self.positions, self.filled))
+            replay = self.decoder.tools.capture(
+                self._run, (self.valid, self.positions, self.filled)
+            )
         except RuntimeError as error:
             log.warning("generate: steps run uncaptured, as they cannot be captured: %s", error)
+            return self._run
+        if replay is None:
             return self._run
         self.captured = True
         log.info("generate: a step is ready after %.1f s", time.perf_counter() - start)
@@ -248,6 +249,8 @@ class Decoder:
                 log.info("generate: weights were replaced, so steps are captured again")
             for idle in self._idle.values():
                 idle.forget_graph()
+            if any(s.filled.device != self.model.device for s in self._idle.values()):
+                self._idle.clear()
             self._addresses = now
         key = rows_for(batch), slots_for(length)
         steps = self._idle.pop(key, None) or Steps(self, *key)

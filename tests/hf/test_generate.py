@@ -26,7 +26,11 @@ PLAIN = {"max_new_tokens": 9, "pad_token_id": 0, "eos_token_id": None}
 
 
 def uncompiled(**more: Any) -> Tools:
-    return Tools(**{"compile_prompt": as_is, "compile_step": as_is, "capture": None, **more})
+    return Tools(**{"compile_prompt": as_is, "compile_step": as_is, "capture": nothing, **more})
+
+
+def nothing(function: Any, state: Any) -> None:
+    return None
 
 
 def as_is(function: Any) -> Any:

@@ -98,6 +98,17 @@ def test_other_streams_and_modes() -> None:
     check(model, twin, ids + 1)
 
 
+def test_a_model_that_is_moved_after_it_was_compiled() -> None:
+    model = families.build("qwen3_moe").model
+    twin = moe_ops.compile(model)
+    ids = torch.randint(16, 90, (2, 9))
+    check(model, twin, ids)
+    model.cuda()
+    check(model, twin, ids.cuda())
+    (report,) = moe_ops.generation_report(twin)
+    assert report.captured
+
+
 def test_replaced_weights() -> None:
     model, twin = pair("qwen3_moe")
     ids = torch.randint(16, 90, (2, 9), device="cuda")
