@@ -15,6 +15,7 @@ from torch._inductor import list_mode_options
 from torch.fx.experimental import _config as shape_config
 
 from moe_ops.passes.context import Options
+from moe_ops.passes.generate import STEP_OPTIONS, is_transformers_model, quicken
 from moe_ops.passes.pipeline import Hook, Pipeline, as_tuple
 from moe_ops.passes.sizes import HAS_OBLIVIOUS, OBLIVIOUS
 
@@ -70,6 +71,11 @@ def compile(
     False: none; each shape has its graph.
     A size on which the model branches costs one more graph. The marks stay on the tensors given.
 
+    The twin of a transformers model has a `generate` of ours, with transformers' arguments and
+    results: prompts of any length through one compiled layer, then steps that on a GPU are one
+    CUDA graph each, by batch and length rounded up to powers of two. Calls that it does not serve
+    run transformers' own way, for a reason that is logged.
+
     Raises TypeError if `model` is not a module.
     """
     if not isinstance(model, nn.Module):
@@ -83,7 +89,23 @@ def compile(
     twin = copy.copy(model)  # shares the tables of parameters, buffers and submodules
     call = torch.compile(twin._call_impl, fullgraph=fullgraph, dynamic=dynamic, options=merged)
     twin._compiled_call_impl = Compiled(twin._call_impl, call, merged[HOOK], dynamic)
+    if is_transformers_model(model):
+        quicken(twin, model, merged)
     return twin
+
+
+def compile_config(*, extra: Mapping[str, Any] | None = None, **options: Any) -> Any:
+    """transformers' `CompileConfig` with our passes, for a `generate` that compiles by itself.
+
+        model.generate(ids, cache_implementation="static", compile_config=moe_ops.compile_config())
+
+    The arguments are those of `inductor_options`. Only steps are compiled, and a new length of the
+    cache compiles again; `compile` does better. Needs transformers.
+    """
+    from moe_ops.hf.generate import config_with
+
+    defaults = {"triton.cudagraphs": True, **STEP_OPTIONS}
+    return config_with(inductor_options(extra={**defaults, **(extra or {})}, **options))
 
 
 def pipeline_of(model: nn.Module) -> Pipeline:

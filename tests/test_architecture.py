@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "spec": May(),
     "shapes": May(),
     "fake_impls": May(),
+    "arena": May(),
     "testing": May(LOW),
     "ops": May(LOW | {"fake_impls", "quant"}),
     "kernels": May(packages=frozenset({"torch", "triton"})),
@@ -53,7 +54,7 @@ MAY_IMPORT = {
         BELOW_LAYER | {"testing", "layer", "layer_options", "weights", "hf", "passes"},
         frozenset({"torch", "transformers", "matplotlib", "safetensors"}),
     ),
-    "passes": May(BELOW_LAYER | {"layer", "hf"}),
+    "passes": May(BELOW_LAYER | {"layer", "hf", "arena"}),
     "__main__": May(frozenset({"shapes", "hf", "passes"}), frozenset({"torch", "transformers"})),
     FACADE: May(BELOW_LAYER | {"layer", "layer_options", "hf", "passes"}),
 }

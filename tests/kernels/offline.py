@@ -27,13 +27,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from moe_ops.kernels.triton import combine, grouped_plain, routing, rows, sort, tiny
+from moe_ops.kernels.triton import combine, grouped_plain, one_query, routing, rows, sort, tiny
 from moe_ops.ops import experts, route
 from moe_ops.testing import ACTIVATIONS, LAYERS
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
     torch.int32: "*i32", torch.int64: "*i64",
+    torch.bool: "*i1",
 }  # fmt: skip
 
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}  # bytes that a block may use
@@ -54,7 +55,8 @@ def source_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
             constants[(index,)] = value
             continue
         whole = isinstance(value, Tensor) or (value % 16 == 0 and not plain)
-        signature[param.name] = TYPES[value.dtype] if isinstance(value, Tensor) else "i32"
+        scalar = "fp32" if isinstance(value, float) else "i32"
+        signature[param.name] = TYPES[value.dtype] if isinstance(value, Tensor) else scalar
         if whole:
             attributes[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
@@ -110,9 +112,19 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             for T in tokens:
                 yield f"{name} {backend} {T}", lambda c=case, b=backend, t=T: layer(c, b, t)
         yield f"{name} route", lambda c=case: routed(c)
+    for shape in ((4, 8, 256), (8, 4, 1024), (16, 1, 512)):
+        yield f"one query {shape}", lambda s=shape: attended(*s)
     for name, args in ACTIVATIONS.items():
         for backend in ("tiny", "rows", "grouped"):
             yield f"{name} {backend}", lambda b=backend, a=args: layer(LAYERS["olmoe"], b, 4, **a)
+
+
+def attended(heads: int, group: int, slots: int) -> None:
+    dtype = torch.bfloat16
+    q = torch.empty(2, heads * group, 128, dtype=dtype, device="meta")
+    k = torch.empty(2, heads, slots, 128, dtype=dtype, device="meta")
+    mask = torch.empty(2, slots, dtype=torch.bool, device="meta")
+    one_query.attend(q, k, k, mask, 0.088)
 
 
 def routed(case: Any) -> None:

@@ -1,0 +1,254 @@
+"""`generate` of a real-size MoE model with random weights: transformers' own, and ours.
+
+    python examples/generate.py --model qwen3-30b --batch 1 8 32 --stock max-autotune
+
+Prints decoded tokens per second (between 64 and 128 new tokens), the time of a prompt, of the first
+call, the memory beyond weights and key-value cache, and where a step's time goes. A second run
+of the same command finds the compiled code in torch's caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import re
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import CompileConfig, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers.initialization import no_init_weights
+
+import moe_ops
+
+Configs = dict[str, Callable[..., Any]]
+CONFIGS: Configs = {
+    "qwen3-30b": lambda layers: Qwen3MoeConfig(
+        hidden_size=2048,
+        num_hidden_layers=layers or 48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        vocab_size=151936,
+    ),
+    "mixtral-8x7b": lambda layers: MixtralConfig(num_hidden_layers=layers or 32),
+    "gpt-oss-20b": lambda layers: GptOssConfig(
+        num_hidden_layers=layers or 24, num_local_experts=32
+    ),
+    "olmoe": lambda layers: OlmoeConfig(
+        num_hidden_layers=layers or 16, intermediate_size=1024, norm_topk_prob=False
+    ),
+    "tiny": lambda layers: Qwen3MoeConfig(
+        hidden_size=64,
+        num_hidden_layers=layers or 2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=256,
+    ),
+}
+# Names of GPU kernels, the first that fits; Inductor's own are named after what they compute.
+PARTS = {
+    "MoE": r"tiny_(up|down)|rows_(up|down)|_grouped|grouped_mm|route|sort_kernel|count_kernel"
+    r"|place_kernel|sum_kernel|tile_map|moe",
+    "attention": r"softmax|attention|fmha|flash|bmm|index_copy|index_put|scatter|one_query",
+    "rest": r"",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """One way to generate at one batch size."""
+
+    way: str
+    batch: int
+    first_call_s: float
+    prompt_ms: float
+    step_ms: float
+    tokens_per_s: float
+    extra_gb: float
+
+
+def say(text: str) -> None:
+    print(f"[{time.perf_counter() - START:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+
+def build(name: str, layers: int | None, device: str) -> Any:
+    """The model on its device in bfloat16, its weights small normal values."""
+    config = CONFIGS[name](layers)
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device), no_init_weights():
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    finally:
+        torch.set_default_dtype(dtype)
+    for key, weight in model.named_parameters():
+        if key.endswith("bias"):
+            weight.data.zero_()
+        elif weight.dim() == 1:
+            weight.data.fill_(1)
+        else:
+            weight.data.normal_(std=0.02)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """The wall time of a call, its work on a GPU included."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def cache_bytes(model: Any, batch: int, length: int) -> int:
+    """Keys and values of the sequences, or of all sizes for which they are kept."""
+    try:
+        return sum(r.cache_bytes for r in moe_ops.generation_report(model))
+    except ValueError:  # transformers' own
+        config = model.config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * size
+    return batch * length * per_token * 2
+
+
+def measure(way: str, model: Any, ids: Tensor, tokens: tuple[int, int], **kwargs: Any) -> Speed:
+    """Time `generate`; what it takes for all new tokens less what it takes for half is decoding."""
+    few, many = tokens
+    batch, prompt = ids.shape
+
+    def call(n: int) -> Callable[[], Any]:
+        return lambda: model.generate(ids, max_new_tokens=n, do_sample=False, **kwargs)
+
+    gpu = torch.cuda.is_available()
+    say(f"{way}, batch {batch}: first call")
+    first = seconds(call(many))
+    say(f"{way}, batch {batch}: {first:.1f} s; timing")
+    if gpu:  # what tuning took is no longer needed
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    times = {n: statistics.median(seconds(call(n)) for _ in range(3)) for n in (1, few, many)}
+    step = (times[many] - times[few]) / (many - few)
+    used = torch.cuda.max_memory_reserved() if gpu else 0
+    weights = sum(p.nbytes for p in model.parameters())
+    extra = max(0, used - weights - cache_bytes(model, batch, prompt + many))
+    return Speed(
+        way=way,
+        batch=batch,
+        first_call_s=first,
+        prompt_ms=times[1] * 1e3,
+        step_ms=step * 1e3,
+        tokens_per_s=batch / step,
+        extra_gb=extra / 1e9,
+    )
+
+
+def breakdown(model: Any, ids: Tensor) -> tuple[dict[str, float], list[tuple[str, float]]]:
+    """The ms that kernels of each part take in one step, and the kernels that take most."""
+    from torch.profiler import ProfilerActivity, profile
+
+    steps = 16
+    totals: list[Counter[str]] = []
+    for n in (1, 1 + steps):  # the difference is steps alone
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            seconds(lambda n=n: model.generate(ids, max_new_tokens=n, do_sample=False))  # type: ignore[misc]
+        totals.append(Counter())
+        for event in profiler.key_averages():
+            totals[-1][event.key] += event.self_device_time_total / 1e3 / steps
+    totals[1].subtract(totals[0])
+    parts = dict.fromkeys(PARTS, 0.0)
+    for kernel, ms in totals[1].items():
+        part = next(p for p, names in PARTS.items() if re.search(names, kernel))
+        parts[part] += ms
+    return parts, [(kernel, ms) for kernel, ms in totals[1].most_common(20) if ms > 0]
+
+
+def table(speeds: list[Speed]) -> str:
+    lines = [
+        f"{'way':<14}{'batch':>6}{'first s':>9}{'prompt ms':>11}{'step ms':>9}{'tok/s':>9}{'GB':>7}"
+    ]
+    lines += [
+        f"{s.way:<14}{s.batch:>6}{s.first_call_s:>9.1f}{s.prompt_ms:>11.1f}{s.step_ms:>9.2f}"
+        f"{s.tokens_per_s:>9.0f}{s.extra_gb:>7.2f}"
+        for s in speeds
+    ]
+    return "\n".join(lines)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", choices=CONFIGS, default="qwen3-30b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
+    parser.add_argument("--tokens", type=int, nargs=2, default=[64, 128], metavar=("FEW", "MANY"))
+    parser.add_argument("--stock", choices=["default", "max-autotune", "none"], default="default")
+    parser.add_argument("--inductor", default="{}", help="more options of Inductor, as JSON")
+    parser.add_argument("--profile", action="store_true", help="where a step's time goes")
+    parser.add_argument("--json", help="also write the figures to this file")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
+    logging.basicConfig(format="           %(message)s")
+    logging.getLogger("moe_ops").setLevel(logging.INFO)
+    transformers.logging.set_verbosity_error()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    say(f"building {args.model} on {device}")
+    model = build(args.model, args.layers, device)
+    weights = sum(p.numel() for p in model.parameters())
+    say(f"{weights / 1e9:.2f} B parameters; torch {torch.__version__}")
+
+    speeds, steps = [], {}
+    ours = moe_ops.compile(model, extra=json.loads(args.inductor))
+    prompts = {b: torch.randint(3, 255, (b, args.prompt), device=device) for b in args.batch}
+    for batch, ids in prompts.items():
+        speeds.append(measure("moe_ops", ours, ids, args.tokens))
+        if args.profile and device == "cuda":
+            parts, kernels = breakdown(ours, ids)
+            steps[batch] = {"ms": parts, "kernels": kernels}
+            say(f"batch {batch}, ms of a step: {parts}")
+            for kernel, ms in kernels:
+                say(f"    {ms:8.4f} ms  {kernel[:100]}")
+    for report in moe_ops.generation_report(ours):
+        say(str(report))
+    if args.stock != "none":
+        del ours
+        kwargs: dict[str, Any] = {"cache_implementation": "static"}
+        if args.stock == "max-autotune":
+            kwargs["compile_config"] = CompileConfig(mode="max-autotune")
+        for ids in prompts.values():
+            speeds.append(measure(args.stock, model, ids, args.tokens, **kwargs))
+    print(table(speeds))
+    if args.json:
+        figures = {"arguments": vars(args), "device": device, "torch": torch.__version__}
+        figures |= {"speeds": [asdict(s) for s in speeds], "steps": steps}
+        with open(args.json, "w") as file:
+            json.dump(figures, file, indent=2)
+
+
+START = time.perf_counter()
+
+if __name__ == "__main__":
+    main()

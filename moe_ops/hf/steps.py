@@ -1,0 +1,300 @@
+"""The steps of `generate`: a prompt through compiled layers, then one token per step from buffers
+that stay where they are, captured whole where there are CUDA graphs."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
+
+from moe_ops.hf import one_query
+from moe_ops.hf.regions import ByKind, Region, Regions, addresses, own_code
+from moe_ops.hf.slots import Slots
+
+log = logging.getLogger("moe_ops")
+
+LEAST_SLOTS = 256
+COARSE_SLOTS = 4096
+MOST_STEPS = 8  # sizes whose buffers and graph are kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """What compiles and captures.
+
+    `compile_prompt` compiles a region for any number of sequences and tokens, `compile_step` for
+    the sizes of its first call. `capture(function, state)` makes a call that repeats
+    `function` without the host; the tensors of `state` are those that function changes. It gives
+    None where there is nothing to capture with, and raises RuntimeError if it fails.
+    """
+
+    compile_prompt: Callable[[Region], Region]
+    compile_step: Callable[[Callable[..., Any]], Callable[..., Any]]
+    capture: Callable[[Callable[[], None], Sequence[Tensor]], Callable[[], None] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsReport:
+    """The buffers and the graph for one size: its steps so far, its memory."""
+
+    rows: int
+    slots: int
+    steps: int
+    captured: bool
+    cache_bytes: int
+
+
+class Sizes:
+    """The lengths of a cache, as transformers' mask functions ask for them."""
+
+    is_compileable = True
+    is_sliding = (False,)
+
+    def __init__(self, slots: int, filled: Tensor) -> None:
+        self.slots = slots
+        self.filled = filled
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        return self.filled
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.slots, 0
+
+
+def rows_for(batch: int) -> int:
+    """The rows that serve a batch: the next power of two."""
+    return 1 << (batch - 1).bit_length()
+
+
+def slots_for(length: int) -> int:
+    """The slots that serve a length, so that lengths share a graph: the next power of two, and from
+    `COARSE_SLOTS` on, where doubling takes too much memory, the next multiple of that."""
+    if length > COARSE_SLOTS:
+        return -(-length // COARSE_SLOTS) * COARSE_SLOTS
+    return max(LEAST_SLOTS, 1 << (length - 1).bit_length())
+
+
+@contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Whatever the caller's mode, what is made here is a normal tensor without gradient, so that
+    one compiled variant serves all callers."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class Steps:
+    """Buffers for up to `rows` sequences of up to `slots` tokens, and the code of one step.
+
+    A batch smaller than `rows` is padded with copies of its first sequence, which choose the same
+    experts and so read no further weights.
+    """
+
+    def __init__(self, decoder: Decoder, rows: int, slots: int) -> None:
+        self.decoder = decoder
+        self.rows = rows
+        self.slots = slots
+        self.batch = rows
+        self.count = 0
+        self.replay: Callable[[], None] | None = None
+        self.captured = False
+        device = decoder.model.device
+        with plain_tensors():
+            self.ids = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+            self.positions = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+            self.filled = torch.zeros((), dtype=torch.int64, device=device)
+            self.valid = torch.zeros(rows, slots, dtype=torch.bool, device=device)
+            self.like = torch.empty(rows, 1, 0, dtype=decoder.model.dtype, device=device)
+        self.logits: Tensor | None = None
+        self.cache = Slots(decoder.regions.layers, rows, slots, self.filled)
+        self.cache.steps = weakref.ref(self)
+        self.sizes = Sizes(slots, self.filled)
+        self.region = ByKind(f"step_{rows}x{slots}", decoder.tools.compile_step)
+        self.masks = decoder.tools.compile_step(own_code(masks, f"masks_{rows}x{slots}"))
+
+    def read(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The model's output for the prompts, whose keys and values are then in the slots."""
+        B, S = input_ids.shape
+        mask = attention_mask
+        if mask is not None and bool(mask.all()):
+            mask = None  # what is not masked can take the quickest attention
+        if position_ids is None:
+            position_ids = torch.arange(S, device=input_ids.device)[None]
+        positions = position_ids.expand(B, S).contiguous()
+        self.batch = B
+        kwargs["past_key_values"] = self.cache
+        self.decoder.tell("compiling the layers for prompts")
+        with plain_tensors():
+            self.decoder.regions.region = self.decoder.prompt_region
+            out = self.decoder.regions.model(
+                input_ids=input_ids, attention_mask=mask, position_ids=positions, **kwargs
+            )
+            self.valid.zero_()
+            self.valid[:B, :S] = True if mask is None else mask.bool()
+            self.positions[:B].copy_(positions[:, -1:] + 1)
+            for buffer in (self.valid, self.positions):
+                buffer[B:].copy_(buffer[:1].expand(self.rows - B, -1))
+            self.filled.fill_(S)
+        self.cache.filling = False
+        return out
+
+    def step(self, ids: Tensor) -> Tensor:
+        """The logits [B, 1, V] after one more token per sequence, valid until the next step."""
+        self.ids[: self.batch].copy_(ids)
+        if self.batch < self.rows:
+            self.ids[self.batch :].copy_(ids[:1].expand(self.rows - self.batch, -1))
+        if self.replay is None:
+            self.replay = self._captured()
+        self.replay()
+        self.count += 1
+        assert self.logits is not None
+        return self.logits[: self.batch]
+
+    def _run(self) -> None:
+        """One step, of which everything but the ids is in buffers that it advances itself."""
+        regions, model = self.decoder.regions, self.decoder.model
+        regions.region = self.region
+        with plain_tensors():
+            self.valid.index_fill_(1, self.filled.view(1), True)
+            mask = self.masks(model.config, self.like, self.valid, self.sizes, self.positions)
+            with self.decoder.one_query():
+                out = regions.model(
+                    input_ids=self.ids,
+                    attention_mask=mask,
+                    position_ids=self.positions,
+                    past_key_values=self.cache,
+                    use_cache=True,
+                )
+            self.logits = out.logits
+            self.positions.add_(1)
+            self.filled.add_(1)
+
+    def _captured(self) -> Callable[[], None]:
+        start = time.perf_counter()
+        log.info("generate: making a step of %d rows, %d slots", self.rows, self.slots)
+        try:
+            replay = self.decoder.tools.capture(
+                self._run, (self.valid, self.positions, self.filled)
+            )
+        except RuntimeError as error:
+            log.warning("generate: steps run uncaptured, as they cannot be captured: %s", error)
+            return self._run
+        if replay is None:
+            return self._run
+        self.captured = True
+        log.info("generate: a step is ready after %.1f s", time.perf_counter() - start)
+        return replay
+
+    def forget_graph(self) -> None:
+        self.replay, self.captured = None, False
+
+    def dynamic_cache(self) -> DynamicCache:
+        """A copy of the keys and values that the caller may keep."""
+        cache = DynamicCache()
+        n = int(self.filled)
+        for i, layer in enumerate(self.cache.layers):
+            keys, values = (b[: self.batch, :, :n].clone() for b in (layer.keys, layer.values))
+            cache.update(keys, values, i)
+        return cache
+
+    def report(self) -> StepsReport:
+        return StepsReport(
+            rows=self.rows,
+            slots=self.slots,
+            steps=self.count,
+            captured=self.captured,
+            cache_bytes=self.cache.nbytes,
+        )
+
+
+class Decoder:
+    """A model for `generate`: its compiled regions, and the steps of the sizes used last."""
+
+    def __init__(self, model: PreTrainedModel, tools: Tools, *, most: int = MOST_STEPS) -> None:
+        one_query.register()
+        self.model = model
+        self.tools = tools
+        self.most = most
+        self.regions = Regions(model)
+        self.prompt_region = ByKind("prompt", tools.compile_prompt)
+        self._idle: OrderedDict[tuple[int, int], Steps] = OrderedDict()
+        self._addresses: tuple[int, ...] = ()
+        self._told: set[str] = set()
+
+    def lease(self, batch: int, length: int) -> Steps:
+        """Steps that nobody else has, for `batch` sequences of `length` tokens.
+
+        Graphs of weights that are no longer where they were are forgotten first.
+        """
+        now = addresses(self.model)
+        if now != self._addresses:
+            if self._addresses:
+                log.info("generate: weights were replaced, so steps are captured again")
+            for idle in self._idle.values():
+                idle.forget_graph()
+            if any(s.filled.device != self.model.device for s in self._idle.values()):
+                self._idle.clear()
+            self._addresses = now
+        key = rows_for(batch), slots_for(length)
+        steps = self._idle.pop(key, None) or Steps(self, *key)
+        steps.cache.filling = True
+        steps.batch = batch
+        return steps
+
+    def give_back(self, steps: Steps) -> None:
+        self._idle[steps.rows, steps.slots] = steps
+        while len(self._idle) > self.most:
+            (rows, slots), _ = self._idle.popitem(last=False)
+            log.info("generate: dropped the buffers of %d x %d, used longest ago", rows, slots)
+
+    def report(self) -> list[StepsReport]:
+        """The sizes that are kept, the one used last at the end."""
+        return [steps.report() for steps in self._idle.values()]
+
+    def tell(self, text: str) -> None:
+        """Log what is about to take a while, once."""
+        if text not in self._told:
+            self._told.add(text)
+            log.info("generate: %s", text)
+
+    @contextmanager
+    def one_query(self) -> Iterator[None]:
+        """transformers' "sdpa" replaced by the attention for one query."""
+        config = self.model.config.get_text_config(decoder=True)
+        before = config._attn_implementation_internal
+        if before != "sdpa":
+            yield
+            return
+        config._attn_implementation_internal = one_query.NAME
+        try:
+            yield
+        finally:
+            config._attn_implementation_internal = before
+
+
+def masks(config: Any, like: Tensor, valid: Tensor, sizes: Any, positions: Tensor) -> Any:
+    """The masks of one step, as transformers makes them for a model of this configuration."""
+    return create_masks_for_generate(
+        config=config,
+        inputs_embeds=like,
+        attention_mask=valid,
+        past_key_values=sizes,
+        position_ids=positions,
+    )

@@ -1,0 +1,103 @@
+"""What `generate` of a compiled Hugging Face model compiles and captures with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import mark_static, maybe_mark_dynamic
+from torch.fx.experimental import _config as shape_config
+from torch.utils import _pytree as pytree
+
+from moe_ops.passes.capture import capture_call
+from moe_ops.passes.sizes import HAS_OBLIVIOUS, OBLIVIOUS
+
+# With few rows a product is a reduction, which Inductor fuses and tunes; without this it calls
+# a library made for many.
+STEP_OPTIONS = {"coordinate_descent_tuning": True}
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Without importing transformers: it has been, if there is such a model."""
+    utils = sys.modules.get("transformers.modeling_utils")
+    return utils is not None and isinstance(model, utils.PreTrainedModel)
+
+
+def quicken(twin: nn.Module, model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Give a transformers model's compiled twin our `generate`."""
+    from moe_ops.hf.generate import quicken as give
+    from moe_ops.hf.steps import Tools
+
+    # The graphs are ours; Inductor's own, of each region, would be in their way.
+    prompt_options = {**options, "triton.cudagraphs": False}
+
+    def compile_prompt(function: Callable[..., Any]) -> Callable[..., Any]:
+        return PromptRegion(torch.compile(function, options=dict(prompt_options)))
+
+    def compile_step(function: Callable[..., Any]) -> Callable[..., Any]:
+        on_gpu = any(p.is_cuda for p in model.parameters())  # by now, which may be later
+        step_options = {**(STEP_OPTIONS if on_gpu else {}), **prompt_options}
+        return torch.compile(function, dynamic=False, options=step_options)
+
+    memory = Memory()
+    tools = Tools(
+        compile_prompt=compile_prompt,
+        compile_step=compile_step,
+        capture=memory.capture,
+    )
+    give(twin, model, tools)
+
+
+class Memory:
+    """The one pool of all graphs of a model, of which one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def capture(
+        self, function: Callable[[], None], state: Sequence[Tensor]
+    ) -> Callable[[], None] | None:
+        if not all(t.is_cuda for t in state):
+            return None
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return capture_call(function, state, pool=self._pool).replay
+
+
+class PromptRegion:
+    """Calls compiled code such that one graph serves every number of sequences and tokens.
+
+    The first tensor of the call, [B, S, D] or [B, S], tells these. A prompt of one token has
+    a graph of its own, as attention functions branch on it.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        B, S = tensors[0].shape[:2]
+        for x in tensors:
+            mark(x, B, S)
+        if not HAS_OBLIVIOUS:
+            return self.call(module, *args, **kwargs)
+        before = getattr(shape_config, OBLIVIOUS)
+        setattr(shape_config, OBLIVIOUS, True)
+        try:
+            return self.call(module, *args, **kwargs)
+        finally:
+            setattr(shape_config, OBLIVIOUS, before)
+
+
+def mark(x: Tensor, B: int, S: int) -> None:
+    """Mark the dims that count sequences and tokens: [B, S], [B, S, D], and masks [B, 1, S, S]."""
+    if x.dim() < 2:
+        return
+    if x.shape[0] == B:
+        maybe_mark_dynamic(x, 0)
+    for dim in (1,) if x.dim() < 4 else (2, 3):
+        if x.shape[dim] == S:
+            (maybe_mark_dynamic if S > 1 else mark_static)(x, dim)

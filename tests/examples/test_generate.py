@@ -1,0 +1,43 @@
+"""The examples of `generate` run as a user runs them, small, and print what they promise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done
+
+
+@pytest.mark.slow
+def test_stock_against_ours(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    sizes = ("--model", "tiny", "--batch", "1", "2", "--prompt", "4", "--tokens", "4", "8")
+    done = run("examples/generate.py", *sizes, "--json", str(figures))
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [row[:2] for row in rows[-4:]] == [
+        ["moe_ops", "1"],
+        ["moe_ops", "2"],
+        ["default", "1"],
+        ["default", "2"],
+    ]
+    speeds = json.loads(figures.read_text())["speeds"]
+    assert all(s["tokens_per_s"] > 0 and s["prompt_ms"] > 0 for s in speeds)
+
+
+@pytest.mark.slow
+def test_a_short_soak() -> None:
+    sizes = ("--calls", "40", "--warm-up", "20", "--batch", "2", "--prompt", "30", "--compare", "5")
+    done = run("examples/soak.py", *sizes)
+    assert "40 calls, 8 compared; 0 graphs compiled since the warm-up" in done.stdout

@@ -1,0 +1,173 @@
+"""`generate` by captured steps: the tokens of transformers, no recompilation, no growth."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import moe_ops
+from tests.hf import families
+
+pytestmark = pytest.mark.gpu
+PLAIN = {"max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}
+
+
+@pytest.fixture(autouse=True)
+def exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    torch._dynamo.reset()
+
+
+def pair(family: str) -> tuple[Any, Any]:
+    model = families.build(family).model.cuda()
+    return model, moe_ops.compile(model)
+
+
+def check(model: Any, twin: Any, ids: Tensor, **kwargs: Any) -> None:
+    kwargs = {**PLAIN, **kwargs}
+    torch.manual_seed(3)
+    want = model.generate(ids, **kwargs)
+    torch.manual_seed(3)
+    got = twin.generate(ids, **kwargs)
+    assert torch.equal(got, want), f"got {got.tolist()}, want {want.tolist()}"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "deepseek_v3"])
+def test_tokens_are_those_of_transformers(family: str) -> None:
+    model, twin = pair(family)
+    ids = torch.randint(16, 90, (3, 9), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    check(model, twin, ids)
+    check(model, twin, ids[:1, :4])
+    check(model, twin, ids, attention_mask=mask)
+    check(model, twin, ids, num_beams=2)
+    check(model, twin, ids, repetition_penalty=1.5)
+    check(model, twin, torch.randint(16, 90, (1, 255), device="cuda"), max_new_tokens=2)
+    assert all(report.captured for report in moe_ops.generation_report(twin))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("slots", [256, 512, 2048])
+def test_attention_of_one_query_is_compiled_without_a_break(slots: int, dtype: torch.dtype) -> None:
+    from moe_ops.hf.one_query import one_query_attention, register
+
+    register()
+    q = torch.randn(2, 32, 1, 128, device="cuda", dtype=dtype)
+    k, v = (torch.randn(2, 4, slots, 128, device="cuda", dtype=dtype) for _ in range(2))
+    mask = torch.zeros(2, 1, 1, slots, dtype=torch.bool, device="cuda")
+    mask[0, ..., :70] = True
+    mask[1, ..., 3:200] = True
+    module = torch.nn.Module()
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return one_query_attention(module, q, k, v, mask, scaling=128**-0.5)[0] * 2
+
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q.double(),
+        k.double().repeat_interleave(8, 1),
+        v.double().repeat_interleave(8, 1),
+        attn_mask=mask,
+    )
+    got = torch.compile(attention, fullgraph=True)(q, k, v, mask) / 2
+    tol = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.transpose(1, 2).double(), want, rtol=tol, atol=tol)
+
+
+def test_ends_are_found_though_they_are_checked_late() -> None:
+    model, twin = pair("qwen3_moe")
+    ids = torch.randint(16, 90, (2, 9), device="cuda")
+    tokens = model.generate(ids, **PLAIN)
+    for column in range(9, tokens.shape[1]):
+        check(model, twin, ids, eos_token_id=tokens[:, column].tolist())
+
+
+def test_other_streams_and_modes() -> None:
+    model, twin = pair("qwen3_moe")
+    ids = torch.randint(16, 90, (2, 9), device="cuda")
+    check(model, twin, ids)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()), torch.inference_mode():
+        check(model, twin, ids)
+    check(model, twin, ids + 1)
+
+
+def test_a_model_that_is_moved_after_it_was_compiled() -> None:
+    model = families.build("qwen3_moe").model
+    twin = moe_ops.compile(model)
+    ids = torch.randint(16, 90, (2, 9))
+    check(model, twin, ids)
+    model.cuda()
+    check(model, twin, ids.cuda())
+    (report,) = moe_ops.generation_report(twin)
+    assert report.captured
+
+
+def test_replaced_weights() -> None:
+    model, twin = pair("qwen3_moe")
+    ids = torch.randint(16, 90, (2, 9), device="cuda")
+    check(model, twin, ids)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+    check(model, twin, ids)
+    model.lm_head.weight.data = model.lm_head.weight.data.clone().neg_()
+    check(model, twin, ids)
+
+
+def test_a_model_that_cannot_be_captured_says_so_and_generates(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, twin = pair("qwen3_moe")
+    model.model.norm.register_forward_pre_hook(lambda module, args: float(args[0].sum()) and None)
+    ids = torch.randint(16, 90, (2, 9), device="cuda")
+    with caplog.at_level(logging.WARNING, "moe_ops"):
+        check(model, twin, ids)
+        check(model, twin, ids)
+    assert sum("cannot be captured" in r.getMessage() for r in caplog.records) == 1
+    assert torch.rand(4, device="cuda").sum().item() > 0
+
+
+def test_nothing_grows_and_nothing_is_compiled_after_the_warm_up() -> None:
+    _, twin = pair("qwen3_moe")
+    rng = random.Random(0)
+
+    def some() -> None:
+        shape = (rng.randint(1, 8), rng.randint(1, 100))
+        twin.generate(torch.randint(16, 90, shape, device="cuda"), **PLAIN)
+
+    for rows in (1, 2, 4, 8):
+        for length in (1, 50, 100):
+            twin.generate(torch.randint(16, 90, (rows, length), device="cuda"), **PLAIN)
+    for _ in range(20):
+        some()
+    torch.cuda.synchronize()
+    counters.clear()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    for _ in range(60):
+        some()
+    torch.cuda.synchronize()
+    assert counters["stats"]["unique_graphs"] == 0
+    assert torch.cuda.memory_allocated() <= before[0]
+    assert torch.cuda.memory_reserved() <= before[1] + (2 << 20)
+
+
+def test_continuous_batching() -> None:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    model = families.build("qwen3_moe").model.cuda()
+    ids = torch.randint(16, 90, (3, 9), device="cuda")
+    config = GenerationConfig(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=1)
+    want = [model.generate(row[None], generation_config=config)[0, 9:] for row in ids]
+    twin = moe_ops.compile(model)
+    blocks = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64)
+    with torch.no_grad():
+        out = twin.generate_batch(
+            ids.tolist(), generation_config=config, continuous_batching_config=blocks
+        )
+    assert [r.generated_tokens for r in out.values()] == [w.tolist() for w in want]
