@@ -66,6 +66,7 @@ def capture_call(
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
                 output = function()
         except Exception as error:
+            end_capture(stream)
             raise CaptureError(f"capture failed: {error}") from error
     finally:
         # A failed capture leaves its stream current.
@@ -73,6 +74,13 @@ def capture_call(
         caller.wait_stream(stream)
         restore(saved)
     return Captured(graph.replay, output, torch.cuda.memory_reserved() - before)
+
+
+def end_capture(stream: torch.cuda.Stream) -> None:
+    """Give torch's random numbers back, which a failed capture keeps until another one ends."""
+    graph, mode = torch.cuda.CUDAGraph(), "thread_local"
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
+        torch.zeros((), device=stream.device)
 
 
 def restore(saved: Iterable[tuple[Tensor, Tensor]]) -> None:

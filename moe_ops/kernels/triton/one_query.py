@@ -27,7 +27,6 @@ def attend(q_BHD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, mask_BS: Tensor, scale
         v_BNSD,
         mask_BS,
         out,
-        scale,
         N,
         mask_BS.stride(0),
         slots=slots,
@@ -37,6 +36,7 @@ def attend(q_BHD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, mask_BS: Tensor, scale
         DV=DV,
         BS=64,
         BL=_power_of_two(slots),
+        SCALE=scale,  # as an argument, Inductor makes it a float64
         num_warps=4,
     )
     return out
@@ -68,7 +68,6 @@ def one_query_kernel(
     v_ptr,
     mask_ptr,
     out_ptr,
-    scale,
     N,
     mask_stride,
     slots: tl.constexpr,
@@ -78,6 +77,7 @@ def one_query_kernel(
     DV: tl.constexpr,
     BS: tl.constexpr,
     BL: tl.constexpr,
+    SCALE: tl.constexpr,
 ):
     pair = tl.program_id(0).to(tl.int64)  # a sequence and a head of the cache
     mask_ptr += (pair // N) * mask_stride
@@ -100,7 +100,7 @@ def one_query_kernel(
         seen = tl.load(mask_ptr + at, mask=inside, other=0).to(tl.int32) != 0
         where = (pair * slots + at)[:, None]
         k = tl.load(k_ptr + where * D + dims[None, :], mask=inside[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new = tl.maximum(high, tl.max(scores, 1))
         # A tile without a seen slot leaves -inf, and -inf minus -inf is no number.

@@ -10,7 +10,9 @@ from torch import Tensor
 from moe_ops.kernels.triton.launch import pdl_options
 
 ONE_LAUNCH = 4096  # pairs up to which every program reads all of them
-CHUNK = 1024  # pairs a program sorts, beyond that
+# Pairs a program sorts, beyond that: the fewer, the sooner it is done, but every program reads the
+# counts of all.
+CHUNK, LARGE_CHUNK, MANY_PAIRS = 512, 1024, 2**17
 
 
 @triton.jit
@@ -121,15 +123,16 @@ def sort_pairs(
             E=E, BR=max(16, triton.next_power_of_2(R)), PDL=pdl, num_warps=4, **options,
         )  # fmt: skip
         return rows_R, inverse_R, ends_E
-    chunks = triton.cdiv(R, CHUNK)
+    chunk = CHUNK if R <= MANY_PAIRS else LARGE_CHUNK
+    chunks = triton.cdiv(R, chunk)
     BE = triton.next_power_of_2(E + 2)
     counts_CE = experts_TK.new_empty((chunks, E + 1), dtype=torch.int32)
     count_kernel[(chunks,)](
         experts_TK, expert_map, counts_CE, R, n_map,
-        E=E, BR=CHUNK, BE=BE, PDL=pdl, num_warps=4, **options,
+        E=E, BR=chunk, BE=BE, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
     place_kernel[(chunks,)](
         experts_TK, expert_map, counts_CE, rows_R, inverse_R, ends_E, R, n_map, chunks,
-        E=E, BR=CHUNK, BE=BE, BC=max(1, 8192 // BE), PDL=pdl, num_warps=4, **options,
+        E=E, BR=chunk, BE=BE, BC=max(1, 8192 // BE), PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
     return rows_R, inverse_R, ends_E

@@ -58,7 +58,10 @@ def tiles_for(T: int, K: int, D: int, I: int, processors: int) -> Tiles:
     def evenness(BG: int) -> float:
         return D * BG / 64 / processors / triton.cdiv(D * BG, 64 * processors)
 
-    chosen = min(16, max(2, triton.next_power_of_2(K)))
+    if K != triton.next_power_of_2(K):
+        # Four at a time: such a K would leave much of a larger tile empty.
+        return Tiles(BG=4, BR=16, down_stages=6)
+    chosen = min(16, max(2, K))
     BG = max(chosen, min(16, 2 * chosen), key=evenness)
     tiles = Tiles(BG=BG, BR=64 // BG)
     return tiles if 2 * 64 * processors >= D * BG else replace(tiles, BH=64, down_stages=6)
