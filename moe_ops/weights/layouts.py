@@ -9,13 +9,13 @@ stored tensor first and converted after.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_ops.quant.checkpoints import from_awq, from_gptq
+from moe_ops.quant.checkpoints import awq_values, awq_zeros, gptq_values, gptq_zeros
 from moe_ops.quant.formats import Format
 from moe_ops.quant.resolve import e8m0_to_float32, float32_to_e8m0
 from moe_ops.shapes import FLOATS
@@ -36,6 +36,8 @@ class Axis:
 
 
 ROWS, COLUMNS = Axis(place=0), Axis(place=1)
+AS_WORDS = ("int4", "uint4", "uint8")  # int8 has no offset
+WORD_BYTES = 4
 Convert = Callable[[Tensor, Format], Tensor]
 
 
@@ -51,7 +53,15 @@ class Matrix:
     rows: Axis = ROWS
     columns: Axis = COLUMNS
     convert: Convert | None = None
+    as_words: tuple[str, ...] = ()
     block: int | None = None
+
+    def in_words(self, target: Tensor, format: Format | None) -> tuple[Tensor, Matrix]:
+        """A layer's tensor, and how the stored part goes there: as it is where words allow it."""
+        fits = target.shape[-1] * target.element_size() % WORD_BYTES == 0
+        if format is None or format.element not in self.as_words or not fits:
+            return target, self
+        return target.view(torch.int32), replace(self, convert=None)
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...] | None:
         """The shape of the stored tensor of so many units; None if they do not fill it."""
@@ -108,30 +118,21 @@ PLAIN = Coding(name="plain")
 TRANSPOSED = Coding(name="transposed", weight=Matrix(rows=COLUMNS, columns=ROWS))
 
 
-def _words(t: Tensor, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    """A stand-in of two rows where a conversion of values takes scales too, and so on."""
-    return t.new_zeros(shape, dtype=dtype)
-
-
 def gptq(bits: int = 4, *, plus_one: bool = True) -> Coding:
     """GPTQ: words along the columns, which lie on axis 0. See `quant.checkpoints.from_gptq`."""
     per = _per_word(bits)
 
     def values(t: Tensor, format: Format) -> Tensor:
-        scales = _words(t, 2, t.shape[1], dtype=torch.float16)
-        zeros = _words(t, 2, t.shape[1] // per) if format.has_zero else None
-        return from_gptq(t, scales, zeros, bits=bits).values
+        return gptq_values(t, bits=bits, symmetric=not format.has_zero)
 
     def zeros(t: Tensor, format: Format) -> Tensor:
-        F = t.shape[1] * per
-        scales = _words(t, t.shape[0], F, dtype=torch.float16)
-        zero = from_gptq(_words(t, 2, F), scales, t, bits=bits, plus_one=plus_one).zero
-        assert zero is not None
-        return zero
+        return gptq_zeros(t, bits=bits, plus_one=plus_one)
 
     return Coding(
         name="GPTQ",
-        weight=Matrix(rows=COLUMNS, columns=Axis(place=0, values=per), convert=values),
+        weight=Matrix(
+            rows=COLUMNS, columns=Axis(place=0, values=per), convert=values, as_words=AS_WORDS
+        ),
         scale=Matrix(rows=COLUMNS, columns=ROWS),
         zero=Matrix(rows=Axis(place=1, values=per), columns=ROWS, convert=zeros),
         bits=bits,
@@ -140,23 +141,12 @@ def gptq(bits: int = 4, *, plus_one: bool = True) -> Coding:
 
 def awq() -> Coding:
     """AWQ of four bits: words along the rows, which lie on axis 1. See `from_awq`."""
-
-    def values(t: Tensor, format: Format) -> Tensor:
-        scales = _words(t, 2, 8 * t.shape[1], dtype=torch.float16)
-        return from_awq(t, scales, _words(t, 2, t.shape[1])).values
-
-    def zeros(t: Tensor, format: Format) -> Tensor:
-        scales = _words(t, t.shape[0], 8 * t.shape[1], dtype=torch.float16)
-        zero = from_awq(_words(t, 2, t.shape[1]), scales, t).zero
-        assert zero is not None
-        return zero
-
     words = Axis(place=1, values=8)
     return Coding(
         name="AWQ",
-        weight=Matrix(rows=words, columns=ROWS, convert=values),
+        weight=Matrix(rows=words, columns=ROWS, convert=lambda t, format: awq_values(t)),
         scale=Matrix(rows=COLUMNS, columns=ROWS),
-        zero=Matrix(rows=words, columns=ROWS, convert=zeros),
+        zero=Matrix(rows=words, columns=ROWS, convert=lambda t, format: awq_zeros(t)),
         bits=4,
     )
 
@@ -169,21 +159,16 @@ def compressed(bits: int = 4) -> Coding:
     per = _per_word(bits)
 
     def values(t: Tensor, format: Format) -> Tensor:
-        if t.dtype != torch.int32:
-            raise TypeError(f"packed values must be int32 words, got {t.dtype}")
         codes = t.contiguous().view(torch.uint8)
         return (codes ^ 128).view(torch.int8) if format.element == "int8" else codes
 
     def zeros(t: Tensor, format: Format) -> Tensor:
         # Those of GPTQ with axes exchanged, and without the one that it takes off.
-        words = t.T.contiguous()
-        convert = gptq(bits, plus_one=False).zero.convert
-        assert convert is not None
-        return convert(words, format)
+        return gptq_zeros(t.T, bits=bits, plus_one=False)
 
     return Coding(
         name="compressed-tensors",
-        weight=Matrix(columns=Axis(place=1, values=per), convert=values),
+        weight=Matrix(columns=Axis(place=1, values=per), convert=values, as_words=AS_WORDS),
         zero=Matrix(rows=Axis(place=0, values=per), convert=zeros),
         bits=bits,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
@@ -13,7 +14,7 @@ from moe_ops.quant.formats import ROW, TENSOR, Format
 from moe_ops.weights.layouts import Coding, Matrix, to_dtype
 
 ALL = -1  # of the units of an axis that share a scale
-WORD_ROWS = 16  # rows that are whole words of every layout, and more than one
+WORD_ROWS = 8  # rows that are whole words of every layout
 BLOCKS = 16  # in which a matrix is converted, so that the conversion takes less memory than it
 
 
@@ -85,6 +86,8 @@ class Plan:
         Conversions come in blocks of rows, whose memory is small. Raises ValueError or TypeError
         for a tensor of another shape or dtype.
         """
+        if self.matrix.as_words and t.dtype != torch.int32:
+            raise TypeError(f"packed values must be int32 words, got {t.dtype}")
         t, matrix = self._as_matrix(t)
         step = self.rows.size
         if matrix.convert is not None:
@@ -199,8 +202,11 @@ def plan(
     halves = {"w13": (0, 1), "w3": (1,) if gated else (0,)}.get(shard, (0,))
     matrix = Matrix() if part in ("bias", "alpha") else coding.matrix(part, format)
     rows, columns = rows.grouped(group[0], "rows"), columns.grouped(group[1], "columns")
+    target = target.reshape(target.shape[0], target.shape[1] if target.dim() > 1 else 1, -1)
+    if part == "weight":
+        target, matrix = matrix.in_words(target, format)
     return Plan(
-        target=target.reshape(target.shape[0], target.shape[1] if target.dim() > 1 else 1, -1),
+        target=target,
         part=part,
         format=format,
         matrix=matrix,
