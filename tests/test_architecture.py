@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "layer_tensors": May(OP | {"quant", "parallel", "layer_options"}),
     "layer": May(BELOW_LAYER | {"layer_options", "layer_tensors"}),
     "weights": May(
-        frozenset({"layer", "layer_tensors", "quant", "shapes"}),
+        frozenset({"layer", "layer_tensors", "kernels", "quant", "shapes"}),
         frozenset({"torch", "safetensors"}),
     ),
     "hf": May(BELOW_LAYER, frozenset({"torch", "transformers"})),

@@ -18,6 +18,7 @@ from moe_ops.weights.experts import WEIGHTS, LoadRecord, Writes, load_expert, pr
 from moe_ops.weights.files import entries, files_of, quantization_of
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Matrix, coding_of
 from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style, style_of
+from moe_ops.weights.writer import Writer
 
 Read = Callable[[], Tensor]
 EXPERTS = tuple(name for name in NAMES if name in WEIGHTS)
@@ -100,21 +101,25 @@ def load_checkpoint(
                 f"the layer {prefix!r} is on the meta device; give it memory first: "
                 "layer.to_empty(device=...), then layer.reset_parameters()"
             )
-    loading = _Loading(style=found, coding=coding, sharded=sharded, layers=dict(layers))
     begin = time.perf_counter()
-    for i, file in enumerate(files):
-        before = loading.bytes_loaded
-        start = time.perf_counter()
-        try:
-            for name, read in entries(file):
-                loading.take(name, read)
-        finally:
-            loading.flush()
-        if progress:
-            mib, took = (loading.bytes_loaded - before) / 2**20, time.perf_counter() - start
-            sys.stderr.write(
-                f"{i + 1} of {len(files)}  {file.name}  {mib:.0f} MiB in {took:.1f} s\n"
-            )
+    with Writer() as writer:
+        loading = _Loading(
+            style=found, coding=coding, sharded=sharded, layers=dict(layers), writer=writer
+        )
+        for i, file in enumerate(files):
+            before = loading.bytes_loaded
+            start = time.perf_counter()
+            try:
+                for name, read in entries(file):
+                    loading.take(name, read)
+            finally:
+                loading.flush()
+            writer.finish()
+            if progress:
+                mib, took = (loading.bytes_loaded - before) / 2**20, time.perf_counter() - start
+                sys.stderr.write(
+                    f"{i + 1} of {len(files)}  {file.name}  {mib:.0f} MiB in {took:.1f} s\n"
+                )
     return loading.report(time.perf_counter() - begin)
 
 
@@ -126,6 +131,7 @@ class _Loading:
     coding: Coding
     sharded: bool
     layers: dict[str, MoELayer]
+    writer: Writer
     bytes_loaded: int = 0
     loaded: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
@@ -145,10 +151,16 @@ class _Loading:
             self.others[prefix] = {n: t for n, t in own.items() if n not in (*EXPERTS, *STATE)}
 
     def flush(self) -> None:
-        """Write what is pending."""
+        """Write what is pending: what is made for it here, copies of what is there by the way."""
+        copies: list[tuple[Tensor, Tensor]] = []
         for writes in self.pending:
-            write(writes)
+            if isinstance(writes, list):
+                copies += writes
+            else:
+                write(writes)
         self.pending.clear()
+        if copies:
+            self.writer.add(copies)
 
     def take(self, name: str, read: Read) -> None:
         """Load one entry of a file: `read` gives its tensor."""
