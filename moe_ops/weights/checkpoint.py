@@ -22,8 +22,9 @@ from moe_ops.weights.writer import Writer
 
 Read = Callable[[], Tensor]
 EXPERTS = tuple(name for name in NAMES if name in WEIGHTS)
+ORDER = "g_idx"  # what names of orders of columns end in
 SHARED = "shared_experts."  # what a style's names of them begin with, in the layer's words
-TOGETHER = 32  # entries that are checked before they are written
+TOGETHER = 64  # entries that are checked before they are written
 SHOWN = 5  # entries of each kind in a report's text
 
 
@@ -106,12 +107,17 @@ def load_checkpoint(
         loading = _Loading(
             style=found, coding=coding, sharded=sharded, layers=dict(layers), writer=writer
         )
+        for file in files:  # before the tensors that they put in order
+            for name, read in entries(file):
+                if name.endswith(ORDER):
+                    loading.take(name, read)
         for i, file in enumerate(files):
             before = loading.bytes_loaded
             start = time.perf_counter()
             try:
                 for name, read in entries(file):
-                    loading.take(name, read)
+                    if not name.endswith(ORDER):
+                        loading.take(name, read)
             finally:
                 loading.flush()
             writer.finish()
@@ -245,7 +251,10 @@ class _Loading:
             one[int(second)] //= shared
             return [one] * shared
         if part == "g_idx":
-            return [piece - piece[0] for piece in t.chunk(shared)] if second else [t] * shared
+            groups = (int(t.max()) + 1) // shared
+            return (
+                [p - s * groups for s, p in enumerate(t.chunk(shared))] if second else [t] * shared
+            )
         if t.numel() == 1 or part in ("alpha", "input") or (second and part == "bias"):
             return [t] * shared
         matrix = Matrix()

@@ -88,7 +88,7 @@ class Plan:
         """
         if self.matrix.as_words and t.dtype != torch.int32:
             raise TypeError(f"packed values must be int32 words, got {t.dtype}")
-        t, matrix = self._as_matrix(t)
+        t, matrix = self.as_matrix(t)
         step = self.rows.size
         if matrix.convert is not None:
             step = max(step // BLOCKS // WORD_ROWS, 1) * WORD_ROWS
@@ -117,7 +117,7 @@ class Plan:
             target = target.narrow(0, first, rows)
         return target if columns == target.shape[1] else target.narrow(1, 0, columns)
 
-    def _as_matrix(self, t: Tensor) -> tuple[Tensor, Matrix]:
+    def as_matrix(self, t: Tensor) -> tuple[Tensor, Matrix]:
         """One expert's tensor with two axes. A scale may be one value for all rows, or lack the
         axis of its one column.
         """
@@ -178,9 +178,11 @@ def plan(
     coding: Coding,
     interleaved: bool,
     sharded: bool,
+    ordered: bool = False,
 ) -> Plan:
     """How tensors of a shard go into a parameter that the layer holds: weight, scale, zero, bias or
-    alpha. Raises ValueError where the rank's part cannot be cut out.
+    alpha; ordered: their columns are put in order, which takes words apart. Raises ValueError where
+    the rank's part cannot be cut out.
     """
     target: Tensor = getattr(layer, parameter).detach()  # writes need no gradient
     format = None if layer.quant is None else layer.quant.format
@@ -203,7 +205,7 @@ def plan(
     matrix = Matrix() if part in ("bias", "alpha") else coding.matrix(part, format)
     rows, columns = rows.grouped(group[0], "rows"), columns.grouped(group[1], "columns")
     target = target.reshape(target.shape[0], target.shape[1] if target.dim() > 1 else 1, -1)
-    if part == "weight":
+    if part == "weight" and not ordered:
         target, matrix = matrix.in_words(target, format)
     return Plan(
         target=target,
