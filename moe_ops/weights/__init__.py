@@ -6,6 +6,7 @@
 
 from moe_ops.weights.checkpoint import LoadReport, load_checkpoint
 from moe_ops.weights.experts import LoadRecord, load_expert
+from moe_ops.weights.gguf_files import gguf_formats
 from moe_ops.weights.layouts import Coding
 from moe_ops.weights.names import STYLES, Style
 
@@ -15,6 +16,7 @@ __all__ = [
     "LoadRecord",
     "LoadReport",
     "Style",
+    "gguf_formats",
     "load_checkpoint",
     "load_expert",
 ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,9 +17,11 @@ from moe_ops.layer_tensors import NAMES, STATE
 from moe_ops.quant.resolve import Reciprocal, as_multiplier
 from moe_ops.weights.experts import WEIGHTS, LoadRecord, Writes, load_expert, prepare_expert, write
 from moe_ops.weights.files import entries, files_of, quantization_of
-from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Matrix, coding_of
+from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Matrix, Stored, coding_of
 from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style, style_of
 from moe_ops.weights.writer import Writer
+
+log = logging.getLogger("moe_ops")
 
 Read = Callable[[], Tensor]
 EXPERTS = tuple(name for name in NAMES if name in WEIGHTS)
@@ -73,13 +76,14 @@ def load_checkpoint(
     sharded: bool = False,
     progress: bool = True,
 ) -> LoadReport:
-    """Load this rank's share of every layer from safetensors files; says what was found.
+    """Load this rank's share of every layer from files; says what was found.
 
     layers: by the prefix of their names, such as "model.layers.3.mlp"; the prefix ends before
-    ".experts". source: a directory (its *.safetensors, or those of its index), a file or several.
-    style: the family that wrote the names, a key of `STYLES`, or a `Style`. coding: how weights are
-    laid out; None reads it from quantization_config in the config.json beside the files. sharded:
-    the tensors of experts are this rank's parts already, as one that saved its own share has them.
+    ".experts". source: a directory (its *.safetensors, those of its index, or its *.gguf), a file
+    or several. style: the family that wrote the names, a key of `STYLES`, or a `Style`. coding: how
+    weights are laid out; None reads it from quantization_config in the config.json beside the
+    files; a GGUF file says it itself. sharded: the tensors of experts are this rank's parts
+    already, as one that saved its own share has them.
 
     Loads experts, with their replicas and, where they are fused, shared ones; else shared experts,
     the gate and the correction bias by the names of the layer's own parameters. Files are mapped,
@@ -89,7 +93,8 @@ def load_checkpoint(
 
     Raises ValueError or TypeError, naming file entry and shapes, for a tensor that does not fit: it
     is not loaded, those before it are. Raises FileNotFoundError for no files, ValueError for files
-    and codings that are not supported (GGUF, bitsandbytes), and for layers on the meta device.
+    and codings that are not supported, and for layers on the meta device; ImportError for GGUF
+    files without the package gguf.
     """
     found = style_of(style)
     files = files_of(source)
@@ -108,16 +113,16 @@ def load_checkpoint(
             style=found, coding=coding, sharded=sharded, layers=dict(layers), writer=writer
         )
         for file in files:  # before the tensors that they put in order
-            for name, read in entries(file):
-                if name.endswith(ORDER):
-                    loading.take(name, read)
+            for stored in entries(file):
+                if stored.name.endswith(ORDER):
+                    loading.take(stored)
         for i, file in enumerate(files):
             before = loading.bytes_loaded
             start = time.perf_counter()
             try:
-                for name, read in entries(file):
-                    if not name.endswith(ORDER):
-                        loading.take(name, read)
+                for stored in entries(file):
+                    if not stored.name.endswith(ORDER):
+                        loading.take(stored)
             finally:
                 loading.flush()
             writer.finish()
@@ -146,6 +151,7 @@ class _Loading:
     records: dict[str, LoadRecord] = field(default_factory=dict)
     # Tensors besides the experts', by prefix and name in the layer.
     others: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    decoded: set[str] = field(default_factory=set)  # codings of which a line was logged
     filled: set[tuple[str, str]] = field(default_factory=set)
     # Checked, and to be written together: what checks need stays in the caches meanwhile.
     pending: list[Writes] = field(default_factory=list)
@@ -156,11 +162,11 @@ class _Loading:
             own = layer.state_dict(keep_vars=True)
             self.others[prefix] = {n: t for n, t in own.items() if n not in (*EXPERTS, *STATE)}
 
-    def flush(self) -> None:
-        """Write what is pending: what is made for it here, copies of what is there by the way."""
+    def flush(self, *, made: bool = False) -> None:
+        """Write what is pending: what is made for it at once, copies of the rest by the way."""
         copies: list[tuple[Tensor, Tensor]] = []
         for writes in self.pending:
-            if isinstance(writes, list):
+            if isinstance(writes, list) and not made:
                 copies += writes
             else:
                 write(writes)
@@ -168,30 +174,55 @@ class _Loading:
         if copies:
             self.writer.add(copies)
 
-    def take(self, name: str, read: Read) -> None:
-        """Load one entry of a file: `read` gives its tensor."""
+    def take(self, stored: Stored) -> None:
+        """Load one entry of a file."""
+        name, read = stored.name, stored.read
         prefix = next((p for p in _prefixes(name) if p in self.layers), None)
         if prefix is None:
             return
         rest = name[len(prefix) + 1 :] if prefix else name
         entry = self.style.entry(rest)
         if isinstance(entry, Entry):
-            self._take_expert(prefix, name, entry, read)
-            if len(self.pending) >= TOGETHER:
-                self.flush()
+            coding = stored.coding or self.coding
+            self._take_expert(prefix, name, entry, read, coding)
+            if coding.decodes:
+                self._take_scale(prefix, name, entry, read, coding)
+            if len(self.pending) >= TOGETHER or stored.made:
+                self.flush(made=stored.made)
             return
         for quantiser, pattern in FOREIGN.items():
             if pattern.search(name):
                 raise ValueError(
-                    f"{name} is of {quantiser}, whose weights no op reads; dequantise the "
-                    "checkpoint, or quantise it in one of docs/FORMATS.md"
+                    f"{name} is of {quantiser}, of which weights of 4 bits are read, with all of "
+                    "their parts in one file; dequantise the checkpoint, or quantise it in one of "
+                    "docs/FORMATS.md"
                 )
         if self.layers[prefix].placement.shared and entry.startswith(SHARED):
             self._take_fused(prefix, name, entry.removeprefix(SHARED), read)
         else:
             self._take_other(prefix, name, entry, read)
 
-    def _take_expert(self, prefix: str, name: str, entry: Entry, read: Read) -> None:
+    def _take_scale(self, prefix: str, name: str, entry: Entry, read: Read, coding: Coding) -> None:
+        """The scales that lie between the values; of a layer without a format, one line instead."""
+        layer = self.layers[prefix]
+        if layer.quant is None:
+            if coding.name not in self.decoded:
+                log.info(
+                    "%s is %s: decoded to %s, as others are", name, coding.name,
+                    layer.w13_weight.dtype,
+                )  # fmt: skip
+            self.decoded.add(coding.name)
+            return
+        scale = replace(entry, parameter=entry.parameter.replace("weight", "scale"))
+        counts = len(self.loaded), len(self.elsewhere), self.bytes_loaded
+        self._take_expert(prefix, name, scale, read, coding)
+        # One entry, of the weight.
+        del self.loaded[counts[0] :], self.elsewhere[counts[1] :]
+        self.bytes_loaded = counts[2]
+
+    def _take_expert(
+        self, prefix: str, name: str, entry: Entry, read: Read, coding: Coding
+    ) -> None:
         layer, record = self.layers[prefix], self.records[prefix]
         part, _ = WEIGHTS[entry.parameter]
         if not _has_place(layer, entry.parameter, part):
@@ -206,7 +237,7 @@ class _Loading:
         if entry.expert is None or part == "input" or record.slots_of(layer, entry.expert):
             t = _read(name, entry, read)
             here, writes = prepare_expert(
-                layer, entry.parameter, t, name, entry.shard, entry.expert, coding=self.coding,
+                layer, entry.parameter, t, name, entry.shard, entry.expert, coding=coding,
                 interleaved=self.style.interleaved, sharded=self.sharded, record=record,
             )  # fmt: skip
             self.pending.append(writes)

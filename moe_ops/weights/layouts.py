@@ -23,22 +23,22 @@ from moe_ops.shapes import FLOATS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """An axis of a matrix in a stored tensor: its place, and n units as n * elements / values."""
+    """An axis of a matrix in a stored tensor: its place, and `elements` for `values` units."""
 
     place: int
     values: int = 1
     elements: int = 1
 
     def stored(self, units: int) -> int | None:
-        """So many units counted in stored elements; None if they do not fill them."""
-        whole, left = divmod(units * self.elements, self.values)
-        return None if left else whole
+        """So many units counted in stored elements; None if they are no whole words or blocks."""
+        whole, left = divmod(units, self.values)
+        return None if left else whole * self.elements
 
 
 ROWS, COLUMNS = Axis(place=0), Axis(place=1)
 AS_WORDS = ("int4", "uint4", "uint8")  # int8 has no offset
 WORD_BYTES = 4
-Convert = Callable[[Tensor, Format], Tensor]
+Convert = Callable[[Tensor, Any], Tensor]  # of a part as it is stored, for a Format or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,7 +81,8 @@ class Coding:
     """How a checkpoint codes the weights of its experts.
 
     `bits` is the width of an integer code, None where the dtype says it. A `weight` of None is what
-    the ops read for the layer's format.
+    the ops read for the layer's format. Of codings that hold scales and values in one tensor,
+    `formats` are those that they hold exactly; all of them `decodes` to layers without a format.
     """
 
     name: str
@@ -89,12 +90,20 @@ class Coding:
     scale: Matrix = Matrix()
     zero: Matrix = Matrix()
     bits: int | None = None
+    formats: tuple[str, ...] = ()
+    decodes: bool = False
 
     def matrix(self, part: str, format: Format | None) -> Matrix:
         """The layout of weight, scale or zero of a layer of this format (None: not quantised).
 
         Raises ValueError for a format whose codes are not those of the checkpoint.
         """
+        if self.decodes and format is not None and format.name not in self.formats:
+            held = f"holds {self.formats[0]}" if self.formats else "is in no format of the ops"
+            raise ValueError(
+                f"{self.name} {held}, but the layer has {format.name}; give the layer "
+                f"{'that' if self.formats else 'none (quant=None)'}, as `gguf_formats` says"
+            )
         if part != "weight":
             return self.scale if part == "scale" else self.zero
         if self.bits is not None and (
@@ -111,6 +120,19 @@ class Coding:
         if storage is None:
             return Matrix()
         return Matrix(columns=Axis(place=1, values=storage.values, elements=storage.units))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """An entry of a file: how to read its tensor, and its coding where the file says it.
+
+    `made`: reading makes a tensor instead of mapping it, so it is to be kept for a short time.
+    """
+
+    name: str
+    read: Callable[[], Tensor]
+    coding: Coding | None = None
+    made: bool = False
 
 
 PLAIN = Coding(name="plain")
@@ -187,16 +209,15 @@ def _per_word(bits: int) -> int:
 
 
 NO_OP_READS = {
-    "bitsandbytes": "its codes index a table of values (NF4, FP4) or are scaled by their columns",
-    "gguf": "its blocks pack scales between the values, and its files are no safetensors",
+    "bitsandbytes": "of its weights those of 4 bits alone are read (NF4, FP4)",
 }
 
 
 def coding_of(config: Mapping[str, Any] | None) -> Coding:
     """The coding of a checkpoint with this `quantization_config` (of config.json); None: plain.
 
-    Knows gptq, awq, compressed-tensors, modelopt, fp8 and mxfp4. Raises ValueError, with the
-    reason, for others and for variants whose weights no op reads.
+    Knows gptq, awq, compressed-tensors, modelopt, fp8, mxfp4 and bitsandbytes of four bits. Raises
+    ValueError, with the reason, for others and for variants whose weights no op reads.
     """
     if config is None:
         return PLAIN
@@ -213,14 +234,14 @@ def coding_of(config: Mapping[str, Any] | None) -> Coding:
         return awq()
     if method == "compressed-tensors":
         return _compressed(config)
-    if method in ("modelopt", "fp8"):
-        return PLAIN
+    if method in ("modelopt", "fp8") or (method == "bitsandbytes" and config.get("load_in_4bit")):
+        return PLAIN  # bitsandbytes is decoded when it is read
     if method == "mxfp4":
         return mxfp4_blocks()
     reason = NO_OP_READS.get(method, "its layout is unknown")
     raise ValueError(
         f"quant_method {method!r} cannot be loaded: {reason}; dequantise the checkpoint, or take "
-        "one of gptq, awq, compressed-tensors, modelopt, fp8, mxfp4"
+        "one of gptq, awq, compressed-tensors, modelopt, fp8, mxfp4, bitsandbytes of 4 bits"
     )
 
 

@@ -153,7 +153,6 @@ def _numbers(how: Plan, t: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, int, 
         raise ValueError(f"rows that share numbers cannot be put in order; {REMEDY}")
     t, matrix = how.as_matrix(t)
     if matrix.convert is not None:
-        assert how.format is not None
         t = matrix.convert(t, how.format)
     elif matrix.rows.place == 1:
         t = t.T

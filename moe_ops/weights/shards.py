@@ -97,7 +97,6 @@ class Plan:
                 rows = min(step, self.rows.size - first)
                 piece = self._cut(t, matrix, place, first, rows)
                 if matrix.convert is not None:
-                    assert self.format is not None
                     piece = matrix.convert(piece, self.format)
                 elif matrix.rows.place == 1:
                     piece = piece.T

@@ -303,8 +303,10 @@ def test_alternating_rows_cannot_share_a_scale() -> None:
 
 
 CONFIGS = {
-    "bitsandbytes": ({"quant_method": "bitsandbytes"}, "'bitsandbytes' cannot be loaded: its cod"),
-    "gguf": ({"quant_method": "gguf"}, "'gguf' cannot be loaded: its blocks pack scales"),
+    "bitsandbytes": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        "'bitsandbytes' cannot be loaded: of its weights those of 4 bits alone are read",
+    ),
     "unknown": ({"quant_method": "new"}, "'new' cannot be loaded: its layout is unknown; dequant"),
     "gptq_3": ({"quant_method": "gptq", "bits": 3}, "bits must be 4 or 8, got 3"),
     "awq_gemv": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version='gemv'"),
