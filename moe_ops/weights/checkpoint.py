@@ -152,6 +152,7 @@ class _Loading:
     # Tensors besides the experts', by prefix and name in the layer.
     others: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     decoded: set[str] = field(default_factory=set)  # codings of which a line was logged
+    prefixes: dict[str, str | None] = field(default_factory=dict)  # of parents of names
     filled: set[tuple[str, str]] = field(default_factory=set)
     # Checked, and to be written together: what checks need stays in the caches meanwhile.
     pending: list[Writes] = field(default_factory=list)
@@ -161,6 +162,13 @@ class _Loading:
             self.records[prefix] = LoadRecord()
             own = layer.state_dict(keep_vars=True)
             self.others[prefix] = {n: t for n, t in own.items() if n not in (*EXPERTS, *STATE)}
+
+    def _prefix_of(self, name: str) -> str | None:
+        """The longest prefix of a layer that a name has."""
+        parent = name.rpartition(".")[0]  # several entries have the same
+        if parent not in self.prefixes:
+            self.prefixes[parent] = next((p for p in _prefixes(name) if p in self.layers), None)
+        return self.prefixes[parent]
 
     def flush(self, *, made: bool = False) -> None:
         """Write what is pending: what is made for it at once, copies of the rest by the way."""
@@ -177,7 +185,7 @@ class _Loading:
     def take(self, stored: Stored) -> None:
         """Load one entry of a file."""
         name, read = stored.name, stored.read
-        prefix = next((p for p in _prefixes(name) if p in self.layers), None)
+        prefix = self._prefix_of(name)
         if prefix is None:
             return
         rest = name[len(prefix) + 1 :] if prefix else name
@@ -187,8 +195,9 @@ class _Loading:
             self._take_expert(prefix, name, entry, read, coding)
             if coding.decodes:
                 self._take_scale(prefix, name, entry, read, coding)
-            if len(self.pending) >= TOGETHER or stored.made:
-                self.flush(made=stored.made)
+            made = stored.made or self.records[prefix].orders.some
+            if len(self.pending) >= TOGETHER or made:
+                self.flush(made=made)
             return
         for quantiser, pattern in FOREIGN.items():
             if pattern.search(name):

@@ -165,7 +165,7 @@ def prepare_expert(
                 raise ValueError("the layer's input is put in order; pass this load's LoadRecord")
             here_alone = (e for e, s in zip(experts, slots, strict=True) if s)
             record.orders.tell_none(layer, here_alone, name)
-        ordered = any(order is not None for order, _ in record.orders.columns.values())
+        ordered = record.orders.some
         options = (parameter_name, part, shard, coding, interleaved, sharded, ordered)
         key = (*options, held.data_ptr())  # a layer that moved has other memory
         how = record.plans.get(key)

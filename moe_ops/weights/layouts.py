@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,8 +122,7 @@ class Coding:
         return Matrix(columns=Axis(place=1, values=storage.values, elements=storage.units))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class Stored(NamedTuple):
     """An entry of a file: how to read its tensor, and its coding where the file says it.
 
     `made`: reading makes a tensor instead of mapping it, so it is to be kept for a short time.

@@ -35,6 +35,7 @@ class Orders:
     columns: dict[tuple[bool, int], tuple[Tensor | None, str]] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)  # experts of which there are weights already
     input: tuple[Tensor | None, str] | None = None  # of w13, for all experts
+    some: bool = False  # whether there is anything to put in order
 
     def tell(
         self, layer: MoELayer, second: bool, expert: int, order: Tensor | None, name: str
@@ -51,6 +52,7 @@ class Orders:
         if not second:
             self._tell_input(layer, expert, order, name)
         self.columns[second, expert] = (order, other)
+        self.some = self.some or order is not None
 
     def _tell_input(self, layer: MoELayer, expert: int, order: Tensor | None, name: str) -> None:
         before, other = self.input or (order, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import PREFIX, PROJECTIONS, E, I, store
+from peak import Peak
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
@@ -84,6 +86,22 @@ def test_layers_hold_what_is_decoded(nested: bool, split: str, tmp_path: Path) -
         assert torch.equal(gate, v["w1"][ids][:, cut].float())
         assert torch.equal(up, v["w3"][ids][:, cut].float())
         assert torch.equal(layer.w2_weight, v["w2"][ids][:, :, cut].float())
+
+
+def test_one_weight_is_decoded_at_a_time(tmp_path: Path) -> None:
+    g = torch.Generator().manual_seed(0)
+    size, entries = 512, {}
+    for e in range(E):
+        for projection in PROJECTIONS.values():
+            made, _ = matrix(g, size, size, nested=False)
+            for suffix, t in made.items():
+                entries[f"{PREFIX}.experts.{e}.{projection}.{suffix}"] = t
+    store(tmp_path, entries, CONFIG)
+    layer = MoELayer(E, 2, size, size, dtype=torch.bfloat16)
+    gc.collect()
+    with Peak() as peak:
+        load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False)
+    assert peak.most <= 2 * layer.w2_weight[0].nbytes
 
 
 def test_a_part_that_was_saved_by_its_rank_is_taken_whole(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peak import Peak
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
@@ -145,6 +147,17 @@ def test_decoded_weights_are_rounded_once(tmp_path: Path) -> None:
     layer = layer_of(file, quant=None, dtype=torch.bfloat16)
     load(layer, file)
     assert torch.equal(layer.w2_weight, want["ffn_down_exps"].bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4", "F16"])
+def test_no_more_memory_than_one_tensor_is_needed(kind: str, tmp_path: Path) -> None:
+    file, size = tmp_path / "model.gguf", 512
+    write(file, dict.fromkeys(SHAPES, kind), dict.fromkeys(SHAPES, (E, size, size)))
+    layer = layer_of(file, (size, size))
+    gc.collect()
+    with Peak() as peak:
+        assert load(layer, file).complete
+    assert peak.most <= layer.w2_weight.nbytes  # of all experts
 
 
 BAD = {

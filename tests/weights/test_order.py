@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from checkpoints import GROUP, PREFIX, PROJECTIONS, D, E, I, codes, packed_config, scales, store
 from checkpoints import words as in_words
+from peak import Peak
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
@@ -66,7 +68,15 @@ def matrix(
     }, value
 
 
-def write(folder: Path, name: str, *, input_order: bool, alike: bool = True) -> dict[str, Tensor]:
+def write(
+    folder: Path,
+    name: str,
+    *,
+    input_order: bool,
+    alike: bool = True,
+    D: int = D,
+    I: int = I,  # noqa: E741
+) -> dict[str, Tensor]:
     """A checkpoint whose w2 have orders of their own, and whose w13 have one, if any."""
     bits, symmetric, kind, _ = FORMATS[name]
     g = torch.Generator().manual_seed(3)
@@ -172,6 +182,19 @@ def test_fused_shared_experts_have_the_same_order_of_their_input(tmp_path: Path)
     for name in ("w13_weight", "w13_scale", "w13_zero", "w2_weight", "w2_scale", "w2_zero"):
         assert torch.equal(getattr(layer, name)[E], getattr(layer, name)[1])
     assert v["w1"].shape == (E, I, D)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_putting_in_order_takes_no_more_than_one_tensor(name: str, tmp_path: Path) -> None:
+    size = 512
+    write(tmp_path, name, input_order=True, D=size, I=size)
+    quant = QuantFormats(weights=FORMATS[name][3], ordered_input=True)
+    layer = MoELayer(E, 2, size, size, quant=quant, dtype=torch.float32)
+    orders = (E + 2) * size * 8  # of w2 of every expert, and of the input
+    gc.collect()
+    with Peak() as peak:
+        assert load(layer, tmp_path).complete
+    assert peak.most <= layer.w2_weight[0].nbytes + orders
 
 
 def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
