@@ -113,9 +113,8 @@ def load_checkpoint(
             style=found, coding=coding, sharded=sharded, layers=dict(layers), writer=writer
         )
         for file in files:  # before the tensors that they put in order
-            for stored in entries(file):
-                if stored.name.endswith(ORDER):
-                    loading.take(stored)
+            for stored in entries(file, ORDER):
+                loading.take(stored)
         for i, file in enumerate(files):
             before = loading.bytes_loaded
             start = time.perf_counter()

@@ -12,12 +12,13 @@ from moe_ops.weights import bitsandbytes, gguf_files
 from moe_ops.weights.layouts import PLAIN, Stored
 
 
-def entries(file: Path) -> Iterator[Stored]:
-    """What a file holds, in the order of its bytes; tensors are mapped, those of bitsandbytes made
-    of their parts.
+def entries(file: Path, ending: str = "") -> Iterator[Stored]:
+    """What a file holds, in the order of its bytes, or what of it has names with this ending, of
+    which GGUF has none; tensors are mapped, those of bitsandbytes made of their parts.
     """
     if file.suffix == ".gguf":
-        yield from gguf_files.entries(file)
+        if not ending:
+            yield from gguf_files.entries(file)
         return
     try:
         from safetensors import safe_open
@@ -26,7 +27,7 @@ def entries(file: Path) -> Iterator[Stored]:
             "reading checkpoints needs the package safetensors; install it"
         ) from error
     with safe_open(file, framework="pt", device="cpu") as opened:
-        names = opened.offset_keys()
+        names = [name for name in opened.offset_keys() if name.endswith(ending)]
         decoded, parts = bitsandbytes.decoders(set(names), opened.get_tensor)
         for name in names:
             if name in decoded:
