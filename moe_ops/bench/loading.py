@@ -108,19 +108,12 @@ def seconds(run: Callable[[], object], files: list[Path], cold: bool) -> float:
     return time.perf_counter() - start
 
 
-def measure(coding: str, gib: float, repeats: int, cold: bool, folder: Path) -> Loading:
-    """Time one coding. Raises AssertionError if something was not loaded."""
+def readers(files: list[Path]) -> tuple[dict[str, Tensor], tuple[Callable[[], None], ...]]:
+    """What reads with safetensors alone: into new memory, which is kept in the first result, to
+    memory that is there, and with axes exchanged.
+    """
     from safetensors import safe_open
 
-    files, experts = write(folder, coding, gib)
-    weights, layout = CODINGS[coding]
-    quant = None if weights is None else QuantFormats(weights=weights)
-    layers = {
-        f"model.layers.{i}.mlp": MoELayer(
-            experts, 1, WIDTH, ROWS, quant=quant, dtype=torch.bfloat16
-        )
-        for i in range(len(files))
-    }
     buffers: dict[str, Tensor] = {}
     exchanged: dict[str, Tensor] = {}
 
@@ -145,6 +138,22 @@ def measure(coding: str, gib: float, repeats: int, cold: bool, folder: Path) -> 
                     if name not in exchanged:
                         exchanged[name] = torch.zeros_like(t.T).contiguous()
                     exchanged[name].copy_(t.T)
+
+    return buffers, (new, there, turned)
+
+
+def measure(coding: str, gib: float, repeats: int, cold: bool, folder: Path) -> Loading:
+    """Time one coding. Raises AssertionError if something was not loaded."""
+    files, experts = write(folder, coding, gib)
+    weights, layout = CODINGS[coding]
+    quant = None if weights is None else QuantFormats(weights=weights)
+    layers = {
+        f"model.layers.{i}.mlp": MoELayer(
+            experts, 1, WIDTH, ROWS, quant=quant, dtype=torch.bfloat16
+        )
+        for i in range(len(files))
+    }
+    buffers, (new, there, turned) = readers(files)
 
     def ours() -> None:
         report = load_checkpoint(layers, files, style="qwen", coding=layout, progress=False)
