@@ -242,7 +242,8 @@ class _Loading:
         if any(key in record.seen for key in keys):
             self.twice.append(name)
             return
-        if entry.expert is None or part == "input" or record.slots_of(layer, entry.expert):
+        every = part == "input" or (part == "g_idx" and layer.replicas is not None)
+        if entry.expert is None or every or record.slots_of(layer, entry.expert):
             t = _read(name, entry, read)
             here, writes = prepare_expert(
                 layer, entry.parameter, t, name, entry.shard, entry.expert, coding=coding,

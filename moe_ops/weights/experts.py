@@ -308,7 +308,8 @@ def _load_order(
         order = order_of(layer, shard, t, sharded=sharded)
         if order is not None and record is None:
             raise ValueError("orders the tensors that follow; pass this load's LoadRecord")
-        if slots and record is not None:
+        # An expert that may come here later has to have the order of this rank's input too.
+        if record is not None and (slots or layer.replicas is not None):
             record.orders.tell(layer, shard == "w2", expert, order, name)
 
 

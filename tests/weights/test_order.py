@@ -210,6 +210,11 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
     for rank in range(3):
         config = ParallelConfig.of(tp=3, tp_rank=rank, expert_parallel=True)
         assert load(layer_of("gptq_int4", ordered=True, parallel=config), tmp_path / "b").complete
+    # Unless experts may change their ranks.
+    with pytest.raises(ValueError, match="expert 2 was quantised in another order of its input"):
+        config = ParallelConfig.of(tp=3, tp_rank=0, expert_parallel=True)
+        moves = layer_of("gptq_int4", ordered=True, parallel=config, balanced=True)
+        load(moves, tmp_path / "b")
     with pytest.raises(ValueError, match="ordered_input goes with integer weights"):
         QuantFormats(weights="float8_e4m3fn:row", ordered_input=True)
 
