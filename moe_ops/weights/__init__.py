@@ -1,8 +1,8 @@
-"""Weights from any checkpoint into MoE layers, streamed from safetensors files.
+"""Weights from any checkpoint into MoE layers, streamed from safetensors or GGUF files.
 
 `load_checkpoint` loads layers from files, `load_expert` one tensor. What names mean is in
-`names.py`, how tensors are laid out in `layouts.py`, which part a rank keeps in `shards.py`, in which
-order columns come in `order.py`; GGUF and bitsandbytes have files of their own.
+`names.py`, how tensors are laid out in `layouts.py`, which part a rank keeps in `shards.py`, in
+which order columns come in `order.py`; GGUF and bitsandbytes have files of their own.
 """
 
 from moe_ops.weights.checkpoint import LoadReport, load_checkpoint
