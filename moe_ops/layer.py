@@ -17,6 +17,7 @@ from moe_ops.layer_tensors import (
     check_fits,
     layer_buffers,
     own_part,
+    product,
     quant_config,
     tensor_specs,
 )
@@ -53,6 +54,7 @@ class MoELayer(nn.Module):
         w13_scale, w2_scale, w13_zero, w2_zero      [E, groups of rows, groups of columns]
         w13_alpha, w2_alpha [E]                     second-level scales of the weights, of nvfp4
         x_scale, h_scale [1]                        static scales of the inputs of both products
+        input_order [hidden_size]                   which column of the input comes where
         correction_bias [num_experts]               of the router
         gate                                        the router's linear, if internal_gate
 
@@ -103,6 +105,7 @@ class MoELayer(nn.Module):
     physical_to_logical: Tensor
     logical_to_physical: Tensor
     replica_counts: Tensor | None
+    input_order: Tensor | None
 
     def __init__(
         self,
@@ -166,7 +169,7 @@ class MoELayer(nn.Module):
         )
         for name, spec in self._specs.items():
             self.register_parameter(name, None if spec is None else spec.make(device))
-        for name, t in layer_buffers(self.placement).items():
+        for name, t in layer_buffers(self.placement, self.sizes, self.quant).items():
             moved = None if t is None else t.to(device or torch.get_default_device())
             self.register_buffer(name, moved, persistent=name in STATE)
         if internal_gate is True:
@@ -204,7 +207,7 @@ class MoELayer(nn.Module):
         What sizes were rounded up by is zero, and replicas are as at first. Call it after
         `to_empty`, which writes nothing; a gate and shared experts reset themselves.
         """
-        for name, first in layer_buffers(self.placement).items():
+        for name, first in layer_buffers(self.placement, self.sizes, self.quant).items():
             if first is not None:
                 self.get_buffer(name).copy_(first)
         for name, spec in self._specs.items():
@@ -294,11 +297,13 @@ class MoELayer(nn.Module):
     def run_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """The weighted sum of the experts of this rank, given what `route` returned. [T, D]."""
         check_size("x", x_TD, 1, self.sizes.hidden_size, "the layer's hidden_size")
+        if self.input_order is not None:
+            x_TD = x_TD.index_select(1, self.input_order)
         added = self.sizes.D - self.sizes.hidden_size
         if added:
             x_TD = F.pad(x_TD, (0, added))
-        alpha13_E = _product(self.w13_alpha, self.x_scale)
-        alpha2_E = _product(self.w2_alpha, self.h_scale)
+        alpha13_E = product(self.w13_alpha, self.x_scale)
+        alpha2_E = product(self.w2_alpha, self.h_scale)
         out_TD = experts(
             x_TD, weights_TK, experts_TK, self.w13_weight, self.w2_weight, self.w13_bias,
             self.w2_bias, self.expert_map, False, *self.activation.args,
@@ -391,10 +396,3 @@ class MoELayer(nn.Module):
 )
 def _forward_eager(layer: MoELayer, x: Tensor, logits: Tensor | None) -> Tensor:
     return layer._forward(x, logits)
-
-
-def _product(alpha_E: Tensor | None, scale: Tensor | None) -> Tensor | None:
-    """The factor of each expert's product, of nvfp4: that of its weight, times that of the input
-    where it is static.
-    """
-    return alpha_E if alpha_E is None or scale is None else alpha_E * scale

@@ -102,7 +102,9 @@ class QuantFormats:
     """The formats of a layer's weights and of the inputs of both products.
 
     Format strings as the ops take them; inputs = "" stays in 16 or 32 bits. With static_inputs the
-    layer holds the scales of the inputs; without, inputs are scaled at run time.
+    layer holds the scales of the inputs; without, inputs are scaled at run time. With ordered_input
+    the layer holds `input_order`, in which columns of its input go to the first product: for
+    weights that GPTQ quantised in the order of their activations.
 
     Raises ValueError for formats that no scheme of `moe_ops.quant.checks` joins.
     """
@@ -110,6 +112,7 @@ class QuantFormats:
     weights: str
     inputs: str = ""
     static_inputs: bool = False
+    ordered_input: bool = False
 
     def __post_init__(self) -> None:
         weights, inputs = Format.of(self.weights), self.input_format
@@ -121,6 +124,11 @@ class QuantFormats:
             raise ValueError(
                 f"static_inputs goes with one scale for the tensor or with nvfp4, got the inputs "
                 f"{self.inputs!r}; leave it out"
+            )
+        if self.ordered_input and (weights.integer is None or inputs is not None):
+            raise ValueError(
+                "ordered_input goes with integer weights and inputs in 16 bits, got "
+                f"{self.weights!r} and {self.inputs!r}; leave it out"
             )
 
     @staticmethod
@@ -165,4 +173,5 @@ class QuantFormats:
     def __str__(self) -> str:
         """Scheme and formats for a log."""
         inputs = f" x {'static ' if self.static_inputs else ''}{self.inputs}" if self.inputs else ""
-        return f"{self.scheme} ({self.weights}{inputs})"
+        order = ", ordered input" if self.ordered_input else ""
+        return f"{self.scheme} ({self.weights}{inputs}{order})"

@@ -28,7 +28,7 @@ PER_EXPERT = tuple(
 )
 NAMES = (*PER_EXPERT, "x_scale", "h_scale", "correction_bias")
 # Buffers that belong to what the weights are, and are saved with them.
-STATE = ("physical_to_logical", "logical_to_physical", "replica_counts")
+STATE = ("physical_to_logical", "logical_to_physical", "replica_counts", "input_order")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,10 +154,13 @@ def tensor_specs(
     return specs
 
 
-def layer_buffers(placement: ExpertPlacement) -> dict[str, Tensor | None]:
-    """The tensors that say where experts are, as a new layer has them, on the CPU; None for those
-    that it does not need. Not shared with the placement.
+def layer_buffers(
+    placement: ExpertPlacement, sizes: LayerSizes, formats: QuantFormats | None
+) -> dict[str, Tensor | None]:
+    """The tensors that say where experts and columns are, as a new layer has them, on the CPU; None
+    for those that it does not need. Not shared with the placement.
     """
+    ordered = formats is not None and formats.ordered_input
     replicas = loads = None
     if placement.balanced:
         loads = torch.zeros(placement.num_experts, dtype=torch.int64, device="cpu")
@@ -170,6 +173,7 @@ def layer_buffers(placement: ExpertPlacement) -> dict[str, Tensor | None]:
         "physical_to_logical": None if replicas is None else replicas.physical_to_logical,
         "logical_to_physical": None if replicas is None else replicas.logical_to_physical,
         "replica_counts": None if replicas is None else replicas.counts,
+        "input_order": torch.arange(sizes.hidden_size, device="cpu") if ordered else None,
     }
 
 
@@ -271,3 +275,10 @@ def own_part(name: str, t: Tensor, sizes: LayerSizes, activation: Activation) ->
 
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
+
+
+def product(alpha_E: Tensor | None, scale: Tensor | None) -> Tensor | None:
+    """The factor of each expert's product, of nvfp4: that of its weight, times that of the input
+    where it is static.
+    """
+    return alpha_E if alpha_E is None or scale is None else alpha_E * scale

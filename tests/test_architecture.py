@@ -45,8 +45,8 @@ MAY_IMPORT = {
     "layer_tensors": May(OP | {"quant", "parallel", "layer_options"}),
     "layer": May(BELOW_LAYER | {"layer_options", "layer_tensors"}),
     "weights": May(
-        frozenset({"layer", "layer_tensors", "quant", "shapes"}),
-        frozenset({"torch", "safetensors"}),
+        frozenset({"layer", "layer_options", "layer_tensors", "kernels", "quant", "shapes"}),
+        frozenset({"torch", "safetensors", "gguf"}),
     ),
     "hf": May(BELOW_LAYER, frozenset({"torch", "transformers"})),
     # A leaf: it measures the passes too, and nobody imports it.

@@ -1,10 +1,11 @@
 """How fast layers load, against safetensors alone.
 
 Writes a synthetic checkpoint, of Qwen3-30B-A3B's experts, and loads it in turn with
-`load_checkpoint` and with safetensors alone, twice: reading every tensor into new memory, as
+`load_checkpoint` and with safetensors alone: reading every tensor into new memory, as
 `load_file` and a clone do; and copying it to memory that is there already, which is the least that
-reading can be, and what layers are. The files are in the page cache, unless the kernel is asked to
-drop them before each run (cold).
+reading can be, and what layers are. A third time, for GPTQ, with the axes of each tensor exchanged
+by torch's copy: its words lie the other way round than those of layers. The files are in the page
+cache, unless the kernel is asked to drop them before each run (cold).
 """
 
 from __future__ import annotations
@@ -46,13 +47,18 @@ class Loading:
     there: float  # safetensors, into memory that is there
     ratio_new: float
     ratio_there: float
+    turned: float | None  # safetensors, into memory that is there, with axes exchanged
+    ratio_turned: float | None
 
     def __str__(self) -> str:
+        turned = ""
+        if self.turned is not None:
+            turned = f", {self.turned:.2f} with axes exchanged ({self.ratio_turned:.0%})"
         return (
             f"{self.coding:5} {self.gib:.2f} GiB, {self.entries} entries: load_checkpoint "
             f"{self.ours:.2f} GiB/s; safetensors {self.new:.2f} GiB/s into new memory "
             f"({self.ratio_new:.0%}), {self.there:.2f} into memory that is there "
-            f"({self.ratio_there:.0%})"
+            f"({self.ratio_there:.0%}){turned}"
         )
 
 
@@ -102,20 +108,14 @@ def seconds(run: Callable[[], object], files: list[Path], cold: bool) -> float:
     return time.perf_counter() - start
 
 
-def measure(coding: str, gib: float, repeats: int, cold: bool, folder: Path) -> Loading:
-    """Time one coding. Raises AssertionError if something was not loaded."""
+def readers(files: list[Path]) -> tuple[dict[str, Tensor], tuple[Callable[[], None], ...]]:
+    """What reads with safetensors alone: into new memory, which is kept in the first result, to
+    memory that is there, and with axes exchanged.
+    """
     from safetensors import safe_open
 
-    files, experts = write(folder, coding, gib)
-    weights, layout = CODINGS[coding]
-    quant = None if weights is None else QuantFormats(weights=weights)
-    layers = {
-        f"model.layers.{i}.mlp": MoELayer(
-            experts, 1, WIDTH, ROWS, quant=quant, dtype=torch.bfloat16
-        )
-        for i in range(len(files))
-    }
     buffers: dict[str, Tensor] = {}
+    exchanged: dict[str, Tensor] = {}
 
     def new() -> None:
         buffers.clear()
@@ -130,24 +130,55 @@ def measure(coding: str, gib: float, repeats: int, cold: bool, folder: Path) -> 
                 for name in f.offset_keys():
                     buffers[name].copy_(f.get_tensor(name))
 
+    def turned() -> None:
+        for file in files:
+            with safe_open(file, framework="pt") as f:
+                for name in f.offset_keys():
+                    t = f.get_tensor(name)
+                    if name not in exchanged:
+                        exchanged[name] = torch.zeros_like(t.T).contiguous()
+                    exchanged[name].copy_(t.T)
+
+    return buffers, (new, there, turned)
+
+
+def measure(coding: str, gib: float, repeats: int, cold: bool, folder: Path) -> Loading:
+    """Time one coding. Raises AssertionError if something was not loaded."""
+    files, experts = write(folder, coding, gib)
+    weights, layout = CODINGS[coding]
+    quant = None if weights is None else QuantFormats(weights=weights)
+    layers = {
+        f"model.layers.{i}.mlp": MoELayer(
+            experts, 1, WIDTH, ROWS, quant=quant, dtype=torch.bfloat16
+        )
+        for i in range(len(files))
+    }
+    buffers, (new, there, turned) = readers(files)
+
     def ours() -> None:
         report = load_checkpoint(layers, files, style="qwen", coding=layout, progress=False)
         if not report.complete:
             raise AssertionError(f"not timing what is wrong: {report}")
 
-    times = [[seconds(run, files, cold) for run in (new, there, ours)] for _ in range(repeats)]
+    runs = [ours, new, there]
+    if coding == "gptq":
+        turned()  # makes its memory
+        runs.append(turned)
+    times = [[seconds(run, files, cold) for run in runs] for _ in range(repeats)]
     size = sum(t.nbytes for t in buffers.values()) / 2**30
     rates = [size / statistics.median(t) for t in zip(*times, strict=True)]
-    ratios = [statistics.median(t[i] / t[2] for t in times) for i in (0, 1)]
+    ratios = [statistics.median(t[i] / t[0] for t in times) for i in range(len(runs))]
     return Loading(
         coding=coding,
         gib=size,
         entries=len(buffers),
-        ours=rates[2],
-        new=rates[0],
-        there=rates[1],
-        ratio_new=ratios[0],
-        ratio_there=ratios[1],
+        ours=rates[0],
+        new=rates[1],
+        there=rates[2],
+        ratio_new=ratios[1],
+        ratio_there=ratios[2],
+        turned=rates[3] if len(rates) > 3 else None,
+        ratio_turned=ratios[3] if len(ratios) > 3 else None,
     )
 
 

@@ -36,21 +36,33 @@ def from_gptq(
 
     Source: Frantar et al., "GPTQ", arXiv:2210.17323; the layout is AutoGPTQ's.
     """
-    if bits not in (4, 8):
-        raise ValueError(f"bits must be 4 or 8, got {bits}; other widths straddle words")
+    _check_bits(bits)
     _check(qweight, scales, qzeros)
     F = qweight.shape[-1]
     check_size("scales", scales, -1, F, "columns of qweight")
+    if qzeros is not None:
+        check_size("qzeros", qzeros, -1, F * bits // 32, f"words of {bits}-bit columns of qweight")
+    values = gptq_values(qweight, bits=bits, symmetric=qzeros is None)
+    zero = None if qzeros is None else gptq_zeros(qzeros, bits=bits, plus_one=plus_one)
+    return Quantized(values=values, scale=_transposed(scales), zero=zero)
+
+
+def gptq_values(qweight: Tensor, *, bits: int, symmetric: bool) -> Tensor:
+    """The values of `from_gptq` alone, [..., F, D packed]; symmetric: those of int4 or int8."""
+    _check_bits(bits)
+    _check_words("qweight", qweight)
     # The bytes of a word, in order, are packed values.
     values = _bytes(_transposed(qweight))
-    if qzeros is None:
-        # Four bits are stored with the offset that int4 has; eight bits with one of 128.
-        symmetric = values if bits == 4 else (values ^ 128).view(torch.int8)
-        return Quantized(values=symmetric, scale=_transposed(scales), zero=None)
-    check_size("qzeros", qzeros, -1, F * bits // 32, f"words of {bits}-bit columns of qweight")
+    # Four bits are stored with the offset that int4 has; eight bits with one of 128.
+    return (values ^ 128).view(torch.int8) if symmetric and bits == 8 else values
+
+
+def gptq_zeros(qzeros: Tensor, *, bits: int, plus_one: bool) -> Tensor:
+    """The zero points of `from_gptq` alone, uint8 [..., F, G]."""
+    _check_bits(bits)
+    _check_words("qzeros", qzeros)
     zero_GF = unpack(_bytes(qzeros), f"uint{bits}")
-    zero = _transposed((zero_GF + int(plus_one)) & (2**bits - 1))
-    return Quantized(values=values, scale=_transposed(scales), zero=zero)
+    return _transposed((zero_GF + int(plus_one)) & (2**bits - 1))
 
 
 def from_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Quantized:
@@ -66,9 +78,19 @@ def from_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Quantized:
     _check(qweight, scales, qzeros)
     check_size("scales", scales, -1, 8 * qweight.shape[-1], "eight to a word of qweight")
     check_size("qzeros", qzeros, -1, qweight.shape[-1], "the words of a row of qweight")
-    values = pack(_transposed(_awq_codes(qweight)), "uint4")
-    zero = _transposed(_awq_codes(qzeros))
+    values, zero = awq_values(qweight), awq_zeros(qzeros)
     return Quantized(values=values, scale=_transposed(scales), zero=zero)
+
+
+def awq_values(qweight: Tensor) -> Tensor:
+    """The values of `from_awq` alone, uint4 [..., F, D/2]."""
+    return pack(awq_zeros(qweight), "uint4")
+
+
+def awq_zeros(qzeros: Tensor) -> Tensor:
+    """The zero points of `from_awq` alone, uint8 [..., F, G]."""
+    _check_words("qzeros", qzeros)
+    return _transposed(_awq_codes(qzeros))
 
 
 def _awq_codes(words: Tensor) -> Tensor:
@@ -84,14 +106,25 @@ def _transposed(t: Tensor) -> Tensor:
 
 
 def _bytes(words: Tensor) -> Tensor:
-    """The bytes of int32 words, lowest first."""
-    return words.contiguous().view(torch.uint8)
+    """The bytes of int32 words [..., n], lowest first: [..., 4 n]."""
+    # An axis of one word has the stride 1 that this view wants, whatever strides the others have.
+    return words.unsqueeze(-1).view(torch.uint8).flatten(-2)
+
+
+def _check_bits(bits: int) -> None:
+    if bits not in (4, 8):
+        raise ValueError(f"bits must be 4 or 8, got {bits}; other widths straddle words")
+
+
+def _check_words(name: str, t: Tensor) -> None:
+    if t.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {t.dtype}; view the words as int32")
 
 
 def _check(qweight: Tensor, scales: Tensor, qzeros: Tensor | None) -> None:
     for name, t in (("qweight", qweight), ("qzeros", qzeros)):
-        if t is not None and t.dtype != torch.int32:
-            raise TypeError(f"{name} must be int32, got {t.dtype}; view the words as int32")
+        if t is not None:
+            _check_words(name, t)
     tensors = {"qweight": qweight, "scales": scales, "qzeros": qzeros}
     for name, t in tensors.items():
         if t is not None and (t.dim() < 2 or t.shape[:-2] != qweight.shape[:-2]):

@@ -1,11 +1,13 @@
-"""Weights from any checkpoint into MoE layers, streamed from safetensors files.
+"""Weights from any checkpoint into MoE layers, streamed from safetensors or GGUF files.
 
 `load_checkpoint` loads layers from files, `load_expert` one tensor. What names mean is in
-`names.py`, how tensors are laid out in `layouts.py`, which part a rank keeps in `shards.py`.
+`names.py`, how tensors are laid out in `layouts.py`, which part a rank keeps in `shards.py`, in
+which order columns come in `order.py`; GGUF and bitsandbytes have files of their own.
 """
 
 from moe_ops.weights.checkpoint import LoadReport, load_checkpoint
 from moe_ops.weights.experts import LoadRecord, load_expert
+from moe_ops.weights.gguf_files import gguf_formats
 from moe_ops.weights.layouts import Coding
 from moe_ops.weights.names import STYLES, Style
 
@@ -15,6 +17,7 @@ __all__ = [
     "LoadRecord",
     "LoadReport",
     "Style",
+    "gguf_formats",
     "load_checkpoint",
     "load_expert",
 ]

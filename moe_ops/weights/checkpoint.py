@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,13 +17,17 @@ from moe_ops.layer_tensors import NAMES, STATE
 from moe_ops.quant.resolve import Reciprocal, as_multiplier
 from moe_ops.weights.experts import WEIGHTS, LoadRecord, Writes, load_expert, prepare_expert, write
 from moe_ops.weights.files import entries, files_of, quantization_of
-from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Matrix, coding_of
+from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Matrix, Stored, coding_of
 from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style, style_of
+from moe_ops.weights.writer import Writer
+
+log = logging.getLogger("moe_ops")
 
 Read = Callable[[], Tensor]
 EXPERTS = tuple(name for name in NAMES if name in WEIGHTS)
+ORDER = "g_idx"  # what names of orders of columns end in
 SHARED = "shared_experts."  # what a style's names of them begin with, in the layer's words
-TOGETHER = 32  # entries that are checked before they are written
+TOGETHER = 64  # entries that are checked before they are written
 SHOWN = 5  # entries of each kind in a report's text
 
 
@@ -71,13 +76,14 @@ def load_checkpoint(
     sharded: bool = False,
     progress: bool = True,
 ) -> LoadReport:
-    """Load this rank's share of every layer from safetensors files; says what was found.
+    """Load this rank's share of every layer from files; says what was found.
 
     layers: by the prefix of their names, such as "model.layers.3.mlp"; the prefix ends before
-    ".experts". source: a directory (its *.safetensors, or those of its index), a file or several.
-    style: the family that wrote the names, a key of `STYLES`, or a `Style`. coding: how weights are
-    laid out; None reads it from quantization_config in the config.json beside the files. sharded:
-    the tensors of experts are this rank's parts already, as one that saved its own share has them.
+    ".experts". source: a directory (its *.safetensors, those of its index, or its *.gguf), a file
+    or several. style: the family that wrote the names, a key of `STYLES`, or a `Style`. coding: how
+    weights are laid out; None reads it from quantization_config in the config.json beside the
+    files; a GGUF file says it itself. sharded: the tensors of experts are this rank's parts
+    already, as one that saved its own share has them.
 
     Loads experts, with their replicas and, where they are fused, shared ones; else shared experts,
     the gate and the correction bias by the names of the layer's own parameters. Files are mapped,
@@ -87,7 +93,8 @@ def load_checkpoint(
 
     Raises ValueError or TypeError, naming file entry and shapes, for a tensor that does not fit: it
     is not loaded, those before it are. Raises FileNotFoundError for no files, ValueError for files
-    and codings that are not supported (GGUF, bitsandbytes), and for layers on the meta device.
+    and codings that are not supported, and for layers on the meta device; ImportError for GGUF
+    files without the package gguf.
     """
     found = style_of(style)
     files = files_of(source)
@@ -100,21 +107,29 @@ def load_checkpoint(
                 f"the layer {prefix!r} is on the meta device; give it memory first: "
                 "layer.to_empty(device=...), then layer.reset_parameters()"
             )
-    loading = _Loading(style=found, coding=coding, sharded=sharded, layers=dict(layers))
     begin = time.perf_counter()
-    for i, file in enumerate(files):
-        before = loading.bytes_loaded
-        start = time.perf_counter()
-        try:
-            for name, read in entries(file):
-                loading.take(name, read)
-        finally:
-            loading.flush()
-        if progress:
-            mib, took = (loading.bytes_loaded - before) / 2**20, time.perf_counter() - start
-            sys.stderr.write(
-                f"{i + 1} of {len(files)}  {file.name}  {mib:.0f} MiB in {took:.1f} s\n"
-            )
+    with Writer() as writer:
+        loading = _Loading(
+            style=found, coding=coding, sharded=sharded, layers=dict(layers), writer=writer
+        )
+        for file in files:  # before the tensors that they put in order
+            for stored in entries(file, ORDER):
+                loading.take(stored)
+        for i, file in enumerate(files):
+            before = loading.bytes_loaded
+            start = time.perf_counter()
+            try:
+                for stored in entries(file):
+                    if not stored.name.endswith(ORDER):
+                        loading.take(stored)
+            finally:
+                loading.flush()
+            writer.finish()
+            if progress:
+                mib, took = (loading.bytes_loaded - before) / 2**20, time.perf_counter() - start
+                sys.stderr.write(
+                    f"{i + 1} of {len(files)}  {file.name}  {mib:.0f} MiB in {took:.1f} s\n"
+                )
     return loading.report(time.perf_counter() - begin)
 
 
@@ -126,6 +141,7 @@ class _Loading:
     coding: Coding
     sharded: bool
     layers: dict[str, MoELayer]
+    writer: Writer
     bytes_loaded: int = 0
     loaded: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
@@ -134,6 +150,8 @@ class _Loading:
     records: dict[str, LoadRecord] = field(default_factory=dict)
     # Tensors besides the experts', by prefix and name in the layer.
     others: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    decoded: set[str] = field(default_factory=set)  # codings of which a line was logged
+    prefixes: dict[str, str | None] = field(default_factory=dict)  # of parents of names
     filled: set[tuple[str, str]] = field(default_factory=set)
     # Checked, and to be written together: what checks need stays in the caches meanwhile.
     pending: list[Writes] = field(default_factory=list)
@@ -144,36 +162,75 @@ class _Loading:
             own = layer.state_dict(keep_vars=True)
             self.others[prefix] = {n: t for n, t in own.items() if n not in (*EXPERTS, *STATE)}
 
-    def flush(self) -> None:
-        """Write what is pending."""
-        for writes in self.pending:
-            write(writes)
-        self.pending.clear()
+    def _prefix_of(self, name: str) -> str | None:
+        """The longest prefix of a layer that a name has."""
+        parent = name.rpartition(".")[0]  # several entries have the same
+        if parent not in self.prefixes:
+            self.prefixes[parent] = next((p for p in _prefixes(name) if p in self.layers), None)
+        return self.prefixes[parent]
 
-    def take(self, name: str, read: Read) -> None:
-        """Load one entry of a file: `read` gives its tensor."""
-        prefix = next((p for p in _prefixes(name) if p in self.layers), None)
+    def flush(self, *, made: bool = False) -> None:
+        """Write what is pending: what is made for it at once, copies of the rest by the way."""
+        copies: list[tuple[Tensor, Tensor]] = []
+        for writes in self.pending:
+            if isinstance(writes, list) and not made:
+                copies += writes
+            else:
+                write(writes)
+        self.pending.clear()
+        if copies:
+            self.writer.add(copies)
+
+    def take(self, stored: Stored) -> None:
+        """Load one entry of a file."""
+        name, read = stored.name, stored.read
+        prefix = self._prefix_of(name)
         if prefix is None:
             return
         rest = name[len(prefix) + 1 :] if prefix else name
         entry = self.style.entry(rest)
         if isinstance(entry, Entry):
-            self._take_expert(prefix, name, entry, read)
-            if len(self.pending) >= TOGETHER:
-                self.flush()
+            coding = stored.coding or self.coding
+            self._take_expert(prefix, name, entry, read, coding)
+            if coding.decodes:
+                self._take_scale(prefix, name, entry, read, coding)
+            made = stored.made or self.records[prefix].orders.some
+            if len(self.pending) >= TOGETHER or made:
+                self.flush(made=made)
             return
         for quantiser, pattern in FOREIGN.items():
             if pattern.search(name):
                 raise ValueError(
-                    f"{name} is of {quantiser}, whose weights no op reads; dequantise the "
-                    "checkpoint, or quantise it in one of docs/FORMATS.md"
+                    f"{name} is of {quantiser}, of which weights of 4 bits are read, with all of "
+                    "their parts in one file; dequantise the checkpoint, or quantise it in one of "
+                    "docs/FORMATS.md"
                 )
         if self.layers[prefix].placement.shared and entry.startswith(SHARED):
             self._take_fused(prefix, name, entry.removeprefix(SHARED), read)
         else:
             self._take_other(prefix, name, entry, read)
 
-    def _take_expert(self, prefix: str, name: str, entry: Entry, read: Read) -> None:
+    def _take_scale(self, prefix: str, name: str, entry: Entry, read: Read, coding: Coding) -> None:
+        """The scales that lie between the values; of a layer without a format, one line instead."""
+        layer = self.layers[prefix]
+        if layer.quant is None:
+            if coding.name not in self.decoded:
+                log.info(
+                    "%s is %s: decoded to %s, as others are", name, coding.name,
+                    layer.w13_weight.dtype,
+                )  # fmt: skip
+            self.decoded.add(coding.name)
+            return
+        scale = replace(entry, parameter=entry.parameter.replace("weight", "scale"))
+        counts = len(self.loaded), len(self.elsewhere), self.bytes_loaded
+        self._take_expert(prefix, name, scale, read, coding)
+        # One entry, of the weight.
+        del self.loaded[counts[0] :], self.elsewhere[counts[1] :]
+        self.bytes_loaded = counts[2]
+
+    def _take_expert(
+        self, prefix: str, name: str, entry: Entry, read: Read, coding: Coding
+    ) -> None:
         layer, record = self.layers[prefix], self.records[prefix]
         part, _ = WEIGHTS[entry.parameter]
         if not _has_place(layer, entry.parameter, part):
@@ -185,10 +242,11 @@ class _Loading:
         if any(key in record.seen for key in keys):
             self.twice.append(name)
             return
-        if entry.expert is None or part == "input" or record.slots_of(layer, entry.expert):
+        every = part == "input" or (part == "g_idx" and layer.replicas is not None)
+        if entry.expert is None or every or record.slots_of(layer, entry.expert):
             t = _read(name, entry, read)
             here, writes = prepare_expert(
-                layer, entry.parameter, t, name, entry.shard, entry.expert, coding=self.coding,
+                layer, entry.parameter, t, name, entry.shard, entry.expert, coding=coding,
                 interleaved=self.style.interleaved, sharded=self.sharded, record=record,
             )  # fmt: skip
             self.pending.append(writes)
@@ -233,7 +291,10 @@ class _Loading:
             one[int(second)] //= shared
             return [one] * shared
         if part == "g_idx":
-            return [piece - piece[0] for piece in t.chunk(shared)] if second else [t] * shared
+            groups = (int(t.max()) + 1) // shared
+            return (
+                [p - s * groups for s, p in enumerate(t.chunk(shared))] if second else [t] * shared
+            )
         if t.numel() == 1 or part in ("alpha", "input") or (second and part == "bias"):
             return [t] * shared
         matrix = Matrix()

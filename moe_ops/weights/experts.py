@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,8 @@ from moe_ops.layer import MoELayer
 from moe_ops.shapes import check_choice
 from moe_ops.weights.layouts import PLAIN, Coding
 from moe_ops.weights.names import PARAMETERS
-from moe_ops.weights.shards import ALL, Plan, plan, spans
+from moe_ops.weights.order import Orders, order_of, ordered_sources
+from moe_ops.weights.shards import Plan, plan, spans
 
 # Names of parameters: what they are of the first weight (False) or of the second (True).
 WEIGHTS = {
@@ -40,6 +41,7 @@ class LoadRecord:
     # What is the same for every expert, worked out once.
     plans: dict[tuple[object, ...], Plan] = field(default_factory=dict)
     slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    orders: Orders = field(default_factory=Orders)
 
     def slots_of(self, layer: MoELayer, expert: int) -> tuple[int, ...]:
         """`slots_of`, asked once."""
@@ -79,8 +81,9 @@ def load_expert(
 ) -> bool:
     """Write a tensor of a checkpoint to this rank's part of a layer; False if it lives elsewhere.
 
-    parameter_name: of the layer, such as "w13_weight", "w2_scale" or "x_scale"; also "w13_g_idx"
-    and "w13_shape" (and of w2), which are checked alone. name: of the checkpoint's entry, for
+    parameter_name: of the layer, such as "w13_weight", "w2_scale" or "x_scale"; also "w13_shape"
+    (and of w2), which is checked alone, and "w13_g_idx", which is to come before the other tensors
+    of its expert, and puts them in order (see `order.py`). name: of the checkpoint's entry, for
     errors. shard: "w1" (gate), "w3" (up), "w2" (down), or "w13" for gate and up in one tensor,
     whose rows alternate if `interleaved`. expert_id: logical, of the whole layer; num_experts and
     above are fused shared experts; None: the tensor has all routed experts on its first axis. An
@@ -147,22 +150,33 @@ def prepare_expert(
         if part == "input":
             _load_input(layer, parameter_name, t_E, experts, shard, name, given)
             return True, ()
-        if part in ("g_idx", "shape"):
-            _check_told(layer, part, shard, t_E, sharded)
+        if part == "g_idx":
+            _load_order(layer, shard, zip(experts, t_E, slots, strict=True), name, given, sharded)
+            return any(slots), ()
+        if part == "shape":
+            _check_shape(layer, shard, t_E, sharded)
             return any(slots), ()
         held = getattr(layer, parameter_name)
         if held is None:
             _check_not_held(layer, parameter_name, part, t_E, coding)
             return False, ()
-        options = (parameter_name, part, shard, coding, interleaved, sharded)
+        if part == "weight" and not second and layer.input_order is not None:
+            if given is None:
+                raise ValueError("the layer's input is put in order; pass this load's LoadRecord")
+            here_alone = (e for e, s in zip(experts, slots, strict=True) if s)
+            record.orders.tell_none(layer, here_alone, name)
+        ordered = record.orders.some
+        options = (parameter_name, part, shard, coding, interleaved, sharded, ordered)
         key = (*options, held.data_ptr())  # a layer that moved has other memory
         how = record.plans.get(key)
         if how is None:
             how = record.plans[key] = plan(layer, *options)
         here = [(e, t, s) for e, t, s in zip(experts, t_E, slots, strict=True) if s]
+        orders = {e: record.orders.of(second, e) for e, *_ in here} if ordered else {}
+        record.orders.written.update(e for e, *_ in here)
         # Gate and up in one tensor can be compared without a record.
         return any(slots), _checked(
-            how, here, parameter_name, name, record if shard == "w13" else given
+            how, here, orders, parameter_name, name, record if shard == "w13" else given
         )
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {error}") from error
@@ -184,6 +198,7 @@ def _by_expert(tensor: Tensor, experts: int, stacked: bool, part: str) -> Sequen
 def _checked(
     how: Plan,
     here: list[tuple[int, Tensor, tuple[int, ...]]],
+    orders: Mapping[int, tuple[Tensor | None, Tensor | None]],
     parameter: str,
     name: str,
     record: LoadRecord | None,
@@ -194,16 +209,23 @@ def _checked(
     that are converted are alike in shape and dtype, which is all that can be wrong with them, so
     the first block of the first one is looked at, and memory is needed for one block at a time.
     """
-    if how.part == "weight" and how.matrix.convert is not None:
-        for _, t, _ in here[:1]:
-            next(how.sources(t), None)
+
+    def sources(expert: int, t: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+        rows, columns = orders.get(expert, (None, None))
+        if rows is None and columns is None:
+            return how.sources(t)
+        return ordered_sources(how, t, rows, columns)
+
+    if how.part == "weight" and (how.matrix.convert is not None or orders):
+        for e, t, _ in here[:1]:
+            next(sources(e, t), None)
         return (
             (how.region(slot, *source), source[0])
-            for _, t, slots in here
-            for source in how.sources(t)
+            for e, t, slots in here
+            for source in sources(e, t)
             for slot in slots
         )
-    parts = [(e, slots, list(how.sources(t))) for e, t, slots in here]
+    parts = [(e, slots, list(sources(e, t))) for e, t, slots in here]
     if how.shared:
         _agree(parameter, name, [(e, t) for e, _, found in parts for t, *_ in found], record)
     return [
@@ -273,26 +295,30 @@ def _load_input(
     target.detach().copy_(largest.reshape(target.shape))
 
 
-def _check_told(
-    layer: MoELayer, part: str, shard: str, t_E: Sequence[Tensor], sharded: bool
+def _load_order(
+    layer: MoELayer,
+    shard: str,
+    found: Iterable[tuple[int, Tensor, tuple[int, ...]]],
+    name: str,
+    record: LoadRecord | None,
+    sharded: bool,
 ) -> None:
-    """Raise ValueError unless the sizes, or the groups of columns, are those of the layer."""
+    """Keep the order of the columns of experts here, for the tensors that follow."""
+    for expert, t, slots in found:
+        order = order_of(layer, shard, t, sharded=sharded)
+        if order is not None and record is None:
+            raise ValueError("orders the tensors that follow; pass this load's LoadRecord")
+        # An expert that may come here later has to have the order of this rank's input too.
+        if record is not None and (slots or layer.replicas is not None):
+            record.orders.tell(layer, shard == "w2", expert, order, name)
+
+
+def _check_shape(layer: MoELayer, shard: str, t_E: Sequence[Tensor], sharded: bool) -> None:
+    """Raise ValueError unless the sizes are those of the layer."""
     rows, columns = spans(layer.sizes, shard, sharded=sharded)
-    whole = rows.whole * (2 if shard == "w13" else 1)
-    if part == "shape":
-        if any(t.tolist() != [whole, columns.whole] for t in t_E):
-            raise ValueError(f"expected {[whole, columns.whole]}, found {t_E[0].tolist()}")
-        return
-    format = None if layer.quant is None else layer.quant.format
-    group = columns.whole if format is None or format.group[1] == ALL else format.group[1]
-    for t in t_E:
-        if tuple(t.shape) != (columns.whole,):
-            raise ValueError(f"expected the shape {[columns.whole]}, found {list(t.shape)}")
-        if not torch.equal(t.long(), torch.arange(columns.whole, device=t.device) // group):
-            raise ValueError(
-                f"its groups are no runs of {group} columns: the weights were quantised in the "
-                "order of their activations, which no op reads; quantise without desc_act"
-            )
+    wanted = [rows.whole * (2 if shard == "w13" else 1), columns.whole]
+    if any(t.tolist() != wanted for t in t_E):
+        raise ValueError(f"expected {wanted}, found {t_E[0].tolist()}")
 
 
 def _check_not_held(

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from moe_ops.weights import bitsandbytes, gguf_files
+from moe_ops.weights.layouts import PLAIN, Stored
 
 
-def entries(file: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The names of a file in the order of its bytes, and a function that maps each tensor."""
+def entries(file: Path, ending: str = "") -> Iterator[Stored]:
+    """What a file holds, in the order of its bytes, or what of it has names with this ending, of
+    which GGUF has none; tensors are mapped, those of bitsandbytes made of their parts.
+    """
+    if file.suffix == ".gguf":
+        if not ending:
+            yield from gguf_files.entries(file)
+        return
     try:
         from safetensors import safe_open
     except ImportError as error:
@@ -20,12 +27,17 @@ def entries(file: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
             "reading checkpoints needs the package safetensors; install it"
         ) from error
     with safe_open(file, framework="pt", device="cpu") as opened:
-        for name in opened.offset_keys():
-            yield name, partial(opened.get_tensor, name)
+        names = [name for name in opened.offset_keys() if name.endswith(ending)]
+        decoded, parts = bitsandbytes.decoders(set(names), opened.get_tensor)
+        for name in names:
+            if name in decoded:
+                yield Stored(name=name, read=decoded[name], coding=PLAIN, made=True)
+            elif name not in parts:
+                yield Stored(name=name, read=partial(opened.get_tensor, name))
 
 
 def files_of(source: str | Path | Iterable[str | Path]) -> list[Path]:
-    """The safetensors files of a source, in order."""
+    """The files of a source, in order: its GGUF files only where it has no safetensors."""
     paths = [Path(source)] if isinstance(source, (str, Path)) else [Path(p) for p in source]
     if len(paths) == 1 and paths[0].is_dir():
         folder = paths[0]
@@ -36,13 +48,8 @@ def files_of(source: str | Path | Iterable[str | Path]) -> list[Path]:
         else:
             paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.gguf"))
     for path in paths:
-        if path.suffix == ".gguf":
-            raise ValueError(
-                f"{path} is GGUF, whose blocks no op reads; convert it to safetensors, dequantised "
-                "or in one of docs/FORMATS.md"
-            )
-        if path.suffix != ".safetensors":
-            raise ValueError(f"{path} is no safetensors file; convert it")
+        if path.suffix not in (".safetensors", ".gguf"):
+            raise ValueError(f"{path} is no safetensors or GGUF file; convert it")
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist; complete the download")
     if not paths:

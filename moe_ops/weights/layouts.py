@@ -9,13 +9,13 @@ stored tensor first and converted after.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_ops.quant.checkpoints import from_awq, from_gptq
+from moe_ops.quant.checkpoints import awq_values, awq_zeros, gptq_values, gptq_zeros
 from moe_ops.quant.formats import Format
 from moe_ops.quant.resolve import e8m0_to_float32, float32_to_e8m0
 from moe_ops.shapes import FLOATS
@@ -23,20 +23,22 @@ from moe_ops.shapes import FLOATS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """An axis of a matrix in a stored tensor: its place, and n units as n * elements / values."""
+    """An axis of a matrix in a stored tensor: its place, and `elements` for `values` units."""
 
     place: int
     values: int = 1
     elements: int = 1
 
     def stored(self, units: int) -> int | None:
-        """So many units counted in stored elements; None if they do not fill them."""
-        whole, left = divmod(units * self.elements, self.values)
-        return None if left else whole
+        """So many units counted in stored elements; None if they are no whole words or blocks."""
+        whole, left = divmod(units, self.values)
+        return None if left else whole * self.elements
 
 
 ROWS, COLUMNS = Axis(place=0), Axis(place=1)
-Convert = Callable[[Tensor, Format], Tensor]
+AS_WORDS = ("int4", "uint4", "uint8")  # int8 has no offset
+WORD_BYTES = 4
+Convert = Callable[[Tensor, Any], Tensor]  # of a part as it is stored, for a Format or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,7 +53,15 @@ class Matrix:
     rows: Axis = ROWS
     columns: Axis = COLUMNS
     convert: Convert | None = None
+    as_words: tuple[str, ...] = ()
     block: int | None = None
+
+    def in_words(self, target: Tensor, format: Format | None) -> tuple[Tensor, Matrix]:
+        """A layer's tensor, and how the stored part goes there: as it is where words allow it."""
+        fits = target.shape[-1] * target.element_size() % WORD_BYTES == 0
+        if format is None or format.element not in self.as_words or not fits:
+            return target, self
+        return target.view(torch.int32), replace(self, convert=None)
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...] | None:
         """The shape of the stored tensor of so many units; None if they do not fill it."""
@@ -71,7 +81,8 @@ class Coding:
     """How a checkpoint codes the weights of its experts.
 
     `bits` is the width of an integer code, None where the dtype says it. A `weight` of None is what
-    the ops read for the layer's format.
+    the ops read for the layer's format. Of codings that hold scales and values in one tensor,
+    `formats` are those that they hold exactly; all of them `decodes` to layers without a format.
     """
 
     name: str
@@ -79,12 +90,20 @@ class Coding:
     scale: Matrix = Matrix()
     zero: Matrix = Matrix()
     bits: int | None = None
+    formats: tuple[str, ...] = ()
+    decodes: bool = False
 
     def matrix(self, part: str, format: Format | None) -> Matrix:
         """The layout of weight, scale or zero of a layer of this format (None: not quantised).
 
         Raises ValueError for a format whose codes are not those of the checkpoint.
         """
+        if self.decodes and format is not None and format.name not in self.formats:
+            held = f"holds {self.formats[0]}" if self.formats else "is in no format of the ops"
+            raise ValueError(
+                f"{self.name} {held}, but the layer has {format.name}; give the layer "
+                f"{'that' if self.formats else 'none (quant=None)'}, as `gguf_formats` says"
+            )
         if part != "weight":
             return self.scale if part == "scale" else self.zero
         if self.bits is not None and (
@@ -103,14 +122,21 @@ class Coding:
         return Matrix(columns=Axis(place=1, values=storage.values, elements=storage.units))
 
 
+class Stored(NamedTuple):
+    """An entry of a file: how to read its tensor, and its coding where the file says it.
+
+    `made`: reading makes a tensor instead of mapping it, so it is to be kept for a short time.
+    """
+
+    name: str
+    read: Callable[[], Tensor]
+    coding: Coding | None = None
+    made: bool = False
+
+
 PLAIN = Coding(name="plain")
 # Unquantised weights with their columns as outputs.
 TRANSPOSED = Coding(name="transposed", weight=Matrix(rows=COLUMNS, columns=ROWS))
-
-
-def _words(t: Tensor, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    """A stand-in of two rows where a conversion of values takes scales too, and so on."""
-    return t.new_zeros(shape, dtype=dtype)
 
 
 def gptq(bits: int = 4, *, plus_one: bool = True) -> Coding:
@@ -118,20 +144,16 @@ def gptq(bits: int = 4, *, plus_one: bool = True) -> Coding:
     per = _per_word(bits)
 
     def values(t: Tensor, format: Format) -> Tensor:
-        scales = _words(t, 2, t.shape[1], dtype=torch.float16)
-        zeros = _words(t, 2, t.shape[1] // per) if format.has_zero else None
-        return from_gptq(t, scales, zeros, bits=bits).values
+        return gptq_values(t, bits=bits, symmetric=not format.has_zero)
 
     def zeros(t: Tensor, format: Format) -> Tensor:
-        F = t.shape[1] * per
-        scales = _words(t, t.shape[0], F, dtype=torch.float16)
-        zero = from_gptq(_words(t, 2, F), scales, t, bits=bits, plus_one=plus_one).zero
-        assert zero is not None
-        return zero
+        return gptq_zeros(t, bits=bits, plus_one=plus_one)
 
     return Coding(
         name="GPTQ",
-        weight=Matrix(rows=COLUMNS, columns=Axis(place=0, values=per), convert=values),
+        weight=Matrix(
+            rows=COLUMNS, columns=Axis(place=0, values=per), convert=values, as_words=AS_WORDS
+        ),
         scale=Matrix(rows=COLUMNS, columns=ROWS),
         zero=Matrix(rows=Axis(place=1, values=per), columns=ROWS, convert=zeros),
         bits=bits,
@@ -140,23 +162,12 @@ def gptq(bits: int = 4, *, plus_one: bool = True) -> Coding:
 
 def awq() -> Coding:
     """AWQ of four bits: words along the rows, which lie on axis 1. See `from_awq`."""
-
-    def values(t: Tensor, format: Format) -> Tensor:
-        scales = _words(t, 2, 8 * t.shape[1], dtype=torch.float16)
-        return from_awq(t, scales, _words(t, 2, t.shape[1])).values
-
-    def zeros(t: Tensor, format: Format) -> Tensor:
-        scales = _words(t, t.shape[0], 8 * t.shape[1], dtype=torch.float16)
-        zero = from_awq(_words(t, 2, t.shape[1]), scales, t).zero
-        assert zero is not None
-        return zero
-
     words = Axis(place=1, values=8)
     return Coding(
         name="AWQ",
-        weight=Matrix(rows=words, columns=ROWS, convert=values),
+        weight=Matrix(rows=words, columns=ROWS, convert=lambda t, format: awq_values(t)),
         scale=Matrix(rows=COLUMNS, columns=ROWS),
-        zero=Matrix(rows=words, columns=ROWS, convert=zeros),
+        zero=Matrix(rows=words, columns=ROWS, convert=lambda t, format: awq_zeros(t)),
         bits=4,
     )
 
@@ -169,21 +180,16 @@ def compressed(bits: int = 4) -> Coding:
     per = _per_word(bits)
 
     def values(t: Tensor, format: Format) -> Tensor:
-        if t.dtype != torch.int32:
-            raise TypeError(f"packed values must be int32 words, got {t.dtype}")
         codes = t.contiguous().view(torch.uint8)
         return (codes ^ 128).view(torch.int8) if format.element == "int8" else codes
 
     def zeros(t: Tensor, format: Format) -> Tensor:
         # Those of GPTQ with axes exchanged, and without the one that it takes off.
-        words = t.T.contiguous()
-        convert = gptq(bits, plus_one=False).zero.convert
-        assert convert is not None
-        return convert(words, format)
+        return gptq_zeros(t.T, bits=bits, plus_one=False)
 
     return Coding(
         name="compressed-tensors",
-        weight=Matrix(columns=Axis(place=1, values=per), convert=values),
+        weight=Matrix(columns=Axis(place=1, values=per), convert=values, as_words=AS_WORDS),
         zero=Matrix(rows=Axis(place=0, values=per), convert=zeros),
         bits=bits,
     )
@@ -202,16 +208,15 @@ def _per_word(bits: int) -> int:
 
 
 NO_OP_READS = {
-    "bitsandbytes": "its codes index a table of values (NF4, FP4) or are scaled by their columns",
-    "gguf": "its blocks pack scales between the values, and its files are no safetensors",
+    "bitsandbytes": "of its weights those of 4 bits alone are read (NF4, FP4)",
 }
 
 
 def coding_of(config: Mapping[str, Any] | None) -> Coding:
     """The coding of a checkpoint with this `quantization_config` (of config.json); None: plain.
 
-    Knows gptq, awq, compressed-tensors, modelopt, fp8 and mxfp4. Raises ValueError, with the
-    reason, for others and for variants whose weights no op reads.
+    Knows gptq, awq, compressed-tensors, modelopt, fp8, mxfp4 and bitsandbytes of four bits. Raises
+    ValueError, with the reason, for others and for variants whose weights no op reads.
     """
     if config is None:
         return PLAIN
@@ -228,14 +233,14 @@ def coding_of(config: Mapping[str, Any] | None) -> Coding:
         return awq()
     if method == "compressed-tensors":
         return _compressed(config)
-    if method in ("modelopt", "fp8"):
-        return PLAIN
+    if method in ("modelopt", "fp8") or (method == "bitsandbytes" and config.get("load_in_4bit")):
+        return PLAIN  # bitsandbytes is decoded when it is read
     if method == "mxfp4":
         return mxfp4_blocks()
     reason = NO_OP_READS.get(method, "its layout is unknown")
     raise ValueError(
         f"quant_method {method!r} cannot be loaded: {reason}; dequantise the checkpoint, or take "
-        "one of gptq, awq, compressed-tensors, modelopt, fp8, mxfp4"
+        "one of gptq, awq, compressed-tensors, modelopt, fp8, mxfp4, bitsandbytes of 4 bits"
     )
 
 

@@ -47,10 +47,10 @@ PARAMETERS: dict[Part, tuple[str, str]] = {
     **{p: (f"w13_{p}", f"w2_{p}") for p in ("weight", "scale", "zero", "bias", "alpha", "g_idx")},
     "shape": ("w13_shape", "w2_shape"),
 }
-# Tensors of quantisers whose weights no op reads, by the end of their names.
+# Tensors of quantisers that are left when what can be read of them was put together.
 FOREIGN = {
     "bitsandbytes": re.compile(
-        r"\.(absmax|quant_map|nested_absmax|quant_state\.bitsandbytes__\w+)$"
+        r"\.(SCB|weight_format|absmax|quant_map|nested_absmax|quant_state\.bitsandbytes__\w+)$"
     )
 }
 
@@ -71,9 +71,9 @@ class Style:
 
     `projections` maps the names of projections to shards; "w13" is gate and up in one tensor, whose
     rows are gate then up, or alternate if `interleaved`. Experts are `<experts>.<id>.<projection>`
-    or, all in one tensor, `<experts>.<projection>`. With `transposed` unquantised weights have
-    their columns as outputs. `others` renames what else lies below the layer's prefix, longest
-    match first, to the layer's parameters.
+    or, all in one tensor, `<experts>.<projection>`; without `<experts>.` if that is empty. With
+    `transposed` unquantised weights have their columns as outputs. `others` renames what else lies
+    below the layer's prefix, longest match first, to the layer's parameters.
     """
 
     name: str
@@ -92,11 +92,10 @@ class Style:
 
     @cached_property
     def _pattern(self) -> str:
-        expert = "" if self.stacked else r"\.(?P<expert>\d+)"
+        experts = rf"{re.escape(self.experts)}\." if self.experts else ""
+        expert = "" if self.stacked else r"(?P<expert>\d+)\."
         projections = "|".join(map(re.escape, self.projections))
-        return (
-            rf"{re.escape(self.experts)}{expert}\.(?P<projection>{projections})(?P<part>$|[._].*)"
-        )
+        return rf"{experts}{expert}(?P<projection>{projections})(?P<part>$|[._].*)"
 
     def entry(self, name: str) -> Entry | str:
         """What the tensor called `name`, below the layer's prefix, is: an entry of the experts, or
@@ -132,6 +131,21 @@ GPT_OSS = Style(
     others={"router.": "gate."},
 )
 
+GGUF = Style(
+    name="gguf",
+    projections={
+        "ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2",
+        "ffn_gate_up_exps": "w13",
+    },
+    experts="",
+    stacked=True,
+    others={
+        "ffn_gate_inp.": "gate.",
+        "exp_probs_b.bias": "correction_bias",
+        **{f"ffn_{p}_shexp.": f"shared_experts.{p}_proj." for p in ("gate", "up", "down")},
+    },
+)  # fmt: skip
+
 # By the families that write them. In memory, and saved with save_original_format=False,
 # transformers 5 has the experts of every family fused.
 STYLES: dict[str, Style] = {
@@ -143,6 +157,7 @@ STYLES: dict[str, Style] = {
     "glm": GATE_UP_DOWN,
     "transformers": FUSED,  # mlp.experts.gate_up_proj
     "gpt-oss": GPT_OSS,
+    "gguf": GGUF,  # blk.3.ffn_gate_exps.weight, of every family
 }
 
 

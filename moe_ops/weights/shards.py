@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
@@ -13,7 +14,7 @@ from moe_ops.quant.formats import ROW, TENSOR, Format
 from moe_ops.weights.layouts import Coding, Matrix, to_dtype
 
 ALL = -1  # of the units of an axis that share a scale
-WORD_ROWS = 16  # rows that are whole words of every layout, and more than one
+WORD_ROWS = 8  # rows that are whole words of every layout
 BLOCKS = 16  # in which a matrix is converted, so that the conversion takes less memory than it
 
 
@@ -85,7 +86,9 @@ class Plan:
         Conversions come in blocks of rows, whose memory is small. Raises ValueError or TypeError
         for a tensor of another shape or dtype.
         """
-        t, matrix = self._as_matrix(t)
+        if self.matrix.as_words and t.dtype != torch.int32:
+            raise TypeError(f"packed values must be int32 words, got {t.dtype}")
+        t, matrix = self.as_matrix(t)
         step = self.rows.size
         if matrix.convert is not None:
             step = max(step // BLOCKS // WORD_ROWS, 1) * WORD_ROWS
@@ -94,7 +97,6 @@ class Plan:
                 rows = min(step, self.rows.size - first)
                 piece = self._cut(t, matrix, place, first, rows)
                 if matrix.convert is not None:
-                    assert self.format is not None
                     piece = matrix.convert(piece, self.format)
                 elif matrix.rows.place == 1:
                     piece = piece.T
@@ -114,7 +116,7 @@ class Plan:
             target = target.narrow(0, first, rows)
         return target if columns == target.shape[1] else target.narrow(1, 0, columns)
 
-    def _as_matrix(self, t: Tensor) -> tuple[Tensor, Matrix]:
+    def as_matrix(self, t: Tensor) -> tuple[Tensor, Matrix]:
         """One expert's tensor with two axes. A scale may be one value for all rows, or lack the
         axis of its one column.
         """
@@ -175,9 +177,11 @@ def plan(
     coding: Coding,
     interleaved: bool,
     sharded: bool,
+    ordered: bool = False,
 ) -> Plan:
     """How tensors of a shard go into a parameter that the layer holds: weight, scale, zero, bias or
-    alpha. Raises ValueError where the rank's part cannot be cut out.
+    alpha; ordered: their columns are put in order, which takes words apart. Raises ValueError where
+    the rank's part cannot be cut out.
     """
     target: Tensor = getattr(layer, parameter).detach()  # writes need no gradient
     format = None if layer.quant is None else layer.quant.format
@@ -199,8 +203,11 @@ def plan(
     halves = {"w13": (0, 1), "w3": (1,) if gated else (0,)}.get(shard, (0,))
     matrix = Matrix() if part in ("bias", "alpha") else coding.matrix(part, format)
     rows, columns = rows.grouped(group[0], "rows"), columns.grouped(group[1], "columns")
+    target = target.reshape(target.shape[0], target.shape[1] if target.dim() > 1 else 1, -1)
+    if part == "weight" and not ordered:
+        target, matrix = matrix.in_words(target, format)
     return Plan(
-        target=target.reshape(target.shape[0], target.shape[1] if target.dim() > 1 else 1, -1),
+        target=target,
         part=part,
         format=format,
         matrix=matrix,

@@ -74,6 +74,32 @@ def test_gptq_without_zero_points_is_symmetric_about_the_middle(bits: int) -> No
     assert torch.equal(x, weight_FD(codes, 2 ** (bits - 1), scales))
 
 
+@each_width
+def test_gptq_of_one_word(bits: int) -> None:
+    """Rows, columns, or both are one word: the strides of axes of size one are arbitrary."""
+    n = 32 // bits
+    for rows, columns in ((n, 1), (n, n), (n, 3 * n), (3 * n, n)):
+        codes = torch.randint(0, 2**bits, (rows, columns))
+        zeros, scales = torch.randint(0, 2**bits, (1, columns)), torch.ones(1, columns)
+        got = from_gptq(along_rows(codes, bits), scales, bits=bits)
+        assert torch.equal(unpack(got.values.view(torch.uint8), f"uint{bits}").long().T % 2**bits,
+                           codes if bits == 4 else codes ^ 128)  # fmt: skip
+        if columns % n == 0:
+            stored = along_columns(zeros, bits)
+            for one in (stored, stored.repeat(1, 2)[:, : columns // n], stored.T.contiguous().T):
+                got = from_gptq(along_rows(codes, bits), scales, one, bits=bits, plus_one=False)
+                assert got.zero is not None and torch.equal(got.zero.long(), zeros.T)
+                assert torch.equal(unpack(got.values, f"uint{bits}").long(), codes.T)
+
+
+def test_awq_of_one_word() -> None:
+    codes, zeros = torch.randint(0, 16, (2, 8)), torch.randint(0, 16, (1, 8))
+    one = along_columns(zeros, 4, AWQ)
+    got = from_awq(along_columns(codes, 4, AWQ), torch.ones(1, 8), one.T.contiguous().T)
+    assert torch.equal(unpack(got.values, "uint4").long(), codes.T)
+    assert got.zero is not None and torch.equal(got.zero.long(), zeros.T)
+
+
 def test_awq() -> None:
     codes, zeros, scales = checkpoint(4)
     got = from_awq(along_columns(codes, 4, AWQ), scales, along_columns(zeros, 4, AWQ))

@@ -144,22 +144,8 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         load(tmp_path, layer_of())
     with pytest.raises(FileNotFoundError, match=r"none.safetensors does not exist; complete the"):
         load(tmp_path / "none.safetensors", layer_of())
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match=r"model.gguf is GGUF, whose blocks no op reads; convert"):
-        load(tmp_path, layer_of())
-    with pytest.raises(ValueError, match=r"pytorch_model.bin is no safetensors file; convert it"):
+    with pytest.raises(ValueError, match=r"pytorch_model.bin is no safetensors or GGUF file; co"):
         load(tmp_path / "pytorch_model.bin", layer_of())
-
-
-def test_bitsandbytes_is_refused_by_its_entries_and_by_its_configuration(tmp_path: Path) -> None:
-    have = entries()
-    have[f"{EXPERTS}.0.up_proj.weight.absmax"] = torch.ones(4)
-    store(tmp_path, have)
-    with pytest.raises(ValueError, match="absmax is of bitsandbytes, whose weights no op reads"):
-        load(tmp_path, layer_of())
-    store(tmp_path, entries(), {"quant_method": "bitsandbytes", "load_in_4bit": True})
-    with pytest.raises(ValueError, match="quant_method 'bitsandbytes' cannot be loaded"):
-        load(tmp_path, layer_of())
 
 
 def test_layers_without_memory_are_refused(tmp_path: Path) -> None:
@@ -175,6 +161,7 @@ NAMES = {
     "modelopt_fp4": ("deepseek", "experts.7.down_proj.weight_scale_2", ("w2_alpha", "w2", 7)),
     "input": ("glm", "experts.7.down_proj.input_scale", ("h_scale", "w2", 7)),
     "blocks": ("gpt-oss", "experts.gate_up_proj_blocks", ("w13_weight", "w13", None)),
+    "gguf": ("gguf", "ffn_gate_up_exps.weight", ("w13_weight", "w13", None)),
     "bias": ("gpt-oss", "experts.down_proj_bias", ("w2_bias", "w2", None)),
     "fused_fp8": ("transformers", "experts.gate_up_proj_scale_inv", ("w13_scale", "w13", None)),
 }
@@ -189,6 +176,8 @@ def test_names_are_read(style: str, name: str, want: Any) -> None:
 def test_other_names() -> None:
     entry = GATE_UP_DOWN.entry("experts.3.up_proj.weight_global_scale")
     assert isinstance(entry, Entry) and entry.reciprocal
+    assert STYLES["gguf"].entry("ffn_down_shexp.weight") == "shared_experts.down_proj.weight"
+    assert STYLES["gguf"].entry("ffn_gate_inp_shexp.weight") == "ffn_gate_inp_shexp.weight"
     assert STYLES["gpt-oss"].entry("router.bias") == "gate.bias"
     assert GATE_UP_DOWN.entry("gate.e_score_correction_bias") == "correction_bias"
     assert GATE_UP_DOWN.entry("experts.3.up_projection.weight") == "experts.3.up_projection.weight"

@@ -164,18 +164,6 @@ def test_zero_points_of_a_symmetric_layer_must_be_the_middle(tmp_path: Path) -> 
         load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False)
 
 
-def test_act_order_is_refused(tmp_path: Path) -> None:
-    layout = LAYOUTS["gptq_int4"]
-    entries = write(tmp_path, layout).entries
-    name = f"{PREFIX}.experts.2.down_proj.g_idx"
-    entries[name] = entries[name].flip(0).contiguous()
-    store(tmp_path, entries, layout.config)
-    with pytest.raises(ValueError, match=r"2\.down_proj\.g_idx: its groups are no runs of 32"):
-        load_checkpoint(
-            {PREFIX: layer_of(layout, ParallelConfig())}, tmp_path, style="qwen", progress=False
-        )
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_shared_experts_are_taken_apart(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]

@@ -1,0 +1,158 @@
+"""Weights of bitsandbytes, written by the definition of its blocks and read as they decode."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import PREFIX, PROJECTIONS, E, I, store
+from peak import Peak
+from torch import Tensor
+
+from moe_ops.layer import MoELayer
+from moe_ops.layer_options import QuantFormats
+from moe_ops.parallel.config import ParallelConfig
+from moe_ops.weights import load_checkpoint
+from moe_ops.weights.bitsandbytes import decoders
+
+D = 72  # blocks of 64 go across rows
+CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+SPLITS = {
+    "one": [ParallelConfig()],
+    "tp2": [ParallelConfig.of(tp=2, tp_rank=r) for r in range(2)],
+    "ep3": [ParallelConfig.of(tp=3, tp_rank=r, expert_parallel=True) for r in range(3)],
+}
+
+
+def matrix(g: torch.Generator, rows: int, columns: int, nested: bool, kind: str = "nf4") -> Any:
+    """Entries by suffix, and the weight that they stand for, value by value."""
+    n = rows * columns
+    blocks = -(-n // 64)
+    q = torch.randint(0, 16, (n,), generator=g)
+    table = torch.randn(16, generator=g)
+    state = {
+        "quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": [rows, columns]
+    }  # fmt: skip
+    absmax = torch.rand(blocks, generator=g) + 0.1
+    entries = {"weight": ((q[0::2] << 4) | q[1::2]).to(torch.uint8)[:, None]}
+    if nested:
+        codes = torch.randint(0, 256, (blocks,), generator=g)
+        second, scale = torch.randn(256, generator=g), torch.rand(-(-blocks // 256), generator=g)
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.25}
+        absmax = torch.stack([second[c] * scale[i // 256] + 0.25 for i, c in enumerate(codes)])
+        entries["weight.absmax"] = codes.to(torch.uint8)
+        entries["weight.nested_absmax"], entries["weight.nested_quant_map"] = scale, second
+    else:
+        entries["weight.absmax"] = absmax
+    entries["weight.quant_map"] = table
+    told = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    entries[f"weight.quant_state.bitsandbytes__{kind}"] = told
+    value = table[q] * absmax[torch.arange(n) // 64]
+    return entries, value.bfloat16().view(rows, columns)
+
+
+def write(folder: Path, nested: bool) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    entries, values = {}, {}
+    for shard, projection in PROJECTIONS.items():
+        made = [
+            matrix(g, *((D, I) if shard == "w2" else (I, D)), nested, "fp4" if e else "nf4")
+            for e in range(E)
+        ]
+        values[shard] = torch.stack([value for _, value in made])
+        for e, (parts, _) in enumerate(made):
+            for suffix, t in parts.items():
+                entries[f"{PREFIX}.experts.{e}.{projection}.{suffix}"] = t
+    store(folder, entries, CONFIG)
+    return values
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("nested", [False, True], ids=["absmax", "nested"])
+def test_layers_hold_what_is_decoded(nested: bool, split: str, tmp_path: Path) -> None:
+    v = write(tmp_path, nested)
+    for config in SPLITS[split]:
+        layer = MoELayer(E, 2, D, I, dtype=torch.float32, parallel=config)
+        report = load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False)
+        assert report.complete and len(report.loaded) + len(report.elsewhere) == 3 * E
+        s = layer.sizes
+        ids = [layer.placement.ids_of(config.ep_rank)[i] for i in range(s.E)]
+        cut = slice(s.first, s.first + s.used)
+        gate, up = layer.w13_weight.chunk(2, 1)
+        assert torch.equal(gate, v["w1"][ids][:, cut].float())
+        assert torch.equal(up, v["w3"][ids][:, cut].float())
+        assert torch.equal(layer.w2_weight, v["w2"][ids][:, :, cut].float())
+
+
+def test_one_weight_is_decoded_at_a_time(tmp_path: Path) -> None:
+    g = torch.Generator().manual_seed(0)
+    size, entries = 512, {}
+    for e in range(E):
+        for projection in PROJECTIONS.values():
+            made, _ = matrix(g, size, size, nested=False)
+            for suffix, t in made.items():
+                entries[f"{PREFIX}.experts.{e}.{projection}.{suffix}"] = t
+    store(tmp_path, entries, CONFIG)
+    layer = MoELayer(E, 2, size, size, dtype=torch.bfloat16)
+    gc.collect()
+    with Peak() as peak:
+        load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False)
+    assert peak.most <= 2 * layer.w2_weight[0].nbytes
+
+
+def test_a_part_that_was_saved_by_its_rank_is_taken_whole(tmp_path: Path) -> None:
+    g = torch.Generator().manual_seed(0)
+    entries, value = matrix(g, I // 2, D, nested=False)
+    store(tmp_path, {f"{PREFIX}.experts.0.up_proj.{n}": t for n, t in entries.items()}, CONFIG)
+    config = ParallelConfig.of(tp=2, tp_rank=1)
+    layer = MoELayer(E, 2, D, I, dtype=torch.float32, parallel=config)
+    load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", sharded=True, progress=False)
+    assert torch.equal(layer.w13_weight[0, I // 2 :], value.float())
+    with pytest.raises(ValueError, match=r"up_proj.weight: expected the shape \[64, 72\], found"):
+        load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["absmax", "nested"])
+def test_bitsandbytes_decodes_alike(nested: bool) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    for kind in ("nf4", "fp4"):
+        w = torch.randn(48, D, generator=torch.Generator().manual_seed(1)).bfloat16()
+        packed, state = functional.quantize_4bit(
+            w, blocksize=64, quant_type=kind, compress_statistics=nested
+        )
+        entries = {f"weight.{n}": t for n, t in state.as_dict(packed=True).items()}
+        entries["weight"] = packed
+        found, used = decoders(set(entries), entries.__getitem__)
+        assert used | {"weight"} == entries.keys()
+        want = functional.dequantize_4bit(packed, state)
+        torch.testing.assert_close(found["weight"](), want, rtol=2**-7, atol=0)
+
+
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    g = torch.Generator().manual_seed(0)
+    entries, _ = matrix(g, I, D, nested=False)
+    name = f"{PREFIX}.experts.0.up_proj"
+    layer = MoELayer(E, 2, D, I, dtype=torch.float32)
+
+    def load(parts: dict[str, Tensor], into: MoELayer = layer) -> None:
+        store(tmp_path, {f"{name}.{n}": t for n, t in parts.items()}, CONFIG)
+        load_checkpoint({PREFIX: into}, tmp_path, style="qwen", progress=False)
+
+    with pytest.raises(
+        ValueError, match="absmax is of bitsandbytes, of which weights of 4 bits ar"
+    ):
+        load({n: t for n, t in entries.items() if "quant_state" not in n and n != "weight"})
+    with pytest.raises(ValueError, match="SCB is of bitsandbytes"):
+        load({"SCB": torch.ones(I)})
+    short = entries | {"weight.absmax": torch.ones(3)}
+    with pytest.raises(
+        ValueError, match=r"up_proj.weight: 2304 torch.uint8 codes and 3 scales are"
+    ):
+        load(short)
+    quant = QuantFormats(weights="int8:row")
+    with pytest.raises(TypeError, match="is bfloat16, but the layer's tensor is int8"):
+        load(entries, MoELayer(E, 2, D, I, quant=quant, dtype=torch.float32))

@@ -1,0 +1,196 @@
+"""GGUF files: layers hold what the package gguf decodes, in a format where one is exact."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peak import Peak
+from torch import Tensor
+
+from moe_ops.layer import MoELayer
+from moe_ops.layer_options import Routing
+from moe_ops.parallel.config import ParallelConfig
+from moe_ops.quant import packing
+from moe_ops.weights import gguf_formats, load_checkpoint
+
+gguf = pytest.importorskip("gguf")
+
+E, D, I = 3, 64, 128  # noqa: E741
+PREFIX = "blk.1"
+SHAPES = {"ffn_gate_exps": (E, I, D), "ffn_up_exps": (E, I, D), "ffn_down_exps": (E, D, I)}
+EXACT = {"Q8_0": "int8:1x32:float16", "Q4_0": "int4:1x32:float16", "MXFP4": "mxfp4"}
+SPLITS = {
+    "one": [ParallelConfig()],
+    "tp2": [ParallelConfig.of(tp=2, tp_rank=r) for r in range(2)],
+    "ep3": [ParallelConfig.of(tp=3, tp_rank=r, expert_parallel=True) for r in range(3)],
+}
+
+
+def kind_of(name: str) -> Any:
+    return gguf.GGMLQuantizationType[name]
+
+
+def blocks(kind: str, shape: tuple[int, ...], g: np.random.Generator) -> np.ndarray:
+    """A tensor of a type; K-quants, which gguf does not make, of random bits but for scales."""
+    values, size = gguf.GGML_QUANT_SIZES[kind_of(kind)]
+    w = g.standard_normal(shape, dtype=np.float32)
+    if not kind.endswith("_K"):
+        return gguf.quants.quantize(w, kind_of(kind))
+    raw = g.integers(0, 256, (*shape[:-1], shape[-1] // values, size), dtype=np.uint8)
+    half = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+    for first in {"Q4_K": (0, 2), "Q6_K": (208,)}[kind]:
+        raw[..., first : first + 2] = half
+    return raw.reshape(*shape[:-1], -1)
+
+
+def write(file: Path, kinds: dict[str, str], sizes: dict[str, tuple[int, ...]] = SHAPES) -> Any:
+    """A file, and what its tensors stand for by name."""
+    g = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(file, "qwen3moe")
+    found: dict[str, Tensor] = {}
+    for name, shape in {**sizes, "ffn_gate_inp": (E, sizes["ffn_gate_exps"][-1])}.items():
+        kind = kinds.get(name, "F32")
+        t = blocks(kind, shape, g)
+        floating = kind in ("F32", "F16")
+        writer.add_tensor(
+            f"{PREFIX}.{name}.weight", t, raw_dtype=None if floating else kind_of(kind)
+        )
+        found[name] = torch.from_numpy(
+            gguf.quants.dequantize(t, kind_of(kind)).reshape(shape).copy()
+        )
+    writer.add_tensor(f"{PREFIX}.exp_probs_b.bias", np.arange(E, dtype=np.float32))
+    writer.add_tensor("blk.0.ffn_norm.weight", np.ones(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return found
+
+
+def layer_of(file: Path, width: tuple[int, int] = (D, I), **more: Any) -> MoELayer:
+    formats = gguf_formats(file)
+    assert list(formats) == [PREFIX]
+    return MoELayer(
+        E, 2, *width, **{"quant": formats[PREFIX], "dtype": torch.float32, **more},
+        routing=Routing(correction_bias=True, score="sigmoid"), internal_gate=True,
+    )  # fmt: skip
+
+
+def load(layer: MoELayer, file: Path) -> Any:
+    return load_checkpoint({PREFIX: layer}, file, style="gguf", progress=False)
+
+
+def held(layer: MoELayer, w: str) -> Tensor:
+    if layer.quant is None:
+        return getattr(layer, f"{w}_weight")
+    tensors = (getattr(layer, f"{w}_{what}") for what in ("weight", "scale"))
+    return packing.dequantize(*tensors, layer.quant.format)
+
+
+def check(layer: MoELayer, want: dict[str, Tensor]) -> None:
+    s = layer.sizes
+    ids = [layer.placement.ids_of(layer.parallel.ep_rank)[i] for i in range(s.E)]
+    cut = slice(s.first, s.first + s.used)
+    gate, up = held(layer, "w13").chunk(2, 1)
+    assert torch.equal(gate, want["ffn_gate_exps"][ids][:, cut])
+    assert torch.equal(up, want["ffn_up_exps"][ids][:, cut])
+    assert torch.equal(held(layer, "w2"), want["ffn_down_exps"][ids][:, :, cut])
+    assert torch.equal(layer.gate.weight, want["ffn_gate_inp"])
+    assert layer.correction_bias.tolist() == list(range(E))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *EXACT, "Q4_1", "Q5_0"])
+def test_a_layer_holds_what_gguf_decodes(kind: str, split: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    want = write(file, dict.fromkeys(SHAPES, kind))
+    formats = gguf_formats(file)[PREFIX]
+    assert (formats.weights if formats else None) == EXACT.get(kind)
+    for config in SPLITS[split]:
+        layer = layer_of(file, parallel=config)
+        report = load(layer, file)
+        assert report.complete, str(report)
+        assert len(report.loaded) == 5
+        check(layer, want)
+
+
+def test_types_may_differ_and_are_decoded_with_one_line_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "model.gguf"
+    shapes = {
+        "ffn_gate_exps": (E, I, 256),
+        "ffn_up_exps": (E, I, 256),
+        "ffn_down_exps": (E, 256, I),
+    }
+    kinds = {"ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q6_K", "ffn_down_exps": "Q8_0"}
+    want = write(file, kinds | {"ffn_gate_inp": "Q8_0"}, shapes)
+    assert gguf_formats(file) == {PREFIX: None}
+    layer = layer_of(tmp_path / "model.gguf", (256, I))
+    with caplog.at_level(logging.INFO, "moe_ops"):
+        assert load(layer, tmp_path).complete  # a folder of GGUF files
+    check(layer, want)
+    lines = [r.getMessage() for r in caplog.records if "decoded" in r.getMessage()]
+    assert len(lines) == 3
+    assert f"{PREFIX}.ffn_gate_exps.weight is GGUF Q4_K: decoded to torch.float32" in lines[0]
+
+
+def test_decoded_weights_are_rounded_once(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    want = write(file, dict.fromkeys(SHAPES, "Q8_0"))
+    layer = layer_of(file, quant=None, dtype=torch.bfloat16)
+    load(layer, file)
+    assert torch.equal(layer.w2_weight, want["ffn_down_exps"].bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4", "F16"])
+def test_no_more_memory_than_one_tensor_is_needed(kind: str, tmp_path: Path) -> None:
+    file, size = tmp_path / "model.gguf", 512
+    write(file, dict.fromkeys(SHAPES, kind), dict.fromkeys(SHAPES, (E, size, size)))
+    layer = layer_of(file, (size, size))
+    gc.collect()
+    with Peak() as peak:
+        assert load(layer, file).complete
+    assert peak.most <= layer.w2_weight.nbytes  # of all experts
+
+
+BAD = {
+    "other_format": ("Q4_0", "int8:1x32:float16", r"GGUF Q4_0 holds int4:1x32:float16, but the l"),
+    "no_format": ("Q5_0", "int8:1x32:float16", r"GGUF Q5_0 is in no format of the ops.*quant=N"),
+    "floats": ("F16", "int8:1x32:float16", r"is float16, but the layer's tensor is int8; give the"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "format", "message"), BAD.values(), ids=BAD)
+def test_layers_of_another_format_are_refused(
+    kind: str, format: str, message: str, tmp_path: Path
+) -> None:
+    from moe_ops.layer_options import QuantFormats
+
+    file = tmp_path / "model.gguf"
+    write(file, dict.fromkeys(SHAPES, kind))
+    with pytest.raises((ValueError, TypeError), match=rf"^blk.1.ffn_gate_exps.weight: {message}"):
+        load(layer_of(file, quant=QuantFormats(weights=format)), file)
+
+
+def test_ranks_must_hold_whole_blocks(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write(file, dict.fromkeys(SHAPES, "Q5_0"))
+    layer = layer_of(file, parallel=ParallelConfig.of(tp=8, tp_rank=1))
+    with pytest.raises(
+        ValueError, match=r"ffn_down_exps.*columns 16 to 31 are .* cuts words of 32"
+    ):
+        load(layer, file)
+
+
+def test_the_package_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"needs the package gguf; .*'moe-ops\[gguf\]'"):
+        gguf_formats(tmp_path / "model.gguf")
