@@ -58,7 +58,7 @@ def tiles_for(T: int, K: int, D: int, I: int, processors: int) -> Tiles:
     def evenness(BG: int) -> float:
         return D * BG / 64 / processors / triton.cdiv(D * BG, 64 * processors)
 
-    if K != triton.next_power_of_2(K):
+    if triton.next_power_of_2(K) != K:
         # Four at a time: such a K would leave much of a larger tile empty.
         return Tiles(BG=4, BR=16, down_stages=6)
     chosen = min(16, max(2, K))
