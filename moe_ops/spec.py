@@ -25,6 +25,13 @@ _library = Library(NAMESPACE, "FRAGMENT")
 # Op name -> backend name. The key "*" stands for every op.
 _forced: ContextVar[dict[str, str] | None] = ContextVar("moe_ops_forced_backends", default=None)
 
+# Who may watch a call: a compiler, modes, a transform, a tracer, a profiler. Bound here, as a call
+# that finds its code in no cache pays for every look-up.
+_compiling = torch.compiler.is_dynamo_compiling
+_dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
+_transform, _tracer = _C._functorch.peek_interpreter_stack, _C._get_tracing_state
+_profiler = _C._autograd._profiler_enabled
+
 # What a call may hold to be made without the dispatcher: anything else may have a say in it.
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
 
@@ -108,9 +115,22 @@ class Op:
         OPS[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # In plain eager mode the dispatcher would only bring the call back to `_run`.
-        if _plain_eager(args, kwargs):
-            return self._run(*args, **kwargs)
+        # Unless somebody watches, or a subclass of Tensor has a say, the dispatcher would bring the
+        # call back to `_run`, two to three microseconds later.
+        if (
+            not _compiling()
+            and not _dispatch_modes()
+            and not _function_modes()
+            and _transform() is None
+            and _tracer() is None
+            and not _profiler()
+            and _PLAIN.issuperset(map(type, args))
+            and (not kwargs or _PLAIN.issuperset(map(type, kwargs.values())))
+            and args
+            and not args[0].is_meta
+        ):
+            self.check(*args, **kwargs)
+            return self.pick(args, kwargs).run(*args, **kwargs)
         return self.overload(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -219,14 +239,17 @@ class Op:
 
         Raises NotImplementedError, with every refusal, if the forced backend cannot run.
         """
-        device = args[0].device.type
+        device = "cpu" if args[0].is_cpu else args[0].device.type
         forced = _forced.get()
         if forced is not None:
             name = forced.get(self.name) or forced.get("*")
             if name is not None:
                 return self._pick_forced(name, device, args, kwargs)
+        candidates = self._order.get(device) or self.candidates(device)
+        if len(candidates) == 1:
+            return candidates[0]
         beyond: Backend | None = None
-        for backend in self.candidates(device):
+        for backend in candidates:
             if backend.supports is not None and backend.supports(*args, **kwargs) is not None:
                 continue
             if backend.name == REFERENCE:
@@ -305,25 +328,6 @@ def using(backend: str, *ops: Op | str) -> Iterator[None]:
         yield
     finally:
         _forced.reset(token)
-
-
-def _plain_eager(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether nobody watches this call: no compiler, mode, transform, profiler or tensor subclass.
-
-    Only then may a call go around torch's dispatcher, which costs two to three microseconds.
-    """
-    return (
-        not torch.compiler.is_compiling()
-        and _C._len_torch_dispatch_stack() == 0
-        and _C._len_torch_function_stack() == 0
-        and _C._functorch.peek_interpreter_stack() is None
-        and _C._get_tracing_state() is None
-        and not _C._autograd._profiler_enabled()
-        and _PLAIN.issuperset(map(type, args))
-        and (not kwargs or _PLAIN.issuperset(map(type, kwargs.values())))
-        and len(args) > 0
-        and not args[0].is_meta
-    )
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,13 @@ from moe_ops.shapes import DTYPES, FLOATS, check_choice, check_devices, check_te
 
 def check_input_format(name: str, format: str, width: int) -> None:
     """Raise ValueError unless rows of this width can be quantised to the format."""
+    if width % packed_inputs(name, format):
+        check_packing(name, Format.of(format), width)
+
+
+@functools.cache
+def packed_inputs(name: str, format: str) -> int:
+    """How many values are packed together; raises ValueError if it is no format of inputs."""
     found = Format.of(format)
     if found.group != TENSOR and found.group[0] != 1:
         raise ValueError(
@@ -24,7 +33,7 @@ def check_input_format(name: str, format: str, width: int) -> None:
             f"{name}={format!r} has {found.scale} scales; "
             "inputs want float32, e8m0 or float8_e4m3fn"
         )
-    check_packing(name, found, width)
+    return found.parsed.storage.values
 
 
 def check_packing(name: str, format: Format, width: int) -> None:

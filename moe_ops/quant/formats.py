@@ -112,7 +112,7 @@ class Format:
     @property
     def parsed(self) -> Parsed:
         """The same for the shape functions."""
-        return parse(self.name)
+        return Parsed(element=self.element, group=self.group, scale=self.scale)
 
     @property
     def minifloat(self) -> Minifloat | None:
