@@ -53,6 +53,7 @@ def only(w_format: str) -> Callable[..., str | None]:
     return supports
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("registering")
 def test_a_new_backend_of_products_changes_every_op_with_products() -> None:
     takes = only("int4:1x64")
@@ -67,6 +68,7 @@ def test_a_new_backend_of_products_changes_every_op_with_products() -> None:
     assert any(line.endswith("| is for int4:1x64 |") for line in new)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("registering")
 def test_a_new_backend_of_experts_leaves_its_parts_alone() -> None:
     experts.backend("new", priority=2, supports=only("nvfp4"))(experts.reference)
@@ -77,6 +79,7 @@ def test_a_new_backend_of_experts_leaves_its_parts_alone() -> None:
     assert {"`nvfp4_w4a4`", "`nvfp4_w4a16`"} <= set(alone)
 
 
+@pytest.mark.slow
 def test_a_new_scheme_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     new = SchemeInfo(name="fp8_e5m2_w8a16", weight_formats=("float8_e5m2:row",))
     monkeypatch.setitem(checks.SCHEMES, new.name, new)
@@ -87,6 +90,7 @@ def test_a_new_scheme_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("`fp8_e5m2_w8a16`" in c and "reference: `dequantize`" in c for c in changed)
 
 
+@pytest.mark.slow
 def test_an_op_that_refuses_a_scheme_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         if "nvfp4" in args:

@@ -234,6 +234,7 @@ def test_a_failed_capture_is_logged_and_steps_run(
     assert not moe_ops.generation_report(twin)[0].captured
 
 
+@pytest.mark.slow
 def test_threads_and_nested_calls(model: Any, ids: Tensor) -> None:
     twin, wrong = twin_of(model), []
     want = {n: model.generate(ids[:, :n], **PLAIN) for n in (3, 5, 7)}
@@ -284,6 +285,7 @@ def test_deferred_checks_give_the_same_tokens(model: Any, ids: Tensor, deferred:
         check(model, twin, ids[:1], eos_token_id=end)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_compiles_once_for_all_lengths_and_calls(model: Any) -> None:
     torch._dynamo.reset()
     twin = moe_ops.compile(model)
@@ -343,6 +345,7 @@ def test_a_model_that_is_not_ours_has_no_report(model: Any) -> None:
         moe_ops.generation_report(model)
 
 
+@pytest.mark.slow
 def test_a_config_for_transformers_own_compilation(model: Any, ids: Tensor) -> None:
     torch._dynamo.reset()
     config = moe_ops.compile_config(stop_after="lower")

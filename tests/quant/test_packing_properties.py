@@ -252,6 +252,7 @@ def test_a_cut_group_is_a_group_padded_with_zeros(name: str, drawn: Drawn) -> No
     assert torch.equal(codes_of(got, format), codes_of(whole, format)[:rows, :columns])
 
 
+@pytest.mark.slow
 @each_format
 @quick
 @given(drawn=matrices(), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
