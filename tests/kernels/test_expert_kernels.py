@@ -88,6 +88,7 @@ def test_experts_that_are_not_here_add_nothing(kernel: str) -> None:
     check(kernel, layer, **biases)
 
 
+@pytest.mark.slow
 @each_kernel
 def test_the_shares_of_two_ranks_sum_to_the_whole(kernel: str) -> None:
     layer = make_layer(SMALL["plain"], F16, DEVICE)
@@ -120,6 +121,7 @@ def test_all_tokens_on_one_expert(kernel: str) -> None:
     check(kernel, layer)
 
 
+@pytest.mark.slow
 @each_kernel
 def test_an_expert_chosen_twice_by_a_token_counts_twice(kernel: str) -> None:
     layer = make_layer(SMALL["plain"], F16, DEVICE)
@@ -127,6 +129,7 @@ def test_an_expert_chosen_twice_by_a_token_counts_twice(kernel: str) -> None:
     check(kernel, layer, b2_ED=layer.b2_ED)
 
 
+@pytest.mark.slow
 @each_kernel
 def test_a_token_of_nan_leaves_the_others_alone(kernel: str) -> None:
     layer = make_layer(SMALL["odd"], F16, DEVICE)
@@ -137,6 +140,7 @@ def test_a_token_of_nan_leaves_the_others_alone(kernel: str) -> None:
     assert_close(out[others], definition(layer)[others], TOL["experts", F16])
 
 
+@pytest.mark.slow
 @each_kernel
 def test_strided_tokens_and_weights(kernel: str) -> None:
     layer = make_layer(SMALL["odd"], F16, DEVICE)
