@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -60,7 +61,7 @@ def spans(sizes: LayerSizes, shard: str, *, sharded: bool) -> tuple[Span, Span]:
     return (width, inner) if shard == "w2" else (inner, width)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)  # with a __dict__, for what is kept
 class Plan:
     """How the tensors of one name go into a layer, expert by expert.
 
@@ -103,6 +104,35 @@ class Plan:
                 kind = "scale" if self.part == "alpha" else self.part
                 piece = to_dtype(piece, self.target.dtype, kind)
                 yield piece, half, first
+
+    @functools.cached_property
+    def places(self) -> tuple[Tensor, ...]:
+        """Where a tensor that goes into the layer as it is goes, by slot; empty if tensors of this
+        name are taken apart. Most tensors of most checkpoints are not, and there are thousands.
+        """
+        matrix, shape = self.matrix, self.shape
+        taken_apart = (
+            len(self.halves) != 1
+            or matrix.convert is not None
+            or matrix.block is not None
+            or self.part not in ("weight", "scale")
+            or self.shared
+            or self.held_alternating
+            or not (self.rows.is_whole and self.columns.is_whole)
+        )
+        if taken_apart or shape is None:
+            return ()
+        rows, columns = shape[::-1] if matrix.rows.place == 1 else shape
+        found = self.target.narrow(1, self.halves[0] * self.rows.room, self.rows.size)
+        return found.narrow(2, 0, columns).unbind(0) if rows == found.shape[1] else ()
+
+    def whole(self, t: Tensor) -> Tensor | None:
+        """An expert's tensor as it goes to one of `places`, or None if it is to be taken apart."""
+        if not self.places:
+            return None
+        t = t.T if self.matrix.rows.place == 1 else t
+        place = self.places[0]
+        return t if t.shape == place.shape and t.dtype == place.dtype else None
 
     def region(self, slot: int, piece: Tensor, half: int, first: int) -> Tensor:
         """The view of the layer's tensor where what `sources` gave goes."""

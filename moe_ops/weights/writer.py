@@ -15,7 +15,7 @@ from moe_ops.kernels.cpu.transpose import copies_words, copy_words
 # What goes where: a view of the layer's tensor, and what is to be copied to it.
 Copies = Sequence[tuple[Tensor, Tensor]]
 THREADS = 2  # one seldom has the bandwidth of a memory; more take time from whoever else computes
-AHEAD = 2  # batches a thread may be behind: of those the tensors are kept
+AHEAD = 8  # batches a thread may be behind: of those the mapped tensors are kept
 
 
 class Writer:

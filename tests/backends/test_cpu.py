@@ -32,6 +32,7 @@ def run(dtype: torch.dtype) -> torch.Tensor:
         )
 
 
+@pytest.mark.slow
 @each_dtype
 def test_the_number_of_threads_does_not_change_a_bit(dtype: torch.dtype, threads: None) -> None:
     results = []

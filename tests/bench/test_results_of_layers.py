@@ -182,6 +182,7 @@ def test_without_skew_and_peers_a_section_has_no_word_of_them() -> None:
     assert "Zipf" not in written and "peer" not in written
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image", reason="pip install moe-ops[bench]")
     path = tmp_path / "plot.png"

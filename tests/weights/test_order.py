@@ -184,6 +184,7 @@ def test_fused_shared_experts_have_the_same_order_of_their_input(tmp_path: Path)
     assert v["w1"].shape == (E, I, D)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_putting_in_order_takes_no_more_than_one_tensor(name: str, tmp_path: Path) -> None:
     size = 512
