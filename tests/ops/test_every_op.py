@@ -18,6 +18,9 @@ QUICK_FIRST = [
 ]
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+EVERY_DTYPE = [
+    pytest.param(name, marks=[pytest.mark.slow] if name == "float16" else []) for name in DTYPES
+]
 EXACT = Tol(0.0, "integers and 8-bit values are exact")
 # The arguments lie on the CPU; tests/kernels and tests/gpu have the backends of other devices.
 RUNS = [(name, b.name) for name, op in OPS.items() for b in op.candidates("cpu")]
@@ -34,7 +37,7 @@ def specified(op_name: str, args: tuple[Any, ...], got: Any) -> list[Tensor]:
     return [got] if isinstance(got, Tensor) else list(got)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
 @pytest.mark.parametrize("case", QUICK_FIRST)
 @pytest.mark.parametrize(("name", "backend"), RUNS, ids=[f"{op}-{b}" for op, b in RUNS])
 def test_backend_agrees_with_the_float32_reference(

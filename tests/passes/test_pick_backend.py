@@ -133,6 +133,7 @@ def test_with_a_known_number_the_better_backend_is_taken() -> None:
         assert only_choice(hook).backends == (want,), "grouped stages are compiled, not called"
 
 
+@pytest.mark.slow
 def test_bounds_of_a_symbol_cut_the_plan() -> None:
     for low, high, want in ((2, 40, "cpu"), (2, 41, "40:cpu,:aten"), (41, 300, "reference")):
         hook = Hook(pick_backend)
@@ -361,6 +362,7 @@ def test_planned_ops_receive_the_strides_they_were_planned_for(
     assert_close(got, want, TOL["experts", dtype])
 
 
+@pytest.mark.slow
 def test_every_case_gets_a_choice() -> None:
     for case in CASES:
         hook = Hook(pick_backend)
