@@ -53,6 +53,7 @@ LAYER = ("layer", "--ours", "moe", "--device", "cpu")
 STAGES = ("op", "--device", "cpu", "--layer", "tiny")
 
 
+@pytest.mark.slow
 def test_layers_are_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:

@@ -86,7 +86,10 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_moe", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt_oss", "deepseek_v3"))],
+)
 @pytest.mark.parametrize("call", CALLS)
 def test_tokens_are_those_of_transformers(family: str, call: str, ids: Tensor) -> None:
     model = families.build(family).model

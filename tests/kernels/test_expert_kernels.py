@@ -76,6 +76,7 @@ def test_transposed_weights(kernel: str) -> None:
     check(kernel, layer, transposed=True, interleaved=True)
 
 
+@pytest.mark.slow
 @each_kernel
 def test_experts_that_are_not_here_add_nothing(kernel: str) -> None:
     layer = make_layer(SMALL["odd"], F16, DEVICE)
@@ -113,6 +114,7 @@ def test_one_token_with_more_choices_than_experts_here(kernel: str) -> None:
     check(kernel, share_layer, expert_map=expert_map)
 
 
+@pytest.mark.slow
 @each_kernel
 def test_all_tokens_on_one_expert(kernel: str) -> None:
     layer = make_layer(SMALL["plain"], F16, DEVICE)

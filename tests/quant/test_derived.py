@@ -199,6 +199,7 @@ def test_forget_builds_anew_after_a_write_that_torch_does_not_count(name: str | 
     assert build.calls == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replaced", [True, False], ids=["replaced", "dropped"])
 def test_a_source_is_not_kept_alive(replaced: bool) -> None:
     derived, build, scale = Derived(), doubled(), torch.ones(E)

@@ -135,6 +135,7 @@ def test_tune_refuses_inside_a_capture(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_what_was_tuned_decides(counted: list[Cell], tmp_path: Path) -> None:
     shape = Shape(E=8, K=2, D=64, I=32, dtype="float32")
     path = tune(shape, tmp_path / "t.json", tokens=(4, 8, 16, 32), progress=None)
@@ -146,6 +147,7 @@ def test_what_was_tuned_decides(counted: list[Cell], tmp_path: Path) -> None:
     assert [r.measured_us for r in choice.ranges] == [pytest.approx(80), pytest.approx(152)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("w_format", ["", "mxfp4"])
 def test_times_are_measured(w_format: str) -> None:
     calls = [arguments_of(Shape(E=8, K=2, D=64, I=32, w_format=w_format))]
