@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch._dynamo import mark_static, maybe_mark_dynamic
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
-from torch.fx.experimental import _config as shape_config
 
 from moe_ops.passes.context import Options
 from moe_ops.passes.generate import STEP_OPTIONS, is_transformers_model, quicken
 from moe_ops.passes.pipeline import Hook, Pipeline, as_tuple
-from moe_ops.passes.sizes import HAS_OBLIVIOUS, OBLIVIOUS
+from moe_ops.passes.sizes import call_oblivious
 
 HOOK = "post_grad_custom_post_pass"
 
@@ -144,15 +143,7 @@ class Compiled:
                 if any(value.shape[dim] == 0 for dim in dims):
                     return self.function(*args, **kwargs)
                 self._mark(value, dims)
-        if not HAS_OBLIVIOUS:
-            return self.call(*args, **kwargs)
-        # shape_config.patch would take five times as long, 50 µs a call.
-        before = getattr(shape_config, OBLIVIOUS)
-        setattr(shape_config, OBLIVIOUS, True)
-        try:
-            return self.call(*args, **kwargs)
-        finally:
-            setattr(shape_config, OBLIVIOUS, before)
+        return call_oblivious(self.call, *args, **kwargs)
 
     def _mark(self, x: Tensor, dims: Iterable[int]) -> None:
         """Mark weakly: a size that the model fixes after all is compiled again, not refused."""

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo import mark_static, maybe_mark_dynamic
-from torch.fx.experimental import _config as shape_config
 from torch.utils import _pytree as pytree
 
 from moe_ops.passes.capture import capture_call
-from moe_ops.passes.sizes import HAS_OBLIVIOUS, OBLIVIOUS
+from moe_ops.passes.sizes import call_oblivious
 
 # With few rows a product is a reduction, which Inductor fuses and tunes; without this it calls
 # a library made for many.
@@ -82,14 +81,7 @@ class PromptRegion:
         B, S = tensors[0].shape[:2]
         for x in tensors:
             mark(x, B, S)
-        if not HAS_OBLIVIOUS:
-            return self.call(module, *args, **kwargs)
-        before = getattr(shape_config, OBLIVIOUS)
-        setattr(shape_config, OBLIVIOUS, True)
-        try:
-            return self.call(module, *args, **kwargs)
-        finally:
-            setattr(shape_config, OBLIVIOUS, before)
+        return call_oblivious(self.call, module, *args, **kwargs)
 
 
 def mark(x: Tensor, B: int, S: int) -> None:

@@ -17,7 +17,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 
 import moe_ops
-from moe_ops.passes import compile as module
+from moe_ops.passes import sizes
 from moe_ops.passes.compile import HOOK, Compiled, pipeline_of, token_dims
 from moe_ops.passes.context import Options
 from moe_ops.passes.pipeline import Pipeline
@@ -25,7 +25,7 @@ from moe_ops.testing import Tol, assert_close
 from tests.hf import attention, families
 
 needs_the_flag = pytest.mark.skipif(
-    not module.HAS_OBLIVIOUS, reason="this torch compiles a size of 1 apart"
+    not sizes.HAS_OBLIVIOUS, reason="this torch compiles a size of 1 apart"
 )
 TOL = Tol(1e-4, "float32 sums in another order through a whole model")
 
@@ -241,7 +241,7 @@ def test_one_graph_serves_all_token_counts_in_any_order(
 @pytest.mark.slow
 @torch.inference_mode()
 def test_without_the_flag_1_costs_a_graph(fresh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HAS_OBLIVIOUS", False)
+    monkeypatch.setattr(sizes, "HAS_OBLIVIOUS", False)
     block = Block().eval()
     twin = moe_ops.compile(block, fullgraph=True)
     for T, most in zip((64, 5, 300, 0, 1), (1, 1, 1, 1, 2), strict=True):
