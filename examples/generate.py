@@ -149,6 +149,11 @@ def measure(way: str, model: Any, ids: Tensor, tokens: tuple[int, int], **kwargs
         torch.cuda.reset_peak_memory_stats()
     times = {n: statistics.median(seconds(call(n)) for _ in range(3)) for n in (1, few, many)}
     step = (times[many] - times[few]) / (many - few)
+    if step <= 0:
+        raise RuntimeError(
+            f"{many} new tokens took {times[many] * 1e3:.0f} ms and {few} took "
+            f"{times[few] * 1e3:.0f} ms, too near to tell steps apart; ask for more with --tokens"
+        )
     used = torch.cuda.max_memory_reserved() if gpu else 0
     weights = sum(p.nbytes for p in model.parameters())
     extra = max(0, used - weights - cache_bytes(model, batch, prompt + many))

@@ -1,4 +1,4 @@
-"""Whole checkpoints into layers: `load_checkpoint`, and the report of what it did."""
+"""Whole checkpoints into layers: `load_checkpoint`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from moe_ops.weights.experts import WEIGHTS, LoadRecord, Writes, load_expert, pr
 from moe_ops.weights.files import entries, files_of, quantization_of
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Matrix, Stored, coding_of
 from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style, style_of
+from moe_ops.weights.report import LoadReport
+from moe_ops.weights.shards import Plan
 from moe_ops.weights.writer import Writer
 
 log = logging.getLogger("moe_ops")
@@ -28,43 +30,6 @@ EXPERTS = tuple(name for name in NAMES if name in WEIGHTS)
 ORDER = "g_idx"  # what names of orders of columns end in
 SHARED = "shared_experts."  # what a style's names of them begin with, in the layer's words
 TOGETHER = 64  # entries that are checked before they are written
-SHOWN = 5  # entries of each kind in a report's text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
-    """What `load_checkpoint` did, by the names of the files' entries.
-
-    `missing` names what a layer holds and no entry filled, as <prefix>.<parameter>, and for experts
-    as <prefix>.<parameter>[<expert>].<shard>. `twice` are entries whose place an earlier one had
-    filled, which stays. Entries below no prefix are not mentioned.
-    """
-
-    loaded: tuple[str, ...]
-    elsewhere: tuple[str, ...]  # of experts, or shares, that other ranks hold
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]  # below a prefix, but nothing that the layer holds
-    twice: tuple[str, ...]
-    bytes_loaded: int  # of the tensors that were read, whole
-    seconds: float
-
-    @property
-    def complete(self) -> bool:
-        """Whether every tensor was filled once, and nothing was left over."""
-        return not (self.missing or self.unexpected or self.twice)
-
-    def __str__(self) -> str:
-        gib = self.bytes_loaded / 2**30
-        lines = [
-            f"{len(self.loaded)} entries loaded, {gib:.2f} GiB in {self.seconds:.1f} s; "
-            f"{len(self.elsewhere)} of other ranks"
-        ]
-        for what in ("missing", "unexpected", "twice"):
-            names = getattr(self, what)
-            if names:
-                more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-                lines.append(f"{what}: {', '.join(names[:SHOWN])}{more}")
-        return "\n".join(lines)
 
 
 def load_checkpoint(
@@ -124,13 +89,12 @@ def load_checkpoint(
                         loading.take(stored)
             finally:
                 loading.flush()
-            writer.finish()
             if progress:
                 mib, took = (loading.bytes_loaded - before) / 2**20, time.perf_counter() - start
                 sys.stderr.write(
                     f"{i + 1} of {len(files)}  {file.name}  {mib:.0f} MiB in {took:.1f} s\n"
                 )
-    return loading.report(time.perf_counter() - begin)
+    return loading.report(time.perf_counter() - begin)  # with what the writer still had to do
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -151,7 +115,11 @@ class _Loading:
     # Tensors besides the experts', by prefix and name in the layer.
     others: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     decoded: set[str] = field(default_factory=set)  # codings of which a line was logged
-    prefixes: dict[str, str | None] = field(default_factory=dict)  # of parents of names
+    known: dict[str, Entry | str] = field(default_factory=dict)  # by the name below a prefix
+    last: str | None = None  # the prefix, and a dot, of the layer that was loaded last
+    nested: bool = False  # whether a prefix may begin with another one
+    # By prefix, parameter and shard: how tensors go in that go in as they are.
+    plans: dict[tuple[str, str, str], Plan] = field(default_factory=dict)
     filled: set[tuple[str, str]] = field(default_factory=set)
     # Checked, and to be written together: what checks need stays in the caches meanwhile.
     pending: list[Writes] = field(default_factory=list)
@@ -161,13 +129,15 @@ class _Loading:
             self.records[prefix] = LoadRecord()
             own = layer.state_dict(keep_vars=True)
             self.others[prefix] = {n: t for n, t in own.items() if n not in (*EXPERTS, *STATE)}
+        self.nested = any(p in self.layers for prefix in self.layers for p in _prefixes(prefix))
 
     def _prefix_of(self, name: str) -> str | None:
         """The longest prefix of a layer that a name has."""
-        parent = name.rpartition(".")[0]  # several entries have the same
-        if parent not in self.prefixes:
-            self.prefixes[parent] = next((p for p in _prefixes(name) if p in self.layers), None)
-        return self.prefixes[parent]
+        if self.last is not None and name.startswith(self.last) and not self.nested:
+            return self.last[:-1]
+        found = next((p for p in _prefixes(name) if p in self.layers), None)
+        self.last = found and f"{found}."
+        return found
 
     def flush(self, *, made: bool = False) -> None:
         """Write what is pending: what is made for it at once, copies of the rest by the way."""
@@ -188,10 +158,11 @@ class _Loading:
         if prefix is None:
             return
         rest = name[len(prefix) + 1 :] if prefix else name
-        entry = self.style.entry(rest)
+        entry = self.known.get(rest) or self.known.setdefault(rest, self.style.entry(rest))
         if isinstance(entry, Entry):
             coding = stored.coding or self.coding
-            self._take_expert(prefix, name, entry, read, coding)
+            if not self._take_as_it_is(prefix, name, entry, stored):
+                self._take_expert(prefix, name, entry, read, coding)
             if coding.decodes:
                 self._take_scale(prefix, name, entry, read, coding)
             made = stored.made or self.records[prefix].orders.some
@@ -222,14 +193,40 @@ class _Loading:
             self.decoded.add(coding.name)
             return
         scale = replace(entry, parameter=entry.parameter.replace("weight", "scale"))
-        counts = len(self.loaded), len(self.elsewhere), self.bytes_loaded
-        self._take_expert(prefix, name, scale, read, coding)
-        # One entry, of the weight.
-        del self.loaded[counts[0] :], self.elsewhere[counts[1] :]
-        self.bytes_loaded = counts[2]
+        self._take_expert(prefix, name, scale, read, coding, count=False)  # the weight counts
+
+    def _take_as_it_is(self, prefix: str, name: str, entry: Entry, stored: Stored) -> bool:
+        """Take an expert's tensor as one like it was taken before; False if it is to be looked at
+        more closely. There are thousands.
+        """
+        plan = self.plans.get((prefix, entry.parameter, entry.shard))
+        if plan is None or entry.expert is None or entry.reciprocal or stored.coding is not None:
+            return False
+        record = self.records[prefix]
+        key = (entry.parameter, entry.expert, entry.shard)
+        slots = record.slots_of(self.layers[prefix], entry.expert)
+        if not slots or key in record.seen:
+            return False
+        t = stored.read()
+        whole = plan.whole(t)
+        if whole is None:
+            return False
+        self.pending.append([(plan.places[slot], whole) for slot in slots])
+        record.orders.written.add(entry.expert)
+        record.seen[key] = name
+        self.loaded.append(name)
+        self.bytes_loaded += t.nbytes
+        return True
 
     def _take_expert(
-        self, prefix: str, name: str, entry: Entry, read: Read, coding: Coding
+        self,
+        prefix: str,
+        name: str,
+        entry: Entry,
+        read: Read,
+        coding: Coding,
+        *,
+        count: bool = True,
     ) -> None:
         layer, record = self.layers[prefix], self.records[prefix]
         part, _ = WEIGHTS[entry.parameter]
@@ -250,11 +247,26 @@ class _Loading:
                 interleaved=self.style.interleaved, sharded=self.sharded, record=record,
             )  # fmt: skip
             self.pending.append(writes)
-            self.bytes_loaded += t.nbytes * here
+            self.bytes_loaded += t.nbytes * (here and count)
+            if here and part in ("weight", "scale") and shards == (entry.shard,):
+                self._keep_plan(prefix, entry, t, coding)
         else:
             here = False
         record.seen.update(dict.fromkeys(keys, name))
-        (self.loaded if here else self.elsewhere).append(name)
+        if count:
+            (self.loaded if here else self.elsewhere).append(name)
+
+    def _keep_plan(self, prefix: str, entry: Entry, t: Tensor, coding: Coding) -> None:
+        """Keep how a tensor went in, for `_take_as_it_is`, if it went in as it is."""
+        layer, record = self.layers[prefix], self.records[prefix]
+        ordered = record.orders.some or layer.input_order is not None
+        if entry.expert is None or ordered or coding is not self.coding:
+            return
+        plan = record.plan_of(
+            layer, entry.parameter, entry.shard, coding, self.style.interleaved, self.sharded
+        )
+        if plan.whole(t) is not None:
+            self.plans[prefix, entry.parameter, entry.shard] = plan
 
     def _take_fused(self, prefix: str, name: str, rest: str, read: Read) -> None:
         """Shared experts that the layer has in slots; a checkpoint has them side by side in one."""

@@ -49,6 +49,26 @@ class LoadRecord:
             self.slots[expert] = slots_of(layer, expert)
         return self.slots[expert]
 
+    def plan_of(
+        self,
+        layer: MoELayer,
+        parameter: str,
+        shard: str,
+        coding: Coding,
+        interleaved: bool,
+        sharded: bool,
+    ) -> Plan:
+        """`plan` for a parameter that the layer holds, asked once."""
+        part, _ = WEIGHTS[parameter]
+        options = (parameter, part, shard, coding, interleaved, sharded, self.orders.some)
+        key = (
+            *options,
+            getattr(layer, parameter).data_ptr(),
+        )  # a layer that moved has other memory
+        if key not in self.plans:
+            self.plans[key] = plan(layer, *options)
+        return self.plans[key]
+
 
 def slots_of(layer: MoELayer, expert: int) -> tuple[int, ...]:
     """The slots of this rank that hold a logical expert: none if it lives elsewhere, several if it
@@ -156,8 +176,7 @@ def prepare_expert(
         if part == "shape":
             _check_shape(layer, shard, t_E, sharded)
             return any(slots), ()
-        held = getattr(layer, parameter_name)
-        if held is None:
+        if getattr(layer, parameter_name) is None:
             _check_not_held(layer, parameter_name, part, t_E, coding)
             return False, ()
         if part == "weight" and not second and layer.input_order is not None:
@@ -166,11 +185,7 @@ def prepare_expert(
             here_alone = (e for e, s in zip(experts, slots, strict=True) if s)
             record.orders.tell_none(layer, here_alone, name)
         ordered = record.orders.some
-        options = (parameter_name, part, shard, coding, interleaved, sharded, ordered)
-        key = (*options, held.data_ptr())  # a layer that moved has other memory
-        how = record.plans.get(key)
-        if how is None:
-            how = record.plans[key] = plan(layer, *options)
+        how = record.plan_of(layer, parameter_name, shard, coding, interleaved, sharded)
         as_it_is = how.whole(t_E[0]) if expert_id is not None and not ordered else None
         if as_it_is is not None:
             record.orders.written.update(experts if slots[0] else ())

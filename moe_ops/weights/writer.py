@@ -10,7 +10,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from moe_ops.kernels.cpu.transpose import copies_words, copy_words
+from moe_ops.kernels.cpu.transpose import transpose, transposes
 
 # What goes where: a view of the layer's tensor, and what is to be copied to it.
 Copies = Sequence[tuple[Tensor, Tensor]]
@@ -33,16 +33,20 @@ class Writer:
     def add(self, copies: Copies) -> None:
         """Copy each second tensor to the first one, sooner or later."""
         inference = torch.is_inference_mode_enabled()
-        if any(target.device.type != "cpu" for target, _ in copies):
+        if not all(target.is_cpu for target, _ in copies):
             _copy(copies, inference)
             return
-        words = [copy for copy in copies if copies_words(*copy)]
-        transpose = copy_words(words) if words else None
-        if transpose is not None:
-            self._submit(transpose)
-            copies = [copy for copy in copies if not copies_words(*copy)]
-        if copies:
-            self._submit(_copy, copies, inference)
+        turned: list[tuple[Tensor, Tensor]] = []
+        rest: list[tuple[Tensor, Tensor]] = []
+        for copy in copies:
+            (turned if transposes(*copy) else rest).append(copy)
+        run = transpose(turned) if turned else None
+        if run is not None:
+            self._submit(run)
+        else:
+            rest += turned
+        if rest:
+            self._submit(_copy, rest, inference)
 
     def _submit(self, run: Callable[..., None], *args: object) -> None:
         self._running.append(self._pool.submit(run, *args))

@@ -79,6 +79,36 @@ def test_an_entry_that_comes_twice_is_named_and_the_first_stays(tmp_path: Path) 
     assert load_checkpoint({PREFIX: layer}, twice, style=both, progress=False).twice == (fused,)
 
 
+def test_an_entry_goes_to_the_layer_of_the_longest_prefix(tmp_path: Path) -> None:
+    layers = {PREFIX: layer_of(), f"{PREFIX}.inner": layer_of(), "model.layers.1.mlp": layer_of()}
+    have = {
+        name.replace(PREFIX, prefix): t + i
+        for name, t in entries().items()
+        for i, prefix in enumerate(layers)
+    }
+    store(tmp_path, have)  # the entries of the layers take turns
+    report = load_checkpoint(layers, tmp_path, style="qwen", progress=False)
+    assert report.complete and len(report.loaded) == 3 * len(layers) * E
+    for prefix, layer in layers.items():
+        for e in range(E):
+            assert torch.equal(layer.w2_weight[e], have[f"{prefix}.experts.{e}.down_proj.weight"])
+
+
+def test_tensors_of_one_name_may_differ_in_dtype_but_not_in_shape(tmp_path: Path) -> None:
+    have = entries()
+    names = [f"{EXPERTS}.{e}.down_proj.weight" for e in range(E)]
+    have[names[1]] = have[names[1]].bfloat16()
+    store(tmp_path / "a", have)
+    layer = layer_of()
+    assert load(tmp_path / "a", layer).complete
+    assert torch.equal(layer.w2_weight[0], have[names[0]])
+    assert torch.equal(layer.w2_weight[1], have[names[1]].float())
+    have[names[1]] = torch.zeros(I, D)
+    store(tmp_path / "b", have)
+    with pytest.raises(ValueError, match=rf"{names[1]}: expected the shape"):
+        load(tmp_path / "b", layer)
+
+
 def test_ranks_report_what_lives_elsewhere(tmp_path: Path) -> None:
     store(tmp_path, entries())
     config = ParallelConfig.of(tp=2, tp_rank=1, expert_parallel=True)

@@ -15,7 +15,9 @@ from moe_ops.layer_options import QuantFormats
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.writer import Writer
 
-# Rows and columns: tiles and panels whole and cut, one word wide, and too small for the kernel.
+# Rows and columns: blocks and lines whole and cut, one word wide, and too small for the kernel.
+# Borders of 3 words leave lines unaligned, of 8 aligned.
+ROOMS = (0, 3, 8)
 SIZES = [(96, 2048), (256, 768), (130, 257), (13, 1021), (1021, 13), (8, 600), (1, 5000), (7, 9)]
 
 
@@ -35,9 +37,9 @@ def test_transposed_copies(
 ) -> None:
     if not compiler:
         monkeypatch.setattr(transpose, "_library", lambda: None)
-    made = [pair(*size, room, dtype) for size in SIZES for room in (0, 3)]
+    made = [pair(*size, room, dtype) for size in SIZES for room in ROOMS]
     with Writer() as writer:
-        for size, (held, source, _) in zip((s for s in SIZES for _ in (0, 3)), made, strict=True):
+        for size, (held, source, _) in zip((s for s in SIZES for _ in ROOMS), made, strict=True):
             room = (held.shape[1] - size[0]) // 2
             writer.add([(held[:, room : room + size[0]], source), (torch.empty(3), torch.ones(3))])
     for held, _, want in made:

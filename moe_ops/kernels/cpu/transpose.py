@@ -1,5 +1,5 @@
-"""Transposed copies of 32-bit words in C++, compiled on first use: torch's take three times as
-long.
+"""Transposed copies of 16 and 32-bit numbers in C++, compiled on first use: torch's take two to
+three times as long.
 """
 
 from __future__ import annotations
@@ -7,25 +7,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from array import array
 from collections.abc import Callable, Sequence
-from ctypes import c_int64, c_void_p
 from pathlib import Path
 
 from torch import Tensor
 
 log = logging.getLogger("moe_ops")
 
-# Words below which torch's copy takes no longer.
+# Numbers below which torch's copy takes no longer.
 SMALLEST = 1 << 12
-
-
-class _Copy(ctypes.Structure):
-    """`Copy` of transpose.cpp, field by field."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("source", "to")),
-        *((name, c_int64) for name in ("source_stride", "to_stride", "rows", "columns")),
-    ]
 
 
 @functools.cache
@@ -39,48 +30,44 @@ def _library() -> ctypes.CDLL | None:
         library = CppCodeCache.load(source)
     except (CppCompileError, InvalidCxxCompiler, OSError) as error:
         reason = str(error).splitlines()[0]
-        log.warning("moe_ops transposes words with torch, which takes longer: %s", reason)
+        log.warning("moe_ops transposes with torch, which takes longer: %s", reason)
         return None
-    library.moe_transpose_words.argtypes = [ctypes.POINTER(_Copy), c_int64]
-    library.moe_transpose_words.restype = None
+    library.moe_transpose.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    library.moe_transpose.restype = None
     return library
 
 
-def copies_words(to: Tensor, source: Tensor) -> bool:
-    """Whether `copy_words` takes this pair, as far as the tensors go.
+def transposes(to: Tensor, source: Tensor) -> bool:
+    """Whether `transpose` takes this pair, as far as the tensors go.
 
     It is for a `source` that is the transposition of a matrix with contiguous rows, of the same
-    four-byte dtype as `to`, whose rows are contiguous too; both on the CPU and without overlap.
+    dtype of two or four bytes as `to`, whose rows are contiguous too; both on the CPU and without
+    overlap.
     """
-    return (
-        to.dtype == source.dtype
-        and to.element_size() == 4
-        and to.dim() == 2
-        and to.shape == source.shape
-        and to.numel() >= SMALLEST
-        and to.device.type == source.device.type == "cpu"
-        and (to.stride(1), source.stride(0)) == (1, 1)
-        and to.stride(0) >= to.shape[1]
-        and source.stride(1) >= source.shape[0]
-    )
+    if to.dtype != source.dtype or to.element_size() not in (2, 4) or to.numel() < SMALLEST:
+        return False
+    shape = to.shape
+    if len(shape) != 2 or shape != source.shape or not (to.is_cpu and source.is_cpu):
+        return False
+    (row, one), (source_one, column) = to.stride(), source.stride()
+    return one == source_one == 1 and row >= shape[1] and column >= shape[0]
 
 
-def copy_words(pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None] | None:
+def transpose(pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None] | None:
     """What makes all of these copies, to the first of each pair, in one call that other threads of
     Python run beside; None where nothing can be compiled.
     """
     library = _library()
     if library is None:
         return None
-    copies = (_Copy * len(pairs))(
-        *(
-            _Copy(s.data_ptr(), to.data_ptr(), s.stride(1), to.stride(0), s.shape[1], s.shape[0])
-            for to, s in pairs
+    copies = array("q")  # `Copy` of transpose.cpp, field by field
+    for to, s in pairs:
+        copies.extend(
+            (s.data_ptr(), to.data_ptr(), s.stride(1), to.stride(0), *reversed(s.shape), s.itemsize)
         )
-    )
 
     def run() -> None:
-        library.moe_transpose_words(copies, len(copies))
+        library.moe_transpose(copies.buffer_info()[0], len(kept))
         del kept[:]
 
     kept = list(pairs)  # as long as addresses are
