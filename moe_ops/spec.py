@@ -29,7 +29,7 @@ _forced: ContextVar[dict[str, str] | None] = ContextVar("moe_ops_forced_backends
 # that finds its code in no cache pays for every look-up.
 _compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
-_transform, _tracer = _C._functorch.peek_interpreter_stack, _C._get_tracing_state
+_transforms, _tracing = _C._are_functorch_transforms_active, _C._is_tracing
 _profiler = _C._autograd._profiler_enabled
 
 # What a call may hold to be made without the dispatcher: anything else may have a say in it.
@@ -121,8 +121,8 @@ class Op:
             not _compiling()
             and not _dispatch_modes()
             and not _function_modes()
-            and _transform() is None
-            and _tracer() is None
+            and not _transforms()
+            and not _tracing()
             and not _profiler()
             and _PLAIN.issuperset(map(type, args))
             and (not kwargs or _PLAIN.issuperset(map(type, kwargs.values())))

@@ -70,3 +70,13 @@ def test_a_watched_call_goes_through_the_dispatcher(monkeypatch: pytest.MonkeyPa
         "moe_ops.activate.default"
     ]
     assert len(through) == 7
+
+
+def test_transforms_and_traces_see_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    through = dispatched(monkeypatch)
+    y = torch.randn(3, 8)
+    assert torch.equal(torch.func.functionalize(moe_ops.activate)(y), moe_ops.activate(y))
+    assert len(through) == 1
+    graph = torch.jit.trace(lambda t: moe_ops.activate(t), y, check_trace=False).graph
+    assert "moe_ops::activate" in str(graph)
+    assert len(through) == 2

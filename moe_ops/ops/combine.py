@@ -48,7 +48,7 @@ def combine(y_RD: Tensor, weights_TK: Tensor, rows_R: Tensor) -> Tensor:
     R = T * K
     # Slot R takes what the unused rows would write.
     row_of_pair = torch.full((R + 1,), -1, dtype=torch.int64, device=y_RD.device)
-    target = torch.where(rows_R < 0, R, rows_R).long()
+    target = rows_R.long() % (R + 1)
     row_of_pair = row_of_pair.scatter(0, target, torch.arange(R, device=y_RD.device))[:R]
     y_TKD = y_RD[row_of_pair.clamp(min=0)].view(T, K, y_RD.shape[1])
     products = y_TKD * weights_TK[..., None]

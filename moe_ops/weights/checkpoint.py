@@ -17,7 +17,8 @@ from moe_ops.layer_tensors import NAMES, STATE
 from moe_ops.quant.resolve import Reciprocal, as_multiplier
 from moe_ops.weights.experts import WEIGHTS, LoadRecord, Writes, load_expert, prepare_expert, write
 from moe_ops.weights.files import entries, files_of, quantization_of
-from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Matrix, Stored, coding_of
+from moe_ops.weights.fused import taken_apart
+from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Stored, coding_of
 from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style, style_of
 from moe_ops.weights.report import LoadReport
 from moe_ops.weights.shards import Plan
@@ -284,7 +285,8 @@ class _Loading:
             return
         part, second = WEIGHTS[entry.parameter]
         t = _read(name, entry, read)
-        pieces = self._fused_pieces(layer, t, part, second, shared)
+        format = None if layer.quant is None else layer.quant.format
+        pieces = taken_apart(t, part, second, shared, self.coding, format)
         for s, piece in enumerate(pieces):
             load_expert(
                 layer, entry.parameter, piece, name, entry.shard, layer.num_experts + s,
@@ -293,29 +295,6 @@ class _Loading:
         record.seen.update(dict.fromkeys(keys, name))
         self.loaded.append(name)
         self.bytes_loaded += t.nbytes
-
-    def _fused_pieces(
-        self, layer: MoELayer, t: Tensor, part: str, second: bool, shared: int
-    ) -> list[Tensor]:
-        """What of a tensor belongs to each shared expert: rows of w1 and w3, columns of w2."""
-        if part == "shape":
-            one = t.clone()
-            one[int(second)] //= shared
-            return [one] * shared
-        if part == "g_idx":
-            groups = (int(t.max()) + 1) // shared
-            return (
-                [p - s * groups for s, p in enumerate(t.chunk(shared))] if second else [t] * shared
-            )
-        if t.numel() == 1 or part in ("alpha", "input") or (second and part == "bias"):
-            return [t] * shared
-        matrix = Matrix()
-        if part != "bias":
-            matrix = self.coding.matrix(part, None if layer.quant is None else layer.quant.format)
-        axis = (matrix.columns if second else matrix.rows).place
-        # One column of scales is of whole rows, which have all experts' columns.
-        whole = axis >= t.dim() or (second and t.shape[axis] == 1)
-        return [t] * shared if whole else list(t.chunk(shared, axis))
 
     def _take_other(self, prefix: str, name: str, parameter: str, read: Read) -> None:
         target = self.others[prefix].get(parameter)
