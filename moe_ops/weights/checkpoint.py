@@ -30,7 +30,7 @@ Read = Callable[[], Tensor]
 EXPERTS = tuple(name for name in NAMES if name in WEIGHTS)
 ORDER = "g_idx"  # what names of orders of columns end in
 SHARED = "shared_experts."  # what a style's names of them begin with, in the layer's words
-TOGETHER = 64  # entries that are checked before they are written
+TOGETHER = 128  # entries that are checked before they are written
 
 
 def load_checkpoint(
