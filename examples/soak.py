@@ -15,21 +15,11 @@ import time
 
 import torch
 import transformers
+from generate import CONFIGS
 from torch._dynamo.utils import counters
 
 import moe_ops
 
-CONFIG = transformers.Qwen3MoeConfig(
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    moe_intermediate_size=32,
-    num_experts=8,
-    num_experts_per_tok=2,
-    vocab_size=256,
-)
 SEGMENT = 20 << 20  # what the allocator takes at once, for other sizes side by side
 TOKENS = {"max_new_tokens": 16, "pad_token_id": 0, "eos_token_id": 5}
 
@@ -54,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
-    model = transformers.Qwen3MoeForCausalLM(CONFIG).to(device).eval()
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["tiny"](None)).to(device).eval()
     ours = moe_ops.compile(model)
     rng, start, compared = random.Random(0), time.perf_counter(), 0
     before, graphs, batches = memory(), 0, range(1, args.batch + 1)

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -56,6 +57,7 @@ class Cell:
     us: float | None = None
     low_us: float | None = None
     high_us: float | None = None
+    first_s: float | None = None  # the first call, with what was compiled for it
     wrong: str = ""  # why it was not timed
 
     @property
@@ -163,22 +165,39 @@ def fill(cell: Cell, contender: Contender, turns: Turns, grid: Grid) -> Cell:
     """The cell with a time, or with the reason why there is none."""
     calls = [functools.partial(contender.call, *given) for given in turns.inputs]
     ran: dict[str, str] = {}
+    first_s = None
     try:
         with contender.around():
-            ran = ran if contender.compiled else backends_of(calls[0])
+            ran, first_s = first_call(calls[0], contender, grid.device)
             error = check(calls, contender, turns, grid)
             run, count, of_graph = prepare(calls, turns, grid, cell.floor_us)
             timing = time_replays(run, count, grid.device)
     except Exception as reason:  # whatever it is, the others are still measured
-        return replace(cell, ran=ran, wrong=f"{type(reason).__name__}: {reason}")
+        return replace(cell, ran=ran, first_s=first_s, wrong=f"{type(reason).__name__}: {reason}")
     return replace(
         cell,
         ran=ran,
+        first_s=first_s,
         error=max(error, of_graph),
         us=timing.us,
         low_us=timing.low_us,
         high_us=timing.high_us,
     )
+
+
+def first_call(
+    call: Call, contender: Contender, device: torch.device
+) -> tuple[dict[str, str], float]:
+    """The backends of ours that a call runs, and the seconds that it takes."""
+    ran: dict[str, str] = {}
+    start = time.perf_counter()
+    if contender.compiled:
+        call()
+    else:
+        ran = backends_of(call)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return ran, time.perf_counter() - start
 
 
 def check(calls: Sequence[Call], contender: Contender, turns: Turns, grid: Grid) -> float:

@@ -23,8 +23,8 @@ def fill(page: str, folder: Path) -> str:
 
 
 def section(results: Results) -> str:
-    """What was run, every cell, the means and the skew."""
-    parts = [_conditions, _cells, _controls, _bands, _skews]
+    """What was run, every cell, the means, the skew and the first calls."""
+    parts = [_conditions, _cells, _controls, _bands, _skews, _first_calls]
     return "\n\n".join(text for part in parts if (text := part(results)))
 
 
@@ -96,6 +96,21 @@ def _skews(results: Results) -> str:
         f"Zipf's law against uniform routing, in the {len(same)} cells where the floors are equal."
     )
     return f"{head}\n\n{_table(['tokens', 'cells', 'most zipf / uniform', 'in'], rows)}"
+
+
+def _first_calls(results: Results) -> str:
+    """By layer: the longest first call of ours, and all of them."""
+    rows = []
+    for layer in results.layers:
+        cells = [c for c in results.ours() if c.layer == layer and c.first_s is not None]
+        if cells:
+            longest = max(cells, key=lambda c: c.first_s or 0.0)
+            total = sum(c.first_s or 0.0 for c in cells)
+            rows.append([layer, f"{longest.first_s:.1f}", str(longest.tokens), f"{total:.1f}"])
+    if not rows:
+        return ""
+    head = "The first call of each cell, with what was compiled for it, in seconds."
+    return f"{head}\n\n{_table(['layer', 'longest', 'at tokens', 'all cells'], rows)}"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

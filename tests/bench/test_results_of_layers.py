@@ -175,11 +175,27 @@ Zipf's law against uniform routing, in the 1 cells where the floors are equal.
     )
 
 
+def test_first_calls_are_those_of_ours() -> None:
+    firsts = [(1, "", 2.5), (64, "", 4.0), (1, "grouped_mm", 30.0)]
+    cells = [replace(cell("tiny", n, "uniform", 9.0, name=w), first_s=s) for n, w, s in firsts]
+    cells.append(cell("small", 1, "uniform", 9.0))
+    written = report.section(replace(results(), cells=cells))
+    assert_expected_inline(
+        written[written.index("The first call") :],
+        """\
+The first call of each cell, with what was compiled for it, in seconds.
+
+| layer | longest | at tokens | all cells |
+| --- | --- | --- | --- |
+| tiny | 4.0 | 64 | 6.5 |""",
+    )
+
+
 def test_without_skew_and_peers_a_section_has_no_word_of_them() -> None:
     alone = replace(results(), cells=[cell("tiny", 1, "uniform", 12.5)], peers={})
     written = report.section(alone)
     assert "12.5 (80 %)" in written
-    assert "Zipf" not in written and "peer" not in written
+    assert not any(word in written for word in ("Zipf", "peer", "first call"))
 
 
 @pytest.mark.slow
