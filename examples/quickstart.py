@@ -55,10 +55,10 @@ def say(text: str) -> None:
     print(f"[{time.perf_counter() - START:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
-def build_model() -> Qwen3MoeForCausalLM:
+def build_model(layers: int) -> Qwen3MoeForCausalLM:
     config = Qwen3MoeConfig(
         hidden_size=1024,
-        num_hidden_layers=8,
+        num_hidden_layers=layers,
         num_experts=64,
         num_experts_per_tok=8,
         moe_intermediate_size=256,
@@ -125,6 +125,7 @@ def table(stock: list[Speed], ours: Speed) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--layers", type=int, default=8, help="decoder layers of the model")
     parser.add_argument("--batch", type=int, default=32, help="sequences generated together")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=32, help="tokens generated per sequence")
@@ -134,9 +135,12 @@ def main() -> None:
     warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = build_model()
+    model = build_model(args.layers)
     size = sum(p.numel() for p in model.parameters()) / 1e9
-    say(f"Qwen3-MoE, {size:.2f} B random parameters, 8 layers, 64 experts, top-8, on {device}")
+    say(
+        f"Qwen3-MoE, {size:.2f} B random parameters, {args.layers} layers, 64 experts, top-8, "
+        f"on {device}"
+    )
     ids = torch.randint(0, 16384, (args.batch, args.prompt))
     error = check_parity(model, ids[:2])
     say(f"float32 parity: same greedy tokens, logits within {error:.1e} of transformers'")

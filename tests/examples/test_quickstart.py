@@ -15,9 +15,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_the_quickstart_prints_a_table_and_writes_its_figures(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    command = [sys.executable, "examples/quickstart.py", "--batch", "1", "--prompt", "4"]
+    sizes = ("--layers", "2", "--batch", "1", "--prompt", "4", "--tokens", "6")
+    command = [sys.executable, "examples/quickstart.py", *sizes]
     done = subprocess.run(
-        [*command, "--tokens", "6", "--json", str(figures)],
+        [*command, "--json", str(figures)],
         cwd=ROOT,
         capture_output=True,
         text=True,
