@@ -186,10 +186,6 @@ def prepare_expert(
             record.orders.tell_none(layer, here_alone, name)
         ordered = record.orders.some
         how = record.plan_of(layer, parameter_name, shard, coding, interleaved, sharded)
-        as_it_is = how.whole(t_E[0]) if expert_id is not None and not ordered else None
-        if as_it_is is not None:
-            record.orders.written.update(experts if slots[0] else ())
-            return any(slots), [(how.places[slot], as_it_is) for slot in slots[0]]
         here = [(e, t, s) for e, t, s in zip(experts, t_E, slots, strict=True) if s]
         orders = {e: record.orders.of(second, e) for e, *_ in here} if ordered else {}
         record.orders.written.update(e for e, *_ in here)
