@@ -40,8 +40,9 @@ def one_query_attention(
     if query.is_cuda:
         from moe_ops.kernels.triton.one_query import attend, refusal
 
-        if mask.shape[:3] == (B, 1, 1) and refusal(query, key, value) is None:
-            out = attend(query.reshape(B, H, D), key, value, mask[:, 0, 0], scale)
+        mask_BS = mask[:, 0, 0]
+        if mask.shape[:3] == (B, 1, 1) and refusal(query, key, value, mask_BS) is None:
+            out = attend(query.reshape(B, H, D), key, value, mask_BS, scale)
             return out[:, None], None
     grouped = query.reshape(B, heads, H // heads, D) * scale
     scores = (grouped @ key.transpose(2, 3)).float()  # [B, heads, H / heads, slots]
