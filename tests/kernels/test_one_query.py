@@ -195,6 +195,17 @@ def test_the_attention_function(size: tuple[int, ...]) -> None:
     assert_close(got[:, 0], definition(q, k, v, mask, 0.3), TOL, "function")
 
 
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_the_formula_with_sinks_and_added_masks(size: tuple[int, ...]) -> None:
+    from moe_ops.hf.one_query import attended
+
+    q, k, v, seen = tensors(size)
+    sinks = torch.randn(size[1], device=DEVICE)
+    mask = torch.where(seen, 0.0, torch.finfo(F32).min)
+    got = attended(q[:, :, None], k, v, mask[:, None, None], 0.3, sinks)
+    assert_close(got[:, 0], definition(q, k, v, seen, 0.3, sinks), TOL, "formula")
+
+
 def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def why(slots: int = 64, sizes: tuple[int, int] = (32, 32), **but: Tensor) -> str | None:
         tensors = {
