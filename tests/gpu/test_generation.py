@@ -144,7 +144,7 @@ def test_attention_with_sinks(shape: tuple[int, ...], dtype: torch.dtype) -> Non
             out = compiled(q, k, v, mask)
         graph.replay()
     assert "one_query_kernel" in code
-    assert ("merge_kernel" in code) == (slots > 256 and B < 40)
+    assert ("one_query_merge" in code) == (slots > 256 and B < 40)
     tol = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     torch.testing.assert_close(first.double() / 2, want, rtol=tol, atol=tol)
     assert torch.equal(out, first) and torch.equal(compiled(q, k, v, mask), first)

@@ -5,7 +5,7 @@ Queries that share a key are the rows of one tile, and programs share the slots 
     one_query_kernel    the output of a sequence and a head of the cache, or, where several programs
                         share its slots, what each of them found: the largest score, the sum of the
                         exponentials below it, and the values weighted with these
-    merge_kernel        the output from what the programs found, in the order of the slots
+    one_query_merge     the output from what the programs found, in the order of the slots
 
 A second launch merges, rather than whichever program comes last: these would count arrivals in
 memory that outlives a call, which calls on two streams would share.
@@ -91,7 +91,7 @@ def attend(
         num_stages=plan.stages,
     )
     if plan.splits > 1:
-        merge_kernel[(B * H,)](
+        one_query_merge[(B * H,)](
             found,
             stats,
             sinks,
@@ -208,7 +208,7 @@ def one_query_kernel(
 
 
 @triton.jit
-def merge_kernel(
+def one_query_merge(
     found_ptr, stats_ptr, sinks_ptr, out_ptr, H, stat_stride,
     SPLITS: tl.constexpr, BP: tl.constexpr, DV: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
