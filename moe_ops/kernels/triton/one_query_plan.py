@@ -1,10 +1,13 @@
-"""How the slots of a cache are shared out to programs, for attention of one query."""
+"""How the slots of a cache are shared out to programs, for attention of one query.
+
+The constants follow from what a processor holds and from what is waited for, not from timings.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-UNSPLIT_SLOTS = 256  # up to here a second launch takes longer than it saves
+UNSPLIT_SLOTS = 256  # up to here one launch: a program asks for all slots of a head at once
 LEAST_SPAN = 64  # slots of a program, where several share a head
 MOST_SPAN = 4096  # a program looks at the mask of all its slots at once
 MOST_SPLITS = 64  # the merge holds what all programs of a head found
@@ -43,7 +46,7 @@ def plan_for(
     splits = -(-slots // MOST_SPAN)
     if slots > UNSPLIT_SLOTS:
         splits = max(splits, min(processors // pairs, slots // LEAST_SPAN, MOST_SPLITS))
-    roomy = ALONE.bytes * ALONE.stages <= memory
+    roomy = ALONE.bytes * ALONE.stages <= memory  # a stage of it is for all but keys and values
     most = ALONE if roomy and pairs * splits <= processors else SHARED
     span = -(-slots // splits)
     tile = max(
