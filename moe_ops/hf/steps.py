@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from moe_ops.hf import one_query
+from moe_ops.hf.own_attention import step_attention
 from moe_ops.hf.regions import ByKind, Region, Regions, addresses, own_code
 from moe_ops.hf.slots import Slots
 
@@ -228,7 +228,6 @@ class Decoder:
     """A model for `generate`: its compiled regions, and the steps of the sizes used last."""
 
     def __init__(self, model: PreTrainedModel, tools: Tools, *, most: int = MOST_STEPS) -> None:
-        one_query.register()
         self.model = model
         self.tools = tools
         self.most = most
@@ -237,6 +236,7 @@ class Decoder:
         self._idle: OrderedDict[tuple[int, int], Steps] = OrderedDict()
         self._addresses: tuple[int, ...] = ()
         self._told: set[str] = set()
+        self._attentions: dict[str | None, str | None] = {}
 
     def lease(self, batch: int, length: int) -> Steps:
         """Steps that nobody else has, for `batch` sequences of `length` tokens.
@@ -276,13 +276,12 @@ class Decoder:
 
     @contextmanager
     def one_query(self) -> Iterator[None]:
-        """transformers' "sdpa" replaced by the attention for one query."""
+        """The model's attention replaced by the one for one query, where that computes the same."""
         config = self.model.config.get_text_config(decoder=True)
         before = config._attn_implementation_internal
-        if before != "sdpa":
-            yield
-            return
-        config._attn_implementation_internal = one_query.NAME
+        if before not in self._attentions:
+            self._attentions[before] = step_attention(self.model, before)
+        config._attn_implementation_internal = self._attentions[before] or before
         try:
             yield
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 from typing import Any
@@ -10,9 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 import moe_ops
-from tests.hf import families
+from moe_ops.hf.one_query import in_place_of
+from tests.hf import families, overrides
 
 pytestmark = pytest.mark.gpu
 PLAIN = {"max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}
@@ -54,7 +58,7 @@ def test_tokens_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("slots", [256, 512, 2048])
+@pytest.mark.parametrize("slots", [256, 512, 2048, 8192])
 def test_attention_of_one_query_is_compiled_without_a_break(slots: int, dtype: torch.dtype) -> None:
     from moe_ops.hf.one_query import one_query_attention, register
 
@@ -78,6 +82,72 @@ def test_attention_of_one_query_is_compiled_without_a_break(slots: int, dtype: t
     got = torch.compile(attention, fullgraph=True)(q, k, v, mask) / 2
     tol = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.transpose(1, 2).double(), want, rtol=tol, atol=tol)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "granitemoe_swa", "mixtral"])
+@pytest.mark.parametrize("prompt", [9, 1100])
+def test_tokens_by_the_attention_kernels(
+    family: str, prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With heads large enough for them, shared out to several programs or not."""
+    for name, size in (("head_dim", 16), ("hidden_size", 64)):
+        monkeypatch.setitem(overrides.SIZES, name, size)
+    model, twin = pair(family)
+    ids = torch.randint(16, 90, (2, prompt), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    check(model, twin, ids, attention_mask=mask)
+
+
+# Sequences, heads of the cache, queries for each, head size, slots, and how many of them are used.
+SHAPES = [
+    (1, 4, 8, 128, 256, 190),
+    (3, 2, 5, 64, 256, 256),
+    (1, 8, 8, 64, 1024, 700),
+    (8, 4, 8, 128, 1024, 700),
+    (2, 1, 17, 256, 2048, 1),
+    (40, 8, 4, 128, 4096, 3000),
+    (1, 8, 8, 64, 12288, 9000),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_with_sinks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Compiled without a break, by our kernels, the same in every run and every replay, whatever is
+    behind the last slot in use."""
+    B, N, group, D, slots, used = shape
+    eager = modeling_gpt_oss.eager_attention_forward
+    step = in_place_of(eager)
+    module = torch.nn.Module()
+    module.sinks = torch.nn.Parameter(torch.randn(N * group, device="cuda", dtype=dtype))
+    module.num_key_value_groups = group
+    q = torch.randn(B, N * group, 1, D, device="cuda", dtype=dtype)
+    k, v = (torch.randn(B, N, slots, D, device="cuda", dtype=dtype) for _ in range(2))
+    mask = torch.full((B, 1, 1, slots), torch.finfo(dtype).min, device="cuda", dtype=dtype)
+    mask[..., max(0, used - 300) : used] = 0  # a window
+    mask[0, ..., : used - 1] = torch.finfo(dtype).min
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        call = {"scaling": D**-0.5, "s_aux": module.sinks, "sliding_window": 300}
+        return step(module, q, k, v, mask, **call)[0] * 2
+
+    with torch.no_grad():
+        double = copy.deepcopy(module).double()
+        exact = mask.double().masked_fill(mask != 0, torch.finfo(torch.float64).min)
+        want = eager(double, q.double(), k.double(), v.double(), exact, scaling=D**-0.5)[0]
+        k[:, :, used:] = v[:, :, used:] = float("nan")
+        compiled = torch.compile(attention, fullgraph=True)
+        first, (code,) = run_and_get_code(compiled, q, k, v, mask)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = compiled(q, k, v, mask)
+        graph.replay()
+    assert "one_query_kernel" in code
+    assert ("one_query_merge" in code) == (slots > 256 and B < 40)
+    tol = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    torch.testing.assert_close(first.double() / 2, want, rtol=tol, atol=tol)
+    assert torch.equal(out, first) and torch.equal(compiled(q, k, v, mask), first)
 
 
 def test_ends_are_found_though_they_are_checked_late() -> None:

@@ -39,6 +39,17 @@ TYPES = {
 
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}  # bytes that a block may use
 
+# Sequences, heads of the cache, queries for each, slots, head size, sinks: every kind of plan.
+ATTENTION = [
+    (batch, heads, group, slots, size, sinks)
+    for heads, group, size, sinks in ((4, 8, 128, False), (8, 4, 128, False), (8, 8, 64, True))
+    for batch in (1, 8, 32) for slots in (256, 1024, 4096)
+] + [
+    (1, 16, 1, 512, 128, False), (2, 1, 64, 1024, 128, False), (1, 1, 128, 1024, 256, False),
+    (1, 2, 8, 256, 256, False), (1, 2, 8, 4096, 256, True), (1, 1, 16, 32768, 128, False),
+    (40, 8, 4, 8192, 128, True), (1, 4, 8, 256, 16, True), (300, 1, 8, 256, 16, False),
+]  # fmt: skip
+
 
 def source_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ASTSource:
     """What Triton would compile for a launch: integers of 1 are constants, and those that 16
@@ -112,19 +123,21 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             for T in tokens:
                 yield f"{name} {backend} {T}", lambda c=case, b=backend, t=T: layer(c, b, t)
         yield f"{name} route", lambda c=case: routed(c)
-    for shape in ((4, 8, 256), (8, 4, 1024), (16, 1, 512)):
+    for shape in ATTENTION:
         yield f"one query {shape}", lambda s=shape: attended(*s)
     for name, args in ACTIVATIONS.items():
         for backend in ("tiny", "rows", "grouped"):
             yield f"{name} {backend}", lambda b=backend, a=args: layer(LAYERS["olmoe"], b, 4, **a)
 
 
-def attended(heads: int, group: int, slots: int) -> None:
+def attended(batch: int, heads: int, group: int, slots: int, size: int, sinks: bool) -> None:
     dtype = torch.bfloat16
-    q = torch.empty(2, heads * group, 128, dtype=dtype, device="meta")
-    k = torch.empty(2, heads, slots, 128, dtype=dtype, device="meta")
-    mask = torch.empty(2, slots, dtype=torch.bool, device="meta")
-    one_query.attend(q, k, k, mask, 0.088)
+    q = torch.empty(batch, heads * group, size, dtype=dtype, device="meta")
+    k = torch.empty(batch, heads, slots, size, dtype=dtype, device="meta")
+    # What adds to scores comes with sinks, and the other way round.
+    mask = torch.empty(batch, slots, dtype=dtype if sinks else torch.bool, device="meta")
+    sinks_H = torch.empty(heads * group, dtype=dtype, device="meta") if sinks else None
+    one_query.attend(q, k, k, mask, 0.088, sinks_H)
 
 
 def routed(case: Any) -> None:

@@ -1,6 +1,11 @@
-"""Attention of one query: the kernel, and transformers' interface to it, against plain softmax."""
+"""Attention of one query: the kernels, and transformers' interface to it, against plain softmax.
+
+The interpreter multiplies float16 and float32 alone, so bfloat16 is left to tests/gpu.
+"""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -10,9 +15,12 @@ from moe_ops.testing import F32, Tol, assert_close
 
 pytest.importorskip("triton")
 from moe_ops.kernels.triton.one_query import attend, refusal
+from moe_ops.kernels.triton.one_query_plan import MOST_SLOTS, MOST_SPLITS, Plan, plan_for
 
 TOL = Tol(1e-5, "float32 sums in another order")
+TOL_F16 = Tol(2e-3, "weights and outputs rounded to the 11 bits of float16")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+H200 = (132, 232448)  # multiprocessors, bytes of shared memory for a block
 # Sequences, heads, heads of the cache, slots, head sizes of keys and values.
 SIZES = [
     (1, 8, 1, 64, 16, 16),
@@ -20,12 +28,14 @@ SIZES = [
     (2, 4, 4, 256, 64, 64),
     (2, 32, 1, 33, 16, 16),
 ]
+NAN = float("nan")
 
 
-def tensors(size: tuple[int, ...]) -> tuple[Tensor, ...]:
+def tensors(size: tuple[int, ...], dtype: torch.dtype = F32) -> tuple[Tensor, ...]:
     B, H, N, S, D, DV = size
-    q = torch.randn(B, H, D, device=DEVICE)
-    k, v = torch.randn(B, N, S, D, device=DEVICE), torch.randn(B, N, S, DV, device=DEVICE)
+    q = torch.randn(B, H, D, device=DEVICE, dtype=dtype)
+    k = torch.randn(B, N, S, D, device=DEVICE, dtype=dtype)
+    v = torch.randn(B, N, S, DV, device=DEVICE, dtype=dtype)
     mask = torch.rand(B, S, device=DEVICE) < 0.5
     mask[:, S // 2 :] = False
     mask[0, : S // 2 - 1] = False  # one slot alone, behind a tile without any
@@ -33,20 +43,145 @@ def tensors(size: tuple[int, ...]) -> tuple[Tensor, ...]:
     return q, k, v, mask
 
 
-def definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def definition(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """In float64, with weights of 0 for what is masked, whatever is there."""
     repeat = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(repeat, 1).double() for x in (k, v))
+    k, v = (x.repeat_interleave(repeat, 1).double().nan_to_num() for x in (k, v))
     scores = (k @ q.double()[..., None])[..., 0] * scale
-    p = scores.masked_fill(~mask[:, None], float("-inf")).softmax(-1)
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask[:, None], float("-inf"))
+    else:
+        scores = scores + mask[:, None].double()
+    if sinks is not None:
+        column = sinks.double()[None, :, None].expand(len(scores), -1, 1)
+        scores = torch.cat([scores, column], -1)
+    p = scores.softmax(-1)[..., : k.shape[2]]
     return (p[:, :, None] @ v)[:, :, 0].to(F32)
+
+
+def with_garbage(k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with NaN behind the last slot that each sequence sees."""
+    k, v = k.clone(), v.clone()
+    for b, seen in enumerate(mask):
+        end = int(seen.nonzero().max()) + 1
+        k[b, :, end:] = v[b, :, end:] = NAN
+    return k, v
+
+
+def split(slots: int, splits: int, tile: int) -> Plan:
+    """As many programs as that, or what is left of them where a tile is no smaller than a share."""
+    share = -(-slots // splits)
+    span = -(-share // tile) * tile
+    return Plan(-(-slots // span), span, tile, 4, 2)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_kernel(size: tuple[int, ...]) -> None:
     q, k, v, mask = tensors(size)
-    v[:, :, -1] = float("nan")  # behind the last slot that is not masked
-    want = definition(q, k, v.nan_to_num(), mask, 0.3)
-    assert_close(attend(q, k, v.nan_to_num(), mask, 0.3), want, TOL, "kernel")
+    k, v = with_garbage(k, v, mask)
+    want = definition(q, k, v, mask, 0.3)
+    assert_close(attend(q, k, v, mask, 0.3), want, TOL, "kernel")
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 4, 5, 7])
+def test_every_way_to_share_the_slots(splits: int) -> None:
+    size = (2, 6, 2, 100, 32, 16)
+    q, k, v, mask = tensors(size)
+    k, v = with_garbage(k, v, mask)
+    sinks = torch.randn(size[1], device=DEVICE)
+    for tile, sink in ((16, None), (16, sinks), (32, sinks)):
+        plan = split(size[3], splits, tile)
+        got = attend(q, k, v, mask, 0.3, sink, plan)
+        assert_close(got, definition(q, k, v, mask, 0.3, sink), TOL, str(plan))
+        assert torch.equal(got, attend(q, k, v, mask, 0.3, sink, plan))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (5, 1), (6, 2), (17, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(16, 256), (64, 32), (256, 128)], ids=str)
+def test_heads_of_every_size_and_groups_of_any(
+    heads: tuple[int, int], sizes: tuple[int, int]
+) -> None:
+    q, k, v, mask = tensors((1, *heads, 45, *sizes))
+    sinks = torch.randn(heads[0], device=DEVICE)
+    for plan in (None, split(45, 2, 16)):
+        got = attend(q, k, v, mask, 0.2, sinks, plan)
+        assert_close(got, definition(q, k, v, mask, 0.2, sinks), TOL, str(plan))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_masks_that_are_added(dtype: torch.dtype, splits: int) -> None:
+    q, k, v, seen = tensors((3, 6, 2, 100, 32, 16), dtype)
+    k, v = with_garbage(k, v, seen)
+    hidden = torch.finfo(dtype).min
+    mask = torch.where(seen, torch.randn(seen.shape, device=DEVICE), hidden).to(dtype)
+    sinks = torch.randn(6, device=DEVICE, dtype=dtype)
+    got = attend(q, k, v, mask, 0.3, sinks, split(100, splits, 16))
+    assert got.dtype == dtype
+    tol = TOL if dtype == F32 else TOL_F16
+    assert_close(got.float(), definition(q, k, v, mask, 0.3, sinks), tol, "added")
+
+
+@pytest.mark.parametrize("slots", [1, 16, 17, 1300])
+def test_one_slot_in_use(slots: int) -> None:
+    """Its value is the output; more than 1024 slots are shared out without being told to."""
+    for used in {0, slots // 2, slots - 1}:
+        q, k, v, mask = tensors((1, 4, 2, slots, 16, 16))
+        mask[:] = False
+        mask[:, used] = True
+        k, v = with_garbage(k, v, mask)
+        want = v[:, :, used].repeat_interleave(2, 1)
+        assert_close(attend(q, k, v, mask, 0.3), want, TOL, f"slot {used} of {slots}")
+
+
+def test_a_sink_larger_than_every_score_leaves_nothing() -> None:
+    q, k, v, mask = tensors(SIZES[1])
+    sinks = torch.full((6,), 1e4, device=DEVICE)
+    for splits in (1, 4):
+        got = attend(q, k, v, mask, 0.3, sinks, split(100, splits, 16))
+        assert torch.equal(got, torch.zeros_like(got))
+
+
+def test_a_window_behind_many_tiles() -> None:
+    q, k, v, mask = tensors((2, 4, 2, 400, 16, 16))
+    mask[:] = False
+    mask[0, 300:310] = mask[1, 5:9] = True
+    for splits in (1, 2, 6):
+        got = attend(q, k, v, mask, 0.3, None, split(400, splits, 16))
+        assert_close(got, definition(q, k, v, mask, 0.3), TOL, f"{splits} programs")
+
+
+def test_plans_cover_the_slots_and_leave_no_program_idle() -> None:
+    for pairs, slots, row_bytes in itertools.product(
+        (1, 3, 4, 8, 64, 132, 133, 256, 2048),
+        (1, 16, 17, 250, 256, 257, 1024, 3000, 4096, 4097, 12288, MOST_SLOTS),
+        (64, 96, 256, 512, 768, 1024, 2048),
+    ):
+        plan = plan_for(pairs, slots, row_bytes, 2048, *H200)
+        what = f"{pairs} pairs, {slots} slots, {row_bytes} bytes: {plan}"
+        assert (plan.splits - 1) * plan.span < slots <= plan.splits * plan.span, what
+        assert plan.splits <= MOST_SPLITS and plan.span % plan.tile == 0, what
+        assert plan.tile >= 16 and plan.tile & (plan.tile - 1) == 0, what
+        assert plan.tile * row_bytes * (plan.stages - 1) < H200[1] - 32 * 1024, what
+
+
+def test_slots_are_shared_where_processors_are_to_spare() -> None:
+    splits = {
+        (pairs, slots): plan_for(pairs, slots, 512, 2048, *H200).splits
+        for pairs in (4, 32, 256) for slots in (256, 1024, 4096)
+    }  # fmt: skip
+    assert splits == {
+        (4, 256): 1, (4, 1024): 16, (4, 4096): 32,
+        (32, 256): 1, (32, 1024): 4, (32, 4096): 4,
+        (256, 256): 1, (256, 1024): 1, (256, 4096): 1,
+    }  # fmt: skip
+
+
+def test_a_block_with_little_shared_memory_holds_little() -> None:
+    plan = plan_for(4, 256, 512, 2048, 82, 99 * 1024)
+    assert plan.tile * 512 * (plan.stages - 1) <= 64 * 1024
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -60,6 +195,40 @@ def test_the_attention_function(size: tuple[int, ...]) -> None:
     assert_close(got[:, 0], definition(q, k, v, mask, 0.3), TOL, "function")
 
 
-def test_refusals_say_why() -> None:
-    meta = torch.empty(1, 2, 2000, 24, device="meta")
-    assert refusal(meta, meta, meta) == "needs CUDA"
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_the_formula_with_sinks_and_added_masks(size: tuple[int, ...]) -> None:
+    from moe_ops.hf.one_query import attended
+
+    q, k, v, seen = tensors(size)
+    sinks = torch.randn(size[1], device=DEVICE)
+    mask = torch.where(seen, 0.0, torch.finfo(F32).min)
+    got = attended(q[:, :, None], k, v, mask[:, None, None], 0.3, sinks)
+    assert_close(got[:, 0], definition(q, k, v, seen, 0.3, sinks), TOL, "formula")
+
+
+def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def why(slots: int = 64, sizes: tuple[int, int] = (32, 32), **but: Tensor) -> str | None:
+        tensors = {
+            "q": torch.empty(1, 4, 1, sizes[0], device="meta"),
+            "k": torch.empty(1, 2, slots, sizes[0], device="meta"),
+            "v": torch.empty(1, 2, slots, sizes[1], device="meta"),
+            "mask_BS": torch.empty(1, slots, dtype=torch.bool, device="meta"),
+        }
+        return refusal(**tensors | but)
+
+    def meta(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    assert why() == "needs CUDA"
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    assert why() is None
+    assert why(MOST_SLOTS) is None
+    assert why(MOST_SLOTS + 1) == f"has {MOST_SLOTS + 1} slots, more than {MOST_SLOTS}"
+    assert why(sizes=(24, 32)) == "heads of 24, no power of two from 16 to 256"
+    assert why(sizes=(32, 512)) == "heads of 512, no power of two from 16 to 256"
+    assert why(k=meta(1, 2, 64, 32, dtype=torch.bfloat16)) == (
+        "torch.float32, torch.bfloat16 and torch.float32 are not one of float32, bfloat16, float16"
+    )
+    assert why(v=meta(1, 64, 2, 32).transpose(1, 2)) == "the cache is a view"
+    assert why(mask_BS=meta(64, 1).T) is None  # one sequence: its slots are 1 apart
+    assert why(mask_BS=meta(1, 128)[:, ::2]) == "the mask is a view"

@@ -20,6 +20,15 @@ def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
+@torch.compiler.assume_constant_result
+def limits(index: int) -> tuple[int, int]:
+    """The multiprocessors of a CUDA device, and the bytes of shared memory that a block may use;
+    a compiler takes them as they are."""
+    properties = torch.cuda.get_device_properties(index)
+    most = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return properties.multi_processor_count, int(most)
+
+
 def processors(t: Tensor) -> int:
     """The multiprocessors of the device of a tensor; those of an H200 where it is no GPU."""
     return _processors(t.device.index) if t.is_cuda else 132

@@ -1,5 +1,15 @@
-"""Attention of one query token per sequence over a cache with a mask; queries that share a key are
-rows of one tile."""
+"""Attention of one query token per sequence over a cache with a mask, in one launch or two.
+
+Queries that share a key are the rows of one tile, and programs share the slots of the cache:
+
+    one_query_kernel    the output of a sequence and a head of the cache, or, where several programs
+                        share its slots, what each of them found: the largest score, the sum of the
+                        exponentials below it, and the values weighted with these
+    one_query_merge     the output from what the programs found, in the order of the slots
+
+A second launch merges, rather than whichever program comes last: these would count arrivals in
+memory that outlives a call, which calls on two streams would share.
+"""
 
 from __future__ import annotations
 
@@ -8,112 +18,216 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_SLOTS = 1024  # a program reads all slots of a head; with more, few heads keep few processors
+from moe_ops.kernels.triton.launch import limits
+from moe_ops.kernels.triton.one_query_plan import (
+    MOST_HELD,
+    MOST_SLOTS,
+    Plan,
+    plan_for,
+    power_of_two,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def attend(q_BHD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, mask_BS: Tensor, scale: float) -> Tensor:
-    """out[b, h] = softmax over slots s with mask[b, s] of (q[b, h] · k[b, n(h), s] scale), times v.
+def attend(
+    q_BHD: Tensor,
+    k_BNSD: Tensor,
+    v_BNSD: Tensor,
+    mask_BS: Tensor,
+    scale: float,
+    sinks_H: Tensor | None = None,
+    plan: Plan | None = None,
+) -> Tensor:
+    """out[b, h] = Σ_s p[s] v[b, n(h), s], where p is softmax over the slots s of
 
-    H / N heads share a key. A sequence has a slot that is not masked. What is in slots behind the
-    last of these is not read.
+        q[b, h] · k[b, n(h), s] scale + mask[b, s]
+
+    and, if there are sinks, of one more logit, whose share adds nothing. H / N heads share a key.
+    A mask of bool hides what is False; one of floats is added, and hides what is less than half of
+    the least number of its type. What is in hidden slots behind the last that is not hidden does
+    not matter. Without sinks, some slot of each sequence is not hidden.
     """
     B, H, D = q_BHD.shape
     N, slots, DV = v_BNSD.shape[1:]
-    out = torch.empty(B, H, DV, dtype=v_BNSD.dtype, device=v_BNSD.device)
     group = H // N
-    one_query_kernel[(B * N,)](
+    rows = max(16, power_of_two(group))
+    if plan is None:
+        row_bytes = (D + DV) * k_BNSD.element_size()
+        # Elsewhere kernels are interpreted, or compiled for an H200 that is not here.
+        device = limits(q_BHD.device.index) if q_BHD.is_cuda else (132, 232448)
+        plan = plan_for(B * N, slots, row_bytes, rows * DV, *device)
+    # Arguments that a launch has no use for are there, but not looked at.
+    sinks = q_BHD if sinks_H is None else sinks_H
+    out = torch.empty(B, H, DV, dtype=v_BNSD.dtype, device=v_BNSD.device)
+    found, stats = out, q_BHD
+    if plan.splits > 1:
+        shape = (B * H, plan.splits)
+        found = torch.empty(*shape, DV, dtype=torch.float32, device=v_BNSD.device)
+        stats = torch.empty(2, *shape, dtype=torch.float32, device=v_BNSD.device)
+    one_query_kernel[(B * N, plan.splits)](
         q_BHD,
         k_BNSD,
         v_BNSD,
         mask_BS,
-        out,
+        sinks,
+        found,
+        stats,
         N,
         mask_BS.stride(0),
         slots=slots,
         G=group,
-        BG=max(16, _power_of_two(group)),
+        BG=rows,
         D=D,
         DV=DV,
-        BS=64,
-        BL=_power_of_two(slots),
+        BS=plan.tile,
+        SPAN=plan.span,
+        BL=power_of_two(plan.span),
+        SPLITS=plan.splits,
+        SINKS=sinks_H is not None and plan.splits == 1,
+        LEAST=0.0 if mask_BS.dtype == torch.bool else torch.finfo(mask_BS.dtype).min / 2,
         SCALE=scale,  # as an argument, Inductor makes it a float64
-        num_warps=4,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
     )
+    if plan.splits > 1:
+        one_query_merge[(B * H,)](
+            found,
+            stats,
+            sinks,
+            out,
+            H,
+            B * H * plan.splits,
+            SPLITS=plan.splits,
+            BP=power_of_two(plan.splits),
+            DV=DV,
+            SINKS=sinks_H is not None,
+            num_warps=8 if power_of_two(plan.splits) * DV > MOST_HELD else 4,
+        )
     return out
 
 
-def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def refusal(q: Tensor, k: Tensor, v: Tensor, mask_BS: Tensor) -> str | None:
     """Why `attend` is not the way, or None."""
     if not q.is_cuda:
         return "needs CUDA"
     if k.shape[2] > MOST_SLOTS:
         return f"has {k.shape[2]} slots, more than {MOST_SLOTS}"
     for size in (k.shape[3], v.shape[3]):
-        if not 16 <= size <= 256 or size != _power_of_two(size):
+        if not 16 <= size <= 256 or size != power_of_two(size):
             return f"heads of {size}, no power of two from 16 to 256"
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
+        return f"{q.dtype}, {k.dtype} and {v.dtype} are not one of float32, bfloat16, float16"
     if not (k.is_contiguous() and v.is_contiguous()):
         return "the cache is a view"
+    if mask_BS.stride(1) != 1:
+        return "the mask is a view"
     return None
 
 
-def _power_of_two(n: int) -> int:
-    """The next one. Dynamo can trace it, other than triton's own."""
-    return 1 << (n - 1).bit_length()
+@triton.jit
+def mask_at(mask_ptr, at, inside, LEAST: tl.constexpr):
+    """What the mask adds to the scores of slots: -inf to those it hides or that are not inside."""
+    if LEAST == 0.0:
+        seen = tl.load(mask_ptr + at, mask=inside, other=0).to(tl.int32)
+        return tl.where(seen != 0, 0.0, float("-inf"))
+    added = tl.load(mask_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
+    return tl.where(added > LEAST, added, float("-inf"))
 
 
 @triton.jit
 def one_query_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    mask_ptr,
-    out_ptr,
-    N,
-    mask_stride,
-    slots: tl.constexpr,
-    G: tl.constexpr,
-    BG: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BS: tl.constexpr,
-    BL: tl.constexpr,
-    SCALE: tl.constexpr,
-):
-    pair = tl.program_id(0).to(tl.int64)  # a sequence and a head of the cache
-    mask_ptr += (pair // N) * mask_stride
-    every = tl.arange(0, BL)
-    used = tl.load(mask_ptr + every, mask=every < slots, other=0).to(tl.int32)
-    end = tl.max(tl.where(used != 0, every + 1, 0))
+    q_ptr, k_ptr, v_ptr, mask_ptr, sinks_ptr, found_ptr, stats_ptr,
+    N, mask_stride,
+    slots: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BS: tl.constexpr, SPAN: tl.constexpr, BL: tl.constexpr, SPLITS: tl.constexpr,
+    SINKS: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """One program: a sequence and a head of the cache, SPAN of its slots, in tiles of BS.
 
-    rows = tl.arange(0, BG)
-    dims, out_dims = tl.arange(0, D), tl.arange(0, DV)
-    q = tl.load(
-        q_ptr + (pair * G + rows[:, None]) * D + dims[None, :], mask=rows[:, None] < G, other=0.0
-    )
+    The mask comes first: what is behind the last slot that it shows is not read, nor are tiles
+    before the first. Then all that is in flight at once is asked for at once.
+    """
+    pair = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    mask_ptr += (pair // N) * mask_stride
+    rows, dims, out_dims = tl.arange(0, BG), tl.arange(0, D), tl.arange(0, DV)
     high = tl.full((BG,), float("-inf"), tl.float32)
     total = tl.zeros((BG,), tl.float32)
     acc = tl.zeros((BG, DV), tl.float32)
-    # All tiles, as only a known number of them is pipelined; those behind the end read nothing.
-    for start in range(0, slots, BS):
+    k_ptr += pair * slots * D
+    v_ptr += pair * slots * DV
+    lead = split * SPAN
+    q = tl.load(
+        q_ptr + (pair * G + rows[:, None]) * D + dims[None, :], mask=rows[:, None] < G, other=0.0
+    )
+    every = tl.arange(0, BL)
+    own = (every < SPAN) & (lead + every < slots)
+    seen = mask_at(mask_ptr, lead + every, own, LEAST) > float("-inf")
+    end = lead + tl.max(tl.where(seen, every + 1, 0))
+    first = lead
+    if SPAN > 2 * BS:  # of fewer tiles, one that is read in vain is no worse than to find out
+        first += tl.min(tl.where(seen, every, SPAN)) // BS * BS
+    at = first + tl.arange(0, BS)
+    added = mask_at(mask_ptr, at, at < end, LEAST)
+    for start in range(first, end, BS):
         at = start + tl.arange(0, BS)
-        inside = at < end
-        seen = tl.load(mask_ptr + at, mask=inside, other=0).to(tl.int32) != 0
-        where = (pair * slots + at)[:, None]
-        k = tl.load(k_ptr + where * D + dims[None, :], mask=inside[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE
-        scores = tl.where(seen[None, :], scores, float("-inf"))
+        where = at[:, None]
+        k = tl.load(k_ptr + where * D + dims[None, :], mask=where < end, other=0.0)
+        v = tl.load(v_ptr + where * DV + out_dims[None, :], mask=where < end, other=0.0)
+        following = mask_at(mask_ptr, at + BS, at + BS < end, LEAST)  # in time for its tile
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE + added[None, :]
         new = tl.maximum(high, tl.max(scores, 1))
-        # A tile without a seen slot leaves -inf, and -inf minus -inf is no number.
+        # Where no slot is seen yet -inf remains, and -inf minus -inf is no number.
         safe = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp(scores - safe[:, None])
         shrink = tl.exp(high - safe)
-        v = tl.load(v_ptr + where * DV + out_dims[None, :], mask=inside[:, None], other=0.0)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        high = new
-    out = acc / total[:, None]
+        high, added = new, following
+
+    row = pair * G + rows
+    if SINKS:
+        sink = tl.load(sinks_ptr + (pair % N) * G + rows, mask=rows < G, other=0.0).to(tl.float32)
+        top = tl.maximum(high, sink)
+        shrink = tl.exp(high - top)
+        total = total * shrink + tl.exp(sink - top)
+        acc = acc * shrink[:, None]
+    if SPLITS == 1:
+        acc = acc / total[:, None]
+    else:
+        here = row * SPLITS + split
+        pairs = tl.num_programs(0).to(tl.int64)
+        tl.store(stats_ptr + here, high, mask=rows < G)
+        tl.store(stats_ptr + pairs * G * SPLITS + here, total, mask=rows < G)
     tl.store(
-        out_ptr + (pair * G + rows[:, None]) * DV + out_dims[None, :],
-        out.to(out_ptr.dtype.element_ty),
+        found_ptr + (row * SPLITS + split)[:, None] * DV + out_dims[None, :],
+        acc.to(found_ptr.dtype.element_ty),
         mask=rows[:, None] < G,
     )
+
+
+@triton.jit
+def one_query_merge(
+    found_ptr, stats_ptr, sinks_ptr, out_ptr, H, stat_stride,
+    SPLITS: tl.constexpr, BP: tl.constexpr, DV: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """One program: the output of one query head from what the programs found in its slots."""
+    row = tl.program_id(0).to(tl.int64)
+    p, out_dims = tl.arange(0, BP), tl.arange(0, DV)
+    here = row * SPLITS + p
+    high_P = tl.load(stats_ptr + here, mask=p < SPLITS, other=float("-inf"))
+    total_P = tl.load(stats_ptr + stat_stride + here, mask=p < SPLITS, other=0.0)
+    found_PV = tl.load(
+        found_ptr + here[:, None] * DV + out_dims[None, :], mask=p[:, None] < SPLITS, other=0.0
+    )
+    top = tl.max(high_P, 0)
+    if SINKS:
+        sink = tl.load(sinks_ptr + row % H).to(tl.float32)
+        top = tl.maximum(top, sink)
+    weight_P = tl.exp(high_P - top)
+    total = tl.sum(total_P * weight_P, 0)
+    if SINKS:
+        total += tl.exp(sink - top)
+    out_V = tl.sum(found_PV * weight_P[:, None], 0) / total
+    tl.store(out_ptr + row * DV + out_dims, out_V.to(out_ptr.dtype.element_ty))
