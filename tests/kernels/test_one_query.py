@@ -20,7 +20,8 @@ from moe_ops.kernels.triton.one_query_plan import MOST_SLOTS, MOST_SPLITS, Plan,
 TOL = Tol(1e-5, "float32 sums in another order")
 TOL_F16 = Tol(2e-3, "weights and outputs rounded to the 11 bits of float16")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-H200 = (132, 232448)  # multiprocessors, bytes of shared memory for a block
+PROCESSORS = 132  # of an H200
+LEAST_MEMORY = 99 * 1024  # bytes of shared memory for a block, where there is least (sm_86, sm_89)
 # Sequences, heads, heads of the cache, slots, head sizes of keys and values.
 SIZES = [
     (1, 8, 1, 64, 16, 16),
@@ -159,29 +160,24 @@ def test_plans_cover_the_slots_and_leave_no_program_idle() -> None:
         (1, 16, 17, 250, 256, 257, 1024, 3000, 4096, 4097, 12288, MOST_SLOTS),
         (64, 96, 256, 512, 768, 1024, 2048),
     ):
-        plan = plan_for(pairs, slots, row_bytes, 2048, *H200)
+        plan = plan_for(pairs, slots, row_bytes, 2048, PROCESSORS)
         what = f"{pairs} pairs, {slots} slots, {row_bytes} bytes: {plan}"
         assert (plan.splits - 1) * plan.span < slots <= plan.splits * plan.span, what
         assert plan.splits <= MOST_SPLITS and plan.span % plan.tile == 0, what
         assert plan.tile >= 16 and plan.tile & (plan.tile - 1) == 0, what
-        assert plan.tile * row_bytes * (plan.stages - 1) < H200[1] - 32 * 1024, what
+        assert plan.tile * row_bytes * (plan.stages - 1) < LEAST_MEMORY - 32 * 1024, what
 
 
 def test_slots_are_shared_where_processors_are_to_spare() -> None:
     splits = {
-        (pairs, slots): plan_for(pairs, slots, 512, 2048, *H200).splits
+        (pairs, slots): plan_for(pairs, slots, 512, 2048, PROCESSORS).splits
         for pairs in (4, 32, 256) for slots in (256, 1024, 4096)
     }  # fmt: skip
     assert splits == {
-        (4, 256): 1, (4, 1024): 16, (4, 4096): 32,
-        (32, 256): 1, (32, 1024): 4, (32, 4096): 4,
+        (4, 256): 1, (4, 1024): 16, (4, 4096): 64,
+        (32, 256): 1, (32, 1024): 16, (32, 4096): 16,
         (256, 256): 1, (256, 1024): 1, (256, 4096): 1,
     }  # fmt: skip
-
-
-def test_a_block_with_little_shared_memory_holds_little() -> None:
-    plan = plan_for(4, 256, 512, 2048, 82, 99 * 1024)
-    assert plan.tile * 512 * (plan.stages - 1) <= 64 * 1024
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

@@ -21,12 +21,9 @@ def _processors(index: int) -> int:
 
 
 @torch.compiler.assume_constant_result
-def limits(index: int) -> tuple[int, int]:
-    """The multiprocessors of a CUDA device, and the bytes of shared memory that a block may use;
-    a compiler takes them as they are."""
-    properties = torch.cuda.get_device_properties(index)
-    most = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return properties.multi_processor_count, int(most)
+def processors_of(index: int) -> int:
+    """The multiprocessors of a CUDA device; a compiler takes them as they are."""
+    return _processors(index)
 
 
 def processors(t: Tensor) -> int:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.launch import limits
+from moe_ops.kernels.triton.launch import processors_of
 from moe_ops.kernels.triton.one_query_plan import (
     MOST_HELD,
     MOST_SLOTS,
@@ -55,8 +55,8 @@ def attend(
     if plan is None:
         row_bytes = (D + DV) * k_BNSD.element_size()
         # Elsewhere kernels are interpreted, or compiled for an H200 that is not here.
-        device = limits(q_BHD.device.index) if q_BHD.is_cuda else (132, 232448)
-        plan = plan_for(B * N, slots, row_bytes, rows * DV, *device)
+        processors = processors_of(q_BHD.device.index) if q_BHD.is_cuda else 132
+        plan = plan_for(B * N, slots, row_bytes, rows * DV, processors)
     # Arguments that a launch has no use for are there, but not looked at.
     sinks = q_BHD if sinks_H is None else sinks_H
     out = torch.empty(B, H, DV, dtype=v_BNSD.dtype, device=v_BNSD.device)

@@ -1,6 +1,7 @@
 """How the slots of a cache are shared out to programs, for attention of one query.
 
-The constants follow from what a processor holds and from what is waited for, not from timings.
+The constants are the best of a sweep on an H200: caches of 256 to 4096 slots, 4 to 256 pairs of
+a sequence and a head of the cache, heads of 64 and 128.
 """
 
 from __future__ import annotations
@@ -13,19 +14,10 @@ MOST_SPAN = 4096  # a program looks at the mask of all its slots at once
 MOST_SPLITS = 64  # the merge holds what all programs of a head found
 MOST_SLOTS = MOST_SPLITS * MOST_SPAN
 MOST_HELD = 8192  # float32 numbers of an output, or of a merge, that 4 warps hold
-
-
-class Tile(NamedTuple):
-    """The most slots of a tile, and the most bytes of its keys and values."""
-
-    slots: int  # fewer than threads: each then loads the mask where it needs it
-    bytes: int
-    warps: int
-    stages: int
-
-
-ALONE = Tile(128, 64 * 1024, 8, 3)  # where no two programs share a processor
-SHARED = Tile(64, 32 * 1024, 4, 3)
+MOST_PROGRAMS = 4  # a processor has at a time, where slots are split
+MOST_TILE_SLOTS = 64
+MOST_TILE_BYTES = 32 * 1024  # of keys and values
+STAGES = 3
 
 
 class Plan(NamedTuple):
@@ -38,24 +30,20 @@ class Plan(NamedTuple):
     stages: int
 
 
-def plan_for(
-    pairs: int, slots: int, row_bytes: int, held: int, processors: int, memory: int
-) -> Plan:
+def plan_for(pairs: int, slots: int, row_bytes: int, held: int, processors: int) -> Plan:
     """The plan for so many pairs of a sequence and a head of the cache, with `row_bytes` of keys
-    and values a slot, outputs of `held` numbers each, and so much shared memory for a program."""
+    and values a slot and outputs of `held` numbers each."""
     splits = -(-slots // MOST_SPAN)
-    if slots > UNSPLIT_SLOTS:
-        splits = max(splits, min(processors // pairs, slots // LEAST_SPAN, MOST_SPLITS))
-    roomy = ALONE.bytes * ALONE.stages <= memory  # a stage of it is for all but keys and values
-    most = ALONE if roomy and pairs * splits <= processors else SHARED
+    # With a program for every processor the merge costs more than a split brings.
+    if slots > UNSPLIT_SLOTS and 2 * pairs <= processors:
+        most = min(MOST_PROGRAMS * processors // pairs, MOST_SPLITS)
+        splits = max(splits, min(most, slots // LEAST_SPAN))
     span = -(-slots // splits)
-    tile = max(
-        16, min(power_of_two(span), most.slots, power_of_two(most.bytes // row_bytes + 1) // 2)
-    )
+    fitting = power_of_two(MOST_TILE_BYTES // row_bytes + 1) // 2
+    tile = max(16, min(power_of_two(span), MOST_TILE_SLOTS, fitting))
     tiles = -(-span // tile)
-    large = tile > SHARED.slots or tile * row_bytes > SHARED.bytes or held > MOST_HELD
-    warps = ALONE.warps if large else SHARED.warps
-    return Plan(-(-slots // (tiles * tile)), tiles * tile, tile, warps, min(most.stages, tiles + 1))
+    warps = 8 if tile * row_bytes > MOST_TILE_BYTES or held > MOST_HELD else 4
+    return Plan(-(-slots // (tiles * tile)), tiles * tile, tile, warps, min(STAGES, tiles + 1))
 
 
 def power_of_two(n: int) -> int:
