@@ -18,8 +18,8 @@ def sum_kernel(
 ):  # fmt: skip
     """out[t] = sum over k of weight[t, k] * y[row of (t, k)], in the order of k."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BK)
     d = tl.program_id(1) * BD + tl.arange(0, BD)

@@ -166,8 +166,8 @@ def route_kernel(
 ):
     """weights_TK and experts_TK of one token, largest choice first."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     rows_T = tl.program_id(0) + tl.arange(0, 1)
     SCORE: tl.constexpr = ROUTER[0]
     columns_E = tl.arange(0, BE)

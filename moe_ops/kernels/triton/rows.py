@@ -92,8 +92,8 @@ def rows_up(
     BF: tl.constexpr = 2 * BI if GATED else BI
     blocks: tl.constexpr = (I + BI - 1) // BI
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     e, block, first, count = unit_of(ends_ptr, tl.program_id(0), blocks, E, BE, BN)
     if e >= E:
         return
@@ -135,8 +135,8 @@ def rows_down(
 ):  # fmt: skip
     blocks: tl.constexpr = (D + BD - 1) // BD
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     e, block, first, count = unit_of(ends_ptr, tl.program_id(0), blocks, E, BE, BN)
     if e >= E:
         return

@@ -36,8 +36,8 @@ def sort_kernel(
     """
     e = tl.program_id(0)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     pairs = tl.arange(0, BR)
     ids = local_ids(experts_ptr, map_ptr, pairs, pairs < R, E, N_MAP)
     mine = (pairs < R) & (ids == e)
@@ -58,8 +58,8 @@ def count_kernel(
 ):  # fmt: skip
     """counts[chunk, e]: the pairs of each expert in each chunk; e = E: of none."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     pairs = tl.program_id(0) * BR + tl.arange(0, BR)
     ids = local_ids(experts_ptr, map_ptr, pairs, pairs < R, E, N_MAP)
     # Places past the last pair count for a bin that is not kept.
@@ -75,8 +75,8 @@ def place_kernel(
 ):  # fmt: skip
     """Sort one chunk, and put its runs behind those of the chunks before it."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     chunk = tl.program_id(0)
     e = tl.arange(0, BE)
     total_E = tl.zeros((BE,), tl.int32)

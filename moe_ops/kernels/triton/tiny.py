@@ -113,8 +113,8 @@ def tiny_up(
     pair = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if pair == T * K:
         write_table(experts_ptr, map_ptr, table_ptr, T * K, E, N_MAP, BP)
         return
@@ -178,8 +178,8 @@ def tiny_down(
     experts has BG * BG blocks, of which the diagonal counts.
     """
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     # Of one token the bound is known; nothing then waits for the number of experts.
     count = K if ONE else tl.load(table_ptr)
     ids_ptr = table_ptr + 1
