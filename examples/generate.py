@@ -13,6 +13,7 @@ import argparse
 import json
 import logging
 import re
+import shlex
 import statistics
 import sys
 import time
@@ -28,6 +29,7 @@ from transformers import CompileConfig, GptOssConfig, MixtralConfig, OlmoeConfig
 from transformers.initialization import no_init_weights
 
 import moe_ops
+from moe_ops.bench.rates import measure_rates
 
 Configs = dict[str, Callable[..., Any]]
 CONFIGS: Configs = {
@@ -69,6 +71,7 @@ PARTS = {
     "attention": r"softmax|attention|fmha|flash|bmm|index_copy|index_put|scatter|one_query",
     "rest": r"",
 }
+STEPS = 16  # that are profiled, after the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +129,11 @@ def cache_bytes(model: Any, batch: int, length: int) -> int:
     try:
         return sum(r.cache_bytes for r in moe_ops.generation_report(model))
     except ValueError:  # transformers' own
-        config = model.config
+        return kv_bytes(model.config, batch, length)
+
+
+def kv_bytes(config: Any, batch: int, length: int) -> int:
+    """Keys and values of so many sequences of that length."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * size
     return batch * length * per_token * 2
@@ -168,11 +175,26 @@ def measure(way: str, model: Any, ids: Tensor, tokens: tuple[int, int], **kwargs
     )
 
 
+def step_bytes(model: Any, batch: int, length: int) -> dict[str, float]:
+    """What a step reads at least: the weights of the experts that its tokens choose, if all are as
+    likely; keys and values so far; all other weights."""
+    config, read = model.config, dict.fromkeys(PARTS, 0.0)
+    experts = getattr(config, "num_experts", None) or config.num_local_experts
+    chosen = 1 - (1 - config.num_experts_per_tok / experts) ** batch
+    for name, weight in model.named_parameters():
+        if ".experts." in name:
+            read["MoE"] += chosen * weight.nbytes
+        elif weight is not model.get_input_embeddings().weight:
+            read["rest"] += weight.nbytes
+    read["attention"] = kv_bytes(config, batch, length)
+    return read
+
+
 def breakdown(model: Any, ids: Tensor) -> tuple[dict[str, float], list[tuple[str, float]]]:
     """The ms that kernels of each part take in one step, and the kernels that take most."""
     from torch.profiler import ProfilerActivity, profile
 
-    steps = 16
+    steps = STEPS
     totals: list[Counter[str]] = []
     for n in (1, 1 + steps):  # the difference is steps alone
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -226,14 +248,27 @@ def main(arguments: list[str] | None = None) -> None:
     say(f"{weights / 1e9:.2f} B parameters; torch {torch.__version__}")
 
     speeds, steps = [], {}
+    rate = 0.0
+    if args.profile and device == "cuda":
+        rate = measure_rates(torch.device(device), torch.bfloat16).copy_tbs
+        torch.cuda.empty_cache()
+        say(f"memory copies at {rate:.2f} TB/s")
     ours = moe_ops.compile(model, extra=json.loads(args.inductor))
     prompts = {b: torch.randint(3, 255, (b, args.prompt), device=device) for b in args.batch}
     for batch, ids in prompts.items():
         speeds.append(measure("moe_ops", ours, ids, args.tokens))
         if args.profile and device == "cuda":
             parts, kernels = breakdown(ours, ids)
-            steps[batch] = {"ms": parts, "kernels": kernels}
-            say(f"batch {batch}, ms of a step: {parts}")
+            length = args.prompt + STEPS // 2
+            floors = {
+                part: size / rate * 1e-9 for part, size in step_bytes(model, batch, length).items()
+            }
+            steps[batch] = {"ms": parts, "floor_ms": floors, "kernels": kernels}
+            say(f"batch {batch}, a step of {speeds[-1].step_ms:.2f} ms by parts:")
+            for part, ms in parts.items():
+                share = f"{floors[part]:.4f} ms to read its bytes, {floors[part] / ms:.0%}"
+                say(f"    {ms:8.4f} ms  {part}: {share}")
+            say("and by kernels:")
             for kernel, ms in kernels:
                 say(f"    {ms:8.4f} ms  {kernel[:100]}")
     for report in moe_ops.generation_report(ours):
@@ -247,8 +282,10 @@ def main(arguments: list[str] | None = None) -> None:
             speeds.append(measure(args.stock, model, ids, args.tokens, **kwargs))
     print(table(speeds))
     if args.json:
-        figures = {"arguments": vars(args), "device": device, "torch": torch.__version__}
-        figures |= {"speeds": [asdict(s) for s in speeds], "steps": steps}
+        on = torch.cuda.get_device_name() if device == "cuda" else device
+        figures: dict[str, Any] = {"command": f"python {shlex.join(sys.argv)}", "device": on}
+        figures |= {"torch": torch.__version__, "transformers": transformers.__version__}
+        figures |= {"speeds": [asdict(s) for s in speeds], "steps": steps, "copy_tbs": rate}
         with open(args.json, "w") as file:
             json.dump(figures, file, indent=2)
 

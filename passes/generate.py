@@ -14,9 +14,10 @@ from torch.utils import _pytree as pytree
 from moe_ops.passes.capture import capture_call
 from moe_ops.passes.sizes import call_oblivious
 
-# With few rows a product is a reduction, which Inductor fuses and tunes; without this it calls
-# a library made for many.
-STEP_OPTIONS = {"coordinate_descent_tuning": True}
+# With few rows a product is a reduction, which Inductor fuses and tunes by coordinate descent;
+# without it calls a library made for many. A step is many kernels of a few microseconds: where a
+# GPU can, they begin while the ones before them end (PDL), as ours do and as ours allow.
+STEP_OPTIONS = {"coordinate_descent_tuning": True, "triton.enable_pdl": True}
 
 
 def is_transformers_model(model: nn.Module) -> bool:
