@@ -1,0 +1,229 @@
+"""Several linear layers of one input with few rows, in one launch: every weight is read once.
+
+    linears_one    of one row: products and sums, without the matrix units
+    linears_few    of up to 64 rows: weights are the rows of the matrix units' tiles, the input's
+                   rows their columns
+
+The blocks of all weights are programs of the one launch, those of the first weight first. As
+weights were there before the launch before this one, they are asked for ahead of its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.triton.launch import pdl_options, processors
+from moe_ops.kernels.triton.linears_plan import Plan, plan_for, power_of_two
+
+MOST = 4  # weights of a launch
+LINE = 64  # elements of two bytes in what memory fetches at once
+
+
+def run(
+    x_TK: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    plan: Plan | None = None,
+) -> list[Tensor]:
+    """y_g = x W_gᵀ + b_g for weights [N_g, K] that no launch still in flight writes.
+
+    Sums are in float32, rounded once to the dtype of the input; the same in every run.
+    """
+    outs = [x_TK.new_empty(x_TK.shape[0], w.shape[0]) for w in weights]
+    for first in range(0, len(weights), MOST):
+        part = slice(first, first + MOST)
+        _launch(x_TK, weights[part], biases[part], outs[part], plan)
+    return outs
+
+
+def _launch(
+    x_TK: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    outs: Sequence[Tensor],
+    plan: Plan | None,
+) -> None:
+    T, K = x_TK.shape
+    sizes = [w.shape[0] for w in weights]
+    if plan is None:
+        plan = plan_for(T, sum(sizes), K, processors(x_TK))
+    pdl, options = pdl_options(x_TK)
+    rest = [None] * (MOST - len(weights))
+    # One after another: the index of the first block of each weight, and of what is behind the last.
+    blocks = [triton.cdiv(n, plan.rows) for n in sizes]
+    firsts = [sum(blocks[:g]) for g in range(MOST + 1)]
+    tensors = (x_TK, *weights, *rest, *biases, *rest, *outs, *rest)
+    constants = {
+        **{f"N{g}": n for g, n in enumerate([*sizes, 0, 0, 0][:MOST])},
+        **{f"F{g}": firsts[g] for g in range(1, MOST)},
+        "K": K, "BN": plan.rows, "BK": plan.step, "LINES": plan.ahead // LINE, "PDL": pdl,
+        "num_warps": plan.warps,
+    }  # fmt: skip
+    if T == 1:
+        linears_one[(firsts[MOST],)](*tensors, **constants, **options)
+    else:
+        BT = max(16, power_of_two(T))
+        linears_few[(firsts[MOST],)](
+            *tensors, T, x_TK.stride(0), **constants, BT=BT, num_stages=plan.stages, **options
+        )
+
+
+@triton.jit
+def rows_of(
+    w0_ptr, w1_ptr, w2_ptr, w3_ptr, F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """(number, address, rows, size) of this program's weight: rows from `size` on are not there."""
+    block = tl.program_id(0)
+    g = 0 * block
+    first = 0 * block
+    size = 0 * block + N0
+    w_ptr = w0_ptr
+    if w1_ptr is not None:
+        if block >= F1:
+            g, first, size, w_ptr = block * 0 + 1, block * 0 + F1, block * 0 + N1, w1_ptr
+    if w2_ptr is not None:
+        if block >= F2:
+            g, first, size, w_ptr = block * 0 + 2, block * 0 + F2, block * 0 + N2, w2_ptr
+    if w3_ptr is not None:
+        if block >= F3:
+            g, first, size, w_ptr = block * 0 + 3, block * 0 + F3, block * 0 + N3, w3_ptr
+    return g, w_ptr, (block - first) * BN + tl.arange(0, BN), size
+
+
+@triton.jit
+def ask_for(w_N1, K: tl.constexpr, LINES: tl.constexpr):
+    """Have memory send the first lines of rows on their way, as far as the L2 cache."""
+    at_NL = w_N1 + tl.minimum(tl.arange(0, LINES) * 64, K - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at_NL.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def write(acc_N, n_N, end, b_ptr, y_ptr):
+    """Add a bias and store, at rows of one of the weights before the end."""
+    here_N = n_N < end
+    if b_ptr is not None:
+        acc_N += tl.load(b_ptr + n_N, mask=here_N, other=0.0).to(tl.float32)
+    tl.store(y_ptr + n_N, acc_N.to(y_ptr.dtype.element_ty), mask=here_N)
+
+
+@triton.jit
+def linears_one(
+    x_ptr, w0_ptr, w1_ptr, w2_ptr, w3_ptr, b0_ptr, b1_ptr, b2_ptr, b3_ptr,
+    y0_ptr, y1_ptr, y2_ptr, y3_ptr,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr, K: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BN outputs of the one row. The next tile is on its way while one is summed."""
+    g, w_ptr, n_N, size = rows_of(
+        w0_ptr, w1_ptr, w2_ptr, w3_ptr, F1, F2, F3, N0, N1, N2, N3, BN
+    )  # fmt: skip
+    # Rows behind the last are the last: what is not stored need not be masked.
+    w_N1 = w_ptr + (tl.minimum(n_N, size - 1).to(tl.int64) * K)[:, None]
+    k_K = tl.arange(0, BK)
+    EVEN: tl.constexpr = K % BK == 0
+    LAST: tl.constexpr = (K - 1) // BK * BK
+    inside_K = LAST + k_K < K
+    if EVEN or LAST > 0:
+        w_NK = tl.load(w_N1 + k_K[None, :], eviction_policy="evict_first")
+    else:
+        w_NK = tl.load(w_N1 + k_K[None, :], mask=inside_K[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if LINES > 0:
+            ask_for(w_N1, K, LINES)
+        tl.extra.cuda.gdc_wait()
+    acc_NK = tl.zeros((BN, BK), tl.float32)
+    for start in range(BK, LAST + BK, BK):
+        if EVEN:
+            next_NK = tl.load(w_N1 + (start + k_K)[None, :], eviction_policy="evict_first")
+        else:
+            next_NK = tl.load(
+                w_N1 + (start + k_K)[None, :], mask=(start + k_K < K)[None, :], other=0.0,
+                eviction_policy="evict_first",
+            )  # fmt: skip
+        x_K = tl.load(x_ptr + start - BK + k_K)
+        acc_NK += w_NK.to(tl.float32) * x_K.to(tl.float32)[None, :]
+        w_NK = next_NK
+    if EVEN:
+        x_K = tl.load(x_ptr + LAST + k_K)
+    else:
+        x_K = tl.load(x_ptr + LAST + k_K, mask=inside_K, other=0.0)
+    acc_NK += w_NK.to(tl.float32) * x_K.to(tl.float32)[None, :]
+    acc_N = tl.sum(acc_NK, 1)
+    write(acc_N, n_N, tl.where(g == 0, size, 0), b0_ptr, y0_ptr)
+    if y1_ptr is not None:
+        write(acc_N, n_N, tl.where(g == 1, size, 0), b1_ptr, y1_ptr)
+    if y2_ptr is not None:
+        write(acc_N, n_N, tl.where(g == 2, size, 0), b2_ptr, y2_ptr)
+    if y3_ptr is not None:
+        write(acc_N, n_N, tl.where(g == 3, size, 0), b3_ptr, y3_ptr)
+
+
+@triton.jit
+def write_columns(acc_NT, n_N, end, T, b_ptr, y_ptr, N: tl.constexpr, BT: tl.constexpr):
+    """Add a bias and store, at rows of one of the weights before the end, and the input's."""
+    here_N = n_N < end
+    if b_ptr is not None:
+        acc_NT += tl.load(b_ptr + n_N, mask=here_N, other=0.0).to(tl.float32)[:, None]
+    t_T = tl.arange(0, BT)
+    tl.store(
+        y_ptr + t_T[None, :] * N + n_N[:, None],
+        acc_NT.to(y_ptr.dtype.element_ty),
+        mask=here_N[:, None] & (t_T < T)[None, :],
+    )
+
+
+# One compiled kernel serves several numbers of rows.
+@triton.jit(do_not_specialize=["T"])
+def linears_few(
+    x_ptr, w0_ptr, w1_ptr, w2_ptr, w3_ptr, b0_ptr, b1_ptr, b2_ptr, b3_ptr,
+    y0_ptr, y1_ptr, y2_ptr, y3_ptr, T, stride_x,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr, K: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    BT: tl.constexpr,
+):  # fmt: skip
+    """One program: BN outputs of every row."""
+    g, w_ptr, n_N, size = rows_of(
+        w0_ptr, w1_ptr, w2_ptr, w3_ptr, F1, F2, F3, N0, N1, N2, N3, BN
+    )  # fmt: skip
+    w_N1 = w_ptr + (tl.minimum(n_N, size - 1).to(tl.int64) * K)[:, None]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if LINES > 0:
+            ask_for(w_N1, K, LINES)
+        tl.extra.cuda.gdc_wait()
+    k_K = tl.arange(0, BK)
+    t_T = tl.arange(0, BT)
+    x_1T = (x_ptr + t_T * stride_x)[None, :]
+    acc_NT = tl.zeros((BN, BT), tl.float32)
+    for start in range(0, K, BK):
+        inside_K = start + k_K < K
+        if K % BK == 0:
+            w_NK = tl.load(w_N1 + (start + k_K)[None, :], eviction_policy="evict_first")
+        else:
+            w_NK = tl.load(
+                w_N1 + (start + k_K)[None, :], mask=inside_K[None, :], other=0.0,
+                eviction_policy="evict_first",
+            )  # fmt: skip
+        x_KT = tl.load(
+            x_1T + (start + k_K)[:, None], mask=inside_K[:, None] & (t_T < T)[None, :], other=0.0
+        )
+        acc_NT = tl.dot(w_NK, x_KT, acc_NT)
+    write_columns(acc_NT, n_N, tl.where(g == 0, size, 0), T, b0_ptr, y0_ptr, N0, BT)
+    if y1_ptr is not None:
+        write_columns(acc_NT, n_N, tl.where(g == 1, size, 0), T, b1_ptr, y1_ptr, N1, BT)
+    if y2_ptr is not None:
+        write_columns(acc_NT, n_N, tl.where(g == 2, size, 0), T, b2_ptr, y2_ptr, N2, BT)
+    if y3_ptr is not None:
+        write_columns(acc_NT, n_N, tl.where(g == 3, size, 0), T, b3_ptr, y3_ptr, N3, BT)

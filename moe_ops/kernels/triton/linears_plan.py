@@ -1,0 +1,51 @@
+"""How the rows of weights are shared out to programs, for linear layers of few rows of input."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MOST_ROWS = 64  # of the input: they are the columns of one tile
+
+
+class Plan(NamedTuple):
+    """A program has `rows` rows of weights and takes them `step` columns at a time.
+
+    `ahead` columns are asked for before the wait for the launch before this one; a power of two.
+    """
+
+    rows: int
+    step: int
+    warps: int
+    stages: int
+    ahead: int
+
+
+def plan_for(T: int, N: int, K: int, processors: int) -> Plan:
+    """The plan for T rows of input and N rows of weights in all."""
+    if T == 1:
+        # Four or more programs a processor, each with two tiles of 8 KiB in flight.
+        rows = power_below(min(16, max(1, N // (3 * processors))))
+        step = min(4096 // rows, 2048, power_of_two(K))
+        return Plan(rows, step, 4, 1, ahead(K))
+    columns = max(16, power_of_two(T))
+    # Every program reads all of the input: the more of it there is, the fewer programs.
+    rows = 16 if columns == 16 else 32
+    if N > 64 * 8 * processors:
+        rows = 64
+    step = min(128 if columns > 32 else 256, max(16, power_of_two(K)))
+    return Plan(rows, step, 4, 4, ahead(K))
+
+
+def ahead(K: int) -> int:
+    """Columns that are asked for early: all, within reason."""
+    return min(power_of_two(K), 4096)
+
+
+def power_of_two(n: int) -> int:
+    """The next one."""
+    return 1 << (n - 1).bit_length()
+
+
+def power_below(n: int) -> int:
+    """The largest one that is no larger."""
+    return 1 << (n.bit_length() - 1)
