@@ -19,6 +19,7 @@ from moe_ops.passes.lift_batched_mm import lift_batched_mm
 from moe_ops.passes.lift_grouped_mm import lift_grouped_mm
 from moe_ops.passes.lift_router import lift_router
 from moe_ops.passes.lower import lower
+from moe_ops.passes.merge_linears import merge_linears
 from moe_ops.passes.pick_backend import pick_backend
 
 Pass = Callable[[fx.Graph, Context], int]
@@ -33,4 +34,5 @@ PIPELINE: tuple[Pass, ...] = (
     fuse_moe,
     pick_backend,
     lower,
+    merge_linears,
 )

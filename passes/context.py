@@ -17,13 +17,15 @@ class Options:
     thresholds: the backend of `experts` (and `moe`) by token count, as pairs of the largest count
     and a backend, the last count None: ((64, "cpu"), (None, "aten")). None leaves the choice to the
     plan. tuned: a file that `moe_ops.tune` wrote, for the plan to go by. strict: raise instead of
-    leaving a region to a slower way. stop_after: the name of the last pass to run. dump: label the
+    leaving a region to a slower way. linears: run other products of few rows with parameters, on a
+    GPU, by kernels of ours. stop_after: the name of the last pass to run. dump: label the
     graph before and after each pass for depyf and TORCH_LOGS.
     """
 
     thresholds: tuple[tuple[int | None, str], ...] | None = None
     tuned: str | None = None
     strict: bool = False
+    linears: bool = True
     stop_after: str | None = None
     dump: bool = False
 

@@ -9,6 +9,7 @@ host code asks for.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -27,7 +28,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from moe_ops.kernels.triton import combine, grouped_plain, one_query, routing, rows, sort, tiny
+from moe_ops.kernels.triton import (
+    combine,
+    grouped_plain,
+    linears,
+    one_query,
+    routing,
+    rows,
+    sort,
+    tiny,
+)
 from moe_ops.ops import experts, route
 from moe_ops.testing import ACTIVATIONS, LAYERS
 
@@ -48,6 +58,13 @@ ATTENTION = [
     (1, 16, 1, 512, 128, False), (2, 1, 64, 1024, 128, False), (1, 1, 128, 1024, 256, False),
     (1, 2, 8, 256, 256, False), (1, 2, 8, 4096, 256, True), (1, 1, 16, 32768, 128, False),
     (40, 8, 4, 8192, 128, True), (1, 4, 8, 256, 16, True), (300, 1, 8, 256, 16, False),
+]  # fmt: skip
+
+# Rows of weights, columns, biases.
+LINEARS = [
+    ((4096, 512, 512), 2048, False), ((2048,), 4096, False), ((128,), 2048, False),
+    ((4096, 512, 512), 2880, True), ((2880,), 4096, True), ((4096, 1024, 1024), 4096, False),
+    ((151936,), 2048, False), ((33, 7), 33, True), ((5, 6, 7, 8, 9), 200, False),
 ]  # fmt: skip
 
 
@@ -104,7 +121,7 @@ def compile_launches(
     pdl = (True, {"launch_pdl": True}) if capability >= 90 else (False, {})
     with ExitStack() as patched:
         patched.enter_context(patch.object(JITFunction, "run", run))
-        for module in (combine, routing, rows, sort, tiny):
+        for module in (combine, linears, routing, rows, sort, tiny):
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
         memory = SHARED_MEMORY[capability]
         patched.enter_context(patch.object(grouped_plain, "_shared_memory", lambda _: memory))
@@ -125,6 +142,10 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"{name} route", lambda c=case: routed(c)
     for shape in ATTENTION:
         yield f"one query {shape}", lambda s=shape: attended(*s)
+    for sizes, K, biases in LINEARS:
+        for T in (1, 8, 32, 64):
+            call = functools.partial(projected, T, sizes, K, biases)
+            yield f"linears {T} {sizes} {K}", call
     for name, args in ACTIVATIONS.items():
         for backend in ("tiny", "rows", "grouped"):
             yield f"{name} {backend}", lambda b=backend, a=args: layer(LAYERS["olmoe"], b, 4, **a)
@@ -138,6 +159,14 @@ def attended(batch: int, heads: int, group: int, slots: int, size: int, sinks: b
     mask = torch.empty(batch, slots, dtype=dtype if sinks else torch.bool, device="meta")
     sinks_H = torch.empty(heads * group, dtype=dtype, device="meta") if sinks else None
     one_query.attend(q, k, k, mask, 0.088, sinks_H)
+
+
+def projected(T: int, sizes: tuple[int, ...], K: int, biases: bool) -> None:
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+    given = [empty(n) if biases else None for n in sizes]
+    linears.run(empty(T, K), [empty(n, K) for n in sizes], given)
 
 
 def routed(case: Any) -> None:

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.launch import pdl_options, processors
+from moe_ops.kernels.triton.launch import limits, pdl_options
 from moe_ops.kernels.triton.linears_plan import Plan, plan_for, power_of_two
 
 MOST = 4  # weights of a launch
@@ -51,13 +50,16 @@ def _launch(
     T, K = x_TK.shape
     sizes = [w.shape[0] for w in weights]
     if plan is None:
-        plan = plan_for(T, sum(sizes), K, processors(x_TK))
+        # Elsewhere kernels are interpreted, or compiled for an H200 that is not here.
+        device = limits(x_TK.device.index) if x_TK.is_cuda else (132, 232448)
+        plan = plan_for(T, sum(sizes), K, *device)
     pdl, options = pdl_options(x_TK)
     rest = [None] * (MOST - len(weights))
-    # One after another: the index of the first block of each weight, and of what is behind the last.
+    # Where the blocks of each weight begin among all of them, and where the last ones end.
     blocks = [triton.cdiv(n, plan.rows) for n in sizes]
     firsts = [sum(blocks[:g]) for g in range(MOST + 1)]
-    tensors = (x_TK, *weights, *rest, *biases, *rest, *outs, *rest)
+    # A weight that is not there has no blocks; its address is not looked at.
+    tensors = (x_TK, *weights, *[weights[0] for _ in rest], *biases, *rest, *outs, *rest)
     constants = {
         **{f"N{g}": n for g, n in enumerate([*sizes, 0, 0, 0][:MOST])},
         **{f"F{g}": firsts[g] for g in range(1, MOST)},
@@ -80,19 +82,13 @@ def rows_of(
 ):  # fmt: skip
     """(number, address, rows, size) of this program's weight: rows from `size` on are not there."""
     block = tl.program_id(0)
-    g = 0 * block
-    first = 0 * block
-    size = 0 * block + N0
-    w_ptr = w0_ptr
-    if w1_ptr is not None:
-        if block >= F1:
-            g, first, size, w_ptr = block * 0 + 1, block * 0 + F1, block * 0 + N1, w1_ptr
-    if w2_ptr is not None:
-        if block >= F2:
-            g, first, size, w_ptr = block * 0 + 2, block * 0 + F2, block * 0 + N2, w2_ptr
-    if w3_ptr is not None:
-        if block >= F3:
-            g, first, size, w_ptr = block * 0 + 3, block * 0 + F3, block * 0 + N3, w3_ptr
+    g, first, size, w_ptr = 0 * block, 0 * block, 0 * block + N0, w0_ptr
+    if block >= F1:
+        g, first, size, w_ptr = 0 * block + 1, 0 * block + F1, 0 * block + N1, w1_ptr
+    if block >= F2:
+        g, first, size, w_ptr = 0 * block + 2, 0 * block + F2, 0 * block + N2, w2_ptr
+    if block >= F3:
+        g, first, size, w_ptr = 0 * block + 3, 0 * block + F3, 0 * block + N3, w3_ptr
     return g, w_ptr, (block - first) * BN + tl.arange(0, BN), size
 
 

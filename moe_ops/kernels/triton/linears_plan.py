@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-MOST_ROWS = 64  # of the input: they are the columns of one tile
-
 
 class Plan(NamedTuple):
     """A program has `rows` rows of weights and takes them `step` columns at a time.
@@ -20,8 +18,9 @@ class Plan(NamedTuple):
     ahead: int
 
 
-def plan_for(T: int, N: int, K: int, processors: int) -> Plan:
-    """The plan for T rows of input and N rows of weights in all."""
+def plan_for(T: int, N: int, K: int, processors: int, memory: int) -> Plan:
+    """The plan for T rows of input and N rows of weights in all, of two bytes a number, with so
+    much shared memory for a program."""
     if T == 1:
         # Four or more programs a processor, each with two tiles of 8 KiB in flight.
         rows = power_below(min(16, max(1, N // (3 * processors))))
@@ -29,11 +28,10 @@ def plan_for(T: int, N: int, K: int, processors: int) -> Plan:
         return Plan(rows, step, 4, 1, ahead(K))
     columns = max(16, power_of_two(T))
     # Every program reads all of the input: the more of it there is, the fewer programs.
-    rows = 16 if columns == 16 else 32
-    if N > 64 * 8 * processors:
-        rows = 64
-    step = min(128 if columns > 32 else 256, max(16, power_of_two(K)))
-    return Plan(rows, step, 4, 4, ahead(K))
+    rows_each = N // processors
+    rows = 64 if rows_each >= 512 else 32 if columns > 16 else 16
+    step = max(16, min(4096 // columns, power_of_two(K)))
+    return Plan(rows, step, 4, min(5, memory // (2 * step * (rows + columns))), ahead(K))
 
 
 def ahead(K: int) -> int:

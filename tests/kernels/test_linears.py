@@ -1,0 +1,148 @@
+"""Linear layers of few rows: the kernels against float64, the op's schema, errors and CPU code.
+
+The interpreter multiplies float16 and float32 alone, so bfloat16 is left to tests/gpu.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ops.kernels.linears import linears, refusal
+from moe_ops.testing import BF16, F16, F32, Tol, assert_close
+
+pytest.importorskip("triton")
+from moe_ops.kernels.triton.linears import run
+from moe_ops.kernels.triton.linears_plan import Plan, plan_for
+
+TOL = Tol(1e-5, "float32 sums in another order")
+TOL_F16 = Tol(1e-3, "one rounding to 11 bits of mantissa")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+H200 = (132, 232448)  # multiprocessors, bytes of shared memory for a block
+
+
+def tensors(
+    T: int, K: int, sizes: tuple[int, ...], dtype: torch.dtype = F32, biases: str = "some"
+) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+    """An input and weights, with a bias for every other one, or for none."""
+    x = torch.randn(T, K, device=DEVICE).to(dtype)
+    weights = [(torch.randn(n, K, device=DEVICE) * K**-0.5).to(dtype) for n in sizes]
+    given = [torch.randn(n, device=DEVICE).to(dtype) for n in sizes]
+    return x, weights, [b if biases == "some" and g % 2 == 0 else None for g, b in enumerate(given)]
+
+
+def check(got: list[Tensor], x: Tensor, weights: Any, biases: Any, tol: Tol, what: str) -> None:
+    for y, w, b in zip(got, weights, biases, strict=True):
+        want = x.double() @ w.double().T + (0 if b is None else b.double())
+        assert y.dtype == x.dtype and y.is_contiguous()
+        assert_close(y.float(), want.float(), tol, what)
+
+
+@pytest.mark.parametrize("T", [1, 2, 5, 16, 17, 64])
+@pytest.mark.parametrize("K", [1, 33, 128, 200])
+@pytest.mark.parametrize("sizes", [(7,), (40, 8, 9), (3, 1, 20, 33)], ids=str)
+def test_sizes_that_are_no_multiples_of_tiles(T: int, K: int, sizes: tuple[int, ...]) -> None:
+    given = tensors(T, K, sizes)
+    check(run(*given), *given, TOL, "run")
+    few = Plan(16 if T > 1 else 4, 32, 4, 2, 0)
+    check(run(*given, plan=few), *given, TOL, "several tiles")
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_more_weights_than_a_launch_takes(T: int) -> None:
+    given = tensors(T, 48, (5, 16, 7, 31, 9, 1), F16)
+    check(run(*given), *given, TOL_F16, "run")
+
+
+@pytest.mark.parametrize("T", [1, 9])
+def test_rows_of_a_wider_input(T: int) -> None:
+    x, weights, biases = tensors(T, 96, (24, 8))
+    wide = torch.full((T, 200), float("nan"), device=DEVICE)
+    wide[:, 50:146] = x
+    check(run(wide[:, 50:146], weights, biases), x, weights, biases, TOL, "a view")
+
+
+def test_the_same_in_every_run() -> None:
+    for T in (1, 4, 32):
+        given = tensors(T, 160, (50, 14))
+        first, second = run(*given), run(*given)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_plans_fit_what_a_processor_has() -> None:
+    for T, N, K, device in itertools.product(
+        (1, 2, 8, 16, 17, 33, 64),
+        (1, 128, 2048, 5120, 151936),
+        (1, 33, 2048, 2880, 4096, 20000),
+        (H200, (108, 166912), (128, 101376)),
+    ):
+        plan = plan_for(T, N, K, *device)
+        what = f"{T} rows, {N} x {K}, {device}: {plan}"
+        for number in (plan.rows, plan.step, plan.ahead):
+            assert number > 0 and number & (number - 1) == 0, what
+        if T > 1:
+            assert plan.rows >= 16 and plan.step >= 16 and plan.stages >= 2, what
+            columns = max(16, T)
+            assert 2 * plan.step * (plan.rows + columns) * plan.stages <= device[1], what
+
+
+def test_a_step_fills_the_processors() -> None:
+    programs = {
+        (T, N): -(-N // plan_for(T, N, 2048, *H200).rows)
+        for T in (1, 8, 32) for N in (128, 2048, 5120)
+    }  # fmt: skip
+    assert programs == {
+        (1, 128): 128, (1, 2048): 512, (1, 5120): 640,
+        (8, 128): 8, (8, 2048): 128, (8, 5120): 320,
+        (32, 128): 4, (32, 2048): 64, (32, 5120): 160,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("T", [1, 5])
+def test_the_op(T: int, dtype: torch.dtype) -> None:
+    given = tensors(T, 40, (24, 8, 9), dtype)
+    tol = Tol(8e-3 if dtype == BF16 else 1e-3, "one rounding to the input's dtype")
+    check(linears(*given), *given, tol, "op")
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(torch.ops.moe_ops.linears.default, given, test_utils=tests)
+
+
+def test_refusals_say_what_and_what_to_do() -> None:
+    def why(x: Any = (4, 8), w: Any = (6, 8), b: Any = None, dtype: torch.dtype = BF16) -> Any:
+        x, w, b = (
+            torch.empty(t, dtype=dtype) if isinstance(t, tuple) else t for t in (x, w, b)
+        )  # fmt: skip
+        return refusal(x, [w], [b])
+
+    assert why() is None and why(b=(6,)) is None
+    rows = "not [T, K] with T from 1 to 64; use torch's linear"
+    assert why((4, 2, 8)) == f"x_TK is [4, 2, 8], {rows}"
+    assert why((65, 8)) == f"x_TK is [65, 8], {rows}"
+    assert why((0, 8)) == f"x_TK is [0, 8], {rows}"
+    assert why(dtype=F32) == (
+        "x_TK is torch.float32, not bfloat16 or float16; use torch's linear"
+    )  # fmt: skip
+    assert why(torch.empty(8, 4, dtype=BF16).T) == (
+        "x_TK has the strides (1, 4); make it contiguous"
+    )  # fmt: skip
+    assert why(w=(6, 9)) == "weight 0 is [6, 9], not [N, 8]; give weights of x_TK"
+    assert why(w=torch.empty(8, 6, dtype=BF16).T) == (
+        "weight 0 has the strides (1, 6); make it contiguous"
+    )  # fmt: skip
+    assert why(b=(5,)) == "bias 0 is [5], not [6]; give a number for each row"
+    assert why(b=torch.empty(12, dtype=BF16)[::2]) == (
+        "bias 0 has the strides (2,); make it contiguous"
+    )  # fmt: skip
+    assert why(w=torch.empty(6, 8)) == (
+        "weight 0 is torch.float32 on cpu, x_TK torch.bfloat16 on cpu; convert one of them"
+    )
+    assert refusal(torch.empty(4, 8, dtype=BF16), [], []) == (
+        "got 0 weights and 0 biases; give a bias or None for each"
+    )
+    with pytest.raises(ValueError, match=r"linears: x_TK is \[65, 8\]"):
+        linears(torch.empty(65, 8, dtype=BF16), [torch.empty(6, 8, dtype=BF16)], [None])

@@ -1,0 +1,242 @@
+"""`merge_linears`: products of few rows with parameters become one op, and nothing else does."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, fx, nn
+from torch._inductor import decomposition
+from torch.nn.functional import linear
+
+import moe_ops
+from moe_ops.passes.context import Context, Options
+from moe_ops.passes.merge_linears import merge_linears
+from moe_ops.testing import BF16, F16, F32, Tol, assert_close
+from tests.hf import families
+from tests.passes.post_grad import Compiled, text
+
+pytestmark = pytest.mark.slow  # compiles many graphs
+ROUNDED = Tol(1e-2, "roundings to 8 bits of mantissa, one more or one less")
+pass_file = importlib.import_module("moe_ops.passes.merge_linears")
+
+
+@pytest.fixture(autouse=True)
+def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_file, "runs_kernels", lambda device: True)
+
+
+class Merge:
+    """The pass as a hook that keeps what it said."""
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.context, self.count = Context(options=options or Options()), 0
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.count = merge_linears(graph, self.context)
+        graph.eliminate_dead_code()
+        assert merge_linears(graph, Context()) == 0 or not self.context.options.linears
+
+
+class Attention(nn.Module):
+    """Three layers of one input, and one of another."""
+
+    def __init__(self, dtype: torch.dtype = BF16, bias: bool = False) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, n, bias=bias) for n in (32, 24, 24))
+        self.o = nn.Linear(24, 16, bias=bias)
+        self.to(dtype).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = self.k(x).sigmoid(), self.v(x).tanh()
+        return self.q(x), self.o(k * v)
+
+
+def merged(
+    model: Callable[..., Any], *args: Tensor, options: Options | None = None
+) -> tuple[Merge, Any, fx.Graph]:
+    hook = Merge(options)
+    compiled = Compiled(model, hook)
+    got = compiled(*args)
+    return hook, got, compiled.graphs[0]
+
+
+@pytest.fixture
+def decomposed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Products with one row become what Inductor makes of them for a GPU."""
+
+    def product(x: Tensor, w: Tensor) -> Any:
+        if x.shape[0] != 1:
+            return NotImplemented
+        return (x.float().unsqueeze(2) * w.float().unsqueeze(0)).sum(dim=1).to(x.dtype)
+
+    monkeypatch.setitem(decomposition.decompositions, torch.ops.aten.mm.default, product)
+    decomposition.fast_random_decomps.cache_clear()
+    yield
+    monkeypatch.undo()
+    decomposition.fast_random_decomps.cache_clear()
+
+
+def test_golden() -> None:
+    hook, _, graph = merged(Attention(), torch.randn(2, 3, 16, dtype=BF16))
+    assert hook.count == 2
+    assert_expected_inline(
+        text(graph),
+        """\
+arg0_1: bfloat16[24, 16]
+arg1_1: bfloat16[2, 3, 16]
+arg2_1: bfloat16[24, 16]
+arg3_1: bfloat16[32, 16]
+arg4_1: bfloat16[16, 24]
+view_4 = aten.reshape(arg1_1, [6, 16])  # bfloat16[6, 16]
+linears_default = moe_ops.linears(view_4, [arg3_1, arg0_1, arg2_1], [None, None, None])
+getitem = getitem(linears_default, 0)  # bfloat16[6, 32]
+getitem_1 = getitem(linears_default, 1)  # bfloat16[6, 24]
+getitem_2 = getitem(linears_default, 2)  # bfloat16[6, 24]
+view_5 = aten.reshape(getitem, [2, 3, 32])  # bfloat16[2, 3, 32]
+view_1 = aten.reshape(getitem_1, [2, 3, 24])  # bfloat16[2, 3, 24]
+sigmoid = aten.sigmoid(view_1)  # bfloat16[2, 3, 24]
+view_3 = aten.reshape(getitem_2, [2, 3, 24])  # bfloat16[2, 3, 24]
+tanh = aten.tanh(view_3)  # bfloat16[2, 3, 24]
+mul = aten.mul.Tensor(sigmoid, tanh)  # bfloat16[2, 3, 24]
+view_6 = aten.reshape(mul, [6, 24])  # bfloat16[6, 24]
+linears_default_1 = moe_ops.linears(view_6, [arg4_1], [None])
+getitem_3 = getitem(linears_default_1, 0)  # bfloat16[6, 16]
+view_7 = aten.reshape(getitem_3, [2, 3, 16])  # bfloat16[2, 3, 16]
+return [view_5, view_7]""",
+    )
+
+
+@pytest.mark.usefixtures("decomposed")
+def test_golden_of_one_row() -> None:
+    weight = nn.Parameter(torch.randn(24, 16, dtype=BF16), requires_grad=False)
+    x = torch.randn(1, 16, dtype=BF16)
+    hook, got, graph = merged(lambda x, w: linear(x, w).float().softmax(-1), x, weight)
+    assert hook.count == 1
+    assert_expected_inline(
+        text(graph),
+        """\
+arg0_1: bfloat16[1, 16]
+arg1_1: bfloat16[24, 16]
+linears_default = moe_ops.linears(arg0_1, [arg1_1], [None])
+getitem = getitem(linears_default, 0)  # bfloat16[1, 24]
+convert_element_type_3 = prims.convert_element_type(getitem, float32)  # float32[1, 24]
+amax = aten.amax(convert_element_type_3, [-1], True)  # float32[1, 1]
+sub = aten.sub.Tensor(convert_element_type_3, amax)  # float32[1, 24]
+exp = aten.exp(sub)  # float32[1, 24]
+sum_2 = aten.sum.dim_IntList(exp, [-1], True)  # float32[1, 1]
+div = aten.div.Tensor(exp, sum_2)  # float32[1, 24]
+return [div]""",
+    )
+    assert_close(got, linear(x, weight).float().softmax(-1), ROUNDED)
+
+
+@pytest.mark.parametrize("rows", [(1,), (1, 1), (1, 1, 1), (8, 1), (64,)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_numbers_stay(
+    rows: tuple[int, ...], bias: bool, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    if rows in ((1,), (1, 1)):
+        request.getfixturevalue("decomposed")
+    model = Attention(dtype, bias)
+    x = torch.randn(*rows, 16, dtype=dtype)
+    hook, got, graph = merged(model, x)
+    assert hook.count == 2, hook.context.refusals
+    assert len(graph.find_nodes(op="call_function", target=torch.ops.moe_ops.linears.default)) == 2
+    for g, w in zip(got, model(x), strict=True):
+        assert_close(g.float(), w.float(), ROUNDED)
+
+
+def product_of(change: str) -> tuple[Any, tuple[Tensor, ...]]:
+    """A product that is not for the op, and what it takes."""
+    w = nn.Parameter(torch.randn(24, 16, dtype=F32 if change == "dtype" else BF16))
+    w.requires_grad_(False)
+    x = torch.randn(65 if change == "rows" else 4, 16, dtype=w.dtype)
+    if change == "activation":
+        return (lambda x, w: x @ w.T), (x, w.data)
+    if change == "computed":
+        return (lambda x, w: x @ (w * 2).T), (x, w)
+    if change == "untransposed":
+        return (lambda x, w: x @ w), (x, nn.Parameter(w.T.contiguous(), requires_grad=False))
+    if change == "strides":
+        return linear, (x, nn.Parameter(w.T.contiguous().T, requires_grad=False))
+    if change == "scaled":
+        bias = nn.Parameter(torch.randn(24, dtype=BF16), requires_grad=False)
+        return (lambda x, w, b: torch.addmm(b, x, w.T, alpha=2)), (x, w, bias)
+    if change == "full bias":
+        bias = nn.Parameter(torch.randn(4, 24, dtype=BF16), requires_grad=False)
+        return (lambda x, w, b: torch.addmm(b, x, w.T)), (x, w, bias)
+    return linear, (x, w)
+
+
+NEAR_MISSES = {
+    "activation": "is no parameter",
+    "computed": "is no parameter",
+    "untransposed": "the weight is",
+    "strides": "strides",
+    "scaled": "it scales its operands",
+    "full bias": "bias 0 is [4, 24], not [24]",
+    "dtype": "the input is torch.float32",
+    "rows": "",
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), NEAR_MISSES.items(), ids=NEAR_MISSES)
+def test_near_misses(change: str, reason: str) -> None:
+    model, args = product_of(change)
+    hook, _, _ = merged(model, *args)
+    assert hook.count == 0
+    assert all(reason in note.text for note in hook.context.refusals)
+    assert len(hook.context.refusals) == (1 if reason else 0)
+
+
+def test_sums_that_are_no_products() -> None:
+    w = nn.Parameter(torch.randn(24, 16, dtype=BF16), requires_grad=False)
+
+    def wide(x: Tensor, w: Tensor) -> Tensor:
+        return x.float().unsqueeze(2) * w.T.float().unsqueeze(0)
+
+    for model in (
+        lambda x, w: wide(x, w).sum(2).bfloat16(),
+        lambda x, w: wide(x, w).sum(1, keepdim=True).bfloat16(),
+        lambda x, w: (wide(x, w) * 2).sum(1).bfloat16(),
+        lambda x, w: (x.unsqueeze(2) * w.T.unsqueeze(0)).sum(1),
+        lambda x, w: wide(x, w).sum(1),  # not rounded
+        lambda x, w: wide(x, w).sum(1).half(),
+    ):
+        hook, _, _ = merged(model, torch.randn(1, 16, dtype=BF16), w)
+        assert hook.count == 0
+        assert hook.context.refusals == []
+
+
+def test_it_can_be_switched_off_and_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 16, dtype=BF16)
+    assert merged(Attention(), x, options=Options(linears=False))[0].count == 0
+    monkeypatch.undo()
+    assert merged(Attention(), x)[0].count == 0
+
+
+@pytest.mark.parametrize(("family", "batch"), [("qwen3_moe", 1), ("gpt_oss", 3)])
+def test_a_step_of_generate_gives_the_same_tokens(
+    family: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    insert = pass_file.insert
+    monkeypatch.setattr(pass_file, "insert", lambda *args: calls.append(args[1]) or insert(*args))
+    model = families.build(family).model.to(BF16)
+    ids = torch.randint(16, 90, (batch, 5))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        plain, ours = (
+            moe_ops.compile(copy.deepcopy(model), linears=on).generate(
+                ids, max_new_tokens=4, pad_token_id=0, eos_token_id=None
+            )
+            for on in (False, True)
+        )
+    assert calls.count(torch.ops.moe_ops.linears.default) >= 2
+    assert torch.equal(plain, ours)
