@@ -124,7 +124,8 @@ def compile_launches(
         for module in (combine, linears, routing, rows, sort, tiny):
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
         memory = SHARED_MEMORY[capability]
-        patched.enter_context(patch.object(grouped_plain, "_shared_memory", lambda _: memory))
+        for module in (grouped_plain, linears):
+            patched.enter_context(patch.object(module, "shared_memory", lambda _: memory))
         call()
     return found
 

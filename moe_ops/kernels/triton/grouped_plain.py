@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.activation import activate, activate_gated
+from moe_ops.kernels.triton.launch import shared_memory
 from moe_ops.kernels.triton.tile_map import Tiles
 
 
@@ -64,7 +63,7 @@ def launch(
 
 def config_of(a: Tensor, rows: int, w_ENK: Tensor) -> Config:
     per_expert = rows / w_ENK.shape[0]
-    return config_for(per_expert, a.element_size(), _shared_memory(a.device))
+    return config_for(per_expert, a.element_size(), shared_memory(a))
 
 
 def config_for(rows_per_expert: float, element_size: int, shared_memory: int) -> Config:
@@ -75,15 +74,6 @@ def config_for(rows_per_expert: float, element_size: int, shared_memory: int) ->
     stage = (block_m + block_n) * block_k * element_size
     stages = min(4, (shared_memory - 1024) // stage)
     return Config(block_m, block_n, block_k, 8 if block_m == 128 else 4, stages)
-
-
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one block may use; the interpreter on a CPU has no limit."""
-    if device.type != "cuda":
-        return 99 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 @triton.jit

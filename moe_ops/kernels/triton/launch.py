@@ -31,6 +31,18 @@ def processors(t: Tensor) -> int:
     return _processors(t.device.index) if t.is_cuda else 132
 
 
+@functools.cache
+def _shared_memory(index: int) -> int:
+    properties = torch.cuda.get_device_properties(index)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+def shared_memory(t: Tensor) -> int:
+    """Bytes of shared memory that a program may use on the device of a tensor; where it is no GPU,
+    those of the GPUs that have least."""
+    return _shared_memory(t.device.index) if t.is_cuda else 99 * 1024
+
+
 def pdl_options(t: Tensor) -> tuple[bool, dict[str, Any]]:
     """Whether launches on the device of a tensor overlap the end of the launch before them
     (programmatic dependent launch), and the option that says so.

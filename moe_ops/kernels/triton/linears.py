@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.launch import limits, pdl_options
+from moe_ops.kernels.triton.launch import pdl_options, processors, shared_memory
 from moe_ops.kernels.triton.linears_plan import Plan, plan_for, power_of_two
 
 MOST = 4  # weights of a launch
@@ -50,9 +50,7 @@ def _launch(
     T, K = x_TK.shape
     sizes = [w.shape[0] for w in weights]
     if plan is None:
-        # Elsewhere kernels are interpreted, or compiled for an H200 that is not here.
-        device = limits(x_TK.device.index) if x_TK.is_cuda else (132, 232448)
-        plan = plan_for(T, sum(sizes), K, *device)
+        plan = plan_for(T, sum(sizes), K, processors(x_TK), shared_memory(x_TK))
     pdl, options = pdl_options(x_TK)
     rest = [None] * (MOST - len(weights))
     # Where the blocks of each weight begin among all of them, and where the last ones end.
@@ -134,10 +132,10 @@ def linears_one(
     else:
         w_NK = tl.load(w_N1 + k_K[None, :], mask=inside_K[None, :], other=0.0)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         if LINES > 0:
             ask_for(w_N1, K, LINES)
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     acc_NK = tl.zeros((BN, BK), tl.float32)
     for start in range(BK, LAST + BK, BK):
         if EVEN:
@@ -195,10 +193,10 @@ def linears_few(
     )  # fmt: skip
     w_N1 = w_ptr + (tl.minimum(n_N, size - 1).to(tl.int64) * K)[:, None]
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         if LINES > 0:
             ask_for(w_N1, K, LINES)
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     k_K = tl.arange(0, BK)
     t_T = tl.arange(0, BT)
     x_1T = (x_ptr + t_T * stride_x)[None, :]

@@ -25,18 +25,23 @@ def plan_for(T: int, N: int, K: int, processors: int, memory: int) -> Plan:
         # Four or more programs a processor, each with two tiles of 8 KiB in flight.
         rows = power_below(min(16, max(1, N // (3 * processors))))
         step = min(4096 // rows, 2048, power_of_two(K))
-        return Plan(rows, step, 4, 1, ahead(K))
+        return Plan(rows, step, 4, 1, ahead(N, K))
     columns = max(16, power_of_two(T))
-    # Every program reads all of the input: the more of it there is, the fewer programs.
-    rows_each = N // processors
-    rows = 64 if rows_each >= 512 else 32 if columns > 16 else 16
-    step = max(16, min(4096 // columns, power_of_two(K)))
-    return Plan(rows, step, 4, min(5, memory // (2 * step * (rows + columns))), ahead(K))
+    many = 8 * processors <= N
+    rows = 64 if many else 16
+    step = max(16, min(128 if many else 256, power_of_two(K)))
+    most = memory // (2 * step * (rows + columns))
+    return Plan(rows, step, 4, min(6 if many else 4, most), 0)
 
 
-def ahead(K: int) -> int:
-    """Columns that are asked for early: all, within reason."""
-    return min(power_of_two(K), 4096)
+def ahead(N: int, K: int) -> int:
+    """Columns that are asked for early."""
+    import os
+
+    mode = os.environ.get("AHEAD", "0")
+    if mode == "all" or (mode == "o" and K > N and N > 1000):
+        return min(power_of_two(K), 4096)
+    return 0
 
 
 def power_of_two(n: int) -> int:
