@@ -24,6 +24,7 @@ from moe_ops.passes.graph import (
     is_call,
     layer_of,
     operand,
+    ops,
     outputs,
     peel,
     prims,
@@ -32,13 +33,14 @@ from moe_ops.passes.graph import (
 )
 
 RULE = "merge_linears"
-PRODUCTS = (aten.mm.default, aten.addmm.default)
+ROUTERS = tuple(getattr(op, name) for op in (ops.route, ops.moe) for name in op.overloads())
 LEAST_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """The node `out` [T, N] is x wᵀ + b, rounded once to the dtype of x."""
+    """The node `out` [T, N] is x wᵀ + b; in float32 if its rounding to the dtype of x is left to
+    its users, of which Inductor drops those that convert it back."""
 
     out: fx.Node
     x: fx.Node
@@ -54,22 +56,28 @@ def merge_linears(graph: fx.Graph, context: Context) -> int:
     parameters = parameters_of(graph)
     groups: dict[tuple[fx.Node, torch.Size], list[Linear]] = {}
     for node in graph.nodes:
-        if (is_call(node, *PRODUCTS) or is_rounded_sum(node)) and is_ours(node):
+        if is_product(node) and is_ours(node):
             try:
                 found = read(node, parameters)
             except Mismatch as reason:
-                if is_call(node, *PRODUCTS):  # most sums are no products
-                    context.refuse(RULE, node.name, layer_of(node), str(reason))
+                context.refuse(RULE, node.name, layer_of(node), str(reason))
             else:
                 groups.setdefault((peel(found.x), tensor(found.x).shape), []).append(found)
     firsts = {group[0].out: group for group in groups.values()}
     return each(RULE, firsts, lambda node: _merge(graph, firsts[node]), context)
 
 
-def is_rounded_sum(node: fx.Node) -> bool:
-    """Whether it converts a sum."""
-    convert = is_call(node, prims.convert_element_type.default)
-    return convert and is_call(operand(node, 0), aten.sum.dim_IntList)
+def is_product(node: fx.Node) -> bool:
+    """Whether it is a product of matrices, or the sum that Inductor makes of one with one row."""
+    return is_call(node, aten.mm.default, aten.addmm.default) or (
+        is_call(node, aten.sum.dim_IntList) and is_from_mm(node)
+    )
+
+
+def is_from_mm(node: fx.Node) -> bool:
+    """Whether it is a part of what a product was decomposed into."""
+    # By name: metadata is copied, and a copy of an op is another one.
+    return str(node.meta.get("original_aten")) == "aten.mm.default"
 
 
 def is_ours(node: fx.Node) -> bool:
@@ -79,7 +87,7 @@ def is_ours(node: fx.Node) -> bool:
         out.dim() == 2
         and isinstance(out.shape[0], int)
         and out.shape[0] <= MOST_ROWS
-        and (runs_kernels(out.device))
+        and runs_kernels(out.device)
     )
 
 
@@ -100,7 +108,7 @@ def parameters_of(graph: fx.Graph) -> set[fx.Node]:
 def read(node: fx.Node, parameters: set[fx.Node]) -> Linear:
     """The linear layer that a node computes. Raises Mismatch for any other node."""
     b: Any = None
-    if is_rounded_sum(node):
+    if node.target is aten.sum.dim_IntList:
         x, transposed = _of_one_row(node)
     elif node.target is aten.mm.default:
         x, transposed = operand(node, 0), operand(node, 1)
@@ -119,22 +127,23 @@ def read(node: fx.Node, parameters: set[fx.Node]) -> Linear:
 
 
 def _of_one_row(node: fx.Node) -> tuple[Any, Any]:
-    """The operands of what Inductor makes of a product with one row: in float32
-    (x.unsqueeze(2) * w.t().unsqueeze(0)).sum(1), and rounded to the dtype of x."""
-    total = operand(node, 0)
-    require(len(total.args) == 2 and list(operand(total, 1)) == [1], "it sums another axis")
-    require(not total.kwargs, "it sums in another dtype")
-    product = call(operand(total, 0), aten.mul.Tensor, what="the sum's input")
+    """The operands of what Inductor makes of a product of 16-bit matrices, the first of one row:
+    in float32 (x.unsqueeze(2) * w.t().unsqueeze(0)).sum(1)."""
+    require(list(operand(node, 1)) == [1] and len(node.args) == 2, "it sums another axis")
+    product = call(operand(node, 0), aten.mul.Tensor, what="the sum's input")
     factors = []
     for place, axis in ((0, 2), (1, 0)):
         wide = call(operand(product, place), aten.unsqueeze.default, what="a factor")
         require(operand(wide, 1) == axis, "the factors do not form a product of matrices")
-        factor = call(operand(wide, 0), prims.convert_element_type.default, what="a factor")
-        require(operand(factor, 1) is torch.float32, "it does not sum in float32")
-        factors.append(operand(factor, 0))
-    require(tensor(factors[0]).shape[0] == 1, "it has several rows")
-    require(operand(node, 1) is tensor(factors[0]).dtype, "it rounds to another dtype")
-    return factors[0], factors[1]
+        factors.append(
+            call(operand(wide, 0), prims.convert_element_type.default, what="a factor in float32")
+        )
+    # Where a model itself converts its weight nothing is rounded.
+    require(is_from_mm(factors[1]), "it is a product of float32")
+    x, transposed = (operand(factor, 0) for factor in factors)
+    require(tensor(x).dtype is tensor(transposed).dtype, "the factors have two dtypes")
+    require(tensor(x).shape[0] == 1, "it has several rows")
+    return x, transposed
 
 
 def _merge(graph: fx.Graph, group: list[Linear]) -> str:
@@ -142,8 +151,23 @@ def _merge(graph: fx.Graph, group: list[Linear]) -> str:
     with graph.inserting_before(first):
         arguments = (group[0].x, [g.w for g in group], [g.b for g in group])
         merged = insert(graph, torch.ops.moe_ops.linears.default, arguments, first)
-        ys = outputs(graph, merged)
-    for linear, y in zip(group, ys, strict=True):
-        linear.out.replace_all_uses_with(y)
-        graph.erase_node(linear.out)
+        for linear, y in zip(group, outputs(graph, merged), strict=True):
+            _replace(graph, linear.out, y)
     return f"{len(group)} of {list(tensor(group[0].x).shape)}"
+
+
+def _replace(graph: fx.Graph, out: fx.Node, y: fx.Node) -> None:
+    """Put an output of the op, which is rounded to its dtype, in place of a product."""
+    dtype = tensor(y).dtype
+    for user in list(out.users) if tensor(out).dtype is not dtype else []:
+        if is_call(user, prims.convert_element_type.default) and operand(user, 1) is dtype:
+            user.replace_all_uses_with(y)
+            graph.erase_node(user)
+        elif is_call(user, *ROUTERS):  # which take logits of any dtype as float32
+            user.replace_input_with(out, y)
+            given = fx.node.map_arg((user.args, user.kwargs), lambda n: n.meta["val"])
+            user.meta["eager_input_vals"] = given
+    if tensor(out).dtype is not dtype and out.users:
+        y = insert(graph, prims.convert_element_type.default, (y, torch.float32), out)
+    out.replace_all_uses_with(y)
+    graph.erase_node(out)
