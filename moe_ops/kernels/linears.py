@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 MOST_ROWS = 64  # of the input
+MOST_NORMED = 8192  # columns of an input of which every program holds all
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -37,6 +38,71 @@ def linears(
 def _(x_TK: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
     _check(x_TK, weights, biases)
     return [x_TK.new_empty(x_TK.shape[0], w_NK.shape[0]) for w_NK in weights]
+
+
+@torch.library.custom_op(
+    "moe_ops::normed_linears", mutates_args=(), tags=(torch.Tag.needs_exact_strides,)
+)
+def normed_linears(
+    x_TK: Tensor,
+    residual_TK: Tensor | None,
+    gain_K: Tensor,
+    eps: float,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """[s, n, *linears(n, weights, biases)] of one row: with s = x + residual
+
+        n = gain (s / sqrt(mean(s²) + eps))
+
+    where s, the quotient and n are rounded to the dtype of the input, and the mean is not. Without
+    a residual s is x, and not returned. Raises ValueError for what `norm_refusal` names.
+    """
+    _check_norm(x_TK, residual_TK, gain_K, weights, biases)
+    if x_TK.is_cuda:
+        from moe_ops.kernels.triton.linears import run_normed
+
+        return run_normed(x_TK, residual_TK, gain_K, eps, weights, biases)
+    s_TK = x_TK if residual_TK is None else x_TK + residual_TK
+    wide_TK = s_TK.float()
+    quotient_TK = wide_TK * torch.rsqrt(wide_TK.pow(2).mean(-1, keepdim=True) + eps)
+    n_TK = gain_K * quotient_TK.to(x_TK.dtype)
+    ys = [linear(n_TK, w_NK, b_N) for w_NK, b_N in zip(weights, biases, strict=True)]
+    return [*([] if residual_TK is None else [s_TK]), n_TK, *ys]
+
+
+@normed_linears.register_fake
+def _(
+    x_TK: Tensor,
+    residual_TK: Tensor | None,
+    gain_K: Tensor,
+    eps: float,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+) -> list[Tensor]:
+    _check_norm(x_TK, residual_TK, gain_K, weights, biases)
+    rows = [x_TK.new_empty(x_TK.shape) for _ in range(1 if residual_TK is None else 2)]
+    return [*rows, *(x_TK.new_empty(x_TK.shape[0], w_NK.shape[0]) for w_NK in weights)]
+
+
+def norm_refusal(x_TK: Tensor, residual_TK: Tensor | None, gain_K: Tensor) -> str | None:
+    """Why `normed_linears` does not norm these, and what to do, or None."""
+    if x_TK.shape[0] != 1 or x_TK.shape[1] > MOST_NORMED:
+        return f"x_TK is {_shape(x_TK)}, not one row of up to {MOST_NORMED}; use `linears`"
+    for what, t, shape in (("residual", residual_TK, x_TK.shape), ("gain", gain_K, x_TK.shape[1:])):
+        if t is None:
+            continue
+        if t.shape != shape or t.stride(-1) != 1:
+            return (
+                f"the {what} is {_shape(t)} with the strides {t.stride()}, not a contiguous "
+                f"{list(shape)}; reshape it"
+            )
+        if (t.dtype, t.device) != (x_TK.dtype, x_TK.device):
+            return (
+                f"the {what} is {t.dtype} on {t.device}, x_TK {x_TK.dtype} on {x_TK.device}; "
+                "convert one of them"
+            )
+    return None
 
 
 def refusal(x_TK: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> str | None:
@@ -73,6 +139,18 @@ def _check(x_TK: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | No
     reason = refusal(x_TK, weights, biases)
     if reason is not None:
         raise ValueError(f"linears: {reason}")
+
+
+def _check_norm(
+    x_TK: Tensor,
+    residual_TK: Tensor | None,
+    gain_K: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+) -> None:
+    reason = refusal(x_TK, weights, biases) or norm_refusal(x_TK, residual_TK, gain_K)
+    if reason is not None:
+        raise ValueError(f"normed_linears: {reason}")
 
 
 def _shape(t: Tensor) -> list[int]:

@@ -13,7 +13,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import linear
 
 import moe_ops
-from moe_ops.kernels.linears import linears
+from moe_ops.kernels.linears import linears, normed_linears
 from moe_ops.passes.compile import pipeline_of
 from moe_ops.testing import Tol, assert_close
 from tests.hf import families
@@ -58,6 +58,35 @@ def test_every_number_of_rows(shape: tuple[tuple[int, ...], int], dtype: torch.d
         got = linears(*given)
         check(got, *given)
         assert all(torch.equal(a, b) for a, b in zip(got, linears(*given), strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_norm_first(
+    shape: tuple[tuple[int, ...], int], residual: bool, dtype: torch.dtype
+) -> None:
+    x, weights, biases = tensors(1, *shape, dtype)
+    gain = torch.randn(shape[1], device="cuda", dtype=dtype)
+    added = torch.randn_like(x) if residual else None
+    given = x, added, gain, 1e-6, weights, biases
+    graph = torch.cuda.CUDAGraph()
+    normed_linears(*given)
+    with torch.cuda.graph(graph):
+        out = normed_linears(*given)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        for t in out:
+            t.fill_(float("nan"))
+        graph.replay()
+        *sums, n = out[: 1 + residual]
+        s = x if added is None else x + added
+        assert all(torch.equal(t, s) for t in sums)
+        wide = s.double()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * gain.double()
+        assert_close(n.float(), wide.float(), Tol(2 * TOL[dtype].rel, "two roundings"))
+        check(out[1 + residual :], n, weights, biases)
+        assert all(torch.equal(a, b) for a, b in zip(out, normed_linears(*given), strict=True))
 
 
 @pytest.mark.parametrize("T", [1, 8, 40])

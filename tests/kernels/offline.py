@@ -147,6 +147,9 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         for T in (1, 8, 32, 64):
             call = functools.partial(projected, T, sizes, K, biases)
             yield f"linears {T} {sizes} {K}", call
+        for residual in (False, True):
+            call = functools.partial(projected, 1, sizes, K, biases, True, residual)
+            yield f"normed linears {sizes} {K}", call
     for name, args in ACTIVATIONS.items():
         for backend in ("tiny", "rows", "grouped"):
             yield f"{name} {backend}", lambda b=backend, a=args: layer(LAYERS["olmoe"], b, 4, **a)
@@ -162,12 +165,19 @@ def attended(batch: int, heads: int, group: int, slots: int, size: int, sinks: b
     one_query.attend(q, k, k, mask, 0.088, sinks_H)
 
 
-def projected(T: int, sizes: tuple[int, ...], K: int, biases: bool) -> None:
+def projected(
+    T: int, sizes: tuple[int, ...], K: int, biases: bool, norm: bool = False, residual: bool = False
+) -> None:
     def empty(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
 
     given = [empty(n) if biases else None for n in sizes]
-    linears.run(empty(T, K), [empty(n, K) for n in sizes], given)
+    weights = [empty(n, K) for n in sizes]
+    if norm:
+        added = empty(T, K) if residual else None
+        linears.run_normed(empty(T, K), added, empty(K), 1e-6, weights, given)
+    else:
+        linears.run(empty(T, K), weights, given)
 
 
 def routed(case: Any) -> None:

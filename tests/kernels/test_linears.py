@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ops.kernels.linears import linears, refusal
+from moe_ops.kernels.linears import linears, norm_refusal, normed_linears, refusal
 from moe_ops.testing import BF16, F16, F32, Tol, assert_close
 
 pytest.importorskip("triton")
-from moe_ops.kernels.triton.linears import run
+from moe_ops.kernels.triton.linears import run, run_normed
 from moe_ops.kernels.triton.linears_plan import Plan, plan_for
 
 TOL = Tol(1e-5, "float32 sums in another order")
@@ -71,6 +71,66 @@ def test_the_same_in_every_run() -> None:
         given = tensors(T, 160, (50, 14))
         first, second = run(*given), run(*given)
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("K", [1, 33, 128, 200])
+@pytest.mark.parametrize("sizes", [(7,), (40, 8, 9), (5, 6, 7, 8, 9)], ids=str)
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_norm_first(K: int, sizes: tuple[int, ...], residual: bool) -> None:
+    x, weights, biases = tensors(1, K, sizes, F16)
+    added = torch.randn_like(x) if residual else None
+    gain = torch.randn(K, device=DEVICE).to(F16)
+    given = x, added, gain, 1e-5, weights, biases
+    cpu = [None if t is None else t.cpu() for t in (x, added, gain, *weights, *biases)]
+    G = len(sizes)
+    want = normed_linears(cpu[0], cpu[1], cpu[2], 1e-5, cpu[3 : 3 + G], cpu[3 + G :])
+    for plan in (None, Plan(4, 32, 4, 2, 0)):
+        got = run_normed(*given, plan=plan)
+        for i, (g, w) in enumerate(zip(got, want, strict=True)):
+            assert_close(
+                g.float().cpu(), w.float(), Tol(2e-3, "float16, rounded three times"), str(i)
+            )
+        if residual:
+            assert torch.equal(got[0], x + added)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_op_that_norms(residual: bool) -> None:
+    x, weights, biases = tensors(1, 40, (24, 8, 9), BF16)
+    added = torch.randn_like(x) if residual else None
+    gain = torch.randn(40, device=DEVICE).to(BF16)
+    given = x, added, gain, 1e-6, weights, biases
+    got = normed_linears(*given)
+    s = x if added is None else x + added
+    norm = torch.rsqrt(s.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+    n = gain * (s.float() * norm).to(BF16)
+    assert_close(got[int(residual)].float(), n.float(), Tol(8e-3, "one rounding either way"))
+    assert len(got) == 4 + residual
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(torch.ops.moe_ops.normed_linears.default, given, test_utils=tests)
+
+
+def test_refusals_of_norms() -> None:
+    def why(x: Any = (1, 8), residual: Any = (1, 8), gain: Any = (8,)) -> Any:
+        return norm_refusal(*(torch.empty(t, dtype=BF16) for t in (x, residual, gain)))
+
+    assert why() is None
+    assert why((2, 8)) == "x_TK is [2, 8], not one row of up to 8192; use `linears`"
+    assert why((1, 9000)) == "x_TK is [1, 9000], not one row of up to 8192; use `linears`"
+    assert why(gain=(9,)) == (
+        "the gain is [9] with the strides (1,), not a contiguous [8]; reshape it"
+    )
+    assert why(residual=(8,)) == (
+        "the residual is [8] with the strides (1,), not a contiguous [1, 8]; reshape it"
+    )
+    wide = torch.empty(8)
+    assert norm_refusal(torch.empty(1, 8, dtype=BF16), None, wide) == (
+        "the gain is torch.float32 on cpu, x_TK torch.bfloat16 on cpu; convert one of them"
+    )
+    with pytest.raises(ValueError, match="normed_linears: the gain is"):
+        normed_linears(
+            torch.empty(1, 8, dtype=BF16), None, wide, 0.0, [wide[None].bfloat16()], [None]
+        )
 
 
 def test_plans_fit_what_a_processor_has() -> None:

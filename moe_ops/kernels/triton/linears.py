@@ -11,6 +11,7 @@ weights were there before the launch before this one, they are asked for ahead o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -20,7 +21,16 @@ from moe_ops.kernels.triton.launch import pdl_options, processors, shared_memory
 from moe_ops.kernels.triton.linears_plan import Plan, plan_for, power_of_two
 
 MOST = 4  # weights of a launch
-LINE = 64  # elements of two bytes in what memory fetches at once
+
+
+class Norm(NamedTuple):
+    """What `run_normed` makes of its input first, and where it writes that."""
+
+    residual: Tensor | None
+    gain: Tensor
+    eps: float
+    sum: Tensor | None
+    normed: Tensor
 
 
 def run(
@@ -40,12 +50,34 @@ def run(
     return outs
 
 
+def run_normed(
+    x_TK: Tensor,
+    residual_TK: Tensor | None,
+    gain_K: Tensor,
+    eps: float,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    plan: Plan | None = None,
+) -> list[Tensor]:
+    """[s, n, y_0, ...] of one row, in one launch for the first weights: s = x + residual, left out
+    if there is no residual, n = gain s / rms(s) as `normed_linears` rounds it, and the rest `run`
+    of n. Every program norms all of the row for itself."""
+    total = None if residual_TK is None else x_TK.new_empty(x_TK.shape)
+    normed = x_TK.new_empty(x_TK.shape)
+    outs = [x_TK.new_empty(x_TK.shape[0], w.shape[0]) for w in weights[:MOST]]
+    norm = Norm(residual_TK, gain_K, eps, total, normed)
+    _launch(x_TK, weights[:MOST], biases[:MOST], outs, plan, norm)
+    rest = run(normed, weights[MOST:], biases[MOST:], plan)
+    return [*([] if total is None else [total]), normed, *outs, *rest]
+
+
 def _launch(
     x_TK: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     outs: Sequence[Tensor],
     plan: Plan | None,
+    norm: Norm | None = None,
 ) -> None:
     T, K = x_TK.shape
     sizes = [w.shape[0] for w in weights]
@@ -61,11 +93,15 @@ def _launch(
     constants = {
         **{f"N{g}": n for g, n in enumerate([*sizes, 0, 0, 0][:MOST])},
         **{f"F{g}": firsts[g] for g in range(1, MOST)},
-        "K": K, "BN": plan.rows, "BK": plan.step, "LINES": plan.ahead // LINE, "PDL": pdl,
+        "K": K, "BN": plan.rows, "BK": plan.step, "PDL": pdl,
         "num_warps": plan.warps,
     }  # fmt: skip
     if T == 1:
-        linears_one[(firsts[MOST],)](*tensors, **constants, **options)
+        residual, gain, eps, total, normed = norm or (None, None, 0.0, None, None)
+        linears_one[(firsts[MOST],)](
+            *tensors, residual, gain, total, normed, KP=power_of_two(K), EPS=eps,
+            **constants, **options,
+        )  # fmt: skip
     else:
         BT = max(16, power_of_two(T))
         linears_few[(firsts[MOST],)](
@@ -91,16 +127,6 @@ def rows_of(
 
 
 @triton.jit
-def ask_for(w_N1, K: tl.constexpr, LINES: tl.constexpr):
-    """Have memory send the first lines of rows on their way, as far as the L2 cache."""
-    at_NL = w_N1 + tl.minimum(tl.arange(0, LINES) * 64, K - 1)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at_NL.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def write(acc_N, n_N, end, b_ptr, y_ptr):
     """Add a bias and store, at rows of one of the weights before the end."""
     here_N = n_N < end
@@ -110,12 +136,58 @@ def write(acc_N, n_N, end, b_ptr, y_ptr):
 
 
 @triton.jit
+def summed(x_ptr, residual_ptr, k_K, inside_K):
+    """The input, with what is added to it, rounded to its dtype, in float32."""
+    x_K = tl.load(x_ptr + k_K, mask=inside_K, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x_K += tl.load(residual_ptr + k_K, mask=inside_K, other=0.0).to(tl.float32)
+        x_K = x_K.to(x_ptr.dtype.element_ty).to(tl.float32)
+    return x_K
+
+
+@triton.jit
+def scaled(s_K, inverse, gain_ptr, k_K, inside_K):
+    """s / rms(s), rounded to the dtype of the gain, times the gain, rounded again, in float32."""
+    dtype: tl.constexpr = gain_ptr.dtype.element_ty
+    gain_K = tl.load(gain_ptr + k_K, mask=inside_K, other=0.0).to(tl.float32)
+    return ((s_K * inverse).to(dtype).to(tl.float32) * gain_K).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def row_at(x_ptr, residual_ptr, gain_ptr, inverse, k_K, inside_K):
+    """The row that the weights are multiplied with."""
+    x_K = summed(x_ptr, residual_ptr, k_K, inside_K)
+    if gain_ptr is not None:
+        x_K = scaled(x_K, inverse, gain_ptr, k_K, inside_K)
+    return x_K
+
+
+@triton.jit
+def inverse_rms(
+    x_ptr, residual_ptr, gain_ptr, sum_ptr, normed_ptr,
+    K: tl.constexpr, KP: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """1 / sqrt(mean(s²) + eps) of the whole row, which the first program also writes."""
+    k_K = tl.arange(0, KP)
+    inside_K = k_K < K
+    s_K = summed(x_ptr, residual_ptr, k_K, inside_K)
+    inverse = tl.rsqrt(tl.sum(s_K * s_K, 0) / K + EPS)
+    mine_K = k_K < tl.where(tl.program_id(0) == 0, K, 0)
+    n_K = scaled(s_K, inverse, gain_ptr, k_K, mine_K)
+    tl.store(normed_ptr + k_K, n_K.to(normed_ptr.dtype.element_ty), mask=mine_K)
+    if sum_ptr is not None:
+        tl.store(sum_ptr + k_K, s_K.to(sum_ptr.dtype.element_ty), mask=mine_K)
+    return inverse
+
+
+@triton.jit
 def linears_one(
     x_ptr, w0_ptr, w1_ptr, w2_ptr, w3_ptr, b0_ptr, b1_ptr, b2_ptr, b3_ptr,
-    y0_ptr, y1_ptr, y2_ptr, y3_ptr,
+    y0_ptr, y1_ptr, y2_ptr, y3_ptr, residual_ptr, gain_ptr, sum_ptr, normed_ptr,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr, K: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    KP: tl.constexpr, EPS: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BN outputs of the one row. The next tile is on its way while one is summed."""
     g, w_ptr, n_N, size = rows_of(
@@ -132,10 +204,11 @@ def linears_one(
     else:
         w_NK = tl.load(w_N1 + k_K[None, :], mask=inside_K[None, :], other=0.0)
     if PDL:
-        if LINES > 0:
-            ask_for(w_N1, K, LINES)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    inverse = 0.0
+    if gain_ptr is not None:
+        inverse = inverse_rms(x_ptr, residual_ptr, gain_ptr, sum_ptr, normed_ptr, K, KP, EPS)
     acc_NK = tl.zeros((BN, BK), tl.float32)
     for start in range(BK, LAST + BK, BK):
         if EVEN:
@@ -145,14 +218,11 @@ def linears_one(
                 w_N1 + (start + k_K)[None, :], mask=(start + k_K < K)[None, :], other=0.0,
                 eviction_policy="evict_first",
             )  # fmt: skip
-        x_K = tl.load(x_ptr + start - BK + k_K)
-        acc_NK += w_NK.to(tl.float32) * x_K.to(tl.float32)[None, :]
+        x_K = row_at(x_ptr, residual_ptr, gain_ptr, inverse, start - BK + k_K, start - BK + k_K < K)
+        acc_NK += w_NK.to(tl.float32) * x_K[None, :]
         w_NK = next_NK
-    if EVEN:
-        x_K = tl.load(x_ptr + LAST + k_K)
-    else:
-        x_K = tl.load(x_ptr + LAST + k_K, mask=inside_K, other=0.0)
-    acc_NK += w_NK.to(tl.float32) * x_K.to(tl.float32)[None, :]
+    x_K = row_at(x_ptr, residual_ptr, gain_ptr, inverse, LAST + k_K, inside_K)
+    acc_NK += w_NK.to(tl.float32) * x_K[None, :]
     acc_N = tl.sum(acc_NK, 1)
     write(acc_N, n_N, tl.where(g == 0, size, 0), b0_ptr, y0_ptr)
     if y1_ptr is not None:
@@ -184,7 +254,7 @@ def linears_few(
     y0_ptr, y1_ptr, y2_ptr, y3_ptr, T, stride_x,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr, K: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
     BT: tl.constexpr,
 ):  # fmt: skip
     """One program: BN outputs of every row."""
@@ -193,8 +263,6 @@ def linears_few(
     )  # fmt: skip
     w_N1 = w_ptr + (tl.minimum(n_N, size - 1).to(tl.int64) * K)[:, None]
     if PDL:
-        if LINES > 0:
-            ask_for(w_N1, K, LINES)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     k_K = tl.arange(0, BK)

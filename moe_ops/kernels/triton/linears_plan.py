@@ -6,16 +6,12 @@ from typing import NamedTuple
 
 
 class Plan(NamedTuple):
-    """A program has `rows` rows of weights and takes them `step` columns at a time.
-
-    `ahead` columns are asked for before the wait for the launch before this one; a power of two.
-    """
+    """A program has `rows` rows of weights and takes them `step` columns at a time."""
 
     rows: int
     step: int
     warps: int
     stages: int
-    ahead: int
 
 
 def plan_for(T: int, N: int, K: int, processors: int, memory: int) -> Plan:
@@ -25,23 +21,13 @@ def plan_for(T: int, N: int, K: int, processors: int, memory: int) -> Plan:
         # Four or more programs a processor, each with two tiles of 8 KiB in flight.
         rows = power_below(min(16, max(1, N // (3 * processors))))
         step = min(4096 // rows, 2048, power_of_two(K))
-        return Plan(rows, step, 4, 1, ahead(N, K))
+        return Plan(rows, step, 4, 1)
     columns = max(16, power_of_two(T))
     many = 8 * processors <= N
     rows = 64 if many else 16
     step = max(16, min(128 if many else 256, power_of_two(K)))
     most = memory // (2 * step * (rows + columns))
-    return Plan(rows, step, 4, min(6 if many else 4, most), 0)
-
-
-def ahead(N: int, K: int) -> int:
-    """Columns that are asked for early."""
-    import os
-
-    mode = os.environ.get("AHEAD", "0")
-    if mode == "all" or (mode == "o" and K > N and N > 1000):
-        return min(power_of_two(K), 4096)
-    return 0
+    return Plan(rows, step, 4, min(6 if many else 4, most))
 
 
 def power_of_two(n: int) -> int:

@@ -1,0 +1,151 @@
+"""The norm of one row, and the sum before it, become a part of the linear layers that read it.
+
+Each is too small for a launch: that, and what a launch waits for the one before, is all it costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from moe_ops.kernels.linears import norm_refusal
+from moe_ops.passes.context import Context
+from moe_ops.passes.graph import (
+    Mismatch,
+    arg,
+    aten,
+    call,
+    insert,
+    is_call,
+    layer_of,
+    operand,
+    ops,
+    outputs,
+    peel,
+    prims,
+    require,
+    require_closed,
+    tensor,
+)
+
+RULE = "fuse_norm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """`out` is gain · (s / rms(s)), rounded as `normed_linears` does; `inner` are the nodes from
+    s, left out, to `out`."""
+
+    out: fx.Node
+    s: fx.Node
+    gain: fx.Node
+    eps: float
+    inner: set[fx.Node]
+
+
+def fuse_norm(graph: fx.Graph, context: Context) -> int:
+    """Turn each RMS norm of one row that a `linears` reads, and that `linears`, into
+    `normed_linears`, with the sum that is normed if there is one."""
+    count = 0
+    for node in graph.find_nodes(op="call_function", target=ops.linears.default):
+        x = peel(operand(node, 0))
+        if tensor(operand(node, 0)).shape[0] != 1 or not is_call(x, aten.mul.Tensor):
+            continue
+        name, layer = node.name, layer_of(node)
+        try:
+            text = _fuse(graph, node, read(x))
+        except Mismatch as reason:
+            context.refuse(RULE, name, layer, str(reason))
+        else:
+            context.rewrote(RULE, name, layer, text)
+            count += 1
+    return count
+
+
+def read(out: fx.Node) -> Norm:
+    """The norm that a product of a gain and something else is. Raises Mismatch for others.
+
+    s = x.float();  gain * (s * rsqrt(s.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    """
+    gain, rounded = _either(out, prims.convert_element_type.default, "the normed row")
+    require(isinstance(gain, fx.Node) and gain.op == "placeholder", "the gain is no parameter")
+    quotient = call(operand(rounded, 0), aten.mul.Tensor, what="the normed row")
+    wide, inverse = _either(quotient, aten.rsqrt.default, "the inverse of the norm")
+    shifted = call(operand(inverse, 0), aten.add.Tensor, what="the mean and epsilon")
+    mean, eps = operand(shifted, 0), operand(shifted, 1)
+    require(isinstance(eps, float) and not shifted.kwargs, f"epsilon is {eps}")
+    mean = call(mean, aten.mean.dim, what="the mean")
+    require(
+        list(operand(mean, 1)) == [-1] and arg(mean, "keepdim") and arg(mean, "dtype") is None,
+        "the mean is another",
+    )
+    square = call(operand(mean, 0), aten.pow.Tensor_Scalar, what="the square")
+    require(operand(square, 0) is wide and operand(square, 1) == 2, "another row is squared")
+    wide = call(wide, prims.convert_element_type.default, what="the row in float32")
+    s = operand(wide, 0)
+    dtype = tensor(s).dtype
+    require(tensor(wide).dtype is torch.float32, "the norm is not of float32")
+    require(tensor(rounded).dtype is dtype is tensor(out).dtype, "it rounds to another dtype")
+    inner = {out, rounded, quotient, inverse, shifted, mean, square, wide}
+    require_closed(inner, out)
+    return Norm(out=out, s=s, gain=gain, eps=eps, inner=inner)
+
+
+def _either(node: fx.Node, target: Any, what: str) -> tuple[Any, fx.Node]:
+    """The operands of a product, that which calls `target` as the second."""
+    a, b = node.args[:2]
+    if is_call(a, target) and not is_call(b, target):
+        a, b = b, a
+    return a, call(b, target, what=what)
+
+
+def _fuse(graph: fx.Graph, linears: fx.Node, norm: Norm) -> str:
+    terms = _terms(graph, norm)
+    weights: Any = operand(linears, 1)
+    shape = list(tensor(operand(linears, 0)).shape)
+    fakes = [tensor(term).reshape(shape) for term in terms]
+    reason = norm_refusal(fakes[0], fakes[1] if len(fakes) > 1 else None, tensor(norm.gain))
+    require(reason is None, str(reason))
+    with graph.inserting_before(norm.out):
+        rows = [insert(graph, aten.reshape.default, (term, shape), norm.out) for term in terms]
+        arguments = (*rows, *[None] * (2 - len(rows)), norm.gain, norm.eps, *linears.args[1:])
+        fused = insert(graph, ops.normed_linears.default, arguments, linears)
+        results = outputs(graph, fused)
+        *sums, normed = results[: len(rows)]
+        ys = results[len(rows) :]
+        shaped = [
+            insert(graph, aten.reshape.default, (row, list(tensor(node).shape)), node)
+            for row, node in ((normed, norm.out), *((row, norm.s) for row in sums))
+        ]
+    for user in list(linears.users):
+        index: Any = operand(user, 1)
+        user.replace_all_uses_with(ys[index])
+        graph.erase_node(user)
+    graph.erase_node(linears)
+    norm.out.replace_all_uses_with(shaped[0])
+    for node in [n for n in reversed(graph.nodes) if n in norm.inner]:
+        graph.erase_node(node)
+    if sums:
+        norm.s.replace_all_uses_with(shaped[1])
+    return f"a norm{' of a sum' if sums else ''} and {len(weights)} products"
+
+
+def _terms(graph: fx.Graph, norm: Norm) -> list[fx.Node]:
+    """What the op adds before it norms: the terms of a sum, if all that reads the sum comes after
+    the norm and the sum rounds as the op does; else the row alone."""
+    s = norm.s
+    if not is_call(s, aten.add.Tensor) or s.kwargs:
+        return [s]
+    terms = [term for term in s.args if isinstance(term, fx.Node)]
+    kind = tensor(s).shape, tensor(s).dtype
+    if len(terms) != 2 or any((tensor(t).shape, tensor(t).dtype) != kind for t in terms):
+        return [s]
+    later = set()
+    for node in reversed(graph.nodes):
+        if node is norm.out:
+            break
+        later.add(node)
+    return terms if set(s.users) <= later | norm.inner else [s]
