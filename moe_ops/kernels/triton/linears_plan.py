@@ -1,4 +1,7 @@
-"""How the rows of weights are shared out to programs, for linear layers of few rows of input."""
+"""How the rows of weights are shared out to programs, for linear layers of few rows of input.
+
+The constants are from sweeps on an H200, over projections of three models and 1 to 32 rows.
+"""
 
 from __future__ import annotations
 
