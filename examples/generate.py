@@ -190,24 +190,41 @@ def step_bytes(model: Any, batch: int, length: int) -> dict[str, float]:
     return read
 
 
-def breakdown(model: Any, ids: Tensor) -> tuple[dict[str, float], list[tuple[str, float]]]:
-    """The ms that kernels of each part take in one step, and the kernels that take most."""
+def breakdown(model: Any, ids: Tensor) -> dict[str, Any]:
+    """Of one step: the ms that kernels of each part take, the bytes that they read at least, and
+    the kernels that take most."""
     from torch.profiler import ProfilerActivity, profile
 
-    steps = STEPS
     totals: list[Counter[str]] = []
-    for n in (1, 1 + steps):  # the difference is steps alone
+    for n in (1, 1 + STEPS):  # the difference is steps alone
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             seconds(lambda n=n: model.generate(ids, max_new_tokens=n, do_sample=False))  # type: ignore[misc]
         totals.append(Counter())
         for event in profiler.key_averages():
-            totals[-1][event.key] += event.self_device_time_total / 1e3 / steps
+            totals[-1][event.key] += event.self_device_time_total / 1e3 / STEPS
     totals[1].subtract(totals[0])
     parts = dict.fromkeys(PARTS, 0.0)
     for kernel, ms in totals[1].items():
         part = next(p for p, names in PARTS.items() if re.search(names, kernel))
         parts[part] += ms
-    return parts, [(kernel, ms) for kernel, ms in totals[1].most_common(20) if ms > 0]
+    batch, prompt = ids.shape
+    kernels = [(kernel, ms) for kernel, ms in totals[1].most_common(20) if ms > 0]
+    return {
+        "ms": parts,
+        "bytes": step_bytes(model, batch, prompt + STEPS // 2),
+        "kernels": kernels,
+    }
+
+
+def tables_of_steps(steps: dict[int, dict[str, Any]]) -> str:
+    lines = []
+    for batch, step in steps.items():
+        lines.append(f"batch {batch}, kernels of a step{'ms':>15}{'to read its bytes':>20}")
+        for part, ms in step["ms"].items():
+            floor = step["floor_ms"][part]
+            lines.append(f"    {part:<32}{ms:>9.3f}{floor:>11.3f} ms, {floor / ms:>4.0%}")
+        lines += [f"    {kernel[:70]:<72}{ms:>9.3f}" for kernel, ms in step["kernels"][:10]]
+    return "\n".join(lines)
 
 
 def table(speeds: list[Speed]) -> str:
@@ -248,31 +265,19 @@ def main(arguments: list[str] | None = None) -> None:
     say(f"{weights / 1e9:.2f} B parameters; torch {torch.__version__}")
 
     speeds, steps = [], {}
-    rate = 0.0
-    if args.profile and device == "cuda":
-        rate = measure_rates(torch.device(device), torch.bfloat16).copy_tbs
-        torch.cuda.empty_cache()
-        say(f"memory copies at {rate:.2f} TB/s")
     ours = moe_ops.compile(model, extra=json.loads(args.inductor))
     prompts = {b: torch.randint(3, 255, (b, args.prompt), device=device) for b in args.batch}
     for batch, ids in prompts.items():
         speeds.append(measure("moe_ops", ours, ids, args.tokens))
         if args.profile and device == "cuda":
-            parts, kernels = breakdown(ours, ids)
-            length = args.prompt + STEPS // 2
-            floors = {
-                part: size / rate * 1e-9 for part, size in step_bytes(model, batch, length).items()
-            }
-            steps[batch] = {"ms": parts, "floor_ms": floors, "kernels": kernels}
-            say(f"batch {batch}, a step of {speeds[-1].step_ms:.2f} ms by parts:")
-            for part, ms in parts.items():
-                share = f"{floors[part]:.4f} ms to read its bytes, {floors[part] / ms:.0%}"
-                say(f"    {ms:8.4f} ms  {part}: {share}")
-            say("and by kernels:")
-            for kernel, ms in kernels:
-                say(f"    {ms:8.4f} ms  {kernel[:100]}")
+            steps[batch] = breakdown(ours, ids)
     for report in moe_ops.generation_report(ours):
         say(str(report))
+    if steps:  # last, as memory that this took would count as that of generate
+        rate = measure_rates(torch.device(device), torch.bfloat16).copy_tbs
+        for step in steps.values():
+            step["floor_ms"] = {part: n / rate * 1e-9 for part, n in step["bytes"].items()}
+        print(tables_of_steps(steps))
     if args.stock != "none":
         del ours
         kwargs: dict[str, Any] = {"cache_implementation": "static"}
@@ -285,7 +290,7 @@ def main(arguments: list[str] | None = None) -> None:
         on = torch.cuda.get_device_name() if device == "cuda" else device
         figures: dict[str, Any] = {"command": f"python {shlex.join(sys.argv)}", "device": on}
         figures |= {"torch": torch.__version__, "transformers": transformers.__version__}
-        figures |= {"speeds": [asdict(s) for s in speeds], "steps": steps, "copy_tbs": rate}
+        figures |= {"speeds": [asdict(s) for s in speeds], "steps": steps}
         with open(args.json, "w") as file:
             json.dump(figures, file, indent=2)
 

@@ -73,7 +73,9 @@ def test_golden() -> None:
     given = x, y, parameter(D), parameter(N, D), parameter(8, D)
     hook, _, graph = fused(block, *given)
     assert hook.count == 1
-    assert_expected_inline(text(graph), """\
+    assert_expected_inline(
+        text(graph),
+        """\
 arg0_1: bfloat16[1, 1, 16]
 arg1_1: bfloat16[1, 1, 16]
 arg2_1: bfloat16[16]
@@ -92,7 +94,8 @@ sub = aten.sub.Tensor(reshape_default_3, reshape_default_2)  # bfloat16[1, 1, 16
 sigmoid = aten.sigmoid(reshape_default_2)  # bfloat16[1, 1, 16]
 view_1 = aten.reshape(getitem_4, [1, 1, 24])  # bfloat16[1, 1, 24]
 view_3 = aten.reshape(getitem_5, [1, 1, 8])  # bfloat16[1, 1, 8]
-return [sub, sigmoid, view_1, view_3]""")
+return [sub, sigmoid, view_1, view_3]""",  # noqa: E501
+    )
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
