@@ -48,7 +48,7 @@ def check(got: list[Tensor], x: Tensor, weights: Any, biases: Any, tol: Tol, wha
 def test_sizes_that_are_no_multiples_of_tiles(T: int, K: int, sizes: tuple[int, ...]) -> None:
     given = tensors(T, K, sizes)
     check(run(*given), *given, TOL, "run")
-    few = Plan(16 if T > 1 else 4, 32, 4, 2, 0)
+    few = Plan(16 if T > 1 else 4, 32, 4, 2)
     check(run(*given, plan=few), *given, TOL, "several tiles")
 
 
@@ -84,7 +84,7 @@ def test_a_norm_first(K: int, sizes: tuple[int, ...], residual: bool) -> None:
     cpu = [None if t is None else t.cpu() for t in (x, added, gain, *weights, *biases)]
     G = len(sizes)
     want = normed_linears(cpu[0], cpu[1], cpu[2], 1e-5, cpu[3 : 3 + G], cpu[3 + G :])
-    for plan in (None, Plan(4, 32, 4, 2, 0)):
+    for plan in (None, Plan(4, 32, 4, 2)):
         got = run_normed(*given, plan=plan)
         for i, (g, w) in enumerate(zip(got, want, strict=True)):
             assert_close(
