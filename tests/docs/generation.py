@@ -1,0 +1,62 @@
+"""The tables of docs/PERFORMANCE.md that are made from what examples/generate.py wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+BLOCK = re.compile(r"<!-- generation (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+WAYS = {"default": "transformers", "max-autotune": "transformers, max-autotune"}
+
+
+def fill(page: str, folder: Path) -> str:
+    """The page with the tables between `<!-- generation NAME -->` and `<!-- end -->` made anew from
+    NAME.json in the folder."""
+
+    def made(match: re.Match[str]) -> str:
+        figures = json.loads((folder / f"{match[1]}.json").read_text())
+        return f"<!-- generation {match[1]} -->\n\n{tables(figures)}\n\n<!-- end -->"
+
+    return BLOCK.sub(made, page)
+
+
+def tables(figures: dict[str, Any]) -> str:
+    versions = f"torch {figures['torch']}, transformers {figures['transformers']}"
+    parts = [f"One {figures['device']}, {versions}:", f"    {figures['command']}", speeds(figures)]
+    if figures["steps"]:
+        intro = (
+            "Of a step, what the kernels of each part take, ms (launches that overlap count twice), "
+            "and in brackets the\nleast time to read their bytes at the rate of a copy:"
+        )
+        parts += [intro, steps(figures)]
+    return "\n\n".join(parts)
+
+
+def speeds(figures: dict[str, Any]) -> str:
+    lines = [
+        "| batch | | first call, s | prompt, ms | a step, ms | tokens/s | memory, GB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for s in sorted(figures["speeds"], key=lambda s: s["batch"]):
+        cells = (
+            s["batch"],
+            WAYS.get(s["way"], s["way"]),
+            f"{s['first_call_s']:.1f}",
+            f"{s['prompt_ms']:.1f}",
+            f"{s['step_ms']:.2f}",
+            f"{s['tokens_per_s']:.0f}",
+            f"{s['extra_gb']:.2f}",
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def steps(figures: dict[str, Any]) -> str:
+    parts = list(next(iter(figures["steps"].values()))["ms"])
+    lines = ["| batch | " + " | ".join(parts) + " |", "|---" * (len(parts) + 1) + "|"]
+    for batch, step in figures["steps"].items():
+        cells = [f"{step['ms'][p]:.2f} ({step['floor_ms'][p]:.2f})" for p in parts]
+        lines.append(f"| {batch} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
