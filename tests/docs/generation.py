@@ -27,8 +27,8 @@ def tables(figures: dict[str, Any]) -> str:
     parts = [f"One {figures['device']}, {versions}:", f"    {figures['command']}", speeds(figures)]
     if figures["steps"]:
         intro = (
-            "Of a step, the ms that the kernels of each part take (launches that overlap count twice)"
-            ", and in brackets the\nleast time to read their bytes at the rate of a copy:"
+            "Of a step, the ms that the kernels of each part take (launches that overlap count "
+            "twice), and in brackets the\nleast time to read their bytes at the rate of a copy:"
         )
         parts += [intro, steps(figures)]
     return "\n\n".join(parts)
