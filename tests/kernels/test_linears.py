@@ -42,9 +42,9 @@ def check(got: list[Tensor], x: Tensor, weights: Any, biases: Any, tol: Tol, wha
         assert_close(y.float(), want.float(), tol, what)
 
 
-@pytest.mark.parametrize("T", [1, 2, 5, 16, 17, 64])
-@pytest.mark.parametrize("K", [1, 33, 128, 200])
-@pytest.mark.parametrize("sizes", [(7,), (40, 8, 9), (3, 1, 20, 33)], ids=str)
+@pytest.mark.parametrize("T", [1, 2, 17, 64])
+@pytest.mark.parametrize("K", [1, 128, 200])
+@pytest.mark.parametrize("sizes", [(7,), (3, 1, 20, 33)], ids=str)
 def test_sizes_that_are_no_multiples_of_tiles(T: int, K: int, sizes: tuple[int, ...]) -> None:
     given = tensors(T, K, sizes)
     check(run(*given), *given, TOL, "run")
@@ -73,9 +73,17 @@ def test_the_same_in_every_run() -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("K", [1, 33, 128, 200])
-@pytest.mark.parametrize("sizes", [(7,), (40, 8, 9), (5, 6, 7, 8, 9)], ids=str)
-@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(
+    ("K", "sizes", "residual"),
+    [
+        (1, (40, 8, 9), True),
+        (33, (7,), True),
+        (128, (40, 8, 9), False),
+        (200, (5, 6, 7, 8, 9), True),
+        (200, (7,), False),
+    ],
+    ids=str,
+)
 def test_a_norm_first(K: int, sizes: tuple[int, ...], residual: bool) -> None:
     x, weights, biases = tensors(1, K, sizes, F16)
     added = torch.randn_like(x) if residual else None

@@ -252,15 +252,12 @@ def test_it_can_be_switched_off_and_needs_a_gpu(monkeypatch: pytest.MonkeyPatch)
     assert merged(Attention(), x)[0].count == 0
 
 
-@pytest.mark.parametrize(("family", "batch"), [("qwen3_moe", 1), ("gpt_oss", 3)])
-def test_a_step_of_generate_gives_the_same_tokens(
-    family: str, batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_of_generate_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     insert = pass_file.insert
     monkeypatch.setattr(pass_file, "insert", lambda *args: calls.append(args[1]) or insert(*args))
-    model = families.build(family).model.to(BF16)
-    ids = torch.randint(16, 90, (batch, 5))
+    model = families.build("qwen3_moe").model.to(BF16)
+    ids = torch.randint(16, 90, (1, 5))
     with torch._inductor.config.patch(force_disable_caches=True):
         plain, ours = (
             moe_ops.compile(copy.deepcopy(model), linears=on).generate(
