@@ -192,7 +192,7 @@ def step_bytes(model: Any, batch: int, length: int) -> dict[str, float]:
 
 def breakdown(model: Any, ids: Tensor) -> dict[str, Any]:
     """Of one step: the ms that kernels of each part take, the bytes that they read at least, and
-    the kernels that take most."""
+    the kernels that take most; and the ms that the prompt's kernels take."""
     from torch.profiler import ProfilerActivity, profile
 
     totals: list[Counter[str]] = []
@@ -213,17 +213,21 @@ def breakdown(model: Any, ids: Tensor) -> dict[str, Any]:
         "ms": parts,
         "bytes": step_bytes(model, batch, prompt + STEPS // 2),
         "kernels": kernels,
+        "prompt_ms": sum(totals[0].values()) * STEPS,
     }
 
 
 def tables_of_steps(steps: dict[int, dict[str, Any]]) -> str:
     lines = []
     for batch, step in steps.items():
-        lines.append(f"batch {batch}, kernels of a step{'ms':>15}{'to read its bytes':>20}")
+        lines.append(f"batch {batch}, ms that kernels of a step take")
         for part, ms in step["ms"].items():
             floor = step["floor_ms"][part]
-            lines.append(f"    {part:<32}{ms:>9.3f}{floor:>11.3f} ms, {floor / ms:>4.0%}")
+            lines.append(
+                f"    {part:<72}{ms:>9.3f}, to read its bytes {floor:.3f} ({floor / ms:.0%})"
+            )
         lines += [f"    {kernel[:70]:<72}{ms:>9.3f}" for kernel, ms in step["kernels"][:10]]
+        lines.append(f"    {'all kernels of the prompt':<72}{step['prompt_ms']:>9.3f}")
     return "\n".join(lines)
 
 
