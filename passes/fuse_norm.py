@@ -14,13 +14,12 @@ from torch import fx
 from moe_ops.kernels.linears import norm_refusal
 from moe_ops.passes.context import Context
 from moe_ops.passes.graph import (
-    Mismatch,
     arg,
     aten,
     call,
+    each,
     insert,
     is_call,
-    layer_of,
     operand,
     ops,
     outputs,
@@ -49,20 +48,14 @@ class Norm:
 def fuse_norm(graph: fx.Graph, context: Context) -> int:
     """Turn each RMS norm of one row that a `linears` reads, and that `linears`, into
     `normed_linears`, with the sum that is normed if there is one."""
-    count = 0
-    for node in graph.find_nodes(op="call_function", target=ops.linears.default):
-        x = peel(operand(node, 0))
-        if tensor(operand(node, 0)).shape[0] != 1 or not is_call(x, aten.mul.Tensor):
-            continue
-        name, layer = node.name, layer_of(node)
-        try:
-            text = _fuse(graph, node, read(x))
-        except Mismatch as reason:
-            context.refuse(RULE, name, layer, str(reason))
-        else:
-            context.rewrote(RULE, name, layer, text)
-            count += 1
-    return count
+    nodes = graph.find_nodes(op="call_function", target=ops.linears.default)
+    return each(RULE, filter(is_of_a_product, nodes), lambda node: _fuse(graph, node), context)
+
+
+def is_of_a_product(linears: fx.Node) -> bool:
+    """Whether the input is one row and a product, as what a norm ends with is."""
+    x = operand(linears, 0)
+    return tensor(x).shape[0] == 1 and is_call(peel(x), aten.mul.Tensor)
 
 
 def read(out: fx.Node) -> Norm:
@@ -102,7 +95,8 @@ def _either(node: fx.Node, target: Any, what: str) -> tuple[Any, fx.Node]:
     return a, call(b, target, what=what)
 
 
-def _fuse(graph: fx.Graph, linears: fx.Node, norm: Norm) -> str:
+def _fuse(graph: fx.Graph, linears: fx.Node) -> str:
+    norm = read(peel(operand(linears, 0)))
     terms = _terms(graph, norm)
     weights: Any = operand(linears, 1)
     shape = list(tensor(operand(linears, 0)).shape)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.launch import pdl_options, processors, shared_memory
-from moe_ops.kernels.triton.linears_plan import Plan, plan_for, power_of_two
+from moe_ops.kernels.triton.linears_plan import Plan, plan_for
 
 MOST = 4  # weights of a launch
 
@@ -99,11 +99,11 @@ def _launch(
     if T == 1:
         residual, gain, eps, total, normed = norm or (None, None, 0.0, None, None)
         linears_one[(firsts[MOST],)](
-            *tensors, residual, gain, total, normed, KP=power_of_two(K), EPS=eps,
+            *tensors, residual, gain, total, normed, KP=triton.next_power_of_2(K), EPS=eps,
             **constants, **options,
         )  # fmt: skip
     else:
-        BT = max(16, power_of_two(T))
+        BT = max(16, triton.next_power_of_2(T))
         linears_few[(firsts[MOST],)](
             *tensors, T, x_TK.stride(0), **constants, BT=BT, num_stages=plan.stages, **options
         )

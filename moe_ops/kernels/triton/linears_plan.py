@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import triton
+
 
 class Plan(NamedTuple):
     """A program has `rows` rows of weights and takes them `step` columns at a time."""
@@ -23,19 +25,14 @@ def plan_for(T: int, N: int, K: int, processors: int, memory: int) -> Plan:
     if T == 1:
         # Four or more programs a processor, each with two tiles of 8 KiB in flight.
         rows = power_below(min(16, max(1, N // (3 * processors))))
-        step = min(4096 // rows, 2048, power_of_two(K))
+        step = min(4096 // rows, 2048, triton.next_power_of_2(K))
         return Plan(rows, step, 4, 1)
-    columns = max(16, power_of_two(T))
+    columns = max(16, triton.next_power_of_2(T))
     many = 8 * processors <= N
     rows = 64 if many else 16
-    step = max(16, min(128 if many else 256, power_of_two(K)))
+    step = max(16, min(128 if many else 256, triton.next_power_of_2(K)))
     most = memory // (2 * step * (rows + columns))
     return Plan(rows, step, 4, min(6 if many else 4, most))
-
-
-def power_of_two(n: int) -> int:
-    """The next one."""
-    return 1 << (n - 1).bit_length()
 
 
 def power_below(n: int) -> int:
