@@ -66,12 +66,15 @@ class Regions:
     """`model` runs like the model it was made of, its layers through `self.region`.
 
     Weights are shared. `region` is set by whoever calls the model, to compiled code for the sizes
-    at hand. Modules beside the layers (the last norm, rotary embeddings) are regions too.
+    at hand. Modules beside the layers (the last norm, rotary embeddings) are regions too. Layers
+    that are `unmasked` get no mask: while a graph is captured models make one that hides nothing
+    beyond what is causal.
     """
 
     def __init__(self, model: nn.Module) -> None:
         (path,) = layer_lists(model)
         self.region: Region = region("uncompiled")
+        self.unmasked = False
         self.layers = 0
         self.model = copy.copy(model)
         parent = self.model
@@ -110,6 +113,8 @@ class Regions:
         cache = kwargs[CACHE]
         assert isinstance(cache, Slots)
         slots = cache.layers[index]
+        if self.unmasked and "attention_mask" in kwargs:
+            kwargs["attention_mask"] = None
         if not cache.filling:
             return self.region(layer, *args, **{**kwargs, CACHE: slots})
         incoming = Incoming()
