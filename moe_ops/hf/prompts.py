@@ -45,9 +45,9 @@ class Prompts:
     turns none comes often enough, and nothing is captured in vain.
 
     All graphs of a model share memory, and any may write over what another left there. So what is
-    read after a replay is not in it: keys and values, what `Steps` holds, and here the inputs and
-    the logits, which are those of the last token alone, as `generate` reads no others. They hold
-    until the next prompt of this cache.
+    read after a replay is not in it: keys and values, whose buffers the first prompt of all makes,
+    what `Steps` holds, and here the inputs and the logits. Of a replay these are the last token's
+    alone, as `generate` reads no others; they hold until the next prompt of this cache.
     """
 
     def __init__(self) -> None:
