@@ -51,8 +51,9 @@ def main(arguments: list[str] | None = None) -> None:
     for call in range(args.calls):
         if call == args.warm_up:
             before, graphs = memory(), counters["stats"]["unique_graphs"]
-        # The first calls take every number of rows, with one token and with many, padded or not.
-        sizes = [(b, s, pad) for b in batches for s, pad in ((1, 0), (args.prompt, 0), (9, 4))]
+        # The first calls take every number of rows, with one token and with many, padded or not,
+        # as often as it takes until such prompts are captured.
+        sizes = [(b, s, pad) for b in batches for s, pad in ((1, 0), (args.prompt, 0), (9, 4))] * 3
         if call < len(sizes):
             batch, length, pad = sizes[call]
         else:
@@ -74,6 +75,9 @@ def main(arguments: list[str] | None = None) -> None:
     compiled = counters["stats"]["unique_graphs"] - graphs
     after = memory()
     print(f"{args.calls} calls, {compared} compared; {compiled} graphs compiled since the warm-up")
+    reports = moe_ops.generation_report(ours)
+    prompts = sum(r.prompt_graphs for r in reports), sum(r.prompts_replayed for r in reports)
+    print(f"{prompts[0]} graphs of prompts are kept, {prompts[1]} prompts were replayed")
     print(f"tensors {before[0]} -> {after[0]} bytes, allocator {before[1]} -> {after[1]} bytes")
     if compiled or after[0] > before[0] or after[1] > before[1] + SEGMENT:
         sys.exit("something grew, or was compiled, after the warm-up")

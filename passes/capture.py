@@ -36,13 +36,18 @@ class Captured:
 
 
 def capture_call(
-    function: Callable[[], Any], state: Sequence[Tensor] = (), *, pool: Any = None
+    function: Callable[[], Any],
+    state: Sequence[Tensor] = (),
+    *,
+    pool: Any = None,
+    stream: Any = None,
 ) -> Captured:
     """Run `function` to warm it up, then capture it; it has to read and write fixed buffers.
 
     The tensors of `state`, which the function changes, are as before afterwards. Graphs of one
-    `pool` share memory, so they must not run at the same time, and each has to be the last to run
-    when its output is read. What the function raises before the capture is raised as it is.
+    `pool` share memory, if they were captured on one `stream`, so they must not run at the same
+    time, and each has to be the last to run when its output is read. What the function raises
+    before the capture is raised as it is.
 
     Raises CaptureError if the capture fails. The process stays usable.
     """
@@ -51,7 +56,7 @@ def capture_call(
     if torch.cuda.is_current_stream_capturing():
         raise CaptureError("a graph is being captured already; capture this one before, or not")
     caller = torch.cuda.current_stream()
-    stream = torch.cuda.Stream()
+    stream = stream or torch.cuda.Stream()
     saved = [(t, t.clone()) for t in state]
     stream.wait_stream(caller)
     try:

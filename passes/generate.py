@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -52,19 +53,27 @@ def quicken(twin: nn.Module, model: nn.Module, options: Mapping[str, Any]) -> No
 
 
 class Memory:
-    """The one pool of all graphs of a model, of which one runs at a time."""
+    """The one pool of all graphs of a model, of which one runs at a time.
+
+    A graph's intermediate tensors are where another's are, on the one stream on which all are
+    captured. What a replay leaves in the pool holds until the next replay of any other graph.
+    """
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._stream: Any = None
+        self._graphs: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
 
     def capture(
         self, function: Callable[[], None], state: Sequence[Tensor]
     ) -> Callable[[], None] | None:
         if not all(t.is_cuda for t in state):
             return None
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return capture_call(function, state, pool=self._pool).replay
+        if not self._graphs:  # a pool without graphs is closed, though memory of it be in use
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        replay = capture_call(function, state, pool=self._pool, stream=self._stream).replay
+        self._graphs.add(replay)
+        return replay
 
 
 class PromptRegion:
@@ -86,11 +95,15 @@ class PromptRegion:
 
 
 def mark(x: Tensor, B: int, S: int) -> None:
-    """Mark the dims that count sequences and tokens: [B, S], [B, S, D], and masks [B, 1, S, S]."""
+    """Mark the dims that count sequences and tokens: [B, S], [B, S, D], and masks [B, 1, S, S].
+
+    One sequence of one token is compiled for itself: where all that is left of a size is B,
+    Inductor takes 1 x D and D for the same and then cannot divide one by the other.
+    """
     if x.dim() < 2:
         return
     if x.shape[0] == B:
-        maybe_mark_dynamic(x, 0)
+        (maybe_mark_dynamic if B * S > 1 else mark_static)(x, 0)
     for dim in (1,) if x.dim() < 4 else (2, 3):
         if x.shape[dim] == S:
             (maybe_mark_dynamic if S > 1 else mark_static)(x, dim)

@@ -10,6 +10,7 @@ import copy
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -36,19 +37,27 @@ def region(name: str) -> Region:
 
 
 class ByKind:
-    """A region that is compiled apart for each class of modules, named after it."""
+    """A region that is compiled apart for modules of unlike parts: Dynamo gives up on code that it
+    has compiled a few times, and each kind needs some for its sizes and masks."""
 
     def __init__(self, name: str, compile_region: Callable[[Region], Region]) -> None:
         self._name = name
         self._compile = compile_region
-        self._calls: dict[type, Region] = {}
+        self._kinds: dict[tuple[type, ...], Region] = {}
+        self._calls: WeakKeyDictionary[nn.Module, Region] = WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        kind = type(module)
-        call = self._calls.get(kind)
+        call = self._calls.get(module)
         if call is None:
-            call = self._calls[kind] = self._compile(region(f"{self._name}_{kind.__name__}"))
+            call = self._calls[module] = self._of_kind(module)
         return call(module, *args, **kwargs)
+
+    def _of_kind(self, module: nn.Module) -> Region:
+        kind = tuple(type(part) for part in module.modules())
+        if kind not in self._kinds:
+            name = f"{self._name}_{type(module).__name__}_{len(self._kinds)}"
+            self._kinds[kind] = self._compile(region(name))
+        return self._kinds[kind]
 
 
 def layer_lists(model: nn.Module) -> list[str]:
@@ -66,12 +75,15 @@ class Regions:
     """`model` runs like the model it was made of, its layers through `self.region`.
 
     Weights are shared. `region` is set by whoever calls the model, to compiled code for the sizes
-    at hand. Modules beside the layers (the last norm, rotary embeddings) are regions too.
+    at hand. Modules beside the layers (the last norm, rotary embeddings) are regions too. Layers
+    that are `unmasked` get no mask: while a graph is captured models make one that hides nothing
+    beyond what is causal.
     """
 
     def __init__(self, model: nn.Module) -> None:
         (path,) = layer_lists(model)
         self.region: Region = region("uncompiled")
+        self.unmasked = False
         self.layers = 0
         self.model = copy.copy(model)
         parent = self.model
@@ -110,6 +122,8 @@ class Regions:
         cache = kwargs[CACHE]
         assert isinstance(cache, Slots)
         slots = cache.layers[index]
+        if self.unmasked and "attention_mask" in kwargs:
+            kwargs["attention_mask"] = None
         if not cache.filling:
             return self.region(layer, *args, **{**kwargs, CACHE: slots})
         incoming = Incoming()

@@ -1,5 +1,6 @@
 """The steps of `generate`: a prompt through compiled layers, then one token per step from buffers
-that stay where they are, captured whole where there are CUDA graphs."""
+that stay where they are. Where there are CUDA graphs a step is captured whole, and so are prompts
+of sizes that come again."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.masking_utils import create_masks_for_generate
 
+from moe_ops.hf.masks import Sizes, masks
 from moe_ops.hf.own_attention import step_attention
+from moe_ops.hf.prompts import Prompts
 from moe_ops.hf.regions import ByKind, Region, Regions, addresses, own_code
 from moe_ops.hf.slots import Slots
 
@@ -45,32 +47,16 @@ class Tools:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepsReport:
-    """The buffers and the graph for one size: its steps so far, its memory."""
+    """The buffers and the graphs for one size: its steps so far, its memory, its graphs of prompts
+    and how many prompts they served."""
 
     rows: int
     slots: int
     steps: int
     captured: bool
     cache_bytes: int
-
-
-class Sizes:
-    """The lengths of a cache, as transformers' mask functions ask for them."""
-
-    is_compileable = True
-    is_sliding = (False,)
-
-    def __init__(self, slots: int, filled: Tensor) -> None:
-        self.slots = slots
-        self.filled = filled
-
-    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        return self.filled
-
-    get_query_offset = get_seq_length
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.slots, 0
+    prompt_graphs: int
+    prompts_replayed: int
 
 
 def rows_for(batch: int) -> int:
@@ -119,6 +105,7 @@ class Steps:
         self.logits: Tensor | None = None
         self.cache = Slots(decoder.regions.layers, rows, slots, self.filled)
         self.cache.steps = weakref.ref(self)
+        self.prompts = Prompts()
         self.sizes = Sizes(slots, self.filled)
         self.region = ByKind(f"step_{rows}x{slots}", decoder.tools.compile_step)
         self.masks = decoder.tools.compile_step(own_code(masks, f"masks_{rows}x{slots}"))
@@ -139,20 +126,39 @@ class Steps:
             position_ids = torch.arange(S, device=input_ids.device)[None]
         positions = position_ids.expand(B, S).contiguous()
         self.batch = B
-        kwargs["past_key_values"] = self.cache
         self.decoder.tell("compiling the layers for prompts")
         with plain_tensors():
-            self.decoder.regions.region = self.decoder.prompt_region
-            out = self.decoder.regions.model(
-                input_ids=input_ids, attention_mask=mask, position_ids=positions, **kwargs
-            )
-            self.valid.zero_()
-            self.valid[:B, :S] = True if mask is None else mask.bool()
-            self.positions[:B].copy_(positions[:, -1:] + 1)
-            for buffer in (self.valid, self.positions):
-                buffer[B:].copy_(buffer[:1].expand(self.rows - B, -1))
-            self.filled.fill_(S)
+            out = self.prompts.read(self, input_ids, mask, positions, kwargs)
         self.cache.filling = False
+        return out
+
+    def fill(
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        positions: Tensor,
+        attention_mask: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What of `read` runs on the device, and nothing else: the model, its keys and values into
+        the slots, and the buffers of the steps to come. `attention_mask` is what the model gets for
+        `mask`."""
+        B, S = ids.shape
+        regions = self.decoder.regions
+        regions.region = self.decoder.prompt_region
+        out = regions.model(
+            input_ids=ids,
+            attention_mask=attention_mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            **kwargs,
+        )
+        self.valid.zero_()
+        self.valid[:B, :S] = True if mask is None else mask.bool()
+        self.positions[:B].copy_(positions[:, -1:] + 1)
+        for buffer in (self.valid, self.positions):
+            buffer[B:].copy_(buffer[:1].expand(self.rows - B, -1))
+        self.filled.fill_(S)
         return out
 
     def step(self, ids: Tensor) -> Tensor:
@@ -202,8 +208,10 @@ class Steps:
         log.info("generate: a step is ready after %.1f s", time.perf_counter() - start)
         return replay
 
-    def forget_graph(self) -> None:
-        self.replay, self.captured = None, False
+    def forget_graphs(self) -> None:
+        # The logits are in the memory of the graphs, which goes when nothing is in it.
+        self.replay, self.captured, self.logits = None, False, None
+        self.prompts.forget()
 
     def dynamic_cache(self) -> DynamicCache:
         """A copy of the keys and values that the caller may keep."""
@@ -221,6 +229,8 @@ class Steps:
             steps=self.count,
             captured=self.captured,
             cache_bytes=self.cache.nbytes,
+            prompt_graphs=self.prompts.graphs,
+            prompts_replayed=self.prompts.replayed,
         )
 
 
@@ -246,9 +256,9 @@ class Decoder:
         now = addresses(self.model)
         if now != self._addresses:
             if self._addresses:
-                log.info("generate: weights were replaced, so steps are captured again")
+                log.info("generate: weights were replaced, so graphs are captured again")
             for idle in self._idle.values():
-                idle.forget_graph()
+                idle.forget_graphs()
             if any(s.filled.device != self.model.device for s in self._idle.values()):
                 self._idle.clear()
             self._addresses = now
@@ -286,14 +296,3 @@ class Decoder:
             yield
         finally:
             config._attn_implementation_internal = before
-
-
-def masks(config: Any, like: Tensor, valid: Tensor, sizes: Any, positions: Tensor) -> Any:
-    """The masks of one step, as transformers makes them for a model of this configuration."""
-    return create_masks_for_generate(
-        config=config,
-        inputs_embeds=like,
-        attention_mask=valid,
-        past_key_values=sizes,
-        position_ids=positions,
-    )

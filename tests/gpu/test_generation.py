@@ -211,9 +211,10 @@ def test_nothing_grows_and_nothing_is_compiled_after_the_warm_up() -> None:
         shape = (rng.randint(1, 8), rng.randint(1, 100))
         twin.generate(torch.randint(16, 90, shape, device="cuda"), **PLAIN)
 
-    for rows in (1, 2, 4, 8):
-        for length in (1, 50, 100):
-            twin.generate(torch.randint(16, 90, (rows, length), device="cuda"), **PLAIN)
+    for _ in range(3):  # until prompts are captured
+        for rows in (1, 2, 4, 8):
+            for length in (1, 50, 100):
+                twin.generate(torch.randint(16, 90, (rows, length), device="cuda"), **PLAIN)
     for _ in range(20):
         some()
     torch.cuda.synchronize()
@@ -225,6 +226,75 @@ def test_nothing_grows_and_nothing_is_compiled_after_the_warm_up() -> None:
     assert counters["stats"]["unique_graphs"] == 0
     assert torch.cuda.memory_allocated() <= before[0]
     assert torch.cuda.memory_reserved() <= before[1] + (2 << 20)
+
+
+def prompts_of(twin: Any) -> tuple[int, int]:
+    """The graphs of prompts that are kept, and the prompts that they served."""
+    reports = moe_ops.generation_report(twin)
+    return sum(r.prompt_graphs for r in reports), sum(r.prompts_replayed for r in reports)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "deepseek_v3"])
+def test_prompts_of_sizes_that_come_again_are_captured(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without anything compiled for it, and with transformers' tokens, at first, when captured and
+    when replayed; in between come other sizes, masks, and weights."""
+    model, twin = pair(family)
+    generator = torch.Generator().manual_seed(0)  # of its own, as `check` sets the seed
+
+    def tokens(rows: int, length: int) -> Tensor:
+        return torch.randint(16, 90, (rows, length), generator=generator).cuda()
+
+    def every_size() -> None:
+        for rows, length in ((3, 9), (1, 9), (4, 40), (1, 1), (1, 300)):
+            ids = tokens(rows, length)
+            check(model, twin, ids)
+            if length > 1:
+                mask = torch.ones_like(ids)
+                mask[0, : int(torch.randint(1, length, (), generator=generator))] = 0
+                check(model, twin, ids, attention_mask=mask)
+        check(model, twin, tokens(2, 9), num_beams=2)
+
+    with caplog.at_level(logging.WARNING, "moe_ops"):
+        for time in range(6):
+            if time == 2:
+                counters.clear()
+            every_size()
+            assert prompts_of(twin) == (10 * (time >= 2), 10 * max(0, time - 1))
+    assert counters["stats"]["unique_graphs"] == 0
+    assert not caplog.records
+    with torch.cuda.stream(torch.cuda.Stream()), torch.inference_mode():
+        every_size()
+    model.lm_head.weight.data = model.lm_head.weight.data.clone().neg_()
+    every_size()
+    assert prompts_of(twin) == (0, 50)
+    for _ in range(3):
+        every_size()
+    assert prompts_of(twin) == (10, 70)
+    assert all(report.captured for report in moe_ops.generation_report(twin))
+
+
+def test_graphs_of_prompts_share_memory() -> None:
+    """Each needs some MB for itself; all together need little more than the largest."""
+    _, twin = pair("qwen3_moe")
+
+    def some(lengths: range) -> int:
+        for length in lengths:
+            for _ in range(4):
+                twin.generate(torch.randint(16, 90, (4, length), device="cuda"), **PLAIN)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    largest = some(range(1000, 1001))
+    assert some(range(980, 990)) <= largest + (20 << 20)
+    assert prompts_of(twin) == (11, 22)
+    allocated = torch.cuda.memory_allocated()
+    reserved = some(range(980, 990))
+    assert prompts_of(twin) == (11, 62)
+    assert torch.cuda.memory_allocated() <= allocated
+    assert some(range(1000, 1001)) <= reserved
 
 
 def test_continuous_batching() -> None:

@@ -1,0 +1,89 @@
+"""Masks for `generate`, as transformers makes them, without asking the device for a value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    create_masks_for_generate,
+    sdpa_mask,
+)
+
+
+class Sizes:
+    """The lengths of a cache, as transformers' mask functions ask for them."""
+
+    is_compileable = True
+    is_sliding = (False,)
+
+    def __init__(self, slots: int, filled: Tensor) -> None:
+        self.slots = slots
+        self.filled = filled
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        return self.filled
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.slots, 0
+
+
+def masks(config: Any, like: Tensor, valid: Tensor | None, sizes: Any, positions: Tensor) -> Any:
+    """The masks of one pass, as transformers makes them for a model of this configuration."""
+    return create_masks_for_generate(
+        config=config,
+        inputs_embeds=like,
+        attention_mask=valid,
+        past_key_values=sizes,
+        position_ids=positions,
+    )
+
+
+def bool_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """`sdpa_mask` for prompts of which a mask, if there is one, hides something.
+
+    transformers' own looks whether it does, and while a graph is captured takes it that it does.
+    """
+    window = kwargs.get("local_size")
+    causal = kwargs.get("attention_mask") is None and kwargs.get("allow_is_causal_skip", True)
+    if causal and (window is None or kwargs["kv_length"] < window):
+        return None
+    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+
+
+def float_mask(*args: Any, **kwargs: Any) -> Tensor:
+    """`eager_mask`, which copies a number from the host."""
+    seen = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+    assert seen is not None
+    mask = torch.zeros(seen.shape, dtype=kwargs["dtype"], device=seen.device)
+    return mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)
+
+
+# What makes masks that a graph can repeat, by the name of the attention they are for.
+REPEATABLE = {"sdpa": bool_mask, "eager": float_mask}
+
+
+@contextmanager
+def repeatable(config: Any) -> Iterator[None]:
+    """Masks are made by functions of ours, for an attention that is among `REPEATABLE`."""
+    config = config.get_text_config(decoder=True)
+    before = config._attn_implementation_internal
+    ours = f"moe_ops_prompt_{before}"
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ours, REPEATABLE[before])
+    config._attn_implementation_internal = ours
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = before
+
+
+def attention_of(config: Any) -> str | None:
+    """The name of a model's attention."""
+    name: str | None = config.get_text_config(decoder=True)._attn_implementation_internal
+    return name
