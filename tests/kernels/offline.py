@@ -121,7 +121,7 @@ def compile_launches(
     pdl = (True, {"launch_pdl": True}) if capability >= 90 else (False, {})
     with ExitStack() as patched:
         patched.enter_context(patch.object(JITFunction, "run", run))
-        for module in (combine, linears, routing, rows, sort, tiny):
+        for module in (combine, linears, one_query, routing, rows, sort, tiny):
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
         memory = SHARED_MEMORY[capability]
         for module in (grouped_plain, linears):
