@@ -33,6 +33,7 @@ from moe_ops.kernels.triton import (
     grouped_plain,
     linears,
     one_query,
+    rope,
     routing,
     rows,
     sort,
@@ -121,7 +122,7 @@ def compile_launches(
     pdl = (True, {"launch_pdl": True}) if capability >= 90 else (False, {})
     with ExitStack() as patched:
         patched.enter_context(patch.object(JITFunction, "run", run))
-        for module in (combine, linears, one_query, routing, rows, sort, tiny):
+        for module in (combine, linears, one_query, rope, routing, rows, sort, tiny):
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
         memory = SHARED_MEMORY[capability]
         for module in (grouped_plain, linears):
@@ -143,6 +144,7 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"{name} route", lambda c=case: routed(c)
     for shape in ATTENTION:
         yield f"one query {shape}", lambda s=shape: attended(*s)
+        yield f"rope {shape}", lambda s=shape: turned(*s)
     for sizes, K, biases in LINEARS:
         for T in (1, 8, 32, 64):
             call = functools.partial(projected, T, sizes, K, biases)
@@ -165,6 +167,18 @@ def attended(batch: int, heads: int, group: int, slots: int, size: int, sinks: b
     mask = torch.empty(batch, slots, dtype=dtype if sinks else torch.bool, device="meta")
     sinks_H = torch.empty(heads * group, dtype=dtype, device="meta") if sinks else None
     one_query.attend(q, k, k, mask, 0.088, sinks_H)
+
+
+def turned(batch: int, heads: int, group: int, slots: int, size: int, sinks: bool) -> None:
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+    gain = None if sinks else empty(size)
+    angles = empty(1, size // 2) if sinks else empty(batch, size)
+    k, cache = empty(batch, heads, size), empty(batch, heads, slots, size)
+    slot = torch.empty(1, dtype=torch.int64, device="meta")
+    q = empty(batch, heads * group, size)
+    rope.run(q, k, k, angles, angles, slot, cache, cache, gain, gain, 1e-6)
 
 
 def projected(
