@@ -26,6 +26,7 @@ from moe_ops.passes.graph import (
     is_call,
     operand,
     ops,
+    parameters_of,
     peel,
     require,
     tensor,
@@ -63,15 +64,17 @@ def fuse_rope(graph: fx.Graph, context: Context) -> int:
     one `rope_into_cache`, which changes the caches where they are."""
     nodes = graph.find_nodes(op="call_function", target=ops.one_query.default)
     nodes = [n for n in nodes if not is_call(peel(operand(n, 0)), ops.rope_into_cache.default)]
-    return each(RULE, nodes, lambda node: _fuse(graph, node), context)
+    parameters = parameters_of(graph)
+    return each(RULE, nodes, lambda node: _fuse(graph, node, parameters), context)
 
 
-def _fuse(graph: fx.Graph, attention: fx.Node) -> str:
+def _fuse(graph: fx.Graph, attention: fx.Node, parameters: set[fx.Node]) -> str:
     keys, values = (written(operand(attention, place), attention) for place in (1, 2))
     require(peel(keys.slot) is peel(values.slot), "the key and the value go into two slots")
     require(keys.cache is not values.cache, "keys and values are one cache")
     (B, H, _), N = tensor(operand(attention, 0)).shape, tensor(keys.cache).shape[1]
-    q, k = turned(peel(operand(attention, 0)), B, H), turned(peel(keys.new), B, N)
+    q = turned(peel(operand(attention, 0)), B, H, parameters)
+    k = turned(peel(keys.new), B, N, parameters)
     require(peel(q.cos) is peel(k.cos) and peel(q.sin) is peel(k.sin), "q and k have two positions")
     require(q.gain is None or k.gain is None or q.eps == k.eps, "q and k have two epsilons")
     value = heads(values.new, B, N)
@@ -126,7 +129,7 @@ def written(out: Any, attention: fx.Node) -> Written:
     return Written(out=out, cache=cache, slot=slot, new=new, back=back[0])
 
 
-def turned(out: fx.Node, B: Any, N: Any) -> Turned:
+def turned(out: fx.Node, B: Any, N: Any, parameters: set[fx.Node]) -> Turned:
     """How heads [B, N, 1, D] were turned. Raises Mismatch for any other way.
 
     x * cos + cat([-x[D/2:], x[:D/2]]) * sin, with angles of D numbers, or, with those of D / 2,
@@ -151,13 +154,16 @@ def turned(out: fx.Node, B: Any, N: Any) -> Turned:
     for angle in (cos, sin):
         shape = tuple(tensor(angle).shape)
         require(shape in ((1, 1, 1, width), (B, 1, 1, width)), f"the angles are {shape}")
-    norm = _norm_of(heads(x, B, N), B, N, D)
+    norm = _norm_of(heads(x, B, N), B, N, D, parameters)
     return Turned(x=norm[0], cos=cos, sin=sin, gain=norm[1], eps=norm[2])
 
 
-def _norm_of(node: fx.Node, B: Any, N: Any, D: Any) -> tuple[fx.Node, fx.Node | None, float]:
-    """(x, gain, epsilon) of heads that are normed each for itself; of others they are read as they
-    are: (node, None, 0)."""
+def _norm_of(
+    node: fx.Node, B: Any, N: Any, D: Any, parameters: set[fx.Node]
+) -> tuple[fx.Node, fx.Node | None, float]:
+    """(x, gain, epsilon) of heads that are normed each for itself with a parameter, as the op reads
+    the gain before the launch before has ended; of others they are read as they are:
+    (node, None, 0)."""
     if not is_call(peel(node), aten.mul.Tensor):
         return node, None, 0.0
     try:
@@ -166,6 +172,8 @@ def _norm_of(node: fx.Node, B: Any, N: Any, D: Any) -> tuple[fx.Node, fx.Node | 
         return node, None, 0.0
     shapes = {tuple(tensor(n).shape) for n in (norm.s, norm.out)}
     if shapes != {(B, 1, N, D)} or tuple(tensor(norm.gain).shape) != (D,):
+        return node, None, 0.0
+    if norm.gain not in parameters:
         return node, None, 0.0
     return norm.s, norm.gain, norm.eps
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext
 
 import moe_ops.kernels.one_query  # noqa: F401  (registers the op)
 from moe_ops.kernels.linears import DTYPES, MOST_ROWS, refusal
@@ -27,6 +26,7 @@ from moe_ops.passes.graph import (
     operand,
     ops,
     outputs,
+    parameters_of,
     peel,
     prims,
     require,
@@ -98,15 +98,6 @@ def is_ours(node: fx.Node) -> bool:
 def runs_kernels(device: torch.device) -> bool:
     """Whether a device is a GPU that our kernels are for."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
-
-
-def parameters_of(graph: fx.Graph) -> set[fx.Node]:
-    """The inputs of the graph that stay where they are from call to call: no launch of the model
-    writes them."""
-    context = TracingContext.try_get()
-    known = context.fw_metadata.static_input_indices if context and context.fw_metadata else []
-    inputs = graph.find_nodes(op="placeholder")
-    return {inputs[i] for i in known if i < len(inputs)}
 
 
 def read(node: fx.Node, parameters: set[fx.Node]) -> Linear:

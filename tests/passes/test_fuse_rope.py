@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 from moe_ops.kernels.one_query import one_query
 from moe_ops.passes.context import Context
 from moe_ops.passes.fuse_rope import fuse_rope
+from moe_ops.passes.graph import arg, ops
 from moe_ops.testing import BF16, F16, Tol, assert_close
 from tests.passes.post_grad import Compiled, text
 
@@ -74,13 +75,14 @@ class Step:
         self.projected = [torch.randn(rows, 1, n).to(dtype) for n in heads]
         angles = torch.randn(rows, 1, D // 2).repeat(1, 1, 1 if change == "halves" else 2)
         self.angles = angles.cos().to(dtype), angles.sin().to(dtype)
-        self.gains = [torch.randn(D).to(dtype) for _ in range(2)]
+        gains = [torch.randn(D).to(dtype) for _ in range(2)]
+        self.gains = [nn.Parameter(gain, requires_grad=False) for gain in gains]
         self.caches = [torch.randn(rows, N, S, D).to(dtype) for _ in range(2)]
         self.rest = torch.tensor(5), torch.ones(rows, S, dtype=torch.bool)
 
     def args(self) -> list[Tensor]:
-        given = (*self.projected, *self.angles, *self.gains, *self.caches, *self.rest)
-        return [t.clone() for t in given]
+        before, after = (*self.projected, *self.angles), (*self.caches, *self.rest)
+        return [*(t.clone() for t in before), *self.gains, *(t.clone() for t in after)]
 
     def __call__(self, *args: Tensor) -> Any:
         q, k, v, cos, sin, q_gain, k_gain, keys, values, filled, mask = args
@@ -188,6 +190,18 @@ def test_near_misses(change: str, reason: str) -> None:
     assert hook.count == 0
     (note,) = hook.context.refusals
     assert reason in note.text
+
+
+def test_a_gain_that_is_no_parameter_stays_outside() -> None:
+    """Something before it in the step may write it, and the kernel reads it early."""
+    step = Step("normed")
+    step.gains = [gain.data for gain in step.gains]
+    hook, _, got, graph = fused(step)
+    assert hook.count == 1
+    (call,) = graph.find_nodes(op="call_function", target=ops.rope_into_cache.default)
+    assert arg(call, "q_gain_D") is None and arg(call, "k_gain_D") is None
+    want = step(*[t.float() if t.is_floating_point() else t for t in step.args()])
+    assert_close(got[0].float(), want[0].float(), TOL[BF16])
 
 
 def test_compiled_code_changes_the_caches_where_they_are() -> None:
