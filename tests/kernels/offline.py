@@ -28,6 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from moe_ops.backends.triton import run_experts
 from moe_ops.kernels.triton import (
     combine,
     grouped_plain,
@@ -39,13 +40,19 @@ from moe_ops.kernels.triton import (
     sort,
     tiny,
 )
-from moe_ops.ops import experts, route
+from moe_ops.ops import route
 from moe_ops.testing import ACTIVATIONS, LAYERS
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
     torch.int32: "*i32", torch.int64: "*i64",
     torch.bool: "*i1",
+}  # fmt: skip
+
+# As `experts` has them by default, in the order in which kernels take them.
+ACTIVATION = {
+    "kind": "silu", "gated": True, "interleaved": False, "alpha": 1.0, "limit": None,
+    "up_shift": 0.0,
 }  # fmt: skip
 
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}  # bytes that a block may use
@@ -140,7 +147,9 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         tokens_of = {"tiny": (1, 4), "rows": (8, 64, 256, 1024), "grouped": (256, 4096)}
         for backend, tokens in tokens_of.items():
             for T in tokens:
-                yield f"{name} {backend} {T}", lambda c=case, b=backend, t=T: layer(c, b, t)
+                for onto in (False, True):
+                    call = functools.partial(layer, case, backend, T, onto)
+                    yield f"{name} {backend} {T}{' onto' if onto else ''}", call
         yield f"{name} route", lambda c=case: routed(c)
     for shape in ATTENTION:
         yield f"one query {shape}", lambda s=shape: attended(*s)
@@ -156,7 +165,10 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"normed linears {sizes} {K}", call
     for name, args in ACTIVATIONS.items():
         for backend in ("tiny", "rows", "grouped"):
-            yield f"{name} {backend}", lambda b=backend, a=args: layer(LAYERS["olmoe"], b, 4, **a)
+            yield (
+                f"{name} {backend}",
+                lambda b=backend, a=args: layer(LAYERS["olmoe"], b, 4, False, **a),
+            )
 
 
 def attended(batch: int, heads: int, group: int, slots: int, size: int, sinks: bool) -> None:
@@ -207,19 +219,26 @@ def routed(case: Any) -> None:
     route.backends["triton"].run(logits, case.K, renormalize=True)
 
 
-def layer(case: Any, backend: str, T: int, **activation: Any) -> None:
-    F = 2 * case.I if activation.get("gated", True) else case.I
+def layer(case: Any, backend: str, T: int, onto: bool, **activation: Any) -> None:
+    act = {**ACTIVATION, **activation}
+    F = 2 * case.I if act["gated"] else case.I
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    experts.backends[f"triton.{backend}"].run(
+    run_experts(
+        backend,
         empty(T, case.D),
         empty(T, case.K, dtype=torch.float32),
         empty(T, case.K, dtype=torch.int32),
         empty(case.E, F, case.D),
         empty(case.E, case.D, case.I),
-        **activation,
+        None,
+        None,
+        None,
+        False,
+        tuple(act.values()),
+        empty(T, case.D) if onto else None,
     )
 
 
