@@ -15,6 +15,8 @@ from moe_ops.passes.drop_duplicate_quantize import drop_duplicate_quantize
 from moe_ops.passes.fuse_experts import fuse_experts
 from moe_ops.passes.fuse_moe import fuse_moe
 from moe_ops.passes.fuse_norm import fuse_norm
+from moe_ops.passes.fuse_residual import fuse_residual
+from moe_ops.passes.fuse_rope import fuse_rope
 from moe_ops.passes.hoist_quantize import hoist_quantize
 from moe_ops.passes.lift_batched_mm import lift_batched_mm
 from moe_ops.passes.lift_grouped_mm import lift_grouped_mm
@@ -37,4 +39,6 @@ PIPELINE: tuple[Pass, ...] = (
     lower,
     merge_linears,
     fuse_norm,
+    fuse_rope,
+    fuse_residual,
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -165,6 +166,15 @@ def require_closed(region: set[fx.Node], out: fx.Node) -> None:
             outside = [user for user in outside if not is_call(user, aten.sym_size.int)]
         if outside:
             raise Mismatch(f"{node} is also used by {outside[0]}")
+
+
+def parameters_of(graph: fx.Graph) -> set[fx.Node]:
+    """The inputs of the graph that stay where they are from call to call: no launch of the model
+    writes them."""
+    context = TracingContext.try_get()
+    known = context.fw_metadata.static_input_indices if context and context.fw_metadata else []
+    inputs = graph.find_nodes(op="placeholder")
+    return {inputs[i] for i in known if i < len(inputs)}
 
 
 def layer_of(node: fx.Node) -> str:

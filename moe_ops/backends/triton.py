@@ -210,6 +210,42 @@ def most_rows_tokens(
     return most * experts // experts_TK.shape[1]
 
 
+def run_experts(
+    kernel: str,
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    w13_EFD: Tensor,
+    w2_EDI: Tensor,
+    b13_EF: Tensor | None,
+    b2_ED: Tensor | None,
+    expert_map: Tensor | None,
+    transposed: bool,
+    act: tuple[str, bool, bool, float, float | None, float],
+    residual_TD: Tensor | None = None,
+) -> Tensor:
+    """`experts` by the kernels of this module of `moe_ops.kernels.triton`, added to a residual if
+    there is one."""
+    if x_TD.shape[0] == 0:
+        return torch.empty_like(x_TD)
+    from moe_ops.kernels.triton.weights import Experts
+
+    layer = Experts(
+        w13_EFD=w13_EFD,
+        w2_EDI=w2_EDI,
+        b13_EF=_rows(b13_EF),
+        b2_ED=_rows(b2_ED),
+        transposed=transposed,
+        act=act,
+    )
+    module = importlib.import_module(f"moe_ops.kernels.triton.{kernel}")
+    out_TD: Tensor = module.run(
+        _rows(x_TD), weights_TK.contiguous(), experts_TK.contiguous(), layer,
+        _contiguous(expert_map), residual_TD=_contiguous(residual_TD),
+    )  # fmt: skip
+    return out_TD
+
+
 def _experts_on(kernel: str) -> Callable[..., Tensor]:
     """The backend whose kernels are in this module of `moe_ops.kernels.triton`."""
 
@@ -240,24 +276,9 @@ def _experts_on(kernel: str) -> Callable[..., Tensor]:
         w_format: str = "",
         x_format: str = "",
     ) -> Tensor:
-        if x_TD.shape[0] == 0:
-            return torch.empty_like(x_TD)
-        from moe_ops.kernels.triton.weights import Experts
-
-        layer = Experts(
-            w13_EFD=w13_EFD,
-            w2_EDI=w2_EDI,
-            b13_EF=_rows(b13_EF),
-            b2_ED=_rows(b2_ED),
-            transposed=transposed,
-            act=(kind, gated, interleaved, alpha, limit, up_shift),
-        )
-        module = importlib.import_module(f"moe_ops.kernels.triton.{kernel}")
-        out_TD: Tensor = module.run(
-            _rows(x_TD), weights_TK.contiguous(), experts_TK.contiguous(), layer,
-            _contiguous(expert_map),
-        )  # fmt: skip
-        return out_TD
+        act = (kind, gated, interleaved, alpha, limit, up_shift)
+        tensors = (x_TD, weights_TK, experts_TK, w13_EFD, w2_EDI, b13_EF, b2_ED, expert_map)
+        return run_experts(kernel, *tensors, transposed, act)
 
     return run
 

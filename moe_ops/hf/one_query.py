@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from moe_ops.kernels.one_query import formula, one_query, refusal
+
 NAME = "moe_ops_one_query"
 # What models pass along that does not bear on one query under a mask.
 BESIDE_THE_POINT = {"is_causal", "output_router_logits", "position_ids", "sliding_window"}
@@ -98,28 +100,17 @@ def attended(
     [B, 1, 1, S] of bool (see) or floats (add); `sinks` [H] are logits of slots that hold nothing.
     """
     B, H, _, D = query.shape
-    heads = key.shape[1]
     scale = D**-0.5 if scaling is None else scaling
-    if query.is_cuda:
-        from moe_ops.kernels.triton.one_query import attend, refusal
+    given = query.reshape(B, H, D).contiguous(), key, value, mask[:, 0, 0]
+    ours = has_kernels(query) and refusal(*given, sinks) is None
+    return (one_query if ours else formula)(*given, scale, sinks)[:, None]
 
-        mask_BS = mask[:, 0, 0]
-        if refusal(query, key, value, mask_BS) is None:
-            out = attend(query.reshape(B, H, D), key, value, mask_BS, scale, sinks)
-            return out[:, None]
-    grouped = query.reshape(B, heads, H // heads, D) * scale
-    scores = (grouped @ key.transpose(2, 3)).float()  # [B, heads, H / heads, slots]
-    hides = mask.dtype == torch.bool
-    scores = scores.masked_fill(~mask, float("-inf")) if hides else scores + mask
-    if sinks is not None:
-        sink = sinks.float().reshape(1, heads, H // heads, 1).expand(B, -1, -1, -1)
-        scores = torch.cat([scores, sink], -1)
-    out = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype) @ value
-    return out.reshape(B, 1, H, value.shape[3])
+
+def has_kernels(query: Tensor) -> bool:
+    """Whether it is worth an op; elsewhere a compiler does better with the formula."""
+    return query.is_cuda
 
 
 def register() -> None:
     """Make it known to transformers."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, one_query_attention)
-    if torch.cuda.is_available():
-        import moe_ops.kernels.triton.one_query  # noqa: F401  (not first in the midst of a trace)

@@ -28,23 +28,31 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from moe_ops.backends.triton import run_experts
 from moe_ops.kernels.triton import (
     combine,
     grouped_plain,
     linears,
     one_query,
+    rope,
     routing,
     rows,
     sort,
     tiny,
 )
-from moe_ops.ops import experts, route
+from moe_ops.ops import route
 from moe_ops.testing import ACTIVATIONS, LAYERS
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
     torch.int32: "*i32", torch.int64: "*i64",
     torch.bool: "*i1",
+}  # fmt: skip
+
+# As `experts` has them by default, in the order in which kernels take them.
+ACTIVATION = {
+    "kind": "silu", "gated": True, "interleaved": False, "alpha": 1.0, "limit": None,
+    "up_shift": 0.0,
 }  # fmt: skip
 
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}  # bytes that a block may use
@@ -121,7 +129,7 @@ def compile_launches(
     pdl = (True, {"launch_pdl": True}) if capability >= 90 else (False, {})
     with ExitStack() as patched:
         patched.enter_context(patch.object(JITFunction, "run", run))
-        for module in (combine, linears, routing, rows, sort, tiny):
+        for module in (combine, linears, one_query, rope, routing, rows, sort, tiny):
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
         memory = SHARED_MEMORY[capability]
         for module in (grouped_plain, linears):
@@ -139,20 +147,28 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         tokens_of = {"tiny": (1, 4), "rows": (8, 64, 256, 1024), "grouped": (256, 4096)}
         for backend, tokens in tokens_of.items():
             for T in tokens:
-                yield f"{name} {backend} {T}", lambda c=case, b=backend, t=T: layer(c, b, t)
+                for onto in (False, True):
+                    call = functools.partial(layer, case, backend, T, onto)
+                    yield f"{name} {backend} {T}{' onto' if onto else ''}", call
         yield f"{name} route", lambda c=case: routed(c)
     for shape in ATTENTION:
         yield f"one query {shape}", lambda s=shape: attended(*s)
+        yield f"rope {shape}", lambda s=shape: turned(*s)
     for sizes, K, biases in LINEARS:
         for T in (1, 8, 32, 64):
             call = functools.partial(projected, T, sizes, K, biases)
             yield f"linears {T} {sizes} {K}", call
+        call = functools.partial(projected, 1, sizes, K, biases, early=True)
+        yield f"early linears {sizes} {K}", call
         for residual in (False, True):
             call = functools.partial(projected, 1, sizes, K, biases, True, residual)
             yield f"normed linears {sizes} {K}", call
     for name, args in ACTIVATIONS.items():
         for backend in ("tiny", "rows", "grouped"):
-            yield f"{name} {backend}", lambda b=backend, a=args: layer(LAYERS["olmoe"], b, 4, **a)
+            yield (
+                f"{name} {backend}",
+                lambda b=backend, a=args: layer(LAYERS["olmoe"], b, 4, False, **a),
+            )
 
 
 def attended(batch: int, heads: int, group: int, slots: int, size: int, sinks: bool) -> None:
@@ -165,8 +181,26 @@ def attended(batch: int, heads: int, group: int, slots: int, size: int, sinks: b
     one_query.attend(q, k, k, mask, 0.088, sinks_H)
 
 
+def turned(batch: int, heads: int, group: int, slots: int, size: int, sinks: bool) -> None:
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+    gain = None if sinks else empty(size)
+    angles = empty(1, size // 2) if sinks else empty(batch, size)
+    k, cache = empty(batch, heads, size), empty(batch, heads, slots, size)
+    slot = torch.empty(1, dtype=torch.int64, device="meta")
+    q = empty(batch, heads * group, size)
+    rope.run(q, k, k, angles, angles, slot, cache, cache, gain, gain, 1e-6)
+
+
 def projected(
-    T: int, sizes: tuple[int, ...], K: int, biases: bool, norm: bool = False, residual: bool = False
+    T: int,
+    sizes: tuple[int, ...],
+    K: int,
+    biases: bool,
+    norm: bool = False,
+    residual: bool = False,
+    early: bool = False,
 ) -> None:
     def empty(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
@@ -177,7 +211,7 @@ def projected(
         added = empty(T, K) if residual else None
         linears.run_normed(empty(T, K), added, empty(K), 1e-6, weights, given)
     else:
-        linears.run(empty(T, K), weights, given)
+        linears.run(empty(T, K), weights, given, early=early)
 
 
 def routed(case: Any) -> None:
@@ -185,19 +219,26 @@ def routed(case: Any) -> None:
     route.backends["triton"].run(logits, case.K, renormalize=True)
 
 
-def layer(case: Any, backend: str, T: int, **activation: Any) -> None:
-    F = 2 * case.I if activation.get("gated", True) else case.I
+def layer(case: Any, backend: str, T: int, onto: bool, **activation: Any) -> None:
+    act = {**ACTIVATION, **activation}
+    F = 2 * case.I if act["gated"] else case.I
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    experts.backends[f"triton.{backend}"].run(
+    run_experts(
+        backend,
         empty(T, case.D),
         empty(T, case.K, dtype=torch.float32),
         empty(T, case.K, dtype=torch.int32),
         empty(case.E, F, case.D),
         empty(case.E, case.D, case.I),
-        **activation,
+        None,
+        None,
+        None,
+        False,
+        tuple(act.values()),
+        empty(T, case.D) if onto else None,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import dispatch, expert_gemm, experts
+from moe_ops.backends.triton import run_experts
 from moe_ops.testing import (
     ACTIVATIONS,
     CASES,
@@ -170,6 +171,22 @@ def test_one_product(transposed: bool) -> None:
     got = expert_gemm.backends["triton"].run(*call)
     want = expert_gemm.reference(*map(float32, call))
     assert_close(got[:used], want[:used], TOL["expert_gemm", F16])
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("T", [1, 3])
+@each_kernel
+def test_a_residual_is_added_to_what_was_rounded(kernel: str, T: int, biases: bool) -> None:
+    layer = make_layer(Case(name="residual", T=T, E=5, K=3, D=33, I=16), F16, DEVICE)
+    more = (layer.b13_EF, layer.b2_ED) if biases else (None, None)
+    act = ("silu", True, False, 1.0, None, 0.0)
+    call = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI, *more)
+    residual_TD = torch.randn(layer.x_TD.shape, device=DEVICE).to(F16)
+    name = kernel.removeprefix("triton.")
+    out, onto = (run_experts(name, *call, None, False, act, r) for r in (None, residual_TD))
+    assert torch.equal(onto, residual_TD + out)
+    strided = residual_TD.T.contiguous().T
+    assert torch.equal(onto, run_experts(name, *call, None, False, act, strided))
 
 
 def test_more_tokens_than_tiny_takes_are_refused() -> None:

@@ -5,18 +5,21 @@ The interpreter multiplies float16 and float32 alone, so bfloat16 is left to tes
 
 from __future__ import annotations
 
+import importlib
 import itertools
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from moe_ops.kernels.one_query import formula, one_query, refusal
 from moe_ops.testing import F32, Tol, assert_close
 
 pytest.importorskip("triton")
-from moe_ops.kernels.triton.one_query import attend, refusal
+from moe_ops.kernels.triton.one_query import attend
 from moe_ops.kernels.triton.one_query_plan import MOST_SLOTS, MOST_SPLITS, Plan, plan_for
 
+op_file = importlib.import_module("moe_ops.kernels.one_query")
 TOL = Tol(1e-5, "float32 sums in another order")
 TOL_F16 = Tol(2e-3, "weights and outputs rounded to the 11 bits of float16")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -202,29 +205,85 @@ def test_the_formula_with_sinks_and_added_masks(size: tuple[int, ...]) -> None:
     assert_close(got[:, 0], definition(q, k, v, seen, 0.3, sinks), TOL, "formula")
 
 
-def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def why(slots: int = 64, sizes: tuple[int, int] = (32, 32), **but: Tensor) -> str | None:
-        tensors = {
-            "q": torch.empty(1, 4, 1, sizes[0], device="meta"),
-            "k": torch.empty(1, 2, slots, sizes[0], device="meta"),
-            "v": torch.empty(1, 2, slots, sizes[1], device="meta"),
-            "mask_BS": torch.empty(1, slots, dtype=torch.bool, device="meta"),
-        }
-        return refusal(**tensors | but)
+def test_a_compiled_step_reads_the_buffers_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `index_copy_` wrote in the same graph, without a copy of all slots."""
+    from moe_ops.hf import one_query as of_transformers
+    from moe_ops.hf.slots import SlotLayer
 
+    monkeypatch.setattr(of_transformers, "has_kernels", lambda query: True)
+    read = []
+    monkeypatch.setattr(op_file, "formula", lambda *args: read.append(args) or formula(*args))
+    layer = SlotLayer(2, 64, torch.tensor(5))
+    layer.lazy_initialization(torch.empty(2, 3, 1, 16), torch.empty(2, 3, 1, 32))
+    mask = (torch.arange(64) < 6).expand(2, 1, 1, 64)
+    module = nn.Module()
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = layer.update(k * 2, v.cos())
+        return of_transformers.one_query_attention(module, q + 1, k, v, mask, scaling=0.3)[0]
+
+    q, k, v = torch.randn(2, 6, 1, 16), torch.randn(2, 3, 1, 16), torch.randn(2, 3, 1, 32)
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        got = torch.compile(step, fullgraph=True)(q, k, v)
+    ((_, keys, values, *_),) = read
+    assert (keys.data_ptr(), values.data_ptr()) == (layer.keys.data_ptr(), layer.values.data_ptr())
+    assert torch.equal(layer.keys[:, :, 5:6], k * 2) and layer.values.count_nonzero() == v.numel()
+    assert_close(
+        got[:, 0], definition(q[:, :, 0] + 1, keys, values, mask[:, 0, 0], 0.3), TOL, "compiled"
+    )
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("hides", [False, True])
+def test_the_op(sinks: bool, hides: bool) -> None:
+    q, k, v, seen = tensors((3, 6, 2, 20, 32, 16))
+    mask = seen if hides else torch.where(seen, 0.5, torch.finfo(F32).min)
+    given = q, k, v, mask, 0.3, torch.randn(6, device=DEVICE) if sinks else None
+    got = one_query(*given)
+    assert got.is_contiguous()
+    assert_close(got, definition(*given), TOL, "op")
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(torch.ops.moe_ops.one_query.default, given, test_utils=tests)
+
+
+def test_refusals_say_why() -> None:
     def meta(*shape: int, dtype: torch.dtype = F32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    assert why() == "needs CUDA"
-    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
-    assert why() is None
+    def why(slots: int = 64, sizes: tuple[int, int] = (32, 32), **but: Tensor) -> str | None:
+        tensors = {
+            "q_BHD": meta(1, 4, sizes[0]),
+            "k_BNSD": meta(1, 2, slots, sizes[0]),
+            "v_BNSD": meta(1, 2, slots, sizes[1]),
+            "mask_BS": meta(1, slots, dtype=torch.bool),
+        }
+        return refusal(**tensors | but)
+
+    assert why() is None and why(sinks_H=meta(4)) is None
     assert why(MOST_SLOTS) is None
     assert why(MOST_SLOTS + 1) == f"has {MOST_SLOTS + 1} slots, more than {MOST_SLOTS}"
     assert why(sizes=(24, 32)) == "heads of 24, no power of two from 16 to 256"
     assert why(sizes=(32, 512)) == "heads of 512, no power of two from 16 to 256"
-    assert why(k=meta(1, 2, 64, 32, dtype=torch.bfloat16)) == (
+    assert why(k_BNSD=meta(1, 2, 64, 32, dtype=torch.bfloat16)) == (
         "torch.float32, torch.bfloat16 and torch.float32 are not one of float32, bfloat16, float16"
     )
-    assert why(v=meta(1, 64, 2, 32).transpose(1, 2)) == "the cache is a view"
-    assert why(mask_BS=meta(64, 1).T) is None  # one sequence: its slots are 1 apart
+    assert why(q_BHD=meta(1, 4, 1, 32)) == (
+        "q, k and v are [1, 4, 1, 32], [1, 2, 64, 32], [1, 2, 64, 32], not [B, H, D] and "
+        "[B, N, S, D]"
+    )
+    unfit = "q, k and v of [1, {}, 32], [1, 2, {}, 32], [1, 2, 64, 32] do not fit each other"
+    assert why(q_BHD=meta(1, 3, 32)) == unfit.format(3, 64)
+    assert why(k_BNSD=meta(1, 2, 65, 32)) == unfit.format(4, 65)
+    assert why(q_BHD=meta(1, 4, 64)[..., ::2]) == "the query has the strides (256, 64, 2)"
+    assert why(v_BNSD=meta(1, 64, 2, 32).transpose(1, 2)) == "the cache is a view"
+    assert why(mask_BS=meta(64, 1).T.bool()) is None  # one sequence: its slots are 1 apart
     assert why(mask_BS=meta(1, 128)[:, ::2]) == "the mask is a view"
+    assert why(mask_BS=meta(1, 65)) == "the mask is torch.float32 [1, 65], not of 1 x 64 slots"
+    assert why(mask_BS=meta(1, 64, dtype=torch.int64)) == (
+        "the mask is torch.int64 [1, 64], not of 1 x 64 slots"
+    )
+    assert why(sinks_H=meta(5)) == "the sinks are [5], not a contiguous [4]"
+    assert why(mask_BS=torch.empty(1, 64)) == "the query is on meta, something else on cpu"
+    wrong = [torch.empty(shape) for shape in ((1, 4, 24), (1, 2, 8, 24), (1, 2, 8, 24), (1, 8))]
+    with pytest.raises(ValueError, match="one_query: heads of 24"):
+        one_query(*wrong, 1.0)

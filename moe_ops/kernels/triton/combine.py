@@ -13,10 +13,11 @@ BD = 1024
 
 @triton.jit
 def sum_kernel(
-    y_ptr, inverse_ptr, weights_ptr, out_ptr,
+    y_ptr, inverse_ptr, weights_ptr, residual_ptr, out_ptr,
     K: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = sum over k of weight[t, k] * y[row of (t, k)], in the order of k."""
+    """out[t] = sum over k of weight[t, k] * y[row of (t, k)], in the order of k, rounded; plus
+    residual[t] if there is one, rounded again."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -30,16 +31,26 @@ def sum_kernel(
     if weights_ptr is not None:
         weight_K = tl.load(weights_ptr + t * K + k, mask=row_K >= 0, other=0.0).to(tl.float32)
         y_KD = y_KD * weight_K[:, None]
-    tl.store(out_ptr + t * D + d, tl.sum(y_KD, 0).to(out_ptr.dtype.element_ty), mask=d < D)
+    out_D = tl.sum(y_KD, 0).to(out_ptr.dtype.element_ty)
+    if residual_ptr is not None:
+        residual_D = tl.load(residual_ptr + t * D + d, mask=d < D, other=0.0)
+        out_D = (out_D.to(tl.float32) + residual_D.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + t * D + d, out_D, mask=d < D)
 
 
-def sum_rows(y_RD: Tensor, inverse_R: Tensor, weights_TK: Tensor | None, top_k: int) -> Tensor:
+def sum_rows(
+    y_RD: Tensor,
+    inverse_R: Tensor,
+    weights_TK: Tensor | None,
+    top_k: int,
+    residual_TD: Tensor | None = None,
+) -> Tensor:
     """out_TD from the rows of experts, with weights unless the rows contain them."""
     T, D = inverse_R.shape[0] // top_k, y_RD.shape[1]
     out_TD = y_RD.new_empty(T, D)
     pdl, options = pdl_options(y_RD)
     sum_kernel[(T, triton.cdiv(D, BD))](
-        y_RD, inverse_R, weights_TK, out_TD,
+        y_RD, inverse_R, weights_TK, residual_TD, out_TD,
         K=top_k, D=D, BK=triton.next_power_of_2(top_k), BD=min(BD, triton.next_power_of_2(D)),
         PDL=pdl, num_warps=4, **options,
     )  # fmt: skip

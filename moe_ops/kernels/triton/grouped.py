@@ -24,8 +24,10 @@ def run(
     experts_TK: Tensor,
     layer: Experts,
     expert_map: Tensor | None,
+    residual_TD: Tensor | None = None,
 ) -> Tensor:
-    """The `experts` op: sort, two products over the same tiles, weighted sum."""
+    """The `experts` op: sort, two products over the same tiles, weighted sum, to which a contiguous
+    residual is added if there is one."""
     (T, K), (E, _, I) = experts_TK.shape, layer.sizes
     w13, w2 = layer.w13_EFD, layer.w2_EDI
     if layer.transposed:
@@ -35,7 +37,7 @@ def run(
     tiles = tile_map(ends_E, T * K, *tile_rows(x_TD, T * K, w13, x_TD.new_empty(0, I)))
     h_RI = grouped_gated(x_TD, rows_R, ends_E, w13, layer.b13_EF, K, *layer.act, tiles=tiles)
     y_RD = grouped_rows(h_RI, ends_E, w2, layer.b2_ED, tiles=tiles)
-    return sum_rows(y_RD, inverse_R, weights_TK, K)
+    return sum_rows(y_RD, inverse_R, weights_TK, K, residual_TD)
 
 
 def grouped_gated(

@@ -20,12 +20,6 @@ def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-@torch.compiler.assume_constant_result
-def processors_of(index: int) -> int:
-    """The multiprocessors of a CUDA device; a compiler takes them as they are."""
-    return _processors(index)
-
-
 def processors(t: Tensor) -> int:
     """The multiprocessors of the device of a tensor; those of an H200 where it is no GPU."""
     return _processors(t.device.index) if t.is_cuda else 132

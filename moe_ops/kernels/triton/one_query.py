@@ -8,7 +8,8 @@ Queries that share a key are the rows of one tile, and programs share the slots 
     one_query_merge     the output from what the programs found, in the order of the slots
 
 A second launch merges, rather than whichever program comes last: these would count arrivals in
-memory that outlives a call, which calls on two streams would share.
+memory that outlives a call, which calls on two streams would share. Each launch waits for the one
+before at once: the query, the keys and the values come from it or from shortly before.
 """
 
 from __future__ import annotations
@@ -18,16 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.launch import processors_of
-from moe_ops.kernels.triton.one_query_plan import (
-    MOST_HELD,
-    MOST_SLOTS,
-    Plan,
-    plan_for,
-    power_of_two,
-)
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from moe_ops.kernels.triton.launch import pdl_options, processors
+from moe_ops.kernels.triton.one_query_plan import MOST_HELD, Plan, plan_for, power_of_two
 
 
 def attend(
@@ -39,24 +32,16 @@ def attend(
     sinks_H: Tensor | None = None,
     plan: Plan | None = None,
 ) -> Tensor:
-    """out[b, h] = Σ_s p[s] v[b, n(h), s], where p is softmax over the slots s of
-
-        q[b, h] · k[b, n(h), s] scale + mask[b, s]
-
-    and, if there are sinks, of one more logit, whose share adds nothing. H / N heads share a key.
-    A mask of bool hides what is False; one of floats is added, and hides what is less than half of
-    the least number of its type. What is in hidden slots behind the last that is not hidden does
-    not matter. Without sinks, some slot of each sequence is not hidden.
-    """
+    """`moe_ops.kernels.one_query.one_query` of arguments that its `refusal` lets pass. What is in
+    hidden slots behind the last that is not hidden does not matter."""
     B, H, D = q_BHD.shape
     N, slots, DV = v_BNSD.shape[1:]
     group = H // N
     rows = max(16, power_of_two(group))
     if plan is None:
         row_bytes = (D + DV) * k_BNSD.element_size()
-        # Elsewhere kernels are interpreted, or compiled for an H200 that is not here.
-        processors = processors_of(q_BHD.device.index) if q_BHD.is_cuda else 132
-        plan = plan_for(B * N, slots, row_bytes, rows * DV, processors)
+        plan = plan_for(B * N, slots, row_bytes, rows * DV, processors(q_BHD))
+    pdl, options = pdl_options(q_BHD)
     # Arguments that a launch has no use for are there, but not looked at.
     sinks = q_BHD if sinks_H is None else sinks_H
     out = torch.empty(B, H, DV, dtype=v_BNSD.dtype, device=v_BNSD.device)
@@ -86,9 +71,11 @@ def attend(
         SPLITS=plan.splits,
         SINKS=sinks_H is not None and plan.splits == 1,
         LEAST=0.0 if mask_BS.dtype == torch.bool else torch.finfo(mask_BS.dtype).min / 2,
-        SCALE=scale,  # as an argument, Inductor makes it a float64
+        SCALE=scale,
+        PDL=pdl,
         num_warps=plan.warps,
         num_stages=plan.stages,
+        **options,
     )
     if plan.splits > 1:
         one_query_merge[(B * H,)](
@@ -102,27 +89,11 @@ def attend(
             BP=power_of_two(plan.splits),
             DV=DV,
             SINKS=sinks_H is not None,
+            PDL=pdl,
             num_warps=8 if power_of_two(plan.splits) * DV > MOST_HELD else 4,
+            **options,
         )
     return out
-
-
-def refusal(q: Tensor, k: Tensor, v: Tensor, mask_BS: Tensor) -> str | None:
-    """Why `attend` is not the way, or None."""
-    if not q.is_cuda:
-        return "needs CUDA"
-    if k.shape[2] > MOST_SLOTS:
-        return f"has {k.shape[2]} slots, more than {MOST_SLOTS}"
-    for size in (k.shape[3], v.shape[3]):
-        if not 16 <= size <= 256 or size != power_of_two(size):
-            return f"heads of {size}, no power of two from 16 to 256"
-    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
-        return f"{q.dtype}, {k.dtype} and {v.dtype} are not one of float32, bfloat16, float16"
-    if not (k.is_contiguous() and v.is_contiguous()):
-        return "the cache is a view"
-    if mask_BS.stride(1) != 1:
-        return "the mask is a view"
-    return None
 
 
 @triton.jit
@@ -142,6 +113,7 @@ def one_query_kernel(
     slots: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BS: tl.constexpr, SPAN: tl.constexpr, BL: tl.constexpr, SPLITS: tl.constexpr,
     SINKS: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a sequence and a head of the cache, SPAN of its slots, in tiles of BS.
 
@@ -158,6 +130,9 @@ def one_query_kernel(
     k_ptr += pair * slots * D
     v_ptr += pair * slots * DV
     lead = split * SPAN
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     q = tl.load(
         q_ptr + (pair * G + rows[:, None]) * D + dims[None, :], mask=rows[:, None] < G, other=0.0
     )
@@ -211,11 +186,15 @@ def one_query_kernel(
 def one_query_merge(
     found_ptr, stats_ptr, sinks_ptr, out_ptr, H, stat_stride,
     SPLITS: tl.constexpr, BP: tl.constexpr, DV: tl.constexpr, SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the output of one query head from what the programs found in its slots."""
     row = tl.program_id(0).to(tl.int64)
     p, out_dims = tl.arange(0, BP), tl.arange(0, DV)
     here = row * SPLITS + p
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     high_P = tl.load(stats_ptr + here, mask=p < SPLITS, other=float("-inf"))
     total_P = tl.load(stats_ptr + stat_stride + here, mask=p < SPLITS, other=0.0)
     found_PV = tl.load(

@@ -178,8 +178,10 @@ def run(
     layer: Experts,
     expert_map: Tensor | None,
     tiles: Tiles | None = None,
+    residual_TD: Tensor | None = None,
 ) -> Tensor:
-    """The `experts` op, each weight read once for every BN rows of its expert."""
+    """The `experts` op, each weight read once for every BN rows of its expert, added to a
+    contiguous residual if there is one."""
     (T, K), (E, D, I) = experts_TK.shape, layer.sizes
     R = T * K
     if tiles is None:
@@ -201,7 +203,7 @@ def run(
         E=E, D=D, I=I, BE=BE, BD=down.rows, BI=down.step, BN=down.BN,
         PDL=pdl, num_warps=down.warps, num_stages=down.stages, **options,
     )  # fmt: skip
-    return sum_rows(y_RD, inverse_R, None, K)
+    return sum_rows(y_RD, inverse_R, None, K, residual_TD)
 
 
 def _units(R: int, E: int, tile: Tile) -> int:

@@ -6,7 +6,8 @@ gathered. Weights are the rows of the matrix units' tiles, tokens their columns.
 
     tiny_up    h[p, t] = weight[t, e] * activate(W13[e] x_t + b13[e]) for the pair p of token and
                choice that is the first to name the expert e; 0 where token t did not choose it
-    tiny_down  out[t] = sum over the experts in use of W2[e] h[p, t] + weight[t, e] * b2[e]
+    tiny_down  out[t] = sum over the experts in use of W2[e] h[p, t] + weight[t, e] * b2[e],
+               rounded; plus residual[t] if there is one, rounded again
 
 A program of tiny_up reads the id of its own pair and whether one before it is the same: no more, as
 all of them wait for it. Which experts are in use, without gaps, one more program works out beside
@@ -166,7 +167,7 @@ def tiny_up(
 
 @triton.jit(do_not_specialize=["T"])
 def tiny_down(
-    h_ptr, table_ptr, share_ptr, w_ptr, b_ptr, out_ptr,
+    h_ptr, table_ptr, share_ptr, w_ptr, b_ptr, residual_ptr, out_ptr,
     T, stride_we, stride_wd, stride_wi, stride_be,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr,
     BP: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr,
@@ -180,6 +181,12 @@ def tiny_down(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    rows_T = tl.arange(0, BT)
+    d_R = tl.program_id(0) * BR + tl.arange(0, BR)
+    at_RT = rows_T[None, :] * D + d_R[:, None]
+    mine_RT = (d_R < D)[:, None] & (rows_T < T)[None, :]
+    if residual_ptr is not None:  # asked for here, so that nothing waits for it at the end
+        residual_RT = tl.load(residual_ptr + at_RT, mask=mine_RT, other=0.0)
     # Of one token the bound is known; nothing then waits for the number of experts.
     count = K if ONE else tl.load(table_ptr)
     ids_ptr = table_ptr + 1
@@ -216,8 +223,6 @@ def tiny_down(
     acc_MN = tl.where(diagonal_MN, acc_MN, 0.0)
     out_MT = tl.sum(tl.reshape(acc_MN, (BG * BR, BN // BT, BT)), 1)
     out_RT = tl.sum(tl.reshape(out_MT, (BG, BR, BT)), 0)
-    rows_T = tl.arange(0, BT)
-    d_R = tl.program_id(0) * BR + tl.arange(0, BR)
     if b_ptr is not None:
         for rank in range(count):
             # Loaded as vectors, which the masks are.
@@ -228,11 +233,10 @@ def tiny_down(
             b_R = tl.load(b_ptr + e_R.to(tl.int64) * stride_be + d_R, mask=here_R, other=0.0)
             share_T = tl.load(share_ptr + pair_T * T + rows_T, mask=here_T, other=0.0)
             out_RT += b_R.to(tl.float32)[:, None] * share_T[None, :]
-    tl.store(
-        out_ptr + rows_T[None, :] * D + d_R[:, None],
-        out_RT.to(out_ptr.dtype.element_ty),
-        mask=(d_R < D)[:, None] & (rows_T < T)[None, :],
-    )
+    out_RT = out_RT.to(out_ptr.dtype.element_ty)
+    if residual_ptr is not None:
+        out_RT = (out_RT.to(tl.float32) + residual_RT.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at_RT, out_RT, mask=mine_RT)
 
 
 def run(
@@ -242,8 +246,10 @@ def run(
     layer: Experts,
     expert_map: Tensor | None,
     tiles: Tiles | None = None,
+    residual_TD: Tensor | None = None,
 ) -> Tensor:
-    """The `experts` op for up to TINY_TOKENS tokens and TINY_PAIRS pairs of token and choice."""
+    """The `experts` op for up to TINY_TOKENS tokens and TINY_PAIRS pairs of token and choice, added
+    to a contiguous residual if there is one."""
     (T, K), (E, D, I) = experts_TK.shape, layer.sizes
     if T > TINY_TOKENS or T * K > TINY_PAIRS:
         raise ValueError(
@@ -267,7 +273,7 @@ def run(
         ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.up_stages, **options,
     )  # fmt: skip
     tiny_down[(triton.cdiv(D, tiles.BR),)](
-        h_PTI, table, share_PT, layer.w2_EDI, layer.b2_ED, out_TD,
+        h_PTI, table, share_PT, layer.w2_EDI, layer.b2_ED, residual_TD, out_TD,
         T, *layer.strides2, bias_stride(layer.b2_ED),
         E=E, K=K, D=D, I=I, BP=BP, BT=BT, BG=tiles.BG, BR=tiles.BR, BI=tiles.BH,
         BN=max(16, tiles.BG * BT), ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.down_stages,
