@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import grouped
 from moe_ops.kernels.triton.sort import sort_pairs
-from moe_ops.kernels.triton.tile_map import tile_map
+from moe_ops.kernels.triton.tile_map import Tiles, tile_map
 from moe_ops.kernels.triton.weights import Experts
 from moe_ops.testing import BF16, TOL, Case, assert_close
 
@@ -33,6 +36,7 @@ CASES = (
     Case(name="few_rows", T=1024, E=128, K=8, D=512, I=384),
     Case(name="many_waves", T=8192, E=64, K=8, D=1024, I=256),
 )
+HANG = 120  # seconds for one test, most of which the first of a case compiles
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
@@ -84,6 +88,40 @@ def inputs_of(case: Case) -> tuple[Tensor, Tensor, Experts]:
 
 
 @pytest.fixture(autouse=True)
+def no_hang(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A kernel that hangs cannot be stopped: say what is known, and end the process."""
+    tables: list[Tensor] = []
+    tails = torch.empty(8, 3, dtype=torch.int32, pin_memory=True).fill_(-1)
+    stream = torch.cuda.Stream()
+
+    def recording(ends_E: Tensor, rows: int, block_m: int) -> Tiles:
+        tiles = tile_map(ends_E, rows, block_m)
+        tables.append(tiles.table)
+        return tiles
+
+    def hung() -> None:
+        with torch.cuda.stream(stream):
+            for tail, table in zip(tails, tables[-len(tails) :], strict=False):
+                tail.copy_(table[-3:], non_blocking=True)
+        stopped.wait(2)
+        capture = request.config.pluginmanager.getplugin("capturemanager")
+        with capture.global_and_fixture_disabled():
+            print(f"\n{request.node.nodeid} did not end in {HANG} s")
+            print("row tiles, long ones, counter of the last tables:", tails.tolist(), flush=True)
+            faulthandler.dump_traceback(os.dup(1))
+            os._exit(3)
+
+    monkeypatch.setattr(grouped, "tile_map", recording)
+    stopped = threading.Event()
+    timer = threading.Timer(HANG, hung)
+    timer.daemon = True
+    timer.start()
+    yield
+    timer.cancel()
+    stopped.set()
+
+
+@pytest.fixture(autouse=True)
 def exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
@@ -130,7 +168,8 @@ def test_a_product_leaves_the_queue_as_it_was(case: Case) -> None:
     x, _, layer = inputs_of(case)
     for name, ids in routings(case):
         rows, _, ends = sort_pairs(ids, case.E, None)
-        tiles = tile_map(ends, ids.numel(), grouped.tile_rows(x, ids.numel(), layer.w13_EFD, x))
+        block_m = grouped.tile_rows(x, ids.numel(), layer.w13_EFD, x)
+        tiles = grouped.tile_map(ends, ids.numel(), block_m)
         used = int(ends[-1])
         firsts: list[Tensor] = []
         for _ in range(3):

@@ -524,6 +524,10 @@ def _grouped(
     STAGES: gl.constexpr,
 ):
     """`a` is a pointer if TOP_K is given, which says that rows are gathered, else a descriptor."""
+    # Ahead of the barriers that one thread prepares: behind them, ptxas lets that thread's warp
+    # diverge until the tile is known, though it looks it up in registers that a warp shares.
+    queue = _queue(tiles_ptr, capacity, n_tiles)
+    tile = _next_tile(_look_up(gl.program_id(0), queue), queue, BLOCK_M)
     GATHERED: gl.constexpr = TOP_K is not None
     dtype: gl.constexpr = w_desc.dtype
     swizzled: gl.constexpr = w_desc.layout
@@ -544,8 +548,6 @@ def _grouped(
     w_descs = (w_desc, up_desc)
     output = (bias_ptr, out_desc, out_ptr)
     sizes = (N, K)
-    queue = _queue(tiles_ptr, capacity, n_tiles)
-    tile = _next_tile(_look_up(gl.program_id(0), queue), queue, BLOCK_M)
     # Registers of the second consumer and of the producer; what is left goes to the first consumer.
     if GATHERED:
         x = (a, stride_a, rows_ptr)
