@@ -34,7 +34,7 @@ def run(
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     rows_R, inverse_R, ends_E = sort_pairs(experts_TK, E, expert_map)
     # Both products mostly take the same tiles; one that does not maps its own.
-    tiles = tile_map(ends_E, T * K, *tile_rows(x_TD, T * K, w13, x_TD.new_empty(0, I)))
+    tiles = tile_map(ends_E, T * K, tile_rows(x_TD, T * K, w13, x_TD.new_empty(0, I)))
     h_RI = grouped_gated(x_TD, rows_R, ends_E, w13, layer.b13_EF, K, *layer.act, tiles=tiles)
     y_RD = grouped_rows(h_RI, ends_E, w2, layer.b2_ED, tiles=tiles)
     return sum_rows(y_RD, inverse_R, weights_TK, K, residual_TD)
@@ -80,16 +80,13 @@ def grouped_rows(
     return _product(h_RI, None, ends_E, w2_EDI, b2_ED, out, None, linear, tiles)
 
 
-def tile_rows(a: Tensor, rows: int, w: Tensor, out: Tensor) -> tuple[int, int]:
-    """(block_m, short) that a product of these operands takes, for `tile_map`."""
+def tile_rows(a: Tensor, rows: int, w: Tensor, out: Tensor) -> int:
+    """The rows of a tile that a product of these operands takes, for `tile_map`."""
     if runs_on_hopper(a, w, out):
         from moe_ops.kernels.triton import grouped_gluon
 
-        # Short tiles dealt out apart balance the blocks, but they read W from memory once more,
-        # which costs more than it brings where reading W is most of the work.
-        enough = rows >= 192 * w.shape[0]
-        return grouped_gluon.BLOCK_M, grouped_gluon.HALF_M if enough else 0
-    return grouped_plain.config_of(a, rows, w).block_m, 0
+        return grouped_gluon.BLOCK_M
+    return grouped_plain.config_of(a, rows, w).block_m
 
 
 def runs_on_hopper(a: Tensor, w_ENK: Tensor, out: Tensor) -> bool:
@@ -124,9 +121,9 @@ def _product(
 ) -> Tensor:
     if out.numel() == 0:
         return out
-    block_m, short = tile_rows(a, out.shape[0], w_ENK, out)
-    if tiles is None or (tiles.block_m, tiles.short) != (block_m, short):
-        tiles = tile_map(ends_E, out.shape[0], block_m, short)
+    block_m = tile_rows(a, out.shape[0], w_ENK, out)
+    if tiles is None or tiles.block_m != block_m:
+        tiles = tile_map(ends_E, out.shape[0], block_m)
     bias_EN = None if bias_EN is None else bias_EN.contiguous()
     if runs_on_hopper(a, w_ENK, out):
         from moe_ops.kernels.triton import grouped_gluon

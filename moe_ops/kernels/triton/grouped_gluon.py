@@ -3,14 +3,17 @@
 A block holds a ring of stages in shared memory. A producer fills it: W by TMA; the rows of A by
 TMA where they lie in order, by cp.async where they are gathered. Two consumer warpgroups each
 multiply 64 rows of a 128-row tile by the same 256 rows of W, so the lower half of a tile with at
-most 64 rows costs no arithmetic. All of them walk over the same tiles, each at its own pace:
-outputs stay in registers and are stored, and the next tile is looked up, behind the products of
-the tile at hand.
+most 64 rows costs no arithmetic. A block's first tile is dealt; each of the others the producer
+draws from a queue while it copies the one before, and tells the consumers in shared memory: tiles
+cost too unequal times to be dealt evenly ahead of time. Each walks over the block's tiles at its
+own pace: outputs stay in registers and are stored behind the products of the next tile.
 
 What the functions below share:
     rings   stages of A [128, 64] and of W [256, 64]; barriers: stage full, stage read
-    sizes   table of tiles, its capacity, N rows of W per expert, K, tiles along N, slots of this
-            block, and which tiles they hold (`_schedule`)
+    sizes   N rows of W per expert, K
+    queue   table of tiles, its capacity, tiles along N, whole tiles of the queue, items of it
+    tile    expert or -1 if there is none, one past the last row, first row, tile along N
+    notes   where the producer writes the tile of a slot: one place for even, one for odd slots
     output  bias or None, descriptor and pointer of the output
     ACT     (kind or None, gated, interleaved, alpha, limit, up_shift)
 """
@@ -37,9 +40,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.tile_map import Tiles
 
-# Named so from Triton 3.8 on; before that, longer.
+# Named so from Triton 3.7 or 3.8 on; before that, longer.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 BLOCK_M = 128
@@ -54,63 +58,35 @@ CHUNK_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK
 
 
 @gluon.jit
-def _schedule(tiles_ptr, capacity, n_tiles):
-    """This block's share of the work: how many slots it has, and what `_tile_of` needs.
-
-    Blocks are dealt the long tiles in turn, then the short ones from where those ended, so that all
-    have equally many of both. If long tiles would give at most half of the blocks one more, those
-    tiles are split into upper and lower 64 rows, which are dealt after the short ones.
+def _queue(tiles_ptr, capacity, n_tiles):
+    """The queue of this product, for `_look_up` and `_draw`: its items are tiles in the order of
+    the table, those of a group that share W side by side, and the last few of them as upper and
+    lower 64 rows, so that blocks end at nearly the same time.
     """
-    block = gl.program_id(0)
     blocks = gl.num_programs(0)
-    tiles = gl.load(tiles_ptr + 5 * capacity) * n_tiles
-    long_tiles = gl.load(tiles_ptr + 5 * capacity + 1) * n_tiles
-    split = long_tiles % blocks
-    if 2 * split > blocks:
-        split = 0
-    longs = long_tiles - split
-    shorts = tiles - long_tiles + 2 * split
-    first_short = (block + blocks - longs % blocks) % blocks
-    my_longs = (longs - block + blocks - 1) // blocks
-    my_shorts = (shorts - first_short + blocks - 1) // blocks
-    return my_longs + my_shorts, (my_shorts, first_short, longs, long_tiles, tiles)
+    row_tiles = gl.load(tiles_ptr + 5 * capacity)
+    long_tiles = gl.load(tiles_ptr + 5 * capacity + 1)
+    tiles = row_tiles * n_tiles
+    cut = blocks // 4
+    if tiles < blocks:
+        cut = gl.where(2 * tiles <= blocks, tiles, 0)
+    if 4 * long_tiles < row_tiles:
+        cut = 0  # most of what is cut would have no lower half
+    return tiles_ptr, capacity, n_tiles, tiles - cut, tiles + cut
 
 
 @gluon.jit
-def _tile_of(slot, slots, share):
-    """(tile, half or -1) of one of this block's slots.
+def _look_up(item, queue):
+    """An item and the table's entry for it, anything if there is none; `tile_map` writes it.
 
-    Short tiles are spread evenly over a block's slots and, by the block's phase, over the blocks at
-    any time, so that blocks reach long and short tiles of an expert at nearly the same time.
+    Only loads: `_decode` waits for them.
     """
-    my_shorts, first_short, longs, long_tiles, tiles = share
-    block = gl.program_id(0)
-    blocks = gl.num_programs(0)
-    phase = (blocks - 1 - first_short) * slots // blocks
-    before = (slot * my_shorts + phase) // gl.maximum(slots, 1)
-    after = ((slot + 1) * my_shorts + phase) // gl.maximum(slots, 1)
-    tile = block + (slot - before) * blocks
-    half = -1
-    if after > before:
-        tile = long_tiles + first_short + before * blocks
-        if tile >= tiles:
-            half = (tile - tiles) % 2
-            tile = longs + (tile - tiles) // 2
-    return tile, half
-
-
-@gluon.jit
-def _look_up(slot, sizes):
-    """A slot's tile and the table's entry for it, anything if there is none; `tile_map` writes it.
-
-    Only loads: `_decode` waits for them, a slot later.
-    """
-    tiles_ptr, capacity, _, _, n_tiles, slots, share = sizes
-    tile, half = _tile_of(slot, slots, share)
-    entry = tiles_ptr + gl.where(slot < slots, tile // n_tiles, 0)
+    tiles_ptr, capacity, n_tiles, whole, items = queue
+    tile = gl.where(item < whole, item, whole + (item - whole) // 2)
+    entry = tiles_ptr + gl.where(item < items, tile // n_tiles, 0)
     return (
+        item,
         tile,
-        half,
         gl.load(entry),
         gl.load(entry + capacity),
         gl.load(entry + 2 * capacity),
@@ -120,16 +96,80 @@ def _look_up(slot, sizes):
 
 
 @gluon.jit
-def _decode(entry, sizes, BLOCK_M: gl.constexpr):
-    """(expert, one past the last row, first row, tile along N) of a slot that was looked up."""
-    n_tiles = sizes[4]
-    tile, half, expert, group_row, end, group, size = entry
+def _decode(entry, queue, BLOCK_M: gl.constexpr):
+    """The tile of an item that was looked up."""
+    _, _, n_tiles, whole, items = queue
+    item, tile, expert, group_row, end, group, size = entry
     within = tile - group * n_tiles
     row = group_row + within % size * BLOCK_M
-    if half >= 0:
-        row += half * (BLOCK_M // 2)
+    if item >= whole:
+        row += (item - whole) % 2 * (BLOCK_M // 2)
         end = gl.minimum(end, row + BLOCK_M // 2)
-    return expert, end, row, within // size
+    return gl.where(item < items, expert, -1), end, row, within // size
+
+
+@gluon.jit
+def _draw(queue):
+    """Begin to take the next number of the queue; `_item` waits for it."""
+    tiles_ptr, capacity, _, _, _ = queue
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    thread = gl.arange(0, 32 * gl.num_warps(), layout)
+    none = thread * 0
+    counter = tiles_ptr + 5 * capacity + 2 + none
+    return gl.atomic_add(counter, none + 1, mask=thread == 0, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def _item(drawn, queue):
+    """The item of a number that was drawn; no such item if the queue is empty.
+
+    The first items are dealt, one a block, and a block draws once for each item that it had: so
+    whoever draws the last of as many numbers as there are items leaves the queue as it was.
+    """
+    tiles_ptr, capacity, _, _, items = queue
+    thread = gl.arange(0, drawn.shape[0], drawn.type.layout)
+    number = gl.max(gl.where(thread == 0, drawn, 0), 0)
+    if number == items - 1:
+        gl.store(tiles_ptr + 5 * capacity + 2, 0)
+    return number + gl.num_programs(0)
+
+
+@gluon.jit
+def _next_tile(entry, queue, BLOCK_M: gl.constexpr):
+    """`_decode`, or where that is the lower half of a short tile, of the next item with rows."""
+    expert, end, row, n = _decode(entry, queue, BLOCK_M)
+    while (row >= end) & (expert >= 0):
+        entry = _look_up(_item(_draw(queue), queue), queue)
+        expert, end, row, n = _decode(entry, queue, BLOCK_M)
+    return expert, end, row, n
+
+
+@gluon.jit
+def _tell(tile, notes, slot):
+    """Write down the tile of a slot, by the producer, ahead of the last stage of the slot before.
+
+    Two or more steps of that slot are under way. With at least four steps a slot and as many stages
+    consumers have then begun with the slot before that one, so they have read its tile, the one
+    that is overwritten.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    for i in gl.static_range(4):
+        note = notes.index(slot % 2 * 4 + i)
+        note.store(gl.full([1], tile[i], gl.int32, layout))
+    # One thread arrives at the stage's barrier: what all have written comes before.
+    barrier()
+
+
+@gluon.jit
+def _told(notes, slot):
+    """The tile of a slot, for consumers that have waited for all stages of the slot before."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    at = slot % 2 * 4
+    expert = gl.max(notes.index(at).load(layout), 0)
+    end = gl.max(notes.index(at + 1).load(layout), 0)
+    row = gl.max(notes.index(at + 2).load(layout), 0)
+    n = gl.max(notes.index(at + 3).load(layout), 0)
+    return expert, end, row, n
 
 
 @gluon.jit
@@ -151,88 +191,142 @@ def _copy_w(w_descs, expert, n, k, full, stage, N, GATED: gl.constexpr, INTERLEA
 
 
 @gluon.jit
+def _copy_gathered(
+    first,
+    last,
+    pointers,
+    valid,
+    tile,
+    w_descs,
+    rings,
+    sizes,
+    step,
+    ACT: gl.constexpr,
+    EVEN_K: gl.constexpr,
+):
+    """Steps `first` to `last` - 1 along K of a tile whose rows of x are gathered."""
+    a_bufs, w_bufs, full, empty = rings
+    N, K = sizes
+    STAGES: gl.constexpr = a_bufs.shape[0]
+    BLOCK_K: gl.constexpr = a_bufs.shape[2]
+    W_BYTES: gl.constexpr = w_bufs.shape[1] * BLOCK_K * 2
+    ks = gl.arange(0, BLOCK_K, gl.SliceLayout(0, pointers.type.layout))
+    for i in range(first, last):
+        stage = step % STAGES
+        bar = full.index(stage)
+        mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+        mbarrier.expect(bar, W_BYTES)
+        k = i * BLOCK_K
+        _copy_w(w_descs, tile[0], tile[3], k, bar, w_bufs.index(stage), N, ACT[1], ACT[2])
+        mask = valid[:, None]
+        if not EVEN_K:
+            # K is a multiple of 8, so the 16 bytes of one copy are all inside or all outside.
+            mask = mask & ((k + ks) // 8 < K // 8)[None, :]
+        cp_async(a_bufs.index(stage), pointers, mask=mask)
+        async_copy.mbarrier_arrive(bar, increment_count=False)
+        pointers += BLOCK_K
+        step += 1
+    return pointers, step
+
+
+@gluon.jit
 def _produce_gathered(
     source,
     w_descs,
     rings,
     sizes,
+    queue,
+    notes,
+    tile,
     TOP_K: gl.constexpr,
     ACT: gl.constexpr,
     EVEN_K: gl.constexpr,
 ):
     """Fill the ring with rows of x and of W, by four warps."""
     x_ptr, stride_x, rows_ptr = source
-    a_bufs, w_bufs, full, empty = rings
-    _, _, N, K, _, slots, _ = sizes
-    STAGES: gl.constexpr = a_bufs.shape[0]
-    BLOCK_M: gl.constexpr = a_bufs.shape[1]
-    BLOCK_K: gl.constexpr = a_bufs.shape[2]
-    W_BYTES: gl.constexpr = w_bufs.shape[1] * BLOCK_K * 2
-    GATED: gl.constexpr = ACT[1]
-    INTERLEAVED: gl.constexpr = ACT[2]
+    BLOCK_M: gl.constexpr = rings[0].shape[1]
+    BLOCK_K: gl.constexpr = rings[0].shape[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     ms = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     ks = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
+    k_steps = gl.cdiv(sizes[1], BLOCK_K)
     step = 0
-    # Ahead of the tile that is being copied: the pairs of the next, the entry of the one after.
-    expert, end, row, n = _decode(_look_up(0, sizes), sizes, BLOCK_M)
-    valid = (row + ms < end) & (slots > 0)
-    pair = gl.load(rows_ptr + row + ms, mask=valid, other=0)
-    entry = _look_up(1, sizes)
-    for slot in range(0, slots):
+    slot = 0
+    valid = (tile[2] + ms < tile[1]) & (tile[0] >= 0)
+    pair = gl.load(rows_ptr + tile[2] + ms, mask=valid, other=0)
+    while tile[0] >= 0:
         pointers = x_ptr + ((pair // TOP_K).to(gl.int64) * stride_x)[:, None] + ks[None, :]
-        valid_now, expert_now, n_now = valid, expert, n
-        expert, end, row, n = _decode(entry, sizes, BLOCK_M)
-        valid = (row + ms < end) & (slot + 1 < slots)
-        pair = gl.load(rows_ptr + row + ms, mask=valid, other=0)
-        entry = _look_up(slot + 2, sizes)
-        for k in range(0, K, BLOCK_K):
-            stage = step % STAGES
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(bar, W_BYTES)
-            w_buf = w_bufs.index(stage)
-            _copy_w(w_descs, expert_now, n_now, k, bar, w_buf, N, GATED, INTERLEAVED)
-            if EVEN_K:
-                mask = valid_now[:, None]
-            else:
-                # K is a multiple of 8, so the 16 bytes of one copy are all inside or all outside.
-                mask = valid_now[:, None] & ((k + ks) // 8 < K // 8)[None, :]
-            cp_async(a_bufs.index(stage), pointers, mask=mask)
-            async_copy.mbarrier_arrive(bar, increment_count=False)
-            pointers += BLOCK_K
-            step += 1
+        # The next tile is found two steps at a time, as late as that hides.
+        at_0, at_1, at_2 = gl.maximum(k_steps - 6, 0), k_steps - 4, k_steps - 2
+        pointers, step = _copy_gathered(
+            0, at_0, pointers, valid, tile, w_descs, rings, sizes, step, ACT, EVEN_K
+        )
+        drawn = _draw(queue)
+        pointers, step = _copy_gathered(
+            at_0, at_1, pointers, valid, tile, w_descs, rings, sizes, step, ACT, EVEN_K
+        )
+        entry = _look_up(_item(drawn, queue), queue)
+        pointers, step = _copy_gathered(
+            at_1, at_2, pointers, valid, tile, w_descs, rings, sizes, step, ACT, EVEN_K
+        )
+        slot += 1
+        next_tile = _next_tile(entry, queue, BLOCK_M)
+        next_valid = (next_tile[2] + ms < next_tile[1]) & (next_tile[0] >= 0)
+        pair = gl.load(rows_ptr + next_tile[2] + ms, mask=next_valid, other=0)
+        _tell(next_tile, notes, slot)
+        pointers, step = _copy_gathered(
+            at_2, k_steps, pointers, valid, tile, w_descs, rings, sizes, step, ACT, EVEN_K
+        )
+        tile, valid = next_tile, next_valid
 
 
 @gluon.jit
-def _produce_rows(a_desc, w_descs, rings, sizes):
-    """Fill the ring with consecutive rows of A and rows of W, by one warp."""
+def _copy_rows(first, last, tile, a_desc, w_descs, rings, sizes, step):
+    """Steps `first` to `last` - 1 along K of a tile whose rows of A lie in order."""
     a_bufs, w_bufs, full, empty = rings
-    _, _, N, K, _, slots, _ = sizes
+    expert, end, row, n = tile
     STAGES: gl.constexpr = a_bufs.shape[0]
-    BLOCK_M: gl.constexpr = a_bufs.shape[1]
     BLOCK_K: gl.constexpr = a_bufs.shape[2]
-    HALF_M: gl.constexpr = BLOCK_M // 2
+    HALF_M: gl.constexpr = a_bufs.shape[1] // 2
     W_BYTES: gl.constexpr = w_bufs.shape[1] * BLOCK_K * 2
     HALF_BYTES: gl.constexpr = HALF_M * BLOCK_K * 2
+    both = row + HALF_M < end
+    for i in range(first, last):
+        k = i * BLOCK_K
+        stage = step % STAGES
+        bar = full.index(stage)
+        mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+        mbarrier.expect(bar, W_BYTES + HALF_BYTES, pred=not both)
+        mbarrier.expect(bar, W_BYTES + 2 * HALF_BYTES, pred=both)
+        _copy_w(w_descs, expert, n, k, bar, w_bufs.index(stage), sizes[0], False, False)
+        upper = a_bufs.index(stage).slice(0, HALF_M)
+        lower = a_bufs.index(stage).slice(HALF_M, HALF_M)
+        tma_load(a_desc, [row, k], bar, upper)
+        tma_load(a_desc, [row + HALF_M, k], bar, lower, pred=both)
+        step += 1
+    return step
+
+
+@gluon.jit
+def _produce_rows(a_desc, w_descs, rings, sizes, queue, notes, tile):
+    """Fill the ring with consecutive rows of A and rows of W, by one warp."""
+    BLOCK_M: gl.constexpr = rings[0].shape[1]
+    k_steps = gl.cdiv(sizes[1], rings[0].shape[2])
     step = 0
-    entry = _look_up(0, sizes)
-    for slot in range(0, slots):
-        expert, end, row, n = _decode(entry, sizes, BLOCK_M)
-        entry = _look_up(slot + 1, sizes)
-        both = row + HALF_M < end
-        for k in range(0, K, BLOCK_K):
-            stage = step % STAGES
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(bar, W_BYTES + HALF_BYTES, pred=not both)
-            mbarrier.expect(bar, W_BYTES + 2 * HALF_BYTES, pred=both)
-            _copy_w(w_descs, expert, n, k, bar, w_bufs.index(stage), N, False, False)
-            upper = a_bufs.index(stage).slice(0, HALF_M)
-            lower = a_bufs.index(stage).slice(HALF_M, HALF_M)
-            tma_load(a_desc, [row, k], bar, upper)
-            tma_load(a_desc, [row + HALF_M, k], bar, lower, pred=both)
-            step += 1
+    slot = 0
+    while tile[0] >= 0:
+        # The next tile is found two steps at a time, as late as that hides.
+        at_0, at_1, at_2 = gl.maximum(k_steps - 5, 0), k_steps - 3, k_steps - 1
+        step = _copy_rows(0, at_0, tile, a_desc, w_descs, rings, sizes, step)
+        drawn = _draw(queue)
+        step = _copy_rows(at_0, at_1, tile, a_desc, w_descs, rings, sizes, step)
+        entry = _look_up(_item(drawn, queue), queue)
+        step = _copy_rows(at_1, at_2, tile, a_desc, w_descs, rings, sizes, step)
+        slot += 1
+        next_tile = _next_tile(entry, queue, BLOCK_M)
+        _tell(next_tile, notes, slot)
+        step = _copy_rows(at_2, k_steps, tile, a_desc, w_descs, rings, sizes, step)
+        tile = next_tile
 
 
 @gluon.jit
@@ -349,15 +443,16 @@ def _consume(
     buffers,
     rings,
     sizes,
+    notes,
+    tile,
     GATHERED: gl.constexpr,
     ACT: gl.constexpr,
 ):
     """Multiply and store rows 64 * HALF to 64 * HALF + 63 of every tile, by one warpgroup."""
     a_bufs, w_bufs, full, empty = rings
-    _, _, N, K, _, slots, _ = sizes
+    N, K = sizes
     STAGES: gl.constexpr = a_bufs.shape[0]
-    BLOCK_M: gl.constexpr = a_bufs.shape[1]
-    HALF_M: gl.constexpr = BLOCK_M // 2
+    HALF_M: gl.constexpr = a_bufs.shape[1] // 2
     BLOCK_N: gl.constexpr = w_bufs.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     no_chunk = gl.zeros([HALF_M, BLOCK_N // 4], output[1].dtype, CHUNK_LAYOUT)
@@ -369,22 +464,21 @@ def _consume(
     pending_col = 0
     k_steps = gl.cdiv(K, a_bufs.shape[2])
     step = 0
-    expert, end, row, n = _decode(_look_up(0, sizes), sizes, BLOCK_M)
-    for slot in range(0, slots):
+    slot = 0
+    expert, end, row, n = tile
+    while expert >= 0:
+        slot += 1
         row += HALF * HALF_M
         if row < end:
             acc = gl.zeros([HALF_M, BLOCK_N], gl.float32, layout)
             where = (pending_row, pending_end, pending_col)
             for i in gl.static_range(CHUNKS):
                 acc = _multiply(acc, rings, step + i, i > 0, HALF, GATHERED)
-                if i == 0:
-                    entry = _look_up(slot + 1, sizes)
                 _store(i, pending, where, output, buffers, out_n)
                 # Once all but the last product are done, the stage before is free.
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 if i > 0:
                     mbarrier.arrive(empty.index((step + i - 1) % STAGES))
-            next_expert, next_end, next_row, next_n = _decode(entry, sizes, BLOCK_M)
             for i in range(CHUNKS, k_steps):
                 acc = _multiply(acc, rings, step + i, True, HALF, GATHERED)
                 acc = warpgroup_mma_wait(1, deps=[acc])
@@ -395,12 +489,10 @@ def _consume(
             pending_row = row
             pending_end = end
         else:
-            entry = _look_up(slot + 1, sizes)
             for i in range(step, step + k_steps):
                 mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
                 mbarrier.arrive(empty.index(i % STAGES))
-            next_expert, next_end, next_row, next_n = _decode(entry, sizes, BLOCK_M)
-        expert, end, row, n = next_expert, next_end, next_row, next_n
+        expert, end, row, n = _told(notes, slot)
         step += k_steps
     where = (pending_row, pending_end, pending_col)
     for i in gl.static_range(CHUNKS):
@@ -432,6 +524,10 @@ def _grouped(
     STAGES: gl.constexpr,
 ):
     """`a` is a pointer if TOP_K is given, which says that rows are gathered, else a descriptor."""
+    # Ahead of the barriers that one thread prepares: behind them, ptxas lets that thread's warp
+    # diverge until the tile is known, though it looks it up in registers that a warp shares.
+    queue = _queue(tiles_ptr, capacity, n_tiles)
+    tile = _next_tile(_look_up(gl.program_id(0), queue), queue, BLOCK_M)
     GATHERED: gl.constexpr = TOP_K is not None
     dtype: gl.constexpr = w_desc.dtype
     swizzled: gl.constexpr = w_desc.layout
@@ -442,6 +538,7 @@ def _grouped(
     buffers_1 = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, BLOCK_N // 4], swizzled)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    notes = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(STAGES):
         # One arrival for the TMA copies; where rows are gathered, one more of every thread.
         mbarrier.init(full.index(i), count=129 if GATHERED else 1)
@@ -450,16 +547,18 @@ def _grouped(
     rings = (a_bufs, w_bufs, full, empty)
     w_descs = (w_desc, up_desc)
     output = (bias_ptr, out_desc, out_ptr)
-    slots, share = _schedule(tiles_ptr, capacity, n_tiles)
-    sizes = (tiles_ptr, capacity, N, K, n_tiles, slots, share)
+    sizes = (N, K)
     # Registers of the second consumer and of the producer; what is left goes to the first consumer.
     if GATHERED:
         x = (a, stride_a, rows_ptr)
         gl.warp_specialize(
             [
-                (_consume, (0, output, buffers_0, rings, sizes, GATHERED, ACT)),
-                (_consume, (1, output, buffers_1, rings, sizes, GATHERED, ACT)),
-                (_produce_gathered, (x, w_descs, rings, sizes, TOP_K, ACT, EVEN_K)),
+                (_consume, (0, output, buffers_0, rings, sizes, notes, tile, GATHERED, ACT)),
+                (_consume, (1, output, buffers_1, rings, sizes, notes, tile, GATHERED, ACT)),
+                (
+                    _produce_gathered,
+                    (x, w_descs, rings, sizes, queue, notes, tile, TOP_K, ACT, EVEN_K),
+                ),
             ],
             [4, 4],
             [216, 72],
@@ -467,9 +566,9 @@ def _grouped(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, output, buffers_0, rings, sizes, GATHERED, ACT)),
-                (_consume, (1, output, buffers_1, rings, sizes, GATHERED, ACT)),
-                (_produce_rows, (a, w_descs, rings, sizes)),
+                (_consume, (0, output, buffers_0, rings, sizes, notes, tile, GATHERED, ACT)),
+                (_consume, (1, output, buffers_1, rings, sizes, notes, tile, GATHERED, ACT)),
+                (_produce_rows, (a, w_descs, rings, sizes, queue, notes, tile)),
             ],
             [4, 1],
             [232, 40],

@@ -18,23 +18,23 @@ GROUP = 16  # tiles of one expert that run side by side, sharing W from the L2 c
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The table of row tiles: five int32 arrays of `capacity`, then how many tiles there are, and
-    how many of these are long: have more than `short` rows. The long ones come first."""
+    """The table of row tiles: five int32 arrays of `capacity`, then how many tiles there are, how
+    many of these have rows in their lower half, and a counter, 0 between the products over these
+    rows, which run one after the other."""
 
     table: Tensor
     capacity: int
     block_m: int
-    short: int
 
 
-def tile_map(ends_E: Tensor, rows: int, block_m: int, short: int = 0) -> Tiles:
+def tile_map(ends_E: Tensor, rows: int, block_m: int) -> Tiles:
     """Tiles of at most `block_m` rows, for every product over these rows of those `tile_rows`."""
     E = ends_E.numel()
     capacity = rows // block_m + min(E, rows)
-    table = torch.empty(5 * capacity + 2, dtype=torch.int32, device=ends_E.device)
+    table = torch.empty(5 * capacity + 3, dtype=torch.int32, device=ends_E.device)
     block, block_e = 128, max(triton.next_power_of_2(E), 16)
-    _tile_map[(E,)](ends_E, table, capacity, E, block_m, short, GROUP, block_e, block, num_warps=4)
-    return Tiles(table, capacity, block_m, short)
+    _tile_map[(E,)](ends_E, table, capacity, E, block_m, GROUP, block_e, block, num_warps=4)
+    return Tiles(table, capacity, block_m)
 
 
 @triton.jit
@@ -44,42 +44,35 @@ def _tile_map(
     capacity,
     E,
     BLOCK_M: tl.constexpr,
-    SHORT: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Program e writes the tiles of expert e: e, first row of the tile's group (at most GROUP
-    tiles), one past the expert's last row, the group's first tile and its size. A short tile is a
-    group of its own."""
+    tiles), one past the expert's last row, the group's first tile and its size."""
     e = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
     ends = tl.load(ends_ptr + experts, mask=experts < E, other=0)
     starts = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < E), other=0)
     rows = tl.where(experts < E, ends - starts, 0)
-    longs = (rows + (BLOCK_M - 1 - SHORT)) // BLOCK_M
-    shorts = (rows + (BLOCK_M - 1)) // BLOCK_M - longs
-    all_longs = tl.sum(longs)
-    first = tl.sum(tl.where(experts < e, longs, 0))
-    first_short = all_longs + tl.sum(tl.where(experts < e, shorts, 0))
-    my_longs = tl.sum(tl.where(experts == e, longs, 0))
-    my_shorts = tl.sum(tl.where(experts == e, shorts, 0))
+    tiles = (rows + (BLOCK_M - 1)) // BLOCK_M
+    first = tl.sum(tl.where(experts < e, tiles, 0))
+    my_tiles = tl.sum(tl.where(experts == e, tiles, 0))
     start = tl.sum(tl.where(experts == e, starts, 0))
     end = tl.sum(tl.where(experts == e, ends, 0))
 
-    for at in range(0, my_longs + my_shorts, BLOCK):
+    for at in range(0, my_tiles, BLOCK):
         tile = at + tl.arange(0, BLOCK)
-        is_long = tile < my_longs
-        group = tl.where(is_long, tile // GROUP * GROUP, tile)
-        base = tl.where(is_long, first, first_short - my_longs)
-        size = tl.where(is_long, tl.minimum(my_longs - group, GROUP), 1)
-        entry = table_ptr + base + tile
-        mask = tile < my_longs + my_shorts
+        group = tile // GROUP * GROUP
+        entry = table_ptr + first + tile
+        mask = tile < my_tiles
         tl.store(entry, tl.zeros([BLOCK], tl.int32) + e, mask=mask)
         tl.store(entry + capacity, start + group * BLOCK_M, mask=mask)
         tl.store(entry + 2 * capacity, tl.zeros([BLOCK], tl.int32) + end, mask=mask)
-        tl.store(entry + 3 * capacity, base + group, mask=mask)
-        tl.store(entry + 4 * capacity, size, mask=mask)
+        tl.store(entry + 3 * capacity, first + group, mask=mask)
+        tl.store(entry + 4 * capacity, tl.minimum(my_tiles - group, GROUP), mask=mask)
     if e == 0:
-        tl.store(table_ptr + 5 * capacity, all_longs + tl.sum(shorts))
-        tl.store(table_ptr + 5 * capacity + 1, all_longs)
+        long_tiles = (rows + (BLOCK_M // 2 - 1)) // BLOCK_M
+        tl.store(table_ptr + 5 * capacity, tl.sum(tiles))
+        tl.store(table_ptr + 5 * capacity + 1, tl.sum(long_tiles))
+        tl.store(table_ptr + 5 * capacity + 2, 0)
