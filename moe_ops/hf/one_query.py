@@ -98,11 +98,13 @@ def attended(
 ) -> Tensor:
     """[B, 1, H, DV]: one query [B, H, 1, D] over keys and values [B, N, S, D or DV], under a mask
     [B, 1, 1, S] of bool (see) or floats (add); `sinks` [H] are logits of slots that hold nothing.
+
+    The op has no gradient, so where one may be wanted it is the formula.
     """
     B, H, _, D = query.shape
     scale = D**-0.5 if scaling is None else scaling
     given = query.reshape(B, H, D).contiguous(), key, value, mask[:, 0, 0]
-    ours = has_kernels(query) and refusal(*given, sinks) is None
+    ours = has_kernels(query) and not torch.is_grad_enabled() and refusal(*given, sinks) is None
     return (one_query if ours else formula)(*given, scale, sinks)[:, None]
 
 

@@ -146,10 +146,11 @@ def test_attention_with_sinks(shape: tuple[int, ...], dtype: torch.dtype) -> Non
         with torch.cuda.graph(graph):
             out = compiled(q, k, v, mask)
         graph.replay()
+        again = compiled(q, k, v, mask)
     assert code.count("moe_ops.one_query.default(") == 1
     tol = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     torch.testing.assert_close(first.double() / 2, want, rtol=tol, atol=tol)
-    assert torch.equal(out, first) and torch.equal(compiled(q, k, v, mask), first)
+    assert torch.equal(out, first) and torch.equal(again, first)
 
 
 @pytest.mark.parametrize("slots", [256, 4096])
