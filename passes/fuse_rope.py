@@ -1,7 +1,9 @@
-"""Rotary positions of one query and its key, and what is put into a cache, become one op.
+"""Rotary positions of one query and its key, what is put into a cache, and attention become one
+op.
 
 Between the projections of a step and its attention lie the norms of heads, their rotation and two
-writes of a slot: launches of a microsecond each, of which most is to wait for the one before.
+writes of a slot: launches of a microsecond each, of which most is to wait for the one before. And
+one op may ask for the cache while the projections are on their way.
 """
 
 from __future__ import annotations
@@ -11,8 +13,7 @@ from typing import Any
 
 from torch import fx
 
-import moe_ops.kernels.one_query  # noqa: F401  (registers the op)
-from moe_ops.kernels.rope import refusal
+from moe_ops.kernels.rope_attention import refusal
 from moe_ops.passes.context import Context
 from moe_ops.passes.fuse_norm import read as read_norm
 from moe_ops.passes.graph import (
@@ -33,6 +34,18 @@ from moe_ops.passes.graph import (
 )
 
 RULE = "fuse_rope"
+VIEWS = (
+    aten.reshape.default,
+    aten.view.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.expand.default,
+    aten.permute.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.alias.default,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +73,9 @@ class Written:
 
 
 def fuse_rope(graph: fx.Graph, context: Context) -> int:
-    """Turn what a `one_query` reads, a query and caches into which a key and a value are put, into
-    one `rope_into_cache`, which changes the caches where they are."""
+    """Turn a `one_query`, and what it reads, a query and caches into which a key and a value are
+    put, into one `rope_attention`, which changes the caches where they are."""
     nodes = graph.find_nodes(op="call_function", target=ops.one_query.default)
-    nodes = [n for n in nodes if not is_call(peel(operand(n, 0)), ops.rope_into_cache.default)]
     parameters = parameters_of(graph)
     return each(RULE, nodes, lambda node: _fuse(graph, node, parameters), context)
 
@@ -88,23 +100,31 @@ def _fuse(graph: fx.Graph, attention: fx.Node, parameters: set[fx.Node]) -> str:
         (q.sin, [-1, tensor(q.sin).shape[-1]]),
         (keys.slot, [1]),
     ]
-    rest = (keys.cache, values.cache, q.gain, k.gain)
+    mask, sinks = operand(attention, 3), arg(attention, "sinks_H")
+    for what, node in (("mask", mask), ("slot", keys.slot)):
+        require(is_input(node), f"the {what}, which the kernel reads early, is no input")
+    caches = (keys.cache, values.cache, mask)
     fakes: list[Any] = [tensor(node).reshape(shape) for node, shape in inputs]
-    fakes += [None if node is None else tensor(node) for node in rest]
+    given = (*caches, q.gain, k.gain, sinks)
+    fakes += [None if node is None else tensor(node) for node in given]
     reason = refusal(*fakes)
     require(reason is None, str(reason))
     with graph.inserting_before(attention):
-        given = [insert(graph, aten.reshape.default, pair, attention) for pair in inputs]
-        arguments = (*given, *rest, q.eps)
-        fused = insert(graph, ops.rope_into_cache.default, arguments, attention)
-    attention.update_arg(0, fused)
-    for place, write in ((1, keys), (2, values)):
-        attention.update_arg(place, write.cache)
+        rows = [insert(graph, aten.reshape.default, pair, attention) for pair in inputs]
+        arguments = (*rows, *caches, operand(attention, 4), q.gain, k.gain, q.eps, sinks)
+        fused = insert(graph, ops.rope_attention.default, arguments, attention)
+    attention.replace_all_uses_with(fused)
+    graph.erase_node(attention)
+    for write in (keys, values):
         graph.erase_node(write.back)
-    attention.meta["eager_input_vals"] = fx.node.map_arg(
-        (attention.args, attention.kwargs), lambda n: n.meta["val"]
-    )
     return f"{B} x {H} + {2 * N} heads{'' if q.gain is None else ', normed'}"
+
+
+def is_input(node: Any) -> bool:
+    """Whether it is an input of the graph, or a view of one: written before the graph begins."""
+    while is_call(node, *VIEWS):
+        node = operand(node, 0)
+    return isinstance(node, fx.Node) and node.op == "placeholder"
 
 
 def written(out: Any, attention: fx.Node) -> Written:

@@ -35,6 +35,7 @@ from moe_ops.kernels.triton import (
     linears,
     one_query,
     rope,
+    rope_attention,
     routing,
     rows,
     sort,
@@ -129,10 +130,20 @@ def compile_launches(
     pdl = (True, {"launch_pdl": True}) if capability >= 90 else (False, {})
     with ExitStack() as patched:
         patched.enter_context(patch.object(JITFunction, "run", run))
-        for module in (combine, linears, one_query, rope, routing, rows, sort, tiny):
+        for module in (
+            combine,
+            linears,
+            one_query,
+            rope,
+            rope_attention,
+            routing,
+            rows,
+            sort,
+            tiny,
+        ):
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
         memory = SHARED_MEMORY[capability]
-        for module in (grouped_plain, linears):
+        for module in (grouped_plain, linears, rope_attention):
             patched.enter_context(patch.object(module, "shared_memory", lambda _: memory))
         call()
     return found
@@ -153,7 +164,7 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"{name} route", lambda c=case: routed(c)
     for shape in ATTENTION:
         yield f"one query {shape}", lambda s=shape: attended(*s)
-        yield f"rope {shape}", lambda s=shape: turned(*s)
+        yield f"rope attention {shape}", lambda s=shape: turned(*s)
     for sizes, K, biases in LINEARS:
         for T in (1, 8, 32, 64):
             call = functools.partial(projected, T, sizes, K, biases)
@@ -190,7 +201,9 @@ def turned(batch: int, heads: int, group: int, slots: int, size: int, sinks: boo
     k, cache = empty(batch, heads, size), empty(batch, heads, slots, size)
     slot = torch.empty(1, dtype=torch.int64, device="meta")
     q = empty(batch, heads * group, size)
-    rope.run(q, k, k, angles, angles, slot, cache, cache, gain, gain, 1e-6)
+    mask = torch.empty(batch, slots, dtype=torch.bfloat16 if sinks else torch.bool, device="meta")
+    rest = (gain, gain, 1e-6, empty(heads * group) if sinks else None)
+    rope_attention.run(q, k, k, angles, angles, slot, cache, cache, mask, 0.088, *rest)
 
 
 def projected(

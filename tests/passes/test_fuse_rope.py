@@ -101,7 +101,12 @@ class Step:
         else:
             keys.index_copy_(2, slot, k)
         values.index_copy_(2, slot + 1 if self.change == "slots" else slot, v)
-        out = one_query(q.reshape(self.rows, H, D), keys, values, mask, 0.25)
+        if self.change == "mask":
+            mask = ~mask
+        if self.change == "sinks":
+            out = one_query(q.reshape(self.rows, H, D), keys, values, mask, 0.25, q_gain[:H])
+        else:
+            out = one_query(q.reshape(self.rows, H, D), keys, values, mask, 0.25)
         return out, keys.sum() if self.change == "cache after" else more
 
 
@@ -146,18 +151,16 @@ reshape_default_2 = aten.reshape(view_2, [1, 2, 16])  # bfloat16[1, 2, 16]
 reshape_default_3 = aten.reshape(unsqueeze, [-1, 16])  # bfloat16[1, 16]
 reshape_default_4 = aten.reshape(unsqueeze_1, [-1, 16])  # bfloat16[1, 16]
 reshape_default_5 = aten.reshape(view_3, [1])  # int64[1]
-rope_into_cache_default = moe_ops.rope_into_cache(reshape_default, reshape_default_1,
+rope_attention_default = moe_ops.rope_attention(reshape_default, reshape_default_1,
     reshape_default_2, reshape_default_3, reshape_default_4, reshape_default_5, arg8_1,
-    arg9_1, q_gain_D=arg3_1, k_gain_D=arg4_1, eps=1e-06)  # bfloat16[1, 4, 16]
-one_query = moe_ops.one_query(rope_into_cache_default, arg8_1, arg9_1, arg10_1, 0.25)  #
-    bfloat16[1, 4, 16]
-return [one_query]""",
+    arg9_1, arg10_1, 0.25, q_gain_D=arg3_1, k_gain_D=arg4_1, eps=1e-06)  # bfloat16[1, 4, 16]
+return [rope_attention_default]""",
     )
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("change", ["", "normed", "halves"])
+@pytest.mark.parametrize("change", ["", "normed", "halves", "sinks"])
 def test_numbers_stay(change: str, dtype: torch.dtype, rows: int) -> None:
     step = Step(change, dtype, rows)
     wide = [t.float() if t.is_floating_point() else t for t in step.args()]
@@ -179,6 +182,7 @@ NEAR_MISSES = {
     "key as it is": "",
     "added": "",
     "slots": "the key and the value go into two slots",
+    "mask": "the mask, which the kernel reads early, is no input",
     "cache before": "something else reads the cache as it was",
     "cache after": "something else reads the cache",
 }
@@ -198,7 +202,7 @@ def test_a_gain_that_is_no_parameter_stays_outside() -> None:
     step.gains = [gain.data for gain in step.gains]
     hook, _, got, graph = fused(step)
     assert hook.count == 1
-    (call,) = graph.find_nodes(op="call_function", target=ops.rope_into_cache.default)
+    (call,) = graph.find_nodes(op="call_function", target=ops.rope_attention.default)
     assert arg(call, "q_gain_D") is None and arg(call, "k_gain_D") is None
     want = step(*[t.float() if t.is_floating_point() else t for t in step.args()])
     assert_close(got[0].float(), want[0].float(), TOL[BF16])
@@ -216,7 +220,7 @@ def test_compiled_code_changes_the_caches_where_they_are() -> None:
         with config.patch(post_grad_custom_post_pass=hook):
             compiled = torch.compile(step, fullgraph=True)
             got, (code,) = run_and_get_code(compiled, *ours)
-    assert hook.count == 1 and code.count("moe_ops.rope_into_cache.default(") == 1
+    assert hook.count == 1 and code.count("moe_ops.rope_attention.default(") == 1
     assert "copy" not in code[code.index("def call") :] and "empty_strided_cpu(" not in code
     assert places == [t.data_ptr() for t in ours[7:9]]
     assert_close(got[0].float(), want[0].float(), TOL[BF16])

@@ -28,7 +28,9 @@ def run(
     k_gain_D: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """`moe_ops.kernels.rope.rope_into_cache` of arguments that its `refusal` lets pass."""
+    """The heads of q turned; those of k, turned too, and of v in their slot of the cache. What the
+    arguments are says `moe_ops.kernels.rope_attention.rope_attention`, whose `refusal` lets them
+    pass."""
     (B, H, D), (N, slots, DV) = q_BHD.shape, values_BNSD.shape[1:]
     pdl, options = pdl_options(q_BHD)
     out_BHD = torch.empty_like(q_BHD)
@@ -42,32 +44,33 @@ def run(
 
 
 @triton.jit
-def normed(x_D, inverse, gain_D):
+def normed(x_GD, inverse_G, gain_D):
     """x times the inverse, rounded, times the gain, rounded, in float32."""
-    return ((x_D * inverse).to(gain_D.dtype).to(tl.float32) * gain_D.to(tl.float32)).to(
-        gain_D.dtype
-    ).to(tl.float32)  # fmt: skip
+    dtype: tl.constexpr = gain_D.dtype
+    rounded_GD = (x_GD * inverse_G[:, None]).to(dtype).to(tl.float32)
+    return (rounded_GD * gain_D.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
 
 
 @triton.jit
-def turn(
-    x_ptr, gain_ptr, gain_D, gain_other_D, cos_ptr, sin_ptr, out_ptr,
+def turned(
+    x_G1, gain_ptr, gain_D, gain_other_D, cos_ptr, sin_ptr,
     D: tl.constexpr, W: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Norm, turn and store one head."""
+    """The heads at some addresses, normed if there is a gain, and turned; in their dtype."""
     d_D = tl.arange(0, D)
     other_D = (d_D + D // 2) % D
-    x_D = tl.load(x_ptr + d_D).to(tl.float32)
-    x_other_D = tl.load(x_ptr + other_D).to(tl.float32)
+    x_GD = tl.load(x_G1 + d_D[None, :])
+    dtype: tl.constexpr = x_GD.dtype
+    x_GD = x_GD.to(tl.float32)
+    x_other_GD = tl.load(x_G1 + other_D[None, :]).to(tl.float32)
     if gain_ptr is not None:
-        inverse = tl.rsqrt(tl.sum(x_D * x_D, 0) / D + EPS)
-        x_D = normed(x_D, inverse, gain_D)
-        x_other_D = normed(x_other_D, inverse, gain_other_D)
-    x_other_D = tl.where(d_D < D // 2, -x_other_D, x_other_D)
+        inverse_G = tl.rsqrt(tl.sum(x_GD * x_GD, 1) / D + EPS)
+        x_GD = normed(x_GD, inverse_G, gain_D)
+        x_other_GD = normed(x_other_GD, inverse_G, gain_other_D)
+    x_other_GD = tl.where((d_D < D // 2)[None, :], -x_other_GD, x_other_GD)
     cos_D = tl.load(cos_ptr + d_D % W).to(tl.float32)
     sin_D = tl.load(sin_ptr + d_D % W).to(tl.float32)
-    out_D = x_D * cos_D + x_other_D * sin_D
-    tl.store(out_ptr + d_D, out_D.to(out_ptr.dtype.element_ty))
+    return (x_GD * cos_D[None, :] + x_other_GD * sin_D[None, :]).to(dtype)
 
 
 @triton.jit
@@ -94,17 +97,20 @@ def rope_kernel(
         cos_ptr += b * W
         sin_ptr += b * W
     slot = tl.load(slot_ptr)
+    d_1D = tl.arange(0, D)[None, :]
+    one_1 = tl.arange(0, 1)[:, None]  # of one head
     if head < H:
         at = (b * H + head) * D
-        turn(
-            q_ptr + at, q_gain_ptr, gain_D, gain_other_D, cos_ptr, sin_ptr, out_ptr + at, D, W, EPS
+        turned_1D = turned(
+            q_ptr + at + one_1, q_gain_ptr, gain_D, gain_other_D, cos_ptr, sin_ptr, D, W, EPS
         )
+        tl.store(out_ptr + at + d_1D, turned_1D)
     elif head < H + N:
         n = b * N + head - H
-        turn(
-            k_ptr + n * D, q_gain_ptr, gain_D, gain_other_D, cos_ptr, sin_ptr,
-            keys_ptr + (n * S + slot) * D, D, W, EPS,
-        )  # fmt: skip
+        turned_1D = turned(
+            k_ptr + n * D + one_1, q_gain_ptr, gain_D, gain_other_D, cos_ptr, sin_ptr, D, W, EPS
+        )
+        tl.store(keys_ptr + (n * S + slot) * D + d_1D, turned_1D)
     else:
         n = b * N + head - H - N
         d_V = tl.arange(0, DV)

@@ -1,4 +1,4 @@
-"""Heads turned and put into a cache on a GPU: the kernel, captured, and a model's steps with it."""
+"""From projections to attention on a GPU: the kernels, captured, and a model's steps with them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch._inductor import config
 
 import moe_ops
 from moe_ops.kernels.linears import linears
-from moe_ops.kernels.one_query import one_query
-from moe_ops.kernels.rope import rope_into_cache
+from moe_ops.kernels.rope_attention import rope_attention
 from moe_ops.passes.compile import pipeline_of
 from moe_ops.testing import Tol, assert_close
 from tests.hf import families, overrides
@@ -27,31 +26,45 @@ TOL = {
 @pytest.mark.parametrize("dtype", list(TOL), ids=str)
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("gains", [False, True])
-@pytest.mark.parametrize("size", [(1, 32, 4, 128), (8, 64, 8, 64), (3, 5, 1, 256)], ids=str)
-def test_the_kernel(size: tuple[int, ...], gains: bool, halves: bool, dtype: torch.dtype) -> None:
-    """Against the op's CPU code."""
-    B, H, N, D = size
+@pytest.mark.parametrize(
+    "size",
+    [(1, 32, 4, 128, 256), (8, 64, 8, 64, 512), (3, 5, 1, 256, 64), (2, 8, 8, 128, 1024)],
+    ids=str,
+)
+def test_the_kernels(size: tuple[int, ...], gains: bool, halves: bool, dtype: torch.dtype) -> None:
+    """Against the op's CPU code; of a cache that one launch takes, and that three take."""
+    B, H, N, D, slots = size
+    slot = slots - 27
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(shape).to(dtype)
 
     angles = torch.randn(1 if halves else B, D // 2 if halves else D)
     given = [noise(B, H, D), noise(B, N, D), noise(B, N, D)]
-    given += [angles.cos().to(dtype), angles.sin().to(dtype), torch.tensor([37])]
-    given += [noise(B, N, 100, D), noise(B, N, 100, D)]
-    given += [noise(D), noise(D)] if gains else []
-    eps = {"eps": 1e-6} if gains else {}
+    given += [angles.cos().to(dtype), angles.sin().to(dtype), torch.tensor([slot])]
+    given += [
+        noise(B, N, slots, D),
+        noise(B, N, slots, D),
+        torch.arange(slots).expand(B, -1) <= slot,
+    ]
+    rest: dict[str, Any] = {"scale": D**-0.5}
+    if gains:
+        rest |= {"q_gain_D": noise(D), "k_gain_D": noise(D), "eps": 1e-6, "sinks_H": noise(H)}
     ours = [t.cuda() for t in given]
-    want, got = rope_into_cache(*given, **eps), rope_into_cache(*ours, **eps)
-    assert_close(got.float().cpu(), want.float(), TOL[dtype], "q")
+    on_gpu = {n: t.cuda() if isinstance(t, Tensor) else t for n, t in rest.items()}
+    for cache in ours[6:8]:
+        cache[:, :, slot:] = float("nan")
+    want, got = rope_attention(*given, **rest), rope_attention(*ours, **on_gpu)
+    assert_close(got.float().cpu(), want.float(), TOL[dtype], "attention")
     for place in (6, 7):
-        assert_close(ours[place].float().cpu(), given[place].float(), TOL[dtype], f"{place}")
-        others = torch.arange(100) != 37
-        assert torch.equal(ours[place].cpu()[:, :, others], given[place][:, :, others])
+        old, new = given[place][:, :, : slot + 1].float(), ours[place].cpu()
+        assert_close(new[:, :, : slot + 1].float(), old, TOL[dtype], f"{place}")
+        assert bool(new[:, :, slot + 1 :].isnan().all())
 
 
-def test_a_layer_whose_launches_overlap_in_a_graph() -> None:
-    H, N, D, slots, layers = 32, 4, 128, 256, 12
+@pytest.mark.parametrize("slots", [256, 1024])
+def test_a_layer_whose_launches_overlap_in_a_graph(slots: int) -> None:
+    H, N, D, layers = 32, 4, 128, 12
     make: Any = {"device": "cuda", "dtype": torch.bfloat16}
     sizes = (H * D, N * D, N * D)
     weights = [[torch.randn(n, H * D, **make) / 64 for n in sizes] for _ in range(layers)]
@@ -60,18 +73,16 @@ def test_a_layer_whose_launches_overlap_in_a_graph() -> None:
     gain = torch.randn(D, **make)
     cos, sin = torch.randn(2, 1, D, **make)
     x, slot = torch.randn(1, H * D, **make), torch.zeros(1, dtype=torch.int64, device="cuda")
-    mask = torch.ones(1, slots, dtype=torch.bool, device="cuda")
+    mask = torch.zeros(1, slots, dtype=torch.bool, device="cuda")
 
     def chain(x: Tensor, wait: Any) -> Tensor:
         for ws, out, (keys, values) in zip(weights, outs, caches, strict=True):
-            q, k, v = linears(x, ws, [None] * 3)
+            q, k, v = (t.view(1, -1, D) for t in linears(x, ws, [None] * 3))
             wait()
-            q, k, v = (t.view(1, -1, D) for t in (q, k, v))
-            q = rope_into_cache(q, k, v, cos, sin, slot, keys, values, gain, gain, 1e-6)
+            given = (q, k, v, cos, sin, slot, keys, values, mask)
+            heads = rope_attention(*given, D**-0.5, gain, gain, 1e-6)
             wait()
-            heads = one_query(q, keys, values, mask, D**-0.5)
-            wait()
-            (x,) = linears(heads.view(1, -1), [out], [None], True)
+            (x,) = linears(heads.view(1, -1), [out], [None])
             wait()
         return x
 
@@ -82,6 +93,7 @@ def test_a_layer_whose_launches_overlap_in_a_graph() -> None:
     for step in range(20):
         x.copy_(torch.randn_like(x))
         slot.fill_(step)
+        mask[:, step] = True
         before = caches.clone()
         graph.replay()
         got, after = result.clone(), caches.clone()

@@ -1,5 +1,5 @@
-"""What lies between projections and attention of one query token per sequence, as one op;
-`passes/fuse_rope.py` calls it.
+"""From the projections of one token per sequence to its attention, as one op; `passes/fuse_rope.py`
+calls it.
 
 No stage of a Mixture-of-Experts layer, so not in the registry of those.
 """
@@ -9,17 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ops.kernels import one_query
 from moe_ops.kernels.triton.one_query_plan import power_of_two
 
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 @torch.library.custom_op(
-    "moe_ops::rope_into_cache",
+    "moe_ops::rope_attention",
     mutates_args=("keys_BNSD", "values_BNSD"),
     tags=(torch.Tag.needs_exact_strides,),
 )
-def rope_into_cache(
+def rope_attention(
     q_BHD: Tensor,
     k_BND: Tensor,
     v_BND: Tensor,
@@ -28,32 +29,39 @@ def rope_into_cache(
     slot: Tensor,
     keys_BNSD: Tensor,
     values_BNSD: Tensor,
+    mask_BS: Tensor,
+    scale: float,
     q_gain_D: Tensor | None = None,
     k_gain_D: Tensor | None = None,
     eps: float = 0.0,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """The heads of q turned by their position; those of k, turned too, and of v go into a slot of
-    the cache. Each half of a head of size D is turned against the other:
+    """`one_query` of the heads of q turned by their position, after those of k, turned too, and of
+    v went into a slot of the cache. Each half of a head of size D is turned against the other:
 
         turned(x) = x cos + [-x₂, x₁] sin    for x = [x₁, x₂]
 
     with angles of W = D numbers, or of W = D / 2 for both halves, the same for all sequences if
     there is one row of them. If there are gains, x is first gain (x / sqrt(mean(x²) + eps)), with
-    the quotient and x rounded. On a GPU it is one launch, which reads gains ahead of the end of the
-    launch before, as of parameters. Raises ValueError for what `refusal` names.
-    """
-    tensors = (q_BHD, k_BND, v_BND, cos_BW, sin_BW, slot, keys_BNSD, values_BNSD)
-    _check(*tensors, q_gain_D, k_gain_D)
-    if q_BHD.is_cuda:
-        from moe_ops.kernels.triton.rope import run
+    the quotient and x rounded; turned heads are rounded.
 
-        return run(*tensors, q_gain_D, k_gain_D, eps)
+    On a GPU it is one launch for a short cache, three for others. The first reads the cache, the
+    slot, the mask and the gains ahead of the end of the launch before: what writes them must have
+    ended two launches ago. Raises ValueError for what `refusal` names.
+    """
+    before = (q_BHD, k_BND, v_BND, cos_BW, sin_BW, slot, keys_BNSD, values_BNSD, mask_BS)
+    _check(*before, q_gain_D, k_gain_D, sinks_H)
+    if q_BHD.is_cuda:
+        from moe_ops.kernels.triton.rope_attention import run
+
+        return run(*before, scale, q_gain_D, k_gain_D, eps, sinks_H)
     keys_BNSD.index_copy_(2, slot, _turned(k_BND, cos_BW, sin_BW, k_gain_D, eps)[:, :, None])
     values_BNSD.index_copy_(2, slot, v_BND[:, :, None])
-    return _turned(q_BHD, cos_BW, sin_BW, q_gain_D, eps)
+    q_BHD = _turned(q_BHD, cos_BW, sin_BW, q_gain_D, eps)
+    return one_query.formula(q_BHD, keys_BNSD, values_BNSD, mask_BS, scale, sinks_H)
 
 
-@rope_into_cache.register_fake
+@rope_attention.register_fake
 def _(
     q_BHD: Tensor,
     k_BND: Tensor,
@@ -63,13 +71,16 @@ def _(
     slot: Tensor,
     keys_BNSD: Tensor,
     values_BNSD: Tensor,
+    mask_BS: Tensor,
+    scale: float,
     q_gain_D: Tensor | None = None,
     k_gain_D: Tensor | None = None,
     eps: float = 0.0,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    tensors = (q_BHD, k_BND, v_BND, cos_BW, sin_BW, slot, keys_BNSD, values_BNSD)
-    _check(*tensors, q_gain_D, k_gain_D)
-    return q_BHD.new_empty(q_BHD.shape)
+    before = (q_BHD, k_BND, v_BND, cos_BW, sin_BW, slot, keys_BNSD, values_BNSD, mask_BS)
+    _check(*before, q_gain_D, k_gain_D, sinks_H)
+    return q_BHD.new_empty(*q_BHD.shape[:2], values_BNSD.shape[3])
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, gain: Tensor | None, eps: float) -> Tensor:
@@ -92,10 +103,12 @@ def refusal(
     slot: Tensor,
     keys_BNSD: Tensor,
     values_BNSD: Tensor,
+    mask_BS: Tensor,
     q_gain_D: Tensor | None = None,
     k_gain_D: Tensor | None = None,
+    sinks_H: Tensor | None = None,
 ) -> str | None:
-    """Why these are no arguments of `rope_into_cache`, or None."""
+    """Why these are no arguments of `rope_attention`, or None."""
     if q_BHD.dim() != 3 or keys_BNSD.dim() != 4 or values_BNSD.dim() != 4:
         return f"q is {list(q_BHD.shape)}, not [B, H, D]; or the caches are no [B, N, S, D]"
     (B, _, D), N, (slots, DV) = q_BHD.shape, keys_BNSD.shape[1], values_BNSD.shape[2:]
@@ -129,10 +142,10 @@ def refusal(
             return f"the {what} is {list(t.shape)} {strides}, not a contiguous {list(shape)}"
         if (t.dtype, t.device) != (q_BHD.dtype, q_BHD.device) or slot.device != t.device:
             return f"the {what} is {t.dtype} on {t.device}, q {q_BHD.dtype} on {q_BHD.device}"
-    return None
+    return one_query.refusal(q_BHD, keys_BNSD, values_BNSD, mask_BS, sinks_H)
 
 
 def _check(*tensors: Tensor | None) -> None:
     reason = refusal(*tensors)  # type: ignore[arg-type]
     if reason is not None:
-        raise ValueError(f"rope_into_cache: {reason}")
+        raise ValueError(f"rope_attention: {reason}")
