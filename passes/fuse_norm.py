@@ -105,7 +105,7 @@ def _fuse(graph: fx.Graph, linears: fx.Node) -> str:
     require(reason is None, str(reason))
     with graph.inserting_before(norm.out):
         rows = [insert(graph, aten.reshape.default, (term, shape), norm.out) for term in terms]
-        arguments = (*rows, *[None] * (2 - len(rows)), norm.gain, norm.eps, *linears.args[1:3])
+        arguments = (*rows, *[None] * (2 - len(rows)), norm.gain, norm.eps, *linears.args[1:])
         fused = insert(graph, ops.normed_linears.default, arguments, linears)
         results = outputs(graph, fused)
         *sums, normed = results[: len(rows)]

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-import moe_ops.kernels.one_query  # noqa: F401  (registers the op)
 from moe_ops.kernels.linears import DTYPES, MOST_ROWS, refusal
 from moe_ops.passes.context import Context
 from moe_ops.passes.graph import (
@@ -36,9 +35,6 @@ from moe_ops.passes.graph import (
 RULE = "merge_linears"
 ROUTERS = tuple(getattr(op, name) for op in (ops.route, ops.moe) for name in op.overloads())
 LEAST_CAPABILITY = (8, 0)
-# Attention of up to so many bytes of a cache leaves memory idle for most of its time, in which so
-# many of weights come to where nothing drives them out: half of the L2 cache of an H100.
-EARLY_CACHE, EARLY_WEIGHTS = 4 << 20, 24 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,22 +137,10 @@ def _of_one_row(node: fx.Node) -> tuple[Any, Any]:
     return x, transposed
 
 
-def comes_early(group: list[Linear]) -> bool:
-    """Whether weights of one row are to be read while the launch before runs: attention of one
-    query, over a short cache."""
-    attention = peel(group[0].x)
-    if tensor(group[0].x).shape[0] != 1 or not is_call(attention, ops.one_query.default):
-        return False
-    cache = sum(tensor(operand(attention, place)).nbytes for place in (1, 2))
-    weights = sum(tensor(g.w).nbytes for g in group)
-    return cache <= EARLY_CACHE and weights <= EARLY_WEIGHTS
-
-
 def _merge(graph: fx.Graph, group: list[Linear]) -> str:
     first = group[0].out
     with graph.inserting_before(first):
-        arguments: tuple[Any, ...] = (group[0].x, [g.w for g in group], [g.b for g in group])
-        arguments += (True,) if comes_early(group) else ()
+        arguments = (group[0].x, [g.w for g in group], [g.b for g in group])
         merged = insert(graph, torch.ops.moe_ops.linears.default, arguments, first)
         for linear, y in zip(group, outputs(graph, merged), strict=True):
             _replace(graph, linear.out, y)

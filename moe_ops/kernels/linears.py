@@ -18,34 +18,24 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 @torch.library.custom_op("moe_ops::linears", mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
 def linears(
-    x_TK: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    early: bool = False,
+    x_TK: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """[y_g] with y_g = x W_gᵀ + b_g, for weights [N_g, K] and biases [N_g] or None.
 
     Sums are in float32, rounded once to the dtype of the input. On a GPU it is one launch for four
     weights, which are read ahead of the end of the launch before: what writes them must have ended
-    two launches ago, as for parameters it has. `early`: for one row all of them are, up to the L2
-    cache; that is slower unless the launch before leaves memory idle. Raises ValueError for what
-    `refusal` names.
+    two launches ago, as for parameters it has. Raises ValueError for what `refusal` names.
     """
     _check(x_TK, weights, biases)
     if x_TK.is_cuda:
         from moe_ops.kernels.triton.linears import run
 
-        return run(x_TK, weights, biases, early=early)
+        return run(x_TK, weights, biases)
     return [linear(x_TK, w_NK, b_N) for w_NK, b_N in zip(weights, biases, strict=True)]
 
 
 @linears.register_fake
-def _(
-    x_TK: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    early: bool = False,
-) -> list[Tensor]:
+def _(x_TK: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
     _check(x_TK, weights, biases)
     return [x_TK.new_empty(x_TK.shape[0], w_NK.shape[0]) for w_NK in weights]
 

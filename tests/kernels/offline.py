@@ -169,8 +169,6 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         for T in (1, 8, 32, 64):
             call = functools.partial(projected, T, sizes, K, biases)
             yield f"linears {T} {sizes} {K}", call
-        call = functools.partial(projected, 1, sizes, K, biases, early=True)
-        yield f"early linears {sizes} {K}", call
         for residual in (False, True):
             call = functools.partial(projected, 1, sizes, K, biases, True, residual)
             yield f"normed linears {sizes} {K}", call
@@ -207,13 +205,7 @@ def turned(batch: int, heads: int, group: int, slots: int, size: int, sinks: boo
 
 
 def projected(
-    T: int,
-    sizes: tuple[int, ...],
-    K: int,
-    biases: bool,
-    norm: bool = False,
-    residual: bool = False,
-    early: bool = False,
+    T: int, sizes: tuple[int, ...], K: int, biases: bool, norm: bool = False, residual: bool = False
 ) -> None:
     def empty(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
@@ -224,7 +216,7 @@ def projected(
         added = empty(T, K) if residual else None
         linears.run_normed(empty(T, K), added, empty(K), 1e-6, weights, given)
     else:
-        linears.run(empty(T, K), weights, given, early=early)
+        linears.run(empty(T, K), weights, given)
 
 
 def routed(case: Any) -> None:

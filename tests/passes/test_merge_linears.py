@@ -16,7 +16,6 @@ from torch._inductor import decomposition
 from torch.nn.functional import linear
 
 import moe_ops
-from moe_ops.kernels.one_query import one_query
 from moe_ops.passes.context import Context, Options
 from moe_ops.passes.merge_linears import merge_linears
 from moe_ops.testing import BF16, F16, F32, Tol, assert_close
@@ -157,59 +156,6 @@ def test_numbers_stay(
     assert len(graph.find_nodes(op="call_function", target=torch.ops.moe_ops.linears.default)) == 2
     for g, w in zip(got, model(x), strict=True):
         assert_close(g.float(), w.float(), ROUNDED)
-
-
-def after_attention(slots: int, rows: int = 1, change: str = "") -> tuple[Merge, Any, fx.Graph]:
-    """What the pass makes of a product of what attention of one query gave."""
-    q, mask = torch.randn(rows, 4, 16, dtype=BF16), torch.ones(rows, slots, dtype=torch.bool)
-    cache = torch.randn(rows, 2, slots, 16, dtype=BF16)
-    o, gate = (nn.Parameter(torch.randn(24, 64, dtype=BF16), requires_grad=False) for _ in "og")
-
-    def layer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, gate: Tensor) -> Any:
-        heads = one_query(q, k, v, mask, 0.25)
-        if change == "gated":
-            heads = heads * q.sigmoid()
-        return linear(heads[:, None].reshape(rows, 1, -1), o), linear(q.reshape(rows, 64), gate)
-
-    return merged(layer, q, cache, cache.clone(), mask, o, gate)
-
-
-def test_golden_after_attention() -> None:
-    hook, _, graph = after_attention(32)
-    assert hook.count == 2
-    assert_expected_inline(
-        text(graph),
-        """\
-arg0_1: bfloat16[1, 4, 16]
-arg1_1: bfloat16[1, 2, 32, 16]
-arg2_1: bfloat16[1, 2, 32, 16]
-arg3_1: bool[1, 32]
-arg4_1: bfloat16[24, 64]
-arg5_1: bfloat16[24, 64]
-one_query = moe_ops.one_query(arg0_1, arg1_1, arg2_1, arg3_1, 0.25)  # bfloat16[1, 4, 16]
-unsqueeze = aten.unsqueeze(one_query, 1)  # bfloat16[1, 1, 4, 16]
-view = aten.reshape(unsqueeze, [1, 1, -1])  # bfloat16[1, 1, 64]
-view_1 = aten.reshape(view, [1, 64])  # bfloat16[1, 64]
-linears_default = moe_ops.linears(view_1, [arg4_1], [None], early=True)
-getitem = getitem(linears_default, 0)  # bfloat16[1, 24]
-view_2 = aten.reshape(getitem, [1, 1, 24])  # bfloat16[1, 1, 24]
-view_3 = aten.reshape(arg0_1, [1, 64])  # bfloat16[1, 64]
-linears_default_1 = moe_ops.linears(view_3, [arg5_1], [None])
-getitem_1 = getitem(linears_default_1, 0)  # bfloat16[1, 24]
-return [view_2, getitem_1]""",
-    )
-
-
-@pytest.mark.parametrize("change", ["gated", "long", "rows", "large"])
-def test_near_misses_of_attention(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs before reads more than a short cache, or L2 holds less than the weights."""
-    if change == "large":
-        monkeypatch.setattr(pass_file, "EARLY_WEIGHTS", 24 * 64 * 2 - 1)
-    slots = pass_file.EARLY_CACHE // 128 + 1 if change == "long" else 32
-    hook, _, graph = after_attention(slots, 2 if change == "rows" else 1, change)
-    nodes = graph.find_nodes(op="call_function", target=torch.ops.moe_ops.linears.default)
-    assert hook.count == len(nodes) == 2
-    assert all(len(node.args) == 3 for node in nodes)
 
 
 def product_of(change: str) -> tuple[Any, tuple[Tensor, ...]]:

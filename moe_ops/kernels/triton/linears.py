@@ -5,8 +5,7 @@
                    rows their columns
 
 The blocks of all weights are programs of the one launch, those of the first weight first. As
-weights were there before the launch before this one, they are asked for ahead of its end: the first
-tile of each program, or, where that launch leaves memory idle, all of them.
+weights were there before the launch before this one, they are asked for ahead of its end.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from moe_ops.kernels.triton.launch import pdl_options, processors, shared_memory
 from moe_ops.kernels.triton.linears_plan import Plan, plan_for
 
 MOST = 4  # weights of a launch
-LINE = 64  # 16-bit numbers of a line of the L2 cache
 
 
 class Norm(NamedTuple):
@@ -40,17 +38,15 @@ def run(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     plan: Plan | None = None,
-    early: bool = False,
 ) -> list[Tensor]:
     """y_g = x W_gᵀ + b_g for weights [N_g, K] that no launch still in flight writes.
 
-    Sums are in float32, rounded once to the dtype of the input; the same in every run. `early`: as
-    in `moe_ops.kernels.linears.linears`.
+    Sums are in float32, rounded once to the dtype of the input; the same in every run.
     """
     outs = [x_TK.new_empty(x_TK.shape[0], w.shape[0]) for w in weights]
     for first in range(0, len(weights), MOST):
         part = slice(first, first + MOST)
-        _launch(x_TK, weights[part], biases[part], outs[part], plan, early=early)
+        _launch(x_TK, weights[part], biases[part], outs[part], plan)
     return outs
 
 
@@ -82,7 +78,6 @@ def _launch(
     outs: Sequence[Tensor],
     plan: Plan | None,
     norm: Norm | None = None,
-    early: bool = False,
 ) -> None:
     T, K = x_TK.shape
     sizes = [w.shape[0] for w in weights]
@@ -103,10 +98,9 @@ def _launch(
     }  # fmt: skip
     if T == 1:
         residual, gain, eps, total, normed = norm or (None, None, 0.0, None, None)
-        left = triton.cdiv(max(K - plan.step, 0), LINE) if early else 0
         linears_one[(firsts[MOST],)](
             *tensors, residual, gain, total, normed, KP=triton.next_power_of_2(K), EPS=eps,
-            LINES=triton.next_power_of_2(left) if left else 0, **constants, **options,
+            **constants, **options,
         )  # fmt: skip
     else:
         BT = max(16, triton.next_power_of_2(T))
@@ -130,16 +124,6 @@ def rows_of(
     if block >= F3:
         g, first, size, w_ptr = 0 * block + 3, 0 * block + F3, 0 * block + N3, w3_ptr
     return g, w_ptr, (block - first) * BN + tl.arange(0, BN), size
-
-
-@triton.jit
-def ask_for(w_N1, first: tl.constexpr, K: tl.constexpr, LINES: tl.constexpr):
-    """Have memory send rows from a column on, as far as the L2 cache."""
-    at_NL = w_N1 + tl.minimum(first + tl.arange(0, LINES) * 64, K - 1)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at_NL.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -202,7 +186,7 @@ def linears_one(
     y0_ptr, y1_ptr, y2_ptr, y3_ptr, residual_ptr, gain_ptr, sum_ptr, normed_ptr,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, EPS: tl.constexpr, LINES: tl.constexpr,
+    KP: tl.constexpr, EPS: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BN outputs of the one row. The next tile is on its way while one is summed."""
@@ -220,8 +204,6 @@ def linears_one(
     else:
         w_NK = tl.load(w_N1 + k_K[None, :], mask=inside_K[None, :], other=0.0)
     if PDL:
-        if LINES > 0:
-            ask_for(w_N1, BK, K, LINES)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     inverse = 0.0
