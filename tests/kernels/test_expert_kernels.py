@@ -126,8 +126,9 @@ def test_all_tokens_on_one_expert(kernel: str) -> None:
 
 @pytest.mark.slow
 @each_kernel
-def test_an_expert_chosen_twice_by_a_token_counts_twice(kernel: str) -> None:
-    layer = make_layer(SMALL["plain"], F16, DEVICE)
+@pytest.mark.parametrize("T", [1, SMALL["plain"].T])
+def test_an_expert_chosen_twice_by_a_token_counts_twice(kernel: str, T: int) -> None:
+    layer = make_layer(replace(SMALL["plain"], T=T), F16, DEVICE)
     layer.experts_TK[:] = layer.experts_TK[:, :1]
     check(kernel, layer, b2_ED=layer.b2_ED)
 

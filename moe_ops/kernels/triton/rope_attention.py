@@ -23,8 +23,7 @@ from moe_ops.kernels.triton.rope import turned
 
 MOST_BYTES = 128 * 1024  # of keys and values of a head
 OTHER_BYTES = 16 * 1024  # of shared memory, for what else a program holds there
-TILE_SLOTS = 128
-WIDE = 128  # a head from which on eight warps share its tiles
+WIDE = 128  # a head from which on tiles are larger, and eight warps share them
 
 
 def run(
@@ -46,7 +45,8 @@ def run(
     """`moe_ops.kernels.rope_attention.rope_attention` of arguments that its `refusal` lets pass."""
     tensors = (q_BHD, k_BND, v_BND, cos_BW, sin_BW, slot, keys_BNSD, values_BNSD)
     (B, H, D), (N, slots, DV) = q_BHD.shape, values_BNSD.shape[1:]
-    BS = min(TILE_SLOTS, max(16, triton.next_power_of_2(slots) // 2))
+    wide = D >= WIDE
+    BS = min(128 if wide else 64, max(16, triton.next_power_of_2(slots) // 2))
     tiles = triton.cdiv(slots, BS)
     held = tiles * BS * (D + DV) * q_BHD.element_size()
     if held > min(MOST_BYTES, shared_memory(q_BHD) - OTHER_BYTES):
@@ -60,7 +60,7 @@ def run(
         BS=BS, BL=triton.next_power_of_2(slots), TILES=tiles, D=D, DV=DV,
         W=cos_BW.shape[1], ROWS=cos_BW.shape[0], EPS=eps, SCALE=scale,
         LEAST=0.0 if mask_BS.dtype == torch.bool else torch.finfo(mask_BS.dtype).min / 2,
-        PDL=pdl, num_warps=8 if D >= WIDE else 4, **options,
+        PDL=pdl, num_warps=8 if wide else 4, **options,
     )  # fmt: skip
     return out_BHV
 
@@ -105,6 +105,8 @@ def rope_attention_kernel(
     high_G = tl.full((BG,), float("-inf"), tl.float32)
     total_G = tl.zeros((BG,), tl.float32)
     acc_GV = tl.zeros((BG, DV), tl.float32)
+    at_S = tl.arange(0, BS)
+    added_S = mask_at(mask_ptr, at_S, (at_S < end) & (at_S != slot), LEAST)
     for tile in tl.range(0, TILES, num_stages=TILES + 1):
         at_S = tile * BS + tl.arange(0, BS)
         # What is behind the last slot in use may be no number.
@@ -115,11 +117,12 @@ def rope_attention_kernel(
         values_SV = tl.load(
             values_ptr + at_S[:, None] * DV + d_V[None, :], mask=here_S[:, None], other=0.0
         )
-        added_S = mask_at(mask_ptr, at_S, here_S, LEAST)
+        ahead_S = at_S + BS
+        following_S = mask_at(mask_ptr, ahead_S, (ahead_S < end) & (ahead_S != slot), LEAST)
         if tile == 0:
             if PDL:
                 tl.extra.cuda.gdc_wait()
-                tl.extra.cuda.gdc_launch_dependents()
+            new_V = tl.load(v_ptr + pair * DV + d_V)  # first, so that all loads wait at once
             q_GD = turned(
                 q_ptr + (head_G * D)[:, None], q_gain_ptr, q_gain_D, q_other_D,
                 cos_ptr, sin_ptr, D, W, EPS,
@@ -129,7 +132,6 @@ def rope_attention_kernel(
                 k_ptr + (pair * D + 0 * rows_G)[:, None], q_gain_ptr, k_gain_D, k_other_D,
                 cos_ptr, sin_ptr, D, W, EPS,
             )  # fmt: skip
-            new_V = tl.load(v_ptr + pair * DV + d_V)
             at_GD = slot * D + d_D[None, :] + 0 * rows_G[:, None]
             tl.store(keys_ptr + at_GD, new_GD, mask=rows_G[:, None] == 0)
             tl.store(values_ptr + slot * DV + d_V, new_V)
@@ -137,6 +139,8 @@ def rope_attention_kernel(
             high_G = new_G
             total_G += 1.0
             acc_GV += new_V.to(tl.float32)[None, :]
+            if PDL:  # not before: what the next launch asks for early would be in the way
+                tl.extra.cuda.gdc_launch_dependents()
         scores_GS = tl.dot(q_GD, tl.trans(keys_SD)) * SCALE + added_S[None, :]
         top_G = tl.maximum(high_G, tl.max(scores_GS, 1))
         # Where no slot is seen yet -inf remains, and -inf minus -inf is no number.
@@ -146,7 +150,7 @@ def rope_attention_kernel(
         total_G = total_G * shrink_G + tl.sum(p_GS, 1)
         p_GS = p_GS.to(values_SV.dtype)
         acc_GV = acc_GV * shrink_G[:, None] + tl.dot(p_GS, values_SV)
-        high_G = top_G
+        high_G, added_S = top_G, following_S
     if sinks_ptr is not None:
         sink_G = tl.load(sinks_ptr + head_G - b * N * G).to(tl.float32)
         top_G = tl.maximum(high_G, sink_G)

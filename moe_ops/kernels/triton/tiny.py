@@ -12,7 +12,8 @@ gathered. Weights are the rows of the matrix units' tiles, tokens their columns.
 A program of tiny_up reads the id of its own pair and whether one before it is the same: no more, as
 all of them wait for it. Which experts are in use, without gaps, one more program works out beside
 the others, and tiny_down finds it in a table: their number, then their ids (E: none), then their
-pairs.
+pairs. Of one token every choice counts as an expert in use, so that there is no table and tiny_down
+knows them ahead of the end of tiny_up.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def tiny_up(
     BP: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
     ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BI columns of h for the expert of one pair; the last one writes the table.
+    """One program: BI columns of h for the expert of one pair; of several tokens, the last one
+    writes the table.
 
     share[p, t] is weight[t, e], for tiny_down to weigh biases with.
     """
@@ -116,9 +118,10 @@ def tiny_up(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if pair == T * K:
-        write_table(experts_ptr, map_ptr, table_ptr, T * K, E, N_MAP, BP)
-        return
+    if not ONE:  # noqa: SIM102  (known when this is compiled, what follows is not)
+        if pair == T * K:
+            write_table(experts_ptr, map_ptr, table_ptr, T * K, E, N_MAP, BP)
+            return
     e = local_ids(experts_ptr, map_ptr, pair, pair < T * K, E, N_MAP)
     if e >= E:
         return
@@ -165,10 +168,25 @@ def tiny_up(
     )
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
+def ranked(
+    rank, experts_ptr, map_ptr, table_ptr, N_MAP,
+    E: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """(id, pair) of experts in use; the id is E where there are not so many."""
+    if ONE:
+        ids, pairs = local_ids(experts_ptr, map_ptr, rank, rank < K, E, N_MAP), rank
+    else:
+        ids = tl.load(table_ptr + 1 + rank, mask=rank < BP, other=E)
+        pairs = tl.load(table_ptr + 1 + BP + rank, mask=rank < BP, other=0)
+    return ids, pairs
+
+
+# One compiled kernel serves every number of tokens.
+@triton.jit(do_not_specialize=["T", "N_MAP"])
 def tiny_down(
-    h_ptr, table_ptr, share_ptr, w_ptr, b_ptr, residual_ptr, out_ptr,
-    T, stride_we, stride_wd, stride_wi, stride_be,
+    h_ptr, experts_ptr, map_ptr, table_ptr, share_ptr, w_ptr, b_ptr, residual_ptr, out_ptr,
+    T, N_MAP, stride_we, stride_wd, stride_wi, stride_be,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr,
     BP: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr,
     BN: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
@@ -178,6 +196,11 @@ def tiny_down(
     A tile of weights holds BR rows of each of BG experts; its product with the h of the same
     experts has BG * BG blocks, of which the diagonal counts.
     """
+    m = tl.arange(0, BG * BR)
+    n = tl.arange(0, BN)
+    if ONE:  # who chose the experts ended two launches ago
+        e_M, _ = ranked(m // BR, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        e_N, pair_N = ranked(n // BT, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -187,26 +210,20 @@ def tiny_down(
     mine_RT = (d_R < D)[:, None] & (rows_T < T)[None, :]
     if residual_ptr is not None:  # asked for here, so that nothing waits for it at the end
         residual_RT = tl.load(residual_ptr + at_RT, mask=mine_RT, other=0.0)
-    # Of one token the bound is known; nothing then waits for the number of experts.
-    count = K if ONE else tl.load(table_ptr)
-    ids_ptr = table_ptr + 1
-    pairs_ptr = ids_ptr + BP
-    m = tl.arange(0, BG * BR)
-    d = tl.program_id(0) * BR + m % BR
-    n = tl.arange(0, BN)
+    if ONE:
+        count = K
+    else:
+        count = tl.load(table_ptr)
+        e_M, _ = ranked(m // BR, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        e_N, pair_N = ranked(n // BT, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+    d_M = tl.program_id(0) * BR + m % BR
     i = tl.arange(0, BI)
     token_N = n % BT
     acc_MN = tl.zeros((BG * BR, BN), tl.float32)
     for first in range(0, count, BG):
-        rank_M = first + m // BR
-        rank_N = first + n // BT
-        e_M = tl.load(ids_ptr + rank_M, mask=rank_M < BP, other=E)
-        e_N = tl.load(ids_ptr + rank_N, mask=rank_N < BP, other=E)
-        pair_N = tl.load(pairs_ptr + rank_N, mask=rank_N < BP, other=0)
-        inside_M = (d < D) & (e_M < E)
+        inside_M = (d_M < D) & (e_M < E)
         inside_N = (token_N < T) & (e_N < E) & (n // BT < BG)
-        e_M = e_M.to(tl.int64)
-        w_M1 = (w_ptr + e_M * stride_we + d.to(tl.int64) * stride_wd)[:, None]
+        w_M1 = (w_ptr + e_M.to(tl.int64) * stride_we + d_M.to(tl.int64) * stride_wd)[:, None]
         h_1N = (h_ptr + (pair_N * T + token_N).to(tl.int64) * I)[None, :]
         for start in range(0, I, BI):
             inside_I = start + i < I
@@ -219,6 +236,9 @@ def tiny_down(
                 h_1N + (start + i)[:, None], mask=inside_I[:, None] & inside_N[None, :], other=0.0
             )
             acc_MN = tl.dot(w_MI, h_IN, acc_MN)
+        next_M, next_N = first + BG + m // BR, first + BG + n // BT
+        e_M, _ = ranked(next_M, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        e_N, pair_N = ranked(next_N, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
     diagonal_MN = (m // BR)[:, None] == (n // BT)[None, :]
     acc_MN = tl.where(diagonal_MN, acc_MN, 0.0)
     out_MT = tl.sum(tl.reshape(acc_MN, (BG * BR, BN // BT, BT)), 1)
@@ -226,9 +246,9 @@ def tiny_down(
     if b_ptr is not None:
         for rank in range(count):
             # Loaded as vectors, which the masks are.
-            e_R = tl.load(ids_ptr + rank + 0 * d_R)
-            e_T = tl.load(ids_ptr + rank + 0 * rows_T)
-            pair_T = tl.load(pairs_ptr + rank + 0 * rows_T)
+            rank_R, rank_T = rank + 0 * d_R, rank + 0 * rows_T
+            e_R, _ = ranked(rank_R, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+            e_T, pair_T = ranked(rank_T, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
             here_R, here_T = (d_R < D) & (e_R < E), (rows_T < T) & (e_T < E)
             b_R = tl.load(b_ptr + e_R.to(tl.int64) * stride_be + d_R, mask=here_R, other=0.0)
             share_T = tl.load(share_ptr + pair_T * T + rows_T, mask=here_T, other=0.0)
@@ -263,18 +283,18 @@ def run(
     BP, BT = triton.next_power_of_2(P), triton.next_power_of_2(T)
     h_PTI = x_TD.new_empty(P, T, I)
     out_TD = x_TD.new_empty(T, D)
-    table = x_TD.new_empty(1 + 2 * BP, dtype=torch.int32)
+    table = None if T == 1 else x_TD.new_empty(1 + 2 * BP, dtype=torch.int32)
     share_PT = None if layer.b2_ED is None else x_TD.new_empty(P, T, dtype=torch.float32)
     pdl, options = pdl_options(x_TD)
-    tiny_up[(P * triton.cdiv(I, tiles.BI) + 1,)](
+    tiny_up[(P * triton.cdiv(I, tiles.BI) + (T > 1),)](
         x_TD, experts_TK, weights_TK, expert_map, layer.w13_EFD, layer.b13_EF, h_PTI, table,
         share_PT, T, n_map, x_TD.stride(0), *layer.strides13, bias_stride(layer.b13_EF),
         E=E, K=K, D=D, I=I, ACT=layer.act, BP=BP, BI=tiles.BI, BD=tiles.BD, BN=TINY_TOKENS,
         ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.up_stages, **options,
     )  # fmt: skip
     tiny_down[(triton.cdiv(D, tiles.BR),)](
-        h_PTI, table, share_PT, layer.w2_EDI, layer.b2_ED, residual_TD, out_TD,
-        T, *layer.strides2, bias_stride(layer.b2_ED),
+        h_PTI, experts_TK, expert_map, table, share_PT, layer.w2_EDI, layer.b2_ED, residual_TD,
+        out_TD, T, n_map, *layer.strides2, bias_stride(layer.b2_ED),
         E=E, K=K, D=D, I=I, BP=BP, BT=BT, BG=tiles.BG, BR=tiles.BR, BI=tiles.BH,
         BN=max(16, tiles.BG * BT), ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.down_stages,
         **options,
