@@ -158,9 +158,9 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         tokens_of = {"tiny": (1, 4), "rows": (8, 64, 256, 1024), "grouped": (256, 4096)}
         for backend, tokens in tokens_of.items():
             for T in tokens:
-                for onto in (False, True):
-                    call = functools.partial(layer, case, backend, T, onto)
-                    yield f"{name} {backend} {T}{' onto' if onto else ''}", call
+                for full in (False, True):
+                    call = functools.partial(layer, case, backend, T, full)
+                    yield f"{name} {backend} {T}{' full' if full else ''}", call
         yield f"{name} route", lambda c=case: routed(c)
     for shape in ATTENTION:
         yield f"one query {shape}", lambda s=shape: attended(*s)
@@ -224,7 +224,8 @@ def routed(case: Any) -> None:
     route.backends["triton"].run(logits, case.K, renormalize=True)
 
 
-def layer(case: Any, backend: str, T: int, onto: bool, **activation: Any) -> None:
+def layer(case: Any, backend: str, T: int, full: bool, **activation: Any) -> None:
+    """`full`: with biases, an expert map and a residual."""
     act = {**ACTIVATION, **activation}
     F = 2 * case.I if act["gated"] else case.I
 
@@ -238,12 +239,12 @@ def layer(case: Any, backend: str, T: int, onto: bool, **activation: Any) -> Non
         empty(T, case.K, dtype=torch.int32),
         empty(case.E, F, case.D),
         empty(case.E, case.D, case.I),
-        None,
-        None,
-        None,
+        empty(case.E, F) if full else None,
+        empty(case.E, case.D) if full else None,
+        empty(2 * case.E, dtype=torch.int32) if full else None,
         False,
         tuple(act.values()),
-        empty(T, case.D) if onto else None,
+        empty(T, case.D) if full else None,
     )
 
 

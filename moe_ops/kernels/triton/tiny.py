@@ -169,17 +169,26 @@ def tiny_up(
 
 
 @triton.jit
-def ranked(
+def id_of(
     rank, experts_ptr, map_ptr, table_ptr, N_MAP,
     E: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """(id, pair) of experts in use; the id is E where there are not so many."""
+    """The ids of experts in use; E where there are not so many."""
     if ONE:
-        ids, pairs = local_ids(experts_ptr, map_ptr, rank, rank < K, E, N_MAP), rank
+        ids = local_ids(experts_ptr, map_ptr, rank, rank < K, E, N_MAP)
     else:
         ids = tl.load(table_ptr + 1 + rank, mask=rank < BP, other=E)
+    return ids
+
+
+@triton.jit
+def pair_of(rank, table_ptr, BP: tl.constexpr, ONE: tl.constexpr):
+    """The pairs that were the first to name experts in use."""
+    if ONE:
+        pairs = rank
+    else:
         pairs = tl.load(table_ptr + 1 + BP + rank, mask=rank < BP, other=0)
-    return ids, pairs
+    return pairs
 
 
 # One compiled kernel serves every number of tokens.
@@ -199,8 +208,9 @@ def tiny_down(
     m = tl.arange(0, BG * BR)
     n = tl.arange(0, BN)
     if ONE:  # who chose the experts ended two launches ago
-        e_M, _ = ranked(m // BR, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
-        e_N, pair_N = ranked(n // BT, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        e_M = id_of(m // BR, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        e_N = id_of(n // BT, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        pair_N = pair_of(n // BT, table_ptr, BP, ONE)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -214,8 +224,9 @@ def tiny_down(
         count = K
     else:
         count = tl.load(table_ptr)
-        e_M, _ = ranked(m // BR, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
-        e_N, pair_N = ranked(n // BT, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        e_M = id_of(m // BR, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        e_N = id_of(n // BT, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        pair_N = pair_of(n // BT, table_ptr, BP, ONE)
     d_M = tl.program_id(0) * BR + m % BR
     i = tl.arange(0, BI)
     token_N = n % BT
@@ -237,8 +248,9 @@ def tiny_down(
             )
             acc_MN = tl.dot(w_MI, h_IN, acc_MN)
         next_M, next_N = first + BG + m // BR, first + BG + n // BT
-        e_M, _ = ranked(next_M, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
-        e_N, pair_N = ranked(next_N, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        e_M = id_of(next_M, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        e_N = id_of(next_N, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        pair_N = pair_of(next_N, table_ptr, BP, ONE)
     diagonal_MN = (m // BR)[:, None] == (n // BT)[None, :]
     acc_MN = tl.where(diagonal_MN, acc_MN, 0.0)
     out_MT = tl.sum(tl.reshape(acc_MN, (BG * BR, BN // BT, BT)), 1)
@@ -247,8 +259,9 @@ def tiny_down(
         for rank in range(count):
             # Loaded as vectors, which the masks are.
             rank_R, rank_T = rank + 0 * d_R, rank + 0 * rows_T
-            e_R, _ = ranked(rank_R, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
-            e_T, pair_T = ranked(rank_T, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+            e_R = id_of(rank_R, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+            e_T = id_of(rank_T, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+            pair_T = pair_of(rank_T, table_ptr, BP, ONE)
             here_R, here_T = (d_R < D) & (e_R < E), (rows_T < T) & (e_T < E)
             b_R = tl.load(b_ptr + e_R.to(tl.int64) * stride_be + d_R, mask=here_R, other=0.0)
             share_T = tl.load(share_ptr + pair_T * T + rows_T, mask=here_T, other=0.0)
