@@ -22,6 +22,7 @@ from moe_ops.bench import (
     options,
     overhead,
     packing,
+    step,
 )
 from moe_ops.bench.results import write
 from moe_ops.passes.cost import processor
@@ -120,11 +121,20 @@ def measure_counters(args: argparse.Namespace) -> Figures:
     return {"device": torch.cuda.get_device_name(), "kernels": [asdict(k) for k in found]}
 
 
+def measure_step(args: argparse.Namespace) -> Figures:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    layers = args.layers or (24 if device.type == "cuda" else 1)
+    found = step.measure(args.layer, layers, args.slots, device)
+    print(step.table(found))
+    return {"step": asdict(found)}
+
+
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
     "both": (measure_both, "overhead, then layer"),
     "overhead": (measure_overhead, "what calling an op costs beyond its backend"),
     "layer": (measure_layer, "layers on this device against their floor and others' experts"),
     "op": (measure_op, "the stages of a layer alone, on each of their backends"),
+    "step": (measure_step, "one token through layers of a model, launch by launch"),
     "counters": (measure_counters, "what limits each kernel on a GPU, by Nsight Compute"),
     "report": (print_report, "the figures that `layer --ours moe --json` wrote, as Markdown"),
     "accuracy": (measure_accuracy, "error of a layer and KL of a model, for every scheme"),
@@ -151,6 +161,10 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
         options.add_layer(of)
     if name == "op":
         options.add_stages(of)
+    if name == "step":
+        of.add_argument("--layer", default="qwen3_30b", choices=sorted(step.ATTENTION))
+        of.add_argument("--layers", type=int, help="of a step; 24 on a GPU, elsewhere 1")
+        of.add_argument("--slots", type=int, default=256, help="of the cache")
     if name == "counters":
         of.add_argument("--layer", type=options.layer_names, default=["qwen3_30b"])
         of.add_argument("--tokens", type=options.numbers, default=[1, 64, 4096])

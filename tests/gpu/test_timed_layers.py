@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from moe_ops.bench import cells, contenders, inputs, rates, stages
+from moe_ops.bench import cells, contenders, inputs, rates, stages, step
 from moe_ops.testing import BF16, Case
 
 pytestmark = pytest.mark.gpu
@@ -69,3 +69,12 @@ def test_rates_of_this_device_are_those_of_a_gpu() -> None:
     found = rates.measure_rates(CUDA, BF16)
     assert 0.2 < found.copy_tbs < 20
     assert 20 < found.matmul_tflops < 5000
+
+
+def test_the_launches_of_a_step() -> None:
+    found = step.measure("qwen3_30b", 3, 256, CUDA)
+    names = [launch.name for launch in found.launches]
+    want = ["tiny_up", "tiny_down", "linears_one", "rope_attention_kernel"]
+    assert names == [*want, "linears_one", "linears_one", "route_kernel"]
+    ends = [launch.end_us for launch in found.launches]
+    assert ends == sorted(ends) and 0 < found.us < 1000

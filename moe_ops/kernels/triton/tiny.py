@@ -184,11 +184,7 @@ def id_of(
 @triton.jit
 def pair_of(rank, table_ptr, BP: tl.constexpr, ONE: tl.constexpr):
     """The pairs that were the first to name experts in use."""
-    if ONE:
-        pairs = rank
-    else:
-        pairs = tl.load(table_ptr + 1 + BP + rank, mask=rank < BP, other=0)
-    return pairs
+    return rank if ONE else tl.load(table_ptr + 1 + BP + rank, mask=rank < BP, other=0)
 
 
 # One compiled kernel serves every number of tokens.

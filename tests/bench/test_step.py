@@ -1,0 +1,73 @@
+"""One token through layers: the calls, and reading the launches of the layer in the middle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from moe_ops.bench import step
+from moe_ops.testing import LAYERS, Case
+
+SMALL = Case(name="small", T=1, E=8, K=2, D=64, I=32)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYERS, "small", SMALL)
+    attention = step.Attention(H=4, N=2, size=16, normed=True)
+    monkeypatch.setitem(step.ATTENTION, "small", attention)
+
+
+def test_every_model_is_a_layer_of_the_benchmarks() -> None:
+    assert step.ATTENTION.keys() <= LAYERS.keys()
+
+
+def test_a_step_of_two_layers_on_the_cpu() -> None:
+    found = step.measure("small", 2, 32, torch.device("cpu"))
+    assert (found.layers, found.slots, found.launches) == (2, 32, [])
+    assert 0 < found.low_us <= found.us <= found.high_us
+
+
+def test_a_layer_writes_its_slot_and_keeps_the_size_of_its_token() -> None:
+    device = torch.device("cpu")
+    g = torch.Generator().manual_seed(0)
+    attention = step.ATTENTION["small"]
+    layer, place = step.make_layer(SMALL, attention, 32, g), step.make_place(attention, 32, device)
+    before = layer.keys.clone()
+    x = torch.randn(1, SMALL.D, generator=g).bfloat16()
+    out = step.forward(x, layer, SMALL, attention, place)
+    assert out.shape == x.shape and bool(out.isfinite().all()) and not torch.equal(out, x)
+    changed = (layer.keys != before).any(-1).any(1)[0].nonzero().flatten()
+    assert changed.tolist() == place.slot.tolist() == [18]
+
+
+# As the profiler gives them, not in order, times in microseconds.
+LAYER = [("tiny_up", 10, 24), ("tiny_down(T)", 11, 33), ("linears_one", 25, 39), ("route", 50, 53)]
+KERNELS = [
+    (name, begin + 50.0 * n, end + 50.0 * n) for n in (2, 0, 1) for name, begin, end in LAYER
+]
+
+
+def test_the_launches_are_those_of_the_layer_in_the_middle() -> None:
+    found = step.launches_of(KERNELS, 3)
+    assert [launch.name for launch in found] == [name for name, *_ in LAYER]
+    assert (found[0].begin_us, found[-1].end_us) == (0.0, 43.0)
+    assert step.launches_of(KERNELS[:4], 1) == []  # no layer behind it
+
+
+def test_the_table() -> None:
+    launches = step.launches_of(KERNELS, 3)
+    found = step.Step(
+        layer="small", layers=3, slots=32, us=43.21, low_us=43.0, high_us=44.0, launches=launches
+    )
+    assert_expected_inline(
+        step.table(found).replace("µ", "u"),
+        """\
+small, one token, 3 layers, 32 slots: 43.21 us a layer (43.00 to 44.00)
+launch       begins, us  ends, us  after the one before
+tiny_up            0.00     14.00                 14.00
+tiny_down          1.00     23.00                  9.00
+linears_one       15.00     29.00                  6.00
+route             40.00     43.00                 14.00""",
+    )
