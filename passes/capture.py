@@ -263,7 +263,8 @@ class GraphRunner:
             inputs = [x[:tokens] for x in lane.inputs]
             fixed = args[self.varying :]
             try:
-                graph = self._capture(lambda: self.function(*inputs, *fixed), pool=lane.pool)
+                with torch.cuda.device_of(inputs[0]):  # which need not be the current one
+                    graph = self._capture(lambda: self.function(*inputs, *fixed), pool=lane.pool)
                 bucket = _Bucket(graph)
             except CaptureError as error:
                 bucket = _Bucket(None, str(error))

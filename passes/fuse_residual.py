@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-import moe_ops.backends.experts_onto  # noqa: F401  (registers the op)
+from moe_ops.backends.experts_onto import PLANS
 from moe_ops.passes.context import Context
 from moe_ops.passes.graph import (
     RESHAPES,
@@ -26,7 +26,6 @@ from moe_ops.passes.graph import (
 )
 
 RULE = "fuse_residual"
-PLANS = ("triton.tiny", "triton.rows", "triton.grouped")
 
 
 def fuse_residual(graph: fx.Graph, context: Context) -> int:

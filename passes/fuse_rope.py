@@ -62,10 +62,8 @@ class Turned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """The node `out` is `cache`, an input of the graph, with `new` in a slot; `back` then makes
-    that input of it."""
+    """`cache`, an input of the graph, with `new` in a slot; `back` makes that input of it."""
 
-    out: fx.Node
     cache: fx.Node
     slot: fx.Node
     new: fx.Node
@@ -100,9 +98,12 @@ def _fuse(graph: fx.Graph, attention: fx.Node, parameters: set[fx.Node]) -> str:
         (q.sin, [-1, tensor(q.sin).shape[-1]]),
         (keys.slot, [1]),
     ]
+    # The kernel reads these early, and a launch has to be between it and what wrote them.
+    computed = any(peel(node).op == "call_function" for node in (q.x, k.x, value))
+    require(computed, "queries, keys and values are inputs, so nothing is launched before")
     mask, sinks = operand(attention, 3), arg(attention, "sinks_H")
     for what, node in (("mask", mask), ("slot", keys.slot)):
-        require(is_input(node), f"the {what}, which the kernel reads early, is no input")
+        require(is_input(node), f"the {what} is no input")
     caches = (keys.cache, values.cache, mask)
     fakes: list[Any] = [tensor(node).reshape(shape) for node, shape in inputs]
     given = (*caches, q.gain, k.gain, sinks)
@@ -146,7 +147,7 @@ def written(out: Any, attention: fx.Node) -> Written:
         "something else reads the cache",
     )
     require(set(cache.users) == {out, *back}, "something else reads the cache as it was")
-    return Written(out=out, cache=cache, slot=slot, new=new, back=back[0])
+    return Written(cache=cache, slot=slot, new=new, back=back[0])
 
 
 def turned(out: fx.Node, B: Any, N: Any, parameters: set[fx.Node]) -> Turned:

@@ -69,9 +69,10 @@ class Memory:
     ) -> Callable[[], None] | None:
         if not all(t.is_cuda for t in state):
             return None
-        if not self._graphs:  # a pool without graphs is closed, though memory of it be in use
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        replay = capture_call(function, state, pool=self._pool, stream=self._stream).replay
+        with torch.cuda.device_of(state[0]):  # which need not be the current one
+            if not self._graphs:  # a pool without graphs is closed, though memory of it be in use
+                self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            replay = capture_call(function, state, pool=self._pool, stream=self._stream).replay
         self._graphs.add(replay)
         return replay
 

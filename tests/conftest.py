@@ -36,3 +36,10 @@ def clean_slate(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(on, warn_only=warn_only)
     deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.fixture
+def overlapping(clean_slate: None) -> None:
+    """Leave uninitialised memory as it is: what fills it is launched between launches of ours,
+    which then do not overlap."""
+    deterministic.fill_uninitialized_memory = False

@@ -11,6 +11,8 @@ from torch import Tensor
 from moe_ops.backends.triton import run_experts
 from moe_ops.ops.experts import experts
 
+PLANS = ("triton.tiny", "triton.rows", "triton.grouped")
+
 
 @torch.library.custom_op(
     "moe_ops::experts_onto", mutates_args=(), tags=(torch.Tag.needs_exact_strides,)
@@ -36,10 +38,13 @@ def experts_onto(
 ) -> Tensor:
     """residual + experts(x, ...), of which the second is rounded before they are added.
 
-    On a GPU the last launch of the plan, one of the backends triton.*, adds. What those refuse they
-    refuse here. Raises ValueError for a residual that is not as x_TD is.
+    On a GPU the last launch of the plan, one of PLANS, adds; the other arguments are such that this
+    backend of `experts` takes them. Raises ValueError for another plan, and for a residual that is
+    not as x_TD is.
     """
     _check(residual_TD, x_TD)
+    if plan not in PLANS:
+        raise ValueError(f"experts_onto: the plan is {plan!r}, not one of {', '.join(PLANS)}")
     tensors = (x_TD, weights_TK, experts_TK, w13_EFD, w2_EDI, b13_EF, b2_ED, expert_map)
     act = (kind, gated, interleaved, alpha, limit, up_shift)
     if x_TD.is_cuda:

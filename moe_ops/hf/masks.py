@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
 from typing import Any
 
 import torch
@@ -69,18 +68,16 @@ def float_mask(*args: Any, **kwargs: Any) -> Tensor:
 REPEATABLE = {"sdpa": bool_mask, "eager": float_mask}
 
 
-@contextmanager
-def repeatable(config: Any) -> Iterator[None]:
-    """Masks are made by functions of ours, for an attention that is among `REPEATABLE`."""
-    config = config.get_text_config(decoder=True)
-    before = config._attn_implementation_internal
-    ours = f"moe_ops_prompt_{before}"
-    ALL_MASK_ATTENTION_FUNCTIONS.register(ours, REPEATABLE[before])
+def repeatable(config: Any) -> Any:
+    """The configuration for masks made by functions of ours, for an attention among `REPEATABLE`: a
+    copy, as the model's own serves others meanwhile."""
+    attention = attention_of(config)
+    assert attention is not None
+    ours = f"moe_ops_prompt_{attention}"
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ours, REPEATABLE[attention])
+    config = copy.copy(config.get_text_config(decoder=True))
     config._attn_implementation_internal = ours
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = before
+    return config
 
 
 def attention_of(config: Any) -> str | None:

@@ -53,7 +53,6 @@ class Prompts:
     def __init__(self) -> None:
         self.replayed = 0
         self._sizes: OrderedDict[Key, Size] = OrderedDict()
-        self._refused: set[Key] = set()
         self._inputs: Tensor | None = None
         self._logits: Tensor | None = None
 
@@ -67,17 +66,17 @@ class Prompts:
     ) -> Any:
         """The model's output for prompts that are put into the cache of `steps`; a mask, if there
         is one, hides something."""
-        key = key_of(ids, mask, kwargs)
-        if key is None or attention_of(steps.decoder.model.config) not in REPEATABLE:
+        key, attention = key_of(ids, mask, kwargs), attention_of(steps.decoder.model.config)
+        if key is None or attention not in REPEATABLE or not steps.decoder.captures_prompts:
             return steps.fill(ids, mask, positions, mask, kwargs)
-        size = self._came(key)
-        if size.seen < TIMES or key in self._refused:
+        size = self._came((attention, *key))
+        if size.seen < TIMES:
             return steps.fill(ids, mask, positions, mask, kwargs)
         inputs = self._copied(ids, mask, positions)
         if size.replay is None:
             size.replay = self._captured(steps, inputs, kwargs)
         if size.replay is None:
-            self._refused.add(key)
+            steps.decoder.captures_prompts = False  # others would fail for the same reason
             return steps.fill(ids, mask, positions, mask, kwargs)
         size.replay()
         self.replayed += 1
@@ -125,8 +124,7 @@ class Prompts:
         like = torch.empty(B, S, 0, dtype=model.dtype, device=ids.device)
 
         def run() -> None:
-            with repeatable(model.config):
-                made = masks(model.config, like, mask, steps.cache, positions)
+            made = masks(repeatable(model.config), like, mask, steps.cache, positions)
             regions.unmasked = made is None
             try:
                 out = steps.fill(ids, mask, positions, made, kwargs)
@@ -142,7 +140,7 @@ class Prompts:
             replay = steps.decoder.tools.capture(run, (steps.valid, steps.positions, steps.filled))
         except Exception as error:  # whatever it is, the way without a graph is still there
             log.warning(
-                "generate: prompts of %d x %d run uncaptured, as they cannot be captured: %s",
+                "generate: prompts run uncaptured, as those of %d x %d cannot be captured: %s",
                 *(B, S, error),
             )
             return None

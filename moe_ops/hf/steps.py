@@ -244,6 +244,7 @@ class Decoder:
         self.regions = Regions(model)
         self.prompt_region = ByKind("prompt", tools.compile_prompt)
         self._idle: OrderedDict[tuple[int, int], Steps] = OrderedDict()
+        self.captures_prompts = True  # until one cannot be
         self._addresses: tuple[int, ...] = ()
         self._told: set[str] = set()
         self._attentions: dict[str | None, str | None] = {}
@@ -257,6 +258,7 @@ class Decoder:
         if now != self._addresses:
             if self._addresses:
                 log.info("generate: weights were replaced, so graphs are captured again")
+            self.captures_prompts = True
             for idle in self._idle.values():
                 idle.forget_graphs()
             if any(s.filled.device != self.model.device for s in self._idle.values()):

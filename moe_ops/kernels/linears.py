@@ -23,8 +23,8 @@ def linears(
     """[y_g] with y_g = x W_gᵀ + b_g, for weights [N_g, K] and biases [N_g] or None.
 
     Sums are in float32, rounded once to the dtype of the input. On a GPU it is one launch for four
-    weights, which are read ahead of the end of the launch before: what writes them must have ended
-    two launches ago, as for parameters it has. Raises ValueError for what `refusal` names.
+    weights, which may be read ahead of the end of the launch before: what writes them must have
+    ended two launches ago, as for parameters it has. Raises ValueError for what `refusal` names.
     """
     _check(x_TK, weights, biases)
     if x_TK.is_cuda:

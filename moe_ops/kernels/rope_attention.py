@@ -45,9 +45,9 @@ def rope_attention(
     there is one row of them. If there are gains, x is first gain (x / sqrt(mean(x²) + eps)), with
     the quotient and x rounded; turned heads are rounded.
 
-    On a GPU it is one launch for a short cache, three for others. The first reads the cache, the
-    slot, the mask and the gains ahead of the end of the launch before: what writes them must have
-    ended two launches ago. Raises ValueError for what `refusal` names.
+    On a GPU it is one launch for a short cache, two or three for others. The first may read the
+    cache, the slot, the mask and the gains ahead of the end of the launch before: what writes them
+    must have ended two launches ago. Raises ValueError for what `refusal` names.
     """
     before = (q_BHD, k_BND, v_BND, cos_BW, sin_BW, slot, keys_BNSD, values_BNSD, mask_BS)
     _check(*before, q_gain_D, k_gain_D, sinks_H)

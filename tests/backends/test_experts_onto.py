@@ -39,6 +39,13 @@ def test_it_is_the_sum() -> None:
     assert torch.equal(got, residual + experts(*given))
 
 
+def test_another_plan_is_refused() -> None:
+    given = call()
+    said = "experts_onto: the plan is 'cpu', not one of triton.tiny, triton.rows, triton.grouped"
+    with pytest.raises(ValueError, match=said):
+        experts_onto(given[0], *given, "cpu")
+
+
 def test_a_residual_of_another_kind_is_refused() -> None:
     given = call()
     for residual in (given[0].float(), given[0][:1], given[0].T):

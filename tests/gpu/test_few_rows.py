@@ -89,6 +89,7 @@ def test_a_norm_first(
         assert all(torch.equal(a, b) for a, b in zip(out, normed_linears(*given), strict=True))
 
 
+@pytest.mark.usefixtures("overlapping")
 @pytest.mark.parametrize("T", [1, 8, 40])
 def test_chains_of_launches_that_overlap_in_a_graph(T: int) -> None:
     """Each reads what the one before it writes, as soon as that has ended and no sooner."""

@@ -38,6 +38,7 @@ def test_the_bits_of_a_sum_of_its_own(plan: str, T: int, dtype: torch.dtype) -> 
     assert torch.equal(experts_onto(residual, *given, *ACT, plan), want)
 
 
+@pytest.mark.usefixtures("overlapping")
 @pytest.mark.parametrize(
     ("plan", "T"), [("triton.tiny", 1), ("triton.tiny", 4), ("triton.rows", 8)]
 )

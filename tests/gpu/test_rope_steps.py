@@ -62,6 +62,7 @@ def test_the_kernels(size: tuple[int, ...], gains: bool, halves: bool, dtype: to
         assert bool(new[:, :, slot + 1 :].isnan().all())
 
 
+@pytest.mark.usefixtures("overlapping")
 @pytest.mark.parametrize("slots", [256, 1024])
 def test_a_layer_whose_launches_overlap_in_a_graph(slots: int) -> None:
     H, N, D, layers = 32, 4, 128, 12
@@ -102,6 +103,7 @@ def test_a_layer_whose_launches_overlap_in_a_graph(slots: int) -> None:
         assert torch.equal(after, caches)
 
 
+@pytest.mark.usefixtures("overlapping")
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_step_of_a_model(family: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,3 +254,20 @@ def test_hidden_slots_have_no_weight() -> None:
     torch.manual_seed(1)
     got = call(in_place_of(eager), module, attention_mask=mask, s_aux=module.sinks)[0]
     torch.testing.assert_close(got, want)
+
+
+def test_gradients_come_from_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there are kernels; where none is asked for it is the op."""
+    monkeypatch.setattr(one_query, "has_kernels", lambda _: True)
+    asked: list[Any] = []
+    op = one_query.one_query
+    monkeypatch.setattr(one_query, "one_query", lambda *given: (asked.append(given), op(*given))[1])
+    q = torch.randn(1, 4, 1, 16, requires_grad=True)
+    k, v = torch.randn(2, 1, 2, 20, 16)
+    mask = torch.ones(1, 1, 1, 20, dtype=torch.bool)
+    out = one_query.attended(q, k, v, mask)
+    out.square().sum().backward()
+    assert q.grad is not None and bool(q.grad.abs().sum() > 0) and not asked
+    with torch.no_grad():
+        torch.testing.assert_close(one_query.attended(q, k, v, mask), out)
+    assert len(asked) == 1

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 import moe_ops
 from moe_ops.hf import prompts
 from moe_ops.hf.generate import quicken, shape_refusal
-from moe_ops.hf.masks import masks, repeatable
+from moe_ops.hf.masks import repeatable
 from moe_ops.hf.prompts import TIMES, key_of
 from moe_ops.hf.regions import Region
 from moe_ops.hf.steps import Tools
@@ -250,14 +250,17 @@ def test_a_failed_capture_is_logged_and_not_tried_again(
     with caplog.at_level(logging.WARNING, "moe_ops"):
         for _ in range(TIMES + 2):
             check(model, twin, tokens(2, 7))
+        for _ in range(TIMES + 1):
+            check(model, twin, tokens(2, 8))
     (record,) = caplog.records
     assert record.getMessage() == (
-        "generate: prompts of 2 x 7 run uncaptured, as they cannot be captured: a host sync"
+        "generate: prompts run uncaptured, as those of 2 x 7 cannot be captured: a host sync"
     )
+    assert last_report(twin) == (0, 0)
     graphs.error = None
+    model.lm_head.weight.data = model.lm_head.weight.data.clone().neg_()
     for _ in range(TIMES):
         check(model, twin, tokens(2, 7))
-        check(model, twin, tokens(2, 8))
     assert last_report(twin) == (1, 1)
 
 
@@ -292,6 +295,22 @@ def test_long_prompts_and_other_attentions_are_not_captured(
     monkeypatch.setattr(prompts, "REPEATABLE", {"eager": None})
     check(model, twin, tokens(2, 6))
     assert last_report(twin) == (1, 1)
+
+
+def test_a_graph_is_of_one_attention(model: Any, graphs: Graphs) -> None:
+    twin = twin_of(model, graphs)
+    for _ in range(TIMES):
+        check(model, twin, tokens(2, 7))
+    assert last_report(twin) == (1, 1)
+    before = model.config._attn_implementation
+    model.config._attn_implementation = "eager"
+    try:
+        check(model, twin, tokens(2, 7))
+        assert last_report(twin) == (1, 1)
+    finally:
+        model.config._attn_implementation = before
+    check(model, twin, tokens(2, 7))
+    assert last_report(twin) == (1, 2)
 
 
 def test_calls_that_share_a_graph() -> None:
@@ -340,10 +359,11 @@ def test_without_captures_nothing_is_replayed(
     assert last_report(twin) == (0, 0)
 
 
-def test_the_attention_stays_when_masks_cannot_be_made(model: Any) -> None:
+def test_the_model_keeps_its_attention_while_masks_are_made(model: Any) -> None:
+    """Another thread may run it."""
     before = model.config._attn_implementation
-    with pytest.raises(AttributeError), repeatable(model.config):
-        masks(model.config, None, None, None, None)  # type: ignore[arg-type]
+    ours = repeatable(model.config)
+    assert ours._attn_implementation == f"moe_ops_prompt_{before}"
     assert model.config._attn_implementation == before
 
 
@@ -361,7 +381,8 @@ def test_a_pool_is_shared_while_it_has_graphs(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(generate, "capture_call", capture_call)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "Stream", object)
-    memory, on_gpu = generate.Memory(), [SimpleNamespace(is_cuda=True)]
+    there = SimpleNamespace(is_cuda=True, get_device=lambda: -1)
+    memory, on_gpu = generate.Memory(), [there]
     assert memory.capture(lambda: None, [torch.zeros(())]) is None
     replays = [memory.capture(lambda: None, on_gpu) for _ in range(2)]  # type: ignore[arg-type]
     assert calls[0] == calls[1]

@@ -58,7 +58,6 @@ def main() -> None:
     with (
         patch.object(JITFunction, "run", compile_launch),
         patch.object(grouped, "runs_on_hopper", lambda *_: True),
-        patch.object(grouped_gluon, "_processors", lambda _: 132),
     ):
         for args, bias in itertools.product(ACTIVATIONS.values(), (False, True)):
             act = Activation(**{"kind": "silu"} | args)

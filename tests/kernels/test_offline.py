@@ -29,7 +29,7 @@ def test_every_variant_compiles_and_spills_nothing(capability: int) -> None:
     assert {v["kernel"] for v in variants} >= {
         "route_kernel", "sort_kernel", "count_kernel", "place_kernel", "sum_kernel",
         "one_query_kernel", "one_query_merge", "linears_one", "linears_few",
-        "rope_kernel",
+        "rope_kernel", "rope_attention_kernel",
         "tiny_up", "tiny_down", "rows_up", "rows_down", "_tile_map", "_grouped",
     }  # fmt: skip
     # Tiles are tuned for Hopper; elsewhere a few bytes are no harm.

@@ -26,21 +26,21 @@ NAMES = (
 
 def tensors(
     size: tuple[int, ...], dtype: torch.dtype = F16, gains: bool = True, halves: bool = False,
-    sinks: bool = False,
+    sinks: bool = False, slot: int = -5,
 ) -> dict[str, Any]:  # fmt: skip
     """Slots from the one that is written on are no numbers; the first two are hidden from the first
-    sequence."""
+    sequence, where others are left."""
     B, H, N, S, D, DV = size
+    slot %= S
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(shape, device=DEVICE).to(dtype)
 
     angles = torch.randn(1 if halves else B, D // 2 if halves else D, device=DEVICE)
-    slot = S - 5
     keys, values = noise(B, N, S, D), noise(B, N, S, DV)
     keys[:, :, slot:] = values[:, :, slot:] = float("nan")
     mask = torch.arange(S, device=DEVICE).expand(B, S) <= slot
-    mask[0, :2] = False
+    mask[0, : min(2, slot)] = False
     if sinks:  # then a mask that adds
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
     given = (
@@ -108,6 +108,29 @@ def test_against_float64(
         assert torch.equal(given[name][:, :, :slot], old[:, :, :slot])
         behind = given[name][:, :, slot + 1 :]
         assert of == "op" or bool(behind.isnan().all())
+
+
+@pytest.mark.parametrize("of", ["one launch", "three launches"])
+@pytest.mark.parametrize("slot", [0, 1, -1])
+def test_the_first_slots_and_the_last(slot: int, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tensors(SIZES[0], slot=slot, sinks=slot == 1)
+    want, *_ = definition(given)
+    run = kernels.run if of == "one launch" else three_launches(monkeypatch)
+    assert_close(run(**given).float(), want.float(), TOL)
+
+
+@pytest.mark.parametrize("of", ["one launch", "three launches"])
+@pytest.mark.parametrize("alone", [False, True], ids=["others seen", "nothing seen"])
+def test_a_new_slot_that_is_hidden(alone: bool, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a row that is finished; with nothing seen there are sinks alone."""
+    given = tensors(SIZES[0], sinks=True)
+    low = torch.finfo(F16).min
+    given["mask_BS"][:, given["slot"]] = low
+    if alone:
+        given["mask_BS"][:] = low
+    want, *_ = definition(given)
+    run = kernels.run if of == "one launch" else three_launches(monkeypatch)
+    assert_close(run(**given).float(), want.float(), TOL)
 
 
 @pytest.mark.parametrize("gains", [False, True])

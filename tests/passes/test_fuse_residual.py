@@ -26,8 +26,9 @@ E, D, WIDTH = 4, 16, 8
 @pytest.fixture(autouse=True)
 def any_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has none of the kernels; there the op runs its definition."""
-    file = importlib.import_module("moe_ops.passes.fuse_residual")
-    monkeypatch.setattr(file, "PLANS", tuple(experts.backends))
+    for name in ("passes.fuse_residual", "backends.experts_onto"):
+        file = importlib.import_module(f"moe_ops.{name}")
+        monkeypatch.setattr(file, "PLANS", tuple(experts.backends))
 
 
 def tensors(T: int = 1, dtype: torch.dtype = BF16) -> list[Tensor]:

@@ -20,9 +20,6 @@ What the functions below share:
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -38,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.kernels.triton.activation import activate, activate_gated
+from moe_ops.kernels.triton.launch import processors
 from moe_ops.kernels.triton.tile_map import Tiles
 
 # Named so from Triton 3.7 or 3.8 on; before that, longer.
@@ -599,7 +597,7 @@ def launch(
         source, stride = TensorDescriptor.from_tensor(a, [HALF_M, BLOCK_K], swizzled), None
     else:
         source, stride = a, a.stride(0)
-    _grouped[(_processors(a.device),)](
+    _grouped[(processors(a),)](
         source,
         stride,
         rows_R,
@@ -623,8 +621,3 @@ def launch(
         num_warps=4,
         maxnreg=REGISTERS,
     )
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

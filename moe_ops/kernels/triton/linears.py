@@ -5,7 +5,8 @@
                    rows their columns
 
 The blocks of all weights are programs of the one launch, those of the first weight first. As
-weights were there before the launch before this one, they are asked for ahead of its end.
+weights were there before the launch before this one, linears_one asks for each program's first tile
+ahead of its end.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def plan_for(T: int, N: int, K: int, processors: int, memory: int) -> Plan:
         # Four or more programs a processor, each with two tiles of 8 KiB in flight.
         rows = power_below(min(16, max(1, N // (3 * processors))))
         if rows == 4 and K >= 4096:
-            rows = 2  # so that all columns are two tiles
+            rows = 2  # of 4096 columns two tiles are all
         step = min(4096 // rows, 2048, triton.next_power_of_2(K))
         return Plan(rows, step, 4, 1)
     columns = max(16, triton.next_power_of_2(T))

@@ -1,4 +1,4 @@
-"""From the projections of one token per sequence to its attention, in one launch or three.
+"""From the projections of one token per sequence to its attention, in one launch or a few.
 
     rope_attention_kernel    a sequence and a head of the cache: the query heads that share it and
                              the new key normed and turned, key and value put into their slot,
