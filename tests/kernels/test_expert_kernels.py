@@ -174,6 +174,7 @@ def test_one_product(transposed: bool) -> None:
     assert_close(got[:used], want[:used], TOL["expert_gemm", F16])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("T", [1, 3])
 @each_kernel

@@ -42,6 +42,7 @@ def check(got: list[Tensor], x: Tensor, weights: Any, biases: Any, tol: Tol, wha
         assert_close(y.float(), want.float(), tol, what)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("T", [1, 2, 17, 64])
 @pytest.mark.parametrize("K", [1, 128, 200])
 @pytest.mark.parametrize("sizes", [(7,), (3, 1, 20, 33)], ids=str)

@@ -89,6 +89,7 @@ def test_the_kernel(size: tuple[int, ...]) -> None:
     assert_close(attend(q, k, v, mask, 0.3), want, TOL, "kernel")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 2, 3, 4, 5, 7])
 def test_every_way_to_share_the_slots(splits: int) -> None:
     size = (2, 6, 2, 100, 32, 16)
@@ -102,6 +103,7 @@ def test_every_way_to_share_the_slots(splits: int) -> None:
         assert torch.equal(got, attend(q, k, v, mask, 0.3, sink, plan))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [(1, 1), (5, 1), (6, 2), (17, 1)], ids=str)
 @pytest.mark.parametrize("sizes", [(16, 256), (64, 32), (256, 128)], ids=str)
 def test_heads_of_every_size_and_groups_of_any(
@@ -128,7 +130,7 @@ def test_masks_that_are_added(dtype: torch.dtype, splits: int) -> None:
     assert_close(got.float(), definition(q, k, v, mask, 0.3, sinks), tol, "added")
 
 
-@pytest.mark.parametrize("slots", [1, 16, 17, 1300])
+@pytest.mark.parametrize("slots", [1, 16, 17, pytest.param(1300, marks=pytest.mark.slow)])
 def test_one_slot_in_use(slots: int) -> None:
     """Its value is the output; more than 1024 slots are shared out without being told to."""
     for used in {0, slots // 2, slots - 1}:
@@ -205,6 +207,7 @@ def test_the_formula_with_sinks_and_added_masks(size: tuple[int, ...]) -> None:
     assert_close(got[:, 0], definition(q, k, v, seen, 0.3, sinks), TOL, "formula")
 
 
+@pytest.mark.slow
 def test_a_compiled_step_reads_the_buffers_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `index_copy_` wrote in the same graph, without a copy of all slots."""
     from moe_ops.hf import one_query as of_transformers

@@ -87,7 +87,9 @@ def three_launches(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("gains", [False, True])
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(
+    "size", [SIZES[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SIZES[1:])], ids=str
+)
 @pytest.mark.parametrize("of", ["one launch", "three launches", "op"])
 def test_against_float64(
     of: str, size: tuple[int, ...], gains: bool, halves: bool, monkeypatch: pytest.MonkeyPatch
