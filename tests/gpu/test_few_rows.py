@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import linear
 
 import moe_ops
 from moe_ops.kernels.linears import linears, normed_linears
-from moe_ops.passes.compile import pipeline_of
 from moe_ops.testing import Tol, assert_close
-from tests.hf import families
+from tests.hf.steps import check_steps
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16]
@@ -151,21 +149,4 @@ def test_the_pass(rows: int, tuned: bool, bias: bool) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_step_of_a_model(family: str, batch: int) -> None:
     """The logits of captured steps are those of the model's own code, but for roundings."""
-    torch._dynamo.reset()
-    model = families.build(family).model.half().cuda()
-    ids = torch.randint(16, 90, (batch, 9), device="cuda")
-    call: Any = {
-        "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, "output_logits": True,
-        "return_dict_in_generate": True,
-    }  # fmt: skip
-    want = model.generate(ids, **call)
-    twin = moe_ops.compile(model)
-    for _ in range(2):
-        with config.patch(force_disable_caches=True):
-            got = twin.generate(ids, **call)
-        for step, (a, b) in enumerate(zip(got.logits, want.logits, strict=True)):
-            same = (got.sequences[:, : 9 + step] == want.sequences[:, : 9 + step]).all(1)
-            # On average: where two experts are all but equal a rounding decides.
-            assert (a - b)[same].float().abs().mean() <= 0.02 * b.float().std()
-    passes = [p for run in pipeline_of(twin).runs for p in run.passes]
-    assert sum(p.rewrites for p in passes if p.name == "merge_linears") >= 2
+    check_steps(family, batch, "merge_linears", least=2, times=2)

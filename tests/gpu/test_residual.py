@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor import config
 
-import moe_ops
 from moe_ops.backends.experts_onto import experts_onto
 from moe_ops.ops import experts
-from moe_ops.passes.compile import pipeline_of
-from tests.hf import families, overrides
+from tests.hf import overrides
+from tests.hf.steps import check_steps
 
 pytestmark = pytest.mark.gpu
 ACT = ("silu", True, False, 1.0, None, 0.0)
@@ -69,19 +67,4 @@ def test_layers_whose_launches_overlap_in_a_graph(plan: str, T: int) -> None:
 def test_a_step_of_a_model(family: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits of captured steps are those of the model's own code, but for roundings."""
     monkeypatch.setitem(overrides.SIZES, "hidden_size", 64)
-    torch._dynamo.reset()
-    model = families.build(family).model.half().cuda()
-    ids = torch.randint(16, 90, (batch, 9), device="cuda")
-    call: Any = {
-        "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, "output_logits": True,
-        "return_dict_in_generate": True,
-    }  # fmt: skip
-    want = model.generate(ids, **call)
-    twin = moe_ops.compile(model)
-    with config.patch(force_disable_caches=True):
-        got = twin.generate(ids, **call)
-    for step, (a, b) in enumerate(zip(got.logits, want.logits, strict=True)):
-        same = (got.sequences[:, : 9 + step] == want.sequences[:, : 9 + step]).all(1)
-        assert (a - b)[same].float().abs().mean() <= 0.02 * b.float().std()
-    passes = [p for run in pipeline_of(twin).runs for p in run.passes]
-    assert sum(p.rewrites for p in passes if p.name == "fuse_residual") >= 1
+    check_steps(family, batch, "fuse_residual", least=1)
