@@ -1,6 +1,6 @@
 """`generate` of a real-size MoE model with random weights: transformers' own, and ours.
 
-    python examples/generate.py --model qwen3-30b --batch 1 8 32 --stock max-autotune
+    python examples/generate.py --model qwen3-30b --batch 1 8 32 --stock default max-autotune
 
 Prints decoded tokens per second (between 64 and 128 new tokens), the time of a prompt, of the first
 call, the memory beyond weights and key-value cache, and where a step's time goes. A second run
@@ -233,16 +233,37 @@ def tables_of_steps(steps: dict[int, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def table(speeds: list[Speed]) -> str:
-    lines = [
+def header() -> str:
+    return (
         f"{'way':<14}{'batch':>6}{'first s':>9}{'prompt ms':>11}{'step ms':>9}{'tok/s':>9}{'GB':>7}"
-    ]
-    lines += [
+    )
+
+
+def row(s: Speed) -> str:
+    return (
         f"{s.way:<14}{s.batch:>6}{s.first_call_s:>9.1f}{s.prompt_ms:>11.1f}{s.step_ms:>9.2f}"
         f"{s.tokens_per_s:>9.0f}{s.extra_gb:>7.2f}"
-        for s in speeds
-    ]
-    return "\n".join(lines)
+    )
+
+
+@dataclass
+class Report:
+    """What was measured so far: printed as it comes, and the whole of it written to a file."""
+
+    path: str | None
+    figures: dict[str, Any]
+
+    def add(self, speed: Speed) -> None:
+        if not self.figures["speeds"]:
+            print(header())
+        print(row(speed), flush=True)
+        self.figures["speeds"].append(asdict(speed))
+        self.write()
+
+    def write(self) -> None:
+        if self.path:
+            with open(self.path, "w") as file:
+                json.dump(self.figures, file, indent=2)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -252,7 +273,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, nargs=2, default=[64, 128], metavar=("FEW", "MANY"))
-    parser.add_argument("--stock", choices=["default", "max-autotune", "none"], default="default")
+    parser.add_argument(
+        "--stock", choices=["default", "max-autotune", "none"], nargs="+", default=["default"]
+    )
     parser.add_argument("--inductor", default="{}", help="more options of Inductor, as JSON")
     parser.add_argument("--profile", action="store_true", help="where a step's time goes")
     parser.add_argument("--json", help="also write the figures to this file")
@@ -270,35 +293,35 @@ def main(arguments: list[str] | None = None) -> None:
     weights = sum(p.numel() for p in model.parameters())
     say(f"{weights / 1e9:.2f} B parameters; torch {torch.__version__}")
 
-    speeds, steps = [], {}
+    on = torch.cuda.get_device_name() if device == "cuda" else device
+    figures: dict[str, Any] = {"command": f"python {shlex.join(sys.argv)}", "device": on}
+    figures |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    report = Report(args.json, figures | {"speeds": [], "steps": {}})
+
     ours = moe_ops.compile(model, extra=json.loads(args.inductor))
     prompts = {b: torch.randint(3, 255, (b, args.prompt), device=device) for b in args.batch}
+    steps = {}
     for batch, ids in prompts.items():
-        speeds.append(measure("moe_ops", ours, ids, args.tokens))
+        report.add(measure("moe_ops", ours, ids, args.tokens))
         if args.profile and device == "cuda":
             steps[batch] = breakdown(ours, ids)
-    for report in moe_ops.generation_report(ours):
-        say(str(report))
+    for size in moe_ops.generation_report(ours):
+        say(str(size))
     if steps:  # last, as memory that this took would count as that of generate
         rate = measure_rates(torch.device(device), torch.bfloat16).copy_tbs
         for step in steps.values():
             step["floor_ms"] = {part: n / rate * 1e-9 for part, n in step["bytes"].items()}
         print(tables_of_steps(steps))
-    if args.stock != "none":
-        del ours
+        report.figures["steps"] = steps
+        report.write()
+    del ours
+    for way in args.stock:
         kwargs: dict[str, Any] = {"cache_implementation": "static"}
-        if args.stock == "max-autotune":
-            kwargs["compile_config"] = CompileConfig(mode="max-autotune")
-        for ids in prompts.values():
-            speeds.append(measure(args.stock, model, ids, args.tokens, **kwargs))
-    print(table(speeds))
-    if args.json:
-        on = torch.cuda.get_device_name() if device == "cuda" else device
-        figures: dict[str, Any] = {"command": f"python {shlex.join(sys.argv)}", "device": on}
-        figures |= {"torch": torch.__version__, "transformers": transformers.__version__}
-        figures |= {"speeds": [asdict(s) for s in speeds], "steps": steps}
-        with open(args.json, "w") as file:
-            json.dump(figures, file, indent=2)
+        if way == "max-autotune":
+            kwargs["compile_config"] = CompileConfig(mode=way)
+        for ids in prompts.values() if way != "none" else ():
+            torch._dynamo.reset()  # or its code for a second batch size is for any, which is slower
+            report.add(measure(way, model, ids, args.tokens, **kwargs))
 
 
 START = time.perf_counter()

@@ -1,4 +1,4 @@
-"""One line on stderr that says where a long measurement is."""
+"""One line on a terminal that says where a long measurement is."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ WIDTH = 100
 
 def tell(text: str) -> None:
     """Rewrite the line."""
-    sys.stderr.write(f"\r{text[:WIDTH]:<{WIDTH}}")
-    sys.stderr.flush()
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{text[:WIDTH]:<{WIDTH}}")
+        sys.stderr.flush()
 
 
 def done() -> None:
     """Blank the line, for what is printed after it."""
-    sys.stderr.write(f"\r{'':<{WIDTH}}\r")
-    sys.stderr.flush()
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{'':<{WIDTH}}\r")
+        sys.stderr.flush()

@@ -35,8 +35,8 @@ def test_the_page_is_what_was_measured() -> None:
 
 def test_the_page_has_a_place_for_them() -> None:
     assert report.BLOCK.findall(PAGE.read_text()) == ["layer_h200_bfloat16"]
-    models = ["generate_qwen3_30b_h200", "generate_mixtral_8x7b_h200"]
-    assert generation.BLOCK.findall(PAGE.read_text()) == models
+    models = ["qwen3_30b", "mixtral_8x7b", "gpt_oss_20b"]
+    assert generation.BLOCK.findall(PAGE.read_text()) == [f"generate_{m}_h200" for m in models]
 
 
 @pytest.fixture

@@ -71,6 +71,7 @@ def test_rates_of_this_device_are_those_of_a_gpu() -> None:
     assert 20 < found.matmul_tflops < 5000
 
 
+@pytest.mark.usefixtures("overlapping")
 def test_the_launches_of_a_step() -> None:
     found = step.measure("qwen3_30b", 3, 256, CUDA)
     names = [launch.name for launch in found.launches]

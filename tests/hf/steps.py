@@ -12,12 +12,14 @@ from moe_ops.passes.compile import pipeline_of
 from tests.hf import families
 
 
-def check_steps(family: str, batch: int, rule: str, least: int, times: int = 1) -> None:
+def check_steps(
+    family: str, batch: int, rule: str, least: int, times: int = 1, device: str = "cuda"
+) -> None:
     """The logits of captured steps are those of the model's own code, but for roundings, and a pass
     made so many rewrites at least."""
     torch._dynamo.reset()
-    model = families.build(family).model.half().cuda()
-    ids = torch.randint(16, 90, (batch, 9), device="cuda")
+    model = families.build(family).model.half().to(device)
+    ids = torch.randint(16, 90, (batch, 9), device=device)
     call: Any = {
         "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, "output_logits": True,
         "return_dict_in_generate": True,

@@ -62,6 +62,12 @@ def test_every_case(kernel: str, case: Case) -> None:
     check(kernel, layer, b13_EF=layer.b13_EF, b2_ED=layer.b2_ED.float())
 
 
+@each_kernel
+def test_wide_experts(kernel: str) -> None:
+    """Which have tiles of their own."""
+    check(kernel, make_layer(Case(name="wide", T=3, E=2, K=2, D=24, I=1040), F16, DEVICE))
+
+
 @pytest.mark.slow
 @each_kernel
 @pytest.mark.parametrize("name", ACTIVATIONS)

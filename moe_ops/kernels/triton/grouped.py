@@ -12,12 +12,13 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import grouped_plain
 from moe_ops.kernels.triton.combine import sum_rows
-from moe_ops.kernels.triton.launch import capability
+from moe_ops.kernels.triton.launch import capability, on_its_device
 from moe_ops.kernels.triton.sort import sort_pairs
 from moe_ops.kernels.triton.tile_map import Tiles, tile_map
 from moe_ops.kernels.triton.weights import Experts
 
 
+@on_its_device
 def run(
     x_TD: Tensor,
     weights_TK: Tensor,
@@ -40,6 +41,7 @@ def run(
     return sum_rows(y_RD, inverse_R, weights_TK, K, residual_TD)
 
 
+@on_its_device
 def grouped_gated(
     x_TD: Tensor,
     rows_R: Tensor,
@@ -66,6 +68,7 @@ def grouped_gated(
     return _product(x_TD, rows_R, ends_E, w13_EFD, b13_EF, out, top_k, act, tiles)
 
 
+@on_its_device
 def grouped_rows(
     h_RI: Tensor,
     ends_E: Tensor,

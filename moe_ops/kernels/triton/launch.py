@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_its_device(run: Callable[P, R]) -> Callable[P, R]:
+    """`run` with the device of its first argument as the current one, on which Triton launches."""
+
+    @functools.wraps(run)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        first: Any = args[0] if args else next(iter(kwargs.values()))
+        device = first.device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return run(*args, **kwargs)
+        with torch.cuda.device(device):
+            return run(*args, **kwargs)
+
+    return guarded
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.launch import pdl_options, processors, shared_memory
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options, processors, shared_memory
 from moe_ops.kernels.triton.linears_plan import Plan, plan_for
 
 MOST = 4  # weights of a launch
@@ -34,6 +34,7 @@ class Norm(NamedTuple):
     normed: Tensor
 
 
+@on_its_device
 def run(
     x_TK: Tensor,
     weights: Sequence[Tensor],
@@ -51,6 +52,7 @@ def run(
     return outs
 
 
+@on_its_device
 def run_normed(
     x_TK: Tensor,
     residual_TK: Tensor | None,

@@ -19,10 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.launch import pdl_options, processors
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options, processors
 from moe_ops.kernels.triton.one_query_plan import MOST_HELD, Plan, plan_for, power_of_two
 
 
+@on_its_device
 def attend(
     q_BHD: Tensor,
     k_BNSD: Tensor,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import one_query, rope
-from moe_ops.kernels.triton.launch import pdl_options, shared_memory
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options, shared_memory
 from moe_ops.kernels.triton.one_query import mask_at
 from moe_ops.kernels.triton.rope import turned
 
@@ -26,6 +26,7 @@ OTHER_BYTES = 16 * 1024  # of shared memory, for what else a program holds there
 WIDE = 128  # a head from which on tiles are larger, and eight warps share them
 
 
+@on_its_device
 def run(
     q_BHD: Tensor,
     k_BND: Tensor,

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.activation import sigmoid
-from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options
 
 # The bits of a float32 that are never set in a float of these types; a column fits into them.
 FREE_BITS = {torch.bfloat16: 0xFFFF, torch.float16: 0x1FFF}
@@ -215,6 +215,7 @@ def route_kernel(
     tl.store(experts_ptr + offsets, experts_TK, mask=used_TK)
 
 
+@on_its_device
 def route(
     logits_TE: Tensor,
     top_k: int,

@@ -10,6 +10,7 @@ and a weight is read from memory once: units of work with the same weights are n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import triton
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.combine import sum_rows
-from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options
 from moe_ops.kernels.triton.sort import sort_pairs
 from moe_ops.kernels.triton.weights import Experts, activated, bias_stride, up_rows
 
@@ -46,17 +47,21 @@ def _tiles(BN: int, up: tuple[int, ...], down: tuple[int, ...]) -> Tiles:
     )
 
 
-# By the most rows an expert on average: the fastest of eight on an H200, over six layers.
-TILES: tuple[tuple[float, Tiles], ...] = (
-    (8, _tiles(16, (64, 128, 3, 4), (64, 128, 4, 4))),
-    (24, _tiles(32, (64, 64, 4, 4), (128, 64, 4, 4))),
-    (48, _tiles(64, (64, 64, 3, 4), (128, 64, 3, 4))),
-    (float("inf"), _tiles(128, (64, 64, 3, 8), (128, 64, 3, 8))),
+# By the most rows an expert on average and the most columns of W2 (short rows of it are soon read,
+# and finding its place weighs on a program): the fastest of eight on an H200, over six layers.
+TILES: tuple[tuple[float, float, Tiles], ...] = (
+    (8, 1024, _tiles(16, (64, 128, 3, 4), (128, 64, 4, 4))),
+    (8, math.inf, _tiles(16, (64, 128, 3, 4), (64, 128, 4, 4))),
+    (24, math.inf, _tiles(32, (64, 64, 4, 4), (128, 64, 4, 4))),
+    (48, math.inf, _tiles(64, (64, 64, 3, 4), (128, 64, 3, 4))),
+    (math.inf, math.inf, _tiles(128, (64, 64, 3, 8), (128, 64, 3, 8))),
 )
 
 
-def tiles_for(rows_per_expert: float) -> Tiles:
-    return next(tiles for most, tiles in TILES if rows_per_expert <= most)
+def tiles_for(rows_per_expert: float, width: int) -> Tiles:
+    return next(
+        tiles for rows, columns, tiles in TILES if rows_per_expert <= rows and width <= columns
+    )
 
 
 @triton.jit
@@ -171,6 +176,7 @@ def rows_down(
     )
 
 
+@on_its_device
 def run(
     x_TD: Tensor,
     weights_TK: Tensor,
@@ -185,7 +191,7 @@ def run(
     (T, K), (E, D, I) = experts_TK.shape, layer.sizes
     R = T * K
     if tiles is None:
-        tiles = tiles_for(R / (E if expert_map is None else expert_map.shape[0]))
+        tiles = tiles_for(R / (E if expert_map is None else expert_map.shape[0]), I)
     rows_R, inverse_R, ends_E = sort_pairs(experts_TK, E, expert_map)
     h_RI, y_RD = x_TD.new_empty(R, I), x_TD.new_empty(R, D)
     BE = max(2, triton.next_power_of_2(E))

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
-from moe_ops.kernels.triton.launch import pdl_options, processors
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options, processors
 from moe_ops.kernels.triton.sort import local_ids
 from moe_ops.kernels.triton.weights import Experts, activated, bias_stride, up_rows
 
@@ -268,6 +268,7 @@ def tiny_down(
     tl.store(out_ptr + at_RT, out_RT, mask=mine_RT)
 
 
+@on_its_device
 def run(
     x_TD: Tensor,
     weights_TK: Tensor,
