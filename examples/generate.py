@@ -68,7 +68,7 @@ CONFIGS: Configs = {
 PARTS = {
     "MoE": r"tiny_(up|down)|rows_(up|down)|_grouped|grouped_mm|route|sort_kernel|count_kernel"
     r"|place_kernel|sum_kernel|tile_map|moe",
-    "attention": r"softmax|attention|fmha|flash|bmm|index_copy|index_put|scatter|one_query",
+    "attention": r"softmax|attention|fmha|flash|bmm|index_copy|index_put|scatter|one_query|rope",
     "rest": r"",
 }
 STEPS = 16  # that are profiled, after the prompt
@@ -225,9 +225,8 @@ def tables_of_steps(steps: dict[int, dict[str, Any]]) -> str:
         lines.append(f"batch {batch}, ms that kernels of a step take")
         for part, ms in step["ms"].items():
             floor = step["floor_ms"][part]
-            lines.append(
-                f"    {part:<72}{ms:>9.3f}, to read its bytes {floor:.3f} ({floor / ms:.0%})"
-            )
+            share = f" ({floor / ms:.0%})" if ms else ""
+            lines.append(f"    {part:<72}{ms:>9.3f}, to read its bytes {floor:.3f}{share}")
         lines += [f"    {kernel[:70]:<72}{ms:>9.3f}" for kernel, ms in step["kernels"][:10]]
         lines.append(f"    {'all kernels of the prompt':<72}{step['prompt_ms']:>9.3f}")
     return "\n".join(lines)

@@ -40,6 +40,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=8, help="the largest")
     parser.add_argument("--prompt", type=int, default=200, help="the longest")
     args = parser.parse_args(arguments)
+    # The first calls take every number of rows, with one token and with many, padded or not, as
+    # often as it takes until such prompts are captured.
+    kinds = ((1, 0), (args.prompt, 0), (9, 4))
+    sizes = [(b, s, pad) for b in range(1, args.batch + 1) for s, pad in kinds] * 3
+    if not len(sizes) <= args.warm_up < args.calls:
+        parser.error(
+            f"--warm-up {args.warm_up} has to be {len(sizes)} or more, for each size of --batch "
+            f"{args.batch} three times, and less than --calls {args.calls}"
+        )
     transformers.logging.set_verbosity_error()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -47,13 +56,10 @@ def main(arguments: list[str] | None = None) -> None:
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS["tiny"](None)).to(device).eval()
     ours = moe_ops.compile(model)
     rng, start, compared = random.Random(0), time.perf_counter(), 0
-    before, graphs, batches = memory(), 0, range(1, args.batch + 1)
+    before, graphs = memory(), 0
     for call in range(args.calls):
         if call == args.warm_up:
             before, graphs = memory(), counters["stats"]["unique_graphs"]
-        # The first calls take every number of rows, with one token and with many, padded or not,
-        # as often as it takes until such prompts are captured.
-        sizes = [(b, s, pad) for b in batches for s, pad in ((1, 0), (args.prompt, 0), (9, 4))] * 3
         if call < len(sizes):
             batch, length, pad = sizes[call]
         else:

@@ -98,7 +98,8 @@ def _fuse(graph: fx.Graph, attention: fx.Node, parameters: set[fx.Node]) -> str:
         (q.sin, [-1, tensor(q.sin).shape[-1]]),
         (keys.slot, [1]),
     ]
-    # The kernel reads these early, and a launch has to be between it and what wrote them.
+    # The slot, the mask and the caches are read early, so what wrote them needs a launch after it:
+    # that of a projection.
     computed = any(peel(node).op == "call_function" for node in (q.x, k.x, value))
     require(computed, "queries, keys and values are inputs, so nothing is launched before")
     mask, sinks = operand(attention, 3), arg(attention, "sinks_H")

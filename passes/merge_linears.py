@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from moe_ops.backends.triton import LEAST_CAPABILITY
 from moe_ops.kernels.linears import DTYPES, MOST_ROWS, refusal
 from moe_ops.passes.context import Context
 from moe_ops.passes.graph import (
@@ -34,7 +35,6 @@ from moe_ops.passes.graph import (
 
 RULE = "merge_linears"
 ROUTERS = tuple(getattr(op, name) for op in (ops.route, ops.moe) for name in op.overloads())
-LEAST_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

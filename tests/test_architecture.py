@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "shapes": May(),
     "fake_impls": May(),
     "arena": May(),
+    "terminal": May(),
     "testing": May(LOW),
     "ops": May(LOW | {"fake_impls", "quant"}),
     "kernels": May(packages=frozenset({"torch", "triton"})),
@@ -51,10 +52,10 @@ MAY_IMPORT = {
     "hf": May(BELOW_LAYER, frozenset({"torch", "transformers"})),
     # A leaf: it measures the passes too, and nobody imports it.
     "bench": May(
-        BELOW_LAYER | {"testing", "layer", "layer_options", "weights", "hf", "passes"},
+        BELOW_LAYER | {"testing", "terminal", "layer", "layer_options", "weights", "hf", "passes"},
         frozenset({"torch", "transformers", "matplotlib", "safetensors"}),
     ),
-    "passes": May(BELOW_LAYER | {"layer", "hf", "arena"}),
+    "passes": May(BELOW_LAYER | {"layer", "hf", "arena", "terminal"}),
     "__main__": May(frozenset({"shapes", "hf", "passes"}), frozenset({"torch", "transformers"})),
     FACADE: May(BELOW_LAYER | {"layer", "layer_options", "hf", "passes"}),
 }

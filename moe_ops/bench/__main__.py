@@ -101,7 +101,7 @@ def measure_packing(args: argparse.Namespace) -> Figures:
 
 
 def measure_compile(args: argparse.Namespace) -> Figures:
-    found = [compile_time.measure(int(n)) for n in args.layers.split(",")]
+    found = [compile_time.measure(n) for n in args.layers]
     print(compile_time.table(found))
     return {
         **versions(),
@@ -163,8 +163,8 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
         options.add_stages(of)
     if name == "step":
         of.add_argument("--layer", default="qwen3_30b", choices=sorted(step.ATTENTION))
-        of.add_argument("--layers", type=int, help="of a step; 24 on a GPU, elsewhere 1")
-        of.add_argument("--slots", type=int, default=256, help="of the cache")
+        of.add_argument("--layers", type=options.number, help="of a step; 24 on a GPU, elsewhere 1")
+        of.add_argument("--slots", type=options.number, default=256, help="of the cache")
     if name == "counters":
         of.add_argument("--layer", type=options.layer_names, default=["qwen3_30b"])
         of.add_argument("--tokens", type=options.numbers, default=[1, 64, 4096])
@@ -177,7 +177,9 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
         )
         of.add_argument("--seed", type=int, default=0, help="of weights and inputs")
     if name == "compile":
-        of.add_argument("--layers", default="4,12,48", help="comma-separated")
+        of.add_argument(
+            "--layers", type=options.numbers, default=[4, 12, 48], help="comma-separated"
+        )
     if name == "packing":
         of.add_argument("--layer", default="qwen3_30b", choices=sorted(LAYERS))
         of.add_argument("--gigabytes", type=float, default=1.0, help="of bfloat16 weights")
@@ -207,6 +209,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         options.settle_layer(args, reader.error)
     if args.command == "op":
         options.settle_stages(args)
+    if args.command == "report" and not Path(args.file).is_file():
+        reader.error(f"there is no file {args.file}")
     return args
 
 

@@ -61,17 +61,26 @@ class Cell:
     wrong: str = ""  # why it was not timed
 
     @property
+    def timed_us(self) -> float:
+        """Raises ValueError for a cell that was not timed."""
+        if self.us is None:
+            raise ValueError(
+                f"{self.contender} was not timed at {self.tokens} tokens: {self.wrong}"
+            )
+        return self.us
+
+    @property
     def tbs(self) -> float:
-        return self.bytes / (self.us or 0.0) * 1e-6
+        return self.bytes / self.timed_us * 1e-6
 
     @property
     def tflops(self) -> float:
-        return self.flops / (self.us or 0.0) * 1e-6
+        return self.flops / self.timed_us * 1e-6
 
     @property
     def share(self) -> float:
         """Of the floor's time in the measured one."""
-        return self.floor_us / (self.us or 0.0)
+        return self.floor_us / self.timed_us
 
     @property
     def given_share(self) -> float | None:

@@ -54,12 +54,16 @@ def words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
 
+def number(text: str) -> int:
+    """A count."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
+
+
 def numbers(text: str) -> list[int]:
-    """Counts of tokens."""
-    found = [int(word) for word in text.split(",")]
-    if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be 1 and more")
-    return found
+    """Counts, comma-separated."""
+    return [number(word) for word in text.split(",")]
 
 
 def add_layer(options: argparse.ArgumentParser) -> None:

@@ -1,21 +1,16 @@
-"""One line on a terminal that says where a long measurement is."""
+"""Where a long measurement is, on stderr if that is a terminal."""
 
 from __future__ import annotations
 
 import sys
 
-WIDTH = 100
+from moe_ops.terminal import rewrite
 
 
 def tell(text: str) -> None:
-    """Rewrite the line."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{text[:WIDTH]:<{WIDTH}}")
-        sys.stderr.flush()
+    rewrite(sys.stderr, text)
 
 
 def done() -> None:
     """Blank the line, for what is printed after it."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{'':<{WIDTH}}\r")
-        sys.stderr.flush()
+    rewrite(sys.stderr, "")

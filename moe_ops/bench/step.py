@@ -6,6 +6,7 @@ a change of a kernel does to a step shows here in seconds.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from moe_ops.backends.experts_onto import experts_onto
 from moe_ops.bench.inputs import Weights, free_bytes, make_weights
 from moe_ops.bench.tables import aligned
-from moe_ops.bench.timing import Timing, capture, time_replays
+from moe_ops.bench.timing import Run, Timing, capture, time_replays
 from moe_ops.kernels.linears import linears, normed_linears
 from moe_ops.kernels.rope_attention import rope_attention
 from moe_ops.ops import route
@@ -70,7 +71,7 @@ class Place:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """A kernel of a layer in the midst of the others: when it begins and ends, in microseconds
-    after the first kernel of the experts has begun. It waits for the one before in between."""
+    after the first kernel of the experts has begun. In between it also waits for the one before."""
 
     name: str
     begin_us: float
@@ -184,11 +185,10 @@ def _step(
     )  # fmt: skip
 
 
-def _launches(replay: object, layers: int) -> list[Launch]:
+def _launches(replay: Run, layers: int) -> list[Launch]:
     """Those of the layer in the middle, as the profiler sees them."""
     from torch.profiler import ProfilerActivity, profile
 
-    assert callable(replay)
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         replay()
         torch.cuda.synchronize()
@@ -219,10 +219,10 @@ def table(step: Step) -> str:
     ]
     if step.launches:
         rows = [["launch", "begins, µs", "ends, µs", "after the one before"]]
-        before = 0.0
-        for launch in step.launches:
-            shares = (launch.begin_us, launch.end_us, launch.end_us - before)
-            rows.append([launch.name.split("(")[0], *(f"{us:.2f}" for us in shares)])
-            before = launch.end_us
+        after = [""]  # nobody knows when the one before the first has ended
+        after += [f"{b.end_us - a.end_us:.2f}" for a, b in itertools.pairwise(step.launches)]
+        for launch, gap in zip(step.launches, after, strict=True):
+            name = launch.name.split("(")[0]
+            rows.append([name, f"{launch.begin_us:.2f}", f"{launch.end_us:.2f}", gap])
         lines.append(aligned(rows))
     return "\n".join(lines)

@@ -51,6 +51,8 @@ def quicken(twin: PreTrainedModel, model: PreTrainedModel, tools: Tools) -> None
 
     The class of the twin becomes a subclass, of the same name, of what it was.
     """
+    if isinstance(model, QuickGenerate):  # a twin of a twin
+        model = model._moe_ops_generation.decoder.model
     reason = shape_refusal(model)
     if reason is not None:
         log.info("generate of %s stays transformers' own: it %s", type(model).__name__, reason)
@@ -109,7 +111,8 @@ def call_refusal(model: Any, config: Any, inputs: dict[str, Any], mode: Generati
         "prefill_chunk_size is set": config.prefill_chunk_size is not None,
         f"{', '.join(outputs)} is asked for": bool(outputs),
         f"it takes {', '.join(extra)} too": bool(extra),
-        "the model is in training mode": model.training,
+        # Of itself the twin knows what held when it was made; its parts are the model's.
+        "the model is in training mode": any(part.training for part in model.children()),
         "it is an assistant": bool(config.is_assistant),
         "autocast is on": torch.is_autocast_enabled(model.device.type),
     }
@@ -133,18 +136,22 @@ class Generation:
         with self.lock:
             self.inside += 1
             before = len(self.leased)
-            if self.done is not None:
-                torch.cuda.current_stream(self.decoder.model.device).wait_event(self.done)
+            device = self.decoder.model.device
+            if self.done is not None and device.type == "cuda":
+                torch.cuda.current_stream(device).wait_event(self.done)
             try:
                 yield
+            except torch.OutOfMemoryError:
+                del self.leased[before:]  # of which some buffers may be missing
+                raise
             finally:
                 self.inside -= 1
                 for steps in self.leased[before:]:
                     self.decoder.give_back(steps)
                 del self.leased[before:]
-                if self.decoder.model.device.type == "cuda":
+                if device.type == "cuda":
                     self.done = torch.cuda.Event()
-                    self.done.record(torch.cuda.current_stream(self.decoder.model.device))
+                    self.done.record(torch.cuda.current_stream(device))
 
     def lease(self, batch: int, length: int) -> Slots:
         self.leased.append(self.decoder.lease(batch, length))
@@ -156,11 +163,22 @@ class Generation:
             log.info("generate runs transformers' own way: %s", reason)
 
 
+def new_object(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
 class QuickGenerate:
     """What `quicken` puts before a model's class. Where a call cannot run by steps, everything here
-    passes on to the model's class."""
+    passes on to the model's class, but that it neither compiles again nor takes other experts.
+    Copies, and what is pickled, are of that class and uncompiled."""
 
     _moe_ops_generation: Generation
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        state = {n: value for n, value in reduced[2].items() if n != "_moe_ops_generation"}
+        # Not what object gives: pickle takes that for objects of the same class alone.
+        return new_object, (type(self).__bases__[1],), state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)
@@ -173,6 +191,9 @@ class QuickGenerate:
         return CausalLMOutputWithPast(logits=steps.step(kwargs["input_ids"]), past_key_values=cache)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("custom_generate") is not None:  # may ask a step for whatever a model can do
+            self._moe_ops_generation.tell("it is custom_generate")
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
         with self._moe_ops_generation.call():
             out = super().generate(*args, **kwargs)  # type: ignore[misc]
             cache = getattr(out, CACHE, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
@@ -72,14 +73,18 @@ def refusal(modules: list[nn.Module]) -> str | None:
             return f"{forward.__qualname__} has no source to look at"
         if source.count("_attn_implementation") != 1:
             return f"{forward.__qualname__} does more with its name than look it up"
+        if "self.config._attn_implementation" not in source:
+            return f"{forward.__qualname__} does not look its name up in self.config"
     return None
 
 
 def eager_refusal(modules: list[nn.Module]) -> str | None:
     """Why the "eager" attention of these modules is not ours to compute, or None."""
     functions = {eager_of(m) for m in modules}
-    if len(functions) != 1 or None in functions:
-        return f"it is {len(functions)} functions, or one of another name"
+    if None in functions:
+        return "some of its layers do not call it eager_attention_forward"
+    if len(functions) != 1:
+        return f"it is {len(functions)} functions"
     if not all(hasattr(m, "sinks") for m in modules):
         return "some of its layers know no sinks"
     (eager,) = functions
@@ -116,6 +121,34 @@ def same_results(eager: Attention, with_sinks: bool) -> bool:
             return False
         out = got[0] if isinstance(got, tuple) else None
         return out is not None and out.shape == want.shape and torch.allclose(out, want, 1e-4, 1e-5)
+
+
+def stand_ins(model: nn.Module, attention: str) -> dict[nn.Module, nn.Module]:
+    """For each decoder layer a copy that runs this attention.
+
+    Copies share all but the configuration of their attention modules. To rename the attention in
+    the model's own would change what everybody else computes with the model meanwhile.
+    """
+    (path,) = layer_lists(model)
+    theirs = set(attention_modules(model))
+    configs: dict[int, Any] = {}
+
+    def copied(module: nn.Module) -> nn.Module:
+        if module in theirs:
+            renamed, key = copy.copy(module), id(module.config)
+            if key not in configs:
+                configs[key] = copy.copy(module.config)
+                configs[key]._attn_implementation_internal = attention
+            renamed.config = configs[key]
+            return renamed
+        children = {n: child and copied(child) for n, child in module._modules.items()}
+        if all(children[n] is child for n, child in module._modules.items()):
+            return module
+        parent = copy.copy(module)
+        parent._modules = children
+        return parent
+
+    return {layer: copied(layer) for layer in model.get_submodule(path).children()}
 
 
 def register_in_place_of(eager: Attention) -> str:

@@ -138,6 +138,8 @@ class Prompts:
         start = time.perf_counter()
         try:
             replay = steps.decoder.tools.capture(run, (steps.valid, steps.positions, steps.filled))
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # whatever it is, the way without a graph is still there
             log.warning(
                 "generate: prompts run uncaptured, as those of %d x %d cannot be captured: %s",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -75,14 +75,15 @@ class Regions:
     """`model` runs like the model it was made of, its layers through `self.region`.
 
     Weights are shared. `region` is set by whoever calls the model, to compiled code for the sizes
-    at hand. Modules beside the layers (the last norm, rotary embeddings) are regions too. Layers
-    that are `unmasked` get no mask: while a graph is captured models make one that hides nothing
-    beyond what is causal.
+    at hand, and `stand_ins` to what runs in place of some layers. Modules beside the layers (the
+    last norm, rotary embeddings) are regions too. Layers that are `unmasked` get no mask: while a
+    graph is captured models make one that hides nothing beyond what is causal.
     """
 
     def __init__(self, model: nn.Module) -> None:
         (path,) = layer_lists(model)
         self.region: Region = region("uncompiled")
+        self.stand_ins: Mapping[nn.Module, nn.Module] = {}
         self.unmasked = False
         self.layers = 0
         self.model = copy.copy(model)
@@ -124,6 +125,7 @@ class Regions:
         slots = cache.layers[index]
         if self.unmasked and "attention_mask" in kwargs:
             kwargs["attention_mask"] = None
+        layer = self.stand_ins.get(layer, layer)
         if not cache.filling:
             return self.region(layer, *args, **{**kwargs, CACHE: slots})
         incoming = Incoming()

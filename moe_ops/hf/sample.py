@@ -10,6 +10,13 @@ from torch import Tensor
 from moe_ops.hf.regions import CACHE
 
 
+def generator_of(device: torch.device) -> torch.Generator:
+    """Where random numbers on a device come from."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index]
+    return torch.default_generator
+
+
 class StopCheck:
     """Whether all sequences are finished; on a GPU known one token late, so that the host can queue
     the next step while this one runs. `late` says how many tokens were too many."""
@@ -65,11 +72,13 @@ def sample(
     pad = config._pad_token_tensor
     ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     check = StopCheck(input_ids.device)
+    generator, before = generator_of(input_ids.device), None
     logits = model._prefill(input_ids, config, model_kwargs).logits
     while True:
         scores = logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
         scores = logits_processor(tokens[:, :n], scores)
         if config.do_sample:
+            before = generator.get_state() if check.deferred else None
             chosen = torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
         else:
             chosen = scores.argmax(-1)
@@ -84,4 +93,6 @@ def sample(
         if check(unfinished):
             break
         logits = cache.steps().step(tokens[:, n - 1 : n])
+    if check.late and before is not None:
+        generator.set_state(before)  # a token too many was drawn
     return tokens[:, : n - check.late].contiguous()

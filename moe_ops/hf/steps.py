@@ -4,26 +4,28 @@ of sizes that come again."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from moe_ops.hf.masks import Sizes, masks
-from moe_ops.hf.own_attention import step_attention
+from moe_ops.hf.masks import Sizes, attention_of, masks
+from moe_ops.hf.own_attention import stand_ins, step_attention
 from moe_ops.hf.prompts import Prompts
 from moe_ops.hf.regions import ByKind, Region, Regions, addresses, own_code
 from moe_ops.hf.slots import Slots
 
 log = logging.getLogger("moe_ops")
+T = TypeVar("T")
 
 LEAST_SLOTS = 256
 COARSE_SLOTS = 4096
@@ -127,8 +129,12 @@ class Steps:
         positions = position_ids.expand(B, S).contiguous()
         self.batch = B
         self.decoder.tell("compiling the layers for prompts")
-        with plain_tensors():
-            out = self.prompts.read(self, input_ids, mask, positions, kwargs)
+
+        def read() -> Any:
+            with plain_tensors():
+                return self.prompts.read(self, input_ids, mask, positions, kwargs)
+
+        out = self.decoder.with_room(read)
         self.cache.filling = False
         return out
 
@@ -145,7 +151,7 @@ class Steps:
         `mask`."""
         B, S = ids.shape
         regions = self.decoder.regions
-        regions.region = self.decoder.prompt_region
+        regions.region, regions.stand_ins = self.decoder.prompt_region, {}
         out = regions.model(
             input_ids=ids,
             attention_mask=attention_mask,
@@ -167,7 +173,7 @@ class Steps:
         if self.batch < self.rows:
             self.ids[self.batch :].copy_(ids[:1].expand(self.rows - self.batch, -1))
         if self.replay is None:
-            self.replay = self._captured()
+            self.replay = self.decoder.with_room(self._captured)
         self.replay()
         self.count += 1
         assert self.logits is not None
@@ -176,18 +182,17 @@ class Steps:
     def _run(self) -> None:
         """One step, of which everything but the ids is in buffers that it advances itself."""
         regions, model = self.decoder.regions, self.decoder.model
-        regions.region = self.region
+        regions.region, regions.stand_ins = self.region, self.decoder.stand_ins()
         with plain_tensors():
             self.valid.index_fill_(1, self.filled.view(1), True)
             mask = self.masks(model.config, self.like, self.valid, self.sizes, self.positions)
-            with self.decoder.one_query():
-                out = regions.model(
-                    input_ids=self.ids,
-                    attention_mask=mask,
-                    position_ids=self.positions,
-                    past_key_values=self.cache,
-                    use_cache=True,
-                )
+            out = regions.model(
+                input_ids=self.ids,
+                attention_mask=mask,
+                position_ids=self.positions,
+                past_key_values=self.cache,
+                use_cache=True,
+            )
             self.logits = out.logits
             self.positions.add_(1)
             self.filled.add_(1)
@@ -199,6 +204,8 @@ class Steps:
             replay = self.decoder.tools.capture(
                 self._run, (self.valid, self.positions, self.filled)
             )
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             log.warning("generate: steps run uncaptured, as they cannot be captured: %s", error)
             return self._run
@@ -247,7 +254,7 @@ class Decoder:
         self.captures_prompts = True  # until one cannot be
         self._addresses: tuple[int, ...] = ()
         self._told: set[str] = set()
-        self._attentions: dict[str | None, str | None] = {}
+        self._stand_ins: dict[str | None, Mapping[nn.Module, nn.Module]] = {}
 
     def lease(self, batch: int, length: int) -> Steps:
         """Steps that nobody else has, for `batch` sequences of `length` tokens.
@@ -259,9 +266,12 @@ class Decoder:
             if self._addresses:
                 log.info("generate: weights were replaced, so graphs are captured again")
             self.captures_prompts = True
+            self.regions = Regions(self.model)  # whole modules may be others
+            self._stand_ins.clear()
             for idle in self._idle.values():
                 idle.forget_graphs()
-            if any(s.filled.device != self.model.device for s in self._idle.values()):
+            kind = self.model.device, self.model.dtype
+            if any((s.like.device, s.like.dtype) != kind for s in self._idle.values()):
                 self._idle.clear()
             self._addresses = now
         key = rows_for(batch), slots_for(length)
@@ -269,6 +279,19 @@ class Decoder:
         steps.cache.filling = True
         steps.batch = batch
         return steps
+
+    def with_room(self, run: Callable[[], T]) -> T:
+        """What `run` returns; if memory does not suffice it runs again without the idle buffers."""
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            if not self._idle:
+                raise
+        log.warning("generate: out of memory, so %d sizes lose their buffers", len(self._idle))
+        self._idle.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return run()
 
     def give_back(self, steps: Steps) -> None:
         self._idle[steps.rows, steps.slots] = steps
@@ -286,15 +309,10 @@ class Decoder:
             self._told.add(text)
             log.info("generate: %s", text)
 
-    @contextmanager
-    def one_query(self) -> Iterator[None]:
-        """The model's attention replaced by the one for one query, where that computes the same."""
-        config = self.model.config.get_text_config(decoder=True)
-        before = config._attn_implementation_internal
-        if before not in self._attentions:
-            self._attentions[before] = step_attention(self.model, before)
-        config._attn_implementation_internal = self._attentions[before] or before
-        try:
-            yield
-        finally:
-            config._attn_implementation_internal = before
+    def stand_ins(self) -> Mapping[nn.Module, nn.Module]:
+        """The layers with the attention of one query, where that computes the same."""
+        name = attention_of(self.model.config)
+        if name not in self._stand_ins:
+            ours = step_attention(self.model, name)
+            self._stand_ins[name] = {} if ours is None else stand_ins(self.model, ours)
+        return self._stand_ins[name]

@@ -26,6 +26,7 @@ from moe_ops.passes.planning.layers import (
 from moe_ops.passes.planning.tuned import Cell, Layer, layer_of_call, read, write
 from moe_ops.shapes import check_choice
 from moe_ops.spec import REFERENCE
+from moe_ops.terminal import rewrite
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 # Inputs and weights that take turns, so that no call finds those of the last one in a cache.
@@ -54,8 +55,8 @@ def tune(
     layers it has; or shapes, whose weights are made up. Each is measured at each number of tokens,
     with experts chosen evenly ("uniform") and by a power law ("zipf"). What the table holds already
     is not measured again, and a time is written as soon as it is known: a run that was interrupted
-    goes on where it was. `progress` gets one line, rewritten; None for silence. Returns the table's
-    path.
+    goes on where it was. `progress` gets a line at the end, and if it is a terminal one before it
+    that is rewritten; None for silence. Returns the table's path.
 
     Raises RuntimeError inside a CUDA graph capture or a compilation; ValueError for an unknown
     routing, for a model that never calls `experts` and for one without inputs.
@@ -80,8 +81,14 @@ def tune(
             for i, cell in enumerate(missing, 1):
                 known[cell] = measure(calls, cell)
                 write(path, times)
-                _tell(progress, f"{_words(layer)}: {i} of {len(missing)}, {_told(cell, known)}")
-    _tell(progress, f"{path}: {sum(map(len, times.values()))} times of {len(times)} layers\n")
+                if progress is not None:
+                    told = f"{_words(layer)}: {i} of {len(missing)}, {_told(cell, known)}"
+                    rewrite(progress, told)
+    if progress is not None:
+        rewrite(progress, "")
+        print(
+            f"{path}: {sum(map(len, times.values()))} times of {len(times)} layers", file=progress
+        )
     return path
 
 
@@ -200,10 +207,3 @@ def _words(layer: Layer) -> str:
 
 def _told(cell: Cell, known: Mapping[Cell, float]) -> str:
     return f"{cell.tokens} tokens {cell.routing} on {cell.backend}: {known[cell] / 1e3:.3f} ms"
-
-
-def _tell(progress: TextIO | None, text: str) -> None:
-    """Rewrite the progress line."""
-    if progress is not None:
-        progress.write(f"\r{text:<100}" if not text.endswith("\n") else f"\r{text[:-1]:<100}\n")
-        progress.flush()

@@ -49,8 +49,8 @@ def test_options_of_the_op() -> None:
         ("--ours ops --layer olmoe,qwen3_30b", "measures one layer; take --ours moe for several"),
         ("--ours moe --layer olmo", "'olmo' is no layer; there are qwen3_30b"),
         ("--ours moe --routing even", "'even' is no routing; there are uniform, zipf"),
-        ("--ours moe --tokens 4,0", "'4,0' must be 1 and more"),
-        ("--ours moe --tokens few", "invalid numbers value: 'few'"),
+        ("--ours moe --tokens 4,0", "'0' is no whole number from 1 on"),
+        ("--ours moe --tokens few", "'few' is no whole number from 1 on"),
         ("--ours moe --rates 4", "are not COPY_TBS,MATMUL_TFLOPS"),
     ],
 )
@@ -59,4 +59,19 @@ def test_options_that_do_not_go_together(
 ) -> None:
     with pytest.raises(SystemExit):
         cli.parse(["layer", *words.split()])
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("compile --layers 4,x", "'x' is no whole number from 1 on"),
+        ("step --slots 0", "'0' is no whole number from 1 on"),
+        ("step --layers 0", "'0' is no whole number from 1 on"),
+        ("report none.json", "there is no file none.json"),
+    ],
+)
+def test_options_that_cannot_be(words: str, why: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse(words.split())
     assert why in capsys.readouterr().err

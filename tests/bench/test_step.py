@@ -66,7 +66,7 @@ def test_the_table() -> None:
         """\
 small, one token, 3 layers, 32 slots: 43.21 us a layer (43.00 to 44.00)
 launch       begins, us  ends, us  after the one before
-tiny_up            0.00     14.00                 14.00
+tiny_up            0.00     14.00
 tiny_down          1.00     23.00                  9.00
 linears_one       15.00     29.00                  6.00
 route             40.00     43.00                 14.00""",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,54 +12,14 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 import moe_ops
-from moe_ops.hf.generate import quicken, shape_refusal
+from moe_ops.hf.generate import shape_refusal
 from moe_ops.hf.sample import StopCheck
-from moe_ops.hf.steps import Decoder, Tools, rows_for, slots_for
+from moe_ops.hf.steps import Decoder, rows_for, slots_for
 from tests.hf import families
-
-PLAIN = {"max_new_tokens": 9, "pad_token_id": 0, "eos_token_id": None}
-
-
-def uncompiled(**more: Any) -> Tools:
-    return Tools(**{"compile_prompt": as_is, "compile_step": as_is, "capture": nothing, **more})
-
-
-def nothing(function: Any, state: Any) -> None:
-    return None
-
-
-def as_is(function: Any) -> Any:
-    return function
-
-
-def stand_in(function: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], None]:
-    """Like a capture: runs the function to warm up, restores the state, and repeats it."""
-    saved = [t.clone() for t in state]
-    for _ in range(2):
-        function()
-        for tensor, value in zip(state, saved, strict=True):
-            tensor.copy_(value)
-    return function
-
-
-def twin_of(model: PreTrainedModel, tools: Tools | None = None) -> Any:
-    twin = copy.copy(model)
-    quicken(twin, model, tools or uncompiled(capture=stand_in))
-    return twin
-
-
-def check(model: Any, twin: Any, ids: Tensor, **kwargs: Any) -> Tensor:
-    """The tokens of both, which have to be the same."""
-    kwargs = {**PLAIN, **kwargs}
-    torch.manual_seed(7)
-    want = model.generate(ids, **kwargs)
-    torch.manual_seed(7)
-    got = twin.generate(ids, **kwargs)
-    assert torch.equal(got, want), f"got {got.tolist()}, want {want.tolist()}"
-    return want
+from tests.hf.twins import PLAIN, check, stand_in, twin_of, uncompiled
 
 
 @pytest.fixture(scope="module")

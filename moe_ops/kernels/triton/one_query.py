@@ -71,7 +71,7 @@ def attend(
         BL=power_of_two(plan.span),
         SPLITS=plan.splits,
         SINKS=sinks_H is not None and plan.splits == 1,
-        LEAST=0.0 if mask_BS.dtype == torch.bool else torch.finfo(mask_BS.dtype).min / 2,
+        LEAST=least_of(mask_BS),
         SCALE=scale,
         PDL=pdl,
         num_warps=plan.warps,
@@ -95,6 +95,12 @@ def attend(
             **options,
         )
     return out
+
+
+def least_of(mask: Tensor) -> float:
+    """What a mask that is added has to be more than to hide nothing, for `mask_at`; 0.0 if the mask
+    is bool and says what is seen."""
+    return 0.0 if mask.dtype == torch.bool else torch.finfo(mask.dtype).min / 2
 
 
 @triton.jit

@@ -11,14 +11,13 @@ shared memory does not hold takes the launch of rope.py and those of one_query.p
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import one_query, rope
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options, shared_memory
-from moe_ops.kernels.triton.one_query import mask_at
+from moe_ops.kernels.triton.one_query import least_of, mask_at
 from moe_ops.kernels.triton.rope import turned
 
 MOST_BYTES = 128 * 1024  # of keys and values of a head
@@ -60,7 +59,7 @@ def run(
         N=N, G=H // N, BG=max(16, triton.next_power_of_2(H // N)), S=slots,
         BS=BS, BL=triton.next_power_of_2(slots), TILES=tiles, D=D, DV=DV,
         W=cos_BW.shape[1], ROWS=cos_BW.shape[0], EPS=eps, SCALE=scale,
-        LEAST=0.0 if mask_BS.dtype == torch.bool else torch.finfo(mask_BS.dtype).min / 2,
+        LEAST=least_of(mask_BS),
         PDL=pdl, num_warps=8 if wide else 4, **options,
     )  # fmt: skip
     return out_BHV

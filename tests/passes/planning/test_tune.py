@@ -115,16 +115,23 @@ def test_unknown_routings_and_formats_are_errors(tmp_path: Path) -> None:
         Shape(E=8, K=2, D=64, I=32, w_format="fp5")
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_progress_is_one_line_rewritten(counted: list[Cell], tmp_path: Path) -> None:
-    out = io.StringIO()
+    out = Terminal()
     path = tune(SHAPE, tmp_path / "t.json", tokens=(1,), routings=("zipf",), progress=out)
-    first, second, last = out.getvalue().removeprefix("\r").split("\r")
-    assert first.rstrip() == (
-        "tune E=8 K=2 D=64 I=32 bfloat16: 1 of 2, 1 tokens zipf on cpu: 0.010 ms"
-    )
-    assert second.rstrip().endswith("2 of 2, 1 tokens zipf on aten: 0.121 ms")
-    assert last.rstrip() == f"{path}: 2 times of 1 layers"
-    assert last.endswith("\n")
+    first, second, last = (line.rstrip() for line in out.getvalue().split("\r")[1::2])
+    assert first == "tune E=8 K=2 D=64 I=32 bfloat16: 1 of 2, 1 tokens zipf on cpu: 0.010 ms"
+    assert second.endswith("2 of 2, 1 tokens zipf on aten: 0.121 ms")
+    assert not last
+    end = f"{path}: 2 times of 1 layers\n"
+    assert out.getvalue().endswith("\r" + end)
+    log = io.StringIO()
+    tune(SHAPE, tmp_path / "t.json", tokens=(1,), routings=("zipf",), progress=log)
+    assert log.getvalue() == end
 
 
 def test_tune_refuses_inside_a_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

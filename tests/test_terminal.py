@@ -1,0 +1,26 @@
+"""A line that is rewritten, on terminals alone and no wider than they are."""
+
+import io
+
+import pytest
+
+from moe_ops.terminal import rewrite
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "11")
+    out = Terminal()
+    rewrite(out, "longer than that")
+    rewrite(out, "short")
+    assert out.getvalue() == "\rlonger tha\r\rshort     \r"
+
+
+def test_a_file_gets_nothing() -> None:
+    out = io.StringIO()
+    rewrite(out, "text")
+    assert not out.getvalue()
