@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,17 +23,38 @@ MISSING_END = sys.maxsize
 NEEDS_BOUND = torch.__version__ < "2.12"
 
 
+class _Inside:
+    """How many calls are under the flag, and what it was before the first of them."""
+
+    calls = 0
+    before = False
+
+
+class _InsideThread(_Inside, threading.local):
+    """The same for each thread: from torch 2.12 on each has a flag of its own."""
+
+
+_inside = _Inside() if torch.__version__ < "2.12" else _InsideThread()
+_entering = threading.Lock()
+
+
 def call_oblivious(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call compiled code under the flag, where there is one."""
     if not HAS_OBLIVIOUS:
         return call(*args, **kwargs)
     # shape_config.patch would take five times as long, 50 µs a call.
-    before = getattr(shape_config, OBLIVIOUS)
-    setattr(shape_config, OBLIVIOUS, True)
+    with _entering:
+        if not _inside.calls:
+            _inside.before = getattr(shape_config, OBLIVIOUS)
+        _inside.calls += 1
+        setattr(shape_config, OBLIVIOUS, True)
     try:
         return call(*args, **kwargs)
     finally:
-        setattr(shape_config, OBLIVIOUS, before)
+        with _entering:
+            _inside.calls -= 1
+            if not _inside.calls:
+                setattr(shape_config, OBLIVIOUS, _inside.before)
 
 
 def bound(graph: fx.Graph) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.fx.experimental._config as shape_config
@@ -41,3 +44,39 @@ def test_sizes_end_before_a_missing_end(flag: bool) -> None:
 def test_a_graph_without_symbolic_sizes_is_left_alone() -> None:
     result = Compiled(lambda x: x + 1, sizes.bound)(torch.zeros(3))
     assert result.tolist() == [1, 1, 1]
+
+
+@pytest.mark.skipif(not sizes.HAS_OBLIVIOUS, reason="this torch lacks the flag")
+def test_calls_of_two_threads_that_overlap_leave_the_flag_as_it_was() -> None:
+    """The first to begin is the first to end."""
+    first_in, second_in, first_out = (threading.Event() for _ in range(3))
+    found = {}
+
+    def flag() -> bool:
+        return bool(getattr(shape_config, sizes.OBLIVIOUS))
+
+    def first() -> None:
+        first_in.set()
+        second_in.wait(9)
+
+    def second() -> None:
+        second_in.set()
+        first_out.wait(9)
+        found["second, after the first"] = flag()
+
+    def call(function: Callable[[], None], ready: threading.Event | None = None) -> None:
+        if ready is not None:
+            ready.wait(9)
+        sizes.call_oblivious(function)
+        found[f"{function.__name__}, outside"] = flag()
+
+    before = flag()
+    one = threading.Thread(target=call, args=(first,))
+    other = threading.Thread(target=call, args=(second, first_in))
+    one.start()
+    other.start()
+    one.join()
+    first_out.set()
+    other.join()
+    assert found["second, after the first"]
+    assert found["second, outside"] == before == flag()
