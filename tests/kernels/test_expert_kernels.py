@@ -62,6 +62,7 @@ def test_every_case(kernel: str, case: Case) -> None:
     check(kernel, layer, b13_EF=layer.b13_EF, b2_ED=layer.b2_ED.float())
 
 
+@pytest.mark.slow
 @each_kernel
 def test_wide_experts(kernel: str) -> None:
     """Which have tiles of their own."""

@@ -53,6 +53,7 @@ def test_sizes_that_are_no_multiples_of_tiles(T: int, K: int, sizes: tuple[int, 
     check(run(*given, plan=few), *given, TOL, "several tiles")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("T", [1, 3])
 def test_more_weights_than_a_launch_takes(T: int) -> None:
     given = tensors(T, 48, (5, 16, 7, 31, 9, 1), F16)
@@ -67,6 +68,7 @@ def test_rows_of_a_wider_input(T: int) -> None:
     check(run(wide[:, 50:146], weights, biases), x, weights, biases, TOL, "a view")
 
 
+@pytest.mark.slow
 def test_the_same_in_every_run() -> None:
     for T in (1, 4, 32):
         given = tensors(T, 160, (50, 14))
@@ -79,8 +81,8 @@ def test_the_same_in_every_run() -> None:
     [
         (1, (40, 8, 9), True),
         (33, (7,), True),
-        (128, (40, 8, 9), False),
-        (200, (5, 6, 7, 8, 9), True),
+        pytest.param(128, (40, 8, 9), False, marks=pytest.mark.slow),
+        pytest.param(200, (5, 6, 7, 8, 9), True, marks=pytest.mark.slow),
         (200, (7,), False),
     ],
     ids=str,

@@ -117,7 +117,7 @@ def test_heads_of_every_size_and_groups_of_any(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_masks_that_are_added(dtype: torch.dtype, splits: int) -> None:
     q, k, v, seen = tensors((3, 6, 2, 100, 32, 16), dtype)
     k, v = with_garbage(k, v, seen)
@@ -150,6 +150,7 @@ def test_a_sink_larger_than_every_score_leaves_nothing() -> None:
         assert torch.equal(got, torch.zeros_like(got))
 
 
+@pytest.mark.slow
 def test_a_window_behind_many_tiles() -> None:
     q, k, v, mask = tensors((2, 4, 2, 400, 16, 16))
     mask[:] = False

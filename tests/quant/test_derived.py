@@ -226,7 +226,13 @@ def test_a_replaced_result_is_not_kept_alive() -> None:
 
 
 @pytest.mark.parametrize(
-    "view", [lambda t: t, lambda t: t[1:], lambda t: t.detach()], ids=["itself", "view", "detached"]
+    "view",
+    [
+        lambda t: t[1:],
+        pytest.param(lambda t: t, marks=pytest.mark.slow),
+        pytest.param(lambda t: t.detach(), marks=pytest.mark.slow),
+    ],
+    ids=["view", "itself", "detached"],
 )
 def test_a_view_of_a_source_follows_and_is_not_kept(view: Callable[[Tensor], Tensor]) -> None:
     derived, scale = Derived(), torch.ones(E)

@@ -1,5 +1,6 @@
 """Quantisation of drawn matrices: error bounds, fixed points, NaN, ragged groups, experts."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
@@ -44,7 +45,17 @@ NAMES = (
     "uint4:row",
     "uint8:2x8:bfloat16",
 )
-each_format = pytest.mark.parametrize("name", NAMES)
+# One of each kind of scale and of code; the others are slow.
+QUICK = ("float8_e4m3fn:3x20", "float6_e3m2:1x20:float16", "mxfp4", "nvfp4", "int8:row:float16",
+         "uint4:row")  # fmt: skip
+
+
+def formats(names: Iterable[str]) -> pytest.MarkDecorator:
+    slow = {name: [pytest.mark.slow] * (name not in QUICK) for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in slow.items()])
+
+
+each_format = formats(NAMES)
 quick = settings(max_examples=30)  # of each of 18 formats
 HALF_STEP = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # relative
 SLACK = 2.0**-21  # a few float32 roundings: of the scale, the quotient and the products
@@ -125,7 +136,7 @@ def test_errors_stay_in_their_bounds(name: str, drawn: Drawn) -> None:
 
 
 # With a static scale the zero point is still that of the values: see the next test.
-@pytest.mark.parametrize("name", [name for name in NAMES if not Format.of(name).has_zero])
+@formats(name for name in NAMES if not Format.of(name).has_zero)
 @quick
 @given(drawn=matrices())
 def test_what_was_quantised_is_a_fixed_point_of_its_scale(name: str, drawn: Drawn) -> None:
