@@ -49,7 +49,7 @@ MAY_IMPORT = {
         frozenset({"layer", "layer_options", "layer_tensors", "kernels", "quant", "shapes"}),
         frozenset({"torch", "safetensors", "gguf"}),
     ),
-    "hf": May(BELOW_LAYER, frozenset({"torch", "transformers"})),
+    "hf": May(BELOW_LAYER | {"terminal"}, frozenset({"torch", "transformers"})),
     # A leaf: it measures the passes too, and nobody imports it.
     "bench": May(
         BELOW_LAYER | {"testing", "terminal", "layer", "layer_options", "weights", "hf", "passes"},

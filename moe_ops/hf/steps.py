@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from moe_ops.hf.own_attention import stand_ins, step_attention
 from moe_ops.hf.prompts import Prompts
 from moe_ops.hf.regions import ByKind, Region, Regions, addresses, own_code
 from moe_ops.hf.slots import Slots
+from moe_ops.terminal import rewrite
 
 log = logging.getLogger("moe_ops")
 T = TypeVar("T")
@@ -82,6 +84,20 @@ def plain_tensors() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def shown(text: str) -> Iterator[None]:
+    """Around what takes a while: logged or, where nobody reads the log, on a terminal meanwhile."""
+    log.info("generate: %s", text)
+    logged = log.isEnabledFor(logging.INFO)
+    if not logged:
+        rewrite(sys.stderr, f"moe_ops: {text}")
+    try:
+        yield
+    finally:
+        if not logged:
+            rewrite(sys.stderr, "")
+
+
 class Steps:
     """Buffers for up to `rows` sequences of up to `slots` tokens, and the code of one step.
 
@@ -128,13 +144,13 @@ class Steps:
             position_ids = torch.arange(S, device=input_ids.device)[None]
         positions = position_ids.expand(B, S).contiguous()
         self.batch = B
-        self.decoder.tell("compiling the layers for prompts")
 
         def read() -> Any:
             with plain_tensors():
                 return self.prompts.read(self, input_ids, mask, positions, kwargs)
 
-        out = self.decoder.with_room(read)
+        with self.decoder.compiling_prompts():
+            out = self.decoder.with_room(read)
         self.cache.filling = False
         return out
 
@@ -198,12 +214,10 @@ class Steps:
             self.filled.add_(1)
 
     def _captured(self) -> Callable[[], None]:
-        start = time.perf_counter()
-        log.info("generate: making a step of %d rows, %d slots", self.rows, self.slots)
+        start, state = time.perf_counter(), (self.valid, self.positions, self.filled)
         try:
-            replay = self.decoder.tools.capture(
-                self._run, (self.valid, self.positions, self.filled)
-            )
+            with shown(f"making a step of {self.rows} rows, {self.slots} slots"):
+                replay = self.decoder.tools.capture(self._run, state)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -253,7 +267,7 @@ class Decoder:
         self._idle: OrderedDict[tuple[int, int], Steps] = OrderedDict()
         self.captures_prompts = True  # until one cannot be
         self._addresses: tuple[int, ...] = ()
-        self._told: set[str] = set()
+        self._compiled = False  # the layers, for prompts
         self._stand_ins: dict[str | None, Mapping[nn.Module, nn.Module]] = {}
 
     def lease(self, batch: int, length: int) -> Steps:
@@ -303,11 +317,12 @@ class Decoder:
         """The sizes that are kept, the one used last at the end."""
         return [steps.report() for steps in self._idle.values()]
 
-    def tell(self, text: str) -> None:
-        """Log what is about to take a while, once."""
-        if text not in self._told:
-            self._told.add(text)
-            log.info("generate: %s", text)
+    @contextmanager
+    def compiling_prompts(self) -> Iterator[None]:
+        """Around a prompt; the first is said to be compiled."""
+        with nullcontext() if self._compiled else shown("compiling the layers for prompts"):
+            yield
+        self._compiled = True
 
     def stand_ins(self) -> Mapping[nn.Module, nn.Module]:
         """The layers with the attention of one query, where that computes the same."""

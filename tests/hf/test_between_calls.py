@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -168,3 +170,30 @@ def test_custom_generate_may_ask_for_anything(model: Any, ids: Tensor) -> None:
     out = twin.generate(ids, custom_generate=two_steps, **PLAIN)
     assert len(out.hidden_states) == model.config.num_hidden_layers + 1
     assert not moe_ops.generation_report(twin)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("level", [logging.WARNING, logging.INFO])
+def test_what_takes_a_while_is_logged_or_shown(
+    model: Any,
+    ids: Tensor,
+    level: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    twin, terminal = twin_of(model), Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with caplog.at_level(level, "moe_ops"):
+        for _ in range(2):
+            twin.generate(ids, **PLAIN)
+    said = [line.rstrip() for line in terminal.getvalue().split("\r") if line]
+    first, step = "compiling the layers for prompts", "making a step of 4 rows, 256 slots"
+    if level == logging.INFO:
+        assert not said
+        assert caplog.text.count(first) == caplog.text.count(step) == 1
+    else:
+        assert said == [f"moe_ops: {first}", "", f"moe_ops: {step}", ""]
