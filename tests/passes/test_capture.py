@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import moe_ops
 from moe_ops import experts
 from moe_ops.arena import Arena
 from moe_ops.passes.capture import (
     Captured,
     CaptureError,
     GraphRunner,
-    buckets_of,
     capture,
     capture_call,
 )
@@ -234,4 +234,4 @@ def test_buckets_come_from_the_plan() -> None:
         ranges=ranges,
     )
     plan = Plan(device="cpu", choices=(choice,))
-    assert buckets_of(plan, 40) == (1, 2, 4, 6, 8, 16, 32, 40)
+    assert moe_ops.buckets_of(plan, 40) == (1, 2, 4, 6, 8, 16, 32, 40)
