@@ -35,28 +35,53 @@ class Captured:
     bytes: int  # that the graph's memory pool grew by
 
 
+_one_at_a_time = threading.Lock()  # torch captures one graph at a time in a process
+_thread = threading.local()
+
+
 def capture_call(
     function: Callable[[], Any],
     state: Sequence[Tensor] = (),
     *,
     pool: Any = None,
     stream: Any = None,
+    device: torch.device | None = None,
 ) -> Captured:
     """Run `function` to warm it up, then capture it; it has to read and write fixed buffers.
 
     The tensors of `state`, which the function changes, are as before afterwards. Graphs of one
     `pool` share memory, if they were captured on one `stream`, so they must not run at the same
-    time, and each has to be the last to run when its output is read. What the function raises
-    before the capture is raised as it is.
+    time, and each has to be the last to run when its output is read. `device` is the current GPU
+    unless given. What the function raises before the capture is raised as it is.
+
+    Threads wait for each other, and from the warm-up on: it may compile, which times kernels, and
+    whoever waits for the whole of a GPU breaks the capture of any thread on it.
 
     Raises CaptureError if the capture fails. The process stays usable.
     """
+    if device is not None and device.type != "cuda":
+        raise CaptureError(f"CUDA graphs need tensors on a CUDA GPU, got {device}; move them there")
     if not torch.cuda.is_available():
         raise CaptureError("CUDA graphs need a CUDA GPU, and torch.cuda.is_available() is False")
-    if torch.cuda.is_current_stream_capturing():
+    if capturing():
         raise CaptureError("a graph is being captured already; capture this one before, or not")
+    with _one_at_a_time, torch.cuda.device(device):
+        _thread.captures = True
+        try:
+            return _warmed_and_captured(function, state, pool, stream or torch.cuda.Stream())
+        finally:
+            _thread.captures = False
+
+
+def capturing() -> bool:
+    """Whether this thread captures a graph, or warms up for it."""
+    return getattr(_thread, "captures", False) or torch.cuda.is_current_stream_capturing()
+
+
+def _warmed_and_captured(
+    function: Callable[[], Any], state: Sequence[Tensor], pool: Any, stream: torch.cuda.Stream
+) -> Captured:
     caller = torch.cuda.current_stream()
-    stream = stream or torch.cuda.Stream()
     saved = [(t, t.clone()) for t in state]
     stream.wait_stream(caller)
     try:
@@ -65,9 +90,10 @@ def capture_call(
                 function()
                 restore(saved)  # a second step from the last slot would be one too many
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # as torch.cuda.graph does, or what it frees would be subtracted
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved()
         try:
-            mode = "thread_local"  # other threads may use the GPU meanwhile
+            mode = "thread_local"  # other threads may use the GPU meanwhile, and allocate
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
                 output = function()
         except Exception as error:
