@@ -23,7 +23,7 @@ from moe_ops.spec import OPS, Op, using
 _LAZY = {
     **dict.fromkeys(("optimize", "restore", "quantize_model"), "moe_ops.hf"),
     **dict.fromkeys(("compile", "compile_config", "inductor_options"), "moe_ops.passes.compile"),
-    "capture": "moe_ops.passes.capture",
+    **dict.fromkeys(("buckets_of", "capture"), "moe_ops.passes.capture"),
     "generation_report": "moe_ops.hf",
     "explain": "moe_ops.passes.explain",
     "tune": "moe_ops.passes.planning.tune",
@@ -38,6 +38,7 @@ __all__ = [
     "QuantFormats",
     "Routing",
     "activate",
+    "buckets_of",
     "capture",
     "combine",
     "compile",

@@ -1,7 +1,8 @@
 """Buffers that are allocated when first needed, stay where they are, and are shared.
 
 A buffer belongs to a device, a stream and a purpose. Its contents last until the next taker's work
-on that stream, so that all layers, graphs and models of a stream share it.
+on that stream, so that all layers, graphs and models of a stream share it. Threads of one stream
+take turns by its lock.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Arena:
         self._lock = threading.Lock()
         self._buffers: dict[Key, Buffer] = {}
         self._retired: dict[Key, list[weakref.ref[Tensor]]] = {}
+        self._users: dict[tuple[torch.device, int], threading.RLock] = {}
 
     def take(self, purpose: str, nbytes: int, device: torch.device) -> Buffer:
         """The buffer of `purpose` on the current stream, of at least `nbytes` bytes.
@@ -84,6 +86,14 @@ class Arena:
                 self._retired.setdefault(key, []).append(weakref.ref(buffer.memory))
             self._buffers[key] = new
             return new
+
+    def lock(self, device: torch.device) -> threading.RLock:
+        """What a thread holds while it needs the contents of buffers of the current stream.
+
+        Threads may share a stream, as they do the default one.
+        """
+        with self._lock:
+            return self._users.setdefault((device, current_stream(device)), threading.RLock())
 
     def report(self) -> list[ArenaUse]:
         """The bytes held for each purpose."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -51,11 +53,28 @@ def test_growth_during_a_capture_says_what_to_do(monkeypatch: pytest.MonkeyPatch
         a.take("x", 8, device)
 
 
-def test_threads_get_the_same_buffer() -> None:
-    a = Arena()
+def test_threads_get_the_same_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*args: Any, **kwargs: Any) -> torch.Tensor:
+        time.sleep(0.01)  # for other threads to find no buffer, if they could look
+        return empty(*args, **kwargs)
+
+    a, empty = Arena(), torch.empty
+    monkeypatch.setattr(torch, "empty", slow)
     with ThreadPoolExecutor(8) as pool:
         buffers = list(pool.map(lambda _: a.take("x", 1000, CPU), range(64)))
     assert len({id(b) for b in buffers}) == 1
+
+
+def test_a_stream_of_a_device_has_one_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, stream = Arena(), 0
+    monkeypatch.setattr(arena, "current_stream", lambda device: stream)
+    first = a.lock(CPU)
+    a.release()  # a thread may hold it still
+    assert a.lock(CPU) is first
+    assert a.lock(torch.device("cuda", 0)) is not first
+    assert Arena().lock(CPU) is not first
+    stream = 1
+    assert a.lock(CPU) is not first
 
 
 def test_release_lets_go_of_everything() -> None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import moe_ops
 from moe_ops import experts
 from moe_ops.arena import Arena
 from moe_ops.passes.capture import (
     Captured,
     CaptureError,
     GraphRunner,
-    buckets_of,
     capture,
     capture_call,
 )
@@ -29,17 +31,32 @@ class Recorder:
     """Captures by keeping the function: a replay runs it and writes into the first output."""
 
     def __init__(self) -> None:
-        self.captures = 0
         self.error: str | None = None
+        self.memory: list[tuple[Any, Any]] = []  # pool and stream of each capture
+
+    @property
+    def captures(self) -> int:
+        return len(self.memory)
 
     def __call__(
-        self, function: Callable[[], Any], state: Sequence[Tensor] = (), pool: Any = None
+        self,
+        function: Callable[[], Any],
+        state: Sequence[Tensor] = (),
+        *,
+        pool: Any,
+        stream: Any,
+        device: torch.device,
     ) -> Captured:
         if self.error is not None:
             raise CaptureError(self.error)
-        self.captures += 1
-        output = function()
-        return Captured(lambda: output.copy_(function()), output, 64)
+        self.memory.append((pool, stream))
+        output, inference = function(), torch.is_inference_mode_enabled()
+
+        def replay() -> None:
+            with torch.inference_mode(inference):
+                output.copy_(function())
+
+        return Captured(replay, output, 64)
 
 
 def runner(
@@ -105,8 +122,70 @@ def test_a_moved_weight_is_captured_again_and_one_changed_in_place_is_not() -> N
     w.mul_(3)
     assert torch.equal(run(x, w), x * w)
     assert recorder.captures == 1
-    assert torch.equal(run(x, w.clone()), x * w)
+    moved = w.clone()
+    assert torch.equal(run(x, moved), x * moved)
     assert recorder.captures == 2
+
+
+def test_layers_that_take_turns_keep_their_graphs() -> None:
+    recorder, arena = Recorder(), Arena()
+    run, layers = runner(double, recorder, arena, most=3), torch.rand(3, 8)
+    for w in (*layers, *layers, *layers):
+        x = torch.rand(3, 8)
+        assert torch.equal(run(x, w), x * w)
+    assert recorder.captures == 3
+    assert [r.hits for r in run.report()] == [3, 3, 3]
+    assert [use.bytes for use in arena.report()] == [512]  # the inputs, once
+    run(x, torch.rand(8))
+    run(x, layers[1])
+    assert recorder.captures == 4
+    run(x, layers[0])  # was used longest ago
+    assert recorder.captures == 5
+
+
+def test_arguments_of_other_names_have_their_own_graph() -> None:
+    recorder, x, w = Recorder(), torch.rand(4, 4), torch.rand(4)
+    run = runner(lambda x, named: x * named.get("scale", 1), recorder)
+    for named in ({"scale": w}, {"other": w}) * 2:
+        assert torch.equal(run(x, named), x * named.get("scale", 1))
+    assert recorder.captures == 2
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda module: module,
+        lambda module: module.forward,
+        lambda module: torch.compile(module, backend="eager"),
+    ],
+    ids=["module", "method", "compiled"],
+)
+def test_weights_of_a_module_are_seen(way: Callable[[nn.Module], Callable[..., Tensor]]) -> None:
+    recorder, x = Recorder(), torch.rand(2, 4)
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    run = runner(way(module), recorder)
+    with torch.enable_grad():
+        run(x).sum().backward()
+    assert module[0].weight.grad is not None
+    assert recorder.captures == 0
+    for tensor in (module[0].weight, module[1].running_mean):
+        before = recorder.captures
+        torch.testing.assert_close(run(x), module(x))
+        tensor.data = tensor.data + 1
+        for _ in range(2):
+            torch.testing.assert_close(run(x), module(x))
+        assert recorder.captures == before + 1 + (before == 0)
+
+
+def test_weights_of_a_module_that_is_an_argument_are_seen() -> None:
+    recorder, x, layers = Recorder(), torch.rand(2, 4), [nn.Linear(4, 4) for _ in range(2)]
+    run = runner(lambda x, layer: layer(x), recorder)
+    for layer in (*layers, *layers):
+        assert torch.equal(run(x, layer), layer(x))
+    assert recorder.captures == 2
+    layers[0].weight.data = layers[0].weight.data.clone()
+    run(x, layers[0])
+    assert recorder.captures == 3
 
 
 def test_a_retired_buffer_is_captured_again() -> None:
@@ -114,9 +193,30 @@ def test_a_retired_buffer_is_captured_again() -> None:
     small = runner(double, recorder, arena)
     x, w = torch.rand(2, 8), torch.rand(8)
     small(x, w)
+    small(torch.rand(1, 8), w)
     runner(double, Recorder(), arena, buckets=(4096,))(x, w)
     assert torch.equal(small(x, w), x * w)
-    assert recorder.captures == 2
+    assert recorder.captures == 3
+    assert [r.tokens for r in small.report()] == [4]  # none keeps the old buffer
+
+
+def test_graphs_of_a_stream_share_a_pool_until_it_is_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are captured on one stream, without which they share no memory."""
+    monkeypatch.setattr("moe_ops.passes.capture._memory", lambda device: (object(), object()))
+    recorder, x = Recorder(), torch.rand(3, 8)
+    run = runner(double, recorder)
+    run.warmup(x, torch.rand(8))
+    run.warmup(x, torch.rand(8))
+    assert recorder.captures == 6
+    first = recorder.memory[0]
+    assert None not in first
+    assert all(memory == first for memory in recorder.memory)
+    run.reset()
+    run(x, torch.rand(8))
+    pool, stream = recorder.memory[-1]
+    assert pool is not first[0] and stream is not first[1]
 
 
 def test_the_buckets_used_longest_ago_are_forgotten() -> None:
@@ -178,26 +278,90 @@ def test_an_error_of_the_function_is_raised_and_the_next_call_works() -> None:
     assert torch.equal(run(x), x + 1)
 
 
-def test_threads_do_not_disturb_each_other() -> None:
-    wrong = []
+def test_threads_on_one_stream_do_not_disturb_each_other() -> None:
+    def slow(x: Tensor) -> Tensor:
+        time.sleep(1e-3)  # for other threads to copy their inputs meanwhile, if they could
+        return x + 1
 
-    def use(run: GraphRunner, seed: int) -> None:
+    def use(seed: int) -> list[int]:
+        # A runner's output holds until its next call, so each thread has its own runner.
+        run = runner(slow, Recorder(), arena)
+        generator = torch.Generator().manual_seed(seed)
+        start.wait()
         with torch.no_grad():
-            generator = torch.Generator().manual_seed(seed)
-            for T in (1, 7, 3, 16) * 10:
-                x = torch.rand(T, 4, generator=generator)
-                if not torch.equal(run(x), x + 1):
-                    wrong.append(T)
+            xs = [torch.rand(T, 4, generator=generator) for T in (1, 7, 3, 16) * 5]
+            return [x.shape[0] for x in xs if not torch.equal(run(x), x + 1)]
 
-    # A runner's output holds until its next call, so each thread has its own; they share buffers
-    # only if they share a stream, and with it an order, as threads on the CPU do not.
-    runners = [runner(lambda x: x + 1, Recorder()) for _ in range(4)]
-    threads = [threading.Thread(target=use, args=(r, i)) for i, r in enumerate(runners)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    arena, start = Arena(), threading.Barrier(4)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(use, range(4))) == [[], [], [], []]
+    assert [use.purpose for use in arena.report()] == ["input 0 of a graph"]
+
+
+def test_a_report_can_be_made_while_another_thread_calls() -> None:
+    def use() -> None:
+        with torch.no_grad():
+            for i in range(500):
+                run(x, i)
+
+    run, x = runner(lambda x, i: x + i, Recorder(), most=500), torch.rand(3, 4)
+    with ThreadPoolExecutor(1) as pool:
+        used = pool.submit(use)
+        while not used.done():
+            assert len(run.report()) <= 500
+        used.result()
+    run.reset()
+    assert run.report() == []
+
+
+def test_tensors_of_inference_mode_can_be_written() -> None:
+    def function(x: Tensor, cache: Tensor) -> Tensor:
+        cache[:1].copy_(x[:1])
+        return cache[:1] + 0 * x
+
+    recorder, x = Recorder(), torch.rand(3, 4)
+    run = runner(function, recorder)
+    with torch.inference_mode():
+        cache = torch.zeros(2, 4)
+        assert torch.equal(run(x, cache), x[:1].expand(3, 4))
+    x += 1
+    assert torch.equal(run(x, cache), x[:1].expand(3, 4))
+    assert torch.equal(cache[0], x[0])
+    assert recorder.captures == 1
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_varying_arguments_of_unlike_lengths_are_refused(warmup: bool) -> None:
+    arena = Arena()
+    run = runner(lambda x, y: x + y, Recorder(), arena, varying=2)
+    message = r"first 2 arguments have to count the same tokens, got \[3, 1\] rows; give"
+    with pytest.raises(ValueError, match=message):
+        (run.warmup if warmup else run)(torch.rand(3, 4), torch.rand(1, 4))
+    assert run.report() == [] and arena.report() == []
+
+
+def test_a_constant_that_may_change_unseen_runs_the_function_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    recorder, sizes = Recorder(), {3}
+    run = runner(lambda x, sizes: x + len(sizes), recorder)
+    x = torch.rand(2, 2)
+    with caplog.at_level(logging.INFO, "moe_ops"):
+        assert torch.equal(run(x, sizes), x + 1)
+        sizes.add(4)
+        assert torch.equal(run(x, sizes), x + 2)
+    assert recorder.captures == 0
+    assert "unhashable type: 'set'" in caplog.text
+
+
+def test_a_capture_on_another_device_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"need tensors on a CUDA GPU, got cpu; move them"):
+        capture_call(lambda: None, device=torch.device("cpu"))
+    run, x = capture(lambda x: x + 1, buckets=(4,)), torch.rand(3, 2)
+    for _ in range(2):
+        x += 1
+        assert torch.equal(run(x), x + 1)
+    assert "got cpu" in str(run.report()[0].refusal)
 
 
 def test_without_a_gpu_a_capture_is_refused() -> None:
@@ -205,9 +369,6 @@ def test_without_a_gpu_a_capture_is_refused() -> None:
         pytest.skip("there is a GPU")
     with pytest.raises(CaptureError, match="need a CUDA GPU"):
         capture_call(lambda: None)
-    run, x = capture(lambda x: x + 1, buckets=(4,)), torch.rand(3, 2)
-    assert torch.equal(run(x), x + 1)
-    assert "need a CUDA GPU" in str(run.report()[0].refusal)
 
 
 @pytest.mark.parametrize(
@@ -234,4 +395,4 @@ def test_buckets_come_from_the_plan() -> None:
         ranges=ranges,
     )
     plan = Plan(device="cpu", choices=(choice,))
-    assert buckets_of(plan, 40) == (1, 2, 4, 6, 8, 16, 32, 40)
+    assert moe_ops.buckets_of(plan, 40) == (1, 2, 4, 6, 8, 16, 32, 40)
