@@ -17,6 +17,7 @@ from moe_ops.bench.inputs import Routed, Weights
 # |got - want| / |want| of a whole layer, at most. In 16 bits the activation, both products and the
 # sum are rounded; bfloat16's measure 0.4 %.
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3, torch.float32: 1e-5}
+OF_A_ROW = 5  # times that for any one token, which has fewer numbers to average over
 
 
 def want(weights: Weights, routed: Routed) -> Tensor:
@@ -49,8 +50,16 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
+def row_errors(got: Tensor, want: Tensor) -> Tensor:
+    """The relative error of every row; of one smaller than most, relative to most."""
+    sizes = want.double().norm(dim=-1)
+    return (got.double() - want.double()).norm(dim=-1) / sizes.clamp(
+        min=sizes.square().mean().sqrt()
+    )
+
+
 def check(got: Tensor, want: Tensor, dtype: torch.dtype, what: str) -> float:
-    """The relative error. Raises AssertionError if it is too large, or for NaN."""
+    """The relative error. Raises AssertionError if it or a row's is too large, or for NaN."""
     if got.shape != want.shape or got.dtype != dtype:
         raise AssertionError(
             f"{what}: {got.dtype} {tuple(got.shape)}, wanted {dtype} {tuple(want.shape)}"
@@ -61,6 +70,12 @@ def check(got: Tensor, want: Tensor, dtype: torch.dtype, what: str) -> float:
         raise AssertionError(
             f"{what}: relative error {error:.3g}, at most {LIMITS[dtype]:g} is right"
             + (f"; {nan} of {got.numel()} are NaN" if nan else "")
+        )
+    rows = row_errors(got, want)
+    if not (rows <= OF_A_ROW * LIMITS[dtype]).all():
+        raise AssertionError(
+            f"{what}: relative error {float(rows.max()):.3g} of row {int(rows.argmax())}, at most "
+            f"{OF_A_ROW * LIMITS[dtype]:g} is right"
         )
     return error
 

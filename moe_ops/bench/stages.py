@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from moe_ops.bench import progress
 from moe_ops.bench.inputs import Rotation, Routed, Weights, make_routed, make_weights, rotate
@@ -180,6 +182,8 @@ def fill(cell: StageCell, stage: Stage, device: torch.device) -> StageCell:
                 call()
             rounds = rounds_for(len(calls), cell.floor_us)
             replay, results = capture(calls, rounds)
+            for t in tree_leaves(results):
+                t.fill_(math.nan if t.is_floating_point() else torch.iinfo(t.dtype).max)
             replay()
             for got in results:
                 check(stage, got, cell.backend)

@@ -148,6 +148,24 @@ def test_the_check_tells_right_from_wrong() -> None:
             numerics.check(wrong, want, BF16, "it")
 
 
+def test_one_token_of_many_is_wrong() -> None:
+    """Which is 1 % of the whole for 10000 tokens."""
+    want = torch.randn(16384, 8)
+    wrong = want.bfloat16()
+    wrong[700] = 0
+    assert numerics.relative_error(wrong, want) < numerics.LIMITS[BF16]
+    with pytest.raises(AssertionError, match=r"of row 700, at most 0\.05"):
+        numerics.check(wrong, want, BF16, "it")
+
+
+def test_a_small_row_is_not_held_to_its_own_size() -> None:
+    want = torch.randn(64, 8)
+    want[3] *= 1e-3
+    got = want.bfloat16()
+    got[3] += 1e-3
+    numerics.check(got, want, BF16, "it")
+
+
 def test_the_float32_layer_is_the_definition() -> None:
     generator = torch.Generator().manual_seed(3)
     weights = inputs.make_weights(SMALL, F32, generator)

@@ -133,7 +133,15 @@ def test_extreme_skew_and_experts_that_are_not_here(backend: str, T: int) -> Non
     check(backend, layer, expert_map=expert_map, **biases)
 
 
+@pytest.fixture(params=["apart", "overlapping"])
+def launches(request: pytest.FixtureRequest) -> None:
+    """With fills of NaN between them, and as they are in use."""
+    if request.param == "overlapping":
+        request.getfixturevalue("overlapping")
+
+
 @each_backend
+@pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize(
     "case", [c for c in GRID if c.T in (1, 6, 300, 1024)], ids=lambda c: c.name
 )
@@ -157,6 +165,7 @@ def captured(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 
 @pytest.mark.parametrize("case", [c for c in GRID if c.T <= 1024], ids=lambda case: case.name)
 @each_backend
+@pytest.mark.usefixtures("launches")
 def test_replays_see_new_inputs_and_new_routing(backend: str, case: Case) -> None:
     layer = make_layer(case, BF16, "cuda")
     run(backend, layer)

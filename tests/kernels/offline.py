@@ -2,7 +2,8 @@
 
     python offline.py CAPABILITY
 
-prints one JSON line for each variant: the kernel, its registers and the bytes that it spills.
+prints one JSON line for each variant: the kernel, its registers, its bytes of shared memory and
+those that it spills.
 Launches are caught where Triton would compile and run them, so that what is compiled is what the
 host code asks for.
 """
@@ -30,6 +31,8 @@ from triton.runtime.jit import JITFunction
 
 from moe_ops.backends.triton import run_experts
 from moe_ops.kernels.triton import (
+    TINY_PAIRS,
+    TINY_TOKENS,
     combine,
     grouped_plain,
     linears,
@@ -43,6 +46,7 @@ from moe_ops.kernels.triton import (
 )
 from moe_ops.ops import route
 from moe_ops.testing import ACTIVATIONS, LAYERS
+from tests.published_routers import ROUTERS, Router, arguments
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
@@ -56,6 +60,8 @@ ACTIVATION = {
     "up_shift": 0.0,
 }  # fmt: skip
 
+# Between the GPUs every dtype that router logits may have.
+DTYPE_OF = {80: torch.float16, 90: torch.bfloat16, 100: torch.float32}
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}  # bytes that a block may use
 
 # Sequences, heads of the cache, queries for each, slots, head size, sinks: every kind of plan.
@@ -125,8 +131,10 @@ def compile_launches(
         if key not in known:
             known.add(key)
             made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-            found.append({"kernel": self.__name__, **usage(made.asm["cubin"])})
+            used = {"shared": made.metadata.shared, **usage(made.asm["cubin"])}
+            found.append({"kernel": self.__name__, "memory": memory, **used})
 
+    memory = SHARED_MEMORY[capability]
     pdl = (True, {"launch_pdl": True}) if capability >= 90 else (False, {})
     with ExitStack() as patched:
         patched.enter_context(patch.object(JITFunction, "run", run))
@@ -142,30 +150,38 @@ def compile_launches(
             tiny,
         ):
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
-        memory = SHARED_MEMORY[capability]
-        for module in (grouped_plain, linears, rope_attention):
+        for module in (grouped_plain, linears, rope_attention, tiny):
             patched.enter_context(patch.object(module, "shared_memory", lambda _: memory))
         call()
     return found
 
 
 def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Calls that between them launch every tile and every activation; of the six layers for which
-    tiles were tuned all on Hopper, elsewhere two that take every tile.
+    """Calls that between them launch every tile, every router and every activation; of the six
+    layers for which tiles were tuned all on Hopper, elsewhere two that take every tile, and a third
+    of the other shapes.
     """
     layers = LAYERS if capability == 90 else {n: LAYERS[n] for n in ("qwen3_next", "gpt_oss_20b")}
+    step = 1 if capability == 90 else 3
+    for name, router in ROUTERS.items():
+        yield f"{name} route", lambda r=router: routed(r, DTYPE_OF[capability])
+    for backend, T in (("tiny", 4), ("rows", 64), ("grouped", 4096)):
+        case = LAYERS["gpt_oss_20b"]
+        for more in ({"dtype": torch.float16}, {"transposed": True}):
+            call = functools.partial(layer, case, backend, T, False, **more)
+            yield f"gpt_oss_20b {backend} {more}", call
     for name, case in layers.items():
-        tokens_of = {"tiny": (1, 4), "rows": (8, 64, 256, 1024), "grouped": (256, 4096)}
+        most_tiny = min(TINY_TOKENS, TINY_PAIRS // case.K)
+        tokens_of = {"tiny": (1, 4, most_tiny), "rows": (8, 64, 256, 1024), "grouped": (256, 4096)}
         for backend, tokens in tokens_of.items():
             for T in tokens:
                 for full in (False, True):
                     call = functools.partial(layer, case, backend, T, full)
                     yield f"{name} {backend} {T}{' full' if full else ''}", call
-        yield f"{name} route", lambda c=case: routed(c)
-    for shape in ATTENTION:
+    for shape in ATTENTION[::step]:
         yield f"one query {shape}", lambda s=shape: attended(*s)
         yield f"rope attention {shape}", lambda s=shape: turned(*s)
-    for sizes, K, biases in LINEARS:
+    for sizes, K, biases in LINEARS[::step]:
         for T in (1, 8, 32, 64):
             call = functools.partial(projected, T, sizes, K, biases)
             yield f"linears {T} {sizes} {K}", call
@@ -219,30 +235,42 @@ def projected(
         linears.run(empty(T, K), weights, given)
 
 
-def routed(case: Any) -> None:
-    logits = torch.empty(4, case.E, dtype=torch.bfloat16, device="meta")
-    route.backends["triton"].run(logits, case.K, renormalize=True)
+def routed(router: Router, dtype: torch.dtype) -> None:
+    call = arguments(router, dtype)
+    call = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in call.items()}
+    route.backends["triton"].run(**call)
 
 
-def layer(case: Any, backend: str, T: int, full: bool, **activation: Any) -> None:
-    """`full`: with biases, an expert map and a residual."""
+def layer(
+    case: Any,
+    backend: str,
+    T: int,
+    full: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    transposed: bool = False,
+    **activation: Any,
+) -> None:
+    """`full`: with biases, an expert map, a residual and ids of 64 bits."""
     act = {**ACTIVATION, **activation}
     F = 2 * case.I if act["gated"] else case.I
 
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
+
+    def weight(rows: int, columns: int) -> Tensor:
+        return empty(case.E, *((columns, rows) if transposed else (rows, columns)))
 
     run_experts(
         backend,
         empty(T, case.D),
         empty(T, case.K, dtype=torch.float32),
-        empty(T, case.K, dtype=torch.int32),
-        empty(case.E, F, case.D),
-        empty(case.E, case.D, case.I),
+        empty(T, case.K, dtype=torch.int64 if full else torch.int32),
+        weight(F, case.D),
+        weight(case.D, case.I),
         empty(case.E, F) if full else None,
         empty(case.E, case.D) if full else None,
         empty(2 * case.E, dtype=torch.int32) if full else None,
-        False,
+        transposed,
         tuple(act.values()),
         empty(T, case.D) if full else None,
     )

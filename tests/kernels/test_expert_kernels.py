@@ -4,6 +4,7 @@ The interpreter multiplies float16 and float32 alone, so bfloat16 is left to tes
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,13 +143,40 @@ def test_an_expert_chosen_twice_by_a_token_counts_twice(kernel: str, T: int) -> 
 
 @pytest.mark.slow
 @each_kernel
-def test_a_token_of_nan_leaves_the_others_alone(kernel: str) -> None:
-    layer = make_layer(SMALL["odd"], F16, DEVICE)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_token_of_nan_leaves_the_others_alone(kernel: str, name: str) -> None:
+    args = ACTIVATIONS[name]
+    layer = make_layer(SMALL["odd"], F16, DEVICE, gated=args.get("gated", True))
     layer.x_TD[3] = float("nan")
-    out = run(kernel, layer)
+    out = run(kernel, layer, **args)
     assert bool(out[3].isnan().all())
     others = torch.arange(layer.x_TD.shape[0], device=DEVICE) != 3
-    assert_close(out[others], definition(layer)[others], TOL["experts", F16])
+    assert_close(out[others], definition(layer, **args)[others], TOL["experts", F16])
+
+
+@each_kernel
+@pytest.mark.parametrize("mapped", [False, True])
+def test_ids_beyond_32_bits_are_experts_that_are_not_here(kernel: str, mapped: bool) -> None:
+    layer = make_layer(SMALL["odd"], F16, DEVICE)
+    ids = layer.experts_TK.long()
+    ids[0, 0], ids[1, 1] = 2**32 + 1, -(2**32)
+    here = torch.arange(SMALL["odd"].E, device=DEVICE)
+    check(kernel, replace(layer, experts_TK=ids), expert_map=here if mapped else None)
+
+
+@pytest.mark.slow
+@each_kernel
+def test_tokens_farther_apart_than_32_bits(kernel: str, tmp_path: Path) -> None:
+    """Rows of a larger tensor, such as the last token of each of several sequences."""
+    layer = make_layer(Case(name="apart", T=4, E=2, K=2, D=40, I=8), F16, DEVICE)
+    far, size = 900_000_000, 2_800_000_000
+    if DEVICE == "cuda":
+        memory = torch.empty(size, dtype=F16, device=DEVICE)
+    else:  # a file that takes no space where nothing is written
+        memory = torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=F16)
+    x = memory.as_strided(layer.x_TD.shape, (far, 1))
+    x.copy_(layer.x_TD)
+    assert_close(run(kernel, replace(layer, x_TD=x)), definition(layer), TOL["experts", F16])
 
 
 @pytest.mark.slow

@@ -32,6 +32,8 @@ def test_every_variant_compiles_and_spills_nothing(capability: int) -> None:
         "rope_kernel", "rope_attention_kernel",
         "tiny_up", "tiny_down", "rows_up", "rows_down", "_tile_map", "_grouped",
     }  # fmt: skip
-    # Tiles are tuned for Hopper; elsewhere a few bytes are no harm.
-    most = 0 if capability == 90 else 64
-    assert [v for v in variants if v["spilled"] > most] == []
+    assert [v for v in variants if v["shared"] > v["memory"]] == []
+    # Tiles are tuned for Hopper and weights by rows; elsewhere a few bytes are no harm.
+    tuned = [v for v in variants if capability == 90 and "transposed" not in v["call"]]
+    assert [v for v in tuned if v["spilled"] > 0] == []
+    assert [v for v in variants if v["spilled"] > 64] == []

@@ -1,4 +1,7 @@
-"""Device functions of the expert activation, in float32; `moe_ops/ops/activate.py` has the math."""
+"""Device functions of the expert activation, in float32; `moe_ops/ops/activate.py` has the math.
+
+NaN stays NaN, where the GPU's minimum and maximum would take the other number.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def activate(gate, ACT: tl.constexpr):
     ALPHA: tl.constexpr = ACT[3]
     LIMIT: tl.constexpr = ACT[4]
     if LIMIT is not None:
-        gate = tl.minimum(gate, LIMIT)
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     if KIND == "silu":
         return gate * sigmoid(ALPHA * gate)
     elif KIND == "gelu":
@@ -29,7 +32,7 @@ def activate(gate, ACT: tl.constexpr):
         return gate * sigmoid(2.0 * z)
     else:
         tl.static_assert(KIND == "relu2")
-        relu = tl.maximum(gate, 0.0)
+        relu = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return relu * relu
 
 
@@ -39,7 +42,8 @@ def activate_gated(gate, up, ACT: tl.constexpr):
     LIMIT: tl.constexpr = ACT[4]
     UP_SHIFT: tl.constexpr = ACT[5]
     if LIMIT is not None:
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     if UP_SHIFT != 0.0:
         up = up + UP_SHIFT
     return activate(gate, ACT) * up

@@ -144,7 +144,8 @@ def finish_weights(weights_TK, used_TK, ROUTER: tl.constexpr):
     weights_TK = tl.where(used_TK, weights_TK, 0.0)
     if RENORMALIZE:
         sums_T = tl.sum(weights_TK, 1) + EPS
-        weights_TK = weights_TK / tl.maximum(sums_T, MIN_SUM)[:, None]
+        sums_T = tl.maximum(sums_T, MIN_SUM, propagate_nan=tl.PropagateNan.ALL)
+        weights_TK = weights_TK / sums_T[:, None]
     return weights_TK * SCALE
 
 

@@ -113,7 +113,7 @@ def rows_up(
     for start in range(0, D, BD):
         inside_D = start + d < D
         w_FD = tl.load(
-            w_F1 + ((start + d) * stride_wd)[None, :],
+            w_F1 + ((start + d).to(tl.int64) * stride_wd)[None, :],
             mask=inside_F[:, None] & inside_D[None, :], other=0.0,
         )  # fmt: skip
         x_DN = tl.load(
@@ -156,7 +156,7 @@ def rows_down(
     for start in range(0, I, BI):
         inside_I = start + i < I
         w_DI = tl.load(
-            w_D1 + ((start + i) * stride_wi)[None, :],
+            w_D1 + ((start + i).to(tl.int64) * stride_wi)[None, :],
             mask=inside_D[:, None] & inside_I[None, :], other=0.0,
         )  # fmt: skip
         h_IN = tl.load(

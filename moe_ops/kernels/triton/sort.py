@@ -18,11 +18,11 @@ CHUNK, LARGE_CHUNK, MANY_PAIRS = 512, 1024, 2**17
 @triton.jit
 def local_ids(experts_ptr, map_ptr, at, mask, E: tl.constexpr, N_MAP):
     """The experts on this rank of some pairs; E where there is none, or no pair."""
-    ids = tl.load(experts_ptr + at, mask=mask, other=-1).to(tl.int32)
+    ids = tl.load(experts_ptr + at, mask=mask, other=-1)
     if map_ptr is not None:
         known = mask & (ids >= 0) & (ids < N_MAP)
-        ids = tl.load(map_ptr + ids, mask=known, other=-1).to(tl.int32)
-    return tl.where((ids >= 0) & (ids < E), ids, E)
+        ids = tl.load(map_ptr + ids, mask=known, other=-1)
+    return tl.where((ids >= 0) & (ids < E), ids, E).to(tl.int32)
 
 
 # One compiled kernel serves every number of pairs up to a power of two.

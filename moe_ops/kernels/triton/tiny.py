@@ -2,7 +2,8 @@
 
 All tokens are one operand of every product, whichever experts they chose: a decoding step waits
 for weights, so that products with tokens of other experts cost nothing and nothing is sorted or
-gathered. Weights are the rows of the matrix units' tiles, tokens their columns.
+gathered. Weights are the rows of the matrix units' tiles, tokens their columns. An infinite weight
+makes NaN of all tokens, also of those that did not choose its expert.
 
     tiny_up    h[p, t] = weight[t, e] * activate(W13[e] x_t + b13[e]) for the pair p of token and
                choice that is the first to name the expert e; 0 where token t did not choose it
@@ -26,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
-from moe_ops.kernels.triton.launch import on_its_device, pdl_options, processors
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options, processors, shared_memory
 from moe_ops.kernels.triton.sort import local_ids
 from moe_ops.kernels.triton.weights import Experts, activated, bias_stride, up_rows
 
@@ -67,6 +68,18 @@ def tiles_for(T: int, K: int, D: int, I: int, processors: int) -> Tiles:
     BG = max(chosen, min(16, 2 * chosen), key=evenness)
     tiles = Tiles(BG=BG, BR=64 // BG)
     return tiles if 2 * 64 * processors >= D * BG else replace(tiles, BH=64, down_stages=6)
+
+
+def fitting(tiles: Tiles, T: int, gated: bool, memory: int) -> Tiles:
+    """The same tiles with as many stages as fit into so many bytes of shared memory."""
+    columns = max(16, tiles.BG * triton.next_power_of_2(T))
+    up = 2 * tiles.BD * ((2 if gated else 1) * tiles.BI + TINY_TOKENS)
+    down = 2 * tiles.BH * (tiles.BG * tiles.BR + columns)
+    return replace(
+        tiles,
+        up_stages=max(1, min(tiles.up_stages, memory // up)),
+        down_stages=max(1, min(tiles.down_stages, memory // down)),
+    )
 
 
 @triton.jit
@@ -143,12 +156,12 @@ def tiny_up(
     e = e.to(tl.int64)
     w_F1 = (w_ptr + e * stride_we + row_F.to(tl.int64) * stride_wf)[:, None]
     d = tl.arange(0, BD)
-    x_1N = (x_ptr + n * stride_x)[None, :]
+    x_1N = (x_ptr + n.to(tl.int64) * stride_x)[None, :]
     acc_FN = tl.zeros((BF, BN), tl.float32)
     for start in range(0, D, BD):
         inside_D = start + d < D
         w_FD = tl.load(
-            w_F1 + ((start + d) * stride_wd)[None, :],
+            w_F1 + ((start + d).to(tl.int64) * stride_wd)[None, :],
             mask=inside_F[:, None] & inside_D[None, :], other=0.0, eviction_policy="evict_first",
         )  # fmt: skip
         x_DN = tl.load(
@@ -235,7 +248,7 @@ def tiny_down(
         for start in range(0, I, BI):
             inside_I = start + i < I
             w_MI = tl.load(
-                w_M1 + ((start + i) * stride_wi)[None, :],
+                w_M1 + ((start + i).to(tl.int64) * stride_wi)[None, :],
                 mask=inside_M[:, None] & inside_I[None, :], other=0.0,
                 eviction_policy="evict_first",
             )  # fmt: skip
@@ -261,7 +274,8 @@ def tiny_down(
             here_R, here_T = (d_R < D) & (e_R < E), (rows_T < T) & (e_T < E)
             b_R = tl.load(b_ptr + e_R.to(tl.int64) * stride_be + d_R, mask=here_R, other=0.0)
             share_T = tl.load(share_ptr + pair_T * T + rows_T, mask=here_T, other=0.0)
-            out_RT += b_R.to(tl.float32)[:, None] * share_T[None, :]
+            bias_RT = b_R.to(tl.float32)[:, None] * share_T[None, :]
+            out_RT += tl.where((share_T != 0)[None, :], bias_RT, 0.0)
     out_RT = out_RT.to(out_ptr.dtype.element_ty)
     if residual_ptr is not None:
         out_RT = (out_RT.to(tl.float32) + residual_RT.to(tl.float32)).to(out_ptr.dtype.element_ty)
@@ -288,6 +302,7 @@ def run(
         )
     if tiles is None:
         tiles = tiles_for(T, K, D, I, processors(x_TD))
+        tiles = fitting(tiles, T, layer.act[1], shared_memory(x_TD))
     n_map = 0 if expert_map is None else expert_map.shape[0]
     P = T * K
     BP, BT = triton.next_power_of_2(P), triton.next_power_of_2(T)
