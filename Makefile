@@ -4,7 +4,7 @@
 #   make test      every test that this machine can run
 #   make check     format, lint, types, architecture and the fast tests
 #   make golden    accept the golden texts of tests as they are now
-#   make gpu       the tests that need a CUDA GPU
+#   make gpu       the tests that need a CUDA GPU, and those of kernels, which run there compiled
 #   make test-oldest   the Hugging Face tests on the oldest transformers we support
 #   make families  which layers of which model family the passes find, with every torch we support
 #   make bench     the op overhead and one layer, against transformers' own
@@ -36,7 +36,7 @@ golden: $(VENV)/.ready
 	@EXPECTTEST_ACCEPT=1 $(RUN) -m pytest -q -m "not slow and not gpu" tests
 
 gpu: $(VENV)/.ready
-	@$(RUN) -m pytest -m gpu
+	@$(RUN) -m pytest -m gpu && $(RUN) -m pytest -m "not gpu" tests/kernels
 
 bench: $(VENV)/.ready
 	@$(RUN) -m moe_ops.bench

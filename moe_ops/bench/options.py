@@ -110,7 +110,7 @@ def add_sizes(options: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--layer", type=layer_names, default="qwen3_30b", help=f"all, or of {', '.join(LAYERS)}"
     )
-    options.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    options.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     options.add_argument("--device", choices=("cpu", "cuda"), help="cuda, if there is one")
 
 

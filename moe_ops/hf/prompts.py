@@ -66,23 +66,36 @@ class Prompts:
     ) -> Any:
         """The model's output for prompts that are put into the cache of `steps`; a mask, if there
         is one, hides something."""
-        key, attention = key_of(ids, mask, kwargs), attention_of(steps.decoder.model.config)
-        if key is None or attention not in REPEATABLE or not steps.decoder.captures_prompts:
+        replay = self._graph(steps, ids, mask, positions, kwargs)
+        if replay is None:
             return steps.fill(ids, mask, positions, mask, kwargs)
-        size = self._came((attention, *key))
-        if size.seen < TIMES:
-            return steps.fill(ids, mask, positions, mask, kwargs)
-        inputs = self._copied(ids, mask, positions)
-        if size.replay is None:
-            size.replay = self._captured(steps, inputs, kwargs)
-        if size.replay is None:
-            steps.decoder.captures_prompts = False  # others would fail for the same reason
-            return steps.fill(ids, mask, positions, mask, kwargs)
-        size.replay()
+        replay()
         self.replayed += 1
         assert self._logits is not None
         logits = self._logits[: ids.shape[0]]
         return CausalLMOutputWithPast(logits=logits, past_key_values=steps.cache)
+
+    def _graph(
+        self,
+        steps: Steps,
+        ids: Tensor,
+        mask: Tensor | None,
+        positions: Tensor,
+        kwargs: dict[str, Any],
+    ) -> Callable[[], None] | None:
+        """What repeats prompts of this size, with these in its inputs; None if nothing does."""
+        key, attention = key_of(ids, mask, kwargs), attention_of(steps.decoder.model.config)
+        if key is None or attention not in REPEATABLE or not steps.decoder.captures_prompts:
+            return None
+        size = self._came((attention, *key))
+        if size.seen < TIMES:
+            return None
+        inputs = self._copied(ids, mask, positions)
+        if size.replay is None:
+            size.replay = self._captured(steps, inputs, kwargs)
+            # If not this one, then others neither, for the same reason.
+            steps.decoder.captures_prompts = size.replay is not None
+        return size.replay
 
     @property
     def graphs(self) -> int:

@@ -12,6 +12,12 @@ BD = 1024
 
 
 @triton.jit
+def onto(out, residual):
+    """A result that is rounded already, added to a residual and rounded again."""
+    return (out.to(tl.float32) + residual.to(tl.float32)).to(out.dtype)
+
+
+@triton.jit
 def sum_kernel(
     y_ptr, inverse_ptr, weights_ptr, residual_ptr, out_ptr,
     K: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
@@ -34,7 +40,7 @@ def sum_kernel(
     out_D = tl.sum(y_KD, 0).to(out_ptr.dtype.element_ty)
     if residual_ptr is not None:
         residual_D = tl.load(residual_ptr + t * D + d, mask=d < D, other=0.0)
-        out_D = (out_D.to(tl.float32) + residual_D.to(tl.float32)).to(out_ptr.dtype.element_ty)
+        out_D = onto(out_D, residual_D)
     tl.store(out_ptr + t * D + d, out_D, mask=d < D)
 
 

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
+from moe_ops.kernels.triton.combine import onto
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options, processors, shared_memory
 from moe_ops.kernels.triton.sort import local_ids
 from moe_ops.kernels.triton.weights import Experts, activated, bias_stride, up_rows
@@ -278,7 +279,7 @@ def tiny_down(
             out_RT += tl.where((share_T != 0)[None, :], bias_RT, 0.0)
     out_RT = out_RT.to(out_ptr.dtype.element_ty)
     if residual_ptr is not None:
-        out_RT = (out_RT.to(tl.float32) + residual_RT.to(tl.float32)).to(out_ptr.dtype.element_ty)
+        out_RT = onto(out_RT, residual_RT)
     tl.store(out_ptr + at_RT, out_RT, mask=mine_RT)
 
 
