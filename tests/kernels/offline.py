@@ -161,7 +161,8 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     layers for which tiles were tuned all on Hopper, elsewhere two that take every tile, and a third
     of the other shapes.
     """
-    layers = LAYERS if capability == 90 else {n: LAYERS[n] for n in ("qwen3_next", "gpt_oss_20b")}
+    both = ("qwen3_next", "gpt_oss_20b")
+    layers = LAYERS if capability == 90 else {n: LAYERS[n] for n in both}
     step = 1 if capability == 90 else 3
     for name, router in ROUTERS.items():
         yield f"{name} route", lambda r=router: routed(r, DTYPE_OF[capability])
@@ -175,7 +176,7 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         tokens_of = {"tiny": (1, 4, most_tiny), "rows": (8, 64, 256, 1024), "grouped": (256, 4096)}
         for backend, tokens in tokens_of.items():
             for T in tokens:
-                for full in (False, True):
+                for full in (False, True) if name in both else (False,):
                     call = functools.partial(layer, case, backend, T, full)
                     yield f"{name} {backend} {T}{' full' if full else ''}", call
     for shape in ATTENTION[::step]:
