@@ -15,9 +15,9 @@ class Terminal(io.StringIO):
 def test_a_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "11")
     out = Terminal()
-    rewrite(out, "longer than that")
+    rewrite(out, "longer lines are cut")
     rewrite(out, "short")
-    assert out.getvalue() == "\rlonger tha\r\rshort     \r"
+    assert out.getvalue() == "\rlonger lin\r\rshort     \r"
 
 
 def test_a_file_gets_nothing() -> None:
