@@ -5,11 +5,7 @@ import io
 import pytest
 
 from moe_ops.terminal import rewrite
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+from tests.terminals import Terminal
 
 
 def test_a_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

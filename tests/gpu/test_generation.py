@@ -19,7 +19,7 @@ import moe_ops
 from moe_ops.hf.one_query import in_place_of
 from moe_ops.kernels.linears import linears
 from moe_ops.kernels.one_query import one_query
-from tests.hf import families, overrides
+from tests.hf import families, overrides, twins
 
 pytestmark = pytest.mark.gpu
 PLAIN = {"max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}
@@ -37,12 +37,7 @@ def pair(family: str) -> tuple[Any, Any]:
 
 
 def check(model: Any, twin: Any, ids: Tensor, **kwargs: Any) -> None:
-    kwargs = {**PLAIN, **kwargs}
-    torch.manual_seed(3)
-    want = model.generate(ids, **kwargs)
-    torch.manual_seed(3)
-    got = twin.generate(ids, **kwargs)
-    assert torch.equal(got, want), f"got {got.tolist()}, want {want.tolist()}"
+    twins.check(model, twin, ids, **{**PLAIN, **kwargs})
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "deepseek_v3"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
 import pickle
 import sys
@@ -15,10 +14,10 @@ from torch import Tensor, nn
 
 import moe_ops
 from moe_ops.hf.one_query import NAME
-from moe_ops.hf.sample import StopCheck
 from moe_ops.hf.steps import Steps
 from tests.hf import families
-from tests.hf.twins import PLAIN, check, twin_of
+from tests.hf.twins import PLAIN, check, defer, twin_of
+from tests.terminals import Terminal
 
 
 @pytest.fixture
@@ -144,8 +143,7 @@ def test_a_token_too_many_draws_no_random_number(
     model: Any, ids: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU the end is known one token late; the next call goes on as transformers' would."""
-    init = StopCheck.__init__
-    monkeypatch.setattr(StopCheck, "__init__", lambda s, device: init(s, device, deferred=True))
+    defer(monkeypatch)
     twin = twin_of(model)
     sampled = {**PLAIN, "do_sample": True, "top_k": 20}
     torch.manual_seed(1)
@@ -170,11 +168,6 @@ def test_custom_generate_may_ask_for_anything(model: Any, ids: Tensor) -> None:
     out = twin.generate(ids, custom_generate=two_steps, **PLAIN)
     assert len(out.hidden_states) == model.config.num_hidden_layers + 1
     assert not moe_ops.generation_report(twin)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize("level", [logging.WARNING, logging.INFO])

@@ -19,7 +19,7 @@ from moe_ops.hf.generate import shape_refusal
 from moe_ops.hf.sample import StopCheck
 from moe_ops.hf.steps import Decoder, rows_for, slots_for
 from tests.hf import families
-from tests.hf.twins import PLAIN, check, stand_in, twin_of, uncompiled
+from tests.hf.twins import PLAIN, check, defer, stand_in, twin_of, uncompiled
 
 
 @pytest.fixture(scope="module")
@@ -235,8 +235,7 @@ def test_a_deferred_check_is_one_token_late(ends_at: int) -> None:
 @pytest.fixture
 def deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where what is too much has to be cut off."""
-    init = StopCheck.__init__
-    monkeypatch.setattr(StopCheck, "__init__", lambda s, device: init(s, device, deferred=True))
+    defer(monkeypatch)
 
 
 def test_deferred_checks_give_the_same_tokens(model: Any, ids: Tensor, deferred: None) -> None:

@@ -6,11 +6,13 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe_ops.hf.generate import quicken
+from moe_ops.hf.sample import StopCheck
 from moe_ops.hf.steps import Tools
 
 PLAIN = {"max_new_tokens": 9, "pad_token_id": 0, "eos_token_id": None}
@@ -53,3 +55,9 @@ def check(model: Any, twin: Any, ids: Tensor, **kwargs: Any) -> Tensor:
     got = twin.generate(ids, **kwargs)
     assert torch.equal(got, want), f"got {got.tolist()}, want {want.tolist()}"
     return want
+
+
+def defer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the end be known one token late, as on a GPU."""
+    init = StopCheck.__init__
+    monkeypatch.setattr(StopCheck, "__init__", lambda s, device: init(s, device, deferred=True))

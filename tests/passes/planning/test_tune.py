@@ -21,6 +21,7 @@ from moe_ops.passes.planning.tune import tune
 from moe_ops.passes.planning.tuned import Cell, Layer
 from moe_ops.testing import BF16, CASES, make_layer
 from tests.passes.planned import Hook, run_experts
+from tests.terminals import Terminal
 
 SHAPE = Shape(E=8, K=2, D=64, I=32)
 HERE = device_of(torch.device("cpu")).name
@@ -113,11 +114,6 @@ def test_unknown_routings_and_formats_are_errors(tmp_path: Path) -> None:
         tune(SHAPE, tmp_path / "t.json", routings=("even",))
     with pytest.raises(ValueError, match="format 'fp5' is not"):
         Shape(E=8, K=2, D=64, I=32, w_format="fp5")
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_progress_is_one_line_rewritten(counted: list[Cell], tmp_path: Path) -> None:
