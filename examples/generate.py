@@ -313,7 +313,9 @@ def main(arguments: list[str] | None = None) -> None:
         print(tables_of_steps(steps))
         report.figures["steps"] = steps
         report.write()
-    del ours
+    if args.stock != ["none"]:
+        del ours, model  # its weights may lie otherwise by now
+        model = build(args.model, args.layers, device)
     for way in args.stock:
         kwargs: dict[str, Any] = {"cache_implementation": "static"}
         if way == "max-autotune":

@@ -98,6 +98,7 @@ class Grid:
     contenders: Callable[[Case], Sequence[Contender]]
     dtype: torch.dtype
     device: torch.device
+    seconds: float | None = None  # that a measurement loads the device; None: see `timing`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -180,7 +181,7 @@ def fill(cell: Cell, contender: Contender, turns: Turns, grid: Grid) -> Cell:
             ran, first_s = first_call(calls[0], contender, grid.device)
             error = check(calls, contender, turns, grid)
             run, count, of_graph = prepare(calls, turns, grid, cell.floor_us)
-            timing = time_replays(run, count, grid.device)
+            timing = time_replays(run, count, grid.device, grid.seconds)
     except Exception as reason:  # whatever it is, the others are still measured
         return replace(cell, ran=ran, first_s=first_s, wrong=f"{type(reason).__name__}: {reason}")
     return replace(

@@ -38,6 +38,7 @@ def measure_layers(args: argparse.Namespace, command: str) -> dict[str, Any]:
         contenders=contenders_of,
         dtype=DTYPES[args.dtype],
         device=device,
+        seconds=args.seconds,
     )
     peers, floors = read_peers(Path(args.peers)) if args.peers else ({}, {})
     contenders_of(grid.layers[0])  # names a backend that is not there before anything is measured

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -18,7 +19,8 @@ HOST_AGAINST = "grouped_mm,batched_mm"
 # Options of one way to measure, with what they are if they are left out.
 OF_HOST: dict[str, Any] = {"part": "experts", "repeats": 60}
 OF_MOE: dict[str, Any] = {
-    "routing": ["uniform"], "backend": None, "rates": None, "peers": None, "plot": None,
+    "routing": ["uniform"], "backend": None, "rates": None, "seconds": None, "peers": None,
+    "plot": None,
 }  # fmt: skip
 
 Error = Callable[[str], NoReturn]
@@ -61,6 +63,17 @@ def number(text: str) -> int:
     return int(text)
 
 
+def seconds(text: str) -> float:
+    """A time."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return found
+
+
 def numbers(text: str) -> list[int]:
     """Counts, comma-separated."""
     return [number(word) for word in text.split(",")]
@@ -91,6 +104,10 @@ def add_layer(options: argparse.ArgumentParser) -> None:
     moe.add_argument(
         "--rates", type=rates, metavar="COPY_TBS,MATMUL_TFLOPS",
         help="also give floors by these rates, not by those of this run",
+    )  # fmt: skip
+    moe.add_argument(
+        "--seconds", type=seconds,
+        help="load the device so long without a rest; as long as for the rates if left out",
     )  # fmt: skip
     moe.add_argument("--peers", help="a JSON file of times to compare with")
     moe.add_argument("--plot", help="draw to this PNG file")

@@ -68,9 +68,6 @@ def work_of(case: Case, experts_TK: Tensor, itemsize: int) -> Work:
     )
 
 
-# Few, as for the rates of `passes/cost.py` and those that peers were judged by: over 0.4 s of
-# nothing but products the median on an H200 was 680 TFLOP/s, which would flatter our times.
-RUNS = 10
 # Bytes of one side of the copy, and the size of the square product; large enough to reach the rate.
 SIZES = {"cuda": (2**32, 8192), "cpu": (2**26, 1024)}
 
@@ -86,10 +83,10 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 def _copy_us(device: torch.device, size: int) -> float:
     source = torch.empty(size // 2, dtype=torch.bfloat16, device=device).normal_()
     target = torch.empty_like(source)
-    return time_replays(lambda: target.copy_(source), 1, device, RUNS).us
+    return time_replays(lambda: target.copy_(source), 1, device).us
 
 
 def _product_us(device: torch.device, dtype: torch.dtype, n: int) -> float:
     a, b = (torch.empty(n, n, dtype=dtype, device=device).normal_() for _ in range(2))
     out = torch.empty_like(a)
-    return time_replays(lambda: torch.mm(a, b, out=out), 1, device, RUNS).us
+    return time_replays(lambda: torch.mm(a, b, out=out), 1, device).us

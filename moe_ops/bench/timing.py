@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 
-# Of one measurement. A GPU is loaded no longer than it must; `rates.py` says what a long load does.
-SECONDS = {"cuda": 0.1, "cpu": 0.3}
+# Of one measurement without a rest. Products at full load make a GPU lower its clock after some
+# tens of milliseconds: over 0.4 s their median rate on an H200 was 680 TFLOP/s, over 14 ms 774 to
+# 808. So what is timed, and the rates that it is held against, load it equally long.
+SECONDS = {"cuda": 0.02, "cpu": 0.3}
 LEAST, LEAST_LONG, MOST = 5, 3, 300  # replays
 # What runs before a measurement (the float32 results to compare with) heats a GPU, whose clock then
-# stays low for a while; the rates of `rates.py` are those of a GPU that was idle.
+# stays low for a while.
 REST_SECONDS = 0.5
 # The GPU waits for the host during the first replays, until some are queued; of long ones, never.
 UNTIL_QUEUED, LONG_US = 3, 5000.0
@@ -35,29 +37,35 @@ class Timing:
     replays: int
 
 
-def time_replays(run: Run, calls: int, device: torch.device, most: int = MOST) -> Timing:
-    """Run a function that makes so many calls again and again, `most` times at most."""
+def time_replays(
+    run: Run, calls: int, device: torch.device, seconds: float | None = None
+) -> Timing:
+    """Run a function that makes so many calls again and again, for `seconds` without a rest."""
     run()
-    spans = _cuda_us(run, most) if device.type == "cuda" else _host_us(run, most)
+    seconds = SECONDS[device.type] if seconds is None else seconds
+    spans = _cuda_us(run, seconds) if device.type == "cuda" else _host_us(run, seconds)
     low, middle, high = statistics.quantiles(spans, n=4, method="inclusive")
     return Timing(us=middle / calls, low_us=low / calls, high_us=high / calls, replays=len(spans))
 
 
-def _host_us(run: Run, most: int) -> list[float]:
+def _host_us(run: Run, seconds: float) -> list[float]:
     spans: list[float] = []
-    while len(spans) < LEAST or (len(spans) < most and sum(spans) < SECONDS["cpu"] * 1e6):
+    while len(spans) < LEAST or (len(spans) < MOST and sum(spans) < seconds * 1e6):
         start = time.perf_counter()
         run()
         spans.append((time.perf_counter() - start) * 1e6)
     return spans
 
 
-def _cuda_us(run: Run, most: int) -> list[float]:
+def _cuda_us(run: Run, seconds: float) -> list[float]:
     (first,) = _queued_us(run, 1, skip=0)
-    long = first > LONG_US
-    count = min(most, max(LEAST_LONG if long else LEAST, int(SECONDS["cuda"] * 1e6 / first)))
-    time.sleep(REST_SECONDS)
-    return _queued_us(run, count, skip=0 if long else UNTIL_QUEUED)
+    least, skip = (LEAST_LONG, 0) if first > LONG_US else (LEAST, UNTIL_QUEUED)
+    at_once = min(MOST, max(1, int(seconds * 1e6 / first)))
+    spans: list[float] = []
+    while len(spans) < least:
+        time.sleep(REST_SECONDS)
+        spans += _queued_us(run, at_once, skip)
+    return spans
 
 
 def _queued_us(run: Run, count: int, skip: int) -> list[float]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from moe_ops.hf.by_rows import store_by_rows
 from moe_ops.hf.masks import Sizes, attention_of, masks
 from moe_ops.hf.own_attention import stand_ins, step_attention
 from moe_ops.hf.prompts import Prompts
@@ -279,6 +280,10 @@ class Decoder:
         if now != self._addresses:
             if self._addresses:
                 log.info("generate: weights were replaced, so graphs are captured again")
+            if self.model.device.type == "cuda":
+                with plain_tensors():
+                    store_by_rows(self.model)
+                now = addresses(self.model)
             self.captures_prompts = True
             self.regions = Regions(self.model)  # whole modules may be others
             self._stand_ins.clear()

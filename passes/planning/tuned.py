@@ -37,7 +37,7 @@ class Layer:
     dtype: str
     w_format: str = ""
     x_format: str = ""
-    transposed: bool = False
+    transposed: bool = False  # an expert's weights, in memory: by columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ def layer_of_call(device: str, op: str, a: Arguments) -> Layer | None:
         dtype=str(a["x_TD"].dtype).removeprefix("torch."),
         w_format=a["w_format"],
         x_format=a["x_format"],
-        transposed=a["transposed"],
+        transposed=a["transposed"] and w13.stride(1) != 1,  # else only by its shape
     )
 
 

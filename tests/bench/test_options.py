@@ -38,6 +38,8 @@ def test_options_of_the_op() -> None:
     assert args.routing == ["uniform", "zipf"]
     assert args.rates == Rates(copy_tbs=4.26, matmul_tflops=779.0)
     assert (args.backend, args.against) == ("aten", ["grouped_mm", "aten"])
+    assert args.seconds is None
+    assert cli.parse(["layer", "--ours", "moe", "--seconds", "0.1"]).seconds == 0.1
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,9 @@ def test_options_of_the_op() -> None:
         ("--ours moe --tokens 4,0", "'0' is no whole number from 1 on"),
         ("--ours moe --tokens few", "'few' is no whole number from 1 on"),
         ("--ours moe --rates 4", "are not COPY_TBS,MATMUL_TFLOPS"),
+        ("--ours moe --seconds 0", "'0' is no number of seconds above 0"),
+        ("--ours moe --seconds nan", "'nan' is no number of seconds above 0"),
+        ("--ours ops --seconds 1", "--seconds is for --ours moe"),
     ],
 )
 def test_options_that_do_not_go_together(

@@ -55,6 +55,21 @@ def test_tokens_are_those_of_transformers(family: str) -> None:
     assert all(report.captured for report in moe_ops.generation_report(twin))
 
 
+def test_transposed_experts_are_stored_by_rows_at_the_first_call() -> None:
+    model = families.build("gpt_oss").model.to("cuda", torch.bfloat16)
+    stock, twin = copy.deepcopy(model), moe_ops.compile(model)
+    weights = [p for name, p in model.named_parameters() if name.endswith("experts.down_proj")]
+    ids = torch.randint(16, 90, (2, 5), device="cuda")
+    before = [weight.data_ptr() for weight in weights]
+    for _ in range(2):
+        twin.generate(ids, **PLAIN)
+        assert all(weight.transpose(1, 2).is_contiguous() for weight in weights)
+    assert before != [weight.data_ptr() for weight in weights]
+    assert all(report.captured for report in moe_ops.generation_report(twin))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, stock(ids).logits, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("slots", [256, 512, 2048, 8192])
 def test_attention_of_one_query_is_compiled_without_a_break(slots: int, dtype: torch.dtype) -> None:

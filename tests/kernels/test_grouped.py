@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
+from packaging.version import Version
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -190,8 +192,11 @@ def test_the_hopper_kernel_compiles_and_keeps_to_its_registers():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     spilled = [json.loads(line)["spilled"] for line in done.stdout.splitlines()]
-    # A few, outside the loop over K, and none in half of the variants: Triton 3.6 spills at most 32
-    # bytes, 3.9 at most 120.
+    # A few, outside the loop over K: Triton 3.6 spills at most 32 bytes in any variant, 3.9 at most
+    # 120, and none in half of them.
     assert len(spilled) == 22
-    assert max(spilled) <= 128
-    assert sum(n == 0 for n in spilled) >= 11
+    if Version(version("triton")) < Version("3.7"):
+        assert max(spilled) <= 32
+    else:
+        assert max(spilled) <= 128
+        assert sum(n == 0 for n in spilled) >= 11

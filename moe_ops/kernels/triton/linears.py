@@ -284,7 +284,7 @@ def linears_few(
         x_KT = tl.load(
             x_1T + (start + k_K)[:, None], mask=inside_K[:, None] & (t_T < T)[None, :], other=0.0
         )
-        acc_NT = tl.dot(w_NK, x_KT, acc_NT)
+        acc_NT = tl.dot(w_NK, x_KT, acc_NT, input_precision="ieee")
     write_columns(acc_NT, n_N, tl.where(g == 0, size, 0), T, b0_ptr, y0_ptr, N0, BT)
     if y1_ptr is not None:
         write_columns(acc_NT, n_N, tl.where(g == 1, size, 0), T, b1_ptr, y1_ptr, N1, BT)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 from moe_ops.passes.cost import device_of
@@ -68,6 +70,23 @@ def test_a_backend_is_chosen_as_far_as_it_can_run() -> None:
     assert Times.of(few, {"few": 8}).ranges() == ()
     # A time is missing of a backend that could run 32.
     assert Times.of(cells, {"few": 32, "any": None}).by_tokens.keys() == {4, 8}
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_transposed_weights_are_those_that_lie_by_columns(by_rows: bool) -> None:
+    """The rest of a transposed layer's key is that of one that is not."""
+
+    def call(w13: Tensor, transposed: bool) -> dict[str, Any]:
+        x, ids = torch.zeros(4, 64), torch.zeros(4, 2, dtype=torch.int32)
+        more = {"gated": True, "w_format": "", "x_format": ""}
+        return {"x_TD": x, "experts_TK": ids, "w13_EFD": w13, "transposed": transposed, **more}
+
+    w13 = torch.zeros(8, 64, 64)
+    lying = w13 if not by_rows else w13.transpose(1, 2).contiguous().transpose(1, 2)
+    plain = tuned.layer_of_call(HERE, "experts", call(w13, False))
+    got = tuned.layer_of_call(HERE, "experts", call(lying, True))
+    assert plain == LAYER
+    assert got == replace(LAYER, transposed=not by_rows)
 
 
 def test_tables_of_another_version_or_with_unknown_keys_are_refused(tmp_path: Path) -> None:
