@@ -1,11 +1,10 @@
-"""CUDA graphs: of one call, and of a function of tokens for buckets of token counts."""
+"""CUDA graphs of a function of tokens, for buckets of token counts."""
 
 from __future__ import annotations
 
 import logging
-import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,108 +14,10 @@ from torch.utils import _pytree as pytree
 
 from moe_ops.arena import Arena, Buffer, current_stream, shared
 from moe_ops.passes.addresses import identities, module_of, tensors_of
+from moe_ops.passes.cuda_graph import Captured, CaptureError, GraphPool, capture_call, capturing
 from moe_ops.passes.planning.plan import Plan
 
 log = logging.getLogger("moe_ops")
-
-WARMUPS = 2  # the first compiles and allocates, the second shows that neither happens again
-
-
-class CaptureError(RuntimeError):
-    """A call that cannot be captured; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A captured call: `replay` repeats it on the current stream and writes `output` anew."""
-
-    replay: Callable[[], None]
-    output: Any
-    bytes: int  # that the graph's memory pool grew by
-
-
-_one_at_a_time = threading.Lock()  # torch captures one graph at a time in a process
-_thread = threading.local()
-
-
-def capture_call(
-    function: Callable[[], Any],
-    state: Sequence[Tensor] = (),
-    *,
-    pool: Any = None,
-    stream: Any = None,
-    device: torch.device | None = None,
-) -> Captured:
-    """Run `function` to warm it up, then capture it; it has to read and write fixed buffers.
-
-    The tensors of `state`, which the function changes, are as before afterwards. Graphs of one
-    `pool` share memory, if they were captured on one `stream`, so they must not run at the same
-    time, and each has to be the last to run when its output is read. `device` is the current GPU
-    unless given. What the function raises before the capture is raised as it is.
-
-    Threads wait for each other, and from the warm-up on: it may compile, which times kernels, and
-    whoever waits for the whole of a GPU breaks the capture of any thread on it.
-
-    Raises CaptureError if the capture fails. The process stays usable.
-    """
-    if device is not None and device.type != "cuda":
-        raise CaptureError(f"CUDA graphs need tensors on a CUDA GPU, got {device}; move them there")
-    if not torch.cuda.is_available():
-        raise CaptureError("CUDA graphs need a CUDA GPU, and torch.cuda.is_available() is False")
-    if capturing():
-        raise CaptureError("a graph is being captured already; capture this one before, or not")
-    with _one_at_a_time, torch.cuda.device(device):
-        _thread.captures = True
-        try:
-            return _warmed_and_captured(function, state, pool, stream or torch.cuda.Stream())
-        finally:
-            _thread.captures = False
-
-
-def capturing() -> bool:
-    """Whether this thread captures a graph, or warms up for it."""
-    return getattr(_thread, "captures", False) or torch.cuda.is_current_stream_capturing()
-
-
-def _warmed_and_captured(
-    function: Callable[[], Any], state: Sequence[Tensor], pool: Any, stream: torch.cuda.Stream
-) -> Captured:
-    caller = torch.cuda.current_stream()
-    saved = [(t, t.clone()) for t in state]
-    stream.wait_stream(caller)
-    try:
-        with torch.cuda.stream(stream):
-            for _ in range(WARMUPS):
-                function()
-                restore(saved)  # a second step from the last slot would be one too many
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # as torch.cuda.graph does, or what it frees would be subtracted
-        graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved()
-        try:
-            mode = "thread_local"  # other threads may use the GPU meanwhile, and allocate
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
-                output = function()
-        except Exception as error:
-            end_capture(stream)
-            raise CaptureError(f"capture failed: {error}") from error
-    finally:
-        # A failed capture leaves its stream current.
-        torch.cuda.set_stream(caller)
-        caller.wait_stream(stream)
-        restore(saved)
-    return Captured(graph.replay, output, torch.cuda.memory_reserved() - before)
-
-
-def end_capture(stream: torch.cuda.Stream) -> None:
-    """Give torch's random numbers back, which a failed capture keeps until another one ends."""
-    graph, mode = torch.cuda.CUDAGraph(), "thread_local"
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
-        torch.zeros((), device=stream.device)
-
-
-def restore(saved: Iterable[tuple[Tensor, Tensor]]) -> None:
-    for tensor, value in saved:
-        tensor.copy_(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,16 +57,12 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Lane:
-    """What one stream has to itself, as graphs of different streams may run at the same time.
-
-    Its graphs share a pool and are captured on one stream, without which they share no memory.
-    """
+    """What one stream has to itself, as graphs of different streams may run at the same time."""
 
     lock: Any  # of the buffers: held from copying the inputs to the replay
+    pool: GraphPool
     buckets: dict[Key, _Bucket] = field(default_factory=dict)
     calls: int = 0
-    pool: Any = None
-    stream: Any = None
 
 
 class GraphRunner:
@@ -310,7 +207,10 @@ class GraphRunner:
 
     def _lane(self, device: torch.device) -> _Lane:
         key = (device, current_stream(device))
-        return self._lanes.get(key) or self._lanes.setdefault(key, _Lane(self._arena.lock(device)))
+        if key not in self._lanes:
+            new = _Lane(self._arena.lock(device), GraphPool(self._capture))
+            self._lanes.setdefault(key, new)  # unless another thread just did
+        return self._lanes[key]
 
     def _bucket(
         self, lane: _Lane, key: Key, args: tuple[Any, ...], fixed: list[Any], T: int
@@ -350,18 +250,12 @@ class GraphRunner:
         self, lane: _Lane, bucket: _Bucket, args: tuple[Any, ...], fixed: list[Any]
     ) -> None:
         inputs, rest = bucket.inputs, args[self.varying :]
-        device = inputs[0].device
-        if not any(other.graph for other in lane.buckets.values()):
-            lane.pool, lane.stream = _memory(device)  # a pool without graphs is closed
         # A function may write only there into tensors that were made there, such as a cache.
         inference = any(isinstance(x, Tensor) and x.is_inference() for x in fixed)
         try:
             with torch.inference_mode(inference):
-                bucket.graph = self._capture(
-                    lambda: self.function(*inputs, *rest),
-                    pool=lane.pool,
-                    stream=lane.stream,
-                    device=device,
+                bucket.graph = lane.pool.capture(
+                    lambda: self.function(*inputs, *rest), device=inputs[0].device
                 )
         except CaptureError as error:
             bucket.refusal = str(error)
@@ -379,13 +273,6 @@ def buckets_of(plan: Plan, most: int) -> tuple[int, ...]:
     powers = {1 << i for i in range(most.bit_length())}
     ends = {r.upto for c in plan.choices for r in c.ranges if r.upto is not None}
     return tuple(sorted(n for n in {*powers, *ends, most} if 0 < n <= most))
-
-
-def _memory(device: torch.device) -> tuple[Any, Any]:
-    """A pool, and the stream on which its graphs are captured."""
-    if device.type != "cuda":
-        return None, None
-    return torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
 
 def _cut(output: Any, tokens: int, T: int) -> Any:

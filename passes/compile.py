@@ -73,7 +73,10 @@ def compile(
     The twin of a transformers model has a `generate` of ours, with transformers' arguments and
     results: prompts of any length through one compiled layer, then steps that on a GPU are one
     CUDA graph each, by batch and length rounded up to powers of two. Calls that it does not serve
-    run transformers' own way, for a reason that is logged.
+    run transformers' own way, for a reason that is logged. The one thing that it changes in `model`
+    is how experts of 16 bits lie on a GPU that are stored by columns, as those of GPT-OSS: the
+    first call stores them by rows, in place, at the same values. So capture after it what reads
+    them by address, such as a CUDA graph of your own, and run `model` in no thread meanwhile.
 
     Raises TypeError if `model` is not a module.
     """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo import mark_static, maybe_mark_dynamic
 from torch.utils import _pytree as pytree
 
-from moe_ops.passes.capture import capture_call
+from moe_ops.passes.cuda_graph import GraphPool
 from moe_ops.passes.sizes import call_oblivious
 
 # With few rows a product is a reduction, which Inductor fuses and tunes by coordinate descent;
@@ -43,38 +43,21 @@ def quicken(twin: nn.Module, model: nn.Module, options: Mapping[str, Any]) -> No
         step_options = {**(STEP_OPTIONS if on_gpu else {}), **prompt_options}
         return torch.compile(function, dynamic=False, options=step_options)
 
-    memory = Memory()
     tools = Tools(
         compile_prompt=compile_prompt,
         compile_step=compile_step,
-        capture=memory.capture,
+        capture=functools.partial(capture_into, GraphPool()),
     )
     give(twin, model, tools)
 
 
-class Memory:
-    """The one pool of all graphs of a model, of which one runs at a time.
-
-    A graph's intermediate tensors are where another's are, on the one stream on which all are
-    captured. What a replay leaves in the pool holds until the next replay of any other graph.
-    """
-
-    def __init__(self) -> None:
-        self._pool: Any = None
-        self._stream: Any = None
-        self._graphs: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
-
-    def capture(
-        self, function: Callable[[], None], state: Sequence[Tensor]
-    ) -> Callable[[], None] | None:
-        if not all(t.is_cuda for t in state):
-            return None
-        with torch.cuda.device_of(state[0]):  # which need not be the current one
-            if not self._graphs:  # a pool without graphs is closed, though memory of it be in use
-                self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-            replay = capture_call(function, state, pool=self._pool, stream=self._stream).replay
-        self._graphs.add(replay)
-        return replay
+def capture_into(
+    pool: GraphPool, function: Callable[[], None], state: Sequence[Tensor]
+) -> Callable[[], None] | None:
+    """What repeats `function`, in the one pool of all graphs of a model; None without a GPU."""
+    if not all(t.is_cuda for t in state):
+        return None
+    return pool.capture(function, state, device=state[0].device).replay
 
 
 class PromptRegion:

@@ -27,6 +27,15 @@ CONSTANTS = {"logits_to_keep", "use_cache", "return_dict"}  # that `generate` gi
 Key = tuple[Any, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """Sequences: ids [B, S], and positions likewise; a mask, if there is one, hides some tokens."""
+
+    ids: Tensor
+    mask: Tensor | None
+    positions: Tensor
+
+
 @dataclass(slots=True)
 class Size:
     """How often a size of prompts came, and what repeats it."""
@@ -56,41 +65,28 @@ class Prompts:
         self._inputs: Tensor | None = None
         self._logits: Tensor | None = None
 
-    def read(
-        self,
-        steps: Steps,
-        ids: Tensor,
-        mask: Tensor | None,
-        positions: Tensor,
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """The model's output for prompts that are put into the cache of `steps`; a mask, if there
-        is one, hides something."""
-        replay = self._graph(steps, ids, mask, positions, kwargs)
+    def read(self, steps: Steps, prompt: Prompt, kwargs: dict[str, Any]) -> Any:
+        """The model's output for a prompt, which is put into the cache of `steps`."""
+        replay = self._graph(steps, prompt, kwargs)
         if replay is None:
-            return steps.fill(ids, mask, positions, mask, kwargs)
+            return steps.fill(prompt, prompt.mask, kwargs)
         replay()
         self.replayed += 1
         assert self._logits is not None
-        logits = self._logits[: ids.shape[0]]
+        logits = self._logits[: prompt.ids.shape[0]]
         return CausalLMOutputWithPast(logits=logits, past_key_values=steps.cache)
 
     def _graph(
-        self,
-        steps: Steps,
-        ids: Tensor,
-        mask: Tensor | None,
-        positions: Tensor,
-        kwargs: dict[str, Any],
+        self, steps: Steps, prompt: Prompt, kwargs: dict[str, Any]
     ) -> Callable[[], None] | None:
-        """What repeats prompts of this size, with these in its inputs; None if nothing does."""
-        key, attention = key_of(ids, mask, kwargs), attention_of(steps.decoder.model.config)
+        """What repeats prompts of this size, with this one in its inputs; None if nothing does."""
+        key, attention = key_of(prompt, kwargs), attention_of(steps.decoder.model.config)
         if key is None or attention not in REPEATABLE or not steps.decoder.captures_prompts:
             return None
         size = self._came((attention, *key))
         if size.seen < TIMES:
             return None
-        inputs = self._copied(ids, mask, positions)
+        inputs = self._copied(prompt)
         if size.replay is None:
             size.replay = self._captured(steps, inputs, kwargs)
             # If not this one, then others neither, for the same reason.
@@ -114,10 +110,9 @@ class Prompts:
             self._sizes.popitem(last=False)
         return size
 
-    def _copied(
-        self, ids: Tensor, mask: Tensor | None, positions: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The inputs, where graphs read them."""
+    def _copied(self, prompt: Prompt) -> Prompt:
+        """The same, where graphs read it."""
+        ids, mask = prompt.ids, prompt.mask
         if self._inputs is None:
             self._inputs = torch.zeros(3, MOST_TOKENS, dtype=torch.int64, device=ids.device)
 
@@ -125,22 +120,25 @@ class Prompts:
             return buffer[: ids.numel()].view(ids.shape).copy_(x)
 
         of_ids, of_mask, of_positions = self._inputs
-        hidden = None if mask is None else copied(mask.bool(), of_mask)
-        return copied(ids, of_ids), hidden, copied(positions, of_positions)
+        return Prompt(
+            copied(ids, of_ids),
+            None if mask is None else copied(mask.bool(), of_mask),
+            copied(prompt.positions, of_positions),
+        )
 
     def _captured(
-        self, steps: Steps, inputs: tuple[Tensor, Tensor | None, Tensor], kwargs: dict[str, Any]
+        self, steps: Steps, prompt: Prompt, kwargs: dict[str, Any]
     ) -> Callable[[], None] | None:
-        ids, mask, positions = inputs
-        B, S = ids.shape
+        B, S = prompt.ids.shape
         model, regions = steps.decoder.model, steps.decoder.regions
-        like = torch.empty(B, S, 0, dtype=model.dtype, device=ids.device)
+        like = torch.empty(B, S, 0, dtype=model.dtype, device=prompt.ids.device)
 
         def run() -> None:
-            made = masks(repeatable(model.config), like, mask, steps.cache, positions)
+            config, cache = repeatable(model.config), steps.cache
+            made = masks(config, like, prompt.mask, cache, prompt.positions)
             regions.unmasked = made is None
             try:
-                out = steps.fill(ids, mask, positions, made, kwargs)
+                out = steps.fill(prompt, made, kwargs)
             finally:
                 regions.unmasked = False
             last = out.logits[:, -1:]
@@ -165,12 +163,17 @@ class Prompts:
         return replay
 
 
-def key_of(ids: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Key | None:
+def key_of(prompt: Prompt, kwargs: dict[str, Any]) -> Key | None:
     """What prompts that share a graph have in common; None for a call that no graph repeats."""
     given = {name: value for name, value in kwargs.items() if value is not None}
     plain = all(isinstance(value, int) for value in given.values())
     if not plain or not given.keys() <= CONSTANTS or given.get("return_dict") is False:
         return None
+    ids = prompt.ids
     if ids.dim() != 2 or not 0 < ids.numel() <= MOST_TOKENS:
         return None
-    return (*ids.shape, mask is not None, *sorted((name, repr(v)) for name, v in given.items()))
+    return (
+        *ids.shape,
+        prompt.mask is not None,
+        *sorted((name, repr(v)) for name, v in given.items()),
+    )

@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from moe_ops.hf.by_rows import store_by_rows
 from moe_ops.hf.masks import Sizes, attention_of, masks
 from moe_ops.hf.own_attention import stand_ins, step_attention
-from moe_ops.hf.prompts import Prompts
+from moe_ops.hf.prompts import Prompt, Prompts
 from moe_ops.hf.regions import ByKind, Region, Regions, addresses, own_code
 from moe_ops.hf.slots import Slots
 from moe_ops.terminal import rewrite
@@ -143,42 +143,35 @@ class Steps:
             mask = None  # what is not masked can take the quickest attention
         if position_ids is None:
             position_ids = torch.arange(S, device=input_ids.device)[None]
-        positions = position_ids.expand(B, S).contiguous()
+        prompt = Prompt(input_ids, mask, position_ids.expand(B, S).contiguous())
         self.batch = B
 
         def read() -> Any:
             with plain_tensors():
-                return self.prompts.read(self, input_ids, mask, positions, kwargs)
+                return self.prompts.read(self, prompt, kwargs)
 
         with self.decoder.compiling_prompts():
             out = self.decoder.with_room(read)
         self.cache.filling = False
         return out
 
-    def fill(
-        self,
-        ids: Tensor,
-        mask: Tensor | None,
-        positions: Tensor,
-        attention_mask: Any,
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def fill(self, prompt: Prompt, attention_mask: Any, kwargs: dict[str, Any]) -> Any:
         """What of `read` runs on the device, and nothing else: the model, its keys and values into
         the slots, and the buffers of the steps to come. `attention_mask` is what the model gets for
-        `mask`."""
-        B, S = ids.shape
+        the prompt's."""
+        B, S = prompt.ids.shape
         regions = self.decoder.regions
         regions.region, regions.stand_ins = self.decoder.prompt_region, {}
         out = regions.model(
-            input_ids=ids,
+            input_ids=prompt.ids,
             attention_mask=attention_mask,
-            position_ids=positions,
+            position_ids=prompt.positions,
             past_key_values=self.cache,
             **kwargs,
         )
         self.valid.zero_()
-        self.valid[:B, :S] = True if mask is None else mask.bool()
-        self.positions[:B].copy_(positions[:, -1:] + 1)
+        self.valid[:B, :S] = True if prompt.mask is None else prompt.mask.bool()
+        self.positions[:B].copy_(prompt.positions[:, -1:] + 1)
         for buffer in (self.valid, self.positions):
             buffer[B:].copy_(buffer[:1].expand(self.rows - B, -1))
         self.filled.fill_(S)

@@ -18,7 +18,8 @@ import moe_ops
 from moe_ops import arena, moe
 from moe_ops.kernels.linears import linears
 from moe_ops.kernels.one_query import one_query
-from moe_ops.passes.capture import CaptureError, GraphRunner, capture_call
+from moe_ops.passes.capture import GraphRunner
+from moe_ops.passes.cuda_graph import CaptureError, capture_call
 from moe_ops.testing import BF16, Case, Layer, make_layer
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,6 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ import moe_ops
 from moe_ops.hf import prompts
 from moe_ops.hf.generate import quicken, shape_refusal
 from moe_ops.hf.masks import repeatable
-from moe_ops.hf.prompts import TIMES, key_of
+from moe_ops.hf.prompts import TIMES
 from moe_ops.hf.regions import Region
 from moe_ops.hf.steps import Tools
 from moe_ops.passes import generate
@@ -184,7 +183,7 @@ def test_nothing_is_compiled_for_a_capture(
 ) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(
-        generate.Memory, "capture", lambda memory, function, state: graphs.capture(function, state)
+        generate, "capture_into", lambda pool, function, state: graphs.capture(function, state)
     )
     model = families.build(family).model
     twin = moe_ops.compile(model)
@@ -316,17 +315,21 @@ def test_a_graph_is_of_one_attention(model: Any, graphs: Graphs) -> None:
 def test_calls_that_share_a_graph() -> None:
     ids, mask = tokens(2, 7), torch.ones(2, 7)
     usual = {"use_cache": True, "logits_to_keep": 1, "return_dict": True}
-    key = key_of(ids, None, usual)
-    assert key is not None and key == key_of(ids + 1, None, {**usual, "inputs_embeds": None})
+
+    def key(ids: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Any:
+        return prompts.key_of(prompts.Prompt(ids, mask, torch.zeros_like(ids)), kwargs)
+
+    first = key(ids, None, usual)
+    assert first is not None and first == key(ids + 1, None, {**usual, "inputs_embeds": None})
     others = [
-        key_of(ids, mask, usual),
-        key_of(ids[:1], None, usual),
-        key_of(ids[:, :1], None, usual),
-        key_of(ids, None, {**usual, "logits_to_keep": 0}),
-        key_of(ids, None, {**usual, "use_cache": False}),
-        key_of(ids, None, {"return_dict": True}),
+        key(ids, mask, usual),
+        key(ids[:1], None, usual),
+        key(ids[:, :1], None, usual),
+        key(ids, None, {**usual, "logits_to_keep": 0}),
+        key(ids, None, {**usual, "use_cache": False}),
+        key(ids, None, {"return_dict": True}),
     ]
-    assert len({key, *others}) == 7
+    assert len({first, *others}) == 7
     for more in (
         {"return_dict": False},
         {"output_hidden_states": True},
@@ -334,9 +337,9 @@ def test_calls_that_share_a_graph() -> None:
         {"inputs_embeds": torch.zeros(2, 7, 4)},
         {"pixel_values": torch.zeros(2)},
     ):
-        assert key_of(ids, None, {**usual, **more}) is None
-    assert key_of(tokens(1, prompts.MOST_TOKENS), None, usual) is not None
-    assert key_of(tokens(1, prompts.MOST_TOKENS + 1), None, usual) is None
+        assert key(ids, None, {**usual, **more}) is None
+    assert key(tokens(1, prompts.MOST_TOKENS), None, usual) is not None
+    assert key(tokens(1, prompts.MOST_TOKENS + 1), None, usual) is None
 
 
 def test_a_changed_argument_is_not_served_by_the_graph_of_another(
@@ -365,31 +368,3 @@ def test_the_model_keeps_its_attention_while_masks_are_made(model: Any) -> None:
     ours = repeatable(model.config)
     assert ours._attn_implementation == f"moe_ops_prompt_{before}"
     assert model.config._attn_implementation == before
-
-
-def test_a_pool_is_shared_while_it_has_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All graphs are captured on one stream, without which they share no memory."""
-    calls: list[dict[str, Any]] = []
-
-    class Graph:
-        def replay(self) -> None: ...
-
-    def capture_call(function: Any, state: Any, **kwargs: Any) -> Any:
-        calls.append(kwargs)
-        return SimpleNamespace(replay=Graph().replay)
-
-    monkeypatch.setattr(generate, "capture_call", capture_call)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    monkeypatch.setattr(torch.cuda, "Stream", object)
-    there = SimpleNamespace(is_cuda=True, get_device=lambda: -1)
-    memory, on_gpu = generate.Memory(), [there]
-    assert memory.capture(lambda: None, [torch.zeros(())]) is None
-    replays = [memory.capture(lambda: None, on_gpu) for _ in range(2)]  # type: ignore[arg-type]
-    assert calls[0] == calls[1]
-    del replays[0]
-    replays.append(memory.capture(lambda: None, on_gpu))  # type: ignore[arg-type]
-    assert calls[2] == calls[0]
-    replays.clear()
-    memory.capture(lambda: None, on_gpu)  # type: ignore[arg-type]
-    assert calls[3]["pool"] is not calls[0]["pool"]
-    assert calls[3]["stream"] is not calls[0]["stream"]
