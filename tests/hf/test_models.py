@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops.testing import Tol, assert_close
+from moe_ops.testing import F32, TOL, assert_close
 from tests.hf import families
 
-TOL = Tol(1e-4, "float32 sums in another order through a whole model")
+MODEL = TOL["model", F32]
 
 # Experts that the `experts` op cannot express, and routers that `route` cannot, with the reason.
 EXPERTS_BY_TRANSFORMERS = {
@@ -49,7 +49,7 @@ def test_a_family_computes_the_same_on_our_ops(
 
     ours = families.build(family, "moe_ops")
     with caplog.at_level(logging.WARNING, logger="moe_ops"):
-        assert_close(families.run(ours, inputs), want, TOL, f"{family} with our experts")
+        assert_close(families.run(ours, inputs), want, MODEL, f"{family} with our experts")
     fallbacks = [m for m in caplog.messages if "grouped_mm" in m]
     assert bool(fallbacks) == (family in EXPERTS_BY_TRANSFORMERS), fallbacks
     assert len(set(fallbacks)) == len(fallbacks)
@@ -57,7 +57,7 @@ def test_a_family_computes_the_same_on_our_ops(
     moe_ops.optimize(ours.model)
     if family not in ROUTERS_BY_TRANSFORMERS:
         assert ours.model._moe_ops_state.routers, "no router of this family is known"
-    assert_close(families.run(ours, inputs), want, TOL, f"{family} with our experts and routers")
+    assert_close(families.run(ours, inputs), want, MODEL, f"{family} with our experts and routers")
     if want_tokens is not None:
         assert torch.equal(generate(ours, inputs), want_tokens)
 

@@ -21,6 +21,7 @@ from moe_ops.hf.prompts import TIMES
 from moe_ops.hf.regions import Region
 from moe_ops.hf.steps import Tools
 from moe_ops.passes import generate
+from moe_ops.testing import F32, TOL, assert_close
 from tests.hf import families
 
 PLAIN = {"max_new_tokens": 5, "pad_token_id": 0, "eos_token_id": None}
@@ -110,7 +111,7 @@ def check(model: Any, twin: Any, ids: Tensor, **kwargs: Any) -> None:
     torch.manual_seed(7)
     got = twin.generate(ids, **kwargs)
     assert torch.equal(got.sequences, want.sequences)
-    torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits))
+    assert_close(torch.stack(got.logits), torch.stack(want.logits), TOL["model", F32])
 
 
 def last_report(twin: Any) -> tuple[int, int]:
