@@ -36,6 +36,7 @@ def store_by_rows(model: nn.Module) -> None:
                 *(len(found) - done, len(found), weight.nbytes / 1e9, weight.device),
             )
             return
+        torch.cuda.empty_cache()  # or smaller weights split the memory of larger ones, for good
     if found:
         log.info("stored %d expert weights by rows instead of columns", len(found))
 
