@@ -18,8 +18,14 @@
 
 namespace {
 
-typedef float F32x16 __attribute__((vector_size(64)));
-typedef uint32_t U32x16 __attribute__((vector_size(64)));
+// One register. Compilers keep vectors of more than a register in memory, not in two of them.
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#else
+constexpr int kVectorBytes = 32;
+#endif
+typedef float Floats __attribute__((vector_size(kVectorBytes)));
+typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
 
 struct bf16 { uint16_t bits; };
 
@@ -43,15 +49,15 @@ template <typename T> inline float round_to(float v) {
   return to_float(t);
 }
 
-// One register of elements, and a dot product step into a float32 accumulator.
+// As many elements as a register has bytes for, and a dot product step into a float32 accumulator.
 template <typename T> struct Lane;
 
 template <> struct Lane<float> {
-  static constexpr int width = 16;
-  F32x16 v;
+  static constexpr int width = kVectorBytes / 4;
+  Floats v;
   Lane() = default;
-  explicit Lane(const float* p) { std::memcpy(&v, p, 64); }
-  static void dot(F32x16& acc, const Lane& w, const Lane& x) { acc += w.v * x.v; }
+  explicit Lane(const float* p) { std::memcpy(&v, p, kVectorBytes); }
+  static void dot(Floats& acc, const Lane& w, const Lane& x) { acc += w.v * x.v; }
 };
 
 #if defined(__AVX512BF16__)
@@ -60,38 +66,36 @@ template <> struct Lane<bf16> {
   __m512bh v;
   Lane() = default;
   explicit Lane(const bf16* p) : v((__m512bh)_mm512_loadu_si512(p)) {}
-  static void dot(F32x16& acc, const Lane& w, const Lane& x) {
-    acc = (F32x16)_mm512_dpbf16_ps((__m512)acc, w.v, x.v);
+  static void dot(Floats& acc, const Lane& w, const Lane& x) {
+    acc = (Floats)_mm512_dpbf16_ps((__m512)acc, w.v, x.v);
   }
 };
 #else
 template <> struct Lane<bf16> {
-  static constexpr int width = 32;
-  F32x16 even, odd;  // a bfloat16 is the upper half of a float32
+  static constexpr int width = kVectorBytes / 2;
+  Floats even, odd;  // a bfloat16 is the upper half of a float32
   Lane() = default;
   explicit Lane(const bf16* p) {
-    U32x16 u;
-    std::memcpy(&u, p, 64);
-    even = (F32x16)(u << 16);
-    odd = (F32x16)(u & 0xffff0000u);
+    Words u;
+    std::memcpy(&u, p, kVectorBytes);
+    even = (Floats)(u << 16);
+    odd = (Floats)(u & 0xffff0000u);
   }
-  static void dot(F32x16& acc, const Lane& w, const Lane& x) {
+  static void dot(Floats& acc, const Lane& w, const Lane& x) {
     acc += w.even * x.even;
     acc += w.odd * x.odd;
   }
 };
 #endif
 
-inline float sum(const F32x16& v) {
-  typedef float F32x8 __attribute__((vector_size(32)));
+inline float sum(const Floats& v) {
   typedef float F32x4 __attribute__((vector_size(16)));
-  F32x8 half[2];
-  std::memcpy(half, &v, 64);
-  half[0] += half[1];
-  F32x4 quarter[2];
-  std::memcpy(quarter, &half[0], 32);
-  quarter[0] += quarter[1];
-  return (quarter[0][0] + quarter[0][1]) + (quarter[0][2] + quarter[0][3]);
+  constexpr int parts = kVectorBytes / 16;
+  F32x4 part[parts];
+  std::memcpy(part, &v, kVectorBytes);
+  for (int n = parts / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; ++i) part[i] += part[i + n];
+  return (part[0][0] + part[0][1]) + (part[0][2] + part[0][3]);
 }
 
 // Half a page ahead of the load hides the latency of memory for a single stream where the hardware's own prefetch
@@ -102,7 +106,8 @@ const bool kPrefetch = __builtin_cpu_is("intel");
 #else
 const bool kPrefetch = true;
 #endif
-constexpr int kMaxTokens = 8;
+// So that the sums of two weight rows stay in registers: there are 32 with AVX-512, otherwise 16.
+constexpr int kMaxTokens = kVectorBytes == 64 ? 8 : 4;
 constexpr int kRowsPerTask = 32;
 // Waking the other threads costs microseconds: products smaller than this stay on one.
 constexpr int64_t kParallelElements = 1 << 16;
@@ -111,7 +116,7 @@ constexpr int64_t kParallelElements = 1 << 16;
 template <typename T, int Tokens, int Rows>
 void block(const T* w, int64_t row_stride, const T* const* x, int64_t D, float* dots) {
   constexpr int width = Lane<T>::width;
-  F32x16 acc[Rows][Tokens] = {};
+  Floats acc[Rows][Tokens] = {};
   const bool prefetch = kPrefetch;
   int64_t i = 0;
   for (; i + width <= D; i += width) {
@@ -134,18 +139,13 @@ void block(const T* w, int64_t row_stride, const T* const* x, int64_t D, float* 
     }
 }
 
-template <typename T, int Rows>
-void block(int tokens, const T* w, int64_t row_stride, const T* const* x, int64_t D, float* dots) {
-  switch (tokens) {
-    case 1: return block<T, 1, Rows>(w, row_stride, x, D, dots);
-    case 2: return block<T, 2, Rows>(w, row_stride, x, D, dots);
-    case 3: return block<T, 3, Rows>(w, row_stride, x, D, dots);
-    case 4: return block<T, 4, Rows>(w, row_stride, x, D, dots);
-    case 5: return block<T, 5, Rows>(w, row_stride, x, D, dots);
-    case 6: return block<T, 6, Rows>(w, row_stride, x, D, dots);
-    case 7: return block<T, 7, Rows>(w, row_stride, x, D, dots);
-    default: return block<T, kMaxTokens, Rows>(w, row_stride, x, D, dots);
+// The same for a number of tokens up to `Most` that is known only now.
+template <typename T, int Rows, int Most = kMaxTokens>
+void block_of(int tokens, const T* w, int64_t row_stride, const T* const* x, int64_t D, float* dots) {
+  if constexpr (Most > 1) {
+    if (tokens < Most) return block_of<T, Rows, Most - 1>(tokens, w, row_stride, x, D, dots);
   }
+  block<T, Most, Rows>(w, row_stride, x, D, dots);
 }
 
 // The stacked weights of all experts; rows are contiguous along their last axis.
@@ -196,8 +196,8 @@ void product(const Weights<T>& w, const T* bias, int32_t e, int64_t first, int64
     }
     for (int64_t f = first; f < last;) {
       const int step = tokens > 2 && f + 2 <= last ? 2 : 1;  // two weight rows share the loads of the tokens
-      if (step == 2) block<T, 2>(tokens, w.row(e, f), w.row_stride, xs, D, dots);
-      else block<T, 1>(tokens, w.row(e, f), w.row_stride, xs, D, dots);
+      if (step == 2) block_of<T, 2>(tokens, w.row(e, f), w.row_stride, xs, D, dots);
+      else block_of<T, 1>(tokens, w.row(e, f), w.row_stride, xs, D, dots);
       for (int r = 0; r < step; ++r, ++f) {
         const float b = bias ? to_float(bias[e * F + f]) : 0.0f;
         for (int t = 0; t < tokens; ++t) store(ys[t] + f, dots[r * kMaxTokens + t] + b);
@@ -282,8 +282,8 @@ void first_product(const Layer& l, const Weights<T>& w, const T* bias, const T* 
     for (int64_t i = first; i < last; ++i) {
       const int64_t gate_row = a.interleaved ? 2 * i : i;
       const T* gate = w.row(e, gate_row);
-      if (a.gated) block<T, 2>(tokens, gate, up_distance * w.row_stride, xs, l.D, dots);
-      else block<T, 1>(tokens, gate, w.row_stride, xs, l.D, dots);
+      if (a.gated) block_of<T, 2>(tokens, gate, up_distance * w.row_stride, xs, l.D, dots);
+      else block_of<T, 1>(tokens, gate, w.row_stride, xs, l.D, dots);
       const T* b = bias ? bias + e * l.F + gate_row : nullptr;
       for (int t = 0; t < tokens; ++t) {
         const float g = dots[t] + (b ? to_float(b[0]) : 0.0f);
