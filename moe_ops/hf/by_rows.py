@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from moe_ops.backends.triton import HALF
+
 log = logging.getLogger("moe_ops")
 
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
-HALF = (torch.bfloat16, torch.float16)  # what the kernels take
 ROW_BYTES = 16  # of which the kernels for Hopper, and torch's grouped_mm, want multiples
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_ops.passes import cuda_graph
 from moe_ops.passes.cuda_graph import Captured, CaptureError, GraphPool, capture_call
+from moe_ops.passes.generate import capture_into
 
 CPU = torch.device("cpu")
 
@@ -25,6 +26,10 @@ def test_without_a_gpu_a_capture_is_refused() -> None:
         pytest.skip("there is a GPU")
     with pytest.raises(CaptureError, match="need a CUDA GPU"):
         capture_call(lambda: None)
+
+
+def test_steps_on_another_device_are_not_captured() -> None:
+    assert capture_into(GraphPool(), lambda: None, [torch.zeros(())]) is None
 
 
 def test_a_pool_is_shared_while_it_has_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
