@@ -67,7 +67,7 @@ CONFIGS: Configs = {
 # Names of GPU kernels, the first that fits; Inductor's own are named after what they compute.
 PARTS = {
     "MoE": r"tiny_(up|down)|rows_(up|down)|_grouped|grouped_mm|route|sort_kernel|count_kernel"
-    r"|place_kernel|sum_kernel|tile_map|moe",
+    r"|add_up_kernel|place_kernel|sum_kernel|tile_map|moe",
     "attention": r"softmax|attention|fmha|flash|bmm|index_copy|index_put|scatter|one_query|rope",
     "rest": r"",
 }

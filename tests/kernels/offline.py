@@ -172,6 +172,7 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             call = functools.partial(layer, case, backend, T, False, **more)
             yield f"gpt_oss_20b {backend} {more}", call
     for name, case in layers.items():
+        yield f"{name} route", lambda c=case: many_routed(c)
         most_tiny = min(TINY_TOKENS, TINY_PAIRS // case.K)
         tokens_of = {"tiny": (1, 4, most_tiny), "rows": (8, 64, 256, 1024), "grouped": (256, 4096)}
         for backend, tokens in tokens_of.items():
@@ -240,6 +241,11 @@ def routed(router: Router, dtype: torch.dtype) -> None:
     call = arguments(router, dtype)
     call = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in call.items()}
     route.backends["triton"].run(**call)
+
+
+def many_routed(case: Any) -> None:
+    logits = torch.empty(routing.MANY_TOKENS, case.E, dtype=torch.bfloat16, device="meta")
+    route.backends["triton"].run(logits, case.K, renormalize=True)
 
 
 def layer(

@@ -27,7 +27,8 @@ def test_every_variant_compiles_and_spills_nothing(capability: int) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     variants = [json.loads(line) for line in done.stdout.splitlines()]
     assert {v["kernel"] for v in variants} >= {
-        "route_kernel", "sort_kernel", "count_kernel", "place_kernel", "sum_kernel",
+        "route_kernel", "sort_kernel", "count_kernel", "add_up_kernel", "place_kernel",
+        "sum_kernel",
         "one_query_kernel", "one_query_merge", "linears_one", "linears_few",
         "rope_kernel", "rope_attention_kernel",
         "tiny_up", "tiny_down", "rows_up", "rows_down", "_tile_map", "_grouped",

@@ -51,6 +51,22 @@ def test_any_number_of_experts_and_choices(E: int, dtype: torch.dtype) -> None:
         assert_close(weights, want, TOL["route", torch.float16])
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("E", "K"), [(8, 2), (60, 4), (128, 10)])
+def test_four_tokens_a_program_are_one_and_one(
+    E: int, K: int, score: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_ops.kernels.triton import routing
+
+    logits = torch.randn(7, E, dtype=torch.bfloat16, device=DEVICE)
+    scale = torch.rand(E, device=DEVICE)
+    want_weights, want_ids = run(logits, K, score=score, per_expert_scale_E=scale)
+    monkeypatch.setattr(routing, "MANY_TOKENS", 7)
+    weights, ids = run(logits, K, score=score, per_expert_scale_E=scale)
+    assert torch.equal(ids, want_ids)
+    assert_close(weights, want_weights, TOL["route", torch.float32])
+
+
 def test_equal_logits_choose_the_lower_expert_first() -> None:
     for dtype in FLOATS:
         logits = torch.zeros(1, 8, dtype=dtype, device=DEVICE)

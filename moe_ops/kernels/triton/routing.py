@@ -18,6 +18,8 @@ from moe_ops.kernels.triton.launch import on_its_device, pdl_options
 
 # The bits of a float32 that are never set in a float of these types; a column fits into them.
 FREE_BITS = {torch.bfloat16: 0xFFFF, torch.float16: 0x1FFF}
+# Where a program takes four tokens instead of one: a processor holds no more than 32 programs.
+MANY_TOKENS, FEW_EXPERTS = 4096, 128
 NONE: tl.constexpr = tl.constexpr(-(2**31))  # below the key of every float
 
 
@@ -149,10 +151,11 @@ def finish_weights(weights_TK, used_TK, ROUTER: tl.constexpr):
     return weights_TK * SCALE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def route_kernel(
     logits_ptr,
     stride_t,
+    T,
     bias_ptr,
     per_expert_scale_ptr,
     weights_ptr,
@@ -160,19 +163,20 @@ def route_kernel(
     E: tl.constexpr,
     K: tl.constexpr,
     ROUTER: tl.constexpr,
+    BT: tl.constexpr,
     BE: tl.constexpr,
     BK: tl.constexpr,
     LOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """weights_TK and experts_TK of one token, largest choice first."""
+    """weights_TK and experts_TK of BT tokens, largest choice first."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    rows_T = tl.program_id(0) + tl.arange(0, 1)
+    rows_T = tl.program_id(0) * BT + tl.arange(0, BT)
     SCORE: tl.constexpr = ROUTER[0]
     columns_E = tl.arange(0, BE)
-    used_TE = (rows_T >= 0)[:, None] & (columns_E < E)[None, :]
+    used_TE = (rows_T < T)[:, None] & (columns_E < E)[None, :]
     offsets_TE = rows_T.to(tl.int64)[:, None] * stride_t + columns_E[None, :]
     logits_TE = tl.load(logits_ptr + offsets_TE, mask=used_TE, other=0.0).to(tl.float32)
     if SCORE == "softmax":
@@ -180,11 +184,11 @@ def route_kernel(
     else:
         top_T, total_T = rows_T, rows_T  # not read
     slots_K = tl.arange(0, BK)
-    used_TK = (rows_T >= 0)[:, None] & (slots_K < K)[None, :]
+    used_TK = (rows_T < T)[:, None] & (slots_K < K)[None, :]
     if LOW > 0:
         # Every score grows with its logit, which the key holds: a choice is one maximum.
         keys_TE = packed_keys_of(logits_TE, used_TE, columns_E, LOW)
-        keys_TK = tl.zeros((1, BK), tl.int32)
+        keys_TK = tl.zeros((BT, BK), tl.int32)
         for k in range(K):
             best_T = tl.max(keys_TE, 1)
             keys_TE = tl.where(keys_TE == best_T[:, None], NONE, keys_TE)
@@ -197,8 +201,8 @@ def route_kernel(
             logits_TE, scores_TE, used_TE, columns_E, bias_ptr, E, ROUTER, BE
         )  # fmt: skip
         keys_TE = keys_of(choice_TE, used_TE)
-        experts_TK = tl.zeros((1, BK), tl.int32)
-        weights_TK = tl.zeros((1, BK), tl.float32)
+        experts_TK = tl.zeros((BT, BK), tl.int32)
+        weights_TK = tl.zeros((BT, BK), tl.float32)
         for k in range(K):
             expert_T = first_largest(keys_TE, columns_E, BE)
             hit_TE = columns_E[None, :] == expert_T[:, None]
@@ -232,12 +236,14 @@ def route(
     if T == 0:
         return weights_TK, experts_TK
     plain = bias_E is None and router[2] == 1
+    low = FREE_BITS.get(logits_TE.dtype, 0) if plain else 0
+    several = low > 0 and T >= MANY_TOKENS and E <= FEW_EXPERTS
+    tokens = 4 if several else 1
     pdl, options = pdl_options(logits_TE)
-    route_kernel[(T,)](
-        logits_TE, logits_TE.stride(0), bias_E, per_expert_scale_E, weights_TK, experts_TK,
+    route_kernel[(triton.cdiv(T, tokens),)](
+        logits_TE, logits_TE.stride(0), T, bias_E, per_expert_scale_E, weights_TK, experts_TK,
         E=E, K=top_k, ROUTER=router,
-        BE=max(2, triton.next_power_of_2(E)), BK=triton.next_power_of_2(top_k),
-        LOW=FREE_BITS.get(logits_TE.dtype, 0) if plain else 0,
-        PDL=pdl, num_warps=1, **options,
+        BT=tokens, BE=max(2, triton.next_power_of_2(E)), BK=triton.next_power_of_2(top_k),
+        LOW=low, PDL=pdl, num_warps=tokens, **options,
     )  # fmt: skip
     return weights_TK, experts_TK

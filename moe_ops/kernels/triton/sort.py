@@ -10,9 +10,7 @@ from torch import Tensor
 from moe_ops.kernels.triton.launch import pdl_options
 
 ONE_LAUNCH = 4096  # pairs up to which every program reads all of them
-# Pairs a program sorts, beyond that: the fewer, the sooner it is done, but every program reads the
-# counts of all.
-CHUNK, LARGE_CHUNK, MANY_PAIRS = 512, 1024, 2**17
+CHUNK = 512  # pairs a program sorts, beyond that
 
 
 @triton.jit
@@ -60,18 +58,40 @@ def count_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    counts_ptr += tl.program_id(0).to(tl.int64) * (E + 1)
+    e = tl.arange(0, BE)
+    tl.store(counts_ptr + e, tl.zeros((BE,), tl.int32), mask=e <= E)
     pairs = tl.program_id(0) * BR + tl.arange(0, BR)
     ids = local_ids(experts_ptr, map_ptr, pairs, pairs < R, E, N_MAP)
-    # Places past the last pair count for a bin that is not kept.
-    bins = tl.histogram(tl.where(pairs < R, ids, BE - 1), BE)
-    e = tl.arange(0, BE)
-    tl.store(counts_ptr + tl.program_id(0) * (E + 1) + e, bins, mask=e <= E)
+    tl.debug_barrier()  # the zeros come first
+    # By atomics, as `tl.histogram` of 1024 bins takes 10 us.
+    tl.atomic_add(counts_ptr + ids, tl.full((BR,), 1, tl.int32), mask=pairs < R, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def add_up_kernel(
+    counts_ptr, chunks, E: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr
+):
+    """Replace the counts of each chunk by those of the chunks before it; one more row for all."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    e = tl.program_id(0) * BE + tl.arange(0, BE)
+    before_E = tl.zeros((BE,), tl.int32)
+    for first in range(0, chunks, BC):
+        c = first + tl.arange(0, BC)
+        at_CE = counts_ptr + c.to(tl.int64)[:, None] * (E + 1) + e[None, :]
+        mask = (c < chunks)[:, None] & (e <= E)[None, :]
+        counts_CE = tl.load(at_CE, mask=mask, other=0)
+        tl.store(at_CE, before_E[None, :] + tl.cumsum(counts_CE, 0) - counts_CE, mask=mask)
+        before_E += tl.sum(counts_CE, 0)
+    tl.store(counts_ptr + tl.cast(chunks, tl.int64) * (E + 1) + e, before_E, mask=e <= E)
 
 
 @triton.jit(do_not_specialize=["R", "N_MAP", "chunks"])
 def place_kernel(
-    experts_ptr, map_ptr, counts_ptr, rows_ptr, inverse_ptr, ends_ptr, R, N_MAP, chunks,
-    E: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
+    experts_ptr, map_ptr, before_ptr, rows_ptr, inverse_ptr, ends_ptr, R, N_MAP, chunks,
+    E: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sort one chunk, and put its runs behind those of the chunks before it."""
     if PDL:
@@ -79,18 +99,14 @@ def place_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     chunk = tl.program_id(0)
     e = tl.arange(0, BE)
-    total_E = tl.zeros((BE,), tl.int32)
-    before_E = tl.zeros((BE,), tl.int32)
-    for first in range(0, chunks, BC):
-        c = first + tl.arange(0, BC)
-        mask = (c < chunks)[:, None] & (e <= E)[None, :]
-        counts_CE = tl.load(counts_ptr + c[:, None] * (E + 1) + e[None, :], mask=mask, other=0)
-        total_E += tl.sum(counts_CE, 0)
-        before_E += tl.sum(tl.where((c < chunk)[:, None], counts_CE, 0), 0)
+    before_ptr += e
+    total_E = tl.load(before_ptr + tl.cast(chunks, tl.int64) * (E + 1), mask=e <= E, other=0)
+    before_ptr += chunk.to(tl.int64) * (E + 1)
+    before_E = tl.load(before_ptr, mask=e <= E, other=0)
+    own_E = tl.load(before_ptr + (E + 1), mask=e <= E, other=0) - before_E
     end_E = tl.cumsum(total_E, 0)
     if chunk == 0:
         tl.store(ends_ptr + e, end_E, mask=e < E)
-    own_E = tl.load(counts_ptr + chunk * (E + 1) + e, mask=e <= E, other=0)
     # From a place in the sorted chunk to a row, for each expert.
     shift_E = end_E - total_E + before_E - (tl.cumsum(own_E, 0) - own_E)
     place = tl.arange(0, BR)
@@ -123,16 +139,19 @@ def sort_pairs(
             E=E, BR=max(16, triton.next_power_of_2(R)), PDL=pdl, num_warps=4, **options,
         )  # fmt: skip
         return rows_R, inverse_R, ends_E
-    chunk = CHUNK if R <= MANY_PAIRS else LARGE_CHUNK
-    chunks = triton.cdiv(R, chunk)
+    chunks = triton.cdiv(R, CHUNK)
     BE = triton.next_power_of_2(E + 2)
-    counts_CE = experts_TK.new_empty((chunks, E + 1), dtype=torch.int32)
+    counts_CE = experts_TK.new_empty((chunks + 1, E + 1), dtype=torch.int32)
     count_kernel[(chunks,)](
         experts_TK, expert_map, counts_CE, R, n_map,
-        E=E, BR=chunk, BE=BE, PDL=pdl, num_warps=4, **options,
+        E=E, BR=CHUNK, BE=BE, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
+    BC = min(256, triton.next_power_of_2(chunks))
+    add_up_kernel[(triton.cdiv(E + 1, 8),)](
+        counts_CE, chunks, E=E, BC=BC, BE=8, PDL=pdl, num_warps=4, **options
+    )
     place_kernel[(chunks,)](
         experts_TK, expert_map, counts_CE, rows_R, inverse_R, ends_E, R, n_map, chunks,
-        E=E, BR=chunk, BE=BE, BC=max(1, 8192 // BE), PDL=pdl, num_warps=4, **options,
+        E=E, BR=CHUNK, BE=BE, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
     return rows_R, inverse_R, ends_E
