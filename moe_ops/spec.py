@@ -48,15 +48,15 @@ class Backend:
     """One way to run an op: `run` has its schema; `supports` says why it cannot run, or None.
 
     `most_rows` gives the most rows of the first argument (tokens, or routed rows) up to which the
-    backend is the better choice; with more, those after it are asked first. `max_rows` gives the
-    most that it can run at all. A `composed` backend runs the definition's stages one by one; a
-    compiler does better with the definition itself.
+    backend is the better choice, None for any number; with more, those after it are asked first.
+    `max_rows` gives the most that it can run at all. A `composed` backend runs the definition's
+    stages one by one; a compiler does better with the definition itself.
     """
 
     name: str
     run: Callable[..., Any]
     supports: Callable[..., str | None] | None = None
-    most_rows: Callable[..., int] | None = None
+    most_rows: Callable[..., int | None] | None = None
     max_rows: Callable[..., int] | None = None
     devices: frozenset[str] | None = None  # None: every device
     priority: int = 0
@@ -185,7 +185,7 @@ class Op:
         name: str,
         *,
         supports: Callable[..., str | None] | None = None,
-        most_rows: Callable[..., int] | None = None,
+        most_rows: Callable[..., int | None] | None = None,
         max_rows: Callable[..., int] | None = None,
         devices: tuple[str, ...] | None = None,
         priority: int = 0,
@@ -254,10 +254,12 @@ class Op:
                 continue
             if backend.name == REFERENCE:
                 return beyond or backend
-            max_rows, most_rows = backend.max_rows, backend.most_rows
-            if max_rows is not None and args[0].shape[0] > max_rows(*args, **kwargs):
+            if backend.max_rows is not None and args[0].shape[0] > backend.max_rows(
+                *args, **kwargs
+            ):
                 continue
-            if most_rows is None or args[0].shape[0] <= most_rows(*args, **kwargs):
+            most = None if backend.most_rows is None else backend.most_rows(*args, **kwargs)
+            if most is None or args[0].shape[0] <= most:
                 return backend
             beyond = beyond or backend
         raise AssertionError(f"the reference of {NAMESPACE}.{self.name} takes every valid call")

@@ -20,10 +20,13 @@ from moe_ops.ops.route import route
 from moe_ops.shapes import DTYPES
 from moe_ops.spec import needs_grad
 
-# Mean rows per expert up to which reading is faster than PyTorch's grouped GEMM: measured on two
-# cores with the shapes of Qwen3-30B-A3B, see docs/PERFORMANCE.md.
-GEMM_MAX_ROWS = {torch.bfloat16: 4, torch.float32: 32}
-EXPERTS_MAX_ROWS = {torch.bfloat16: 10, torch.float32: 32}
+# Mean rows per expert up to which reading is faster than PyTorch's grouped GEMM (None: with any
+# number): measured on two cores with the shapes of Qwen3-30B-A3B, see docs/PERFORMANCE.md.
+GEMM_MAX_ROWS: dict[torch.dtype, int | None] = {torch.bfloat16: 4, torch.float32: 32}
+EXPERTS_MAX_ROWS: dict[torch.dtype, int | None] = {torch.bfloat16: 10, torch.float32: 32}
+if torch.backends.cpu.get_cpu_capability() == "AVX2":
+    # PyTorch's products of bfloat16 are slow there: ours take a third of their time or less.
+    GEMM_MAX_ROWS[torch.bfloat16] = EXPERTS_MAX_ROWS[torch.bfloat16] = None
 
 
 def _refuse(x: Tensor, w: Tensor, *others: Tensor | None, transposed: bool) -> str | None:
@@ -65,8 +68,9 @@ def supports_gemm(
     )
 
 
-def most_gemm_rows(x_RD: Tensor, w_EFD: Tensor, *args: Any, **kwargs: Any) -> int:
-    return GEMM_MAX_ROWS[x_RD.dtype] * w_EFD.shape[0]
+def most_gemm_rows(x_RD: Tensor, w_EFD: Tensor, *args: Any, **kwargs: Any) -> int | None:
+    rows = GEMM_MAX_ROWS[x_RD.dtype]
+    return None if rows is None else rows * w_EFD.shape[0]
 
 
 @expert_gemm.backend(
@@ -138,8 +142,9 @@ def most_tokens(
     w13_EFD: Tensor,
     *args: Any,
     **kwargs: Any,
-) -> int:
-    return EXPERTS_MAX_ROWS[x_TD.dtype] * w13_EFD.shape[0] // experts_TK.shape[1]
+) -> int | None:
+    rows = EXPERTS_MAX_ROWS[x_TD.dtype]
+    return None if rows is None else rows * w13_EFD.shape[0] // experts_TK.shape[1]
 
 
 @experts.backend(

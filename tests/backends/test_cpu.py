@@ -65,6 +65,8 @@ def test_with_many_rows_an_expert_grouped_gemm_takes_over(
     monkeypatch.setitem(cpu.EXPERTS_MAX_ROWS, dtype, rows_an_expert - 1)
     assert moe_ops.experts.pick(args, {}).name == "aten"
     assert_close(moe_ops.experts(*args), run(dtype), TOL["experts", dtype])
+    monkeypatch.setitem(cpu.EXPERTS_MAX_ROWS, dtype, None)  # for any number of rows
+    assert moe_ops.experts.pick(args, {}).name == "cpu"
 
 
 def test_without_a_compiler_the_reason_is_told_and_another_backend_runs(

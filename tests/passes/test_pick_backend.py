@@ -28,6 +28,13 @@ from tests.passes.post_grad import Compiled, text
 MANY = Case(name="many", T=300, E=4, K=2, D=32, I=16)
 
 
+@pytest.fixture(autouse=True)
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a processor that has instructions for bfloat16, whatever this one has."""
+    monkeypatch.setitem(cpu.EXPERTS_MAX_ROWS, BF16, 10)
+    monkeypatch.setitem(cpu.GEMM_MAX_ROWS, BF16, 4)
+
+
 def only_choice(hook: Hook) -> Choice:
     (choice,) = hook.context.choices
     return choice
@@ -91,6 +98,16 @@ def test_what_was_decided_is_recorded() -> None:
     assert first.predicted_us > 5
     assert last.at is last.predicted_us is None, "no number of rows to predict"
     assert [note.text for note in hook.context.rewrites] == ["experts: 40:cpu,:aten"]
+
+
+def test_a_backend_that_is_the_better_one_for_any_number_has_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(cpu.EXPERTS_MAX_ROWS, BF16, None)
+    hook = Hook(pick_backend)
+    run_experts(hook, dynamic=True, dtype=BF16)
+    (only,) = only_choice(hook).ranges
+    assert (only.upto, only.backend) == (None, "cpu")
 
 
 def test_one_graph_runs_both_sides_of_the_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
