@@ -254,11 +254,10 @@ class Op:
                 continue
             if backend.name == REFERENCE:
                 return beyond or backend
-            if backend.max_rows is not None and args[0].shape[0] > backend.max_rows(
-                *args, **kwargs
-            ):
+            max_rows, most_rows = backend.max_rows, backend.most_rows
+            if max_rows is not None and args[0].shape[0] > max_rows(*args, **kwargs):
                 continue
-            most = None if backend.most_rows is None else backend.most_rows(*args, **kwargs)
+            most = None if most_rows is None else most_rows(*args, **kwargs)
             if most is None or args[0].shape[0] <= most:
                 return backend
             beyond = beyond or backend

@@ -1,4 +1,4 @@
-"""Sorting on the device against `dispatch`, in one launch and in two."""
+"""Sorting on the device against `dispatch`, in one launch and in three."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from moe_ops.testing import DEVICE
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 
-@pytest.mark.parametrize("one_launch", [True, False], ids=["one", "two"])
+@pytest.mark.parametrize("one_launch", [True, False], ids=["one", "three"])
 @pytest.mark.parametrize("mapped", [False, True], ids=["all", "mapped"])
 @pytest.mark.parametrize(("T", "E", "K"), [(1, 4, 2), (13, 5, 3), (70, 17, 4), (9, 1, 1)])
 def test_rows_are_those_of_dispatch(
@@ -20,6 +20,7 @@ def test_rows_are_those_of_dispatch(
     if not one_launch:
         monkeypatch.setattr(sort, "ONE_LAUNCH", 0)
         monkeypatch.setattr(sort, "CHUNK", 16)
+        monkeypatch.setattr(sort, "CHUNKS_AT_ONCE", 4)
     ids = torch.randint(-1, E + 2, (T, K), device=DEVICE)
     expert_map = torch.randperm(E + 1, device=DEVICE) - 1 if mapped else None
     rows, inverse, ends = sort.sort_pairs(ids, E, expert_map)

@@ -18,7 +18,8 @@ from moe_ops.kernels.triton.launch import on_its_device, pdl_options
 
 # The bits of a float32 that are never set in a float of these types; a column fits into them.
 FREE_BITS = {torch.bfloat16: 0xFFFF, torch.float16: 0x1FFF}
-# Where a program takes four tokens instead of one: a processor holds no more than 32 programs.
+# Where a program takes four tokens instead of one: a processor holds no more than 32 programs of
+# one warp. With 512 experts that was slower.
 MANY_TOKENS, FEW_EXPERTS = 4096, 128
 NONE: tl.constexpr = tl.constexpr(-(2**31))  # below the key of every float
 
@@ -237,8 +238,7 @@ def route(
         return weights_TK, experts_TK
     plain = bias_E is None and router[2] == 1
     low = FREE_BITS.get(logits_TE.dtype, 0) if plain else 0
-    several = low > 0 and T >= MANY_TOKENS and E <= FEW_EXPERTS
-    tokens = 4 if several else 1
+    tokens = 4 if low > 0 and T >= MANY_TOKENS and E <= FEW_EXPERTS else 1
     pdl, options = pdl_options(logits_TE)
     route_kernel[(triton.cdiv(T, tokens),)](
         logits_TE, logits_TE.stride(0), T, bias_E, per_expert_scale_E, weights_TK, experts_TK,
