@@ -150,7 +150,7 @@ def compile_launches(
             tiny,
         ):
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
-        for module in (grouped_plain, linears, rope_attention, tiny):
+        for module in (grouped_plain, linears, rope_attention, rows, tiny):
             patched.enter_context(patch.object(module, "shared_memory", lambda _: memory))
         call()
     return found

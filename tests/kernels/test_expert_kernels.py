@@ -246,6 +246,18 @@ def test_options_may_be_given_by_name(kernel: str) -> None:
         assert bound is None or bound(*call, **named) == bound(*call)
 
 
+@pytest.mark.parametrize("memory", [99 * 1024, 163 * 1024, 227 * 1024])
+def test_tiles_of_few_rows_fit_shared_memory(memory: int) -> None:
+    from moe_ops.kernels.triton.rows import TILES, stages_within
+
+    most = 227 * 1024
+    for *_, tiles in TILES:
+        for tile, weights in ((tiles.up, 2 * tiles.up.rows), (tiles.down, tiles.down.rows)):
+            stages = stages_within(memory, tile, weights)
+            assert stages >= 2 and 2 * tile.step * (weights + tile.BN) * stages <= memory
+            assert stages_within(most, tile, weights) == tile.stages
+
+
 @each_kernel
 def test_no_tokens(kernel: str) -> None:
     layer = make_layer(next(c for c in CASES if c.T == 0), F16, DEVICE)

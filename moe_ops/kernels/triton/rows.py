@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.combine import sum_rows
-from moe_ops.kernels.triton.launch import on_its_device, pdl_options
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options, shared_memory
 from moe_ops.kernels.triton.sort import sort_pairs
 from moe_ops.kernels.triton.weights import Experts, activated, bias_stride, up_rows
 
@@ -48,12 +48,14 @@ def _tiles(BN: int, up: tuple[int, ...], down: tuple[int, ...]) -> Tiles:
 
 
 # By the most rows an expert on average and the most columns of W2 (short rows of it are soon read,
-# and finding its place weighs on a program): the fastest of eight on an H200, over six layers.
+# and finding its place weighs on a program): the fastest of about ten for each product on an H200,
+# over six layers.
 TILES: tuple[tuple[float, float, Tiles], ...] = (
-    (8, 1024, _tiles(16, (64, 128, 3, 4), (128, 64, 4, 4))),
-    (8, math.inf, _tiles(16, (64, 128, 3, 4), (64, 128, 4, 4))),
-    (24, math.inf, _tiles(32, (64, 64, 4, 4), (128, 64, 4, 4))),
-    (48, math.inf, _tiles(64, (64, 64, 3, 4), (128, 64, 3, 4))),
+    (8, 1024, _tiles(16, (64, 128, 3, 4), (128, 64, 3, 4))),
+    (8, math.inf, _tiles(16, (32, 128, 4, 4), (64, 128, 4, 4))),
+    (24, 1024, _tiles(32, (32, 128, 3, 4), (128, 64, 3, 4))),
+    (24, math.inf, _tiles(32, (32, 128, 4, 4), (64, 128, 4, 4))),
+    (48, math.inf, _tiles(64, (64, 64, 4, 8), (128, 64, 4, 4))),
     (math.inf, math.inf, _tiles(128, (64, 64, 3, 8), (128, 64, 3, 8))),
 )
 
@@ -62,6 +64,11 @@ def tiles_for(rows_per_expert: float, width: int) -> Tiles:
     return next(
         tiles for rows, columns, tiles in TILES if rows_per_expert <= rows and width <= columns
     )
+
+
+def stages_within(memory: int, tile: Tile, weights: int) -> int:
+    """As many stages of a tile of so many rows of weights as fit into bytes of shared memory."""
+    return max(1, min(tile.stages, memory // (2 * tile.step * (weights + tile.BN))))
 
 
 @triton.jit
@@ -76,12 +83,13 @@ def unit_of(ends_ptr, unit, blocks, E: tl.constexpr, BE: tl.constexpr, BN: tl.co
     begin_E = tl.load(ends_ptr + experts_E - 1, mask=inside_E & (experts_E > 0), other=0)
     tiles_E = tl.where(inside_E, (end_E - begin_E + BN - 1) // BN, 0)
     last_E = tl.cumsum(tiles_E, 0)
-    e = tl.sum((inside_E & (last_E * blocks <= unit)).to(tl.int32), 0)
-    mine_E = experts_E == e
-    begin = tl.sum(tl.where(mine_E, begin_E, 0), 0)
-    end = tl.sum(tl.where(mine_E, end_E, 0), 0)
-    tiles = tl.maximum(tl.sum(tl.where(mine_E, tiles_E, 0), 0), 1)
-    index = unit - tl.sum(tl.where(mine_E, last_E - tiles_E, 0), 0) * blocks
+    past_E = inside_E & (last_E * blocks <= unit)
+    e = tl.sum(past_E.to(tl.int32), 0)
+    index = unit - tl.max(tl.where(past_E, last_E, 0), 0) * blocks
+    # Loaded once more, which is quicker than two sums over all experts.
+    begin = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+    end = tl.load(ends_ptr + e, mask=e < E, other=0)
+    tiles = tl.maximum((end - begin + BN - 1) // BN, 1)
     first = begin + index % tiles * BN
     return e, index // tiles, first, tl.minimum(end - first, BN)
 
@@ -196,18 +204,20 @@ def run(
     h_RI, y_RD = x_TD.new_empty(R, I), x_TD.new_empty(R, D)
     BE = max(2, triton.next_power_of_2(E))
     pdl, options = pdl_options(x_TD)
-    up, down = tiles.up, tiles.down
+    up, down, memory = tiles.up, tiles.down, shared_memory(x_TD)
     rows_up[(_units(R, E, up) * triton.cdiv(I, up.rows),)](
         x_TD, rows_R, ends_E, weights_TK, layer.w13_EFD, layer.b13_EF, h_RI,
         x_TD.stride(0), *layer.strides13, bias_stride(layer.b13_EF),
         E=E, K=K, D=D, I=I, ACT=layer.act, BE=BE, BI=up.rows, BD=up.step, BN=up.BN,
-        PDL=pdl, num_warps=up.warps, num_stages=up.stages, **options,
+        PDL=pdl, num_warps=up.warps,
+        num_stages=stages_within(memory, up, (2 if layer.act[1] else 1) * up.rows), **options,
     )  # fmt: skip
     rows_down[(_units(R, E, down) * triton.cdiv(D, down.rows),)](
         h_RI, rows_R, ends_E, weights_TK, layer.w2_EDI, layer.b2_ED, y_RD,
         *layer.strides2, bias_stride(layer.b2_ED),
         E=E, D=D, I=I, BE=BE, BD=down.rows, BI=down.step, BN=down.BN,
-        PDL=pdl, num_warps=down.warps, num_stages=down.stages, **options,
+        PDL=pdl, num_warps=down.warps,
+        num_stages=stages_within(memory, down, down.rows), **options,
     )  # fmt: skip
     return sum_rows(y_RD, inverse_R, None, K, residual_TD)
 
