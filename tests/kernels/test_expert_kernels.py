@@ -248,14 +248,14 @@ def test_options_may_be_given_by_name(kernel: str) -> None:
 
 @pytest.mark.parametrize("memory", [99 * 1024, 163 * 1024, 227 * 1024])
 def test_tiles_of_few_rows_fit_shared_memory(memory: int) -> None:
-    from moe_ops.kernels.triton.rows import TILES, stages_within
+    from moe_ops.kernels.triton.rows import TILES, fitting
 
-    most = 227 * 1024
     for *_, tiles in TILES:
-        for tile, weights in ((tiles.up, 2 * tiles.up.rows), (tiles.down, tiles.down.rows)):
-            stages = stages_within(memory, tile, weights)
-            assert stages >= 2 and 2 * tile.step * (weights + tile.BN) * stages <= memory
-            assert stages_within(most, tile, weights) == tile.stages
+        fit = fitting(tiles, True, memory)
+        for tile, weights in ((fit.up, 2 * fit.up.rows), (fit.down, fit.down.rows)):
+            assert tile.stages >= 2
+            assert 2 * tile.step * (weights + tile.BN) * tile.stages <= memory
+        assert fitting(tiles, True, 227 * 1024) == tiles
 
 
 @each_kernel

@@ -56,6 +56,11 @@ def shared_memory(t: Tensor) -> int:
     return _shared_memory(t.device.index) if t.is_cuda else 99 * 1024
 
 
+def stages_within(memory: int, stage: int, most: int) -> int:
+    """How many stages of so many bytes fit into bytes of shared memory: one to `most`."""
+    return max(1, min(most, memory // stage))
+
+
 def pdl_options(t: Tensor) -> tuple[bool, dict[str, Any]]:
     """Whether launches on the device of a tensor overlap the end of the launch before them
     (programmatic dependent launch), and the option that says so.

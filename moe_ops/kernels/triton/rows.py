@@ -10,15 +10,16 @@ and a weight is read from memory once: units of work with the same weights are n
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.combine import sum_rows
-from moe_ops.kernels.triton.launch import on_its_device, pdl_options, shared_memory
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options, shared_memory, stages_within
 from moe_ops.kernels.triton.sort import sort_pairs
 from moe_ops.kernels.triton.weights import Experts, activated, bias_stride, up_rows
 
@@ -66,9 +67,16 @@ def tiles_for(rows_per_expert: float, width: int) -> Tiles:
     )
 
 
-def stages_within(memory: int, tile: Tile, weights: int) -> int:
-    """As many stages of a tile of so many rows of weights as fit into bytes of shared memory."""
-    return max(1, min(tile.stages, memory // (2 * tile.step * (weights + tile.BN))))
+@functools.cache
+def fitting(tiles: Tiles, gated: bool, memory: int) -> Tiles:
+    """The same tiles with as many stages as fit into so many bytes of shared memory."""
+
+    def fit(tile: Tile, weights: int) -> Tile:
+        stage = 2 * tile.step * (weights + tile.BN)
+        return replace(tile, stages=stages_within(memory, stage, tile.stages))
+
+    up, down = tiles.up, tiles.down
+    return Tiles(up=fit(up, (2 if gated else 1) * up.rows), down=fit(down, down.rows))
 
 
 @triton.jit
@@ -191,33 +199,30 @@ def run(
     experts_TK: Tensor,
     layer: Experts,
     expert_map: Tensor | None,
-    tiles: Tiles | None = None,
     residual_TD: Tensor | None = None,
 ) -> Tensor:
     """The `experts` op, each weight read once for every BN rows of its expert, added to a
     contiguous residual if there is one."""
     (T, K), (E, D, I) = experts_TK.shape, layer.sizes
     R = T * K
-    if tiles is None:
-        tiles = tiles_for(R / (E if expert_map is None else expert_map.shape[0]), I)
+    tiles = tiles_for(R / (E if expert_map is None else expert_map.shape[0]), I)
+    tiles = fitting(tiles, layer.act[1], shared_memory(x_TD))
     rows_R, inverse_R, ends_E = sort_pairs(experts_TK, E, expert_map)
     h_RI, y_RD = x_TD.new_empty(R, I), x_TD.new_empty(R, D)
     BE = max(2, triton.next_power_of_2(E))
     pdl, options = pdl_options(x_TD)
-    up, down, memory = tiles.up, tiles.down, shared_memory(x_TD)
+    up, down = tiles.up, tiles.down
     rows_up[(_units(R, E, up) * triton.cdiv(I, up.rows),)](
         x_TD, rows_R, ends_E, weights_TK, layer.w13_EFD, layer.b13_EF, h_RI,
         x_TD.stride(0), *layer.strides13, bias_stride(layer.b13_EF),
         E=E, K=K, D=D, I=I, ACT=layer.act, BE=BE, BI=up.rows, BD=up.step, BN=up.BN,
-        PDL=pdl, num_warps=up.warps,
-        num_stages=stages_within(memory, up, (2 if layer.act[1] else 1) * up.rows), **options,
+        PDL=pdl, num_warps=up.warps, num_stages=up.stages, **options,
     )  # fmt: skip
     rows_down[(_units(R, E, down) * triton.cdiv(D, down.rows),)](
         h_RI, rows_R, ends_E, weights_TK, layer.w2_EDI, layer.b2_ED, y_RD,
         *layer.strides2, bias_stride(layer.b2_ED),
         E=E, D=D, I=I, BE=BE, BD=down.rows, BI=down.step, BN=down.BN,
-        PDL=pdl, num_warps=down.warps,
-        num_stages=stages_within(memory, down, down.rows), **options,
+        PDL=pdl, num_warps=down.warps, num_stages=down.stages, **options,
     )  # fmt: skip
     return sum_rows(y_RD, inverse_R, None, K, residual_TD)
 

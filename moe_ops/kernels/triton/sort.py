@@ -11,7 +11,7 @@ from moe_ops.kernels.triton.launch import pdl_options
 
 ONE_LAUNCH = 4096  # pairs up to which every program reads all of them
 CHUNK = 512  # pairs a program sorts, beyond that
-CHUNKS_AT_ONCE = 256  # whose counts a program adds up in one go
+CHUNKS_AT_ONCE, EXPERTS_AT_ONCE = 256, 8  # whose counts a program adds up in one go
 
 
 @triton.jit
@@ -148,8 +148,8 @@ def sort_pairs(
         E=E, BR=CHUNK, BE=BE, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
     BC = min(CHUNKS_AT_ONCE, triton.next_power_of_2(chunks))
-    add_up_kernel[(triton.cdiv(E + 1, 8),)](
-        counts_CE, chunks, E=E, BC=BC, BE=8, PDL=pdl, num_warps=4, **options
+    add_up_kernel[(triton.cdiv(E + 1, EXPERTS_AT_ONCE),)](
+        counts_CE, chunks, E=E, BC=BC, BE=EXPERTS_AT_ONCE, PDL=pdl, num_warps=4, **options
     )
     place_kernel[(chunks,)](
         experts_TK, expert_map, counts_CE, rows_R, inverse_R, ends_E, R, n_map, chunks,

@@ -19,6 +19,7 @@ knows them ahead of the end of tiny_up.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,7 +29,13 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
 from moe_ops.kernels.triton.combine import onto
-from moe_ops.kernels.triton.launch import on_its_device, pdl_options, processors, shared_memory
+from moe_ops.kernels.triton.launch import (
+    on_its_device,
+    pdl_options,
+    processors,
+    shared_memory,
+    stages_within,
+)
 from moe_ops.kernels.triton.sort import local_ids
 from moe_ops.kernels.triton.weights import Experts, activated, bias_stride, up_rows
 
@@ -71,6 +78,7 @@ def tiles_for(T: int, K: int, D: int, I: int, processors: int) -> Tiles:
     return tiles if 2 * 64 * processors >= D * BG else replace(tiles, BH=64, down_stages=6)
 
 
+@functools.cache
 def fitting(tiles: Tiles, T: int, gated: bool, memory: int) -> Tiles:
     """The same tiles with as many stages as fit into so many bytes of shared memory."""
     columns = max(16, tiles.BG * triton.next_power_of_2(T))
@@ -78,8 +86,8 @@ def fitting(tiles: Tiles, T: int, gated: bool, memory: int) -> Tiles:
     down = 2 * tiles.BH * (tiles.BG * tiles.BR + columns)
     return replace(
         tiles,
-        up_stages=max(1, min(tiles.up_stages, memory // up)),
-        down_stages=max(1, min(tiles.down_stages, memory // down)),
+        up_stages=stages_within(memory, up, tiles.up_stages),
+        down_stages=stages_within(memory, down, tiles.down_stages),
     )
 
 
@@ -290,7 +298,6 @@ def run(
     experts_TK: Tensor,
     layer: Experts,
     expert_map: Tensor | None,
-    tiles: Tiles | None = None,
     residual_TD: Tensor | None = None,
 ) -> Tensor:
     """The `experts` op for up to TINY_TOKENS tokens and TINY_PAIRS pairs of token and choice, added
@@ -301,9 +308,8 @@ def run(
             f"takes {TINY_TOKENS} tokens and {TINY_PAIRS} pairs of token and choice at most, got "
             f"{T} tokens with {K} choices; run `rows`"
         )
-    if tiles is None:
-        tiles = tiles_for(T, K, D, I, processors(x_TD))
-        tiles = fitting(tiles, T, layer.act[1], shared_memory(x_TD))
+    tiles = tiles_for(T, K, D, I, processors(x_TD))
+    tiles = fitting(tiles, T, layer.act[1], shared_memory(x_TD))
     n_map = 0 if expert_map is None else expert_map.shape[0]
     P = T * K
     BP, BT = triton.next_power_of_2(P), triton.next_power_of_2(T)
