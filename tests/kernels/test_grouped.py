@@ -1,5 +1,6 @@
 """The grouped products, small and odd, against float32 torch."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -21,7 +22,7 @@ from moe_ops.kernels.triton.grouped import grouped_gated, grouped_rows
 from moe_ops.kernels.triton.grouped_plain import config_for
 from moe_ops.kernels.triton.tile_map import GROUP, tile_map
 from moe_ops.ops.activate import activate
-from moe_ops.testing import DEVICE
+from moe_ops.testing import ACTIVATIONS, DEVICE
 
 # kind, gated, interleaved, alpha, limit, up_shift
 SWIGLU = ("silu", True, False, 1.0, None, 0.0)
@@ -110,12 +111,12 @@ def test_the_tile_map_covers_every_row_once():
     counts, block_m = (0, 40 * 16, 3, 0, 16, 17, 25), 16
     ends = torch.tensor(counts).cumsum(0).to(torch.int32).to(DEVICE)
     tiles = tile_map(ends, int(ends[-1]) + UNUSED, block_m)
-    total, longs, counter = tiles.table[-3:].tolist()
+    total, longs, counter = tiles.table[0, :3].tolist()
     assert total == sum(-(-n // block_m) for n in counts) <= tiles.capacity
     assert counter == 0
-    columns = tiles.table[:-3].view(5, tiles.capacity)[:, :total].cpu()
+    entries = tiles.table[1 : 1 + total, :5].tolist()
     covered, heights = [], []
-    for tile, (expert, first_row, end, group, size) in enumerate(columns.T.tolist()):
+    for tile, (expert, first_row, end, group, size) in enumerate(entries):
         assert group <= tile < group + size and 1 <= size <= GROUP
         start = first_row + (tile - group) * block_m
         heights.append(min(block_m, end - start))
@@ -127,7 +128,7 @@ def test_the_tile_map_covers_every_row_once():
 
 def queued(tiles, n_tiles, blocks):
     """What the items of the warp-specialised kernel's queue are, by the kernel's own functions."""
-    table = tiles.table.tolist()
+    table = tiles.table.flatten().tolist()
     fake = SimpleNamespace(
         load=table.__getitem__,
         where=lambda condition, yes, no: yes if condition else no,
@@ -135,7 +136,7 @@ def queued(tiles, n_tiles, blocks):
         num_programs=lambda axis: blocks,
     )
     with patch.object(grouped_gluon, "gl", fake):
-        queue = grouped_gluon._queue.fn(0, tiles.capacity, n_tiles)
+        queue = grouped_gluon._queue.fn(0, n_tiles)
         for item in range(queue[-1] + 1):
             yield grouped_gluon._decode.fn(grouped_gluon._look_up.fn(item, queue), queue, 128)
 
@@ -191,12 +192,14 @@ def test_the_hopper_kernel_compiles_and_keeps_to_its_registers():
         capture_output=True, text=True, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    spilled = [json.loads(line)["spilled"] for line in done.stdout.splitlines()]
-    # A few, outside the loop over K: Triton 3.6 spills at most 32 bytes in any variant, 3.9 at most
-    # 120, and none in half of them.
-    assert len(spilled) == 22
-    if Version(version("triton")) < Version("3.7"):
-        assert max(spilled) <= 32
-    else:
-        assert max(spilled) <= 128
-        assert sum(n == 0 for n in spilled) >= 11
+    lines = [json.loads(line)["spilled"] for line in done.stdout.splitlines()]
+    names = [*itertools.product(ACTIVATIONS, (False, True)), ("down", False), ("down", True)]
+    spilled = dict(zip(names, lines, strict=True))
+    # Those that the layers of the shipped tables take.
+    tuned = [("silu", False), ("gpt_oss", True), ("down", False), ("down", True)]
+    assert [name for name in tuned if spilled[name] > 0] == []
+    # Of the others Triton 3.6 spills at most 16 bytes in two, 3.9 at most 88 in seven, all of it
+    # outside the loop over K.
+    few = Version(version("triton")) < Version("3.7")
+    assert max(lines) <= (16 if few else 88)
+    assert sum(n > 0 for n in lines) <= (2 if few else 7)

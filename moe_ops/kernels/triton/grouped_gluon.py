@@ -11,9 +11,11 @@ own pace: outputs stay in registers and are stored behind the products of the ne
 What the functions below share:
     rings   stages of A [128, 64] and of W [256, 64]; barriers: stage full, stage read
     sizes   N rows of W per expert, K
-    queue   table of tiles, its capacity, tiles along N, whole tiles of the queue, items of it
+    queue   table of tiles, tiles along N, whole tiles of the queue, items of it
     tile    expert or -1 if there is none, one past the last row, first row, tile along N
     notes   where the producer writes the tile of a slot: one place for even, one for odd slots
+    tokens  the same for the rows of x of a slot's tile, -1 past its end: registers are short
+    relay   where one thread of a producer leaves a number for the others
     output  bias or None, descriptor and pointer of the output
     ACT     (kind or None, gated, interleaved, alpha, limit, up_shift)
 """
@@ -36,7 +38,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.launch import processors
-from moe_ops.kernels.triton.tile_map import Tiles
+from moe_ops.kernels.triton.tile_map import ENTRY, Tiles
 
 # Named so from Triton 3.7 or 3.8 on; before that, longer.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -56,21 +58,21 @@ CHUNK_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK
 
 
 @gluon.jit
-def _queue(tiles_ptr, capacity, n_tiles):
+def _queue(tiles_ptr, n_tiles):
     """The queue of this product, for `_look_up` and `_draw`: its items are tiles in the order of
     the table, those of a group that share W side by side, and the last few of them as upper and
     lower 64 rows, so that blocks end at nearly the same time.
     """
     blocks = gl.num_programs(0)
-    row_tiles = gl.load(tiles_ptr + 5 * capacity)
-    long_tiles = gl.load(tiles_ptr + 5 * capacity + 1)
+    row_tiles = gl.load(tiles_ptr)
+    long_tiles = gl.load(tiles_ptr + 1)
     tiles = row_tiles * n_tiles
     cut = blocks // 4
     if tiles < blocks:
         cut = gl.where(2 * tiles <= blocks, tiles, 0)
     if 4 * long_tiles < row_tiles:
         cut = 0  # most of what is cut would have no lower half
-    return tiles_ptr, capacity, n_tiles, tiles - cut, tiles + cut
+    return tiles_ptr, n_tiles, tiles - cut, tiles + cut
 
 
 @gluon.jit
@@ -79,24 +81,24 @@ def _look_up(item, queue):
 
     Only loads: `_decode` waits for them.
     """
-    tiles_ptr, capacity, n_tiles, whole, items = queue
+    tiles_ptr, n_tiles, whole, items = queue
     tile = gl.where(item < whole, item, whole + (item - whole) // 2)
-    entry = tiles_ptr + gl.where(item < items, tile // n_tiles, 0)
+    entry = tiles_ptr + ENTRY * (1 + gl.where(item < items, tile // n_tiles, 0))
     return (
         item,
         tile,
         gl.load(entry),
-        gl.load(entry + capacity),
-        gl.load(entry + 2 * capacity),
-        gl.load(entry + 3 * capacity),
-        gl.load(entry + 4 * capacity),
+        gl.load(entry + 1),
+        gl.load(entry + 2),
+        gl.load(entry + 3),
+        gl.load(entry + 4),
     )
 
 
 @gluon.jit
 def _decode(entry, queue, BLOCK_M: gl.constexpr):
     """The tile of an item that was looked up."""
-    _, _, n_tiles, whole, items = queue
+    _, n_tiles, whole, items = queue
     item, tile, expert, group_row, end, group, size = entry
     within = tile - group * n_tiles
     row = group_row + within % size * BLOCK_M
@@ -109,35 +111,35 @@ def _decode(entry, queue, BLOCK_M: gl.constexpr):
 @gluon.jit
 def _draw(queue):
     """Begin to take the next number of the queue; `_item` waits for it."""
-    tiles_ptr, capacity, _, _, _ = queue
+    tiles_ptr, _, _, _ = queue
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     thread = gl.arange(0, 32 * gl.num_warps(), layout)
     none = thread * 0
-    counter = tiles_ptr + 5 * capacity + 2 + none
+    counter = tiles_ptr + 2 + none
     return gl.atomic_add(counter, none + 1, mask=thread == 0, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
-def _item(drawn, queue):
+def _item(drawn, queue, relay):
     """The item of a number that was drawn; no such item if the queue is empty.
 
     The first items are dealt, one a block, and a block draws once for each item that it had: so
     whoever draws the last of as many numbers as there are items leaves the queue as it was.
     """
-    tiles_ptr, capacity, _, _, items = queue
-    thread = gl.arange(0, drawn.shape[0], drawn.type.layout)
-    number = gl.max(gl.where(thread == 0, drawn, 0), 0)
+    tiles_ptr, _, _, items = queue
+    relay.slice(0, drawn.shape[0]).store(drawn)
+    number = gl.max(relay.slice(0, 1).load(drawn.type.layout), 0)
     if number == items - 1:
-        gl.store(tiles_ptr + 5 * capacity + 2, 0)
+        gl.store(tiles_ptr + 2, 0)
     return number + gl.num_programs(0)
 
 
 @gluon.jit
-def _next_tile(entry, queue, BLOCK_M: gl.constexpr):
+def _next_tile(entry, queue, relay, BLOCK_M: gl.constexpr):
     """`_decode`, or where that is the lower half of a short tile, of the next item with rows."""
     expert, end, row, n = _decode(entry, queue, BLOCK_M)
     while (row >= end) & (expert >= 0):
-        entry = _look_up(_item(_draw(queue), queue), queue)
+        entry = _look_up(_item(_draw(queue), queue, relay), queue)
         expert, end, row, n = _decode(entry, queue, BLOCK_M)
     return expert, end, row, n
 
@@ -189,11 +191,22 @@ def _copy_w(w_descs, expert, n, k, full, stage, N, GATED: gl.constexpr, INTERLEA
 
 
 @gluon.jit
+def _note_tokens(tile, rows_ptr, tokens, TOP_K: gl.constexpr):
+    """Write down which rows of x a tile gathers, -1 for those past its end."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    rows = tile[2] + gl.arange(0, tokens.shape[0], layout)
+    valid = (rows < tile[1]) & (tile[0] >= 0)
+    pair = gl.load(rows_ptr + rows, mask=valid, other=0)
+    tokens.store(gl.where(valid, pair // TOP_K, -1))
+
+
+@gluon.jit
 def _copy_gathered(
     first,
     last,
-    pointers,
-    valid,
+    x_ptr,
+    stride_x,
+    tokens,
     tile,
     w_descs,
     rings,
@@ -208,7 +221,8 @@ def _copy_gathered(
     STAGES: gl.constexpr = a_bufs.shape[0]
     BLOCK_K: gl.constexpr = a_bufs.shape[2]
     W_BYTES: gl.constexpr = w_bufs.shape[1] * BLOCK_K * 2
-    ks = gl.arange(0, BLOCK_K, gl.SliceLayout(0, pointers.type.layout))
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    ks = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
     for i in range(first, last):
         stage = step % STAGES
         bar = full.index(stage)
@@ -216,15 +230,16 @@ def _copy_gathered(
         mbarrier.expect(bar, W_BYTES)
         k = i * BLOCK_K
         _copy_w(w_descs, tile[0], tile[3], k, bar, w_bufs.index(stage), N, ACT[1], ACT[2])
-        mask = valid[:, None]
+        token = tokens.load(gl.SliceLayout(1, layout))
+        mask = (token >= 0)[:, None]
         if not EVEN_K:
             # K is a multiple of 8, so the 16 bytes of one copy are all inside or all outside.
             mask = mask & ((k + ks) // 8 < K // 8)[None, :]
+        pointers = x_ptr + k + (token.to(gl.int64) * stride_x)[:, None] + ks[None, :]
         cp_async(a_bufs.index(stage), pointers, mask=mask)
         async_copy.mbarrier_arrive(bar, increment_count=False)
-        pointers += BLOCK_K
         step += 1
-    return pointers, step
+    return step
 
 
 @gluon.jit
@@ -235,47 +250,43 @@ def _produce_gathered(
     sizes,
     queue,
     notes,
+    relay,
     tile,
     TOP_K: gl.constexpr,
     ACT: gl.constexpr,
     EVEN_K: gl.constexpr,
 ):
     """Fill the ring with rows of x and of W, by four warps."""
-    x_ptr, stride_x, rows_ptr = source
+    x_ptr, stride_x, rows_ptr, tokens = source
     BLOCK_M: gl.constexpr = rings[0].shape[1]
     BLOCK_K: gl.constexpr = rings[0].shape[2]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    ms = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
-    ks = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
     k_steps = gl.cdiv(sizes[1], BLOCK_K)
     step = 0
     slot = 0
-    valid = (tile[2] + ms < tile[1]) & (tile[0] >= 0)
-    pair = gl.load(rows_ptr + tile[2] + ms, mask=valid, other=0)
+    _note_tokens(tile, rows_ptr, tokens.index(0), TOP_K)
     while tile[0] >= 0:
-        pointers = x_ptr + ((pair // TOP_K).to(gl.int64) * stride_x)[:, None] + ks[None, :]
+        mine = tokens.index(slot % 2)
         # The next tile is found two steps at a time, as late as that hides.
         at_0, at_1, at_2 = gl.maximum(k_steps - 6, 0), k_steps - 4, k_steps - 2
-        pointers, step = _copy_gathered(
-            0, at_0, pointers, valid, tile, w_descs, rings, sizes, step, ACT, EVEN_K
+        step = _copy_gathered(
+            0, at_0, x_ptr, stride_x, mine, tile, w_descs, rings, sizes, step, ACT, EVEN_K
         )
         drawn = _draw(queue)
-        pointers, step = _copy_gathered(
-            at_0, at_1, pointers, valid, tile, w_descs, rings, sizes, step, ACT, EVEN_K
+        step = _copy_gathered(
+            at_0, at_1, x_ptr, stride_x, mine, tile, w_descs, rings, sizes, step, ACT, EVEN_K
         )
-        entry = _look_up(_item(drawn, queue), queue)
-        pointers, step = _copy_gathered(
-            at_1, at_2, pointers, valid, tile, w_descs, rings, sizes, step, ACT, EVEN_K
+        entry = _look_up(_item(drawn, queue, relay), queue)
+        step = _copy_gathered(
+            at_1, at_2, x_ptr, stride_x, mine, tile, w_descs, rings, sizes, step, ACT, EVEN_K
         )
         slot += 1
-        next_tile = _next_tile(entry, queue, BLOCK_M)
-        next_valid = (next_tile[2] + ms < next_tile[1]) & (next_tile[0] >= 0)
-        pair = gl.load(rows_ptr + next_tile[2] + ms, mask=next_valid, other=0)
+        next_tile = _next_tile(entry, queue, relay, BLOCK_M)
+        _note_tokens(next_tile, rows_ptr, tokens.index(slot % 2), TOP_K)
         _tell(next_tile, notes, slot)
-        pointers, step = _copy_gathered(
-            at_2, k_steps, pointers, valid, tile, w_descs, rings, sizes, step, ACT, EVEN_K
+        step = _copy_gathered(
+            at_2, k_steps, x_ptr, stride_x, mine, tile, w_descs, rings, sizes, step, ACT, EVEN_K
         )
-        tile, valid = next_tile, next_valid
+        tile = next_tile
 
 
 @gluon.jit
@@ -306,7 +317,7 @@ def _copy_rows(first, last, tile, a_desc, w_descs, rings, sizes, step):
 
 
 @gluon.jit
-def _produce_rows(a_desc, w_descs, rings, sizes, queue, notes, tile):
+def _produce_rows(a_desc, w_descs, rings, sizes, queue, notes, relay, tile):
     """Fill the ring with consecutive rows of A and rows of W, by one warp."""
     BLOCK_M: gl.constexpr = rings[0].shape[1]
     k_steps = gl.cdiv(sizes[1], rings[0].shape[2])
@@ -318,10 +329,10 @@ def _produce_rows(a_desc, w_descs, rings, sizes, queue, notes, tile):
         step = _copy_rows(0, at_0, tile, a_desc, w_descs, rings, sizes, step)
         drawn = _draw(queue)
         step = _copy_rows(at_0, at_1, tile, a_desc, w_descs, rings, sizes, step)
-        entry = _look_up(_item(drawn, queue), queue)
+        entry = _look_up(_item(drawn, queue, relay), queue)
         step = _copy_rows(at_1, at_2, tile, a_desc, w_descs, rings, sizes, step)
         slot += 1
-        next_tile = _next_tile(entry, queue, BLOCK_M)
+        next_tile = _next_tile(entry, queue, relay, BLOCK_M)
         _tell(next_tile, notes, slot)
         step = _copy_rows(at_2, k_steps, tile, a_desc, w_descs, rings, sizes, step)
         tile = next_tile
@@ -509,7 +520,6 @@ def _grouped(
     out_desc,
     out_ptr,
     tiles_ptr,
-    capacity,
     N,
     K,
     n_tiles,
@@ -524,8 +534,10 @@ def _grouped(
     """`a` is a pointer if TOP_K is given, which says that rows are gathered, else a descriptor."""
     # Ahead of the barriers that one thread prepares: behind them, ptxas lets that thread's warp
     # diverge until the tile is known, though it looks it up in registers that a warp shares.
-    queue = _queue(tiles_ptr, capacity, n_tiles)
-    tile = _next_tile(_look_up(gl.program_id(0), queue), queue, BLOCK_M)
+    queue = _queue(tiles_ptr, n_tiles)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    relay = gl.allocate_shared_memory(gl.int32, [BLOCK_M], plain)
+    tile = _next_tile(_look_up(gl.program_id(0), queue), queue, relay, BLOCK_M)
     GATHERED: gl.constexpr = TOP_K is not None
     dtype: gl.constexpr = w_desc.dtype
     swizzled: gl.constexpr = w_desc.layout
@@ -536,7 +548,8 @@ def _grouped(
     buffers_1 = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, BLOCK_N // 4], swizzled)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    notes = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    notes = gl.allocate_shared_memory(gl.int32, [8, 1], plain)
+    tokens = gl.allocate_shared_memory(gl.int32, [2, BLOCK_M], plain)
     for i in gl.static_range(STAGES):
         # One arrival for the TMA copies; where rows are gathered, one more of every thread.
         mbarrier.init(full.index(i), count=129 if GATHERED else 1)
@@ -548,25 +561,25 @@ def _grouped(
     sizes = (N, K)
     # Registers of the second consumer and of the producer; what is left goes to the first consumer.
     if GATHERED:
-        x = (a, stride_a, rows_ptr)
+        x = (a, stride_a, rows_ptr, tokens)
         gl.warp_specialize(
             [
                 (_consume, (0, output, buffers_0, rings, sizes, notes, tile, GATHERED, ACT)),
                 (_consume, (1, output, buffers_1, rings, sizes, notes, tile, GATHERED, ACT)),
                 (
                     _produce_gathered,
-                    (x, w_descs, rings, sizes, queue, notes, tile, TOP_K, ACT, EVEN_K),
+                    (x, w_descs, rings, sizes, queue, notes, relay, tile, TOP_K, ACT, EVEN_K),
                 ),
             ],
             [4, 4],
-            [216, 72],
+            [224, 64],
         )
     else:
         gl.warp_specialize(
             [
                 (_consume, (0, output, buffers_0, rings, sizes, notes, tile, GATHERED, ACT)),
                 (_consume, (1, output, buffers_1, rings, sizes, notes, tile, GATHERED, ACT)),
-                (_produce_rows, (a, w_descs, rings, sizes, queue, notes, tile)),
+                (_produce_rows, (a, w_descs, rings, sizes, queue, notes, relay, tile)),
             ],
             [4, 1],
             [232, 40],
@@ -607,7 +620,6 @@ def launch(
         out_desc,
         out,
         tiles.table,
-        tiles.capacity,
         N,
         K,
         triton.cdiv(N, BLOCK_N),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.launch import shared_memory
-from moe_ops.kernels.triton.tile_map import Tiles
+from moe_ops.kernels.triton.tile_map import ENTRY, Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,6 @@ def launch(
         bias_EN,
         out,
         tiles.table,
-        tiles.capacity,
         N,
         n_tiles,
         K,
@@ -89,7 +88,6 @@ def _grouped(
     bias_ptr,
     out_ptr,
     tiles_ptr,
-    capacity,
     N,
     n_tiles,
     K: tl.constexpr,
@@ -105,15 +103,15 @@ def _grouped(
     """
     GATED: tl.constexpr = ACT[1]
     tile = tl.program_id(0)
-    if tile >= tl.load(tiles_ptr + 5 * capacity) * n_tiles:
+    if tile >= tl.load(tiles_ptr) * n_tiles:
         return
-    entry = tiles_ptr + tile // n_tiles
+    entry = tiles_ptr + ENTRY * (1 + tile // n_tiles)
     expert = tl.load(entry).to(tl.int64)
-    end = tl.load(entry + 2 * capacity)
-    size = tl.load(entry + 4 * capacity)
-    within = tile - tl.load(entry + 3 * capacity) * n_tiles
+    end = tl.load(entry + 2)
+    size = tl.load(entry + 4)
+    within = tile - tl.load(entry + 3) * n_tiles
     n = within // size
-    rows = tl.load(entry + capacity) + within % size * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.load(entry + 1) + within % size * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = rows < end
 
     # Gate and up rows of W alternate in the tile, so that each thread holds both of a pair.

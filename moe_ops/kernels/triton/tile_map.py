@@ -14,42 +14,46 @@ import triton.language as tl
 from torch import Tensor
 
 GROUP = 16  # tiles of one expert that run side by side, sharing W from the L2 cache
+ENTRY = tl.constexpr(8)  # int32s from one entry to the next: its five lie in one sector of memory
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The table of row tiles: five int32 arrays of `capacity`, then how many tiles there are, how
+    """The table of row tiles, int32 [1 + capacity, 8]. The first row: how many tiles there are, how
     many of these have rows in their lower half, and a counter, 0 between the products over these
-    rows, which run one after the other."""
+    rows, which run one after the other. Each of the others is a tile: its expert, the first row of
+    its group (at most GROUP tiles), one past the expert's last row, the group's first tile and how
+    many tiles the group has."""
 
     table: Tensor
-    capacity: int
     block_m: int
+
+    @property
+    def capacity(self) -> int:
+        return self.table.shape[0] - 1
 
 
 def tile_map(ends_E: Tensor, rows: int, block_m: int) -> Tiles:
     """Tiles of at most `block_m` rows, for every product over these rows of those `tile_rows`."""
     E = ends_E.numel()
     capacity = rows // block_m + min(E, rows)
-    table = torch.empty(5 * capacity + 3, dtype=torch.int32, device=ends_E.device)
+    table = torch.empty(1 + capacity, ENTRY.value, dtype=torch.int32, device=ends_E.device)
     block, block_e = 128, max(triton.next_power_of_2(E), 16)
-    _tile_map[(E,)](ends_E, table, capacity, E, block_m, GROUP, block_e, block, num_warps=4)
-    return Tiles(table, capacity, block_m)
+    _tile_map[(E,)](ends_E, table, E, block_m, GROUP, block_e, block, num_warps=4)
+    return Tiles(table, block_m)
 
 
 @triton.jit
 def _tile_map(
     ends_ptr,
     table_ptr,
-    capacity,
     E,
     BLOCK_M: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program e writes the tiles of expert e: e, first row of the tile's group (at most GROUP
-    tiles), one past the expert's last row, the group's first tile and its size."""
+    """Program e writes the tiles of expert e."""
     e = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
     ends = tl.load(ends_ptr + experts, mask=experts < E, other=0)
@@ -64,15 +68,15 @@ def _tile_map(
     for at in range(0, my_tiles, BLOCK):
         tile = at + tl.arange(0, BLOCK)
         group = tile // GROUP * GROUP
-        entry = table_ptr + first + tile
+        entry = table_ptr + ENTRY * (1 + first + tile)
         mask = tile < my_tiles
         tl.store(entry, tl.zeros([BLOCK], tl.int32) + e, mask=mask)
-        tl.store(entry + capacity, start + group * BLOCK_M, mask=mask)
-        tl.store(entry + 2 * capacity, tl.zeros([BLOCK], tl.int32) + end, mask=mask)
-        tl.store(entry + 3 * capacity, first + group, mask=mask)
-        tl.store(entry + 4 * capacity, tl.minimum(my_tiles - group, GROUP), mask=mask)
+        tl.store(entry + 1, start + group * BLOCK_M, mask=mask)
+        tl.store(entry + 2, tl.zeros([BLOCK], tl.int32) + end, mask=mask)
+        tl.store(entry + 3, first + group, mask=mask)
+        tl.store(entry + 4, tl.minimum(my_tiles - group, GROUP), mask=mask)
     if e == 0:
         long_tiles = (rows + (BLOCK_M // 2 - 1)) // BLOCK_M
-        tl.store(table_ptr + 5 * capacity, tl.sum(tiles))
-        tl.store(table_ptr + 5 * capacity + 1, tl.sum(long_tiles))
-        tl.store(table_ptr + 5 * capacity + 2, 0)
+        tl.store(table_ptr, tl.sum(tiles))
+        tl.store(table_ptr + 1, tl.sum(long_tiles))
+        tl.store(table_ptr + 2, 0)
