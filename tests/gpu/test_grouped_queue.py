@@ -91,7 +91,7 @@ def inputs_of(case: Case) -> tuple[Tensor, Tensor, Experts]:
 def no_hang(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A kernel that hangs cannot be stopped: say what is known, and end the process."""
     tables: list[Tensor] = []
-    tails = torch.empty(8, 3, dtype=torch.int32, pin_memory=True).fill_(-1)
+    heads = torch.empty(8, 3, dtype=torch.int32, pin_memory=True).fill_(-1)
     stream = torch.cuda.Stream()
 
     def recording(ends_E: Tensor, rows: int, block_m: int) -> Tiles:
@@ -101,13 +101,13 @@ def no_hang(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     def hung() -> None:
         with torch.cuda.stream(stream):
-            for tail, table in zip(tails, tables[-len(tails) :], strict=False):
-                tail.copy_(table[0, :3], non_blocking=True)
+            for head, table in zip(heads, tables[-len(heads) :], strict=False):
+                head.copy_(table[0, :3], non_blocking=True)
         stopped.wait(2)
         capture = request.config.pluginmanager.getplugin("capturemanager")
         with capture.global_and_fixture_disabled():
             print(f"\n{request.node.nodeid} did not end in {HANG} s")
-            print("row tiles, long ones, counter of the last tables:", tails.tolist(), flush=True)
+            print("row tiles, long ones, counter of the last tables:", heads.tolist(), flush=True)
             faulthandler.dump_traceback(os.dup(1))
             os._exit(3)
 

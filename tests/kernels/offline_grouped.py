@@ -1,6 +1,7 @@
 """Compile for a Hopper GPU that is not here the warp-specialised grouped products; a script.
 
-It prints one JSON line for each variant: what it is, its registers, and the bytes that it spills.
+It prints one JSON line for each variant: its activation, whether there are biases and only whole
+steps along K, its registers, and the bytes that it spills.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def compile_launch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **opt
     if self is not grouped_gluon._grouped:
         return
     made = triton.compile(source_of(self, args), target=GPUTarget("cuda", 90, 32), options=options)
-    print(json.dumps(usage(made.asm["cubin"])), flush=True)
+    given = dict(zip(self.arg_names, args, strict=True))
+    variant = {k: given[k] for k in ("ACT", "EVEN_K")} | {"bias": given["bias_ptr"] is not None}
+    print(json.dumps(variant | usage(made.asm["cubin"])), flush=True)
 
 
 def main() -> None:
@@ -63,9 +66,9 @@ def main() -> None:
             act = Activation(**{"kind": "silu"} | args)
             F = 2 * I if act.gated else I
             b13 = empty(E, F) if bias else None
-            width = D + 16 if args == {} else D
-            x, w13 = empty(2048, width), empty(E, F, width)
-            grouped.grouped_gated(x, rows, ends, w13, b13, K, *act.args)
+            for width in (D, D + 16) if args == {} else (D,):
+                x, w13 = empty(2048, width), empty(E, F, width)
+                grouped.grouped_gated(x, rows, ends, w13, b13, K, *act.args)
         for bias in (False, True):
             b2 = empty(E, D) if bias else None
             grouped.grouped_rows(empty(4096, I), ends, empty(E, D, I), b2)

@@ -1,6 +1,5 @@
 """The grouped products, small and odd, against float32 torch."""
 
-import itertools
 import json
 import os
 import subprocess
@@ -22,7 +21,7 @@ from moe_ops.kernels.triton.grouped import grouped_gated, grouped_rows
 from moe_ops.kernels.triton.grouped_plain import config_for
 from moe_ops.kernels.triton.tile_map import GROUP, tile_map
 from moe_ops.ops.activate import activate
-from moe_ops.testing import ACTIVATIONS, DEVICE
+from moe_ops.testing import DEVICE
 
 # kind, gated, interleaved, alpha, limit, up_shift
 SWIGLU = ("silu", True, False, 1.0, None, 0.0)
@@ -192,14 +191,13 @@ def test_the_hopper_kernel_compiles_and_keeps_to_its_registers():
         capture_output=True, text=True, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line)["spilled"] for line in done.stdout.splitlines()]
-    names = [*itertools.product(ACTIVATIONS, (False, True)), ("down", False), ("down", True)]
-    spilled = dict(zip(names, lines, strict=True))
-    # Those that the layers of the shipped tables take.
-    tuned = [("silu", False), ("gpt_oss", True), ("down", False), ("down", True)]
-    assert [name for name in tuned if spilled[name] > 0] == []
+    variants = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(variants) == 24
+    spilling = [v for v in variants if v["spilled"] > 0]
+    # None that a layer of the shipped tables takes: gated SiLU, and the second product.
+    assert [v for v in spilling if v["ACT"][:2] == ["silu", True] or v["ACT"][0] is None] == []
     # Of the others Triton 3.6 spills at most 16 bytes in two, 3.9 at most 88 in seven, all of it
     # outside the loop over K.
     few = Version(version("triton")) < Version("3.7")
-    assert max(lines) <= (16 if few else 88)
-    assert sum(n > 0 for n in lines) <= (2 if few else 7)
+    assert max(v["spilled"] for v in variants) <= (16 if few else 88)
+    assert len(spilling) <= (2 if few else 7)
