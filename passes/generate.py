@@ -79,15 +79,11 @@ class PromptRegion:
 
 
 def mark(x: Tensor, B: int, S: int) -> None:
-    """Mark the dims that count sequences and tokens: [B, S], [B, S, D], and masks [B, 1, S, S].
-
-    One sequence of one token is compiled for itself: where all that is left of a size is B,
-    Inductor takes 1 x D and D for the same and then cannot divide one by the other.
-    """
+    """Mark the dims that count sequences and tokens: [B, S], [B, S, D], and masks [B, 1, S, S]."""
     if x.dim() < 2:
         return
     if x.shape[0] == B:
-        (maybe_mark_dynamic if B * S > 1 else mark_static)(x, 0)
+        maybe_mark_dynamic(x, 0)
     for dim in (1,) if x.dim() < 4 else (2, 3):
         if x.shape[dim] == S:
             (maybe_mark_dynamic if S > 1 else mark_static)(x, dim)

@@ -113,8 +113,7 @@ class Pipeline(InferenceAware):
                 hook(graph)
         if not is_inference and not any(run.skipped for run in self.runs):
             log.warning("moe_ops leaves a graph alone: %s", TRAINING)
-        if sizes.NEEDS_BOUND:
-            sizes.bound(graph)
+        sizes.tell(graph)
         self.runs.append(self._run(graph) if is_inference else GraphRun(skipped=TRAINING))
 
     def uuid(self) -> str | None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
@@ -57,11 +58,24 @@ def call_oblivious(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 setattr(shape_config, OBLIVIOUS, _inside.before)
 
 
-def bound(graph: fx.Graph) -> None:
-    """Tell the graph's symbolic sizes that they are less than a missing end, as all sizes are."""
+def tell(graph: fx.Graph) -> None:
+    """Make the graph's symbolic sizes ready for Inductor, as those traced without the flag are."""
     vals = (node.meta.get("val") for node in graph.nodes)
     fake = next((val for val in vals if isinstance(val, FakeTensor)), None)
     env = None if fake is None else fake.fake_mode.shape_env
-    if env is not None:
-        for symbol in tuple(env.size_like):
+    if env is None:
+        return
+    symbols = tuple(env.size_like)
+    # From here on a guard that fixes a size at 0 or 1 fixes it everywhere, as one at 7 does. Of
+    # sizes that are size-like torch refuses to learn that: after a guard on 1 it takes s52 for 1
+    # where it asks the guards, and for a symbol where it multiplies. Inductor then fuses nodes of
+    # 2048*s27 and of 2048*s27*s52 elements, and stops as it cannot split one like the other.
+    env.size_like.clear()
+    for guard in env.guards:
+        if isinstance(guard.expr, sympy.Eq) and guard.expr.lhs in symbols:
+            symbol, number = guard.expr.args
+            if number in (0, 1):
+                env._set_replacement(symbol, number, "a guard fixes it")
+    if NEEDS_BOUND:
+        for symbol in symbols:
             env.constrain_symbol_range(symbol, 0, MISSING_END - 1)

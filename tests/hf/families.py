@@ -48,11 +48,11 @@ def discover() -> tuple[str, ...]:
 def build(family: str, experts_implementation: str = "grouped_mm", *, seed: int = 0) -> TinyModel:
     """A tiny model of `family`. Its weights depend on `family` and `seed`, on nothing else."""
     transformers.logging.set_verbosity_error()  # tiny sizes earn many warnings, all expected
-    model_class = _model_class(family)
-    config = tiny_config(model_class.config_class)
+    cls = model_class(family)
+    config = tiny_config(cls.config_class)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(config).to(torch.float32).eval()
+        model = cls(config).to(torch.float32).eval()
     _randomise(model, seed)
     # Afterwards, as this skips a vision tower of another family, which would refuse the name.
     model.set_experts_implementation(experts_implementation)
@@ -95,7 +95,7 @@ def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
     return config_class(**sizes | OVERRIDES.get(config_class.__name__, {}))
 
 
-def _model_class(family: str) -> type[PreTrainedModel]:
+def model_class(family: str) -> type[PreTrainedModel]:
     """The first class of the family's module which generates text, else its first base model."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     if family in MODEL_CLASSES:

@@ -6,9 +6,10 @@ import threading
 from collections.abc import Callable
 
 import pytest
+import sympy
 import torch
 import torch.fx.experimental._config as shape_config
-from torch import fx
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_ops.passes import sizes
@@ -26,9 +27,10 @@ def test_sizes_end_before_a_missing_end(flag: bool) -> None:
         env, size = x.fake_mode.shape_env, x.shape[0]
         assert env is not None and isinstance(size, torch.SymInt)
         before, guards = env.var_to_range[size.node.expr], len(env.guards)
-        sizes.bound(graph)
+        sizes.tell(graph)
         found.append((before, env.var_to_range[size.node.expr]))
         assert len(env.guards) == guards
+        assert isinstance(x.shape[0], torch.SymInt)
 
     x_TD = torch.randn(5, 4)
     torch._dynamo.maybe_mark_dynamic(x_TD, 0)
@@ -38,11 +40,61 @@ def test_sizes_end_before_a_missing_end(flag: bool) -> None:
     ((before, after),) = found
     assert before.upper > sizes.MISSING_END
     assert after.lower == before.lower
-    assert after.upper == (sizes.MISSING_END - 1 if flag else before.upper)
+    bounded = flag and sizes.NEEDS_BOUND
+    assert after.upper == (sizes.MISSING_END - 1 if bounded else before.upper)
+
+
+@pytest.mark.skipif(not sizes.HAS_OBLIVIOUS, reason="this torch lacks the flag")
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_size_of_one_on_which_a_model_branches_is_a_number(size: int) -> None:
+    """As torch has it without the flag; another size stays symbolic."""
+    found = []
+
+    def hook(graph: fx.Graph) -> None:
+        def shape() -> list[object]:
+            vals = [node.meta.get("val") for node in graph.nodes]
+            return [*next(v for v in vals if isinstance(v, FakeTensor)).shape]
+
+        before = shape()
+        sizes.tell(graph)
+        found.append((before, shape()))
+
+    def model(x_TD: Tensor) -> Tensor:
+        return x_TD * 2 if x_TD.shape[0] != 1 else x_TD * 3
+
+    x_TD = torch.randn(size, 4)
+    torch._dynamo.maybe_mark_dynamic(x_TD, 0)
+    with shape_config.patch(backed_size_oblivious=True):
+        result = Compiled(model, hook, dynamic=None)(x_TD)
+    torch.testing.assert_close(result, model(x_TD))
+    ((before, after),) = found
+    assert isinstance(before[0], torch.SymInt)
+    assert after == [1, 4] if size == 1 else isinstance(after[0], torch.SymInt)
+
+
+@pytest.mark.skipif(not sizes.HAS_OBLIVIOUS, reason="this torch lacks the flag")
+def test_a_guard_that_inductor_adds_fixes_a_size_too() -> None:
+    """Inductor pairs sizes by their hints, so it may take a size of 1 for a number."""
+    found = []
+
+    def hook(graph: fx.Graph) -> None:
+        vals = [node.meta.get("val") for node in graph.nodes]
+        x_TD = next(v for v in vals if isinstance(v, FakeTensor))
+        sizes.tell(graph)
+        env, symbol = x_TD.fake_mode.shape_env, x_TD.shape[0].node.expr
+        assert env is not None and env.evaluate_expr(sympy.Eq(symbol, 1))
+        found.append((symbol, env.replace(symbol)))
+
+    x_TD = torch.randn(1, 4)
+    torch._dynamo.maybe_mark_dynamic(x_TD, 0)
+    with shape_config.patch(backed_size_oblivious=True):
+        Compiled(lambda x: x * 2, hook, dynamic=None)(x_TD)
+    ((symbol, number),) = found
+    assert symbol.is_Symbol and number == 1
 
 
 def test_a_graph_without_symbolic_sizes_is_left_alone() -> None:
-    result = Compiled(lambda x: x + 1, sizes.bound)(torch.zeros(3))
+    result = Compiled(lambda x: x + 1, sizes.tell)(torch.zeros(3))
     assert result.tolist() == [1, 1, 1]
 
 

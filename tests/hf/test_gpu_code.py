@@ -1,0 +1,57 @@
+"""Models at real widths become code for a GPU, here without one; tests/gpu runs them on one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import moe_ops
+from tests.absent_gpu import absent_gpu
+
+from . import real
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them on the GPU"),
+]
+
+
+def model_and_ids(family: str, batch: int, length: int) -> tuple[nn.Module, torch.Tensor]:
+    model = real.build(family, device="cuda", dtype=torch.bfloat16)
+    return model, torch.full((batch, length), real.FIRST_PLAIN_TOKEN, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("family", "batch", "length"), [("qwen3_moe", 1, 128), ("phimoe", 1, 128), ("olmoe", 3, 40)]
+)
+def test_a_forward_is_one_graph_with_our_kernels(family: str, batch: int, length: int) -> None:
+    with absent_gpu() as codes:
+        model, ids = model_and_ids(family, batch, length)
+        with torch.inference_mode():
+            out = moe_ops.compile(model)(input_ids=ids, use_cache=False)
+        assert out.logits.shape == (batch, length, real.VOCAB)
+    (code,) = codes
+    assert code.count("torch.ops.moe_ops.experts.planned") >= real.LAYERS
+    assert "triton.grouped" in code and "aten" not in plans(code)
+
+
+@pytest.mark.parametrize(("family", "batch", "length"), [("qwen3_moe", 1, 128), ("olmoe", 1, 1)])
+def test_a_prompt_and_a_step_of_generate(family: str, batch: int, length: int) -> None:
+    with absent_gpu() as codes:
+        model, ids = model_and_ids(family, batch, length)
+        decoder = moe_ops.compile(model)._moe_ops_generation.decoder
+        steps = decoder.lease(batch, length + 16)
+        assert steps.read(ids, use_cache=True).logits.shape == (batch, length, real.VOCAB)
+        prompt = len(codes)
+        steps._run()
+        assert steps.logits.shape == (batch, 1, real.VOCAB)
+    # A layer, the rotary embedding and the last norm; steps have their masks besides.
+    assert prompt == 3 and len(codes) == 7
+    assert any("moe_ops.rope_attention" in code for code in codes[prompt:])
+
+
+def plans(code: str) -> set[str]:
+    """The plans of experts in a graph's code."""
+    lines = [line for line in code.splitlines() if "moe_ops.experts.planned" in line]
+    return {line.partition("plan=")[2] for line in lines}
