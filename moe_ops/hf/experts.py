@@ -27,7 +27,6 @@ from moe_ops.shapes import FLOATS
 
 NAME = "moe_ops"
 
-
 # Classes of activation functions (transformers.activations and torch.nn) by the `kind` that
 # computes the same.
 ACTIVATIONS = {
@@ -150,8 +149,7 @@ def run(
         warn_once(f"{name} runs on transformers' grouped_mm: {found}")
         return fallback(module, x, experts_TK, weights_TK)
     act = found.activation if isinstance(found, StoredFormat) else found
-    w13: Tensor = module.gate_up_proj if act.gated else module.up_proj  # type: ignore[assignment]
-    w2: Tensor = module.down_proj  # type: ignore[assignment]
+    w13, w2 = _weights(module, found, act.gated)
     if torch.is_grad_enabled() and (
         x.requires_grad or weights_TK.requires_grad or w13.requires_grad or w2.requires_grad
     ):
@@ -163,10 +161,11 @@ def run(
         b13 = module.gate_up_proj_bias if act.gated else module.up_proj_bias
         b2 = module.down_proj_bias
     quantised: dict[str, Any] = {}
-    transposed, inputs = bool(module.is_transposed), x
+    transposed, inputs = False, x
     if isinstance(found, StoredFormat):
-        quantised, transposed = found.arguments(module), False
+        quantised = found.arguments(module)
     else:
+        transposed = bool(module.is_transposed)
         # Under autocast the activations may come in another dtype than the weights; the products
         # are the weights'.
         inputs = x.to(w13.dtype)
@@ -175,6 +174,15 @@ def run(
         *act.args, **quantised,
     )  # fmt: skip
     return out_TD.to(x.dtype)
+
+
+def _weights(
+    module: nn.Module, found: StoredFormat | Activation, gated: bool
+) -> tuple[Tensor, Tensor]:
+    """The weights of both products, or their codes."""
+    suffix = found.codes_suffix if isinstance(found, StoredFormat) else ""
+    first = "gate_up_proj" if gated else "up_proj"
+    return getattr(module, first + suffix), getattr(module, "down_proj" + suffix)
 
 
 def _differentiable(name: str, quantised: bool, fallback: Callable[..., Any]) -> Callable[..., Any]:

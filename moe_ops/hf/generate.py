@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from moe_ops.hf.regions import CACHE, layer_lists
 from moe_ops.hf.sample import sample
 from moe_ops.hf.slots import Slots
 from moe_ops.hf.steps import Decoder, Steps, StepsReport, Tools
+from moe_ops.hf.subclass import new_object, subclass
 
 log = logging.getLogger("moe_ops")
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -57,16 +57,8 @@ def quicken(twin: PreTrainedModel, model: PreTrainedModel, tools: Tools) -> None
     if reason is not None:
         log.info("generate of %s stays transformers' own: it %s", type(model).__name__, reason)
         return
-    twin.__class__ = quick_class(type(model))  # type: ignore[arg-type]
+    twin.__class__ = subclass(QuickGenerate, type(model))  # type: ignore[arg-type]
     twin._moe_ops_generation = Generation(Decoder(model, tools))
-
-
-@functools.cache
-def quick_class(cls: type) -> type:
-    """A class of the same name with our `generate`: what looks at names, as records do, finds
-    what it did."""
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (QuickGenerate, cls), names)
 
 
 def shape_refusal(model: PreTrainedModel) -> str | None:
@@ -161,10 +153,6 @@ class Generation:
         if reason not in self.told:
             self.told.add(reason)
             log.info("generate runs transformers' own way: %s", reason)
-
-
-def new_object(cls: Any) -> Any:
-    return cls.__new__(cls)
 
 
 class QuickGenerate:

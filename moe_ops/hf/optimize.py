@@ -49,7 +49,7 @@ def optimize(model: Model) -> Model:
         )
     if hasattr(model, _STATE):
         return model
-    experts = [m for m in model.modules() if hasattr(m, "has_gate") and hasattr(m, "is_transposed")]
+    experts = [m for m in model.modules() if is_experts(m)]
     if not experts:
         log.warning("moe_ops.optimize: %s has no experts to optimize", type(model).__name__)
     configs = _configs(model)
@@ -79,6 +79,13 @@ def restore(model: Model) -> Model:
         delattr(router, _RULE)
     delattr(model, _STATE)
     return model
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module has the flags that transformers gives to experts in stacked weights."""
+    return stored_format(module) is not None or (
+        hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+    )
 
 
 def _configs(model: PreTrainedModel) -> tuple[tuple[Any, str | None], ...]:
