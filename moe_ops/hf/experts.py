@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from transformers.integrations.moe import (
     ALL_EXPERTS_FUNCTIONS,
     _default_apply_gate,
@@ -26,6 +27,9 @@ from moe_ops.ops.activate import Activation
 from moe_ops.shapes import FLOATS
 
 NAME = "moe_ops"
+
+# What a module of plain weights holds; of fake ones while torch.export or FakeTensorMode runs it.
+PLAIN_TENSORS = (Tensor, nn.Parameter, FakeTensor)
 
 # Classes of activation functions (transformers.activations and torch.nn) by the `kind` that
 # computes the same.
@@ -78,10 +82,7 @@ def describe(module: nn.Module) -> Activation | str:
     if getattr(module, "has_post_expert_norm", False):
         return "it normalises each expert's output before the weighted sum"
     weight = module.gate_up_proj if module.has_gate else module.up_proj
-    if type(weight) not in (Tensor, nn.Parameter) or type(module.down_proj) not in (
-        Tensor,
-        nn.Parameter,
-    ):
+    if type(weight) not in PLAIN_TENSORS or type(module.down_proj) not in PLAIN_TENSORS:
         return f"its weights are {type(weight).__name__}, not plain tensors"
     if weight.dtype not in FLOATS:
         return f"its weights are {weight.dtype}"

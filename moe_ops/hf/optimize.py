@@ -120,7 +120,8 @@ def router_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs:
     """A router through `route`; its own code where gradients, autocast or rounding need that."""
     rule = RULES[getattr(self, _RULE)]
     own = type(self).forward
-    if torch.is_autocast_enabled(hidden_states.device.type):
+    device = hidden_states.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # which raises for meta
         return own(self, hidden_states, *args, **kwargs)
     if torch.is_grad_enabled() and (
         hidden_states.requires_grad or any(p.requires_grad for p in self.parameters())
