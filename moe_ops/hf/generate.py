@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -155,6 +156,12 @@ class Generation:
             log.info("generate runs transformers' own way: %s", reason)
 
 
+def as_stock(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method with the signature of transformers' own, where transformers looks up what a model
+    takes, such as inputs_embeds."""
+    return functools.wraps(getattr(GenerationMixin, method.__name__))(method)
+
+
 class QuickGenerate:
     """What `quicken` puts before a model's class. Where a call cannot run by steps, everything here
     passes on to the model's class, but that it neither compiles again nor takes other experts.
@@ -178,6 +185,7 @@ class QuickGenerate:
             return steps.read(*args, **kwargs)
         return CausalLMOutputWithPast(logits=steps.step(kwargs["input_ids"]), past_key_values=cache)
 
+    @as_stock
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("custom_generate") is not None:  # may ask a step for whatever a model can do
             self._moe_ops_generation.tell("it is custom_generate")
@@ -189,6 +197,7 @@ class QuickGenerate:
                 out[CACHE] = cache.steps().dynamic_cache()
             return out
 
+    @as_stock
     def _prepare_cache_for_generation(
         self,
         generation_config: Any,
@@ -210,6 +219,7 @@ class QuickGenerate:
         model_kwargs[CACHE] = state.lease(rows, max_cache_length)
         return None
 
+    @as_stock
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)
         if isinstance(cache, Slots) and not cache.filling:
@@ -218,6 +228,7 @@ class QuickGenerate:
             input_ids, *args, **kwargs
         )
 
+    @as_stock
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
@@ -227,13 +238,16 @@ class QuickGenerate:
             outputs, model_kwargs, *args, **kwargs
         )
 
+    @as_stock
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         return False  # the model is compiled already
 
+    @as_stock
     @contextmanager
     def _optimize_model_for_decode(self) -> Iterator[None]:
         yield  # our passes choose by the number of tokens; another implementation would recompile
 
+    @as_stock
     def _sample(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         criteria, config = kwargs["stopping_criteria"], kwargs["generation_config"]
         stock = (
