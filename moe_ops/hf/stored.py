@@ -104,7 +104,7 @@ class QuantisedExperts(HoldsCodes):
             given = state_dict.get(prefix + name)
             if given is None and f"{prefix}{name}{CODES}" not in state_dict:
                 continue
-            if given is None or given.dtype != torch.uint8 or given.dim() != 2:
+            if not isinstance(given, Tensor) or given.dtype != torch.uint8 or given.dim() != 2:
                 yield (
                     f"{prefix}{name} is no quantised weight in the state dict, but this "
                     f"{type(self).__name__} holds codes of {stored.w_format}; load the weights "

@@ -52,8 +52,8 @@ class HoldsCodes(nn.Module):
         coded = set(self.coded())
         for name, own in {**self._parameters, **self._buffers}.items():
             given = state_dict.get(prefix + name)
-            if own is None or given is None or given.dtype == own.dtype:
-                continue
+            if own is None or not isinstance(given, Tensor) or given.dtype == own.dtype:
+                continue  # what is no tensor, torch refuses
             if name in coded or (given.dtype not in FLOATS and own.dtype in FLOATS):
                 yield (
                     f"{prefix}{name} is {given.dtype} in the state dict, but {own.dtype} in this "

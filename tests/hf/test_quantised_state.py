@@ -148,6 +148,11 @@ def test_a_quantised_model_refuses_plain_weights_and_other_formats(strict: bool)
     without = {n: t for n, t in quantised(seed=1).state_dict().items() if n[-5:] != "_proj"}
     with pytest.raises(RuntimeError, match="no quantised weight in the state dict"):
         model.load_state_dict(without, strict=strict)
+    for name in ("gate_up_proj", "gate_up_proj_codes"):
+        no_tensor = {**quantised(seed=1).state_dict(), f"{EXPERTS}.{name}": "int8:row"}
+        with pytest.raises(RuntimeError, match=rf"{EXPERTS}\.{name}"):
+            model.load_state_dict(no_tensor, strict=strict)
+        model = quantised()
     scaled = quantised(seed=1).state_dict()
     scaled[f"{EXPERTS}.down_proj_scale"] = scaled[f"{EXPERTS}.down_proj_scale"].half()
     with pytest.raises(RuntimeError, match=r"down_proj_scale is torch.float16 .* torch.float32 in"):
