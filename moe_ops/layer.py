@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moe_ops.layer_options import QuantFormats, Routing
 from moe_ops.layer_tensors import (
+    CODED,
     PER_EXPERT,
     STATE,
     LayerSizes,
@@ -27,6 +28,7 @@ from moe_ops.parallel.config import ParallelConfig
 from moe_ops.parallel.expert_map import LINEAR, place
 from moe_ops.parallel.replicas import ExpertReplicas, choose_replicas
 from moe_ops.quant.config import QuantConfig
+from moe_ops.quant.module import HoldsCodes
 from moe_ops.shapes import FLOATS, INDICES, check_choice, check_size, check_tensor
 from moe_ops.spec import needs_grad
 
@@ -34,7 +36,7 @@ PARTIAL, REPLICATED = "partial", "replicated"
 SILU = Activation(kind="silu")
 
 
-class MoELayer(nn.Module):
+class MoELayer(HoldsCodes):
     """Run each token through its top_k experts: out = sum over the ranks of their forwards.
 
         w, e = route(logits)            y_t = sum_k w_tk W2_e act(W13_e x_t + b13_e) + w_tk b2_e
@@ -349,6 +351,10 @@ class MoELayer(nn.Module):
             self.physical_to_logical, self.logical_to_physical, self.replica_counts
         )
 
+    def coded(self) -> tuple[str, ...]:
+        """The names of what casts and loads do not convert: codes, and scales that go with them."""
+        return () if self.quant is None else CODED
+
     def expert_tensors(self) -> dict[str, Tensor]:
         """The tensors with one entry per slot on axis 0, by name: what moves with an expert."""
         found = ((name, getattr(self, name)) for name in PER_EXPERT)
@@ -368,12 +374,7 @@ class MoELayer(nn.Module):
 
     def extra_repr(self) -> str:
         """Experts, routing, sizes, formats, this rank's share, and the bytes of it."""
-        s, act = self.sizes, self.activation
-        shape = f"{s.hidden_size} -> {s.intermediate_size} -> {s.hidden_size}"
-        if (s.D, s.I * self.parallel.tp_size) != (s.hidden_size, s.intermediate_size):
-            shape += f", held as {s.D} -> {s.I} -> {s.D}"
-        if self.parallel.tp_size > 1:
-            shape += f", {s.used} of {s.intermediate_size} from {s.first} on"
+        act, shape = self.activation, self.sizes.describe(self.parallel.tp_size)
         own = [t for name in self._specs if (t := getattr(self, name)) is not None]
         held = sum(t.numel() * t.element_size() for t in own)
         kind = act.kind + ", gated" * act.gated + ", bias" * (self.w13_bias is not None)

@@ -27,6 +27,8 @@ PER_EXPERT = tuple(
     f"{w}_{what}" for w in ("w13", "w2") for what in ("weight", "scale", "zero", "alpha", "bias")
 )
 NAMES = (*PER_EXPERT, "x_scale", "h_scale", "correction_bias")
+# Those that mean something in their format alone, where weights are quantised.
+CODED = tuple(name for name in NAMES if not name.endswith("bias"))
 # Buffers that belong to what the weights are, and are saved with them.
 STATE = ("physical_to_logical", "logical_to_physical", "replica_counts", "input_order")
 
@@ -94,6 +96,15 @@ class LayerSizes:
             first=first,
             used=min(share, intermediate_size - first),
         )
+
+    def describe(self, tp_size: int) -> str:
+        """The layer's sizes, and what of them one of `tp_size` ranks holds, for a log."""
+        text = f"{self.hidden_size} -> {self.intermediate_size} -> {self.hidden_size}"
+        if (self.D, self.I * tp_size) != (self.hidden_size, self.intermediate_size):
+            text += f", held as {self.D} -> {self.I} -> {self.D}"
+        if tp_size > 1:
+            text += f", {self.used} of {self.intermediate_size} from {self.first} on"
+        return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ from moe_ops.passes.context import Options
 from moe_ops.passes.generate import STEP_OPTIONS, is_transformers_model, quicken
 from moe_ops.passes.pipeline import Hook, Pipeline, as_tuple
 from moe_ops.passes.sizes import call_oblivious
+
+log = logging.getLogger("moe_ops")
 
 HOOK = "post_grad_custom_post_pass"
 
@@ -78,6 +81,9 @@ def compile(
     first call stores them by rows, in place, at the same values. So capture after it what reads
     them by address, such as a CUDA graph of your own, and run `model` in no thread meanwhile.
 
+    Of a module that only holds a transformers model, as a PeftModel does, `forward` is compiled and
+    `generate` is not, which is logged: give the model inside.
+
     Raises TypeError if `model` is not a module.
     """
     if not isinstance(model, nn.Module):
@@ -93,6 +99,12 @@ def compile(
     twin._compiled_call_impl = Compiled(twin._call_impl, call, merged[HOOK], dynamic)
     if is_transformers_model(model):
         quicken(twin, model, merged)
+    elif hasattr(model, "generate") and any(map(is_transformers_model, model.modules())):
+        log.warning(
+            "generate of %s is its own, and the model that it calls inside is not compiled; give "
+            "that to moe_ops.compile, of a PeftModel get_base_model() or merge_and_unload()",
+            type(model).__name__,
+        )
     return twin
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops.backends.triton import HALF
+from moe_ops.hf.stored import PROJECTIONS, stored_format
 
 log = logging.getLogger("moe_ops")
 
-PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 ROW_BYTES = 16  # of which the kernels for Hopper, and torch's grouped_mm, want multiples
 
 
@@ -44,7 +44,7 @@ def store_by_rows(model: nn.Module) -> None:
 
 def _by_columns(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
-        if not getattr(module, "is_transposed", False):
+        if stored_format(module) is not None or not getattr(module, "is_transposed", False):
             continue
         for name in PROJECTIONS:
             weight = module._parameters.get(name)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from transformers.integrations.moe import (
     ALL_EXPERTS_FUNCTIONS,
     _default_apply_gate,
@@ -27,6 +28,8 @@ from moe_ops.shapes import FLOATS
 
 NAME = "moe_ops"
 
+# What a module of plain weights holds; of fake ones while torch.export or FakeTensorMode runs it.
+PLAIN_TENSORS = (Tensor, nn.Parameter, FakeTensor)
 
 # Classes of activation functions (transformers.activations and torch.nn) by the `kind` that
 # computes the same.
@@ -79,10 +82,7 @@ def describe(module: nn.Module) -> Activation | str:
     if getattr(module, "has_post_expert_norm", False):
         return "it normalises each expert's output before the weighted sum"
     weight = module.gate_up_proj if module.has_gate else module.up_proj
-    if type(weight) not in (Tensor, nn.Parameter) or type(module.down_proj) not in (
-        Tensor,
-        nn.Parameter,
-    ):
+    if type(weight) not in PLAIN_TENSORS or type(module.down_proj) not in PLAIN_TENSORS:
         return f"its weights are {type(weight).__name__}, not plain tensors"
     if weight.dtype not in FLOATS:
         return f"its weights are {weight.dtype}"
@@ -150,8 +150,7 @@ def run(
         warn_once(f"{name} runs on transformers' grouped_mm: {found}")
         return fallback(module, x, experts_TK, weights_TK)
     act = found.activation if isinstance(found, StoredFormat) else found
-    w13: Tensor = module.gate_up_proj if act.gated else module.up_proj  # type: ignore[assignment]
-    w2: Tensor = module.down_proj  # type: ignore[assignment]
+    w13, w2 = _weights(module, found, act.gated)
     if torch.is_grad_enabled() and (
         x.requires_grad or weights_TK.requires_grad or w13.requires_grad or w2.requires_grad
     ):
@@ -163,10 +162,11 @@ def run(
         b13 = module.gate_up_proj_bias if act.gated else module.up_proj_bias
         b2 = module.down_proj_bias
     quantised: dict[str, Any] = {}
-    transposed, inputs = bool(module.is_transposed), x
+    transposed, inputs = False, x
     if isinstance(found, StoredFormat):
-        quantised, transposed = found.arguments(module), False
+        quantised = found.arguments(module)
     else:
+        transposed = bool(module.is_transposed)
         # Under autocast the activations may come in another dtype than the weights; the products
         # are the weights'.
         inputs = x.to(w13.dtype)
@@ -175,6 +175,15 @@ def run(
         *act.args, **quantised,
     )  # fmt: skip
     return out_TD.to(x.dtype)
+
+
+def _weights(
+    module: nn.Module, found: StoredFormat | Activation, gated: bool
+) -> tuple[Tensor, Tensor]:
+    """The weights of both products, or their codes."""
+    suffix = found.codes_suffix if isinstance(found, StoredFormat) else ""
+    first = "gate_up_proj" if gated else "up_proj"
+    return getattr(module, first + suffix), getattr(module, "down_proj" + suffix)
 
 
 def _differentiable(name: str, quantised: bool, fallback: Callable[..., Any]) -> Callable[..., Any]:

@@ -59,6 +59,7 @@ def describe_fp8(module: Any) -> StoredFormat | str:
             activation=activation,
             w_format="float8_e4m3fn:row",
             x_format="float8_e4m3fn:row",
+            codes_suffix="",
             scale_suffix="_scale_inv",
             repeat_rows=True,
         )
@@ -73,6 +74,7 @@ def describe_fp8(module: Any) -> StoredFormat | str:
         activation=activation,
         w_format=f"float8_e4m3fn:{down}x{across}" + (":e8m0" if powers else ""),
         x_format=f"float8_e4m3fn:1x{across}",
+        codes_suffix="",
         scale_suffix="_scale_inv",
     )
 

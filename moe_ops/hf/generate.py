@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from moe_ops.hf.regions import CACHE, layer_lists
 from moe_ops.hf.sample import sample
 from moe_ops.hf.slots import Slots
 from moe_ops.hf.steps import Decoder, Steps, StepsReport, Tools
+from moe_ops.hf.subclass import new_object, subclass
 
 log = logging.getLogger("moe_ops")
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -57,16 +58,8 @@ def quicken(twin: PreTrainedModel, model: PreTrainedModel, tools: Tools) -> None
     if reason is not None:
         log.info("generate of %s stays transformers' own: it %s", type(model).__name__, reason)
         return
-    twin.__class__ = quick_class(type(model))  # type: ignore[arg-type]
+    twin.__class__ = subclass(QuickGenerate, type(model))  # type: ignore[arg-type]
     twin._moe_ops_generation = Generation(Decoder(model, tools))
-
-
-@functools.cache
-def quick_class(cls: type) -> type:
-    """A class of the same name with our `generate`: what looks at names, as records do, finds
-    what it did."""
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (QuickGenerate, cls), names)
 
 
 def shape_refusal(model: PreTrainedModel) -> str | None:
@@ -163,8 +156,10 @@ class Generation:
             log.info("generate runs transformers' own way: %s", reason)
 
 
-def new_object(cls: Any) -> Any:
-    return cls.__new__(cls)
+def as_stock(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method with the signature of transformers' own, where transformers looks up what a model
+    takes, such as inputs_embeds."""
+    return functools.wraps(getattr(GenerationMixin, method.__name__))(method)
 
 
 class QuickGenerate:
@@ -190,6 +185,7 @@ class QuickGenerate:
             return steps.read(*args, **kwargs)
         return CausalLMOutputWithPast(logits=steps.step(kwargs["input_ids"]), past_key_values=cache)
 
+    @as_stock
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("custom_generate") is not None:  # may ask a step for whatever a model can do
             self._moe_ops_generation.tell("it is custom_generate")
@@ -201,6 +197,7 @@ class QuickGenerate:
                 out[CACHE] = cache.steps().dynamic_cache()
             return out
 
+    @as_stock
     def _prepare_cache_for_generation(
         self,
         generation_config: Any,
@@ -222,6 +219,7 @@ class QuickGenerate:
         model_kwargs[CACHE] = state.lease(rows, max_cache_length)
         return None
 
+    @as_stock
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)
         if isinstance(cache, Slots) and not cache.filling:
@@ -230,6 +228,7 @@ class QuickGenerate:
             input_ids, *args, **kwargs
         )
 
+    @as_stock
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
@@ -239,13 +238,16 @@ class QuickGenerate:
             outputs, model_kwargs, *args, **kwargs
         )
 
+    @as_stock
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         return False  # the model is compiled already
 
+    @as_stock
     @contextmanager
     def _optimize_model_for_decode(self) -> Iterator[None]:
         yield  # our passes choose by the number of tokens; another implementation would recompile
 
+    @as_stock
     def _sample(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         criteria, config = kwargs["stopping_criteria"], kwargs["generation_config"]
         stock = (

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from moe_ops.hf.experts import describe
 from moe_ops.hf.optimize import optimize
-from moe_ops.hf.stored import StoredFormat, store
+from moe_ops.hf.stored import StoredFormat, refuse_to_save, store, stored_format
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 
@@ -32,7 +32,8 @@ def adopt_mxfp4(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> int:
     optimize(model)
     adopted = 0
     for name, module in model.named_modules():
-        found = describe(module) if hasattr(module, "has_gate") else "no experts"
+        takes = hasattr(module, "has_gate") and stored_format(module) is None
+        found = describe(module) if takes else "no experts of floats"
         wanted = [f"{name}.{p}_{part}" for p in PROJECTIONS for part in ("blocks", "scales")]
         if isinstance(found, str) or not any(key in tensors for key in wanted):
             continue
@@ -50,6 +51,7 @@ def adopt_mxfp4(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> int:
             "no experts module of the model has tensors here; they are named like "
             "model.layers.0.mlp.experts.gate_up_proj_blocks"
         )
+    refuse_to_save(model)
     return adopted
 
 

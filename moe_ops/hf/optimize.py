@@ -49,7 +49,7 @@ def optimize(model: Model) -> Model:
         )
     if hasattr(model, _STATE):
         return model
-    experts = [m for m in model.modules() if hasattr(m, "has_gate") and hasattr(m, "is_transposed")]
+    experts = [m for m in model.modules() if is_experts(m)]
     if not experts:
         log.warning("moe_ops.optimize: %s has no experts to optimize", type(model).__name__)
     configs = _configs(model)
@@ -79,6 +79,13 @@ def restore(model: Model) -> Model:
         delattr(router, _RULE)
     delattr(model, _STATE)
     return model
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module has the flags that transformers gives to experts in stacked weights."""
+    return stored_format(module) is not None or (
+        hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+    )
 
 
 def _configs(model: PreTrainedModel) -> tuple[tuple[Any, str | None], ...]:
@@ -113,7 +120,8 @@ def router_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs:
     """A router through `route`; its own code where gradients, autocast or rounding need that."""
     rule = RULES[getattr(self, _RULE)]
     own = type(self).forward
-    if torch.is_autocast_enabled(hidden_states.device.type):
+    device = hidden_states.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # which raises for meta
         return own(self, hidden_states, *args, **kwargs)
     if torch.is_grad_enabled() and (
         hidden_states.requires_grad or any(p.requires_grad for p in self.parameters())

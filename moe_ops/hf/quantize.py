@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from moe_ops.hf.experts import describe
 from moe_ops.hf.optimize import optimize
-from moe_ops.hf.stored import StoredFormat, store, stored_format
+from moe_ops.hf.stored import PROJECTIONS, StoredFormat, refuse_to_save, store, stored_format
 from moe_ops.quant import packing
 from moe_ops.quant.arguments import check_input_format, check_packing
 from moe_ops.quant.checks import SCHEMES, check_groups, scheme_of
@@ -68,15 +68,17 @@ def quantize_model(
     Routers, attention and shared experts stay as they are. With progress, a line per module is
     written to standard error.
 
+    Codes and scales keep their dtype whatever the model is cast to afterwards. Its state dict loads
+    into a model that is quantised to the same formats; `save_pretrained` raises ValueError, and so
+    does an adapter on the experts.
+
     Raises TypeError for anything but a transformers PreTrainedModel, ValueError for an unknown
-    scheme or a model whose experts are quantised already. There is no way back: load the model
-    again.
+    scheme, for a model without experts, and for experts that are quantised already or have an
+    adapter; nothing is changed then. There is no way back: load the model again.
     """
     formats = _formats(scheme, weight_format, input_format)
+    modules = _modules(model)
     optimize(model)
-    modules = {n: m for n, m in model.named_modules() if hasattr(m, "has_gate")}
-    if any(stored_format(m) is not None for m in modules.values()):
-        raise ValueError("the experts are quantised already; load the model again")
     before, after, kept, done = 0, 0, [], 0
     for i, (name, module) in enumerate(modules.items()):
         before += _bytes(module)
@@ -88,9 +90,37 @@ def quantize_model(
             log.warning("quantize_model keeps %s", kept[-1])
         if progress:
             sys.stderr.write(f"{scheme}: {i + 1} of {len(modules)}  {name}\n")
+    if done:
+        refuse_to_save(model)
     return Report(
         scheme=scheme, modules=done, bytes_before=before, bytes_after=after, kept=tuple(kept)
     )
+
+
+def _modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The experts modules of a model by their names; raises unless they can be quantised."""
+    kind = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"quantize_model wants a transformers PreTrainedModel, got {kind}; of a PeftModel give "
+            "what merge_and_unload() returns, and in a model of your own take MoELayer(quant=...)"
+        )
+    modules = {n: m for n, m in model.named_modules() if hasattr(m, "has_gate")}
+    if not modules:
+        raise ValueError(
+            f"{kind} has no experts modules of transformers, so there is nothing to quantise; give "
+            "a Mixture-of-Experts model"
+        )
+    for name, module in modules.items():
+        if stored_format(module) is not None:
+            raise ValueError("the experts are quantised already; load the model again")
+        if name.endswith(".base_layer"):
+            raise ValueError(
+                f"{name.replace('.base_layer', '')} has an adapter, which would be added to codes; "
+                "merge it first: "
+                "model = peft_model.merge_and_unload()"
+            )
+    return modules
 
 
 def _formats(scheme: str, weights: str | None, inputs: str | None) -> tuple[str, str]:
@@ -168,5 +198,7 @@ def _quantise_weight(w: Tensor, flip: bool, format: Format, name: str) -> dict[s
 
 def _bytes(module: nn.Module) -> int:
     """Bytes of a module's weights and of the scales that belong to them."""
-    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return sum(t.numel() * t.element_size() for t in tensors)
+    own = {**module._parameters, **module._buffers}
+    if stored_format(module) is not None:  # the names of weights then hold the names of formats
+        own = {name: t for name, t in own.items() if name not in PROJECTIONS}
+    return sum(t.nbytes for t in own.values() if t is not None)

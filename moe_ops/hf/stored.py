@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from moe_ops.hf.subclass import new_object, subclass
 from moe_ops.ops.activate import Activation
+from moe_ops.quant.module import HoldsCodes
 
 _STORED = "_moe_ops_stored"
+CODES = "_codes"
+PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
+PARTS = (CODES, "_scale", "_zero", "_alpha")
+ADAPT_FIRST = (
+    "for an adapter on the experts load the model again, adapt it, merge the adapter "
+    "(merge_and_unload) and quantise then"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +35,7 @@ class StoredFormat:
     activation: Activation
     w_format: str
     x_format: str
+    codes_suffix: str = CODES
     scale_suffix: str = "_scale"
     repeat_rows: bool = False  # one scale for all rows of a half, repeated for each row
 
@@ -45,9 +58,75 @@ class StoredFormat:
         if scale.dtype == torch.float8_e8m0fnu:
             scale = scale.view(torch.uint8)
         if self.repeat_rows:
-            rows = getattr(module, projection).shape[1]
+            rows = getattr(module, projection + self.codes_suffix).shape[1]
             scale = scale.repeat_interleave(rows // scale.shape[1], dim=1)
         return scale.detach()
+
+
+class QuantisedExperts(HoldsCodes):
+    """What `store` puts before the class of an experts module.
+
+    The weight of a projection is in <projection>_codes; under the projection's own name is the
+    format, as text in bytes: a module of floats cannot take the state dict for its own, as the
+    shapes differ, and one that is quantised otherwise reads what it was given.
+    """
+
+    _moe_ops_stored: StoredFormat
+
+    def coded(self) -> Iterator[str]:
+        return (f"{p}{part}" for p in PROJECTIONS for part in ("", *PARTS))
+
+    @property
+    def is_transposed(self) -> NoReturn:
+        # What adapts or multiplies the weights of experts asks for it first, as peft does.
+        raise ValueError(
+            f"{type(self).__name__} holds codes of {self._moe_ops_stored.w_format}, so there are "
+            f"no weights to lay out, to adapt or to multiply by; {ADAPT_FIRST}"
+        )
+
+    def __delattr__(self, name: str) -> None:
+        # torch's parametrizations take the parameter away that they compute from then on.
+        if name in self.coded():
+            raise ValueError(
+                f"{type(self).__name__} holds codes of {self._moe_ops_stored.w_format}, of which "
+                f"{name} is a part: nothing can be put in its place; {ADAPT_FIRST}"
+            )
+        super().__delattr__(name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        # Not what object gives: pickle finds classes by name, and this one has the name of another.
+        return _new_quantised, (type(self).__bases__[1],), reduced[2]
+
+    def _refusals(self, state_dict: dict[str, Any], prefix: str) -> Iterable[str]:
+        stored = self._moe_ops_stored
+        for name in PROJECTIONS:
+            given = state_dict.get(prefix + name)
+            if given is None and f"{prefix}{name}{CODES}" not in state_dict:
+                continue
+            if not isinstance(given, Tensor) or given.dtype != torch.uint8 or given.dim() != 2:
+                yield (
+                    f"{prefix}{name} is no quantised weight in the state dict, but this "
+                    f"{type(self).__name__} holds codes of {stored.w_format}; load the weights "
+                    "before quantize_model"
+                )
+            elif not given.is_meta and format_of(given) != stored.w_format:
+                yield (
+                    f"{prefix}{name} is {format_of(given)} in the state dict, but this "
+                    f"{type(self).__name__} holds codes of {stored.w_format}; quantise the model "
+                    "to the same format"
+                )
+        yield from super()._refusals(state_dict, prefix)
+
+
+def format_text(format: str) -> Tensor:
+    """A format as a tensor [1, bytes]."""
+    return torch.tensor([list(format.encode())], dtype=torch.uint8)
+
+
+def format_of(text: Tensor) -> str:
+    """The format that `format_text` wrote."""
+    return bytes(text.flatten().tolist()).decode(errors="replace")
 
 
 def stored_format(module: nn.Module) -> StoredFormat | None:
@@ -58,12 +137,38 @@ def stored_format(module: nn.Module) -> StoredFormat | None:
 def store(module: nn.Module, found: StoredFormat, tensors: dict[str, Tensor]) -> None:
     """Put quantised tensors into a module in place of its weights, and remember their format.
 
-    A tensor whose name is that of a parameter takes its place, the others become buffers, so that
-    moving the model and its state dict take all of them along.
+    `tensors`: by the names of projections, of which each weight gives way to its codes, and of what
+    belongs to them. All of them move with the model and are in its state dict, in their own dtype
+    whatever the model is cast to.
     """
     for name, t in tensors.items():
-        if name in module._parameters:
-            module._parameters[name] = nn.Parameter(t, requires_grad=False)
+        if name in PROJECTIONS:
+            text = format_text(found.w_format).to(t.device)
+            module._parameters[name] = nn.Parameter(text, requires_grad=False)
+            module.register_parameter(name + CODES, nn.Parameter(t, requires_grad=False))
         else:
             module.register_buffer(name, t)
     setattr(module, _STORED, found)
+    if not isinstance(module, QuantisedExperts):
+        module.__class__ = subclass(QuantisedExperts, type(module))  # type: ignore[arg-type]
+
+
+def refuse_to_save(model: PreTrainedModel) -> None:
+    """Make `save_pretrained` of a model with quantised experts, and of the models in it, raise."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            # A partial, because a local function could not be pickled.
+            module.save_pretrained = functools.partial(_refuse, type(module).__name__)
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError(
+        f"the experts of this {name} hold quantised weights, which from_pretrained cannot read: "
+        "save the model before quantize_model and quantise what was loaded, or "
+        "torch.save(model.state_dict()) and load_state_dict it into a model that is quantised to "
+        "the same format"
+    )
+
+
+def _new_quantised(cls: type[nn.Module]) -> Any:
+    return new_object(subclass(QuantisedExperts, cls))  # type: ignore[arg-type]

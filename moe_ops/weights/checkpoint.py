@@ -20,6 +20,7 @@ from moe_ops.weights.files import entries, files_of, quantization_of
 from moe_ops.weights.fused import taken_apart
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Stored, coding_of
 from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style, style_of
+from moe_ops.weights.outside import check_outside
 from moe_ops.weights.report import LoadReport
 from moe_ops.weights.shards import Plan
 from moe_ops.weights.writer import Writer
@@ -59,8 +60,8 @@ def load_checkpoint(
 
     Raises ValueError or TypeError, naming file entry and shapes, for a tensor that does not fit: it
     is not loaded, those before it are. Raises FileNotFoundError for no files, ValueError for files
-    and codings that are not supported, and for layers on the meta device; ImportError for GGUF
-    files without the package gguf.
+    that cannot be read and codings that are not supported, for float8 tensors outside the experts,
+    and for layers on the meta device; ImportError for GGUF files without the package gguf.
     """
     found = style_of(style)
     files = files_of(source)
@@ -78,6 +79,8 @@ def load_checkpoint(
         loading = _Loading(
             style=found, coding=coding, sharded=sharded, layers=dict(layers), writer=writer
         )
+        for file in files:
+            check_outside(file, loading.target)
         for file in files:  # before the tensors that they put in order
             for stored in entries(file, ORDER):
                 loading.take(stored)
@@ -140,6 +143,19 @@ class _Loading:
         self.last = found and f"{found}."
         return found
 
+    def _entry(self, prefix: str, name: str) -> Entry | str:
+        """What a name below a prefix is."""
+        rest = name[len(prefix) + 1 :] if prefix else name
+        return self.known.get(rest) or self.known.setdefault(rest, self.style.entry(rest))
+
+    def target(self, name: str) -> Tensor | None:
+        """The parameter or buffer that takes a tensor as it is, by its name in a file."""
+        prefix = self._prefix_of(name)
+        if prefix is None:
+            return None
+        entry = self._entry(prefix, name)
+        return self.others[prefix].get(entry) if isinstance(entry, str) else None
+
     def flush(self, *, made: bool = False) -> None:
         """Write what is pending: what is made for it at once, copies of the rest by the way."""
         copies: list[tuple[Tensor, Tensor]] = []
@@ -158,8 +174,7 @@ class _Loading:
         prefix = self._prefix_of(name)
         if prefix is None:
             return
-        rest = name[len(prefix) + 1 :] if prefix else name
-        entry = self.known.get(rest) or self.known.setdefault(rest, self.style.entry(rest))
+        entry = self._entry(prefix, name)
         if isinstance(entry, Entry):
             coding = stored.coding or self.coding
             if not self._take_as_it_is(prefix, name, entry, stored):

@@ -21,12 +21,19 @@ def entries(file: Path, ending: str = "") -> Iterator[Stored]:
             yield from gguf_files.entries(file)
         return
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ImportError(
             "reading checkpoints needs the package safetensors; install it"
         ) from error
-    with safe_open(file, framework="pt", device="cpu") as opened:
+    try:
+        mapped = safe_open(file, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(
+            f"{file} cannot be read as safetensors ({error}); complete the download, or write the "
+            "file anew"
+        ) from error
+    with mapped as opened:
         names = [name for name in opened.offset_keys() if name.endswith(ending)]
         decoded, parts = bitsandbytes.decoders(set(names), opened.get_tensor)
         for name in names:
@@ -43,7 +50,7 @@ def files_of(source: str | Path | Iterable[str | Path]) -> list[Path]:
         folder = paths[0]
         indices = sorted(folder.glob("*.safetensors.index.json"))
         if indices:
-            names = set(json.loads(indices[0].read_text())["weight_map"].values())
+            names = set(_json(indices[0])["weight_map"].values())
             paths = [folder / name for name in sorted(names)]
         else:
             paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.gguf"))
@@ -62,9 +69,17 @@ def quantization_of(folder: Path) -> Mapping[str, Any] | None:
     for name, key in (("config.json", "quantization_config"), ("hf_quant_config.json", "")):
         path = folder / name
         if path.is_file():
-            found = json.loads(path.read_text())
+            found = _json(path)
             if not key:
                 return {"quant_method": "modelopt", **found}
             if found.get(key):
                 return dict(found[key])
     return None
+
+
+def _json(path: Path) -> Any:
+    """What a JSON file holds. Raises ValueError, naming the file, if it is none."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}); complete the download") from error

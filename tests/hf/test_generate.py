@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 from typing import Any
@@ -15,7 +16,7 @@ from torch._dynamo.utils import counters
 from transformers import GenerationConfig
 
 import moe_ops
-from moe_ops.hf.generate import shape_refusal
+from moe_ops.hf.generate import QuickGenerate, shape_refusal
 from moe_ops.hf.sample import StopCheck
 from moe_ops.hf.steps import Decoder, rows_for, slots_for
 from tests.hf import families
@@ -298,6 +299,50 @@ def test_every_family_gives_the_same_tokens_or_says_why_it_keeps_its_own(family:
         return
     inputs = dict(tiny.inputs)
     check(tiny.model, twin, inputs.pop("input_ids"), **inputs)
+
+
+EMBEDS = {
+    "embeds": (lambda model, ids: {"inputs_embeds": model.get_input_embeddings()(ids)}),
+    "embeds and ids": (
+        lambda model, ids: {
+            "inputs_embeds": model.get_input_embeddings()(ids.flip(1)), "input_ids": ids
+        }
+    ),
+    "embeds, ids and a mask": (
+        lambda model, ids: {
+            "inputs_embeds": model.get_input_embeddings()(ids), "input_ids": ids,
+            "attention_mask": torch.ones_like(ids).index_fill(1, torch.tensor([0, 1]), 0),
+        }
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("given", EMBEDS.values(), ids=EMBEDS)
+def test_embeddings_are_taken_as_transformers_takes_them(
+    given: Any, beams: int, model: Any, ids: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="moe_ops")
+    inputs = {**given(model, ids), **PLAIN, "num_beams": beams}
+    twin = twin_of(model)
+    want = model.generate(**inputs)
+    assert torch.equal(twin.generate(**inputs), want)
+    assert "generate runs transformers' own way: it takes inputs_embeds too" in caplog.messages
+    check(model, twin, ids)  # and by steps again
+
+
+def test_the_twin_has_the_signatures_of_transformers(model: Any) -> None:
+    """By which transformers decides what to pass, and what is a typo."""
+    twin, cls = twin_of(model), type(model)
+    ours = [n for n, v in vars(QuickGenerate).items() if callable(v) and hasattr(cls, n)]
+    assert {"generate", "prepare_inputs_for_generation", "_sample"} <= set(ours)
+    for name in {*ours, "forward", "_validate_model_kwargs"} - {"__reduce_ex__"}:
+        got, want = (inspect.signature(getattr(c, name)).parameters for c in (type(twin), cls))
+        assert [(p.name, p.kind, p.default) for p in got.values()] == [
+            (p.name, p.kind, p.default) for p in want.values()
+        ], name
+    with pytest.raises(ValueError, match=r"not used by the model: \['inptus'\]"):
+        twin.generate(torch.ones(1, 3, dtype=torch.int64), inptus=1, **PLAIN)
 
 
 def test_a_model_that_is_not_ours_has_no_report(model: Any) -> None:

@@ -9,6 +9,8 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
@@ -224,3 +226,69 @@ def test_sentinel_ids_of_expert_parallelism_add_nothing() -> None:
         want = grouped_mm_experts_forward(module, x, routing, masked)
     torch.testing.assert_close(got, want)
     assert bool((got[1] == 0).all())
+
+
+def moe_nodes(exported: torch.export.ExportedProgram) -> list[str]:
+    names = (str(n.target) for n in exported.graph.nodes if n.op == "call_function")
+    return sorted(n for n in names if n.startswith(("moe_ops.", "transformers.")))
+
+
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=input_ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("scheme", [None, "int8_w8a16"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_model_keeps_the_ops(
+    strict: bool, scheme: str | None, tiny: families.TinyModel, warnings: pytest.LogCaptureFixture
+) -> None:
+    if scheme is None:
+        moe_ops.optimize(tiny.model)
+    else:
+        moe_ops.quantize_model(tiny.model, scheme, progress=False)
+    want = families.run(tiny, ids())
+    with torch.no_grad():
+        exported = torch.export.export(Logits(tiny.model), tuple(ids().values()), strict=strict)
+    layers = len(families.experts(tiny.model))
+    assert moe_nodes(exported) == [
+        *["moe_ops.experts.default"] * layers, *["moe_ops.route.default"] * layers
+    ]  # fmt: skip
+    assert warnings.messages == []
+    with torch.no_grad():
+        got = exported.module()(*ids().values())
+    assert_close(got, want, Tol(1e-5, "float32 sums in another order"))
+
+
+@pytest.mark.parametrize("mode", ["fake", "meta"])
+def test_without_memory_the_ops_run_too(
+    mode: str, tiny: families.TinyModel, warnings: pytest.LogCaptureFixture
+) -> None:
+    with FakeTensorMode() if mode == "fake" else torch.device("meta"), torch.no_grad():
+        model = type(tiny.model)(tiny.model.config).eval()
+        block = moe_ops.optimize(model).model.layers[1].mlp
+        x = torch.empty(1, 5, model.config.hidden_size, dtype=model.dtype)
+        with Counted() as counted:
+            out = block(x)
+    assert type(out) is type(x) and out.device == x.device and out.shape == x.shape
+    assert counted.names == ["moe_ops.route.default", "moe_ops.experts.default"]
+    assert warnings.messages == []
+
+
+class Counted(TorchDispatchMode):
+    """The ops of ours, and fallbacks of transformers, that are called inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: object, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        if str(func).startswith(("moe_ops.", "transformers.")):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))

@@ -9,7 +9,14 @@ import pytest
 import torch
 from peak import Peak
 from torch import Tensor, nn
-from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -66,8 +73,9 @@ def decoded(module: nn.Module, name: str) -> Tensor:
     stored = stored_format(module)
     assert stored is not None
     return packing.dequantize(
-        getattr(module, name), getattr(module, f"{name}_scale"), Format.of(stored.w_format),
-        getattr(module, f"{name}_zero", None), getattr(module, f"{name}_alpha", None),
+        getattr(module, f"{name}_codes"), getattr(module, f"{name}_scale"),
+        Format.of(stored.w_format), getattr(module, f"{name}_zero", None),
+        getattr(module, f"{name}_alpha", None),
     )  # fmt: skip
 
 
@@ -178,6 +186,24 @@ def test_bad_schemes_and_second_calls_are_refused() -> None:
         moe_ops.restore(model)
 
 
+def test_a_model_without_experts_is_refused_and_stays_as_it_is() -> None:
+    sizes = {n: v for n, v in SIZES.items() if n != "num_experts_per_tok"}
+    dense = LlamaForCausalLM(LlamaConfig(intermediate_size=64, **sizes))
+    for model in (dense, dense.model):
+        with pytest.raises(
+            ValueError,
+            match=rf"^{type(model).__name__} has no experts modules of transformers, so .*; give a",
+        ):
+            moe_ops.quantize_model(model, "int8_w8a8", progress=False)
+        assert not hasattr(model, "_moe_ops_state")
+    for other in (nn.Linear(2, 2), qwen().model.layers[0].mlp.experts, None):
+        with pytest.raises(
+            TypeError,
+            match=rf"^quantize_model wants .* got {type(other).__name__}; .* MoELayer\(qu",
+        ):
+            moe_ops.quantize_model(other, "int8_w8a8", progress=False)  # type: ignore[arg-type]
+
+
 def test_quantised_experts_refuse_to_train() -> None:
     model = qwen()
     moe_ops.quantize_model(model, "int8_w8a8", progress=False)
@@ -192,7 +218,7 @@ def test_quantised_tensors_are_part_of_the_state_dict() -> None:
         moe_ops.quantize_model(m, "nvfp4_w4a16", progress=False)
     state = model.state_dict()
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    assert state[name].dtype == torch.uint8
+    assert state[f"{name}_codes"].dtype == torch.uint8
     assert state[f"{name}_scale"].dtype == torch.float8_e4m3fn
     assert state[f"{name}_alpha"].shape == (6,)
     other.load_state_dict(state)
@@ -316,7 +342,7 @@ def test_gpt_oss_runs_on_the_mxfp4_tensors_as_they_are_stored() -> None:
     assert adopt_mxfp4(model, tensors) == 2
     module = experts_of(model)[1]
     key = "model.layers.1.mlp.experts.down_proj"
-    assert module.down_proj.data_ptr() == tensors[f"{key}_blocks"].data_ptr()  # not copied
+    assert module.down_proj_codes.data_ptr() == tensors[f"{key}_blocks"].data_ptr()  # not copied
     assert_close(logits(model), logits(stock), TOL)
 
 

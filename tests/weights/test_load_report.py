@@ -36,7 +36,7 @@ def entries() -> dict[str, Tensor]:
     return found | {"model.embed_tokens.weight": torch.randn(4, 4)}
 
 
-def load(folder: Path, layer: MoELayer, **more: Any) -> Any:
+def load(folder: Path | list[Path], layer: MoELayer, **more: Any) -> Any:
     return load_checkpoint(
         {PREFIX: layer}, folder, **{"style": "qwen", "progress": False, **more}
     )  # fmt: skip
@@ -245,3 +245,37 @@ def test_no_more_memory_than_one_tensor_is_needed(name: str, tmp_path: Path) -> 
     with Peak() as peak:
         assert load(tmp_path, layer, style=style).complete
     assert peak.most <= made
+
+
+CORRUPT = {
+    "empty": (lambda good: b"", "header too small"),
+    "cut_header": (lambda good: good[:30], "invalid header"),
+    "cut_data": (lambda good: good[:-20], "not fully covered"),
+    "no_safetensors": (lambda good: b"version https://git-lfs.github.com/spec/v1\n", "too large"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "why"), CORRUPT.values(), ids=CORRUPT)
+def test_a_corrupt_file_is_named_before_a_weight_is_changed(
+    spoil: Any, why: str, tmp_path: Path
+) -> None:
+    have = entries()
+    for i in range(2):
+        store(tmp_path / str(i), {n: t for n, t in have.items() if f"experts.{i}." in n})
+    good, bad = (tmp_path / str(i) / "model.safetensors" for i in range(2))
+    layer = layer_of()
+    assert not load([good, bad], layer).missing
+    bad.write_bytes(spoil(bad.read_bytes()))
+    layer = layer_of()
+    before = {n: t.clone() for n, t in layer.state_dict().items()}
+    with pytest.raises(ValueError, match=rf"1/model\.safetensors cannot be read as .*{why}.*; com"):
+        load([good, bad], layer)
+    assert all(torch.equal(before[n], t) for n, t in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_corrupt_json_file_is_named(name: str, tmp_path: Path) -> None:
+    store(tmp_path, entries())
+    (tmp_path / name).write_text('{"weight_map": {')
+    with pytest.raises(ValueError, match=rf"{name} is no JSON \(.*\); complete the download"):
+        load(tmp_path, layer_of())
