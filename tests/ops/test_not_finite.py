@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ops import route
+from moe_ops import experts, route
+from moe_ops.ops.activate import KINDS
 from moe_ops.ops.route import SCORES
 from moe_ops.spec import Op
-from moe_ops.testing import DEVICE
+from moe_ops.testing import BF16, DEVICE, F16, F32, TOL, Case, float32, make_layer
 
 NAN, INF = float("nan"), float("inf")
 
@@ -21,6 +22,13 @@ def runner(op: Op, name: str) -> Any:
     if name.startswith("triton"):
         pytest.importorskip("triton", reason="the kernels are Triton's")
     return op.backends[name].run
+
+
+def each_backend(names: list[str]) -> Any:
+    """The interpreter takes a block at a time, which adds up."""
+    slow = [pytest.mark.slow]
+    marked = [pytest.param(n, marks=slow if n.startswith("triton") else []) for n in names]
+    return pytest.mark.parametrize("backend", marked)
 
 
 def device_of(name: str) -> str:
@@ -55,8 +63,8 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@each_backend(["cpu", "triton"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
 @pytest.mark.parametrize("score", SCORES)
 def test_routes_choose_and_weigh_what_the_definition_does(
@@ -84,3 +92,50 @@ def test_routes_choose_and_weigh_what_the_definition_does(
 def by_expert(weights_TK: Tensor, experts_TK: Tensor) -> list[Tensor]:
     ids_TK, order_TK = experts_TK.sort(-1)
     return [weights_TK.gather(1, order_TK), ids_TK]
+
+
+CASE = Case(name="not_finite", T=4, E=3, K=2, D=24, I=16)
+BACKENDS = [b for b in experts.backends if b in ("reference", "aten", "cpu") or "triton." in b]
+TOKEN = 2  # whose input, or whose first expert's bias, is not finite
+
+
+@each_backend(BACKENDS)
+@pytest.mark.parametrize("limit", [None, 0.5], ids=["", "limit"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_reaches_its_token_as_in_the_definition(
+    kind: str, gated: bool, limit: float | None, backend: str
+) -> None:
+    # The interpreter multiplies float16 and float32 alone.
+    for dtype in (F16,) if backend.startswith("triton") else (F32, BF16):
+        check_experts(kind, gated, limit, backend, dtype)
+
+
+def check_experts(
+    kind: str, gated: bool, limit: float | None, backend: str, dtype: torch.dtype
+) -> None:
+    run, device = runner(experts, backend), device_of(backend)
+    layer = make_layer(CASE, dtype, device, gated=gated)
+    layer.experts_TK[:] = torch.tensor([[0, 1], [1, 0], [2, 1], [0, 1]])  # expert 2 has one token
+    others = torch.arange(CASE.T) != TOKEN
+    act = {"kind": kind, "gated": gated, "limit": limit}
+    gate, up = (2, 3), (2, CASE.I + 3)
+    for value in (NAN, INF, -INF):
+        for planted in ("x_TD", "gate", "up") if gated else ("x_TD", "gate"):
+            x_TD, b13_EF = layer.x_TD.clone(), layer.b13_EF.clone()
+            if planted == "x_TD":
+                x_TD[TOKEN, 5] = value
+            else:
+                b13_EF[gate if planted == "gate" else up] = value
+            call = (x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI, b13_EF)
+            got = run(*call, **act).float().cpu()
+            want = experts.reference(*(float32(t.cpu()) for t in call), **act)
+            what = f"{value} in {planted}"
+            assert bool(got[others].isfinite().all()), what
+            assert value == value or bool(got[TOKEN].isnan().all()), what
+            if kind == "gelu" and value == INF:
+                continue  # of which torch's gelu makes infinity or NaN, as it uses vectors or not
+            tol = TOL["experts", dtype].rel * float(want[want.isfinite()].abs().max())
+            torch.testing.assert_close(
+                got, want, rtol=0, atol=tol, equal_nan=True, msg=lambda m, w=what: f"{w}: {m}"
+            )

@@ -263,7 +263,7 @@ float activate(const Activation& a, float gate, float up) {
     case 0: act = gate / (1.0f + std::exp(-a.alpha * gate)); break;
     case 1: act = 0.5f * gate * (1.0f + std::erf(gate * 0.70710678f)); break;
     case 2: act = 0.5f * gate * (1.0f + std::tanh(0.79788456f * (gate + 0.044715f * gate * gate * gate))); break;
-    default: act = gate > 0.0f ? gate * gate : 0.0f;
+    default: act = gate <= 0.0f ? 0.0f : gate * gate;  // NaN stays NaN
   }
   return a.gated ? act * (up + a.up_shift) : act;
 }
