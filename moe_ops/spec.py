@@ -331,6 +331,12 @@ def using(backend: str, *ops: Op | str) -> Iterator[None]:
         _forced.reset(token)
 
 
+def readable(t: Tensor) -> bool:
+    """Whether a definition may look at the values of `t`: it lies on a CPU, and nobody traces."""
+    watched = _compiling() or _dispatch_modes() or _transforms() or _tracing()
+    return type(t) is Tensor and t.is_cpu and not watched
+
+
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd would record a call with these tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_ops.ops.activate import activate
 from moe_ops.ops.combine import combine
 from moe_ops.ops.dispatch import dispatch
-from moe_ops.ops.expert_gemm import expert_gemm, row_experts
+from moe_ops.ops.expert_gemm import checked_ends, expert_gemm, row_experts
 from moe_ops.ops.experts import experts
 from moe_ops.shapes import DTYPES
 from moe_ops.spec import needs_grad
@@ -74,6 +74,14 @@ def grouped_mm(
     out_dtype: str = "",
 ) -> Tensor:
     """`expert_gemm` on PyTorch's grouped GEMM, or a product per expert where strides do not fit."""
+    if x_RD.is_cpu:
+        checked_ends(ends_E, x_RD.shape[0])
+    return _grouped_mm(x_RD, w_EFD, ends_E, bias_EF, transposed)
+
+
+def _grouped_mm(
+    x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor, bias_EF: Tensor | None, transposed: bool
+) -> Tensor:
     w_EDF = w_EFD if transposed else w_EFD.transpose(1, 2)
     used_R1 = None
     if needs_grad(x_RD, w_EFD, bias_EF):
@@ -161,9 +169,9 @@ def grouped_experts(
 ) -> Tensor:
     """`experts` stage by stage, both products on PyTorch's grouped GEMM."""
     x_RD, rows_R, ends_E = dispatch.reference(x_TD, experts_TK, w13_EFD.shape[0], expert_map)
-    y_RF = grouped_mm(x_RD, w13_EFD, ends_E, b13_EF, transposed)
+    y_RF = _grouped_mm(x_RD, w13_EFD, ends_E, b13_EF, transposed)
     h_RI = activate.reference(y_RF, kind, gated, interleaved, alpha, limit, up_shift)
-    y_RD = grouped_mm(h_RI, w2_EDI, ends_E, b2_ED, transposed)
+    y_RD = _grouped_mm(h_RI, w2_EDI, ends_E, b2_ED, transposed)
     return combine.reference(y_RD, weights_TK, rows_R)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_ops.backends import aten
 from moe_ops.kernels import cpu as kernels
 from moe_ops.ops.dispatch import local_ids
-from moe_ops.ops.expert_gemm import expert_gemm
+from moe_ops.ops.expert_gemm import checked_ends, expert_gemm
 from moe_ops.ops.experts import experts
 from moe_ops.ops.route import route
 from moe_ops.shapes import DTYPES
@@ -92,7 +92,8 @@ def stream_gemm(
 ) -> Tensor:
     """`expert_gemm` that reads each weight once."""
     y_RF = x_RD.new_empty(x_RD.shape[0], w_EFD.shape[1])
-    kernels.gemm(_rows(x_RD), w_EFD, ends_E.contiguous(), bias_EF, y_RF)
+    if not kernels.gemm(_rows(x_RD), w_EFD, ends_E.contiguous(), bias_EF, y_RF):
+        checked_ends(ends_E, x_RD.shape[0])
     return y_RF
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.ops.expert_gemm import decode_input, decode_weight, expert_gemm
+from moe_ops.ops.expert_gemm import checked_ends, decode_input, decode_weight, expert_gemm
 from moe_ops.shapes import DTYPES
 from moe_ops.spec import needs_grad
 
@@ -51,7 +51,7 @@ def multiply_decoded(
     dtype = DTYPES[out_dtype] if out_dtype else x_RD.dtype
     y_RF = torch.empty(x.shape[0], w_EFD.shape[1], dtype=dtype, device=x.device)
     start = 0
-    for e, end in enumerate(ends_E.tolist()):
+    for e, end in enumerate(checked_ends(ends_E, x.shape[0])):
         if end > start:
             scale = None if w_scale_EFG is None else w_scale_EFG[e]
             zero = None if w_zero_EFG is None else w_zero_EFG[e]

@@ -36,7 +36,8 @@ def combine(y_RD: Tensor, weights_TK: Tensor, rows_R: Tensor) -> Tensor:
     """Sum each token's expert outputs: out_TD[t] = sum_k weights_TK[t, k] * y_RD[r(t, k)].
 
     r(t, k) is the row with rows_R[r] = t * K + k. A pair with no row adds nothing, and a row with
-    rows_R = -1 is never read, so it may hold anything, NaN included. The product is rounded as the
+    rows_R = -1, or of any pair that is not there, is never read, so it may hold anything, NaN
+    included. The product is rounded as the
     dtypes promote: bfloat16 outputs with float32 weights give float32 products, with bfloat16
     weights bfloat16 products, as models trained either way expect. The sum is taken in float32 and
     rounded to y's dtype. T = 0 gives an empty result.
@@ -48,7 +49,7 @@ def combine(y_RD: Tensor, weights_TK: Tensor, rows_R: Tensor) -> Tensor:
     R = T * K
     # Slot R takes what the unused rows would write.
     row_of_pair = torch.full((R + 1,), -1, dtype=torch.int64, device=y_RD.device)
-    target = rows_R.long() % (R + 1)
+    target = rows_R.long().clamp(-1, R) % (R + 1)
     row_of_pair = row_of_pair.scatter(0, target, torch.arange(R, device=y_RD.device))[:R]
     y_TKD = y_RD[row_of_pair.clamp(min=0)].view(T, K, y_RD.shape[1])
     products = y_TKD * weights_TK[..., None]

@@ -16,7 +16,7 @@ from moe_ops.quant.arguments import (
 )
 from moe_ops.quant.formats import Format
 from moe_ops.shapes import DTYPES, FLOATS, check_devices, check_size, check_tensor
-from moe_ops.spec import op
+from moe_ops.spec import op, readable
 
 
 def check(
@@ -119,11 +119,15 @@ def expert_gemm(
     """Multiply each row by its expert's weight: y_RF[r] = alpha[e(r)] * (w[e(r)] @ x_RD[r]) +
     bias[e(r)].
 
-    e(r) is the expert whose rows include r: ends_E[e-1] <= r < ends_E[e], ends_E ascending.
-    Products are summed in float32, the bias is added, and the sum is rounded once to the result's
-    dtype. (The backend `aten` rounds before it adds the bias and again after, as transformers
-    does.) Rows from ends_E[-1] on belong to no expert; they cost no product and what y_RF holds
-    there is unspecified.
+    e(r) is the expert whose rows include r: ends_E[e-1] <= r < ends_E[e], ends_E ascending from 0
+    or more to R or less. Products are summed in float32, the bias is added, and the sum is rounded
+    once to the result's dtype. (The backend `aten` rounds before it adds the bias and again after,
+    as transformers does.) Rows from ends_E[-1] on belong to no expert; they cost no product and
+    what y_RF holds there is unspecified.
+
+    On a CPU other ends raise ValueError, except in compiled code that is made of this definition. A
+    GPU's ends cannot be looked at without waiting for them: results are then unspecified, and the
+    backend `triton` reads and writes nothing outside the tensors; `aten` does what PyTorch does.
 
     x_RD: float [R, D]; w_EFD: [E, F, D], or [E, D, F] if transposed, of x's dtype, any strides;
     ends_E: int32; bias_EF: float [E, F]. The result has x's dtype, or the one named by out_dtype.
@@ -138,6 +142,8 @@ def expert_gemm(
 
     This definition gathers a weight for every row: exact, traceable, and meant for small R.
     """
+    if readable(ends_E):
+        checked_ends(ends_E, x_RD.shape[0])
     w = w_EFD.transpose(1, 2) if transposed else w_EFD
     expert_R = row_experts(ends_E, x_RD.shape[0])
     w_RFD = decode_weight(w, w_scale_EFG, w_zero_EFG, w_format)[expert_R]
@@ -147,6 +153,25 @@ def expert_gemm(
     if bias_EF is not None:
         y_RF = y_RF + bias_EF.float()[expert_R]
     return y_RF.to(DTYPES[out_dtype] if out_dtype else x_RD.dtype)
+
+
+def checked_ends(ends_E: Tensor, R: int) -> list[int]:
+    """The ends of experts' rows, read from a tensor on a CPU.
+
+    Raises ValueError unless they ascend within R rows.
+    """
+    ends: list[int] = ends_E.tolist()
+    if ends[0] >= 0 and ends[-1] <= R and ends == sorted(ends):
+        return ends
+    start = 0
+    for e, end in enumerate(ends):
+        if not start <= end <= R:
+            raise ValueError(
+                f"ends_E must ascend within the {R} rows of x_RD, got ends_E[{e}] = {end} where "
+                f"{start} to {R} would do; give each expert one past its last row"
+            )
+        start = end
+    raise AssertionError("one of the ends is out of place")
 
 
 def row_experts(ends_E: Tensor, R: int) -> Tensor:

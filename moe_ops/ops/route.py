@@ -111,7 +111,8 @@ def route(
                    per_expert_scale_E[i]
 
     All of it is computed in float32; only the result is rounded to out_dtype. The logits must come
-    as the model rounds them, or near-tied experts change places. T = 0 gives empty results.
+    as the model rounds them, or near-tied experts change places. NaN is larger than any number, as
+    torch.topk has it, and reaches the weights. T = 0 gives empty results.
 
     Shapes: logits_TE [T, E] float; bias_E, per_expert_scale_E [E] float; results [T, top_k].
     Raises ValueError or TypeError for wrong shapes, dtypes, devices, names, or top_k > E.

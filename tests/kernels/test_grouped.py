@@ -125,6 +125,39 @@ def test_the_tile_map_covers_every_row_once():
     assert longs == sum(n > block_m // 2 for n in heights)
 
 
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [-1, 20, 50],
+        [20, 51, 51],
+        [20, 2**31 - 1, 50],
+        [-(2**31), -9, 50],
+        [50, 0, 50, 0, 50, 0, 50],
+    ],
+)
+def test_wrong_ends_make_no_tile_outside_the_rows_or_the_table(ends):
+    rows, block_m = 50, 16
+    with patch.object(torch, "empty", guarded_empty):
+        tiles = tile_map(torch.tensor(ends, dtype=torch.int32, device=DEVICE), rows, block_m)
+    total, longs, _ = tiles.table[0, :3].tolist()
+    assert 0 <= longs <= total <= tiles.capacity
+    entries = tiles.table[1 : 1 + total, :5].tolist()
+    for tile, (expert, first_row, end, group, size) in enumerate(entries):
+        assert 0 <= expert < len(ends) and 0 <= group <= tile < group + size
+        assert 0 <= first_row + (tile - group) * block_m < end <= rows
+    behind = torch.as_strided(tiles.table, (GUARD,), (1,), tiles.table.numel())
+    assert bool((behind == 7).all())
+
+
+GUARD = 4096
+
+
+def guarded_empty(*shape, **kw):
+    """Memory with sevens behind it."""
+    size = shape[0] * shape[1]
+    return torch.full((size + GUARD,), 7, **kw)[:size].view(shape)
+
+
 def queued(tiles, n_tiles, blocks):
     """What the items of the warp-specialised kernel's queue are, by the kernel's own functions."""
     table = tiles.table.flatten().tolist()

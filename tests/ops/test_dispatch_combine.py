@@ -115,6 +115,15 @@ def test_combine_never_reads_an_unused_row(junk: float) -> None:
     assert_close(combine(y_RD, weights_TK, rows_R), want, TOL["combine", torch.float32])
 
 
+def test_combine_never_reads_a_row_of_a_pair_that_is_not_there() -> None:
+    y_RD = torch.tensor([[1.0], [NAN], [NAN], [NAN], [NAN], [2.0]])
+    bad = [4, 6, -2, 2**31 - 1, -(2**31), 1]
+    for first in (6, 7, 12, -6, -7):
+        rows_R = torch.tensor([bad[0], first, *bad[2:]], dtype=torch.int32)
+        got = combine(y_RD, torch.ones(3, 2), rows_R)
+        assert got.tolist() == [[2.0], [0.0], [1.0]]
+
+
 def test_combine_ignores_the_weight_of_a_pair_without_a_row() -> None:
     y_RD = torch.tensor([[3.0], [NAN]])
     got = combine(y_RD, torch.tensor([[NAN, 0.5]]), torch.tensor([1, -1], dtype=torch.int32))

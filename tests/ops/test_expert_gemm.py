@@ -1,5 +1,6 @@
 """`expert_gemm` on every backend: each row times the weight of its expert, and nothing else."""
 
+import re
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from samples import (
     wrong_size,
 )
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from moe_ops import expert_gemm, using
+from moe_ops import expert_gemm, quantize, using
 from moe_ops.shapes import DTYPES, FLOATS
 from moe_ops.testing import TOL, assert_close
 
@@ -87,6 +89,63 @@ def test_adds_the_bias_of_each_rows_expert(
     bias = torch.randn(E, F)
     got = run(backend, x, w, ends_E, bias)
     assert_close(got[: ends[-1]], by_hand(x, w, ends, bias), TOL["expert_gemm", dtype])
+
+
+WRONG_ENDS = {
+    "below_zero": ([-1, 4, 8, 13, 21], "ends_E[0] = -1"),
+    "past_the_rows": ([4, 8, 13, 17, 22], "ends_E[4] = 22"),
+    "far_past_the_rows": ([4, 8, 13, 17, 2**31 - 1], "ends_E[4] = 2147483647"),
+    "past_and_back": ([4, 900, 13, 17, 21], "ends_E[1] = 900"),
+    "descending": ([4, 13, 8, 17, 21], "ends_E[2] = 8"),
+    "far_below_zero": ([4, 8, -(2**31), 17, 21], "ends_E[2] = -2147483648"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["", "planned"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("ends", "text"), WRONG_ENDS.values(), ids=WRONG_ENDS)
+@each_backend
+def test_rows_that_are_not_there_are_refused(
+    backend: str, ends: list[int], text: str, dtype: torch.dtype, planned: bool
+) -> None:
+    x, w, _ = operands(ENDS["even"], dtype)
+    ends_E = torch.tensor(ends, dtype=torch.int32)
+    refusal = expert_gemm.refusals(x, w, ends_E)[backend]
+    if refusal:
+        pytest.skip(f"{backend} {refusal}")
+    message = "ends_E must ascend within the 21 rows of x_RD, got "
+    with pytest.raises(ValueError, match=re.escape(message + text)):
+        if planned:
+            expert_gemm.planned(x, w, ends_E, plan=backend)
+        else:
+            run(backend, x, w, ends_E)
+
+
+@pytest.mark.parametrize("backend", ["reference", "dequantize"])
+def test_they_are_refused_with_quantised_weights_too(backend: str) -> None:
+    x, w, _ = operands(ENDS["even"])
+    q, scale = quantize(w.flatten(0, 1), "float8_e4m3fn:row")
+    call = {"w_scale_EFG": scale.view(E, F, 1), "w_format": "float8_e4m3fn:row"}
+    ends_E = torch.tensor([4, 8, 13, 17, 22], dtype=torch.int32)
+    with using(backend), pytest.raises(ValueError, match=r"21 rows of x_RD, got ends_E\[4\] = 22"):
+        expert_gemm(x, q.view(w.shape), ends_E, **call)
+
+
+@each_backend
+def test_the_first_expert_may_begin_late_and_rows_be_none(backend: str) -> None:
+    x, w, _ = operands(ENDS["even"])
+    for rows, ends in ((0, [0] * E), (21, [0, 0, 0, 0, 1])):
+        got = run(backend, x[:rows], w, torch.tensor(ends, dtype=torch.int32))
+        assert got.shape == (rows, F)
+
+
+def test_the_definition_is_traced_without_a_look_at_the_ends() -> None:
+    x, w, ends_E = operands(ENDS["tail"])
+    for mode in ("real", "fake", "symbolic"):
+        graph = make_fx(lambda *a: expert_gemm.reference(*a), tracing_mode=mode)(x, w, ends_E)
+        assert_close(graph(x, w, ends_E)[:15], by_hand(x, w, ENDS["tail"]), TIGHT)
+        other = operands(ENDS["even"])
+        assert_close(graph(*other), by_hand(other[0], other[1], ENDS["even"]), TIGHT)
 
 
 # From `big` on the values of the dtype are the even numbers.

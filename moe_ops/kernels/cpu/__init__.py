@@ -56,7 +56,7 @@ _SIGNATURES = {
     "moe_gemm": [
         *(c_void_p, c_int64, c_int64, c_void_p),  # w, its expert and row strides, bias
         *(c_void_p, c_int64, c_void_p, c_void_p),  # x, its row stride, ends, y
-        *(c_int64, c_int64, c_int64, ctypes.c_int),  # E, F, D, threads
+        *(c_int64, c_int64, c_int64, c_int64, ctypes.c_int),  # R, E, F, D, threads
     ],
     "moe_experts": [
         ctypes.POINTER(_Layer),
@@ -77,7 +77,7 @@ def _library() -> ctypes.CDLL:
         for dtype in ("bfloat16", "float32"):
             function = getattr(library, f"{name}_{dtype}")
             function.argtypes = signature
-            function.restype = None
+            function.restype = ctypes.c_bool if name == "moe_gemm" else None
     library.moe_route.argtypes = [ctypes.POINTER(_Router), *[c_void_p] * 5]
     library.moe_route.restype = None
     return library
@@ -101,8 +101,9 @@ def _pointer(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 
 
-def gemm(x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor, bias_EF: Tensor | None, y_RF: Tensor) -> None:
+def gemm(x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor, bias_EF: Tensor | None, y_RF: Tensor) -> bool:
     """y[r] = w[e(r)] @ x[r] + bias[e(r)] for every row r of an expert; other rows stay untouched.
+    False, and nothing is read or written, unless the ends ascend within the rows of x.
 
     x, w, bias, y: bfloat16 or float32, one dtype; x and w need a stride of 1 on the last axis; ends
     (int32), bias and y are contiguous.
@@ -113,11 +114,12 @@ def gemm(x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor, bias_EF: Tensor | None, y_
         if x_RD.dtype == torch.bfloat16
         else _library().moe_gemm_float32
     )
-    run(
+    done: bool = run(
         *(w_EFD.data_ptr(), w_EFD.stride(0), w_EFD.stride(1), _pointer(bias_EF)),
         *(x_RD.data_ptr(), x_RD.stride(0), ends_E.data_ptr(), y_RF.data_ptr()),
-        *(E, F, D, torch.get_num_threads()),
+        *(x_RD.shape[0], E, F, D, torch.get_num_threads()),
     )
+    return done
 
 
 def experts(

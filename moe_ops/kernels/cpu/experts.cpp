@@ -206,6 +206,16 @@ void product(const Weights<T>& w, const T* bias, int32_t e, int64_t first, int64
   }
 }
 
+// Whether every expert's rows lie behind those of the one before, and within R rows.
+bool ends_fit(const int32_t* ends, int64_t E, int64_t R) {
+  int32_t last = 0;
+  for (int64_t e = 0; e < E; ++e) {
+    if (ends[e] < last) return false;
+    last = ends[e];
+  }
+  return last <= R;
+}
+
 int threads_for(int64_t elements, int threads) { return elements < kParallelElements ? 1 : threads; }
 
 template <typename T>
@@ -263,7 +273,7 @@ float activate(const Activation& a, float gate, float up) {
     case 0: act = gate / (1.0f + std::exp(-a.alpha * gate)); break;
     case 1: act = 0.5f * gate * (1.0f + std::erf(gate * 0.70710678f)); break;
     case 2: act = 0.5f * gate * (1.0f + std::tanh(0.79788456f * (gate + 0.044715f * gate * gate * gate))); break;
-    default: act = gate > 0.0f ? gate * gate : 0.0f;
+    default: act = gate <= 0.0f ? 0.0f : gate * gate;  // NaN stays NaN
   }
   return a.gated ? act * (up + a.up_shift) : act;
 }
@@ -341,10 +351,12 @@ void experts(const Layer& l, const T* x, const void* ids, const void* weights, c
 }  // namespace
 
 #define MOE_KERNELS(name, T)                                                                                \
-  extern "C" void moe_gemm_##name(const T* w, int64_t expert_stride, int64_t row_stride, const T* bias,      \
-                                  const T* x, int64_t x_stride, const int32_t* ends, T* y, int64_t E,        \
-                                  int64_t F, int64_t D, int threads) {                                       \
+  extern "C" bool moe_gemm_##name(const T* w, int64_t expert_stride, int64_t row_stride, const T* bias,      \
+                                  const T* x, int64_t x_stride, const int32_t* ends, T* y, int64_t R,        \
+                                  int64_t E, int64_t F, int64_t D, int threads) {                            \
+    if (!ends_fit(ends, E, R)) return false;                                                                 \
     gemm(Weights<T>{w, expert_stride, row_stride}, bias, x, x_stride, ends, y, E, F, D, threads);            \
+    return true;                                                                                             \
   }                                                                                                          \
   extern "C" void moe_experts_##name(const Layer* l, const T* x, const void* ids, const void* weights,       \
                                      const T* w13, const T* w2, const T* b13, const T* b2, T* out) {         \

@@ -34,6 +34,9 @@ void score_token(const Router& p, const float* logits, float* scores) {
   }
 }
 
+// Whether a is larger than b, NaN larger than every number, as torch.topk has it.
+inline bool larger(float a, float b) { return !(a <= b) && b == b; }
+
 // The `k` largest of `n` values, largest first, the lower index first among equals; always k different indices.
 template <typename Index>
 void top_k(const float* values, int64_t n, int64_t k, char* taken, Index* chosen) {
@@ -41,7 +44,7 @@ void top_k(const float* values, int64_t n, int64_t k, char* taken, Index* chosen
   for (int64_t j = 0; j < k; ++j) {
     int64_t best = -1;
     for (int64_t i = 0; i < n; ++i)
-      if (!taken[i] && (best < 0 || values[i] > values[best])) best = i;
+      if (!taken[i] && (best < 0 || larger(values[i], values[best]))) best = i;
     taken[best] = 1;
     chosen[j] = Index(best);
   }
@@ -61,8 +64,8 @@ void limit_groups(const Router& p, Scratch& s) {
     const float* c = s.choice.data() + g * size;
     float first = -std::numeric_limits<float>::infinity(), second = first;
     for (int64_t i = 0; i < size; ++i) {
-      if (c[i] > first) second = std::exchange(first, c[i]);
-      else if (c[i] > second) second = c[i];
+      if (larger(c[i], first)) second = std::exchange(first, c[i]);
+      else if (larger(c[i], second)) second = c[i];
     }
     s.worth[g] = p.group_top2sum ? first + second : first;
   }

@@ -22,13 +22,22 @@ FREE_BITS = {torch.bfloat16: 0xFFFF, torch.float16: 0x1FFF}
 # one warp. With 512 experts that was slower.
 MANY_TOKENS, FEW_EXPERTS = 4096, 128
 NONE: tl.constexpr = tl.constexpr(-(2**31))  # below the key of every float
+NAN: tl.constexpr = tl.constexpr(2**31 - 1)  # above that of every number, as torch.topk has it
 
 
 @triton.jit
 def keys_of(choice_TE, used_TE):
     """int32 keys in the order of the floats: a warp finds the largest in one instruction."""
     bits = choice_TE.to(tl.int32, bitcast=True)
-    return tl.where(used_TE, bits ^ ((bits >> 31) & 0x7FFFFFFF), NONE)
+    # A NaN has either sign.
+    keys_TE = tl.where(choice_TE != choice_TE, NAN, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return tl.where(used_TE, keys_TE, NONE)
+
+
+@triton.jit
+def floats_of(keys):
+    """What has these keys."""
+    return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -95,14 +104,15 @@ def limit_groups(
     FILL: tl.constexpr = ROUTER[5]
     group_E = columns_E // (E // N_GROUP)
     worth_TE = choice_TE
+    choice_keys_TE = keys_of(choice_TE, used_TE)
     for g in range(N_GROUP):
         inside = used_TE & (group_E == g)[None, :]
-        limited_TE = tl.where(inside, choice_TE, -float("inf"))
-        worth_T = tl.max(limited_TE, 1)
+        inside_TE = tl.where(inside, choice_keys_TE, NONE)
+        worth_T = floats_of(tl.max(inside_TE, 1))  # unlike the largest float it may be NaN
         if TOP2:
-            column_T = first_largest(keys_of(choice_TE, inside), columns_E, BE)
-            rest_TE = tl.where(columns_E[None, :] == column_T[:, None], -float("inf"), limited_TE)
-            worth_T += tl.max(rest_TE, 1)
+            column_T = first_largest(inside_TE, columns_E, BE)
+            rest_TE = tl.where(columns_E[None, :] == column_T[:, None], NONE, inside_TE)
+            worth_T += floats_of(tl.max(rest_TE, 1))
         worth_TE = tl.where(inside, worth_T[:, None], worth_TE)
     kept_TE = used_TE & False
     # A group's key is that of its first expert: the lower group first among equals.

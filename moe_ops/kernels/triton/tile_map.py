@@ -39,26 +39,36 @@ def tile_map(ends_E: Tensor, rows: int, block_m: int) -> Tiles:
     capacity = rows // block_m + min(E, rows)
     table = torch.empty(1 + capacity, ENTRY.value, dtype=torch.int32, device=ends_E.device)
     block, block_e = 128, max(triton.next_power_of_2(E), 16)
-    _tile_map[(E,)](ends_E, table, E, block_m, GROUP, block_e, block, num_warps=4)
+    _tile_map[(E,)](
+        ends_E, table, E, rows, capacity, block_m, GROUP, block_e, block, num_warps=4
+    )  # fmt: skip
     return Tiles(table, block_m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "CAPACITY"])
 def _tile_map(
     ends_ptr,
     table_ptr,
     E,
+    R,
+    CAPACITY,
     BLOCK_M: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program e writes the tiles of expert e."""
+    """Program e writes the tiles of expert e.
+
+    Ends that do not ascend within R rows make tiles of some rows, and none outside these or the
+    table.
+    """
     e = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
     ends = tl.load(ends_ptr + experts, mask=experts < E, other=0)
     starts = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < E), other=0)
-    rows = tl.where(experts < E, ends - starts, 0)
+    ends = tl.minimum(tl.maximum(ends, 0), R)
+    starts = tl.minimum(tl.maximum(starts, 0), R)
+    rows = tl.where(experts < E, tl.maximum(ends - starts, 0), 0)
     tiles = (rows + (BLOCK_M - 1)) // BLOCK_M
     first = tl.sum(tl.where(experts < e, tiles, 0))
     my_tiles = tl.sum(tl.where(experts == e, tiles, 0))
@@ -69,7 +79,7 @@ def _tile_map(
         tile = at + tl.arange(0, BLOCK)
         group = tile // GROUP * GROUP
         entry = table_ptr + ENTRY * (1 + first + tile)
-        mask = tile < my_tiles
+        mask = (tile < my_tiles) & (first + tile < CAPACITY)
         tl.store(entry, tl.zeros([BLOCK], tl.int32) + e, mask=mask)
         tl.store(entry + 1, start + group * BLOCK_M, mask=mask)
         tl.store(entry + 2, tl.zeros([BLOCK], tl.int32) + end, mask=mask)
@@ -77,6 +87,6 @@ def _tile_map(
         tl.store(entry + 4, tl.minimum(my_tiles - group, GROUP), mask=mask)
     if e == 0:
         long_tiles = (rows + (BLOCK_M // 2 - 1)) // BLOCK_M
-        tl.store(table_ptr, tl.sum(tiles))
-        tl.store(table_ptr + 1, tl.sum(long_tiles))
+        tl.store(table_ptr, tl.minimum(tl.sum(tiles), CAPACITY))
+        tl.store(table_ptr + 1, tl.minimum(tl.sum(long_tiles), CAPACITY))
         tl.store(table_ptr + 2, 0)
