@@ -26,13 +26,14 @@ class May:
     packages: frozenset[str] = frozenset({"torch"})
 
 
-LOW = frozenset({"spec", "shapes"})
+LOW = frozenset({"signature", "spec", "shapes"})
 OP = LOW | {"ops"}
 BELOW_LAYER = OP | {"kernels", "backends", "quant", "parallel"}
 FACADE = "the facade"  # moe_ops/__init__.py
 MAY_IMPORT = {
-    "spec": May(),
-    "shapes": May(),
+    "signature": May(),
+    "spec": May(frozenset({"signature"})),
+    "shapes": May(frozenset({"signature"})),
     "fake_impls": May(),
     "arena": May(),
     "terminal": May(),
