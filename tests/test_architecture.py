@@ -26,12 +26,13 @@ class May:
     packages: frozenset[str] = frozenset({"torch"})
 
 
-LOW = frozenset({"signature", "spec", "shapes"})
+LOW = frozenset({"signature", "options", "spec", "shapes"})
 OP = LOW | {"ops"}
 BELOW_LAYER = OP | {"kernels", "backends", "quant", "parallel"}
 FACADE = "the facade"  # moe_ops/__init__.py
 MAY_IMPORT = {
     "signature": May(),
+    "options": May(frozenset({"signature"})),
     "spec": May(frozenset({"signature"})),
     "shapes": May(frozenset({"signature"})),
     "fake_impls": May(),

@@ -1,0 +1,57 @@
+"""Checks of options that are no tensors: each raises an error that names the option."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable
+from typing import Any
+
+from moe_ops.signature import described
+
+
+def check_int(name: str, value: Any, least: int | None = None) -> None:
+    """Raise TypeError unless `value` is a whole number, ValueError if it is below the least."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {described(value)}")
+    if least is not None and value < least:
+        raise ValueError(f"{name}={value} must be at least {least}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise TypeError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {described(value)}")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raise TypeError unless `value` is a number, ValueError if it is infinite or not a number."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {described(value)}")
+    check_finite(name, value)
+
+
+def check_finite(name: str, value: Any) -> None:
+    """Raise ValueError if a number is infinite or not a number."""
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value} must be a finite number")
+
+
+def check_type(name: str, value: Any, kinds: type | tuple[type, ...], wanted: str) -> None:
+    """Raise TypeError, saying what is wanted, unless `value` is of one of these classes."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} must be {wanted}, got {described(value)}")
+
+
+def check_ints(name: str, values: Any, least: int) -> tuple[int, ...]:
+    """The whole numbers of an iterable. Raises TypeError or ValueError for anything else, and for
+    none.
+    """
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be several ints, such as (1, 64), got {described(values)}")
+    found = tuple(values)
+    for i, value in enumerate(found):
+        check_int(f"{name}[{i}]", value, least)
+    if not found:
+        raise ValueError(f"{name} is empty; give at least one number from {least} on")
+    return found
