@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
-from collections.abc import Iterable
+import typing
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from moe_ops.signature import described
@@ -25,10 +27,15 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raise TypeError unless `value` is a number, ValueError if it is infinite or not a number."""
+    """Raise TypeError unless `value` is a number."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {described(value)}")
-    check_finite(name, value)
+
+
+def check_text(name: str, value: Any) -> None:
+    """Raise TypeError unless `value` is a string."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, got {described(value)}")
 
 
 def check_finite(name: str, value: Any) -> None:
@@ -55,3 +62,27 @@ def check_ints(name: str, values: Any, least: int) -> tuple[int, ...]:
     if not found:
         raise ValueError(f"{name} is empty; give at least one number from {least} on")
     return found
+
+
+CHECKS: dict[Any, Callable[[str, Any], None]] = {
+    int: check_int, float: check_number, bool: check_flag, str: check_text,
+}  # fmt: skip
+
+
+def check_fields(options: object, prefix: str = "") -> None:
+    """Raise TypeError unless the numbers, flags and strings of a dataclass are of their types."""
+    for name, check, optional in _checks(type(options)):
+        value = getattr(options, name)
+        if not (optional and value is None):
+            check(prefix + name, value)
+
+
+@functools.cache
+def _checks(kind: type) -> tuple[tuple[str, Callable[[str, Any], None], bool], ...]:
+    """The fields of a dataclass that have a check, and whether None may stand for each."""
+    found = []
+    for name, hint in typing.get_type_hints(kind).items():
+        members = [t for t in typing.get_args(hint) if t is not type(None)] or [hint]
+        if len(members) == 1 and members[0] in CHECKS:
+            found.append((name, CHECKS[members[0]], members != [hint]))
+    return tuple(found)

@@ -46,7 +46,8 @@ MAY_IMPORT = {
     "parallel": May(OP),
     "layer_options": May(OP | {"quant"}),
     "layer_tensors": May(OP | {"quant", "parallel", "layer_options"}),
-    "layer": May(BELOW_LAYER | {"layer_options", "layer_tensors"}),
+    "layer_checks": May(OP | {"parallel", "layer_options"}),
+    "layer": May(BELOW_LAYER | {"layer_checks", "layer_options", "layer_tensors"}),
     "weights": May(
         frozenset({"layer", "layer_options", "layer_tensors", "kernels", "quant", "shapes"}),
         frozenset({"torch", "safetensors", "gguf"}),
