@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import math
 import numbers
+import os
 import typing
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from moe_ops.signature import described
@@ -57,11 +59,27 @@ def check_ints(name: str, values: Any, least: int) -> tuple[int, ...]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be several ints, such as (1, 64), got {described(values)}")
     found = tuple(values)
-    for i, value in enumerate(found):
-        check_int(f"{name}[{i}]", value, least)
+    for value in found:
+        check_int(f"each of {name}", value)
+        if value < least:
+            raise ValueError(f"{name} must be numbers from {least} on, got {value}")
     if not found:
         raise ValueError(f"{name} is empty; give at least one number from {least} on")
-    return found
+    return tuple(map(int, found))
+
+
+def check_writable(name: str, path: Any) -> None:
+    """Raise TypeError unless `path` is one, and OSError unless a file can be written there."""
+    check_type(name, path, (str, os.PathLike), "a path")
+    file = Path(path)
+    if file.is_dir():
+        raise IsADirectoryError(f"{name}={str(file)!r} is a folder; give a file in it")
+    if not file.parent.is_dir():
+        raise FileNotFoundError(
+            f"{name}={str(file)!r}: there is no folder {str(file.parent)!r}; make it first"
+        )
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise PermissionError(f"{name}={str(file)!r} may not be written; give another path")
 
 
 CHECKS: dict[Any, Callable[[str, Any], None]] = {
@@ -71,7 +89,7 @@ CHECKS: dict[Any, Callable[[str, Any], None]] = {
 
 def check_fields(options: object, prefix: str = "") -> None:
     """Raise TypeError unless the numbers, flags and strings of a dataclass are of their types."""
-    for name, check, optional in _checks(type(options)):
+    for name, check, optional in _checks(type(options)):  # type: ignore[arg-type]
         value = getattr(options, name)
         if not (optional and value is None):
             check(prefix + name, value)

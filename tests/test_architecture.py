@@ -59,7 +59,10 @@ MAY_IMPORT = {
         frozenset({"torch", "transformers", "matplotlib", "safetensors"}),
     ),
     "passes": May(BELOW_LAYER | {"layer", "hf", "arena", "terminal"}),
-    "__main__": May(frozenset({"shapes", "hf", "passes"}), frozenset({"torch", "transformers"})),
+    "__main__": May(
+        frozenset({"signature", "options", "shapes", "hf", "passes"}),
+        frozenset({"torch", "transformers"}),
+    ),
     FACADE: May(BELOW_LAYER | {"layer", "layer_options", "hf", "passes"}),
 }
 
