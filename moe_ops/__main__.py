@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from moe_ops.options import check_writable
 from moe_ops.shapes import DTYPES
+from moe_ops.signature import did_you_mean
 
 ABOUT = """\
 Shows what moe_ops would make of a Hugging Face model: its MoE regions, what each was lifted from,
@@ -57,10 +59,16 @@ TINY = {
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a command line. Returns 0; bad usage, and a model that transformers cannot find or build,
-    exit with 2 and a line on stderr."""
+    """Run a command line. Returns 0; bad usage, a file that cannot be written, and a model that
+    transformers cannot find or build exit with 2 and a line on stderr."""
     top = parser()
     args = top.parse_args(words)
+    try:
+        for name in ("html", "json"):
+            if getattr(args, name) is not None:
+                check_writable(f"--{name}", getattr(args, name))
+    except OSError as error:
+        top.error(one_line(error))
     try:
         model, inputs = build(args)
     except Exception as error:  # whatever transformers, its hub or a config's own checks raise
@@ -69,11 +77,11 @@ def main(words: Sequence[str] | None = None) -> int:
 
     try:
         found = explain(model, inputs, html=args.html, depyf=args.depyf, tokens=args.tokens)
-    except ImportError as error:
+        print(found)
+        if args.json is not None:
+            Path(args.json).write_text(found.to_json() + "\n", encoding="utf-8")
+    except (ImportError, OSError) as error:
         top.error(one_line(error))
-    print(found)
-    if args.json:
-        Path(args.json).write_text(found.to_json() + "\n", encoding="utf-8")
     return 0
 
 
@@ -111,7 +119,8 @@ def parser() -> argparse.ArgumentParser:
 def build(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     """A model with random weights, fake ones unless it is to run, and an input for it.
 
-    Raises what transformers raises.
+    Raises ValueError for a name that is neither a model type, a folder nor a hub id, and what
+    transformers raises.
     """
     import transformers
 
@@ -120,6 +129,11 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     transformers.logging.set_verbosity_error()
     if args.model in transformers.CONFIG_MAPPING:
         config = transformers.AutoConfig.for_model(args.model)
+    elif "/" not in args.model and not Path(args.model).exists():
+        raise ValueError(
+            "transformers has no such model type, and a hub id names its owner too, as in "
+            f"Qwen/Qwen3-30B-A3B{did_you_mean(args.model, transformers.CONFIG_MAPPING)}"
+        )
     else:
         config = transformers.AutoConfig.from_pretrained(args.model)
     shrink(config, TINY if args.tiny else {}, args.layers)

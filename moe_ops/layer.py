@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_ops.layer_checks import check_arguments
 from moe_ops.layer_options import QuantFormats, Routing
 from moe_ops.layer_tensors import (
     CODED,
@@ -134,6 +135,7 @@ class MoELayer(HoldsCodes):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        check_arguments(locals())  # nothing but the arguments is local yet
         super().__init__()
         fused = shared_experts if isinstance(shared_experts, int) else 0
         self.num_experts, self.top_k = num_experts, top_k
@@ -192,12 +194,6 @@ class MoELayer(HoldsCodes):
             raise ValueError(
                 "weight_on_input scales the input of every expert of a token, fused shared ones "
                 "too; give the shared experts as a module"
-            )
-        reduce = self.reduce_results
-        if not (reduce is None or isinstance(reduce, str) or callable(reduce)):
-            raise TypeError(
-                "reduce_results must be the name of a process group, a function of a tensor or "
-                f"None, got {reduce!r}"
             )
         if self.quant is not None:
             check_fits(self.quant, self.sizes, self.parallel.tp_size)

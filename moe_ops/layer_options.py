@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from moe_ops.ops.route import route
+from moe_ops.options import check_fields
 from moe_ops.quant.checks import SCHEMES, check_groups, scheme_of
 from moe_ops.quant.formats import TENSOR, Format
+from moe_ops.signature import did_you_mean
 
 CustomRouting = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
@@ -26,6 +28,9 @@ class Routing:
         custom           takes the place of `route`: (x_TD, logits_TE, top_k) -> (weights_TK float,
                          experts_TK int32 or int64), traceable if the layer is to be compiled
         weight_on_input  an expert's input is scaled by its weight, not its output; top_k = 1 alone
+
+    Raises TypeError for a number, a flag or a string that is none; `check`, for which a layer asks,
+    looks at the rest.
     """
 
     score: str = "softmax"
@@ -43,6 +48,9 @@ class Routing:
     correction_bias: bool = False
     custom: CustomRouting | None = None
     weight_on_input: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def args(self) -> tuple[str, str, int, int, str, str, bool, bool, float, float, float, str]:
@@ -106,7 +114,8 @@ class QuantFormats:
     the layer holds `input_order`, in which columns of its input go to the first product: for
     weights that GPTQ quantised in the order of their activations.
 
-    Raises ValueError for formats that no scheme of `moe_ops.quant.checks` joins.
+    Raises ValueError for formats that no scheme of `moe_ops.quant.checks` joins, TypeError for what
+    is neither a string nor a flag.
     """
 
     weights: str
@@ -115,6 +124,7 @@ class QuantFormats:
     ordered_input: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         weights, inputs = Format.of(self.weights), self.input_format
         scheme_of(weights, inputs)
         check_groups(inputs, weights)
@@ -145,7 +155,10 @@ class QuantFormats:
                 f"quant must be None, the name of a scheme or QuantFormats, got {quant!r}"
             )
         if quant not in SCHEMES:
-            raise ValueError(f"scheme {quant!r} is unknown; choose one of {', '.join(SCHEMES)}")
+            raise ValueError(
+                f"scheme {quant!r} is unknown; choose one of {', '.join(SCHEMES)}"
+                f"{did_you_mean(quant, SCHEMES)}"
+            )
         scheme = SCHEMES[quant]
         if scheme.name == "none":
             return None

@@ -16,6 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ops.signature import did_you_mean
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INDICES = (torch.int32, torch.int64)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,4 +54,7 @@ def check_devices(first: Tensor, **others: Tensor | None) -> None:
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise unless `value` is one of the choices."""
     if value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")
+        raise ValueError(
+            f"{name}={value!r} is unknown; choose one of {', '.join(choices)}"
+            f"{did_you_mean(value, choices)}"
+        )

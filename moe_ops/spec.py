@@ -18,6 +18,8 @@ import torch
 from torch import _C, Tensor
 from torch.library import Library, infer_schema, register_fake
 
+from moe_ops.signature import Signature, did_you_mean
+
 NAMESPACE = "moe_ops"
 REFERENCE = "reference"
 
@@ -31,9 +33,6 @@ _compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
 _transforms, _tracing = _C._are_functorch_transforms_active, _C._is_tracing
 _profiler = _C._autograd._profiler_enabled
-
-# What a call may hold to be made without the dispatcher: anything else may have a say in it.
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
 
 OPS: dict[str, Op] = {}
 
@@ -94,6 +93,9 @@ class Op:
         self.reference = reference
         self.check = check
         self.schema: str = infer_schema(reference, mutates_args=())
+        self.signature = Signature(f"{NAMESPACE}.{name}", reference)
+        # The types, and names, of calls that were seen to need no dispatcher.
+        self._plain: set[tuple[Any, ...]] = set()
         self.fake_impl: Callable[..., Any] | None = None
         self.backends: dict[str, Backend] = {REFERENCE: Backend(name=REFERENCE, run=reference)}
         # Candidates by device type in the order in which they are asked; the reference is the last.
@@ -115,30 +117,62 @@ class Op:
         OPS[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _compiling():
+            return self.overload(*args, **kwargs)
         # Unless somebody watches, or a subclass of Tensor has a say, the dispatcher would bring the
         # call back to `_run`, two to three microseconds later.
+        types: tuple[Any, ...] = tuple(map(type, args))
+        if kwargs:
+            types += (*kwargs, *map(type, kwargs.values()))
         if (
-            not _compiling()
+            (types in self._plain or self._is_plain(types, args, kwargs))
             and not _dispatch_modes()
             and not _function_modes()
             and not _transforms()
             and not _tracing()
             and not _profiler()
-            and _PLAIN.issuperset(map(type, args))
-            and (not kwargs or _PLAIN.issuperset(map(type, kwargs.values())))
-            and args
             and not args[0].is_meta
         ):
+            if not kwargs:  # passing on an empty dict takes longer than looking up `types`
+                self.check(*args)
+                return self.pick(args, kwargs).run(*args)
             self.check(*args, **kwargs)
             return self.pick(args, kwargs).run(*args, **kwargs)
         return self.overload(*args, **kwargs)
+
+    def _is_plain(
+        self, types: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether a call needs no dispatcher, noted by its types. Raises TypeError if it has
+        arguments that the op has not, or of other types.
+        """
+        self._require_signature(args, kwargs)
+        plain = bool(args) and self.signature.is_plain(args, kwargs)
+        if plain:
+            self._plain.add(types)
+        return plain
+
+    def _require_signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        fault = self.signature.fault(args, kwargs)
+        if fault is not None:
+            raise TypeError(fault)
 
     def __repr__(self) -> str:
         return f"<op {NAMESPACE}.{self.name}{self.schema}>"
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        self.check(*args, **kwargs)
+        self._check(args, kwargs)
         return self.pick(args, kwargs).run(*args, **kwargs)
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """`check` for a call that came through the dispatcher, which lets None be a Tensor."""
+        try:
+            self.check(*args, **kwargs)
+        except AttributeError:
+            fault = self.signature.fault(args, kwargs)
+            if fault is not None:
+                raise TypeError(fault) from None
+            raise
 
     def _run_planned(self, *args: Any, plan: str, **kwargs: Any) -> Any:
         runs = self._plans.get(plan) or self._runs(plan)
@@ -170,7 +204,7 @@ class Op:
         self.fake_impl = fn
 
         def checked(*args: Any, **kwargs: Any) -> Any:
-            self.check(*args, **kwargs)
+            self._check(args, kwargs)
             return fn(*args, **kwargs)
 
         def planned(*args: Any, plan: str, **kwargs: Any) -> Any:
@@ -264,9 +298,15 @@ class Op:
         raise AssertionError(f"the reference of {NAMESPACE}.{self.name} takes every valid call")
 
     def refusals(self, *args: Any, **kwargs: Any) -> dict[str, str | None]:
-        """Why each backend cannot run this call (None: it can), by backend name."""
+        """Why each backend cannot run this call (None: it can), by backend name.
+
+        Raises ValueError or TypeError, as the call itself, if the op does not take it.
+        """
+        self._require_signature(args, kwargs)
+        args = self.signature.positional(args, kwargs)
+        self.check(*args)
         device = args[0].device.type
-        return {name: b.refusal(device, args, kwargs) for name, b in self.backends.items()}
+        return {name: b.refusal(device, args, {}) for name, b in self.backends.items()}
 
     def _pick_forced(
         self, name: str, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -318,11 +358,16 @@ def using(backend: str, *ops: Op | str) -> Iterator[None]:
     names = [o.name if isinstance(o, Op) else o for o in ops]
     unknown = [n for n in names if n not in OPS]
     if unknown:
-        raise ValueError(f"no op named {', '.join(unknown)}; the ops are {', '.join(OPS)}")
+        hint = did_you_mean(unknown[0], OPS)
+        names = [str(name) for name in unknown]
+        raise ValueError(f"no op named {', '.join(names)}; the ops are {', '.join(OPS)}{hint}")
     known = {b for n in (names or OPS) for b in OPS[n].backends}
     if backend not in known:
         where = ", ".join(names) if names else "any op"
-        raise ValueError(f"no backend {backend!r} of {where}; there are {', '.join(sorted(known))}")
+        hint = did_you_mean(backend, known)
+        raise ValueError(
+            f"no backend {backend!r} of {where}; there are {', '.join(sorted(known))}{hint}"
+        )
     forced = {**(_forced.get() or {}), **dict.fromkeys(names, backend)} if names else {"*": backend}
     token = _forced.set(forced)
     try:

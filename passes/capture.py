@@ -6,16 +6,18 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from moe_ops.arena import Arena, Buffer, current_stream, shared
+from moe_ops.options import check_int, check_ints, check_type
 from moe_ops.passes.addresses import identities, module_of, tensors_of
 from moe_ops.passes.cuda_graph import Captured, CaptureError, GraphPool, capture_call, capturing
 from moe_ops.passes.planning.plan import Plan
+from moe_ops.signature import described
 
 log = logging.getLogger("moe_ops")
 
@@ -98,11 +100,13 @@ class GraphRunner:
         arena: Arena = shared,
         capture: Callable[..., Captured] = capture_call,
     ) -> None:
-        self.buckets = sorted(set(buckets))
-        if not self.buckets or self.buckets[0] < 1:
-            raise ValueError(f"buckets are token counts from 1 on, got {self.buckets}")
+        if not callable(function):
+            raise TypeError(f"capture wants a function of tokens, got {described(function)}")
+        self.buckets = sorted(set(check_ints("buckets", buckets, least=1)))
+        check_int("varying", varying)
         if varying < 1:
             raise ValueError(f"varying={varying}: at least one argument has to count tokens")
+        check_int("most", most, least=1)
         self.function = function
         self.varying = varying
         self.most = most
@@ -268,10 +272,21 @@ def capture(
     return GraphRunner(function, buckets=buckets, varying=varying, most=most)
 
 
-def buckets_of(plan: Plan, most: int) -> tuple[int, ...]:
-    """Buckets up to `most` tokens: the powers of two, and where the plan changes its mind."""
+class _HasPlan(Protocol):
+    @property
+    def plan(self) -> Plan: ...
+
+
+def buckets_of(plan: Plan | _HasPlan, most: int) -> tuple[int, ...]:
+    """Buckets up to `most` tokens: the powers of two, and where the plan changes its mind.
+
+    Takes a plan, or what `moe_ops.explain` returned. Raises TypeError for anything else.
+    """
+    found: Any = getattr(plan, "plan", plan)
+    check_type("plan", found, Plan, "a plan or what moe_ops.explain returned")
+    check_int("most", most, least=1)
     powers = {1 << i for i in range(most.bit_length())}
-    ends = {r.upto for c in plan.choices for r in c.ranges if r.upto is not None}
+    ends = {r.upto for c in found.choices for r in c.ranges if r.upto is not None}
     return tuple(sorted(n for n in {*powers, *ends, most} if 0 < n <= most))
 
 

@@ -14,10 +14,12 @@ from torch._dynamo import mark_static, maybe_mark_dynamic
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 
+from moe_ops.options import check_flag
 from moe_ops.passes.context import Options
 from moe_ops.passes.generate import STEP_OPTIONS, is_transformers_model, quicken
 from moe_ops.passes.pipeline import Hook, Pipeline, as_tuple
 from moe_ops.passes.sizes import call_oblivious
+from moe_ops.signature import described, did_you_mean
 
 log = logging.getLogger("moe_ops")
 
@@ -33,16 +35,17 @@ def inductor_options(*, extra: Mapping[str, Any] | None = None, **options: Any) 
 
     The keywords are the fields of `Options`; `extra` are other options of Inductor (torch.compile
     takes either these or a mode). A hook that Inductor's config, or `extra`, holds already keeps
-    running, before ours. Raises TypeError for an unknown keyword.
+    running, before ours. Raises TypeError for an unknown keyword, and TypeError, ValueError or
+    FileNotFoundError for what an option cannot be.
     """
     known = [f.name for f in fields(Options)]
     unknown = [name for name in options if name not in known]
     if unknown:
         raise TypeError(
             f"unknown options: {', '.join(unknown)}; there are {', '.join(known)}, and options of "
-            "Inductor go into extra={...}"
+            f"Inductor go into extra={{...}}{did_you_mean(unknown[0], known)}"
         )
-    merged = dict(extra or {})
+    merged = _known(extra)
     before = merged.get(HOOK, getattr(inductor_config, HOOK))
     merged[HOOK] = Pipeline(Options(**options), chained=tuple(_without_ours(as_tuple(before))))
     return merged
@@ -84,16 +87,18 @@ def compile(
     Of a module that only holds a transformers model, as a PeftModel does, `forward` is compiled and
     `generate` is not, which is logged: give the model inside.
 
-    Raises TypeError if `model` is not a module.
+    Raises TypeError if `model` is not a module, and as `inductor_options` does.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"compile wants an nn.Module, got {type(model).__name__}; for a function call "
             "torch.compile(function, options=moe_ops.inductor_options())"
         )
+    check_flag("fullgraph", fullgraph)
+    if dynamic is not None:
+        check_flag("dynamic", dynamic)
     settings = dict(list_mode_options(mode, dynamic)) if mode is not None else {}
-    settings.update(extra or {})
-    merged = inductor_options(extra=settings, **options)
+    merged = inductor_options(extra={**settings, **_known(extra)}, **options)
     twin = copy.copy(model)  # shares the tables of parameters, buffers and submodules
     call = torch.compile(twin._call_impl, fullgraph=fullgraph, dynamic=dynamic, options=merged)
     twin._compiled_call_impl = Compiled(twin._call_impl, call, merged[HOOK], dynamic)
@@ -174,6 +179,25 @@ def token_dims(x: Tensor) -> range:
     floats [T, D] and [B, S, D], none of other shapes."""
     dims = x.dim() - x.is_floating_point()
     return range(dims if dims <= 2 else 0)
+
+
+def _known(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Options of Inductor. Raises TypeError or ValueError for what has none."""
+    if extra is None:
+        return {}
+    if not isinstance(extra, Mapping):
+        raise TypeError(
+            f"extra must be a mapping of Inductor's options, got {described(extra)}; for example "
+            "{'max_autotune': True}"
+        )
+    known = inductor_config.get_config_copy() if extra else {}  # as torch.compile looks names up
+    for name in extra:
+        if not isinstance(name, str) or name.replace("-", "_") not in known:
+            raise ValueError(
+                f"extra: Inductor has no option {name!r}; torch._inductor.config lists them"
+                f"{did_you_mean(name, known)}"
+            )
+    return dict(extra)
 
 
 def _without_ours(hooks: Iterable[Hook]) -> Iterable[Hook]:

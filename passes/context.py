@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, field
 
+from moe_ops.options import check_fields
 from moe_ops.passes.planning.plan import Choice
+from moe_ops.passes.planning.thresholds import check_thresholds
 
 log = logging.getLogger("moe_ops")
 
@@ -20,6 +23,9 @@ class Options:
     leaving a region to a slower way. linears: run other products of few rows with parameters, on a
     GPU, by kernels of ours. stop_after: the name of the last pass to run. dump: label the
     graph before and after each pass for depyf and TORCH_LOGS.
+
+    Lists in place of tuples, and a path in place of its string, are made into these. Raises
+    TypeError for an option of another type, and ValueError for thresholds that are none.
     """
 
     thresholds: tuple[tuple[int | None, str], ...] | None = None
@@ -28,6 +34,12 @@ class Options:
     linears: bool = True
     stop_after: str | None = None
     dump: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "thresholds", check_thresholds(self.thresholds))
+        if isinstance(self.tuned, os.PathLike):
+            object.__setattr__(self, "tuned", os.fspath(self.tuned))
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

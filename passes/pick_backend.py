@@ -11,7 +11,7 @@ from torch import fx
 
 from moe_ops.passes.context import Context
 from moe_ops.passes.planning import tuned
-from moe_ops.passes.planning.choose import check_thresholds, choose
+from moe_ops.passes.planning.choose import choose
 from moe_ops.spec import NAMESPACE, OPS, REFERENCE, Op
 
 RULE = "pick_backend"
@@ -21,10 +21,9 @@ ORIGIN = ("nn_module_stack", "stack_trace", "from_node")  # where in the model a
 def pick_backend(graph: fx.Graph, context: Context) -> int:
     """Replace ops by planned ones; record a choice for every op, those left for `lower` included.
 
-    Raises ValueError for thresholds that are none, or that give a node to a backend which cannot
-    run it, and under `strict` RuntimeError for a node that every backend refuses.
+    Raises ValueError for thresholds that give a node to a backend which cannot run it, and under
+    `strict` RuntimeError for a node that every backend refuses.
     """
-    check_thresholds(context.options.thresholds)
     decided = {choice.node for choice in context.choices}
     nodes = [n for n in graph.nodes if generic_op(n) is not None and n.name not in decided]
     table = tuned.load(context.options.tuned) if nodes else {}

@@ -17,6 +17,7 @@ from moe_ops.passes import cache_key, sizes
 from moe_ops.passes.context import Context, Note, Options
 from moe_ops.passes.planning import tuned
 from moe_ops.passes.planning.plan import Choice
+from moe_ops.signature import did_you_mean
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass as InferenceAware
@@ -67,8 +68,8 @@ class Pipeline(InferenceAware):
     hook held before; it runs first, on every graph.
 
     Two pipelines are equal if options, chained hooks and passes are; `runs` says nothing of that
-    and is not copied or pickled. Raises ValueError for a `stop_after` that names no pass, and
-    FileNotFoundError for a `tuned` that is no file.
+    and is not copied or pickled. Raises ValueError for a `stop_after` that names no pass and for a
+    `tuned` that is no table, and FileNotFoundError for one that is no file.
     """
 
     def __init__(
@@ -78,19 +79,16 @@ class Pipeline(InferenceAware):
         passes: tuple[Pass, ...] | None = None,  # None: PIPELINE
     ) -> None:
         self.options = options or Options()
-        try:
-            hash(self.options)
-        except TypeError:
-            raise TypeError(f"options must be hashable: tuples, not lists, in {options}") from None
         self.chained = as_tuple(chained)
         self.runs: list[GraphRun] = []
         self._passes = passes
-        tuned.tables(self.options.tuned)  # raises if the user's is missing
+        tuned.users_table(self.options.tuned)  # raises unless it can be read
         names = [name_of(p) for p in self.passes]
         if self.options.stop_after not in (None, *names):
             raise ValueError(
                 f"stop_after={self.options.stop_after!r} is no pass; "
                 f"there are {', '.join(names) or 'none yet'}"
+                f"{did_you_mean(self.options.stop_after, names)}"
             )
 
     @property

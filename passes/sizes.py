@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
@@ -72,10 +71,9 @@ def tell(graph: fx.Graph) -> None:
     # 2048*s27 and of 2048*s27*s52 elements, and stops as it cannot split one like the other.
     env.size_like.clear()
     for guard in env.guards:
-        if isinstance(guard.expr, sympy.Eq) and guard.expr.lhs in symbols:
-            symbol, number = guard.expr.args
-            if number in (0, 1):
-                env._set_replacement(symbol, number, "a guard fixes it")
+        equation = guard.expr if getattr(guard.expr, "rel_op", "") == "==" else None
+        if equation is not None and equation.lhs in symbols and equation.rhs in (0, 1):
+            env._set_replacement(equation.lhs, equation.rhs, "a guard fixes it")
     if NEEDS_BOUND:
         for symbol in symbols:
             env.constrain_symbol_range(symbol, 0, MISSING_END - 1)

@@ -26,13 +26,15 @@ class May:
     packages: frozenset[str] = frozenset({"torch"})
 
 
-LOW = frozenset({"spec", "shapes"})
+LOW = frozenset({"signature", "options", "spec", "shapes"})
 OP = LOW | {"ops"}
 BELOW_LAYER = OP | {"kernels", "backends", "quant", "parallel"}
 FACADE = "the facade"  # moe_ops/__init__.py
 MAY_IMPORT = {
-    "spec": May(),
-    "shapes": May(),
+    "signature": May(),
+    "options": May(frozenset({"signature"})),
+    "spec": May(frozenset({"signature"})),
+    "shapes": May(frozenset({"signature"})),
     "fake_impls": May(),
     "arena": May(),
     "terminal": May(),
@@ -44,7 +46,8 @@ MAY_IMPORT = {
     "parallel": May(OP),
     "layer_options": May(OP | {"quant"}),
     "layer_tensors": May(OP | {"quant", "parallel", "layer_options"}),
-    "layer": May(BELOW_LAYER | {"layer_options", "layer_tensors"}),
+    "layer_checks": May(OP | {"parallel", "layer_options"}),
+    "layer": May(BELOW_LAYER | {"layer_checks", "layer_options", "layer_tensors"}),
     "weights": May(
         frozenset({"layer", "layer_options", "layer_tensors", "kernels", "quant", "shapes"}),
         frozenset({"torch", "safetensors", "gguf"}),
@@ -56,7 +59,10 @@ MAY_IMPORT = {
         frozenset({"torch", "transformers", "matplotlib", "safetensors"}),
     ),
     "passes": May(BELOW_LAYER | {"layer", "hf", "arena", "terminal"}),
-    "__main__": May(frozenset({"shapes", "hf", "passes"}), frozenset({"torch", "transformers"})),
+    "__main__": May(
+        frozenset({"signature", "options", "shapes", "hf", "passes"}),
+        frozenset({"torch", "transformers"}),
+    ),
     FACADE: May(BELOW_LAYER | {"layer", "layer_options", "hf", "passes"}),
 }
 

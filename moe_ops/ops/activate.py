@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops import fake_impls
+from moe_ops.options import check_finite
 from moe_ops.shapes import FLOATS, check_choice, check_tensor
 from moe_ops.spec import op
 
@@ -54,6 +55,9 @@ def check_activation(
 ) -> None:
     """Raise ValueError unless these parameters describe an activation."""
     check_choice("kind", kind, KINDS)
+    if alpha - alpha != 0.0 or up_shift - up_shift != 0.0:  # infinite, or not a number
+        check_finite("alpha", alpha)
+        check_finite("up_shift", up_shift)
     if kind != "silu" and alpha != 1.0:
         raise ValueError(f"alpha={alpha} goes with kind='silu', got kind={kind!r}")
     if limit is not None and not limit > 0:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops import fake_impls
+from moe_ops.options import check_finite
 from moe_ops.shapes import DTYPES, FLOATS, check_choice, check_devices, check_size, check_tensor
 from moe_ops.spec import op
 
@@ -50,8 +51,14 @@ def check(
     if per_expert_scale_E is not None:
         check_tensor("per_expert_scale_E", per_expert_scale_E, 1, FLOATS)
         check_size("per_expert_scale_E", per_expert_scale_E, 0, E, "one per expert of logits_TE")
-    if n_group != 1:
+    if n_group != 1 or topk_group != 1:
         _check_groups(E, top_k, n_group, topk_group, group_reduce, group_fill)
+    elif group_reduce not in GROUP_REDUCE or group_fill not in GROUP_FILL:
+        _check_fold(group_reduce, group_fill)
+    total = eps + min_sum + scale
+    if total - total != 0.0:  # one of them, or their sum, is infinite or not a number
+        for name, value in (("eps", eps), ("min_sum", min_sum), ("scale", scale)):
+            check_finite(name, value)
     if softmax_selected and renormalize:
         raise ValueError("softmax_selected already makes weights that sum to 1; drop renormalize")
     check_devices(logits_TE, bias_E=bias_E, per_expert_scale_E=per_expert_scale_E)
@@ -60,8 +67,7 @@ def check(
 def _check_groups(
     E: int, top_k: int, n_group: int, topk_group: int, group_reduce: str, group_fill: str
 ) -> None:
-    check_choice("group_reduce", group_reduce, GROUP_REDUCE)
-    check_choice("group_fill", group_fill, GROUP_FILL)
+    _check_fold(group_reduce, group_fill)
     if n_group < 1 or E % n_group:
         raise ValueError(f"n_group={n_group} must divide the {E} experts of logits_TE")
     if not 1 <= topk_group <= n_group:
@@ -75,6 +81,11 @@ def _check_groups(
             f"top_k={top_k} exceeds the {topk_group * (E // n_group)} experts "
             f"of topk_group={topk_group} groups"
         )
+
+
+def _check_fold(group_reduce: str, group_fill: str) -> None:
+    check_choice("group_reduce", group_reduce, GROUP_REDUCE)
+    check_choice("group_fill", group_fill, GROUP_FILL)
 
 
 @op(check=check)

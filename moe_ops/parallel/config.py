@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moe_ops.options import check_fields, check_flag, check_int
 from moe_ops.shapes import check_choice
+from moe_ops.signature import described
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,8 +33,8 @@ class ParallelConfig:
     are as given: they say whose tokens a rank starts with. sp_size is above 1 where the tensor
     parallel ranks of attention hand over a part of the tokens each, instead of all of them.
 
-    Raises ValueError for sizes and ranks that no such group has, and for a collective that cannot
-    serve: all-to-all needs ranks that own whole experts.
+    Raises TypeError for sizes and ranks that are no ints, ValueError for those that no such group
+    has, and for a collective that cannot serve: all-to-all needs ranks that own whole experts.
     """
 
     tp_size: int = 1
@@ -48,6 +50,7 @@ class ParallelConfig:
     collective: str = ALLGATHER
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for group in ("tp", "dp", "pcp", "sp", "ep"):
             size, rank = getattr(self, f"{group}_size"), getattr(self, f"{group}_rank")
             _check_rank(f"{group}_size", size, f"{group}_rank", rank)
@@ -93,8 +96,11 @@ class ParallelConfig:
         """The flattened configuration of a rank, from the model's own sizes and ranks.
 
         expert_parallel asks for whole experts on each rank; in a group of one there is nothing to
-        share, and the result is one rank of everything. Raises ValueError as the class does.
+        share, and the result is one rank of everything. Raises ValueError and TypeError as the
+        class does.
         """
+        check_flag("sequence_parallel", sequence_parallel)
+        check_flag("expert_parallel", expert_parallel)
         _check_rank("tp", tp, "tp_rank", tp_rank)
         _check_rank("dp", dp, "dp_rank", dp_rank)
         _check_rank("pcp", pcp, "pcp_rank", pcp_rank)
@@ -132,6 +138,8 @@ class ParallelConfig:
         nobody names (pipeline stages, replicas) do not share the layer. Raises ValueError for a
         name that the mesh lacks, for one that is used twice, and as the class does.
         """
+        if not hasattr(mesh, "mesh_dim_names"):
+            raise TypeError(f"mesh must be a DeviceMesh, got {described(mesh)}")
         named = {"tp": tp, "dp": dp, "pcp": pcp}
         used = [name for name in named.values() if name is not None]
         has = mesh.mesh_dim_names or ()
@@ -184,7 +192,7 @@ class ParallelConfig:
 
 
 def _check_rank(size_name: str, size: int, rank_name: str, rank: int) -> None:
-    if size < 1:
-        raise ValueError(f"{size_name}={size} must be at least 1")
+    check_int(size_name, size, least=1)
+    check_int(rank_name, rank)
     if not 0 <= rank < size:
         raise ValueError(f"{rank_name}={rank} must be from 0 to {size - 1}, as {size_name}={size}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from moe_ops.options import check_flag, check_ints, check_text, check_type, check_writable
 from moe_ops.passes import PIPELINE
 from moe_ops.passes.compile import HOOK, inductor_options
 from moe_ops.passes.context import Context
@@ -24,13 +26,14 @@ from moe_ops.passes.pick_backend import generic_op, pick_backend
 from moe_ops.passes.pipeline import GraphRun, Pipeline, name_of
 from moe_ops.passes.planning.choose import arguments
 from moe_ops.passes.planning.plan import Plan
+from moe_ops.signature import described
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 
 
 def explain(
     model: Callable[..., Any],
-    inputs: Inputs,
+    inputs: Inputs | Tensor,
     *,
     html: str | None = None,
     depyf: str | None = None,
@@ -42,8 +45,9 @@ def explain(
 
         print(moe_ops.explain(model, {"input_ids": ids}))
 
-    inputs: keyword arguments as a mapping, or positional ones as a sequence. tokens: the numbers of
-    tokens to give bytes, operations and floor times for; None takes that of the inputs. `dynamic`
+    inputs: keyword arguments as a mapping, positional ones as a sequence, or a tensor, the model's
+    first argument. tokens: the numbers of tokens, from 1 on, to give bytes, operations and floor
+    times for; None takes that of the inputs. `dynamic`
     and `options` are those of `moe_ops.compile`. html: a file to write one self-contained page to.
     depyf: a folder for depyf's dumps, our stages among them; it alone compiles and runs the model.
 
@@ -51,9 +55,20 @@ def explain(
     they are, and weights may be fake (built under a FakeTensorMode) and larger than the machine.
     Code that needs values, after a graph break, ends the explanation there, see `stopped`.
 
-    Raises TypeError for an unknown option, ImportError if depyf is wanted and not installed.
+    Raises TypeError for an unknown option, ImportError if depyf is wanted and not installed, and
+    before it begins TypeError, ValueError or OSError for what an argument cannot be.
     """
-    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    if not callable(model):
+        raise TypeError(f"explain wants a module or another callable, got {described(model)}")
+    args, kwargs = _arguments(inputs)
+    if tokens is not None:
+        tokens = check_ints("tokens", tokens, least=1)
+    if dynamic is not None:
+        check_flag("dynamic", dynamic)
+    if html is not None:
+        check_writable("html", html)
+    if depyf is not None:
+        check_type("depyf", depyf, (str, os.PathLike), "the path of a folder")
     merged = inductor_options(**options)
     dumps = None if depyf is None else _depyf(model)
     watch = _Watch.of(merged[HOOK])
@@ -65,6 +80,22 @@ def explain(
         with dumps.prepare_debug(depyf):
             run_compiled(model, args, kwargs, inductor_options(**options | {"dump": True}), dynamic)
     return explanation
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Positional and keyword arguments of a call."""
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, Mapping):
+        for name in inputs:
+            check_text("the name of an input", name)
+        return (), inputs
+    if isinstance(inputs, str) or not isinstance(inputs, Sequence):
+        raise TypeError(
+            "inputs must be keyword arguments as a mapping, such as {'input_ids': ids}, positional "
+            f"ones as a sequence, or a tensor, got {described(inputs)}"
+        )
+    return tuple(inputs), {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,9 +19,8 @@ from moe_ops.passes.cost import Arguments, cost, device_of
 from moe_ops.passes.graph import layer_of
 from moe_ops.passes.planning import tuned
 from moe_ops.passes.planning.plan import Choice, Range, Source
-from moe_ops.spec import NAMESPACE, OPS, REFERENCE, Op, Ranges
-
-THRESHOLD_OPS = ("experts", "moe")  # a row of their first argument is a token
+from moe_ops.passes.planning.thresholds import THRESHOLD_OPS
+from moe_ops.spec import NAMESPACE, REFERENCE, Op, Ranges
 
 # What is raised by a decision on a symbolic size, which would add a guard.
 GUARDS = tuple(
@@ -29,26 +28,6 @@ GUARDS = tuple(
     for name in ("GuardOnDataDependentSymNode", "_ShapeEnvGuardError")
     if hasattr(symbolic_shapes, name)
 )
-
-
-def check_thresholds(thresholds: Ranges | None) -> None:
-    """Raise ValueError unless these are backends by ascending numbers of tokens, the last open."""
-    if thresholds is None:
-        return
-    known = {name for op in THRESHOLD_OPS for name in OPS[op].backends}
-    unknown = [name for _, name in thresholds if name not in known]
-    if unknown:
-        raise ValueError(
-            f"thresholds name {', '.join(unknown)}, but the backends of "
-            f"{' and '.join(THRESHOLD_OPS)} are {', '.join(sorted(known))}"
-        )
-    *counts, last = [count for count, _ in thresholds] or [0]
-    numbers = [0 if count is None else count for count in counts]
-    if last is not None or sorted({0, *numbers}) != [0, *numbers]:
-        raise ValueError(
-            f"thresholds {thresholds} must be ((largest number of tokens, backend), ...) with "
-            "ascending numbers above 0, and None as the last"
-        )
 
 
 def choose(op: Op, node: fx.Node, options: Options, table: tuned.Table) -> Choice:

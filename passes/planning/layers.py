@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ops.ops import experts
+from moe_ops.options import check_fields, check_int
 from moe_ops.passes.cost import Arguments
 from moe_ops.passes.planning.choose import bind
 from moe_ops.quant import packing
@@ -35,6 +36,11 @@ class Shape:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        for name in "EKDI":
+            check_int(name, getattr(self, name), least=1)
+        if self.K > self.E:
+            raise ValueError(f"K={self.K} must be from 1 to E={self.E}, the experts of the layer")
         check_choice("dtype", self.dtype, tuple(DTYPES))
         for format in filter(None, (self.w_format, self.x_format)):
             Format.of(format)

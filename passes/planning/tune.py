@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from moe_ops.ops import experts
+from moe_ops.options import check_ints, check_writable
 from moe_ops.passes.cost import Arguments, device_of
 from moe_ops.passes.planning.layers import (
     ROUTINGS,
@@ -25,6 +26,7 @@ from moe_ops.passes.planning.layers import (
 )
 from moe_ops.passes.planning.tuned import Cell, Layer, layer_of_call, read, write
 from moe_ops.shapes import check_choice
+from moe_ops.signature import described
 from moe_ops.spec import REFERENCE
 from moe_ops.terminal import rewrite
 
@@ -59,12 +61,14 @@ def tune(
     that is rewritten; None for silence. Returns the table's path.
 
     Raises RuntimeError inside a CUDA graph capture or a compilation; ValueError for an unknown
-    routing, for a model that never calls `experts` and for one without inputs.
+    routing, for a model that never calls `experts` and for one without inputs; before anything is
+    measured TypeError, ValueError or OSError for what an argument cannot be.
     """
     _require_eager()
-    for routing in (routings := tuple(routings)):
-        check_choice("routing", routing, ROUTINGS)
-    path, tokens = Path(table), sorted(set(tokens))
+    routings, tokens = _routings(routings), sorted(set(check_ints("tokens", tokens, least=1)))
+    _require_layers(layers)
+    check_writable("table", table)
+    path = Path(table)
     times = read(path) if path.exists() else {}
     with torch.inference_mode():
         for layer, backends, make in _layers(layers, inputs):
@@ -191,6 +195,29 @@ def _layer(call: Arguments) -> Layer:
     layer = layer_of_call(device_of(call["x_TD"].device).name, experts.name, call)
     assert layer is not None, "sizes are numbers outside of a compilation"
     return layer
+
+
+def _routings(names: Any) -> tuple[str, ...]:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(f"routings must be several of {ROUTINGS}, got {described(names)}")
+    found = tuple(names)
+    for name in found:
+        check_choice("routing", name, ROUTINGS)
+    if not found:
+        raise ValueError(f"routings is empty; give one or more of {ROUTINGS}")
+    return found
+
+
+def _require_layers(layers: Any) -> None:
+    shapes = [layers] if isinstance(layers, Shape) else layers
+    if isinstance(shapes, nn.Module):
+        return
+    if isinstance(shapes, Sequence) and shapes and all(isinstance(s, Shape) for s in shapes):
+        return
+    raise TypeError(
+        "layers must be a model, a Shape or a sequence of Shapes, such as "
+        f"Shape(E=8, K=2, D=64, I=32), got {described(layers)}"
+    )
 
 
 def _require_eager() -> None:

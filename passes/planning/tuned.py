@@ -11,15 +11,18 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from moe_ops import spec
+from moe_ops.options import check_fields, check_int, check_number, check_type
 from moe_ops.passes.cost import Arguments
 from moe_ops.spec import Ranges
 
 VERSION = 1
 SHIPPED = Path(spec.__file__).with_name("tuned")
+ADVICE = "mend it, or let moe_ops.tune write a new file"
 # A backend must be this much faster than that of fewer tokens to take over.
 MARGIN = 0.03
 
@@ -159,25 +162,61 @@ def load(users: str | None) -> Table:
     return found
 
 
+def users_table(users: str | None) -> Table:
+    """The user's table alone, empty if there is none. Raises as `tables` and `read` do."""
+    return {} if users is None else read(tables(users)[-1])
+
+
 def read(path: Path) -> Table:
-    """The table in a file. Raises ValueError for another version or unknown keys."""
-    values = json.loads(path.read_text())
+    """The table in a file. Raises ValueError, naming the file, for anything else that it holds."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}; moe_ops.tune writes a table") from None
+    if not isinstance(values, dict) or not isinstance(values.get("layers"), list):
+        raise ValueError(f"{path} is no tuned table: it has no list of layers; {ADVICE}")
     if values.get("version") != VERSION:
         raise ValueError(
             f"{path} has version {values.get('version')}, this is moe_ops with tables of version "
             f"{VERSION}; tune again into a new file"
         )
     found: Table = {}
-    for entry in values["layers"]:
-        unknown = entry.keys() - {f.name for f in fields(Layer)} - {"times"}
-        if unknown:
-            raise ValueError(f"{path}: a layer has no {', '.join(sorted(unknown))}")
-        cells = {
-            Cell(tokens=tokens, routing=routing, backend=backend): us
-            for tokens, routing, backend, us in entry.pop("times")
-        }
-        found[Layer(**entry)] = cells
+    for i, entry in enumerate(values["layers"]):
+        try:
+            layer, cells = _layer(entry)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error} (layer {i}); {ADVICE}") from None
+        found[layer] = cells
     return found
+
+
+def _layer(entry: Any) -> tuple[Layer, dict[Cell, float]]:
+    """One layer of a table, with its times. Raises TypeError or ValueError for anything else."""
+    check_type("a layer", entry, dict, "an object")
+    names = {f.name for f in fields(Layer)}
+    unknown = entry.keys() - names - {"times"}
+    if unknown:
+        raise ValueError(f"a layer has no {', '.join(sorted(unknown))}")
+    needed = {f.name for f in fields(Layer) if f.default is MISSING} | {"times"}
+    if needed - entry.keys():
+        raise ValueError(f"a layer lacks {', '.join(sorted(needed - entry.keys()))}")
+    layer = Layer(**{name: value for name, value in entry.items() if name != "times"})
+    check_fields(layer)
+    check_type("times", entry["times"], list, "a list")
+    return layer, dict(map(_time, entry["times"]))
+
+
+def _time(values: Any) -> tuple[Cell, float]:
+    if not isinstance(values, list) or len(values) != 4:
+        raise ValueError(f"a time is [tokens, routing, backend, microseconds], got {values!r}")
+    tokens, routing, backend, us = values
+    check_int("the tokens of a time", tokens, least=1)
+    cell = Cell(tokens=tokens, routing=routing, backend=backend)
+    check_fields(cell)
+    check_number("the microseconds of a time", us)
+    if not 0 < us < math.inf:
+        raise ValueError(f"the microseconds of a time must be above 0, got {us}")
+    return cell, us
 
 
 def write(path: Path, table: Table) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_ops.layer import MoELayer
 from moe_ops.layer_options import QuantFormats, Routing
@@ -107,6 +111,113 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "redundant": ({"redundant_experts": -1}, ValueError, "redundant=-1 must be at least 0"),
     "dtype": ({"dtype": torch.float64}, TypeError, "dtype must be float32, bfloat16, float16"),
 }  # fmt: skip
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    **{
+        f"{name}_{value}": ({name: value}, f"{name} must be an int, got a")
+        for name in ("num_experts", "top_k", "hidden_size", "intermediate_size",
+                     "redundant_experts", "hidden_multiple", "intermediate_multiple")
+        for value in (2.0, "2", True)
+    },
+    "no_experts": ({"num_experts": None}, "num_experts must be an int, got None"),
+    "routing": ({"routing": None}, "routing must be a moe_ops.Routing, such as Routing(renorm"),
+    "activation": ({"activation": "silu"}, "activation must be an Activation, such as Activation("),
+    "bias": ({"bias": "no"}, "bias must be True or False, got a str: 'no'"),
+    "balanced": ({"balanced": 1}, "balanced must be True or False, got an int: 1"),
+    "shared_experts": (
+        {"shared_experts": None},
+        "shared_experts, where it is no module, must be an int, got None",
+    ),
+    "internal_gate": (
+        {"internal_gate": "yes"},
+        "internal_gate, where it is no module, must be True or False, got a str: 'yes'",
+    ),
+    "routed_input_transform": (
+        {"routed_input_transform": torch.relu},
+        "routed_input_transform must be a module or None, got a builtin",
+    ),
+    "parallel": ({"parallel": 4}, "parallel must be a ParallelConfig, such as ParallelConfig.of("),
+    "placement": ({"placement": 3}, "placement must be a str, got an int: 3"),
+    "shared_reduction": ({"shared_reduction": None}, "shared_reduction must be a str, got None"),
+    "dtype_name": ({"dtype": "bfloat16"}, "dtype must be float32, bfloat16, float16"),
+    "device": ({"device": 2.5}, "device must be a torch.device, its name or None, got a float: 2"),
+    "of_activation": (
+        {"activation": Activation(kind="silu", alpha="1")},
+        "activation.alpha must be a number, got a str: '1'",
+    ),
+    "limit_of_activation": (
+        {"activation": Activation(kind="silu", limit=True)},
+        "activation.limit must be a number, got a bool: True",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "text"), WRONG.values(), ids=WRONG)
+def test_options_of_a_wrong_type_are_refused_by_name(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        MoELayer(**{**SIZES, **options})
+    assert str(raised.value).startswith(text)
+
+
+def test_numbers_of_numpy_are_taken() -> None:
+    sizes = {name: np.int64(value) for name, value in SIZES.items()}
+    assert MoELayer(**sizes, intermediate_multiple=np.int32(2)).w13_weight.shape == (8, 96, 64)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"device": "gpu"}, "device='gpu' is none: "),
+        ({"quant": "mxfp4_w4a15"}, "did you mean 'mxfp4_w4a16'?"),
+        ({"reduce_results": "foo"}, "reduce_results='foo': torch.distributed has no process group"),
+        ({"routing": Routing(eps=float("nan"))}, "eps=nan must be a finite number"),
+        ({"routing": Routing(group_reduce="top2")}, "did you mean 'top2sum'?"),
+        ({"routing": Routing(topk_group=2)}, "topk_group=2 must be from 1 to n_group=1"),
+    ],
+)
+def test_what_there_is_not_is_refused_by_name(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        MoELayer(**{**SIZES, **options})
+
+
+def test_a_process_group_that_there_is_not_is_refused() -> None:
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        MoELayer(**SIZES, reduce_results=dist.group.WORLD.group_name)
+        with pytest.raises(ValueError, match="reduce_results='foo' names no process group; give"):
+            MoELayer(**SIZES, reduce_results="foo")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"n_group": "3"}, "n_group must be an int, got a str: '3'"),
+        ({"score": None}, "score must be a str, got None"),
+        ({"renormalize": 1}, "renormalize must be True or False, got an int: 1"),
+        ({"scale": "2"}, "scale must be a number, got a str: '2'"),
+    ],
+)
+def test_routing_of_a_wrong_type_is_refused_where_it_is_made(
+    options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(TypeError, match=text):
+        Routing(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"weights": None}, "weights must be a str, got None"),
+        ({"weights": "mxfp4", "inputs": None}, "inputs must be a str, got None"),
+        ({"weights": "mxfp4", "static_inputs": 1}, "static_inputs must be True or False, got an"),
+    ],
+)
+def test_formats_of_a_wrong_type_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        QuantFormats(**options)
 
 
 @pytest.mark.parametrize(("options", "error", "text"), BAD.values(), ids=BAD)

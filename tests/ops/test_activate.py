@@ -162,6 +162,8 @@ BAD = {
     "limit_zero": Bad({"limit": 0.0}, "limit=0.0 must be positive, or None for no clamp"),
     "limit_negative": Bad({"limit": -7.0}, "limit=-7.0 must be positive, or None for no clamp"),
     "limit_nan": Bad({"limit": math.nan}, "limit=nan must be positive, or None for no clamp"),
+    "alpha_nan": Bad({"alpha": math.nan}, "alpha=nan must be a finite number"),
+    "shift_infinite": Bad({"up_shift": math.inf}, "up_shift=inf must be a finite number"),
     "ungated_interleaved": Bad({"gated": False, "interleaved": True}, HALF),
     "ungated_shift": Bad({"gated": False, "up_shift": 1.0}, HALF),
 }

@@ -170,6 +170,21 @@ BAD = {
     "group_fill": Bad(
         {**GROUPS, "group_fill": "nan"}, "group_fill='nan' is unknown; choose one of -inf, zero"
     ),
+    "reduce_of_one_group": Bad(
+        {"group_reduce": "top2"},
+        "group_reduce='top2' is unknown; choose one of max, top2sum; did you mean 'top2sum'?",
+    ),
+    "fill_of_one_group": Bad(
+        {"group_fill": "inf"},
+        "group_fill='inf' is unknown; choose one of -inf, zero; did you mean '-inf'?",
+    ),
+    "kept_of_one_group": Bad({"topk_group": 2}, "topk_group=2 must be from 1 to n_group=1"),
+    "none_kept_of_one_group": Bad({"topk_group": 0}, "topk_group=0 must be from 1 to n_group=1"),
+    **{
+        f"{name}_{value}": Bad({name: value}, f"{name}={value} must be a finite number")
+        for name in ("eps", "min_sum", "scale")
+        for value in (float("nan"), float("inf"), float("-inf"))
+    },
     "groups_of_one": Bad(
         {"n_group": 8, "topk_group": 8},
         "group_reduce='top2sum' needs two experts a group, got 8 experts in 8 groups",
@@ -183,6 +198,11 @@ BAD = {
         "softmax_selected already makes weights that sum to 1; drop renormalize",
     ),
 }
+
+
+def test_numbers_whose_sum_is_infinite_are_taken() -> None:
+    large = torch.finfo(torch.float64).max
+    route(torch.ones(3, 8), 2, renormalize=True, eps=large, min_sum=large)
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)

@@ -92,6 +92,31 @@ def test_plain_numbers_are_refused_under_their_own_names() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tp": 2.5}, "tp must be an int, got a float: 2.5"),
+        ({"tp": 2.0}, "tp must be an int, got a float: 2.0"),
+        ({"tp": True}, "tp must be an int, got a bool: True"),
+        ({"tp": 4, "tp_rank": None}, "tp_rank must be an int, got None"),
+        ({"dp": "2"}, "dp must be an int, got a str: '2'"),
+        ({"expert_parallel": 1}, "expert_parallel must be True or False, got an int: 1"),
+        ({"sequence_parallel": "no"}, "sequence_parallel must be True or False, got a str: 'no'"),
+        ({"collective": None}, "collective must be a str, got None"),
+    ],
+)
+def test_what_is_no_number_or_flag_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        ParallelConfig.of(**options)
+
+
+def test_fields_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"ep_size must be an int, got a float: 4\.0"):
+        ParallelConfig(ep_size=4.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh, got None"):
+        ParallelConfig.from_mesh(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     ("config", "text"),
     [
         (ParallelConfig.of(tp=4, tp_rank=1), "tp 1/4 = tp 1/4, allgather_reducescatter"),

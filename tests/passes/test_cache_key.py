@@ -49,7 +49,7 @@ class Hook(CustomGraphPass):
 
 def test_everything_given_counts(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
-    table.write_text("{}")
+    tuned.write(table, {})
     pipelines = {
         "default": Pipeline(),
         "passes": Pipeline(passes=(some_pass,)),
@@ -240,14 +240,14 @@ def test_the_text_of_source_files_counts(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_tuned_tables_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path)
     mine = tmp_path / "mine"
-    mine.write_text("1")
+    tuned.write(mine, {})
     options = Options(tuned=str(mine))
     keys = [Pipeline(options).uuid()]
     (tmp_path / "NVIDIA_H200.json").write_text("{}")
     keys.append(Pipeline(options).uuid())
     (tmp_path / "NVIDIA_H200.json").write_text('{"version": 1}')
     keys.append(Pipeline(options).uuid())
-    mine.write_text("2")
+    mine.write_text('{"version": 1, "layers": [ ]}')
     keys.append(Pipeline(options).uuid())
     assert len(set(keys)) == 4
 

@@ -18,6 +18,7 @@ from moe_ops import passes
 from moe_ops.passes import pipeline as module
 from moe_ops.passes.context import Context, Options
 from moe_ops.passes.pipeline import Pipeline
+from moe_ops.passes.planning import tuned
 
 aten = torch.ops.aten
 
@@ -122,10 +123,17 @@ def test_an_unknown_stop_after_is_refused_with_the_names() -> None:
         Pipeline(Options(stop_after="tan"), passes=BOTH)
 
 
-def test_options_that_cannot_be_compared_or_found_are_refused(tmp_path: Path) -> None:
-    thresholds = [(None, "cpu")]
-    with pytest.raises(TypeError, match="hashable: tuples, not lists"):
-        Pipeline(Options(thresholds=thresholds))  # type: ignore[arg-type]
+def test_lists_and_paths_are_options_too(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    tuned.write(path, {})
+    lists = Options(thresholds=[[64, "cpu"], [None, "aten"]], tuned=path)  # type: ignore[arg-type]
+    tuples = Options(thresholds=((64, "cpu"), (None, "aten")), tuned=str(path))
+    assert (lists, hash(lists)) == (tuples, hash(tuples))
+    assert Pipeline(lists) == Pipeline(tuples)
+    assert Pipeline(lists).uuid() == Pipeline(tuples).uuid()
+
+
+def test_options_that_cannot_be_found_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no tuned table"):
         Pipeline(Options(tuned=str(tmp_path / "none.json")))
 

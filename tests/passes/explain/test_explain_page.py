@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_ops.__main__ import main, parser, shrink
 from moe_ops.passes.explain.explanation import At, Explanation
@@ -154,6 +156,40 @@ def test_bad_usage_exits_with_two(words, said, tmp_path: Path, capsys) -> None:
     assert exit.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("python -m moe_ops") and said.format(folder=tmp_path) in last
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["qwen3_moee"], "qwen3_moee: transformers has no such model type, and a hub id names its "
+         "owner too, as in Qwen/Qwen3-30B-A3B; did you mean 'qwen3_moe'?"),
+        (["zzzzzz"], "zzzzzz: transformers has no such model type, and a hub id names its owner"),
+        (["qwen3_moe", "--html", "{folder}/none/x.html"],
+         "--html='{folder}/none/x.html': there is no folder '{folder}/none'; make it first"),
+        (["qwen3_moe", "--html", "{folder}"], "--html='{folder}' is a folder; give a file in it"),
+        (["qwen3_moe", "--json", "{folder}"], "--json='{folder}' is a folder; give a file in it"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_before_the_work(
+    words, said, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.nn.Module, "__init__", lambda *_: pytest.fail("began to build"))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: pytest.fail("asked the hub"))
+    with pytest.raises(SystemExit) as exit:
+        main(["explain", *(word.format(folder=tmp_path) for word in words)])
+    assert exit.value.code == 2
+    (last,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert last == f"python -m moe_ops: error: {said.format(folder=tmp_path)}" or (
+        words == ["zzzzzz"] and said in last
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_disk_that_is_full_is_a_line_too(capsys) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["explain", "qwen3_moe", "--tiny", "--json", "/dev/full"])
+    assert exit.value.code == 2
+    assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_folder_with_a_config_is_a_model(tmp_path: Path) -> None:

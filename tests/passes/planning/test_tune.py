@@ -116,6 +116,59 @@ def test_unknown_routings_and_formats_are_errors(tmp_path: Path) -> None:
         Shape(E=8, K=2, D=64, I=32, w_format="fp5")
 
 
+@pytest.mark.parametrize(
+    ("layers", "options", "error", "message"),
+    [
+        (SHAPE, {"tokens": (0,)}, ValueError, "tokens must be numbers from 1 on, got 0"),
+        (SHAPE, {"tokens": ()}, ValueError, "tokens is empty"),
+        (SHAPE, {"tokens": 64}, TypeError, "tokens must be several ints, such as"),
+        (SHAPE, {"tokens": (1.5,)}, TypeError, "each of tokens must be an int, got a float: 1.5"),
+        (SHAPE, {"routings": "zipf"}, TypeError, "routings must be several of .*, got a str: 'zi"),
+        (SHAPE, {"routings": ()}, ValueError, "routings is empty"),
+        (None, {}, TypeError, r"layers must be a model, a Shape .* Shape\(E=8, .*, got None"),
+        ([], {}, TypeError, "layers must be a model"),
+        ([SHAPE, 3], {}, TypeError, "layers must be a model"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is(
+    layers: Any, options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        tune(layers, tmp_path / "t.json", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_anything_is_measured(
+    counted: list[Cell], tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError, match=r"table=.*t\.json': there is no folder .*none'"):
+        tune(SHAPE, tmp_path / "none" / "t.json")
+    with pytest.raises(IsADirectoryError, match="is a folder; give a file in it"):
+        tune(SHAPE, tmp_path)
+    with pytest.raises(TypeError, match="table must be a path, got an int: 3"):
+        tune(SHAPE, 3)  # type: ignore[arg-type]
+    (tmp_path / "t.json").write_text("{")
+    with pytest.raises(ValueError, match=r"t\.json is not JSON"):
+        tune(SHAPE, tmp_path / "t.json")
+    assert counted == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ({"E": 0}, ValueError, "E=0 must be at least 1"),
+        ({"K": 9}, ValueError, "K=9 must be from 1 to E=8"),
+        ({"D": 64.0}, TypeError, "D must be an int, got a float: 64.0"),
+        ({"device": None}, TypeError, "device must be a str, got None"),
+    ],
+)
+def test_shapes_that_no_layer_has_are_refused(
+    sizes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Shape(**{"E": 8, "K": 2, "D": 64, "I": 32, **sizes})
+
+
 def test_progress_is_one_line_rewritten(counted: list[Cell], tmp_path: Path) -> None:
     out = Terminal()
     path = tune(SHAPE, tmp_path / "t.json", tokens=(1,), routings=("zipf",), progress=out)

@@ -1,0 +1,87 @@
+"""The types of what a `MoELayer` is made of, checked before anything is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_ops.layer_options import Routing
+from moe_ops.ops.activate import Activation
+from moe_ops.options import check_fields, check_flag, check_int, check_type
+from moe_ops.parallel.config import ParallelConfig
+
+COUNTS = (
+    "num_experts", "top_k", "hidden_size", "intermediate_size", "redundant_experts",
+    "hidden_multiple",
+)  # fmt: skip
+CLASSES: dict[str, tuple[type, str]] = {
+    "routing": (Routing, "a moe_ops.Routing, such as Routing(renormalize=True)"),
+    "activation": (Activation, "an Activation, such as Activation(kind='silu')"),
+    "parallel": (ParallelConfig, "a ParallelConfig, such as ParallelConfig.of(tp=4, tp_rank=1)"),
+    "placement": (str, "a str"),
+    "shared_reduction": (str, "a str"),
+}
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless those of a `MoELayer` are of the
+    types that it takes, and its process group and its device exist.
+    """
+    for name in COUNTS:
+        check_int(name, given[name])
+    if given["intermediate_multiple"] is not None:
+        check_int("intermediate_multiple", given["intermediate_multiple"])
+    for name in ("bias", "balanced"):
+        check_flag(name, given[name])
+    for name, (kind, wanted) in CLASSES.items():
+        check_type(name, given[name], kind, wanted)
+    for name in ("routing", "activation", "parallel"):
+        check_fields(given[name], f"{name}.")
+    if not isinstance(given["shared_experts"], nn.Module):
+        check_int("shared_experts, where it is no module,", given["shared_experts"])
+    if not isinstance(given["internal_gate"], nn.Module):
+        check_flag("internal_gate, where it is no module,", given["internal_gate"])
+    if given["routed_input_transform"] is not None:
+        check_type(
+            "routed_input_transform", given["routed_input_transform"], nn.Module, "a module or None"
+        )
+    _check_device(given["device"])
+    _check_reduction(given["reduce_results"])
+
+
+def _check_device(device: Any) -> None:
+    if device is None:
+        return
+    check_type("device", device, (str, torch.device), "a torch.device, its name or None")
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is none: {str(error).splitlines()[0]}") from None
+
+
+def _check_reduction(reduce: Any) -> None:
+    if not (reduce is None or isinstance(reduce, str) or callable(reduce)):
+        raise TypeError(
+            "reduce_results must be the name of a process group, a function of a tensor or "
+            f"None, got {reduce!r}"
+        )
+    if not isinstance(reduce, str):
+        return
+    advice = (
+        "give the group_name of a group of torch.distributed, such as "
+        "dist.group.WORLD.group_name, after dist.init_process_group"
+    )
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        raise ValueError(
+            f"reduce_results={reduce!r}: torch.distributed has no process group yet; {advice}"
+        )
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    name: Any = reduce  # torch has a type of its own for names
+    try:
+        _resolve_process_group(name)
+    except RuntimeError:
+        raise ValueError(f"reduce_results={reduce!r} names no process group; {advice}") from None

@@ -1,0 +1,155 @@
+"""Names and types of arguments: what an op says to a call that it cannot take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+import moe_ops
+from moe_ops import OPS, Op
+from moe_ops.signature import did_you_mean
+from tests.test_spec import CALLS
+
+LOGITS = torch.randn(3, 4)
+FAULTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "unknown": (
+        (LOGITS, 2),
+        {"renormalise": True},
+        "moe_ops.route has no argument 'renormalise'; did you mean 'renormalize'?",
+    ),
+    "unlike_any": (
+        (LOGITS, 2),
+        {"zz": True},
+        "moe_ops.route has no argument 'zz'; there are logits_TE, top_k, ",
+    ),
+    "missing": ((LOGITS,), {}, "moe_ops.route needs top_k, and was called without it"),
+    "nothing": ((), {}, "moe_ops.route needs logits_TE, and was called without it"),
+    "twice": ((LOGITS, 2), {"top_k": 2}, "moe_ops.route got top_k twice, by position and by name"),
+    "too_many": (
+        (LOGITS, 2, *[None] * 15),
+        {},
+        "moe_ops.route takes at most 16 arguments, got 17; they are logits_TE, top_k, ",
+    ),
+    "none": ((None, 2), {}, "moe_ops.route: logits_TE must be a Tensor, got None"),
+    "none_by_name": (
+        (),
+        {"logits_TE": None, "top_k": 2},
+        "moe_ops.route: logits_TE must be a Tensor, got None",
+    ),
+    "array": (
+        (LOGITS.numpy(), 2),
+        {},
+        "moe_ops.route: logits_TE must be a Tensor, got a ndarray",
+    ),
+    "list": (
+        (LOGITS, 2, [0.0] * 4),
+        {},
+        "moe_ops.route: bias_E must be a Tensor or None, got a list",
+    ),
+    "float_for_int": ((LOGITS, 2.0), {}, "moe_ops.route: top_k must be an int, got a float: 2.0"),
+    "str_for_int": ((LOGITS, "2"), {}, "moe_ops.route: top_k must be an int, got a str: '2'"),
+    "none_for_float": (
+        (LOGITS, 2),
+        {"scale": None},
+        "moe_ops.route: scale must be a float, got None",
+    ),
+    "str_for_bool": (
+        (LOGITS, 2),
+        {"renormalize": "no"},
+        "moe_ops.route: renormalize must be a bool, got a str: 'no'",
+    ),
+    "float_for_bool": (
+        (LOGITS, 2),
+        {"renormalize": 1.0},
+        "moe_ops.route: renormalize must be a bool, got a float: 1.0",
+    ),
+    "dtype_for_str": (
+        (LOGITS, 2),
+        {"out_dtype": torch.float32},
+        "moe_ops.route: out_dtype must be a str, got a dtype",
+    ),
+}
+
+
+@pytest.mark.parametrize(("args", "kwargs", "message"), FAULTS.values(), ids=FAULTS)
+def test_a_call_that_an_op_cannot_take_names_op_and_argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], message: str
+) -> None:
+    for call in (moe_ops.route, moe_ops.route.refusals):
+        with pytest.raises(TypeError) as raised:
+            call(*args, **kwargs)
+        assert str(raised.value).startswith(message)
+    with torch.profiler.profile(), pytest.raises(TypeError) as raised:
+        moe_ops.route(*args, **kwargs)
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_tensor_of_every_op_is_asked_for_by_name(name: str) -> None:
+    op, args = OPS[name], CALLS[name]
+    names = list(op.signature._kinds)
+    for i, arg in enumerate(args):
+        if not isinstance(arg, Tensor):
+            continue
+        message = rf"moe_ops\.{name}: {names[i]} must be a Tensor, got None"
+        bad = (*args[:i], None, *args[i + 1 :])
+        for call in (op, op.overload):  # the dispatcher lets None be a tensor
+            with pytest.raises(TypeError, match=message):
+                call(*bad)
+        with FakeTensorMode() as mode:
+            fake = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in bad]
+            with pytest.raises(TypeError, match=message):
+                op(*fake)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_refusals_by_keyword_are_those_by_position(name: str) -> None:
+    op, args = OPS[name], CALLS[name]
+    by_name = dict(zip(op.signature._kinds, args, strict=False))
+    assert op.refusals(**by_name) == op.refusals(*args)
+    assert op.refusals(args[0], **dict(list(by_name.items())[1:])) == op.refusals(*args)
+
+
+def test_refusals_of_a_call_that_no_backend_can_take_are_its_error() -> None:
+    with pytest.raises(ValueError, match=r"top_k=5 must be from 1 to the 4 experts"):
+        moe_ops.route.refusals(LOGITS, top_k=5)
+
+
+def test_numbers_of_other_packages_are_taken() -> None:
+    want = moe_ops.route(LOGITS, 2, renormalize=True, scale=2.0)
+    for top_k, flag, scale in (
+        (np.int64(2), np.bool_(True), np.float32(2)),
+        (torch.tensor(2), torch.tensor(True), torch.tensor(2.0)),
+        (2, 1, 2),
+        (2, True, np.float64(2)),
+    ):
+        got = moe_ops.route(LOGITS, top_k, renormalize=flag, scale=scale)  # type: ignore[arg-type]
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_types_that_were_seen_once_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    moe_ops.activate(LOGITS, kind="gelu")
+    monkeypatch.setattr(Op, "_is_plain", lambda *_: pytest.fail("looked again"))
+    moe_ops.activate(LOGITS, kind="silu")
+
+
+@pytest.mark.parametrize(
+    ("got", "want"),
+    [("silo", "; did you mean 'silu'?"), ("xxxx", ""), (None, ""), (3, "")],
+)
+def test_the_closest_name_is_told(got: object, want: str) -> None:
+    assert did_you_mean(got, ("silu", "gelu")) == want
+
+
+def test_using_tells_the_closest_names() -> None:
+    with pytest.raises(ValueError, match=r"no op named expert; .*did you mean 'experts'\?"):
+        moe_ops.using("cpu", "expert").__enter__()
+    with pytest.raises(ValueError, match=r"no backend 'cpuu' of .*; did you mean 'cpu'\?"):
+        moe_ops.using("cpuu").__enter__()
+    with pytest.raises(ValueError, match=r"no op named 3; the ops are"):
+        moe_ops.using("cpu", 3).__enter__()  # type: ignore[arg-type]
