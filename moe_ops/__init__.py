@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 import moe_ops.backends  # noqa: F401  (registers the backends)
+from moe_ops import aot_cache, fake_impls, gradients, ops, quant, spec
 from moe_ops.ops import (
     activate,
     combine,
@@ -59,6 +60,9 @@ __all__ = [
     "tune",
     "using",
 ]
+
+
+aot_cache.tag(spec, gradients, ops, fake_impls, quant)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_ops.gradients import needs_grad
 from moe_ops.layer_checks import check_arguments
 from moe_ops.layer_options import QuantFormats, Routing
 from moe_ops.layer_tensors import (
@@ -31,7 +32,6 @@ from moe_ops.parallel.replicas import ExpertReplicas, choose_replicas
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.module import HoldsCodes
 from moe_ops.shapes import FLOATS, INDICES, check_choice, check_size, check_tensor
-from moe_ops.spec import needs_grad
 
 PARTIAL, REPLICATED = "partial", "replicated"
 SILU = Activation(kind="silu")

@@ -18,6 +18,7 @@ import torch
 from torch import _C, Tensor
 from torch.library import Library, infer_schema, register_fake
 
+from moe_ops.gradients import forward_mode, grad_wanted, refuse_tangents
 from moe_ops.signature import Signature, did_you_mean
 
 NAMESPACE = "moe_ops"
@@ -104,15 +105,16 @@ class Op:
         # The strides that eager mode sees are the strides a backend sees: weights that are
         # transposed views are never copied into another layout behind the caller's back.
         _library.define(f"{name}{self.schema}", tags=(torch.Tag.needs_exact_strides,))
-        # One registration for every device key; no Autograd key, which would cost several
-        # microseconds a call.
+        # An autograd formula registered with torch.library would cost several microseconds a call.
         _library.impl(name, self._run, "CompositeExplicitAutograd")
+        _library.impl(name, self._run_recorded, "Autograd")
         # The same op for compiled graphs: arguments were checked and backends chosen in tracing.
         planned = self.schema.replace(") -> ", ", *, str plan) -> ", 1)
         _library.define(f"{name}.planned{planned}", tags=(torch.Tag.needs_exact_strides,))
         _library.impl(f"{name}.planned", self._run_planned, "CompositeExplicitAutograd")
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         self.overload, self.planned = packet.default, packet.planned
+        self._below_autograd = self.overload
         self._plans: dict[str, Runs] = {}
         OPS[name] = self
 
@@ -131,6 +133,7 @@ class Op:
             and not _transforms()
             and not _tracing()
             and not _profiler()
+            and not forward_mode()
             and not args[0].is_meta
         ):
             if not kwargs:  # passing on an empty dict takes longer than looking up `types`
@@ -163,6 +166,21 @@ class Op:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._check(args, kwargs)
         return self.pick(args, kwargs).run(*args, **kwargs)
+
+    def _run_recorded(self, *args: Any, **kwargs: Any) -> Any:
+        """What autograd calls. An eager call picks a backend; those without gradients refuse one
+        that wants them. In a trace or a transform the definition, whose operators have gradients,
+        stands for the op where one may be wanted."""
+        if forward_mode():
+            refuse_tangents(f"{NAMESPACE}.{self.name}", args, kwargs)
+        watched = _dispatch_modes() or _transforms() or not self.signature.is_plain(args, kwargs)
+        if watched and grad_wanted(args, kwargs):
+            self._check(args, kwargs)
+            return self.reference(*args, **kwargs)
+        if watched or not args or args[0].is_meta:
+            with _C._AutoDispatchBelowAutograd():
+                return self._below_autograd(*args, **kwargs)
+        return self._run(*args, **kwargs)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """`check` for a call that came through the dispatcher, which lets None be a Tensor."""
@@ -380,8 +398,3 @@ def readable(t: Tensor) -> bool:
     """Whether a definition may look at the values of `t`: it lies on a CPU, and nobody traces."""
     watched = _compiling() or _dispatch_modes() or _transforms() or _tracing()
     return type(t) is Tensor and t.is_cpu and not watched
-
-
-def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd would record a call with these tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

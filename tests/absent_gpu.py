@@ -164,7 +164,9 @@ def _triton_for(capability: tuple[int, int]) -> Iterator[None]:
         patch.object(_triton, "triton_hash_with_backend", lambda: "absent"),
         patch.object(driver, "_active", here),
     ):
+        _triton.has_triton.cache_clear()
         yield
+    _triton.has_triton.cache_clear()
 
 
 @functools.cache

@@ -26,14 +26,16 @@ class May:
     packages: frozenset[str] = frozenset({"torch"})
 
 
-LOW = frozenset({"signature", "options", "spec", "shapes"})
+LOW = frozenset({"gradients", "signature", "options", "spec", "shapes"})
 OP = LOW | {"ops"}
 BELOW_LAYER = OP | {"kernels", "backends", "quant", "parallel"}
 FACADE = "the facade"  # moe_ops/__init__.py
 MAY_IMPORT = {
     "signature": May(),
+    "gradients": May(),
+    "aot_cache": May(),
     "options": May(frozenset({"signature"})),
-    "spec": May(frozenset({"signature"})),
+    "spec": May(frozenset({"gradients", "signature"})),
     "shapes": May(frozenset({"signature"})),
     "fake_impls": May(),
     "arena": May(),
@@ -63,7 +65,9 @@ MAY_IMPORT = {
         frozenset({"signature", "options", "shapes", "hf", "passes"}),
         frozenset({"torch", "transformers"}),
     ),
-    FACADE: May(BELOW_LAYER | {"layer", "layer_options", "hf", "passes"}),
+    FACADE: May(
+        BELOW_LAYER | {"aot_cache", "fake_impls", "layer", "layer_options", "hf", "passes"}
+    ),
 }
 
 

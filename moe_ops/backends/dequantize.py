@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ops.gradients import needs_grad
 from moe_ops.ops.expert_gemm import checked_ends, decode_input, decode_weight, expert_gemm
 from moe_ops.shapes import DTYPES
-from moe_ops.spec import needs_grad
 
 
 def supports(

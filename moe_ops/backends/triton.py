@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.aten import refuse_experts, refuse_formats
+from moe_ops.gradients import needs_grad
 from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
 from moe_ops.ops.expert_gemm import expert_gemm
 from moe_ops.ops.experts import experts
 from moe_ops.ops.route import route
 from moe_ops.shapes import DTYPES
-from moe_ops.spec import needs_grad
 
 LEAST_CAPABILITY = (8, 0)
 HALF = (torch.bfloat16, torch.float16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_ops import fake_impls
+from moe_ops.gradients import needs_grad
 from moe_ops.quant import packing
 from moe_ops.quant.arguments import check_input_format, check_static_scale
 from moe_ops.quant.formats import TENSOR, Format
@@ -17,6 +18,11 @@ def check(x_RD: Tensor, format: str = "float8_e4m3fn:row", scale: Tensor | None 
     check_tensor("x_RD", x_RD, 2, FLOATS)
     check_input_format("format", format, x_RD.shape[1])
     check_static_scale("scale", scale, format, x_RD)
+    if needs_grad(x_RD, scale):
+        raise ValueError(
+            "quantize has no gradient, as rounding is flat, and got a tensor that requires one; "
+            "detach it, call it under torch.no_grad(), or train without quantised inputs"
+        )
 
 
 @op(check=check)

@@ -1,0 +1,38 @@
+"""Graphs that AOTAutograd cached are used again only by the ops that they were traced with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+import torch.compiler.config as config
+
+
+def tag(*modules: ModuleType) -> None:
+    """Append a hash of these modules' source files to torch's `cache_key_tag`; what the user put
+    there stays, and nothing is appended twice.
+
+    torch hashes an op by its name alone (pytorch issue 144344). A cached graph holds what fakes and
+    definitions said when it was traced, gradients among it: after a change of them it is stale.
+    """
+    ours = f"moe_ops:{_digest(_files(modules))}"
+    if ours not in config.cache_key_tag:
+        config.cache_key_tag = f"{config.cache_key_tag} {ours}".strip()
+
+
+def _files(modules: Iterable[ModuleType]) -> list[Path]:
+    """The files of modules; of a package all of its folder."""
+    found: set[Path] = set()
+    for module in modules:
+        path = Path(str(module.__file__)).resolve()
+        found.update(path.parent.glob("*.py") if path.name == "__init__.py" else (path,))
+    return sorted(found)
+
+
+def _digest(files: Iterable[Path]) -> str:
+    contents = hashlib.sha256()
+    for path in files:
+        contents.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return contents.hexdigest()[:16]
