@@ -17,13 +17,12 @@ from torch._inductor import list_mode_options
 from moe_ops.options import check_flag
 from moe_ops.passes.context import Options
 from moe_ops.passes.generate import STEP_OPTIONS, is_transformers_model, quicken
-from moe_ops.passes.pipeline import Hook, Pipeline, as_tuple
+from moe_ops.passes.net import Net
+from moe_ops.passes.pipeline import HOOK, Hook, Pipeline, as_tuple
 from moe_ops.passes.sizes import call_oblivious
 from moe_ops.signature import described, did_you_mean
 
 log = logging.getLogger("moe_ops")
-
-HOOK = "post_grad_custom_post_pass"
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -100,7 +99,8 @@ def compile(
     settings = dict(list_mode_options(mode, dynamic)) if mode is not None else {}
     merged = inductor_options(extra={**settings, **_known(extra)}, **options)
     twin = copy.copy(model)  # shares the tables of parameters, buffers and submodules
-    call = torch.compile(twin._call_impl, fullgraph=fullgraph, dynamic=dynamic, options=merged)
+    backend = Net(merged, dynamic)
+    call = torch.compile(twin._call_impl, fullgraph=fullgraph, dynamic=dynamic, backend=backend)
     twin._compiled_call_impl = Compiled(twin._call_impl, call, merged[HOOK], dynamic)
     if is_transformers_model(model):
         quicken(twin, model, merged)

@@ -13,6 +13,7 @@ from torch._dynamo import mark_static, maybe_mark_dynamic
 from torch.utils import _pytree as pytree
 
 from moe_ops.passes.cuda_graph import GraphPool
+from moe_ops.passes.net import Net
 from moe_ops.passes.sizes import call_oblivious
 
 # With few rows a product is a reduction, which Inductor fuses and tunes by coordinate descent;
@@ -36,12 +37,12 @@ def quicken(twin: nn.Module, model: nn.Module, options: Mapping[str, Any]) -> No
     prompt_options = {**options, "triton.cudagraphs": False}
 
     def compile_prompt(function: Callable[..., Any]) -> Callable[..., Any]:
-        return PromptRegion(torch.compile(function, options=dict(prompt_options)))
+        return PromptRegion(torch.compile(function, backend=Net(prompt_options)))
 
     def compile_step(function: Callable[..., Any]) -> Callable[..., Any]:
         on_gpu = any(p.is_cuda for p in model.parameters())  # by now, which may be later
         step_options = {**(STEP_OPTIONS if on_gpu else {}), **prompt_options}
-        return torch.compile(function, dynamic=False, options=step_options)
+        return torch.compile(function, dynamic=False, backend=Net(step_options, False))
 
     tools = Tools(
         compile_prompt=compile_prompt,

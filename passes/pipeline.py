@@ -28,8 +28,9 @@ else:
         custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass
     )
 
+HOOK = "post_grad_custom_post_pass"  # of Inductor's config
 KNOWS_INFERENCE = hasattr(custom_graph_pass, "CustomInferenceAwareGraphPass")  # torch 2.12
-TRAINING = "it is a training graph, and moe_ops has no autograd; call the model under no_grad"
+TRAINING = "it is a training graph, which is not rewritten; call the model under no_grad"
 
 Hook = Callable[..., Any]
 Hooks = Hook | list[Hook] | tuple[Hook, ...] | None

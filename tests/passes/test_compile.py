@@ -18,9 +18,10 @@ from torch._inductor import list_mode_options
 
 import moe_ops
 from moe_ops.passes import sizes
-from moe_ops.passes.compile import HOOK, Compiled, pipeline_of, token_dims
+from moe_ops.passes.compile import Compiled, pipeline_of, token_dims
 from moe_ops.passes.context import Options
-from moe_ops.passes.pipeline import Pipeline
+from moe_ops.passes.net import Net
+from moe_ops.passes.pipeline import HOOK, Pipeline
 from moe_ops.testing import Tol, assert_close
 from tests.hf import attention, families
 
@@ -99,7 +100,7 @@ def test_compile_hands_on_what_it_is_given(
     extra = {"coordinate_descent_tuning": False}
     twin = moe_ops.compile(Block(), fullgraph=True, mode=mode, extra=extra, strict=True)
     options = {**(list_mode_options(mode) if mode else {}), **extra, HOOK: pipeline_of(twin)}
-    assert given == {"fullgraph": True, "dynamic": None, "options": options}
+    assert given == {"fullgraph": True, "dynamic": None, "backend": Net(options)}
     assert pipeline_of(twin) == Pipeline(Options(strict=True))
 
 

@@ -1,0 +1,95 @@
+"""An error of Inductor in a graph that we rewrote: said once, and the graph runs as it was."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import moe_ops
+import moe_ops.passes
+from moe_ops.passes.compile import pipeline_of
+from moe_ops.passes.context import Context
+from moe_ops.passes.net import Net
+
+pytestmark = pytest.mark.slow
+
+
+class Model(nn.Module):
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return (x_TD.sin() + 1).relu()
+
+
+def unfit(graph: fx.Graph, context: Context) -> int:
+    """A pass that leaves what Inductor cannot lower: a sine with an argument too many."""
+    found = [n for n in graph.nodes if n.target is torch.ops.aten.sin.default]
+    for node in found:
+        node.args = (*node.args, 2)
+    return len(found)
+
+
+def fit(graph: fx.Graph, context: Context) -> int:
+    """A pass that changes nothing, and so is to blame for nothing."""
+    return 0
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    torch._dynamo.reset()
+
+    def put(*run: Callable[..., int]) -> None:
+        monkeypatch.setattr(moe_ops.passes, "PIPELINE", run)
+
+    return put
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+def test_the_graph_runs_as_it_was_and_the_cause_is_said_once(
+    passes: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    passes(unfit)
+    model = Model()
+    fast = moe_ops.compile(model, dynamic=False)
+    with caplog.at_level(logging.WARNING, "moe_ops"), torch.inference_mode():
+        for rows in (3, 5):
+            x_TD = torch.randn(rows, 4)
+            torch.testing.assert_close(fast(x_TD), model(x_TD))
+    (said,) = warnings_of(caplog)
+    assert "cannot compile it as rewritten" in said and "strict=True" in said
+    runs = pipeline_of(fast).runs
+    assert [("as rewritten" in (run.skipped or "")) for run in runs] == [True, True]
+
+
+def test_strict_raises(passes: Callable[..., None]) -> None:
+    passes(unfit)
+    with pytest.raises(Exception, match="sin"), torch.inference_mode():
+        moe_ops.compile(Model(), strict=True)(torch.randn(3, 4))
+
+
+def test_an_error_in_a_graph_that_was_not_rewritten_is_raised(
+    passes: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes(fit)
+
+    def broken(graph: fx.Graph) -> None:
+        unfit(graph, Context())
+
+    with torch._inductor.config.patch(post_grad_custom_post_pass=broken):
+        fast = moe_ops.compile(Model())
+    with pytest.raises(Exception, match="sin"), torch.inference_mode():
+        fast(torch.randn(3, 4))
+
+
+def test_backends_of_equal_options_are_equal() -> None:
+    one, same = (Net(moe_ops.inductor_options()) for _ in range(2))
+    other = Net(moe_ops.inductor_options(strict=True))
+    assert one == same and hash(one) == hash(same)
+    assert one != other
+    with pytest.raises(RuntimeError, match="no_such_option"):
+        Net({**moe_ops.inductor_options(), "no_such_option": 1})
