@@ -53,7 +53,7 @@ def build(family: str, experts_implementation: str = "grouped_mm", *, seed: int 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = cls(config).to(torch.float32).eval()
-    _randomise(model, seed)
+    randomise(model, seed)
     # Afterwards, as this skips a vision tower of another family, which would refuse the name.
     model.set_experts_implementation(experts_implementation)
     can_generate = isinstance(model, GenerationMixin) and model.can_generate()
@@ -120,16 +120,17 @@ def _own_models(module: str, names: dict[str, object]) -> Iterator[type[PreTrain
 
 
 @torch.no_grad()
-def _randomise(model: nn.Module, seed: int) -> None:
+def randomise(model: nn.Module, seed: int) -> None:
     """Fill parameters and bias-like buffers so that nothing is degenerate (zero bias, unit scale).
 
     Matrices get std 1/√fan_in, so activations stay O(1); the last matrix of a router four times
     that, so choices are far from ties; vectors and biases their default 0 or 1 plus 0.1·N(0, 1).
     """
-    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
 
     def noise(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=generator)
+        return torch.randn(like.shape, generator=generator, device=device)
 
     for name, parameter in model.named_parameters():
         if _KEPT.search(name):
@@ -146,5 +147,7 @@ def _randomise(model: nn.Module, seed: int) -> None:
             buffer.copy_(0.1 * noise(buffer))
         elif name.endswith("tid2eid"):  # token id -> its experts, all different
             num_experts = model.get_submodule(name.rpartition(".")[0]).num_experts
-            order = torch.rand(buffer.shape[0], num_experts, generator=generator).argsort(-1)
+            order = torch.rand(
+                buffer.shape[0], num_experts, generator=generator, device=device
+            ).argsort(-1)
             buffer.copy_(order[:, : buffer.shape[1]])

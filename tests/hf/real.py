@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -115,7 +116,10 @@ LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type")
 
 
 def build(family: str, *, device: str, dtype: torch.dtype, layers: int = LAYERS) -> PreTrainedModel:
-    """A model of the family with real widths, in eval mode, its weights as memory was."""
+    """A model of the family with real widths and random weights, in eval mode.
+
+    Fake tensors stay as they are: they have no values.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -123,6 +127,9 @@ def build(family: str, *, device: str, dtype: torch.dtype, layers: int = LAYERS)
             model = families.model_class(family)(config(family, layers))
     finally:
         torch.set_default_dtype(before)
+    if not isinstance(next(model.parameters()), FakeTensor):
+        families.randomise(model, seed=0)
+        model.generation_config.eos_token_id = None
     return model.eval()
 
 
