@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +9,15 @@ from torch import Tensor, nn
 from moe_ops.gradients import needs_grad
 from moe_ops.layer_checks import check_arguments
 from moe_ops.layer_options import QuantFormats, Routing
+from moe_ops.layer_parts import (
+    PARTIAL,
+    Reduction,
+    check_parts,
+    counted_ids,
+    join,
+    missing_exchange,
+    with_fused,
+)
 from moe_ops.layer_tensors import (
     CODED,
     PER_EXPERT,
@@ -31,9 +37,8 @@ from moe_ops.parallel.expert_map import LINEAR, place
 from moe_ops.parallel.replicas import ExpertReplicas, choose_replicas
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.module import HoldsCodes
-from moe_ops.shapes import FLOATS, INDICES, check_choice, check_size, check_tensor
+from moe_ops.shapes import FLOATS, INDICES, check_size, check_tensor
 
-PARTIAL, REPLICATED = "partial", "replicated"
 SILU = Activation(kind="silu")
 
 
@@ -47,6 +52,11 @@ class MoELayer(HoldsCodes):
     parallelism whole experts, as `placement` says. Every rank is given all tokens and returns its
     part of the sum, unless reduce_results adds the parts. Weights start random, or as zeros where
     they are quantised; `moe_ops.weights` loads a checkpoint.
+
+    A layer sends no tokens. Where `parallel` says that ranks start with tokens of their own (dp,
+    pcp or sp above 1) or that tokens go all-to-all, forward raises NotImplementedError: the sum of
+    what the ranks return would be wrong. With all_tokens the caller gathers the tokens of all ranks
+    before and adds the parts afterwards; `route` and `run_experts` suit any other exchange.
 
     Parameters, each absent (None) where a layer has none, with E = sizes.E slots here and the other
     letters of `sizes`:
@@ -70,9 +80,14 @@ class MoELayer(HoldsCodes):
     then added once. Every rank holds fused ones; under expert parallelism each serves the tokens
     whose place is its rank modulo the ranks.
 
-    internal_gate: True for an nn.Linear without bias, or a module from tokens to logits.
+    internal_gate: True for an nn.Linear without bias, from hidden_size or the in_features of
+    routed_input_transform, or a module from tokens to logits.
     routed_input_transform: changes what routed experts are given, not what the gate and shared
-    experts are; its result has hidden_size columns, as has the layer's.
+    experts are; its result has hidden_size columns. routed_output_transform: changes what they
+    return, to the width that shared experts have in a latent layer. It is given the sum over the
+    ranks if reduce_results makes it, else this rank's part: then it has to be linear, without bias.
+    With separate, forward returns (shared, routed) instead of their sum, each reduced or a part as
+    the sum would be, and a "replicated" shared one on every rank.
 
     quant: None, the name of a scheme with one format, or `QuantFormats`. A quantised input whose
     scale is dynamic and covers the whole width (or all tokens) is scaled by each rank for its own
@@ -81,7 +96,8 @@ class MoELayer(HoldsCodes):
 
     parallel, placement: see `ParallelConfig` and `place`. redundant_experts: physical experts
     beyond num_experts. balanced: count in `loads` how many pairs each expert gets, and let experts
-    change places: `replicas` says where each is, `expert_tensors` what moves along.
+    change places: `replicas` says where each is, `expert_tensors` what moves along. Of a call's
+    tokens the first counted_part[0] / counted_part[1] count: all, but where a graph pads them.
 
     reduce_results: the name of a process group to all-reduce over, a function that reduces a
     tensor, or None to return this rank's part. hidden_multiple and intermediate_multiple round up
@@ -105,6 +121,7 @@ class MoELayer(HoldsCodes):
     correction_bias: nn.Parameter | None
     expert_map: Tensor | None
     loads: Tensor | None
+    counted_part: Tensor | None
     physical_to_logical: Tensor
     logical_to_physical: Tensor
     replica_counts: Tensor | None
@@ -124,12 +141,15 @@ class MoELayer(HoldsCodes):
         shared_reduction: str = PARTIAL,
         internal_gate: bool | nn.Module = False,
         routed_input_transform: nn.Module | None = None,
+        routed_output_transform: nn.Module | None = None,
+        separate: bool = False,
         quant: str | QuantFormats | None = None,
         parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  frozen
+        all_tokens: bool = False,
         placement: str = LINEAR,
         redundant_experts: int = 0,
         balanced: bool = False,
-        reduce_results: str | Callable[[Tensor], Tensor] | None = None,
+        reduce_results: Reduction = None,
         hidden_multiple: int = 1,
         intermediate_multiple: int | None = None,
         dtype: torch.dtype | None = None,
@@ -142,6 +162,7 @@ class MoELayer(HoldsCodes):
         self.routing, self.activation, self.parallel = routing, activation, parallel
         self.quant = QuantFormats.of(quant)
         self.reduce_results, self.shared_reduction = reduce_results, shared_reduction
+        self.separate, self._missing_exchange = separate, missing_exchange(parallel, all_tokens)
         self.placement = place(
             num_experts,
             parallel,
@@ -177,19 +198,22 @@ class MoELayer(HoldsCodes):
             moved = None if t is None else t.to(device or torch.get_default_device())
             self.register_buffer(name, moved, persistent=name in STATE)
         if internal_gate is True:
-            internal_gate = nn.Linear(
-                hidden_size, num_experts, bias=False, dtype=dtype, device=device
-            )
+            width = getattr(routed_input_transform, "in_features", hidden_size)
+            internal_gate = nn.Linear(width, num_experts, bias=False, dtype=dtype, device=device)
         self.gate = internal_gate if isinstance(internal_gate, nn.Module) else None
         self.shared_experts = None if isinstance(shared_experts, int) else shared_experts
         self.routed_input_transform = routed_input_transform
+        self.routed_output_transform = routed_output_transform
+        check_parts(
+            self.shared_experts, routed_output_transform, shared_reduction, reduce_results,
+            parallel.size, separate,
+        )  # fmt: skip
         self.reset_parameters()
 
     def _check(self) -> None:
         """Raise ValueError or TypeError, saying what to do, unless the options fit together."""
         self.routing.check(self.num_experts, self.top_k)
         check_activation(*self.activation.args)
-        check_choice("shared_reduction", self.shared_reduction, (PARTIAL, REPLICATED))
         if self.routing.weight_on_input and self.placement.shared:
             raise ValueError(
                 "weight_on_input scales the input of every expert of a token, fused shared ones "
@@ -217,13 +241,14 @@ class MoELayer(HoldsCodes):
                 bound = spec.fan_in**-0.5
                 own_part(name, t, self.sizes, self.activation).uniform_(-bound, bound)
 
-    def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
         """This rank's part of the sum, or all of it with reduce_results.
 
         x: [..., hidden_size] in the weights' dtype, any number of tokens, none too; logits: [...,
         num_experts], left out with an internal gate. The result has x's dtype and leading axes.
         Where something requires grad, compiled code leaves the layer to eager mode, which has
-        gradients. Raises ValueError or TypeError for anything else, as the ops do.
+        gradients. Raises ValueError or TypeError for anything else, as the ops do, and
+        NotImplementedError where ranks would have to exchange tokens.
         """
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
             before = [m for m in (self.gate, self.routed_input_transform) if m is not None]
@@ -232,7 +257,9 @@ class MoELayer(HoldsCodes):
                 return _forward_eager(self, x, logits)
         return self._forward(x, logits)
 
-    def _forward(self, x: Tensor, logits: Tensor | None) -> Tensor:
+    def _forward(self, x: Tensor, logits: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+        if self._missing_exchange is not None:
+            raise NotImplementedError(self._missing_exchange)
         x_TD = x.reshape(-1, x.shape[-1])
         weights_TK, experts_TK = self.route(x_TD, self._logits(x_TD, logits))
         routed_TD = x_TD
@@ -241,10 +268,17 @@ class MoELayer(HoldsCodes):
         if self.routing.weight_on_input:
             routed_TD = routed_TD * weights_TK.to(routed_TD.dtype)
             weights_TK = torch.ones_like(weights_TK)
-        out_TD = self._join(self.run_experts(routed_TD, weights_TK, experts_TK), x_TD)
+        routed_TD = self.run_experts(routed_TD, weights_TK, experts_TK)
+        parts = join(
+            routed_TD, x_TD, self.shared_experts, self.routed_output_transform,
+            self.shared_reduction, self.reduce_results, self.parallel.rank, self.separate,
+        )  # fmt: skip
         if self.loads is not None:  # after what may raise
-            self.loads.add_(expert_loads(experts_TK, self.num_experts, self.physical_to_logical))
-        return out_TD.reshape(*x.shape[:-1], out_TD.shape[-1])
+            assert self.counted_part is not None
+            counted_TK = counted_ids(experts_TK, self.counted_part)
+            self.loads.add_(expert_loads(counted_TK, self.num_experts, self.physical_to_logical))
+        parts = tuple([part.reshape(*x.shape[:-1], part.shape[-1]) for part in parts])
+        return parts if self.separate else parts[0]
 
     def _logits(self, x_TD: Tensor, logits: Tensor | None) -> Tensor:
         if self.gate is not None:
@@ -276,21 +310,7 @@ class MoELayer(HoldsCodes):
             experts_TK = choose_replicas(experts_TK, self.logical_to_physical, self.replica_counts)
         if not self.placement.shared:
             return weights_TK, experts_TK
-        return self._with_fused(weights_TK, experts_TK)
-
-    def _with_fused(self, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor]:
-        T, S, first = experts_TK.shape[0], self.placement.shared, self.placement.num_physical
-        ids_S = torch.arange(first, first + S, dtype=experts_TK.dtype, device=experts_TK.device)
-        ids_TS = ids_S.expand(T, S)
-        if self.parallel.uses_ep:
-            # Every rank holds the shared experts whole: each token's are to be added once.
-            tokens_T1 = torch.arange(T, device=experts_TK.device)[:, None]
-            mine_T1 = tokens_T1 % self.parallel.ep_size == self.parallel.ep_rank
-            ids_TS = torch.where(mine_T1, ids_TS, -1)
-        return (
-            torch.cat((weights_TK, weights_TK.new_ones(T, S)), dim=1),
-            torch.cat((experts_TK, ids_TS), dim=1),
-        )
+        return with_fused(weights_TK, experts_TK, self.placement)
 
     def run_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """The weighted sum of the experts of this rank, given what `route` returned. [T, D]."""
@@ -311,30 +331,6 @@ class MoELayer(HoldsCodes):
             "" if self.quant is None else self.quant.inputs,
         )  # fmt: skip
         return out_TD[:, : self.sizes.hidden_size] if added else out_TD
-
-    def _join(self, routed_TD: Tensor, x_TD: Tensor) -> Tensor:
-        """The routed part and that of the shared experts' module, reduced as asked."""
-        if self.shared_experts is None:
-            return self._reduce(routed_TD)
-        if self.shared_reduction == PARTIAL:
-            return self._reduce(routed_TD + self.shared_experts(x_TD))
-        if self.reduce_results is None and self.parallel.rank > 0:
-            return routed_TD  # the first rank adds it for all
-        joined: Tensor = self._reduce(routed_TD) + self.shared_experts(x_TD)
-        return joined
-
-    def _reduce(self, part_TD: Tensor) -> Tensor:
-        reduce = self.reduce_results
-        if reduce is None:
-            return part_TD
-        if isinstance(reduce, str):
-            # Functional, so that a compiler sees it. torch may be built without it.
-            from torch.distributed import _functional_collectives as collectives
-
-            name: Any = reduce  # torch has a type of its own for names
-            return collectives.wait_tensor(collectives.all_reduce(part_TD, "sum", name))
-        reduced: Tensor = reduce(part_TD)
-        return reduced
 
     @property
     def replicas(self) -> ExpertReplicas | None:
@@ -391,5 +387,7 @@ class MoELayer(HoldsCodes):
     reason="the ops of a compiled graph have no gradients, and something requires grad; for "
     "inference call the layer under torch.no_grad() or torch.inference_mode()"
 )
-def _forward_eager(layer: MoELayer, x: Tensor, logits: Tensor | None) -> Tensor:
+def _forward_eager(
+    layer: MoELayer, x: Tensor, logits: Tensor | None
+) -> Tensor | tuple[Tensor, ...]:
     return layer._forward(x, logits)

@@ -34,7 +34,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         check_int(name, given[name])
     if given["intermediate_multiple"] is not None:
         check_int("intermediate_multiple", given["intermediate_multiple"])
-    for name in ("bias", "balanced"):
+    for name in ("bias", "balanced", "separate", "all_tokens"):
         check_flag(name, given[name])
     for name, (kind, wanted) in CLASSES.items():
         check_type(name, given[name], kind, wanted)
@@ -44,10 +44,9 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         check_int("shared_experts, where it is no module,", given["shared_experts"])
     if not isinstance(given["internal_gate"], nn.Module):
         check_flag("internal_gate, where it is no module,", given["internal_gate"])
-    if given["routed_input_transform"] is not None:
-        check_type(
-            "routed_input_transform", given["routed_input_transform"], nn.Module, "a module or None"
-        )
+    for name in ("routed_input_transform", "routed_output_transform"):
+        if given[name] is not None:
+            check_type(name, given[name], nn.Module, "a module or None")
     _check_device(given["device"])
     _check_reduction(given["reduce_results"])
 

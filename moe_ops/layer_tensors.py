@@ -172,15 +172,17 @@ def layer_buffers(
     for those that it does not need. Not shared with the placement.
     """
     ordered = formats is not None and formats.ordered_input
-    replicas = loads = None
+    replicas = loads = counted_part = None
     if placement.balanced:
         loads = torch.zeros(placement.num_experts, dtype=torch.int64, device="cpu")
+        counted_part = torch.ones(2, dtype=torch.int64, device="cpu")
     if placement.balanced or placement.redundant:
         replicas = ExpertReplicas.initial(placement.num_experts, placement.redundant)
     expert_map = placement.expert_map
     return {
         "expert_map": None if expert_map is None else expert_map.clone(),
         "loads": loads,
+        "counted_part": counted_part,
         "physical_to_logical": None if replicas is None else replicas.physical_to_logical,
         "logical_to_physical": None if replicas is None else replicas.logical_to_physical,
         "replica_counts": None if replicas is None else replicas.counts,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from moe_ops.arena import Arena, Buffer, current_stream, shared
+from moe_ops.layer import MoELayer
 from moe_ops.options import check_int, check_ints, check_type
 from moe_ops.passes.addresses import identities, module_of, tensors_of
 from moe_ops.passes.cuda_graph import Captured, CaptureError, GraphPool, capture_call, capturing
@@ -41,6 +42,7 @@ class _Bucket:
 
     inputs: list[Tensor]  # of so many tokens, in the buffers
     buffers: list[Buffer]
+    part: Tensor | None = None  # of its tokens that are those of the call, for layers that count
     graph: Captured | None = None
     refusal: str | None = None
     hits: int = 0
@@ -55,6 +57,8 @@ class _Bucket:
         for x, value in zip(self.inputs, values, strict=True):
             x[:T].copy_(value[:T])
             x[T:].fill_(0 if x.is_floating_point() or x.dtype == torch.bool else -1)
+        if self.part is not None:
+            self.part[0].fill_(T)
 
 
 @dataclass(slots=True)
@@ -84,7 +88,8 @@ class GraphRunner:
     Results hold until the next call on the same stream, by any thread.
 
     A graph is captured on its first use or by `warmup`, for which the function runs several times:
-    what it writes has to be the same each time. Weights changed in place need nothing; those at
+    what it writes has to be the same each time, but for the `loads` of layers that are seen, which
+    count the tokens of calls, once, and no padding. Weights changed in place need nothing; those at
     other addresses have graphs of their own, so that layers may take turns. Of a stream's graphs
     the `most` that were used last are kept. The function itself runs, for a reason that is logged
     once, where no bucket is large enough, where a gradient is asked for, and where a capture fails.
@@ -228,7 +233,7 @@ class GraphRunner:
             bucket = self._new_bucket(lane, key[0], args)
         bucket.fill(args[: self.varying], T)
         if bucket.graph is None and bucket.refusal is None:
-            self._capture_bucket(lane, bucket, args, fixed)
+            self._capture_bucket(lane, bucket, args, fixed, T)
             lane.buckets[key] = bucket
         lane.calls += 1
         bucket.used = lane.calls
@@ -251,18 +256,50 @@ class GraphRunner:
         return new
 
     def _capture_bucket(
-        self, lane: _Lane, bucket: _Bucket, args: tuple[Any, ...], fixed: list[Any]
+        self, lane: _Lane, bucket: _Bucket, args: tuple[Any, ...], fixed: list[Any], T: int
     ) -> None:
-        inputs, rest = bucket.inputs, args[self.varying :]
+        inputs, rest, function = bucket.inputs, args[self.varying :], self.function
+        counting, part = _counting_layers(fixed), None
+        if counting:
+            part = torch.tensor([T, inputs[0].shape[0]], device=inputs[0].device)
+        bucket.part = part
         # A function may write only there into tensors that were made there, such as a cache.
         inference = any(isinstance(x, Tensor) and x.is_inference() for x in fixed)
         try:
             with torch.inference_mode(inference):
                 bucket.graph = lane.pool.capture(
-                    lambda: self.function(*inputs, *rest), device=inputs[0].device
+                    lambda: _count_part(part, counting, function, *inputs, *rest),
+                    [t for layer in counting for t in _counts(layer)],
+                    device=inputs[0].device,
                 )
         except CaptureError as error:
             bucket.refusal = str(error)
+
+
+def _counting_layers(values: Iterable[Any]) -> list[MoELayer]:
+    """The layers in these values' modules that count how many pairs their experts get."""
+    modules = (m for x in values if isinstance(x, nn.Module) for m in x.modules())
+    layers = (m for m in modules if isinstance(m, MoELayer) and m.loads is not None)
+    return list(dict.fromkeys(layers))
+
+
+def _counts(layer: MoELayer) -> list[Tensor]:
+    assert layer.loads is not None and layer.counted_part is not None
+    return [layer.loads, layer.counted_part]
+
+
+def _count_part(
+    part: Tensor | None, layers: list[MoELayer], function: Callable[..., Any], *args: Any
+) -> Any:
+    """`function(*args)`, in which these layers count this part of their tokens."""
+    if part is None:
+        return function(*args)
+    for layer in layers:
+        _counts(layer)[1].copy_(part)
+    output = function(*args)
+    for layer in layers:
+        _counts(layer)[1].fill_(1)
+    return output
 
 
 def capture(

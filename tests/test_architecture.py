@@ -49,7 +49,8 @@ MAY_IMPORT = {
     "layer_options": May(OP | {"quant"}),
     "layer_tensors": May(OP | {"quant", "parallel", "layer_options"}),
     "layer_checks": May(OP | {"parallel", "layer_options"}),
-    "layer": May(BELOW_LAYER | {"layer_checks", "layer_options", "layer_tensors"}),
+    "layer_parts": May(OP | {"parallel"}),
+    "layer": May(BELOW_LAYER | {"layer_checks", "layer_options", "layer_tensors", "layer_parts"}),
     "weights": May(
         frozenset({"layer", "layer_options", "layer_tensors", "kernels", "quant", "shapes"}),
         frozenset({"torch", "safetensors", "gguf"}),

@@ -348,3 +348,19 @@ def test_reduce_overhead_with_stages_one_by_one(layer: Layer) -> None:
         torch.compiler.cudagraph_mark_step_begin()
         close(compiled(x, logits), stages(x, logits))
     check_only_graphs()
+
+
+def test_a_captured_layer_counts_the_tokens_of_its_calls() -> None:
+    sizes = {"num_experts": 6, "top_k": 2, "hidden_size": 64, "intermediate_size": 32}
+    layer = moe_ops.MoELayer(
+        **sizes, balanced=True, internal_gate=True, dtype=BF16, device="cuda"
+    )  # fmt: skip
+    run, pairs = moe_ops.capture(layer, buckets=(4, 16)), 0
+    run.warmup(torch.randn(2, 64, dtype=BF16, device="cuda"))
+    assert not layer.loads.any()
+    for T in (3, 4, 1, 9, 17, 3):  # 17 tokens run without a graph
+        x = torch.randn(T, 64, dtype=BF16, device="cuda")
+        run(x)
+        pairs += 2 * T
+        assert int(layer.loads.sum()) == pairs
+    assert [report.refusal for report in run.report()] == [None, None]

@@ -125,9 +125,12 @@ def copy_narrowed(name: str, to: Tensor, of: Tensor, part: MoELayer) -> None:
 
 
 def pair(split: Split, **options: Any) -> tuple[MoELayer, list[MoELayer]]:
-    """A whole layer and the layers of all ranks of a split."""
+    """A whole layer and the layers of all ranks of a split, each for all tokens."""
     rank_only = ("intermediate_multiple", "hidden_multiple", "placement")
     whole = MoELayer(**{k: v for k, v in options.items() if k not in rank_only})
     randomize(whole)
-    parts = [take_share(whole, MoELayer(**options, parallel=rank)) for rank in split.ranks()]
+    parts = [
+        take_share(whole, MoELayer(**options, parallel=rank, all_tokens=True))
+        for rank in split.ranks()
+    ]
     return whole, parts

@@ -137,6 +137,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"routed_input_transform": torch.relu},
         "routed_input_transform must be a module or None, got a builtin",
     ),
+    "routed_output_transform": (
+        {"routed_output_transform": 48},
+        "routed_output_transform must be a module or None, got an int: 48",
+    ),
+    "separate": ({"separate": 1}, "separate must be True or False, got an int: 1"),
+    "all_tokens": ({"all_tokens": "yes"}, "all_tokens must be True or False, got a str: 'yes'"),
     "parallel": ({"parallel": 4}, "parallel must be a ParallelConfig, such as ParallelConfig.of("),
     "placement": ({"placement": 3}, "placement must be a str, got an int: 3"),
     "shared_reduction": ({"shared_reduction": None}, "shared_reduction must be a str, got None"),

@@ -5,60 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from recorder import Recorder, runner
 from torch import Tensor, nn
 
 import moe_ops
 from moe_ops import experts
 from moe_ops.arena import Arena
-from moe_ops.passes.capture import GraphRunner, capture
-from moe_ops.passes.cuda_graph import Captured, CaptureError
+from moe_ops.passes.capture import capture
 from moe_ops.passes.planning.plan import Choice, Plan, Range
 from moe_ops.testing import Case, make_layer
-
-
-class Recorder:
-    """Captures by keeping the function: a replay runs it and writes into the first output."""
-
-    def __init__(self) -> None:
-        self.error: str | None = None
-        self.memory: list[tuple[Any, Any]] = []  # pool and stream of each capture
-
-    @property
-    def captures(self) -> int:
-        return len(self.memory)
-
-    def __call__(
-        self,
-        function: Callable[[], Any],
-        state: Sequence[Tensor] = (),
-        *,
-        pool: Any,
-        stream: Any,
-        device: torch.device,
-    ) -> Captured:
-        if self.error is not None:
-            raise CaptureError(self.error)
-        self.memory.append((pool, stream))
-        output, inference = function(), torch.is_inference_mode_enabled()
-
-        def replay() -> None:
-            with torch.inference_mode(inference):
-                output.copy_(function())
-
-        return Captured(replay, output, 64)
-
-
-def runner(
-    function: Callable[..., Any], recorder: Recorder, arena: Arena | None = None, **kw: Any
-) -> GraphRunner:
-    kw = {"buckets": (1, 4, 16), **kw}
-    return GraphRunner(function, capture=recorder, arena=arena or Arena(), **kw)
 
 
 @pytest.fixture(autouse=True)

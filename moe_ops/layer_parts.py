@@ -1,0 +1,142 @@
+"""Parts of a layer's result: of which tokens, of routed and of shared experts, of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ops.parallel.config import ALLGATHER, ParallelConfig
+from moe_ops.parallel.expert_map import ExpertPlacement
+from moe_ops.shapes import check_choice
+
+PARTIAL, REPLICATED = "partial", "replicated"
+Reduction = str | Callable[[Tensor], Tensor] | None
+
+
+def missing_exchange(parallel: ParallelConfig, all_tokens: bool) -> str | None:
+    """What ranks would have to exchange for the sum of their forwards to be the layer's result, and
+    what to do as a layer exchanges nothing; None where each rank is given all tokens.
+    """
+    if parallel.size == 1:
+        return None
+    said = f"this layer is {parallel.describe()}, and sends no tokens to other ranks: "
+    own = "forward would return this rank's experts' part of the sum for this rank's tokens alone. "
+    around = "call `route` and `run_experts` around an exchange of your own"
+    if parallel.collective != ALLGATHER:
+        return (
+            f"{said}{parallel.collective!r} is an exchange by all-to-all. {own}Take "
+            f"{ALLGATHER!r} and give every rank all tokens, or {around}"
+        )
+    sizes = {"dp": parallel.dp_size, "pcp": parallel.pcp_size, "sp": parallel.sp_size}
+    apart = ", ".join(f"{name}_size={size}" for name, size in sizes.items() if size > 1)
+    if all_tokens or not apart:
+        return None
+    return (
+        f"{said}with {apart} each starts with tokens of its own. {own}Gather the tokens of all "
+        "ranks first, add the parts afterwards, and say so: MoELayer(..., all_tokens=True); leave "
+        f"out what holds a whole copy of the layer (dp) of the ParallelConfig; or {around}"
+    )
+
+
+def check_parts(
+    shared: nn.Module | None,
+    transform: nn.Module | None,
+    shared_reduction: str,
+    reduction: Reduction,
+    ranks: int,
+    separate: bool,
+) -> None:
+    """Raise ValueError, saying what to do, unless `join` can make something of it."""
+    check_choice("shared_reduction", shared_reduction, (PARTIAL, REPLICATED))
+    if separate and shared is None:
+        raise ValueError(
+            "separate=True returns what a module of shared experts returns by itself, but there is "
+            "no such module; give it as shared_experts, or leave out separate"
+        )
+    biased = isinstance(transform, nn.Linear) and transform.bias is not None
+    if biased and ranks > 1 and reduction is None:
+        raise ValueError(
+            f"each of {ranks} ranks would add the bias of routed_output_transform to its part of a "
+            "sum; give reduce_results, so that the sum is transformed, or leave out the bias and "
+            "add it after the sum"
+        )
+
+
+def join(
+    routed_TD: Tensor,
+    x_TD: Tensor,
+    shared: nn.Module | None,
+    transform: nn.Module | None,
+    shared_reduction: str,
+    reduction: Reduction,
+    rank: int,
+    separate: bool,
+) -> tuple[Tensor, ...]:
+    """The layer's result from its routed part; if separate, that of shared experts and the rest."""
+    partial = shared_reduction == PARTIAL
+    if partial and shared is not None and transform is None and not separate:
+        return (_reduced(_added(routed_TD, shared(x_TD)), reduction),)  # at once
+    # The sum of the ranks is transformed, by whatever module, and mostly less wide than the result.
+    routed_TD = _reduced(routed_TD, reduction)
+    if transform is not None:
+        routed_TD = transform(routed_TD)
+    if shared is None:
+        return (routed_TD,)
+    if not (partial or separate) and reduction is None and rank > 0:
+        return (routed_TD,)  # the first rank adds it for all
+    shared_TD = _reduced(shared(x_TD), reduction) if partial else shared(x_TD)
+    return (shared_TD, routed_TD) if separate else (_added(routed_TD, shared_TD),)
+
+
+def _reduced(part_TD: Tensor, reduction: Reduction) -> Tensor:
+    """The sum of the ranks' parts, or this rank's if nothing reduces them."""
+    if reduction is None:
+        return part_TD
+    if isinstance(reduction, str):
+        # Functional, so that a compiler sees it. torch may be built without it.
+        from torch.distributed import _functional_collectives as collectives
+
+        name: Any = reduction  # torch has a type of its own for names
+        return collectives.wait_tensor(collectives.all_reduce(part_TD, "sum", name))
+    return reduction(part_TD)
+
+
+def _added(routed_TD: Tensor, shared_TD: Tensor) -> Tensor:
+    """The sum of what routed and shared experts return. Raises ValueError for unlike widths."""
+    if routed_TD.shape[-1] != shared_TD.shape[-1]:
+        raise ValueError(
+            f"routed experts return a width of {routed_TD.shape[-1]} and the shared ones "
+            f"{shared_TD.shape[-1]}, which cannot be added; give a routed_output_transform from "
+            f"{routed_TD.shape[-1]} to {shared_TD.shape[-1]}, or take both with separate=True"
+        )
+    return routed_TD + shared_TD
+
+
+def counted_ids(experts_TK: Tensor, part: Tensor) -> Tensor:
+    """The ids of the first part[0] / part[1] of the tokens; -1 for those of others."""
+    T = experts_TK.shape[0]
+    places_T1 = torch.arange(T, device=experts_TK.device)[:, None]
+    return torch.where(places_T1 * part[1] < T * part[0], experts_TK, -1)
+
+
+def with_fused(
+    weights_TK: Tensor, experts_TK: Tensor, placement: ExpertPlacement
+) -> tuple[Tensor, Tensor]:
+    """Weights and ids with those of fused shared experts behind them; -1 where another rank serves
+    the token.
+    """
+    T, S, first = experts_TK.shape[0], placement.shared, placement.num_physical
+    ids_S = torch.arange(first, first + S, dtype=experts_TK.dtype, device=experts_TK.device)
+    ids_TS = ids_S.expand(T, S)
+    if placement.config.uses_ep:
+        # Every rank holds the shared experts whole: each token's are to be added once.
+        tokens_T1 = torch.arange(T, device=experts_TK.device)[:, None]
+        mine_T1 = tokens_T1 % placement.config.ep_size == placement.config.ep_rank
+        ids_TS = torch.where(mine_T1, ids_TS, -1)
+    return (
+        torch.cat((weights_TK, weights_TK.new_ones(T, S)), dim=1),
+        torch.cat((experts_TK, ids_TS), dim=1),
+    )
