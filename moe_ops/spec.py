@@ -177,7 +177,7 @@ class Op:
         if watched and grad_wanted(args, kwargs):
             self._check(args, kwargs)
             return self.reference(*args, **kwargs)
-        if watched or not args or args[0].is_meta:
+        if watched or not args or args[0] is None or args[0].is_meta:
             with _C._AutoDispatchBelowAutograd():
                 return self._below_autograd(*args, **kwargs)
         return self._run(*args, **kwargs)

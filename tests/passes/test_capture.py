@@ -134,7 +134,9 @@ def test_weights_of_a_module_are_seen(way: Callable[[nn.Module], Callable[..., T
 
 
 def test_weights_of_a_module_that_is_an_argument_are_seen() -> None:
-    recorder, x, layers = Recorder(), torch.rand(2, 4), [nn.Linear(4, 4) for _ in range(2)]
+    recorder, x, layers = Recorder(), torch.rand(2, 4).round(), [nn.Linear(4, 4) for _ in range(2)]
+    for layer in layers:  # whole numbers have one sum, however many rows a product has
+        layer.requires_grad_(False).apply(lambda m: (m.weight.mul_(8).round_(), m.bias.zero_()))
     run = runner(lambda x, layer: layer(x), recorder)
     for layer in (*layers, *layers):
         assert torch.equal(run(x, layer), layer(x))

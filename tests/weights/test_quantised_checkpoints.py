@@ -28,7 +28,9 @@ SPLITS = {
 
 def layer_of(layout: Layout, config: ParallelConfig, **more: Any) -> MoELayer:
     quant = QuantFormats(weights=layout.weights, inputs=layout.inputs, static_inputs=layout.static)
-    return MoELayer(E, 2, D, I, quant=quant, parallel=config, dtype=torch.float32, **more)
+    return MoELayer(
+        E, 2, D, I, quant=quant, parallel=config, all_tokens=True, dtype=torch.float32, **more
+    )
 
 
 def decoded(layer: MoELayer, name: str) -> Tensor:
