@@ -1,11 +1,15 @@
 """A Hugging Face MoE model under torch.compile, without and with the passes of moe_ops.
 
-    python examples/quickstart.py [--batch 32] [--prompt 32] [--tokens 32] [--json FILE]
+    python examples/quickstart.py [--batch 32] [--prompt 32] [--tokens 16] [--json FILE]
 
-Builds a Qwen3-MoE model of about half a billion random parameters, checks in float32 that the
-passes keep its results, then generates with a static cache and prints how fast it is: with
-transformers' own experts, and with those that the passes put in their place. The model itself is
-never changed.
+Builds a Qwen3-MoE model of about a quarter of a billion random parameters, checks in float32 that
+the passes keep its results, then generates with a static cache and prints how fast that is: with
+the experts that the passes put in the place of transformers' own, then with transformers' own. The
+model itself is never changed.
+
+Each row is printed as soon as it is known, from one run. At the end all run again in turns, every
+other time in the opposite order, so that a machine that gets slower meanwhile is so for all. The
+last table and its ratios are from those runs alone.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,29 +31,75 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, logging
 import moe_ops
 
 STOCK = ("grouped_mm", "batched_mm")  # what transformers has for a machine like this one
+ROUNDS = 4  # even: in opposite orders, two rounds are hit alike by a machine that gets slower
+TOKENS_A_LAYER = 2048  # of the vocabulary: the output matrix takes the same share at any depth
+FIRST = "first figures, from one run each; the table at the end is from more:"
+BUSY = 1.5  # runs of one contender that differ by more tell of other work on the machine
+HEADER = f"{'experts':<14}{'compile s':>10}{'prefill ms':>12}{'decode tok/s':>14}"
+START = time.perf_counter()
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast one experts implementation generated; medians over the tokens of three runs."""
+    """How fast one experts implementation generated: medians over its runs and their tokens."""
 
     implementation: str
-    compile_s: float
+    compile_s: float  # of the first run, which compiles
     prefill_ms: float
     decode_tokens_per_s: float
 
 
 class Clock:
-    """A streamer for `generate` that notes when each token came."""
+    """A streamer for `generate` that notes when it was given the prompt and each token.
 
-    def __init__(self) -> None:
+    The first of these times it says the first of `stages`, and so on.
+    """
+
+    def __init__(self, stages: Sequence[str] = ()) -> None:
         self.times: list[float] = []
+        self._stages = stages
 
     def put(self, tokens: Tensor) -> None:
+        if len(self.times) < len(self._stages):
+            say(self._stages[len(self.times)])
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
         """Nothing to flush."""
+
+
+@dataclass
+class Contender:
+    """A model whose experts are compiled in one way, and the runs that were timed."""
+
+    name: str
+    whose: str
+    batch: int
+    generate: Callable[[Clock], None]
+    compile_s: float = 0.0
+    runs: list[list[float]] = field(default_factory=list)  # seconds of the prompt and each token
+
+    def compile(self) -> None:
+        stages = ("compiling for the prompts", "compiling for single tokens", "compiled, running")
+        start = time.perf_counter()
+        self.generate(Clock([f"{self.whose}{self.name}: {stage}" for stage in stages]))
+        self.compile_s = time.perf_counter() - start
+
+    def run(self) -> None:
+        clock = Clock()
+        self.generate(clock)
+        self.runs.append([b - a for a, b in zip(clock.times, clock.times[1:], strict=False)])
+
+    def speed(self) -> Speed:
+        prefill = median(run[0] for run in self.runs)
+        step = median(step for run in self.runs for step in run[1:])
+        return Speed(self.name, self.compile_s, prefill * 1e3, self.batch / step)
+
+    def spread(self) -> float:
+        """How many times as long the slowest run took as the fastest: its prompt or its tokens."""
+        prefills = [run[0] for run in self.runs]
+        steps = [median(run[1:]) for run in self.runs]
+        return max(max(prefills) / min(prefills), max(steps) / min(steps))
 
 
 def say(text: str) -> None:
@@ -65,7 +116,7 @@ def build_model(layers: int) -> Qwen3MoeForCausalLM:
         num_attention_heads=16,
         num_key_value_heads=4,
         head_dim=64,
-        vocab_size=16384,
+        vocab_size=TOKENS_A_LAYER * layers,
         max_position_embeddings=1024,
     )
     torch.manual_seed(0)
@@ -77,60 +128,90 @@ def check_parity(model: Qwen3MoeForCausalLM, ids: Tensor) -> float:
     with torch.inference_mode():
         want = model(ids, use_cache=False).logits
         got = moe_ops.compile(model, dynamic=False)(ids, use_cache=False).logits
+    torch._dynamo.reset()
     if not torch.equal(got.argmax(-1), want.argmax(-1)):
         raise AssertionError(f"greedy tokens differ:\n{got.argmax(-1)}\n{want.argmax(-1)}")
     return float((got - want).abs().max() / want.abs().max())
 
 
-def measure(
-    model: Any, name: str, ids: Tensor, tokens: int, options: dict[str, Any] | None = None
-) -> Speed:
-    """Compile the model's forward, generate once to warm up, then time three runs."""
-    torch._dynamo.reset()
-    eager_forward: Callable[..., Any] = model.forward
-    model.forward = torch.compile(eager_forward, fullgraph=True, dynamic=False, options=options)
+def contender(
+    model: Any,
+    name: str,
+    experts: str,
+    ids: Tensor,
+    tokens: int,
+    options: dict[str, Any] | None = None,
+) -> Contender:
+    """The model with transformers' `experts`, its forward compiled with options of Inductor."""
+    forward = torch.compile(model.forward, fullgraph=True, dynamic=False, options=options)
 
-    def generate() -> list[float]:
-        clock = Clock()
-        length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
-        with torch.inference_mode():
-            model.generate(
-                ids, do_sample=False, cache_implementation="static", disable_compile=True,
-                streamer=clock, **length,
-            )  # fmt: skip
-        return [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
+    def generate(clock: Clock) -> None:
+        model.set_experts_implementation(experts)
+        model.forward = forward
+        try:
+            with torch.inference_mode():
+                model.generate(
+                    ids,
+                    do_sample=False,
+                    max_new_tokens=tokens,
+                    min_new_tokens=tokens,
+                    cache_implementation="static",
+                    disable_compile=True,
+                    streamer=clock,
+                )
+        finally:
+            del model.forward
 
-    start = time.perf_counter()
-    generate()
-    compile_s = time.perf_counter() - start
-    runs = [generate() for _ in range(3)]
-    del model.forward
-    prefill = sorted(run[0] for run in runs)[1]
-    steps = sorted(step for run in runs for step in run[1:])
-    return Speed(name, compile_s, prefill * 1e3, ids.shape[0] / steps[len(steps) // 2])
+    return Contender(name, "" if options else "transformers' ", ids.shape[0], generate)
 
 
-def table(stock: list[Speed], ours: Speed) -> str:
-    lines = [f"{'experts':<14}{'compile s':>10}{'prefill ms':>12}{'decode tok/s':>14}"]
-    for speed in [*stock, ours]:
-        lines.append(
-            f"{speed.implementation:<14}{speed.compile_s:>10.1f}{speed.prefill_ms:>12.1f}"
-            f"{speed.decode_tokens_per_s:>14.1f}"
-        )
+def row(speed: Speed) -> str:
+    return (
+        f"{speed.implementation:<14}{speed.compile_s:>10.1f}{speed.prefill_ms:>12.1f}"
+        f"{speed.decode_tokens_per_s:>14.1f}"
+    )
+
+
+def table(ours: Speed, stock: Sequence[Speed]) -> str:
     prefill = min(s.prefill_ms for s in stock) / ours.prefill_ms
     decode = ours.decode_tokens_per_s / max(s.decode_tokens_per_s for s in stock)
-    best = "ours / best stock"
-    return "\n".join([*lines, f"{best:<24}{prefill:>11.2f}x{decode:>13.2f}x"])
+    ratios = f"{'ours / best stock':<24}{prefill:>11.2f}x{decode:>13.2f}x"
+    return "\n".join([HEADER, *(row(s) for s in (*stock, ours)), ratios])
 
 
-def main() -> None:
+def measure(contenders: Sequence[Contender]) -> list[Speed]:
+    """Compile and run one after the other, printing a row each; then time all in turns.
+
+    Warns on stdout, where the figures are, if the runs of a contender differ too much.
+    """
+    for i, one in enumerate(contenders):
+        one.compile()
+        one.run()
+        if i == 0:
+            print(f"{FIRST}\n{HEADER}", flush=True)
+        print(row(one.speed()), flush=True)
+        one.runs.clear()
+    for i in range(ROUNDS):
+        say(f"timing all {len(contenders)} again in turns, round {i + 1} of {ROUNDS}")
+        for one in contenders if i % 2 == 0 else reversed(contenders):
+            one.run()
+    for one in contenders:
+        if one.spread() > BUSY:
+            print(
+                f"warning: the slowest run of {one.name} took {one.spread():.1f} times as long as "
+                f"its fastest; other work slows this machine, run again when it is idle"
+            )
+    return [one.speed() for one in contenders]
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--layers", type=int, default=8, help="decoder layers of the model")
+    parser.add_argument("--layers", type=int, default=4, help="decoder layers of the model")
     parser.add_argument("--batch", type=int, default=32, help="sequences generated together")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens generated per sequence")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens generated per sequence")
     parser.add_argument("--json", help="also write the figures to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     logging.set_verbosity_error()
     warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
 
@@ -141,33 +222,32 @@ def main() -> None:
         f"Qwen3-MoE, {size:.2f} B random parameters, {args.layers} layers, 64 experts, top-8, "
         f"on {device}"
     )
-    ids = torch.randint(0, 16384, (args.batch, args.prompt))
+    ids = torch.randint(0, model.config.vocab_size, (args.batch, args.prompt))
+    say("checking moe_ops against transformers in float32 (compiling, up to a minute)")
     error = check_parity(model, ids[:2])
     say(f"float32 parity: same greedy tokens, logits within {error:.1e} of transformers'")
 
     model, ids = model.to(device, torch.bfloat16), ids.to(device)
-    speeds = []
-    for name in STOCK:
-        say(f"compiling and timing transformers' {name} (two graphs, half a minute)")
-        model.set_experts_implementation(name)
-        speeds.append(measure(model, name, ids, args.tokens))
-    say("compiling and timing moe_ops")
-    model.set_experts_implementation(STOCK[0])
-    ours = measure(model, "moe_ops", ids, args.tokens, moe_ops.inductor_options())
-    say("done")
-
+    ours = ("moe_ops", STOCK[0], ids, args.tokens, moe_ops.inductor_options())
+    first, *stock = measure(
+        [contender(model, *ours), *(contender(model, s, s, ids, args.tokens) for s in STOCK)]
+    )
     print(
         f"\n{size:.2f} B parameters in bfloat16 on {device}, torch {torch.__version__}, "
-        f"{torch.get_num_threads()} threads, batch {args.batch}, prompt {args.prompt}, "
-        f"{args.tokens} new tokens\n\n{table(speeds, ours)}"
+        f"threads: {torch.get_num_threads()}; medians of {ROUNDS} runs in turns\n"
+        f"prefill: {args.batch} prompts of {args.prompt} tokens; decode: {args.tokens} new tokens "
+        f"each, tok/s of all together\n"
+        f"{' and '.join(STOCK)} are transformers' own; moe_ops is ours\n\n{table(first, stock)}"
     )
     if args.json:
         figures = {"arguments": vars(args), "device": device, "torch": torch.__version__}
         with open(args.json, "w") as file:
-            json.dump(figures | {"speeds": [asdict(s) for s in [*speeds, ours]]}, file, indent=2)
+            json.dump(figures | {"speeds": [asdict(s) for s in (*stock, first)]}, file, indent=2)
 
-
-START = time.perf_counter()
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        say("interrupted; the rows printed so far are from one run each")
+        sys.exit(130)

@@ -1,34 +1,218 @@
-"""The quickstart runs as a user runs it, and prints what it promises."""
+"""The quickstart runs as a user runs it, prints each row when it is known, and what it promises."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "quickstart.py"
+NAMES = ["moe_ops", "grouped_mm", "batched_mm"]
+SMALL = ("--layers", "1", "--batch", "2", "--prompt", "4", "--tokens", "6")
+
+
+@pytest.fixture
+def quickstart(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    pytest.importorskip("transformers")
+    spec = importlib.util.spec_from_file_location("quickstart", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "quickstart", module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+class Machine:
+    """Contenders that only wait, by a clock of its own; `slower` is added to each run's factor."""
+
+    def __init__(self, example: ModuleType, slower: float = 0.0) -> None:
+        self.example, self.slower = example, slower
+        self.now, self.factor = 0.0, 1.0
+        self.calls: list[str] = []
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def contender(
+        self, name: str, prefill: float, step: float, before: Callable[[], None] = lambda: None
+    ) -> object:
+        def generate(clock) -> None:
+            before()
+            self.calls.append(name)
+            self.factor += self.slower
+            clock.put(None)
+            for seconds in (prefill, step, step):
+                self.now += seconds * self.factor
+                clock.put(None)
+
+        return self.example.Contender(name, "", 4, generate)
+
+
+@pytest.fixture
+def machine(quickstart, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine(quickstart)
+    monkeypatch.setattr(quickstart, "time", made)
+    return made
+
+
+def figures(text: str) -> list[tuple[str, list[str]]]:
+    """The rows of the tables in a text: the name, and the figures as they are printed."""
+    found = [line.split() for line in text.splitlines()]
+    return [(line[0], line[1:]) for line in found if line and line[0] in NAMES and len(line) == 4]
+
+
+def test_a_row_is_printed_before_the_next_contender_compiles(
+    quickstart, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[list[str]] = []
+    text: list[str] = []
+
+    def look() -> None:
+        text.append(capsys.readouterr().out)
+        seen.append([name for name, _ in figures("".join(text))])
+
+    quickstart.measure([machine.contender(name, 0.2, 0.1, look) for name in NAMES])
+    # Each compiles and runs; those that come in turns then find all rows.
+    assert seen[:6] == [[], [], NAMES[:1], NAMES[:1], NAMES[:2], NAMES[:2]]
+    assert seen[6:] == [NAMES] * (3 * quickstart.ROUNDS)
+    assert "".join(text).startswith(f"{quickstart.FIRST}\n{quickstart.HEADER}\n")
+
+
+def test_an_error_of_a_stock_contender_leaves_our_row(
+    quickstart, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no such product")
+
+    ours = machine.contender("moe_ops", 0.2, 0.1)
+    with pytest.raises(RuntimeError, match="no such product"):
+        quickstart.measure([ours, machine.contender("grouped_mm", 0.2, 0.1, fail)])
+    assert figures(capsys.readouterr().out) == [("moe_ops", ["0.4", "200.0", "40.0"])]
+
+
+def test_a_machine_that_gets_slower_favours_nobody(quickstart, machine: Machine) -> None:
+    machine.slower = 0.1
+    first, *others = quickstart.measure([machine.contender(name, 0.2, 0.1) for name in NAMES])
+    assert machine.calls[6:12] == [*NAMES, *reversed(NAMES)]
+    for other in others:
+        assert other.prefill_ms == pytest.approx(first.prefill_ms)
+        assert other.decode_tokens_per_s == pytest.approx(first.decode_tokens_per_s)
+
+
+def test_speeds_are_those_of_the_runs_in_turns(quickstart, machine: Machine) -> None:
+    def hurry() -> None:
+        machine.factor = 1.0 if len(machine.calls) >= 4 else 9.0
+
+    found = quickstart.measure(
+        [machine.contender(n, p, s, hurry) for n, p, s in (("moe_ops", 1, 1), ("grouped_mm", 2, 4))]
+    )
+    assert [s.prefill_ms for s in found] == [1000, 2000]
+    assert [s.decode_tokens_per_s for s in found] == [4, 1]
+    assert [s.compile_s for s in found] == [27, 90]
+
+
+@pytest.mark.parametrize(("factor", "warned"), [(1.4, []), (1.6, ["grouped_mm"])])
+def test_runs_that_differ_too_much_are_told(
+    quickstart,
+    machine: Machine,
+    capsys: pytest.CaptureFixture[str],
+    factor: float,
+    warned: list[str],
+) -> None:
+    def calm() -> None:
+        machine.factor = 1.0
+
+    def burst() -> None:
+        machine.factor = factor if machine.calls.count("grouped_mm") == 4 else 1.0
+
+    # The first two calls of each are not timed, so the fifth of grouped_mm is its third of four.
+    ours = machine.contender("moe_ops", 0.2, 0.1, calm)
+    quickstart.measure([ours, machine.contender("grouped_mm", 0.2, 0.1, burst)])
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert [line.split("run of ")[1].split()[0] for line in told] == warned
+    assert all("1.6 times as long as its fastest" in line for line in told)
+
+
+def test_ratios_are_against_the_best_of_each_column(quickstart) -> None:
+    speeds = [
+        quickstart.Speed("moe_ops", 3.0, 50.0, 400.0),
+        quickstart.Speed("grouped_mm", 4.0, 75.0, 100.0),
+        quickstart.Speed("batched_mm", 2.0, 150.0, 250.0),
+    ]
+    text = quickstart.table(speeds[0], speeds[1:])
+    assert [name for name, _ in figures(text)] == ["grouped_mm", "batched_mm", "moe_ops"]
+    assert text.splitlines()[0] == quickstart.HEADER
+    assert text.splitlines()[-1].split() == ["ours", "/", "best", "stock", "1.50x", "1.60x"]
+
+
+def start(*arguments: str, stderr: int) -> subprocess.Popen[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
+
+
+COUNTED = f"""
+import runpy, sys
+from torch._dynamo.utils import counters
+sys.argv = {[str(EXAMPLE)]!r} + sys.argv[1:]
+runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
+print("graphs", counters["stats"]["unique_graphs"])
+"""
 
 
 @pytest.mark.slow
 def test_the_quickstart_prints_a_table_and_writes_its_figures(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    sizes = ("--layers", "2", "--batch", "1", "--prompt", "4", "--tokens", "6")
-    command = [sys.executable, "examples/quickstart.py", *sizes]
-    done = subprocess.run(
-        [*command, "--json", str(figures)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "float32 parity: same greedy tokens" in done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if line]
-    assert [r[0] for r in rows[1:]] == ["experts", "grouped_mm", "batched_mm", "moe_ops", "ours"]
-    assert rows[-1][-1].endswith("x")
-    speeds = json.loads(figures.read_text())["speeds"]
-    assert [s["implementation"] for s in speeds] == ["grouped_mm", "batched_mm", "moe_ops"]
+    written = tmp_path / "figures.json"
+    process = start("-c", COUNTED, *SMALL, "--json", str(written), stderr=subprocess.STDOUT)
+    text, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, text[-2000:]
+    assert "float32 parity: same greedy tokens" in text
+    early, late = text.split("timing all 3 again in turns, round 1 of 4")
+    assert [name for name, _ in figures(early)] == NAMES
+    places = [re.search(rf"^{name} ", early, re.MULTILINE) for name in NAMES]
+    begins = [early.index(f"{name}: compiling for the prompts") for name in NAMES]
+    ends = [place.start() for place in places if place]
+    assert begins[0] < ends[0] < begins[1] < ends[1] < begins[2] < ends[2]
+    rows = figures(late)
+    assert [name for name, _ in rows] == ["grouped_mm", "batched_mm", "moe_ops"]
+    speeds = json.loads(written.read_text())["speeds"]
     assert all(s["decode_tokens_per_s"] > 0 for s in speeds)
+    assert rows == [
+        (
+            s["implementation"],
+            [f"{s[key]:.1f}" for key in ("compile_s", "prefill_ms", "decode_tokens_per_s")],
+        )
+        for s in speeds
+    ]
+    *stock, ours = speeds
+    prefill = min(s["prefill_ms"] for s in stock) / ours["prefill_ms"]
+    decode = ours["decode_tokens_per_s"] / max(s["decode_tokens_per_s"] for s in stock)
+    ratios = late.split("ours / best stock")[1].split("\n")[0]
+    assert ratios.split() == [f"{prefill:.2f}x", f"{decode:.2f}x"]
+    # The prompts and a token of three contenders, and parity: none runs code of another.
+    assert "graphs 7" in text.splitlines()
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_leaves_the_rows_that_are_known() -> None:
+    process = start(str(EXAMPLE), *SMALL, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    first = [process.stdout.readline() for _ in range(3)]
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, said = process.communicate(timeout=500)
+    assert process.returncode == 130, said[-2000:]
+    assert figures("".join(first))[0][0] == "moe_ops"
+    assert not out
+    assert said.splitlines()[-1].endswith(
+        "interrupted; the rows printed so far are from one run each"
+    )
+    assert "Traceback" not in said
