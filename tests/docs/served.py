@@ -29,6 +29,8 @@ DEVICES = {"CPU": "cpu", f"CUDA (sm_{CAPABILITY[0]}{CAPABILITY[1]})": "cuda"}
 # Backends that make floats of the codes before they multiply; all others multiply the codes.
 DECODING = (REFERENCE, "dequantize")
 
+REFUSED = "refused: "
+
 # Sizes that every format divides.
 T, E, WIDTH = 4, 2, 128
 
@@ -125,12 +127,15 @@ def how(op: Op, call: Call, device: str) -> str:
     try:
         op.check(*_made(call, "meta"))
     except (TypeError, ValueError) as error:
-        return f"refused: {error}"
+        return f"{REFUSED}{error}"
     return ", ".join(dict.fromkeys(_served(op, call, device)))
 
 
 def refusals(op: Op, call: Call, device: str) -> dict[str, str | None]:
-    """Why each backend cannot run a call on a type of device (None: it can), by backend name."""
+    """Why each backend cannot run a call on a type of device (None: it can), by backend name; of a
+    call that the op refuses no backend is asked."""
+    if how(op, call, device).startswith(REFUSED):
+        return {}
     with FAKE:
         args = _made(call, device)
     return op.refusals(*args)
