@@ -82,7 +82,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "stop_after must be a str, got a builtin",
     ),
     "tuned_number": ({"tuned": 3}, TypeError, "tuned must be a str, got an int: 3"),
-    "unknown": ({"thresholdz": ()}, TypeError, "unknown options: thresholdz; there are thresholds, "),
+    "unknown": ({"colour": ()}, TypeError, "unknown options: colour; there are thresholds, "),
     "close": ({"thresholdz": ()}, TypeError, "did you mean 'thresholds'?"),
 }
 
