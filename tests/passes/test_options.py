@@ -82,7 +82,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "stop_after must be a str, got a builtin",
     ),
     "tuned_number": ({"tuned": 3}, TypeError, "tuned must be a str, got an int: 3"),
-    "unknown": ({"treshold": ()}, TypeError, "unknown options: treshold; there are thresholds, "),
+    "unknown": ({"limits": ()}, TypeError, "unknown options: limits; there are thresholds, "),
     "close": ({"thresholdz": ()}, TypeError, "did you mean 'thresholds'?"),
 }
 
