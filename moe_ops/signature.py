@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What can be handed on as it is for each type; a bool is an int, and both are floats.
+# What can be handed on as it is for each type.
 PLAIN: dict[type, tuple[type, ...]] = {
     Tensor: (Tensor, torch.nn.Parameter),
-    int: (int, bool),
-    float: (float, int, bool),
+    int: (int,),
+    float: (float, int),
     bool: (bool, int),
     str: (str,),
 }
@@ -42,6 +42,12 @@ class Signature:
         hints = typing.get_type_hints(function)
         self._kinds = {p: _kind(hints[p]) for p in self._signature.parameters}
 
+    def require(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise TypeError, saying what it is, if a call has a fault."""
+        fault = self.fault(args, kwargs)
+        if fault is not None:
+            raise TypeError(fault)
+
     def fault(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         """What is wrong with the names or the types of a call's arguments, or None."""
         known = list(self._kinds)
@@ -64,15 +70,20 @@ class Signature:
                 return f"{self.name} needs {name}, and was called without it"
         for name, value in given.items():
             kind, optional = self._kinds[name]
-            if not (value is None if optional else False) and not _fits(value, kind):
+            if not (value is None and optional) and not _fits(value, kind):
                 wanted = f"{WORDS[kind]}{' or None' if optional else ''}"
                 return f"{self.name}: {name} must be {wanted}, got {described(value)}"
+            if kind is int and isinstance(value, int) and not -(2**63) <= value < 2**63:
+                return f"{self.name}: {name} must be an int of 64 bits, got {described(value)}"
         return None
 
     def is_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether nothing in a call without a fault has to be converted, or has a say in it."""
-        given = (*zip(self._kinds, args, strict=False), *kwargs.items())
-        return all(v is None or type(v) in PLAIN[self._kinds[name][0]] for name, v in given)
+        """Whether nothing in a call has to be converted, or has a say in it; names are known."""
+        for name, value in (*zip(self._kinds, args, strict=False), *kwargs.items()):
+            kind, optional = self._kinds[name]
+            if not (optional if value is None else type(value) in PLAIN[kind]):
+                return False
+        return True
 
     def positional(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The arguments of a call without a fault by position, defaults included."""
@@ -105,6 +116,8 @@ def _kind(hint: Any) -> tuple[type, bool]:
 
 def _fits(value: Any, kind: type) -> bool:
     """Whether a value is of a kind, or such that torch's dispatcher makes it one, or decides."""
+    if isinstance(value, bool):
+        return kind is bool
     if isinstance(value, PLAIN[kind]) or hasattr(type(value), "__torch_function__"):
         return True
     if value is None or isinstance(value, tuple(PLAIN)):

@@ -134,6 +134,7 @@ class Op:
             and not _tracing()
             and not _profiler()
             and not forward_mode()
+            and args
             and not args[0].is_meta
         ):
             if not kwargs:  # passing on an empty dict takes longer than looking up `types`
@@ -141,24 +142,23 @@ class Op:
                 return self.pick(args, kwargs).run(*args)
             self.check(*args, **kwargs)
             return self.pick(args, kwargs).run(*args, **kwargs)
-        return self.overload(*args, **kwargs)
+        try:
+            return self.overload(*args, **kwargs)
+        except RuntimeError as error:
+            failed = error  # perhaps as an int has too many bits
+        self.signature.require(args, kwargs)
+        raise failed
 
     def _is_plain(
         self, types: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Whether a call needs no dispatcher, noted by its types. Raises TypeError if it has
-        arguments that the op has not, or of other types.
-        """
-        self._require_signature(args, kwargs)
-        plain = bool(args) and self.signature.is_plain(args, kwargs)
+        """Whether a call needs no dispatcher, noted by its types. Raises TypeError if it has a
+        fault."""
+        self.signature.require(args, kwargs)
+        plain = self.signature.is_plain(args, kwargs)
         if plain:
             self._plain.add(types)
         return plain
-
-    def _require_signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        fault = self.signature.fault(args, kwargs)
-        if fault is not None:
-            raise TypeError(fault)
 
     def __repr__(self) -> str:
         return f"<op {NAMESPACE}.{self.name}{self.schema}>"
@@ -186,11 +186,11 @@ class Op:
         """`check` for a call that came through the dispatcher, which lets None be a Tensor."""
         try:
             self.check(*args, **kwargs)
-        except AttributeError:
-            fault = self.signature.fault(args, kwargs)
-            if fault is not None:
-                raise TypeError(fault) from None
-            raise
+            return
+        except AttributeError as error:
+            failed = error
+        self.signature.require(args, kwargs)
+        raise failed
 
     def _run_planned(self, *args: Any, plan: str, **kwargs: Any) -> Any:
         runs = self._plans.get(plan) or self._runs(plan)
@@ -320,7 +320,7 @@ class Op:
 
         Raises ValueError or TypeError, as the call itself, if the op does not take it.
         """
-        self._require_signature(args, kwargs)
+        self.signature.require(args, kwargs)
         args = self.signature.positional(args, kwargs)
         self.check(*args)
         device = args[0].device.type

@@ -53,6 +53,12 @@ FAULTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     ),
     "float_for_int": ((LOGITS, 2.0), {}, "moe_ops.route: top_k must be an int, got a float: 2.0"),
     "str_for_int": ((LOGITS, "2"), {}, "moe_ops.route: top_k must be an int, got a str: '2'"),
+    "bool_for_int": ((LOGITS, True), {}, "moe_ops.route: top_k must be an int, got a bool: True"),
+    "bool_for_float": (
+        (LOGITS, 2),
+        {"scale": True},
+        "moe_ops.route: scale must be a float, got a bool: True",
+    ),
     "none_for_float": (
         (LOGITS, 2),
         {"scale": None},
@@ -118,6 +124,17 @@ def test_refusals_by_keyword_are_those_by_position(name: str) -> None:
 def test_refusals_of_a_call_that_no_backend_can_take_are_its_error() -> None:
     with pytest.raises(ValueError, match=r"top_k=5 must be from 1 to the 4 experts"):
         moe_ops.route.refusals(LOGITS, top_k=5)
+
+
+def test_an_int_of_too_many_bits_is_refused() -> None:
+    for _ in range(2):  # the types are known the second time
+        with pytest.raises(
+            TypeError, match="top_k must be an int of 64 bits, got an int: 11805916"
+        ):
+            moe_ops.route(logits_TE=LOGITS, top_k=2**70)
+        # Whether the signature or the check refuses it depends on calls of these types before.
+        with pytest.raises((TypeError, ValueError), match=r"top_k.*1180591620717411303424"):
+            moe_ops.route(LOGITS, 2**70)
 
 
 def test_numbers_of_other_packages_are_taken() -> None:

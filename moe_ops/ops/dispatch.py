@@ -13,6 +13,8 @@ from moe_ops.spec import op
 # Rows may be quantised before they are copied: there are T of them instead of R.
 ROWS = tuple(dict.fromkeys((*FLOATS, *(storage.dtype for storage in ELEMENTS.values()))))
 
+MOST_EXPERTS = 2**31 - 1  # an id is at most an int32
+
 
 def check(
     x_TD: Tensor, experts_TK: Tensor, num_experts: int, expert_map: Tensor | None = None
@@ -24,7 +26,7 @@ def check(
         and x_TD.dtype in FLOATS
         and experts_TK.dtype in INDICES
         and experts_TK.shape[0] == x_TD.shape[0]
-        and experts_TK.shape[1] > 0 < num_experts
+        and experts_TK.shape[1] > 0 < num_experts <= MOST_EXPERTS
         and experts_TK.device == x_TD.device
     ):
         return  # the common call, accepted in half a microsecond
@@ -35,8 +37,7 @@ def check(
         raise ValueError(
             f"experts_TK must name at least one expert a token, got shape {tuple(experts_TK.shape)}"
         )
-    if num_experts < 1:
-        raise ValueError(f"num_experts={num_experts} must be at least 1")
+    check_num_experts(num_experts)
     if expert_map is not None:
         check_tensor("expert_map", expert_map, 1, INDICES)
         if expert_map.shape[0] < 1:
@@ -44,6 +45,14 @@ def check(
                 "expert_map is empty; it must hold a local id, or -1, for each global expert"
             )
     check_devices(x_TD, experts_TK=experts_TK, expert_map=expert_map)
+
+
+def check_num_experts(num_experts: int) -> None:
+    """Raise ValueError unless there can be so many experts."""
+    if num_experts < 1:
+        raise ValueError(f"num_experts={num_experts} must be at least 1")
+    if num_experts > MOST_EXPERTS:
+        raise ValueError(f"num_experts={num_experts} must be at most {MOST_EXPERTS}")
 
 
 @op(check=check)

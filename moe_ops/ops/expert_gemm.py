@@ -13,6 +13,7 @@ from moe_ops.quant.arguments import (
     check_out_dtype,
     check_scale,
     check_weight,
+    named_format,
 )
 from moe_ops.quant.formats import Format
 from moe_ops.shapes import DTYPES, FLOATS, check_devices, check_size, check_tensor
@@ -85,7 +86,7 @@ def _check_input(x_RD: Tensor, scale: Tensor | None, format: str, w_format: str)
         return x_RD.shape[1]
     if not w_format:
         raise ValueError(f"x_format={format!r} wants a quantised weight too: name its w_format")
-    parsed = Format.of(format).parsed
+    parsed = named_format("x_format", format).parsed
     check_tensor("x_RD", x_RD, 2, (parsed.storage.dtype,))
     width = parsed.unpacked(x_RD.shape[1])
     check_input_format("x_format", format, width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.ops.dispatch import local_ids
+from moe_ops.ops.dispatch import check_num_experts, local_ids
 from moe_ops.shapes import INDICES, check_devices, check_tensor
 from moe_ops.spec import op
 
@@ -13,8 +13,7 @@ from moe_ops.spec import op
 def check(experts_TK: Tensor, num_experts: int, expert_map: Tensor | None = None) -> None:
     """Raise ValueError or TypeError unless `expert_loads` takes these arguments."""
     check_tensor("experts_TK", experts_TK, 2, INDICES)
-    if num_experts < 1:
-        raise ValueError(f"num_experts={num_experts} must be at least 1")
+    check_num_experts(num_experts)
     if expert_map is not None:
         check_tensor("expert_map", expert_map, 1, INDICES)
         if expert_map.shape[0] < 1:

@@ -9,7 +9,15 @@ from moe_ops.ops.activate import check_activation
 from moe_ops.ops.experts import check_weights, experts
 from moe_ops.ops.route import check as check_route
 from moe_ops.ops.route import route
-from moe_ops.shapes import FLOATS, INDICES, check_devices, check_size, check_tensor
+from moe_ops.shapes import (
+    DTYPES,
+    FLOATS,
+    INDICES,
+    check_choice,
+    check_devices,
+    check_size,
+    check_tensor,
+)
 from moe_ops.spec import op
 
 
@@ -56,6 +64,8 @@ def check(
 ) -> None:
     """Raise ValueError or TypeError unless `moe` takes these arguments."""
     check_tensor("x_TD", x_TD, 2, FLOATS)
+    if weights_dtype not in DTYPES:  # which `route` calls out_dtype
+        check_choice("weights_dtype", weights_dtype, tuple(DTYPES))
     check_route(
         logits_TE, top_k, bias_E, per_expert_scale_E, score, select_on, n_group, topk_group,
         group_reduce, group_fill, softmax_selected, renormalize, eps, min_sum, scale, weights_dtype,

@@ -11,6 +11,16 @@ from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.shapes import DTYPES, FLOATS, check_choice, check_devices, check_tensor
 
 
+def named_format(name: str, format: str) -> Format:
+    """The format of a string. Raises ValueError, which names the argument, if it is not one."""
+    try:
+        return Format.of(format)
+    except ValueError as error:
+        if name == "format":  # which the message begins with
+            raise
+        raise ValueError(f"{name}: {error}") from None
+
+
 def check_input_format(name: str, format: str, width: int) -> None:
     """Raise ValueError unless rows of this width can be quantised to the format."""
     if width % packed_inputs(name, format):
@@ -20,7 +30,7 @@ def check_input_format(name: str, format: str, width: int) -> None:
 @functools.cache
 def packed_inputs(name: str, format: str) -> int:
     """How many values are packed together; raises ValueError if it is no format of inputs."""
-    found = Format.of(format)
+    found = named_format(name, format)
     if found.group != TENSOR and found.group[0] != 1:
         raise ValueError(
             f"{name}={format!r} shares scales between rows; inputs want a scale for the tensor, "
@@ -50,7 +60,7 @@ def check_static_scale(name: str, scale: Tensor | None, format: str, x: Tensor) 
     """Raise unless `scale` may be given for an input of this format: one float32 value."""
     if scale is None:
         return
-    found = Format.of(format) if format else None
+    found = named_format(f"the format of {name}", format) if format else None
     if found is None or not (found.group == TENSOR or found.has_global_scale):
         raise ValueError(
             f"{name} goes with one scale for the tensor or with nvfp4, got the format {format!r}"
@@ -79,7 +89,7 @@ def check_weight(
 
     w: [E, F, D packed]; scale and zero: [E, groups of F, groups of D].
     """
-    found = Format.of(format)
+    found = named_format("w_format", format)
     parsed = found.parsed
     check_tensor(name, w, 3, (parsed.storage.dtype,))
     if transposed:

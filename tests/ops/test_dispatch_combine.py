@@ -196,6 +196,9 @@ BAD_DISPATCH = {
         "experts_TK must name at least one expert a token, got shape (3, 0)",
     ),
     "no_experts": Bad({"num_experts": 0}, "num_experts=0 must be at least 1"),
+    "endless_experts": Bad(
+        {"num_experts": 2**31}, "num_experts=2147483648 must be at most 2147483647"
+    ),
     "map_rank": wrong_rank("expert_map", (3, 2), 1),
     "map_dtype": wrong_dtype("expert_map", (4,), "float32", "int32, int64"),
     "map_device": wrong_device("expert_map", (4,), torch.int64),

@@ -1,10 +1,8 @@
 """Every op, on every backend, over every case and dtype: found by discovery."""
 
-from typing import Any
-
 import pytest
 import torch
-from samples import INPUT_FORMATS, samples
+from samples import INPUT_FORMATS, samples, specified
 from torch import Tensor
 
 from moe_ops import OPS, fake_impls, using
@@ -24,17 +22,6 @@ EVERY_DTYPE = [
 EXACT = Tol(0.0, "integers and 8-bit values are exact")
 # The arguments lie on the CPU; tests/kernels and tests/gpu have the backends of other devices.
 RUNS = [(name, b.name) for name, op in OPS.items() for b in op.candidates("cpu")]
-
-
-def specified(op_name: str, args: tuple[Any, ...], got: Any) -> list[Tensor]:
-    """The tensors an op returns, without the rows that its contract leaves unspecified."""
-    if op_name == "dispatch":
-        x_RD, rows_R, ends_E = got
-        return [x_RD[: int(ends_E[-1])], rows_R, ends_E]
-    if op_name == "expert_gemm":
-        ends_E = args[2]
-        return [got[: int(ends_E[-1])]]
-    return [got] if isinstance(got, Tensor) else list(got)
 
 
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)

@@ -35,6 +35,7 @@ BAD = [
     wrong_rank("experts_TK", (3,), 2),
     wrong_dtype("experts_TK", (3, 2), "float32", "int32, int64"),
     Bad({"num_experts": 0}, "num_experts=0 must be at least 1"),
+    Bad({"num_experts": 2**31}, "num_experts=2147483648 must be at most 2147483647"),
     Bad({"expert_map": torch.zeros(0, dtype=torch.int32)}, "expert_map is empty"),
     Bad({"expert_map": torch.zeros(4, dtype=torch.int32, device="meta")}, "is on meta"),
 ]

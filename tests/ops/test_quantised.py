@@ -10,7 +10,7 @@ from samples import Bad, assert_refused, quantised, wrong_dtype
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from moe_ops import OPS, expert_gemm, experts, quantize
+from moe_ops import OPS, expert_gemm, experts, moe, quantize
 from moe_ops.testing import Case, make_layer
 
 CASE = Case(name="small", T=6, E=2, K=2, D=64, I=32)
@@ -266,3 +266,16 @@ def test_nvfp4_inputs_of_any_size_keep_their_precision(rms: float) -> None:
     exact = experts(**{**call, "x_format": ""})
     error = experts(**call) - exact
     assert float(error.norm() / exact.norm()) < 0.25
+
+
+@pytest.mark.parametrize("name", ["w_format", "x_format"])
+def test_a_format_that_is_none_is_refused_by_the_argument(name: str) -> None:
+    call = layer_call("mxfp4", "mxfp8") | ROUTED["experts"]
+    with pytest.raises(ValueError, match=f"{name}: format 'fp3' is not element:group"):
+        experts(**{**call, name: "fp3"})
+
+
+def test_the_dtype_of_weights_is_refused_by_its_own_name() -> None:
+    call = layer_call("mxfp4") | ROUTED["moe"]
+    with pytest.raises(ValueError, match="weights_dtype='int8' is unknown; choose one of float32"):
+        moe(**call, weights_dtype="int8")
