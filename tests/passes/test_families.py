@@ -7,25 +7,21 @@ torch at hand, `make families` those of all.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import os
-import re
-from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from torch import fx
 
 from moe_ops.passes import PIPELINE
 from moe_ops.passes.context import Context
 from moe_ops.testing import Tol, assert_close
 from tests.hf import families
+from tests.hf.page import END, PAGE, START, put, read, versions, write
 from tests.passes.post_grad import Compiled
 
 TOL = Tol(1e-5, "float32 sums in another order, over a few layers")
 LIFTS = PIPELINE[:3]
-PAGE = Path(__file__).parents[2] / "docs" / "FAMILIES.md"
 
 # Families with layers that stay as they are, and why.
 EXPERTS_STAY = {
@@ -118,53 +114,15 @@ def test_every_form_is_lifted(family: str, form: str, dtype: torch.dtype, dynami
     assert_complete(family, check(family, form, dtype, dynamic=dynamic))
 
 
-def column() -> str:
-    """The torch and the transformers at hand, as the page names them."""
-    torch_version = re.match(r"\d+\.\d+", torch.__version__)
-    assert torch_version is not None
-    return f"torch {torch_version[0]}, transformers {transformers.__version__}"
-
-
 def hold(family: str, cell: str) -> None:
     """Require, or write with EXPECTTEST_ACCEPT=1, a cell of the page."""
-    with PAGE.open("r+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # tests may run side by side
-        page = file.read()
-        cells = read(page)
-        if os.environ.get("EXPECTTEST_ACCEPT") == "1":
-            cells.setdefault(family, {})[column()] = cell
-            file.seek(0)
-            file.truncate()
-            file.write(write(page, cells))
-        elif any(column() in row for row in cells.values()):
-            assert cells.get(family, {}).get(column()) == cell, "run `make families`"
-
-
-START, END = "<!-- families -->\n", "<!-- end -->"
-
-
-def read(page: str) -> dict[str, dict[str, str]]:
-    """The cells of the page's table, by family and column."""
-    table = page.partition(START)[2].partition(END)[0].strip().splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
-    if not rows:
-        return {}
-    head, _, *body = rows
-    return {
-        row[0]: {name: cell for name, cell in zip(head[1:], row[1:], strict=True) if cell}
-        for row in body
-    }
-
-
-def write(page: str, cells: dict[str, dict[str, str]]) -> str:
-    """The page with these cells in its table."""
-    columns = sorted({name for row in cells.values() for name in row})
-    lines = ["| " + " | ".join(["family", *columns]) + " |", "| --- " * (len(columns) + 1) + "|"]
-    for family in sorted(cells):
-        row = [cells[family].get(name, "") for name in columns]
-        lines.append("| " + " | ".join([family, *row]) + " |")
-    before, _, rest = page.partition(START)
-    return before + START + "\n".join(["", *lines, "", ""]) + END + rest.partition(END)[2]
+    column = versions()
+    if os.environ.get("EXPECTTEST_ACCEPT") == "1":
+        put({family: cell}, column)
+    else:
+        cells = read(PAGE.read_text())
+        if any(column in row for row in cells.values()):
+            assert cells.get(family, {}).get(column) == cell, "run `make families`"
 
 
 def test_the_page_can_be_read_and_written() -> None:

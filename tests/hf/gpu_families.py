@@ -1,0 +1,149 @@
+"""Every family at real widths on a GPU, one process each.
+
+    python -m tests.hf.gpu_families --jobs 6 --minutes 9
+
+What a family gave is kept in a JSON file, so another call goes on where this one stopped: families
+that hold with the same versions on the same GPU are not run again. The twelve named families are
+`make gpu`'s unless --all; --write puts the file's cells into docs/FAMILIES.md and runs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import families, page, real, real_checks
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "families_gpu.json"
+SIZES = [(1, 128), (3, 48)]
+HOLDS = "holds"
+Outcome = dict[str, Any]
+
+
+def main() -> None:
+    args = parse()
+    if args.one:
+        print(json.dumps(run_one(args.one)))
+    elif args.write:
+        write(args.results)
+    else:
+        run(args)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--jobs", type=int, default=1, help="families that run side by side")
+    parser.add_argument("--minutes", type=float, default=60, help="start none after so long")
+    parser.add_argument("--limit", type=float, default=300, help="seconds that a family may take")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--all", action="store_true", help="the twelve of `make gpu`, too")
+    parser.add_argument("--family", nargs="+", default=[], help="these alone")
+    parser.add_argument("--write", action="store_true", help="write docs/FAMILIES.md, run nothing")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run what does not hold yet, the results written as they come; exit 1 if one does not hold."""
+    start, known = time.monotonic(), load(args.results)
+    wanted = args.family or [f for f in families.discover() if args.all or f not in real.WIDTHS]
+    left = [f for f in wanted if not holds(known.get(f))]
+    print(f"{len(wanted) - len(left)} of {len(wanted)} families hold already", flush=True)
+
+    def one(family: str) -> Outcome | None:
+        if time.monotonic() - start > 60 * args.minutes:
+            return None
+        return in_process(family, args.limit)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        running = {pool.submit(one, family): family for family in left}
+        for future in as_completed(running):
+            family, outcome = running[future], future.result()
+            if outcome is None:
+                continue
+            known[family] = outcome
+            args.results.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+            print(f"{family:<22}{outcome['seconds']:>6.0f} s  {outcome['outcome']}", flush=True)
+    failed = [f for f in wanted if not holds(known.get(f))]
+    print(f"{len(wanted) - len(failed)} of {len(wanted)} hold; not: {' '.join(failed) or 'none'}")
+    sys.exit(bool(failed))
+
+
+def in_process(family: str, limit: float) -> Outcome:
+    """What the family gives in a process of its own, whatever happens to that."""
+    start = time.monotonic()
+    command = [sys.executable, "-m", "tests.hf.gpu_families", "--one", family]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        outcome: Outcome = {"outcome": f"not done after {limit:.0f} s"}
+    else:
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        outcome = json.loads(lines[-1]) if lines else {"outcome": last_words(done)}
+    return outcome | {"seconds": round(time.monotonic() - start, 1)} | place()
+
+
+def last_words(done: subprocess.CompletedProcess[str]) -> str:
+    words = [line for line in done.stderr.splitlines() if line.strip()]
+    return f"died with {done.returncode}: {words[-1] if words else ''}"
+
+
+def run_one(family: str) -> Outcome:
+    """Check one family; the outcome is `HOLDS`, or the error's first line after what was done."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    outcome: Outcome = {"outcome": HOLDS}
+    for check in (real_checks.check_float32, real_checks.check_bfloat16):
+        try:
+            found = check(family, "cuda", SIZES)
+        except Exception as error:
+            why = str(error).strip().partition("\n")[0]
+            outcome["outcome"] = f"{check.__name__}: {type(error).__name__}: {why}"[:300]
+            break
+        outcome |= {"layers": found.layers, "ours": found.ours}
+        torch._dynamo.reset()
+    return outcome
+
+
+def place() -> dict[str, str]:
+    """Where it ran: versions and GPU."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return {"versions": page.versions(), "device": name}
+
+
+def holds(outcome: Outcome | None) -> bool:
+    """Whether the family held here: with these versions, on such a GPU."""
+    here = place()
+    return outcome is not None and outcome["outcome"] == HOLDS and here.items() <= outcome.items()
+
+
+def load(path: Path) -> dict[str, Outcome]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def write(path: Path) -> None:
+    """Write a column for each place that the file knows into docs/FAMILIES.md."""
+    for family, outcome in load(path).items():
+        page.put({family: cell(outcome)}, column(outcome))
+
+
+def column(outcome: Outcome) -> str:
+    return f"real widths on {outcome['device']}, {outcome['versions']}"
+
+
+def cell(outcome: Outcome) -> str:
+    """Layers of experts that became ours, of all, where all holds; or why it does not."""
+    if outcome["outcome"] == HOLDS:
+        return f"{outcome['ours']} of {outcome['layers']}"
+    return outcome["outcome"].replace("|", "/")
+
+
+if __name__ == "__main__":
+    main()
