@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor import config
 from torch.utils._pytree import tree_map_only
 from transformers import GenerationMixin, PreTrainedModel
 
@@ -55,6 +56,7 @@ class LayerCall:
     ids: list[Tensor] = dataclasses.field(default_factory=list)
 
 
+@config.patch(force_disable_caches=True)  # a graph from a cache does not say what passes found
 def check_float32(family: str, device: str, sizes: list[tuple[int, int]]) -> Found:
     """Compiled in float32 the model gives stock's logits and tokens."""
     model = real.build(family, device=device, dtype=torch.float32)
@@ -71,6 +73,7 @@ def check_float32(family: str, device: str, sizes: list[tuple[int, int]]) -> Fou
     return found
 
 
+@config.patch(force_disable_caches=True)
 def check_bfloat16(family: str, device: str, sizes: list[tuple[int, int]]) -> Found:
     """In bfloat16 layers equal stock's, and the model is as near to float32 as stock is."""
     model = real.build(family, device=device, dtype=torch.bfloat16)
