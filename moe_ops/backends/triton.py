@@ -2,7 +2,7 @@
 
 triton.tiny     up to 64 pairs of token and choice: two launches, nothing sorted
 triton.rows     few rows an expert: weights stream past the rows
-triton.grouped  many rows an expert: the rate of the matrix units decides
+triton.grouped  many rows an expert: the rate of the matrix units decides; and all of float32
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from moe_ops.shapes import DTYPES
 
 LEAST_CAPABILITY = (8, 0)
 HALF = (torch.bfloat16, torch.float16)
+FLOATS = (*HALF, torch.float32)
 T = TypeVar("T", Tensor, Tensor | None)
 
 # Measured on an H200 over six layers (moe_ops/tuned/h200.json): up to how many tokens triton.tiny
@@ -51,6 +52,10 @@ def _refuse_device(t: Tensor) -> str | None:
         if capability < LEAST_CAPABILITY:
             return f"needs compute capability 8.0, got {capability[0]}.{capability[1]}"
     return None
+
+
+def _either(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def supports_route(
@@ -116,8 +121,8 @@ def supports_gemm(
     refusal = refuse_formats(x_RD, alpha_E, w_format, out_dtype)
     if refusal is not None:
         return refusal
-    if x_RD.dtype not in HALF:
-        return f"needs bfloat16 or float16, got {x_RD.dtype}"
+    if x_RD.dtype not in FLOATS:
+        return f"needs {_either(FLOATS)}, got {x_RD.dtype}"
     if needs_grad(x_RD, w_EFD, bias_EF):
         return "is not differentiable, and an argument requires grad"
     return _refuse_device(x_RD)
@@ -145,41 +150,46 @@ def grouped_gemm(
     return grouped.grouped_rows(_rows(x_RD), ends_E.contiguous(), w_EFD, _rows(bias_EF))
 
 
-def supports_experts(
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    w13_EFD: Tensor,
-    w2_EDI: Tensor,
-    b13_EF: Tensor | None = None,
-    b2_ED: Tensor | None = None,
-    expert_map: Tensor | None = None,
-    transposed: bool = False,
-    kind: str = "silu",
-    gated: bool = True,
-    interleaved: bool = False,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    up_shift: float = 0.0,
-    w13_scale_EFG: Tensor | None = None,
-    w2_scale_EDG: Tensor | None = None,
-    w13_zero_EFG: Tensor | None = None,
-    w2_zero_EDG: Tensor | None = None,
-    alpha13_E: Tensor | None = None,
-    alpha2_E: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    h_scale: Tensor | None = None,
-    w_format: str = "",
-    x_format: str = "",
-) -> str | None:
-    refusal = refuse_experts(x_TD, alpha13_E, alpha2_E, w_format)
-    if refusal is not None:
-        return refusal
-    if x_TD.dtype not in HALF:
-        return f"needs bfloat16 or float16, got {x_TD.dtype}"
-    if needs_grad(x_TD, weights_TK, w13_EFD, w2_EDI, b13_EF, b2_ED):
-        return "is not differentiable, and an argument requires grad"
-    return _refuse_device(x_TD)
+def supports_experts(dtypes: tuple[torch.dtype, ...]) -> Callable[..., str | None]:
+    """The support of a backend whose kernels take these dtypes."""
+
+    def supports(
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        w13_EFD: Tensor,
+        w2_EDI: Tensor,
+        b13_EF: Tensor | None = None,
+        b2_ED: Tensor | None = None,
+        expert_map: Tensor | None = None,
+        transposed: bool = False,
+        kind: str = "silu",
+        gated: bool = True,
+        interleaved: bool = False,
+        alpha: float = 1.0,
+        limit: float | None = None,
+        up_shift: float = 0.0,
+        w13_scale_EFG: Tensor | None = None,
+        w2_scale_EDG: Tensor | None = None,
+        w13_zero_EFG: Tensor | None = None,
+        w2_zero_EDG: Tensor | None = None,
+        alpha13_E: Tensor | None = None,
+        alpha2_E: Tensor | None = None,
+        x_scale: Tensor | None = None,
+        h_scale: Tensor | None = None,
+        w_format: str = "",
+        x_format: str = "",
+    ) -> str | None:
+        refusal = refuse_experts(x_TD, alpha13_E, alpha2_E, w_format)
+        if refusal is not None:
+            return refusal
+        if x_TD.dtype not in dtypes:
+            return f"needs {_either(dtypes)}, got {x_TD.dtype}"
+        if needs_grad(x_TD, weights_TK, w13_EFD, w2_EDI, b13_EF, b2_ED):
+            return "is not differentiable, and an argument requires grad"
+        return _refuse_device(x_TD)
+
+    return supports
 
 
 def max_tiny_tokens(
@@ -283,14 +293,14 @@ def _experts_on(kernel: str) -> Callable[..., Tensor]:
     return run
 
 
-for name, priority, most, maximum in (
-    ("tiny", 3, most_tiny_tokens, max_tiny_tokens),
-    ("rows", 2, most_rows_tokens, None),
-    ("grouped", 1, None, None),
+for name, dtypes, priority, most, maximum in (
+    ("tiny", HALF, 3, most_tiny_tokens, max_tiny_tokens),
+    ("rows", HALF, 2, most_rows_tokens, None),
+    ("grouped", FLOATS, 1, None, None),
 ):
     experts.backend(
         f"triton.{name}",
-        supports=supports_experts,
+        supports=supports_experts(dtypes),
         most_rows=most,
         max_rows=maximum,
         devices=("cuda",),

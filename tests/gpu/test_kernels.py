@@ -27,7 +27,9 @@ pytestmark = pytest.mark.gpu
 
 BACKENDS = [name for name in experts.backends if name.startswith("triton.")]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
-each_dtype = pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])
+each_dtype = pytest.mark.parametrize(
+    "dtype", [BF16, F16, F32], ids=["bfloat16", "float16", "float32"]
+)
 
 # Published widths that are no multiple of a tile, many experts, choices that are no power of two.
 GRID = (

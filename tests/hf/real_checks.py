@@ -202,7 +202,8 @@ def found_in(model: PreTrainedModel, twin: PreTrainedModel) -> Found:
     runs = pipeline_of(twin).runs
     skipped = [run.skipped for run in runs if run.skipped]
     assert not skipped, skipped
-    lifted = [p.rewrites for p in runs[0].passes if p.name == "fuse_moe"]
+    lifts = ("lift_grouped_mm", "lift_batched_mm")
+    lifted = [p.rewrites for p in runs[0].passes if p.name in lifts]
     return Found(layers=len(families.experts(model)), ours=sum(lifted))
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import moe_ops
+from moe_ops.testing import BF16, F32
 from tests.absent_gpu import absent_gpu
 
 from . import real
@@ -17,17 +18,22 @@ pytestmark = [
 ]
 
 
-def model_and_ids(family: str, batch: int, length: int) -> tuple[nn.Module, torch.Tensor]:
-    model = real.build(family, device="cuda", dtype=torch.bfloat16)
+def model_and_ids(
+    family: str, batch: int, length: int, dtype: torch.dtype = BF16
+) -> tuple[nn.Module, torch.Tensor]:
+    model = real.build(family, device="cuda", dtype=dtype)
     return model, torch.full((batch, length), real.FIRST_PLAIN_TOKEN, device="cuda")
 
 
 @pytest.mark.parametrize(
-    ("family", "batch", "length"), [("qwen3_moe", 1, 128), ("phimoe", 1, 128), ("olmoe", 3, 40)]
+    ("family", "batch", "length", "dtype"),
+    [("qwen3_moe", 1, 128, BF16), ("phimoe", 1, 128, BF16), ("olmoe", 3, 40, F32)],
 )
-def test_a_forward_is_one_graph_with_our_kernels(family: str, batch: int, length: int) -> None:
+def test_a_forward_is_one_graph_with_our_kernels(
+    family: str, batch: int, length: int, dtype: torch.dtype
+) -> None:
     with absent_gpu() as codes:
-        model, ids = model_and_ids(family, batch, length)
+        model, ids = model_and_ids(family, batch, length, dtype)
         with torch.inference_mode():
             out = moe_ops.compile(model)(input_ids=ids, use_cache=False)
         assert out.logits.shape == (batch, length, real.VOCAB)

@@ -168,7 +168,8 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"{name} route", lambda r=router: routed(r, DTYPE_OF[capability])
     for backend, T in (("tiny", 4), ("rows", 64), ("grouped", 4096)):
         case = LAYERS["gpt_oss_20b"]
-        for more in ({"dtype": torch.float16}, {"transposed": True})[::step]:
+        others = [{"dtype": torch.float16}, {"transposed": True}][::step]
+        for more in [*others, *[{"dtype": torch.float32}] * (backend == "grouped")]:
             call = functools.partial(layer, case, backend, T, False, **more)
             yield f"gpt_oss_20b {backend} {more}", call
     for name, case in layers.items():

@@ -66,10 +66,15 @@ def config_of(a: Tensor, rows: int, w_ENK: Tensor) -> Config:
 
 
 def config_for(rows_per_expert: float, element_size: int, shared_memory: int) -> Config:
-    """The tallest tile that the rows of an expert fill, the deepest pipeline that fits."""
+    """The tallest tile that the rows of an expert fill, the deepest pipeline that fits.
+
+    Exact products of float32 have no matrix unit: a larger tile would not fit the registers.
+    """
     block_m = next((m for m in (16, 32, 64) if rows_per_expert <= m), 128)
-    block_n = 256 if block_m == 128 and shared_memory > 200_000 else 128
-    block_k = 64 if element_size <= 2 else 32
+    if element_size <= 2:
+        block_n, block_k = 256 if block_m == 128 and shared_memory > 200_000 else 128, 64
+    else:
+        block_n, block_k = (128, 16) if block_m == 128 else (64, 32)
     stage = (block_m + block_n) * block_k * element_size
     stages = min(4, (shared_memory - 1024) // stage)
     return Config(block_m, block_n, block_k, 8 if block_m == 128 else 4, stages)
