@@ -16,6 +16,7 @@ from moe_ops.testing import (
     BF16,
     CASES,
     F16,
+    F32,
     TOL,
     Case,
     Layer,
