@@ -64,7 +64,12 @@ def merge_linears(graph: fx.Graph, context: Context) -> int:
             else:
                 groups.setdefault((peel(found.x), tensor(found.x).shape), []).append(found)
     firsts = {group[0].out: group for group in groups.values()}
-    return each(RULE, firsts, lambda node: _merge(graph, firsts[node]), context)
+
+    def rewrite(first: fx.Node) -> str:
+        x = read(first, parameters).x  # of a product of a product it is another one by now
+        return _merge(graph, x, firsts[first])
+
+    return each(RULE, firsts, rewrite, context)
 
 
 def is_product(node: fx.Node) -> bool:
@@ -137,14 +142,16 @@ def _of_one_row(node: fx.Node) -> tuple[Any, Any]:
     return x, transposed
 
 
-def _merge(graph: fx.Graph, group: list[Linear]) -> str:
+def _merge(graph: fx.Graph, x: fx.Node, group: list[Linear]) -> str:
     first = group[0].out
     with graph.inserting_before(first):
-        arguments = (group[0].x, [g.w for g in group], [g.b for g in group])
+        arguments = (x, [g.w for g in group], [g.b for g in group])
         merged = insert(graph, torch.ops.moe_ops.linears.default, arguments, first)
         for linear, y in zip(group, outputs(graph, merged), strict=True):
             _replace(graph, linear.out, y)
-    return f"{len(group)} of {list(tensor(group[0].x).shape)}"
+    for linear in group:  # not before: new nodes go in front of the first, while it is there
+        graph.erase_node(linear.out)
+    return f"{len(group)} of {list(tensor(x).shape)}"
 
 
 def _replace(graph: fx.Graph, out: fx.Node, y: fx.Node) -> None:
@@ -161,4 +168,3 @@ def _replace(graph: fx.Graph, out: fx.Node, y: fx.Node) -> None:
     if tensor(out).dtype is not dtype and out.users:
         y = insert(graph, prims.convert_element_type.default, (y, torch.float32), out)
     out.replace_all_uses_with(y)
-    graph.erase_node(out)

@@ -44,4 +44,6 @@ class Compiled:
     def _hook(self, graph: fx.Graph) -> None:
         self.hook(graph)
         graph.lint()
+        nodes = list(graph.nodes)
+        assert list(reversed(graph.nodes)) == nodes[::-1], "a node stands before one that is erased"
         self.graphs.append(graph)

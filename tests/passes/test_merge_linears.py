@@ -141,6 +141,27 @@ def test_one_row_whose_rounding_inductor_drops() -> None:
     assert_close(got, linear(x, weight).float().softmax(-1), ROUNDED)
 
 
+@pytest.mark.usefixtures("decomposed")
+def test_one_row_of_two_products_whose_rounding_inductor_drops() -> None:
+    gate, up = (nn.Parameter(torch.randn(24, 16, dtype=BF16)).requires_grad_(False) for _ in "gu")
+    x = torch.randn(1, 16, dtype=BF16)
+
+    def model(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        return linear(x, gate).float().sigmoid() * linear(x, up).float()
+
+    hook, got, _ = merged(model, x, gate, up)
+    assert hook.count == 1
+    assert_close(got, model(x, gate, up), ROUNDED)
+
+
+def test_a_product_of_a_product() -> None:
+    model = nn.Sequential(nn.Linear(16, 24, bias=False), nn.Linear(24, 8)).bfloat16()
+    x = torch.randn(4, 16, dtype=BF16)
+    hook, got, _ = merged(model.requires_grad_(False), x)
+    assert hook.count == 2
+    assert_close(got.float(), model(x).float(), ROUNDED)
+
+
 @pytest.mark.parametrize("rows", [(1,), (1, 1), (1, 1, 1), (8, 1), (64,)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
