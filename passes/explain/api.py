@@ -18,7 +18,7 @@ from moe_ops.passes import PIPELINE
 from moe_ops.passes.compile import inductor_options
 from moe_ops.passes.context import Context
 from moe_ops.passes.cost import Device, device_of
-from moe_ops.passes.explain import regions
+from moe_ops.passes.explain import regions, unfound
 from moe_ops.passes.explain.explanation import Explanation, LayerText, PassTotal
 from moe_ops.passes.explain.html import page
 from moe_ops.passes.explain.trace import Trace, inside, lines, plain_module, run_compiled, trace
@@ -104,6 +104,7 @@ class _Graph:
 
     run: GraphRun
     calls: regions.Calls
+    sightings: list[unfound.Sighting]
     before: list[tuple[str, str]]
     after: list[tuple[str, str]]
 
@@ -126,9 +127,12 @@ class _Watch:
 
     def __call__(self, graph: fx.Graph) -> None:
         self._calls, before = {}, list(lines(graph))
+        sightings = list(unfound.sightings(graph))
         self.pipeline(graph, is_inference=True)
         run, after = self.pipeline.runs[-1], list(lines(graph))
-        self.graphs.append(_Graph(run=run, calls=self._calls, before=before, after=after))
+        self.graphs.append(
+            _Graph(run=run, calls=self._calls, sightings=sightings, before=before, after=after)
+        )
 
     def _note_calls(self, graph: fx.Graph, context: Context) -> int:
         """A pass that changes nothing."""
@@ -168,11 +172,13 @@ def _explanation(
             seen.append(layer.region)
             first = first or (graph, layer.block)
     runs = [graph.run for graph in watch.graphs]
+    sightings = (sighting for graph in watch.graphs for sighting in graph.sightings)
     return Explanation(
         title=_title(model),
         device=device,
         regions=regions.grouped(seen),
         left_alone=regions.left_alone(note for run in runs for note in run.refusals),
+        instead=() if seen else unfound.seen(sightings, found.breaks),
         passes=watch.totals(),
         plan=Plan(device=device.name, choices=tuple(c for run in runs for c in run.choices)),
         graphs=found.graphs,

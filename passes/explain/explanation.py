@@ -16,8 +16,20 @@ from moe_ops.passes.explain.trace import Break
 from moe_ops.passes.planning.plan import Plan, Range
 from moe_ops.spec import REFERENCE
 
-VERSION = 1
+VERSION = 2
 WIDTH = 100
+
+# What a model without a region is told.
+LOOKED_FOR = (
+    "No MoE region was found. Looked for: ops of moe_ops; and routers (scores, then topk) with "
+    "experts as grouped products (torch._grouped_mm or transformers' grouped_mm) or as batched "
+    "ones (bmm of tokens with the weights of their experts)."
+)
+NOTHING_SEEN = "Seen instead: no topk, so nothing that chooses experts."
+ADVICE = (
+    'To have one: call set_experts_implementation("grouped_mm") on a model of transformers; write '
+    "a layer of your own with moe_ops.MoELayer or moe_ops.moe."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +85,14 @@ class LeftAlone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a model has in the place of a region, in modules, or at lines of its code."""
+
+    what: str
+    where: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PassTotal:
     """What one pass did to all graphs."""
 
@@ -98,6 +118,7 @@ class Explanation:
     device: Device
     regions: tuple[Region, ...]
     left_alone: tuple[LeftAlone, ...]
+    instead: tuple[Seen, ...]  # of regions; empty if there are any
     passes: tuple[PassTotal, ...]
     plan: Plan
     graphs: int
@@ -125,7 +146,7 @@ class Explanation:
         parts = ["\n".join(head)]
         parts += [_region(n, region) for n, region in enumerate(self.regions, 1)]
         if not self.regions:
-            parts.append("No MoE region was found.")
+            parts.append("\n".join(_wrapped(line, "") for line in unfound(self)))
         if self.left_alone:
             parts.append("\n".join(["Left as it was", *map(_left_alone, self.left_alone)]))
         cells = [("pass", "rewrites", "ms")]
@@ -149,6 +170,15 @@ class Explanation:
         if self.stopped:
             found.append(_wrapped(f"Not explained further: {self.stopped}", ""))
         return "\n".join(found)
+
+
+def unfound(found: Explanation) -> list[str]:
+    """Lines for a model without a region: what was looked for, what was seen, what to do."""
+    saw = []
+    for seen in found.instead:
+        where = f" ({names(seen.where)})" if any(seen.where) else ""
+        saw.append(f"Seen instead: {seen.what}{where}.")
+    return [LOOKED_FOR, *(saw or [NOTHING_SEEN]), ADVICE]
 
 
 def _region(number: int, region: Region) -> str:
@@ -325,7 +355,7 @@ def _named(name: str, text: str) -> str:
 def _wrapped(text: str, indent: str) -> str:
     return "\n".join(
         wrap(text, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}    ",
-             break_on_hyphens=False)
+             break_on_hyphens=False, break_long_words=False)
     )  # fmt: skip
 
 

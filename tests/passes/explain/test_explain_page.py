@@ -80,7 +80,7 @@ def test_a_page_has_all_that_was_found() -> None:
 
 def test_a_page_without_regions() -> None:
     checker = read(page(replace(EXPLANATION, regions=(), layer=None, left_alone=())))
-    assert "No MoE region was found." in "".join(checker.text)
+    assert "No MoE region was found. Looked for: " in "".join(checker.text)
     assert "svg" not in checker.seen
 
 

@@ -74,6 +74,7 @@ EXPLANATION = Explanation(
             layers=("model.layers.3.mlp",),
         ),
     ),
+    instead=(),
     passes=(PassTotal(name="fuse_moe", rewrites=4, ms=12.345),),
     plan=Plan(device="a CPU", choices=()),
     graphs=2,
@@ -159,7 +160,7 @@ def test_numbers_in_short() -> None:
 def test_an_explanation_goes_through_json() -> None:
     assert Explanation.from_json(EXPLANATION.to_json()) == EXPLANATION
     with pytest.raises(ValueError, match="has version 0"):
-        Explanation.from_json(EXPLANATION.to_json().replace('"version": 1', '"version": 0', 1))
+        Explanation.from_json(EXPLANATION.to_json().replace('"version": 2', '"version": 0', 1))
     with pytest.raises(ValueError, match="explanation's At has no token"):
         Explanation.from_json(EXPLANATION.to_json().replace('"tokens"', '"token"', 1))
 
