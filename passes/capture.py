@@ -106,7 +106,7 @@ class GraphRunner:
         capture: Callable[..., Captured] = capture_call,
     ) -> None:
         if not callable(function):
-            raise TypeError(f"capture wants a function of tokens, got {described(function)}")
+            raise TypeError(f"function must be one of tokens, got {described(function)}")
         self.buckets = sorted(set(check_ints("buckets", buckets, least=1)))
         check_int("varying", varying)
         if varying < 1:
