@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_ops.layer_options import Routing
 from moe_ops.ops.activate import Activation
 from moe_ops.options import MOST_SIZE, check_fields, check_flag, check_int, check_type
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.shapes import check_device
+from moe_ops.signature import described
 
 COUNTS = {
     "num_experts": 1, "top_k": 1, "hidden_size": 1, "intermediate_size": 1,
@@ -55,6 +56,17 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         check_type("device", device, (str, torch.device), "a torch.device, its name or None")
         check_device("device", device)
     _check_reduction(given["reduce_results"])
+
+
+def check_input(x: Any, logits: Any) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless a forward can be given these."""
+    for name, t in (("x", x), ("logits", logits)):
+        if t is None and name == "logits":
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {described(t)}")
+        if t.dim() == 0:
+            raise ValueError(f"{name} must be [..., width], got a tensor without axes")
 
 
 def _check_gate(given: Mapping[str, Any]) -> None:

@@ -177,7 +177,14 @@ class GraphRunner:
                 lane.buckets.clear()
 
     def _tokens(self, args: tuple[Any, ...]) -> int:
-        rows = [x.shape[0] for x in args[: self.varying]]
+        try:
+            rows = [x.shape[0] for x in args[: self.varying]]
+        except (AttributeError, IndexError):  # looked at after the fact, as calls are to be quick
+            got = ", ".join(map(described, args[: self.varying]))
+            raise TypeError(
+                f"the first {self.varying} arguments have to be tensors of a row a token, by "
+                f"`varying`, got {got}"
+            ) from None
         if len(set(rows)) != 1:
             raise ValueError(
                 f"the first {self.varying} arguments have to count the same tokens, got {rows} "
