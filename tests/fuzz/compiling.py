@@ -130,6 +130,11 @@ def nothing_is_right(got: Any, given: dict[str, Any]) -> None:
     raise AssertionError("this call was to be refused")
 
 
+def captured(x: Any, y: Any) -> Any:
+    """A call of a captured function of two tensors, which is not to be reached."""
+    return moe_ops.capture(never, buckets=(8,), varying=2)(x, y)
+
+
 TARGETS: dict[str, Target] = {
     "compile": Target(
         run=moe_ops.compile,
@@ -165,6 +170,19 @@ TARGETS: dict[str, Target] = {
             "most": Slot(legal=(1, 32), illegal=NO_SIZE),
         },
         base={"function": never, "buckets": (1, 2)},
+        right=nothing_is_right,
+    ),
+    "GraphRunner.__call__": Target(
+        run=captured,
+        slots={
+            "x": Slot(
+                legal=(X_TD,),
+                illegal=(*NO_OBJECT, torch.ones(()), X_TD[1:]),
+                words=("arguments",),
+            ),
+            "y": Slot(legal=(X_TD,), illegal=(*NO_OBJECT, torch.ones(())), words=("arguments",)),
+        },
+        base={"x": X_TD, "y": X_TD},
         right=nothing_is_right,
     ),
     "buckets_of": Target(

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from moe_ops import OPS, MoELayer, experts, using
 from moe_ops.passes.context import Options
 from moe_ops.passes.planning.layers import Shape, fake_arguments_of
 from moe_ops.passes.planning.plan import Plan, Range
+from moe_ops.testing import TOL, assert_close
 from moe_ops.weights import STYLES, LoadRecord, LoadReport, Style, load_checkpoint, load_expert
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED
 from tests.fuzz.attempts import (
@@ -166,7 +168,36 @@ CHECKPOINT = {
     "progress": Slot(legal=(False,), illegal=FLAG.illegal),
 }
 
+X_TD, LOGITS_TE = torch.randn(3, D), torch.randn(3, E)
+FORWARD = {
+    "x": worded(
+        tensors((X_TD, X_TD[None]), X_TD[:, 1:], X_TD.int(), X_TD.double(), X_TD.T), "x_TD"
+    ),
+    "logits": worded(
+        tensors((LOGITS_TE, LOGITS_TE[None]), LOGITS_TE[:, 1:], LOGITS_TE.int(), LOGITS_TE[1:]),
+        "logits_TE", "x_TD",
+    ),
+}  # fmt: skip
+
+
+def forward(**given: Any) -> Tensor:
+    with torch.no_grad():
+        return LAYER(**given)
+
+
+def right_forward(got: Tensor, given: dict[str, Any]) -> None:
+    """The result is that of the reference."""
+    with using("reference"):
+        assert_close(got, forward(**given), TOL["experts", torch.float32], "the layer's result")
+
+
 TARGETS: dict[str, Target] = {
+    "MoELayer.forward": Target(
+        run=forward,
+        slots=FORWARD,
+        base={"x": X_TD, "logits": LOGITS_TE},
+        right=right_forward,
+    ),
     "Shape": Target(
         run=Shape,
         slots={
