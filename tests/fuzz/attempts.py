@@ -104,6 +104,7 @@ class Attempt:
     module: str
 
     def run(self) -> Any:
+        torch.manual_seed(self.number)  # for weights, and for what a right result is tried on
         return self.target.run(**self.given)
 
     def __str__(self) -> str:

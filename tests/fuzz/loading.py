@@ -112,7 +112,8 @@ def right_style(got: Style, given: dict[str, Any]) -> None:
 
 
 LAYER = MoELayer(E, 2, D, I)
-WEIGHT = torch.randn(I, D)
+G = torch.Generator().manual_seed(0)
+WEIGHT = torch.randn(I, D, generator=G)
 LOAD = {
     "layer": Slot(legal=(LAYER,), illegal=(*NO_OBJECT, torch.nn.Linear(2, 2))),
     "parameter_name": Slot(legal=("w13_weight",), illegal=NO_NAME),
@@ -168,7 +169,7 @@ CHECKPOINT = {
     "progress": Slot(legal=(False,), illegal=FLAG.illegal),
 }
 
-X_TD, LOGITS_TE = torch.randn(3, D), torch.randn(3, E)
+X_TD, LOGITS_TE = torch.randn(3, D, generator=G), torch.randn(3, E, generator=G)
 FORWARD = {
     "x": worded(
         tensors((X_TD, X_TD[None]), X_TD[:, 1:], X_TD.int(), X_TD.double(), X_TD.T), "x_TD"
