@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ops.gradients import needs_grad
-from moe_ops.layer_checks import check_arguments
+from moe_ops.layer_checks import check_arguments, check_input
 from moe_ops.layer_options import QuantFormats, Routing
 from moe_ops.layer_parts import (
     PARTIAL,
@@ -260,6 +260,7 @@ class MoELayer(HoldsCodes):
     def _forward(self, x: Tensor, logits: Tensor | None) -> Tensor | tuple[Tensor, ...]:
         if self._missing_exchange is not None:
             raise NotImplementedError(self._missing_exchange)
+        check_input(x, logits)
         x_TD = x.reshape(-1, x.shape[-1])
         weights_TK, experts_TK = self.route(x_TD, self._logits(x_TD, logits))
         routed_TD = x_TD

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_ops.ops.route import route
 from moe_ops.options import check_fields
+from moe_ops.quant.arguments import named_format
 from moe_ops.quant.checks import SCHEMES, check_groups, scheme_of
 from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.signature import did_you_mean
@@ -125,7 +126,8 @@ class QuantFormats:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        weights, inputs = Format.of(self.weights), self.input_format
+        weights = named_format("weights", self.weights)
+        inputs = named_format("inputs", self.inputs) if self.inputs else None
         scheme_of(weights, inputs)
         check_groups(inputs, weights)
         if self.static_inputs and not (

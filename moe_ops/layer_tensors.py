@@ -222,8 +222,13 @@ def check_fits(formats: QuantFormats, sizes: LayerSizes, shards: int) -> None:
     several shards, each holds whole groups.
     """
     format = formats.format
-    check_divides("w13", format, sizes.F, sizes.D)
-    check_divides("w2", format, sizes.D, sizes.I)
+    try:
+        check_divides("w13", format, sizes.F, sizes.D)
+        check_divides("w2", format, sizes.D, sizes.I)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}: hidden_multiple and intermediate_multiple of the layer do that"
+        ) from None
     if shards == 1:
         return
     for axis, group in zip(("rows of w13", "columns of w2"), format.group, strict=True):

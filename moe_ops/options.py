@@ -13,13 +13,20 @@ from typing import Any
 
 from moe_ops.signature import described
 
+LEAST_INT, MOST_INT = -(2**63), 2**63 - 1  # of 64 bits
+MOST_SIZE = 2**31 - 1  # of an axis
 
-def check_int(name: str, value: Any, least: int | None = None) -> None:
-    """Raise TypeError unless `value` is a whole number, ValueError if it is below the least."""
+
+def check_int(name: str, value: Any, least: int = LEAST_INT, most: int = MOST_INT) -> None:
+    """Raise TypeError unless `value` is a whole number, ValueError if it is below the least or
+    above the most.
+    """
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {described(value)}")
-    if least is not None and value < least:
+    if int(value) < least:
         raise ValueError(f"{name}={value} must be at least {least}")
+    if int(value) > most:
+        raise ValueError(f"{name}={value} must be at most {most}")
 
 
 def check_flag(name: str, value: Any) -> None:

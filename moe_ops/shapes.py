@@ -51,6 +51,15 @@ def check_devices(first: Tensor, **others: Tensor | None) -> None:
             )
 
 
+def check_device(name: str, device: torch.device | str) -> None:
+    """Raise ValueError unless memory can be had on a device."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # what torch raises for those that it lacks
+        said = str(error).partition("\n")[0]
+        raise ValueError(f"{name}={device!r} is none: {said}") from None
+
+
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise unless `value` is one of the choices."""
     if value not in choices:

@@ -374,18 +374,16 @@ def using(backend: str, *ops: Op | str) -> Iterator[None]:
     a named op) has.
     """
     names = [o.name if isinstance(o, Op) else o for o in ops]
-    unknown = [n for n in names if n not in OPS]
+    unknown = [n for n in names if n not in list(OPS)]
     if unknown:
         hint = did_you_mean(unknown[0], OPS)
         names = [str(name) for name in unknown]
         raise ValueError(f"no op named {', '.join(names)}; the ops are {', '.join(OPS)}{hint}")
-    known = {b for n in (names or OPS) for b in OPS[n].backends}
+    known = sorted({b for n in (names or OPS) for b in OPS[n].backends})
     if backend not in known:
         where = ", ".join(names) if names else "any op"
         hint = did_you_mean(backend, known)
-        raise ValueError(
-            f"no backend {backend!r} of {where}; there are {', '.join(sorted(known))}{hint}"
-        )
+        raise ValueError(f"no backend {backend!r} of {where}; there are {', '.join(known)}{hint}")
     forced = {**(_forced.get() or {}), **dict.fromkeys(names, backend)} if names else {"*": backend}
     token = _forced.set(forced)
     try:

@@ -106,7 +106,7 @@ class GraphRunner:
         capture: Callable[..., Captured] = capture_call,
     ) -> None:
         if not callable(function):
-            raise TypeError(f"capture wants a function of tokens, got {described(function)}")
+            raise TypeError(f"function must be one of tokens, got {described(function)}")
         self.buckets = sorted(set(check_ints("buckets", buckets, least=1)))
         check_int("varying", varying)
         if varying < 1:
@@ -177,7 +177,14 @@ class GraphRunner:
                 lane.buckets.clear()
 
     def _tokens(self, args: tuple[Any, ...]) -> int:
-        rows = [x.shape[0] for x in args[: self.varying]]
+        try:
+            rows = [x.shape[0] for x in args[: self.varying]]
+        except (AttributeError, IndexError):  # looked at after the fact, as calls are to be quick
+            got = ", ".join(map(described, args[: self.varying]))
+            raise TypeError(
+                f"the first {self.varying} arguments have to be tensors of a row a token, by "
+                f"`varying`, got {got}"
+            ) from None
         if len(set(rows)) != 1:
             raise ValueError(
                 f"the first {self.varying} arguments have to count the same tokens, got {rows} "

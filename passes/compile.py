@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from moe_ops.passes.generate import STEP_OPTIONS, is_transformers_model, quicken
 from moe_ops.passes.net import Net
 from moe_ops.passes.pipeline import HOOK, Hook, Pipeline, as_tuple
 from moe_ops.passes.sizes import call_oblivious
+from moe_ops.shapes import check_choice
 from moe_ops.signature import described, did_you_mean
 
 log = logging.getLogger("moe_ops")
@@ -86,17 +88,21 @@ def compile(
     Of a module that only holds a transformers model, as a PeftModel does, `forward` is compiled and
     `generate` is not, which is logged: give the model inside.
 
-    Raises TypeError if `model` is not a module, and as `inductor_options` does.
+    Raises TypeError if `model` is not a module, ValueError for an unknown mode, and as
+    `inductor_options` does.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"compile wants an nn.Module, got {type(model).__name__}; for a function call "
+            f"model must be an nn.Module, got {type(model).__name__}; for a function call "
             "torch.compile(function, options=moe_ops.inductor_options())"
         )
     check_flag("fullgraph", fullgraph)
     if dynamic is not None:
         check_flag("dynamic", dynamic)
-    settings = dict(list_mode_options(mode, dynamic)) if mode is not None else {}
+    settings = {}
+    if mode is not None:
+        check_choice("mode", mode, tuple(list_mode_options()))
+        settings = dict(list_mode_options(mode, dynamic))
     merged = inductor_options(extra={**settings, **_known(extra)}, **options)
     twin = copy.copy(model)  # shares the tables of parameters, buffers and submodules
     backend = Net(merged, dynamic)
@@ -124,7 +130,7 @@ def compile_config(*, extra: Mapping[str, Any] | None = None, **options: Any) ->
     from moe_ops.hf.generate import config_with
 
     defaults = {"triton.cudagraphs": True, **STEP_OPTIONS}
-    return config_with(inductor_options(extra={**defaults, **(extra or {})}, **options))
+    return config_with(inductor_options(extra={**defaults, **_known(extra)}, **options))
 
 
 def pipeline_of(model: nn.Module) -> Pipeline:
@@ -132,9 +138,12 @@ def pipeline_of(model: nn.Module) -> Pipeline:
 
     Graphs that came from a cache have no run. Raises ValueError for any other model.
     """
-    call = model._compiled_call_impl
+    call = getattr(model, "_compiled_call_impl", None)
     if not isinstance(call, Compiled):
-        raise ValueError(f"this {type(model).__name__} is not compiled by moe_ops.compile")
+        raise ValueError(
+            f"this {type(model).__name__} is not compiled by moe_ops.compile; give the model that "
+            "it returned"
+        )
     return call.pipeline
 
 
@@ -197,6 +206,10 @@ def _known(extra: Mapping[str, Any] | None) -> dict[str, Any]:
                 f"extra: Inductor has no option {name!r}; torch._inductor.config lists them"
                 f"{did_you_mean(name, known)}"
             )
+        kind = inductor_config.get_type(name.replace("-", "_"))  # type: ignore[attr-defined]
+        if typing.get_origin(kind) is None and not isinstance(extra[name], kind):
+            wanted = getattr(kind, "__name__", kind)
+            raise TypeError(f"extra: {name} must be {wanted}, got {described(extra[name])}")
     return dict(extra)
 
 

@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "ops": May(LOW | {"fake_impls", "quant"}),
     "kernels": May(packages=frozenset({"torch", "triton"})),
     "backends": May(OP | {"kernels", "quant"}, frozenset({"torch", "flashinfer"})),
-    "quant": May(frozenset({"shapes", "fake_impls"})),
+    "quant": May(frozenset({"signature", "options", "shapes", "fake_impls"})),
     "parallel": May(OP),
     "layer_options": May(OP | {"quant"}),
     "layer_tensors": May(OP | {"quant", "parallel", "layer_options"}),
@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "layer_parts": May(OP | {"parallel"}),
     "layer": May(BELOW_LAYER | {"layer_checks", "layer_options", "layer_tensors", "layer_parts"}),
     "weights": May(
-        frozenset({"layer", "layer_options", "layer_tensors", "kernels", "quant", "shapes"}),
+        LOW | {"layer", "layer_options", "layer_tensors", "kernels", "quant"},
         frozenset({"torch", "safetensors", "gguf"}),
     ),
     "hf": May(BELOW_LAYER | {"terminal"}, frozenset({"torch", "transformers"})),

@@ -15,6 +15,7 @@ from moe_ops.hf.experts import NAME
 from moe_ops.hf.rules import AS_INPUT, AS_LOGITS, FLOAT32, RULES, router_fingerprint
 from moe_ops.hf.stored import stored_format
 from moe_ops.ops import route
+from moe_ops.options import check_type
 
 log = logging.getLogger("moe_ops")
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -44,7 +45,7 @@ def optimize(model: Model) -> Model:
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"optimize wants a transformers PreTrainedModel, got {type(model).__name__}; "
+            f"model must be a transformers PreTrainedModel, got {type(model).__name__}; "
             "call the ops of moe_ops directly in other models"
         )
     if hasattr(model, _STATE):
@@ -63,8 +64,10 @@ def optimize(model: Model) -> Model:
 def restore(model: Model) -> Model:
     """Undo `optimize`: the model runs the code it ran before; no-op on a model not optimized.
 
-    Raises ValueError if the experts were quantised since: their former weights are gone.
+    Raises TypeError for anything but a module, ValueError if the experts were quantised since:
+    their former weights are gone.
     """
+    check_type("model", model, nn.Module, "the model that was optimized")
     state: State | None = getattr(model, _STATE, None)
     if state is None:
         return model

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from moe_ops.hf.experts import describe
 from moe_ops.hf.optimize import optimize
 from moe_ops.hf.stored import PROJECTIONS, StoredFormat, refuse_to_save, store, stored_format
+from moe_ops.options import check_flag, check_text
 from moe_ops.quant import packing
-from moe_ops.quant.arguments import check_input_format, check_packing
+from moe_ops.quant.arguments import check_input_format, check_packing, named_format
 from moe_ops.quant.checks import SCHEMES, check_groups, scheme_of
 from moe_ops.quant.formats import Format
 
@@ -76,6 +77,7 @@ def quantize_model(
     scheme, for a model without experts, and for experts that are quantised already or have an
     adapter; nothing is changed then. There is no way back: load the model again.
     """
+    check_flag("progress", progress)
     formats = _formats(scheme, weight_format, input_format)
     modules = _modules(model)
     optimize(model)
@@ -102,7 +104,7 @@ def _modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"quantize_model wants a transformers PreTrainedModel, got {kind}; of a PeftModel give "
+            f"model must be a transformers PreTrainedModel, got {kind}; of a PeftModel give "
             "what merge_and_unload() returns, and in a model of your own take MoELayer(quant=...)"
         )
     modules = {n: m for n, m in model.named_modules() if hasattr(m, "has_gate")}
@@ -125,17 +127,21 @@ def _modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def _formats(scheme: str, weights: str | None, inputs: str | None) -> tuple[str, str]:
     """The formats of a scheme, the given ones in place of the defaults."""
+    check_text("scheme", scheme)
     if scheme not in SCHEMES or scheme == "none":
         choices = ", ".join(name for name in SCHEMES if name != "none")
         raise ValueError(f"scheme {scheme!r} is unknown; choose one of {choices}")
     info = SCHEMES[scheme]
     default = DEFAULTS.get(scheme, (info.weight_formats[0], info.input_formats[0]))
     w, x = (d if g is None else g for g, d in zip((weights, inputs), default, strict=True))
-    w_format, x_format = Format.of(w), Format.of(x) if x else None
+    check_text("weight_format", w)
+    check_text("input_format", x)
+    w_format = named_format("weight_format", w)
+    x_format = named_format("input_format", x) if x else None
     if scheme_of(w_format, x_format) != scheme:
         raise ValueError(
-            f"{w!r} weights with {x or '16-bit'!r} inputs are {scheme_of(w_format, x_format)}, "
-            f"not {scheme}"
+            f"weight_format={w!r} and input_format={x!r} are the scheme "
+            f"{scheme_of(w_format, x_format)}, not {scheme}; give those of one scheme"
         )
     check_groups(x_format, w_format)
     return w, x

@@ -18,7 +18,7 @@ KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
-    """Arguments of the `activate` op after its tensor."""
+    """Arguments of the `activate` op after its tensor; that, or a layer of them, checks them."""
 
     kind: str
     gated: bool = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moe_ops.options import check_fields, check_flag, check_int
+from moe_ops.options import check_fields, check_flag, check_int, check_text
 from moe_ops.shapes import check_choice
 from moe_ops.signature import described
 
@@ -70,12 +70,13 @@ class ParallelConfig:
         inner, left = divmod(self.size, outer)
         if left or self.rank // inner != self.dp_rank * self.pcp_size + self.pcp_rank:
             raise ValueError(
-                f"rank {self.rank} of {self.size} is not rank {self.dp_rank} of {self.dp_size} "
-                f"(dp), {self.pcp_rank} of {self.pcp_size} (pcp); use ParallelConfig.of to flatten"
+                f"rank {self.rank} of {self.size} is not dp_rank={self.dp_rank} of "
+                f"dp_size={self.dp_size}, pcp_rank={self.pcp_rank} of pcp_size={self.pcp_size}; "
+                "use ParallelConfig.of to flatten"
             )
         if self.sp_size > 1 and (self.sp_size, self.sp_rank) != (inner, self.rank % inner):
             raise ValueError(
-                f"rank {self.sp_rank} of {self.sp_size} (sp) must be 0 of 1, or the tensor "
+                f"sp_rank={self.sp_rank} of sp_size={self.sp_size} must be 0 of 1, or the tensor "
                 f"parallel rank of attention, here {self.rank % inner} of {inner}"
             )
 
@@ -143,10 +144,12 @@ class ParallelConfig:
         named = {"tp": tp, "dp": dp, "pcp": pcp}
         used = [name for name in named.values() if name is not None]
         has = mesh.mesh_dim_names or ()
-        for name in used:
-            if name not in has:
+        for group, name in named.items():
+            if name is not None and name not in has:
+                check_text(group, name)
                 raise ValueError(
-                    f"the mesh has no dimension {name!r}; it has {', '.join(has) or 'no names'}"
+                    f"{group}={name!r}: the mesh has no dimension {name!r}; it has "
+                    f"{', '.join(has) or 'no names'}"
                 )
         if len(set(used)) < len(used):
             raise ValueError(f"one dimension of the mesh was named twice among {named}")

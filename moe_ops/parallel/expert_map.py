@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from moe_ops.options import MOST_SIZE, check_fields, check_int, check_type
 from moe_ops.parallel.config import ALLGATHER, LOW_LATENCY, ParallelConfig
 from moe_ops.shapes import check_choice
 
@@ -48,15 +49,17 @@ class ExpertPlacement:
     requested: str = LINEAR  # what to come back to when the group changes
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        check_type("config", self.config, ParallelConfig, "a ParallelConfig")
         check_choice("placement", self.placement, PLACEMENTS)
         check_choice("requested", self.requested, PLACEMENTS)
         for name, least in (("num_experts", 1), ("redundant", 0), ("shared", 0), ("num_groups", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+            check_int(name, getattr(self, name), least=least, most=MOST_SIZE)
         if self.num_physical < self.config.ep_size:
             raise ValueError(
                 f"{self.config.ep_size} expert parallel ranks, but only {self.num_physical} "
-                "experts: a rank would hold none; use fewer ranks or redundant experts"
+                "experts: a rank would hold none; use fewer ranks (ep_size), more experts "
+                "(num_experts) or redundant ones"
             )
         why = why_not_round_robin(self.config, self.redundant, self.num_groups, self.balanced)
         if self.placement == ROUND_ROBIN and why is not None:
@@ -89,6 +92,7 @@ class ExpertPlacement:
 
     def ids_of(self, rank: int) -> tuple[int, ...]:
         """The global ids of a rank's routed experts, in the order of its slots."""
+        check_int("rank", rank)
         if not 0 <= rank < self.config.ep_size:
             raise ValueError(f"rank={rank} must be from 0 to {self.config.ep_size - 1}")
         if self.placement == ROUND_ROBIN:
@@ -100,6 +104,7 @@ class ExpertPlacement:
 
         Raises ValueError for an id that no routed or fused shared expert has.
         """
+        check_int("global_expert", global_expert)
         known = self.num_physical + self.shared
         if not 0 <= global_expert < known:
             raise ValueError(f"global_expert={global_expert} must be from 0 to {known - 1}")
@@ -220,15 +225,17 @@ def place(
     experts are placed linearly, and a UserWarning says why. redundant: physical experts beyond the
     logical ones. shared: fused shared experts, held by every rank.
 
-    Raises ValueError for an unknown placement, for counts below their least, and for a group with
-    more ranks than experts.
+    Raises TypeError for arguments of other types, ValueError for an unknown placement, for counts
+    below their least, and for a group with more ranks than experts.
     """
-    chosen = placement
-    if placement == ROUND_ROBIN:
-        why = why_not_round_robin(config, redundant, num_groups, balanced)
-        if why is not None:
-            warnings.warn(f"experts are placed linearly, not round-robin: {why}", stacklevel=2)
-            chosen = LINEAR
-    return ExpertPlacement(
-        num_experts, config, redundant, shared, chosen, num_groups, balanced, requested=placement
+    check_choice("placement", placement, PLACEMENTS)
+    linear = ExpertPlacement(
+        num_experts, config, redundant, shared, LINEAR, num_groups, balanced, requested=placement
     )
+    if placement == LINEAR:
+        return linear
+    why = why_not_round_robin(config, redundant, num_groups, balanced)
+    if why is None:
+        return replace(linear, placement=ROUND_ROBIN)
+    warnings.warn(f"experts are placed linearly, not round-robin: {why}", stacklevel=2)
+    return linear

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_ops.options import check_int, check_type
 from moe_ops.parallel.expert_map import shares
 from moe_ops.parallel.moves import Moves, moves_between
 from moe_ops.parallel.packing import keep_bins, keep_slots, pack, replicate
@@ -50,6 +51,7 @@ def rebalance(
     hierarchical, for groups that do not divide into nodes or experts that do not divide into
     groups.
     """
+    check_int("num_groups", num_groups, least=1)
     _check(loads_LE, current_LP, ranks, nodes)
     loads_LE, current_LP = loads_LE.double().cpu(), current_LP.long().cpu()
     some_LE = torch.where(loads_LE.sum(1, keepdim=True) > 0, loads_LE, 1.0)
@@ -122,6 +124,10 @@ def _split(sizes: tuple[int, ...], nodes: int) -> list[tuple[int, ...]]:
 
 
 def _check(loads_LE: Tensor, current_LP: Tensor, ranks: int, nodes: int) -> None:
+    for name, t in (("loads_LE", loads_LE), ("current_LP", current_LP)):
+        check_type(name, t, Tensor, "a Tensor")
+    for name, count in (("ranks", ranks), ("nodes", nodes)):
+        check_int(name, count)
     check_tensor("loads_LE", loads_LE, 2, LOADS)
     check_tensor("current_LP", current_LP, 2, INDICES)
     (L, E), P = loads_LE.shape, current_LP.shape[1]
@@ -133,7 +139,9 @@ def _check(loads_LE: Tensor, current_LP: Tensor, ranks: int, nodes: int) -> None
     if nodes < 1 or ranks < 1 or ranks % nodes:
         raise ValueError(f"ranks={ranks} must be a multiple of nodes={nodes}, both at least 1")
     if max(E, ranks) > P:
-        raise ValueError(f"{P} physical experts are too few for {E} logical ones on {ranks} ranks")
+        raise ValueError(
+            f"current_LP has {P} physical experts: too few for {E} logical ones on ranks={ranks}"
+        )
     if not bool(loads_LE.isfinite().all()) or bool((loads_LE < 0).any()):
         raise ValueError("loads_LE must be finite and not negative; was a counter overflown?")
     present_LE = torch.zeros(L, E, dtype=torch.bool)

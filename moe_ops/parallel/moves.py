@@ -11,6 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ops.options import check_int, check_ints, check_type
+from moe_ops.signature import described
+
 HELD = -1  # stands for the row that is kept aside while a cycle turns
 
 
@@ -27,7 +30,15 @@ class Moves:
     pairs: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
+        check_int("num_rows", self.num_rows, least=0)
+        check_type("pairs", self.pairs, tuple, "pairs of rows, such as ((0, 1), (1, 0))")
+        for pair in self.pairs:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise TypeError(
+                    f"each of pairs must be (source, destination), got {described(pair)}"
+                )
         for row in (row for pair in self.pairs for row in pair):
+            check_int("each row of pairs", row)
             if not 0 <= row < self.num_rows:
                 raise ValueError(f"row {row} must be from 0 to {self.num_rows - 1}")
         twice = [row for row, n in Counter(to for _, to in self.pairs).items() if n > 1]
@@ -92,9 +103,13 @@ def moves_between(
     there, else from the same node, else from the first. Raises ValueError for an expert that is
     nowhere yet, and for other numbers of rows.
     """
+    old, new = check_ints("old", old, least=0), check_ints("new", new, least=0)
+    sizes = check_ints("sizes", sizes, least=0)
+    check_int("ranks_per_node", ranks_per_node, least=1)
     if not len(old) == len(new) == sum(sizes):
         raise ValueError(
-            f"{len(old)} old rows, {len(new)} new ones, {sum(sizes)} on all ranks: must be the same"
+            f"{len(old)} old rows, {len(new)} new ones, {sum(sizes)} on all ranks by sizes: must "
+            "be the same"
         )
     rank_of = [rank for rank, size in enumerate(sizes) for _ in range(size)]
     rows_of: defaultdict[int, list[int]] = defaultdict(list)
@@ -126,6 +141,8 @@ def apply_moves(tensors: Mapping[str, Tensor], moves: Moves, *, shared: int = 0)
     Raises ValueError, before anything is written, for a tensor with another number of rows, an
     expanded one, one made under torch.inference_mode(), and two that share a part of their memory.
     """
+    check_type("moves", moves, Moves, "Moves")
+    check_int("shared", shared, least=0)
     _check(tensors, moves.num_rows + shared)
     distinct = {_extent(t): t for t in tensors.values()}
     steps = list(moves.steps())
@@ -142,7 +159,9 @@ def apply_moves(tensors: Mapping[str, Tensor], moves: Moves, *, shared: int = 0)
 
 
 def _check(tensors: Mapping[str, Tensor], num_rows: int) -> None:
+    check_type("tensors", tensors, Mapping, "tensors by their names")
     for name, t in tensors.items():
+        check_type(f"{name} of tensors", t, Tensor, "a Tensor")
         if t.dim() == 0 or t.shape[0] != num_rows:
             raise ValueError(
                 f"{name} must have {num_rows} physical experts on axis 0, got shape "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_ops.options import MOST_SIZE, check_int, check_type
 from moe_ops.shapes import INDICES, check_tensor
 
 CPU = torch.device("cpu")  # layers are also built where the default device is meta
@@ -35,10 +36,8 @@ class ExpertReplicas:
 
         Raises ValueError for less than one expert, or a negative number of redundant ones.
         """
-        if num_logical < 1 or redundant < 0:
-            raise ValueError(
-                f"num_logical={num_logical} must be at least 1, redundant={redundant} at least 0"
-            )
+        check_int("num_logical", num_logical, least=1, most=MOST_SIZE)
+        check_int("redundant", redundant, least=0, most=MOST_SIZE)
         physical = torch.arange(num_logical + redundant, device=CPU)
         return cls.of(physical % num_logical, num_logical)
 
@@ -48,6 +47,8 @@ class ExpertReplicas:
 
         Raises ValueError unless it names each of the num_logical experts and no other.
         """
+        check_int("num_logical", num_logical, least=1, most=MOST_SIZE)
+        check_type("physical_to_logical", physical_to_logical, Tensor, "a Tensor")
         check_tensor("physical_to_logical", physical_to_logical, 1, INDICES)
         logical_P = physical_to_logical.long().clone()
         if set(logical_P.tolist()) != set(range(num_logical)):
@@ -66,6 +67,7 @@ class ExpertReplicas:
 
     def physical_of(self, logical: int) -> tuple[int, ...]:
         """The physical experts that compute a logical one: where its weights must be loaded."""
+        check_int("logical", logical)
         if not 0 <= logical < len(self.counts):
             raise ValueError(f"logical={logical} must be from 0 to {len(self.counts) - 1}")
         return tuple(p for p in self.logical_to_physical[logical].tolist() if p >= 0)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_ops.fake_impls.formats import SCALES
+from moe_ops.options import MOST_SIZE, check_fields, check_int, check_text, check_type
+from moe_ops.quant.arguments import named_format
 from moe_ops.quant.checks import (
     MX_BITS,
     SCHEMES,
@@ -56,6 +58,11 @@ class Sizes:
     I: int  # noqa: E741 the legend's letter
     gated: bool = True
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in "EDI":
+            check_int(name, getattr(self, name), least=1, most=MOST_SIZE)
+
     @property
     def F(self) -> int:
         """Rows of one expert's first weight."""
@@ -74,7 +81,10 @@ def _build(
     input_global_scales: Pair = NEITHER,
 ) -> QuantConfig:
     """The configuration with these formats ("" for 16 bits) and tensors."""
-    w, a = (Format.of(name) if name else None for name in (weights, inputs))
+    check_type("sizes", sizes, Sizes, "Sizes of the layer")
+    check_text("inputs", inputs)
+    w = named_format("weights", weights) if weights else None
+    a = named_format("inputs", inputs) if inputs else None
     first = scales[0]
     if w is not None and w.group == TENSOR and sizes.gated and has_gate_up_scale(first):
         first = merge_gate_up(first)
@@ -149,6 +159,8 @@ def int8_w8a8(
 def _w8a8(
     element: str, sizes: Sizes, scales: Pair, group: str, input_group: str, static: Pair
 ) -> QuantConfig:
+    check_text("group", group)
+    check_text("input_group", input_group)
     weights = Format.of(f"{element}:{group}")
     if not input_group:
         columns = weights.group[1]
@@ -160,6 +172,7 @@ def fp8_w8a16(
     sizes: Sizes, w13_scale: Tensor, w2_scale: Tensor, *, group: str = "128x128"
 ) -> QuantConfig:
     """float8_e4m3fn weights, 16-bit inputs. group: "tensor", "row" or a block; float32 scales."""
+    check_text("group", group)
     return _build(sizes, f"float8_e4m3fn:{group}", "", (w13_scale, w2_scale))
 
 

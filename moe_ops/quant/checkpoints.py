@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ops.options import check_flag, check_int, check_type
 from moe_ops.quant.packing import Quantized, pack, unpack
 from moe_ops.shapes import check_size
 
@@ -37,6 +38,7 @@ def from_gptq(
     Source: Frantar et al., "GPTQ", arXiv:2210.17323; the layout is AutoGPTQ's.
     """
     _check_bits(bits)
+    check_flag("plus_one", plus_one)
     _check(qweight, scales, qzeros)
     F = qweight.shape[-1]
     check_size("scales", scales, -1, F, "columns of qweight")
@@ -75,6 +77,7 @@ def from_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Quantized:
 
     Source: Lin et al., "AWQ", arXiv:2306.00978; the layout is that of its GEMM kernel.
     """
+    check_type("qzeros", qzeros, Tensor, "a Tensor")
     _check(qweight, scales, qzeros)
     check_size("scales", scales, -1, 8 * qweight.shape[-1], "eight to a word of qweight")
     check_size("qzeros", qzeros, -1, qweight.shape[-1], "the words of a row of qweight")
@@ -112,19 +115,22 @@ def _bytes(words: Tensor) -> Tensor:
 
 
 def _check_bits(bits: int) -> None:
+    check_int("bits", bits)
     if bits not in (4, 8):
         raise ValueError(f"bits must be 4 or 8, got {bits}; other widths straddle words")
 
 
 def _check_words(name: str, t: Tensor) -> None:
+    check_type(name, t, Tensor, "a Tensor")
     if t.dtype != torch.int32:
         raise TypeError(f"{name} must be int32, got {t.dtype}; view the words as int32")
 
 
 def _check(qweight: Tensor, scales: Tensor, qzeros: Tensor | None) -> None:
-    for name, t in (("qweight", qweight), ("qzeros", qzeros)):
-        if t is not None:
-            _check_words(name, t)
+    check_type("scales", scales, Tensor, "a Tensor")
+    _check_words("qweight", qweight)
+    if qzeros is not None:
+        _check_words("qzeros", qzeros)
     tensors = {"qweight": qweight, "scales": scales, "qzeros": qzeros}
     for name, t in tensors.items():
         if t is not None and (t.dim() < 2 or t.shape[:-2] != qweight.shape[:-2]):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.fake_impls.formats import PUBLISHED
+from moe_ops.options import MOST_SIZE, check_flag, check_int, check_type
 from moe_ops.quant.formats import COLUMN, ROW, TENSOR, Format, Layout, Operand
 from moe_ops.quant.packing import E8M0_NAN
 from moe_ops.quant.resolve import has_gate_up_scale, merge_gate_up
@@ -137,9 +138,8 @@ def check_config(c: QuantConfig) -> None:
 def check_sizes(c: QuantConfig) -> None:
     """Sizes are positive, and F counts the gate rows and the up rows."""
     for name in ("E", "F", "D", "I"):
-        size = getattr(c, name)
-        if size < 1:
-            raise ValueError(f"{name}={size} must be a size above 0")
+        check_int(name, getattr(c, name), least=1, most=MOST_SIZE)
+    check_flag("gated", c.gated)
     want = 2 * c.I if c.gated else c.I
     if want != c.F:
         raise ValueError(
@@ -150,6 +150,8 @@ def check_sizes(c: QuantConfig) -> None:
 
 def check_operand(name: str, operand: Operand) -> None:
     """The format is one, the layout is that of the ops, and there is no tensor without a use."""
+    check_type(name, operand, Operand, "an Operand")
+    check_type(f"{name}.layout", operand.layout, Layout, "a Layout")
     if operand.format is not None and not isinstance(operand.format, Format):
         raise TypeError(
             f"{name}.format must be a Format or None, got {operand.format!r}; Format.of takes names"

@@ -19,6 +19,8 @@ from typing import Literal
 from torch import Tensor
 
 from moe_ops.fake_impls.formats import ALL, ELEMENTS, GROUPS, PUBLISHED, SCALES, Parsed, parse
+from moe_ops.options import MOST_SIZE, check_fields, check_int, check_text
+from moe_ops.signature import described
 
 TENSOR, ROW, COLUMN = GROUPS["tensor"], GROUPS["row"], GROUPS["column"]
 
@@ -85,20 +87,32 @@ class Format:
     scale: str = "float32"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for what, value, known in (
             ("element", self.element, ELEMENTS),
             ("scale", self.scale, SCALES),
         ):
             if value not in known:
                 raise ValueError(f"{what} {value!r} is unknown; choose one of {', '.join(known)}")
+        if not isinstance(self.group, tuple) or len(self.group) != 2:
+            raise TypeError(
+                "group must be a pair of rows and columns, such as (1, 128), got "
+                f"{described(self.group)}"
+            )
+        for size in self.group:
+            check_int("each of group", size, most=MOST_SIZE)
         if any(n != ALL and n < 1 for n in self.group):
             raise ValueError(f"group {self.group} must hold sizes above 0, or -1 for all")
         if self.integer is not None and self.scale in ("e8m0", "float8_e4m3fn"):
-            raise ValueError(f"{self.element} wants floating-point scales, got {self.scale}")
+            raise ValueError(
+                f"the element {self.element} wants floating-point scales, got scale={self.scale!r}"
+            )
 
     @staticmethod
     def of(name: str) -> Format:
-        """The format of a string. Raises ValueError if it is not one."""
+        """The format of a string. Raises ValueError if it is not one, TypeError for no string."""
+        if not isinstance(name, str):
+            check_text("the name of a format", name)
         return _of(name)
 
     @property
@@ -170,6 +184,7 @@ class Layout:
     scales: ScaleLayout = "plain"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for field, kind in (("order", Order), ("packing", Packing), ("scales", ScaleLayout)):
             if getattr(self, field) not in kind.__args__:  # type: ignore[attr-defined]
                 raise ValueError(

@@ -16,6 +16,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from moe_ops.options import check_int, check_type
 from moe_ops.quant.packing import decode_scale
 from moe_ops.shapes import FLOATS, INDICES, check_devices, check_tensor
 
@@ -29,6 +30,9 @@ class Multiplier:
 
     tensor: Tensor
 
+    def __post_init__(self) -> None:
+        check_type("the tensor of a scale", self.tensor, Tensor, "a Tensor")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reciprocal:
@@ -39,6 +43,9 @@ class Reciprocal:
     """
 
     tensor: Tensor
+
+    def __post_init__(self) -> None:
+        check_type("the tensor of a scale", self.tensor, Tensor, "a Tensor")
 
 
 def as_multiplier(scale: Multiplier | Reciprocal) -> Multiplier:
@@ -92,6 +99,7 @@ def per_expert(scale: Tensor, experts: int) -> Tensor:
     scale: floating point; one value or one per expert, as [], [1] or [E], the latter two with any
     number of further axes of size 1 ([E, 1, 1]). Raises ValueError for other shapes.
     """
+    check_int("experts", experts, least=1)
     _check_floating("scale", scale)
     wanted = scale.dim() == 0 or (scale.shape[0] in (1, experts) and scale.shape[1:].numel() == 1)
     if not wanted:

@@ -15,7 +15,15 @@ from torch import Tensor
 from moe_ops.layer import MoELayer
 from moe_ops.layer_tensors import NAMES, STATE
 from moe_ops.quant.resolve import Reciprocal, as_multiplier
-from moe_ops.weights.experts import WEIGHTS, LoadRecord, Writes, load_expert, prepare_expert, write
+from moe_ops.weights.experts import (
+    WEIGHTS,
+    LoadRecord,
+    Writes,
+    check_load,
+    load_expert,
+    prepare_expert,
+    write,
+)
 from moe_ops.weights.files import entries, files_of, quantization_of
 from moe_ops.weights.fused import taken_apart
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Stored, coding_of
@@ -63,17 +71,12 @@ def load_checkpoint(
     that cannot be read and codings that are not supported, for float8 tensors outside the experts,
     and for layers on the meta device; ImportError for GGUF files without the package gguf.
     """
+    check_load(layers, coding, sharded, progress)
     found = style_of(style)
     files = files_of(source)
     coding = coding_of(quantization_of(files[0].parent)) if coding is None else coding
     if found.transposed and coding is PLAIN:
         coding = TRANSPOSED
-    for prefix, layer in layers.items():
-        if any(p.is_meta for p in layer.parameters()):
-            raise ValueError(
-                f"the layer {prefix!r} is on the meta device; give it memory first: "
-                "layer.to_empty(device=...), then layer.reset_parameters()"
-            )
     begin = time.perf_counter()
     with Writer() as writer:
         loading = _Loading(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
+from moe_ops.options import check_flag, check_int, check_text, check_type
 from moe_ops.shapes import check_choice
 from moe_ops.weights.layouts import PLAIN, Coding
 from moe_ops.weights.names import PARAMETERS
@@ -121,12 +122,43 @@ def load_expert(
     Raises ValueError or TypeError, naming the entry, for a tensor that does not fit; the layer is
     then as it was.
     """
+    check_type("layer", layer, MoELayer, "a MoELayer")
+    check_text("name", name)
+    check_type(f"{name}: tensor", tensor, Tensor, "a Tensor")
+    if expert_id is not None:
+        check_int("expert_id", expert_id, least=0)
+    check_type("coding", coding, Coding, "a Coding")
+    check_flag("interleaved", interleaved)
+    check_flag("sharded", sharded)
+    if record is not None:
+        check_type("record", record, LoadRecord, "a LoadRecord or None")
     here, writes = prepare_expert(
         layer, parameter_name, tensor, name, shard, expert_id, coding=coding,
         interleaved=interleaved, sharded=sharded, record=record,
     )  # fmt: skip
     write(writes)
     return here
+
+
+def check_load(
+    layers: Mapping[str, MoELayer], coding: Coding | None, sharded: bool, progress: bool
+) -> None:
+    """Raise TypeError or ValueError unless these can be arguments of `load_checkpoint`: layers by
+    names, none of which is on the meta device, and so on.
+    """
+    check_flag("sharded", sharded)
+    check_flag("progress", progress)
+    if coding is not None:
+        check_type("coding", coding, Coding, "a Coding or None")
+    check_type("layers", layers, Mapping, "layers by the prefixes of their names")
+    for prefix, layer in layers.items():
+        check_text("each prefix of layers", prefix)
+        check_type(f"layers[{prefix!r}]", layer, MoELayer, "a MoELayer")
+        if any(p.is_meta for p in layer.parameters()):
+            raise ValueError(
+                f"the layer {prefix!r} is on the meta device; give it memory first: "
+                "layer.to_empty(device=...), then layer.reset_parameters()"
+            )
 
 
 # What goes where: a view of the layer's tensor, and what is to be copied to it.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moe_ops.options import check_type
 from moe_ops.weights import bitsandbytes, gguf_files
 from moe_ops.weights.layouts import PLAIN, Stored
 
@@ -45,7 +47,12 @@ def entries(file: Path, ending: str = "") -> Iterator[Stored]:
 
 def files_of(source: str | Path | Iterable[str | Path]) -> list[Path]:
     """The files of a source, in order: its GGUF files only where it has no safetensors."""
-    paths = [Path(source)] if isinstance(source, (str, Path)) else [Path(p) for p in source]
+    given = [source] if isinstance(source, (str, os.PathLike)) else source
+    check_type("source", given, Iterable, "a path or several")
+    paths = []
+    for path in given:
+        check_type("each of source", path, (str, os.PathLike), "a path")
+        paths.append(Path(path))
     if len(paths) == 1 and paths[0].is_dir():
         folder = paths[0]
         indices = sorted(folder.glob("*.safetensors.index.json"))

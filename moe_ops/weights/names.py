@@ -10,7 +10,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
+
+from moe_ops.options import check_fields, check_text, check_type
 
 Shard = Literal["w1", "w2", "w3", "w13"]
 Part = Literal["weight", "scale", "zero", "bias", "alpha", "input", "g_idx", "shape"]
@@ -90,6 +92,23 @@ class Style:
         }
     )
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for field_name in ("projections", "others"):
+            names = getattr(self, field_name)
+            check_type(field_name, names, Mapping, "a mapping of names")
+            for old, new in names.items():
+                check_text(f"each name of {field_name}", old)
+                check_text(f"what {field_name} maps {old!r} to", new)
+        if not self.projections:
+            raise ValueError("projections is empty; name those of gate, up and down")
+        for name, shard in self.projections.items():
+            if shard not in get_args(Shard):
+                raise ValueError(
+                    f"projections maps {name!r} to {shard!r}, which is no shard; choose one of "
+                    f"{', '.join(get_args(Shard))}"
+                )
+
     @cached_property
     def _pattern(self) -> str:
         experts = rf"{re.escape(self.experts)}\." if self.experts else ""
@@ -165,6 +184,7 @@ def style_of(style: str | Style) -> Style:
     """The style of a family. Raises ValueError, with the families, for an unknown one."""
     if isinstance(style, Style):
         return style
+    check_type("style", style, str, "the name of a family or a Style")
     if style not in STYLES:
         raise ValueError(
             f"style {style!r} is unknown; choose one of {', '.join(STYLES)}, or give a Style"

@@ -59,7 +59,7 @@ def explain(
     before it begins TypeError, ValueError or OSError for what an argument cannot be.
     """
     if not callable(model):
-        raise TypeError(f"explain wants a module or another callable, got {described(model)}")
+        raise TypeError(f"model must be a module or another callable, got {described(model)}")
     args, kwargs = _arguments(inputs)
     if tokens is not None:
         tokens = check_ints("tokens", tokens, least=1)

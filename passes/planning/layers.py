@@ -12,12 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ops.ops import experts
-from moe_ops.options import check_fields, check_int
+from moe_ops.options import MOST_SIZE, check_fields, check_int
 from moe_ops.passes.cost import Arguments
 from moe_ops.passes.planning.choose import bind
 from moe_ops.quant import packing
+from moe_ops.quant.arguments import named_format
 from moe_ops.quant.formats import Format
-from moe_ops.shapes import DTYPES, check_choice
+from moe_ops.shapes import DTYPES, check_choice, check_device
 
 ROUTINGS = ("uniform", "zipf")
 
@@ -38,12 +39,14 @@ class Shape:
     def __post_init__(self) -> None:
         check_fields(self)
         for name in "EKDI":
-            check_int(name, getattr(self, name), least=1)
+            check_int(name, getattr(self, name), least=1, most=MOST_SIZE)
         if self.K > self.E:
             raise ValueError(f"K={self.K} must be from 1 to E={self.E}, the experts of the layer")
         check_choice("dtype", self.dtype, tuple(DTYPES))
-        for format in filter(None, (self.w_format, self.x_format)):
-            Format.of(format)
+        check_device("device", self.device)
+        for name in ("w_format", "x_format"):
+            if getattr(self, name):
+                named_format(name, getattr(self, name))
 
 
 def arguments_of(shape: Shape) -> Arguments:

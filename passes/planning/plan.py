@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
+
+from moe_ops.options import check_fields, check_int, check_text, check_type
 
 VERSION = 1
 
@@ -37,6 +39,10 @@ class Range:
     measured_us: float | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("upto", "at"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), least=0)
         if self.source not in get_args(Source):
             raise ValueError(
                 f"source {self.source!r} is unknown; choose one of {', '.join(get_args(Source))}"
@@ -80,15 +86,24 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read what `to_json` wrote. Raises ValueError for another version or unknown keys."""
-        values = json.loads(text)
+        """Read what `to_json` wrote. Raises ValueError for another version, and ValueError or
+        TypeError for keys and values that a plan has not.
+        """
+        check_text("text", text)
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"text is no plan: {error}; take what to_json wrote") from None
+        check_type("a plan", values, dict, "an object")
         version = values.pop("version", None)
         if version != VERSION:
             raise ValueError(
                 f"the plan has version {version}, this is moe_ops with plans of version {VERSION}; "
                 "make it again"
             )
-        choices = tuple(_choice(c) for c in values.pop("choices", ()))
+        listed = values.pop("choices", [])
+        check_type("the choices of a plan", listed, list, "a list")
+        choices = tuple(map(_choice, listed))
         return _build(Plan, {**values, "choices": choices})
 
     def __str__(self) -> str:
@@ -118,16 +133,25 @@ def written(ranges: Iterable[tuple[int | None, str]]) -> str:
 
 
 def _choice(values: dict[str, Any]) -> Choice:
+    check_type("a choice of a plan", values, dict, "an object")
     values = dict(values)
-    for name in ("rows", "candidates"):
+    for name in ("rows", "candidates", "ranges"):
+        check_type(f"{name} of a plan's choice", values.get(name, []), list, "a list")
         values[name] = tuple(values.get(name, ()))
-    values["ranges"] = tuple(_build(Range, r) for r in values.get("ranges", ()))
+    values["ranges"] = tuple(_build(Range, r) for r in values["ranges"])
     return _build(Choice, values)
 
 
 def _build(cls: type[T], values: dict[str, Any]) -> T:
     """An object of a dataclass from exactly its fields."""
-    unknown = values.keys() - {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    check_type(f"a plan's {cls.__name__}", values, dict, "an object")
+    known = {f.name: f.default is MISSING for f in fields(cls)}  # type: ignore[arg-type]
+    unknown = values.keys() - known.keys()
     if unknown:
         raise ValueError(f"a plan's {cls.__name__} has no {', '.join(sorted(unknown))}")
-    return cls(**values)
+    lacking = [name for name, needed in known.items() if needed and name not in values]
+    if lacking:
+        raise ValueError(f"a plan's {cls.__name__} lacks {', '.join(lacking)}")
+    made = cls(**values)
+    check_fields(made, f"a plan's {cls.__name__}: ")
+    return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from moe_ops.options import check_int
 from moe_ops.signature import described, did_you_mean
 from moe_ops.spec import OPS, Ranges
 
@@ -55,6 +56,8 @@ def _pair(i: int, pair: Any) -> tuple[int | None, str]:
             f"thresholds[{i}]: the number of tokens must be an int, or None in the last pair, got "
             f"{described(count)}"
         )
+    if count is not None:
+        check_int(f"thresholds[{i}]: the number of tokens", count)
     if not isinstance(name, str):
         raise TypeError(f"thresholds[{i}]: the backend must be a str, got {described(name)}")
     return count, name

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from moe_ops.ops import experts
-from moe_ops.options import check_ints, check_writable
+from moe_ops.options import check_ints, check_text, check_writable
 from moe_ops.passes.cost import Arguments, device_of
 from moe_ops.passes.planning.layers import (
     ROUTINGS,
@@ -67,6 +67,9 @@ def tune(
     _require_eager()
     routings, tokens = _routings(routings), sorted(set(check_ints("tokens", tokens, least=1)))
     _require_layers(layers)
+    _require_inputs(inputs)
+    if progress is not None and not callable(getattr(progress, "write", None)):
+        raise TypeError(f"progress must be a file to write to or None, got {described(progress)}")
     check_writable("table", table)
     path = Path(table)
     times = read(path) if path.exists() else {}
@@ -218,6 +221,17 @@ def _require_layers(layers: Any) -> None:
         "layers must be a model, a Shape or a sequence of Shapes, such as "
         f"Shape(E=8, K=2, D=64, I=32), got {described(layers)}"
     )
+
+
+def _require_inputs(inputs: Any) -> None:
+    if isinstance(inputs, Mapping):
+        for name in inputs:
+            check_text("each name of inputs", name)
+    elif inputs is not None and (isinstance(inputs, str) or not isinstance(inputs, Sequence)):
+        raise TypeError(
+            "inputs must be arguments of the model, by name in a mapping or by position in a "
+            f"sequence, got {described(inputs)}"
+        )
 
 
 def _require_eager() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_ops import OPS, Op, using
 from moe_ops.shapes import FLOATS
 from moe_ops.testing import CASES, TOL, Tol, assert_close, reference_of
+from tests.fuzz.attempts import described
 from tests.ops.samples import INPUT_FORMATS, PAIRS, padded, samples, specified, strided
 
 SIZES = [case for case in CASES if case.name in ("plain", "odd", "no_tokens", "many_experts")]
@@ -94,18 +95,10 @@ class Call:
         words += [f"{name}={described(a)}" for name, a in self.kwargs.items()]
         return (
             f"moe_ops.{self.op.name}({', '.join(words)})\n"
-            f"again: from tests.fuzz.calls import *; "
+            f"again, with PYTHONPATH=.:tests: from tests.fuzz.calls import *; "
             f"c = call_of({self.op.name!r}, {self.number}); c.op(*c.args, **c.kwargs)"
             + (f"  # on {self.backend}" if self.backend else "")
         )
-
-
-def described(value: Any) -> str:
-    """A value in a printed call; a tensor by shape, dtype, strides and device."""
-    if not isinstance(value, Tensor):
-        return repr(value)
-    strides = "" if value.is_contiguous() else f" strides {value.stride()}"
-    return f"<{list(value.shape)} {value.dtype} {value.device}{strides}>"
 
 
 @functools.cache

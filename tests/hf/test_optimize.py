@@ -98,7 +98,7 @@ def test_an_optimized_model_can_be_copied_and_saved(tiny: families.TinyModel) ->
 
 
 def test_optimize_refuses_what_is_not_a_transformers_model() -> None:
-    with pytest.raises(TypeError, match="wants a transformers PreTrainedModel, got Linear"):
+    with pytest.raises(TypeError, match="model must be a transformers PreTrainedModel, got Linear"):
         moe_ops.optimize(nn.Linear(2, 2))
 
 

@@ -174,9 +174,11 @@ def test_bad_schemes_and_second_calls_are_refused() -> None:
     model = qwen()
     with pytest.raises(ValueError, match="scheme 'int3' is unknown; choose one of fp8_w8a8, fp8"):
         moe_ops.quantize_model(model, "int3")
-    with pytest.raises(ValueError, match="'int8:row' weights with '16-bit' inputs are int8_w8a16,"):
+    with pytest.raises(
+        ValueError, match="weight_format='int8:row' and input_format='' are the scheme int8"
+    ):
         moe_ops.quantize_model(model, "int8_w8a8", input_format="")
-    with pytest.raises(TypeError, match="wants a transformers PreTrainedModel, got Linear"):
+    with pytest.raises(TypeError, match="model must be a transformers PreTrainedModel, got Linear"):
         moe_ops.quantize_model(nn.Linear(2, 2), "int8_w8a8")  # type: ignore[arg-type]
     assert all(stored_format(m) is None for m in experts_of(model))
     moe_ops.quantize_model(model, "int8_w8a8", progress=False)
@@ -199,7 +201,7 @@ def test_a_model_without_experts_is_refused_and_stays_as_it_is() -> None:
     for other in (nn.Linear(2, 2), qwen().model.layers[0].mlp.experts, None):
         with pytest.raises(
             TypeError,
-            match=rf"^quantize_model wants .* got {type(other).__name__}; .* MoELayer\(qu",
+            match=rf"^model must be .* got {type(other).__name__}; .* MoELayer\(qu",
         ):
             moe_ops.quantize_model(other, "int8_w8a8", progress=False)  # type: ignore[arg-type]
 

@@ -107,8 +107,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "placement": ({"placement": "spiral"}, ValueError, "placement='spiral' is unknown"),
     "width": ({"hidden_size": 0}, ValueError, "hidden_size=0 must be at least 1"),
     "multiple": ({"hidden_multiple": 0}, ValueError, "hidden_multiple=0 must be at least 1"),
-    "shared": ({"shared_experts": -1}, ValueError, "shared=-1 must be at least 0"),
-    "redundant": ({"redundant_experts": -1}, ValueError, "redundant=-1 must be at least 0"),
+    "shared": ({"shared_experts": -1}, ValueError, "shared_experts=-1 must be at least 0"),
+    "redundant": ({"redundant_experts": -1}, ValueError, "redundant_experts=-1 must be at least 0"),
     "dtype": ({"dtype": torch.float64}, TypeError, "dtype must be float32, bfloat16, float16"),
 }  # fmt: skip
 

@@ -178,8 +178,14 @@ ZIPF, NOW = loads_of("zipf", 2, 8), initial(2, 8, 12)
 BAD = {
     "loads": ({"loads_LE": ZIPF[0]}, "loads_LE must have 2 axes"),
     "layers": ({"current_LP": NOW[:1]}, "must have the same layers"),
-    "few": ({"current_LP": initial(2, 7, 7)}, "7 physical experts are too few for 8 logical ones"),
-    "ranks": ({"ranks": 13}, "12 physical experts are too few for 8 logical ones on 13 ranks"),
+    "few": (
+        {"current_LP": initial(2, 7, 7)},
+        "7 physical experts: too few for 8 logical ones",
+    ),
+    "ranks": (
+        {"ranks": 13},
+        "12 physical experts: too few for 8 logical ones on ranks=13",
+    ),
     "nodes": ({"ranks": 4, "nodes": 3}, "ranks=4 must be a multiple of nodes=3"),
     "negative": ({"loads_LE": -ZIPF}, "must be finite and not negative"),
     "nan": ({"loads_LE": ZIPF * float("nan")}, "must be finite and not negative"),

@@ -94,7 +94,7 @@ def test_maps_that_miss_an_expert_or_invent_one_are_refused(row: list[int]) -> N
 
 
 def test_bad_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="redundant=-1 at least 0"):
+    with pytest.raises(ValueError, match="redundant=-1 must be at least 0"):
         ExpertReplicas.initial(3, -1)
     with pytest.raises(ValueError, match="logical=3 must be from 0 to 2"):
         REPLICAS.physical_of(3)

@@ -42,7 +42,7 @@ def test_buckets_of_anything_else_are_refused() -> None:
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
-        (None, {"buckets": (1,)}, "capture wants a function of tokens, got None"),
+        (None, {"buckets": (1,)}, "function must be one of tokens, got None"),
         (
             double,
             {"buckets": 64},

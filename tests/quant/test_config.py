@@ -98,8 +98,8 @@ def test_a_configuration_is_frozen_and_equal_to_itself_alone() -> None:
 
 
 SIZES = {
-    "no_experts": ({"E": 0}, "E=0 must be a size above 0"),
-    "negative": ({"D": -8}, "D=-8 must be a size above 0"),
+    "no_experts": ({"E": 0}, "E=0 must be at least 1"),
+    "negative": ({"D": -8}, "D=-8 must be at least 1"),
     "gated": ({"F": 128}, r"F=128 does not fit I=128: gated=True wants F = 2 \* I = 256"),
     "ungated": ({"gated": False}, "F=256 does not fit I=128: gated=False wants F = I = 128"),
 }

@@ -37,7 +37,7 @@ def test_what_cannot_be_explained_is_refused(
 
 
 def test_what_is_no_function_is_refused() -> None:
-    with pytest.raises(TypeError, match="explain wants a module or another callable, got None"):
+    with pytest.raises(TypeError, match="model must be a module or another callable, got None"):
         moe_ops.explain(None, X)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,20 @@
+"""300 random calls of each constructor and check: right, or refused by an argument's name."""
+
+import pytest
+
+from tests.fuzz import constructors, loading, quantising, sharing
+from tests.fuzz.attempts import check_many
+
+PLACES = {
+    name: place for place in (constructors, sharing, quantising, loading) for name in place.TARGETS
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_what_is_made_is_right_or_refused_by_name(name: str) -> None:
+    check_many(lambda number: PLACES[name].attempt(name, number), least=0.05)
+
+
+def test_a_number_names_one_attempt() -> None:
+    first, again = (str(constructors.attempt("place", 7)) for _ in range(2))
+    assert first == again != str(constructors.attempt("place", 8))
