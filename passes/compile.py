@@ -20,6 +20,7 @@ from moe_ops.passes.context import Options
 from moe_ops.passes.generate import STEP_OPTIONS, is_transformers_model, quicken
 from moe_ops.passes.net import Net
 from moe_ops.passes.pipeline import HOOK, Hook, Pipeline, as_tuple
+from moe_ops.passes.recompiles import tell_of_limit
 from moe_ops.passes.sizes import call_oblivious
 from moe_ops.shapes import check_choice
 from moe_ops.signature import described, did_you_mean
@@ -104,6 +105,7 @@ def compile(
         check_choice("mode", mode, tuple(list_mode_options()))
         settings = dict(list_mode_options(mode, dynamic))
     merged = inductor_options(extra={**settings, **_known(extra)}, **options)
+    tell_of_limit()
     twin = copy.copy(model)  # shares the tables of parameters, buffers and submodules
     backend = Net(merged, dynamic)
     call = torch.compile(twin._call_impl, fullgraph=fullgraph, dynamic=dynamic, backend=backend)
