@@ -273,7 +273,8 @@ class GraphRunner:
         # A function may write only there into tensors that were made there, such as a cache.
         inference = any(isinstance(x, Tensor) and x.is_inference() for x in fixed)
         try:
-            with torch.inference_mode(inference):
+            # inference_mode(False) switches gradients on, also inside no_grad.
+            with torch.inference_mode(inference), torch.no_grad():
                 bucket.graph = lane.pool.capture(
                     lambda: _count_part(part, counting, function, *inputs, *rest),
                     [t for layer in counting for t in _counts(layer)],

@@ -41,10 +41,11 @@ class Recorder:
         self.memory.append((pool, stream))
         saved = [(t, t.clone()) for t in state]
         output, inference = function(), torch.is_inference_mode_enabled()
+        grad = torch.is_grad_enabled()
         restore(saved)
 
         def replay() -> None:
-            with torch.inference_mode(inference):
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 output.copy_(function())
 
         return Captured(replay, output, 64)

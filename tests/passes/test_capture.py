@@ -43,6 +43,19 @@ def test_one_graph_per_bucket_serves_all_its_token_counts() -> None:
     assert all(r.bytes == 64 and r.refusal is None for r in run.report())
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_captured_function_records_no_gradients(mode: Callable[[], Any]) -> None:
+    seen = []
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        seen.append(torch.is_grad_enabled())
+        return x * w
+
+    with mode():
+        got = runner(function, Recorder())(torch.rand(3, 8), torch.rand(8, requires_grad=True))
+    assert not any(seen) and not got.requires_grad
+
+
 def test_padded_ids_are_experts_that_are_not_here() -> None:
     layer = make_layer(Case(name="p", T=3, E=4, K=2, D=16, I=8))
     seen = []
