@@ -5,6 +5,7 @@
 #   make check     format, lint, types, architecture and the fast tests
 #   make golden    accept the golden texts of tests as they are now
 #   make gpu       the tests that need a CUDA GPU, and those of kernels, which run there compiled
+#   make gpu-families  all other families at real widths on a CUDA GPU, JOBS of them side by side
 #   make test-oldest   the Hugging Face tests on the oldest transformers we support
 #   make families  which layers of which model family the passes find, with every torch we support
 #   make bench     the op overhead and one layer, against transformers' own
@@ -16,9 +17,10 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 RUN := $(VENV)/bin/python
 OLDEST := transformers==5.17.0
+JOBS ?= 1
 TORCHES := torch==2.11.0 torch==2.13.0 torch==2.14.1
 
-.PHONY: demo test check golden gpu test-oldest families bench clean
+.PHONY: demo test check golden gpu gpu-families test-oldest families bench clean
 
 demo: $(VENV)/.ready
 	@$(RUN) examples/quickstart.py
@@ -37,6 +39,11 @@ golden: $(VENV)/.ready
 
 gpu: $(VENV)/.ready
 	@$(RUN) -m pytest -m gpu && $(RUN) -m pytest -m "not gpu" tests/kernels
+
+# Goes on where it stopped, and writes what it has into docs/FAMILIES.md, whatever came of it.
+gpu-families: $(VENV)/.ready
+	@$(RUN) -m tests.hf.gpu_families --jobs $(JOBS); status=$$?; \
+		$(RUN) -m tests.hf.gpu_families --write && exit $$status
 
 bench: $(VENV)/.ready
 	@$(RUN) -m moe_ops.bench
