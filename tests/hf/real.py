@@ -98,14 +98,21 @@ WIDTHS: dict[str, dict[str, Any]] = {
 # fmt: off
 # What a config needs where a default is None, or has no experts, by name of the config's class.
 NEEDED: dict[str, dict[str, Any]] = {
-    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense"] + ["sparse"] * (LAYERS - 1)},
-    "DiffusionGemmaTextConfig": {"moe_intermediate_size": 704},
+    "DeepseekOcr2TextConfig": {  # its default width of 1407 is for no grouped product of torch
+        "mlp_layer_types": ["dense"] + ["sparse"] * (LAYERS - 1), "moe_intermediate_size": 896,
+    },
+    "DiffusionGemmaTextConfig": {"moe_intermediate_size": 704, "top_k_experts": 2},
     "Dots1Config": {"n_shared_experts": 2},
-    "Gemma4TextConfig": {"moe_intermediate_size": 704},
+    "Gemma4TextConfig": {"moe_intermediate_size": 704, "top_k_experts": 2},
+    "Glm4vMoeTextConfig": {"head_dim": 128},
     "HunYuanMoEV1Config": {"head_dim": 128},
     "MuseSparkAudioConfig": OVERRIDES["MuseSparkAudioConfig"] | {"num_hidden_layers": 2},
+    "Qwen3OmniMoeTextConfig": {  # Qwen3-Omni-30B-A3B
+        "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "moe_intermediate_size": 768,
+    },
     "Qwen4ExpTextConfig": {
-        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128,
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256,
         "indexer_budget": 2048, "indexer_compress_ratio": 32,
     },
     "ZayaConfig": {"num_experts_per_tok": 1},
