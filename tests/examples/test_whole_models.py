@@ -1,4 +1,4 @@
-"""The examples of `generate` run as a user runs them, small, and print what they promise."""
+"""The examples of whole models run as a user runs them, small, and print what they promise."""
 
 from __future__ import annotations
 
@@ -35,6 +35,17 @@ def test_stock_against_ours(tmp_path: Path) -> None:
     ]
     speeds = json.loads(figures.read_text())["speeds"]
     assert all(s["tokens_per_s"] > 0 and s["prompt_ms"] > 0 for s in speeds)
+
+
+@pytest.mark.slow
+def test_forwards(tmp_path: Path) -> None:
+    figures, ways = tmp_path / "figures.json", ("eager", "moe_ops")
+    sizes = ("--model", "tiny", "--sizes", "1x16", "2x24", "--ways", *ways)
+    done = run("examples/forward.py", *sizes, "--json", str(figures))
+    rows = [line.split()[:2] for line in done.stdout.splitlines()[1:]]
+    assert rows == [[way, size] for way in ways for size in ("1x16", "2x24")]
+    forwards = json.loads(figures.read_text())["forwards"]
+    assert all(f["ms"] > 0 and f["away"] < 0.05 for f in forwards)
 
 
 @pytest.mark.slow
