@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ from moe_ops.passes.graph import (
     tensor,
 )
 
+ROUNDS = "transformers/integrations/moe.py"  # the code whose sums are all rounded to x's dtype
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
@@ -42,7 +45,7 @@ class Experts:
     b2: fx.Node | None
     y: fx.Node  # [R, F], the first product with its bias
     h: fx.Node  # [R, I], the second product's input
-    out: fx.Node  # [T, D]
+    out: fx.Node  # [T, D], in float32 if its rounding to the dtype of x was dropped
     transposed: bool
 
 
@@ -52,8 +55,9 @@ def rewrite(graph: fx.Graph, found: Experts) -> None:
     """
     x, w13, out = tensor(found.x), tensor(found.w13), tensor(found.out)
     E, T, D = w13.shape[0], x.shape[0], x.shape[1]
-    dtypes = {tensor(n).dtype for n in (found.x, found.w13, found.w2, found.out)}
-    require(len(dtypes) == 1, f"its input, weights and result differ in dtype: {dtypes}")
+    dtypes = {tensor(n).dtype for n in (found.x, found.w13, found.w2)}
+    require(len(dtypes) == 1, f"its input and weights differ in dtype: {dtypes}")
+    require(out.dtype is x.dtype or _is_rounded(found.out), f"its result is {out.dtype}")
     require(isinstance(E, int), "the number of experts is not known")
     require(has_shape(out, T, D), f"its result has the shape {tuple(out.shape)}")
     activation = identify(found.y, found.h)
@@ -71,6 +75,9 @@ def rewrite(graph: fx.Graph, found: Experts) -> None:
         second = (h_RI, found.w2, ends_E, found.b2, found.transposed)
         y_RD = insert(graph, ops.expert_gemm.default, second, origin)
         out_TD = insert(graph, ops.combine.default, (y_RD, found.weights, rows_R), origin)
+        if out.dtype is not x.dtype:
+            wide = (out_TD, out.dtype)
+            out_TD = insert(graph, prims.convert_element_type.default, wide, origin)
     found.out.replace_all_uses_with(out_TD)
     graph.erase_node(found.out)
 
@@ -128,13 +135,28 @@ def only_user(node: fx.Node, *targets: Any, what: str) -> fx.Node:
 
 
 def summed(rows: fx.Node, T: Any, K: int, dtype: torch.dtype) -> fx.Node:
-    """The sum over K of rows [T * K, D], with the conversion to `dtype` if one follows."""
+    """The sum over K of rows [T * K, D], with the conversion to `dtype` if one follows.
+
+    It stays in float32 where the model rounds it and Inductor does not, see `_is_rounded`.
+    """
     D = tensor(rows).shape[1]
     view = only_user(rows, aten.reshape.default, aten.view.default, what="the weighted rows")
     require(has_shape(tensor(view), T, K, D), f"the rows are summed as {tuple(tensor(view).shape)}")
     total = only_user(view, aten.sum.dim_IntList, what="the weighted rows")
     require(list(arg(total, "dim")) in ([1], [-2]), "the rows are summed along another axis")
     require(not arg(total, "keepdim"), "the sum keeps its axis")
-    if tensor(total).dtype is not dtype:
+    if tensor(total).dtype is not dtype and not _is_rounded(total):
         total = only_user(total, prims.convert_element_type.default, what="the sum")
     return total
+
+
+def _is_rounded(total: fx.Node) -> bool:
+    """Whether the model rounds a sum in float32 that nothing rounds in the graph.
+
+    Of conversions to bfloat16 and back Inductor of torch 2.11 drops both. transformers rounds all
+    of its sums of experts, so one that comes from there and is used in float32 was rounded.
+    """
+    places = re.findall(r'File "([^"]+)"', str(total.meta.get("stack_trace")))
+    is_theirs = bool(places) and places[-1].replace("\\", "/").endswith(ROUNDS)
+    converts = any(is_call(user, prims.convert_element_type.default) for user in total.users)
+    return is_theirs and not converts and tensor(total).dtype is torch.float32
