@@ -90,6 +90,7 @@ def _stand_ins(codes: list[str]) -> Iterator[tuple[Any, str, Any]]:
         ("_lazy_init", None),
         ("_exchange_device", -1),
         ("_maybe_exchange_device", -1),
+        ("is_current_stream_capturing", False),
         ("get_device_capability", CAPABILITY),
         ("get_device_name", NAME),
         ("set_rng_state", None),

@@ -47,7 +47,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    records = [r for r in caplog.records if (r.name, r.levelno) == ("moe_ops", logging.WARNING)]
+    return [r.getMessage() for r in records]
 
 
 def test_the_graph_runs_as_it_was_and_the_cause_is_said_once(
