@@ -64,9 +64,14 @@ def compile(
 ) -> Model:
     """A compiled twin of `model`: the same class, weights and attributes, another `forward`.
 
-    `generate` and whatever else calls the twin runs compiled code; `model` itself stays as it was.
-    `options` and `extra` are those of `inductor_options`, `fullgraph` and `mode` those of
-    torch.compile. Only inference is rewritten: call it under `torch.inference_mode()`.
+    `model` itself stays as it was, but for one thing: on a GPU the first `generate` stores experts
+    of 16 bits that lie by columns, as those of GPT-OSS do, by rows, in place. Their values, names
+    and checkpoints stay, their strides do not, and their addresses change: capture after it what
+    reads them by address, such as a CUDA graph of your own, and run `model` in no thread meanwhile.
+
+    `generate` and whatever else calls the twin runs compiled code. `options` and `extra` are those
+    of `inductor_options`, `fullgraph` and `mode` those of torch.compile. Only inference is
+    rewritten: call it under `torch.inference_mode()`.
 
     `dynamic` says which sizes may vary without another graph:
     None: the tokens of tensors given to the model directly: dims 0 and 1 of integers [B, S] and of
@@ -81,10 +86,7 @@ def compile(
     The twin of a transformers model has a `generate` of ours, with transformers' arguments and
     results: prompts of any length through one compiled layer, then steps that on a GPU are one
     CUDA graph each, by batch and length rounded up to powers of two. Calls that it does not serve
-    run transformers' own way, for a reason that is logged. The one thing that it changes in `model`
-    is how experts of 16 bits lie on a GPU that are stored by columns, as those of GPT-OSS: the
-    first call stores them by rows, in place, at the same values. So capture after it what reads
-    them by address, such as a CUDA graph of your own, and run `model` in no thread meanwhile.
+    run transformers' own way, for a reason that is logged.
 
     Of a module that only holds a transformers model, as a PeftModel does, `forward` is compiled and
     `generate` is not, which is logged: give the model inside.

@@ -41,11 +41,15 @@ def test_strides_change_and_nothing_else() -> None:
         torch.testing.assert_close(model(ids).logits, before(ids).logits, rtol=0.02, atol=0.02)
 
 
-def test_twice_is_once() -> None:
+def test_twice_is_once_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     model = gpt_oss()
-    store_by_rows(model)
-    places = [weight.data_ptr() for weight in stacked(model)]
-    store_by_rows(model)
+    with caplog.at_level(logging.INFO, "moe_ops"):
+        store_by_rows(model)
+        places = [weight.data_ptr() for weight in stacked(model)]
+        store_by_rows(model)
+    (said,) = (r.getMessage() for r in caplog.records if r.name == "moe_ops")
+    size = sum(weight.nbytes for weight in stacked(model)) / 1e9
+    assert f"{len(places)} expert weights, {size:.2f} GB, by rows" in said and "in place" in said
     assert places == [weight.data_ptr() for weight in stacked(model)]
 
 
