@@ -19,7 +19,7 @@ from typing import Literal
 from torch import Tensor
 
 from moe_ops.fake_impls.formats import ALL, ELEMENTS, GROUPS, PUBLISHED, SCALES, Parsed, parse
-from moe_ops.options import MOST_SIZE, check_fields, check_int, check_text
+from moe_ops.options import MOST_SIZE, check_flag, check_int, check_text
 from moe_ops.signature import described
 
 TENSOR, ROW, COLUMN = GROUPS["tensor"], GROUPS["row"], GROUPS["column"]
@@ -87,7 +87,8 @@ class Format:
     scale: str = "float32"
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_text("element", self.element)  # each by itself, as Dynamo traces this
+        check_text("scale", self.scale)
         for what, value, known in (
             ("element", self.element, ELEMENTS),
             ("scale", self.scale, SCALES),
@@ -184,7 +185,7 @@ class Layout:
     scales: ScaleLayout = "plain"
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_flag("transposed", self.transposed)
         for field, kind in (("order", Order), ("packing", Packing), ("scales", ScaleLayout)):
             if getattr(self, field) not in kind.__args__:  # type: ignore[attr-defined]
                 raise ValueError(

@@ -16,6 +16,7 @@ from torch import fx
 from moe_ops.passes import PIPELINE
 from moe_ops.passes.context import Context
 from moe_ops.testing import Tol, assert_close
+from tests.chosen import CHOSEN, those_of
 from tests.hf import families
 from tests.hf.page import END, PAGE, START, put, read, versions, write
 from tests.passes.post_grad import Compiled
@@ -92,13 +93,14 @@ def assert_complete(family: str, found: Lifts) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", families.discover())
+@pytest.mark.parametrize("family", those_of(CHOSEN, families.discover()))
 def test_every_layer_of_a_stock_model_is_lifted(family: str) -> None:
     found = check(family, "grouped_mm", torch.float32, dynamic=False)
     assert_complete(family, found)
     hold(family, f"{found.experts} + {found.routers}")
 
 
+CHOSEN_FORMS = ("qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h")
 FORMS = [
     ("batched_mm", torch.float32, True),
     ("batched_mm", torch.bfloat16, False),
@@ -124,7 +126,7 @@ def test_a_sum_that_is_added_to_in_float32_is_rounded_before(form: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "dtype", "dynamic"), FORMS, ids=str)
-@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("family", those_of(CHOSEN_FORMS, SOME))
 def test_every_form_is_lifted(family: str, form: str, dtype: torch.dtype, dynamic: bool) -> None:
     if family not in families.discover():
         pytest.skip(f"this transformers has no {family}")
