@@ -13,6 +13,7 @@ from torch import fx
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.exc import InductorError
 
+from moe_ops.passes import sizes
 from moe_ops.passes.pipeline import HOOK, GraphRun, Pipeline
 
 SOURCE = "_dynamo_source"  # of an input of the graph: where in the caller's arguments it is
@@ -40,7 +41,8 @@ class Net(torch._TorchCompileInductorWrapper):
     def __call__(self, model_: fx.GraphModule, inputs_: list[Any], **kwargs: Any) -> Any:
         untouched, before = _copied(model_), len(self.pipeline.runs)
         try:
-            return super().__call__(model_, inputs_, **kwargs)
+            with sizes.assuming():
+                return super().__call__(model_, inputs_, **kwargs)
         except InductorError as error:
             rewritten = any(p.rewrites for run in self.pipeline.runs[before:] for p in run.passes)
             if self.pipeline.options.strict or not rewritten or _out_of_memory(error):
@@ -48,7 +50,8 @@ class Net(torch._TorchCompileInductorWrapper):
             self._tell(before, str(error).strip().partition("\n")[0])
         # Sizes are told of as before, or the graph that stays might fail for the same reason.
         plain = Pipeline(chained=self.pipeline.chained, passes=())
-        return compile_fx(untouched, inputs_, config_patches={**self.config, HOOK: plain})
+        with sizes.assuming():
+            return compile_fx(untouched, inputs_, config_patches={**self.config, HOOK: plain})
 
     def _tell(self, before: int, cause: str) -> None:
         reason = f"Inductor cannot compile it as rewritten: {cause}"

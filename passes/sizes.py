@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import _config as shape_config
+from torch.utils._sympy.value_ranges import ValueRanges
 
 # Without it they are compiled apart. With it torch still takes x[-1:] to have a row, so what it
 # traces is not to be run on an empty x.
@@ -57,6 +59,32 @@ def call_oblivious(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 setattr(shape_config, OBLIVIOUS, _inside.before)
 
 
+class _Assumed(threading.local):
+    """What Inductor is to take for granted in this thread: the ranges to put back, or None."""
+
+    ranges: list[tuple[Any, Any, Any]] | None = None
+
+
+_assumed = _Assumed()
+
+
+@contextlib.contextmanager
+def assuming() -> Iterator[None]:
+    """Inside, `tell` says that sizes which are more than 1 in the call being compiled always are.
+
+    Inductor splits and fuses loops by what it knows: that 64 * s² is more than 64 * s it knows of s
+    from 2 on. What it makes of that is right for 1, too: a loop over one element, as torch has it
+    of sizes that are size-like. Afterwards the ranges are as before, so no guard keeps 1 out.
+    """
+    before, _assumed.ranges = _assumed.ranges, []
+    try:
+        yield
+    finally:
+        for env, symbol, range in reversed(_assumed.ranges):
+            _set_range(env, symbol, range)
+        _assumed.ranges = before
+
+
 def tell(graph: fx.Graph) -> None:
     """Make the graph's symbolic sizes ready for Inductor, as those traced without the flag are."""
     vals = (node.meta.get("val") for node in graph.nodes)
@@ -77,3 +105,20 @@ def tell(graph: fx.Graph) -> None:
     if NEEDS_BOUND:
         for symbol in symbols:
             env.constrain_symbol_range(symbol, 0, MISSING_END - 1)
+    if _assumed.ranges is not None:
+        for symbol in symbols:
+            _assume_several(env, symbol, _assumed.ranges)
+
+
+def _assume_several(env: Any, symbol: Any, ranges: list[tuple[Any, Any, Any]]) -> None:
+    """Let a size start at 2 if it is neither fixed nor 0 or 1 in the call that is compiled."""
+    range, value = env.var_to_range.get(symbol), env.backed_var_to_val.get(symbol)
+    if symbol in env.replacements or range is None or value is None or value < 2:
+        return
+    ranges.append((env, symbol, range))
+    _set_range(env, symbol, range & ValueRanges(2, range.upper))
+
+
+def _set_range(env: Any, symbol: Any, range: Any) -> None:
+    env.var_to_range[symbol] = range
+    env._update_version_counter()  # what was worked out with the other range is forgotten

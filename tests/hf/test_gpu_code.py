@@ -27,7 +27,12 @@ def model_and_ids(
 
 @pytest.mark.parametrize(
     ("family", "batch", "length", "dtype"),
-    [("qwen3_moe", 1, 128, BF16), ("phimoe", 1, 128, BF16), ("olmoe", 3, 40, F32)],
+    [
+        ("qwen3_moe", 1, 128, BF16),
+        ("olmoe", 3, 40, F32),
+        ("mimo_v2_flash", 3, 48, BF16),  # loops of 64 * S and of 64 * S * S in one kernel
+        pytest.param("phimoe", 1, 128, BF16, marks=pytest.mark.every),
+    ],
 )
 def test_a_forward_is_one_graph_with_our_kernels(
     family: str, batch: int, length: int, dtype: torch.dtype

@@ -9,10 +9,12 @@ import pytest
 import sympy
 import torch
 import torch.fx.experimental._config as shape_config
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+import moe_ops
 from moe_ops.passes import sizes
+from moe_ops.passes.compile import pipeline_of
 from tests.passes.post_grad import Compiled
 
 
@@ -132,3 +134,48 @@ def test_calls_of_two_threads_that_overlap_leave_the_flag_as_it_was() -> None:
     other.join()
     assert found["second, after the first"]
     assert found["second, outside"] == before == flag()
+
+
+@pytest.mark.skipif(not sizes.HAS_OBLIVIOUS, reason="this torch lacks the flag")
+@pytest.mark.parametrize(("first", "least"), [(5, 2), (1, 0)])
+def test_while_inductor_works_a_size_that_was_several_is(first: int, least: int) -> None:
+    """Of one that was 1 nothing is assumed; afterwards the ranges are as they were."""
+    ranges = []
+
+    def hook(graph: fx.Graph) -> None:
+        vals = [node.meta.get("val") for node in graph.nodes]
+        x = next(v for v in vals if isinstance(v, FakeTensor))
+        env, symbol = x.fake_mode.shape_env, x.shape[0].node.expr
+        before = env.var_to_range[symbol]
+        with sizes.assuming():
+            sizes.tell(graph)
+            ranges.append(env.var_to_range[symbol].lower)
+        assert env.var_to_range[symbol].lower == before.lower
+        sizes.tell(graph)  # elsewhere nothing is
+        assert env.var_to_range[symbol].lower == before.lower
+
+    x_TD = torch.randn(first, 4)
+    torch._dynamo.maybe_mark_dynamic(x_TD, 0)
+    with shape_config.patch(backed_size_oblivious=True):
+        Compiled(lambda x: x * 2, hook, dynamic=None)(x_TD)
+    assert ranges[0] == 2 if least == 2 else ranges[0] < 2
+
+
+@pytest.mark.slow
+def test_one_graph_still_serves_one_token() -> None:
+    """Softmax over tokens and products of them: loops that Inductor splits by what it assumes."""
+
+    class Model(nn.Module):
+        def forward(self, x_TD: Tensor) -> Tensor:
+            scores = x_TD @ x_TD.T
+            sink = scores.new_zeros(scores.shape[0], 1)
+            return torch.cat([scores, sink], -1).softmax(-1)[:, :-1] @ x_TD
+
+    torch._dynamo.reset()
+    model = Model()
+    fast = moe_ops.compile(model)
+    with torch.inference_mode():
+        for T in (5, 1, 2, 33, 1):
+            x_TD = torch.randn(T, 8)
+            torch.testing.assert_close(fast(x_TD), model(x_TD))
+    assert len(pipeline_of(fast).runs) == 1
