@@ -38,20 +38,18 @@ class Net(torch._TorchCompileInductorWrapper):
         self.pipeline = pipeline
         self.told = False
 
+    @sizes.assuming()  # also of the graph as it was, which might fail for the same reason
     def __call__(self, model_: fx.GraphModule, inputs_: list[Any], **kwargs: Any) -> Any:
         untouched, before = _copied(model_), len(self.pipeline.runs)
         try:
-            with sizes.assuming():
-                return super().__call__(model_, inputs_, **kwargs)
+            return super().__call__(model_, inputs_, **kwargs)
         except InductorError as error:
             rewritten = any(p.rewrites for run in self.pipeline.runs[before:] for p in run.passes)
             if self.pipeline.options.strict or not rewritten or _out_of_memory(error):
                 raise
             self._tell(before, str(error).strip().partition("\n")[0])
-        # Sizes are told of as before, or the graph that stays might fail for the same reason.
         plain = Pipeline(chained=self.pipeline.chained, passes=())
-        with sizes.assuming():
-            return compile_fx(untouched, inputs_, config_patches={**self.config, HOOK: plain})
+        return compile_fx(untouched, inputs_, config_patches={**self.config, HOOK: plain})
 
     def _tell(self, before: int, cause: str) -> None:
         reason = f"Inductor cannot compile it as rewritten: {cause}"

@@ -150,46 +150,49 @@ def grouped_gemm(
     return grouped.grouped_rows(_rows(x_RD), ends_E.contiguous(), w_EFD, _rows(bias_EF))
 
 
-def supports_experts(dtypes: tuple[torch.dtype, ...]) -> Callable[..., str | None]:
-    """The support of a backend whose kernels take these dtypes."""
+def supports_experts(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    w13_EFD: Tensor,
+    w2_EDI: Tensor,
+    b13_EF: Tensor | None = None,
+    b2_ED: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    transposed: bool = False,
+    kind: str = "silu",
+    gated: bool = True,
+    interleaved: bool = False,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_shift: float = 0.0,
+    w13_scale_EFG: Tensor | None = None,
+    w2_scale_EDG: Tensor | None = None,
+    w13_zero_EFG: Tensor | None = None,
+    w2_zero_EDG: Tensor | None = None,
+    alpha13_E: Tensor | None = None,
+    alpha2_E: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    h_scale: Tensor | None = None,
+    w_format: str = "",
+    x_format: str = "",
+) -> str | None:
+    refusal = refuse_experts(x_TD, alpha13_E, alpha2_E, w_format)
+    if refusal is not None:
+        return refusal
+    if x_TD.dtype not in FLOATS:
+        return f"needs {_either(FLOATS)}, got {x_TD.dtype}"
+    if needs_grad(x_TD, weights_TK, w13_EFD, w2_EDI, b13_EF, b2_ED):
+        return "is not differentiable, and an argument requires grad"
+    return _refuse_device(x_TD)
 
-    def supports(
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        w13_EFD: Tensor,
-        w2_EDI: Tensor,
-        b13_EF: Tensor | None = None,
-        b2_ED: Tensor | None = None,
-        expert_map: Tensor | None = None,
-        transposed: bool = False,
-        kind: str = "silu",
-        gated: bool = True,
-        interleaved: bool = False,
-        alpha: float = 1.0,
-        limit: float | None = None,
-        up_shift: float = 0.0,
-        w13_scale_EFG: Tensor | None = None,
-        w2_scale_EDG: Tensor | None = None,
-        w13_zero_EFG: Tensor | None = None,
-        w2_zero_EDG: Tensor | None = None,
-        alpha13_E: Tensor | None = None,
-        alpha2_E: Tensor | None = None,
-        x_scale: Tensor | None = None,
-        h_scale: Tensor | None = None,
-        w_format: str = "",
-        x_format: str = "",
-    ) -> str | None:
-        refusal = refuse_experts(x_TD, alpha13_E, alpha2_E, w_format)
-        if refusal is not None:
-            return refusal
-        if x_TD.dtype not in dtypes:
-            return f"needs {_either(dtypes)}, got {x_TD.dtype}"
-        if needs_grad(x_TD, weights_TK, w13_EFD, w2_EDI, b13_EF, b2_ED):
-            return "is not differentiable, and an argument requires grad"
-        return _refuse_device(x_TD)
 
-    return supports
+def supports_half(x_TD: Tensor, *call: Any, **more: Any) -> str | None:
+    """The support of kernels that have no float32."""
+    refusal = supports_experts(x_TD, *call, **more)
+    if refusal is None and x_TD.dtype not in HALF:
+        return f"needs {_either(HALF)}, got {x_TD.dtype}"
+    return refusal
 
 
 def max_tiny_tokens(
@@ -293,14 +296,14 @@ def _experts_on(kernel: str) -> Callable[..., Tensor]:
     return run
 
 
-for name, dtypes, priority, most, maximum in (
-    ("tiny", HALF, 3, most_tiny_tokens, max_tiny_tokens),
-    ("rows", HALF, 2, most_rows_tokens, None),
-    ("grouped", FLOATS, 1, None, None),
+for name, supports, priority, most, maximum in (
+    ("tiny", supports_half, 3, most_tiny_tokens, max_tiny_tokens),
+    ("rows", supports_half, 2, most_rows_tokens, None),
+    ("grouped", supports_experts, 1, None, None),
 ):
     experts.backend(
         f"triton.{name}",
-        supports=supports_experts(dtypes),
+        supports=supports,
         most_rows=most,
         max_rows=maximum,
         devices=("cuda",),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moe_ops
@@ -29,22 +29,9 @@ from tests.fuzz.attempts import (
     optional,
 )
 from tests.fuzz.loading import OPTIONS
+from tests.moe_block import Block
 
 X_TD = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
-
-
-class Block(nn.Module):
-    """A router and its experts on our ops."""
-
-    def __init__(self, D: int = 16, E: int = 4, I: int = 8) -> None:  # noqa: E741
-        super().__init__()
-        self.gate = nn.Linear(D, E, bias=False)
-        self.w13_EFD = nn.Parameter(torch.randn(E, 2 * I, D) / 4)
-        self.w2_EDI = nn.Parameter(torch.randn(E, D, I) / 4)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        logits_TE = self.gate(x_TD)
-        return x_TD + moe_ops.moe(x_TD, logits_TE, self.w13_EFD, self.w2_EDI, 2, renormalize=True)
 
 
 def causal_lm(seed: int = 0) -> PreTrainedModel:

@@ -15,8 +15,6 @@ from tests.hf import families, real, real_checks
 
 pytestmark = pytest.mark.gpu
 
-SIZES = [(1, 128), (3, 48)]
-
 
 @pytest.fixture(autouse=True)
 def exact_float32(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -32,5 +30,5 @@ def exact_float32(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_family_at_real_widths(family: str, check: Any) -> None:
     if family not in families.discover():
         pytest.skip(f"this transformers has no {family}")
-    found = check(family, "cuda", SIZES)
+    found = check(family, "cuda", real_checks.SIZES)
     assert found.ours == found.layers

@@ -23,7 +23,6 @@ import torch
 from . import families, page, real, real_checks
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "families_gpu.json"
-SIZES = [(1, 128), (3, 48)]
 HOLDS = "holds"
 Outcome = dict[str, Any]
 
@@ -102,7 +101,7 @@ def run_one(family: str) -> Outcome:
     outcome: Outcome = {"outcome": HOLDS}
     for check in (real_checks.check_float32, real_checks.check_bfloat16):
         try:
-            found = check(family, "cuda", SIZES)
+            found = check(family, "cuda", real_checks.SIZES)
         except Exception as error:
             why = str(error).strip().partition("\n")[0]
             outcome["outcome"] = f"{check.__name__}: {type(error).__name__}: {why}"[:300]

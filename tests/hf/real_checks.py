@@ -33,6 +33,7 @@ FURTHER, FURTHEST = 1.25, 3.0
 NEAREST = 0.1  # of tokens; in six layers of DeepSeek-V3's router half of them had other experts
 NOISE = 2.0**-5  # of a layer's input; several times what bfloat16 adds until the choice
 DRAWS = 8
+SIZES = [(1, 128), (3, 48)]  # batch, length: one sequence, on which transformers branches, and more
 NEW_TOKENS = 8
 _DECODER_LAYER = re.compile(r"^(.+?\.\d+)\.")
 

@@ -24,25 +24,12 @@ from moe_ops.passes.net import Net
 from moe_ops.passes.pipeline import HOOK, Pipeline
 from moe_ops.testing import Tol, assert_close
 from tests.hf import attention, families
+from tests.moe_block import Block
 
 needs_the_flag = pytest.mark.skipif(
     not sizes.HAS_OBLIVIOUS, reason="this torch compiles a size of 1 apart"
 )
 TOL = Tol(1e-4, "float32 sums in another order through a whole model")
-
-
-class Block(nn.Module):
-    """The feed-forward part of an MoE layer on our ops."""
-
-    def __init__(self, D: int = 16, E: int = 4, I: int = 8) -> None:  # noqa: E741
-        super().__init__()
-        self.gate = nn.Linear(D, E, bias=False)
-        self.w13_EFD = nn.Parameter(torch.randn(E, 2 * I, D) / 4)
-        self.w2_EDI = nn.Parameter(torch.randn(E, D, I) / 4)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        logits_TE = self.gate(x_TD)
-        return x_TD + moe_ops.moe(x_TD, logits_TE, self.w13_EFD, self.w2_EDI, 2, renormalize=True)
 
 
 @pytest.fixture

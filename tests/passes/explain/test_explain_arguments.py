@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moe_ops
-from tests.passes.test_compile import Block
+from tests.moe_block import Block
 
 X = torch.ones(3, 16)
 BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
