@@ -92,16 +92,15 @@ def route_tokens(
 ) -> tuple[Tensor, Tensor]:
     """`route` in one launch, a warp for each token."""
     from moe_ops.kernels.triton import routing
+    from moe_ops.kernels.triton.replay import replay
 
     fill = 0.0 if group_fill == "zero" else float("-inf")
     router = (
         score, select_on == "logit", n_group, topk_group, group_reduce == "top2sum", fill,
         softmax_selected, renormalize, eps, min_sum, scale,
     )  # fmt: skip
-    return routing.route(
-        _rows(logits_TE), top_k, _contiguous(bias_E), _contiguous(per_expert_scale_E),
-        router, DTYPES[out_dtype],
-    )  # fmt: skip
+    tensors = _rows(logits_TE), _contiguous(bias_E), _contiguous(per_expert_scale_E)
+    return replay(routing.route, tensors, (top_k, router, DTYPES[out_dtype]))
 
 
 def supports_gemm(
@@ -241,21 +240,39 @@ def run_experts(
     there is one."""
     if x_TD.shape[0] == 0:
         return torch.empty_like(x_TD)
+    from moe_ops.kernels.triton.replay import replay
+
+    tensors = (
+        _rows(x_TD), _contiguous(weights_TK), _contiguous(experts_TK), w13_EFD, w2_EDI,
+        _rows(b13_EF), _rows(b2_ED), _contiguous(expert_map), _contiguous(residual_TD),
+    )  # fmt: skip
+    out_TD: Tensor = replay(_launch_experts, tensors, (kernel, transposed, act))
+    return out_TD
+
+
+def _launch_experts(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    w13_EFD: Tensor,
+    w2_EDI: Tensor,
+    b13_EF: Tensor | None,
+    b2_ED: Tensor | None,
+    expert_map: Tensor | None,
+    residual_TD: Tensor | None,
+    kernel: str,
+    transposed: bool,
+    act: tuple[str, bool, bool, float, float | None, float],
+) -> Tensor:
     from moe_ops.kernels.triton.weights import Experts
 
     layer = Experts(
-        w13_EFD=w13_EFD,
-        w2_EDI=w2_EDI,
-        b13_EF=_rows(b13_EF),
-        b2_ED=_rows(b2_ED),
-        transposed=transposed,
-        act=act,
+        w13_EFD=w13_EFD, w2_EDI=w2_EDI, b13_EF=b13_EF, b2_ED=b2_ED, transposed=transposed, act=act
     )
     module = importlib.import_module(f"moe_ops.kernels.triton.{kernel}")
     out_TD: Tensor = module.run(
-        _rows(x_TD), weights_TK.contiguous(), experts_TK.contiguous(), layer,
-        _contiguous(expert_map), residual_TD=_contiguous(residual_TD),
-    )  # fmt: skip
+        x_TD, weights_TK, experts_TK, layer, expert_map, residual_TD=residual_TD
+    )
     return out_TD
 
 
@@ -317,4 +334,4 @@ def _rows(t: T) -> T:
 
 
 def _contiguous(t: T) -> T:
-    return None if t is None else t.contiguous()
+    return t if t is None or t.is_contiguous() else t.contiguous()

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.replay import launch
 
 BD = 1024
 
@@ -55,8 +56,8 @@ def sum_rows(
     T, D = inverse_R.shape[0] // top_k, y_RD.shape[1]
     out_TD = y_RD.new_empty(T, D)
     pdl, options = pdl_options(y_RD)
-    sum_kernel[(T, triton.cdiv(D, BD))](
-        y_RD, inverse_R, weights_TK, residual_TD, out_TD,
+    launch(
+        sum_kernel, (T, triton.cdiv(D, BD)), y_RD, inverse_R, weights_TK, residual_TD, out_TD,
         K=top_k, D=D, BK=triton.next_power_of_2(top_k), BD=min(BD, triton.next_power_of_2(D)),
         PDL=pdl, num_warps=4, **options,
     )  # fmt: skip

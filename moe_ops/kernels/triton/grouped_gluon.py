@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from moe_ops.kernels.triton import replay
 from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.launch import processors
 from moe_ops.kernels.triton.tile_map import ENTRY, Tiles
@@ -610,7 +611,9 @@ def launch(
         source, stride = TensorDescriptor.from_tensor(a, [HALF_M, BLOCK_K], swizzled), None
     else:
         source, stride = a, a.stride(0)
-    _grouped[(processors(a),)](
+    replay.launch(
+        _grouped,
+        (processors(a),),
         source,
         stride,
         rows_R,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.triton import replay
 from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.launch import shared_memory
 from moe_ops.kernels.triton.tile_map import ENTRY, Tiles
@@ -38,7 +39,9 @@ def launch(
     config = config_of(a, out.shape[0], w_ENK)
     N, K = w_ENK.shape[1:]
     n_tiles = triton.cdiv(N, config.block_n)
-    _grouped[(tiles.capacity * n_tiles,)](
+    replay.launch(
+        _grouped,
+        (tiles.capacity * n_tiles,),
         a,
         *a.stride(),
         rows,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton.activation import sigmoid
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options
+from moe_ops.kernels.triton.replay import launch
 
 # The bits of a float32 that are never set in a float of these types; a column fits into them.
 FREE_BITS = {torch.bfloat16: 0xFFFF, torch.float16: 0x1FFF}
@@ -234,9 +235,9 @@ def route_kernel(
 @on_its_device
 def route(
     logits_TE: Tensor,
-    top_k: int,
     bias_E: Tensor | None,
     per_expert_scale_E: Tensor | None,
+    top_k: int,
     router: tuple[Any, ...],
     weights_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
@@ -250,7 +251,8 @@ def route(
     low = FREE_BITS.get(logits_TE.dtype, 0) if plain else 0
     tokens = 4 if low > 0 and T >= MANY_TOKENS and E <= FEW_EXPERTS else 1
     pdl, options = pdl_options(logits_TE)
-    route_kernel[(triton.cdiv(T, tokens),)](
+    launch(
+        route_kernel, (triton.cdiv(T, tokens),),
         logits_TE, logits_TE.stride(0), T, bias_E, per_expert_scale_E, weights_TK, experts_TK,
         E=E, K=top_k, ROUTER=router,
         BT=tokens, BE=max(2, triton.next_power_of_2(E)), BK=triton.next_power_of_2(top_k),

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton.combine import sum_rows
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options, shared_memory, stages_within
+from moe_ops.kernels.triton.replay import launch
 from moe_ops.kernels.triton.sort import sort_pairs
 from moe_ops.kernels.triton.weights import Experts, activated, bias_stride, up_rows
 
@@ -212,13 +213,15 @@ def run(
     BE = max(2, triton.next_power_of_2(E))
     pdl, options = pdl_options(x_TD)
     up, down = tiles.up, tiles.down
-    rows_up[(_units(R, E, up) * triton.cdiv(I, up.rows),)](
+    launch(
+        rows_up, (_units(R, E, up) * triton.cdiv(I, up.rows),),
         x_TD, rows_R, ends_E, weights_TK, layer.w13_EFD, layer.b13_EF, h_RI,
         x_TD.stride(0), *layer.strides13, bias_stride(layer.b13_EF),
         E=E, K=K, D=D, I=I, ACT=layer.act, BE=BE, BI=up.rows, BD=up.step, BN=up.BN,
         PDL=pdl, num_warps=up.warps, num_stages=up.stages, **options,
     )  # fmt: skip
-    rows_down[(_units(R, E, down) * triton.cdiv(D, down.rows),)](
+    launch(
+        rows_down, (_units(R, E, down) * triton.cdiv(D, down.rows),),
         h_RI, rows_R, ends_E, weights_TK, layer.w2_EDI, layer.b2_ED, y_RD,
         *layer.strides2, bias_stride(layer.b2_ED),
         E=E, D=D, I=I, BE=BE, BD=down.rows, BI=down.step, BN=down.BN,

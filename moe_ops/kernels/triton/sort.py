@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.replay import launch
 
 ONE_LAUNCH = 4096  # pairs up to which every program reads all of them
 CHUNK = 512  # pairs a program sorts, beyond that
@@ -135,23 +136,25 @@ def sort_pairs(
     n_map = 0 if expert_map is None else expert_map.shape[0]
     pdl, options = pdl_options(experts_TK)
     if R <= ONE_LAUNCH:
-        sort_kernel[(E + 1,)](
-            experts_TK, expert_map, rows_R, inverse_R, ends_E, R, n_map,
+        launch(
+            sort_kernel, (E + 1,), experts_TK, expert_map, rows_R, inverse_R, ends_E, R, n_map,
             E=E, BR=max(16, triton.next_power_of_2(R)), PDL=pdl, num_warps=4, **options,
         )  # fmt: skip
         return rows_R, inverse_R, ends_E
     chunks = triton.cdiv(R, CHUNK)
     BE = triton.next_power_of_2(E + 2)
     counts_CE = experts_TK.new_empty((chunks + 1, E + 1), dtype=torch.int32)
-    count_kernel[(chunks,)](
-        experts_TK, expert_map, counts_CE, R, n_map,
+    launch(
+        count_kernel, (chunks,), experts_TK, expert_map, counts_CE, R, n_map,
         E=E, BR=CHUNK, BE=BE, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
     BC = min(CHUNKS_AT_ONCE, triton.next_power_of_2(chunks))
-    add_up_kernel[(triton.cdiv(E + 1, EXPERTS_AT_ONCE),)](
-        counts_CE, chunks, E=E, BC=BC, BE=EXPERTS_AT_ONCE, PDL=pdl, num_warps=4, **options
-    )
-    place_kernel[(chunks,)](
+    launch(
+        add_up_kernel, (triton.cdiv(E + 1, EXPERTS_AT_ONCE),), counts_CE, chunks,
+        E=E, BC=BC, BE=EXPERTS_AT_ONCE, PDL=pdl, num_warps=4, **options,
+    )  # fmt: skip
+    launch(
+        place_kernel, (chunks,),
         experts_TK, expert_map, counts_CE, rows_R, inverse_R, ends_E, R, n_map, chunks,
         E=E, BR=CHUNK, BE=BE, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip

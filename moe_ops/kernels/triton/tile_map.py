@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.triton.replay import launch
+
 GROUP = 16  # tiles of one expert that run side by side, sharing W from the L2 cache
 ENTRY = tl.constexpr(8)  # int32s from one entry to the next: its five lie in one sector of memory
 
@@ -39,8 +41,9 @@ def tile_map(ends_E: Tensor, rows: int, block_m: int) -> Tiles:
     capacity = rows // block_m + min(E, rows)
     table = torch.empty(1 + capacity, ENTRY.value, dtype=torch.int32, device=ends_E.device)
     block, block_e = 128, max(triton.next_power_of_2(E), 16)
-    _tile_map[(E,)](
-        ends_E, table, E, rows, capacity, block_m, GROUP, block_e, block, num_warps=4
+    launch(
+        _tile_map, (E,), ends_E, table, E, rows, capacity, block_m, GROUP, block_e, block,
+        num_warps=4,
     )  # fmt: skip
     return Tiles(table, block_m)
 

@@ -36,6 +36,7 @@ from moe_ops.kernels.triton.launch import (
     shared_memory,
     stages_within,
 )
+from moe_ops.kernels.triton.replay import launch
 from moe_ops.kernels.triton.sort import local_ids
 from moe_ops.kernels.triton.weights import Experts, activated, bias_stride, up_rows
 
@@ -318,13 +319,15 @@ def run(
     table = None if T == 1 else x_TD.new_empty(1 + 2 * BP, dtype=torch.int32)
     share_PT = None if layer.b2_ED is None else x_TD.new_empty(P, T, dtype=torch.float32)
     pdl, options = pdl_options(x_TD)
-    tiny_up[(P * triton.cdiv(I, tiles.BI) + (T > 1),)](
+    launch(
+        tiny_up, (P * triton.cdiv(I, tiles.BI) + (T > 1),),
         x_TD, experts_TK, weights_TK, expert_map, layer.w13_EFD, layer.b13_EF, h_PTI, table,
         share_PT, T, n_map, x_TD.stride(0), *layer.strides13, bias_stride(layer.b13_EF),
         E=E, K=K, D=D, I=I, ACT=layer.act, BP=BP, BI=tiles.BI, BD=tiles.BD, BN=TINY_TOKENS,
         ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.up_stages, **options,
     )  # fmt: skip
-    tiny_down[(triton.cdiv(D, tiles.BR),)](
+    launch(
+        tiny_down, (triton.cdiv(D, tiles.BR),),
         h_PTI, experts_TK, expert_map, table, share_PT, layer.w2_EDI, layer.b2_ED, residual_TD,
         out_TD, T, n_map, *layer.strides2, bias_stride(layer.b2_ED),
         E=E, K=K, D=D, I=I, BP=BP, BT=BT, BG=tiles.BG, BR=tiles.BR, BI=tiles.BH,

@@ -1,0 +1,297 @@
+"""Repeat the launches of an op without the host code that led to them.
+
+A launch through Triton takes 20 to 40 microseconds of the host, and choosing tiles and allocating
+what lies between launches as much again: a compiled forward of few tokens waits for that, layer by
+layer. So the first call of a kind is recorded, and calls like it fill in the addresses of their
+tensors and launch.
+
+Two calls are alike if all that the host code can read is: the shapes, strides, dtypes and device of
+the tensors, whether their addresses are multiples of 16, and the arguments that are no tensors. It
+must not read values, and may launch only by `launch`: a call that does anything else on the device
+is not recorded, nor is one whose tensors cannot be told apart by their addresses. Such calls run as
+they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
+from triton.runtime import driver
+
+Tensors = tuple[Tensor | None, ...]
+R = TypeVar("R", bound=Tensor | tuple[Tensor, ...])
+Place = tuple[int, int]  # which of a call's bases, and the bytes from its beginning
+
+ALIGNMENT = 256  # bytes, of what shares one buffer: as the allocator of CUDA aligns
+MOST_RECORDINGS, MOST_DESCRIPTORS = 4096, 64
+_ALLOCATIONS = (
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+)
+
+_recorder: ContextVar[_Recorder | None] = ContextVar("moe_ops_recorder", default=None)
+_recordings: dict[Hashable, _Recording | None] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Launch a Triton kernel, and note it if the call is recorded. Parameters need no defaults."""
+    compiled = kernel[grid](*args, **options)
+    recorder = _recorder.get()
+    if recorder is not None:
+        given = dict(zip(kernel.arg_names, args, strict=False)) | options
+        recorder.note(compiled, grid, [given[name] for name in kernel.arg_names])
+
+
+def replay(run: Callable[..., R], tensors: Tensors, rest: tuple[Hashable, ...]) -> R:
+    """`run(*tensors, *rest)`; after the first call like this one, its launches alone.
+
+    The first tensor tells the device, which is the current one while `run` runs. Raises what `run`
+    raises.
+    """
+    first = tensors[0]
+    assert first is not None
+    if not _repeats(first):
+        return run(*tensors, *rest)
+    device = first.device.index
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return replay(run, tensors, rest)
+    key = (run, rest, device, *[t if t is None else _kind(t) for t in tensors])
+    recording = _recordings.get(key)
+    if recording is not None:
+        again: R = recording.run([0 if t is None else t.data_ptr() for t in tensors])
+        return again
+    if key in _recordings or _recorder.get() is not None or _shared(tensors):
+        return run(*tensors, *rest)
+    if len(_recordings) >= MOST_RECORDINGS:
+        _recordings.clear()
+    result, _recordings[key] = _record(run, tensors, rest)
+    return result
+
+
+def _repeats(t: Tensor) -> bool:
+    """Whether launches on the device of a tensor can be repeated; not if Triton's hooks, by which a
+    profiler watches, would miss them."""
+    hooks = knobs.runtime
+    return t.is_cuda and not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls
+
+
+def _shared(tensors: Tensors) -> bool:
+    """Whether two of the tensors begin at one address, so that it does not tell which is meant."""
+    addresses = [t.data_ptr() for t in tensors if t is not None]
+    return len(set(addresses)) < len(addresses)
+
+
+def _kind(t: Tensor) -> Hashable:
+    return t.shape, t.stride(), t.dtype, t.data_ptr() % 16
+
+
+@dataclass(slots=True, kw_only=True)
+class _Descriptor:
+    """A TMA descriptor among the arguments of a launch, and those made of it by address."""
+
+    at: int
+    place: Place
+    first: Any
+    made: dict[int, Any] = field(default_factory=dict)
+
+    def at_address(self, address: int) -> Any:
+        found = self.made.get(address)
+        if found is None:
+            if len(self.made) >= MOST_DESCRIPTORS:
+                self.made.clear()
+            found = self.made[address] = _moved(self.first, address)
+        return found
+
+
+@dataclass(slots=True)
+class _Address:
+    """What a TMA descriptor asks of its tensor."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _moved(descriptor: Any, address: int) -> Any:
+    """The same TMA descriptor of another address; it keeps no tensor alive."""
+    moved = copy.copy(descriptor)
+    moved.base = _Address(address, descriptor.base.dtype)
+    return moved
+
+
+@dataclass(slots=True, kw_only=True)
+class _Launch:
+    """A launch of a compiled kernel; `places` are of the arguments that are addresses."""
+
+    run: Callable[..., None]
+    grid: tuple[int, int, int]
+    function: Any
+    metadata: Any
+    args: list[Any]
+    places: list[tuple[int, Place]]
+    descriptors: list[_Descriptor]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Recording:
+    """The launches of a call. Its bases are the addresses of its tensors, of its results and of a
+    buffer for all else that it allocates."""
+
+    launches: list[_Launch]
+    device: torch.device
+    results: list[tuple[tuple[int, ...], torch.dtype]]
+    single: bool
+    buffer_bytes: int
+    stream_of: Callable[[int], int]
+
+    def run(self, bases: list[int]) -> Any:
+        """The results for tensors at these addresses, 0 for none."""
+        device = self.device
+        results = [torch.empty(s, dtype=dtype, device=device) for s, dtype in self.results]
+        bases += [t.data_ptr() for t in results]
+        if self.buffer_bytes:
+            buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=device)
+            bases.append(buffer.data_ptr())
+        stream = self.stream_of(device.index)
+        for launch in self.launches:
+            args = launch.args.copy()
+            for at, (base, offset) in launch.places:
+                args[at] = bases[base] + offset
+            for d in launch.descriptors:
+                args[d.at] = d.at_address(bases[d.place[0]] + d.place[1])
+            launch.run(
+                *launch.grid, stream, launch.function, launch.metadata, None, None, None, *args
+            )
+        return results[0] if self.single else tuple(results)
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees what a call allocates and launches, and whether it does anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []
+        self.noted: list[tuple[Any, tuple[int, ...], list[Any]]] = []
+        self.whole = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _ALLOCATIONS:
+            self.made.append(out)
+        elif not func.is_view:
+            self.whole = False
+        return out
+
+    def note(self, compiled: Any, grid: tuple[int, ...], args: list[Any]) -> None:
+        self.whole = self.whole and compiled is not None
+        self.noted.append((compiled, grid, args))
+
+
+def _record(
+    run: Callable[..., R], tensors: Tensors, rest: tuple[Hashable, ...]
+) -> tuple[R, _Recording | None]:
+    """The result of a call, and how to repeat it, or None if it cannot be recorded."""
+    recorder = _Recorder()
+    token = _recorder.set(recorder)
+    try:
+        with recorder:
+            result = run(*tensors, *rest)
+    finally:
+        _recorder.reset(token)
+    results = [result] if isinstance(result, Tensor) else list(result)
+    made = {(t.data_ptr(), tuple(t.shape)) for t in recorder.made if t.is_contiguous()}
+    if not recorder.whole or any((t.data_ptr(), tuple(t.shape)) not in made for t in results):
+        return result, None
+    bases = _Bases(tensors, results, recorder.made)
+    first = tensors[0]
+    assert first is not None
+    try:
+        launches = [_launch(*noted, bases) for noted in recorder.noted]
+    except _Unclear:
+        return result, None
+    return result, _Recording(
+        launches=launches,
+        device=first.device,
+        results=[(tuple(t.shape), t.dtype) for t in results],
+        single=isinstance(result, Tensor),
+        buffer_bytes=bases.buffer_bytes,
+        stream_of=driver.active.get_current_stream,
+    )
+
+
+class _Unclear(Exception):
+    """An address lies in none of a call's tensors, or in more than one."""
+
+
+class _Bases:
+    """Tells to which tensor of a call an address belongs."""
+
+    def __init__(self, tensors: Tensors, results: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        self.buffer_bytes = 0
+        # Begin, end, place of the begin.
+        self._spans: list[tuple[int, int, Place]] = []
+        for index, t in enumerate((*tensors, *results)):
+            if t is not None:
+                self._put(t, (index, 0))
+        buffer = len(tensors) + len(results)
+        known = [t.data_ptr() for t in results]
+        for t in made:
+            if t.data_ptr() not in known:
+                self._put(t, (buffer, self.buffer_bytes))
+                self.buffer_bytes += -(-_bytes(t) // ALIGNMENT) * ALIGNMENT
+
+    def _put(self, t: Tensor, place: Place) -> None:
+        if t.numel():
+            begin = t.data_ptr()
+            self._spans.append((begin, begin + _bytes(t), place))
+
+    def place(self, address: int) -> Place:
+        found = [s for s in self._spans if s[0] == address]
+        found = found or [s for s in self._spans if s[0] <= address < s[1]]
+        if len(found) != 1:
+            raise _Unclear
+        begin, _, (base, offset) = found[0]
+        return base, offset + address - begin
+
+
+def _bytes(t: Tensor) -> int:
+    """From the first element of a tensor to the end of its last."""
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return (last + 1) * t.element_size()
+
+
+def _launch(compiled: Any, grid: tuple[int, ...], args: list[Any], bases: _Bases) -> _Launch:
+    places, descriptors = [], []
+    for at, value in enumerate(args):
+        if isinstance(value, Tensor):
+            if value.numel():
+                places.append((at, bases.place(value.data_ptr())))
+            else:
+                args[at] = 0
+        elif isinstance(getattr(value, "base", None), Tensor):
+            place = bases.place(value.base.data_ptr())
+            descriptors.append(_Descriptor(at=at, place=place, first=_moved(value, 0)))
+    x, y, z = (*grid, 1, 1)[:3]
+    return _Launch(
+        run=compiled.run,
+        grid=(x, y, z),
+        function=compiled.function,
+        metadata=compiled.packed_metadata,
+        args=[None if isinstance(value, Tensor) else value for value in args],
+        places=places,
+        descriptors=descriptors,
+    )
