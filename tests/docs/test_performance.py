@@ -15,7 +15,7 @@ from moe_ops.bench.rates import Rates
 from moe_ops.bench.results import Results, dump, write
 from moe_ops.testing import Case
 
-from . import generation
+from . import forwards, generation
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "PERFORMANCE.md"
@@ -25,7 +25,7 @@ REMEDY = "run `make golden` if it should, and read the difference"
 
 def test_the_page_is_what_was_measured() -> None:
     page = PAGE.read_text()
-    want = generation.fill(report.fill(page, RESULTS), RESULTS)
+    want = forwards.fill(generation.fill(report.fill(page, RESULTS), RESULTS), RESULTS)
     if expecttest.ACCEPT:
         PAGE.write_text(want)
     lines = difflib.ndiff(PAGE.read_text().splitlines(), want.splitlines())
@@ -37,6 +37,7 @@ def test_the_page_has_a_place_for_them() -> None:
     assert report.BLOCK.findall(PAGE.read_text()) == ["layer_h200_bfloat16"]
     models = ["qwen3_30b", "mixtral_8x7b", "gpt_oss_20b"]
     assert generation.BLOCK.findall(PAGE.read_text()) == [f"generate_{m}_h200" for m in models]
+    assert forwards.BLOCK.findall(PAGE.read_text()) == ["forward_qwen3_30b_12_layers_h200"]
 
 
 @pytest.fixture

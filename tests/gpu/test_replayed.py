@@ -27,7 +27,7 @@ CASES = (
     Case(name="many", T=2048, E=32, K=4, D=512, I=256),
     Case(name="odd", T=70, E=8, K=3, D=321, I=137),
 )
-ACT = {"interleaved": True, "alpha": 1.702, "limit": 7.0, "up_shift": 1.0, "kind": "sigmoid"}
+ACT = {"interleaved": True, "alpha": 1.702, "limit": 7.0, "up_shift": 1.0}
 
 
 @pytest.fixture(autouse=True)

@@ -89,7 +89,10 @@ WIDTHS: dict[str, dict[str, Any]] = {
         "hidden_size": 2048, "moe_intermediate_size": 768, "num_attention_heads": 32,
         "num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True,
     },
-    "qwen3_next": {  # Qwen3-Next-80B-A3B
+    # Qwen3-Next-80B-A3B, where three of four layers attend linearly: Inductor takes more than a
+    # minute for each, as transformers' scan has its steps unrolled.
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention", "full_attention"],
         "hidden_size": 2048, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
         "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
     },
@@ -156,6 +159,7 @@ def _config(config_class: type[PreTrainedConfig], family: str, layers: int) -> P
             counts[name] = value
     counts |= NEEDED.get(config_class.__name__, {})
     widths = {k: v for k, v in WIDTHS.get(family, {}).items() if k in declared}
+    widths |= {k: (widths[k] * layers)[:layers] for k in LAYER_LISTS if k in widths}
     for name, value in vars(config_class(**counts | widths)).items():
         if isinstance(value, PreTrainedConfig):
             counts[name] = _config(type(value), family, layers)

@@ -1,0 +1,164 @@
+"""What the kernels of every backend compute when their launches are repeated, in the interpreter.
+
+It stands in for compiled kernels: a launch that is repeated gets addresses, as those do, and runs
+the kernel on tensors that lie there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+pytest.importorskip("triton")
+from triton.runtime.interpreter import InterpretedFunction
+
+from moe_ops import experts, route
+from moe_ops.backends import triton as backends
+from moe_ops.kernels.triton import replay, sort
+from moe_ops.testing import Case, Layer, make_layer
+from tests.chosen import those_of
+from tests.published_routers import ROUTERS, arguments
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu does this on a GPU"),
+]
+
+INTERLEAVED = {"interleaved": True, "alpha": 1.702, "limit": 7.0, "up_shift": 1.0}
+
+
+class Compiled:
+    """An interpreted kernel that takes addresses for the tensors of its first launch."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, kernel: Any, grid: Any, given: dict[str, Any], options: Any) -> None:
+        self.launch = functools.partial(interpret, kernel, grid)
+        self.options = options
+        self.like = {n: at if isinstance(at, Tensor) else None for n, at in given.items()}
+
+    def run(self, *call: Any) -> None:
+        _, _, _, stream, _, _, enter, hook, leave, *args = call
+        assert (stream, enter, hook, leave) == (7, None, None, None)
+        pairs = zip(self.like.items(), args, strict=True)
+        given = {n: at if like is None else lying_at(at, like) for (n, like), at in pairs}
+        self.launch(**given, **self.options)
+
+
+def lying_at(address: int, like: Tensor) -> Tensor:
+    """A tensor at an address, of the shape, strides and dtype of another."""
+    last = sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
+    memory = (ctypes.c_char * ((last + 1) * like.element_size())).from_address(address)
+    return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
+
+
+def interpret(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
+    with _disable_current_modes():
+        kernel.run(*args, grid=grid, warmup=False, **options)
+
+
+def launched(kernel: Any, grid: Any) -> Callable[..., Compiled]:
+    def call(*args: Any, **named: Any) -> Compiled:
+        interpret(kernel, grid, *args, **named)
+        given = dict(zip(kernel.arg_names, args, strict=False)) | named
+        options = {n: v for n, v in named.items() if n not in kernel.arg_names}
+        return Compiled(kernel, grid, {n: given[n] for n in kernel.arg_names}, options)
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def recordings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
+    """Let launches repeat on a CPU; all calls must have been recorded."""
+    active = SimpleNamespace(get_current_stream=lambda device: 7)
+    monkeypatch.setattr(replay, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(replay, "_repeats", lambda t: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", launched)
+    replay._recordings.clear()
+    yield replay._recordings
+    assert replay._recordings and None not in replay._recordings.values()
+    replay._recordings.clear()
+
+
+def check(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replayed as by the host code."""
+    got = run()
+    with monkeypatch.context() as patch:
+        patch.setattr(replay, "_repeats", lambda t: False)
+        want = run()
+    for a, b in zip(as_tuple(got), as_tuple(want), strict=True):
+        assert torch.equal(a, b)
+
+
+def as_tuple(result: Any) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def variants(layer: Layer) -> Iterator[tuple[bool, dict[str, Any]]]:
+    """With launches of every number: whether weights are transposed, and other arguments."""
+    E = layer.w13_EFD.shape[0]
+    expert_map = torch.arange(E + 2, dtype=torch.int32).flip(0) - 1
+    yield False, {}
+    yield True, {"b13_EF": layer.b13_EF, "expert_map": expert_map}
+    yield False, {"b13_EF": layer.b13_EF, "b2_ED": layer.b2_ED, **INTERLEAVED}
+
+
+@pytest.mark.parametrize(
+    ("name", "T"),
+    [
+        ("triton.tiny", 1),
+        ("triton.tiny", 5),
+        ("triton.rows", 5),  # whose pairs three launches sort, as many are
+        ("triton.grouped", 1),
+        pytest.param("triton.grouped", 5, marks=pytest.mark.every),
+    ],
+)
+def test_experts(
+    name: str, T: int, recordings: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sort, "ONE_LAUNCH", 8)
+    case = Case(name="small", T=T, E=4, K=2, D=40, I=24)
+    kept = []  # so that no address comes twice
+    for seed in range(2):
+        plain, transposed = (
+            make_layer(case, torch.float16, seed=seed, transposed=t) for t in (False, True)
+        )
+        kept += [plain, transposed]
+        for flip, more in variants(plain):
+            layer = transposed if flip else plain
+            tensors = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+            run = functools.partial(experts.backends[name].run, *tensors, transposed=flip, **more)
+            check(run, monkeypatch)
+    assert len(recordings) == 3  # one for each variant, none for each seed
+    assert len({getattr(k, f.name).data_ptr() for k in kept for f in fields(Layer)}) > 20
+
+
+@pytest.mark.parametrize("name", ["tiny", "rows", "grouped"])
+def test_a_residual_which_may_be_an_input_as_well(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer(Case(name="small", T=3, E=4, K=2, D=40, I=24), torch.float16)
+    tensors = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    act = ("silu", True, False, 1.0, None, 0.0)
+    for residual in (layer.x_TD, torch.randn_like(layer.x_TD), layer.x_TD):
+        rest = (None, None, None, False, act, residual)
+        check(functools.partial(backends.run_experts, name, *tensors, *rest), monkeypatch)
+
+
+# A scale for each expert, and a bias.
+@pytest.mark.parametrize("name", those_of(("gemma4", "lfm2"), ROUTERS))
+def test_routers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        call = arguments(ROUTERS[name])
+        call["logits_TE"] = torch.randn_like(call["logits_TE"])
+        check(functools.partial(route.backends["triton"].run, **call), monkeypatch)
