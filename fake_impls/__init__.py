@@ -1,6 +1,7 @@
 """The fakes: for each op, a pure function from the shapes of its arguments to the shapes of its
 results.
 
+Each takes the arguments as the attributes of one value (`call.x_TD`), as the op's record has them.
 They import torch alone, so another compiler can take them without the rest of the package. One file
 per op, named as the op; results are always contiguous.
 """

@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor
 
 
-def activate(
-    y_RF: Tensor, kind: str = "silu", gated: bool = True, *args: Any, **kwargs: Any
-) -> Tensor:
+def activate(call: Any) -> Tensor:
     """[R, F] rows to [R, F / 2] rows, or [R, F] if not gated."""
-    R, F = y_RF.shape
-    return y_RF.new_empty((R, F // 2 if gated else F))
+    R, F = call.y_RF.shape
+    out: Tensor = call.y_RF.new_empty((R, F // 2 if call.gated else F))
+    return out

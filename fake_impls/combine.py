@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 
-def combine(y_RD: Tensor, weights_TK: Tensor, rows_R: Tensor) -> Tensor:
+def combine(call: Any) -> Tensor:
     """[T * K, D] rows to [T, D] tokens."""
-    return y_RD.new_empty((weights_TK.shape[0], y_RD.shape[1]))
+    out: Tensor = call.y_RD.new_empty((call.weights_TK.shape[0], call.y_RD.shape[1]))
+    return out

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
-def dispatch(
-    x_TD: Tensor, experts_TK: Tensor, num_experts: int, expert_map: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def dispatch(call: Any) -> tuple[Tensor, Tensor, Tensor]:
     """[T, D] tokens to ([T * K, D] rows, [T * K] int32 pairs, [num_experts] int32 ends)."""
-    R = experts_TK.shape[0] * experts_TK.shape[1]
+    x_TD, ids = call.x_TD, call.experts_TK.shape
+    R = ids[0] * ids[1]
     return (
         x_TD.new_empty((R, x_TD.shape[1])),
         x_TD.new_empty((R,), dtype=torch.int32),
-        x_TD.new_empty((num_experts,), dtype=torch.int32),
+        x_TD.new_empty((call.num_experts,), dtype=torch.int32),
     )

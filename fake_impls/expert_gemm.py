@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
-def expert_gemm(
-    x_RD: Tensor,
-    w_EFD: Tensor,
-    ends_E: Tensor,
-    bias_EF: Tensor | None = None,
-    transposed: bool = False,
-    x_scale_RG: Tensor | None = None,
-    w_scale_EFG: Tensor | None = None,
-    w_zero_EFG: Tensor | None = None,
-    alpha_E: Tensor | None = None,
-    x_format: str = "",
-    w_format: str = "",
-    out_dtype: str = "",
-) -> Tensor:
+def expert_gemm(call: Any) -> Tensor:
     """[R, D] rows and [E, F, D] weights ([E, D, F] if transposed) to [R, F] rows of out_dtype."""
-    dtype = getattr(torch, out_dtype) if out_dtype else x_RD.dtype
-    return x_RD.new_empty((x_RD.shape[0], w_EFD.shape[2 if transposed else 1]), dtype=dtype)
+    x_RD, columns = call.x_RD, call.w_EFD.shape[2 if call.transposed else 1]
+    dtype = getattr(torch, call.out_dtype) if call.out_dtype else x_RD.dtype
+    out: Tensor = x_RD.new_empty((x_RD.shape[0], columns), dtype=dtype)
+    return out

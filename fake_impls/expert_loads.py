@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
-def expert_loads(experts_TK: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Tensor:
+def expert_loads(call: Any) -> Tensor:
     """[T, K] ids to [num_experts] int64 counts."""
-    return experts_TK.new_empty((num_experts,), dtype=torch.int64)
+    out: Tensor = call.experts_TK.new_empty((call.num_experts,), dtype=torch.int64)
+    return out

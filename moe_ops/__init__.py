@@ -18,7 +18,8 @@ from moe_ops.ops import (
     quantize,
     route,
 )
-from moe_ops.spec import OPS, Op, using
+from moe_ops.spec import OPS, Op
+from moe_ops.using import using
 
 # Names that need transformers, or Inductor, or that few need, are imported when first asked for.
 _LAZY = {

@@ -213,7 +213,7 @@ class MoELayer(HoldsCodes):
     def _check(self) -> None:
         """Raise ValueError or TypeError, saying what to do, unless the options fit together."""
         self.routing.check(self.num_experts, self.top_k)
-        check_activation(*self.activation.args)
+        check_activation(self.activation)
         if self.routing.weight_on_input and self.placement.shared:
             raise ValueError(
                 "weight_on_input scales the input of every expert of a token, fused shared ones "

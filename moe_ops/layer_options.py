@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ops.ops.route import route
+from moe_ops.ops.route import RouteCall, route
 from moe_ops.options import check_fields
 from moe_ops.quant.arguments import named_format
 from moe_ops.quant.checks import SCHEMES, check_groups, scheme_of
@@ -66,7 +66,7 @@ class Routing:
         """Raise ValueError or TypeError unless so many experts can be routed like this."""
         logits_TE = torch.empty(1, num_experts, device="meta")
         bias_E = logits_TE[0] if self.correction_bias else None
-        route.check(logits_TE, top_k, bias_E, None, *self.args)
+        route.check(RouteCall(logits_TE, top_k, bias_E, None, *self.args))
         if self.weight_on_input and top_k != 1:
             raise ValueError(
                 f"weight_on_input scales a token for its one expert, got top_k={top_k}; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,14 +33,13 @@ WORDS = {Tensor: "a Tensor", int: "an int", float: "a float", bool: "a bool", st
 class Signature:
     """What a function of tensors, numbers, flags and strings takes, for a call to be held against.
 
-    `name` is what messages call the function.
+    `name` is what messages call the function; annotations are types, not their names.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, signature: inspect.Signature) -> None:
         self.name = name
-        self._signature = inspect.signature(function)
-        hints = typing.get_type_hints(function)
-        self._kinds = {p: _kind(hints[p]) for p in self._signature.parameters}
+        self._signature = signature
+        self._kinds = {n: _kind(p.annotation) for n, p in signature.parameters.items()}
 
     def require(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise TypeError, saying what it is, if a call has a fault."""
@@ -84,12 +83,6 @@ class Signature:
             if not (optional if value is None else type(value) in PLAIN[kind]):
                 return False
         return True
-
-    def positional(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The arguments of a call without a fault by position, defaults included."""
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return bound.args
 
 
 def did_you_mean(got: object, known: Iterable[str]) -> str:

@@ -15,10 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.ops.activate import ActivateCall
+from moe_ops.ops.combine import CombineCall
+from moe_ops.ops.dispatch import DispatchCall
+from moe_ops.ops.expert_gemm import ExpertGemmCall
+from moe_ops.ops.expert_loads import ExpertLoadsCall
+from moe_ops.ops.experts import ExpertsCall
+from moe_ops.ops.moe import MoeCall
+from moe_ops.ops.quantize import QuantizeCall
+from moe_ops.ops.route import RouteCall
 from moe_ops.quant.formats import Format
 from moe_ops.shapes import DTYPES
-
-Arguments = dict[str, Any]  # by name, defaults included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +120,14 @@ def distinct(E: int, K: int, T: int) -> float:
     return E * (1 - (1 - min(K, E) / E) ** T)
 
 
-def cost(op: str, a: Arguments, rows: int) -> Cost | None:
-    """The cost of a call with so many rows in its first argument; None if a size is not known.
+def cost(op: str, call: Any, rows: int) -> Cost | None:
+    """The cost of an op's record with so many rows in its first argument; None if a size is not
+    known.
 
     Tensors may be fake, and their number of rows symbolic.
     """
     try:
-        return COSTS[op](a, rows)
+        return COSTS[op](call, rows)
     except _Unknown:
         return None
 
@@ -153,50 +161,50 @@ def _element(x_format: str, x: Tensor, w_format: str) -> str:
     return "bfloat16" if w_format else str(x.dtype).removeprefix("torch.")
 
 
-def _route(a: Arguments, T: int) -> Cost:
-    return Cost(bytes=T * (_row(a["logits_TE"]) + 8 * a["top_k"]))
+def _route(a: RouteCall, T: int) -> Cost:
+    return Cost(bytes=T * (_row(a.logits_TE) + 8 * a.top_k))
 
 
-def _quantize(a: Arguments, R: int) -> Cost:
-    (width,) = _sizes(a["x_RD"])
-    bits = Format.of(a["format"]).bits
-    return Cost(bytes=R * (_row(a["x_RD"]) + width * bits / 8))
+def _quantize(a: QuantizeCall, R: int) -> Cost:
+    (width,) = _sizes(a.x_RD)
+    bits = Format.of(a.format).bits
+    return Cost(bytes=R * (_row(a.x_RD) + width * bits / 8))
 
 
-def _dispatch(a: Arguments, T: int) -> Cost:
-    (K,) = _sizes(a["experts_TK"])
-    x = _row(a["x_TD"])
-    return Cost(bytes=T * (x + K * (x + 4) + _row(a["experts_TK"])))
+def _dispatch(a: DispatchCall, T: int) -> Cost:
+    (K,) = _sizes(a.experts_TK)
+    x = _row(a.x_TD)
+    return Cost(bytes=T * (x + K * (x + 4) + _row(a.experts_TK)))
 
 
-def _expert_loads(a: Arguments, T: int) -> Cost:
-    return Cost(bytes=T * _row(a["experts_TK"]) + 8 * a["num_experts"])
+def _expert_loads(a: ExpertLoadsCall, T: int) -> Cost:
+    return Cost(bytes=T * _row(a.experts_TK) + 8 * a.num_experts)
 
 
-def _expert_gemm(a: Arguments, R: int) -> Cost:
-    x, w = a["x_RD"], a["w_EFD"]
+def _expert_gemm(a: ExpertGemmCall, R: int) -> Cost:
+    x, w = a.x_RD, a.w_EFD
     E, (rows, cols) = _experts_in(w), _sizes(w)
-    F = cols if a["transposed"] else rows
+    F = cols if a.transposed else rows
     (D,) = _sizes(x)
-    if a["x_format"]:
-        D = Format.of(a["x_format"]).parsed.unpacked(D)
+    if a.x_format:
+        D = Format.of(a.x_format).parsed.unpacked(D)
     names = ("w_EFD", "w_scale_EFG", "w_zero_EFG", "bias_EF")
-    expert = sum(_row(a[name]) for name in names if a[name] is not None)
-    out = DTYPES[a["out_dtype"]].itemsize if a["out_dtype"] else x.element_size()
+    expert = sum(_row(getattr(a, name)) for name in names if getattr(a, name) is not None)
+    out = DTYPES[a.out_dtype].itemsize if a.out_dtype else x.element_size()
     return Cost(
         bytes=distinct(E, 1, R) * expert + R * (_row(x) + F * out),
         flops=2.0 * R * F * D,
-        dtype=_element(a["x_format"], x, a["w_format"]),
+        dtype=_element(a.x_format, x, a.w_format),
     )
 
 
-def _activate(a: Arguments, R: int) -> Cost:
-    return Cost(bytes=R * _row(a["y_RF"]) * (1.5 if a["gated"] else 2))
+def _activate(a: ActivateCall, R: int) -> Cost:
+    return Cost(bytes=R * _row(a.y_RF) * (1.5 if a.gated else 2))
 
 
-def _combine(a: Arguments, R: int) -> Cost:
-    (K,) = _sizes(a["weights_TK"])
-    return Cost(bytes=R * (_row(a["y_RD"]) * (1 + 1 / K) + 4 + a["weights_TK"].element_size()))
+def _combine(a: CombineCall, R: int) -> Cost:
+    (K,) = _sizes(a.weights_TK)
+    return Cost(bytes=R * (_row(a.y_RD) * (1 + 1 / K) + 4 + a.weights_TK.element_size()))
 
 
 EXPERT_TENSORS = (
@@ -205,28 +213,28 @@ EXPERT_TENSORS = (
 )  # fmt: skip
 
 
-def _experts(a: Arguments, T: int) -> Cost:
-    (K,) = _sizes(a["experts_TK"])
-    return _layer(a, T, K, T * (_row(a["experts_TK"]) + _row(a["weights_TK"])))
+def _experts(a: ExpertsCall, T: int) -> Cost:
+    (K,) = _sizes(a.experts_TK)
+    return _layer(a, T, K, T * (_row(a.experts_TK) + _row(a.weights_TK)))
 
 
-def _moe(a: Arguments, T: int) -> Cost:
-    return _layer(a, T, a["top_k"], T * _row(a["logits_TE"]))
+def _moe(a: MoeCall, T: int) -> Cost:
+    return _layer(a.layer, T, a.routing.top_k, T * _row(a.routing.logits_TE))
 
 
-def _layer(a: Arguments, T: int, K: int, routing: float) -> Cost:
-    x, w13 = a["x_TD"], a["w13_EFD"]
-    E, F = _experts_in(w13), _sizes(w13)[1 if a["transposed"] else 0]
+def _layer(a: ExpertsCall, T: int, K: int, routing: float) -> Cost:
+    x, w13 = a.x_TD, a.w13_EFD
+    E, F = _experts_in(w13), _sizes(w13)[1 if a.transposed else 0]
     (D,) = _sizes(x)
-    expert = sum(_row(a[name]) for name in EXPERT_TENSORS if a[name] is not None)
+    expert = sum(_row(getattr(a, name)) for name in EXPERT_TENSORS if getattr(a, name) is not None)
     return Cost(
         bytes=distinct(E, K, T) * expert + 2 * T * _row(x) + routing,
-        flops=2.0 * T * K * D * (F + (F // 2 if a["gated"] else F)),
-        dtype=_element(a["x_format"], x, a["w_format"]),
+        flops=2.0 * T * K * D * (F + (F // 2 if a.gated else F)),
+        dtype=_element(a.x_format, x, a.w_format),
     )
 
 
-COSTS: dict[str, Callable[[Arguments, int], Cost]] = {
+COSTS: dict[str, Callable[[Any, int], Cost]] = {
     "route": _route,
     "quantize": _quantize,
     "dispatch": _dispatch,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from torch import fx
 
-from moe_ops.ops.moe import moe
+from moe_ops.ops.moe import MoeCall
 from moe_ops.passes.context import Context
 from moe_ops.passes.graph import (
     arg,
@@ -52,9 +51,6 @@ def _read(experts: fx.Node) -> tuple[Any, ...]:
     if arg(experts, "expert_map") is None:
         E = tensor(arg(experts, "w13_EFD")).shape[0]
         require(same(logits.shape[1], E), "the routing knows another number of experts")
-    of_route = {a.name for a in ops.route.default._schema.arguments}
-    named = {}
-    for name in inspect.signature(moe.reference).parameters:
-        inner = OF_ROUTE.get(name, name)
-        named[name] = arg(route if inner in of_route else experts, inner)
-    return tuple(named.values())
+    parts = {"routing": route, "layer": experts}
+    paths = (path.partition(".") for path in MoeCall.FLAT.values())
+    return tuple(arg(parts[part], name) for part, _, name in paths)

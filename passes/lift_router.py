@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -146,7 +145,7 @@ def _arguments(graph: fx.Graph, routing: Routing, weights: fx.Node) -> tuple[Any
         named["bias_E"] = insert(graph, aten.reshape.default, flat, routing.bias)
     dtype = tensor(weights).dtype
     named["out_dtype"] = next(name for name, known in DTYPES.items() if known is dtype)
-    parameters = inspect.signature(route.reference).parameters
+    parameters = route.arguments.signature.parameters
     return tuple(named.get(name, parameter.default) for name, parameter in parameters.items())
 
 

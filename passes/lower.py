@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from moe_ops.passes.context import Context
 from moe_ops.passes.graph import layer_of
 from moe_ops.passes.pick_backend import ORIGIN, generic_op, make_planned, pick_backend
-from moe_ops.passes.planning.choose import GUARDS, arguments, no_new_guards
+from moe_ops.passes.planning.choose import GUARDS, call_of, no_new_guards
 from moe_ops.spec import NAMESPACE, REFERENCE, Op
 
 RULE = "lower"
@@ -68,8 +68,8 @@ def _too_large(op: Op, node: fx.Node) -> str | None:
     """Why the definition of an op takes too much memory to be compiled, or None."""
     if op.name != "expert_gemm":
         return None
-    a = arguments(op, node)
-    x, w = a["x_RD"], a["w_EFD"]
+    call = call_of(op, node)
+    x, w = call.x_RD, call.w_EFD
     sizes = (x.shape[0], *w.shape[1:])
     if not all(isinstance(n, int) for n in sizes):
         return "its definition gathers a weight for each of an unknown number of rows"

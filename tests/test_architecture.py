@@ -26,7 +26,7 @@ class May:
     packages: frozenset[str] = frozenset({"torch"})
 
 
-LOW = frozenset({"gradients", "signature", "options", "spec", "shapes"})
+LOW = frozenset({"gradients", "signature", "record", "ranges", "options", "spec", "shapes"})
 OP = LOW | {"ops"}
 BELOW_LAYER = OP | {"kernels", "backends", "quant", "parallel"}
 FACADE = "the facade"  # moe_ops/__init__.py
@@ -35,7 +35,10 @@ MAY_IMPORT = {
     "gradients": May(),
     "aot_cache": May(),
     "options": May(frozenset({"signature"})),
-    "spec": May(frozenset({"gradients", "signature"})),
+    "record": May(),
+    "ranges": May(),
+    "spec": May(frozenset({"gradients", "ranges", "record", "signature"})),
+    "using": May(frozenset({"signature", "spec"})),
     "shapes": May(frozenset({"signature"})),
     "fake_impls": May(),
     "arena": May(),
@@ -58,7 +61,8 @@ MAY_IMPORT = {
     "hf": May(BELOW_LAYER | {"terminal"}, frozenset({"torch", "transformers"})),
     # A leaf: it measures the passes too, and nobody imports it.
     "bench": May(
-        BELOW_LAYER | {"testing", "terminal", "layer", "layer_options", "weights", "hf", "passes"},
+        BELOW_LAYER
+        | {"testing", "terminal", "layer", "layer_options", "weights", "hf", "passes", "using"},
         frozenset({"torch", "transformers", "matplotlib", "safetensors"}),
     ),
     "passes": May(BELOW_LAYER | {"layer", "hf", "arena", "terminal"}),
@@ -67,7 +71,7 @@ MAY_IMPORT = {
         frozenset({"torch", "transformers"}),
     ),
     FACADE: May(
-        BELOW_LAYER | {"aot_cache", "fake_impls", "layer", "layer_options", "hf", "passes"}
+        BELOW_LAYER | {"aot_cache", "fake_impls", "layer", "layer_options", "hf", "passes", "using"}
     ),
 }
 
@@ -207,7 +211,7 @@ def test_there_is_one_file_per_op_and_per_fake() -> None:
     assert names_in("moe_ops/ops") == set(OPS)
     assert names_in("fake_impls") == {*OPS, "formats"}
     for name, op in OPS.items():
-        assert op.reference.__module__ == f"moe_ops.ops.{name}"
+        assert op.body.__module__ == f"moe_ops.ops.{name}"
         assert op.fake_impl is not None
         assert op.fake_impl.__module__ == f"moe_ops.fake_impls.{name}"
 

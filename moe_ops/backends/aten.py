@@ -10,8 +10,8 @@ from moe_ops.gradients import needs_grad
 from moe_ops.ops.activate import activate
 from moe_ops.ops.combine import combine
 from moe_ops.ops.dispatch import dispatch
-from moe_ops.ops.expert_gemm import checked_ends, expert_gemm, row_experts
-from moe_ops.ops.experts import experts
+from moe_ops.ops.expert_gemm import ExpertGemmCall, checked_ends, expert_gemm, row_experts
+from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.shapes import DTYPES
 
 # PyTorch's grouped GEMM wants every stride but the last to be a multiple of 16 bytes.
@@ -31,21 +31,9 @@ def refuse_formats(
     return None
 
 
-def supports(
-    x_RD: Tensor,
-    w_EFD: Tensor,
-    ends_E: Tensor,
-    bias_EF: Tensor | None = None,
-    transposed: bool = False,
-    x_scale_RG: Tensor | None = None,
-    w_scale_EFG: Tensor | None = None,
-    w_zero_EFG: Tensor | None = None,
-    alpha_E: Tensor | None = None,
-    x_format: str = "",
-    w_format: str = "",
-    out_dtype: str = "",
-) -> str | None:
-    refusal = refuse_formats(x_RD, alpha_E, w_format, out_dtype)
+def supports(call: ExpertGemmCall) -> str | None:
+    x_RD, w_EFD = call.x_RD, call.w_EFD
+    refusal = refuse_formats(x_RD, call.alpha_E, call.w_format, call.out_dtype)
     if refusal is not None or x_RD.device.type == "cpu":
         return refusal
     if x_RD.dtype != torch.bfloat16:
@@ -59,24 +47,11 @@ def supports(
 
 
 @expert_gemm.backend("aten", supports=supports)
-def grouped_mm(
-    x_RD: Tensor,
-    w_EFD: Tensor,
-    ends_E: Tensor,
-    bias_EF: Tensor | None = None,
-    transposed: bool = False,
-    x_scale_RG: Tensor | None = None,
-    w_scale_EFG: Tensor | None = None,
-    w_zero_EFG: Tensor | None = None,
-    alpha_E: Tensor | None = None,
-    x_format: str = "",
-    w_format: str = "",
-    out_dtype: str = "",
-) -> Tensor:
+def grouped_mm(call: ExpertGemmCall) -> Tensor:
     """`expert_gemm` on PyTorch's grouped GEMM, or a product per expert where strides do not fit."""
-    if x_RD.is_cpu:
-        checked_ends(ends_E, x_RD.shape[0])
-    return _grouped_mm(x_RD, w_EFD, ends_E, bias_EF, transposed)
+    if call.x_RD.is_cpu:
+        checked_ends(call.ends_E, call.x_RD.shape[0])
+    return _grouped_mm(call.x_RD, call.w_EFD, call.ends_E, call.bias_EF, call.transposed)
 
 
 def _grouped_mm(
@@ -98,81 +73,21 @@ def _grouped_mm(
     return y_RF if used_R1 is None else torch.where(used_R1, y_RF, 0)
 
 
-def refuse_experts(
-    x_TD: Tensor,
-    alpha13_E: Tensor | None,
-    alpha2_E: Tensor | None,
-    w_format: str,
-) -> str | None:
+def refuse_experts(call: ExpertsCall) -> str | None:
     """Why products of plain floats cannot serve these arguments of `experts`, or None."""
-    refusal = refuse_formats(x_TD, alpha13_E, w_format, "")
-    return refusal or (None if alpha2_E is None else "takes no alpha2_E")
+    refusal = refuse_formats(call.x_TD, call.alpha13_E, call.w_format, "")
+    return refusal or (None if call.alpha2_E is None else "takes no alpha2_E")
 
 
-def supports_experts(
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    w13_EFD: Tensor,
-    w2_EDI: Tensor,
-    b13_EF: Tensor | None = None,
-    b2_ED: Tensor | None = None,
-    expert_map: Tensor | None = None,
-    transposed: bool = False,
-    kind: str = "silu",
-    gated: bool = True,
-    interleaved: bool = False,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    up_shift: float = 0.0,
-    w13_scale_EFG: Tensor | None = None,
-    w2_scale_EDG: Tensor | None = None,
-    w13_zero_EFG: Tensor | None = None,
-    w2_zero_EDG: Tensor | None = None,
-    alpha13_E: Tensor | None = None,
-    alpha2_E: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    h_scale: Tensor | None = None,
-    w_format: str = "",
-    x_format: str = "",
-) -> str | None:
-    return refuse_experts(x_TD, alpha13_E, alpha2_E, w_format)
-
-
-@experts.backend("aten", supports=supports_experts, devices=("cpu",), composed=True)
-def grouped_experts(
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    w13_EFD: Tensor,
-    w2_EDI: Tensor,
-    b13_EF: Tensor | None = None,
-    b2_ED: Tensor | None = None,
-    expert_map: Tensor | None = None,
-    transposed: bool = False,
-    kind: str = "silu",
-    gated: bool = True,
-    interleaved: bool = False,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    up_shift: float = 0.0,
-    w13_scale_EFG: Tensor | None = None,
-    w2_scale_EDG: Tensor | None = None,
-    w13_zero_EFG: Tensor | None = None,
-    w2_zero_EDG: Tensor | None = None,
-    alpha13_E: Tensor | None = None,
-    alpha2_E: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    h_scale: Tensor | None = None,
-    w_format: str = "",
-    x_format: str = "",
-) -> Tensor:
+@experts.backend("aten", supports=refuse_experts, devices=("cpu",), composed=True)
+def grouped_experts(call: ExpertsCall) -> Tensor:
     """`experts` stage by stage, both products on PyTorch's grouped GEMM."""
-    x_RD, rows_R, ends_E = dispatch.reference(x_TD, experts_TK, w13_EFD.shape[0], expert_map)
-    y_RF = _grouped_mm(x_RD, w13_EFD, ends_E, b13_EF, transposed)
-    h_RI = activate.reference(y_RF, kind, gated, interleaved, alpha, limit, up_shift)
-    y_RD = _grouped_mm(h_RI, w2_EDI, ends_E, b2_ED, transposed)
-    return combine.reference(y_RD, weights_TK, rows_R)
+    E = call.w13_EFD.shape[0]
+    x_RD, rows_R, ends_E = dispatch.reference(call.x_TD, call.experts_TK, E, call.expert_map)
+    y_RF = _grouped_mm(x_RD, call.w13_EFD, ends_E, call.b13_EF, call.transposed)
+    h_RI = activate.reference(y_RF, *call.activation)
+    y_RD = _grouped_mm(h_RI, call.w2_EDI, ends_E, call.b2_ED, call.transposed)
+    return combine.reference(y_RD, call.weights_TK, rows_R)
 
 
 def _aligned(x_RD: Tensor, w_EDF: Tensor) -> bool:

@@ -6,8 +6,6 @@ they need a second copy of every weight.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,9 +13,9 @@ from moe_ops.backends import aten
 from moe_ops.gradients import needs_grad
 from moe_ops.kernels import cpu as kernels
 from moe_ops.ops.dispatch import local_ids
-from moe_ops.ops.expert_gemm import checked_ends, expert_gemm
-from moe_ops.ops.experts import experts
-from moe_ops.ops.route import route
+from moe_ops.ops.expert_gemm import ExpertGemmCall, checked_ends, expert_gemm
+from moe_ops.ops.experts import ExpertsCall, experts
+from moe_ops.ops.route import RouteCall, route
 from moe_ops.shapes import DTYPES
 
 # Mean rows per expert up to which reading is faster than PyTorch's grouped GEMM (None: with any
@@ -47,87 +45,38 @@ def _refuse_bias(x: Tensor, bias: Tensor | None) -> str | None:
     return f"needs contiguous biases of x's dtype, got {bias.dtype} with strides {bias.stride()}"
 
 
-def supports_gemm(
-    x_RD: Tensor,
-    w_EFD: Tensor,
-    ends_E: Tensor,
-    bias_EF: Tensor | None = None,
-    transposed: bool = False,
-    x_scale_RG: Tensor | None = None,
-    w_scale_EFG: Tensor | None = None,
-    w_zero_EFG: Tensor | None = None,
-    alpha_E: Tensor | None = None,
-    x_format: str = "",
-    w_format: str = "",
-    out_dtype: str = "",
-) -> str | None:
+def supports_gemm(call: ExpertGemmCall) -> str | None:
     return (
-        aten.refuse_formats(x_RD, alpha_E, w_format, out_dtype)
-        or _refuse(x_RD, w_EFD, bias_EF, transposed=transposed)
-        or _refuse_bias(x_RD, bias_EF)
+        aten.refuse_formats(call.x_RD, call.alpha_E, call.w_format, call.out_dtype)
+        or _refuse(call.x_RD, call.w_EFD, call.bias_EF, transposed=call.transposed)
+        or _refuse_bias(call.x_RD, call.bias_EF)
     )
 
 
-def most_gemm_rows(x_RD: Tensor, w_EFD: Tensor, *args: Any, **kwargs: Any) -> int | None:
-    rows = GEMM_MAX_ROWS[x_RD.dtype]
-    return None if rows is None else rows * w_EFD.shape[0]
+def most_gemm_rows(call: ExpertGemmCall) -> int | None:
+    rows = GEMM_MAX_ROWS[call.x_RD.dtype]
+    return None if rows is None else rows * call.w_EFD.shape[0]
 
 
 @expert_gemm.backend(
     "cpu", supports=supports_gemm, most_rows=most_gemm_rows, devices=("cpu",), priority=1
 )
-def stream_gemm(
-    x_RD: Tensor,
-    w_EFD: Tensor,
-    ends_E: Tensor,
-    bias_EF: Tensor | None = None,
-    transposed: bool = False,
-    x_scale_RG: Tensor | None = None,
-    w_scale_EFG: Tensor | None = None,
-    w_zero_EFG: Tensor | None = None,
-    alpha_E: Tensor | None = None,
-    x_format: str = "",
-    w_format: str = "",
-    out_dtype: str = "",
-) -> Tensor:
+def stream_gemm(call: ExpertGemmCall) -> Tensor:
     """`expert_gemm` that reads each weight once."""
+    x_RD, w_EFD, ends_E = call.x_RD, call.w_EFD, call.ends_E
     y_RF = x_RD.new_empty(x_RD.shape[0], w_EFD.shape[1])
-    if not kernels.gemm(_rows(x_RD), w_EFD, ends_E.contiguous(), bias_EF, y_RF):
+    if not kernels.gemm(_rows(x_RD), w_EFD, ends_E.contiguous(), call.bias_EF, y_RF):
         checked_ends(ends_E, x_RD.shape[0])
     return y_RF
 
 
-def supports_experts(
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    w13_EFD: Tensor,
-    w2_EDI: Tensor,
-    b13_EF: Tensor | None = None,
-    b2_ED: Tensor | None = None,
-    expert_map: Tensor | None = None,
-    transposed: bool = False,
-    kind: str = "silu",
-    gated: bool = True,
-    interleaved: bool = False,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    up_shift: float = 0.0,
-    w13_scale_EFG: Tensor | None = None,
-    w2_scale_EDG: Tensor | None = None,
-    w13_zero_EFG: Tensor | None = None,
-    w2_zero_EDG: Tensor | None = None,
-    alpha13_E: Tensor | None = None,
-    alpha2_E: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    h_scale: Tensor | None = None,
-    w_format: str = "",
-    x_format: str = "",
-) -> str | None:
+def supports_experts(call: ExpertsCall) -> str | None:
+    x_TD, weights_TK, b13_EF, b2_ED = call.x_TD, call.weights_TK, call.b13_EF, call.b2_ED
     if weights_TK.dtype is not torch.float32 and weights_TK.dtype is not x_TD.dtype:
         return f"needs routing weights in float32 or x's dtype, got {weights_TK.dtype}"
-    if w_format or alpha13_E is not None or alpha2_E is not None:
-        return aten.refuse_experts(x_TD, alpha13_E, alpha2_E, w_format)
+    if call.w_format or call.alpha13_E is not None or call.alpha2_E is not None:
+        return aten.refuse_experts(call)
+    w13_EFD, w2_EDI, transposed = call.w13_EFD, call.w2_EDI, call.transposed
     if w2_EDI.stride(2) != 1:
         return "needs weights contiguous along their last axis"
     refusal = _refuse(x_TD, w13_EFD, w2_EDI, b13_EF, b2_ED, weights_TK, transposed=transposed)
@@ -136,97 +85,42 @@ def supports_experts(
     return _refuse_bias(x_TD, b13_EF) or _refuse_bias(x_TD, b2_ED)
 
 
-def most_tokens(
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    w13_EFD: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> int | None:
-    rows = EXPERTS_MAX_ROWS[x_TD.dtype]
-    return None if rows is None else rows * w13_EFD.shape[0] // experts_TK.shape[1]
+def most_tokens(call: ExpertsCall) -> int | None:
+    rows = EXPERTS_MAX_ROWS[call.x_TD.dtype]
+    return None if rows is None else rows * call.w13_EFD.shape[0] // call.experts_TK.shape[1]
 
 
 @experts.backend(
     "cpu", supports=supports_experts, most_rows=most_tokens, devices=("cpu",), priority=1
 )
-def stream_experts(
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    w13_EFD: Tensor,
-    w2_EDI: Tensor,
-    b13_EF: Tensor | None = None,
-    b2_ED: Tensor | None = None,
-    expert_map: Tensor | None = None,
-    transposed: bool = False,
-    kind: str = "silu",
-    gated: bool = True,
-    interleaved: bool = False,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    up_shift: float = 0.0,
-    w13_scale_EFG: Tensor | None = None,
-    w2_scale_EDG: Tensor | None = None,
-    w13_zero_EFG: Tensor | None = None,
-    w2_zero_EDG: Tensor | None = None,
-    alpha13_E: Tensor | None = None,
-    alpha2_E: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    h_scale: Tensor | None = None,
-    w_format: str = "",
-    x_format: str = "",
-) -> Tensor:
+def stream_experts(call: ExpertsCall) -> Tensor:
     """`experts` that reads each weight once, in one call, and never copies a token."""
-    ids_TK = experts_TK
-    if expert_map is not None:
-        ids_TK = local_ids(experts_TK, w13_EFD.shape[0], expert_map).view(experts_TK.shape)
+    ids_TK = call.experts_TK
+    if call.expert_map is not None:
+        ids_TK = local_ids(ids_TK, call.w13_EFD.shape[0], call.expert_map).view(ids_TK.shape)
     return kernels.experts(
-        _rows(x_TD), weights_TK.contiguous(), ids_TK.contiguous(), w13_EFD, w2_EDI, b13_EF, b2_ED,
-        kind, gated, interleaved, alpha, limit, up_shift,
+        _rows(call.x_TD), call.weights_TK.contiguous(), ids_TK.contiguous(),
+        call.w13_EFD, call.w2_EDI, call.b13_EF, call.b2_ED,
+        call.kind, call.gated, call.interleaved, call.alpha, call.limit, call.up_shift,
     )  # fmt: skip
 
 
-def supports_route(
-    logits_TE: Tensor,
-    top_k: int,
-    bias_E: Tensor | None = None,
-    per_expert_scale_E: Tensor | None = None,
-    *scoring: Any,
-    **more: Any,
-) -> str | None:
-    if needs_grad(logits_TE, bias_E, per_expert_scale_E):
+def supports_route(call: RouteCall) -> str | None:
+    if needs_grad(call.logits_TE, call.bias_E, call.per_expert_scale_E):
         return "is not differentiable, and an argument requires grad"
     return kernels.unavailable()
 
 
 @route.backend("cpu", supports=supports_route, devices=("cpu",), priority=1)
-def route_tokens(
-    logits_TE: Tensor,
-    top_k: int,
-    bias_E: Tensor | None = None,
-    per_expert_scale_E: Tensor | None = None,
-    score: str = "softmax",
-    select_on: str = "score",
-    n_group: int = 1,
-    topk_group: int = 1,
-    group_reduce: str = "top2sum",
-    group_fill: str = "-inf",
-    softmax_selected: bool = False,
-    renormalize: bool = False,
-    eps: float = 0.0,
-    min_sum: float = 0.0,
-    scale: float = 1.0,
-    out_dtype: str = "float32",
-) -> tuple[Tensor, Tensor]:
+def route_tokens(call: RouteCall) -> tuple[Tensor, Tensor]:
     """`route` in one pass over each token's logits."""
+    c = call
     weights_TK, experts_TK = kernels.route(
-        logits_TE.float().contiguous(), top_k, _float32(bias_E), _float32(per_expert_scale_E),
-        score, select_on, n_group, topk_group, group_reduce, group_fill,
-        softmax_selected, renormalize, eps, min_sum, scale,
+        c.logits_TE.float().contiguous(), c.top_k, _float32(c.bias_E),
+        _float32(c.per_expert_scale_E), c.score, c.select_on, c.n_group, c.topk_group,
+        c.group_reduce, c.group_fill, c.softmax_selected, c.renormalize, c.eps, c.min_sum, c.scale,
     )  # fmt: skip
-    dtype = DTYPES[out_dtype]
+    dtype = DTYPES[c.out_dtype]
     return (weights_TK if dtype == torch.float32 else weights_TK.to(dtype)), experts_TK
 
 

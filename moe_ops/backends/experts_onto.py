@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.triton import run_experts
-from moe_ops.ops.experts import experts
+from moe_ops.ops.experts import ExpertsCall, experts
 
 PLANS = ("triton.tiny", "triton.rows", "triton.grouped")
 
@@ -48,8 +48,8 @@ def experts_onto(
     tensors = (x_TD, weights_TK, experts_TK, w13_EFD, w2_EDI, b13_EF, b2_ED, expert_map)
     act = (kind, gated, interleaved, alpha, limit, up_shift)
     if x_TD.is_cuda:
-        kernel = plan.removeprefix("triton.")
-        return run_experts(kernel, *tensors, transposed, act, residual_TD)
+        call = ExpertsCall(*tensors, transposed, *act)
+        return run_experts(plan.removeprefix("triton."), call, residual_TD)
     return residual_TD + experts(*tensors, transposed, *act)
 
 

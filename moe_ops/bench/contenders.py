@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ops.bench.inputs import Routed, Weights
 from moe_ops.ops import moe
-from moe_ops.spec import NAMESPACE, OPS, REFERENCE, Op, using
+from moe_ops.spec import NAMESPACE, OPS, REFERENCE, Op
 from moe_ops.testing import Case
+from moe_ops.using import using
 
 OURS = "moe_ops"
 STOCK = ("grouped_mm", "batched_mm")  # transformers' names
@@ -130,10 +131,11 @@ class _Recorder(TorchDispatchMode):
         if getattr(func, "namespace", None) != NAMESPACE:
             return func(*args, **kwargs)
         op = OPS[func.overloadpacket.__name__]
-        backend = op.pick(args, kwargs)
+        call = op.call(*args, **kwargs)
+        backend = op.pick(call)
         self.ran[op.name] = backend.name
         with self:
-            return backend.run(*args, **kwargs)
+            return backend.run(call)
 
 
 def label(ran: dict[str, str]) -> str:

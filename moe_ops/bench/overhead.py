@@ -78,11 +78,12 @@ def measure() -> list[Overhead]:
     found = []
     with torch.inference_mode():
         for op, args in calls().items():
-            backend = op.pick(args, {})
+            record = op.call(*args)
+            backend = op.pick(record)
             body, call, validation = fastest_us(
-                lambda run=backend.run, args=args: run(*args),  # type: ignore[misc]
+                lambda run=backend.run, record=record: run(record),  # type: ignore[misc]
                 lambda op=op, args=args: op(*args),  # type: ignore[misc]
-                lambda op=op, args=args: op.check(*args),  # type: ignore[misc]
+                lambda op=op, record=record: op.check(record),  # type: ignore[misc]
             )
             found.append(
                 Overhead(

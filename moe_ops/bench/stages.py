@@ -20,7 +20,6 @@ from moe_ops.bench.tables import aligned
 from moe_ops.bench.timing import capture, rounds_for, time_replays
 from moe_ops.ops import activate, combine, dispatch, expert_gemm, route
 from moe_ops.passes.cost import cost
-from moe_ops.passes.planning.choose import bind
 from moe_ops.shapes import FLOATS
 from moe_ops.spec import REFERENCE, Op
 from moe_ops.testing import TOL, Case, Tol, assert_close, float32
@@ -106,8 +105,8 @@ def stages(place: Place, case: Case, weights: Weights, routed: Routed) -> Iterat
             found = (want,)
         return Stage(place=place, name=name, op=op, args=args, want=found)
 
-    route_args = bind(route, (routed.logits_TE, case.K), {"renormalize": True})
-    yield stage("route", route, tuple(route_args.values()))
+    routing = route.call(routed.logits_TE, case.K, renormalize=True)
+    yield stage("route", route, route.arguments.flat(routing))
     yield stage("dispatch", dispatch, (x, ids, case.E))
     x_RD, rows_R, ends_E = dispatch.reference(x, ids, case.E)
     y_RF = want_products(x_RD, weights.w13_EFD, ends_E)
@@ -137,15 +136,15 @@ def usable(stage: Stage, device: str, names: Sequence[str]) -> list[str]:
     for backend in stage.op.candidates(device):
         default = backend.name != REFERENCE or stage.op is not expert_gemm
         wanted = backend.name in names if names else default
-        if wanted and backend.refusal(device, stage.args, {}) is None:
+        rows, call = stage.args[0].shape[0], stage.op.call(*stage.args)
+        if wanted and backend.refusal(device, rows, call) is None:
             found.append(backend.name)
     return found
 
 
 def plan(stage: Stage, backend: str, rates: Rates, device: torch.device) -> StageCell:
     """The cell without its time."""
-    a = bind(stage.op, stage.args, {})
-    found = cost(stage.op.name, a, stage.args[0].shape[0])
+    found = cost(stage.op.name, stage.op.call(*stage.args), stage.args[0].shape[0])
     assert found is not None, "sizes are numbers outside of a compilation"
     work = Work(bytes=found.bytes, flops=found.flops)
     rotation = turns(stage, work, device)
@@ -169,14 +168,14 @@ def turns(stage: Stage, work: Work, device: torch.device) -> Rotation:
 
 def fill(cell: StageCell, stage: Stage, device: torch.device) -> StageCell:
     """The cell with a time, or with the reason why there is none."""
-    run = stage.op.backends[cell.backend].run
+    op, run = stage.op, stage.op.backends[cell.backend].run
     try:
         with poisoned():
-            check(stage, run(*stage.args), cell.backend)
-        calls: list[Callable[[], Any]] = [functools.partial(run, *stage.args)]
+            check(stage, run(op.call(*stage.args)), cell.backend)
+        calls: list[Callable[[], Any]] = [functools.partial(run, op.call(*stage.args))]
         for _ in range(cell.copies - 1):
             copy = (a.clone() if isinstance(a, Tensor) else a for a in stage.args)
-            calls.append(functools.partial(run, *copy))
+            calls.append(functools.partial(run, op.call(*copy)))
         if device.type == "cuda":
             for call in calls:
                 call()

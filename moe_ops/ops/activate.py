@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,28 +33,51 @@ class Activation:
         return (self.kind, self.gated, self.interleaved, self.alpha, self.limit, self.up_shift)
 
 
-def check(
-    y_RF: Tensor,
-    kind: str = "silu",
-    gated: bool = True,
-    interleaved: bool = False,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    up_shift: float = 0.0,
-) -> None:
+@dataclass(slots=True)
+class ActivateCall:
+    """The arguments of `activate`."""
+
+    y_RF: Tensor
+    kind: str = "silu"
+    gated: bool = True
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float | None = None
+    up_shift: float = 0.0
+
+
+def check(call: ActivateCall) -> None:
     """Raise ValueError or TypeError unless `activate` takes these arguments."""
-    check_tensor("y_RF", y_RF, 2, FLOATS)
-    check_activation(kind, gated, interleaved, alpha, limit, up_shift)
-    if gated and y_RF.shape[1] % 2:
+    check_tensor("y_RF", call.y_RF, 2, FLOATS)
+    check_activation(call)
+    if call.gated and call.y_RF.shape[1] % 2:
         raise ValueError(
-            f"a gated activation halves the width of y_RF, which is odd: {tuple(y_RF.shape)}"
+            f"a gated activation halves the width of y_RF, which is odd: {tuple(call.y_RF.shape)}"
         )
 
 
-def check_activation(
-    kind: str, gated: bool, interleaved: bool, alpha: float, limit: float | None, up_shift: float
-) -> None:
+class Activates(Protocol):
+    """What says which activation: a record that holds one, or `Activation`."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def gated(self) -> bool: ...
+    @property
+    def interleaved(self) -> bool: ...
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def limit(self) -> float | None: ...
+    @property
+    def up_shift(self) -> float: ...
+
+
+def check_activation(act: Activates) -> None:
     """Raise ValueError unless these parameters describe an activation."""
+    kind, alpha, limit, up_shift = act.kind, act.alpha, act.limit, act.up_shift
+    if kind in KINDS and alpha == 1.0 and limit is None and up_shift == 0.0 and act.gated:
+        return  # the common ones
     check_choice("kind", kind, KINDS)
     if alpha - alpha != 0.0 or up_shift - up_shift != 0.0:  # infinite, or not a number
         check_finite("alpha", alpha)
@@ -62,22 +86,14 @@ def check_activation(
         raise ValueError(f"alpha={alpha} goes with kind='silu', got kind={kind!r}")
     if limit is not None and not limit > 0:
         raise ValueError(f"limit={limit} must be positive, or None for no clamp")
-    if not gated and (interleaved or up_shift != 0.0):
+    if not act.gated and (act.interleaved or up_shift != 0.0):
         raise ValueError(
             "interleaved and up_shift speak of the `up` half, which an ungated activation has not"
         )
 
 
 @op(check=check)
-def activate(
-    y_RF: Tensor,
-    kind: str = "silu",
-    gated: bool = True,
-    interleaved: bool = False,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    up_shift: float = 0.0,
-) -> Tensor:
+def activate(call: ActivateCall) -> Tensor:
     """Apply the experts' activation: h = f(gate) * (up + up_shift), or h = f(y) where not gated.
 
     gate and up are the first and the second half of each row of y_RF, or its even and odd columns
@@ -96,18 +112,19 @@ def activate(
     Sources: GLU variants, arXiv:2002.05202; squared ReLU, arXiv:2109.08668; the clamped, shifted
     form with alpha = 1.702 and limit = 7 is gpt-oss's (arXiv:2508.10925).
     """
-    y = y_RF.float()
-    if not gated:
-        return _act(y if limit is None else y.clamp(max=limit), kind, alpha).to(y_RF.dtype)
-    if interleaved:
+    y, limit, dtype = call.y_RF.float(), call.limit, call.y_RF.dtype
+    if not call.gated:
+        y = y if limit is None else y.clamp(max=limit)
+        return _act(y, call.kind, call.alpha).to(dtype)
+    if call.interleaved:
         gate, up = y[:, ::2], y[:, 1::2]
     else:
         gate, up = y.chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    if up_shift != 0.0:
-        up = up + up_shift
-    return (_act(gate, kind, alpha) * up).to(y_RF.dtype)
+    if call.up_shift != 0.0:
+        up = up + call.up_shift
+    return (_act(gate, call.kind, call.alpha) * up).to(dtype)
 
 
 def _act(gate: Tensor, kind: str, alpha: float) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -10,8 +12,18 @@ from moe_ops.shapes import FLOATS, check_devices, check_size, check_tensor
 from moe_ops.spec import op
 
 
-def check(y_RD: Tensor, weights_TK: Tensor, rows_R: Tensor) -> None:
+@dataclass(slots=True)
+class CombineCall:
+    """The arguments of `combine`."""
+
+    y_RD: Tensor
+    weights_TK: Tensor
+    rows_R: Tensor
+
+
+def check(call: CombineCall) -> None:
     """Raise ValueError or TypeError unless `combine` takes these arguments."""
+    y_RD, weights_TK, rows_R = call.y_RD, call.weights_TK, call.rows_R
     if (
         y_RD.dim() == weights_TK.dim() == 2
         and rows_R.dim() == 1
@@ -32,7 +44,7 @@ def check(y_RD: Tensor, weights_TK: Tensor, rows_R: Tensor) -> None:
 
 
 @op(check=check)
-def combine(y_RD: Tensor, weights_TK: Tensor, rows_R: Tensor) -> Tensor:
+def combine(call: CombineCall) -> Tensor:
     """Sum each token's expert outputs: out_TD[t] = sum_k weights_TK[t, k] * y_RD[r(t, k)].
 
     r(t, k) is the row with rows_R[r] = t * K + k. A pair with no row adds nothing, and a row with
@@ -45,6 +57,7 @@ def combine(y_RD: Tensor, weights_TK: Tensor, rows_R: Tensor) -> Tensor:
     y_RD: float [R, D]; weights_TK: float [T, K]; rows_R: int32 [R = T * K]; result [T, D] in y's
     dtype. Raises ValueError or TypeError for wrong shapes, dtypes or devices.
     """
+    y_RD, weights_TK, rows_R = call.y_RD, call.weights_TK, call.rows_R
     T, K = weights_TK.shape
     R = T * K
     # Slot R takes what the unused rows would write.

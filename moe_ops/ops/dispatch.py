@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -16,10 +18,20 @@ ROWS = tuple(dict.fromkeys((*FLOATS, *(storage.dtype for storage in ELEMENTS.val
 MOST_EXPERTS = 2**31 - 1  # an id is at most an int32
 
 
-def check(
-    x_TD: Tensor, experts_TK: Tensor, num_experts: int, expert_map: Tensor | None = None
-) -> None:
+@dataclass(slots=True)
+class DispatchCall:
+    """The arguments of `dispatch`."""
+
+    x_TD: Tensor
+    experts_TK: Tensor
+    num_experts: int
+    expert_map: Tensor | None = None
+
+
+def check(call: DispatchCall) -> None:
     """Raise ValueError or TypeError unless `dispatch` takes these arguments."""
+    x_TD, experts_TK, expert_map = call.x_TD, call.experts_TK, call.expert_map
+    num_experts = call.num_experts
     if (
         expert_map is None
         and x_TD.dim() == experts_TK.dim() == 2
@@ -56,9 +68,7 @@ def check_num_experts(num_experts: int) -> None:
 
 
 @op(check=check)
-def dispatch(
-    x_TD: Tensor, experts_TK: Tensor, num_experts: int, expert_map: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def dispatch(call: DispatchCall) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the (token, choice) pairs by expert. Returns (x_RD, rows_R, ends_E), with R = T * K.
 
         x_RD[r] = x_TD[rows_R[r] // K]      rows of one expert are adjacent, in order of pair
@@ -75,8 +85,8 @@ def dispatch(
     int32 or int64 [global experts]. rows_R and ends_E are int32. Raises ValueError or TypeError for
     wrong shapes, dtypes or devices.
     """
-    K = experts_TK.shape[1]
-    ids_R = local_ids(experts_TK, num_experts, expert_map)
+    x_TD, K, num_experts = call.x_TD, call.experts_TK.shape[1], call.num_experts
+    ids_R = local_ids(call.experts_TK, num_experts, call.expert_map)
     sorted_R, order_R = ids_R.sort(stable=True)
     x_RD = x_TD[order_R // K]
     rows_R = torch.where(sorted_R < num_experts, order_R, -1).to(torch.int32)

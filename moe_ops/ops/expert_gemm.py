@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -20,24 +22,31 @@ from moe_ops.shapes import DTYPES, FLOATS, check_devices, check_size, check_tens
 from moe_ops.spec import op, readable
 
 
-def check(
-    x_RD: Tensor,
-    w_EFD: Tensor,
-    ends_E: Tensor,
-    bias_EF: Tensor | None = None,
-    transposed: bool = False,
-    x_scale_RG: Tensor | None = None,
-    w_scale_EFG: Tensor | None = None,
-    w_zero_EFG: Tensor | None = None,
-    alpha_E: Tensor | None = None,
-    x_format: str = "",
-    w_format: str = "",
-    out_dtype: str = "",
-) -> None:
+@dataclass(slots=True)
+class ExpertGemmCall:
+    """The arguments of `expert_gemm`."""
+
+    x_RD: Tensor
+    w_EFD: Tensor
+    ends_E: Tensor
+    bias_EF: Tensor | None = None
+    transposed: bool = False
+    x_scale_RG: Tensor | None = None
+    w_scale_EFG: Tensor | None = None
+    w_zero_EFG: Tensor | None = None
+    alpha_E: Tensor | None = None
+    x_format: str = ""
+    w_format: str = ""
+    out_dtype: str = ""
+
+
+def check(call: ExpertGemmCall) -> None:
     """Raise ValueError or TypeError unless `expert_gemm` takes these arguments."""
+    x_RD, w_EFD, ends_E, bias_EF = call.x_RD, call.w_EFD, call.ends_E, call.bias_EF
+    transposed, w_format = call.transposed, call.w_format
     if (
-        bias_EF is x_scale_RG is w_scale_EFG is w_zero_EFG is alpha_E is None
-        and w_format == out_dtype == ""
+        bias_EF is call.x_scale_RG is call.w_scale_EFG is call.w_zero_EFG is call.alpha_E is None
+        and w_format == call.out_dtype == call.x_format == ""
         and x_RD.dim() == 2
         and w_EFD.dim() == 3
         and ends_E.dim() == 1
@@ -47,12 +56,11 @@ def check(
         and x_RD.shape[1] == w_EFD.shape[1 if transposed else 2]
         and w_EFD.shape[0] == ends_E.shape[0] > 0
         and x_RD.device == w_EFD.device == ends_E.device
-        and x_format == ""
     ):
         return  # the common call, accepted in half a microsecond
-    width = _check_input(x_RD, x_scale_RG, x_format, w_format)
+    width = _check_input(call)
     if w_format:
-        check_weight("w_EFD", w_EFD, w_scale_EFG, w_zero_EFG, w_format, transposed)
+        check_weight("w_EFD", w_EFD, call.w_scale_EFG, call.w_zero_EFG, w_format, transposed)
         got = Format.of(w_format).parsed.unpacked(w_EFD.shape[2])
         if got != width:
             raise ValueError(
@@ -62,7 +70,7 @@ def check(
     else:
         check_tensor("w_EFD", w_EFD, 3, (x_RD.dtype,))
         check_size("w_EFD", w_EFD, 1 if transposed else 2, width, "the width of x_RD")
-        _check_absent(w_scale_EFG=w_scale_EFG, w_zero_EFG=w_zero_EFG)
+        _check_absent(w_scale_EFG=call.w_scale_EFG, w_zero_EFG=call.w_zero_EFG)
     check_tensor("ends_E", ends_E, 1, (torch.int32,))
     E = w_EFD.shape[0]
     if E < 1:
@@ -73,18 +81,19 @@ def check(
         check_size("bias_EF", bias_EF, 0, E, "the experts of w_EFD")
         rows = w_EFD.shape[2 if transposed else 1]
         check_size("bias_EF", bias_EF, 1, rows, "the rows of one expert's weight")
-    check_alpha("alpha_E", alpha_E, E, w_EFD)
-    check_out_dtype(out_dtype, x_RD)
-    check_devices(x_RD, w_EFD=w_EFD, ends_E=ends_E, bias_EF=bias_EF, x_scale_RG=x_scale_RG)
+    check_alpha("alpha_E", call.alpha_E, E, w_EFD)
+    check_out_dtype(call.out_dtype, x_RD)
+    check_devices(x_RD, w_EFD=w_EFD, ends_E=ends_E, bias_EF=bias_EF, x_scale_RG=call.x_scale_RG)
 
 
-def _check_input(x_RD: Tensor, scale: Tensor | None, format: str, w_format: str) -> int:
+def _check_input(call: ExpertGemmCall) -> int:
     """The number of values in a row of x; raises unless x and its scales fit the format."""
+    x_RD, scale, format = call.x_RD, call.x_scale_RG, call.x_format
     if not format:
         check_tensor("x_RD", x_RD, 2, FLOATS)
         _check_absent(x_scale_RG=scale)
         return x_RD.shape[1]
-    if not w_format:
+    if not call.w_format:
         raise ValueError(f"x_format={format!r} wants a quantised weight too: name its w_format")
     parsed = named_format("x_format", format).parsed
     check_tensor("x_RD", x_RD, 2, (parsed.storage.dtype,))
@@ -103,20 +112,7 @@ def _check_absent(**tensors: Tensor | None) -> None:
 
 
 @op(check=check)
-def expert_gemm(
-    x_RD: Tensor,
-    w_EFD: Tensor,
-    ends_E: Tensor,
-    bias_EF: Tensor | None = None,
-    transposed: bool = False,
-    x_scale_RG: Tensor | None = None,
-    w_scale_EFG: Tensor | None = None,
-    w_zero_EFG: Tensor | None = None,
-    alpha_E: Tensor | None = None,
-    x_format: str = "",
-    w_format: str = "",
-    out_dtype: str = "",
-) -> Tensor:
+def expert_gemm(call: ExpertGemmCall) -> Tensor:
     """Multiply each row by its expert's weight: y_RF[r] = alpha[e(r)] * (w[e(r)] @ x_RD[r]) +
     bias[e(r)].
 
@@ -143,17 +139,18 @@ def expert_gemm(
 
     This definition gathers a weight for every row: exact, traceable, and meant for small R.
     """
+    x_RD, ends_E = call.x_RD, call.ends_E
     if readable(ends_E):
         checked_ends(ends_E, x_RD.shape[0])
-    w = w_EFD.transpose(1, 2) if transposed else w_EFD
+    w = call.w_EFD.transpose(1, 2) if call.transposed else call.w_EFD
     expert_R = row_experts(ends_E, x_RD.shape[0])
-    w_RFD = decode_weight(w, w_scale_EFG, w_zero_EFG, w_format)[expert_R]
-    y_RF = (w_RFD * decode_input(x_RD, x_scale_RG, x_format)[:, None, :]).sum(-1)
-    if alpha_E is not None:
-        y_RF = y_RF * alpha_E[expert_R, None]
-    if bias_EF is not None:
-        y_RF = y_RF + bias_EF.float()[expert_R]
-    return y_RF.to(DTYPES[out_dtype] if out_dtype else x_RD.dtype)
+    w_RFD = decode_weight(w, call.w_scale_EFG, call.w_zero_EFG, call.w_format)[expert_R]
+    y_RF = (w_RFD * decode_input(x_RD, call.x_scale_RG, call.x_format)[:, None, :]).sum(-1)
+    if call.alpha_E is not None:
+        y_RF = y_RF * call.alpha_E[expert_R, None]
+    if call.bias_EF is not None:
+        y_RF = y_RF + call.bias_EF.float()[expert_R]
+    return y_RF.to(DTYPES[call.out_dtype] if call.out_dtype else x_RD.dtype)
 
 
 def checked_ends(ends_E: Tensor, R: int) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from moe_ops import fake_impls
@@ -10,19 +12,29 @@ from moe_ops.shapes import INDICES, check_devices, check_tensor
 from moe_ops.spec import op
 
 
-def check(experts_TK: Tensor, num_experts: int, expert_map: Tensor | None = None) -> None:
+@dataclass(slots=True)
+class ExpertLoadsCall:
+    """The arguments of `expert_loads`."""
+
+    experts_TK: Tensor
+    num_experts: int
+    expert_map: Tensor | None = None
+
+
+def check(call: ExpertLoadsCall) -> None:
     """Raise ValueError or TypeError unless `expert_loads` takes these arguments."""
-    check_tensor("experts_TK", experts_TK, 2, INDICES)
-    check_num_experts(num_experts)
+    expert_map = call.expert_map
+    check_tensor("experts_TK", call.experts_TK, 2, INDICES)
+    check_num_experts(call.num_experts)
     if expert_map is not None:
         check_tensor("expert_map", expert_map, 1, INDICES)
         if expert_map.shape[0] < 1:
             raise ValueError("expert_map is empty; it must hold an id, or -1, for each expert")
-        check_devices(experts_TK, expert_map=expert_map)
+        check_devices(call.experts_TK, expert_map=expert_map)
 
 
 @op(check=check)
-def expert_loads(experts_TK: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Tensor:
+def expert_loads(call: ExpertLoadsCall) -> Tensor:
     """Count the pairs of each expert: loads_e = |{(t, k) : experts_TK[t, k] = e}|, int64
     [num_experts].
 
@@ -34,9 +46,9 @@ def expert_loads(experts_TK: Tensor, num_experts: int, expert_map: Tensor | None
     experts_TK: int32 or int64 [T, K]; expert_map: int32 or int64 [ids]. Raises ValueError or
     TypeError for wrong shapes, dtypes or devices.
     """
-    ids_R = local_ids(experts_TK, num_experts, expert_map)
-    loads = ids_R.new_zeros(num_experts + 1).scatter_add(0, ids_R, ids_R.new_ones(ids_R.shape))
-    return loads[:num_experts]
+    E = call.num_experts
+    ids_R = local_ids(call.experts_TK, E, call.expert_map)
+    return ids_R.new_zeros(E + 1).scatter_add(0, ids_R, ids_R.new_ones(ids_R.shape))[:E]
 
 
 expert_loads.fake(fake_impls.expert_loads)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from moe_ops import fake_impls
 from moe_ops.ops.activate import activate, check_activation
 from moe_ops.ops.combine import combine
+from moe_ops.ops.dispatch import DispatchCall, dispatch
 from moe_ops.ops.dispatch import check as check_dispatch
-from moe_ops.ops.dispatch import dispatch
 from moe_ops.ops.expert_gemm import expert_gemm
 from moe_ops.ops.quantize import quantize
 from moe_ops.quant.arguments import (
@@ -23,69 +25,83 @@ from moe_ops.shapes import FLOATS, INDICES, check_devices, check_size, check_ten
 from moe_ops.spec import op
 
 
-def check(
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    w13_EFD: Tensor,
-    w2_EDI: Tensor,
-    b13_EF: Tensor | None = None,
-    b2_ED: Tensor | None = None,
-    expert_map: Tensor | None = None,
-    transposed: bool = False,
-    kind: str = "silu",
-    gated: bool = True,
-    interleaved: bool = False,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    up_shift: float = 0.0,
-    w13_scale_EFG: Tensor | None = None,
-    w2_scale_EDG: Tensor | None = None,
-    w13_zero_EFG: Tensor | None = None,
-    w2_zero_EDG: Tensor | None = None,
-    alpha13_E: Tensor | None = None,
-    alpha2_E: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    h_scale: Tensor | None = None,
-    w_format: str = "",
-    x_format: str = "",
-) -> None:
+@dataclass(slots=True)
+class ExpertsCall:
+    """The arguments of `experts`."""
+
+    x_TD: Tensor
+    weights_TK: Tensor
+    experts_TK: Tensor
+    w13_EFD: Tensor
+    w2_EDI: Tensor
+    b13_EF: Tensor | None = None
+    b2_ED: Tensor | None = None
+    expert_map: Tensor | None = None
+    transposed: bool = False
+    kind: str = "silu"
+    gated: bool = True
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float | None = None
+    up_shift: float = 0.0
+    w13_scale_EFG: Tensor | None = None
+    w2_scale_EDG: Tensor | None = None
+    w13_zero_EFG: Tensor | None = None
+    w2_zero_EDG: Tensor | None = None
+    alpha13_E: Tensor | None = None
+    alpha2_E: Tensor | None = None
+    x_scale: Tensor | None = None
+    h_scale: Tensor | None = None
+    w_format: str = ""
+    x_format: str = ""
+
+    @property
+    def activation(self) -> tuple[str, bool, bool, float, float | None, float]:
+        """The arguments of `activate` after its tensor."""
+        return (self.kind, self.gated, self.interleaved, self.alpha, self.limit, self.up_shift)
+
+
+def check(call: ExpertsCall) -> None:
     """Raise ValueError or TypeError unless `experts` takes these arguments."""
-    plain = b13_EF is b2_ED is expert_map is None and limit is None and not interleaved
-    plain = plain and kind == "silu" and gated and alpha == 1.0 and up_shift == 0.0
-    plain = (
-        plain and not w_format and w13_scale_EFG is w2_scale_EDG is alpha13_E is alpha2_E is None
-    )
-    plain = plain and not x_format and w13_zero_EFG is w2_zero_EDG is x_scale is h_scale is None
-    if plain and _fits(x_TD, weights_TK, experts_TK, w13_EFD, w2_EDI, transposed):
+    if _is_plain(call) and _fits(call):
         return
-    check_tensor("x_TD", x_TD, 2, FLOATS)
-    check_weights(
-        x_TD, w13_EFD, w2_EDI, b13_EF, b2_ED, transposed, gated, w13_scale_EFG, w2_scale_EDG,
-        w13_zero_EFG, w2_zero_EDG, alpha13_E, alpha2_E, x_scale, h_scale, w_format, x_format,
-    )  # fmt: skip
-    check_dispatch(x_TD, experts_TK, w13_EFD.shape[0], expert_map)
+    check_tensor("x_TD", call.x_TD, 2, FLOATS)
+    check_weights(call)
+    experts_TK, weights_TK = call.experts_TK, call.weights_TK
+    check_dispatch(DispatchCall(call.x_TD, experts_TK, call.w13_EFD.shape[0], call.expert_map))
     check_tensor("weights_TK", weights_TK, 2, FLOATS)
     check_size("weights_TK", weights_TK, 0, experts_TK.shape[0], "the tokens of experts_TK")
     check_size("weights_TK", weights_TK, 1, experts_TK.shape[1], "the top-k of experts_TK")
-    check_activation(kind, gated, interleaved, alpha, limit, up_shift)
-    check_devices(x_TD, weights_TK=weights_TK)
+    check_activation(call)
+    check_devices(call.x_TD, weights_TK=weights_TK)
 
 
-def _fits(
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    w13_EFD: Tensor,
-    w2_EDI: Tensor,
-    transposed: bool,
-) -> bool:
+def _is_plain(call: ExpertsCall) -> bool:
+    """Whether a layer has no more than two weights and the common activation."""
+    c = call
+    return (
+        c.b13_EF is c.b2_ED is c.expert_map is c.limit is None
+        and c.gated
+        and not c.interleaved
+        and c.kind == "silu"
+        and c.alpha == 1.0
+        and c.up_shift == 0.0
+        and not c.w_format
+        and not c.x_format
+        and c.w13_scale_EFG is c.w2_scale_EDG is c.alpha13_E is c.alpha2_E is None
+        and c.w13_zero_EFG is c.w2_zero_EDG is c.x_scale is c.h_scale is None
+    )
+
+
+def _fits(call: ExpertsCall) -> bool:
     """Whether a plain layer fits: takes a microsecond, where finding what does not takes five."""
+    x_TD, w13_EFD, w2_EDI = call.x_TD, call.w13_EFD, call.w2_EDI
+    weights_TK, experts_TK = call.weights_TK, call.experts_TK
     x, w13, w2, routed = x_TD.shape, w13_EFD.shape, w2_EDI.shape, experts_TK.shape
     if len(x) != 2 or len(w13) != 3 or len(w2) != 3 or len(routed) != 2:
         return False
     F, D, D2, I = (  # noqa: E741
-        (w13[2], w13[1], w2[2], w2[1]) if transposed else (w13[1], w13[2], w2[1], w2[2])
+        (w13[2], w13[1], w2[2], w2[1]) if call.transposed else (w13[1], w13[2], w2[1], w2[2])
     )
     device, dtype = x_TD.device, x_TD.dtype
     return (
@@ -103,72 +119,60 @@ def _fits(
     )
 
 
-def check_weights(
-    x_TD: Tensor,
-    w13_EFD: Tensor,
-    w2_EDI: Tensor,
-    b13_EF: Tensor | None,
-    b2_ED: Tensor | None,
-    transposed: bool,
-    gated: bool,
-    w13_scale_EFG: Tensor | None,
-    w2_scale_EDG: Tensor | None,
-    w13_zero_EFG: Tensor | None,
-    w2_zero_EDG: Tensor | None,
-    alpha13_E: Tensor | None,
-    alpha2_E: Tensor | None,
-    x_scale: Tensor | None,
-    h_scale: Tensor | None,
-    w_format: str,
-    x_format: str,
-) -> None:
+def check_weights(call: ExpertsCall) -> None:
     """Raise ValueError or TypeError unless the weights and what belongs to them fit the tokens and
     each other.
     """
-    given = {
-        "w13_scale_EFG": w13_scale_EFG, "w2_scale_EDG": w2_scale_EDG,
-        "w13_zero_EFG": w13_zero_EFG, "w2_zero_EDG": w2_zero_EDG,
-    }  # fmt: skip
-    if w_format:
-        check_weight("w13_EFD", w13_EFD, w13_scale_EFG, w13_zero_EFG, w_format, transposed)
-        check_weight("w2_EDI", w2_EDI, w2_scale_EDG, w2_zero_EDG, w_format, transposed)
-    else:
-        check_tensor("w13_EFD", w13_EFD, 3, (x_TD.dtype,))
-        check_tensor("w2_EDI", w2_EDI, 3, (x_TD.dtype,))
-        for name, t in given.items():
-            if t is not None:
-                raise ValueError(f"{name} was given without w_format; name it")
-        if x_format:
-            raise ValueError(
-                f"x_format={x_format!r} wants a quantised weight too: name its w_format"
-            )
-    rows, cols = (2, 1) if transposed else (1, 2)
+    x_TD, w13_EFD, w2_EDI, x_format = call.x_TD, call.w13_EFD, call.w2_EDI, call.x_format
+    _check_formats(call)
+    rows, cols = (2, 1) if call.transposed else (1, 2)
     E, F, D = w13_EFD.shape[0], w13_EFD.shape[rows], x_TD.shape[1]
-    I = F // 2 if gated else F  # noqa: E741
+    I = F // 2 if call.gated else F  # noqa: E741
     if E < 1:
         raise ValueError(f"w13_EFD holds no expert, got shape {tuple(w13_EFD.shape)}")
-    if gated and F % 2:
+    if call.gated and F % 2:
         raise ValueError(
             f"gated experts need an even number of rows, got w13_EFD {tuple(w13_EFD.shape)}"
         )
-    check_size("w13_EFD", w13_EFD, cols, packed(w_format, D), f"the width of x_TD{_in(w_format)}")
+    format = call.w_format
+    check_size("w13_EFD", w13_EFD, cols, packed(format, D), f"the width of x_TD{_in(format)}")
     check_size("w2_EDI", w2_EDI, 0, E, "the experts of w13_EFD")
     check_size("w2_EDI", w2_EDI, rows, D, "the width of x_TD")
-    why = f"the width after the activation{_in(w_format)}"
-    check_size("w2_EDI", w2_EDI, cols, packed(w_format, I), why)
-    for name, bias, size in (("b13_EF", b13_EF, F), ("b2_ED", b2_ED, D)):
+    why = f"the width after the activation{_in(format)}"
+    check_size("w2_EDI", w2_EDI, cols, packed(format, I), why)
+    for name, bias, size in (("b13_EF", call.b13_EF, F), ("b2_ED", call.b2_ED, D)):
         if bias is not None:
             check_tensor(name, bias, 2, FLOATS)
             check_size(name, bias, 0, E, "the experts of w13_EFD")
             check_size(name, bias, 1, size, "the rows of one expert's weight")
-    check_alpha("alpha13_E", alpha13_E, E, w13_EFD)
-    check_alpha("alpha2_E", alpha2_E, E, w13_EFD)
-    check_static_scale("x_scale", x_scale, x_format, x_TD)
-    check_static_scale("h_scale", h_scale, x_format, x_TD)
+    check_alpha("alpha13_E", call.alpha13_E, E, w13_EFD)
+    check_alpha("alpha2_E", call.alpha2_E, E, w13_EFD)
+    check_static_scale("x_scale", call.x_scale, x_format, x_TD)
+    check_static_scale("h_scale", call.h_scale, x_format, x_TD)
     if x_format:
         check_input_format("x_format", x_format, D)
         check_input_format("x_format", x_format, I)
-    check_devices(x_TD, w13_EFD=w13_EFD, w2_EDI=w2_EDI, b13_EF=b13_EF, b2_ED=b2_ED)
+    check_devices(x_TD, w13_EFD=w13_EFD, w2_EDI=w2_EDI, b13_EF=call.b13_EF, b2_ED=call.b2_ED)
+
+
+def _check_formats(call: ExpertsCall) -> None:
+    """Raise unless the weights are of the format, with what belongs to it and nothing else."""
+    format, transposed = call.w_format, call.transposed
+    w13_scale, w13_zero = call.w13_scale_EFG, call.w13_zero_EFG
+    w2_scale, w2_zero = call.w2_scale_EDG, call.w2_zero_EDG
+    if format:
+        check_weight("w13_EFD", call.w13_EFD, w13_scale, w13_zero, format, transposed)
+        check_weight("w2_EDI", call.w2_EDI, w2_scale, w2_zero, format, transposed)
+        return
+    check_tensor("w13_EFD", call.w13_EFD, 3, (call.x_TD.dtype,))
+    check_tensor("w2_EDI", call.w2_EDI, 3, (call.x_TD.dtype,))
+    for name in ("w13_scale_EFG", "w2_scale_EDG", "w13_zero_EFG", "w2_zero_EDG"):
+        if getattr(call, name) is not None:
+            raise ValueError(f"{name} was given without w_format; name it")
+    if call.x_format:
+        raise ValueError(
+            f"x_format={call.x_format!r} wants a quantised weight too: name its w_format"
+        )
 
 
 def packed(format: str, width: int) -> int:
@@ -181,33 +185,7 @@ def _in(format: str) -> str:
 
 
 @op(check=check)
-def experts(
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    w13_EFD: Tensor,
-    w2_EDI: Tensor,
-    b13_EF: Tensor | None = None,
-    b2_ED: Tensor | None = None,
-    expert_map: Tensor | None = None,
-    transposed: bool = False,
-    kind: str = "silu",
-    gated: bool = True,
-    interleaved: bool = False,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    up_shift: float = 0.0,
-    w13_scale_EFG: Tensor | None = None,
-    w2_scale_EDG: Tensor | None = None,
-    w13_zero_EFG: Tensor | None = None,
-    w2_zero_EDG: Tensor | None = None,
-    alpha13_E: Tensor | None = None,
-    alpha2_E: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    h_scale: Tensor | None = None,
-    w_format: str = "",
-    x_format: str = "",
-) -> Tensor:
+def experts(call: ExpertsCall) -> Tensor:
     """Run every token through its chosen experts: out_t = sum_k w_tk * (W2_e act(W13_e x_t + b13_e)
     + b2_e).
 
@@ -228,32 +206,31 @@ def experts(
 
     Raises ValueError or TypeError for wrong shapes, dtypes, devices, formats or parameters.
     """
-    E = w13_EFD.shape[0]
+    c, x_TD, E, x_format = call, call.x_TD, call.w13_EFD.shape[0], call.x_format
     out_dtype = str(x_TD.dtype).removeprefix("torch.") if x_format else ""
+    x_scale_RG, h_scale_RG, alpha13_E, alpha2_E = None, None, c.alpha13_E, c.alpha2_E
     if x_format:  # before dispatch there are fewer rows, and none that is unspecified
-        x_scale, alpha13_E = _with_global_scale(x_TD, x_scale, alpha13_E, E, x_format)
+        x_scale, alpha13_E = _with_global_scale(x_TD, c.x_scale, alpha13_E, E, x_format)
         q_TD, scale_TG = quantize(x_TD, x_format, x_scale)
-        x_RD, rows_R, ends_E = dispatch(q_TD, experts_TK, E, expert_map)
-        x_scale_RG = _scales_of_rows(scale_TG, rows_R, experts_TK, x_format)
+        x_RD, rows_R, ends_E = dispatch(q_TD, c.experts_TK, E, c.expert_map)
+        x_scale_RG = _scales_of_rows(scale_TG, rows_R, c.experts_TK, x_format)
     else:
-        x_RD, rows_R, ends_E = dispatch(x_TD, experts_TK, E, expert_map)
-        x_scale_RG = None
+        x_RD, rows_R, ends_E = dispatch(x_TD, c.experts_TK, E, c.expert_map)
     y_RF = expert_gemm(
-        x_RD, w13_EFD, ends_E, b13_EF, transposed,
-        x_scale_RG, w13_scale_EFG, w13_zero_EFG, alpha13_E, x_format, w_format, out_dtype,
+        x_RD, c.w13_EFD, ends_E, c.b13_EF, c.transposed,
+        x_scale_RG, c.w13_scale_EFG, c.w13_zero_EFG, alpha13_E, x_format, c.w_format, out_dtype,
     )  # fmt: skip
-    h_RI = activate(y_RF, kind, gated, interleaved, alpha, limit, up_shift)
-    h_scale_RG = None
+    h_RI = activate(y_RF, *c.activation)
     if x_format:
         # One scale for all rows must not see what unused rows hold.
         h_RI = h_RI.masked_fill(rows_R[:, None] < 0, 0)
-        h_scale, alpha2_E = _with_global_scale(h_RI, h_scale, alpha2_E, E, x_format)
+        h_scale, alpha2_E = _with_global_scale(h_RI, c.h_scale, alpha2_E, E, x_format)
         h_RI, h_scale_RG = quantize(h_RI, x_format, h_scale)
     y_RD = expert_gemm(
-        h_RI, w2_EDI, ends_E, b2_ED, transposed,
-        h_scale_RG, w2_scale_EDG, w2_zero_EDG, alpha2_E, x_format, w_format, out_dtype,
+        h_RI, c.w2_EDI, ends_E, c.b2_ED, c.transposed,
+        h_scale_RG, c.w2_scale_EDG, c.w2_zero_EDG, alpha2_E, x_format, c.w_format, out_dtype,
     )  # fmt: skip
-    return combine(y_RD, weights_TK, rows_R)
+    return combine(y_RD, c.weights_TK, rows_R)
 
 
 def _with_global_scale(

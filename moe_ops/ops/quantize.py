@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from moe_ops import fake_impls
@@ -13,12 +15,21 @@ from moe_ops.shapes import FLOATS, check_tensor
 from moe_ops.spec import op
 
 
-def check(x_RD: Tensor, format: str = "float8_e4m3fn:row", scale: Tensor | None = None) -> None:
+@dataclass(slots=True)
+class QuantizeCall:
+    """The arguments of `quantize`."""
+
+    x_RD: Tensor
+    format: str = "float8_e4m3fn:row"
+    scale: Tensor | None = None
+
+
+def check(call: QuantizeCall) -> None:
     """Raise ValueError or TypeError unless `quantize` takes these arguments."""
-    check_tensor("x_RD", x_RD, 2, FLOATS)
-    check_input_format("format", format, x_RD.shape[1])
-    check_static_scale("scale", scale, format, x_RD)
-    if needs_grad(x_RD, scale):
+    check_tensor("x_RD", call.x_RD, 2, FLOATS)
+    check_input_format("format", call.format, call.x_RD.shape[1])
+    check_static_scale("scale", call.scale, call.format, call.x_RD)
+    if needs_grad(call.x_RD, call.scale):
         raise ValueError(
             "quantize has no gradient, as rounding is flat, and got a tensor that requires one; "
             "detach it, call it under torch.no_grad(), or train without quantised inputs"
@@ -26,9 +37,7 @@ def check(x_RD: Tensor, format: str = "float8_e4m3fn:row", scale: Tensor | None 
 
 
 @op(check=check)
-def quantize(
-    x_RD: Tensor, format: str = "float8_e4m3fn:row", scale: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor]:
     """Round x to a format. Returns (q, scale_RG) with x close to decode(q) * scale.
 
     `format` is element:group[:scale], or a published name such as mxfp8 (the grammar is in
@@ -44,8 +53,8 @@ def quantize(
     decoding multiplier. R = 0 gives empty results. Raises ValueError or TypeError for wrong shapes,
     dtypes, devices or formats.
     """
-    found = Format.of(format)
-    x = x_RD.float()
+    found, scale = Format.of(call.format), call.scale
+    x = call.x_RD.float()
     if found.group == TENSOR:
         if scale is None and x.shape[0] == 0:
             x = x.new_zeros(1, x.shape[1])  # no rows: the scale is that of zeros
@@ -53,7 +62,7 @@ def quantize(
         done = packing.quantize(x, found, scale=given)
     else:
         done = packing.quantize(x, found, global_scale=scale)
-    return done.values[: x_RD.shape[0]], done.scale
+    return done.values[: call.x_RD.shape[0]], done.scale
 
 
 quantize.fake(fake_impls.quantize)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,96 +19,85 @@ GROUP_REDUCE = ("max", "top2sum")
 GROUP_FILL = ("-inf", "zero")
 
 
-def check(
-    logits_TE: Tensor,
-    top_k: int,
-    bias_E: Tensor | None = None,
-    per_expert_scale_E: Tensor | None = None,
-    score: str = "softmax",
-    select_on: str = "score",
-    n_group: int = 1,
-    topk_group: int = 1,
-    group_reduce: str = "top2sum",
-    group_fill: str = "-inf",
-    softmax_selected: bool = False,
-    renormalize: bool = False,
-    eps: float = 0.0,
-    min_sum: float = 0.0,
-    scale: float = 1.0,
-    out_dtype: str = "float32",
-) -> None:
+@dataclass(slots=True)
+class RouteCall:
+    """The arguments of `route`."""
+
+    logits_TE: Tensor
+    top_k: int
+    bias_E: Tensor | None = None
+    per_expert_scale_E: Tensor | None = None
+    score: str = "softmax"
+    select_on: str = "score"
+    n_group: int = 1
+    topk_group: int = 1
+    group_reduce: str = "top2sum"
+    group_fill: str = "-inf"
+    softmax_selected: bool = False
+    renormalize: bool = False
+    eps: float = 0.0
+    min_sum: float = 0.0
+    scale: float = 1.0
+    out_dtype: str = "float32"
+
+
+def check(call: RouteCall) -> None:
     """Raise ValueError or TypeError unless `route` takes these arguments."""
+    logits_TE, bias_E, scale_E = call.logits_TE, call.bias_E, call.per_expert_scale_E
     check_tensor("logits_TE", logits_TE, 2, FLOATS)
     E = logits_TE.shape[1]
-    if not 1 <= top_k <= E:
+    if not 1 <= call.top_k <= E:
         raise ValueError(
-            f"top_k={top_k} must be from 1 to the {E} experts of logits_TE; lower top_k"
+            f"top_k={call.top_k} must be from 1 to the {E} experts of logits_TE; lower top_k"
         )
-    check_choice("score", score, SCORES)
-    check_choice("select_on", select_on, SELECT_ON)
-    check_choice("out_dtype", out_dtype, tuple(DTYPES))
+    check_choice("score", call.score, SCORES)
+    check_choice("select_on", call.select_on, SELECT_ON)
+    check_choice("out_dtype", call.out_dtype, tuple(DTYPES))
     if bias_E is not None:
         check_tensor("bias_E", bias_E, 1, FLOATS)
         check_size("bias_E", bias_E, 0, E, "one per expert of logits_TE")
-    if per_expert_scale_E is not None:
-        check_tensor("per_expert_scale_E", per_expert_scale_E, 1, FLOATS)
-        check_size("per_expert_scale_E", per_expert_scale_E, 0, E, "one per expert of logits_TE")
-    if n_group != 1 or topk_group != 1:
-        _check_groups(E, top_k, n_group, topk_group, group_reduce, group_fill)
-    elif group_reduce not in GROUP_REDUCE or group_fill not in GROUP_FILL:
-        _check_fold(group_reduce, group_fill)
-    total = eps + min_sum + scale
+    if scale_E is not None:
+        check_tensor("per_expert_scale_E", scale_E, 1, FLOATS)
+        check_size("per_expert_scale_E", scale_E, 0, E, "one per expert of logits_TE")
+    if call.n_group != 1 or call.topk_group != 1:
+        _check_groups(call)
+    elif call.group_reduce not in GROUP_REDUCE or call.group_fill not in GROUP_FILL:
+        _check_fold(call)
+    total = call.eps + call.min_sum + call.scale
     if total - total != 0.0:  # one of them, or their sum, is infinite or not a number
-        for name, value in (("eps", eps), ("min_sum", min_sum), ("scale", scale)):
-            check_finite(name, value)
-    if softmax_selected and renormalize:
+        for name in ("eps", "min_sum", "scale"):
+            check_finite(name, getattr(call, name))
+    if call.softmax_selected and call.renormalize:
         raise ValueError("softmax_selected already makes weights that sum to 1; drop renormalize")
-    check_devices(logits_TE, bias_E=bias_E, per_expert_scale_E=per_expert_scale_E)
+    if bias_E is not None or scale_E is not None:
+        check_devices(logits_TE, bias_E=bias_E, per_expert_scale_E=scale_E)
 
 
-def _check_groups(
-    E: int, top_k: int, n_group: int, topk_group: int, group_reduce: str, group_fill: str
-) -> None:
-    _check_fold(group_reduce, group_fill)
+def _check_groups(call: RouteCall) -> None:
+    _check_fold(call)
+    E, n_group, topk_group = call.logits_TE.shape[1], call.n_group, call.topk_group
     if n_group < 1 or E % n_group:
         raise ValueError(f"n_group={n_group} must divide the {E} experts of logits_TE")
     if not 1 <= topk_group <= n_group:
         raise ValueError(f"topk_group={topk_group} must be from 1 to n_group={n_group}")
-    if group_reduce == "top2sum" and n_group == E:
+    if call.group_reduce == "top2sum" and n_group == E:
         raise ValueError(
             f"group_reduce='top2sum' needs two experts a group, got {E} experts in {n_group} groups"
         )
-    if group_fill == "-inf" and topk_group * (E // n_group) < top_k:
+    if call.group_fill == "-inf" and topk_group * (E // n_group) < call.top_k:
         raise ValueError(
-            f"top_k={top_k} exceeds the {topk_group * (E // n_group)} experts "
+            f"top_k={call.top_k} exceeds the {topk_group * (E // n_group)} experts "
             f"of topk_group={topk_group} groups"
         )
 
 
-def _check_fold(group_reduce: str, group_fill: str) -> None:
-    check_choice("group_reduce", group_reduce, GROUP_REDUCE)
-    check_choice("group_fill", group_fill, GROUP_FILL)
+def _check_fold(call: RouteCall) -> None:
+    check_choice("group_reduce", call.group_reduce, GROUP_REDUCE)
+    check_choice("group_fill", call.group_fill, GROUP_FILL)
 
 
 @op(check=check)
-def route(
-    logits_TE: Tensor,
-    top_k: int,
-    bias_E: Tensor | None = None,
-    per_expert_scale_E: Tensor | None = None,
-    score: str = "softmax",
-    select_on: str = "score",
-    n_group: int = 1,
-    topk_group: int = 1,
-    group_reduce: str = "top2sum",
-    group_fill: str = "-inf",
-    softmax_selected: bool = False,
-    renormalize: bool = False,
-    eps: float = 0.0,
-    min_sum: float = 0.0,
-    scale: float = 1.0,
-    out_dtype: str = "float32",
-) -> tuple[Tensor, Tensor]:
+def route(call: RouteCall) -> tuple[Tensor, Tensor]:
     """Choose top_k experts for each token. Returns (weights_TK in out_dtype, experts_TK in int32).
 
     With l = logits_TE in float32, b = bias_E and s the score (softmax(l), sigmoid(l),
@@ -131,32 +122,35 @@ def route(
     Sources: softmax then top-k, Shazeer et al. 2017 (arXiv:1701.06538); the selection bias and
     grouped sigmoid scores, DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
     """
-    logits = logits_TE.float()
+    logits = call.logits_TE.float()
     T, E = logits.shape
-    scores_TE = _score(logits, score)
-    choice_TE = scores_TE if select_on == "score" else logits
-    if bias_E is not None:
-        choice_TE = choice_TE + bias_E.float()
-    if n_group > 1:
+    scores_TE = _score(logits, call.score)
+    choice_TE = scores_TE if call.select_on == "score" else logits
+    if call.bias_E is not None:
+        choice_TE = choice_TE + call.bias_E.float()
+    if call.n_group > 1:
+        n_group = call.n_group
         groups = choice_TE.view(T, n_group, E // n_group)
         worth_TG = (
-            groups.amax(-1) if group_reduce == "max" else groups.topk(2, dim=-1).values.sum(-1)
+            groups.amax(-1) if call.group_reduce == "max" else groups.topk(2, dim=-1).values.sum(-1)
         )
-        best = worth_TG.topk(topk_group, dim=-1).indices
+        best = worth_TG.topk(call.topk_group, dim=-1).indices
         kept = torch.zeros_like(worth_TG, dtype=torch.bool).scatter(1, best, True)
         kept_TE = kept[:, :, None].expand_as(groups).reshape(T, E)
-        choice_TE = choice_TE.masked_fill(~kept_TE, 0.0 if group_fill == "zero" else float("-inf"))
-    experts_TK = choice_TE.topk(top_k, dim=-1).indices
+        fill = 0.0 if call.group_fill == "zero" else float("-inf")
+        choice_TE = choice_TE.masked_fill(~kept_TE, fill)
+    experts_TK = choice_TE.topk(call.top_k, dim=-1).indices
     weights_TK = scores_TE.gather(1, experts_TK)
-    if softmax_selected:
+    if call.softmax_selected:
         weights_TK = weights_TK.softmax(-1)
-    if renormalize:
-        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + eps).clamp(min=min_sum)
-    if scale != 1.0:
-        weights_TK = weights_TK * scale
-    if per_expert_scale_E is not None:
-        weights_TK = weights_TK * per_expert_scale_E.float()[experts_TK]
-    return weights_TK.to(DTYPES[out_dtype]), experts_TK.to(torch.int32)
+    if call.renormalize:
+        total_T1 = weights_TK.sum(-1, keepdim=True) + call.eps
+        weights_TK = weights_TK / total_T1.clamp(min=call.min_sum)
+    if call.scale != 1.0:
+        weights_TK = weights_TK * call.scale
+    if call.per_expert_scale_E is not None:
+        weights_TK = weights_TK * call.per_expert_scale_E.float()[experts_TK]
+    return weights_TK.to(DTYPES[call.out_dtype]), experts_TK.to(torch.int32)
 
 
 def _score(logits: Tensor, score: str) -> Tensor:

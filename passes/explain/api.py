@@ -24,7 +24,7 @@ from moe_ops.passes.explain.html import page
 from moe_ops.passes.explain.trace import Trace, inside, lines, plain_module, run_compiled, trace
 from moe_ops.passes.pick_backend import generic_op, pick_backend
 from moe_ops.passes.pipeline import HOOK, GraphRun, Pipeline, name_of
-from moe_ops.passes.planning.choose import arguments
+from moe_ops.passes.planning.choose import call_of
 from moe_ops.passes.planning.plan import Plan
 from moe_ops.signature import described
 
@@ -116,6 +116,7 @@ class _Watch:
     pipeline: Pipeline
     graphs: list[_Graph] = field(default_factory=list)
     _calls: regions.Calls = field(default_factory=dict)
+    _first: torch.device | None = None  # of the first of our ops
 
     @staticmethod
     def of(pipeline: Pipeline) -> _Watch:
@@ -139,15 +140,13 @@ class _Watch:
         for node in graph.nodes:
             op = generic_op(node)
             if op is not None:
-                self._calls[node.name] = arguments(op, node)
+                self._calls[node.name] = call = call_of(op, node)
+                self._first = self._first or op.arguments.first(call).device
         return 0
 
     def device(self) -> Device:
         """Where the ops of ours run."""
-        calls = (call.values() for graph in self.graphs for call in graph.calls.values())
-        tensors = (value for values in calls for value in values if isinstance(value, Tensor))
-        first = next(tensors, None)
-        return device_of(torch.device("cpu") if first is None else first.device)
+        return device_of(self._first or torch.device("cpu"))
 
     def totals(self) -> tuple[PassTotal, ...]:
         """Each pass over all graphs."""

@@ -9,21 +9,19 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from torch import Tensor
-
 from moe_ops.passes.context import Note
-from moe_ops.passes.cost import Arguments, Cost, Device, cost
+from moe_ops.passes.cost import Cost, Device, cost
 from moe_ops.passes.explain.explanation import At, LeftAlone, Region, Run
 from moe_ops.passes.pipeline import GraphRun
 from moe_ops.passes.planning.plan import Choice
-from moe_ops.spec import REFERENCE
+from moe_ops.spec import OPS, REFERENCE
 
 CURVE = tuple(4**n for n in range(7))  # numbers of tokens to plot: 1 to 4096
 ROUTERS = ("moe", "route")  # what the lifted router of a layer ends up in
 PER_ROUTED_ROW = ("expert_gemm", "activate", "combine")  # of these a token has K rows
 MAIN = ("moe", "experts", "expert_gemm")  # the ops that do most of the work
 
-Calls = dict[str, Arguments]  # of our ops before backends were chosen, by node
+Calls = dict[str, Any]  # records of our ops before backends were chosen, by node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,15 +101,13 @@ def left_alone(refusals: Iterable[Note]) -> tuple[LeftAlone, ...]:
 class _Measured:
     """One call of an op at any number of tokens."""
 
-    def __init__(
-        self, choice: Choice, arguments: Arguments, K: int | None, runs: Sequence[Run]
-    ) -> None:
-        self.choice, self.arguments, self.K = choice, arguments, K
+    def __init__(self, choice: Choice, call: Any, K: int | None, runs: Sequence[Run]) -> None:
+        self.choice, self.call, self.K = choice, call, K
         self.main = min(runs, key=lambda run: (run.is_compiled, (*MAIN, run.op).index(run.op)))
 
     def traced_with(self) -> tuple[int, ...]:
         """The number of tokens of the inputs, if it is known."""
-        rows: Any = next(v for v in self.arguments.values() if isinstance(v, Tensor)).shape[0]
+        rows: Any = OPS[self.choice.op].arguments.first(self.call).shape[0]
         if not isinstance(rows, int):
             if not rows.node.has_hint():
                 return ()
@@ -129,7 +125,7 @@ class _Measured:
         low, high = self.choice.rows
         # A graph of a varying number is joined by others for 0 and 1, with the same plan.
         here = rows == low if low == high else high is None or rows <= high
-        found = cost(self.choice.op, self.arguments, rows)
+        found = cost(self.choice.op, self.call, rows)
         of_main = self._rows_of(self.main.op, tokens)
         ranges = self.main.ranges
         backend = next(r.backend for r in ranges if r.upto is None or of_main <= r.upto)
@@ -161,10 +157,8 @@ def _top_k(choice: Choice, choices: Sequence[Choice], calls: Calls) -> int | Non
     """The number of experts for each token, which some stages know by their neighbours alone."""
     near = [c for c in choices if c.layer == choice.layer and c.node != choice.node]
     for call in (calls[c.node] for c in (choice, *near)):
-        K = call.get("top_k")
-        ids = call.get("experts_TK")
-        if ids is None:
-            ids = call.get("weights_TK")
+        K = getattr(getattr(call, "routing", call), "top_k", None)
+        ids = getattr(call, "experts_TK", getattr(call, "weights_TK", None))
         if K is None and ids is not None:
             K = ids.shape[1]
         if isinstance(K, int):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import symbolic_shapes
 
 from moe_ops.passes.context import Options
-from moe_ops.passes.cost import Arguments, cost, device_of
+from moe_ops.passes.cost import cost, device_of
 from moe_ops.passes.graph import layer_of
 from moe_ops.passes.planning import tuned
 from moe_ops.passes.planning.plan import Choice, Range, Source
 from moe_ops.passes.planning.thresholds import THRESHOLD_OPS
-from moe_ops.spec import NAMESPACE, REFERENCE, Op, Ranges
+from moe_ops.ranges import Ranges
+from moe_ops.spec import NAMESPACE, REFERENCE, Op
 
 # What is raised by a decision on a symbolic size, which would add a guard.
 GUARDS = tuple(
@@ -32,17 +31,18 @@ GUARDS = tuple(
 
 def choose(op: Op, node: fx.Node, options: Options, table: tuned.Table) -> Choice:
     """Decide which backends run a node."""
-    a = arguments(op, node)
-    asked = _ask(op, a)
+    call = call_of(op, node)
+    named = op.arguments.by_name(call)
+    asked = _ask(op, call)
     device, rows = device_of(asked.first.device), bounds(asked.first.shape[0])
-    times = _measured(device.name, op, a, asked, table)
+    times = _measured(device.name, op, call, asked, table)
     where = f"{NAMESPACE}.{op.name} (node {node}{_of(layer_of(node))})"
     ranges, source = _decide(op, where, asked, rows, options, times)
 
     def describe(low: int, upto: int | None, backend: str) -> Range:
         high = rows[1] if upto is None else upto
         at = times.largest(low, high) or high
-        found = None if at is None else cost(op.name, a, at)
+        found = None if at is None else cost(op.name, call, at)
         return Range(
             upto=upto,
             backend=backend,
@@ -58,9 +58,9 @@ def choose(op: Op, node: fx.Node, options: Options, table: tuned.Table) -> Choic
         op=op.name,
         layer=layer_of(node),
         rows=rows,
-        shapes=_shapes(a),
+        shapes=_shapes(named),
         dtype=str(asked.first.dtype).removeprefix("torch."),
-        format="+".join(filter(None, (a.get(f) for f in ("format", "w_format", "x_format")))),
+        format="+".join(filter(None, (named.get(f) for f in ("format", "w_format", "x_format")))),
         candidates=(*asked.usable, REFERENCE),
         refusals=asked.refusals,
         ranges=tuple(describe(low, *r) for low, r in zip(lows, ranges, strict=True)),
@@ -95,22 +95,10 @@ def _decide(
     return ranges, source
 
 
-@functools.cache
-def _signature(op: Op) -> inspect.Signature:
-    return inspect.signature(op.reference)
-
-
-def arguments(op: Op, node: fx.Node) -> Arguments:
-    """The arguments of a node by name, defaults included, tensors as the graph's fake ones."""
+def call_of(op: Op, node: fx.Node) -> Any:
+    """The record of a node's arguments, tensors as the graph's fake ones."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return bind(op, args, kwargs)
-
-
-def bind(op: Op, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Arguments:
-    """The arguments of a call by name, in the order of the schema, defaults included."""
-    bound = _signature(op).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
+    return op.call(*args, **kwargs)
 
 
 def bounds(n: int | SymInt) -> tuple[int, int | None]:
@@ -135,32 +123,32 @@ class Asked:
     elsewhere: dict[str, str]  # the refusals of backends of other devices
 
 
-def _ask(op: Op, a: Arguments) -> Asked:
-    args = tuple(a.values())
-    device = args[0].device.type
+def _ask(op: Op, call: Any) -> Asked:
+    first = op.arguments.first(call)
+    device, rows = first.device.type, first.shape[0]
     usable: dict[str, int | None] = {}
     max_rows: dict[str, int] = {}
     refusals = {}
     here = {b.name: b for b in op.candidates(device)}
     others = (b for name, b in op.backends.items() if name not in here)
-    elsewhere = {b.name: b.refusal(device, args, {}) or "" for b in others}
+    elsewhere = {b.name: b.refusal(device, rows, call) or "" for b in others}
     for backend in here.values():
         if backend.name == REFERENCE:
             continue
         try:
-            with no_new_guards(args):
-                reason = backend.refusal(device, args, {})
+            with no_new_guards(op.arguments.flat(call)):
+                reason = backend.refusal(device, rows, call)
                 if reason is None:
-                    most = backend.most_rows and backend.most_rows(*args)
+                    most = backend.most_rows and backend.most_rows(call)
                     usable[backend.name] = most if isinstance(most, int) else None
                     if backend.max_rows is not None:
-                        max_rows[backend.name] = backend.max_rows(*args)
+                        max_rows[backend.name] = backend.max_rows(call)
                     continue
         except GUARDS:
             reason = "decides by a size that is not known when compiling"
         refusals[backend.name] = reason
     return Asked(
-        first=args[0],
+        first=first,
         usable=usable,
         max_rows=max_rows,
         refusals=refusals,
@@ -200,8 +188,8 @@ def _forced(op: Op, options: Options) -> Ranges | None:
     return options.thresholds
 
 
-def _measured(device: str, op: Op, a: Arguments, asked: Asked, table: tuned.Table) -> tuned.Times:
-    layer = tuned.layer_of_call(device, op.name, a)
+def _measured(device: str, op: Op, call: Any, asked: Asked, table: tuned.Table) -> tuned.Times:
+    layer = tuned.layer_of_call(device, op.name, call)
     cells = {} if layer is None else table.get(layer, {})
     return tuned.Times.of(cells, {name: asked.max_rows.get(name) for name in asked.usable})
 
@@ -266,7 +254,7 @@ def _of(layer: str) -> str:
     return f" of {layer}" if layer else ""
 
 
-def _shapes(a: Arguments) -> dict[str, int]:
+def _shapes(a: dict[str, Any]) -> dict[str, int]:
     """The sizes that are known, by the letters in the names of the tensors; rows are left out."""
     found: dict[str, int] = {}
     for name, t in a.items():

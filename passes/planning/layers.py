@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_ops.ops import experts
+from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.options import MOST_SIZE, check_fields, check_int
-from moe_ops.passes.cost import Arguments
-from moe_ops.passes.planning.choose import bind
 from moe_ops.quant import packing
 from moe_ops.quant.arguments import named_format
 from moe_ops.quant.formats import Format
@@ -49,7 +47,7 @@ class Shape:
                 named_format(name, getattr(self, name))
 
 
-def arguments_of(shape: Shape) -> Arguments:
+def arguments_of(shape: Shape) -> ExpertsCall:
     """A call of `experts` with one token and random weights."""
     dtype, device = DTYPES[shape.dtype], torch.device(shape.device)
 
@@ -62,27 +60,31 @@ def arguments_of(shape: Shape) -> Arguments:
 
     w13, w13_scale, w13_zero = weight(2 * shape.I, shape.D)
     w2, w2_scale, w2_zero = weight(shape.D, shape.I)
-    args = (
-        torch.zeros(1, shape.D, dtype=dtype, device=device),
-        torch.zeros(1, shape.K, device=device),
-        torch.zeros(1, shape.K, dtype=torch.int32, device=device),
+    return ExpertsCall(
+        x_TD=torch.zeros(1, shape.D, dtype=dtype, device=device),
+        weights_TK=torch.zeros(1, shape.K, device=device),
+        experts_TK=torch.zeros(1, shape.K, dtype=torch.int32, device=device),
+        w13_EFD=w13,
+        w2_EDI=w2,
+        w13_scale_EFG=w13_scale,
+        w2_scale_EDG=w2_scale,
+        w13_zero_EFG=w13_zero,
+        w2_zero_EDG=w2_zero,
+        w_format=shape.w_format,
+        x_format=shape.x_format,
     )
-    formats = {"w_format": shape.w_format, "x_format": shape.x_format}
-    scales = {
-        "w13_scale_EFG": w13_scale, "w2_scale_EDG": w2_scale,
-        "w13_zero_EFG": w13_zero, "w2_zero_EDG": w2_zero,
-    }  # fmt: skip
-    return bind(experts, (*args, w13, w2), {**formats, **scales})
 
 
-def fake_arguments_of(shape: Shape) -> Arguments:
+def fake_arguments_of(shape: Shape) -> ExpertsCall:
     """The same without memory, to ask backends with."""
     with FakeTensorMode():
         return arguments_of(shape)
 
 
-def calls_of(model: nn.Module, inputs: Sequence[Any] | Mapping[str, Any] | None) -> list[Arguments]:
-    """The arguments of every call of `experts` in one call of a model.
+def calls_of(
+    model: nn.Module, inputs: Sequence[Any] | Mapping[str, Any] | None
+) -> list[ExpertsCall]:
+    """The record of every call of `experts` in one call of a model.
 
     inputs: None takes transformers' dummy inputs. Raises ValueError if there is no call, or no
     input.
@@ -108,26 +110,28 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Arguments] = []
+        self.calls: list[ExpertsCall] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is experts.overload:
-            self.calls.append(bind(experts, args, kwargs))
+            self.calls.append(ExpertsCall(*args, **kwargs))
         return func(*args, **kwargs)
 
 
-def routed(call: Arguments, tokens: int, routing: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def routed(
+    call: ExpertsCall, tokens: int, routing: str, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Random tokens for a call, their weights and their experts, chosen by one of ROUTINGS.
 
     "uniform": every expert as often as any other. "zipf": the n-th most popular one n times less
     often than the first, as far as the choices of one token, which are different, allow.
     """
     check_choice("routing", routing, ROUTINGS)
-    x, ids, mapped = call["x_TD"], call["experts_TK"], call["expert_map"]
-    E = call["w13_EFD"].shape[0] if mapped is None else mapped.shape[0]
+    x, ids, mapped = call.x_TD, call.experts_TK, call.expert_map
+    E = call.w13_EFD.shape[0] if mapped is None else mapped.shape[0]
     g = torch.Generator().manual_seed(seed)
     # The largest K of log p + Gumbel noise are K draws without replacement.
     noise_TE = -torch.rand(tokens, E, generator=g).clamp(min=1e-20).log().neg().log()
@@ -137,4 +141,4 @@ def routed(call: Arguments, tokens: int, routing: str, seed: int) -> tuple[Tenso
     experts_TK = noise_TE.topk(ids.shape[1], dim=-1).indices.to(ids.device, ids.dtype)
     weights = torch.rand(tokens, ids.shape[1], generator=g).softmax(-1)
     x_TD = torch.randn(tokens, x.shape[1], generator=g).to(x.device, x.dtype)
-    return x_TD, weights.to(ids.device, call["weights_TK"].dtype), experts_TK
+    return x_TD, weights.to(ids.device, call.weights_TK.dtype), experts_TK

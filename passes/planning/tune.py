@@ -7,15 +7,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from torch import nn
 
-from moe_ops.ops import experts
+from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.options import check_ints, check_text, check_writable
-from moe_ops.passes.cost import Arguments, device_of
+from moe_ops.passes.cost import device_of
 from moe_ops.passes.planning.layers import (
     ROUTINGS,
     Shape,
@@ -99,16 +100,16 @@ def tune(
     return path
 
 
-def measure(calls: Sequence[Arguments], cell: Cell) -> float:
+def measure(calls: Sequence[ExpertsCall], cell: Cell) -> float:
     """Microseconds of one backend, tokens, routing and weights changing from call to call."""
     run = experts.backends[cell.backend].run
     turns: list[Run] = []
     for i in range(max(TURNS, len(calls))):
         call = calls[i % len(calls)]
         x_TD, weights_TK, experts_TK = routed(call, cell.tokens, cell.routing, seed=i)
-        given = {**call, "x_TD": x_TD, "weights_TK": weights_TK, "experts_TK": experts_TK}
-        turns.append(functools.partial(run, *given.values()))
-    cuda = calls[0]["x_TD"].device.type == "cuda"
+        turn = replace(call, x_TD=x_TD, weights_TK=weights_TK, experts_TK=experts_TK)
+        turns.append(functools.partial(run, turn))
+    cuda = calls[0].x_TD.device.type == "cuda"
     return _cuda_us(turns) if cuda else _host_us(turns)
 
 
@@ -156,20 +157,20 @@ def _cuda_us(turns: Sequence[Run]) -> float:
     return statistics.median(found)
 
 
-def usable_backends(call: Arguments) -> dict[str, int | None]:
+def usable_backends(call: ExpertsCall) -> dict[str, int | None]:
     """The backends that can run such a call, in the order in which they are asked, with the most
     tokens that each can (None: any number); never the reference, which is compiled where it is
     chosen.
     """
-    by_token = ("x_TD", "weights_TK", "experts_TK")
-    args = tuple(t[:1] if name in by_token else t for name, t in call.items())
-    device = args[0].device.type
+    by_token = {name: getattr(call, name)[:1] for name in ("x_TD", "weights_TK", "experts_TK")}
+    one = replace(call, **by_token)
+    device = one.x_TD.device.type
     backends = (b for b in experts.candidates(device) if b.name != REFERENCE)
-    able = (b for b in backends if b.refusal(device, args, {}) is None)
-    return {b.name: b.max_rows and b.max_rows(*args) for b in able}
+    able = (b for b in backends if b.refusal(device, 1, one) is None)
+    return {b.name: b.max_rows and b.max_rows(one) for b in able}
 
 
-Found = tuple[Layer, dict[str, int | None], Callable[[], Sequence[Arguments]]]
+Found = tuple[Layer, dict[str, int | None], Callable[[], Sequence[ExpertsCall]]]
 
 
 def _layers(
@@ -177,7 +178,7 @@ def _layers(
 ) -> Iterator[Found]:
     """The distinct layers, their backends, and how to get calls that differ in their weights."""
     if isinstance(layers, nn.Module):
-        by_layer: dict[Layer, list[Arguments]] = {}
+        by_layer: dict[Layer, list[ExpertsCall]] = {}
         for call in calls_of(layers, inputs):
             by_layer.setdefault(_layer(call), []).append(call)
         for layer, calls in by_layer.items():
@@ -185,17 +186,17 @@ def _layers(
         return
     for shape in [layers] if isinstance(layers, Shape) else dict.fromkeys(layers):
         probe = fake_arguments_of(shape)
-        size = probe["w13_EFD"].nbytes + probe["w2_EDI"].nbytes
+        size = probe.w13_EFD.nbytes + probe.w2_EDI.nbytes
         copies = min(TURNS, max(1, -(-COPIES_BYTES // size)))
 
-        def make(shape: Shape = shape, copies: int = copies) -> list[Arguments]:
+        def make(shape: Shape = shape, copies: int = copies) -> list[ExpertsCall]:
             return [arguments_of(shape) for _ in range(copies)]
 
         yield _layer(probe), usable_backends(probe), make
 
 
-def _layer(call: Arguments) -> Layer:
-    layer = layer_of_call(device_of(call["x_TD"].device).name, experts.name, call)
+def _layer(call: ExpertsCall) -> Layer:
+    layer = layer_of_call(device_of(call.x_TD.device).name, experts.name, call)
     assert layer is not None, "sizes are numbers outside of a compilation"
     return layer
 

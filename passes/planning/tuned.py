@@ -17,8 +17,7 @@ from typing import Any
 
 from moe_ops import spec
 from moe_ops.options import check_fields, check_int, check_number, check_type
-from moe_ops.passes.cost import Arguments
-from moe_ops.spec import Ranges
+from moe_ops.ranges import Ranges
 
 VERSION = 1
 SHIPPED = Path(spec.__file__).with_name("tuned")
@@ -118,12 +117,12 @@ class Times:
         return max(inside, default=None)
 
 
-def layer_of_call(device: str, op: str, a: Arguments) -> Layer | None:
+def layer_of_call(device: str, op: str, a: Any) -> Layer | None:
     """The key of a call; None if the op is not tuned, or a size not known."""
     if op != "experts":
         return None
-    w13, K = a["w13_EFD"], a["experts_TK"].shape[1]
-    E, D, F = w13.shape[0], a["x_TD"].shape[1], w13.shape[2 if a["transposed"] else 1]
+    w13, K = a.w13_EFD, a.experts_TK.shape[1]
+    E, D, F = w13.shape[0], a.x_TD.shape[1], w13.shape[2 if a.transposed else 1]
     if not all(isinstance(n, int) for n in (E, K, D, F)):
         return None
     return Layer(
@@ -132,11 +131,11 @@ def layer_of_call(device: str, op: str, a: Arguments) -> Layer | None:
         E=E,
         K=K,
         D=D,
-        I=F // 2 if a["gated"] else F,
-        dtype=str(a["x_TD"].dtype).removeprefix("torch."),
-        w_format=a["w_format"],
-        x_format=a["x_format"],
-        transposed=a["transposed"] and w13.stride(1) != 1,  # else only by its shape
+        I=F // 2 if a.gated else F,
+        dtype=str(a.x_TD.dtype).removeprefix("torch."),
+        w_format=a.w_format,
+        x_format=a.x_format,
+        transposed=a.transposed and w13.stride(1) != 1,  # else only by its shape
     )
 
 

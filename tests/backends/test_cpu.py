@@ -61,12 +61,12 @@ def test_with_many_rows_an_expert_grouped_gemm_takes_over(
     args = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
     rows_an_expert = CASE.T * CASE.K // CASE.E
     monkeypatch.setitem(cpu.EXPERTS_MAX_ROWS, dtype, rows_an_expert)
-    assert moe_ops.experts.pick(args, {}).name == "cpu"
+    assert moe_ops.experts.pick(moe_ops.experts.call(*args)).name == "cpu"
     monkeypatch.setitem(cpu.EXPERTS_MAX_ROWS, dtype, rows_an_expert - 1)
-    assert moe_ops.experts.pick(args, {}).name == "aten"
+    assert moe_ops.experts.pick(moe_ops.experts.call(*args)).name == "aten"
     assert_close(moe_ops.experts(*args), run(dtype), TOL["experts", dtype])
     monkeypatch.setitem(cpu.EXPERTS_MAX_ROWS, dtype, None)  # for any number of rows
-    assert moe_ops.experts.pick(args, {}).name == "cpu"
+    assert moe_ops.experts.pick(moe_ops.experts.call(*args)).name == "cpu"
 
 
 def test_without_a_compiler_the_reason_is_told_and_another_backend_runs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ import moe_ops
 from moe_ops.bench import __main__ as cli
 from moe_ops.bench import cells, contenders, inputs, numerics, rates, stages, timing
 from moe_ops.bench.results import load
+from moe_ops.ops.experts import ExpertsCall
+from moe_ops.ops.route import RouteCall
 from moe_ops.spec import Backend, Op
 from moe_ops.testing import BF16, F32, LAYERS, make_layer
 
@@ -87,8 +90,8 @@ def test_a_wrong_backend_is_not_timed_and_fails_the_run(
     register: Callable[..., None], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture, tmp_path: Path,
 ) -> None:  # fmt: skip
-    def broken(x_TD: torch.Tensor, weights_TK: torch.Tensor, *args: object) -> torch.Tensor:
-        return moe_ops.experts.reference(x_TD, weights_TK * 1.05, *args)
+    def broken(call: ExpertsCall) -> torch.Tensor:
+        return moe_ops.experts.body(replace(call, weights_TK=call.weights_TK * 1.05))
 
     register(moe_ops.experts, "broken", broken)
     file = tmp_path / "results.json"
@@ -105,8 +108,8 @@ def test_a_wrong_backend_is_not_timed_and_fails_the_run(
 
 
 def test_a_result_that_nobody_wrote_is_wrong(register: Callable[..., None]) -> None:
-    def lazy(x_TD: torch.Tensor, *args: object) -> torch.Tensor:
-        return torch.empty_like(x_TD)
+    def lazy(call: ExpertsCall) -> torch.Tensor:
+        return torch.empty_like(call.x_TD)
 
     register(moe_ops.experts, "lazy", lazy)
     (cell,) = cells.measure(grid_of(contenders.ours(TINY, "cpu")), RATES)
@@ -242,8 +245,8 @@ def test_stages_are_measured(
 def test_a_stage_that_is_wrong_is_not_timed(
     register: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    def broken(logits_TE: torch.Tensor, top_k: int, *args: object) -> object:
-        weights_TK, experts_TK = moe_ops.route.reference(logits_TE, top_k, *args)
+    def broken(call: RouteCall) -> object:
+        weights_TK, experts_TK = moe_ops.route.body(call)
         return weights_TK, experts_TK + 1
 
     register(moe_ops.route, "broken", broken)

@@ -72,7 +72,7 @@ def test_logits_give_the_routing_on_any_backend(routing: str) -> None:
     routed = inputs.make_routed(SMALL, 200, routing, BF16, generator())
     assert routed.logits_TE.dtype is BF16
     for backend in route.candidates("cpu"):
-        weights, experts = backend.run(routed.logits_TE, SMALL.K, renormalize=True)
+        weights, experts = backend.run(route.call(routed.logits_TE, SMALL.K, renormalize=True))
         assert torch.equal(experts.sort().values, routed.experts_TK.sort().values)
         assert torch.allclose(weights.sum(-1), torch.ones(200))
     kth, next_ = routed.logits_TE.float().sort(descending=True).values[:, SMALL.K - 1 :].T[:2]

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_ops import OPS, Op, fake_impls
 from moe_ops.backends import triton
 from moe_ops.kernels import cpu as kernels
+from moe_ops.ops.quantize import QuantizeCall
 from moe_ops.quant.formats import Format
 from moe_ops.spec import REFERENCE
 
@@ -73,7 +74,7 @@ def _arguments(weights: str, inputs: str) -> dict[str, dict[str, Any]]:
     formats = {"w_format": weights, "x_format": inputs}
     product = {"x_RD": x, "ends_E": torch.empty(E, dtype=torch.int32)}
     if inputs:
-        codes, scale = fake_impls.quantize(x, inputs)
+        codes, scale = fake_impls.quantize(QuantizeCall(x, inputs))
         product |= {"x_RD": codes, "x_scale_RG": scale, "out_dtype": "bfloat16"}
     product |= {**_weight("w", "FD", WIDTH, weights), **formats}
     layer = {"x_TD": x, **_weight("w13", "FD", 2 * WIDTH, weights)}
@@ -105,7 +106,7 @@ def _weight(name: str, axes: str, rows: int, format: str) -> dict[str, Tensor]:
 
 
 def _call(op: Op, *args: Any, **kwargs: Any) -> Call:
-    given = inspect.signature(op.reference).bind(*args, **kwargs)
+    given = inspect.signature(op).bind(*args, **kwargs)
     given.apply_defaults()
     return tuple(
         Shaped(tuple(a.shape), a.stride(), a.dtype) if isinstance(a, Tensor) else a
@@ -125,7 +126,7 @@ def _made(call: Call, device: str) -> tuple[Any, ...]:
 def how(op: Op, call: Call, device: str) -> str:
     """How a call is served on a type of device, or the error that refuses it."""
     try:
-        op.check(*_made(call, "meta"))
+        op.check(op.call(*_made(call, "meta")))
     except (TypeError, ValueError) as error:
         return f"{REFUSED}{error}"
     return ", ".join(dict.fromkeys(_served(op, call, device)))
@@ -145,12 +146,12 @@ def _served(op: Op, call: Call, device: str) -> Iterator[str]:
     """How each product of a call is served; a definition made of products is served by theirs."""
     with FAKE:
         args = _made(call, device)
-    backend = op.pick(args, {})
+    backend = op.pick(op.call(*args))
     products = _products(op, call) if backend.name == REFERENCE else ()
     for product in products:
         yield from _served(*product, device)
     if not products:
-        quantised = inspect.signature(op.reference).bind(*args).arguments.get("x_format")
+        quantised = inspect.signature(op).bind(*args).arguments.get("x_format")
         floats = "emulated" if quantised else "reference"
         word = floats if backend.name in DECODING else "native"
         yield f"{word}: {'definition' if backend.name == REFERENCE else f'`{backend.name}`'}"
@@ -175,6 +176,6 @@ class _Products(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         for op in OPS.values():
-            if op.overload is func and "w_format" in inspect.signature(op.reference).parameters:
+            if op.overload is func and "w_format" in inspect.signature(op).parameters:
                 self.calls.append((op, _call(op, *args, **(kwargs or {}))))
         return func(*args, **(kwargs or {}))

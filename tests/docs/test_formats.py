@@ -12,6 +12,7 @@ import expecttest
 import pytest
 
 from moe_ops import OPS, expert_gemm, experts
+from moe_ops.ops.experts import ExpertsCall
 from moe_ops.quant import checks
 from moe_ops.quant.checks import SchemeInfo
 
@@ -57,7 +58,7 @@ def only(w_format: str) -> Callable[..., str | None]:
 @pytest.mark.usefixtures("registering")
 def test_a_new_backend_of_products_changes_every_op_with_products() -> None:
     takes = only("int4:1x64")
-    expert_gemm.backend("new", devices=("cuda",), priority=2, supports=takes)(expert_gemm.reference)
+    expert_gemm.backend("new", devices=("cuda",), priority=2, supports=takes)(expert_gemm.body)
     new = [line for line in difference() if line.startswith("+ ")]
     served = [line for line in new if "native: `new`" in line]
     assert served == [
@@ -71,7 +72,7 @@ def test_a_new_backend_of_products_changes_every_op_with_products() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("registering")
 def test_a_new_backend_of_experts_leaves_its_parts_alone() -> None:
-    experts.backend("new", priority=2, supports=only("nvfp4"))(experts.reference)
+    experts.backend("new", priority=2, supports=only("nvfp4"))(experts.body)
     new = [line for line in difference() if line.startswith("+ ")]
     served = [line.split(" | ")[3] for line in new if "native: `new`" in line]
     assert served == ["`experts`, `moe`"] * 2
@@ -92,8 +93,8 @@ def test_a_new_scheme_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_an_op_that_refuses_a_scheme_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        if "nvfp4" in args:
+    def refuse(call: ExpertsCall) -> None:
+        if "nvfp4" in (call.w_format, call.x_format):
             raise ValueError("nvfp4 | is out of stock")
 
     assert not difference()  # finds what `moe` is made of, which keeps, while `experts` takes it
@@ -112,7 +113,7 @@ def test_every_op_that_takes_formats_is_asked() -> None:
     takes = {
         name
         for name, op in OPS.items()
-        if any(p.endswith("format") for p in inspect.signature(op.reference).parameters)
+        if any(p.endswith("format") for p in inspect.signature(op).parameters)
     }
     assert set(calls("float8_e4m3fn:row", "float8_e4m3fn:row")) == takes
 

@@ -169,7 +169,7 @@ def outcome(call: Call) -> str:
         return "refused"
     except Exception as error:
         raise AssertionError(f"{type(error).__name__}: {error}\n{call}") from error
-    args = call.op.signature.positional(call.args, call.kwargs)
+    args = call.op.arguments.flat(call.op.call(*call.args, **call.kwargs))
     if any(isinstance(a, Tensor) and a.is_meta for a in args):
         return "right"  # shapes alone
     _compare(call, args, got)

@@ -46,7 +46,7 @@ def right_shape(got: Shape, given: dict[str, Any]) -> None:
     """Arguments of `experts` can be made of it."""
     kept(got, given)
     arguments = fake_arguments_of(got)
-    assert arguments["w13_EFD"].shape[0] == got.E
+    assert arguments.w13_EFD.shape[0] == got.E
 
 
 THRESHOLDS = Slot(

@@ -51,7 +51,9 @@ def call_of(layer: Layer) -> tuple[Tensor, ...]:
 
 
 def run(backend: str, layer: Layer, **more: Any) -> Tensor:
-    refusal = experts.backends[backend].refusal("cuda", call_of(layer), more)
+    refusal = experts.backends[backend].refusal(
+        "cuda", len(layer.x_TD), experts.call(*call_of(layer), **more)
+    )
     if refusal is not None:
         pytest.skip(f"{backend} {refusal}")
     with using(backend, "experts"):
@@ -192,7 +194,7 @@ def test_replays_see_new_inputs_and_new_routing(backend: str, case: Case) -> Non
 def test_nothing_waits_for_the_gpu(backend: str) -> None:
     for T in (2, 400):
         layer = make_layer(Case(name="sync", T=T, E=16, K=4, D=256, I=128), BF16, "cuda")
-        if experts.backends[backend].refusal("cuda", call_of(layer), {}) is not None:
+        if experts.backends[backend].refusal("cuda", T, experts.call(*call_of(layer))) is not None:
             continue
         run(backend, layer)
         torch.cuda.set_sync_debug_mode("error")
@@ -230,6 +232,6 @@ def test_backends_are_chosen_by_the_number_of_tokens() -> None:
     chosen = []
     for T in (1, 4, 5, 64, 4096):
         layer = make_layer(Case(name="pick", T=T, E=16, K=4, D=64, I=64), BF16, "cuda")
-        chosen.append(experts.pick(call_of(layer), {}).name)
+        chosen.append(experts.pick(experts.call(*call_of(layer))).name)
     assert chosen[:4] == ["triton.tiny", "triton.tiny", "triton.rows", "triton.rows"]
     assert chosen[4] == BACKENDS[-1]

@@ -70,7 +70,10 @@ def test_the_bits_of_the_host_code_for_other_tensors(
         layer = make_layer(case, dtype, "cuda", seed, transposed=transposed)
         tensors = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
         for name, more in variants(layer):
-            if experts.backends[backend].refusal("cuda", tensors, more) is not None:
+            if (
+                experts.backends[backend].refusal("cuda", case.T, experts.call(*tensors, **more))
+                is not None
+            ):
                 pytest.skip(f"{backend} takes no such call")
 
             run = functools.partial(experts, *tensors, transposed=transposed, **more)
@@ -84,11 +87,9 @@ def test_the_bits_of_the_host_code_for_other_tensors(
 def test_a_residual_which_may_be_an_input_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer(CASES[2], BF16, "cuda")
     tensors = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
-    act = ("silu", True, False, 1.0, None, 0.0)
     other = torch.randn_like(layer.x_TD)
     for residual in (layer.x_TD, other, layer.x_TD, other.clone()):
-        rest = (None, None, None, False, act, residual)
-        run = functools.partial(backends.run_experts, "rows", *tensors, *rest)
+        run = functools.partial(backends.run_experts, "rows", experts.call(*tensors), residual)
         assert torch.equal(run(), by_host_code(run, monkeypatch))
 
 
@@ -98,7 +99,7 @@ def test_every_router(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         call = arguments(ROUTERS[name], BF16)
         call = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in call.items()}
         call["logits_TE"] = torch.randn_like(call["logits_TE"])
-        run = functools.partial(route.backends["triton"].run, **call)
+        run = functools.partial(route.backends["triton"].run, route.call(**call))
         assert all(map(torch.equal, run(), by_host_code(run, monkeypatch)))
 
 

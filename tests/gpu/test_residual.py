@@ -32,7 +32,7 @@ def tensors(T: int, dtype: torch.dtype) -> tuple[Any, ...]:
 def test_the_bits_of_a_sum_of_its_own(plan: str, T: int, dtype: torch.dtype) -> None:
     given = tensors(T, dtype)
     residual = torch.randn_like(given[0])
-    want = residual + experts.backends[plan].run(*given, *ACT)
+    want = residual + experts.backends[plan].run(experts.call(*given, *ACT))
     assert torch.equal(experts_onto(residual, *given, *ACT, plan), want)
 
 

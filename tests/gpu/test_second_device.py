@@ -51,7 +51,7 @@ def same(first: Tensor, second: Tensor) -> None:
 def test_experts(backend: str, T: int) -> None:
     layers = [made(T, device) for device in (FIRST, SECOND)]
     calls = [(a.x_TD, a.weights_TK, a.experts_TK, a.w13_EFD, a.w2_EDI) for a in layers]
-    refusal = experts.backends[backend].refusal("cuda", calls[0], {})
+    refusal = experts.backends[backend].refusal("cuda", T, experts.call(*calls[0]))
     if refusal is not None:
         pytest.skip(f"{backend} {refusal}")
     with using(backend, "experts"):

@@ -241,12 +241,12 @@ def projected(
 def routed(router: Router, dtype: torch.dtype) -> None:
     call = arguments(router, dtype)
     call = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in call.items()}
-    route.backends["triton"].run(**call)
+    route.backends["triton"].run(route.call(**call))
 
 
 def many_routed(case: Any) -> None:
     logits = torch.empty(routing.MANY_TOKENS, case.E, dtype=torch.bfloat16, device="meta")
-    route.backends["triton"].run(logits, case.K, renormalize=True)
+    route.backends["triton"].run(route.call(logits, case.K, renormalize=True))
 
 
 def layer(

@@ -36,9 +36,11 @@ each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
 def run(kernel: str, layer: Layer, **more: Any) -> Tensor:
     call = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
-    if KERNELS[kernel].refusal(DEVICE, call, more) not in (None, "needs a tensor on cuda, got cpu"):
+    record = experts.call(*call, **more)
+    refusal = KERNELS[kernel].refusal(DEVICE, len(layer.x_TD), record)
+    if refusal not in (None, "needs a tensor on cuda, got cpu"):
         pytest.skip(f"{kernel} does not take it")
-    return KERNELS[kernel].run(*call, **more)
+    return KERNELS[kernel].run(record)
 
 
 def definition(layer: Layer, **more: Any) -> Tensor:
@@ -204,7 +206,7 @@ def test_one_product(transposed: bool) -> None:
     used = int(ends_E[-1])
     x_RD[used:] = float("nan")
     call = (x_RD, layer.w13_EFD, ends_E, layer.b13_EF, transposed)
-    got = expert_gemm.backends["triton"].run(*call)
+    got = expert_gemm.backends["triton"].run(expert_gemm.call(*call))
     want = expert_gemm.reference(*map(float32, call))
     assert_close(got[:used], want[:used], TOL["expert_gemm", F16])
 
@@ -216,34 +218,24 @@ def test_one_product(transposed: bool) -> None:
 def test_a_residual_is_added_to_what_was_rounded(kernel: str, T: int, biases: bool) -> None:
     layer = make_layer(Case(name="residual", T=T, E=5, K=3, D=33, I=16), F16, DEVICE)
     more = (layer.b13_EF, layer.b2_ED) if biases else (None, None)
-    act = ("silu", True, False, 1.0, None, 0.0)
-    call = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI, *more)
+    given = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI, *more)
+    call = experts.call(*given)
     residual_TD = torch.randn(layer.x_TD.shape, device=DEVICE).to(F16)
     name = kernel.removeprefix("triton.")
-    out, onto = (run_experts(name, *call, None, False, act, r) for r in (None, residual_TD))
+    out, onto = (run_experts(name, call, r) for r in (None, residual_TD))
     assert torch.equal(onto, residual_TD + out)
     strided = residual_TD.T.contiguous().T
-    assert torch.equal(onto, run_experts(name, *call, None, False, act, strided))
+    assert torch.equal(onto, run_experts(name, call, strided))
 
 
 def test_more_tokens_than_tiny_takes_are_refused() -> None:
     layer = make_layer(next(c for c in CASES if c.T == 70), F16, DEVICE)
     call = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
-    assert KERNELS["triton.tiny"].refusal("cuda", call, {}) == "takes at most 16 rows, got 70"
+    record = experts.call(*call)
+    refusal = KERNELS["triton.tiny"].refusal("cuda", 70, record)
+    assert refusal == "takes at most 16 rows, got 70"
     with pytest.raises(ValueError, match="takes 16 tokens and 64 pairs"):
-        KERNELS["triton.tiny"].run(*call)
-
-
-@each_kernel
-def test_options_may_be_given_by_name(kernel: str) -> None:
-    """`pick` hands a call to `supports`, `most_rows` and `max_rows` as it was made."""
-    layer = make_layer(SMALL["odd"], F16, DEVICE)
-    call = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
-    named = {"b13_EF": layer.b13_EF, "b2_ED": layer.b2_ED, "kind": "gelu", "transposed": False}
-    backend = KERNELS[kernel]
-    assert backend.refusal("cuda", call, named) is None
-    for bound in (backend.most_rows, backend.max_rows):
-        assert bound is None or bound(*call, **named) == bound(*call)
+        KERNELS["triton.tiny"].run(record)
 
 
 @pytest.mark.parametrize("memory", [99 * 1024, 163 * 1024, 227 * 1024])

@@ -137,8 +137,8 @@ def test_experts(
         for flip, more in variants(plain):
             layer = transposed if flip else plain
             tensors = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
-            run = functools.partial(experts.backends[name].run, *tensors, transposed=flip, **more)
-            check(run, monkeypatch)
+            call = experts.call(*tensors, transposed=flip, **more)
+            check(functools.partial(experts.backends[name].run, call), monkeypatch)
     assert len(recordings) == 3  # one for each variant, none for each seed
     assert len({getattr(k, f.name).data_ptr() for k in kept for f in fields(Layer)}) > 20
 
@@ -149,10 +149,9 @@ def test_a_residual_which_may_be_an_input_as_well(
 ) -> None:
     layer = make_layer(Case(name="small", T=3, E=4, K=2, D=40, I=24), torch.float16)
     tensors = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
-    act = ("silu", True, False, 1.0, None, 0.0)
     for residual in (layer.x_TD, torch.randn_like(layer.x_TD), layer.x_TD):
-        rest = (None, None, None, False, act, residual)
-        check(functools.partial(backends.run_experts, name, *tensors, *rest), monkeypatch)
+        call = experts.call(*tensors)
+        check(functools.partial(backends.run_experts, name, call, residual), monkeypatch)
 
 
 # A scale for each expert, and a bias.
@@ -161,4 +160,4 @@ def test_routers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         call = arguments(ROUTERS[name])
         call["logits_TE"] = torch.randn_like(call["logits_TE"])
-        check(functools.partial(route.backends["triton"].run, **call), monkeypatch)
+        check(functools.partial(route.backends["triton"].run, route.call(**call)), monkeypatch)

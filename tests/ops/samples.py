@@ -38,7 +38,7 @@ FLOAT_NAMES = "float32, bfloat16, float16"
 
 def samples(op_name: str, case: Case, dtype: torch.dtype) -> list[Sample]:
     """Valid calls of an op at the sizes of a case, with floats of a dtype."""
-    signature = inspect.signature(OPS[op_name].reference)
+    signature = inspect.signature(OPS[op_name])
     found = []
     for name, kwargs in MAKERS[op_name](case, dtype).items():
         bound = signature.bind(**kwargs)

@@ -21,7 +21,8 @@ def runner(op: Op, name: str) -> Any:
     """A backend's own function, which takes what `check` accepts; those of Triton interpreted."""
     if name.startswith("triton"):
         pytest.importorskip("triton", reason="the kernels are Triton's")
-    return op.backends[name].run
+    run = op.backends[name].run
+    return lambda *args, **kwargs: run(op.call(*args, **kwargs))
 
 
 def each_backend(names: list[str]) -> Any:

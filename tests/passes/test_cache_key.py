@@ -99,7 +99,7 @@ def test_what_has_no_hash_bypasses_the_caches(
 
 def register(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
     """Give `activate` a backend named "theirs", for the length of a test."""
-    values = {"run": OPS["activate"].reference, **values}
+    values = {"run": OPS["activate"].body, **values}
     backend = Backend(name="theirs", **values)  # type: ignore[arg-type]
     monkeypatch.setitem(OPS["activate"].backends, "theirs", backend)
 
@@ -122,7 +122,7 @@ def test_registered_backends_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         {"run": run, "priority": 1},
         {"run": run, "devices": frozenset({"cuda", "cpu"})},
         {"run": run, "supports": run},
-        {"run": OPS["activate"].reference},
+        {"run": OPS["activate"].body},
     ):
         register(monkeypatch, **values)
         uuids.append(Pipeline().uuid())
@@ -134,7 +134,7 @@ def test_registered_backends_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_the_order_in_which_backends_are_asked_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     op = OPS["activate"]
-    first, second = (Backend(name=n, run=op.reference) for n in ("first", "second"))
+    first, second = (Backend(name=n, run=op.body) for n in ("first", "second"))
     reference = op.backends[REFERENCE]
     uuids = set()
     for order in ((reference, first, second), (reference, second, first)):

@@ -52,7 +52,7 @@ def quantised(format: str, dtype: torch.dtype, x_format: str = "") -> tuple[Any,
         "w13_EFD": first.values, "w13_scale_EFG": first.scale, "w13_zero_EFG": first.zero,
         "w2_EDI": second.values, "w2_scale_EDG": second.scale, "w2_zero_EDG": second.zero,
     }  # fmt: skip
-    bound = inspect.signature(experts.reference).bind(**given)
+    bound = inspect.signature(experts).bind(**given)
     bound.apply_defaults()
     return bound.args
 

@@ -15,13 +15,14 @@ from torch._dynamo.exc import BackendCompilerFailed
 from moe_ops import using
 from moe_ops.backends import cpu
 from moe_ops.ops import expert_gemm, experts, route
+from moe_ops.ops.experts import ExpertsCall
 from moe_ops.passes.context import Context, Options
 from moe_ops.passes.pick_backend import pick_backend
 from moe_ops.passes.pipeline import Pipeline
 from moe_ops.passes.planning.choose import bounds
 from moe_ops.passes.planning.plan import Choice
 from moe_ops.passes.planning.thresholds import check_thresholds
-from moe_ops.spec import Ranges, parse_plan
+from moe_ops.ranges import Ranges, parse_plan
 from moe_ops.testing import BF16, CASES, F16, F32, TOL, Case, assert_close, make_layer
 from tests.passes.planned import PLAIN, Hook, any_rows, call_of, experts_call, plans, run_experts
 from tests.passes.post_grad import Compiled, text
@@ -331,8 +332,8 @@ def test_strict_takes_an_op_that_has_no_backend_here() -> None:
 def test_a_backend_that_decides_by_a_symbolic_size_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def few(x: Tensor, *args: Any) -> str | None:
-        return None if x.shape[0] <= 64 else "has few registers"
+    def few(call: ExpertsCall) -> str | None:
+        return None if call.x_TD.shape[0] <= 64 else "has few registers"
 
     monkeypatch.setitem(experts.backends, "cpu", replace(experts.backends["cpu"], supports=few))
     monkeypatch.setattr(experts, "_order", {})
@@ -363,9 +364,9 @@ def test_planned_ops_receive_the_strides_they_were_planned_for(
     args = transposed_call(dtype)
     seen: list[tuple[int, ...]] = []
 
-    def run(*given: Any) -> Any:
-        seen.extend(t.stride() for t in given[:5])
-        return experts.backends["aten"].run(*given)
+    def run(call: Any) -> Any:
+        seen.extend(t.stride() for t in experts.arguments.flat(call)[:5])
+        return experts.backends["aten"].run(call)
 
     monkeypatch.setitem(experts._plans, "aten", ((None, run),))
     pipeline = Pipeline(Options(thresholds=((None, "aten"),)), passes=(pick_backend,))

@@ -11,10 +11,10 @@ from expecttest import assert_expected_inline
 
 from moe_ops.passes import cost
 from moe_ops.passes.cost import Device, device_of, distinct
-from moe_ops.passes.planning.choose import bind
 from moe_ops.passes.planning.layers import Shape, fake_arguments_of
 from moe_ops.passes.planning.plan import Choice, Plan, Range, written
-from moe_ops.spec import OPS, parse_plan
+from moe_ops.ranges import parse_plan
+from moe_ops.spec import OPS
 from tests.test_spec import CALLS
 
 CHOICE = Choice(
@@ -137,7 +137,7 @@ def test_formats_shrink_what_is_read_and_choose_the_rate() -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_every_op_has_a_cost(name: str) -> None:
     op, args = OPS[name], CALLS[name]
-    a = bind(op, args, {})
+    a = op.call(*args)
     one, two = (cost.cost(name, a, rows) for rows in (1000, 2000))
     assert one is not None
     assert two is not None

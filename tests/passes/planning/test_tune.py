@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +245,7 @@ def test_zipf_routing_follows_a_power_law() -> None:
 
 
 def test_routing_covers_the_global_experts_of_a_map() -> None:
-    call = arguments_of(Shape(E=4, K=2, D=4, I=4)) | {"expert_map": torch.full((32,), -1)}
+    call = replace(arguments_of(Shape(E=4, K=2, D=4, I=4)), expert_map=torch.full((32,), -1))
     assert int(routed(call, 200, "uniform", seed=0)[2].max()) > 20
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
+from moe_ops.ops.experts import ExpertsCall
 from moe_ops.passes.cost import device_of
 from moe_ops.passes.pick_backend import pick_backend
 from moe_ops.passes.planning import tuned
@@ -76,10 +77,9 @@ def test_a_backend_is_chosen_as_far_as_it_can_run() -> None:
 def test_transposed_weights_are_those_that_lie_by_columns(by_rows: bool) -> None:
     """The rest of a transposed layer's key is that of one that is not."""
 
-    def call(w13: Tensor, transposed: bool) -> dict[str, Any]:
+    def call(w13: Tensor, transposed: bool) -> ExpertsCall:
         x, ids = torch.zeros(4, 64), torch.zeros(4, 2, dtype=torch.int32)
-        more = {"gated": True, "w_format": "", "x_format": ""}
-        return {"x_TD": x, "experts_TK": ids, "w13_EFD": w13, "transposed": transposed, **more}
+        return ExpertsCall(x, torch.zeros(4, 2), ids, w13, w13, transposed=transposed)
 
     w13 = torch.zeros(8, 64, 64)
     lying = w13 if not by_rows else w13.transpose(1, 2).contiguous().transpose(1, 2)

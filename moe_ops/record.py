@@ -1,0 +1,120 @@
+"""The arguments of an op as one value, a record, and how a flat call becomes one.
+
+An op's arguments are declared once, as a dataclass with slots: `check`, backends, fakes and costs
+take a record. What torch sees is flat, as its schemas are, and made from the record. A record whose
+fields are records is flat as well: its `FLAT` names the argument behind each flat name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+from torch.library import infer_schema
+
+EMPTY = inspect.Parameter.empty
+
+
+class Arguments:
+    """The flat arguments of a record, and the way from the one to the other.
+
+    `of(*args, **kwargs)` makes a record of a call, `flat(record)` its arguments by position.
+    `FLAT` of a record of records maps flat names to paths, in the order of a call; what it leaves
+    out is None.
+    """
+
+    def __init__(self, record: type) -> None:
+        self.record = record
+        paths: dict[str, str] = getattr(record, "FLAT", None) or {n: n for n in _fields(record)}
+        found = {name: _find(record, path) for name, path in paths.items()}
+        self.kinds = {name: kind for name, (kind, _) in found.items()}
+        self.signature = inspect.Signature(
+            [
+                inspect.Parameter(
+                    name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=kind
+                )
+                for name, (kind, default) in found.items()
+            ]
+        )
+        self.flat: Callable[[Any], tuple[Any, ...]] = attrgetter(*paths.values())
+        self.first: Callable[[Any], Any] = attrgetter(next(iter(paths.values())))
+        self.of: Callable[..., Any] = record if _is_flat(record) else self._maker(paths)
+
+    def by_name(self, record: Any) -> dict[str, Any]:
+        """The arguments of a record by flat name, in the order of a call."""
+        return dict(zip(self.kinds, self.flat(record), strict=True))
+
+    def schema(self, returns: Any) -> str:
+        """What `torch.library` calls a function of these arguments that returns this type."""
+
+        def prototype(*args: Any) -> None: ...
+
+        signature = self.signature.replace(return_annotation=returns)
+        prototype.__signature__ = signature  # type: ignore[attr-defined]
+        return infer_schema(prototype, mutates_args=())
+
+    def _maker(self, paths: dict[str, str]) -> Callable[..., Any]:
+        """A function of the flat arguments. Its code is written out, as to bind a call to a
+        signature takes ten times as long."""
+        names = {path: name for name, path in paths.items()}
+        space: dict[str, Any] = {"record": self.record}
+        parts = []
+        for part, kind in _fields(self.record).items():
+            space[part] = kind
+            inner = (names.get(f"{part}.{field}", "None") for field in _fields(kind))
+            parts.append(f"{part}({', '.join(inner)})")
+        taken = []
+        for name, parameter in self.signature.parameters.items():
+            space[f"default_{name}"] = parameter.default
+            taken.append(name if parameter.default is EMPTY else f"{name}=default_{name}")
+        exec(f"def of({', '.join(taken)}):\n return record({', '.join(parts)})", space)
+        of: Callable[..., Any] = space["of"]
+        return of
+
+
+def record_of(function: Callable[[Any], Any]) -> type:
+    """The record that a function takes. Raises TypeError if it takes anything else."""
+    hints = typing.get_type_hints(function)
+    names = list(inspect.signature(function).parameters)
+    kind = hints.get(names[0]) if len(names) == 1 else None
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        raise TypeError(
+            f"{function.__qualname__} must take one record, such as `call: RouteCall`, and be "
+            f"annotated with it; it takes ({', '.join(names)})"
+        )
+    return kind
+
+
+def schema_of(function: Callable[[Any], Any]) -> str:
+    """What a function of a record takes and gives, by its annotations, such as `(ACall) -> A`."""
+    hints = typing.get_type_hints(function)
+    taken = [_said(hints.get(name)) for name in inspect.signature(function).parameters]
+    return f"({', '.join(taken)}) -> {_said(hints.get('return'))}"
+
+
+def _said(hint: Any) -> str:
+    return hint.__qualname__ if isinstance(hint, type) else str(hint)
+
+
+def _fields(record: type) -> dict[str, Any]:
+    """The fields of a record, and what they hold."""
+    hints = typing.get_type_hints(record)
+    return {field.name: hints[field.name] for field in dataclasses.fields(record)}
+
+
+def _is_flat(record: type) -> bool:
+    return not any(dataclasses.is_dataclass(kind) for kind in _fields(record).values())
+
+
+def _find(record: type, path: str) -> tuple[Any, Any]:
+    """What a field holds, and its default."""
+    first, _, rest = path.partition(".")
+    kind = _fields(record)[first]
+    if rest:
+        return _find(kind, rest)
+    default = next(f.default for f in dataclasses.fields(record) if f.name == first)
+    return kind, EMPTY if default is dataclasses.MISSING else default
