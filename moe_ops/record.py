@@ -64,9 +64,9 @@ class Arguments:
         space: dict[str, Any] = {"record": self.record}
         parts = []
         for part, kind in _fields(self.record).items():
-            space[part] = kind
+            space[f"make_{part}"] = kind
             inner = (names.get(f"{part}.{field}", "None") for field in _fields(kind))
-            parts.append(f"{part}({', '.join(inner)})")
+            parts.append(f"make_{part}({', '.join(inner)})")
         taken = []
         for name, parameter in self.signature.parameters.items():
             space[f"default_{name}"] = parameter.default

@@ -19,9 +19,6 @@ from moe_ops.passes.graph import (
     tensor,
 )
 
-# Where the two ops name the same thing otherwise than `moe`.
-OF_ROUTE = {"weights_dtype": "out_dtype"}
-
 
 def fuse_moe(graph: fx.Graph, context: Context) -> int:
     """Turn a `route` whose results one `experts` alone reads, and that `experts`, into `moe`."""

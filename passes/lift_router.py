@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import SymInt, fx
 
-from moe_ops.ops.route import check, route
+from moe_ops.ops.route import route
 from moe_ops.passes.context import Context
 from moe_ops.passes.graph import (
     RESHAPES,
@@ -78,8 +78,9 @@ def _verify(routing: Routing, weights: fx.Node) -> None:
     if "bias_E" in tensors:
         tensors["bias_E"] = tensors["bias_E"].flatten()
     require(tensor(weights).dtype in DTYPES.values(), f"its weights are {tensor(weights).dtype}")
+    call = route.call(**tensors, **routing.arguments)
     try:
-        check(**tensors, **routing.arguments)
+        route.check(call)
     except (TypeError, ValueError) as error:
         raise Mismatch(str(error)) from error
     for leaf in routing.leaves.values():

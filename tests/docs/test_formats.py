@@ -45,11 +45,11 @@ def registering(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(op, "_order", {})
 
 
-def only(w_format: str) -> Callable[..., str | None]:
+def only(w_format: str) -> Callable[[Any], str | None]:
     """A `supports` that takes one format of weights."""
 
-    def supports(*args: Any, **kwargs: Any) -> str | None:
-        return None if w_format in args else f"is for {w_format}"
+    def supports(call: Any) -> str | None:
+        return None if call.w_format == w_format else f"is for {w_format}"
 
     return supports
 
