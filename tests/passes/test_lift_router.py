@@ -26,7 +26,7 @@ from tests.passes.post_grad import Compiled, text
 from tests.passes.routers import ROUTERS, E, K, Router
 
 ops = torch.ops.moe_ops
-pytestmark = pytest.mark.slow  # half a second for each of many graphs
+slow = pytest.mark.slow  # half a second for each of many graphs
 PARAMETERS = inspect.signature(route).parameters
 D = 16
 TOL = {
@@ -100,6 +100,7 @@ def expected(name: str, dtype: torch.dtype) -> dict[str, Any]:
     return {n: a for n, a in wanted.items() if a != PARAMETERS[n].default}
 
 
+@slow
 @pytest.mark.parametrize(
     ("dtype", "dynamic"), [(torch.float32, False), (torch.bfloat16, True)], ids=["f32", "bf16-dyn"]
 )
@@ -126,6 +127,7 @@ def test_one_token(name: str) -> None:
     assert arguments(compiled.graphs[0]) == expected(name, torch.float32)
 
 
+@slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_no_route_stays(name: str) -> None:
     router, reason = OTHERS[name]
@@ -136,6 +138,7 @@ def test_what_is_no_route_stays(name: str) -> None:
     assert text(compiled.graphs[0]) == hook.before
 
 
+@slow
 def test_the_graph_before_and_after() -> None:
     hook, compiled = lifted(ROUTERS["softmax_renormalised"][0], *inputs(24))
     assert_expected_inline(
@@ -186,6 +189,7 @@ return [combine]""",
     assert note.text == "top_k=3, score=softmax, renormalize=True"
 
 
+@slow
 def test_others_keep_what_they_read() -> None:
     def forward(x, gate, bias, w):
         logits = x @ gate
@@ -205,6 +209,7 @@ def test_others_keep_what_they_read() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@slow
 def test_values_in_no_order_that_others_read_stay() -> None:
     def forward(x, gate, w):
         values, ids = (x @ gate).sigmoid().topk(K, sorted=False)
@@ -217,6 +222,7 @@ def test_values_in_no_order_that_others_read_stay() -> None:
     assert "whose order is not defined, is also used" in note.text
 
 
+@slow
 def test_two_layers_of_one_router() -> None:
     def forward(x, gate, w):
         values, ids = (x @ gate).sigmoid().topk(K)
@@ -229,6 +235,7 @@ def test_two_layers_of_one_router() -> None:
     assert hook.count == 1 and not hook.context.refusals
 
 
+@slow
 def test_the_op_experts_has_a_router_too() -> None:
     def forward(x, gate, w13, w2):
         values, ids = (x @ gate).softmax(-1).topk(K)
@@ -243,6 +250,7 @@ def test_the_op_experts_has_a_router_too() -> None:
     assert arguments(compiled.graphs[0]) == {"top_k": K}
 
 
+@slow
 def test_a_scale_that_is_no_number_stays_outside() -> None:
     class Layer(torch.nn.Module):
         route_scale = 1.5
@@ -260,6 +268,7 @@ def test_a_scale_that_is_no_number_stays_outside() -> None:
     assert "mul" in text(compiled.graphs[0])
 
 
+@slow
 def test_batch_and_sequence_may_both_be_unknown() -> None:
     router = ROUTERS["sigmoid_groups"][0]
 
@@ -276,6 +285,7 @@ def test_batch_and_sequence_may_both_be_unknown() -> None:
     assert hook.count == 1 and len(compiled.graphs) == 1
 
 
+@slow
 def test_softmax_as_inductor_has_it_on_gpus() -> None:
     from torch._inductor.inductor_prims import prepare_softmax_online
 
@@ -304,6 +314,7 @@ def test_softmax_as_inductor_has_it_on_gpus() -> None:
     assert arguments(compiled.graphs[0]) == {"top_k": K}
 
 
+@slow
 def test_equal_layers_are_checked_once_and_quietly() -> None:
     router = ROUTERS["sigmoid_groups"][0]
 
@@ -326,6 +337,7 @@ def test_equal_layers_are_checked_once_and_quietly() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@slow
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
