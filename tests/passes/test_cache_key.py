@@ -279,7 +279,7 @@ PROGRAM = """
 import json, sys
 import torch
 from torch._dynamo.utils import counters
-from moe_ops.ops import combine
+from moe_ops.ops.combine import CombineCall, combine
 from moe_ops.passes.context import Options
 from moe_ops.passes.pipeline import Pipeline
 
@@ -293,8 +293,8 @@ def sigmoid_to_tanh(graph, context):
     return len(found)
 
 
-def theirs(y_RD: Tensor, weights_TK: Tensor, rows_R: Tensor) -> Tensor:
-    return combine.reference(y_RD, weights_TK, rows_R)
+def theirs(call: CombineCall) -> Tensor:
+    return combine.body(call)
 
 
 for what in sys.argv[1:]:
