@@ -44,7 +44,8 @@ from moe_ops.kernels.triton import (
     sort,
     tiny,
 )
-from moe_ops.ops import route
+from moe_ops.ops.experts import ExpertsCall
+from moe_ops.ops.route import route
 from moe_ops.testing import ACTIVATIONS, LAYERS
 from tests.published_routers import ROUTERS, Router, arguments
 
@@ -52,12 +53,6 @@ TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
     torch.int32: "*i32", torch.int64: "*i64",
     torch.bool: "*i1",
-}  # fmt: skip
-
-# As `experts` has them by default, in the order in which kernels take them.
-ACTIVATION = {
-    "kind": "silu", "gated": True, "interleaved": False, "alpha": 1.0, "limit": None,
-    "up_shift": 0.0,
 }  # fmt: skip
 
 # Between the GPUs every dtype that router logits may have.
@@ -259,8 +254,7 @@ def layer(
     **activation: Any,
 ) -> None:
     """`full`: with biases, an expert map, a residual and ids of 64 bits."""
-    act = {**ACTIVATION, **activation}
-    F = 2 * case.I if act["gated"] else case.I
+    F = 2 * case.I if activation.get("gated", True) else case.I
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -268,20 +262,19 @@ def layer(
     def weight(rows: int, columns: int) -> Tensor:
         return empty(case.E, *((columns, rows) if transposed else (rows, columns)))
 
-    run_experts(
-        backend,
-        empty(T, case.D),
-        empty(T, case.K, dtype=torch.float32),
-        empty(T, case.K, dtype=torch.int64 if full else torch.int32),
-        weight(F, case.D),
-        weight(case.D, case.I),
-        empty(case.E, F) if full else None,
-        empty(case.E, case.D) if full else None,
-        empty(2 * case.E, dtype=torch.int32) if full else None,
-        transposed,
-        tuple(act.values()),
-        empty(T, case.D) if full else None,
+    call = ExpertsCall(
+        x_TD=empty(T, case.D),
+        weights_TK=empty(T, case.K, dtype=torch.float32),
+        experts_TK=empty(T, case.K, dtype=torch.int64 if full else torch.int32),
+        w13_EFD=weight(F, case.D),
+        w2_EDI=weight(case.D, case.I),
+        b13_EF=empty(case.E, F) if full else None,
+        b2_ED=empty(case.E, case.D) if full else None,
+        expert_map=empty(2 * case.E, dtype=torch.int32) if full else None,
+        transposed=transposed,
+        **activation,
     )
+    run_experts(backend, call, empty(T, case.D) if full else None)
 
 
 def main() -> None:
