@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -60,9 +61,11 @@ def call_oblivious(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _Assumed(threading.local):
-    """What Inductor is to take for granted in this thread: the ranges to put back, or None."""
+    """What Inductor is to take for granted in this thread: by environment, the ranges to put back,
+    or None.
+    """
 
-    ranges: list[tuple[Any, Any, Any]] | None = None
+    ranges: dict[Any, dict[Any, Any]] | None = None
 
 
 _assumed = _Assumed()
@@ -74,15 +77,17 @@ def assuming() -> Iterator[None]:
 
     Inductor splits and fuses loops by what it knows: that 64 * s² is more than 64 * s it knows of s
     from 2 on. What it makes of that is right for 1, too: a loop over one element, as torch has it
-    of sizes that are size-like. Afterwards the ranges are as before, so no guard keeps 1 out.
+    of sizes that are size-like. No guard keeps 1 out: neither those that Dynamo makes afterwards,
+    as the ranges are as before by then, nor those that a cache keeps with the compiled graph.
     """
-    before, _assumed.ranges = _assumed.ranges, []
+    outer, _assumed.ranges = _assumed.ranges, {}
     try:
         yield
     finally:
-        for env, symbol, range in reversed(_assumed.ranges):
-            _set_range(env, symbol, range)
-        _assumed.ranges = before
+        for env, before in _assumed.ranges.items():
+            vars(env).pop("produce_guards", None)  # the one of the class is seen again
+            _set_ranges(env, before)
+        _assumed.ranges = outer
 
 
 def tell(graph: fx.Graph) -> None:
@@ -106,19 +111,34 @@ def tell(graph: fx.Graph) -> None:
         for symbol in symbols:
             env.constrain_symbol_range(symbol, 0, MISSING_END - 1)
     if _assumed.ranges is not None:
-        for symbol in symbols:
-            _assume_several(env, symbol, _assumed.ranges)
+        _assume_several(env, symbols, _assumed.ranges)
 
 
-def _assume_several(env: Any, symbol: Any, ranges: list[tuple[Any, Any, Any]]) -> None:
-    """Let a size start at 2 if it is neither fixed nor 0 or 1 in the call that is compiled."""
-    range, value = env.var_to_range.get(symbol), env.backed_var_to_val.get(symbol)
-    if symbol in env.replacements or range is None or value is None or value < 2:
-        return
-    ranges.append((env, symbol, range))
-    _set_range(env, symbol, range & ValueRanges(2, range.upper))
+def _assume_several(env: Any, symbols: tuple[Any, ...], ranges: dict[Any, dict[Any, Any]]) -> None:
+    """Let sizes start at 2 that are neither fixed nor 0 or 1 in the call that is compiled."""
+    if env not in ranges:
+        ranges[env] = {}
+        env.produce_guards = functools.partial(_guards, env, env.produce_guards, ranges[env])
+    for symbol in symbols:
+        range, value = env.var_to_range.get(symbol), env.backed_var_to_val.get(symbol)
+        if symbol in env.replacements or range is None or value is None or value < 2:
+            continue
+        ranges[env].setdefault(symbol, range)
+        _set_ranges(env, {symbol: range & ValueRanges(2, range.upper)})
 
 
-def _set_range(env: Any, symbol: Any, range: Any) -> None:
-    env.var_to_range[symbol] = range
-    env._update_version_counter()  # what was worked out with the other range is forgotten
+def _guards(
+    env: Any, produce: Callable[..., Any], before: dict[Any, Any], *args: Any, **kw: Any
+) -> Any:
+    """The guards that a cache keeps: of the ranges as they were."""
+    assumed = {symbol: env.var_to_range[symbol] for symbol in before}
+    _set_ranges(env, before)
+    try:
+        return produce(*args, **kw)
+    finally:
+        _set_ranges(env, assumed)
+
+
+def _set_ranges(env: Any, ranges: dict[Any, Any]) -> None:
+    env.var_to_range.update(ranges)
+    env._update_version_counter()  # what was worked out with other ranges is forgotten
