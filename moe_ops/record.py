@@ -8,6 +8,7 @@ fields are records is flat as well: its `FLAT` names the argument behind each fl
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import typing
 from collections.abc import Callable
@@ -31,7 +32,6 @@ class Arguments:
         self.record = record
         paths: dict[str, str] = getattr(record, "FLAT", None) or {n: n for n in _fields(record)}
         found = {name: _find(record, path) for name, path in paths.items()}
-        self.kinds = {name: kind for name, (kind, _) in found.items()}
         self.signature = inspect.Signature(
             [
                 inspect.Parameter(
@@ -46,7 +46,7 @@ class Arguments:
 
     def by_name(self, record: Any) -> dict[str, Any]:
         """The arguments of a record by flat name, in the order of a call."""
-        return dict(zip(self.kinds, self.flat(record), strict=True))
+        return dict(zip(self.signature.parameters, self.flat(record), strict=True))
 
     def schema(self, returns: Any) -> str:
         """What `torch.library` calls a function of these arguments that returns this type."""
@@ -76,30 +76,39 @@ class Arguments:
         return of
 
 
-def record_of(function: Callable[[Any], Any]) -> type:
-    """The record that a function takes. Raises TypeError if it takes anything else."""
-    hints = typing.get_type_hints(function)
-    names = list(inspect.signature(function).parameters)
-    kind = hints.get(names[0]) if len(names) == 1 else None
-    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-        raise TypeError(
-            f"{function.__qualname__} must take one record, such as `call: RouteCall`, and be "
-            f"annotated with it; it takes ({', '.join(names)})"
-        )
-    return kind
+@dataclasses.dataclass(frozen=True, slots=True)
+class Annotations:
+    """The types of what a function takes and gives, None where they are left out."""
 
+    taken: tuple[Any, ...]
+    given: Any
 
-def schema_of(function: Callable[[Any], Any]) -> str:
-    """What a function of a record takes and gives, by its annotations, such as `(ACall) -> A`."""
-    hints = typing.get_type_hints(function)
-    taken = [_said(hints.get(name)) for name in inspect.signature(function).parameters]
-    return f"({', '.join(taken)}) -> {_said(hints.get('return'))}"
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Annotations:
+        hints = typing.get_type_hints(function)
+        names = inspect.signature(function).parameters
+        return cls(tuple(hints.get(name) for name in names), hints.get("return"))
+
+    @property
+    def record(self) -> type:
+        """The record that is taken. Raises TypeError if anything else is."""
+        kind = self.taken[0] if len(self.taken) == 1 else None
+        if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+            raise TypeError(
+                "an op's function must take one record, such as `call: RouteCall`, and be "
+                f"annotated with it; this one is {self}"
+            )
+        return kind
+
+    def __str__(self) -> str:
+        return f"({', '.join(map(_said, self.taken))}) -> {_said(self.given)}"
 
 
 def _said(hint: Any) -> str:
     return hint.__qualname__ if isinstance(hint, type) else str(hint)
 
 
+@functools.cache  # to find out what strings of annotations name takes long
 def _fields(record: type) -> dict[str, Any]:
     """The fields of a record, and what they hold."""
     hints = typing.get_type_hints(record)

@@ -8,7 +8,6 @@ cannot take every call, a `supports` that answers with the reason it cannot.
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch.library import Library, register_fake
 
 from moe_ops.gradients import forward_mode, grad_wanted, refuse_tangents
 from moe_ops.ranges import parse_plan
-from moe_ops.record import Arguments, record_of, schema_of
+from moe_ops.record import Annotations, Arguments
 from moe_ops.signature import Signature
 
 NAMESPACE = "moe_ops"
@@ -97,9 +96,10 @@ class Op:
         self.name = name
         self.__doc__ = body.__doc__
         self.body, self.check = body, check
-        self.arguments = Arguments(record_of(body))
+        self.annotations = Annotations.of(body)
+        self.arguments = Arguments(self.annotations.record)
         self.call, self._first = self.arguments.of, self.arguments.first
-        returns = typing.get_type_hints(body)["return"]
+        returns = self.annotations.given
         self.schema = self.arguments.schema(returns)
         self.__signature__ = self.arguments.signature.replace(return_annotation=returns)
         self.signature = Signature(f"{NAMESPACE}.{name}", self.arguments.signature)
@@ -272,11 +272,12 @@ class Op:
         def register(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
             if name in self.backends:
                 raise ValueError(f"{NAMESPACE}.{self.name} has a backend {name!r} already")
-            theirs, ours = schema_of(fn), schema_of(self.body)
-            if theirs != ours:
+            theirs = Annotations.of(fn)
+            if theirs != self.annotations:
                 raise ValueError(
                     f"backend {name!r} of {NAMESPACE}.{self.name} is a function {theirs}, but the "
-                    f"op is one {ours}; take its record, and annotate argument and result"
+                    f"op is one {self.annotations}; take its record, and annotate argument and "
+                    "result"
                 )
             self.backends[name] = Backend(
                 name=name,
@@ -347,12 +348,12 @@ class Op:
 
     def refusals_of(self, call: Any) -> dict[str, str | None]:
         """Why each backend cannot run a record that was checked (None: it can)."""
-        first = self.arguments.first(call)
+        first = self._first(call)
         device, rows = first.device.type, first.shape[0]
         return {name: b.refusal(device, rows, call) for name, b in self.backends.items()}
 
     def _pick_forced(self, name: str, device: str, call: Any) -> Backend:
-        backend, rows = self.backends.get(name), self.arguments.first(call).shape[0]
+        backend, rows = self.backends.get(name), self._first(call).shape[0]
         if backend is not None and backend.refusal(device, rows, call) is None:
             return backend
         lines = [f"backend {name!r} is forced, but {NAMESPACE}.{self.name} cannot run on it:"]

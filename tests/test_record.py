@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import OPS
-from moe_ops.record import Arguments, record_of, schema_of
+from moe_ops.record import Annotations, Arguments
 
 
 @dataclass(slots=True)
@@ -69,8 +69,18 @@ def test_what_takes_no_record_is_refused() -> None:
 
     for function in (two, plain):
         with pytest.raises(TypeError, match="must take one record, such as `call: RouteCall`"):
-            record_of(function)
-    assert schema_of(two) == "(Inner, Other) -> Tensor"
+            _ = Annotations.of(function).record
+    assert str(Annotations.of(two)) == "(Inner, Other) -> Tensor"
+
+
+def test_types_of_one_name_are_not_one_type() -> None:
+    def ours(call: Inner) -> Tensor: ...
+
+    def theirs(call: Inner) -> Tensor: ...
+
+    theirs.__annotations__["call"] = type("Inner", (), {})
+    assert str(Annotations.of(ours)) == str(Annotations.of(theirs))
+    assert Annotations.of(ours) != Annotations.of(theirs)
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -88,7 +98,7 @@ def test_no_function_of_the_package_retypes_the_arguments_of_an_op() -> None:
     from pathlib import Path
 
     root = Path(__file__).parents[1]
-    names = [set(op.arguments.kinds) for op in OPS.values()]
+    names = [set(op.arguments.signature.parameters) for op in OPS.values()]
     found = []
     for folder in ("moe_ops", "passes", "fake_impls"):
         for path in (root / folder).rglob("*.py"):

@@ -133,10 +133,10 @@ def usable(stage: Stage, device: str, names: Sequence[str]) -> list[str]:
     is left out unless it is named.
     """
     found = []
+    rows, call = stage.args[0].shape[0], stage.op.call(*stage.args)
     for backend in stage.op.candidates(device):
         default = backend.name != REFERENCE or stage.op is not expert_gemm
         wanted = backend.name in names if names else default
-        rows, call = stage.args[0].shape[0], stage.op.call(*stage.args)
         if wanted and backend.refusal(device, rows, call) is None:
             found.append(backend.name)
     return found
@@ -169,10 +169,11 @@ def turns(stage: Stage, work: Work, device: torch.device) -> Rotation:
 def fill(cell: StageCell, stage: Stage, device: torch.device) -> StageCell:
     """The cell with a time, or with the reason why there is none."""
     op, run = stage.op, stage.op.backends[cell.backend].run
+    given = op.call(*stage.args)
     try:
         with poisoned():
-            check(stage, run(op.call(*stage.args)), cell.backend)
-        calls: list[Callable[[], Any]] = [functools.partial(run, op.call(*stage.args))]
+            check(stage, run(given), cell.backend)
+        calls: list[Callable[[], Any]] = [functools.partial(run, given)]
         for _ in range(cell.copies - 1):
             copy = (a.clone() if isinstance(a, Tensor) else a for a in stage.args)
             calls.append(functools.partial(run, op.call(*copy)))

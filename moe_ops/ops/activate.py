@@ -15,6 +15,7 @@ from moe_ops.shapes import FLOATS, check_choice, check_tensor
 from moe_ops.spec import op
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
+Options = tuple[str, bool, bool, float, float | None, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +30,8 @@ class Activation:
     up_shift: float = 0.0
 
     @property
-    def args(self) -> tuple[str, bool, bool, float, float | None, float]:
-        return (self.kind, self.gated, self.interleaved, self.alpha, self.limit, self.up_shift)
+    def args(self) -> Options:
+        return options_of(self)
 
 
 @dataclass(slots=True)
@@ -71,6 +72,11 @@ class Activates(Protocol):
     def limit(self) -> float | None: ...
     @property
     def up_shift(self) -> float: ...
+
+
+def options_of(act: Activates) -> Options:
+    """The arguments of `activate` after its tensor."""
+    return (act.kind, act.gated, act.interleaved, act.alpha, act.limit, act.up_shift)
 
 
 def check_activation(act: Activates) -> None:

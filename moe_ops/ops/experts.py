@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.ops.activate import activate, check_activation
+from moe_ops.ops.activate import Options, activate, check_activation, options_of
 from moe_ops.ops.combine import combine
 from moe_ops.ops.dispatch import DispatchCall, dispatch
 from moe_ops.ops.dispatch import check as check_dispatch
@@ -56,9 +56,9 @@ class ExpertsCall:
     x_format: str = ""
 
     @property
-    def activation(self) -> tuple[str, bool, bool, float, float | None, float]:
+    def activation(self) -> Options:
         """The arguments of `activate` after its tensor."""
-        return (self.kind, self.gated, self.interleaved, self.alpha, self.limit, self.up_shift)
+        return options_of(self)
 
 
 def check(call: ExpertsCall) -> None:

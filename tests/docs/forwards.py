@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
-BLOCK = re.compile(r"<!-- forward (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+from . import blocks
+
+BLOCK = blocks.block("forward")
 
 
 def fill(page: str, folder: Path) -> str:
-    """The page with the tables between `<!-- forward NAME -->` and `<!-- end -->` made anew from
-    NAME.json in the folder."""
-
-    def made(match: re.Match[str]) -> str:
-        figures = json.loads((folder / f"{match[1]}.json").read_text())
-        return f"<!-- forward {match[1]} -->\n\n{table(figures)}\n\n<!-- end -->"
-
-    return BLOCK.sub(made, page)
+    """The page with the tables of its `forward` blocks made anew."""
+    return blocks.fill(page, folder, "forward", table)
 
 
 def table(figures: dict[str, Any]) -> str:
-    versions = f"torch {figures['torch']}, transformers {figures['transformers']}"
-    head = [f"One {figures['device']}, {versions}:", "", f"    {figures['command']}", ""]
     lines = [
         "| batch x length | | a forward, ms | first call, s | memory, GB |",
         "|---|---|---|---|---|",
@@ -33,4 +25,4 @@ def table(figures: dict[str, Any]) -> str:
         ms = f"{f['ms']:.1f} ({f['low_ms']:.1f} to {f['high_ms']:.1f})"
         cells = (f["size"], f["way"], ms, f"{f['first_call_s']:.1f}", f"{f['extra_gb']:.2f}")
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(head + lines)
+    return "\n\n".join([*blocks.heading(figures), "\n".join(lines)])

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
-BLOCK = re.compile(r"<!-- generation (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+from . import blocks
+
+BLOCK = blocks.block("generation")
 WAYS = {"default": "transformers", "max-autotune": "transformers, max-autotune"}
 
 
 def fill(page: str, folder: Path) -> str:
-    """The page with the tables between `<!-- generation NAME -->` and `<!-- end -->` made anew from
-    NAME.json in the folder."""
-
-    def made(match: re.Match[str]) -> str:
-        figures = json.loads((folder / f"{match[1]}.json").read_text())
-        return f"<!-- generation {match[1]} -->\n\n{tables(figures)}\n\n<!-- end -->"
-
-    return BLOCK.sub(made, page)
+    """The page with the tables of its `generation` blocks made anew."""
+    return blocks.fill(page, folder, "generation", tables)
 
 
 def tables(figures: dict[str, Any]) -> str:
-    versions = f"torch {figures['torch']}, transformers {figures['transformers']}"
-    parts = [f"One {figures['device']}, {versions}:", f"    {figures['command']}", speeds(figures)]
+    parts = [*blocks.heading(figures), speeds(figures)]
     if figures["steps"]:
         intro = (
             "Of a step, the ms that the kernels of each part take (launches that overlap count "

@@ -21,6 +21,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from moe_ops.kernels.triton import replay as module
 from moe_ops.kernels.triton.replay import launch, replay
+from tests.replaying import STREAM, on_a_cpu
 
 
 def floats(at: Any, n: int) -> np.ndarray:
@@ -56,7 +57,12 @@ class Kernel:
         return launched
 
     def run(self, x: int, y: int, z: int, stream: int, *args: Any) -> None:
-        assert (y, z, stream, args[:5]) == (1, 1, 7, ("function", "metadata", None, None, None))
+        assert (y, z, stream, args[:5]) == (
+            1,
+            1,
+            STREAM,
+            ("function", "metadata", None, None, None),
+        )
         self.body(*args[5:])
 
 
@@ -85,16 +91,10 @@ host_code: list[str] = []
 
 
 @pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let launches on a CPU repeat, and forget them afterwards."""
-    active = SimpleNamespace(get_current_stream=lambda device: 7)
-    monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(module, "_repeats", lambda t: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    module._recordings.clear()
+def repeated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     host_code.clear()
-    yield
-    module._recordings.clear()
+    with on_a_cpu(monkeypatch):
+        yield
 
 
 def called(*given: Any) -> Tensor:

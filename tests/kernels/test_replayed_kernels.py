@@ -10,7 +10,6 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ from moe_ops.kernels.triton import replay, sort
 from moe_ops.testing import Case, Layer, make_layer
 from tests.chosen import those_of
 from tests.published_routers import ROUTERS, arguments
+from tests.replaying import STREAM, on_a_cpu
 
 pytestmark = [
     pytest.mark.slow,
@@ -48,7 +48,7 @@ class Compiled:
 
     def run(self, *call: Any) -> None:
         _, _, _, stream, _, _, enter, hook, leave, *args = call
-        assert (stream, enter, hook, leave) == (7, None, None, None)
+        assert (stream, enter, hook, leave) == (STREAM, None, None, None)
         pairs = zip(self.like.items(), args, strict=True)
         given = {n: at if like is None else lying_at(at, like) for (n, like), at in pairs}
         self.launch(**given, **self.options)
@@ -78,16 +78,11 @@ def launched(kernel: Any, grid: Any) -> Callable[..., Compiled]:
 
 @pytest.fixture(autouse=True)
 def recordings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
-    """Let launches repeat on a CPU; all calls must have been recorded."""
-    active = SimpleNamespace(get_current_stream=lambda device: 7)
-    monkeypatch.setattr(replay, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(replay, "_repeats", lambda t: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    """All calls must have been recorded."""
     monkeypatch.setattr(InterpretedFunction, "__getitem__", launched)
-    replay._recordings.clear()
-    yield replay._recordings
-    assert replay._recordings and None not in replay._recordings.values()
-    replay._recordings.clear()
+    with on_a_cpu(monkeypatch) as found:
+        yield found
+        assert found and None not in found.values()
 
 
 def check(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:

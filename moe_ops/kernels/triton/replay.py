@@ -245,19 +245,18 @@ class _Bases:
         # Begin, end, place of the begin.
         self._spans: list[tuple[int, int, Place]] = []
         for index, t in enumerate((*tensors, *results)):
-            if t is not None:
+            if t is not None and t.numel():
                 self._put(t, (index, 0))
         buffer = len(tensors) + len(results)
         known = [t.data_ptr() for t in results]
         for t in made:
-            if t.data_ptr() not in known:
+            if t.numel() and t.data_ptr() not in known:
                 self._put(t, (buffer, self.buffer_bytes))
                 self.buffer_bytes += -(-_bytes(t) // ALIGNMENT) * ALIGNMENT
 
     def _put(self, t: Tensor, place: Place) -> None:
-        if t.numel():
-            begin = t.data_ptr()
-            self._spans.append((begin, begin + _bytes(t), place))
+        begin = t.data_ptr()
+        self._spans.append((begin, begin + _bytes(t), place))
 
     def place(self, address: int) -> Place:
         found = [s for s in self._spans if s[0] == address]
