@@ -24,13 +24,13 @@ from moe_ops.using import using
 # Names that need transformers, or Inductor, or that few need, are imported when first asked for.
 _LAZY = {
     **dict.fromkeys(("optimize", "restore", "quantize_model"), "moe_ops.hf"),
-    **dict.fromkeys(("compile", "compile_config", "inductor_options"), "moe_ops.passes.compile"),
-    **dict.fromkeys(("buckets_of", "capture"), "moe_ops.passes.capture"),
-    "generation_report": "moe_ops.hf",
+    **dict.fromkeys(("compile", "compile_config"), "moe_ops.compiler"),
+    "inductor_options": "moe_ops.passes.compiled",
+    **dict.fromkeys(("buckets_of", "capture"), "moe_ops.graphs.capture"),
+    "generation_report": "moe_ops.generation",
     "explain": "moe_ops.passes.explain",
-    "tune": "moe_ops.passes.planning.tune",
-    "MoELayer": "moe_ops.layer",
-    **dict.fromkeys(("QuantFormats", "Routing"), "moe_ops.layer_options"),
+    "tune": "moe_ops.planning.tune",
+    **dict.fromkeys(("MoELayer", "QuantFormats", "Routing"), "moe_ops.layer"),
 }
 
 __all__ = [

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from moe_ops.passes.cost import device_of
-from moe_ops.passes.planning import tuned
+from moe_ops.planning import tuned
+from moe_ops.planning.cost import device_of
 from moe_ops.spec import OPS, Backend
 
 log = logging.getLogger("moe_ops")

@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass, field
 
 from moe_ops.options import check_fields
-from moe_ops.passes.planning.plan import Choice
-from moe_ops.passes.planning.thresholds import check_thresholds
+from moe_ops.planning.plan import Choice
+from moe_ops.planning.thresholds import check_thresholds
 
 log = logging.getLogger("moe_ops")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from moe_ops.kernels.linears import norm_refusal
+from moe_ops.decode_ops.linears import norm_refusal
 from moe_ops.passes.context import Context
 from moe_ops.passes.graph import (
     arg,

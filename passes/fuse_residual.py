@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from moe_ops.backends.experts_onto import PLANS
+from moe_ops.decode_ops.experts_onto import PLANS
 from moe_ops.passes.context import Context
 from moe_ops.passes.graph import (
     RESHAPES,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from moe_ops.kernels.rope_attention import refusal
+from moe_ops.decode_ops.rope_attention import refusal
 from moe_ops.passes.context import Context
 from moe_ops.passes.fuse_norm import read as read_norm
 from moe_ops.passes.graph import (

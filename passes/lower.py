@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_ops.passes.context import Context
 from moe_ops.passes.graph import layer_of
-from moe_ops.passes.pick_backend import ORIGIN, generic_op, make_planned, pick_backend
-from moe_ops.passes.planning.choose import GUARDS, call_of, no_new_guards
+from moe_ops.passes.pick_backend import ORIGIN, call_of, generic_op, make_planned, pick_backend
+from moe_ops.planning.choose import GUARDS, no_new_guards
 from moe_ops.spec import NAMESPACE, REFERENCE, Op
 
 RULE = "lower"

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from moe_ops.backends.triton import LEAST_CAPABILITY
-from moe_ops.kernels.linears import DTYPES, MOST_ROWS, refusal
+from moe_ops.decode_ops.linears import DTYPES, MOST_ROWS, refusal
 from moe_ops.passes.context import Context
 from moe_ops.passes.graph import (
     Mismatch,

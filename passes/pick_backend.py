@@ -7,11 +7,14 @@ backend takes is left for `lower`, which compiles its definition instead.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from moe_ops.passes.context import Context
-from moe_ops.passes.planning import tuned
-from moe_ops.passes.planning.choose import choose
+from moe_ops.passes.graph import layer_of
+from moe_ops.planning import tuned
+from moe_ops.planning.choose import Node, Rules, choose
 from moe_ops.spec import NAMESPACE, OPS, REFERENCE, Op
 
 RULE = "pick_backend"
@@ -26,12 +29,14 @@ def pick_backend(graph: fx.Graph, context: Context) -> int:
     """
     decided = {choice.node for choice in context.choices}
     nodes = [n for n in graph.nodes if generic_op(n) is not None and n.name not in decided]
-    table = tuned.load(context.options.tuned) if nodes else {}
+    options = context.options
+    table = tuned.load(options.tuned) if nodes else {}
+    rules = Rules(thresholds=options.thresholds, strict=options.strict, table=table)
     count = 0
     for node in nodes:
         op = generic_op(node)
         assert op is not None
-        choice = choose(op, node, context.options, table)
+        choice = choose(op, call_of(op, node), Node(name=node.name, layer=layer_of(node)), rules)
         context.choices.append(choice)
         if choice.backends != (REFERENCE,):
             make_planned(graph, node, op, choice.text)
@@ -46,6 +51,12 @@ def generic_op(node: fx.Node) -> Op | None:
         return None
     op = OPS.get(node.target._schema.name.partition("::")[2])  # type: ignore[union-attr]
     return op if op is not None and node.target is op.overload else None
+
+
+def call_of(op: Op, node: fx.Node) -> Any:
+    """The record of a node's arguments, tensors as the graph's fake ones."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return op.call(*args, **kwargs)
 
 
 def make_planned(graph: fx.Graph, node: fx.Node, op: Op, plan: str) -> None:

@@ -15,8 +15,8 @@ from torch._inductor import custom_graph_pass
 
 from moe_ops.passes import cache_key, sizes
 from moe_ops.passes.context import Context, Note, Options
-from moe_ops.passes.planning import tuned
-from moe_ops.passes.planning.plan import Choice
+from moe_ops.planning import tuned
+from moe_ops.planning.plan import Choice
 from moe_ops.signature import did_you_mean
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ class May:
 
 LOW = frozenset({"gradients", "signature", "record", "ranges", "options", "spec", "shapes"})
 OP = LOW | {"ops"}
-BELOW_LAYER = OP | {"kernels", "backends", "quant", "parallel"}
+BACKEND = OP | {"kernels", "backends", "quant"}
+TRANSFORMERS = frozenset({"torch", "transformers"})
 FACADE = "the facade"  # moe_ops/__init__.py
 MAY_IMPORT = {
     "signature": May(),
@@ -41,37 +42,37 @@ MAY_IMPORT = {
     "using": May(frozenset({"signature", "spec"})),
     "shapes": May(frozenset({"signature"})),
     "fake_impls": May(),
-    "arena": May(),
     "terminal": May(),
     "testing": May(LOW),
     "ops": May(LOW | {"fake_impls", "quant"}),
     "kernels": May(packages=frozenset({"torch", "triton"})),
     "backends": May(OP | {"kernels", "quant"}, frozenset({"torch", "flashinfer"})),
+    "decode_ops": May(OP | {"kernels", "backends"}),
     "quant": May(frozenset({"signature", "options", "shapes", "fake_impls"})),
     "parallel": May(OP),
-    "layer_options": May(OP | {"quant"}),
-    "layer_tensors": May(OP | {"quant", "parallel", "layer_options"}),
-    "layer_checks": May(OP | {"parallel", "layer_options"}),
-    "layer_parts": May(OP | {"parallel"}),
-    "layer": May(BELOW_LAYER | {"layer_checks", "layer_options", "layer_tensors", "layer_parts"}),
+    "layer": May(OP | {"quant", "parallel"}),
     "weights": May(
-        LOW | {"layer", "layer_options", "layer_tensors", "kernels", "quant"},
-        frozenset({"torch", "safetensors", "gguf"}),
+        LOW | {"layer", "kernels", "quant"}, frozenset({"torch", "safetensors", "gguf"})
     ),
-    "hf": May(BELOW_LAYER | {"terminal"}, frozenset({"torch", "transformers"})),
-    # A leaf: it measures the passes too, and nobody imports it.
+    "planning": May(OP | {"quant", "terminal"}),
+    "graphs": May(OP | {"layer", "planning"}),
+    "hf": May(BACKEND, TRANSFORMERS),
+    "generation": May(BACKEND | {"decode_ops", "hf", "terminal"}, TRANSFORMERS),
+    "passes": May(BACKEND | {"decode_ops", "planning"}),
+    # It knows passes and generation, which do not know each other.
+    "compiler": May(LOW | {"passes", "generation", "graphs"}),
+    # A leaf: it measures everything, and nobody imports it.
     "bench": May(
-        BELOW_LAYER
-        | {"testing", "terminal", "layer", "layer_options", "weights", "hf", "passes", "using"},
+        BACKEND
+        | {"testing", "terminal", "layer", "weights", "hf", "passes", "planning", "graphs"}
+        | {"decode_ops", "generation", "compiler", "using"},
         frozenset({"torch", "transformers", "matplotlib", "safetensors"}),
     ),
-    "passes": May(BELOW_LAYER | {"layer", "hf", "arena", "terminal"}),
-    "__main__": May(
-        frozenset({"signature", "options", "shapes", "hf", "passes"}),
-        frozenset({"torch", "transformers"}),
-    ),
+    "__main__": May(frozenset({"signature", "options", "shapes", "hf", "passes"}), TRANSFORMERS),
     FACADE: May(
-        BELOW_LAYER | {"aot_cache", "fake_impls", "layer", "layer_options", "hf", "passes", "using"}
+        BACKEND
+        | {"aot_cache", "fake_impls", "layer", "hf", "passes", "planning", "graphs"}
+        | {"generation", "compiler", "using"}
     ),
 }
 

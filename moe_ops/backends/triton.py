@@ -95,7 +95,7 @@ def supports_gemm(call: ExpertGemmCall) -> str | None:
 @expert_gemm.backend("triton", supports=supports_gemm, devices=("cuda",), priority=1)
 def grouped_gemm(call: ExpertGemmCall) -> Tensor:
     """`expert_gemm` by the kernels of triton.grouped; unused rows stay unwritten."""
-    from moe_ops.kernels.triton import grouped
+    from moe_ops.kernels.triton.experts import grouped
 
     w_EFD = call.w_EFD.transpose(1, 2) if call.transposed else call.w_EFD
     ends_E, bias_EF = call.ends_E.contiguous(), _rows(call.bias_EF)
@@ -156,14 +156,14 @@ def run_experts(kernel: str, call: ExpertsCall, residual_TD: Tensor | None = Non
 
 def _launch_experts(*given: Any) -> Tensor:
     """Launch with the tensors of `run_experts`, and its other arguments behind them."""
-    from moe_ops.kernels.triton.weights import Experts
+    from moe_ops.kernels.triton.experts.weights import Experts
 
     x_TD, weights_TK, ids_TK, w13_EFD, w2_EDI, b13_EF, b2_ED, expert_map, residual_TD = given[:9]
     kernel, transposed, act = given[9:]
     layer = Experts(
         w13_EFD=w13_EFD, w2_EDI=w2_EDI, b13_EF=b13_EF, b2_ED=b2_ED, transposed=transposed, act=act
     )
-    module = importlib.import_module(f"moe_ops.kernels.triton.{kernel}")
+    module = importlib.import_module(f"moe_ops.kernels.triton.experts.{kernel}")
     out_TD: Tensor = module.run(
         x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD=residual_TD
     )

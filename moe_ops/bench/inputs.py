@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_ops.bench.rates import Work
 from moe_ops.ops import route
-from moe_ops.passes.planning.layers import ROUTINGS
+from moe_ops.planning.layers import ROUTINGS
 from moe_ops.shapes import check_choice
 from moe_ops.testing import Case
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer_options import QuantFormats
+from moe_ops.layer.options import QuantFormats
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.layouts import PLAIN, Coding, gptq
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from moe_ops.bench.rates import Rates
-from moe_ops.passes.planning.layers import ROUTINGS
+from moe_ops.planning.layers import ROUTINGS
 from moe_ops.testing import LAYERS
 
 HOST = ("lifted", "ops")  # what is timed by the host's clock, against transformers' own

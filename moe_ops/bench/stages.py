@@ -19,7 +19,7 @@ from moe_ops.bench.rates import Rates, Work
 from moe_ops.bench.tables import aligned
 from moe_ops.bench.timing import capture, rounds_for, time_replays
 from moe_ops.ops import activate, combine, dispatch, expert_gemm, route
-from moe_ops.passes.cost import cost
+from moe_ops.planning.cost import cost
 from moe_ops.shapes import FLOATS
 from moe_ops.spec import REFERENCE, Op
 from moe_ops.testing import TOL, Case, Tol, assert_close, float32

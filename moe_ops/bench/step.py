@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ops.backends.experts_onto import experts_onto
 from moe_ops.bench.inputs import Weights, free_bytes, make_weights
 from moe_ops.bench.tables import aligned
 from moe_ops.bench.timing import Run, Timing, capture, time_replays
-from moe_ops.kernels.linears import linears, normed_linears
-from moe_ops.kernels.rope_attention import rope_attention
+from moe_ops.decode_ops.experts_onto import experts_onto
+from moe_ops.decode_ops.linears import linears, normed_linears
+from moe_ops.decode_ops.rope_attention import rope_attention
 from moe_ops.ops import route
 from moe_ops.testing import LAYERS, Case
 

@@ -1,12 +1,28 @@
 """Hugging Face transformers: importing this registers the experts implementation "moe_ops"."""
 
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
 from moe_ops.hf import experts, fp8
-from moe_ops.hf.generate import generation_report
 from moe_ops.hf.mxfp4 import adopt_mxfp4
 from moe_ops.hf.optimize import optimize, restore
 from moe_ops.hf.quantize import quantize_model
 
-__all__ = ["adopt_mxfp4", "generation_report", "optimize", "quantize_model", "restore"]
+__all__ = ["adopt_mxfp4", "optimize", "quantize_model", "restore"]
 
 experts.register()
 fp8.register()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "generation_report":
+        warnings.warn(
+            "moe_ops.hf.generation_report has moved; use moe_ops.generation_report",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return importlib.import_module("moe_ops").generation_report
+    raise AttributeError(f"module 'moe_ops.hf' has no attribute {name!r}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer_tensors import NAMES, STATE
+from moe_ops.layer.tensors import NAMES, STATE
 from moe_ops.quant.resolve import Reciprocal, as_multiplier
 from moe_ops.weights.experts import (
     WEIGHTS,

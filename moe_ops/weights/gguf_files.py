@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.layer_options import QuantFormats
+from moe_ops.layer.options import QuantFormats
 from moe_ops.quant.formats import Format
 from moe_ops.quant.packing import pack
 from moe_ops.weights.layouts import PLAIN, Axis, Coding, Matrix, Stored

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer_tensors import LayerSizes
+from moe_ops.layer.tensors import LayerSizes
 from moe_ops.quant.formats import ROW, TENSOR, Format
 from moe_ops.weights.layouts import Coding, Matrix, to_dtype
 

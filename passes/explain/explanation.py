@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from textwrap import wrap
 from typing import Any
 
-from moe_ops.passes.cost import Device
 from moe_ops.passes.explain.trace import Break
-from moe_ops.passes.planning.plan import Plan, Range
+from moe_ops.planning.cost import Device
+from moe_ops.planning.plan import Plan, Range
 from moe_ops.spec import REFERENCE
 
 VERSION = 2

@@ -10,10 +10,10 @@ from itertools import takewhile
 from typing import Any
 
 from moe_ops.passes.context import Note
-from moe_ops.passes.cost import Cost, Device, cost
 from moe_ops.passes.explain.explanation import At, LeftAlone, Region, Run
 from moe_ops.passes.pipeline import GraphRun
-from moe_ops.passes.planning.plan import Choice
+from moe_ops.planning.cost import Cost, Device, cost
+from moe_ops.planning.plan import Choice
 from moe_ops.spec import OPS, REFERENCE
 
 CURVE = tuple(4**n for n in range(7))  # numbers of tokens to plot: 1 to 4096

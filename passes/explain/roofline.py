@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from moe_ops.passes.cost import Device
 from moe_ops.passes.explain.explanation import At, Region, si
+from moe_ops.planning.cost import Device
 
 COLOURS = 6
 WIDTH, HEIGHT = 860, 460

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from moe_ops.passes.compile import Compiled
+from moe_ops.passes.compiled import Compiled
 from moe_ops.passes.graph import layer_of
 from moe_ops.passes.pipeline import Pipeline
 

@@ -8,7 +8,7 @@ import torch
 from moe_ops import route
 from moe_ops.bench import inputs, rates
 from moe_ops.bench.rates import Rates, Work
-from moe_ops.passes.planning.layers import ROUTINGS
+from moe_ops.planning.layers import ROUTINGS
 from moe_ops.testing import BF16, LAYERS, Case
 
 H200 = Rates(copy_tbs=4.2566, matmul_tflops=778.67)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moe_ops import OPS, MoELayer, experts, using
 from moe_ops.passes.context import Options
-from moe_ops.passes.planning.layers import Shape, fake_arguments_of
-from moe_ops.passes.planning.plan import Plan, Range
+from moe_ops.planning.layers import Shape, fake_arguments_of
+from moe_ops.planning.plan import Plan, Range
 from moe_ops.testing import TOL, assert_close
 from moe_ops.weights import STYLES, LoadRecord, LoadReport, Style, load_checkpoint, load_expert
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED

@@ -12,9 +12,9 @@ from tests.fuzz.attempts import CALLS, outcome
 # Where compiling, tracing, capturing, measuring and changing begin.
 BEGINNINGS = {
     "moe_ops.passes.net": ("compile_fx",),
-    "moe_ops.passes.capture": ("capture_call",),
+    "moe_ops.graphs.capture": ("capture_call",),
     "moe_ops.passes.explain.api": ("trace", "run_compiled"),
-    "moe_ops.passes.planning.tune": ("measure", "write", "calls_of"),
+    "moe_ops.planning.tune": ("measure", "write", "calls_of"),
     "moe_ops.hf.optimize": ("_configs", "_swap"),
     "moe_ops.hf.quantize": ("optimize", "_quantise"),
     "torch": ("compile",),

@@ -12,9 +12,9 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import linear
 
 import moe_ops
-from moe_ops.kernels.linears import linears, normed_linears
+from moe_ops.decode_ops.linears import linears, normed_linears
 from moe_ops.testing import Tol, assert_close
-from tests.hf.steps import check_steps
+from tests.generation.steps import check_steps
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16]

@@ -16,9 +16,9 @@ from torch._inductor.utils import run_and_get_code
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 import moe_ops
-from moe_ops.hf.one_query import in_place_of
-from moe_ops.kernels.linears import linears
-from moe_ops.kernels.one_query import one_query
+from moe_ops.decode_ops.linears import linears
+from moe_ops.decode_ops.one_query import one_query
+from moe_ops.generation.one_query import in_place_of
 from tests.hf import families, overrides, twins
 
 pytestmark = pytest.mark.gpu
@@ -73,7 +73,7 @@ def test_transposed_experts_are_stored_by_rows_at_the_first_call() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("slots", [256, 512, 2048, 8192])
 def test_attention_of_one_query_is_compiled_without_a_break(slots: int, dtype: torch.dtype) -> None:
-    from moe_ops.hf.one_query import one_query_attention, register
+    from moe_ops.generation.one_query import one_query_attention, register
 
     register()
     q = torch.randn(2, 32, 1, 128, device="cuda", dtype=dtype)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ops.kernels.triton import grouped
-from moe_ops.kernels.triton.sort import sort_pairs
-from moe_ops.kernels.triton.tile_map import Tiles, tile_map
-from moe_ops.kernels.triton.weights import Experts
+from moe_ops.kernels.triton.experts import grouped
+from moe_ops.kernels.triton.experts.sort import sort_pairs
+from moe_ops.kernels.triton.experts.tile_map import Tiles, tile_map
+from moe_ops.kernels.triton.experts.weights import Experts
 from moe_ops.testing import BF16, TOL, Case, assert_close
 
 pytestmark = [

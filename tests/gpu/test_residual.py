@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ops.backends.experts_onto import experts_onto
+from moe_ops.decode_ops.experts_onto import experts_onto
 from moe_ops.ops import experts
+from tests.generation.steps import check_steps
 from tests.hf import overrides
-from tests.hf.steps import check_steps
 
 pytestmark = pytest.mark.gpu
 ACT = ("silu", True, False, 1.0, None, 0.0)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ops.kernels.linears import linears
-from moe_ops.kernels.rope_attention import rope_attention
+from moe_ops.decode_ops.linears import linears
+from moe_ops.decode_ops.rope_attention import rope_attention
 from moe_ops.testing import Tol, assert_close
+from tests.generation.steps import check_steps
 from tests.hf import overrides
-from tests.hf.steps import check_steps
 
 pytestmark = pytest.mark.gpu
 TOL = {

@@ -11,13 +11,13 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops import experts, using
-from moe_ops.kernels.linears import linears, normed_linears
-from moe_ops.kernels.one_query import one_query
-from moe_ops.kernels.rope_attention import rope_attention
-from moe_ops.passes.capture import GraphRunner
+from moe_ops.decode_ops.linears import linears, normed_linears
+from moe_ops.decode_ops.one_query import one_query
+from moe_ops.decode_ops.rope_attention import rope_attention
+from moe_ops.graphs.capture import GraphRunner
 from moe_ops.testing import BF16, Case, Layer, make_layer
+from tests.generation.steps import check_steps
 from tests.hf import overrides
-from tests.hf.steps import check_steps
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moe_ops.hf.generate import quicken
-from moe_ops.hf.sample import StopCheck
-from moe_ops.hf.steps import Tools
+from moe_ops.generation.generate import quicken
+from moe_ops.generation.sample import StopCheck
+from moe_ops.generation.steps import Tools
 
 PLAIN = {"max_new_tokens": 9, "pad_token_id": 0, "eos_token_id": None}
 

@@ -30,20 +30,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from moe_ops.backends.triton import run_experts
-from moe_ops.kernels.triton import (
-    TINY_PAIRS,
-    TINY_TOKENS,
-    combine,
-    grouped_plain,
-    linears,
-    one_query,
-    rope,
-    rope_attention,
-    routing,
-    rows,
-    sort,
-    tiny,
-)
+from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS, routing
+from moe_ops.kernels.triton.decode import linears, one_query, rope, rope_attention
+from moe_ops.kernels.triton.experts import combine, grouped_plain, rows, sort, tiny
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.route import route
 from moe_ops.testing import ACTIVATIONS, LAYERS

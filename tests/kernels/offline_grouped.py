@@ -20,7 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from moe_ops.kernels.triton import grouped, grouped_gluon
+from moe_ops.kernels.triton.experts import grouped, grouped_gluon
 from moe_ops.ops.activate import Activation
 from moe_ops.testing import ACTIVATIONS
 

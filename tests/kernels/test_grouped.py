@@ -16,10 +16,10 @@ from packaging.version import Version
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from moe_ops.kernels.triton import grouped_gluon
-from moe_ops.kernels.triton.grouped import grouped_gated, grouped_rows
-from moe_ops.kernels.triton.grouped_plain import config_for
-from moe_ops.kernels.triton.tile_map import GROUP, tile_map
+from moe_ops.kernels.triton.experts import grouped_gluon
+from moe_ops.kernels.triton.experts.grouped import grouped_gated, grouped_rows
+from moe_ops.kernels.triton.experts.grouped_plain import config_for
+from moe_ops.kernels.triton.experts.tile_map import GROUP, tile_map
 from moe_ops.ops.activate import activate
 from moe_ops.testing import DEVICE
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ops.kernels.linears import linears, norm_refusal, normed_linears, refusal
+from moe_ops.decode_ops.linears import linears, norm_refusal, normed_linears, refusal
 from moe_ops.testing import BF16, F16, F32, Tol, assert_close
 
 pytest.importorskip("triton")
-from moe_ops.kernels.triton.linears import run, run_normed
-from moe_ops.kernels.triton.linears_plan import Plan, plan_for
+from moe_ops.kernels.triton.decode.linears import run, run_normed
+from moe_ops.kernels.triton.decode.linears_plan import Plan, plan_for
 
 TOL = Tol(1e-5, "float32 sums in another order")
 TOL_F16 = Tol(1e-3, "one rounding to 11 bits of mantissa")

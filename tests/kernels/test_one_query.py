@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_ops.kernels.one_query import formula, one_query, refusal
+from moe_ops.decode_ops.one_query import formula, one_query, refusal
 from moe_ops.testing import F32, Tol, assert_close
 
 pytest.importorskip("triton")
-from moe_ops.kernels.triton.one_query import attend
-from moe_ops.kernels.triton.one_query_plan import MOST_SLOTS, MOST_SPLITS, Plan, plan_for
+from moe_ops.kernels.triton.decode.one_query import attend
+from moe_ops.kernels.triton.decode.one_query_plan import MOST_SLOTS, MOST_SPLITS, Plan, plan_for
 
-op_file = importlib.import_module("moe_ops.kernels.one_query")
+op_file = importlib.import_module("moe_ops.decode_ops.one_query")
 TOL = Tol(1e-5, "float32 sums in another order")
 TOL_F16 = Tol(2e-3, "weights and outputs rounded to the 11 bits of float16")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -188,7 +188,7 @@ def test_slots_are_shared_where_processors_are_to_spare() -> None:
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_attention_function(size: tuple[int, ...]) -> None:
-    from moe_ops.hf.one_query import one_query_attention
+    from moe_ops.generation.one_query import one_query_attention
 
     q, k, v, mask = tensors(size)
     module = nn.Module()
@@ -199,7 +199,7 @@ def test_the_attention_function(size: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_formula_with_sinks_and_added_masks(size: tuple[int, ...]) -> None:
-    from moe_ops.hf.one_query import attended
+    from moe_ops.generation.one_query import attended
 
     q, k, v, seen = tensors(size)
     sinks = torch.randn(size[1], device=DEVICE)
@@ -211,8 +211,8 @@ def test_the_formula_with_sinks_and_added_masks(size: tuple[int, ...]) -> None:
 @pytest.mark.slow
 def test_a_compiled_step_reads_the_buffers_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `index_copy_` wrote in the same graph, without a copy of all slots."""
-    from moe_ops.hf import one_query as of_transformers
-    from moe_ops.hf.slots import SlotLayer
+    from moe_ops.generation import one_query as of_transformers
+    from moe_ops.generation.slots import SlotLayer
 
     monkeypatch.setattr(of_transformers, "has_kernels", lambda query: True)
     read = []

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ops.kernels.rope_attention import refusal, rope_attention
+from moe_ops.decode_ops.rope_attention import refusal, rope_attention
 from moe_ops.testing import BF16, F16, Tol, assert_close
 
 pytest.importorskip("triton")
-from moe_ops.kernels.triton import rope_attention as kernels
+from moe_ops.kernels.triton.decode import rope_attention as kernels
 
 TOL = Tol(3e-3, "float16, rounded up to three times")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import moe_ops
 from moe_ops.layer import MoELayer
-from moe_ops.layer_options import QuantFormats, Routing
+from moe_ops.layer.options import QuantFormats, Routing
 from moe_ops.ops import route
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig

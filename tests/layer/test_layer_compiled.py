@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import moe_ops
 from moe_ops.layer import MoELayer
-from moe_ops.layer_options import QuantFormats, Routing
+from moe_ops.layer.options import QuantFormats, Routing
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.testing import BF16, GPT_OSS, TOL, Tol, assert_close

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops.layer import MoELayer
-from moe_ops.layer_options import QuantFormats, Routing
+from moe_ops.layer.options import QuantFormats, Routing
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.parallel.replicas import ExpertReplicas
 from moe_ops.testing import BF16, TOL, Tol, assert_close

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer_options import QuantFormats, Routing
+from moe_ops.layer.options import QuantFormats, Routing
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig
 

@@ -10,7 +10,7 @@ from shards import Split, pair, take_share
 from torch import Tensor, nn
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer_options import QuantFormats, Routing
+from moe_ops.layer.options import QuantFormats, Routing
 from moe_ops.ops import route
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.replicas import ExpertReplicas

@@ -11,7 +11,7 @@ from shards import randomize
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer_options import QuantFormats, Routing
+from moe_ops.layer.options import QuantFormats, Routing
 
 SIZES: dict[str, Any] = {
     "num_experts": 4, "top_k": 2, "hidden_size": 128, "intermediate_size": 64, "bias": True,

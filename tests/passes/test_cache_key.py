@@ -22,7 +22,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from moe_ops.passes import cache_key
 from moe_ops.passes.context import Context, Options
 from moe_ops.passes.pipeline import Pipeline
-from moe_ops.passes.planning import tuned
+from moe_ops.planning import tuned
 from moe_ops.spec import OPS, REFERENCE, Backend
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from torch._inductor import list_mode_options
 
 import moe_ops
 from moe_ops.passes import sizes
-from moe_ops.passes.compile import Compiled, pipeline_of, token_dims
+from moe_ops.passes.compiled import Compiled, pipeline_of, token_dims
 from moe_ops.passes.context import Options
 from moe_ops.passes.net import Net
 from moe_ops.passes.pipeline import HOOK, Pipeline

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import moe_ops
-from moe_ops.passes.planning import tuned
-from moe_ops.passes.planning.tuned import Cell, Layer
+from moe_ops.planning import tuned
+from moe_ops.planning.tuned import Cell, Layer
 
 MODEL = nn.Linear(2, 2)
 TAKERS: dict[str, Callable[..., Any]] = {

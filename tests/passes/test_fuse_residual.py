@@ -26,7 +26,7 @@ E, D, WIDTH = 4, 16, 8
 @pytest.fixture(autouse=True)
 def any_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has none of the kernels; there the op runs its definition."""
-    for name in ("passes.fuse_residual", "backends.experts_onto"):
+    for name in ("passes.fuse_residual", "decode_ops.experts_onto"):
         file = importlib.import_module(f"moe_ops.{name}")
         monkeypatch.setattr(file, "PLANS", tuple(experts.backends))
 

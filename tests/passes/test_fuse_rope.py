@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
-from moe_ops.kernels.one_query import one_query
+from moe_ops.decode_ops.one_query import one_query
 from moe_ops.passes.context import Context
 from moe_ops.passes.fuse_rope import fuse_rope
 from moe_ops.passes.graph import arg, ops

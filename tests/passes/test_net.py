@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import moe_ops
 import moe_ops.passes
-from moe_ops.passes.compile import pipeline_of
+from moe_ops.passes.compiled import pipeline_of
 from moe_ops.passes.context import Context
 from moe_ops.passes.net import Net
 

@@ -19,9 +19,9 @@ from moe_ops.ops.experts import ExpertsCall
 from moe_ops.passes.context import Context, Options
 from moe_ops.passes.pick_backend import pick_backend
 from moe_ops.passes.pipeline import Pipeline
-from moe_ops.passes.planning.choose import bounds
-from moe_ops.passes.planning.plan import Choice
-from moe_ops.passes.planning.thresholds import check_thresholds
+from moe_ops.planning.choose import bounds
+from moe_ops.planning.plan import Choice
+from moe_ops.planning.thresholds import check_thresholds
 from moe_ops.ranges import Ranges, parse_plan
 from moe_ops.testing import BF16, CASES, F16, F32, TOL, Case, assert_close, make_layer
 from tests.passes.planned import PLAIN, Hook, any_rows, call_of, experts_call, plans, run_experts

@@ -18,7 +18,7 @@ from moe_ops import passes
 from moe_ops.passes import pipeline as module
 from moe_ops.passes.context import Context, Options
 from moe_ops.passes.pipeline import Pipeline
-from moe_ops.passes.planning import tuned
+from moe_ops.planning import tuned
 
 aten = torch.ops.aten
 

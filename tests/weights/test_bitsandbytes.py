@@ -14,7 +14,7 @@ from peak import Peak
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer_options import QuantFormats
+from moe_ops.layer.options import QuantFormats
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.bitsandbytes import decoders

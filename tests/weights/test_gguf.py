@@ -14,7 +14,7 @@ from peak import Peak
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer_options import Routing
+from moe_ops.layer.options import Routing
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant import packing
 from moe_ops.weights import gguf_formats, load_checkpoint
@@ -171,7 +171,7 @@ BAD = {
 def test_layers_of_another_format_are_refused(
     kind: str, format: str, message: str, tmp_path: Path
 ) -> None:
-    from moe_ops.layer_options import QuantFormats
+    from moe_ops.layer.options import QuantFormats
 
     file = tmp_path / "model.gguf"
     write(file, dict.fromkeys(SHAPES, kind))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer_options import QuantFormats
+from moe_ops.layer.options import QuantFormats
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.parallel.replicas import ExpertReplicas

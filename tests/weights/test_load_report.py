@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer_options import QuantFormats
+from moe_ops.layer.options import QuantFormats
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.weights import Style, load_checkpoint
 from moe_ops.weights.names import GATE_UP_DOWN, STYLES, Entry, style_of

@@ -11,7 +11,7 @@ from checkpoints import LAYOUTS, PREFIX, PROJECTIONS, D, E, I, Layout, store, wr
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer_options import QuantFormats
+from moe_ops.layer.options import QuantFormats
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant import packing

@@ -17,7 +17,7 @@ from transformers.models.phimoe.modeling_phimoe import sparsemixer
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer_options import Routing
+from moe_ops.layer.options import Routing
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.weights import load_checkpoint

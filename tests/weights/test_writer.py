@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ops.kernels.cpu import transpose
 from moe_ops.layer import MoELayer
-from moe_ops.layer_options import QuantFormats
+from moe_ops.layer.options import QuantFormats
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.writer import Writer
 

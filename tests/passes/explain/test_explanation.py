@@ -8,7 +8,6 @@ import pytest
 from expecttest import assert_expected_inline
 
 from moe_ops.passes.context import Note
-from moe_ops.passes.cost import Device
 from moe_ops.passes.explain.explanation import (
     At,
     Explanation,
@@ -24,7 +23,8 @@ from moe_ops.passes.explain.explanation import (
 )
 from moe_ops.passes.explain.regions import grouped, left_alone
 from moe_ops.passes.explain.trace import Break
-from moe_ops.passes.planning.plan import Plan, Range
+from moe_ops.planning.cost import Device
+from moe_ops.planning.plan import Plan, Range
 
 LIMITED = Range(upto=40, backend="cpu", source="tuned", at=32, predicted_us=10.5, measured_us=2100)
 REGION = Region(

@@ -1,0 +1,186 @@
+"""`compile`: a twin of a model with our passes and, if it is of transformers, our `generate`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import mark_static, maybe_mark_dynamic
+from torch._inductor import list_mode_options
+from torch.utils import _pytree as pytree
+
+from moe_ops.graphs.cuda_graph import GraphPool
+from moe_ops.options import check_flag
+from moe_ops.passes.compiled import Compiled, inductor_options, known_options
+from moe_ops.passes.net import Net
+from moe_ops.passes.pipeline import HOOK
+from moe_ops.passes.recompiles import tell_of_limit
+from moe_ops.passes.sizes import call_oblivious
+from moe_ops.shapes import check_choice
+
+log = logging.getLogger("moe_ops")
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# With few rows a product is a reduction, which Inductor fuses and tunes by coordinate descent;
+# without it calls a library made for many. A step is many kernels of a few microseconds: where a
+# GPU can, they begin while the ones before them end (PDL), as ours do and as ours allow.
+STEP_OPTIONS = {"coordinate_descent_tuning": True, "triton.enable_pdl": True}
+
+
+def compile(
+    model: Model,
+    *,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Model:
+    """A compiled twin of `model`: the same class, weights and attributes, another `forward`.
+
+    `model` itself stays as it was, but for one thing: on a GPU the first `generate` stores experts
+    of 16 bits that lie by columns, as those of GPT-OSS do, by rows, in place. Their values, names
+    and checkpoints stay, their strides do not, and their addresses change: capture after it what
+    reads them by address, such as a CUDA graph of your own, and run `model` in no thread meanwhile.
+
+    `generate` and whatever else calls the twin runs compiled code. `options` and `extra` are those
+    of `inductor_options`, `fullgraph` and `mode` those of torch.compile. Only inference is
+    rewritten: call it under `torch.inference_mode()`.
+
+    `dynamic` says which sizes may vary without another graph:
+    None: the tokens of tensors given to the model directly: dims 0 and 1 of integers [B, S] and of
+      floats [B, S, D], dim 0 of integers [T] and of floats [T, D]; 1 is no exception. A sequence
+      of one token [B, 1] has a graph of its own, as attention functions branch on it. Where one of
+      these sizes is 0 there is nothing to be quick at: the model's own code runs, uncompiled.
+    True: the same without that exception, which takes an attention that does not branch; besides,
+      torch.compile treats every other size as dynamic.
+    False: none; each shape has its graph.
+    A size on which the model branches costs one more graph. The marks stay on the tensors given.
+
+    The twin of a transformers model has a `generate` of ours, with transformers' arguments and
+    results: prompts of any length through one compiled layer, then steps that on a GPU are one
+    CUDA graph each, by batch and length rounded up to powers of two. Calls that it does not serve
+    run transformers' own way, for a reason that is logged.
+
+    Of a module that only holds a transformers model, as a PeftModel does, `forward` is compiled and
+    `generate` is not, which is logged: give the model inside.
+
+    Raises TypeError if `model` is not a module, ValueError for an unknown mode, and as
+    `inductor_options` does.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be an nn.Module, got {type(model).__name__}; for a function call "
+            "torch.compile(function, options=moe_ops.inductor_options())"
+        )
+    check_flag("fullgraph", fullgraph)
+    if dynamic is not None:
+        check_flag("dynamic", dynamic)
+    settings = {}
+    if mode is not None:
+        check_choice("mode", mode, tuple(list_mode_options()))
+        settings = dict(list_mode_options(mode, dynamic))
+    merged = inductor_options(extra={**settings, **known_options(extra)}, **options)
+    tell_of_limit()
+    twin = copy.copy(model)  # shares the tables of parameters, buffers and submodules
+    backend = Net(merged, dynamic)
+    call = torch.compile(twin._call_impl, fullgraph=fullgraph, dynamic=dynamic, backend=backend)
+    twin._compiled_call_impl = Compiled(twin._call_impl, call, merged[HOOK], dynamic)
+    if is_transformers_model(model):
+        quicken(twin, model, merged)
+    elif hasattr(model, "generate") and any(map(is_transformers_model, model.modules())):
+        log.warning(
+            "generate of %s is its own, and the model that it calls inside is not compiled; give "
+            "that to moe_ops.compile, of a PeftModel get_base_model() or merge_and_unload()",
+            type(model).__name__,
+        )
+    return twin
+
+
+def compile_config(*, extra: Mapping[str, Any] | None = None, **options: Any) -> Any:
+    """transformers' `CompileConfig` with our passes, for a `generate` that compiles by itself.
+
+        model.generate(ids, cache_implementation="static", compile_config=moe_ops.compile_config())
+
+    The arguments are those of `inductor_options`. Only steps are compiled, and a new length of the
+    cache compiles again; `compile` does better. Needs transformers.
+    """
+    from moe_ops.generation.generate import config_with
+
+    defaults = {"triton.cudagraphs": True, **STEP_OPTIONS}
+    return config_with(inductor_options(extra={**defaults, **known_options(extra)}, **options))
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Without importing transformers: it has been, if there is such a model."""
+    utils = sys.modules.get("transformers.modeling_utils")
+    return utils is not None and isinstance(model, utils.PreTrainedModel)
+
+
+def quicken(twin: nn.Module, model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Give a transformers model's compiled twin our `generate`."""
+    from moe_ops.generation.generate import quicken as give
+    from moe_ops.generation.steps import Tools
+
+    # The graphs are ours; Inductor's own, of each region, would be in their way.
+    prompt_options = {**options, "triton.cudagraphs": False}
+
+    def compile_prompt(function: Callable[..., Any]) -> Callable[..., Any]:
+        return PromptRegion(torch.compile(function, backend=Net(prompt_options)))
+
+    def compile_step(function: Callable[..., Any]) -> Callable[..., Any]:
+        on_gpu = any(p.is_cuda for p in model.parameters())  # by now, which may be later
+        step_options = {**(STEP_OPTIONS if on_gpu else {}), **prompt_options}
+        return torch.compile(function, dynamic=False, backend=Net(step_options, False))
+
+    tools = Tools(
+        compile_prompt=compile_prompt,
+        compile_step=compile_step,
+        capture=functools.partial(capture_into, GraphPool()),
+    )
+    give(twin, model, tools)
+
+
+def capture_into(
+    pool: GraphPool, function: Callable[[], None], state: Sequence[Tensor]
+) -> Callable[[], None] | None:
+    """What repeats `function`, in the one pool of all graphs of a model; None without a GPU."""
+    if not all(t.is_cuda for t in state):
+        return None
+    return pool.capture(function, state, device=state[0].device).replay
+
+
+class PromptRegion:
+    """Calls compiled code such that one graph serves every number of sequences and tokens.
+
+    The first tensor of the call, [B, S, D] or [B, S], tells these. A prompt of one token has
+    a graph of its own, as attention functions branch on it.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        B, S = tensors[0].shape[:2]
+        for x in tensors:
+            mark(x, B, S)
+        return call_oblivious(self.call, module, *args, **kwargs)
+
+
+def mark(x: Tensor, B: int, S: int) -> None:
+    """Mark the dims that count sequences and tokens: [B, S], [B, S, D], and masks [B, 1, S, S]."""
+    if x.dim() < 2:
+        return
+    if x.shape[0] == B:
+        maybe_mark_dynamic(x, 0)
+    for dim in (1,) if x.dim() < 4 else (2, 3):
+        if x.shape[dim] == S:
+            (maybe_mark_dynamic if S > 1 else mark_static)(x, dim)

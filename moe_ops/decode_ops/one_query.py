@@ -1,0 +1,123 @@
+"""Attention of one query token per sequence, as an op; `moe_ops/generation/one_query.py` calls it.
+
+No stage of a Mixture-of-Experts layer, so not in the registry of those.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops.kernels.triton.decode.one_query_plan import MOST_SLOTS, power_of_two
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@torch.library.custom_op(
+    "moe_ops::one_query", mutates_args=(), tags=(torch.Tag.needs_exact_strides,)
+)
+def one_query(
+    q_BHD: Tensor,
+    k_BNSD: Tensor,
+    v_BNSD: Tensor,
+    mask_BS: Tensor,
+    scale: float,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """out[b, h] = Σ_s p[s] v[b, n(h), s], where p is softmax over the slots s of
+
+        q[b, h] · k[b, n(h), s] scale + mask[b, s]
+
+    and, if there are sinks, of one more logit, whose share adds nothing. H / N heads share a key.
+    A mask of bool hides what is False; one of floats is added, and on a GPU hides what is less than
+    half of the least number of its type. Without sinks, some slot of each sequence is not hidden.
+    On a GPU it is one launch or two. Raises ValueError for what `refusal` names.
+    """
+    _check(q_BHD, k_BNSD, v_BNSD, mask_BS, sinks_H)
+    if q_BHD.is_cuda:
+        from moe_ops.kernels.triton.decode.one_query import attend
+
+        return attend(q_BHD, k_BNSD, v_BNSD, mask_BS, scale, sinks_H)
+    return formula(q_BHD, k_BNSD, v_BNSD, mask_BS, scale, sinks_H)
+
+
+@one_query.register_fake
+def _(
+    q_BHD: Tensor,
+    k_BNSD: Tensor,
+    v_BNSD: Tensor,
+    mask_BS: Tensor,
+    scale: float,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    _check(q_BHD, k_BNSD, v_BNSD, mask_BS, sinks_H)
+    return q_BHD.new_empty(*q_BHD.shape[:2], v_BNSD.shape[3])
+
+
+def formula(
+    q_BHD: Tensor,
+    k_BNSD: Tensor,
+    v_BNSD: Tensor,
+    mask_BS: Tensor,
+    scale: float,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """What `one_query` computes, of any sizes, strides and dtypes, in torch's own ops."""
+    (B, H, D), (_, N, slots, DV) = q_BHD.shape, v_BNSD.shape
+    grouped = q_BHD.reshape(B, N, H // N, D) * scale
+    scores = (grouped @ k_BNSD.transpose(2, 3)).float()  # [B, N, H / N, slots]
+    mask = mask_BS[:, None, None]
+    hides = mask.dtype == torch.bool
+    scores = scores.masked_fill(~mask, float("-inf")) if hides else scores + mask
+    if sinks_H is not None:
+        sink = sinks_H.float().reshape(1, N, H // N, 1).expand(B, -1, -1, -1)
+        scores = torch.cat([scores, sink], -1)
+    out = scores.softmax(-1)[..., :slots].to(v_BNSD.dtype) @ v_BNSD
+    return out.reshape(B, H, DV)
+
+
+def refusal(
+    q_BHD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, mask_BS: Tensor, sinks_H: Tensor | None = None
+) -> str | None:
+    """Why these are no arguments of `one_query`, or None."""
+    if (q_BHD.dim(), k_BNSD.dim(), v_BNSD.dim()) != (3, 4, 4):
+        return f"q, k and v are {_shapes(q_BHD, k_BNSD, v_BNSD)}, not [B, H, D] and [B, N, S, D]"
+    (B, H, D), (_, N, slots, DV) = q_BHD.shape, v_BNSD.shape
+    if k_BNSD.shape != (B, N, slots, D) or v_BNSD.shape[0] != B or H % N:
+        return f"q, k and v of {_shapes(q_BHD, k_BNSD, v_BNSD)} do not fit each other"
+    if slots > MOST_SLOTS:
+        return f"has {slots} slots, more than {MOST_SLOTS}"
+    for size in (D, DV):
+        if not 16 <= size <= 256 or size != power_of_two(size):
+            return f"heads of {size}, no power of two from 16 to 256"
+    if q_BHD.dtype not in DTYPES or not q_BHD.dtype == k_BNSD.dtype == v_BNSD.dtype:
+        dtypes = f"{q_BHD.dtype}, {k_BNSD.dtype} and {v_BNSD.dtype}"
+        return f"{dtypes} are not one of float32, bfloat16, float16"
+    if not q_BHD.is_contiguous():
+        return f"the query has the strides {q_BHD.stride()}"
+    if not (k_BNSD.is_contiguous() and v_BNSD.is_contiguous()):
+        return "the cache is a view"
+    if mask_BS.shape != (B, slots) or not (mask_BS.dtype.is_floating_point or _hides(mask_BS)):
+        return f"the mask is {mask_BS.dtype} {list(mask_BS.shape)}, not of {B} x {slots} slots"
+    if mask_BS.stride(1) != 1:
+        return "the mask is a view"
+    if sinks_H is not None and (sinks_H.shape != (H,) or not sinks_H.is_contiguous()):
+        return f"the sinks are {list(sinks_H.shape)}, not a contiguous [{H}]"
+    for t in (k_BNSD, v_BNSD, mask_BS, *([] if sinks_H is None else [sinks_H])):
+        if t.device != q_BHD.device:
+            return f"the query is on {q_BHD.device}, something else on {t.device}"
+    return None
+
+
+def _hides(mask_BS: Tensor) -> bool:
+    return mask_BS.dtype == torch.bool
+
+
+def _shapes(*tensors: Tensor) -> str:
+    return ", ".join(str(list(t.shape)) for t in tensors)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, mask_BS: Tensor, sinks_H: Tensor | None) -> None:
+    reason = refusal(q, k, v, mask_BS, sinks_H)
+    if reason is not None:
+        raise ValueError(f"one_query: {reason}")

@@ -1,0 +1,284 @@
+"""`generate` of a compiled model: transformers' own interface, our cache, our steps."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import CompileConfig, GenerationMixin, PreTrainedModel, StaticCache
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from moe_ops.generation.regions import CACHE, layer_lists
+from moe_ops.generation.sample import sample
+from moe_ops.generation.slots import Slots
+from moe_ops.generation.steps import Decoder, Steps, StepsReport, Tools
+from moe_ops.hf.subclass import new_object, subclass
+
+log = logging.getLogger("moe_ops")
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+MODES = {
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+}
+ATTENDS = {"full_attention", "sliding_attention"}
+# A model that has its own has its reasons.
+STOCK = (
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+    "_prepare_position_ids_for_generation",
+    "_prepare_cache_for_generation",
+    "_prefill",
+    "_sample",
+    "_beam_search",
+    "generate",
+)
+INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", CACHE}
+EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+
+
+def quicken(twin: PreTrainedModel, model: PreTrainedModel, tools: Tools) -> None:
+    """Give `twin` a `generate` that runs `model` by steps; with a logged reason if it cannot.
+
+    The class of the twin becomes a subclass, of the same name, of what it was.
+    """
+    if isinstance(model, QuickGenerate):  # a twin of a twin
+        model = model._moe_ops_generation.decoder.model
+    reason = shape_refusal(model)
+    if reason is not None:
+        log.info("generate of %s stays transformers' own: it %s", type(model).__name__, reason)
+        return
+    twin.__class__ = subclass(QuickGenerate, type(model))  # type: ignore[arg-type]
+    twin._moe_ops_generation = Generation(Decoder(model, tools))
+
+
+def shape_refusal(model: PreTrainedModel) -> str | None:
+    """Why no call of the model's `generate` can run by steps, or None."""
+    if not isinstance(model, GenerationMixin) or not model.can_generate():
+        return "cannot generate"
+    if model.config.is_encoder_decoder:
+        return "has an encoder"
+    if model.config.model_type.startswith("llama4"):
+        return "attends in chunks"
+    for name in STOCK:
+        if getattr(type(model), name) is not getattr(GenerationMixin, name):
+            return f"has a {name} of its own"
+    lists = layer_lists(model)
+    if len(lists) != 1:
+        return f"has {len(lists)} lists of decoder layers, not one"
+    config = model.config.get_text_config(decoder=True)
+    others = set(getattr(config, "layer_types", None) or ()) - ATTENDS
+    if others:
+        return f"has layers of {', '.join(sorted(others))}"
+    layers = StaticCache(config=config, max_cache_len=1).layers
+    if not {type(layer) for layer in layers} <= {StaticLayer, StaticSlidingWindowLayer}:
+        return f"keeps more than keys and values ({type(layers[0]).__name__})"
+    if len(layers) != len(model.get_submodule(lists[0])):
+        return f"has {len(layers)} caches for another number of layers"
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        return "is spread over devices"
+    return None
+
+
+def call_refusal(model: Any, config: Any, inputs: dict[str, Any], mode: GenerationMode) -> str:
+    """Why this call of `generate` cannot run by steps; empty if it can."""
+    outputs = [n for n in EXTRA_OUTPUTS if inputs.get(n) or getattr(model.config, n, False)]
+    extra = [n for n, v in inputs.items() if v is not None and n not in INPUTS | {*outputs}]
+    reasons = {
+        f"the mode {mode.value} needs another cache": mode not in MODES,
+        "use_cache is off": config.use_cache is False,
+        f"the caller has a {CACHE}": inputs.get(CACHE) is not None,
+        f"cache_implementation is {config.cache_implementation}": config.cache_implementation
+        not in (None, "static"),
+        "disable_compile is set": bool(config.disable_compile),
+        "prefill_chunk_size is set": config.prefill_chunk_size is not None,
+        f"{', '.join(outputs)} is asked for": bool(outputs),
+        f"it takes {', '.join(extra)} too": bool(extra),
+        # Of itself the twin knows what held when it was made; its parts are the model's.
+        "the model is in training mode": any(part.training for part in model.children()),
+        "it is an assistant": bool(config.is_assistant),
+        "autocast is on": torch.is_autocast_enabled(model.device.type),
+    }
+    return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
+class Generation:
+    """The decoder of a twin, with what one call of `generate` has leased from it."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.lock = threading.RLock()
+        self.inside = 0
+        self.leased: list[Steps] = []
+        self.told: set[str] = set()
+        self.done: torch.cuda.Event | None = None
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A call of `generate`: one at a time, on whichever stream; a call may contain another."""
+        with self.lock:
+            self.inside += 1
+            before = len(self.leased)
+            device = self.decoder.model.device
+            if self.done is not None and device.type == "cuda":
+                torch.cuda.current_stream(device).wait_event(self.done)
+            try:
+                yield
+            except torch.OutOfMemoryError:
+                del self.leased[before:]  # of which some buffers may be missing
+                raise
+            finally:
+                self.inside -= 1
+                for steps in self.leased[before:]:
+                    self.decoder.give_back(steps)
+                del self.leased[before:]
+                if device.type == "cuda":
+                    self.done = torch.cuda.Event()
+                    self.done.record(torch.cuda.current_stream(device))
+
+    def lease(self, batch: int, length: int) -> Slots:
+        self.leased.append(self.decoder.lease(batch, length))
+        return self.leased[-1].cache
+
+    def tell(self, reason: str) -> None:
+        if reason not in self.told:
+            self.told.add(reason)
+            log.info("generate runs transformers' own way: %s", reason)
+
+
+def as_stock(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method with the signature of transformers' own, where transformers looks up what a model
+    takes, such as inputs_embeds."""
+    return functools.wraps(getattr(GenerationMixin, method.__name__))(method)
+
+
+class QuickGenerate:
+    """What `quicken` puts before a model's class. Where a call cannot run by steps, everything here
+    passes on to the model's class, but that it neither compiles again nor takes other experts.
+    Copies, and what is pickled, are of that class and uncompiled."""
+
+    _moe_ops_generation: Generation
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        state = {n: value for n, value in reduced[2].items() if n != "_moe_ops_generation"}
+        # Not what object gives: pickle takes that for objects of the same class alone.
+        return new_object, (type(self).__bases__[1],), state
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get(CACHE)
+        if not isinstance(cache, Slots):
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        steps = cache.steps()
+        if cache.filling:
+            del kwargs[CACHE]
+            return steps.read(*args, **kwargs)
+        return CausalLMOutputWithPast(logits=steps.step(kwargs["input_ids"]), past_key_values=cache)
+
+    @as_stock
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("custom_generate") is not None:  # may ask a step for whatever a model can do
+            self._moe_ops_generation.tell("it is custom_generate")
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        with self._moe_ops_generation.call():
+            out = super().generate(*args, **kwargs)  # type: ignore[misc]
+            cache = getattr(out, CACHE, None)
+            if isinstance(cache, Slots):
+                out[CACHE] = cache.steps().dynamic_cache()
+            return out
+
+    @as_stock
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
+        state = self._moe_ops_generation
+        reason = call_refusal(self, generation_config, model_kwargs, generation_mode)
+        if state.inside == 0:
+            reason = "it was not called through generate"
+        if reason:
+            state.tell(reason)
+            return super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+        rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+        model_kwargs[CACHE] = state.lease(rows, max_cache_length)
+        return None
+
+    @as_stock
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get(CACHE)
+        if isinstance(cache, Slots) and not cache.filling:
+            return {"input_ids": input_ids[:, -1:], CACHE: cache}
+        return super().prepare_inputs_for_generation(  # type: ignore[misc]
+            input_ids, *args, **kwargs
+        )
+
+    @as_stock
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        if isinstance(model_kwargs.get(CACHE), Slots):
+            return model_kwargs  # a step needs nothing but its tokens
+        return super()._update_model_kwargs_for_generation(  # type: ignore[misc]
+            outputs, model_kwargs, *args, **kwargs
+        )
+
+    @as_stock
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        return False  # the model is compiled already
+
+    @as_stock
+    @contextmanager
+    def _optimize_model_for_decode(self) -> Iterator[None]:
+        yield  # our passes choose by the number of tokens; another implementation would recompile
+
+    @as_stock
+    def _sample(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        criteria, config = kwargs["stopping_criteria"], kwargs["generation_config"]
+        stock = (
+            not isinstance(kwargs.get(CACHE), Slots)
+            or args
+            or kwargs.get("synced_gpus")
+            or kwargs.get("streamer") is not None
+            or config.return_dict_in_generate
+            or criteria.max_length is None
+        )
+        if stock:
+            return super()._sample(input_ids, *args, **kwargs)  # type: ignore[misc]
+        kwargs.pop("synced_gpus", None)
+        kwargs.pop("streamer", None)
+        return sample(self, input_ids, **kwargs)
+
+
+def config_with(options: dict[str, Any]) -> CompileConfig:
+    """transformers' settings for compiling with these options of Inductor."""
+    return CompileConfig(fullgraph=False, mode=None, options=options)
+
+
+def generation_report(model: Any) -> list[StepsReport]:
+    """The sizes for which a compiled model keeps buffers and graphs, the one used last at the end.
+
+    Raises ValueError for a model whose `generate` is not by `moe_ops.compile`.
+    """
+    state = getattr(model, "_moe_ops_generation", None)
+    if state is None:
+        raise ValueError(
+            f"generate of this {type(model).__name__} is not ours; give its model to "
+            "moe_ops.compile, which logs a reason if it cannot make it so"
+        )
+    return state.decoder.report()

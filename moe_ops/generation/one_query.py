@@ -1,0 +1,118 @@
+"""Attention of one query token per sequence, for the steps of `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from moe_ops.decode_ops.one_query import formula, one_query, refusal
+
+NAME = "moe_ops_one_query"
+# What models pass along that does not bear on one query under a mask.
+BESIDE_THE_POINT = {"is_causal", "output_router_logits", "position_ids", "sliding_window"}
+BESIDE_THE_POINT |= {"cache_position", "use_cache"}
+Attention = Callable[..., tuple[Tensor, Any]]
+
+
+def one_query_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """softmax(q kᵀ · scaling) v with the queries that share a key as rows of one product.
+
+    transformers' own function repeats each key and value for every query head that shares it,
+    which at one query is most of the memory traffic. Other calls go there.
+    """
+    mask = attention_mask
+    if mask is None or not understood(query, key, mask, torch.bool, dropout, kwargs):
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    return attended(query, key, value, mask, scaling), None
+
+
+def in_place_of(eager: Attention) -> Attention:
+    """Attention of one query that computes what `eager` does, a model's own function that adds its
+    mask to the scores, and the logits `sinks` of the module to the denominator if there are any.
+    Other calls go there.
+    """
+
+    def one_query_or_eager(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        s_aux: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        mask = attention_mask
+        ours = mask is not None and understood(query, key, mask, query.dtype, dropout, kwargs)
+        if mask is None or not ours or scaling is None or s_aux is not module.sinks:
+            more = {"dropout": dropout, "scaling": scaling, "s_aux": s_aux, **kwargs}
+            return eager(module, query, key, value, mask, **more)
+        return attended(query, key, value, mask, scaling, s_aux), None
+
+    return one_query_or_eager
+
+
+def understood(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor,
+    mask_dtype: torch.dtype,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> bool:
+    """Whether a call asks for one query under a mask for all heads, and for nothing else."""
+    if mask.dtype != mask_dtype or mask.shape != (query.shape[0], 1, 1, key.shape[2]):
+        return False
+    if query.shape[2] != 1 or dropout != 0.0:
+        return False
+    for name, given in kwargs.items():
+        if given is not None and given is not False and name not in BESIDE_THE_POINT:
+            return False
+    return True
+
+
+def attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[B, 1, H, DV]: one query [B, H, 1, D] over keys and values [B, N, S, D or DV], under a mask
+    [B, 1, 1, S] of bool (see) or floats (add); `sinks` [H] are logits of slots that hold nothing.
+
+    The op has no gradient, so where one may be wanted it is the formula.
+    """
+    B, H, _, D = query.shape
+    scale = D**-0.5 if scaling is None else scaling
+    given = query.reshape(B, H, D).contiguous(), key, value, mask[:, 0, 0]
+    ours = has_kernels(query) and not torch.is_grad_enabled() and refusal(*given, sinks) is None
+    return (one_query if ours else formula)(*given, scale, sinks)[:, None]
+
+
+def has_kernels(query: Tensor) -> bool:
+    """Whether it is worth an op; elsewhere a compiler does better with the formula."""
+    return query.is_cuda
+
+
+def register() -> None:
+    """Make it known to transformers."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, one_query_attention)

@@ -1,0 +1,144 @@
+"""A twin of a model whose repeated layers are compiled one by one, all by the same code.
+
+Compiling a layer takes seconds where the whole of a deep model takes a minute; what is lost, a
+kernel launch or two between layers, costs nothing in a captured graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from moe_ops.generation.slots import Incoming, Slots
+
+Region = Callable[..., Any]  # (module, *args, **kwargs) -> what module(*args, **kwargs) returns
+CACHE = "past_key_values"
+
+
+def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function with code of its own: Dynamo keeps few compiled variants per code object."""
+    assert isinstance(function, types.FunctionType)
+    return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
+
+
+def region(name: str) -> Region:
+    """A region to be compiled by itself."""
+    return own_code(call_module, name)
+
+
+class ByKind:
+    """A region that is compiled apart for modules of unlike parts: Dynamo gives up on code that it
+    has compiled a few times, and each kind needs some for its sizes and masks."""
+
+    def __init__(self, name: str, compile_region: Callable[[Region], Region]) -> None:
+        self._name = name
+        self._compile = compile_region
+        self._kinds: dict[tuple[type, ...], Region] = {}
+        self._calls: WeakKeyDictionary[nn.Module, Region] = WeakKeyDictionary()
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = self._calls.get(module)
+        if call is None:
+            call = self._calls[module] = self._of_kind(module)
+        return call(module, *args, **kwargs)
+
+    def _of_kind(self, module: nn.Module) -> Region:
+        kind = tuple(type(part) for part in module.modules())
+        if kind not in self._kinds:
+            name = f"{self._name}_{type(module).__name__}_{len(self._kinds)}"
+            self._kinds[kind] = self._compile(region(name))
+        return self._kinds[kind]
+
+
+def layer_lists(model: nn.Module) -> list[str]:
+    """The names of the lists of decoder layers in a model."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) > 0
+        and all(isinstance(m, GradientCheckpointingLayer) for m in module)
+    ]
+
+
+class Regions:
+    """`model` runs like the model it was made of, its layers through `self.region`.
+
+    Weights are shared. `region` is set by whoever calls the model, to compiled code for the sizes
+    at hand, and `stand_ins` to what runs in place of some layers. Modules beside the layers (the
+    last norm, rotary embeddings) are regions too. Layers that are `unmasked` get no mask: while a
+    graph is captured models make one that hides nothing beyond what is causal.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        (path,) = layer_lists(model)
+        self.region: Region = region("uncompiled")
+        self.stand_ins: Mapping[nn.Module, nn.Module] = {}
+        self.unmasked = False
+        self.layers = 0
+        self.model = copy.copy(model)
+        parent = self.model
+        for name in path.split("."):
+            parent._modules = dict(parent._modules)
+            child = copy.copy(parent._modules[name])
+            if isinstance(child, nn.ModuleList):
+                self._divide(parent, child, name)
+            parent._modules[name] = child
+            assert child is not None
+            parent = child
+
+    def _divide(self, parent: nn.Module, layers: nn.ModuleList, name: str) -> None:
+        layers._modules = {
+            key: self._routed(layer, int(key)) for key, layer in layers._modules.items()
+        }
+        self.layers = len(layers)
+        for key, module in parent._modules.items():
+            if key != name and module is not None and not isinstance(module, nn.Embedding):
+                parent._modules[key] = self._routed(module, None)
+
+    def _routed(self, module: nn.Module | None, index: int | None) -> nn.Module:
+        """A copy of a module that runs the module through the region."""
+        assert module is not None
+        routed = copy.copy(module)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if index is None:
+                return self.region(module, *args, **kwargs)
+            return self._call_layer(module, index, *args, **kwargs)
+
+        routed._compiled_call_impl = call
+        return routed
+
+    def _call_layer(self, layer: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs[CACHE]
+        assert isinstance(cache, Slots)
+        slots = cache.layers[index]
+        if self.unmasked and "attention_mask" in kwargs:
+            kwargs["attention_mask"] = None
+        layer = self.stand_ins.get(layer, layer)
+        if not cache.filling:
+            return self.region(layer, *args, **{**kwargs, CACHE: slots})
+        incoming = Incoming()
+        out = self.region(layer, *args, **{**kwargs, CACHE: incoming})
+        slots.fill(incoming)
+        return out
+
+
+def addresses(model: nn.Module) -> tuple[int, ...]:
+    """Where the weights and buffers of a model are: the same as long as nobody replaced one."""
+
+    def tensors() -> Iterator[Any]:
+        yield from model.parameters()
+        yield from model.buffers()
+
+    return tuple(t.data_ptr() for t in tensors())

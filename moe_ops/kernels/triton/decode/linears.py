@@ -1,0 +1,294 @@
+"""Several linear layers of one input with few rows, in one launch: every weight is read once.
+
+    linears_one    of one row: products and sums, without the matrix units
+    linears_few    of up to 64 rows: weights are the rows of the matrix units' tiles, the input's
+                   rows their columns
+
+The blocks of all weights are programs of the one launch, those of the first weight first. As
+weights were there before the launch before this one, linears_one asks for each program's first tile
+ahead of its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.triton.decode.linears_plan import Plan, plan_for
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options, processors, shared_memory
+
+MOST = 4  # weights of a launch
+
+
+class Norm(NamedTuple):
+    """What `run_normed` makes of its input first, and where it writes that."""
+
+    residual: Tensor | None
+    gain: Tensor
+    eps: float
+    sum: Tensor | None
+    normed: Tensor
+
+
+@on_its_device
+def run(
+    x_TK: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    plan: Plan | None = None,
+) -> list[Tensor]:
+    """y_g = x W_gᵀ + b_g for weights [N_g, K] that no launch still in flight writes.
+
+    Sums are in float32, rounded once to the dtype of the input; the same in every run.
+    """
+    outs = [x_TK.new_empty(x_TK.shape[0], w.shape[0]) for w in weights]
+    for first in range(0, len(weights), MOST):
+        part = slice(first, first + MOST)
+        _launch(x_TK, weights[part], biases[part], outs[part], plan)
+    return outs
+
+
+@on_its_device
+def run_normed(
+    x_TK: Tensor,
+    residual_TK: Tensor | None,
+    gain_K: Tensor,
+    eps: float,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    plan: Plan | None = None,
+) -> list[Tensor]:
+    """[s, n, y_0, ...] of one row, in one launch for the first weights: s = x + residual, left out
+    if there is no residual, n = gain s / rms(s) as `normed_linears` rounds it, and the rest `run`
+    of n. Every program norms all of the row for itself."""
+    total = None if residual_TK is None else x_TK.new_empty(x_TK.shape)
+    normed = x_TK.new_empty(x_TK.shape)
+    outs = [x_TK.new_empty(x_TK.shape[0], w.shape[0]) for w in weights[:MOST]]
+    norm = Norm(residual_TK, gain_K, eps, total, normed)
+    _launch(x_TK, weights[:MOST], biases[:MOST], outs, plan, norm)
+    rest = run(normed, weights[MOST:], biases[MOST:], plan)
+    return [*([] if total is None else [total]), normed, *outs, *rest]
+
+
+def _launch(
+    x_TK: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    outs: Sequence[Tensor],
+    plan: Plan | None,
+    norm: Norm | None = None,
+) -> None:
+    T, K = x_TK.shape
+    sizes = [w.shape[0] for w in weights]
+    if plan is None:
+        plan = plan_for(T, sum(sizes), K, processors(x_TK), shared_memory(x_TK))
+    pdl, options = pdl_options(x_TK)
+    rest = [None] * (MOST - len(weights))
+    # Where the blocks of each weight begin among all of them, and where the last ones end.
+    blocks = [triton.cdiv(n, plan.rows) for n in sizes]
+    firsts = [sum(blocks[:g]) for g in range(MOST + 1)]
+    # A weight that is not there has no blocks; its address is not looked at.
+    tensors = (x_TK, *weights, *[weights[0] for _ in rest], *biases, *rest, *outs, *rest)
+    constants = {
+        **{f"N{g}": n for g, n in enumerate([*sizes, 0, 0, 0][:MOST])},
+        **{f"F{g}": firsts[g] for g in range(1, MOST)},
+        "K": K, "BN": plan.rows, "BK": plan.step, "PDL": pdl,
+        "num_warps": plan.warps,
+    }  # fmt: skip
+    if T == 1:
+        residual, gain, eps, total, normed = norm or (None, None, 0.0, None, None)
+        linears_one[(firsts[MOST],)](
+            *tensors, residual, gain, total, normed, KP=triton.next_power_of_2(K), EPS=eps,
+            **constants, **options,
+        )  # fmt: skip
+    else:
+        BT = max(16, triton.next_power_of_2(T))
+        linears_few[(firsts[MOST],)](
+            *tensors, T, x_TK.stride(0), **constants, BT=BT, num_stages=plan.stages, **options
+        )
+
+
+@triton.jit
+def rows_of(
+    w0_ptr, w1_ptr, w2_ptr, w3_ptr, F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """(number, address, rows, size) of this program's weight: rows from `size` on are not there."""
+    block = tl.program_id(0)
+    g, first, size, w_ptr = 0 * block, 0 * block, 0 * block + N0, w0_ptr
+    if block >= F1:
+        g, first, size, w_ptr = 0 * block + 1, 0 * block + F1, 0 * block + N1, w1_ptr
+    if block >= F2:
+        g, first, size, w_ptr = 0 * block + 2, 0 * block + F2, 0 * block + N2, w2_ptr
+    if block >= F3:
+        g, first, size, w_ptr = 0 * block + 3, 0 * block + F3, 0 * block + N3, w3_ptr
+    return g, w_ptr, (block - first) * BN + tl.arange(0, BN), size
+
+
+@triton.jit
+def write(acc_N, n_N, end, b_ptr, y_ptr):
+    """Add a bias and store, at rows of one of the weights before the end."""
+    here_N = n_N < end
+    if b_ptr is not None:
+        acc_N += tl.load(b_ptr + n_N, mask=here_N, other=0.0).to(tl.float32)
+    tl.store(y_ptr + n_N, acc_N.to(y_ptr.dtype.element_ty), mask=here_N)
+
+
+@triton.jit
+def summed(x_ptr, residual_ptr, k_K, inside_K):
+    """The input, with what is added to it, rounded to its dtype, in float32."""
+    x_K = tl.load(x_ptr + k_K, mask=inside_K, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x_K += tl.load(residual_ptr + k_K, mask=inside_K, other=0.0).to(tl.float32)
+        x_K = x_K.to(x_ptr.dtype.element_ty).to(tl.float32)
+    return x_K
+
+
+@triton.jit
+def scaled(s_K, inverse, gain_ptr, k_K, inside_K):
+    """s / rms(s), rounded to the dtype of the gain, times the gain, rounded again, in float32."""
+    dtype: tl.constexpr = gain_ptr.dtype.element_ty
+    gain_K = tl.load(gain_ptr + k_K, mask=inside_K, other=0.0).to(tl.float32)
+    return ((s_K * inverse).to(dtype).to(tl.float32) * gain_K).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def row_at(x_ptr, residual_ptr, gain_ptr, inverse, k_K, inside_K):
+    """The row that the weights are multiplied with."""
+    x_K = summed(x_ptr, residual_ptr, k_K, inside_K)
+    if gain_ptr is not None:
+        x_K = scaled(x_K, inverse, gain_ptr, k_K, inside_K)
+    return x_K
+
+
+@triton.jit
+def inverse_rms(
+    x_ptr, residual_ptr, gain_ptr, sum_ptr, normed_ptr,
+    K: tl.constexpr, KP: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """1 / sqrt(mean(s²) + eps) of the whole row, which the first program also writes."""
+    k_K = tl.arange(0, KP)
+    inside_K = k_K < K
+    s_K = summed(x_ptr, residual_ptr, k_K, inside_K)
+    inverse = tl.rsqrt(tl.sum(s_K * s_K, 0) / K + EPS)
+    mine_K = k_K < tl.where(tl.program_id(0) == 0, K, 0)
+    n_K = scaled(s_K, inverse, gain_ptr, k_K, mine_K)
+    tl.store(normed_ptr + k_K, n_K.to(normed_ptr.dtype.element_ty), mask=mine_K)
+    if sum_ptr is not None:
+        tl.store(sum_ptr + k_K, s_K.to(sum_ptr.dtype.element_ty), mask=mine_K)
+    return inverse
+
+
+@triton.jit
+def linears_one(
+    x_ptr, w0_ptr, w1_ptr, w2_ptr, w3_ptr, b0_ptr, b1_ptr, b2_ptr, b3_ptr,
+    y0_ptr, y1_ptr, y2_ptr, y3_ptr, residual_ptr, gain_ptr, sum_ptr, normed_ptr,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, EPS: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BN outputs of the one row. The next tile is on its way while one is summed."""
+    g, w_ptr, n_N, size = rows_of(
+        w0_ptr, w1_ptr, w2_ptr, w3_ptr, F1, F2, F3, N0, N1, N2, N3, BN
+    )  # fmt: skip
+    # Rows behind the last are the last: what is not stored need not be masked.
+    w_N1 = w_ptr + (tl.minimum(n_N, size - 1).to(tl.int64) * K)[:, None]
+    k_K = tl.arange(0, BK)
+    EVEN: tl.constexpr = K % BK == 0
+    LAST: tl.constexpr = (K - 1) // BK * BK
+    inside_K = LAST + k_K < K
+    if EVEN or LAST > 0:
+        w_NK = tl.load(w_N1 + k_K[None, :], eviction_policy="evict_first")
+    else:
+        w_NK = tl.load(w_N1 + k_K[None, :], mask=inside_K[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    inverse = 0.0
+    if gain_ptr is not None:
+        inverse = inverse_rms(x_ptr, residual_ptr, gain_ptr, sum_ptr, normed_ptr, K, KP, EPS)
+    acc_NK = tl.zeros((BN, BK), tl.float32)
+    for start in range(BK, LAST + BK, BK):
+        if EVEN:
+            next_NK = tl.load(w_N1 + (start + k_K)[None, :], eviction_policy="evict_first")
+        else:
+            next_NK = tl.load(
+                w_N1 + (start + k_K)[None, :], mask=(start + k_K < K)[None, :], other=0.0,
+                eviction_policy="evict_first",
+            )  # fmt: skip
+        x_K = row_at(x_ptr, residual_ptr, gain_ptr, inverse, start - BK + k_K, start - BK + k_K < K)
+        acc_NK += w_NK.to(tl.float32) * x_K[None, :]
+        w_NK = next_NK
+    x_K = row_at(x_ptr, residual_ptr, gain_ptr, inverse, LAST + k_K, inside_K)
+    acc_NK += w_NK.to(tl.float32) * x_K[None, :]
+    acc_N = tl.sum(acc_NK, 1)
+    write(acc_N, n_N, tl.where(g == 0, size, 0), b0_ptr, y0_ptr)
+    if y1_ptr is not None:
+        write(acc_N, n_N, tl.where(g == 1, size, 0), b1_ptr, y1_ptr)
+    if y2_ptr is not None:
+        write(acc_N, n_N, tl.where(g == 2, size, 0), b2_ptr, y2_ptr)
+    if y3_ptr is not None:
+        write(acc_N, n_N, tl.where(g == 3, size, 0), b3_ptr, y3_ptr)
+
+
+@triton.jit
+def write_columns(acc_NT, n_N, end, T, b_ptr, y_ptr, N: tl.constexpr, BT: tl.constexpr):
+    """Add a bias and store, at rows of one of the weights before the end, and the input's."""
+    here_N = n_N < end
+    if b_ptr is not None:
+        acc_NT += tl.load(b_ptr + n_N, mask=here_N, other=0.0).to(tl.float32)[:, None]
+    t_T = tl.arange(0, BT)
+    tl.store(
+        y_ptr + t_T[None, :] * N + n_N[:, None],
+        acc_NT.to(y_ptr.dtype.element_ty),
+        mask=here_N[:, None] & (t_T < T)[None, :],
+    )
+
+
+# One compiled kernel serves several numbers of rows.
+@triton.jit(do_not_specialize=["T"])
+def linears_few(
+    x_ptr, w0_ptr, w1_ptr, w2_ptr, w3_ptr, b0_ptr, b1_ptr, b2_ptr, b3_ptr,
+    y0_ptr, y1_ptr, y2_ptr, y3_ptr, T, stride_x,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr, K: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    BT: tl.constexpr,
+):  # fmt: skip
+    """One program: BN outputs of every row."""
+    g, w_ptr, n_N, size = rows_of(
+        w0_ptr, w1_ptr, w2_ptr, w3_ptr, F1, F2, F3, N0, N1, N2, N3, BN
+    )  # fmt: skip
+    w_N1 = w_ptr + (tl.minimum(n_N, size - 1).to(tl.int64) * K)[:, None]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    k_K = tl.arange(0, BK)
+    t_T = tl.arange(0, BT)
+    x_1T = (x_ptr + t_T * stride_x)[None, :]
+    acc_NT = tl.zeros((BN, BT), tl.float32)
+    for start in range(0, K, BK):
+        inside_K = start + k_K < K
+        if K % BK == 0:
+            w_NK = tl.load(w_N1 + (start + k_K)[None, :], eviction_policy="evict_first")
+        else:
+            w_NK = tl.load(
+                w_N1 + (start + k_K)[None, :], mask=inside_K[None, :], other=0.0,
+                eviction_policy="evict_first",
+            )  # fmt: skip
+        x_KT = tl.load(
+            x_1T + (start + k_K)[:, None], mask=inside_K[:, None] & (t_T < T)[None, :], other=0.0
+        )
+        acc_NT = tl.dot(w_NK, x_KT, acc_NT, input_precision="ieee")
+    write_columns(acc_NT, n_N, tl.where(g == 0, size, 0), T, b0_ptr, y0_ptr, N0, BT)
+    if y1_ptr is not None:
+        write_columns(acc_NT, n_N, tl.where(g == 1, size, 0), T, b1_ptr, y1_ptr, N1, BT)
+    if y2_ptr is not None:
+        write_columns(acc_NT, n_N, tl.where(g == 2, size, 0), T, b2_ptr, y2_ptr, N2, BT)
+    if y3_ptr is not None:
+        write_columns(acc_NT, n_N, tl.where(g == 3, size, 0), T, b3_ptr, y3_ptr, N3, BT)

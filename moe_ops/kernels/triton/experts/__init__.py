@@ -1,0 +1,1 @@
+"""Experts on sorted rows, or on a few tokens that nobody sorts."""

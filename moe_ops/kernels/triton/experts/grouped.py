@@ -1,0 +1,137 @@
+"""The experts for many rows an expert: two grouped products over rows sorted by expert.
+
+T tokens, R sorted (token, expert) pairs, E experts, D model width, I expert width, F rows of the
+first projection (2 * I if gated, else I). Expert e owns rows ends_E[e - 1] to ends_E[e] - 1. Rows
+at and after ends_E[-1] are read and written by nobody.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops.kernels.triton.experts import grouped_plain
+from moe_ops.kernels.triton.experts.combine import sum_rows
+from moe_ops.kernels.triton.experts.sort import sort_pairs
+from moe_ops.kernels.triton.experts.tile_map import Tiles, tile_map
+from moe_ops.kernels.triton.experts.weights import Experts
+from moe_ops.kernels.triton.launch import capability, on_its_device
+
+
+@on_its_device
+def run(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    layer: Experts,
+    expert_map: Tensor | None,
+    residual_TD: Tensor | None = None,
+) -> Tensor:
+    """The `experts` op: sort, two products over the same tiles, weighted sum, to which a contiguous
+    residual is added if there is one."""
+    (T, K), (E, _, I) = experts_TK.shape, layer.sizes
+    w13, w2 = layer.w13_EFD, layer.w2_EDI
+    if layer.transposed:
+        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+    rows_R, inverse_R, ends_E = sort_pairs(experts_TK, E, expert_map)
+    # Both products mostly take the same tiles; one that does not maps its own.
+    tiles = tile_map(ends_E, T * K, tile_rows(x_TD, T * K, w13, x_TD.new_empty(0, I)))
+    h_RI = grouped_gated(x_TD, rows_R, ends_E, w13, layer.b13_EF, K, *layer.act, tiles=tiles)
+    y_RD = grouped_rows(h_RI, ends_E, w2, layer.b2_ED, tiles=tiles)
+    return sum_rows(y_RD, inverse_R, weights_TK, K, residual_TD)
+
+
+@on_its_device
+def grouped_gated(
+    x_TD: Tensor,
+    rows_R: Tensor,
+    ends_E: Tensor,
+    w13_EFD: Tensor,
+    b13_EF: Tensor | None,
+    top_k: int,
+    kind: str,
+    gated: bool,
+    interleaved: bool,
+    alpha: float,
+    limit: float | None,
+    up_shift: float,
+    *,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """h[r] = activate(W13[e] @ x[rows_R[r] // top_k] + b13[e]) for every row r of expert e.
+
+    W13 is [gate; up], or even and odd rows if interleaved; any strides do.
+    """
+    F = w13_EFD.shape[1]
+    out = x_TD.new_empty(rows_R.numel(), F // 2 if gated else F)
+    act = (kind, gated, gated and interleaved, alpha, limit, up_shift)
+    return _product(x_TD, rows_R, ends_E, w13_EFD, b13_EF, out, top_k, act, tiles)
+
+
+@on_its_device
+def grouped_rows(
+    h_RI: Tensor,
+    ends_E: Tensor,
+    w2_EDI: Tensor,
+    b2_ED: Tensor | None,
+    *,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """y[r] = W2[e] @ h[r] + b2[e] for every row r of expert e; W2 may have any strides."""
+    out = h_RI.new_empty(h_RI.shape[0], w2_EDI.shape[1])
+    linear = (None, False, False, 1.0, None, 0.0)
+    return _product(h_RI, None, ends_E, w2_EDI, b2_ED, out, None, linear, tiles)
+
+
+def tile_rows(a: Tensor, rows: int, w: Tensor, out: Tensor) -> int:
+    """The rows of a tile that a product of these operands takes, for `tile_map`."""
+    if runs_on_hopper(a, w, out):
+        from moe_ops.kernels.triton.experts import grouped_gluon
+
+        return grouped_gluon.BLOCK_M
+    return grouped_plain.config_of(a, rows, w).block_m
+
+
+def runs_on_hopper(a: Tensor, w_ENK: Tensor, out: Tensor) -> bool:
+    """Whether the warp-specialised kernel takes these operands.
+
+    It copies 16 bytes at a time or more, and stores a tile during four steps of 64 along K.
+    """
+    if not a.is_cuda or capability(a.device.index) != (9, 0):
+        return False
+    if a.dtype not in (torch.bfloat16, torch.float16) or w_ENK.dtype != a.dtype:
+        return False
+    K = w_ENK.shape[2]
+    return (
+        K > 192
+        and K % 8 == out.shape[1] % 8 == a.stride(0) % 16 == 0
+        and a.stride(1) == 1
+        and w_ENK.is_contiguous()
+        and all(t.data_ptr() % 16 == 0 for t in (a, w_ENK, out))
+    )
+
+
+def _product(
+    a: Tensor,
+    rows: Tensor | None,
+    ends_E: Tensor,
+    w_ENK: Tensor,
+    bias_EN: Tensor | None,
+    out: Tensor,
+    top_k: int | None,
+    act: tuple,
+    tiles: Tiles | None,
+) -> Tensor:
+    if out.numel() == 0:
+        return out
+    block_m = tile_rows(a, out.shape[0], w_ENK, out)
+    if tiles is None or tiles.block_m != block_m:
+        tiles = tile_map(ends_E, out.shape[0], block_m)
+    bias_EN = None if bias_EN is None else bias_EN.contiguous()
+    if runs_on_hopper(a, w_ENK, out):
+        from moe_ops.kernels.triton.experts import grouped_gluon
+
+        grouped_gluon.launch(a, rows, w_ENK, bias_EN, out, tiles, top_k, act)
+    else:
+        grouped_plain.launch(a, rows, w_ENK, bias_EN, out, tiles, top_k, act)
+    return out

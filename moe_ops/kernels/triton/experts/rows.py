@@ -1,0 +1,235 @@
+"""Expert products for few rows an expert: weights stream past, the routed rows are the columns.
+
+A program holds one block of an expert's weight rows and up to BN of its routed rows. With tokens
+as columns a matrix unit's tile is filled by weights, so that few rows an expert waste none of it,
+and a weight is read from memory once: units of work with the same weights are neighbours.
+
+    rows_up    h[r] = weight * activate(W13[e] x[token of r] + b13[e]), rows sorted by expert
+    rows_down  y[r] = W2[e] h[r] + weight * b2[e]
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.triton.experts.combine import sum_rows
+from moe_ops.kernels.triton.experts.sort import sort_pairs
+from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, up_rows
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options, shared_memory, stages_within
+from moe_ops.kernels.triton.replay import launch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Rows of weights (columns of h for the first product), their columns a step, routed rows."""
+
+    rows: int
+    step: int
+    BN: int
+    stages: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    up: Tile
+    down: Tile
+
+
+def _tiles(BN: int, up: tuple[int, ...], down: tuple[int, ...]) -> Tiles:
+    return Tiles(
+        up=Tile(rows=up[0], step=up[1], BN=BN, stages=up[2], warps=up[3]),
+        down=Tile(rows=down[0], step=down[1], BN=BN, stages=down[2], warps=down[3]),
+    )
+
+
+# By the most rows an expert on average and the most columns of W2 (short rows of it are soon read,
+# and finding its place weighs on a program): the fastest of about ten for each product on an H200,
+# over six layers.
+TILES: tuple[tuple[float, float, Tiles], ...] = (
+    (8, 1024, _tiles(16, (64, 128, 3, 4), (128, 64, 3, 4))),
+    (8, math.inf, _tiles(16, (32, 128, 4, 4), (64, 128, 4, 4))),
+    (24, 1024, _tiles(32, (32, 128, 3, 4), (128, 64, 3, 4))),
+    (24, math.inf, _tiles(32, (32, 128, 4, 4), (64, 128, 4, 4))),
+    (48, math.inf, _tiles(64, (64, 64, 4, 8), (128, 64, 4, 4))),
+    (math.inf, math.inf, _tiles(128, (64, 64, 3, 8), (128, 64, 3, 8))),
+)
+
+
+def tiles_for(rows_per_expert: float, width: int) -> Tiles:
+    return next(
+        tiles for rows, columns, tiles in TILES if rows_per_expert <= rows and width <= columns
+    )
+
+
+@functools.cache
+def fitting(tiles: Tiles, gated: bool, memory: int) -> Tiles:
+    """The same tiles with as many stages as fit into so many bytes of shared memory."""
+
+    def fit(tile: Tile, weights: int) -> Tile:
+        stage = 2 * tile.step * (weights + tile.BN)
+        return replace(tile, stages=stages_within(memory, stage, tile.stages))
+
+    up, down = tiles.up, tiles.down
+    return Tiles(up=fit(up, (2 if gated else 1) * up.rows), down=fit(down, down.rows))
+
+
+@triton.jit
+def unit_of(ends_ptr, unit, blocks, E: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr):
+    """(expert, block, first row, rows) of a unit of work: a block of an expert's weights and up to
+    BN of its rows. Units of one block are neighbours, so that its weights are read once. The expert
+    of a unit past the last is E.
+    """
+    experts_E = tl.arange(0, BE)
+    inside_E = experts_E < E
+    end_E = tl.load(ends_ptr + experts_E, mask=inside_E, other=0)
+    begin_E = tl.load(ends_ptr + experts_E - 1, mask=inside_E & (experts_E > 0), other=0)
+    tiles_E = tl.where(inside_E, (end_E - begin_E + BN - 1) // BN, 0)
+    last_E = tl.cumsum(tiles_E, 0)
+    past_E = inside_E & (last_E * blocks <= unit)
+    e = tl.sum(past_E.to(tl.int32), 0)
+    index = unit - tl.max(tl.where(past_E, last_E, 0), 0) * blocks
+    # Loaded once more, which is quicker than two sums over all experts.
+    begin = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+    end = tl.load(ends_ptr + e, mask=e < E, other=0)
+    tiles = tl.maximum((end - begin + BN - 1) // BN, 1)
+    first = begin + index % tiles * BN
+    return e, index // tiles, first, tl.minimum(end - first, BN)
+
+
+@triton.jit
+def rows_up(
+    x_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, b_ptr, h_ptr,
+    stride_x, stride_we, stride_wf, stride_wd, stride_be,
+    E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, ACT: tl.constexpr,
+    BE: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    GATED: tl.constexpr = ACT[1]
+    BF: tl.constexpr = 2 * BI if GATED else BI
+    blocks: tl.constexpr = (I + BI - 1) // BI
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    e, block, first, count = unit_of(ends_ptr, tl.program_id(0), blocks, E, BE, BN)
+    if e >= E:
+        return
+    e = e.to(tl.int64)
+    n = tl.arange(0, BN)
+    pair_N = tl.load(rows_ptr + first + n, mask=n < count, other=0)
+    x_1N = (x_ptr + (pair_N // K).to(tl.int64) * stride_x)[None, :]
+    row_F, inside_F = up_rows(block, I, BI, ACT)
+    w_F1 = (w_ptr + e * stride_we + row_F.to(tl.int64) * stride_wf)[:, None]
+    d = tl.arange(0, BD)
+    acc_FN = tl.zeros((BF, BN), tl.float32)
+    for start in range(0, D, BD):
+        inside_D = start + d < D
+        w_FD = tl.load(
+            w_F1 + ((start + d).to(tl.int64) * stride_wd)[None, :],
+            mask=inside_F[:, None] & inside_D[None, :], other=0.0,
+        )  # fmt: skip
+        x_DN = tl.load(
+            x_1N + (start + d)[:, None], mask=inside_D[:, None] & (n < count)[None, :], other=0.0
+        )
+        acc_FN = tl.dot(w_FD, x_DN, acc_FN)
+    h_IN = activated(acc_FN, b_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
+    weight_N = tl.load(weights_ptr + pair_N, mask=n < count, other=0.0).to(tl.float32)
+    h_IN = h_IN * weight_N[None, :]
+    i = block * BI + tl.arange(0, BI)
+    tl.store(
+        h_ptr + (first + n).to(tl.int64)[None, :] * I + i[:, None],
+        h_IN.to(h_ptr.dtype.element_ty),
+        mask=(i < I)[:, None] & (n < count)[None, :],
+    )
+
+
+@triton.jit
+def rows_down(
+    h_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, b_ptr, y_ptr,
+    stride_we, stride_wd, stride_wi, stride_be,
+    E: tl.constexpr, D: tl.constexpr, I: tl.constexpr,
+    BE: tl.constexpr, BD: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (D + BD - 1) // BD
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    e, block, first, count = unit_of(ends_ptr, tl.program_id(0), blocks, E, BE, BN)
+    if e >= E:
+        return
+    e = e.to(tl.int64)
+    d = block * BD + tl.arange(0, BD)
+    n = tl.arange(0, BN)
+    row_1N = (first + n).to(tl.int64)[None, :]
+    inside_D = d < D
+    w_D1 = (w_ptr + e * stride_we + d.to(tl.int64) * stride_wd)[:, None]
+    i = tl.arange(0, BI)
+    acc_DN = tl.zeros((BD, BN), tl.float32)
+    for start in range(0, I, BI):
+        inside_I = start + i < I
+        w_DI = tl.load(
+            w_D1 + ((start + i).to(tl.int64) * stride_wi)[None, :],
+            mask=inside_D[:, None] & inside_I[None, :], other=0.0,
+        )  # fmt: skip
+        h_IN = tl.load(
+            h_ptr + row_1N * I + (start + i)[:, None],
+            mask=inside_I[:, None] & (n < count)[None, :], other=0.0,
+        )  # fmt: skip
+        acc_DN = tl.dot(w_DI, h_IN, acc_DN)
+    if b_ptr is not None:
+        bias_D = tl.load(b_ptr + e * stride_be + d, mask=inside_D, other=0.0).to(tl.float32)
+        pair_N = tl.load(rows_ptr + first + n, mask=n < count, other=0)
+        weight_N = tl.load(weights_ptr + pair_N, mask=n < count, other=0.0).to(tl.float32)
+        acc_DN += bias_D[:, None] * weight_N[None, :]
+    tl.store(
+        y_ptr + row_1N * D + d[:, None],
+        acc_DN.to(y_ptr.dtype.element_ty),
+        mask=inside_D[:, None] & (n < count)[None, :],
+    )
+
+
+@on_its_device
+def run(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    layer: Experts,
+    expert_map: Tensor | None,
+    residual_TD: Tensor | None = None,
+) -> Tensor:
+    """The `experts` op, each weight read once for every BN rows of its expert, added to a
+    contiguous residual if there is one."""
+    (T, K), (E, D, I) = experts_TK.shape, layer.sizes
+    R = T * K
+    tiles = tiles_for(R / (E if expert_map is None else expert_map.shape[0]), I)
+    tiles = fitting(tiles, layer.act[1], shared_memory(x_TD))
+    rows_R, inverse_R, ends_E = sort_pairs(experts_TK, E, expert_map)
+    h_RI, y_RD = x_TD.new_empty(R, I), x_TD.new_empty(R, D)
+    BE = max(2, triton.next_power_of_2(E))
+    pdl, options = pdl_options(x_TD)
+    up, down = tiles.up, tiles.down
+    launch(
+        rows_up, (_units(R, E, up) * triton.cdiv(I, up.rows),),
+        x_TD, rows_R, ends_E, weights_TK, layer.w13_EFD, layer.b13_EF, h_RI,
+        x_TD.stride(0), *layer.strides13, bias_stride(layer.b13_EF),
+        E=E, K=K, D=D, I=I, ACT=layer.act, BE=BE, BI=up.rows, BD=up.step, BN=up.BN,
+        PDL=pdl, num_warps=up.warps, num_stages=up.stages, **options,
+    )  # fmt: skip
+    launch(
+        rows_down, (_units(R, E, down) * triton.cdiv(D, down.rows),),
+        h_RI, rows_R, ends_E, weights_TK, layer.w2_EDI, layer.b2_ED, y_RD,
+        *layer.strides2, bias_stride(layer.b2_ED),
+        E=E, D=D, I=I, BE=BE, BD=down.rows, BI=down.step, BN=down.BN,
+        PDL=pdl, num_warps=down.warps, num_stages=down.stages, **options,
+    )  # fmt: skip
+    return sum_rows(y_RD, inverse_R, None, K, residual_TD)
+
+
+def _units(R: int, E: int, tile: Tile) -> int:
+    """The most pieces of BN rows that R rows of E experts can fall into."""
+    return min(R, E + R // tile.BN)

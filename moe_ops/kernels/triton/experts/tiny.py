@@ -1,0 +1,337 @@
+"""The experts for a few tokens in two launches: every weight is read once, at the rate of memory.
+
+All tokens are one operand of every product, whichever experts they chose: a decoding step waits
+for weights, so that products with tokens of other experts cost nothing and nothing is sorted or
+gathered. Weights are the rows of the matrix units' tiles, tokens their columns. An infinite weight
+makes NaN of all tokens, also of those that did not choose its expert.
+
+    tiny_up    h[p, t] = weight[t, e] * activate(W13[e] x_t + b13[e]) for the pair p of token and
+               choice that is the first to name the expert e; 0 where token t did not choose it
+    tiny_down  out[t] = sum over the experts in use of W2[e] h[p, t] + weight[t, e] * b2[e],
+               rounded; plus residual[t] if there is one, rounded again
+
+A program of tiny_up reads the id of its own pair and whether one before it is the same: no more, as
+all of them wait for it. Which experts are in use, without gaps, one more program works out beside
+the others, and tiny_down finds it in a table: their number, then their ids (E: none), then their
+pairs. Of one token every choice counts as an expert in use, so that there is no table and tiny_down
+knows them ahead of the end of tiny_up.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
+from moe_ops.kernels.triton.experts.combine import onto
+from moe_ops.kernels.triton.experts.sort import local_ids
+from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, up_rows
+from moe_ops.kernels.triton.launch import (
+    on_its_device,
+    pdl_options,
+    processors,
+    shared_memory,
+    stages_within,
+)
+from moe_ops.kernels.triton.replay import launch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """Of the two launches: columns of h and of x a step; experts, rows and columns of h a step."""
+
+    BI: int = 32
+    BD: int = 128
+    up_stages: int = 4
+    BG: int = 8
+    BR: int = 8
+    BH: int = 128
+    down_stages: int = 4
+
+
+def tiles_for(T: int, K: int, D: int, I: int, processors: int) -> Tiles:
+    """The fastest on an H200 over six layers at 1, 2 and 4 tokens, or within 2 % of it."""
+    if T > 1:
+        tiles = Tiles(BD=64, up_stages=6)  # so that all blocks of small experts run at once
+        if D * I <= 2**20:
+            tiles = replace(tiles, up_stages=4)
+        elif D * I >= 2**23:
+            tiles = Tiles()
+        # A step of 128 columns that are half outside costs as much as one that is full.
+        return tiles if I % 128 == 0 else replace(tiles, BH=64, down_stages=6)
+
+    # As many experts a tile as one token chooses, or twice as many (half of the tile is empty then)
+    # if that spreads the blocks more evenly over the processors.
+    def evenness(BG: int) -> float:
+        return D * BG / 64 / processors / triton.cdiv(D * BG, 64 * processors)
+
+    if triton.next_power_of_2(K) != K:
+        # Four at a time: such a K would leave much of a larger tile empty.
+        return Tiles(BG=4, BR=16, down_stages=6)
+    chosen = min(16, max(2, K))
+    BG = max(chosen, min(16, 2 * chosen), key=evenness)
+    tiles = Tiles(BG=BG, BR=64 // BG)
+    return tiles if 2 * 64 * processors >= D * BG else replace(tiles, BH=64, down_stages=6)
+
+
+@functools.cache
+def fitting(tiles: Tiles, T: int, gated: bool, memory: int) -> Tiles:
+    """The same tiles with as many stages as fit into so many bytes of shared memory."""
+    columns = max(16, tiles.BG * triton.next_power_of_2(T))
+    up = 2 * tiles.BD * ((2 if gated else 1) * tiles.BI + TINY_TOKENS)
+    down = 2 * tiles.BH * (tiles.BG * tiles.BR + columns)
+    return replace(
+        tiles,
+        up_stages=stages_within(memory, up, tiles.up_stages),
+        down_stages=stages_within(memory, down, tiles.down_stages),
+    )
+
+
+@triton.jit
+def experts_in_use(experts_ptr, map_ptr, P, E: tl.constexpr, N_MAP, BP: tl.constexpr):
+    """(ids, ranks, count): the expert of each pair, how many distinct ones come before it, and how
+    many there are. A pair that repeats an expert, or has none, has the rank BP.
+    """
+    p = tl.arange(0, BP)
+    ids_P = local_ids(experts_ptr, map_ptr, p, p < P, E, N_MAP)
+    # The same vector along the other axis: loaded, which is quicker than moved across threads.
+    ids_Q = local_ids(experts_ptr, map_ptr, p, p < P, E, N_MAP)
+    repeats_PQ = (ids_P[:, None] == ids_Q[None, :]) & (p[None, :] < p[:, None])
+    first_P = (ids_P < E) & (tl.max(repeats_PQ.to(tl.int32), 1) == 0)
+    ranks_P = tl.cumsum(first_P.to(tl.int32), 0) - 1
+    return ids_P, tl.where(first_P, ranks_P, BP), tl.sum(first_P.to(tl.int32), 0)
+
+
+@triton.jit
+def write_table(experts_ptr, map_ptr, table_ptr, P, E: tl.constexpr, N_MAP, BP: tl.constexpr):
+    """The table of experts in use, see the module."""
+    p = tl.arange(0, BP)
+    ids_P, ranks_P, count = experts_in_use(experts_ptr, map_ptr, P, E, N_MAP, BP)
+    here_RP = ranks_P[None, :] == p[:, None]
+    ids_R = tl.sum(tl.where(here_RP, ids_P[None, :], 0), 1)
+    tl.store(table_ptr, count)
+    tl.store(table_ptr + 1 + p, tl.where(p < count, ids_R, E))
+    tl.store(table_ptr + 1 + BP + p, tl.sum(tl.where(here_RP, p[None, :], 0), 1))
+
+
+# One compiled kernel serves every number of tokens.
+@triton.jit(do_not_specialize=["T", "N_MAP"])
+def tiny_up(
+    x_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, b_ptr, h_ptr, table_ptr, share_ptr,
+    T, N_MAP, stride_x, stride_we, stride_wf, stride_wd, stride_be,
+    E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, ACT: tl.constexpr,
+    BP: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    ONE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BI columns of h for the expert of one pair; of several tokens, the last one
+    writes the table.
+
+    share[p, t] is weight[t, e], for tiny_down to weigh biases with.
+    """
+    GATED: tl.constexpr = ACT[1]
+    BF: tl.constexpr = 2 * BI if GATED else BI
+    blocks: tl.constexpr = (I + BI - 1) // BI
+    pair = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if not ONE:  # noqa: SIM102  (known when this is compiled, what follows is not)
+        if pair == T * K:
+            write_table(experts_ptr, map_ptr, table_ptr, T * K, E, N_MAP, BP)
+            return
+    e = local_ids(experts_ptr, map_ptr, pair, pair < T * K, E, N_MAP)
+    if e >= E:
+        return
+    n = tl.arange(0, BN)
+    p = tl.arange(0, BP)
+    if ONE:
+        chosen_N = n < 1
+        weight_N = tl.load(weights_ptr + pair + n, mask=chosen_N, other=0.0).to(tl.float32)
+    else:
+        ids_P = local_ids(experts_ptr, map_ptr, p, p < T * K, E, N_MAP)
+        if tl.max(((ids_P == e) & (p < pair)).to(tl.int32), 0) > 0:
+            return
+        weights_P = tl.load(weights_ptr + p, mask=p < T * K, other=0.0).to(tl.float32)
+        chosen_PN = (ids_P == e)[:, None] & (p[:, None] // K == n[None, :])
+        weight_N = tl.sum(tl.where(chosen_PN, weights_P[:, None], 0.0), 0)
+        chosen_N = tl.max(chosen_PN.to(tl.int32), 0) > 0
+
+    row_F, inside_F = up_rows(block, I, BI, ACT)
+    e = e.to(tl.int64)
+    w_F1 = (w_ptr + e * stride_we + row_F.to(tl.int64) * stride_wf)[:, None]
+    d = tl.arange(0, BD)
+    x_1N = (x_ptr + n.to(tl.int64) * stride_x)[None, :]
+    acc_FN = tl.zeros((BF, BN), tl.float32)
+    for start in range(0, D, BD):
+        inside_D = start + d < D
+        w_FD = tl.load(
+            w_F1 + ((start + d).to(tl.int64) * stride_wd)[None, :],
+            mask=inside_F[:, None] & inside_D[None, :], other=0.0, eviction_policy="evict_first",
+        )  # fmt: skip
+        x_DN = tl.load(
+            x_1N + (start + d)[:, None], mask=inside_D[:, None] & (n < T)[None, :], other=0.0
+        )
+        acc_FN = tl.dot(w_FD, x_DN, acc_FN)
+    if share_ptr is not None:
+        # One of the pair's programs is enough.
+        tl.store(share_ptr + pair * T + n, weight_N, mask=n < tl.where(block == 0, T, 0))
+    h_IN = activated(acc_FN, b_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
+    h_IN = tl.where(chosen_N[None, :], h_IN * weight_N[None, :], 0.0)
+    i = block * BI + tl.arange(0, BI)
+    tl.store(
+        h_ptr + (pair * T + n).to(tl.int64)[None, :] * I + i[:, None],
+        h_IN.to(h_ptr.dtype.element_ty),
+        mask=(i < I)[:, None] & (n < T)[None, :],
+    )
+
+
+@triton.jit
+def id_of(
+    rank, experts_ptr, map_ptr, table_ptr, N_MAP,
+    E: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """The ids of experts in use; E where there are not so many."""
+    if ONE:
+        ids = local_ids(experts_ptr, map_ptr, rank, rank < K, E, N_MAP)
+    else:
+        ids = tl.load(table_ptr + 1 + rank, mask=rank < BP, other=E)
+    return ids
+
+
+@triton.jit
+def pair_of(rank, table_ptr, BP: tl.constexpr, ONE: tl.constexpr):
+    """The pairs that were the first to name experts in use."""
+    return rank if ONE else tl.load(table_ptr + 1 + BP + rank, mask=rank < BP, other=0)
+
+
+# One compiled kernel serves every number of tokens.
+@triton.jit(do_not_specialize=["T", "N_MAP"])
+def tiny_down(
+    h_ptr, experts_ptr, map_ptr, table_ptr, share_ptr, w_ptr, b_ptr, residual_ptr, out_ptr,
+    T, N_MAP, stride_we, stride_wd, stride_wi, stride_be,
+    E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr,
+    BP: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr,
+    BN: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BR columns of out for all tokens, BG experts at a time.
+
+    A tile of weights holds BR rows of each of BG experts; its product with the h of the same
+    experts has BG * BG blocks, of which the diagonal counts.
+    """
+    m = tl.arange(0, BG * BR)
+    n = tl.arange(0, BN)
+    if ONE:  # who chose the experts ended two launches ago
+        e_M = id_of(m // BR, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        e_N = id_of(n // BT, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        pair_N = pair_of(n // BT, table_ptr, BP, ONE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    rows_T = tl.arange(0, BT)
+    d_R = tl.program_id(0) * BR + tl.arange(0, BR)
+    at_RT = rows_T[None, :] * D + d_R[:, None]
+    mine_RT = (d_R < D)[:, None] & (rows_T < T)[None, :]
+    if residual_ptr is not None:  # asked for here, so that nothing waits for it at the end
+        residual_RT = tl.load(residual_ptr + at_RT, mask=mine_RT, other=0.0)
+    if ONE:
+        count = K
+    else:
+        count = tl.load(table_ptr)
+        e_M = id_of(m // BR, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        e_N = id_of(n // BT, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        pair_N = pair_of(n // BT, table_ptr, BP, ONE)
+    d_M = tl.program_id(0) * BR + m % BR
+    i = tl.arange(0, BI)
+    token_N = n % BT
+    acc_MN = tl.zeros((BG * BR, BN), tl.float32)
+    for first in range(0, count, BG):
+        inside_M = (d_M < D) & (e_M < E)
+        inside_N = (token_N < T) & (e_N < E) & (n // BT < BG)
+        w_M1 = (w_ptr + e_M.to(tl.int64) * stride_we + d_M.to(tl.int64) * stride_wd)[:, None]
+        h_1N = (h_ptr + (pair_N * T + token_N).to(tl.int64) * I)[None, :]
+        for start in range(0, I, BI):
+            inside_I = start + i < I
+            w_MI = tl.load(
+                w_M1 + ((start + i).to(tl.int64) * stride_wi)[None, :],
+                mask=inside_M[:, None] & inside_I[None, :], other=0.0,
+                eviction_policy="evict_first",
+            )  # fmt: skip
+            h_IN = tl.load(
+                h_1N + (start + i)[:, None], mask=inside_I[:, None] & inside_N[None, :], other=0.0
+            )
+            acc_MN = tl.dot(w_MI, h_IN, acc_MN)
+        next_M, next_N = first + BG + m // BR, first + BG + n // BT
+        e_M = id_of(next_M, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        e_N = id_of(next_N, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        pair_N = pair_of(next_N, table_ptr, BP, ONE)
+    diagonal_MN = (m // BR)[:, None] == (n // BT)[None, :]
+    acc_MN = tl.where(diagonal_MN, acc_MN, 0.0)
+    out_MT = tl.sum(tl.reshape(acc_MN, (BG * BR, BN // BT, BT)), 1)
+    out_RT = tl.sum(tl.reshape(out_MT, (BG, BR, BT)), 0)
+    if b_ptr is not None:
+        for rank in range(count):
+            # Loaded as vectors, which the masks are.
+            rank_R, rank_T = rank + 0 * d_R, rank + 0 * rows_T
+            e_R = id_of(rank_R, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+            e_T = id_of(rank_T, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+            pair_T = pair_of(rank_T, table_ptr, BP, ONE)
+            here_R, here_T = (d_R < D) & (e_R < E), (rows_T < T) & (e_T < E)
+            b_R = tl.load(b_ptr + e_R.to(tl.int64) * stride_be + d_R, mask=here_R, other=0.0)
+            share_T = tl.load(share_ptr + pair_T * T + rows_T, mask=here_T, other=0.0)
+            bias_RT = b_R.to(tl.float32)[:, None] * share_T[None, :]
+            out_RT += tl.where((share_T != 0)[None, :], bias_RT, 0.0)
+    out_RT = out_RT.to(out_ptr.dtype.element_ty)
+    if residual_ptr is not None:
+        out_RT = onto(out_RT, residual_RT)
+    tl.store(out_ptr + at_RT, out_RT, mask=mine_RT)
+
+
+@on_its_device
+def run(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    layer: Experts,
+    expert_map: Tensor | None,
+    residual_TD: Tensor | None = None,
+) -> Tensor:
+    """The `experts` op for up to TINY_TOKENS tokens and TINY_PAIRS pairs of token and choice, added
+    to a contiguous residual if there is one."""
+    (T, K), (E, D, I) = experts_TK.shape, layer.sizes
+    if T > TINY_TOKENS or T * K > TINY_PAIRS:
+        raise ValueError(
+            f"takes {TINY_TOKENS} tokens and {TINY_PAIRS} pairs of token and choice at most, got "
+            f"{T} tokens with {K} choices; run `rows`"
+        )
+    tiles = tiles_for(T, K, D, I, processors(x_TD))
+    tiles = fitting(tiles, T, layer.act[1], shared_memory(x_TD))
+    n_map = 0 if expert_map is None else expert_map.shape[0]
+    P = T * K
+    BP, BT = triton.next_power_of_2(P), triton.next_power_of_2(T)
+    h_PTI = x_TD.new_empty(P, T, I)
+    out_TD = x_TD.new_empty(T, D)
+    table = None if T == 1 else x_TD.new_empty(1 + 2 * BP, dtype=torch.int32)
+    share_PT = None if layer.b2_ED is None else x_TD.new_empty(P, T, dtype=torch.float32)
+    pdl, options = pdl_options(x_TD)
+    launch(
+        tiny_up, (P * triton.cdiv(I, tiles.BI) + (T > 1),),
+        x_TD, experts_TK, weights_TK, expert_map, layer.w13_EFD, layer.b13_EF, h_PTI, table,
+        share_PT, T, n_map, x_TD.stride(0), *layer.strides13, bias_stride(layer.b13_EF),
+        E=E, K=K, D=D, I=I, ACT=layer.act, BP=BP, BI=tiles.BI, BD=tiles.BD, BN=TINY_TOKENS,
+        ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.up_stages, **options,
+    )  # fmt: skip
+    launch(
+        tiny_down, (triton.cdiv(D, tiles.BR),),
+        h_PTI, experts_TK, expert_map, table, share_PT, layer.w2_EDI, layer.b2_ED, residual_TD,
+        out_TD, T, n_map, *layer.strides2, bias_stride(layer.b2_ED),
+        E=E, K=K, D=D, I=I, BP=BP, BT=BT, BG=tiles.BG, BR=tiles.BR, BI=tiles.BH,
+        BN=max(16, tiles.BG * BT), ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.down_stages,
+        **options,
+    )  # fmt: skip
+    return out_TD

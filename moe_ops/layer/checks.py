@@ -1,0 +1,104 @@
+"""The types of what a `MoELayer` is made of, checked before anything is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ops.layer.options import Routing
+from moe_ops.ops.activate import Activation
+from moe_ops.options import MOST_SIZE, check_fields, check_flag, check_int, check_type
+from moe_ops.parallel.config import ParallelConfig
+from moe_ops.shapes import check_device
+from moe_ops.signature import described
+
+COUNTS = {
+    "num_experts": 1, "top_k": 1, "hidden_size": 1, "intermediate_size": 1,
+    "redundant_experts": 0, "hidden_multiple": 1,
+}  # fmt: skip
+CLASSES: dict[str, tuple[type, str]] = {
+    "routing": (Routing, "a moe_ops.Routing, such as Routing(renormalize=True)"),
+    "activation": (Activation, "an Activation, such as Activation(kind='silu')"),
+    "parallel": (ParallelConfig, "a ParallelConfig, such as ParallelConfig.of(tp=4, tp_rank=1)"),
+    "placement": (str, "a str"),
+    "shared_reduction": (str, "a str"),
+}
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless those of a `MoELayer` are of the
+    types that it takes, and its process group and its device exist.
+    """
+    for name, least in COUNTS.items():
+        check_int(name, given[name], least=least, most=MOST_SIZE)
+    if given["intermediate_multiple"] is not None:
+        check_int("intermediate_multiple", given["intermediate_multiple"], most=MOST_SIZE)
+    for name in ("bias", "balanced", "separate", "all_tokens"):
+        check_flag(name, given[name])
+    for name, (kind, wanted) in CLASSES.items():
+        check_type(name, given[name], kind, wanted)
+    for name in ("routing", "activation", "parallel"):
+        check_fields(given[name], f"{name}.")
+    if not isinstance(given["shared_experts"], nn.Module):
+        check_int("shared_experts, where it is no module,", given["shared_experts"])
+        check_int("shared_experts", given["shared_experts"], least=0, most=MOST_SIZE)
+    if not isinstance(given["internal_gate"], nn.Module):
+        check_flag("internal_gate, where it is no module,", given["internal_gate"])
+    for name in ("routed_input_transform", "routed_output_transform"):
+        if given[name] is not None:
+            check_type(name, given[name], nn.Module, "a module or None")
+    _check_gate(given)
+    device = given["device"]
+    if device is not None:
+        check_type("device", device, (str, torch.device), "a torch.device, its name or None")
+        check_device("device", device)
+    _check_reduction(given["reduce_results"])
+
+
+def check_input(x: Any, logits: Any) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless a forward can be given these."""
+    for name, t in (("x", x), ("logits", logits)):
+        if t is None and name == "logits":
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {described(t)}")
+        if t.dim() == 0:
+            raise ValueError(f"{name} must be [..., width], got a tensor without axes")
+
+
+def _check_gate(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for a linear gate of another number of experts."""
+    gate, experts = given["internal_gate"], given["num_experts"]
+    if type(gate) is nn.Linear and gate.out_features != experts:
+        raise ValueError(
+            f"internal_gate has {gate.out_features} outputs, but there are num_experts={experts}; "
+            "give it one for each"
+        )
+
+
+def _check_reduction(reduce: Any) -> None:
+    if not (reduce is None or isinstance(reduce, str) or callable(reduce)):
+        raise TypeError(
+            "reduce_results must be the name of a process group, a function of a tensor or "
+            f"None, got {reduce!r}"
+        )
+    if not isinstance(reduce, str):
+        return
+    advice = (
+        "give the group_name of a group of torch.distributed, such as "
+        "dist.group.WORLD.group_name, after dist.init_process_group"
+    )
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        raise ValueError(
+            f"reduce_results={reduce!r}: torch.distributed has no process group yet; {advice}"
+        )
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    name: Any = reduce  # torch has a type of its own for names
+    try:
+        _resolve_process_group(name)
+    except RuntimeError:
+        raise ValueError(f"reduce_results={reduce!r} names no process group; {advice}") from None

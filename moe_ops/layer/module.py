@@ -1,0 +1,394 @@
+"""The Mixture-of-Experts layer as a module: this rank's share of its weights, and its forward."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_ops.gradients import needs_grad
+from moe_ops.layer.checks import check_arguments, check_input
+from moe_ops.layer.options import QuantFormats, Routing
+from moe_ops.layer.parts import (
+    PARTIAL,
+    Reduction,
+    check_parts,
+    counted_ids,
+    join,
+    missing_exchange,
+    with_fused,
+)
+from moe_ops.layer.tensors import (
+    CODED,
+    PER_EXPERT,
+    STATE,
+    LayerSizes,
+    check_fits,
+    layer_buffers,
+    own_part,
+    product,
+    quant_config,
+    tensor_specs,
+)
+from moe_ops.ops import expert_loads, experts, route
+from moe_ops.ops.activate import Activation, check_activation
+from moe_ops.parallel.config import ParallelConfig
+from moe_ops.parallel.expert_map import LINEAR, place
+from moe_ops.parallel.replicas import ExpertReplicas, choose_replicas
+from moe_ops.quant.config import QuantConfig
+from moe_ops.quant.module import HoldsCodes
+from moe_ops.shapes import FLOATS, INDICES, check_size, check_tensor
+
+SILU = Activation(kind="silu")
+
+
+class MoELayer(HoldsCodes):
+    """Run each token through its top_k experts: out = sum over the ranks of their forwards.
+
+        w, e = route(logits)            y_t = sum_k w_tk W2_e act(W13_e x_t + b13_e) + w_tk b2_e
+
+    A layer holds the share of one rank: with tensor parallelism `intermediate_size / tp` rows of
+    the gate and of the up half of W13 and as many columns of W2, of every expert; with expert
+    parallelism whole experts, as `placement` says. Every rank is given all tokens and returns its
+    part of the sum, unless reduce_results adds the parts. Weights start random, or as zeros where
+    they are quantised; `moe_ops.weights` loads a checkpoint.
+
+    A layer sends no tokens. Where `parallel` says that ranks start with tokens of their own (dp,
+    pcp or sp above 1) or that tokens go all-to-all, forward raises NotImplementedError: the sum of
+    what the ranks return would be wrong. With all_tokens the caller gathers the tokens of all ranks
+    before and adds the parts afterwards; `route` and `run_experts` suit any other exchange.
+
+    Parameters, each absent (None) where a layer has none, with E = sizes.E slots here and the other
+    letters of `sizes`:
+
+        w13_weight [E, F, D], w2_weight [E, D, I]   rows gate then up; alternating if the activation
+                                                    is interleaved; packed along the last axis
+        w13_bias [E, F], w2_bias [E, D]             w2_bias on the first tensor-parallel rank alone
+        w13_scale, w2_scale, w13_zero, w2_zero      [E, groups of rows, groups of columns]
+        w13_alpha, w2_alpha [E]                     second-level scales of the weights, of nvfp4
+        x_scale, h_scale [1]                        static scales of the inputs of both products
+        input_order [hidden_size]                   which column of the input comes where
+        correction_bias [num_experts]               of the router
+        gate                                        the router's linear, if internal_gate
+
+    num_experts, hidden_size, intermediate_size: of the whole layer. routing: see `Routing`.
+    activation: an `Activation`, which also says whether experts are gated. bias: of both products.
+
+    shared_experts: a module that is given the layer's input, or a number of shared experts with the
+    shape of a routed one that take slots after those. shared_reduction says what a module returns
+    on each of several ranks: "partial", its part of the sum, or "replicated", all of it, which is
+    then added once. Every rank holds fused ones; under expert parallelism each serves the tokens
+    whose place is its rank modulo the ranks.
+
+    internal_gate: True for an nn.Linear without bias, from hidden_size or the in_features of
+    routed_input_transform, or a module from tokens to logits.
+    routed_input_transform: changes what routed experts are given, not what the gate and shared
+    experts are; its result has hidden_size columns. routed_output_transform: changes what they
+    return, to the width that shared experts have in a latent layer. It is given the sum over the
+    ranks if reduce_results makes it, else this rank's part: then it has to be linear, without bias.
+    With separate, forward returns (shared, routed) instead of their sum, each reduced or a part as
+    the sum would be, and a "replicated" shared one on every rank.
+
+    quant: None, the name of a scheme with one format, or `QuantFormats`. A quantised input whose
+    scale is dynamic and covers the whole width (or all tokens) is scaled by each rank for its own
+    share, so its sum over ranks is off by the rounding of that input; static scales and groups of
+    columns are exact.
+
+    parallel, placement: see `ParallelConfig` and `place`. redundant_experts: physical experts
+    beyond num_experts. balanced: count in `loads` how many pairs each expert gets, and let experts
+    change places: `replicas` says where each is, `expert_tensors` what moves along. Of a call's
+    tokens the first counted_part[0] / counted_part[1] count: all, but where a graph pads them.
+
+    reduce_results: the name of a process group to all-reduce over, a function that reduces a
+    tensor, or None to return this rank's part. hidden_multiple and intermediate_multiple round up
+    sizes that a backend cannot take; what is added is zero, and is not seen outside.
+
+    Raises ValueError or TypeError, saying what to do, if the arguments do not fit together.
+    """
+
+    w13_weight: nn.Parameter
+    w2_weight: nn.Parameter
+    w13_scale: nn.Parameter | None
+    w2_scale: nn.Parameter | None
+    w13_zero: nn.Parameter | None
+    w2_zero: nn.Parameter | None
+    w13_alpha: nn.Parameter | None
+    w2_alpha: nn.Parameter | None
+    w13_bias: nn.Parameter | None
+    w2_bias: nn.Parameter | None
+    x_scale: nn.Parameter | None
+    h_scale: nn.Parameter | None
+    correction_bias: nn.Parameter | None
+    expert_map: Tensor | None
+    loads: Tensor | None
+    counted_part: Tensor | None
+    physical_to_logical: Tensor
+    logical_to_physical: Tensor
+    replica_counts: Tensor | None
+    input_order: Tensor | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        routing: Routing = Routing(),  # noqa: B008  frozen
+        activation: Activation = SILU,
+        bias: bool = False,
+        shared_experts: nn.Module | int = 0,
+        shared_reduction: str = PARTIAL,
+        internal_gate: bool | nn.Module = False,
+        routed_input_transform: nn.Module | None = None,
+        routed_output_transform: nn.Module | None = None,
+        separate: bool = False,
+        quant: str | QuantFormats | None = None,
+        parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  frozen
+        all_tokens: bool = False,
+        placement: str = LINEAR,
+        redundant_experts: int = 0,
+        balanced: bool = False,
+        reduce_results: Reduction = None,
+        hidden_multiple: int = 1,
+        intermediate_multiple: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_arguments(locals())  # nothing but the arguments is local yet
+        super().__init__()
+        fused = shared_experts if isinstance(shared_experts, int) else 0
+        self.num_experts, self.top_k = num_experts, top_k
+        self.routing, self.activation, self.parallel = routing, activation, parallel
+        self.quant = QuantFormats.of(quant)
+        self.reduce_results, self.shared_reduction = reduce_results, shared_reduction
+        self.separate, self._missing_exchange = separate, missing_exchange(parallel, all_tokens)
+        self.placement = place(
+            num_experts,
+            parallel,
+            placement=placement,
+            redundant=redundant_experts,
+            shared=fused,
+            num_groups=routing.n_group,
+            balanced=balanced,
+        )
+        self.sizes = LayerSizes.of(
+            slots=self.placement.num_slots,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            gated=activation.gated,
+            tp_size=parallel.tp_size,
+            tp_rank=parallel.tp_rank,
+            hidden_multiple=hidden_multiple,
+            intermediate_multiple=intermediate_multiple,
+        )
+        self._check()
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        self._specs = tensor_specs(
+            self.sizes,
+            dtype=dtype,
+            formats=self.quant,
+            bias=bias,
+            holds_w2_bias=parallel.tp_rank == 0,
+            num_biased=num_experts if routing.correction_bias else 0,
+        )
+        for name, spec in self._specs.items():
+            self.register_parameter(name, None if spec is None else spec.make(device))
+        for name, t in layer_buffers(self.placement, self.sizes, self.quant).items():
+            moved = None if t is None else t.to(device or torch.get_default_device())
+            self.register_buffer(name, moved, persistent=name in STATE)
+        if internal_gate is True:
+            width = getattr(routed_input_transform, "in_features", hidden_size)
+            internal_gate = nn.Linear(width, num_experts, bias=False, dtype=dtype, device=device)
+        self.gate = internal_gate if isinstance(internal_gate, nn.Module) else None
+        self.shared_experts = None if isinstance(shared_experts, int) else shared_experts
+        self.routed_input_transform = routed_input_transform
+        self.routed_output_transform = routed_output_transform
+        check_parts(
+            self.shared_experts, routed_output_transform, shared_reduction, reduce_results,
+            parallel.size, separate,
+        )  # fmt: skip
+        self.reset_parameters()
+
+    def _check(self) -> None:
+        """Raise ValueError or TypeError, saying what to do, unless the options fit together."""
+        self.routing.check(self.num_experts, self.top_k)
+        check_activation(self.activation)
+        if self.routing.weight_on_input and self.placement.shared:
+            raise ValueError(
+                "weight_on_input scales the input of every expert of a token, fused shared ones "
+                "too; give the shared experts as a module"
+            )
+        if self.quant is not None:
+            check_fits(self.quant, self.sizes, self.parallel.tp_size)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start anew: weights and biases uniform in +- 1 / sqrt(fan in), everything quantised zero.
+
+        What sizes were rounded up by is zero, and replicas are as at first. Call it after
+        `to_empty`, which writes nothing; a gate and shared experts reset themselves.
+        """
+        for name, first in layer_buffers(self.placement, self.sizes, self.quant).items():
+            if first is not None:
+                self.get_buffer(name).copy_(first)
+        for name, spec in self._specs.items():
+            if spec is None:
+                continue
+            t = self.get_parameter(name)
+            spec.reset(t)
+            if spec.fan_in is not None:
+                bound = spec.fan_in**-0.5
+                own_part(name, t, self.sizes, self.activation).uniform_(-bound, bound)
+
+    def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+        """This rank's part of the sum, or all of it with reduce_results.
+
+        x: [..., hidden_size] in the weights' dtype, any number of tokens, none too; logits: [...,
+        num_experts], left out with an internal gate. The result has x's dtype and leading axes.
+        Where something requires grad, compiled code leaves the layer to eager mode, which has
+        gradients. Raises ValueError or TypeError for anything else, as the ops do, and
+        NotImplementedError where ranks would have to exchange tokens.
+        """
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            before = [m for m in (self.gate, self.routed_input_transform) if m is not None]
+            trained = [p for m in before for p in m.parameters()]
+            if needs_grad(x, logits, *trained, *self.parameters(recurse=False)):
+                return _forward_eager(self, x, logits)
+        return self._forward(x, logits)
+
+    def _forward(self, x: Tensor, logits: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+        if self._missing_exchange is not None:
+            raise NotImplementedError(self._missing_exchange)
+        check_input(x, logits)
+        x_TD = x.reshape(-1, x.shape[-1])
+        weights_TK, experts_TK = self.route(x_TD, self._logits(x_TD, logits))
+        routed_TD = x_TD
+        if self.routed_input_transform is not None:
+            routed_TD = self.routed_input_transform(x_TD)
+        if self.routing.weight_on_input:
+            routed_TD = routed_TD * weights_TK.to(routed_TD.dtype)
+            weights_TK = torch.ones_like(weights_TK)
+        routed_TD = self.run_experts(routed_TD, weights_TK, experts_TK)
+        parts = join(
+            routed_TD, x_TD, self.shared_experts, self.routed_output_transform,
+            self.shared_reduction, self.reduce_results, self.parallel.rank, self.separate,
+        )  # fmt: skip
+        if self.loads is not None:  # after what may raise
+            assert self.counted_part is not None
+            counted_TK = counted_ids(experts_TK, self.counted_part)
+            self.loads.add_(expert_loads(counted_TK, self.num_experts, self.physical_to_logical))
+        parts = tuple([part.reshape(*x.shape[:-1], part.shape[-1]) for part in parts])
+        return parts if self.separate else parts[0]
+
+    def _logits(self, x_TD: Tensor, logits: Tensor | None) -> Tensor:
+        if self.gate is not None:
+            if logits is not None:
+                raise ValueError("the layer has a gate of its own; leave out logits")
+            made: Tensor = self.gate(x_TD)
+            return made
+        if logits is None:
+            raise ValueError("the layer has no gate; pass logits, or make it with internal_gate")
+        return logits.reshape(-1, logits.shape[-1])
+
+    def route(self, x_TD: Tensor, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose experts. Returns (weights_TK, experts_TK) with global ids of physical experts, K =
+        top_k and then one for each fused shared expert.
+
+        Fused shared experts have the weight 1, and on ranks that do not serve a token the id -1.
+        """
+        check_tensor("logits_TE", logits_TE, 2, FLOATS)
+        check_size("logits_TE", logits_TE, 1, self.num_experts, "the experts of the layer")
+        if self.routing.custom is not None:
+            weights_TK, experts_TK = self.routing.custom(x_TD, logits_TE, self.top_k)
+            check_tensor("the custom routing's experts_TK", experts_TK, 2, INDICES)
+            check_size("the custom routing's experts_TK", experts_TK, 1, self.top_k, "top_k")
+        else:
+            bias_E = self.correction_bias
+            weights_TK, experts_TK = route(logits_TE, self.top_k, bias_E, None, *self.routing.args)
+        if self.replica_counts is not None:
+            # Every rank is given the same tokens, so all choose alike.
+            experts_TK = choose_replicas(experts_TK, self.logical_to_physical, self.replica_counts)
+        if not self.placement.shared:
+            return weights_TK, experts_TK
+        return with_fused(weights_TK, experts_TK, self.placement)
+
+    def run_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """The weighted sum of the experts of this rank, given what `route` returned. [T, D]."""
+        check_size("x", x_TD, 1, self.sizes.hidden_size, "the layer's hidden_size")
+        if self.input_order is not None:
+            x_TD = x_TD.index_select(1, self.input_order)
+        added = self.sizes.D - self.sizes.hidden_size
+        if added:
+            x_TD = F.pad(x_TD, (0, added))
+        alpha13_E = product(self.w13_alpha, self.x_scale)
+        alpha2_E = product(self.w2_alpha, self.h_scale)
+        out_TD = experts(
+            x_TD, weights_TK, experts_TK, self.w13_weight, self.w2_weight, self.w13_bias,
+            self.w2_bias, self.expert_map, False, *self.activation.args,
+            self.w13_scale, self.w2_scale, self.w13_zero, self.w2_zero, alpha13_E, alpha2_E,
+            self.x_scale, self.h_scale,
+            "" if self.quant is None else self.quant.weights,
+            "" if self.quant is None else self.quant.inputs,
+        )  # fmt: skip
+        return out_TD[:, : self.sizes.hidden_size] if added else out_TD
+
+    @property
+    def replicas(self) -> ExpertReplicas | None:
+        """Which logical expert each physical one computes, in the layer's buffers; `update_` writes
+        there. None where each computes itself.
+        """
+        if self.replica_counts is None:
+            return None
+        return ExpertReplicas(
+            self.physical_to_logical, self.logical_to_physical, self.replica_counts
+        )
+
+    def coded(self) -> tuple[str, ...]:
+        """The names of what casts and loads do not convert: codes, and scales that go with them."""
+        return () if self.quant is None else CODED
+
+    def expert_tensors(self) -> dict[str, Tensor]:
+        """The tensors with one entry per slot on axis 0, by name: what moves with an expert."""
+        found = ((name, getattr(self, name)) for name in PER_EXPERT)
+        return {name: t.detach() for name, t in found if t is not None}
+
+    def quant_config(self) -> QuantConfig | None:
+        """The formats, scales and biases as they are now, checked; None if nothing is quantised.
+
+        Reads the values of scales and zero points: for after loading, not for a forward. Raises
+        ValueError or TypeError, naming what is wrong, as `QuantConfig` does; also for nvfp4 inputs
+        without static scales, which it does not describe.
+        """
+        if self.quant is None:
+            return None
+        tensors = {name: getattr(self, name) for name in self._specs}
+        return quant_config(tensors, self.sizes, self.quant, self.activation.gated)
+
+    def extra_repr(self) -> str:
+        """Experts, routing, sizes, formats, this rank's share, and the bytes of it."""
+        act, shape = self.activation, self.sizes.describe(self.parallel.tp_size)
+        own = [t for name in self._specs if (t := getattr(self, name)) is not None]
+        held = sum(t.numel() * t.element_size() for t in own)
+        kind = act.kind + ", gated" * act.gated + ", bias" * (self.w13_bias is not None)
+        dtype = str(self.w13_weight.dtype).removeprefix("torch.")
+        result = "" if self.reduce_results is None else ", reduced over the ranks"
+        return "\n".join(
+            (
+                f"top {self.top_k} of {self.num_experts} experts: {self.routing}",
+                f"{shape}, {kind}",
+                f"weights: {self.quant or dtype}, {held / 2**20:.1f} MiB on this rank",
+                f"{self.parallel.describe()}{result}",
+                self.placement.describe(),
+            )
+        )
+
+
+@torch.compiler.disable(
+    reason="the ops of a compiled graph have no gradients, and something requires grad; for "
+    "inference call the layer under torch.no_grad() or torch.inference_mode()"
+)
+def _forward_eager(
+    layer: MoELayer, x: Tensor, logits: Tensor | None
+) -> Tensor | tuple[Tensor, ...]:
+    return layer._forward(x, logits)

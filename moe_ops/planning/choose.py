@@ -1,0 +1,286 @@
+"""Decide which backends run an op in a graph: by the user, by measurements, by the backends."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import SymInt, Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import symbolic_shapes
+
+from moe_ops.planning import tuned
+from moe_ops.planning.cost import cost, device_of
+from moe_ops.planning.plan import Choice, Range, Source
+from moe_ops.planning.thresholds import THRESHOLD_OPS
+from moe_ops.ranges import Ranges
+from moe_ops.spec import NAMESPACE, REFERENCE, Op
+
+# What is raised by a decision on a symbolic size, which would add a guard.
+GUARDS = tuple(
+    getattr(symbolic_shapes, name)
+    for name in ("GuardOnDataDependentSymNode", "_ShapeEnvGuardError")
+    if hasattr(symbolic_shapes, name)
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """Where an op is called: the name of the graph's node, and its layer, empty if unknown."""
+
+    name: str
+    layer: str
+
+    def __str__(self) -> str:
+        return f"node {self.name}{f' of {self.layer}' if self.layer else ''}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What a choice goes by besides what backends say: the user's thresholds, measurements, and
+    whether a refusal is an error."""
+
+    thresholds: Ranges | None
+    strict: bool
+    table: tuned.Table
+
+
+def choose(op: Op, call: Any, node: Node, rules: Rules) -> Choice:
+    """Decide which backends run an op on a record whose tensors are a graph's fake ones.
+
+    Raises ValueError for thresholds that give it to a backend which cannot run it, and RuntimeError
+    if the rules are strict and every backend refuses.
+    """
+    named = op.arguments.by_name(call)
+    asked = _ask(op, call)
+    device, rows = device_of(asked.first.device), bounds(asked.first.shape[0])
+    times = _measured(device.name, op, call, asked, rules.table)
+    ranges, source = _decide(op, node, asked, rows, rules, times)
+
+    def describe(low: int, upto: int | None, backend: str) -> Range:
+        high = rows[1] if upto is None else upto
+        at = times.largest(low, high) or high
+        found = None if at is None else cost(op.name, call, at)
+        return Range(
+            upto=upto,
+            backend=backend,
+            source=source,
+            at=at,
+            predicted_us=None if found is None else round(device.microseconds(found), 2),
+            measured_us=None if at is None else times.by_tokens.get(at, {}).get(backend),
+        )
+
+    lows = (rows[0], *(upto + 1 for upto, _ in ranges if upto is not None))
+    return Choice(
+        node=node.name,
+        op=op.name,
+        layer=node.layer,
+        rows=rows,
+        shapes=_shapes(named),
+        dtype=str(asked.first.dtype).removeprefix("torch."),
+        format="+".join(filter(None, (named.get(f) for f in ("format", "w_format", "x_format")))),
+        candidates=(*asked.usable, REFERENCE),
+        refusals=asked.refusals,
+        ranges=tuple(describe(low, *r) for low, r in zip(lows, ranges, strict=True)),
+    )
+
+
+def _decide(
+    op: Op,
+    node: Node,
+    asked: Asked,
+    rows: tuple[int, int | None],
+    rules: Rules,
+    times: tuned.Times,
+) -> tuple[Ranges, Source]:
+    """The backends by number of rows, and what they were chosen by."""
+    forced = _forced(op, rules.thresholds)
+    if forced is not None:
+        ranges = _clip(forced, rows)
+        _require_served(op, node, ranges, asked)
+        return ranges, "forced"
+    source: Source = "limit"
+    if len(asked.usable) < 2:
+        if rules.strict and not asked.usable:
+            _require_no_refusal(op, node, asked)
+        ranges, source = ((None, (*asked.usable, REFERENCE)[0]),), "only candidate"
+    elif times.by_tokens:
+        ranges, source = _clip(times.ranges(), rows), "tuned"
+    else:
+        ranges = _clip(_by_limits(asked), rows)
+    if len(ranges) == 1 and op.backends[ranges[0][1]].composed:
+        return ((None, REFERENCE),), source
+    return ranges, source
+
+
+def bounds(n: int | SymInt) -> tuple[int, int | None]:
+    """The smallest and the largest value of a size; None: it has no bound."""
+    if isinstance(n, int):
+        return n, n
+    found = n.node.shape_env.bound_sympy(n.node.expr)
+    low = int(found.lower) if found.lower > 0 else 0
+    return low, int(found.upper) if found.upper < sys.maxsize else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the backends of an op say to a call: those that can run it, in order, and the reasons of
+    those that cannot. The reference can, and is left out.
+    """
+
+    first: Tensor
+    usable: dict[str, int | None]  # with the most rows up to which each is the better choice
+    max_rows: dict[str, int]  # that those which cannot run any number can
+    refusals: dict[str, str]
+    elsewhere: dict[str, str]  # the refusals of backends of other devices
+
+
+def _ask(op: Op, call: Any) -> Asked:
+    first = op.arguments.first(call)
+    device, rows = first.device.type, first.shape[0]
+    usable: dict[str, int | None] = {}
+    max_rows: dict[str, int] = {}
+    refusals = {}
+    here = {b.name: b for b in op.candidates(device)}
+    others = (b for name, b in op.backends.items() if name not in here)
+    elsewhere = {b.name: b.refusal(device, rows, call) or "" for b in others}
+    for backend in here.values():
+        if backend.name == REFERENCE:
+            continue
+        try:
+            with no_new_guards(op.arguments.flat(call)):
+                reason = backend.refusal(device, rows, call)
+                if reason is None:
+                    most = backend.most_rows and backend.most_rows(call)
+                    usable[backend.name] = most if isinstance(most, int) else None
+                    if backend.max_rows is not None:
+                        max_rows[backend.name] = backend.max_rows(call)
+                    continue
+        except GUARDS:
+            reason = "decides by a size that is not known when compiling"
+        refusals[backend.name] = reason
+    return Asked(
+        first=first,
+        usable=usable,
+        max_rows=max_rows,
+        refusals=refusals,
+        elsewhere=elsewhere,
+    )
+
+
+@contextlib.contextmanager
+def no_new_guards(args: Iterable[Any]) -> Iterator[None]:
+    """Make a decision on a symbolic size raise: it would hold for one size and guard all others."""
+    fake = next((t for t in args if isinstance(t, FakeTensor)), None)
+    env = None if fake is None else fake.fake_mode.shape_env
+    if env is None:
+        yield
+    elif hasattr(env, "error_on_new_guards"):  # torch 2.12
+        with env.error_on_new_guards():
+            yield
+    else:
+        # What torch calls just before it adds a guard, and what later ones raise from.
+        vars(env)["_check_frozen"] = _refuse_guard
+        try:
+            yield
+        finally:
+            del vars(env)["_check_frozen"]
+
+
+def _refuse_guard(expr: Any, value: Any) -> None:
+    raise symbolic_shapes.GuardOnDataDependentSymNode(expr, f"a guard would be added: {expr}")
+
+
+def _forced(op: Op, thresholds: Ranges | None) -> Ranges | None:
+    """The user's thresholds, if they are meant for this op."""
+    if op.name not in THRESHOLD_OPS or thresholds is None:
+        return None
+    if op.name == "moe" and any(name not in op.backends for _, name in thresholds):
+        return ((None, REFERENCE),)  # for the `experts` in it
+    return thresholds
+
+
+def _measured(device: str, op: Op, call: Any, asked: Asked, table: tuned.Table) -> tuned.Times:
+    layer = tuned.layer_of_call(device, op.name, call)
+    cells = {} if layer is None else table.get(layer, {})
+    return tuned.Times.of(cells, {name: asked.max_rows.get(name) for name in asked.usable})
+
+
+def _by_limits(asked: Asked) -> Ranges:
+    """What `Op.pick` picks: the first backend with not too many rows, else the first that can run
+    any number.
+    """
+    found: list[tuple[int | None, str]] = []
+    done = -1
+    for name, better in asked.usable.items():
+        limits = [n for n in (better, asked.max_rows.get(name)) if n is not None]
+        if not limits:
+            return (*found, (None, name))
+        if min(limits) > done:
+            done = min(limits)
+            found.append((done, name))
+    any_number = (name for name in asked.usable if name not in asked.max_rows)
+    return (*found, (None, next(any_number, REFERENCE)))
+
+
+def _clip(ranges: Ranges, rows: tuple[int, int | None]) -> Ranges:
+    """The ranges that the numbers of rows can meet, neighbours of one backend merged."""
+    low, high = rows
+    found: list[tuple[int | None, str]] = []
+    for upto, backend in ranges:
+        if upto is not None and upto < low:
+            continue
+        last = upto is None or (high is not None and upto >= high)
+        if found and found[-1][1] == backend:
+            found.pop()
+        found.append((None if last else upto, backend))
+        if last:
+            break
+    return tuple(found)
+
+
+def _require_served(op: Op, node: Node, ranges: Ranges, asked: Asked) -> None:
+    """Raise unless every backend of the user's can run the node."""
+    for upto, name in ranges:
+        reason = asked.refusals.get(name) or asked.elsewhere.get(name)
+        if name not in op.backends:
+            reason = f"there are {', '.join(op.backends)}"
+        most = asked.max_rows.get(name)
+        if most is not None and (upto is None or upto > most):
+            reason = f"takes at most {most} rows"
+        if reason is not None:
+            tokens = "more" if upto is None else f"up to {upto}"
+            tokens = "" if len(ranges) == 1 else f" for {tokens} tokens"
+            raise ValueError(
+                f"thresholds give {_called(op, node)} to {name!r}{tokens}, but: {reason}"
+            )
+
+
+def _require_no_refusal(op: Op, node: Node, asked: Asked) -> None:
+    """Raise if a backend of this device refuses; an op without any is meant to be compiled."""
+    here = [b.name for b in op.candidates(asked.first.device.type) if b.name != REFERENCE]
+    if here:
+        reasons = [f"  {name}: {reason}" for name, reason in asked.refusals.items()]
+        raise RuntimeError("\n".join([f"strict: no backend runs {_called(op, node)}", *reasons]))
+
+
+def _called(op: Op, node: Node) -> str:
+    return f"{NAMESPACE}.{op.name} ({node})"
+
+
+def _shapes(a: dict[str, Any]) -> dict[str, int]:
+    """The sizes that are known, by the letters in the names of the tensors; rows are left out."""
+    found: dict[str, int] = {}
+    for name, t in a.items():
+        letters = name.rpartition("_")[2]
+        if not isinstance(t, Tensor) or not letters.isupper() or t.dim() != len(letters):
+            continue
+        if a.get("transposed") and name.startswith("w") and t.dim() == 3:
+            letters = letters[0] + letters[:0:-1]
+        for letter, size in zip(letters, t.shape, strict=True):
+            if letter not in "TRG" and isinstance(size, int):
+                found.setdefault(letter, size)
+    return found

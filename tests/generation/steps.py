@@ -1,0 +1,37 @@
+"""Steps of a compiled model on a GPU, against the model's own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor import config
+
+import moe_ops
+from moe_ops.passes.compiled import pipeline_of
+from tests.hf import families
+
+
+def check_steps(
+    family: str, batch: int, rule: str, least: int, times: int = 1, device: str = "cuda"
+) -> None:
+    """The logits of captured steps are those of the model's own code, but for roundings, and a pass
+    made so many rewrites at least."""
+    torch._dynamo.reset()
+    model = families.build(family).model.half().to(device)
+    ids = torch.randint(16, 90, (batch, 9), device=device)
+    call: Any = {
+        "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, "output_logits": True,
+        "return_dict_in_generate": True,
+    }  # fmt: skip
+    want = model.generate(ids, **call)
+    twin = moe_ops.compile(model)
+    for _ in range(times):
+        with config.patch(force_disable_caches=True):
+            got = twin.generate(ids, **call)
+        for step, (a, b) in enumerate(zip(got.logits, want.logits, strict=True)):
+            same = (got.sequences[:, : 9 + step] == want.sequences[:, : 9 + step]).all(1)
+            # On average: where two experts are all but equal a rounding decides.
+            assert (a - b)[same].float().abs().mean() <= 0.02 * b.float().std()
+    passes = [p for run in pipeline_of(twin).runs for p in run.passes]
+    assert sum(p.rewrites for p in passes if p.name == rule) >= least
