@@ -30,14 +30,15 @@ _LAZY = {
     "generation_report": "moe_ops.generation",
     "explain": "moe_ops.passes.explain",
     "tune": "moe_ops.planning.tune",
-    **dict.fromkeys(("MoELayer", "QuantFormats", "Routing"), "moe_ops.layer"),
+    **dict.fromkeys(("MoELayer", "QuantFormats", "Routing"), "moe_ops.layer"),  # one is an alias
+    "QuantConfig": "moe_ops.quant.config",
 }
 
 __all__ = [
     "OPS",
     "MoELayer",
     "Op",
-    "QuantFormats",
+    "QuantConfig",
     "Routing",
     "activate",
     "buckets_of",

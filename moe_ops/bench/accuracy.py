@@ -30,8 +30,7 @@ from torch import Tensor
 from moe_ops.bench.numerics import relative_error
 from moe_ops.bench.weights import TOKEN_OUTLIERS, matrices, outlier_columns
 from moe_ops.ops import experts
-from moe_ops.quant.checks import SCHEMES, check_groups
-from moe_ops.quant.formats import Format
+from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import Case
 
 CASE = Case(name="accuracy", T=512, E=16, K=4, D=512, I=256)
@@ -146,19 +145,8 @@ def pairs(schemes: Sequence[str] = ()) -> Iterator[tuple[str, str, str]]:
     if unknown:
         raise ValueError(f"scheme {unknown[0]!r} is unknown; choose from {', '.join(SCHEMES)}")
     for info in SCHEMES.values():
-        for w in info.weight_formats:
-            for x in info.input_formats:
-                if _fit(w, x) and (not schemes or info.name in schemes):
-                    yield info.name, w, x
-
-
-def _fit(weights: str, inputs: str) -> bool:
-    """Whether the groups of weights and inputs go together."""
-    try:
-        check_groups(*(Format.of(name) if name else None for name in (inputs, weights)))
-    except ValueError:
-        return False
-    return True
+        if not schemes or info.name in schemes:
+            yield from ((info.name, *pair) for pair in info.pairs())
 
 
 def accuracy(base: Base, scheme: str, weight_format: str, input_format: str) -> Accuracy:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer.options import QuantFormats
+from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.layouts import PLAIN, Coding, gptq
 
@@ -146,7 +146,7 @@ def measure(coding: str, gib: float, repeats: int, cold: bool, folder: Path) -> 
     """Time one coding. Raises AssertionError if something was not loaded."""
     files, experts = write(folder, coding, gib)
     weights, layout = CODINGS[coding]
-    quant = None if weights is None else QuantFormats(weights=weights)
+    quant = None if weights is None else QuantConfig(weights=weights)
     layers = {
         f"model.layers.{i}.mlp": MoELayer(
             experts, 1, WIDTH, ROWS, quant=quant, dtype=torch.bfloat16

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from moe_ops.bench.weights import matrices
-from moe_ops.quant.checks import SCHEMES, scheme_of
-from moe_ops.quant.formats import Format
+from moe_ops.quant.config import QuantConfig
+from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import Case
 
 GB = 1e9
@@ -86,11 +86,9 @@ def quantise(case: Case, E: int, weight_format: str) -> Packing:
     """Time `quantize_model` on fresh weights."""
     from moe_ops.hf import quantize_model
 
-    scheme = scheme_of(Format.of(weight_format), None)
     model = make_model(case, E)
-    formats = {"weight_format": weight_format, "input_format": ""}
     start = time.perf_counter()
-    report = quantize_model(model, scheme, **formats, progress=False)
+    report = quantize_model(model, QuantConfig(weights=weight_format), progress=False)
     seconds = time.perf_counter() - start
     if report.kept:
         raise ValueError(f"{weight_format} does not fit {case.name}: {report.kept[0]}")

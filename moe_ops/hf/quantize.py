@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 from moe_ops.hf.experts import describe
 from moe_ops.hf.optimize import optimize
 from moe_ops.hf.stored import PROJECTIONS, StoredFormat, refuse_to_save, store, stored_format
-from moe_ops.options import check_flag, check_text
+from moe_ops.options import check_flag, check_text, check_type
 from moe_ops.quant import packing
 from moe_ops.quant.arguments import check_input_format, check_packing, named_format
-from moe_ops.quant.checks import SCHEMES, check_groups, scheme_of
+from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
+from moe_ops.quant.schemes import SCHEMES
 
 log = logging.getLogger("moe_ops")
 
@@ -53,7 +54,7 @@ class Report:
 @torch.no_grad()
 def quantize_model(
     model: PreTrainedModel,
-    scheme: str,
+    scheme: str | QuantConfig,
     *,
     weight_format: str | None = None,
     input_format: str | None = None,
@@ -61,11 +62,12 @@ def quantize_model(
 ) -> Report:
     """Quantise the weights of all experts of a transformers model in place, and `optimize` it.
 
-    `scheme` is a key of `moe_ops.quant.checks.SCHEMES`; docs/FORMATS.md lists them. Where it has
-    several formats, `weight_format` and `input_format` choose; inputs are quantised at run time,
-    with scales of their own, or not at all. Weights are rounded to nearest, one expert at a time:
-    besides the result, memory for one expert in float32 is needed. Experts whose sizes the format
-    does not divide, or that our ops cannot express, keep their weights, and the report says why.
+    `scheme` is a key of `moe_ops.quant.schemes.SCHEMES`; docs/FORMATS.md lists them. Where it has
+    several formats, `weight_format` and `input_format` choose. Or it is a `QuantConfig`, or the
+    format of weights alone. Inputs are quantised at run time, with scales of their own, or not at
+    all. Weights are rounded to nearest, one expert at a time: besides the result, memory for one
+    expert in float32 is needed. Experts whose sizes the format does not divide, or that our ops
+    cannot express, keep their weights, and the report says why.
     Routers, attention and shared experts stay as they are. With progress, a line per module is
     written to standard error.
 
@@ -78,24 +80,24 @@ def quantize_model(
     adapter; nothing is changed then. There is no way back: load the model again.
     """
     check_flag("progress", progress)
-    formats = _formats(scheme, weight_format, input_format)
+    config = _config(scheme, weight_format, input_format)
     modules = _modules(model)
     optimize(model)
     before, after, kept, done = 0, 0, [], 0
     for i, (name, module) in enumerate(modules.items()):
         before += _bytes(module)
-        reason = _quantise(module, *formats)
+        reason = _quantise(module, config)
         after += _bytes(module)
         done += reason is None
         if reason is not None:
             kept.append(f"{name} ({type(module).__name__}): {reason}")
             log.warning("quantize_model keeps %s", kept[-1])
         if progress:
-            sys.stderr.write(f"{scheme}: {i + 1} of {len(modules)}  {name}\n")
+            sys.stderr.write(f"{config.scheme}: {i + 1} of {len(modules)}  {name}\n")
     if done:
         refuse_to_save(model)
     return Report(
-        scheme=scheme, modules=done, bytes_before=before, bytes_after=after, kept=tuple(kept)
+        scheme=config.scheme, modules=done, bytes_before=before, bytes_after=after, kept=tuple(kept)
     )
 
 
@@ -125,46 +127,60 @@ def _modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     return modules
 
 
-def _formats(scheme: str, weights: str | None, inputs: str | None) -> tuple[str, str]:
-    """The formats of a scheme, the given ones in place of the defaults."""
-    check_text("scheme", scheme)
-    if scheme not in SCHEMES or scheme == "none":
-        choices = ", ".join(name for name in SCHEMES if name != "none")
-        raise ValueError(f"scheme {scheme!r} is unknown; choose one of {choices}")
-    info = SCHEMES[scheme]
-    default = DEFAULTS.get(scheme, (info.weight_formats[0], info.input_formats[0]))
-    w, x = (d if g is None else g for g, d in zip((weights, inputs), default, strict=True))
-    check_text("weight_format", w)
-    check_text("input_format", x)
-    w_format = named_format("weight_format", w)
-    x_format = named_format("input_format", x) if x else None
-    if scheme_of(w_format, x_format) != scheme:
+def _config(scheme: str | QuantConfig, weights: str | None, inputs: str | None) -> QuantConfig:
+    """What experts are quantised to; of a scheme, the given formats in place of the defaults."""
+    check_type("scheme", scheme, (str, QuantConfig), "the name of a scheme or a QuantConfig")
+    choices = [name for name in SCHEMES if name != "none"]
+    if isinstance(scheme, str) and scheme not in choices and ":" not in scheme:
+        raise ValueError(f"scheme {scheme!r} is unknown; choose one of {', '.join(choices)}")
+    if isinstance(scheme, str) and scheme in choices:
+        info = SCHEMES[scheme]
+        default = DEFAULTS.get(scheme, (info.weight_formats[0], info.input_formats[0]))
+        w, x = (d if g is None else g for g, d in zip((weights, inputs), default, strict=True))
+        for name, value in (("weight_format", w), ("input_format", x)):
+            check_text(name, value)
+            if value or name == "weight_format":
+                named_format(name, value)
+        config = QuantConfig(weights=w, inputs=x)
+        if config.scheme != scheme:
+            raise ValueError(
+                f"weight_format={w!r} and input_format={x!r} are the scheme {config.scheme}, not "
+                f"{scheme}; give those of one scheme"
+            )
+        return config
+    found = QuantConfig.of(scheme)
+    assert found is not None
+    if weights is not None or inputs is not None:
         raise ValueError(
-            f"weight_format={w!r} and input_format={x!r} are the scheme "
-            f"{scheme_of(w_format, x_format)}, not {scheme}; give those of one scheme"
+            f"weight_format and input_format choose among the formats of a scheme, but {scheme!s} "
+            "names one of each; leave them out"
         )
-    check_groups(x_format, w_format)
-    return w, x
+    if found.static_inputs or found.ordered_input:
+        raise ValueError(
+            f"scheme: {found} wants a layer that holds scales or an order of its inputs; "
+            "take moe_ops.MoELayer(quant=...), or leave out static_inputs and ordered_input"
+        )
+    return found
 
 
-def _quantise(module: nn.Module, w_format: str, x_format: str) -> str | None:
+def _quantise(module: nn.Module, config: QuantConfig) -> str | None:
     """Quantise one experts module in place; or why that cannot be."""
     found = describe(module)
     if isinstance(found, str):
         return found
-    format = Format.of(w_format)
+    format = config.format
     names = ("gate_up_proj" if found.gated else "up_proj", "down_proj")
     flip = bool(module.is_transposed)
     try:
         for name in names:
-            _check_width(getattr(module, name), flip, format, x_format)
+            _check_width(getattr(module, name), flip, format, config.inputs)
     except ValueError as error:
         return str(error)
     tensors: dict[str, Tensor] = {}
     for name in names:
         # Each weight takes its place before the next is made, so that only one is there twice.
         tensors = _quantise_weight(getattr(module, name), flip, format, name)
-        stored = StoredFormat(activation=found, w_format=w_format, x_format=x_format)
+        stored = StoredFormat(activation=found, w_format=config.weights, x_format=config.inputs)
         store(module, stored, tensors)
     return None
 

@@ -1,6 +1,18 @@
 """A rank's share of an MoE layer as a module: what it is told, what it holds, what it returns."""
 
-from moe_ops.layer.module import MoELayer
-from moe_ops.layer.options import QuantFormats, Routing
+import warnings
+from typing import Any
 
-__all__ = ["MoELayer", "QuantFormats", "Routing"]
+from moe_ops.layer.module import MoELayer
+from moe_ops.layer.options import Routing
+from moe_ops.quant.config import QuantConfig
+
+__all__ = ["MoELayer", "Routing"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "QuantFormats":
+        message = "QuantFormats is now moe_ops.QuantConfig; take that name"
+        warnings.warn(message, FutureWarning, stacklevel=2)
+        return QuantConfig
+    raise AttributeError(f"module 'moe_ops.layer' has no attribute {name!r}")

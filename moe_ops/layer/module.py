@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from moe_ops.gradients import needs_grad
 from moe_ops.layer.checks import check_arguments, check_input
-from moe_ops.layer.options import QuantFormats, Routing
+from moe_ops.layer.options import Routing
 from moe_ops.layer.parts import (
     PARTIAL,
     Reduction,
@@ -24,10 +24,10 @@ from moe_ops.layer.tensors import (
     STATE,
     LayerSizes,
     check_fits,
+    check_tensors,
     layer_buffers,
     own_part,
     product,
-    quant_config,
     tensor_specs,
 )
 from moe_ops.ops import expert_loads, experts, route
@@ -89,10 +89,10 @@ class MoELayer(HoldsCodes):
     With separate, forward returns (shared, routed) instead of their sum, each reduced or a part as
     the sum would be, and a "replicated" shared one on every rank.
 
-    quant: None, the name of a scheme with one format, or `QuantFormats`. A quantised input whose
-    scale is dynamic and covers the whole width (or all tokens) is scaled by each rank for its own
-    share, so its sum over ranks is off by the rounding of that input; static scales and groups of
-    columns are exact.
+    quant: None, the name of a scheme with one format, the format of weights, or a `QuantConfig`. A
+    quantised input whose scale is dynamic and covers the whole width (or all tokens) is scaled by
+    each rank for its own share, so its sum over ranks is off by the rounding of that input; static
+    scales and groups of columns are exact.
 
     parallel, placement: see `ParallelConfig` and `place`. redundant_experts: physical experts
     beyond num_experts. balanced: count in `loads` how many pairs each expert gets, and let experts
@@ -143,7 +143,7 @@ class MoELayer(HoldsCodes):
         routed_input_transform: nn.Module | None = None,
         routed_output_transform: nn.Module | None = None,
         separate: bool = False,
-        quant: str | QuantFormats | None = None,
+        quant: str | QuantConfig | None = None,
         parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  frozen
         all_tokens: bool = False,
         placement: str = LINEAR,
@@ -160,7 +160,7 @@ class MoELayer(HoldsCodes):
         fused = shared_experts if isinstance(shared_experts, int) else 0
         self.num_experts, self.top_k = num_experts, top_k
         self.routing, self.activation, self.parallel = routing, activation, parallel
-        self.quant = QuantFormats.of(quant)
+        self.quant = QuantConfig.of(quant)
         self.reduce_results, self.shared_reduction = reduce_results, shared_reduction
         self.separate, self._missing_exchange = separate, missing_exchange(parallel, all_tokens)
         self.placement = place(
@@ -354,16 +354,14 @@ class MoELayer(HoldsCodes):
         return {name: t.detach() for name, t in found if t is not None}
 
     def quant_config(self) -> QuantConfig | None:
-        """The formats, scales and biases as they are now, checked; None if nothing is quantised.
+        """`quant`, once codes, scales and biases are checked; None if nothing is quantised.
 
         Reads the values of scales and zero points: for after loading, not for a forward. Raises
-        ValueError or TypeError, naming what is wrong, as `QuantConfig` does; also for nvfp4 inputs
-        without static scales, which it does not describe.
+        ValueError or TypeError, naming the tensor that is wrong.
         """
-        if self.quant is None:
-            return None
-        tensors = {name: getattr(self, name) for name in self._specs}
-        return quant_config(tensors, self.sizes, self.quant, self.activation.gated)
+        if self.quant is not None:
+            check_tensors(self.quant, self._specs, {n: getattr(self, n) for n in self._specs})
+        return self.quant
 
     def extra_repr(self) -> str:
         """Experts, routing, sizes, formats, this rank's share, and the bytes of it."""

@@ -1,4 +1,4 @@
-"""What an MoE layer is told besides its sizes: how it routes, and how its weights are stored."""
+"""What an MoE layer is told besides its sizes: how it routes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from torch import Tensor
 
 from moe_ops.ops.route import RouteCall, route
 from moe_ops.options import check_fields
-from moe_ops.quant.arguments import named_format
-from moe_ops.quant.checks import SCHEMES, check_groups, scheme_of
-from moe_ops.quant.formats import TENSOR, Format
-from moe_ops.signature import did_you_mean
 
 CustomRouting = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
@@ -104,89 +100,3 @@ class Routing:
         if self.scale != 1.0:
             words.append(f"x {self.scale:g}")
         return " ".join(words)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantFormats:
-    """The formats of a layer's weights and of the inputs of both products.
-
-    Format strings as the ops take them; inputs = "" stays in 16 or 32 bits. With static_inputs the
-    layer holds the scales of the inputs; without, inputs are scaled at run time. With ordered_input
-    the layer holds `input_order`, in which columns of its input go to the first product: for
-    weights that GPTQ quantised in the order of their activations.
-
-    Raises ValueError for formats that no scheme of `moe_ops.quant.checks` joins, TypeError for what
-    is neither a string nor a flag.
-    """
-
-    weights: str
-    inputs: str = ""
-    static_inputs: bool = False
-    ordered_input: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        weights = named_format("weights", self.weights)
-        inputs = named_format("inputs", self.inputs) if self.inputs else None
-        scheme_of(weights, inputs)
-        check_groups(inputs, weights)
-        if self.static_inputs and not (
-            inputs is not None and (inputs.group == TENSOR or inputs.has_global_scale)
-        ):
-            raise ValueError(
-                f"static_inputs goes with one scale for the tensor or with nvfp4, got the inputs "
-                f"{self.inputs!r}; leave it out"
-            )
-        if self.ordered_input and (weights.integer is None or inputs is not None):
-            raise ValueError(
-                "ordered_input goes with integer weights and inputs in 16 bits, got "
-                f"{self.weights!r} and {self.inputs!r}; leave it out"
-            )
-
-    @staticmethod
-    def of(quant: str | QuantFormats | None) -> QuantFormats | None:
-        """The formats of a scheme by its name; formats and None come back as they are.
-
-        Raises ValueError for an unknown scheme, and for one that is built in several formats:
-        which one it is, a checkpoint says.
-        """
-        if quant is None or isinstance(quant, QuantFormats):
-            return quant
-        if not isinstance(quant, str):
-            raise TypeError(
-                f"quant must be None, the name of a scheme or QuantFormats, got {quant!r}"
-            )
-        if quant not in SCHEMES:
-            raise ValueError(
-                f"scheme {quant!r} is unknown; choose one of {', '.join(SCHEMES)}"
-                f"{did_you_mean(quant, SCHEMES)}"
-            )
-        scheme = SCHEMES[quant]
-        if scheme.name == "none":
-            return None
-        if len(scheme.weight_formats) > 1 or len(scheme.input_formats) > 1:
-            raise ValueError(
-                f"scheme {quant!r} has the weights {', '.join(scheme.weight_formats)} and the "
-                f"inputs {', '.join(map(repr, scheme.input_formats))}; "
-                "name one of each: QuantFormats(weights=..., inputs=...)"
-            )
-        return QuantFormats(weights=scheme.weight_formats[0], inputs=scheme.input_formats[0])
-
-    @property
-    def format(self) -> Format:
-        return Format.of(self.weights)
-
-    @property
-    def input_format(self) -> Format | None:
-        return Format.of(self.inputs) if self.inputs else None
-
-    @property
-    def scheme(self) -> str:
-        """The name of the scheme, a key of `SCHEMES`."""
-        return scheme_of(self.format, self.input_format)
-
-    def __str__(self) -> str:
-        """Scheme and formats for a log."""
-        inputs = f" x {'static ' if self.static_inputs else ''}{self.inputs}" if self.inputs else ""
-        order = ", ordered input" if self.ordered_input else ""
-        return f"{self.scheme} ({self.weights}{inputs}{order})"

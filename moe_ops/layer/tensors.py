@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_ops.layer.options import QuantFormats
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.expert_map import ExpertPlacement
 from moe_ops.parallel.replicas import ExpertReplicas
-from moe_ops.quant.checks import check_divides
+from moe_ops.quant.arguments import check_divides
 from moe_ops.quant.config import QuantConfig
-from moe_ops.quant.formats import TENSOR, Operand
 from moe_ops.quant.packing import E8M0_BIAS
-from moe_ops.shapes import FLOATS
+from moe_ops.quant.scales import check_scale_values, check_zero_values
+from moe_ops.shapes import FLOATS, check_devices, check_tensor
 
 # Four-bit codes of int4 are stored with an offset of 8: two zeros in a byte.
 INT4_ZEROS = 0x88
@@ -136,7 +134,7 @@ def tensor_specs(
     sizes: LayerSizes,
     *,
     dtype: torch.dtype,
-    formats: QuantFormats | None,
+    formats: QuantConfig | None,
     bias: bool,
     holds_w2_bias: bool,
     num_biased: int,
@@ -166,7 +164,7 @@ def tensor_specs(
 
 
 def layer_buffers(
-    placement: ExpertPlacement, sizes: LayerSizes, formats: QuantFormats | None
+    placement: ExpertPlacement, sizes: LayerSizes, formats: QuantConfig | None
 ) -> dict[str, Tensor | None]:
     """The tensors that say where experts and columns are, as a new layer has them, on the CPU; None
     for those that it does not need. Not shared with the placement.
@@ -191,7 +189,7 @@ def layer_buffers(
 
 
 def _weight(
-    name: str, shape: tuple[int, int, int], dtype: torch.dtype, formats: QuantFormats | None
+    name: str, shape: tuple[int, int, int], dtype: torch.dtype, formats: QuantConfig | None
 ) -> dict[str, TensorSpec]:
     E, rows, columns = shape
     if formats is None:
@@ -217,7 +215,7 @@ def _weight(
     return specs
 
 
-def check_fits(formats: QuantFormats, sizes: LayerSizes, shards: int) -> None:
+def check_fits(formats: QuantConfig, sizes: LayerSizes, shards: int) -> None:
     """Raise ValueError unless the rows of both weights fill bytes and groups of the format, and, of
     several shards, each holds whole groups.
     """
@@ -240,37 +238,36 @@ def check_fits(formats: QuantFormats, sizes: LayerSizes, shards: int) -> None:
             )
 
 
-def quant_config(
-    tensors: Mapping[str, Tensor | None], sizes: LayerSizes, formats: QuantFormats, gated: bool
-) -> QuantConfig:
-    """The configuration of a layer with these tensors, by the names in NAMES; None for no tensor.
-
-    Raises ValueError or TypeError if they do not fit, as `QuantConfig` does.
+def check_tensors(
+    config: QuantConfig,
+    specs: Mapping[str, TensorSpec | None],
+    tensors: Mapping[str, Tensor | None],
+) -> None:
+    """Raise ValueError or TypeError, naming the tensor, unless a quantised layer holds what its
+    specs say, on one device, with scales and zero points that mean something.
     """
-    format = formats.input_format
-    field = "scale" if format is not None and format.group == TENSOR else "global_scale"
-    fields: list[dict[str, Any]] = [{field: tensors[name]} for name in ("x_scale", "h_scale")]
-    w13, w2 = (
-        Operand(
-            format=formats.format,
-            scale=tensors[f"{w}_scale"],
-            global_scale=tensors[f"{w}_alpha"],
-            zero=tensors[f"{w}_zero"],
-            bias=tensors[f"{w}_bias"],
-        )
-        for w in ("w13", "w2")
-    )
-    return QuantConfig(
-        x=Operand(format=format, **fields[0]),
-        h=Operand(format=format, **fields[1]),
-        w13=w13,
-        w2=w2,
-        E=sizes.E,
-        F=sizes.F,
-        D=sizes.D,
-        I=sizes.I,
-        gated=gated,
-    )
+    held: dict[str, Tensor] = {}
+    for name, spec in specs.items():
+        t = tensors[name]
+        if spec is None and t is not None:
+            raise ValueError(f"{name} is given, but a layer of {config} has none; leave it out")
+        if spec is None:
+            continue
+        if t is None:
+            raise ValueError(f"{name} is missing; {config} wants the shape {list(spec.shape)}")
+        held[name] = t
+        # Biases go with casts of the layer.
+        check_tensor(name, t, len(spec.shape), (spec.dtype,) if name in CODED else FLOATS)
+        if t.shape != spec.shape:
+            raise ValueError(
+                f"{name} must have shape {list(spec.shape)} for this layer, got {list(t.shape)}; "
+                "moe_ops.weights.load_expert brings a checkpoint's tensors there"
+            )
+        if name.endswith(("scale", "alpha")):
+            check_scale_values(name, t)
+        elif name.endswith("zero"):
+            check_zero_values(name, t, config.format)
+    check_devices(next(iter(held.values())), **held)
 
 
 def own_part(name: str, t: Tensor, sizes: LayerSizes, activation: Activation) -> Tensor:

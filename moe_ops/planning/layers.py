@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.options import MOST_SIZE, check_fields, check_int
 from moe_ops.quant import packing
 from moe_ops.quant.arguments import named_format
+from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
 from moe_ops.shapes import DTYPES, check_choice, check_device
 
@@ -23,7 +24,10 @@ ROUTINGS = ("uniform", "zipf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A gated layer by the letters of `moe_ops/shapes.py`, to tune without a model."""
+    """A gated layer by the letters of `moe_ops/shapes.py`, to tune without a model.
+
+    quant: as `MoELayer` takes it, in place of w_format and x_format, which it sets.
+    """
 
     E: int
     K: int
@@ -33,9 +37,20 @@ class Shape:
     w_format: str = ""
     x_format: str = ""
     device: str = "cpu"
+    quant: str | QuantConfig | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
+        config = QuantConfig.of(self.quant)
+        if config is not None:
+            formats = (config.weights, config.inputs)
+            if (self.w_format, self.x_format) not in (("", ""), formats):
+                raise ValueError(
+                    f"quant={config} differs from w_format={self.w_format!r} and "
+                    f"x_format={self.x_format!r}; give one or the others"
+                )
+            for name, format in zip(("w_format", "x_format"), formats, strict=True):
+                object.__setattr__(self, name, format)
         for name in "EKDI":
             check_int(name, getattr(self, name), least=1, most=MOST_SIZE)
         if self.K > self.E:

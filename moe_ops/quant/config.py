@@ -1,106 +1,108 @@
-"""How the operands of one expert layer are stored: what kernels and tuned tables ask of it."""
+"""How a layer is quantised: the formats of its weights and of its inputs, without any tensor."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from moe_ops.quant.checks import check_config, scheme_of
-from moe_ops.quant.formats import ROW, TENSOR, Operand
-from moe_ops.shapes import check_choice
+from moe_ops.options import check_fields
+from moe_ops.quant.arguments import named_format
+from moe_ops.quant.formats import TENSOR, Format
+from moe_ops.quant.schemes import SCHEMES, check_groups, format_of, scheme_of
+from moe_ops.signature import did_you_mean
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuantConfig:
-    """The operands of both products of an expert layer, checked when it is made.
+    """The formats of a layer's weights and of the inputs of both products.
 
-    w13 is [E, F, D] with the rows [gate; up], F = 2 * I, if gated, else [E, I, D]; w2 is [E, D, I].
-    x and h share a format, as do w13 and w2. A value is (code - zero) * scale * global_scale, so
-    scales are multipliers of decoding. Per operand:
+    Format strings as the ops take them; inputs = "" stays in 16 or 32 bits. With static_inputs the
+    layer holds the scales of the inputs; without, inputs are scaled at run time. With ordered_input
+    the layer holds `input_order`, in which columns of its input go to the first product: for
+    weights that GPTQ quantised in the order of their activations.
 
-        scale         weights: [E, groups of rows, groups of columns], the dtype of the format;
-                      inputs: static, one value, for the group "tensor" alone
-        global_scale  NVFP4 alone: float32 [E] of weights, float32 one value of inputs
-        zero          weights of unsigned integers alone: uint8, the shape of scale
-        bias          weights alone: float [E, rows]
-
-    Raises ValueError or TypeError, from a rule in `quant/checks.py`, if the parts do not fit.
-    Tensors are kept as they are; do not write to them afterwards.
+    Raises ValueError for formats that no scheme of `moe_ops.quant.schemes` joins, TypeError for
+    what is neither a string nor a flag.
     """
 
-    x: Operand  # input of the first product
-    h: Operand  # input of the second product, after the activation
-    w13: Operand
-    w2: Operand
-    E: int
-    F: int
-    D: int
-    I: int  # noqa: E741 the legend's letter
-    gated: bool
+    weights: str
+    inputs: str = ""
+    static_inputs: bool = False
+    ordered_input: bool = False
 
     def __post_init__(self) -> None:
-        check_config(self)
+        check_fields(self)
+        weights = named_format("weights", self.weights)
+        inputs = named_format("inputs", self.inputs) if self.inputs else None
+        scheme_of(weights, inputs)
+        check_groups(inputs, weights)
+        if self.static_inputs and not (
+            inputs is not None and (inputs.group == TENSOR or inputs.has_global_scale)
+        ):
+            raise ValueError(
+                f"static_inputs goes with one scale for the tensor or with nvfp4, got the inputs "
+                f"{self.inputs!r}; leave it out"
+            )
+        if self.ordered_input and (weights.integer is None or inputs is not None):
+            raise ValueError(
+                "ordered_input goes with integer weights and inputs in 16 bits, got "
+                f"{self.weights!r} and {self.inputs!r}; leave it out"
+            )
+
+    @staticmethod
+    def of(quant: str | QuantConfig | None) -> QuantConfig | None:
+        """The configuration of a scheme by its name, or of weights by their format ("int8:row");
+        None for "none". Configurations and None come back as they are.
+
+        Raises ValueError for an unknown scheme, and for one that is built in several formats:
+        which one it is, a checkpoint says.
+        """
+        if quant is None or isinstance(quant, QuantConfig):
+            return quant
+        if not isinstance(quant, str):
+            raise TypeError(
+                f"quant must be None, the name of a scheme or a QuantConfig, got {quant!r}"
+            )
+        if quant not in SCHEMES and ":" in quant:
+            named_format(f"scheme {quant!r}", quant)
+            return QuantConfig(weights=quant)
+        if quant not in SCHEMES:
+            raise ValueError(
+                f"scheme {quant!r} is unknown; choose one of {', '.join(SCHEMES)}"
+                f"{did_you_mean(quant, SCHEMES)}"
+            )
+        scheme = SCHEMES[quant]
+        if scheme.name == "none":
+            return None
+        if len(scheme.weight_formats) > 1 or len(scheme.input_formats) > 1:
+            raise ValueError(
+                f"scheme {quant!r} has the weights {', '.join(scheme.weight_formats)} and the "
+                f"inputs {', '.join(map(repr, scheme.input_formats))}; "
+                "name one of each: QuantConfig(weights=..., inputs=...)"
+            )
+        return QuantConfig(weights=scheme.weight_formats[0], inputs=scheme.input_formats[0])
 
     @property
-    def quantized(self) -> bool:
-        """Whether the weights are quantised; inputs never are alone."""
-        return self.w13.format is not None
+    def format(self) -> Format:
+        return Format.of(self.weights)
 
     @property
-    def per_token(self) -> bool:
-        """Whether each token of an input has one scale."""
-        return self.x.format is not None and self.x.format.group == ROW
-
-    @property
-    def per_tensor(self) -> bool:
-        """Whether an input has one scale, static or dynamic, for all tokens."""
-        return self.x.format is not None and self.x.format.group == TENSOR
-
-    @property
-    def block_shape(self) -> tuple[int, int] | None:
-        """Rows and columns of the weights that share a scale; None if whole rows or all do."""
-        format = self.w13.format
-        return None if format is None or format.group in (ROW, TENSOR) else format.group
+    def input_format(self) -> Format | None:
+        return format_of(self.inputs)
 
     @property
     def scheme(self) -> str:
-        """The name of the scheme, a key of `SCHEMES`; "none" if not quantised."""
-        return scheme_of(self.w13.format, self.x.format)
+        """The name of the scheme, a key of `SCHEMES`."""
+        return scheme_of(self.format, self.input_format)
 
     @property
     def table_name(self) -> str:
-        """The key of tuned tables: scheme, weight format and input format, in [a-z0-9_].
-
-        Equal for configurations with the same formats, whatever their sizes; the 16-bit dtype is
-        that of the tensors, which a configuration does not hold.
-        """
-        names = (self.scheme, self.w13.name, self.x.name)
+        """The key of tuned tables: scheme, weight format and input format, in [a-z0-9_]."""
+        names = (self.scheme, self.format.name, self.inputs and Format.of(self.inputs).name)
         return "__".join(re.sub("[^a-z0-9]+", "_", name) for name in names if name)
 
-    def input_scale_shape(self, tokens: int, width: int) -> tuple[int, int] | None:
-        """Shape of the scales of an input of so many tokens; None if it is not quantised.
-
-        Groups: [tokens, ceil(width / group)]. Per token: [tokens, 1]. Per tensor: [1, 1].
-        """
-        format = self.x.format
-        return None if format is None else format.parsed.scale_shape(tokens, width)
-
-    def batched_input_scale_shape(
-        self, experts: int, tokens: int, width: int
-    ) -> tuple[int, int, int] | None:
-        """The same for an input [experts, tokens, width] whose tokens lie by expert."""
-        shape = self.input_scale_shape(tokens, width)
-        return None if shape is None else (experts, *shape)
-
-    def weight_scale_shape(self, which: str) -> tuple[int, int, int] | None:
-        """Shape of the scales of "w13" or "w2"; None if it is not quantised.
-
-        Raises ValueError for another name.
-        """
-        check_choice("which", which, ("w13", "w2"))
-        operand, rows, columns = (
-            (self.w13, self.F, self.D) if which == "w13" else (self.w2, self.D, self.I)
-        )
-        if operand.format is None:
-            return None
-        return (self.E, *operand.format.parsed.scale_shape(rows, columns))
+    def __str__(self) -> str:
+        """Scheme and formats for a log."""
+        inputs = f" x {'static ' if self.static_inputs else ''}{self.inputs}" if self.inputs else ""
+        order = ", ordered input" if self.ordered_input else ""
+        return f"{self.scheme} ({self.weights}{inputs}{order})"

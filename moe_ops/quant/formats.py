@@ -1,4 +1,4 @@
-"""How one operand of a matrix product is stored: element type, scales, packing, order of rows.
+"""How one operand of a matrix product is stored: element type, groups and scales.
 
 `Format` is the exact meaning of a format string (its grammar is in `fake_impls/formats.py`, which
 also knows the shapes). A value is
@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
-
-from torch import Tensor
 
 from moe_ops.fake_impls.formats import ALL, ELEMENTS, GROUPS, PUBLISHED, SCALES, Parsed, parse
-from moe_ops.options import MOST_SIZE, check_flag, check_int, check_text
+from moe_ops.options import MOST_SIZE, check_int, check_text
 from moe_ops.signature import described
 
 TENSOR, ROW, COLUMN = GROUPS["tensor"], GROUPS["row"], GROUPS["column"]
@@ -164,52 +161,3 @@ class Format:
 def _of(name: str) -> Format:
     parsed = parse(name)
     return Format(element=parsed.element, group=parsed.group, scale=parsed.scale)
-
-
-Order = Literal["gate_up", "up_gate", "interleaved"]
-Packing = Literal["plain", "gptq", "awq"]
-ScaleLayout = Literal["plain", "swizzled_128x4"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Where the values of an operand's tensors lie.
-
-    The ops read the layout of the defaults; other layouts describe what checkpoints and foreign
-    kernels hold, and are converted (`quant.packing`, `quant.resolve`).
-    """
-
-    order: Order = "gate_up"  # of the rows of a gated first weight
-    transposed: bool = False  # [E, D, F] instead of [E, F, D]
-    packing: Packing = "plain"  # of sub-byte values: GPTQ packs int32 along D, AWQ along F
-    scales: ScaleLayout = "plain"
-
-    def __post_init__(self) -> None:
-        check_flag("transposed", self.transposed)
-        for field, kind in (("order", Order), ("packing", Packing), ("scales", ScaleLayout)):
-            if getattr(self, field) not in kind.__args__:  # type: ignore[attr-defined]
-                raise ValueError(
-                    f"{field} {getattr(self, field)!r} is unknown; "
-                    f"choose one of {', '.join(kind.__args__)}"  # type: ignore[attr-defined]
-                )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Operand:
-    """One operand of a product: its format and the tensors that go with it, values left out.
-
-    Without a format the operand is not quantised. `scale` of an input is static: without it the
-    input is quantised with scales of its own at run time.
-    """
-
-    format: Format | None = None
-    scale: Tensor | None = None
-    global_scale: Tensor | None = None  # float32 [E], or one value
-    zero: Tensor | None = None  # uint8, the shape of the scales
-    bias: Tensor | None = None  # float [E, rows]
-    layout: Layout = Layout()
-
-    @property
-    def name(self) -> str:
-        """The format string for an op; empty if not quantised."""
-        return "" if self.format is None else self.format.name

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_ops.layer import MoELayer
 from moe_ops.layer.tensors import NAMES, STATE
-from moe_ops.quant.resolve import Reciprocal, as_multiplier
+from moe_ops.quant.scales import inverse
 from moe_ops.weights.experts import (
     WEIGHTS,
     LoadRecord,
@@ -371,7 +371,7 @@ def _read(name: str, entry: Entry, read: Read) -> Tensor:
     if not entry.reciprocal:
         return read()
     try:
-        return as_multiplier(Reciprocal(read())).tensor
+        return inverse(read())
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {error}") from error
 

@@ -113,7 +113,7 @@ def load_expert(
     tensor: whole, as the checkpoint has it, of which w1 and w3 are narrowed along their outputs and
     w2 along its inputs; or, if `sharded`, this rank's part already. coding: the checkpoint's
     layout. Floating-point weights and biases are rounded to the layer's dtype; codes and scales
-    never are. Scales multiply: take `quant.resolve.as_multiplier` of others.
+    never are. Scales multiply: take `quant.scales.inverse` of others.
 
     Where one number serves w1 and w3, they must agree, and one scale serves the inputs of all
     experts: their largest. A `record` of what was loaded before is then needed. Of inputs every
@@ -317,7 +317,7 @@ def _load_input(
     target = getattr(layer, parameter)
     if target is None:
         raise ValueError(
-            f"the layer holds no {parameter}; make it with QuantFormats(static_inputs=True)"
+            f"the layer holds no {parameter}; make it with QuantConfig(static_inputs=True)"
         )
     if record is None:
         raise ValueError("one scale serves w1 and w3 and all experts; pass this load's LoadRecord")

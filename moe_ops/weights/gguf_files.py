@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.layer.options import QuantFormats
+from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
 from moe_ops.quant.packing import pack
 from moe_ops.weights.layouts import PLAIN, Axis, Coding, Matrix, Stored
@@ -45,7 +45,7 @@ def entries(file: Path) -> Iterator[Stored]:
             yield Stored(name=name, read=partial(_decoded, tensor), coding=PLAIN, made=True)
 
 
-def gguf_formats(source: str | Path | Iterable[str | Path]) -> dict[str, QuantFormats | None]:
+def gguf_formats(source: str | Path | Iterable[str | Path]) -> dict[str, QuantConfig | None]:
     """The `quant` of every MoE layer of GGUF files, by its prefix ("blk.3"), to make it with.
 
     None where the experts' tensors are floating-point, of several types, or of a type that no
@@ -60,7 +60,7 @@ def gguf_formats(source: str | Path | Iterable[str | Path]) -> dict[str, QuantFo
             if found:
                 kinds.setdefault(found["prefix"], set()).add(tensor.tensor_type.name)
     formats = {p: FORMATS.get(next(iter(k))) if len(k) == 1 else None for p, k in kinds.items()}
-    return {p: None if f is None else QuantFormats(weights=f) for p, f in formats.items()}
+    return {p: None if f is None else QuantConfig(weights=f) for p, f in formats.items()}
 
 
 @functools.cache

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.quant.checkpoints import awq_values, awq_zeros, gptq_values, gptq_zeros
 from moe_ops.quant.formats import Format
-from moe_ops.quant.resolve import e8m0_to_float32, float32_to_e8m0
+from moe_ops.quant.packing import pack, unpack
+from moe_ops.quant.scales import e8m0_to_float32, float32_to_e8m0
 from moe_ops.shapes import FLOATS
 
 
@@ -140,7 +140,12 @@ TRANSPOSED = Coding(name="transposed", weight=Matrix(rows=COLUMNS, columns=ROWS)
 
 
 def gptq(bits: int = 4, *, plus_one: bool = True) -> Coding:
-    """GPTQ: words along the columns, which lie on axis 0. See `quant.checkpoints.from_gptq`."""
+    """GPTQ: words along the columns, which lie on axis 0, the first value in the lowest bits.
+
+    Values of int4 and int8 are stored with an offset of half their range. The first version of the
+    format (`plus_one`) stores zero points less one, so that the largest stands for 0. Source:
+    Frantar et al., "GPTQ", arXiv:2210.17323; the layout is AutoGPTQ's.
+    """
     per = _per_word(bits)
 
     def values(t: Tensor, format: Format) -> Tensor:
@@ -161,7 +166,10 @@ def gptq(bits: int = 4, *, plus_one: bool = True) -> Coding:
 
 
 def awq() -> Coding:
-    """AWQ of four bits: words along the rows, which lie on axis 1. See `from_awq`."""
+    """AWQ of four bits: words along the rows, which lie on axis 1. Nibble i of a word, from the
+    lowest bits, is value (0, 2, 4, 6, 1, 3, 5, 7)[i]. Source: Lin et al., "AWQ", arXiv:2306.00978;
+    the layout is that of its GEMM kernel.
+    """
     words = Axis(place=1, values=8)
     return Coding(
         name="AWQ",
@@ -199,6 +207,44 @@ def mxfp4_blocks() -> Coding:
     """gpt-oss: MXFP4 as [rows, columns / 32, 16] bytes."""
     packed = Matrix(columns=Axis(place=1, values=2), block=16)
     return Coding(name="MXFP4 blocks", weight=packed)
+
+
+def gptq_values(words: Tensor, *, bits: int, symmetric: bool) -> Tensor:
+    """Packed values [F, D packed] of GPTQ words [D / n, F]; symmetric: those of int4 or int8."""
+    values = _bytes(_transposed(words))
+    # Four bits are stored with the offset that int4 has; eight bits with one of 128.
+    return (values ^ 128).view(torch.int8) if symmetric and bits == 8 else values
+
+
+def gptq_zeros(words: Tensor, *, bits: int, plus_one: bool) -> Tensor:
+    """Zero points [F, G] of GPTQ words [G, F / n]."""
+    zero_GF = unpack(_bytes(words), f"uint{bits}")
+    return _transposed((zero_GF + int(plus_one)) & (2**bits - 1))
+
+
+def awq_values(words: Tensor) -> Tensor:
+    """Packed values [F, D / 2] of AWQ words [D, F / 8]."""
+    return pack(awq_zeros(words), "uint4")
+
+
+def awq_zeros(words: Tensor) -> Tensor:
+    """Zero points [F, G] of AWQ words [G, F / 8]."""
+    nibbles = unpack(_bytes(words), "uint4")
+    # Column 2a + b of eight is nibble a + 4b: the two halves of a word interleave.
+    halves = nibbles.unflatten(-1, (words.shape[-1], 2, 4))
+    return _transposed(halves.transpose(-1, -2).flatten(-3))
+
+
+def _transposed(t: Tensor) -> Tensor:
+    return t.transpose(-1, -2).contiguous()
+
+
+def _bytes(words: Tensor) -> Tensor:
+    """The bytes of int32 words [..., n], lowest first: [..., 4 n]."""
+    if words.dtype != torch.int32:
+        raise TypeError(f"words must be int32, got {words.dtype}; view them as int32")
+    # An axis of one word has the stride 1 that this view wants, whatever strides the others have.
+    return words.unsqueeze(-1).view(torch.uint8).flatten(-2)
 
 
 def _per_word(bits: int) -> int:

@@ -64,7 +64,7 @@ class Orders:
         if order is not None and layer.input_order is None:
             raise ValueError(
                 "was quantised in the order of its activations; make the layer with "
-                "QuantFormats(ordered_input=True)"
+                "QuantConfig(ordered_input=True)"
             )
         if self.input is None and layer.input_order is not None:
             whole = torch.arange(layer.sizes.hidden_size) if order is None else order

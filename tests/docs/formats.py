@@ -14,8 +14,8 @@ import torch
 from moe_ops import OPS
 from moe_ops.fake_impls.formats import ALL, ELEMENTS, PUBLISHED
 from moe_ops.quant import packing
-from moe_ops.quant.checks import SCHEMES, check_groups, scheme_of
 from moe_ops.quant.formats import Format
+from moe_ops.quant.schemes import SCHEMES, check_groups, scheme_of
 
 from .served import DEVICES, calls, how, machine, refusals
 
@@ -180,7 +180,7 @@ def pairs() -> list[Pair]:
 
 
 def objection(weights: str, inputs: str) -> str | None:
-    """Why no configuration has these formats, or None: the rules that `check_config` applies."""
+    """Why no configuration has these formats, or None: its rules."""
     try:
         w, x = (Format.of(name) if name else None for name in (weights, inputs))
         scheme_of(w, x)

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_ops import MoELayer, QuantFormats, Routing, activate, route, using
+from moe_ops import MoELayer, QuantConfig, Routing, activate, route, using
 from moe_ops.fake_impls.formats import ELEMENTS, PUBLISHED, SCALES
 from moe_ops.ops.activate import KINDS, Activation
 from moe_ops.parallel.config import COLLECTIVES, HIGH_THROUGHPUT, ParallelConfig
 from moe_ops.parallel.expert_map import PLACEMENTS, ExpertPlacement, place
-from moe_ops.quant.checks import SCHEMES
-from moe_ops.quant.formats import Format, Layout
+from moe_ops.quant.formats import Format
+from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import TOL, assert_close
 from tests.fuzz.attempts import (
     FLAG,
@@ -109,7 +109,7 @@ def right_activation(got: Activation, given: dict[str, Any]) -> None:
 
 FORMATS = ("int8:row", "uint4:1x64", "float8_e4m3fn:128x128", *PUBLISHED)
 NO_FORMAT = (*NO_NAME, "int8:0x1", "int8:row:row", "int8:1x", "float8_e4m3fn:-1x128", "mxfp5")
-QUANT_FORMATS = {
+QUANT_CONFIG = {
     "weights": Slot(legal=FORMATS, illegal=NO_FORMAT),
     "inputs": Slot(legal=("", *FORMATS), illegal=tuple(f for f in NO_FORMAT if f != "")),
     "static_inputs": FLAG,
@@ -117,15 +117,16 @@ QUANT_FORMATS = {
 }
 
 
-def right_formats(got: QuantFormats, given: dict[str, Any]) -> None:
+def right_formats(got: QuantConfig, given: dict[str, Any]) -> None:
     """They are those of a scheme."""
     kept(got, given)
     assert got.scheme in SCHEMES and got.format == Format.of(given["weights"])
 
 
-def right_scheme(got: QuantFormats | None, given: dict[str, Any]) -> None:
+def right_scheme(got: QuantConfig | None, given: dict[str, Any]) -> None:
     quant = given["quant"]
-    assert got is None if quant in (None, "none") else quant in (got, got and got.scheme)
+    names = () if got is None else (got, got.scheme, got.weights)
+    assert got is None if quant in (None, "none") else quant in names
 
 
 FORMAT = {
@@ -139,12 +140,6 @@ FORMAT = {
     ),
     "scale": one_of(*SCALES),
 }  # fmt: skip
-LAYOUT = {
-    "order": one_of("gate_up", "up_gate", "interleaved"),
-    "transposed": FLAG,
-    "packing": one_of("plain", "gptq", "awq"),
-    "scales": one_of("plain", "swizzled_128x4"),
-}
 
 
 def right_format(got: Format, given: dict[str, Any]) -> None:
@@ -260,7 +255,7 @@ LAYER = {
     "routed_output_transform": Slot(legal=(None, nn.Linear(D, D, bias=False)), illegal=NO_MODULE),
     "separate": FLAG,
     "quant": Slot(
-        legal=(None, "none", QuantFormats(weights="int8:row"), QuantFormats(weights="int4:1x4")),
+        legal=(None, "none", "int8:row", QuantConfig(weights="int4:1x4")),
         illegal=(*NO_NAME[1:], "mxfp5", "fp8_w8a8", SCHEMES, Format.of("int8:row")),
         words=("scheme",),
     ),
@@ -323,14 +318,21 @@ TARGETS: dict[str, Target] = {
     "Activation": Target(
         run=taken_activation, slots=ACTIVATION, base={"kind": "silu"}, right=right_activation
     ),
-    "QuantFormats": Target(
-        run=QuantFormats, slots=QUANT_FORMATS, base={"weights": "int8:row"}, right=right_formats
+    "QuantConfig": Target(
+        run=QuantConfig, slots=QUANT_CONFIG, base={"weights": "int8:row"}, right=right_formats
     ),
-    "QuantFormats.of": Target(
-        run=QuantFormats.of,
+    "QuantConfig.of": Target(
+        run=QuantConfig.of,
         slots={
             "quant": Slot(
-                legal=(None, "none", "mxfp4_w4a16", "mxfp8", QuantFormats(weights="int8:row")),
+                legal=(
+                    None,
+                    "none",
+                    "mxfp4_w4a16",
+                    "mxfp8",
+                    "int8:row",
+                    QuantConfig(weights="mxfp4"),
+                ),
                 illegal=(*NO_NAME[1:], "mxfp5", "fp8_w8a8", Format.of("int8:row")),
                 words=("scheme",),
             )
@@ -347,7 +349,6 @@ TARGETS: dict[str, Target] = {
         base={"name": "int8:row"},
         right=lambda got, given: kept(Format.of(got.name), {"name": given["name"]}),
     ),
-    "Layout": Target(run=Layout, slots=LAYOUT, right=kept),
     "ParallelConfig": Target(run=ParallelConfig, slots=CONFIG, right=kept),
     "ParallelConfig.of": Target(run=ParallelConfig.of, slots=OF, right=right_rank),
     "ParallelConfig.from_mesh": Target(

@@ -15,6 +15,7 @@ from moe_ops import OPS, MoELayer, experts, using
 from moe_ops.passes.context import Options
 from moe_ops.planning.layers import Shape, fake_arguments_of
 from moe_ops.planning.plan import Plan, Range
+from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import TOL, assert_close
 from moe_ops.weights import STYLES, LoadRecord, LoadReport, Style, load_checkpoint, load_expert
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED
@@ -44,6 +45,9 @@ E, D, I = 4, 64, 32  # noqa: E741  the legend's letter
 
 def right_shape(got: Shape, given: dict[str, Any]) -> None:
     """Arguments of `experts` can be made of it."""
+    if given.get("quant") is not None:
+        given = {n: v for n, v in given.items() if n not in ("w_format", "x_format")}
+        assert got.w_format == "int8:row"
     kept(got, given)
     arguments = fake_arguments_of(got)
     assert arguments.w13_EFD.shape[0] == got.E
@@ -209,6 +213,11 @@ TARGETS: dict[str, Target] = {
             "w_format": Slot(legal=("", "int8:row"), illegal=tuple(f for f in NO_FORMAT if f)),
             "x_format": Slot(legal=("", "int8:row"), illegal=tuple(f for f in NO_FORMAT if f)),
             "device": Slot(legal=("cpu",), illegal=(*NO_NAME, "gpu", "cpu:x")),
+            "quant": Slot(
+                legal=(None, "int8:row", QuantConfig(weights="int8:row", inputs="int8:row")),
+                illegal=(*NO_NAME[1:], "mxfp5", "fp8_w8a8"),
+                words=("scheme",),
+            ),
         },
         base={"E": 4, "K": 2, "D": 8, "I": 8},
         right=right_shape,

@@ -2,12 +2,10 @@
 
 import pytest
 
-from tests.fuzz import constructors, loading, quantising, sharing
+from tests.fuzz import constructors, loading, sharing
 from tests.fuzz.attempts import check_many
 
-PLACES = {
-    name: place for place in (constructors, sharing, quantising, loading) for name in place.TARGETS
-}
+PLACES = {name: place for place in (constructors, sharing, loading) for name in place.TARGETS}
 
 
 @pytest.mark.parametrize("name", PLACES)

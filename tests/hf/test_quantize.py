@@ -25,8 +25,9 @@ from moe_ops.hf import adopt_mxfp4
 from moe_ops.hf.fp8 import describe_fp8
 from moe_ops.hf.stored import stored_format
 from moe_ops.quant import packing
-from moe_ops.quant.checks import SCHEMES
+from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
+from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import Tol, assert_close
 
 TOL = Tol(1e-4, "float32 sums in another order through a whole model")
@@ -168,6 +169,42 @@ def test_experts_that_a_format_does_not_fit_keep_their_weights() -> None:
     )
     assert "kept: model.layers.1" in str(report)
     assert_close(logits(model), want, TOL)
+
+
+def test_a_configuration_says_the_same_as_a_scheme() -> None:
+    for scheme, quant in (
+        ("mxfp8", QuantConfig(weights="mxfp8", inputs="mxfp8")),
+        ("int4_w4a16", QuantConfig(weights="uint4:1x64")),
+        ("int8_w8a16", "int8:row"),
+    ):
+        one, other = qwen(), qwen()
+        first = moe_ops.quantize_model(one, scheme, progress=False)
+        assert moe_ops.quantize_model(other, quant, progress=False) == first
+        assert torch.equal(logits(one), logits(other))
+
+
+@pytest.mark.parametrize(
+    ("quant", "more", "found"),
+    [
+        (QuantConfig(weights="mxfp4"), {"weight_format": "mxfp4"}, "weight_format and input_form"),
+        ("int4:row", {"input_format": ""}, "but int4:row names one of each; leave them out"),
+        ("int4:rows", {}, "scheme 'int4:rows': format 'int4:rows' has the group 'rows'"),
+        ("none", {}, "scheme 'none' is unknown; choose one of fp8_w8a8"),
+        (
+            QuantConfig(weights="int8:row", inputs="int8:tensor", static_inputs=True),
+            {},
+            r"x static int8:tensor\) wants a layer that holds scales or an order of its inputs",
+        ),
+        (QuantConfig(weights="int8:row", ordered_input=True), {}, "take moe_ops.MoELayer"),
+    ],
+)
+def test_configurations_that_no_model_can_have(
+    quant: Any, more: dict[str, str], found: str
+) -> None:
+    model = qwen()
+    with pytest.raises(ValueError, match=found):
+        moe_ops.quantize_model(model, quant, progress=False, **more)
+    assert all(stored_format(m) is None for m in experts_of(model))
 
 
 def test_bad_schemes_and_second_calls_are_refused() -> None:

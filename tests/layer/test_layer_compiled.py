@@ -12,9 +12,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import moe_ops
 from moe_ops.layer import MoELayer
-from moe_ops.layer.options import QuantFormats, Routing
+from moe_ops.layer.options import Routing
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig
+from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import BF16, GPT_OSS, TOL, Tol, assert_close
 
 EXACT = Tol(1e-6, "the same ops")
@@ -32,8 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"activation": Activation(kind="silu", **GPT_OSS), "bias": True},
     "padded": {"hidden_multiple": 48, "intermediate_multiple": 48},
     "mxfp4": {"quant": "mxfp4_w4a16"},
-    "fp8": {"quant": QuantFormats(weights="float8_e4m3fn:16x32", inputs="float8_e4m3fn:1x32")},
-    "nvfp4": {"quant": QuantFormats(weights="nvfp4", inputs="nvfp4", static_inputs=True)},
+    "fp8": {"quant": QuantConfig(weights="float8_e4m3fn:16x32", inputs="float8_e4m3fn:1x32")},
+    "nvfp4": {"quant": QuantConfig(weights="nvfp4", inputs="nvfp4", static_inputs=True)},
     "on_input": {"top_k": 1, "routing": Routing(score="sigmoid", weight_on_input=True)},
     "modules": {
         "shared_experts": nn.Linear(64, 64),

@@ -12,9 +12,10 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops.layer import MoELayer
-from moe_ops.layer.options import QuantFormats, Routing
+from moe_ops.layer.options import Routing
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.parallel.replicas import ExpertReplicas
+from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import BF16, TOL, Tol, assert_close
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "balanced": {"parallel": RANK, "redundant_experts": 2, "balanced": True},
     "padded": {"hidden_multiple": 192, "intermediate_multiple": 96},
     "mxfp4": {"quant": "mxfp4_w4a16"},
-    "fp8": {"quant": QuantFormats(weights="float8_e4m3fn:32x32", inputs="float8_e4m3fn:1x32")},
+    "fp8": {"quant": QuantConfig(weights="float8_e4m3fn:32x32", inputs="float8_e4m3fn:1x32")},
 }  # fmt: skip
 # Logits in bfloat16 tie: an expert more or less is another result, so routing is compared apart.
 STEP = Tol(5e-2, "a few roundings, or one step of a quantised activation")

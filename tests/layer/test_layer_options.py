@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer.options import QuantFormats, Routing
+from moe_ops.layer.options import Routing
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig
+from moe_ops.quant.config import QuantConfig
 
 SIZES: dict[str, Any] = {
     "num_experts": 8, "top_k": 2, "hidden_size": 64, "intermediate_size": 48,
@@ -78,9 +79,9 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scheme_of_many": (
         {"quant": "fp8_w8a8"},
         ValueError,
-        "name one of each: QuantFormats(weights=..., inputs=...)",
+        "name one of each: QuantConfig(weights=..., inputs=...)",
     ),
-    "quant_type": ({"quant": 8}, TypeError, "quant must be None, the name of a scheme or Quant"),
+    "quant_type": ({"quant": 8}, TypeError, "quant must be None, the name of a scheme or a Q"),
     "packing": (
         {"quant": "mxfp4_w4a16"},
         ValueError,
@@ -93,13 +94,13 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "or pad each rank's share with zeros: intermediate_multiple=1",
     ),
     "tp_cuts_rows": (
-        {"parallel": TP4, "quant": QuantFormats(weights="float8_e4m3fn:16x4")},
+        {"parallel": TP4, "quant": QuantConfig(weights="float8_e4m3fn:16x4")},
         ValueError,
         "each of 4 tensor parallel ranks holds 12 rows of w13, which cuts a float8_e4m3fn:16x4 "
         "group of 16; pad each rank's share with zeros: intermediate_multiple=16",
     ),
     "tp_cuts_columns": (
-        {"parallel": TP4, "quant": QuantFormats(weights="float8_e4m3fn:4x16")},
+        {"parallel": TP4, "quant": QuantConfig(weights="float8_e4m3fn:4x16")},
         ValueError,
         "holds 12 columns of w2, which cuts a float8_e4m3fn:4x16 group of 16",
     ),
@@ -223,7 +224,7 @@ def test_routing_of_a_wrong_type_is_refused_where_it_is_made(
 )
 def test_formats_of_a_wrong_type_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(TypeError, match=text):
-        QuantFormats(**options)
+        QuantConfig(**options)
 
 
 @pytest.mark.parametrize(("options", "error", "text"), BAD.values(), ids=BAD)
@@ -257,16 +258,16 @@ BAD_FORMATS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("options", "text"), BAD_FORMATS.values(), ids=BAD_FORMATS)
 def test_formats_that_do_not_fit_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError) as raised:
-        QuantFormats(**options)
+        QuantConfig(**options)
     assert text in str(raised.value)
 
 
 def test_schemes_by_name() -> None:
-    assert QuantFormats.of("nvfp4_w4a4") == QuantFormats(weights="nvfp4", inputs="nvfp4")
-    assert QuantFormats.of("none") is None
-    assert QuantFormats.of(None) is None
-    formats = QuantFormats(weights="int8:row")
-    assert QuantFormats.of(formats) is formats
+    assert QuantConfig.of("nvfp4_w4a4") == QuantConfig(weights="nvfp4", inputs="nvfp4")
+    assert QuantConfig.of("none") is None
+    assert QuantConfig.of(None) is None
+    formats = QuantConfig(weights="int8:row")
+    assert QuantConfig.of(formats) is formats
     assert formats.scheme == "int8_w8a16"
 
 

@@ -10,12 +10,13 @@ from shards import Split, pair, take_share
 from torch import Tensor, nn
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer.options import QuantFormats, Routing
+from moe_ops.layer.options import Routing
 from moe_ops.ops import route
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.replicas import ExpertReplicas
-from moe_ops.quant.checks import SCHEMES, check_groups
+from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import ROW, TENSOR, Format
+from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import GPT_OSS, Tol, assert_close
 
 EXACT = Tol(1e-5, "float32 sums in another order")
@@ -29,24 +30,19 @@ EP64 = Split(name="dp8_tp8_ep", dp=8, tp=8, ep=True)
 TP64 = Split(name="dp4_pcp2_tp8", dp=4, pcp=2, tp=8)
 
 
-def formats() -> list[QuantFormats]:
+def formats() -> list[QuantConfig]:
     """Every weight format with every input format of every scheme, static scales too."""
     found = []
     for scheme in SCHEMES.values():
-        for w in filter(None, scheme.weight_formats):
-            for x in scheme.input_formats:
-                weights, inputs = Format.of(w), Format.of(x) if x else None
-                try:
-                    check_groups(inputs, weights)
-                except ValueError:
-                    continue  # these groups do not go together
-                one = inputs is not None and (inputs.group == TENSOR or inputs.has_global_scale)
-                choices = (False, True) if one else (False,)
-                found += [QuantFormats(weights=w, inputs=x, static_inputs=s) for s in choices]
+        for w, x in scheme.pairs():
+            inputs = Format.of(x) if x else None
+            one = inputs is not None and (inputs.group == TENSOR or inputs.has_global_scale)
+            choices = (False, True) if one else (False,)
+            found += [QuantConfig(weights=w, inputs=x, static_inputs=s) for s in choices if w]
     return found
 
 
-def scales_its_share(quant: QuantFormats, split: Split) -> bool:
+def scales_its_share(quant: QuantConfig, split: Split) -> bool:
     """Whether a rank scales the second input by what it holds of it, not by all of it."""
     inputs = quant.input_format
     if inputs is None or quant.static_inputs:
@@ -82,7 +78,7 @@ def test_every_scheme_is_here() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [TP, EP, DP_TP_EP], ids=lambda s: s.name)
 @pytest.mark.parametrize("quant", FORMATS, ids=str)
-def test_every_format(quant: QuantFormats, split: Split) -> None:
+def test_every_format(quant: QuantConfig, split: Split) -> None:
     whole, parts = pair(split, **SIZES, quant=quant)
     given = tokens(whole)
     with torch.inference_mode():
@@ -92,7 +88,7 @@ def test_every_format(quant: QuantFormats, split: Split) -> None:
             return
         # The ranks' scales differ from that of the whole, so the codes do: against inputs that are
         # not quantised, they must be as good.
-        floats = take_share(whole, MoELayer(**SIZES, quant=QuantFormats(weights=quant.weights)))
+        floats = take_share(whole, MoELayer(**SIZES, quant=QuantConfig(weights=quant.weights)))
         exact = floats(*given)
     assert (got - exact).norm() <= 1.3 * (want - exact).norm()
 
@@ -112,20 +108,20 @@ LAYERS: dict[str, dict[str, Any]] = {
     },
     "interleaved_blocks": {
         "activation": Activation(kind="silu", interleaved=True),
-        "quant": QuantFormats(weights="float8_e4m3fn:16x32"),
+        "quant": QuantConfig(weights="float8_e4m3fn:16x32"),
     },
     "ungated": {"activation": Activation(kind="relu2", gated=False), "bias": True},
     "ungated_int4": {
         "activation": Activation(kind="silu", gated=False),
-        "quant": QuantFormats(weights="uint4:1x32"),
+        "quant": QuantConfig(weights="uint4:1x32"),
     },
     "wider": {"hidden_multiple": 96, "bias": True},
     "wider_experts": {"intermediate_multiple": 96, "bias": True},
-    "wider_int4": {"intermediate_multiple": 96, "quant": QuantFormats(weights="int4:1x32")},
-    "wider_uint4": {"intermediate_multiple": 96, "quant": QuantFormats(weights="uint4:1x32")},
+    "wider_int4": {"intermediate_multiple": 96, "quant": QuantConfig(weights="int4:1x32")},
+    "wider_uint4": {"intermediate_multiple": 96, "quant": QuantConfig(weights="uint4:1x32")},
     "wider_blocks": {
         "intermediate_multiple": 96,
-        "quant": QuantFormats(weights="float8_e4m3fn:32x32", inputs="float8_e4m3fn:1x32"),
+        "quant": QuantConfig(weights="float8_e4m3fn:32x32", inputs="float8_e4m3fn:1x32"),
     },
 }  # fmt: skip
 
@@ -168,12 +164,12 @@ MANY: dict[str, tuple[Split, dict[str, Any]]] = {
         EP64,
         {
             "num_experts": 70,
-            "quant": QuantFormats(weights="float8_e4m3fn:16x32", inputs="float8_e4m3fn:1x32"),
+            "quant": QuantConfig(weights="float8_e4m3fn:16x32", inputs="float8_e4m3fn:1x32"),
         },
     ),
     "ep_mxfp4": (EP64, {"num_experts": 65, "quant": "mxfp4_w4a16"}),
     "tp": (TP64, {"num_experts": 3, "bias": True, "shared_experts": 1}),
-    "tp_int8": (TP64, {"num_experts": 3, "quant": QuantFormats(weights="int8:row")}),
+    "tp_int8": (TP64, {"num_experts": 3, "quant": QuantConfig(weights="int8:row")}),
 }  # fmt: skip
 
 

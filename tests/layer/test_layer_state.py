@@ -11,22 +11,23 @@ from shards import randomize
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer.options import QuantFormats, Routing
+from moe_ops.layer.options import Routing
+from moe_ops.quant.config import QuantConfig
 
 SIZES: dict[str, Any] = {
     "num_experts": 4, "top_k": 2, "hidden_size": 128, "intermediate_size": 64, "bias": True,
     "internal_gate": True,
 }  # fmt: skip
 FORMATS = {
-    "int8": QuantFormats(weights="int8:row"),
-    "uint4": QuantFormats(weights="uint4:1x32"),
-    "bf16_scales": QuantFormats(weights="int4:1x32:bfloat16"),
-    "fp8": QuantFormats(weights="float8_e4m3fn:row", inputs="float8_e4m3fn:row"),
-    "static": QuantFormats(
+    "int8": QuantConfig(weights="int8:row"),
+    "uint4": QuantConfig(weights="uint4:1x32"),
+    "bf16_scales": QuantConfig(weights="int4:1x32:bfloat16"),
+    "fp8": QuantConfig(weights="float8_e4m3fn:row", inputs="float8_e4m3fn:row"),
+    "static": QuantConfig(
         weights="float8_e4m3fn:tensor", inputs="float8_e4m3fn:tensor", static_inputs=True
     ),
-    "mxfp4": QuantFormats(weights="mxfp4"),
-    "nvfp4": QuantFormats(weights="nvfp4", inputs="nvfp4", static_inputs=True),
+    "mxfp4": QuantConfig(weights="mxfp4"),
+    "nvfp4": QuantConfig(weights="nvfp4", inputs="nvfp4", static_inputs=True),
 }
 
 
@@ -50,7 +51,7 @@ def unchanged(layer: MoELayer, before: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("quant", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_cast_leaves_codes_and_scales_and_takes_the_rest(
-    quant: QuantFormats, dtype: torch.dtype
+    quant: QuantConfig, dtype: torch.dtype
 ) -> None:
     routing = Routing(correction_bias=True)
     layer, made = layer_of(quant, routing=routing), layer_of(quant, routing=routing, dtype=dtype)
@@ -75,7 +76,7 @@ def test_a_plain_layer_is_cast_whole() -> None:
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("quant", FORMATS.values(), ids=FORMATS)
 def test_codes_are_not_loaded_as_weights_nor_weights_as_codes(
-    quant: QuantFormats, strict: bool
+    quant: QuantConfig, strict: bool
 ) -> None:
     coded_layer, plain = layer_of(quant), layer_of(None)
     before = coded(coded_layer)
@@ -88,7 +89,7 @@ def test_codes_are_not_loaded_as_weights_nor_weights_as_codes(
 
 
 def test_scales_of_another_dtype_are_refused() -> None:
-    layer, other = layer_of(FORMATS["bf16_scales"]), layer_of(QuantFormats(weights="int4:1x32"))
+    layer, other = layer_of(FORMATS["bf16_scales"]), layer_of(QuantConfig(weights="int4:1x32"))
     with pytest.raises(
         RuntimeError, match=r"w13_scale is torch\.float32 .* but torch\.bfloat16 in"
     ):

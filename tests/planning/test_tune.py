@@ -20,6 +20,7 @@ from moe_ops.planning.cost import device_of
 from moe_ops.planning.layers import ROUTINGS, Shape, arguments_of, calls_of, routed
 from moe_ops.planning.tune import tune
 from moe_ops.planning.tuned import Cell, Layer
+from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import BF16, CASES, make_layer
 from tests.passes.planned import Hook, run_experts
 from tests.terminals import Terminal
@@ -115,6 +116,16 @@ def test_unknown_routings_and_formats_are_errors(tmp_path: Path) -> None:
         tune(SHAPE, tmp_path / "t.json", routings=("even",))
     with pytest.raises(ValueError, match="format 'fp5' is not"):
         Shape(E=8, K=2, D=64, I=32, w_format="fp5")
+
+
+def test_a_shape_is_quantised_as_a_layer_is() -> None:
+    sizes = {"E": 8, "K": 2, "D": 64, "I": 32}
+    want = Shape(**sizes, w_format="mxfp8", x_format="mxfp8")
+    for quant in ("mxfp8", QuantConfig(weights="mxfp8", inputs="mxfp8")):
+        assert Shape(**sizes, quant=quant) == want
+    assert Shape(**sizes, quant="int4:1x16").w_format == "int4:1x16"
+    with pytest.raises(ValueError, match=r"quant=mxfp8 .* differs from w_format='mxfp4' and x_"):
+        Shape(**sizes, quant="mxfp8", w_format="mxfp4")
 
 
 @pytest.mark.parametrize(

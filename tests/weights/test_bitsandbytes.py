@@ -14,8 +14,8 @@ from peak import Peak
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer.options import QuantFormats
 from moe_ops.parallel.config import ParallelConfig
+from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.bitsandbytes import decoders
 
@@ -153,6 +153,6 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"up_proj.weight: 2304 torch.uint8 codes and 3 scales are"
     ):
         load(short)
-    quant = QuantFormats(weights="int8:row")
+    quant = QuantConfig(weights="int8:row")
     with pytest.raises(TypeError, match="is bfloat16, but the layer's tensor is int8"):
         load(entries, MoELayer(E, 2, D, I, quant=quant, dtype=torch.float32))

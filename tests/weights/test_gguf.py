@@ -171,12 +171,12 @@ BAD = {
 def test_layers_of_another_format_are_refused(
     kind: str, format: str, message: str, tmp_path: Path
 ) -> None:
-    from moe_ops.layer.options import QuantFormats
+    from moe_ops.quant.config import QuantConfig
 
     file = tmp_path / "model.gguf"
     write(file, dict.fromkeys(SHAPES, kind))
     with pytest.raises((ValueError, TypeError), match=rf"^blk.1.ffn_gate_exps.weight: {message}"):
-        load(layer_of(file, quant=QuantFormats(weights=format)), file)
+        load(layer_of(file, quant=QuantConfig(weights=format)), file)
 
 
 def test_ranks_must_hold_whole_blocks(tmp_path: Path) -> None:

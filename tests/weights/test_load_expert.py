@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer.options import QuantFormats
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.parallel.replicas import ExpertReplicas
+from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import LoadRecord, load_expert
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED, awq, coding_of, compressed, gptq
 
@@ -20,9 +20,9 @@ E, D, I = 4, 64, 96  # noqa: E741
 FP8 = "float8_e4m3fn"
 
 
-def layer_of(quant: str | QuantFormats | None = None, **more: Any) -> MoELayer:
+def layer_of(quant: str | QuantConfig | None = None, **more: Any) -> MoELayer:
     if isinstance(quant, str):
-        quant = QuantFormats(weights=quant)
+        quant = QuantConfig(weights=quant)
     return MoELayer(E, 2, D, I, quant=quant, dtype=torch.float32, **more)
 
 
@@ -174,7 +174,7 @@ def test_w1_and_w3_must_agree_where_one_value_serves_both() -> None:
 
 
 def test_input_scales_agree_within_an_expert_and_the_largest_of_all_is_kept() -> None:
-    layer = layer_of(QuantFormats(weights=f"{FP8}:row", inputs=f"{FP8}:tensor", static_inputs=True))
+    layer = layer_of(QuantConfig(weights=f"{FP8}:row", inputs=f"{FP8}:tensor", static_inputs=True))
     record = LoadRecord()
     for e, value in enumerate((0.5, 2.0, 1.0)):
         for shard in ("w1", "w3"):

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer.options import QuantFormats
 from moe_ops.parallel.config import ParallelConfig
+from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import Style, load_checkpoint
 from moe_ops.weights.names import GATE_UP_DOWN, STYLES, Entry, style_of
 
@@ -237,7 +237,7 @@ def test_no_more_memory_than_one_tensor_is_needed(name: str, tmp_path: Path) -> 
         layout = LAYOUTS[name]
         largest = max(t.nbytes for t in write(tmp_path, layout, LARGE, LARGE).entries.values())
         made = largest if name.startswith(("gptq", "awq", "packed")) else 1024
-        quant = QuantFormats(
+        quant = QuantConfig(
             weights=layout.weights, inputs=layout.inputs, static_inputs=layout.static
         )
         layer = MoELayer(3, 2, LARGE, LARGE, quant=quant, dtype=torch.float32)

@@ -14,10 +14,10 @@ from peak import Peak
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer.options import QuantFormats
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant import packing
+from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
 from moe_ops.weights import LoadRecord, load_checkpoint, load_expert
 from moe_ops.weights.layouts import gptq
@@ -99,7 +99,7 @@ def write(
 
 
 def layer_of(name: str, *, ordered: bool, **more: Any) -> MoELayer:
-    quant = QuantFormats(weights=FORMATS[name][3], ordered_input=ordered)
+    quant = QuantConfig(weights=FORMATS[name][3], ordered_input=ordered)
     return MoELayer(E, 2, D, I, quant=quant, dtype=torch.float32, **more)
 
 
@@ -189,7 +189,7 @@ def test_fused_shared_experts_have_the_same_order_of_their_input(tmp_path: Path)
 def test_putting_in_order_takes_no_more_than_one_tensor(name: str, tmp_path: Path) -> None:
     size = 512
     write(tmp_path, name, input_order=True, D=size, I=size)
-    quant = QuantFormats(weights=FORMATS[name][3], ordered_input=True)
+    quant = QuantConfig(weights=FORMATS[name][3], ordered_input=True)
     layer = MoELayer(E, 2, size, size, quant=quant, dtype=torch.float32)
     orders = (E + 2) * size * 8  # of w2 of every expert, and of the input
     gc.collect()
@@ -200,7 +200,7 @@ def test_putting_in_order_takes_no_more_than_one_tensor(name: str, tmp_path: Pat
 
 def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a", "gptq_int4", input_order=True)
-    with pytest.raises(ValueError, match=r"gate_proj.g_idx: was .* QuantFormats\(ordered_input=T"):
+    with pytest.raises(ValueError, match=r"gate_proj.g_idx: was .* QuantConfig\(ordered_input=T"):
         load(layer_of("gptq_int4", ordered=False), tmp_path / "a")
     write(tmp_path / "b", "gptq_int4", input_order=True, alike=False)
     with pytest.raises(
@@ -217,7 +217,7 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
         moves = layer_of("gptq_int4", ordered=True, parallel=config, balanced=True)
         load(moves, tmp_path / "b")
     with pytest.raises(ValueError, match="ordered_input goes with integer weights"):
-        QuantFormats(weights="float8_e4m3fn:row", ordered_input=True)
+        QuantConfig(weights="float8_e4m3fn:row", ordered_input=True)
 
 
 def test_an_order_comes_before_what_it_orders() -> None:

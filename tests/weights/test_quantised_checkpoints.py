@@ -11,10 +11,10 @@ from checkpoints import LAYOUTS, PREFIX, PROJECTIONS, D, E, I, Layout, store, wr
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer.options import QuantFormats
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant import packing
+from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
 from moe_ops.weights import load_checkpoint
 
@@ -27,7 +27,7 @@ SPLITS = {
 
 
 def layer_of(layout: Layout, config: ParallelConfig, **more: Any) -> MoELayer:
-    quant = QuantFormats(weights=layout.weights, inputs=layout.inputs, static_inputs=layout.static)
+    quant = QuantConfig(weights=layout.weights, inputs=layout.inputs, static_inputs=layout.static)
     return MoELayer(
         E, 2, D, I, quant=quant, parallel=config, all_tokens=True, dtype=torch.float32, **more
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ops.kernels.cpu import transpose
 from moe_ops.layer import MoELayer
-from moe_ops.layer.options import QuantFormats
+from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.writer import Writer
 
@@ -60,7 +60,7 @@ def test_layers_of_inference_mode_are_loaded(name: str, tmp_path: Path) -> None:
     found = []
     for mode in (False, True):
         with torch.inference_mode(mode):
-            quant = QuantFormats(weights=LAYOUTS[name].weights)
+            quant = QuantConfig(weights=LAYOUTS[name].weights)
             layer = MoELayer(3, 2, 64, 64, quant=quant, dtype=torch.float32)
             report = load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False)
             assert report.complete
