@@ -20,6 +20,7 @@ from moe_ops.layer.parts import (
 )
 from moe_ops.layer.tensors import (
     CODED,
+    INPUT_SCALES,
     PER_EXPERT,
     STATE,
     LayerSizes,
@@ -66,7 +67,8 @@ class MoELayer(HoldsCodes):
         w13_bias [E, F], w2_bias [E, D]             w2_bias on the first tensor-parallel rank alone
         w13_scale, w2_scale, w13_zero, w2_zero      [E, groups of rows, groups of columns]
         w13_alpha, w2_alpha [E]                     second-level scales of the weights, of nvfp4
-        x_scale, h_scale [1]                        static scales of the inputs of both products
+        x_scale, h_scale [1]                        static scales of the inputs of both products;
+                                                    [E] if quant.per_expert_inputs
         input_order [hidden_size]                   which column of the input comes where
         correction_bias [num_experts]               of the router
         gate                                        the router's linear, if internal_gate
@@ -350,7 +352,9 @@ class MoELayer(HoldsCodes):
 
     def expert_tensors(self) -> dict[str, Tensor]:
         """The tensors with one entry per slot on axis 0, by name: what moves with an expert."""
-        found = ((name, getattr(self, name)) for name in PER_EXPERT)
+        each = self.quant is not None and self.quant.per_expert_inputs
+        names = (*PER_EXPERT, *INPUT_SCALES) if each else PER_EXPERT
+        found = ((name, getattr(self, name)) for name in names)
         return {name: t.detach() for name, t in found if t is not None}
 
     def quant_config(self) -> QuantConfig | None:

@@ -24,7 +24,8 @@ INT4_ZEROS = 0x88
 PER_EXPERT = tuple(
     f"{w}_{what}" for w in ("w13", "w2") for what in ("weight", "scale", "zero", "alpha", "bias")
 )
-NAMES = (*PER_EXPERT, "x_scale", "h_scale", "correction_bias")
+INPUT_SCALES = ("x_scale", "h_scale")  # with one entry per slot if `per_expert_inputs`
+NAMES = (*PER_EXPERT, *INPUT_SCALES, "correction_bias")
 # Those that mean something in their format alone, where weights are quantised.
 CODED = tuple(name for name in NAMES if not name.endswith("bias"))
 # Buffers that belong to what the weights are, and are saved with them.
@@ -152,8 +153,9 @@ def tensor_specs(
     for name, rows, columns in (("w13", F, D), ("w2", D, I)):
         specs.update(_weight(name, (E, rows, columns), dtype, formats))
     if formats is not None and formats.static_inputs:
-        for name in ("x_scale", "h_scale"):
-            specs[name] = TensorSpec(shape=(1,), dtype=torch.float32, rest=1.0)
+        for name in INPUT_SCALES:
+            held = E if formats.per_expert_inputs else 1
+            specs[name] = TensorSpec(shape=(held,), dtype=torch.float32, rest=1.0)
     if bias:
         specs["w13_bias"] = TensorSpec(shape=(E, F), dtype=dtype, fan_in=D)
         if holds_w2_bias:

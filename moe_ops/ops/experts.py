@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from torch import Tensor
 
@@ -11,8 +12,8 @@ from moe_ops.ops.activate import Options, activate, check_activation, options_of
 from moe_ops.ops.combine import combine
 from moe_ops.ops.dispatch import DispatchCall, dispatch
 from moe_ops.ops.dispatch import check as check_dispatch
-from moe_ops.ops.expert_gemm import expert_gemm
-from moe_ops.ops.quantize import quantize
+from moe_ops.ops.expert_gemm import expert_gemm, row_experts
+from moe_ops.ops.quantize import quantize, quantize_rows
 from moe_ops.quant.arguments import (
     check_alpha,
     check_input_format,
@@ -147,8 +148,8 @@ def check_weights(call: ExpertsCall) -> None:
             check_size(name, bias, 1, size, "the rows of one expert's weight")
     check_alpha("alpha13_E", call.alpha13_E, E, w13_EFD)
     check_alpha("alpha2_E", call.alpha2_E, E, w13_EFD)
-    check_static_scale("x_scale", call.x_scale, x_format, x_TD)
-    check_static_scale("h_scale", call.h_scale, x_format, x_TD)
+    check_static_scale("x_scale", call.x_scale, x_format, x_TD, E)
+    check_static_scale("h_scale", call.h_scale, x_format, x_TD, E)
     if x_format:
         check_input_format("x_format", x_format, D)
         check_input_format("x_format", x_format, I)
@@ -200,37 +201,52 @@ def experts(call: ExpertsCall) -> Tensor:
 
     With a w_format both weights are quantised, as `expert_gemm` says; the names that end in scale,
     zero and alpha belong to them. With an x_format the tokens and the activations h are quantised
-    before their product, as `quantize` does, with the static scales x_scale and h_scale if given.
-    Of nvfp4 these are global scales, which alpha13_E and alpha2_E then contain; without them the
-    global scale is the tensor's largest magnitude over 6 * 448, and is multiplied in.
+    before their product, as `quantize` does, with the static scales x_scale and h_scale if given:
+    one value, or float32 [E] where the format has one scale for the tensor, by which each routed
+    row is quantised with the scale of its expert. Of nvfp4 these are global scales, one value each,
+    which alpha13_E and alpha2_E then contain; without them the global scale is the tensor's largest
+    magnitude over 6 * 448, and is multiplied in.
 
     Raises ValueError or TypeError for wrong shapes, dtypes, devices, formats or parameters.
     """
     c, x_TD, E, x_format = call, call.x_TD, call.w13_EFD.shape[0], call.x_format
     out_dtype = str(x_TD.dtype).removeprefix("torch.") if x_format else ""
     x_scale_RG, h_scale_RG, alpha13_E, alpha2_E = None, None, c.alpha13_E, c.alpha2_E
-    if x_format:  # before dispatch there are fewer rows, and none that is unspecified
+    h_format = x_format
+    if x_format and not _by_expert(c.x_scale):
+        # Before dispatch there are fewer rows, and none that is unspecified.
         x_scale, alpha13_E = _with_global_scale(x_TD, c.x_scale, alpha13_E, E, x_format)
         q_TD, scale_TG = quantize(x_TD, x_format, x_scale)
         x_RD, rows_R, ends_E = dispatch(q_TD, c.experts_TK, E, c.expert_map)
         x_scale_RG = _scales_of_rows(scale_TG, rows_R, c.experts_TK, x_format)
     else:
         x_RD, rows_R, ends_E = dispatch(x_TD, c.experts_TK, E, c.expert_map)
+    if _by_expert(c.x_scale):
+        scale_R = c.x_scale[row_experts(ends_E, x_RD.shape[0])]
+        x_RD, x_scale_RG, x_format = quantize_rows(x_RD, x_format, scale_R)
     y_RF = expert_gemm(
         x_RD, c.w13_EFD, ends_E, c.b13_EF, c.transposed,
         x_scale_RG, c.w13_scale_EFG, c.w13_zero_EFG, alpha13_E, x_format, c.w_format, out_dtype,
     )  # fmt: skip
     h_RI = activate(y_RF, *c.activation)
-    if x_format:
+    if _by_expert(c.h_scale):
+        scale_R = c.h_scale[row_experts(ends_E, h_RI.shape[0])]
+        h_RI, h_scale_RG, h_format = quantize_rows(h_RI, h_format, scale_R)
+    elif h_format:
         # One scale for all rows must not see what unused rows hold.
         h_RI = h_RI.masked_fill(rows_R[:, None] < 0, 0)
-        h_scale, alpha2_E = _with_global_scale(h_RI, c.h_scale, alpha2_E, E, x_format)
-        h_RI, h_scale_RG = quantize(h_RI, x_format, h_scale)
+        h_scale, alpha2_E = _with_global_scale(h_RI, c.h_scale, alpha2_E, E, h_format)
+        h_RI, h_scale_RG = quantize(h_RI, h_format, h_scale)
     y_RD = expert_gemm(
         h_RI, c.w2_EDI, ends_E, c.b2_ED, c.transposed,
-        h_scale_RG, c.w2_scale_EDG, c.w2_zero_EDG, alpha2_E, x_format, c.w_format, out_dtype,
+        h_scale_RG, c.w2_scale_EDG, c.w2_zero_EDG, alpha2_E, h_format, c.w_format, out_dtype,
     )  # fmt: skip
     return combine(y_RD, c.weights_TK, rows_R)
+
+
+def _by_expert(scale: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether a static scale of an input is one for each of several experts."""
+    return scale is not None and scale.numel() > 1
 
 
 def _with_global_scale(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from moe_ops import fake_impls
 from moe_ops.gradients import needs_grad
 from moe_ops.quant import packing
 from moe_ops.quant.arguments import check_input_format, check_static_scale
-from moe_ops.quant.formats import TENSOR, Format
+from moe_ops.quant.formats import ROW, TENSOR, Format
 from moe_ops.shapes import FLOATS, check_tensor
 from moe_ops.spec import op
 
@@ -29,7 +29,11 @@ def check(call: QuantizeCall) -> None:
     check_tensor("x_RD", call.x_RD, 2, FLOATS)
     check_input_format("format", call.format, call.x_RD.shape[1])
     check_static_scale("scale", call.scale, call.format, call.x_RD)
-    if needs_grad(call.x_RD, call.scale):
+    _refuse_gradient(call.x_RD, call.scale)
+
+
+def _refuse_gradient(x_RD: Tensor, scale: Tensor | None) -> None:
+    if needs_grad(x_RD, scale):
         raise ValueError(
             "quantize has no gradient, as rounding is flat, and got a tensor that requires one; "
             "detach it, call it under torch.no_grad(), or train without quantised inputs"
@@ -63,6 +67,18 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor]:
     else:
         done = packing.quantize(x, found, global_scale=scale)
     return done.values[: call.x_RD.shape[0]], done.scale
+
+
+def quantize_rows(x_RD: Tensor, format: str, scale_R: Tensor) -> tuple[Tensor, Tensor, str]:
+    """Round each row to a format of one scale for the tensor, with a static scale of its own.
+
+    Returns what `quantize` does, and the format that the rows then have: a scale for each. No op,
+    so that no pass takes it for one whose scale is that of all rows.
+    """
+    _refuse_gradient(x_RD, scale_R)
+    found = replace(Format.of(format), group=ROW)
+    done = packing.quantize(x_RD, found, scale=scale_R[:, None])
+    return done.values, done.scale, found.name
 
 
 quantize.fake(fake_impls.quantize)

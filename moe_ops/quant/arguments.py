@@ -75,8 +75,12 @@ def check_divides(name: str, format: Format, rows: int, columns: int) -> None:
             )
 
 
-def check_static_scale(name: str, scale: Tensor | None, format: str, x: Tensor) -> None:
-    """Raise unless `scale` may be given for an input of this format: one float32 value."""
+def check_static_scale(
+    name: str, scale: Tensor | None, format: str, x: Tensor, experts: int = 1
+) -> None:
+    """Raise unless `scale` may be given for an input of this format: one float32 value or, where
+    there is one scale for the tensor, one for each of several experts.
+    """
     if scale is None:
         return
     found = named_format(f"the format of {name}", format) if format else None
@@ -84,8 +88,13 @@ def check_static_scale(name: str, scale: Tensor | None, format: str, x: Tensor) 
         raise ValueError(
             f"{name} goes with one scale for the tensor or with nvfp4, got the format {format!r}"
         )
-    if scale.numel() != 1 or scale.dtype != torch.float32:
-        raise ValueError(f"{name} must be one float32, got {tuple(scale.shape)} of {scale.dtype}")
+    each = experts > 1 and found.group == TENSOR and not found.has_global_scale
+    one = scale.numel() == 1 or (each and tuple(scale.shape) == (experts,))
+    if not one or scale.dtype != torch.float32:
+        wanted = f" or one for each of the {experts} experts here" if each else ""
+        raise ValueError(
+            f"{name} must be one float32{wanted}, got {tuple(scale.shape)} of {scale.dtype}"
+        )
     check_devices(x, **{name: scale})
 
 

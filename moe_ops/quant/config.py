@@ -17,9 +17,10 @@ class QuantConfig:
     """The formats of a layer's weights and of the inputs of both products.
 
     Format strings as the ops take them; inputs = "" stays in 16 or 32 bits. With static_inputs the
-    layer holds the scales of the inputs; without, inputs are scaled at run time. With ordered_input
-    the layer holds `input_order`, in which columns of its input go to the first product: for
-    weights that GPTQ quantised in the order of their activations.
+    layer holds the scales of the inputs; without, inputs are scaled at run time. One scale serves
+    all experts, or with per_expert_inputs each has its own. With ordered_input the layer holds
+    `input_order`, in which columns of its input go to the first product: for weights that GPTQ
+    quantised in the order of their activations.
 
     Raises ValueError for formats that no scheme of `moe_ops.quant.schemes` joins, TypeError for
     what is neither a string nor a flag.
@@ -28,6 +29,7 @@ class QuantConfig:
     weights: str
     inputs: str = ""
     static_inputs: bool = False
+    per_expert_inputs: bool = False
     ordered_input: bool = False
 
     def __post_init__(self) -> None:
@@ -42,6 +44,13 @@ class QuantConfig:
             raise ValueError(
                 f"static_inputs goes with one scale for the tensor or with nvfp4, got the inputs "
                 f"{self.inputs!r}; leave it out"
+            )
+        if self.per_expert_inputs and not (
+            self.static_inputs and inputs is not None and not inputs.has_global_scale
+        ):
+            raise ValueError(
+                "per_expert_inputs goes with static_inputs and one scale for the tensor, got "
+                f"static_inputs={self.static_inputs} and the inputs {self.inputs!r}; leave it out"
             )
         if self.ordered_input and (weights.integer is None or inputs is not None):
             raise ValueError(
@@ -103,6 +112,7 @@ class QuantConfig:
 
     def __str__(self) -> str:
         """Scheme and formats for a log."""
-        inputs = f" x {'static ' if self.static_inputs else ''}{self.inputs}" if self.inputs else ""
+        static = "static " * self.static_inputs + "per-expert " * self.per_expert_inputs
+        inputs = f" x {static}{self.inputs}" if self.inputs else ""
         order = ", ordered input" if self.ordered_input else ""
         return f"{self.scheme} ({self.weights}{inputs}{order})"

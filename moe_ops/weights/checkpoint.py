@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer.tensors import NAMES, STATE
+from moe_ops.layer.tensors import INPUT_SCALES, NAMES, STATE
 from moe_ops.quant.scales import inverse
 from moe_ops.weights.experts import (
     WEIGHTS,
@@ -30,7 +30,7 @@ from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Stored, coding_of
 from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style, style_of
 from moe_ops.weights.outside import check_outside
 from moe_ops.weights.report import LoadReport
-from moe_ops.weights.shards import Plan
+from moe_ops.weights.shards import Plan, one_input_scale
 from moe_ops.weights.writer import Writer
 
 log = logging.getLogger("moe_ops")
@@ -258,7 +258,8 @@ class _Loading:
         if any(key in record.seen for key in keys):
             self.twice.append(name)
             return
-        every = part == "input" or (part == "g_idx" and layer.replicas is not None)
+        shared = layer.replicas is not None if part == "g_idx" else one_input_scale(layer)
+        every = part in ("g_idx", "input") and shared
         if entry.expert is None or every or record.slots_of(layer, entry.expert):
             t = _read(name, entry, read)
             here, writes = prepare_expert(
@@ -354,7 +355,7 @@ class _Loading:
                 continue
             _, second = WEIGHTS[parameter]
             first = ("w1", "w3") if layer.activation.gated else ("w1",)
-            every = parameter in ("x_scale", "h_scale")
+            every = parameter in INPUT_SCALES and one_input_scale(layer)
             for expert in range(layer.num_experts + (0 if every else layer.placement.shared)):
                 if not every and not record.slots_of(layer, expert):
                     continue

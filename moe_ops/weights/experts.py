@@ -14,7 +14,7 @@ from moe_ops.shapes import check_choice
 from moe_ops.weights.layouts import PLAIN, Coding
 from moe_ops.weights.names import PARAMETERS
 from moe_ops.weights.order import Orders, order_of, ordered_sources
-from moe_ops.weights.shards import Plan, plan, spans
+from moe_ops.weights.shards import Plan, one_input_scale, plan, spans
 
 # Names of parameters: what they are of the first weight (False) or of the second (True).
 WEIGHTS = {
@@ -62,10 +62,8 @@ class LoadRecord:
         """`plan` for a parameter that the layer holds, asked once."""
         part, _ = WEIGHTS[parameter]
         options = (parameter, part, shard, coding, interleaved, sharded, self.orders.some)
-        key = (
-            *options,
-            getattr(layer, parameter).data_ptr(),
-        )  # a layer that moved has other memory
+        # A layer that moved has other memory.
+        key = (*options, getattr(layer, parameter).data_ptr())
         if key not in self.plans:
             self.plans[key] = plan(layer, *options)
         return self.plans[key]
@@ -116,8 +114,9 @@ def load_expert(
     never are. Scales multiply: take `quant.scales.inverse` of others.
 
     Where one number serves w1 and w3, they must agree, and one scale serves the inputs of all
-    experts: their largest. A `record` of what was loaded before is then needed. Of inputs every
-    rank is to be given the scales of all experts, so that all quantise alike.
+    experts: their largest, unless the layer has per_expert_inputs. A `record` of what was loaded
+    before is then needed. Of inputs whose scale serves all experts every rank is to be given those
+    of all, so that all quantise alike.
 
     Raises ValueError or TypeError, naming the entry, for a tensor that does not fit; the layer is
     then as it was.
@@ -201,7 +200,7 @@ def prepare_expert(
         t_E = _by_expert(tensor, len(experts), expert_id is None, part)
         if part == "input":
             _load_input(layer, parameter_name, t_E, experts, shard, name, given)
-            return True, ()
+            return one_input_scale(layer) or any(slots), ()
         if part == "g_idx":
             _load_order(layer, shard, zip(experts, t_E, slots, strict=True), name, given, sharded)
             return any(slots), ()
@@ -313,7 +312,7 @@ def _load_input(
     name: str,
     record: LoadRecord | None,
 ) -> None:
-    """The static scale of an input: the largest of all experts."""
+    """The static scale of an input: the largest of all experts, or of each its own."""
     target = getattr(layer, parameter)
     if target is None:
         raise ValueError(
@@ -336,10 +335,13 @@ def _load_input(
                 "w1 and w3 have the same input; give both one scale"
             )
         found[parameter, expert] = (first.clone(), other)
-    merged = record.shared | found
-    largest = torch.stack([v for (p, _), (v, _) in merged.items() if p == parameter]).amax()
     record.shared.update(found)
-    target.detach().copy_(largest.reshape(target.shape))
+    if not one_input_scale(layer):
+        for (_, expert), (value, _) in found.items():
+            target.detach()[list(record.slots_of(layer, expert))] = value
+        return
+    known = [value for (p, _), (value, _) in record.shared.items() if p == parameter]
+    target.detach().copy_(torch.stack(known).amax().reshape(target.shape))
 
 
 def _load_order(

@@ -249,3 +249,8 @@ def plan(
         shared=shared,
         shape=matrix.shape(rows.whole * len(halves), columns.whole),
     )
+
+
+def one_input_scale(layer: MoELayer) -> bool:
+    """Whether one static scale serves the inputs of all experts, wherever they are."""
+    return layer.quant is None or not layer.quant.per_expert_inputs

@@ -113,6 +113,7 @@ QUANT_CONFIG = {
     "weights": Slot(legal=FORMATS, illegal=NO_FORMAT),
     "inputs": Slot(legal=("", *FORMATS), illegal=tuple(f for f in NO_FORMAT if f != "")),
     "static_inputs": FLAG,
+    "per_expert_inputs": FLAG,
     "ordered_input": FLAG,
 }
 

@@ -65,8 +65,8 @@ def randomize(layer: MoELayer, seed: int = 0) -> MoELayer:
         # Tokens and activations of order one: the largest code stands for four of them.
         format = quant.input_format
         largest = format.largest * (448 if format.has_global_scale else 1)
-        layer.x_scale.fill_(4 / largest)
-        layer.h_scale.fill_(4 / largest)
+        for t in (layer.x_scale, layer.h_scale):
+            t.copy_(torch.linspace(4, 5, t.numel()) / largest)
     return layer
 
 
@@ -80,7 +80,8 @@ def take_share(whole: MoELayer, part: MoELayer) -> MoELayer:
     ids += range(whole.num_experts, whole.num_experts + placement.shared)
     for name, t in part.named_parameters(recurse=False):
         source = getattr(whole, name)
-        if name in ("x_scale", "h_scale", "correction_bias"):
+        one = name in ("x_scale", "h_scale") and not part.quant.per_expert_inputs
+        if one or name == "correction_bias":
             t.copy_(source)
             continue
         source = source[ids] if source.dtype.itemsize > 1 else source.view(torch.uint8)[ids]

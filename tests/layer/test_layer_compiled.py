@@ -34,6 +34,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "padded": {"hidden_multiple": 48, "intermediate_multiple": 48},
     "mxfp4": {"quant": "mxfp4_w4a16"},
     "fp8": {"quant": QuantConfig(weights="float8_e4m3fn:16x32", inputs="float8_e4m3fn:1x32")},
+    "per_expert": {
+        "quant": QuantConfig(
+            weights="int8:row", inputs="int8:tensor", static_inputs=True, per_expert_inputs=True
+        )
+    },
     "nvfp4": {"quant": QuantConfig(weights="nvfp4", inputs="nvfp4", static_inputs=True)},
     "on_input": {"top_k": 1, "routing": Routing(score="sigmoid", weight_on_input=True)},
     "modules": {

@@ -37,8 +37,10 @@ def formats() -> list[QuantConfig]:
         for w, x in scheme.pairs():
             inputs = Format.of(x) if x else None
             one = inputs is not None and (inputs.group == TENSOR or inputs.has_global_scale)
-            choices = (False, True) if one else (False,)
-            found += [QuantConfig(weights=w, inputs=x, static_inputs=s) for s in choices if w]
+            kinds = [{}, {"static_inputs": True}][: 1 + one]
+            if one and not inputs.has_global_scale:
+                kinds.append({"static_inputs": True, "per_expert_inputs": True})
+            found += [QuantConfig(weights=w, inputs=x, **kind) for kind in kinds if w]
     return found
 
 

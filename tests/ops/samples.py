@@ -322,6 +322,8 @@ def _experts(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
         **found["float8_e4m3fn:tensor_float8_e4m3fn:tensor"],
         "x_scale": torch.tensor(0.01), "h_scale": torch.tensor([0.02]),
     }  # fmt: skip
+    scales_E = {name: (torch.rand(E) + 0.5) * 0.02 for name in ("x_scale", "h_scale")}
+    found["fp8_by_expert"] = {**found["fp8_static"], **scales_E, "experts_TK": with_holes(ids, E)}
     return {
         **found,
         "gpt_oss": {**call, **biases, **copied, **GPT_OSS},

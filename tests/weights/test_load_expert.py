@@ -191,6 +191,26 @@ def test_input_scales_agree_within_an_expert_and_the_largest_of_all_is_kept() ->
     assert (layer.x_scale.item(), layer.h_scale.item()) == (2.0, 3.0)
 
 
+def test_input_scales_of_each_expert_are_kept_where_the_layer_has_them() -> None:
+    quant = QuantConfig(
+        weights=f"{FP8}:row", inputs=f"{FP8}:tensor", static_inputs=True, per_expert_inputs=True
+    )
+    layer, record = layer_of(quant), LoadRecord()
+    count = layer.num_experts
+    values = torch.arange(1.0, count + 1)
+    load_expert(layer, "x_scale", values[:, None].expand(-1, 2), "a", "w13", None, record=record)
+    load_expert(layer, "h_scale", torch.tensor(7.0), "b", "w2", 2, record=record)
+    assert torch.equal(layer.x_scale, values)
+    assert layer.h_scale.tolist() == [1.0, 1.0, 7.0, *[1.0] * (count - 3)]
+    load_expert(layer, "h_scale", torch.tensor(0.5), "c", "w2", None, record=LoadRecord())
+    assert layer.h_scale.tolist() == [0.5] * count
+    with pytest.raises(ValueError, match=r"d: expert 3 has \[9.0\] here, but .* in a, and w1"):
+        load_expert(layer, "x_scale", torch.tensor(9.0), "d", "w3", 3, record=record)
+    moving = layer.expert_tensors()
+    assert {name for name in moving if name in ("x_scale", "h_scale")} == {"x_scale", "h_scale"}
+    assert {t.shape[0] for t in moving.values()} == {count}
+
+
 def test_a_layer_that_moved_is_written_where_it_is() -> None:
     layer, record = layer_of(), LoadRecord()
     load_expert(layer, "w2_weight", torch.ones(D, I), "a", "w2", 0, record=record)

@@ -26,8 +26,15 @@ SPLITS = {
 }
 
 
-def layer_of(layout: Layout, config: ParallelConfig, **more: Any) -> MoELayer:
-    quant = QuantConfig(weights=layout.weights, inputs=layout.inputs, static_inputs=layout.static)
+def layer_of(
+    layout: Layout, config: ParallelConfig, *, per_expert_inputs: bool = False, **more: Any
+) -> MoELayer:
+    quant = QuantConfig(
+        weights=layout.weights,
+        inputs=layout.inputs,
+        static_inputs=layout.static,
+        per_expert_inputs=per_expert_inputs,
+    )
     return MoELayer(
         E, 2, D, I, quant=quant, parallel=config, all_tokens=True, dtype=torch.float32, **more
     )
@@ -142,6 +149,32 @@ def test_one_scale_serves_all_inputs_and_every_rank_finds_it(tmp_path: Path) -> 
         load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False)
         assert layer.x_scale.item() == pytest.approx(0.3)
         assert layer.h_scale.item() == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_layer_that_has_one_for_each_expert_keeps_them(split: str, tmp_path: Path) -> None:
+    layout = LAYOUTS["modelopt_fp8"]
+    entries = write(tmp_path, layout).entries
+    want = {"x_scale": 0.1 * torch.arange(1, E + 1), "h_scale": 0.2 * torch.arange(1, E + 1)}
+    for e in range(E):
+        for shard, projection in PROJECTIONS.items():
+            value = want["h_scale" if shard == "w2" else "x_scale"][e]
+            entries[f"{PREFIX}.experts.{e}.{projection}.input_scale"] = value.clone()
+    store(tmp_path, entries, layout.config)
+    for config in SPLITS[split]:
+        layer = layer_of(layout, config, per_expert_inputs=True)
+        report = load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False)
+        assert report.complete, str(report)
+        assert len(report.loaded) + len(report.elsewhere) == len(entries)
+        ids = list(layer.placement.ids_of(config.ep_rank))
+        for name, scale_E in want.items():
+            assert torch.equal(getattr(layer, name), scale_E[ids])
+        assert layer.quant_config() is not None
+    del entries[f"{PREFIX}.experts.1.down_proj.input_scale"]
+    store(tmp_path, entries, layout.config)
+    layer = layer_of(layout, SPLITS["one"][0], per_expert_inputs=True)
+    report = load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False)
+    assert report.missing == (f"{PREFIX}.h_scale[1].w2",)
 
 
 @pytest.mark.parametrize(
