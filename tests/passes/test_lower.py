@@ -16,6 +16,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from moe_ops.backends import cpu
 from moe_ops.ops import activate, combine, expert_gemm, experts, moe
+from moe_ops.passes.hoist_quantize import hoist_quantize
 from moe_ops.passes.lower import lower
 from moe_ops.passes.pick_backend import pick_backend
 from moe_ops.passes.pipeline import Pipeline
@@ -139,6 +140,19 @@ def test_quantised_inputs_are_compiled(dynamic: bool) -> None:
     hook = Hook(pick_backend, lower)
     got, graph = run(hook, experts, args, dynamic)
     assert_close(got, experts(*args), TOL["experts", BF16])
+    assert plans(graph) == ["expert_gemm dequantize"] * 2
+
+
+@either
+def test_scales_of_inputs_by_expert_are_compiled(dynamic: bool) -> None:
+    args = list(quantised("int8:row", F32, "int8:tensor"))
+    names = list(inspect.signature(experts).parameters)
+    E = args[names.index("w13_EFD")].shape[0]
+    for name in ("x_scale", "h_scale"):
+        args[names.index(name)] = torch.linspace(0.01, 0.03, E)
+    hook = Hook(hoist_quantize, pick_backend, lower)
+    got, graph = run(hook, experts, tuple(args), dynamic)
+    assert_close(got, experts(*args), TOL["experts", F32])
     assert plans(graph) == ["expert_gemm dequantize"] * 2
 
 

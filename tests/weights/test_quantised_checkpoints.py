@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import pytest
 import torch
 from checkpoints import LAYOUTS, PREFIX, PROJECTIONS, D, E, I, Layout, store, write, write_gpt_oss
@@ -100,6 +101,21 @@ def test_outputs_are_those_of_the_decoded_weights(name: str, tmp_path: Path) -> 
                 load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False)
                 total += layer(x, logits)
             torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("group", [8, 16, 48, 96])
+@pytest.mark.parametrize("name", ["gptq_int4", "gptq_uint4", "gptq_int8", "awq", "packed_uint4"])
+def test_groups_of_other_sizes(
+    name: str, group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "GROUP", group)
+    layout, D, I = LAYOUTS[name], 96, 192  # noqa: E741
+    made = write(tmp_path, layout, D, I)
+    quant = QuantConfig(weights=layout.weights.replace("1x32", f"1x{group}"))
+    for config in SPLITS["tp2"]:
+        layer = MoELayer(E, 2, D, I, quant=quant, parallel=config)
+        assert load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False).complete
+        check_values(layer, made.values)
 
 
 SIZES: dict[str, dict[str, Any]] = {
