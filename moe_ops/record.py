@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -31,6 +31,7 @@ class Arguments:
     def __init__(self, record: type) -> None:
         self.record = record
         paths: dict[str, str] = getattr(record, "FLAT", None) or {n: n for n in _fields(record)}
+        self.paths = paths
         found = {name: _find(record, path) for name, path in paths.items()}
         self.signature = inspect.Signature(
             [
@@ -47,6 +48,33 @@ class Arguments:
     def by_name(self, record: Any) -> dict[str, Any]:
         """The arguments of a record by flat name, in the order of a call."""
         return dict(zip(self.signature.parameters, self.flat(record), strict=True))
+
+    def unless_default(self, names: Iterable[str]) -> Callable[[Any], dict[str, Any]]:
+        """A function that gives, of the arguments of these names, those of a record that differ
+        from their defaults."""
+        defaults = {n: self.signature.parameters[n].default for n in names}
+
+        def differing(record: Any) -> dict[str, Any]:
+            given = self.by_name(record)
+            return {n: given[n] for n, default in defaults.items() if _differs(given[n], default)}
+
+        return differing
+
+    def any_unless_default(self, names: Iterable[str]) -> Callable[[Any], bool] | None:
+        """A function that tells whether there is one; None of no names. Its code is written out, as
+        every call asks."""
+        space: dict[str, Any] = {}
+        tests = []
+        for name in names:
+            default = space[f"default_{name}"] = self.signature.parameters[name].default
+            value, other = f"record.{self.paths[name]}", f"default_{name}"
+            test = f"{value} is not {other}"
+            tests.append(test if default is None else f"({test} and {value} != {other})")
+        if not tests:
+            return None
+        exec(f"def any_differs(record):\n return {' or '.join(tests)}", space)
+        any_differs: Callable[[Any], bool] = space["any_differs"]
+        return any_differs
 
     def schema(self, returns: Any) -> str:
         """What `torch.library` calls a function of these arguments that returns this type."""
@@ -102,6 +130,10 @@ class Annotations:
 
     def __str__(self) -> str:
         return f"({', '.join(map(_said, self.taken))}) -> {_said(self.given)}"
+
+
+def _differs(value: Any, default: Any) -> bool:
+    return value is not default and (default is None or bool(value != default))
 
 
 def _said(hint: Any) -> str:

@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
+from moe_ops.backend import Backend
 from moe_ops.planning import tuned
 from moe_ops.planning.cost import device_of
-from moe_ops.spec import OPS, Backend
+from moe_ops.spec import OPS
 
 log = logging.getLogger("moe_ops")
 
@@ -88,7 +89,9 @@ def _plain_function_key(fn: FunctionType) -> str | None:
 
 
 def _backend_key(backend: Backend) -> tuple[object, ...] | None:
-    values = [getattr(backend, field.name) for field in dataclasses.fields(backend)]
+    parts = (backend, backend.rows)
+    values = [getattr(p, f.name) for p in parts for f in dataclasses.fields(p) if f.compare]
+    values.remove(backend.rows)
     keys = [function_key(value) if callable(value) else value for value in values]
     if any(key is None and value is not None for key, value in zip(keys, values, strict=True)):
         return None

@@ -26,7 +26,9 @@ class May:
     packages: frozenset[str] = frozenset({"torch"})
 
 
-LOW = frozenset({"gradients", "signature", "record", "ranges", "options", "spec", "shapes"})
+LOW = frozenset(
+    {"gradients", "signature", "record", "ranges", "options", "backend", "spec", "shapes"}
+)
 OP = LOW | {"ops"}
 BACKEND = OP | {"kernels", "backends", "quant"}
 TRANSFORMERS = frozenset({"torch", "transformers"})
@@ -38,7 +40,8 @@ MAY_IMPORT = {
     "options": May(frozenset({"signature"})),
     "record": May(),
     "ranges": May(),
-    "spec": May(frozenset({"gradients", "ranges", "record", "signature"})),
+    "backend": May(),
+    "spec": May(frozenset({"backend", "gradients", "ranges", "record", "signature"})),
     "using": May(frozenset({"signature", "spec"})),
     "shapes": May(frozenset({"signature"})),
     "fake_impls": May(),
