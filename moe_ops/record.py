@@ -64,12 +64,17 @@ class Arguments:
         """A function that tells whether there is one; None of no names. Its code is written out, as
         every call asks."""
         space: dict[str, Any] = {}
-        tests = []
+        absent, tests = [], []
         for name in names:
-            default = space[f"default_{name}"] = self.signature.parameters[name].default
-            value, other = f"record.{self.paths[name]}", f"default_{name}"
-            test = f"{value} is not {other}"
-            tests.append(test if default is None else f"({test} and {value} != {other})")
+            default, value = self.signature.parameters[name].default, f"record.{self.paths[name]}"
+            if default is None:
+                absent.append(value)
+                continue
+            other = f"default_{name}"
+            space[other] = default
+            tests.append(f"({value} is not {other} and {value} != {other})")
+        if absent:
+            tests.append(f"not ({' is '.join(absent)} is None)")
         if not tests:
             return None
         exec(f"def any_differs(record):\n return {' or '.join(tests)}", space)
