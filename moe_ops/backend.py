@@ -8,6 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_ops.layouts import Layout
+
+LAYOUT = "layout"  # the argument of an op that names the layout of its weights
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -31,6 +35,7 @@ class Backend:
     `reads` names the arguments with defaults that it reads. A call in which another one differs
     from its default is refused for it, so `supports` and `run` need not look at these. A `composed`
     backend runs the definition's stages one by one; a compiler does better with the definition.
+    One with a `layout` runs prepared weights, and no others.
     """
 
     name: str
@@ -41,6 +46,7 @@ class Backend:
     devices: frozenset[str] | None = None  # None: every device
     priority: int = 0
     composed: bool = False
+    layout: Layout | None = None
     # What of a record it does not read, by name; and whether there is any, which is quicker.
     unread: Callable[[Any], dict[str, Any]] = field(default=lambda call: {}, compare=False)
     ignores: Callable[[Any], bool] | None = field(default=None, compare=False)
@@ -52,7 +58,7 @@ class Backend:
         if self.devices is not None and device not in self.devices:
             return f"needs a tensor on {' or '.join(sorted(self.devices))}, got {device}"
         if self.ignores is not None and self.ignores(call):
-            return f"does not read {_said(self.unread(call))}"
+            return self._unread(self.unread(call))
         reason = None if self.supports is None else self.supports(call)
         if reason is None and self.rows.possible is not None and isinstance(rows, int):
             most = self.rows.possible(call)
@@ -60,8 +66,10 @@ class Backend:
                 return f"takes at most {most} rows, got {rows}"
         return reason
 
-
-def _said(unread: dict[str, Any]) -> str:
-    """The options, or else the tensors: a format says enough of the scales that come with it."""
-    options = [f"{n}={value!r}" for n, value in unread.items() if not isinstance(value, Tensor)]
-    return ", ".join(options or unread)
+    def _unread(self, unread: dict[str, Any]) -> str:
+        """Options, or else tensors: a format says enough of the scales that come with it."""
+        if self.layout is not None and LAYOUT in unread:
+            got = repr(unread[LAYOUT]) if unread[LAYOUT] else "weights as they are loaded"
+            return f"reads weights prepared as {self.layout.name!r}, got {got}"
+        options = [f"{n}={value!r}" for n, value in unread.items() if not isinstance(value, Tensor)]
+        return f"does not read {', '.join(options or unread)}"

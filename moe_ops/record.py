@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -49,30 +49,27 @@ class Arguments:
         """The arguments of a record by flat name, in the order of a call."""
         return dict(zip(self.signature.parameters, self.flat(record), strict=True))
 
-    def unless_default(self, names: Iterable[str]) -> Callable[[Any], dict[str, Any]]:
-        """A function that gives, of the arguments of these names, those of a record that differ
-        from their defaults."""
-        defaults = {n: self.signature.parameters[n].default for n in names}
+    def differing(self, wanted: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
+        """A function that gives, by name, the arguments of a record that are not as wanted."""
 
         def differing(record: Any) -> dict[str, Any]:
             given = self.by_name(record)
-            return {n: given[n] for n, default in defaults.items() if _differs(given[n], default)}
+            return {n: given[n] for n, value in wanted.items() if _differs(given[n], value)}
 
         return differing
 
-    def any_unless_default(self, names: Iterable[str]) -> Callable[[Any], bool] | None:
-        """A function that tells whether there is one; None of no names. Its code is written out, as
-        every call asks."""
+    def any_differing(self, wanted: Mapping[str, Any]) -> Callable[[Any], bool] | None:
+        """A function that tells whether there is one; None where nothing is wanted. Its code is
+        written out, as every call asks."""
         space: dict[str, Any] = {}
         absent, tests = [], []
-        for name in names:
-            default, value = self.signature.parameters[name].default, f"record.{self.paths[name]}"
-            if default is None:
-                absent.append(value)
+        for name, value in wanted.items():
+            given, other = f"record.{self.paths[name]}", f"wanted_{name}"
+            if value is None:
+                absent.append(given)
                 continue
-            other = f"default_{name}"
-            space[other] = default
-            tests.append(f"({value} is not {other} and {value} != {other})")
+            space[other] = value
+            tests.append(f"({given} is not {other} and {given} != {other})")
         if absent:
             tests.append(f"not ({' is '.join(absent)} is None)")
         if not tests:
@@ -137,8 +134,8 @@ class Annotations:
         return f"({', '.join(map(_said, self.taken))}) -> {_said(self.given)}"
 
 
-def _differs(value: Any, default: Any) -> bool:
-    return value is not default and (default is None or bool(value != default))
+def _differs(value: Any, wanted: Any) -> bool:
+    return value is not wanted and (wanted is None or bool(value != wanted))
 
 
 def _said(hint: Any) -> str:

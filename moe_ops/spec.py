@@ -16,8 +16,9 @@ import torch
 from torch import _C, Tensor
 from torch.library import Library, register_fake
 
-from moe_ops.backend import ANY_NUMBER, Backend, Rows
+from moe_ops.backend import ANY_NUMBER, LAYOUT, Backend, Rows
 from moe_ops.gradients import forward_mode, grad_wanted, refuse_tangents
+from moe_ops.layouts import Layout
 from moe_ops.ranges import parse_plan
 from moe_ops.record import Annotations, Arguments
 from moe_ops.signature import Signature, did_you_mean
@@ -78,6 +79,7 @@ class Op:
         self.backends: dict[str, Backend] = {REFERENCE: Backend(name=REFERENCE, run=body)}
         # Candidates by device type in the order in which they are asked; the reference is the last.
         self._order: dict[str, tuple[Backend, ...]] = {}
+        self.layouts: dict[str, Layout] = {}  # of the weights, as backends read them
 
         # The strides that eager mode sees are the strides a backend sees: weights that are
         # transposed views are never copied into another layout behind the caller's back.
@@ -229,16 +231,17 @@ class Op:
         devices: tuple[str, ...] | None = None,
         priority: int = 0,
         composed: bool = False,
+        layout: Layout | None = None,
     ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
         """Register the decorated function as a backend; `Backend` says what the arguments mean.
 
         Backends of higher priority are asked first, among equals those registered first.
 
-        Raises ValueError if the name is taken, if `reads` names what is no argument with a default,
-        or if the function does not take the op's record or gives another result, by its
-        annotations.
+        Raises ValueError if the name, or that of its layout, is taken, if `reads` names what is no
+        argument with a default, if a layout is given and the op takes none, or if the function does
+        not take the op's record or gives another result, by its annotations.
         """
-        optional = self.optional
+        optional, reads = self.optional, (*reads, *([] if layout is None else [LAYOUT]))
         unknown = [n for n in reads if n not in optional]
         if unknown:
             raise ValueError(
@@ -246,7 +249,12 @@ class Op:
                 f"{NAMESPACE}.{self.name} are {', '.join(optional)}"
                 f"{did_you_mean(unknown[0], optional)}"
             )
-        unread = tuple(n for n in optional if n not in reads)
+        defaults = {n: self.arguments.signature.parameters[n].default for n in optional}
+        wanted = {n: default for n, default in defaults.items() if n not in reads}
+        if layout is not None:
+            if self.layouts.setdefault(layout.name, layout) is not layout:
+                raise ValueError(f"another layout of {NAMESPACE}.{self.name} is {layout.name!r}")
+            wanted[LAYOUT] = layout.name
 
         def register(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
             if name in self.backends:
@@ -267,8 +275,9 @@ class Op:
                 devices=frozenset(devices) if devices else None,
                 priority=priority,
                 composed=composed,
-                unread=self.arguments.unless_default(unread),
-                ignores=self.arguments.any_unless_default(unread),
+                layout=layout,
+                unread=self.arguments.differing(wanted),
+                ignores=self.arguments.any_differing(wanted),
             )
             self._order.clear()
             return fn

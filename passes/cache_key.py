@@ -14,7 +14,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from types import FunctionType
@@ -89,13 +89,21 @@ def _plain_function_key(fn: FunctionType) -> str | None:
 
 
 def _backend_key(backend: Backend) -> tuple[object, ...] | None:
-    parts = (backend, backend.rows)
-    values = [getattr(p, f.name) for p in parts for f in dataclasses.fields(p) if f.compare]
-    values.remove(backend.rows)
+    values = list(_values(backend))
     keys = [function_key(value) if callable(value) else value for value in values]
     if any(key is None and value is not None for key, value in zip(keys, values, strict=True)):
         return None
     return tuple(sorted(key) if isinstance(key, frozenset) else key for key in keys)
+
+
+def _values(part: Any) -> Iterator[Any]:
+    """What tells a dataclass from its like, and the dataclasses in it."""
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name) if field.compare else None
+        if dataclasses.is_dataclass(value):
+            yield from _values(value)
+        else:
+            yield value
 
 
 def registry_key() -> str | None:

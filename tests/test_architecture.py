@@ -40,8 +40,9 @@ MAY_IMPORT = {
     "options": May(frozenset({"signature"})),
     "record": May(),
     "ranges": May(),
-    "backend": May(),
-    "spec": May(frozenset({"backend", "gradients", "ranges", "record", "signature"})),
+    "layouts": May(frozenset({"options", "signature"})),
+    "backend": May(frozenset({"layouts"})),
+    "spec": May(frozenset({"backend", "layouts", "gradients", "ranges", "record", "signature"})),
     "using": May(frozenset({"signature", "spec"})),
     "shapes": May(frozenset({"signature"})),
     "fake_impls": May(),
@@ -53,14 +54,15 @@ MAY_IMPORT = {
     "decode_ops": May(OP | {"kernels", "backends"}),
     "quant": May(frozenset({"signature", "options", "shapes", "fake_impls"})),
     "parallel": May(OP),
-    "layer": May(OP | {"quant", "parallel"}),
+    "prepared": May(OP),
+    "layer": May(OP | {"prepared", "quant", "parallel"}),
     "weights": May(
-        LOW | {"layer", "kernels", "quant"}, frozenset({"torch", "safetensors", "gguf"})
+        LOW | {"layer", "kernels", "prepared", "quant"}, frozenset({"torch", "safetensors", "gguf"})
     ),
     "planning": May(OP | {"quant", "terminal"}),
-    "graphs": May(OP | {"layer", "planning"}),
-    "hf": May(BACKEND, TRANSFORMERS),
-    "generation": May(BACKEND | {"decode_ops", "hf", "terminal"}, TRANSFORMERS),
+    "graphs": May(OP | {"layer", "planning", "prepared"}),
+    "hf": May(BACKEND | {"prepared"}, TRANSFORMERS),
+    "generation": May(BACKEND | {"decode_ops", "hf", "prepared", "terminal"}, TRANSFORMERS),
     "passes": May(BACKEND | {"decode_ops", "planning"}),
     # It knows passes and generation, which do not know each other.
     "compiler": May(LOW | {"passes", "generation", "graphs"}),
@@ -75,7 +77,7 @@ MAY_IMPORT = {
     FACADE: May(
         BACKEND
         | {"aot_cache", "fake_impls", "layer", "hf", "passes", "planning", "graphs"}
-        | {"generation", "compiler", "using"}
+        | {"generation", "compiler", "layouts", "prepared", "using"}
     ),
 }
 

@@ -71,14 +71,14 @@ def test_arguments_of_records_in_a_record_are_compared(op: Op) -> None:
     layer = (LAYER.x_TD, LAYER.weights_TK, LAYER.experts_TK, LAYER.w13_EFD, LAYER.w2_EDI)
     routed = (LAYER.x_TD, LAYER.logits_TE, LAYER.w13_EFD, LAYER.w2_EDI, 2)
     args = routed if op is moe else layer
-    differs = op.arguments.any_unless_default(("b2_ED", "limit"))
-    which = op.arguments.unless_default(("b2_ED", "limit"))
+    differs = op.arguments.any_differing({"b2_ED": None, "limit": None})
+    which = op.arguments.differing({"b2_ED": None, "limit": None})
     assert differs is not None
     for more in ({}, {"limit": 2.0}, {"b2_ED": BIAS_EF}, {"limit": 2.0, "b2_ED": BIAS_EF}):
         call = op.call(*args, **more)
         assert differs(call) == bool(more)
         assert list(which(call)) == [n for n in op.optional if n in more]
-    assert op.arguments.any_unless_default(()) is None
+    assert op.arguments.any_differing({}) is None
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_ops.layer import MoELayer
 from moe_ops.layer.tensors import NAMES, STATE
+from moe_ops.prepared import as_loaded
 from moe_ops.quant.resolve import Reciprocal, as_multiplier
 from moe_ops.weights.experts import (
     WEIGHTS,
@@ -64,7 +65,7 @@ def load_checkpoint(
     the gate and the correction bias by the names of the layer's own parameters. Files are mapped,
     not read, and tensors copied one at a time, so that no more memory is needed than for the layers
     and, of layouts that are converted, one expert's matrix. With progress, a line per file is
-    written to standard error.
+    written to standard error. Layers that are prepared are so again at the end.
 
     Raises ValueError or TypeError, naming file entry and shapes, for a tensor that does not fit: it
     is not loaded, those before it are. Raises FileNotFoundError for no files, ValueError for files
@@ -78,7 +79,7 @@ def load_checkpoint(
     if found.transposed and coding is PLAIN:
         coding = TRANSPOSED
     begin = time.perf_counter()
-    with Writer() as writer:
+    with as_loaded(layers.values()), Writer() as writer:
         loading = _Loading(
             style=found, coding=coding, sharded=sharded, layers=dict(layers), writer=writer
         )

@@ -123,6 +123,11 @@ def load_expert(
     then as it was.
     """
     check_type("layer", layer, MoELayer, "a MoELayer")
+    if layer.layout:
+        raise ValueError(
+            f"the layer is prepared as {layer.layout!r}; load inside `with layer.as_loaded():`, "
+            "which prepares it again at its end"
+        )
     check_text("name", name)
     check_type(f"{name}: tensor", tensor, Tensor, "a Tensor")
     if expert_id is not None:
