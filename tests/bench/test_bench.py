@@ -62,6 +62,7 @@ def test_a_wrong_implementation_is_not_timed() -> None:
         layer.check(TINY, BF16, compiled, 4)
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_compile_time_is_that_of_a_lifted_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
