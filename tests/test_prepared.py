@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import moe_ops
 from moe_ops import Layout, MoELayer, experts, moe, using
+from moe_ops.generation.regions import addresses
 from moe_ops.graphs.addresses import identities, state_of
 from moe_ops.parallel.moves import Moves, apply_moves
 from moe_ops.prepared import HoldsExperts
@@ -54,7 +55,7 @@ def layer(mine: ModuleType) -> MoELayer:
     return MoELayer(**SIZES, internal_gate=True).eval()
 
 
-def addresses(module: nn.Module) -> list[int]:
+def places(module: nn.Module) -> list[int]:
     return [t.data_ptr() for t in (*module.parameters(), *module.buffers())]
 
 
@@ -69,11 +70,11 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 def test_the_backend_that_the_page_shows_is_picked_and_right(layer: MoELayer) -> None:
     x = torch.randn(5, CASE.D)
     with torch.inference_mode():
-        want, before = layer(x), addresses(layer)
+        want, before = layer(x), places(layer)
         report = moe_ops.prepare(layer, PAIRED)
         assert (report.layout, report.modules) == (PAIRED, ("",))
         assert report.bytes_rewritten == layer.w13_weight.nbytes + layer.w2_weight.nbytes
-        assert addresses(layer) == before
+        assert places(layer) == before
         with using("mine", "experts"):
             assert_close(layer(x), want, EXACT, "prepared", "")
         routed = layer.route(x, layer.gate(x))
@@ -147,17 +148,17 @@ def test_a_compiled_twin_shares_the_layout(layer: MoELayer) -> None:
 
 def test_a_captured_function_is_captured_again(layer: MoELayer) -> None:
     """The key of a graph tells the layouts of the modules that it reads."""
-    before = state_of(layer)
+    before, where = identities(state_of(layer)), addresses(layer)
     moe_ops.prepare(layer, PAIRED)
-    assert identities(state_of(layer)) != identities(before)
+    assert identities(state_of(layer)) != before and addresses(layer) != where
     moe_ops.prepare(layer, "")
-    assert identities(state_of(layer)) == identities(before)
+    assert identities(state_of(layer)) == before and addresses(layer) == where
 
 
 def test_a_state_dict_is_that_of_weights_as_loaded(layer: MoELayer) -> None:
     before = copy.deepcopy(layer.state_dict())
     moe_ops.prepare(layer, PAIRED)
-    stored, where = bits(layer.w13_weight), addresses(layer)
+    stored, where = bits(layer.w13_weight), places(layer)
     for keep_vars in (False, True):
         assert same(layer.state_dict(keep_vars=keep_vars), before)
     assert torch.equal(bits(layer.w13_weight), stored), "saving changes nothing"
@@ -165,7 +166,7 @@ def test_a_state_dict_is_that_of_weights_as_loaded(layer: MoELayer) -> None:
     want = other(x := torch.randn(3, CASE.D))
     layer.load_state_dict(other.state_dict())
     assert same(layer.state_dict(), other.state_dict())
-    assert addresses(layer) == where and layer.layout == PAIRED
+    assert places(layer) == where and layer.layout == PAIRED
     with using("mine", "experts"), torch.inference_mode():
         assert_close(layer(x), want.detach(), EXACT, "loaded", "")
     with pytest.raises(RuntimeError, match=r"is prepared as 'mine.paired', and preparing what"):
@@ -188,9 +189,9 @@ def test_experts_move_as_they_are_stored(layer: MoELayer) -> None:
     moved = copy.deepcopy(layer)
     apply_moves(moved.expert_tensors(), moves)
     moe_ops.prepare(layer, PAIRED)
-    where = addresses(layer)
+    where = places(layer)
     apply_moves(layer.expert_tensors(), moves)
-    assert addresses(layer) == where and same(layer.state_dict(), moved.state_dict())
+    assert places(layer) == where and same(layer.state_dict(), moved.state_dict())
 
 
 def test_loading_an_expert_wants_weights_as_loaded(layer: MoELayer) -> None:
@@ -199,10 +200,10 @@ def test_loading_an_expert_wants_weights_as_loaded(layer: MoELayer) -> None:
     args = (layer, "w13_weight", tensor, "gate", "w1", 2)
     with pytest.raises(ValueError, match=r"prepared as 'mine.paired'; load inside `with layer.as_"):
         load_expert(*args, coding=Coding(name="plain"))
-    where = addresses(layer)
+    where = places(layer)
     with layer.as_loaded():
         load_expert(*args)
-    assert addresses(layer) == where and layer.layout == PAIRED
+    assert places(layer) == where and layer.layout == PAIRED
     assert torch.equal(layer.state_dict()["w13_weight"][2, : CASE.I], tensor)
 
 

@@ -20,7 +20,7 @@ from moe_ops.ops.route import RouteCall, route
 from moe_ops.shapes import DTYPES
 
 # Mean rows per expert up to which reading is faster than PyTorch's grouped GEMM (None: with any
-# number): measured on two cores with the shapes of Qwen3-30B-A3B, see docs/PERFORMANCE.md.
+# number): measured on two cores with the shapes of Qwen3-30B-A3B, see docs/DIARY.md.
 GEMM_MAX_ROWS: dict[torch.dtype, int | None] = {torch.bfloat16: 4, torch.float32: 32}
 EXPERTS_MAX_ROWS: dict[torch.dtype, int | None] = {torch.bfloat16: 10, torch.float32: 32}
 if torch.backends.cpu.get_cpu_capability() == "AVX2":
