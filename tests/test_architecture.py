@@ -1,4 +1,4 @@
-"""The shape of the code: who imports whom, what is where, what a wheel holds, how big it gets."""
+"""The shape of the code: who imports whom, what is where, what a wheel holds."""
 
 import ast
 import os
@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from moe_ops import OPS
-
-ROOT = Path(__file__).resolve().parent.parent
-LINKED = ("passes", "fake_impls")  # at the top, and linked into moe_ops
+from tests.sources import LINKED, ROOT, Module, modules
 
 
 @dataclass(frozen=True)
@@ -80,30 +78,6 @@ MAY_IMPORT = {
         | {"generation", "compiler", "layouts", "prepared", "using"}
     ),
 }
-
-
-@dataclass(frozen=True)
-class Module:
-    """A source file and the name under which it is imported."""
-
-    path: Path
-    name: str
-    is_package: bool
-
-    def __str__(self) -> str:
-        return str(self.path.relative_to(ROOT))
-
-
-def modules() -> Iterator[Module]:
-    """Every module of the library; linked folders count once, where they are."""
-    for folder in ("moe_ops", *LINKED):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            inside = path.relative_to(ROOT).with_suffix("").parts
-            if path.relative_to(ROOT).parts[:2] in [("moe_ops", link) for link in LINKED]:
-                continue
-            parts = inside if folder == "moe_ops" else ("moe_ops", *inside)
-            is_package = parts[-1] == "__init__"
-            yield Module(path, ".".join(parts[:-1] if is_package else parts), is_package)
 
 
 def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
@@ -307,59 +281,6 @@ def test_import_is_quick_and_loads_no_optional_package(tmp_path: Path) -> None:
         assert not {"triton", "transformers", "flashinfer"} & set(loaded)
         seconds.append(float(took))
     assert min(seconds) <= MOST_SECONDS, f"best of {len(seconds)}"
-
-
-def sources() -> list[Path]:
-    folders = ("moe_ops", *LINKED, "tests", "examples")
-    found = {p.resolve() for f in folders for p in (ROOT / f).rglob("*") if p.is_file()}
-    return sorted(p for p in found if p.suffix in (".py", ".cpp", ".cu", ".h"))
-
-
-def is_kernel(path: Path) -> bool:
-    return (ROOT / "moe_ops" / "kernels") in path.parents
-
-
-def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """The lines of a function without its signature and its docstring."""
-    body = function.body
-    if ast.get_docstring(function) is not None:
-        body = body[1:]
-    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
-
-
-def long_functions(source: str, most: int) -> list[str]:
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, functions)]
-    return [f"{f.name}: {body_lines(f)} lines" for f in found if body_lines(f) > most]
-
-
-def test_no_file_is_too_long() -> None:
-    lengths = {path: len(path.read_text().splitlines()) for path in sources()}
-    assert len(lengths) > 30
-    long = [
-        f"{path.relative_to(ROOT)}: {n} lines, at most {800 if is_kernel(path) else 400}"
-        for path, n in lengths.items()
-        if n > (800 if is_kernel(path) else 400)
-    ]
-    assert not long, "\n".join(long)
-
-
-def test_no_function_is_too_long() -> None:
-    long = [
-        f"{path.relative_to(ROOT)}: {found}"
-        for path in sources()
-        if path.suffix == ".py"
-        for found in long_functions(path.read_text(), 150 if is_kernel(path) else 60)
-    ]
-    assert not long, "\n".join(long)
-
-
-def test_signature_and_docstring_do_not_count() -> None:
-    source = (
-        'def f(\n    a,\n    b,\n):\n    """One.\n\n    Two.\n    """\n    a = b\n    return a\n'
-    )
-    assert long_functions(source, 2) == []
-    assert long_functions(source, 1) == ["f: 2 lines"]
 
 
 # `like/this.py` or `dir/`, in backticks.

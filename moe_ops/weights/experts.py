@@ -137,10 +137,8 @@ def load_expert(
     check_flag("sharded", sharded)
     if record is not None:
         check_type("record", record, LoadRecord, "a LoadRecord or None")
-    here, writes = prepare_expert(
-        layer, parameter_name, tensor, name, shard, expert_id, coding=coding,
-        interleaved=interleaved, sharded=sharded, record=record,
-    )  # fmt: skip
+    piece = Piece(parameter_name, tensor, name, shard, expert_id, coding, interleaved, sharded)
+    here, writes = prepare_expert(layer, piece, record)
     write(writes)
     return here
 
@@ -176,36 +174,40 @@ def write(writes: Writes) -> None:
         target.copy_(source)
 
 
-def prepare_expert(
-    layer: MoELayer,
-    parameter_name: str,
-    tensor: Tensor,
-    name: str,
-    shard: str,
-    expert_id: int | None,
-    *,
-    coding: Coding,
-    interleaved: bool,
-    sharded: bool,
-    record: LoadRecord | None,
-) -> tuple[bool, Writes]:
+@dataclass(slots=True, eq=False)
+class Piece:
+    """A tensor of a checkpoint, and what it is in a layer: the arguments of `load_expert`."""
+
+    parameter: str
+    tensor: Tensor
+    name: str
+    shard: str
+    expert: int | None
+    coding: Coding
+    interleaved: bool
+    sharded: bool
+
+
+def prepare_expert(layer: MoELayer, piece: Piece, record: LoadRecord | None) -> tuple[bool, Writes]:
     """`load_expert` up to the writes, which are still to be done: several can then be done at once.
 
     Checks everything, and keeps numbers that must agree in the record; scales of inputs are
     written already.
     """
+    parameter, name, shard, sharded = piece.parameter, piece.name, piece.shard, piece.sharded
     check_choice("shard", shard, SHARDS)
-    check_choice("parameter_name", parameter_name, PARAMETER_NAMES)
-    part, second = WEIGHTS[parameter_name]
+    check_choice("parameter_name", parameter, PARAMETER_NAMES)
+    part, second = WEIGHTS[parameter]
     if second != (shard == "w2"):
-        raise ValueError(f"{name}: shard {shard!r} is no part of {parameter_name}")
-    experts = range(layer.num_experts) if expert_id is None else (expert_id,)
+        raise ValueError(f"{name}: shard {shard!r} is no part of {parameter}")
+    stacked = piece.expert is None
+    experts = range(layer.num_experts) if piece.expert is None else (piece.expert,)
     given, record = record, record or LoadRecord()
     try:
         slots = [record.slots_of(layer, e) for e in experts]
-        t_E = _by_expert(tensor, len(experts), expert_id is None, part)
+        t_E = _by_expert(piece.tensor, len(experts), stacked, part)
         if part == "input":
-            _load_input(layer, parameter_name, t_E, experts, shard, name, given)
+            _load_input(layer, parameter, t_E, experts, shard, name, given)
             return True, ()
         if part == "g_idx":
             _load_order(layer, shard, zip(experts, t_E, slots, strict=True), name, given, sharded)
@@ -213,8 +215,8 @@ def prepare_expert(
         if part == "shape":
             _check_shape(layer, shard, t_E, sharded)
             return any(slots), ()
-        if getattr(layer, parameter_name) is None:
-            _check_not_held(layer, parameter_name, part, t_E, coding)
+        if getattr(layer, parameter) is None:
+            _check_not_held(layer, parameter, part, t_E, piece.coding)
             return False, ()
         if part == "weight" and not second and layer.input_order is not None:
             if given is None:
@@ -222,13 +224,13 @@ def prepare_expert(
             here_alone = (e for e, s in zip(experts, slots, strict=True) if s)
             record.orders.tell_none(layer, here_alone, name)
         ordered = record.orders.some
-        how = record.plan_of(layer, parameter_name, shard, coding, interleaved, sharded)
+        how = record.plan_of(layer, parameter, shard, piece.coding, piece.interleaved, sharded)
         here = [(e, t, s) for e, t, s in zip(experts, t_E, slots, strict=True) if s]
         orders = {e: record.orders.of(second, e) for e, *_ in here} if ordered else {}
         record.orders.written.update(e for e, *_ in here)
         # Gate and up in one tensor can be compared without a record.
         return any(slots), _checked(
-            how, here, orders, parameter_name, name, record if shard == "w13" else given
+            how, here, orders, parameter, name, record if shard == "w13" else given
         )
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {error}") from error
