@@ -26,7 +26,7 @@ from moe_ops.bench import (
 )
 from moe_ops.bench.results import write
 from moe_ops.planning.cost import processor
-from moe_ops.quant.checks import SCHEMES
+from moe_ops.quant.schemes import SCHEMES
 from moe_ops.shapes import DTYPES
 from moe_ops.testing import LAYERS
 

@@ -30,8 +30,8 @@ from torch import Tensor
 from moe_ops.bench.numerics import relative_error
 from moe_ops.bench.weights import TOKEN_OUTLIERS, matrices, outlier_columns
 from moe_ops.ops import experts
-from moe_ops.quant.checks import SCHEMES, check_groups
 from moe_ops.quant.formats import Format
+from moe_ops.quant.schemes import SCHEMES, check_groups
 from moe_ops.testing import Case
 
 CASE = Case(name="accuracy", T=512, E=16, K=4, D=512, I=256)

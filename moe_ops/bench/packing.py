@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from moe_ops.bench.weights import matrices
-from moe_ops.quant.checks import SCHEMES, scheme_of
 from moe_ops.quant.formats import Format
+from moe_ops.quant.schemes import SCHEMES, scheme_of
 from moe_ops.testing import Case
 
 GB = 1e9

@@ -16,8 +16,8 @@ from moe_ops.hf.stored import PROJECTIONS, StoredFormat, refuse_to_save, store, 
 from moe_ops.options import check_flag, check_text
 from moe_ops.quant import packing
 from moe_ops.quant.arguments import check_input_format, check_packing, named_format
-from moe_ops.quant.checks import SCHEMES, check_groups, scheme_of
 from moe_ops.quant.formats import Format
+from moe_ops.quant.schemes import SCHEMES, check_groups, scheme_of
 
 log = logging.getLogger("moe_ops")
 
@@ -61,7 +61,7 @@ def quantize_model(
 ) -> Report:
     """Quantise the weights of all experts of a transformers model in place, and `optimize` it.
 
-    `scheme` is a key of `moe_ops.quant.checks.SCHEMES`; docs/FORMATS.md lists them. Where it has
+    `scheme` is a key of `moe_ops.quant.schemes.SCHEMES`; docs/FORMATS.md lists them. Where it has
     several formats, `weight_format` and `input_format` choose; inputs are quantised at run time,
     with scales of their own, or not at all. Weights are rounded to nearest, one expert at a time:
     besides the result, memory for one expert in float32 is needed. Experts whose sizes the format

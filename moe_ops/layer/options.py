@@ -11,8 +11,8 @@ from torch import Tensor
 from moe_ops.ops.route import RouteCall, route
 from moe_ops.options import check_fields
 from moe_ops.quant.arguments import named_format
-from moe_ops.quant.checks import SCHEMES, check_groups, scheme_of
 from moe_ops.quant.formats import TENSOR, Format
+from moe_ops.quant.schemes import SCHEMES, check_groups, scheme_of
 from moe_ops.signature import did_you_mean
 
 CustomRouting = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -115,8 +115,8 @@ class QuantFormats:
     the layer holds `input_order`, in which columns of its input go to the first product: for
     weights that GPTQ quantised in the order of their activations.
 
-    Raises ValueError for formats that no scheme of `moe_ops.quant.checks` joins, TypeError for what
-    is neither a string nor a flag.
+    Raises ValueError for formats that no scheme of `moe_ops.quant.schemes` joins, TypeError for
+    what is neither a string nor a flag.
     """
 
     weights: str

@@ -5,8 +5,21 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from moe_ops.quant.checks import check_config, scheme_of
+from moe_ops.options import MOST_SIZE, check_flag, check_int
+from moe_ops.quant.checks import (
+    check_bias,
+    check_divides,
+    check_global_scale,
+    check_input,
+    check_one_device,
+    check_operand,
+    check_same,
+    check_weight_scale,
+    check_zero,
+)
 from moe_ops.quant.formats import ROW, TENSOR, Operand
+from moe_ops.quant.resolve import has_gate_up_scale, merge_gate_up
+from moe_ops.quant.schemes import check_groups, scheme_of
 from moe_ops.shapes import check_choice
 
 
@@ -24,7 +37,7 @@ class QuantConfig:
         zero          weights of unsigned integers alone: uint8, the shape of scale
         bias          weights alone: float [E, rows]
 
-    Raises ValueError or TypeError, from a rule in `quant/checks.py`, if the parts do not fit.
+    Raises ValueError or TypeError, if the parts do not fit.
     Tensors are kept as they are; do not write to them afterwards.
     """
 
@@ -39,7 +52,7 @@ class QuantConfig:
     gated: bool
 
     def __post_init__(self) -> None:
-        check_config(self)
+        _check(self)
 
     @property
     def quantized(self) -> bool:
@@ -104,3 +117,52 @@ class QuantConfig:
         if operand.format is None:
             return None
         return (self.E, *operand.format.parsed.scale_shape(rows, columns))
+
+
+def _check(c: QuantConfig) -> None:
+    """Raise ValueError or TypeError, saying what to do, unless the parts of `c` fit together."""
+    operands = {"x": c.x, "h": c.h, "w13": c.w13, "w2": c.w2}
+    _check_sizes(c)
+    for name, operand in operands.items():
+        check_operand(name, operand)
+    check_same("x", c.x, "h", c.h)
+    check_same("w13", c.w13, "w2", c.w2)
+    scheme_of(c.w13.format, c.x.format)
+    check_groups(c.x.format, c.w13.format)
+    check_one_device(operands)
+    check_input("x", c.x)
+    check_input("h", c.h)
+    _check_gate_up(c)
+    for name, operand, rows, columns in (("w13", c.w13, c.F, c.D), ("w2", c.w2, c.D, c.I)):
+        check_bias(name, operand, c.E, rows)
+        if operand.format is not None:
+            check_divides(name, operand.format, rows, columns)
+            check_weight_scale(
+                name, operand, (c.E, *operand.format.parsed.scale_shape(rows, columns))
+            )
+            check_zero(name, operand)
+            check_global_scale(name, operand, (c.E,))
+
+
+def _check_sizes(c: QuantConfig) -> None:
+    """Sizes are positive, and F counts the gate rows and the up rows."""
+    for name in ("E", "F", "D", "I"):
+        check_int(name, getattr(c, name), least=1, most=MOST_SIZE)
+    check_flag("gated", c.gated)
+    want = 2 * c.I if c.gated else c.I
+    if want != c.F:
+        raise ValueError(
+            f"F={c.F} does not fit I={c.I}: gated={c.gated} wants F = {'2 * I' if c.gated else 'I'}"
+            f" = {want}"
+        )
+
+
+def _check_gate_up(c: QuantConfig) -> None:
+    """A gated first weight with one scale for all has no scales of its own for gate and up."""
+    format, scale = c.w13.format, c.w13.scale
+    if c.gated and format is not None and format.group == TENSOR and has_gate_up_scale(scale):
+        merge_gate_up(scale)
+        raise ValueError(
+            f"w13.scale has a gate and an up scale, shape {list(scale.shape)}; "
+            f"merge_gate_up makes it {[c.E, 1, 1]}"
+        )

@@ -16,7 +16,7 @@ from moe_ops.bench import __main__ as cli
 from moe_ops.bench import accuracy
 from moe_ops.bench.accuracy import Accuracy, Base
 from moe_ops.hf import optimize
-from moe_ops.quant.checks import SCHEMES
+from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import Case
 
 TINY = Case(name="tiny", T=48, E=4, K=2, D=128, I=128)  # blocks of 128 fit

@@ -13,7 +13,7 @@ from expecttest import assert_expected_inline
 from moe_ops.bench import __main__ as cli
 from moe_ops.bench import packing
 from moe_ops.bench.packing import Packing
-from moe_ops.quant.checks import SCHEMES
+from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import LAYERS, Case
 
 TINY = Case(name="tiny", T=1, E=8, K=2, D=256, I=128)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_ops.bench import __main__ as cli
-from moe_ops.quant.checks import SCHEMES
+from moe_ops.quant.schemes import SCHEMES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = "".join((ROOT / "docs" / f"{page}.md").read_text() for page in ("PERFORMANCE", "DIARY"))

@@ -14,8 +14,8 @@ import torch
 from moe_ops import OPS
 from moe_ops.fake_impls.formats import ALL, ELEMENTS, PUBLISHED
 from moe_ops.quant import packing
-from moe_ops.quant.checks import SCHEMES, check_groups, scheme_of
 from moe_ops.quant.formats import Format
+from moe_ops.quant.schemes import SCHEMES, check_groups, scheme_of
 
 from .served import DEVICES, calls, how, machine, refusals
 

@@ -13,8 +13,8 @@ import pytest
 
 from moe_ops import OPS, expert_gemm, experts
 from moe_ops.ops.experts import ExpertsCall
-from moe_ops.quant import checks
-from moe_ops.quant.checks import SchemeInfo
+from moe_ops.quant import schemes
+from moe_ops.quant.schemes import SchemeInfo
 
 from .formats import fill, objection
 from .served import DECODING, calls
@@ -85,8 +85,8 @@ def test_a_new_backend_of_experts_leaves_its_parts_alone() -> None:
 @pytest.mark.slow
 def test_a_new_scheme_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     new = SchemeInfo(name="fp8_e5m2_w8a16", weight_formats=("float8_e5m2:row",))
-    monkeypatch.setitem(checks.SCHEMES, new.name, new)
-    monkeypatch.setitem(checks.BY_KIND, ("float8_e5m2", ""), new.name)
+    monkeypatch.setitem(schemes.SCHEMES, new.name, new)
+    monkeypatch.setitem(schemes.BY_KIND, ("float8_e5m2", ""), new.name)
     changed = difference()
     line = "+ | `fp8_e5m2_w8a16` | `float8_e5m2:row`: 8 + 32/row | float32 | not quantised |"
     assert line in changed

@@ -12,8 +12,8 @@ from moe_ops.fake_impls.formats import ELEMENTS, PUBLISHED, SCALES
 from moe_ops.ops.activate import KINDS, Activation
 from moe_ops.parallel.config import COLLECTIVES, HIGH_THROUGHPUT, ParallelConfig
 from moe_ops.parallel.expert_map import PLACEMENTS, ExpertPlacement, place
-from moe_ops.quant.checks import SCHEMES
 from moe_ops.quant.formats import Format, Layout
+from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import TOL, assert_close
 from tests.fuzz.attempts import (
     FLAG,

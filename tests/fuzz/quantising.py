@@ -9,19 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.quant.builders import (
-    Sizes,
-    fp8_w8a8,
-    fp8_w8a16,
-    int4_w4a16,
-    int8_w8a8,
-    int8_w8a16,
-    mxfp4_w4a16,
-    mxfp8,
-    nvfp4_w4a4,
-    nvfp4_w4a16,
-    ocp_mx,
-)
 from moe_ops.quant.checkpoints import from_awq, from_gptq
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.packing import Quantized
@@ -43,6 +30,19 @@ from tests.fuzz.attempts import (
     worded,
 )
 from tests.fuzz.constructors import NO_FORMAT, one_of
+from tests.quant.builders import (
+    Sizes,
+    fp8_w8a8,
+    fp8_w8a16,
+    int4_w4a16,
+    int8_w8a8,
+    int8_w8a16,
+    mxfp4_w4a16,
+    mxfp8,
+    nvfp4_w4a4,
+    nvfp4_w4a16,
+    ocp_mx,
+)
 
 E, D, I = 4, 64, 32  # noqa: E741  the legend's letter
 

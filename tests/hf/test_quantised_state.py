@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import moe_ops
 from moe_ops.hf import adopt_mxfp4
 from moe_ops.hf.stored import stored_format
-from moe_ops.quant.checks import SCHEMES
+from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import Tol, assert_close
 from tests.hf.test_quantize import experts_of, gpt_oss, logits, qwen, stored_mxfp4
 

@@ -25,8 +25,8 @@ from moe_ops.hf import adopt_mxfp4
 from moe_ops.hf.fp8 import describe_fp8
 from moe_ops.hf.stored import stored_format
 from moe_ops.quant import packing
-from moe_ops.quant.checks import SCHEMES
 from moe_ops.quant.formats import Format
+from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import Tol, assert_close
 
 TOL = Tol(1e-4, "float32 sums in another order through a whole model")

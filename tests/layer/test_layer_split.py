@@ -14,8 +14,8 @@ from moe_ops.layer.options import QuantFormats, Routing
 from moe_ops.ops import route
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.replicas import ExpertReplicas
-from moe_ops.quant.checks import SCHEMES, check_groups
 from moe_ops.quant.formats import ROW, TENSOR, Format
+from moe_ops.quant.schemes import SCHEMES, check_groups
 from moe_ops.testing import GPT_OSS, Tol, assert_close
 
 EXACT = Tol(1e-5, "float32 sums in another order")

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.quant.builders import (
+from moe_ops.quant.config import QuantConfig
+from tests.quant.builders import (
     Sizes,
     biased,
     fp8_w8a8,
@@ -22,7 +23,6 @@ from moe_ops.quant.builders import (
     ocp_mx,
     unquantized,
 )
-from moe_ops.quant.config import QuantConfig
 
 E = 3
 SQUARE = Sizes(E=E, D=256, I=128)  # w13 [3, 256, 256], w2 [3, 256, 128]

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_ops.fake_impls.formats import parse
-from moe_ops.quant.builders import SCHEMES, fp8_w8a8, int4_w4a16, ocp_mx
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Layout, Operand
 from moe_ops.quant.resolve import merge_gate_up
+from moe_ops.quant.schemes import SCHEMES
+from tests.quant.builders import fp8_w8a8, int4_w4a16, ocp_mx
 
 from .configs import BY_NAME, CASES, E4M3, SQUARE, U8, Case, E
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from moe_ops.fake_impls.formats import PUBLISHED
-from moe_ops.quant.checks import SCHEMES
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format, Layout, Operand
+from moe_ops.quant.schemes import SCHEMES
 
 from .configs import BY_NAME, CASES, E4M3, F32, Case, E
 

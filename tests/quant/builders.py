@@ -2,7 +2,7 @@
 
 All take the sizes of the layer first, then the scales of both weights, [E, groups of rows, groups
 of columns]; all scales are multipliers of decoding. All raise ValueError or TypeError, from a rule
-in `quant/checks.py`, for tensors that do not fit. `SCHEMES` lists what they can build.
+in `moe_ops/quant`, for tensors that do not fit. `SCHEMES` lists what they can build.
 """
 
 from __future__ import annotations
@@ -15,33 +15,11 @@ from torch import Tensor
 from moe_ops.fake_impls.formats import SCALES
 from moe_ops.options import MOST_SIZE, check_fields, check_int, check_text, check_type
 from moe_ops.quant.arguments import named_format
-from moe_ops.quant.checks import (
-    MX_BITS,
-    SCHEMES,
-    SchemeInfo,
-)
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import ROW, TENSOR, Format, Operand
 from moe_ops.quant.resolve import has_gate_up_scale, merge_gate_up
+from moe_ops.quant.schemes import MX_BITS
 from moe_ops.shapes import check_choice
-
-__all__ = [
-    "SCHEMES",
-    "SchemeInfo",
-    "Sizes",
-    "biased",
-    "fp8_w8a8",
-    "fp8_w8a16",
-    "int4_w4a16",
-    "int8_w8a8",
-    "int8_w8a16",
-    "mxfp4_w4a16",
-    "mxfp8",
-    "nvfp4_w4a4",
-    "nvfp4_w4a16",
-    "ocp_mx",
-    "unquantized",
-]
 
 # What belongs to the first product and to the second: (w13, w2) or (x, h).
 Pair = tuple[Tensor | None, Tensor | None]

@@ -1,0 +1,126 @@
+"""The schemes: which formats of weights go with which formats of inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_ops.fake_impls.formats import PUBLISHED
+from moe_ops.quant.formats import COLUMN, ROW, TENSOR, Format
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemeInfo:
+    """A scheme: its name, and the formats of weights and inputs in which it is built.
+
+    "" is a 16-bit operand. Element types decide the scheme; `check_groups` says which groups of
+    weights go with which groups of inputs.
+    """
+
+    name: str
+    weight_formats: tuple[str, ...]
+    input_formats: tuple[str, ...] = ("",)
+
+
+def _formats(elements: str, groups: str) -> tuple[str, ...]:
+    return tuple(f"{element}:{group}" for element in elements.split() for group in groups.split())
+
+
+FP8_WEIGHTS = _formats("float8_e4m3fn", "tensor row 128x128")
+FP8_INPUTS = _formats("float8_e4m3fn", "tensor row 1x128")
+INT8 = _formats("int8", "tensor row")
+INTEGER_GROUPS = "row 1x32 1x64 1x128"
+MX_BITS = {"mxfp4": 4, "mxfp6_e3m2": 6, "mxfp6_e2m3": 6}
+MX_INPUTS = ("mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp8")
+
+# A name is ELEMENT_wBITSaBITS where weights and inputs share their element type or inputs have 16
+# bits, the name of the format where that says it all, and else WEIGHTS_w_INPUTS_a.
+SCHEMES = {
+    scheme.name: scheme
+    for scheme in (
+        SchemeInfo(name="none", weight_formats=("",)),
+        SchemeInfo(name="fp8_w8a8", weight_formats=FP8_WEIGHTS, input_formats=FP8_INPUTS),
+        SchemeInfo(name="fp8_w8a16", weight_formats=FP8_WEIGHTS),
+        SchemeInfo(name="int8_w8a8", weight_formats=INT8, input_formats=INT8),
+        SchemeInfo(name="int8_w8a16", weight_formats=_formats("int8 uint8", INTEGER_GROUPS)),
+        SchemeInfo(name="int4_w4a16", weight_formats=_formats("int4 uint4", INTEGER_GROUPS)),
+        *(SchemeInfo(name=f"{w}_w{n}a16", weight_formats=(w,)) for w, n in MX_BITS.items()),
+        *(
+            SchemeInfo(name=f"{w}_w_fp8_a", weight_formats=(w,), input_formats=FP8_INPUTS[:2])
+            for w in MX_BITS
+        ),
+        *(
+            SchemeInfo(name=f"{w}_w_{x}_a", weight_formats=(w,), input_formats=(x,))
+            for w in MX_BITS
+            for x in MX_INPUTS
+        ),
+        SchemeInfo(name="mxfp8", weight_formats=("mxfp8",), input_formats=("mxfp8",)),
+        SchemeInfo(name="mxfp8_w8a16", weight_formats=("mxfp8",)),
+        SchemeInfo(name="nvfp4_w4a4", weight_formats=("nvfp4",), input_formats=("nvfp4",)),
+        SchemeInfo(name="nvfp4_w4a16", weight_formats=("nvfp4",)),
+    )
+}
+
+
+def _kind(format: Format | None) -> str:
+    """What of a format decides the scheme: its published name, else its element type."""
+    if format is None:
+        return ""
+    if format.name in PUBLISHED:
+        return format.name
+    return f"{format.element}:{format.scale}" if format.has_global_scale else format.element
+
+
+BY_KIND = {
+    (_kind(Format.of(w) if w else None), _kind(Format.of(x) if x else None)): scheme.name
+    for scheme in SCHEMES.values()
+    for w in scheme.weight_formats
+    for x in scheme.input_formats
+}
+
+
+def scheme_of(weights: Format | None, inputs: Format | None) -> str:
+    """The name of the scheme with these formats. Raises ValueError if there is none."""
+    name = BY_KIND.get((_kind(weights), _kind(inputs)))
+    if name is None:
+        w, x = (spelled(format) for format in (weights, inputs))
+        raise ValueError(
+            f"no scheme has {w} weights with {x} inputs; choose one of {', '.join(SCHEMES)}"
+        )
+    return name
+
+
+def spelled(format: Format | None) -> str:
+    """A format for a message."""
+    return "16-bit" if format is None else format.name
+
+
+def check_groups(inputs: Format | None, weights: Format | None) -> None:
+    """Scales of inputs and weights can be taken out of the sums of the product together."""
+    if weights is not None and weights.group == COLUMN:
+        raise ValueError(
+            f"weights are {weights.name}, but a scale per column cannot leave the sum over columns;"
+            " choose tensor, row, or rows x columns"
+        )
+    if inputs is None or weights is None:
+        return
+    if inputs.group not in (TENSOR, ROW) and inputs.group[0] != 1:
+        raise ValueError(
+            f"inputs are {inputs.name}, but a scale of inputs is for all (tensor), for one token "
+            "(row), or for some columns of one (such as 1x128)"
+        )
+    if inputs.group in (TENSOR, ROW):
+        if weights.group not in (TENSOR, ROW) and weights.name not in PUBLISHED:
+            raise ValueError(
+                f"inputs are {inputs.name} and weights {weights.name}: inputs with one scale per "
+                "token or tensor go with weights in groups of tensor or row"
+            )
+    elif weights.name in PUBLISHED and inputs.name not in PUBLISHED:
+        raise ValueError(
+            f"inputs are {inputs.name} and weights {weights.name}: inputs of {weights.name} weights"
+            " have one scale per token or tensor, or are in a published format"
+        )
+    elif inputs.group[1] != weights.group[1]:
+        raise ValueError(
+            f"inputs are {inputs.name} and weights {weights.name}: inputs in groups of "
+            f"{inputs.group[1]} columns go with weights in blocks of as many columns"
+        )
