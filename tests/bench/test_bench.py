@@ -29,7 +29,7 @@ def test_overhead_covers_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["experts", "block"])
+@pytest.mark.parametrize("part", ["experts", pytest.param("block", marks=pytest.mark.every)])
 def test_layer_times_every_implementation(
     part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:

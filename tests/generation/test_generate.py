@@ -19,7 +19,7 @@ import moe_ops
 from moe_ops.generation.decoder import Decoder, rows_for, slots_for
 from moe_ops.generation.generate import QuickGenerate, shape_refusal
 from moe_ops.generation.sample import StopCheck
-from tests.chosen import those_of
+from tests.chosen import CHOSEN, those_of
 from tests.hf import families
 from tests.hf.twins import PLAIN, check, defer, stand_in, twin_of, uncompiled
 
@@ -292,7 +292,7 @@ def test_an_optimized_model_with_inductors_own_graphs_asked_for(ids: Tensor) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", families.discover())
+@pytest.mark.parametrize("family", those_of(CHOSEN, families.discover()))
 def test_every_family_gives_the_same_tokens_or_says_why_it_keeps_its_own(family: str) -> None:
     tiny = families.build(family)
     if not tiny.can_generate:
