@@ -292,7 +292,7 @@ def test_a_layout_has_one_meaning(mine: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"another layout of moe_ops.experts is 'mine.paired'"):
         experts.backend("second", layout=other)(mine.run)
     experts.backend("third", layout=mine.PAIRED)(mine.run)
-    with pytest.raises(ValueError, match="backend 'x' reads layout, but the arguments with defaul"):
+    with pytest.raises(ValueError, match="backend 'x' reads layout, but the arguments with"):
         moe_ops.route.backend("x", layout=mine.PAIRED)(mine.run)
 
 
