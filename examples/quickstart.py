@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -245,9 +247,13 @@ def main(arguments: list[str] | None = None) -> None:
             json.dump(figures | {"speeds": [asdict(s) for s in (*stock, first)]}, file, indent=2)
 
 
+def interrupt(*_: object) -> NoReturn:
+    """End at once: Python drops an exception that a destructor meets, and compiling runs many."""
+    say("interrupted; the rows printed so far are from one run each")
+    sys.stdout.flush()
+    os._exit(130)
+
+
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        say("interrupted; the rows printed so far are from one run each")
-        sys.exit(130)
+    signal.signal(signal.SIGINT, interrupt)
+    main()

@@ -7,6 +7,7 @@ from typing import Any
 
 import moe_ops.backends  # noqa: F401  (registers the backends)
 from moe_ops import aot_cache, fake_impls, gradients, ops, quant, spec
+from moe_ops.layouts import Layout
 from moe_ops.ops import (
     activate,
     combine,
@@ -30,12 +31,14 @@ _LAZY = {
     "generation_report": "moe_ops.generation",
     "explain": "moe_ops.passes.explain",
     "tune": "moe_ops.planning.tune",
+    "prepare": "moe_ops.prepared",
     **dict.fromkeys(("MoELayer", "QuantFormats", "Routing"), "moe_ops.layer"),  # one is an alias
     "QuantConfig": "moe_ops.quant.config",
 }
 
 __all__ = [
     "OPS",
+    "Layout",
     "MoELayer",
     "Op",
     "QuantConfig",
@@ -55,6 +58,7 @@ __all__ = [
     "inductor_options",
     "moe",
     "optimize",
+    "prepare",
     "quantize",
     "quantize_model",
     "restore",

@@ -64,10 +64,10 @@ def compile(
     False: none; each shape has its graph.
     A size on which the model branches costs one more graph. The marks stay on the tensors given.
 
-    The twin of a transformers model has a `generate` of ours, with transformers' arguments and
-    results: prompts of any length through one compiled layer, then steps that on a GPU are one
-    CUDA graph each, by batch and length rounded up to powers of two. Calls that it does not serve
-    run transformers' own way, for a reason that is logged.
+    The twin of a transformers model has our `generate`, with transformers' arguments and results:
+    prompts of any length run through one compiled layer, then each step is one CUDA graph (on a
+    GPU), by batch and length rounded up to powers of two. Unsupported calls fall back to
+    transformers' `generate`; the reason is logged.
 
     Of a module that only holds a transformers model, as a PeftModel does, `forward` is compiled and
     `generate` is not, which is logged: give the model inside.

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -31,6 +31,7 @@ class Arguments:
     def __init__(self, record: type) -> None:
         self.record = record
         paths: dict[str, str] = getattr(record, "FLAT", None) or {n: n for n in _fields(record)}
+        self.paths = paths
         found = {name: _find(record, path) for name, path in paths.items()}
         self.signature = inspect.Signature(
             [
@@ -47,6 +48,35 @@ class Arguments:
     def by_name(self, record: Any) -> dict[str, Any]:
         """The arguments of a record by flat name, in the order of a call."""
         return dict(zip(self.signature.parameters, self.flat(record), strict=True))
+
+    def differing(self, wanted: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
+        """A function that gives, by name, the arguments of a record that are not as wanted."""
+
+        def differing(record: Any) -> dict[str, Any]:
+            given = self.by_name(record)
+            return {n: given[n] for n, value in wanted.items() if _differs(given[n], value)}
+
+        return differing
+
+    def any_differing(self, wanted: Mapping[str, Any]) -> Callable[[Any], bool] | None:
+        """A function that tells whether there is one; None where nothing is wanted. Its code is
+        written out, as every call asks."""
+        space: dict[str, Any] = {}
+        absent, tests = [], []
+        for name, value in wanted.items():
+            given, other = f"record.{self.paths[name]}", f"wanted_{name}"
+            if value is None:
+                absent.append(given)
+                continue
+            space[other] = value
+            tests.append(f"({given} is not {other} and {given} != {other})")
+        if absent:
+            tests.append(f"not ({' is '.join(absent)} is None)")
+        if not tests:
+            return None
+        exec(f"def any_differs(record):\n return {' or '.join(tests)}", space)
+        any_differs: Callable[[Any], bool] = space["any_differs"]
+        return any_differs
 
     def schema(self, returns: Any) -> str:
         """What `torch.library` calls a function of these arguments that returns this type."""
@@ -102,6 +132,10 @@ class Annotations:
 
     def __str__(self) -> str:
         return f"({', '.join(map(_said, self.taken))}) -> {_said(self.given)}"
+
+
+def _differs(value: Any, wanted: Any) -> bool:
+    return value is not wanted and (wanted is None or bool(value != wanted))
 
 
 def _said(hint: Any) -> str:

@@ -2,25 +2,26 @@
 
 An :class:`Op` is made from its reference body, a function of one record (`moe_ops/record.py`): the
 record's fields are the schema, the body's docstring the documentation, its code the decomposition
-and the last-resort backend. A :class:`Backend` is another function of the same record and, if it
-cannot take every call, a `supports` that answers with the reason it cannot.
+and the last-resort backend. A :class:`Backend` (`moe_ops/backend.py`) is another function of the
+same record, with what it says of the calls that it cannot run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import _C, Tensor
 from torch.library import Library, register_fake
 
+from moe_ops.backend import ANY_NUMBER, LAYOUT, Backend, Rows
 from moe_ops.gradients import forward_mode, grad_wanted, refuse_tangents
+from moe_ops.layouts import Layout
 from moe_ops.ranges import parse_plan
 from moe_ops.record import Annotations, Arguments
-from moe_ops.signature import Signature
+from moe_ops.signature import Signature, did_you_mean
 
 NAMESPACE = "moe_ops"
 REFERENCE = "reference"
@@ -48,39 +49,6 @@ def _watched() -> bool:
 Runs = tuple[tuple[int | None, Callable[[Any], Any]], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backend:
-    """One way to run an op: `run` takes its record; `supports` says why it cannot run, or None.
-
-    `most_rows` gives the most rows of the first argument (tokens, or routed rows) up to which the
-    backend is the better choice, None for any number; with more, those after it are asked first.
-    `max_rows` gives the most that it can run at all. A `composed` backend runs the definition's
-    stages one by one; a compiler does better with the definition itself.
-    """
-
-    name: str
-    run: Callable[[Any], Any]
-    supports: Callable[[Any], str | None] | None = None
-    most_rows: Callable[[Any], int | None] | None = None
-    max_rows: Callable[[Any], int] | None = None
-    devices: frozenset[str] | None = None  # None: every device
-    priority: int = 0
-    composed: bool = False
-
-    def refusal(self, device: str, rows: Any, call: Any) -> str | None:
-        """Why it cannot run a call of so many rows, or None; nothing is said of a number that a
-        compiler does not know.
-        """
-        if self.devices is not None and device not in self.devices:
-            return f"needs a tensor on {' or '.join(sorted(self.devices))}, got {device}"
-        reason = None if self.supports is None else self.supports(call)
-        if reason is None and self.max_rows is not None and isinstance(rows, int):
-            most = self.max_rows(call)
-            if rows > most:
-                return f"takes at most {most} rows, got {rows}"
-        return reason
-
-
 class Op:
     """A stage of a Mixture-of-Experts layer, callable, and visible to compilers as
     `torch.ops.moe_ops.<name>`.
@@ -99,9 +67,11 @@ class Op:
         self.annotations = Annotations.of(body)
         self.arguments = Arguments(self.annotations.record)
         self.call, self._first = self.arguments.of, self.arguments.first
-        returns = self.annotations.given
+        returns, parameters = self.annotations.given, self.arguments.signature.parameters
         self.schema = self.arguments.schema(returns)
         self.__signature__ = self.arguments.signature.replace(return_annotation=returns)
+        # The arguments that a backend names if it reads them.
+        self.optional = tuple(n for n, p in parameters.items() if p.default is not p.empty)
         self.signature = Signature(f"{NAMESPACE}.{name}", self.arguments.signature)
         # The types, and names, of calls that were seen to need no dispatcher.
         self._plain: set[tuple[Any, ...]] = set()
@@ -109,6 +79,7 @@ class Op:
         self.backends: dict[str, Backend] = {REFERENCE: Backend(name=REFERENCE, run=body)}
         # Candidates by device type in the order in which they are asked; the reference is the last.
         self._order: dict[str, tuple[Backend, ...]] = {}
+        self.layouts: dict[str, Layout] = {}  # of the weights, as backends read them
 
         # The strides that eager mode sees are the strides a backend sees: weights that are
         # transposed views are never copied into another layout behind the caller's back.
@@ -254,20 +225,36 @@ class Op:
         self,
         name: str,
         *,
+        reads: tuple[str, ...] = (),
         supports: Callable[[Any], str | None] | None = None,
-        most_rows: Callable[[Any], int | None] | None = None,
-        max_rows: Callable[[Any], int] | None = None,
+        rows: Rows = ANY_NUMBER,
         devices: tuple[str, ...] | None = None,
         priority: int = 0,
         composed: bool = False,
+        layout: Layout | None = None,
     ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-        """Register the decorated function as a backend.
+        """Register the decorated function as a backend; `Backend` says what the arguments mean.
 
         Backends of higher priority are asked first, among equals those registered first.
 
-        Raises ValueError if the name is taken, or if the function does not take the op's record or
-        gives another result, by its annotations.
+        Raises ValueError if the name, or that of its layout, is taken, if `reads` names what is no
+        argument with a default, if a layout is given and the op takes none, or if the function does
+        not take the op's record or gives another result, by its annotations.
         """
+        optional, reads = self.optional, (*reads, *([] if layout is None else [LAYOUT]))
+        unknown = [n for n in reads if n not in optional]
+        if unknown:
+            raise ValueError(
+                f"backend {name!r} reads {', '.join(unknown)}, but the arguments with defaults of "
+                f"{NAMESPACE}.{self.name} are {', '.join(optional)}"
+                f"{did_you_mean(unknown[0], optional)}"
+            )
+        defaults = {n: self.arguments.signature.parameters[n].default for n in optional}
+        wanted = {n: default for n, default in defaults.items() if n not in reads}
+        if layout is not None:
+            if self.layouts.setdefault(layout.name, layout) is not layout:
+                raise ValueError(f"another layout of {NAMESPACE}.{self.name} is {layout.name!r}")
+            wanted[LAYOUT] = layout.name
 
         def register(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
             if name in self.backends:
@@ -282,12 +269,15 @@ class Op:
             self.backends[name] = Backend(
                 name=name,
                 run=fn,
+                reads=reads,
                 supports=supports,
-                most_rows=most_rows,
-                max_rows=max_rows,
+                rows=rows,
                 devices=frozenset(devices) if devices else None,
                 priority=priority,
                 composed=composed,
+                layout=layout,
+                unread=self.arguments.differing(wanted),
+                ignores=self.arguments.any_differing(wanted),
             )
             self._order.clear()
             return fn
@@ -323,14 +313,16 @@ class Op:
             return candidates[0]
         beyond: Backend | None = None
         for backend in candidates:
+            if backend.ignores is not None and backend.ignores(call):
+                continue
             if backend.supports is not None and backend.supports(call) is not None:
                 continue
             if backend.name == REFERENCE:
                 return beyond or backend
-            max_rows, most_rows = backend.max_rows, backend.most_rows
-            if max_rows is not None and first.shape[0] > max_rows(call):
+            possible, preferred = backend.rows.possible, backend.rows.preferred
+            if possible is not None and first.shape[0] > possible(call):
                 continue
-            most = None if most_rows is None else most_rows(call)
+            most = None if preferred is None else preferred(call)
             if most is None or first.shape[0] <= most:
                 return backend
             beyond = beyond or backend

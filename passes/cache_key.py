@@ -14,7 +14,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from types import FunctionType
@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
+from moe_ops.backend import Backend
 from moe_ops.planning import tuned
 from moe_ops.planning.cost import device_of
-from moe_ops.spec import OPS, Backend
+from moe_ops.spec import OPS
 
 log = logging.getLogger("moe_ops")
 
@@ -88,11 +89,21 @@ def _plain_function_key(fn: FunctionType) -> str | None:
 
 
 def _backend_key(backend: Backend) -> tuple[object, ...] | None:
-    values = [getattr(backend, field.name) for field in dataclasses.fields(backend)]
+    values = list(_values(backend))
     keys = [function_key(value) if callable(value) else value for value in values]
     if any(key is None and value is not None for key, value in zip(keys, values, strict=True)):
         return None
     return tuple(sorted(key) if isinstance(key, frozenset) else key for key in keys)
+
+
+def _values(part: Any) -> Iterator[Any]:
+    """What tells a dataclass from its like, and the dataclasses in it."""
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name) if field.compare else None
+        if dataclasses.is_dataclass(value):
+            yield from _values(value)
+        else:
+            yield value
 
 
 def registry_key() -> str | None:

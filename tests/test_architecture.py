@@ -1,4 +1,4 @@
-"""The shape of the code: who imports whom, what is where, what a wheel holds, how big it gets."""
+"""The shape of the code: who imports whom, what is where, what a wheel holds."""
 
 import ast
 import os
@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from moe_ops import OPS
-
-ROOT = Path(__file__).resolve().parent.parent
-LINKED = ("passes", "fake_impls")  # at the top, and linked into moe_ops
+from tests.sources import LINKED, ROOT, Module, modules
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,9 @@ class May:
     packages: frozenset[str] = frozenset({"torch"})
 
 
-LOW = frozenset({"gradients", "signature", "record", "ranges", "options", "spec", "shapes"})
+LOW = frozenset(
+    {"gradients", "signature", "record", "ranges", "options", "backend", "spec", "shapes"}
+)
 OP = LOW | {"ops"}
 BACKEND = OP | {"kernels", "backends", "quant"}
 TRANSFORMERS = frozenset({"torch", "transformers"})
@@ -38,7 +38,9 @@ MAY_IMPORT = {
     "options": May(frozenset({"signature"})),
     "record": May(),
     "ranges": May(),
-    "spec": May(frozenset({"gradients", "ranges", "record", "signature"})),
+    "layouts": May(frozenset({"options", "signature"})),
+    "backend": May(frozenset({"layouts"})),
+    "spec": May(frozenset({"backend", "layouts", "gradients", "ranges", "record", "signature"})),
     "using": May(frozenset({"signature", "spec"})),
     "shapes": May(frozenset({"signature"})),
     "fake_impls": May(),
@@ -50,14 +52,15 @@ MAY_IMPORT = {
     "decode_ops": May(OP | {"kernels", "backends"}),
     "quant": May(frozenset({"signature", "options", "shapes", "fake_impls"})),
     "parallel": May(OP),
-    "layer": May(OP | {"quant", "parallel"}),
+    "prepared": May(OP),
+    "layer": May(OP | {"prepared", "quant", "parallel"}),
     "weights": May(
-        LOW | {"layer", "kernels", "quant"}, frozenset({"torch", "safetensors", "gguf"})
+        LOW | {"layer", "kernels", "prepared", "quant"}, frozenset({"torch", "safetensors", "gguf"})
     ),
     "planning": May(OP | {"quant", "terminal"}),
-    "graphs": May(OP | {"layer", "planning"}),
-    "hf": May(BACKEND, TRANSFORMERS),
-    "generation": May(BACKEND | {"decode_ops", "hf", "terminal"}, TRANSFORMERS),
+    "graphs": May(OP | {"layer", "planning", "prepared"}),
+    "hf": May(BACKEND | {"prepared"}, TRANSFORMERS),
+    "generation": May(BACKEND | {"decode_ops", "hf", "prepared", "terminal"}, TRANSFORMERS),
     "passes": May(BACKEND | {"decode_ops", "planning"}),
     # It knows passes and generation, which do not know each other.
     "compiler": May(LOW | {"passes", "generation", "graphs"}),
@@ -72,33 +75,9 @@ MAY_IMPORT = {
     FACADE: May(
         BACKEND
         | {"aot_cache", "fake_impls", "layer", "hf", "passes", "planning", "graphs"}
-        | {"generation", "compiler", "using"}
+        | {"generation", "compiler", "layouts", "prepared", "using"}
     ),
 }
-
-
-@dataclass(frozen=True)
-class Module:
-    """A source file and the name under which it is imported."""
-
-    path: Path
-    name: str
-    is_package: bool
-
-    def __str__(self) -> str:
-        return str(self.path.relative_to(ROOT))
-
-
-def modules() -> Iterator[Module]:
-    """Every module of the library; linked folders count once, where they are."""
-    for folder in ("moe_ops", *LINKED):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            inside = path.relative_to(ROOT).with_suffix("").parts
-            if path.relative_to(ROOT).parts[:2] in [("moe_ops", link) for link in LINKED]:
-                continue
-            parts = inside if folder == "moe_ops" else ("moe_ops", *inside)
-            is_package = parts[-1] == "__init__"
-            yield Module(path, ".".join(parts[:-1] if is_package else parts), is_package)
 
 
 def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
@@ -302,59 +281,6 @@ def test_import_is_quick_and_loads_no_optional_package(tmp_path: Path) -> None:
         assert not {"triton", "transformers", "flashinfer"} & set(loaded)
         seconds.append(float(took))
     assert min(seconds) <= MOST_SECONDS, f"best of {len(seconds)}"
-
-
-def sources() -> list[Path]:
-    folders = ("moe_ops", *LINKED, "tests", "examples")
-    found = {p.resolve() for f in folders for p in (ROOT / f).rglob("*") if p.is_file()}
-    return sorted(p for p in found if p.suffix in (".py", ".cpp", ".cu", ".h"))
-
-
-def is_kernel(path: Path) -> bool:
-    return (ROOT / "moe_ops" / "kernels") in path.parents
-
-
-def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """The lines of a function without its signature and its docstring."""
-    body = function.body
-    if ast.get_docstring(function) is not None:
-        body = body[1:]
-    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
-
-
-def long_functions(source: str, most: int) -> list[str]:
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, functions)]
-    return [f"{f.name}: {body_lines(f)} lines" for f in found if body_lines(f) > most]
-
-
-def test_no_file_is_too_long() -> None:
-    lengths = {path: len(path.read_text().splitlines()) for path in sources()}
-    assert len(lengths) > 30
-    long = [
-        f"{path.relative_to(ROOT)}: {n} lines, at most {800 if is_kernel(path) else 400}"
-        for path, n in lengths.items()
-        if n > (800 if is_kernel(path) else 400)
-    ]
-    assert not long, "\n".join(long)
-
-
-def test_no_function_is_too_long() -> None:
-    long = [
-        f"{path.relative_to(ROOT)}: {found}"
-        for path in sources()
-        if path.suffix == ".py"
-        for found in long_functions(path.read_text(), 150 if is_kernel(path) else 60)
-    ]
-    assert not long, "\n".join(long)
-
-
-def test_signature_and_docstring_do_not_count() -> None:
-    source = (
-        'def f(\n    a,\n    b,\n):\n    """One.\n\n    Two.\n    """\n    a = b\n    return a\n'
-    )
-    assert long_functions(source, 2) == []
-    assert long_functions(source, 1) == ["f: 2 lines"]
 
 
 # `like/this.py` or `dir/`, in backticks.

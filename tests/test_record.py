@@ -90,21 +90,3 @@ def test_help_shows_the_arguments_of_an_op(name: str) -> None:
     assert [*shown.parameters] == [a.name for a in op.overload._schema.arguments]
     required = [a.name for a in op.overload._schema.arguments if not a.has_default_value()]
     assert [n for n, p in shown.parameters.items() if p.default is p.empty] == required
-
-
-def test_no_function_of_the_package_retypes_the_arguments_of_an_op() -> None:
-    """By names: more than eight of one op's in one signature."""
-    import ast
-    from pathlib import Path
-
-    root = Path(__file__).parents[1]
-    names = [set(op.arguments.signature.parameters) for op in OPS.values()]
-    found = []
-    for folder in ("moe_ops", "passes", "fake_impls"):
-        for path in (root / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.FunctionDef) and "kernels" not in path.parts:
-                    given = {a.arg for a in (*node.args.args, *node.args.kwonlyargs)}
-                    if any(len(given & known) > 8 for known in names):
-                        found.append(f"{path.relative_to(root)}: {node.name}")
-    assert sorted(set(found)) == ["moe_ops/decode_ops/experts_onto.py: experts_onto"]

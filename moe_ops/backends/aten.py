@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_ops.backends import reads
 from moe_ops.gradients import needs_grad
 from moe_ops.ops.activate import activate
 from moe_ops.ops.combine import combine
@@ -18,22 +19,16 @@ from moe_ops.shapes import DTYPES
 ALIGNMENT = 16
 
 
-def refuse_formats(
-    x_RD: Tensor, alpha_E: Tensor | None, w_format: str, out_dtype: str
-) -> str | None:
-    """Why a product of plain floats cannot serve these arguments of `expert_gemm`, or None."""
-    if w_format:
-        return f"needs weights that are not quantised, got {w_format!r}"
-    if alpha_E is not None:
-        return "takes no alpha_E"
-    if out_dtype and DTYPES[out_dtype] is not x_RD.dtype:
-        return f"gives x's dtype {x_RD.dtype}, asked for {out_dtype}"
+def refuse_out_dtype(call: ExpertGemmCall) -> str | None:
+    """Why a product that gives x's dtype cannot serve these arguments of `expert_gemm`, or None."""
+    if call.out_dtype and DTYPES[call.out_dtype] is not call.x_RD.dtype:
+        return f"gives x's dtype {call.x_RD.dtype}, asked for {call.out_dtype}"
     return None
 
 
 def supports(call: ExpertGemmCall) -> str | None:
     x_RD, w_EFD = call.x_RD, call.w_EFD
-    refusal = refuse_formats(x_RD, call.alpha_E, call.w_format, call.out_dtype)
+    refusal = refuse_out_dtype(call)
     if refusal is not None or x_RD.device.type == "cpu":
         return refusal
     if x_RD.dtype != torch.bfloat16:
@@ -46,7 +41,7 @@ def supports(call: ExpertGemmCall) -> str | None:
     return None
 
 
-@expert_gemm.backend("aten", supports=supports)
+@expert_gemm.backend("aten", reads=reads.FLOAT_GEMM, supports=supports)
 def grouped_mm(call: ExpertGemmCall) -> Tensor:
     """`expert_gemm` on PyTorch's grouped GEMM, or a product per expert where strides do not fit."""
     if call.x_RD.is_cpu:
@@ -73,13 +68,7 @@ def _grouped_mm(
     return y_RF if used_R1 is None else torch.where(used_R1, y_RF, 0)
 
 
-def refuse_experts(call: ExpertsCall) -> str | None:
-    """Why products of plain floats cannot serve these arguments of `experts`, or None."""
-    refusal = refuse_formats(call.x_TD, call.alpha13_E, call.w_format, "")
-    return refusal or (None if call.alpha2_E is None else "takes no alpha2_E")
-
-
-@experts.backend("aten", supports=refuse_experts, devices=("cpu",), composed=True)
+@experts.backend("aten", reads=reads.FLOAT_EXPERTS, devices=("cpu",), composed=True)
 def grouped_experts(call: ExpertsCall) -> Tensor:
     """`experts` stage by stage, both products on PyTorch's grouped GEMM."""
     E = call.w13_EFD.shape[0]

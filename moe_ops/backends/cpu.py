@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.backends import aten
+from moe_ops.backend import Rows
+from moe_ops.backends import aten, reads
 from moe_ops.gradients import needs_grad
 from moe_ops.kernels import cpu as kernels
 from moe_ops.ops.dispatch import local_ids
@@ -19,7 +20,7 @@ from moe_ops.ops.route import RouteCall, route
 from moe_ops.shapes import DTYPES
 
 # Mean rows per expert up to which reading is faster than PyTorch's grouped GEMM (None: with any
-# number): measured on two cores with the shapes of Qwen3-30B-A3B, see docs/PERFORMANCE.md.
+# number): measured on two cores with the shapes of Qwen3-30B-A3B, see docs/DIARY.md.
 GEMM_MAX_ROWS: dict[torch.dtype, int | None] = {torch.bfloat16: 4, torch.float32: 32}
 EXPERTS_MAX_ROWS: dict[torch.dtype, int | None] = {torch.bfloat16: 10, torch.float32: 32}
 if torch.backends.cpu.get_cpu_capability() == "AVX2":
@@ -47,7 +48,7 @@ def _refuse_bias(x: Tensor, bias: Tensor | None) -> str | None:
 
 def supports_gemm(call: ExpertGemmCall) -> str | None:
     return (
-        aten.refuse_formats(call.x_RD, call.alpha_E, call.w_format, call.out_dtype)
+        aten.refuse_out_dtype(call)
         or _refuse(call.x_RD, call.w_EFD, call.bias_EF, transposed=call.transposed)
         or _refuse_bias(call.x_RD, call.bias_EF)
     )
@@ -59,7 +60,12 @@ def most_gemm_rows(call: ExpertGemmCall) -> int | None:
 
 
 @expert_gemm.backend(
-    "cpu", supports=supports_gemm, most_rows=most_gemm_rows, devices=("cpu",), priority=1
+    "cpu",
+    reads=reads.FLOAT_GEMM,
+    supports=supports_gemm,
+    rows=Rows(preferred=most_gemm_rows),
+    devices=("cpu",),
+    priority=1,
 )
 def stream_gemm(call: ExpertGemmCall) -> Tensor:
     """`expert_gemm` that reads each weight once."""
@@ -74,8 +80,6 @@ def supports_experts(call: ExpertsCall) -> str | None:
     x_TD, weights_TK, b13_EF, b2_ED = call.x_TD, call.weights_TK, call.b13_EF, call.b2_ED
     if weights_TK.dtype is not torch.float32 and weights_TK.dtype is not x_TD.dtype:
         return f"needs routing weights in float32 or x's dtype, got {weights_TK.dtype}"
-    if call.w_format or call.alpha13_E is not None or call.alpha2_E is not None:
-        return aten.refuse_experts(call)
     w13_EFD, w2_EDI, transposed = call.w13_EFD, call.w2_EDI, call.transposed
     if w2_EDI.stride(2) != 1:
         return "needs weights contiguous along their last axis"
@@ -91,7 +95,12 @@ def most_tokens(call: ExpertsCall) -> int | None:
 
 
 @experts.backend(
-    "cpu", supports=supports_experts, most_rows=most_tokens, devices=("cpu",), priority=1
+    "cpu",
+    reads=reads.FLOAT_EXPERTS,
+    supports=supports_experts,
+    rows=Rows(preferred=most_tokens),
+    devices=("cpu",),
+    priority=1,
 )
 def stream_experts(call: ExpertsCall) -> Tensor:
     """`experts` that reads each weight once, in one call, and never copies a token."""
@@ -111,7 +120,7 @@ def supports_route(call: RouteCall) -> str | None:
     return kernels.unavailable()
 
 
-@route.backend("cpu", supports=supports_route, devices=("cpu",), priority=1)
+@route.backend("cpu", reads=reads.ROUTE, supports=supports_route, devices=("cpu",), priority=1)
 def route_tokens(call: RouteCall) -> tuple[Tensor, Tensor]:
     """`route` in one pass over each token's logits."""
     c = call

@@ -15,6 +15,11 @@ from moe_ops.ops.expert_gemm import (
 )
 from moe_ops.shapes import DTYPES
 
+READS = (
+    "bias_EF", "x_scale_RG", "w_scale_EFG", "w_zero_EFG", "alpha_E",
+    "x_format", "w_format", "out_dtype",
+)  # fmt: skip
+
 
 def supports(call: ExpertGemmCall) -> str | None:
     if not call.w_format:
@@ -24,7 +29,7 @@ def supports(call: ExpertGemmCall) -> str | None:
     return None
 
 
-@expert_gemm.backend("dequantize", supports=supports, devices=("cpu",))
+@expert_gemm.backend("dequantize", reads=READS, supports=supports, devices=("cpu",))
 def multiply_decoded(call: ExpertGemmCall) -> Tensor:
     """`expert_gemm` with one float32 expert in memory; reads which experts have rows."""
     w_EFD, scales, zeros = call.w_EFD, call.w_scale_EFG, call.w_zero_EFG

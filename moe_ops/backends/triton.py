@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from moe_ops.backends.aten import refuse_experts, refuse_formats
+from moe_ops.backend import Rows
+from moe_ops.backends import reads
+from moe_ops.backends.aten import refuse_out_dtype
 from moe_ops.gradients import needs_grad
 from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
 from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
@@ -64,7 +66,7 @@ def supports_route(call: RouteCall) -> str | None:
     return _refuse_device(call.logits_TE)
 
 
-@route.backend("triton", supports=supports_route, devices=("cuda",), priority=1)
+@route.backend("triton", reads=reads.ROUTE, supports=supports_route, devices=("cuda",), priority=1)
 def route_tokens(call: RouteCall) -> tuple[Tensor, Tensor]:
     """`route` in one launch, a warp for each token."""
     from moe_ops.kernels.triton import routing
@@ -82,7 +84,7 @@ def route_tokens(call: RouteCall) -> tuple[Tensor, Tensor]:
 
 def supports_gemm(call: ExpertGemmCall) -> str | None:
     x_RD = call.x_RD
-    refusal = refuse_formats(x_RD, call.alpha_E, call.w_format, call.out_dtype)
+    refusal = refuse_out_dtype(call)
     if refusal is not None:
         return refusal
     if x_RD.dtype not in FLOATS:
@@ -92,7 +94,9 @@ def supports_gemm(call: ExpertGemmCall) -> str | None:
     return _refuse_device(x_RD)
 
 
-@expert_gemm.backend("triton", supports=supports_gemm, devices=("cuda",), priority=1)
+@expert_gemm.backend(
+    "triton", reads=reads.FLOAT_GEMM, supports=supports_gemm, devices=("cuda",), priority=1
+)
 def grouped_gemm(call: ExpertGemmCall) -> Tensor:
     """`expert_gemm` by the kernels of triton.grouped; unused rows stay unwritten."""
     from moe_ops.kernels.triton.experts import grouped
@@ -104,9 +108,6 @@ def grouped_gemm(call: ExpertGemmCall) -> Tensor:
 
 def supports_experts(call: ExpertsCall) -> str | None:
     x_TD = call.x_TD
-    refusal = refuse_experts(call)
-    if refusal is not None:
-        return refusal
     if x_TD.dtype not in FLOATS:
         return f"needs {_either(FLOATS)}, got {x_TD.dtype}"
     if needs_grad(x_TD, call.weights_TK, call.w13_EFD, call.w2_EDI, call.b13_EF, call.b2_ED):
@@ -179,16 +180,16 @@ def _experts_on(kernel: str) -> Callable[[ExpertsCall], Tensor]:
     return run
 
 
-for name, supports, priority, most, maximum in (
-    ("tiny", supports_half, 3, most_tiny_tokens, max_tiny_tokens),
-    ("rows", supports_half, 2, most_rows_tokens, None),
-    ("grouped", supports_experts, 1, None, None),
+for name, supports, priority, rows in (
+    ("tiny", supports_half, 3, Rows(preferred=most_tiny_tokens, possible=max_tiny_tokens)),
+    ("rows", supports_half, 2, Rows(preferred=most_rows_tokens)),
+    ("grouped", supports_experts, 1, Rows()),
 ):
     experts.backend(
         f"triton.{name}",
+        reads=reads.FLOAT_EXPERTS,
         supports=supports,
-        most_rows=most,
-        max_rows=maximum,
+        rows=rows,
         devices=("cuda",),
         priority=priority,
     )(_experts_on(name))

@@ -84,28 +84,30 @@ def refusal(
         return f"q, k and v are {_shapes(q_BHD, k_BNSD, v_BNSD)}, not [B, H, D] and [B, N, S, D]"
     (B, H, D), (_, N, slots, DV) = q_BHD.shape, v_BNSD.shape
     if k_BNSD.shape != (B, N, slots, D) or v_BNSD.shape[0] != B or H % N:
-        return f"q, k and v of {_shapes(q_BHD, k_BNSD, v_BNSD)} do not fit each other"
+        return (
+            f"q, k and v of {_shapes(q_BHD, k_BNSD, v_BNSD)} do not fit each other; N must divide H"
+        )
     if slots > MOST_SLOTS:
-        return f"has {slots} slots, more than {MOST_SLOTS}"
+        return f"has {slots} slots, more than {MOST_SLOTS}; use torch's attention"
     for size in (D, DV):
         if not 16 <= size <= 256 or size != power_of_two(size):
-            return f"heads of {size}, no power of two from 16 to 256"
+            return f"heads of {size}, no power of two from 16 to 256; use torch's attention"
     if q_BHD.dtype not in DTYPES or not q_BHD.dtype == k_BNSD.dtype == v_BNSD.dtype:
         dtypes = f"{q_BHD.dtype}, {k_BNSD.dtype} and {v_BNSD.dtype}"
-        return f"{dtypes} are not one of float32, bfloat16, float16"
+        return f"{dtypes} are not one of float32, bfloat16, float16; convert them"
     if not q_BHD.is_contiguous():
-        return f"the query has the strides {q_BHD.stride()}"
+        return f"the query has the strides {q_BHD.stride()}; make it contiguous"
     if not (k_BNSD.is_contiguous() and v_BNSD.is_contiguous()):
-        return "the cache is a view"
+        return "the cache is a view with other strides; make it contiguous"
     if mask_BS.shape != (B, slots) or not (mask_BS.dtype.is_floating_point or _hides(mask_BS)):
         return f"the mask is {mask_BS.dtype} {list(mask_BS.shape)}, not of {B} x {slots} slots"
     if mask_BS.stride(1) != 1:
-        return "the mask is a view"
+        return f"the mask has the strides {mask_BS.stride()}; make its rows contiguous"
     if sinks_H is not None and (sinks_H.shape != (H,) or not sinks_H.is_contiguous()):
         return f"the sinks are {list(sinks_H.shape)}, not a contiguous [{H}]"
     for t in (k_BNSD, v_BNSD, mask_BS, *([] if sinks_H is None else [sinks_H])):
         if t.device != q_BHD.device:
-            return f"the query is on {q_BHD.device}, something else on {t.device}"
+            return f"the query is on {q_BHD.device}, something else on {t.device}; move one of them"
     return None
 
 

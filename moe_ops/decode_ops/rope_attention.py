@@ -114,13 +114,13 @@ def refusal(
     (B, _, D), N, (slots, DV) = q_BHD.shape, keys_BNSD.shape[1], values_BNSD.shape[2:]
     for size in (D, DV):
         if not 16 <= size <= 256 or size != power_of_two(size):
-            return f"heads of {size}, no power of two from 16 to 256"
+            return f"heads of {size}, no power of two from 16 to 256; use torch's attention"
     if q_BHD.dtype not in DTYPES:
-        return f"q is {q_BHD.dtype}, not bfloat16 or float16"
+        return f"q is {q_BHD.dtype}, not bfloat16 or float16; use torch's attention"
     if slot.shape != (1,) or slot.dtype != torch.int64:
         return f"the slot is {slot.dtype} {list(slot.shape)}, not an int64 [1]"
     if (q_gain_D is None) != (k_gain_D is None):
-        return "one of q and k has a gain, the other has none"
+        return "one of q and k has a gain, the other has none; give both or neither"
     rows, width = cos_BW.shape if cos_BW.dim() == 2 else (0, 0)
     if rows not in (1, B) or width not in (D, D // 2):
         return f"the angles are {list(cos_BW.shape)}, not [1 or {B}, {D} or {D // 2}]"
@@ -138,10 +138,13 @@ def refusal(
         if t is None:
             continue
         if t.shape != shape or not t.is_contiguous():
-            strides = f"with the strides {t.stride()}"
-            return f"the {what} is {list(t.shape)} {strides}, not a contiguous {list(shape)}"
+            got = f"{list(t.shape)} with the strides {t.stride()}"
+            return f"the {what} is {got}, not a contiguous {list(shape)}; reshape it"
         if (t.dtype, t.device) != (q_BHD.dtype, q_BHD.device) or slot.device != t.device:
-            return f"the {what} is {t.dtype} on {t.device}, q {q_BHD.dtype} on {q_BHD.device}"
+            return (
+                f"the {what} is {t.dtype} on {t.device}, q {q_BHD.dtype} on {q_BHD.device}; "
+                "convert one of them"
+            )
     return one_query.refusal(q_BHD, keys_BNSD, values_BNSD, mask_BS, sinks_H)
 
 

@@ -16,10 +16,10 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from moe_ops.generation.decoder import Decoder, Lease
 from moe_ops.generation.regions import CACHE, layer_lists
 from moe_ops.generation.sample import sample
-from moe_ops.generation.slots import Slots
-from moe_ops.generation.steps import Decoder, Steps, StepsReport, Tools
+from moe_ops.generation.steps import StepsReport, Tools
 from moe_ops.hf.subclass import new_object, subclass
 
 log = logging.getLogger("moe_ops")
@@ -119,7 +119,7 @@ class Generation:
         self.decoder = decoder
         self.lock = threading.RLock()
         self.inside = 0
-        self.leased: list[Steps] = []
+        self.leased: list[Lease] = []
         self.told: set[str] = set()
         self.done: torch.cuda.Event | None = None
 
@@ -139,21 +139,21 @@ class Generation:
                 raise
             finally:
                 self.inside -= 1
-                for steps in self.leased[before:]:
-                    self.decoder.give_back(steps)
+                for lease in self.leased[before:]:
+                    self.decoder.give_back(lease.steps)
                 del self.leased[before:]
                 if device.type == "cuda":
                     self.done = torch.cuda.Event()
                     self.done.record(torch.cuda.current_stream(device))
 
-    def lease(self, batch: int, length: int) -> Slots:
+    def lease(self, batch: int, length: int) -> Lease:
         self.leased.append(self.decoder.lease(batch, length))
-        return self.leased[-1].cache
+        return self.leased[-1]
 
     def tell(self, reason: str) -> None:
         if reason not in self.told:
             self.told.add(reason)
-            log.info("generate runs transformers' own way: %s", reason)
+            log.info("generate falls back to transformers' own: %s", reason)
 
 
 def as_stock(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,13 +177,12 @@ class QuickGenerate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)
-        if not isinstance(cache, Slots):
+        if not isinstance(cache, Lease):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        steps = cache.steps()
-        if cache.filling:
+        if cache.batch is None:
             del kwargs[CACHE]
-            return steps.read(*args, **kwargs)
-        return CausalLMOutputWithPast(logits=steps.step(kwargs["input_ids"]), past_key_values=cache)
+            return cache.read(*args, **kwargs)
+        return CausalLMOutputWithPast(logits=cache.step(kwargs["input_ids"]), past_key_values=cache)
 
     @as_stock
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -193,8 +192,8 @@ class QuickGenerate:
         with self._moe_ops_generation.call():
             out = super().generate(*args, **kwargs)  # type: ignore[misc]
             cache = getattr(out, CACHE, None)
-            if isinstance(cache, Slots):
-                out[CACHE] = cache.steps().dynamic_cache()
+            if isinstance(cache, Lease):
+                out[CACHE] = cache.dynamic_cache()
             return out
 
     @as_stock
@@ -222,7 +221,7 @@ class QuickGenerate:
     @as_stock
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)
-        if isinstance(cache, Slots) and not cache.filling:
+        if isinstance(cache, Lease) and cache.batch is not None:
             return {"input_ids": input_ids[:, -1:], CACHE: cache}
         return super().prepare_inputs_for_generation(  # type: ignore[misc]
             input_ids, *args, **kwargs
@@ -232,7 +231,7 @@ class QuickGenerate:
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        if isinstance(model_kwargs.get(CACHE), Slots):
+        if isinstance(model_kwargs.get(CACHE), Lease):
             return model_kwargs  # a step needs nothing but its tokens
         return super()._update_model_kwargs_for_generation(  # type: ignore[misc]
             outputs, model_kwargs, *args, **kwargs
@@ -251,7 +250,7 @@ class QuickGenerate:
     def _sample(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         criteria, config = kwargs["stopping_criteria"], kwargs["generation_config"]
         stock = (
-            not isinstance(kwargs.get(CACHE), Slots)
+            not isinstance(kwargs.get(CACHE), Lease)
             or args
             or kwargs.get("synced_gpus")
             or kwargs.get("streamer") is not None

@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moe_ops.generation.masks import REPEATABLE, attention_of, masks, repeatable
-
-if TYPE_CHECKING:
-    from moe_ops.generation.steps import Steps
+from moe_ops.generation.slots import Empty, Slots
 
 log = logging.getLogger("moe_ops")
 
@@ -25,6 +23,7 @@ MOST_SIZES = 16
 TIMES = 3  # that a size has to come before it is captured
 CONSTANTS = {"logits_to_keep", "use_cache", "return_dict"}  # that `generate` gives a model
 Key = tuple[Any, ...]
+Capture = Callable[[Callable[[], None], Sequence[Tensor]], Callable[[], None] | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +41,50 @@ class Size:
 
     seen: int = 0
     replay: Callable[[], None] | None = None
+
+
+class Captures:
+    """Captures prompts, until one cannot be: then others cannot either, for the same reason."""
+
+    def __init__(self, tool: Capture) -> None:
+        self.tool = tool
+        self.work = True
+
+    def capture(
+        self, function: Callable[[], None], state: Sequence[Tensor], size: str
+    ) -> Callable[[], None] | None:
+        start = time.perf_counter()
+        try:
+            replay = self.tool(function, state)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever it is, the way without a graph is still there
+            log.warning(
+                "generate: prompts run uncaptured, as those of %s cannot be captured: %s",
+                *(size, error),
+            )
+            replay = None
+        self.work = replay is not None
+        if self.work:
+            seconds = time.perf_counter() - start
+            log.info("generate: a graph of prompts of %s took %.1f s", size, seconds)
+        return replay
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filling:
+    """How a prompt gets into one cache.
+
+    `fill(prompt, mask, unmasked, kwargs)` runs the model, given this mask for the prompt's, without
+    a mask for its layers if `unmasked`, and puts keys and values into `slots`. It changes `state`.
+    """
+
+    fill: Callable[[Prompt, Any, bool, dict[str, Any]], Any]
+    slots: Slots
+    state: tuple[Tensor, ...]
+    like: Tensor  # [rows, 1, 0], of the model's dtype and device
+    config: Any
+    captures: Captures
 
 
 class Prompts:
@@ -65,32 +108,30 @@ class Prompts:
         self._inputs: Tensor | None = None
         self._logits: Tensor | None = None
 
-    def read(self, steps: Steps, prompt: Prompt, kwargs: dict[str, Any]) -> Any:
-        """The model's output for a prompt, which is put into the cache of `steps`."""
-        replay = self._graph(steps, prompt, kwargs)
+    def read(self, filling: Filling, prompt: Prompt, kwargs: dict[str, Any]) -> Any:
+        """The model's output for a prompt, whose keys and values are then in the slots."""
+        replay = self._graph(filling, prompt, kwargs)
         if replay is None:
-            return steps.fill(prompt, prompt.mask, kwargs)
+            return filling.fill(prompt, prompt.mask, False, kwargs)
         replay()
         self.replayed += 1
         assert self._logits is not None
         logits = self._logits[: prompt.ids.shape[0]]
-        return CausalLMOutputWithPast(logits=logits, past_key_values=steps.cache)
+        return CausalLMOutputWithPast(logits=logits)
 
     def _graph(
-        self, steps: Steps, prompt: Prompt, kwargs: dict[str, Any]
+        self, filling: Filling, prompt: Prompt, kwargs: dict[str, Any]
     ) -> Callable[[], None] | None:
         """What repeats prompts of this size, with this one in its inputs; None if nothing does."""
-        key, attention = key_of(prompt, kwargs), attention_of(steps.decoder.model.config)
-        if key is None or attention not in REPEATABLE or not steps.decoder.captures_prompts:
+        key, attention = key_of(prompt, kwargs), attention_of(filling.config)
+        if key is None or attention not in REPEATABLE or not filling.captures.work:
             return None
         size = self._came((attention, *key))
         if size.seen < TIMES:
             return None
         inputs = self._copied(prompt)
         if size.replay is None:
-            size.replay = self._captured(steps, inputs, kwargs)
-            # If not this one, then others neither, for the same reason.
-            steps.decoder.captures_prompts = size.replay is not None
+            size.replay = self._captured(filling, inputs, kwargs)
         return size.replay
 
     @property
@@ -127,40 +168,21 @@ class Prompts:
         )
 
     def _captured(
-        self, steps: Steps, prompt: Prompt, kwargs: dict[str, Any]
+        self, filling: Filling, prompt: Prompt, kwargs: dict[str, Any]
     ) -> Callable[[], None] | None:
         B, S = prompt.ids.shape
-        model, regions = steps.decoder.model, steps.decoder.regions
-        like = torch.empty(B, S, 0, dtype=model.dtype, device=prompt.ids.device)
+        like = filling.like.new_empty(B, S, 0)
 
         def run() -> None:
-            config, cache = repeatable(model.config), steps.cache
-            made = masks(config, like, prompt.mask, cache, prompt.positions)
-            regions.unmasked = made is None
-            try:
-                out = steps.fill(prompt, made, kwargs)
-            finally:
-                regions.unmasked = False
+            config, empty = repeatable(filling.config), Empty(filling.slots)
+            made = masks(config, like, prompt.mask, empty, prompt.positions)
+            out = filling.fill(prompt, made, made is None, kwargs)
             last = out.logits[:, -1:]
             if self._logits is None:  # the first run of all, of which nothing is captured
-                self._logits = last.new_empty(steps.rows, *last.shape[1:])
+                self._logits = last.new_empty(len(filling.like), *last.shape[1:])
             self._logits[:B].copy_(last)
 
-        start = time.perf_counter()
-        try:
-            replay = steps.decoder.tools.capture(run, (steps.valid, steps.positions, steps.filled))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever it is, the way without a graph is still there
-            log.warning(
-                "generate: prompts run uncaptured, as those of %d x %d cannot be captured: %s",
-                *(B, S, error),
-            )
-            return None
-        if replay is not None:
-            seconds = time.perf_counter() - start
-            log.info("generate: a graph of prompts of %d x %d took %.1f s", B, S, seconds)
-        return replay
+        return filling.captures.capture(run, filling.state, f"{B} x {S}")
 
 
 def key_of(prompt: Prompt, kwargs: dict[str, Any]) -> Key | None:

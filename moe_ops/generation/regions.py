@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from moe_ops.generation.slots import Incoming, Slots
+from moe_ops.generation.slots import Empty, Incoming
+from moe_ops.prepared import HoldsExperts
 
 Region = Callable[..., Any]  # (module, *args, **kwargs) -> what module(*args, **kwargs) returns
 CACHE = "past_key_values"
@@ -71,74 +73,73 @@ def layer_lists(model: nn.Module) -> list[str]:
     ]
 
 
-class Regions:
-    """`model` runs like the model it was made of, its layers through `self.region`.
+@dataclass(frozen=True, slots=True, eq=False)
+class Way:
+    """How the layers of a twin run: through `region`, or with `stand_ins` in place of some layers.
 
-    Weights are shared. `region` is set by whoever calls the model, to compiled code for the sizes
-    at hand, and `stand_ins` to what runs in place of some layers. Modules beside the layers (the
-    last norm, rotary embeddings) are regions too. Layers that are `unmasked` get no mask: while a
-    graph is captured models make one that hides nothing beyond what is causal.
+    Layers that are `unmasked` get no mask: while a graph is captured models make one that hides
+    nothing beyond what is causal.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        (path,) = layer_lists(model)
-        self.region: Region = region("uncompiled")
-        self.stand_ins: Mapping[nn.Module, nn.Module] = {}
-        self.unmasked = False
-        self.layers = 0
-        self.model = copy.copy(model)
-        parent = self.model
-        for name in path.split("."):
-            parent._modules = dict(parent._modules)
-            child = copy.copy(parent._modules[name])
-            if isinstance(child, nn.ModuleList):
-                self._divide(parent, child, name)
-            parent._modules[name] = child
-            assert child is not None
-            parent = child
-
-    def _divide(self, parent: nn.Module, layers: nn.ModuleList, name: str) -> None:
-        layers._modules = {
-            key: self._routed(layer, int(key)) for key, layer in layers._modules.items()
-        }
-        self.layers = len(layers)
-        for key, module in parent._modules.items():
-            if key != name and module is not None and not isinstance(module, nn.Embedding):
-                parent._modules[key] = self._routed(module, None)
-
-    def _routed(self, module: nn.Module | None, index: int | None) -> nn.Module:
-        """A copy of a module that runs the module through the region."""
-        assert module is not None
-        routed = copy.copy(module)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if index is None:
-                return self.region(module, *args, **kwargs)
-            return self._call_layer(module, index, *args, **kwargs)
-
-        routed._compiled_call_impl = call
-        return routed
-
-    def _call_layer(self, layer: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs[CACHE]
-        assert isinstance(cache, Slots)
-        slots = cache.layers[index]
-        if self.unmasked and "attention_mask" in kwargs:
-            kwargs["attention_mask"] = None
-        layer = self.stand_ins.get(layer, layer)
-        if not cache.filling:
-            return self.region(layer, *args, **{**kwargs, CACHE: slots})
-        incoming = Incoming()
-        out = self.region(layer, *args, **{**kwargs, CACHE: incoming})
-        slots.fill(incoming)
-        return out
+    region: Region
+    stand_ins: Mapping[nn.Module, nn.Module] = field(default_factory=dict)
+    unmasked: bool = False
 
 
-def addresses(model: nn.Module) -> tuple[int, ...]:
-    """Where the weights and buffers of a model are: the same as long as nobody replaced one."""
+def divided(model: nn.Module, way: Way) -> nn.Module:
+    """A twin that runs like the model it was made of, its layers, and the modules beside them (the
+    last norm, rotary embeddings), in this way. Weights are shared."""
+    (path,) = layer_lists(model)
+    twin = parent = copy.copy(model)
+    for name in path.split("."):
+        parent._modules = dict(parent._modules)
+        child = copy.copy(parent._modules[name])
+        if isinstance(child, nn.ModuleList):
+            _divide(parent, child, name, way)
+        parent._modules[name] = child
+        assert child is not None
+        parent = child
+    return twin
 
-    def tensors() -> Iterator[Any]:
-        yield from model.parameters()
-        yield from model.buffers()
 
-    return tuple(t.data_ptr() for t in tensors())
+def _divide(parent: nn.Module, layers: nn.ModuleList, name: str, way: Way) -> None:
+    layers._modules = {key: _routed(layer, int(key), way) for key, layer in layers._modules.items()}
+    for key, module in parent._modules.items():
+        if key != name and module is not None and not isinstance(module, nn.Embedding):
+            parent._modules[key] = _routed(module, None, way)
+
+
+def _routed(module: nn.Module | None, index: int | None, way: Way) -> nn.Module:
+    """A copy of a module that runs the module through the region."""
+    assert module is not None
+    routed = copy.copy(module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if index is None:
+            return way.region(module, *args, **kwargs)
+        return _call_layer(way, module, index, *args, **kwargs)
+
+    routed._compiled_call_impl = call
+    return routed
+
+
+def _call_layer(way: Way, layer: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
+    cache = kwargs[CACHE]
+    slots = cache.layers[index]
+    if way.unmasked and "attention_mask" in kwargs:
+        kwargs["attention_mask"] = None
+    layer = way.stand_ins.get(layer, layer)
+    if not isinstance(cache, Empty):
+        return way.region(layer, *args, **{**kwargs, CACHE: slots})
+    incoming = Incoming()
+    out = way.region(layer, *args, **{**kwargs, CACHE: incoming})
+    slots.fill(incoming)
+    return out
+
+
+def addresses(model: nn.Module) -> tuple[object, ...]:
+    """Where a model's weights and buffers are, and how experts are stored: the same until somebody
+    replaces or prepares one."""
+    tensors = (*model.parameters(), *model.buffers())
+    layouts = (m.layout for m in model.modules() if isinstance(m, HoldsExperts))
+    return (*(t.data_ptr() for t in tensors), *layouts)

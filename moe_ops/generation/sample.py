@@ -19,7 +19,7 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 class StopCheck:
     """Whether all sequences are finished; on a GPU known one token late, so that the host can queue
-    the next step while this one runs. `late` says how many tokens were too many."""
+    the next step while this one runs. `late` is the number of extra tokens, which are dropped."""
 
     def __init__(self, device: torch.device, *, deferred: bool | None = None) -> None:
         cuda = device.type == "cuda"
@@ -92,7 +92,7 @@ def sample(
         unfinished = unfinished & ~stopping_criteria(tokens[:, :n], None)
         if check(unfinished):
             break
-        logits = cache.steps().step(tokens[:, n - 1 : n])
+        logits = cache.step(tokens[:, n - 1 : n])
     if check.late and before is not None:
-        generator.set_state(before)  # a token too many was drawn
+        generator.set_state(before)  # the extra token is dropped, and the RNG state restored
     return tokens[:, : n - check.late].contiguous()

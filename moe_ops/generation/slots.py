@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,28 +88,29 @@ class SlotLayer(CacheLayerMixin):
 
 
 class Slots(Cache):
-    """The layers' buffers. While `filling`, it is to the model like an empty dynamic cache."""
+    """The layers' buffers, as a step's model is given them: a cache that holds `filled` tokens."""
 
     def __init__(self, layers: int, rows: int, slots: int, filled: Tensor) -> None:
         super().__init__(layers=[SlotLayer(rows, slots, filled) for _ in range(layers)])
-        self.rows = rows
-        self.slots = slots
-        self.filling = True
-        self.steps: Callable[[], Any] = lambda: None  # whoever owns the buffers, set by the owner
-
-    @property
-    def is_compileable(self) -> bool:
-        return not self.filling
-
-    def get_seq_length(self, layer_idx: int = 0) -> Any:
-        return 0 if self.filling else super().get_seq_length(layer_idx)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        if self.filling:
-            return query_length, 0
-        return super().get_mask_sizes(query_length, layer_idx)
 
     @property
     def nbytes(self) -> int:
         buffers = (b for layer in self.layers for b in (layer.keys, layer.values))
         return sum(b.nbytes for b in buffers if b is not None)
+
+
+class Empty(Cache):
+    """The same buffers, as a prompt's model is given them: like an empty dynamic cache."""
+
+    def __init__(self, slots: Slots) -> None:
+        super().__init__(layers=slots.layers)
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from moe_ops.prepared import HoldsExperts
+
 
 def module_of(function: Callable[..., Any]) -> nn.Module | None:
     """The module that a function is, or is a method of, compiled or not."""
@@ -18,9 +20,10 @@ def module_of(function: Callable[..., Any]) -> nn.Module | None:
     return next((x for x in found if isinstance(x, nn.Module)), None)
 
 
-def tensors_of(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers, ten times as fast as `parameters` and `buffers`: at every call."""
-    found: list[Tensor | None] = []
+def state_of(module: nn.Module) -> list[Any]:
+    """Parameters, buffers and the layouts of experts, ten times as fast as `parameters` and
+    `buffers`: at every call."""
+    found: list[Any] = []
     modules: list[nn.Module | None] = [module]
     for m in modules:  # which grows
         if m is None:
@@ -29,6 +32,8 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
             found += m._parameters.values()
         if m._buffers:
             found += m._buffers.values()
+        if isinstance(m, HoldsExperts):
+            found.append(m.layout)
         if m._modules:
             modules += m._modules.values()
     return [x for x in found if x is not None]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from moe_ops.graphs.addresses import identities, module_of, tensors_of
+from moe_ops.graphs.addresses import identities, module_of, state_of
 from moe_ops.graphs.arena import Arena, Buffer, current_stream, shared
 from moe_ops.graphs.cuda_graph import Captured, CaptureError, GraphPool, capture_call, capturing
 from moe_ops.layer import MoELayer
@@ -196,7 +196,7 @@ class GraphRunner:
         """What is read where it is, and what calls have in common that a graph serves."""
         leaves, structure = pytree.tree_flatten((self._module, args[self.varying :]))
         modules = [x for x in leaves if isinstance(x, nn.Module)]
-        fixed = [*leaves, *(t for module in modules for t in tensors_of(module))]
+        fixed = [*leaves, *(t for module in modules for t in state_of(module))]
         varying = ((x.shape[1:], x.dtype) for x in args[: self.varying])
         return fixed, (structure, *varying, *identities(fixed))
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from moe_ops.hf.subclass import new_object, subclass
 from moe_ops.ops.activate import Activation
+from moe_ops.prepared import HoldsExperts, Stored, as_given
 from moe_ops.quant.module import HoldsCodes
 
 _STORED = "_moe_ops_stored"
@@ -51,19 +52,19 @@ class StoredFormat:
             "alpha2_E": getattr(module, "down_proj_alpha", None),
             "w_format": self.w_format,
             "x_format": self.x_format,
+            "layout": module.layout if isinstance(module, HoldsExperts) else "",
         }
 
     def _scale(self, module: nn.Module, projection: str) -> Tensor:
         scale: Tensor = getattr(module, projection + self.scale_suffix)
-        if scale.dtype == torch.float8_e8m0fnu:
-            scale = scale.view(torch.uint8)
+        scale = as_given(scale)
         if self.repeat_rows:
             rows = getattr(module, projection + self.codes_suffix).shape[1]
             scale = scale.repeat_interleave(rows // scale.shape[1], dim=1)
         return scale.detach()
 
 
-class QuantisedExperts(HoldsCodes):
+class QuantisedExperts(HoldsExperts, HoldsCodes):
     """What `store` puts before the class of an experts module.
 
     The weight of a projection is in <projection>_codes; under the projection's own name is the
@@ -75,6 +76,28 @@ class QuantisedExperts(HoldsCodes):
 
     def coded(self) -> Iterator[str]:
         return (f"{p}{part}" for p in PROJECTIONS for part in ("", *PARTS))
+
+    @property
+    def expert_names(self) -> dict[str, str]:  # type: ignore[override]
+        stored = self._moe_ops_stored
+        if stored.repeat_rows:
+            raise ValueError(
+                f"{type(self).__name__} holds one scale for all rows of a weight, which no layout "
+                "can reorder; leave it as it was loaded"
+            )
+        gated = stored.activation.gated
+        first, second = "gate_up_proj" if gated else "up_proj", "down_proj"
+        names = {
+            "w13_EFD": first + stored.codes_suffix,
+            "w2_EDI": second + stored.codes_suffix,
+            "w13_scale_EFG": first + stored.scale_suffix,
+            "w2_scale_EDG": second + stored.scale_suffix,
+            "w13_zero_EFG": f"{first}_zero",
+            "w2_zero_EDG": f"{second}_zero",
+            "b13_EF": f"{first}_bias",
+            "b2_ED": f"{second}_bias",
+        }
+        return {given: name for given, name in names.items() if hasattr(self, name)}
 
     @property
     def is_transposed(self) -> NoReturn:
@@ -150,6 +173,7 @@ def store(module: nn.Module, found: StoredFormat, tensors: dict[str, Tensor]) ->
             module.register_buffer(name, t)
     setattr(module, _STORED, found)
     if not isinstance(module, QuantisedExperts):
+        module._stored = Stored()  # type: ignore[assignment]
         module.__class__ = subclass(QuantisedExperts, type(module))  # type: ignore[arg-type]
 
 

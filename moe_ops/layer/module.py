@@ -20,6 +20,7 @@ from moe_ops.layer.parts import (
 )
 from moe_ops.layer.tensors import (
     CODED,
+    EXPERT_NAMES,
     INPUT_SCALES,
     PER_EXPERT,
     STATE,
@@ -36,6 +37,7 @@ from moe_ops.ops.activate import Activation, check_activation
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.parallel.expert_map import LINEAR, place
 from moe_ops.parallel.replicas import ExpertReplicas, choose_replicas
+from moe_ops.prepared import HoldsExperts, Stored
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.module import HoldsCodes
 from moe_ops.shapes import FLOATS, INDICES, check_size, check_tensor
@@ -43,7 +45,7 @@ from moe_ops.shapes import FLOATS, INDICES, check_size, check_tensor
 SILU = Activation(kind="silu")
 
 
-class MoELayer(HoldsCodes):
+class MoELayer(HoldsExperts, HoldsCodes):
     """Run each token through its top_k experts: out = sum over the ranks of their forwards.
 
         w, e = route(logits)            y_t = sum_k w_tk W2_e act(W13_e x_t + b13_e) + w_tk b2_e
@@ -67,8 +69,7 @@ class MoELayer(HoldsCodes):
         w13_bias [E, F], w2_bias [E, D]             w2_bias on the first tensor-parallel rank alone
         w13_scale, w2_scale, w13_zero, w2_zero      [E, groups of rows, groups of columns]
         w13_alpha, w2_alpha [E]                     second-level scales of the weights, of nvfp4
-        x_scale, h_scale [1]                        static scales of the inputs of both products;
-                                                    [E] if quant.per_expert_inputs
+        x_scale, h_scale [1] or [E]                 static scales of the inputs of both products
         input_order [hidden_size]                   which column of the input comes where
         correction_bias [num_experts]               of the router
         gate                                        the router's linear, if internal_gate
@@ -128,6 +129,7 @@ class MoELayer(HoldsCodes):
     logical_to_physical: Tensor
     replica_counts: Tensor | None
     input_order: Tensor | None
+    expert_names = EXPERT_NAMES
 
     def __init__(
         self,
@@ -159,6 +161,7 @@ class MoELayer(HoldsCodes):
     ) -> None:
         check_arguments(locals())  # nothing but the arguments is local yet
         super().__init__()
+        self._stored = Stored()
         fused = shared_experts if isinstance(shared_experts, int) else 0
         self.num_experts, self.top_k = num_experts, top_k
         self.routing, self.activation, self.parallel = routing, activation, parallel
@@ -332,6 +335,7 @@ class MoELayer(HoldsCodes):
             self.x_scale, self.h_scale,
             "" if self.quant is None else self.quant.weights,
             "" if self.quant is None else self.quant.inputs,
+            self.layout,
         )  # fmt: skip
         return out_TD[:, : self.sizes.hidden_size] if added else out_TD
 

@@ -24,6 +24,12 @@ INT4_ZEROS = 0x88
 PER_EXPERT = tuple(
     f"{w}_{what}" for w in ("w13", "w2") for what in ("weight", "scale", "zero", "alpha", "bias")
 )
+# By the arguments of `experts` that they are; what a layout may reorder.
+EXPERT_NAMES = {
+    "w13_EFD": "w13_weight", "w2_EDI": "w2_weight", "b13_EF": "w13_bias", "b2_ED": "w2_bias",
+    "w13_scale_EFG": "w13_scale", "w2_scale_EDG": "w2_scale",
+    "w13_zero_EFG": "w13_zero", "w2_zero_EDG": "w2_zero",
+}  # fmt: skip
 INPUT_SCALES = ("x_scale", "h_scale")  # with one entry per slot if `per_expert_inputs`
 NAMES = (*PER_EXPERT, *INPUT_SCALES, "correction_bias")
 # Those that mean something in their format alone, where weights are quantised.

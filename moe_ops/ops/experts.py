@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 from torch import Tensor
@@ -55,6 +55,7 @@ class ExpertsCall:
     h_scale: Tensor | None = None
     w_format: str = ""
     x_format: str = ""
+    layout: str = ""
 
     @property
     def activation(self) -> Options:
@@ -89,6 +90,7 @@ def _is_plain(call: ExpertsCall) -> bool:
         and c.up_shift == 0.0
         and not c.w_format
         and not c.x_format
+        and not c.layout
         and c.w13_scale_EFG is c.w2_scale_EDG is c.alpha13_E is c.alpha2_E is None
         and c.w13_zero_EFG is c.w2_zero_EDG is c.x_scale is c.h_scale is None
     )
@@ -120,10 +122,29 @@ def _fits(call: ExpertsCall) -> bool:
     )
 
 
+# What a layout may reorder: the tensors that every expert has some of.
+WEIGHTS = (
+    "w13_EFD", "w2_EDI", "b13_EF", "b2_ED", "w13_scale_EFG", "w2_scale_EDG", "w13_zero_EFG",
+    "w2_zero_EDG",
+)  # fmt: skip
+
+
+def restored(call: ExpertsCall) -> ExpertsCall:
+    """A call of prepared weights, with copies of the weights as they were loaded."""
+    weights = {n: t for n in WEIGHTS if (t := getattr(call, n)) is not None}
+    done = replace(call, layout="")
+    for name, t in experts.layouts[call.layout].restore(weights).items():
+        setattr(done, name, t)
+    return done
+
+
 def check_weights(call: ExpertsCall) -> None:
     """Raise ValueError or TypeError unless the weights and what belongs to them fit the tokens and
     each other.
     """
+    if call.layout and call.layout not in experts.layouts:
+        known = ", ".join(experts.layouts) or "none"
+        raise ValueError(f"layout={call.layout!r} is unknown; backends registered {known}")
     x_TD, w13_EFD, w2_EDI, x_format = call.x_TD, call.w13_EFD, call.w2_EDI, call.x_format
     _check_formats(call)
     rows, cols = (2, 1) if call.transposed else (1, 2)
@@ -207,8 +228,14 @@ def experts(call: ExpertsCall) -> Tensor:
     which alpha13_E and alpha2_E then contain; without them the global scale is the tensor's largest
     magnitude over 6 * 448, and is multiplied in.
 
+    layout names the order in which `moe_ops.prepare` stored the weights, scales, zeros and biases
+    for a backend; empty: as they were loaded. Any other backend refuses them, and the definition
+    restores a copy.
+
     Raises ValueError or TypeError for wrong shapes, dtypes, devices, formats or parameters.
     """
+    if call.layout:
+        call = restored(call)
     c, x_TD, E, x_format = call, call.x_TD, call.w13_EFD.shape[0], call.x_format
     out_dtype = str(x_TD.dtype).removeprefix("torch.") if x_format else ""
     x_scale_RG, h_scale_RG, alpha13_E, alpha2_E = None, None, c.alpha13_E, c.alpha2_E

@@ -131,8 +131,8 @@ def moves_between(
 
 
 def apply_moves(tensors: Mapping[str, Tensor], moves: Moves, *, shared: int = 0) -> None:
-    """Move the rows of all tensors in place: weights, scales, zero points, biases, and everything
-    that was derived from them row by row, such as swizzled scales of a second backend.
+    """Move the rows of all tensors in place: weights, scales, zero points and biases, prepared for
+    a backend or not.
 
     Storage stays where it is, so captured graphs go on with the moved experts; one row of memory is
     used besides. Views of the same rows, under two names, move once. `shared` says how many rows,

@@ -154,10 +154,11 @@ def _ask(op: Op, call: Any) -> Asked:
             with no_new_guards(op.arguments.flat(call)):
                 reason = backend.refusal(device, rows, call)
                 if reason is None:
-                    most = backend.most_rows and backend.most_rows(call)
+                    rows_of = backend.rows
+                    most = rows_of.preferred and rows_of.preferred(call)
                     usable[backend.name] = most if isinstance(most, int) else None
-                    if backend.max_rows is not None:
-                        max_rows[backend.name] = backend.max_rows(call)
+                    if rows_of.possible is not None:
+                        max_rows[backend.name] = rows_of.possible(call)
                     continue
         except GUARDS:
             reason = "decides by a size that is not known when compiling"

@@ -167,7 +167,7 @@ def usable_backends(call: ExpertsCall) -> dict[str, int | None]:
     device = one.x_TD.device.type
     backends = (b for b in experts.candidates(device) if b.name != REFERENCE)
     able = (b for b in backends if b.refusal(device, 1, one) is None)
-    return {b.name: b.max_rows and b.max_rows(one) for b in able}
+    return {b.name: b.rows.possible and b.rows.possible(one) for b in able}
 
 
 Found = tuple[Layer, dict[str, int | None], Callable[[], Sequence[ExpertsCall]]]

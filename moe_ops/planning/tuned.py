@@ -118,8 +118,8 @@ class Times:
 
 
 def layer_of_call(device: str, op: str, a: Any) -> Layer | None:
-    """The key of a call; None if the op is not tuned, or a size not known."""
-    if op != "experts":
+    """The key of a call; None if the op, or a layout, is not tuned, or a size not known."""
+    if op != "experts" or a.layout:
         return None
     w13, K = a.w13_EFD, a.experts_TK.shape[1]
     E, D, F = w13.shape[0], a.x_TD.shape[1], w13.shape[2 if a.transposed else 1]

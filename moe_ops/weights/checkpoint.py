@@ -14,10 +14,12 @@ from torch import Tensor
 
 from moe_ops.layer import MoELayer
 from moe_ops.layer.tensors import INPUT_SCALES, NAMES, STATE
+from moe_ops.prepared import as_loaded
 from moe_ops.quant.scales import inverse
 from moe_ops.weights.experts import (
     WEIGHTS,
     LoadRecord,
+    Piece,
     Writes,
     check_load,
     load_expert,
@@ -61,15 +63,15 @@ def load_checkpoint(
     already, as one that saved its own share has them.
 
     Loads experts, with their replicas and, where they are fused, shared ones; else shared experts,
-    the gate and the correction bias by the names of the layer's own parameters. Files are mapped,
-    not read, and tensors copied one at a time, so that no more memory is needed than for the layers
-    and, of layouts that are converted, one expert's matrix. With progress, a line per file is
-    written to standard error.
+    the gate and the correction bias by the names of the layer's own parameters. Prepared layers are
+    prepared again at the end. Files are mapped, not read, and tensors copied one at a time, so no
+    more memory is needed than for the layers and, of layouts that are converted, one expert's
+    matrix. With progress, a line per file is written to standard error.
 
     Raises ValueError or TypeError, naming file entry and shapes, for a tensor that does not fit: it
     is not loaded, those before it are. Raises FileNotFoundError for no files, ValueError for files
-    that cannot be read and codings that are not supported, for float8 tensors outside the experts,
-    and for layers on the meta device; ImportError for GGUF files without the package gguf.
+    that cannot be read, unsupported codings, float8 tensors outside the experts and layers on the
+    meta device; ImportError for GGUF files without the package gguf.
     """
     check_load(layers, coding, sharded, progress)
     found = style_of(style)
@@ -78,7 +80,7 @@ def load_checkpoint(
     if found.transposed and coding is PLAIN:
         coding = TRANSPOSED
     begin = time.perf_counter()
-    with Writer() as writer:
+    with as_loaded(layers.values()), Writer() as writer:
         loading = _Loading(
             style=found, coding=coding, sharded=sharded, layers=dict(layers), writer=writer
         )
@@ -259,19 +261,18 @@ class _Loading:
             self.twice.append(name)
             return
         shared = layer.replicas is not None if part == "g_idx" else one_input_scale(layer)
-        every = part in ("g_idx", "input") and shared
+        here, every = False, part in ("g_idx", "input") and shared
         if entry.expert is None or every or record.slots_of(layer, entry.expert):
             t = _read(name, entry, read)
-            here, writes = prepare_expert(
-                layer, entry.parameter, t, name, entry.shard, entry.expert, coding=coding,
-                interleaved=self.style.interleaved, sharded=self.sharded, record=record,
+            piece = Piece(
+                entry.parameter, t, name, entry.shard, entry.expert,
+                coding, self.style.interleaved, self.sharded,
             )  # fmt: skip
+            here, writes = prepare_expert(layer, piece, record)
             self.pending.append(writes)
             self.bytes_loaded += t.nbytes * (here and count)
             if here and part in ("weight", "scale") and shards == (entry.shard,):
                 self._keep_plan(prefix, entry, t, coding)
-        else:
-            here = False
         record.seen.update(dict.fromkeys(keys, name))
         if count:
             (self.loaded if here else self.elsewhere).append(name)

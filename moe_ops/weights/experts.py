@@ -62,8 +62,7 @@ class LoadRecord:
         """`plan` for a parameter that the layer holds, asked once."""
         part, _ = WEIGHTS[parameter]
         options = (parameter, part, shard, coding, interleaved, sharded, self.orders.some)
-        # A layer that moved has other memory.
-        key = (*options, getattr(layer, parameter).data_ptr())
+        key = (*options, getattr(layer, parameter).data_ptr())  # other memory, if it moved
         if key not in self.plans:
             self.plans[key] = plan(layer, *options)
         return self.plans[key]
@@ -115,13 +114,17 @@ def load_expert(
 
     Where one number serves w1 and w3, they must agree, and one scale serves the inputs of all
     experts: their largest, unless the layer has per_expert_inputs. A `record` of what was loaded
-    before is then needed. Of inputs whose scale serves all experts every rank is to be given those
-    of all, so that all quantise alike.
+    before is then needed. For one scale of inputs every rank is to be given those of all experts.
 
     Raises ValueError or TypeError, naming the entry, for a tensor that does not fit; the layer is
     then as it was.
     """
     check_type("layer", layer, MoELayer, "a MoELayer")
+    if layer.layout:
+        raise ValueError(
+            f"the layer is prepared as {layer.layout!r}; load inside `with layer.as_loaded():`, "
+            "which prepares it again at its end"
+        )
     check_text("name", name)
     check_type(f"{name}: tensor", tensor, Tensor, "a Tensor")
     if expert_id is not None:
@@ -131,10 +134,8 @@ def load_expert(
     check_flag("sharded", sharded)
     if record is not None:
         check_type("record", record, LoadRecord, "a LoadRecord or None")
-    here, writes = prepare_expert(
-        layer, parameter_name, tensor, name, shard, expert_id, coding=coding,
-        interleaved=interleaved, sharded=sharded, record=record,
-    )  # fmt: skip
+    piece = Piece(parameter_name, tensor, name, shard, expert_id, coding, interleaved, sharded)
+    here, writes = prepare_expert(layer, piece, record)
     write(writes)
     return here
 
@@ -170,36 +171,40 @@ def write(writes: Writes) -> None:
         target.copy_(source)
 
 
-def prepare_expert(
-    layer: MoELayer,
-    parameter_name: str,
-    tensor: Tensor,
-    name: str,
-    shard: str,
-    expert_id: int | None,
-    *,
-    coding: Coding,
-    interleaved: bool,
-    sharded: bool,
-    record: LoadRecord | None,
-) -> tuple[bool, Writes]:
+@dataclass(slots=True, eq=False)
+class Piece:
+    """A tensor of a checkpoint, and what it is in a layer: the arguments of `load_expert`."""
+
+    parameter: str
+    tensor: Tensor
+    name: str
+    shard: str
+    expert: int | None
+    coding: Coding
+    interleaved: bool
+    sharded: bool
+
+
+def prepare_expert(layer: MoELayer, piece: Piece, record: LoadRecord | None) -> tuple[bool, Writes]:
     """`load_expert` up to the writes, which are still to be done: several can then be done at once.
 
     Checks everything, and keeps numbers that must agree in the record; scales of inputs are
     written already.
     """
+    parameter, name, shard, sharded = piece.parameter, piece.name, piece.shard, piece.sharded
     check_choice("shard", shard, SHARDS)
-    check_choice("parameter_name", parameter_name, PARAMETER_NAMES)
-    part, second = WEIGHTS[parameter_name]
+    check_choice("parameter_name", parameter, PARAMETER_NAMES)
+    part, second = WEIGHTS[parameter]
     if second != (shard == "w2"):
-        raise ValueError(f"{name}: shard {shard!r} is no part of {parameter_name}")
-    experts = range(layer.num_experts) if expert_id is None else (expert_id,)
+        raise ValueError(f"{name}: shard {shard!r} is no part of {parameter}")
+    stacked = piece.expert is None
+    experts = range(layer.num_experts) if piece.expert is None else (piece.expert,)
     given, record = record, record or LoadRecord()
     try:
         slots = [record.slots_of(layer, e) for e in experts]
-        t_E = _by_expert(tensor, len(experts), expert_id is None, part)
+        t_E = _by_expert(piece.tensor, len(experts), stacked, part)
         if part == "input":
-            _load_input(layer, parameter_name, t_E, experts, shard, name, given)
+            _load_input(layer, parameter, t_E, experts, shard, name, given)
             return one_input_scale(layer) or any(slots), ()
         if part == "g_idx":
             _load_order(layer, shard, zip(experts, t_E, slots, strict=True), name, given, sharded)
@@ -207,8 +212,8 @@ def prepare_expert(
         if part == "shape":
             _check_shape(layer, shard, t_E, sharded)
             return any(slots), ()
-        if getattr(layer, parameter_name) is None:
-            _check_not_held(layer, parameter_name, part, t_E, coding)
+        if getattr(layer, parameter) is None:
+            _check_not_held(layer, parameter, part, t_E, piece.coding)
             return False, ()
         if part == "weight" and not second and layer.input_order is not None:
             if given is None:
@@ -216,13 +221,13 @@ def prepare_expert(
             here_alone = (e for e, s in zip(experts, slots, strict=True) if s)
             record.orders.tell_none(layer, here_alone, name)
         ordered = record.orders.some
-        how = record.plan_of(layer, parameter_name, shard, coding, interleaved, sharded)
+        how = record.plan_of(layer, parameter, shard, piece.coding, piece.interleaved, sharded)
         here = [(e, t, s) for e, t, s in zip(experts, t_E, slots, strict=True) if s]
         orders = {e: record.orders.of(second, e) for e, *_ in here} if ordered else {}
         record.orders.written.update(e for e, *_ in here)
         # Gate and up in one tensor can be compared without a record.
         return any(slots), _checked(
-            how, here, orders, parameter_name, name, record if shard == "w13" else given
+            how, here, orders, parameter, name, record if shard == "w13" else given
         )
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {error}") from error

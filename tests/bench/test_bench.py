@@ -29,7 +29,7 @@ def test_overhead_covers_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["experts", "block"])
+@pytest.mark.parametrize("part", ["experts", pytest.param("block", marks=pytest.mark.every)])
 def test_layer_times_every_implementation(
     part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
@@ -62,6 +62,7 @@ def test_a_wrong_implementation_is_not_timed() -> None:
         layer.check(TINY, BF16, compiled, 4)
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_compile_time_is_that_of_a_lifted_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path

@@ -13,12 +13,13 @@ import torch
 from runs import SMALL, TINY
 
 import moe_ops
+from moe_ops.backend import Backend
 from moe_ops.bench import __main__ as cli
 from moe_ops.bench import cells, contenders, inputs, numerics, rates, stages, timing
 from moe_ops.bench.results import load
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.route import RouteCall
-from moe_ops.spec import Backend, Op
+from moe_ops.spec import Op
 from moe_ops.testing import BF16, F32, LAYERS, make_layer
 
 CPU = torch.device("cpu")

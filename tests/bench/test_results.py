@@ -1,4 +1,4 @@
-"""What docs/PERFORMANCE.md says is what benchmarks/results/ holds, and its commands exist."""
+"""What the pages of figures say is what benchmarks/results/ holds, and their commands exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_ops.bench import __main__ as cli
 from moe_ops.quant.schemes import SCHEMES
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = (ROOT / "docs" / "PERFORMANCE.md").read_text()
+DOCUMENT = "".join((ROOT / "docs" / f"{page}.md").read_text() for page in ("PERFORMANCE", "DIARY"))
 MODULE = "python -m moe_ops.bench"
 COMMANDS = re.findall(rf"^ +(?:\w+=\w+ )?{MODULE} *(.*?) *(?:#.*)?$", DOCUMENT, re.MULTILINE)
 

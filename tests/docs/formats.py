@@ -82,7 +82,7 @@ def refused_by_backends() -> str:
                 for label, device in DEVICES.items():
                     for backend, reason in refusals(OPS[name], call, device).items():
                         if reason is not None:
-                            reason = reason.replace(repr(pair.weights), "its format")
+                            reason = re.sub("read .*w_format=.*", "read w_format", reason)
                             found.append(((backend, name, label, reason), pair))
     by_op = grouped(
         ((backend, label, reason, tuple(some)), name)

@@ -58,7 +58,9 @@ def only(w_format: str) -> Callable[[Any], str | None]:
 @pytest.mark.usefixtures("registering")
 def test_a_new_backend_of_products_changes_every_op_with_products() -> None:
     takes = only("int4:1x64")
-    expert_gemm.backend("new", devices=("cuda",), priority=2, supports=takes)(expert_gemm.body)
+    expert_gemm.backend(
+        "new", reads=expert_gemm.optional, devices=("cuda",), priority=2, supports=takes
+    )(expert_gemm.body)
     new = [line for line in difference() if line.startswith("+ ")]
     served = [line for line in new if "native: `new`" in line]
     assert served == [
@@ -72,7 +74,7 @@ def test_a_new_backend_of_products_changes_every_op_with_products() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("registering")
 def test_a_new_backend_of_experts_leaves_its_parts_alone() -> None:
-    experts.backend("new", priority=2, supports=only("nvfp4"))(experts.body)
+    experts.backend("new", reads=experts.optional, priority=2, supports=only("nvfp4"))(experts.body)
     new = [line for line in difference() if line.startswith("+ ")]
     served = [line.split(" | ")[3] for line in new if "native: `new`" in line]
     assert served == ["`experts`, `moe`"] * 2
@@ -93,7 +95,10 @@ def test_a_new_scheme_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_an_op_that_refuses_a_scheme_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = experts.check
+
     def refuse(call: ExpertsCall) -> None:
+        before(call)
         if "nvfp4" in (call.w_format, call.x_format):
             raise ValueError("nvfp4 | is out of stock")
 

@@ -20,6 +20,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_stock_against_ours(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
@@ -37,6 +38,7 @@ def test_stock_against_ours(tmp_path: Path) -> None:
     assert all(s["tokens_per_s"] > 0 and s["prompt_ms"] > 0 for s in speeds)
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_forwards(tmp_path: Path) -> None:
     figures, ways = tmp_path / "figures.json", ("eager", "moe_ops")
@@ -48,6 +50,7 @@ def test_forwards(tmp_path: Path) -> None:
     assert all(f["ms"] > 0 and f["away"] < 0.05 for f in forwards)
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_a_short_soak() -> None:
     sizes = ("--calls", "40", "--warm-up", "20", "--batch", "2", "--prompt", "30", "--compare", "5")

@@ -22,7 +22,7 @@ from moe_ops.generation.prompts import TIMES
 from moe_ops.generation.regions import Region
 from moe_ops.generation.steps import Tools
 from moe_ops.testing import F32, TOL, assert_close
-from tests.chosen import those_of
+from tests.chosen import CHOSEN, those_of
 from tests.hf import families
 
 PLAIN = {"max_new_tokens": 5, "pad_token_id": 0, "eos_token_id": None}
@@ -141,7 +141,7 @@ def test_prompts_of_a_size_that_comes_again_are_replayed(family: str, graphs: Gr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", families.discover())
+@pytest.mark.parametrize("family", those_of(CHOSEN, families.discover()))
 def test_every_family_gives_the_same_tokens(family: str, graphs: Graphs) -> None:
     tiny = families.build(family)
     if not tiny.can_generate or shape_refusal(tiny.model) is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import moe_ops
-from moe_ops.graphs.addresses import identities, module_of, tensors_of
+from moe_ops.graphs.addresses import identities, module_of, state_of
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from moe_ops.graphs.addresses import identities, module_of, tensors_of
     ],
     ids=["module", "method", "compiled", "compiled method", "twin"],
 )
-def test_the_tensors_of_a_function_are_those_of_its_module(
+def test_the_state_of_a_function_are_those_of_its_module(
     way: Callable[[nn.Module], Callable[..., Any]],
 ) -> None:
     module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Sequential(nn.BatchNorm1d(4)))
@@ -33,8 +33,8 @@ def test_the_tensors_of_a_function_are_those_of_its_module(
     found = module_of(way(module))
     assert found is not None
     want = {id(x) for x in (*module.parameters(), *module.buffers())}
-    assert {id(x) for x in tensors_of(found)} == want
-    assert len(tensors_of(found)) == len(want) == 6
+    assert {id(x) for x in state_of(found)} == want
+    assert len(state_of(found)) == len(want) == 6
 
 
 @pytest.mark.parametrize(

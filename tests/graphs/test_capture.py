@@ -287,7 +287,7 @@ def test_a_report_can_be_made_while_another_thread_calls() -> None:
     assert run.report() == []
 
 
-def test_tensors_of_inference_mode_can_be_written() -> None:
+def test_state_of_inference_mode_can_be_written() -> None:
     def function(x: Tensor, cache: Tensor) -> Tensor:
         cache[:1].copy_(x[:1])
         return cache[:1] + 0 * x

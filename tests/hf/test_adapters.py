@@ -121,6 +121,7 @@ def test_compiling_a_peft_model_says_what_generate_does(caplog: pytest.LogCaptur
     assert torch.equal(greedy(twin), greedy(model))
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_the_compiled_twins_of_a_peft_model_and_of_the_model_inside_are_right() -> None:
     model = adapted(qwen())

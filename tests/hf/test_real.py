@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from tests.chosen import CHOSEN, those_of
+
 from . import families, real, real_checks
 
 pytestmark = pytest.mark.slow  # builds many models
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.slow  # builds many models
 BY_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 
 
-@pytest.mark.parametrize("family", families.discover())
+@pytest.mark.parametrize("family", those_of(CHOSEN, families.discover()))
 def test_a_config_of_real_widths_runs(family: str) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = real.build(family, device="cpu", dtype=torch.bfloat16)

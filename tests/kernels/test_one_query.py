@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 from moe_ops.kernels.triton.decode.one_query import attend
 from moe_ops.kernels.triton.decode.one_query_plan import MOST_SLOTS, MOST_SPLITS, Plan, plan_for
 
+OTHER = "use torch's attention"
 op_file = importlib.import_module("moe_ops.decode_ops.one_query")
 TOL = Tol(1e-5, "float32 sums in another order")
 TOL_F16 = Tol(2e-3, "weights and outputs rounded to the 11 bits of float16")
@@ -265,29 +266,41 @@ def test_refusals_say_why() -> None:
 
     assert why() is None and why(sinks_H=meta(4)) is None
     assert why(MOST_SLOTS) is None
-    assert why(MOST_SLOTS + 1) == f"has {MOST_SLOTS + 1} slots, more than {MOST_SLOTS}"
-    assert why(sizes=(24, 32)) == "heads of 24, no power of two from 16 to 256"
-    assert why(sizes=(32, 512)) == "heads of 512, no power of two from 16 to 256"
+    assert why(MOST_SLOTS + 1) == f"has {MOST_SLOTS + 1} slots, more than {MOST_SLOTS}; {OTHER}"
+    assert why(sizes=(24, 32)) == f"heads of 24, no power of two from 16 to 256; {OTHER}"
+    assert why(sizes=(32, 512)) == f"heads of 512, no power of two from 16 to 256; {OTHER}"
     assert why(k_BNSD=meta(1, 2, 64, 32, dtype=torch.bfloat16)) == (
-        "torch.float32, torch.bfloat16 and torch.float32 are not one of float32, bfloat16, float16"
+        "torch.float32, torch.bfloat16 and torch.float32 are not one of float32, bfloat16, "
+        "float16; convert them"
     )
     assert why(q_BHD=meta(1, 4, 1, 32)) == (
         "q, k and v are [1, 4, 1, 32], [1, 2, 64, 32], [1, 2, 64, 32], not [B, H, D] and "
         "[B, N, S, D]"
     )
-    unfit = "q, k and v of [1, {}, 32], [1, 2, {}, 32], [1, 2, 64, 32] do not fit each other"
+    unfit = (
+        "q, k and v of [1, {}, 32], [1, 2, {}, 32], [1, 2, 64, 32] do not fit each other; "
+        "N must divide H"
+    )
     assert why(q_BHD=meta(1, 3, 32)) == unfit.format(3, 64)
     assert why(k_BNSD=meta(1, 2, 65, 32)) == unfit.format(4, 65)
-    assert why(q_BHD=meta(1, 4, 64)[..., ::2]) == "the query has the strides (256, 64, 2)"
-    assert why(v_BNSD=meta(1, 64, 2, 32).transpose(1, 2)) == "the cache is a view"
+    assert why(q_BHD=meta(1, 4, 64)[..., ::2]) == (
+        "the query has the strides (256, 64, 2); make it contiguous"
+    )
+    assert why(v_BNSD=meta(1, 64, 2, 32).transpose(1, 2)) == (
+        "the cache is a view with other strides; make it contiguous"
+    )
     assert why(mask_BS=meta(64, 1).T.bool()) is None  # one sequence: its slots are 1 apart
-    assert why(mask_BS=meta(1, 128)[:, ::2]) == "the mask is a view"
+    assert why(mask_BS=meta(1, 128)[:, ::2]) == (
+        "the mask has the strides (128, 2); make its rows contiguous"
+    )
     assert why(mask_BS=meta(1, 65)) == "the mask is torch.float32 [1, 65], not of 1 x 64 slots"
     assert why(mask_BS=meta(1, 64, dtype=torch.int64)) == (
         "the mask is torch.int64 [1, 64], not of 1 x 64 slots"
     )
     assert why(sinks_H=meta(5)) == "the sinks are [5], not a contiguous [4]"
-    assert why(mask_BS=torch.empty(1, 64)) == "the query is on meta, something else on cpu"
+    assert why(mask_BS=torch.empty(1, 64)) == (
+        "the query is on meta, something else on cpu; move one of them"
+    )
     wrong = [torch.empty(shape) for shape in ((1, 4, 24), (1, 2, 8, 24), (1, 2, 8, 24), (1, 8))]
     with pytest.raises(ValueError, match="one_query: heads of 24"):
         one_query(*wrong, 1.0)

@@ -22,6 +22,7 @@ NAMES = (
     "q_BHD", "k_BND", "v_BND", "cos_BW", "sin_BW", "slot", "keys_BNSD", "values_BNSD", "mask_BS",
     "scale", "q_gain_D", "k_gain_D", "eps", "sinks_H",
 )  # fmt: skip
+OTHER = "use torch's attention"
 
 
 def tensors(
@@ -159,29 +160,31 @@ def test_refusals_say_why() -> None:
     assert why(q_BHD=zeros(1, 1, 8, 32)) == (
         "q is [1, 1, 8, 32], not [B, H, D]; or the caches are no [B, N, S, D]"
     )
-    assert why((1, 8, 2, 40, 24, 32)) == "heads of 24, no power of two from 16 to 256"
-    assert why((1, 8, 2, 40, 32, 8)) == "heads of 8, no power of two from 16 to 256"
+    assert why((1, 8, 2, 40, 24, 32)) == f"heads of 24, no power of two from 16 to 256; {OTHER}"
+    assert why((1, 8, 2, 40, 32, 8)) == f"heads of 8, no power of two from 16 to 256; {OTHER}"
     assert why(q_BHD=zeros(1, 8, 32, dtype=torch.float32)) == (
-        "q is torch.float32, not bfloat16 or float16"
+        f"q is torch.float32, not bfloat16 or float16; {OTHER}"
     )
     assert why(slot=zeros(2, dtype=torch.int64)) == "the slot is torch.int64 [2], not an int64 [1]"
-    assert why(q_gain_D=None) == "one of q and k has a gain, the other has none"
+    assert why(q_gain_D=None) == (
+        "one of q and k has a gain, the other has none; give both or neither"
+    )
     angles = "the angles are {}, not [1 or 1, 32 or 16]"
     assert why(cos_BW=zeros(1, 8)) == angles.format([1, 8])
     assert why(cos_BW=zeros(2, 32)) == angles.format([2, 32])
     assert why(sin_BW=zeros(1, 16)) == (
-        "the sin is [1, 16] with the strides (16, 1), not a contiguous [1, 32]"
+        "the sin is [1, 16] with the strides (16, 1), not a contiguous [1, 32]; reshape it"
     )
     assert why(k_BND=zeros(1, 32, 2).transpose(1, 2)) == (
-        "the k is [1, 2, 32] with the strides (64, 1, 2), not a contiguous [1, 2, 32]"
+        "the k is [1, 2, 32] with the strides (64, 1, 2), not a contiguous [1, 2, 32]; reshape it"
     )
     assert why(keys_BNSD=zeros(1, 2, 41, 32)) == (
         "the cache of keys is [1, 2, 41, 32] with the strides (2624, 1312, 32, 1), not a "
-        "contiguous [1, 2, 40, 32]"
+        "contiguous [1, 2, 40, 32]; reshape it"
     )
     assert why(k_gain_D=zeros(32, dtype=F16)) == (
         f"the gain of k is torch.float16 on {zeros(1).device}, q torch.bfloat16 on "
-        f"{zeros(1).device}"
+        f"{zeros(1).device}; convert one of them"
     )
     assert why(mask_BS=zeros(1, 39)) == "the mask is torch.bfloat16 [1, 39], not of 1 x 40 slots"
     given = tensors((1, 8, 2, 40, 24, 32), BF16)

@@ -5,9 +5,10 @@ import torch
 from samples import INPUT_FORMATS, samples, specified
 from torch import Tensor
 
-from moe_ops import OPS, fake_impls, using
+from moe_ops import OPS, expert_gemm, fake_impls, using
+from moe_ops.ops.expert_gemm import ExpertGemmCall
 from moe_ops.shapes import FLOATS
-from moe_ops.testing import CASES, TOL, Tol, assert_close, reference_of
+from moe_ops.testing import CASES, TOL, Case, Tol, assert_close, reference_of
 
 BY_NAME = {case.name: case for case in CASES}
 QUICK = ("one_token", "odd", "no_tokens")
@@ -30,9 +31,16 @@ RUNS = [(name, b.name) for name, op in OPS.items() for b in op.candidates("cpu")
 def test_backend_agrees_with_the_float32_reference(
     name: str, backend: str, case: str, dtype: str
 ) -> None:
+    refused = compare(name, backend, BY_NAME[case], DTYPES[dtype])
+    if all(refused.values()):
+        pytest.skip(f"{backend} refuses: {', '.join(sorted({r or '' for r in refused.values()}))}")
+
+
+def compare(name: str, backend: str, case: Case, dtype: torch.dtype) -> dict[str, str | None]:
+    """Hold a backend against the float32 reference. Returns the calls that it refuses, and why."""
     op = OPS[name]
     refused = {}
-    for label, args in samples(name, BY_NAME[case], DTYPES[dtype]):
+    for label, args in samples(name, case, dtype):
         refused[label] = op.refusals(*args)[backend]
         if refused[label]:
             continue
@@ -43,12 +51,29 @@ def test_backend_agrees_with_the_float32_reference(
             exact = not any(arg in INPUT_FORMATS for arg in args)
             want = reference_of(op.reference, *args) if exact else op.reference(*args)
         pairs = zip(specified(name, args, got), specified(name, args, want), strict=True)
-        repro = f"samples({name!r}, {case}, {dtype}): {label!r} on {backend!r}"
+        repro = f"samples({name!r}, {case.name}, {dtype}): {label!r} on {backend!r}"
         for i, (g, w) in enumerate(pairs):
             tol = TOL[name, g.dtype] if g.dtype in FLOATS else EXACT
             assert_close(g, w, tol, f"result {i} of {name}", repro)
-    if all(refused.values()):
-        pytest.skip(f"{backend} refuses: {', '.join(sorted({r or '' for r in refused.values()}))}")
+    return refused
+
+
+def without_bias(call: ExpertGemmCall) -> Tensor:
+    call.bias_EF = None
+    return expert_gemm.body(call)
+
+
+def test_a_backend_that_ignores_a_bias_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes something else if it says that it reads the bias, and is not asked if not."""
+    monkeypatch.setattr(expert_gemm, "backends", dict(expert_gemm.backends))
+    monkeypatch.setattr(expert_gemm, "_order", {})
+    case, others = BY_NAME["odd"], tuple(n for n in expert_gemm.optional if n != "bias_EF")
+    expert_gemm.backend("honest", reads=others)(without_bias)
+    expert_gemm.backend("lying", reads=expert_gemm.optional)(without_bias)
+    refused = compare("expert_gemm", "honest", case, torch.float32)
+    assert set(refused.values()) == {None, "does not read bias_EF"}
+    with pytest.raises(AssertionError, match="result 0 of expert_gemm"):
+        compare("expert_gemm", "lying", case, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

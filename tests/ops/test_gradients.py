@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 import moe_ops
 from moe_ops import OPS
+from moe_ops.gradients import needs_grad
 from moe_ops.testing import CASES, Case, Tol, assert_close, make_layer
 
 TOL = Tol(1e-5, "float32 sums in another order")
@@ -141,3 +142,11 @@ def test_opcheck_with_gradients(name: str) -> None:
         if tested == 3:
             break
     assert tested
+
+
+def test_needs_grad_follows_grad_mode() -> None:
+    leaf = torch.ones(1, requires_grad=True)
+    assert needs_grad(None, torch.ones(1), leaf)
+    assert not needs_grad(None, torch.ones(1))
+    with torch.no_grad():
+        assert not needs_grad(leaf)

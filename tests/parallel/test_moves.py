@@ -8,7 +8,6 @@ from torch import Tensor
 
 from moe_ops.parallel.expert_map import shares
 from moe_ops.parallel.moves import HELD, Moves, apply_moves, moves_between
-from moe_ops.quant.derived import Derived
 
 
 def rows(n: int) -> dict[str, Tensor]:
@@ -51,7 +50,7 @@ def test_rows_of_all_tensors_move_in_lockstep_and_in_place(take: list[int]) -> N
     for name, t in tensors.items():
         assert torch.equal(bits(t), bits(before[name][take])), name
         assert t.data_ptr() == addresses[name]
-        assert take == [0, 1, 2, 3] or t._version > versions[name], "a derived tensor must notice"
+        assert take == [0, 1, 2, 3] or t._version > versions[name], "autograd must notice"
 
 
 def test_every_way_to_move_four_rows() -> None:
@@ -66,21 +65,6 @@ def test_a_row_is_set_aside_for_a_cycle_alone() -> None:
     assert list(chain.steps()) == [(1, 2), (0, 1)]
     held = [step for step in cycle.steps() if HELD in step]
     assert len(held) == 2
-
-
-def test_what_is_derived_row_by_row_moves_with_its_source() -> None:
-    def swizzle(scale: Tensor) -> Tensor:
-        return scale.flip(1).repeat_interleave(2, 1)
-
-    scale, derived = torch.randn(5, 4), Derived()
-    swizzled = derived.get("swizzled", (scale,), swizzle)
-    clone, address = scale.clone(), swizzled.data_ptr()
-    moves = Moves(5, ((0, 1), (1, 0), (4, 2)))
-    apply_moves({"scale": scale, "scale/swizzled": swizzled, "scale/clone": clone}, moves)
-    assert torch.equal(swizzled, swizzle(scale)), "a captured graph reads this one"
-    assert torch.equal(clone, scale)
-    assert swizzled.data_ptr() == address
-    assert torch.equal(derived.get("swizzled", (scale,), swizzle), swizzled)
 
 
 def test_views_of_the_same_rows_move_once() -> None:

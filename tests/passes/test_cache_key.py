@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from moe_ops.backend import Backend
 from moe_ops.passes import cache_key
 from moe_ops.passes.context import Context, Options
 from moe_ops.passes.pipeline import Pipeline
 from moe_ops.planning import tuned
-from moe_ops.spec import OPS, REFERENCE, Backend
+from moe_ops.spec import OPS, REFERENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 

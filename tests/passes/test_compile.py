@@ -286,7 +286,9 @@ def ids(*shape: int) -> Tensor:
 
 @pytest.mark.slow
 @torch.inference_mode()
-@pytest.mark.parametrize("optimized", [False, True], ids=["stock", "optimized"])
+@pytest.mark.parametrize(
+    "optimized", [False, pytest.param(True, marks=pytest.mark.every)], ids=["stock", "optimized"]
+)
 def test_two_graphs_serve_all_lengths_of_a_stock_model(optimized: bool, fresh) -> None:
     model = tiny()
     want = {S: (x := ids(1, S), model(input_ids=x, use_cache=False).logits) for S in LENGTHS}
@@ -305,6 +307,7 @@ def test_two_graphs_serve_all_lengths_of_a_stock_model(optimized: bool, fresh) -
         assert graphs() == 2
 
 
+@pytest.mark.every
 @pytest.mark.slow
 @needs_the_flag
 @torch.inference_mode()

@@ -266,8 +266,8 @@ def test_strict_refuses_to_fall_back_to_the_definition() -> None:
         str(raised.value.inner_exception),
         """\
 strict: no backend runs moe_ops.experts (node experts)
-  cpu: needs weights that are not quantised, got 'mxfp4'
-  aten: needs weights that are not quantised, got 'mxfp4'""",
+  cpu: does not read w_format='mxfp4'
+  aten: does not read w_format='mxfp4'""",
     )
 
 

@@ -273,6 +273,7 @@ def test_it_can_be_switched_off_and_needs_a_gpu(monkeypatch: pytest.MonkeyPatch)
     assert merged(Attention(), x)[0].count == 0
 
 
+@pytest.mark.every
 def test_a_step_of_generate_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     insert = pass_file.insert

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 from moe_ops import using
+from moe_ops.backend import Rows
 from moe_ops.backends import cpu
 from moe_ops.ops import expert_gemm, experts, route
 from moe_ops.ops.experts import ExpertsCall
@@ -240,7 +241,7 @@ def test_thresholds_speak_of_experts_alone() -> None:
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cpu backend of `experts` takes at most 9 tokens."""
-    found = replace(experts.backends["cpu"], max_rows=lambda *_: 9)
+    found = replace(experts.backends["cpu"], rows=Rows(possible=lambda *_: 9))
     monkeypatch.setitem(experts.backends, "cpu", found)
     monkeypatch.setattr(experts, "_order", {})
 

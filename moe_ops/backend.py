@@ -1,0 +1,75 @@
+"""One way to run an op, and what it says before it is asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from moe_ops.layouts import Layout
+
+LAYOUT = "layout"  # the argument of an op that names the layout of its weights
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Limits of a backend on the rows of a call's first argument (tokens, or routed rows).
+
+    `preferred` gives the most rows for which the backend is the better choice, None for any number;
+    with more, the backends after it are asked first. `possible` gives the most that it can run.
+    """
+
+    preferred: Callable[[Any], int | None] | None = None
+    possible: Callable[[Any], int] | None = None
+
+
+ANY_NUMBER = Rows()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """One way to run an op: `run` takes its record; `supports` says why it cannot run, or None.
+
+    `reads` names the arguments with defaults that it reads. A call in which another one differs
+    from its default is refused for it, so `supports` and `run` need not look at these. A `composed`
+    backend runs the definition's stages one by one; a compiler does better with the definition.
+    One with a `layout` runs prepared weights, and no others.
+    """
+
+    name: str
+    run: Callable[[Any], Any]
+    reads: tuple[str, ...] = ()
+    supports: Callable[[Any], str | None] | None = None
+    rows: Rows = ANY_NUMBER
+    devices: frozenset[str] | None = None  # None: every device
+    priority: int = 0
+    composed: bool = False
+    layout: Layout | None = None
+    # What of a record it does not read, by name; and whether there is any, which is quicker.
+    unread: Callable[[Any], dict[str, Any]] = field(default=lambda call: {}, compare=False)
+    ignores: Callable[[Any], bool] | None = field(default=None, compare=False)
+
+    def refusal(self, device: str, rows: Any, call: Any) -> str | None:
+        """Why it cannot run a call of so many rows, or None; nothing is said of a number that a
+        compiler does not know.
+        """
+        if self.devices is not None and device not in self.devices:
+            return f"needs a tensor on {' or '.join(sorted(self.devices))}, got {device}"
+        if self.ignores is not None and self.ignores(call):
+            return self._unread(self.unread(call))
+        reason = None if self.supports is None else self.supports(call)
+        if reason is None and self.rows.possible is not None and isinstance(rows, int):
+            most = self.rows.possible(call)
+            if rows > most:
+                return f"takes at most {most} rows, got {rows}"
+        return reason
+
+    def _unread(self, unread: dict[str, Any]) -> str:
+        """Options, or else tensors: a format says enough of the scales that come with it."""
+        if self.layout is not None and LAYOUT in unread:
+            got = repr(unread[LAYOUT]) if unread[LAYOUT] else "weights as they are loaded"
+            return f"reads weights prepared as {self.layout.name!r}, got {got}"
+        options = [f"{n}={value!r}" for n, value in unread.items() if not isinstance(value, Tensor)]
+        return f"does not read {', '.join(options or unread)}"

@@ -1,0 +1,12 @@
+"""The arguments with defaults that backends of one kind read. What is added to an op is not among
+them, so its backends refuse it until they know it."""
+
+from __future__ import annotations
+
+ACTIVATION = ("kind", "gated", "interleaved", "alpha", "limit", "up_shift")
+FLOAT_EXPERTS = ("b13_EF", "b2_ED", "expert_map", "transposed", *ACTIVATION)
+FLOAT_GEMM = ("bias_EF", "transposed", "out_dtype")
+ROUTE = (
+    "bias_E", "per_expert_scale_E", "score", "select_on", "n_group", "topk_group", "group_reduce",
+    "group_fill", "softmax_selected", "renormalize", "eps", "min_sum", "scale", "out_dtype",
+)  # fmt: skip

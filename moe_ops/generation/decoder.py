@@ -1,0 +1,205 @@
+"""A model for `generate`: leases of buffers to calls, and the code that runs the model in them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from moe_ops.generation.by_rows import store_by_rows
+from moe_ops.generation.masks import attention_of
+from moe_ops.generation.own_attention import stand_ins, step_attention
+from moe_ops.generation.prompts import Captures, Prompt
+from moe_ops.generation.regions import ByKind, Way, addresses, divided, layer_lists
+from moe_ops.generation.steps import Code, Steps, StepsReport, Tools, plain_tensors, shown
+
+log = logging.getLogger("moe_ops")
+T = TypeVar("T")
+
+LEAST_SLOTS = 256
+COARSE_SLOTS = 4096
+MOST_STEPS = 8  # sizes whose buffers and graph are kept
+
+
+def rows_for(batch: int) -> int:
+    """The rows that serve a batch: the next power of two."""
+    return 1 << (batch - 1).bit_length()
+
+
+def slots_for(length: int) -> int:
+    """The slots that serve a length, so that lengths share a graph: the next power of two, and from
+    `COARSE_SLOTS` on, where doubling takes too much memory, the next multiple of that."""
+    if length > COARSE_SLOTS:
+        return -(-length // COARSE_SLOTS) * COARSE_SLOTS
+    return max(LEAST_SLOTS, 1 << (length - 1).bit_length())
+
+
+class Decoder:
+    """A model for `generate`: its compiled regions, and the steps of the sizes used last."""
+
+    def __init__(self, model: PreTrainedModel, tools: Tools, *, most: int = MOST_STEPS) -> None:
+        self.model = model
+        self.tools = tools
+        self.most = most
+        self._idle: OrderedDict[tuple[int, int], Steps] = OrderedDict()
+        self._addresses: tuple[object, ...] = ()
+        self._compiled = False  # the layers, for prompts
+        self._prompt_region = ByKind("prompt", tools.compile_prompt)
+        self._renew()
+
+    def _renew(self) -> None:
+        """Forget what holds modules or weights: whole modules may be others by now."""
+        self._captures = Captures(self.tools.capture)
+        self._prompts: tuple[nn.Module, nn.Module] | None = None
+        self._stand_ins: dict[str | None, Mapping[nn.Module, nn.Module]] = {}
+        self._codes: WeakKeyDictionary[Steps, dict[str | None, Code]] = WeakKeyDictionary()
+
+    def lease(self, batch: int, length: int) -> Lease:
+        """Steps that nobody else has, for `batch` sequences of `length` tokens.
+
+        Graphs of weights that are no longer where they were are forgotten first.
+        """
+        now = addresses(self.model)
+        if now != self._addresses:
+            if self._addresses:
+                log.info("generate: weights were replaced, so graphs are captured again")
+            if self.model.device.type == "cuda":
+                with plain_tensors():
+                    store_by_rows(self.model)
+                now = addresses(self.model)
+            self._renew()
+            for idle in self._idle.values():
+                idle.forget_graphs()
+            kind = self.model.device, self.model.dtype
+            if any((s.like.device, s.like.dtype) != kind for s in self._idle.values()):
+                self._idle.clear()
+            self._addresses = now
+        key = rows_for(batch), slots_for(length)
+        steps = self._idle.pop(key, None)
+        if steps is None:
+            (path,) = layer_lists(self.model)
+            layers = len(self.model.get_submodule(path))
+            steps = Steps(self.model, layers, *key, self.tools)
+        return Lease(self, steps, self._code(steps))
+
+    def give_back(self, steps: Steps) -> None:
+        self._idle[steps.rows, steps.slots] = steps
+        while len(self._idle) > self.most:
+            (rows, slots), _ = self._idle.popitem(last=False)
+            log.info("generate: dropped the buffers of %d x %d, used longest ago", rows, slots)
+
+    def with_room(self, run: Callable[[], T]) -> T:
+        """What `run` returns; if memory does not suffice it runs again without the idle buffers."""
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            if not self._idle:
+                raise
+        log.warning("generate: out of memory, so %d sizes lose their buffers", len(self._idle))
+        self._idle.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return run()
+
+    def report(self) -> list[StepsReport]:
+        """The sizes that are kept, the one used last at the end."""
+        return [steps.report() for steps in self._idle.values()]
+
+    @contextmanager
+    def compiling_prompts(self) -> Iterator[None]:
+        """Around a prompt; the first is said to be compiled."""
+        with nullcontext() if self._compiled else shown("compiling the layers for prompts"):
+            yield
+        self._compiled = True
+
+    def _code(self, steps: Steps) -> Code:
+        """What runs the model in these steps, with the attention that it has now."""
+        attention = attention_of(self.model.config)
+        codes = self._codes.setdefault(steps, {})
+        if attention not in codes:
+            if self._prompts is None:
+                prompt, unmasked = (
+                    divided(self.model, Way(self._prompt_region, unmasked=unmasked))
+                    for unmasked in (False, True)
+                )
+                self._prompts = prompt, unmasked
+            prompt, unmasked = self._prompts
+            codes[attention] = Code(
+                model=self.model,
+                prompt=prompt,
+                unmasked=unmasked,
+                step=divided(self.model, Way(steps.region, self._layers_of_steps(attention))),
+                captures=self._captures,
+                capture=self.tools.capture,
+            )
+        return codes[attention]
+
+    def _layers_of_steps(self, attention: str | None) -> Mapping[nn.Module, nn.Module]:
+        """The layers with the attention of one query, where that computes the same."""
+        if attention not in self._stand_ins:
+            ours = step_attention(self.model, attention)
+            self._stand_ins[attention] = {} if ours is None else stand_ins(self.model, ours)
+        return self._stand_ins[attention]
+
+
+class Lease(Cache):
+    """Steps that one call of `generate` has, as the cache that it hands on from token to token.
+
+    Until the prompt is read it is to transformers like an empty dynamic cache.
+    """
+
+    def __init__(self, decoder: Decoder, steps: Steps, code: Code) -> None:
+        super().__init__(layers=steps.cache.layers)
+        self._decoder = decoder
+        self.steps = steps
+        self.code = code
+        self.batch: int | None = None  # of the prompt, once it is read
+
+    def read(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The model's output for the prompts, whose keys and values are then in the slots."""
+        B, S = input_ids.shape
+        mask = attention_mask
+        if mask is not None and bool(mask.all()):
+            mask = None  # what is not masked can take the quickest attention
+        if position_ids is None:
+            position_ids = torch.arange(S, device=input_ids.device)[None]
+        prompt = Prompt(input_ids, mask, position_ids.expand(B, S).contiguous())
+        with self._decoder.compiling_prompts():
+            out = self._decoder.with_room(lambda: self.steps.read(self.code, prompt, kwargs))
+        self.batch = B
+        return out
+
+    def step(self, ids: Tensor) -> Tensor:
+        """The logits [B, 1, V] after one more token per sequence, valid until the next step."""
+        return self.steps.step(self.code, ids, self._decoder.with_room)
+
+    def dynamic_cache(self) -> DynamicCache:
+        """A copy of the keys and values that the caller may keep."""
+        return self.steps.dynamic_cache(self.batch or 0)
+
+    @property
+    def is_compileable(self) -> bool:
+        return self.batch is not None
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return 0 if self.batch is None else super().get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if self.batch is None:
+            return query_length, 0
+        return super().get_mask_sizes(query_length, layer_idx)
