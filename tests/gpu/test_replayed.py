@@ -127,3 +127,16 @@ def test_what_lies_between_launches_is_not_what_the_allocator_left() -> None:
     tensors = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
     first, second = (experts(*tensors) for _ in range(2))
     assert torch.equal(first, second) and not first[::2].any() and first.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", [b for b in experts.backends if b.startswith("triton.")])
+def test_a_recording_keeps_no_memory(backend: str) -> None:
+    """Of the call that was recorded: neither weights nor what lay between its launches."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    layer = make_layer(CASES[1], BF16, "cuda")
+    with moe_ops.using(backend, "experts"):
+        experts(layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    assert torch.cuda.memory_allocated() > before
+    del layer
+    assert torch.cuda.memory_allocated() == before

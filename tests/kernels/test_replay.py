@@ -161,15 +161,16 @@ def test_more_results_than_one_and_views_of_arguments() -> None:
     assert len(host_code) == 1
 
 
+def described(a: Tensor) -> Tensor:
+    """a[1:], by TMA descriptors."""
+    host_code.append("described")
+    out = a.new_empty(a.shape)
+    launch(add, (1,), Descriptor(a[1:], (5,)), None, Descriptor(out, (5,)), 5)
+    return out
+
+
 def test_descriptors_move_with_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_DESCRIPTORS", 2)
-
-    def described(a: Tensor) -> Tensor:
-        host_code.append("described")
-        out = a.new_empty(a.shape)
-        launch(add, (1,), Descriptor(a[1:], (5,)), None, Descriptor(out, (5,)), 5)
-        return out
-
     kept = []
     for _ in range(6):
         a = torch.randn(6)
@@ -253,11 +254,18 @@ def test_an_error_of_the_host_code_is_raised_and_nothing_kept() -> None:
 
 
 def test_no_tensor_is_kept_alive() -> None:
-    tensors = torch.randn(4, 3), torch.randn(4, 3)
-    known = [weakref.ref(t) for t in (*tensors, called(*tensors, 2.0))]
-    del tensors
+    """Nor its memory, which views and descriptors of it would keep."""
+    kinds = [(two_steps, torch.randn(4, 3), torch.randn(4, 3), 2.0), (described, torch.randn(6))]
+    known = []
+    while kinds:
+        run, *given = kinds.pop()
+        tensors = tuple(t for t in given if isinstance(t, Tensor))
+        known += [weakref.ref(t.untyped_storage()) for t in tensors]
+        out = replay(run, tensors, tuple(t for t in given if not isinstance(t, Tensor)))
+        known.append(weakref.ref(out.untyped_storage()))
+        del given, tensors, out
     gc.collect()
-    assert [ref() for ref in known] == [None] * 3
+    assert [ref() for ref in known] == [None] * 5
 
 
 def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -275,13 +275,14 @@ def _bytes(t: Tensor) -> int:
 
 def _launch(compiled: Any, grid: tuple[int, ...], args: list[Any], bases: _Bases) -> _Launch:
     places, descriptors = [], []
+    kept = list(args)  # a recording outlives its call: it must keep none of its tensors alive
     for at, value in enumerate(args):
         if isinstance(value, Tensor):
+            kept[at] = 0
             if value.numel():
                 places.append((at, bases.place(value.data_ptr())))
-            else:
-                args[at] = 0
         elif isinstance(getattr(value, "base", None), Tensor):
+            kept[at] = None
             place = bases.place(value.base.data_ptr())
             descriptors.append(_Descriptor(at=at, place=place, first=_moved(value, 0)))
     x, y, z = (*grid, 1, 1)[:3]
@@ -290,7 +291,7 @@ def _launch(compiled: Any, grid: tuple[int, ...], args: list[Any], bases: _Bases
         grid=(x, y, z),
         function=compiled.function,
         metadata=compiled.packed_metadata,
-        args=[None if isinstance(value, Tensor) else value for value in args],
+        args=kept,
         places=places,
         descriptors=descriptors,
     )
