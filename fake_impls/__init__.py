@@ -12,8 +12,13 @@ from .dispatch import dispatch
 from .expert_gemm import expert_gemm
 from .expert_loads import expert_loads
 from .experts import experts
+from .experts_onto import experts_onto
+from .linears import linears
 from .moe import moe
+from .normed_linears import normed_linears
+from .one_query import one_query
 from .quantize import quantize
+from .rope_attention import rope_attention
 from .route import route
 
 __all__ = [
@@ -23,7 +28,12 @@ __all__ = [
     "expert_gemm",
     "expert_loads",
     "experts",
+    "experts_onto",
+    "linears",
     "moe",
+    "normed_linears",
+    "one_query",
     "quantize",
+    "rope_attention",
     "route",
 ]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 def dispatch(call: Any) -> tuple[Tensor, Tensor, Tensor]:
     """[T, D] tokens to ([T * K, D] rows, [T * K] int32 pairs, [num_experts] int32 ends)."""
-    x_TD, ids = call.x_TD, call.experts_TK.shape
+    x_TD, ids = call.x_TD, call.ids_TK.shape
     R = ids[0] * ids[1]
     return (
         x_TD.new_empty((R, x_TD.shape[1])),

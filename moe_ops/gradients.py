@@ -35,4 +35,8 @@ def refuse_tangents(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    return (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, Tensor):
+            yield a
+        elif isinstance(a, (list, tuple)):
+            yield from (t for t in a if isinstance(t, Tensor))

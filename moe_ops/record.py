@@ -25,7 +25,7 @@ class Arguments:
 
     `of(*args, **kwargs)` makes a record of a call, `flat(record)` its arguments by position.
     `FLAT` of a record of records maps flat names to paths, in the order of a call; what it leaves
-    out is None.
+    out has its default, or is None. `MUTATED` names the tensors that an op writes to.
     """
 
     def __init__(self, record: type) -> None:
@@ -44,6 +44,9 @@ class Arguments:
         self.flat: Callable[[Any], tuple[Any, ...]] = attrgetter(*paths.values())
         self.first: Callable[[Any], Any] = attrgetter(next(iter(paths.values())))
         self.of: Callable[..., Any] = record if _is_flat(record) else self._maker(paths)
+
+        # Names of the tensors that the op writes to; a result is none of them.
+        self.mutated: tuple[str, ...] = getattr(record, "MUTATED", ())
 
     def by_name(self, record: Any) -> dict[str, Any]:
         """The arguments of a record by flat name, in the order of a call."""
@@ -85,7 +88,7 @@ class Arguments:
 
         signature = self.signature.replace(return_annotation=returns)
         prototype.__signature__ = signature  # type: ignore[attr-defined]
-        return infer_schema(prototype, mutates_args=())
+        return infer_schema(prototype, mutates_args=self.mutated)
 
     def _maker(self, paths: dict[str, str]) -> Callable[..., Any]:
         """A function of the flat arguments. Its code is written out, as to bind a call to a
@@ -94,8 +97,12 @@ class Arguments:
         space: dict[str, Any] = {"record": self.record}
         parts = []
         for part, kind in _fields(self.record).items():
+            if part in names:
+                parts.append(names[part])
+                continue
             space[f"make_{part}"] = kind
-            inner = (names.get(f"{part}.{field}", "None") for field in _fields(kind))
+            given = {f: names.get(f"{part}.{f}", _left_out(kind, f)) for f in _fields(kind)}
+            inner = (f"{field}={value}" for field, value in given.items())
             parts.append(f"make_{part}({', '.join(inner)})")
         taken = []
         for name, parameter in self.signature.parameters.items():
@@ -151,6 +158,12 @@ def _fields(record: type) -> dict[str, Any]:
 
 def _is_flat(record: type) -> bool:
     return not any(dataclasses.is_dataclass(kind) for kind in _fields(record).values())
+
+
+def _left_out(record: type, field: str) -> str:
+    """What a field is that no argument sets, as code: its default, else None."""
+    _, default = _find(record, field)
+    return "None" if default is EMPTY else repr(default)
 
 
 def _find(record: type, path: str) -> tuple[Any, Any]:

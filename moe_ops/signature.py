@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,8 +31,46 @@ METHODS: dict[type, tuple[str, ...]] = {
 WORDS = {Tensor: "a Tensor", int: "an int", float: "a float", bool: "a bool", str: "a str"}
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What an argument holds: a value of a type, or None, or several of them."""
+
+    type: type
+    optional: bool
+    many: bool = False
+
+    @classmethod
+    def of(cls, hint: Any) -> Kind:
+        if typing.get_origin(hint) is Sequence:
+            (each,) = typing.get_args(hint)
+            return replace(cls.of(each), many=True)
+        members = [t for t in typing.get_args(hint) if t is not type(None)]
+        return cls(members[0], True) if members else cls(hint, False)
+
+    def __str__(self) -> str:
+        one = f"{WORDS[self.type]}{' or None' if self.optional else ''}"
+        return f"a list of which each is {one}" if self.many else one
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value is of this kind, or such that torch's dispatcher makes it one."""
+        if self.many:
+            return isinstance(value, (list, tuple)) and all(
+                map(replace(self, many=False).fits, value)
+            )
+        return (value is None and self.optional) or _fits(value, self.type)
+
+    def is_plain(self, value: Any) -> bool:
+        """Whether nothing in a value has to be converted, or has a say in the call."""
+        if self.many:
+            return type(value) in (list, tuple) and all(
+                map(replace(self, many=False).is_plain, value)
+            )
+        return self.optional if value is None else type(value) in PLAIN[self.type]
+
+
 class Signature:
-    """What a function of tensors, numbers, flags and strings takes, for a call to be held against.
+    """What a function of tensors, numbers, flags, strings and lists takes, for a call to be held
+    against.
 
     `name` is what messages call the function; annotations are types, not their names.
     """
@@ -39,7 +78,9 @@ class Signature:
     def __init__(self, name: str, signature: inspect.Signature) -> None:
         self.name = name
         self._signature = signature
-        self._kinds = {n: _kind(p.annotation) for n, p in signature.parameters.items()}
+        self._kinds = {n: Kind.of(p.annotation) for n, p in signature.parameters.items()}
+        # Whether the types of a call's arguments tell that it is plain.
+        self.by_type = not any(kind.many for kind in self._kinds.values())
 
     def require(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise TypeError, saying what it is, if a call has a fault."""
@@ -68,19 +109,17 @@ class Signature:
             if parameter.default is parameter.empty and name not in given:
                 return f"{self.name} needs {name}, and was called without it"
         for name, value in given.items():
-            kind, optional = self._kinds[name]
-            if not (value is None and optional) and not _fits(value, kind):
-                wanted = f"{WORDS[kind]}{' or None' if optional else ''}"
-                return f"{self.name}: {name} must be {wanted}, got {described(value)}"
-            if kind is int and isinstance(value, int) and not -(2**63) <= value < 2**63:
+            kind = self._kinds[name]
+            if not kind.fits(value):
+                return f"{self.name}: {name} must be {kind}, got {described(value)}"
+            if kind.type is int and isinstance(value, int) and not -(2**63) <= value < 2**63:
                 return f"{self.name}: {name} must be an int of 64 bits, got {described(value)}"
         return None
 
     def is_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether nothing in a call has to be converted, or has a say in it; names are known."""
         for name, value in (*zip(self._kinds, args, strict=False), *kwargs.items()):
-            kind, optional = self._kinds[name]
-            if not (optional if value is None else type(value) in PLAIN[kind]):
+            if not self._kinds[name].is_plain(value):
                 return False
         return True
 
@@ -99,12 +138,6 @@ def described(value: object) -> str:
     article = "an" if kind[0].lower() in "aeiou" else "a"
     short = repr(value) if isinstance(value, (bool, int, float, str)) else ""
     return f"{article} {kind}" + (f": {short}" if 0 < len(short) <= 60 else "")
-
-
-def _kind(hint: Any) -> tuple[type, bool]:
-    """The type that a hint names, and whether None may stand for it."""
-    members = [t for t in typing.get_args(hint) if t is not type(None)]
-    return (members[0], True) if members else (hint, False)
 
 
 def _fits(value: Any, kind: type) -> bool:

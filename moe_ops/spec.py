@@ -8,6 +8,7 @@ same record, with what it says of the calls that it cannot run.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -37,7 +38,16 @@ _dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_f
 _transforms, _tracing = _C._are_functorch_transforms_active, _C._is_tracing
 _profiler = _C._autograd._profiler_enabled
 
-OPS: dict[str, Op] = {}
+OPS: dict[str, Op] = {}  # the stages of a layer, and fusions of them
+DECODE_OPS: dict[str, Op] = {}  # what else a decoding step consists of
+
+# Keywords that had another name once: a call with the old one works, and warns.
+RENAMED = {
+    "experts_TK": "ids_TK",
+    "alpha_E": "global_scale_E",
+    "alpha13_E": "global_scale13_E",
+    "alpha2_E": "global_scale2_E",
+}
 
 
 def _watched() -> bool:
@@ -50,16 +60,18 @@ Runs = tuple[tuple[int | None, Callable[[Any], Any]], ...]
 
 
 class Op:
-    """A stage of a Mixture-of-Experts layer, callable, and visible to compilers as
-    `torch.ops.moe_ops.<name>`.
+    """A stage of a Mixture-of-Experts layer or of a decoding step, callable, and visible to
+    compilers as `torch.ops.moe_ops.<name>`. `table` is the registry that holds it.
 
     `check` validates a record and raises ValueError or TypeError; it runs before any backend and
     before the fake, so backends trust their arguments.
     """
 
-    def __init__(self, body: Callable[[Any], Any], check: Callable[[Any], None]) -> None:
+    def __init__(
+        self, body: Callable[[Any], Any], check: Callable[[Any], None], table: dict[str, Op]
+    ) -> None:
         name = body.__name__
-        if name in OPS:
+        if name in OPS or name in DECODE_OPS:
             raise ValueError(f"op {NAMESPACE}.{name} is defined twice; rename one of them")
         self.name = name
         self.__doc__ = body.__doc__
@@ -95,11 +107,13 @@ class Op:
         self.overload, self.planned = packet.default, packet.planned
         self._below_autograd = self.overload
         self._plans: dict[str, Runs] = {}
-        OPS[name] = self
+        table[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _compiling():
-            return self.overload(*args, **kwargs)
+            return self.overload(*args, **{RENAMED.get(n, n): kwargs[n] for n in kwargs})
+        if kwargs and not RENAMED.keys().isdisjoint(kwargs):
+            kwargs = self._by_new_names(kwargs)
         # Unless somebody watches, or a subclass of Tensor has a say, the dispatcher would bring the
         # call back to `_run`, two to three microseconds later.
         types: tuple[Any, ...] = tuple(map(type, args))
@@ -127,6 +141,12 @@ class Op:
         self.signature.require(args, kwargs)
         raise failed
 
+    def _by_new_names(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        for old in RENAMED.keys() & kwargs.keys():
+            words = f"{NAMESPACE}.{self.name}: {old} is {RENAMED[old]} now; rename the keyword"
+            warnings.warn(words, DeprecationWarning, stacklevel=3)
+        return {RENAMED.get(n, n): value for n, value in kwargs.items()}
+
     def _is_plain(
         self, types: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
@@ -134,7 +154,7 @@ class Op:
         fault."""
         self.signature.require(args, kwargs)
         plain = self.signature.is_plain(args, kwargs)
-        if plain:
+        if plain and self.signature.by_type:
             self._plain.add(types)
         return plain
 
@@ -358,9 +378,11 @@ class Op:
         raise NotImplementedError("\n".join(lines))
 
 
-def op(*, check: Callable[[Any], None]) -> Callable[[Callable[[Any], Any]], Op]:
+def op(
+    *, check: Callable[[Any], None], table: dict[str, Op] = OPS
+) -> Callable[[Callable[[Any], Any]], Op]:
     """Make the decorated reference body an op."""
-    return lambda body: Op(body, check)
+    return lambda body: Op(body, check, table)
 
 
 def readable(t: Tensor) -> bool:

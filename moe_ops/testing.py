@@ -115,7 +115,7 @@ class Layer:
     x_TD: Tensor
     logits_TE: Tensor
     weights_TK: Tensor
-    experts_TK: Tensor
+    ids_TK: Tensor
     w13_EFD: Tensor
     w2_EDI: Tensor
     b13_EF: Tensor
@@ -148,7 +148,7 @@ def make_layer(
         x_TD=normal(T, D),
         logits_TE=logits.to(dtype),
         weights_TK=weights,
-        experts_TK=experts.to(torch.int32),
+        ids_TK=experts.to(torch.int32),
         w13_EFD=w13,
         w2_EDI=w2,
         b13_EF=normal(E, width, std=0.1),

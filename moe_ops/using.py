@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from moe_ops.signature import did_you_mean
-from moe_ops.spec import FORCED, OPS, Op
+from moe_ops.spec import DECODE_OPS, FORCED, OPS, Op
 
 
 @contextmanager
@@ -19,13 +19,14 @@ def using(backend: str, *ops: Op | str) -> Iterator[None]:
     every refusal. The inner of two nested blocks wins. Raises ValueError for a name that no op (or
     a named op) has.
     """
+    every = OPS | DECODE_OPS
     names = [o.name if isinstance(o, Op) else o for o in ops]
-    unknown = [n for n in names if n not in list(OPS)]
+    unknown = [n for n in names if n not in list(every)]
     if unknown:
-        hint = did_you_mean(unknown[0], OPS)
+        hint = did_you_mean(unknown[0], every)
         names = [str(name) for name in unknown]
-        raise ValueError(f"no op named {', '.join(names)}; the ops are {', '.join(OPS)}{hint}")
-    known = sorted({b for n in (names or OPS) for b in OPS[n].backends})
+        raise ValueError(f"no op named {', '.join(names)}; the ops are {', '.join(every)}{hint}")
+    known = sorted({b for n in (names or every) for b in every[n].backends})
     if backend not in known:
         where = ", ".join(names) if names else "any op"
         hint = did_you_mean(backend, known)

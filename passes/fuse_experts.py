@@ -62,7 +62,7 @@ def _read(combine: fx.Node) -> tuple[Any, ...]:
     return (
         arg(origin, "x_TD"),
         arg(combine, "weights_TK"),
-        arg(origin, "experts_TK"),
+        arg(origin, "ids_TK"),
         arg(first, "w_EFD"),
         arg(second, "w_EFD"),
         arg(first, "bias_EF"),
@@ -74,8 +74,8 @@ def _read(combine: fx.Node) -> tuple[Any, ...]:
         arg(second, "w_scale_EFG"),
         arg(first, "w_zero_EFG"),
         arg(second, "w_zero_EFG"),
-        arg(first, "alpha_E"),
-        arg(second, "alpha_E"),
+        arg(first, "global_scale_E"),
+        arg(second, "global_scale_E"),
         None,  # x_scale
         None,  # h_scale
         arg(first, "w_format"),

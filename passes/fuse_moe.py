@@ -37,7 +37,7 @@ def fuse_moe(graph: fx.Graph, context: Context) -> int:
 
 def _read(experts: fx.Node) -> tuple[Any, ...]:
     """The arguments of `moe`. Raises Mismatch if the routing is another's or read by others."""
-    weights, ids = arg(experts, "weights_TK"), arg(experts, "experts_TK")
+    weights, ids = arg(experts, "weights_TK"), arg(experts, "ids_TK")
     route = output(weights, 0, ops.route.default, what="the weights")
     output(ids, 1, ops.route.default, what="the ids")
     require(ids.args[0] is route, "weights and ids come from two routings")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from moe_ops.decode_ops.linears import norm_refusal
+from moe_ops.decode_ops.normed_linears import NormedLinearsCall, refusal
 from moe_ops.passes.context import Context
 from moe_ops.passes.graph import (
     arg,
@@ -48,7 +48,7 @@ class Norm:
 def fuse_norm(graph: fx.Graph, context: Context) -> int:
     """Turn each RMS norm of one row that a `linears` reads, and that `linears`, into
     `normed_linears`, with the sum that is normed if there is one."""
-    nodes = graph.find_nodes(op="call_function", target=ops.linears.default)
+    nodes = graph.find_nodes(op="call_function", target=ops.linears.planned)
     return each(RULE, filter(is_of_a_product, nodes), lambda node: _fuse(graph, node), context)
 
 
@@ -101,12 +101,14 @@ def _fuse(graph: fx.Graph, linears: fx.Node) -> str:
     weights: Any = operand(linears, 1)
     shape = list(tensor(operand(linears, 0)).shape)
     fakes = [tensor(term).reshape(shape) for term in terms]
-    reason = norm_refusal(fakes[0], fakes[1] if len(fakes) > 1 else None, tensor(norm.gain))
+    others: Any = fx.node.map_arg(linears.args[1:], tensor)
+    terms_of = (fakes[0], fakes[1] if len(fakes) > 1 else None)
+    reason = refusal(NormedLinearsCall(*terms_of, tensor(norm.gain), norm.eps, *others))
     require(reason is None, str(reason))
     with graph.inserting_before(norm.out):
         rows = [insert(graph, aten.reshape.default, (term, shape), norm.out) for term in terms]
         arguments = (*rows, *[None] * (2 - len(rows)), norm.gain, norm.eps, *linears.args[1:])
-        fused = insert(graph, ops.normed_linears.default, arguments, linears)
+        fused = insert(graph, ops.normed_linears.planned, arguments, linears, linears.kwargs)
         results = outputs(graph, fused)
         *sums, normed = results[: len(rows)]
         ys = results[len(rows) :]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from moe_ops.decode_ops.experts_onto import PLANS
+from moe_ops.decode_ops.experts_onto import FLOAT, experts_onto
 from moe_ops.passes.context import Context
 from moe_ops.passes.graph import (
     RESHAPES,
@@ -24,8 +24,10 @@ from moe_ops.passes.graph import (
     require,
     tensor,
 )
+from moe_ops.spec import REFERENCE
 
 RULE = "fuse_residual"
+PLANS = tuple(name for name in experts_onto.backends if name != REFERENCE)
 
 
 def fuse_residual(graph: fx.Graph, context: Context) -> int:
@@ -59,11 +61,11 @@ def _fuse(graph: fx.Graph, experts: fx.Node, total: fx.Node) -> str:
         (residual.shape, residual.dtype) == (whole.shape, whole.dtype) and whole.dtype is out.dtype,
         f"{residual.dtype} {list(residual.shape)} is added to {out.dtype} {list(whole.shape)}",
     )
-    names = [a.name for a in ops.experts_onto.default._schema.arguments]
     with graph.inserting_before(total):
         rows = _rows(graph, terms[0], total, list(out.shape))
-        arguments = (rows, *(arg(experts, name) for name in names[1:]))
-        fused = insert(graph, ops.experts_onto.default, arguments, experts)
+        arguments = (rows, *(arg(experts, name) for name in FLOAT))
+        plan = {"plan": arg(experts, "plan")}
+        fused = insert(graph, ops.experts_onto.planned, arguments, experts, plan)
         result = insert(graph, aten.reshape.default, (fused, list(whole.shape)), total)
     total.replace_all_uses_with(result)
     graph.erase_node(total)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from moe_ops.decode_ops.rope_attention import refusal
+from moe_ops.decode_ops.rope_attention import refusal, rope_attention
 from moe_ops.passes.context import Context
 from moe_ops.passes.fuse_norm import read as read_norm
 from moe_ops.passes.graph import (
@@ -34,6 +34,7 @@ from moe_ops.passes.graph import (
 )
 
 RULE = "fuse_rope"
+PLAN = {"plan": "triton"}
 VIEWS = (
     aten.reshape.default,
     aten.view.default,
@@ -107,14 +108,15 @@ def _fuse(graph: fx.Graph, attention: fx.Node, parameters: set[fx.Node]) -> str:
         require(is_input(node), f"the {what} is no input")
     caches = (keys.cache, values.cache, mask)
     fakes: list[Any] = [tensor(node).reshape(shape) for node, shape in inputs]
-    given = (*caches, q.gain, k.gain, sinks)
-    fakes += [None if node is None else tensor(node) for node in given]
-    reason = refusal(*fakes)
+    fakes += [tensor(node) for node in caches]
+    options = (operand(attention, 4), q.gain, k.gain, q.eps, sinks)
+    fakes += fx.node.map_arg(options, tensor)
+    reason = refusal(rope_attention.call(*fakes))
     require(reason is None, str(reason))
     with graph.inserting_before(attention):
         rows = [insert(graph, aten.reshape.default, pair, attention) for pair in inputs]
-        arguments = (*rows, *caches, operand(attention, 4), q.gain, k.gain, q.eps, sinks)
-        fused = insert(graph, ops.rope_attention.default, arguments, attention)
+        arguments = (*rows, *caches, *options)
+        fused = insert(graph, ops.rope_attention.planned, arguments, attention, PLAN)
     attention.replace_all_uses_with(fused)
     graph.erase_node(attention)
     for write in (keys, values):

@@ -30,7 +30,7 @@ def hoist_quantize(graph: fx.Graph, context: Context) -> int:
         one_scale = found.group == TENSOR
         # The largest magnitude of the rows is that of the tokens only if all are dispatched.
         require(not one_scale or static is not None, "one scale is taken from all rows")
-        K = tensor(arg(dispatch, "experts_TK")).shape[1]
+        K = tensor(arg(dispatch, "ids_TK")).shape[1]
         with graph.inserting_before(dispatch):
             of_tokens = (arg(dispatch, "x_TD"), format, static)
             early = insert(graph, ops.quantize.default, of_tokens, quantize)

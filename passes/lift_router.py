@@ -37,7 +37,7 @@ def lift_router(graph: fx.Graph, context: Context) -> int:
     """Turn what computes the ids and weights of an expert layer into one call of `route`."""
     lifted = 0
     for ids_user, weights_user in list(_layers(graph)):
-        ids, weights = arg(ids_user, "experts_TK"), arg(weights_user, "weights_TK")
+        ids, weights = arg(ids_user, "ids_TK"), arg(weights_user, "weights_TK")
         if _is_routed(ids):
             continue
         try:
@@ -107,7 +107,7 @@ def _check_order(routing: Routing, weights: fx.Node) -> None:
 
 def _rewrite(graph: fx.Graph, routing: Routing, ids_user: fx.Node, weights: fx.Node) -> None:
     """Put `route` before the top-k, and erase what nobody uses any more."""
-    topk, ids_TK = routing.topk, arg(ids_user, "experts_TK")
+    topk, ids_TK = routing.topk, arg(ids_user, "ids_TK")
     region = _between((ids_TK, weights), routing.leaves.values())
     with graph.inserting_before(topk):
         call = insert(graph, ops.route.default, _arguments(graph, routing, weights), topk)

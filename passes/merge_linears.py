@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from moe_ops.backends.triton import LEAST_CAPABILITY
-from moe_ops.decode_ops.linears import DTYPES, MOST_ROWS, refusal
+from moe_ops.decode_ops.linears import DTYPES, MOST_ROWS, LinearsCall, refusal
 from moe_ops.passes.context import Context
 from moe_ops.passes.graph import (
     Mismatch,
@@ -34,6 +34,7 @@ from moe_ops.passes.graph import (
 )
 
 RULE = "merge_linears"
+PLAN = {"plan": "triton"}  # what `runs_kernels` asks for
 ROUTERS = tuple(getattr(op, name) for op in (ops.route, ops.moe) for name in op.overloads())
 
 
@@ -117,7 +118,8 @@ def read(node: fx.Node, parameters: set[fx.Node]) -> Linear:
     require(w in parameters, f"the weight {w} is no parameter")
     require(b is None or b in parameters, f"the bias {b} is no parameter")
     require(tensor(x).dtype in DTYPES, f"the input is {tensor(x).dtype}")
-    reason = refusal(tensor(x), [tensor(w)], [None if b is None else tensor(b)])
+    linear = LinearsCall(tensor(x), [tensor(w)], [None if b is None else tensor(b)])
+    reason = refusal(linear)
     require(reason is None, str(reason))
     return Linear(out=node, x=x, w=w, b=b)
 
@@ -146,7 +148,7 @@ def _merge(graph: fx.Graph, x: fx.Node, group: list[Linear]) -> str:
     first = group[0].out
     with graph.inserting_before(first):
         arguments = (x, [g.w for g in group], [g.b for g in group])
-        merged = insert(graph, torch.ops.moe_ops.linears.default, arguments, first)
+        merged = insert(graph, ops.linears.planned, arguments, first, PLAN)
         for linear, y in zip(group, outputs(graph, merged), strict=True):
             _replace(graph, linear.out, y)
     for linear in group:  # not before: new nodes go in front of the first, while it is there

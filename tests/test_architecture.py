@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from moe_ops import OPS
+from moe_ops.spec import DECODE_OPS
 from tests.sources import LINKED, ROOT, Module, modules
 
 
@@ -48,8 +49,8 @@ MAY_IMPORT = {
     "testing": May(LOW),
     "ops": May(LOW | {"fake_impls", "quant"}),
     "kernels": May(packages=frozenset({"torch", "triton"})),
-    "backends": May(OP | {"kernels", "quant"}, frozenset({"torch", "flashinfer"})),
-    "decode_ops": May(OP | {"kernels", "backends"}),
+    "decode_ops": May(OP | {"fake_impls", "kernels"}),
+    "backends": May(OP | {"decode_ops", "kernels", "quant"}, frozenset({"torch", "flashinfer"})),
     "quant": May(frozenset({"signature", "options", "shapes", "fake_impls"})),
     "parallel": May(OP),
     "prepared": May(OP),
@@ -188,12 +189,13 @@ def names_in(folder: str) -> set[str]:
 
 
 def test_there_is_one_file_per_op_and_per_fake() -> None:
-    assert names_in("moe_ops/ops") == set(OPS)
-    assert names_in("fake_impls") == {*OPS, "formats"}
-    for name, op in OPS.items():
-        assert op.body.__module__ == f"moe_ops.ops.{name}"
-        assert op.fake_impl is not None
-        assert op.fake_impl.__module__ == f"moe_ops.fake_impls.{name}"
+    assert names_in("fake_impls") == {*OPS, *DECODE_OPS, "formats"}
+    for folder, table in (("ops", OPS), ("decode_ops", DECODE_OPS)):
+        assert names_in(f"moe_ops/{folder}") == set(table)
+        for name, op in table.items():
+            assert op.body.__module__ == f"moe_ops.{folder}.{name}"
+            assert op.fake_impl is not None
+            assert op.fake_impl.__module__ == f"moe_ops.fake_impls.{name}"
 
 
 def test_packages_in_pyproject_are_those_of_the_tree() -> None:
@@ -235,7 +237,7 @@ assert moe_ops.__file__.startswith(sys.argv[1]), moe_ops.__file__
 assert (files("moe_ops.kernels.cpu") / "experts.cpp").is_file()
 assert (files("moe_ops") / "py.typed").is_file()
 layer = make_layer(CASES[0])
-args = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+args = (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
 out = moe_ops.experts(*args)
 with moe_ops.using("reference"):
     torch.testing.assert_close(out, moe_ops.experts(*args))

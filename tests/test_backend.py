@@ -37,7 +37,10 @@ def run(call: ExpertGemmCall) -> Tensor:
         ({"bias_EF": None, "transposed": False, "out_dtype": ""}, None),
         ({"bias_EF": BIAS_EF}, "does not read bias_EF"),
         ({"out_dtype": "float32"}, "does not read out_dtype='float32'"),
-        ({"alpha_E": torch.ones(8), "bias_EF": BIAS_EF}, "does not read bias_EF, alpha_E"),
+        (
+            {"global_scale_E": torch.ones(8), "bias_EF": BIAS_EF},
+            "does not read bias_EF, global_scale_E",
+        ),
         ({"bias_EF": BIAS_EF, "out_dtype": "bfloat16"}, "does not read out_dtype='bfloat16'"),
     ],
 )
@@ -68,7 +71,7 @@ def test_a_backend_reads_arguments_with_defaults(gemm: Op, name: str) -> None:
 
 @pytest.mark.parametrize("op", [experts, moe], ids=lambda op: op.name)
 def test_arguments_of_records_in_a_record_are_compared(op: Op) -> None:
-    layer = (LAYER.x_TD, LAYER.weights_TK, LAYER.experts_TK, LAYER.w13_EFD, LAYER.w2_EDI)
+    layer = (LAYER.x_TD, LAYER.weights_TK, LAYER.ids_TK, LAYER.w13_EFD, LAYER.w2_EDI)
     routed = (LAYER.x_TD, LAYER.logits_TE, LAYER.w13_EFD, LAYER.w2_EDI, 2)
     args = routed if op is moe else layer
     differs = op.arguments.any_differing({"b2_ED": None, "limit": None})

@@ -67,13 +67,6 @@ MANY_PARAMETERS = {
     "moe_ops/parallel/config.py: ParallelConfig.of",
     "moe_ops/weights/experts.py: load_expert",
 }
-# Ops outside of the registry, whose signature torch reads.
-FLAT = {
-    "moe_ops/decode_ops/experts_onto.py: experts_onto",
-    "moe_ops/decode_ops/rope_attention.py: rope_attention",
-    "moe_ops/decode_ops/rope_attention.py: _",
-    "moe_ops/decode_ops/rope_attention.py: refusal",
-}
 MOST_PARAMETERS = 8
 
 
@@ -99,7 +92,7 @@ def test_no_signature_is_too_long() -> None:
         if not is_kernel(module.path)
         for name in long_signatures(module.path.read_text(), MOST_PARAMETERS)
     }
-    assert found == MANY_PARAMETERS | FLAT
+    assert found == MANY_PARAMETERS
 
 
 def test_parameters_are_counted_without_self() -> None:

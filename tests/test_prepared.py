@@ -87,7 +87,7 @@ def test_the_backend_that_the_page_shows_is_picked_and_right(layer: MoELayer) ->
 
 def test_it_says_why_it_cannot_run(mine: ModuleType) -> None:
     made = make_layer(CASE)
-    args = (made.x_TD, made.weights_TK, made.experts_TK, made.w13_EFD, made.w2_EDI)
+    args = (made.x_TD, made.weights_TK, made.ids_TK, made.w13_EFD, made.w2_EDI)
     said = {
         "reads weights prepared as 'mine.paired', got weights as they are loaded": {},
         "computes silu alone, got 'gelu'": {"layout": PAIRED, "kind": "gelu"},
@@ -105,7 +105,7 @@ def test_it_says_why_it_cannot_run(mine: ModuleType) -> None:
 
 def test_the_definition_restores_a_copy(mine: ModuleType) -> None:
     made = make_layer(CASE)
-    first = (made.x_TD, made.weights_TK, made.experts_TK)
+    first = (made.x_TD, made.weights_TK, made.ids_TK)
     prepared = mine.PAIRED.prepare({"w13_EFD": made.w13_EFD})["w13_EFD"]
     want = experts(*first, made.w13_EFD, made.w2_EDI)
     for way in ("reference", "mine"):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import moe_ops
-from moe_ops import OPS, Op
+from moe_ops import OPS, Op, experts
 from moe_ops.signature import did_you_mean
 from tests.test_spec import CALLS
 
@@ -170,3 +170,18 @@ def test_using_tells_the_closest_names() -> None:
         moe_ops.using("cpuu").__enter__()
     with pytest.raises(ValueError, match=r"no op named 3; the ops are"):
         moe_ops.using("cpu", 3).__enter__()  # type: ignore[arg-type]
+
+
+def test_an_old_keyword_works_and_warns() -> None:
+    weights_TK, ids_TK = torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32)
+    w13_EFD, w2_EDI = torch.randn(2, 8, 4), torch.randn(2, 4, 4)
+    x_TD, weights = torch.randn(3, 4), {"w13_EFD": w13_EFD, "w2_EDI": w2_EDI}
+    want = experts(x_TD, weights_TK, ids_TK, **weights)
+    with pytest.warns(DeprecationWarning, match="experts_TK is ids_TK now; rename"):
+        assert torch.equal(experts(x_TD, weights_TK, experts_TK=ids_TK, **weights), want)
+
+    def compiled(x_TD: torch.Tensor) -> torch.Tensor:
+        return experts(x_TD, weights_TK, experts_TK=ids_TK, **weights)
+
+    run = torch.compile(compiled, fullgraph=True, backend="eager")
+    torch.testing.assert_close(run(x_TD), want)

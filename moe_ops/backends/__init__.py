@@ -1,5 +1,5 @@
 """Backends of the ops. Importing this package registers them."""
 
-from moe_ops.backends import aten, cpu, dequantize, triton
+from moe_ops.backends import aten, cpu, dequantize, triton, triton_decode
 
-__all__ = ["aten", "cpu", "dequantize", "triton"]
+__all__ = ["aten", "cpu", "dequantize", "triton", "triton_decode"]

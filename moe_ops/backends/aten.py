@@ -72,7 +72,7 @@ def _grouped_mm(
 def grouped_experts(call: ExpertsCall) -> Tensor:
     """`experts` stage by stage, both products on PyTorch's grouped GEMM."""
     E = call.w13_EFD.shape[0]
-    x_RD, rows_R, ends_E = dispatch.reference(call.x_TD, call.experts_TK, E, call.expert_map)
+    x_RD, rows_R, ends_E = dispatch.reference(call.x_TD, call.ids_TK, E, call.expert_map)
     y_RF = _grouped_mm(x_RD, call.w13_EFD, ends_E, call.b13_EF, call.transposed)
     h_RI = activate.reference(y_RF, *call.activation)
     y_RD = _grouped_mm(h_RI, call.w2_EDI, ends_E, call.b2_ED, call.transposed)

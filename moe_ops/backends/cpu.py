@@ -91,7 +91,7 @@ def supports_experts(call: ExpertsCall) -> str | None:
 
 def most_tokens(call: ExpertsCall) -> int | None:
     rows = EXPERTS_MAX_ROWS[call.x_TD.dtype]
-    return None if rows is None else rows * call.w13_EFD.shape[0] // call.experts_TK.shape[1]
+    return None if rows is None else rows * call.w13_EFD.shape[0] // call.ids_TK.shape[1]
 
 
 @experts.backend(
@@ -104,7 +104,7 @@ def most_tokens(call: ExpertsCall) -> int | None:
 )
 def stream_experts(call: ExpertsCall) -> Tensor:
     """`experts` that reads each weight once, in one call, and never copies a token."""
-    ids_TK = call.experts_TK
+    ids_TK = call.ids_TK
     if call.expert_map is not None:
         ids_TK = local_ids(ids_TK, call.w13_EFD.shape[0], call.expert_map).view(ids_TK.shape)
     return kernels.experts(
@@ -124,13 +124,13 @@ def supports_route(call: RouteCall) -> str | None:
 def route_tokens(call: RouteCall) -> tuple[Tensor, Tensor]:
     """`route` in one pass over each token's logits."""
     c = call
-    weights_TK, experts_TK = kernels.route(
+    weights_TK, ids_TK = kernels.route(
         c.logits_TE.float().contiguous(), c.top_k, _float32(c.bias_E),
         _float32(c.per_expert_scale_E), c.score, c.select_on, c.n_group, c.topk_group,
         c.group_reduce, c.group_fill, c.softmax_selected, c.renormalize, c.eps, c.min_sum, c.scale,
     )  # fmt: skip
     dtype = DTYPES[c.out_dtype]
-    return (weights_TK if dtype == torch.float32 else weights_TK.to(dtype)), experts_TK
+    return (weights_TK if dtype == torch.float32 else weights_TK.to(dtype)), ids_TK
 
 
 def _float32(t: Tensor | None) -> Tensor | None:

@@ -16,7 +16,7 @@ from moe_ops.ops.expert_gemm import (
 from moe_ops.shapes import DTYPES
 
 READS = (
-    "bias_EF", "x_scale_RG", "w_scale_EFG", "w_zero_EFG", "alpha_E",
+    "bias_EF", "x_scale_RG", "w_scale_EFG", "w_zero_EFG", "global_scale_E",
     "x_format", "w_format", "out_dtype",
 )  # fmt: skip
 
@@ -24,7 +24,7 @@ READS = (
 def supports(call: ExpertGemmCall) -> str | None:
     if not call.w_format:
         return "needs quantised weights"
-    if needs_grad(call.x_RD, call.bias_EF, call.w_scale_EFG, call.alpha_E):
+    if needs_grad(call.x_RD, call.bias_EF, call.w_scale_EFG, call.global_scale_E):
         return "is not differentiable, and an argument requires grad"
     return None
 
@@ -42,8 +42,8 @@ def multiply_decoded(call: ExpertGemmCall) -> Tensor:
             scale = None if scales is None else scales[e]
             zero = None if zeros is None else zeros[e]
             y = x[start:end] @ decode_weight(w_EFD[e], scale, zero, call.w_format).T
-            if call.alpha_E is not None:
-                y *= call.alpha_E[e]
+            if call.global_scale_E is not None:
+                y *= call.global_scale_E[e]
             if call.bias_EF is not None:
                 y += call.bias_EF[e].float()
             y_RF[start:end] = y.to(dtype)

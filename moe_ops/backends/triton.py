@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from moe_ops.backend import Rows
+from moe_ops.backend import ANY_NUMBER, Rows
 from moe_ops.backends import reads
 from moe_ops.backends.aten import refuse_out_dtype
+from moe_ops.decode_ops.experts_onto import ExpertsOntoCall, experts_onto
 from moe_ops.gradients import needs_grad
 from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
 from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
@@ -29,6 +30,7 @@ from moe_ops.shapes import DTYPES
 LEAST_CAPABILITY = (8, 0)
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (*HALF, torch.float32)
+Supports = Callable[[ExpertsCall], str | None]
 T = TypeVar("T", Tensor, Tensor | None)
 
 # Measured on an H200 over six layers (moe_ops/tuned/h200.json): up to how many tokens triton.tiny
@@ -46,7 +48,8 @@ def unavailable() -> str | None:
     return None
 
 
-def _refuse_device(t: Tensor) -> str | None:
+def refuse_device(t: Tensor) -> str | None:
+    """Why kernels cannot run where a tensor is, or None."""
     if unavailable() is not None:
         return unavailable()
     if t.device.type == "cuda":
@@ -63,7 +66,7 @@ def _either(dtypes: tuple[torch.dtype, ...]) -> str:
 def supports_route(call: RouteCall) -> str | None:
     if needs_grad(call.logits_TE, call.bias_E, call.per_expert_scale_E):
         return "is not differentiable, and an argument requires grad"
-    return _refuse_device(call.logits_TE)
+    return refuse_device(call.logits_TE)
 
 
 @route.backend("triton", reads=reads.ROUTE, supports=supports_route, devices=("cuda",), priority=1)
@@ -91,7 +94,7 @@ def supports_gemm(call: ExpertGemmCall) -> str | None:
         return f"needs {_either(FLOATS)}, got {x_RD.dtype}"
     if needs_grad(x_RD, call.w_EFD, call.bias_EF):
         return "is not differentiable, and an argument requires grad"
-    return _refuse_device(x_RD)
+    return refuse_device(x_RD)
 
 
 @expert_gemm.backend(
@@ -112,7 +115,7 @@ def supports_experts(call: ExpertsCall) -> str | None:
         return f"needs {_either(FLOATS)}, got {x_TD.dtype}"
     if needs_grad(x_TD, call.weights_TK, call.w13_EFD, call.w2_EDI, call.b13_EF, call.b2_ED):
         return "is not differentiable, and an argument requires grad"
-    return _refuse_device(x_TD)
+    return refuse_device(x_TD)
 
 
 def supports_half(call: ExpertsCall) -> str | None:
@@ -124,7 +127,7 @@ def supports_half(call: ExpertsCall) -> str | None:
 
 
 def max_tiny_tokens(call: ExpertsCall) -> int:
-    return min(TINY_TOKENS, TINY_PAIRS // call.experts_TK.shape[1])
+    return min(TINY_TOKENS, TINY_PAIRS // call.ids_TK.shape[1])
 
 
 def most_tiny_tokens(call: ExpertsCall) -> int:
@@ -136,7 +139,7 @@ def most_rows_tokens(call: ExpertsCall) -> int:
     experts = w2_EDI.shape[0] if expert_map is None else expert_map.shape[0]
     large = w2_EDI.shape[1] * w2_EDI.shape[2] >= LARGE
     most = MOST_ROWS_PER_LARGE_EXPERT if large else MOST_ROWS_PER_EXPERT
-    return most * experts // call.experts_TK.shape[1]
+    return most * experts // call.ids_TK.shape[1]
 
 
 def run_experts(kernel: str, call: ExpertsCall, residual_TD: Tensor | None = None) -> Tensor:
@@ -148,7 +151,7 @@ def run_experts(kernel: str, call: ExpertsCall, residual_TD: Tensor | None = Non
 
     c = call
     tensors = (
-        _rows(c.x_TD), _contiguous(c.weights_TK), _contiguous(c.experts_TK), c.w13_EFD, c.w2_EDI,
+        _rows(c.x_TD), _contiguous(c.weights_TK), _contiguous(c.ids_TK), c.w13_EFD, c.w2_EDI,
         _rows(c.b13_EF), _rows(c.b2_ED), _contiguous(c.expert_map), _contiguous(residual_TD),
     )  # fmt: skip
     out_TD: Tensor = replay(_launch_experts, tensors, (kernel, c.transposed, c.activation))
@@ -171,28 +174,39 @@ def _launch_experts(*given: Any) -> Tensor:
     return out_TD
 
 
-def _experts_on(kernel: str) -> Callable[[ExpertsCall], Tensor]:
-    """The backend whose kernels are in this module of `moe_ops.kernels.triton`."""
+def _register(kernel: str, supports: Supports, priority: int, rows: Rows = ANY_NUMBER) -> None:
+    """The kernels of a module of `moe_ops.kernels.triton.experts`, alone and onto a residual."""
+    given: dict[str, Any] = {
+        "reads": reads.FLOAT_EXPERTS,
+        "devices": ("cuda",),
+        "priority": priority,
+    }
 
     def run(call: ExpertsCall) -> Tensor:
         return run_experts(kernel, call)
 
-    return run
+    experts.backend(f"triton.{kernel}", supports=supports, rows=rows, **given)(run)
+
+    def supports_onto(call: ExpertsOntoCall) -> str | None:
+        if needs_grad(call.residual_TD):
+            return "is not differentiable, and an argument requires grad"
+        return supports(call.layer)
+
+    def run_onto(call: ExpertsOntoCall) -> Tensor:
+        return run_experts(kernel, call.layer, call.residual_TD)
+
+    rows = Rows(preferred=_of_layer(rows.preferred), possible=_of_layer(rows.possible))
+    experts_onto.backend(f"triton.{kernel}", supports=supports_onto, rows=rows, **given)(run_onto)
 
 
-for name, supports, priority, rows in (
-    ("tiny", supports_half, 3, Rows(preferred=most_tiny_tokens, possible=max_tiny_tokens)),
-    ("rows", supports_half, 2, Rows(preferred=most_rows_tokens)),
-    ("grouped", supports_experts, 1, Rows()),
-):
-    experts.backend(
-        f"triton.{name}",
-        reads=reads.FLOAT_EXPERTS,
-        supports=supports,
-        rows=rows,
-        devices=("cuda",),
-        priority=priority,
-    )(_experts_on(name))
+def _of_layer(limit: Callable[[ExpertsCall], Any] | None) -> Callable[[Any], Any] | None:
+    return None if limit is None else lambda call: limit(call.layer)
+
+
+TINY = Rows(preferred=most_tiny_tokens, possible=max_tiny_tokens)
+_register("tiny", supports_half, 3, TINY)
+_register("rows", supports_half, 2, Rows(preferred=most_rows_tokens))
+_register("grouped", supports_experts, 1)
 
 
 def _rows(t: T) -> T:

@@ -59,7 +59,7 @@ class Base:
     prompts: Tensor
     log_probs: Tensor  # float64 [prompts, length, vocabulary]
     x_TD: Tensor
-    experts_TK: Tensor
+    ids_TK: Tensor
     weights_TK: Tensor
     want_TD: Tensor
 
@@ -119,7 +119,7 @@ def make_base(case: Case, seed: int) -> Base:
         prompts=prompts,
         log_probs=log_probs(optimize(copy.deepcopy(model)), prompts),
         x_TD=x,
-        experts_TK=ids,
+        ids_TK=ids,
         weights_TK=weights,
         want_TD=want,
     )
@@ -165,7 +165,7 @@ def accuracy(base: Base, scheme: str, weight_format: str, input_format: str) -> 
         bits = 32 * report.bytes_after / report.bytes_before  # the model is in float32
     with torch.inference_mode():
         first = model.model.layers[0].mlp.experts
-        got = first(base.x_TD, base.experts_TK, base.weights_TK)
+        got = first(base.x_TD, base.ids_TK, base.weights_TK)
     return Accuracy(
         scheme=scheme,
         weight_format=weight_format,

@@ -155,7 +155,7 @@ def make_turns(
 ) -> Turns:
     """Inputs that take turns. `copies` are the layer's weights so far; more are added if needed."""
     sets = [make_routed(case, T, routing, grid.dtype, g) for _ in range(sets_for(T))]
-    works = [work_of(case, routed.experts_TK, grid.dtype.itemsize) for routed in sets]
+    works = [work_of(case, routed.ids_TK, grid.dtype.itemsize) for routed in sets]
     if not copies:
         copies.append(make_weights(case, grid.dtype, g))
     # What is kept already counts as free: it is part of the rotation.

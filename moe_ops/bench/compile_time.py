@@ -64,7 +64,7 @@ def measure(layers: int) -> Share:
 def build_kernels() -> None:
     """Let the CPU backend build its kernels, once for a machine, before anything is timed."""
     layer = make_layer(Case(name="tiny", T=1, E=2, K=1, D=32, I=16), torch.bfloat16)
-    experts(layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    experts(layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
 
 
 def table(found: list[Share]) -> str:

@@ -100,7 +100,7 @@ def stock(case: Case, implementation: str) -> Contender:
     compiled = torch.compile(run, fullgraph=True)
 
     def call(weights: Weights, routed: Routed) -> Tensor:
-        return compiled(module_of(weights), routed.x_TD, routed.ids_TK, routed.rounded_TK)
+        return compiled(module_of(weights), routed.x_TD, routed.wide_TK, routed.rounded_TK)
 
     return Contender(name=implementation, call=call, compiled=True)
 

@@ -45,9 +45,9 @@ class Routed:
     x_TD: Tensor
     logits_TE: Tensor
     weights_TK: Tensor  # float32
-    experts_TK: Tensor  # int32
+    ids_TK: Tensor  # int32
     rounded_TK: Tensor  # as transformers' routers give both: weights in x's dtype,
-    ids_TK: Tensor  # and int64
+    wide_TK: Tensor  # and ids in int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +76,15 @@ def make_routed(case: Case, T: int, routing: str, dtype: torch.dtype, g: torch.G
     often than the first, as far as the choices of one token, which are different, allow.
     """
     logits_TE = make_logits(case, T, routing, dtype, g)
-    weights_TK, experts_TK = route.reference(logits_TE, case.K, renormalize=True)
+    weights_TK, ids_TK = route.reference(logits_TE, case.K, renormalize=True)
     x_TD = torch.empty(T, case.D, dtype=dtype, device=g.device).normal_(generator=g)
     return Routed(
         x_TD=x_TD,
         logits_TE=logits_TE,
         weights_TK=weights_TK,
-        experts_TK=experts_TK,
+        ids_TK=ids_TK,
         rounded_TK=weights_TK.to(dtype),
-        ids_TK=experts_TK.long(),
+        wide_TK=ids_TK.long(),
     )
 
 

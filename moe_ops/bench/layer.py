@@ -66,18 +66,18 @@ def implementations(
     module = block.experts
     out_dtype = str(dtype).removeprefix("torch.")
 
-    def our_experts(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        return experts(x_TD, weights_TK, experts_TK, module.gate_up_proj, module.down_proj)
+    def our_experts(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return experts(x_TD, weights_TK, ids_TK, module.gate_up_proj, module.down_proj)
 
     def our_block(x_TD: Tensor) -> Tensor:
         logits_TE = F.linear(x_TD, block.gate.weight)
-        weights_TK, experts_TK = route(logits_TE, case.K, renormalize=True, out_dtype=out_dtype)
-        return our_experts(x_TD, experts_TK, weights_TK)
+        weights_TK, ids_TK = route(logits_TE, case.K, renormalize=True, out_dtype=out_dtype)
+        return our_experts(x_TD, ids_TK, weights_TK)
 
     def stock(name: str, options: dict[str, Any] | None = None) -> Compiled:
-        def stock_experts(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        def stock_experts(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
             module.config._experts_implementation = name
-            return module(x_TD, experts_TK, weights_TK)
+            return module(x_TD, ids_TK, weights_TK)
 
         def whole_block(x_TD: Tensor) -> Tensor:
             module.config._experts_implementation = name

@@ -24,8 +24,8 @@ def want(weights: Weights, routed: Routed) -> Tensor:
     """The layer in float32, an expert at a time, so that one expert's weights are converted."""
     out_TD = torch.zeros(routed.x_TD.shape, device=routed.x_TD.device)
     with exact_float32():
-        for e in routed.experts_TK.unique().tolist():
-            rows, choices = (routed.experts_TK == e).nonzero(as_tuple=True)
+        for e in routed.ids_TK.unique().tolist():
+            rows, choices = (routed.ids_TK == e).nonzero(as_tuple=True)
             gate_up = F.linear(routed.x_TD[rows].float(), weights.w13_EFD[e].float())
             gate, up = gate_up.chunk(2, dim=-1)
             y = F.linear(F.silu(gate) * up, weights.w2_EDI[e].float())

@@ -44,20 +44,20 @@ class Overhead:
 def calls() -> dict[Op, tuple[Any, ...]]:
     """One call of each op on the smallest sensible layer."""
     layer = make_layer(Case(name="tiny", T=1, E=8, K=2, D=16, I=8))
-    x_RD, rows_R, ends_E = dispatch(layer.x_TD, layer.experts_TK, 8)
+    x_RD, rows_R, ends_E = dispatch(layer.x_TD, layer.ids_TK, 8)
     y_RF = expert_gemm(x_RD, layer.w13_EFD, ends_E)
     y_RD = expert_gemm(activate(y_RF), layer.w2_EDI, ends_E)
     weights = (layer.w13_EFD, layer.w2_EDI)
     return {
         route: (layer.logits_TE, 2),
         quantize: (layer.x_TD,),
-        dispatch: (layer.x_TD, layer.experts_TK, 8),
+        dispatch: (layer.x_TD, layer.ids_TK, 8),
         expert_gemm: (x_RD, layer.w13_EFD, ends_E),
         activate: (y_RF,),
         combine: (y_RD, layer.weights_TK, rows_R),
-        experts: (layer.x_TD, layer.weights_TK, layer.experts_TK, *weights),
+        experts: (layer.x_TD, layer.weights_TK, layer.ids_TK, *weights),
         moe: (layer.x_TD, layer.logits_TE, *weights, 2),
-        expert_loads: (layer.experts_TK, 8),
+        expert_loads: (layer.ids_TK, 8),
     }
 
 

@@ -56,12 +56,12 @@ class Rates:
         return f"copy {self.copy_tbs:.3g} TB/s, matrix product {self.matmul_tflops:.3g} TFLOP/s"
 
 
-def work_of(case: Case, experts_TK: Tensor, itemsize: int) -> Work:
+def work_of(case: Case, ids_TK: Tensor, itemsize: int) -> Work:
     """The work of a gated layer for a routing: the weights of every expert that it touches, once,
     the tokens and the result; and two products of every pair of token and expert.
     """
-    T, K = experts_TK.shape
-    active = int(experts_TK.unique().numel())
+    T, K = ids_TK.shape
+    active = int(ids_TK.unique().numel())
     weights = active * 3 * case.I * case.D
     return Work(
         bytes=float((weights + 2 * T * case.D) * itemsize), flops=2.0 * T * K * 3 * case.D * case.I

@@ -95,7 +95,7 @@ def measure(
 
 def stages(place: Place, case: Case, weights: Weights, routed: Routed) -> Iterator[Stage]:
     """The five stages, the product twice, each on what the definition of the one before gives."""
-    ids, x = routed.experts_TK, routed.x_TD
+    ids, x = routed.ids_TK, routed.x_TD
 
     def stage(name: str, op: Op, args: tuple[Any, ...], want: Tensor | None = None) -> Stage:
         if want is None:
@@ -122,8 +122,8 @@ def stages(place: Place, case: Case, weights: Weights, routed: Routed) -> Iterat
 def results_of(op: Op, got: Any) -> tuple[Tensor, ...]:
     """The results in the order in which they are compared: equal logits may change places."""
     if op is route:
-        weights_TK, experts_TK = got
-        sorted_TK, order_TK = experts_TK.sort(dim=-1)
+        weights_TK, ids_TK = got
+        sorted_TK, order_TK = ids_TK.sort(dim=-1)
         return weights_TK.gather(1, order_TK), sorted_TK
     return (got,) if isinstance(got, Tensor) else tuple(got)
 

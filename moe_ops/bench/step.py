@@ -16,8 +16,8 @@ from torch import Tensor
 from moe_ops.bench.inputs import Weights, free_bytes, make_weights
 from moe_ops.bench.tables import aligned
 from moe_ops.bench.timing import Run, Timing, capture, time_replays
+from moe_ops.decode_ops import linears, normed_linears
 from moe_ops.decode_ops.experts_onto import experts_onto
-from moe_ops.decode_ops.linears import linears, normed_linears
 from moe_ops.decode_ops.rope_attention import rope_attention
 from moe_ops.ops import route
 from moe_ops.testing import LAYERS, Case
@@ -44,7 +44,7 @@ ATTENTION = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Layer:
+class StepLayer:
     """What one layer reads: weights, and a cache [1, N, slots, size] of keys and of values."""
 
     gain_D: Tensor
@@ -91,7 +91,7 @@ class Step:
     launches: list[Launch]
 
 
-def make_layer(case: Case, attention: Attention, slots: int, g: torch.Generator) -> Layer:
+def make_layer(case: Case, attention: Attention, slots: int, g: torch.Generator) -> StepLayer:
     def normal(*shape: int, std: float = 1.0) -> Tensor:
         made = torch.empty(*shape, dtype=torch.bfloat16, device=g.device)
         return made.normal_(std=std, generator=g)
@@ -99,7 +99,7 @@ def make_layer(case: Case, attention: Attention, slots: int, g: torch.Generator)
     a, D = attention, case.D
     sizes = [n * a.size for n in (a.H, a.N, a.N)]
     cache = (1, a.N, slots, a.size)
-    return Layer(
+    return StepLayer(
         gain_D=normal(D),
         qkv=[normal(n, D, std=D**-0.5) for n in sizes],
         head_gains=(normal(a.size), normal(a.size)) if a.normed else (None, None),
@@ -124,7 +124,9 @@ def make_place(attention: Attention, slots: int, device: torch.device) -> Place:
     )
 
 
-def forward(x_1D: Tensor, layer: Layer, case: Case, attention: Attention, place: Place) -> Tensor:
+def forward(
+    x_1D: Tensor, layer: StepLayer, case: Case, attention: Attention, place: Place
+) -> Tensor:
     """What passes make of a layer for one token, called op by op."""
     a = attention
     _, q, k, v = normed_linears(x_1D, None, layer.gain_D, EPS, layer.qkv, [None] * 3)
@@ -137,13 +139,9 @@ def forward(x_1D: Tensor, layer: Layer, case: Case, attention: Attention, place:
     total_1D, n_1D, logits_1E = normed_linears(
         out_1D, x_1D, layer.experts_gain_D, EPS, [layer.router_ED], [None]
     )
-    weights_1K, experts_1K = route(logits_1E, case.K, renormalize=True)
+    weights_1K, ids_1K = route(logits_1E, case.K, renormalize=True)
     w = layer.experts
-    act = ("silu", True, False, 1.0, None, 0.0)
-    return experts_onto(
-        total_1D, n_1D, weights_1K, experts_1K, w.w13_EFD, w.w2_EDI, None, None, None, False,
-        *act, "triton.tiny",
-    )  # fmt: skip
+    return experts_onto(total_1D, n_1D, weights_1K, ids_1K, w.w13_EFD, w.w2_EDI)
 
 
 @torch.inference_mode()
@@ -177,7 +175,7 @@ def measure(name: str, layers: int, slots: int, device: torch.device) -> Step:
 
 
 def _step(
-    name: str, slots: int, made: Sequence[Layer], timing: Timing, launches: list[Launch]
+    name: str, slots: int, made: Sequence[StepLayer], timing: Timing, launches: list[Launch]
 ) -> Step:
     return Step(
         layer=name, layers=len(made), slots=slots, us=timing.us, low_us=timing.low_us,

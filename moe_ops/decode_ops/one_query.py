@@ -1,85 +1,35 @@
-"""Attention of one query token per sequence, as an op; `moe_ops/generation/one_query.py` calls it.
-
-No stage of a Mixture-of-Experts layer, so not in the registry of those.
-"""
+"""Attention of one query token per sequence; `moe_ops/generation/one_query.py` calls it."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from moe_ops import fake_impls
 from moe_ops.kernels.triton.decode.one_query_plan import MOST_SLOTS, power_of_two
+from moe_ops.spec import DECODE_OPS, op
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@torch.library.custom_op(
-    "moe_ops::one_query", mutates_args=(), tags=(torch.Tag.needs_exact_strides,)
-)
-def one_query(
-    q_BHD: Tensor,
-    k_BNSD: Tensor,
-    v_BNSD: Tensor,
-    mask_BS: Tensor,
-    scale: float,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """out[b, h] = Σ_s p[s] v[b, n(h), s], where p is softmax over the slots s of
+@dataclass(slots=True)
+class OneQueryCall:
+    """The arguments of `one_query`."""
 
-        q[b, h] · k[b, n(h), s] scale + mask[b, s]
-
-    and, if there are sinks, of one more logit, whose share adds nothing. H / N heads share a key.
-    A mask of bool hides what is False; one of floats is added, and on a GPU hides what is less than
-    half of the least number of its type. Without sinks, some slot of each sequence is not hidden.
-    On a GPU it is one launch or two. Raises ValueError for what `refusal` names.
-    """
-    _check(q_BHD, k_BNSD, v_BNSD, mask_BS, sinks_H)
-    if q_BHD.is_cuda:
-        from moe_ops.kernels.triton.decode.one_query import attend
-
-        return attend(q_BHD, k_BNSD, v_BNSD, mask_BS, scale, sinks_H)
-    return formula(q_BHD, k_BNSD, v_BNSD, mask_BS, scale, sinks_H)
+    q_BHD: Tensor
+    k_BNSD: Tensor
+    v_BNSD: Tensor
+    mask_BS: Tensor
+    scale: float
+    sinks_H: Tensor | None = None
 
 
-@one_query.register_fake
-def _(
-    q_BHD: Tensor,
-    k_BNSD: Tensor,
-    v_BNSD: Tensor,
-    mask_BS: Tensor,
-    scale: float,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    _check(q_BHD, k_BNSD, v_BNSD, mask_BS, sinks_H)
-    return q_BHD.new_empty(*q_BHD.shape[:2], v_BNSD.shape[3])
-
-
-def formula(
-    q_BHD: Tensor,
-    k_BNSD: Tensor,
-    v_BNSD: Tensor,
-    mask_BS: Tensor,
-    scale: float,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """What `one_query` computes, of any sizes, strides and dtypes, in torch's own ops."""
-    (B, H, D), (_, N, slots, DV) = q_BHD.shape, v_BNSD.shape
-    grouped = q_BHD.reshape(B, N, H // N, D) * scale
-    scores = (grouped @ k_BNSD.transpose(2, 3)).float()  # [B, N, H / N, slots]
-    mask = mask_BS[:, None, None]
-    hides = mask.dtype == torch.bool
-    scores = scores.masked_fill(~mask, float("-inf")) if hides else scores + mask
-    if sinks_H is not None:
-        sink = sinks_H.float().reshape(1, N, H // N, 1).expand(B, -1, -1, -1)
-        scores = torch.cat([scores, sink], -1)
-    out = scores.softmax(-1)[..., :slots].to(v_BNSD.dtype) @ v_BNSD
-    return out.reshape(B, H, DV)
-
-
-def refusal(
-    q_BHD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, mask_BS: Tensor, sinks_H: Tensor | None = None
-) -> str | None:
+def refusal(call: OneQueryCall) -> str | None:
     """Why these are no arguments of `one_query`, or None."""
+    q_BHD, k_BNSD, v_BNSD = call.q_BHD, call.k_BNSD, call.v_BNSD
+    mask_BS, sinks_H = call.mask_BS, call.sinks_H
     if (q_BHD.dim(), k_BNSD.dim(), v_BNSD.dim()) != (3, 4, 4):
         return f"q, k and v are {_shapes(q_BHD, k_BNSD, v_BNSD)}, not [B, H, D] and [B, N, S, D]"
     (B, H, D), (_, N, slots, DV) = q_BHD.shape, v_BNSD.shape
@@ -119,7 +69,49 @@ def _shapes(*tensors: Tensor) -> str:
     return ", ".join(str(list(t.shape)) for t in tensors)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask_BS: Tensor, sinks_H: Tensor | None) -> None:
-    reason = refusal(q, k, v, mask_BS, sinks_H)
+def check(call: OneQueryCall) -> None:
+    """Raise ValueError for what `refusal` names."""
+    reason = refusal(call)
     if reason is not None:
         raise ValueError(f"one_query: {reason}")
+
+
+@op(check=check, table=DECODE_OPS)
+def one_query(call: OneQueryCall) -> Tensor:
+    """out[b, h] = Σ_s p[s] v[b, n(h), s], where p is softmax over the slots s of
+
+        q[b, h] · k[b, n(h), s] scale + mask[b, s]
+
+    and, if there are sinks, of one more logit, whose share adds nothing. H / N heads share a key.
+    A mask of bool hides what is False; one of floats is added, and on a GPU hides what is less than
+    half of the least number of its type. Without sinks, some slot of each sequence is not hidden.
+    On a GPU it is one launch or two. Raises ValueError for what `refusal` names.
+    """
+    return formula(
+        call.q_BHD, call.k_BNSD, call.v_BNSD, call.mask_BS, call.scale, call.sinks_H
+    )  # fmt: skip
+
+
+def formula(
+    q_BHD: Tensor,
+    k_BNSD: Tensor,
+    v_BNSD: Tensor,
+    mask_BS: Tensor,
+    scale: float,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """What `one_query` computes, of any sizes, strides and dtypes, in torch's own ops."""
+    (B, H, D), (_, N, slots, DV) = q_BHD.shape, v_BNSD.shape
+    grouped = q_BHD.reshape(B, N, H // N, D) * scale
+    scores = (grouped @ k_BNSD.transpose(2, 3)).float()  # [B, N, H / N, slots]
+    mask = mask_BS[:, None, None]
+    hides = mask.dtype == torch.bool
+    scores = scores.masked_fill(~mask, float("-inf")) if hides else scores + mask
+    if sinks_H is not None:
+        sink = sinks_H.float().reshape(1, N, H // N, 1).expand(B, -1, -1, -1)
+        scores = torch.cat([scores, sink], -1)
+    out = scores.softmax(-1)[..., :slots].to(v_BNSD.dtype) @ v_BNSD
+    return out.reshape(B, H, DV)
+
+
+one_query.fake(fake_impls.one_query)

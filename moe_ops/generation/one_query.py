@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moe_ops.decode_ops.one_query import formula, one_query, refusal
+from moe_ops.decode_ops.one_query import OneQueryCall, formula, one_query, refusal
 
 NAME = "moe_ops_one_query"
 # What models pass along that does not bear on one query under a mask.
@@ -104,7 +104,11 @@ def attended(
     B, H, _, D = query.shape
     scale = D**-0.5 if scaling is None else scaling
     given = query.reshape(B, H, D).contiguous(), key, value, mask[:, 0, 0]
-    ours = has_kernels(query) and not torch.is_grad_enabled() and refusal(*given, sinks) is None
+    ours = (
+        has_kernels(query)
+        and not torch.is_grad_enabled()
+        and refusal(OneQueryCall(*given, scale, sinks)) is None
+    )
     return (one_query if ours else formula)(*given, scale, sinks)[:, None]
 
 

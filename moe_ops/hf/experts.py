@@ -140,7 +140,7 @@ def run(
     module: nn.Module,
     found: StoredFormat | Activation | str,
     x: Tensor,
-    experts_TK: Tensor,
+    ids_TK: Tensor,
     weights_TK: Tensor,
     fallback: Callable[..., Any],
 ) -> Tensor:
@@ -148,14 +148,14 @@ def run(
     name = type(module).__name__
     if isinstance(found, str):
         warn_once(f"{name} runs on transformers' grouped_mm: {found}")
-        return fallback(module, x, experts_TK, weights_TK)
+        return fallback(module, x, ids_TK, weights_TK)
     act = found.activation if isinstance(found, StoredFormat) else found
     w13, w2 = _weights(module, found, act.gated)
     if torch.is_grad_enabled() and (
         x.requires_grad or weights_TK.requires_grad or w13.requires_grad or w2.requires_grad
     ):
         return _differentiable(name, isinstance(found, StoredFormat), fallback)(
-            module, x, experts_TK, weights_TK
+            module, x, ids_TK, weights_TK
         )
     b13 = b2 = None
     if module.has_bias:
@@ -171,7 +171,7 @@ def run(
         # are the weights'.
         inputs = x.to(w13.dtype)
     out_TD = experts(
-        inputs, weights_TK, experts_TK, w13, w2, b13, b2, None, transposed,
+        inputs, weights_TK, ids_TK, w13, w2, b13, b2, None, transposed,
         *act.args, **quantised,
     )  # fmt: skip
     return out_TD.to(x.dtype)

@@ -138,7 +138,7 @@ def router_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs:
         arguments["bias_E"] = args[0] if args else next(iter(kwargs.values()), None)
     dtypes = {FLOAT32: torch.float32, AS_LOGITS: logits_TE.dtype, AS_INPUT: hidden_states.dtype}
     out_dtype = str(dtypes[rule.weights_dtype]).removeprefix("torch.")
-    weights_TK, experts_TK = route(logits_TE, **arguments, out_dtype=out_dtype)
-    ids_TK = experts_TK.to(torch.int64)  # transformers indexes and scatters with int64
+    weights_TK, ids_TK = route(logits_TE, **arguments, out_dtype=out_dtype)
+    ids_TK = ids_TK.to(torch.int64)  # transformers indexes and scatters with int64
     first = logits_TE.float().softmax(-1) if rule.returns_probabilities else logits_TE
     return (ids_TK, weights_TK, first) if rule.logits_last else (first, weights_TK, ids_TK)

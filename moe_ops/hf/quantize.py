@@ -204,11 +204,11 @@ def _quantise_weight(w: Tensor, flip: bool, format: Format, name: str) -> dict[s
     for e in range(E):
         w_FD = (w[e].T if flip else w[e]).float()
         parts: dict[str, Tensor | None] = {}
-        alpha = None
+        global_scale = None
         if format.has_global_scale:
-            alpha = packing.global_scale_of(w_FD, format)
-            parts[f"{name}_alpha"] = alpha
-        done = packing.quantize(w_FD, format, global_scale=alpha)
+            global_scale = packing.global_scale_of(w_FD, format)
+            parts[f"{name}_global_scale"] = global_scale
+        done = packing.quantize(w_FD, format, global_scale=global_scale)
         parts |= {name: done.values, f"{name}_scale": done.scale, f"{name}_zero": done.zero}
         for key, part in parts.items():
             if part is not None:

@@ -19,7 +19,7 @@ from moe_ops.quant.module import HoldsCodes
 _STORED = "_moe_ops_stored"
 CODES = "_codes"
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
-PARTS = (CODES, "_scale", "_zero", "_alpha")
+PARTS = (CODES, "_scale", "_zero", "_global_scale")
 ADAPT_FIRST = (
     "for an adapter on the experts load the model again, adapt it, merge the adapter "
     "(merge_and_unload) and quantise then"
@@ -48,8 +48,8 @@ class StoredFormat:
             "w2_scale_EDG": self._scale(module, "down_proj"),
             "w13_zero_EFG": getattr(module, f"{first}_zero", None),
             "w2_zero_EDG": getattr(module, "down_proj_zero", None),
-            "alpha13_E": getattr(module, f"{first}_alpha", None),
-            "alpha2_E": getattr(module, "down_proj_alpha", None),
+            "global_scale13_E": getattr(module, f"{first}_global_scale", None),
+            "global_scale2_E": getattr(module, "down_proj_global_scale", None),
             "w_format": self.w_format,
             "x_format": self.x_format,
             "layout": module.layout if isinstance(module, HoldsExperts) else "",

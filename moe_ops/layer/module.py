@@ -68,7 +68,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
                                                     is interleaved; packed along the last axis
         w13_bias [E, F], w2_bias [E, D]             w2_bias on the first tensor-parallel rank alone
         w13_scale, w2_scale, w13_zero, w2_zero      [E, groups of rows, groups of columns]
-        w13_alpha, w2_alpha [E]                     second-level scales of the weights, of nvfp4
+        w13_global_scale, w2_global_scale [E]       second-level scales of the weights, of nvfp4
         x_scale, h_scale [1] or [E]                 static scales of the inputs of both products
         input_order [hidden_size]                   which column of the input comes where
         correction_bias [num_experts]               of the router
@@ -115,8 +115,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
     w2_scale: nn.Parameter | None
     w13_zero: nn.Parameter | None
     w2_zero: nn.Parameter | None
-    w13_alpha: nn.Parameter | None
-    w2_alpha: nn.Parameter | None
+    w13_global_scale: nn.Parameter | None
+    w2_global_scale: nn.Parameter | None
     w13_bias: nn.Parameter | None
     w2_bias: nn.Parameter | None
     x_scale: nn.Parameter | None
@@ -267,21 +267,21 @@ class MoELayer(HoldsExperts, HoldsCodes):
             raise NotImplementedError(self._missing_exchange)
         check_input(x, logits)
         x_TD = x.reshape(-1, x.shape[-1])
-        weights_TK, experts_TK = self.route(x_TD, self._logits(x_TD, logits))
+        weights_TK, ids_TK = self.route(x_TD, self._logits(x_TD, logits))
         routed_TD = x_TD
         if self.routed_input_transform is not None:
             routed_TD = self.routed_input_transform(x_TD)
         if self.routing.weight_on_input:
             routed_TD = routed_TD * weights_TK.to(routed_TD.dtype)
             weights_TK = torch.ones_like(weights_TK)
-        routed_TD = self.run_experts(routed_TD, weights_TK, experts_TK)
+        routed_TD = self.run_experts(routed_TD, weights_TK, ids_TK)
         parts = join(
             routed_TD, x_TD, self.shared_experts, self.routed_output_transform,
             self.shared_reduction, self.reduce_results, self.parallel.rank, self.separate,
         )  # fmt: skip
         if self.loads is not None:  # after what may raise
             assert self.counted_part is not None
-            counted_TK = counted_ids(experts_TK, self.counted_part)
+            counted_TK = counted_ids(ids_TK, self.counted_part)
             self.loads.add_(expert_loads(counted_TK, self.num_experts, self.physical_to_logical))
         parts = tuple([part.reshape(*x.shape[:-1], part.shape[-1]) for part in parts])
         return parts if self.separate else parts[0]
@@ -297,7 +297,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
         return logits.reshape(-1, logits.shape[-1])
 
     def route(self, x_TD: Tensor, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose experts. Returns (weights_TK, experts_TK) with global ids of physical experts, K =
+        """Choose experts. Returns (weights_TK, ids_TK) with global ids of physical experts, K =
         top_k and then one for each fused shared expert.
 
         Fused shared experts have the weight 1, and on ranks that do not serve a token the id -1.
@@ -305,37 +305,38 @@ class MoELayer(HoldsExperts, HoldsCodes):
         check_tensor("logits_TE", logits_TE, 2, FLOATS)
         check_size("logits_TE", logits_TE, 1, self.num_experts, "the experts of the layer")
         if self.routing.custom is not None:
-            weights_TK, experts_TK = self.routing.custom(x_TD, logits_TE, self.top_k)
-            check_tensor("the custom routing's experts_TK", experts_TK, 2, INDICES)
-            check_size("the custom routing's experts_TK", experts_TK, 1, self.top_k, "top_k")
+            weights_TK, ids_TK = self.routing.custom(x_TD, logits_TE, self.top_k)
+            check_tensor("the custom routing's ids_TK", ids_TK, 2, INDICES)
+            check_size("the custom routing's ids_TK", ids_TK, 1, self.top_k, "top_k")
         else:
-            bias_E = self.correction_bias
-            weights_TK, experts_TK = route(logits_TE, self.top_k, bias_E, None, *self.routing.args)
+            options, bias_E = self.routing.options, self.correction_bias
+            weights_TK, ids_TK = route(logits_TE, self.top_k, bias_E, **options)
         if self.replica_counts is not None:
             # Every rank is given the same tokens, so all choose alike.
-            experts_TK = choose_replicas(experts_TK, self.logical_to_physical, self.replica_counts)
+            ids_TK = choose_replicas(ids_TK, self.logical_to_physical, self.replica_counts)
         if not self.placement.shared:
-            return weights_TK, experts_TK
-        return with_fused(weights_TK, experts_TK, self.placement)
+            return weights_TK, ids_TK
+        return with_fused(weights_TK, ids_TK, self.placement)
 
-    def run_experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+    def run_experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         """The weighted sum of the experts of this rank, given what `route` returned. [T, D]."""
         check_size("x", x_TD, 1, self.sizes.hidden_size, "the layer's hidden_size")
         if self.input_order is not None:
             x_TD = x_TD.index_select(1, self.input_order)
-        added = self.sizes.D - self.sizes.hidden_size
+        act, added = self.activation, self.sizes.D - self.sizes.hidden_size
         if added:
             x_TD = F.pad(x_TD, (0, added))
-        alpha13_E = product(self.w13_alpha, self.x_scale)
-        alpha2_E = product(self.w2_alpha, self.h_scale)
         out_TD = experts(
-            x_TD, weights_TK, experts_TK, self.w13_weight, self.w2_weight, self.w13_bias,
-            self.w2_bias, self.expert_map, False, *self.activation.args,
-            self.w13_scale, self.w2_scale, self.w13_zero, self.w2_zero, alpha13_E, alpha2_E,
-            self.x_scale, self.h_scale,
-            "" if self.quant is None else self.quant.weights,
-            "" if self.quant is None else self.quant.inputs,
-            self.layout,
+            x_TD, weights_TK, ids_TK, self.w13_weight, self.w2_weight, self.w13_bias, self.w2_bias,
+            expert_map=self.expert_map, layout=self.layout,
+            kind=act.kind, gated=act.gated, interleaved=act.interleaved, alpha=act.alpha,
+            limit=act.limit, up_shift=act.up_shift, x_scale=self.x_scale, h_scale=self.h_scale,
+            w13_scale_EFG=self.w13_scale, w2_scale_EDG=self.w2_scale,
+            w13_zero_EFG=self.w13_zero, w2_zero_EDG=self.w2_zero,
+            global_scale13_E=product(self.w13_global_scale, self.x_scale),
+            global_scale2_E=product(self.w2_global_scale, self.h_scale),
+            w_format=self.quant.weights if self.quant else "",
+            x_format=self.quant.inputs if self.quant else "",
         )  # fmt: skip
         return out_TD[:, : self.sizes.hidden_size] if added else out_TD
 
@@ -374,8 +375,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
     def extra_repr(self) -> str:
         """Experts, routing, sizes, formats, this rank's share, and the bytes of it."""
         act, shape = self.activation, self.sizes.describe(self.parallel.tp_size)
-        own = [t for name in self._specs if (t := getattr(self, name)) is not None]
-        held = sum(t.numel() * t.element_size() for t in own)
+        held = sum(t.nbytes for n in self._specs if (t := getattr(self, n)) is not None)
         kind = act.kind + ", gated" * act.gated + ", bias" * (self.w13_bias is not None)
         dtype = str(self.w13_weight.dtype).removeprefix("torch.")
         result = "" if self.reduce_results is None else ", reduced over the ranks"

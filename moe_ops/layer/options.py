@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class Routing:
 
         correction_bias  the layer holds one value per expert, added where experts are chosen
         custom           takes the place of `route`: (x_TD, logits_TE, top_k) -> (weights_TK float,
-                         experts_TK int32 or int64), traceable if the layer is to be compiled
+                         ids_TK int32 or int64), traceable if the layer is to be compiled
         weight_on_input  an expert's input is scaled by its weight, not its output; top_k = 1 alone
 
     Raises TypeError for a number, a flag or a string that is none; `check`, for which a layer asks,
@@ -50,19 +51,16 @@ class Routing:
         check_fields(self)
 
     @property
-    def args(self) -> tuple[str, str, int, int, str, str, bool, bool, float, float, float, str]:
-        """The arguments of `route` after its tensors."""
-        return (
-            self.score, self.select_on, self.n_group, self.topk_group, self.group_reduce,
-            self.group_fill, self.softmax_selected, self.renormalize, self.eps, self.min_sum,
-            self.scale, self.weights_dtype,
-        )  # fmt: skip
+    def options(self) -> dict[str, Any]:
+        """The arguments of `route` that are no tensors, by name."""
+        named = {name: getattr(self, name) for name in ROUTE_OPTIONS}
+        return named | {"out_dtype": self.weights_dtype}
 
     def check(self, num_experts: int, top_k: int) -> None:
         """Raise ValueError or TypeError unless so many experts can be routed like this."""
         logits_TE = torch.empty(1, num_experts, device="meta")
         bias_E = logits_TE[0] if self.correction_bias else None
-        route.check(RouteCall(logits_TE, top_k, bias_E, None, *self.args))
+        route.check(RouteCall(logits_TE, top_k, bias_E, **self.options))
         if self.weight_on_input and top_k != 1:
             raise ValueError(
                 f"weight_on_input scales a token for its one expert, got top_k={top_k}; "
@@ -100,3 +98,8 @@ class Routing:
         if self.scale != 1.0:
             words.append(f"x {self.scale:g}")
         return " ".join(words)
+
+
+# The arguments of `route` that a routing holds by the same name.
+_HELD = {f.name for f in fields(Routing)}
+ROUTE_OPTIONS = tuple(f.name for f in fields(RouteCall) if f.name in _HELD)

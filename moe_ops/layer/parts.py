@@ -115,28 +115,28 @@ def _added(routed_TD: Tensor, shared_TD: Tensor) -> Tensor:
     return routed_TD + shared_TD
 
 
-def counted_ids(experts_TK: Tensor, part: Tensor) -> Tensor:
+def counted_ids(ids_TK: Tensor, part: Tensor) -> Tensor:
     """The ids of the first part[0] / part[1] of the tokens; -1 for those of others."""
-    T = experts_TK.shape[0]
-    places_T1 = torch.arange(T, device=experts_TK.device)[:, None]
-    return torch.where(places_T1 * part[1] < T * part[0], experts_TK, -1)
+    T = ids_TK.shape[0]
+    places_T1 = torch.arange(T, device=ids_TK.device)[:, None]
+    return torch.where(places_T1 * part[1] < T * part[0], ids_TK, -1)
 
 
 def with_fused(
-    weights_TK: Tensor, experts_TK: Tensor, placement: ExpertPlacement
+    weights_TK: Tensor, ids_TK: Tensor, placement: ExpertPlacement
 ) -> tuple[Tensor, Tensor]:
     """Weights and ids with those of fused shared experts behind them; -1 where another rank serves
     the token.
     """
-    T, S, first = experts_TK.shape[0], placement.shared, placement.num_physical
-    ids_S = torch.arange(first, first + S, dtype=experts_TK.dtype, device=experts_TK.device)
+    T, S, first = ids_TK.shape[0], placement.shared, placement.num_physical
+    ids_S = torch.arange(first, first + S, dtype=ids_TK.dtype, device=ids_TK.device)
     ids_TS = ids_S.expand(T, S)
     if placement.config.uses_ep:
         # Every rank holds the shared experts whole: each token's are to be added once.
-        tokens_T1 = torch.arange(T, device=experts_TK.device)[:, None]
+        tokens_T1 = torch.arange(T, device=ids_TK.device)[:, None]
         mine_T1 = tokens_T1 % placement.config.ep_size == placement.config.ep_rank
         ids_TS = torch.where(mine_T1, ids_TS, -1)
     return (
         torch.cat((weights_TK, weights_TK.new_ones(T, S)), dim=1),
-        torch.cat((experts_TK, ids_TS), dim=1),
+        torch.cat((ids_TK, ids_TS), dim=1),
     )

@@ -22,7 +22,9 @@ INT4_ZEROS = 0x88
 
 # Tensors with one entry per slot on axis 0, and all tensors of a layer.
 PER_EXPERT = tuple(
-    f"{w}_{what}" for w in ("w13", "w2") for what in ("weight", "scale", "zero", "alpha", "bias")
+    f"{w}_{what}"
+    for w in ("w13", "w2")
+    for what in ("weight", "scale", "zero", "global_scale", "bias")
 )
 # By the arguments of `experts` that they are; what a layout may reorder.
 EXPERT_NAMES = {
@@ -219,7 +221,7 @@ def _weight(
     if format.has_zero:
         specs[f"{name}_zero"] = TensorSpec(shape=groups, dtype=torch.uint8)
     if format.has_global_scale:
-        specs[f"{name}_alpha"] = TensorSpec(shape=(E,), dtype=torch.float32, rest=1.0)
+        specs[f"{name}_global_scale"] = TensorSpec(shape=(E,), dtype=torch.float32, rest=1.0)
     return specs
 
 
@@ -271,7 +273,7 @@ def check_tensors(
                 f"{name} must have shape {list(spec.shape)} for this layer, got {list(t.shape)}; "
                 "moe_ops.weights.load_expert brings a checkpoint's tensors there"
             )
-        if name.endswith(("scale", "alpha")):
+        if name.endswith("scale"):
             check_scale_values(name, t)
         elif name.endswith("zero"):
             check_zero_values(name, t, config.format)
@@ -300,8 +302,8 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def product(alpha_E: Tensor | None, scale: Tensor | None) -> Tensor | None:
+def product(global_scale_E: Tensor | None, scale: Tensor | None) -> Tensor | None:
     """The factor of each expert's product, of nvfp4: that of its weight, times that of the input
     where it is static.
     """
-    return alpha_E if alpha_E is None or scale is None else alpha_E * scale
+    return global_scale_E if global_scale_E is None or scale is None else global_scale_E * scale

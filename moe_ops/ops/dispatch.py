@@ -23,31 +23,31 @@ class DispatchCall:
     """The arguments of `dispatch`."""
 
     x_TD: Tensor
-    experts_TK: Tensor
+    ids_TK: Tensor
     num_experts: int
     expert_map: Tensor | None = None
 
 
 def check(call: DispatchCall) -> None:
     """Raise ValueError or TypeError unless `dispatch` takes these arguments."""
-    x_TD, experts_TK, expert_map = call.x_TD, call.experts_TK, call.expert_map
+    x_TD, ids_TK, expert_map = call.x_TD, call.ids_TK, call.expert_map
     num_experts = call.num_experts
     if (
         expert_map is None
-        and x_TD.dim() == experts_TK.dim() == 2
+        and x_TD.dim() == ids_TK.dim() == 2
         and x_TD.dtype in FLOATS
-        and experts_TK.dtype in INDICES
-        and experts_TK.shape[0] == x_TD.shape[0]
-        and experts_TK.shape[1] > 0 < num_experts <= MOST_EXPERTS
-        and experts_TK.device == x_TD.device
+        and ids_TK.dtype in INDICES
+        and ids_TK.shape[0] == x_TD.shape[0]
+        and ids_TK.shape[1] > 0 < num_experts <= MOST_EXPERTS
+        and ids_TK.device == x_TD.device
     ):
         return  # the common call, accepted in half a microsecond
     check_tensor("x_TD", x_TD, 2, ROWS)
-    check_tensor("experts_TK", experts_TK, 2, INDICES)
-    check_size("experts_TK", experts_TK, 0, x_TD.shape[0], "the tokens of x_TD")
-    if experts_TK.shape[1] < 1:
+    check_tensor("ids_TK", ids_TK, 2, INDICES)
+    check_size("ids_TK", ids_TK, 0, x_TD.shape[0], "the tokens of x_TD")
+    if ids_TK.shape[1] < 1:
         raise ValueError(
-            f"experts_TK must name at least one expert a token, got shape {tuple(experts_TK.shape)}"
+            f"ids_TK must name at least one expert a token, got shape {tuple(ids_TK.shape)}"
         )
     check_num_experts(num_experts)
     if expert_map is not None:
@@ -56,7 +56,7 @@ def check(call: DispatchCall) -> None:
             raise ValueError(
                 "expert_map is empty; it must hold a local id, or -1, for each global expert"
             )
-    check_devices(x_TD, experts_TK=experts_TK, expert_map=expert_map)
+    check_devices(x_TD, ids_TK=ids_TK, expert_map=expert_map)
 
 
 def check_num_experts(num_experts: int) -> None:
@@ -77,16 +77,16 @@ def dispatch(call: DispatchCall) -> tuple[Tensor, Tensor, Tensor]:
         ends_E[e-1]
 
     With an expert_map (global id -> local id, or -1 for an expert of another rank) the ids in
-    experts_TK are global. Ids below 0, or not below num_experts (after the map), mean "not here":
+    ids_TK are global. Ids below 0, or not below num_experts (after the map), mean "not here":
     their pairs come after ends_E[-1], have rows_R = -1, and what x_RD holds there is unspecified. T
     = 0 gives empty rows, zero ends.
 
-    x_TD: [T, D], floats or the values of `quantize`; experts_TK: int32 or int64 [T, K]; expert_map:
+    x_TD: [T, D], floats or the values of `quantize`; ids_TK: int32 or int64 [T, K]; expert_map:
     int32 or int64 [global experts]. rows_R and ends_E are int32. Raises ValueError or TypeError for
     wrong shapes, dtypes or devices.
     """
-    x_TD, K, num_experts = call.x_TD, call.experts_TK.shape[1], call.num_experts
-    ids_R = local_ids(call.experts_TK, num_experts, call.expert_map)
+    x_TD, K, num_experts = call.x_TD, call.ids_TK.shape[1], call.num_experts
+    ids_R = local_ids(call.ids_TK, num_experts, call.expert_map)
     sorted_R, order_R = ids_R.sort(stable=True)
     x_RD = x_TD[order_R // K]
     rows_R = torch.where(sorted_R < num_experts, order_R, -1).to(torch.int32)
@@ -95,9 +95,9 @@ def dispatch(call: DispatchCall) -> tuple[Tensor, Tensor, Tensor]:
     return x_RD, rows_R, ends_E
 
 
-def local_ids(experts_TK: Tensor, num_experts: int, expert_map: Tensor | None) -> Tensor:
+def local_ids(ids_TK: Tensor, num_experts: int, expert_map: Tensor | None) -> Tensor:
     """The expert of each pair on this rank as int64 [R]; num_experts stands for "not here"."""
-    ids = experts_TK.reshape(-1).long()
+    ids = ids_TK.reshape(-1).long()
     if expert_map is not None:
         known = (ids >= 0) & (ids < expert_map.shape[0])
         mapped = expert_map.long()[ids.clamp(0, expert_map.shape[0] - 1)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_ops import fake_impls
 from moe_ops.quant import packing
 from moe_ops.quant.arguments import (
-    check_alpha,
+    check_global_scale,
     check_input_format,
     check_out_dtype,
     check_scale,
@@ -34,7 +34,7 @@ class ExpertGemmCall:
     x_scale_RG: Tensor | None = None
     w_scale_EFG: Tensor | None = None
     w_zero_EFG: Tensor | None = None
-    alpha_E: Tensor | None = None
+    global_scale_E: Tensor | None = None
     x_format: str = ""
     w_format: str = ""
     out_dtype: str = ""
@@ -45,7 +45,12 @@ def check(call: ExpertGemmCall) -> None:
     x_RD, w_EFD, ends_E, bias_EF = call.x_RD, call.w_EFD, call.ends_E, call.bias_EF
     transposed, w_format = call.transposed, call.w_format
     if (
-        bias_EF is call.x_scale_RG is call.w_scale_EFG is call.w_zero_EFG is call.alpha_E is None
+        bias_EF
+        is call.x_scale_RG
+        is call.w_scale_EFG
+        is call.w_zero_EFG
+        is call.global_scale_E
+        is None
         and w_format == call.out_dtype == call.x_format == ""
         and x_RD.dim() == 2
         and w_EFD.dim() == 3
@@ -81,7 +86,7 @@ def check(call: ExpertGemmCall) -> None:
         check_size("bias_EF", bias_EF, 0, E, "the experts of w_EFD")
         rows = w_EFD.shape[2 if transposed else 1]
         check_size("bias_EF", bias_EF, 1, rows, "the rows of one expert's weight")
-    check_alpha("alpha_E", call.alpha_E, E, w_EFD)
+    check_global_scale("global_scale_E", call.global_scale_E, E, w_EFD)
     check_out_dtype(call.out_dtype, x_RD)
     check_devices(x_RD, w_EFD=w_EFD, ends_E=ends_E, bias_EF=bias_EF, x_scale_RG=call.x_scale_RG)
 
@@ -113,7 +118,7 @@ def _check_absent(**tensors: Tensor | None) -> None:
 
 @op(check=check)
 def expert_gemm(call: ExpertGemmCall) -> Tensor:
-    """Multiply each row by its expert's weight: y_RF[r] = alpha[e(r)] * (w[e(r)] @ x_RD[r]) +
+    """Multiply each row by its expert's weight: y_RF[r] = g[e(r)] * (w[e(r)] @ x_RD[r]) +
     bias[e(r)].
 
     e(r) is the expert whose rows include r: ends_E[e-1] <= r < ends_E[e], ends_E ascending from 0
@@ -131,8 +136,9 @@ def expert_gemm(call: ExpertGemmCall) -> Tensor:
 
     With a w_format (see `quantize`) the weight holds packed codes [E, F, D packed], w_scale_EFG its
     scales [E, groups of F, groups of D], w_zero_EFG its zero points (uint8, that shape) if the
-    element has them, alpha_E the float32 factors that are left over: an expert's global scale, for
-    nvfp4 times that of the input. With an x_format, x_RD and x_scale_RG are what `quantize` gives.
+    element has them, global_scale_E the float32 factors g that are left over: an expert's global
+    scale, for nvfp4 times that of the input; g is 1 without it. With an x_format, x_RD and
+    x_scale_RG are what `quantize` gives.
     The definition decodes both sides exactly to float32.
 
     Raises ValueError or TypeError for wrong shapes, dtypes, devices or formats.
@@ -146,8 +152,8 @@ def expert_gemm(call: ExpertGemmCall) -> Tensor:
     expert_R = row_experts(ends_E, x_RD.shape[0])
     w_RFD = decode_weight(w, call.w_scale_EFG, call.w_zero_EFG, call.w_format)[expert_R]
     y_RF = (w_RFD * decode_input(x_RD, call.x_scale_RG, call.x_format)[:, None, :]).sum(-1)
-    if call.alpha_E is not None:
-        y_RF = y_RF * call.alpha_E[expert_R, None]
+    if call.global_scale_E is not None:
+        y_RF = y_RF * call.global_scale_E[expert_R, None]
     if call.bias_EF is not None:
         y_RF = y_RF + call.bias_EF.float()[expert_R]
     return y_RF.to(DTYPES[call.out_dtype] if call.out_dtype else x_RD.dtype)

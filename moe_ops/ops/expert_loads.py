@@ -16,7 +16,7 @@ from moe_ops.spec import op
 class ExpertLoadsCall:
     """The arguments of `expert_loads`."""
 
-    experts_TK: Tensor
+    ids_TK: Tensor
     num_experts: int
     expert_map: Tensor | None = None
 
@@ -24,18 +24,18 @@ class ExpertLoadsCall:
 def check(call: ExpertLoadsCall) -> None:
     """Raise ValueError or TypeError unless `expert_loads` takes these arguments."""
     expert_map = call.expert_map
-    check_tensor("experts_TK", call.experts_TK, 2, INDICES)
+    check_tensor("ids_TK", call.ids_TK, 2, INDICES)
     check_num_experts(call.num_experts)
     if expert_map is not None:
         check_tensor("expert_map", expert_map, 1, INDICES)
         if expert_map.shape[0] < 1:
             raise ValueError("expert_map is empty; it must hold an id, or -1, for each expert")
-        check_devices(call.experts_TK, expert_map=expert_map)
+        check_devices(call.ids_TK, expert_map=expert_map)
 
 
 @op(check=check)
 def expert_loads(call: ExpertLoadsCall) -> Tensor:
-    """Count the pairs of each expert: loads_e = |{(t, k) : experts_TK[t, k] = e}|, int64
+    """Count the pairs of each expert: loads_e = |{(t, k) : ids_TK[t, k] = e}|, int64
     [num_experts].
 
     With an expert_map the ids are mapped first, as in `dispatch`: with physical ids and the map of
@@ -43,11 +43,11 @@ def expert_loads(call: ExpertLoadsCall) -> Tensor:
     below num_experts (after the map), are not counted. A layer adds the result to a buffer in
     place; nothing here waits for the device, so captured graphs go on counting.
 
-    experts_TK: int32 or int64 [T, K]; expert_map: int32 or int64 [ids]. Raises ValueError or
+    ids_TK: int32 or int64 [T, K]; expert_map: int32 or int64 [ids]. Raises ValueError or
     TypeError for wrong shapes, dtypes or devices.
     """
     E = call.num_experts
-    ids_R = local_ids(call.experts_TK, E, call.expert_map)
+    ids_R = local_ids(call.ids_TK, E, call.expert_map)
     return ids_R.new_zeros(E + 1).scatter_add(0, ids_R, ids_R.new_ones(ids_R.shape))[:E]
 
 

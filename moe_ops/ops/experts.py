@@ -15,7 +15,7 @@ from moe_ops.ops.dispatch import check as check_dispatch
 from moe_ops.ops.expert_gemm import expert_gemm, row_experts
 from moe_ops.ops.quantize import quantize, quantize_rows
 from moe_ops.quant.arguments import (
-    check_alpha,
+    check_global_scale,
     check_input_format,
     check_static_scale,
     check_weight,
@@ -32,7 +32,7 @@ class ExpertsCall:
 
     x_TD: Tensor
     weights_TK: Tensor
-    experts_TK: Tensor
+    ids_TK: Tensor
     w13_EFD: Tensor
     w2_EDI: Tensor
     b13_EF: Tensor | None = None
@@ -49,8 +49,8 @@ class ExpertsCall:
     w2_scale_EDG: Tensor | None = None
     w13_zero_EFG: Tensor | None = None
     w2_zero_EDG: Tensor | None = None
-    alpha13_E: Tensor | None = None
-    alpha2_E: Tensor | None = None
+    global_scale13_E: Tensor | None = None
+    global_scale2_E: Tensor | None = None
     x_scale: Tensor | None = None
     h_scale: Tensor | None = None
     w_format: str = ""
@@ -69,11 +69,11 @@ def check(call: ExpertsCall) -> None:
         return
     check_tensor("x_TD", call.x_TD, 2, FLOATS)
     check_weights(call)
-    experts_TK, weights_TK = call.experts_TK, call.weights_TK
-    check_dispatch(DispatchCall(call.x_TD, experts_TK, call.w13_EFD.shape[0], call.expert_map))
+    ids_TK, weights_TK = call.ids_TK, call.weights_TK
+    check_dispatch(DispatchCall(call.x_TD, ids_TK, call.w13_EFD.shape[0], call.expert_map))
     check_tensor("weights_TK", weights_TK, 2, FLOATS)
-    check_size("weights_TK", weights_TK, 0, experts_TK.shape[0], "the tokens of experts_TK")
-    check_size("weights_TK", weights_TK, 1, experts_TK.shape[1], "the top-k of experts_TK")
+    check_size("weights_TK", weights_TK, 0, ids_TK.shape[0], "the tokens of ids_TK")
+    check_size("weights_TK", weights_TK, 1, ids_TK.shape[1], "the top-k of ids_TK")
     check_activation(call)
     check_devices(call.x_TD, weights_TK=weights_TK)
 
@@ -91,7 +91,7 @@ def _is_plain(call: ExpertsCall) -> bool:
         and not c.w_format
         and not c.x_format
         and not c.layout
-        and c.w13_scale_EFG is c.w2_scale_EDG is c.alpha13_E is c.alpha2_E is None
+        and c.w13_scale_EFG is c.w2_scale_EDG is c.global_scale13_E is c.global_scale2_E is None
         and c.w13_zero_EFG is c.w2_zero_EDG is c.x_scale is c.h_scale is None
     )
 
@@ -99,8 +99,8 @@ def _is_plain(call: ExpertsCall) -> bool:
 def _fits(call: ExpertsCall) -> bool:
     """Whether a plain layer fits: takes a microsecond, where finding what does not takes five."""
     x_TD, w13_EFD, w2_EDI = call.x_TD, call.w13_EFD, call.w2_EDI
-    weights_TK, experts_TK = call.weights_TK, call.experts_TK
-    x, w13, w2, routed = x_TD.shape, w13_EFD.shape, w2_EDI.shape, experts_TK.shape
+    weights_TK, ids_TK = call.weights_TK, call.ids_TK
+    x, w13, w2, routed = x_TD.shape, w13_EFD.shape, w2_EDI.shape, ids_TK.shape
     if len(x) != 2 or len(w13) != 3 or len(w2) != 3 or len(routed) != 2:
         return False
     F, D, D2, I = (  # noqa: E741
@@ -117,8 +117,8 @@ def _fits(call: ExpertsCall) -> bool:
         and dtype in FLOATS
         and w13_EFD.dtype is dtype is w2_EDI.dtype
         and weights_TK.dtype in FLOATS
-        and experts_TK.dtype in INDICES
-        and w13_EFD.device == w2_EDI.device == weights_TK.device == experts_TK.device == device
+        and ids_TK.dtype in INDICES
+        and w13_EFD.device == w2_EDI.device == weights_TK.device == ids_TK.device == device
     )
 
 
@@ -167,8 +167,8 @@ def check_weights(call: ExpertsCall) -> None:
             check_tensor(name, bias, 2, FLOATS)
             check_size(name, bias, 0, E, "the experts of w13_EFD")
             check_size(name, bias, 1, size, "the rows of one expert's weight")
-    check_alpha("alpha13_E", call.alpha13_E, E, w13_EFD)
-    check_alpha("alpha2_E", call.alpha2_E, E, w13_EFD)
+    check_global_scale("global_scale13_E", call.global_scale13_E, E, w13_EFD)
+    check_global_scale("global_scale2_E", call.global_scale2_E, E, w13_EFD)
     check_static_scale("x_scale", call.x_scale, x_format, x_TD, E)
     check_static_scale("h_scale", call.h_scale, x_format, x_TD, E)
     if x_format:
@@ -211,22 +211,22 @@ def experts(call: ExpertsCall) -> Tensor:
     """Run every token through its chosen experts: out_t = sum_k w_tk * (W2_e act(W13_e x_t + b13_e)
     + b2_e).
 
-    e = experts_TK[t, k] and w_tk = weights_TK[t, k]; the definition is the composition of
+    e = ids_TK[t, k] and w_tk = weights_TK[t, k]; the definition is the composition of
     `dispatch`, `expert_gemm`, `activate`, `expert_gemm` and `combine`, whose docs say what each
     argument does. Pairs whose expert is not here (an id of -1, one not below E, one that the
     expert_map sends to -1) add nothing.
 
-    x_TD: float [T, D]; weights_TK: float [T, K]; experts_TK: int32 or int64 [T, K]; w13_EFD: [E, F,
+    x_TD: float [T, D]; weights_TK: float [T, K]; ids_TK: int32 or int64 [T, K]; w13_EFD: [E, F,
     D] and w2_EDI: [E, D, I] of x's dtype ([E, D, F] and [E, I, D] if transposed); I = F / 2 if
     gated, else F. Result [T, D] in x's dtype.
 
     With a w_format both weights are quantised, as `expert_gemm` says; the names that end in scale,
-    zero and alpha belong to them. With an x_format the tokens and the activations h are quantised
-    before their product, as `quantize` does, with the static scales x_scale and h_scale if given:
+    zero and global scale belong to them. With an x_format the tokens and the activations h are
+    quantised before their product, as `quantize` does, with the static scales x_scale and h_scale:
     one value, or float32 [E] where the format has one scale for the tensor, by which each routed
     row is quantised with the scale of its expert. Of nvfp4 these are global scales, one value each,
-    which alpha13_E and alpha2_E then contain; without them the global scale is the tensor's largest
-    magnitude over 6 * 448, and is multiplied in.
+    which global_scale13_E and global_scale2_E then contain; without them the global scale is the
+    tensor's largest magnitude over 6 * 448, and is multiplied in.
 
     layout names the order in which `moe_ops.prepare` stored the weights, scales, zeros and biases
     for a backend; empty: as they were loaded. Any other backend refuses them, and the definition
@@ -238,22 +238,30 @@ def experts(call: ExpertsCall) -> Tensor:
         call = restored(call)
     c, x_TD, E, x_format = call, call.x_TD, call.w13_EFD.shape[0], call.x_format
     out_dtype = str(x_TD.dtype).removeprefix("torch.") if x_format else ""
-    x_scale_RG, h_scale_RG, alpha13_E, alpha2_E = None, None, c.alpha13_E, c.alpha2_E
+    x_scale_RG, h_scale_RG, global_scale13_E, global_scale2_E = (
+        None,
+        None,
+        c.global_scale13_E,
+        c.global_scale2_E,
+    )
     h_format = x_format
     if x_format and not _by_expert(c.x_scale):
         # Before dispatch there are fewer rows, and none that is unspecified.
-        x_scale, alpha13_E = _with_global_scale(x_TD, c.x_scale, alpha13_E, E, x_format)
+        x_scale, global_scale13_E = _with_global_scale(
+            x_TD, c.x_scale, global_scale13_E, E, x_format
+        )
         q_TD, scale_TG = quantize(x_TD, x_format, x_scale)
-        x_RD, rows_R, ends_E = dispatch(q_TD, c.experts_TK, E, c.expert_map)
-        x_scale_RG = _scales_of_rows(scale_TG, rows_R, c.experts_TK, x_format)
+        x_RD, rows_R, ends_E = dispatch(q_TD, c.ids_TK, E, c.expert_map)
+        x_scale_RG = _scales_of_rows(scale_TG, rows_R, c.ids_TK, x_format)
     else:
-        x_RD, rows_R, ends_E = dispatch(x_TD, c.experts_TK, E, c.expert_map)
+        x_RD, rows_R, ends_E = dispatch(x_TD, c.ids_TK, E, c.expert_map)
     if _by_expert(c.x_scale):
         scale_R = c.x_scale[row_experts(ends_E, x_RD.shape[0])]
         x_RD, x_scale_RG, x_format = quantize_rows(x_RD, x_format, scale_R)
     y_RF = expert_gemm(
         x_RD, c.w13_EFD, ends_E, c.b13_EF, c.transposed,
-        x_scale_RG, c.w13_scale_EFG, c.w13_zero_EFG, alpha13_E, x_format, c.w_format, out_dtype,
+        x_scale_RG, c.w13_scale_EFG, c.w13_zero_EFG, global_scale13_E, x_format, c.w_format,
+        out_dtype,
     )  # fmt: skip
     h_RI = activate(y_RF, *c.activation)
     if _by_expert(c.h_scale):
@@ -262,11 +270,11 @@ def experts(call: ExpertsCall) -> Tensor:
     elif h_format:
         # One scale for all rows must not see what unused rows hold.
         h_RI = h_RI.masked_fill(rows_R[:, None] < 0, 0)
-        h_scale, alpha2_E = _with_global_scale(h_RI, c.h_scale, alpha2_E, E, h_format)
+        h_scale, global_scale2_E = _with_global_scale(h_RI, c.h_scale, global_scale2_E, E, h_format)
         h_RI, h_scale_RG = quantize(h_RI, h_format, h_scale)
     y_RD = expert_gemm(
         h_RI, c.w2_EDI, ends_E, c.b2_ED, c.transposed,
-        h_scale_RG, c.w2_scale_EDG, c.w2_zero_EDG, alpha2_E, h_format, c.w_format, out_dtype,
+        h_scale_RG, c.w2_scale_EDG, c.w2_zero_EDG, global_scale2_E, h_format, c.w_format, out_dtype,
     )  # fmt: skip
     return combine(y_RD, c.weights_TK, rows_R)
 
@@ -277,23 +285,23 @@ def _by_expert(scale: Tensor | None) -> TypeGuard[Tensor]:
 
 
 def _with_global_scale(
-    x: Tensor, scale: Tensor | None, alpha_E: Tensor | None, experts: int, format: str
+    x: Tensor, scale: Tensor | None, global_scale_E: Tensor | None, experts: int, format: str
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The static scale and the alphas; where the format has a global scale and none is static, that
-    of x, by which its largest block scale becomes the largest float8.
+    """The static scale and the global ones; where the format has a global scale and none is static,
+    that of x, by which its largest block scale becomes the largest float8.
     """
     found = Format.of(format)
     if scale is not None or not found.has_global_scale:
-        return scale, alpha_E
+        return scale, global_scale_E
     own = global_scale_of(x, found)
-    return own, own.expand(experts) if alpha_E is None else alpha_E * own
+    return own, own.expand(experts) if global_scale_E is None else global_scale_E * own
 
 
-def _scales_of_rows(scale_TG: Tensor, rows_R: Tensor, experts_TK: Tensor, format: str) -> Tensor:
+def _scales_of_rows(scale_TG: Tensor, rows_R: Tensor, ids_TK: Tensor, format: str) -> Tensor:
     """The scales of routed rows, given those of tokens; one scale for the tensor stays one."""
     if Format.of(format).group == TENSOR:
         return scale_TG
-    return scale_TG[rows_R.clamp(min=0).long() // experts_TK.shape[1]]
+    return scale_TG[rows_R.clamp(min=0).long() // ids_TK.shape[1]]
 
 
 experts.fake(fake_impls.experts)

@@ -33,7 +33,7 @@ def _flat() -> dict[str, str]:
     )  # fmt: skip
     every = [f"routing.{f.name}" for f in fields(RouteCall)]
     every += [f"layer.{f.name}" for f in fields(ExpertsCall)]
-    routed = ("layer.weights_TK", "layer.experts_TK")
+    routed = ("layer.weights_TK", "layer.ids_TK")
     rest = (path for path in every if path not in (*first, *routed))
     names = {"out_dtype": "weights_dtype"}
     paths = {path.partition(".")[2]: path for path in (*first, *rest)}
@@ -80,9 +80,9 @@ def moe(call: MoeCall) -> Tensor:
     logits_TE covers the global experts and the weights only those of this rank. Result [T, D] in
     x's dtype. Raises ValueError or TypeError for wrong shapes, dtypes, devices or parameters.
     """
-    weights_TK, experts_TK = route.part(call.routing)
+    weights_TK, ids_TK = route.part(call.routing)
     x_TD, _, _, *rest = experts.arguments.flat(call.layer)
-    out_TD: Tensor = experts.part(ExpertsCall(x_TD, weights_TK, experts_TK, *rest))
+    out_TD: Tensor = experts.part(ExpertsCall(x_TD, weights_TK, ids_TK, *rest))
     return out_TD
 
 

@@ -98,7 +98,7 @@ def _check_fold(call: RouteCall) -> None:
 
 @op(check=check)
 def route(call: RouteCall) -> tuple[Tensor, Tensor]:
-    """Choose top_k experts for each token. Returns (weights_TK in out_dtype, experts_TK in int32).
+    """Choose top_k experts for each token. Returns (weights_TK in out_dtype, ids_TK in int32).
 
     With l = logits_TE in float32, b = bias_E and s the score (softmax(l), sigmoid(l),
     sqrt(softplus(l)) or l):
@@ -139,8 +139,8 @@ def route(call: RouteCall) -> tuple[Tensor, Tensor]:
         kept_TE = kept[:, :, None].expand_as(groups).reshape(T, E)
         fill = 0.0 if call.group_fill == "zero" else float("-inf")
         choice_TE = choice_TE.masked_fill(~kept_TE, fill)
-    experts_TK = choice_TE.topk(call.top_k, dim=-1).indices
-    weights_TK = scores_TE.gather(1, experts_TK)
+    ids_TK = choice_TE.topk(call.top_k, dim=-1).indices
+    weights_TK = scores_TE.gather(1, ids_TK)
     if call.softmax_selected:
         weights_TK = weights_TK.softmax(-1)
     if call.renormalize:
@@ -149,8 +149,8 @@ def route(call: RouteCall) -> tuple[Tensor, Tensor]:
     if call.scale != 1.0:
         weights_TK = weights_TK * call.scale
     if call.per_expert_scale_E is not None:
-        weights_TK = weights_TK * call.per_expert_scale_E.float()[experts_TK]
-    return weights_TK.to(DTYPES[call.out_dtype]), experts_TK.to(torch.int32)
+        weights_TK = weights_TK * call.per_expert_scale_E.float()[ids_TK]
+    return weights_TK.to(DTYPES[call.out_dtype]), ids_TK.to(torch.int32)
 
 
 def _score(logits: Tensor, score: str) -> Tensor:

@@ -89,24 +89,23 @@ class ExpertReplicas:
 
 
 def choose_replicas(
-    experts_TK: Tensor, logical_to_physical: Tensor, counts: Tensor, start: int = 0
+    ids_TK: Tensor, logical_to_physical: Tensor, counts: Tensor, start: int = 0
 ) -> Tensor:
     """The physical expert that serves each pair: the replicas of an expert take turns over tokens.
 
-        out[t, k] = logical_to_physical[e, (t + start) % counts[e]],    e = experts_TK[t, k]
+        out[t, k] = logical_to_physical[e, (t + start) % counts[e]],    e = ids_TK[t, k]
 
     Of any run of tokens that all choose e, its replicas get the same number, give or take one. All
     ranks that are given the same tokens choose alike. start, such as the data parallel rank, lets
     ranks with tokens of their own begin elsewhere: else their first tokens would meet.
 
-    experts_TK: int32 or int64 [T, K] logical ids; result of the same dtype. Ids below 0, or not
+    ids_TK: int32 or int64 [T, K] logical ids; result of the same dtype. Ids below 0, or not
     below E, become -1: nowhere. Plain tensor code without host synchronisation, for any tracer.
     """
     E = counts.shape[0]
-    ids_TK = experts_TK.long()
     known_TK = (ids_TK >= 0) & (ids_TK < E)
-    ids_TK = ids_TK.clamp(0, E - 1)
-    turn_T = torch.arange(experts_TK.shape[0], device=experts_TK.device) + start
-    turn_TK = turn_T[:, None] % counts[ids_TK]
-    physical_TK = logical_to_physical[ids_TK, turn_TK]
-    return torch.where(known_TK, physical_TK, -1).to(experts_TK.dtype)
+    logical_TK = ids_TK.long().clamp(0, E - 1)
+    turn_T = torch.arange(ids_TK.shape[0], device=ids_TK.device) + start
+    turn_TK = turn_T[:, None] % counts[logical_TK]
+    physical_TK = logical_to_physical[logical_TK, turn_TK]
+    return torch.where(known_TK, physical_TK, -1).to(ids_TK.dtype)

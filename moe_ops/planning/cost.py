@@ -172,13 +172,13 @@ def _quantize(a: QuantizeCall, R: int) -> Cost:
 
 
 def _dispatch(a: DispatchCall, T: int) -> Cost:
-    (K,) = _sizes(a.experts_TK)
+    (K,) = _sizes(a.ids_TK)
     x = _row(a.x_TD)
-    return Cost(bytes=T * (x + K * (x + 4) + _row(a.experts_TK)))
+    return Cost(bytes=T * (x + K * (x + 4) + _row(a.ids_TK)))
 
 
 def _expert_loads(a: ExpertLoadsCall, T: int) -> Cost:
-    return Cost(bytes=T * _row(a.experts_TK) + 8 * a.num_experts)
+    return Cost(bytes=T * _row(a.ids_TK) + 8 * a.num_experts)
 
 
 def _expert_gemm(a: ExpertGemmCall, R: int) -> Cost:
@@ -214,8 +214,8 @@ EXPERT_TENSORS = (
 
 
 def _experts(a: ExpertsCall, T: int) -> Cost:
-    (K,) = _sizes(a.experts_TK)
-    return _layer(a, T, K, T * (_row(a.experts_TK) + _row(a.weights_TK)))
+    (K,) = _sizes(a.ids_TK)
+    return _layer(a, T, K, T * (_row(a.ids_TK) + _row(a.weights_TK)))
 
 
 def _moe(a: MoeCall, T: int) -> Cost:

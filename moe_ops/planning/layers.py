@@ -78,7 +78,7 @@ def arguments_of(shape: Shape) -> ExpertsCall:
     return ExpertsCall(
         x_TD=torch.zeros(1, shape.D, dtype=dtype, device=device),
         weights_TK=torch.zeros(1, shape.K, device=device),
-        experts_TK=torch.zeros(1, shape.K, dtype=torch.int32, device=device),
+        ids_TK=torch.zeros(1, shape.K, dtype=torch.int32, device=device),
         w13_EFD=w13,
         w2_EDI=w2,
         w13_scale_EFG=w13_scale,
@@ -145,7 +145,7 @@ def routed(
     often than the first, as far as the choices of one token, which are different, allow.
     """
     check_choice("routing", routing, ROUTINGS)
-    x, ids, mapped = call.x_TD, call.experts_TK, call.expert_map
+    x, ids, mapped = call.x_TD, call.ids_TK, call.expert_map
     E = call.w13_EFD.shape[0] if mapped is None else mapped.shape[0]
     g = torch.Generator().manual_seed(seed)
     # The largest K of log p + Gumbel noise are K draws without replacement.
@@ -153,7 +153,7 @@ def routed(
     if routing == "zipf":
         popularity = torch.randperm(E, generator=torch.Generator().manual_seed(0)) + 1
         noise_TE -= popularity.log()
-    experts_TK = noise_TE.topk(ids.shape[1], dim=-1).indices.to(ids.device, ids.dtype)
+    ids_TK = noise_TE.topk(ids.shape[1], dim=-1).indices.to(ids.device, ids.dtype)
     weights = torch.rand(tokens, ids.shape[1], generator=g).softmax(-1)
     x_TD = torch.randn(tokens, x.shape[1], generator=g).to(x.device, x.dtype)
-    return x_TD, weights.to(ids.device, call.weights_TK.dtype), experts_TK
+    return x_TD, weights.to(ids.device, call.weights_TK.dtype), ids_TK

@@ -25,7 +25,7 @@ from moe_ops.planning.layers import (
     fake_arguments_of,
     routed,
 )
-from moe_ops.planning.tuned import Cell, Layer, layer_of_call, read, write
+from moe_ops.planning.tuned import Cell, TunedLayer, layer_of_call, read, write
 from moe_ops.shapes import check_choice
 from moe_ops.signature import described
 from moe_ops.spec import REFERENCE
@@ -106,8 +106,8 @@ def measure(calls: Sequence[ExpertsCall], cell: Cell) -> float:
     turns: list[Run] = []
     for i in range(max(TURNS, len(calls))):
         call = calls[i % len(calls)]
-        x_TD, weights_TK, experts_TK = routed(call, cell.tokens, cell.routing, seed=i)
-        turn = replace(call, x_TD=x_TD, weights_TK=weights_TK, experts_TK=experts_TK)
+        x_TD, weights_TK, ids_TK = routed(call, cell.tokens, cell.routing, seed=i)
+        turn = replace(call, x_TD=x_TD, weights_TK=weights_TK, ids_TK=ids_TK)
         turns.append(functools.partial(run, turn))
     cuda = calls[0].x_TD.device.type == "cuda"
     return _cuda_us(turns) if cuda else _host_us(turns)
@@ -162,7 +162,7 @@ def usable_backends(call: ExpertsCall) -> dict[str, int | None]:
     tokens that each can (None: any number); never the reference, which is compiled where it is
     chosen.
     """
-    by_token = {name: getattr(call, name)[:1] for name in ("x_TD", "weights_TK", "experts_TK")}
+    by_token = {name: getattr(call, name)[:1] for name in ("x_TD", "weights_TK", "ids_TK")}
     one = replace(call, **by_token)
     device = one.x_TD.device.type
     backends = (b for b in experts.candidates(device) if b.name != REFERENCE)
@@ -170,7 +170,7 @@ def usable_backends(call: ExpertsCall) -> dict[str, int | None]:
     return {b.name: b.rows.possible and b.rows.possible(one) for b in able}
 
 
-Found = tuple[Layer, dict[str, int | None], Callable[[], Sequence[ExpertsCall]]]
+Found = tuple[TunedLayer, dict[str, int | None], Callable[[], Sequence[ExpertsCall]]]
 
 
 def _layers(
@@ -178,7 +178,7 @@ def _layers(
 ) -> Iterator[Found]:
     """The distinct layers, their backends, and how to get calls that differ in their weights."""
     if isinstance(layers, nn.Module):
-        by_layer: dict[Layer, list[ExpertsCall]] = {}
+        by_layer: dict[TunedLayer, list[ExpertsCall]] = {}
         for call in calls_of(layers, inputs):
             by_layer.setdefault(_layer(call), []).append(call)
         for layer, calls in by_layer.items():
@@ -195,7 +195,7 @@ def _layers(
         yield _layer(probe), usable_backends(probe), make
 
 
-def _layer(call: ExpertsCall) -> Layer:
+def _layer(call: ExpertsCall) -> TunedLayer:
     layer = layer_of_call(device_of(call.x_TD.device).name, experts.name, call)
     assert layer is not None, "sizes are numbers outside of a compilation"
     return layer
@@ -242,7 +242,7 @@ def _require_eager() -> None:
         raise RuntimeError("tune measures, which a graph cannot hold; call it before compiling")
 
 
-def _words(layer: Layer) -> str:
+def _words(layer: TunedLayer) -> str:
     sizes = " ".join(f"{letter}={getattr(layer, letter)}" for letter in "EKDI")
     return " ".join(filter(None, ("tune", sizes, layer.dtype, layer.w_format, layer.x_format)))
 

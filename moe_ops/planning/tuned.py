@@ -27,7 +27,7 @@ MARGIN = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class TunedLayer:
     """What times depend on, besides tokens, routing and backend."""
 
     device: str  # the name of a cost.Device
@@ -51,7 +51,7 @@ class Cell:
     backend: str
 
 
-Table = dict[Layer, dict[Cell, float]]
+Table = dict[TunedLayer, dict[Cell, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,15 +117,15 @@ class Times:
         return max(inside, default=None)
 
 
-def layer_of_call(device: str, op: str, a: Any) -> Layer | None:
+def layer_of_call(device: str, op: str, a: Any) -> TunedLayer | None:
     """The key of a call; None if the op, or a layout, is not tuned, or a size not known."""
     if op != "experts" or a.layout:
         return None
-    w13, K = a.w13_EFD, a.experts_TK.shape[1]
+    w13, K = a.w13_EFD, a.ids_TK.shape[1]
     E, D, F = w13.shape[0], a.x_TD.shape[1], w13.shape[2 if a.transposed else 1]
     if not all(isinstance(n, int) for n in (E, K, D, F)):
         return None
-    return Layer(
+    return TunedLayer(
         device=device,
         op=op,
         E=E,
@@ -189,17 +189,17 @@ def read(path: Path) -> Table:
     return found
 
 
-def _layer(entry: Any) -> tuple[Layer, dict[Cell, float]]:
+def _layer(entry: Any) -> tuple[TunedLayer, dict[Cell, float]]:
     """One layer of a table, with its times. Raises TypeError or ValueError for anything else."""
     check_type("a layer", entry, dict, "an object")
-    names = {f.name for f in fields(Layer)}
+    names = {f.name for f in fields(TunedLayer)}
     unknown = entry.keys() - names - {"times"}
     if unknown:
         raise ValueError(f"a layer has no {', '.join(sorted(unknown))}")
-    needed = {f.name for f in fields(Layer) if f.default is MISSING} | {"times"}
+    needed = {f.name for f in fields(TunedLayer) if f.default is MISSING} | {"times"}
     if needed - entry.keys():
         raise ValueError(f"a layer lacks {', '.join(sorted(needed - entry.keys()))}")
-    layer = Layer(**{name: value for name, value in entry.items() if name != "times"})
+    layer = TunedLayer(**{name: value for name, value in entry.items() if name != "times"})
     check_fields(layer)
     check_type("times", entry["times"], list, "a list")
     return layer, dict(map(_time, entry["times"]))

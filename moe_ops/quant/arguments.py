@@ -1,4 +1,4 @@
-"""Checks of the quantised arguments that ops share: values, scales, zero points, alphas."""
+"""Checks of the quantised arguments that ops share: values, scales, zero points, global scales."""
 
 from __future__ import annotations
 
@@ -136,11 +136,11 @@ def check_weight(
     check_devices(w, **{f"{name}'s scale": scale, f"{name}'s zero": zero})
 
 
-def check_alpha(name: str, alpha: Tensor | None, experts: int, w: Tensor) -> None:
-    """Raise unless `alpha` is one float32 per expert, or None."""
-    if alpha is not None:
-        check_scale(name, alpha, (experts,), torch.float32, "a factor per expert")
-        check_devices(w, **{name: alpha})
+def check_global_scale(name: str, scale_E: Tensor | None, experts: int, w: Tensor) -> None:
+    """Raise unless `scale_E` is one float32 per expert, or None."""
+    if scale_E is not None:
+        check_scale(name, scale_E, (experts,), torch.float32, "a factor per expert")
+        check_devices(w, **{name: scale_E})
 
 
 def check_out_dtype(out_dtype: str, x: Tensor) -> None:

@@ -32,7 +32,7 @@ from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Stored, coding_of
 from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style, style_of
 from moe_ops.weights.outside import check_outside
 from moe_ops.weights.report import LoadReport
-from moe_ops.weights.shards import Plan, one_input_scale
+from moe_ops.weights.shards import ShardPlan, one_input_scale
 from moe_ops.weights.writer import Writer
 
 log = logging.getLogger("moe_ops")
@@ -128,7 +128,7 @@ class _Loading:
     last: str | None = None  # the prefix, and a dot, of the layer that was loaded last
     nested: bool = False  # whether a prefix may begin with another one
     # By prefix, parameter and shard: how tensors go in that go in as they are.
-    plans: dict[tuple[str, str, str], Plan] = field(default_factory=dict)
+    plans: dict[tuple[str, str, str], ShardPlan] = field(default_factory=dict)
     filled: set[tuple[str, str]] = field(default_factory=set)
     # Checked, and to be written together: what checks need stays in the caches meanwhile.
     pending: list[Writes] = field(default_factory=list)

@@ -14,7 +14,7 @@ from moe_ops.shapes import check_choice
 from moe_ops.weights.layouts import PLAIN, Coding
 from moe_ops.weights.names import PARAMETERS
 from moe_ops.weights.order import Orders, order_of, ordered_sources
-from moe_ops.weights.shards import Plan, one_input_scale, plan, spans
+from moe_ops.weights.shards import ShardPlan, one_input_scale, plan, spans
 
 # Names of parameters: what they are of the first weight (False) or of the second (True).
 WEIGHTS = {
@@ -40,7 +40,7 @@ class LoadRecord:
     # By parameter and logical expert: the number that serves gate and up, and its entry.
     shared: dict[tuple[str, int], tuple[Tensor, str]] = field(default_factory=dict)
     # What is the same for every expert, worked out once.
-    plans: dict[tuple[object, ...], Plan] = field(default_factory=dict)
+    plans: dict[tuple[object, ...], ShardPlan] = field(default_factory=dict)
     slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
     orders: Orders = field(default_factory=Orders)
 
@@ -58,7 +58,7 @@ class LoadRecord:
         coding: Coding,
         interleaved: bool,
         sharded: bool,
-    ) -> Plan:
+    ) -> ShardPlan:
         """`plan` for a parameter that the layer holds, asked once."""
         part, _ = WEIGHTS[parameter]
         options = (parameter, part, shard, coding, interleaved, sharded, self.orders.some)
@@ -237,7 +237,7 @@ def _by_expert(tensor: Tensor, experts: int, stacked: bool, part: str) -> Sequen
     """The tensor of each expert; of a stacked one that is one value for all, the same for each."""
     if not stacked:
         return (tensor,)
-    if tensor.numel() == 1 and part in ("scale", "alpha", "input"):
+    if tensor.numel() == 1 and part in ("scale", "global_scale", "input"):
         return (tensor.reshape(()),) * experts
     if part == "shape":
         return (tensor,) * experts
@@ -247,7 +247,7 @@ def _by_expert(tensor: Tensor, experts: int, stacked: bool, part: str) -> Sequen
 
 
 def _checked(
-    how: Plan,
+    how: ShardPlan,
     here: list[tuple[int, Tensor, tuple[int, ...]]],
     orders: Mapping[int, tuple[Tensor | None, Tensor | None]],
     parameter: str,

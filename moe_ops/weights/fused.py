@@ -23,7 +23,7 @@ def taken_apart(
     if part == "g_idx":
         groups = (int(t.max()) + 1) // shared
         return [p - s * groups for s, p in enumerate(t.chunk(shared))] if second else [t] * shared
-    if t.numel() == 1 or part in ("alpha", "input") or (second and part == "bias"):
+    if t.numel() == 1 or part in ("global_scale", "input") or (second and part == "bias"):
         return [t] * shared
     matrix = Matrix() if part == "bias" else coding.matrix(part, format)
     axis = (matrix.columns if second else matrix.rows).place

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from moe_ops.options import check_fields, check_text, check_type
 
 Shard = Literal["w1", "w2", "w3", "w13"]
-Part = Literal["weight", "scale", "zero", "bias", "alpha", "input", "g_idx", "shape"]
+Part = Literal["weight", "scale", "zero", "bias", "global_scale", "input", "g_idx", "shape"]
 
 # What follows the name of a projection, behind "." or "_", and what the tensor then is.
 PARTS: dict[str, Part] = {
@@ -32,8 +32,8 @@ PARTS: dict[str, Part] = {
     "qzeros": "zero",
     "weight_zero_point": "zero",
     "bias": "bias",
-    "weight_scale_2": "alpha",  # ModelOpt FP4
-    "weight_global_scale": "alpha",
+    "weight_scale_2": "global_scale",  # ModelOpt FP4
+    "weight_global_scale": "global_scale",
     "input_scale": "input",
     "activation_scale": "input",  # fine-grained FP8 with static inputs
     "input_global_scale": "input",
@@ -46,7 +46,10 @@ RECIPROCALS = ("weight_global_scale", "input_global_scale")
 # What the layer calls each part of the first weight and of the second.
 PARAMETERS: dict[Part, tuple[str, str]] = {
     "input": ("x_scale", "h_scale"),
-    **{p: (f"w13_{p}", f"w2_{p}") for p in ("weight", "scale", "zero", "bias", "alpha", "g_idx")},
+    **{
+        p: (f"w13_{p}", f"w2_{p}")
+        for p in ("weight", "scale", "zero", "bias", "global_scale", "g_idx")
+    },
     "shape": ("w13_shape", "w2_shape"),
 }
 # Tensors of quantisers that are left when what can be read of them was put together.

@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_ops.layer import MoELayer
 from moe_ops.quant.packing import pack, unpack
 from moe_ops.weights.layouts import to_dtype
-from moe_ops.weights.shards import ALL, BLOCKS, Plan, Span, spans
+from moe_ops.weights.shards import ALL, BLOCKS, ShardPlan, Span, spans
 
 REMEDY = "quantise without desc_act, or with static_groups"
 
@@ -120,9 +120,9 @@ def order_of(layer: MoELayer, shard: str, g_idx: Tensor, *, sharded: bool) -> Te
 
 
 def ordered_sources(
-    how: Plan, t: Tensor, rows: Tensor | None, columns: Tensor | None
+    how: ShardPlan, t: Tensor, rows: Tensor | None, columns: Tensor | None
 ) -> Iterator[tuple[Tensor, int, int]]:
-    """`Plan.sources` with rows and columns of the whole matrix in these orders first.
+    """`ShardPlan.sources` with rows and columns of the whole matrix in these orders first.
 
     A rank's part is cut out of the whole in order: with tensor parallelism the rows of w13 and the
     columns of w2 that belong together stay on one rank, in whole groups.
@@ -149,7 +149,7 @@ def ordered_sources(
             yield to_dtype(block, how.target.dtype, how.part), half, first
 
 
-def _numbers(how: Plan, t: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+def _numbers(how: ShardPlan, t: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, int, int]]:
     """Scales, zero points or biases of rows in order: small, so converted whole."""
     if how.rows.whole != len(rows):
         raise ValueError(f"rows that share numbers cannot be put in order; {REMEDY}")
@@ -163,7 +163,7 @@ def _numbers(how: Plan, t: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, int, 
         yield to_dtype(piece, how.target.dtype, how.part), half, 0
 
 
-def _rows(how: Plan, place: int, order: Tensor | None) -> Tensor:
+def _rows(how: ShardPlan, place: int, order: Tensor | None) -> Tensor:
     """The stored rows of the half at `place` that this rank keeps, in order."""
     ids = _part(torch.arange(how.rows.whole) if order is None else order, how.rows)
     if how.stored_alternating:

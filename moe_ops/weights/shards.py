@@ -62,7 +62,7 @@ def spans(sizes: LayerSizes, shard: str, *, sharded: bool) -> tuple[Span, Span]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # with a __dict__, for what is kept
-class Plan:
+class ShardPlan:
     """How the tensors of one name go into a layer, expert by expert.
 
     Everything is a matrix [rows, columns] counted in groups that share a number: a bias has one
@@ -101,7 +101,7 @@ class Plan:
                     piece = matrix.convert(piece, self.format)
                 elif matrix.rows.place == 1:
                     piece = piece.T
-                kind = "scale" if self.part == "alpha" else self.part
+                kind = "scale" if self.part == "global_scale" else self.part
                 piece = to_dtype(piece, self.target.dtype, kind)
                 yield piece, half, first
 
@@ -151,9 +151,9 @@ class Plan:
         axis of its one column.
         """
         rows = self.rows.whole * len(self.halves)
-        if self.columns.whole == 1 and self.part in ("scale", "alpha", "bias"):
+        if self.columns.whole == 1 and self.part in ("scale", "global_scale", "bias"):
             of_rows = self.format is not None and self.format.group in (TENSOR, ROW)
-            of_tensor = self.part == "alpha" or (self.part == "scale" and of_rows)
+            of_tensor = self.part == "global_scale" or (self.part == "scale" and of_rows)
             if of_tensor and t.numel() == 1:
                 return t.reshape(1, 1).expand(rows, 1), Matrix()
             if of_tensor and t.numel() == len(self.halves):
@@ -208,14 +208,14 @@ def plan(
     interleaved: bool,
     sharded: bool,
     ordered: bool = False,
-) -> Plan:
+) -> ShardPlan:
     """How tensors of a shard go into a parameter that the layer holds: weight, scale, zero, bias or
-    alpha; ordered: their columns are put in order, which takes words apart. Raises ValueError where
-    the rank's part cannot be cut out.
+    global scale; ordered: their columns are put in order, which takes words apart. Raises
+    ValueError where the rank's part cannot be cut out.
     """
     target: Tensor = getattr(layer, parameter).detach()  # writes need no gradient
     format = None if layer.quant is None else layer.quant.format
-    group = {"weight": (1, 1), "bias": (1, ALL), "alpha": (ALL, ALL)}.get(part)
+    group = {"weight": (1, 1), "bias": (1, ALL), "global_scale": (ALL, ALL)}.get(part)
     if group is None:
         assert format is not None
         group = format.group
@@ -231,12 +231,12 @@ def plan(
             "give the layer rows [gate; up] of a multiple"
         )
     halves = {"w13": (0, 1), "w3": (1,) if gated else (0,)}.get(shard, (0,))
-    matrix = Matrix() if part in ("bias", "alpha") else coding.matrix(part, format)
+    matrix = Matrix() if part in ("bias", "global_scale") else coding.matrix(part, format)
     rows, columns = rows.grouped(group[0], "rows"), columns.grouped(group[1], "columns")
     target = target.reshape(target.shape[0], target.shape[1] if target.dim() > 1 else 1, -1)
     if part == "weight" and not ordered:
         target, matrix = matrix.in_words(target, format)
-    return Plan(
+    return ShardPlan(
         target=target,
         part=part,
         format=format,

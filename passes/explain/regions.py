@@ -25,7 +25,7 @@ Calls = dict[str, Any]  # records of our ops before backends were chosen, by nod
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class ReadLayer:
     """One op that the passes left for backends."""
 
     region: Region
@@ -34,7 +34,7 @@ class Layer:
 
 def layers(
     run: GraphRun, calls: Calls, device: Device, tokens: Sequence[int] | None
-) -> Iterator[Layer]:
+) -> Iterator[ReadLayer]:
     """Every op of ours in a graph, in its order; `tokens` None takes the number it was traced with.
 
     Ops of a definition that was compiled belong to the op that they define.
@@ -59,7 +59,7 @@ def layers(
                 runs.append(entry)
         measured = _Measured(choice, calls[choice.node], _top_k(choice, choices, calls), runs)
         counts = measured.traced_with() if tokens is None else tokens
-        yield Layer(
+        yield ReadLayer(
             region=Region(
                 op=choice.op,
                 layers=(choice.layer,),
@@ -158,7 +158,7 @@ def _top_k(choice: Choice, choices: Sequence[Choice], calls: Calls) -> int | Non
     near = [c for c in choices if c.layer == choice.layer and c.node != choice.node]
     for call in (calls[c.node] for c in (choice, *near)):
         K = getattr(getattr(call, "routing", call), "top_k", None)
-        ids = getattr(call, "experts_TK", getattr(call, "weights_TK", None))
+        ids = getattr(call, "ids_TK", getattr(call, "weights_TK", None))
         if K is None and ids is not None:
             K = ids.shape[1]
         if isinstance(K, int):

@@ -28,7 +28,7 @@ def run(dtype: torch.dtype) -> torch.Tensor:
     layer = make_layer(CASE, dtype)
     with moe_ops.using("cpu", "experts"):
         return moe_ops.experts(
-            layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI
+            layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI
         )
 
 
@@ -58,7 +58,7 @@ def test_with_many_rows_an_expert_grouped_gemm_takes_over(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = make_layer(CASE, dtype)
-    args = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    args = (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
     rows_an_expert = CASE.T * CASE.K // CASE.E
     monkeypatch.setitem(cpu.EXPERTS_MAX_ROWS, dtype, rows_an_expert)
     assert moe_ops.experts.pick(moe_ops.experts.call(*args)).name == "cpu"
@@ -75,7 +75,7 @@ def test_without_a_compiler_the_reason_is_told_and_another_backend_runs(
     want = run(F32)
     monkeypatch.setattr(kernels, "unavailable", lambda: "needs a working C++ compiler (none)")
     layer = make_layer(CASE)
-    args = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    args = (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
     assert moe_ops.experts.refusals(*args)["cpu"] == "needs a working C++ compiler (none)"
     assert_close(moe_ops.experts(*args), want, TOL["experts", F32])
     with pytest.raises(NotImplementedError, match=r"cpu: needs a working C\+\+ compiler"):

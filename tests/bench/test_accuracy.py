@@ -34,7 +34,7 @@ def test_the_base_is_the_definition_in_float64(base: Base) -> None:
     x = base.x_TD.double()
     for t in range(5):
         want = torch.zeros(TINY.D, dtype=torch.float64)
-        for e, weight in zip(base.experts_TK[t].tolist(), base.weights_TK[t], strict=True):
+        for e, weight in zip(base.ids_TK[t].tolist(), base.weights_TK[t], strict=True):
             gate, up = (first.gate_up_proj[e].double() @ x[t]).chunk(2)
             h = torch.nn.functional.silu(gate) * up
             want += weight * (first.down_proj[e].double() @ h)

@@ -178,7 +178,7 @@ def test_the_float32_layer_is_the_definition() -> None:
     with moe_ops.using("reference"):
         want = moe_ops.moe(x, logits, weights.w13_EFD, weights.w2_EDI, SMALL.K, renormalize=True)
     assert numerics.relative_error(numerics.want(weights, routed), want) < 1e-6
-    x_RD, _, ends_E = moe_ops.dispatch(x, routed.experts_TK, SMALL.E)
+    x_RD, _, ends_E = moe_ops.dispatch(x, routed.ids_TK, SMALL.E)
     want = moe_ops.expert_gemm.reference(x_RD, weights.w13_EFD, ends_E)
     got = numerics.want_products(x_RD, weights.w13_EFD, ends_E)
     assert numerics.relative_error(got, want) < 1e-6
@@ -247,8 +247,8 @@ def test_a_stage_that_is_wrong_is_not_timed(
     register: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     def broken(call: RouteCall) -> object:
-        weights_TK, experts_TK = moe_ops.route.body(call)
-        return weights_TK, experts_TK + 1
+        weights_TK, ids_TK = moe_ops.route.body(call)
+        return weights_TK, ids_TK + 1
 
     register(moe_ops.route, "broken", broken)
     with pytest.raises(SystemExit):

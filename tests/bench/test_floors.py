@@ -73,7 +73,7 @@ def test_logits_give_the_routing_on_any_backend(routing: str) -> None:
     assert routed.logits_TE.dtype is BF16
     for backend in route.candidates("cpu"):
         weights, experts = backend.run(route.call(routed.logits_TE, SMALL.K, renormalize=True))
-        assert torch.equal(experts.sort().values, routed.experts_TK.sort().values)
+        assert torch.equal(experts.sort().values, routed.ids_TK.sort().values)
         assert torch.allclose(weights.sum(-1), torch.ones(200))
     kth, next_ = routed.logits_TE.float().sort(descending=True).values[:, SMALL.K - 1 :].T[:2]
     assert bool((kth - next_ > 2**-8 * kth.abs().clamp(min=2**-6)).all())
@@ -82,7 +82,7 @@ def test_logits_give_the_routing_on_any_backend(routing: str) -> None:
 def test_popularity_follows_the_routing() -> None:
     shares = {}
     for routing in ROUTINGS:
-        ids = inputs.make_routed(SMALL, 4000, routing, BF16, generator()).experts_TK
+        ids = inputs.make_routed(SMALL, 4000, routing, BF16, generator()).ids_TK
         assert all(len(set(row)) == SMALL.K for row in ids[:50].tolist())
         counts = ids.flatten().long().bincount(minlength=SMALL.E).sort(descending=True).values
         shares[routing] = (counts / 4000).tolist()
@@ -95,7 +95,7 @@ def test_popularity_follows_the_routing() -> None:
 
 def test_popular_experts_are_the_same_in_every_set() -> None:
     first = [
-        inputs.make_routed(SMALL, 2000, "zipf", BF16, generator(seed)).experts_TK.flatten().mode()
+        inputs.make_routed(SMALL, 2000, "zipf", BF16, generator(seed)).ids_TK.flatten().mode()
         for seed in (1, 2)
     ]
     assert first[0].values == first[1].values

@@ -79,7 +79,7 @@ def _arguments(weights: str, inputs: str) -> dict[str, dict[str, Any]]:
     product |= {**_weight("w", "FD", WIDTH, weights), **formats}
     layer = {"x_TD": x, **_weight("w13", "FD", 2 * WIDTH, weights)}
     layer |= {**_weight("w2", "DI", WIDTH, weights), **formats}
-    routing = {"weights_TK": torch.empty(T, 1), "experts_TK": torch.empty(T, 1, dtype=torch.int32)}
+    routing = {"weights_TK": torch.empty(T, 1), "ids_TK": torch.empty(T, 1, dtype=torch.int32)}
     found = {
         "expert_gemm": product,
         "experts": {**layer, **routing},
@@ -101,7 +101,7 @@ def _weight(name: str, axes: str, rows: int, format: str) -> dict[str, Tensor]:
     if of.has_zero:
         found[f"{name}_zero_E{axes[0]}G"] = torch.empty(scales, dtype=torch.uint8)
     if of.has_global_scale:
-        found[f"alpha{name.removeprefix('w')}_E"] = torch.empty(E)
+        found[f"global_scale{name.removeprefix('w')}_E"] = torch.empty(E)
     return found
 
 

@@ -141,7 +141,7 @@ def _change(rng: random.Random, given: dict[str, Any], kinds: Any, names: list[s
         given[wrong] = given.pop(name)
         names.append(wrong)
     elif name in kinds:
-        given[name] = _other(rng, kinds[name][0], given[name], given)
+        given[name] = _other(rng, kinds[name].type, given[name], given)
 
 
 def _other(rng: random.Random, kind: type, value: Any, given: dict[str, Any]) -> Any:

@@ -79,10 +79,10 @@ def right_routing(got: Routing, given: dict[str, Any]) -> None:
     """The op takes its arguments, and chooses K different experts of those there are."""
     kept(got, given)
     bias_E = torch.zeros(E) if got.correction_bias else None
-    weights_TK, experts_TK = route(torch.randn(3, E), K, bias_E, None, *got.args)
-    assert weights_TK.shape == experts_TK.shape == (3, K)
+    weights_TK, ids_TK = route(torch.randn(3, E), K, bias_E, **got.options)
+    assert weights_TK.shape == ids_TK.shape == (3, K)
     assert str(weights_TK.dtype) == f"torch.{got.weights_dtype}"
-    assert all(len({*row}) == K and min(row) >= 0 and max(row) < E for row in experts_TK.tolist())
+    assert all(len({*row}) == K and min(row) >= 0 and max(row) < E for row in ids_TK.tolist())
 
 
 ACTIVATION = {

@@ -32,8 +32,8 @@ class Experts(torch.nn.Module):
     """The experts of a block, each token in the same two."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        weights_TK, experts_TK = torch.ones(len(x_TD), 2), torch.tensor([[0, 1]] * len(x_TD))
-        return moe_ops.experts(x_TD, weights_TK, experts_TK, BLOCK.w13_EFD, BLOCK.w2_EDI)
+        weights_TK, ids_TK = torch.ones(len(x_TD), 2), torch.tensor([[0, 1]] * len(x_TD))
+        return moe_ops.experts(x_TD, weights_TK, ids_TK, BLOCK.w13_EFD, BLOCK.w2_EDI)
 
 
 @pytest.fixture(autouse=True)

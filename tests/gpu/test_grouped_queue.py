@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton.experts import grouped
 from moe_ops.kernels.triton.experts.sort import sort_pairs
-from moe_ops.kernels.triton.experts.tile_map import Tiles, tile_map
+from moe_ops.kernels.triton.experts.tile_map import TileMap, tile_map
 from moe_ops.kernels.triton.experts.weights import Experts
 from moe_ops.testing import BF16, TOL, Case, assert_close
 
@@ -94,7 +94,7 @@ def no_hang(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     heads = torch.empty(8, 3, dtype=torch.int32, pin_memory=True).fill_(-1)
     stream = torch.cuda.Stream()
 
-    def recording(ends_E: Tensor, rows: int, block_m: int) -> Tiles:
+    def recording(ends_E: Tensor, rows: int, block_m: int) -> TileMap:
         tiles = tile_map(ends_E, rows, block_m)
         tables.append(tiles.table)
         return tiles

@@ -47,7 +47,7 @@ GRID = (
 
 
 def call_of(layer: Layer) -> tuple[Tensor, ...]:
-    return (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    return (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
 
 
 def run(backend: str, layer: Layer, **more: Any) -> Tensor:
@@ -69,8 +69,8 @@ def definition(
     **activation: Any,
 ) -> Tensor:
     """The experts in float32, one at a time: the definition itself gathers a weight per row."""
-    E, K = layer.w13_EFD.shape[0], layer.experts_TK.shape[1]
-    ids_R = local_ids(layer.experts_TK, E, expert_map)
+    E, K = layer.w13_EFD.shape[0], layer.ids_TK.shape[1]
+    ids_R = local_ids(layer.ids_TK, E, expert_map)
     out_TD = torch.zeros(layer.x_TD.shape, device="cuda")
     for e in ids_R.unique().tolist():
         if e == E:
@@ -128,10 +128,10 @@ def test_transposed_weights(backend: str, T: int, interleaved: bool) -> None:
 @pytest.mark.parametrize("T", [4, 300])
 def test_extreme_skew_and_experts_that_are_not_here(backend: str, T: int) -> None:
     layer = make_layer(Case(name="s", T=T, E=32, K=4, D=512, I=256), BF16, "cuda")
-    layer.experts_TK[:, 0] = 7  # every token, and many experts stay empty
-    layer.experts_TK[:, 1:] %= 3
-    layer.experts_TK[::3, 3] = -1
-    layer.experts_TK[0] = 32
+    layer.ids_TK[:, 0] = 7  # every token, and many experts stay empty
+    layer.ids_TK[:, 1:] %= 3
+    layer.ids_TK[::3, 3] = -1
+    layer.ids_TK[0] = 32
     biases = {"b13_EF": layer.b13_EF, "b2_ED": layer.b2_ED}
     check(backend, layer, **biases)
     expert_map = torch.randperm(40, device="cuda", dtype=torch.int32)[:32] - 8

@@ -59,5 +59,5 @@ def test_tensors_on_two_devices_are_refused() -> None:
     layer = make_layer(CASES[0], device="cuda")
     with pytest.raises(ValueError, match=r"weights_TK is on cpu.*cuda:0"):
         moe_ops.experts(
-            layer.x_TD, layer.weights_TK.cpu(), layer.experts_TK, layer.w13_EFD, layer.w2_EDI
+            layer.x_TD, layer.weights_TK.cpu(), layer.ids_TK, layer.w13_EFD, layer.w2_EDI
         )

@@ -70,7 +70,7 @@ def test_a_quantised_layer_gives_on_the_gpu_what_it_gives_on_the_cpu(
 ) -> None:
     layer = make_layer(CASE, dtype)
     w13, w2 = (packing.quantize(w, Format.of(w_format)) for w in (layer.w13_EFD, layer.w2_EDI))
-    routed = (layer.x_TD, layer.weights_TK, layer.experts_TK, w13.values, w2.values)
+    routed = (layer.x_TD, layer.weights_TK, layer.ids_TK, w13.values, w2.values)
     formats = {
         "w13_scale_EFG": w13.scale, "w2_scale_EDG": w2.scale, "w13_zero_EFG": w13.zero,
         "w2_zero_EDG": w2.zero, "w_format": w_format, "x_format": x_format,

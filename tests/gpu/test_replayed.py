@@ -41,7 +41,7 @@ def no_recordings() -> Iterator[dict[Any, Any]]:
 
 
 def variants(layer: Layer) -> Iterator[tuple[str, dict[str, Any]]]:
-    E, K = layer.w13_EFD.shape[0], layer.experts_TK.shape[1]
+    E, K = layer.w13_EFD.shape[0], layer.ids_TK.shape[1]
     yield "plain", {}
     yield "biases", {"b13_EF": layer.b13_EF, "b2_ED": layer.b2_ED}
     ids = torch.randperm(2 * E, device="cuda", dtype=torch.int32) - K
@@ -68,7 +68,7 @@ def test_the_bits_of_the_host_code_for_other_tensors(
     kept = []  # so that no address comes twice
     for seed, transposed in itertools.product(range(3), (False, True)):
         layer = make_layer(case, dtype, "cuda", seed, transposed=transposed)
-        tensors = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+        tensors = (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
         for name, more in variants(layer):
             if (
                 experts.backends[backend].refusal("cuda", case.T, experts.call(*tensors, **more))
@@ -86,7 +86,7 @@ def test_the_bits_of_the_host_code_for_other_tensors(
 
 def test_a_residual_which_may_be_an_input_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer(CASES[2], BF16, "cuda")
-    tensors = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    tensors = (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
     other = torch.randn_like(layer.x_TD)
     for residual in (layer.x_TD, other, layer.x_TD, other.clone()):
         run = functools.partial(backends.run_experts, "rows", experts.call(*tensors), residual)
@@ -106,7 +106,7 @@ def test_every_router(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_launches_go_to_the_stream_of_the_call() -> None:
     """Behind work that this stream has to do first."""
     layer = make_layer(CASES[3], BF16, "cuda")
-    tensors = (layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    tensors = (layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
     want = [experts(x, *tensors) for x in (layer.x_TD, layer.x_TD)][1]
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -123,8 +123,8 @@ def test_what_lies_between_launches_is_not_what_the_allocator_left() -> None:
     """The buffer of a call holds NaN before; tests fill what is not initialised."""
     assert torch.utils.deterministic.fill_uninitialized_memory
     layer = make_layer(CASES[2], BF16, "cuda")
-    layer.experts_TK[::2] = -1
-    tensors = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    layer.ids_TK[::2] = -1
+    tensors = (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
     first, second = (experts(*tensors) for _ in range(2))
     assert torch.equal(first, second) and not first[::2].any() and first.isfinite().all()
 
@@ -136,7 +136,7 @@ def test_a_recording_keeps_no_memory(backend: str) -> None:
     before = torch.cuda.memory_allocated()
     layer = make_layer(CASES[1], BF16, "cuda")
     with moe_ops.using(backend, "experts"):
-        experts(layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+        experts(layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
     assert torch.cuda.memory_allocated() > before
     del layer
     assert torch.cuda.memory_allocated() == before

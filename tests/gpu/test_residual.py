@@ -33,7 +33,7 @@ def test_the_bits_of_a_sum_of_its_own(plan: str, T: int, dtype: torch.dtype) -> 
     given = tensors(T, dtype)
     residual = torch.randn_like(given[0])
     want = residual + experts.backends[plan].run(experts.call(*given, *ACT))
-    assert torch.equal(experts_onto(residual, *given, *ACT, plan), want)
+    assert torch.equal(experts_onto.planned(residual, *given, *ACT, plan=plan), want)
 
 
 @pytest.mark.usefixtures("overlapping")
@@ -47,7 +47,7 @@ def test_layers_whose_launches_overlap_in_a_graph(plan: str, T: int) -> None:
 
     def chain(x: Tensor, wait: Any) -> Tensor:
         for _ in range(12):
-            x = experts_onto(x, *given, *ACT, plan)
+            x = experts_onto.planned(x, *given, *ACT, plan=plan)
             wait()
         return x
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops import experts, using
-from moe_ops.decode_ops.linears import linears, normed_linears
+from moe_ops.decode_ops import linears, normed_linears
 from moe_ops.decode_ops.one_query import one_query
 from moe_ops.decode_ops.rope_attention import rope_attention
 from moe_ops.graphs.capture import GraphRunner
@@ -50,7 +50,7 @@ def same(first: Tensor, second: Tensor) -> None:
 @pytest.mark.parametrize("backend", [b for b in experts.backends if b.startswith("triton.")])
 def test_experts(backend: str, T: int) -> None:
     layers = [made(T, device) for device in (FIRST, SECOND)]
-    calls = [(a.x_TD, a.weights_TK, a.experts_TK, a.w13_EFD, a.w2_EDI) for a in layers]
+    calls = [(a.x_TD, a.weights_TK, a.ids_TK, a.w13_EFD, a.w2_EDI) for a in layers]
     refusal = experts.backends[backend].refusal("cuda", T, experts.call(*calls[0]))
     if refusal is not None:
         pytest.skip(f"{backend} {refusal}")
@@ -62,11 +62,11 @@ def test_the_other_stages() -> None:
     layers = [made(50, device) for device in (FIRST, SECOND)]
     found = []
     for a in layers:
-        weights_TK, experts_TK = moe_ops.route(a.logits_TE, 4)
-        x_RD, rows_R, ends_E = moe_ops.dispatch(a.x_TD, experts_TK, 32)
+        weights_TK, ids_TK = moe_ops.route(a.logits_TE, 4)
+        x_RD, rows_R, ends_E = moe_ops.dispatch(a.x_TD, ids_TK, 32)
         with using("triton", "expert_gemm"):
             y_RF = moe_ops.expert_gemm(x_RD, a.w13_EFD, ends_E)
-        found.append((weights_TK, experts_TK, rows_R, y_RF))
+        found.append((weights_TK, ids_TK, rows_R, y_RF))
     for first, second in zip(*found, strict=True):
         same(first, second)
 

@@ -64,7 +64,7 @@ def test_padded_ids_are_experts_that_are_not_here() -> None:
         seen.append(ids.clone())
         return experts(x, weights, ids, w13, w2)
 
-    args = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    args = (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
     got = runner(function, Recorder(), varying=3)(*args)
     torch.testing.assert_close(got, experts(*args))
     assert (seen[-1][3:] == -1).all() and seen[-1].shape[0] == 4

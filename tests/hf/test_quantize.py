@@ -76,7 +76,7 @@ def decoded(module: nn.Module, name: str) -> Tensor:
     return packing.dequantize(
         getattr(module, f"{name}_codes"), getattr(module, f"{name}_scale"),
         Format.of(stored.w_format), getattr(module, f"{name}_zero", None),
-        getattr(module, f"{name}_alpha", None),
+        getattr(module, f"{name}_global_scale", None),
     )  # fmt: skip
 
 
@@ -259,7 +259,7 @@ def test_quantised_tensors_are_part_of_the_state_dict() -> None:
     name = "model.layers.0.mlp.experts.gate_up_proj"
     assert state[f"{name}_codes"].dtype == torch.uint8
     assert state[f"{name}_scale"].dtype == torch.float8_e4m3fn
-    assert state[f"{name}_alpha"].shape == (6,)
+    assert state[f"{name}_global_scale"].shape == (6,)
     other.load_state_dict(state)
     assert torch.equal(logits(other), logits(model))
 

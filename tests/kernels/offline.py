@@ -254,7 +254,7 @@ def layer(
     call = ExpertsCall(
         x_TD=empty(T, case.D),
         weights_TK=empty(T, case.K, dtype=torch.float32),
-        experts_TK=empty(T, case.K, dtype=torch.int64 if full else torch.int32),
+        ids_TK=empty(T, case.K, dtype=torch.int64 if full else torch.int32),
         w13_EFD=weight(F, case.D),
         w2_EDI=weight(case.D, case.I),
         b13_EF=empty(case.E, F) if full else None,

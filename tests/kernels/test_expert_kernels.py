@@ -35,7 +35,7 @@ each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
 
 def run(kernel: str, layer: Layer, **more: Any) -> Tensor:
-    call = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    call = (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
     record = experts.call(*call, **more)
     refusal = KERNELS[kernel].refusal(DEVICE, len(layer.x_TD), record)
     if refusal not in (None, "needs a tensor on cuda, got cpu"):
@@ -44,7 +44,7 @@ def run(kernel: str, layer: Layer, **more: Any) -> Tensor:
 
 
 def definition(layer: Layer, **more: Any) -> Tensor:
-    call = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    call = (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
     more = {k: float32(v) for k, v in more.items()}
     return experts.reference(*map(float32, call), **more)
 
@@ -91,8 +91,8 @@ def test_transposed_weights(kernel: str) -> None:
 @each_kernel
 def test_experts_that_are_not_here_add_nothing(kernel: str) -> None:
     layer = make_layer(SMALL["odd"], F16, DEVICE)
-    layer.experts_TK[0] = torch.tensor([-1, 5, 4])
-    layer.experts_TK[1] = -1
+    layer.ids_TK[0] = torch.tensor([-1, 5, 4])
+    layer.ids_TK[1] = -1
     layer.x_TD[1] = float("nan")  # a token without experts is never read
     biases = {"b13_EF": layer.b13_EF, "b2_ED": layer.b2_ED}
     out = run(kernel, layer, **biases)
@@ -118,7 +118,7 @@ def test_the_shares_of_two_ranks_sum_to_the_whole(kernel: str) -> None:
 @each_kernel
 def test_one_token_with_more_choices_than_experts_here(kernel: str) -> None:
     layer = make_layer(Case(name="share", T=1, E=8, K=6, D=32, I=16), F16, DEVICE)
-    layer.experts_TK[:] = torch.arange(6)
+    layer.ids_TK[:] = torch.arange(6)
     share = {"w13_EFD": layer.w13_EFD[3:5], "w2_EDI": layer.w2_EDI[3:5]}
     expert_map = torch.tensor([-1, -1, -1, 0, 1, -1, -1, -1], device=DEVICE)
     share_layer = replace(layer, **share)
@@ -129,8 +129,8 @@ def test_one_token_with_more_choices_than_experts_here(kernel: str) -> None:
 @each_kernel
 def test_all_tokens_on_one_expert(kernel: str) -> None:
     layer = make_layer(SMALL["plain"], F16, DEVICE)
-    layer.experts_TK[:, 0] = 5
-    layer.experts_TK[:, 1] = -1
+    layer.ids_TK[:, 0] = 5
+    layer.ids_TK[:, 1] = -1
     check(kernel, layer)
 
 
@@ -139,7 +139,7 @@ def test_all_tokens_on_one_expert(kernel: str) -> None:
 @pytest.mark.parametrize("T", [1, SMALL["plain"].T])
 def test_an_expert_chosen_twice_by_a_token_counts_twice(kernel: str, T: int) -> None:
     layer = make_layer(replace(SMALL["plain"], T=T), F16, DEVICE)
-    layer.experts_TK[:] = layer.experts_TK[:, :1]
+    layer.ids_TK[:] = layer.ids_TK[:, :1]
     check(kernel, layer, b2_ED=layer.b2_ED)
 
 
@@ -160,10 +160,10 @@ def test_a_token_of_nan_leaves_the_others_alone(kernel: str, name: str) -> None:
 @pytest.mark.parametrize("mapped", [False, True])
 def test_ids_beyond_32_bits_are_experts_that_are_not_here(kernel: str, mapped: bool) -> None:
     layer = make_layer(SMALL["odd"], F16, DEVICE)
-    ids = layer.experts_TK.long()
+    ids = layer.ids_TK.long()
     ids[0, 0], ids[1, 1] = 2**32 + 1, -(2**32)
     here = torch.arange(SMALL["odd"].E, device=DEVICE)
-    check(kernel, replace(layer, experts_TK=ids), expert_map=here if mapped else None)
+    check(kernel, replace(layer, ids_TK=ids), expert_map=here if mapped else None)
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_strided_tokens_and_weights(kernel: str) -> None:
         layer,
         x_TD=layer.x_TD.T.contiguous().T,
         weights_TK=layer.weights_TK.T.contiguous().T,
-        experts_TK=layer.experts_TK.long().T.contiguous().T,
+        ids_TK=layer.ids_TK.long().T.contiguous().T,
         w13_EFD=twice["w13_EFD"][::2],
         w2_EDI=twice["w2_EDI"][::2],
     )
@@ -200,9 +200,9 @@ def test_strided_tokens_and_weights(kernel: str) -> None:
 @pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
 def test_one_product(transposed: bool) -> None:
     layer = make_layer(SMALL["odd"], F16, DEVICE, transposed=transposed)
-    experts_TK = layer.experts_TK.clone()
-    experts_TK[0] = -1
-    x_RD, _, ends_E = dispatch(layer.x_TD, experts_TK, 5)
+    ids_TK = layer.ids_TK.clone()
+    ids_TK[0] = -1
+    x_RD, _, ends_E = dispatch(layer.x_TD, ids_TK, 5)
     used = int(ends_E[-1])
     x_RD[used:] = float("nan")
     call = (x_RD, layer.w13_EFD, ends_E, layer.b13_EF, transposed)
@@ -218,7 +218,7 @@ def test_one_product(transposed: bool) -> None:
 def test_a_residual_is_added_to_what_was_rounded(kernel: str, T: int, biases: bool) -> None:
     layer = make_layer(Case(name="residual", T=T, E=5, K=3, D=33, I=16), F16, DEVICE)
     more = (layer.b13_EF, layer.b2_ED) if biases else (None, None)
-    given = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI, *more)
+    given = (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI, *more)
     call = experts.call(*given)
     residual_TD = torch.randn(layer.x_TD.shape, device=DEVICE).to(F16)
     name = kernel.removeprefix("triton.")
@@ -230,7 +230,7 @@ def test_a_residual_is_added_to_what_was_rounded(kernel: str, T: int, biases: bo
 
 def test_more_tokens_than_tiny_takes_are_refused() -> None:
     layer = make_layer(next(c for c in CASES if c.T == 70), F16, DEVICE)
-    call = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    call = (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
     record = experts.call(*call)
     refusal = KERNELS["triton.tiny"].refusal("cuda", 70, record)
     assert refusal == "takes at most 16 rows, got 70"

@@ -12,12 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ops.decode_ops.linears import linears, norm_refusal, normed_linears, refusal
+from moe_ops.decode_ops import linears, normed_linears
+from moe_ops.decode_ops.linears import LinearsCall, refusal
+from moe_ops.decode_ops.normed_linears import NormedLinearsCall
+from moe_ops.decode_ops.normed_linears import refusal as norm_refusal
 from moe_ops.testing import BF16, F16, F32, Tol, assert_close
 
 pytest.importorskip("triton")
 from moe_ops.kernels.triton.decode.linears import run, run_normed
-from moe_ops.kernels.triton.decode.linears_plan import Plan, plan_for
+from moe_ops.kernels.triton.decode.linears_plan import LinearsPlan, plan_for
 
 TOL = Tol(1e-5, "float32 sums in another order")
 TOL_F16 = Tol(1e-3, "one rounding to 11 bits of mantissa")
@@ -49,7 +52,7 @@ def check(got: list[Tensor], x: Tensor, weights: Any, biases: Any, tol: Tol, wha
 def test_sizes_that_are_no_multiples_of_tiles(T: int, K: int, sizes: tuple[int, ...]) -> None:
     given = tensors(T, K, sizes)
     check(run(*given), *given, TOL, "run")
-    few = Plan(16 if T > 1 else 4, 32, 4, 2)
+    few = LinearsPlan(16 if T > 1 else 4, 32, 4, 2)
     check(run(*given, plan=few), *given, TOL, "several tiles")
 
 
@@ -95,7 +98,7 @@ def test_a_norm_first(K: int, sizes: tuple[int, ...], residual: bool) -> None:
     cpu = [None if t is None else t.cpu() for t in (x, added, gain, *weights, *biases)]
     G = len(sizes)
     want = normed_linears(cpu[0], cpu[1], cpu[2], 1e-5, cpu[3 : 3 + G], cpu[3 + G :])
-    for plan in (None, Plan(4, 32, 4, 2)):
+    for plan in (None, LinearsPlan(4, 32, 4, 2)):
         got = run_normed(*given, plan=plan)
         for i, (g, w) in enumerate(zip(got, want, strict=True)):
             assert_close(
@@ -123,7 +126,9 @@ def test_the_op_that_norms(residual: bool) -> None:
 
 def test_refusals_of_norms() -> None:
     def why(x: Any = (1, 8), residual: Any = (1, 8), gain: Any = (8,)) -> Any:
-        return norm_refusal(*(torch.empty(t, dtype=BF16) for t in (x, residual, gain)))
+        x, residual, gain = (torch.empty(t, dtype=BF16) for t in (x, residual, gain))
+        weights = [torch.empty(6, x.shape[1], dtype=BF16)]
+        return norm_refusal(NormedLinearsCall(x, residual, gain, 0.0, weights, [None]))
 
     assert why() is None
     assert why((2, 8)) == "x_TK is [2, 8], not one row of up to 8192; use `linears`"
@@ -135,7 +140,8 @@ def test_refusals_of_norms() -> None:
         "the residual is [8] with the strides (1,), not a contiguous [1, 8]; reshape it"
     )
     wide = torch.empty(8)
-    assert norm_refusal(torch.empty(1, 8, dtype=BF16), None, wide) == (
+    x, weights = torch.empty(1, 8, dtype=BF16), [torch.empty(6, 8, dtype=BF16)]
+    assert norm_refusal(NormedLinearsCall(x, None, wide, 0.0, weights, [None])) == (
         "the gain is torch.float32 on cpu, x_TK torch.bfloat16 on cpu; convert one of them"
     )
     with pytest.raises(ValueError, match="normed_linears: the gain is"):
@@ -188,7 +194,7 @@ def test_refusals_say_what_and_what_to_do() -> None:
         x, w, b = (
             torch.empty(t, dtype=dtype) if isinstance(t, tuple) else t for t in (x, w, b)
         )  # fmt: skip
-        return refusal(x, [w], [b])
+        return refusal(LinearsCall(x, [w], [b]))
 
     assert why() is None and why(b=(6,)) is None
     rows = "not [T, K] with T from 1 to 64; use torch's linear"
@@ -212,7 +218,7 @@ def test_refusals_say_what_and_what_to_do() -> None:
     assert why(w=torch.empty(6, 8)) == (
         "weight 0 is torch.float32 on cpu, x_TK torch.bfloat16 on cpu; convert one of them"
     )
-    assert refusal(torch.empty(4, 8, dtype=BF16), [], []) == (
+    assert refusal(LinearsCall(torch.empty(4, 8, dtype=BF16), [], [])) == (
         "got 0 weights and 0 biases; give a bias or None for each"
     )
     with pytest.raises(ValueError, match=r"linears: x_TK is \[65, 8\]"):

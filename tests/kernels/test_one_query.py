@@ -12,12 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_ops.decode_ops.one_query import formula, one_query, refusal
+from moe_ops.decode_ops.one_query import OneQueryCall, formula, one_query, refusal
 from moe_ops.testing import F32, Tol, assert_close
 
 pytest.importorskip("triton")
 from moe_ops.kernels.triton.decode.one_query import attend
-from moe_ops.kernels.triton.decode.one_query_plan import MOST_SLOTS, MOST_SPLITS, Plan, plan_for
+from moe_ops.kernels.triton.decode.one_query_plan import (
+    MOST_SLOTS,
+    MOST_SPLITS,
+    AttentionPlan,
+    plan_for,
+)
 
 OTHER = "use torch's attention"
 op_file = importlib.import_module("moe_ops.decode_ops.one_query")
@@ -75,11 +80,11 @@ def with_garbage(k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def split(slots: int, splits: int, tile: int) -> Plan:
+def split(slots: int, splits: int, tile: int) -> AttentionPlan:
     """As many programs as that, or what is left of them where a tile is no smaller than a share."""
     share = -(-slots // splits)
     span = -(-share // tile) * tile
-    return Plan(-(-slots // span), span, tile, 4, 2)
+    return AttentionPlan(-(-slots // span), span, tile, 4, 2)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -262,7 +267,7 @@ def test_refusals_say_why() -> None:
             "v_BNSD": meta(1, 2, slots, sizes[1]),
             "mask_BS": meta(1, slots, dtype=torch.bool),
         }
-        return refusal(**tensors | but)
+        return refusal(OneQueryCall(**tensors | but, scale=1.0))
 
     assert why() is None and why(sinks_H=meta(4)) is None
     assert why(MOST_SLOTS) is None

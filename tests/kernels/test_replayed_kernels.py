@@ -132,7 +132,7 @@ def test_experts(
         kept += [plain, transposed]
         for flip, more in variants(plain):
             layer = transposed if flip else plain
-            tensors = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+            tensors = (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
             call = experts.call(*tensors, transposed=flip, **more)
             check(functools.partial(experts.backends[name].run, call), monkeypatch)
     assert len(recordings) == 3  # one for each variant, none for each seed
@@ -144,7 +144,7 @@ def test_a_residual_which_may_be_an_input_as_well(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = make_layer(Case(name="small", T=3, E=4, K=2, D=40, I=24), torch.float16)
-    tensors = (layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI)
+    tensors = (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
     for residual in (layer.x_TD, torch.randn_like(layer.x_TD), layer.x_TD):
         call = experts.call(*tensors)
         check(functools.partial(backends.run_experts, name, call, residual), monkeypatch)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ops.decode_ops.rope_attention import refusal, rope_attention
+from moe_ops.decode_ops.rope_attention import RopeAttentionCall, refusal, rope_attention
 from moe_ops.testing import BF16, F16, Tol, assert_close
 
 pytest.importorskip("triton")
@@ -150,7 +150,7 @@ def test_the_schema(gains: bool) -> None:
 def test_refusals_say_why() -> None:
     def why(size: tuple[int, ...] = SIZES[0], **but: Any) -> Any:
         given = tensors(size, BF16) | but
-        return refusal(**{n: t for n, t in given.items() if n not in ("scale", "eps")})
+        return refusal(RopeAttentionCall(**given))
 
     def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=DEVICE)

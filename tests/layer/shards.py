@@ -50,11 +50,11 @@ def randomize(layer: MoELayer, seed: int = 0) -> MoELayer:
             getattr(layer, f"{name}_weight").copy_(w)
             continue
         for e in range(s.E):
-            alpha = None
+            global_scale = None
             if quant.format.has_global_scale:
-                alpha = packing.global_scale_of(w[e], quant.format)
-                getattr(layer, f"{name}_alpha")[e] = alpha
-            q = packing.quantize(w[e], quant.format, global_scale=alpha)
+                global_scale = packing.global_scale_of(w[e], quant.format)
+                getattr(layer, f"{name}_global_scale")[e] = global_scale
+            q = packing.quantize(w[e], quant.format, global_scale=global_scale)
             getattr(layer, f"{name}_weight")[e] = q.values
             getattr(layer, f"{name}_scale")[e] = q.scale
             if q.zero is not None:

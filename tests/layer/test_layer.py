@@ -75,9 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_a_layer_computes_its_definition(options: dict[str, Any]) -> None:
     layer = randomize(MoELayer(**options))
     x, logits = torch.randn(3, 4, 32), torch.randn(3, 4, 6)
-    routed = route(
-        logits.view(12, 6), layer.top_k, layer.correction_bias, None, *layer.routing.args
-    )
+    routed = route(logits.view(12, 6), layer.top_k, layer.correction_bias, **layer.routing.options)
     with torch.no_grad():
         assert_close(layer(x, logits).view(12, 32), by_hand(layer, x.view(12, 32), *routed), LOOSE)
 
@@ -96,8 +94,8 @@ def test_a_gate_of_its_own() -> None:
 
 def last_experts(x_TD: Tensor, logits_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     E = logits_TE.shape[1]
-    experts_TK = torch.arange(E - top_k, E, dtype=torch.int32).expand(x_TD.shape[0], top_k)
-    return x_TD[:, :top_k].contiguous(), experts_TK
+    ids_TK = torch.arange(E - top_k, E, dtype=torch.int32).expand(x_TD.shape[0], top_k)
+    return x_TD[:, :top_k].contiguous(), ids_TK
 
 
 def test_a_custom_routing_function_sees_tokens_and_logits() -> None:
@@ -189,7 +187,7 @@ def test_static_nvfp4_inputs_are_multiplied_in() -> None:
         for w in ("w13", "w2"):
             decoded = packing.dequantize(
                 getattr(layer, f"{w}_weight"), getattr(layer, f"{w}_scale"), formats.format,
-                global_scale=getattr(layer, f"{w}_alpha"),
+                global_scale=getattr(layer, f"{w}_global_scale"),
             )  # fmt: skip
             getattr(plain, f"{w}_weight").copy_(decoded)
         x, logits = torch.randn(9, 64), torch.randn(9, 6)
@@ -254,7 +252,7 @@ def test_expert_tensors_are_what_has_one_entry_a_slot() -> None:
     layer = MoELayer(6, 2, 64, 64, quant=formats, bias=True, parallel=rank, shared_experts=1)
     found = layer.expert_tensors()
     assert set(found) == {
-        f"{w}_{what}" for w in ("w13", "w2") for what in ("weight", "scale", "alpha", "bias")
+        f"{w}_{what}" for w in ("w13", "w2") for what in ("weight", "scale", "global_scale", "bias")
     }
     assert {t.shape[0] for t in found.values()} == {2}
     found["w2_bias"][1] = 7.0

@@ -106,8 +106,8 @@ def test_a_compiled_layer_counts_loads() -> None:
     with torch.inference_mode():
         for _ in range(3):
             run(x)
-        experts_TK = moe_ops.route(layer.gate(x), 2)[1]
-    assert torch.equal(layer.loads, 3 * torch.bincount(experts_TK.flatten(), minlength=8))
+        ids_TK = moe_ops.route(layer.gate(x), 2)[1]
+    assert torch.equal(layer.loads, 3 * torch.bincount(ids_TK.flatten(), minlength=8))
 
 
 def test_moved_experts_are_seen_by_a_compiled_layer() -> None:

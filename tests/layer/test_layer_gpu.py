@@ -43,9 +43,9 @@ def test_the_gpu_gives_what_the_cpu_gives(options: dict[str, Any]) -> None:
     on_gpu = copy.deepcopy(layer).cuda()
     x = torch.randn(9, 128, dtype=BF16)
     with torch.inference_mode():
-        weights_TK, experts_TK = layer.route(x, layer.gate(x))
-        want = layer.run_experts(x, weights_TK, experts_TK)
-        got = on_gpu.run_experts(x.cuda(), weights_TK.cuda(), experts_TK.cuda())
+        weights_TK, ids_TK = layer.route(x, layer.gate(x))
+        want = layer.run_experts(x, weights_TK, ids_TK)
+        got = on_gpu.run_experts(x.cuda(), weights_TK.cuda(), ids_TK.cuda())
     assert_close(got.cpu(), want, STEP)
 
 

@@ -292,19 +292,19 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], type[Exception], str]] =
         ValueError,
         "logits_TE must have 8 (the experts of the layer) on axis 1",
     ),
-    "tokens": ({}, (X, LOGITS[:2]), ValueError, "experts_TK must have 3 (the tokens of x_TD)"),
+    "tokens": ({}, (X, LOGITS[:2]), ValueError, "ids_TK must have 3 (the tokens of x_TD)"),
     "dtype": ({}, (X.bfloat16(), LOGITS), TypeError, "w13_EFD must be bfloat16; got float32"),
     "custom_top_k": (
         {"routing": Routing(custom=lambda x, logits, k: logits.topk(k + 1))},
         (X, LOGITS),
         ValueError,
-        "the custom routing's experts_TK must have 2 (top_k) on axis 1",
+        "the custom routing's ids_TK must have 2 (top_k) on axis 1",
     ),
     "custom_ids": (
         {"routing": Routing(custom=lambda x, logits, k: (logits[:, :k], logits[:, :k]))},
         (X, LOGITS),
         TypeError,
-        "the custom routing's experts_TK must be int32, int64; got float32",
+        "the custom routing's ids_TK must be int32, int64; got float32",
     ),
 }
 

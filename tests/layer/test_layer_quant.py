@@ -54,7 +54,7 @@ class Mutation:
         return [name for name, t in found if self.applies(t)]
 
 
-SCALES = ("scale", "alpha")
+SCALES = ("scale", "global_scale")
 
 
 def with_entry(data: Data, t: Tensor, value: float) -> tuple[Tensor, str]:
@@ -165,7 +165,7 @@ def test_legal_tensors_are_taken(quant: QuantConfig) -> None:
 
 UNUSED = {
     "w13_zero": ("int8:row", torch.zeros(E, 2 * I, 1, dtype=U8)),
-    "w2_alpha": ("mxfp4_w4a16", torch.ones(E)),
+    "w2_global_scale": ("mxfp4_w4a16", torch.ones(E)),
     "x_scale": ("int8_w8a8_row", torch.ones(1)),
 }
 

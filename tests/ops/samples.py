@@ -58,11 +58,11 @@ def specified(op_name: str, args: tuple[Any, ...], got: Any) -> list[Tensor]:
     return [got] if isinstance(got, Tensor) else list(got)
 
 
-def with_holes(experts_TK: Tensor, num_experts: int) -> Tensor:
+def with_holes(ids_TK: Tensor, num_experts: int) -> Tensor:
     """The ids with some pairs sent nowhere: -1, the first id too large, and one far beyond."""
-    ids = experts_TK.clone().reshape(-1)
+    ids = ids_TK.clone().reshape(-1)
     ids[::4], ids[1::5], ids[3::7] = -1, num_experts, 2**31 - 1
-    return ids.reshape(experts_TK.shape)
+    return ids.reshape(ids_TK.shape)
 
 
 def half_map(num_experts: int) -> Tensor:
@@ -198,38 +198,38 @@ def _quantize(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
 
 def _dispatch(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     layer, E = make_layer(case, dtype), case.E
-    ids = layer.experts_TK
-    call = {"x_TD": layer.x_TD, "experts_TK": ids, "num_experts": E}
+    ids = layer.ids_TK
+    call = {"x_TD": layer.x_TD, "ids_TK": ids, "num_experts": E}
     half = {"num_experts": (E + 1) // 2, "expert_map": half_map(E)}
     return {
         "plain": call,
-        "int64": {**call, "experts_TK": ids.long()},
-        "holes": {**call, "experts_TK": with_holes(ids, E)},
-        "nothing_here": {**call, "experts_TK": torch.full_like(ids, -1)},
-        "one_expert": {**call, "experts_TK": torch.full_like(ids, E - 1)},
+        "int64": {**call, "ids_TK": ids.long()},
+        "holes": {**call, "ids_TK": with_holes(ids, E)},
+        "nothing_here": {**call, "ids_TK": torch.full_like(ids, -1)},
+        "one_expert": {**call, "ids_TK": torch.full_like(ids, E - 1)},
         "map": {**call, **half},
-        "map_and_holes": {**call, **half, "experts_TK": with_holes(ids, E).long()},
-        "strided": {**call, "x_TD": strided(layer.x_TD), "experts_TK": strided(ids)},
+        "map_and_holes": {**call, **half, "ids_TK": with_holes(ids, E).long()},
+        "strided": {**call, "x_TD": strided(layer.x_TD), "ids_TK": strided(ids)},
     }
 
 
 def _expert_loads(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
-    ids, E = make_layer(case, dtype).experts_TK, case.E
-    call = {"experts_TK": ids, "num_experts": E}
+    ids, E = make_layer(case, dtype).ids_TK, case.E
+    call = {"ids_TK": ids, "num_experts": E}
     return {
         "plain": call,
-        "int64": {**call, "experts_TK": ids.long()},
-        "holes": {**call, "experts_TK": with_holes(ids, E)},
+        "int64": {**call, "ids_TK": ids.long()},
+        "holes": {**call, "ids_TK": with_holes(ids, E)},
         "map": {**call, "expert_map": half_map(E)},
-        "strided": {**call, "experts_TK": strided(ids)},
+        "strided": {**call, "ids_TK": strided(ids)},
     }
 
 
 def _expert_gemm(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     layer, E = make_layer(case, dtype), case.E
     w, flipped = layer.w13_EFD, layer.w13_EFD.transpose(1, 2)
-    x, _, ends = OPS["dispatch"].reference(layer.x_TD, layer.experts_TK, E)
-    tail, _, tail_ends = OPS["dispatch"].reference(layer.x_TD, with_holes(layer.experts_TK, E), E)
+    x, _, ends = OPS["dispatch"].reference(layer.x_TD, layer.ids_TK, E)
+    tail, _, tail_ends = OPS["dispatch"].reference(layer.x_TD, with_holes(layer.ids_TK, E), E)
     tail[int(tail_ends[-1]) :] = float("nan")
     call = {"x_RD": x, "w_EFD": w, "ends_E": ends}
     everything = torch.full_like(ends, x.shape[0])
@@ -243,7 +243,7 @@ def _expert_gemm(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
             q, scale = OPS["quantize"].reference(x, x_format)
             more |= {"x_RD": q, "x_scale_RG": scale, "x_format": x_format, "out_dtype": name}
         if Format.of(w_format).has_global_scale:
-            more |= {"alpha_E": torch.rand(E) + 0.5, "bias_EF": layer.b13_EF}
+            more |= {"global_scale_E": torch.rand(E) + 0.5, "bias_EF": layer.b13_EF}
         formats[f"{w_format}_{x_format}"] = {**call, **more}
     return {
         **formats,
@@ -289,9 +289,9 @@ def _combine(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
 
 def _experts(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     layer, E = make_layer(case, dtype), case.E
-    ids, w13, w2 = layer.experts_TK, layer.w13_EFD, layer.w2_EDI
+    ids, w13, w2 = layer.ids_TK, layer.w13_EFD, layer.w2_EDI
     call = {
-        "x_TD": layer.x_TD, "weights_TK": layer.weights_TK, "experts_TK": ids,
+        "x_TD": layer.x_TD, "weights_TK": layer.weights_TK, "ids_TK": ids,
         "w13_EFD": w13, "w2_EDI": w2,
     }  # fmt: skip
     biases = {"b13_EF": layer.b13_EF, "b2_ED": layer.b2_ED}
@@ -314,8 +314,9 @@ def _experts(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
             found[f"{w_format}_{x_format}"] = {**call, **formats}
     if "nvfp4_nvfp4" in found:
         found["nvfp4_static"] = {
-            **found["nvfp4_nvfp4"], **biases, "experts_TK": with_holes(ids, E),
-            "alpha13_E": (torch.rand(E) + 0.5) * 0.01, "alpha2_E": (torch.rand(E) + 0.5) * 0.02,
+            **found["nvfp4_nvfp4"], **biases, "ids_TK": with_holes(ids, E),
+            "global_scale13_E": (torch.rand(E) + 0.5) * 0.01,
+            "global_scale2_E": (torch.rand(E) + 0.5) * 0.02,
             "x_scale": torch.tensor(0.01), "h_scale": torch.tensor([0.02]),
         }  # fmt: skip
     found["fp8_static"] = {
@@ -323,18 +324,18 @@ def _experts(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
         "x_scale": torch.tensor(0.01), "h_scale": torch.tensor([0.02]),
     }  # fmt: skip
     scales_E = {name: (torch.rand(E) + 0.5) * 0.02 for name in ("x_scale", "h_scale")}
-    found["fp8_by_expert"] = {**found["fp8_static"], **scales_E, "experts_TK": with_holes(ids, E)}
+    found["fp8_by_expert"] = {**found["fp8_static"], **scales_E, "ids_TK": with_holes(ids, E)}
     return {
         **found,
         "gpt_oss": {**call, **biases, **copied, **GPT_OSS},
         "ungated": {**call, **ungated, "kind": "relu2", "gated": False},
         "bias": {**call, **biases},
         "same_dtype_weights": {**call, "weights_TK": layer.weights_TK.to(dtype)},
-        "holes": {**call, **biases, "experts_TK": with_holes(ids, E).long()},
-        "nothing_here": {**call, **biases, "experts_TK": torch.full_like(ids, -1)},
-        "one_expert": {**call, "experts_TK": torch.full_like(ids, E - 1)},
+        "holes": {**call, **biases, "ids_TK": with_holes(ids, E).long()},
+        "nothing_here": {**call, **biases, "ids_TK": torch.full_like(ids, -1)},
+        "one_expert": {**call, "ids_TK": torch.full_like(ids, E - 1)},
         "map": {**call, **half},
-        "map_and_holes": {**call, **half, "experts_TK": with_holes(ids, E)},
+        "map_and_holes": {**call, **half, "ids_TK": with_holes(ids, E)},
         "transposed": {**call, **copied},
         "transposed_view": {**call, **flipped},
         "strided": {k: strided(v) for k, v in call.items()},

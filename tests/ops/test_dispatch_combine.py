@@ -50,7 +50,7 @@ def sum_by_hand(y_RD: Tensor, weights_TK: Tensor, rows_R: Tensor) -> Tensor:
 @each_case
 def test_dispatch_sorts_stably_by_expert(case: Case, index: torch.dtype) -> None:
     layer = make_layer(case)
-    for ids in (layer.experts_TK, with_holes(layer.experts_TK, case.E)):
+    for ids in (layer.ids_TK, with_holes(layer.ids_TK, case.E)):
         x_RD, rows_R, ends_E = dispatch(layer.x_TD, ids.to(index), case.E)
         rows, ends = sort_by_hand(ids.tolist(), case.E)
         assert rows_R.tolist() == rows
@@ -85,9 +85,9 @@ def test_an_expert_map_turns_global_ids_into_local_ones(index: torch.dtype) -> N
 
 def test_dispatch_takes_strided_tokens_and_ids() -> None:
     layer = make_layer(CASES[0])
-    want = dispatch(layer.x_TD, layer.experts_TK, 8)
+    want = dispatch(layer.x_TD, layer.ids_TK, 8)
     for got, same in zip(
-        dispatch(strided(layer.x_TD), strided(layer.experts_TK), 8), want, strict=True
+        dispatch(strided(layer.x_TD), strided(layer.ids_TK), 8), want, strict=True
     ):
         assert torch.equal(got, same)
 
@@ -162,38 +162,38 @@ def test_the_sum_is_taken_in_float32() -> None:
 @each_case
 def test_identity_experts_give_the_tokens_back(case: Case, dtype: torch.dtype) -> None:
     layer = make_layer(case, dtype)
-    x_RD, rows_R, _ = dispatch(layer.x_TD, layer.experts_TK, case.E)
+    x_RD, rows_R, _ = dispatch(layer.x_TD, layer.ids_TK, case.E)
     weights_TK = layer.weights_TK / layer.weights_TK.sum(-1, keepdim=True)
     assert_close(combine(x_RD, weights_TK, rows_R), layer.x_TD, TOL["combine", dtype])
 
 
 def test_two_ranks_together_combine_what_one_does() -> None:
     layer, E = make_layer(CASES[0]), CASES[0].E
-    x_RD, rows_R, _ = dispatch(layer.x_TD, layer.experts_TK, E)
+    x_RD, rows_R, _ = dispatch(layer.x_TD, layer.ids_TK, E)
     whole = combine(x_RD, layer.weights_TK, rows_R)
     odd_map = torch.where(torch.arange(E) % 2 == 1, torch.arange(E) // 2, -1)
     parts = []
     for expert_map in (half_map(E), odd_map):
-        x_RD, rows_R, ends_E = dispatch(layer.x_TD, layer.experts_TK, E // 2, expert_map)
+        x_RD, rows_R, ends_E = dispatch(layer.x_TD, layer.ids_TK, E // 2, expert_map)
         x_RD[int(ends_E[-1]) :] = NAN
         parts.append(combine(x_RD, layer.weights_TK, rows_R))
     assert_close(parts[0] + parts[1], whole, TOL["combine", torch.float32])
 
 
 IDS = torch.zeros(3, 2, dtype=torch.int32)
-DISPATCH = {"x_TD": torch.ones(3, 4), "experts_TK": IDS, "num_experts": 2}
+DISPATCH = {"x_TD": torch.ones(3, 4), "ids_TK": IDS, "num_experts": 2}
 BAD_DISPATCH = {
     "x_rank": wrong_rank("x_TD", (3,), 2),
     "x_dtype": wrong_dtype(
         "x_TD", (3, 4), "int32", FLOAT_NAMES + ", float8_e4m3fn, float8_e5m2, uint8, int8"
     ),
-    "ids_rank": wrong_rank("experts_TK", (3,), 2),
-    "ids_dtype": wrong_dtype("experts_TK", (3, 2), "float32", "int32, int64"),
-    "ids_rows": wrong_size("experts_TK", (2, 2), 0, "3 (the tokens of x_TD)", torch.int32),
-    "ids_device": wrong_device("experts_TK", (3, 2), torch.int32),
+    "ids_rank": wrong_rank("ids_TK", (3,), 2),
+    "ids_dtype": wrong_dtype("ids_TK", (3, 2), "float32", "int32, int64"),
+    "ids_rows": wrong_size("ids_TK", (2, 2), 0, "3 (the tokens of x_TD)", torch.int32),
+    "ids_device": wrong_device("ids_TK", (3, 2), torch.int32),
     "no_choices": Bad(
-        {"experts_TK": IDS[:, :0]},
-        "experts_TK must name at least one expert a token, got shape (3, 0)",
+        {"ids_TK": IDS[:, :0]},
+        "ids_TK must name at least one expert a token, got shape (3, 0)",
     ),
     "no_experts": Bad({"num_experts": 0}, "num_experts=0 must be at least 1"),
     "endless_experts": Bad(

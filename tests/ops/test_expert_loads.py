@@ -16,7 +16,7 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 @each_case
 def test_every_pair_that_goes_somewhere_is_counted(case: Case) -> None:
-    ids = make_layer(case).experts_TK
+    ids = make_layer(case).ids_TK
     for routed in (ids, with_holes(ids, case.E).long(), torch.full_like(ids, -1)):
         loads = expert_loads(routed, case.E)
         by_hand = Counter(routed.flatten().tolist())
@@ -30,10 +30,10 @@ def test_a_map_is_applied_first() -> None:
     assert expert_loads(ids, 2, half_map(5)).tolist() == [1, 2], "local experts only"
 
 
-CALL: dict[str, Any] = {"experts_TK": torch.zeros(3, 2, dtype=torch.int32), "num_experts": 4}
+CALL: dict[str, Any] = {"ids_TK": torch.zeros(3, 2, dtype=torch.int32), "num_experts": 4}
 BAD = [
-    wrong_rank("experts_TK", (3,), 2),
-    wrong_dtype("experts_TK", (3, 2), "float32", "int32, int64"),
+    wrong_rank("ids_TK", (3,), 2),
+    wrong_dtype("ids_TK", (3, 2), "float32", "int32, int64"),
     Bad({"num_experts": 0}, "num_experts=0 must be at least 1"),
     Bad({"num_experts": 2**31}, "num_experts=2147483648 must be at most 2147483647"),
     Bad({"expert_map": torch.zeros(0, dtype=torch.int32)}, "expert_map is empty"),

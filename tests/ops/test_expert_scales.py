@@ -21,15 +21,15 @@ FORMATS = [
 SCALES = torch.tensor([0.005, 0.02, 0.01, 0.08])
 each_format = pytest.mark.parametrize(("w_format", "x_format"), FORMATS)
 LISTS: dict[str, Tensor] = {
-    "all": LAYER.experts_TK,
-    "holes": with_holes(LAYER.experts_TK, E),
-    "none": torch.full_like(LAYER.experts_TK, -1),
+    "all": LAYER.ids_TK,
+    "holes": with_holes(LAYER.ids_TK, E),
+    "none": torch.full_like(LAYER.ids_TK, -1),
 }
 
 
-def call_of(w_format: str, x_format: str, ids: Tensor = LAYER.experts_TK) -> dict[str, Any]:
+def call_of(w_format: str, x_format: str, ids: Tensor = LAYER.ids_TK) -> dict[str, Any]:
     return {
-        "x_TD": LAYER.x_TD, "weights_TK": LAYER.weights_TK, "experts_TK": ids,
+        "x_TD": LAYER.x_TD, "weights_TK": LAYER.weights_TK, "ids_TK": ids,
         **quantised(LAYER.w13_EFD, w_format, "w13", "FD"),
         **quantised(LAYER.w2_EDI, w_format, "w2", "DI"),
         "b13_EF": LAYER.b13_EF, "w_format": w_format, "x_format": x_format,
@@ -56,7 +56,7 @@ def test_unequal_scales_are_those_of_a_loop_over_experts(
     call = call_of(w_format, x_format, ids) | {"x_scale": SCALES, "h_scale": SCALES.flip(0)}
     want = torch.zeros_like(LAYER.x_TD)
     for e in range(E):
-        one = {"experts_TK": torch.where(ids == e, e, -1).int()}
+        one = {"ids_TK": torch.where(ids == e, e, -1).int()}
         one |= {name: call[name][e] for name in ("x_scale", "h_scale")}
         want += experts(**call | one)
     torch.testing.assert_close(experts(**call), want, rtol=1e-6, atol=1e-6)
@@ -71,8 +71,8 @@ def test_the_scales_of_a_rank_are_of_its_own_experts() -> None:
     here = [int((mapped == local).nonzero()) for local in range((E + 1) // 2)]
     names = [n for n in call if n.startswith(("w13", "w2", "b13", "x_scale", "h_scale"))]
     mine = {n: call[n][here] for n in names if call[n] is not None} | {"expert_map": mapped}
-    own = torch.where(mapped[LAYER.experts_TK.long()] >= 0, LAYER.experts_TK, -1)
-    want = experts(**call | {"experts_TK": own})
+    own = torch.where(mapped[LAYER.ids_TK.long()] >= 0, LAYER.ids_TK, -1)
+    want = experts(**call | {"ids_TK": own})
     torch.testing.assert_close(experts(**call | mine), want, rtol=1e-6, atol=1e-6)
     bad = Bad({"x_scale": SCALES}, "x_scale must be one float32 or one for each of the 2 experts")
     assert_refused(experts, call | mine, bad)
@@ -82,8 +82,8 @@ def test_moe_takes_them_too() -> None:
     call = call_of(*FORMATS[0]) | {"x_scale": SCALES, "h_scale": SCALES}
     logits = torch.randn(CASE.T, E)
     weights, ids = logits.softmax(-1).topk(2)
-    want = experts(**call | {"weights_TK": weights, "experts_TK": ids.int()})
-    del call["weights_TK"], call["experts_TK"]
+    want = experts(**call | {"weights_TK": weights, "ids_TK": ids.int()})
+    del call["weights_TK"], call["ids_TK"]
     got = moe(logits_TE=logits, top_k=2, **call)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 

@@ -43,7 +43,7 @@ each_backend = pytest.mark.parametrize("backend", experts.backends)
 def arguments(case: Case, dtype: torch.dtype = F32, *, gated: bool = True) -> dict[str, Any]:
     """A call of `experts` with biases."""
     layer = make_layer(case, dtype, gated=gated)
-    names = ("x_TD", "weights_TK", "experts_TK", "w13_EFD", "w2_EDI", "b13_EF", "b2_ED")
+    names = ("x_TD", "weights_TK", "ids_TK", "w13_EFD", "w2_EDI", "b13_EF", "b2_ED")
     return {name: getattr(layer, name) for name in names}
 
 
@@ -59,7 +59,7 @@ def run(backend: str, x_TD: Tensor, **rest: Any) -> Tensor:
 def by_hand(
     x_TD: Tensor,
     weights_TK: Tensor,
-    experts_TK: Tensor,
+    ids_TK: Tensor,
     w13_EFD: Tensor,
     w2_EDI: Tensor,
     b13_EF: Tensor,
@@ -71,7 +71,7 @@ def by_hand(
         t.double() for t in (x_TD, weights_TK, w13_EFD, w2_EDI, b13_EF, b2_ED)
     )
     rows = []
-    for t, ids in enumerate(experts_TK.tolist()):
+    for t, ids in enumerate(ids_TK.tolist()):
         total = torch.zeros(x.shape[1], dtype=torch.float64)
         for k, e in enumerate(ids):
             if 0 <= e < w13.shape[0]:
@@ -106,7 +106,7 @@ def test_matches_a_plain_loop(backend: str, form: str, case: Case, dtype: torch.
 @each_backend
 def test_is_the_composition_of_the_stages(backend: str, case: Case) -> None:
     call = arguments(case)
-    x_RD, rows_R, ends_E = dispatch(call["x_TD"], call["experts_TK"], case.E)
+    x_RD, rows_R, ends_E = dispatch(call["x_TD"], call["ids_TK"], case.E)
     h_RI = activate(expert_gemm(x_RD, call["w13_EFD"], ends_E, call["b13_EF"]))
     y_RD = expert_gemm(h_RI, call["w2_EDI"], ends_E, call["b2_ED"])
     assert_close(run(backend, **call), combine(y_RD, call["weights_TK"], rows_R), TIGHT)
@@ -117,7 +117,7 @@ def test_is_the_composition_of_the_stages(backend: str, case: Case) -> None:
 def test_permuting_the_tokens_permutes_the_rows(backend: str, case: Case) -> None:
     call = arguments(case)
     moved = torch.randperm(case.T)
-    permuted = {k: call[k][moved] for k in ("x_TD", "weights_TK", "experts_TK")}
+    permuted = {k: call[k][moved] for k in ("x_TD", "weights_TK", "ids_TK")}
     assert_close(run(backend, **{**call, **permuted}), run(backend, **call)[moved], TIGHT)
 
 
@@ -127,7 +127,7 @@ def test_permuting_the_experts_with_their_ids_changes_nothing(backend: str, case
     call = arguments(case)
     moved = torch.randperm(case.E)
     permuted = {k: call[k][moved] for k in ("w13_EFD", "w2_EDI", "b13_EF", "b2_ED")}
-    permuted["experts_TK"] = moved.argsort()[call["experts_TK"].long()]
+    permuted["ids_TK"] = moved.argsort()[call["ids_TK"].long()]
     assert_close(run(backend, **{**call, **permuted}), run(backend, **call), TIGHT)
 
 
@@ -148,14 +148,14 @@ def test_ranks_that_share_the_experts_add_up_to_one(backend: str, name: str) -> 
 @each_backend
 def test_pairs_that_are_not_here_add_nothing(backend: str, case: Case) -> None:
     call = arguments(case)
-    call["experts_TK"] = with_holes(call["experts_TK"], case.E)
+    call["ids_TK"] = with_holes(call["ids_TK"], case.E)
     assert_close(run(backend, **call), by_hand(**call), TIGHT)
 
 
 @each_backend
 def test_ids_are_not_cut_to_32_bits(backend: str) -> None:
     call = arguments(BY_NAME["plain"])
-    call["experts_TK"] = call["experts_TK"].long() + 2**32
+    call["ids_TK"] = call["ids_TK"].long() + 2**32
     assert int(run(backend, **call).count_nonzero()) == 0
 
 
@@ -166,7 +166,7 @@ def test_padding_tokens_may_hold_nan(backend: str, case: Case, junk: str) -> Non
     call = arguments(case)
     want = run(backend, **call)
     call = {k: v.clone() for k, v in call.items()}
-    call["experts_TK"][::3] = -1
+    call["ids_TK"][::3] = -1
     call[junk][::3] = NAN
     got = run(backend, **call)
     assert int(got[::3].count_nonzero()) == 0, got[::3]
@@ -177,7 +177,7 @@ def test_padding_tokens_may_hold_nan(backend: str, case: Case, junk: str) -> Non
 @each_backend
 def test_all_tokens_may_choose_one_expert(backend: str, case: Case) -> None:
     call = arguments(case)
-    call["experts_TK"] = torch.full_like(call["experts_TK"], case.E - 1)
+    call["ids_TK"] = torch.full_like(call["ids_TK"], case.E - 1)
     assert_close(run(backend, **call), by_hand(**call), TIGHT)
 
 
@@ -185,7 +185,7 @@ def test_all_tokens_may_choose_one_expert(backend: str, case: Case) -> None:
 @each_backend
 def test_strided_tokens_weights_and_ids(backend: str, case: Case) -> None:
     call = arguments(case)
-    views = {k: strided(call[k]) for k in ("x_TD", "weights_TK", "experts_TK")}
+    views = {k: strided(call[k]) for k in ("x_TD", "weights_TK", "ids_TK")}
     assert_close(run(backend, **{**call, **views}), run(backend, **call), TIGHT)
 
 
@@ -215,7 +215,7 @@ def test_products_round_as_the_dtypes_promote(backend: str, T: int) -> None:
     call: dict[str, Any] = {
         "x_TD": torch.ones(T, 8).bfloat16(),
         "weights_TK": torch.tensor([[1 + s, 1.0]]).expand(T, 2),
-        "experts_TK": torch.tensor([[0, 1]]).expand(T, 2),
+        "ids_TK": torch.tensor([[0, 1]]).expand(T, 2),
         "w13_EFD": torch.zeros(2, 16, 8).bfloat16(),
         "w2_EDI": torch.zeros(2, 8, 8).bfloat16(),
         "b2_ED": torch.tensor([[1 + s], [-1 - 2 * s]]).expand(2, 8).bfloat16(),
@@ -232,7 +232,7 @@ def test_gradients_are_those_of_a_plain_loop(form: str, holes: bool) -> None:
     case = BY_NAME["plain"]
     call = arguments(case, gated=form != "ungated")
     if holes:
-        call["experts_TK"] = with_holes(call["experts_TK"], case.E)
+        call["ids_TK"] = with_holes(call["ids_TK"], case.E)
     names = [k for k, v in call.items() if v.is_floating_point()]
     for name in names:
         call[name].requires_grad_()
@@ -299,7 +299,7 @@ SHARED = {
 }
 IDS = torch.zeros(T, K, dtype=torch.int32)
 GOOD: dict[str, dict[str, Any]] = {
-    "experts": {**SHARED, "weights_TK": torch.ones(T, K), "experts_TK": IDS},
+    "experts": {**SHARED, "weights_TK": torch.ones(T, K), "ids_TK": IDS},
     "moe": {**SHARED, "logits_TE": torch.ones(T, E), "top_k": K},
 }
 WIDTH, ROWS = "4 (the width of x_TD)", "the rows of one expert's weight"
@@ -359,13 +359,13 @@ BAD = {
 BAD_EXPERTS = {
     "weights_rank": wrong_rank("weights_TK", (3,), 2),
     "weights_dtype": wrong_dtype("weights_TK", (T, K), "int32"),
-    "weights_rows": wrong_size("weights_TK", (2, K), 0, "3 (the tokens of experts_TK)"),
-    "weights_choices": wrong_size("weights_TK", (T, 1), 1, "2 (the top-k of experts_TK)"),
+    "weights_rows": wrong_size("weights_TK", (2, K), 0, "3 (the tokens of ids_TK)"),
+    "weights_choices": wrong_size("weights_TK", (T, 1), 1, "2 (the top-k of ids_TK)"),
     "weights_device": wrong_device("weights_TK", (T, K)),
-    "ids_rank": wrong_rank("experts_TK", (3,), 2),
-    "ids_dtype": wrong_dtype("experts_TK", (T, K), "float32", "int32, int64"),
-    "ids_rows": wrong_size("experts_TK", (2, K), 0, "3 (the tokens of x_TD)", torch.int32),
-    "ids_device": wrong_device("experts_TK", (T, K), torch.int64),
+    "ids_rank": wrong_rank("ids_TK", (3,), 2),
+    "ids_dtype": wrong_dtype("ids_TK", (T, K), "float32", "int32, int64"),
+    "ids_rows": wrong_size("ids_TK", (2, K), 0, "3 (the tokens of x_TD)", torch.int32),
+    "ids_device": wrong_device("ids_TK", (T, K), torch.int64),
 }
 BAD_MOE = {
     "top_k": Bad({"top_k": 3}, "top_k=3 must be from 1 to the 2 experts of logits_TE; lower top_k"),

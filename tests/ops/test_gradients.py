@@ -23,7 +23,7 @@ GIVEN = (LAYER.x_TD, LAYER.weights_TK, LAYER.w13_EFD, LAYER.w2_EDI)
 
 
 def experts(x: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    return moe_ops.experts(x, weights, LAYER.experts_TK, w13, w2)
+    return moe_ops.experts(x, weights, LAYER.ids_TK, w13, w2)
 
 
 def loss(*args: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def by_loop() -> tuple[Tensor, ...]:
         total = x.new_zeros(())
         for t in range(x.shape[0]):
             out = torch.zeros_like(x[t])
-            for k, e in enumerate(LAYER.experts_TK[t].tolist()):
+            for k, e in enumerate(LAYER.ids_TK[t].tolist()):
                 gate, up = (w13[e] @ x[t]).chunk(2)
                 out = out + weights[t, k] * (w2[e] @ (torch.nn.functional.silu(gate) * up))
             total = total + out.square().sum()
@@ -54,7 +54,7 @@ def by_loop() -> tuple[Tensor, ...]:
 WAYS: dict[str, Callable[[], tuple[Tensor, ...]]] = {
     "eager": lambda: backward(loss),
     "torch.ops": lambda: backward(
-        lambda x, w, a, b: torch.ops.moe_ops.experts(x, w, LAYER.experts_TK, a, b).square().sum()
+        lambda x, w, a, b: torch.ops.moe_ops.experts(x, w, LAYER.ids_TK, a, b).square().sum()
     ),
     "aot_eager": lambda: backward(torch.compile(loss, backend="aot_eager")),
     "func.grad": lambda: torch.func.grad(loss, argnums=(0, 1, 2, 3))(*GIVEN),
@@ -103,9 +103,7 @@ def test_forward_mode_is_refused() -> None:
         experts(*GIVEN)  # without a tangent
         x = forward_ad.make_dual(GIVEN[0], tangents[0])
         for call in (experts, torch.ops.moe_ops.experts):
-            args = (
-                (x, *GIVEN[1:]) if call is experts else (x, GIVEN[1], LAYER.experts_TK, *GIVEN[2:])
-            )
+            args = (x, *GIVEN[1:]) if call is experts else (x, GIVEN[1], LAYER.ids_TK, *GIVEN[2:])
             with pytest.raises(NotImplementedError, match="got an argument with a tangent"):
                 call(*args)
 

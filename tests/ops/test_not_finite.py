@@ -90,9 +90,9 @@ def test_routes_choose_and_weigh_what_the_definition_does(
         assert torch.equal(got[1][rows], want[1][rows]), name
 
 
-def by_expert(weights_TK: Tensor, experts_TK: Tensor) -> list[Tensor]:
-    ids_TK, order_TK = experts_TK.sort(-1)
-    return [weights_TK.gather(1, order_TK), ids_TK]
+def by_expert(weights_TK: Tensor, ids_TK: Tensor) -> list[Tensor]:
+    sorted_TK, order_TK = ids_TK.sort(-1)
+    return [weights_TK.gather(1, order_TK), sorted_TK]
 
 
 CASE = Case(name="not_finite", T=4, E=3, K=2, D=24, I=16)
@@ -117,7 +117,7 @@ def check_experts(
 ) -> None:
     run, device = runner(experts, backend), device_of(backend)
     layer = make_layer(CASE, dtype, device, gated=gated)
-    layer.experts_TK[:] = torch.tensor([[0, 1], [1, 0], [2, 1], [0, 1]])  # expert 2 has one token
+    layer.ids_TK[:] = torch.tensor([[0, 1], [1, 0], [2, 1], [0, 1]])  # expert 2 has one token
     others = torch.arange(CASE.T) != TOKEN
     act = {"kind": kind, "gated": gated, "limit": limit}
     gate, up = (2, 3), (2, CASE.I + 3)
@@ -128,7 +128,7 @@ def check_experts(
                 x_TD[TOKEN, 5] = value
             else:
                 b13_EF[gate if planted == "gate" else up] = value
-            call = (x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI, b13_EF)
+            call = (x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI, b13_EF)
             got = run(*call, **act).float().cpu()
             want = experts.reference(*(float32(t.cpu()) for t in call), **act)
             what = f"{value} in {planted}"

@@ -96,15 +96,15 @@ GEMM: dict[str, tuple[dict[str, Any], Bad]] = {
             "w_EFD's zero was given, but 'mxfp6_e3m2' has no zero points",
         ),
     ),
-    "alpha_shape": (
+    "global_scale_shape": (
         FP4,
-        Bad({"alpha_E": torch.ones(3)}, "alpha_E must be float32 [2], got shape (3,)"),
+        Bad({"global_scale_E": torch.ones(3)}, "global_scale_E must be float32 [2], got shape (3"),
     ),
-    "alpha_dtype": (
+    "global_scale_dtype": (
         FP4,
         Bad(
-            {"alpha_E": torch.ones(2).half()},
-            "alpha_E must be float32 [2], got torch.float16",
+            {"global_scale_E": torch.ones(2).half()},
+            "global_scale_E must be float32 [2], got torch.float16",
             TypeError,
         ),
     ),
@@ -171,7 +171,7 @@ def layer_call(w_format: str, x_format: str = "") -> dict[str, Any]:
 
 
 ROUTED: dict[str, dict[str, Any]] = {
-    "experts": {"weights_TK": LAYER.weights_TK, "experts_TK": LAYER.experts_TK},
+    "experts": {"weights_TK": LAYER.weights_TK, "ids_TK": LAYER.ids_TK},
     "moe": {"logits_TE": LAYER.logits_TE, "top_k": 2},
 }
 LAYERS: dict[str, tuple[dict[str, Any], Bad]] = {
@@ -210,9 +210,9 @@ LAYERS: dict[str, tuple[dict[str, Any], Bad]] = {
         layer_call("int8:row"),
         Bad({"h_scale": torch.ones(1)}, "h_scale goes with one scale for the tensor or with nvfp4"),
     ),
-    "alpha2": (
+    "global_scale2": (
         layer_call("nvfp4", "nvfp4"),
-        Bad({"alpha2_E": torch.ones(1)}, "alpha2_E must be float32 [2], got shape (1,)"),
+        Bad({"global_scale2_E": torch.ones(1)}, "global_scale2_E must be float32 [2], got shape"),
     ),
     "input_format": (
         layer_call("uint4:1x32"),
@@ -244,14 +244,14 @@ def test_one_graph_serves_every_token_count(w_format: str, x_format: str) -> Non
     counter = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(fullgraph=True, dynamic=True, backend=counter)
-    def run(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor]:
-        y_TD = experts(x_TD, weights_TK, experts_TK, **call)
+    def run(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
+        y_TD = experts(x_TD, weights_TK, ids_TK, **call)
         scale = quantize(y_TD, x_format or "int8:row")[1]
         return y_TD, scale
 
     for T in (5, 2, 9):
         layer = make_layer(Case(name="many", T=T, E=2, K=2, D=64, I=32))
-        routed = layer.x_TD, layer.weights_TK, layer.experts_TK
+        routed = layer.x_TD, layer.weights_TK, layer.ids_TK
         got, scale = run(*routed)
         want = experts(*routed, **call)
         torch.testing.assert_close(got, want)

@@ -193,7 +193,7 @@ def test_a_log_says_who_holds_what(asked: dict[str, Any], text: str) -> None:
 def test_the_ranks_sum_to_the_whole(num_experts: int, ranks: int, asked: dict[str, Any]) -> None:
     case = Case(name="split", T=9, E=num_experts, K=min(6, num_experts), D=16, I=8)
     layer = make_layer(case)
-    args = (layer.x_TD, layer.weights_TK, layer.experts_TK)
+    args = (layer.x_TD, layer.weights_TK, layer.ids_TK)
     want = experts(*args, layer.w13_EFD, layer.w2_EDI)
     total = torch.zeros_like(want)
     for here in all_ranks(num_experts, ranks, **asked):

@@ -214,7 +214,7 @@ SPLITS = [(12, 1), (17, 1), (16, 4), (19, 6), (64, 64), (70, 64)]
 @pytest.mark.parametrize(("P", "ranks"), SPLITS)
 def test_no_rebalancing_changes_the_output(P: int, ranks: int) -> None:
     layer = make_layer(CASE)
-    x, weights, ids = layer.x_TD, layer.weights_TK, layer.experts_TK
+    x, weights, ids = layer.x_TD, layer.weights_TK, layer.ids_TK
     want = experts(x, weights, ids, layer.w13_EFD, layer.w2_EDI, layer.b13_EF, layer.b2_ED)
     replicas = ExpertReplicas.initial(CASE.E, P - CASE.E)
     names = ("w13_EFD", "w2_EDI", "b13_EF", "b2_ED")
@@ -249,14 +249,14 @@ def test_scales_and_zero_points_move_with_their_weights(w_format: str) -> None:
         if done.zero is not None:
             call[f"{name}_zero_E{axes[0]}G"] = done.zero
     routed = {"x_TD": layer.x_TD, "weights_TK": layer.weights_TK, "w_format": w_format}
-    want = experts(**routed, experts_TK=layer.experts_TK, **call)
+    want = experts(**routed, ids_TK=layer.ids_TK, **call)
     held = {name: t[replicas.physical_to_logical] for name, t in call.items()}
     balanced = rebalance(loads_of("zipf", 1, CASE.E), initial(1, CASE.E, 16), ranks=4)
     apply_moves(held, balanced.moves[0])
     replicas.update_(ExpertReplicas.of(balanced.physical_to_logical[0], CASE.E))
-    physical = choose_replicas(layer.experts_TK, replicas.logical_to_physical, replicas.counts)
+    physical = choose_replicas(layer.ids_TK, replicas.logical_to_physical, replicas.counts)
     assert len(balanced.moves[0].pairs) > 0
-    assert_close(experts(**routed, experts_TK=physical, **held), want, SUMMED)
+    assert_close(experts(**routed, ids_TK=physical, **held), want, SUMMED)
 
 
 def test_recorded_loads_are_what_the_ranks_then_get() -> None:

@@ -59,7 +59,7 @@ def any_rows(tensors: Sequence[Tensor]) -> None:
 
 def experts_call(case: Case = PLAIN, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
     layer = make_layer(case, dtype)
-    return layer.x_TD, layer.weights_TK, layer.experts_TK, layer.w13_EFD, layer.w2_EDI
+    return layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI
 
 
 def run_experts(

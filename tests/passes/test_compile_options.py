@@ -14,7 +14,7 @@ from torch import nn
 
 import moe_ops
 from moe_ops.planning import tuned
-from moe_ops.planning.tuned import Cell, Layer
+from moe_ops.planning.tuned import Cell, TunedLayer
 
 MODEL = nn.Linear(2, 2)
 TAKERS: dict[str, Callable[..., Any]] = {
@@ -125,7 +125,7 @@ def test_what_torch_compile_is_given_is_checked_too(
     assert text in str(raised.value)
 
 
-LAYER = Layer(device="cpu", op="experts", E=8, K=2, D=64, I=32, dtype="float32")
+LAYER = TunedLayer(device="cpu", op="experts", E=8, K=2, D=64, I=32, dtype="float32")
 CELLS = {Cell(tokens=1, routing="zipf", backend="cpu"): 1.0}
 
 

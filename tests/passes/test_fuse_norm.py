@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from moe_ops.passes.context import Context
 from moe_ops.passes.fuse_norm import fuse_norm
 from moe_ops.passes.merge_linears import merge_linears
 from moe_ops.testing import BF16, F16, Tol, assert_close
+from tests import decoding
 from tests.passes.post_grad import Compiled, text
 
 pytestmark = pytest.mark.slow  # compiles many graphs
@@ -23,9 +23,8 @@ D, N = 16, 24
 
 
 @pytest.fixture(autouse=True)
-def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = importlib.import_module("moe_ops.passes.merge_linears")
-    monkeypatch.setattr(file, "runs_kernels", lambda device: True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding.on_any_device(monkeypatch)
 
 
 class Fuse:
@@ -83,11 +82,11 @@ arg3_1: bfloat16[24, 16]
 arg4_1: bfloat16[8, 16]
 reshape_default = aten.reshape(arg0_1, [1, 16])  # bfloat16[1, 16]
 reshape_default_1 = aten.reshape(arg1_1, [1, 16])  # bfloat16[1, 16]
-normed_linears_default = moe_ops.normed_linears(reshape_default, reshape_default_1, arg2_1, 1e-06, [arg3_1, arg4_1], [None, None])
-getitem_2 = getitem(normed_linears_default, 0)  # bfloat16[1, 16]
-getitem_3 = getitem(normed_linears_default, 1)  # bfloat16[1, 16]
-getitem_4 = getitem(normed_linears_default, 2)  # bfloat16[1, 24]
-getitem_5 = getitem(normed_linears_default, 3)  # bfloat16[1, 8]
+normed_linears_planned = moe_ops.normed_linears.planned(reshape_default, reshape_default_1, arg2_1, 1e-06, [arg3_1, arg4_1], [None, None], plan=triton)
+getitem_2 = getitem(normed_linears_planned, 0)  # bfloat16[1, 16]
+getitem_3 = getitem(normed_linears_planned, 1)  # bfloat16[1, 16]
+getitem_4 = getitem(normed_linears_planned, 2)  # bfloat16[1, 24]
+getitem_5 = getitem(normed_linears_planned, 3)  # bfloat16[1, 8]
 reshape_default_2 = aten.reshape(getitem_3, [1, 1, 16])  # bfloat16[1, 1, 16]
 reshape_default_3 = aten.reshape(getitem_2, [1, 1, 16])  # bfloat16[1, 1, 16]
 sub = aten.sub.Tensor(reshape_default_3, reshape_default_2)  # bfloat16[1, 1, 16]
@@ -114,7 +113,7 @@ def test_a_norm_without_a_sum() -> None:
     x, gain, w = torch.randn(1, 1, D, dtype=BF16), parameter(D), parameter(N, D)
     hook, got, graph = fused(lambda x, gain, w: linear(norm(x, gain), w) + x.sum(), x, gain, w)
     assert hook.count == 1
-    (node,) = graph.find_nodes(op="call_function", target=torch.ops.moe_ops.normed_linears.default)
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.moe_ops.normed_linears.planned)
     assert node.args[1] is None
     assert_close(got.float(), (linear(norm(x, gain), w) + x.sum()).float(), ROUNDED)
 
@@ -128,7 +127,7 @@ def test_a_sum_that_is_read_before_the_norm_stays() -> None:
     given = x, y, parameter(D), parameter(N, D)
     hook, got, graph = fused(model, *given)
     assert hook.count == 1
-    (node,) = graph.find_nodes(op="call_function", target=torch.ops.moe_ops.normed_linears.default)
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.moe_ops.normed_linears.planned)
     assert node.args[1] is None
     for g, w in zip(got, model(*given), strict=True):
         assert_close(g.float(), w.float(), ROUNDED)

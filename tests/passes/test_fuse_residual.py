@@ -16,6 +16,7 @@ from moe_ops.ops import experts, route
 from moe_ops.passes.fuse_residual import fuse_residual
 from moe_ops.passes.pick_backend import pick_backend
 from moe_ops.testing import BF16, F32, Tol, assert_close
+from tests import decoding
 from tests.passes.planned import Hook
 from tests.passes.post_grad import Compiled, text
 
@@ -26,9 +27,10 @@ E, D, WIDTH = 4, 16, 8
 @pytest.fixture(autouse=True)
 def any_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has none of the kernels; there the op runs its definition."""
-    for name in ("passes.fuse_residual", "decode_ops.experts_onto"):
-        file = importlib.import_module(f"moe_ops.{name}")
-        monkeypatch.setattr(file, "PLANS", tuple(experts.backends))
+    file = importlib.import_module("moe_ops.passes.fuse_residual")
+    monkeypatch.setattr(file, "PLANS", tuple(experts.backends))
+    for plan in experts.backends:
+        decoding.define(monkeypatch, "experts_onto", plan)
 
 
 def tensors(T: int = 1, dtype: torch.dtype = BF16) -> list[Tensor]:
@@ -83,16 +85,16 @@ def test_golden() -> None:
         text(graph),
         """\
 arg0_1: bfloat16[1, 1, 16]
-arg1_1: float32[1, 2]
-arg2_1: int64[1, 2]
-arg3_1: bfloat16[4, 16, 16]
-arg4_1: bfloat16[4, 16, 8]
-arg5_1: bfloat16[4, 16]
+arg1_1: bfloat16[4, 16]
+arg2_1: float32[1, 2]
+arg3_1: int64[1, 2]
+arg4_1: bfloat16[4, 16, 16]
+arg5_1: bfloat16[4, 16, 8]
 arg6_1: bfloat16[1, 1, 16]
 view = aten.reshape(arg0_1, [-1, 16])  # bfloat16[1, 16]
 reshape_default = aten.reshape(arg6_1, [1, 16])  # bfloat16[1, 16]
-experts_onto_default = moe_ops.experts_onto(reshape_default, view, arg1_1, arg2_1, arg3_1, arg4_1, None, arg5_1, None, False, silu, True, False, 1.5, None, 0.0, cpu)  # bfloat16[1, 16]
-reshape_default_1 = aten.reshape(experts_onto_default, [1, 1, 16])  # bfloat16[1, 1, 16]
+experts_onto_planned = moe_ops.experts_onto.planned(reshape_default, view, arg2_1, arg3_1, arg4_1, arg5_1, plan=cpu, b2_ED=arg1_1, alpha=1.5)  # bfloat16[1, 16]
+reshape_default_1 = aten.reshape(experts_onto_planned, [1, 1, 16])  # bfloat16[1, 1, 16]
 return [reshape_default_1]""",  # noqa: E501
     )
 
@@ -140,7 +142,7 @@ def test_compiled_code_has_no_launch_behind_it() -> None:
     with torch.no_grad(), config.patch(options):
         torch._dynamo.reset()
         got, (code,) = run_and_get_code(torch.compile(layer(), fullgraph=True), *given)
-    assert code.count("moe_ops.experts_onto.default(") == 1 and "cpp_fused" not in code
+    assert code.count("moe_ops.experts_onto.planned(") == 1 and "cpp_fused" not in code
     assert torch.equal(got, layer()(*given))
 
 
@@ -162,6 +164,6 @@ def test_a_residual_that_is_a_sum_is_written_where_it_is_normed() -> None:
         torch._dynamo.reset()
         got, (code,) = run_and_get_code(torch.compile(call, fullgraph=True), *given)
     code = code[code.index("def call") :]
-    assert code.count("moe_ops.experts_onto.default(") == 1
+    assert code.count("moe_ops.experts_onto.planned(") == 1
     assert sum("cpp_fused" in line and "(" in line for line in code.splitlines()) == 1
     assert_close(got.float(), call(*given).float(), Tol(2e-2, "roundings to 8 bits of mantissa"))

@@ -17,11 +17,17 @@ from moe_ops.passes.context import Context
 from moe_ops.passes.fuse_rope import fuse_rope
 from moe_ops.passes.graph import arg, ops
 from moe_ops.testing import BF16, F16, Tol, assert_close
+from tests import decoding
 from tests.passes.post_grad import Compiled, text
 
 pytestmark = pytest.mark.slow  # compiles many graphs
 H, N, D, S = 4, 2, 16, 8
 TOL = {BF16: Tol(2e-2, "roundings to 8 bits of mantissa"), F16: Tol(3e-3, "and to 11 bits")}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding.on_any_device(monkeypatch)
 
 
 class Fuse:
@@ -156,10 +162,11 @@ reshape_default_2 = aten.reshape(view_2, [1, 2, 16])  # bfloat16[1, 2, 16]
 reshape_default_3 = aten.reshape(unsqueeze, [-1, 16])  # bfloat16[1, 16]
 reshape_default_4 = aten.reshape(unsqueeze_1, [-1, 16])  # bfloat16[1, 16]
 reshape_default_5 = aten.reshape(view_3, [1])  # int64[1]
-rope_attention_default = moe_ops.rope_attention(reshape_default, reshape_default_1,
-    reshape_default_2, reshape_default_3, reshape_default_4, reshape_default_5, arg8_1,
-    arg9_1, arg10_1, 0.25, q_gain_D=arg3_1, k_gain_D=arg4_1, eps=1e-06)  # bfloat16[1, 4, 16]
-return [rope_attention_default]""",
+rope_attention_planned = moe_ops.rope_attention.planned(reshape_default,
+    reshape_default_1, reshape_default_2, reshape_default_3, reshape_default_4,
+    reshape_default_5, arg8_1, arg9_1, arg10_1, 0.25, plan=triton, q_gain_D=arg3_1,
+    k_gain_D=arg4_1, eps=1e-06)  # bfloat16[1, 4, 16]
+return [rope_attention_planned]""",
     )
 
 
@@ -209,7 +216,7 @@ def test_a_gain_that_is_no_parameter_stays_outside() -> None:
     step.gains = [gain.data for gain in step.gains]
     hook, _, got, graph = fused(step)
     assert hook.count == 1
-    (call,) = graph.find_nodes(op="call_function", target=ops.rope_attention.default)
+    (call,) = graph.find_nodes(op="call_function", target=ops.rope_attention.planned)
     assert arg(call, "q_gain_D") is None and arg(call, "k_gain_D") is None
     want = step(*[t.float() if t.is_floating_point() else t for t in step.args()])
     assert_close(got[0].float(), want[0].float(), TOL[BF16])
@@ -227,7 +234,7 @@ def test_compiled_code_changes_the_caches_where_they_are() -> None:
         with config.patch(post_grad_custom_post_pass=hook):
             compiled = torch.compile(step, fullgraph=True)
             got, (code,) = run_and_get_code(compiled, *ours)
-    assert hook.count == 1 and code.count("moe_ops.rope_attention.default(") == 1
+    assert hook.count == 1 and code.count("moe_ops.rope_attention.planned(") == 1
     body = code[code.index("def call") :]
     assert "copy" not in body and body.count("= empty_strided_cpu(") == 3  # the projections
     assert places == [t.data_ptr() for t in ours[7:9]]

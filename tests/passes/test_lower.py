@@ -49,7 +49,7 @@ def quantised(format: str, dtype: torch.dtype, x_format: str = "") -> tuple[Any,
     x, w, ids, w13, w2 = experts_call(dtype=dtype)
     first, second = (packing.quantize(t, Format.of(format)) for t in (w13, w2))
     given = {
-        "x_TD": x, "weights_TK": w, "experts_TK": ids, "w_format": format, "x_format": x_format,
+        "x_TD": x, "weights_TK": w, "ids_TK": ids, "w_format": format, "x_format": x_format,
         "w13_EFD": first.values, "w13_scale_EFG": first.scale, "w13_zero_EFG": first.zero,
         "w2_EDI": second.values, "w2_scale_EDG": second.scale, "w2_zero_EDG": second.zero,
     }  # fmt: skip
@@ -172,7 +172,7 @@ def test_one_graph_for_any_number_of_tokens() -> None:
     compiled(*tensors)
     for T in (2, 7, 90):
         layer = make_layer(replace(PLAIN, T=T), F16)
-        args = (layer.x_TD, layer.weights_TK, layer.experts_TK, *tensors[3:])
+        args = (layer.x_TD, layer.weights_TK, layer.ids_TK, *tensors[3:])
         assert_close(compiled(*args), experts(*args), TOL["experts", F16])
     assert len(compiled.graphs) == 1
 

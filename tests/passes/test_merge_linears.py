@@ -19,6 +19,7 @@ import moe_ops
 from moe_ops.passes.context import Context, Options
 from moe_ops.passes.merge_linears import merge_linears
 from moe_ops.testing import BF16, F16, F32, Tol, assert_close
+from tests import decoding
 from tests.hf import families
 from tests.passes.post_grad import Compiled, text
 
@@ -28,8 +29,8 @@ pass_file = importlib.import_module("moe_ops.passes.merge_linears")
 
 
 @pytest.fixture(autouse=True)
-def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pass_file, "runs_kernels", lambda device: True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding.on_any_device(monkeypatch)
 
 
 class Merge:
@@ -96,10 +97,10 @@ arg2_1: bfloat16[24, 16]
 arg3_1: bfloat16[32, 16]
 arg4_1: bfloat16[16, 24]
 view_4 = aten.reshape(arg1_1, [6, 16])  # bfloat16[6, 16]
-linears_default = moe_ops.linears(view_4, [arg3_1, arg0_1, arg2_1], [None, None, None])
-getitem = getitem(linears_default, 0)  # bfloat16[6, 32]
-getitem_1 = getitem(linears_default, 1)  # bfloat16[6, 24]
-getitem_2 = getitem(linears_default, 2)  # bfloat16[6, 24]
+linears_planned = moe_ops.linears.planned(view_4, [arg3_1, arg0_1, arg2_1], [None, None, None], plan=triton)
+getitem = getitem(linears_planned, 0)  # bfloat16[6, 32]
+getitem_1 = getitem(linears_planned, 1)  # bfloat16[6, 24]
+getitem_2 = getitem(linears_planned, 2)  # bfloat16[6, 24]
 view_5 = aten.reshape(getitem, [2, 3, 32])  # bfloat16[2, 3, 32]
 view_1 = aten.reshape(getitem_1, [2, 3, 24])  # bfloat16[2, 3, 24]
 sigmoid = aten.sigmoid(view_1)  # bfloat16[2, 3, 24]
@@ -107,10 +108,10 @@ view_3 = aten.reshape(getitem_2, [2, 3, 24])  # bfloat16[2, 3, 24]
 tanh = aten.tanh(view_3)  # bfloat16[2, 3, 24]
 mul = aten.mul.Tensor(sigmoid, tanh)  # bfloat16[2, 3, 24]
 view_6 = aten.reshape(mul, [6, 24])  # bfloat16[6, 24]
-linears_default_1 = moe_ops.linears(view_6, [arg4_1], [None])
-getitem_3 = getitem(linears_default_1, 0)  # bfloat16[6, 16]
+linears_planned_1 = moe_ops.linears.planned(view_6, [arg4_1], [None], plan=triton)
+getitem_3 = getitem(linears_planned_1, 0)  # bfloat16[6, 16]
 view_7 = aten.reshape(getitem_3, [2, 3, 16])  # bfloat16[2, 3, 16]
-return [view_5, view_7]""",
+return [view_5, view_7]""",  # noqa: E501
     )
 
 
@@ -125,8 +126,8 @@ def test_golden_of_one_row() -> None:
         """\
 arg0_1: bfloat16[1, 16]
 arg1_1: bfloat16[24, 16]
-linears_default = moe_ops.linears(arg0_1, [arg1_1], [None])
-getitem = getitem(linears_default, 0)  # bfloat16[1, 24]
+linears_planned = moe_ops.linears.planned(arg0_1, [arg1_1], [None], plan=triton)
+getitem = getitem(linears_planned, 0)  # bfloat16[1, 24]
 relu = aten.relu(getitem)  # bfloat16[1, 24]
 return [relu]""",
     )
@@ -174,7 +175,7 @@ def test_numbers_stay(
     x = torch.randn(*rows, 16, dtype=dtype)
     hook, got, graph = merged(model, x)
     assert hook.count == 2, hook.context.refusals
-    assert len(graph.find_nodes(op="call_function", target=torch.ops.moe_ops.linears.default)) == 2
+    assert len(graph.find_nodes(op="call_function", target=torch.ops.moe_ops.linears.planned)) == 2
     for g, w in zip(got, model(x), strict=True):
         assert_close(g.float(), w.float(), ROUNDED)
 
@@ -287,5 +288,5 @@ def test_a_step_of_generate_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatc
             )
             for on in (False, True)
         )
-    assert calls.count(torch.ops.moe_ops.linears.default) >= 2
+    assert calls.count(torch.ops.moe_ops.linears.planned) >= 2
     assert torch.equal(plain, ours)

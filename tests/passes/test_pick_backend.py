@@ -120,7 +120,7 @@ def test_one_graph_runs_both_sides_of_the_threshold(monkeypatch: pytest.MonkeyPa
     ran: list[str] = []
     for T, want in ((40, "cpu"), (41, "aten"), (300, "aten")):
         layer = make_layer(replace(PLAIN, T=T), BF16)
-        args = (layer.x_TD, layer.weights_TK, layer.experts_TK, *tensors[3:])
+        args = (layer.x_TD, layer.weights_TK, layer.ids_TK, *tensors[3:])
         eager = experts(*args)
         with monkeypatch.context() as patch:
             patch.setitem(experts._plans, "40:cpu,:aten", recorded("40:cpu,:aten", ran))

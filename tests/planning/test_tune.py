@@ -19,7 +19,7 @@ from moe_ops.planning import tuned
 from moe_ops.planning.cost import device_of
 from moe_ops.planning.layers import ROUTINGS, Shape, arguments_of, calls_of, routed
 from moe_ops.planning.tune import tune
-from moe_ops.planning.tuned import Cell, Layer
+from moe_ops.planning.tuned import Cell, TunedLayer
 from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import BF16, CASES, make_layer
 from tests.passes.planned import Hook, run_experts
@@ -27,7 +27,7 @@ from tests.terminals import Terminal
 
 SHAPE = Shape(E=8, K=2, D=64, I=32)
 HERE = device_of(torch.device("cpu")).name
-LAYER = Layer(device=HERE, op="experts", E=8, K=2, D=64, I=32, dtype="bfloat16")
+LAYER = TunedLayer(device=HERE, op="experts", E=8, K=2, D=64, I=32, dtype="bfloat16")
 
 
 class Model(nn.Module):
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
     def forward(self, scale: float) -> list[Tensor]:
         return [
-            experts(x.x_TD * scale, x.weights_TK, x.experts_TK, x.w13_EFD, x.w2_EDI)
+            experts(x.x_TD * scale, x.weights_TK, x.ids_TK, x.w13_EFD, x.w2_EDI)
             for x in self.layers
         ]
 
@@ -236,12 +236,12 @@ def test_the_facade_has_tune() -> None:
 
 def popularity(routing: str) -> Tensor:
     call = arguments_of(Shape(E=16, K=2, D=4, I=4))
-    x_TD, weights_TK, experts_TK = routed(call, 4000, routing, seed=1)
+    x_TD, weights_TK, ids_TK = routed(call, 4000, routing, seed=1)
     assert x_TD.shape == (4000, 4)
     assert weights_TK.dtype == torch.float32
-    assert experts_TK.dtype == torch.int32
-    assert bool((experts_TK[:, 0] != experts_TK[:, 1]).all())
-    return experts_TK.flatten().long().bincount(minlength=16).sort(descending=True).values
+    assert ids_TK.dtype == torch.int32
+    assert bool((ids_TK[:, 0] != ids_TK[:, 1]).all())
+    return ids_TK.flatten().long().bincount(minlength=16).sort(descending=True).values
 
 
 def test_uniform_routing_is_even() -> None:

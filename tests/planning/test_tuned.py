@@ -16,13 +16,13 @@ from moe_ops.ops.experts import ExpertsCall
 from moe_ops.passes.pick_backend import pick_backend
 from moe_ops.planning import tuned
 from moe_ops.planning.cost import device_of
-from moe_ops.planning.tuned import Cell, Layer, Times
+from moe_ops.planning.tuned import Cell, Times, TunedLayer
 from moe_ops.testing import LAYERS, Case
 from tests.passes.planned import Hook, plans, run_experts
 from tests.passes.test_pick_backend import only_choice
 
 HERE = device_of(torch.device("cpu")).name
-LAYER = Layer(device=HERE, op="experts", E=8, K=2, D=64, I=32, dtype="float32")
+LAYER = TunedLayer(device=HERE, op="experts", E=8, K=2, D=64, I=32, dtype="float32")
 
 
 def test_a_write_that_fails_leaves_the_table_as_it_was(
@@ -119,7 +119,7 @@ def test_the_users_table_wins_over_the_shipped_ones(
 @pytest.mark.parametrize("case", LAYERS.values(), ids=LAYERS)
 def test_the_shipped_table_serves_the_published_layers(case: Case) -> None:
     sizes = {"E": case.E, "K": case.K, "D": case.D, "I": case.I}
-    layer = Layer(device="NVIDIA H200", op="experts", dtype="bfloat16", **sizes)
+    layer = TunedLayer(device="NVIDIA H200", op="experts", dtype="bfloat16", **sizes)
     cells = tuned.load(None)[layer]
     most = {"triton.tiny": min(16, 64 // case.K), "triton.rows": None, "triton.grouped": None}
     found = Times.of(cells, most).ranges()
@@ -136,7 +136,7 @@ def tuned_table(path: Path, cells: dict[tuple[int, str, str], float], **changes:
         "device": device_of(torch.device("cpu")).name, "op": "experts",
         "E": 8, "K": 2, "D": 64, "I": 32, "dtype": "float32",
     }  # fmt: skip
-    layer = Layer(**{**key, **changes})
+    layer = TunedLayer(**{**key, **changes})
     times = {Cell(tokens=t, routing=r, backend=b): us for (t, r, b), us in cells.items()}
     tuned.write(path, {layer: times})
     return str(path)

@@ -280,8 +280,9 @@ BAD: dict[str, tuple[dict[str, Any], Any, str]] = {
         plain(quant=INT4, parameter="w13_g_idx"), torch.zeros(D, dtype=torch.int32),
         "its groups are no 2 of 32 columns each, as the layer's format has them; quantise without",
     ),
-    "alpha": (
-        plain(quant="nvfp4", parameter="w13_alpha"), (3,), r"expected the shape .* found \[3\]",
+    "global_scale": (
+        plain(quant="nvfp4", parameter="w13_global_scale"), (3,),
+        r"expected the shape .* found \[3\]",
     ),
 }  # fmt: skip
 

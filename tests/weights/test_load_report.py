@@ -188,7 +188,11 @@ NAMES = {
     "mixtral": ("mixtral", "experts.11.w3.weight", ("w13_weight", "w3", 11)),
     "phi": ("phi3.5", "experts.0.w2.weight", ("w2_weight", "w2", 0)),
     "gptq": ("qwen", "experts.7.gate_proj.qzeros", ("w13_zero", "w1", 7)),
-    "modelopt_fp4": ("deepseek", "experts.7.down_proj.weight_scale_2", ("w2_alpha", "w2", 7)),
+    "modelopt_fp4": (
+        "deepseek",
+        "experts.7.down_proj.weight_scale_2",
+        ("w2_global_scale", "w2", 7),
+    ),
     "input": ("glm", "experts.7.down_proj.input_scale", ("h_scale", "w2", 7)),
     "blocks": ("gpt-oss", "experts.gate_up_proj_blocks", ("w13_weight", "w13", None)),
     "gguf": ("gguf", "ffn_gate_up_exps.weight", ("w13_weight", "w13", None)),

@@ -44,8 +44,8 @@ def layer_of(
 def decoded(layer: MoELayer, name: str) -> Tensor:
     assert layer.quant is not None
     tensors = (getattr(layer, f"{name}_{what}") for what in ("weight", "scale"))
-    zero, alpha = (getattr(layer, f"{name}_{what}") for what in ("zero", "alpha"))
-    return packing.dequantize(*tensors, Format.of(layer.quant.weights), zero, alpha)
+    zero, scale = (getattr(layer, f"{name}_{what}") for what in ("zero", "global_scale"))
+    return packing.dequantize(*tensors, Format.of(layer.quant.weights), zero, scale)
 
 
 def check_values(layer: MoELayer, values: dict[str, Tensor]) -> None:
@@ -195,7 +195,10 @@ def test_a_layer_that_has_one_for_each_expert_keeps_them(split: str, tmp_path: P
 
 @pytest.mark.parametrize(
     ("name", "entry", "of"),
-    [("modelopt_fp8", "input_scale", "x_scale"), ("modelopt_nvfp4", "weight_scale_2", "w13_alpha")],
+    [
+        ("modelopt_fp8", "input_scale", "x_scale"),
+        ("modelopt_nvfp4", "weight_scale_2", "w13_global_scale"),
+    ],
 )
 def test_what_serves_gate_and_up_must_agree(name: str, entry: str, of: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]

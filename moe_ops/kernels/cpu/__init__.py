@@ -197,10 +197,10 @@ def route(
         *(eps, min_sum, scale),
     )
     weights_TK = logits_TE.new_empty(T, top_k)
-    experts_TK = torch.empty(T, top_k, dtype=torch.int32)
+    ids_TK = torch.empty(T, top_k, dtype=torch.int32)
     _library().moe_route(
         router,
         *(logits_TE.data_ptr(), _pointer(bias_E), _pointer(per_expert_scale_E)),
-        *(weights_TK.data_ptr(), experts_TK.data_ptr()),
+        *(weights_TK.data_ptr(), ids_TK.data_ptr()),
     )
-    return weights_TK, experts_TK
+    return weights_TK, ids_TK

@@ -181,7 +181,7 @@ def route_kernel(
     LOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """weights_TK and experts_TK of BT tokens, largest choice first."""
+    """weights_TK and ids_TK of BT tokens, largest choice first."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -205,7 +205,7 @@ def route_kernel(
             best_T = tl.max(keys_TE, 1)
             keys_TE = tl.where(keys_TE == best_T[:, None], NONE, keys_TE)
             keys_TK = tl.where((slots_K == k)[None, :], best_T[:, None], keys_TK)
-        experts_TK, logits_TK = unpacked(keys_TK, LOW)
+        ids_TK, logits_TK = unpacked(keys_TK, LOW)
         weights_TK = scores_of(logits_TK, top_T, total_T, SCORE)
     else:
         scores_TE = scores_of(logits_TE, top_T, total_T, SCORE)
@@ -213,23 +213,23 @@ def route_kernel(
             logits_TE, scores_TE, used_TE, columns_E, bias_ptr, E, ROUTER, BE
         )  # fmt: skip
         keys_TE = keys_of(choice_TE, used_TE)
-        experts_TK = tl.zeros((BT, BK), tl.int32)
+        ids_TK = tl.zeros((BT, BK), tl.int32)
         weights_TK = tl.zeros((BT, BK), tl.float32)
         for k in range(K):
             expert_T = first_largest(keys_TE, columns_E, BE)
             hit_TE = columns_E[None, :] == expert_T[:, None]
             keys_TE = tl.where(hit_TE, NONE, keys_TE)
             here_TK = (slots_K == k)[None, :]
-            experts_TK = tl.where(here_TK, expert_T[:, None], experts_TK)
+            ids_TK = tl.where(here_TK, expert_T[:, None], ids_TK)
             weight_T = tl.sum(tl.where(hit_TE, scores_TE, 0.0), 1)
             weights_TK = tl.where(here_TK, weight_T[:, None], weights_TK)
     weights_TK = finish_weights(weights_TK, used_TK, ROUTER)
     if per_expert_scale_ptr is not None:
-        scale_TK = tl.load(per_expert_scale_ptr + experts_TK, mask=used_TK, other=0.0)
+        scale_TK = tl.load(per_expert_scale_ptr + ids_TK, mask=used_TK, other=0.0)
         weights_TK = weights_TK * scale_TK.to(tl.float32)
     offsets = rows_T.to(tl.int64)[:, None] * K + slots_K[None, :]
     tl.store(weights_ptr + offsets, weights_TK.to(weights_ptr.dtype.element_ty), mask=used_TK)
-    tl.store(experts_ptr + offsets, experts_TK, mask=used_TK)
+    tl.store(experts_ptr + offsets, ids_TK, mask=used_TK)
 
 
 @on_its_device
@@ -244,18 +244,18 @@ def route(
     """The `route` op; `router` as above."""
     T, E = logits_TE.shape
     weights_TK = logits_TE.new_empty((T, top_k), dtype=weights_dtype)
-    experts_TK = logits_TE.new_empty((T, top_k), dtype=torch.int32)
+    ids_TK = logits_TE.new_empty((T, top_k), dtype=torch.int32)
     if T == 0:
-        return weights_TK, experts_TK
+        return weights_TK, ids_TK
     plain = bias_E is None and router[2] == 1
     low = FREE_BITS.get(logits_TE.dtype, 0) if plain else 0
     tokens = 4 if low > 0 and T >= MANY_TOKENS and E <= FEW_EXPERTS else 1
     pdl, options = pdl_options(logits_TE)
     launch(
         route_kernel, (triton.cdiv(T, tokens),),
-        logits_TE, logits_TE.stride(0), T, bias_E, per_expert_scale_E, weights_TK, experts_TK,
+        logits_TE, logits_TE.stride(0), T, bias_E, per_expert_scale_E, weights_TK, ids_TK,
         E=E, K=top_k, ROUTER=router,
         BT=tokens, BE=max(2, triton.next_power_of_2(E)), BK=triton.next_power_of_2(top_k),
         LOW=low, PDL=pdl, num_warps=tokens, **options,
     )  # fmt: skip
-    return weights_TK, experts_TK
+    return weights_TK, ids_TK

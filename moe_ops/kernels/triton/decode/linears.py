@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.decode.linears_plan import Plan, plan_for
+from moe_ops.kernels.triton.decode.linears_plan import LinearsPlan, plan_for
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options, processors, shared_memory
 
 MOST = 4  # weights of a launch
@@ -39,7 +39,7 @@ def run(
     x_TK: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
-    plan: Plan | None = None,
+    plan: LinearsPlan | None = None,
 ) -> list[Tensor]:
     """y_g = x W_gᵀ + b_g for weights [N_g, K] that no launch still in flight writes.
 
@@ -60,7 +60,7 @@ def run_normed(
     eps: float,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
-    plan: Plan | None = None,
+    plan: LinearsPlan | None = None,
 ) -> list[Tensor]:
     """[s, n, y_0, ...] of one row, in one launch for the first weights: s = x + residual, left out
     if there is no residual, n = gain s / rms(s) as `normed_linears` rounds it, and the rest `run`
@@ -79,7 +79,7 @@ def _launch(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     outs: Sequence[Tensor],
-    plan: Plan | None,
+    plan: LinearsPlan | None,
     norm: Norm | None = None,
 ) -> None:
     T, K = x_TK.shape

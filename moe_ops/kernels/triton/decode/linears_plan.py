@@ -10,7 +10,7 @@ from typing import NamedTuple
 import triton
 
 
-class Plan(NamedTuple):
+class LinearsPlan(NamedTuple):
     """A program has `rows` rows of weights and takes them `step` columns at a time."""
 
     rows: int
@@ -19,7 +19,7 @@ class Plan(NamedTuple):
     stages: int
 
 
-def plan_for(T: int, N: int, K: int, processors: int, memory: int) -> Plan:
+def plan_for(T: int, N: int, K: int, processors: int, memory: int) -> LinearsPlan:
     """The plan for T rows of input and N rows of weights in all, of two bytes a number, with so
     much shared memory for a program."""
     if T == 1:
@@ -28,13 +28,13 @@ def plan_for(T: int, N: int, K: int, processors: int, memory: int) -> Plan:
         if rows == 4 and K >= 4096:
             rows = 2  # of 4096 columns two tiles are all
         step = min(4096 // rows, 2048, triton.next_power_of_2(K))
-        return Plan(rows, step, 4, 1)
+        return LinearsPlan(rows, step, 4, 1)
     columns = max(16, triton.next_power_of_2(T))
     many = 8 * processors <= N
     rows = 64 if many else 16
     step = max(16, min(128 if many else 256, triton.next_power_of_2(K)))
     most = memory // (2 * step * (rows + columns))
-    return Plan(rows, step, 4, min(6 if many else 4, most))
+    return LinearsPlan(rows, step, 4, min(6 if many else 4, most))
 
 
 def power_below(n: int) -> int:

@@ -19,7 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.decode.one_query_plan import MOST_HELD, Plan, plan_for, power_of_two
+from moe_ops.kernels.triton.decode.one_query_plan import (
+    MOST_HELD,
+    AttentionPlan,
+    plan_for,
+    power_of_two,
+)
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options, processors
 
 
@@ -31,7 +36,7 @@ def attend(
     mask_BS: Tensor,
     scale: float,
     sinks_H: Tensor | None = None,
-    plan: Plan | None = None,
+    plan: AttentionPlan | None = None,
 ) -> Tensor:
     """The op `one_query` of arguments that its `refusal` lets pass. What is in
     hidden slots behind the last that is not hidden does not matter."""

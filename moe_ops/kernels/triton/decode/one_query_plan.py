@@ -20,7 +20,7 @@ MOST_TILE_BYTES = 32 * 1024  # of keys and values
 STAGES = 3
 
 
-class Plan(NamedTuple):
+class AttentionPlan(NamedTuple):
     """`splits` programs for a head of the cache, each with `span` slots in tiles of `tile`."""
 
     splits: int
@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     stages: int
 
 
-def plan_for(pairs: int, slots: int, row_bytes: int, held: int, processors: int) -> Plan:
+def plan_for(pairs: int, slots: int, row_bytes: int, held: int, processors: int) -> AttentionPlan:
     """The plan for so many pairs of a sequence and a head of the cache, with `row_bytes` of keys
     and values a slot and outputs of `held` numbers each."""
     splits = -(-slots // MOST_SPAN)
@@ -43,7 +43,9 @@ def plan_for(pairs: int, slots: int, row_bytes: int, held: int, processors: int)
     tile = max(16, min(power_of_two(span), MOST_TILE_SLOTS, fitting))
     tiles = -(-span // tile)
     warps = 8 if tile * row_bytes > MOST_TILE_BYTES or held > MOST_HELD else 4
-    return Plan(-(-slots // (tiles * tile)), tiles * tile, tile, warps, min(STAGES, tiles + 1))
+    return AttentionPlan(
+        -(-slots // (tiles * tile)), tiles * tile, tile, warps, min(STAGES, tiles + 1)
+    )
 
 
 def power_of_two(n: int) -> int:

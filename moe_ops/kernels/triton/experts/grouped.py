@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_ops.kernels.triton.experts import grouped_plain
 from moe_ops.kernels.triton.experts.combine import sum_rows
 from moe_ops.kernels.triton.experts.sort import sort_pairs
-from moe_ops.kernels.triton.experts.tile_map import Tiles, tile_map
+from moe_ops.kernels.triton.experts.tile_map import TileMap, tile_map
 from moe_ops.kernels.triton.experts.weights import Experts
 from moe_ops.kernels.triton.launch import capability, on_its_device
 
@@ -22,18 +22,18 @@ from moe_ops.kernels.triton.launch import capability, on_its_device
 def run(
     x_TD: Tensor,
     weights_TK: Tensor,
-    experts_TK: Tensor,
+    ids_TK: Tensor,
     layer: Experts,
     expert_map: Tensor | None,
     residual_TD: Tensor | None = None,
 ) -> Tensor:
     """The `experts` op: sort, two products over the same tiles, weighted sum, to which a contiguous
     residual is added if there is one."""
-    (T, K), (E, _, I) = experts_TK.shape, layer.sizes
+    (T, K), (E, _, I) = ids_TK.shape, layer.sizes
     w13, w2 = layer.w13_EFD, layer.w2_EDI
     if layer.transposed:
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-    rows_R, inverse_R, ends_E = sort_pairs(experts_TK, E, expert_map)
+    rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
     # Both products mostly take the same tiles; one that does not maps its own.
     tiles = tile_map(ends_E, T * K, tile_rows(x_TD, T * K, w13, x_TD.new_empty(0, I)))
     h_RI = grouped_gated(x_TD, rows_R, ends_E, w13, layer.b13_EF, K, *layer.act, tiles=tiles)
@@ -56,7 +56,7 @@ def grouped_gated(
     limit: float | None,
     up_shift: float,
     *,
-    tiles: Tiles | None = None,
+    tiles: TileMap | None = None,
 ) -> Tensor:
     """h[r] = activate(W13[e] @ x[rows_R[r] // top_k] + b13[e]) for every row r of expert e.
 
@@ -75,7 +75,7 @@ def grouped_rows(
     w2_EDI: Tensor,
     b2_ED: Tensor | None,
     *,
-    tiles: Tiles | None = None,
+    tiles: TileMap | None = None,
 ) -> Tensor:
     """y[r] = W2[e] @ h[r] + b2[e] for every row r of expert e; W2 may have any strides."""
     out = h_RI.new_empty(h_RI.shape[0], w2_EDI.shape[1])
@@ -120,7 +120,7 @@ def _product(
     out: Tensor,
     top_k: int | None,
     act: tuple,
-    tiles: Tiles | None,
+    tiles: TileMap | None,
 ) -> Tensor:
     if out.numel() == 0:
         return out

@@ -38,7 +38,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.kernels.triton import replay
 from moe_ops.kernels.triton.activation import activate, activate_gated
-from moe_ops.kernels.triton.experts.tile_map import ENTRY, Tiles
+from moe_ops.kernels.triton.experts.tile_map import ENTRY, TileMap
 from moe_ops.kernels.triton.launch import processors
 
 # Named so from Triton 3.7 or 3.8 on; before that, longer.
@@ -593,7 +593,7 @@ def launch(
     w_ENK: Tensor,
     bias_EN: Tensor | None,
     out: Tensor,
-    tiles: Tiles,
+    tiles: TileMap,
     top_k: int | None,
     act: tuple,
 ) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import replay
 from moe_ops.kernels.triton.activation import activate, activate_gated
-from moe_ops.kernels.triton.experts.tile_map import ENTRY, Tiles
+from moe_ops.kernels.triton.experts.tile_map import ENTRY, TileMap
 from moe_ops.kernels.triton.launch import shared_memory
 
 
@@ -31,7 +31,7 @@ def launch(
     w_ENK: Tensor,
     bias_EN: Tensor | None,
     out: Tensor,
-    tiles: Tiles,
+    tiles: TileMap,
     top_k: int | None,
     act: tuple,
 ) -> None:

@@ -37,13 +37,13 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles:
+class RowsTiles:
     up: Tile
     down: Tile
 
 
-def _tiles(BN: int, up: tuple[int, ...], down: tuple[int, ...]) -> Tiles:
-    return Tiles(
+def _tiles(BN: int, up: tuple[int, ...], down: tuple[int, ...]) -> RowsTiles:
+    return RowsTiles(
         up=Tile(rows=up[0], step=up[1], BN=BN, stages=up[2], warps=up[3]),
         down=Tile(rows=down[0], step=down[1], BN=BN, stages=down[2], warps=down[3]),
     )
@@ -52,7 +52,7 @@ def _tiles(BN: int, up: tuple[int, ...], down: tuple[int, ...]) -> Tiles:
 # By the most rows an expert on average and the most columns of W2 (short rows of it are soon read,
 # and finding its place weighs on a program): the fastest of about ten for each product on an H200,
 # over six layers.
-TILES: tuple[tuple[float, float, Tiles], ...] = (
+TILES: tuple[tuple[float, float, RowsTiles], ...] = (
     (8, 1024, _tiles(16, (64, 128, 3, 4), (128, 64, 3, 4))),
     (8, math.inf, _tiles(16, (32, 128, 4, 4), (64, 128, 4, 4))),
     (24, 1024, _tiles(32, (32, 128, 3, 4), (128, 64, 3, 4))),
@@ -62,14 +62,14 @@ TILES: tuple[tuple[float, float, Tiles], ...] = (
 )
 
 
-def tiles_for(rows_per_expert: float, width: int) -> Tiles:
+def tiles_for(rows_per_expert: float, width: int) -> RowsTiles:
     return next(
         tiles for rows, columns, tiles in TILES if rows_per_expert <= rows and width <= columns
     )
 
 
 @functools.cache
-def fitting(tiles: Tiles, gated: bool, memory: int) -> Tiles:
+def fitting(tiles: RowsTiles, gated: bool, memory: int) -> RowsTiles:
     """The same tiles with as many stages as fit into so many bytes of shared memory."""
 
     def fit(tile: Tile, weights: int) -> Tile:
@@ -77,7 +77,7 @@ def fitting(tiles: Tiles, gated: bool, memory: int) -> Tiles:
         return replace(tile, stages=stages_within(memory, stage, tile.stages))
 
     up, down = tiles.up, tiles.down
-    return Tiles(up=fit(up, (2 if gated else 1) * up.rows), down=fit(down, down.rows))
+    return RowsTiles(up=fit(up, (2 if gated else 1) * up.rows), down=fit(down, down.rows))
 
 
 @triton.jit
@@ -197,18 +197,18 @@ def rows_down(
 def run(
     x_TD: Tensor,
     weights_TK: Tensor,
-    experts_TK: Tensor,
+    ids_TK: Tensor,
     layer: Experts,
     expert_map: Tensor | None,
     residual_TD: Tensor | None = None,
 ) -> Tensor:
     """The `experts` op, each weight read once for every BN rows of its expert, added to a
     contiguous residual if there is one."""
-    (T, K), (E, D, I) = experts_TK.shape, layer.sizes
+    (T, K), (E, D, I) = ids_TK.shape, layer.sizes
     R = T * K
     tiles = tiles_for(R / (E if expert_map is None else expert_map.shape[0]), I)
     tiles = fitting(tiles, layer.act[1], shared_memory(x_TD))
-    rows_R, inverse_R, ends_E = sort_pairs(experts_TK, E, expert_map)
+    rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
     h_RI, y_RD = x_TD.new_empty(R, I), x_TD.new_empty(R, D)
     BE = max(2, triton.next_power_of_2(E))
     pdl, options = pdl_options(x_TD)

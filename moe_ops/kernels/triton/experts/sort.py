@@ -125,27 +125,27 @@ def place_kernel(
 
 
 def sort_pairs(
-    experts_TK: Tensor, num_experts: int, expert_map: Tensor | None
+    ids_TK: Tensor, num_experts: int, expert_map: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(rows_R, inverse_R, ends_E), int32: the pair in each row, the row of each pair (-1: none),
     and one past the last row of each expert.
     """
-    R, E = experts_TK.numel(), num_experts
-    rows_R, inverse_R = (experts_TK.new_empty(R, dtype=torch.int32) for _ in range(2))
-    ends_E = experts_TK.new_empty(E, dtype=torch.int32)
+    R, E = ids_TK.numel(), num_experts
+    rows_R, inverse_R = (ids_TK.new_empty(R, dtype=torch.int32) for _ in range(2))
+    ends_E = ids_TK.new_empty(E, dtype=torch.int32)
     n_map = 0 if expert_map is None else expert_map.shape[0]
-    pdl, options = pdl_options(experts_TK)
+    pdl, options = pdl_options(ids_TK)
     if R <= ONE_LAUNCH:
         launch(
-            sort_kernel, (E + 1,), experts_TK, expert_map, rows_R, inverse_R, ends_E, R, n_map,
+            sort_kernel, (E + 1,), ids_TK, expert_map, rows_R, inverse_R, ends_E, R, n_map,
             E=E, BR=max(16, triton.next_power_of_2(R)), PDL=pdl, num_warps=4, **options,
         )  # fmt: skip
         return rows_R, inverse_R, ends_E
     chunks = triton.cdiv(R, CHUNK)
     BE = triton.next_power_of_2(E + 2)
-    counts_CE = experts_TK.new_empty((chunks + 1, E + 1), dtype=torch.int32)
+    counts_CE = ids_TK.new_empty((chunks + 1, E + 1), dtype=torch.int32)
     launch(
-        count_kernel, (chunks,), experts_TK, expert_map, counts_CE, R, n_map,
+        count_kernel, (chunks,), ids_TK, expert_map, counts_CE, R, n_map,
         E=E, BR=CHUNK, BE=BE, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
     BC = min(CHUNKS_AT_ONCE, triton.next_power_of_2(chunks))
@@ -155,7 +155,7 @@ def sort_pairs(
     )  # fmt: skip
     launch(
         place_kernel, (chunks,),
-        experts_TK, expert_map, counts_CE, rows_R, inverse_R, ends_E, R, n_map, chunks,
+        ids_TK, expert_map, counts_CE, rows_R, inverse_R, ends_E, R, n_map, chunks,
         E=E, BR=CHUNK, BE=BE, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
     return rows_R, inverse_R, ends_E

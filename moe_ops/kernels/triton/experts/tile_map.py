@@ -20,7 +20,7 @@ ENTRY = tl.constexpr(8)  # int32s from one entry to the next: its five lie in on
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class TileMap:
     """The table of row tiles, int32 [1 + capacity, 8]. The first row: how many tiles there are, how
     many of these have rows in their lower half, and a counter, 0 between the products over these
     rows, which run one after the other. Each of the others is a tile: its expert, the first row of
@@ -35,7 +35,7 @@ class Tiles:
         return self.table.shape[0] - 1
 
 
-def tile_map(ends_E: Tensor, rows: int, block_m: int) -> Tiles:
+def tile_map(ends_E: Tensor, rows: int, block_m: int) -> TileMap:
     """Tiles of at most `block_m` rows, for every product over these rows of those `tile_rows`."""
     E = ends_E.numel()
     capacity = rows // block_m + min(E, rows)
@@ -45,7 +45,7 @@ def tile_map(ends_E: Tensor, rows: int, block_m: int) -> Tiles:
         _tile_map, (E,), ends_E, table, E, rows, capacity, block_m, GROUP, block_e, block,
         num_warps=4,
     )  # fmt: skip
-    return Tiles(table, block_m)
+    return TileMap(table, block_m)
 
 
 @triton.jit(do_not_specialize=["R", "CAPACITY"])

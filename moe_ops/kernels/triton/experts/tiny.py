@@ -42,7 +42,7 @@ from moe_ops.kernels.triton.replay import launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles:
+class TinyTiles:
     """Of the two launches: columns of h and of x a step; experts, rows and columns of h a step."""
 
     BI: int = 32
@@ -54,14 +54,14 @@ class Tiles:
     down_stages: int = 4
 
 
-def tiles_for(T: int, K: int, D: int, I: int, processors: int) -> Tiles:
+def tiles_for(T: int, K: int, D: int, I: int, processors: int) -> TinyTiles:
     """The fastest on an H200 over six layers at 1, 2 and 4 tokens, or within 2 % of it."""
     if T > 1:
-        tiles = Tiles(BD=64, up_stages=6)  # so that all blocks of small experts run at once
+        tiles = TinyTiles(BD=64, up_stages=6)  # so that all blocks of small experts run at once
         if D * I <= 2**20:
             tiles = replace(tiles, up_stages=4)
         elif D * I >= 2**23:
-            tiles = Tiles()
+            tiles = TinyTiles()
         # A step of 128 columns that are half outside costs as much as one that is full.
         return tiles if I % 128 == 0 else replace(tiles, BH=64, down_stages=6)
 
@@ -72,15 +72,15 @@ def tiles_for(T: int, K: int, D: int, I: int, processors: int) -> Tiles:
 
     if triton.next_power_of_2(K) != K:
         # Four at a time: such a K would leave much of a larger tile empty.
-        return Tiles(BG=4, BR=16, down_stages=6)
+        return TinyTiles(BG=4, BR=16, down_stages=6)
     chosen = min(16, max(2, K))
     BG = max(chosen, min(16, 2 * chosen), key=evenness)
-    tiles = Tiles(BG=BG, BR=64 // BG)
+    tiles = TinyTiles(BG=BG, BR=64 // BG)
     return tiles if 2 * 64 * processors >= D * BG else replace(tiles, BH=64, down_stages=6)
 
 
 @functools.cache
-def fitting(tiles: Tiles, T: int, gated: bool, memory: int) -> Tiles:
+def fitting(tiles: TinyTiles, T: int, gated: bool, memory: int) -> TinyTiles:
     """The same tiles with as many stages as fit into so many bytes of shared memory."""
     columns = max(16, tiles.BG * triton.next_power_of_2(T))
     up = 2 * tiles.BD * ((2 if gated else 1) * tiles.BI + TINY_TOKENS)
@@ -296,14 +296,14 @@ def tiny_down(
 def run(
     x_TD: Tensor,
     weights_TK: Tensor,
-    experts_TK: Tensor,
+    ids_TK: Tensor,
     layer: Experts,
     expert_map: Tensor | None,
     residual_TD: Tensor | None = None,
 ) -> Tensor:
     """The `experts` op for up to TINY_TOKENS tokens and TINY_PAIRS pairs of token and choice, added
     to a contiguous residual if there is one."""
-    (T, K), (E, D, I) = experts_TK.shape, layer.sizes
+    (T, K), (E, D, I) = ids_TK.shape, layer.sizes
     if T > TINY_TOKENS or T * K > TINY_PAIRS:
         raise ValueError(
             f"takes {TINY_TOKENS} tokens and {TINY_PAIRS} pairs of token and choice at most, got "
@@ -321,14 +321,14 @@ def run(
     pdl, options = pdl_options(x_TD)
     launch(
         tiny_up, (P * triton.cdiv(I, tiles.BI) + (T > 1),),
-        x_TD, experts_TK, weights_TK, expert_map, layer.w13_EFD, layer.b13_EF, h_PTI, table,
+        x_TD, ids_TK, weights_TK, expert_map, layer.w13_EFD, layer.b13_EF, h_PTI, table,
         share_PT, T, n_map, x_TD.stride(0), *layer.strides13, bias_stride(layer.b13_EF),
         E=E, K=K, D=D, I=I, ACT=layer.act, BP=BP, BI=tiles.BI, BD=tiles.BD, BN=TINY_TOKENS,
         ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.up_stages, **options,
     )  # fmt: skip
     launch(
         tiny_down, (triton.cdiv(D, tiles.BR),),
-        h_PTI, experts_TK, expert_map, table, share_PT, layer.w2_EDI, layer.b2_ED, residual_TD,
+        h_PTI, ids_TK, expert_map, table, share_PT, layer.w2_EDI, layer.b2_ED, residual_TD,
         out_TD, T, n_map, *layer.strides2, bias_stride(layer.b2_ED),
         E=E, K=K, D=D, I=I, BP=BP, BT=BT, BG=tiles.BG, BR=tiles.BR, BI=tiles.BH,
         BN=max(16, tiles.BG * BT), ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.down_stages,

@@ -1,0 +1,81 @@
+"""The norm of one row and the linear layers that read it; `passes/fuse_norm.py` puts it into
+graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_ops import fake_impls
+from moe_ops.decode_ops.linears import LinearsCall, linears, shape_of
+from moe_ops.decode_ops.linears import refusal as refusal_of_linears
+from moe_ops.spec import DECODE_OPS, op
+
+MOST_NORMED = 8192  # columns of an input of which every program holds all
+
+
+@dataclass(slots=True)
+class NormedLinearsCall:
+    """The arguments of `normed_linears`."""
+
+    x_TK: Tensor
+    residual_TK: Tensor | None
+    gain_K: Tensor
+    eps: float
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+
+
+def refusal(call: NormedLinearsCall) -> str | None:
+    """Why these are no arguments of `normed_linears`, and what to do, or None."""
+    x_TK, residual_TK, gain_K = call.x_TK, call.residual_TK, call.gain_K
+    reason = refusal_of_linears(LinearsCall(x_TK, call.weights, call.biases))
+    if reason is not None:
+        return reason
+    if x_TK.shape[0] != 1 or x_TK.shape[1] > MOST_NORMED:
+        return f"x_TK is {shape_of(x_TK)}, not one row of up to {MOST_NORMED}; use `linears`"
+    for what, t, shape in (("residual", residual_TK, x_TK.shape), ("gain", gain_K, x_TK.shape[1:])):
+        if t is None:
+            continue
+        if t.shape != shape or t.stride(-1) != 1:
+            return (
+                f"the {what} is {shape_of(t)} with the strides {t.stride()}, not a contiguous "
+                f"{list(shape)}; reshape it"
+            )
+        if (t.dtype, t.device) != (x_TK.dtype, x_TK.device):
+            return (
+                f"the {what} is {t.dtype} on {t.device}, x_TK {x_TK.dtype} on {x_TK.device}; "
+                "convert one of them"
+            )
+    return None
+
+
+def check(call: NormedLinearsCall) -> None:
+    """Raise ValueError for what `refusal` names."""
+    reason = refusal(call)
+    if reason is not None:
+        raise ValueError(f"normed_linears: {reason}")
+
+
+@op(check=check, table=DECODE_OPS)
+def normed_linears(call: NormedLinearsCall) -> list[Tensor]:
+    """[s, n, *linears(n, weights, biases)] of one row: with s = x + residual
+
+        n = gain (s / sqrt(mean(s²) + eps))
+
+    where s, the quotient and n are rounded to the dtype of the input, and the mean is not. Without
+    a residual s is x, and not returned. Raises ValueError for what `refusal` names.
+    """
+    x_TK, residual_TK = call.x_TK, call.residual_TK
+    s_TK = x_TK if residual_TK is None else x_TK + residual_TK
+    wide_TK = s_TK.float()
+    quotient_TK = wide_TK * torch.rsqrt(wide_TK.pow(2).mean(-1, keepdim=True) + call.eps)
+    n_TK = call.gain_K * quotient_TK.to(x_TK.dtype)
+    ys = linears.body(LinearsCall(n_TK, call.weights, call.biases))
+    return [*([] if residual_TK is None else [s_TK]), n_TK, *ys]
+
+
+normed_linears.fake(fake_impls.normed_linears)

@@ -1,0 +1,23 @@
+"""Decode ops where no GPU is: a plan of kernels runs the definition."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from moe_ops.spec import DECODE_OPS
+
+
+def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes take every device for a GPU with kernels; in graphs these run the definition."""
+    file = importlib.import_module("moe_ops.passes.merge_linears")
+    monkeypatch.setattr(file, "runs_kernels", lambda device: True)
+    for op in DECODE_OPS.values():
+        define(monkeypatch, op.name, "triton")
+
+
+def define(monkeypatch: pytest.MonkeyPatch, name: str, plan: str) -> None:
+    """Have a plan of a decode op run its definition."""
+    op = DECODE_OPS[name]
+    monkeypatch.setitem(op._plans, plan, ((None, op.body),))
