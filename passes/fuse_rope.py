@@ -2,8 +2,8 @@
 op.
 
 Between the projections of a step and its attention lie the norms of heads, their rotation and two
-writes of a slot: launches of a microsecond each, of which most is to wait for the one before. And
-one op may ask for the cache while the projections are on their way.
+writes of a slot. Each is a launch of about a microsecond, most of it spent waiting for the one
+before. One op can also prefetch the cache while the projections run.
 """
 
 from __future__ import annotations

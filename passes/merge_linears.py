@@ -1,7 +1,7 @@
 """Linear layers of one input with few rows become one op, which reads each weight once.
 
-A step of `generate` waits for its weights: a launch for each of them, made for many rows, is what
-it has no use for.
+A step of `generate` waits until its weights are read. A launch for each weight, tuned for many
+rows, reads them too slowly.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python -m tests.hf.gpu_families --jobs 6 --minutes 9
 
 What a family gave is kept in a JSON file, so another call goes on where this one stopped: families
-that hold with the same versions on the same GPU are not run again. The twelve named families are
-`make gpu`'s unless --all; --write puts the file's cells into docs/FAMILIES.md and runs nothing.
+and checks that hold with the same versions on the same GPU are not run again. The twelve named
+families are `make gpu`'s unless --all; --write puts the file's cells into docs/FAMILIES.md and runs
+nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     def one(family: str) -> Outcome | None:
         if time.monotonic() - start > 60 * args.minutes:
             return None
-        return in_process(family, args.limit)
+        return in_process(family, args.limit, known.get(family))
 
     with ThreadPoolExecutor(args.jobs) as pool:
         running = {pool.submit(one, family): family for family in left}
@@ -79,13 +80,18 @@ def run(args: argparse.Namespace) -> None:
     sys.exit(bool(failed))
 
 
-def in_process(family: str, limit: float) -> Outcome:
-    """What the family gives: each check in a process of its own, whatever happens to that."""
+def in_process(family: str, limit: float, before: Outcome | None) -> Outcome:
+    """What the family gives: each check that did not hold before in a process of its own, whatever
+    happens to that."""
     start = time.monotonic()
-    with ThreadPoolExecutor(len(CHECKS)) as pool:
-        found = list(pool.map(lambda check: in_one(family, check, limit), CHECKS))
-    failed = [o for o in found if o["outcome"] != HOLDS]
-    outcome = failed[0] if failed else min(found, key=lambda o: o["ours"])
+    held = before.get("held", []) if before is not None and same_place(before) else []
+    left = [check for check in CHECKS if check not in held]
+    with ThreadPoolExecutor(len(left)) as pool:
+        found = dict(zip(left, pool.map(lambda c: in_one(family, c, limit), left), strict=True))
+    failed = [o for o in found.values() if o["outcome"] != HOLDS]
+    outcome = failed[0] if failed else min(found.values(), key=lambda o: o["ours"])
+    if failed:
+        outcome["held"] = [*held, *(c for c, o in found.items() if o["outcome"] == HOLDS)]
     return outcome | {"seconds": round(time.monotonic() - start, 1)} | place()
 
 
@@ -123,8 +129,11 @@ def place() -> dict[str, str]:
 
 def holds(outcome: Outcome | None) -> bool:
     """Whether the family held here: with these versions, on such a GPU."""
-    here = place()
-    return outcome is not None and outcome["outcome"] == HOLDS and here.items() <= outcome.items()
+    return outcome is not None and outcome["outcome"] == HOLDS and same_place(outcome)
+
+
+def same_place(outcome: Outcome) -> bool:
+    return place().items() <= outcome.items()
 
 
 def load(path: Path) -> dict[str, Outcome]:

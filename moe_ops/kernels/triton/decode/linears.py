@@ -4,9 +4,9 @@
     linears_few    of up to 64 rows: weights are the rows of the matrix units' tiles, the input's
                    rows their columns
 
-The blocks of all weights are programs of the one launch, those of the first weight first. As
-weights were there before the launch before this one, linears_one asks for each program's first tile
-ahead of its end.
+The blocks of all weights are programs of the one launch, those of the first weight first. Weights
+do not depend on the launch before, so each program of linears_one prefetches its first tile before
+that launch ends.
 """
 
 from __future__ import annotations

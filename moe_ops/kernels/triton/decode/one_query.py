@@ -48,7 +48,7 @@ def attend(
         row_bytes = (D + DV) * k_BNSD.element_size()
         plan = plan_for(B * N, slots, row_bytes, rows * DV, processors(q_BHD))
     pdl, options = pdl_options(q_BHD)
-    # Arguments that a launch has no use for are there, but not looked at.
+    # An argument that a launch does not read is some tensor; it is not looked at.
     sinks = q_BHD if sinks_H is None else sinks_H
     out = torch.empty(B, H, DV, dtype=v_BNSD.dtype, device=v_BNSD.device)
     found, stats = out, q_BHD

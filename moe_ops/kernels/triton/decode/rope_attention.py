@@ -139,7 +139,7 @@ def rope_attention_kernel(
             high_G = new_G
             total_G += 1.0
             acc_GV += new_V.to(tl.float32)[None, :]
-            if PDL:  # not before: what the next launch asks for early would be in the way
+            if PDL:  # not before: what the next launch prefetches would be in the way
                 tl.extra.cuda.gdc_launch_dependents()
         scores_GS = tl.dot(q_GD, tl.trans(keys_SD)) * SCALE + added_S[None, :]
         top_G = tl.maximum(high_G, tl.max(scores_GS, 1))
