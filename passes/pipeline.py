@@ -13,7 +13,7 @@ from torch._dynamo.utils import lazy_format_graph_code
 from torch._functorch.aot_autograd import get_aot_graph_name
 from torch._inductor import custom_graph_pass
 
-from moe_ops.passes import cache_key, sizes
+from moe_ops.passes import cache_key, sizes, slices
 from moe_ops.passes.context import Context, Note, Options
 from moe_ops.planning import tuned
 from moe_ops.planning.plan import Choice
@@ -113,6 +113,7 @@ class Pipeline(InferenceAware):
         if not is_inference and not any(run.skipped for run in self.runs):
             log.warning("moe_ops leaves a graph alone: %s", TRAINING)
         sizes.tell(graph)
+        slices.settle(graph)
         self.runs.append(self._run(graph) if is_inference else GraphRun(skipped=TRAINING))
 
     def uuid(self) -> str | None:
