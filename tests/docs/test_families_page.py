@@ -25,18 +25,21 @@ def test_the_column_of_real_widths_is_that_of_the_results() -> None:
 def test_a_check_that_held_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow family may take several runs."""
     ran: list[str] = []
-    slow = [{"outcome": "bfloat16: not done after 5 s"}]
+    everything = sorted(gpu_families.CHECKS)
+    slow = [{"outcome": "forward: not done after 5 s"}]
 
     def in_one(family: str, check: str, limit: float) -> gpu_families.Outcome:
         ran.append(check)
-        if check == "bfloat16" and slow:
+        if check == "forward" and slow:
             return slow.pop()
-        return {"outcome": gpu_families.HOLDS, "layers": 2, "ours": 2}
+        counts = {"layers": 2, "ours": 2} if check == "float32" else {}
+        return {"outcome": gpu_families.HOLDS} | counts
 
     monkeypatch.setattr(gpu_families, "in_one", in_one)
     first = gpu_families.in_process("mixtral", 5, None)
-    assert not gpu_families.holds(first) and sorted(ran) == ["bfloat16", "float32"]
+    assert not gpu_families.holds(first) and sorted(ran) == everything
     second = gpu_families.in_process("mixtral", 5, first)
-    assert gpu_families.holds(second) and ran[2:] == ["bfloat16"]
+    assert gpu_families.holds(second) and ran[4:] == ["forward"]
+    assert (second["layers"], second["ours"]) == (2, 2)
     gpu_families.in_process("mixtral", 5, first | {"device": "another GPU"})
-    assert sorted(ran[3:]) == ["bfloat16", "float32"]
+    assert sorted(ran[5:]) == everything

@@ -11,6 +11,7 @@ nothing.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -21,11 +22,11 @@ from typing import Any
 
 import torch
 
-from . import families, page, real, real_checks
+from . import families, page, real
+from .real_checks import CHECKS, SIZES
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "families_gpu.json"
 HOLDS = "holds"
-CHECKS = {"float32": real_checks.check_float32, "bfloat16": real_checks.check_bfloat16}
 Outcome = dict[str, Any]
 
 
@@ -42,7 +43,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "--jobs", type=int, default=1, help="families that run side by side, in two processes each"
+        "--jobs", type=int, default=1, help="families side by side, four processes each"
     )
     parser.add_argument("--minutes", type=float, default=60, help="start none after so long")
     parser.add_argument("--limit", type=float, default=300, help="seconds that a family may take")
@@ -84,12 +85,16 @@ def in_process(family: str, limit: float, before: Outcome | None) -> Outcome:
     """What the family gives: each check that did not hold before in a process of its own, whatever
     happens to that."""
     start = time.monotonic()
-    held = before.get("held", []) if before is not None and same_place(before) else []
+    before = before if before is not None and same_place(before) else {}
+    held = before.get("held", [])
     left = [check for check in CHECKS if check not in held]
     with ThreadPoolExecutor(len(left)) as pool:
         found = dict(zip(left, pool.map(lambda c: in_one(family, c, limit), left), strict=True))
-    failed = [o for o in found.values() if o["outcome"] != HOLDS]
-    outcome = failed[0] if failed else min(found.values(), key=lambda o: o["ours"])
+    failed = [o["outcome"] for o in found.values() if o["outcome"] != HOLDS]
+    counts = [o for o in (before, *found.values()) if "ours" in o]
+    outcome: Outcome = {"outcome": failed[0] if failed else HOLDS}
+    if counts:
+        outcome |= {k: min(o[k] for o in counts) for k in ("layers", "ours")}
     if failed:
         outcome["held"] = [*held, *(c for c, o in found.items() if o["outcome"] == HOLDS)]
     return outcome | {"seconds": round(time.monotonic() - start, 1)} | place()
@@ -114,11 +119,11 @@ def run_one(family: str, check: str) -> Outcome:
     """Run one check of a family; the outcome is `HOLDS`, or the error's first line."""
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        found = CHECKS[check](family, "cuda", real_checks.SIZES)
+        found = CHECKS[check](family, "cuda", SIZES)
     except Exception as error:
         why = str(error).strip().partition("\n")[0]
         return {"outcome": f"{check}: {type(error).__name__}: {why}"[:300]}
-    return {"outcome": HOLDS, "layers": found.layers, "ours": found.ours}
+    return {"outcome": HOLDS} | (dataclasses.asdict(found) if found else {})
 
 
 def place() -> dict[str, str]:

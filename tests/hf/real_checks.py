@@ -76,22 +76,23 @@ def check_float32(family: str, device: str, sizes: list[tuple[int, int]]) -> Fou
     return found
 
 
-@config.patch(force_disable_caches=True)
-def check_bfloat16(family: str, device: str, sizes: list[tuple[int, int]]) -> Found:
-    """In bfloat16 layers equal stock's, and the model is as near to float32 as stock is."""
+def check_layers(family: str, device: str, sizes: list[tuple[int, int]]) -> None:
+    """In bfloat16 each layer that has experts, fed stock's input, equals stock's."""
     model = real.build(family, device=device, dtype=torch.bfloat16)
     for batch, length in sizes:
-        check_layers(model, inputs_of(family, batch, length, device))
+        check_each_layer(model, inputs_of(family, batch, length, device))
+
+
+@config.patch(force_disable_caches=True)
+def check_forward(family: str, device: str, sizes: list[tuple[int, int]]) -> Found:
+    """In bfloat16 the model's logits are as near to float32 as stock's."""
+    model = real.build(family, device=device, dtype=torch.bfloat16)
     twin = moe_ops.compile(model, strict=True)
     pairs = []
     for batch, length in sizes:
         inputs = inputs_of(family, batch, length, device)
         pairs.append((inputs, logits(twin, inputs), logits(model, inputs)))
     found = found_in(model, twin)
-    if can_generate(model):
-        for batch, length in sizes:
-            tokens = generated(twin, inputs_of(family, batch, length, device))
-            assert tokens.shape == (batch, length + NEW_TOKENS)
     del twin
     model.float()  # last, and in place: both do not fit beside each other everywhere
     for inputs, ours, stock in pairs:
@@ -102,7 +103,18 @@ def check_bfloat16(family: str, device: str, sizes: list[tuple[int, int]]) -> Fo
     return found
 
 
-def check_layers(model: PreTrainedModel, inputs: Inputs) -> None:
+def check_generate(family: str, device: str, sizes: list[tuple[int, int]]) -> None:
+    """In bfloat16 the model generates as many tokens as it was asked for."""
+    model = real.build(family, device=device, dtype=torch.bfloat16)
+    if not can_generate(model):
+        return
+    twin = moe_ops.compile(model, strict=True)
+    for batch, length in sizes:
+        tokens = generated(twin, inputs_of(family, batch, length, device))
+        assert tokens.shape == (batch, length + NEW_TOKENS)
+
+
+def check_each_layer(model: PreTrainedModel, inputs: Inputs) -> None:
     """Each decoder layer with experts, compiled and fed stock's input, gives stock's output."""
     run = torch.compile(_call, options=moe_ops.inductor_options(strict=True))
     for name, call in recorded(model, inputs).items():
@@ -227,3 +239,11 @@ def _call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _float32(t: Tensor) -> Tensor:
     return t.float() if t.is_floating_point() else t
+
+
+CHECKS = {
+    "float32": check_float32,
+    "layers": check_layers,
+    "forward": check_forward,
+    "generate": check_generate,
+}
