@@ -24,11 +24,13 @@ def settle(graph: fx.Graph) -> None:
     depended on data, and Inductor is to define that symbol. Inductor does not if guards made since
     then prove it (`failed OrderedSet([]) >= OrderedSet([u5])`), torch 2.11 defines some in code
     that names what it lacks (`Mod`), and where a symbol is missing it stops, too (`KeyError:
-    'unbacked_bindings'`). A slice that does depend on data stays as it is.
+    'unbacked_bindings'`). A slice that does depend on data stays as it is. So does one whose ends
+    are numbers: Inductor defines the size of `x[-3:]`, and a guard would cost fewer rows a graph.
     """
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
         values = fx.node.map_arg(node.args, lambda arg: arg.meta["val"])
-        if not free_unbacked_symbols([v for v in values if v is not None]):
+        symbolic = any(isinstance(end, torch.SymInt) for end in values[2:4])
+        if symbolic and not free_unbacked_symbols([v for v in values if v is not None]):
             _define(node, *_bounds(*values))
 
 
