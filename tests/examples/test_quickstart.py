@@ -202,6 +202,7 @@ def test_the_quickstart_prints_a_table_and_writes_its_figures(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_an_interrupted_run_leaves_the_rows_that_are_known() -> None:
     process = start(str(EXAMPLE), *SMALL, stderr=subprocess.PIPE)
     assert process.stdout is not None

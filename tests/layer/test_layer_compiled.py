@@ -151,7 +151,9 @@ class Block(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.every), BF16], ids=str
+)
 @pytest.mark.parametrize("name", ["plain", "balanced", "mxfp4"])
 def test_inductor_with_our_passes(name: str, dtype: torch.dtype) -> None:
     block = Block(**{**SIZES, **OPTIONS[name]}, dtype=dtype)
