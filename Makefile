@@ -6,7 +6,7 @@
 #   make check     format, lint, types, architecture and the fast tests
 #   make golden    accept the golden texts of tests as they are now
 #   make gpu       the tests that need a CUDA GPU, and those of kernels, which run there compiled
-#   make gpu-families  all other families at real widths on a CUDA GPU, JOBS of them side by side
+#   make gpu-families  all other families at real widths on a CUDA GPU, JOBS checks side by side
 #   make test-oldest   the Hugging Face tests on the oldest transformers we support
 #   make families  which layers of which model family the passes find, with every torch we support
 #   make bench     the op overhead and one layer, against transformers' own

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.hf import gpu_families, page
 
 
@@ -22,24 +20,31 @@ def test_the_column_of_real_widths_is_that_of_the_results() -> None:
     assert results and found == wanted, "run `python -m tests.hf.gpu_families --write`"
 
 
-def test_a_check_that_held_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow family may take several runs."""
-    ran: list[str] = []
-    everything = sorted(gpu_families.CHECKS)
-    slow = [{"outcome": "forward: not done after 5 s"}]
-
-    def in_one(family: str, check: str, limit: float) -> gpu_families.Outcome:
-        ran.append(check)
-        if check == "forward" and slow:
-            return slow.pop()
+def test_a_check_that_held_is_not_run_again() -> None:
+    """A slow family may take several runs, one of which may be stopped at any time."""
+    holds = {"outcome": gpu_families.HOLDS, "seconds": 2.0}
+    known = None
+    for check in gpu_families.CHECKS:
+        assert not gpu_families.holds(known)
+        slow = {"outcome": f"{check}: not done after 5 s", "seconds": 5.0}
+        known = gpu_families.with_check(known, check, slow)
+        assert known["outcome"] == slow["outcome"] and check not in gpu_families.held(known)
         counts = {"layers": 2, "ours": 2} if check == "float32" else {}
-        return {"outcome": gpu_families.HOLDS} | counts
+        known = gpu_families.with_check(known, check, holds | counts)
+        assert check in gpu_families.held(known)
+    assert gpu_families.holds(known) and gpu_families.held(known) == list(gpu_families.CHECKS)
+    assert known is not None and (known["ours"], known["seconds"]) == (
+        2,
+        7.0 * len(gpu_families.CHECKS),
+    )
+    assert gpu_families.held(known | {"device": "another GPU"}) == []
 
-    monkeypatch.setattr(gpu_families, "in_one", in_one)
-    first = gpu_families.in_process("mixtral", 5, None)
-    assert not gpu_families.holds(first) and sorted(ran) == everything
-    second = gpu_families.in_process("mixtral", 5, first)
-    assert gpu_families.holds(second) and ran[4:] == ["forward"]
-    assert (second["layers"], second["ours"]) == (2, 2)
-    gpu_families.in_process("mixtral", 5, first | {"device": "another GPU"})
-    assert sorted(ran[5:]) == everything
+
+def test_a_failure_is_told_until_its_check_holds() -> None:
+    fails = {"outcome": "layers: too far away", "seconds": 1.0}
+    holds = {"outcome": gpu_families.HOLDS, "seconds": 1.0}
+    known = gpu_families.with_check(None, "layers", fails)
+    known = gpu_families.with_check(known, "forward", holds)
+    assert known["outcome"] == fails["outcome"] and gpu_families.held(known) == ["forward"]
+    known = gpu_families.with_check(known, "layers", holds)
+    assert known["outcome"] == "not run yet: float32, generate"

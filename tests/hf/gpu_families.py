@@ -2,8 +2,8 @@
 
     python -m tests.hf.gpu_families --jobs 6 --minutes 9
 
-What a family gave is kept in a JSON file, so another call goes on where this one stopped: families
-and checks that hold with the same versions on the same GPU are not run again. The twelve named
+What a check gave is written to a JSON file at once, so another call goes on where this one stopped:
+checks that hold with the same versions on the same GPU are not run again. The twelve named
 families are `make gpu`'s unless --all; --write puts the file's cells into docs/FAMILIES.md and runs
 nothing.
 """
@@ -42,11 +42,9 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="families side by side, four processes each"
-    )
+    parser.add_argument("--jobs", type=int, default=1, help="checks side by side")
     parser.add_argument("--minutes", type=float, default=60, help="start none after so long")
-    parser.add_argument("--limit", type=float, default=300, help="seconds that a family may take")
+    parser.add_argument("--limit", type=float, default=300, help="seconds that a check may take")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--all", action="store_true", help="the twelve of `make gpu`, too")
     parser.add_argument("--family", nargs="+", default=[], help="these alone")
@@ -56,58 +54,63 @@ def parse() -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run what does not hold yet, the results written as they come; exit 1 if one does not hold."""
+    """Run what does not hold yet; each result is written as it comes. Exit 1 if one fails."""
     start, known = time.monotonic(), load(args.results)
     wanted = args.family or [f for f in families.discover() if args.all or f not in real.WIDTHS]
-    left = [f for f in wanted if not holds(known.get(f))]
-    print(f"{len(wanted) - len(left)} of {len(wanted)} families hold already", flush=True)
+    left = [(f, check) for f in wanted for check in CHECKS if check not in held(known.get(f))]
+    print(f"{len(wanted) * len(CHECKS)} checks; to be run: {len(left)}", flush=True)
 
-    def one(family: str) -> Outcome | None:
-        if time.monotonic() - start > 60 * args.minutes:
-            return None
-        return in_process(family, args.limit, known.get(family))
+    def one(family: str, check: str) -> Outcome | None:
+        late = time.monotonic() - start > 60 * args.minutes
+        return None if late else in_one(family, check, args.limit)
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        running = {pool.submit(one, family): family for family in left}
+        running = {pool.submit(one, *each): each for each in left}
         for future in as_completed(running):
-            family, outcome = running[future], future.result()
-            if outcome is None:
+            (family, check), found = running[future], future.result()
+            if found is None:
                 continue
-            known[family] = outcome
+            known[family] = with_check(known.get(family), check, found)
             args.results.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
-            print(f"{family:<22}{outcome['seconds']:>6.0f} s  {outcome['outcome']}", flush=True)
+            said = f"{check}: {HOLDS}" if found["outcome"] == HOLDS else found["outcome"]
+            print(f"{family:<22}{found['seconds']:>6.0f} s  {said}", flush=True)
     failed = [f for f in wanted if not holds(known.get(f))]
     print(f"{len(wanted) - len(failed)} of {len(wanted)} hold; not: {' '.join(failed) or 'none'}")
     sys.exit(bool(failed))
 
 
-def in_process(family: str, limit: float, before: Outcome | None) -> Outcome:
-    """What the family gives: each check that did not hold before in a process of its own, whatever
-    happens to that."""
-    start = time.monotonic()
-    before = before if before is not None and same_place(before) else {}
-    held = before.get("held", [])
-    left = [check for check in CHECKS if check not in held]
-    with ThreadPoolExecutor(len(left)) as pool:
-        found = dict(zip(left, pool.map(lambda c: in_one(family, c, limit), left), strict=True))
-    failed = [o["outcome"] for o in found.values() if o["outcome"] != HOLDS]
-    counts = [o for o in (before, *found.values()) if "ours" in o]
-    outcome: Outcome = {"outcome": failed[0] if failed else HOLDS}
-    if counts:
-        outcome |= {k: min(o[k] for o in counts) for k in ("layers", "ours")}
-    if failed:
-        outcome["held"] = [*held, *(c for c, o in found.items() if o["outcome"] == HOLDS)]
-    return outcome | {"seconds": round(time.monotonic() - start, 1)} | place()
+def held(outcome: Outcome | None) -> list[str]:
+    """The checks of a family that held here before."""
+    if outcome is None or not same_place(outcome):
+        return []
+    return list(CHECKS) if outcome["outcome"] == HOLDS else outcome["held"]
+
+
+def with_check(before: Outcome | None, check: str, found: Outcome) -> Outcome:
+    """What is known of a family after one more check; its seconds are those of all checks."""
+    known = before if before is not None and same_place(before) else {"seconds": 0.0}
+    done = [*held(before), *([check] if found["outcome"] == HOLDS else [])]
+    left = [name for name in CHECKS if name not in done]
+    counts = {k: v for each in (known, found) for k, v in each.items() if k in ("layers", "ours")}
+    outcome = counts | {"outcome": HOLDS} if not left else counts | {"held": done}
+    if left:
+        told = [o["outcome"] for o in (found, known) if o.get("outcome", HOLDS) != HOLDS]
+        failures = [words for words in told if words.partition(":")[0] in left]
+        outcome["outcome"] = failures[0] if failures else f"not run yet: {', '.join(left)}"
+    return outcome | {"seconds": round(known["seconds"] + found["seconds"], 1)} | place()
 
 
 def in_one(family: str, check: str, limit: float) -> Outcome:
+    """What a check gives in a process of its own, whatever happens to that."""
     command = [sys.executable, "-m", "tests.hf.gpu_families", "--one", family, check]
+    start = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        found = json.loads(lines[-1]) if lines else {"outcome": f"{check}: {last_words(done)}"}
     except subprocess.TimeoutExpired:
-        return {"outcome": f"{check}: not done after {limit:.0f} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if lines else {"outcome": f"{check}: {last_words(done)}"}
+        found = {"outcome": f"{check}: not done after {limit:.0f} s"}
+    return found | {"seconds": round(time.monotonic() - start, 1)}
 
 
 def last_words(done: subprocess.CompletedProcess[str]) -> str:
