@@ -17,8 +17,9 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moe_ops.generation.decoder import Decoder, Lease
-from moe_ops.generation.regions import CACHE, layer_lists
+from moe_ops.generation.regions import layer_lists
 from moe_ops.generation.sample import sample
+from moe_ops.generation.slots import CACHE
 from moe_ops.generation.steps import StepsReport, Tools
 from moe_ops.hf.subclass import new_object, subclass
 
@@ -182,7 +183,7 @@ class QuickGenerate:
         if cache.batch is None:
             del kwargs[CACHE]
             return cache.read(*args, **kwargs)
-        return CausalLMOutputWithPast(logits=cache.step(kwargs["input_ids"]), past_key_values=cache)
+        return CausalLMOutputWithPast(**{"logits": cache.step(kwargs["input_ids"]), CACHE: cache})
 
     @as_stock
     def generate(self, *args: Any, **kwargs: Any) -> Any:

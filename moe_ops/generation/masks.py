@@ -13,6 +13,8 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from moe_ops.generation.slots import CACHE
+
 
 class Sizes:
     """The lengths of a cache, as transformers' mask functions ask for them."""
@@ -39,8 +41,8 @@ def masks(config: Any, like: Tensor, valid: Tensor | None, sizes: Any, positions
         config=config,
         inputs_embeds=like,
         attention_mask=valid,
-        past_key_values=sizes,
         position_ids=positions,
+        **{CACHE: sizes},
     )
 
 

@@ -16,11 +16,10 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from moe_ops.generation.slots import Empty, Incoming
+from moe_ops.generation.slots import CACHE, Empty, Incoming
 from moe_ops.prepared import HoldsExperts
 
 Region = Callable[..., Any]  # (module, *args, **kwargs) -> what module(*args, **kwargs) returns
-CACHE = "past_key_values"
 
 
 def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+# What models call the cache, as an argument and in outputs; "cache" from transformers 5.24 on.
+CACHE = next(
+    field.name
+    for field in fields(CausalLMOutputWithPast)
+    if field.name in ("cache", "past_key_values")
+)
 
 
 class Incoming:
@@ -52,7 +61,7 @@ class SlotLayer(CacheLayerMixin):
         keys, values = incoming.keys, incoming.values
         if keys is None or values is None:
             raise ValueError(
-                "a decoder layer did not call past_key_values.update; call the model itself "
+                f"a decoder layer did not call {CACHE}.update; call the model itself "
                 "instead of the one that moe_ops.compile returned"
             )
         if not self.is_initialized:

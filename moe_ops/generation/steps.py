@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from moe_ops.generation.masks import Sizes, masks
 from moe_ops.generation.prompts import Capture, Captures, Filling, Prompt, Prompts
 from moe_ops.generation.regions import ByKind, Region, own_code
-from moe_ops.generation.slots import Empty, Slots
+from moe_ops.generation.slots import CACHE, Empty, Slots
 from moe_ops.terminal import rewrite
 
 log = logging.getLogger("moe_ops")
@@ -147,7 +147,7 @@ class Steps:
             input_ids=prompt.ids,
             attention_mask=mask,
             position_ids=prompt.positions,
-            past_key_values=Empty(self.cache),
+            **{CACHE: Empty(self.cache)},
             **kwargs,
         )
         self.valid.zero_()
@@ -181,8 +181,8 @@ class Steps:
                 input_ids=self.ids,
                 attention_mask=mask,
                 position_ids=self.positions,
-                past_key_values=self.cache,
                 use_cache=True,
+                **{CACHE: self.cache},
             )
             self.logits = out.logits
             self.positions.add_(1)

@@ -232,6 +232,10 @@ RULES: dict[str, Rule] = {
     "849827e64e0a": Rule(
         logits=_linear, arguments=_softmax_norm_topk_prob, weights_dtype=AS_LOGITS
     ),
+    # lara_mini
+    "d03475031f73": Rule(
+        logits=_linear_float32, arguments=_softmax_norm_topk_prob, weights_dtype=AS_INPUT
+    ),
     # qwen3_5_moe, qwen3_vl_moe
     "ebc513972d3d": Rule(logits=_linear, arguments=_softmax_renormalize, weights_dtype=AS_LOGITS),
     # minimax, mixtral
@@ -239,8 +243,8 @@ RULES: dict[str, Rule] = {
     # jamba
     "a7a06e3488c5": Rule(logits=_linear, arguments=_softmax, weights_dtype=AS_INPUT),
     # axk1, bailing_hybrid, deepseek_v3, deepseek_v32, dots1, dots3_note, exaone_moe, glm4_moe,
-    # glm4_moe_lite, glm4v_moe, glm5_next, glm_moe_dsa, hy_v4, kimi_linear, mimo_v2_flash,
-    # nemotron_h, solar_open
+    # glm4_moe_lite, glm4v_moe, glm5_next, glm_moe_dsa, hy_v4, hy_v4_vl, kimi_linear,
+    # mimo_v2_flash, nemotron_h, solar_open
     "e77292a9baca": Rule(logits=_linear_float32, arguments=_deepseek_v3),
     # beam
     "1f58c6d64d70": Rule(logits=_linear_float32, arguments=_beam),
@@ -289,7 +293,7 @@ RULES: dict[str, Rule] = {
         arguments=lambda m: _sigmoid(m, m.e_score_correction_bias, eps=0.0),
         weights_dtype=AS_INPUT,
     ),
-    # inkling2, deepseek_v4
+    # inkling2, inkling2_loop, deepseek_v4
     "fdfe5a83238f": Rule(logits=_linear_of_float32_input, arguments=_deepseek_v4),
     "1505ca0deb1c": Rule(logits=_linear, arguments=_deepseek_v4, rounds_scores=True),
     # muse_spark

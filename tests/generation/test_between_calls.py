@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import moe_ops
 from moe_ops.generation.one_query import NAME
+from moe_ops.generation.slots import CACHE
 from moe_ops.generation.steps import Steps
 from tests.hf import families
 from tests.hf.twins import PLAIN, check, defer, twin_of
@@ -162,8 +163,8 @@ def test_custom_generate_may_ask_for_anything(model: Any, ids: Tensor) -> None:
     twin = twin_of(model)
 
     def two_steps(model: Any, input_ids: Tensor, **kwargs: Any) -> Any:
-        cache = model(input_ids, use_cache=True).past_key_values
-        return model(input_ids[:, -1:], past_key_values=cache, output_hidden_states=True)
+        cache = model(input_ids, use_cache=True)[CACHE]
+        return model(input_ids[:, -1:], output_hidden_states=True, **{CACHE: cache})
 
     out = twin.generate(ids, custom_generate=two_steps, **PLAIN)
     assert len(out.hidden_states) == model.config.num_hidden_layers + 1

@@ -19,6 +19,7 @@ import moe_ops
 from moe_ops.generation.decoder import Decoder, rows_for, slots_for
 from moe_ops.generation.generate import QuickGenerate, shape_refusal
 from moe_ops.generation.sample import StopCheck
+from moe_ops.generation.slots import CACHE
 from tests.chosen import CHOSEN, those_of
 from tests.hf import families
 from tests.hf.twins import PLAIN, check, defer, stand_in, twin_of, uncompiled
@@ -97,10 +98,10 @@ def test_scores_cache_and_streamer_are_handed_out(model: Any, ids: Tensor) -> No
     more = {**PLAIN, "return_dict_in_generate": True, "output_scores": True}
     want, got = model.generate(ids, **more), twin.generate(ids, **more)
     torch.testing.assert_close(torch.stack(got.scores), torch.stack(want.scores))
-    for theirs, ours in zip(want.past_key_values.layers, got.past_key_values.layers, strict=True):
+    for theirs, ours in zip(want[CACHE].layers, got[CACHE].layers, strict=True):
         torch.testing.assert_close(ours.keys, theirs.keys)
     twin.generate(ids + 1, **PLAIN)  # does not write into what was handed out
-    on = [{"past_key_values": out.past_key_values} for out in (want, got)]
+    on = [{CACHE: out[CACHE]} for out in (want, got)]
     tokens = [twin.generate(want.sequences, **PLAIN, **kwargs) for kwargs in on]
     assert torch.equal(*tokens)
 

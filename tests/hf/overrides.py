@@ -184,6 +184,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "Glm5NextTextConfig": _LINEAR_THEN_FULL | {"qk_rope_head_dim": 0, "index_kpool": 2},
     "GraniteMoeHybridConfig": _LINEAR_THEN_FULL,
+    "HYV4VLTextConfig": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [2, 1, 1],
+        }
+    },
     "InklingTextConfig": {"n_shared_experts": 2, "logits_mup_width_multiplier": 1.0},
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "KimiLinearConfig": _LINEAR_THEN_FULL,

@@ -10,7 +10,8 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -130,17 +131,28 @@ def build(family: str, *, device: str, dtype: torch.dtype, layers: int = LAYERS)
 
     Fake tensors stay as they are: they have no values.
     """
+    cls, sizes = families.model_class(family), config(family, layers)
+    if detect_fake_mode() is None:
+        model = _made(cls, sizes, device, dtype)
+        families.randomise(model, seed=0)
+        model.generation_config.eos_token_id = None
+    else:
+        with unset_fake_temporarily():  # models cast their parts, which fake parameters refuse
+            model = _made(cls, sizes, "meta", dtype)
+        model.to_empty(device=device)
+    return model.eval()
+
+
+def _made(
+    cls: type[PreTrainedModel], sizes: PreTrainedConfig, device: str, dtype: torch.dtype
+) -> PreTrainedModel:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device), no_init_weights():
-            model = families.model_class(family)(config(family, layers))
+            return cls(sizes)
     finally:
         torch.set_default_dtype(before)
-    if not isinstance(next(model.parameters()), FakeTensor):
-        families.randomise(model, seed=0)
-        model.generation_config.eos_token_id = None
-    return model.eval()
 
 
 def config(family: str, layers: int = LAYERS) -> PreTrainedConfig:

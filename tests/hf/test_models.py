@@ -16,6 +16,7 @@ MODEL = TOL["model", F32]
 # Experts that the `experts` op cannot express, and routers that `route` cannot, with the reason.
 EXPERTS_BY_TRANSFORMERS = {
     "inkling2": "its activation softcaps both halves",
+    "inkling2_loop": "its activation softcaps both halves",
     "muse_spark": "it normalises each expert's output",
 }
 ROUTERS_BY_TRANSFORMERS = {

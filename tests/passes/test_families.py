@@ -28,6 +28,7 @@ LIFTS = PIPELINE[:3]
 # Families with layers that stay as they are, and why.
 EXPERTS_STAY = {
     "inkling2": "softcapped activation",
+    "inkling2_loop": "softcapped activation",
     "muse_spark": "a norm on each expert's output",
 }
 ROUTERS_STAY = {
