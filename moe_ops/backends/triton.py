@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.backend import ANY_NUMBER, Rows
-from moe_ops.backends import reads
+from moe_ops.backends import reads, triton_formats
 from moe_ops.backends.aten import refuse_out_dtype
 from moe_ops.decode_ops.experts_onto import ExpertsOntoCall, experts_onto
 from moe_ops.gradients import needs_grad
@@ -27,7 +27,7 @@ from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.route import RouteCall, route
 from moe_ops.shapes import DTYPES
 
-LEAST_CAPABILITY = (8, 0)
+LEAST_CAPABILITY, LEAST_FLOAT8 = (8, 0), (8, 9)
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (*HALF, torch.float32)
 Supports = Callable[[ExpertsCall], str | None]
@@ -126,6 +126,28 @@ def supports_half(call: ExpertsCall) -> str | None:
     return refusal
 
 
+def supports_codes(call: ExpertsCall) -> str | None:
+    """The support of kernels that take quantised weights, too."""
+    refusal = supports_half(call)
+    if refusal is not None or not call.w_format:
+        return refusal
+    c, D = call, call.x_TD.shape[1]
+    F = c.w13_EFD.shape[1]
+    refusal = triton_formats.refusal(c.w_format, c.x_format, (D, F // 2 if c.gated else F))
+    if refusal is None and needs_grad(c.w13_scale_EFG, c.w2_scale_EDG):
+        refusal = "is not differentiable, and an argument requires grad"
+    stored = (c.w13_EFD, c.w2_EDI, c.w13_scale_EFG, c.w2_scale_EDG, c.w13_zero_EFG, c.w2_zero_EDG)
+    if refusal is None and not all(t is None or t.is_contiguous() for t in stored):
+        refusal = "needs contiguous weights, scales and zero points"
+    if refusal is None and c.w13_EFD.is_cuda and c.w13_EFD.dtype != torch.uint8:
+        capability = torch.cuda.get_device_capability(c.w13_EFD.device)
+        if capability < LEAST_FLOAT8:
+            refusal = (
+                f"needs compute capability 8.9 for float8, got {'.'.join(map(str, capability))}"
+            )
+    return refusal
+
+
 def max_tiny_tokens(call: ExpertsCall) -> int:
     return min(TINY_TOKENS, TINY_PAIRS // call.ids_TK.shape[1])
 
@@ -134,12 +156,21 @@ def most_tiny_tokens(call: ExpertsCall) -> int:
     return MOST_TINY_TOKENS
 
 
-def most_rows_tokens(call: ExpertsCall) -> int:
+def most_rows_tokens(call: ExpertsCall) -> int | None:
+    if call.w_format:
+        return None
     w2_EDI, expert_map = call.w2_EDI, call.expert_map
     experts = w2_EDI.shape[0] if expert_map is None else expert_map.shape[0]
     large = w2_EDI.shape[1] * w2_EDI.shape[2] >= LARGE
     most = MOST_ROWS_PER_LARGE_EXPERT if large else MOST_ROWS_PER_EXPERT
     return most * experts // call.ids_TK.shape[1]
+
+
+# The tensors of a launch, in their order.
+TENSORS = (
+    "x_TD", "weights_TK", "ids_TK", "w13_EFD", "w2_EDI", "b13_EF", "b2_ED", "expert_map",
+    "residual_TD", "scale13_EFG", "scale2_EDG", "zero13_EFG", "zero2_EDG",
+)  # fmt: skip
 
 
 def run_experts(kernel: str, call: ExpertsCall, residual_TD: Tensor | None = None) -> Tensor:
@@ -153,39 +184,45 @@ def run_experts(kernel: str, call: ExpertsCall, residual_TD: Tensor | None = Non
     tensors = (
         _rows(c.x_TD), _contiguous(c.weights_TK), _contiguous(c.ids_TK), c.w13_EFD, c.w2_EDI,
         _rows(c.b13_EF), _rows(c.b2_ED), _contiguous(c.expert_map), _contiguous(residual_TD),
+        c.w13_scale_EFG, c.w2_scale_EDG, c.w13_zero_EFG, c.w2_zero_EDG,
     )  # fmt: skip
-    out_TD: Tensor = replay(_launch_experts, tensors, (kernel, c.transposed, c.activation))
-    return out_TD
+    weight = triton_formats.weight_of(c.w_format, c.x_format) if c.w_format else None
+    return replay(_launch_experts, tensors, (kernel, c.transposed, c.activation, weight))
 
 
 def _launch_experts(*given: Any) -> Tensor:
     """Launch with the tensors of `run_experts`, and its other arguments behind them."""
+    from moe_ops.kernels.triton.experts.quantized import Codes, as_stored
     from moe_ops.kernels.triton.experts.weights import Experts
 
-    x_TD, weights_TK, ids_TK, w13_EFD, w2_EDI, b13_EF, b2_ED, expert_map, residual_TD = given[:9]
-    kernel, transposed, act = given[9:]
-    layer = Experts(
-        w13_EFD=w13_EFD, w2_EDI=w2_EDI, b13_EF=b13_EF, b2_ED=b2_ED, transposed=transposed, act=act
-    )
+    named = dict(zip(TENSORS, given, strict=False))
+    kernel, transposed, act, weight = given[len(TENSORS) :]
+    codes = None
+    if weight is not None:
+        codes = Codes(**{n: named[n] for n in TENSORS[9:]}, weight=weight)
+        named |= {n: as_stored(named[n], weight) for n in ("w13_EFD", "w2_EDI")}
+    held = {n: named[n] for n in ("w13_EFD", "w2_EDI", "b13_EF", "b2_ED")}
+    layer = Experts(**held, transposed=transposed, act=act, codes=codes)
     module = importlib.import_module(f"moe_ops.kernels.triton.experts.{kernel}")
+    routed = (named[n] for n in ("x_TD", "weights_TK", "ids_TK"))
     out_TD: Tensor = module.run(
-        x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD=residual_TD
+        *routed, layer, named["expert_map"], residual_TD=named["residual_TD"]
     )
     return out_TD
 
 
 def _register(kernel: str, supports: Supports, priority: int, rows: Rows = ANY_NUMBER) -> None:
     """The kernels of a module of `moe_ops.kernels.triton.experts`, alone and onto a residual."""
-    given: dict[str, Any] = {
-        "reads": reads.FLOAT_EXPERTS,
-        "devices": ("cuda",),
-        "priority": priority,
-    }
+    read = reads.FLOAT_EXPERTS
+    given: dict[str, Any] = {"devices": ("cuda",), "priority": priority}
 
     def run(call: ExpertsCall) -> Tensor:
         return run_experts(kernel, call)
 
-    experts.backend(f"triton.{kernel}", supports=supports, rows=rows, **given)(run)
+    codes = reads.CODES if supports is supports_codes else ()
+    experts.backend(
+        f"triton.{kernel}", reads=(*read, *codes), supports=supports, rows=rows, **given
+    )(run)
 
     def supports_onto(call: ExpertsOntoCall) -> str | None:
         if needs_grad(call.residual_TD):
@@ -196,7 +233,9 @@ def _register(kernel: str, supports: Supports, priority: int, rows: Rows = ANY_N
         return run_experts(kernel, call.layer, call.residual_TD)
 
     rows = Rows(preferred=_of_layer(rows.preferred), possible=_of_layer(rows.possible))
-    experts_onto.backend(f"triton.{kernel}", supports=supports_onto, rows=rows, **given)(run_onto)
+    experts_onto.backend(
+        f"triton.{kernel}", reads=read, supports=supports_onto, rows=rows, **given
+    )(run_onto)
 
 
 def _of_layer(limit: Callable[[ExpertsCall], Any] | None) -> Callable[[Any], Any] | None:
@@ -204,8 +243,8 @@ def _of_layer(limit: Callable[[ExpertsCall], Any] | None) -> Callable[[Any], Any
 
 
 TINY = Rows(preferred=most_tiny_tokens, possible=max_tiny_tokens)
-_register("tiny", supports_half, 3, TINY)
-_register("rows", supports_half, 2, Rows(preferred=most_rows_tokens))
+_register("tiny", supports_codes, 3, TINY)
+_register("rows", supports_codes, 2, Rows(preferred=most_rows_tokens))
 _register("grouped", supports_experts, 1)
 
 

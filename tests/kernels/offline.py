@@ -32,21 +32,29 @@ from triton.runtime.jit import JITFunction
 from moe_ops.backends.triton import run_experts
 from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS, routing
 from moe_ops.kernels.triton.decode import linears, one_query, rope, rope_attention
-from moe_ops.kernels.triton.experts import combine, grouped_plain, rows, sort, tiny
+from moe_ops.kernels.triton.experts import (
+    combine,
+    grouped_plain,
+    quantized,
+    rows,
+    sort,
+    tiny,
+)
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.route import route
+from moe_ops.quant.formats import Format
 from moe_ops.testing import ACTIVATIONS, LAYERS
 from tests.published_routers import ROUTERS, Router, arguments
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
-    torch.int32: "*i32", torch.int64: "*i64",
-    torch.bool: "*i1",
+    torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
+    torch.bool: "*i1", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 
 # Between the GPUs every dtype that router logits may have.
-DTYPE_OF = {80: torch.float16, 90: torch.bfloat16, 100: torch.float32}
-SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}  # bytes that a block may use
+DTYPE_OF = {80: torch.float16, 89: torch.float16, 90: torch.bfloat16, 100: torch.float32}
+SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448, 100: 232448}  # bytes that a block may use
 
 # Sequences, heads of the cache, queries for each, slots, head size, sinks: every kind of plan.
 ATTENTION = [
@@ -64,6 +72,15 @@ LINEARS = [
     ((4096, 512, 512), 2048, False), ((2048,), 4096, False), ((128,), 2048, False),
     ((4096, 512, 512), 2880, True), ((2880,), 4096, True), ((4096, 1024, 1024), 4096, False),
     ((151936,), 2048, False), ((33, 7), 33, True), ((5, 6, 7, 8, 9), 200, False),
+]  # fmt: skip
+
+
+# Weights, inputs, capability: every way to load codes, and to scale them.
+FORMATS = [
+    ("int4:1x128:bfloat16", "", 80), ("uint4:1x128:bfloat16", "", 80),
+    ("int4:1x32:bfloat16", "", 80), ("uint4:1x64:float16", "", 80), ("mxfp4", "", 80),
+    ("mxfp8", "", 89), ("float8_e4m3fn:128x128", "", 89),
+    ("float8_e4m3fn:128x128", "float8_e4m3fn:1x128", 89),
 ]  # fmt: skip
 
 
@@ -126,6 +143,7 @@ def compile_launches(
             combine,
             linears,
             one_query,
+            quantized,
             rope,
             rope_attention,
             routing,
@@ -156,6 +174,14 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         for more in [*others, *[{"dtype": torch.float32}] * (backend == "grouped")]:
             call = functools.partial(layer, case, backend, T, False, **more)
             yield f"gpt_oss_20b {backend} {more}", call
+    for w_format, x_format, least in FORMATS if capability != 100 else FORMATS[:1]:
+        for backend, T in (("tiny", 1), ("tiny", 4), ("rows", 64), ("rows", 1024)):
+            if capability < least or (w_format.endswith("1x128:bfloat16") and T == 4):
+                continue
+            call = functools.partial(
+                quantised_layer, LAYERS["gpt_oss_20b"], backend, T, w_format, x_format
+            )
+            yield f"{backend} {T} {w_format} {x_format}", call
     for name, case in layers.items():
         yield f"{name} route", lambda c=case: many_routed(c)
         most_tiny = min(TINY_TOKENS, TINY_PAIRS // case.K)
@@ -264,6 +290,37 @@ def layer(
         **activation,
     )
     run_experts(backend, call, empty(T, case.D) if full else None)
+
+
+def quantised_layer(case: Any, backend: str, T: int, w_format: str, x_format: str) -> None:
+    format = Format.of(w_format)
+    parsed, dtype = format.parsed, torch.bfloat16
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    def weight(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        groups = (case.E, *parsed.scale_shape(rows, columns))
+        w = empty(case.E, rows, parsed.packed(columns), dtype=parsed.storage.dtype)
+        zero = empty(*groups, dtype=torch.uint8) if format.has_zero else None
+        return w, empty(*groups, dtype=parsed.scale_dtype), zero
+
+    w13, scale13, zero13 = weight(2 * case.I, case.D)
+    w2, scale2, zero2 = weight(case.D, case.I)
+    call = ExpertsCall(
+        x_TD=empty(T, case.D),
+        weights_TK=empty(T, case.K, dtype=torch.float32),
+        ids_TK=empty(T, case.K, dtype=torch.int32),
+        w13_EFD=w13,
+        w2_EDI=w2,
+        w13_scale_EFG=scale13,
+        w2_scale_EDG=scale2,
+        w13_zero_EFG=zero13,
+        w2_zero_EDG=zero2,
+        w_format=w_format,
+        x_format=x_format,
+    )
+    run_experts(backend, call, None)
 
 
 def main() -> None:

@@ -243,11 +243,11 @@ def test_tiles_of_few_rows_fit_shared_memory(memory: int) -> None:
     from moe_ops.kernels.triton.experts.rows import TILES, fitting
 
     for *_, tiles in TILES:
-        fit = fitting(tiles, True, memory)
+        fit = fitting(tiles, True, 16, memory)
         for tile, weights in ((fit.up, 2 * fit.up.rows), (fit.down, fit.down.rows)):
             assert tile.stages >= 2
             assert 2 * tile.step * (weights + tile.BN) * tile.stages <= memory
-        assert fitting(tiles, True, 227 * 1024) == tiles
+        assert fitting(tiles, True, 16, 227 * 1024) == tiles
 
 
 @each_kernel

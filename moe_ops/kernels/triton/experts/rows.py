@@ -19,6 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.experts.combine import sum_rows
+from moe_ops.kernels.triton.experts.quantized import (
+    Codes,
+    add_product,
+    arrange,
+    column_of,
+    group_row,
+    rescaled,
+)
 from moe_ops.kernels.triton.experts.sort import sort_pairs
 from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, up_rows
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options, shared_memory, stages_within
@@ -68,12 +76,22 @@ def tiles_for(rows_per_expert: float, width: int) -> RowsTiles:
     )
 
 
+def code_tiles(rows_per_expert: float, codes: Codes) -> RowsTiles:
+    """Steps of 128 columns, the group of most formats; not measured yet."""
+    BN = next((n for n in (16, 32, 64) if rows_per_expert <= n / 2 or n == 64), 64)
+    warps = 4 if BN < 64 else 8
+    return _tiles(
+        BN, (32 if BN < 64 else 64, 128, 4, warps), (64 if BN < 64 else 128, 128, 4, warps)
+    )
+
+
 @functools.cache
-def fitting(tiles: RowsTiles, gated: bool, memory: int) -> RowsTiles:
-    """The same tiles with as many stages as fit into so many bytes of shared memory."""
+def fitting(tiles: RowsTiles, gated: bool, bits: int, memory: int) -> RowsTiles:
+    """The same tiles with as many stages as fit into so many bytes of shared memory, for weights of
+    so many bits."""
 
     def fit(tile: Tile, weights: int) -> Tile:
-        stage = 2 * tile.step * (weights + tile.BN)
+        stage = tile.step * (weights * bits // 8 + 2 * tile.BN)
         return replace(tile, stages=stages_within(memory, stage, tile.stages))
 
     up, down = tiles.up, tiles.down
@@ -105,10 +123,11 @@ def unit_of(ends_ptr, unit, blocks, E: tl.constexpr, BE: tl.constexpr, BN: tl.co
 
 @triton.jit
 def rows_up(
-    x_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, b_ptr, h_ptr,
+    x_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, b_ptr, h_ptr,
     stride_x, stride_we, stride_wf, stride_wd, stride_be,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, ACT: tl.constexpr,
-    BE: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+    W: tl.constexpr, BE: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     GATED: tl.constexpr = ACT[1]
     BF: tl.constexpr = 2 * BI if GATED else BI
@@ -127,22 +146,32 @@ def rows_up(
     w_F1 = (w_ptr + e * stride_we + row_F.to(tl.int64) * stride_wf)[:, None]
     d = tl.arange(0, BD)
     acc_FN = tl.zeros((BF, BN), tl.float32)
-    for start in range(0, D, BD):
-        inside_D = start + d < D
-        w_FD = tl.load(
-            w_F1 + ((start + d).to(tl.int64) * stride_wd)[None, :],
-            mask=inside_F[:, None] & inside_D[None, :], other=0.0,
-        )  # fmt: skip
-        x_DN = tl.load(
-            x_1N + (start + d)[:, None], mask=inside_D[:, None] & (n < count)[None, :], other=0.0
-        )
-        acc_FN = tl.dot(w_FD, x_DN, acc_FN)
+    if W is None:
+        for start in range(0, D, BD):
+            inside_D = start + d < D
+            w_FD = tl.load(
+                w_F1 + ((start + d).to(tl.int64) * stride_wd)[None, :],
+                mask=inside_F[:, None] & inside_D[None, :], other=0.0,
+            )  # fmt: skip
+            x_DN = tl.load(
+                x_1N + (start + d)[:, None],
+                mask=inside_D[:, None] & (n < count)[None, :], other=0.0,
+            )  # fmt: skip
+            acc_FN = tl.dot(w_FD, x_DN, acc_FN)
+    else:
+        group_F = group_row(e, row_F, 2 * I if GATED else I, D, W)
+        for start in range(0, D, BD):
+            acc_FN = add_product(
+                acc_FN, w_F1, s_ptr, z_ptr, group_F, inside_F, x_1N, n < count, start, D, BD, W,
+                True,
+            )  # fmt: skip
+        acc_FN = rescaled(acc_FN, W, x_ptr.dtype.element_ty)
     h_IN = activated(acc_FN, b_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
     weight_N = tl.load(weights_ptr + pair_N, mask=n < count, other=0.0).to(tl.float32)
     h_IN = h_IN * weight_N[None, :]
     i = block * BI + tl.arange(0, BI)
     tl.store(
-        h_ptr + (first + n).to(tl.int64)[None, :] * I + i[:, None],
+        h_ptr + (first + n).to(tl.int64)[None, :] * I + column_of(i, I, W)[:, None],
         h_IN.to(h_ptr.dtype.element_ty),
         mask=(i < I)[:, None] & (n < count)[None, :],
     )
@@ -150,9 +179,9 @@ def rows_up(
 
 @triton.jit
 def rows_down(
-    h_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, b_ptr, y_ptr,
+    h_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, b_ptr, y_ptr,
     stride_we, stride_wd, stride_wi, stride_be,
-    E: tl.constexpr, D: tl.constexpr, I: tl.constexpr,
+    E: tl.constexpr, D: tl.constexpr, I: tl.constexpr, W: tl.constexpr,
     BE: tl.constexpr, BD: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (D + BD - 1) // BD
@@ -170,17 +199,26 @@ def rows_down(
     w_D1 = (w_ptr + e * stride_we + d.to(tl.int64) * stride_wd)[:, None]
     i = tl.arange(0, BI)
     acc_DN = tl.zeros((BD, BN), tl.float32)
-    for start in range(0, I, BI):
-        inside_I = start + i < I
-        w_DI = tl.load(
-            w_D1 + ((start + i).to(tl.int64) * stride_wi)[None, :],
-            mask=inside_D[:, None] & inside_I[None, :], other=0.0,
-        )  # fmt: skip
-        h_IN = tl.load(
-            h_ptr + row_1N * I + (start + i)[:, None],
-            mask=inside_I[:, None] & (n < count)[None, :], other=0.0,
-        )  # fmt: skip
-        acc_DN = tl.dot(w_DI, h_IN, acc_DN)
+    if W is None:
+        for start in range(0, I, BI):
+            inside_I = start + i < I
+            w_DI = tl.load(
+                w_D1 + ((start + i).to(tl.int64) * stride_wi)[None, :],
+                mask=inside_D[:, None] & inside_I[None, :], other=0.0,
+            )  # fmt: skip
+            h_IN = tl.load(
+                h_ptr + row_1N * I + (start + i)[:, None],
+                mask=inside_I[:, None] & (n < count)[None, :], other=0.0,
+            )  # fmt: skip
+            acc_DN = tl.dot(w_DI, h_IN, acc_DN)
+    else:
+        group_D = group_row(e, d, D, I, W)
+        for start in range(0, I, BI):
+            acc_DN = add_product(
+                acc_DN, w_D1, s_ptr, z_ptr, group_D, inside_D, h_ptr + row_1N * I, n < count, start,
+                I, BI, W, True,
+            )  # fmt: skip
+        acc_DN = rescaled(acc_DN, W, h_ptr.dtype.element_ty)
     if b_ptr is not None:
         bias_D = tl.load(b_ptr + e * stride_be + d, mask=inside_D, other=0.0).to(tl.float32)
         pair_N = tl.load(rows_ptr + first + n, mask=n < count, other=0)
@@ -206,25 +244,29 @@ def run(
     contiguous residual if there is one."""
     (T, K), (E, D, I) = ids_TK.shape, layer.sizes
     R = T * K
-    tiles = tiles_for(R / (E if expert_map is None else expert_map.shape[0]), I)
-    tiles = fitting(tiles, layer.act[1], shared_memory(x_TD))
+    per_expert, codes = R / (E if expert_map is None else expert_map.shape[0]), layer.codes
+    tiles = tiles_for(per_expert, I) if codes is None else code_tiles(per_expert, codes)
+    bits = 16 if codes is None else codes.bits
+    tiles = fitting(tiles, layer.act[1], bits, shared_memory(x_TD))
     rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
+    if codes is not None and codes.in_words:
+        x_TD = arrange(x_TD, codes.weight)
     h_RI, y_RD = x_TD.new_empty(R, I), x_TD.new_empty(R, D)
     BE = max(2, triton.next_power_of_2(E))
     pdl, options = pdl_options(x_TD)
     up, down = tiles.up, tiles.down
     launch(
         rows_up, (_units(R, E, up) * triton.cdiv(I, up.rows),),
-        x_TD, rows_R, ends_E, weights_TK, layer.w13_EFD, layer.b13_EF, h_RI,
+        x_TD, rows_R, ends_E, weights_TK, layer.w13_EFD, *layer.scales13, layer.b13_EF, h_RI,
         x_TD.stride(0), *layer.strides13, bias_stride(layer.b13_EF),
-        E=E, K=K, D=D, I=I, ACT=layer.act, BE=BE, BI=up.rows, BD=up.step, BN=up.BN,
+        E=E, K=K, D=D, I=I, ACT=layer.act, W=layer.weight, BE=BE, BI=up.rows, BD=up.step, BN=up.BN,
         PDL=pdl, num_warps=up.warps, num_stages=up.stages, **options,
     )  # fmt: skip
     launch(
         rows_down, (_units(R, E, down) * triton.cdiv(D, down.rows),),
-        h_RI, rows_R, ends_E, weights_TK, layer.w2_EDI, layer.b2_ED, y_RD,
+        h_RI, rows_R, ends_E, weights_TK, layer.w2_EDI, *layer.scales2, layer.b2_ED, y_RD,
         *layer.strides2, bias_stride(layer.b2_ED),
-        E=E, D=D, I=I, BE=BE, BD=down.rows, BI=down.step, BN=down.BN,
+        E=E, D=D, I=I, W=layer.weight, BE=BE, BD=down.rows, BI=down.step, BN=down.BN,
         PDL=pdl, num_warps=down.warps, num_stages=down.stages, **options,
     )  # fmt: skip
     return sum_rows(y_RD, inverse_R, None, K, residual_TD)

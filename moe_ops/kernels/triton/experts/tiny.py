@@ -29,6 +29,13 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
 from moe_ops.kernels.triton.experts.combine import onto
+from moe_ops.kernels.triton.experts.quantized import (
+    Codes,
+    add_product,
+    column_of,
+    group_row,
+    rescaled,
+)
 from moe_ops.kernels.triton.experts.sort import local_ids
 from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, up_rows
 from moe_ops.kernels.triton.launch import (
@@ -79,12 +86,19 @@ def tiles_for(T: int, K: int, D: int, I: int, processors: int) -> TinyTiles:
     return tiles if 2 * 64 * processors >= D * BG else replace(tiles, BH=64, down_stages=6)
 
 
+def code_tiles(K: int, codes: Codes) -> TinyTiles:
+    """Steps of 128 columns, the group of most formats; not measured yet."""
+    BG = 4 if triton.next_power_of_2(K) != K else min(16, max(2, K))
+    return TinyTiles(BD=128, BG=BG, BR=64 // BG, BH=128)
+
+
 @functools.cache
-def fitting(tiles: TinyTiles, T: int, gated: bool, memory: int) -> TinyTiles:
-    """The same tiles with as many stages as fit into so many bytes of shared memory."""
+def fitting(tiles: TinyTiles, T: int, gated: bool, bits: int, memory: int) -> TinyTiles:
+    """The same tiles with as many stages as fit into so many bytes of shared memory, for weights of
+    so many bits."""
     columns = max(16, tiles.BG * triton.next_power_of_2(T))
-    up = 2 * tiles.BD * ((2 if gated else 1) * tiles.BI + TINY_TOKENS)
-    down = 2 * tiles.BH * (tiles.BG * tiles.BR + columns)
+    up = tiles.BD * ((2 if gated else 1) * tiles.BI * bits // 8 + 2 * TINY_TOKENS)
+    down = tiles.BH * (tiles.BG * tiles.BR * bits // 8 + 2 * columns)
     return replace(
         tiles,
         up_stages=stages_within(memory, up, tiles.up_stages),
@@ -122,10 +136,10 @@ def write_table(experts_ptr, map_ptr, table_ptr, P, E: tl.constexpr, N_MAP, BP: 
 # One compiled kernel serves every number of tokens.
 @triton.jit(do_not_specialize=["T", "N_MAP"])
 def tiny_up(
-    x_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, b_ptr, h_ptr, table_ptr, share_ptr,
-    T, N_MAP, stride_x, stride_we, stride_wf, stride_wd, stride_be,
+    x_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, s_ptr, z_ptr, b_ptr, h_ptr, table_ptr,
+    share_ptr, T, N_MAP, stride_x, stride_we, stride_wf, stride_wd, stride_be,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, ACT: tl.constexpr,
-    BP: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    W: tl.constexpr, BP: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
     ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BI columns of h for the expert of one pair; of several tokens, the last one
@@ -168,16 +182,25 @@ def tiny_up(
     d = tl.arange(0, BD)
     x_1N = (x_ptr + n.to(tl.int64) * stride_x)[None, :]
     acc_FN = tl.zeros((BF, BN), tl.float32)
-    for start in range(0, D, BD):
-        inside_D = start + d < D
-        w_FD = tl.load(
-            w_F1 + ((start + d).to(tl.int64) * stride_wd)[None, :],
-            mask=inside_F[:, None] & inside_D[None, :], other=0.0, eviction_policy="evict_first",
-        )  # fmt: skip
-        x_DN = tl.load(
-            x_1N + (start + d)[:, None], mask=inside_D[:, None] & (n < T)[None, :], other=0.0
-        )
-        acc_FN = tl.dot(w_FD, x_DN, acc_FN)
+    if W is None:
+        for start in range(0, D, BD):
+            inside_D = start + d < D
+            w_FD = tl.load(
+                w_F1 + ((start + d).to(tl.int64) * stride_wd)[None, :],
+                mask=inside_F[:, None] & inside_D[None, :], other=0.0,
+                eviction_policy="evict_first",
+            )  # fmt: skip
+            x_DN = tl.load(
+                x_1N + (start + d)[:, None], mask=inside_D[:, None] & (n < T)[None, :], other=0.0
+            )
+            acc_FN = tl.dot(w_FD, x_DN, acc_FN)
+    else:
+        group_F = group_row(e, row_F, 2 * I if GATED else I, D, W)
+        for start in range(0, D, BD):
+            acc_FN = add_product(
+                acc_FN, w_F1, s_ptr, z_ptr, group_F, inside_F, x_1N, n < T, start, D, BD, W, False
+            )
+        acc_FN = rescaled(acc_FN, W, x_ptr.dtype.element_ty)
     if share_ptr is not None:
         # One of the pair's programs is enough.
         tl.store(share_ptr + pair * T + n, weight_N, mask=n < tl.where(block == 0, T, 0))
@@ -185,7 +208,7 @@ def tiny_up(
     h_IN = tl.where(chosen_N[None, :], h_IN * weight_N[None, :], 0.0)
     i = block * BI + tl.arange(0, BI)
     tl.store(
-        h_ptr + (pair * T + n).to(tl.int64)[None, :] * I + i[:, None],
+        h_ptr + (pair * T + n).to(tl.int64)[None, :] * I + column_of(i, I, W)[:, None],
         h_IN.to(h_ptr.dtype.element_ty),
         mask=(i < I)[:, None] & (n < T)[None, :],
     )
@@ -213,9 +236,9 @@ def pair_of(rank, table_ptr, BP: tl.constexpr, ONE: tl.constexpr):
 # One compiled kernel serves every number of tokens.
 @triton.jit(do_not_specialize=["T", "N_MAP"])
 def tiny_down(
-    h_ptr, experts_ptr, map_ptr, table_ptr, share_ptr, w_ptr, b_ptr, residual_ptr, out_ptr,
-    T, N_MAP, stride_we, stride_wd, stride_wi, stride_be,
-    E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr,
+    h_ptr, experts_ptr, map_ptr, table_ptr, share_ptr, w_ptr, s_ptr, z_ptr, b_ptr, residual_ptr,
+    out_ptr, T, N_MAP, stride_we, stride_wd, stride_wi, stride_be,
+    E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, W: tl.constexpr,
     BP: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr,
     BN: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -255,21 +278,32 @@ def tiny_down(
         inside_N = (token_N < T) & (e_N < E) & (n // BT < BG)
         w_M1 = (w_ptr + e_M.to(tl.int64) * stride_we + d_M.to(tl.int64) * stride_wd)[:, None]
         h_1N = (h_ptr + (pair_N * T + token_N).to(tl.int64) * I)[None, :]
-        for start in range(0, I, BI):
-            inside_I = start + i < I
-            w_MI = tl.load(
-                w_M1 + ((start + i).to(tl.int64) * stride_wi)[None, :],
-                mask=inside_M[:, None] & inside_I[None, :], other=0.0,
-                eviction_policy="evict_first",
-            )  # fmt: skip
-            h_IN = tl.load(
-                h_1N + (start + i)[:, None], mask=inside_I[:, None] & inside_N[None, :], other=0.0
-            )
-            acc_MN = tl.dot(w_MI, h_IN, acc_MN)
+        if W is None:
+            for start in range(0, I, BI):
+                inside_I = start + i < I
+                w_MI = tl.load(
+                    w_M1 + ((start + i).to(tl.int64) * stride_wi)[None, :],
+                    mask=inside_M[:, None] & inside_I[None, :], other=0.0,
+                    eviction_policy="evict_first",
+                )  # fmt: skip
+                h_IN = tl.load(
+                    h_1N + (start + i)[:, None],
+                    mask=inside_I[:, None] & inside_N[None, :], other=0.0,
+                )  # fmt: skip
+                acc_MN = tl.dot(w_MI, h_IN, acc_MN)
+        else:
+            group_M = group_row(e_M, d_M, D, I, W)
+            for start in range(0, I, BI):
+                acc_MN = add_product(
+                    acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, h_1N, inside_N, start, I, BI, W,
+                    True,
+                )  # fmt: skip
         next_M, next_N = first + BG + m // BR, first + BG + n // BT
         e_M = id_of(next_M, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         e_N = id_of(next_N, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         pair_N = pair_of(next_N, table_ptr, BP, ONE)
+    if W is not None:
+        acc_MN = rescaled(acc_MN, W, h_ptr.dtype.element_ty)
     diagonal_MN = (m // BR)[:, None] == (n // BT)[None, :]
     acc_MN = tl.where(diagonal_MN, acc_MN, 0.0)
     out_MT = tl.sum(tl.reshape(acc_MN, (BG * BR, BN // BT, BT)), 1)
@@ -309,8 +343,10 @@ def run(
             f"takes {TINY_TOKENS} tokens and {TINY_PAIRS} pairs of token and choice at most, got "
             f"{T} tokens with {K} choices; run `rows`"
         )
-    tiles = tiles_for(T, K, D, I, processors(x_TD))
-    tiles = fitting(tiles, T, layer.act[1], shared_memory(x_TD))
+    codes = layer.codes
+    tiles = tiles_for(T, K, D, I, processors(x_TD)) if codes is None else code_tiles(K, codes)
+    bits = 16 if codes is None else codes.bits
+    tiles = fitting(tiles, T, layer.act[1], bits, shared_memory(x_TD))
     n_map = 0 if expert_map is None else expert_map.shape[0]
     P = T * K
     BP, BT = triton.next_power_of_2(P), triton.next_power_of_2(T)
@@ -321,16 +357,16 @@ def run(
     pdl, options = pdl_options(x_TD)
     launch(
         tiny_up, (P * triton.cdiv(I, tiles.BI) + (T > 1),),
-        x_TD, ids_TK, weights_TK, expert_map, layer.w13_EFD, layer.b13_EF, h_PTI, table,
-        share_PT, T, n_map, x_TD.stride(0), *layer.strides13, bias_stride(layer.b13_EF),
-        E=E, K=K, D=D, I=I, ACT=layer.act, BP=BP, BI=tiles.BI, BD=tiles.BD, BN=TINY_TOKENS,
-        ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.up_stages, **options,
+        x_TD, ids_TK, weights_TK, expert_map, layer.w13_EFD, *layer.scales13, layer.b13_EF, h_PTI,
+        table, share_PT, T, n_map, x_TD.stride(0), *layer.strides13, bias_stride(layer.b13_EF),
+        E=E, K=K, D=D, I=I, ACT=layer.act, W=layer.weight, BP=BP, BI=tiles.BI, BD=tiles.BD,
+        BN=TINY_TOKENS, ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.up_stages, **options,
     )  # fmt: skip
     launch(
         tiny_down, (triton.cdiv(D, tiles.BR),),
-        h_PTI, ids_TK, expert_map, table, share_PT, layer.w2_EDI, layer.b2_ED, residual_TD,
-        out_TD, T, n_map, *layer.strides2, bias_stride(layer.b2_ED),
-        E=E, K=K, D=D, I=I, BP=BP, BT=BT, BG=tiles.BG, BR=tiles.BR, BI=tiles.BH,
+        h_PTI, ids_TK, expert_map, table, share_PT, layer.w2_EDI, *layer.scales2, layer.b2_ED,
+        residual_TD, out_TD, T, n_map, *layer.strides2, bias_stride(layer.b2_ED),
+        E=E, K=K, D=D, I=I, W=layer.weight, BP=BP, BT=BT, BG=tiles.BG, BR=tiles.BR, BI=tiles.BH,
         BN=max(16, tiles.BG * BT), ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.down_stages,
         **options,
     )  # fmt: skip

@@ -8,14 +8,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.triton import WORD, Weight
 from moe_ops.kernels.triton.activation import activate, activate_gated
+from moe_ops.kernels.triton.experts.quantized import Codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """The weights of a layer, their biases, and the activation between them.
 
-    act: (kind, gated, interleaved, alpha, limit, up shift), as `activate` takes them.
+    act: (kind, gated, interleaved, alpha, limit, up shift), as `activate` takes them. Weights of
+    codes are as `as_stored` gives them.
     """
 
     w13_EFD: Tensor
@@ -24,12 +27,31 @@ class Experts:
     b2_ED: Tensor | None
     transposed: bool
     act: tuple[str, bool, bool, float, float | None, float]
+    codes: Codes | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """(E, D, I)."""
         E, a, b = self.w2_EDI.shape
+        if self.codes is not None and self.codes.in_words:
+            b *= WORD
         return (E, b, a) if self.transposed else (E, a, b)
+
+    @property
+    def weight(self) -> Weight | None:
+        """The format of both weights, as the kernels take it; None for floats."""
+        return None if self.codes is None else self.codes.weight
+
+    @property
+    def scales13(self) -> tuple[Tensor | None, Tensor | None]:
+        """Scales and zero points of w13."""
+        c = self.codes
+        return (None, None) if c is None else (c.scale13_EFG, c.zero13_EFG)
+
+    @property
+    def scales2(self) -> tuple[Tensor | None, Tensor | None]:
+        c = self.codes
+        return (None, None) if c is None else (c.scale2_EDG, c.zero2_EDG)
 
     @property
     def strides13(self) -> tuple[int, int, int]:

@@ -1,0 +1,39 @@
+"""The formats of weights and inputs that the Triton kernels multiply."""
+
+from __future__ import annotations
+
+from moe_ops.kernels.triton import WORD, Weight
+from moe_ops.quant.formats import ALL, Format
+
+FOUR_BITS = ("float4_e2m1", "int4", "uint4")
+EIGHT_BITS = ("float8_e4m3fn",)
+LEAST_GROUP = 16
+INPUTS = "float8_e4m3fn:1x128"
+INPUT_COLUMNS = 128
+
+
+def weight_of(w_format: str, x_format: str) -> Weight:
+    """The format of a weight as the kernels take it, one that `refusal` does not refuse."""
+    format = Format.of(w_format)
+    bits = 4 if format.element in FOUR_BITS else 8
+    return (format.element, *format.group, format.scale, bool(x_format), bits)
+
+
+def refusal(w_format: str, x_format: str, widths: tuple[int, ...]) -> str | None:
+    """Why the kernels cannot multiply weights and inputs of these formats, or None."""
+    format = Format.of(w_format)
+    element, across = format.element, format.group[1]
+    if element not in (*FOUR_BITS, *EIGHT_BITS):
+        known = ", ".join((*FOUR_BITS, *EIGHT_BITS))
+        return f"needs weights of {known}, got {element}"
+    if format.has_global_scale:
+        return "has no kernel for scales under a global scale"
+    if across != ALL and (across < LEAST_GROUP or across & (across - 1)):
+        return f"needs groups of {LEAST_GROUP}, 32, 64, 128 or more columns, got {across}"
+    if x_format and Format.of(x_format).name != INPUTS:
+        return f"quantises inputs to {INPUTS} alone, got {x_format}"
+    if x_format and (element not in EIGHT_BITS or across != INPUT_COLUMNS):
+        return f"needs float8 weights in groups of {INPUT_COLUMNS} columns for {INPUTS} inputs"
+    if element in FOUR_BITS and any(width % WORD for width in widths):
+        return f"needs widths that {WORD} divides, got {' and '.join(map(str, widths))}"
+    return None

@@ -1,0 +1,106 @@
+"""Quantised weights for tests of kernels, and one product of them by the kernels' own function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.backends.triton_formats import weight_of
+from moe_ops.fake_impls.formats import ELEMENTS
+from moe_ops.kernels.triton.experts.quantized import (
+    add_product,
+    arrange,
+    as_stored,
+    group_row,
+    rescaled,
+)
+from moe_ops.quant import packing
+from moe_ops.quant.formats import Format
+from moe_ops.testing import DEVICE
+
+STEP = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The weight of one expert or more, [e, rows, columns packed]."""
+
+    values: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    format: str
+
+    def decoded(self) -> Tensor:
+        """The float32 matrix of the first expert."""
+        zero = None if self.zero is None else self.zero[0]
+        return packing.dequantize(self.values[0], self.scale[0], Format.of(self.format), zero)
+
+
+def quantised(w13: Tensor, w2: Tensor, w_format: str) -> dict[str, Any]:
+    """Two stacked weights as arguments of `experts`, the weights themselves as w13 and w2."""
+    a, b = (packing.quantize(w, Format.of(w_format)) for w in (w13, w2))
+    return {
+        "w13": a.values, "w2": b.values, "w13_scale_EFG": a.scale, "w2_scale_EDG": b.scale,
+        "w13_zero_EFG": a.zero, "w2_zero_EDG": b.zero, "w_format": w_format,
+    }  # fmt: skip
+
+
+def any_codes(w_format: str, rows: int, columns: int) -> Weights:
+    """Every code of the element that is a number, in any order; scales are powers of two, by which
+    its values stay exact in 16 bits."""
+    format = Format.of(w_format)
+    bits = int(format.bits)
+    codes = torch.randint(2**bits, (1, rows, columns), dtype=torch.uint8, device=DEVICE)
+    codes.view(-1)[: 2**bits] = torch.arange(2**bits, dtype=torch.uint8, device=DEVICE)
+    if bits == 8:
+        codes[(codes & 0x7F) == 0x7F] = 0  # NaN of float8
+        values = codes.view(ELEMENTS[format.element].dtype)
+    else:
+        values = packing.pack(codes, format.element)
+    shape = (1, *format.parsed.scale_shape(rows, columns))
+    scale = torch.randint(-3, 2, shape, device=DEVICE).float().exp2()
+    zero = torch.randint(16, shape, dtype=torch.uint8, device=DEVICE) if format.has_zero else None
+    scale = packing.encode_scale(scale, format.scale)
+    return Weights(values=values, scale=scale, zero=zero, format=w_format)
+
+
+@triton.jit
+def product_kernel(
+    w_ptr, s_ptr, z_ptr, x_ptr, out_ptr, stride_w,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
+    W: tl.constexpr, ARRANGED: tl.constexpr,
+):  # fmt: skip
+    m = tl.arange(0, ROWS)
+    n = tl.arange(0, TOKENS)
+    acc_MN = tl.zeros((ROWS, TOKENS), tl.float32)
+    group_M = group_row(0 * m, m, ROWS, COLUMNS, W)
+    w_M1, x_1N = (w_ptr + m * stride_w)[:, None], (x_ptr + n * COLUMNS)[None, :]
+    for start in range(0, COLUMNS, STEP):
+        acc_MN = add_product(
+            acc_MN, w_M1, s_ptr, z_ptr, group_M, m < ROWS, x_1N, n < TOKENS, start,
+            COLUMNS, STEP, W, ARRANGED,
+        )  # fmt: skip
+    acc_MN = rescaled(acc_MN, W, x_ptr.dtype.element_ty)
+    tl.store(out_ptr + m[:, None] * TOKENS + n[None, :], acc_MN)
+
+
+def product(weights: Weights, x_ND: Tensor, *, arranged: bool = False) -> Tensor:
+    """The first expert's weight times tokens, [rows, tokens] in float32."""
+    rows, (N, D) = weights.values.shape[1], x_ND.shape
+    weight = weight_of(weights.format, "")
+    out = torch.empty(rows, N, device=x_ND.device)
+    if arranged and weight[5] == 4:
+        x_ND = arrange(x_ND, weight)
+    else:
+        arranged = False
+    w = as_stored(weights.values, weight)
+    product_kernel[(1,)](
+        w, weights.scale, weights.zero, x_ND, out, w.stride(1),
+        ROWS=rows, COLUMNS=D, TOKENS=N, STEP=STEP, W=weight, ARRANGED=arranged,
+    )  # fmt: skip
+    return out

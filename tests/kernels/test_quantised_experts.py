@@ -1,0 +1,241 @@
+"""Expert kernels on quantised weights against decoded weights and against the definition; in
+Triton's interpreter without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ops import experts
+from moe_ops.ops.experts import ExpertsCall
+from moe_ops.quant import packing
+from moe_ops.quant.formats import Format
+from moe_ops.testing import ACTIVATIONS, BF16, DEVICE, F16, TOL, Case, assert_close, make_layer
+from tests.kernels.codes import any_codes, product, quantised
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+
+F8 = torch.float8_e4m3fn
+KERNELS = ("triton.tiny", "triton.rows")
+each_kernel = pytest.mark.parametrize("kernel", KERNELS)
+# The interpreter multiplies no bfloat16.
+DTYPES = (F16, BF16) if DEVICE == "cuda" else (F16,)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+FORMATS = (
+    "int4:1x32", "int4:1x64:bfloat16", "int4:1x128:float16", "int4:row",
+    "uint4:1x32:float16", "uint4:1x128", "uint4:row:bfloat16", "mxfp4", "float4_e2m1:1x128",
+    "float8_e4m3fn:128x128", "float8_e4m3fn:16x32", "float8_e4m3fn:row", "float8_e4m3fn:tensor",
+    "mxfp8",
+)  # fmt: skip
+BLOCK_FLOAT8 = ("float8_e4m3fn:128x128", "float8_e4m3fn:1x128")
+SMALL = Case(name="small", T=3, E=4, K=2, D=128, I=128)
+# Columns that fill neither a step nor the groups of float8.
+ODD = Case(name="odd", T=5, E=3, K=2, D=160, I=96)
+
+
+def call_of(
+    case: Case, w_format: str, x_format: str = "", dtype: torch.dtype = F16, **more: Any
+) -> ExpertsCall:
+    layer = make_layer(case, dtype, DEVICE, gated=more.get("gated", True))
+    weights = quantised(layer.w13_EFD, layer.w2_EDI, w_format)
+    biases = {"b13_EF": layer.b13_EF, "b2_ED": layer.b2_ED} if more.pop("biases", False) else {}
+    given = (layer.x_TD, layer.weights_TK, layer.ids_TK, weights.pop("w13"), weights.pop("w2"))
+    call = experts.call(*given, **weights, x_format=x_format, **biases, **more)
+    experts.check(call)
+    return call
+
+
+def run(kernel: str, call: ExpertsCall) -> Tensor:
+    refusal = experts.backends[kernel].refusal(DEVICE, len(call.x_TD), call)
+    assert refusal in (None, "needs a tensor on cuda, got cpu")
+    return experts.backends[kernel].run(call)
+
+
+def definition(call: ExpertsCall) -> Tensor:
+    """In float32, of the same codes."""
+    floats = {n: getattr(call, n) for n in ("x_TD", "weights_TK", "b13_EF", "b2_ED")}
+    given = {n: None if t is None else t.float() for n, t in floats.items()}
+    return experts.body(replace(call, **given))
+
+
+def check(kernel: str, call: ExpertsCall) -> None:
+    dtype = F8 if call.x_format else call.x_TD.dtype
+    assert_close(run(kernel, call), definition(call), TOL["experts", dtype], kernel)
+
+
+@each_dtype
+@pytest.mark.parametrize("arranged", [False, True], ids=["plain", "arranged"])
+@pytest.mark.parametrize("w_format", FORMATS)
+def test_every_code_is_decoded_exactly(w_format: str, arranged: bool, dtype: torch.dtype) -> None:
+    """The product with the unit matrix is the matrix that the codes stand for."""
+    weights = any_codes(w_format, rows=32, columns=128)
+    got = product(weights, torch.eye(128, dtype=dtype, device=DEVICE), arranged=arranged)
+    assert torch.equal(got, weights.decoded())
+
+
+@each_dtype
+@pytest.mark.parametrize("w_format", ["mxfp4", "mxfp8"])
+def test_every_power_of_two(w_format: str, dtype: torch.dtype) -> None:
+    """Scales from 2^-24 up that the dtype of tokens holds, and 255, which is NaN."""
+    weights = any_codes(w_format, rows=64, columns=128)
+    top = 127 + (60 if dtype is BF16 else 7)
+    least = 127 - (60 if dtype is BF16 else 14)
+    codes = torch.arange(least, top, device=DEVICE).repeat(4)[: weights.scale.numel()]
+    scale = codes.to(torch.uint8).expand(1, -1)
+    scale = scale.repeat(1, -(-weights.scale.numel() // scale.numel()))
+    scale = scale[0, : weights.scale.numel()].reshape(weights.scale.shape).clone()
+    scale[0, 5, 2] = 255
+    weights = replace(weights, scale=scale)
+    got = product(weights, torch.eye(128, dtype=dtype, device=DEVICE))
+    want = weights.decoded() @ torch.eye(128, device=DEVICE)
+    assert bool(want[5].isnan().all())  # a code that is NaN, or zero times NaN
+    assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+@each_dtype
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("w_format", ["int4:1x32", "int4:1x128", "float8_e4m3fn:16x32"])
+def test_scales_that_are_no_numbers_come_through(
+    w_format: str, bad: float, dtype: torch.dtype
+) -> None:
+    weights = any_codes(w_format, rows=32, columns=128)
+    weights.scale[0, 1, 0] = bad
+    x_ND = torch.randn(16, 128, device=DEVICE).to(dtype)
+    got = product(weights, x_ND)
+    want = weights.decoded() @ x_ND.float().T
+    assert torch.equal(got.isnan(), want.isnan())
+    assert bool(want.isnan().any()) and not bool(want.isnan().all())
+
+
+@each_dtype
+@pytest.mark.parametrize("columns", [32, 96, 160, 2880 // 16])
+def test_widths_that_fill_no_step(columns: int, dtype: torch.dtype) -> None:
+    for w_format in ("int4:row", "float8_e4m3fn:128x128"):
+        if columns % 8:
+            continue
+        weights = any_codes(w_format, rows=16, columns=columns)
+        x_ND = torch.randn(16, columns, device=DEVICE).to(dtype)
+        got, want = product(weights, x_ND), weights.decoded() @ x_ND.float().T
+        assert_close(got, want, TOL["expert_gemm", torch.float32], w_format)
+
+
+QUICK = ("int4:1x32", "mxfp4", "float8_e4m3fn:128x128")
+EACH_FORMAT = [pytest.param(f, marks=[] if f in QUICK else [pytest.mark.slow]) for f in FORMATS]
+
+
+@each_dtype
+@each_kernel
+@pytest.mark.parametrize("w_format", EACH_FORMAT)
+def test_layers_of_every_format(kernel: str, w_format: str, dtype: torch.dtype) -> None:
+    across = Format.of(w_format).group[1]
+    case = SMALL if across in (64, 128) else ODD
+    check(kernel, call_of(case, w_format, dtype=dtype, biases=True))
+
+
+@each_dtype
+@each_kernel
+@pytest.mark.parametrize("T", [1, 3])
+def test_float8_weights_and_inputs(kernel: str, T: int, dtype: torch.dtype) -> None:
+    check(kernel, call_of(replace(SMALL, T=T, I=160), *BLOCK_FLOAT8, dtype=dtype, biases=True))
+
+
+@each_kernel
+def test_inputs_that_are_no_numbers_stay_with_their_token(kernel: str) -> None:
+    call = call_of(SMALL, *BLOCK_FLOAT8)
+    want = run(kernel, call)
+    for bad in (float("nan"), float("inf")):
+        call.x_TD[1, 3] = bad
+        out = run(kernel, call)
+        assert bool(out[1].isnan().all())
+        assert torch.equal(out[::2], want[::2])
+
+
+@pytest.mark.slow
+@each_kernel
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("formats", [("mxfp4", ""), BLOCK_FLOAT8], ids=["mxfp4", "float8"])
+def test_every_activation(kernel: str, name: str, formats: tuple[str, str]) -> None:
+    check(kernel, call_of(SMALL, *formats, biases=True, **ACTIVATIONS[name]))
+
+
+@pytest.mark.slow
+@each_kernel
+@pytest.mark.parametrize("formats", [("uint4:1x128", ""), BLOCK_FLOAT8], ids=["uint4", "float8"])
+def test_the_shares_of_two_ranks_sum_to_the_whole(kernel: str, formats: tuple[str, str]) -> None:
+    call = call_of(replace(SMALL, E=6), *formats)
+    whole, parts = definition(call), torch.zeros(call.x_TD.shape, device=DEVICE)
+    held = ("w13_EFD", "w2_EDI", "w13_scale_EFG", "w2_scale_EDG", "w13_zero_EFG", "w2_zero_EDG")
+    for rank in range(2):
+        here = torch.arange(6, device=DEVICE) - 3 * rank
+        share = {n: getattr(call, n) for n in held}
+        share = {n: t[3 * rank : 3 * rank + 3] for n, t in share.items() if t is not None}
+        expert_map = torch.where((here >= 0) & (here < 3), here, -1)
+        parts += run(kernel, replace(call, expert_map=expert_map, **share)).float()
+    assert_close(parts, whole, TOL["experts", F8 if formats[1] else F16])
+
+
+@each_kernel
+def test_experts_that_are_not_here_are_not_read(kernel: str) -> None:
+    call = call_of(SMALL, "mxfp4")
+    call.ids_TK[0], call.ids_TK[1] = torch.tensor([-1, 4]), -1
+    assert call.w13_scale_EFG is not None
+    unused = sorted(set(range(4)) - set(call.ids_TK.flatten().tolist()))
+    call.w13_scale_EFG[unused] = 255
+    out = run(kernel, call)
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    check(kernel, call)
+
+
+@each_kernel
+def test_no_tokens(kernel: str) -> None:
+    call = call_of(replace(SMALL, T=0), "mxfp4")
+    assert run(kernel, call).shape == (0, SMALL.D)
+
+
+KNOWN = "float4_e2m1, int4, uint4, float8_e4m3fn"
+REFUSED = {
+    ("nvfp4", ""): "has no kernel for scales under a global scale",
+    ("int8:row", "int8:row"): f"needs weights of {KNOWN}, got int8",
+    ("uint4:1x8", ""): "needs groups of 16, 32, 64, 128 or more columns, got 8",
+    ("float8_e4m3fn:row", "float8_e4m3fn:row"): "quantises inputs to float8_e4m3fn:1x128 alone, "
+    "got float8_e4m3fn:row",
+}
+
+
+@each_kernel
+@pytest.mark.parametrize("formats", REFUSED)
+def test_formats_without_a_kernel_are_refused(kernel: str, formats: tuple[str, str]) -> None:
+    assert experts.backends[kernel].refusal("cuda", 3, call_of(SMALL, *formats)) == REFUSED[formats]
+
+
+@each_kernel
+def test_widths_that_fill_no_word_are_refused(kernel: str) -> None:
+    call = call_of(replace(SMALL, I=20), "int4:row")
+    assert experts.backends[kernel].refusal("cuda", 3, call) == (
+        "needs widths that 8 divides, got 128 and 20"
+    )
+
+
+@each_kernel
+def test_codes_that_are_not_contiguous_are_refused(kernel: str) -> None:
+    call = call_of(SMALL, "mxfp4")
+    strided = call.w2_EDI.transpose(1, 2).contiguous().transpose(1, 2)
+    refusal = experts.backends[kernel].refusal("cuda", 3, replace(call, w2_EDI=strided))
+    assert refusal == "needs contiguous weights, scales and zero points"
+
+
+def test_grouped_reads_no_codes() -> None:
+    refusal = experts.backends["triton.grouped"].refusal("cuda", 3, call_of(SMALL, "mxfp4"))
+    assert refusal is not None and "does not read w_format='mxfp4'" in refusal
+
+
+def test_packing_names_what_the_kernels_decode() -> None:
+    """A word is the eight codes of four bytes, the first in the lowest bits."""
+    codes = torch.arange(8, dtype=torch.uint8)
+    word = packing.pack(codes, "int4").view(torch.int32)
+    assert [(int(word) >> (4 * j)) & 15 for j in range(8)] == codes.tolist()
