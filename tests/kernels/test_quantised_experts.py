@@ -11,13 +11,26 @@ import torch
 from torch import Tensor
 
 from moe_ops import experts
+from moe_ops.backends.triton_formats import weight_of
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
-from moe_ops.testing import ACTIVATIONS, BF16, DEVICE, F16, TOL, Case, assert_close, make_layer
-from tests.kernels.codes import any_codes, product, quantised
+from moe_ops.testing import (
+    ACTIVATIONS,
+    BF16,
+    DEVICE,
+    F16,
+    TOL,
+    Case,
+    Tol,
+    assert_close,
+    make_layer,
+)
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
+
+from moe_ops.kernels.triton.experts.quantized import quantise
+from tests.kernels.codes import any_codes, product, quantised
 
 F8 = torch.float8_e4m3fn
 KERNELS = ("triton.tiny", "triton.rows")
@@ -142,6 +155,28 @@ def test_layers_of_every_format(kernel: str, w_format: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("T", [1, 3])
 def test_float8_weights_and_inputs(kernel: str, T: int, dtype: torch.dtype) -> None:
     check(kernel, call_of(replace(SMALL, T=T, I=160), *BLOCK_FLOAT8, dtype=dtype, biases=True))
+
+
+@pytest.mark.slow
+@each_dtype
+@pytest.mark.parametrize("formats", [("mxfp4", ""), BLOCK_FLOAT8], ids=["mxfp4", "float8"])
+def test_many_rows_an_expert(formats: tuple[str, str], dtype: torch.dtype) -> None:
+    """Tiles of 64 rows; inputs of their second product are quantised by a launch of their own."""
+    case = Case(name="many_rows", T=45, E=2, K=1, D=128, I=96)
+    check("triton.rows", call_of(case, *formats, dtype=dtype))
+
+
+@each_dtype
+def test_tokens_are_quantised_as_by_the_definition(dtype: torch.dtype) -> None:
+    x_TD = (torch.randn(5, 1200, device=DEVICE) * 3).to(dtype)
+    x_TD[2, :128] = 0
+    codes_TD, scale_TG = quantise(x_TD, weight_of(*BLOCK_FLOAT8))
+    want = packing.quantize(x_TD, Format.of(BLOCK_FLOAT8[1]))
+    assert torch.equal(scale_TG, want.scale)
+    got, wanted = codes_TD.float(), want.values.float()
+    # Products with inverses are off by a bit, which matters next to a tie alone.
+    assert float((got != wanted).float().mean()) < 1e-3
+    assert_close(got, wanted, Tol(0.07, "one step of float8"))
 
 
 @each_kernel

@@ -7,8 +7,8 @@ tokens are read in that order of columns: value 8 q + j + 4 i is column 2 q + i 
 weights stay as checkpoints hold them. `arrange` stores tokens product by product, so that they are
 read 16 bytes at a time; h is stored so where it is made.
 
-Codes of eight bits come as they are; with 8-bit inputs each token is quantised on the way, in the
-groups of columns that the weight has.
+Codes of eight bits come as they are. Inputs of 8 bits are quantised by `quantise` before, or on the
+way to a product of a few tokens, in the groups of columns that the weight has.
 
 A group of at least a step has its scale multiplied into the float32 sum of the step, a smaller one
 into the decoded values. An infinite scale makes NaN, as infinity times a code of zero does.
@@ -48,6 +48,11 @@ class Codes:
     @property
     def in_words(self) -> bool:
         return self.bits == 4
+
+    @property
+    def quantises(self) -> bool:
+        """Whether inputs have 8 bits."""
+        return self.weight[4]
 
     @property
     def bits(self) -> int:
@@ -129,6 +134,17 @@ def group_row(e, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr
 
 
 @triton.jit
+def token_scales(scale_ptr, token, COLUMNS: tl.constexpr, W: tl.constexpr):
+    """Where the scales of quantised tokens begin; None where there are none."""
+    GROUP: tl.constexpr = W[2]
+    if scale_ptr is None:
+        at = None
+    else:
+        at = scale_ptr + token.to(tl.int64) * ((COLUMNS + GROUP - 1) // GROUP)
+    return at
+
+
+@triton.jit
 def column_of(i, COLUMNS: tl.constexpr, W: tl.constexpr):
     """Where column i of the tokens of a product is stored, once arranged."""
     if W is not None and W[5] == 4:
@@ -146,11 +162,12 @@ def spread(values_MG, EACH: tl.constexpr):
 
 @triton.jit
 def add_product(
-    acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, x_1N, inside_N, start,
+    acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, x_1N, scale_1N, inside_N, start,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, ARRANGED: tl.constexpr,
 ):  # fmt: skip
     """acc_MN and the products of columns start to start + STEP of rows of weights, at w_M1, with
-    tokens, at x_1N; `rescaled` follows the last step."""
+    tokens, at x_1N, whose scales are at scale_1N if they are quantised; `rescaled` follows the last
+    step."""
     BITS: tl.constexpr = W[5]
     if BITS == 4:
         acc_MN = add_words(
@@ -159,8 +176,9 @@ def add_product(
         )  # fmt: skip
     else:
         acc_MN = add_bytes(
-            acc_MN, w_M1, s_ptr, group_M, inside_M, x_1N, inside_N, start, COLUMNS, STEP, W
-        )
+            acc_MN, w_M1, s_ptr, group_M, inside_M, x_1N, scale_1N, inside_N, start,
+            COLUMNS, STEP, W,
+        )  # fmt: skip
     return acc_MN
 
 
@@ -289,7 +307,7 @@ def float8_as(w, DTYPE: tl.constexpr):
 
 @triton.jit
 def add_bytes(
-    acc_MN, w_M1, s_ptr, group_M, inside_M, x_1N, inside_N, start,
+    acc_MN, w_M1, s_ptr, group_M, inside_M, x_1N, scale_1N, inside_N, start,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = x_1N.dtype.element_ty
@@ -308,8 +326,12 @@ def add_bytes(
         at_M = group_M if GROUP == -1 else group_M + start // GROUP
         factor_MN = finite(scales(s_ptr + at_M, inside_M, KIND))[:, None]
         if INPUTS_8:
-            x_DN, scale_N = to_float8(x_DN)
-            factor_MN = factor_MN * scale_N[None, :]
+            if scale_1N is None:
+                x_DN, scale_N = to_float8(x_DN, 0)
+                factor_MN = factor_MN * scale_N[None, :]
+            else:
+                scale_1N += start // GROUP
+                factor_MN = factor_MN * tl.load(scale_1N, mask=inside_N[None, :], other=0.0)
             part_MN = tl.dot(w_MD, x_DN)
         else:
             part_MN = tl.dot(float8_as(w_MD, DTYPE), x_DN)
@@ -336,20 +358,20 @@ def rounded_to_float8(x):
 
 
 @triton.jit
-def to_float8(x_DN):
-    """(codes, scale_N) of columns, as `quantize` makes them, but that they are divided by a scale
-    by its inverse."""
-    x_DN = x_DN.to(tl.float32)
-    largest_N = tl.max(tl.abs(x_DN), 0)
-    scale_N = tl.maximum(largest_N / LARGEST_CODE, SMALLEST_SCALE)
-    scale_N = tl.where(largest_N < float("inf"), scale_N, float("nan"))
-    codes_DN = x_DN * (1.0 / scale_N)[None, :]
-    codes_DN = tl.maximum(codes_DN, -LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
-    codes_DN = tl.minimum(codes_DN, LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
+def to_float8(x, AXIS: tl.constexpr):
+    """(codes, scales along the other axis), as `quantize` makes them, but that a division by a
+    scale is a product with its inverse."""
+    x = x.to(tl.float32)
+    largest = tl.max(tl.abs(x), AXIS)
+    scale = tl.maximum(largest / LARGEST_CODE, SMALLEST_SCALE)
+    scale = tl.where(largest < float("inf"), scale, float("nan"))
+    codes = x * tl.expand_dims(1.0 / scale, AXIS)
+    codes = tl.maximum(codes, -LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
+    codes = tl.minimum(codes, LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:  # where a float8 cannot be NaN, either
-        codes_DN = rounded_to_float8(codes_DN)
-        scale_N = tl.where(tl.sum(x_DN * 0, 0) == 0, scale_N, float("nan"))
-    return codes_DN.to(tl.float8e4nv), scale_N
+        codes = rounded_to_float8(codes)
+        scale = tl.where(tl.sum(x * 0, AXIS) == 0, scale, float("nan"))
+    return codes.to(tl.float8e4nv), scale
 
 
 @triton.jit
@@ -379,6 +401,50 @@ def arrange(x_TD: Tensor, weight: Weight) -> Tensor:
         D=D, BD=BD, W=weight, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
     return out_TD
+
+
+@triton.jit
+def quantise_kernel(
+    x_ptr, out_ptr, scale_ptr, stride_x,
+    D: tl.constexpr, BG: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BG groups of columns of a token."""
+    GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    t = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1) * BG + tl.arange(0, BG)
+    at_GC = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x_GC = tl.load(x_ptr + t * stride_x + at_GC, mask=at_GC < D, other=0.0)
+    codes_GC, scale_G = to_float8(x_GC, 1)
+    tl.store(out_ptr + t * D + at_GC, codes_GC, mask=at_GC < D)
+    tl.store(scale_ptr + t * GROUPS + g, scale_G, mask=g < GROUPS)
+
+
+def quantise(x_TD: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
+    """Codes of float8, and float32 scales [T, groups], of tokens for weights with inputs of 8
+    bits."""
+    (T, D), group = x_TD.shape, weight[2]
+    groups = triton.cdiv(D, group)
+    codes_TD = x_TD.new_empty(T, D, dtype=torch.float8_e4m3fn)
+    scale_TG = x_TD.new_empty(T, groups, dtype=torch.float32)
+    BG = min(8, triton.next_power_of_2(groups))
+    pdl, options = pdl_options(x_TD)
+    launch(
+        quantise_kernel, (T, triton.cdiv(groups, BG)), x_TD, codes_TD, scale_TG, x_TD.stride(0),
+        D=D, BG=BG, GROUP=group, PDL=pdl, num_warps=4, **options,
+    )  # fmt: skip
+    return codes_TD, scale_TG
+
+
+def tokens_for(x_TD: Tensor, codes: Codes | None) -> tuple[Tensor, Tensor | None]:
+    """Tokens, and scales if they have any, as the product with the first weight reads them."""
+    if codes is None:
+        return x_TD, None
+    if codes.in_words:
+        return arrange(x_TD, codes.weight), None
+    return quantise(x_TD, codes.weight) if codes.quantises else (x_TD, None)
 
 
 def as_stored(w: Tensor, weight: Weight) -> Tensor:

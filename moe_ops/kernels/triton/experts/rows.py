@@ -22,15 +22,19 @@ from moe_ops.kernels.triton.experts.combine import sum_rows
 from moe_ops.kernels.triton.experts.quantized import (
     Codes,
     add_product,
-    arrange,
     column_of,
     group_row,
+    quantise,
     rescaled,
+    token_scales,
+    tokens_for,
 )
 from moe_ops.kernels.triton.experts.sort import sort_pairs
 from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, up_rows
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options, shared_memory, stages_within
 from moe_ops.kernels.triton.replay import launch
+
+FEW = 32  # rows that a program quantises on their way to its product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +127,7 @@ def unit_of(ends_ptr, unit, blocks, E: tl.constexpr, BE: tl.constexpr, BN: tl.co
 
 @triton.jit
 def rows_up(
-    x_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, b_ptr, h_ptr,
+    x_ptr, scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, b_ptr, h_ptr,
     stride_x, stride_we, stride_wf, stride_wd, stride_be,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, ACT: tl.constexpr,
     W: tl.constexpr, BE: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
@@ -160,10 +164,11 @@ def rows_up(
             acc_FN = tl.dot(w_FD, x_DN, acc_FN)
     else:
         group_F = group_row(e, row_F, 2 * I if GATED else I, D, W)
+        scale_1N = token_scales(scale_ptr, (pair_N // K)[None, :], D, W)
         for start in range(0, D, BD):
             acc_FN = add_product(
-                acc_FN, w_F1, s_ptr, z_ptr, group_F, inside_F, x_1N, n < count, start, D, BD, W,
-                True,
+                acc_FN, w_F1, s_ptr, z_ptr, group_F, inside_F, x_1N, scale_1N, n < count, start,
+                D, BD, W, True,
             )  # fmt: skip
         acc_FN = rescaled(acc_FN, W, x_ptr.dtype.element_ty)
     h_IN = activated(acc_FN, b_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
@@ -179,7 +184,7 @@ def rows_up(
 
 @triton.jit
 def rows_down(
-    h_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, b_ptr, y_ptr,
+    h_ptr, scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, b_ptr, y_ptr,
     stride_we, stride_wd, stride_wi, stride_be,
     E: tl.constexpr, D: tl.constexpr, I: tl.constexpr, W: tl.constexpr,
     BE: tl.constexpr, BD: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
@@ -213,10 +218,11 @@ def rows_down(
             acc_DN = tl.dot(w_DI, h_IN, acc_DN)
     else:
         group_D = group_row(e, d, D, I, W)
+        scale_1N = token_scales(scale_ptr, row_1N, I, W)
         for start in range(0, I, BI):
             acc_DN = add_product(
-                acc_DN, w_D1, s_ptr, z_ptr, group_D, inside_D, h_ptr + row_1N * I, n < count, start,
-                I, BI, W, True,
+                acc_DN, w_D1, s_ptr, z_ptr, group_D, inside_D, h_ptr + row_1N * I, scale_1N,
+                n < count, start, I, BI, W, True,
             )  # fmt: skip
         acc_DN = rescaled(acc_DN, W, h_ptr.dtype.element_ty)
     if b_ptr is not None:
@@ -249,23 +255,25 @@ def run(
     bits = 16 if codes is None else codes.bits
     tiles = fitting(tiles, layer.act[1], bits, shared_memory(x_TD))
     rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
-    if codes is not None and codes.in_words:
-        x_TD = arrange(x_TD, codes.weight)
     h_RI, y_RD = x_TD.new_empty(R, I), x_TD.new_empty(R, D)
+    x_TD, x_scale_TG = tokens_for(x_TD, codes)
+    h_scale_RG = None
     BE = max(2, triton.next_power_of_2(E))
     pdl, options = pdl_options(x_TD)
     up, down = tiles.up, tiles.down
     launch(
         rows_up, (_units(R, E, up) * triton.cdiv(I, up.rows),),
-        x_TD, rows_R, ends_E, weights_TK, layer.w13_EFD, *layer.scales13, layer.b13_EF, h_RI,
-        x_TD.stride(0), *layer.strides13, bias_stride(layer.b13_EF),
+        x_TD, x_scale_TG, rows_R, ends_E, weights_TK, layer.w13_EFD, *layer.scales13,
+        layer.b13_EF, h_RI, x_TD.stride(0), *layer.strides13, bias_stride(layer.b13_EF),
         E=E, K=K, D=D, I=I, ACT=layer.act, W=layer.weight, BE=BE, BI=up.rows, BD=up.step, BN=up.BN,
         PDL=pdl, num_warps=up.warps, num_stages=up.stages, **options,
     )  # fmt: skip
+    if codes is not None and codes.quantises and down.BN > FEW:
+        h_RI, h_scale_RG = quantise(h_RI, codes.weight)
     launch(
         rows_down, (_units(R, E, down) * triton.cdiv(D, down.rows),),
-        h_RI, rows_R, ends_E, weights_TK, layer.w2_EDI, *layer.scales2, layer.b2_ED, y_RD,
-        *layer.strides2, bias_stride(layer.b2_ED),
+        h_RI, h_scale_RG, rows_R, ends_E, weights_TK, layer.w2_EDI, *layer.scales2,
+        layer.b2_ED, y_RD, *layer.strides2, bias_stride(layer.b2_ED),
         E=E, D=D, I=I, W=layer.weight, BE=BE, BD=down.rows, BI=down.step, BN=down.BN,
         PDL=pdl, num_warps=down.warps, num_stages=down.stages, **options,
     )  # fmt: skip
