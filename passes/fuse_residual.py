@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from moe_ops.decode_ops.experts_onto import FLOAT, experts_onto
+from moe_ops.decode_ops.experts_onto import LAYER, experts_onto
 from moe_ops.passes.context import Context
 from moe_ops.passes.graph import (
     RESHAPES,
@@ -63,7 +63,7 @@ def _fuse(graph: fx.Graph, experts: fx.Node, total: fx.Node) -> str:
     )
     with graph.inserting_before(total):
         rows = _rows(graph, terms[0], total, list(out.shape))
-        arguments = (rows, *(arg(experts, name) for name in FLOAT))
+        arguments = (rows, *(arg(experts, name) for name in LAYER))
         plan = {"plan": arg(experts, "plan")}
         fused = insert(graph, ops.experts_onto.planned, arguments, experts, plan)
         result = insert(graph, aten.reshape.default, (fused, list(whole.shape)), total)

@@ -213,16 +213,17 @@ def _launch_experts(*given: Any) -> Tensor:
 
 def _register(kernel: str, supports: Supports, priority: int, rows: Rows = ANY_NUMBER) -> None:
     """The kernels of a module of `moe_ops.kernels.triton.experts`, alone and onto a residual."""
-    read = reads.FLOAT_EXPERTS
-    given: dict[str, Any] = {"devices": ("cuda",), "priority": priority}
+    codes = reads.CODES if supports is supports_codes else ()
+    given: dict[str, Any] = {
+        "reads": (*reads.FLOAT_EXPERTS, *codes),
+        "devices": ("cuda",),
+        "priority": priority,
+    }
 
     def run(call: ExpertsCall) -> Tensor:
         return run_experts(kernel, call)
 
-    codes = reads.CODES if supports is supports_codes else ()
-    experts.backend(
-        f"triton.{kernel}", reads=(*read, *codes), supports=supports, rows=rows, **given
-    )(run)
+    experts.backend(f"triton.{kernel}", supports=supports, rows=rows, **given)(run)
 
     def supports_onto(call: ExpertsOntoCall) -> str | None:
         if needs_grad(call.residual_TD):
@@ -233,9 +234,7 @@ def _register(kernel: str, supports: Supports, priority: int, rows: Rows = ANY_N
         return run_experts(kernel, call.layer, call.residual_TD)
 
     rows = Rows(preferred=_of_layer(rows.preferred), possible=_of_layer(rows.possible))
-    experts_onto.backend(
-        f"triton.{kernel}", reads=read, supports=supports_onto, rows=rows, **given
-    )(run_onto)
+    experts_onto.backend(f"triton.{kernel}", supports=supports_onto, rows=rows, **given)(run_onto)
 
 
 def _of_layer(limit: Callable[[ExpertsCall], Any] | None) -> Callable[[Any], Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from torch import Tensor
@@ -12,11 +12,7 @@ from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.experts import check as check_experts
 from moe_ops.spec import DECODE_OPS, op
 
-# The arguments of `experts` in 16 or 32 bits, in their order.
-FLOAT = (
-    "x_TD", "weights_TK", "ids_TK", "w13_EFD", "w2_EDI", "b13_EF", "b2_ED", "expert_map",
-    "transposed", "kind", "gated", "interleaved", "alpha", "limit", "up_shift",
-)  # fmt: skip
+LAYER = tuple(field.name for field in fields(ExpertsCall))  # the arguments of `experts`
 
 
 @dataclass(slots=True)
@@ -28,7 +24,7 @@ class ExpertsOntoCall:
 
     FLAT: ClassVar[dict[str, str]] = {
         "residual_TD": "residual_TD",
-        **{name: f"layer.{name}" for name in FLOAT},
+        **{name: f"layer.{name}" for name in LAYER},
     }
 
 
@@ -45,8 +41,8 @@ def check(call: ExpertsOntoCall) -> None:
 def experts_onto(call: ExpertsOntoCall) -> Tensor:
     """residual + experts(x, ...), of which the second is rounded before they are added. [T, D].
 
-    residual_TD: as x_TD is; all else as `experts` takes it, not quantised. On a GPU the last launch
-    of the experts adds. Raises ValueError or TypeError as `experts` does, and for another residual.
+    residual_TD: as x_TD is; all else as `experts` takes it. On a GPU the last launch of the experts
+    adds. Raises ValueError or TypeError as `experts` does, and for another residual.
     """
     return call.residual_TD + experts.part(call.layer)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import experts
+from moe_ops.backends.triton import run_experts
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.quant import packing
@@ -224,6 +225,14 @@ def test_experts_that_are_not_here_are_not_read(kernel: str) -> None:
     out = run(kernel, call)
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     check(kernel, call)
+
+
+@each_kernel
+def test_a_residual_is_added_to_what_was_rounded(kernel: str) -> None:
+    call, name = call_of(SMALL, "mxfp4"), kernel.removeprefix("triton.")
+    residual_TD = torch.randn(call.x_TD.shape, device=DEVICE).to(F16)
+    onto = run_experts(name, call, residual_TD)
+    assert torch.equal(onto, residual_TD + run_experts(name, call))
 
 
 @each_kernel

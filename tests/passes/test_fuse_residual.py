@@ -15,6 +15,8 @@ from torch._inductor.utils import run_and_get_code
 from moe_ops.ops import experts, route
 from moe_ops.passes.fuse_residual import fuse_residual
 from moe_ops.passes.pick_backend import pick_backend
+from moe_ops.quant import packing
+from moe_ops.quant.formats import Format
 from moe_ops.testing import BF16, F32, Tol, assert_close
 from tests import decoding
 from tests.passes.planned import Hook
@@ -107,6 +109,30 @@ def test_numbers_stay(T: int, dtype: torch.dtype, change: str) -> None:
     hook, got, _ = fused(layer(change), *given)
     assert hook.counts == [1, 1]
     assert torch.equal(got, layer(change)(*given))
+
+
+def test_scales_of_quantised_weights_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "backends", dict(experts.backends))
+    monkeypatch.setattr(experts, "_order", {})
+    experts.backend("planted", reads=experts.optional, devices=("cpu",), priority=9)(experts.body)
+    file = importlib.import_module("moe_ops.passes.fuse_residual")
+    monkeypatch.setattr(file, "PLANS", ("planted",))
+    decoding.define(monkeypatch, "experts_onto", "planted")
+    width, w_format = 32, "uint4:1x32"
+    w13, w2 = torch.randn(E, 2 * width, width), torch.randn(E, width, width)
+    made = [packing.quantize(w, Format.of(w_format)) for w in (w13, w2)]
+    names = ("w13_scale_EFG", "w2_scale_EDG", "w13_zero_EFG", "w2_zero_EDG")
+
+    def call(s: Tensor, x: Tensor, w: Tensor, ids: Tensor, *held: Any) -> Tensor:
+        codes = dict(zip(names, held[2:], strict=True))
+        return s + experts(x, w, ids, *held[:2], **codes, w_format=w_format)
+
+    ids = torch.rand(3, E).argsort(1)[:, :2]
+    held = [getattr(m, part) for part in ("values", "scale", "zero") for m in made]
+    given = (torch.randn(3, width), torch.randn(3, width), torch.rand(3, 2), ids, *held)
+    hook, got, graph = fused(call, *given)
+    assert hook.counts == [1, 1] and "experts_onto.planned" in text(graph)
+    assert torch.equal(got, call(*given))
 
 
 NEAR_MISSES = {
