@@ -82,7 +82,7 @@ def product_kernel(
     w_M1, x_1N = (w_ptr + m * stride_w)[:, None], (x_ptr + n * COLUMNS)[None, :]
     for start in range(0, COLUMNS, STEP):
         acc_MN = add_product(
-            acc_MN, w_M1, s_ptr, z_ptr, group_M, m < ROWS, x_1N, None, n < TOKENS, start,
+            acc_MN, w_M1, s_ptr, z_ptr, group_M, m < ROWS, x_1N, None, n, n < TOKENS, start,
             COLUMNS, STEP, W, ARRANGED,
         )  # fmt: skip
     acc_MN = rescaled(acc_MN, W, x_ptr.dtype.element_ty)

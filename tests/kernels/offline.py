@@ -175,7 +175,7 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             call = functools.partial(layer, case, backend, T, False, **more)
             yield f"gpt_oss_20b {backend} {more}", call
     for w_format, x_format, least in FORMATS if capability != 100 else FORMATS[:1]:
-        for backend, T in (("tiny", 1), ("tiny", 4), ("rows", 64), ("rows", 1024)):
+        for backend, T in (("tiny", 1), ("tiny", 4), *(("rows", n) for n in (16, 256, 1024, 4096))):
             if capability < least or (w_format.endswith("1x128:bfloat16") and T == 4):
                 continue
             call = functools.partial(

@@ -10,8 +10,9 @@ read 16 bytes at a time; h is stored so where it is made.
 Codes of eight bits come as they are. Inputs of 8 bits are quantised by `quantise` before, or on the
 way to a product of a few tokens, in the groups of columns that the weight has.
 
-A group of at least a step has its scale multiplied into the float32 sum of the step, a smaller one
-into the decoded values. An infinite scale makes NaN, as infinity times a code of zero does.
+Scales of groups of at least a step are multiplied into the float32 sum of the step where that is
+small, others into the decoded values: a second sum of many tokens has no room in registers. An
+infinite scale makes NaN, as infinity times a code of zero does.
 
 W is the format of a weight, a `Weight` of `moe_ops.kernels.triton`.
 """
@@ -31,6 +32,7 @@ from moe_ops.kernels.triton.launch import pdl_options
 from moe_ops.kernels.triton.replay import launch
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # by Python, which has no PTX
+MOST_IN_SUM = tl.constexpr(64)  # tokens whose sums are scaled
 LARGEST_CODE = tl.constexpr(448.0)  # of float8_e4m3fn
 SMALLEST_SCALE = tl.constexpr(1e-12)
 
@@ -134,17 +136,6 @@ def group_row(e, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr
 
 
 @triton.jit
-def token_scales(scale_ptr, token, COLUMNS: tl.constexpr, W: tl.constexpr):
-    """Where the scales of quantised tokens begin; None where there are none."""
-    GROUP: tl.constexpr = W[2]
-    if scale_ptr is None:
-        at = None
-    else:
-        at = scale_ptr + token.to(tl.int64) * ((COLUMNS + GROUP - 1) // GROUP)
-    return at
-
-
-@triton.jit
 def column_of(i, COLUMNS: tl.constexpr, W: tl.constexpr):
     """Where column i of the tokens of a product is stored, once arranged."""
     if W is not None and W[5] == 4:
@@ -162,12 +153,12 @@ def spread(values_MG, EACH: tl.constexpr):
 
 @triton.jit
 def add_product(
-    acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, x_1N, scale_1N, inside_N, start,
+    acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, x_1N, t_ptr, token_N, inside_N, start,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, ARRANGED: tl.constexpr,
 ):  # fmt: skip
     """acc_MN and the products of columns start to start + STEP of rows of weights, at w_M1, with
-    tokens, at x_1N, whose scales are at scale_1N if they are quantised; `rescaled` follows the last
-    step."""
+    tokens, at x_1N, of which those quantised have scales [tokens, groups] at t_ptr; `rescaled`
+    follows the last step."""
     BITS: tl.constexpr = W[5]
     if BITS == 4:
         acc_MN = add_words(
@@ -176,7 +167,7 @@ def add_product(
         )  # fmt: skip
     else:
         acc_MN = add_bytes(
-            acc_MN, w_M1, s_ptr, group_M, inside_M, x_1N, scale_1N, inside_N, start,
+            acc_MN, w_M1, s_ptr, group_M, inside_M, x_1N, t_ptr, token_N, inside_N, start,
             COLUMNS, STEP, W,
         )  # fmt: skip
     return acc_MN
@@ -254,7 +245,8 @@ def add_words(
     KIND: tl.constexpr = W[3]
     FLOAT: tl.constexpr = ELEMENT == "float4_e2m1"
     LARGE: tl.constexpr = GROUP == -1 or GROUP >= STEP
-    SCALED: tl.constexpr = not LARGE or (FLOAT and DTYPE == tl.bfloat16)
+    IN_SUM: tl.constexpr = LARGE and acc_MN.shape[1] <= MOST_IN_SUM
+    SCALED: tl.constexpr = not IN_SUM or (FLOAT and DTYPE == tl.bfloat16)
     WORDS: tl.constexpr = STEP // 8
     first = start // 8
     inside_W = first + tl.arange(0, WORDS) < COLUMNS // 8
@@ -263,8 +255,8 @@ def add_words(
         mask=inside_M[:, None] & inside_W[None, :], other=0, eviction_policy="evict_first",
     )  # fmt: skip
     less, scale_pair = 0, 0
-    if LARGE:
-        at_M = group_M if GROUP == -1 else group_M + start // GROUP
+    at_M = group_M if GROUP == -1 else group_M + start // GROUP
+    if IN_SUM:
         scale_M = finite(scales(s_ptr + at_M, inside_M, KIND))
         part_MN = tl.zeros_like(acc_MN)
         if FLOAT:
@@ -272,10 +264,10 @@ def add_words(
         else:
             less = less_zero(z_ptr, at_M[:, None], inside_M[:, None], DTYPE)
     else:
-        GROUPS: tl.constexpr = STEP // GROUP
+        GROUPS: tl.constexpr = 1 if LARGE else STEP // GROUP
         g = tl.arange(0, GROUPS)
         inside_MG = inside_M[:, None] & (start + g * GROUP < COLUMNS)[None, :]
-        at_MG = (group_M + start // GROUP)[:, None] + g[None, :]
+        at_MG = at_M[:, None] + g[None, :]
         pair_MG = scale_pairs(s_ptr, at_MG, inside_MG, KIND, FLOAT, DTYPE)
         scale_pair = spread(pair_MG, WORDS // GROUPS)
         part_MN = acc_MN
@@ -293,7 +285,7 @@ def add_words(
             at_V = start + c // 2 * 8 + j + c % 2 * 4
         x_VN = tl.load(x_1N + at_V[:, None], mask=inside_V[:, None] & inside_N[None, :], other=0.0)
         part_MN = tl.dot(values_MV, x_VN, part_MN)
-    if LARGE:
+    if IN_SUM:
         part_MN = acc_MN + part_MN * scale_M[:, None]
     return part_MN
 
@@ -307,7 +299,7 @@ def float8_as(w, DTYPE: tl.constexpr):
 
 @triton.jit
 def add_bytes(
-    acc_MN, w_M1, s_ptr, group_M, inside_M, x_1N, scale_1N, inside_N, start,
+    acc_MN, w_M1, s_ptr, group_M, inside_M, x_1N, t_ptr, token_N, inside_N, start,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = x_1N.dtype.element_ty
@@ -315,6 +307,7 @@ def add_bytes(
     KIND: tl.constexpr = W[3]
     INPUTS_8: tl.constexpr = W[4]
     LARGE: tl.constexpr = GROUP == -1 or GROUP >= STEP
+    IN_SUM: tl.constexpr = LARGE and (INPUTS_8 or acc_MN.shape[1] <= MOST_IN_SUM)
     d = start + tl.arange(0, STEP)
     inside_D = d < COLUMNS
     w_MD = tl.load(
@@ -322,27 +315,28 @@ def add_bytes(
         eviction_policy="evict_first",
     )  # fmt: skip
     x_DN = tl.load(x_1N + d[:, None], mask=inside_D[:, None] & inside_N[None, :], other=0.0)
-    if LARGE:
-        at_M = group_M if GROUP == -1 else group_M + start // GROUP
+    at_M = group_M if GROUP == -1 else group_M + start // GROUP
+    if IN_SUM:
         factor_MN = finite(scales(s_ptr + at_M, inside_M, KIND))[:, None]
         if INPUTS_8:
-            if scale_1N is None:
+            if t_ptr is None:
                 x_DN, scale_N = to_float8(x_DN, 0)
-                factor_MN = factor_MN * scale_N[None, :]
             else:
-                scale_1N += start // GROUP
-                factor_MN = factor_MN * tl.load(scale_1N, mask=inside_N[None, :], other=0.0)
+                # By offsets of 32 bits, as addresses would take twice as many registers.
+                at_N = token_N * ((COLUMNS + GROUP - 1) // GROUP)
+                scale_N = tl.load(t_ptr + start // GROUP + at_N, mask=inside_N, other=0.0)
+            factor_MN = factor_MN * scale_N[None, :]
             part_MN = tl.dot(w_MD, x_DN)
         else:
             part_MN = tl.dot(float8_as(w_MD, DTYPE), x_DN)
         acc_MN += part_MN * factor_MN
     else:
         tl.static_assert(not INPUTS_8)
-        GROUPS: tl.constexpr = STEP // GROUP
+        GROUPS: tl.constexpr = 1 if LARGE else STEP // GROUP
         g = tl.arange(0, GROUPS)
         inside_MG = inside_M[:, None] & (start + g * GROUP < COLUMNS)[None, :]
-        at_MG = (group_M + start // GROUP)[:, None] + g[None, :]
-        scale_MD = spread(scales(s_ptr + at_MG, inside_MG, KIND).to(DTYPE), GROUP)
+        at_MG = at_M[:, None] + g[None, :]
+        scale_MD = spread(scales(s_ptr + at_MG, inside_MG, KIND).to(DTYPE), STEP // GROUPS)
         acc_MN = tl.dot(float8_as(w_MD, DTYPE) * scale_MD, x_DN, acc_MN)
     return acc_MN
 

@@ -26,7 +26,6 @@ from moe_ops.kernels.triton.experts.quantized import (
     group_row,
     quantise,
     rescaled,
-    token_scales,
     tokens_for,
 )
 from moe_ops.kernels.triton.experts.sort import sort_pairs
@@ -35,6 +34,8 @@ from moe_ops.kernels.triton.launch import on_its_device, pdl_options, shared_mem
 from moe_ops.kernels.triton.replay import launch
 
 FEW = 32  # rows that a program quantises on their way to its product
+HOPPER_MEMORY = 200 * 1024  # bytes of shared memory; GPUs before Hopper have less
+MOST_OF_TILE = {16: 8, 32: 16, 64: 64, 128: 192}  # rows an expert on average, by the rows of a tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +81,17 @@ def tiles_for(rows_per_expert: float, width: int) -> RowsTiles:
     )
 
 
-def code_tiles(rows_per_expert: float, codes: Codes) -> RowsTiles:
-    """Steps of 128 columns, the group of most formats; not measured yet."""
-    BN = next((n for n in (16, 32, 64) if rows_per_expert <= n / 2 or n == 64), 64)
-    warps = 4 if BN < 64 else 8
-    return _tiles(
-        BN, (32 if BN < 64 else 64, 128, 4, warps), (64 if BN < 64 else 128, 128, 4, warps)
-    )
+def code_tiles(rows_per_expert: float, codes: Codes, memory: int) -> RowsTiles:
+    """Steps of 128 columns, the group of most formats. Chosen by registers and instructions of
+    compiled code, not measured yet."""
+    BN = next((n for n, most in MOST_OF_TILE.items() if rows_per_expert <= most), 256)
+    # Registers have no room for more, of which a second sum takes as many as the first.
+    most = 64 if codes.quantises or memory < 128 * 1024 else 128
+    if not codes.in_words or memory < HOPPER_MEMORY:
+        BN = min(BN, most)
+    if BN <= FEW:
+        return _tiles(BN, (32, 128, 4, 4), (64, 128, 4, 4))
+    return _tiles(BN, (64, 128, 4, 8), (128, 128, 4, 8))
 
 
 @functools.cache
@@ -164,11 +169,10 @@ def rows_up(
             acc_FN = tl.dot(w_FD, x_DN, acc_FN)
     else:
         group_F = group_row(e, row_F, 2 * I if GATED else I, D, W)
-        scale_1N = token_scales(scale_ptr, (pair_N // K)[None, :], D, W)
         for start in range(0, D, BD):
             acc_FN = add_product(
-                acc_FN, w_F1, s_ptr, z_ptr, group_F, inside_F, x_1N, scale_1N, n < count, start,
-                D, BD, W, True,
+                acc_FN, w_F1, s_ptr, z_ptr, group_F, inside_F, x_1N, scale_ptr, pair_N // K,
+                n < count, start, D, BD, W, True,
             )  # fmt: skip
         acc_FN = rescaled(acc_FN, W, x_ptr.dtype.element_ty)
     h_IN = activated(acc_FN, b_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
@@ -218,11 +222,10 @@ def rows_down(
             acc_DN = tl.dot(w_DI, h_IN, acc_DN)
     else:
         group_D = group_row(e, d, D, I, W)
-        scale_1N = token_scales(scale_ptr, row_1N, I, W)
         for start in range(0, I, BI):
             acc_DN = add_product(
-                acc_DN, w_D1, s_ptr, z_ptr, group_D, inside_D, h_ptr + row_1N * I, scale_1N,
-                n < count, start, I, BI, W, True,
+                acc_DN, w_D1, s_ptr, z_ptr, group_D, inside_D, h_ptr + row_1N * I, scale_ptr,
+                first + n, n < count, start, I, BI, W, True,
             )  # fmt: skip
         acc_DN = rescaled(acc_DN, W, h_ptr.dtype.element_ty)
     if b_ptr is not None:
@@ -250,10 +253,11 @@ def run(
     contiguous residual if there is one."""
     (T, K), (E, D, I) = ids_TK.shape, layer.sizes
     R = T * K
-    per_expert, codes = R / (E if expert_map is None else expert_map.shape[0]), layer.codes
-    tiles = tiles_for(per_expert, I) if codes is None else code_tiles(per_expert, codes)
+    codes, memory = layer.codes, shared_memory(x_TD)
+    per_expert = R / (E if expert_map is None else expert_map.shape[0])
+    tiles = tiles_for(per_expert, I) if codes is None else code_tiles(per_expert, codes, memory)
     bits = 16 if codes is None else codes.bits
-    tiles = fitting(tiles, layer.act[1], bits, shared_memory(x_TD))
+    tiles = fitting(tiles, layer.act[1], bits, memory)
     rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
     h_RI, y_RD = x_TD.new_empty(R, I), x_TD.new_empty(R, D)
     x_TD, x_scale_TG = tokens_for(x_TD, codes)

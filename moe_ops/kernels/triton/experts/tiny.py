@@ -198,8 +198,8 @@ def tiny_up(
         group_F = group_row(e, row_F, 2 * I if GATED else I, D, W)
         for start in range(0, D, BD):
             acc_FN = add_product(
-                acc_FN, w_F1, s_ptr, z_ptr, group_F, inside_F, x_1N, None, n < T, start, D, BD, W,
-                False,
+                acc_FN, w_F1, s_ptr, z_ptr, group_F, inside_F, x_1N, None, n, n < T, start,
+                D, BD, W, False,
             )  # fmt: skip
         acc_FN = rescaled(acc_FN, W, x_ptr.dtype.element_ty)
     if share_ptr is not None:
@@ -296,7 +296,7 @@ def tiny_down(
             group_M = group_row(e_M, d_M, D, I, W)
             for start in range(0, I, BI):
                 acc_MN = add_product(
-                    acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, h_1N, None, inside_N, start,
+                    acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, h_1N, None, n, inside_N, start,
                     I, BI, W, True,
                 )  # fmt: skip
         next_M, next_N = first + BG + m // BR, first + BG + n // BT
