@@ -1,10 +1,12 @@
 """`generate` of a real-size MoE model with random weights: transformers' own, and ours.
 
     python examples/generate.py --model qwen3-30b --batch 1 8 32 --stock default max-autotune
+    python examples/generate.py --experts bfloat16 int4:1x128:bfloat16 --stock none
 
-Prints decoded tokens per second (between 64 and 128 new tokens), the time of a prompt, of the first
-call, the memory beyond weights and key-value cache, and where a step's time goes. A second run
-of the same command finds the compiled code in torch's caches.
+The second also quantises the experts, in place: weights, or weights+inputs, in a format of
+docs/FORMATS.md. Prints decoded tokens per second (between 64 and 128 new tokens), the time of a
+prompt, of the first call, the memory beyond weights and key-value cache, and where a step's time
+goes. A second run of the same command finds the compiled code in torch's caches.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ PARTS = {
     "attention": r"softmax|attention|fmha|flash|bmm|index_copy|index_put|scatter|one_query|rope",
     "rest": r"",
 }
+FLOAT = "bfloat16"  # the experts of a model as it is built
 STEPS = 16  # that are profiled, after the prompt
 
 
@@ -111,6 +114,19 @@ def build(name: str, layers: int | None, device: str) -> Any:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()
+
+
+def quantise(model: Any, experts: str) -> dict[str, float]:
+    """Quantise the experts to "weights" or "weights+inputs": seconds, and GB of memory at most."""
+    weights, _, inputs = experts.partition("+")
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    config = moe_ops.QuantConfig(weights=weights, inputs=inputs)
+    took = seconds(lambda: say(str(moe_ops.quantize_model(model, config))))
+    peak = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return {"seconds": took, "peak_gb": peak}
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -164,7 +180,7 @@ def measure(way: str, model: Any, ids: Tensor, tokens: tuple[int, int], **kwargs
             f"{times[few] * 1e3:.0f} ms, too near to tell steps apart; ask for more with --tokens"
         )
     used = torch.cuda.max_memory_reserved() if gpu else 0
-    weights = sum(p.nbytes for p in model.parameters())
+    weights = sum(t.nbytes for _, t in tensors_of(model))
     extra = max(0, used - weights - cache_bytes(model, batch, prompt + many))
     return Speed(
         way=way,
@@ -177,13 +193,18 @@ def measure(way: str, model: Any, ids: Tensor, tokens: tuple[int, int], **kwargs
     )
 
 
+def tensors_of(model: Any) -> list[tuple[str, Tensor]]:
+    """Weights, scales of quantised ones included."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
 def step_bytes(model: Any, batch: int, length: int) -> dict[str, float]:
     """What a step reads at least: the weights of the experts that its tokens choose, if all are as
     likely; keys and values so far; all other weights."""
     config, read = model.config, dict.fromkeys(PARTS, 0.0)
     experts = getattr(config, "num_experts", None) or config.num_local_experts
     chosen = 1 - (1 - config.num_experts_per_tok / experts) ** batch
-    for name, weight in model.named_parameters():
+    for name, weight in tensors_of(model):
         if ".experts." in name:
             read["MoE"] += chosen * weight.nbytes
         elif weight is not model.get_input_embeddings().weight:
@@ -275,6 +296,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--stock", choices=["default", "max-autotune", "none"], nargs="+", default=["default"]
     )
+    parser.add_argument(
+        "--experts", nargs="+", default=[FLOAT], metavar="FORMAT",
+        help=f"of the experts on our way: {FLOAT}, or what to quantise them to",
+    )  # fmt: skip
     parser.add_argument("--inductor", default="{}", help="more options of Inductor, as JSON")
     parser.add_argument("--profile", action="store_true", help="where a step's time goes")
     parser.add_argument("--json", help="also write the figures to this file")
@@ -297,24 +322,16 @@ def main(arguments: list[str] | None = None) -> None:
     figures |= {"torch": torch.__version__, "transformers": transformers.__version__}
     report = Report(args.json, figures | {"speeds": [], "steps": {}})
 
-    ours = moe_ops.compile(model, extra=json.loads(args.inductor))
     prompts = {b: torch.randint(3, 255, (b, args.prompt), device=device) for b in args.batch}
-    steps = {}
-    for batch, ids in prompts.items():
-        report.add(measure("moe_ops", ours, ids, args.tokens))
-        if args.profile and device == "cuda":
-            steps[batch] = breakdown(ours, ids)
-    for size in moe_ops.generation_report(ours):
-        say(str(size))
-    if steps:  # last, as memory that this took would count as that of generate
-        rate = measure_rates(torch.device(device), torch.bfloat16).copy_tbs
-        for step in steps.values():
-            step["floor_ms"] = {part: n / rate * 1e-9 for part, n in step["bytes"].items()}
-        print(tables_of_steps(steps))
-        report.figures["steps"] = steps
-        report.write()
+    for index, experts in enumerate(args.experts):
+        if index:
+            del model  # quantised, or stored otherwise by now
+            model = build(args.model, args.layers, device)
+        if experts != FLOAT:
+            report.figures.setdefault("quantising", {})[experts] = quantise(model, experts)
+        measure_ours(args, model, experts, prompts, report)
     if args.stock != ["none"]:
-        del ours, model  # its weights may lie otherwise by now
+        del model
         model = build(args.model, args.layers, device)
     for way in args.stock:
         kwargs: dict[str, Any] = {"cache_implementation": "static"}
@@ -323,6 +340,29 @@ def main(arguments: list[str] | None = None) -> None:
         for ids in prompts.values() if way != "none" else ():
             torch._dynamo.reset()  # or its code for a second batch size is for any, which is slower
             report.add(measure(way, model, ids, args.tokens, **kwargs))
+
+
+def measure_ours(
+    args: argparse.Namespace, model: Any, experts: str, prompts: dict[int, Tensor], report: Report
+) -> None:
+    """Every batch size on our way, and if asked where the time of a step goes."""
+    way = "moe_ops" if experts == FLOAT else f"moe_ops {experts}"
+    ours = moe_ops.compile(model, extra=json.loads(args.inductor))
+    steps = {}
+    for batch, ids in prompts.items():
+        report.add(measure(way, ours, ids, args.tokens))
+        if args.profile and ids.is_cuda:
+            steps[batch] = breakdown(ours, ids)
+    for size in moe_ops.generation_report(ours):
+        say(str(size))
+    if steps:  # last, as memory that this took would count as that of generate
+        rate = measure_rates(ids.device, torch.bfloat16).copy_tbs
+        for step in steps.values():
+            step["floor_ms"] = {part: n / rate * 1e-9 for part, n in step["bytes"].items()}
+        print(tables_of_steps(steps))
+        of_formats = report.figures["steps"]
+        of_formats.update(steps if experts == FLOAT else {experts: steps})
+        report.write()
 
 
 START = time.perf_counter()
