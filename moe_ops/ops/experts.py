@@ -151,10 +151,13 @@ def check_weights(call: ExpertsCall) -> None:
     E, F, D = w13_EFD.shape[0], w13_EFD.shape[rows], x_TD.shape[1]
     I = F // 2 if call.gated else F  # noqa: E741
     if E < 1:
-        raise ValueError(f"w13_EFD holds no expert, got shape {tuple(w13_EFD.shape)}")
+        raise ValueError(
+            f"w13_EFD holds no expert, got shape {tuple(w13_EFD.shape)}; give one expert or more"
+        )
     if call.gated and F % 2:
         raise ValueError(
-            f"gated experts need an even number of rows, got w13_EFD {tuple(w13_EFD.shape)}"
+            f"gated experts need an even number of rows, got w13_EFD {tuple(w13_EFD.shape)}; "
+            "give as many of the gate as of up, or gated=False"
         )
     format = call.w_format
     check_size("w13_EFD", w13_EFD, cols, packed(format, D), f"the width of x_TD{_in(format)}")
