@@ -61,8 +61,10 @@ def test_it_is_public() -> None:
 
 @pytest.mark.parametrize("module", [moe_ops, moe_ops.layer], ids=lambda m: m.__name__)
 def test_the_old_name_is_an_alias_that_warns(module: object) -> None:
-    with pytest.warns(FutureWarning, match="QuantFormats is now moe_ops.QuantConfig; take that"):
+    found = "QuantFormats is now moe_ops.QuantConfig; take that"
+    with pytest.warns(FutureWarning, match=found) as warned:
         assert module.QuantFormats is QuantConfig  # type: ignore[attr-defined]
+    assert [w.filename for w in warned] == [__file__]
     with pytest.raises(AttributeError, match="has no attribute 'QuantForms'"):
         module.QuantForms  # type: ignore[attr-defined]  # noqa: B018
 
