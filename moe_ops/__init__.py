@@ -32,7 +32,7 @@ _LAZY = {
     "explain": "moe_ops.passes.explain",
     "tune": "moe_ops.planning.tune",
     "prepare": "moe_ops.prepared",
-    **dict.fromkeys(("MoELayer", "QuantFormats", "Routing"), "moe_ops.layer"),  # one is an alias
+    **dict.fromkeys(("MoELayer", "Routing"), "moe_ops.layer"),
     "QuantConfig": "moe_ops.quant.config",
 }
 
@@ -74,4 +74,6 @@ aot_cache.tag(spec, gradients, ops, fake_impls, quant)
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
+    if name == "QuantFormats":  # an old name, of which the layer warns
+        return importlib.import_module("moe_ops.layer").quant_formats(stacklevel=3)
     raise AttributeError(f"module 'moe_ops' has no attribute {name!r}")

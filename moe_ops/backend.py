@@ -69,7 +69,11 @@ class Backend:
     def _unread(self, unread: dict[str, Any]) -> str:
         """Options, or else tensors: a format says enough of the scales that come with it."""
         if self.layout is not None and LAYOUT in unread:
-            got = repr(unread[LAYOUT]) if unread[LAYOUT] else "weights as they are loaded"
-            return f"reads weights prepared as {self.layout.name!r}, got {got}"
+            name, got = self.layout.name, unread[LAYOUT]
+            return (
+                f"reads weights prepared as {name!r}, got "
+                f"{repr(got) if got else 'weights as they are loaded'}; "
+                f"moe_ops.prepare(model, {name!r}) stores them so"
+            )
         options = [f"{n}={value!r}" for n, value in unread.items() if not isinstance(value, Tensor)]
         return f"does not read {', '.join(options or unread)}"

@@ -52,6 +52,13 @@ class Arguments:
         """The arguments of a record by flat name, in the order of a call."""
         return dict(zip(self.signature.parameters, self.flat(record), strict=True))
 
+    def in_order(self, named: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The arguments of a call by position, given by flat name; what is left out has its
+        default. Raises TypeError for a name that is none, and for one that is missing."""
+        bound = self.signature.bind(**named)
+        bound.apply_defaults()
+        return bound.args
+
     def differing(self, wanted: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
         """A function that gives, by name, the arguments of a record that are not as wanted."""
 

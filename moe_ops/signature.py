@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import typing
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,13 @@ METHODS: dict[type, tuple[str, ...]] = {
     float: ("__float__", "__index__"),
     bool: ("__bool__",),
     str: (),
+}
+# Keywords that had another name once: a call with the old one works, and warns.
+RENAMED = {
+    "experts_TK": "ids_TK",
+    "alpha_E": "global_scale_E",
+    "alpha13_E": "global_scale13_E",
+    "alpha2_E": "global_scale2_E",
 }
 WORDS = {Tensor: "a Tensor", int: "an int", float: "a float", bool: "a bool", str: "a str"}
 
@@ -79,6 +87,7 @@ class Signature:
         self.name = name
         self._signature = signature
         self._kinds = {n: Kind.of(p.annotation) for n, p in signature.parameters.items()}
+        self.renamed = {old: new for old, new in RENAMED.items() if new in self._kinds}
         # Whether the types of a call's arguments tell that it is plain.
         self.by_type = not any(kind.many for kind in self._kinds.values())
 
@@ -87,6 +96,19 @@ class Signature:
         fault = self.fault(args, kwargs)
         if fault is not None:
             raise TypeError(fault)
+
+    def by_new_names(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Keywords by the names that they have now; whoever called the caller is warned of others,
+        unless it is being compiled. Raises TypeError for an argument under both names."""
+        for old in kwargs:
+            if old not in self.renamed:
+                continue
+            said = f"{self.name}: {old} is {self.renamed[old]} now"
+            if self.renamed[old] in kwargs:
+                raise TypeError(f"{said}, and the call gives both; leave out {old}")
+            if not torch.compiler.is_dynamo_compiling():
+                warnings.warn(f"{said}; rename the keyword", DeprecationWarning, stacklevel=3)
+        return {self.renamed.get(name, name): value for name, value in kwargs.items()}
 
     def fault(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         """What is wrong with the names or the types of a call's arguments, or None."""

@@ -8,7 +8,6 @@ same record, with what it says of the calls that it cannot run.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -40,14 +39,6 @@ _profiler = _C._autograd._profiler_enabled
 
 OPS: dict[str, Op] = {}  # the stages of a layer, and fusions of them
 DECODE_OPS: dict[str, Op] = {}  # what else a decoding step consists of
-
-# Keywords that had another name once: a call with the old one works, and warns.
-RENAMED = {
-    "experts_TK": "ids_TK",
-    "alpha_E": "global_scale_E",
-    "alpha13_E": "global_scale13_E",
-    "alpha2_E": "global_scale2_E",
-}
 
 
 def _watched() -> bool:
@@ -85,6 +76,7 @@ class Op:
         # The arguments that a backend names if it reads them.
         self.optional = tuple(n for n, p in parameters.items() if p.default is not p.empty)
         self.signature = Signature(f"{NAMESPACE}.{name}", self.arguments.signature)
+        self._renamed, self._by_new_names = self.signature.renamed, self.signature.by_new_names
         # The types, and names, of calls that were seen to need no dispatcher.
         self._plain: set[tuple[Any, ...]] = set()
         self.fake_impl: Callable[..., Any] | None = None
@@ -111,8 +103,8 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _compiling():
-            return self.overload(*args, **{RENAMED.get(n, n): kwargs[n] for n in kwargs})
-        if kwargs and not RENAMED.keys().isdisjoint(kwargs):
+            return self.overload(*args, **(kwargs and self._by_new_names(kwargs)))
+        if kwargs and not self._renamed.keys().isdisjoint(kwargs):
             kwargs = self._by_new_names(kwargs)
         # Unless somebody watches, or a subclass of Tensor has a say, the dispatcher would bring the
         # call back to `_run`, two to three microseconds later.
@@ -141,12 +133,6 @@ class Op:
         self.signature.require(args, kwargs)
         raise failed
 
-    def _by_new_names(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        for old in RENAMED.keys() & kwargs.keys():
-            words = f"{NAMESPACE}.{self.name}: {old} is {RENAMED[old]} now; rename the keyword"
-            warnings.warn(words, DeprecationWarning, stacklevel=3)
-        return {RENAMED.get(n, n): value for n, value in kwargs.items()}
-
     def _is_plain(
         self, types: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
@@ -171,7 +157,7 @@ class Op:
 
     def reference(self, *args: Any, **kwargs: Any) -> Any:
         """The definition of a call."""
-        return self.body(self.call(*args, **kwargs))
+        return self.body(self.call(*args, **self._by_new_names(kwargs)))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         call = self._checked(args, kwargs)
@@ -353,6 +339,7 @@ class Op:
 
         Raises ValueError or TypeError, as the call itself, if the op does not take it.
         """
+        kwargs = self._by_new_names(kwargs)
         self.signature.require(args, kwargs)
         call = self.call(*args, **kwargs)
         self.check(call)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from torch import fx
 
+from moe_ops.ops.activate import Activation
+from moe_ops.ops.experts import experts
 from moe_ops.passes.context import Context
 from moe_ops.passes.graph import (
     arg,
@@ -17,6 +20,28 @@ from moe_ops.passes.graph import (
     require,
 )
 
+# Which stage has which argument of `experts`, and what it calls it. The others have their defaults:
+# they quantise inputs, or are for weights in a backend's own layout.
+HELD = {
+    "x_TD": "dispatch.x_TD",
+    "weights_TK": "combine.weights_TK",
+    "ids_TK": "dispatch.ids_TK",
+    "w13_EFD": "first.w_EFD",
+    "w2_EDI": "second.w_EFD",
+    "b13_EF": "first.bias_EF",
+    "b2_ED": "second.bias_EF",
+    "expert_map": "dispatch.expert_map",
+    "transposed": "first.transposed",
+    **{field.name: f"activate.{field.name}" for field in fields(Activation)},
+    "w13_scale_EFG": "first.w_scale_EFG",
+    "w2_scale_EDG": "second.w_scale_EFG",
+    "w13_zero_EFG": "first.w_zero_EFG",
+    "w2_zero_EDG": "second.w_zero_EFG",
+    "global_scale13_E": "first.global_scale_E",
+    "global_scale2_E": "second.global_scale_E",
+    "w_format": "first.w_format",
+}
+
 
 def fuse_experts(graph: fx.Graph, context: Context) -> int:
     """Turn dispatch, expert_gemm, activate, expert_gemm, combine into `experts`."""
@@ -24,8 +49,8 @@ def fuse_experts(graph: fx.Graph, context: Context) -> int:
     def fuse(combine: fx.Node) -> str:
         arguments = _read(combine)
         with graph.inserting_before(combine):
-            experts = insert(graph, ops.experts.default, arguments, combine)
-        combine.replace_all_uses_with(experts)
+            fused = insert(graph, ops.experts.default, arguments, combine)
+        combine.replace_all_uses_with(fused)
         graph.erase_node(combine)
         return "five stages"
 
@@ -58,28 +83,13 @@ def _read(combine: fx.Node) -> tuple[Any, ...]:
     for name in ("transposed", "w_format"):
         require(arg(first, name) == arg(second, name), f"the two products differ in {name}")
     require(arg(origin, "num_experts") == _experts(first), "it dispatches to another number")
-    activation = ("kind", "gated", "interleaved", "alpha", "limit", "up_shift")
-    return (
-        arg(origin, "x_TD"),
-        arg(combine, "weights_TK"),
-        arg(origin, "ids_TK"),
-        arg(first, "w_EFD"),
-        arg(second, "w_EFD"),
-        arg(first, "bias_EF"),
-        arg(second, "bias_EF"),
-        arg(origin, "expert_map"),
-        arg(first, "transposed"),
-        *(arg(activate, name) for name in activation),
-        arg(first, "w_scale_EFG"),
-        arg(second, "w_scale_EFG"),
-        arg(first, "w_zero_EFG"),
-        arg(second, "w_zero_EFG"),
-        arg(first, "global_scale_E"),
-        arg(second, "global_scale_E"),
-        None,  # x_scale
-        None,  # h_scale
-        arg(first, "w_format"),
-    )
+    stages = {
+        "dispatch": origin, "first": first, "activate": activate, "second": second,
+        "combine": combine,
+    }  # fmt: skip
+    paths = {name: path.partition(".") for name, path in HELD.items()}
+    named = {name: arg(stages[stage], theirs) for name, (stage, _, theirs) in paths.items()}
+    return experts.arguments.in_order(named)
 
 
 def _stage(node: Any, target: Any, what: str) -> fx.Node:

@@ -188,15 +188,6 @@ def layer_of(node: fx.Node) -> str:
     return words.replace("._modules", "").replace("['", ".").replace("']", "").lstrip(".")
 
 
-def class_of(node: fx.Node) -> str:
-    """The class of the innermost module that a node came from, or ""."""
-    stack = node.meta.get("nn_module_stack") or {}
-    if not stack:
-        return ""
-    _, cls = list(stack.values())[-1]
-    return (cls if isinstance(cls, str) else cls.__name__).rpartition(".")[2]
-
-
 def insert(
     graph: fx.Graph,
     target: Any,

@@ -146,8 +146,7 @@ def _arguments(graph: fx.Graph, routing: Routing, weights: fx.Node) -> tuple[Any
         named["bias_E"] = insert(graph, aten.reshape.default, flat, routing.bias)
     dtype = tensor(weights).dtype
     named["out_dtype"] = next(name for name, known in DTYPES.items() if known is dtype)
-    parameters = route.arguments.signature.parameters
-    return tuple(named.get(name, parameter.default) for name, parameter in parameters.items())
+    return route.arguments.in_order(named)
 
 
 def _text(routing: Routing) -> str:

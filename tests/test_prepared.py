@@ -89,7 +89,8 @@ def test_it_says_why_it_cannot_run(mine: ModuleType) -> None:
     made = make_layer(CASE)
     args = (made.x_TD, made.weights_TK, made.ids_TK, made.w13_EFD, made.w2_EDI)
     said = {
-        "reads weights prepared as 'mine.paired', got weights as they are loaded": {},
+        "reads weights prepared as 'mine.paired', got weights as they are loaded; "
+        "moe_ops.prepare(model, 'mine.paired') stores them so": {},
         "computes silu alone, got 'gelu'": {"layout": PAIRED, "kind": "gelu"},
         "does not read limit=7.0": {"layout": PAIRED, "limit": 7.0},
         "does not read b2_ED": {"layout": PAIRED, "b2_ED": torch.zeros(made.w2_EDI.shape[:2])},

@@ -48,6 +48,15 @@ def test_a_record_is_its_own_maker() -> None:
     assert arguments.schema(Tensor) == "(Tensor x, Tensor ids, float scale=1.0) -> Tensor"
 
 
+def test_arguments_by_name_are_put_in_order() -> None:
+    arguments = Arguments(Other)
+    assert arguments.in_order({"limit": 2.0, "y": Y}) == (Y, "silu", 2.0)
+    with pytest.raises(TypeError, match="missing a required argument: 'y'"):
+        arguments.in_order({"kind": "gelu"})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'x'"):
+        arguments.in_order({"y": Y, "x": X})
+
+
 def test_a_record_of_records_is_flat_in_its_own_order() -> None:
     arguments = Arguments(Both)
     schema = '(Tensor x, Tensor y, float factor=1.0, str kind="silu") -> Tensor'

@@ -172,16 +172,40 @@ def test_using_tells_the_closest_names() -> None:
         moe_ops.using("cpu", 3).__enter__()  # type: ignore[arg-type]
 
 
+IDS = torch.zeros(3, 1, dtype=torch.int32)
+LAYER = {"w13_EFD": torch.randn(2, 8, 4), "w2_EDI": torch.randn(2, 4, 4)}
+TOKENS = (torch.randn(3, 4), torch.ones(3, 1))
+
+
 def test_an_old_keyword_works_and_warns() -> None:
-    weights_TK, ids_TK = torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32)
-    w13_EFD, w2_EDI = torch.randn(2, 8, 4), torch.randn(2, 4, 4)
-    x_TD, weights = torch.randn(3, 4), {"w13_EFD": w13_EFD, "w2_EDI": w2_EDI}
-    want = experts(x_TD, weights_TK, ids_TK, **weights)
-    with pytest.warns(DeprecationWarning, match="experts_TK is ids_TK now; rename"):
-        assert torch.equal(experts(x_TD, weights_TK, experts_TK=ids_TK, **weights), want)
+    for function in (experts, experts.reference, experts.refusals):
+        with pytest.warns(DeprecationWarning, match="experts_TK is ids_TK now; rename") as warned:
+            got = function(*TOKENS, experts_TK=IDS, **LAYER)
+        assert [w.filename for w in warned] == [__file__]
+        want = function(*TOKENS, IDS, **LAYER)
+        assert torch.equal(got, want) if isinstance(got, Tensor) else got == want
 
-    def compiled(x_TD: torch.Tensor) -> torch.Tensor:
-        return experts(x_TD, weights_TK, experts_TK=ids_TK, **weights)
 
-    run = torch.compile(compiled, fullgraph=True, backend="eager")
-    torch.testing.assert_close(run(x_TD), want)
+def with_old_keyword(x_TD: Tensor, **more: Tensor) -> Tensor:
+    return experts(x_TD, TOKENS[1], experts_TK=IDS, **more, **LAYER)
+
+
+def test_an_old_keyword_works_in_compiled_code() -> None:
+    run = torch.compile(with_old_keyword, fullgraph=True, backend="eager")
+    torch.testing.assert_close(run(TOKENS[0]), experts(*TOKENS, IDS, **LAYER))
+
+
+def test_an_argument_has_one_name_in_a_call() -> None:
+    fault = "moe_ops.experts: experts_TK is ids_TK now, and the call gives both; leave out"
+    for function in (experts, experts.reference, experts.refusals):
+        with pytest.raises(TypeError, match=fault):
+            function(*TOKENS, ids_TK=IDS, experts_TK=IDS + 1, **LAYER)
+    run = torch.compile(with_old_keyword, backend="eager")
+    with pytest.raises(TypeError, match=fault):
+        run(TOKENS[0], ids_TK=IDS + 1)
+
+
+def test_an_old_keyword_means_nothing_to_other_ops() -> None:
+    for function in (moe_ops.route, moe_ops.route.refusals):
+        with pytest.raises(TypeError, match=r"moe_ops\.route has no argument 'experts_TK'"):
+            function(LOGITS, 2, experts_TK=IDS)

@@ -106,7 +106,8 @@ class Steps:
         self.rows = rows
         self.slots = slots
         self.count = 0
-        self.replay: Callable[[Code], None] | None = None
+        # It is given these steps: if it held them, buffers would outlive their last user.
+        self.replay: Callable[[Steps, Code], None] | None = None
         self.captured = False
         device = model.device
         with plain_tensors():
@@ -166,7 +167,7 @@ class Steps:
             self.ids[batch:].copy_(ids[:1].expand(self.rows - batch, -1))
         if self.replay is None:
             self.replay = with_room(functools.partial(self._captured, code))
-        self.replay(code)
+        self.replay(self, code)
         self.count += 1
         assert self.logits is not None
         return self.logits[:batch]
@@ -188,7 +189,7 @@ class Steps:
             self.positions.add_(1)
             self.filled.add_(1)
 
-    def _captured(self, code: Code) -> Callable[[Code], None]:
+    def _captured(self, code: Code) -> Callable[[Steps, Code], None]:
         def run() -> None:
             self.run(code)
 
@@ -200,12 +201,12 @@ class Steps:
             raise
         except RuntimeError as error:
             log.warning("generate: steps run uncaptured, as they cannot be captured: %s", error)
-            return self.run
+            return Steps.run
         if replay is None:
-            return self.run
+            return Steps.run
         self.captured = True
         log.info("generate: a step is ready after %.1f s", time.perf_counter() - start)
-        return lambda code: replay()
+        return lambda steps, code: replay()
 
     def forget_graphs(self) -> None:
         # The logits are in the memory of the graphs, which goes when nothing is in it.

@@ -39,7 +39,9 @@ def adopt_mxfp4(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> int:
             continue
         missing = [key for key in wanted if key not in tensors]
         if missing:
-            raise ValueError(f"the checkpoint lacks {', '.join(missing)}")
+            raise ValueError(
+                f"the checkpoint lacks {', '.join(missing)}; give the tensors of all its files"
+            )
         new: dict[str, Tensor] = {}
         for projection in PROJECTIONS:
             new |= _tensors(name, projection, module, tensors)

@@ -15,7 +15,7 @@ from moe_ops.hf.optimize import optimize
 from moe_ops.hf.stored import PROJECTIONS, StoredFormat, refuse_to_save, store, stored_format
 from moe_ops.options import check_flag, check_text, check_type
 from moe_ops.quant import packing
-from moe_ops.quant.arguments import check_input_format, check_packing, named_format
+from moe_ops.quant.arguments import check_input_format, check_packing, named_format, ragged_axis
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
 from moe_ops.quant.schemes import SCHEMES
@@ -66,8 +66,9 @@ def quantize_model(
     several formats, `weight_format` and `input_format` choose. Or it is a `QuantConfig`, or the
     format of weights alone. Inputs are quantised at run time, with scales of their own, or not at
     all. Weights are rounded to nearest, one expert at a time: besides the result, memory for one
-    expert in float32 is needed. Experts whose sizes the format does not divide, or that our ops
-    cannot express, keep their weights, and the report says why.
+    expert in float32 is needed. Experts whose sizes the format does not divide (the last blocks of
+    float8 need not be full), or that our ops cannot express, keep their weights, and the report
+    says why.
     Routers, attention and shared experts stay as they are. With progress, a line per module is
     written to standard error.
 
@@ -173,7 +174,7 @@ def _quantise(module: nn.Module, config: QuantConfig) -> str | None:
     flip = bool(module.is_transposed)
     try:
         for name in names:
-            _check_width(getattr(module, name), flip, format, config.inputs)
+            _check_sizes(getattr(module, name), flip, format, config.inputs)
     except ValueError as error:
         return str(error)
     tensors: dict[str, Tensor] = {}
@@ -185,13 +186,15 @@ def _quantise(module: nn.Module, config: QuantConfig) -> str | None:
     return None
 
 
-def _check_width(w: Tensor, flip: bool, format: Format, x_format: str) -> None:
-    width = w.shape[1 if flip else 2]
+def _check_sizes(w: Tensor, flip: bool, format: Format, x_format: str) -> None:
+    rows, width = (w.shape[2], w.shape[1]) if flip else (w.shape[1], w.shape[2])
     check_packing("w_format", format, width)
-    across = format.group[1]
-    if format.group[0] == 1 and across > 1 and width % across:
+    ragged = ragged_axis(format, rows, width)
+    if ragged is not None:
+        axis, size, group = ragged
+        across = "columns" if axis == "rows" else "rows"
         raise ValueError(
-            f"w_format={format.name!r} wants rows of a multiple of {across}, got {width}"
+            f"w_format={format.name!r} wants {across} of a multiple of {group}, got {size}"
         )
     if x_format:
         check_input_format("x_format", x_format, width)

@@ -156,7 +156,10 @@ def _deepseek_v2(m: Any) -> Arguments:
     if m.topk_method == "greedy":
         return arguments
     if m.topk_method != "group_limited_greedy":
-        raise ValueError(f"{type(m).__name__} has an unknown topk_method: {m.topk_method!r}")
+        raise ValueError(
+            f"{type(m).__name__} has an unknown topk_method: {m.topk_method!r}; "
+            "give its config 'greedy' or 'group_limited_greedy'"
+        )
     return arguments | _groups(m) | {"group_reduce": "max", "group_fill": "zero"}
 
 

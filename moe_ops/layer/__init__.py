@@ -12,7 +12,12 @@ __all__ = ["MoELayer", "Routing"]
 
 def __getattr__(name: str) -> Any:
     if name == "QuantFormats":
-        message = "QuantFormats is now moe_ops.QuantConfig; take that name"
-        warnings.warn(message, FutureWarning, stacklevel=2)
-        return QuantConfig
+        return quant_formats(stacklevel=3)
     raise AttributeError(f"module 'moe_ops.layer' has no attribute {name!r}")
+
+
+def quant_formats(stacklevel: int) -> type[QuantConfig]:
+    """What had the name QuantFormats once; the warning is for the frame at this level."""
+    message = "QuantFormats is now moe_ops.QuantConfig; take that name"
+    warnings.warn(message, FutureWarning, stacklevel=stacklevel)
+    return QuantConfig

@@ -26,7 +26,6 @@ from moe_ops.layer.tensors import (
     STATE,
     LayerSizes,
     check_fits,
-    check_tensors,
     layer_buffers,
     own_part,
     product,
@@ -361,16 +360,6 @@ class MoELayer(HoldsExperts, HoldsCodes):
         names = (*PER_EXPERT, *INPUT_SCALES) if each else PER_EXPERT
         found = ((name, getattr(self, name)) for name in names)
         return {name: t.detach() for name, t in found if t is not None}
-
-    def quant_config(self) -> QuantConfig | None:
-        """`quant`, once codes, scales and biases are checked; None if nothing is quantised.
-
-        Reads the values of scales and zero points: for after loading, not for a forward. Raises
-        ValueError or TypeError, naming the tensor that is wrong.
-        """
-        if self.quant is not None:
-            check_tensors(self.quant, self._specs, {n: getattr(self, n) for n in self._specs})
-        return self.quant
 
     def extra_repr(self) -> str:
         """Experts, routing, sizes, formats, this rank's share, and the bytes of it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +13,7 @@ from moe_ops.parallel.replicas import ExpertReplicas
 from moe_ops.quant.arguments import check_divides
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.packing import E8M0_BIAS
-from moe_ops.quant.scales import check_scale_values, check_zero_values
-from moe_ops.shapes import FLOATS, check_devices, check_tensor
+from moe_ops.shapes import FLOATS
 
 # Four-bit codes of int4 are stored with an offset of 8: two zeros in a byte.
 INT4_ZEROS = 0x88
@@ -246,38 +244,6 @@ def check_fits(formats: QuantConfig, sizes: LayerSizes, shards: int) -> None:
                 f"{format.name} group of {group}; pad each rank's share with zeros: "
                 f"intermediate_multiple={group}"
             )
-
-
-def check_tensors(
-    config: QuantConfig,
-    specs: Mapping[str, TensorSpec | None],
-    tensors: Mapping[str, Tensor | None],
-) -> None:
-    """Raise ValueError or TypeError, naming the tensor, unless a quantised layer holds what its
-    specs say, on one device, with scales and zero points that mean something.
-    """
-    held: dict[str, Tensor] = {}
-    for name, spec in specs.items():
-        t = tensors[name]
-        if spec is None and t is not None:
-            raise ValueError(f"{name} is given, but a layer of {config} has none; leave it out")
-        if spec is None:
-            continue
-        if t is None:
-            raise ValueError(f"{name} is missing; {config} wants the shape {list(spec.shape)}")
-        held[name] = t
-        # Biases go with casts of the layer.
-        check_tensor(name, t, len(spec.shape), (spec.dtype,) if name in CODED else FLOATS)
-        if t.shape != spec.shape:
-            raise ValueError(
-                f"{name} must have shape {list(spec.shape)} for this layer, got {list(t.shape)}; "
-                "moe_ops.weights.load_expert brings a checkpoint's tensors there"
-            )
-        if name.endswith("scale"):
-            check_scale_values(name, t)
-        elif name.endswith("zero"):
-            check_zero_values(name, t, config.format)
-    check_devices(next(iter(held.values())), **held)
 
 
 def own_part(name: str, t: Tensor, sizes: LayerSizes, activation: Activation) -> Tensor:

@@ -79,7 +79,9 @@ def check(call: ExpertGemmCall) -> None:
     check_tensor("ends_E", ends_E, 1, (torch.int32,))
     E = w_EFD.shape[0]
     if E < 1:
-        raise ValueError("w_EFD holds no expert")
+        raise ValueError(
+            f"w_EFD holds no expert, got shape {tuple(w_EFD.shape)}; give one weight or more"
+        )
     check_size("ends_E", ends_E, 0, E, "the experts of w_EFD")
     if bias_EF is not None:
         check_tensor("bias_EF", bias_EF, 2, FLOATS)

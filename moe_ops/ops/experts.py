@@ -151,10 +151,13 @@ def check_weights(call: ExpertsCall) -> None:
     E, F, D = w13_EFD.shape[0], w13_EFD.shape[rows], x_TD.shape[1]
     I = F // 2 if call.gated else F  # noqa: E741
     if E < 1:
-        raise ValueError(f"w13_EFD holds no expert, got shape {tuple(w13_EFD.shape)}")
+        raise ValueError(
+            f"w13_EFD holds no expert, got shape {tuple(w13_EFD.shape)}; give one expert or more"
+        )
     if call.gated and F % 2:
         raise ValueError(
-            f"gated experts need an even number of rows, got w13_EFD {tuple(w13_EFD.shape)}"
+            f"gated experts need an even number of rows, got w13_EFD {tuple(w13_EFD.shape)}; "
+            "give as many of the gate as of up, or gated=False"
         )
     format = call.w_format
     check_size("w13_EFD", w13_EFD, cols, packed(format, D), f"the width of x_TD{_in(format)}")
@@ -259,9 +262,9 @@ def experts(call: ExpertsCall) -> Tensor:
         scale_R = c.x_scale[row_experts(ends_E, x_RD.shape[0])]
         x_RD, x_scale_RG, x_format = quantize_rows(x_RD, x_format, scale_R)
     y_RF = expert_gemm(
-        x_RD, c.w13_EFD, ends_E, c.b13_EF, c.transposed,
-        x_scale_RG, c.w13_scale_EFG, c.w13_zero_EFG, global_scale13_E, x_format, c.w_format,
-        out_dtype,
+        x_RD, c.w13_EFD, ends_E, c.b13_EF, c.transposed, x_scale_RG=x_scale_RG,
+        w_scale_EFG=c.w13_scale_EFG, w_zero_EFG=c.w13_zero_EFG, global_scale_E=global_scale13_E,
+        x_format=x_format, w_format=c.w_format, out_dtype=out_dtype,
     )  # fmt: skip
     h_RI = activate(y_RF, *c.activation)
     if _by_expert(c.h_scale):
@@ -273,8 +276,9 @@ def experts(call: ExpertsCall) -> Tensor:
         h_scale, global_scale2_E = _with_global_scale(h_RI, c.h_scale, global_scale2_E, E, h_format)
         h_RI, h_scale_RG = quantize(h_RI, h_format, h_scale)
     y_RD = expert_gemm(
-        h_RI, c.w2_EDI, ends_E, c.b2_ED, c.transposed,
-        h_scale_RG, c.w2_scale_EDG, c.w2_zero_EDG, global_scale2_E, h_format, c.w_format, out_dtype,
+        h_RI, c.w2_EDI, ends_E, c.b2_ED, c.transposed, x_scale_RG=h_scale_RG,
+        w_scale_EFG=c.w2_scale_EDG, w_zero_EFG=c.w2_zero_EDG, global_scale_E=global_scale2_E,
+        x_format=h_format, w_format=c.w_format, out_dtype=out_dtype,
     )  # fmt: skip
     return combine(y_RD, c.weights_TK, rows_R)
 

@@ -43,7 +43,9 @@ class Moves:
                 raise ValueError(f"row {row} must be from 0 to {self.num_rows - 1}")
         twice = [row for row, n in Counter(to for _, to in self.pairs).items() if n > 1]
         if twice:
-            raise ValueError(f"row {twice[0]} is the destination of two moves")
+            raise ValueError(
+                f"row {twice[0]} is the destination of two moves; leave all but one of them out"
+            )
 
     def steps(self) -> Iterator[tuple[int, int]]:
         """The same as copies (source, destination) one after the other; each source is still what
@@ -125,7 +127,10 @@ def moves_between(
         if old[to] == expert:
             continue
         if expert not in rows_of:
-            raise ValueError(f"expert {expert} is in no old row, so it cannot be moved to row {to}")
+            raise ValueError(
+                f"expert {expert} is in no old row, so it cannot be moved to row {to}; "
+                "give `new` only experts that `old` has"
+            )
         pairs.append((min(rows_of[expert], key=lambda row: distance(row, to)), to))
     return Moves(len(old), tuple(pairs))
 

@@ -65,14 +65,23 @@ def check_divides(name: str, format: Format, rows: int, columns: int) -> None:
             f"{name} has {columns} columns, but {format.element} is packed in {values}s; "
             f"pad the columns to a multiple of {values}"
         )
+    ragged = ragged_axis(format, rows, columns)
+    if ragged is not None:
+        axis, size, group = ragged
+        raise ValueError(
+            f"{name} has {size} {axis}, which do not fill {format.name} groups of {group}; "
+            f"pad the {axis} to a multiple of {group}"
+        )
+
+
+def ragged_axis(format: Format, rows: int, columns: int) -> tuple[str, int, int] | None:
+    """The axis, its size and the group's, of an axis whose last group would not be full where it
+    has to be; else None.
+    """
     if format.minifloat is not None and format.name not in PUBLISHED:
-        return  # kernels for float8 blocks mask the last one
-    for axis, size, group in zip(("rows", "columns"), (rows, columns), format.group, strict=True):
-        if group > 0 and size % group:
-            raise ValueError(
-                f"{name} has {size} {axis}, which do not fill {format.name} groups of {group}; "
-                f"pad the {axis} to a multiple of {group}"
-            )
+        return None  # kernels for float8 blocks mask the last one
+    sizes = zip(("rows", "columns"), (rows, columns), format.group, strict=True)
+    return next((found for found in sizes if found[2] > 0 and found[1] % found[2]), None)
 
 
 def check_static_scale(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from moe_ops.options import check_fields
@@ -103,12 +102,6 @@ class QuantConfig:
     def scheme(self) -> str:
         """The name of the scheme, a key of `SCHEMES`."""
         return scheme_of(self.format, self.input_format)
-
-    @property
-    def table_name(self) -> str:
-        """The key of tuned tables: scheme, weight format and input format, in [a-z0-9_]."""
-        names = (self.scheme, self.format.name, self.inputs and Format.of(self.inputs).name)
-        return "__".join(re.sub("[^a-z0-9]+", "_", name) for name in names if name)
 
     def __str__(self) -> str:
         """Scheme and formats for a log."""

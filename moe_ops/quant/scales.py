@@ -1,7 +1,6 @@
-"""Scales: what values they may have, and from what checkpoints hold to what the ops multiply by.
+"""Scales: from what checkpoints hold to what the ops multiply by.
 
-These functions run when weights are loaded or checked: they wait for the device. Values of tensors
-on the meta device cannot be read, and are not.
+These functions run when weights are loaded: they wait for the device.
 """
 
 from __future__ import annotations
@@ -9,43 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.quant.formats import Format
-from moe_ops.quant.packing import E8M0_NAN, decode_scale
+from moe_ops.quant.packing import decode_scale
 from moe_ops.shapes import FLOATS, check_tensor
-
-
-def check_scale_values(name: str, scale: Tensor) -> None:
-    """Raise ValueError unless every scale is finite and above 0; codes of e8m0 are numbers.
-
-    A float8 scale may be 0: that is what the scale of a block near zero rounds to.
-    """
-    if scale.is_meta:
-        return
-    if scale.dtype == torch.uint8:
-        bad, want = scale == E8M0_NAN, f"codes below {E8M0_NAN}, which is NaN"
-    else:
-        value = scale.float()
-        zero_fits = scale.dtype == torch.float8_e4m3fn
-        positive = value >= 0 if zero_fits else value > 0
-        bad = ~(value.isfinite() & positive)
-        want = f"finite values {'from' if zero_fits else 'above'} 0"
-    if bool(bad.any()):
-        place = bad.nonzero()[0].tolist()
-        raise ValueError(
-            f"{name} must hold {want}; {int(bad.sum())} of {bad.numel()} are not, "
-            f"the first {scale[tuple(place)].item()} at {place}; quantise that part again"
-        )
-
-
-def check_zero_values(name: str, zero: Tensor, format: Format) -> None:
-    """Raise ValueError unless the zero points are codes of the format's element."""
-    assert format.integer is not None
-    highest = format.integer.highest
-    if not zero.is_meta and int(zero.max()) > highest:
-        raise ValueError(
-            f"{name} must lie in 0 to {highest}, the codes of {format.element}, "
-            f"got {int(zero.max())}; unpack it first"
-        )
 
 
 def inverse(scale: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from moe_ops.shapes import check_choice
 from moe_ops.weights.layouts import PLAIN, Coding
 from moe_ops.weights.names import PARAMETERS
 from moe_ops.weights.order import Orders, order_of, ordered_sources
-from moe_ops.weights.shards import ShardPlan, one_input_scale, plan, spans
+from moe_ops.weights.shards import ShardPlan, check_shape, one_input_scale, plan
 
 # Names of parameters: what they are of the first weight (False) or of the second (True).
 WEIGHTS = {
@@ -210,7 +210,7 @@ def prepare_expert(layer: MoELayer, piece: Piece, record: LoadRecord | None) -> 
             _load_order(layer, shard, zip(experts, t_E, slots, strict=True), name, given, sharded)
             return any(slots), ()
         if part == "shape":
-            _check_shape(layer, shard, t_E, sharded)
+            check_shape(layer, shard, t_E, sharded)
             return any(slots), ()
         if getattr(layer, parameter) is None:
             _check_not_held(layer, parameter, part, t_E, piece.coding)
@@ -242,7 +242,10 @@ def _by_expert(tensor: Tensor, experts: int, stacked: bool, part: str) -> Sequen
     if part == "shape":
         return (tensor,) * experts
     if tensor.dim() == 0 or tensor.shape[0] != experts:
-        raise ValueError(f"expected {experts} experts on axis 0, found {list(tensor.shape)}")
+        raise ValueError(
+            f"expected {experts} experts on axis 0, found {list(tensor.shape)}; "
+            "make the layer with the checkpoint's num_experts"
+        )
     return tensor.unbind(0)
 
 
@@ -329,7 +332,10 @@ def _load_input(
     for expert, t in zip(experts, t_E, strict=True):
         both = t.numel() == 2 and shard == "w13"
         if t.numel() != 1 and not both:
-            raise ValueError(f"expected the shape [1], found {list(t.shape)}")
+            raise ValueError(
+                f"expected the shape [1], found {list(t.shape)}; quantise the inputs of an expert "
+                "with one scale"
+            )
         value = t.reshape(-1).float()
         if not bool((value.isfinite() & (value > 0)).all()):
             raise ValueError(f"expert {expert} has {value.tolist()}, but a scale is above 0")
@@ -365,14 +371,6 @@ def _load_order(
         # An expert that may come here later has to have the order of this rank's input too.
         if record is not None and (slots or layer.replicas is not None):
             record.orders.tell(layer, shard == "w2", expert, order, name)
-
-
-def _check_shape(layer: MoELayer, shard: str, t_E: Sequence[Tensor], sharded: bool) -> None:
-    """Raise ValueError unless the sizes are those of the layer."""
-    rows, columns = spans(layer.sizes, shard, sharded=sharded)
-    wanted = [rows.whole * (2 if shard == "w13" else 1), columns.whole]
-    if any(t.tolist() != wanted for t in t_E):
-        raise ValueError(f"expected {wanted}, found {t_E[0].tolist()}")
 
 
 def _check_not_held(

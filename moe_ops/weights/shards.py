@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,18 @@ def spans(sizes: LayerSizes, shard: str, *, sharded: bool) -> tuple[Span, Span]:
         room=sizes.I,
     )
     return (width, inner) if shard == "w2" else (inner, width)
+
+
+def check_shape(layer: MoELayer, shard: str, t_E: Sequence[Tensor], sharded: bool) -> None:
+    """Raise ValueError unless the sizes that a checkpoint tells are those of the layer."""
+    rows, columns = spans(layer.sizes, shard, sharded=sharded)
+    wanted = [rows.whole * (2 if shard == "w13" else 1), columns.whole]
+    found = next((t.tolist() for t in t_E if t.tolist() != wanted), None)
+    if found is not None:
+        raise ValueError(
+            f"expected {wanted}, found {found}; "
+            "make the layer with the checkpoint's hidden_size and intermediate_size"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # with a __dict__, for what is kept

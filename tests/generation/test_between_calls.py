@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
 import sys
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from moe_ops.generation.one_query import NAME
 from moe_ops.generation.slots import CACHE
 from moe_ops.generation.steps import Steps
 from tests.hf import families
-from tests.hf.twins import PLAIN, check, defer, twin_of
+from tests.hf.twins import PLAIN, check, defer, twin_of, uncompiled
 from tests.terminals import Terminal
 
 
@@ -88,6 +91,26 @@ def test_an_event_of_a_gpu_is_not_waited_for_elsewhere(model: Any, ids: Tensor) 
     twin = twin_of(model)
     twin._moe_ops_generation.done = object()  # of a call before the model left its GPU
     check(model, twin, ids)
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_dropped_buffers_are_freed_at_once(model: Any, ids: Tensor, no_gc: None) -> None:
+    twin = twin_of(model, uncompiled())
+    decoder = twin._moe_ops_generation.decoder
+    decoder.most = 1
+    check(model, twin, ids)
+    (steps,) = decoder._idle.values()
+    known = [weakref.ref(x) for x in (steps, steps.cache, steps.cache.layers[0].keys)]
+    del steps
+    check(model, twin, ids[:1])  # of another size, after which the first is dropped
+    assert [ref() for ref in known] == [None] * 3
 
 
 def test_idle_sizes_make_room(

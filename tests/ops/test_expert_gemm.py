@@ -272,7 +272,9 @@ BAD = {
         {"transposed": True},
         "w_EFD must have 4 (the width of x_RD) on axis 1, got shape (2, 3, 4)",
     ),
-    "no_experts": Bad({"w_EFD": torch.ones(0, 3, 4)}, "w_EFD holds no expert"),
+    "no_experts": Bad(
+        {"w_EFD": torch.ones(0, 3, 4)}, "w_EFD holds no expert, got shape (0, 3, 4); give"
+    ),
     "ends_rank": wrong_rank("ends_E", (2, 1), 1),
     "ends_dtype": wrong_dtype("ends_E", (2,), "int64", "int32"),
     "ends_size": wrong_size("ends_E", (1,), 0, EXPERTS, torch.int32),

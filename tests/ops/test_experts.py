@@ -318,7 +318,8 @@ BAD = {
     ),
     "odd_gated_width": Bad(
         {"w13_EFD": torch.ones(E, 9, D)},
-        "gated experts need an even number of rows, got w13_EFD (2, 9, 4)",
+        "gated experts need an even number of rows, got w13_EFD (2, 9, 4); give as many of the "
+        "gate as of up, or gated=False",
     ),
     "no_experts": Bad(
         {
@@ -326,7 +327,7 @@ BAD = {
             "w2_EDI": torch.ones(0, D, I),
             "expert_map": torch.tensor([-1, -1]),
         },
-        "w13_EFD holds no expert",
+        f"w13_EFD holds no expert, got shape {(0, 2 * I, D)}; give one expert or more",
     ),
     "w2_rank": wrong_rank("w2_EDI", (4, 5), 3),
     "w2_dtype": wrong_dtype("w2_EDI", (E, D, I), "float16", "float32"),

@@ -107,9 +107,11 @@ def test_bad_tensors_are_refused_and_nothing_moves(
 def test_bad_moves_are_refused() -> None:
     with pytest.raises(ValueError, match="row 3 must be from 0 to 2"):
         Moves(3, ((0, 3),))
-    with pytest.raises(ValueError, match="row 1 is the destination of two moves"):
+    with pytest.raises(
+        ValueError, match="row 1 is the destination of two moves; leave all but one"
+    ):
         Moves(3, ((0, 1), (2, 1)))
-    with pytest.raises(ValueError, match="expert 7 is in no old row"):
+    with pytest.raises(ValueError, match=r"expert 7 .* row 1; give `new` only"):
         moves_between([0, 1], [0, 7], (2,), 1)
     with pytest.raises(ValueError, match="2 old rows, 3 new ones, 2 on all ranks"):
         moves_between([0, 1], [0, 1, 1], (2,), 1)

@@ -14,6 +14,7 @@ from moe_ops.passes.context import Context
 from moe_ops.passes.drop_duplicate_quantize import drop_duplicate_quantize
 from moe_ops.passes.fuse_experts import fuse_experts
 from moe_ops.passes.fuse_moe import fuse_moe
+from moe_ops.passes.graph import arg
 from moe_ops.passes.hoist_quantize import hoist_quantize
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
@@ -103,6 +104,41 @@ def test_weights_may_be_quantised() -> None:
     compiled = Compiled(model, hook)
     assert_close(compiled(x, logits), model(x, logits), ONE_ROUNDING)
     assert calls(compiled) == ["moe"]
+
+
+def test_every_argument_of_the_stages_is_kept() -> None:
+    format, E = Format.of("uint4:1x16"), CASE.E
+    x, logits, *weights, b13, b2 = tensors()
+    w13, w2 = (packing.quantize(w, format) for w in weights)
+    ids = torch.randint(0, E + 2, (CASE.T, CASE.K))
+    expert_map = torch.tensor([2, -1, 0, 3, 1, -1])
+    scale13, scale2 = torch.rand(E), torch.rand(E) + 1
+    activation = {
+        "kind": "silu", "gated": True, "interleaved": True, "alpha": 1.5, "limit": 0.75,
+        "up_shift": 0.5,
+    }  # fmt: skip
+
+    def model(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        rows, places, ends = ops.dispatch(x, ids, E, expert_map)
+        y = ops.expert_gemm(
+            rows, w13.values, ends, b13, w_scale_EFG=w13.scale, w_zero_EFG=w13.zero,
+            global_scale_E=scale13, w_format=format.name,
+        )  # fmt: skip
+        y = ops.expert_gemm(
+            ops.activate(y, **activation), w2.values, ends, b2, w_scale_EFG=w2.scale,
+            w_zero_EFG=w2.zero, global_scale_E=scale2, w_format=format.name,
+        )  # fmt: skip
+        return ops.combine(y, weights, places)
+
+    hook = Hook(fuse_experts)
+    compiled, given = Compiled(model, hook), (x, logits[:, : CASE.K].softmax(-1), ids)
+    assert_close(compiled(*given), model(*given), ONE_ROUNDING)
+    assert calls(compiled) == ["experts"]
+    (node,) = [n for n in compiled.graphs[0].nodes if n.target is ops.experts.default]
+    schema = ops.experts.default._schema.arguments
+    default = {a.name for a in schema if arg(node, a.name) == a.default_value}
+    # One that is added to `experts` has to come from a stage, or to be no concern of theirs.
+    assert default == {"transposed", "kind", "gated", "x_scale", "h_scale", "x_format", "layout"}
 
 
 def unfused(change: str) -> Callable[..., Any]:

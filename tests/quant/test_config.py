@@ -1,6 +1,5 @@
 """What a configuration answers, and which formats go together."""
 
-import re
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -46,30 +45,6 @@ def test_integers_have_any_group_and_three_types_of_scales(element: str, scale: 
         assert config.scheme == {4: "int4_w4a16", 8: "int8_w8a16"}[int(config.format.bits)]
 
 
-def test_table_names_are_plain_and_tell_formats_apart() -> None:
-    names = set()
-    for scheme, weights, inputs in PAIRS_OF_SCHEMES:
-        name = QuantConfig(weights=weights, inputs=inputs).table_name
-        assert re.fullmatch("[a-z0-9_]+", name)
-        assert name.startswith(scheme)
-        names.add(name)
-    assert len(names) == len(PAIRS_OF_SCHEMES)
-
-
-@pytest.mark.parametrize(
-    ("formats", "name"),
-    [
-        (("mxfp8", "mxfp8"), "mxfp8__mxfp8__mxfp8"),
-        (("float8_e4m3fn:1x32:e8m0", ""), "mxfp8_w8a16__mxfp8"),
-        ((f"{FP8}:128x128", f"{FP8}:1x128"), f"fp8_w8a8__{FP8}_128x128__{FP8}_1x128"),
-        (("uint4:1x64:bfloat16", ""), "int4_w4a16__uint4_1x64_bfloat16"),
-    ],
-)
-def test_table_names_stay_as_they_are(formats: tuple[str, str], name: str) -> None:
-    weights, inputs = formats
-    assert QuantConfig(weights=weights, inputs=inputs).table_name == name
-
-
 def test_a_configuration_is_a_frozen_value() -> None:
     config, same = (QuantConfig(weights="mxfp4", inputs="mxfp8") for _ in range(2))
     with pytest.raises(FrozenInstanceError):
@@ -86,8 +61,10 @@ def test_it_is_public() -> None:
 
 @pytest.mark.parametrize("module", [moe_ops, moe_ops.layer], ids=lambda m: m.__name__)
 def test_the_old_name_is_an_alias_that_warns(module: object) -> None:
-    with pytest.warns(FutureWarning, match="QuantFormats is now moe_ops.QuantConfig; take that"):
+    found = "QuantFormats is now moe_ops.QuantConfig; take that"
+    with pytest.warns(FutureWarning, match=found) as warned:
         assert module.QuantFormats is QuantConfig  # type: ignore[attr-defined]
+    assert [w.filename for w in warned] == [__file__]
     with pytest.raises(AttributeError, match="has no attribute 'QuantForms'"):
         module.QuantForms  # type: ignore[attr-defined]  # noqa: B018
 

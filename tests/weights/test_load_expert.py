@@ -188,6 +188,8 @@ def test_input_scales_agree_within_an_expert_and_the_largest_of_all_is_kept() ->
         load_expert(layer, "h_scale", torch.tensor(0.0), "c", "w2", 0, record=record)
     with pytest.raises(ValueError, match=r"d: one scale serves .* pass this load's LoadRecord"):
         load_expert(layer, "h_scale", torch.tensor(1.0), "d", "w2", 0)
+    with pytest.raises(ValueError, match=r"e: expected the shape \[1\], found \[3\]; quantise the"):
+        load_expert(layer, "h_scale", torch.ones(3), "e", "w2", 0, record=record)
     assert (layer.x_scale.item(), layer.h_scale.item()) == (2.0, 3.0)
 
 
@@ -229,7 +231,7 @@ BAD: dict[str, tuple[dict[str, Any], Any, str]] = {
     "axes": (plain(), (I,), r"expected the shape \[96, 64\], found \[96\]"),
     "transposed": (plain(), (D, I), r"expected the shape \[96, 64\], found \[64, 96\]"),
     "fused": (plain(shard="w13"), (I, D), r"expected the shape \[192, 64\], found \[96, 64\]"),
-    "stack": (plain(expert=None), (E + 1, I, D), r"expected 4 experts on axis 0, found \[5"),
+    "stack": (plain(expert=None), (E + 1, I, D), r"expected 4 experts .*\[5, .*; make the layer"),
     "bias": (plain(parameter="w13_bias", bias=True), (I + 1,), r"shape \[96\], found \[97\]"),
     "no_bias": (plain(parameter="w13_bias"), (I,), "the layer holds no w13_bias; make it with"),
     "no_scale": (plain(parameter="w13_scale"), (1,), "the layer holds no w13_scale; give it"),
@@ -274,7 +276,7 @@ BAD: dict[str, tuple[dict[str, Any], Any, str]] = {
     ),
     "shape_told": (
         plain(quant=INT4, parameter="w13_shape"), torch.tensor([I, D + 1]),
-        r"expected \[96, 64\], found \[96, 65\]",
+        r"expected \[96, 64\], found \[96, 65\]; make the layer with the checkpoint's hidden_size",
     ),
     "g_idx": (
         plain(quant=INT4, parameter="w13_g_idx"), torch.zeros(D, dtype=torch.int32),

@@ -126,7 +126,6 @@ def test_outputs_are_those_of_the_weights(
                 layer = layer_of(name, ordered=input_order, parallel=config, activation=activation)
                 report = load(layer, tmp_path)
                 assert report.complete, str(report)
-                assert layer.quant_config() is not None
                 total += layer(x, logits)
             torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
 

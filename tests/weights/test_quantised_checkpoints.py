@@ -81,7 +81,6 @@ def test_a_layer_holds_what_the_checkpoint_stands_for(
         assert report.complete, str(report)
         assert len(report.loaded) + len(report.elsewhere) == len(made.entries)
         check_values(layer, made.values)
-        assert layer.quant_config() is not None  # checks every scale
 
 
 @pytest.mark.parametrize("name", [n for n, layout in LAYOUTS.items() if not layout.inputs])
@@ -185,7 +184,6 @@ def test_a_layer_that_has_one_for_each_expert_keeps_them(split: str, tmp_path: P
         ids = list(layer.placement.ids_of(config.ep_rank))
         for name, scale_E in want.items():
             assert torch.equal(getattr(layer, name), scale_E[ids])
-        assert layer.quant_config() is not None
     del entries[f"{PREFIX}.experts.1.down_proj.input_scale"]
     store(tmp_path, entries, layout.config)
     layer = layer_of(layout, SPLITS["one"][0], per_expert_inputs=True)
