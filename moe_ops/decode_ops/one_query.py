@@ -31,11 +31,13 @@ def refusal(call: OneQueryCall) -> str | None:
     q_BHD, k_BNSD, v_BNSD = call.q_BHD, call.k_BNSD, call.v_BNSD
     mask_BS, sinks_H = call.mask_BS, call.sinks_H
     if (q_BHD.dim(), k_BNSD.dim(), v_BNSD.dim()) != (3, 4, 4):
-        return f"q, k and v are {_shapes(q_BHD, k_BNSD, v_BNSD)}, not [B, H, D] and [B, N, S, D]"
+        shapes = _shapes(q_BHD, k_BNSD, v_BNSD)
+        return f"q, k and v are {shapes}, not [B, H, D] and [B, N, S, D]; reshape them"
     (B, H, D), (_, N, slots, DV) = q_BHD.shape, v_BNSD.shape
     if k_BNSD.shape != (B, N, slots, D) or v_BNSD.shape[0] != B or H % N:
         return (
-            f"q, k and v of {_shapes(q_BHD, k_BNSD, v_BNSD)} do not fit each other; N must divide H"
+            f"q, k and v of {_shapes(q_BHD, k_BNSD, v_BNSD)} do not fit each other; give them one "
+            "B and S, q and k one D, and an N that divides H"
         )
     if slots > MOST_SLOTS:
         return f"has {slots} slots, more than {MOST_SLOTS}; use torch's attention"
@@ -50,11 +52,12 @@ def refusal(call: OneQueryCall) -> str | None:
     if not (k_BNSD.is_contiguous() and v_BNSD.is_contiguous()):
         return "the cache is a view with other strides; make it contiguous"
     if mask_BS.shape != (B, slots) or not (mask_BS.dtype.is_floating_point or _hides(mask_BS)):
-        return f"the mask is {mask_BS.dtype} {list(mask_BS.shape)}, not of {B} x {slots} slots"
+        got = f"{mask_BS.dtype} {list(mask_BS.shape)}"
+        return f"the mask is {got}, not of {B} x {slots} slots; give bools or floats of that shape"
     if mask_BS.stride(1) != 1:
         return f"the mask has the strides {mask_BS.stride()}; make its rows contiguous"
     if sinks_H is not None and (sinks_H.shape != (H,) or not sinks_H.is_contiguous()):
-        return f"the sinks are {list(sinks_H.shape)}, not a contiguous [{H}]"
+        return f"the sinks are {list(sinks_H.shape)}, not a contiguous [{H}]; give one a head"
     for t in (k_BNSD, v_BNSD, mask_BS, *([] if sinks_H is None else [sinks_H])):
         if t.device != q_BHD.device:
             return f"the query is on {q_BHD.device}, something else on {t.device}; move one of them"

@@ -52,7 +52,8 @@ def refusal(call: RopeAttentionCall) -> str | None:
     q_BHD, keys_BNSD, values_BNSD = call.q_BHD, call.keys_BNSD, call.values_BNSD
     cos_BW, slot = call.cos_BW, call.slot
     if q_BHD.dim() != 3 or keys_BNSD.dim() != 4 or values_BNSD.dim() != 4:
-        return f"q is {list(q_BHD.shape)}, not [B, H, D]; or the caches are no [B, N, S, D]"
+        got = f"q is {list(q_BHD.shape)}, not [B, H, D]"
+        return f"{got}; or the caches are no [B, N, S, D]; reshape them"
     (B, _, D), N, (slots, DV) = q_BHD.shape, keys_BNSD.shape[1], values_BNSD.shape[2:]
     for size in (D, DV):
         if not 16 <= size <= 256 or size != power_of_two(size):
@@ -60,12 +61,13 @@ def refusal(call: RopeAttentionCall) -> str | None:
     if q_BHD.dtype not in DTYPES:
         return f"q is {q_BHD.dtype}, not bfloat16 or float16; use torch's attention"
     if slot.shape != (1,) or slot.dtype != torch.int64:
-        return f"the slot is {slot.dtype} {list(slot.shape)}, not an int64 [1]"
+        return f"the slot is {slot.dtype} {list(slot.shape)}, not an int64 [1]; convert it"
     if (call.q_gain_D is None) != (call.k_gain_D is None):
         return "one of q and k has a gain, the other has none; give both or neither"
     rows, width = cos_BW.shape if cos_BW.dim() == 2 else (0, 0)
     if rows not in (1, B) or width not in (D, D // 2):
-        return f"the angles are {list(cos_BW.shape)}, not [1 or {B}, {D} or {D // 2}]"
+        wanted = f"[1 or {B}, {D} or {D // 2}]"
+        return f"the angles are {list(cos_BW.shape)}, not {wanted}; reshape them"
     for what, t, shape in (
         ("q", q_BHD, q_BHD.shape),
         ("k", call.k_BND, (B, N, D)),

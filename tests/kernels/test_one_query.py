@@ -280,11 +280,11 @@ def test_refusals_say_why() -> None:
     )
     assert why(q_BHD=meta(1, 4, 1, 32)) == (
         "q, k and v are [1, 4, 1, 32], [1, 2, 64, 32], [1, 2, 64, 32], not [B, H, D] and "
-        "[B, N, S, D]"
+        "[B, N, S, D]; reshape them"
     )
     unfit = (
         "q, k and v of [1, {}, 32], [1, 2, {}, 32], [1, 2, 64, 32] do not fit each other; "
-        "N must divide H"
+        "give them one B and S, q and k one D, and an N that divides H"
     )
     assert why(q_BHD=meta(1, 3, 32)) == unfit.format(3, 64)
     assert why(k_BNSD=meta(1, 2, 65, 32)) == unfit.format(4, 65)
@@ -298,11 +298,10 @@ def test_refusals_say_why() -> None:
     assert why(mask_BS=meta(1, 128)[:, ::2]) == (
         "the mask has the strides (128, 2); make its rows contiguous"
     )
-    assert why(mask_BS=meta(1, 65)) == "the mask is torch.float32 [1, 65], not of 1 x 64 slots"
-    assert why(mask_BS=meta(1, 64, dtype=torch.int64)) == (
-        "the mask is torch.int64 [1, 64], not of 1 x 64 slots"
-    )
-    assert why(sinks_H=meta(5)) == "the sinks are [5], not a contiguous [4]"
+    mask = "the mask is torch.{}, not of 1 x 64 slots; give bools or floats of that shape"
+    assert why(mask_BS=meta(1, 65)) == mask.format("float32 [1, 65]")
+    assert why(mask_BS=meta(1, 64, dtype=torch.int64)) == mask.format("int64 [1, 64]")
+    assert why(sinks_H=meta(5)) == "the sinks are [5], not a contiguous [4]; give one a head"
     assert why(mask_BS=torch.empty(1, 64)) == (
         "the query is on meta, something else on cpu; move one of them"
     )

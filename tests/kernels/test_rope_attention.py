@@ -158,18 +158,20 @@ def test_refusals_say_why() -> None:
     assert why() is None and why(q_gain_D=None, k_gain_D=None) is None
     assert why(cos_BW=zeros(1, 16), sin_BW=zeros(1, 16)) is None
     assert why(q_BHD=zeros(1, 1, 8, 32)) == (
-        "q is [1, 1, 8, 32], not [B, H, D]; or the caches are no [B, N, S, D]"
+        "q is [1, 1, 8, 32], not [B, H, D]; or the caches are no [B, N, S, D]; reshape them"
     )
     assert why((1, 8, 2, 40, 24, 32)) == f"heads of 24, no power of two from 16 to 256; {OTHER}"
     assert why((1, 8, 2, 40, 32, 8)) == f"heads of 8, no power of two from 16 to 256; {OTHER}"
     assert why(q_BHD=zeros(1, 8, 32, dtype=torch.float32)) == (
         f"q is torch.float32, not bfloat16 or float16; {OTHER}"
     )
-    assert why(slot=zeros(2, dtype=torch.int64)) == "the slot is torch.int64 [2], not an int64 [1]"
+    assert why(slot=zeros(2, dtype=torch.int64)) == (
+        "the slot is torch.int64 [2], not an int64 [1]; convert it"
+    )
     assert why(q_gain_D=None) == (
         "one of q and k has a gain, the other has none; give both or neither"
     )
-    angles = "the angles are {}, not [1 or 1, 32 or 16]"
+    angles = "the angles are {}, not [1 or 1, 32 or 16]; reshape them"
     assert why(cos_BW=zeros(1, 8)) == angles.format([1, 8])
     assert why(cos_BW=zeros(2, 32)) == angles.format([2, 32])
     assert why(sin_BW=zeros(1, 16)) == (
@@ -186,7 +188,10 @@ def test_refusals_say_why() -> None:
         f"the gain of k is torch.float16 on {zeros(1).device}, q torch.bfloat16 on "
         f"{zeros(1).device}; convert one of them"
     )
-    assert why(mask_BS=zeros(1, 39)) == "the mask is torch.bfloat16 [1, 39], not of 1 x 40 slots"
+    assert why(mask_BS=zeros(1, 39)) == (
+        "the mask is torch.bfloat16 [1, 39], not of 1 x 40 slots; give bools or floats of that "
+        "shape"
+    )
     given = tensors((1, 8, 2, 40, 24, 32), BF16)
     with pytest.raises(ValueError, match="rope_attention: heads of 24"):
         rope_attention(**given)
