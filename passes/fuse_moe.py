@@ -12,12 +12,15 @@ from moe_ops.passes.graph import (
     arg,
     each,
     insert,
+    is_call,
     ops,
     output,
+    prims,
     require,
     same,
     tensor,
 )
+from moe_ops.shapes import INDICES
 
 
 def fuse_moe(graph: fx.Graph, context: Context) -> int:
@@ -37,7 +40,7 @@ def fuse_moe(graph: fx.Graph, context: Context) -> int:
 
 def _read(experts: fx.Node) -> tuple[Any, ...]:
     """The arguments of `moe`. Raises Mismatch if the routing is another's or read by others."""
-    weights, ids = arg(experts, "weights_TK"), arg(experts, "ids_TK")
+    weights, ids = arg(experts, "weights_TK"), _as_chosen(arg(experts, "ids_TK"))
     route = output(weights, 0, ops.route.default, what="the weights")
     output(ids, 1, ops.route.default, what="the ids")
     require(ids.args[0] is route, "weights and ids come from two routings")
@@ -51,3 +54,13 @@ def _read(experts: fx.Node) -> tuple[Any, ...]:
     parts = {"routing": route, "layer": experts}
     paths = (path.partition(".") for path in MoeCall.FLAT.values())
     return tuple(arg(parts[part], name) for part, _, name in paths)
+
+
+def _as_chosen(ids: Any) -> Any:
+    """Ids before they became integers of another width, as transformers' routers return them."""
+    while is_call(ids, prims.convert_element_type.default) and len(ids.users) == 1:
+        (source,) = ids.all_input_nodes
+        if not {tensor(n).dtype for n in (ids, source)} <= {*INDICES}:
+            break
+        ids = source
+    return ids

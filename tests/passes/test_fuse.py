@@ -217,6 +217,20 @@ def test_other_routings_stay(change: str, reason: str) -> None:
     assert reason in hook.context.refusals[0].text
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16], ids=str)
+def test_ids_of_another_width(dtype: torch.dtype) -> None:
+    """Of 64 bits, as transformers' routers return them, they are the same; of 16 perhaps not."""
+
+    def model(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor, b13: Tensor, b2: Tensor) -> Any:
+        weights, ids = ops.route(logits, 2)
+        return ops.experts(x, weights, ids.to(dtype).long(), w13, w2)
+
+    given, hook = tensors(), Hook(fuse_moe)
+    got = Compiled(model, hook)(*given)
+    assert hook.counts == [int(dtype is torch.int64)]
+    assert torch.equal(got, model(*given))
+
+
 FORMATS = {
     "rows": ("float8_e4m3fn:row", False),
     "groups": ("mxfp8", False),
