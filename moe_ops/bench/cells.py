@@ -11,7 +11,7 @@ import functools
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -30,11 +30,14 @@ from moe_ops.bench.inputs import (
 )
 from moe_ops.bench.rates import Rates, Work, work_of
 from moe_ops.bench.timing import Run, capture, rounds_for, time_replays
+from moe_ops.planning.layers import ROUTINGS
+from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import Case
 
 SEED = 0
 
 Call = Callable[[], Tensor]
+Key = tuple[str, int, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,11 @@ class Cell:
     high_us: float | None = None
     first_s: float | None = None  # the first call, with what was compiled for it
     wrong: str = ""  # why it was not timed
+
+    @property
+    def key(self) -> Key:
+        """What one run measures once."""
+        return self.layer, self.tokens, self.routing, self.contender
 
     @property
     def timed_us(self) -> float:
@@ -90,7 +98,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """What to measure. `contenders` gives those of a layer, ours first."""
+    """What to measure, but for the cells of `done`. `contenders` gives those of a layer, ours
+    first.
+    """
 
     layers: Sequence[Case]
     tokens: Sequence[int]
@@ -99,6 +109,8 @@ class Grid:
     dtype: torch.dtype
     device: torch.device
     seconds: float | None = None  # that a measurement loads the device; None: see `timing`
+    quant: QuantConfig | None = None  # how weights and inputs are quantised
+    done: Set[Key] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -130,9 +142,12 @@ def _layer(grid: Grid, case: Case, rates: Rates, given: Rates | None) -> Iterato
     copies: list[Weights] = []
     for T in grid.tokens:
         for routing in grid.routings:
+            missing = [c for c in contenders if (case.name, T, routing, c.name) not in grid.done]
+            if not missing:
+                continue
             progress.tell(f"{case.name}, {T} tokens {routing}: inputs")
-            turns = make_turns(grid, case, T, routing, copies, g)
-            for contender in contenders:
+            turns = make_turns(grid, case, (T, routing), copies, g)
+            for contender in missing:
                 cell = Cell(
                     layer=case.name,
                     tokens=T,
@@ -151,17 +166,22 @@ def _layer(grid: Grid, case: Case, rates: Rates, given: Rates | None) -> Iterato
 
 
 def make_turns(
-    grid: Grid, case: Case, T: int, routing: str, copies: list[Weights], g: torch.Generator
+    grid: Grid, case: Case, place: tuple[int, str], copies: list[Weights], g: torch.Generator
 ) -> Turns:
-    """Inputs that take turns. `copies` are the layer's weights so far; more are added if needed."""
-    sets = [make_routed(case, T, routing, grid.dtype, g) for _ in range(sets_for(T))]
-    works = [work_of(case, routed.ids_TK, grid.dtype.itemsize) for routed in sets]
+    """Inputs that take turns, of so many tokens and a routing. `copies` are the layer's weights so
+    far; more are added if needed.
+    """
+    T, routing = place
+    drawn = inputs_of(place, grid.device)
+    count = sets_for(T, grid.quant)
+    sets = [make_routed(case, T, routing, grid.dtype, drawn) for _ in range(count)]
+    works = [work_of(case, r.ids_TK, grid.dtype.itemsize, grid.quant) for r in sets]
     if not copies:
-        copies.append(make_weights(case, grid.dtype, g))
+        copies.append(make_weights(case, grid.dtype, g, grid.quant))
     # What is kept already counts as free: it is part of the rotation.
-    rotation = rotate(works, copies[0].nbytes, grid.device, len(copies))
+    rotation = rotate(works, copies[0].nbytes, grid.device, len(copies), most=count)
     while len(copies) < rotation.copies:
-        copies.append(make_weights(case, grid.dtype, g))
+        copies.append(make_weights(case, grid.dtype, g, grid.quant))
     inputs = [(copies[i % rotation.copies], sets[i]) for i in range(rotation.sets)]
     return Turns(
         inputs=inputs,
@@ -169,6 +189,15 @@ def make_turns(
         rotation=rotation,
         work=Work.mean(works[: rotation.sets]),
     )
+
+
+def inputs_of(place: tuple[int, str], device: torch.device) -> torch.Generator:
+    """Draws that do not depend on what was measured before: a run that goes on where one was
+    stopped gives a cell the routings that it would have had.
+    """
+    T, routing = place
+    seed = SEED + len(ROUTINGS) * T + ROUTINGS.index(routing)
+    return torch.Generator(device=device).manual_seed(seed)
 
 
 def fill(cell: Cell, contender: Contender, turns: Turns, grid: Grid) -> Cell:
@@ -215,7 +244,7 @@ def check(calls: Sequence[Call], contender: Contender, turns: Turns, grid: Grid)
     # Compiled code allocates past torch.empty, and would be compiled anew for this.
     around = contextlib.nullcontext() if contender.compiled else numerics.poisoned()
     with around:
-        return _compare((call() for call in calls), turns, grid.dtype)
+        return _compare((call() for call in calls), turns, grid)
 
 
 def prepare(
@@ -233,9 +262,10 @@ def prepare(
     for result in results:
         result.fill_(math.nan)
     replay()
-    return replay, rounds * len(calls), _compare(results, turns, grid.dtype)
+    return replay, rounds * len(calls), _compare(results, turns, grid)
 
 
-def _compare(results: Iterable[Tensor], turns: Turns, dtype: torch.dtype) -> float:
-    pairs = zip(results, turns.wants, strict=True)
-    return max(numerics.check(got, want, dtype, f"set {i}") for i, (got, want) in enumerate(pairs))
+def _compare(results: Iterable[Tensor], turns: Turns, grid: Grid) -> float:
+    limit = numerics.limit_of(grid.dtype, grid.quant, len(turns.wants[0]))
+    pairs = enumerate(zip(results, turns.wants, strict=True))
+    return max(numerics.check(got, want, grid.dtype, f"set {i}", limit) for i, (got, want) in pairs)

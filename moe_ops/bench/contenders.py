@@ -38,9 +38,9 @@ def ours(case: Case, device: str, name: str = OURS, backend: str | None = None) 
     """The op `moe`, from logits to the result, on the backends that it picks or on one."""
 
     def call(weights: Weights, routed: Routed) -> Tensor:
-        return moe(
-            routed.x_TD, routed.logits_TE, weights.w13_EFD, weights.w2_EDI, case.K, renormalize=True
-        )
+        w13_EFD, w2_EDI = weights.w13_EFD, weights.w2_EDI
+        given = {"renormalize": True, **weights.keywords}
+        return moe(routed.x_TD, routed.logits_TE, w13_EFD, w2_EDI, case.K, **given)
 
     if backend is None:
         return Contender(name=name, call=call)

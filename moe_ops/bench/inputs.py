@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_ops.bench.formats import matrices
 from moe_ops.bench.rates import Work
 from moe_ops.ops import route
 from moe_ops.planning.layers import ROUTINGS
+from moe_ops.quant import packing
+from moe_ops.quant.config import QuantConfig
+from moe_ops.quant.formats import Format
 from moe_ops.shapes import check_choice
 from moe_ops.testing import Case
 
 MOST_SETS, MOST_COPIES = 8, 8
+# A token reads a quarter as much in 4 bits; so more calls lie between two uses of a weight.
+FEW_TOKENS, MOST_SETS_OF_FEW = 4, 16
 MANY_TOKENS = 4096  # from which on one call moves more than any cache holds, and two sets will do
 CPU_CACHE = 2**26
 # Between two uses of a weight other calls move this many times what the cache holds.
@@ -26,16 +33,45 @@ CACHES_BETWEEN = 3
 MEMORY_SHARE = 0.4  # of what is free, for copies of weights
 
 
+# Scales, zeros and global scales of both weights, as `moe` names them.
+BESIDE = (
+    ("w13_scale_EFG", "w13_zero_EFG", "global_scale13_E"),
+    ("w2_scale_EDG", "w2_zero_EDG", "global_scale2_E"),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weights:
-    """The weights of a gated layer."""
+    """The weights of a gated layer; with `quant`, their codes and what decodes them."""
 
     w13_EFD: Tensor
     w2_EDI: Tensor
+    quant: QuantConfig | None = None
+    beside: dict[str, Tensor] = field(default_factory=dict)  # scales and zeros, as `moe` names them
 
     @property
     def nbytes(self) -> int:
-        return self.w13_EFD.nbytes + self.w2_EDI.nbytes
+        tensors = (self.w13_EFD, self.w2_EDI, *self.beside.values())
+        return sum(t.nbytes for t in tensors)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What `moe` takes beside the two weights."""
+        if self.quant is None:
+            return {}
+        return {**self.beside, "w_format": self.quant.weights, "x_format": self.quant.inputs}
+
+    def expert(self, e: int) -> tuple[Tensor, Tensor]:
+        """Both weights of an expert in float32, decoded if they are codes."""
+        if self.quant is None:
+            return self.w13_EFD[e].float(), self.w2_EDI[e].float()
+        decoded = []
+        for values, names in zip((self.w13_EFD, self.w2_EDI), BESIDE, strict=True):
+            scale, zero, common = (self.beside.get(name) for name in names)
+            assert scale is not None, "every format has scales"
+            own = (None if t is None else t[e] for t in (zero, common))
+            decoded.append(packing.dequantize(values[e], scale[e], self.quant.format, *own))
+        return decoded[0], decoded[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,14 +95,55 @@ class Rotation:
     cold: bool
 
 
-def make_weights(case: Case, dtype: torch.dtype, g: torch.Generator) -> Weights:
-    """Normal weights that keep the size of what they multiply."""
+def make_weights(
+    case: Case, dtype: torch.dtype, g: torch.Generator, quant: QuantConfig | None = None
+) -> Weights:
+    """Normal weights that keep the size of what they multiply; with `quant`, their codes."""
+    if quant is not None:
+        return _quantized_weights(case, dtype, g, quant)
 
     def normal(rows: int, cols: int) -> Tensor:
         w = torch.empty(case.E, rows, cols, dtype=dtype, device=g.device)
         return w.normal_(std=cols**-0.5, generator=g)
 
     return Weights(w13_EFD=normal(2 * case.I, case.D), w2_EDI=normal(case.D, case.I))
+
+
+def _quantized_weights(
+    case: Case, dtype: torch.dtype, g: torch.Generator, quant: QuantConfig
+) -> Weights:
+    codes: list[Tensor] = []
+    beside: dict[str, Tensor] = {}
+    for (_, rows, cols), names in zip(matrices(case), BESIDE, strict=True):
+        values, *others = _quantized(case.E, (rows, cols), dtype, g, quant.format)
+        codes.append(values)
+        beside |= {n: t for n, t in zip(names, others, strict=True) if t is not None}
+    return Weights(w13_EFD=codes[0], w2_EDI=codes[1], quant=quant, beside=beside)
+
+
+def _quantized(
+    E: int, shape: tuple[int, int], dtype: torch.dtype, g: torch.Generator, format: Format
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Codes, scales, zeros and global scales of E normal matrices. One of them at a time is made
+    in `dtype`: all of a large layer would not leave room for the codes.
+    """
+    (rows, cols), parsed, device = shape, format.parsed, g.device
+    values = torch.empty(E, rows, parsed.packed(cols), dtype=parsed.storage.dtype, device=device)
+    groups = (E, *parsed.scale_shape(rows, cols))
+    scale = torch.empty(groups, dtype=parsed.scale_dtype, device=device)
+    zero = torch.empty(groups, dtype=torch.uint8, device=device) if format.has_zero else None
+    common = torch.empty(E, device=device) if format.has_global_scale else None
+    w = torch.empty(shape, dtype=dtype, device=device)
+    for e in range(E):
+        w.normal_(std=cols**-0.5, generator=g)
+        own = packing.global_scale_of(w, format) if format.has_global_scale else None
+        done = packing.quantize(w, format, global_scale=own)
+        values[e], scale[e] = done.values, done.scale
+        if zero is not None and done.zero is not None:
+            zero[e] = done.zero
+        if common is not None and own is not None:
+            common[e] = own
+    return values, scale, zero, common
 
 
 def make_routed(case: Case, T: int, routing: str, dtype: torch.dtype, g: torch.Generator) -> Routed:
@@ -129,8 +206,10 @@ def rotate(
     return Rotation(copies=copies, sets=sets, cold=copies * least > needed)
 
 
-def sets_for(T: int) -> int:
+def sets_for(T: int, quant: QuantConfig | None = None) -> int:
     """How many sets of inputs to make at most."""
+    if quant is not None and T <= FEW_TOKENS:
+        return MOST_SETS_OF_FEW
     return MOST_SETS if T < MANY_TOKENS else 2
 
 

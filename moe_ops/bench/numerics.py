@@ -12,23 +12,39 @@ import torch.nn.functional as F
 import torch.utils.deterministic
 from torch import Tensor
 
+from moe_ops.bench.formats import eight_bit
 from moe_ops.bench.inputs import Routed, Weights
+from moe_ops.quant.config import QuantConfig
 
 # |got - want| / |want| of a whole layer, at most. In 16 bits the activation, both products and the
 # sum are rounded; bfloat16's measure 0.4 %.
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3, torch.float32: 1e-5}
-OF_A_ROW = 5  # times that for any one token, which has fewer numbers to average over
+# With inputs in 8 bits, of many tokens. A value of float8_e4m3fn has 3 bits of mantissa, so that
+# rounding costs 2.6 %; that of the tokens meets both gate and up, and the activations are rounded
+# once more: the definition measures 4.4 %, as the peers in benchmarks/peers/ do, int8 2 %.
+LIMIT_8_BIT = 4.6e-2
+# More of few tokens, whose largest activations decide: the definition's error of a single one is
+# 3.3 to 5.3 % in layers of published widths. Over the square root of their number.
+MORE_8_BIT = 1.5e-2
+OF_A_ROW = 5  # times the limit for any one token, which has fewer numbers to average over
+
+
+def limit_of(dtype: torch.dtype, quant: QuantConfig | None, tokens: int) -> float:
+    """The largest relative error that is right, of inputs in 16 or 32 bits or in 8."""
+    return LIMIT_8_BIT + MORE_8_BIT * tokens**-0.5 if eight_bit(quant) else LIMITS[dtype]
 
 
 def want(weights: Weights, routed: Routed) -> Tensor:
-    """The layer in float32, an expert at a time, so that one expert's weights are converted."""
+    """The layer in float32 on tokens that are not quantised, an expert at a time, so that one
+    expert's weights are converted or decoded.
+    """
     out_TD = torch.zeros(routed.x_TD.shape, device=routed.x_TD.device)
     with exact_float32():
         for e in routed.ids_TK.unique().tolist():
             rows, choices = (routed.ids_TK == e).nonzero(as_tuple=True)
-            gate_up = F.linear(routed.x_TD[rows].float(), weights.w13_EFD[e].float())
-            gate, up = gate_up.chunk(2, dim=-1)
-            y = F.linear(F.silu(gate) * up, weights.w2_EDI[e].float())
+            w13_FD, w2_DI = weights.expert(e)
+            gate, up = F.linear(routed.x_TD[rows].float(), w13_FD).chunk(2, dim=-1)
+            y = F.linear(F.silu(gate) * up, w2_DI)
             # A token chooses an expert once, so no row is met twice.
             out_TD[rows] += y * routed.weights_TK[rows, choices, None]
     return out_TD
@@ -58,24 +74,29 @@ def row_errors(got: Tensor, want: Tensor) -> Tensor:
     )
 
 
-def check(got: Tensor, want: Tensor, dtype: torch.dtype, what: str) -> float:
-    """The relative error. Raises AssertionError if it or a row's is too large, or for NaN."""
+def check(
+    got: Tensor, want: Tensor, dtype: torch.dtype, what: str, limit: float | None = None
+) -> float:
+    """The relative error. Raises AssertionError if it or a row's is too large, or for NaN. The
+    limit is that of the dtype if none is given.
+    """
     if got.shape != want.shape or got.dtype != dtype:
         raise AssertionError(
             f"{what}: {got.dtype} {tuple(got.shape)}, wanted {dtype} {tuple(want.shape)}"
         )
+    limit = LIMITS[dtype] if limit is None else limit
     error = relative_error(got, want)
-    if not error <= LIMITS[dtype]:
+    if not error <= limit:
         nan = int(got.isnan().sum())
         raise AssertionError(
-            f"{what}: relative error {error:.3g}, at most {LIMITS[dtype]:g} is right"
+            f"{what}: relative error {error:.3g}, at most {limit:.3g} is right"
             + (f"; {nan} of {got.numel()} are NaN" if nan else "")
         )
     rows = row_errors(got, want)
-    if not (rows <= OF_A_ROW * LIMITS[dtype]).all():
+    if not (rows <= OF_A_ROW * limit).all():
         raise AssertionError(
             f"{what}: relative error {float(rows.max()):.3g} of row {int(rows.argmax())}, at most "
-            f"{OF_A_ROW * LIMITS[dtype]:g} is right"
+            f"{OF_A_ROW * limit:.3g} is right"
         )
     return error
 

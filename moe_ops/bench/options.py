@@ -9,8 +9,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from moe_ops.bench.rates import Rates
+from moe_ops.bench import formats
+from moe_ops.bench.contenders import STOCK
+from moe_ops.bench.rates import Rates, has_8bit_product
 from moe_ops.planning.layers import ROUTINGS
+from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import LAYERS
 
 HOST = ("lifted", "ops")  # what is timed by the host's clock, against transformers' own
@@ -19,8 +22,8 @@ HOST_AGAINST = "grouped_mm,batched_mm"
 # Options of one way to measure, with what they are if they are left out.
 OF_HOST: dict[str, Any] = {"part": "experts", "repeats": 60}
 OF_MOE: dict[str, Any] = {
-    "routing": ["uniform"], "backend": None, "rates": None, "seconds": None, "peers": None,
-    "plot": None,
+    "routing": ["uniform"], "format": None, "backend": None, "rates": None, "seconds": None,
+    "peers": None, "plot": None,
 }  # fmt: skip
 
 Error = Callable[[str], NoReturn]
@@ -48,6 +51,13 @@ routing_names = names_of("routing", lambda: list(ROUTINGS))
 def rates(text: str) -> Rates:
     try:
         return Rates.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def layer_format(text: str) -> QuantConfig:
+    try:
+        return formats.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -102,8 +112,14 @@ def add_layer(options: argparse.ArgumentParser) -> None:
     moe.add_argument("--routing", type=routing_names, help=f"of {', '.join(ROUTINGS)}")
     moe.add_argument("--backend", help="run ours on this backend; what the ops pick if left out")
     moe.add_argument(
-        "--rates", type=rates, metavar="COPY_TBS,MATMUL_TFLOPS",
-        help="also give floors by these rates, not by those of this run",
+        "--format", type=layer_format, metavar="WEIGHTS[+INPUTS]",
+        help="quantise both, by format strings of the ops: mxfp4, int4:1x128:bfloat16, or "
+        "float8_e4m3fn:128x128+float8_e4m3fn:1x128",
+    )  # fmt: skip
+    moe.add_argument(
+        "--rates", type=rates, metavar="COPY_TBS,MATMUL_TFLOPS[,MATMUL8_TFLOPS]",
+        help="also give floors by these rates, not by those of this run; the third is of products "
+        "in 8 bits, for a format with INPUTS",
     )  # fmt: skip
     moe.add_argument(
         "--seconds", type=seconds,
@@ -159,3 +175,28 @@ def settle_layer(args: argparse.Namespace, error: Error) -> None:
         args.tokens = numbers(HOST_TOKENS if on_host else TOKENS)
     if args.against is None:
         args.against = words(HOST_AGAINST if on_host else "")
+    if args.format is not None:
+        settle_format(args, error)
+
+
+def settle_format(args: argparse.Namespace, error: Error) -> None:
+    """Refuse what cannot be measured in a format, before anything is."""
+    for name in args.against:
+        if name in STOCK:
+            error(
+                f"--against {name} has weights in 16 bits alone; drop it, or name backends of ours"
+            )
+    for name in args.layer:
+        try:
+            formats.check_layer(args.format, LAYERS[name])
+        except ValueError as reason:
+            error(f"--format: {reason}")
+    if not formats.eight_bit(args.format):
+        return
+    third = "--rates COPY_TBS,MATMUL_TFLOPS,MATMUL8_TFLOPS"
+    if args.rates is None and not has_8bit_product(torch.device(args.device)):
+        error(
+            f"the rate of products in 8 bits cannot be measured on {args.device}; give it: {third}"
+        )
+    if args.rates is not None and args.rates.matmul8_tflops is None:
+        error(f"--rates has no rate of products in 8 bits, which this format needs; give {third}")

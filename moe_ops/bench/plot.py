@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_ops.bench.contenders import OURS
+from moe_ops.bench.formats import in_words
+from moe_ops.bench.rates import digits
 from moe_ops.bench.results import Results
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -46,7 +48,8 @@ def draw(results: Results, path: Path) -> None:
             _times(figure.add_subplot(grid[i // COLUMNS, i % COLUMNS]), results, layer)
         _roofline(figure.add_subplot(grid[rows, : COLUMNS - 1]), results)
         _shares(figure.add_subplot(grid[rows, COLUMNS - 1]), results)
-        title = f"{results.device}, {results.dtype}, uniform routing; {results.rates}"
+        format = f", {in_words(results.format)}" if results.format else ""
+        title = f"{results.device}, {results.dtype}{format}, uniform routing; {results.rates}"
         figure.text(0.05, 1 - 0.35 * inch, title)
         figure.savefig(path, dpi=DPI, format="png")
         plt.close(figure)
@@ -151,15 +154,15 @@ def _roofline(axes: Any, results: Results) -> None:
     axes.set_title("Roofline of moe_ops", loc="left", fontweight="bold")
     axes.set_xlabel("arithmetic intensity, FLOP per byte")
     axes.set_ylabel("TFLOP/s")
-    copy, matmul = results.rates.copy_tbs, results.rates.matmul_tflops
+    copy, matmul = results.rates.copy_tbs, results.rates.product(results.eight_bit)
     ridge = matmul / copy
     xs = [ridge, *(c.flops / c.bytes for c in mine)]
     left, right = min(xs) / 1.5, max(xs) * 1.5
     axes.loglog([left, ridge, right], [left * copy, matmul, matmul], **_style(FLOOR))
     beside = {"textcoords": "offset points", "color": "#000000"}
     middle = math.sqrt(left * ridge)
-    axes.annotate(f"{copy:.3g} TB/s", (middle, middle * copy), (-8, 6), ha="right", **beside)
-    axes.annotate(f"{matmul:.3g} TFLOP/s", (right, matmul), (0, 6), ha="right", **beside)
+    axes.annotate(f"{digits(copy)} TB/s", (middle, middle * copy), (-8, 6), ha="right", **beside)
+    axes.annotate(f"{digits(matmul)} TFLOP/s", (right, matmul), (0, 6), ha="right", **beside)
     for i, layer in enumerate(results.layers):
         points = sorted((c.flops / c.bytes, c.tflops) for c in mine if c.layer == layer)
         axes.loglog([x for x, _ in points], [y for _, y in points], label=layer, **_style(i))

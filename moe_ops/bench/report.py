@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from moe_ops.bench.formats import in_words
 from moe_ops.bench.results import Results, geometric_mean, load
 
 # Between these two lines the page is made: the name is that of the file, without .json.
@@ -30,8 +31,13 @@ def section(results: Results) -> str:
 
 def _conditions(results: Results) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
-    text = f"One {results.device}, {results.dtype}, {versions}; {results.rates}:"
-    return f"{text}\n\n    {results.command}"
+    format = f"{in_words(results.format)}, " if results.format else ""
+    rates = f"{results.rates}"
+    if results.earlier_rates:
+        rates += f" (before: {'; '.join(str(earlier) for earlier in results.earlier_rates)})"
+    text = f"One {results.device}, {results.dtype}, {format}{versions}; {rates}:"
+    commands = "\n".join(f"    {command}" for command in results.command.splitlines())
+    return f"{text}\n\n{commands}"
 
 
 def _cells(results: Results) -> str:
@@ -72,8 +78,9 @@ def _cell(results: Results, layer: str, tokens: int) -> str:
 
 def _bands(results: Results) -> str:
     head = ["tokens", "routing", "cells", "floor / time, geometric mean"]
-    given = results.given
-    head += [f"by {given.copy_tbs:g} TB/s, {given.matmul_tflops:g} TFLOP/s"] if given else []
+    if results.given:
+        product = results.given.product(results.eight_bit)
+        head.append(f"by {results.given.copy_tbs:g} TB/s, {product:g} TFLOP/s")
     rows = []
     for b in results.bands():
         row = [f"{b.low} to {b.high}", b.routing, str(b.cells), f"{100 * b.share:.1f} %"]

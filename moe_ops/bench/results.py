@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from moe_ops.bench import formats
 from moe_ops.bench.cells import Cell
 from moe_ops.bench.contenders import OURS
 from moe_ops.bench.rates import Rates
@@ -52,18 +53,30 @@ class Skew:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """One run. Versions are those of packages by name; `given` are rates that were not measured."""
+    """One run, or several in turn on devices of one name, whose commands are lines. Versions are
+    those of packages by name; `given` are rates that were not measured. The floors of a cell are by
+    the rates of its own run.
+    """
 
     command: str
     device: str
     dtype: str
+    format: str = ""  # WEIGHTS or WEIGHTS+INPUTS; empty: not quantised
+    backend: str | None = None  # that ours was forced to run on
+    seconds: float | None = None  # that each measurement loaded the device, if that was given
     versions: dict[str, str]
     rates: Rates
+    earlier_rates: list[Rates] = field(default_factory=list)  # of the runs before the last
     given: Rates | None = None
     layers: dict[str, Case]
     cells: list[Cell] = field(default_factory=list)
     peers: Peers = field(default_factory=dict)
     peer_floors: Floors = field(default_factory=dict)  # by the given rates
+
+    @property
+    def eight_bit(self) -> bool:
+        """Whether products are held against the rate in 8 bits."""
+        return bool(self.format) and formats.eight_bit(formats.parse(self.format))
 
     def ours(self) -> Iterator[Cell]:
         """Our cells that were timed."""
@@ -190,8 +203,12 @@ def load(path: Path) -> Results:
         command=values["command"],
         device=values["device"],
         dtype=values["dtype"],
+        format=values.get("format", ""),
+        backend=values.get("backend"),
+        seconds=values.get("seconds"),
         versions=values["versions"],
         rates=Rates(**values["rates"]),
+        earlier_rates=[Rates(**rates) for rates in values.get("earlier_rates", ())],
         given=None if given is None else Rates(**given),
         layers={name: Case(**case) for name, case in values["layers"].items()},
         cells=[Cell(**cell) for cell in values["cells"]],

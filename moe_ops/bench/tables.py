@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from moe_ops.bench.cells import Cell
 from moe_ops.bench.contenders import OURS, label
+from moe_ops.bench.formats import in_words
+from moe_ops.bench.rates import digits
 from moe_ops.bench.results import Band, Results, geometric_mean
 
 
@@ -33,6 +35,7 @@ def layer_table(results: Results, layer: str) -> str:
     mine = [c for c in results.cells if c.layer == layer and c.contender == OURS]
     rows = [head, *(_row(results, cell, others) for cell in mine)]
     title = f"{layer}: E={case.E} K={case.K} D={case.D} I={case.I}, {results.dtype}"
+    title += f", {in_words(results.format)}" if results.format else ""
     remarks = []
     if any(not c.cold for c in mine):
         remarks.append("~ some weights may have come from the cache: the layer is too small")
@@ -47,7 +50,7 @@ def _row(results: Results, cell: Cell, others: Sequence[str]) -> list[str]:
     if cell.us is None:
         row += ["WRONG", "", "", f"{cell.floor_us:.1f}", ""]
     else:
-        row += [f"{mark}{cell.us:.1f}", f"{cell.tbs:.3g}", f"{cell.tflops:.3g}"]
+        row += [f"{mark}{cell.us:.1f}", digits(cell.tbs), digits(cell.tflops)]
         row += [f"{cell.floor_us:.1f}", f"{100 * cell.share:.1f}"]
     if results.given:
         row.append("" if cell.given_share is None else f"{100 * cell.given_share:.1f}")

@@ -1,14 +1,37 @@
-"""A small run of `bench layer` with made-up times, and registering a backend for one test."""
+"""A small run of `bench layer` with made-up times, and small layers that are measured quickly."""
 
 from __future__ import annotations
 
+import sys
+
+import pytest
+
+from moe_ops.bench import __main__ as cli
+from moe_ops.bench import rates, timing
 from moe_ops.bench.cells import Cell
 from moe_ops.bench.rates import Rates
 from moe_ops.bench.results import Results
-from moe_ops.testing import Case
+from moe_ops.testing import LAYERS, Case
 
+LAYER = ("layer", "--ours", "moe", "--device", "cpu")
 TINY = Case(name="tiny", T=1, E=8, K=2, D=64, I=32)
 SMALL = Case(name="small", T=1, E=16, K=2, D=64, I=32)
+BLOCKS = Case(name="blocks", T=1, E=4, K=2, D=256, I=128)  # whole blocks of float8
+
+
+def quicken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small layers, few replays, small rates."""
+    for case in (TINY, SMALL, BLOCKS):
+        monkeypatch.setitem(LAYERS, case.name, case)
+    monkeypatch.setitem(rates.SIZES, "cpu", (2**16, 32))
+    monkeypatch.setitem(timing.SECONDS, "cpu", 0.0)
+    monkeypatch.setattr(timing, "LEAST", 2)
+
+
+def bench(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    """Run the command line."""
+    monkeypatch.setattr(sys, "argv", ["bench", *words])
+    cli.main()
 
 
 def cell(

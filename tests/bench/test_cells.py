@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from runs import SMALL, TINY
+from runs import LAYER, SMALL, TINY, bench, quicken
 
 import moe_ops
 from moe_ops.backend import Backend
-from moe_ops.bench import __main__ as cli
 from moe_ops.bench import cells, contenders, inputs, numerics, rates, stages, timing
 from moe_ops.bench.results import load
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.route import RouteCall
 from moe_ops.spec import Op
-from moe_ops.testing import BF16, F32, LAYERS, make_layer
+from moe_ops.testing import BF16, F32, make_layer
 
 CPU = torch.device("cpu")
 RATES = rates.Rates(copy_tbs=0.03, matmul_tflops=0.1)
@@ -28,12 +26,7 @@ RATES = rates.Rates(copy_tbs=0.03, matmul_tflops=0.1)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny layers, few replays, small rates."""
-    monkeypatch.setitem(LAYERS, "tiny", TINY)
-    monkeypatch.setitem(LAYERS, "small", SMALL)
-    monkeypatch.setitem(rates.SIZES, "cpu", (2**16, 32))
-    monkeypatch.setitem(timing.SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(timing, "LEAST", 2)
+    quicken(monkeypatch)
 
 
 @pytest.fixture
@@ -48,12 +41,6 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return add
 
 
-def bench(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench", *words])
-    cli.main()
-
-
-LAYER = ("layer", "--ours", "moe", "--device", "cpu")
 STAGES = ("op", "--device", "cpu", "--layer", "tiny")
 
 

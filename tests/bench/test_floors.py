@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_ops import route
-from moe_ops.bench import inputs, rates
+from moe_ops.bench import formats, inputs, rates
 from moe_ops.bench.rates import Rates, Work
 from moe_ops.planning.layers import ROUTINGS
 from moe_ops.testing import BF16, LAYERS, Case
@@ -50,13 +50,58 @@ def test_only_experts_that_are_touched_are_read() -> None:
 
 
 def test_the_mean_of_works() -> None:
-    works = [Work(bytes=1, flops=10), Work(bytes=2, flops=30)]
-    assert Work.mean(works) == Work(bytes=1.5, flops=20)
+    works = [Work(bytes=1, flops=10, eight_bit=True), Work(bytes=2, flops=30, eight_bit=True)]
+    assert Work.mean(works) == Work(bytes=1.5, flops=20, eight_bit=True)
 
 
-@pytest.mark.parametrize("text", ["", "4.26", "4.26,0", "a,b", "1,2,3", "-1,2"])
+def test_bytes_of_a_format_are_those_of_codes_scales_and_zeros() -> None:
+    """By hand: three experts with weights of 128 x 64 and 64 x 64."""
+    case = Case(name="case", T=1, E=8, K=2, D=64, I=64)
+    ids = torch.tensor([[0, 5], [5, 0], [5, 7]])
+    values = 128 * 64 + 64 * 64
+    each = {
+        "int4:1x32:bfloat16": values // 2 + values // 32 * 2,
+        "uint4:1x32:bfloat16": values // 2 + values // 32 * (2 + 1),
+        "uint4:1x64": values // 2 + values // 64 * (4 + 1),
+        "mxfp4": values // 2 + values // 32,
+        "float8_e4m3fn:128x128": values + 2 * 4,  # one cut block each
+        "float8_e4m3fn:row": values + (128 + 64) * 4,
+        "nvfp4": values // 2 + values // 16 + 2 * 4,
+        "mxfp6_e3m2": values * 3 // 4 + values // 32,
+    }
+    for name, nbytes in each.items():
+        work = rates.work_of(case, ids, itemsize=2, quant=formats.parse(name))
+        assert work.bytes == 3 * nbytes + 2 * 3 * 64 * 2, name
+        assert work.flops == 3 * 2 * 2 * values
+        made = inputs.make_weights(case, BF16, generator(), formats.parse(name))
+        assert made.nbytes == 8 * nbytes, name
+
+
+def test_inputs_in_8_bits_have_a_rate_of_their_own() -> None:
+    quant = formats.parse("float8_e4m3fn:128x128+float8_e4m3fn:1x128")
+    case = LAYERS["dsv3_ep8"]
+    work = rates.work_of(case, every_expert(case, 16384), itemsize=2, quant=quant)
+    with pytest.raises(ValueError, match="not known; give it as the third of --rates"):
+        H200.floor_us(work)
+    given = Rates.parse("4.26,780,1430")
+    assert given.floor_us(work) == pytest.approx(8073.3, rel=1e-4)
+    assert str(given) == "copy 4.26 TB/s, matrix product 780 TFLOP/s, in 8 bits 1430"
+    weights = rates.work_of(
+        case, every_expert(case, 16384), 2, formats.parse("float8_e4m3fn:128x128")
+    )
+    assert given.floor_us(weights) == pytest.approx(8073.3 * 1430 / 780, rel=1e-4)
+
+
+def test_a_cpu_has_no_rate_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rates.SIZES, "cpu", (2**16, 32))
+    cpu = torch.device("cpu")
+    assert not rates.has_8bit_product(cpu)
+    assert rates.measure_rates(cpu, torch.float32, eight_bit=True).matmul8_tflops is None
+
+
+@pytest.mark.parametrize("text", ["", "4.26", "4.26,0", "a,b", "1,2,3,4", "1,2,0", "1,inf", "-1,2"])
 def test_rates_that_make_no_sense_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="COPY_TBS,MATMUL_TFLOPS"):
+    with pytest.raises(ValueError, match=r"COPY_TBS,MATMUL_TFLOPS\[,MATMUL8_TFLOPS\]"):
         Rates.parse(text)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_ops.bench import __main__ as cli
+from moe_ops.bench import formats
 from moe_ops.bench.rates import Rates
 from moe_ops.testing import LAYERS
 
@@ -54,6 +55,32 @@ def test_options_of_the_op() -> None:
         ("--ours moe --tokens 4,0", "'0' is no whole number from 1 on"),
         ("--ours moe --tokens few", "'few' is no whole number from 1 on"),
         ("--ours moe --rates 4", "are not COPY_TBS,MATMUL_TFLOPS"),
+        ("--ours ops --format mxfp4", "--format is for --ours moe"),
+        ("--ours moe --format int3:1x32", "has the unknown element 'int3'"),
+        ("--ours moe --format mxfp4+", "names no inputs after the +"),
+        ("--ours moe --format mxfp4+mxfp4", "have 4 bits, for which there is neither a rate"),
+        ("--ours moe --format int8:row+float8_e4m3fn:row", "no scheme has int8:row weights"),
+        (
+            "--ours moe --format float8_e4m3fn:64x64+float8_e4m3fn:1x128",
+            "inputs in groups of 128 columns go with weights in blocks of as many columns",
+        ),
+        (
+            "--ours moe --format mxfp4 --against aten,batched_mm",
+            "--against batched_mm has weights in 16 bits alone; drop it",
+        ),
+        (
+            "--ours moe --layer qwen3_30b,gpt_oss_20b --format int4:1x128:bfloat16",
+            "w13 of gpt_oss_20b has 2880 columns, which do not fill int4:1x128:bfloat16 groups of "
+            "128; choose groups of 32 or 64, or measure other layers",
+        ),
+        (
+            "--ours moe --device cpu --format int8:row+int8:row",
+            "in 8 bits cannot be measured on cpu; give it: --rates COPY_TBS,MATMUL_TFLOPS,MATMUL8",
+        ),
+        (
+            "--ours moe --format int8:row+int8:row --rates 4.26,780",
+            "--rates has no rate of products in 8 bits, which this format needs; give --rates COPY",
+        ),
         ("--ours moe --seconds 0", "'0' is no number of seconds above 0"),
         ("--ours moe --seconds nan", "'nan' is no number of seconds above 0"),
         ("--ours ops --seconds 1", "--seconds is for --ours moe"),
@@ -64,7 +91,28 @@ def test_options_that_do_not_go_together(
 ) -> None:
     with pytest.raises(SystemExit):
         cli.parse(["layer", *words.split()])
-    assert why in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert why in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        "int4:1x64:bfloat16", "mxfp4", "float8_e4m3fn:128x128",
+        "float8_e4m3fn:128x128+float8_e4m3fn:1x128",
+    ],
+)  # fmt: skip
+def test_formats_of_all_layers(format: str) -> None:
+    """Float8 blocks may be cut short; the others divide 2880."""
+    words = ["layer", "--ours", "moe", "--device", "cpu", "--layer", "all", "--format", format]
+    args = cli.parse([*words, "--rates", "4.26,780,1430"])
+    assert formats.spelled(args.format) == format
+    assert args.rates.matmul8_tflops == 1430
+
+
+def test_two_spellings_are_one_format() -> None:
+    args = cli.parse(["layer", "--ours", "moe", "--format", "float4_e2m1:1x32:e8m0"])
+    assert formats.spelled(args.format) == "mxfp4"
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,12 @@ def table_under(heading: str) -> list[list[str]]:
 
 
 def recorded() -> list[str]:
-    """The benchmark commands that made the recorded figures."""
+    """The benchmark commands that made the recorded figures; some files are of several, a line
+    each.
+    """
     files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-    found = [json.loads(file.read_text()).get("command", "") for file in files]
+    texts = [json.loads(file.read_text()).get("command", "") for file in files]
+    found = [line for text in texts for line in text.splitlines()]
     return [c.removeprefix(MODULE).strip() for c in found if c.startswith(MODULE)]
 
 

@@ -8,15 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 from runs import cell, results
 
 from moe_ops.bench import __main__ as cli
-from moe_ops.bench import plot, report, tables
+from moe_ops.bench import formats, plot, report, tables
+from moe_ops.bench.rates import Rates, work_of
 from moe_ops.bench.results import Skew, dump, load, read_peers, write
 from moe_ops.testing import LAYERS
 
-PEERS = Path(__file__).parents[2] / "benchmarks" / "peers" / "h200_bf16.json"
+ROOT = Path(__file__).parents[2]
+PEERS = ROOT / "benchmarks" / "peers" / "h200_bf16.json"
+# Names and tokens, and the layers that were not measured.
+PEERS_OF_FORMATS = {
+    "h200_float8_blocks": ({"vllm", "flashinfer"}, 16384, {"gpt_oss_20b"}),
+    "h200_int4": ({"marlin"}, 4096, {"gpt_oss_20b", "olmoe", "qwen3_next"}),
+    "h200_mxfp4": ({"marlin", "triton_kernels"}, 4096, {"olmoe", "qwen3_next"}),
+}
 
 
 def text(written: str) -> str:
@@ -31,6 +40,21 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     without = replace(results(), given=None, peers={})
     write(path, dump(without))
     assert load(path) == without
+    rates = Rates(copy_tbs=4.0, matmul_tflops=800.0, matmul8_tflops=1400.0)
+    more = {"format": "mxfp4", "backend": "aten", "seconds": 0.1, "rates": rates}
+    quantised = replace(results(), **more, earlier_rates=[results().rates])
+    write(path, dump(quantised))
+    assert load(path) == quantised
+
+
+def test_a_file_from_before_there_were_formats_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    values = dump(results())
+    for name in ("format", "backend", "seconds", "earlier_rates"):
+        del values[name]
+    del values["rates"]["matmul8_tflops"], values["given"]["matmul8_tflops"]
+    write(path, values)
+    assert load(path) == results()
 
 
 def test_a_file_of_another_schema_is_refused(tmp_path: Path) -> None:
@@ -90,6 +114,43 @@ def test_the_peers_of_the_h200_are_every_cell_of_the_target() -> None:
         assert all(times.keys() == names for times in by_tokens.values())
     assert min(peers["qwen3_30b"][1024].items(), key=lambda i: i[1]) == ("triton_kernels", 361.7)
     assert json.loads(PEERS.read_text())["conditions"]
+
+
+@pytest.mark.parametrize("name", PEERS_OF_FORMATS)
+def test_the_peers_of_formats(name: str) -> None:
+    path = ROOT / "benchmarks" / "peers" / f"{name}.json"
+    names, most, without = PEERS_OF_FORMATS[name]
+    peers, floors = read_peers(path)
+    assert peers.keys() == LAYERS.keys() - without == floors.keys()
+    for layer, by_tokens in peers.items():
+        assert list(by_tokens) == [4**i for i in range(8) if 4**i <= most] == list(floors[layer])
+        alone = {"triton_kernels"} if layer == "gpt_oss_20b" else names
+        assert all(times.keys() == alone for times in by_tokens.values())
+        for tokens, times in by_tokens.items():
+            assert floors[layer][tokens] < min(times.values())
+    assert json.loads(path.read_text())["conditions"]
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        ("h200_float8_blocks", "float8_e4m3fn:128x128+float8_e4m3fn:1x128"),
+        ("h200_int4", "int4:1x128:bfloat16"),
+        ("h200_mxfp4", "mxfp4"),
+    ],
+)
+def test_floors_of_peers_are_ours_where_the_routing_leaves_no_choice(
+    name: str, format: str
+) -> None:
+    """A token uses K experts, and 1024 of them use all."""
+    _, floors = read_peers(ROOT / "benchmarks" / "peers" / f"{name}.json")
+    for layer, by_tokens in floors.items():
+        case = LAYERS[layer]
+        for tokens in (1, 1024):
+            ids = torch.arange(tokens * case.K).reshape(tokens, case.K) % case.E
+            work = work_of(case, ids, 2, formats.parse(format))
+            floor = Rates.parse("4.26,780,1430").floor_us(work)
+            assert floor == pytest.approx(by_tokens[tokens], rel=2e-3, abs=0.051)
 
 
 def test_a_file_without_times_is_no_file_of_peers(tmp_path: Path) -> None:
@@ -189,6 +250,30 @@ The first call of each cell, with what was compiled for it, in seconds.
 | --- | --- | --- | --- |
 | tiny | 4.0 | 64 | 6.5 |""",
     )
+
+
+def test_a_format_is_named_with_the_rate_that_its_inputs_have() -> None:
+    found = replace(
+        results(),
+        format="float8_e4m3fn:128x128+float8_e4m3fn:1x128",
+        rates=Rates(copy_tbs=4.0, matmul_tflops=800.0, matmul8_tflops=1400.0),
+        given=Rates(copy_tbs=8.0, matmul_tflops=900.0, matmul8_tflops=1430.0),
+    )
+    written = report.section(found)
+    assert written.startswith(
+        "One Made-up Device, bfloat16, weights in float8_e4m3fn:128x128, inputs in "
+        "float8_e4m3fn:1x128, torch 2.11.0; copy 4 TB/s, matrix product 800 TFLOP/s, in 8 bits "
+        "1400:\n\n    python"
+    )
+    assert "by 8 TB/s, 1430 TFLOP/s" in written
+    weights = replace(found, format="float8_e4m3fn:128x128")
+    assert "by 8 TB/s, 900 TFLOP/s" in report.section(weights)
+    assert "bfloat16, weights in float8_e4m3fn:128x128, torch" in report.section(weights)
+
+
+def test_each_command_of_several_is_a_line() -> None:
+    written = report.section(replace(results(), command="one --layer a\ntwo --layer b"))
+    assert "TFLOP/s:\n\n    one --layer a\n    two --layer b\n\nUniform" in written
 
 
 def test_without_skew_and_peers_a_section_has_no_word_of_them() -> None:

@@ -34,7 +34,8 @@ def test_the_page_is_what_was_measured() -> None:
 
 
 def test_the_page_has_a_place_for_them() -> None:
-    assert report.BLOCK.findall(PAGE.read_text()) == ["layer_h200_bfloat16"]
+    formats = ("bfloat16", "float8_blocks", "float8_weights", "int4", "int4_64", "mxfp4")
+    assert report.BLOCK.findall(PAGE.read_text()) == [f"layer_h200_{f}" for f in formats]
     models = ["qwen3_30b", "mixtral_8x7b", "gpt_oss_20b"]
     assert generation.BLOCK.findall(PAGE.read_text()) == [f"generate_{m}_h200" for m in models]
     assert forwards.BLOCK.findall(PAGE.read_text()) == ["forward_qwen3_30b_h200"]
@@ -68,6 +69,14 @@ def test_a_block_holds_the_tables_of_its_file(tmp_path: Path, measured: Results)
     # A file that is not there leaves its block empty, and filling again changes nothing.
     assert filled.endswith("b\n<!-- results two -->\n<!-- end -->\nc\n")
     assert report.fill(filled, tmp_path) == filled
+
+
+def test_a_block_names_the_format_of_its_file(tmp_path: Path, measured: Results) -> None:
+    quantised = replace(measured, format="int4:1x64:bfloat16", command="one\nother")
+    write(tmp_path / "one.json", dump(quantised))
+    filled = report.fill("<!-- results one -->\n<!-- end -->\n", tmp_path)
+    assert "One Made-up Device, bfloat16, weights in int4:1x64:bfloat16, torch 2.11.0;" in filled
+    assert "\n    one\n    other\n" in filled
 
 
 def test_another_measurement_is_another_page(tmp_path: Path, measured: Results) -> None:

@@ -7,17 +7,19 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from moe_ops.bench import cells, contenders, inputs, rates, stages, step
+from moe_ops.bench import cells, contenders, formats, inputs, rates, stages, step
 from moe_ops.testing import BF16, Case
 
 pytestmark = pytest.mark.gpu
 
 CASE = Case(name="small", T=1, E=32, K=4, D=512, I=256)
-RATES = rates.Rates(copy_tbs=2.0, matmul_tflops=500.0)
+RATES = rates.Rates(copy_tbs=2.0, matmul_tflops=500.0, matmul8_tflops=1000.0)
 CUDA = torch.device("cuda")
 
 
-def measure(*of: contenders.Contender, tokens: Sequence[int] = (1, 50)) -> list[cells.Cell]:
+def measure(
+    *of: contenders.Contender, tokens: Sequence[int] = (1, 50), format: str = ""
+) -> list[cells.Cell]:
     grid = cells.Grid(
         layers=[CASE],
         tokens=tokens,
@@ -25,6 +27,7 @@ def measure(*of: contenders.Contender, tokens: Sequence[int] = (1, 50)) -> list[
         contenders=lambda case: of,
         dtype=BF16,
         device=CUDA,
+        quant=formats.parse(format) if format else None,
     )
     return list(cells.measure(grid, RATES))
 
@@ -58,6 +61,21 @@ def test_a_result_that_a_replay_does_not_compute_is_wrong() -> None:
     assert all(cell.us is None and "are NaN" in cell.wrong for cell in found)
 
 
+@pytest.mark.parametrize(
+    "format",
+    [
+        "int4:1x128:bfloat16", "uint4:1x64:bfloat16", "mxfp4", "float8_e4m3fn:128x128",
+        "float8_e4m3fn:128x128+float8_e4m3fn:1x128",
+    ],
+)  # fmt: skip
+def test_formats_are_checked_and_timed(format: str) -> None:
+    found = measure(contenders.ours(CASE, "cuda"), tokens=(16, 64), format=format)
+    low, high = (0.02, 0.06) if "+" in format else (0.0, 0.01)
+    for cell in found:
+        assert not cell.wrong
+        assert cell.us and cell.error is not None and low < cell.error < high
+
+
 def test_stages_are_checked_and_timed() -> None:
     found = list(stages.measure([CASE], [1, 50], BF16, CUDA, RATES))
     assert {"route", "dispatch", "expert_gemm 13", "combine"} <= {cell.stage for cell in found}
@@ -69,6 +87,15 @@ def test_rates_of_this_device_are_those_of_a_gpu() -> None:
     found = rates.measure_rates(CUDA, BF16)
     assert 0.2 < found.copy_tbs < 20
     assert 20 < found.matmul_tflops < 5000
+    assert found.matmul8_tflops is None
+
+
+def test_the_rate_in_8_bits_is_above_that_in_16() -> None:
+    if not rates.has_8bit_product(CUDA):
+        pytest.skip("this GPU has no product of float8")
+    found = rates.measure_rates(CUDA, BF16, eight_bit=True)
+    assert found.matmul8_tflops is not None
+    assert 1.2 < found.matmul8_tflops / found.matmul_tflops < 3
 
 
 @pytest.mark.usefixtures("overlapping")
