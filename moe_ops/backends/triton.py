@@ -173,42 +173,66 @@ TENSORS = (
 )  # fmt: skip
 
 
-def run_experts(kernel: str, call: ExpertsCall, residual_TD: Tensor | None = None) -> Tensor:
+def run_experts(
+    kernel: str, call: ExpertsCall, residual_TD: Tensor | None = None, tiles: Any = None
+) -> Tensor:
     """`experts` by the kernels of this module of `moe_ops.kernels.triton`, added to a residual if
-    there is one."""
+    there is one; `tiles` are for it to take in the place of those of its tables."""
     if call.x_TD.shape[0] == 0:
         return torch.empty_like(call.x_TD)
     from moe_ops.kernels.triton.replay import replay
 
+    rest = (kernel, call.transposed, call.activation, _weight(call), tiles)
+    return replay(_launch_experts, _tensors(call, residual_TD), rest)
+
+
+def _weight(call: ExpertsCall) -> Any:
+    """The format of a call's weights as the kernels take it; None for floats."""
+    return triton_formats.weight_of(call.w_format, call.x_format) if call.w_format else None
+
+
+def _tensors(call: ExpertsCall, residual_TD: Tensor | None = None) -> tuple[Tensor | None, ...]:
     c = call
-    tensors = (
+    return (
         _rows(c.x_TD), _contiguous(c.weights_TK), _contiguous(c.ids_TK), c.w13_EFD, c.w2_EDI,
         _rows(c.b13_EF), _rows(c.b2_ED), _contiguous(c.expert_map), _contiguous(residual_TD),
         c.w13_scale_EFG, c.w2_scale_EDG, c.w13_zero_EFG, c.w2_zero_EDG,
     )  # fmt: skip
-    weight = triton_formats.weight_of(c.w_format, c.x_format) if c.w_format else None
-    return replay(_launch_experts, tensors, (kernel, c.transposed, c.activation, weight))
+
+
+def tiles_of(kernel: str, call: ExpertsCall) -> Any:
+    """The tiles that a call of `tiny` or `rows` takes by the tables."""
+    named = dict(zip(TENSORS, _tensors(call), strict=True))
+    layer = _layer(named, call.transposed, call.activation, _weight(call))
+    module = importlib.import_module(f"moe_ops.kernels.triton.experts.{kernel}")
+    return module.tiles_of(call.x_TD, call.ids_TK, layer, call.expert_map)
 
 
 def _launch_experts(*given: Any) -> Tensor:
     """Launch with the tensors of `run_experts`, and its other arguments behind them."""
+    named = dict(zip(TENSORS, given, strict=False))
+    kernel, transposed, act, weight, tiles = given[len(TENSORS) :]
+    layer = _layer(named, transposed, act, weight)
+    module = importlib.import_module(f"moe_ops.kernels.triton.experts.{kernel}")
+    routed = (named[n] for n in ("x_TD", "weights_TK", "ids_TK"))
+    more = {} if tiles is None else {"tiles": tiles}
+    out_TD: Tensor = module.run(
+        *routed, layer, named["expert_map"], residual_TD=named["residual_TD"], **more
+    )
+    return out_TD
+
+
+def _layer(named: dict[str, Any], transposed: bool, act: Any, weight: Any) -> Any:
+    """The weights of a call, its tensors given by their names in TENSORS, as kernels take them."""
     from moe_ops.kernels.triton.experts.quantized import Codes, as_stored
     from moe_ops.kernels.triton.experts.weights import Experts
 
-    named = dict(zip(TENSORS, given, strict=False))
-    kernel, transposed, act, weight = given[len(TENSORS) :]
     codes = None
     if weight is not None:
         codes = Codes(**{n: named[n] for n in TENSORS[9:]}, weight=weight)
         named |= {n: as_stored(named[n], weight) for n in ("w13_EFD", "w2_EDI")}
     held = {n: named[n] for n in ("w13_EFD", "w2_EDI", "b13_EF", "b2_ED")}
-    layer = Experts(**held, transposed=transposed, act=act, codes=codes)
-    module = importlib.import_module(f"moe_ops.kernels.triton.experts.{kernel}")
-    routed = (named[n] for n in ("x_TD", "weights_TK", "ids_TK"))
-    out_TD: Tensor = module.run(
-        *routed, layer, named["expert_map"], residual_TD=named["residual_TD"]
-    )
-    return out_TD
+    return Experts(**held, transposed=transposed, act=act, codes=codes)
 
 
 def _register(kernel: str, supports: Supports, priority: int, rows: Rows = ANY_NUMBER) -> None:

@@ -62,6 +62,10 @@ def measure_op(args: argparse.Namespace) -> Figures:
     return grid.measure_stages(args)
 
 
+def measure_tiles(args: argparse.Namespace) -> Figures:
+    return grid.measure_tiles(args)
+
+
 def print_report(args: argparse.Namespace) -> Figures:
     return grid.print_report(args)
 
@@ -133,6 +137,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
     "both": (measure_both, "overhead, then layer"),
     "overhead": (measure_overhead, "what calling an op costs beyond its backend"),
     "layer": (measure_layer, "layers on this device against their floor and others' experts"),
+    "tiles": (measure_tiles, "tiles of the expert kernels on a GPU, from those of the tables on"),
     "op": (measure_op, "the stages of a layer alone, on each of their backends"),
     "step": (measure_step, "one token through layers of a model, launch by launch"),
     "counters": (measure_counters, "what limits each kernel on a GPU, by Nsight Compute"),
@@ -161,6 +166,8 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
         options.add_layer(of)
     if name == "op":
         options.add_stages(of)
+    if name == "tiles":
+        options.add_tiles(of)
     if name == "step":
         of.add_argument("--layer", default="qwen3_30b", choices=sorted(step.ATTENTION))
         of.add_argument("--layers", type=options.number, help="of a step; 24 on a GPU, elsewhere 1")
@@ -207,7 +214,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     args = reader.parse_args(["both", *words] if alone else words)
     if args.command in ("both", "layer"):
         options.settle_layer(args, reader.error)
-    if args.command == "op":
+    if args.command in ("op", "tiles"):
         options.settle_stages(args)
     if args.command == "report" and not Path(args.file).is_file():
         reader.error(f"there is no file {args.file}")

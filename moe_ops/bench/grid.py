@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moe_ops.bench import cells, contenders, formats, plot, report, resume, stages, tables
+from moe_ops.bench import cells, contenders, formats, plot, report, resume, stages, tables, tiles
 from moe_ops.bench.rates import Rates, measure_rates
 from moe_ops.bench.results import Results, dump, load, read_peers, write
 from moe_ops.planning.cost import processor
@@ -137,6 +137,35 @@ def measure_stages(args: argparse.Namespace) -> dict[str, Any]:
         "rates": asdict(rates),
         "layers": {case.name: asdict(case) for case in cases},
         "cells": [asdict(cell) for cell in found],
+    }
+
+
+def measure_tiles(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure and print tiles, by layer and number of tokens."""
+    device, found = torch.device(args.device), []
+    for name in args.layer:
+        case = LAYERS[name]
+        if args.format is not None:
+            formats.check_layer(args.format, case)
+        turning = cells.Grid(
+            layers=[case],
+            tokens=args.tokens,
+            routings=["uniform"],
+            contenders=lambda _: [],
+            dtype=DTYPES[args.dtype],
+            device=device,
+            quant=args.format,
+        )
+        for tokens in args.tokens:
+            tried = tiles.measure(turning, case, tokens, args.kernel, args.product, args.most)
+            print(tiles.table(case, tokens, turning, tried), end="\n\n", flush=True)
+            found.append({"layer": name, "tokens": tokens, "tried": [asdict(t) for t in tried]})
+    return {
+        "device": device_name(device),
+        "dtype": args.dtype,
+        "format": formats.spelled(args.format),
+        "versions": versions(False),
+        "found": found,
     }
 
 

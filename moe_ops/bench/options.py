@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from moe_ops.bench import formats
+from moe_ops.bench import formats, tiles
 from moe_ops.bench.contenders import STOCK
 from moe_ops.bench.rates import Rates, has_8bit_product
 from moe_ops.planning.layers import ROUTINGS
@@ -136,6 +136,17 @@ def add_stages(options: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--backend", type=words, default=[], help="comma-separated; all that can run if left out"
     )
+    options.set_defaults(rates=None)
+
+
+def add_tiles(options: argparse.ArgumentParser) -> None:
+    """Of `bench tiles`."""
+    add_sizes(options)
+    options.add_argument("--tokens", type=numbers, default=[1], help="comma-separated")
+    options.add_argument("--format", type=layer_format, help="as for layer")
+    options.add_argument("--kernel", choices=tiles.KERNELS, default="rows", help="triton.KERNEL")
+    options.add_argument("--product", choices=("up", "down"), default="up", help="of the two")
+    options.add_argument("--most", type=number, default=40, help="tiles to try")
     options.set_defaults(rates=None)
 
 

@@ -107,6 +107,15 @@ def fitting(tiles: RowsTiles, gated: bool, bits: int, memory: int) -> RowsTiles:
     return RowsTiles(up=fit(up, (2 if gated else 1) * up.rows), down=fit(down, down.rows))
 
 
+def tiles_of(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> RowsTiles:
+    """The tiles of a call by the tables, with stages that fit."""
+    codes, memory, (E, _, I) = layer.codes, shared_memory(x_TD), layer.sizes
+    per_expert = ids_TK.numel() / (E if expert_map is None else expert_map.shape[0])
+    if codes is None:
+        return fitting(tiles_for(per_expert, I), layer.act[1], 16, memory)
+    return fitting(code_tiles(per_expert, codes, memory), layer.act[1], codes.bits, memory)
+
+
 @triton.jit
 def unit_of(ends_ptr, unit, blocks, E: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr):
     """(expert, block, first row, rows) of a unit of work: a block of an expert's weights and up to
@@ -248,16 +257,13 @@ def run(
     layer: Experts,
     expert_map: Tensor | None,
     residual_TD: Tensor | None = None,
+    tiles: RowsTiles | None = None,
 ) -> Tensor:
     """The `experts` op, each weight read once for every BN rows of its expert, added to a
-    contiguous residual if there is one."""
+    contiguous residual if there is one; without `tiles` by those of `tiles_of`."""
     (T, K), (E, D, I) = ids_TK.shape, layer.sizes
-    R = T * K
-    codes, memory = layer.codes, shared_memory(x_TD)
-    per_expert = R / (E if expert_map is None else expert_map.shape[0])
-    tiles = tiles_for(per_expert, I) if codes is None else code_tiles(per_expert, codes, memory)
-    bits = 16 if codes is None else codes.bits
-    tiles = fitting(tiles, layer.act[1], bits, memory)
+    R, codes = T * K, layer.codes
+    tiles = tiles or tiles_of(x_TD, ids_TK, layer, expert_map)
     rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
     h_RI, y_RD = x_TD.new_empty(R, I), x_TD.new_empty(R, D)
     x_TD, x_scale_TG = tokens_for(x_TD, codes)

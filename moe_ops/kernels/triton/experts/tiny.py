@@ -106,6 +106,14 @@ def fitting(tiles: TinyTiles, T: int, gated: bool, bits: int, memory: int) -> Ti
     )
 
 
+def tiles_of(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> TinyTiles:
+    """The tiles of a call by the tables, with stages that fit."""
+    (T, K), (_, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
+    tiles = tiles_for(T, K, D, I, processors(x_TD)) if codes is None else code_tiles(K, codes)
+    bits = 16 if codes is None else codes.bits
+    return fitting(tiles, T, layer.act[1], bits, shared_memory(x_TD))
+
+
 @triton.jit
 def experts_in_use(experts_ptr, map_ptr, P, E: tl.constexpr, N_MAP, BP: tl.constexpr):
     """(ids, ranks, count): the expert of each pair, how many distinct ones come before it, and how
@@ -335,19 +343,17 @@ def run(
     layer: Experts,
     expert_map: Tensor | None,
     residual_TD: Tensor | None = None,
+    tiles: TinyTiles | None = None,
 ) -> Tensor:
     """The `experts` op for up to TINY_TOKENS tokens and TINY_PAIRS pairs of token and choice, added
-    to a contiguous residual if there is one."""
+    to a contiguous residual if there is one; without `tiles` by those of `tiles_of`."""
     (T, K), (E, D, I) = ids_TK.shape, layer.sizes
     if T > TINY_TOKENS or T * K > TINY_PAIRS:
         raise ValueError(
             f"takes {TINY_TOKENS} tokens and {TINY_PAIRS} pairs of token and choice at most, got "
             f"{T} tokens with {K} choices; run `rows`"
         )
-    codes = layer.codes
-    tiles = tiles_for(T, K, D, I, processors(x_TD)) if codes is None else code_tiles(K, codes)
-    bits = 16 if codes is None else codes.bits
-    tiles = fitting(tiles, T, layer.act[1], bits, shared_memory(x_TD))
+    tiles = tiles or tiles_of(x_TD, ids_TK, layer, expert_map)
     n_map = 0 if expert_map is None else expert_map.shape[0]
     P = T * K
     BP, BT = triton.next_power_of_2(P), triton.next_power_of_2(T)

@@ -1,0 +1,147 @@
+"""Tiles of the expert kernels for a layer: from those of the tables, changed one size at a time.
+
+The tables in `kernels/triton/experts/tiny.py` and `rows.py` hold what this finds on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from moe_ops.backends.triton import run_experts, tiles_of
+from moe_ops.bench import progress
+from moe_ops.bench.cells import SEED, Cell, Grid, Turns, fill, make_turns
+from moe_ops.bench.contenders import Contender
+from moe_ops.bench.formats import spelled
+from moe_ops.bench.inputs import Routed, Weights
+from moe_ops.ops import experts
+from moe_ops.ops.experts import ExpertsCall
+from moe_ops.testing import Case
+
+KERNELS = ("tiny", "rows")
+# The sizes of each product's tile, with what may be tried of them.
+WARPS, STAGES = (4, 8), (2, 3, 4, 5, 6)
+ROWS_SIZES: dict[str, tuple[int, ...]] = {
+    "rows": (16, 32, 64, 128, 256), "step": (32, 64, 128, 256), "BN": (16, 32, 64, 128, 256),
+    "stages": STAGES, "warps": WARPS,
+}  # fmt: skip
+TINY_SIZES: dict[str, dict[str, tuple[int, ...]]] = {
+    "up": {"BI": (8, 16, 32, 64), "BD": (64, 128, 256), "up_stages": STAGES},
+    "down": {"BG": (1, 2, 4, 8, 16), "BR": (4, 8, 16, 32), "BH": (64, 128, 256),
+             "down_stages": STAGES},
+}  # fmt: skip
+Tiles = TypeVar("Tiles")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """One choice of tiles: microseconds of a layer, or why there are none."""
+
+    tiles: Any
+    us: float | None
+    wrong: str = ""
+
+
+def around(kernel: str, product: str, tiles: Any) -> Iterator[Any]:
+    """The tiles in which one size of a product is the next smaller or larger one."""
+    sizes = ROWS_SIZES if kernel == "rows" else TINY_SIZES[product]
+    part = getattr(tiles, product) if kernel == "rows" else tiles
+    for name, values in sizes.items():
+        now = getattr(part, name)
+        below, above = [v for v in values if v < now], [v for v in values if v > now]
+        for value in (*below[-1:], *above[:1]):
+            changed = replace(part, **{name: value})
+            yield replace(tiles, **{product: changed}) if kernel == "rows" else changed
+
+
+def climb(
+    start: Tiles,
+    neighbours: Callable[[Tiles], Iterator[Tiles]],
+    measure: Callable[[Tiles], Tried],
+    most: int,
+) -> list[Tried]:
+    """All that was tried, the fastest first: neighbours of the fastest so far, until none of them
+    is faster or so many were tried. What is wrong or does not compile has no time.
+    """
+    found = {start: measure(start)}
+
+    def rank(tried: Tried) -> float:
+        return float("inf") if tried.us is None else tried.us
+
+    while True:
+        best = min(found.values(), key=rank)
+        new = [tiles for tiles in neighbours(best.tiles) if tiles not in found]
+        for tiles in new[: most - len(found)]:
+            found[tiles] = measure(tiles)
+        if min(found.values(), key=rank) is best or len(found) >= most:
+            return sorted(found.values(), key=rank)
+
+
+@torch.inference_mode()
+def measure(
+    grid: Grid, case: Case, tokens: int, kernel: str, product: str, most: int
+) -> list[Tried]:
+    """Tiles of one product of a layer, which are checked before they are timed, as cells are."""
+    g = torch.Generator(device=grid.device).manual_seed(SEED)
+    turns = make_turns(grid, case, (tokens, grid.routings[0]), [], g)
+
+    def time(tiles: Any) -> Tried:
+        progress.tell(f"{case.name}, {tokens} tokens: {tiles}")
+        cell = fill(_cell(case, tokens, grid, turns), _contender(kernel, tiles), turns, grid)
+        return Tried(tiles=tiles, us=cell.us, wrong=cell.wrong)
+
+    start = _start(kernel, turns.inputs[0])
+    found = climb(start, functools.partial(around, kernel, product), time, most)
+    progress.done()
+    return found
+
+
+def _contender(kernel: str, tiles: Any) -> Contender:
+    def call(weights: Weights, routed: Routed) -> torch.Tensor:
+        return run_experts(kernel, _record(weights, routed), tiles=tiles)
+
+    return Contender(name=str(tiles), call=call)
+
+
+def _record(weights: Weights, routed: Routed) -> ExpertsCall:
+    given = (routed.x_TD, routed.weights_TK, routed.ids_TK, weights.w13_EFD, weights.w2_EDI)
+    record: ExpertsCall = experts.call(*given, **weights.keywords)
+    return record
+
+
+def _start(kernel: str, inputs: tuple[Weights, Routed]) -> Any:
+    """The tiles that a call takes by the tables. Raises ValueError if the kernel refuses it."""
+    record = _record(*inputs)
+    first = record.x_TD
+    refusal = experts.backends[f"triton.{kernel}"].refusal("cuda", first.shape[0], record)
+    if refusal is not None:
+        raise ValueError(f"triton.{kernel} does not run this layer: it {refusal}")
+    return tiles_of(kernel, record)
+
+
+def _cell(case: Case, tokens: int, grid: Grid, turns: Turns) -> Cell:
+    return Cell(
+        layer=case.name,
+        tokens=tokens,
+        routing=grid.routings[0],
+        contender="",
+        copies=turns.rotation.copies,
+        sets=turns.rotation.sets,
+        cold=turns.rotation.cold,
+        bytes=turns.work.bytes,
+        flops=turns.work.flops,
+        floor_us=1.0,
+    )
+
+
+def table(case: Case, tokens: int, grid: Grid, found: list[Tried]) -> str:
+    """The fastest first; what was wrong last, with its reason."""
+    lines = [f"{case.name}, {tokens} tokens {spelled(grid.quant)}".rstrip()]
+    for tried in found:
+        said = f"{tried.us:9.2f} us" if tried.us is not None else f"{'-':>9}   "
+        lines.append(f"  {said}  {tried.tiles}{f'  {tried.wrong[:100]}' if tried.wrong else ''}")
+    return "\n".join(lines)

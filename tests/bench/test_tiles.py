@@ -1,0 +1,81 @@
+"""`bench tiles`: what is tried, in which order, and that it is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+
+from moe_ops.bench import cells, formats, tiles, timing
+from moe_ops.kernels.triton.experts.rows import code_tiles
+from moe_ops.kernels.triton.experts.tiny import TinyTiles
+from moe_ops.testing import DEVICE, F16, Case
+
+
+def near(n: int) -> Iterator[int]:
+    return (m for m in (n - 1, n + 1) if 0 <= m <= 9)
+
+
+def test_the_fastest_of_a_valley_is_found() -> None:
+    found = tiles.climb(2, near, lambda n: tiles.Tried(tiles=n, us=float((n - 7) ** 2)), 40)
+    assert [t.tiles for t in found][:3] == [7, 6, 8]
+    assert len(found) == len({t.tiles for t in found}) == 8
+
+
+def test_no_more_are_tried_than_asked_for() -> None:
+    found = tiles.climb(2, near, lambda n: tiles.Tried(tiles=n, us=10.0 - n), 4)
+    assert len(found) == 4
+
+
+def test_what_is_wrong_is_last_and_leads_nowhere() -> None:
+    def measure(n: int) -> tiles.Tried:
+        return tiles.Tried(tiles=n, us=None if n > 3 else 5.0 - n, wrong="too large" * (n > 3))
+
+    found = tiles.climb(2, near, measure, 40)
+    assert [t.tiles for t in found] == [3, 2, 1, 4]
+    assert found[-1].us is None and found[-1].wrong == "too large"
+
+
+def test_one_size_of_one_product_changes() -> None:
+    start = TinyTiles()
+    changed = list(tiles.around("tiny", "up", start))
+    assert TinyTiles(BI=16) in changed and TinyTiles(BD=256) in changed
+    assert all(t.BG == start.BG and t != start for t in changed)
+    rows = code_tiles(4.0, CODES, 227 * 1024)
+    for tried in tiles.around("rows", "down", rows):
+        assert tried.up == rows.up and tried.down != rows.down
+
+
+class CODES:
+    """What `code_tiles` asks of the codes of a layer."""
+
+    in_words, quantises, bits = True, False, 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", tiles.KERNELS)
+def test_tiles_of_a_layer_are_checked_and_timed(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The interpreter takes long for a call: one set of inputs, and one replay.
+    monkeypatch.setattr(cells, "sets_for", lambda *_: 1)
+    once = timing.Timing(us=1.0, low_us=1.0, high_us=1.0, replays=1)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(cells, "time_replays", lambda *_: once)
+    case = Case(name="small", T=1, E=3, K=2, D=128, I=64)
+    grid = cells.Grid(
+        layers=[case],
+        tokens=[2],
+        routings=["uniform"],
+        contenders=lambda _: [],
+        dtype=F16,
+        device=torch.device(DEVICE),
+        seconds=0.01,
+        quant=formats.parse("mxfp4"),
+    )
+    found = tiles.measure(grid, case, 2, kernel, "up", 2)
+    assert len(found) == 2 and any(t.us is not None for t in found), found
+    assert case.name in tiles.table(case, 2, grid, found)
