@@ -83,7 +83,7 @@ def product_kernel(
     for start in range(0, COLUMNS, STEP):
         acc_MN = add_product(
             acc_MN, w_M1, s_ptr, z_ptr, group_M, m < ROWS, x_1N, None, n, n < TOKENS, start,
-            COLUMNS, STEP, W, ARRANGED,
+            COLUMNS, STEP, W, ARRANGED, "",
         )  # fmt: skip
     acc_MN = rescaled(acc_MN, W, x_ptr.dtype.element_ty)
     tl.store(out_ptr + m[:, None] * TOKENS + n[None, :], acc_MN)

@@ -155,20 +155,21 @@ def spread(values_MG, EACH: tl.constexpr):
 def add_product(
     acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, x_1N, t_ptr, token_N, inside_N, start,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, ARRANGED: tl.constexpr,
+    POLICY: tl.constexpr,
 ):  # fmt: skip
     """acc_MN and the products of columns start to start + STEP of rows of weights, at w_M1, with
     tokens, at x_1N, of which those quantised have scales [tokens, groups] at t_ptr; `rescaled`
-    follows the last step."""
+    follows the last step. POLICY is that of the cache for weights."""
     BITS: tl.constexpr = W[5]
     if BITS == 4:
         acc_MN = add_words(
             acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, x_1N, inside_N, start,
-            COLUMNS, STEP, W, ARRANGED,
+            COLUMNS, STEP, W, ARRANGED, POLICY,
         )  # fmt: skip
     else:
         acc_MN = add_bytes(
             acc_MN, w_M1, s_ptr, group_M, inside_M, x_1N, t_ptr, token_N, inside_N, start,
-            COLUMNS, STEP, W,
+            COLUMNS, STEP, W, POLICY,
         )  # fmt: skip
     return acc_MN
 
@@ -238,6 +239,7 @@ def decoded(
 def add_words(
     acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, x_1N, inside_N, start,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, ARRANGED: tl.constexpr,
+    POLICY: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = x_1N.dtype.element_ty
     ELEMENT: tl.constexpr = W[0]
@@ -252,7 +254,7 @@ def add_words(
     inside_W = first + tl.arange(0, WORDS) < COLUMNS // 8
     w_MW = tl.load(
         w_M1 + (first + tl.arange(0, WORDS))[None, :],
-        mask=inside_M[:, None] & inside_W[None, :], other=0, eviction_policy="evict_first",
+        mask=inside_M[:, None] & inside_W[None, :], other=0, eviction_policy=POLICY,
     )  # fmt: skip
     less, scale_pair = 0, 0
     at_M = group_M if GROUP == -1 else group_M + start // GROUP
@@ -300,7 +302,7 @@ def float8_as(w, DTYPE: tl.constexpr):
 @triton.jit
 def add_bytes(
     acc_MN, w_M1, s_ptr, group_M, inside_M, x_1N, t_ptr, token_N, inside_N, start,
-    COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = x_1N.dtype.element_ty
     GROUP: tl.constexpr = W[2]
@@ -312,7 +314,7 @@ def add_bytes(
     inside_D = d < COLUMNS
     w_MD = tl.load(
         w_M1 + d[None, :], mask=inside_M[:, None] & inside_D[None, :], other=0.0,
-        eviction_policy="evict_first",
+        eviction_policy=POLICY,
     )  # fmt: skip
     x_DN = tl.load(x_1N + d[:, None], mask=inside_D[:, None] & inside_N[None, :], other=0.0)
     at_M = group_M if GROUP == -1 else group_M + start // GROUP

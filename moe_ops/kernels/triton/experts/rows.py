@@ -181,7 +181,7 @@ def rows_up(
         for start in range(0, D, BD):
             acc_FN = add_product(
                 acc_FN, w_F1, s_ptr, z_ptr, group_F, inside_F, x_1N, scale_ptr, pair_N // K,
-                n < count, start, D, BD, W, True,
+                n < count, start, D, BD, W, True, "",
             )  # fmt: skip
         acc_FN = rescaled(acc_FN, W, x_ptr.dtype.element_ty)
     h_IN = activated(acc_FN, b_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
@@ -234,7 +234,7 @@ def rows_down(
         for start in range(0, I, BI):
             acc_DN = add_product(
                 acc_DN, w_D1, s_ptr, z_ptr, group_D, inside_D, h_ptr + row_1N * I, scale_ptr,
-                first + n, n < count, start, I, BI, W, True,
+                first + n, n < count, start, I, BI, W, True, "",
             )  # fmt: skip
         acc_DN = rescaled(acc_DN, W, h_ptr.dtype.element_ty)
     if b_ptr is not None:

@@ -207,7 +207,7 @@ def tiny_up(
         for start in range(0, D, BD):
             acc_FN = add_product(
                 acc_FN, w_F1, s_ptr, z_ptr, group_F, inside_F, x_1N, None, n, n < T, start,
-                D, BD, W, False,
+                D, BD, W, False, "evict_first",
             )  # fmt: skip
         acc_FN = rescaled(acc_FN, W, x_ptr.dtype.element_ty)
     if share_ptr is not None:
@@ -305,7 +305,7 @@ def tiny_down(
             for start in range(0, I, BI):
                 acc_MN = add_product(
                     acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, h_1N, None, n, inside_N, start,
-                    I, BI, W, True,
+                    I, BI, W, True, "evict_first",
                 )  # fmt: skip
         next_M, next_N = first + BG + m // BR, first + BG + n // BT
         e_M = id_of(next_M, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
