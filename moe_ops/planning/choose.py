@@ -132,8 +132,9 @@ class Asked:
     """
 
     first: Tensor
-    usable: dict[str, int | None]  # with the most rows up to which each is the better choice
-    max_rows: dict[str, int]  # that those which cannot run any number can
+    usable: tuple[str, ...]
+    preferred: dict[str, int]  # the limits of `Rows`, of those that have one
+    possible: dict[str, int]
     refusals: dict[str, str]
     elsewhere: dict[str, str]  # the refusals of backends of other devices
 
@@ -141,8 +142,9 @@ class Asked:
 def _ask(op: Op, call: Any) -> Asked:
     first = op.arguments.first(call)
     device, rows = first.device.type, first.shape[0]
-    usable: dict[str, int | None] = {}
-    max_rows: dict[str, int] = {}
+    usable: list[str] = []
+    preferred: dict[str, int] = {}
+    possible: dict[str, int] = {}
     refusals = {}
     here = {b.name: b for b in op.candidates(device)}
     others = (b for name, b in op.backends.items() if name not in here)
@@ -154,19 +156,21 @@ def _ask(op: Op, call: Any) -> Asked:
             with no_new_guards(op.arguments.flat(call)):
                 reason = backend.refusal(device, rows, call)
                 if reason is None:
-                    rows_of = backend.rows
-                    most = rows_of.preferred and rows_of.preferred(call)
-                    usable[backend.name] = most if isinstance(most, int) else None
-                    if rows_of.possible is not None:
-                        max_rows[backend.name] = rows_of.possible(call)
+                    limit = backend.rows.preferred and backend.rows.preferred(call)
+                    if isinstance(limit, int):
+                        preferred[backend.name] = limit
+                    if backend.rows.possible is not None:
+                        possible[backend.name] = backend.rows.possible(call)
+                    usable.append(backend.name)
                     continue
         except GUARDS:
             reason = "decides by a size that is not known when compiling"
         refusals[backend.name] = reason
     return Asked(
         first=first,
-        usable=usable,
-        max_rows=max_rows,
+        usable=tuple(usable),
+        preferred=preferred,
+        possible=possible,
         refusals=refusals,
         elsewhere=elsewhere,
     )
@@ -207,7 +211,7 @@ def _forced(op: Op, thresholds: Ranges | None) -> Ranges | None:
 def _measured(device: str, op: Op, call: Any, asked: Asked, table: tuned.Table) -> tuned.Times:
     layer = tuned.layer_of_call(device, op.name, call)
     cells = {} if layer is None else table.get(layer, {})
-    return tuned.Times.of(cells, {name: asked.max_rows.get(name) for name in asked.usable})
+    return tuned.Times.of(cells, {name: asked.possible.get(name) for name in asked.usable})
 
 
 def _by_limits(asked: Asked) -> Ranges:
@@ -216,14 +220,14 @@ def _by_limits(asked: Asked) -> Ranges:
     """
     found: list[tuple[int | None, str]] = []
     done = -1
-    for name, better in asked.usable.items():
-        limits = [n for n in (better, asked.max_rows.get(name)) if n is not None]
+    for name in asked.usable:
+        limits = [rows[name] for rows in (asked.preferred, asked.possible) if name in rows]
         if not limits:
             return (*found, (None, name))
         if min(limits) > done:
             done = min(limits)
             found.append((done, name))
-    any_number = (name for name in asked.usable if name not in asked.max_rows)
+    any_number = (name for name in asked.usable if name not in asked.possible)
     return (*found, (None, next(any_number, REFERENCE)))
 
 
@@ -249,9 +253,9 @@ def _require_served(op: Op, node: Node, ranges: Ranges, asked: Asked) -> None:
         reason = asked.refusals.get(name) or asked.elsewhere.get(name)
         if name not in op.backends:
             reason = f"there are {', '.join(op.backends)}"
-        most = asked.max_rows.get(name)
-        if most is not None and (upto is None or upto > most):
-            reason = f"takes at most {most} rows"
+        possible = asked.possible.get(name)
+        if possible is not None and (upto is None or upto > possible):
+            reason = f"takes at most {possible} rows"
         if reason is not None:
             tokens = "more" if upto is None else f"up to {upto}"
             tokens = "" if len(ranges) == 1 else f" for {tokens} tokens"

@@ -81,8 +81,8 @@ def tune(
                 Cell(tokens=count, routing=routing, backend=backend)
                 for count in tokens
                 for routing in routings
-                for backend, most in backends.items()
-                if most is None or count <= most
+                for backend, possible in backends.items()
+                if possible is None or count <= possible
             ]
             missing = [cell for cell in cells if cell not in known]
             calls = make() if missing else []

@@ -59,24 +59,24 @@ class Times:
     """The times of one layer, by number of tokens and backend: the geometric mean over routings."""
 
     by_tokens: dict[int, dict[str, float]] = field(default_factory=dict)
-    max_rows: Mapping[str, int | None] = field(default_factory=dict)  # None: any number
+    possible: Mapping[str, int | None] = field(default_factory=dict)  # rows; None: any number
 
     @staticmethod
-    def of(cells: dict[Cell, float], backends: Mapping[str, int | None]) -> Times:
+    def of(cells: dict[Cell, float], possible: Mapping[str, int | None]) -> Times:
         """Those of these backends, with the most tokens that each can run (None: any number), where
         all routings were measured on all that can.
         """
         logs: dict[int, dict[str, list[float]]] = {}
         for cell, us in cells.items():
-            if cell.backend in backends:
+            if cell.backend in possible:
                 logs.setdefault(cell.tokens, {}).setdefault(cell.backend, []).append(math.log(us))
         found: dict[int, dict[str, float]] = {}
         for tokens in sorted(logs):
             at = logs[tokens]
-            able = {b for b, most in backends.items() if most is None or tokens <= most}
+            able = {b for b, upto in possible.items() if upto is None or tokens <= upto}
             if at.keys() == able and len({len(values) for values in at.values()}) == 1:
                 found[tokens] = {b: math.exp(sum(v) / len(v)) for b, v in at.items()}
-        return Times(by_tokens=found, max_rows=backends)
+        return Times(by_tokens=found, possible=possible)
 
     def ranges(self) -> Ranges:
         """The fastest backend by number of tokens; between two counts it changes halfway, or where
@@ -92,23 +92,23 @@ class Times:
         found: list[tuple[int | None, str]] = []
         for (tokens, backend), (after, other) in itertools.pairwise(chosen):
             if backend != other:
-                found.append((self._most(backend, (tokens + after) // 2), backend))
+                found.append((self._within(backend, (tokens + after) // 2), backend))
         if not chosen:
             return ()
         last, backend = chosen[-1]
-        if self.max_rows.get(backend) is None:
+        if self.possible.get(backend) is None:
             return (*found, (None, backend))
-        times = {b: t for b, t in self.by_tokens[last].items() if self.max_rows.get(b) is None}
+        times = {b: t for b, t in self.by_tokens[last].items() if self.possible.get(b) is None}
         if not times:
             return ()
         return (
             *found,
-            (self._most(backend, None), backend),
+            (self._within(backend, None), backend),
             (None, min(times, key=times.__getitem__)),
         )
 
-    def _most(self, backend: str, upto: int | None) -> int | None:
-        limits = [n for n in (self.max_rows.get(backend), upto) if n is not None]
+    def _within(self, backend: str, upto: int | None) -> int | None:
+        limits = [n for n in (self.possible.get(backend), upto) if n is not None]
         return min(limits, default=None)
 
     def largest(self, low: int, high: int | None) -> int | None:
