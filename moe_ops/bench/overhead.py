@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from moe_ops.decode_ops import experts_onto, linears, normed_linears, one_query, rope_attention
 from moe_ops.ops import (
     activate,
     combine,
@@ -24,6 +26,7 @@ from moe_ops.spec import Op
 from moe_ops.testing import Case, make_layer
 
 ROUNDS, CALLS = 25, 400
+TINY = Case(name="tiny", T=1, E=8, K=2, D=16, I=8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +45,8 @@ class Overhead:
 
 
 def calls() -> dict[Op, tuple[Any, ...]]:
-    """One call of each op on the smallest sensible layer."""
-    layer = make_layer(Case(name="tiny", T=1, E=8, K=2, D=16, I=8))
+    """One call of each op of a layer on the smallest sensible one."""
+    layer = make_layer(TINY)
     x_RD, rows_R, ends_E = dispatch(layer.x_TD, layer.ids_TK, 8)
     y_RF = expert_gemm(x_RD, layer.w13_EFD, ends_E)
     y_RD = expert_gemm(activate(y_RF), layer.w2_EDI, ends_E)
@@ -58,6 +61,27 @@ def calls() -> dict[Op, tuple[Any, ...]]:
         experts: (layer.x_TD, layer.weights_TK, layer.ids_TK, *weights),
         moe: (layer.x_TD, layer.logits_TE, *weights, 2),
         expert_loads: (layer.ids_TK, 8),
+    }
+
+
+def decode_calls() -> dict[Op, tuple[Any, ...]]:
+    """One call of each op of a decoding step, of one sequence in a cache of four slots."""
+    layer = make_layer(TINY)
+    tensors = (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
+
+    def ones(*shape: int) -> Tensor:
+        return torch.ones(shape, dtype=torch.bfloat16)
+
+    x_TK, gain, weights, biases = ones(1, 16), ones(16), [ones(8, 16), ones(8, 16)], [ones(8), None]
+    q_BHD, k_BND, keys_BNSD, cos_BW = ones(1, 2, 16), ones(1, 1, 16), ones(1, 1, 4, 16), ones(1, 16)
+    seen = (torch.ones(1, 4, dtype=torch.bool), 0.25)  # every slot, and the scale of scores
+    turned = (q_BHD, k_BND, k_BND, cos_BW, cos_BW, torch.tensor([3]))
+    return {
+        linears: (x_TK, weights, biases),
+        normed_linears: (x_TK, x_TK, gain, 1e-6, weights, biases),
+        one_query: (q_BHD, keys_BNSD, keys_BNSD, *seen),
+        rope_attention: (*turned, keys_BNSD, keys_BNSD.clone(), *seen, gain, gain),
+        experts_onto: (layer.x_TD, *tensors),
     }
 
 
@@ -77,7 +101,7 @@ def measure() -> list[Overhead]:
     """The overhead of every op in inference mode."""
     found = []
     with torch.inference_mode():
-        for op, args in calls().items():
+        for op, args in (calls() | decode_calls()).items():
             record = op.call(*args)
             backend = op.pick(record)
             body, call, validation = fastest_us(
@@ -99,10 +123,10 @@ def measure() -> list[Overhead]:
 
 def table(found: list[Overhead]) -> str:
     head = (
-        f"{'op':<12}{'backend':<11}{'body µs':>9}{'call µs':>9}{'dispatch µs':>13}{'checks µs':>11}"
+        f"{'op':<16}{'backend':<11}{'body µs':>9}{'call µs':>9}{'dispatch µs':>13}{'checks µs':>11}"
     )
     lines = [
-        f"{o.op:<12}{o.backend:<11}{o.body_us:>9.1f}{o.call_us:>9.1f}"
+        f"{o.op:<16}{o.backend:<11}{o.body_us:>9.1f}{o.call_us:>9.1f}"
         f"{o.dispatch_us:>13.1f}{o.validation_us:>11.1f}"
         for o in found
     ]
