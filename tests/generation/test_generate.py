@@ -267,10 +267,9 @@ def test_a_compiled_model_compiles_once_for_all_lengths_and_calls(model: Any) ->
     assert (report.rows, report.slots, report.steps, report.captured) == (1, 256, 8, False)
 
 
+@pytest.mark.every
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", those_of(["mixtral"], ["mixtral", "gpt_oss", "olmoe", "deepseek_v3"])
-)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "olmoe", "deepseek_v3"])
 def test_compiled_families(family: str) -> None:
     torch._dynamo.reset()
     model = families.build(family).model

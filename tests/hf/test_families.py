@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.chosen import CHOSEN, those_of
+
 from . import families
 from .overrides import UNBUILDABLE
 
@@ -24,7 +26,7 @@ def test_unbuildable_has_a_reason_and_does_not_build(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", BUILDABLE)
-def test_builds_and_runs(family: str) -> None:
+def test_builds_and_reaches_all_experts(family: str) -> None:
     tiny = families.build(family)
     experts = families.experts(tiny.model)
     assert experts
@@ -35,6 +37,13 @@ def test_builds_and_runs(family: str) -> None:
     out = families.run(tiny, tiny.inputs)
     assert torch.isfinite(out).all()
     assert called == set(experts), "the inputs leave some experts out"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", those_of(CHOSEN, BUILDABLE))
+def test_runs_in_each_form_and_generates(family: str) -> None:
+    tiny = families.build(family)
+    out = families.run(tiny, tiny.inputs)
     other = families.run(tiny, families.inputs_for(tiny, 2, 7, seed=1))
     assert (out - other).abs().max() > 0.01
 

@@ -48,7 +48,10 @@ def test_a_forward_is_one_graph_with_our_kernels(
     assert "triton.grouped" in code and "aten" not in plans(code)
 
 
-@pytest.mark.parametrize(("family", "batch", "length"), [("qwen3_moe", 1, 128), ("olmoe", 1, 1)])
+@pytest.mark.parametrize(
+    ("family", "batch", "length"),
+    [("qwen3_moe", 1, 128), pytest.param("olmoe", 1, 1, marks=pytest.mark.every)],
+)
 def test_a_prompt_and_a_step_of_generate(family: str, batch: int, length: int) -> None:
     with absent_gpu() as codes:
         model, ids = model_and_ids(family, batch, length)

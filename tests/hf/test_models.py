@@ -9,6 +9,7 @@ import torch
 
 import moe_ops
 from moe_ops.testing import F32, TOL, assert_close
+from tests.chosen import CHOSEN
 from tests.hf import families
 
 MODEL = TOL["model", F32]
@@ -32,13 +33,18 @@ QUICK = (
     "qwen3_moe", "mixtral", "gemma4", "deepseek_v2", "ernie4_5_moe", "gpt_oss", "granitemoe",
     "deepseek_v3", "glm4_moe", "minimax_m2", "llama4", "aria", "nemotron_h", "jamba", "phimoe",
 )  # fmt: skip
-EVERY = [
-    pytest.param(family, marks=[] if family in QUICK else [pytest.mark.slow])
-    for family in families.discover()
-]
 
 
-@pytest.mark.parametrize("family", EVERY)
+def marks(family: str) -> list[pytest.MarkDecorator]:
+    """Quick families are in `make check`, chosen ones in `make test`, all in `make test-all`."""
+    if family in QUICK:
+        return []
+    return [pytest.mark.slow] if family in CHOSEN else [pytest.mark.slow, pytest.mark.every]
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=marks(family)) for family in families.discover()]
+)
 def test_a_family_computes_the_same_on_our_ops(
     family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
