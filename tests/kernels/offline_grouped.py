@@ -1,13 +1,17 @@
 """Compile for a Hopper GPU that is not here the warp-specialised grouped products; a script.
 
-It prints one JSON line for each variant: its activation, whether there are biases and only whole
-steps along K, its registers, and the bytes that it spills.
+    python offline_grouped.py ACTIVATION...
+
+compiles the first product with these, and with "silu" the second one, which has none. It prints one
+JSON line for each variant: its activation, whether there are biases and only whole steps along K,
+its registers, and the bytes that it spills.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import sys
 from typing import Any
 from unittest.mock import patch
 
@@ -62,14 +66,15 @@ def main() -> None:
         patch.object(JITFunction, "run", compile_launch),
         patch.object(grouped, "runs_on_hopper", lambda *_: True),
     ):
-        for args, bias in itertools.product(ACTIVATIONS.values(), (False, True)):
+        for name, bias in itertools.product(sys.argv[1:], (False, True)):
+            args = ACTIVATIONS[name]
             act = Activation(**{"kind": "silu"} | args)
             F = 2 * I if act.gated else I
             b13 = empty(E, F) if bias else None
             for width in (D, D + 16) if args == {} else (D,):
                 x, w13 = empty(2048, width), empty(E, F, width)
                 grouped.grouped_gated(x, rows, ends, w13, b13, K, *act.args)
-        for bias in (False, True):
+        for bias in (False, True) if "silu" in sys.argv[1:] else ():
             b2 = empty(E, D) if bias else None
             grouped.grouped_rows(empty(4096, I), ends, empty(E, D, I), b2)
 
