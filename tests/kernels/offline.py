@@ -1,9 +1,9 @@
 """Compile for GPUs that are not here every kernel that a call would launch; run as a script.
 
-    python offline.py CAPABILITY
+    python offline.py CAPABILITY PART
 
-prints one JSON line for each variant: the kernel, its registers, its bytes of shared memory and
-those that it spills.
+prints one JSON line for each variant of a part (see PARTS): the kernel, its registers, its bytes of
+shared memory and those that it spills.
 Launches are caught where Triton would compile and run them, so that what is compiled is what the
 host code asks for.
 """
@@ -77,10 +77,10 @@ LINEARS = [
 
 # Weights, inputs, capability: every way to load codes, and to scale them.
 FORMATS = [
-    ("int4:1x128:bfloat16", "", 80), ("uint4:1x128:bfloat16", "", 80),
-    ("int4:1x32:bfloat16", "", 80), ("uint4:1x64:float16", "", 80), ("mxfp4", "", 80),
-    ("mxfp8", "", 89), ("float8_e4m3fn:128x128", "", 89),
+    ("int4:1x128:bfloat16", "", 80), ("mxfp4", "", 80),
     ("float8_e4m3fn:128x128", "float8_e4m3fn:1x128", 89),
+    ("uint4:1x128:bfloat16", "", 80), ("int4:1x32:bfloat16", "", 80),
+    ("uint4:1x64:float16", "", 80), ("mxfp8", "", 89), ("float8_e4m3fn:128x128", "", 89),
 ]  # fmt: skip
 
 
@@ -174,14 +174,6 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         for more in [*others, *[{"dtype": torch.float32}] * (backend == "grouped")]:
             call = functools.partial(layer, case, backend, T, False, **more)
             yield f"gpt_oss_20b {backend} {more}", call
-    for w_format, x_format, least in FORMATS if capability != 100 else FORMATS[:1]:
-        for backend, T in (("tiny", 1), ("tiny", 4), *(("rows", n) for n in (16, 256, 1024, 4096))):
-            if capability < least or (w_format.endswith("1x128:bfloat16") and T == 4):
-                continue
-            call = functools.partial(
-                quantised_layer, LAYERS["gpt_oss_20b"], backend, T, w_format, x_format
-            )
-            yield f"{backend} {T} {w_format} {x_format}", call
     for name, case in layers.items():
         yield f"{name} route", lambda c=case: many_routed(c)
         most_tiny = min(TINY_TOKENS, TINY_PAIRS // case.K)
@@ -207,6 +199,26 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                 f"{name} {backend}",
                 lambda b=backend, a=args: layer(LAYERS["olmoe"], b, 4, False, **a),
             )
+
+
+def calls_of_codes(
+    capability: int, formats: list[tuple[str, str, int]]
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Calls on quantised weights that between them launch every tile, for widths that fill none."""
+    case = LAYERS["gpt_oss_20b"]
+    for w_format, x_format, least in formats:
+        for backend, T in (("tiny", 1), ("tiny", 4), *(("rows", n) for n in (16, 256, 1024, 4096))):
+            if capability < least:
+                continue
+            call = functools.partial(quantised_layer, case, backend, T, w_format, x_format)
+            yield f"{backend} {T} {w_format} {x_format}", call
+
+
+PARTS: dict[str, Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]] = {
+    "floats": calls,
+    "codes": lambda capability: calls_of_codes(capability, FORMATS[:3]),
+    "more_codes": lambda capability: calls_of_codes(capability, FORMATS[3:]),
+}
 
 
 def attended(batch: int, heads: int, group: int, slots: int, size: int, sinks: bool) -> None:
@@ -324,9 +336,9 @@ def quantised_layer(case: Any, backend: str, T: int, w_format: str, x_format: st
 
 
 def main() -> None:
-    capability = int(sys.argv[1])
+    capability, part = int(sys.argv[1]), sys.argv[2]
     known: set[tuple[Any, ...]] = set()
-    for name, call in calls(capability):
+    for name, call in PARTS[part](capability):
         for found in compile_launches(call, capability, known):
             print(json.dumps({"call": name, **found}), flush=True)
 

@@ -1,10 +1,13 @@
 """Every kernel variant compiles for the GPUs that we name, and keeps to its registers."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,28 +17,39 @@ SCRIPT = Path(__file__).with_name("offline.py")
 ROOT = Path(__file__).resolve().parents[2]
 
 
+EXPERTS = {"tiny_up", "tiny_down", "rows_up", "rows_down"}
+KERNELS = {
+    "floats": EXPERTS | {
+        "route_kernel", "sort_kernel", "count_kernel", "add_up_kernel", "place_kernel",
+        "sum_kernel", "one_query_kernel", "one_query_merge", "linears_one", "linears_few",
+        "rope_kernel", "rope_attention_kernel", "_tile_map", "_grouped",
+    },
+    "codes": EXPERTS | {"arrange_kernel"},
+    "more_codes": EXPERTS | {"arrange_kernel"},
+}  # fmt: skip
+CAPABILITIES = (90, 80, 89, 100)
+
+
+def each() -> Iterator[Any]:
+    """Hopper's with the most usual formats are tested always."""
+    for capability, part in itertools.product(CAPABILITIES, KERNELS):
+        always = capability == 90 and part != "more_codes"
+        yield pytest.param(capability, part, marks=[] if always else [pytest.mark.every])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "capability",
-    [90, *(pytest.param(other, marks=pytest.mark.every) for other in (80, 89, 100))],
-)
-def test_every_variant_compiles_and_spills_nothing(capability: int) -> None:
+@pytest.mark.parametrize(("capability", "part"), each())
+def test_every_variant_compiles_and_spills_nothing(capability: int, part: str) -> None:
     # In a process of its own, as Triton interprets kernels in this one.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(capability)],
+        [sys.executable, str(SCRIPT), str(capability), part],
         capture_output=True, text=True, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     variants = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {v["kernel"] for v in variants} >= {
-        "route_kernel", "sort_kernel", "count_kernel", "add_up_kernel", "place_kernel",
-        "sum_kernel",
-        "one_query_kernel", "one_query_merge", "linears_one", "linears_few",
-        "rope_kernel", "rope_attention_kernel",
-        "tiny_up", "tiny_down", "rows_up", "rows_down", "arrange_kernel", "_tile_map", "_grouped",
-    }  # fmt: skip
+    assert {v["kernel"] for v in variants} >= KERNELS[part]
     assert [v for v in variants if v["shared"] > v["memory"]] == []
     # Tiles are tuned for Hopper and weights by rows; elsewhere a few bytes are no harm.
     tuned = [v for v in variants if capability == 90 and "transposed" not in v["call"]]
