@@ -12,13 +12,8 @@ from torch import Tensor
 
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.fake_impls.formats import ELEMENTS
-from moe_ops.kernels.triton.experts.quantized import (
-    add_product,
-    arrange,
-    as_stored,
-    group_row,
-    rescaled,
-)
+from moe_ops.kernels.triton.experts.quantized import add_product, as_stored, rescaled
+from moe_ops.kernels.triton.experts.tokens import arrange
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import DEVICE
@@ -78,13 +73,11 @@ def product_kernel(
     m = tl.arange(0, ROWS)
     n = tl.arange(0, TOKENS)
     acc_MN = tl.zeros((ROWS, TOKENS), tl.float32)
-    group_M = group_row(0 * m, m, ROWS, COLUMNS, W)
     w_M1, x_1N = (w_ptr + m * stride_w)[:, None], (x_ptr + n * COLUMNS)[None, :]
-    for start in range(0, COLUMNS, STEP):
-        acc_MN = add_product(
-            acc_MN, w_M1, s_ptr, z_ptr, group_M, m < ROWS, x_1N, None, n, n < TOKENS, start,
-            COLUMNS, STEP, W, ARRANGED, "",
-        )  # fmt: skip
+    acc_MN = add_product(
+        acc_MN, w_M1, s_ptr, z_ptr, 0 * m, m, m < ROWS, x_1N, None, n, n < TOKENS,
+        ROWS, COLUMNS, STEP, W, ARRANGED, "",
+    )  # fmt: skip
     acc_MN = rescaled(acc_MN, W, x_ptr.dtype.element_ty)
     tl.store(out_ptr + m[:, None] * TOKENS + n[None, :], acc_MN)
 
@@ -95,7 +88,7 @@ def product(weights: Weights, x_ND: Tensor, *, arranged: bool = False) -> Tensor
     weight = weight_of(weights.format, "")
     out = torch.empty(rows, N, device=x_ND.device)
     if arranged and weight[5] == 4:
-        x_ND = arrange(x_ND, weight)
+        x_ND = arrange(x_ND)
     else:
         arranged = False
     w = as_stored(weights.values, weight)

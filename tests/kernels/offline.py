@@ -35,10 +35,10 @@ from moe_ops.kernels.triton.decode import linears, one_query, rope, rope_attenti
 from moe_ops.kernels.triton.experts import (
     combine,
     grouped_plain,
-    quantized,
     rows,
     sort,
     tiny,
+    tokens,
 )
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.route import route
@@ -143,13 +143,13 @@ def compile_launches(
             combine,
             linears,
             one_query,
-            quantized,
             rope,
             rope_attention,
             routing,
             rows,
             sort,
             tiny,
+            tokens,
         ):
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
         for module in (grouped_plain, linears, rope_attention, rows, tiny):
@@ -178,8 +178,8 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"{name} route", lambda c=case: many_routed(c)
         most_tiny = min(TINY_TOKENS, TINY_PAIRS // case.K)
         tokens_of = {"tiny": (1, 4, most_tiny), "rows": (8, 64, 256, 1024), "grouped": (256, 4096)}
-        for backend, tokens in tokens_of.items():
-            for T in tokens:
+        for backend, counts in tokens_of.items():
+            for T in counts:
                 for full in (False, True) if name in both else (False,):
                     call = functools.partial(layer, case, backend, T, full)
                     yield f"{name} {backend} {T}{' full' if full else ''}", call

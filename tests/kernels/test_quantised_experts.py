@@ -30,7 +30,7 @@ from moe_ops.testing import (
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops.kernels.triton.experts.quantized import quantise
+from moe_ops.kernels.triton.experts.tokens import quantise
 from tests.kernels.codes import any_codes, product, quantised
 
 F8 = torch.float8_e4m3fn

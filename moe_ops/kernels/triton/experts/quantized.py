@@ -4,11 +4,10 @@ multiplied, a step of columns at a time.
 Codes of four bits come as words of eight. Two shifts and two masks make a pair of halves of the
 nibbles j and j + 4 of a word, so a step is four products, of the pairs 0 to 3 of all words, and
 tokens are read in that order of columns: value 8 q + j + 4 i is column 2 q + i of product j. So
-weights stay as checkpoints hold them. `arrange` stores tokens product by product, so that they are
-read 16 bytes at a time; h is stored so where it is made.
+weights stay as checkpoints hold them.
 
-Codes of eight bits come as they are. Inputs of 8 bits are quantised by `quantise` before, or on the
-way to a product of a few tokens, in the groups of columns that the weight has.
+Codes of eight bits come as they are, and may meet inputs of 8 bits, in groups of as many columns;
+`tokens.py` makes these.
 
 Scales of groups of at least a step are multiplied into the float32 sum of the step where that is
 small, others into the decoded values: a second sum of many tokens has no room in registers. An
@@ -25,16 +24,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from moe_ops.kernels.triton import Weight
-from moe_ops.kernels.triton.launch import pdl_options
-from moe_ops.kernels.triton.replay import launch
+from moe_ops.kernels.triton.experts.float8 import INTERPRETED, to_float8
 
-INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # by Python, which has no PTX
 MOST_IN_SUM = tl.constexpr(64)  # tokens whose sums are scaled
-LARGEST_CODE = tl.constexpr(448.0)  # of float8_e4m3fn
-SMALLEST_SCALE = tl.constexpr(1e-12)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,14 +130,6 @@ def group_row(e, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr
 
 
 @triton.jit
-def column_of(i, COLUMNS: tl.constexpr, W: tl.constexpr):
-    """Where column i of the tokens of a product is stored, once arranged."""
-    if W is not None and W[5] == 4:
-        i = i % 4 * (COLUMNS // 4) + i // 8 * 2 + i % 8 // 4
-    return i
-
-
-@triton.jit
 def spread(values_MG, EACH: tl.constexpr):
     """Each column EACH times."""
     M: tl.constexpr = values_MG.shape[0]
@@ -153,30 +139,32 @@ def spread(values_MG, EACH: tl.constexpr):
 
 @triton.jit
 def add_product(
-    acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, x_1N, t_ptr, token_N, inside_N, start,
-    COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, ARRANGED: tl.constexpr,
-    POLICY: tl.constexpr,
+    acc_MN, w_M1, s_ptr, z_ptr, e, row_M, inside_M, x_1N, t_ptr, token_N, inside_N,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr,
+    ARRANGED: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """acc_MN and the products of columns start to start + STEP of rows of weights, at w_M1, with
-    tokens, at x_1N, of which those quantised have scales [tokens, groups] at t_ptr; `rescaled`
-    follows the last step. POLICY is that of the cache for weights."""
+    """acc_MN and the products of rows of the weights of experts, at w_M1, with tokens, at x_1N, of
+    which those quantised have scales [tokens, groups] at t_ptr; `rescaled` follows the last one.
+    POLICY is that of the cache for weights."""
     BITS: tl.constexpr = W[5]
-    if BITS == 4:
-        acc_MN = add_words(
-            acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, x_1N, inside_N, start,
-            COLUMNS, STEP, W, ARRANGED, POLICY,
-        )  # fmt: skip
-    else:
-        acc_MN = add_bytes(
-            acc_MN, w_M1, s_ptr, group_M, inside_M, x_1N, t_ptr, token_N, inside_N, start,
-            COLUMNS, STEP, W, POLICY,
-        )  # fmt: skip
+    group_M = group_row(e, row_M, ROWS, COLUMNS, W)
+    for start in range(0, COLUMNS, STEP):
+        if BITS == 4:
+            acc_MN = add_words(
+                acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, x_1N, inside_N, start,
+                COLUMNS, STEP, W, ARRANGED, POLICY,
+            )  # fmt: skip
+        else:
+            acc_MN = add_bytes(
+                acc_MN, w_M1, s_ptr, group_M, inside_M, x_1N, t_ptr, token_N, inside_N, start,
+                COLUMNS, STEP, W, POLICY,
+            )  # fmt: skip
     return acc_MN
 
 
 @triton.jit
 def rescaled(acc_MN, W: tl.constexpr, DTYPE: tl.constexpr):
-    """The sum of all steps. Codes of float4 in bfloat16 are 2**-126 of their values, and scales
+    """The sum of all products. Codes of float4 in bfloat16 are 2**-126 of their values, and scales
     were multiplied by 2**64, so that those from 2**-64 to 2**63 stay exact."""
     ELEMENT: tl.constexpr = W[0]
     if ELEMENT == "float4_e2m1" and DTYPE == tl.bfloat16:
@@ -341,106 +329,6 @@ def add_bytes(
         scale_MD = spread(scales(s_ptr + at_MG, inside_MG, KIND).to(DTYPE), STEP // GROUPS)
         acc_MN = tl.dot(float8_as(w_MD, DTYPE) * scale_MD, x_DN, acc_MN)
     return acc_MN
-
-
-@triton.jit
-def rounded_to_float8(x):
-    """float32 rounded to what float8_e4m3fn holds, for the interpreter, whose conversion carries no
-    bit into the exponent."""
-    bits = x.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-    normal = bits.to(tl.float32, bitcast=True)
-    return tl.where(tl.abs(x) < 2**-6, (x + 24576.0) - 24576.0, normal)
-
-
-@triton.jit
-def to_float8(x, AXIS: tl.constexpr):
-    """(codes, scales along the other axis), as `quantize` makes them, but that a division by a
-    scale is a product with its inverse."""
-    x = x.to(tl.float32)
-    largest = tl.max(tl.abs(x), AXIS)
-    scale = tl.maximum(largest / LARGEST_CODE, SMALLEST_SCALE)
-    scale = tl.where(largest < float("inf"), scale, float("nan"))
-    codes = x * tl.expand_dims(1.0 / scale, AXIS)
-    codes = tl.maximum(codes, -LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
-    codes = tl.minimum(codes, LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
-    if INTERPRETED:  # where a float8 cannot be NaN, either
-        codes = rounded_to_float8(codes)
-        scale = tl.where(tl.sum(x * 0, AXIS) == 0, scale, float("nan"))
-    return codes.to(tl.float8e4nv), scale
-
-
-@triton.jit
-def arrange_kernel(
-    x_ptr, out_ptr, stride_x, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr
-):
-    """One program: BD columns of a token, where `column_of` says."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    t = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BD + tl.arange(0, BD)
-    # Reads scatter within a token, which stays in the L1 cache; writes do not.
-    j, rest = at // (D // 4), at % (D // 4)
-    column = rest // 2 * 8 + j + rest % 2 * 4
-    tl.store(out_ptr + t * D + at, tl.load(x_ptr + t * stride_x + column, mask=at < D), mask=at < D)
-
-
-def arrange(x_TD: Tensor, weight: Weight) -> Tensor:
-    """Tokens whose columns are in the order in which weights in words are multiplied."""
-    T, D = x_TD.shape
-    out_TD = x_TD.new_empty(T, D)
-    BD = min(1024, triton.next_power_of_2(D))
-    pdl, options = pdl_options(x_TD)
-    launch(
-        arrange_kernel, (T, triton.cdiv(D, BD)), x_TD, out_TD, x_TD.stride(0),
-        D=D, BD=BD, W=weight, PDL=pdl, num_warps=4, **options,
-    )  # fmt: skip
-    return out_TD
-
-
-@triton.jit
-def quantise_kernel(
-    x_ptr, out_ptr, scale_ptr, stride_x,
-    D: tl.constexpr, BG: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: BG groups of columns of a token."""
-    GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    t = tl.program_id(0).to(tl.int64)
-    g = tl.program_id(1) * BG + tl.arange(0, BG)
-    at_GC = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x_GC = tl.load(x_ptr + t * stride_x + at_GC, mask=at_GC < D, other=0.0)
-    codes_GC, scale_G = to_float8(x_GC, 1)
-    tl.store(out_ptr + t * D + at_GC, codes_GC, mask=at_GC < D)
-    tl.store(scale_ptr + t * GROUPS + g, scale_G, mask=g < GROUPS)
-
-
-def quantise(x_TD: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
-    """Codes of float8, and float32 scales [T, groups], of tokens for weights with inputs of 8
-    bits."""
-    (T, D), group = x_TD.shape, weight[2]
-    groups = triton.cdiv(D, group)
-    codes_TD = x_TD.new_empty(T, D, dtype=torch.float8_e4m3fn)
-    scale_TG = x_TD.new_empty(T, groups, dtype=torch.float32)
-    BG = min(8, triton.next_power_of_2(groups))
-    pdl, options = pdl_options(x_TD)
-    launch(
-        quantise_kernel, (T, triton.cdiv(groups, BG)), x_TD, codes_TD, scale_TG, x_TD.stride(0),
-        D=D, BG=BG, GROUP=group, PDL=pdl, num_warps=4, **options,
-    )  # fmt: skip
-    return codes_TD, scale_TG
-
-
-def tokens_for(x_TD: Tensor, codes: Codes | None) -> tuple[Tensor, Tensor | None]:
-    """Tokens, and scales if they have any, as the product with the first weight reads them."""
-    if codes is None:
-        return x_TD, None
-    if codes.in_words:
-        return arrange(x_TD, codes.weight), None
-    return quantise(x_TD, codes.weight) if codes.quantises else (x_TD, None)
 
 
 def as_stored(w: Tensor, weight: Weight) -> Tensor:

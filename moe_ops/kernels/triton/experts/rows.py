@@ -19,16 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.experts.combine import sum_rows
-from moe_ops.kernels.triton.experts.quantized import (
-    Codes,
-    add_product,
-    column_of,
-    group_row,
-    quantise,
-    rescaled,
-    tokens_for,
-)
+from moe_ops.kernels.triton.experts.quantized import Codes, add_product, rescaled
 from moe_ops.kernels.triton.experts.sort import sort_pairs
+from moe_ops.kernels.triton.experts.tokens import column_of, quantise, tokens_for
 from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, up_rows
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options, shared_memory, stages_within
 from moe_ops.kernels.triton.replay import launch
@@ -177,12 +170,11 @@ def rows_up(
             )  # fmt: skip
             acc_FN = tl.dot(w_FD, x_DN, acc_FN)
     else:
-        group_F = group_row(e, row_F, 2 * I if GATED else I, D, W)
-        for start in range(0, D, BD):
-            acc_FN = add_product(
-                acc_FN, w_F1, s_ptr, z_ptr, group_F, inside_F, x_1N, scale_ptr, pair_N // K,
-                n < count, start, D, BD, W, True, "",
-            )  # fmt: skip
+        ROWS: tl.constexpr = 2 * I if GATED else I
+        acc_FN = add_product(
+            acc_FN, w_F1, s_ptr, z_ptr, e, row_F, inside_F, x_1N, scale_ptr, pair_N // K, n < count,
+            ROWS, D, BD, W, True, "",
+        )  # fmt: skip
         acc_FN = rescaled(acc_FN, W, x_ptr.dtype.element_ty)
     h_IN = activated(acc_FN, b_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
     weight_N = tl.load(weights_ptr + pair_N, mask=n < count, other=0.0).to(tl.float32)
@@ -230,12 +222,10 @@ def rows_down(
             )  # fmt: skip
             acc_DN = tl.dot(w_DI, h_IN, acc_DN)
     else:
-        group_D = group_row(e, d, D, I, W)
-        for start in range(0, I, BI):
-            acc_DN = add_product(
-                acc_DN, w_D1, s_ptr, z_ptr, group_D, inside_D, h_ptr + row_1N * I, scale_ptr,
-                first + n, n < count, start, I, BI, W, True, "",
-            )  # fmt: skip
+        acc_DN = add_product(
+            acc_DN, w_D1, s_ptr, z_ptr, e, d, inside_D, h_ptr + row_1N * I, scale_ptr, first + n,
+            n < count, D, I, BI, W, True, "",
+        )  # fmt: skip
         acc_DN = rescaled(acc_DN, W, h_ptr.dtype.element_ty)
     if b_ptr is not None:
         bias_D = tl.load(b_ptr + e * stride_be + d, mask=inside_D, other=0.0).to(tl.float32)

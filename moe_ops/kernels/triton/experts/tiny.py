@@ -29,14 +29,9 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
 from moe_ops.kernels.triton.experts.combine import onto
-from moe_ops.kernels.triton.experts.quantized import (
-    Codes,
-    add_product,
-    column_of,
-    group_row,
-    rescaled,
-)
+from moe_ops.kernels.triton.experts.quantized import Codes, add_product, rescaled
 from moe_ops.kernels.triton.experts.sort import local_ids
+from moe_ops.kernels.triton.experts.tokens import column_of
 from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, up_rows
 from moe_ops.kernels.triton.launch import (
     on_its_device,
@@ -203,12 +198,11 @@ def tiny_up(
             )
             acc_FN = tl.dot(w_FD, x_DN, acc_FN)
     else:
-        group_F = group_row(e, row_F, 2 * I if GATED else I, D, W)
-        for start in range(0, D, BD):
-            acc_FN = add_product(
-                acc_FN, w_F1, s_ptr, z_ptr, group_F, inside_F, x_1N, None, n, n < T, start,
-                D, BD, W, False, "evict_first",
-            )  # fmt: skip
+        ROWS: tl.constexpr = 2 * I if GATED else I
+        acc_FN = add_product(
+            acc_FN, w_F1, s_ptr, z_ptr, e, row_F, inside_F, x_1N, None, n, n < T,
+            ROWS, D, BD, W, False, "evict_first",
+        )  # fmt: skip
         acc_FN = rescaled(acc_FN, W, x_ptr.dtype.element_ty)
     if share_ptr is not None:
         # One of the pair's programs is enough.
@@ -301,12 +295,10 @@ def tiny_down(
                 )  # fmt: skip
                 acc_MN = tl.dot(w_MI, h_IN, acc_MN)
         else:
-            group_M = group_row(e_M, d_M, D, I, W)
-            for start in range(0, I, BI):
-                acc_MN = add_product(
-                    acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, h_1N, None, n, inside_N, start,
-                    I, BI, W, True, "evict_first",
-                )  # fmt: skip
+            acc_MN = add_product(
+                acc_MN, w_M1, s_ptr, z_ptr, e_M, d_M, inside_M, h_1N, None, n, inside_N,
+                D, I, BI, W, True, "evict_first",
+            )  # fmt: skip
         next_M, next_N = first + BG + m // BR, first + BG + n // BT
         e_M = id_of(next_M, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         e_N = id_of(next_N, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)

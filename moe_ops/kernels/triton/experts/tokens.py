@@ -1,0 +1,98 @@
+"""Tokens as products with quantised weights read them: in another order of columns, or as float8.
+
+Words of eight codes of four bits are multiplied a pair of codes at a time (`quantized.py`), so what
+they meet is stored pair by pair: 16 bytes are read at once. h is stored so where it is made.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.triton import Weight
+from moe_ops.kernels.triton.experts.float8 import to_float8
+from moe_ops.kernels.triton.experts.quantized import Codes
+from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.replay import launch
+
+
+@triton.jit
+def column_of(i, COLUMNS: tl.constexpr, W: tl.constexpr):
+    """Where column i of the tokens of a product is stored, once arranged."""
+    if W is not None and W[5] == 4:
+        i = i % 4 * (COLUMNS // 4) + i // 8 * 2 + i % 8 // 4
+    return i
+
+
+@triton.jit
+def arrange_kernel(x_ptr, out_ptr, stride_x, D: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr):
+    """One program: BD columns of a token, where `column_of` says."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    t = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BD + tl.arange(0, BD)
+    # The inverse of `column_of`: reads scatter within a token, which stays in the L1 cache.
+    j, rest = at // (D // 4), at % (D // 4)
+    column = rest // 2 * 8 + j + rest % 2 * 4
+    x = tl.load(x_ptr + t * stride_x + column, mask=at < D)
+    tl.store(out_ptr + t * D + at, x, mask=at < D)
+
+
+def arrange(x_TD: Tensor) -> Tensor:
+    """Tokens whose columns are in the order in which weights in words are multiplied."""
+    T, D = x_TD.shape
+    out_TD = x_TD.new_empty(T, D)
+    BD = min(1024, triton.next_power_of_2(D))
+    pdl, options = pdl_options(x_TD)
+    launch(
+        arrange_kernel, (T, triton.cdiv(D, BD)), x_TD, out_TD, x_TD.stride(0),
+        D=D, BD=BD, PDL=pdl, num_warps=4, **options,
+    )  # fmt: skip
+    return out_TD
+
+
+@triton.jit
+def quantise_kernel(
+    x_ptr, out_ptr, scale_ptr, stride_x,
+    D: tl.constexpr, BG: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BG groups of columns of a token."""
+    GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    t = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1) * BG + tl.arange(0, BG)
+    at_GC = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x_GC = tl.load(x_ptr + t * stride_x + at_GC, mask=at_GC < D, other=0.0)
+    codes_GC, scale_G = to_float8(x_GC, 1)
+    tl.store(out_ptr + t * D + at_GC, codes_GC, mask=at_GC < D)
+    tl.store(scale_ptr + t * GROUPS + g, scale_G, mask=g < GROUPS)
+
+
+def quantise(x_TD: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
+    """Codes of float8, and float32 scales [T, groups], of tokens for weights with inputs of 8
+    bits."""
+    (T, D), group = x_TD.shape, weight[2]
+    groups = triton.cdiv(D, group)
+    codes_TD = x_TD.new_empty(T, D, dtype=torch.float8_e4m3fn)
+    scale_TG = x_TD.new_empty(T, groups, dtype=torch.float32)
+    BG = min(8, triton.next_power_of_2(groups))
+    pdl, options = pdl_options(x_TD)
+    launch(
+        quantise_kernel, (T, triton.cdiv(groups, BG)), x_TD, codes_TD, scale_TG, x_TD.stride(0),
+        D=D, BG=BG, GROUP=group, PDL=pdl, num_warps=4, **options,
+    )  # fmt: skip
+    return codes_TD, scale_TG
+
+
+def tokens_for(x_TD: Tensor, codes: Codes | None) -> tuple[Tensor, Tensor | None]:
+    """Tokens, and scales if they have any, as the product with the first weight reads them."""
+    if codes is None:
+        return x_TD, None
+    if codes.in_words:
+        return arrange(x_TD), None
+    return quantise(x_TD, codes.weight) if codes.quantises else (x_TD, None)
