@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import moe_ops
+from moe_ops import QuantConfig
 from moe_ops.testing import BF16, F32
 from tests.absent_gpu import absent_gpu
 
@@ -16,6 +17,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them on the GPU"),
 ]
+
+
+BLOCK_FLOAT8 = ("float8_e4m3fn:128x128", "float8_e4m3fn:1x128")
 
 
 def model_and_ids(
@@ -64,6 +68,38 @@ def test_a_prompt_and_a_step_of_generate(family: str, batch: int, length: int) -
     # A layer, the rotary embedding and the last norm; steps have their masks besides.
     assert prompt == 3 and len(codes) == 7
     assert any("moe_ops.rope_attention" in code for code in codes[prompt:])
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [
+        ("int4:1x128:bfloat16", ""),
+        pytest.param(BLOCK_FLOAT8, marks=pytest.mark.every),
+        pytest.param(("mxfp4", ""), marks=pytest.mark.every),
+    ],
+    ids=lambda formats: formats[0],
+)
+def test_quantised_experts_run_on_kernels(formats: tuple[str, str]) -> None:
+    """The step of generate has them onto the residual, with their scales."""
+    weights, inputs = formats
+    with absent_gpu() as codes:
+        model = real.build("qwen3_moe", device="cuda", dtype=BF16, layers=2)
+        moe_ops.quantize_model(model, QuantConfig(weights=weights, inputs=inputs))
+        decoder = moe_ops.compile(model)._moe_ops_generation.decoder
+        lease = decoder.lease(1, 144)
+        ids = torch.full((1, 128), real.FIRST_PLAIN_TOKEN, device="cuda")
+        lease.read(ids, use_cache=True)
+        prompt = len(codes)
+        lease.steps.run(lease.code)
+    (layer,) = {line for code in codes[:prompt] for line in calls(code, "experts")}
+    assert f"'{weights}'" in layer and "triton.rows" in layer and "triton.tiny" in layer
+    (step,) = {line for code in codes[prompt:] for line in calls(code, "experts_onto")}
+    assert f"'{weights}'" in step and "plan='triton.tiny'" in step
+
+
+def calls(code: str, op: str) -> list[str]:
+    """The lines of a graph's code that call an op by a plan."""
+    return [line for line in code.splitlines() if f"= torch.ops.moe_ops.{op}.planned(" in line]
 
 
 def plans(code: str) -> set[str]:
