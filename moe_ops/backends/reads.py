@@ -5,7 +5,8 @@ from __future__ import annotations
 
 ACTIVATION = ("kind", "gated", "interleaved", "alpha", "limit", "up_shift")
 FLOAT_EXPERTS = ("b13_EF", "b2_ED", "expert_map", "transposed", *ACTIVATION)
-CODES = (
+EXPERTS = (
+    *FLOAT_EXPERTS,
     "w13_scale_EFG", "w2_scale_EDG", "w13_zero_EFG", "w2_zero_EDG", "w_format", "x_format",
 )  # fmt: skip
 FLOAT_GEMM = ("bias_EF", "transposed", "out_dtype")

@@ -48,14 +48,15 @@ def unavailable() -> str | None:
     return None
 
 
-def refuse_device(t: Tensor) -> str | None:
+def refuse_device(t: Tensor, least: tuple[int, int] = LEAST_CAPABILITY) -> str | None:
     """Why kernels cannot run where a tensor is, or None."""
     if unavailable() is not None:
         return unavailable()
     if t.device.type == "cuda":
         capability = torch.cuda.get_device_capability(t.device)
-        if capability < LEAST_CAPABILITY:
-            return f"needs compute capability 8.0, got {capability[0]}.{capability[1]}"
+        if capability < least:
+            wanted, got = (".".join(map(str, version)) for version in (least, capability))
+            return f"needs compute capability {wanted}, got {got}"
     return None
 
 
@@ -139,12 +140,8 @@ def supports_codes(call: ExpertsCall) -> str | None:
     stored = (c.w13_EFD, c.w2_EDI, c.w13_scale_EFG, c.w2_scale_EDG, c.w13_zero_EFG, c.w2_zero_EDG)
     if refusal is None and not all(t is None or t.is_contiguous() for t in stored):
         refusal = "needs contiguous weights, scales and zero points"
-    if refusal is None and c.w13_EFD.is_cuda and c.w13_EFD.dtype != torch.uint8:
-        capability = torch.cuda.get_device_capability(c.w13_EFD.device)
-        if capability < LEAST_FLOAT8:
-            refusal = (
-                f"needs compute capability 8.9 for float8, got {'.'.join(map(str, capability))}"
-            )
+    if refusal is None and c.w13_EFD.dtype != torch.uint8:
+        refusal = refuse_device(c.w13_EFD, LEAST_FLOAT8)
     return refusal
 
 
@@ -235,14 +232,15 @@ def _layer(named: dict[str, Any], transposed: bool, act: Any, weight: Any) -> An
     return Experts(**held, transposed=transposed, act=act, codes=codes)
 
 
-def _register(kernel: str, supports: Supports, priority: int, rows: Rows = ANY_NUMBER) -> None:
+def _register(
+    kernel: str,
+    supports: Supports,
+    read: tuple[str, ...],
+    priority: int,
+    rows: Rows = ANY_NUMBER,
+) -> None:
     """The kernels of a module of `moe_ops.kernels.triton.experts`, alone and onto a residual."""
-    codes = reads.CODES if supports is supports_codes else ()
-    given: dict[str, Any] = {
-        "reads": (*reads.FLOAT_EXPERTS, *codes),
-        "devices": ("cuda",),
-        "priority": priority,
-    }
+    given: dict[str, Any] = {"reads": read, "devices": ("cuda",), "priority": priority}
 
     def run(call: ExpertsCall) -> Tensor:
         return run_experts(kernel, call)
@@ -266,9 +264,9 @@ def _of_layer(limit: Callable[[ExpertsCall], Any] | None) -> Callable[[Any], Any
 
 
 TINY = Rows(preferred=most_tiny_tokens, possible=max_tiny_tokens)
-_register("tiny", supports_codes, 3, TINY)
-_register("rows", supports_codes, 2, Rows(preferred=most_rows_tokens))
-_register("grouped", supports_experts, 1)
+_register("tiny", supports_codes, reads.EXPERTS, 3, TINY)
+_register("rows", supports_codes, reads.EXPERTS, 2, Rows(preferred=most_rows_tokens))
+_register("grouped", supports_experts, reads.FLOAT_EXPERTS, 1)
 
 
 def _rows(t: T) -> T:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from moe_ops.kernels.triton import WORD, Weight
 from moe_ops.quant.formats import ALL, Format
 
@@ -12,6 +14,7 @@ INPUTS = "float8_e4m3fn:1x128"
 INPUT_COLUMNS = 128
 
 
+@functools.cache
 def weight_of(w_format: str, x_format: str) -> Weight:
     """The format of a weight as the kernels take it, one that `refusal` does not refuse."""
     format = Format.of(w_format)
@@ -21,6 +24,19 @@ def weight_of(w_format: str, x_format: str) -> Weight:
 
 def refusal(w_format: str, x_format: str, widths: tuple[int, ...]) -> str | None:
     """Why the kernels cannot multiply weights and inputs of these formats, or None."""
+    reason, in_words = _of_formats(w_format, x_format)
+    if reason is None and in_words and any(width % WORD for width in widths):
+        return f"needs widths that {WORD} divides, got {' and '.join(map(str, widths))}"
+    return reason
+
+
+@functools.cache
+def _of_formats(w_format: str, x_format: str) -> tuple[str | None, bool]:
+    """A reason that no width changes, or None; and whether codes come in words. Eager calls ask."""
+    return _reason(w_format, x_format), Format.of(w_format).element in FOUR_BITS
+
+
+def _reason(w_format: str, x_format: str) -> str | None:
     format = Format.of(w_format)
     element, across = format.element, format.group[1]
     if element not in (*FOUR_BITS, *EIGHT_BITS):
@@ -34,6 +50,4 @@ def refusal(w_format: str, x_format: str, widths: tuple[int, ...]) -> str | None
         return f"quantises inputs to {INPUTS} alone, got {x_format}"
     if x_format and (element not in EIGHT_BITS or across != INPUT_COLUMNS):
         return f"needs float8 weights in groups of {INPUT_COLUMNS} columns for {INPUTS} inputs"
-    if element in FOUR_BITS and any(width % WORD for width in widths):
-        return f"needs widths that {WORD} divides, got {' and '.join(map(str, widths))}"
     return None

@@ -216,6 +216,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         options.settle_layer(args, reader.error)
     if args.command in ("op", "tiles"):
         options.settle_stages(args)
+    if args.command == "tiles" and args.format is not None:
+        options.settle_format(args, reader.error)
     if args.command == "report" and not Path(args.file).is_file():
         reader.error(f"there is no file {args.file}")
     return args

@@ -148,21 +148,27 @@ def _layer(grid: Grid, case: Case, rates: Rates, given: Rates | None) -> Iterato
             progress.tell(f"{case.name}, {T} tokens {routing}: inputs")
             turns = make_turns(grid, case, (T, routing), copies, g)
             for contender in missing:
-                cell = Cell(
-                    layer=case.name,
-                    tokens=T,
-                    routing=routing,
-                    contender=contender.name,
-                    copies=turns.rotation.copies,
-                    sets=turns.rotation.sets,
-                    cold=turns.rotation.cold,
-                    bytes=turns.work.bytes,
-                    flops=turns.work.flops,
-                    floor_us=rates.floor_us(turns.work),
-                    given_floor_us=None if given is None else given.floor_us(turns.work),
-                )
+                cell = untimed((case.name, T, routing, contender.name), turns, rates, given)
                 progress.tell(f"{case.name}, {T} tokens {routing}: {contender.name}")
                 yield fill(cell, contender, turns, grid)
+
+
+def untimed(key: Key, turns: Turns, rates: Rates, given: Rates | None = None) -> Cell:
+    """The cell of this key before it is measured."""
+    layer, tokens, routing, contender = key
+    return Cell(
+        layer=layer,
+        tokens=tokens,
+        routing=routing,
+        contender=contender,
+        copies=turns.rotation.copies,
+        sets=turns.rotation.sets,
+        cold=turns.rotation.cold,
+        bytes=turns.work.bytes,
+        flops=turns.work.flops,
+        floor_us=rates.floor_us(turns.work),
+        given_floor_us=None if given is None else given.floor_us(turns.work),
+    )
 
 
 def make_turns(

@@ -143,10 +143,9 @@ def measure_stages(args: argparse.Namespace) -> dict[str, Any]:
 def measure_tiles(args: argparse.Namespace) -> dict[str, Any]:
     """Measure and print tiles, by layer and number of tokens."""
     device, found = torch.device(args.device), []
+    rates = _rates(args, formats.eight_bit(args.format))
     for name in args.layer:
         case = LAYERS[name]
-        if args.format is not None:
-            formats.check_layer(args.format, case)
         turning = cells.Grid(
             layers=[case],
             tokens=args.tokens,
@@ -157,7 +156,9 @@ def measure_tiles(args: argparse.Namespace) -> dict[str, Any]:
             quant=args.format,
         )
         for tokens in args.tokens:
-            tried = tiles.measure(turning, case, tokens, args.kernel, args.product, args.most)
+            tried = tiles.measure(
+                turning, rates, case, tokens, args.kernel, args.product, args.most
+            )
             print(tiles.table(case, tokens, turning, tried), end="\n\n", flush=True)
             found.append({"layer": name, "tokens": tokens, "tried": [asdict(t) for t in tried]})
     return {

@@ -147,7 +147,7 @@ def add_tiles(options: argparse.ArgumentParser) -> None:
     options.add_argument("--kernel", choices=tiles.KERNELS, default="rows", help="triton.KERNEL")
     options.add_argument("--product", choices=("up", "down"), default="up", help="of the two")
     options.add_argument("--most", type=number, default=40, help="tiles to try")
-    options.set_defaults(rates=None)
+    options.set_defaults(rates=None, against=[])
 
 
 def add_sizes(options: argparse.ArgumentParser) -> None:

@@ -14,10 +14,11 @@ import torch
 
 from moe_ops.backends.triton import run_experts, tiles_of
 from moe_ops.bench import progress
-from moe_ops.bench.cells import SEED, Cell, Grid, Turns, fill, make_turns
+from moe_ops.bench.cells import SEED, Grid, fill, make_turns, untimed
 from moe_ops.bench.contenders import Contender
 from moe_ops.bench.formats import spelled
 from moe_ops.bench.inputs import Routed, Weights
+from moe_ops.bench.rates import Rates
 from moe_ops.ops import experts
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.testing import Case
@@ -83,7 +84,7 @@ def climb(
 
 @torch.inference_mode()
 def measure(
-    grid: Grid, case: Case, tokens: int, kernel: str, product: str, most: int
+    grid: Grid, rates: Rates, case: Case, tokens: int, kernel: str, product: str, most: int
 ) -> list[Tried]:
     """Tiles of one product of a layer, which are checked before they are timed, as cells are."""
     g = torch.Generator(device=grid.device).manual_seed(SEED)
@@ -91,7 +92,9 @@ def measure(
 
     def time(tiles: Any) -> Tried:
         progress.tell(f"{case.name}, {tokens} tokens: {tiles}")
-        cell = fill(_cell(case, tokens, grid, turns), _contender(kernel, tiles), turns, grid)
+        contender = _contender(kernel, tiles)
+        key = (case.name, tokens, grid.routings[0], contender.name)
+        cell = fill(untimed(key, turns, rates), contender, turns, grid)
         return Tried(tiles=tiles, us=cell.us, wrong=cell.wrong)
 
     start = _start(kernel, turns.inputs[0])
@@ -121,21 +124,6 @@ def _start(kernel: str, inputs: tuple[Weights, Routed]) -> Any:
     if refusal is not None:
         raise ValueError(f"triton.{kernel} does not run this layer: it {refusal}")
     return tiles_of(kernel, record)
-
-
-def _cell(case: Case, tokens: int, grid: Grid, turns: Turns) -> Cell:
-    return Cell(
-        layer=case.name,
-        tokens=tokens,
-        routing=grid.routings[0],
-        contender="",
-        copies=turns.rotation.copies,
-        sets=turns.rotation.sets,
-        cold=turns.rotation.cold,
-        bytes=turns.work.bytes,
-        flops=turns.work.flops,
-        floor_us=1.0,
-    )
 
 
 def table(case: Case, tokens: int, grid: Grid, found: list[Tried]) -> str:

@@ -10,6 +10,8 @@ import torch
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.bench import cells, formats, tiles, timing
+from moe_ops.bench.__main__ import parse
+from moe_ops.bench.rates import Rates
 from moe_ops.kernels.triton.experts.rows import code_tiles
 from moe_ops.kernels.triton.experts.tiny import TinyTiles
 from moe_ops.testing import DEVICE, F16, Case
@@ -49,6 +51,12 @@ def test_one_size_of_one_product_changes() -> None:
         assert tried.up == rows.up and tried.down != rows.down
 
 
+def test_a_format_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["tiles", "--layer", "gpt_oss_20b", "--format", "int4:1x128:bfloat16"])
+    assert "choose groups of 32 or 64" in capsys.readouterr().err
+
+
 class CODES:
     """What `code_tiles` asks of the codes of a layer."""
 
@@ -76,6 +84,7 @@ def test_tiles_of_a_layer_are_checked_and_timed(
         seconds=0.01,
         quant=formats.parse("mxfp4"),
     )
-    found = tiles.measure(grid, case, 2, kernel, "up", 2)
+    rates = Rates(copy_tbs=1.0, matmul_tflops=100.0)
+    found = tiles.measure(grid, rates, case, 2, kernel, "up", 2)
     assert len(found) == 2 and any(t.us is not None for t in found), found
     assert case.name in tiles.table(case, 2, grid, found)
