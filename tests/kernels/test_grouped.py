@@ -16,7 +16,7 @@ from packaging.version import Version
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from moe_ops.kernels.triton.experts import grouped_gluon
+from moe_ops.kernels.triton.experts import hopper
 from moe_ops.kernels.triton.experts.grouped import grouped_gated, grouped_rows
 from moe_ops.kernels.triton.experts.grouped_plain import config_for
 from moe_ops.kernels.triton.experts.tile_map import GROUP, tile_map
@@ -167,10 +167,10 @@ def queued(tiles, n_tiles, blocks):
         minimum=min,
         num_programs=lambda axis: blocks,
     )
-    with patch.object(grouped_gluon, "gl", fake):
-        queue = grouped_gluon._queue.fn(0, n_tiles)
+    with patch.object(hopper, "gl", fake):
+        queue = hopper.queue_of.fn(0, n_tiles)
         for item in range(queue[-1] + 1):
-            yield grouped_gluon._decode.fn(grouped_gluon._look_up.fn(item, queue), queue, 128)
+            yield hopper.tile_of.fn(hopper.look_up.fn(item, queue), queue, 128)
 
 
 @pytest.mark.parametrize("blocks", [7, 132, 400])
