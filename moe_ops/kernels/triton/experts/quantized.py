@@ -100,15 +100,24 @@ def pair_fma(a, b, c, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def scales(ptr, mask, KIND: tl.constexpr):
-    """Stored scales as float32; of a group that is not there 0."""
+def scale_of(stored, KIND: tl.constexpr):
+    """A stored scale as float32."""
     if KIND == "e8m0":
-        code = tl.load(ptr, mask=mask, other=0).to(tl.int32)
+        code = stored.to(tl.int32)
         # As bits: 2**-127 is subnormal, and what would be infinity is NaN.
         special = tl.where((code == 0) | (code == 255), 1 << 22, 0)
-        scale = tl.where(mask, ((code << 23) | special).to(tl.float32, bitcast=True), 0.0)
+        scale = ((code << 23) | special).to(tl.float32, bitcast=True)
     else:
-        scale = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+        scale = stored.to(tl.float32)
+    return scale
+
+
+@triton.jit
+def scales(ptr, mask, KIND: tl.constexpr):
+    """Stored scales as float32; of a group that is not there 0."""
+    scale = scale_of(tl.load(ptr, mask=mask, other=0), KIND)
+    if KIND == "e8m0":
+        scale = tl.where(mask, scale, 0.0)
     return scale
 
 

@@ -89,6 +89,47 @@ def quantise(x_TD: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
     return codes_TD, scale_TG
 
 
+@triton.jit(do_not_specialize=["T"])
+def quantise_sorted_kernel(
+    x_ptr, inverse_ptr, codes_ptr, scale_ptr, stride_x, stride_scale, T,
+    K: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: a group of columns of BT tokens, written to each of their rows."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    g = tl.program_id(1)
+    d = g * GROUP + tl.arange(0, GROUP)
+    inside_TC = (t < T)[:, None] & (d < D)[None, :]
+    x_TC = tl.load(x_ptr + t.to(tl.int64)[:, None] * stride_x + d[None, :], inside_TC, other=0.0)
+    codes_TC, scale_T = to_float8(x_TC, 1)
+    for k in range(K):
+        row_T = tl.load(inverse_ptr + t * K + k, mask=t < T, other=-1)
+        at_TC = codes_ptr + row_T.to(tl.int64)[:, None] * D + d[None, :]
+        tl.store(at_TC, codes_TC, mask=(row_T >= 0)[:, None] & (d < D)[None, :])
+        tl.store(scale_ptr + g * stride_scale + row_T, scale_T, mask=row_T >= 0)
+
+
+def quantise_sorted(
+    x_TD: Tensor, inverse_R: Tensor, top_k: int, group: int
+) -> tuple[Tensor, Tensor]:
+    """Codes of float8 [R, D] of the token in each row, and float32 scales [groups, R or more]:
+    those of 64 rows and a group of columns lie side by side. Rows of no pair stay unwritten."""
+    (T, D), R = x_TD.shape, inverse_R.numel()
+    groups = triton.cdiv(D, group)
+    codes_RD = x_TD.new_empty(R, D, dtype=torch.float8_e4m3fn)
+    scale_GR = x_TD.new_empty(groups, triton.cdiv(R, 16) * 16, dtype=torch.float32)
+    BT = 16
+    pdl, options = pdl_options(x_TD)
+    launch(
+        quantise_sorted_kernel, (triton.cdiv(T, BT), groups),
+        x_TD, inverse_R, codes_RD, scale_GR, x_TD.stride(0), scale_GR.stride(0), T,
+        K=top_k, D=D, BT=BT, GROUP=group, PDL=pdl, num_warps=4, **options,
+    )  # fmt: skip
+    return codes_RD, scale_GR
+
+
 def tokens_for(x_TD: Tensor, codes: Codes | None) -> tuple[Tensor, Tensor | None]:
     """Tokens, and scales if they have any, as the product with the first weight reads them."""
     if codes is None:

@@ -1,0 +1,462 @@
+"""The experts for many rows an expert of float8 weights and inputs on Hopper (sm_90).
+
+Weights have a scale for some rows by 128 columns, inputs one for each row and 128 columns, so every
+128 columns make a sum of their own, which is multiplied by both scales and added in float32. A
+consumer's 64 rows by 256 of a tile are two such sums of 128 columns each: while one consumer adds
+the one it has made, the matrix unit makes the other's.
+
+    rows of x   quantised once a token and written to each of its rows, in the order of experts
+    first       h, whose tiles have whole groups of 128 columns of a row, and so quantise it
+    second      y, which is summed by token
+
+What the functions below share is as in `hopper.py`, and
+    scales  pointer of the scales of A [groups, stride], the stride; those of W, row groups of an
+            expert
+    made    scales of the output if it has any, as those of A
+    W       the format of the weight, as in `quantized.py`
+    at      of the tile and the consumer: rows, whether they are there, the first scale of W of each
+            64 columns
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moe_ops.kernels.triton import Weight, replay
+from moe_ops.kernels.triton.experts.combine import sum_rows
+from moe_ops.kernels.triton.experts.float8 import LARGEST_CODE, SMALLEST_SCALE
+from moe_ops.kernels.triton.experts.hopper import (
+    BLOCK_M,
+    BLOCK_N,
+    CHUNK_LAYOUT,
+    CHUNK_N,
+    HALF_M,
+    HALF_N,
+    REGISTERS,
+    columns,
+    gated_columns,
+    halves,
+    look_up,
+    produce_rows,
+    queue_of,
+    store_chunk,
+    tile_with_rows,
+    told,
+)
+from moe_ops.kernels.triton.experts.quantized import finite, scale_of
+from moe_ops.kernels.triton.experts.sort import sort_pairs
+from moe_ops.kernels.triton.experts.tile_map import TileMap, tile_map
+from moe_ops.kernels.triton.experts.tokens import quantise_sorted
+from moe_ops.kernels.triton.experts.weights import Experts
+from moe_ops.kernels.triton.launch import on_its_device, processors
+
+BLOCK_K = 128
+STAGES = 4  # 48 KiB each, beside at most 32 KiB of outputs: all that a block has
+ROWS, SUM, CHUNK, STEP = (gl.constexpr(n) for n in (HALF_M, HALF_N, CHUNK_N, BLOCK_K))
+LINEAR = (None, False, False, 1.0, None, 0.0)
+
+
+@gluon.jit
+def _group(row, N, W: gl.constexpr):
+    """The scales of a row of W among those of its expert; of a row that is not there any."""
+    DOWN: gl.constexpr = W[1]
+    if DOWN == -1:
+        return row * 0
+    else:
+        return gl.minimum(row, N - 1) // DOWN
+
+
+@gluon.jit
+def _at(scales, tile, N, K, W: gl.constexpr, ACT: gl.constexpr):
+    """Where the scales of a tile lie, for one consumer. A chunk's 64 rows of W share theirs."""
+    _, _, _, down = scales
+    expert, end, row, n = tile
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, CHUNK_LAYOUT))
+    if ACT[2]:  # rows 2 i of the gate and 2 i + 1 of up
+        row_0 = n * 2 * SUM
+        row_1, row_2, row_3 = row_0 + 2 * CHUNK, row_0 + 1, row_0 + 2 * CHUNK + 1
+    else:
+        row_0 = n * SUM if ACT[1] else n * 2 * SUM
+        row_2 = N // 2 + row_0 if ACT[1] else row_0 + SUM
+        row_1, row_3 = row_0 + CHUNK, row_2 + CHUNK
+    across = gl.cdiv(K, STEP)
+    first = expert * down
+    return (
+        rows,
+        rows < end,
+        (first + _group(row_0, N, W)) * across,
+        (first + _group(row_1, N, W)) * across,
+        (first + _group(row_2, N, W)) * across,
+        (first + _group(row_3, N, W)) * across,
+    )
+
+
+@gluon.jit
+def _stored(scales, at, i):
+    """The scales of step i as they are stored: of rows, and of each 64 columns. Only loads."""
+    a_ptr, stride, w_ptr, _ = scales
+    rows, inside, at_0, at_1, at_2, at_3 = at
+    w_ptr += i
+    return (
+        gl.load(a_ptr + i * stride + rows, mask=inside, other=0.0),
+        gl.load(w_ptr + at_0),
+        gl.load(w_ptr + at_1),
+        gl.load(w_ptr + at_2),
+        gl.load(w_ptr + at_3),
+    )
+
+
+@gluon.jit
+def _start(rings, stage, RIGHT: gl.constexpr, LOWER: gl.constexpr):
+    """Start the product of a consumer's rows of A with the left or right 128 rows of W."""
+    a_bufs, w_bufs, _, _ = rings
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUM, 32])
+    a = a_bufs.index(stage).slice(LOWER * ROWS, ROWS)
+    w = w_bufs.index(stage).slice(RIGHT * SUM, SUM).permute([1, 0])
+    none = gl.zeros([ROWS, SUM], gl.float32, layout)
+    return warpgroup_mma(a, w, none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _scaled(part, a_scale, left_scale, right_scale, KIND: gl.constexpr):
+    """The left and the right 64 columns of a sum, and what they are to be multiplied by."""
+    left, right = halves(warpgroup_mma_wait(0, deps=[part]))
+    left = gl.convert_layout(left, CHUNK_LAYOUT, assert_trivial=True)
+    right = gl.convert_layout(right, CHUNK_LAYOUT, assert_trivial=True)
+    left_factor = a_scale * finite(scale_of(left_scale, KIND))
+    right_factor = a_scale * finite(scale_of(right_scale, KIND))
+    return left, left_factor[:, None], right, right_factor[:, None]
+
+
+@gluon.jit
+def _multiply(
+    rings,
+    step,
+    k_steps,
+    scales,
+    at,
+    pending,
+    output,
+    buffers,
+    LOWER: gl.constexpr,
+    W: gl.constexpr,
+):
+    """A consumer's part of a tile, in chunks of 64 columns. The pending one is stored behind its
+    first step; scales are loaded a step ahead."""
+    _, _, full, empty = rings
+    STAGES: gl.constexpr = full.shape[0]
+    chunks, where, out_n = pending
+    KIND: gl.constexpr = W[3]
+    EACH: gl.constexpr = len(chunks) // 2
+    stage = step % STAGES
+    mbarrier.wait(full.index(stage), step // STAGES & 1)
+    part = _start(rings, stage, 0, LOWER)
+    s = _stored(scales, at, 0)
+    ahead = _stored(scales, at, 1)
+    for i in gl.static_range(EACH):
+        store_chunk(i, chunks, where, output, buffers, out_n)
+    left, left_factor, right, right_factor = _scaled(part, s[0], s[1], s[2], KIND)
+    acc_0, acc_1 = left * left_factor, right * right_factor
+    part = _start(rings, stage, 1, LOWER)
+    for i in gl.static_range(EACH, 2 * EACH):
+        store_chunk(i, chunks, where, output, buffers, out_n)
+    left, left_factor, right, right_factor = _scaled(part, s[0], s[3], s[4], KIND)
+    mbarrier.arrive(empty.index(stage))
+    acc_2, acc_3 = left * left_factor, right * right_factor
+    for i in range(1, k_steps):
+        stage = (step + i) % STAGES
+        s = ahead
+        mbarrier.wait(full.index(stage), (step + i) // STAGES & 1)
+        part = _start(rings, stage, 0, LOWER)
+        ahead = _stored(scales, at, gl.minimum(i + 1, k_steps - 1))
+        left, left_factor, right, right_factor = _scaled(part, s[0], s[1], s[2], KIND)
+        acc_0 += left * left_factor
+        acc_1 += right * right_factor
+        part = _start(rings, stage, 1, LOWER)
+        left, left_factor, right, right_factor = _scaled(part, s[0], s[3], s[4], KIND)
+        mbarrier.arrive(empty.index(stage))
+        acc_2 += left * left_factor
+        acc_3 += right * right_factor
+    return acc_0, acc_1, acc_2, acc_3
+
+
+@gluon.jit
+def _quantised(left, right, col, scale_ptr, stride, rows, inside, out_n, DTYPE: gl.constexpr):
+    """Codes of 128 columns of h from column `col`, rounded first as h is; stores their scale.
+
+    As `to_float8`, whose tensors are one.
+    """
+    cols = col + gl.arange(0, CHUNK, gl.SliceLayout(0, CHUNK_LAYOUT))
+    left = gl.where((cols < out_n)[None, :], left.to(DTYPE).to(gl.float32), 0.0)
+    right = gl.where((cols + CHUNK < out_n)[None, :], right.to(DTYPE).to(gl.float32), 0.0)
+    largest = gl.max(gl.maximum(gl.abs(left), gl.abs(right)), 1)
+    scale = gl.maximum(largest / LARGEST_CODE, SMALLEST_SCALE)
+    scale = gl.where(largest < float("inf"), scale, float("nan"))
+    gl.store(scale_ptr + col // STEP * stride + rows, scale, mask=inside & (col < out_n))
+    inverse = (1.0 / scale)[:, None]
+    return _code(left * inverse), _code(right * inverse)
+
+
+@gluon.jit
+def _code(x):
+    NAN: gl.constexpr = tl.PropagateNan.ALL
+    x = gl.maximum(x, -LARGEST_CODE, propagate_nan=NAN)
+    return gl.minimum(x, LARGEST_CODE, propagate_nan=NAN).to(gl.float8e4nv)
+
+
+@gluon.jit
+def _finish(accs, output, made, tile, at, N, out_n, DTYPE: gl.constexpr, ACT: gl.constexpr):
+    """The outputs in chunks of 64 columns, and the first column."""
+    a, b, c, d = accs
+    scale_ptr, stride = made
+    expert, _, _, n = tile
+    rows, inside, _, _, _, _ = at
+    if ACT[1]:
+        col = n * SUM
+        left = gated_columns(a, c, output, expert, col, N, ACT)
+        right = gated_columns(b, d, output, expert, col + CHUNK, N, ACT)
+        return _quantised(left, right, col, scale_ptr, stride, rows, inside, out_n, DTYPE), col
+    else:
+        col = n * 2 * SUM
+        a = columns(a, output, expert, col, N, ACT)
+        b = columns(b, output, expert, col + CHUNK, N, ACT)
+        c = columns(c, output, expert, col + SUM, N, ACT)
+        d = columns(d, output, expert, col + SUM + CHUNK, N, ACT)
+        if scale_ptr is None:
+            return (a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)), col
+        else:
+            right = col + SUM
+            a, b = _quantised(a, b, col, scale_ptr, stride, rows, inside, out_n, DTYPE)
+            c, d = _quantised(c, d, right, scale_ptr, stride, rows, inside, out_n, DTYPE)
+            return (a, b, c, d), col
+
+
+@gluon.jit
+def _consume(
+    LOWER: gl.constexpr,
+    output,
+    made,
+    buffers,
+    rings,
+    sizes,
+    scales,
+    notes,
+    tile,
+    DTYPE: gl.constexpr,
+    W: gl.constexpr,
+    ACT: gl.constexpr,
+):
+    """Multiply and store the upper or the lower 64 rows of every tile, by one warpgroup."""
+    _, _, full, empty = rings
+    N, K = sizes
+    STAGES: gl.constexpr = full.shape[0]
+    no_chunk = gl.zeros([ROWS, CHUNK], output[1].dtype, CHUNK_LAYOUT)
+    CHUNKS: gl.constexpr = 2 if ACT[1] else 4
+    out_n = N // 2 if ACT[1] else N
+    chunks = (no_chunk, no_chunk) if ACT[1] else (no_chunk, no_chunk, no_chunk, no_chunk)
+    stored_row = 0
+    stored_end = 0
+    stored_col = 0
+    k_steps = gl.cdiv(K, STEP)
+    step = 0
+    slot = 0
+    expert, end, row, n = tile
+    while expert >= 0:
+        slot += 1
+        row += LOWER * ROWS
+        if row < end:
+            mine = (expert, end, row, n)
+            at = _at(scales, mine, N, K, W, ACT)
+            pending = (chunks, (stored_row, stored_end, stored_col), out_n)
+            accs = _multiply(
+                rings, step, k_steps, scales, at, pending, output, buffers, LOWER, W
+            )
+            chunks, stored_col = _finish(accs, output, made, mine, at, N, out_n, DTYPE, ACT)
+            stored_row = row
+            stored_end = end
+        else:
+            for i in range(step, step + k_steps):
+                mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
+                mbarrier.arrive(empty.index(i % STAGES))
+        expert, end, row, n = told(notes, slot)
+        step += k_steps
+    for i in gl.static_range(CHUNKS):
+        where = (stored_row, stored_end, stored_col)
+        store_chunk(i, chunks, where, output, buffers, out_n)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _grouped_float8(
+    a_desc,
+    a_scale_ptr,
+    w_desc,
+    up_desc,
+    w_scale_ptr,
+    bias_ptr,
+    out_desc,
+    out_ptr,
+    out_scale_ptr,
+    tiles_ptr,
+    N,
+    K,
+    n_tiles,
+    stride,
+    down,
+    DTYPE: gl.constexpr,
+    W: gl.constexpr,
+    ACT: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Scales of the output are made if they have a place; DTYPE is that of the layer."""
+    # Ahead of the barriers that one thread prepares: see `_grouped`.
+    queue = queue_of(tiles_ptr, n_tiles)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    relay = gl.allocate_shared_memory(gl.int32, [2 * ROWS], plain)
+    tile = tile_with_rows(look_up(gl.program_id(0), queue), queue, relay, 2 * ROWS)
+    swizzled: gl.constexpr = w_desc.layout
+    stored: gl.constexpr = out_desc.layout
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    a_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 2 * ROWS, STEP], swizzled)
+    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 2 * SUM, STEP], swizzled)
+    buffers_0 = gl.allocate_shared_memory(out_desc.dtype, [2, ROWS, CHUNK], stored)
+    buffers_1 = gl.allocate_shared_memory(out_desc.dtype, [2, ROWS, CHUNK], stored)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    notes = gl.allocate_shared_memory(gl.int32, [8, 1], plain)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    rings = (a_bufs, w_bufs, full, empty)
+    w_descs = (w_desc, up_desc)
+    output = (bias_ptr, out_desc, out_ptr)
+    made = (out_scale_ptr, stride)
+    sizes = (N, K)
+    scales = (a_scale_ptr, stride, w_scale_ptr, down)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (0, output, made, buffers_0, rings, sizes, scales, notes, tile, DTYPE, W, ACT),
+            ),
+            (
+                _consume,
+                (1, output, made, buffers_1, rings, sizes, scales, notes, tile, DTYPE, W, ACT),
+            ),
+            (produce_rows, (a_desc, w_descs, rings, sizes, queue, notes, relay, tile, ACT)),
+        ],
+        [4, 1],
+        [232, 40],
+    )
+
+
+def launch(
+    a: Tensor,
+    a_scale_GR: Tensor,
+    w_ENK: Tensor,
+    w_scale: Tensor,
+    bias_EN: Tensor | None,
+    out: Tensor,
+    out_scale_GR: Tensor | None,
+    tiles: TileMap,
+    weight: Weight,
+    dtype: torch.dtype,
+    act: tuple,
+) -> None:
+    """Run one product over sorted rows; `refusal` says which weights it takes."""
+    E, N, K = w_ENK.shape
+    w_2d = w_ENK.view(E * N, K)
+    bytes_128 = gl.NVMMASharedLayout(128, 8, rank=2)
+    w_desc, up_desc = (
+        TensorDescriptor.from_tensor(w, [HALF_N, BLOCK_K], bytes_128)
+        for w in ((w_2d[::2], w_2d[1::2]) if act[2] else (w_2d, w_2d))
+    )
+    bits = 8 * out.element_size()
+    stored = gl.NVMMASharedLayout(CHUNK_N * bits // 8, bits, rank=2)
+    out_desc = TensorDescriptor.from_tensor(out, [HALF_M, CHUNK_N], stored)
+    replay.launch(
+        _grouped_float8,
+        (processors(a),),
+        TensorDescriptor.from_tensor(a, [HALF_M, BLOCK_K], bytes_128),
+        a_scale_GR,
+        w_desc,
+        up_desc,
+        w_scale,
+        bias_EN,
+        out_desc,
+        out,
+        out_scale_GR,
+        tiles.table,
+        N,
+        K,
+        triton.cdiv(N, BLOCK_N),
+        a_scale_GR.stride(0),
+        w_scale.shape[1],
+        gl.bfloat16 if dtype == torch.bfloat16 else gl.float16,
+        weight,
+        act,
+        STAGES,
+        num_warps=4,
+        maxnreg=REGISTERS,
+    )
+
+
+@on_its_device
+def run(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    layer: Experts,
+    expert_map: Tensor | None,
+    residual_TD: Tensor | None = None,
+) -> Tensor:
+    """The `experts` op of weights that `refusal` does not refuse, added to a contiguous residual if
+    there is one."""
+    (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
+    assert codes is not None
+    R, dtype = T * K, x_TD.dtype
+    _, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
+    tiles = tile_map(ends_E, R, BLOCK_M)
+    x_RD, x_scale_GR = quantise_sorted(x_TD, inverse_R, K, BLOCK_K)
+    h_RI = x_RD.new_empty(R, I)
+    h_scale_GR = x_scale_GR.new_empty(triton.cdiv(I, BLOCK_K), x_scale_GR.shape[1])
+    launch(
+        x_RD, x_scale_GR, layer.w13_EFD, codes.scale13_EFG, layer.b13_EF, h_RI, h_scale_GR,
+        tiles, codes.weight, dtype, layer.act,
+    )  # fmt: skip
+    y_RD = x_TD.new_empty(R, D)
+    launch(
+        h_RI, h_scale_GR, layer.w2_EDI, codes.scale2_EDG, layer.b2_ED, y_RD, None,
+        tiles, codes.weight, dtype, LINEAR,
+    )  # fmt: skip
+    return sum_rows(y_RD, inverse_R, weights_TK, K, residual_TD)
+
+
+def refusal(weight: Weight, D: int, I: int, gated: bool, interleaved: bool) -> str | None:
+    """Why the products do not take weights of this format and these widths, or None."""
+    _, down, across, _, inputs_8, bits = weight
+    if bits != 8 or not inputs_8 or across != BLOCK_K:
+        return f"needs float8 weights and inputs in groups of {BLOCK_K} columns"
+    rows = 2 * CHUNK_N if interleaved else CHUNK_N  # of W, that share a scale
+    if down != -1 and down % rows:
+        return f"needs scales for {rows} rows of weights or a multiple, got {down}"
+    if gated and not interleaved and down != -1 and I % CHUNK_N:
+        return f"needs a width of experts that {CHUNK_N} divides, got {I}"
+    # Rows lie 16 bytes apart, and a tile has four steps or more.
+    if D % 16 or I % 16 or min(D, I) <= 3 * BLOCK_K:
+        return f"needs widths above {3 * BLOCK_K} that 16 divides, got {D} and {I}"
+    return None
