@@ -2,7 +2,8 @@
 
 triton.tiny     up to 64 pairs of token and choice: two launches, nothing sorted
 triton.rows     few rows an expert: weights stream past the rows
-triton.grouped  many rows an expert: the rate of the matrix units decides; and all of float32
+triton.grouped  many rows an expert: the rate of the matrix units decides; and all of float32. Of
+                quantised weights float8 with float8 inputs, on Hopper
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.route import RouteCall, route
 from moe_ops.shapes import DTYPES
 
-LEAST_CAPABILITY, LEAST_FLOAT8 = (8, 0), (8, 9)
+LEAST_CAPABILITY, LEAST_FLOAT8, HOPPER = (8, 0), (8, 9), (9, 0)
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (*HALF, torch.float32)
 Supports = Callable[[ExpertsCall], str | None]
@@ -38,6 +39,8 @@ T = TypeVar("T", Tensor, Tensor | None)
 # fewer elements than LARGE and if it has not.
 MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
 LARGE = 2**23
+# The same for the quantised weights that triton.grouped takes; not measured yet.
+MOST_ROWS_PER_QUANTISED_EXPERT = 64
 
 
 @functools.cache
@@ -145,6 +148,27 @@ def supports_codes(call: ExpertsCall) -> str | None:
     return refusal
 
 
+def supports_many(call: ExpertsCall) -> str | None:
+    """The support of the kernels for many rows an expert: floats, and float8 on Hopper."""
+    if not call.w_format:
+        return supports_experts(call)
+    refusal = supports_codes(call)
+    if refusal is not None:
+        return refusal
+    c, (D, F) = call, (call.x_TD.shape[1], call.w13_EFD.shape[1])
+    widths = (D, F // 2 if c.gated else F)
+    refusal = triton_formats.refusal_of_many(_weight(c), widths, c.gated, c.interleaved)
+    if refusal is None and c.transposed:
+        refusal = "has no kernel for quantised weights that are transposed"
+    if refusal is None and c.x_TD.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(c.x_TD.device)
+        if capability != HOPPER:
+            refusal = "has a kernel for quantised weights on compute capability 9.0 alone"
+    if refusal is None and any(w.storage_offset() % 16 for w in (c.w13_EFD, c.w2_EDI)):
+        refusal = "needs quantised weights that begin at a multiple of 16 bytes"
+    return refusal
+
+
 def max_tiny_tokens(call: ExpertsCall) -> int:
     return min(TINY_TOKENS, TINY_PAIRS // call.ids_TK.shape[1])
 
@@ -154,12 +178,15 @@ def most_tiny_tokens(call: ExpertsCall) -> int:
 
 
 def most_rows_tokens(call: ExpertsCall) -> int | None:
-    if call.w_format:
-        return None
     w2_EDI, expert_map = call.w2_EDI, call.expert_map
     experts = w2_EDI.shape[0] if expert_map is None else expert_map.shape[0]
-    large = w2_EDI.shape[1] * w2_EDI.shape[2] >= LARGE
-    most = MOST_ROWS_PER_LARGE_EXPERT if large else MOST_ROWS_PER_EXPERT
+    if call.w_format:
+        if supports_many(call) is not None:
+            return None
+        most = MOST_ROWS_PER_QUANTISED_EXPERT
+    else:
+        large = w2_EDI.shape[1] * w2_EDI.shape[2] >= LARGE
+        most = MOST_ROWS_PER_LARGE_EXPERT if large else MOST_ROWS_PER_EXPERT
     return most * experts // call.ids_TK.shape[1]
 
 
@@ -266,7 +293,7 @@ def _of_layer(limit: Callable[[ExpertsCall], Any] | None) -> Callable[[Any], Any
 TINY = Rows(preferred=most_tiny_tokens, possible=max_tiny_tokens)
 _register("tiny", supports_codes, reads.EXPERTS, 3, TINY)
 _register("rows", supports_codes, reads.EXPERTS, 2, Rows(preferred=most_rows_tokens))
-_register("grouped", supports_experts, reads.FLOAT_EXPERTS, 1)
+_register("grouped", supports_many, reads.EXPERTS, 1)
 
 
 def _rows(t: T) -> T:

@@ -12,6 +12,7 @@ EIGHT_BITS = ("float8_e4m3fn",)
 LEAST_GROUP = 16
 INPUTS = "float8_e4m3fn:1x128"
 INPUT_COLUMNS = 128
+CHUNK = 64  # columns of a result that share the scales of a weight, for many rows an expert
 
 
 @functools.cache
@@ -50,4 +51,25 @@ def _reason(w_format: str, x_format: str) -> str | None:
         return f"quantises inputs to {INPUTS} alone, got {x_format}"
     if x_format and (element not in EIGHT_BITS or across != INPUT_COLUMNS):
         return f"needs float8 weights in groups of {INPUT_COLUMNS} columns for {INPUTS} inputs"
+    return None
+
+
+def refusal_of_many(
+    weight: Weight, widths: tuple[int, int], gated: bool, interleaved: bool
+) -> str | None:
+    """Why the kernel for many rows an expert (`grouped_float8.py`) cannot multiply weights of this
+    format, that `refusal` does not refuse, or a model and experts of these widths; or None."""
+    _, down, _, _, inputs_8, _ = weight
+    if not inputs_8:
+        return f"multiplies quantised weights with {INPUTS} inputs alone"
+    # A scale has to be that of all rows behind 64 columns of the result.
+    rows = 2 * CHUNK if interleaved else CHUNK
+    if down != ALL and down % rows:
+        return f"needs a scale for each {rows} rows of weights or a multiple of them, got {down}"
+    if gated and not interleaved and down != ALL and widths[1] % CHUNK:
+        return f"needs a width of experts that {CHUNK} divides, got {widths[1]}"
+    # Its copies are of 16 bytes or more, and a tile has to have four steps.
+    if any(width % 16 or width <= 3 * INPUT_COLUMNS for width in widths):
+        least, got = 3 * INPUT_COLUMNS, " and ".join(map(str, widths))
+        return f"needs widths above {least} that 16 divides, got {got}"
     return None

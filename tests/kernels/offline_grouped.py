@@ -1,10 +1,11 @@
 """Compile for a Hopper GPU that is not here the warp-specialised grouped products; a script.
 
-    python offline_grouped.py ACTIVATION...
+    python offline_grouped.py KERNEL ACTIVATION...
 
-compiles the first product with these, and with "silu" the second one, which has none. It prints one
-JSON line for each variant: its activation, whether there are biases and only whole steps along K,
-its registers, and the bytes that it spills.
+compiles those of floats (KERNEL _grouped) or of float8 (_grouped_float8): the first product with
+these activations, and with "silu" the second one, which has none. It prints one JSON line for each
+variant: its activation, whether there are biases, of floats whether K has only whole steps, of
+float8 the format, registers, and the bytes of shared memory and those that it spills.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from moe_ops.kernels.triton.experts import grouped, grouped_gluon
+from moe_ops.kernels.triton.experts import grouped, grouped_float8, grouped_gluon
+from moe_ops.kernels.triton.experts.tile_map import TileMap
 from moe_ops.ops.activate import Activation
 from moe_ops.testing import ACTIVATIONS
 
@@ -49,24 +51,56 @@ def source_of(kernel: JITFunction, args: tuple[Any, ...]) -> GluonASTSource:
 
 
 def compile_launch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-    if self is not grouped_gluon._grouped:
+    if self not in (grouped_gluon._grouped, grouped_float8._grouped_float8):
         return
     made = triton.compile(source_of(self, args), target=GPUTarget("cuda", 90, 32), options=options)
     given = dict(zip(self.arg_names, args, strict=True))
-    variant = {k: given[k] for k in ("ACT", "EVEN_K")} | {"bias": given["bias_ptr"] is not None}
+    variant = {k: given.get(k) for k in ("ACT", "EVEN_K", "W")}
+    variant |= {"bias": given["bias_ptr"] is not None, "shared": made.metadata.shared}
     print(json.dumps(variant | usage(made.asm["cubin"])), flush=True)
 
 
-def main() -> None:
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
 
+
+def float8_product(
+    N: int, K: int, out_n: int, act: tuple, bias: bool, kind: str, down: int
+) -> None:
+    """`act` without a kind: the second product, whose output is no code."""
+    R, codes, first = 4096, torch.float8_e4m3fn, act[0] is not None
+    groups = -(-N // down) if down > 0 else 1
+    w_scale = torch.uint8 if kind == "e8m0" else torch.float32
+    grouped_float8.launch(
+        empty(R, K, dtype=codes),
+        empty(-(-K // 128), R, dtype=torch.float32),
+        empty(E, N, K, dtype=codes),
+        empty(E, groups, -(-K // 128), dtype=w_scale),
+        empty(E, N) if bias else None,
+        empty(R, out_n, dtype=codes if first else torch.bfloat16),
+        empty(-(-out_n // 128), R, dtype=torch.float32) if first else None,
+        TileMap(empty(99, 8, dtype=torch.int32), 128),
+        ("float8_e4m3fn", down, 128, kind, True, 8),
+        torch.bfloat16,
+        act,
+    )
+
+
+def float8_products(names: list[str]) -> None:
+    """Of every activation with a scale for 128 rows; of one with others, too."""
+    for name, bias in itertools.product(names, (False, True)):
+        act = Activation(**{"kind": "silu"} | ACTIVATIONS[name])
+        rows = 2 * I if act.gated else I
+        float8_product(rows, D, I, act.args, bias, "float32", 128)
+        if name == "silu":
+            float8_product(D, I, D, grouped_float8.LINEAR, bias, "float32", 128)
+            float8_product(rows, D, I, act.args, bias, "e8m0", -1)
+
+
+def products(names: list[str]) -> None:
     rows, ends = empty(4096, dtype=torch.int32), empty(E, dtype=torch.int32)
-    with (
-        patch.object(JITFunction, "run", compile_launch),
-        patch.object(grouped, "runs_on_hopper", lambda *_: True),
-    ):
-        for name, bias in itertools.product(sys.argv[1:], (False, True)):
+    with patch.object(grouped, "runs_on_hopper", lambda *_: True):
+        for name, bias in itertools.product(names, (False, True)):
             args = ACTIVATIONS[name]
             act = Activation(**{"kind": "silu"} | args)
             F = 2 * I if act.gated else I
@@ -74,9 +108,15 @@ def main() -> None:
             for width in (D, D + 16) if args == {} else (D,):
                 x, w13 = empty(2048, width), empty(E, F, width)
                 grouped.grouped_gated(x, rows, ends, w13, b13, K, *act.args)
-        for bias in (False, True) if "silu" in sys.argv[1:] else ():
+        for bias in (False, True) if "silu" in names else ():
             b2 = empty(E, D) if bias else None
             grouped.grouped_rows(empty(4096, I), ends, empty(E, D, I), b2)
+
+
+def main() -> None:
+    kernel, *names = sys.argv[1:]
+    with patch.object(JITFunction, "run", compile_launch):
+        {"_grouped": products, "_grouped_float8": float8_products}[kernel](names)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The grouped products, small and odd, against float32 torch."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from packaging.version import Version
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from moe_ops.kernels.triton.experts import hopper
+from moe_ops.kernels.triton.experts import grouped_float8, hopper
 from moe_ops.kernels.triton.experts.grouped import grouped_gated, grouped_rows
 from moe_ops.kernels.triton.experts.grouped_plain import config_for
 from moe_ops.kernels.triton.experts.tile_map import GROUP, tile_map
@@ -27,6 +28,7 @@ from moe_ops.testing import ACTIVATIONS, DEVICE
 SWIGLU = ("silu", True, False, 1.0, None, 0.0)
 GPT_OSS = ("silu", True, True, 1.702, 7.0, 1.0)
 UNGATED = ("relu2", False, False, 1.0, None, 0.0)
+LINEAR = [None, False, False, 1.0, None, 0.0]  # as JSON has it
 COUNTS = (0, 5, 0, 70, 1, 33)  # rows of each expert
 UNUSED = 6  # rows of no expert
 
@@ -213,8 +215,66 @@ def test_products_of_many_rows(counts, sizes, activation, dtype, bias):
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("down", "width"), [(128, 448), (256, 448), (384, 448), (-1, 464)])
+def test_all_rows_behind_64_columns_share_the_scale_of_float8_weights(
+    gated, interleaved, down, width
+):
+    """By the kernel's own function, for every tile along N of two experts."""
+    act = ("silu", gated, gated and interleaved, 1.0, None, 0.0)
+    N, K, across = 2 * width if gated else width, 500, 4
+    groups = -(-N // down) if down > 0 else 1
+    fake = SimpleNamespace(
+        arange=lambda *_: torch.arange(64), SliceLayout=lambda *_: None, minimum=least,
+        cdiv=lambda a, b: -(-a // b),
+    )  # fmt: skip
+    plain = {n: int(getattr(grouped_float8, n)) for n in ("ROWS", "SUM", "CHUNK", "STEP")}
+    names = plain | {"gl": fake, "_group": grouped_float8._group.fn}
+    with patch.multiple(grouped_float8, **names):
+        for expert, n in itertools.product(range(2), range(-(-N // 256))):
+            scales, tile = (None, None, None, groups), (expert, 100, 70, n)
+            rows, *at = grouped_float8._at.fn(scales, tile, N, K, ("", down), act)
+            assert rows.tolist() == [*range(70, 100), *[99] * 34]
+            for chunk, first in enumerate(at):
+                for row in rows_behind(chunk, n, N, act):
+                    group = row // down if down > 0 else 0
+                    assert first == (expert * groups + group) * across
+
+
+def least(a, b):
+    return a.clamp(max=b) if isinstance(a, torch.Tensor) else min(a, b)
+
+
+def rows_behind(chunk, n, N, act):
+    """The rows of W, of those that are there, behind 64 columns of the accumulators of a tile."""
+    if not act[1]:
+        rows = range(256 * n + 64 * chunk, 256 * n + 64 * chunk + 64)
+    else:
+        first, up = 128 * n + chunk % 2 * 64, chunk // 2
+        columns = [c for c in range(first, first + 64) if c < N // 2]
+        rows = [2 * c + up if act[2] else c + up * N // 2 for c in columns]
+    return [row for row in rows if row < N]
+
+
 USED = ("silu", "gpt_oss")  # by the layers of the shipped tables
 OTHERS = tuple(name for name in ACTIVATIONS if name not in USED)
+
+
+def compiled(kernel, names):
+    # In a process of its own, as Triton interprets kernels in this one.
+    root = Path(__file__).resolve().parents[2]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("offline_grouped.py")), kernel, *names],
+        capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+FEW_SPILLS = Version(version("triton")) < Version("3.7")
 
 
 @pytest.mark.slow
@@ -224,22 +284,30 @@ OTHERS = tuple(name for name in ACTIVATIONS if name not in USED)
     ids=["used", "others"],
 )
 def test_the_hopper_kernel_compiles_and_keeps_to_its_registers(names, variants):
-    # In a process of its own, as Triton interprets kernels in this one.
-    root = Path(__file__).resolve().parents[2]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("offline_grouped.py")), *names],
-        capture_output=True, text=True, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = compiled("_grouped", names)
     assert len(found) == variants
     spilling = [v for v in found if v["spilled"] > 0]
     # None that a layer of the shipped tables takes: gated SiLU, and the second product.
     assert [v for v in spilling if v["ACT"][:2] == ["silu", True] or v["ACT"][0] is None] == []
     # Of the others Triton 3.6 spills at most 16 bytes in two, 3.9 at most 88 in seven, all of it
     # outside the loop over K.
-    few = Version(version("triton")) < Version("3.7")
-    assert max(v["spilled"] for v in found) <= (16 if few else 88)
-    assert len(spilling) <= (2 if few else 7)
+    assert max(v["spilled"] for v in found) <= (16 if FEW_SPILLS else 88)
+    assert len(spilling) <= (2 if FEW_SPILLS else 7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("names", "variants"),
+    [(USED, 8), pytest.param(OTHERS, 16, marks=pytest.mark.every)],
+    ids=["used", "others"],
+)
+def test_the_hopper_kernel_of_float8_compiles_and_keeps_to_its_registers(names, variants):
+    found = compiled("_grouped_float8", names)
+    assert len(found) == variants
+    assert max(v["shared"] for v in found) <= 227 * 1024
+    # Triton 3.6 spills nothing of gated SiLU and of the second product without biases, of others a
+    # few bytes outside the loop over K; 3.9 spills in the loop, too: eight of 250 instructions.
+    plain = [v for v in found if v["ACT"][:4] in (["silu", True, False, 1.0], LINEAR[:4])]
+    most = max((v["spilled"] for v in plain if not v["bias"]), default=0)
+    assert most <= (0 if FEW_SPILLS else 176)
+    assert max(v["spilled"] for v in found) <= (24 if FEW_SPILLS else 312)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import experts
-from moe_ops.backends.triton import run_experts
+from moe_ops.backends.triton import most_rows_tokens, run_experts
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.quant import packing
@@ -30,7 +30,8 @@ from moe_ops.testing import (
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops.kernels.triton.experts.tokens import quantise
+from moe_ops.kernels.triton.experts.sort import sort_pairs
+from moe_ops.kernels.triton.experts.tokens import quantise, quantise_sorted
 from tests.kernels.codes import any_codes, product, quantised
 
 F8 = torch.float8_e4m3fn
@@ -182,6 +183,25 @@ def test_tokens_are_quantised_as_by_the_definition(dtype: torch.dtype) -> None:
     assert_close(got, wanted, Tol(0.07, "one step of float8"))
 
 
+@each_dtype
+@pytest.mark.parametrize("D", [400, 512])
+def test_rows_are_quantised_in_the_order_of_experts(D: int, dtype: torch.dtype) -> None:
+    T, K, E = 37, 3, 4
+    x_TD = (torch.randn(T, D + 16, device=DEVICE) * 3).to(dtype)[:, :D]
+    x_TD[2, 130] = float("nan")
+    x_TD[5, :] = 0
+    ids_TK = torch.randint(-1, E, (T, K), dtype=torch.int32, device=DEVICE)
+    rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, None)
+    codes_RD, scale_GR = quantise_sorted(x_TD, inverse_R, K, 128)
+    want_TD, want_TG = quantise(x_TD, weight_of(*BLOCK_FLOAT8))
+    used = int(ends_E[-1])
+    token_R = rows_R[:used].long() // K
+    got, want = codes_RD[:used].float(), want_TD[token_R].float()
+    assert torch.equal(got.nan_to_num(1e9), want.nan_to_num(1e9))
+    assert torch.equal(scale_GR[:, :used].T.nan_to_num(1e9), want_TG[token_R].nan_to_num(1e9))
+    assert bool(scale_GR[:, used:].isnan().all())  # unwritten
+
+
 @each_kernel
 def test_inputs_that_are_no_numbers_stay_with_their_token(kernel: str) -> None:
     call = call_of(SMALL, *BLOCK_FLOAT8)
@@ -275,9 +295,32 @@ def test_codes_that_are_not_contiguous_are_refused(kernel: str) -> None:
     assert refusal == "needs contiguous weights, scales and zero points"
 
 
-def test_grouped_reads_no_codes() -> None:
-    refusal = experts.backends["triton.grouped"].refusal("cuda", 3, call_of(SMALL, "mxfp4"))
-    assert refusal is not None and "does not read w_format='mxfp4'" in refusal
+WIDE = replace(SMALL, D=512, I=448)
+REFUSED_BY_GROUPED = {
+    ("mxfp4", "", WIDE): "multiplies quantised weights with float8_e4m3fn:1x128 inputs alone",
+    (*BLOCK_FLOAT8, SMALL): "needs widths above 384 that 16 divides, got 128 and 128",
+    (*BLOCK_FLOAT8, replace(WIDE, I=464)): "needs a width of experts that 64 divides, got 464",
+    ("float8_e4m3fn:32x128", BLOCK_FLOAT8[1], WIDE): "needs a scale for each 64 rows of weights or "
+    "a multiple of them, got 32",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_BY_GROUPED, ids=lambda case: f"{case[0]} {case[2].I}")
+def test_grouped_refuses_what_it_has_no_kernel_for(case: tuple[str, str, Case]) -> None:
+    w_format, x_format, sizes = case
+    call = call_of(sizes, w_format, x_format)
+    assert experts.backends["triton.grouped"].refusal("cuda", 3, call) == REFUSED_BY_GROUPED[case]
+
+
+def test_grouped_takes_float8_with_many_rows_an_expert() -> None:
+    for formats in (BLOCK_FLOAT8, ("float8_e4m3fn:64x128", BLOCK_FLOAT8[1])):
+        call = call_of(WIDE, *formats)
+        assert experts.backends["triton.grouped"].refusal("cuda", 3, call) is None
+        experts_of_call, K = call.w13_EFD.shape[0], call.ids_TK.shape[1]
+        assert most_rows_tokens(call) == 64 * experts_of_call // K
+    interleaved = call_of(WIDE, *BLOCK_FLOAT8, interleaved=True)
+    assert experts.backends["triton.grouped"].refusal("cuda", 3, interleaved) is None
+    assert most_rows_tokens(call_of(WIDE, "mxfp4")) is None
 
 
 def test_packing_names_what_the_kernels_decode() -> None:

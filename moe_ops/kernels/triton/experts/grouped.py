@@ -29,6 +29,10 @@ def run(
 ) -> Tensor:
     """The `experts` op: sort, two products over the same tiles, weighted sum, to which a contiguous
     residual is added if there is one."""
+    if layer.codes is not None:
+        from moe_ops.kernels.triton.experts import grouped_float8
+
+        return grouped_float8.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD)
     (T, K), (E, _, I) = ids_TK.shape, layer.sizes
     w13, w2 = layer.w13_EFD, layer.w2_EDI
     if layer.transposed:

@@ -14,8 +14,8 @@ What the functions below share is as in `hopper.py`, and
             expert
     made    scales of the output if it has any, as those of A
     W       the format of the weight, as in `quantized.py`
-    at      of the tile and the consumer: rows, whether they are there, the first scale of W of each
-            64 columns
+    at      of the tile and the consumer: rows, the last one instead of those past the end; the
+            first scale of W of each 64 columns
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def _at(scales, tile, N, K, W: gl.constexpr, ACT: gl.constexpr):
     _, _, _, down = scales
     expert, end, row, n = tile
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, CHUNK_LAYOUT))
+    rows = gl.minimum(rows, end - 1)
     if ACT[2]:  # rows 2 i of the gate and 2 i + 1 of up
         row_0 = n * 2 * SUM
         row_1, row_2, row_3 = row_0 + 2 * CHUNK, row_0 + 1, row_0 + 2 * CHUNK + 1
@@ -96,7 +97,6 @@ def _at(scales, tile, N, K, W: gl.constexpr, ACT: gl.constexpr):
     first = expert * down
     return (
         rows,
-        rows < end,
         (first + _group(row_0, N, W)) * across,
         (first + _group(row_1, N, W)) * across,
         (first + _group(row_2, N, W)) * across,
@@ -108,10 +108,10 @@ def _at(scales, tile, N, K, W: gl.constexpr, ACT: gl.constexpr):
 def _stored(scales, at, i):
     """The scales of step i as they are stored: of rows, and of each 64 columns. Only loads."""
     a_ptr, stride, w_ptr, _ = scales
-    rows, inside, at_0, at_1, at_2, at_3 = at
+    rows, at_0, at_1, at_2, at_3 = at
     w_ptr += i
     return (
-        gl.load(a_ptr + i * stride + rows, mask=inside, other=0.0),
+        gl.load(a_ptr + i * stride + rows),
         gl.load(w_ptr + at_0),
         gl.load(w_ptr + at_1),
         gl.load(w_ptr + at_2),
@@ -131,14 +131,24 @@ def _start(rings, stage, RIGHT: gl.constexpr, LOWER: gl.constexpr):
 
 
 @gluon.jit
-def _scaled(part, a_scale, left_scale, right_scale, KIND: gl.constexpr):
-    """The left and the right 64 columns of a sum, and what they are to be multiplied by."""
+def _factors(stored, KIND: gl.constexpr):
+    """What sums of each 64 columns are to be multiplied by, for rows."""
+    a_scale, s_0, s_1, s_2, s_3 = stored
+    return (
+        (a_scale * finite(scale_of(s_0, KIND)))[:, None],
+        (a_scale * finite(scale_of(s_1, KIND)))[:, None],
+        (a_scale * finite(scale_of(s_2, KIND)))[:, None],
+        (a_scale * finite(scale_of(s_3, KIND)))[:, None],
+    )
+
+
+@gluon.jit
+def _sums(part):
+    """The left and the right 64 columns of a product, once it is done."""
     left, right = halves(warpgroup_mma_wait(0, deps=[part]))
     left = gl.convert_layout(left, CHUNK_LAYOUT, assert_trivial=True)
     right = gl.convert_layout(right, CHUNK_LAYOUT, assert_trivial=True)
-    left_factor = a_scale * finite(scale_of(left_scale, KIND))
-    right_factor = a_scale * finite(scale_of(right_scale, KIND))
-    return left, left_factor[:, None], right, right_factor[:, None]
+    return left, right
 
 
 @gluon.jit
@@ -155,7 +165,9 @@ def _multiply(
     W: gl.constexpr,
 ):
     """A consumer's part of a tile, in chunks of 64 columns. The pending one is stored behind its
-    first step; scales are loaded a step ahead."""
+    first step. Scales are loaded a step ahead, once those of the step have been multiplied: so they
+    need no registers of their own, and nobody waits for them.
+    """
     _, _, full, empty = rings
     STAGES: gl.constexpr = full.shape[0]
     chunks, where, out_n = pending
@@ -164,48 +176,53 @@ def _multiply(
     stage = step % STAGES
     mbarrier.wait(full.index(stage), step // STAGES & 1)
     part = _start(rings, stage, 0, LOWER)
-    s = _stored(scales, at, 0)
-    ahead = _stored(scales, at, 1)
+    stored = _stored(scales, at, 0)
     for i in gl.static_range(EACH):
         store_chunk(i, chunks, where, output, buffers, out_n)
-    left, left_factor, right, right_factor = _scaled(part, s[0], s[1], s[2], KIND)
-    acc_0, acc_1 = left * left_factor, right * right_factor
+    factors = _factors(stored, KIND)
+    stored = _stored(scales, at, 1)
+    left, right = _sums(part)
+    acc_0, acc_1 = left * factors[0], right * factors[1]
     part = _start(rings, stage, 1, LOWER)
     for i in gl.static_range(EACH, 2 * EACH):
         store_chunk(i, chunks, where, output, buffers, out_n)
-    left, left_factor, right, right_factor = _scaled(part, s[0], s[3], s[4], KIND)
+    left, right = _sums(part)
     mbarrier.arrive(empty.index(stage))
-    acc_2, acc_3 = left * left_factor, right * right_factor
+    acc_2, acc_3 = left * factors[2], right * factors[3]
     for i in range(1, k_steps):
         stage = (step + i) % STAGES
-        s = ahead
         mbarrier.wait(full.index(stage), (step + i) // STAGES & 1)
         part = _start(rings, stage, 0, LOWER)
-        ahead = _stored(scales, at, gl.minimum(i + 1, k_steps - 1))
-        left, left_factor, right, right_factor = _scaled(part, s[0], s[1], s[2], KIND)
-        acc_0 += left * left_factor
-        acc_1 += right * right_factor
+        factors = _factors(stored, KIND)
+        stored = _stored(scales, at, gl.minimum(i + 1, k_steps - 1))
+        left, right = _sums(part)
+        acc_0 += left * factors[0]
+        acc_1 += right * factors[1]
         part = _start(rings, stage, 1, LOWER)
-        left, left_factor, right, right_factor = _scaled(part, s[0], s[3], s[4], KIND)
+        left, right = _sums(part)
         mbarrier.arrive(empty.index(stage))
-        acc_2 += left * left_factor
-        acc_3 += right * right_factor
+        acc_2 += left * factors[2]
+        acc_3 += right * factors[3]
     return acc_0, acc_1, acc_2, acc_3
 
 
 @gluon.jit
-def _quantised(left, right, col, scale_ptr, stride, rows, inside, out_n, DTYPE: gl.constexpr):
-    """Codes of 128 columns of h from column `col`, rounded first as h is; stores their scale.
+def _quantised(left, right, made, tile, col, out_n, DTYPE: gl.constexpr):
+    """Codes of 128 columns of h from column `col`, rounded first as h is; stores their scales.
 
     As `to_float8`, whose tensors are one.
     """
+    scale_ptr, stride = made
+    _, end, row, _ = tile
     cols = col + gl.arange(0, CHUNK, gl.SliceLayout(0, CHUNK_LAYOUT))
     left = gl.where((cols < out_n)[None, :], left.to(DTYPE).to(gl.float32), 0.0)
     right = gl.where((cols + CHUNK < out_n)[None, :], right.to(DTYPE).to(gl.float32), 0.0)
     largest = gl.max(gl.maximum(gl.abs(left), gl.abs(right)), 1)
     scale = gl.maximum(largest / LARGEST_CODE, SMALLEST_SCALE)
     scale = gl.where(largest < float("inf"), scale, float("nan"))
-    gl.store(scale_ptr + col // STEP * stride + rows, scale, mask=inside & (col < out_n))
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, CHUNK_LAYOUT))
+    mask = (rows < end) & (col < out_n)
+    gl.store(scale_ptr + col // STEP * stride + rows, scale, mask=mask)
     inverse = (1.0 / scale)[:, None]
     return _code(left * inverse), _code(right * inverse)
 
@@ -218,29 +235,26 @@ def _code(x):
 
 
 @gluon.jit
-def _finish(accs, output, made, tile, at, N, out_n, DTYPE: gl.constexpr, ACT: gl.constexpr):
+def _finish(accs, output, made, tile, N, out_n, DTYPE: gl.constexpr, ACT: gl.constexpr):
     """The outputs in chunks of 64 columns, and the first column."""
     a, b, c, d = accs
-    scale_ptr, stride = made
     expert, _, _, n = tile
-    rows, inside, _, _, _, _ = at
     if ACT[1]:
         col = n * SUM
         left = gated_columns(a, c, output, expert, col, N, ACT)
         right = gated_columns(b, d, output, expert, col + CHUNK, N, ACT)
-        return _quantised(left, right, col, scale_ptr, stride, rows, inside, out_n, DTYPE), col
+        return _quantised(left, right, made, tile, col, out_n, DTYPE), col
     else:
         col = n * 2 * SUM
         a = columns(a, output, expert, col, N, ACT)
         b = columns(b, output, expert, col + CHUNK, N, ACT)
         c = columns(c, output, expert, col + SUM, N, ACT)
         d = columns(d, output, expert, col + SUM + CHUNK, N, ACT)
-        if scale_ptr is None:
+        if made[0] is None:
             return (a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)), col
         else:
-            right = col + SUM
-            a, b = _quantised(a, b, col, scale_ptr, stride, rows, inside, out_n, DTYPE)
-            c, d = _quantised(c, d, right, scale_ptr, stride, rows, inside, out_n, DTYPE)
+            a, b = _quantised(a, b, made, tile, col, out_n, DTYPE)
+            c, d = _quantised(c, d, made, tile, col + SUM, out_n, DTYPE)
             return (a, b, c, d), col
 
 
@@ -281,10 +295,8 @@ def _consume(
             mine = (expert, end, row, n)
             at = _at(scales, mine, N, K, W, ACT)
             pending = (chunks, (stored_row, stored_end, stored_col), out_n)
-            accs = _multiply(
-                rings, step, k_steps, scales, at, pending, output, buffers, LOWER, W
-            )
-            chunks, stored_col = _finish(accs, output, made, mine, at, N, out_n, DTYPE, ACT)
+            accs = _multiply(rings, step, k_steps, scales, at, pending, output, buffers, LOWER, W)
+            chunks, stored_col = _finish(accs, output, made, mine, N, out_n, DTYPE, ACT)
             stored_row = row
             stored_end = end
         else:
@@ -377,7 +389,8 @@ def launch(
     dtype: torch.dtype,
     act: tuple,
 ) -> None:
-    """Run one product over sorted rows; `refusal` says which weights it takes."""
+    """Run one product over sorted rows. Its output is of `dtype`, or is quantised from it if there
+    is a place for its scales; the backend refuses weights that it does not take."""
     E, N, K = w_ENK.shape
     w_2d = w_ENK.view(E * N, K)
     bytes_128 = gl.NVMMASharedLayout(128, 8, rank=2)
@@ -396,7 +409,7 @@ def launch(
         w_desc,
         up_desc,
         w_scale,
-        bias_EN,
+        None if bias_EN is None else bias_EN.contiguous(),
         out_desc,
         out,
         out_scale_GR,
@@ -424,8 +437,7 @@ def run(
     expert_map: Tensor | None,
     residual_TD: Tensor | None = None,
 ) -> Tensor:
-    """The `experts` op of weights that `refusal` does not refuse, added to a contiguous residual if
-    there is one."""
+    """The `experts` op, added to a contiguous residual if there is one."""
     (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
     assert codes is not None
     R, dtype = T * K, x_TD.dtype
@@ -444,19 +456,3 @@ def run(
         tiles, codes.weight, dtype, LINEAR,
     )  # fmt: skip
     return sum_rows(y_RD, inverse_R, weights_TK, K, residual_TD)
-
-
-def refusal(weight: Weight, D: int, I: int, gated: bool, interleaved: bool) -> str | None:
-    """Why the products do not take weights of this format and these widths, or None."""
-    _, down, across, _, inputs_8, bits = weight
-    if bits != 8 or not inputs_8 or across != BLOCK_K:
-        return f"needs float8 weights and inputs in groups of {BLOCK_K} columns"
-    rows = 2 * CHUNK_N if interleaved else CHUNK_N  # of W, that share a scale
-    if down != -1 and down % rows:
-        return f"needs scales for {rows} rows of weights or a multiple, got {down}"
-    if gated and not interleaved and down != -1 and I % CHUNK_N:
-        return f"needs a width of experts that {CHUNK_N} divides, got {I}"
-    # Rows lie 16 bytes apart, and a tile has four steps or more.
-    if D % 16 or I % 16 or min(D, I) <= 3 * BLOCK_K:
-        return f"needs widths above {3 * BLOCK_K} that 16 divides, got {D} and {I}"
-    return None
