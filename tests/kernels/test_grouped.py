@@ -305,8 +305,8 @@ def test_the_hopper_kernel_of_float8_compiles_and_keeps_to_its_registers(names, 
     found = compiled("_grouped_float8", names)
     assert len(found) == variants
     assert max(v["shared"] for v in found) <= 227 * 1024
-    # Triton 3.6 spills nothing of gated SiLU and of the second product without biases, and of others
-    # a few bytes. 3.9 spills more; nothing of that is in the loop over K where there are no biases.
+    # Triton 3.6 spills nothing of gated SiLU and of the second product without biases, of others a
+    # few bytes. 3.9 spills more; without biases none of it in the loop over K.
     plain = [v for v in found if v["ACT"][:4] in (["silu", True, False, 1.0], LINEAR[:4])]
     most = max((v["spilled"] for v in plain if not v["bias"]), default=0)
     assert most <= (0 if FEW_SPILLS else 40)

@@ -164,8 +164,7 @@ def _multiply(
     W: gl.constexpr,
 ):
     """A consumer's part of a tile, in chunks of 64 columns. The pending one is stored behind its
-    first step. Scales are loaded a step ahead, once those of the step have been multiplied: so they
-    need no registers of their own, and nobody waits for them.
+    first step, and scales are loaded a step ahead.
     """
     _, _, full, empty = rings
     STAGES: gl.constexpr = full.shape[0]
