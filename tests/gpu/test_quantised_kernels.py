@@ -36,8 +36,8 @@ FORMATS = (
 )  # fmt: skip
 # Relative errors of a layer, at most: halves are rounded three times; float8 inputs twice more.
 MOST_ERROR = {"": 1e-2, "float8_e4m3fn:1x128": 4.6e-2}
-# From the same sums of inputs that are quantised, too. (The definition also rounds what comes before
-# the activation, which moves some h past a tie of float8: 1.6e-2.)
+# From the same sums of inputs that are quantised, too. (The definition also rounds what comes
+# before the activation, which moves some h past a tie of float8: 1.6e-2.)
 MOST_ERROR_OF_SUMS = 1e-2
 TOKENS = {"triton.tiny": (1, 4, 16), "triton.rows": (1, 16, 64, 200, 1000)}
 MANY = (200, 1000, 3000)  # tokens of triton.grouped
