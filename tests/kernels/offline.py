@@ -3,7 +3,7 @@
     python offline.py CAPABILITY PART
 
 prints one JSON line for each variant of a part (see PARTS): the kernel, its registers, its bytes of
-shared memory and those that it spills.
+shared memory and those that it spills, and how it divides floats.
 Launches are caught where Triton would compile and run them, so that what is compiled is what the
 host code asks for.
 """
@@ -133,7 +133,8 @@ def compile_launches(
             known.add(key)
             made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             used = {"shared": made.metadata.shared, **usage(made.asm["cubin"])}
-            found.append({"kernel": self.__name__, "memory": memory, **used})
+            divides = sorted(set(re.findall(r"\bdiv\.(\w+)\.f32", made.asm["ptx"])))
+            found.append({"kernel": self.__name__, "memory": memory, "divides": divides, **used})
 
     memory = SHARED_MEMORY[capability]
     pdl = (True, {"launch_pdl": True}) if capability >= 90 else (False, {})

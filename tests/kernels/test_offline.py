@@ -55,3 +55,7 @@ def test_every_variant_compiles_and_spills_nothing(capability: int, part: str) -
     tuned = [v for v in variants if capability == 90 and "transposed" not in v["call"]]
     assert [v for v in tuned if v["spilled"] > 0] == []
     assert [v for v in variants if v["spilled"] > 64] == []
+    # Scales are the definition's to the bit; Triton's `/` is `div.full`, which is off by two.
+    quantises = [v["divides"] for v in variants if v["kernel"] == "quantise_kernel"]
+    assert all(divides == ["rn"] for divides in quantises)
+    assert bool(quantises) == (part == "codes" and capability >= 89)
