@@ -2,8 +2,8 @@
 
 triton.tiny     up to 64 pairs of token and choice: two launches, nothing sorted
 triton.rows     few rows an expert: weights stream past the rows
-triton.grouped  many rows an expert: the rate of the matrix units decides; and all of float32. Of
-                quantised weights float8 with float8 inputs, on Hopper
+triton.grouped  many rows an expert: the rate of the matrix units decides; and all of float32.
+                Quantised weights are decoded first, but for float8 with float8 inputs on Hopper
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ T = TypeVar("T", Tensor, Tensor | None)
 # fewer elements than LARGE and if it has not.
 MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
 LARGE = 2**23
-# The same for the quantised weights that triton.grouped takes; not measured yet.
-MOST_ROWS_PER_QUANTISED_EXPERT = 64
+# The same for quantised weights; rows by the bits of a code, and of those with inputs of 8 bits,
+# whose kernel reads codes, while others are decoded first.
+MOST_TINY_TOKENS_OF_CODES = 1
+MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTISED_INPUTS = {4: 400, 8: 200}, 12
 
 
 @functools.cache
@@ -149,21 +151,20 @@ def supports_codes(call: ExpertsCall) -> str | None:
 
 
 def supports_many(call: ExpertsCall) -> str | None:
-    """The support of the kernels for many rows an expert: floats, and float8 on Hopper."""
+    """The support of the kernels for many rows an expert: floats, quantised weights, which are
+    decoded first, and on Hopper float8 with float8 inputs."""
     if not call.w_format:
         return supports_experts(call)
     refusal = supports_codes(call)
-    if refusal is not None:
+    if refusal is not None or not call.x_format:
         return refusal
     c, (D, F) = call, (call.x_TD.shape[1], call.w13_EFD.shape[1])
     widths = (D, F // 2 if c.gated else F)
     refusal = triton_formats.refusal_of_many(_weight(c), widths, c.gated, c.interleaved)
-    if refusal is None and c.transposed:
-        refusal = "has no kernel for quantised weights that are transposed"
     if refusal is None and c.x_TD.device.type == "cuda":
         capability = torch.cuda.get_device_capability(c.x_TD.device)
         if capability != HOPPER:
-            refusal = "has a kernel for quantised weights on compute capability 9.0 alone"
+            refusal = "has a kernel for quantised inputs on compute capability 9.0 alone"
     if refusal is None and any(w.storage_offset() % 16 for w in (c.w13_EFD, c.w2_EDI)):
         refusal = "needs quantised weights that begin at a multiple of 16 bytes"
     return refusal
@@ -174,7 +175,7 @@ def max_tiny_tokens(call: ExpertsCall) -> int:
 
 
 def most_tiny_tokens(call: ExpertsCall) -> int:
-    return MOST_TINY_TOKENS
+    return MOST_TINY_TOKENS_OF_CODES if call.w_format else MOST_TINY_TOKENS
 
 
 def most_rows_tokens(call: ExpertsCall) -> int | None:
@@ -183,7 +184,8 @@ def most_rows_tokens(call: ExpertsCall) -> int | None:
     if call.w_format:
         if supports_many(call) is not None:
             return None
-        most = MOST_ROWS_PER_QUANTISED_EXPERT
+        quantises, bits = _weight(call)[4:]
+        most = MOST_ROWS_OF_QUANTISED_INPUTS if quantises else MOST_ROWS_OF_CODES[bits]
     else:
         large = w2_EDI.shape[1] * w2_EDI.shape[2] >= LARGE
         most = MOST_ROWS_PER_LARGE_EXPERT if large else MOST_ROWS_PER_EXPERT

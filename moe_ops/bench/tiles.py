@@ -35,6 +35,11 @@ TINY_SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "down": {"BG": (1, 2, 4, 8, 16), "BR": (4, 8, 16, 32), "BH": (64, 128, 256),
              "down_stages": STAGES},
 }  # fmt: skip
+# Of codes that stream through registers, of either product.
+STREAM_SIZES: dict[str, tuple[int, ...]] = {
+    "S": (1, 2, 4, 8, 16), "MW": (1, 2, 4, 8), "MT": (1, 2, 4), "NT": (1, 2, 4),
+    "C": (1, 2, 4, 8, 16), "ahead": (1, 2, 3, 4, 6, 8),
+}  # fmt: skip
 Tiles = TypeVar("Tiles")
 
 
@@ -49,14 +54,17 @@ class Tried:
 
 def around(kernel: str, product: str, tiles: Any) -> Iterator[Any]:
     """The tiles in which one size of a product is the next smaller or larger one."""
+    of_product = hasattr(tiles, product)
+    part = getattr(tiles, product) if of_product else tiles
     sizes = ROWS_SIZES if kernel == "rows" else TINY_SIZES[product]
-    part = getattr(tiles, product) if kernel == "rows" else tiles
+    if hasattr(part, "ahead"):
+        sizes = STREAM_SIZES
     for name, values in sizes.items():
         now = getattr(part, name)
         below, above = [v for v in values if v < now], [v for v in values if v > now]
         for value in (*below[-1:], *above[:1]):
             changed = replace(part, **{name: value})
-            yield replace(tiles, **{product: changed}) if kernel == "rows" else changed
+            yield replace(tiles, **{product: changed}) if of_product else changed
 
 
 def climb(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 from moe_ops.bench import cells, formats, tiles, timing
 from moe_ops.bench.__main__ import parse
 from moe_ops.bench.rates import Rates
+from moe_ops.kernels.triton.experts.few import Stream, Streams
 from moe_ops.kernels.triton.experts.rows import code_tiles
 from moe_ops.kernels.triton.experts.tiny import TinyTiles
 from moe_ops.testing import DEVICE, F16, Case
@@ -49,6 +51,10 @@ def test_one_size_of_one_product_changes() -> None:
     rows = code_tiles(4.0, CODES, 227 * 1024)
     for tried in tiles.around("rows", "down", rows):
         assert tried.up == rows.up and tried.down != rows.down
+    streams = Streams(up=Stream(S=4, C=4), down=Stream(S=8))
+    changed = list(tiles.around("tiny", "up", streams))
+    assert replace(streams, up=Stream(S=4, C=4, ahead=3)) in changed
+    assert all(tried.down == streams.down and tried != streams for tried in changed)
 
 
 def test_a_format_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,6 +67,7 @@ class CODES:
     """What `code_tiles` asks of the codes of a layer."""
 
     in_words, quantises, bits = True, False, 4
+    weight = ("int4", 1, 128, "bfloat16", False, 4)
 
 
 @pytest.mark.slow

@@ -36,9 +36,10 @@ FORMATS = (
 )  # fmt: skip
 # Relative errors of a layer, at most: halves are rounded three times; float8 inputs twice more.
 MOST_ERROR = {"": 1e-2, "float8_e4m3fn:1x128": 4.6e-2}
-# From the same sums of inputs that are quantised, too. (The definition also rounds what comes
-# before the activation, which moves some h past a tie of float8: 1.6e-2.)
-MOST_ERROR_OF_SUMS = 1e-2
+# From float32 of inputs that are quantised, too. Sums in another order move some h past a tie of
+# its dtype, and of these some past one of float8: 1.34e-2 and 6.1e-3 were measured on an H200. The
+# definition, which also rounds what comes before the activation, is 1.6e-2 from it in bfloat16.
+MOST_ERROR_OF_SUMS = {torch.bfloat16: 1.5e-2, torch.float16: 7e-3}
 TOKENS = {"triton.tiny": (1, 4, 16), "triton.rows": (1, 16, 64, 200, 1000)}
 MANY = (200, 1000, 3000)  # tokens of triton.grouped
 hopper = pytest.mark.skipif(
@@ -121,12 +122,27 @@ def test_every_size(kernel: str, name: str, formats: tuple[str, str]) -> None:
         assert torch.equal(experts.backends[kernel].run(call), got), f"{T}: other bits"
 
 
+@pytest.mark.parametrize("w_format", [f for f, inputs in FORMATS if not inputs])
+@pytest.mark.parametrize("name", WIDTHS)
+def test_decoded_layers(name: str, w_format: str) -> None:
+    """Of many rows an expert weights are decoded first."""
+    if not fits(WIDTHS[name], w_format):
+        pytest.skip("its groups do not divide these widths")
+    for T in (3, 700):
+        call, want = layer_of(replace(WIDTHS[name], T=T), w_format, "")
+        assert relative_error(grouped(call), want) <= MOST_ERROR[""], T
+
+
 def grouped(call: ExpertsCall) -> Tensor:
     backend = experts.backends["triton.grouped"]
     assert backend.refusal("cuda", call.x_TD.shape[0], call) is None
     out: Tensor = backend.run(call)
-    assert torch.equal(backend.run(call), out), "other bits"
+    assert_same_bits(backend.run(call), out)
     return out
+
+
+def assert_same_bits(got: Tensor, want: Tensor) -> None:
+    assert torch.equal(got.view(torch.int16), want.view(torch.int16)), "other bits"
 
 
 def uneven(call: ExpertsCall) -> ExpertsCall:
@@ -158,7 +174,7 @@ def test_many_rows_an_expert(name: str, dtype: torch.dtype) -> None:
         got = grouped(call)
         assert relative_error(got, wanted(call)) <= MOST_ERROR[W8A8[1]], T
         assert not bool(got[3].any())
-        assert relative_error(got, wanted(call, quantised=True)) <= MOST_ERROR_OF_SUMS, T
+        assert relative_error(got, wanted(call, quantised=True)) <= MOST_ERROR_OF_SUMS[dtype], T
 
 
 @hopper
@@ -177,7 +193,10 @@ def test_every_activation_of_many_rows(name: str, w_format: str) -> None:
         w_format=w_format, x_format=W8A8[1], **args,
     )  # fmt: skip
     experts.check(call)
-    assert relative_error(grouped(call), wanted(call, quantised=True)) <= MOST_ERROR_OF_SUMS
+    assert (
+        relative_error(grouped(call), wanted(call, quantised=True))
+        <= MOST_ERROR_OF_SUMS[torch.bfloat16]
+    )
 
 
 @hopper
@@ -252,7 +271,7 @@ def test_a_captured_call_follows_its_routing(T: int, formats: tuple[str, str]) -
 @pytest.mark.parametrize("formats", FORMATS, ids=str)
 def test_the_ops_pick_these_kernels(formats: tuple[str, str]) -> None:
     case = replace(WIDTHS["qwen3_30b"], T=1)
-    for T, kernel in ((1, "triton.tiny"), (100, "triton.rows")):
+    for T, kernel in ((1, "triton.tiny"), (20, "triton.rows"), (4000, "triton.grouped")):
         call, _ = layer_of(replace(case, T=T), *formats)
         assert experts.pick(call).name == kernel
 

@@ -67,14 +67,14 @@ class LayerCall:
 
 @NOT_EXPORTED
 @config.patch(force_disable_caches=True)  # a graph from a cache does not say what passes found
-def check_float32(family: str, device: str, sizes: list[tuple[int, int]]) -> Found:
+def check_float32(family: str, device: str, sizes: list[tuple[int, int]]) -> Found | None:
     """Compiled in float32 the model gives stock's logits and tokens."""
-    model = real.build(family, device=device, dtype=torch.float32)
+    model, found = real.build(family, device=device, dtype=torch.float32), None
     twin = moe_ops.compile(model, strict=True)
     for batch, length in sizes:
         inputs = inputs_of(family, batch, length, device)
         assert_close(logits(twin, inputs), logits(model, inputs), FLOAT32, f"{batch} x {length}")
-    found = found_in(model, twin)
+        found = found_in(model, twin) if (batch, length) == sizes[0] else found
     if can_generate(model):
         for batch, length in sizes:
             inputs = inputs_of(family, batch, length, device)
@@ -93,15 +93,15 @@ def check_layers(family: str, device: str, sizes: list[tuple[int, int]]) -> None
 
 @NOT_EXPORTED
 @config.patch(force_disable_caches=True)
-def check_forward(family: str, device: str, sizes: list[tuple[int, int]]) -> Found:
+def check_forward(family: str, device: str, sizes: list[tuple[int, int]]) -> Found | None:
     """In bfloat16 the model's logits are as near to float32 as stock's."""
     model = real.build(family, device=device, dtype=torch.bfloat16)
     twin = moe_ops.compile(model, strict=True)
-    pairs = []
+    pairs, found = [], None
     for batch, length in sizes:
         inputs = inputs_of(family, batch, length, device)
         pairs.append((inputs, logits(twin, inputs), logits(model, inputs)))
-    found = found_in(model, twin)
+        found = found_in(model, twin) if (batch, length) == sizes[0] else found
     del twin
     model.float()  # last, and in place: both do not fit beside each other everywhere
     for inputs, ours, stock in pairs:
@@ -222,11 +222,17 @@ def generated(model: Any, inputs: Inputs) -> Tensor:
     return model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
 
 
-def found_in(model: PreTrainedModel, twin: PreTrainedModel) -> Found:
-    """How many layers of experts the passes found in the graphs of the twin's forwards."""
+def found_in(model: PreTrainedModel, twin: PreTrainedModel) -> Found | None:
+    """How many layers of experts the passes found in the graph of the twin's first forward.
+
+    None if Dynamo broke it, as layers of one code then share a graph: that of torch 2.11 does so in
+    Qwen3-Next's linear attention in float32, and in bfloat16 does not.
+    """
     runs = pipeline_of(twin).runs
     skipped = [run.skipped for run in runs if run.skipped]
     assert not skipped, skipped
+    if len(runs) > 1:
+        return None
     lifts = ("lift_grouped_mm", "lift_batched_mm")
     lifted = [p.rewrites for p in runs[0].passes if p.name in lifts]
     return Found(layers=len(families.experts(model)), ours=sum(lifted))

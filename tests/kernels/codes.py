@@ -66,34 +66,32 @@ def any_codes(w_format: str, rows: int, columns: int) -> Weights:
 
 @triton.jit
 def product_kernel(
-    w_ptr, s_ptr, z_ptr, x_ptr, out_ptr, stride_w,
+    w_ptr, s_ptr, z_ptr, x_ptr, out_ptr, stride_w, stride_x,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
-    W: tl.constexpr, ARRANGED: tl.constexpr,
+    W: tl.constexpr,
 ):  # fmt: skip
     m = tl.arange(0, ROWS)
     n = tl.arange(0, TOKENS)
     acc_MN = tl.zeros((ROWS, TOKENS), tl.float32)
-    w_M1, x_1N = (w_ptr + m * stride_w)[:, None], (x_ptr + n * COLUMNS)[None, :]
+    w_M1, x_1N = (w_ptr + m * stride_w)[:, None], (x_ptr + n * stride_x)[None, :]
     acc_MN = add_product(
         acc_MN, w_M1, s_ptr, z_ptr, 0 * m, m, m < ROWS, x_1N, None, n, n < TOKENS,
-        ROWS, COLUMNS, STEP, W, ARRANGED, "",
+        ROWS, COLUMNS, STEP, W, "",
     )  # fmt: skip
     acc_MN = rescaled(acc_MN, W, x_ptr.dtype.element_ty)
     tl.store(out_ptr + m[:, None] * TOKENS + n[None, :], acc_MN)
 
 
-def product(weights: Weights, x_ND: Tensor, *, arranged: bool = False) -> Tensor:
+def product(weights: Weights, x_ND: Tensor) -> Tensor:
     """The first expert's weight times tokens, [rows, tokens] in float32."""
     rows, (N, D) = weights.values.shape[1], x_ND.shape
     weight = weight_of(weights.format, "")
     out = torch.empty(rows, N, device=x_ND.device)
-    if arranged and weight[5] == 4:
-        x_ND = arrange(x_ND)
-    else:
-        arranged = False
+    if weight[5] == 4:
+        x_ND = arrange(x_ND, weight)
     w = as_stored(weights.values, weight)
     product_kernel[(1,)](
-        w, weights.scale, weights.zero, x_ND, out, w.stride(1),
-        ROWS=rows, COLUMNS=D, TOKENS=N, STEP=STEP, W=weight, ARRANGED=arranged,
+        w, weights.scale, weights.zero, x_ND, out, w.stride(1), x_ND.stride(0),
+        ROWS=rows, COLUMNS=D, TOKENS=N, STEP=STEP, W=weight,
     )  # fmt: skip
     return out

@@ -27,6 +27,7 @@ from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 from moe_ops.backends.triton import run_experts
@@ -34,6 +35,8 @@ from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS, routing
 from moe_ops.kernels.triton.decode import linears, one_query, rope, rope_attention
 from moe_ops.kernels.triton.experts import (
     combine,
+    decoded,
+    few,
     grouped_plain,
     rows,
     sort,
@@ -84,7 +87,9 @@ FORMATS = [
 ]  # fmt: skip
 
 
-def source_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ASTSource:
+def source_of(
+    kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ASTSource | GluonASTSource:
     """What Triton would compile for a launch: integers of 1 are constants, and those that 16
     divides are known to be, as are the addresses of tensors.
     """
@@ -103,7 +108,8 @@ def source_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
         signature[param.name] = TYPES[value.dtype] if isinstance(value, Tensor) else scalar
         if whole:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    return source(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
 def usage(cubin: bytes) -> dict[str, int]:
@@ -142,6 +148,8 @@ def compile_launches(
         patched.enter_context(patch.object(JITFunction, "run", run))
         for module in (
             combine,
+            decoded,
+            few,
             linears,
             one_query,
             rope,
@@ -155,6 +163,7 @@ def compile_launches(
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
         for module in (grouped_plain, linears, rope_attention, rows, tiny):
             patched.enter_context(patch.object(module, "shared_memory", lambda _: memory))
+        patched.enter_context(patch.object(few, "on_hopper", lambda _: capability == 90))
         call()
     return found
 
@@ -208,8 +217,9 @@ def calls_of_codes(
     """Calls on quantised weights that between them launch every tile, for widths that fill none."""
     case = LAYERS["gpt_oss_20b"]
     for w_format, x_format, least in formats:
-        for backend, T in (("tiny", 1), ("tiny", 4), *(("rows", n) for n in (16, 256, 1024, 4096))):
-            if capability < least:
+        rows = [("rows", n) for n in (16, 64, 256, 1024, 4096)]
+        for backend, T in (("tiny", 1), ("tiny", 4), *rows, ("grouped", 4096)):
+            if capability < least or (backend == "grouped" and x_format):
                 continue
             call = functools.partial(quantised_layer, case, backend, T, w_format, x_format)
             yield f"{backend} {T} {w_format} {x_format}", call

@@ -24,9 +24,10 @@ KERNELS = {
         "sum_kernel", "one_query_kernel", "one_query_merge", "linears_one", "linears_few",
         "rope_kernel", "rope_attention_kernel", "_tile_map", "_grouped",
     },
-    "codes": EXPERTS | {"arrange_kernel"},
-    "more_codes": EXPERTS | {"arrange_kernel"},
+    "codes": EXPERTS | {"arrange_kernel", "decode_kernel"},
+    "more_codes": EXPERTS | {"arrange_kernel", "decode_kernel"},
 }  # fmt: skip
+STREAMED = {"one_up", "one_down", "few_up", "few_down"}  # of codes, on Hopper
 CAPABILITIES = (90, 80, 89, 100)
 
 
@@ -49,7 +50,8 @@ def test_every_variant_compiles_and_spills_nothing(capability: int, part: str) -
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     variants = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {v["kernel"] for v in variants} >= KERNELS[part]
+    streamed = STREAMED if capability == 90 and part != "floats" else set()
+    assert {v["kernel"] for v in variants} >= KERNELS[part] | streamed
     assert [v for v in variants if v["shared"] > v["memory"]] == []
     # Tiles are tuned for Hopper and weights by rows; elsewhere a few bytes are no harm.
     tuned = [v for v in variants if capability == 90 and "transposed" not in v["call"]]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton.experts import grouped_plain
 from moe_ops.kernels.triton.experts.combine import sum_rows
+from moe_ops.kernels.triton.experts.decoded import decoded
 from moe_ops.kernels.triton.experts.sort import sort_pairs
 from moe_ops.kernels.triton.experts.tile_map import TileMap, tile_map
 from moe_ops.kernels.triton.experts.weights import Experts
@@ -29,10 +30,12 @@ def run(
 ) -> Tensor:
     """The `experts` op: sort, two products over the same tiles, weighted sum, to which a contiguous
     residual is added if there is one."""
-    if layer.codes is not None:
+    if layer.codes is not None and layer.codes.quantises:
         from moe_ops.kernels.triton.experts import grouped_float8
 
         return grouped_float8.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD)
+    if layer.codes is not None:
+        layer = decoded(layer, x_TD.dtype)
     (T, K), (E, _, I) = ids_TK.shape, layer.sizes
     w13, w2 = layer.w13_EFD, layer.w2_EDI
     if layer.transposed:

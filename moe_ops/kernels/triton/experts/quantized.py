@@ -1,10 +1,10 @@
 """Products with quantised weights: codes are loaded as they are stored, decoded in registers and
 multiplied, a step of columns at a time.
 
-Codes of four bits come as words of eight. Two shifts and two masks make a pair of halves of the
-nibbles j and j + 4 of a word, so a step is four products, of the pairs 0 to 3 of all words, and
-tokens are read in that order of columns: value 8 q + j + 4 i is column 2 q + i of product j. So
-weights stay as checkpoints hold them.
+Codes of four bits come as words of eight. A shift and a mask make a pair of halves of the nibbles j
+and j + 4 of a word. Which column of the weights meets which of a matrix unit's is free, so tokens
+are stored in the order of `column_of` (`tokens.py`), in which a thread multiplies words that it
+loads side by side. So weights stay as checkpoints hold them.
 
 Codes of eight bits come as they are, and may meet inputs of 8 bits, in groups of as many columns;
 `tokens.py` makes these.
@@ -26,9 +26,9 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import Weight
-from moe_ops.kernels.triton.experts.float8 import INTERPRETED, to_float8
+from moe_ops.kernels.triton.experts.float8 import INTERPRETED
 
-MOST_IN_SUM = tl.constexpr(64)  # tokens whose sums are scaled
+MOST_IN_SUM = tl.constexpr(32)  # tokens whose sums are scaled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,22 @@ def and_or(a, mask, b):
 
 
 @triton.jit
+def signs_and(v, SHIFT: tl.constexpr, MASK: tl.constexpr):
+    """The signs of two halves, and what the mask leaves of them shifted to the right: in three
+    instructions, where the compiler would merge this shift with that before, and need more."""
+    if INTERPRETED:
+        return (v & -0x7FFF8000) | ((v >> SHIFT) & MASK)
+    return tl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 signs, rest;
+        and.b32 signs, $1, 0x80008000;
+        shr.u32 rest, $1, {SHIFT};
+        lop3.b32 $0, rest, {MASK}, signs, 0xEA;
+        }}""", "=r,r", [v], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def half_of(pair, HIGH: tl.constexpr, DTYPE: tl.constexpr):
     """One of the two halves of an int32."""
     bits = pair >> 16 if HIGH else pair & 0xFFFF
@@ -100,24 +116,15 @@ def pair_fma(a, b, c, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def scale_of(stored, KIND: tl.constexpr):
-    """A stored scale as float32."""
+def scale_of(scale, KIND: tl.constexpr):
+    """Stored scales as float32."""
     if KIND == "e8m0":
-        code = stored.to(tl.int32)
+        code = scale.to(tl.int32)
         # As bits: 2**-127 is subnormal, and what would be infinity is NaN.
         special = tl.where((code == 0) | (code == 255), 1 << 22, 0)
         scale = ((code << 23) | special).to(tl.float32, bitcast=True)
     else:
-        scale = stored.to(tl.float32)
-    return scale
-
-
-@triton.jit
-def scales(ptr, mask, KIND: tl.constexpr):
-    """Stored scales as float32; of a group that is not there 0."""
-    scale = scale_of(tl.load(ptr, mask=mask, other=0), KIND)
-    if KIND == "e8m0":
-        scale = tl.where(mask, scale, 0.0)
+        scale = scale.to(tl.float32)
     return scale
 
 
@@ -150,25 +157,61 @@ def spread(values_MG, EACH: tl.constexpr):
 def add_product(
     acc_MN, w_M1, s_ptr, z_ptr, e, row_M, inside_M, x_1N, t_ptr, token_N, inside_N,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr,
-    ARRANGED: tl.constexpr, POLICY: tl.constexpr,
+    POLICY: tl.constexpr,
 ):  # fmt: skip
     """acc_MN and the products of rows of the weights of experts, at w_M1, with tokens, at x_1N, of
     which those quantised have scales [tokens, groups] at t_ptr; `rescaled` follows the last one.
     POLICY is that of the cache for weights."""
     BITS: tl.constexpr = W[5]
     group_M = group_row(e, row_M, ROWS, COLUMNS, W)
+    s_MG, z_MG, t_N = factors(
+        s_ptr, z_ptr, t_ptr, group_M, inside_M, token_N, inside_N, 0, COLUMNS, STEP, W
+    )
     for start in range(0, COLUMNS, STEP):
+        # Those of the next step are on their way during this one.
+        next_s_MG, next_z_MG, next_t_N = factors(
+            s_ptr, z_ptr, t_ptr, group_M, inside_M, token_N, inside_N, start + STEP,
+            COLUMNS, STEP, W,
+        )  # fmt: skip
         if BITS == 4:
             acc_MN = add_words(
-                acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, x_1N, inside_N, start,
-                COLUMNS, STEP, W, ARRANGED, POLICY,
-            )  # fmt: skip
+                acc_MN, w_M1, s_MG, z_MG, inside_M, x_1N, inside_N, start, COLUMNS, STEP, W, POLICY
+            )
         else:
             acc_MN = add_bytes(
-                acc_MN, w_M1, s_ptr, group_M, inside_M, x_1N, t_ptr, token_N, inside_N, start,
-                COLUMNS, STEP, W, POLICY,
-            )  # fmt: skip
+                acc_MN, w_M1, s_MG, inside_M, x_1N, t_N, inside_N, start, COLUMNS, STEP, W, POLICY
+            )
+        s_MG, z_MG, t_N = next_s_MG, next_z_MG, next_t_N
     return acc_MN
+
+
+@triton.jit
+def factors(
+    s_ptr, z_ptr, t_ptr, group_M, inside_M, token_N, inside_N, start,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """(scales, zero points, scales of tokens) of a step, as they are stored: [M, groups of the
+    step] and [tokens]. Instead of those that there are none of: anything."""
+    GROUP: tl.constexpr = W[2]
+    LARGE: tl.constexpr = GROUP == -1 or GROUP >= STEP
+    GROUPS: tl.constexpr = 1 if LARGE else STEP // GROUP
+    g = tl.arange(0, GROUPS)
+    if GROUP == -1:
+        first = 0
+        inside_MG = inside_M[:, None]
+    else:
+        first = start // GROUP
+        inside_MG = inside_M[:, None] & (start + g * GROUP < COLUMNS)[None, :]
+    at_MG = group_M[:, None] + first + g[None, :]
+    s_MG = tl.load(s_ptr + at_MG, mask=inside_MG, other=0)
+    z_MG, t_N = s_MG, token_N
+    if z_ptr is not None:
+        z_MG = tl.load(z_ptr + at_MG, mask=inside_MG, other=0)
+    if t_ptr is not None:
+        # By offsets of 32 bits, as addresses would take twice as many registers.
+        at_N = token_N * ((COLUMNS + GROUP - 1) // GROUP)
+        t_N = tl.load(t_ptr + first + at_N, mask=inside_N & (start < COLUMNS), other=0.0)
+    return s_MG, z_MG, t_N
 
 
 @triton.jit
@@ -182,26 +225,38 @@ def rescaled(acc_MN, W: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def less_zero(z_ptr, at, inside, DTYPE: tl.constexpr):
+def less_zero(zero, STORED: tl.constexpr, DTYPE: tl.constexpr):
     """-128 or -1024, see `decoded`, and minus zero points, which for int4 are 8; twice."""
     NEGATIVE: tl.constexpr = -0x3CFF3D00 if DTYPE == tl.bfloat16 else -0x1BFF1C00
-    if z_ptr is None:
-        pair = NEGATIVE | 0x00080008
-    else:
-        zero = tl.load(z_ptr + at, mask=inside, other=0).to(tl.int32)
+    if STORED:
+        zero = zero.to(tl.int32)
         pair = (zero | (zero << 16)) | NEGATIVE
+    else:
+        pair = NEGATIVE | 0x00080008
     return pair
 
 
 @triton.jit
-def scale_pairs(s_ptr, at, inside, KIND: tl.constexpr, FLOAT: tl.constexpr, DTYPE: tl.constexpr):
+def scale_pairs(scale, KIND: tl.constexpr, FLOAT: tl.constexpr, DTYPE: tl.constexpr):
     """Scales that are multiplied into values, twice in each int32; of float4 in bfloat16 times
     2**64 (see `rescaled`)."""
-    scale = scales(s_ptr + at, inside, KIND)
-    if FLOAT and DTYPE == tl.bfloat16:
-        scale *= 1.8446744073709552e19
-    bits = bits_of(scale.to(DTYPE))
+    if FLOAT and DTYPE == tl.bfloat16 and KIND == "e8m0":
+        # The exponent of 2**(code - 127 + 64), or that of infinity; a bit more makes it NaN.
+        code = scale.to(tl.int32)
+        bits = tl.minimum(code + 64, 255) << 7 | tl.where(code == 255, 64, 0)
+    else:
+        scale = scale_of(scale, KIND)
+        if FLOAT and DTYPE == tl.bfloat16:
+            scale *= 1.8446744073709552e19
+        bits = bits_of(scale.to(DTYPE))
     return bits | (bits << 16)
+
+
+@triton.jit
+def column_at(place):
+    """The column of tokens that is stored in a place: the inverse of `column_of`."""
+    low, j, high = place // 32 % 4, place // 8 % 4, place // 2 % 4
+    return place // 128 * 128 + (high * 4 + low) * 8 + j + place % 2 * 4
 
 
 @triton.jit
@@ -209,18 +264,17 @@ def decoded(
     w_MW, j: tl.constexpr, less, scale_pair,
     FLOAT: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """[M, 2 W] of DTYPE: the values of nibbles j and j + 4 of each word, side by side."""
+    """The values of nibbles j and j + 4 of each word, as the halves of an int32."""
     NEGATIVE_ZERO: tl.constexpr = -0x7FFF8000  # of both halves; as a mask, their signs
     BF16: tl.constexpr = DTYPE == tl.bfloat16
     if FLOAT:
         # Sign, exponent and mantissa to their places: the value times 2**-126, which the scale
         # makes up for, or times 2**-14, which a scale in float16 has no room for.
         v = w_MW << (12 - 4 * j) if j < 3 else w_MW
-        signs = v & NEGATIVE_ZERO
         if BF16:
-            v = and_or(v >> 6, 0x01C001C0, signs)
+            v = signs_and(v, 6, 0x01C001C0)
         else:
-            v = pair_fma(and_or(v >> 3, 0x0E000E00, signs), 0x74007400, NEGATIVE_ZERO, DTYPE)
+            v = pair_fma(signs_and(v, 3, 0x0E000E00), 0x74007400, NEGATIVE_ZERO, DTYPE)
     else:
         # 128 + code of bfloat16, or 1024 + code of float16, is this and the bits of the code.
         MAGIC: tl.constexpr = 0x43004300 if BF16 else 0x64006400
@@ -228,15 +282,32 @@ def decoded(
         v = pair_fma(v, 0x3F803F80 if BF16 else 0x3C003C00, less, DTYPE)
     if SCALED:
         v = pair_fma(v, scale_pair, NEGATIVE_ZERO, DTYPE)
-    halves = tl.join(half_of(v, False, DTYPE), half_of(v, True, DTYPE))
-    return tl.reshape(halves, (w_MW.shape[0], 2 * w_MW.shape[1]))
+    return v
+
+
+@triton.jit
+def values_of(
+    w_MW, less, scale_pair, FLOAT: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr
+):
+    """[M, 8 W] of DTYPE: the values of words in the order of `column_of`, in which what a thread of
+    a matrix unit multiplies comes of words that it loads side by side."""
+    M: tl.constexpr = w_MW.shape[0]
+    BLOCKS: tl.constexpr = w_MW.shape[1] // 16
+    p0 = decoded(w_MW, 0, less, scale_pair, FLOAT, SCALED, DTYPE)
+    p1 = decoded(w_MW, 1, less, scale_pair, FLOAT, SCALED, DTYPE)
+    p2 = decoded(w_MW, 2, less, scale_pair, FLOAT, SCALED, DTYPE)
+    p3 = decoded(w_MW, 3, less, scale_pair, FLOAT, SCALED, DTYPE)
+    pairs = tl.join(tl.join(p0, p2), tl.join(p1, p3))  # [M, W, 2, 2]: of each word, 0 to 3
+    pairs = tl.permute(tl.reshape(pairs, (M, BLOCKS, 4, 4, 4)), (0, 1, 3, 4, 2))
+    pairs = tl.reshape(pairs, (M, BLOCKS * 64))
+    halves = tl.join(half_of(pairs, False, DTYPE), half_of(pairs, True, DTYPE))
+    return tl.reshape(halves, (M, BLOCKS * 128))
 
 
 @triton.jit
 def add_words(
-    acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, x_1N, inside_N, start,
-    COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, ARRANGED: tl.constexpr,
-    POLICY: tl.constexpr,
+    acc_MN, w_M1, s_MG, z_MG, inside_M, x_1N, inside_N, start,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = x_1N.dtype.element_ty
     ELEMENT: tl.constexpr = W[0]
@@ -253,40 +324,22 @@ def add_words(
         w_M1 + (first + tl.arange(0, WORDS))[None, :],
         mask=inside_M[:, None] & inside_W[None, :], other=0, eviction_policy=POLICY,
     )  # fmt: skip
-    less, scale_pair = 0, 0
-    at_M = group_M if GROUP == -1 else group_M + start // GROUP
+    less = less_zero(z_MG, ELEMENT == "uint4", DTYPE)
     if IN_SUM:
-        scale_M = finite(scales(s_ptr + at_M, inside_M, KIND))
-        part_MN = tl.zeros_like(acc_MN)
-        if FLOAT:
-            scale_pair = 0x5F805F80  # 2**64 of bfloat16
-        else:
-            less = less_zero(z_ptr, at_M[:, None], inside_M[:, None], DTYPE)
+        scale_pair = 0x5F805F80  # 2**64 of bfloat16
     else:
-        GROUPS: tl.constexpr = 1 if LARGE else STEP // GROUP
-        g = tl.arange(0, GROUPS)
-        inside_MG = inside_M[:, None] & (start + g * GROUP < COLUMNS)[None, :]
-        at_MG = at_M[:, None] + g[None, :]
-        pair_MG = scale_pairs(s_ptr, at_MG, inside_MG, KIND, FLOAT, DTYPE)
-        scale_pair = spread(pair_MG, WORDS // GROUPS)
-        part_MN = acc_MN
-        if not FLOAT:
-            less = less_zero(z_ptr, at_MG, inside_MG, DTYPE)
-            if z_ptr is not None:
-                less = spread(less, WORDS // GROUPS)
-    c = tl.arange(0, 2 * WORDS)
-    inside_V = first + c // 2 < COLUMNS // 8
-    for j in tl.static_range(4):
-        values_MV = decoded(w_MW, j, less, scale_pair, FLOAT, SCALED, DTYPE)
-        if ARRANGED:
-            at_V = j * (COLUMNS // 4) + start // 4 + c
-        else:
-            at_V = start + c // 2 * 8 + j + c % 2 * 4
-        x_VN = tl.load(x_1N + at_V[:, None], mask=inside_V[:, None] & inside_N[None, :], other=0.0)
-        part_MN = tl.dot(values_MV, x_VN, part_MN)
+        GROUPS: tl.constexpr = s_MG.shape[1]
+        scale_pair = spread(scale_pairs(s_MG, KIND, FLOAT, DTYPE), WORDS // GROUPS)
+        if ELEMENT == "uint4":
+            less = spread(less, WORDS // GROUPS)
+    values_MD = values_of(w_MW, less, scale_pair, FLOAT, SCALED, DTYPE)
+    # Columns past the last one are stored as zeros.
+    x_DN = tl.load(x_1N + (start + tl.arange(0, STEP))[:, None], mask=inside_N[None, :], other=0.0)
     if IN_SUM:
-        part_MN = acc_MN + part_MN * scale_M[:, None]
-    return part_MN
+        acc_MN += tl.dot(values_MD, x_DN) * finite(scale_of(s_MG, KIND))
+    else:
+        acc_MN = tl.dot(values_MD, x_DN, acc_MN)
+    return acc_MN
 
 
 @triton.jit
@@ -298,7 +351,7 @@ def float8_as(w, DTYPE: tl.constexpr):
 
 @triton.jit
 def add_bytes(
-    acc_MN, w_M1, s_ptr, group_M, inside_M, x_1N, t_ptr, token_N, inside_N, start,
+    acc_MN, w_M1, s_MG, inside_M, x_1N, t_N, inside_N, start,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = x_1N.dtype.element_ty
@@ -314,28 +367,17 @@ def add_bytes(
         eviction_policy=POLICY,
     )  # fmt: skip
     x_DN = tl.load(x_1N + d[:, None], mask=inside_D[:, None] & inside_N[None, :], other=0.0)
-    at_M = group_M if GROUP == -1 else group_M + start // GROUP
     if IN_SUM:
-        factor_MN = finite(scales(s_ptr + at_M, inside_M, KIND))[:, None]
+        factor_MN = finite(scale_of(s_MG, KIND))
         if INPUTS_8:
-            if t_ptr is None:
-                x_DN, scale_N = to_float8(x_DN, 0)
-            else:
-                # By offsets of 32 bits, as addresses would take twice as many registers.
-                at_N = token_N * ((COLUMNS + GROUP - 1) // GROUP)
-                scale_N = tl.load(t_ptr + start // GROUP + at_N, mask=inside_N, other=0.0)
-            factor_MN = factor_MN * scale_N[None, :]
+            factor_MN = factor_MN * t_N[None, :]
             part_MN = tl.dot(w_MD, x_DN)
         else:
             part_MN = tl.dot(float8_as(w_MD, DTYPE), x_DN)
         acc_MN += part_MN * factor_MN
     else:
         tl.static_assert(not INPUTS_8)
-        GROUPS: tl.constexpr = 1 if LARGE else STEP // GROUP
-        g = tl.arange(0, GROUPS)
-        inside_MG = inside_M[:, None] & (start + g * GROUP < COLUMNS)[None, :]
-        at_MG = at_M[:, None] + g[None, :]
-        scale_MD = spread(scales(s_ptr + at_MG, inside_MG, KIND).to(DTYPE), STEP // GROUPS)
+        scale_MD = spread(scale_of(s_MG, KIND).to(DTYPE), STEP // s_MG.shape[1])
         acc_MN = tl.dot(float8_as(w_MD, DTYPE) * scale_MD, x_DN, acc_MN)
     return acc_MN
 

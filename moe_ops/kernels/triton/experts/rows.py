@@ -18,17 +18,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.triton.experts import few
 from moe_ops.kernels.triton.experts.combine import sum_rows
+from moe_ops.kernels.triton.experts.few import Streams
 from moe_ops.kernels.triton.experts.quantized import Codes, add_product, rescaled
 from moe_ops.kernels.triton.experts.sort import sort_pairs
-from moe_ops.kernels.triton.experts.tokens import column_of, quantise, tokens_for
+from moe_ops.kernels.triton.experts.tokens import column_of, quantise, stored, tokens_for
 from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, up_rows
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options, shared_memory, stages_within
 from moe_ops.kernels.triton.replay import launch
 
-FEW = 32  # rows that a program quantises on their way to its product
 HOPPER_MEMORY = 200 * 1024  # bytes of shared memory; GPUs before Hopper have less
-MOST_OF_TILE = {16: 8, 32: 16, 64: 64, 128: 192}  # rows an expert on average, by the rows of a tile
+DECODED = 16 * 1024  # bytes of it through which these move decoded values to their matrix units
+MOST_OF_TILE = {16: 10, 32: 40, 64: 160}  # rows an expert on average, by the rows of a tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,16 +77,19 @@ def tiles_for(rows_per_expert: float, width: int) -> RowsTiles:
 
 
 def code_tiles(rows_per_expert: float, codes: Codes, memory: int) -> RowsTiles:
-    """Steps of 128 columns, the group of most formats. Chosen by registers and instructions of
-    compiled code, not measured yet."""
-    BN = next((n for n, most in MOST_OF_TILE.items() if rows_per_expert <= most), 256)
-    # Registers have no room for more, of which a second sum takes as many as the first.
-    most = 64 if codes.quantises or memory < 128 * 1024 else 128
-    if not codes.in_words or memory < HOPPER_MEMORY:
-        BN = min(BN, most)
-    if BN <= FEW:
+    """Steps of 128 columns, the group of most formats. The fastest of about six on an H200 for the
+    layers of Qwen3-30B and Mixtral."""
+    sums = codes.in_words and codes.weight[2] in (-1, 128)
+    BN = next((n for n, most in MOST_OF_TILE.items() if rows_per_expert <= most), 128)
+    if not codes.in_words or sums or memory < HOPPER_MEMORY:
+        BN = min(BN, 64)
+    if codes.quantises:
+        return _tiles(BN, (64, 128, 4, 8), (128, 128, 4, 8))
+    if sums:
+        return _tiles(BN, (64, 128, 4, 4), (128, 128, 4, 4))
+    if BN <= 32:
         return _tiles(BN, (32, 128, 4, 4), (64, 128, 4, 4))
-    return _tiles(BN, (64, 128, 4, 8), (128, 128, 4, 8))
+    return _tiles(BN, (64, 128, 3, 8), (128, 128, 3, 8))
 
 
 @functools.cache
@@ -100,13 +105,21 @@ def fitting(tiles: RowsTiles, gated: bool, bits: int, memory: int) -> RowsTiles:
     return RowsTiles(up=fit(up, (2 if gated else 1) * up.rows), down=fit(down, down.rows))
 
 
-def tiles_of(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> RowsTiles:
+def tiles_of(
+    x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
+) -> RowsTiles | Streams:
     """The tiles of a call by the tables, with stages that fit."""
     codes, memory, (E, _, I) = layer.codes, shared_memory(x_TD), layer.sizes
     per_expert = ids_TK.numel() / (E if expert_map is None else expert_map.shape[0])
     if codes is None:
         return fitting(tiles_for(per_expert, I), layer.act[1], 16, memory)
-    return fitting(code_tiles(per_expert, codes, memory), layer.act[1], codes.bits, memory)
+    streams = few.few_streams(per_expert, layer) if few.takes(x_TD, layer) else None
+    if streams is not None:
+        return streams
+    tiles = code_tiles(per_expert, codes, memory)
+    if memory < HOPPER_MEMORY:
+        memory -= DECODED
+    return fitting(tiles, layer.act[1], codes.bits, memory)
 
 
 @triton.jit
@@ -136,13 +149,13 @@ def unit_of(ends_ptr, unit, blocks, E: tl.constexpr, BE: tl.constexpr, BN: tl.co
 def rows_up(
     x_ptr, scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, b_ptr, h_ptr,
     stride_x, stride_we, stride_wf, stride_wd, stride_be,
-    E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, ACT: tl.constexpr,
-    W: tl.constexpr, BE: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
-    PDL: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
+    ACT: tl.constexpr, W: tl.constexpr, BE: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr,
+    BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GATED: tl.constexpr = ACT[1]
     BF: tl.constexpr = 2 * BI if GATED else BI
-    blocks: tl.constexpr = (I + BI - 1) // BI
+    blocks: tl.constexpr = (H + BI - 1) // BI
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -173,17 +186,19 @@ def rows_up(
         ROWS: tl.constexpr = 2 * I if GATED else I
         acc_FN = add_product(
             acc_FN, w_F1, s_ptr, z_ptr, e, row_F, inside_F, x_1N, scale_ptr, pair_N // K, n < count,
-            ROWS, D, BD, W, True, "",
+            ROWS, D, BD, W, "",
         )  # fmt: skip
         acc_FN = rescaled(acc_FN, W, x_ptr.dtype.element_ty)
     h_IN = activated(acc_FN, b_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
     weight_N = tl.load(weights_ptr + pair_N, mask=n < count, other=0.0).to(tl.float32)
     h_IN = h_IN * weight_N[None, :]
     i = block * BI + tl.arange(0, BI)
+    if H > I:
+        h_IN = tl.where((i < I)[:, None], h_IN, 0.0)
     tl.store(
-        h_ptr + (first + n).to(tl.int64)[None, :] * I + column_of(i, I, W)[:, None],
+        h_ptr + (first + n).to(tl.int64)[None, :] * H + column_of(i, W)[:, None],
         h_IN.to(h_ptr.dtype.element_ty),
-        mask=(i < I)[:, None] & (n < count)[None, :],
+        mask=(i < H)[:, None] & (n < count)[None, :],
     )
 
 
@@ -191,7 +206,7 @@ def rows_up(
 def rows_down(
     h_ptr, scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, b_ptr, y_ptr,
     stride_we, stride_wd, stride_wi, stride_be,
-    E: tl.constexpr, D: tl.constexpr, I: tl.constexpr, W: tl.constexpr,
+    E: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     BE: tl.constexpr, BD: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (D + BD - 1) // BD
@@ -217,14 +232,14 @@ def rows_down(
                 mask=inside_D[:, None] & inside_I[None, :], other=0.0,
             )  # fmt: skip
             h_IN = tl.load(
-                h_ptr + row_1N * I + (start + i)[:, None],
+                h_ptr + row_1N * H + (start + i)[:, None],
                 mask=inside_I[:, None] & (n < count)[None, :], other=0.0,
             )  # fmt: skip
             acc_DN = tl.dot(w_DI, h_IN, acc_DN)
     else:
         acc_DN = add_product(
-            acc_DN, w_D1, s_ptr, z_ptr, e, d, inside_D, h_ptr + row_1N * I, scale_ptr, first + n,
-            n < count, D, I, BI, W, True, "",
+            acc_DN, w_D1, s_ptr, z_ptr, e, d, inside_D, h_ptr + row_1N * H, scale_ptr, first + n,
+            n < count, D, I, BI, W, "",
         )  # fmt: skip
         acc_DN = rescaled(acc_DN, W, h_ptr.dtype.element_ty)
     if b_ptr is not None:
@@ -247,35 +262,38 @@ def run(
     layer: Experts,
     expert_map: Tensor | None,
     residual_TD: Tensor | None = None,
-    tiles: RowsTiles | None = None,
+    tiles: RowsTiles | Streams | None = None,
 ) -> Tensor:
     """The `experts` op, each weight read once for every BN rows of its expert, added to a
     contiguous residual if there is one; without `tiles` by those of `tiles_of`."""
     (T, K), (E, D, I) = ids_TK.shape, layer.sizes
     R, codes = T * K, layer.codes
     tiles = tiles or tiles_of(x_TD, ids_TK, layer, expert_map)
+    if isinstance(tiles, Streams):
+        return few.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD, tiles)
     rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
-    h_RI, y_RD = x_TD.new_empty(R, I), x_TD.new_empty(R, D)
+    H = stored(I, layer.weight)
+    h_RI, y_RD = x_TD.new_empty(R, H), x_TD.new_empty(R, D)
     x_TD, x_scale_TG = tokens_for(x_TD, codes)
     h_scale_RG = None
     BE = max(2, triton.next_power_of_2(E))
     pdl, options = pdl_options(x_TD)
     up, down = tiles.up, tiles.down
     launch(
-        rows_up, (_units(R, E, up) * triton.cdiv(I, up.rows),),
+        rows_up, (_units(R, E, up) * triton.cdiv(H, up.rows),),
         x_TD, x_scale_TG, rows_R, ends_E, weights_TK, layer.w13_EFD, *layer.scales13,
         layer.b13_EF, h_RI, x_TD.stride(0), *layer.strides13, bias_stride(layer.b13_EF),
-        E=E, K=K, D=D, I=I, ACT=layer.act, W=layer.weight, BE=BE, BI=up.rows, BD=up.step, BN=up.BN,
-        PDL=pdl, num_warps=up.warps, num_stages=up.stages, **options,
+        E=E, K=K, D=D, I=I, H=H, ACT=layer.act, W=layer.weight, BE=BE, BI=up.rows, BD=up.step,
+        BN=up.BN, PDL=pdl, num_warps=up.warps, num_stages=up.stages, **options,
     )  # fmt: skip
-    if codes is not None and codes.quantises and down.BN > FEW:
+    if codes is not None and codes.quantises:
         h_RI, h_scale_RG = quantise(h_RI, codes.weight)
     launch(
         rows_down, (_units(R, E, down) * triton.cdiv(D, down.rows),),
         h_RI, h_scale_RG, rows_R, ends_E, weights_TK, layer.w2_EDI, *layer.scales2,
         layer.b2_ED, y_RD, *layer.strides2, bias_stride(layer.b2_ED),
-        E=E, D=D, I=I, W=layer.weight, BE=BE, BD=down.rows, BI=down.step, BN=down.BN,
-        PDL=pdl, num_warps=down.warps, num_stages=down.stages, **options,
+        E=E, D=D, I=I, H=H, W=layer.weight, BE=BE, BD=down.rows, BI=down.step,
+        BN=down.BN, PDL=pdl, num_warps=down.warps, num_stages=down.stages, **options,
     )  # fmt: skip
     return sum_rows(y_RD, inverse_R, None, K, residual_TD)
 

@@ -28,10 +28,12 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
+from moe_ops.kernels.triton.experts import few
 from moe_ops.kernels.triton.experts.combine import onto
+from moe_ops.kernels.triton.experts.few import Streams
 from moe_ops.kernels.triton.experts.quantized import Codes, add_product, rescaled
 from moe_ops.kernels.triton.experts.sort import local_ids
-from moe_ops.kernels.triton.experts.tokens import column_of
+from moe_ops.kernels.triton.experts.tokens import column_of, quantise, stored, tokens_for
 from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, up_rows
 from moe_ops.kernels.triton.launch import (
     on_its_device,
@@ -101,9 +103,13 @@ def fitting(tiles: TinyTiles, T: int, gated: bool, bits: int, memory: int) -> Ti
     )
 
 
-def tiles_of(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> TinyTiles:
+def tiles_of(
+    x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
+) -> TinyTiles | Streams:
     """The tiles of a call by the tables, with stages that fit."""
     (T, K), (_, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
+    if codes is not None and T == 1 and few.takes(x_TD, layer):
+        return few.one_streams(K, layer)
     tiles = tiles_for(T, K, D, I, processors(x_TD)) if codes is None else code_tiles(K, codes)
     bits = 16 if codes is None else codes.bits
     return fitting(tiles, T, layer.act[1], bits, shared_memory(x_TD))
@@ -139,11 +145,11 @@ def write_table(experts_ptr, map_ptr, table_ptr, P, E: tl.constexpr, N_MAP, BP: 
 # One compiled kernel serves every number of tokens.
 @triton.jit(do_not_specialize=["T", "N_MAP"])
 def tiny_up(
-    x_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, s_ptr, z_ptr, b_ptr, h_ptr, table_ptr,
-    share_ptr, T, N_MAP, stride_x, stride_we, stride_wf, stride_wd, stride_be,
-    E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, ACT: tl.constexpr,
-    W: tl.constexpr, BP: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
-    ONE: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, scale_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, s_ptr, z_ptr, b_ptr, h_ptr,
+    table_ptr, share_ptr, T, N_MAP, stride_x, stride_we, stride_wf, stride_wd, stride_be,
+    E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
+    ACT: tl.constexpr, W: tl.constexpr, BP: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr,
+    BN: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BI columns of h for the expert of one pair; of several tokens, the last one
     writes the table.
@@ -152,7 +158,7 @@ def tiny_up(
     """
     GATED: tl.constexpr = ACT[1]
     BF: tl.constexpr = 2 * BI if GATED else BI
-    blocks: tl.constexpr = (I + BI - 1) // BI
+    blocks: tl.constexpr = (H + BI - 1) // BI
     pair = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     if PDL:
@@ -200,8 +206,8 @@ def tiny_up(
     else:
         ROWS: tl.constexpr = 2 * I if GATED else I
         acc_FN = add_product(
-            acc_FN, w_F1, s_ptr, z_ptr, e, row_F, inside_F, x_1N, None, n, n < T,
-            ROWS, D, BD, W, False, "evict_first",
+            acc_FN, w_F1, s_ptr, z_ptr, e, row_F, inside_F, x_1N, scale_ptr, n, n < T,
+            ROWS, D, BD, W, "evict_first",
         )  # fmt: skip
         acc_FN = rescaled(acc_FN, W, x_ptr.dtype.element_ty)
     if share_ptr is not None:
@@ -210,10 +216,12 @@ def tiny_up(
     h_IN = activated(acc_FN, b_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
     h_IN = tl.where(chosen_N[None, :], h_IN * weight_N[None, :], 0.0)
     i = block * BI + tl.arange(0, BI)
+    if H > I:
+        h_IN = tl.where((i < I)[:, None], h_IN, 0.0)
     tl.store(
-        h_ptr + (pair * T + n).to(tl.int64)[None, :] * I + column_of(i, I, W)[:, None],
+        h_ptr + (pair * T + n).to(tl.int64)[None, :] * H + column_of(i, W)[:, None],
         h_IN.to(h_ptr.dtype.element_ty),
-        mask=(i < I)[:, None] & (n < T)[None, :],
+        mask=(i < H)[:, None] & (n < T)[None, :],
     )
 
 
@@ -239,11 +247,11 @@ def pair_of(rank, table_ptr, BP: tl.constexpr, ONE: tl.constexpr):
 # One compiled kernel serves every number of tokens.
 @triton.jit(do_not_specialize=["T", "N_MAP"])
 def tiny_down(
-    h_ptr, experts_ptr, map_ptr, table_ptr, share_ptr, w_ptr, s_ptr, z_ptr, b_ptr, residual_ptr,
-    out_ptr, T, N_MAP, stride_we, stride_wd, stride_wi, stride_be,
-    E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, W: tl.constexpr,
-    BP: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr,
-    BN: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
+    h_ptr, scale_ptr, experts_ptr, map_ptr, table_ptr, share_ptr, w_ptr, s_ptr, z_ptr, b_ptr,
+    residual_ptr, out_ptr, T, N_MAP, stride_we, stride_wd, stride_wi, stride_be,
+    E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
+    W: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr,
+    BI: tl.constexpr, BN: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BR columns of out for all tokens, BG experts at a time.
 
@@ -280,7 +288,7 @@ def tiny_down(
         inside_M = (d_M < D) & (e_M < E)
         inside_N = (token_N < T) & (e_N < E) & (n // BT < BG)
         w_M1 = (w_ptr + e_M.to(tl.int64) * stride_we + d_M.to(tl.int64) * stride_wd)[:, None]
-        h_1N = (h_ptr + (pair_N * T + token_N).to(tl.int64) * I)[None, :]
+        h_1N = (h_ptr + (pair_N * T + token_N).to(tl.int64) * H)[None, :]
         if W is None:
             for start in range(0, I, BI):
                 inside_I = start + i < I
@@ -296,8 +304,8 @@ def tiny_down(
                 acc_MN = tl.dot(w_MI, h_IN, acc_MN)
         else:
             acc_MN = add_product(
-                acc_MN, w_M1, s_ptr, z_ptr, e_M, d_M, inside_M, h_1N, None, n, inside_N,
-                D, I, BI, W, True, "evict_first",
+                acc_MN, w_M1, s_ptr, z_ptr, e_M, d_M, inside_M, h_1N, scale_ptr,
+                pair_N * T + token_N, inside_N, D, I, BI, W, "evict_first",
             )  # fmt: skip
         next_M, next_N = first + BG + m // BR, first + BG + n // BT
         e_M = id_of(next_M, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
@@ -335,38 +343,45 @@ def run(
     layer: Experts,
     expert_map: Tensor | None,
     residual_TD: Tensor | None = None,
-    tiles: TinyTiles | None = None,
+    tiles: TinyTiles | Streams | None = None,
 ) -> Tensor:
     """The `experts` op for up to TINY_TOKENS tokens and TINY_PAIRS pairs of token and choice, added
     to a contiguous residual if there is one; without `tiles` by those of `tiles_of`."""
-    (T, K), (E, D, I) = ids_TK.shape, layer.sizes
+    (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
     if T > TINY_TOKENS or T * K > TINY_PAIRS:
         raise ValueError(
             f"takes {TINY_TOKENS} tokens and {TINY_PAIRS} pairs of token and choice at most, got "
             f"{T} tokens with {K} choices; run `rows`"
         )
     tiles = tiles or tiles_of(x_TD, ids_TK, layer, expert_map)
+    if isinstance(tiles, Streams):
+        return few.run_one(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD, tiles)
     n_map = 0 if expert_map is None else expert_map.shape[0]
     P = T * K
     BP, BT = triton.next_power_of_2(P), triton.next_power_of_2(T)
-    h_PTI = x_TD.new_empty(P, T, I)
+    H = stored(I, layer.weight)
+    h_PI, h_scale_PG = x_TD.new_empty(P * T, H), None
     out_TD = x_TD.new_empty(T, D)
     table = None if T == 1 else x_TD.new_empty(1 + 2 * BP, dtype=torch.int32)
     share_PT = None if layer.b2_ED is None else x_TD.new_empty(P, T, dtype=torch.float32)
     pdl, options = pdl_options(x_TD)
+    x_TD, x_scale_TG = tokens_for(x_TD, codes)
     launch(
-        tiny_up, (P * triton.cdiv(I, tiles.BI) + (T > 1),),
-        x_TD, ids_TK, weights_TK, expert_map, layer.w13_EFD, *layer.scales13, layer.b13_EF, h_PTI,
-        table, share_PT, T, n_map, x_TD.stride(0), *layer.strides13, bias_stride(layer.b13_EF),
-        E=E, K=K, D=D, I=I, ACT=layer.act, W=layer.weight, BP=BP, BI=tiles.BI, BD=tiles.BD,
+        tiny_up, (P * triton.cdiv(H, tiles.BI) + (T > 1),),
+        x_TD, x_scale_TG, ids_TK, weights_TK, expert_map, layer.w13_EFD, *layer.scales13,
+        layer.b13_EF, h_PI, table, share_PT, T, n_map, x_TD.stride(0), *layer.strides13,
+        bias_stride(layer.b13_EF),
+        E=E, K=K, D=D, I=I, H=H, ACT=layer.act, W=layer.weight, BP=BP, BI=tiles.BI, BD=tiles.BD,
         BN=TINY_TOKENS, ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.up_stages, **options,
     )  # fmt: skip
+    if codes is not None and codes.quantises:
+        h_PI, h_scale_PG = quantise(h_PI, codes.weight)
     launch(
         tiny_down, (triton.cdiv(D, tiles.BR),),
-        h_PTI, ids_TK, expert_map, table, share_PT, layer.w2_EDI, *layer.scales2, layer.b2_ED,
-        residual_TD, out_TD, T, n_map, *layer.strides2, bias_stride(layer.b2_ED),
-        E=E, K=K, D=D, I=I, W=layer.weight, BP=BP, BT=BT, BG=tiles.BG, BR=tiles.BR, BI=tiles.BH,
-        BN=max(16, tiles.BG * BT), ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.down_stages,
-        **options,
+        h_PI, h_scale_PG, ids_TK, expert_map, table, share_PT, layer.w2_EDI, *layer.scales2,
+        layer.b2_ED, residual_TD, out_TD, T, n_map, *layer.strides2, bias_stride(layer.b2_ED),
+        E=E, K=K, D=D, I=I, H=H, W=layer.weight, BP=BP, BT=BT, BG=tiles.BG, BR=tiles.BR,
+        BI=tiles.BH, BN=max(16, tiles.BG * BT), ONE=T == 1, PDL=pdl, num_warps=4,
+        num_stages=tiles.down_stages, **options,
     )  # fmt: skip
     return out_TD

@@ -13,43 +13,52 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import Weight
 from moe_ops.kernels.triton.experts.float8 import to_float8
-from moe_ops.kernels.triton.experts.quantized import Codes
+from moe_ops.kernels.triton.experts.quantized import Codes, column_at
 from moe_ops.kernels.triton.launch import pdl_options
 from moe_ops.kernels.triton.replay import launch
 
+BLOCK = 128  # columns among which an order is changed
+
 
 @triton.jit
-def column_of(i, COLUMNS: tl.constexpr, W: tl.constexpr):
+def column_of(i, W: tl.constexpr):
     """Where column i of the tokens of a product is stored, once arranged."""
     if W is not None and W[5] == 4:
-        i = i % 4 * (COLUMNS // 4) + i // 8 * 2 + i % 8 // 4
+        word, code = i // 8 % 16, i % 8
+        i = i // 128 * 128 + word % 4 * 32 + code % 4 * 8 + word // 4 * 2 + code // 4
     return i
 
 
+def stored(columns: int, weight: Weight | None) -> int:
+    """As many columns as tokens are stored with: arranged ones fill whole blocks, with zeros."""
+    return columns if weight is None or weight[5] != 4 else triton.cdiv(columns, BLOCK) * BLOCK
+
+
 @triton.jit
-def arrange_kernel(x_ptr, out_ptr, stride_x, D: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr):
+def arrange_kernel(
+    x_ptr, out_ptr, stride_x, D: tl.constexpr, OUT: tl.constexpr, BD: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """One program: BD columns of a token, where `column_of` says."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BD + tl.arange(0, BD)
-    # The inverse of `column_of`: reads scatter within a token, which stays in the L1 cache.
-    j, rest = at // (D // 4), at % (D // 4)
-    column = rest // 2 * 8 + j + rest % 2 * 4
-    x = tl.load(x_ptr + t * stride_x + column, mask=at < D)
-    tl.store(out_ptr + t * D + at, x, mask=at < D)
+    place = tl.program_id(1) * BD + tl.arange(0, BD)
+    column = column_at(place)  # reads scatter within a token, which stays in the L1 cache
+    x = tl.load(x_ptr + t * stride_x + column, mask=column < D, other=0.0)
+    tl.store(out_ptr + t * OUT + place, x, mask=place < OUT)
 
 
-def arrange(x_TD: Tensor) -> Tensor:
+def arrange(x_TD: Tensor, weight: Weight) -> Tensor:
     """Tokens whose columns are in the order in which weights in words are multiplied."""
     T, D = x_TD.shape
-    out_TD = x_TD.new_empty(T, D)
-    BD = min(1024, triton.next_power_of_2(D))
+    out_TD = x_TD.new_empty(T, stored(D, weight))
+    BD = min(1024, triton.next_power_of_2(out_TD.shape[1]))
     pdl, options = pdl_options(x_TD)
     launch(
         arrange_kernel, (T, triton.cdiv(D, BD)), x_TD, out_TD, x_TD.stride(0),
-        D=D, BD=BD, PDL=pdl, num_warps=4, **options,
+        D=D, OUT=out_TD.shape[1], BD=BD, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
     return out_TD
 
@@ -135,5 +144,5 @@ def tokens_for(x_TD: Tensor, codes: Codes | None) -> tuple[Tensor, Tensor | None
     if codes is None:
         return x_TD, None
     if codes.in_words:
-        return arrange(x_TD), None
+        return arrange(x_TD, codes.weight), None
     return quantise(x_TD, codes.weight) if codes.quantises else (x_TD, None)

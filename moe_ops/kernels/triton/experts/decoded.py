@@ -1,0 +1,99 @@
+"""The weights of a layer as floats, for products of so many rows that reading these is cheap.
+
+Decoding writes 16 bits a weight once; the kernels of floats then multiply at their rate. As long as
+these floats live, a layer takes their memory, and no more than one layer's do at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.triton import WORD, Weight
+from moe_ops.kernels.triton.experts.quantized import group_row, scale_of
+from moe_ops.kernels.triton.experts.weights import Experts
+from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.replay import launch
+
+ROWS_AT_ONCE, COLUMNS_AT_ONCE = 16, 256
+
+
+@triton.jit
+def float4_of(code):
+    """float4_e2m1 as float32: its bits as the exponent's last two and the mantissa's first are the
+    value times 2**-126."""
+    magnitude = ((code & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
+    return tl.where(code < 8, magnitude, -magnitude)
+
+
+@triton.jit
+def decode_kernel(
+    w_ptr, s_ptr, z_ptr, out_ptr, ALL_ROWS,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr, EACH: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BM rows of all experts, BD columns; an element of codes holds EACH columns."""
+    ELEMENT: tl.constexpr = W[0]
+    GROUP: tl.constexpr = W[2]
+    KIND: tl.constexpr = W[3]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row_M = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    word_W = tl.program_id(1) * (BD // EACH) + tl.arange(0, BD // EACH)
+    inside_MW = (row_M < ALL_ROWS)[:, None] & (word_W * EACH < COLUMNS)[None, :]
+    group_M = group_row(row_M // ROWS, row_M % ROWS, ROWS, COLUMNS, W)
+    group_W = 0 * word_W if GROUP == -1 else word_W * EACH // GROUP
+    at_MW = group_M[:, None] + group_W[None, :]
+    scale_MW = scale_of(tl.load(s_ptr + at_MW, mask=inside_MW, other=0), KIND)
+    w_MW = tl.load(w_ptr + row_M[:, None] * (COLUMNS // EACH) + word_W[None, :], mask=inside_MW)
+    if EACH == 1:
+        value = (w_MW.to(tl.float32) * scale_MW)[:, :, None]
+    else:
+        code = (w_MW[:, :, None] >> (4 * tl.arange(0, EACH))[None, None, :]) & 15
+        if ELEMENT == "float4_e2m1":
+            value = float4_of(code)
+        elif z_ptr is None:
+            value = (code - 8).to(tl.float32)
+        else:
+            zero_MW = tl.load(z_ptr + at_MW, mask=inside_MW, other=0).to(tl.int32)
+            value = (code - zero_MW[:, :, None]).to(tl.float32)
+        value = value * scale_MW[:, :, None]
+    column = (word_W * EACH)[None, :, None] + tl.arange(0, EACH)[None, None, :]
+    tl.store(
+        out_ptr + row_M[:, None, None] * COLUMNS + column,
+        value.to(out_ptr.dtype.element_ty),
+        mask=inside_MW[:, :, None],
+    )
+
+
+def decode(
+    w: Tensor, scale: Tensor, zero: Tensor | None, weight: Weight, columns: int, dtype: torch.dtype
+) -> Tensor:
+    """Values [experts, rows, columns], rounded to dtype, of codes as `as_stored` gives them."""
+    E, rows = w.shape[:2]
+    out = torch.empty(E, rows, columns, dtype=dtype, device=w.device)
+    pdl, options = pdl_options(w)
+    grid = (triton.cdiv(E * rows, ROWS_AT_ONCE), triton.cdiv(columns, COLUMNS_AT_ONCE))
+    launch(
+        decode_kernel, grid, w, scale, zero, out, E * rows,
+        ROWS=rows, COLUMNS=columns, W=weight, EACH=WORD if weight[5] == 4 else 1, BM=ROWS_AT_ONCE,
+        BD=COLUMNS_AT_ONCE, PDL=pdl, num_warps=4, **options,
+    )  # fmt: skip
+    return out
+
+
+def decoded(layer: Experts, dtype: torch.dtype) -> Experts:
+    """The same layer with floats for codes."""
+    c, (_, D, I) = layer.codes, layer.sizes
+    assert c is not None
+    return replace(
+        layer,
+        w13_EFD=decode(layer.w13_EFD, c.scale13_EFG, c.zero13_EFG, c.weight, D, dtype),
+        w2_EDI=decode(layer.w2_EDI, c.scale2_EDG, c.zero2_EDG, c.weight, I, dtype),
+        codes=None,
+    )

@@ -1,0 +1,214 @@
+"""Quantised experts for one token, or few rows an expert, on Hopper: `few_gluon.py` launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.triton.experts.combine import sum_rows
+from moe_ops.kernels.triton.experts.quantized import Codes
+from moe_ops.kernels.triton.experts.sort import sort_pairs
+from moe_ops.kernels.triton.experts.tokens import quantise
+from moe_ops.kernels.triton.experts.weights import Experts, bias_stride
+from moe_ops.kernels.triton.launch import capability, pdl_options
+from moe_ops.kernels.triton.replay import launch
+
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+STEP = 128  # columns, as in `streamed.py`
+GROUPS = {4: (-1, 32, 64, STEP), 8: (-1, STEP)}  # columns, by the bits of a code
+LARGE = 2**23  # elements of W2, from which on an expert is large
+# Rows an expert on average, of codes of four bits whose sums are scaled, and of others.
+MOST_OF_SUMS, MOST = 6, 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """Of a launch: shares; warps along rows; tiles of 16 rows for each; tiles of 8 tokens; parts
+
+    of the columns; steps that codes are loaded ahead."""
+
+    S: int = 1
+    MW: int = 1
+    MT: int = 1
+    NT: int = 1
+    C: int = 1
+    ahead: int = 2
+
+    @property
+    def warps(self) -> int:
+        return self.S * self.MW
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.S, self.MW, self.MT, self.NT
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.MW * self.MT
+
+    @property
+    def tokens(self) -> int:
+        return 8 * self.NT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streams:
+    up: Stream
+    down: Stream
+
+
+def takes(x_TD: Tensor, layer: Experts) -> bool:
+    """Whether these kernels run a layer: on Hopper, if rows of codes and of tokens begin at 16
+    bytes."""
+    codes = layer.codes
+    if codes is None or not on_hopper(x_TD):
+        return False
+    _, D, I = layer.sizes
+    whole = 128 // codes.bits
+    return (
+        codes.weight[2] in GROUPS[codes.bits]
+        and D % whole == I % whole == x_TD.stride(0) % 8 == 0
+        and x_TD.stride(1) == 1
+        and all(t.data_ptr() % 16 == 0 for t in (x_TD, layer.w13_EFD, layer.w2_EDI))
+    )
+
+
+def on_hopper(x_TD: Tensor) -> bool:
+    return x_TD.is_cuda and capability(x_TD.device.index) == (9, 0)
+
+
+def one_streams(K: int, layer: Experts) -> Streams:
+    """Of one token: the fastest of about fifteen on an H200, for Qwen3-30B's and Mixtral's layers,
+    or within 3 % of it."""
+    codes, (_, D, I) = _codes(layer), layer.sizes
+    C = max(1, 8 // triton.next_power_of_2(K))
+    up, down = Stream(S=4, C=4), Stream(S=8, C=C)
+    if codes.bits == 8:
+        return Streams(up=up, down=down)
+    if not _scaled_sums(codes):
+        return Streams(up=replace(up, MT=2, ahead=4), down=replace(down, ahead=3))
+    if D * I >= LARGE:
+        return Streams(up=replace(up, MT=2), down=replace(down, MT=2, ahead=3))
+    return Streams(up=up, down=replace(down, ahead=8))
+
+
+def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
+    """Of few rows an expert on average; None for so many that shared memory serves them better.
+    Tried as those of one token, from 4 to 256 tokens."""
+    codes, (_, D, I) = _codes(layer), layer.sizes
+    large, sums = D * I >= LARGE, _scaled_sums(codes)
+    if rows_per_expert > (MOST_OF_SUMS if codes.bits == 4 and sums else MOST):
+        return None
+    stream = Stream(MW=4, MT=2)
+    if codes.bits == 8:
+        stream = Stream(MW=4, MT=2 if large and codes.quantises else 1)
+    elif not sums and large and rows_per_expert <= MOST_OF_SUMS:
+        stream = Stream(MW=4, ahead=4)
+    elif not sums and rows_per_expert > MOST_OF_SUMS:
+        stream = Stream(MW=4, MT=2, NT=2)
+    return Streams(up=stream, down=stream)
+
+
+def _codes(layer: Experts) -> Codes:
+    assert layer.codes is not None
+    return layer.codes
+
+
+def _scaled_sums(codes: Codes) -> bool:
+    """Whether scales are multiplied into sums, not into values."""
+    return codes.weight[2] in (-1, STEP)
+
+
+def run_one(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    layer: Experts,
+    expert_map: Tensor | None,
+    residual_TD: Tensor | None,
+    tiles: Streams,
+) -> Tensor:
+    """The `experts` op for one token, in two launches; two more quantise inputs of 8 bits."""
+    from moe_ops.kernels.triton.experts import few_gluon as kernels
+
+    K, (E, D, I) = ids_TK.shape[1], layer.sizes
+    W, n_map = layer.weight, 0 if expert_map is None else expert_map.shape[0]
+    up, down = tiles.up, tiles.down
+    h_KI, out_TD = x_TD.new_empty(K, I), x_TD.new_empty(1, D)
+    F = I * (2 if layer.act[1] else 1)
+    w13, w2 = (w.view(torch.int32) for w in (layer.w13_EFD, layer.w2_EDI))
+    pdl, options = pdl_options(x_TD)
+    x_TD, x_scale_TG, DTYPE = _operand(x_TD, layer)
+    launch(
+        kernels.one_up, (K * triton.cdiv(F, up.rows),),
+        x_TD, x_scale_TG, ids_TK, weights_TK, expert_map, w13, *layer.scales13, layer.b13_EF, h_KI,
+        n_map, bias_stride(layer.b13_EF),
+        E=E, D=D, I=I, ACT=layer.act, W=W, DTYPE=DTYPE, P=up.ahead, SIZES=up.sizes, PDL=pdl,
+        num_warps=up.warps, **options,
+    )  # fmt: skip
+    h_KI, h_scale_KG, _ = _operand(h_KI, layer)
+    launch(
+        kernels.one_down, (triton.cdiv(D, down.rows),),
+        h_KI, h_scale_KG, ids_TK, weights_TK, expert_map, w2, *layer.scales2, layer.b2_ED,
+        residual_TD, out_TD, n_map, bias_stride(layer.b2_ED),
+        E=E, K=K, D=D, I=I, W=W, DTYPE=DTYPE, C=down.C, P=down.ahead, SIZES=down.sizes, PDL=pdl,
+        num_warps=down.warps, **options,
+    )  # fmt: skip
+    return out_TD
+
+
+def run(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    layer: Experts,
+    expert_map: Tensor | None,
+    residual_TD: Tensor | None,
+    tiles: Streams,
+) -> Tensor:
+    """The `experts` op, each weight read once for every few rows of its expert."""
+    from moe_ops.kernels.triton.experts import few_gluon as kernels
+
+    (T, K), (E, D, I) = ids_TK.shape, layer.sizes
+    R, up, down = T * K, tiles.up, tiles.down
+    rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
+    h_RI, y_RD = x_TD.new_empty(R, I), x_TD.new_empty(R, D)
+    F = I * (2 if layer.act[1] else 1)
+    BE = max(2, triton.next_power_of_2(E))
+    w13, w2 = (w.view(torch.int32) for w in (layer.w13_EFD, layer.w2_EDI))
+    pdl, options = pdl_options(x_TD)
+    x_TD, x_scale_TG, DTYPE = _operand(x_TD, layer)
+    launch(
+        kernels.few_up, (_units(R, E, up) * triton.cdiv(F, up.rows),),
+        x_TD, x_scale_TG, rows_R, ends_E, weights_TK, w13, *layer.scales13, layer.b13_EF, h_RI,
+        x_TD.stride(0), bias_stride(layer.b13_EF),
+        E=E, K=K, D=D, I=I, ACT=layer.act, W=layer.weight, DTYPE=DTYPE, BE=BE, P=up.ahead,
+        SIZES=up.sizes, PDL=pdl, num_warps=up.warps, **options,
+    )  # fmt: skip
+    h_RI, h_scale_RG, _ = _operand(h_RI, layer)
+    launch(
+        kernels.few_down, (_units(R, E, down) * triton.cdiv(D, down.rows),),
+        h_RI, h_scale_RG, rows_R, ends_E, weights_TK, w2, *layer.scales2, layer.b2_ED, y_RD,
+        bias_stride(layer.b2_ED),
+        E=E, D=D, I=I, W=layer.weight, DTYPE=DTYPE, BE=BE, P=down.ahead, SIZES=down.sizes,
+        PDL=pdl, num_warps=down.warps, **options,
+    )  # fmt: skip
+    return sum_rows(y_RD, inverse_R, None, K, residual_TD)
+
+
+def _operand(x_TD: Tensor, layer: Experts) -> tuple[Tensor, Tensor | None, tl.dtype]:
+    """Tokens, their scales if they have any, and what they are multiplied as: codes of float8 in
+    words, which float16 holds exactly."""
+    codes = _codes(layer)
+    if not codes.quantises:
+        return x_TD, None, DTYPES[x_TD.dtype]
+    x_TD, scale_TG = quantise(x_TD, codes.weight)
+    return x_TD.view(torch.int32), scale_TG, tl.float16
+
+
+def _units(R: int, E: int, stream: Stream) -> int:
+    return min(R, E + R // stream.tokens)

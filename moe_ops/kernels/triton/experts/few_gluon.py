@@ -1,0 +1,342 @@
+"""The experts for one token, and for few rows an expert, on quantised weights, in Gluon.
+
+    one_up     h[p] = weight[p] * activate(W13[e] x + b13[e]) for each choice p of a token, of e
+    one_down   out = sum over p of W2[e] h[p] + weight[p] * b2[e], plus the residual if there is one
+    few_up     h[r] = weight * activate(W13[e] x[token of r] + b13[e]), rows sorted by expert
+    few_down   y[r] = W2[e] h[r] + weight * b2[e]
+
+A gate and the up value beside it are eight rows of a tile apart, where a thread has both.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from moe_ops.kernels.triton.activation import activate, activate_gated
+from moe_ops.kernels.triton.experts.quantized import group_row, rescaled
+from moe_ops.kernels.triton.experts.sort import local_ids
+from moe_ops.kernels.triton.experts.streamed import (
+    COLUMNS_OF_STEP,
+    add_product,
+    along,
+    scales_layout,
+    steps_of,
+    tokens_layout,
+    unit_layout,
+    words_layout,
+)
+
+
+@gluon.jit
+def product_of(
+    w_ptr, s_ptr, z_ptr, e_S, row_M, tokens, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    C: gl.constexpr, W: gl.constexpr, DTYPE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
+    SOME: gl.constexpr, WAIT: gl.constexpr,
+):  # fmt: skip
+    """[S, M, N]: products of rows of the experts of shares with tokens; of SOME shares, those whose
+    expert is not -1."""
+    BITS: gl.constexpr = W[5]
+    GROUP: gl.constexpr = W[2]
+    PER_WORD: gl.constexpr = 32 // BITS
+    words: gl.constexpr = words_layout(SIZES, BITS)
+    mma: gl.constexpr = unit_layout(SIZES)
+    S: gl.constexpr = words.shape[0]
+    M: gl.constexpr = words.shape[1]
+    N: gl.constexpr = tokens[0].shape[1]
+    part_S = gl.arange(0, S, along(words, 0)) % C * (steps_of(COLUMNS, C) * COLUMNS_OF_STEP)
+    here_S = e_S >= 0
+    if SOME:
+        e_S = gl.maximum(e_S, 0)
+    e_S = e_S.to(gl.int64)
+    row_SM = e_S[:, None] * ROWS + row_M[None, :]
+    w_SM = w_ptr + row_SM * (COLUMNS // PER_WORD) + (part_S // PER_WORD)[:, None]
+    at = group_row(e_S[:, None], row_M[None, :], ROWS, COLUMNS, W).to(gl.int32)
+    end = gl.where(here_S[:, None], at + (1 if GROUP == -1 else gl.cdiv(COLUMNS, GROUP)), 0)
+    if GROUP != -1:
+        at += (part_S // GROUP)[:, None]
+    if GROUP == -1 or GROUP == COLUMNS_OF_STEP:
+        at = gl.convert_layout(at, gl.SliceLayout(2, mma))
+        end = gl.convert_layout(end, gl.SliceLayout(2, mma))
+    else:
+        layout: gl.constexpr = scales_layout(SIZES)
+        group = gl.arange(0, 4, along(layout, 2)) * 32 // GROUP
+        at = gl.convert_layout(at, gl.SliceLayout(2, layout))[:, :, None] + group[None, None, :]
+        end = gl.convert_layout(end, gl.SliceLayout(2, layout))[:, :, None]
+    acc = gl.zeros([S, M, N], gl.float32, mma)
+    weights = (w_SM, here_S, s_ptr, z_ptr, at, end)
+    return add_product(acc, weights, tokens, COLUMNS, C, W, DTYPE, P, SIZES, SOME, WAIT)
+
+
+@gluon.jit
+def up_rows(block, M: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr, layout: gl.constexpr):
+    """Rows of w13 of a tile, the last ones instead of those outside; gates and up values are eight
+    rows apart."""
+    m = gl.arange(0, M, layout)
+    if ACT[1]:
+        i = gl.minimum(block * (M // 2) + m // 16 * 8 + m % 8, I - 1)
+        up = m // 8 % 2
+        row = 2 * i + up if ACT[2] else i + up * I
+    else:
+        row = gl.minimum(block * M + m, I - 1)
+    return row
+
+
+@gluon.jit
+def add_bias(acc, b_ptr, offset, row_M):
+    """acc [M, N] and the biases of its rows, which may have another layout."""
+    if b_ptr is not None:
+        layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        bias_M = gl.load(b_ptr + offset + row_M).to(gl.float32)
+        acc += gl.convert_layout(bias_M, layout)[:, None]
+    return acc
+
+
+@gluon.jit
+def activated(acc, ACT: gl.constexpr):
+    """h [columns, N] of a tile's sums [M, N]."""
+    M: gl.constexpr = acc.shape[0]
+    N: gl.constexpr = acc.shape[1]
+    if ACT[1]:
+        gate, up = acc.reshape([M // 16, 2, 8, N]).permute([0, 2, 3, 1]).split()
+        h = activate_gated(gate, up, ACT).reshape([M // 2, N])
+    else:
+        h = activate(acc, ACT)
+    return h
+
+
+@gluon.jit
+def summed(acc, W: gl.constexpr, DTYPE: gl.constexpr):
+    """The sum over shares, [M, N]."""
+    if acc.shape[0] == 1:
+        return rescaled(acc.reshape([acc.shape[1], acc.shape[2]]), W, DTYPE)
+    else:
+        return rescaled(gl.sum(acc, 0), W, DTYPE)
+
+
+@gluon.jit
+def token_vectors(SIZES: gl.constexpr, W: gl.constexpr, EACH: gl.constexpr):
+    """(shares, tokens) as `load_tokens` has them, and as sums do."""
+    tokens: gl.constexpr = tokens_layout(SIZES, W[5], EACH)
+    sums: gl.constexpr = gl.SliceLayout(1, unit_layout(SIZES))
+    return (
+        gl.arange(0, SIZES[0], along(tokens, 0)),
+        gl.arange(0, 8 * SIZES[3], along(tokens, 1)),
+        gl.arange(0, SIZES[0], gl.SliceLayout(1, sums)),
+        gl.arange(0, 8 * SIZES[3], gl.SliceLayout(0, sums)),
+    )
+
+
+@gluon.jit
+def store_h(h_ptr, h, row_N, inside_N, block, I: gl.constexpr):
+    """h [columns, N] of a tile to rows of h."""
+    layout: gl.constexpr = h.type.layout
+    i = block * h.shape[0] + gl.arange(0, h.shape[0], gl.SliceLayout(1, layout))
+    at = row_N.to(gl.int64)[None, :] * I + i[:, None]
+    gl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), mask=(i < I)[:, None] & inside_N[None, :])
+
+
+@gluon.jit
+def one_up(
+    x_ptr, t_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, s_ptr, z_ptr, b_ptr, h_ptr,
+    N_MAP, stride_be,
+    E: gl.constexpr, D: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr, W: gl.constexpr,
+    DTYPE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """One program: some columns of h for one choice; shares are parts of the columns of x."""
+    S: gl.constexpr = SIZES[0]
+    M: gl.constexpr = 16 * SIZES[1] * SIZES[2]
+    ROWS: gl.constexpr = 2 * I if ACT[1] else I
+    blocks: gl.constexpr = (ROWS + M - 1) // M
+    EACH: gl.constexpr = 4 if x_ptr.dtype.element_ty == gl.int32 else 1
+    L: gl.constexpr = steps_of(D, S)
+    pair = gl.program_id(0) // blocks
+    block = gl.program_id(0) % blocks
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    e = local_ids(experts_ptr, map_ptr, pair, True, E, N_MAP)
+    if e >= E:
+        return
+    words: gl.constexpr = words_layout(SIZES, W[5])
+    row_M = up_rows(block, M, I, ACT, along(words, 1))
+    s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
+    # The one token for all columns of a tile, of which the first counts.
+    x_SN = x_ptr + (s * (L * COLUMNS_OF_STEP // EACH))[:, None] + 0 * n[None, :]
+    tokens = (x_SN, t_ptr, (s_t * L)[:, None] + 0 * n_t[None, :])
+    e_S = e + 0 * gl.arange(0, S, along(words, 0))
+    acc = product_of(
+        w_ptr, s_ptr, z_ptr, e_S, row_M, tokens, ROWS, D, S, W, DTYPE, P, SIZES, False, False
+    )
+    acc = summed(acc, W, DTYPE)
+    acc = add_bias(acc, b_ptr, e.to(gl.int64) * stride_be, row_M)
+    h = activated(acc, ACT) * gl.load(weights_ptr + pair).to(gl.float32)
+    n = gl.arange(0, h.shape[1], gl.SliceLayout(0, h.type.layout))
+    store_h(h_ptr, h, pair + n, n < 1, block, I)
+
+
+@gluon.jit
+def one_down(
+    h_ptr, t_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, s_ptr, z_ptr, b_ptr, residual_ptr,
+    out_ptr, N_MAP, stride_be,
+    E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, I: gl.constexpr, W: gl.constexpr,
+    DTYPE: gl.constexpr, C: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """One program: some rows of out; shares are C parts of the columns of S / C choices."""
+    S: gl.constexpr = SIZES[0]
+    M: gl.constexpr = 16 * SIZES[1] * SIZES[2]
+    EACH: gl.constexpr = 4 if h_ptr.dtype.element_ty == gl.int32 else 1
+    L: gl.constexpr = steps_of(I, C)
+    GROUPS: gl.constexpr = (I + COLUMNS_OF_STEP - 1) // COLUMNS_OF_STEP
+    words: gl.constexpr = words_layout(SIZES, W[5])
+    d = gl.minimum(gl.program_id(0) * M + gl.arange(0, M, along(words, 1)), D - 1)
+    s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
+    s_w = gl.arange(0, S, along(words, 0))
+    ROUNDS: gl.constexpr = (K * C + S - 1) // S
+    N: gl.constexpr = 8 * SIZES[3]
+    acc = gl.zeros([S, M, N], gl.float32, unit_layout(SIZES))
+    for round in gl.static_range(ROUNDS):
+        first: gl.constexpr = round * (S // C)
+        pair = first + s_w // C
+        # Who chose the experts ended two launches ago.
+        e_S = local_ids(experts_ptr, map_ptr, pair, pair < K, E, N_MAP)
+        h_S = ((first + s // C) * I + s % C * (L * COLUMNS_OF_STEP)) // EACH
+        pair_t = first + s_t // C
+        t_S = gl.where(pair_t < K, pair_t * GROUPS + s_t % C * L, -1)
+        tokens = (h_ptr + h_S[:, None] + 0 * n[None, :], t_ptr, t_S[:, None] + 0 * n_t[None, :])
+        acc += product_of(
+            w_ptr, s_ptr, z_ptr, gl.where(e_S < E, e_S, -1), d, tokens, D, I, C, W, DTYPE, P,
+            SIZES, True, PDL and round == 0,
+        )  # fmt: skip
+    total = summed(acc, W, DTYPE)
+    first_N = gl.arange(0, N, gl.SliceLayout(0, total.type.layout)) == 0
+    total = gl.sum(gl.where(first_N[None, :], total, 0.0), 1)
+    d = gl.program_id(0) * M + gl.arange(0, M, total.type.layout)
+    if b_ptr is not None:
+        for pair in range(K):
+            e = local_ids(experts_ptr, map_ptr, pair, True, E, N_MAP)
+            weight = gl.load(weights_ptr + pair).to(gl.float32)
+            bias = gl.load(
+                b_ptr + e.to(gl.int64) * stride_be + d, mask=(d < D) & (e < E), other=0.0
+            )
+            total += weight * bias.to(gl.float32)
+    out = total.to(out_ptr.dtype.element_ty)
+    if residual_ptr is not None:
+        residual = gl.load(residual_ptr + d, mask=d < D, other=0.0)
+        out = (out.to(gl.float32) + residual.to(gl.float32)).to(out_ptr.dtype.element_ty)
+    gl.store(out_ptr + d, out, mask=d < D)
+
+
+@gluon.jit
+def unit_of(ends_ptr, unit, blocks, E: gl.constexpr, BE: gl.constexpr, N: gl.constexpr):
+    """As in `rows.py`: (expert, block, first row, rows) of a unit of work."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    experts_E = gl.arange(0, BE, layout)
+    inside_E = experts_E < E
+    end_E = gl.load(ends_ptr + experts_E, mask=inside_E, other=0)
+    begin_E = gl.load(ends_ptr + experts_E - 1, mask=inside_E & (experts_E > 0), other=0)
+    tiles_E = gl.where(inside_E, (end_E - begin_E + N - 1) // N, 0)
+    last_E = gl.associative_scan(tiles_E, 0, add)
+    past_E = inside_E & (last_E * blocks <= unit)
+    e = gl.sum(past_E.to(gl.int32), 0)
+    index = unit - gl.max(gl.where(past_E, last_E, 0), 0) * blocks
+    begin = gl.load(ends_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+    end = gl.load(ends_ptr + e, mask=e < E, other=0)
+    tiles = gl.maximum((end - begin + N - 1) // N, 1)
+    first = begin + index % tiles * N
+    return e, index // tiles, first, gl.minimum(end - first, N)
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def few_up(
+    x_ptr, t_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, b_ptr, h_ptr, stride_x,
+    stride_be,
+    E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr,
+    W: gl.constexpr, DTYPE: gl.constexpr, BE: gl.constexpr, P: gl.constexpr,
+    SIZES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    S: gl.constexpr = SIZES[0]
+    M: gl.constexpr = 16 * SIZES[1] * SIZES[2]
+    N: gl.constexpr = 8 * SIZES[3]
+    ROWS: gl.constexpr = 2 * I if ACT[1] else I
+    blocks: gl.constexpr = (ROWS + M - 1) // M
+    EACH: gl.constexpr = 4 if x_ptr.dtype.element_ty == gl.int32 else 1
+    L: gl.constexpr = steps_of(D, S)
+    GROUPS: gl.constexpr = (D + COLUMNS_OF_STEP - 1) // COLUMNS_OF_STEP
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    e, block, first, count = unit_of(ends_ptr, gl.program_id(0), blocks, E, BE, N)
+    if e >= E:
+        return
+    words: gl.constexpr = words_layout(SIZES, W[5])
+    row_M = up_rows(block, M, I, ACT, along(words, 1))
+    s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
+    # Of rows past the last one anything: columns of a product do not mix.
+    token_N = gl.load(rows_ptr + first + gl.minimum(n, count - 1)) // K
+    x_N = x_ptr + token_N.to(gl.int64) * stride_x
+    x_SN = x_N[None, :] + (s * (L * COLUMNS_OF_STEP // EACH))[:, None]
+    token_t = gl.load(rows_ptr + first + gl.minimum(n_t, count - 1)) // K
+    tokens = (x_SN, t_ptr, (token_t * GROUPS)[None, :] + (s_t * L)[:, None])
+    e_S = e + 0 * gl.arange(0, S, along(words, 0))
+    acc = product_of(
+        w_ptr, s_ptr, z_ptr, e_S, row_M, tokens, ROWS, D, S, W, DTYPE, P, SIZES, False, False
+    )
+    acc = summed(acc, W, DTYPE)
+    acc = add_bias(acc, b_ptr, e.to(gl.int64) * stride_be, row_M)
+    h = activated(acc, ACT)
+    n = gl.arange(0, N, gl.SliceLayout(0, h.type.layout))
+    pair = gl.load(rows_ptr + first + n, mask=n < count, other=0)
+    weight = gl.load(weights_ptr + pair, mask=n < count, other=0.0).to(gl.float32)
+    store_h(h_ptr, h * weight[None, :], first + n, n < count, block, I)
+
+
+@gluon.jit
+def few_down(
+    h_ptr, t_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, b_ptr, y_ptr, stride_be,
+    E: gl.constexpr, D: gl.constexpr, I: gl.constexpr, W: gl.constexpr, DTYPE: gl.constexpr,
+    BE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    S: gl.constexpr = SIZES[0]
+    M: gl.constexpr = 16 * SIZES[1] * SIZES[2]
+    N: gl.constexpr = 8 * SIZES[3]
+    blocks: gl.constexpr = (D + M - 1) // M
+    EACH: gl.constexpr = 4 if h_ptr.dtype.element_ty == gl.int32 else 1
+    L: gl.constexpr = steps_of(I, S)
+    GROUPS: gl.constexpr = (I + COLUMNS_OF_STEP - 1) // COLUMNS_OF_STEP
+    # Who sorted the rows ended two launches ago.
+    e, block, first, count = unit_of(ends_ptr, gl.program_id(0), blocks, E, BE, N)
+    if e >= E:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        return
+    words: gl.constexpr = words_layout(SIZES, W[5])
+    d = gl.minimum(block * M + gl.arange(0, M, along(words, 1)), D - 1)
+    s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
+    h_N = h_ptr + (first + gl.minimum(n, count - 1)).to(gl.int64) * (I // EACH)
+    h_SN = h_N[None, :] + (s * (L * COLUMNS_OF_STEP // EACH))[:, None]
+    row_t = first + gl.minimum(n_t, count - 1)
+    tokens = (h_SN, t_ptr, (row_t * GROUPS)[None, :] + (s_t * L)[:, None])
+    e_S = e + 0 * gl.arange(0, S, along(words, 0))
+    acc = product_of(w_ptr, s_ptr, z_ptr, e_S, d, tokens, D, I, S, W, DTYPE, P, SIZES, False, PDL)
+    acc = summed(acc, W, DTYPE)
+    layout: gl.constexpr = acc.type.layout
+    n = gl.arange(0, N, gl.SliceLayout(0, layout))
+    d = block * M + gl.arange(0, M, gl.SliceLayout(1, layout))
+    if b_ptr is not None:
+        bias = gl.load(b_ptr + e.to(gl.int64) * stride_be + d, mask=d < D, other=0.0)
+        pair = gl.load(rows_ptr + first + n, mask=n < count, other=0)
+        weight = gl.load(weights_ptr + pair, mask=n < count, other=0.0).to(gl.float32)
+        acc += bias.to(gl.float32)[:, None] * weight[None, :]
+    at = (first + n).to(gl.int64)[None, :] * D + d[:, None]
+    gl.store(
+        y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=(d < D)[:, None] & (n < count)[None, :]
+    )

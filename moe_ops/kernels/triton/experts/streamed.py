@@ -1,0 +1,355 @@
+"""Products of few tokens with quantised weights that stream through registers, in Gluon.
+
+Every thread loads the codes that it multiplies, 16 bytes of a row at a time and some steps ahead,
+decodes them, and passes them to the matrix unit as they lie: which column of the weights is which
+of the unit's is free, as long as tokens follow. Nothing goes through shared memory and no warp
+waits for another one until the end, so that few instructions are left beside the decoding.
+
+A step is 128 columns. Tiles have a first axis of shares: warps that multiply other columns, or
+other experts, of the same rows of a tile, and whose sums are added up last.
+
+    S, MW, MT, NT   shares; warps along the rows; tiles of 16 rows for each; tiles of 8 tokens
+    C               the parts into which columns are cut: share s has part s % C
+    [S, M, ...]     M = 16 * MW * MT rows; [S, N, ...]  N = 8 * NT tokens
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from moe_ops.kernels.triton.experts.quantized import (
+    decoded,
+    finite,
+    half_of,
+    less_zero,
+    scale_of,
+    scale_pairs,
+)
+
+STEP = 128  # columns: what four threads load 16 bytes of four bits of
+COLUMNS_OF_STEP = gl.constexpr(STEP)
+
+
+@gluon.constexpr_function
+def doublings(n, axis, each=1):
+    """Bases of a layout along an axis of three: each, 2 * each, up to half of n * each."""
+    return [[each * 2**i if a == axis else 0 for a in range(3)] for i in range(n.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def unit_layout(SIZES):
+    S, MW, _, _ = SIZES
+    return gl.NVMMADistributedLayout([2, 0], [S, MW, 1], [1, 16, 8])
+
+
+@gluon.constexpr_function
+def warps_of(SIZES, along_rows):
+    S, MW, _, _ = SIZES
+    rows = doublings(MW, 1, 16)
+    return (rows if along_rows else [[0, 0, 0]] * len(rows)) + doublings(S, 0)
+
+
+@gluon.constexpr_function
+def words_layout(SIZES, BITS):
+    """Of words [S, M, words of a step]: four side by side of a row for each of four threads."""
+    S, MW, MT, _ = SIZES
+    registers = [*doublings(4, 2), [0, 8, 0], *doublings(MT, 1, 16 * MW)]
+    if BITS == 8:
+        registers.append([0, 0, 16])
+    lanes = [*doublings(4, 2, 4), *doublings(8, 1)]
+    shape = [S, 16 * MW * MT, 4 * BITS]
+    return gl.DistributedLinearLayout(registers, lanes, warps_of(SIZES, True), [], shape)
+
+
+@gluon.constexpr_function
+def scales_layout(SIZES):
+    """Of scales [S, M, 4], one for each four words, where these lie."""
+    S, MW, MT, _ = SIZES
+    lanes = [*doublings(4, 2), *doublings(8, 1)]
+    registers = [[0, 8, 0], *doublings(MT, 1, 16 * MW)]
+    shape = [S, 16 * MW * MT, 4]
+    return gl.DistributedLinearLayout(registers, lanes, warps_of(SIZES, True), [], shape)
+
+
+@gluon.constexpr_function
+def tokens_layout(SIZES, BITS, EACH):
+    """Of tokens [S, N, step / EACH], in elements of EACH columns: where the unit multiplies them
+    with codes of so many bits."""
+    S, _, _, NT = SIZES
+    run = 128 // BITS  # columns that a thread has side by side
+    registers = [*doublings(run // EACH, 2)]
+    if BITS == 8:
+        registers.append([0, 0, 64 // EACH])
+    registers += doublings(NT, 1, 8)
+    lanes = [*doublings(4, 2, run // EACH), *doublings(8, 1)]
+    shape = [S, 8 * NT, STEP // EACH]
+    return gl.DistributedLinearLayout(registers, lanes, warps_of(SIZES, False), [], shape)
+
+
+@gluon.constexpr_function
+def along(layout, axis):
+    """The layout of a vector along one axis of three."""
+    rest = [a for a in range(3) if a != axis]
+    return gl.SliceLayout(rest[0], gl.SliceLayout(rest[1], layout))
+
+
+@gluon.jit
+def of_float8(words, DTYPE: gl.constexpr):
+    """(the first, the last two values of each word) as pairs of halves."""
+    if DTYPE == gl.float16:
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""", "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high, a, b;
+        .reg .b32 pair;
+        .reg .f32 f, g;
+        mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 pair, low;
+        mov.b32 {a, b}, pair;
+        cvt.f32.f16 f, a;
+        cvt.f32.f16 g, b;
+        cvt.rn.bf16x2.f32 $0, g, f;
+        cvt.rn.f16x2.e4m3x2 pair, high;
+        mov.b32 {a, b}, pair;
+        cvt.f32.f16 f, a;
+        cvt.f32.f16 g, b;
+        cvt.rn.bf16x2.f32 $1, g, f;
+        }""", "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def from_pairs(pairs, DTYPE: gl.constexpr):
+    """[S, M, columns] of pairs of halves [S, M, columns / 2]."""
+    halves = gl.join(half_of(pairs, False, DTYPE), half_of(pairs, True, DTYPE))
+    return halves.reshape([pairs.shape[0], pairs.shape[1], 2 * pairs.shape[2]])
+
+
+@gluon.jit
+def values_of_4(
+    w, less, scale_pair, FLOAT: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr
+):
+    p0 = decoded(w, 0, less, scale_pair, FLOAT, SCALED, DTYPE)
+    p1 = decoded(w, 1, less, scale_pair, FLOAT, SCALED, DTYPE)
+    p2 = decoded(w, 2, less, scale_pair, FLOAT, SCALED, DTYPE)
+    p3 = decoded(w, 3, less, scale_pair, FLOAT, SCALED, DTYPE)
+    pairs = gl.join(gl.join(p0, p2), gl.join(p1, p3))
+    S: gl.constexpr = w.shape[0]
+    M: gl.constexpr = w.shape[1]
+    pairs = pairs.reshape([S, M, 4, 4, 4]).permute([0, 1, 3, 4, 2]).reshape([S, M, 64])
+    return from_pairs(pairs, DTYPE)
+
+
+@gluon.jit
+def values_of_8(w, DTYPE: gl.constexpr):
+    low, high = of_float8(w, DTYPE)
+    pairs = gl.join(low, high)
+    S: gl.constexpr = w.shape[0]
+    M: gl.constexpr = w.shape[1]
+    pairs = pairs.reshape([S, M, 2, 4, 4, 2]).permute([0, 1, 2, 4, 5, 3]).reshape([S, M, 64])
+    return from_pairs(pairs, DTYPE)
+
+
+@gluon.jit
+def operand_of(x, BITS: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr):
+    """Tokens of a step as the unit's second operand [S, 128, N]."""
+    S: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    if x.dtype == gl.int32:  # of four codes of float8
+        x = values_of_8(x, DTYPE).permute([0, 2, 1])
+    elif BITS == 4:
+        x = x.reshape([S, N, 4, 4, 2, 4]).permute([0, 3, 5, 2, 4, 1]).reshape([S, 128, N])
+    else:
+        x = x.reshape([S, N, 2, 4, 4, 2, 2]).permute([0, 2, 4, 5, 3, 6, 1]).reshape([S, 128, N])
+    layout: gl.constexpr = gl.DotOperandLayout(1, unit_layout(SIZES), 2)
+    return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
+def masked(
+    here_S, step, COLUMNS: gl.constexpr, C: gl.constexpr, layout: gl.constexpr, SOME: gl.constexpr
+):
+    """[S, 1, X] of a layout: whether elements of a step are there: of shares that have an expert,
+    and inside the columns; True if all are."""
+    S: gl.constexpr = layout.shape[0]
+    X: gl.constexpr = layout.shape[2]
+    EACH: gl.constexpr = COLUMNS_OF_STEP // X
+    STEPS: gl.constexpr = steps_of(COLUMNS, C)
+    mask = True
+    if SOME:
+        mask = gl.convert_layout(here_S, along(layout, 0))[:, None, None]
+    if COLUMNS != C * STEPS * COLUMNS_OF_STEP:
+        s = gl.arange(0, S, along(layout, 0))
+        left_S = COLUMNS - s % C * (STEPS * COLUMNS_OF_STEP)
+        # Of 16 bytes the first says it for all, so that these are one load.
+        RUN: gl.constexpr = 8 if EACH == 1 else 4
+        column = step * COLUMNS_OF_STEP + gl.arange(0, X, along(layout, 2)) // RUN * (RUN * EACH)
+        mask = mask & (column[None, None, :] < left_S[:, None, None])
+    return mask
+
+
+@gluon.constexpr_function
+def steps_of(columns, C):
+    """The steps of each of C parts of the columns."""
+    return -(-columns // (C * STEP))
+
+
+@gluon.jit
+def load_step(
+    at_SM, here_S, step, COLUMNS: gl.constexpr, C: gl.constexpr, layout: gl.constexpr,
+    SOME: gl.constexpr, POLICY: gl.constexpr,
+):  # fmt: skip
+    """What a step has of rows at at_SM, of codes or of tokens."""
+    X: gl.constexpr = layout.shape[2]
+    at = at_SM[:, :, None] + (step * X + gl.arange(0, X, along(layout, 2)))[None, None, :]
+    if SOME or COLUMNS % (C * COLUMNS_OF_STEP) != 0:
+        mask = masked(here_S, step, COLUMNS, C, layout, SOME)
+        return gl.load(at, mask=mask, other=0, eviction_policy=POLICY)
+    else:
+        return gl.load(at, eviction_policy=POLICY)
+
+
+@gluon.jit
+def load_scales(ptr, at, end, step, W: gl.constexpr, MASKED: gl.constexpr):
+    """Scales or zero points of a step, at `at`: of rows where those of a step are one, else of
+    groups; 0 at and past the end."""
+    GROUP: gl.constexpr = W[2]
+    if GROUP != -1:
+        at += step * (COLUMNS_OF_STEP // GROUP)
+    if MASKED:
+        return gl.load(ptr + at, mask=at < end, other=0)
+    else:
+        return gl.load(ptr + at)
+
+
+@gluon.jit
+def load_all(
+    weights, step, COLUMNS: gl.constexpr, C: gl.constexpr, W: gl.constexpr, SIZES: gl.constexpr,
+    SOME: gl.constexpr,
+):  # fmt: skip
+    """(codes, scales, zero points) of a step; scales for zero points that there are none of."""
+    w_SM, here_S, s_ptr, z_ptr, at, end = weights
+    layout: gl.constexpr = words_layout(SIZES, W[5])
+    MASKED: gl.constexpr = SOME or COLUMNS % (C * COLUMNS_OF_STEP) != 0
+    w = load_step(w_SM, here_S, step, COLUMNS, C, layout, SOME, "evict_first")
+    scale = load_scales(s_ptr, at, end, step, W, MASKED)
+    zero = scale
+    if z_ptr is not None:
+        zero = load_scales(z_ptr, at, end, step, W, MASKED)
+    return w, scale, zero
+
+
+@gluon.jit
+def load_tokens(
+    tokens, here_S, step, COLUMNS: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
+    SIZES: gl.constexpr, SOME: gl.constexpr,
+):  # fmt: skip
+    """(tokens, their scales) of a step; anything for scales that there are none of."""
+    x_SN, t_ptr, t_at = tokens
+    EACH: gl.constexpr = 4 if x_SN.dtype.element_ty == gl.int32 else 1
+    layout: gl.constexpr = tokens_layout(SIZES, W[5], EACH)
+    x = load_step(x_SN, here_S, step, COLUMNS, C, layout, SOME, "")
+    t = t_at
+    if t_ptr is not None:
+        # The last part may have fewer steps than the others.
+        s = gl.arange(0, layout.shape[0], gl.SliceLayout(1, t_at.type.layout))
+        group_S = s % C * steps_of(COLUMNS, C) + step
+        inside_S = group_S < gl.cdiv(COLUMNS, COLUMNS_OF_STEP)
+        t = gl.load(t_ptr + t_at + step, mask=(t_at >= 0) & inside_S[:, None], other=0.0)
+    return x, t
+
+
+@gluon.jit
+def add_product(
+    acc, weights, tokens, COLUMNS: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
+    DTYPE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, SOME: gl.constexpr,
+    WAIT: gl.constexpr,
+):  # fmt: skip
+    """acc and the products of all steps of a part. Codes are loaded P steps ahead; those of the
+    first steps before this waits for the launch before it, if it does."""
+    L: gl.constexpr = steps_of(COLUMNS, C)
+    LOOPED: gl.constexpr = (L - P) // P * P if L > P else 0
+    here_S = weights[1]
+    ring = (load_all(weights, 0, COLUMNS, C, W, SIZES, SOME),)
+    for p in gl.static_range(1, P):
+        if p < L:
+            ring = ring + (load_all(weights, p, COLUMNS, C, W, SIZES, SOME),)  # noqa: RUF005
+    if WAIT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x, t = load_tokens(tokens, here_S, 0, COLUMNS, C, W, SIZES, SOME)
+    for first in range(0, LOOPED, P):
+        for p in gl.static_range(P):
+            now, step = (ring[0], x, t), first + p
+            new = load_all(weights, step + P, COLUMNS, C, W, SIZES, SOME)
+            ring = ring[1:] + (new,)  # noqa: RUF005
+            x, t = load_tokens(tokens, here_S, step + 1, COLUMNS, C, W, SIZES, SOME)
+            acc = add_step(acc, now, tokens[1] is not None, W, DTYPE, SIZES)
+    for step in gl.static_range(LOOPED, L):
+        now = (ring[0], x, t)
+        ring = ring[1:]
+        if step + P < L:
+            new = load_all(weights, step + P, COLUMNS, C, W, SIZES, SOME)
+            ring = ring + (new,)  # noqa: RUF005
+        if step + 1 < L:
+            x, t = load_tokens(tokens, here_S, step + 1, COLUMNS, C, W, SIZES, SOME)
+        acc = add_step(acc, now, tokens[1] is not None, W, DTYPE, SIZES)
+    return acc
+
+
+@gluon.jit
+def add_step(
+    acc, loaded, INPUTS_8: gl.constexpr, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr
+):
+    """acc and the product of what `load_all` and `load_tokens` gave."""
+    codes, x, t = loaded
+    w, s, z = codes
+    ELEMENT: gl.constexpr = W[0]
+    KIND: gl.constexpr = W[3]
+    IN_SUM: gl.constexpr = W[2] == -1 or W[2] == COLUMNS_OF_STEP
+    FLOAT: gl.constexpr = ELEMENT == "float4_e2m1"
+    b = operand_of(x, W[5], DTYPE, SIZES)
+    operand: gl.constexpr = gl.DotOperandLayout(0, unit_layout(SIZES), 2)
+    if W[5] == 8:
+        a = values_of_8(w, DTYPE)
+    else:
+        less = less_zero(z, ELEMENT == "uint4", DTYPE)
+        if IN_SUM:
+            if ELEMENT == "uint4":
+                # Zero points come where sums lie; codes have them in the same rows.
+                less = gl.convert_layout(less, gl.SliceLayout(2, w.type.layout))[:, :, None]
+            pair = 0x5F805F80  # 2**64 of bfloat16
+        else:
+            pair = spread(scale_pairs(s, KIND, FLOAT, DTYPE), w)
+            if ELEMENT == "uint4":
+                less = spread(less, w)
+        SCALED: gl.constexpr = not IN_SUM or (FLOAT and DTYPE == gl.bfloat16)
+        a = values_of_4(w, less, pair, FLOAT, SCALED, DTYPE)
+    a = gl.convert_layout(a, operand, assert_trivial=True)
+    if IN_SUM:
+        part = mma_v2(a, b, gl.zeros_like(acc))
+        factor = finite(scale_of(s, KIND))[:, :, None]
+        if INPUTS_8:
+            factor = factor * t[:, None, :]
+        acc += part * factor
+    else:
+        acc = mma_v2(a, b, acc)
+    return acc
+
+
+@gluon.jit
+def spread(values, w):
+    """[S, M, 4] for each of the four words that they are of."""
+    twice = gl.join(values, values)
+    many = gl.join(twice, twice).reshape([w.shape[0], w.shape[1], w.shape[2]])
+    return gl.convert_layout(many, w.type.layout, assert_trivial=True)
