@@ -215,7 +215,7 @@ def calls_of_codes(
     capability: int, formats: list[tuple[str, str, int]]
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Calls on quantised weights that between them launch every tile, for widths that fill none."""
-    case = LAYERS["gpt_oss_20b"]
+    case, most = LAYERS["gpt_oss_20b"], LAYERS["qwen3_next"]
     for w_format, x_format, least in formats:
         rows = [("rows", n) for n in (16, 64, 256, 1024, 4096)]
         for backend, T in (("tiny", 1), ("tiny", 4), *rows, ("grouped", 4096)):
@@ -223,6 +223,9 @@ def calls_of_codes(
                 continue
             call = functools.partial(quantised_layer, case, backend, T, w_format, x_format)
             yield f"{backend} {T} {w_format} {x_format}", call
+        # More choices than one round of `one_down` takes.
+        call = functools.partial(quantised_layer, most, "tiny", 1, w_format, x_format)
+        yield f"{most.K} choices {w_format} {x_format}", call
 
 
 PARTS: dict[str, Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]] = {

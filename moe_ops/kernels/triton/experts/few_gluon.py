@@ -198,13 +198,14 @@ def one_down(
     N: gl.constexpr = 8 * SIZES[3]
     acc = gl.zeros([S, M, N], gl.float32, unit_layout(SIZES))
     for round in gl.static_range(ROUNDS):
-        first: gl.constexpr = round * (S // C)
+        first = round * (S // C)
         pair = first + s_w // C
         # Who chose the experts ended two launches ago.
         e_S = local_ids(experts_ptr, map_ptr, pair, pair < K, E, N_MAP)
         h_S = ((first + s // C) * I + s % C * (L * COLUMNS_OF_STEP)) // EACH
-        pair_t = first + s_t // C
-        t_S = gl.where(pair_t < K, pair_t * GROUPS + s_t % C * L, -1)
+        # Of experts that are elsewhere h, and so its scale, is what memory held: it may be NaN.
+        here_S = gl.convert_layout(e_S < E, s_t.type.layout)
+        t_S = gl.where(here_S, (first + s_t // C) * GROUPS + s_t % C * L, -1)
         tokens = (h_ptr + h_S[:, None] + 0 * n[None, :], t_ptr, t_S[:, None] + 0 * n_t[None, :])
         acc += product_of(
             w_ptr, s_ptr, z_ptr, gl.where(e_S < E, e_S, -1), d, tokens, D, I, C, W, DTYPE, P,
@@ -217,7 +218,7 @@ def one_down(
     if b_ptr is not None:
         for pair in range(K):
             e = local_ids(experts_ptr, map_ptr, pair, True, E, N_MAP)
-            weight = gl.load(weights_ptr + pair).to(gl.float32)
+            weight = gl.load(weights_ptr + pair, mask=e < E, other=0.0).to(gl.float32)
             bias = gl.load(
                 b_ptr + e.to(gl.int64) * stride_be + d, mask=(d < D) & (e < E), other=0.0
             )
