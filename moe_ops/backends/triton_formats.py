@@ -58,10 +58,9 @@ def refusal_of_many(
     weight: Weight, widths: tuple[int, int], gated: bool, interleaved: bool
 ) -> str | None:
     """Why the kernel for many rows an expert (`grouped_float8.py`) cannot multiply weights of this
-    format, that `refusal` does not refuse, or a model and experts of these widths; or None."""
-    _, down, _, _, inputs_8, _ = weight
-    if not inputs_8:
-        return f"multiplies quantised weights with {INPUTS} inputs alone"
+    format with inputs of 8 bits, that `refusal` does not refuse, or a model and experts of these
+    widths; or None."""
+    down = weight[1]
     # A scale has to be that of all rows behind 64 columns of the result.
     rows = 2 * CHUNK if interleaved else CHUNK
     if down != ALL and down % rows:

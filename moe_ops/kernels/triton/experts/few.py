@@ -27,9 +27,8 @@ MOST_OF_SUMS, MOST = 6, 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """Of a launch: shares; warps along rows; tiles of 16 rows for each; tiles of 8 tokens; parts
-
-    of the columns; steps that codes are loaded ahead."""
+    """Of a launch: shares; warps along rows; tiles of 16 rows for each; tiles of 8 tokens; parts of
+    the columns; steps that codes are loaded ahead."""
 
     S: int = 1
     MW: int = 1
