@@ -44,7 +44,7 @@ TOKENS = {"triton.tiny": (1, 4, 16), "triton.rows": (1, 16, 64, 200, 1000)}
 MANY = (200, 1000, 3000)  # tokens of triton.grouped
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="triton.grouped multiplies quantised weights on Hopper alone",
+    reason="triton.grouped multiplies quantised inputs on Hopper alone",
 )
 
 
@@ -131,6 +131,17 @@ def test_decoded_layers(name: str, w_format: str) -> None:
     for T in (3, 700):
         call, want = layer_of(replace(WIDTHS[name], T=T), w_format, "")
         assert relative_error(grouped(call), want) <= MOST_ERROR[""], T
+
+
+@pytest.mark.parametrize("formats", [FORMATS[2], FORMATS[6], W8A8], ids=str)
+@pytest.mark.parametrize("K", [4, 10])
+def test_one_token_whose_experts_are_elsewhere(K: int, formats: tuple[str, str]) -> None:
+    """Neither their weights matter nor what memory held in the place of their h."""
+    call, _ = layer_of(replace(WIDTHS["qwen3_30b"], K=K), *formats)
+    call.ids_TK[0, :3] = torch.tensor([-1, 12, 2**30])
+    call.weights_TK[0, :3] = torch.tensor([float("nan"), float("inf"), 1.0])
+    got = experts.backends["triton.tiny"].run(call)
+    assert relative_error(got, wanted(call)) <= MOST_ERROR[formats[1]]
 
 
 def grouped(call: ExpertsCall) -> Tensor:
@@ -296,12 +307,13 @@ def test_a_scale_that_is_no_number_comes_through(kernel: str, w_format: str, bad
 
 @pytest.mark.parametrize("kernel", [*TOKENS, pytest.param("triton.grouped", marks=hopper)])
 @pytest.mark.parametrize("formats", [("mxfp4", ""), FORMATS[8]], ids=str)
-def test_weights_past_32_bits(kernel: str, formats: tuple[str, str]) -> None:
-    """The last of so many experts that codes, or words of them, are counted past 2^31."""
-    if kernel == "triton.grouped" and formats[0] == "mxfp4":
-        pytest.skip("triton.grouped has no kernel for these")
-    E = 66 if formats[0] == "mxfp4" else 34
-    case = Case(name="large", T=3, E=2, K=2, D=8192, I=8192)
+@pytest.mark.parametrize("T", [1, 3])
+def test_weights_past_32_bits(T: int, kernel: str, formats: tuple[str, str]) -> None:
+    """The last of so many experts that codes, words of them or decoded values are counted past
+    2^31."""
+    words = formats[0] == "mxfp4" and kernel != "triton.grouped"
+    E = 130 if words else 34
+    case = Case(name="large", T=T, E=2, K=2, D=8192, I=8192)
     call, want = layer_of(case, *formats)
 
     def far(t: Tensor | None) -> Tensor | None:
@@ -313,6 +325,6 @@ def test_weights_past_32_bits(kernel: str, formats: tuple[str, str]) -> None:
 
     held = ("w13_EFD", "w2_EDI", "b13_EF", "b2_ED", "w13_scale_EFG", "w2_scale_EDG")
     call = replace(call, ids_TK=call.ids_TK + (E - 2), **{n: far(getattr(call, n)) for n in held})
-    assert call.w13_EFD.numel() > 2**31
+    assert E * 16384 * 8192 // (8 if words else 1) > 2**31
     got = experts.backends[kernel].run(call)
     assert relative_error(got, want) <= MOST_ERROR[formats[1]]
