@@ -1,0 +1,170 @@
+"""The Gluon kernels of `few_gluon.py` by torch, where there is no GPU: what they compute, and every
+address that they load from or store to. Layouts, and so what a thread holds, are not looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gluon_language
+
+from moe_ops.kernels.triton import activation
+from moe_ops.kernels.triton.experts import few_gluon, quantized, sort, streamed
+
+
+class Value(Tensor):
+    """A tensor with what those of Gluon have besides; no operation changes one in place."""
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Any:
+        return self.view(dtype) if bitcast else super().to(dtype)
+
+    def split(self) -> Any:  # type: ignore[override]
+        return self.unbind(-1)
+
+    def __iadd__(self, other: Any) -> Any:
+        return self + other
+
+    def __imul__(self, other: Any) -> Any:
+        return self * other
+
+    @property
+    def type(self) -> Any:  # type: ignore[override]
+        return SimpleNamespace(layout=gluon_language.BlockedLayout([1], [32], [1], [0]))
+
+
+def value(t: Any) -> Any:
+    return torch.as_tensor(t).as_subclass(Value)
+
+
+class Pointer:
+    """Places in the memory of a tensor."""
+
+    def __init__(self, memory: Tensor, at: Any) -> None:
+        self.memory, self.at = memory, at
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    @property
+    def shape(self) -> Any:
+        return self.at.shape
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.at + offset)
+
+    def __sub__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.at - offset)
+
+    def __getitem__(self, index: Any) -> Pointer:
+        return Pointer(self.memory, self.at[index])
+
+    def inside(self, mask: Any) -> Any:
+        """(places, mask), of one shape; what the mask has must be in the tensor."""
+        at, mask = torch.broadcast_tensors(value(self.at), value(mask))
+        outside = mask & ((at < 0) | (at >= self.memory.numel()))
+        assert not outside.any(), f"{at[outside][:4].tolist()} of {self.memory.numel()} elements"
+        return at, mask
+
+
+def pointer(t: Tensor) -> Pointer:
+    elements = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return Pointer(t.as_strided((elements,), (1,)), value(0))
+
+
+def load(pointer: Pointer, mask: Any = True, other: Any = 0, **_: Any) -> Any:
+    at, mask = pointer.inside(mask)
+    found = pointer.memory[torch.where(mask, at, 0).long()]
+    return value(torch.where(mask, found, torch.tensor(other, dtype=found.dtype)))
+
+
+def store(pointer: Pointer, what: Any, mask: Any = True) -> None:
+    at, mask = pointer.inside(mask)
+    places = at[mask].long()
+    assert places.unique().numel() == places.numel(), "two values for one place"
+    pointer.memory[places] = what.expand(at.shape)[mask]
+
+
+def where(condition: Any, a: Any, b: Any) -> Any:
+    if isinstance(a, int) and isinstance(b, int):
+        a = torch.tensor(a, dtype=torch.int32)
+    return value(torch.where(condition, a, b))
+
+
+def of_float8(words: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    """As `streamed.of_float8`, which is PTX."""
+    codes = words.contiguous().unsqueeze(-1).view(torch.float8_e4m3fn)
+    pairs = codes.to(dtype).contiguous().view(torch.int32)
+    return pairs[..., 0], pairs[..., 1]
+
+
+def of_two(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    return lambda a, b, **_: f(value(a), value(b))
+
+
+PROGRAM = [0]
+LANGUAGE = SimpleNamespace(
+    **{n: getattr(torch, n) for n in ("int16", "int32", "int64", "float16", "float32", "bfloat16")},
+    **{n: getattr(gluon_language, n) for n in dir(gluon_language) if n.endswith("Layout")},
+    constexpr=int,
+    program_id=lambda _: value(PROGRAM[0]),
+    num_warps=lambda: 1,
+    static_range=range,
+    static_assert=lambda *_: None,
+    arange=lambda begin, end, *_: value(torch.arange(begin, end, dtype=torch.int32)),
+    zeros=lambda shape, dtype, *_: value(torch.zeros(shape, dtype=dtype)),
+    zeros_like=torch.zeros_like,
+    convert_layout=lambda t, *_, **__: t,
+    join=lambda a, b: torch.stack(torch.broadcast_tensors(a, b), -1),
+    cdiv=lambda a, b: -(-a // b),
+    load=load,
+    store=store,
+    where=where,
+    minimum=of_two(torch.minimum),
+    maximum=of_two(torch.maximum),
+    sum=lambda t, axis: t.sum(axis),
+    max=lambda t, axis: t.amax(axis),
+    associative_scan=lambda t, axis, _: t.cumsum(axis),
+    exp=torch.exp,
+    erf=torch.erf,
+    abs=torch.abs,
+    PropagateNan=SimpleNamespace(ALL=None),  # torch's minimum and maximum do so
+    extra=SimpleNamespace(
+        cuda=SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
+    ),
+)
+
+
+@functools.cache
+def functions() -> dict[str, Any]:
+    """Those of the kernels' modules as Python has them, with torch for the language."""
+    names: dict[str, Any] = {
+        "tl": LANGUAGE, "gl": LANGUAGE, "INTERPRETED": True, "COLUMNS_OF_STEP": streamed.STEP,
+        "STEP": streamed.STEP,
+    }  # fmt: skip
+    for module in (activation, sort, quantized, streamed, few_gluon):  # the later of one name
+        for name, f in vars(module).items():
+            python = getattr(f, "fn", f)
+            if getattr(python, "__module__", None) != module.__name__:
+                continue
+            if isinstance(python, FunctionType):
+                names[name] = FunctionType(python.__code__, names, name, python.__defaults__)
+    names["of_float8"] = of_float8
+    names["mma_v2"] = lambda a, b, acc: torch.bmm(a.float(), b.float()) + acc
+    return names
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """In the place of `replay.launch`; any other kernel is left to Triton's interpreter."""
+    if kernel.fn.__module__ != few_gluon.__name__:
+        kernel[grid](*args, **options)
+        return
+    given = dict(zip(kernel.arg_names, args, strict=False))
+    given |= {n: v for n, v in options.items() if n in kernel.arg_names}
+    given = {n: pointer(v) if isinstance(v, Tensor) else v for n, v in given.items()}
+    given["DTYPE"] = {"bf16": torch.bfloat16, "fp16": torch.float16}[str(given["DTYPE"])]
+    for program in range(grid[0]):
+        PROGRAM[0] = program
+        functions()[kernel.fn.__name__](**given)

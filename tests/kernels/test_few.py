@@ -1,0 +1,156 @@
+"""Codes that stream through registers, by torch: see `gluon_in_torch.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+
+from moe_ops.backends.triton import run_experts
+from moe_ops.backends.triton_formats import weight_of
+from moe_ops.kernels.triton.experts import few
+from moe_ops.kernels.triton.experts.few import Stream, Streams, one_streams
+from moe_ops.ops.experts import ExpertsCall
+from moe_ops.testing import ACTIVATIONS, BF16, DEVICE, F16, TOL, Case, assert_close
+from tests.kernels import gluon_in_torch
+from tests.kernels.test_quantised_experts import BLOCK_FLOAT8, F8, call_of, definition
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
+
+FORMATS = (
+    ("int4:1x32:bfloat16", ""), ("uint4:1x64:float16", ""), ("uint4:1x128", ""), ("int4:row", ""),
+    ("mxfp4", ""), ("float8_e4m3fn:128x128", ""), ("float8_e4m3fn:tensor", ""), BLOCK_FLOAT8,
+)  # fmt: skip
+SOME = (FORMATS[0], FORMATS[4], BLOCK_FLOAT8)
+# What fills no step, no tile of rows, and leaves parts without columns; one expert or more.
+SIZES = ((1, 1, 96, 160), (3, 3, 288, 96), (7, 6, 32, 32), (11, 10, 160, 288))
+TOKENS = {"tiny": 1, "rows": 5}
+# Few of both kinds are tested always.
+QUICK = ("gpt_oss", "ungated_relu2")
+EACH_ACTIVATION = [
+    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ACTIVATIONS
+]
+each_kernel = pytest.mark.parametrize("kernel", TOKENS)
+each_format = pytest.mark.parametrize("formats", FORMATS, ids=str)
+some_formats = pytest.mark.parametrize("formats", SOME, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The kernels that were launched; a test whose calls launch no streams is none."""
+    launched: list[str] = []
+
+    def launch(kernel: Any, *args: Any, **options: Any) -> None:
+        launched.append(kernel.fn.__name__)
+        gluon_in_torch.launch(kernel, *args, **options)
+
+    monkeypatch.setattr(few, "launch", launch)
+    monkeypatch.setattr(few, "on_hopper", lambda _: True)
+    yield launched
+
+
+def check(kernel: str, call: ExpertsCall, tiles: Any = None) -> torch.Tensor:
+    got = run_experts(kernel, call, tiles=tiles)
+    dtype = F8 if call.x_format else call.x_TD.dtype
+    assert_close(got, definition(call), TOL["experts", dtype], kernel)
+    return got
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@each_format
+@each_kernel
+def test_sizes_that_fill_nothing(
+    kernel: str, formats: tuple[str, str], sizes: tuple[int, ...], by_torch: list[str]
+) -> None:
+    E, K, *widths = sizes
+    if "1x64" in formats[0] or formats[0] == "uint4:1x128":  # whose groups divide columns
+        widths = [-(-width // 128) * 128 for width in widths]
+    case = Case(name="odd", T=TOKENS[kernel], E=E, K=K, D=widths[0], I=widths[1])
+    check(kernel, call_of(case, *formats, dtype=BF16 if K == 3 else F16, biases=True))
+    names = ["one_up", "one_down"] if kernel == "tiny" else ["few_up", "few_down"]
+    assert by_torch == names
+
+
+def small(kernel: str, formats: tuple[str, str], **more: Any) -> ExpertsCall:
+    case = Case(name="small", T=TOKENS[kernel], E=6, K=3, D=160, I=96)
+    return call_of(case, *formats, **more)
+
+
+@pytest.mark.parametrize("name", EACH_ACTIVATION)
+@some_formats
+@each_kernel
+def test_every_activation(kernel: str, formats: tuple[str, str], name: str) -> None:
+    check(kernel, small(kernel, formats, biases=True, **ACTIVATIONS[name]))
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@some_formats
+@each_kernel
+def test_experts_elsewhere_add_nothing(
+    kernel: str, formats: tuple[str, str], index: torch.dtype
+) -> None:
+    """Whatever memory holds in the place of their h, and their weights: here NaN."""
+    call = small(kernel, formats, biases=True)
+    for ids in ([-1, 6, 2], [-1, -1, -1]):
+        call = replace(call, ids_TK=torch.tensor([ids], dtype=index).repeat(len(call.x_TD), 1))
+        call.weights_TK[:, :2] = float("nan")
+        got = check(kernel, call)
+        assert max(ids) > 0 or not bool(got.any())
+
+
+@some_formats
+@each_kernel
+def test_an_expert_map_and_a_residual(kernel: str, formats: tuple[str, str]) -> None:
+    call = small(kernel, formats)
+    expert_map = torch.tensor([5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0], dtype=torch.int32)
+    ids_TK = torch.tensor([[0, 1, 11]]).repeat(len(call.x_TD), 1)
+    call = replace(call, ids_TK=ids_TK, expert_map=expert_map)
+    got = check(kernel, call)
+    residual_TD = torch.randn(got.shape).to(F16)
+    assert torch.equal(run_experts(kernel, call, residual_TD), residual_TD + got)
+
+
+@some_formats
+def test_a_token_that_is_no_number_stays_alone(formats: tuple[str, str]) -> None:
+    call = small("rows", formats)
+    want = run_experts("rows", call)
+    call.x_TD[1, 3] = float("nan")
+    got = run_experts("rows", call)
+    assert bool(got[1].isnan().all())
+    assert torch.equal(got[[0, 2, 3, 4]], want[[0, 2, 3, 4]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stream",
+    [
+        Stream(S=8, C=4, ahead=3), Stream(S=8, C=8, ahead=1), Stream(S=2, C=2, MW=2, ahead=6),
+        Stream(S=4, C=2, MT=2), Stream(MW=4, ahead=4), Stream(MW=4, MT=2, NT=2),
+    ],
+    ids=str,
+)  # fmt: skip
+@some_formats
+@each_kernel
+def test_every_shape_of_a_tile(kernel: str, formats: tuple[str, str], stream: Stream) -> None:
+    case = Case(name="wide", T=1 if kernel == "tiny" else 11, E=2, K=2, D=480, I=352)
+    whole = replace(stream, C=stream.S)
+    streams = Streams(up=whole, down=stream if kernel == "tiny" else whole)
+    check(kernel, call_of(case, *formats), streams)
+
+
+@each_format
+def test_parts_divide_shares(formats: tuple[str, str]) -> None:
+    weight = weight_of(*formats)
+    codes = SimpleNamespace(weight=weight, bits=weight[5], quantises=weight[4])
+    for K in range(1, 65):
+        for sizes in ((8, 128, 64), (8, 4096, 14336)):
+            layer: Any = SimpleNamespace(codes=codes, sizes=sizes)
+            streams = one_streams(K, layer)
+            assert streams.up.S == streams.up.C
+            assert streams.down.S % streams.down.C == 0
