@@ -1,6 +1,7 @@
 """Tiles of the expert kernels for a layer: from those of the tables, changed one size at a time.
 
-The tables in `kernels/triton/experts/tiny.py` and `rows.py` hold what this finds on a GPU.
+The tables in `tiny.py`, `rows.py` and `few.py` of `kernels/triton/experts` hold what this finds on
+a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ TINY_SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "down": {"BG": (1, 2, 4, 8, 16), "BR": (4, 8, 16, 32), "BH": (64, 128, 256),
              "down_stages": STAGES},
 }  # fmt: skip
-# Of codes that stream through registers, of either product.
+# Of codes that stream through registers, of either product; parts only where they are no shares.
 STREAM_SIZES: dict[str, tuple[int, ...]] = {
     "S": (1, 2, 4, 8, 16), "MW": (1, 2, 4, 8), "MT": (1, 2, 4), "NT": (1, 2, 4),
     "C": (1, 2, 4, 8, 16), "ahead": (1, 2, 3, 4, 6, 8),
@@ -58,7 +59,8 @@ def around(kernel: str, product: str, tiles: Any) -> Iterator[Any]:
     part = getattr(tiles, product) if of_product else tiles
     sizes = ROWS_SIZES if kernel == "rows" else TINY_SIZES[product]
     if hasattr(part, "ahead"):
-        sizes = STREAM_SIZES
+        parted = (kernel, product) == ("tiny", "down")
+        sizes = {n: values for n, values in STREAM_SIZES.items() if n != "C" or parted}
     for name, values in sizes.items():
         now = getattr(part, name)
         below, above = [v for v in values if v < now], [v for v in values if v > now]

@@ -55,6 +55,8 @@ def test_one_size_of_one_product_changes() -> None:
     changed = list(tiles.around("tiny", "up", streams))
     assert replace(streams, up=Stream(S=4, C=4, ahead=3)) in changed
     assert all(tried.down == streams.down and tried != streams for tried in changed)
+    assert all(tried.up.C == 4 for tried in changed)  # the first product does not read it
+    assert replace(streams, down=Stream(S=8, C=2)) in list(tiles.around("tiny", "down", streams))
 
 
 def test_a_format_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
