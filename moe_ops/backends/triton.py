@@ -1,6 +1,7 @@
 """The Triton backends for NVIDIA GPUs: routing, one product, and the experts by their rows.
 
-triton.tiny     up to 64 pairs of token and choice: two launches, nothing sorted
+triton.tiny     up to 64 pairs of token and choice: nothing is sorted; two launches, of quantised
+                weights one or two more
 triton.rows     few rows an expert: weights stream past the rows
 triton.grouped  many rows an expert: the rate of the matrix units decides; and all of float32.
                 Quantised weights are decoded first, but for float8 with float8 inputs on Hopper
@@ -42,6 +43,7 @@ LARGE = 2**23
 # The same for quantised weights; rows by the bits of a code, and of those with inputs of 8 bits,
 # whose kernel reads codes, while others are decoded first.
 MOST_TINY_TOKENS_OF_CODES = 1
+MOST_DECODED = 4 * 2**30  # bytes of a layer that is decoded
 MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTISED_INPUTS = {4: 400, 8: 200}, 12
 
 
@@ -147,6 +149,8 @@ def supports_codes(call: ExpertsCall) -> str | None:
         refusal = "needs contiguous weights, scales and zero points"
     if refusal is None and c.w13_EFD.dtype != torch.uint8:
         refusal = refuse_device(c.w13_EFD, LEAST_FLOAT8)
+    elif refusal is None and any(w.storage_offset() % 4 for w in (c.w13_EFD, c.w2_EDI)):
+        refusal = "needs weights of four bits that begin at a multiple of 4 bytes"
     return refusal
 
 
@@ -185,6 +189,9 @@ def most_rows_tokens(call: ExpertsCall) -> int | None:
         if supports_many(call) is not None:
             return None
         quantises, bits = _weight(call)[4:]
+        codes = call.w13_EFD.nbytes + call.w2_EDI.nbytes
+        if not quantises and codes * 16 // bits > MOST_DECODED:
+            return None
         most = MOST_ROWS_OF_QUANTISED_INPUTS if quantises else MOST_ROWS_OF_CODES[bits]
     else:
         large = w2_EDI.shape[1] * w2_EDI.shape[2] >= LARGE

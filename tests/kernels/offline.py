@@ -83,7 +83,8 @@ FORMATS = [
     ("int4:1x128:bfloat16", "", 80), ("mxfp4", "", 80),
     ("float8_e4m3fn:128x128", "float8_e4m3fn:1x128", 89),
     ("uint4:1x128:bfloat16", "", 80), ("int4:1x32:bfloat16", "", 80),
-    ("uint4:1x64:float16", "", 80), ("mxfp8", "", 89), ("float8_e4m3fn:128x128", "", 89),
+    ("uint4:1x64:float16", "", 80), ("uint4:1x32:float16", "", 80),
+    ("mxfp8", "", 89), ("float8_e4m3fn:128x128", "", 89),
 ]  # fmt: skip
 
 

@@ -297,6 +297,15 @@ def test_codes_that_are_not_contiguous_are_refused(kernel: str) -> None:
     assert refusal == "needs contiguous weights, scales and zero points"
 
 
+@each_kernel
+def test_words_that_begin_between_words_are_refused(kernel: str) -> None:
+    call = call_of(SMALL, "mxfp4")
+    held = torch.zeros(call.w2_EDI.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:]
+    call = replace(call, w2_EDI=held.view(call.w2_EDI.shape).copy_(call.w2_EDI))
+    refusal = experts.backends[kernel].refusal("cuda", 3, call)
+    assert refusal == "needs weights of four bits that begin at a multiple of 4 bytes"
+
+
 WIDE = replace(SMALL, D=512, I=448)
 REFUSED_BY_GROUPED = {
     (*BLOCK_FLOAT8, SMALL): "needs widths above 384 that 16 divides, got 128 and 128",
@@ -321,7 +330,10 @@ def test_grouped_takes_float8_with_many_rows_an_expert() -> None:
     interleaved = call_of(WIDE, *BLOCK_FLOAT8, interleaved=True)
     assert experts.backends["triton.grouped"].refusal("cuda", 3, interleaved) is None
     assert most_rows_tokens(call_of(SMALL, *BLOCK_FLOAT8)) is None  # there is only `rows`
-    assert most_rows_tokens(call_of(WIDE, "mxfp4")) == MOST_ROWS_OF_CODES[4] * 4 // 2
+    small = call_of(WIDE, "mxfp4")
+    assert most_rows_tokens(small) == MOST_ROWS_OF_CODES[4] * 4 // 2
+    large = torch.empty(2**21, 512, 448 // 2, dtype=torch.uint8, device="meta")
+    assert most_rows_tokens(replace(small, w2_EDI=large)) is None  # as floats it takes 900 GB
 
 
 def test_packing_names_what_the_kernels_decode() -> None:

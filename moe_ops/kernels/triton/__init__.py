@@ -8,6 +8,7 @@ This file is free of Triton, which its modules import.
 TINY_PAIRS, TINY_TOKENS = 64, 16
 
 WORD = 8  # codes of four bits in the words that kernels load
+STEP = 128  # columns of codes that are multiplied at once
 # The format of a weight: element, rows and columns of a group (-1: all), kind of scale, whether
 # inputs have 8 bits, and the bits of a code.
 Weight = tuple[str, int, int, str, bool, int]

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.triton import STEP
 from moe_ops.kernels.triton.experts.combine import sum_rows
 from moe_ops.kernels.triton.experts.quantized import Codes
 from moe_ops.kernels.triton.experts.sort import sort_pairs
@@ -18,7 +19,6 @@ from moe_ops.kernels.triton.launch import capability, pdl_options
 from moe_ops.kernels.triton.replay import launch
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-STEP = 128  # columns, as in `streamed.py`
 GROUPS = {4: (-1, 32, 64, STEP), 8: (-1, STEP)}  # columns, by the bits of a code
 LARGE = 2**23  # elements of W2, from which on an expert is large
 # Rows an expert on average, of codes of four bits whose sums are scaled, and of others.
@@ -88,6 +88,8 @@ def one_streams(K: int, layer: Experts) -> Streams:
     up, down = Stream(S=4, C=4), Stream(S=8, C=C)
     if codes.bits == 8:
         return Streams(up=up, down=down)
+    if codes.weight[0] != "float4_e2m1" and not _scaled_sums(codes):
+        return Streams(up=up, down=down)  # more would spill
     if not _scaled_sums(codes):
         return Streams(up=replace(up, MT=2, ahead=4), down=replace(down, ahead=3))
     if D * I >= LARGE:
@@ -103,7 +105,9 @@ def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
     if rows_per_expert > (MOST_OF_SUMS if codes.bits == 4 and sums else MOST):
         return None
     stream = Stream(MW=4, MT=2)
-    if codes.bits == 8:
+    if codes.weight[0] == "uint4" and not sums:
+        stream = Stream(MW=4)  # more would spill
+    elif codes.bits == 8:
         stream = Stream(MW=4, MT=2 if large and codes.quantises else 1)
     elif not sums and large and rows_per_expert <= MOST_OF_SUMS:
         stream = Stream(MW=4, ahead=4)

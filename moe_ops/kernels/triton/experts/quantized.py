@@ -317,6 +317,7 @@ def add_words(
     LARGE: tl.constexpr = GROUP == -1 or GROUP >= STEP
     IN_SUM: tl.constexpr = LARGE and acc_MN.shape[1] <= MOST_IN_SUM
     SCALED: tl.constexpr = not IN_SUM or (FLOAT and DTYPE == tl.bfloat16)
+    tl.static_assert(STEP == 128)  # among so many columns tokens are arranged
     WORDS: tl.constexpr = STEP // 8
     first = start // 8
     inside_W = first + tl.arange(0, WORDS) < COLUMNS // 8

@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from moe_ops.kernels.triton import STEP
 from moe_ops.kernels.triton.experts.quantized import (
     decoded,
     finite,
@@ -29,7 +30,6 @@ from moe_ops.kernels.triton.experts.quantized import (
     scale_pairs,
 )
 
-STEP = 128  # columns: what four threads load 16 bytes of four bits of
 COLUMNS_OF_STEP = gl.constexpr(STEP)
 
 

@@ -1,4 +1,5 @@
 """The experts for a few tokens in two launches: every weight is read once, at the rate of memory.
+Tokens for quantised weights, and h for those with inputs of 8 bits, take one more launch each.
 
 All tokens are one operand of every product, whichever experts they chose: a decoding step waits
 for weights, so that products with tokens of other experts cost nothing and nothing is sorted or

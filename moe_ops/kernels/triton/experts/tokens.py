@@ -11,13 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton import Weight
+from moe_ops.kernels.triton import STEP, Weight
 from moe_ops.kernels.triton.experts.float8 import to_float8
 from moe_ops.kernels.triton.experts.quantized import Codes, column_at
 from moe_ops.kernels.triton.launch import pdl_options
 from moe_ops.kernels.triton.replay import launch
-
-BLOCK = 128  # columns among which an order is changed
 
 
 @triton.jit
@@ -31,7 +29,7 @@ def column_of(i, W: tl.constexpr):
 
 def stored(columns: int, weight: Weight | None) -> int:
     """As many columns as tokens are stored with: arranged ones fill whole blocks, with zeros."""
-    return columns if weight is None or weight[5] != 4 else triton.cdiv(columns, BLOCK) * BLOCK
+    return columns if weight is None or weight[5] != 4 else triton.cdiv(columns, STEP) * STEP
 
 
 @triton.jit
