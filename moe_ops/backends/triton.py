@@ -23,7 +23,7 @@ from moe_ops.backends import reads, triton_formats
 from moe_ops.backends.aten import refuse_out_dtype
 from moe_ops.decode_ops.experts_onto import ExpertsOntoCall, experts_onto
 from moe_ops.gradients import needs_grad
-from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
+from moe_ops.kernels.triton import LARGE, TINY_PAIRS, TINY_TOKENS
 from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.route import RouteCall, route
@@ -39,7 +39,6 @@ T = TypeVar("T", Tensor, Tensor | None)
 # is the fastest, and up to how many rows an expert triton.rows is, if an expert's second weight has
 # fewer elements than LARGE and if it has not.
 MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
-LARGE = 2**23
 # The same for quantised weights; rows by the bits of a code, and of those with inputs of 8 bits,
 # whose kernel reads codes, while others are decoded first.
 MOST_TINY_TOKENS_OF_CODES = 1
@@ -160,8 +159,14 @@ def supports_many(call: ExpertsCall) -> str | None:
     if not call.w_format:
         return supports_experts(call)
     refusal = supports_codes(call)
-    if refusal is not None or not call.x_format:
-        return refusal
+    if refusal is None and call.x_format:
+        refusal = _refuse_quantised_inputs(call)
+    return refusal
+
+
+def _refuse_quantised_inputs(call: ExpertsCall) -> str | None:
+    """Why the kernel for many rows an expert of quantised inputs does not take a call that those
+    for few rows take, or None."""
     c, (D, F) = call, (call.x_TD.shape[1], call.w13_EFD.shape[1])
     widths = (D, F // 2 if c.gated else F)
     refusal = triton_formats.refusal_of_many(_weight(c), widths, c.gated, c.interleaved)
@@ -186,17 +191,20 @@ def most_rows_tokens(call: ExpertsCall) -> int | None:
     w2_EDI, expert_map = call.w2_EDI, call.expert_map
     experts = w2_EDI.shape[0] if expert_map is None else expert_map.shape[0]
     if call.w_format:
-        if supports_many(call) is not None:
-            return None
-        quantises, bits = _weight(call)[4:]
-        codes = call.w13_EFD.nbytes + call.w2_EDI.nbytes
-        if not quantises and codes * 16 // bits > MOST_DECODED:
-            return None
-        most = MOST_ROWS_OF_QUANTISED_INPUTS if quantises else MOST_ROWS_OF_CODES[bits]
+        most = _most_rows_of_codes(call)
     else:
         large = w2_EDI.shape[1] * w2_EDI.shape[2] >= LARGE
         most = MOST_ROWS_PER_LARGE_EXPERT if large else MOST_ROWS_PER_EXPERT
-    return most * experts // call.ids_TK.shape[1]
+    return None if most is None else most * experts // call.ids_TK.shape[1]
+
+
+def _most_rows_of_codes(call: ExpertsCall) -> int | None:
+    """Rows an expert; None if there is no other kernel, or no memory for what it decodes."""
+    if call.x_format:
+        return None if _refuse_quantised_inputs(call) else MOST_ROWS_OF_QUANTISED_INPUTS
+    bits = _weight(call)[5]
+    decoded = (call.w13_EFD.nbytes + call.w2_EDI.nbytes) * 16 // bits
+    return None if decoded > MOST_DECODED else MOST_ROWS_OF_CODES[bits]
 
 
 # The tensors of a launch, in their order.

@@ -14,9 +14,16 @@ from moe_ops.bench import cells, formats, tiles, timing
 from moe_ops.bench.__main__ import parse
 from moe_ops.bench.rates import Rates
 from moe_ops.kernels.triton.experts.few import Stream, Streams
+from moe_ops.kernels.triton.experts.quantized import Codes
 from moe_ops.kernels.triton.experts.rows import code_tiles
 from moe_ops.kernels.triton.experts.tiny import TinyTiles
 from moe_ops.testing import DEVICE, F16, Case
+
+NONE = torch.empty(0)
+CODES = Codes(
+    scale13_EFG=NONE, scale2_EDG=NONE, zero13_EFG=None, zero2_EDG=None,
+    weight=("int4", 1, 128, "bfloat16", False, 4),
+)  # fmt: skip
 
 
 def near(n: int) -> Iterator[int]:
@@ -63,13 +70,6 @@ def test_a_format_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         parse(["tiles", "--layer", "gpt_oss_20b", "--format", "int4:1x128:bfloat16"])
     assert "choose groups of 32 or 64" in capsys.readouterr().err
-
-
-class CODES:
-    """What `code_tiles` asks of the codes of a layer."""
-
-    in_words, quantises, bits = True, False, 4
-    weight = ("int4", 1, 128, "bfloat16", False, 4)
 
 
 @pytest.mark.slow

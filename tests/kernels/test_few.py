@@ -16,6 +16,7 @@ from moe_ops.backends.triton import run_experts
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.kernels.triton.experts import few
 from moe_ops.kernels.triton.experts.few import Stream, Streams, one_streams
+from moe_ops.kernels.triton.experts.quantized import Codes
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.testing import ACTIVATIONS, BF16, DEVICE, F16, TOL, Case, assert_close
 from tests.kernels import gluon_in_torch
@@ -146,8 +147,8 @@ def test_every_shape_of_a_tile(kernel: str, formats: tuple[str, str], stream: St
 
 @each_format
 def test_parts_divide_shares(formats: tuple[str, str]) -> None:
-    weight = weight_of(*formats)
-    codes = SimpleNamespace(weight=weight, bits=weight[5], quantises=weight[4])
+    none = {n: torch.empty(0) for n in ("scale13_EFG", "scale2_EDG", "zero13_EFG", "zero2_EDG")}
+    codes = Codes(**none, weight=weight_of(*formats))
     for K in range(1, 65):
         for sizes in ((8, 128, 64), (8, 4096, 14336)):
             layer: Any = SimpleNamespace(codes=codes, sizes=sizes)

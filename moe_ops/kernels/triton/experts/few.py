@@ -9,18 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton import STEP
+from moe_ops.kernels.triton import LARGE, STEP
 from moe_ops.kernels.triton.experts.combine import sum_rows
 from moe_ops.kernels.triton.experts.quantized import Codes
 from moe_ops.kernels.triton.experts.sort import sort_pairs
 from moe_ops.kernels.triton.experts.tokens import quantise
 from moe_ops.kernels.triton.experts.weights import Experts, bias_stride
-from moe_ops.kernels.triton.launch import capability, pdl_options
+from moe_ops.kernels.triton.launch import on_hopper, pdl_options
 from moe_ops.kernels.triton.replay import launch
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 GROUPS = {4: (-1, 32, 64, STEP), 8: (-1, STEP)}  # columns, by the bits of a code
-LARGE = 2**23  # elements of W2, from which on an expert is large
 # Rows an expert on average, of codes of four bits whose sums are scaled, and of others.
 MOST_OF_SUMS, MOST = 6, 10
 
@@ -76,32 +75,26 @@ def takes(x_TD: Tensor, layer: Experts) -> bool:
     )
 
 
-def on_hopper(x_TD: Tensor) -> bool:
-    return x_TD.is_cuda and capability(x_TD.device.index) == (9, 0)
-
-
 def one_streams(K: int, layer: Experts) -> Streams:
     """Of one token: the fastest of about fifteen on an H200, for Qwen3-30B's and Mixtral's layers,
     or within 3 % of it."""
     codes, (_, D, I) = _codes(layer), layer.sizes
     C = max(1, 8 // triton.next_power_of_2(K))
     up, down = Stream(S=4, C=4), Stream(S=8, C=C)
-    if codes.bits == 8:
-        return Streams(up=up, down=down)
-    if codes.weight[0] != "float4_e2m1" and not _scaled_sums(codes):
-        return Streams(up=up, down=down)  # more would spill
-    if not _scaled_sums(codes):
+    if codes.bits == 4 and codes.one_a_step:
+        if D * I >= LARGE:
+            return Streams(up=replace(up, MT=2), down=replace(down, MT=2, ahead=3))
+        return Streams(up=up, down=replace(down, ahead=8))
+    if codes.weight[0] == "float4_e2m1":  # for integers this would spill
         return Streams(up=replace(up, MT=2, ahead=4), down=replace(down, ahead=3))
-    if D * I >= LARGE:
-        return Streams(up=replace(up, MT=2), down=replace(down, MT=2, ahead=3))
-    return Streams(up=up, down=replace(down, ahead=8))
+    return Streams(up=up, down=down)
 
 
 def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
     """Of few rows an expert on average; None for so many that shared memory serves them better.
     Tried as those of one token, from 4 to 256 tokens."""
     codes, (_, D, I) = _codes(layer), layer.sizes
-    large, sums = D * I >= LARGE, _scaled_sums(codes)
+    large, sums = D * I >= LARGE, codes.one_a_step
     if rows_per_expert > (MOST_OF_SUMS if codes.bits == 4 and sums else MOST):
         return None
     stream = Stream(MW=4, MT=2)
@@ -119,11 +112,6 @@ def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
 def _codes(layer: Experts) -> Codes:
     assert layer.codes is not None
     return layer.codes
-
-
-def _scaled_sums(codes: Codes) -> bool:
-    """Whether scales are multiplied into sums, not into values."""
-    return codes.weight[2] in (-1, STEP)
 
 
 def run_one(

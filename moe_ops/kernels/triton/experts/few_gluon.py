@@ -16,11 +16,12 @@ from triton.experimental.gluon import language as gl
 
 from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.experts.quantized import group_row, rescaled
-from moe_ops.kernels.triton.experts.sort import local_ids
+from moe_ops.kernels.triton.experts.sort import local_ids, unit_of
 from moe_ops.kernels.triton.experts.streamed import (
     COLUMNS_OF_STEP,
     add_product,
     along,
+    one_a_step,
     scales_layout,
     steps_of,
     tokens_layout,
@@ -56,7 +57,7 @@ def product_of(
     end = gl.where(here_S[:, None], at + (1 if GROUP == -1 else gl.cdiv(COLUMNS, GROUP)), 0)
     if GROUP != -1:
         at += (part_S // GROUP)[:, None]
-    if GROUP == -1 or GROUP == COLUMNS_OF_STEP:
+    if one_a_step(W):
         at = gl.convert_layout(at, gl.SliceLayout(2, mma))
         end = gl.convert_layout(end, gl.SliceLayout(2, mma))
     else:
@@ -231,28 +232,9 @@ def one_down(
 
 
 @gluon.jit
-def unit_of(ends_ptr, unit, blocks, E: gl.constexpr, BE: gl.constexpr, N: gl.constexpr):
-    """As in `rows.py`: (expert, block, first row, rows) of a unit of work."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    experts_E = gl.arange(0, BE, layout)
-    inside_E = experts_E < E
-    end_E = gl.load(ends_ptr + experts_E, mask=inside_E, other=0)
-    begin_E = gl.load(ends_ptr + experts_E - 1, mask=inside_E & (experts_E > 0), other=0)
-    tiles_E = gl.where(inside_E, (end_E - begin_E + N - 1) // N, 0)
-    last_E = gl.associative_scan(tiles_E, 0, add)
-    past_E = inside_E & (last_E * blocks <= unit)
-    e = gl.sum(past_E.to(gl.int32), 0)
-    index = unit - gl.max(gl.where(past_E, last_E, 0), 0) * blocks
-    begin = gl.load(ends_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
-    end = gl.load(ends_ptr + e, mask=e < E, other=0)
-    tiles = gl.maximum((end - begin + N - 1) // N, 1)
-    first = begin + index % tiles * N
-    return e, index // tiles, first, gl.minimum(end - first, N)
-
-
-@gluon.jit
-def add(a, b):
-    return a + b
+def counted(BE: gl.constexpr):
+    """0 to BE - 1, over all threads."""
+    return gl.arange(0, BE, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
 
 
 @gluon.jit
@@ -274,7 +256,7 @@ def few_up(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    e, block, first, count = unit_of(ends_ptr, gl.program_id(0), blocks, E, BE, N)
+    e, block, first, count = unit_of(ends_ptr, gl.program_id(0), blocks, counted(BE), E, N)
     if e >= E:
         return
     words: gl.constexpr = words_layout(SIZES, W[5])
@@ -313,7 +295,7 @@ def few_down(
     L: gl.constexpr = steps_of(I, S)
     GROUPS: gl.constexpr = (I + COLUMNS_OF_STEP - 1) // COLUMNS_OF_STEP
     # Who sorted the rows ended two launches ago.
-    e, block, first, count = unit_of(ends_ptr, gl.program_id(0), blocks, E, BE, N)
+    e, block, first, count = unit_of(ends_ptr, gl.program_id(0), blocks, counted(BE), E, N)
     if e >= E:
         if PDL:
             tl.extra.cuda.gdc_wait()

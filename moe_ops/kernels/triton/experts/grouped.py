@@ -16,7 +16,7 @@ from moe_ops.kernels.triton.experts.decoded import decoded
 from moe_ops.kernels.triton.experts.sort import sort_pairs
 from moe_ops.kernels.triton.experts.tile_map import TileMap, tile_map
 from moe_ops.kernels.triton.experts.weights import Experts
-from moe_ops.kernels.triton.launch import capability, on_its_device
+from moe_ops.kernels.triton.launch import on_hopper, on_its_device
 
 
 @on_its_device
@@ -104,7 +104,7 @@ def runs_on_hopper(a: Tensor, w_ENK: Tensor, out: Tensor) -> bool:
 
     It copies 16 bytes at a time or more, and stores a tile during four steps of 64 along K.
     """
-    if not a.is_cuda or capability(a.device.index) != (9, 0):
+    if not on_hopper(a):
         return False
     if a.dtype not in (torch.bfloat16, torch.float16) or w_ENK.dtype != a.dtype:
         return False

@@ -60,7 +60,7 @@ from moe_ops.kernels.triton.experts.sort import sort_pairs
 from moe_ops.kernels.triton.experts.tile_map import TileMap, tile_map
 from moe_ops.kernels.triton.experts.tokens import quantise_sorted
 from moe_ops.kernels.triton.experts.weights import Experts
-from moe_ops.kernels.triton.launch import on_its_device, processors
+from moe_ops.kernels.triton.launch import processors
 
 BLOCK_K = 128
 STAGES = 4  # 48 KiB each, beside at most 32 KiB of outputs: all that a block has
@@ -439,7 +439,6 @@ def launch(
     )
 
 
-@on_its_device
 def run(
     x_TD: Tensor,
     weights_TK: Tensor,

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton import Weight
+from moe_ops.kernels.triton import STEP, Weight
 from moe_ops.kernels.triton.experts.float8 import INTERPRETED
 
 MOST_IN_SUM = tl.constexpr(32)  # tokens whose sums are scaled
@@ -53,6 +53,11 @@ class Codes:
     @property
     def bits(self) -> int:
         return self.weight[5]
+
+    @property
+    def one_a_step(self) -> bool:
+        """Whether a row has one scale for all columns of a step, which its sum can be scaled by."""
+        return self.weight[2] in (-1, STEP)
 
 
 @triton.jit
@@ -253,13 +258,6 @@ def scale_pairs(scale, KIND: tl.constexpr, FLOAT: tl.constexpr, DTYPE: tl.conste
 
 
 @triton.jit
-def column_at(place):
-    """The column of tokens that is stored in a place: the inverse of `column_of`."""
-    low, j, high = place // 32 % 4, place // 8 % 4, place // 2 % 4
-    return place // 128 * 128 + (high * 4 + low) * 8 + j + place % 2 * 4
-
-
-@triton.jit
 def decoded(
     w_MW, j: tl.constexpr, less, scale_pair,
     FLOAT: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr,
@@ -286,6 +284,16 @@ def decoded(
 
 
 @triton.jit
+def pairs_of(w, less, scale_pair, FLOAT: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr):
+    """[..., 2, 2] of words [...]: `decoded` for j from 0 to 3."""
+    p0 = decoded(w, 0, less, scale_pair, FLOAT, SCALED, DTYPE)
+    p1 = decoded(w, 1, less, scale_pair, FLOAT, SCALED, DTYPE)
+    p2 = decoded(w, 2, less, scale_pair, FLOAT, SCALED, DTYPE)
+    p3 = decoded(w, 3, less, scale_pair, FLOAT, SCALED, DTYPE)
+    return tl.join(tl.join(p0, p2), tl.join(p1, p3))
+
+
+@triton.jit
 def values_of(
     w_MW, less, scale_pair, FLOAT: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr
 ):
@@ -293,11 +301,7 @@ def values_of(
     a matrix unit multiplies comes of words that it loads side by side."""
     M: tl.constexpr = w_MW.shape[0]
     BLOCKS: tl.constexpr = w_MW.shape[1] // 16
-    p0 = decoded(w_MW, 0, less, scale_pair, FLOAT, SCALED, DTYPE)
-    p1 = decoded(w_MW, 1, less, scale_pair, FLOAT, SCALED, DTYPE)
-    p2 = decoded(w_MW, 2, less, scale_pair, FLOAT, SCALED, DTYPE)
-    p3 = decoded(w_MW, 3, less, scale_pair, FLOAT, SCALED, DTYPE)
-    pairs = tl.join(tl.join(p0, p2), tl.join(p1, p3))  # [M, W, 2, 2]: of each word, 0 to 3
+    pairs = pairs_of(w_MW, less, scale_pair, FLOAT, SCALED, DTYPE)
     pairs = tl.permute(tl.reshape(pairs, (M, BLOCKS, 4, 4, 4)), (0, 1, 3, 4, 2))
     pairs = tl.reshape(pairs, (M, BLOCKS * 64))
     halves = tl.join(half_of(pairs, False, DTYPE), half_of(pairs, True, DTYPE))

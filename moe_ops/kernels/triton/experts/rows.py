@@ -22,7 +22,7 @@ from moe_ops.kernels.triton.experts import few
 from moe_ops.kernels.triton.experts.combine import sum_rows
 from moe_ops.kernels.triton.experts.few import Streams
 from moe_ops.kernels.triton.experts.quantized import Codes, add_product, rescaled
-from moe_ops.kernels.triton.experts.sort import sort_pairs
+from moe_ops.kernels.triton.experts.sort import sort_pairs, unit_of
 from moe_ops.kernels.triton.experts.tokens import column_of, quantise, stored, tokens_for
 from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, up_rows
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options, shared_memory, stages_within
@@ -79,7 +79,7 @@ def tiles_for(rows_per_expert: float, width: int) -> RowsTiles:
 def code_tiles(rows_per_expert: float, codes: Codes, memory: int) -> RowsTiles:
     """Steps of 128 columns, the group of most formats. The fastest of about six on an H200 for the
     layers of Qwen3-30B and Mixtral."""
-    sums = codes.in_words and codes.weight[2] in (-1, 128)
+    sums = codes.in_words and codes.one_a_step
     BN = next((n for n, most in MOST_OF_TILE.items() if rows_per_expert <= most), 128)
     if not codes.in_words or sums or memory < HOPPER_MEMORY:
         BN = min(BN, 64)
@@ -123,29 +123,6 @@ def tiles_of(
 
 
 @triton.jit
-def unit_of(ends_ptr, unit, blocks, E: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr):
-    """(expert, block, first row, rows) of a unit of work: a block of an expert's weights and up to
-    BN of its rows. Units of one block are neighbours, so that its weights are read once. The expert
-    of a unit past the last is E.
-    """
-    experts_E = tl.arange(0, BE)
-    inside_E = experts_E < E
-    end_E = tl.load(ends_ptr + experts_E, mask=inside_E, other=0)
-    begin_E = tl.load(ends_ptr + experts_E - 1, mask=inside_E & (experts_E > 0), other=0)
-    tiles_E = tl.where(inside_E, (end_E - begin_E + BN - 1) // BN, 0)
-    last_E = tl.cumsum(tiles_E, 0)
-    past_E = inside_E & (last_E * blocks <= unit)
-    e = tl.sum(past_E.to(tl.int32), 0)
-    index = unit - tl.max(tl.where(past_E, last_E, 0), 0) * blocks
-    # Loaded once more, which is quicker than two sums over all experts.
-    begin = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
-    end = tl.load(ends_ptr + e, mask=e < E, other=0)
-    tiles = tl.maximum((end - begin + BN - 1) // BN, 1)
-    first = begin + index % tiles * BN
-    return e, index // tiles, first, tl.minimum(end - first, BN)
-
-
-@triton.jit
 def rows_up(
     x_ptr, scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, b_ptr, h_ptr,
     stride_x, stride_we, stride_wf, stride_wd, stride_be,
@@ -159,7 +136,7 @@ def rows_up(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    e, block, first, count = unit_of(ends_ptr, tl.program_id(0), blocks, E, BE, BN)
+    e, block, first, count = unit_of(ends_ptr, tl.program_id(0), blocks, tl.arange(0, BE), E, BN)
     if e >= E:
         return
     e = e.to(tl.int64)
@@ -213,7 +190,7 @@ def rows_down(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    e, block, first, count = unit_of(ends_ptr, tl.program_id(0), blocks, E, BE, BN)
+    e, block, first, count = unit_of(ends_ptr, tl.program_id(0), blocks, tl.arange(0, BE), E, BN)
     if e >= E:
         return
     e = e.to(tl.int64)

@@ -124,6 +124,28 @@ def place_kernel(
     tl.store(inverse_ptr + sorted_pairs, tl.where(used, row, -1), mask=inside)
 
 
+@triton.jit
+def unit_of(ends_ptr, unit, blocks, experts_E, E: tl.constexpr, BN: tl.constexpr):
+    """(expert, block, first row, rows) of a unit of work: a block of an expert's weights and up to
+    BN of its rows. Units of one block are neighbours, so that its weights are read once. The expert
+    of a unit past the last is E. experts_E counts E or more of them, in the caller's layout.
+    """
+    inside_E = experts_E < E
+    end_E = tl.load(ends_ptr + experts_E, mask=inside_E, other=0)
+    begin_E = tl.load(ends_ptr + experts_E - 1, mask=inside_E & (experts_E > 0), other=0)
+    tiles_E = tl.where(inside_E, (end_E - begin_E + BN - 1) // BN, 0)
+    last_E = tl.cumsum(tiles_E, 0)
+    past_E = inside_E & (last_E * blocks <= unit)
+    e = tl.sum(past_E.to(tl.int32), 0)
+    index = unit - tl.max(tl.where(past_E, last_E, 0), 0) * blocks
+    # Loaded once more, which is quicker than two sums over all experts.
+    begin = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+    end = tl.load(ends_ptr + e, mask=e < E, other=0)
+    tiles = tl.maximum((end - begin + BN - 1) // BN, 1)
+    first = begin + index % tiles * BN
+    return e, index // tiles, first, tl.minimum(end - first, BN)
+
+
 def sort_pairs(
     ids_TK: Tensor, num_experts: int, expert_map: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:

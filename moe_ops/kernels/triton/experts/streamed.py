@@ -22,10 +22,10 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from moe_ops.kernels.triton import STEP
 from moe_ops.kernels.triton.experts.quantized import (
-    decoded,
     finite,
     half_of,
     less_zero,
+    pairs_of,
     scale_of,
     scale_pairs,
 )
@@ -90,6 +90,24 @@ def tokens_layout(SIZES, BITS, EACH):
 
 
 @gluon.constexpr_function
+def one_a_step(W):
+    """As that of `Codes`."""
+    return W[2] in (-1, STEP)
+
+
+@gluon.constexpr_function
+def steps_of(columns, C):
+    """The steps of each of C parts of the columns."""
+    return -(-columns // (C * STEP))
+
+
+@gluon.constexpr_function
+def ragged(columns, C):
+    """Whether parts have steps, or a step columns, that are not there."""
+    return columns % (C * STEP) != 0
+
+
+@gluon.constexpr_function
 def along(layout, axis):
     """The layout of a vector along one axis of three."""
     rest = [a for a in range(3) if a != axis]
@@ -139,11 +157,7 @@ def from_pairs(pairs, DTYPE: gl.constexpr):
 def values_of_4(
     w, less, scale_pair, FLOAT: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr
 ):
-    p0 = decoded(w, 0, less, scale_pair, FLOAT, SCALED, DTYPE)
-    p1 = decoded(w, 1, less, scale_pair, FLOAT, SCALED, DTYPE)
-    p2 = decoded(w, 2, less, scale_pair, FLOAT, SCALED, DTYPE)
-    p3 = decoded(w, 3, less, scale_pair, FLOAT, SCALED, DTYPE)
-    pairs = gl.join(gl.join(p0, p2), gl.join(p1, p3))
+    pairs = pairs_of(w, less, scale_pair, FLOAT, SCALED, DTYPE)
     S: gl.constexpr = w.shape[0]
     M: gl.constexpr = w.shape[1]
     pairs = pairs.reshape([S, M, 4, 4, 4]).permute([0, 1, 3, 4, 2]).reshape([S, M, 64])
@@ -188,7 +202,7 @@ def masked(
     mask = True
     if SOME:
         mask = gl.convert_layout(here_S, along(layout, 0))[:, None, None]
-    if COLUMNS != C * STEPS * COLUMNS_OF_STEP:
+    if ragged(COLUMNS, C):
         s = gl.arange(0, S, along(layout, 0))
         left_S = COLUMNS - s % C * (STEPS * COLUMNS_OF_STEP)
         # Of 16 bytes the first says it for all, so that these are one load.
@@ -196,12 +210,6 @@ def masked(
         column = step * COLUMNS_OF_STEP + gl.arange(0, X, along(layout, 2)) // RUN * (RUN * EACH)
         mask = mask & (column[None, None, :] < left_S[:, None, None])
     return mask
-
-
-@gluon.constexpr_function
-def steps_of(columns, C):
-    """The steps of each of C parts of the columns."""
-    return -(-columns // (C * STEP))
 
 
 @gluon.jit
@@ -212,7 +220,7 @@ def load_step(
     """What a step has of rows at at_SM, of codes or of tokens."""
     X: gl.constexpr = layout.shape[2]
     at = at_SM[:, :, None] + (step * X + gl.arange(0, X, along(layout, 2)))[None, None, :]
-    if SOME or COLUMNS % (C * COLUMNS_OF_STEP) != 0:
+    if SOME or ragged(COLUMNS, C):
         mask = masked(here_S, step, COLUMNS, C, layout, SOME)
         return gl.load(at, mask=mask, other=0, eviction_policy=POLICY)
     else:
@@ -240,7 +248,7 @@ def load_all(
     """(codes, scales, zero points) of a step; scales for zero points that there are none of."""
     w_SM, here_S, s_ptr, z_ptr, at, end = weights
     layout: gl.constexpr = words_layout(SIZES, W[5])
-    MASKED: gl.constexpr = SOME or COLUMNS % (C * COLUMNS_OF_STEP) != 0
+    MASKED: gl.constexpr = SOME or ragged(COLUMNS, C)
     w = load_step(w_SM, here_S, step, COLUMNS, C, layout, SOME, "evict_first")
     scale = load_scales(s_ptr, at, end, step, W, MASKED)
     zero = scale
@@ -316,7 +324,7 @@ def add_step(
     w, s, z = codes
     ELEMENT: gl.constexpr = W[0]
     KIND: gl.constexpr = W[3]
-    IN_SUM: gl.constexpr = W[2] == -1 or W[2] == COLUMNS_OF_STEP
+    IN_SUM: gl.constexpr = one_a_step(W)
     FLOAT: gl.constexpr = ELEMENT == "float4_e2m1"
     b = operand_of(x, W[5], DTYPE, SIZES)
     operand: gl.constexpr = gl.DotOperandLayout(0, unit_layout(SIZES), 2)

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
+from moe_ops.kernels.triton import LARGE, TINY_PAIRS, TINY_TOKENS
 from moe_ops.kernels.triton.experts import few
 from moe_ops.kernels.triton.experts.combine import onto
 from moe_ops.kernels.triton.experts.few import Streams
@@ -65,7 +65,7 @@ def tiles_for(T: int, K: int, D: int, I: int, processors: int) -> TinyTiles:
         tiles = TinyTiles(BD=64, up_stages=6)  # so that all blocks of small experts run at once
         if D * I <= 2**20:
             tiles = replace(tiles, up_stages=4)
-        elif D * I >= 2**23:
+        elif D * I >= LARGE:
             tiles = TinyTiles()
         # A step of 128 columns that are half outside costs as much as one that is full.
         return tiles if I % 128 == 0 else replace(tiles, BH=64, down_stages=6)

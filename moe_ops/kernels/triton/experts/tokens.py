@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import STEP, Weight
 from moe_ops.kernels.triton.experts.float8 import to_float8
-from moe_ops.kernels.triton.experts.quantized import Codes, column_at
+from moe_ops.kernels.triton.experts.quantized import Codes
 from moe_ops.kernels.triton.launch import pdl_options
 from moe_ops.kernels.triton.replay import launch
 
@@ -25,6 +25,13 @@ def column_of(i, W: tl.constexpr):
         word, code = i // 8 % 16, i % 8
         i = i // 128 * 128 + word % 4 * 32 + code % 4 * 8 + word // 4 * 2 + code // 4
     return i
+
+
+@triton.jit
+def column_at(place):
+    """The column of tokens that is stored in a place: the inverse of `column_of`."""
+    low, j, high = place // 32 % 4, place // 8 % 4, place // 2 % 4
+    return place // 128 * 128 + (high * 4 + low) * 8 + j + place % 2 * 4
 
 
 def stored(columns: int, weight: Weight | None) -> int:
