@@ -4,7 +4,8 @@ triton.tiny     up to 64 pairs of token and choice: nothing is sorted; two launc
                 weights one or two more
 triton.rows     few rows an expert: weights stream past the rows
 triton.grouped  many rows an expert: the rate of the matrix units decides; and all of float32.
-                Quantised weights are decoded first, but for float8 with float8 inputs on Hopper
+                Quantised weights are decoded first, but on Hopper for float8 with float8 inputs,
+                and for four bits
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -23,7 +25,7 @@ from moe_ops.backends import reads, triton_formats
 from moe_ops.backends.aten import refuse_out_dtype
 from moe_ops.decode_ops.experts_onto import ExpertsOntoCall, experts_onto
 from moe_ops.gradients import needs_grad
-from moe_ops.kernels.triton import LARGE, TINY_PAIRS, TINY_TOKENS
+from moe_ops.kernels.triton import LARGE, TINY_PAIRS, TINY_TOKENS, multiplies_words
 from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.route import RouteCall, route
@@ -39,11 +41,13 @@ T = TypeVar("T", Tensor, Tensor | None)
 # is the fastest, and up to how many rows an expert triton.rows is, if an expert's second weight has
 # fewer elements than LARGE and if it has not.
 MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
-# The same for quantised weights; rows by the bits of a code, and of those with inputs of 8 bits,
-# whose kernel reads codes, while others are decoded first.
+# The same for quantised weights: rows where triton.grouped decodes them first, by the bits of a
+# code; with inputs of 8 bits; and where it reads codes of four bits, of an expert that is not large
+# and of one that is.
 MOST_TINY_TOKENS_OF_CODES = 1
 MOST_DECODED = 4 * 2**30  # bytes of a layer that is decoded
 MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTISED_INPUTS = {4: 400, 8: 200}, 12
+MOST_ROWS_OF_WORDS, MOST_ROWS_OF_LARGE_WORDS = 40, 24
 
 
 @functools.cache
@@ -138,9 +142,8 @@ def supports_codes(call: ExpertsCall) -> str | None:
     refusal = supports_half(call)
     if refusal is not None or not call.w_format:
         return refusal
-    c, D = call, call.x_TD.shape[1]
-    F = c.w13_EFD.shape[1]
-    refusal = triton_formats.refusal(c.w_format, c.x_format, (D, F // 2 if c.gated else F))
+    c = call
+    refusal = triton_formats.refusal(c.w_format, c.x_format, _widths(c))
     if refusal is None and needs_grad(c.w13_scale_EFG, c.w2_scale_EDG):
         refusal = "is not differentiable, and an argument requires grad"
     stored = (c.w13_EFD, c.w2_EDI, c.w13_scale_EFG, c.w2_scale_EDG, c.w13_zero_EFG, c.w2_zero_EDG)
@@ -167,9 +170,8 @@ def supports_many(call: ExpertsCall) -> str | None:
 def _refuse_quantised_inputs(call: ExpertsCall) -> str | None:
     """Why the kernel for many rows an expert of quantised inputs does not take a call that those
     for few rows take, or None."""
-    c, (D, F) = call, (call.x_TD.shape[1], call.w13_EFD.shape[1])
-    widths = (D, F // 2 if c.gated else F)
-    refusal = triton_formats.refusal_of_many(_weight(c), widths, c.gated, c.interleaved)
+    c = call
+    refusal = triton_formats.refusal_of_many(_weight(c), _widths(c), c.gated, c.interleaved)
     if refusal is None and c.x_TD.device.type == "cuda":
         capability = torch.cuda.get_device_capability(c.x_TD.device)
         if capability != HOPPER:
@@ -193,9 +195,19 @@ def most_rows_tokens(call: ExpertsCall) -> int | None:
     if call.w_format:
         most = _most_rows_of_codes(call)
     else:
-        large = w2_EDI.shape[1] * w2_EDI.shape[2] >= LARGE
-        most = MOST_ROWS_PER_LARGE_EXPERT if large else MOST_ROWS_PER_EXPERT
+        most = MOST_ROWS_PER_LARGE_EXPERT if _is_large(call) else MOST_ROWS_PER_EXPERT
     return None if most is None else most * experts // call.ids_TK.shape[1]
+
+
+def _is_large(call: ExpertsCall) -> bool:
+    """Whether an expert is."""
+    return math.prod(_widths(call)) >= LARGE
+
+
+def _widths(call: ExpertsCall) -> tuple[int, int]:
+    """Of the model and of an expert."""
+    F = call.w13_EFD.shape[2 if call.transposed else 1]
+    return call.x_TD.shape[1], F // 2 if call.gated else F
 
 
 def _most_rows_of_codes(call: ExpertsCall) -> int | None:
@@ -203,8 +215,20 @@ def _most_rows_of_codes(call: ExpertsCall) -> int | None:
     if call.x_format:
         return None if _refuse_quantised_inputs(call) else MOST_ROWS_OF_QUANTISED_INPUTS
     bits = _weight(call)[5]
+    if _reads_words(call):
+        return MOST_ROWS_OF_LARGE_WORDS if _is_large(call) else MOST_ROWS_OF_WORDS
     decoded = (call.w13_EFD.nbytes + call.w2_EDI.nbytes) * 16 // bits
     return None if decoded > MOST_DECODED else MOST_ROWS_OF_CODES[bits]
+
+
+def _reads_words(call: ExpertsCall) -> bool:
+    """Whether triton.grouped multiplies codes of four bits as they are stored."""
+    c = call
+    if c.x_TD.device.type != "cuda" or not multiplies_words(_weight(c), _widths(c)):
+        return False
+    return torch.cuda.get_device_capability(c.x_TD.device) == HOPPER and not any(
+        w.storage_offset() % 16 for w in (c.w13_EFD, c.w2_EDI)
+    )
 
 
 # The tensors of a launch, in their order.

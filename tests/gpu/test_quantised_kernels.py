@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,10 @@ from moe_ops.ops.experts import ExpertsCall
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import ACTIVATIONS, Case, make_layer
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+
+from moe_ops.kernels.triton.experts import grouped as grouped_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -242,6 +247,67 @@ def test_a_scale_of_many_rows_that_is_no_number_comes_through(bad: float) -> Non
 @hopper
 def test_tokens_of_many_rows_that_are_no_numbers_stay_alone() -> None:
     call, _ = layer_of(replace(WIDTHS["qwen3_30b"], T=300), *W8A8)
+    want = grouped(call)
+    for bad in (float("nan"), float("inf")):
+        call.x_TD[100, 3] = bad
+        got = grouped(call)
+        assert bool(got[100].isnan().all())
+        assert torch.equal(got[:100], want[:100]) and torch.equal(got[101:], want[101:])
+
+
+# Formats whose many rows Hopper multiplies as they are stored, and widths that it takes.
+WORDS = FORMATS[:7]
+TAKEN = {n: c for n, c in WIDTHS.items() if min(c.D, c.I) > 256} | {
+    "cut": Case(name="cut", T=1, E=12, K=4, D=1056, I=416),
+    "fewest_steps": Case(name="fewest_steps", T=1, E=40, K=4, D=288, I=288),
+}
+
+
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("w_format", [f for f, _ in WORDS])
+@pytest.mark.parametrize("name", TAKEN)
+def test_many_rows_of_four_bits(name: str, w_format: str, dtype: torch.dtype) -> None:
+    if not fits(TAKEN[name], w_format):
+        pytest.skip("its groups do not divide these widths")
+    with patch.object(grouped_kernels, "decoded", None):  # nothing is decoded first
+        for T in (*MANY, 5):
+            call, want = layer_of(replace(TAKEN[name], T=T), w_format, "", dtype=dtype)
+            assert relative_error(grouped(call), want) <= MOST_ERROR[""], T
+        call = uneven(layer_of(replace(TAKEN[name], T=MANY[1]), w_format, "", dtype=dtype)[0])
+        got = grouped(call)
+        assert relative_error(got, wanted(call)) <= MOST_ERROR[""]
+        assert not bool(got[3].any())
+
+
+@hopper
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 128, 129, 192, 193, 256, 257, 320, 449])
+def test_every_kind_of_tile_of_four_bits(rows: int) -> None:
+    case = Case(name="tile", T=rows, E=1, K=1, D=512, I=448)
+    call, want = layer_of(case, "int4:1x64:bfloat16", "")
+    assert relative_error(grouped(call), want) <= MOST_ERROR[""]
+
+
+@hopper
+@pytest.mark.parametrize("w_format", ["int4:1x32:bfloat16", "mxfp4"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_of_four_bits(name: str, w_format: str) -> None:
+    args = ACTIVATIONS[name]
+    case = Case(name=name, T=450, E=3, K=2, D=512, I=448)
+    layer = make_layer(case, torch.bfloat16, "cuda", gated=args.get("gated", True))
+    done = [packing.quantize(w, Format.of(w_format)) for w in (layer.w13_EFD, layer.w2_EDI)]
+    call = experts.call(
+        layer.x_TD, layer.weights_TK, layer.ids_TK, done[0].values, done[1].values,
+        layer.b13_EF, layer.b2_ED, w13_scale_EFG=done[0].scale, w2_scale_EDG=done[1].scale,
+        w_format=w_format, **args,
+    )  # fmt: skip
+    experts.check(call)
+    assert relative_error(grouped(call), wanted(call)) <= MOST_ERROR[""]
+
+
+@hopper
+def test_tokens_of_four_bits_that_are_no_numbers_stay_alone() -> None:
+    call, _ = layer_of(replace(WIDTHS["qwen3_30b"], T=300), "int4:1x128:bfloat16", "")
     want = grouped(call)
     for bad in (float("nan"), float("inf")):
         call.x_TD[100, 3] = bad

@@ -2,17 +2,20 @@
 
     python offline_grouped.py KERNEL ACTIVATION...
 
-compiles those of floats (KERNEL _grouped) or of float8 (_grouped_float8): the first product with
-these activations, and with "silu" the second one, which has none. It prints one JSON line for each
-variant: its activation, whether there are biases, of floats whether K has only whole steps, of
-float8 the format, registers, and the bytes of shared memory and those that it spills.
+compiles those of floats (KERNEL _grouped), of float8 (_grouped_float8) or of four bits
+(_grouped_codes): the first product with these activations, and with "silu" the second one, which
+has none. It prints one JSON line for each variant: its activation, whether there are biases, of
+floats whether K has only whole steps, of others the format, registers, the bytes of shared memory
+and those that it spills, instructions of the matrix unit, and those that wait for it.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 import sys
+import tempfile
 from typing import Any
 from unittest.mock import patch
 
@@ -20,12 +23,13 @@ import torch
 import triton
 from offline import TYPES, usage
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from moe_ops.kernels.triton.experts import grouped, grouped_float8, grouped_gluon
+from moe_ops.kernels.triton.experts import grouped, grouped_codes, grouped_float8
 from moe_ops.kernels.triton.experts.tile_map import TileMap
 from moe_ops.ops.activate import Activation
 from moe_ops.testing import ACTIVATIONS
@@ -51,13 +55,25 @@ def source_of(kernel: JITFunction, args: tuple[Any, ...]) -> GluonASTSource:
 
 
 def compile_launch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-    if self not in (grouped_gluon._grouped, grouped_float8._grouped_float8):
+    if self.__name__ not in ("_grouped", "_grouped_float8", "_grouped_codes"):
         return
     made = triton.compile(source_of(self, args), target=GPUTarget("cuda", 90, 32), options=options)
     given = dict(zip(self.arg_names, args, strict=True))
     variant = {k: given.get(k) for k in ("ACT", "EVEN_K", "W")}
     variant |= {"bias": given["bias_ptr"] is not None, "shared": made.metadata.shared}
+    variant |= waits_of(made.asm["cubin"])
     print(json.dumps(variant | usage(made.asm["cubin"])), flush=True)
+
+
+def waits_of(cubin: bytes) -> dict[str, int]:
+    """Instructions of the matrix unit, and those that wait for it."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        # Triton's own `asm["sass"]` leaves out part of a kernel of several warpgroups.
+        command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {"products": sass.count("HGMMA."), "waits": sass.count("WARPGROUP.DEPBAR")}
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -97,6 +113,46 @@ def float8_products(names: list[str]) -> None:
             float8_product(rows, D, I, act.args, bias, "e8m0", -1)
 
 
+def codes_product(
+    N: int,
+    K: int,
+    out_n: int,
+    act: tuple,
+    bias: bool,
+    format: tuple[str, int, str],
+    dtype: torch.dtype,
+) -> None:
+    """`act` without a kind: the second product, whose output is not arranged."""
+    element, group, kind = format
+    groups = K // group if group > 0 else 1
+    grouped_codes.launch(
+        empty(4096, -(-K // 128) * 128, dtype=dtype),
+        empty(E, N, K // 8, dtype=torch.int32),
+        empty(E, N, groups, dtype=torch.uint8 if kind == "e8m0" else getattr(torch, kind)),
+        empty(E, N, groups, dtype=torch.uint8) if element == "uint4" else None,
+        empty(E, N, dtype=dtype) if bias else None,
+        empty(4096, -(-out_n // 128) * 128 if act[0] else out_n, dtype=dtype),
+        TileMap(empty(99, 8, dtype=torch.int32), grouped_codes.BLOCK_M),
+        (element, 1, group, kind, False, 4),
+        act,
+    )
+
+
+def codes_products(names: list[str]) -> None:
+    """Of every activation in int4; of one in other formats, too."""
+    int4 = ("int4", 128, "bfloat16")
+    for name, bias in itertools.product(names, (False, True)):
+        act = Activation(**{"kind": "silu"} | ACTIVATIONS[name])
+        rows = 2 * I if act.gated else I
+        codes_product(rows, D, I, act.args, bias, int4, torch.bfloat16)
+        if name == "silu":
+            codes_product(D, I, D, grouped_codes.LINEAR, bias, int4, torch.bfloat16)
+    more = (("float4_e2m1", 32, "e8m0"), ("uint4", 32, "float16"), ("int4", -1, "float32"))
+    for format, dtype in itertools.product(more, (torch.bfloat16, torch.float16)):
+        if "silu" in names:
+            codes_product(D, I, D, grouped_codes.LINEAR, True, format, dtype)
+
+
 def products(names: list[str]) -> None:
     rows, ends = empty(4096, dtype=torch.int32), empty(E, dtype=torch.int32)
     with patch.object(grouped, "runs_on_hopper", lambda *_: True):
@@ -116,7 +172,11 @@ def products(names: list[str]) -> None:
 def main() -> None:
     kernel, *names = sys.argv[1:]
     with patch.object(JITFunction, "run", compile_launch):
-        {"_grouped": products, "_grouped_float8": float8_products}[kernel](names)
+        of = {
+            "_grouped": products, "_grouped_float8": float8_products,
+            "_grouped_codes": codes_products,
+        }  # fmt: skip
+        of[kernel](names)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_ops import experts
 from moe_ops.backends.triton import (
+    HOPPER,
     MOST_ROWS_OF_CODES,
+    MOST_ROWS_OF_LARGE_WORDS,
     MOST_ROWS_OF_QUANTISED_INPUTS,
+    MOST_ROWS_OF_WORDS,
     most_rows_tokens,
     run_experts,
 )
@@ -36,7 +41,7 @@ from moe_ops.testing import (
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.kernels.triton.experts.sort import sort_pairs
-from moe_ops.kernels.triton.experts.tokens import quantise, quantise_sorted
+from moe_ops.kernels.triton.experts.tokens import arrange, arrange_sorted, quantise, quantise_sorted
 from tests.kernels.codes import any_codes, product, quantised
 
 F8 = torch.float8_e4m3fn
@@ -204,6 +209,19 @@ def test_rows_are_quantised_in_the_order_of_experts(D: int, dtype: torch.dtype) 
     assert bool(scale_GR[:, used:].isnan().all())  # unwritten
 
 
+@pytest.mark.parametrize("D", [96, 1184])
+def test_arranged_rows_are_those_of_their_tokens(D: int) -> None:
+    T, K, E = 21, 3, 5
+    x_TD = torch.randn(T, 2 * D, dtype=F16, device=DEVICE)[:, :D]
+    ids_TK = torch.randint(-1, E, (T, K), dtype=torch.int32, device=DEVICE)
+    rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, None)
+    weight = weight_of("int4:1x32", "")
+    used = int(ends_E[-1])
+    got_RD = arrange_sorted(x_TD, inverse_R, K, weight)
+    assert torch.equal(got_RD[:used], arrange(x_TD, weight)[rows_R[:used].long() // K])
+    assert bool(got_RD[used:].isnan().all())  # unwritten
+
+
 @each_kernel
 def test_inputs_that_are_no_numbers_stay_with_their_token(kernel: str) -> None:
     call = call_of(SMALL, *BLOCK_FLOAT8)
@@ -334,6 +352,25 @@ def test_grouped_takes_float8_with_many_rows_an_expert() -> None:
     assert most_rows_tokens(small) == MOST_ROWS_OF_CODES[4] * 4 // 2
     large = torch.empty(2**21, 512, 448 // 2, dtype=torch.uint8, device="meta")
     assert most_rows_tokens(replace(small, w2_EDI=large)) is None  # as floats it takes 900 GB
+
+
+@pytest.mark.parametrize(
+    ("w_format", "sizes", "most"),
+    [
+        ("mxfp4", WIDE, MOST_ROWS_OF_WORDS),
+        ("int4:1x32", replace(WIDE, D=8192, I=1024), MOST_ROWS_OF_LARGE_WORDS),
+        ("int4:1x16", WIDE, MOST_ROWS_OF_CODES[4]),  # decoded first
+        ("int4:1x32", replace(WIDE, I=256), MOST_ROWS_OF_CODES[4]),
+    ],
+)
+def test_rows_up_to_which_hopper_streams_four_bits(w_format: str, sizes: Case, most: int) -> None:
+    call = call_of(replace(sizes, T=1, E=2), w_format)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        call = replace(call, x_TD=torch.empty(1, sizes.D, device="cuda"))
+    with patch("torch.cuda.get_device_capability", return_value=HOPPER):
+        assert most_rows_tokens(call) == most * 2 // 2
+    with patch("torch.cuda.get_device_capability", return_value=(8, 9)):
+        assert most_rows_tokens(call) == MOST_ROWS_OF_CODES[4] * 2 // 2
 
 
 def test_packing_names_what_the_kernels_decode() -> None:

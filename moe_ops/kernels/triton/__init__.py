@@ -13,3 +13,13 @@ LARGE = 2**23  # elements of W2, from which on an expert is large
 # The format of a weight: element, rows and columns of a group (-1: all), kind of scale, whether
 # inputs have 8 bits, and the bits of a code.
 Weight = tuple[str, int, int, str, bool, int]
+
+
+def multiplies_words(weight: Weight, widths: tuple[int, int]) -> bool:
+    """Whether many rows an expert are multiplied with codes of four bits as they are stored
+    (`grouped_codes.py`, on Hopper) for a model and experts of these widths: in groups of at least
+    the columns that a thread loads at once, in widths of which copies take 32 rows and 16 bytes,
+    and with three steps or more, in which a tile finds the next one."""
+    group, bits = weight[2], weight[5]
+    wide = all(width % 32 == 0 and width > 2 * STEP for width in widths)
+    return bits == 4 and (group == -1 or group >= 32) and wide

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ops.kernels.triton import multiplies_words
 from moe_ops.kernels.triton.experts import grouped_plain
 from moe_ops.kernels.triton.experts.combine import sum_rows
 from moe_ops.kernels.triton.experts.decoded import decoded
@@ -34,6 +35,10 @@ def run(
         from moe_ops.kernels.triton.experts import grouped_float8
 
         return grouped_float8.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD)
+    if layer.codes is not None and runs_codes_on_hopper(x_TD, layer):
+        from moe_ops.kernels.triton.experts import grouped_codes
+
+        return grouped_codes.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD)
     if layer.codes is not None:
         layer = decoded(layer, x_TD.dtype)
     (T, K), (E, _, I) = ids_TK.shape, layer.sizes
@@ -115,6 +120,16 @@ def runs_on_hopper(a: Tensor, w_ENK: Tensor, out: Tensor) -> bool:
         and a.stride(1) == 1
         and w_ENK.is_contiguous()
         and all(t.data_ptr() % 16 == 0 for t in (a, w_ENK, out))
+    )
+
+
+def runs_codes_on_hopper(x_TD: Tensor, layer: Experts) -> bool:
+    """Whether the warp-specialised kernel of codes of four bits takes a layer."""
+    codes, (_, D, I) = layer.codes, layer.sizes
+    if codes is None or not on_hopper(x_TD) or not multiplies_words(codes.weight, (D, I)):
+        return False
+    return x_TD.dtype in (torch.bfloat16, torch.float16) and all(
+        w.data_ptr() % 16 == 0 for w in (layer.w13_EFD, layer.w2_EDI)
     )
 
 

@@ -1,0 +1,494 @@
+"""The experts for many rows an expert of weights of four bits on Hopper (sm_90): a persistent,
+warp-specialised kernel in Gluon that decodes weights where they are multiplied.
+
+The matrix unit takes its first operand from registers, so weights are the first and tokens the
+second one: a tile is 128 rows of W by up to 256 tokens, and what it makes is stored transposed. A
+producer copies codes and tokens by TMA into a ring of stages of 128 columns. Two consumer
+warpgroups decode 64 rows of W each and multiply them by the same tokens: while the unit multiplies
+one half of a stage, the next one is decoded. Arithmetic is spent on whole 64 tokens of a tile.
+
+    rows of x   in the order of experts, their columns in that of `column_of`: so is h
+    first       h: the gate and up values of one column are in one thread
+    second      y, which is summed by token
+
+Of 32 rows of W, a box of codes has 16, of each of four such groups. Warp a of a consumer has rows
+of group a: 8 of the gates and the same of the up values, or where there are no gates 16. So h comes
+in runs of at least 32 places.
+
+What the functions below share is as in `hopper.py`, and
+    rings   stages of codes (two boxes each) and of tokens (two halves of 64 columns each); barriers
+    sizes   rows of W per expert; K; columns of the output, and those that it is stored with
+    scales  scales and zero points of W
+    output  bias or None, pointer
+    tile    has tokens for rows
+    W       the format of the weight, as in `quantized.py`
+    LOWER   which of the consumers this is
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moe_ops.kernels.triton import WORD, Weight, replay
+from moe_ops.kernels.triton.activation import activate, activate_gated
+from moe_ops.kernels.triton.experts.combine import sum_rows
+from moe_ops.kernels.triton.experts.fragments import (
+    ROWS,
+    STEP,
+    factor_pairs,
+    factors_at,
+    load_factors,
+    load_words,
+    operand_of,
+    unscaled,
+)
+from moe_ops.kernels.triton.experts.hopper import (
+    REGISTERS,
+    draw,
+    drawn_item,
+    halves,
+    look_up,
+    queue_of,
+    tell,
+    tile_with_rows,
+    tma_load,
+    told,
+)
+from moe_ops.kernels.triton.experts.quantized import rescaled
+from moe_ops.kernels.triton.experts.sort import sort_pairs
+from moe_ops.kernels.triton.experts.tile_map import TileMap, tile_map
+from moe_ops.kernels.triton.experts.tokens import arrange_sorted, stored
+from moe_ops.kernels.triton.experts.weights import Experts
+from moe_ops.kernels.triton.launch import on_its_device, processors
+
+BLOCK_M = 256  # tokens of a tile
+STAGES = 3  # 72 KiB each: all that a block has
+LINEAR = (None, False, False, 1.0, None, 0.0)
+TOKENS = gl.constexpr(BLOCK_M)
+BOX = gl.constexpr(64)  # tokens, and columns, that one copy takes
+
+
+@gluon.constexpr_function
+def sums_layout(tokens):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tokens, 16])
+
+
+@gluon.jit
+def _copy(first, last, tile, x_desc, w_descs, rings, sizes, step, ACT: gl.constexpr):
+    """Steps `first` to `last` - 1 along K of a tile."""
+    codes, tokens, full, empty = rings
+    left, right = w_descs
+    expert, end, row, n = tile
+    STAGES: gl.constexpr = full.shape[0]
+    CODES: gl.constexpr = ROWS * STEP // 2
+    X: gl.constexpr = 2 * BOX * STEP
+    groups = sizes[0] // 32
+    if ACT[1]:
+        # 16 gates of each 32, and the up values beside them.
+        sub, right_sub = n % 2 * 16, n % 2 * 16
+        group = expert * (groups // 2 if ACT[2] else groups) + n // 2 * 4
+        right_group = group if ACT[2] else group + groups // 2
+    else:
+        sub, right_sub = 0, 16
+        group = expert * groups + n * 4
+        right_group = group
+    boxes = gl.minimum(gl.cdiv(end - row, BOX), TOKENS // BOX)
+    for i in range(first, last):
+        stage = step % STAGES
+        bar = full.index(stage)
+        mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+        for b in gl.static_range(TOKENS // BOX):
+            mbarrier.expect(bar, CODES + (b + 1) * X, pred=boxes == b + 1)
+        word = i * (STEP // 8)
+        tma_load(left, [group, sub, word], bar, codes.index(2 * stage))
+        tma_load(right, [right_group, right_sub, word], bar, codes.index(2 * stage + 1))
+        for b in gl.static_range(TOKENS // BOX):
+            for half in gl.static_range(2):
+                place = tokens.index(2 * stage + half).slice(b * BOX, BOX)
+                at = [row + b * BOX, i * STEP + half * BOX]
+                tma_load(x_desc, at, bar, place, pred=b < boxes)
+        step += 1
+    return step
+
+
+@gluon.jit
+def _produce(x_desc, w_descs, rings, sizes, queue, notes, relay, tile, ACT: gl.constexpr):
+    """Fill the ring, by one warp."""
+    k_steps = gl.cdiv(sizes[1], STEP)
+    step = 0
+    slot = 0
+    while tile[0] >= 0:
+        # The next tile is found a step at a time, as late as that hides.
+        at_0, at_1 = k_steps - 3, k_steps - 2
+        step = _copy(0, at_0, tile, x_desc, w_descs, rings, sizes, step, ACT)
+        drawn = draw(queue)
+        step = _copy(at_0, at_1, tile, x_desc, w_descs, rings, sizes, step, ACT)
+        entry = look_up(drawn_item(drawn, queue, relay), queue)
+        step = _copy(at_1, k_steps - 1, tile, x_desc, w_descs, rings, sizes, step, ACT)
+        slot += 1
+        next_tile = tile_with_rows(entry, queue, relay, TOKENS)
+        tell(next_tile, notes, slot)
+        step = _copy(k_steps - 1, k_steps, tile, x_desc, w_descs, rings, sizes, step, ACT)
+        tile = next_tile
+
+
+@gluon.jit
+def _no_sums(COUNT: gl.constexpr):
+    HALF: gl.constexpr = ROWS // 2
+    return gl.zeros([HALF, COUNT], gl.float32, sums_layout(COUNT))
+
+
+@gluon.jit
+def _start_part(acc, values, tokens, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Start the product with COUNT tokens of half a stage, from the first of them on."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, sums_layout(COUNT), 2)
+    a = gl.convert_layout(values, operand, assert_trivial=True)
+    b = tokens.slice(FIRST, COUNT).permute([1, 0])
+    return warpgroup_mma(a, b, acc, is_async=True)
+
+
+@gluon.jit
+def _start(accs, values, rings, half, PARTS: gl.constexpr):
+    """Start the products of half a stage with all parts of the tokens."""
+    tokens = rings[1].index(half)
+    first = _start_part(accs[0], values, tokens, 0, PARTS[0])
+    if len(PARTS) == 1:
+        return (first,)
+    else:
+        return first, _start_part(accs[1], values, tokens, PARTS[0], PARTS[1])
+
+
+@gluon.jit
+def _wait(accs, HALVES: gl.constexpr):
+    """Wait until the products of so many halves are left."""
+    if len(accs) == 1:
+        return (warpgroup_mma_wait(HALVES, deps=[accs[0]]),)
+    else:
+        return warpgroup_mma_wait(2 * HALVES, deps=[accs[0], accs[1]])
+
+
+@gluon.jit
+def _multiply(
+    rings,
+    step,
+    sizes,
+    scales,
+    tile,
+    LOWER: gl.constexpr,
+    PARTS: gl.constexpr,
+    W: gl.constexpr,
+    ACT: gl.constexpr,
+):
+    """The sums of a consumer's rows of W with the tokens of a tile, in parts of so many tokens."""
+    _, tokens, full, empty = rings
+    STAGES: gl.constexpr = full.shape[0]
+    DTYPE: gl.constexpr = tokens.dtype
+    GATED: gl.constexpr = ACT[1]
+    accs = (_no_sums(PARTS[0]),)
+    if len(PARTS) == 2:
+        accs = accs + (_no_sums(PARTS[1]),)  # noqa: RUF005
+    at = factors_at(tile, sizes, LOWER, W, ACT)
+    less, pair = factor_pairs(load_factors(scales, at, 0, W), W, DTYPE)
+    last = gl.cdiv(sizes[1], STEP) - 1
+    stage = step % STAGES
+    mbarrier.wait(full.index(stage), step // STAGES & 1)
+    left, right = load_words(rings, stage, LOWER, GATED)
+    values = operand_of(unscaled(left, less, W, DTYPE), pair, DTYPE)
+    for i in range(last):
+        stored = load_factors(scales, at, i + 1, W)
+        accs = _wait(_start(accs, values, rings, 2 * stage, PARTS), 1)
+        values = operand_of(unscaled(right, less, W, DTYPE), pair, DTYPE)
+        started = _start(accs, values, rings, 2 * stage + 1, PARTS)
+        # While the unit multiplies this stage, the next one is decoded, but for what writes to the
+        # unit's operands: else the ptxas of Triton 3.6 waits for every instruction of the unit, as
+        # any does if products are under way at the end of the loop.
+        less, pair = factor_pairs(stored, W, DTYPE)
+        next_stage = (step + i + 1) % STAGES
+        mbarrier.wait(full.index(next_stage), (step + i + 1) // STAGES & 1)
+        left, right = load_words(rings, next_stage, LOWER, GATED)
+        started_values = unscaled(left, less, W, DTYPE)
+        accs = _wait(started, 0)
+        mbarrier.arrive(empty.index(stage))
+        values = operand_of(started_values, pair, DTYPE)
+        stage = next_stage
+    accs = _wait(_start(accs, values, rings, 2 * stage, PARTS), 1)
+    values = operand_of(unscaled(right, less, W, DTYPE), pair, DTYPE)
+    accs = _wait(_start(accs, values, rings, 2 * stage + 1, PARTS), 0)
+    mbarrier.arrive(empty.index(stage))
+    return accs
+
+
+@gluon.jit
+def _biased(sums, bias_ptr, expert, row, inside, N):
+    """Sums [rows, tokens] and the biases of their rows."""
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + expert.to(gl.int64) * N + row, mask=inside, other=0.0)
+        sums += bias.to(gl.float32)[:, None]
+    return sums
+
+
+@gluon.jit
+def _activated(sums, output, expert, n, sizes, LOWER: gl.constexpr, ACT: gl.constexpr):
+    """Outputs [columns, tokens] of sums [64, tokens], 0 in columns that are not there."""
+    bias_ptr, _ = output
+    N, _, out_n, _ = sizes
+    T: gl.constexpr = sums.shape[1]
+    if ACT[1]:
+        gate, up = sums.reshape([4, 2, 8, T]).permute([0, 2, 3, 1]).split()
+        gate, up = gate.reshape([32, T]), up.reshape([32, T])
+        m = gl.arange(0, 32, gl.SliceLayout(1, gate.type.layout))
+        column = n // 2 * 128 + n % 2 * 16 + 8 * LOWER + m // 8 * 32 + m % 8
+        inside = column < out_n
+        row = 2 * column if ACT[2] else column
+        gate = _biased(gate, bias_ptr, expert, row, inside, N)
+        up = _biased(up, bias_ptr, expert, row + (1 if ACT[2] else out_n), inside, N)
+        out = activate_gated(gate, up, ACT)
+    else:
+        m = gl.arange(0, ROWS // 2, gl.SliceLayout(1, sums.type.layout))
+        column = n * 128 + 16 * LOWER + m // 16 * 32 + m % 16
+        inside = column < out_n
+        out = _biased(sums, bias_ptr, expert, column, inside, N)
+        if ACT[0] is not None:
+            out = activate(out, ACT)
+    return gl.where(inside[:, None], out, 0.0)
+
+
+@gluon.jit
+def _store(sums, output, tile, sizes, LOWER: gl.constexpr, ACT: gl.constexpr):
+    """Outputs of sums of some tokens; h in the order of `column_of`."""
+    expert, end, row, n = tile
+    _, out_ptr = output
+    width = sizes[3]
+    T: gl.constexpr = sums.shape[1]
+    out = _activated(sums, output, expert, n, sizes, LOWER, ACT).to(out_ptr.dtype.element_ty)
+    C: gl.constexpr = out.shape[0]
+    if ACT[1]:
+        out = out.reshape([4, 2, 4, T]).permute([2, 0, 1, 3])
+        place = n * 64 + 32 * LOWER
+    elif ACT[0] is not None:
+        out = out.reshape([4, 2, 2, 4, T]).permute([1, 3, 0, 2, 4])
+        place = n * 128 + 64 * LOWER
+    else:
+        place = n * 128 + 16 * LOWER
+    # Runs of places side by side, in a layout in which a thread has eight of a token.
+    RUN: gl.constexpr = 16 if ACT[0] is None else C
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8, 1], [C // RUN, RUN // 8, 256 // C], [1, 1, gl.num_warps()], [1, 0, 2]
+    )
+    out = gl.convert_layout(out.reshape([C // RUN, RUN, T]), layout)
+    run = gl.arange(0, C // RUN, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    c = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    t = gl.arange(0, T, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    place += run[:, None] * 32 + c[None, :]
+    row_T = out_ptr + (row + t).to(gl.int64) * width
+    # The width is a multiple of 32.
+    mask = (place // 16 < width // 16)[:, :, None] & (row + t < end)[None, None, :]
+    gl.store(row_T[None, None, :] + place[:, :, None], out, mask=mask)
+
+
+@gluon.jit
+def _cut(pieces):
+    """The left and the right tokens of each."""
+    cut = ()
+    for i in gl.static_range(len(pieces)):
+        cut = cut + halves(pieces[i])
+    return cut
+
+
+@gluon.jit
+def _run_tile(
+    rings,
+    step,
+    sizes,
+    scales,
+    output,
+    tile,
+    LOWER: gl.constexpr,
+    PARTS: gl.constexpr,
+    W: gl.constexpr,
+    ACT: gl.constexpr,
+):
+    """Multiply and store a consumer's rows of W of a tile with at most so many tokens."""
+    _, tokens, _, _ = rings
+    expert, end, row, n = tile
+    # Outputs of so many tokens at a time take the shared memory that is left.
+    AT_ONCE: gl.constexpr = 64 if ACT[1] else 32
+    accs = _multiply(rings, step, sizes, scales, tile, LOWER, PARTS, W, ACT)
+    for p in gl.static_range(len(PARTS)):
+        pieces = (accs[p],)
+        for _ in gl.static_range(3):
+            if len(pieces) * AT_ONCE < PARTS[p]:
+                pieces = _cut(pieces)
+        for i in gl.static_range(len(pieces)):
+            sums = rescaled(pieces[i], W, tokens.dtype)
+            _store(sums, output, (expert, end, row, n), sizes, LOWER, ACT)
+            row += AT_ONCE
+
+
+@gluon.jit
+def _consume(
+    LOWER: gl.constexpr,
+    output,
+    rings,
+    sizes,
+    scales,
+    notes,
+    tile,
+    W: gl.constexpr,
+    ACT: gl.constexpr,
+):
+    """A consumer's rows of W of every tile, by one warpgroup."""
+    k_steps = gl.cdiv(sizes[1], STEP)
+    step = 0
+    slot = 0
+    expert, end, row, n = tile
+    while expert >= 0:
+        slot += 1
+        mine = (expert, end, row, n)
+        if row + 192 < end:
+            _run_tile(rings, step, sizes, scales, output, mine, LOWER, (256,), W, ACT)
+        elif row + 128 < end:
+            _run_tile(rings, step, sizes, scales, output, mine, LOWER, (128, 64), W, ACT)
+        elif row + 64 < end:
+            _run_tile(rings, step, sizes, scales, output, mine, LOWER, (128,), W, ACT)
+        else:
+            _run_tile(rings, step, sizes, scales, output, mine, LOWER, (64,), W, ACT)
+        expert, end, row, n = told(notes, slot)
+        step += k_steps
+
+
+@gluon.jit
+def _grouped_codes(
+    x_desc,
+    w_desc,
+    up_desc,
+    s_ptr,
+    z_ptr,
+    bias_ptr,
+    out_ptr,
+    tiles_ptr,
+    N,
+    K,
+    n_tiles,
+    out_n,
+    width,
+    W: gl.constexpr,
+    ACT: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    # Ahead of the barriers that one thread prepares: see `_grouped`.
+    queue = queue_of(tiles_ptr, n_tiles)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    relay = gl.allocate_shared_memory(gl.int32, [128], plain)
+    tile = tile_with_rows(look_up(gl.program_id(0), queue), queue, relay, TOKENS)
+    of_x: gl.constexpr = x_desc.layout
+    of_w: gl.constexpr = w_desc.layout
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    tokens = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, TOKENS, BOX], of_x)
+    codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 4, 16, STEP // 8], of_w)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    notes = gl.allocate_shared_memory(gl.int32, [8, 1], plain)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    rings = (codes, tokens, full, empty)
+    w_descs = (w_desc, up_desc)
+    output = (bias_ptr, out_ptr)
+    sizes = (N, K, out_n, width)
+    scales = (s_ptr, z_ptr)
+    gl.warp_specialize(
+        [
+            (_consume, (0, output, rings, sizes, scales, notes, tile, W, ACT)),
+            (_consume, (1, output, rings, sizes, scales, notes, tile, W, ACT)),
+            (_produce, (x_desc, w_descs, rings, sizes, queue, notes, relay, tile, ACT)),
+        ],
+        [4, 1],
+        [232, 40],
+    )
+
+
+def launch(
+    x_RK: Tensor,
+    w_ENW: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias_EN: Tensor | None,
+    out: Tensor,
+    tiles: TileMap,
+    weight: Weight,
+    act: tuple,
+) -> None:
+    """Run one product over sorted, arranged rows; its output is arranged if `act` has a kind.
+
+    `runs_codes_on_hopper` in grouped.py says which layers it takes.
+    """
+    E, N, words = w_ENW.shape
+    gated, interleaved = act[1], act[2]
+    if interleaved:
+        pairs = w_ENW.view(E * N // 64, 32, 2, words)
+        w, up = pairs[:, :, 0], pairs[:, :, 1]
+    else:
+        w = up = w_ENW.view(E * N // 32, 32, words)
+    bytes_64 = gl.NVMMASharedLayout(64, 32, rank=3)
+    w_desc, up_desc = (
+        TensorDescriptor.from_tensor(t, [4, 16, STEP.value // WORD], bytes_64) for t in (w, up)
+    )
+    bytes_128 = gl.NVMMASharedLayout(128, 16, rank=2)
+    replay.launch(
+        _grouped_codes,
+        (processors(x_RK),),
+        TensorDescriptor.from_tensor(x_RK, [BOX.value, BOX.value], bytes_128),
+        w_desc,
+        up_desc,
+        scale,
+        zero,
+        None if bias_EN is None else bias_EN.contiguous(),
+        out,
+        tiles.table,
+        N,
+        words * WORD,
+        triton.cdiv(out.shape[1], ROWS.value // 2 if gated else ROWS.value),
+        N // 2 if gated else N,
+        out.shape[1],
+        weight,
+        act,
+        STAGES,
+        num_warps=4,
+        maxnreg=REGISTERS,
+    )
+
+
+@on_its_device
+def run(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    layer: Experts,
+    expert_map: Tensor | None,
+    residual_TD: Tensor | None = None,
+) -> Tensor:
+    """The `experts` op, added to a contiguous residual if there is one."""
+    (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
+    assert codes is not None
+    weight, R = codes.weight, T * K
+    _, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
+    tiles = tile_map(ends_E, R, BLOCK_M)
+    # Gathered once for all: copies by TMA then take both products' tokens.
+    x_RD = arrange_sorted(x_TD, inverse_R, K, weight)
+    h_RI = x_RD.new_empty(R, stored(I, weight))
+    launch(x_RD, layer.w13_EFD, *layer.scales13, layer.b13_EF, h_RI, tiles, weight, layer.act)
+    y_RD = x_TD.new_empty(R, D)
+    launch(h_RI, layer.w2_EDI, *layer.scales2, layer.b2_ED, y_RD, tiles, weight, LINEAR)
+    return sum_rows(y_RD, inverse_R, weights_TK, K, residual_TD)
