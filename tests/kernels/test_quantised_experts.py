@@ -357,7 +357,8 @@ def test_grouped_takes_float8_with_many_rows_an_expert() -> None:
 @pytest.mark.parametrize(
     ("w_format", "sizes", "most"),
     [
-        ("mxfp4", WIDE, MOST_ROWS_OF_WORDS),
+        ("mxfp4", WIDE, MOST_ROWS_OF_WORDS[False]),
+        ("int4:1x128", replace(WIDE, I=512), MOST_ROWS_OF_WORDS[True]),
         ("int4:1x32", replace(WIDE, D=8192, I=1024), MOST_ROWS_OF_LARGE_WORDS),
         ("int4:1x16", WIDE, MOST_ROWS_OF_CODES[4]),  # decoded first
         ("int4:1x32", replace(WIDE, I=256), MOST_ROWS_OF_CODES[4]),

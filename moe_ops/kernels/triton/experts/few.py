@@ -20,8 +20,9 @@ from moe_ops.kernels.triton.replay import launch
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 GROUPS = {4: (-1, 32, 64, STEP), 8: (-1, STEP)}  # columns, by the bits of a code
-# Rows an expert on average, of codes of four bits whose sums are scaled, and of others.
-MOST_OF_SUMS, MOST = 6, 10
+# Rows an expert on average: of codes of four bits whose sums are scaled, up to which large experts
+# are read by more programs, and all of them here; and of others.
+FEWEST_OF_SUMS, MOST_OF_SUMS, MOST = 2, 6, 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,7 @@ def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
         stream = Stream(MW=4)  # more would spill
     elif codes.bits == 8:
         stream = Stream(MW=4, MT=2 if large and codes.quantises else 1)
-    elif not sums and large and rows_per_expert <= MOST_OF_SUMS:
+    elif large and rows_per_expert <= (FEWEST_OF_SUMS if sums else MOST_OF_SUMS):
         stream = Stream(MW=4, ahead=4)
     elif not sums and rows_per_expert > MOST_OF_SUMS:
         stream = Stream(MW=4, MT=2, NT=2)
