@@ -132,7 +132,7 @@ UNNAMED_PARAMETERS = {
         "moe_ops/generation/sample.py: sample",
         "moe_ops/generation/slots.py: Incoming.update",
         "moe_ops/generation/slots.py: SlotLayer.update",
-        "moe_ops/hf/optimize.py: router_forward",
+        "moe_ops/hf/optimize.py: OptimizedRouter.forward",
         "moe_ops/hf/stored.py: _refuse",
     },
     "whatever torch calls the function in whose place it stands with": {
