@@ -155,9 +155,10 @@ def supports_codes(call: ExpertsCall) -> str | None:
     stored = (c.w13_EFD, c.w2_EDI, c.w13_scale_EFG, c.w2_scale_EDG, c.w13_zero_EFG, c.w2_zero_EDG)
     if refusal is None and not all(t is None or t.is_contiguous() for t in stored):
         refusal = "needs contiguous weights, scales and zero points"
-    if refusal is None and c.w13_EFD.dtype != torch.uint8:
+    if refusal is None and c.w13_EFD.dtype == torch.float8_e4m3fn:
         refusal = refuse_device(c.w13_EFD, LEAST_FLOAT8)
-    elif refusal is None and any(w.storage_offset() % 4 for w in (c.w13_EFD, c.w2_EDI)):
+    in_words = refusal is None and _weight(c)[5] == 4
+    if in_words and any(w.storage_offset() % 4 for w in (c.w13_EFD, c.w2_EDI)):
         refusal = "needs weights of four bits that begin at a multiple of 4 bytes"
     return refusal
 

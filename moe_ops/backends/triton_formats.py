@@ -8,7 +8,7 @@ from moe_ops.kernels.triton import WORD, Weight
 from moe_ops.quant.formats import ALL, Format
 
 FOUR_BITS = ("float4_e2m1", "int4", "uint4")
-EIGHT_BITS = ("float8_e4m3fn",)
+FLOAT8, EIGHT_BITS = "float8_e4m3fn", ("float8_e4m3fn", "int8", "uint8")
 LEAST_GROUP = 16
 INPUTS = "float8_e4m3fn:1x128"
 INPUT_COLUMNS = 128
@@ -49,7 +49,7 @@ def _reason(w_format: str, x_format: str) -> str | None:
         return f"needs groups of {LEAST_GROUP}, 32, 64, 128 or more columns, got {across}"
     if x_format and Format.of(x_format).name != INPUTS:
         return f"quantises inputs to {INPUTS} alone, got {x_format}"
-    if x_format and (element not in EIGHT_BITS or across != INPUT_COLUMNS):
+    if x_format and (element != FLOAT8 or across != INPUT_COLUMNS):
         return f"needs float8 weights in groups of {INPUT_COLUMNS} columns for {INPUTS} inputs"
     return None
 

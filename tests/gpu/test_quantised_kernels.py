@@ -37,7 +37,8 @@ FORMATS = (
     ("int4:1x32:bfloat16", ""), ("int4:1x64:bfloat16", ""), ("int4:1x128:bfloat16", ""),
     ("uint4:1x128:float16", ""), ("uint4:1x32", ""), ("int4:row", ""), ("mxfp4", ""),
     ("float8_e4m3fn:128x128", ""), W8A8,
-    ("float8_e4m3fn:row", ""), ("mxfp8", ""),
+    ("float8_e4m3fn:row", ""), ("mxfp8", ""), ("int8:row", ""), ("int8:1x128", ""),
+    ("uint8:1x64:float16", ""),
 )  # fmt: skip
 # Relative errors of a layer, at most: halves are rounded three times; float8 inputs twice more.
 MOST_ERROR = {"": 1e-2, "float8_e4m3fn:1x128": 4.6e-2}

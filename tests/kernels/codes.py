@@ -53,15 +53,18 @@ def any_codes(w_format: str, rows: int, columns: int) -> Weights:
     codes = torch.randint(2**bits, (1, rows, columns), dtype=torch.uint8, device=DEVICE)
     codes.view(-1)[: 2**bits] = torch.arange(2**bits, dtype=torch.uint8, device=DEVICE)
     if bits == 8:
-        codes[(codes & 0x7F) == 0x7F] = 0  # NaN of float8
+        if format.element == "float8_e4m3fn":
+            codes[(codes & 0x7F) == 0x7F] = 0  # NaN
         values = codes.view(ELEMENTS[format.element].dtype)
     else:
         values = packing.pack(codes, format.element)
     shape = (1, *format.parsed.scale_shape(rows, columns))
     scale = torch.randint(-3, 2, shape, device=DEVICE).float().exp2()
-    zero = torch.randint(16, shape, dtype=torch.uint8, device=DEVICE) if format.has_zero else None
+    zero = torch.randint(2**bits, shape, dtype=torch.uint8, device=DEVICE)
     scale = packing.encode_scale(scale, format.scale)
-    return Weights(values=values, scale=scale, zero=zero, format=w_format)
+    return Weights(
+        values=values, scale=scale, zero=zero if format.has_zero else None, format=w_format
+    )
 
 
 @triton.jit

@@ -52,7 +52,7 @@ from tests.published_routers import ROUTERS, Router, arguments
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
     torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
-    torch.bool: "*i1", torch.float8_e4m3fn: "*fp8e4nv",
+    torch.bool: "*i1", torch.int8: "*i8", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 
 # Between the GPUs every dtype that router logits may have.
@@ -85,7 +85,8 @@ FORMATS = [
     ("float8_e4m3fn:128x128", "float8_e4m3fn:1x128", 89),
     ("uint4:1x128:bfloat16", "", 80), ("int4:1x32:bfloat16", "", 80),
     ("uint4:1x64:float16", "", 80), ("uint4:1x32:float16", "", 80),
-    ("mxfp8", "", 89), ("float8_e4m3fn:128x128", "", 89),
+    ("mxfp8", "", 89), ("float8_e4m3fn:128x128", "", 89), ("int8:1x64", "", 80),
+    ("uint8:1x128:bfloat16", "", 80),
 ]  # fmt: skip
 
 
@@ -220,9 +221,11 @@ def calls_of_codes(
     """Calls on quantised weights that between them launch every tile, for widths that fill none."""
     case, most = LAYERS["gpt_oss_20b"], LAYERS["qwen3_next"]
     for w_format, x_format, least in formats:
+        if capability < least:
+            continue
         rows = [("rows", n) for n in (16, 64, 256, 1024, 4096)]
         for backend, T in (("tiny", 1), ("tiny", 4), *rows, ("grouped", 4096)):
-            if capability < least or (backend == "grouped" and x_format):
+            if backend == "grouped" and x_format:
                 continue
             call = functools.partial(quantised_layer, case, backend, T, w_format, x_format)
             yield f"{backend} {T} {w_format} {x_format}", call

@@ -55,7 +55,7 @@ FORMATS = (
     "int4:1x32", "int4:1x64:bfloat16", "int4:1x128:float16", "int4:row",
     "uint4:1x32:float16", "uint4:1x128", "uint4:row:bfloat16", "mxfp4", "float4_e2m1:1x128",
     "float8_e4m3fn:128x128", "float8_e4m3fn:16x32", "float8_e4m3fn:row", "float8_e4m3fn:tensor",
-    "mxfp8",
+    "mxfp8", "int8:1x32", "int8:1x128:bfloat16", "int8:row", "uint8:1x64:float16", "uint8:row",
 )  # fmt: skip
 BLOCK_FLOAT8 = ("float8_e4m3fn:128x128", "float8_e4m3fn:1x128")
 SMALL = Case(name="small", T=3, E=4, K=2, D=128, I=128)
@@ -283,10 +283,11 @@ def test_no_tokens(kernel: str) -> None:
     assert run(kernel, call).shape == (0, SMALL.D)
 
 
-KNOWN = "float4_e2m1, int4, uint4, float8_e4m3fn"
+KNOWN = "float4_e2m1, int4, uint4, float8_e4m3fn, int8, uint8"
 REFUSED = {
     ("nvfp4", ""): "has no kernel for scales under a global scale",
-    ("int8:row", "int8:row"): f"needs weights of {KNOWN}, got int8",
+    ("mxfp6_e2m3", ""): f"needs weights of {KNOWN}, got float6_e2m3",
+    ("int8:row", "int8:row"): "quantises inputs to float8_e4m3fn:1x128 alone, got int8:row",
     ("uint4:1x8", ""): "needs groups of 16, 32, 64, 128 or more columns, got 8",
     ("float8_e4m3fn:row", "float8_e4m3fn:row"): "quantises inputs to float8_e4m3fn:1x128 alone, "
     "got float8_e4m3fn:row",

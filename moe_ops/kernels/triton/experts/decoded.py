@@ -52,7 +52,10 @@ def decode_kernel(
     scale_MW = scale_of(tl.load(s_ptr + at_MW, mask=inside_MW, other=0), KIND)
     w_MW = tl.load(w_ptr + row_M[:, None] * (COLUMNS // EACH) + word_W[None, :], mask=inside_MW)
     if EACH == 1:
-        value = (w_MW.to(tl.float32) * scale_MW)[:, :, None]
+        value = w_MW.to(tl.float32)
+        if z_ptr is not None:
+            value -= tl.load(z_ptr + at_MW, mask=inside_MW, other=0).to(tl.float32)
+        value = (value * scale_MW)[:, :, None]
     else:
         code = (w_MW[:, :, None] >> (4 * tl.arange(0, EACH))[None, None, :]) & 15
         if ELEMENT == "float4_e2m1":

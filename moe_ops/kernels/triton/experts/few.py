@@ -64,7 +64,7 @@ def takes(x_TD: Tensor, layer: Experts) -> bool:
     """Whether these kernels run a layer: on Hopper, if rows of codes and of tokens begin at 16
     bytes."""
     codes = layer.codes
-    if codes is None or not on_hopper(x_TD):
+    if codes is None or not on_hopper(x_TD) or codes.weight[0] in ("int8", "uint8"):
         return False
     _, D, I = layer.sizes
     whole = 128 // codes.bits

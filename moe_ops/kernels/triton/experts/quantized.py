@@ -184,8 +184,9 @@ def add_product(
             )
         else:
             acc_MN = add_bytes(
-                acc_MN, w_M1, s_MG, inside_M, x_1N, t_N, inside_N, start, COLUMNS, STEP, W, POLICY
-            )
+                acc_MN, w_M1, s_MG, z_MG, inside_M, x_1N, t_N, inside_N, start,
+                COLUMNS, STEP, W, POLICY,
+            )  # fmt: skip
         s_MG, z_MG, t_N = next_s_MG, next_z_MG, next_t_N
     return acc_MN
 
@@ -348,18 +349,23 @@ def add_words(
 
 
 @triton.jit
-def float8_as(w, DTYPE: tl.constexpr):
-    """float8 as halves; by way of float32, as the direct conversion to bfloat16 takes a slow unit
-    for every value."""
-    return w.to(tl.float32).to(DTYPE)
+def bytes_as(w_MD, z_MG, ELEMENT: tl.constexpr, DTYPE: tl.constexpr):
+    """Codes of eight bits as halves, which hold them, and integers less a zero point, exactly; by
+    way of float32, as the direct conversion to bfloat16 takes a slow unit for every value."""
+    value_MD = w_MD.to(tl.float32)
+    if ELEMENT == "uint8":
+        EACH: tl.constexpr = w_MD.shape[1] // z_MG.shape[1]
+        value_MD -= spread(z_MG.to(tl.float32), EACH)
+    return value_MD.to(DTYPE)
 
 
 @triton.jit
 def add_bytes(
-    acc_MN, w_M1, s_MG, inside_M, x_1N, t_N, inside_N, start,
+    acc_MN, w_M1, s_MG, z_MG, inside_M, x_1N, t_N, inside_N, start,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = x_1N.dtype.element_ty
+    ELEMENT: tl.constexpr = W[0]
     GROUP: tl.constexpr = W[2]
     KIND: tl.constexpr = W[3]
     INPUTS_8: tl.constexpr = W[4]
@@ -378,12 +384,12 @@ def add_bytes(
             factor_MN = factor_MN * t_N[None, :]
             part_MN = tl.dot(w_MD, x_DN)
         else:
-            part_MN = tl.dot(float8_as(w_MD, DTYPE), x_DN)
+            part_MN = tl.dot(bytes_as(w_MD, z_MG, ELEMENT, DTYPE), x_DN)
         acc_MN += part_MN * factor_MN
     else:
         tl.static_assert(not INPUTS_8)
         scale_MD = spread(scale_of(s_MG, KIND).to(DTYPE), STEP // s_MG.shape[1])
-        acc_MN = tl.dot(float8_as(w_MD, DTYPE) * scale_MD, x_DN, acc_MN)
+        acc_MN = tl.dot(bytes_as(w_MD, z_MG, ELEMENT, DTYPE) * scale_MD, x_DN, acc_MN)
     return acc_MN
 
 
