@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 
 from moe_ops.hf.experts import describe
 from moe_ops.hf.optimize import optimize
-from moe_ops.hf.stored import StoredFormat, refuse_to_save, store, stored_format
+from moe_ops.hf.saved import write_config
+from moe_ops.hf.stored import StoredFormat, store, stored_format
+from moe_ops.quant.config import QuantConfig
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 
@@ -53,7 +55,8 @@ def adopt_mxfp4(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> int:
             "no experts module of the model has tensors here; they are named like "
             "model.layers.0.mlp.experts.gate_up_proj_blocks"
         )
-    refuse_to_save(model)
+    left = [n for n, m in model.named_modules() if hasattr(m, "has_gate") and not stored_format(m)]
+    write_config(model, QuantConfig(weights="mxfp4"), left, replaces="mxfp4")
     return adopted
 
 

@@ -64,3 +64,22 @@ def float32_to_e8m0(scale: Tensor) -> Tensor:
             "with e8m0 scales, since rounding a scale silently changes them"
         )
     return exponent.to(torch.uint8)
+
+
+def wrong_scale(scale: Tensor, kind: str) -> str | None:
+    """What in the scales of weights is no positive finite number, or None; kind: a key of `SCALES`.
+
+    Two kinds say it otherwise: e8m0 has one code for NaN and none for 0, and a float8_e4m3fn scale
+    of 0 is what a block of zeros, or of nearly that, has under a global scale.
+    """
+    if not scale.numel():
+        return None
+    if kind == "e8m0":
+        codes = scale if scale.dtype == torch.uint8 else scale.view(torch.uint8)
+        return "NaN" if int(codes.max()) == 255 else None
+    lowest, highest = (float(t) for t in torch.aminmax(scale.float()))
+    if lowest > 0 and highest < float("inf"):
+        return None
+    if kind == "float8_e4m3fn" and lowest == 0 and highest < float("inf"):
+        return None
+    return str(lowest if lowest <= 0 else highest)
