@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -114,9 +115,24 @@ def _swap(module: nn.Module) -> bool:
         log.info("%s keeps its own forward: it is wrapped already", type(module).__name__)
         return False
     setattr(module, _RULE, key)
-    # A partial, because a bound method could be copied but not pickled.
-    module.forward = functools.partial(router_forward, module)
+    module.forward = _Forward(router_forward, module)
     return True
+
+
+class _Forward(functools.partial[Any]):
+    """A function bound to a module: a method that can be pickled, too.
+
+    What wraps the forwards of modules, as compressed-tensors does, asks for a method's function.
+    """
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        return self.func
+
+    @property
+    def __self__(self) -> nn.Module:
+        module: nn.Module = self.args[0]
+        return module
 
 
 def router_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
