@@ -16,6 +16,7 @@ from moe_ops.layer import MoELayer
 from moe_ops.layer.tensors import INPUT_SCALES, NAMES, STATE
 from moe_ops.prepared import as_loaded
 from moe_ops.quant.scales import inverse
+from moe_ops.weights.configuration import coding_in
 from moe_ops.weights.experts import (
     WEIGHTS,
     LoadRecord,
@@ -26,9 +27,9 @@ from moe_ops.weights.experts import (
     prepare_expert,
     write,
 )
-from moe_ops.weights.files import entries, files_of, quantization_of
+from moe_ops.weights.files import entries, files_of
 from moe_ops.weights.fused import taken_apart
-from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Stored, coding_of
+from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Stored
 from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style, style_of
 from moe_ops.weights.outside import check_outside
 from moe_ops.weights.report import LoadReport
@@ -76,7 +77,7 @@ def load_checkpoint(
     check_load(layers, coding, sharded, progress)
     found = style_of(style)
     files = files_of(source)
-    coding = coding_of(quantization_of(files[0].parent)) if coding is None else coding
+    coding = coding_in(files[0].parent) if coding is None else coding
     if found.transposed and coding is PLAIN:
         coding = TRANSPOSED
     begin = time.perf_counter()

@@ -1,16 +1,15 @@
-"""The files of a checkpoint: which they are, what is in them, what its configuration says."""
+"""The files of a checkpoint: which they are, and what is in them."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from moe_ops.options import check_type
 from moe_ops.weights import bitsandbytes, gguf_files
+from moe_ops.weights.configuration import files_of_index
 from moe_ops.weights.layouts import PLAIN, Stored
 
 
@@ -57,8 +56,7 @@ def files_of(source: str | Path | Iterable[str | Path]) -> list[Path]:
         folder = paths[0]
         indices = sorted(folder.glob("*.safetensors.index.json"))
         if indices:
-            names = set(_json(indices[0])["weight_map"].values())
-            paths = [folder / name for name in sorted(names)]
+            paths = files_of_index(indices[0])
         else:
             paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.gguf"))
     for path in paths:
@@ -69,24 +67,3 @@ def files_of(source: str | Path | Iterable[str | Path]) -> list[Path]:
     if not paths:
         raise FileNotFoundError(f"no safetensors files in {source}; give a directory or files")
     return paths
-
-
-def quantization_of(folder: Path) -> Mapping[str, Any] | None:
-    """What a checkpoint's configuration says of its quantisation, if it has one."""
-    for name, key in (("config.json", "quantization_config"), ("hf_quant_config.json", "")):
-        path = folder / name
-        if path.is_file():
-            found = _json(path)
-            if not key:
-                return {"quant_method": "modelopt", **found}
-            if found.get(key):
-                return dict(found[key])
-    return None
-
-
-def _json(path: Path) -> Any:
-    """What a JSON file holds. Raises ValueError, naming the file, if it is none."""
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); complete the download") from error

@@ -8,7 +8,7 @@ stored tensor first and converted after.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -251,58 +251,6 @@ def _per_word(bits: int) -> int:
     if bits not in (4, 8):
         raise ValueError(f"bits must be 4 or 8, got {bits}; other widths straddle words")
     return 32 // bits
-
-
-NO_OP_READS = {
-    "bitsandbytes": "of its weights those of 4 bits alone are read (NF4, FP4)",
-}
-
-
-def coding_of(config: Mapping[str, Any] | None) -> Coding:
-    """The coding of a checkpoint with this `quantization_config` (of config.json); None: plain.
-
-    Knows gptq, awq, compressed-tensors, modelopt, fp8, mxfp4 and bitsandbytes of four bits. Raises
-    ValueError, with the reason, for others and for variants whose weights no op reads.
-    """
-    if config is None:
-        return PLAIN
-    method = str(config.get("quant_method", "")).lower()
-    if method == "gptq":
-        second = config.get("checkpoint_format") == "gptq_v2"
-        return gptq(int(config.get("bits", 4)), plus_one=not second)
-    if method == "awq":
-        if config.get("bits", 4) != 4 or config.get("version", "gemm").lower() != "gemm":
-            raise ValueError(
-                f"AWQ is read with 4 bits in the version gemm, got bits={config.get('bits')}, "
-                f"version={config.get('version')!r}; convert the checkpoint"
-            )
-        return awq()
-    if method == "compressed-tensors":
-        return _compressed(config)
-    if method in ("modelopt", "fp8") or (method == "bitsandbytes" and config.get("load_in_4bit")):
-        return PLAIN  # bitsandbytes is decoded when it is read
-    if method == "mxfp4":
-        return mxfp4_blocks()
-    reason = NO_OP_READS.get(method, "its layout is unknown")
-    raise ValueError(
-        f"quant_method {method!r} cannot be loaded: {reason}; dequantise the checkpoint, or take "
-        "one of gptq, awq, compressed-tensors, modelopt, fp8, mxfp4, bitsandbytes of 4 bits"
-    )
-
-
-def _compressed(config: Mapping[str, Any]) -> Coding:
-    """The coding of compressed-tensors: in words, or as the ops read it."""
-    groups = list(config.get("config_groups", {}).values())
-    formats = {group.get("format") or config.get("format") for group in groups}
-    if "pack-quantized" not in formats | {config.get("format")}:
-        return PLAIN
-    bits = {group["weights"]["num_bits"] for group in groups}
-    if len(formats) > 1 or len(bits) != 1:
-        raise ValueError(
-            f"compressed-tensors with the formats {sorted(map(str, formats))} of {sorted(bits)} "
-            "bits differ between layers; give the coding of the experts: compressed(bits)"
-        )
-    return compressed(bits.pop())
 
 
 def to_dtype(t: Tensor, dtype: torch.dtype, part: str) -> Tensor:
