@@ -21,17 +21,16 @@ CONFIGURATIONS = (("config.json", "quantization_config"), ("hf_quant_config.json
 
 
 @contextmanager
-def naming(*what: object) -> Iterator[None]:
-    """Errors that are raised inside name these things too, such as a file."""
+def naming(what: object) -> Iterator[None]:
+    """Errors that are raised inside name this too, such as a file."""
     try:
         yield
     except (ValueError, TypeError) as error:
-        missing = [name for name in map(str, what) if name not in str(error)]
-        if not missing:
+        if str(what) in str(error):
             raise
         # Subclasses may want more than a message, as UnicodeDecodeError does.
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{error} (in {', '.join(missing)})") from error
+        raise kind(f"{error} (in {what})") from error
 
 
 def coding_in(folder: Path) -> Coding:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from moe_ops.options import check_type
 from moe_ops.weights import bitsandbytes, gguf_files
 from moe_ops.weights.configuration import files_of_index
@@ -28,20 +30,29 @@ def entries(file: Path, ending: str = "") -> Iterator[Stored]:
             "reading checkpoints needs the package safetensors; install it"
         ) from error
     try:
-        mapped = safe_open(file, framework="pt", device="cpu")
+        opened = safe_open(file, framework="pt", device="cpu")  # closed with the last tensor
     except SafetensorError as error:
         raise ValueError(
             f"{file} cannot be read as safetensors ({error}); complete the download, or write the "
             "file anew"
         ) from error
-    with mapped as opened:
-        names = [name for name in opened.offset_keys() if name.endswith(ending)]
-        decoded, parts = bitsandbytes.decoders(set(names), opened.get_tensor)
-        for name in names:
-            if name in decoded:
-                yield Stored(name=name, read=decoded[name], coding=PLAIN, made=True)
-            elif name not in parts:
-                yield Stored(name=name, read=partial(opened.get_tensor, name))
+
+    def get(name: str) -> Tensor:
+        try:
+            found: Tensor = opened.get_tensor(name)
+        except (SafetensorError, RuntimeError, LookupError, AttributeError) as error:
+            # It has a dtype, or a size, that this torch has not.
+            raise ValueError(f"{name} cannot be read ({error}); write the file anew") from error
+        return found
+
+    names = [name for name in opened.offset_keys() if name.endswith(ending)]
+    decoded, parts = bitsandbytes.decoders(set(names), get)
+    for name in names:
+        if name in decoded:
+            weight = decoded[name]
+            yield Stored(name=name, read=weight.decode, coding=PLAIN, like=weight.like)
+        elif name not in parts:
+            yield Stored(name=name, read=partial(get, name))
 
 
 def files_of(source: str | Path | Iterable[str | Path]) -> list[Path]:

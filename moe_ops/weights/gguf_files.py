@@ -42,7 +42,9 @@ def entries(file: Path) -> Iterator[Stored]:
         elif EXPERTS.fullmatch(name):
             yield Stored(name=name, read=partial(_mapped, tensor), coding=coding_of_type(kind))
         else:
-            yield Stored(name=name, read=partial(_decoded, tensor), coding=PLAIN, made=True)
+            yield Stored(
+                name=name, read=partial(_decoded, tensor), coding=PLAIN, like=partial(_like, tensor)
+            )
 
 
 def gguf_formats(source: str | Path | Iterable[str | Path]) -> dict[str, QuantConfig | None]:
@@ -102,6 +104,11 @@ def _mapped(tensor: Any) -> Tensor:
 
 def _decoded(tensor: Any) -> Tensor:
     return _decoder(tensor.tensor_type.name)(_mapped(tensor))
+
+
+def _like(tensor: Any) -> Tensor:
+    _decoder(tensor.tensor_type.name)
+    return torch.empty(tensor.shape[::-1].tolist(), device="meta")
 
 
 def _floats(tensor: Any) -> Tensor:

@@ -125,13 +125,14 @@ class Coding:
 class Stored(NamedTuple):
     """An entry of a file: how to read its tensor, and its coding where the file says it.
 
-    `made`: reading makes a tensor instead of mapping it, so it is to be kept for a short time.
+    Where reading makes a tensor instead of mapping it, `like` checks all that it is made of, and
+    gives a tensor on the meta device that is like it: it is read last, and kept for a short time.
     """
 
     name: str
     read: Callable[[], Tensor]
     coding: Coding | None = None
-    made: bool = False
+    like: Callable[[], Tensor] | None = None
 
 
 PLAIN = Coding(name="plain")
