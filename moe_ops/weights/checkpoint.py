@@ -7,22 +7,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
 from moe_ops.layer.tensors import INPUT_SCALES, NAMES, STATE
 from moe_ops.quant.scales import inverse
-from moe_ops.weights.experts import (
-    WEIGHTS,
-    LoadRecord,
-    Piece,
-    Writes,
-    prepare_expert,
-    write,
-)
+from moe_ops.weights.experts import Piece, prepare_expert, write
 from moe_ops.weights.fused import taken_apart
-from moe_ops.weights.layouts import Coding, Stored
+from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Stored
 from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style
+from moe_ops.weights.record import WEIGHTS, LoadRecord, Writes
 from moe_ops.weights.report import LoadReport
 from moe_ops.weights.shards import ShardPlan, one_input_scale
 from moe_ops.weights.writer import Writer
@@ -99,6 +94,31 @@ class Loading:
         self.files.append(self.pending)
         self.pending = []
 
+    def settle(self) -> None:
+        """After the last entry: write what no entry holds, because it follows from the others."""
+        if self.coding.symmetric:
+            for prefix in self.layers:
+                self.files[-1].append(list(self._middles(prefix)))
+
+    def _middles(self, prefix: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Zero points of experts that have none in a symmetric checkpoint, where the layer has."""
+        layer, record = self.layers[prefix], self.records[prefix]
+        for parameter, shards in _shards(layer).items():
+            zero, weight = (f"{parameter}_{what}" for what in ("zero", "weight"))
+            if layer.quant is None or getattr(layer, zero) is None:
+                continue
+            middle = torch.tensor(2 ** (int(layer.quant.format.bits) - 1), dtype=torch.uint8)
+            for shard in shards:
+                how = record.plan_of(layer, zero, shard, PLAIN, False, self.sharded)
+                every = middle.expand(how.rows.size, how.columns.size)
+                for expert in range(layer.num_experts + layer.placement.shared):
+                    key = (zero, expert, shard)
+                    if key in record.seen or (weight, expert, shard) not in record.seen:
+                        continue
+                    record.seen[key] = record.seen[weight, expert, shard]
+                    for slot in record.slots_of(layer, expert):
+                        yield how.region(slot, every, how.halves[0], 0), every
+
     def write_file(self, writer: Writer) -> None:
         """Write what was taken of the next file: copies by the way, what is made for it at once."""
         copies: list[tuple[Tensor, Tensor]] = []
@@ -121,7 +141,7 @@ class Loading:
             return
         entry = self._entry(prefix, name)
         if isinstance(entry, Entry):
-            coding = stored.coding or self.coding
+            coding = stored.coding or self._coding_of(entry)
             if not self._take_as_it_is(prefix, name, entry, stored):
                 self._take_expert(prefix, entry, stored, coding)
             if coding.decodes:
@@ -138,6 +158,12 @@ class Loading:
             self._take_fused(prefix, name, entry.removeprefix(SHARED), read)
         else:
             self._take_other(prefix, entry, stored)
+
+    def _coding_of(self, entry: Entry) -> Coding:
+        """The checkpoint's coding, but for weights that it leaves unquantised."""
+        if not entry.plain or self.coding.weight is None:
+            return self.coding
+        return TRANSPOSED if self.style.transposed else PLAIN
 
     def _take_scale(self, prefix: str, entry: Entry, stored: Stored, coding: Coding) -> None:
         """The scales that lie between the values; of a layer without a format, one line instead."""
@@ -244,11 +270,12 @@ class Loading:
         part, second = WEIGHTS[entry.parameter]
         t = _read(name, entry, read)
         format = None if layer.quant is None else layer.quant.format
-        pieces = taken_apart(t, part, second, shared, self.coding, format)
+        coding = self._coding_of(entry)
+        pieces = taken_apart(t, part, second, shared, coding, format)
         for s, t_s in enumerate(pieces):
             piece = Piece(
                 entry.parameter, t_s, name, entry.shard, layer.num_experts + s,
-                self.coding, False, self.sharded,
+                coding, False, self.sharded,
             )  # fmt: skip
             _, writes = prepare_expert(layer, piece, record)
             self.pending.append(writes)
@@ -296,12 +323,12 @@ class Loading:
             if getattr(layer, parameter) is None:
                 continue
             _, second = WEIGHTS[parameter]
-            first = ("w1", "w3") if layer.activation.gated else ("w1",)
+            shards = _shards(layer)["w2" if second else "w13"]
             every = parameter in INPUT_SCALES and one_input_scale(layer)
             for expert in range(layer.num_experts + (0 if every else layer.placement.shared)):
                 if not every and not record.slots_of(layer, expert):
                     continue
-                for shard in ("w2",) if second else first:
+                for shard in shards:
                     if (parameter, expert, shard) not in record.seen:
                         yield f"{prefix}.{parameter}[{expert}].{shard}"
         for parameter in self.others[prefix]:
@@ -327,6 +354,11 @@ def _read(name: str, entry: Entry, read: Read) -> Tensor:
         return inverse(read())
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {error}") from error
+
+
+def _shards(layer: MoELayer) -> dict[str, tuple[str, ...]]:
+    """What the first and the second weight consist of."""
+    return {"w13": ("w1", "w3") if layer.activation.gated else ("w1",), "w2": ("w2",)}
 
 
 def _up(layer: MoELayer) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -111,7 +112,8 @@ def coding_of(config: Mapping[str, Any] | None) -> Coding:
     method = _text(config, "quant_method", "").lower()
     if method == "gptq":
         second = _text(config, "checkpoint_format", "gptq") == "gptq_v2"
-        return gptq(_bits(config, "bits"), plus_one=not second)
+        coding = gptq(_bits(config, "bits"), plus_one=not second)
+        return replace(coding, symmetric=_flag(config, "sym", False))
     if method == "awq":
         bits, version = _bits(config, "bits"), _text(config, "version", "gemm")
         if bits != 4 or version.lower() != "gemm":
@@ -141,13 +143,15 @@ def _compressed(config: Mapping[str, Any]) -> Coding:
     formats = {_text(group, "format", whole) for group in groups}
     if "pack-quantized" not in formats | {whole}:
         return PLAIN
-    bits = {_bits(_object(group.get("weights"), "weights"), "num_bits") for group in groups}
+    weights = [_object(group.get("weights"), "weights") for group in groups]
+    bits = {_bits(of, "num_bits") for of in weights}
     if len(formats) > 1 or len(bits) != 1:
         raise ValueError(
             f"compressed-tensors with the formats {sorted(formats)} of {sorted(bits)} bits differ "
             "between layers; give the coding of the experts: compressed(bits)"
         )
-    return compressed(bits.pop())
+    symmetric = all(_flag(of, "symmetric", True) for of in weights)
+    return replace(compressed(bits.pop()), symmetric=symmetric)
 
 
 def _object(value: Any, what: str) -> Mapping[str, Any]:
@@ -164,6 +168,14 @@ def _text(config: Mapping[str, Any], key: str, default: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{key} must be a name, got {value!r:.80}")
     return value
+
+
+def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """A flag of a configuration; null stands for what is left out."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"{key} must be true or false, got {value!r:.80}")
+    return default if value is None else value
 
 
 def _bits(config: Mapping[str, Any], key: str) -> int:

@@ -3,88 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
-import torch
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
 from moe_ops.options import check_flag, check_int, check_text, check_type
-from moe_ops.shapes import check_choice
-from moe_ops.weights.layouts import PLAIN, Coding
-from moe_ops.weights.names import PARAMETERS
-from moe_ops.weights.order import Orders, order_of, ordered_sources
-from moe_ops.weights.shards import ShardPlan, check_shape, one_input_scale, plan
+from moe_ops.shapes import FLOATS, check_choice
+from moe_ops.weights.layouts import PLAIN, Coding, short
+from moe_ops.weights.numbers import agree, load_input
+from moe_ops.weights.order import order_of, ordered_sources
+from moe_ops.weights.record import PARAMETER_NAMES, WEIGHTS, LoadRecord, Writes
+from moe_ops.weights.shards import ShardPlan, check_shape, one_input_scale
 
-# Names of parameters: what they are of the first weight (False) or of the second (True).
-WEIGHTS = {
-    name: (part, second)
-    for part, names in PARAMETERS.items()
-    for second, name in zip((False, True), names, strict=True)
-}
-PARAMETER_NAMES = tuple(WEIGHTS)
 SHARDS = ("w1", "w2", "w3", "w13")
-
-
-@dataclass(eq=False, slots=True)
-class LoadRecord:
-    """What one load of a checkpoint has brought to one layer so far.
-
-    Some numbers of a layer serve several tensors of a checkpoint, which must agree: the record
-    remembers them. Make one per layer and load, and pass it to every `load_expert` of it; experts
-    must not change their places meanwhile.
-    """
-
-    # By parameter, logical expert and shard: the entry it came from, also if it lives elsewhere.
-    seen: dict[tuple[str, int, str], str] = field(default_factory=dict)
-    # By parameter and logical expert: the number that serves gate and up, and its entry.
-    shared: dict[tuple[str, int], tuple[Tensor, str]] = field(default_factory=dict)
-    # By parameter and logical expert: the largest scale of its input; of all experts by None.
-    inputs: dict[tuple[str, int | None], Tensor] = field(default_factory=dict)
-    # What is the same for every expert, worked out once.
-    plans: dict[tuple[object, ...], ShardPlan] = field(default_factory=dict)
-    slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    orders: Orders = field(default_factory=Orders)
-
-    def slots_of(self, layer: MoELayer, expert: int) -> tuple[int, ...]:
-        """`slots_of`, asked once."""
-        if expert not in self.slots:
-            self.slots[expert] = slots_of(layer, expert)
-        return self.slots[expert]
-
-    def plan_of(
-        self,
-        layer: MoELayer,
-        parameter: str,
-        shard: str,
-        coding: Coding,
-        interleaved: bool,
-        sharded: bool,
-    ) -> ShardPlan:
-        """`plan` for a parameter that the layer holds, asked once."""
-        part, _ = WEIGHTS[parameter]
-        options = (parameter, part, shard, coding, interleaved, sharded, self.orders.some)
-        key = (*options, getattr(layer, parameter).data_ptr())  # other memory, if it moved
-        if key not in self.plans:
-            self.plans[key] = plan(layer, *options)
-        return self.plans[key]
-
-
-def slots_of(layer: MoELayer, expert: int) -> tuple[int, ...]:
-    """The slots of this rank that hold a logical expert: none if it lives elsewhere, several if it
-    has replicas. Fused shared experts follow the routed ones, from num_experts on.
-    """
-    placement = layer.placement
-    known = layer.num_experts + placement.shared
-    if not 0 <= expert < known:
-        raise ValueError(f"expert {expert} does not exist: the layer has {known}")
-    if expert >= layer.num_experts:
-        return (placement.num_local + expert - layer.num_experts,)
-    replicas = layer.replicas
-    physical = (expert,) if replicas is None else replicas.physical_of(expert)
-    found = (placement.local_id(p) for p in physical)
-    return tuple(slot for slot in found if slot >= 0)
 
 
 def load_expert(
@@ -143,10 +76,6 @@ def load_expert(
     return here
 
 
-# What goes where: a view of the layer's tensor, and what is to be copied to it.
-Writes = Iterable[tuple[Tensor, Tensor]]
-
-
 def write(writes: Writes) -> None:
     """Do the writes, one at a time."""
     for target, source in writes:
@@ -186,7 +115,7 @@ def prepare_expert(layer: MoELayer, piece: Piece, record: LoadRecord | None) -> 
         slots = [record.slots_of(layer, e) for e in experts]
         t_E = _by_expert(piece.tensor, len(experts), stacked, part)
         if part == "input":
-            writes = _load_input(layer, parameter, t_E, experts, shard, given)
+            writes = load_input(layer, parameter, t_E, experts, shard, given)
             return one_input_scale(layer) or any(slots), writes
         if part == "g_idx":
             _load_order(layer, shard, zip(experts, t_E, slots, strict=True), name, given, sharded)
@@ -194,9 +123,16 @@ def prepare_expert(layer: MoELayer, piece: Piece, record: LoadRecord | None) -> 
         if part == "shape":
             check_shape(layer, shard, t_E, sharded)
             return any(slots), ()
-        if getattr(layer, parameter) is None:
+        held = getattr(layer, parameter)
+        if held is None:
             _check_not_held(layer, piece, part, t_E, record)
             return False, ()
+        if part == "weight" and layer.quant is not None and piece.tensor.dtype in FLOATS:
+            raise TypeError(
+                f"is {short(piece.tensor.dtype)}, but the layer's tensor is {short(held.dtype)}; "
+                "give the layer the checkpoint's format: none (quant=None) where it leaves a layer "
+                "unquantised, and a module where it leaves shared experts so"
+            )
         order_writes: Writes = []
         if part == "weight" and not second and layer.input_order is not None:
             if given is None:
@@ -270,76 +206,8 @@ def _checked(
         for source, *_ in sources(e, t):
             made = made or source.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
             if how.shared:
-                _agree(parameter, name, e, source, record)
+                agree(parameter, name, e, source, record)
     return later if made else list(later)
-
-
-def _agree(
-    parameter: str, name: str, expert: int, value: Tensor, record: LoadRecord | None
-) -> None:
-    """Raise ValueError unless the number is the one that was there before, if one was."""
-    if record is None:
-        raise ValueError(
-            "one number serves w1 and w3, which must agree; pass this load's LoadRecord"
-        )
-    key = (parameter, expert)
-    before, other = record.shared.setdefault(key, (value.clone(), name))
-    if not torch.equal(before.float(), value.float()):
-        raise ValueError(
-            f"expert {expert} has {float(value.flatten()[0])} here, but "
-            f"{float(before.flatten()[0])} in {other}, and one number must serve both; "
-            "give the layer a format with a scale per row, or quantise them again"
-        )
-
-
-def _load_input(
-    layer: MoELayer,
-    parameter: str,
-    t_E: Sequence[Tensor],
-    experts: Sequence[int],
-    shard: str,
-    record: LoadRecord | None,
-) -> Writes:
-    """The static scale of an input: the largest of w1 and w3, of each expert or of all.
-
-    A larger scale loses some resolution, where a smaller one would cut values off.
-    """
-    target = getattr(layer, parameter)
-    if target is None:
-        raise ValueError(
-            f"the layer holds no {parameter}; make it with QuantConfig(static_inputs=True)"
-        )
-    if record is None:
-        raise ValueError("one scale serves w1 and w3 and all experts; pass this load's LoadRecord")
-    found: dict[int, Tensor] = {}
-    for expert, t in zip(experts, t_E, strict=True):
-        both = t.numel() == 2 and shard == "w13"
-        if t.numel() != 1 and not both:
-            raise ValueError(
-                f"expected the shape [1], found {list(t.shape)}; quantise the inputs of an expert "
-                "with one scale"
-            )
-        value = t.reshape(-1).float()
-        if not bool((value.isfinite() & (value > 0)).all()):
-            raise ValueError(f"expert {expert} has {value.tolist()}, but a scale is above 0")
-        found[expert] = value.amax().to(target.device)
-    for expert, value in found.items():
-        for key in ((parameter, expert), (parameter, None)):
-            record.inputs[key] = torch.maximum(record.inputs.get(key, value), value)
-    return _input_writes(layer, parameter, experts, record)
-
-
-def _input_writes(
-    layer: MoELayer, parameter: str, experts: Sequence[int], record: LoadRecord
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Scales of inputs as they are known when they are written."""
-    target = getattr(layer, parameter).detach()
-    if one_input_scale(layer):
-        yield target, record.inputs[parameter, None].reshape(target.shape)
-        return
-    for expert in experts:
-        for slot in record.slots_of(layer, expert):
-            yield target[slot], record.inputs[parameter, expert]
 
 
 def _load_order(

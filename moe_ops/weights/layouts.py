@@ -83,6 +83,7 @@ class Coding:
     `bits` is the width of an integer code, None where the dtype says it. A `weight` of None is what
     the ops read for the layer's format. Of codings that hold scales and values in one tensor,
     `formats` are those that they hold exactly; all of them `decodes` to layers without a format.
+    Where zero points are left out because all are the middle of the codes, it is `symmetric`.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Coding:
     bits: int | None = None
     formats: tuple[str, ...] = ()
     decodes: bool = False
+    symmetric: bool = False
 
     def matrix(self, part: str, format: Format | None) -> Matrix:
         """The layout of weight, scale or zero of a layer of this format (None: not quantised).
@@ -276,15 +278,15 @@ def to_dtype(t: Tensor, dtype: torch.dtype, part: str) -> Tensor:
             found = t.to(dtype)
             if not torch.equal(found.double(), t.double()):
                 raise ValueError(
-                    f"has {_short(t.dtype)} scales that {_short(dtype)} would round; "
-                    f"give the layer's format {_short(t.dtype)} scales"
+                    f"has {short(t.dtype)} scales that {short(dtype)} would round; "
+                    f"give the layer's format {short(t.dtype)} scales"
                 )
             return found
     raise TypeError(
-        f"is {_short(t.dtype)}, but the layer's tensor is {_short(dtype)}; "
+        f"is {short(t.dtype)}, but the layer's tensor is {short(dtype)}; "
         "give the layer the checkpoint's format"
     )
 
 
-def _short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

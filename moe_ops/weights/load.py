@@ -77,6 +77,7 @@ def load_checkpoint(
                         loading.take(stored)
             loading.end_file()
             sizes.append(loading.bytes_loaded - before)
+        loading.settle()
         with Writer() as writer:
             for i, (file, size) in enumerate(zip(files, sizes, strict=True)):
                 start = time.perf_counter()

@@ -195,7 +195,9 @@ NAMES = {
 @pytest.mark.parametrize(("style", "name", "want"), NAMES.values(), ids=NAMES)
 def test_names_are_read(style: str, name: str, want: Any) -> None:
     parameter, shard, expert = want
-    assert style_of(style).entry(name) == Entry(parameter=parameter, shard=shard, expert=expert)
+    plain = name.endswith(".weight")
+    want = Entry(parameter=parameter, shard=shard, expert=expert, plain=plain)
+    assert style_of(style).entry(name) == want
 
 
 def test_other_names() -> None:
