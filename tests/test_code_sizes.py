@@ -96,7 +96,7 @@ MANY_PARAMETERS = {
     },
     "what one function found and hands to the next": {
         "moe_ops/bench/step.py: StepLayer",
-        "moe_ops/weights/checkpoint.py: _Loading",
+        "moe_ops/weights/checkpoint.py: Loading",
         "moe_ops/weights/shards.py: ShardPlan",
         "passes/experts_region.py: Experts",
     },

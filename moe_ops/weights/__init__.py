@@ -5,11 +5,12 @@
 which order columns come in `order.py`; GGUF and bitsandbytes have files of their own.
 """
 
-from moe_ops.weights.checkpoint import load_checkpoint
-from moe_ops.weights.experts import LoadRecord, load_expert
+from moe_ops.weights.experts import load_expert
 from moe_ops.weights.gguf_files import gguf_formats
 from moe_ops.weights.layouts import Coding
+from moe_ops.weights.load import load_checkpoint
 from moe_ops.weights.names import STYLES, Style
+from moe_ops.weights.record import LoadRecord
 from moe_ops.weights.report import LoadReport
 
 __all__ = [

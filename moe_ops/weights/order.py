@@ -35,6 +35,7 @@ class Orders:
     columns: dict[tuple[bool, int], tuple[Tensor | None, str]] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)  # experts of which there are weights already
     input: tuple[Tensor | None, str] | None = None  # of w13, for all experts
+    input_written: bool = False
     some: bool = False  # whether there is anything to put in order
 
     def tell(
@@ -66,10 +67,18 @@ class Orders:
                 "was quantised in the order of its activations; make the layer with "
                 "QuantConfig(ordered_input=True)"
             )
-        if self.input is None and layer.input_order is not None:
-            whole = torch.arange(layer.sizes.hidden_size) if order is None else order
-            layer.input_order.copy_(whole)
         self.input = (before, other)
+
+    def input_writes(self, layer: MoELayer) -> Iterator[tuple[Tensor, Tensor]]:
+        """The order of the layer's input, to be written once."""
+        if layer.input_order is None or self.input is None or self.input_written:
+            return
+        self.input_written = True
+        order, _ = self.input
+        yield (
+            layer.input_order,
+            torch.arange(layer.sizes.hidden_size) if order is None else order,
+        )
 
     def tell_none(self, layer: MoELayer, experts: Iterable[int], name: str) -> None:
         """Of w13 of experts that have no g_idx: their columns are in the order of the input."""
@@ -95,6 +104,8 @@ def order_of(layer: MoELayer, shard: str, g_idx: Tensor, *, sharded: bool) -> Te
     _, columns = spans(layer.sizes, shard, sharded=sharded)
     if tuple(g_idx.shape) != (columns.whole,):
         raise ValueError(f"expected the shape {[columns.whole]}, found {list(g_idx.shape)}")
+    if g_idx.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"is {g_idx.dtype}, but the groups of columns are int32 or int64")
     format = None if layer.quant is None else layer.quant.format
     group = columns.whole if format is None or format.group[1] == ALL else format.group[1]
     wanted = torch.arange(columns.whole, device=g_idx.device) // group

@@ -27,7 +27,7 @@ def check_outside(file: Path, target: Target) -> None:
         return
     for stored in entries(file):
         to = target(stored.name)
-        if to is None or stored.made:
+        if to is None or stored.like is not None:
             continue
         dtype = stored.read().dtype
         if dtype.is_floating_point and dtype not in FLOATS and dtype != to.dtype:

@@ -140,7 +140,7 @@ class ShardPlan:
 
     def whole(self, t: Tensor) -> Tensor | None:
         """An expert's tensor as it goes to one of `places`, or None if it is to be taken apart."""
-        if not self.places:
+        if not self.places or t.dim() != 2:
             return None
         t = t.T if self.matrix.rows.place == 1 else t
         place = self.places[0]
