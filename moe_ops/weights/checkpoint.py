@@ -17,6 +17,7 @@ from moe_ops.weights.experts import Piece, prepare_expert, write
 from moe_ops.weights.fused import taken_apart
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Stored
 from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style
+from moe_ops.weights.numbers import check_complete
 from moe_ops.weights.record import WEIGHTS, LoadRecord, Writes
 from moe_ops.weights.report import LoadReport
 from moe_ops.weights.shards import ShardPlan, one_input_scale
@@ -95,10 +96,14 @@ class Loading:
         self.pending = []
 
     def settle(self) -> None:
-        """After the last entry: write what no entry holds, because it follows from the others."""
-        if self.coding.symmetric:
-            for prefix in self.layers:
+        """After the last entry: write what no entry holds, because it follows from the others.
+
+        Raises ValueError, naming the entry, for weights whose scales or zero points did not come.
+        """
+        for prefix, layer in self.layers.items():
+            if self.coding.symmetric:
                 self.files[-1].append(list(self._middles(prefix)))
+            check_complete(layer, self.records[prefix], _shards(layer))
 
     def _middles(self, prefix: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Zero points of experts that have none in a symmetric checkpoint, where the layer has."""

@@ -183,3 +183,22 @@ def _bits(config: Mapping[str, Any], key: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{key} must be a number of bits, got {value!r:.80}")
     return value
+
+
+def block_in(folder: Path) -> tuple[int, int] | None:
+    """Rows and columns that share a scale in the float8 matrices of a checkpoint, None if its
+    configuration says none. Raises ValueError or TypeError, naming the file.
+    """
+    path, key = folder / CONFIGURATIONS[0][0], "weight_block_size"
+    if not path.is_file():
+        return None
+    with naming(path):
+        found = _object(read_json(path), "the file").get(CONFIGURATIONS[0][1]) or {}
+        size = _object(found, "quantization_config").get(key)
+        if size is None:
+            return None
+        if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int for n in size):
+            raise TypeError(f"{key} must be two numbers, got {size!r:.80}")
+        if min(size) < 1:
+            raise ValueError(f"{key} must be above 0, got {size}")
+        return size[0], size[1]

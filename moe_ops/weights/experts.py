@@ -204,6 +204,12 @@ def _checked(
     made = False
     for e, t, _ in here:
         for source, *_ in sources(e, t):
+            wrong = how.wrong_in(source)
+            if wrong is not None:
+                raise ValueError(
+                    f"holds {wrong}, but a scale is {'finite' if how.signed else 'above 0'}; "
+                    "complete the download, or quantise the weights again"
+                )
             made = made or source.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
             if how.shared:
                 agree(parameter, name, e, source, record)

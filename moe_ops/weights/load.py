@@ -15,7 +15,7 @@ from moe_ops.weights.configuration import coding_in, naming
 from moe_ops.weights.files import entries, files_of
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding
 from moe_ops.weights.names import Style, style_of
-from moe_ops.weights.outside import check_outside
+from moe_ops.weights.outside import Outside
 from moe_ops.weights.report import LoadReport
 from moe_ops.weights.writer import Writer
 
@@ -39,8 +39,9 @@ def load_checkpoint(
     already, as one that saved its own share has them.
 
     Loads experts, with their replicas and, where they are fused, shared ones; else shared experts,
-    the gate and the correction bias by the names of the layer's own parameters. Prepared layers are
-    prepared again at the end.
+    the gate and the correction bias by the names of the layer's own parameters: of these, float8
+    with scales beside it is decoded to a wider parameter. Prepared layers are prepared again at the
+    end.
 
     Everything is checked before anything is written: a load that fails leaves the layers as they
     were. Files are mapped, not read, and tensors copied one at a time, so no more memory is needed
@@ -48,9 +49,9 @@ def load_checkpoint(
     line per file is written to standard error.
 
     Raises ValueError or TypeError, naming file, entry and shapes, for a tensor that does not fit, a
-    file that cannot be read, an unsupported coding, float8 tensors outside the experts and layers
-    on the meta device. Raises FileNotFoundError for a source that is not there; ImportError for
-    GGUF files without the package gguf.
+    file that cannot be read, an unsupported coding, codes without their scales, scales of weights
+    that are no positive finite numbers, and layers on the meta device. Raises FileNotFoundError for
+    a source that is not there; ImportError for GGUF files without the package gguf.
     """
     check_load(layers, coding, sharded, progress)
     found = style_of(style)
@@ -61,9 +62,7 @@ def load_checkpoint(
     begin = time.perf_counter()
     with as_loaded(layers.values()):
         loading = Loading(style=found, coding=coding, sharded=sharded, layers=dict(layers))
-        for file in files:
-            with naming(file):
-                check_outside(file, loading.target)
+        outside = Outside.of(files, loading.target)
         for file in files:  # before the tensors that they put in order
             with naming(file):
                 for stored in entries(file, ORDER):
@@ -72,12 +71,14 @@ def load_checkpoint(
         for file in files:
             before = loading.bytes_loaded
             with naming(file):
-                for stored in entries(file):
+                for stored in outside.entries(file):
                     if not stored.name.endswith(ORDER):
                         loading.take(stored)
             loading.end_file()
             sizes.append(loading.bytes_loaded - before)
-        loading.settle()
+        loading.loaded += sorted(outside.taken)
+        with naming(files[0].parent):
+            loading.settle()
         with Writer() as writer:
             for i, (file, size) in enumerate(zip(files, sizes, strict=True)):
                 start = time.perf_counter()

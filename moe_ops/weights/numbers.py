@@ -1,8 +1,10 @@
-"""Numbers of a layer that serve several tensors of a checkpoint: each of these has its own."""
+"""Numbers of a layer that stand beside weights: those that serve several tensors of a checkpoint,
+each of which has its own, and those that have to come with the weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -76,3 +78,26 @@ def _input_writes(
     for expert in experts:
         for slot in record.slots_of(layer, expert):
             yield target[slot], record.inputs[parameter, expert]
+
+
+def check_complete(
+    layer: MoELayer, record: LoadRecord, shards: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Raise ValueError, naming the entry, for codes of an expert here whose scales, or zero points,
+    did not come with them: what the layer has in their place belongs to other codes.
+
+    shards: what the first and the second weight consist of.
+    """
+    for weight, parts in shards.items():
+        for what, said in (("scale", "scales"), ("zero", "zero points"), ("global_scale", "scale")):
+            if getattr(layer, f"{weight}_{what}") is None:
+                continue
+            for expert in range(layer.num_experts + layer.placement.shared):
+                for shard in parts if record.slots_of(layer, expert) else ():
+                    name = record.seen.get((f"{weight}_weight", expert, shard))
+                    if name is not None and (f"{weight}_{what}", expert, shard) not in record.seen:
+                        raise ValueError(
+                            f"{name}: no entry has the {said} of its codes ({weight}_{what} of "
+                            f"expert {expert}, {shard}); complete the download, and load all files "
+                            "in one call"
+                        )

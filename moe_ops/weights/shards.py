@@ -12,8 +12,10 @@ from torch import Tensor
 from moe_ops.layer import MoELayer
 from moe_ops.layer.tensors import LayerSizes
 from moe_ops.quant.formats import ROW, TENSOR, Format
+from moe_ops.quant.scales import wrong_scale
 from moe_ops.weights.layouts import Coding, Matrix, to_dtype
 
+KINDS = {torch.uint8: "e8m0", torch.float8_e4m3fn: "float8_e4m3fn"}  # of scales
 ALL = -1  # of the units of an axis that share a scale
 WORD_ROWS = 8  # rows that are whole words of every layout
 BLOCKS = 16  # in which a matrix is converted, so that the conversion takes less memory than it
@@ -92,6 +94,7 @@ class ShardPlan:
     held_alternating: bool
     shared: bool  # one number serves gate and up
     shape: tuple[int, ...] | None  # of one expert's tensor; None if its sizes do not fill words
+    signed: bool = False  # scales may be negative
 
     def sources(self, t: Tensor) -> Iterator[tuple[Tensor, int, int]]:
         """What one expert's tensor holds, as the layer takes it, with its half and first row.
@@ -144,7 +147,15 @@ class ShardPlan:
             return None
         t = t.T if self.matrix.rows.place == 1 else t
         place = self.places[0]
-        return t if t.shape == place.shape and t.dtype == place.dtype else None
+        if t.shape != place.shape or t.dtype != place.dtype or self.wrong_in(t) is not None:
+            return None
+        return t
+
+    def wrong_in(self, t: Tensor) -> str | None:
+        """What in scales, as the layer takes them, no weight can have; None for other parts."""
+        if self.part not in ("scale", "global_scale") or t.is_meta:
+            return None
+        return wrong_scale(t, KINDS.get(self.target.dtype, "float32"), signed=self.signed)
 
     def region(self, slot: int, piece: Tensor, half: int, first: int) -> Tensor:
         """The view of the layer's tensor where what `sources` gave goes."""
@@ -260,6 +271,7 @@ def plan(
         held_alternating=alternating,
         shared=shared,
         shape=matrix.shape(rows.whole * len(halves), columns.whole),
+        signed=coding.decodes,
     )
 
 

@@ -254,7 +254,7 @@ E8M0_NAN = 255
 
 @pytest.mark.parametrize(("scheme", "name", "value", "said"), [
     ("mxfp4_w4a16", "down_proj_scale", E8M0_NAN, "NaN"),
-    ("nvfp4_w4a16", "down_proj_scale", float("nan"), "nan"),
+    ("nvfp4_w4a16", "down_proj_scale", float("nan"), "NaN"),
     ("nvfp4_w4a16", "gate_up_proj_global_scale", 0.0, "0.0"),
 ])  # fmt: skip
 def test_scales_of_other_types_are_checked(

@@ -241,7 +241,7 @@ def test_no_more_memory_than_one_tensor_is_needed(name: str, tmp_path: Path) -> 
     gc.collect()
     with Peak() as peak:
         assert load(tmp_path, layer, style=style).complete
-    assert peak.most <= made
+    assert peak.most <= made + 8  # the least and the largest scale
 
 
 CORRUPT = {

@@ -161,18 +161,19 @@ def test_symmetric_weights_in_both_kinds_of_formats(
 
 
 def test_zero_points_are_not_made_up(tmp_path: Path) -> None:
-    """Where the checkpoint is not symmetric, or has those of another weight, they are missed."""
+    """Where the checkpoint is not symmetric, or has those of another weight, they are wanted."""
     for name, said in (("gptq_uint4", {"sym": False}), ("gptq_uint4", {})):
         made = write(tmp_path, LAYOUTS[name])
         store(tmp_path, without_zeros(made.entries), LAYOUTS[name].config | said)
-        report = load(layer_of(LAYOUTS[name], ONE), tmp_path)
-        assert len(report.missing) == 3 * E and all("_zero[" in m for m in report.missing)
+        with pytest.raises(ValueError, match="no entry has the zero points of its codes"):
+            load(layer_of(LAYOUTS[name], ONE), tmp_path)
     group = {"weights": {"num_bits": 4, "symmetric": False}}
     store(
         tmp_path, without_zeros(write(tmp_path, LAYOUTS["packed_uint4"]).entries),
         LAYOUTS["packed_uint4"].config | {"config_groups": {"a": group}},
     )  # fmt: skip
-    assert len(load(layer_of(LAYOUTS["packed_uint4"], ONE), tmp_path).missing) == 3 * E
+    with pytest.raises(ValueError, match="no entry has the zero points of its codes"):
+        load(layer_of(LAYOUTS["packed_uint4"], ONE), tmp_path)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "alternating"])
