@@ -12,6 +12,7 @@ goes. A second run of the same command finds the compiled code in torch's caches
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import re
@@ -325,13 +326,15 @@ def main(arguments: list[str] | None = None) -> None:
     prompts = {b: torch.randint(3, 255, (b, args.prompt), device=device) for b in args.batch}
     for index, experts in enumerate(args.experts):
         if index:
-            del model  # quantised, or stored otherwise by now
+            model = None  # quantised, or stored otherwise by now
+            gc.collect()  # or there are two models while the next is built
             model = build(args.model, args.layers, device)
         if experts != FLOAT:
             report.figures.setdefault("quantising", {})[experts] = quantise(model, experts)
         measure_ours(args, model, experts, prompts, report)
     if args.stock != ["none"]:
-        del model
+        model = None
+        gc.collect()
         model = build(args.model, args.layers, device)
     for way in args.stock:
         kwargs: dict[str, Any] = {"cache_implementation": "static"}

@@ -137,7 +137,7 @@ UNNAMED_PARAMETERS = {
         "moe_ops/generation/sample.py: sample",
         "moe_ops/generation/slots.py: Incoming.update",
         "moe_ops/generation/slots.py: SlotLayer.update",
-        "moe_ops/hf/optimize.py: router_forward",
+        "moe_ops/hf/optimize.py: OptimizedRouter.forward",
         "moe_ops/hf/stored.py: _refuse",
         "moe_ops/pretrained.py: MoeOpsConfig.__init__",
         *(f"moe_ops/pretrained.py: MoeOpsQuantizer.{name}" for name in QUANTIZER),

@@ -25,7 +25,13 @@ from moe_ops.backends import reads, triton_formats
 from moe_ops.backends.aten import refuse_out_dtype
 from moe_ops.decode_ops.experts_onto import ExpertsOntoCall, experts_onto
 from moe_ops.gradients import needs_grad
-from moe_ops.kernels.triton import LARGE, TINY_PAIRS, TINY_TOKENS, multiplies_words
+from moe_ops.kernels.triton import (
+    LARGE,
+    STEP,
+    TINY_PAIRS,
+    TINY_TOKENS,
+    multiplies_words,
+)
 from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.route import RouteCall, route
@@ -42,12 +48,12 @@ T = TypeVar("T", Tensor, Tensor | None)
 # fewer elements than LARGE and if it has not.
 MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
 # The same for quantised weights: rows where triton.grouped decodes them first, by the bits of a
-# code; with inputs of 8 bits; and where it reads codes of four bits, of an expert that is not large
-# and of one that is.
+# code; with inputs of 8 bits; and where it reads codes of four bits, by whether rows have one scale
+# for a step of columns, and of large experts.
 MOST_TINY_TOKENS_OF_CODES = 1
 MOST_DECODED = 4 * 2**30  # bytes of a layer that is decoded
 MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTISED_INPUTS = {4: 400, 8: 200}, 12
-MOST_ROWS_OF_WORDS, MOST_ROWS_OF_LARGE_WORDS = 40, 24
+MOST_ROWS_OF_WORDS, MOST_ROWS_OF_LARGE_WORDS = {True: 32, False: 28}, 24
 
 
 @functools.cache
@@ -214,9 +220,10 @@ def _most_rows_of_codes(call: ExpertsCall) -> int | None:
     """Rows an expert; None if there is no other kernel, or no memory for what it decodes."""
     if call.x_format:
         return None if _refuse_quantised_inputs(call) else MOST_ROWS_OF_QUANTISED_INPUTS
-    bits = _weight(call)[5]
+    _, _, columns, _, _, bits = _weight(call)
     if _reads_words(call):
-        return MOST_ROWS_OF_LARGE_WORDS if _is_large(call) else MOST_ROWS_OF_WORDS
+        one_a_step = columns in (-1, STEP)
+        return MOST_ROWS_OF_LARGE_WORDS if _is_large(call) else MOST_ROWS_OF_WORDS[one_a_step]
     decoded = (call.w13_EFD.nbytes + call.w2_EDI.nbytes) * 16 // bits
     return None if decoded > MOST_DECODED else MOST_ROWS_OF_CODES[bits]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,6 +13,7 @@ from transformers import PreTrainedModel
 from moe_ops.hf.experts import NAME
 from moe_ops.hf.rules import AS_INPUT, AS_LOGITS, FLOAT32, RULES, router_fingerprint
 from moe_ops.hf.stored import stored_format
+from moe_ops.hf.subclass import new_object, subclass
 from moe_ops.ops import route
 from moe_ops.options import check_type
 
@@ -79,7 +78,7 @@ def restore(model: Model) -> Model:
     for config, implementation in state.configs:
         config._experts_implementation_internal = implementation
     for router in state.routers:
-        del router.forward
+        router.__class__ = former_class(router)
         delattr(router, _RULE)
     delattr(model, _STATE)
     return model
@@ -115,46 +114,55 @@ def _swap(module: nn.Module) -> bool:
         log.info("%s keeps its own forward: it is wrapped already", type(module).__name__)
         return False
     setattr(module, _RULE, key)
-    module.forward = _Forward(router_forward, module)
+    module.__class__ = subclass(OptimizedRouter, type(module))  # type: ignore[arg-type]
     return True
 
 
-class _Forward(functools.partial[Any]):
-    """A function bound to a module: a method that can be pickled, too.
+class OptimizedRouter(nn.Module):
+    """What `optimize` puts before the class of a router.
 
-    What wraps the forwards of modules, as compressed-tensors does, asks for a method's function.
+    A class, because all layers share it: a forward of each module's own would be compiled anew for
+    every layer.
     """
 
-    @property
-    def __func__(self) -> Callable[..., Any]:
-        return self.func
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The router through `route`; its own code where gradients, autocast or rounding need
+        that."""
+        if not isinstance(self, OptimizedRouter):  # what wrapped it before `restore` calls it still
+            return type(self).forward(self, hidden_states, *args, **kwargs)
+        own = super().forward
+        rule = RULES[getattr(self, _RULE)]
+        device = hidden_states.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):  # which raises for meta
+            return own(hidden_states, *args, **kwargs)
+        if torch.is_grad_enabled() and (
+            hidden_states.requires_grad or any(p.requires_grad for p in self.parameters())
+        ):
+            return own(hidden_states, *args, **kwargs)
+        logits_TE = rule.logits(self, hidden_states)
+        if rule.rounds_scores and logits_TE.dtype != torch.float32:
+            return own(hidden_states, *args, **kwargs)
+        arguments = rule.arguments(self)
+        if rule.bias_argument and getattr(self, "use_expert_bias", True):
+            arguments["bias_E"] = args[0] if args else next(iter(kwargs.values()), None)
+        dtypes = {FLOAT32: torch.float32, AS_LOGITS: logits_TE.dtype, AS_INPUT: hidden_states.dtype}
+        out_dtype = str(dtypes[rule.weights_dtype]).removeprefix("torch.")
+        weights_TK, ids_TK = route(logits_TE, **arguments, out_dtype=out_dtype)
+        ids_TK = ids_TK.to(torch.int64)  # transformers indexes and scatters with int64
+        first = logits_TE.float().softmax(-1) if rule.returns_probabilities else logits_TE
+        return (ids_TK, weights_TK, first) if rule.logits_last else (first, weights_TK, ids_TK)
 
-    @property
-    def __self__(self) -> nn.Module:
-        module: nn.Module = self.args[0]
-        return module
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        # Not what object gives: pickle finds classes by name, and this one has the name of another.
+        return _new_router, (former_class(self),), reduced[2]
 
 
-def router_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A router through `route`; its own code where gradients, autocast or rounding need that."""
-    rule = RULES[getattr(self, _RULE)]
-    own = type(self).forward
-    device = hidden_states.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # which raises for meta
-        return own(self, hidden_states, *args, **kwargs)
-    if torch.is_grad_enabled() and (
-        hidden_states.requires_grad or any(p.requires_grad for p in self.parameters())
-    ):
-        return own(self, hidden_states, *args, **kwargs)
-    logits_TE = rule.logits(self, hidden_states)
-    if rule.rounds_scores and logits_TE.dtype != torch.float32:
-        return own(self, hidden_states, *args, **kwargs)
-    arguments = rule.arguments(self)
-    if rule.bias_argument and getattr(self, "use_expert_bias", True):
-        arguments["bias_E"] = args[0] if args else next(iter(kwargs.values()), None)
-    dtypes = {FLOAT32: torch.float32, AS_LOGITS: logits_TE.dtype, AS_INPUT: hidden_states.dtype}
-    out_dtype = str(dtypes[rule.weights_dtype]).removeprefix("torch.")
-    weights_TK, ids_TK = route(logits_TE, **arguments, out_dtype=out_dtype)
-    ids_TK = ids_TK.to(torch.int64)  # transformers indexes and scatters with int64
-    first = logits_TE.float().softmax(-1) if rule.returns_probabilities else logits_TE
-    return (ids_TK, weights_TK, first) if rule.logits_last else (first, weights_TK, ids_TK)
+def _new_router(cls: type[nn.Module]) -> Any:
+    return new_object(subclass(OptimizedRouter, cls))  # type: ignore[arg-type]
+
+
+def former_class(router: nn.Module) -> type[nn.Module]:
+    """The class that a router had before `optimize`."""
+    former: type[nn.Module] = type(router).__bases__[1]
+    return former

@@ -9,6 +9,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
@@ -16,7 +17,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 import moe_ops
 import moe_ops.hf.experts as adapter
+from moe_ops.generation.regions import call_module
 from moe_ops.hf.fp8 import fp8_experts_forward
+from moe_ops.hf.optimize import OptimizedRouter, former_class
 from moe_ops.testing import Tol, assert_close
 from tests.hf import families
 
@@ -86,8 +89,9 @@ def test_an_optimized_model_can_be_copied_and_saved(tiny: families.TinyModel) ->
     want = families.run(tiny, ids())
     twin = copy.deepcopy(tiny.model)
     router = twin.model.layers[1].mlp.gate
-    assert router.forward.args == (router,)
+    assert isinstance(router, OptimizedRouter)
     moe_ops.restore(twin)
+    assert type(router) is former_class(tiny.model.model.layers[1].mlp.gate)
     assert tiny.model.config._experts_implementation == "moe_ops"
     buffer = io.BytesIO()
     torch.save(tiny.model, buffer)
@@ -99,6 +103,7 @@ def test_an_optimized_model_can_be_copied_and_saved(tiny: families.TinyModel) ->
 
 def test_what_wraps_forwards_finds_methods(tiny: families.TinyModel) -> None:
     """So does compressed-tensors, in the first forward of a model that it quantised."""
+    stock = families.run(tiny, ids())
     moe_ops.optimize(tiny.model)
     want = families.run(tiny, ids())
     calls: list[str] = []
@@ -112,6 +117,8 @@ def test_what_wraps_forwards_finds_methods(tiny: families.TinyModel) -> None:
         module.forward = wrapped.__get__(module)
     assert torch.equal(families.run(tiny, ids()), want)
     assert calls.count("Qwen3MoeTopKRouter") == 2
+    moe_ops.restore(tiny.model)
+    assert torch.equal(families.run(tiny, ids()), stock)
 
 
 def test_optimize_refuses_what_is_not_a_transformers_model() -> None:
@@ -309,3 +316,21 @@ class Counted(TorchDispatchMode):
         if str(func).startswith(("moe_ops.", "transformers.")):
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scheme", ["", "int4_w4a16", "fp8_w8a8", "mxfp4_w4a16"])
+def test_layers_of_an_optimized_model_share_what_is_compiled(
+    tiny: families.TinyModel, scheme: str
+) -> None:
+    moe_ops.optimize(tiny.model)
+    if scheme:
+        moe_ops.quantize_model(tiny.model, scheme)
+    layers = [layer.mlp for layer in tiny.model.model.layers if hasattr(layer.mlp, "experts")]
+    assert len(layers) > 1
+    counter = CompileCounter()
+    call = torch.compile(call_module, backend=counter, fullgraph=True)
+    x_BTD = torch.randn(1, 5, tiny.model.config.hidden_size)
+    with torch.inference_mode():
+        for layer in layers:
+            call(layer, x_BTD)
+    assert counter.frame_count == 1

@@ -3,7 +3,7 @@
     python offline.py CAPABILITY PART
 
 prints one JSON line for each variant of a part (see PARTS): the kernel, its registers, its bytes of
-shared memory and those that it spills, and how it divides floats.
+shared memory and those that it spills, how it divides floats, and how many bytes it copies at once.
 Launches are caught where Triton would compile and run them, so that what is compiled is what the
 host code asks for.
 """
@@ -57,6 +57,7 @@ TYPES = {
 
 # Between the GPUs every dtype that router logits may have.
 DTYPE_OF = {80: torch.float16, 89: torch.float16, 90: torch.bfloat16, 100: torch.float32}
+COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x\w+|\d+)")  # the bytes of one
 SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448, 100: 232448}  # bytes that a block may use
 
 # Sequences, heads of the cache, queries for each, slots, head size, sinks: every kind of plan.
@@ -140,8 +141,9 @@ def compile_launches(
             known.add(key)
             made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             used = {"shared": made.metadata.shared, **usage(made.asm["cubin"])}
-            divides = sorted(set(re.findall(r"\bdiv\.(\w+)\.f32", made.asm["ptx"])))
-            found.append({"kernel": self.__name__, "memory": memory, "divides": divides, **used})
+            used["divides"] = sorted(set(re.findall(r"\bdiv\.(\w+)\.f32", made.asm["ptx"])))
+            used["copies"] = sorted({int(size, 0) for size in COPY.findall(made.asm["ptx"])})
+            found.append({"kernel": self.__name__, "memory": memory, **used})
 
     memory = SHARED_MEMORY[capability]
     pdl = (True, {"launch_pdl": True}) if capability >= 90 else (False, {})

@@ -22,6 +22,7 @@ DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 GROUPS = {4: (-1, 32, 64, STEP), 8: (-1, STEP)}  # columns, by the bits of a code
 # Rows an expert on average, of codes of four bits whose sums are scaled, and of others.
 MOST_OF_SUMS, MOST = 6, 10
+FEW_PROGRAMS = 512  # of 128 rows, of a GPU with 132 processors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ def one_streams(K: int, layer: Experts) -> Streams:
 def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
     """Of few rows an expert on average; None for so many that shared memory serves them better.
     Tried as those of one token, from 4 to 256 tokens."""
-    codes, (_, D, I) = _codes(layer), layer.sizes
+    codes, (E, D, I) = _codes(layer), layer.sizes
     large, sums = D * I >= LARGE, codes.one_a_step
     if rows_per_expert > (MOST_OF_SUMS if codes.bits == 4 and sums else MOST):
         return None
@@ -102,8 +103,10 @@ def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
         stream = Stream(MW=4)  # more would spill
     elif codes.bits == 8:
         stream = Stream(MW=4, MT=2 if large and codes.quantises else 1)
-    elif not sums and large and rows_per_expert <= MOST_OF_SUMS:
+    elif large and not sums and rows_per_expert <= MOST_OF_SUMS:
         stream = Stream(MW=4, ahead=4)
+    elif large and sums and rows_per_expert * E * triton.cdiv(D, 128) < FEW_PROGRAMS:
+        stream = Stream(MW=4, ahead=4)  # twice as many
     elif not sums and rows_per_expert > MOST_OF_SUMS:
         stream = Stream(MW=4, MT=2, NT=2)
     return Streams(up=stream, down=stream)

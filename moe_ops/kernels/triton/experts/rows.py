@@ -24,7 +24,7 @@ from moe_ops.kernels.triton.experts.few import Streams
 from moe_ops.kernels.triton.experts.quantized import Codes, add_product, rescaled
 from moe_ops.kernels.triton.experts.sort import sort_pairs, unit_of
 from moe_ops.kernels.triton.experts.tokens import column_of, quantise, stored, tokens_for
-from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, up_rows
+from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, rows_at, up_rows
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options, shared_memory, stages_within
 from moe_ops.kernels.triton.replay import launch
 
@@ -144,7 +144,7 @@ def rows_up(
     pair_N = tl.load(rows_ptr + first + n, mask=n < count, other=0)
     x_1N = (x_ptr + (pair_N // K).to(tl.int64) * stride_x)[None, :]
     row_F, inside_F = up_rows(block, I, BI, ACT)
-    w_F1 = (w_ptr + e * stride_we + row_F.to(tl.int64) * stride_wf)[:, None]
+    w_F1 = rows_at(w_ptr, e, row_F, stride_we, stride_wf, 2 * I if GATED else I, D, W)
     d = tl.arange(0, BD)
     acc_FN = tl.zeros((BF, BN), tl.float32)
     if W is None:
@@ -198,7 +198,7 @@ def rows_down(
     n = tl.arange(0, BN)
     row_1N = (first + n).to(tl.int64)[None, :]
     inside_D = d < D
-    w_D1 = (w_ptr + e * stride_we + d.to(tl.int64) * stride_wd)[:, None]
+    w_D1 = rows_at(w_ptr, e, d, stride_we, stride_wd, D, I, W)
     i = tl.arange(0, BI)
     acc_DN = tl.zeros((BD, BN), tl.float32)
     if W is None:

@@ -35,7 +35,7 @@ from moe_ops.kernels.triton.experts.few import Streams
 from moe_ops.kernels.triton.experts.quantized import Codes, add_product, rescaled
 from moe_ops.kernels.triton.experts.sort import local_ids
 from moe_ops.kernels.triton.experts.tokens import column_of, quantise, stored, tokens_for
-from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, up_rows
+from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, rows_at, up_rows
 from moe_ops.kernels.triton.launch import (
     on_its_device,
     pdl_options,
@@ -188,7 +188,7 @@ def tiny_up(
 
     row_F, inside_F = up_rows(block, I, BI, ACT)
     e = e.to(tl.int64)
-    w_F1 = (w_ptr + e * stride_we + row_F.to(tl.int64) * stride_wf)[:, None]
+    w_F1 = rows_at(w_ptr, e, row_F, stride_we, stride_wf, 2 * I if GATED else I, D, W)
     d = tl.arange(0, BD)
     x_1N = (x_ptr + n.to(tl.int64) * stride_x)[None, :]
     acc_FN = tl.zeros((BF, BN), tl.float32)
@@ -288,7 +288,7 @@ def tiny_down(
     for first in range(0, count, BG):
         inside_M = (d_M < D) & (e_M < E)
         inside_N = (token_N < T) & (e_N < E) & (n // BT < BG)
-        w_M1 = (w_ptr + e_M.to(tl.int64) * stride_we + d_M.to(tl.int64) * stride_wd)[:, None]
+        w_M1 = rows_at(w_ptr, e_M, d_M, stride_we, stride_wd, D, I, W)
         h_1N = (h_ptr + (pair_N * T + token_N).to(tl.int64) * H)[None, :]
         if W is None:
             for start in range(0, I, BI):

@@ -70,6 +70,22 @@ def bias_stride(bias: Tensor | None) -> int:
 
 
 @triton.jit
+def rows_at(
+    w_ptr, e, row_M, stride_e, stride_row,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """[M, 1]: where rows of an expert's weight begin; e is an expert, or one for each row.
+
+    Words are contiguous, so their strides are known when this is compiled. As arguments that 16
+    does not divide they would keep words from being loaded side by side.
+    """
+    if W is not None and W[5] == 4:
+        stride_row = COLUMNS // 8
+        stride_e = ROWS * (COLUMNS // 8)
+    return (w_ptr + e.to(tl.int64) * stride_e + row_M.to(tl.int64) * stride_row)[:, None]
+
+
+@triton.jit
 def up_rows(block, I: tl.constexpr, BI: tl.constexpr, ACT: tl.constexpr):
     """(rows, inside): the rows of w13 behind BI columns of h. Gate and up alternate where they do
     in the weight, so that neighbours stay neighbours; else the gates come first.
