@@ -194,3 +194,23 @@ def test_the_package_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     with pytest.raises(ImportError, match=r"needs the package gguf; .*'moe-ops\[gguf\]'"):
         gguf_formats(tmp_path / "model.gguf")
+
+
+def test_scales_that_are_no_numbers_are_refused_before_a_weight_is_changed(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write(file, dict.fromkeys(SHAPES, "Q8_0"))
+    layer = layer_of(file)
+    before = {n: t.clone() for n, t in layer.state_dict().items()}
+    reader = gguf.GGUFReader(file, "r+")
+    down = next(t for t in reader.tensors if "ffn_down_exps" in t.name)
+    for value, said in ((np.nan, "nan"), (-np.inf, "-inf")):
+        down.data[-1, -1, -34:-32] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
+        reader.data.flush()
+        with pytest.raises(
+            ValueError, match=rf"ffn_down_exps\.weight: holds {said}, but a scale is finite"
+        ):
+            load(layer, file)
+        assert all(torch.equal(before[n], t) for n, t in layer.state_dict().items())
+    down.data[-1, -1, -34:-32] = np.frombuffer(np.float16(-1).tobytes(), np.uint8)
+    reader.data.flush()
+    assert load(layer, file).complete
