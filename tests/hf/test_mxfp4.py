@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import GptOssForCausalLM
 
 import moe_ops
 from moe_ops.hf import adopt_mxfp4
 from moe_ops.hf.stored import stored_format
+from moe_ops.testing import Tol, assert_close
 from tests.hf.test_quantize import experts_of, gpt_oss, logits, stored_mxfp4
 
 
@@ -26,6 +29,25 @@ def test_the_folder_of_a_checkpoint_is_read(tmp_path: Path) -> None:
     again = gpt_oss().to("meta")
     assert adopt_mxfp4(again, str(tmp_path)) == 2
     assert not experts_of(again)[0].down_proj_codes.is_meta
+
+
+def test_a_published_model_is_loaded_adopted_and_saved(tmp_path: Path) -> None:
+    """transformers decodes the experts where it has no kernels for them, as on a CPU."""
+    model = gpt_oss()
+    model.save_pretrained(tmp_path / "hub", save_original_format=False)
+    file, config = (tmp_path / "hub" / name for name in ("model.safetensors", "config.json"))
+    endings = ("experts.gate_up_proj", "experts.down_proj")
+    rest = {n: t for n, t in load_file(file).items() if not n.endswith(endings)}
+    save_file(rest | stored_mxfp4(model), file, metadata={"format": "pt"})
+    said = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "self_attn", "router"]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": said}))
+    loaded = GptOssForCausalLM.from_pretrained(tmp_path / "hub", dtype=torch.float32)
+    want = logits(loaded)
+    assert adopt_mxfp4(loaded, tmp_path / "hub") == 2
+    assert_close(logits(loaded), want, Tol(1e-4, "float32 sums in another order"))
+    loaded.save_pretrained(tmp_path / "ours")
+    again = GptOssForCausalLM.from_pretrained(tmp_path / "ours")
+    assert torch.equal(logits(again), logits(loaded))
 
 
 def test_what_cannot_be_right_is_refused_before_experts_are_changed(tmp_path: Path) -> None:
