@@ -44,7 +44,7 @@ def test_a_published_model_is_loaded_adopted_and_saved(tmp_path: Path) -> None:
     loaded = GptOssForCausalLM.from_pretrained(tmp_path / "hub", dtype=torch.float32)
     want = logits(loaded)
     assert adopt_mxfp4(loaded, tmp_path / "hub") == 2
-    assert_close(logits(loaded), want, Tol(1e-4, "float32 sums in another order"))
+    assert_close(logits(loaded), want, Tol(0.02, "older releases decode to bfloat16"))
     loaded.save_pretrained(tmp_path / "ours")
     again = GptOssForCausalLM.from_pretrained(tmp_path / "ours")
     assert torch.equal(logits(again), logits(loaded))
