@@ -91,6 +91,7 @@ def test_quantised_experts_run_on_kernels(formats: tuple[str, str]) -> None:
         lease.read(ids, use_cache=True)
         prompt = len(codes)
         lease.steps.run(lease.code)
+    assert prompt == 3 and len(codes) == 7  # both layers run the same code
     (layer,) = {line for code in codes[:prompt] for line in calls(code, "experts")}
     assert f"'{weights}'" in layer and "triton.rows" in layer and "triton.tiny" in layer
     (step,) = {line for code in codes[prompt:] for line in calls(code, "experts_onto")}
