@@ -15,6 +15,7 @@ from moe_ops.layer.tensors import INPUT_SCALES, NAMES, STATE
 from moe_ops.quant.scales import inverse
 from moe_ops.weights.experts import Piece, prepare_expert, write
 from moe_ops.weights.fused import taken_apart
+from moe_ops.weights.global_scales import GlobalScales
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Stored
 from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style
 from moe_ops.weights.record import WEIGHTS, LoadRecord, Writes
@@ -53,27 +54,28 @@ class Loading:
     others: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     decoded: set[str] = field(default_factory=set)  # codings of which a line was logged
     known: dict[str, Entry | str] = field(default_factory=dict)  # by the name below a prefix
-    last: str | None = None  # the prefix, and a dot, of the layer that was loaded last
+    latest: str | None = None  # the prefix, and a dot, of the layer of the entry before
     nested: bool = False  # whether a prefix may begin with another one
     # By prefix, parameter and shard: how tensors go in that go in as they are.
     plans: dict[tuple[str, str, str], ShardPlan] = field(default_factory=dict)
     filled: set[tuple[str, str]] = field(default_factory=set)
     pending: list[Writes] = field(default_factory=list)  # of this file
     files: deque[list[Writes]] = field(default_factory=deque)
+    last: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # to be written after all files
 
     def __post_init__(self) -> None:
         for prefix, layer in self.layers.items():
-            self.records[prefix] = LoadRecord()
+            self.records[prefix] = LoadRecord(global_scales=GlobalScales())
             own = layer.state_dict(keep_vars=True)
             self.others[prefix] = {n: t for n, t in own.items() if n not in (*EXPERTS, *STATE)}
         self.nested = any(p in self.layers for prefix in self.layers for p in _prefixes(prefix))
 
     def _prefix_of(self, name: str) -> str | None:
         """The longest prefix of a layer that a name has."""
-        if self.last is not None and name.startswith(self.last) and not self.nested:
-            return self.last[:-1]
+        if self.latest is not None and name.startswith(self.latest) and not self.nested:
+            return self.latest[:-1]
         found = next((p for p in _prefixes(name) if p in self.layers), None)
-        self.last = found and f"{found}."
+        self.latest = found and f"{found}."
         return found
 
     def _entry(self, prefix: str, name: str) -> Entry | str:
@@ -95,10 +97,13 @@ class Loading:
         self.pending = []
 
     def settle(self) -> None:
-        """After the last entry: write what no entry holds, because it follows from the others."""
-        if self.coding.symmetric:
-            for prefix in self.layers:
-                self.files[-1].append(list(self._middles(prefix)))
+        """After the last entry: check what takes several, and find what follows from them."""
+        for prefix, layer in self.layers.items():
+            scales = self.records[prefix].global_scales
+            if scales is not None and layer.w13_global_scale is not None:
+                self.last += scales.settle(layer.w13_global_scale.detach())
+            if self.coding.symmetric:
+                self.last += self._middles(prefix)
 
     def _middles(self, prefix: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Zero points of experts that have none in a symmetric checkpoint, where the layer has."""
@@ -245,6 +250,8 @@ class Loading:
         """Keep how a tensor went in, for `_take_as_it_is`, if it went in as it is."""
         layer, record = self.layers[prefix], self.records[prefix]
         ordered = record.orders.some or layer.input_order is not None
+        if entry.parameter == "w13_scale" and layer.w13_global_scale is not None:
+            return  # kept until the global scales are known
         if entry.expert is None or ordered or coding is not self.coding:
             return
         plan = record.plan_of(

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_ops.layer import MoELayer
 from moe_ops.options import check_flag, check_int, check_text, check_type
 from moe_ops.shapes import FLOATS, check_choice
+from moe_ops.weights.global_scales import Blocks
 from moe_ops.weights.layouts import PLAIN, Coding, short
 from moe_ops.weights.numbers import agree, load_input
 from moe_ops.weights.order import order_of, ordered_sources
@@ -201,12 +202,17 @@ def _checked(
         for e, t, _ in here[:1]:
             next(sources(e, t), None)
         return later
-    made = False
-    for e, t, _ in here:
-        for source, *_ in sources(e, t):
+    made, scales = False, None if record is None else record.global_scales
+    of_blocks = parameter == "w13_scale" and how.format is not None and how.format.has_global_scale
+    for e, t, slots in here:
+        for source, half, _ in sources(e, t):
             made = made or source.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
-            if how.shared:
+            if scales is not None and how.shared and how.part == "global_scale":
+                scales.tell(e, half, source, name)
+            elif how.shared:
                 agree(parameter, name, e, source, record)
+            elif scales is not None and of_blocks:
+                scales.blocks[e, half] = Blocks(plan=how, slots=slots, half=half, scales=source)
     return later if made else list(later)
 
 

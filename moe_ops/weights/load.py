@@ -12,6 +12,7 @@ from moe_ops.options import check_flag, check_text, check_type
 from moe_ops.prepared import as_loaded
 from moe_ops.weights.checkpoint import ORDER, Loading
 from moe_ops.weights.configuration import coding_in, naming
+from moe_ops.weights.experts import write
 from moe_ops.weights.files import entries, files_of
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding
 from moe_ops.weights.names import Style, style_of
@@ -77,7 +78,8 @@ def load_checkpoint(
                         loading.take(stored)
             loading.end_file()
             sizes.append(loading.bytes_loaded - before)
-        loading.settle()
+        with naming(files[0].parent):
+            loading.settle()
         with Writer() as writer:
             for i, (file, size) in enumerate(zip(files, sizes, strict=True)):
                 start = time.perf_counter()
@@ -88,6 +90,7 @@ def load_checkpoint(
                         f"{i + 1} of {len(files)}  {file.name}  {size / 2**20:.0f} MiB in "
                         f"{took:.1f} s\n"
                     )
+        write(loading.last)
     return loading.report(time.perf_counter() - begin)  # with what the writer still had to do
 
 
