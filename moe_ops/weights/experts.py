@@ -120,7 +120,11 @@ def prepare_expert(layer: MoELayer, piece: Piece, record: LoadRecord | None) -> 
             return one_input_scale(layer) or any(slots), writes
         if part == "g_idx":
             _load_order(layer, shard, zip(experts, t_E, slots, strict=True), name, given, sharded)
-            return any(slots), () if given is None else given.orders.input_writes(layer)
+            if given is None or second:
+                return any(slots), ()
+            return any(slots), given.orders.input_writes(
+                layer, list(zip(experts, slots, strict=True))
+            )
         if part == "shape":
             check_shape(layer, shard, t_E, sharded)
             return any(slots), ()
@@ -138,9 +142,9 @@ def prepare_expert(layer: MoELayer, piece: Piece, record: LoadRecord | None) -> 
         if part == "weight" and not second and layer.input_order is not None:
             if given is None:
                 raise ValueError("the layer's input is put in order; pass this load's LoadRecord")
-            here_alone = (e for e, s in zip(experts, slots, strict=True) if s)
-            record.orders.tell_none(layer, here_alone, name)
-            order_writes = record.orders.input_writes(layer)
+            here_alone = [(e, s) for e, s in zip(experts, slots, strict=True) if s]
+            record.orders.tell_none(layer, (e for e, _ in here_alone), name)
+            order_writes = record.orders.input_writes(layer, here_alone)
         ordered = record.orders.some
         how = record.plan_of(layer, parameter, shard, piece.coding, piece.interleaved, sharded)
         here = [(e, t, s) for e, t, s in zip(experts, t_E, slots, strict=True) if s]

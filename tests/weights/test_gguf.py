@@ -247,9 +247,7 @@ def test_ranks_may_hold_parts_of_blocks_that_are_decoded(
 def test_ranks_hold_whole_groups_of_what_stays_quantised(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     write(file, dict.fromkeys(SHAPES, "Q8_0"))
-    with pytest.raises(
-        ValueError, match=r"w2 has 16 columns, which do not fill int8:1x32:float16"
-    ):
+    with pytest.raises(ValueError, match=r"w2 has 16 columns, which do not fill int8:1x32:float16"):
         layer_of(file, parallel=ParallelConfig.of(tp=8, tp_rank=1))
 
 
