@@ -118,11 +118,11 @@ def order_of(layer: MoELayer, shard: str, g_idx: Tensor, *, sharded: bool) -> Te
         raise TypeError(f"is {g_idx.dtype}, but the groups of columns are int32 or int64")
     format = None if layer.quant is None else layer.quant.format
     group = columns.whole if format is None or format.group[1] == ALL else format.group[1]
-    wanted = torch.arange(columns.whole, device=g_idx.device) // group
-    if torch.equal(g_idx.long(), wanted):
+    wanted, found = torch.arange(columns.whole) // group, g_idx.long().cpu()
+    if torch.equal(found, wanted):
         return None
-    order = g_idx.long().argsort(stable=True)
-    if not torch.equal(g_idx.long()[order], wanted):
+    order = found.argsort(stable=True)
+    if not torch.equal(found[order], wanted):
         raise ValueError(
             f"its groups are no {len(wanted) // group} of {group} columns each, as the layer's "
             f"format has them; {REMEDY}"
@@ -159,13 +159,14 @@ def ordered_sources(
     for place, half in enumerate(how.halves):
         ids = _rows(how, place, rows)
         for first in range(0, len(ids), step):
-            block = t.index_select(matrix.rows.place, ids[first : first + step])
+            block = t.index_select(matrix.rows.place, ids[first : first + step].to(t.device))
             if matrix.convert is not None:
                 block = matrix.convert(block, how.format)
             elif matrix.rows.place == 1:
                 block = block.T
             if columns is not None:
-                codes = unpack(block, element).index_select(1, _part(columns, how.columns))
+                kept = _part(columns, how.columns).to(t.device)
+                codes = unpack(block, element).index_select(1, kept)
                 block = pack(codes, element)
             yield to_dtype(block, how.target.dtype, how.part), half, first
 
@@ -180,7 +181,7 @@ def _numbers(how: ShardPlan, t: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, 
     elif matrix.rows.place == 1:
         t = t.T
     for place, half in enumerate(how.halves):
-        piece = t.index_select(0, _rows(how, place, rows))
+        piece = t.index_select(0, _rows(how, place, rows).to(t.device))
         yield to_dtype(piece, how.target.dtype, how.part), half, 0
 
 
