@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
-from moe_ops.layer.tensors import INPUT_SCALES, NAMES, STATE
+from moe_ops.layer.tensors import STATE
 from moe_ops.quant.scales import inverse
 from moe_ops.weights.experts import Piece, prepare_expert, write
 from moe_ops.weights.fused import taken_apart
+from moe_ops.weights.global_scales import GlobalScales
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Stored
 from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style
 from moe_ops.weights.numbers import check_complete
+from moe_ops.weights.places import EXPERTS, has_place, missing_of, shards_of
 from moe_ops.weights.record import WEIGHTS, LoadRecord, Writes
 from moe_ops.weights.report import LoadReport
 from moe_ops.weights.shards import ShardPlan, one_input_scale
@@ -26,7 +28,6 @@ from moe_ops.weights.writer import Writer
 log = logging.getLogger("moe_ops")
 
 Read = Callable[[], Tensor]
-EXPERTS = tuple(name for name in NAMES if name in WEIGHTS)
 ORDER = "g_idx"  # what names of orders of columns end in
 SHARED = "shared_experts."  # what a style's names of them begin with, in the layer's words
 TOGETHER = 128  # copies that the writer is given at a time
@@ -36,14 +37,16 @@ TOGETHER = 128  # copies that the writer is given at a time
 class Loading:
     """One load in progress.
 
-    `take` checks entries and writes nothing; `end_file` ends those of a file. When all are taken,
-    `write_file` writes those of one file after the other.
+    `take` checks entries and writes nothing; `end_source` ends those of a file. When all are taken,
+    `settle` checks what takes several, `write_source` writes those of one file after the other, and
+    `write_last` the rest: with at_once, each time, what was taken since.
     """
 
     style: Style
     coding: Coding
     sharded: bool
     layers: dict[str, MoELayer]
+    at_once: bool = False  # whether entries are written before all are known
     bytes_loaded: int = 0
     loaded: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
@@ -54,27 +57,29 @@ class Loading:
     others: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     decoded: set[str] = field(default_factory=set)  # codings of which a line was logged
     known: dict[str, Entry | str] = field(default_factory=dict)  # by the name below a prefix
-    last: str | None = None  # the prefix, and a dot, of the layer that was loaded last
+    latest: str | None = None  # the prefix, and a dot, of the layer of the entry before
     nested: bool = False  # whether a prefix may begin with another one
     # By prefix, parameter and shard: how tensors go in that go in as they are.
     plans: dict[tuple[str, str, str], ShardPlan] = field(default_factory=dict)
-    filled: set[tuple[str, str]] = field(default_factory=set)
-    pending: list[Writes] = field(default_factory=list)  # of this file
-    files: deque[list[Writes]] = field(default_factory=deque)
+    filled: set[str] = field(default_factory=set)
+    pending: list[Writes] = field(default_factory=list)  # since the last source
+    sources: deque[tuple[list[Writes], int]] = field(default_factory=deque)  # and their bytes
 
     def __post_init__(self) -> None:
         for prefix, layer in self.layers.items():
-            self.records[prefix] = LoadRecord()
+            self.records[prefix] = LoadRecord(
+                global_scales=None if self.at_once else GlobalScales()
+            )
             own = layer.state_dict(keep_vars=True)
             self.others[prefix] = {n: t for n, t in own.items() if n not in (*EXPERTS, *STATE)}
         self.nested = any(p in self.layers for prefix in self.layers for p in _prefixes(prefix))
 
     def _prefix_of(self, name: str) -> str | None:
         """The longest prefix of a layer that a name has."""
-        if self.last is not None and name.startswith(self.last) and not self.nested:
-            return self.last[:-1]
+        if self.latest is not None and name.startswith(self.latest) and not self.nested:
+            return self.latest[:-1]
         found = next((p for p in _prefixes(name) if p in self.layers), None)
-        self.last = found and f"{found}."
+        self.latest = found and f"{found}."
         return found
 
     def _entry(self, prefix: str, name: str) -> Entry | str:
@@ -90,25 +95,29 @@ class Loading:
         entry = self._entry(prefix, name)
         return self.others[prefix].get(entry) if isinstance(entry, str) else None
 
-    def end_file(self) -> None:
+    def end_source(self) -> None:
         """What was taken since the last call is of one file."""
-        self.files.append(self.pending)
+        before = sum(size for _, size in self.sources)
+        self.sources.append((self.pending, self.bytes_loaded - before))
         self.pending = []
 
     def settle(self) -> None:
-        """After the last entry: write what no entry holds, because it follows from the others.
+        """After the last entry: check what takes several, and find what follows from them.
 
         Raises ValueError, naming the entry, for weights whose scales or zero points did not come.
         """
         for prefix, layer in self.layers.items():
+            scales = self.records[prefix].global_scales
+            if scales is not None and layer.w13_global_scale is not None:
+                self.pending.append(scales.settle(layer.w13_global_scale.detach()))
             if self.coding.symmetric:
-                self.files[-1].append(list(self._middles(prefix)))
-            check_complete(layer, self.records[prefix], _shards(layer))
+                self.pending.append(list(self._middles(prefix)))
+            check_complete(layer, self.records[prefix], shards_of(layer))
 
     def _middles(self, prefix: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Zero points of experts that have none in a symmetric checkpoint, where the layer has."""
         layer, record = self.layers[prefix], self.records[prefix]
-        for parameter, shards in _shards(layer).items():
+        for parameter, shards in shards_of(layer).items():
             zero, weight = (f"{parameter}_{what}" for what in ("zero", "weight"))
             if layer.quant is None or getattr(layer, zero) is None:
                 continue
@@ -124,10 +133,13 @@ class Loading:
                     for slot in record.slots_of(layer, expert):
                         yield how.region(slot, every, how.halves[0], 0), every
 
-    def write_file(self, writer: Writer) -> None:
-        """Write what was taken of the next file: copies by the way, what is made for it at once."""
+    def write_source(self, writer: Writer) -> int:
+        """Write what was taken of the next file: copies by the way, what is made for it at once.
+        Its bytes.
+        """
         copies: list[tuple[Tensor, Tensor]] = []
-        for writes in self.files.popleft():
+        found, size = self.sources.popleft()
+        for writes in found:
             if not isinstance(writes, list):
                 write(writes)
                 continue
@@ -137,6 +149,13 @@ class Loading:
                 copies = []
         if copies:
             writer.add(copies)
+        return size
+
+    def write_last(self) -> None:
+        """Write what is of no source yet."""
+        for writes in self.pending:
+            write(writes)
+        self.pending.clear()
 
     def take(self, stored: Stored) -> None:
         """Check one entry of a file, which is to be written."""
@@ -218,11 +237,13 @@ class Loading:
     ) -> None:
         layer, record, name = self.layers[prefix], self.records[prefix], stored.name
         part, _ = WEIGHTS[entry.parameter]
-        if not _has_place(layer, entry.parameter, part):
+        if not has_place(layer, entry.parameter, part):
             self.unexpected.append(name)
             return
         experts = range(layer.num_experts) if entry.expert is None else (entry.expert,)
-        shards = {"w13": ("w1", "w3"), "w3": _up(layer)}.get(entry.shard, (entry.shard,))
+        shards = {"w13": ("w1", "w3"), "w3": shards_of(layer)["w13"][-1:]}.get(
+            entry.shard, (entry.shard,)
+        )
         keys = [(entry.parameter, e, shard) for e in experts for shard in shards]
         if any(key in record.seen for key in keys):
             self.twice.append(name)
@@ -250,6 +271,8 @@ class Loading:
         """Keep how a tensor went in, for `_take_as_it_is`, if it went in as it is."""
         layer, record = self.layers[prefix], self.records[prefix]
         ordered = record.orders.some or layer.input_order is not None
+        if entry.parameter == "w13_scale" and layer.w13_global_scale is not None:
+            return  # kept until the global scales are known
         if entry.expert is None or ordered or coding is not self.coding:
             return
         plan = record.plan_of(
@@ -262,7 +285,7 @@ class Loading:
         """Shared experts that the layer has in slots; a checkpoint has them side by side in one."""
         layer, record = self.layers[prefix], self.records[prefix]
         entry = GATE_UP_DOWN.entry(f"experts.0.{rest}")
-        if isinstance(entry, str) or not _has_place(
+        if isinstance(entry, str) or not has_place(
             layer, entry.parameter, WEIGHTS[entry.parameter][0]
         ):
             self.unexpected.append(name)
@@ -294,7 +317,7 @@ class Loading:
         if target is None:
             self.unexpected.append(name)
             return
-        if (prefix, parameter) in self.filled:
+        if f"{prefix}.{parameter}" in self.filled:
             self.twice.append(name)
             return
         t = stored.read() if stored.like is None else stored.like()
@@ -306,12 +329,17 @@ class Loading:
             raise TypeError(f"{name}: is {t.dtype}, but the layer's {parameter} is {target.dtype}")
         into = target.detach()
         self.pending.append([(into, t)] if stored.like is None else _read_later(into, stored.read))
-        self.filled.add((prefix, parameter))
+        self.filled.add(f"{prefix}.{parameter}")
         self.loaded.append(name)
         self.bytes_loaded += t.nbytes
 
     def report(self, seconds: float) -> LoadReport:
-        missing = [m for prefix in self.layers for m in self._missing(prefix)]
+        missing = [
+            m
+            for prefix, layer in self.layers.items()
+            for m in missing_of(prefix, layer, self.records[prefix], self.others[prefix])
+            if m not in self.filled
+        ]
         return LoadReport(
             loaded=tuple(self.loaded),
             elsewhere=tuple(self.elsewhere),
@@ -321,24 +349,6 @@ class Loading:
             bytes_loaded=self.bytes_loaded,
             seconds=seconds,
         )
-
-    def _missing(self, prefix: str) -> Iterator[str]:
-        layer, record = self.layers[prefix], self.records[prefix]
-        for parameter in EXPERTS:
-            if getattr(layer, parameter) is None:
-                continue
-            _, second = WEIGHTS[parameter]
-            shards = _shards(layer)["w2" if second else "w13"]
-            every = parameter in INPUT_SCALES and one_input_scale(layer)
-            for expert in range(layer.num_experts + (0 if every else layer.placement.shared)):
-                if not every and not record.slots_of(layer, expert):
-                    continue
-                for shard in shards:
-                    if (parameter, expert, shard) not in record.seen:
-                        yield f"{prefix}.{parameter}[{expert}].{shard}"
-        for parameter in self.others[prefix]:
-            if (prefix, parameter) not in self.filled:
-                yield f"{prefix}.{parameter}"
 
 
 def _made(layer: MoELayer, piece: Piece, read: Read, record: LoadRecord) -> Writes:
@@ -359,25 +369,6 @@ def _read(name: str, entry: Entry, read: Read) -> Tensor:
         return inverse(read())
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {error}") from error
-
-
-def _shards(layer: MoELayer) -> dict[str, tuple[str, ...]]:
-    """What the first and the second weight consist of."""
-    return {"w13": ("w1", "w3") if layer.activation.gated else ("w1",), "w2": ("w2",)}
-
-
-def _up(layer: MoELayer) -> tuple[str, ...]:
-    """What an up projection is called: without a gate it is the first weight."""
-    return ("w3",) if layer.activation.gated else ("w1",)
-
-
-def _has_place(layer: MoELayer, parameter: str, part: str) -> bool:
-    """Whether the layer holds it, or is to be told: what it lacks may still have to be checked."""
-    if part in ("g_idx", "shape", "zero"):
-        return layer.quant is not None
-    if parameter == "w2_bias":
-        return layer.w13_bias is not None
-    return getattr(layer, parameter) is not None
 
 
 def _prefixes(name: str) -> Iterator[str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_ops.layer import MoELayer
 from moe_ops.options import check_flag, check_int, check_text, check_type
 from moe_ops.shapes import FLOATS, check_choice
+from moe_ops.weights.global_scales import Blocks
 from moe_ops.weights.layouts import PLAIN, Coding, short
 from moe_ops.weights.numbers import agree, load_input
 from moe_ops.weights.order import order_of, ordered_sources
@@ -119,7 +120,11 @@ def prepare_expert(layer: MoELayer, piece: Piece, record: LoadRecord | None) -> 
             return one_input_scale(layer) or any(slots), writes
         if part == "g_idx":
             _load_order(layer, shard, zip(experts, t_E, slots, strict=True), name, given, sharded)
-            return any(slots), () if given is None else given.orders.input_writes(layer)
+            if given is None or second:
+                return any(slots), ()
+            return any(slots), given.orders.input_writes(
+                layer, list(zip(experts, slots, strict=True))
+            )
         if part == "shape":
             check_shape(layer, shard, t_E, sharded)
             return any(slots), ()
@@ -137,9 +142,9 @@ def prepare_expert(layer: MoELayer, piece: Piece, record: LoadRecord | None) -> 
         if part == "weight" and not second and layer.input_order is not None:
             if given is None:
                 raise ValueError("the layer's input is put in order; pass this load's LoadRecord")
-            here_alone = (e for e, s in zip(experts, slots, strict=True) if s)
-            record.orders.tell_none(layer, here_alone, name)
-            order_writes = record.orders.input_writes(layer)
+            here_alone = [(e, s) for e, s in zip(experts, slots, strict=True) if s]
+            record.orders.tell_none(layer, (e for e, _ in here_alone), name)
+            order_writes = record.orders.input_writes(layer, here_alone)
         ordered = record.orders.some
         how = record.plan_of(layer, parameter, shard, piece.coding, piece.interleaved, sharded)
         here = [(e, t, s) for e, t, s in zip(experts, t_E, slots, strict=True) if s]
@@ -201,9 +206,10 @@ def _checked(
         for e, t, _ in here[:1]:
             next(sources(e, t), None)
         return later
-    made = False
-    for e, t, _ in here:
-        for source, *_ in sources(e, t):
+    made, scales = False, None if record is None else record.global_scales
+    of_blocks = parameter == "w13_scale" and how.format is not None and how.format.has_global_scale
+    for e, t, slots in here:
+        for source, half, _ in sources(e, t):
             wrong = how.wrong_in(source)
             if wrong is not None:
                 raise ValueError(
@@ -211,8 +217,12 @@ def _checked(
                     "complete the download, or quantise the weights again"
                 )
             made = made or source.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
-            if how.shared:
+            if scales is not None and how.shared and how.part == "global_scale":
+                scales.tell(e, half, source, name)
+            elif how.shared:
                 agree(parameter, name, e, source, record)
+            elif scales is not None and of_blocks:
+                scales.blocks[e, half] = Blocks(plan=how, slots=slots, half=half, scales=source)
     return later if made else list(later)
 
 

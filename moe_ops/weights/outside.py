@@ -7,10 +7,9 @@ to its dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,11 +18,11 @@ from moe_ops.quant.formats import ROW, TENSOR
 from moe_ops.quant.packing import expand
 from moe_ops.quant.scales import e8m0_to_float32, wrong_scale
 from moe_ops.shapes import FLOATS
-from moe_ops.weights.configuration import block_in, naming
-from moe_ops.weights.files import entries
+from moe_ops.weights.configuration import naming
 from moe_ops.weights.layouts import Stored
 
 Target = Callable[[str], Tensor | None]
+Source = tuple[str, Callable[[], Iterable[Stored]]]  # what errors call it, and its entries
 SCALES = ("_scale_inv", "_scale")  # behind the name of what they multiply, in spite of the first
 
 
@@ -48,43 +47,42 @@ class Outside:
     scales: dict[str, Scale] = field(default_factory=dict)  # by the names of codes
 
     @staticmethod
-    def of(files: Sequence[Path], target: Target) -> Outside:
-        """Look through files for float8 tensors that go to something wider.
+    def of(sources: Sequence[Source], target: Target, block: tuple[int, int] | None) -> Outside:
+        """Look through entries for float8 tensors that go to something wider.
 
         `target`: by an entry's name the parameter or buffer that takes it, None for what has none,
-        as experts have not. Tensors are mapped for it, not read; a GGUF file has no float8.
+        as experts have not. block: rows and columns that share a scale, if config.json says them.
+        Tensors are mapped for it, not read.
 
-        Raises ValueError, naming file and entry, for one without a scale, and for scales of a shape
-        or with numbers that cannot be multiplied by.
+        Raises ValueError, naming source and entry, for one without a scale, and for scales of a
+        shape or with numbers that cannot be multiplied by.
         """
-        codes: dict[str, tuple[Path, Tensor]] = {}
-        for file in files:
-            if file.suffix == ".gguf":
-                continue
-            for stored in entries(file):
-                to = target(stored.name)
-                if to is None or stored.like is not None:
-                    continue
-                t = stored.read()
-                if t.is_floating_point() and t.dtype not in FLOATS and t.dtype != to.dtype:
-                    codes[stored.name] = file, t
+        codes: dict[str, tuple[str, Tensor]] = {}
+        for where, entries in sources:
+            with naming(where):
+                for stored in entries():
+                    to = target(stored.name)
+                    if to is None or stored.like is not None:
+                        continue
+                    t = stored.read()
+                    if t.is_floating_point() and t.dtype not in FLOATS and t.dtype != to.dtype:
+                        codes[stored.name] = where, t
         if not codes:
             return Outside()
         known = {name + end: name for name in codes for end in SCALES}
         found: dict[str, Scale] = {}
-        block = block_in(files[0].parent)
-        for file in files:
-            for stored in entries(file):
-                if stored.name in known:
-                    name = known[stored.name]
-                    with naming(file):
+        for where, entries in sources:
+            with naming(where):
+                for stored in entries():
+                    name = known.get(stored.name)
+                    if name is not None:
                         found[name] = _scale(stored, codes[name][1], block)
-        for name, (file, t) in codes.items():
+        for name, (where, t) in codes.items():
             if name not in found:
                 raise ValueError(
-                    f"{name} in {file} is {t.dtype}, codes without a scale: no file has "
-                    f"{' or '.join(name + end for end in SCALES)}; give all files of the "
-                    "checkpoint, or dequantise it; no weight was changed"
+                    f"{name} in {where} is {t.dtype}, codes without a scale, which "
+                    f"{' or '.join(name + end for end in SCALES)} would be; give all files of the "
+                    "checkpoint and no iterator, or dequantise it"
                 )
         return Outside(scales=found)
 
@@ -93,10 +91,10 @@ class Outside:
         """The names of the scales, which are loaded with what they multiply."""
         return {scale.name for scale in self.scales.values()}
 
-    def entries(self, file: Path) -> Iterator[Stored]:
-        """What a file holds, codes decoded and without their scales."""
+    def decoded(self, entries: Iterable[Stored]) -> Iterator[Stored]:
+        """Entries, of which codes are decoded and their scales are left out."""
         taken = self.taken
-        for stored in entries(file):
+        for stored in entries:
             scale = self.scales.get(stored.name)
             if scale is not None:
                 like = partial(torch.empty_like, stored.read(), device="meta")

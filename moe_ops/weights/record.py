@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
+from moe_ops.weights.global_scales import GlobalScales
 from moe_ops.weights.layouts import Coding
 from moe_ops.weights.names import PARAMETERS
 from moe_ops.weights.order import Orders
@@ -39,6 +40,8 @@ class LoadRecord:
     shared: dict[tuple[str, int], tuple[Tensor, str]] = field(default_factory=dict)
     # By parameter and logical expert: the largest scale of its input; of all experts by None.
     inputs: dict[tuple[str, int | None], Tensor] = field(default_factory=dict)
+    # Second-level scales, where those of gate and up may differ until all entries are known.
+    global_scales: GlobalScales | None = None
     # What is the same for every expert, worked out once.
     plans: dict[tuple[object, ...], ShardPlan] = field(default_factory=dict)
     slots: dict[int, tuple[int, ...]] = field(default_factory=dict)

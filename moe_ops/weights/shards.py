@@ -114,11 +114,23 @@ class ShardPlan:
                 piece = self._cut(t, matrix, place, first, rows)
                 if matrix.convert is not None:
                     piece = matrix.convert(piece, self.format)
+                    if self.cut_decoded:
+                        piece = piece.narrow(1, self.columns.start, self.columns.size)
                 elif matrix.rows.place == 1:
                     piece = piece.T
                 kind = "scale" if self.part == "global_scale" else self.part
                 piece = to_dtype(piece, self.target.dtype, kind)
                 yield piece, half, first
+
+    @functools.cached_property
+    def cut_decoded(self) -> bool:
+        """Whether this rank's columns begin or end inside a block of values that are decoded
+        together: whole rows are decoded, and then cut.
+        """
+        span = self.columns
+        ends = (self.matrix.columns.stored(n) for n in (span.start, span.size))
+        decoded = self.format is None and self.matrix.convert is not None
+        return decoded and self.part == "weight" and not span.is_whole and None in ends
 
     @functools.cached_property
     def places(self) -> tuple[Tensor, ...]:
@@ -187,6 +199,11 @@ class ShardPlan:
             raise ValueError(f"expected the shape {self._wanted()}, found {list(t.shape)}")
         return (t if self.matrix.block is None else t.flatten(-2)), self.matrix
 
+    def _stored_columns(self) -> tuple[int, int]:
+        """First column and size of what is cut out before it is converted."""
+        span = self.columns
+        return (0, span.whole) if self.cut_decoded else (span.start, span.size)
+
     def _wanted(self) -> str:
         if self.shape is not None:
             return str(list(self.shape[:1] if self.part == "bias" else self.shape))
@@ -208,7 +225,7 @@ class ShardPlan:
             raise ValueError("alternating rows of gate and up cannot be taken out of words of both")
         bounds = (
             (matrix.rows, first, rows, step, "rows"),
-            (matrix.columns, self.columns.start, self.columns.size, 1, "columns"),
+            (matrix.columns, *self._stored_columns(), 1, "columns"),
         )
         cut = [slice(None), slice(None)]
         for axis, start, size, stride, what in bounds:

@@ -126,3 +126,27 @@ def test_blocks_of_zeros_have_scales_of_zero(tmp_path: Path) -> None:
     layer = layer_of(layout)
     assert load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False).complete
     assert float(layer.w2_scale[E - 1].flatten()[-1]) == 0
+
+
+def test_tensors_that_are_given_are_checked_as_files_are() -> None:
+    layout = LAYOUTS["fp8_blocks"]
+    g = torch.Generator().manual_seed(0)
+    entries: dict[str, Tensor] = {}
+    for e in range(E):
+        for shard, projection in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+            made = layout.write(g, D, I, shard).entries
+            entries |= {f"{PREFIX}.experts.{e}.{projection}.{n}": t for n, t in made.items()}
+    name = f"{EXPERT}.down_proj.weight_scale_inv"
+    lacking = {n: t for n, t in entries.items() if n != name}
+    layer = layer_of(layout)
+    before = layer.w13_scale.clone()
+    for source, message in (
+        (lacking, "down_proj.weight: no entry has the scales"),
+        (entries | {name: spoilt(entries[name], NAN)}, f"{name}: holds nan"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_checkpoint({PREFIX: layer}, source, style="qwen", progress=False)
+        assert torch.equal(layer.w13_scale, before)
+        with pytest.raises(ValueError, match=message):
+            load_checkpoint({PREFIX: layer_of(layout)}, source.items(), style="qwen")
+    assert load_checkpoint({PREFIX: layer}, entries.items(), style="qwen").complete
