@@ -78,6 +78,7 @@ class MoeOpsQuantizer(HfQuantizer):
     def __init__(self, quantization_config: MoeOpsConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._files: dict[str, str] = {}
+        self._wanted: dict[str, Any] = {}
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if not self.pre_quantized:
@@ -100,14 +101,14 @@ class MoeOpsQuantizer(HfQuantizer):
         from moe_ops.hf import saved
 
         config = self.quantization_config
-        saved.make_empty(model, config.formats, config.kept)
+        self._wanted = saved.make_empty(model, config.formats, config.kept)
         self._files = saved.check_files(model, kwargs.get("checkpoint_files"))
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         from moe_ops.hf import saved
 
-        saved.check_loaded(model, self._files)
+        saved.check_loaded(model, self._files, self._wanted)
         saved.finish(model, self.quantization_config.formats, self.quantization_config.kept)
         return model
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,11 @@ def write_config(
             module._weight_conversions = []  # of names and layouts, which are left as they are
 
 
-def make_empty(model: PreTrainedModel, config: QuantConfig, kept: Iterable[str]) -> None:
-    """Give the experts of a model without memory the empty codes and scales of a format.
+def make_empty(
+    model: PreTrainedModel, config: QuantConfig, kept: Iterable[str]
+) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Give the experts of a model without memory the empty codes and scales of a format; says what
+    they are by name.
 
     Raises ValueError for experts that cannot have it, unless their names are among those kept.
     """
@@ -76,6 +79,7 @@ def make_empty(model: PreTrainedModel, config: QuantConfig, kept: Iterable[str])
         for projection in stored.projections:
             w = getattr(module, projection)
             store(module, stored, empty(w, flip, config.format, projection))
+    return {name: (t.dtype, t.shape) for name, t in _coded(model)}
 
 
 def check_files(model: PreTrainedModel, files: list[str] | None) -> dict[str, str]:
@@ -114,21 +118,42 @@ def check_files(model: PreTrainedModel, files: list[str] | None) -> dict[str, st
     return places
 
 
-def check_loaded(model: PreTrainedModel, files: dict[str, str]) -> None:
+def check_loaded(
+    model: PreTrainedModel,
+    files: dict[str, str],
+    wanted: Mapping[str, tuple[torch.dtype, torch.Size]],
+) -> None:
     """Raise ValueError, naming the tensor and its file, unless what was loaded can be multiplied:
-    all tensors, of the format of config.json, with scales that are positive numbers.
+    all that is wanted, in the format of config.json, with scales that are positive numbers.
+
+    What a device map offloads is in the module only while it runs, so it is looked at in its file.
     """
     for name, t in _coded(model):
         where = f"{name} in {files[name]}" if name in files else name
+        if t.is_meta and name in files:
+            t = _in_file(model, name, files[name])
         if name not in files and not getattr(t, "_is_hf_initialized", False):
             raise ValueError(f"the state dict lacks {name} of the quantised experts; {AGAIN}")
         stored = _stored(model, name)
         if stored is not None:
             _check_format(where, t, stored)
-        elif name.endswith("scale"):
+        if (t.dtype, t.shape) != wanted[name]:
+            dtype, shape = wanted[name]
+            raise ValueError(
+                f"{where} is {t.dtype} {list(t.shape)}, but the experts of config.json have "
+                f"{dtype} {list(shape)}; {AGAIN}"
+            )
+        if name.endswith("scale"):
             wrong = wrong_scale(t, _scale_kind(model, name))
             if wrong is not None:
                 raise ValueError(f"{where} holds {wrong}, but a scale is above 0; {AGAIN}")
+
+
+def _in_file(model: PreTrainedModel, name: str, file: str) -> Tensor:
+    with safe_open(file, framework="pt") as opened:
+        there = set(opened.keys())
+        t: Tensor = opened.get_tensor(next(k for k in _names(model, name) if k in there))
+    return t
 
 
 def finish(model: PreTrainedModel, config: QuantConfig, kept: Iterable[str]) -> None:

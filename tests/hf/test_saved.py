@@ -21,7 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.quantizers import auto
 
 import moe_ops
-from moe_ops.hf import adopt_mxfp4
+from moe_ops.hf import adopt_mxfp4, saved
 from moe_ops.hf.stored import stored_format
 from moe_ops.pretrained import MoeOpsConfig
 from moe_ops.quant.schemes import SCHEMES
@@ -246,6 +246,31 @@ def test_a_state_dict_that_lacks_a_scale_is_refused() -> None:
     model = quantised("int8_w8a16")
     state = {n: t for n, t in model.state_dict().items() if n != SCALE}
     with pytest.raises(ValueError, match=rf"the state dict lacks {SCALE} of the quantised experts"):
+        type(model).from_pretrained(None, config=model.config, state_dict=state)
+
+
+def test_what_is_offloaded_runs_and_is_checked_in_its_file(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = quantised("int8_w8a16")
+    model.save_pretrained(tmp_path)
+    want = logits(model)
+    accelerate.cpu_offload(model, execution_device="cpu", offload_buffers=True)
+    files = saved.check_files(model, [str(tmp_path / FILE)])
+    wanted = {name: (t.dtype, t.shape) for name, t in model.state_dict().items()}
+    saved.check_loaded(model, files, wanted)
+    assert experts_of(model)[0].down_proj_scale.is_meta
+    assert torch.equal(logits(model), want)
+    change(SCALE, filled(float("nan")))(tmp_path)
+    with pytest.raises(ValueError, match=rf"{SCALE} in .*/{FILE} holds nan, but a scale is above"):
+        saved.check_loaded(model, files, wanted)
+
+
+@pytest.mark.parametrize("name", [SCALE, CODES])
+def test_a_state_dict_of_other_shapes_is_refused(name: str) -> None:
+    model = quantised("int8_w8a16")
+    state = model.state_dict()
+    state[name] = state[name][1:].contiguous()
+    with pytest.raises((ValueError, RuntimeError), match=r"mismatch|but the experts of config"):
         type(model).from_pretrained(None, config=model.config, state_dict=state)
 
 
