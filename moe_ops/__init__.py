@@ -7,6 +7,7 @@ from typing import Any
 
 import moe_ops.backends  # noqa: F401  (registers the backends)
 from moe_ops import aot_cache, fake_impls, gradients, ops, quant, spec
+from moe_ops.late import when_imported
 from moe_ops.layouts import Layout
 from moe_ops.ops import (
     activate,
@@ -69,6 +70,8 @@ __all__ = [
 
 
 aot_cache.tag(spec, gradients, ops, fake_impls, quant)
+# So that `from_pretrained` finds models whose experts we quantised, without an import of its own.
+when_imported("transformers.quantizers.auto", lambda: importlib.import_module("moe_ops.pretrained"))
 
 
 def __getattr__(name: str) -> Any:

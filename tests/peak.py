@@ -23,7 +23,7 @@ class Peak(TorchDispatchMode):
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs))
                  if isinstance(t, Tensor)}  # fmt: skip
         for t in tree_leaves(result):
-            storage = t.untyped_storage() if isinstance(t, Tensor) else None
+            storage = t.untyped_storage() if isinstance(t, Tensor) and not t.is_meta else None
             if storage is None or storage._cdata in given | self.seen:
                 continue
             size = storage.nbytes()

@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "options": May(frozenset({"signature"})),
     "record": May(),
     "ranges": May(),
+    "late": May(),
     "layouts": May(frozenset({"options", "signature"})),
     "backend": May(frozenset({"layouts"})),
     "spec": May(frozenset({"backend", "layouts", "gradients", "ranges", "record", "signature"})),
@@ -60,7 +61,8 @@ MAY_IMPORT = {
     ),
     "planning": May(OP | {"quant", "terminal"}),
     "graphs": May(OP | {"layer", "planning", "prepared"}),
-    "hf": May(BACKEND | {"prepared"}, TRANSFORMERS),
+    "hf": May(BACKEND | {"prepared"}, TRANSFORMERS | {"safetensors"}),
+    "pretrained": May(frozenset({"hf", "options", "quant", "signature"}), TRANSFORMERS),
     "generation": May(BACKEND | {"decode_ops", "hf", "prepared", "terminal"}, TRANSFORMERS),
     # torch writes symbolic sizes in sympy.
     "passes": May(BACKEND | {"decode_ops", "planning"}, frozenset({"torch", "sympy"})),
@@ -77,7 +79,7 @@ MAY_IMPORT = {
     FACADE: May(
         BACKEND
         | {"aot_cache", "fake_impls", "layer", "hf", "passes", "planning", "graphs"}
-        | {"generation", "compiler", "layouts", "prepared", "using"}
+        | {"generation", "compiler", "late", "layouts", "prepared", "pretrained", "using"}
     ),
 }
 

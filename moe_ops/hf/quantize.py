@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moe_ops.hf.experts import describe
+from moe_ops.hf.fits import empty, stored_as
 from moe_ops.hf.optimize import optimize
-from moe_ops.hf.stored import PROJECTIONS, StoredFormat, refuse_to_save, store, stored_format
+from moe_ops.hf.saved import write_config
+from moe_ops.hf.stored import PROJECTIONS, store, stored_format
 from moe_ops.options import check_flag, check_text, check_type
 from moe_ops.quant import packing
-from moe_ops.quant.arguments import check_input_format, check_packing, named_format, ragged_axis
+from moe_ops.quant.arguments import named_format
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
 from moe_ops.quant.schemes import SCHEMES
@@ -72,9 +73,11 @@ def quantize_model(
     Routers, attention and shared experts stay as they are. With progress, a line per module is
     written to standard error.
 
-    Codes and scales keep their dtype whatever the model is cast to afterwards. Its state dict loads
-    into a model that is quantised to the same formats; `save_pretrained` raises ValueError, and so
-    does an adapter on the experts.
+    Codes and scales keep their dtype whatever the model is cast to afterwards. `save_pretrained`
+    writes them and, in config.json, their formats; `from_pretrained` reads them where moe_ops is
+    imported. Elsewhere transformers warns of an unknown quantization type and then raises
+    RuntimeError, as the shapes of the experts differ. The state dict loads into a model that is
+    quantised to the same formats. An adapter on the experts raises ValueError.
 
     Raises TypeError for anything but a transformers PreTrainedModel, ValueError for an unknown
     scheme, for a model without experts, and for experts that are quantised already or have an
@@ -84,21 +87,23 @@ def quantize_model(
     config = _config(scheme, weight_format, input_format)
     modules = _modules(model)
     optimize(model)
-    before, after, kept, done = 0, 0, [], 0
+    before, after, done = 0, 0, 0
+    left: list[tuple[str, str]] = []
     for i, (name, module) in enumerate(modules.items()):
         before += _bytes(module)
         reason = _quantise(module, config)
         after += _bytes(module)
         done += reason is None
         if reason is not None:
-            kept.append(f"{name} ({type(module).__name__}): {reason}")
-            log.warning("quantize_model keeps %s", kept[-1])
+            left.append((name, reason))
+            log.warning("quantize_model keeps %s (%s): %s", name, type(module).__name__, reason)
         if progress:
             sys.stderr.write(f"{config.scheme}: {i + 1} of {len(modules)}  {name}\n")
     if done:
-        refuse_to_save(model)
+        write_config(model, config, [name for name, _ in left])
+    kept = tuple(f"{name} ({type(modules[name]).__name__}): {reason}" for name, reason in left)
     return Report(
-        scheme=config.scheme, modules=done, bytes_before=before, bytes_after=after, kept=tuple(kept)
+        scheme=config.scheme, modules=done, bytes_before=before, bytes_after=after, kept=kept
     )
 
 
@@ -166,58 +171,30 @@ def _config(scheme: str | QuantConfig, weights: str | None, inputs: str | None) 
 
 def _quantise(module: nn.Module, config: QuantConfig) -> str | None:
     """Quantise one experts module in place; or why that cannot be."""
-    found = describe(module)
-    if isinstance(found, str):
-        return found
-    format = config.format
-    names = ("gate_up_proj" if found.gated else "up_proj", "down_proj")
+    stored = stored_as(module, config)
+    if isinstance(stored, str):
+        return stored
     flip = bool(module.is_transposed)
-    try:
-        for name in names:
-            _check_sizes(getattr(module, name), flip, format, config.inputs)
-    except ValueError as error:
-        return str(error)
-    tensors: dict[str, Tensor] = {}
-    for name in names:
+    for name in stored.projections:
         # Each weight takes its place before the next is made, so that only one is there twice.
-        tensors = _quantise_weight(getattr(module, name), flip, format, name)
-        stored = StoredFormat(activation=found, w_format=config.weights, x_format=config.inputs)
-        store(module, stored, tensors)
+        store(module, stored, _quantise_weight(getattr(module, name), flip, config.format, name))
     return None
-
-
-def _check_sizes(w: Tensor, flip: bool, format: Format, x_format: str) -> None:
-    rows, width = (w.shape[2], w.shape[1]) if flip else (w.shape[1], w.shape[2])
-    check_packing("w_format", format, width)
-    ragged = ragged_axis(format, rows, width)
-    if ragged is not None:
-        axis, size, group = ragged
-        across = "columns" if axis == "rows" else "rows"
-        raise ValueError(
-            f"w_format={format.name!r} wants {across} of a multiple of {group}, got {size}"
-        )
-    if x_format:
-        check_input_format("x_format", x_format, width)
 
 
 def _quantise_weight(w: Tensor, flip: bool, format: Format, name: str) -> dict[str, Tensor]:
     """The tensors of one stacked weight by attribute name, made one expert at a time."""
-    E = w.shape[0]
-    tensors: dict[str, Tensor] = {}
-    for e in range(E):
+    tensors = empty(w, flip, format, name)
+    for e in range(w.shape[0]):
         w_FD = (w[e].T if flip else w[e]).float()
-        parts: dict[str, Tensor | None] = {}
         global_scale = None
         if format.has_global_scale:
             global_scale = packing.global_scale_of(w_FD, format)
-            parts[f"{name}_global_scale"] = global_scale
+            tensors[f"{name}_global_scale"][e] = global_scale
         done = packing.quantize(w_FD, format, global_scale=global_scale)
-        parts |= {name: done.values, f"{name}_scale": done.scale, f"{name}_zero": done.zero}
-        for key, part in parts.items():
-            if part is not None:
-                if key not in tensors:
-                    tensors[key] = part.new_empty((E, *part.shape))
-                tensors[key][e] = part
+        for part, t in ((name, done.values), (f"{name}_scale", done.scale)):
+            tensors[part][e] = t
+        if done.zero is not None:
+            tensors[f"{name}_zero"][e] = done.zero
     return tensors
 
 

@@ -40,6 +40,11 @@ class StoredFormat:
     scale_suffix: str = "_scale"
     repeat_rows: bool = False  # one scale for all rows of a half, repeated for each row
 
+    @property
+    def projections(self) -> tuple[str, str]:
+        """The names of both weights."""
+        return "gate_up_proj" if self.activation.gated else "up_proj", "down_proj"
+
     def arguments(self, module: nn.Module) -> dict[str, Any]:
         """The arguments of the `experts` op that belong to the format."""
         first = "gate_up_proj" if self.activation.gated else "up_proj"
@@ -177,20 +182,19 @@ def store(module: nn.Module, found: StoredFormat, tensors: dict[str, Tensor]) ->
         module.__class__ = subclass(QuantisedExperts, type(module))  # type: ignore[arg-type]
 
 
-def refuse_to_save(model: PreTrainedModel) -> None:
+def refuse_to_save(model: PreTrainedModel, why: str) -> None:
     """Make `save_pretrained` of a model with quantised experts, and of the models in it, raise."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             # A partial, because a local function could not be pickled.
-            module.save_pretrained = functools.partial(_refuse, type(module).__name__)
+            module.save_pretrained = functools.partial(_refuse, type(module).__name__, why)
 
 
-def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+def _refuse(name: str, why: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(
-        f"the experts of this {name} hold quantised weights, which from_pretrained cannot read: "
-        "save the model before quantize_model and quantise what was loaded, or "
-        "torch.save(model.state_dict()) and load_state_dict it into a model that is quantised to "
-        "the same format"
+        f"the experts of this {name} hold quantised weights {why}: save the model before its "
+        "experts are quantised, or torch.save(model.state_dict()) and load_state_dict it into a "
+        "model that is quantised alike"
     )
 
 

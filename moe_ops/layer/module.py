@@ -16,6 +16,7 @@ from moe_ops.layer.parts import (
     counted_ids,
     join,
     missing_exchange,
+    ordered_rows,
     with_fused,
 )
 from moe_ops.layer.tensors import (
@@ -69,7 +70,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
         w13_scale, w2_scale, w13_zero, w2_zero      [E, groups of rows, groups of columns]
         w13_global_scale, w2_global_scale [E]       second-level scales of the weights, of nvfp4
         x_scale, h_scale [1] or [E]                 static scales of the inputs of both products
-        input_order [hidden_size]                   which column of the input comes where
+        input_order [hidden_size], or [E, hidden_size]  which column of the input comes where
         correction_bias [num_experts]               of the router
         gate                                        the router's linear, if internal_gate
 
@@ -320,8 +321,16 @@ class MoELayer(HoldsExperts, HoldsCodes):
     def run_experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         """The weighted sum of the experts of this rank, given what `route` returned. [T, D]."""
         check_size("x", x_TD, 1, self.sizes.hidden_size, "the layer's hidden_size")
-        if self.input_order is not None:
-            x_TD = x_TD.index_select(1, self.input_order)
+        if self.input_order is None:
+            return self._run_experts(x_TD, weights_TK, ids_TK)
+        if self.input_order.dim() == 1:
+            return self._run_experts(x_TD.index_select(1, self.input_order), weights_TK, ids_TK)
+        # Each expert has an order of its own: a pair of a token and an expert is a row.
+        x_RD = ordered_rows(x_TD, ids_TK, self.input_order, self.expert_map)
+        out_RD = self._run_experts(x_RD, weights_TK.reshape(-1, 1), ids_TK.reshape(-1, 1))
+        return out_RD.unflatten(0, ids_TK.shape).sum(1)
+
+    def _run_experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         act, added = self.activation, self.sizes.D - self.sizes.hidden_size
         if added:
             x_TD = F.pad(x_TD, (0, added))
@@ -356,8 +365,10 @@ class MoELayer(HoldsExperts, HoldsCodes):
 
     def expert_tensors(self) -> dict[str, Tensor]:
         """The tensors with one entry per slot on axis 0, by name: what moves with an expert."""
-        each = self.quant is not None and self.quant.per_expert_inputs
-        names = (*PER_EXPERT, *INPUT_SCALES) if each else PER_EXPERT
+        names, quant = [*PER_EXPERT], self.quant
+        if quant is not None:
+            names += INPUT_SCALES if quant.per_expert_inputs else ()
+            names += ("input_order",) if quant.per_expert_order else ()
         found = ((name, getattr(self, name)) for name in names)
         return {name: t.detach() for name, t in found if t is not None}
 

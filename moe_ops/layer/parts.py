@@ -140,3 +140,18 @@ def with_fused(
         torch.cat((weights_TK, weights_TK.new_ones(T, S)), dim=1),
         torch.cat((ids_TK, ids_TS), dim=1),
     )
+
+
+def ordered_rows(
+    x_TD: Tensor, ids_TK: Tensor, order_ED: Tensor, expert_map: Tensor | None
+) -> Tensor:
+    """A row [T * K, D] for each pair of a token and an expert, columns in the expert's order.
+
+    Rows of experts that live elsewhere are in any order. One of a token's K experts at a time, so
+    that indices take 8 bytes for each value of x, and not K times as many.
+    """
+    slots_TK = ids_TK.clamp(min=0).long()
+    if expert_map is not None:
+        slots_TK = expert_map[slots_TK].clamp(min=0).long()
+    rows = [x_TD.gather(1, order_ED[slots_T]) for slots_T in slots_TK.unbind(1)]
+    return torch.stack(rows, 1).flatten(0, 1)

@@ -177,7 +177,10 @@ def layer_buffers(
     """The tensors that say where experts and columns are, as a new layer has them, on the CPU; None
     for those that it does not need. Not shared with the placement.
     """
-    ordered = formats is not None and formats.ordered_input
+    order = None
+    if formats is not None and formats.ordered_input:
+        order = torch.arange(sizes.hidden_size, device="cpu")
+        order = order.repeat(sizes.E, 1) if formats.per_expert_order else order
     replicas = loads = counted_part = None
     if placement.balanced:
         loads = torch.zeros(placement.num_experts, dtype=torch.int64, device="cpu")
@@ -192,7 +195,7 @@ def layer_buffers(
         "physical_to_logical": None if replicas is None else replicas.physical_to_logical,
         "logical_to_physical": None if replicas is None else replicas.logical_to_physical,
         "replica_counts": None if replicas is None else replicas.counts,
-        "input_order": torch.arange(sizes.hidden_size, device="cpu") if ordered else None,
+        "input_order": order,
     }
 
 

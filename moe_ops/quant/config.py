@@ -19,7 +19,8 @@ class QuantConfig:
     layer holds the scales of the inputs; without, inputs are scaled at run time. One scale serves
     all experts, or with per_expert_inputs each has its own. With ordered_input the layer holds
     `input_order`, in which columns of its input go to the first product: for weights that GPTQ
-    quantised in the order of their activations.
+    quantised in the order of their activations. One order serves all experts; with per_expert_order
+    each has its own, and a token's columns are put in order once for each expert that it goes to.
 
     Raises ValueError for formats that no scheme of `moe_ops.quant.schemes` joins, TypeError for
     what is neither a string nor a flag.
@@ -30,6 +31,7 @@ class QuantConfig:
     static_inputs: bool = False
     per_expert_inputs: bool = False
     ordered_input: bool = False
+    per_expert_order: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -56,6 +58,8 @@ class QuantConfig:
                 "ordered_input goes with integer weights and inputs in 16 bits, got "
                 f"{self.weights!r} and {self.inputs!r}; leave it out"
             )
+        if self.per_expert_order and not self.ordered_input:
+            raise ValueError("per_expert_order goes with ordered_input; give both, or leave it out")
 
     @staticmethod
     def of(quant: str | QuantConfig | None) -> QuantConfig | None:
@@ -107,5 +111,5 @@ class QuantConfig:
         """Scheme and formats for a log."""
         static = "static " * self.static_inputs + "per-expert " * self.per_expert_inputs
         inputs = f" x {static}{self.inputs}" if self.inputs else ""
-        order = ", ordered input" if self.ordered_input else ""
+        order = ", ordered input" * self.ordered_input + " per expert" * self.per_expert_order
         return f"{self.scheme} ({self.weights}{inputs}{order})"

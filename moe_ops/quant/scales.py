@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.quant.packing import decode_scale
+from moe_ops.quant.packing import E8M0_NAN, decode_scale
 from moe_ops.shapes import FLOATS, check_tensor
+
+FLOAT8_NAN = 0x7F  # of float8_e4m3fn, without its sign
 
 
 def inverse(scale: Tensor) -> Tensor:
@@ -64,3 +66,24 @@ def float32_to_e8m0(scale: Tensor) -> Tensor:
             "with e8m0 scales, since rounding a scale silently changes them"
         )
     return exponent.to(torch.uint8)
+
+
+def wrong_scale(scale: Tensor, kind: str, *, signed: bool = False) -> str | None:
+    """What in the scales of weights is no positive finite number, or None; kind: a key of `SCALES`.
+
+    Two kinds say it otherwise: e8m0 has one code for NaN and none for 0, and a float8_e4m3fn scale
+    of 0 is what a block of zeros, or of nearly that, has under a global scale. signed: 0 and less
+    are right, too, as in GGUF, where a scale has the sign of the largest value.
+    """
+    if not scale.numel():
+        return None
+    if kind in ("e8m0", "float8_e4m3fn"):
+        codes = int(scale.view(torch.uint8).max())
+        if kind == "e8m0":
+            return "NaN" if codes == E8M0_NAN else None
+        # Those from the sign bit on are negative, and NaN is the last one before it.
+        return None if codes < FLOAT8_NAN else "a negative number" if codes > FLOAT8_NAN else "NaN"
+    lowest, highest = (float(t) for t in torch.aminmax(scale))
+    if (lowest > float("-inf") if signed else lowest > 0) and highest < float("inf"):
+        return None
+    return str(lowest if lowest <= 0 else highest)

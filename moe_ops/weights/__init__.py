@@ -1,15 +1,18 @@
-"""Weights from any checkpoint into MoE layers, streamed from safetensors or GGUF files.
+"""Weights from any checkpoint into MoE layers: from safetensors or GGUF files, or from tensors.
 
-`load_checkpoint` loads layers from files, `load_expert` one tensor. What names mean is in
-`names.py`, how tensors are laid out in `layouts.py`, which part a rank keeps in `shards.py`, in
-which order columns come in `order.py`; GGUF and bitsandbytes have files of their own.
+`load_checkpoint` (`load.py`) loads layers, `load_expert` (`experts.py`) one tensor. Entries come
+from `files.py` and `tensors.py`, and are checked and then written by `checkpoint.py`. What names
+mean is in `names.py`, what JSON files say in `configuration.py`, how tensors are laid out in
+`layouts.py`, which part a rank keeps in `shards.py`, in which order columns come in `order.py`;
+GGUF and bitsandbytes have files of their own.
 """
 
-from moe_ops.weights.checkpoint import load_checkpoint
-from moe_ops.weights.experts import LoadRecord, load_expert
+from moe_ops.weights.experts import load_expert
 from moe_ops.weights.gguf_files import gguf_formats
 from moe_ops.weights.layouts import Coding
+from moe_ops.weights.load import load_checkpoint
 from moe_ops.weights.names import STYLES, Style
+from moe_ops.weights.record import LoadRecord
 from moe_ops.weights.report import LoadReport
 
 __all__ = [

@@ -12,9 +12,10 @@ stored in eight bits itself (double quantisation), with a table, a scale per blo
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,15 +26,96 @@ SUFFIXES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 DTYPES = {
     "float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32
 }  # fmt: skip
+MOST_AXES = 4
 Get = Callable[[str], Tensor]
 
 
-def decoders(names: set[str], get: Get) -> tuple[dict[str, Callable[[], Tensor]], set[str]]:
-    """What decodes each weight of a file whose names these are, and the names that belong to them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What the JSON of a weight says. Nested values are 0 without double quantisation."""
+
+    shape: tuple[int, ...]
+    blocksize: int
+    dtype: torch.dtype
+    nested_blocksize: int
+    nested_offset: float
+
+    @property
+    def values(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.values // self.blocksize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """A weight: its name, that of its state, those of its parts by suffix, and who reads them."""
+
+    name: str
+    state: str
+    parts: Mapping[str, str]
+    get: Get
+
+    def like(self) -> Tensor:
+        """What `decode` gives, without memory. Raises ValueError or TypeError, naming the entry,
+        unless all of its parts fit.
+        """
+        try:
+            state = self._checked()
+        except (ValueError, TypeError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{self.name}: {error}") from error
+        return torch.empty(state.shape, dtype=state.dtype, device="meta")
+
+    def decode(self) -> Tensor:
+        """The weight, in the dtype that it was quantised from."""
+        state = self._checked()
+        codes, table = self.get(self.name).reshape(-1), self.get(self.parts["quant_map"]).float()
+        absmax, block = self.get(self.parts["absmax"]), state.blocksize
+        if "nested_absmax" in self.parts:
+            scale = self.get(self.parts["nested_absmax"])
+            every = scale.repeat_interleave(state.nested_blocksize)[: absmax.numel()]
+            values = self.get(self.parts["nested_quant_map"])[absmax.int()]
+            absmax = values * every + state.nested_offset
+        out = torch.empty(state.blocks, block, dtype=state.dtype)
+        flat, per = out.view(-1), block // 2
+        step = max(state.blocks // 16, 1)  # in parts, so that what is made on the way is small
+        for first in range(0, state.blocks, step):
+            part = codes[first * per : (first + step) * per]
+            found = table[torch.stack((part >> 4, part & 15), -1).flatten().int()]
+            scale = absmax[first : first + step].float().repeat_interleave(block)
+            flat[first * block : first * block + len(found)] = found * scale[: len(found)]
+        return flat[: state.values].view(state.shape)
+
+    def _checked(self) -> State:
+        state = _state(self.get(self.state), nested="nested_absmax" in self.parts)
+        codes, absmax = self.get(self.name), self.get(self.parts["absmax"])
+        fits = codes.numel() == -(-state.values // 2) and absmax.numel() == state.blocks
+        if codes.dtype != torch.uint8 or not fits:
+            raise ValueError(
+                f"{codes.numel()} {codes.dtype} codes and {absmax.numel()} scales are not those of "
+                f"{list(state.shape)} in blocks of {state.blocksize}; store 4-bit codes as uint8"
+            )
+        _check_table("quant_map", self.get(self.parts["quant_map"]), 16)
+        if "nested_absmax" not in self.parts:
+            _check_table("absmax", absmax, state.blocks)
+            return state
+        if absmax.dtype != torch.uint8:
+            raise TypeError(f"absmax is {absmax.dtype}, but scales of scales go with uint8")
+        nested = -(-state.blocks // state.nested_blocksize)
+        _check_table("nested_absmax", self.get(self.parts["nested_absmax"]), nested)
+        _check_table("nested_quant_map", self.get(self.parts["nested_quant_map"]), 256)
+        return state
+
+
+def decoders(names: set[str], get: Get) -> tuple[dict[str, Weight], set[str]]:
+    """Each weight of a file whose names these are, and the names that belong to them.
 
     A weight is decoded if all that it needs is in its file.
     """
-    found: dict[str, Callable[[], Tensor]] = {}
+    found: dict[str, Weight] = {}
     used: set[str] = set()
     for name in names:
         state = STATE.fullmatch(name)
@@ -42,41 +124,57 @@ def decoders(names: set[str], get: Get) -> tuple[dict[str, Callable[[], Tensor]]
         weight = state["weight"]
         parts = {suffix: f"{weight}.{suffix}" for suffix in SUFFIXES}
         here = {suffix: part for suffix, part in parts.items() if part in names}
-        if weight in names and {"absmax", "quant_map"} <= here.keys():
-            found[weight] = partial(_decode, weight, name, here, get)
+        nested = len({"nested_absmax", "nested_quant_map"} & here.keys())
+        if weight in names and {"absmax", "quant_map"} <= here.keys() and nested != 1:
+            found[weight] = Weight(name=weight, state=name, parts=here, get=get)
             used.update(here.values(), (name,))
     return found, used
 
 
-def _decode(weight: str, state_name: str, parts: Mapping[str, str], get: Get) -> Tensor:
-    """The weight, in the dtype that it was quantised from. Raises ValueError if parts misfit."""
-    state: dict[str, Any] = json.loads(bytes(get(state_name).tolist()))
-    codes, table = get(weight).reshape(-1), get(parts["quant_map"]).float()
-    shape, block = tuple(state["shape"]), int(state["blocksize"])
-    absmax = get(parts["absmax"])
-    if "nested_absmax" in parts:
-        absmax = _unnested(
-            absmax, state, get(parts["nested_absmax"]), get(parts["nested_quant_map"])
-        )
-    values = torch.Size(shape).numel()
-    blocks = -(-values // block)
-    if codes.dtype != torch.uint8 or codes.numel() != -(-values // 2) or absmax.numel() != blocks:
+def _state(told: Tensor, *, nested: bool) -> State:
+    """What the bytes of a tensor tell. Raises ValueError or TypeError for what is no state."""
+    if told.dtype != torch.uint8 or told.dim() != 1:
+        raise TypeError(f"its quant_state is {list(told.shape)} {told.dtype}, not bytes of JSON")
+    try:
+        found = json.loads(bytes(told.tolist()))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its quant_state is no JSON ({error}); write the file anew") from error
+    if not isinstance(found, dict):
+        raise TypeError(f"its quant_state must be an object of names and values, got {found!r:.80}")
+    shape = found.get("shape")
+    if not isinstance(shape, list) or not 0 < len(shape) <= MOST_AXES:
+        raise ValueError(f"the shape of its quant_state must be sizes of axes, got {shape!r:.80}")
+    dtype = found.get("dtype")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"the dtype of its quant_state must be in {list(DTYPES)}, got {dtype!r}")
+    blocksize = _count(found.get("blocksize"), "blocksize")
+    if blocksize % 2:
+        raise ValueError(f"blocksize must be even, because bytes hold two codes, got {blocksize}")
+    offset = found.get("nested_offset", 0.0) if nested else 0.0
+    if isinstance(offset, bool) or not isinstance(offset, (int, float)) or not _finite(offset):
+        raise ValueError(f"nested_offset of its quant_state must be a number, got {offset!r:.80}")
+    return State(
+        shape=tuple(_count(size, "each size of its shape") for size in shape),
+        blocksize=blocksize,
+        dtype=DTYPES[dtype],
+        nested_blocksize=_count(found.get("nested_blocksize"), "nested_blocksize") if nested else 0,
+        nested_offset=float(offset),
+    )
+
+
+def _count(value: Any, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+        raise ValueError(f"{what} must be an integer above 0, got {value!r:.80}")
+    return value
+
+
+def _finite(value: float) -> bool:
+    return -3e38 < value < 3e38  # integers may be larger than any float
+
+
+def _check_table(what: str, t: Tensor, values: int) -> None:
+    if not t.is_floating_point() or tuple(t.shape) != (values,):
         raise ValueError(
-            f"{weight}: {codes.numel()} {codes.dtype} codes and {absmax.numel()} scales are not "
-            f"those of {list(shape)} in blocks of {block}; store 4-bit codes as uint8"
+            f"{what} is {list(t.shape)} {t.dtype}, but has to be {values} floats; "
+            "write the file anew"
         )
-    out = torch.empty(blocks, block, dtype=DTYPES[state["dtype"]])
-    flat, per = out.view(-1), block // 2
-    step = max(blocks // 16, 1)  # in parts, so that what is made on the way is small
-    for first in range(0, blocks, step):
-        part = codes[first * per : (first + step) * per]
-        found = table[torch.stack((part >> 4, part & 15), -1).flatten().int()]
-        scale = absmax[first : first + step].float().repeat_interleave(block)
-        flat[first * block : first * block + len(found)] = found * scale[: len(found)]
-    return flat[:values].view(shape)
-
-
-def _unnested(absmax: Tensor, state: Mapping[str, Any], scale: Tensor, table: Tensor) -> Tensor:
-    """absmax in float32, of eight bits with a table and scales of their own."""
-    every = scale.repeat_interleave(int(state["nested_blocksize"]))[: absmax.numel()]
-    return table[absmax.int()] * every + float(state["nested_offset"])

@@ -3,85 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 
-import torch
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
 from moe_ops.options import check_flag, check_int, check_text, check_type
-from moe_ops.shapes import check_choice
-from moe_ops.weights.layouts import PLAIN, Coding
-from moe_ops.weights.names import PARAMETERS
-from moe_ops.weights.order import Orders, order_of, ordered_sources
-from moe_ops.weights.shards import ShardPlan, check_shape, one_input_scale, plan
+from moe_ops.shapes import FLOATS, check_choice
+from moe_ops.weights.global_scales import Blocks
+from moe_ops.weights.layouts import PLAIN, Coding, short
+from moe_ops.weights.numbers import agree, load_input
+from moe_ops.weights.order import order_of, ordered_sources
+from moe_ops.weights.record import PARAMETER_NAMES, WEIGHTS, LoadRecord, Writes
+from moe_ops.weights.shards import ShardPlan, check_shape, one_input_scale
 
-# Names of parameters: what they are of the first weight (False) or of the second (True).
-WEIGHTS = {
-    name: (part, second)
-    for part, names in PARAMETERS.items()
-    for second, name in zip((False, True), names, strict=True)
-}
-PARAMETER_NAMES = tuple(WEIGHTS)
 SHARDS = ("w1", "w2", "w3", "w13")
-
-
-@dataclass(eq=False, slots=True)
-class LoadRecord:
-    """What one load of a checkpoint has brought to one layer so far.
-
-    Some numbers of a layer serve several tensors of a checkpoint, which must agree: the record
-    remembers them. Make one per layer and load, and pass it to every `load_expert` of it; experts
-    must not change their places meanwhile.
-    """
-
-    # By parameter, logical expert and shard: the entry it came from, also if it lives elsewhere.
-    seen: dict[tuple[str, int, str], str] = field(default_factory=dict)
-    # By parameter and logical expert: the number that serves gate and up, and its entry.
-    shared: dict[tuple[str, int], tuple[Tensor, str]] = field(default_factory=dict)
-    # What is the same for every expert, worked out once.
-    plans: dict[tuple[object, ...], ShardPlan] = field(default_factory=dict)
-    slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    orders: Orders = field(default_factory=Orders)
-
-    def slots_of(self, layer: MoELayer, expert: int) -> tuple[int, ...]:
-        """`slots_of`, asked once."""
-        if expert not in self.slots:
-            self.slots[expert] = slots_of(layer, expert)
-        return self.slots[expert]
-
-    def plan_of(
-        self,
-        layer: MoELayer,
-        parameter: str,
-        shard: str,
-        coding: Coding,
-        interleaved: bool,
-        sharded: bool,
-    ) -> ShardPlan:
-        """`plan` for a parameter that the layer holds, asked once."""
-        part, _ = WEIGHTS[parameter]
-        options = (parameter, part, shard, coding, interleaved, sharded, self.orders.some)
-        key = (*options, getattr(layer, parameter).data_ptr())  # other memory, if it moved
-        if key not in self.plans:
-            self.plans[key] = plan(layer, *options)
-        return self.plans[key]
-
-
-def slots_of(layer: MoELayer, expert: int) -> tuple[int, ...]:
-    """The slots of this rank that hold a logical expert: none if it lives elsewhere, several if it
-    has replicas. Fused shared experts follow the routed ones, from num_experts on.
-    """
-    placement = layer.placement
-    known = layer.num_experts + placement.shared
-    if not 0 <= expert < known:
-        raise ValueError(f"expert {expert} does not exist: the layer has {known}")
-    if expert >= layer.num_experts:
-        return (placement.num_local + expert - layer.num_experts,)
-    replicas = layer.replicas
-    physical = (expert,) if replicas is None else replicas.physical_of(expert)
-    found = (placement.local_id(p) for p in physical)
-    return tuple(slot for slot in found if slot >= 0)
 
 
 def load_expert(
@@ -112,9 +49,9 @@ def load_expert(
     layout. Floating-point weights and biases are rounded to the layer's dtype; codes and scales
     never are. Scales multiply: take `quant.scales.inverse` of others.
 
-    Where one number serves w1 and w3, they must agree, and one scale serves the inputs of all
-    experts: their largest, unless the layer has per_expert_inputs. A `record` of what was loaded
-    before is then needed. For one scale of inputs every rank is to be given those of all experts.
+    Where one number serves w1 and w3, they must agree, but for scales of inputs: the largest one
+    serves w1 and w3 and, unless the layer has per_expert_inputs, all experts. A `record` of what
+    was loaded before is then needed. For one scale every rank is to be given those of all experts.
 
     Raises ValueError or TypeError, naming the entry, for a tensor that does not fit; the layer is
     then as it was.
@@ -140,31 +77,6 @@ def load_expert(
     return here
 
 
-def check_load(
-    layers: Mapping[str, MoELayer], coding: Coding | None, sharded: bool, progress: bool
-) -> None:
-    """Raise TypeError or ValueError unless these can be arguments of `load_checkpoint`: layers by
-    names, none of which is on the meta device, and so on.
-    """
-    check_flag("sharded", sharded)
-    check_flag("progress", progress)
-    if coding is not None:
-        check_type("coding", coding, Coding, "a Coding or None")
-    check_type("layers", layers, Mapping, "layers by the prefixes of their names")
-    for prefix, layer in layers.items():
-        check_text("each prefix of layers", prefix)
-        check_type(f"layers[{prefix!r}]", layer, MoELayer, "a MoELayer")
-        if any(p.is_meta for p in layer.parameters()):
-            raise ValueError(
-                f"the layer {prefix!r} is on the meta device; give it memory first: "
-                "layer.to_empty(device=...), then layer.reset_parameters()"
-            )
-
-
-# What goes where: a view of the layer's tensor, and what is to be copied to it.
-Writes = Iterable[tuple[Tensor, Tensor]]
-
-
 def write(writes: Writes) -> None:
     """Do the writes, one at a time."""
     for target, source in writes:
@@ -188,8 +100,8 @@ class Piece:
 def prepare_expert(layer: MoELayer, piece: Piece, record: LoadRecord | None) -> tuple[bool, Writes]:
     """`load_expert` up to the writes, which are still to be done: several can then be done at once.
 
-    Checks everything, and keeps numbers that must agree in the record; scales of inputs are
-    written already.
+    Checks everything, and keeps numbers that must agree in the record. Writes that are a list need
+    no memory of their own; others make, one after the other, what they write.
     """
     parameter, name, shard, sharded = piece.parameter, piece.name, piece.shard, piece.sharded
     check_choice("shard", shard, SHARDS)
@@ -204,33 +116,46 @@ def prepare_expert(layer: MoELayer, piece: Piece, record: LoadRecord | None) -> 
         slots = [record.slots_of(layer, e) for e in experts]
         t_E = _by_expert(piece.tensor, len(experts), stacked, part)
         if part == "input":
-            _load_input(layer, parameter, t_E, experts, shard, name, given)
-            return one_input_scale(layer) or any(slots), ()
+            writes = load_input(layer, parameter, t_E, experts, shard, given)
+            return one_input_scale(layer) or any(slots), writes
         if part == "g_idx":
             _load_order(layer, shard, zip(experts, t_E, slots, strict=True), name, given, sharded)
-            return any(slots), ()
+            if given is None or second:
+                return any(slots), ()
+            return any(slots), given.orders.input_writes(
+                layer, list(zip(experts, slots, strict=True))
+            )
         if part == "shape":
             check_shape(layer, shard, t_E, sharded)
             return any(slots), ()
-        if getattr(layer, parameter) is None:
-            _check_not_held(layer, parameter, part, t_E, piece.coding)
+        held = getattr(layer, parameter)
+        if held is None:
+            _check_not_held(layer, piece, part, t_E, record)
             return False, ()
+        if part == "weight" and layer.quant is not None and piece.tensor.dtype in FLOATS:
+            raise TypeError(
+                f"is {short(piece.tensor.dtype)}, but the layer's tensor is {short(held.dtype)}; "
+                "give the layer the checkpoint's format: none (quant=None) where it leaves a layer "
+                "unquantised, and a module where it leaves shared experts so"
+            )
+        order_writes: Writes = []
         if part == "weight" and not second and layer.input_order is not None:
             if given is None:
                 raise ValueError("the layer's input is put in order; pass this load's LoadRecord")
-            here_alone = (e for e, s in zip(experts, slots, strict=True) if s)
-            record.orders.tell_none(layer, here_alone, name)
+            here_alone = [(e, s) for e, s in zip(experts, slots, strict=True) if s]
+            record.orders.tell_none(layer, (e for e, _ in here_alone), name)
+            order_writes = record.orders.input_writes(layer, here_alone)
         ordered = record.orders.some
         how = record.plan_of(layer, parameter, shard, piece.coding, piece.interleaved, sharded)
         here = [(e, t, s) for e, t, s in zip(experts, t_E, slots, strict=True) if s]
         orders = {e: record.orders.of(second, e) for e, *_ in here} if ordered else {}
         record.orders.written.update(e for e, *_ in here)
         # Gate and up in one tensor can be compared without a record.
-        return any(slots), _checked(
-            how, here, orders, parameter, name, record if shard == "w13" else given
-        )
+        writes = _checked(how, here, orders, parameter, name, record if shard == "w13" else given)
+        return any(slots), chain(order_writes, writes) if order_writes else writes
     except (ValueError, TypeError) as error:
-        raise type(error)(f"{name}: {error}") from error
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name}: {error}") from error
 
 
 def _by_expert(tensor: Tensor, experts: int, stacked: bool, part: str) -> Sequence[Tensor]:
@@ -259,9 +184,10 @@ def _checked(
 ) -> Writes:
     """What is to be written, checked.
 
-    Raises ValueError or TypeError unless every expert's tensor fits, and agrees with others. Those
-    that are converted are alike in shape and dtype, which is all that can be wrong with them, so
-    the first block of the first one is looked at, and memory is needed for one block at a time.
+    Raises ValueError or TypeError unless every expert's tensor fits, and agrees with others. Of
+    weights those that are converted are alike in shape and dtype, which is all that can be wrong
+    with them, so the first block of the first one is looked at. What a conversion made is dropped,
+    and made again when it is written, so memory is needed for one block at a time.
     """
 
     def sources(expert: int, t: Tensor) -> Iterator[tuple[Tensor, int, int]]:
@@ -270,89 +196,34 @@ def _checked(
             return how.sources(t)
         return ordered_sources(how, t, rows, columns)
 
+    def writes(e: int, t: Tensor, slots: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+        for source in sources(e, t):
+            for slot in slots:
+                yield how.region(slot, *source), source[0]
+
+    later = (found for one in here for found in writes(*one))
     if how.part == "weight" and (how.matrix.convert is not None or orders):
         for e, t, _ in here[:1]:
             next(sources(e, t), None)
-        return (
-            (how.region(slot, *source), source[0])
-            for e, t, slots in here
-            for source in sources(e, t)
-            for slot in slots
-        )
-    parts = [(e, slots, list(sources(e, t))) for e, t, slots in here]
-    if how.shared:
-        _agree(parameter, name, [(e, t) for e, _, found in parts for t, *_ in found], record)
-    return [
-        (how.region(slot, *source), source[0])
-        for _, slots, found in parts
-        for source in found
-        for slot in slots
-    ]
-
-
-def _agree(
-    parameter: str, name: str, values: list[tuple[int, Tensor]], record: LoadRecord | None
-) -> None:
-    """Raise ValueError unless the numbers are those that were there before, if any were."""
-    if record is None:
-        raise ValueError(
-            "one number serves w1 and w3, which must agree; pass this load's LoadRecord"
-        )
-    found: dict[tuple[str, int], tuple[Tensor, str]] = {}
-    for expert, value in values:
-        key = (parameter, expert)
-        before, other = record.shared.get(key) or found.setdefault(key, (value.clone(), name))
-        if not torch.equal(before.float(), value.float()):
-            raise ValueError(
-                f"expert {expert} has {float(value.flatten()[0])} here, but "
-                f"{float(before.flatten()[0])} in {other}, and one number must serve both; "
-                "give the layer a format with a scale per row, or quantise them again"
-            )
-    record.shared.update(found)
-
-
-def _load_input(
-    layer: MoELayer,
-    parameter: str,
-    t_E: Sequence[Tensor],
-    experts: Sequence[int],
-    shard: str,
-    name: str,
-    record: LoadRecord | None,
-) -> None:
-    """The static scale of an input: the largest of all experts, or of each its own."""
-    target = getattr(layer, parameter)
-    if target is None:
-        raise ValueError(
-            f"the layer holds no {parameter}; make it with QuantConfig(static_inputs=True)"
-        )
-    if record is None:
-        raise ValueError("one scale serves w1 and w3 and all experts; pass this load's LoadRecord")
-    found = {}
-    for expert, t in zip(experts, t_E, strict=True):
-        both = t.numel() == 2 and shard == "w13"
-        if t.numel() != 1 and not both:
-            raise ValueError(
-                f"expected the shape [1], found {list(t.shape)}; quantise the inputs of an expert "
-                "with one scale"
-            )
-        value = t.reshape(-1).float()
-        if not bool((value.isfinite() & (value > 0)).all()):
-            raise ValueError(f"expert {expert} has {value.tolist()}, but a scale is above 0")
-        first, other = record.shared.get((parameter, expert), (value[:1], name))
-        if not bool((value == first).all()):
-            raise ValueError(
-                f"expert {expert} has {value.tolist()} here, but {first.tolist()} in {other}, and "
-                "w1 and w3 have the same input; give both one scale"
-            )
-        found[parameter, expert] = (first.clone(), other)
-    record.shared.update(found)
-    if not one_input_scale(layer):
-        for (_, expert), (value, _) in found.items():
-            target.detach()[list(record.slots_of(layer, expert))] = value
-        return
-    known = [value for (p, _), (value, _) in record.shared.items() if p == parameter]
-    target.detach().copy_(torch.stack(known).amax().reshape(target.shape))
+        return later
+    made, scales = False, None if record is None else record.global_scales
+    of_blocks = parameter == "w13_scale" and how.format is not None and how.format.has_global_scale
+    for e, t, slots in here:
+        for source, half, _ in sources(e, t):
+            wrong = how.wrong_in(source)
+            if wrong is not None:
+                raise ValueError(
+                    f"holds {wrong}, but a scale is {'finite' if how.signed else 'above 0'}; "
+                    "complete the download, or quantise the weights again"
+                )
+            made = made or source.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
+            if scales is not None and how.shared and how.part == "global_scale":
+                scales.tell(e, half, source, name)
+            elif how.shared:
+                agree(parameter, name, e, source, record)
+            elif scales is not None and of_blocks:
+                scales.blocks[e, half] = Blocks(plan=how, slots=slots, half=half, scales=source)
+    return later if made else list(later)
 
 
 def _load_order(
@@ -374,23 +245,30 @@ def _load_order(
 
 
 def _check_not_held(
-    layer: MoELayer, parameter: str, part: str, t_E: Sequence[Tensor], coding: Coding
+    layer: MoELayer, piece: Piece, part: str, t_E: Sequence[Tensor], record: LoadRecord
 ) -> None:
     """Raise ValueError unless the layer computes the same without this tensor."""
+    parameter, coding = piece.parameter, piece.coding
     if parameter == "w2_bias" and layer.w13_bias is not None:
         return  # added once in the sum of the ranks, by the first
     format = None if layer.quant is None else layer.quant.format
     if part == "zero" and format is not None and format.integer is not None:
         # Symmetric weights whose checkpoint spells out that their zero is the middle.
         middle = 2 ** (int(format.bits) - 1)
-        convert = coding.zero.convert
-        zeros = (t if convert is None else convert(t, format) for t in t_E)
-        if all(bool((zero == middle).all()) for zero in zeros):
-            return
-        raise ValueError(
-            f"has zero points other than {middle}, but the layer's {format.name} is symmetric; "
-            f"give it the format u{format.name}"
-        )
+        scale = parameter.replace("zero", "scale")
+        how = record.plan_of(layer, scale, piece.shard, coding, piece.interleaved, piece.sharded)
+        matrix = coding.matrix("zero", format)
+        shape = matrix.shape(how.rows.whole * len(how.halves), how.columns.whole)
+        for t in t_E:
+            if tuple(t.shape) != shape:
+                raise ValueError(f"expected the shape {shape}, found {tuple(t.shape)}")
+            zero = t if matrix.convert is None else matrix.convert(t, format)
+            if not bool((zero == middle).all()):
+                raise ValueError(
+                    f"has zero points other than {middle}, but the layer's {format.name} is "
+                    f"symmetric; give it the format u{format.name}"
+                )
+        return
     raise ValueError(
         f"the layer holds no {parameter}; give it the format of the checkpoint"
         if part != "bias"

@@ -1,16 +1,17 @@
-"""The files of a checkpoint: which they are, what is in them, what its configuration says."""
+"""The files of a checkpoint: which they are, and what is in them."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+from torch import Tensor
 
 from moe_ops.options import check_type
 from moe_ops.weights import bitsandbytes, gguf_files
+from moe_ops.weights.configuration import files_of_index
 from moe_ops.weights.layouts import PLAIN, Stored
 
 
@@ -29,20 +30,29 @@ def entries(file: Path, ending: str = "") -> Iterator[Stored]:
             "reading checkpoints needs the package safetensors; install it"
         ) from error
     try:
-        mapped = safe_open(file, framework="pt", device="cpu")
+        opened = safe_open(file, framework="pt", device="cpu")  # closed with the last tensor
     except SafetensorError as error:
         raise ValueError(
             f"{file} cannot be read as safetensors ({error}); complete the download, or write the "
             "file anew"
         ) from error
-    with mapped as opened:
-        names = [name for name in opened.offset_keys() if name.endswith(ending)]
-        decoded, parts = bitsandbytes.decoders(set(names), opened.get_tensor)
-        for name in names:
-            if name in decoded:
-                yield Stored(name=name, read=decoded[name], coding=PLAIN, made=True)
-            elif name not in parts:
-                yield Stored(name=name, read=partial(opened.get_tensor, name))
+
+    def get(name: str) -> Tensor:
+        try:
+            found: Tensor = opened.get_tensor(name)
+        except (SafetensorError, RuntimeError, LookupError, AttributeError) as error:
+            # It has a dtype, or a size, that this torch has not.
+            raise ValueError(f"{name} cannot be read ({error}); write the file anew") from error
+        return found
+
+    names = [name for name in opened.offset_keys() if name.endswith(ending)]
+    decoded, parts = bitsandbytes.decoders(set(names), get)
+    for name in names:
+        if name in decoded:
+            weight = decoded[name]
+            yield Stored(name=name, read=weight.decode, coding=PLAIN, like=weight.like)
+        elif name not in parts:
+            yield Stored(name=name, read=partial(get, name))
 
 
 def files_of(source: str | Path | Iterable[str | Path]) -> list[Path]:
@@ -57,8 +67,7 @@ def files_of(source: str | Path | Iterable[str | Path]) -> list[Path]:
         folder = paths[0]
         indices = sorted(folder.glob("*.safetensors.index.json"))
         if indices:
-            names = set(_json(indices[0])["weight_map"].values())
-            paths = [folder / name for name in sorted(names)]
+            paths = files_of_index(indices[0])
         else:
             paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.gguf"))
     for path in paths:
@@ -69,24 +78,3 @@ def files_of(source: str | Path | Iterable[str | Path]) -> list[Path]:
     if not paths:
         raise FileNotFoundError(f"no safetensors files in {source}; give a directory or files")
     return paths
-
-
-def quantization_of(folder: Path) -> Mapping[str, Any] | None:
-    """What a checkpoint's configuration says of its quantisation, if it has one."""
-    for name, key in (("config.json", "quantization_config"), ("hf_quant_config.json", "")):
-        path = folder / name
-        if path.is_file():
-            found = _json(path)
-            if not key:
-                return {"quant_method": "modelopt", **found}
-            if found.get(key):
-                return dict(found[key])
-    return None
-
-
-def _json(path: Path) -> Any:
-    """What a JSON file holds. Raises ValueError, naming the file, if it is none."""
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); complete the download") from error

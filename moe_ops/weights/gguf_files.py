@@ -21,6 +21,8 @@ from torch import Tensor
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
 from moe_ops.quant.packing import pack
+from moe_ops.weights.configuration import naming
+from moe_ops.weights.gguf_header import check_header
 from moe_ops.weights.layouts import PLAIN, Axis, Coding, Matrix, Stored
 
 EXPERTS = re.compile(r"(?P<prefix>.*)\.ffn_(gate|up|down|gate_up)_exps\.weight")
@@ -40,9 +42,13 @@ def entries(file: Path) -> Iterator[Stored]:
         if kind in FLOATING:
             yield Stored(name=name, read=partial(_floats, tensor), coding=PLAIN)
         elif EXPERTS.fullmatch(name):
-            yield Stored(name=name, read=partial(_mapped, tensor), coding=coding_of_type(kind))
+            with naming(name):
+                coding = coding_of_type(kind)
+            yield Stored(name=name, read=partial(_mapped, tensor), coding=coding)
         else:
-            yield Stored(name=name, read=partial(_decoded, tensor), coding=PLAIN, made=True)
+            yield Stored(
+                name=name, read=partial(_decoded, tensor), coding=PLAIN, like=partial(_like, tensor)
+            )
 
 
 def gguf_formats(source: str | Path | Iterable[str | Path]) -> dict[str, QuantConfig | None]:
@@ -104,6 +110,12 @@ def _decoded(tensor: Any) -> Tensor:
     return _decoder(tensor.tensor_type.name)(_mapped(tensor))
 
 
+def _like(tensor: Any) -> Tensor:
+    with naming(tensor.name):
+        _decoder(tensor.tensor_type.name)
+    return torch.empty(tensor.shape[::-1].tolist(), device="meta")
+
+
 def _floats(tensor: Any) -> Tensor:
     t = _mapped(tensor)
     return t if t.is_floating_point() else t.view(FLOATING[tensor.tensor_type.name])
@@ -128,11 +140,20 @@ def _block(kind: str) -> tuple[int, int]:
 
 
 def _tensors(file: Path) -> list[Any]:
+    """The tensors of a file. Raises ValueError, naming it, for what is no GGUF file."""
     try:
-        from gguf import GGUFReader
+        from gguf import GGML_QUANT_SIZES, GGUFReader
     except ImportError as error:
         raise ImportError(
             f"reading {file} needs the package gguf; install it: pip install 'moe-ops[gguf]'"
         ) from error
-    # Mapped for private changes, of which there are none: torch wants memory that can be written.
-    return list(GGUFReader(file, "c").tensors)
+    try:
+        check_header(file, {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()})
+        # Mapped for private changes, of which there are none: torch wants memory that can be
+        # written.
+        return list(GGUFReader(file, "c").tensors)
+    except (ValueError, TypeError, LookupError, OverflowError) as error:
+        raise ValueError(
+            f"{file} cannot be read as GGUF ({error}); complete the download, or write the file "
+            "anew"
+        ) from error

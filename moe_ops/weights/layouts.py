@@ -8,7 +8,7 @@ stored tensor first and converted after.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -83,6 +83,7 @@ class Coding:
     `bits` is the width of an integer code, None where the dtype says it. A `weight` of None is what
     the ops read for the layer's format. Of codings that hold scales and values in one tensor,
     `formats` are those that they hold exactly; all of them `decodes` to layers without a format.
+    Where zero points are left out because all are the middle of the codes, it is `symmetric`.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Coding:
     bits: int | None = None
     formats: tuple[str, ...] = ()
     decodes: bool = False
+    symmetric: bool = False
 
     def matrix(self, part: str, format: Format | None) -> Matrix:
         """The layout of weight, scale or zero of a layer of this format (None: not quantised).
@@ -125,13 +127,14 @@ class Coding:
 class Stored(NamedTuple):
     """An entry of a file: how to read its tensor, and its coding where the file says it.
 
-    `made`: reading makes a tensor instead of mapping it, so it is to be kept for a short time.
+    Where reading makes a tensor instead of mapping it, `like` checks all that it is made of, and
+    gives a tensor on the meta device that is like it: it is read last, and kept for a short time.
     """
 
     name: str
     read: Callable[[], Tensor]
     coding: Coding | None = None
-    made: bool = False
+    like: Callable[[], Tensor] | None = None
 
 
 PLAIN = Coding(name="plain")
@@ -253,58 +256,6 @@ def _per_word(bits: int) -> int:
     return 32 // bits
 
 
-NO_OP_READS = {
-    "bitsandbytes": "of its weights those of 4 bits alone are read (NF4, FP4)",
-}
-
-
-def coding_of(config: Mapping[str, Any] | None) -> Coding:
-    """The coding of a checkpoint with this `quantization_config` (of config.json); None: plain.
-
-    Knows gptq, awq, compressed-tensors, modelopt, fp8, mxfp4 and bitsandbytes of four bits. Raises
-    ValueError, with the reason, for others and for variants whose weights no op reads.
-    """
-    if config is None:
-        return PLAIN
-    method = str(config.get("quant_method", "")).lower()
-    if method == "gptq":
-        second = config.get("checkpoint_format") == "gptq_v2"
-        return gptq(int(config.get("bits", 4)), plus_one=not second)
-    if method == "awq":
-        if config.get("bits", 4) != 4 or config.get("version", "gemm").lower() != "gemm":
-            raise ValueError(
-                f"AWQ is read with 4 bits in the version gemm, got bits={config.get('bits')}, "
-                f"version={config.get('version')!r}; convert the checkpoint"
-            )
-        return awq()
-    if method == "compressed-tensors":
-        return _compressed(config)
-    if method in ("modelopt", "fp8") or (method == "bitsandbytes" and config.get("load_in_4bit")):
-        return PLAIN  # bitsandbytes is decoded when it is read
-    if method == "mxfp4":
-        return mxfp4_blocks()
-    reason = NO_OP_READS.get(method, "its layout is unknown")
-    raise ValueError(
-        f"quant_method {method!r} cannot be loaded: {reason}; dequantise the checkpoint, or take "
-        "one of gptq, awq, compressed-tensors, modelopt, fp8, mxfp4, bitsandbytes of 4 bits"
-    )
-
-
-def _compressed(config: Mapping[str, Any]) -> Coding:
-    """The coding of compressed-tensors: in words, or as the ops read it."""
-    groups = list(config.get("config_groups", {}).values())
-    formats = {group.get("format") or config.get("format") for group in groups}
-    if "pack-quantized" not in formats | {config.get("format")}:
-        return PLAIN
-    bits = {group["weights"]["num_bits"] for group in groups}
-    if len(formats) > 1 or len(bits) != 1:
-        raise ValueError(
-            f"compressed-tensors with the formats {sorted(map(str, formats))} of {sorted(bits)} "
-            "bits differ between layers; give the coding of the experts: compressed(bits)"
-        )
-    return compressed(bits.pop())
-
-
 def to_dtype(t: Tensor, dtype: torch.dtype, part: str) -> Tensor:
     """The same numbers in the dtype of the layer's tensor, or in one that a copy rounds to it.
 
@@ -327,15 +278,15 @@ def to_dtype(t: Tensor, dtype: torch.dtype, part: str) -> Tensor:
             found = t.to(dtype)
             if not torch.equal(found.double(), t.double()):
                 raise ValueError(
-                    f"has {_short(t.dtype)} scales that {_short(dtype)} would round; "
-                    f"give the layer's format {_short(t.dtype)} scales"
+                    f"has {short(t.dtype)} scales that {short(dtype)} would round; "
+                    f"give the layer's format {short(t.dtype)} scales"
                 )
             return found
     raise TypeError(
-        f"is {_short(t.dtype)}, but the layer's tensor is {_short(dtype)}; "
+        f"is {short(t.dtype)}, but the layer's tensor is {short(dtype)}; "
         "give the layer the checkpoint's format"
     )
 
 
-def _short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

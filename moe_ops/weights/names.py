@@ -41,6 +41,7 @@ PARTS: dict[str, Part] = {
     "weight_g_idx": "g_idx",
     "weight_shape": "shape",
 }
+BASE_LAYER = re.compile(r"(?:(?<=\.)|^)base_layer\.")  # of peft, also one in another
 # compressed-tensors divides by these where all others multiply.
 RECIPROCALS = ("weight_global_scale", "input_global_scale")
 # What the layer calls each part of the first weight and of the second.
@@ -68,6 +69,7 @@ class Entry:
     shard: Shard
     expert: int | None  # None: all experts, on axis 0
     reciprocal: bool = False  # a scale that divides
+    plain: bool = False  # a weight under a name that no quantiser gives to words or blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,23 +117,27 @@ class Style:
     @cached_property
     def _pattern(self) -> str:
         experts = rf"{re.escape(self.experts)}\." if self.experts else ""
-        expert = "" if self.stacked else r"(?P<expert>\d+)\."
+        expert = "" if self.stacked else r"(?P<expert>[0-9]{1,9})\."
         projections = "|".join(map(re.escape, self.projections))
         return rf"{experts}{expert}(?P<projection>{projections})(?P<part>$|[._].*)"
 
     def entry(self, name: str) -> Entry | str:
         """What the tensor called `name`, below the layer's prefix, is: an entry of the experts, or
-        the layer's name of the parameter that it is.
+        the layer's name of the parameter that it is. Adapters put `base_layer` into the names of
+        what they adapt, which means nothing here.
         """
+        name = BASE_LAYER.sub("", name)
         found = re.match(self._pattern, name)
-        part = PARTS.get(found["part"].lstrip("._")) if found else None
+        suffix = found["part"].lstrip("._") if found else ""
+        part = PARTS.get(suffix)
         if found and part:
             shard = self.projections[found["projection"]]
             return Entry(
                 parameter=PARAMETERS[part][shard == "w2"],
                 shard=shard,
                 expert=None if self.stacked else int(found["expert"]),
-                reciprocal=found["part"].lstrip("._") in RECIPROCALS,
+                reciprocal=suffix in RECIPROCALS,
+                plain=suffix in ("", "weight"),
             )
         for old in sorted(self.others, key=len, reverse=True):
             if name.startswith(old):

@@ -7,7 +7,7 @@ Their groups are gathered from all over the columns, as a g_idx says:
 Ops want groups of neighbours, so the columns are put in the order of their groups, and whatever
 multiplies them too, which changes no weight: for w2 that is what w1 and w3 make, so their rows take
 the order of w2's columns; for w1 and w3 it is the layer's input, which the layer itself puts in
-order, once for all of its experts.
+order, once for all of its experts or, if each has an order of its own, once for each.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Orders:
     columns: dict[tuple[bool, int], tuple[Tensor | None, str]] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)  # experts of which there are weights already
     input: tuple[Tensor | None, str] | None = None  # of w13, for all experts
+    input_written: bool = False
     some: bool = False  # whether there is anything to put in order
 
     def tell(
@@ -55,21 +56,39 @@ class Orders:
         self.some = self.some or order is not None
 
     def _tell_input(self, layer: MoELayer, expert: int, order: Tensor | None, name: str) -> None:
-        before, other = self.input or (order, name)
-        if not _same(before, order):
-            raise ValueError(
-                f"expert {expert} was quantised in another order of its input than {other}, and a "
-                f"layer orders its input once, for all of its experts; {REMEDY}"
-            )
         if order is not None and layer.input_order is None:
             raise ValueError(
                 "was quantised in the order of its activations; make the layer with "
                 "QuantConfig(ordered_input=True)"
             )
-        if self.input is None and layer.input_order is not None:
-            whole = torch.arange(layer.sizes.hidden_size) if order is None else order
-            layer.input_order.copy_(whole)
+        if _per_expert(layer):
+            return
+        before, other = self.input or (order, name)
+        if not _same(before, order):
+            raise ValueError(
+                f"expert {expert} was quantised in another order of its input than {other}, and "
+                "the layer orders its input once, for all of its experts; make it with "
+                "QuantConfig(ordered_input=True, per_expert_order=True), which orders each "
+                f"token's columns once for each of its experts, or {REMEDY}"
+            )
         self.input = (before, other)
+
+    def input_writes(
+        self, layer: MoELayer, here: Iterable[tuple[int, tuple[int, ...]]]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The order of the layer's input, to be written once, or those of experts `here`, with
+        their slots.
+        """
+        if layer.input_order is None:
+            return
+        if _per_expert(layer):
+            for expert, slots in here:
+                order, _ = self.columns[False, expert]
+                for slot in slots:
+                    yield layer.input_order[slot], _written(order, layer)
+        elif self.input is not None and not self.input_written:
+            self.input_written = True
+            yield layer.input_order, _written(self.input[0], layer)
 
     def tell_none(self, layer: MoELayer, experts: Iterable[int], name: str) -> None:
         """Of w13 of experts that have no g_idx: their columns are in the order of the input."""
@@ -95,13 +114,15 @@ def order_of(layer: MoELayer, shard: str, g_idx: Tensor, *, sharded: bool) -> Te
     _, columns = spans(layer.sizes, shard, sharded=sharded)
     if tuple(g_idx.shape) != (columns.whole,):
         raise ValueError(f"expected the shape {[columns.whole]}, found {list(g_idx.shape)}")
+    if g_idx.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"is {g_idx.dtype}, but the groups of columns are int32 or int64")
     format = None if layer.quant is None else layer.quant.format
     group = columns.whole if format is None or format.group[1] == ALL else format.group[1]
-    wanted = torch.arange(columns.whole, device=g_idx.device) // group
-    if torch.equal(g_idx.long(), wanted):
+    wanted, found = torch.arange(columns.whole) // group, g_idx.long().cpu()
+    if torch.equal(found, wanted):
         return None
-    order = g_idx.long().argsort(stable=True)
-    if not torch.equal(g_idx.long()[order], wanted):
+    order = found.argsort(stable=True)
+    if not torch.equal(found[order], wanted):
         raise ValueError(
             f"its groups are no {len(wanted) // group} of {group} columns each, as the layer's "
             f"format has them; {REMEDY}"
@@ -138,13 +159,14 @@ def ordered_sources(
     for place, half in enumerate(how.halves):
         ids = _rows(how, place, rows)
         for first in range(0, len(ids), step):
-            block = t.index_select(matrix.rows.place, ids[first : first + step])
+            block = t.index_select(matrix.rows.place, ids[first : first + step].to(t.device))
             if matrix.convert is not None:
                 block = matrix.convert(block, how.format)
             elif matrix.rows.place == 1:
                 block = block.T
             if columns is not None:
-                codes = unpack(block, element).index_select(1, _part(columns, how.columns))
+                kept = _part(columns, how.columns).to(t.device)
+                codes = unpack(block, element).index_select(1, kept)
                 block = pack(codes, element)
             yield to_dtype(block, how.target.dtype, how.part), half, first
 
@@ -159,7 +181,7 @@ def _numbers(how: ShardPlan, t: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, 
     elif matrix.rows.place == 1:
         t = t.T
     for place, half in enumerate(how.halves):
-        piece = t.index_select(0, _rows(how, place, rows))
+        piece = t.index_select(0, _rows(how, place, rows).to(t.device))
         yield to_dtype(piece, how.target.dtype, how.part), half, 0
 
 
@@ -173,6 +195,14 @@ def _rows(how: ShardPlan, place: int, order: Tensor | None) -> Tensor:
 
 def _part(order: Tensor, of: Span) -> Tensor:
     return order[of.start : of.start + of.size]
+
+
+def _per_expert(layer: MoELayer) -> bool:
+    return layer.quant is not None and layer.quant.per_expert_order
+
+
+def _written(order: Tensor | None, layer: MoELayer) -> Tensor:
+    return torch.arange(layer.sizes.hidden_size) if order is None else order
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

@@ -1,39 +1,134 @@
-"""What of a checkpoint lies outside the experts and holds codes: refused before anything is loaded.
+"""What of a checkpoint lies outside the experts and holds codes: decoded, or refused by name.
 
 DeepSeek's shared experts and dense layers are float8 values with scales in tensors of their own.
-The parameter that takes one is 16 or 32 bits wide, and would take the values without their scales.
+The parameter that takes one is 16 or 32 bits wide, and takes the values times their scales, rounded
+to its dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
+import torch
 from torch import Tensor
 
+from moe_ops.quant.formats import ROW, TENSOR
+from moe_ops.quant.packing import expand
+from moe_ops.quant.scales import e8m0_to_float32, wrong_scale
 from moe_ops.shapes import FLOATS
-from moe_ops.weights.files import entries
+from moe_ops.weights.configuration import naming
+from moe_ops.weights.layouts import Stored
 
 Target = Callable[[str], Tensor | None]
+Source = tuple[str, Callable[[], Iterable[Stored]]]  # what errors call it, and its entries
+SCALES = ("_scale_inv", "_scale")  # behind the name of what they multiply, in spite of the first
 
 
-def check_outside(file: Path, target: Target) -> None:
-    """Raise ValueError if a tensor of a file is float8, and what it would be copied to is wider.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scale:
+    """The scales of one matrix of codes."""
 
-    `target`: by an entry's name the parameter or buffer that takes it as it is, None for what has
-    none, as experts have not. Tensors are mapped for it, not read; a GGUF file has no float8.
+    name: str
+    value: Tensor  # float32 [groups of rows, groups of columns]
+    group: tuple[int, int]
+
+    def decode(self, read: Callable[[], Tensor]) -> Tensor:
+        """The float32 matrix of codes that are read now."""
+        codes = read()
+        return codes.float() * expand(self.value, self.group, *codes.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside:
+    """The codes of a checkpoint outside the experts, and how each is decoded."""
+
+    scales: dict[str, Scale] = field(default_factory=dict)  # by the names of codes
+
+    @staticmethod
+    def of(sources: Sequence[Source], target: Target, block: tuple[int, int] | None) -> Outside:
+        """Look through entries for float8 tensors that go to something wider.
+
+        `target`: by an entry's name the parameter or buffer that takes it, None for what has none,
+        as experts have not. block: rows and columns that share a scale, if config.json says them.
+        Tensors are mapped for it, not read.
+
+        Raises ValueError, naming source and entry, for one without a scale, and for scales of a
+        shape or with numbers that cannot be multiplied by.
+        """
+        codes: dict[str, tuple[str, Tensor]] = {}
+        for where, entries in sources:
+            with naming(where):
+                for stored in entries():
+                    to = target(stored.name)
+                    if to is None or stored.like is not None:
+                        continue
+                    t = stored.read()
+                    if t.is_floating_point() and t.dtype not in FLOATS and t.dtype != to.dtype:
+                        codes[stored.name] = where, t
+        if not codes:
+            return Outside()
+        known = {name + end: name for name in codes for end in SCALES}
+        found: dict[str, Scale] = {}
+        for where, entries in sources:
+            with naming(where):
+                for stored in entries():
+                    name = known.get(stored.name)
+                    if name is not None:
+                        found[name] = _scale(stored, codes[name][1], block)
+        for name, (where, t) in codes.items():
+            if name not in found:
+                raise ValueError(
+                    f"{name} in {where} is {t.dtype}, codes without a scale, which "
+                    f"{' or '.join(name + end for end in SCALES)} would be; give all files of the "
+                    "checkpoint and no iterator, or dequantise it"
+                )
+        return Outside(scales=found)
+
+    @property
+    def taken(self) -> set[str]:
+        """The names of the scales, which are loaded with what they multiply."""
+        return {scale.name for scale in self.scales.values()}
+
+    def decoded(self, entries: Iterable[Stored]) -> Iterator[Stored]:
+        """Entries, of which codes are decoded and their scales are left out."""
+        taken = self.taken
+        for stored in entries:
+            scale = self.scales.get(stored.name)
+            if scale is not None:
+                like = partial(torch.empty_like, stored.read(), device="meta")
+                yield stored._replace(read=partial(scale.decode, stored.read), like=like)
+            elif stored.name not in taken:
+                yield stored
+
+
+def _scale(stored: Stored, codes: Tensor, block: tuple[int, int] | None) -> Scale:
+    """The scales of codes: one for all, for each row or for each block.
+
+    Raises ValueError if they do not fit, or are no positive numbers.
     """
-    if file.suffix == ".gguf":
-        return
-    for stored in entries(file):
-        to = target(stored.name)
-        if to is None or stored.made:
-            continue
-        dtype = stored.read().dtype
-        if dtype.is_floating_point and dtype not in FLOATS and dtype != to.dtype:
-            raise ValueError(
-                f"{stored.name} in {file} is {dtype}, codes whose scales are in another tensor, "
-                f"but the layer has {to.dtype} there, and outside the experts nothing is decoded; "
-                "dequantise it in the checkpoint (values times scales), or take shared experts and "
-                "gate out of the layer and load them yourself; no weight was changed"
-            )
+    name, value = stored.name, stored.read()
+    powers = value.dtype in (torch.float8_e8m0fnu, torch.uint8)
+    if not powers and value.dtype not in FLOATS:
+        raise ValueError(f"{name} is {value.dtype}, but a scale is a float or a power of two")
+    wrong = wrong_scale(value, "e8m0" if powers else "float32")
+    if wrong is not None:
+        raise ValueError(f"{name} holds {wrong}, but a scale is above 0; complete the download")
+    value = e8m0_to_float32(value) if powers else value.float()
+    if codes.dim() == 2:
+        rows, columns = codes.shape
+        if value.numel() == 1:
+            return Scale(name=name, value=value.reshape(1, 1), group=TENSOR)
+        if tuple(value.shape) in ((rows,), (rows, 1)):
+            return Scale(name=name, value=value.reshape(rows, 1), group=ROW)
+        if block is not None and list(value.shape) == [
+            -(-rows // block[0]),
+            -(-columns // block[1]),
+        ]:
+            return Scale(name=name, value=value, group=block)
+    said = "no blocks of scales" if block is None else f"blocks of {block[0]} x {block[1]}"
+    raise ValueError(
+        f"{name} is {list(value.shape)}, and its codes are {list(codes.shape)}, but config.json "
+        f"says {said}, and else a scale is for a matrix or for a row; dequantise the checkpoint"
+    )

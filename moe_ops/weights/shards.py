@@ -12,8 +12,10 @@ from torch import Tensor
 from moe_ops.layer import MoELayer
 from moe_ops.layer.tensors import LayerSizes
 from moe_ops.quant.formats import ROW, TENSOR, Format
+from moe_ops.quant.scales import wrong_scale
 from moe_ops.weights.layouts import Coding, Matrix, to_dtype
 
+KINDS = {torch.uint8: "e8m0", torch.float8_e4m3fn: "float8_e4m3fn"}  # of scales
 ALL = -1  # of the units of an axis that share a scale
 WORD_ROWS = 8  # rows that are whole words of every layout
 BLOCKS = 16  # in which a matrix is converted, so that the conversion takes less memory than it
@@ -92,6 +94,7 @@ class ShardPlan:
     held_alternating: bool
     shared: bool  # one number serves gate and up
     shape: tuple[int, ...] | None  # of one expert's tensor; None if its sizes do not fill words
+    signed: bool = False  # scales may be negative
 
     def sources(self, t: Tensor) -> Iterator[tuple[Tensor, int, int]]:
         """What one expert's tensor holds, as the layer takes it, with its half and first row.
@@ -111,11 +114,23 @@ class ShardPlan:
                 piece = self._cut(t, matrix, place, first, rows)
                 if matrix.convert is not None:
                     piece = matrix.convert(piece, self.format)
+                    if self.cut_decoded:
+                        piece = piece.narrow(1, self.columns.start, self.columns.size)
                 elif matrix.rows.place == 1:
                     piece = piece.T
                 kind = "scale" if self.part == "global_scale" else self.part
                 piece = to_dtype(piece, self.target.dtype, kind)
                 yield piece, half, first
+
+    @functools.cached_property
+    def cut_decoded(self) -> bool:
+        """Whether this rank's columns begin or end inside a block of values that are decoded
+        together: whole rows are decoded, and then cut.
+        """
+        span = self.columns
+        ends = (self.matrix.columns.stored(n) for n in (span.start, span.size))
+        decoded = self.format is None and self.matrix.convert is not None
+        return decoded and self.part == "weight" and not span.is_whole and None in ends
 
     @functools.cached_property
     def places(self) -> tuple[Tensor, ...]:
@@ -140,11 +155,19 @@ class ShardPlan:
 
     def whole(self, t: Tensor) -> Tensor | None:
         """An expert's tensor as it goes to one of `places`, or None if it is to be taken apart."""
-        if not self.places:
+        if not self.places or t.dim() != 2:
             return None
         t = t.T if self.matrix.rows.place == 1 else t
         place = self.places[0]
-        return t if t.shape == place.shape and t.dtype == place.dtype else None
+        if t.shape != place.shape or t.dtype != place.dtype or self.wrong_in(t) is not None:
+            return None
+        return t
+
+    def wrong_in(self, t: Tensor) -> str | None:
+        """What in scales, as the layer takes them, no weight can have; None for other parts."""
+        if self.part not in ("scale", "global_scale") or t.is_meta:
+            return None
+        return wrong_scale(t, KINDS.get(self.target.dtype, "float32"), signed=self.signed)
 
     def region(self, slot: int, piece: Tensor, half: int, first: int) -> Tensor:
         """The view of the layer's tensor where what `sources` gave goes."""
@@ -176,6 +199,11 @@ class ShardPlan:
             raise ValueError(f"expected the shape {self._wanted()}, found {list(t.shape)}")
         return (t if self.matrix.block is None else t.flatten(-2)), self.matrix
 
+    def _stored_columns(self) -> tuple[int, int]:
+        """First column and size of what is cut out before it is converted."""
+        span = self.columns
+        return (0, span.whole) if self.cut_decoded else (span.start, span.size)
+
     def _wanted(self) -> str:
         if self.shape is not None:
             return str(list(self.shape[:1] if self.part == "bias" else self.shape))
@@ -197,7 +225,7 @@ class ShardPlan:
             raise ValueError("alternating rows of gate and up cannot be taken out of words of both")
         bounds = (
             (matrix.rows, first, rows, step, "rows"),
-            (matrix.columns, self.columns.start, self.columns.size, 1, "columns"),
+            (matrix.columns, *self._stored_columns(), 1, "columns"),
         )
         cut = [slice(None), slice(None)]
         for axis, start, size, stride, what in bounds:
@@ -260,6 +288,7 @@ def plan(
         held_alternating=alternating,
         shared=shared,
         shape=matrix.shape(rows.whole * len(halves), columns.whole),
+        signed=coding.decodes,
     )
 
 

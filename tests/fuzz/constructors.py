@@ -115,6 +115,7 @@ QUANT_CONFIG = {
     "static_inputs": FLAG,
     "per_expert_inputs": FLAG,
     "ordered_input": FLAG,
+    "per_expert_order": FLAG,
 }
 
 

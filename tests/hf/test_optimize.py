@@ -101,6 +101,26 @@ def test_an_optimized_model_can_be_copied_and_saved(tiny: families.TinyModel) ->
         assert torch.equal(loaded(**ids(), use_cache=False).logits, want)
 
 
+def test_what_wraps_forwards_finds_methods(tiny: families.TinyModel) -> None:
+    """So does compressed-tensors, in the first forward of a model that it quantised."""
+    stock = families.run(tiny, ids())
+    moe_ops.optimize(tiny.model)
+    want = families.run(tiny, ids())
+    calls: list[str] = []
+    for module in tiny.model.modules():
+        assert module.forward.__self__ is module
+
+        def wrapped(self: nn.Module, *args: object, inner=module.forward.__func__, **kw: object):
+            calls.append(type(self).__name__)
+            return inner(self, *args, **kw)
+
+        module.forward = wrapped.__get__(module)
+    assert torch.equal(families.run(tiny, ids()), want)
+    assert calls.count("Qwen3MoeTopKRouter") == 2
+    moe_ops.restore(tiny.model)
+    assert torch.equal(families.run(tiny, ids()), stock)
+
+
 def test_optimize_refuses_what_is_not_a_transformers_model() -> None:
     with pytest.raises(TypeError, match="model must be a transformers PreTrainedModel, got Linear"):
         moe_ops.optimize(nn.Linear(2, 2))

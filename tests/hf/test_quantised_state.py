@@ -1,4 +1,4 @@
-"""Quantised experts keep their codes: through casts, state dicts, copies, pickles and saving."""
+"""Quantised experts keep their codes: through casts, state dicts, copies and pickles."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import moe_ops
-from moe_ops.hf import adopt_mxfp4
 from moe_ops.hf.stored import stored_format
 from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import Tol, assert_close
-from tests.hf.test_quantize import experts_of, gpt_oss, logits, qwen, stored_mxfp4
+from tests.hf.test_quantize import experts_of, gpt_oss, logits, qwen
 
 SCHEME = "int8_w8a16"
 EVERY = [name for name in SCHEMES if name != "none"]
@@ -179,29 +177,6 @@ def test_copies_and_pickles_are_quantised_too() -> None:
         assert torch.equal(logits(twin), want)
         assert stored_format(experts_of(twin)[0]) == stored_format(experts_of(model)[0])
         assert same(experts_of(twin.half())[0], experts_of(model)[0])
-        with pytest.raises(ValueError, match="hold quantised weights, which from_pretrained"):
-            twin.save_pretrained("nowhere")
-
-
-@pytest.mark.parametrize("inner", [False, True])
-def test_save_pretrained_says_what_to_do_instead(tmp_path: Path, inner: bool) -> None:
-    model = quantised()
-    with pytest.raises(
-        ValueError,
-        match=r"experts of this Qwen3Moe\w+ hold quantised weights, .* save the model before "
-        r"quantize_model .* torch\.save\(model\.state_dict\(\)\)",
-    ):
-        (model.model if inner else model).save_pretrained(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_adopted_mxfp4_experts_are_not_saved_either(tmp_path: Path) -> None:
-    model = gpt_oss()
-    adopt_mxfp4(model, stored_mxfp4(model))
-    with pytest.raises(ValueError, match="of this GptOssForCausalLM hold quantised weights"):
-        model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no experts module of the model has tensors here"):
-        adopt_mxfp4(model, stored_mxfp4(model))
 
 
 def test_a_model_whose_experts_were_all_kept_is_saved(tmp_path: Path) -> None:
@@ -211,15 +186,3 @@ def test_a_model_whose_experts_were_all_kept_is_saved(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=torch.float32)
     assert_close(logits(loaded), want, Tol(1e-5, "float32 sums in another order"))
-
-
-@pytest.mark.parametrize("scheme", ["fp8_w8a16", "int8_w8a16", "mxfp8_w8a16", "int8_w8a8"])
-def test_from_pretrained_refuses_the_state_dict_of_a_quantised_model(
-    tmp_path: Path, scheme: str
-) -> None:
-    model = quantised(scheme)
-    model.config.save_pretrained(tmp_path)
-    state = {n: t.contiguous() for n, t in model.state_dict().items()}
-    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RuntimeError, match="mismatch"):
-        type(model).from_pretrained(tmp_path)

@@ -10,11 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_ops.quant.scales import (
-    e8m0_to_float32,
-    float32_to_e8m0,
-    inverse,
-)
+from moe_ops.quant.scales import e8m0_to_float32, float32_to_e8m0, inverse, wrong_scale
 
 NAN, INF = math.nan, math.inf
 scales = st.floats(2.0**-100, 2.0**100, width=32)
@@ -102,3 +98,38 @@ def test_powers_out_of_range_are_refused(value: float) -> None:
 def test_e8m0_wants_its_dtypes(convert: Callable[[Tensor], Tensor], got: str) -> None:
     with pytest.raises(TypeError, match=f"scale must be .*; got {got or 'uint8'}; convert it"):
         convert(torch.ones(1) if got else E8M0_CODES)
+
+
+F8 = torch.float8_e4m3fn
+WRONG = {
+    "float": (torch.float32, "float32", [(1e-30, None), (0.0, "0.0"), (-1.0, "-1.0")]),
+    "float_special": (torch.float32, "float32", [(NAN, "nan"), (INF, "inf"), (-INF, "-inf")]),
+    "half": (torch.float16, "float16", [(1e-5, None), (0.0, "0.0"), (NAN, "nan")]),
+    "bfloat16": (torch.bfloat16, "bfloat16", [(1e-5, None), (-0.5, "-0.5"), (INF, "inf")]),
+    "e8m0": (torch.uint8, "e8m0", [(0, None), (254, None), (255, "NaN")]),
+    "float8": (F8, "float8_e4m3fn", [(0.0, None), (448.0, None), (NAN, "NaN")]),
+    "float8_negative": (F8, "float8_e4m3fn", [(-1.0, "a negative number"), (-448.0, "a neg")]),
+}
+
+
+@pytest.mark.parametrize(("dtype", "kind", "values"), WRONG.values(), ids=WRONG)
+def test_what_no_scale_can_be_is_found_among_others(
+    dtype: torch.dtype, kind: str, values: list[tuple[float, str | None]]
+) -> None:
+    for value, wrong in values:
+        for place in (0, 3, 7):
+            scale = torch.ones(8).to(dtype)
+            scale[place] = torch.tensor(value).to(dtype)
+            found = wrong_scale(scale.reshape(2, 4), kind)
+            assert found == wrong if wrong is None else found is not None and wrong in found
+
+
+@pytest.mark.parametrize(("value", "wrong"), [(-1.0, None), (0.0, None), (NAN, "nan"), (-INF, "-")])
+def test_scales_with_a_sign_are_finite(value: float, wrong: str | None) -> None:
+    found = wrong_scale(torch.tensor([1.0, value]), "float16", signed=True)
+    assert found is None if wrong is None else wrong in str(found)
+
+
+def test_no_scales_are_right() -> None:
+    assert wrong_scale(torch.empty(0, 4), "float32") is None
+    assert wrong_scale(torch.ones(2).to(torch.float8_e8m0fnu), "e8m0") is None

@@ -156,3 +156,66 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     quant = QuantConfig(weights="int8:row")
     with pytest.raises(TypeError, match="is bfloat16, but the layer's tensor is int8"):
         load(entries, MoELayer(E, 2, D, I, quant=quant, dtype=torch.float32))
+
+
+STATES: dict[str, tuple[Any, str]] = {
+    "no_json": (b"{", "its quant_state is no JSON"),
+    "list": ([], "its quant_state must be an object of names and values"),
+    "deep": (b"[" * 100_000, "its quant_state is no JSON"),
+    "no_shape": ({"shape": None}, "the shape of its quant_state must be sizes of axes, got None"),
+    "size": ({"shape": [I, -D]}, "each size of its shape must be an integer above 0, got -72"),
+    "huge": ({"shape": [2**30, 2**30]}, r"are not those of \[1073741824, 1073741824\]"),
+    "block": ({"blocksize": 0}, "blocksize must be an integer above 0, got 0"),
+    "odd": ({"blocksize": 63}, "blocksize must be even"),
+    "dtype": ({"dtype": "int8"}, "the dtype of its quant_state must be in"),
+    "nested": ({"nested_blocksize": "256"}, "nested_blocksize must be an integer above 0"),
+    "offset": ({"nested_offset": float("nan")}, "nested_offset of its quant_state must be a numb"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), STATES.values(), ids=STATES)
+def test_a_state_that_is_wrong(change: Any, message: str, tmp_path: Path) -> None:
+    entries, _ = matrix(torch.Generator().manual_seed(0), I, D, nested=True)
+    key = "weight.quant_state.bitsandbytes__nf4"
+    told = json.loads(bytes(entries[key].tolist()))
+    raw = change if isinstance(change, bytes) else json.dumps(
+        told | change if isinstance(change, dict) else change
+    ).encode()  # fmt: skip
+    entries[key] = torch.tensor(list(raw), dtype=torch.uint8)
+    check_spoiled(entries, message, tmp_path)
+
+
+PARTS: dict[str, tuple[dict[str, Tensor], str]] = {
+    "table": ({"weight.quant_map": torch.ones(15)}, r"quant_map is \[15\] .* has to be 16 floats"),
+    "nested_table": ({"weight.nested_quant_map": torch.ones(9)}, r"nested_quant_map is \[9\]"),
+    "nested_scales": (
+        {"weight.nested_absmax": torch.ones(9)},
+        r"nested_absmax is \[9\]",
+    ),
+    "absmax": ({"weight.absmax": torch.ones(72)}, "absmax is torch.float32, but scales of scales"),
+    "codes": ({"weight": torch.ones(2304, 1)}, r"2304 torch.float32 codes .* store 4-bit codes as"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), PARTS.values(), ids=PARTS)
+def test_a_part_that_is_wrong(change: dict[str, Tensor], message: str, tmp_path: Path) -> None:
+    entries, _ = matrix(torch.Generator().manual_seed(0), I, D, nested=True)
+    check_spoiled(entries | change, message, tmp_path)
+
+
+def check_spoiled(entries: dict[str, Tensor], message: str, folder: Path) -> None:
+    """The weight of up is refused by name and file, and gate, which is right, is not written."""
+    good, _ = matrix(torch.Generator().manual_seed(0), I, D, nested=True)
+    start, projections = f"{PREFIX}.experts.0", {"gate_proj": good, "up_proj": entries}
+    store(
+        folder,
+        {f"{start}.{p}.{n}": t.clone() for p, of in projections.items() for n, t in of.items()},
+        CONFIG,
+    )
+    layer = MoELayer(E, 2, D, I, dtype=torch.float32)
+    before = layer.w13_weight.clone()
+    where = rf"^{start}\.up_proj\.weight: "
+    with pytest.raises((ValueError, TypeError), match=f"{where}.*{message}") as error:
+        load_checkpoint({PREFIX: layer}, folder, style="qwen", progress=False)
+    assert str(folder) in str(error.value)
+    assert torch.equal(layer.w13_weight, before)

@@ -149,6 +149,45 @@ def test_decoded_weights_are_rounded_once(tmp_path: Path) -> None:
     assert torch.equal(layer.w2_weight, want["ffn_down_exps"].bfloat16())
 
 
+HEADERS = {
+    "empty": (lambda raw: b"", "is empty"),
+    "magic": (lambda raw: b"GGML" + raw[4:], "starts with b'GGML'"),
+    "version": (lambda raw: raw[:4] + b"\x09" + raw[5:], "the version 9"),
+    "cut_header": (lambda raw: raw[:100], "past the file's end|ends inside its header"),
+    "cut_data": (lambda raw: raw[:-64], r"blk.*: has \d+ bytes from byte \d+ on, past the file"),
+    "count": (lambda raw: raw[:8] + b"\xff" * 8 + raw[16:], "begins at byte|ends inside"),
+    "key": (lambda raw: raw[:24] + b"\xff" * 8 + raw[32:], "key 0 has 18446744073709551615 bytes"),
+    "type": (lambda raw: raw.replace(b"\x08\0\0\0\x08", b"\x63\0\0\0\x08", 1), "unknown type 99"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "why"), HEADERS.values(), ids=HEADERS)
+def test_a_header_that_is_wrong(spoil: Any, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write(file, dict.fromkeys(SHAPES, "F16"))
+    layer = layer_of(file)
+    before = {n: t.clone() for n, t in layer.state_dict().items()}
+    file.write_bytes(spoil(file.read_bytes()))
+    for read in (gguf_formats, lambda f: load(layer, f)):
+        with pytest.raises(ValueError, match=rf"model\.gguf cannot be read as GGUF \(.*({why})"):
+            read(file)
+    assert all(torch.equal(before[n], t) for n, t in layer.state_dict().items())
+
+
+def test_a_long_array_of_nothing_is_not_counted(tmp_path: Path) -> None:
+    """A count that one wrong bit makes 2^40: refused at once."""
+    key, size = b"tokenizer.ggml.scores", (21).to_bytes(8, "little")
+    head = b"GGUF" + (3).to_bytes(4, "little") + (0).to_bytes(8, "little")
+    for kind, kept in ((6, b""), (8, b"\0" * 8)):
+        array = b"".join((
+            head, (1).to_bytes(8, "little"), size, key, (9).to_bytes(4, "little"),
+            kind.to_bytes(4, "little"), (2**40).to_bytes(8, "little"), kept,
+        ))  # fmt: skip
+        (tmp_path / "a.gguf").write_bytes(array)
+        with pytest.raises(ValueError, match=r"a\.gguf cannot be read as GGUF \("):
+            gguf_formats(tmp_path / "a.gguf")
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4", "F16"])
 def test_no_more_memory_than_one_tensor_is_needed(kind: str, tmp_path: Path) -> None:
     file, size = tmp_path / "model.gguf", 512
@@ -179,14 +218,37 @@ def test_layers_of_another_format_are_refused(
         load(layer_of(file, quant=QuantConfig(weights=format)), file)
 
 
-def test_ranks_must_hold_whole_blocks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tp", "more"),
+    [(2, {}), (3, {"intermediate_multiple": 1}), (8, {})],
+    ids=["tp2", "tp3_uneven", "tp8"],
+)
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q5_0", "Q8_0"])
+def test_ranks_may_hold_parts_of_blocks_that_are_decoded(
+    kind: str, tp: int, more: dict[str, int], tmp_path: Path
+) -> None:
+    """A row of w2 has one block of a K-quant: rows are decoded, then cut."""
     file = tmp_path / "model.gguf"
-    write(file, dict.fromkeys(SHAPES, "Q5_0"))
-    layer = layer_of(file, parallel=ParallelConfig.of(tp=8, tp_rank=1))
-    with pytest.raises(
-        ValueError, match=r"ffn_down_exps.*columns 16 to 31 are .* cuts words of 32"
-    ):
-        load(layer, file)
+    shapes = dict.fromkeys(SHAPES, (E, 256, 256))
+    want = write(file, dict.fromkeys(SHAPES, kind), shapes)
+    for rank in range(tp):
+        config = ParallelConfig.of(tp=tp, tp_rank=rank)
+        layer = layer_of(file, (256, 256), quant=None, parallel=config, **more)
+        report = load(layer, file)
+        assert report.complete, str(report)
+        s = layer.sizes
+        cut = slice(s.first, s.first + s.used)
+        gate, up = layer.w13_weight.chunk(2, 1)
+        assert torch.equal(gate[:, : s.used], want["ffn_gate_exps"][:, cut])
+        assert torch.equal(up[:, : s.used], want["ffn_up_exps"][:, cut])
+        assert torch.equal(layer.w2_weight[..., : s.used], want["ffn_down_exps"][..., cut])
+
+
+def test_ranks_hold_whole_groups_of_what_stays_quantised(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write(file, dict.fromkeys(SHAPES, "Q8_0"))
+    with pytest.raises(ValueError, match=r"w2 has 16 columns, which do not fill int8:1x32:float16"):
+        layer_of(file, parallel=ParallelConfig.of(tp=8, tp_rank=1))
 
 
 def test_the_package_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,3 +256,23 @@ def test_the_package_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     with pytest.raises(ImportError, match=r"needs the package gguf; .*'moe-ops\[gguf\]'"):
         gguf_formats(tmp_path / "model.gguf")
+
+
+def test_scales_that_are_no_numbers_are_refused_before_a_weight_is_changed(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write(file, dict.fromkeys(SHAPES, "Q8_0"))
+    layer = layer_of(file)
+    before = {n: t.clone() for n, t in layer.state_dict().items()}
+    reader = gguf.GGUFReader(file, "r+")
+    down = next(t for t in reader.tensors if "ffn_down_exps" in t.name)
+    for value, said in ((np.nan, "nan"), (-np.inf, "-inf")):
+        down.data[-1, -1, -34:-32] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
+        reader.data.flush()
+        with pytest.raises(
+            ValueError, match=rf"ffn_down_exps\.weight: holds {said}, but a scale is finite"
+        ):
+            load(layer, file)
+        assert all(torch.equal(before[n], t) for n, t in layer.state_dict().items())
+    down.data[-1, -1, -34:-32] = np.frombuffer(np.float16(-1).tobytes(), np.uint8)
+    reader.data.flush()
+    assert load(layer, file).complete

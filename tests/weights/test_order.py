@@ -11,6 +11,7 @@ import torch
 from checkpoints import GROUP, PREFIX, PROJECTIONS, D, E, I, codes, packed_config, scales, store
 from checkpoints import words as in_words
 from peak import Peak
+from safetensors.torch import load_file
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
@@ -98,8 +99,10 @@ def write(
     return {s: torch.stack(v) for s, v in values.items()}
 
 
-def layer_of(name: str, *, ordered: bool, **more: Any) -> MoELayer:
-    quant = QuantConfig(weights=FORMATS[name][3], ordered_input=ordered)
+def layer_of(name: str, *, ordered: bool, per_expert: bool = False, **more: Any) -> MoELayer:
+    quant = QuantConfig(
+        weights=FORMATS[name][3], ordered_input=ordered, per_expert_order=per_expert
+    )
     return MoELayer(E, 2, D, I, quant=quant, dtype=torch.float32, **more)
 
 
@@ -128,6 +131,74 @@ def test_outputs_are_those_of_the_weights(
                 assert report.complete, str(report)
                 total += layer(x, logits)
             torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("shared", [0, 1], ids=["routed", "shared"])
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_expert_may_have_an_order_of_its_input(
+    name: str, split: str, shared: int, tmp_path: Path
+) -> None:
+    """Of the shared one, which is in a slot of every rank, too."""
+    v = write(tmp_path, name, input_order=True, alike=False)
+    entries = load_file(tmp_path / "model.safetensors")
+    for entry in list(entries) if shared else ():
+        if ".experts.2." in entry:
+            entries[entry.replace(".experts.2.", ".shared_experts.")] = entries[entry].clone()
+    bits, _, kind, _ = FORMATS[name]
+    store(tmp_path, entries, {"quant_method": "gptq", "bits": bits} if kind == "gptq"
+          else packed_config(bits))  # fmt: skip
+    plain = MoELayer(E, 2, D, I, dtype=torch.float32, shared_experts=shared)
+    x, logits = torch.randn(9, D), torch.randn(9, E)
+    with torch.no_grad():
+        plain.w13_weight[:E].copy_(torch.cat((v["w1"], v["w3"]), 1))
+        plain.w2_weight[:E].copy_(v["w2"])
+        if shared:
+            plain.w13_weight[E].copy_(plain.w13_weight[2])
+            plain.w2_weight[E].copy_(plain.w2_weight[2])
+        want = plain(x, logits)
+        total = torch.zeros_like(want)
+        for config in SPLITS[split]:
+            layer = layer_of(
+                name, ordered=True, per_expert=True, parallel=config, shared_experts=shared
+            )
+            report = load(layer, tmp_path)
+            assert report.complete, str(report)
+            total += layer(x, logits)
+            assert layer(x[:0], logits[:0]).shape == (0, D)
+        torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+
+
+def test_orders_of_experts_move_with_them_and_are_reset(tmp_path: Path) -> None:
+    write(tmp_path / "a", "gptq_int4", input_order=True, alike=False)
+    write(tmp_path / "b", "gptq_int4", input_order=False)
+    layer = layer_of("gptq_int4", ordered=True, per_expert=True)
+    load(layer, tmp_path / "a")
+    assert layer.input_order.shape == (E, D)
+    assert not torch.equal(layer.input_order[1], layer.input_order[2])
+    x, logits = torch.randn(5, D), torch.randn(5, E)
+    want = layer(x, logits)
+    moved = torch.tensor([2, 0, 1])
+    for t in layer.expert_tensors().values():
+        t.copy_(t[moved].clone())
+    torch.testing.assert_close(layer(x, logits[:, moved]), want)
+    load(layer, tmp_path / "b")
+    assert torch.equal(layer.input_order, torch.arange(D).repeat(E, 1))
+    without = layer_of("gptq_int4", ordered=True)
+    assert "input_order" not in without.expert_tensors()
+    with pytest.raises(ValueError, match="per_expert_order goes with ordered_input"):
+        QuantConfig(weights="int4:row", per_expert_order=True)
+
+
+@pytest.mark.slow
+def test_orders_of_experts_are_compiled(tmp_path: Path) -> None:
+    write(tmp_path, "gptq_int4", input_order=True, alike=False)
+    layer = layer_of("gptq_int4", ordered=True, per_expert=True)
+    load(layer, tmp_path)
+    x, logits = torch.randn(5, D), torch.randn(5, E)
+    with torch.no_grad():
+        compiled = torch.compile(layer, fullgraph=True)
+        torch.testing.assert_close(compiled(x, logits), layer(x, logits))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -168,8 +239,6 @@ def test_the_order_is_part_of_the_state_and_is_reset(tmp_path: Path) -> None:
 
 def test_fused_shared_experts_have_the_same_order_of_their_input(tmp_path: Path) -> None:
     v = write(tmp_path, "gptq_uint4", input_order=True)
-    from safetensors.torch import load_file
-
     entries = load_file(tmp_path / "model.safetensors")
     for name in list(entries):
         if ".experts.1." in name:
@@ -203,7 +272,8 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
         load(layer_of("gptq_int4", ordered=False), tmp_path / "a")
     write(tmp_path / "b", "gptq_int4", input_order=True, alike=False)
     with pytest.raises(
-        ValueError, match=r"experts\.2\..*g_idx: expert 2 was quantised in another order of its in"
+        ValueError,
+        match=r"experts\.2\..*g_idx: expert 2 was .* per_expert_order=True\), ",
     ):
         load(layer_of("gptq_int4", ordered=True), tmp_path / "b")
     # On a rank of its own an expert may have its own order.

@@ -191,22 +191,33 @@ def test_a_layer_that_has_one_for_each_expert_keeps_them(split: str, tmp_path: P
     assert report.missing == (f"{PREFIX}.h_scale[1].w2",)
 
 
+@pytest.mark.parametrize("larger", ["gate_proj", "up_proj"])
 @pytest.mark.parametrize(
-    ("name", "entry", "of"),
+    ("name", "per_expert"),
     [
-        ("modelopt_fp8", "input_scale", "x_scale"),
-        ("modelopt_nvfp4", "weight_scale_2", "w13_global_scale"),
+        ("modelopt_fp8", False),
+        ("modelopt_fp8", True),
+        ("modelopt_nvfp4", False),
+        ("compressed_nvfp4", False),
     ],
 )
-def test_what_serves_gate_and_up_must_agree(name: str, entry: str, of: str, tmp_path: Path) -> None:
+def test_of_input_scales_of_gate_and_up_the_larger_one_is_kept(
+    name: str, per_expert: bool, larger: str, tmp_path: Path
+) -> None:
     layout = LAYOUTS[name]
     entries = write(tmp_path, layout).entries
-    entries[f"{PREFIX}.experts.1.up_proj.{entry}"] *= 2
+    before = layer_of(layout, ParallelConfig(), per_expert_inputs=per_expert)
+    load_checkpoint({PREFIX: before}, tmp_path, style="qwen", progress=False)
+    divides = name == "compressed_nvfp4"
+    entry = "input_global_scale" if divides else "input_scale"
+    entries[f"{PREFIX}.experts.1.{larger}.{entry}"] *= 0.25 if divides else 4
     store(tmp_path, entries, layout.config)
-    with pytest.raises(ValueError, match=rf"experts\.1\.(up|gate)_proj\.{entry}: expert 1 has "):
-        load_checkpoint(
-            {PREFIX: layer_of(layout, ParallelConfig())}, tmp_path, style="qwen", progress=False
-        )
+    layer = layer_of(layout, ParallelConfig(), per_expert_inputs=per_expert)
+    assert load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False).complete
+    want = before.x_scale.detach().clone()
+    want[1 if per_expert else 0] *= 4
+    assert torch.equal(layer.x_scale, want)
+    assert torch.equal(layer.h_scale, before.h_scale)
 
 
 def test_zero_points_of_a_symmetric_layer_must_be_the_middle(tmp_path: Path) -> None:

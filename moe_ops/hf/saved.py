@@ -1,0 +1,223 @@
+"""Models with quantised experts on disk: what is written of them, and how they are read again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import AutoQuantizationConfig
+
+from moe_ops.hf.fits import empty, stored_as
+from moe_ops.hf.optimize import optimize
+from moe_ops.hf.stored import (
+    PROJECTIONS,
+    QuantisedExperts,
+    format_of,
+    refuse_to_save,
+    store,
+    stored_format,
+)
+from moe_ops.quant.config import QuantConfig
+from moe_ops.quant.formats import Format
+from moe_ops.quant.scales import wrong_scale
+
+METHOD = "moe_ops"  # as moe_ops/pretrained.py registers it
+AGAIN = "complete the download, or save the model again"
+# What safetensors calls the dtypes of codes, scales and the rest.
+NAMES = {
+    torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.float32: "F32", torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}  # fmt: skip
+
+
+def write_config(
+    model: PreTrainedModel, config: QuantConfig, kept: Iterable[str], *, replaces: str = ""
+) -> None:
+    """Write into the configs of a model and of the models in it how their experts are quantised.
+
+    `save_pretrained` then saves the tensors under the model's own names, and `from_pretrained`
+    finds them. A model that another method than `replaces` quantised beside it cannot be saved.
+    """
+    said = {"quant_method": METHOD, "weights": config.weights, "inputs": config.inputs}
+    saved = AutoQuantizationConfig.from_dict({**said, "kept": list(kept)})
+    other = _method(getattr(model.config, "quantization_config", None))
+    if other not in ("", METHOD, replaces):
+        refuse_to_save(model, f"beside what {other} quantised, and config.json names one method")
+        return
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and any(_quantised(module)):
+            module.config.quantization_config = saved.to_dict()
+            module._weight_conversions = []  # of names and layouts, which are left as they are
+
+
+def make_empty(
+    model: PreTrainedModel, config: QuantConfig, kept: Iterable[str]
+) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Give the experts of a model without memory the empty codes and scales of a format; says what
+    they are by name.
+
+    Raises ValueError for experts that cannot have it, unless their names are among those kept.
+    """
+    kept = tuple(kept)
+    for name, module in list(model.named_modules()):
+        if not hasattr(module, "has_gate") or _is_one_of(name, kept):
+            continue
+        stored = stored_as(module, config)
+        if isinstance(stored, str):
+            raise ValueError(
+                f"config.json says that {name} ({type(module).__name__}) is quantised to "
+                f"{config.weights}, but {stored}; load it with the releases of moe_ops and "
+                "transformers that saved it"
+            )
+        flip = bool(module.is_transposed)
+        for projection in stored.projections:
+            w = getattr(module, projection)
+            store(module, stored, empty(w, flip, config.format, projection))
+    return {name: (t.dtype, t.shape) for name, t in _coded(model)}
+
+
+def check_files(model: PreTrainedModel, files: list[str] | None) -> dict[str, str]:
+    """The file of each quantised tensor of a model by the tensor's name; nothing is read but names.
+
+    Raises ValueError, naming file and tensor, for one that is missing or has another shape or dtype
+    than the model. Without safetensors files, `check_loaded` alone looks at what came.
+    """
+    if files is None or not all(str(file).endswith(".safetensors") for file in files):
+        return {}
+    coded = dict(_coded(model))
+    known = {key: name for name in coded for key in _names(model, name)}
+    places: dict[str, str] = {}
+    for file in map(str, files):
+        with safe_open(file, framework="pt") as opened:
+            for key in sorted(set(opened.keys()) & known.keys()):  # what says the format first
+                name = known[key]
+                stored = _stored(model, name)
+                if stored is not None:
+                    _check_format(f"{key} in {file}", opened.get_tensor(key), stored)
+                entry = opened.get_slice(key)
+                is_there = entry.get_dtype(), entry.get_shape()
+                wanted = NAMES[coded[name].dtype], list(coded[name].shape)
+                if is_there != wanted:
+                    raise ValueError(
+                        f"{key} in {file} is {is_there[0]} {is_there[1]}, but the experts of "
+                        f"config.json have {wanted[0]} {wanted[1]}; {AGAIN}"
+                    )
+                places[name] = file
+    lacking = next((name for name in coded if name not in places), None)
+    if lacking is not None:
+        raise ValueError(
+            f"{Path(files[0]).parent} lacks {lacking}, which config.json says the quantised "
+            f"experts have; {AGAIN}"
+        )
+    return places
+
+
+def check_loaded(
+    model: PreTrainedModel,
+    files: dict[str, str],
+    wanted: Mapping[str, tuple[torch.dtype, torch.Size]],
+) -> None:
+    """Raise ValueError, naming the tensor and its file, unless what was loaded can be multiplied:
+    all that is wanted, in the format of config.json, with scales that are positive numbers.
+
+    What a device map offloads is in the module only while it runs, so it is looked at in its file.
+    """
+    for name, t in _coded(model):
+        where = f"{name} in {files[name]}" if name in files else name
+        if t.is_meta and name in files:
+            t = _in_file(model, name, files[name])
+        if name not in files and not getattr(t, "_is_hf_initialized", False):
+            raise ValueError(f"the state dict lacks {name} of the quantised experts; {AGAIN}")
+        stored = _stored(model, name)
+        if stored is not None:
+            _check_format(where, t, stored)
+        if (t.dtype, t.shape) != wanted[name]:
+            dtype, shape = wanted[name]
+            raise ValueError(
+                f"{where} is {t.dtype} {list(t.shape)}, but the experts of config.json have "
+                f"{dtype} {list(shape)}; {AGAIN}"
+            )
+        if name.endswith("scale"):
+            wrong = wrong_scale(t, _scale_kind(model, name))
+            if wrong is not None:
+                raise ValueError(f"{where} holds {wrong}, but a scale is above 0; {AGAIN}")
+
+
+def _in_file(model: PreTrainedModel, name: str, file: str) -> Tensor:
+    with safe_open(file, framework="pt") as opened:
+        there = set(opened.keys())
+        t: Tensor = opened.get_tensor(next(k for k in _names(model, name) if k in there))
+    return t
+
+
+def finish(model: PreTrainedModel, config: QuantConfig, kept: Iterable[str]) -> None:
+    """Make a model that was loaded what `quantize_model` would have made of it."""
+    for _, t in _coded(model):
+        if isinstance(t, nn.Parameter):
+            t.requires_grad_(False)  # transformers sets it for floats, and float8 is one to it
+    # Casts are for the rest of the model, so they need not be refused.
+    model.is_quantized = False
+    optimize(model)
+    write_config(model, config, kept)
+
+
+def _coded(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Codes, scales and formats of a model by their names."""
+    for prefix, module in model.named_modules():
+        if not isinstance(module, QuantisedExperts):
+            continue
+        own = {**module._parameters, **module._buffers}
+        for name in module.coded():
+            t = own.get(name)
+            if t is not None:
+                yield f"{prefix}.{name}" if prefix else name, t
+
+
+def _stored(model: PreTrainedModel, name: str) -> str | None:
+    """The format of the module that a tensor belongs to, if the tensor is what says it."""
+    module, _, own = name.rpartition(".")
+    stored = stored_format(model.get_submodule(module)) if own in PROJECTIONS else None
+    return None if stored is None else stored.w_format
+
+
+def _check_format(where: str, text: Tensor, format: str) -> None:
+    if text.dtype != torch.uint8 or format_of(text) != format:
+        said = format_of(text) if text.dtype == torch.uint8 else str(text.dtype)
+        raise ValueError(
+            f"{where} says that the experts are {said}, but config.json says {format}; {AGAIN}"
+        )
+
+
+def _scale_kind(model: PreTrainedModel, name: str) -> str:
+    """The type of scales of a module, of which one in float32 may stand above the others."""
+    stored = stored_format(model.get_submodule(name.rpartition(".")[0]))
+    assert stored is not None
+    return "float32" if name.endswith("_global_scale") else Format.of(stored.w_format).scale
+
+
+def _names(model: PreTrainedModel, name: str) -> tuple[str, ...]:
+    """What a tensor may be called in a file: a head may have been saved or be loaded without."""
+    base = f"{model.base_model_prefix}."
+    return name, base + name, name.removeprefix(base)
+
+
+def _is_one_of(name: str, kept: tuple[str, ...]) -> bool:
+    return any(f".{a}".endswith(f".{b}") for k in kept for a, b in ((name, k), (k, name)))
+
+
+def _quantised(model: nn.Module) -> Iterator[bool]:
+    return (isinstance(module, QuantisedExperts) for module in model.modules())
+
+
+def _method(config: Any) -> str:
+    """The method that a quantization_config names, "" for none."""
+    if config is None:
+        return ""
+    found = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+    return str(getattr(found, "value", found))

@@ -1,0 +1,124 @@
+"""transformers' `from_pretrained` and `save_pretrained` of models whose experts we quantised.
+
+`import moe_ops` has this registered as soon as transformers' own quantizers are imported, which is
+in the middle of an import of its models: so nothing here may need them before a model is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from moe_ops.options import check_text, check_type
+from moe_ops.quant.config import QuantConfig
+from moe_ops.signature import described
+
+METHOD = "moe_ops"
+
+
+@register_quantization_config(METHOD)
+class MoeOpsConfig(QuantizationConfigMixin):
+    """What config.json says of quantised experts: the formats of `QuantConfig`, and which stayed.
+
+    kept: the names of the experts modules that hold floats, as the model that was saved has them.
+
+    Raises ValueError for formats that no scheme joins and for fields of another release, TypeError
+    for values of other types.
+    """
+
+    def __init__(
+        self,
+        weights: str,
+        inputs: str = "",
+        kept: list[str] | None = None,
+        quant_method: str = METHOD,
+        **more: Any,
+    ) -> None:
+        where = f"quantization_config of {METHOD}"
+        if quant_method != METHOD or more:
+            found = ", ".join([quant_method] * (quant_method != METHOD) + sorted(more))
+            raise ValueError(
+                f"{where} has {found}, which this release does not know; install a newer moe_ops, "
+                "or quantise the model again"
+            )
+        check_type(f"{where}: kept", kept, (list, type(None)), "a list of names")
+        for name in kept or ():
+            check_text(f"{where}: each of kept", name)
+        try:
+            QuantConfig(weights=weights, inputs=inputs)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{where}: {error}") from error
+        self.quant_method = METHOD
+        self.weights = weights
+        self.inputs = inputs
+        self.kept = list(kept or ())
+
+    @property
+    def formats(self) -> QuantConfig:
+        return QuantConfig(weights=self.weights, inputs=self.inputs)
+
+
+@register_quantizer(METHOD)
+class MoeOpsQuantizer(HfQuantizer):
+    """Loads quantised experts as they were saved: codes and scales, and no weights of 16 bits.
+
+    Experts get their empty codes on the meta device before anything is read. Names in the files are
+    the model's own, so neither conversions of a family nor a `key_mapping` apply. The model is
+    optimized at the end.
+
+    Raises ValueError, naming file and tensor, before a weight is read for codes or scales that are
+    missing or of another shape or dtype, and after it for scales that are no positive numbers.
+    """
+
+    quantization_config: MoeOpsConfig
+
+    def __init__(self, quantization_config: MoeOpsConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._files: dict[str, str] = {}
+        self._wanted: dict[str, Any] = {}
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        if not self.pre_quantized:
+            raise ValueError(
+                "from_pretrained quantises no experts with moe_ops; leave quantization_config out, "
+                "and call moe_ops.quantize_model(model, scheme) on what is loaded"
+            )
+        device_map = kwargs.get("device_map")
+        places = device_map.values() if isinstance(device_map, dict) else [device_map]
+        if "disk" in places:
+            raise ValueError(
+                f"device_map has 'disk', got {described(device_map)}: experts of moe_ops are read "
+                "whole; give the model devices with room for it"
+            )
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> Any:
+        return []
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        from moe_ops.hf import saved
+
+        config = self.quantization_config
+        self._wanted = saved.make_empty(model, config.formats, config.kept)
+        self._files = saved.check_files(model, kwargs.get("checkpoint_files"))
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        from moe_ops.hf import saved
+
+        saved.check_loaded(model, self._files, self._wanted)
+        saved.finish(model, self.quantization_config.formats, self.quantization_config.kept)
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True

@@ -1,0 +1,104 @@
+"""Scales of gate and up that differ: the weights are those of the checkpoint, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import LAYOUTS, PREFIX, Layout, store, write
+from test_quantised_checkpoints import SPLITS, check_values, layer_of
+from torch import Tensor
+
+from moe_ops.ops.activate import Activation
+from moe_ops.parallel.config import ParallelConfig
+from moe_ops.weights import load_checkpoint
+
+NVFP4 = {"modelopt_nvfp4": "weight_scale_2", "compressed_nvfp4": "weight_global_scale"}
+HALF = {"gate_proj": "w1", "up_proj": "w3"}
+FP8 = "float8_e4m3fn"
+
+
+def load(folder: Path, layer: Any) -> Any:
+    return load_checkpoint({PREFIX: layer}, folder, style="qwen", progress=False)
+
+
+def other_global(
+    folder: Path, name: str, projection: str, ratio: float, coarse: bool = False
+) -> dict[str, Tensor]:
+    """A checkpoint in which one half of expert 1 has another global scale; what it stands for.
+
+    coarse: the scales of its blocks have two bits only, so that some more ratios are exact.
+    """
+    made = write(folder, LAYOUTS[name])
+    entries, half = made.entries, made.values[HALF[projection]]
+    start = f"{PREFIX}.experts.1.{projection}"
+    if coarse:
+        before = entries[f"{start}.weight_scale"].float()
+        after = torch.exp2(before.log2().round())
+        entries[f"{start}.weight_scale"] = after.to(torch.float8_e4m3fn)
+        half[1] *= (after / before).repeat_interleave(16, -1)
+    entries[f"{start}.{NVFP4[name]}"] *= ratio if name == "modelopt_nvfp4" else 1 / ratio
+    half[1] *= ratio
+    store(folder, entries, LAYOUTS[name].config)
+    return made.values
+
+
+@pytest.mark.parametrize("split", ["one", "tp2", "ep2_uneven"])
+@pytest.mark.parametrize("ratio", [2.0, 0.5, 0.25])
+@pytest.mark.parametrize("projection", HALF)
+@pytest.mark.parametrize("name", NVFP4)
+def test_global_scales_a_power_of_two_apart(
+    name: str, projection: str, ratio: float, split: str, tmp_path: Path
+) -> None:
+    values = other_global(tmp_path, name, projection, ratio)
+    for config in SPLITS[split]:
+        layer = layer_of(LAYOUTS[name], config)
+        report = load(tmp_path, layer)
+        assert report.complete, str(report)
+        check_values(layer, values)
+
+
+def test_rows_of_gate_and_up_that_alternate(tmp_path: Path) -> None:
+    values = other_global(tmp_path, "modelopt_nvfp4", "up_proj", 4.0)
+    activation = Activation(kind="silu", interleaved=True)
+    layer = layer_of(LAYOUTS["modelopt_nvfp4"], ParallelConfig(), activation=activation)
+    assert load(tmp_path, layer).complete
+    check_values(layer, values)
+
+
+def test_other_ratios_where_they_are_exact(tmp_path: Path) -> None:
+    """Scales of blocks that are powers of two go with 1.5, and others do not."""
+    values = other_global(tmp_path, "modelopt_nvfp4", "gate_proj", 1.5, coarse=True)
+    layer = layer_of(LAYOUTS["modelopt_nvfp4"], ParallelConfig())
+    assert load(tmp_path, layer).complete
+    check_values(layer, values)
+
+
+@pytest.mark.parametrize("ratio", [1.1, 1.5, 2.0**20, 2.0**-20])
+def test_weights_that_would_change_are_refused(ratio: float, tmp_path: Path) -> None:
+    """By the entry; the layer, and the other expert's scales in it, stay."""
+    other_global(tmp_path, "modelopt_nvfp4", "up_proj", ratio)
+    layer = layer_of(LAYOUTS["modelopt_nvfp4"], ParallelConfig())
+    before = {n: t.clone().view(torch.uint8) for n, t in layer.state_dict().items() if t.dim()}
+    with pytest.raises(
+        ValueError, match=r"experts\.1\.up_proj\.weight_scale_2: expert 1 has .*without rounding; q"
+    ) as error:
+        load(tmp_path, layer)
+    assert str(tmp_path) in str(error.value)
+    after = layer.state_dict()
+    assert all(torch.equal(t, after[n].view(torch.uint8)) for n, t in before.items())
+
+
+@pytest.mark.parametrize("split", ["one", "tp2"])
+def test_scales_of_tensors_become_scales_of_rows(split: str, tmp_path: Path) -> None:
+    layout = LAYOUTS["modelopt_fp8"]
+    values = write(tmp_path, layout).values  # whose gate and up have scales of their own
+    for config in SPLITS[split]:
+        layer = layer_of(layout, config)
+        assert load(tmp_path, layer).complete
+        check_values(layer, values)
+    whole = Layout(layout.write, layout.config, f"{FP8}:tensor", layout.inputs, layout.static)
+    with pytest.raises(ValueError, match=r"one number must serve both; give the layer a format w"):
+        load(tmp_path, layer_of(whole, ParallelConfig()))
