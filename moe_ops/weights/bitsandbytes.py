@@ -92,11 +92,12 @@ class Weight:
     def _checked(self) -> State:
         state = _state(self.get(self.state), nested="nested_absmax" in self.parts)
         codes, absmax = self.get(self.name), self.get(self.parts["absmax"])
-        fits = codes.numel() == -(-state.values // 2) and absmax.numel() == state.blocks
+        fits = codes.numel() == -(-state.values // 2) and tuple(absmax.shape) == (state.blocks,)
         if codes.dtype != torch.uint8 or not fits:
             raise ValueError(
-                f"{codes.numel()} {codes.dtype} codes and {absmax.numel()} scales are not those of "
-                f"{list(state.shape)} in blocks of {state.blocksize}; store 4-bit codes as uint8"
+                f"{codes.numel()} {codes.dtype} codes and scales {list(absmax.shape)} are not those"
+                f" of {list(state.shape)} in blocks of {state.blocksize}; store 4-bit codes as "
+                "uint8"
             )
         _check_table("quant_map", self.get(self.parts["quant_map"]), 16)
         if "nested_absmax" not in self.parts:

@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_ops.layer import MoELayer
 from moe_ops.layer.tensors import STATE
 from moe_ops.quant.scales import inverse
+from moe_ops.weights.configuration import naming
 from moe_ops.weights.experts import Piece, prepare_expert, write
 from moe_ops.weights.fused import taken_apart
 from moe_ops.weights.global_scales import GlobalScales
@@ -159,7 +160,7 @@ class Loading:
 
     def take(self, stored: Stored) -> None:
         """Check one entry of a file, which is to be written."""
-        name, read = stored.name, stored.read
+        name = stored.name
         prefix = self._prefix_of(name)
         if prefix is None:
             return
@@ -179,7 +180,7 @@ class Loading:
                     "docs/FORMATS.md"
                 )
         if self.layers[prefix].placement.shared and entry.startswith(SHARED):
-            self._take_fused(prefix, name, entry.removeprefix(SHARED), read)
+            self._take_fused(prefix, entry.removeprefix(SHARED), stored)
         else:
             self._take_other(prefix, entry, stored)
 
@@ -281,9 +282,9 @@ class Loading:
         if plan.whole(t) is not None:
             self.plans[prefix, entry.parameter, entry.shard] = plan
 
-    def _take_fused(self, prefix: str, name: str, rest: str, read: Read) -> None:
+    def _take_fused(self, prefix: str, rest: str, stored: Stored) -> None:
         """Shared experts that the layer has in slots; a checkpoint has them side by side in one."""
-        layer, record = self.layers[prefix], self.records[prefix]
+        layer, record, name = self.layers[prefix], self.records[prefix], stored.name
         entry = GATE_UP_DOWN.entry(f"experts.0.{rest}")
         if isinstance(entry, str) or not has_place(
             layer, entry.parameter, WEIGHTS[entry.parameter][0]
@@ -295,21 +296,33 @@ class Loading:
         if keys[0] in record.seen:
             self.twice.append(name)
             return
-        part, second = WEIGHTS[entry.parameter]
-        t = _read(name, entry, read)
+        t = _read(name, entry, stored.read) if stored.like is None else stored.like()
+        found = list(self._fused_writes(prefix, name, entry, t))
+        if stored.like is None:
+            self.pending += found
+        else:
+            later = self._fused_writes(prefix, name, entry, stored.read)
+            self.pending.append(one for writes in later for one in writes)
+        record.seen.update(dict.fromkeys(keys, name))
+        self.loaded.append(name)
+        self.bytes_loaded += t.nbytes
+
+    def _fused_writes(
+        self, prefix: str, name: str, entry: Entry, t: Tensor | Read
+    ) -> Iterator[Writes]:
+        """The writes of each of the shared experts that a tensor holds, which may be read first."""
+        layer, record = self.layers[prefix], self.records[prefix]
+        (part, second), shared = WEIGHTS[entry.parameter], layer.placement.shared
         format = None if layer.quant is None else layer.quant.format
-        coding = self._coding_of(entry)
-        pieces = taken_apart(t, part, second, shared, coding, format)
+        coding, whole = self._coding_of(entry), t if isinstance(t, Tensor) else t()
+        with naming(name):
+            pieces = taken_apart(whole, part, second, shared, coding, format)
         for s, t_s in enumerate(pieces):
             piece = Piece(
                 entry.parameter, t_s, name, entry.shard, layer.num_experts + s,
                 coding, False, self.sharded,
             )  # fmt: skip
-            _, writes = prepare_expert(layer, piece, record)
-            self.pending.append(writes)
-        record.seen.update(dict.fromkeys(keys, name))
-        self.loaded.append(name)
-        self.bytes_loaded += t.nbytes
+            yield prepare_expert(layer, piece, record)[1]
 
     def _take_other(self, prefix: str, parameter: str, stored: Stored) -> None:
         name = stored.name

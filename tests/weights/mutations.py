@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,10 @@ VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 3, 4, 8, 64, 2**31, 2**63, 2**70, 1e400, -0.5, float("nan"), "",
     "4", "F32", "I32", "BF16", "U8", "F8_E4M3", "BOOL", "F4", "gptq", "awq", "fp8", "../x",
     "/etc/x", "x" * 300, "\0", [], [0], [-1], [2**40, 2**40], [64, 64], {}, {"a": 1}, [[]],
+)  # fmt: skip
+ALIKE = (
+    ("U8", "I8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), ("F16", "BF16", "I16", "U16"),
+    ("F32", "I32", "U32"), ("F64", "I64", "U64", "C64"),
 )  # fmt: skip
 Mutation = Callable[[random.Random, bytes], bytes]
 
@@ -53,9 +58,30 @@ def swapped(rng: random.Random, raw: bytes) -> bytes:
     found = json.loads(raw)
     holders = [h for h, _ in _places(found) if isinstance(h, dict) and len(h) > 1]
     if holders:
-        holder = rng.choice(holders)
+        whole = isinstance(found, dict) and len(found) > 1 and rng.random() < 0.5
+        holder = found if whole else rng.choice(holders)
         a, b = rng.sample(list(holder), 2)
         holder[a], holder[b] = holder[b], holder[a]
+    return json.dumps(found).encode()
+
+
+def recast(rng: random.Random, raw: bytes) -> bytes:
+    """Tensors of a safetensors header have another dtype of the same size, shape or name: it stays
+    a header, and what is in the file does not change.
+    """
+    found = json.loads(raw)
+    names = [name for name in found if name != "__metadata__"]
+    for name in rng.sample(names, rng.choice((1, 1, 2))):
+        entry, what = found[name], rng.random()
+        if what < 0.5:
+            like = next((kinds for kinds in ALIKE if entry["dtype"] in kinds), (entry["dtype"],))
+            entry["dtype"] = rng.choice(like)
+        elif what < 0.9:
+            shape = entry["shape"]
+            entry["shape"] = rng.choice((shape[::-1], [1, *shape], [*shape, 1], [math.prod(shape)]))
+        else:
+            found[rng.choice(names).replace("0", "1")] = found.pop(name)
+            break
     return json.dumps(found).encode()
 
 
@@ -82,4 +108,4 @@ def of_header(mutate: Mutation) -> Mutation:
 
 BYTES: tuple[Mutation, ...] = (flipped, truncated)
 JSON = (*BYTES, changed, swapped)
-SAFETENSORS = (*BYTES, of_header(changed), of_header(swapped))
+SAFETENSORS = (*BYTES, of_header(changed), of_header(swapped), of_header(recast))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import PREFIX, PROJECTIONS, E, I, store
 from peak import Peak
+from safetensors.torch import load_file
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
@@ -150,7 +151,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
         load({"SCB": torch.ones(I)})
     short = entries | {"weight.absmax": torch.ones(3)}
     with pytest.raises(
-        ValueError, match=r"up_proj.weight: 2304 torch.uint8 codes and 3 scales are"
+        ValueError, match=r"up_proj.weight: 2304 torch.uint8 codes and scales \[3\] are"
     ):
         load(short)
     quant = QuantConfig(weights="int8:row")
@@ -192,6 +193,7 @@ PARTS: dict[str, tuple[dict[str, Tensor], str]] = {
         {"weight.nested_absmax": torch.ones(9)},
         r"nested_absmax is \[9\]",
     ),
+    "axis": ({"weight.absmax": torch.ones(72, 1).byte()}, r"scales \[72, 1\] are not those"),
     "absmax": ({"weight.absmax": torch.ones(72)}, "absmax is torch.float32, but scales of scales"),
     "codes": ({"weight": torch.ones(2304, 1)}, r"2304 torch.float32 codes .* store 4-bit codes as"),
 }
@@ -219,3 +221,22 @@ def check_spoiled(entries: dict[str, Tensor], message: str, folder: Path) -> Non
         load_checkpoint({PREFIX: layer}, folder, style="qwen", progress=False)
     assert str(folder) in str(error.value)
     assert torch.equal(layer.w13_weight, before)
+
+
+def test_shared_experts_in_slots_are_decoded_and_taken_apart(tmp_path: Path) -> None:
+    write(tmp_path, nested=True)
+    g = torch.Generator().manual_seed(5)
+    entries, values = load_file(tmp_path / "model.safetensors"), {}
+    for shard, projection in PROJECTIONS.items():
+        made, value = matrix(g, *((D, 2 * I) if shard == "w2" else (2 * I, D)), nested=True)
+        values[shard] = value.float().chunk(2, 1 if shard == "w2" else 0)
+        for suffix, t in made.items():
+            entries[f"{PREFIX}.shared_experts.{projection}.{suffix}"] = t
+    store(tmp_path, entries, CONFIG)
+    layer = MoELayer(E, 2, D, I, dtype=torch.float32, shared_experts=2)
+    report = load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False)
+    assert report.complete, str(report)
+    for s in range(2):
+        want = torch.cat((values["w1"][s], values["w3"][s]))
+        assert torch.equal(layer.w13_weight[E + s], want)
+        assert torch.equal(layer.w2_weight[E + s], values["w2"][s])

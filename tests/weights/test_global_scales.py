@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import LAYOUTS, PREFIX, Layout, store, write
+from safetensors.torch import load_file
 from test_quantised_checkpoints import SPLITS, check_values, layer_of
 from torch import Tensor
 
@@ -20,8 +21,8 @@ HALF = {"gate_proj": "w1", "up_proj": "w3"}
 FP8 = "float8_e4m3fn"
 
 
-def load(folder: Path, layer: Any) -> Any:
-    return load_checkpoint({PREFIX: layer}, folder, style="qwen", progress=False)
+def load(source: Any, layer: Any) -> Any:
+    return load_checkpoint({PREFIX: layer}, source, style="qwen", progress=False)
 
 
 def other_global(
@@ -89,6 +90,16 @@ def test_weights_that_would_change_are_refused(ratio: float, tmp_path: Path) -> 
     assert str(tmp_path) in str(error.value)
     after = layer.state_dict()
     assert all(torch.equal(t, after[n].view(torch.uint8)) for n, t in before.items())
+
+
+def test_a_stream_has_equal_global_scales(tmp_path: Path) -> None:
+    """Scales of blocks are written before the other global scale is known."""
+    other_global(tmp_path, "modelopt_nvfp4", "up_proj", 2.0)
+    entries = load_file(tmp_path / "model.safetensors")
+    layer = layer_of(LAYOUTS["modelopt_nvfp4"], ParallelConfig())
+    assert load(entries, layer).complete
+    with pytest.raises(ValueError, match=r"weight_scale_2: expert 1 has .* must serve both"):
+        load(iter(entries.items()), layer)
 
 
 @pytest.mark.parametrize("split", ["one", "tp2"])

@@ -15,11 +15,12 @@ import pytest
 import test_bitsandbytes as nf4
 import test_order as orders
 import torch
-from checkpoints import LAYOUTS, PREFIX, D, E, I, write, write_gpt_oss
+from checkpoints import LAYOUTS, PREFIX, PROJECTIONS, D, E, I, store, write, write_gpt_oss
 from safetensors.torch import load_file, save_file
 
 from moe_ops.layer import MoELayer
 from moe_ops.layer.options import Routing
+from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
 
@@ -65,6 +66,28 @@ def indexed(folder: Path) -> None:
     )
 
 
+def with_shared(name: str) -> Kind:
+    """Two shared experts side by side beside the others, of which the layer is one of two ranks."""
+    layout = LAYOUTS[name]
+
+    def make(folder: Path) -> None:
+        entries, g = write(folder, layout).entries, torch.Generator().manual_seed(1)
+        for shard, projection in PROJECTIONS.items():
+            rows, columns = (D, 2 * I) if shard == "w2" else (2 * I, D)
+            for suffix, t in layout.write(g, rows, columns, shard).entries.items():
+                entries[f"{PREFIX}.shared_experts.{projection}.{suffix}"] = t
+        store(folder, entries, layout.config)
+
+    def layer() -> MoELayer:
+        quant = QuantConfig(weights=layout.weights)
+        config = ParallelConfig.of(tp=2, tp_rank=1)
+        return MoELayer(
+            E, 2, D, I, quant=quant, dtype=torch.float32, parallel=config, shared_experts=2
+        )
+
+    return Kind(make, layer)
+
+
 def with_state(rng: random.Random, raw: bytes) -> bytes:
     """The JSON in one tensor of a file of bitsandbytes, kept at its length where that goes."""
     at = raw.index(b'{"quant_type"', 8 + int.from_bytes(raw[:8], "little"))
@@ -105,6 +128,9 @@ KINDS = {
         lambda folder: orders.write(folder, "gptq_int4", input_order=True),
         layer=lambda: orders.layer_of("gptq_int4", ordered=True),
     ),
+    "gptq_shared": with_shared("gptq_uint4"),
+    "packed_shared": with_shared("packed_uint4"),
+    "fp8_shared": with_shared("fp8_blocks"),
     "bitsandbytes": Kind(
         lambda folder: nf4.write(folder, nested=True),
         layer=lambda: MoELayer(E, 2, nf4.D, I, dtype=torch.float32),
