@@ -59,6 +59,7 @@ def quantize_model(
     *,
     weight_format: str | None = None,
     input_format: str | None = None,
+    scale_rule: str = "floor",
     progress: bool = True,
 ) -> Report:
     """Quantise the weights of all experts of a transformers model in place, and `optimize` it.
@@ -69,7 +70,8 @@ def quantize_model(
     all. Weights are rounded to nearest, one expert at a time: besides the result, memory for one
     expert in float32 is needed. Experts whose sizes the format does not divide (the last blocks of
     float8 need not be full), or that our ops cannot express, keep their weights, and the report
-    says why.
+    says why. `scale_rule` is for weights with e8m0 scales: "floor", as OCP Microscaling has it, or
+    "ceil", by which no weight saturates (see `moe_ops.quantize`); inputs are scaled by the first.
     Routers, attention and shared experts stay as they are. With progress, a line per module is
     written to standard error.
 
@@ -85,13 +87,14 @@ def quantize_model(
     """
     check_flag("progress", progress)
     config = _config(scheme, weight_format, input_format)
+    packing.check_scale_rule(scale_rule, config.format)
     modules = _modules(model)
     optimize(model)
     before, after, done = 0, 0, 0
     left: list[tuple[str, str]] = []
     for i, (name, module) in enumerate(modules.items()):
         before += _bytes(module)
-        reason = _quantise(module, config)
+        reason = _quantise(module, config, scale_rule)
         after += _bytes(module)
         done += reason is None
         if reason is not None:
@@ -169,7 +172,7 @@ def _config(scheme: str | QuantConfig, weights: str | None, inputs: str | None) 
     return found
 
 
-def _quantise(module: nn.Module, config: QuantConfig) -> str | None:
+def _quantise(module: nn.Module, config: QuantConfig, scale_rule: str) -> str | None:
     """Quantise one experts module in place; or why that cannot be."""
     stored = stored_as(module, config)
     if isinstance(stored, str):
@@ -177,11 +180,14 @@ def _quantise(module: nn.Module, config: QuantConfig) -> str | None:
     flip = bool(module.is_transposed)
     for name in stored.projections:
         # Each weight takes its place before the next is made, so that only one is there twice.
-        store(module, stored, _quantise_weight(getattr(module, name), flip, config.format, name))
+        w = getattr(module, name)
+        store(module, stored, _quantise_weight(w, flip, config.format, name, scale_rule))
     return None
 
 
-def _quantise_weight(w: Tensor, flip: bool, format: Format, name: str) -> dict[str, Tensor]:
+def _quantise_weight(
+    w: Tensor, flip: bool, format: Format, name: str, scale_rule: str
+) -> dict[str, Tensor]:
     """The tensors of one stacked weight by attribute name, made one expert at a time."""
     tensors = empty(w, flip, format, name)
     for e in range(w.shape[0]):
@@ -190,7 +196,7 @@ def _quantise_weight(w: Tensor, flip: bool, format: Format, name: str) -> dict[s
         if format.has_global_scale:
             global_scale = packing.global_scale_of(w_FD, format)
             tensors[f"{name}_global_scale"][e] = global_scale
-        done = packing.quantize(w_FD, format, global_scale=global_scale)
+        done = packing.quantize(w_FD, format, global_scale=global_scale, scale_rule=scale_rule)
         for part, t in ((name, done.values), (f"{name}_scale", done.scale)):
             tensors[part][e] = t
         if done.zero is not None:

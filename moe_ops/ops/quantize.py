@@ -22,6 +22,7 @@ class QuantizeCall:
     x_RD: Tensor
     format: str = "float8_e4m3fn:row"
     scale: Tensor | None = None
+    scale_rule: str = "floor"
 
 
 def check(call: QuantizeCall) -> None:
@@ -29,6 +30,7 @@ def check(call: QuantizeCall) -> None:
     check_tensor("x_RD", call.x_RD, 2, FLOATS)
     check_input_format("format", call.format, call.x_RD.shape[1])
     check_static_scale("scale", call.scale, call.format, call.x_RD)
+    packing.check_scale_rule(call.scale_rule, Format.of(call.format))
     _refuse_gradient(call.x_RD, call.scale)
 
 
@@ -47,8 +49,10 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor]:
     `format` is element:group[:scale], or a published name such as mxfp8 (the grammar is in
     `fake_impls/formats.py`, the numbers in `quant/formats.py` and `quant/packing.py`). Its group is
     the whole tensor, a row, or some columns of a row. Float32 scales are the largest magnitude of
-    the group over the element's largest finite value; e8m0 scales are powers of two by the rule of
-    OCP Microscaling; values are divided by their scale, rounded half to even and saturated.
+    the group over the element's largest finite value; e8m0 scales are powers of two: by the
+    `scale_rule` "floor" those of OCP Microscaling, which lets the largest values of a group
+    saturate, by "ceil" twice as large where they would. Values are divided by their scale, rounded
+    half to even and saturated.
 
     `scale` makes the scale static: the one of the whole tensor, or for nvfp4 the global scale that
     multiplies all block scales (1 if left out; it is not part of the returned scales).
@@ -65,7 +69,7 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor]:
         given = None if scale is None else scale.reshape(1, 1).clone()
         done = packing.quantize(x, found, scale=given)
     else:
-        done = packing.quantize(x, found, global_scale=scale)
+        done = packing.quantize(x, found, global_scale=scale, scale_rule=call.scale_rule)
     return done.values[: call.x_RD.shape[0]], done.scale
 
 

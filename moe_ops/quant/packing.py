@@ -201,8 +201,25 @@ def global_scale_of(x: Tensor, format: Format) -> Tensor:
     return (amax / (format.largest * largest_scale)).clamp(min=SMALLEST_SCALE)
 
 
+SCALE_RULES = ("floor", "ceil")
+
+
+def check_scale_rule(scale_rule: str, format: Format) -> None:
+    """Raise ValueError unless the scales of a format can be chosen by this rule."""
+    check_choice("scale_rule", scale_rule, SCALE_RULES)
+    if scale_rule != "floor" and format.scale != "e8m0":
+        raise ValueError(
+            f"scale_rule {scale_rule!r} is for e8m0 scales, but {format.name} has scales of "
+            f"{format.scale}; leave it out"
+        )
+
+
 def quantize(
-    x: Tensor, format: Format, scale: Tensor | None = None, global_scale: Tensor | None = None
+    x: Tensor,
+    format: Format,
+    scale: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    scale_rule: str = "floor",
 ) -> Quantized:
     """Round [..., rows, columns] to a format: x is close to (code - zero) * scale * global_scale.
 
@@ -211,7 +228,8 @@ def quantize(
 
         float scales    amax / largest, at least 1e-12 (float16: the smallest normal), rounded to
                         the scale's dtype, then divided by
-        e8m0            2**(floor(log2 amax) - top_exponent): MX 1.0, section 6.3
+        e8m0            2**(floor(log2 amax) - top_exponent): MX 1.0, section 6.3; with the
+                        scale_rule "ceil" 2**ceil(log2(amax / largest)), by which nothing saturates
         float8_e4m3fn   amax / largest / global_scale (NVFP4); a scale that rounds to 0 codes 0
         zero point      (hi - lo) / highest, where [lo, hi] are the group's values and 0;
                         zero = round(-lo / scale), code = round(x / scale) + zero
@@ -222,9 +240,10 @@ def quantize(
     groups] in the scale's dtype) is used as it is: then infinities saturate and NaN is coded as
     `encode` does. global_scale: float32 multiplier, one value or one for each leading index.
 
-    Raises ValueError or TypeError for wrong shapes or dtypes, and for a global scale that the
-    format lacks.
+    Raises ValueError or TypeError for wrong shapes or dtypes, for a global scale that the format
+    lacks, and for a scale_rule that is not for its scales.
     """
+    check_scale_rule(scale_rule, format)
     if x.dim() < 2 or x.dtype not in FLOATS:
         raise ValueError(
             f"x must be float32, bfloat16 or float16 [..., rows, columns], "
@@ -232,7 +251,10 @@ def quantize(
         )
     x = x.float()
     common = _global(global_scale, format, x)
-    scale = _dynamic_scale(x, format, common) if scale is None else _static_scale(x, format, scale)
+    if scale is None:
+        scale = _dynamic_scale(x, format, common, scale_rule)
+    else:
+        scale = _static_scale(x, format, scale)
     ratio = _divide(x, scale, format, common)
     zero = None
     if format.has_zero:
@@ -322,7 +344,7 @@ def _grouped(x: Tensor, format: Format) -> Tensor:
     return x.reshape(*x.shape[:-2], row_groups, down, column_groups, across)
 
 
-def _dynamic_scale(x: Tensor, format: Format, common: Tensor | None) -> Tensor:
+def _dynamic_scale(x: Tensor, format: Format, common: Tensor | None, scale_rule: str) -> Tensor:
     """Scales of all groups, in the format's dtype."""
     if format.has_zero:
         assert format.integer is not None
@@ -332,6 +354,12 @@ def _dynamic_scale(x: Tensor, format: Format, common: Tensor | None) -> Tensor:
         amax, largest = high / 2 - low / 2, format.integer.highest / 2
     else:
         amax, largest = _grouped(x.abs(), format).amax((-3, -1)), format.largest
+    if format.scale == "e8m0" and scale_rule == "ceil":
+        exact = amax / amax.new_full((), largest)
+        code = encode_scale(exact, "e8m0").int()
+        # 0 decodes to 2**-127, though all smaller scales have that code, too.
+        raised = code + (exact > decode_scale(code, "e8m0"))
+        return torch.where(exact.isfinite(), raised, E8M0_NAN).to(torch.uint8)
     if format.scale == "e8m0":
         assert format.minifloat is not None
         code = encode_scale(amax, "e8m0").int()
