@@ -64,8 +64,9 @@ def test_a_new_backend_of_products_changes_every_op_with_products() -> None:
     new = [line for line in difference() if line.startswith("+ ")]
     served = [line for line in new if "native: `new`" in line]
     assert served == [
-        "+ | weights | `int8_w8a16` (`int8:1x64`) | `expert_gemm`, `experts`, `moe` "
-        "| reference: `dequantize` | native: `new` |"
+        "+ | weights | `int8_w8a16` (`int8:1x64`) | `expert_gemm` "
+        "| reference: `dequantize` | native: `new` |",
+        "+ | the same | the same | `experts`, `moe` | native: `cpu` | native: `new` |",
     ]
     assert any("| `new` | `expert_gemm` | CPU | all | needs a tensor on cuda" in n for n in new)
     assert any(line.endswith("| is for int8:1x64 |") for line in new)
