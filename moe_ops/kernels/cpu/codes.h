@@ -152,18 +152,18 @@ template <> struct Decoder<Uint8, FloatMath> : InOrder {
 // The fields of a float8 are those of a float16 whose exponent is 8 too low, subnormals too; NaN alone is not.
 template <> struct Decoder<Float8E4M3, FloatMath> : InOrder {
   static constexpr float kFactor = 256.0f;
-  __m128i nan = _mm_setzero_si128();
+  __m256i largest = _mm256_setzero_si256();
   void operator()(const uint8_t* p, Floats* out) {
+    const __m256i codes = _mm256_loadu_si256((const __m256i*)p);
+    largest = _mm256_max_epu8(largest, _mm256_or_si256(codes, _mm256_set1_epi8(-128)));
     for (int r = 0; r < kRegisters; r += 2) {
-      const __m128i codes = _mm_loadu_si128((const __m128i*)(p + 8 * r));
-      nan = _mm_or_si128(nan, _mm_cmpeq_epi8(_mm_or_si128(codes, _mm_set1_epi8(-128)), _mm_set1_epi8(-1)));
-      const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
+      const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 8 * r))), 7);
       const __m256i halves = _mm256_and_si256(words, _mm256_set1_epi16(int16_t(0xbfff)));
       out[r] = (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(halves));
       out[r + 1] = (Floats)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
     }
   }
-  bool any_nan() const { return _mm_movemask_epi8(nan) != 0; }
+  bool any_nan() const { return _mm256_movemask_epi8(_mm256_cmpeq_epi8(largest, _mm256_set1_epi8(-1))) != 0; }
 };
 
 // Four bits: the two bytes of a bfloat16 by table, side by side, then each half of the words as a float32.

@@ -38,6 +38,22 @@ float from_e8m0(uint8_t code) {
   return from_bits(code == 0 ? 0x00400000u : code == 255 ? 0x7fc00000u : uint32_t(code) << 23);
 }
 
+// The same for many.
+inline void from_e8m0(const uint8_t* codes, int64_t n, float* to) {
+  int64_t i = 0;
+#if defined(MOE_AVX512) || defined(MOE_AVX2)
+  const __m256i half = _mm256_set1_epi32(0x00400000);
+  for (; i + 8 <= n; i += 8) {
+    const __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(codes + i)));
+    const __m256i special = _mm256_or_si256(_mm256_cmpeq_epi32(code, _mm256_setzero_si256()),
+                                            _mm256_cmpeq_epi32(code, _mm256_set1_epi32(255)));
+    const __m256i bits = _mm256_or_si256(_mm256_slli_epi32(code, 23), _mm256_and_si256(special, half));
+    _mm256_storeu_si256((__m256i*)(to + i), bits);
+  }
+#endif
+  for (; i < n; ++i) to[i] = from_e8m0(codes[i]);
+}
+
 // Aligned memory that is not initialised.
 template <typename T> struct Buffer {
   std::unique_ptr<char[]> memory;
@@ -57,11 +73,11 @@ enum Span {
 // Which of the scales of a span each lane has.
 struct Spread {
   alignas(64) int32_t index[kLanes];
-  uint8_t mask;
+  bool two;
   template <Span span> Floats of(const float* p) const {
     if constexpr (span != kGroups) return Floats{} + *p;
 #if defined(MOE_AVX512)
-    const __m128 some = _mm_maskz_loadu_ps(mask, p);
+    const __m128 some = two ? _mm_castsi128_ps(_mm_loadl_epi64((const __m128i*)p)) : _mm_loadu_ps(p);
     return (Floats)_mm512_permutexvar_ps(_mm512_load_si512(index), _mm512_castps128_ps512(some));
 #elif defined(MOE_AVX2)
     const __m128 some = _mm_castsi128_ps(_mm_loadl_epi64((const __m128i*)p));  // of two
@@ -109,7 +125,7 @@ template <typename E, typename M> struct Weight {
     span_groups = whole ? 1 : std::max<int64_t>(kStep / group, 1);
     spans = (steps + span_steps - 1) / span_steps;
     full_spans = full_steps / span_steps;
-    spread.mask = uint8_t((1 << span_groups) - 1);
+    spread.two = span_groups == 2;
     for (int i = 0; i < kLanes; ++i)
       spread.index[i] = span_groups == 1 ? 0 : int32_t(Decode::column(i * kPerLane) / group);
     scales_as_stored = scales.kind == 0 && padded_groups() == scales.column_groups;
@@ -142,7 +158,7 @@ template <typename E, typename M> struct Weight {
       case 2:
         for (int64_t i = 0; i < n; ++i) to[i] = from_float16(static_cast<const uint16_t*>(scales.scale)[at + i]);
         break;
-      default: for (int64_t i = 0; i < n; ++i) to[i] = from_e8m0(static_cast<const uint8_t*>(scales.scale)[at + i]);
+      default: from_e8m0(static_cast<const uint8_t*>(scales.scale) + at, n, to);
     }
     for (int64_t i = n; i < padded_groups(); ++i) to[i] = 0.0f;
     row.scale = to;
@@ -177,13 +193,17 @@ template <typename W> struct Arranged {
 
   template <typename T> void arrange(int64_t r, const T* from) {
     X* to = x.data + r * width;
-    for (int64_t first = 0; first < width; first += W::kStep)
-      for (int i = 0; i < W::kStep; ++i) {
-        const int64_t column = first + columns[i];
-        if (column >= w.columns) store(to + first + i, 0.0f);
-        else if constexpr (std::is_same_v<X, T>) to[first + i] = from[column];
-        else store(to + first + i, to_float(from[column]));
-      }
+    const auto copy = [](const T* value, X* place) {
+      if constexpr (std::is_same_v<X, T>) *place = *value;
+      else store(place, to_float(*value));
+    };
+    const int64_t full = w.full_steps * W::kStep;
+    for (int64_t first = 0; first < full; first += W::kStep)
+      for (int i = 0; i < W::kStep; ++i) copy(from + first + columns[i], to + first + i);
+    for (int i = 0; full + i < width; ++i) {
+      if (full + columns[i] < w.columns) copy(from + full + columns[i], to + full + i);
+      else store(to + full + i, 0.0f);
+    }
     if constexpr (W::Element::kZero) {
       float* lanes = sum.data + r * sums;
       std::fill(lanes, lanes + sums, 0.0f);
@@ -204,8 +224,8 @@ template <Span span, int Tokens, typename W>
 void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* dots) {
   typedef typename W::Math Math;
   constexpr int registers = W::Decode::kRegisters;
-  // Independent sums, so that a product need not wait for the one before.
-  constexpr int chains = std::min(registers, Tokens == 1 ? 4 : Tokens == 2 ? 2 : 1);
+  // Independent sums, so that a product need not wait for the one before; those of other spans are independent.
+  constexpr int chains = span == kSteps || Tokens <= 2 ? 2 : 1;
   typename W::Decode decode;
   Floats total[Tokens] = {}, part[Tokens][chains];
 
@@ -235,12 +255,12 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
   };
 
   const uint8_t* p = row.codes;
-  const int64_t ahead = kPrefetch ? kPrefetchBytes : 0, steps = span == kSteps ? w.span_steps : 1;
+  const int64_t steps = span == kSteps ? w.span_steps : 1;
   int64_t at = 0;
   for (int64_t s = 0; s < w.full_spans; ++s) {
     begin();
     for (int64_t i = 0; i < steps; ++i, ++at, p += W::kBytes) {
-      __builtin_prefetch(p + ahead);
+      __builtin_prefetch(p + kPrefetchBytes);  // on AMD too: rows of gate and up take turns
       step(p, at);
     }
     end(s);
