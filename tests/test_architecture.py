@@ -287,7 +287,7 @@ import torch
 import moe_ops, moe_ops.passes, moe_ops.fake_impls, moe_ops.kernels.cpu
 from moe_ops.testing import CASES, make_layer
 assert moe_ops.__file__.startswith(sys.argv[1]), moe_ops.__file__
-assert (files("moe_ops.kernels.cpu") / "experts.cpp").is_file()
+assert (files("moe_ops.kernels.cpu") / "layer.h").is_file()
 assert (files("moe_ops") / "py.typed").is_file()
 layer = make_layer(CASES[0])
 args = (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)

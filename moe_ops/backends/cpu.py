@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.backend import Rows
-from moe_ops.backends import aten, reads
+from moe_ops.backends import aten, cpu_codes, reads
 from moe_ops.gradients import needs_grad
 from moe_ops.kernels import cpu as kernels
 from moe_ops.ops.dispatch import local_ids
@@ -37,7 +37,7 @@ def _refuse(x: Tensor, w: Tensor, *others: Tensor | None, transposed: bool) -> s
         return "is not differentiable, and an argument requires grad"
     if w.stride(2) != 1:
         return "needs weights contiguous along their last axis"
-    return kernels.unavailable()
+    return None
 
 
 def _refuse_bias(x: Tensor, bias: Tensor | None) -> str | None:
@@ -51,6 +51,7 @@ def supports_gemm(call: ExpertGemmCall) -> str | None:
         aten.refuse_out_dtype(call)
         or _refuse(call.x_RD, call.w_EFD, call.bias_EF, transposed=call.transposed)
         or _refuse_bias(call.x_RD, call.bias_EF)
+        or kernels.unavailable()
     )
 
 
@@ -84,19 +85,23 @@ def supports_experts(call: ExpertsCall) -> str | None:
     if w2_EDI.stride(2) != 1:
         return "needs weights contiguous along their last axis"
     refusal = _refuse(x_TD, w13_EFD, w2_EDI, b13_EF, b2_ED, weights_TK, transposed=transposed)
-    if refusal is not None or b13_EF is b2_ED is None:
+    if refusal is None and not b13_EF is b2_ED is None:
+        refusal = _refuse_bias(x_TD, b13_EF) or _refuse_bias(x_TD, b2_ED)
+    if refusal is not None:
         return refusal
-    return _refuse_bias(x_TD, b13_EF) or _refuse_bias(x_TD, b2_ED)
+    return cpu_codes.refusal(call) if call.w_format else kernels.unavailable()
 
 
 def most_tokens(call: ExpertsCall) -> int | None:
+    if call.w_format:
+        return None
     rows = EXPERTS_MAX_ROWS[call.x_TD.dtype]
     return None if rows is None else rows * call.w13_EFD.shape[0] // call.ids_TK.shape[1]
 
 
 @experts.backend(
     "cpu",
-    reads=reads.FLOAT_EXPERTS,
+    reads=reads.EXPERTS,
     supports=supports_experts,
     rows=Rows(preferred=most_tokens),
     devices=("cpu",),
@@ -107,6 +112,8 @@ def stream_experts(call: ExpertsCall) -> Tensor:
     ids_TK = call.ids_TK
     if call.expert_map is not None:
         ids_TK = local_ids(ids_TK, call.w13_EFD.shape[0], call.expert_map).view(ids_TK.shape)
+    if call.w_format:
+        return cpu_codes.run(call, _rows(call.x_TD), ids_TK.contiguous())
     return kernels.experts(
         _rows(call.x_TD), call.weights_TK.contiguous(), ids_TK.contiguous(),
         call.w13_EFD, call.w2_EDI, call.b13_EF, call.b2_ED,

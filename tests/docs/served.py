@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_ops import OPS, Op, fake_impls
 from moe_ops.backends import triton
 from moe_ops.kernels import cpu as kernels
+from moe_ops.kernels.cpu import quantised
 from moe_ops.ops.quantize import QuantizeCall
 from moe_ops.quant.formats import Format
 from moe_ops.spec import REFERENCE
@@ -53,6 +54,7 @@ def machine() -> Iterator[None]:
     """Pretend that this machine has a C++ compiler, Triton and a GPU."""
     with (
         patch.object(kernels, "unavailable", lambda: None),
+        patch.object(quantised, "unavailable", lambda element: None),
         patch.object(triton, "unavailable", lambda: None),
         patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY),
     ):

@@ -13,14 +13,14 @@ from torch import Tensor
 
 log = logging.getLogger("moe_ops")
 
-# In the order of the numbers that experts.cpp and route.cpp give them.
+# In the order of the numbers that layer.h and route.cpp give them.
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "logit")
-SOURCES = ("experts.cpp", "route.cpp")
+SOURCES = ("layer.h", "experts.cpp", "route.cpp")
 
 
-class _Activation(ctypes.Structure):
-    """`Activation` of experts.cpp, field by field."""
+class ActivationFields(ctypes.Structure):
+    """`Activation` of layer.h, field by field."""
 
     _fields_ = [
         *((name, c_int32) for name in ("kind", "gated", "interleaved", "clamped")),
@@ -28,8 +28,8 @@ class _Activation(ctypes.Structure):
     ]
 
 
-class _Layer(ctypes.Structure):
-    """`Layer` of experts.cpp, field by field."""
+class LayerFields(ctypes.Structure):
+    """`Layer` of layer.h, field by field."""
 
     _fields_ = [
         *((name, c_int64) for name in ("T", "K", "E", "F", "D", "I")),
@@ -37,7 +37,7 @@ class _Layer(ctypes.Structure):
         *((name, c_int64) for name in ("w13_expert_stride", "w13_row_stride")),
         *((name, c_int64) for name in ("w2_expert_stride", "w2_row_stride")),
         *((name, c_int32) for name in ("ids_are_int64", "weights_are_float32", "threads")),
-        ("activation", _Activation),
+        ("activation", ActivationFields),
     ]
 
 
@@ -59,7 +59,7 @@ _SIGNATURES = {
         *(c_int64, c_int64, c_int64, c_int64, ctypes.c_int),  # R, E, F, D, threads
     ],
     "moe_experts": [
-        ctypes.POINTER(_Layer),
+        ctypes.POINTER(LayerFields),
         *(c_void_p, c_void_p, c_void_p),  # x, ids, weights
         *(c_void_p, c_void_p, c_void_p, c_void_p),  # w13, w2, b13, b2
         c_void_p,  # out
@@ -97,7 +97,7 @@ def unavailable() -> str | None:
     return None
 
 
-def _pointer(t: Tensor | None) -> int | None:
+def pointer(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 
 
@@ -115,11 +115,37 @@ def gemm(x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor, bias_EF: Tensor | None, y_
         else _library().moe_gemm_float32
     )
     done: bool = run(
-        *(w_EFD.data_ptr(), w_EFD.stride(0), w_EFD.stride(1), _pointer(bias_EF)),
+        *(w_EFD.data_ptr(), w_EFD.stride(0), w_EFD.stride(1), pointer(bias_EF)),
         *(x_RD.data_ptr(), x_RD.stride(0), ends_E.data_ptr(), y_RF.data_ptr()),
         *(x_RD.shape[0], E, F, D, torch.get_num_threads()),
     )
     return done
+
+
+def layer_of(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    width: int,
+    activation: tuple[str, bool, bool, float, float | None, float],
+) -> LayerFields:
+    """The sizes and strides of a layer whose experts have this width after the activation: its
+    kind, gated, interleaved, alpha, limit and up_shift. Strides of weights count their elements.
+    """
+    T, K = ids_TK.shape
+    E, F = w13.shape[:2]
+    kind, gated, interleaved, alpha, limit, up_shift = activation
+    return LayerFields(
+        *(T, K, E, F, x_TD.shape[1], width, x_TD.stride(0)),
+        *(w13.stride(0), w13.stride(1), w2.stride(0), w2.stride(1)),
+        *(ids_TK.dtype == torch.int64, weights_TK.dtype == torch.float32, torch.get_num_threads()),
+        ActivationFields(
+            *(KINDS.index(kind), gated, interleaved, limit is not None),
+            *(alpha, limit or 0.0, up_shift),
+        ),
+    )
 
 
 def experts(
@@ -144,19 +170,11 @@ def experts(
     1 on the last axis, biases are contiguous; weights_TK is float32 or of x's dtype; ids and
     weights_TK are contiguous, ids outside [0, E) mean "not here".
     """
-    T, K = ids_TK.shape
-    E, F, D = w13_EFD.shape
-    I = w2_EDI.shape[2]  # noqa: E741
-    layer = _Layer(
-        *(T, K, E, F, D, I, x_TD.stride(0)),
-        *(w13_EFD.stride(0), w13_EFD.stride(1), w2_EDI.stride(0), w2_EDI.stride(1)),
-        *(ids_TK.dtype == torch.int64, weights_TK.dtype == torch.float32, torch.get_num_threads()),
-        _Activation(
-            *(KINDS.index(kind), gated, interleaved, limit is not None),
-            *(alpha, limit or 0.0, up_shift),
-        ),
-    )
-    out_TD = x_TD.new_empty(T, D)
+    layer = layer_of(
+        x_TD, weights_TK, ids_TK, w13_EFD, w2_EDI, w2_EDI.shape[2],
+        (kind, gated, interleaved, alpha, limit, up_shift),
+    )  # fmt: skip
+    out_TD = x_TD.new_empty(x_TD.shape)
     run = (
         _library().moe_experts_bfloat16
         if x_TD.dtype == torch.bfloat16
@@ -165,7 +183,7 @@ def experts(
     run(
         layer,
         *(x_TD.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr()),
-        *(w13_EFD.data_ptr(), w2_EDI.data_ptr(), _pointer(b13_EF), _pointer(b2_ED)),
+        *(w13_EFD.data_ptr(), w2_EDI.data_ptr(), pointer(b13_EF), pointer(b2_ED)),
         out_TD.data_ptr(),
     )
     return out_TD
@@ -200,7 +218,7 @@ def route(
     ids_TK = torch.empty(T, top_k, dtype=torch.int32)
     _library().moe_route(
         router,
-        *(logits_TE.data_ptr(), _pointer(bias_E), _pointer(per_expert_scale_E)),
+        *(logits_TE.data_ptr(), pointer(bias_E), pointer(per_expert_scale_E)),
         *(weights_TK.data_ptr(), ids_TK.data_ptr()),
     )
     return weights_TK, ids_TK

@@ -1,0 +1,63 @@
+"""What the backend "cpu" does with quantised weights: its kernels stream codes as they lie."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import Tensor
+
+from moe_ops.gradients import needs_grad
+from moe_ops.kernels.cpu import quantised as kernels
+from moe_ops.ops.experts import ExpertsCall
+from moe_ops.quant.formats import ALL, Format
+
+SMALL_GROUPS, GROUP = (32, 64), 128
+
+
+def refusal(call: ExpertsCall) -> str | None:
+    """Why the kernels cannot run a layer with quantised weights, apart from what they have in
+    common with those for 16 bits; or None.
+    """
+    c = call
+    widths = (c.x_TD.shape[1], c.w13_EFD.shape[1] // (2 if c.gated else 1))
+    scales = (c.w13_scale_EFG, c.w2_scale_EDG, c.w13_zero_EFG, c.w2_zero_EDG)
+    reason = _of_formats(c.w_format, c.x_format, *widths)
+    if reason is not None:
+        return reason
+    if needs_grad(*scales[:2]):
+        return "is not differentiable, and an argument requires grad"
+    if not all(t is None or t.is_contiguous() for t in scales):
+        return "needs contiguous scales and zero points"
+    return kernels.unavailable(Format.of(c.w_format).element)
+
+
+@functools.lru_cache
+def _of_formats(w_format: str, x_format: str, D: int, I: int) -> str | None:  # noqa: E741
+    format = Format.of(w_format)
+    if format.element not in kernels.ELEMENTS:
+        return f"needs weights of {', '.join(kernels.ELEMENTS)}, got {format.element}"
+    if format.scale not in kernels.SCALES:
+        return f"needs scales of {', '.join(kernels.SCALES)}, got {format.scale}"
+    across = format.group[1]
+    small = across in SMALL_GROUPS or across % GROUP == 0
+    if across != ALL and not small and across < max(D, I):
+        return f"needs groups of 32, 64 or a multiple of 128 columns, or of all, got {across}"
+    if x_format:
+        return "multiplies inputs as they are, got an x_format"
+    return None
+
+
+def run(call: ExpertsCall, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
+    """`experts` that reads each code once for a few tokens, given tokens with contiguous rows and
+    contiguous ids of the experts here.
+    """
+    c, format = call, Format.of(call.w_format)
+    assert c.w13_scale_EFG is not None and c.w2_scale_EDG is not None
+    return kernels.experts(
+        x_TD, c.weights_TK.contiguous(), ids_TK,
+        kernels.Codes(c.w13_EFD, c.w13_scale_EFG, c.w13_zero_EFG, format.group),
+        kernels.Codes(c.w2_EDI, c.w2_scale_EDG, c.w2_zero_EDG, format.group),
+        (c.b13_EF, c.b2_ED),
+        (c.kind, c.gated, c.interleaved, c.alpha, c.limit, c.up_shift),
+        kernels.Kind(format.element, format.scale),
+    )  # fmt: skip

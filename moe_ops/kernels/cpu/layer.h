@@ -1,0 +1,162 @@
+// What the kernels of layers share: numbers, registers, the routing of pairs, activations and their combination.
+//
+// It is compiled in front of experts.cpp or quantised.cpp.
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+// Shared with Python by position: see kernels/cpu/__init__.py.
+struct Activation {
+  int32_t kind;  // 0 silu, 1 gelu, 2 gelu_tanh, 3 relu2
+  int32_t gated, interleaved, clamped;
+  float alpha, limit, up_shift;
+};
+
+struct Layer {
+  int64_t T, K, E, F, D, I;
+  int64_t x_stride, w13_expert_stride, w13_row_stride, w2_expert_stride, w2_row_stride;
+  int32_t ids_are_int64, weights_are_float32, threads;
+  Activation activation;
+};
+
+namespace {
+
+// One register. Compilers keep vectors of more than a register in memory, not in two of them.
+#if defined(__AVX512F__) && !defined(MOE_AT_MOST_AVX2)
+constexpr int kVectorBytes = 64;
+#else
+constexpr int kVectorBytes = 32;
+#endif
+typedef float Floats __attribute__((vector_size(kVectorBytes)));
+typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
+
+struct bf16 { uint16_t bits; };
+
+inline float to_float(float v) { return v; }
+inline float to_float(bf16 v) {
+  uint32_t u = uint32_t(v.bits) << 16;
+  float f;
+  std::memcpy(&f, &u, 4);
+  return f;
+}
+inline void store(float* p, float v) { *p = v; }
+inline void store(bf16* p, float v) {
+  uint32_t u;
+  std::memcpy(&u, &v, 4);
+  const bool nan = (u & 0x7fffffffu) > 0x7f800000u;
+  p->bits = nan ? 0x7fc0 : uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);  // half to even
+}
+template <typename T> inline float round_to(float v) {
+  T t;
+  store(&t, v);
+  return to_float(t);
+}
+
+inline float sum(const Floats& v) {
+  typedef float F32x4 __attribute__((vector_size(16)));
+  constexpr int parts = kVectorBytes / 16;
+  F32x4 part[parts];
+  std::memcpy(part, &v, kVectorBytes);
+  for (int n = parts / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; ++i) part[i] += part[i + n];
+  return (part[0][0] + part[0][1]) + (part[0][2] + part[0][3]);
+}
+
+// Half a page ahead of the load hides the latency of memory for a single stream where the hardware's own prefetch
+// stops at the end of a page; on AMD's it takes 5 % instead.
+constexpr int kPrefetchBytes = 2048;
+#if defined(__x86_64__)
+const bool kPrefetch = __builtin_cpu_is("intel");
+#else
+const bool kPrefetch = true;
+#endif
+// So that the sums of two weight rows stay in registers: there are 32 with AVX-512, otherwise 16.
+constexpr int kMaxTokens = kVectorBytes == 64 ? 8 : 4;
+constexpr int kRowsPerTask = 32;
+// Waking the other threads costs microseconds: products smaller than this stay on one.
+constexpr int64_t kParallelElements = 1 << 16;
+
+// Rows sorted by expert: expert e has rows [ends[e - 1], ends[e]), row r stands for pair order[r].
+struct Rows {
+  const int32_t* order;
+  const int32_t* ends;
+  std::vector<int32_t> active;  // experts with rows
+
+  Rows(const int32_t* order, const int32_t* ends, int64_t E) : order(order), ends(ends) {
+    for (int32_t e = 0; e < E; ++e)
+      if (ends[e] > begin(e)) active.push_back(e);
+  }
+  int32_t begin(int32_t e) const { return e ? ends[e - 1] : 0; }
+  int64_t pair(int64_t r) const { return order ? order[r] : r; }
+};
+
+// Calls body(e, first, last) for chunks [first, last) of [0, F) of every active expert; inside a parallel region.
+template <typename Body>
+void for_chunks(const Rows& rows, int64_t F, const Body& body) {
+  const int64_t chunks = (F + kRowsPerTask - 1) / kRowsPerTask;
+  const int64_t tasks = int64_t(rows.active.size()) * chunks;
+#pragma omp for schedule(dynamic, 4)
+  for (int64_t task = 0; task < tasks; ++task) {
+    const int64_t first = (task % chunks) * kRowsPerTask;
+    body(rows.active[task / chunks], first, std::min<int64_t>(first + kRowsPerTask, F));
+  }
+}
+
+int threads_for(int64_t elements, int threads) { return elements < kParallelElements ? 1 : threads; }
+
+// Stable counting sort of the pairs by expert; pairs of no expert come last.
+template <typename Id>
+void sort_pairs(const Id* ids, int64_t R, int64_t E, int32_t* order, int32_t* ends) {
+  std::vector<int32_t> next(E + 1, 0);
+  const auto expert = [&](int64_t r) { return ids[r] >= 0 && ids[r] < E ? int64_t(ids[r]) : E; };
+  for (int64_t r = 0; r < R; ++r) ++next[expert(r)];
+  int32_t at = 0;
+  for (int64_t e = 0; e <= E; ++e) {
+    const int32_t count = next[e];
+    next[e] = at;
+    at += count;
+    if (e < E) ends[e] = at;
+  }
+  for (int64_t r = 0; r < R; ++r) order[next[expert(r)]++] = int32_t(r);
+}
+
+float activate(const Activation& a, float gate, float up) {
+  if (a.clamped) {
+    gate = std::min(gate, a.limit);
+    up = std::min(std::max(up, -a.limit), a.limit);
+  }
+  float act;
+  switch (a.kind) {
+    case 0: act = gate / (1.0f + std::exp(-a.alpha * gate)); break;
+    case 1: act = 0.5f * gate * (1.0f + std::erf(gate * 0.70710678f)); break;
+    case 2: act = 0.5f * gate * (1.0f + std::tanh(0.79788456f * (gate + 0.044715f * gate * gate * gate))); break;
+    default: act = gate <= 0.0f ? 0.0f : gate * gate;  // NaN stays NaN
+  }
+  return a.gated ? act * (up + a.up_shift) : act;
+}
+
+// out[t] = sum_k weights[t, k] * y[t * K + k] over the pairs that have a row.
+template <typename T>
+void combine_token(const Layer& l, int64_t t, const T* y, const char* has_row, const void* weights, T* out) {
+  for (int64_t d = 0; d < l.D; ++d) {
+    float total = 0.0f;
+    for (int64_t p = t * l.K; p < (t + 1) * l.K; ++p) {
+      if (!has_row[p]) continue;
+      const float v = to_float(y[p * l.D + d]);
+      if (l.weights_are_float32) total += v * static_cast<const float*>(weights)[p];
+      else total += round_to<T>(v * to_float(static_cast<const T*>(weights)[p]));  // rounded as dtypes promote
+    }
+    store(out + t * l.D + d, total);
+  }
+}
+
+}  // namespace
