@@ -1,6 +1,7 @@
 # Two commands matter: `make demo` and `make test`. Both set up .venv on the first run.
 #
-#   make demo      a Hugging Face MoE model, stock against moe_ops, on this machine
+#   make demo      a Hugging Face MoE model, stock against moe_ops, on this machine; QUANT=int4 (int8,
+#                  fp8, mxfp4) adds one with quantised experts, BATCH=8 takes so many sequences
 #   make test      a representative set of the tests, which is what CI runs
 #   make test-all  every test that this machine can run
 #   make check     format, lint, types, architecture and the fast tests
@@ -24,7 +25,7 @@ TORCHES := torch==2.11.0 torch==2.13.0 torch==2.14.1
 .PHONY: demo test test-all check golden gpu gpu-families test-oldest families bench clean
 
 demo: $(VENV)/.ready
-	@$(RUN) examples/quickstart.py
+	@$(RUN) examples/quickstart.py $(if $(QUANT),--quant $(QUANT)) $(if $(BATCH),--batch $(BATCH))
 
 test: $(VENV)/.ready
 	@$(RUN) -m pytest -n 2 --dist worksteal -m "not every"

@@ -1,11 +1,11 @@
 """A Hugging Face MoE model under torch.compile, without and with the passes of moe_ops.
 
-    python examples/quickstart.py [--batch 32] [--prompt 32] [--tokens 16] [--json FILE]
+    python examples/quickstart.py [--batch 32] [--prompt 32] [--tokens 16] [--quant int4]
 
 Builds a Qwen3-MoE model of about a quarter of a billion random parameters, checks in float32 that
 the passes keep its results, then generates with a static cache and prints how fast that is: with
 the experts that the passes put in the place of transformers' own, then with transformers' own. The
-model itself is never changed.
+model itself is never changed. With --quant a copy of it with quantised experts is timed, too.
 
 Each row is printed as soon as it is known, from one run. At the end all run again in turns, every
 other time in the opposite order, so that a machine that gets slower meanwhile is so for all. The
@@ -15,6 +15,7 @@ last table and its ratios are from those runs alone.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import signal
@@ -37,6 +38,12 @@ ROUNDS = 4  # even: in opposite orders, two rounds are hit alike by a machine th
 TOKENS_A_LAYER = 2048  # of the vocabulary: the output matrix takes the same share at any depth
 FIRST = "first figures, from one run each; the table at the end is from more:"
 BUSY = 1.5  # runs of one contender that differ by more tell of other work on the machine
+QUANT = {
+    "int8": "int8:row",
+    "int4": "int4:1x128:bfloat16",
+    "fp8": "float8_e4m3fn:128x128",
+    "mxfp4": "mxfp4",
+}
 HEADER = f"{'experts':<14}{'compile s':>10}{'prefill ms':>12}{'decode tok/s':>14}"
 START = time.perf_counter()
 
@@ -174,11 +181,30 @@ def row(speed: Speed) -> str:
     )
 
 
-def table(ours: Speed, stock: Sequence[Speed]) -> str:
-    prefill = min(s.prefill_ms for s in stock) / ours.prefill_ms
-    decode = ours.decode_tokens_per_s / max(s.decode_tokens_per_s for s in stock)
-    ratios = f"{'ours / best stock':<24}{prefill:>11.2f}x{decode:>13.2f}x"
-    return "\n".join([HEADER, *(row(s) for s in (*stock, ours)), ratios])
+def ratios(name: str, ours: Speed, others: Sequence[Speed]) -> str:
+    """How many times as fast as the best of the others, which is 1 for as fast."""
+    prefill = min(s.prefill_ms for s in others) / ours.prefill_ms
+    decode = ours.decode_tokens_per_s / max(s.decode_tokens_per_s for s in others)
+    return f"{name:<24}{prefill:>11.2f}x{decode:>13.2f}x"
+
+
+def table(ours: Speed, stock: Sequence[Speed], quantised: Sequence[Speed] = ()) -> str:
+    rows = [*(row(s) for s in (*stock, ours)), ratios("ours / best stock", ours, stock)]
+    for one in quantised:
+        rows += [row(one), ratios(f"{one.implementation} / ours", one, [ours])]
+    return "\n".join([HEADER, *rows])
+
+
+def quantised(model: Qwen3MoeForCausalLM, quant: str, ids: Tensor) -> Qwen3MoeForCausalLM:
+    """A copy of the model with its experts in a format; says how far its logits are off."""
+    with torch.inference_mode():
+        want = model(ids[:2], use_cache=False).logits.float()
+        twin = copy.deepcopy(model)
+        say(str(moe_ops.quantize_model(twin, QUANT[quant], progress=False)))
+        got = twin(ids[:2], use_cache=False).logits.float()
+    error = float((got - want).norm() / want.norm())
+    say(f"logits with experts in {QUANT[quant]} are {error:.1%} off those in bfloat16")
+    return twin
 
 
 def measure(contenders: Sequence[Contender]) -> list[Speed]:
@@ -212,6 +238,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=32, help="sequences generated together")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=16, help="tokens generated per sequence")
+    parser.add_argument("--quant", choices=QUANT, help="quantise the experts of a copy, too")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args(arguments)
     logging.set_verbosity_error()
@@ -230,21 +257,30 @@ def main(arguments: list[str] | None = None) -> None:
     say(f"float32 parity: same greedy tokens, logits within {error:.1e} of transformers'")
 
     model, ids = model.to(device, torch.bfloat16), ids.to(device)
-    ours = ("moe_ops", STOCK[0], ids, args.tokens, moe_ops.inductor_options())
-    first, *stock = measure(
-        [contender(model, *ours), *(contender(model, s, s, ids, args.tokens) for s in STOCK)]
-    )
+    options = moe_ops.inductor_options()
+    contenders = [contender(model, "moe_ops", STOCK[0], ids, args.tokens, options)]
+    if args.quant:
+        twin = quantised(model, args.quant, ids)
+        contenders.append(contender(twin, args.quant, "moe_ops", ids, args.tokens, options))
+    ours = len(contenders)
+    contenders += [contender(model, s, s, ids, args.tokens) for s in STOCK]
+    speeds = measure(contenders)
+    first, more, stock = speeds[0], speeds[1:ours], speeds[ours:]
     print(
         f"\n{size:.2f} B parameters in bfloat16 on {device}, torch {torch.__version__}, "
         f"threads: {torch.get_num_threads()}; medians of {ROUNDS} runs in turns\n"
         f"prefill: {args.batch} prompts of {args.prompt} tokens; decode: {args.tokens} new tokens "
         f"each, tok/s of all together\n"
-        f"{' and '.join(STOCK)} are transformers' own; moe_ops is ours\n\n{table(first, stock)}"
+        f"{' and '.join(STOCK)} are transformers' own; moe_ops is ours"
+        + (f", {args.quant} ours with experts in {QUANT[args.quant]}" if args.quant else "")
+        + f"\n\n{table(first, stock, more)}"
     )
     if args.json:
         figures = {"arguments": vars(args), "device": device, "torch": torch.__version__}
         with open(args.json, "w") as file:
-            json.dump(figures | {"speeds": [asdict(s) for s in (*stock, first)]}, file, indent=2)
+            json.dump(
+                figures | {"speeds": [asdict(s) for s in (*stock, first, *more)]}, file, indent=2
+            )
 
 
 def interrupt(*_: object) -> NoReturn:

@@ -154,6 +154,25 @@ def test_ratios_are_against_the_best_of_each_column(quickstart) -> None:
     assert text.splitlines()[-1].split() == ["ours", "/", "best", "stock", "1.50x", "1.60x"]
 
 
+def test_quantised_experts_are_held_against_ours(quickstart) -> None:
+    ours, stock = (quickstart.Speed(n, 3.0, 50.0, 400.0) for n in ("moe_ops", "grouped_mm"))
+    text = quickstart.table(ours, [stock], [quickstart.Speed("int4", 3.0, 40.0, 600.0)])
+    lines = [line.split() for line in text.splitlines()]
+    assert lines[-2][0] == "int4" and lines[-1] == ["int4", "/", "ours", "1.25x", "1.50x"]
+    assert lines[-3] == ["ours", "/", "best", "stock", "1.00x", "1.00x"]
+
+
+@pytest.mark.slow
+@pytest.mark.every
+def test_the_quickstart_quantises_a_copy() -> None:
+    process = start(str(EXAMPLE), *SMALL, "--quant", "int4", stderr=subprocess.STDOUT)
+    text, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, text[-2000:]
+    assert re.search(r"experts in int4:1x128:bfloat16 are \d\.\d% off", text)
+    words = [line.split() for line in text.splitlines()[-3:]]
+    assert [line[0] for line in words] == ["ours", "int4", "int4"] and words[2][-1].endswith("x")
+
+
 def start(*arguments: str, stderr: int) -> subprocess.Popen[str]:
     command = [sys.executable, *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
