@@ -101,7 +101,7 @@ def most_tokens(call: ExpertsCall) -> int | None:
 
 @experts.backend(
     "cpu",
-    reads=reads.EXPERTS,
+    reads=(*reads.EXPERTS, "x_scale", "h_scale"),
     supports=supports_experts,
     rows=Rows(preferred=most_tokens),
     devices=("cpu",),

@@ -1,4 +1,6 @@
-"""What the backend "cpu" does with quantised weights: its kernels stream codes as they lie."""
+"""What the backend "cpu" does with quantised weights: its kernels stream codes as they lie, and
+quantise inputs to int8 and float8.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from torch import Tensor
 from moe_ops.gradients import needs_grad
 from moe_ops.kernels.cpu import quantised as kernels
 from moe_ops.ops.experts import ExpertsCall
-from moe_ops.quant.formats import ALL, Format
+from moe_ops.quant.formats import ALL, ROW, TENSOR, Format
 
 SMALL_GROUPS, GROUP = (32, 64), 128
 
@@ -24,11 +26,15 @@ def refusal(call: ExpertsCall) -> str | None:
     reason = _of_formats(c.w_format, c.x_format, *widths)
     if reason is not None:
         return reason
-    if needs_grad(*scales[:2]):
+    if needs_grad(*scales[:2], c.x_scale, c.h_scale):
         return "is not differentiable, and an argument requires grad"
     if not all(t is None or t.is_contiguous() for t in scales):
         return "needs contiguous scales and zero points"
-    return kernels.unavailable(Format.of(c.w_format).element)
+    return kernels.unavailable(Format.of(c.w_format).element, _element(c.x_format))
+
+
+def _element(format: str) -> str:
+    return Format.of(format).element if format else ""
 
 
 @functools.lru_cache
@@ -42,8 +48,27 @@ def _of_formats(w_format: str, x_format: str, D: int, I: int) -> str | None:  # 
     small = across in SMALL_GROUPS or across % GROUP == 0
     if across != ALL and not small and across < max(D, I):
         return f"needs groups of 32, 64 or a multiple of 128 columns, or of all, got {across}"
-    if x_format:
-        return "multiplies inputs as they are, got an x_format"
+    return _of_inputs(Format.of(x_format), format, max(D, I)) if x_format else None
+
+
+def _of_inputs(inputs: Format, weights: Format, width: int) -> str | None:
+    """Why inputs of a format are not quantised for such weights, or None."""
+    if inputs.element not in kernels.INPUTS or inputs.scale != "float32":
+        return f"quantises inputs to int8 and float8_e4m3fn with float32 scales, got {inputs.name}"
+    whole = inputs.group in (TENSOR, ROW)
+    if inputs.element == "int8":
+        if weights.element != "int8" or weights.group not in (TENSOR, ROW) or not whole:
+            return (
+                "multiplies int8 inputs and weights of one scale a row or tensor each, got "
+                f"{inputs.name} and {weights.name}"
+            )
+        if width > kernels.MOST_INTEGERS:
+            return f"sums up to {kernels.MOST_INTEGERS} products in int32, got {width}"
+    elif not whole and (inputs.group[1] % GROUP or inputs.group[1] != weights.group[1]):
+        return (
+            "wants groups of inputs that are those of the weights and a multiple of 128 columns, "
+            f"got {inputs.name} and {weights.name}"
+        )
     return None
 
 
@@ -52,12 +77,21 @@ def run(call: ExpertsCall, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
     contiguous ids of the experts here.
     """
     c, format = call, Format.of(call.w_format)
+    of_x, of_h = (_input_scales(c.x_format, scale) for scale in (c.x_scale, c.h_scale))
     assert c.w13_scale_EFG is not None and c.w2_scale_EDG is not None
     return kernels.experts(
         x_TD, c.weights_TK.contiguous(), ids_TK,
-        kernels.Codes(c.w13_EFD, c.w13_scale_EFG, c.w13_zero_EFG, format.group),
-        kernels.Codes(c.w2_EDI, c.w2_scale_EDG, c.w2_zero_EDG, format.group),
+        kernels.Codes(c.w13_EFD, c.w13_scale_EFG, c.w13_zero_EFG, format.group, of_x),
+        kernels.Codes(c.w2_EDI, c.w2_scale_EDG, c.w2_zero_EDG, format.group, of_h),
         (c.b13_EF, c.b2_ED),
         (c.kind, c.gated, c.interleaved, c.alpha, c.limit, c.up_shift),
-        kernels.Kind(format.element, format.scale),
+        kernels.Kind(format.element, format.scale, _element(c.x_format)),
     )  # fmt: skip
+
+
+def _input_scales(x_format: str, static: Tensor | None) -> kernels.InputScales:
+    if not x_format:
+        return kernels.InputScales()
+    return kernels.InputScales(
+        Format.of(x_format).group, None if static is None else static.contiguous()
+    )

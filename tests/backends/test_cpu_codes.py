@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from code_layers import CASE, ODD, by_instructions, layer_of, run
 from torch import Tensor
 
-import moe_ops
 from moe_ops import experts
 from moe_ops.backends import cpu_codes
 from moe_ops.kernels.cpu import quantised as kernels
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
-from moe_ops.testing import ACTIVATIONS, BF16, F32, TOL, Case, assert_close, float32, make_layer
+from moe_ops.testing import ACTIVATIONS, BF16, F32, TOL, assert_close, float32
 
-# Rows of several steps of codes, the last one cut short, with one to more than eight tokens.
-CASE = Case(name="steps", T=24, E=4, K=2, D=416, I=160)
-# No multiple of any step or group.
-ODD = Case(name="odd", T=5, E=3, K=2, D=90, I=38)
 GROUPED = (
     "int8:1x32", "int8:1x64:bfloat16", "uint8:1x32", "int4:1x32", "int4:1x32:float16",
     "uint4:1x32", "mxfp4", "mxfp8", "float8_e4m3fn:32x32",
@@ -30,49 +25,7 @@ WHOLE = (
     "float8_e4m3fn:128x128", "float8_e4m3fn:row", "float8_e4m3fn:tensor",
 )  # fmt: skip
 RAGGED = ("float8_e4m3fn:16x32", "float8_e4m3fn:128x64", *WHOLE)
-# The three below are what machines with less run; each is compiled for itself.
-MARKS = {"AVX512": pytest.mark.every, "AVX2": pytest.mark.slow, "PLAIN": pytest.mark.every}
-each_instructions = pytest.mark.parametrize(
-    "instructions",
-    [
-        pytest.param(name, marks=MARKS[name]) if name in MARKS else name
-        for name in kernels.INSTRUCTIONS
-    ],
-    ids=lambda name: name or "all",
-)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def confined(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Confine the kernels to the instructions that a test names."""
-    made = kernels.Kind
-    named = getattr(request.node, "callspec", None)
-    instructions = named.params.get("instructions", "") if named else ""
-    monkeypatch.setattr(kernels, "Kind", lambda *args: made(*args, instructions))
-
-
-def layer_of(case: Case, format: str, dtype: torch.dtype, gated: bool = True) -> dict[str, Any]:
-    """The arguments of a layer of this format, with biases."""
-    layer = make_layer(case, dtype, gated=gated)
-    w13, w2 = (packing.quantize(w, Format.of(format)) for w in (layer.w13_EFD, layer.w2_EDI))
-    return {
-        "x_TD": layer.x_TD, "weights_TK": layer.weights_TK, "ids_TK": layer.ids_TK,
-        "w13_EFD": w13.values, "w2_EDI": w2.values, "b13_EF": layer.b13_EF, "b2_ED": layer.b2_ED,
-        "w13_scale_EFG": w13.scale, "w2_scale_EDG": w2.scale,
-        "w13_zero_EFG": w13.zero, "w2_zero_EDG": w2.zero, "w_format": format,
-    }  # fmt: skip
-
-
-def run(call: dict[str, Any]) -> Tensor:
-    with moe_ops.using("cpu", "experts"):
-        return experts(**call)
+each_instructions = by_instructions("AVX512", "AVX2", "PLAIN")
 
 
 def reference(call: dict[str, Any]) -> Tensor:
@@ -199,9 +152,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "group": ("int4:1x16", {}, "needs groups of 32, 64 or a multiple of 128 columns, or of all"),
     "column": ("float8_e4m3fn:column", {}, "columns, or of all, got 1"),
     "inputs": (
-        "float8_e4m3fn:row",
-        {"x_format": "float8_e4m3fn:row"},
-        "inputs as they are, got an x_format",
+        "mxfp4",
+        {"x_format": "mxfp8"},
+        "quantises inputs to int8 and float8_e4m3fn with float32 scales, got mxfp8",
     ),
     "half": ("int4:1x32", {"x_TD": torch.ones(24, 416).half()}, "needs float32 or bfloat16"),
 }
@@ -229,7 +182,7 @@ def test_scales_are_neither_copied_nor_differentiated() -> None:
 def test_without_a_compiler_the_definition_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     call = layer_of(CASE, "int4:1x32", F32)
     monkeypatch.setattr(
-        cpu_codes.kernels, "unavailable", lambda element: f"no compiler for {element}"
+        cpu_codes.kernels, "unavailable", lambda element, inputs: f"no compiler for {element}"
     )
     assert experts.refusals(**call)["cpu"] == "no compiler for int4"
     assert_close(experts(**call), reference(call), TOL["experts", F32])

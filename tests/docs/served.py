@@ -54,7 +54,7 @@ def machine() -> Iterator[None]:
     """Pretend that this machine has a C++ compiler, Triton and a GPU."""
     with (
         patch.object(kernels, "unavailable", lambda: None),
-        patch.object(quantised, "unavailable", lambda element: None),
+        patch.object(quantised, "unavailable", lambda element, inputs: None),
         patch.object(triton, "unavailable", lambda: None),
         patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY),
     ):

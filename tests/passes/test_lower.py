@@ -85,7 +85,7 @@ return [convert_element_type_1]""",
 
 def test_golden_of_quantised_experts() -> None:
     hook = Hook(pick_backend, lower)
-    _, graph = run(hook, experts, quantised("int8:row", F32), dynamic=True)
+    _, graph = run(hook, experts, quantised("mxfp6_e3m2", F32), dynamic=True)
     assert_expected_inline(
         "\n".join(plans(graph)),
         """\
@@ -124,7 +124,7 @@ def test_results_are_those_of_eager_mode(name: str, dtype: torch.dtype, dynamic:
 
 
 @either
-@pytest.mark.parametrize("format", ["mxfp4", "float8_e4m3fn:16x32", "uint4:1x16"])
+@pytest.mark.parametrize("format", ["mxfp6_e3m2", "float8_e5m2:16x32", "uint4:1x16"])
 def test_quantised_experts_run_on_decoded_weights(format: str, dynamic: bool) -> None:
     args = quantised(format, BF16)
     hook = Hook(pick_backend, lower)
@@ -136,7 +136,7 @@ def test_quantised_experts_run_on_decoded_weights(format: str, dynamic: bool) ->
 
 @either
 def test_quantised_inputs_are_compiled(dynamic: bool) -> None:
-    args = quantised("float8_e4m3fn:row", BF16, "float8_e4m3fn:row")
+    args = quantised("mxfp6_e3m2", BF16, "float8_e4m3fn:row")
     hook = Hook(pick_backend, lower)
     got, graph = run(hook, experts, args, dynamic)
     assert_close(got, experts(*args), TOL["experts", BF16])
@@ -145,7 +145,7 @@ def test_quantised_inputs_are_compiled(dynamic: bool) -> None:
 
 @either
 def test_scales_of_inputs_by_expert_are_compiled(dynamic: bool) -> None:
-    args = list(quantised("int8:row", F32, "int8:tensor"))
+    args = list(quantised("mxfp6_e3m2", F32, "float8_e4m3fn:tensor"))
     names = list(inspect.signature(experts).parameters)
     E = args[names.index("w13_EFD")].shape[0]
     for name in ("x_scale", "h_scale"):
@@ -154,6 +154,15 @@ def test_scales_of_inputs_by_expert_are_compiled(dynamic: bool) -> None:
     got, graph = run(hook, experts, tuple(args), dynamic)
     assert_close(got, experts(*args), TOL["experts", F32])
     assert plans(graph) == ["expert_gemm dequantize"] * 2
+
+
+@either
+@pytest.mark.parametrize("x_format", ["", "int8:row"], ids=["weights", "inputs"])
+def test_what_a_kernel_takes_stays_whole(x_format: str, dynamic: bool) -> None:
+    args = quantised("int8:row", BF16, x_format)
+    got, graph = run(Hook(pick_backend, lower), experts, args, dynamic)
+    assert torch.equal(got, experts(*args))
+    assert plans(graph) == ["experts cpu"]
 
 
 def test_moe_is_routing_and_experts_with_the_users_thresholds() -> None:
@@ -261,13 +270,13 @@ def test_a_definition_that_would_add_a_guard_stays_one_op(monkeypatch: pytest.Mo
 
 def test_strict_refuses_to_fall_back_to_the_definition() -> None:
     with pytest.raises(BackendCompilerFailed) as raised:
-        run(Hook(pick_backend, lower, strict=True), experts, quantised("mxfp4", F32))
+        run(Hook(pick_backend, lower, strict=True), experts, quantised("mxfp6_e3m2", F32))
     assert_expected_inline(
         str(raised.value.inner_exception),
         """\
 strict: no backend runs moe_ops.experts (node experts)
-  cpu: does not read w_format='mxfp4'
-  aten: does not read w_format='mxfp4'""",
+  cpu: needs weights of int8, uint8, int4, uint4, float4_e2m1, float8_e4m3fn, got float6_e3m2
+  aten: does not read w_format='mxfp6_e3m2'""",
     )
 
 

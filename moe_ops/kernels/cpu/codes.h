@@ -7,7 +7,7 @@
 // scale. Codes become exact numbers; a factor that all of them lack is multiplied in at the end (`kFactor`).
 //
 // Compiled after layer.h, for this machine or, so that tests reach everything, for less: MOE_AT_MOST_PLAIN takes no
-// instructions of x86, MOE_AT_MOST_AVX2 and MOE_AT_MOST_AVX512 none that came after.
+// instructions of x86, MOE_AT_MOST_AVX2, MOE_AT_MOST_AVX_VNNI and MOE_AT_MOST_AVX512 none that came after.
 
 #if defined(MOE_AT_MOST_PLAIN)
 #elif defined(__AVX512F__) && defined(__AVX512BW__) && !defined(MOE_AT_MOST_AVX2)
@@ -18,6 +18,12 @@
 // Products of bfloat16 read subnormal numbers as zero, so float8 needs a table of bytes (VBMI) to become normal.
 #if defined(MOE_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VBMI__) && !defined(MOE_AT_MOST_AVX512)
 #define MOE_BF16 1
+#endif
+// Sums of products of unsigned and signed bytes.
+#if defined(MOE_AVX512) && defined(__AVX512VNNI__) && !defined(MOE_AT_MOST_AVX512)
+#define MOE_VNNI 1
+#elif defined(MOE_AVX2) && defined(__AVXVNNI__) && (!defined(MOE_AT_MOST_AVX2) || defined(MOE_AT_MOST_AVX_VNNI))
+#define MOE_VNNI 1
 #endif
 
 namespace {

@@ -28,6 +28,11 @@ struct Layer {
   Activation activation;
 };
 
+// AVX2 with products of bytes beside it.
+#if defined(MOE_AT_MOST_AVX_VNNI)
+#define MOE_AT_MOST_AVX2 1
+#endif
+
 namespace {
 
 // One register. Compilers keep vectors of more than a register in memory, not in two of them.

@@ -2,9 +2,10 @@
 //
 // Every row of codes is streamed once for up to kMaxTokens tokens of its expert and decoded in registers. Sums are
 // float32, and each group's sum is multiplied by its scale once: sum_g scale_g * (sum_d code_d x_d - zero_g sum_d x_d).
-// Tokens are laid out first in the order in which codes come (codes.h). The whole layer is one parallel region.
+// Tokens are laid out first in the order in which codes come (codes.h), and quantised there if the layer says so
+// (inputs.h). The whole layer is one parallel region.
 //
-// Compiled after codes.h, once for each element type (MOE_ELEMENT).
+// Compiled after inputs.h, once for each element type (MOE_ELEMENT) and type of inputs (MOE_INPUTS).
 
 // Shared with Python by position: see kernels/cpu/quantised.py. The scales of one stacked weight [E, rows, columns].
 struct Scales {
@@ -21,12 +22,6 @@ struct Scales {
 namespace {
 
 constexpr int kLanes = kVectorBytes / 4;
-
-float from_bits(uint32_t bits) {
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
 
 float from_float16(uint16_t half) {
   const uint32_t sign = uint32_t(half & 0x8000u) << 16, fields = half & 0x7fffu;
@@ -101,12 +96,14 @@ struct Row {
 
 // A stacked weight of one element type. A span is what is summed before scales are multiplied in: a group of columns,
 // or a step where that holds several groups.
-template <typename E, typename M> struct Weight {
+template <typename E, typename M, typename I> struct Weight {
   typedef E Element;
   typedef M Math;
+  typedef I Codes;  // of inputs
   typedef typename M::X X;
   typedef Decoder<E, M> Decode;
   static constexpr int kStep = Decode::kStep, kBytes = kStep * E::kBits / 8, kPerLane = M::kWidth / kLanes;
+  static constexpr bool kIntegers = std::is_same_v<M, IntMath>;
 
   const uint8_t* codes;
   int64_t expert_stride, row_stride, columns;
@@ -173,36 +170,54 @@ template <typename E, typename M> struct Weight {
   }
 };
 
-// Rows of numbers in the order in which a weight's codes are decoded, with zeros after the last column; and the sums
-// of each lane in each span, for elements with zero points.
+// Rows of numbers in the order in which a weight's codes are decoded, with zeros after the last column; the sums of
+// each lane in each span, for elements with zero points; and, of quantised rows, the scales.
 template <typename W> struct Arranged {
   typedef typename W::X X;
+  typedef typename W::Codes Codes;
   const W& w;
-  int64_t width, sums;
+  const Inputs inputs;
+  int64_t width, sums, groups;
   Buffer<X> x;
-  Buffer<float> sum;
+  Buffer<float> sum, scale;
+  Buffer<int32_t> offset;
+  std::vector<uint32_t> largest;  // of each row, as bits
+  uint32_t largest_of_all = 0;
   int columns[W::kStep];
 
-  Arranged(const W& w, int64_t rows)
-      : w(w), width(w.steps * W::kStep), sums(W::Element::kZero ? w.spans * kLanes : 0), x(rows * width),
-        sum(rows * sums) {
+  Arranged(const W& w, const Inputs& inputs, int64_t rows)
+      : w(w), inputs(inputs), width(w.steps * W::kStep), sums(W::Element::kZero ? w.spans * kLanes : 0),
+        groups(Codes::kQuantised ? (w.columns + inputs.group_columns - 1) / inputs.group_columns : 0), x(rows * width),
+        sum(rows * sums), scale(rows * groups), offset(W::kIntegers ? rows : 0),
+        largest(needs_largest() ? rows : 0) {
     for (int i = 0; i < W::kStep; ++i) columns[i] = W::Decode::column(i);
   }
   const X* row(int64_t r) const { return x.data + r * width; }
   const float* sums_of(int64_t r) const { return sum.data + r * sums; }
+  const float* scales_of(int64_t r) const { return scale.data + r * groups; }
 
-  template <typename T> void arrange(int64_t r, const T* from) {
-    X* to = x.data + r * width;
-    const auto copy = [](const T* value, X* place) {
-      if constexpr (std::is_same_v<X, T>) *place = *value;
-      else store(place, to_float(*value));
-    };
-    const int64_t full = w.full_steps * W::kStep;
-    for (int64_t first = 0; first < full; first += W::kStep)
-      for (int i = 0; i < W::kStep; ++i) copy(from + first + columns[i], to + first + i);
-    for (int i = 0; full + i < width; ++i) {
-      if (full + columns[i] < w.columns) copy(from + full + columns[i], to + full + i);
-      else store(to + full + i, 0.0f);
+  // Whether a row's scale is that of its expert.
+  bool by_expert() const { return Codes::kQuantised && inputs.given_experts > 1; }
+  // Whether all rows share a scale that their values make: then `see` comes first, for all of them.
+  bool needs_largest() const { return Codes::kQuantised && inputs.one && !inputs.given; }
+  template <typename T> void see(int64_t r, const T* from) { largest[r] = largest_bits(from, w.columns); }
+  void seen(int64_t rows) {
+    for (int64_t r = 0; r < rows; ++r) largest_of_all = std::max(largest_of_all, largest[r]);
+  }
+
+  // Row r is one of expert e, which is read where every expert has a scale. `scratch` holds a row.
+  template <typename T> void arrange(int64_t r, const T* from, int64_t e, float* scratch) {
+    X* const to = x.data + r * width;
+    if constexpr (Codes::kQuantised) {
+      round_row(r, from, e, scratch);
+      place(scratch, to);
+    } else {
+      place(from, to);
+    }
+    if constexpr (W::kIntegers) {
+      int32_t total = 0;
+      for (int64_t i = 0; i < width; ++i) total += to[i];
+      offset.data[r] = W::Math::kOffset * total;
     }
     if constexpr (W::Element::kZero) {
       float* lanes = sum.data + r * sums;
@@ -211,13 +226,70 @@ template <typename W> struct Arranged {
         lanes[i / W::kStep / w.span_steps * kLanes + i % W::Math::kWidth / W::kPerLane] += to_float(to[i]);
     }
   }
+
+ private:
+  template <typename T> void round_row(int64_t r, const T* from, int64_t e, float* to) {
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t first = g * inputs.group_columns, n = std::min(inputs.group_columns, w.columns - first);
+      const float found = inputs.given ? inputs.given[by_expert() ? e : 0]
+                          : inputs.one ? scale_of<Codes>(largest_of_all)
+                                       : scale_of<Codes>(largest_bits(from + first, n));
+      scale.data[r * groups + g] = found;
+      round_all<Codes>(from + first, n, found, to + first);
+    }
+  }
+
+  template <typename T> void place(const T* from, X* to) const {
+    const auto copy = [](const T* value, X* place) {
+      if constexpr (std::is_same_v<X, T> || W::kIntegers) *place = X(*value);
+      else store(place, to_float(*value));
+    };
+    const int64_t full = w.full_steps * W::kStep;
+    for (int64_t first = 0; first < full; first += W::kStep)
+      for (int i = 0; i < W::kStep; ++i) copy(from + first + columns[i], to + first + i);
+    for (int i = 0; full + i < width; ++i) {
+      if (full + columns[i] < w.columns) copy(from + full + columns[i], to + full + i);
+      else to[full + i] = X{};
+    }
+  }
 };
 
 // What a product reads of up to kMaxTokens rows.
 template <typename X> struct Tile {
   const X* x[kMaxTokens];
   const float* sums[kMaxTokens];
+  const float* scales[kMaxTokens];
+  int32_t offsets[kMaxTokens];
+  bool grouped;  // a scale for each span, not for the whole row
 };
+
+// dots[t] = w . x[t] for one row of a weight and `Tokens` rows of numbers, in integers.
+template <int Tokens, typename W>
+void block_of_integers(const W& w, const Row& row, const Tile<typename W::X>& tile, float* dots) {
+  typedef typename W::Math Math;
+  constexpr int chains = Tokens <= 2 ? 2 : 1;
+  typename Math::Register part[Tokens][chains];
+  MOE_UNROLL for (int t = 0; t < Tokens; ++t)
+    MOE_UNROLL for (int c = 0; c < chains; ++c) part[t][c] = Math::zero();
+  const auto step = [&](const uint8_t* codes, int64_t at, int chain) __attribute__((always_inline)) {
+    const typename Math::Register numbers = Math::load(codes);
+    MOE_UNROLL for (int t = 0; t < Tokens; ++t) Math::dot(part[t][chain], numbers, tile.x[t] + at * W::kStep);
+  };
+  const uint8_t* p = row.codes;
+  int64_t at = 0;
+  for (; at + chains <= w.full_steps; at += chains, p += chains * W::kBytes) {
+    __builtin_prefetch(p + kPrefetchBytes);
+    MOE_UNROLL for (int c = 0; c < chains; ++c) step(p + c * W::kBytes, at + c, c);
+  }
+  for (; at < w.full_steps; ++at, p += W::kBytes) step(p, at, 0);
+  if (at < w.steps) step(row.tail, at, 0);
+  for (int t = 0; t < Tokens; ++t) {
+    // Unsigned: sums of raised weights may wrap, and their difference is right all the same.
+    uint32_t total = 0;
+    for (int c = 0; c < chains; ++c) total += uint32_t(Math::total(part[t][c]));
+    dots[t] = float(int32_t(total - uint32_t(tile.offsets[t]))) * row.scale[0] * tile.scales[t][0];
+  }
+}
 
 // dots[t] = w . x[t] for one row of a weight and `Tokens` rows of numbers.
 template <Span span, int Tokens, typename W>
@@ -250,6 +322,9 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
         std::memcpy(&sums, tile.sums[t] + s * kLanes, kVectorBytes);
         part[t][0] -= w.spread.template of<span>(row.zero + first) * sums;
       }
+      if constexpr (W::Codes::kQuantised) {
+        if (tile.grouped) part[t][0] *= tile.scales[t][s];
+      }
       total[t] += part[t][0] * scale;
     }
   };
@@ -271,7 +346,12 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
     if (at < w.steps) step(row.tail, at);
     end(w.full_spans);
   }
-  for (int t = 0; t < Tokens; ++t) dots[t] = decode.any_nan() ? NAN : sum(total[t]) * W::Decode::kFactor;
+  for (int t = 0; t < Tokens; ++t) {
+    dots[t] = decode.any_nan() ? NAN : sum(total[t]) * W::Decode::kFactor;
+    if constexpr (W::Codes::kQuantised) {
+      if (!tile.grouped) dots[t] *= tile.scales[t][0];
+    }
+  }
 }
 
 // The same for a number of tokens up to `Most` that is known only now.
@@ -280,11 +360,13 @@ void block_of(int tokens, const W& w, const Row& row, const Tile<typename W::X>&
   if constexpr (Most > 1) {
     if (tokens < Most) return block_of<span, Most - 1>(tokens, w, row, tile, dots);
   }
-  block<span, Most>(w, row, tile, dots);
+  if constexpr (W::kIntegers) block_of_integers<Most>(w, row, tile, dots);
+  else block<span, Most>(w, row, tile, dots);
 }
 
 template <typename W>
 void dot_row(int tokens, const W& w, const Row& row, const Tile<typename W::X>& tile, float* dots) {
+  if constexpr (W::kIntegers) return block_of<kSteps>(tokens, w, row, tile, dots);
   if constexpr (W::kStep > kLeastGroup) {
     if (w.span_groups > 1) return block_of<kGroups>(tokens, w, row, tile, dots);
   }
@@ -296,11 +378,14 @@ void dot_row(int tokens, const W& w, const Row& row, const Tile<typename W::X>& 
 template <typename W, typename Source, typename Body>
 void for_tiles(const Rows& rows, int32_t e, const Arranged<W>& x, const Source& source, const Body& body) {
   Tile<typename W::X> tile;
+  tile.grouped = x.groups > 1;
   for (int32_t r0 = rows.begin(e); r0 < rows.ends[e]; r0 += kMaxTokens) {
     const int tokens = std::min<int32_t>(kMaxTokens, rows.ends[e] - r0);
     for (int t = 0; t < tokens; ++t) {
       tile.x[t] = x.row(source(r0 + t));
       tile.sums[t] = x.sums_of(source(r0 + t));
+      tile.scales[t] = x.scales_of(source(r0 + t));
+      if constexpr (W::kIntegers) tile.offsets[t] = x.offset.data[source(r0 + t)];
     }
     body(r0, tokens, tile);
   }
@@ -310,10 +395,12 @@ void for_tiles(const Rows& rows, int32_t e, const Arranged<W>& x, const Source& 
 template <typename T, typename W>
 void first_product(const Layer& l, const W& w, const T* bias, const Arranged<W>& x, const Rows& rows, T* h,
                    int32_t e, int64_t first, int64_t last, Row& scratch) {
+  const bool routed = x.by_expert();
   const Activation& a = l.activation;
   const int64_t up_distance = a.interleaved ? 1 : l.I;
   float gates[kMaxTokens], ups[kMaxTokens] = {};
-  for_tiles(rows, e, x, [&](int64_t r) { return rows.pair(r) / l.K; }, [&](int64_t r0, int tokens, const auto& tile) {
+  const auto source = [&](int64_t r) { return routed ? r : rows.pair(r) / l.K; };
+  for_tiles(rows, e, x, source, [&](int64_t r0, int tokens, const auto& tile) {
     for (int64_t i = first; i < last; ++i) {
       const int64_t gate_row = a.interleaved ? 2 * i : i;
       w.load(e, gate_row, scratch);
@@ -324,8 +411,12 @@ void first_product(const Layer& l, const W& w, const T* bias, const Arranged<W>&
       }
       const T* b = bias ? bias + e * l.F + gate_row : nullptr;
       for (int t = 0; t < tokens; ++t) {
-        const float g = gates[t] + (b ? to_float(b[0]) : 0.0f);
-        const float u = a.gated ? ups[t] + (b ? to_float(b[up_distance]) : 0.0f) : 0.0f;
+        float g = gates[t] + (b ? to_float(b[0]) : 0.0f);
+        float u = a.gated ? ups[t] + (b ? to_float(b[up_distance]) : 0.0f) : 0.0f;
+        if constexpr (W::Codes::kQuantised) {  // rounded where the definition rounds: other codes are a step away
+          g = round_to<T>(g);
+          u = round_to<T>(u);
+        }
         store(h + (r0 + t) * l.I + i, activate(a, g, u));
       }
     }
@@ -347,32 +438,51 @@ void second_product(const Layer& l, const W& w, const T* bias, const Arranged<W>
   });
 }
 
-template <typename Element, typename T>
+// Lays out rows [0, n), of which row r lies at from(r) and belongs to expert expert(r); inside a parallel region.
+template <typename W, typename From, typename Expert>
+void arrange_all(Arranged<W>& to, int64_t n, const From& from, const Expert& expert, float* scratch) {
+  if (to.needs_largest()) {
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < n; ++r) to.see(r, from(r));
+#pragma omp single
+    to.seen(n);
+  }
+#pragma omp for schedule(static)
+  for (int64_t r = 0; r < n; ++r) to.arrange(r, from(r), expert(r), scratch);
+}
+
+template <typename Element, typename Codes, typename T>
 void experts(const Layer& l, const T* x, const void* ids, const void* weights, const uint8_t* w13, const uint8_t* w2,
-             const Scales& scales13, const Scales& scales2, const T* b13, const T* b2, T* out) {
-  typedef Weight<Element, typename MathOf<T>::type> W;
+             const Scales& scales13, const Scales& scales2, const Inputs& inputs13, const Inputs& inputs2,
+             const T* b13, const T* b2, T* out) {
+  typedef Weight<Element, typename MathFor<Codes, Element, T>::type, Codes> W;
   const int64_t R = l.T * l.K;
   const W first(w13, l.w13_expert_stride, l.w13_row_stride, l.D, scales13);
   const W second(w2, l.w2_expert_stride, l.w2_row_stride, l.I, scales2);
-  Arranged<W> x_TD(first, l.T), h_RI(second, R);
+  const bool routed = inputs13.given_experts > 1;  // tokens are laid out for each of their experts
+  Arranged<W> x_TD(first, inputs13, routed ? R : l.T), h_RI(second, inputs2, R);
   const Buffer<T> h(R * l.I), y(R * l.D);
-  std::vector<int32_t> order(R), ends(l.E);
+  std::vector<int32_t> order(R), ends(l.E), owner(R);
   if (l.ids_are_int64) sort_pairs(static_cast<const int64_t*>(ids), R, l.E, order.data(), ends.data());
   else sort_pairs(static_cast<const int32_t*>(ids), R, l.E, order.data(), ends.data());
   std::vector<char> has_row(R, 0);
   const int32_t used = ends[l.E - 1];
   for (int32_t r = 0; r < used; ++r) has_row[order[r]] = 1;
   const Rows rows(order.data(), ends.data(), l.E);
+  for (const int32_t e : rows.active) std::fill(owner.begin() + rows.begin(e), owner.begin() + ends[e], e);
+  const auto expert = [&](int64_t r) { return owner[r]; };
 #pragma omp parallel num_threads(threads_for(int64_t(rows.active.size()) * l.F * l.D, l.threads))
   {
     Row scratch(std::max(first.padded_groups(), second.padded_groups()));
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < l.T; ++t) x_TD.arrange(t, x + t * l.x_stride);
+    const Buffer<float> numbers(Codes::kQuantised ? std::max(l.D, l.I) : 0);
+    if (routed)
+      arrange_all(x_TD, used, [&](int64_t r) { return x + order[r] / l.K * l.x_stride; }, expert, numbers.data);
+    else
+      arrange_all(x_TD, l.T, [&](int64_t t) { return x + t * l.x_stride; }, [](int64_t) { return 0; }, numbers.data);
     for_chunks(rows, l.I, [&](int32_t e, int64_t begin, int64_t end) {
       first_product(l, first, b13, x_TD, rows, h.data, e, begin, end, scratch);
     });
-#pragma omp for schedule(static)
-    for (int32_t r = 0; r < used; ++r) h_RI.arrange(r, h.data + r * l.I);
+    arrange_all(h_RI, used, [&](int64_t r) { return h.data + r * l.I; }, expert, numbers.data);
     for_chunks(rows, l.D, [&](int32_t e, int64_t begin, int64_t end) {
       second_product(l, second, b2, h_RI, rows, y.data, e, begin, end, scratch);
     });
@@ -386,8 +496,10 @@ void experts(const Layer& l, const T* x, const void* ids, const void* weights, c
 #define MOE_KERNELS(name, T)                                                                                       \
   extern "C" void moe_experts_##name(const Layer* l, const T* x, const void* ids, const void* weights,             \
                                      const uint8_t* w13, const uint8_t* w2, const Scales* scales13,                \
-                                     const Scales* scales2, const T* b13, const T* b2, T* out) {                   \
-    experts<MOE_ELEMENT>(*l, x, ids, weights, w13, w2, *scales13, *scales2, b13, b2, out);                         \
+                                     const Scales* scales2, const Inputs* inputs13, const Inputs* inputs2,         \
+                                     const T* b13, const T* b2, T* out) {                                          \
+    experts<MOE_ELEMENT, MOE_INPUTS>(*l, x, ids, weights, w13, w2, *scales13, *scales2, *inputs13, *inputs2, b13,  \
+                                     b2, out);                                                                     \
   }
 MOE_KERNELS(bfloat16, bf16)
 MOE_KERNELS(float32, float)

@@ -18,7 +18,7 @@ from moe_ops.kernels.cpu import LayerFields, layer_of, pointer
 
 log = logging.getLogger("moe_ops")
 
-SOURCES = ("layer.h", "codes.h", "quantised.cpp")
+SOURCES = ("layer.h", "codes.h", "inputs.h", "quantised.cpp")
 # Names of codes.h by element type, and in the order of the numbers that quantised.cpp gives them.
 ELEMENTS = {
     "int8": "Int8",
@@ -28,9 +28,13 @@ ELEMENTS = {
     "float4_e2m1": "Float4E2M1",
     "float8_e4m3fn": "Float8E4M3",
 }
+# Names of inputs.h by element type of the inputs; "": they are multiplied as they are.
+INPUTS = {"": "AsTheyAre", "int8": "Int8Codes", "float8_e4m3fn": "Float8Codes"}
 SCALES = ("float32", "bfloat16", "float16", "e8m0")
+# Columns of int8 numbers whose products int32 holds the sum of.
+MOST_INTEGERS = 1 << 17
 # Instructions of x86 that kernels may be confined to; "": all that this machine has.
-INSTRUCTIONS = ("", "AVX512", "AVX2", "PLAIN")
+INSTRUCTIONS = ("", "AVX512", "AVX_VNNI", "AVX2", "PLAIN")
 
 
 class _Scales(ctypes.Structure):
@@ -44,25 +48,56 @@ class _Scales(ctypes.Structure):
     ]
 
 
+class _Inputs(ctypes.Structure):
+    """`Inputs` of inputs.h, field by field."""
+
+    _fields_ = [
+        ("given", c_void_p),
+        *((name, c_int64) for name in ("given_experts", "group_columns")),
+        ("one", c_int32),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Which kernels: an element type of codes, a type of scales, and one of INSTRUCTIONS."""
+    """Which kernels: an element type of codes, a type of scales, an element type of inputs (one of
+    INPUTS), and one of INSTRUCTIONS.
+    """
 
     element: str
     scale: str
+    inputs: str = ""
     instructions: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class InputScales:
+    """How the inputs of a product get scales: the group that shares one, and static scales, float32
+    and contiguous, one or one for each expert. A group of -1 is all rows or columns.
+    """
+
+    group: tuple[int, int] = (1, -1)
+    static: Tensor | None = None
+
+    def fields(self, columns: int) -> _Inputs:
+        down, across = self.group
+        given = 0 if self.static is None else self.static.numel()
+        wide = across < 0 or across > columns
+        return _Inputs(pointer(self.static), given, columns if wide else across, down < 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
     """A stacked weight [E, rows, packed columns] with the scales and zero points [E, row groups,
-    column groups], which are contiguous; a group of -1 is all rows or columns.
+    column groups], which are contiguous, and the scales of its inputs; a group of -1 is all rows or
+    columns.
     """
 
     values: Tensor
     scale: Tensor
     zero: Tensor | None
     group: tuple[int, int]
+    inputs: InputScales = InputScales()
 
     def scales(self, columns: int, kind: str) -> _Scales:
         down, across = self.group
@@ -74,11 +109,14 @@ class Codes:
 
 
 @functools.cache
-def _library(element: str, instructions: str) -> ctypes.CDLL:
+def _library(element: str, inputs: str, instructions: str) -> ctypes.CDLL:
     from torch._inductor.codecache import CppCodeCache
 
     source = "\n".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
-    flags = ["-ffp-contract=fast", "-ftree-loop-vectorize", f"-DMOE_ELEMENT={ELEMENTS[element]}"]
+    flags = [
+        *("-ffp-contract=fast", "-ftree-loop-vectorize"),
+        *(f"-DMOE_ELEMENT={ELEMENTS[element]}", f"-DMOE_INPUTS={INPUTS[inputs]}"),
+    ]
     if instructions:
         flags.append(f"-DMOE_AT_MOST_{instructions}")
     library = CppCodeCache.load(source, extra_flags=flags)
@@ -87,6 +125,7 @@ def _library(element: str, instructions: str) -> ctypes.CDLL:
         function.argtypes = [
             *(ctypes.POINTER(LayerFields), c_void_p, c_void_p, c_void_p),  # x, ids, weights
             *(c_void_p, c_void_p, ctypes.POINTER(_Scales), ctypes.POINTER(_Scales)),  # w13, w2
+            *(ctypes.POINTER(_Inputs), ctypes.POINTER(_Inputs)),
             *(c_void_p, c_void_p, c_void_p),  # b13, b2, out
         ]
         function.restype = None
@@ -94,14 +133,14 @@ def _library(element: str, instructions: str) -> ctypes.CDLL:
 
 
 @functools.cache
-def unavailable(element: str, instructions: str = "") -> str | None:
-    """Why the kernels of an element type cannot be compiled here, or None; the first call compiles
-    them.
+def unavailable(element: str, inputs: str = "", instructions: str = "") -> str | None:
+    """Why the kernels of an element type and of inputs cannot be compiled here, or None; the first
+    call compiles them.
     """
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
     try:
-        _library(element, instructions)
+        _library(element, inputs, instructions)
     except (CppCompileError, InvalidCxxCompiler, OSError) as error:
         reason = f"needs a working C++ compiler ({str(error).splitlines()[0]})"
         log.warning("moe_ops runs without its CPU kernels of %s: %s", element, reason)
@@ -120,18 +159,20 @@ def experts(
     of: Kind,
 ) -> Tensor:
     """The `experts` op on codes of a kind, in one parallel region; the activations between
-    the products are rounded to x's dtype.
+    the products are rounded to x's dtype, and then quantised where the kind says so.
 
     x and biases: bfloat16 or float32, one dtype; x and codes need a stride of 1 on the last axis,
     biases are contiguous; weights_TK is float32 or of x's dtype; ids and weights_TK are contiguous,
     ids outside [0, E) mean "not here". Groups of columns are all of them, 32, 64 or a multiple of
-    128. `activation` is as in `layer_of`.
+    128; those of inputs are all of a row's, or a multiple of 128 that is the weight's too. Inputs
+    of int8 want weights of int8 with one scale a row, and widths up to MOST_INTEGERS. `activation`
+    is as in `layer_of`.
     """
     gated, width = activation[1], w13.values.shape[1]
     width = width // 2 if gated else width
     layer = layer_of(x_TD, weights_TK, ids_TK, w13.values, w2.values, width, activation)
     out_TD = x_TD.new_empty(x_TD.shape)
-    library = _library(of.element, of.instructions)
+    library = _library(of.element, of.inputs, of.instructions)
     run = (
         library.moe_experts_bfloat16
         if x_TD.dtype == torch.bfloat16
@@ -142,6 +183,7 @@ def experts(
         *(x_TD.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr()),
         *(w13.values.data_ptr(), w2.values.data_ptr()),
         *(w13.scales(x_TD.shape[1], of.scale), w2.scales(width, of.scale)),
+        *(w13.inputs.fields(x_TD.shape[1]), w2.inputs.fields(width)),
         *(pointer(biases[0]), pointer(biases[1]), out_TD.data_ptr()),
     )
     return out_TD

@@ -1,0 +1,52 @@
+"""Layers of codes on the CPU, and the sets of instructions to which tests confine its kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_ops
+from moe_ops import experts
+from moe_ops.quant import packing
+from moe_ops.quant.formats import Format
+from moe_ops.testing import Case, make_layer
+
+# Rows of several steps of codes, the last one cut short, with one to more than eight tokens.
+CASE = Case(name="steps", T=24, E=4, K=2, D=416, I=160)
+# No multiple of any step or group.
+ODD = Case(name="odd", T=5, E=3, K=2, D=90, I=38)
+# What machines with less run; each is compiled for itself.
+MARKS = {
+    "AVX512": pytest.mark.every,
+    "AVX_VNNI": pytest.mark.every,
+    "AVX2": pytest.mark.slow,
+    "PLAIN": pytest.mark.every,
+}
+
+
+def by_instructions(*others: str) -> pytest.MarkDecorator:
+    """Parametrise by all instructions of this machine, and by some of MARKS alone."""
+    names = [pytest.param(name, marks=MARKS[name]) for name in others]
+    return pytest.mark.parametrize("instructions", ["", *names], ids=["all", *others])
+
+
+def layer_of(
+    case: Case, format: str, dtype: torch.dtype, gated: bool = True, x_format: str = ""
+) -> dict[str, Any]:
+    """The arguments of a layer of this format, with biases."""
+    layer = make_layer(case, dtype, gated=gated)
+    w13, w2 = (packing.quantize(w, Format.of(format)) for w in (layer.w13_EFD, layer.w2_EDI))
+    return {
+        "x_TD": layer.x_TD, "weights_TK": layer.weights_TK, "ids_TK": layer.ids_TK,
+        "w13_EFD": w13.values, "w2_EDI": w2.values, "b13_EF": layer.b13_EF, "b2_ED": layer.b2_ED,
+        "w13_scale_EFG": w13.scale, "w2_scale_EDG": w2.scale,
+        "w13_zero_EFG": w13.zero, "w2_zero_EDG": w2.zero, "w_format": format, "x_format": x_format,
+    }  # fmt: skip
+
+
+def run(call: dict[str, Any]) -> Tensor:
+    with moe_ops.using("cpu", "experts"):
+        return experts(**call)
