@@ -132,6 +132,7 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         op = OPS[func.overloadpacket.__name__]
         call = op.call(*args, **kwargs)
+        op.check(call)
         backend = op.pick(call)
         self.ran[op.name] = backend.name
         with self:
