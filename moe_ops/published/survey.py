@@ -19,9 +19,9 @@ from moe_ops.weights.record import WEIGHTS
 EXPERTS = ".experts."
 FAMILIES = (W123, GATE_UP_DOWN, FUSED)
 ORDERED = (
-    "was quantised in the order of its activations (desc_act), and the experts of transformers' "
-    "models are given their input as it is; load MoELayer(quant=QuantConfig(ordered_input=True)), "
-    "or quantise without desc_act, or with static_groups"
+    "was quantised in the order of its activations (desc_act), and experts of transformers take "
+    "their input in its own order; load MoELayer(quant=QuantConfig(ordered_input=True)), or "
+    "quantise without desc_act, or with static_groups"
 )
 
 
