@@ -26,6 +26,7 @@ from moe_ops.using import using
 # Names that need transformers, or Inductor, or that few need, are imported when first asked for.
 _LAZY = {
     **dict.fromkeys(("optimize", "restore", "quantize_model"), "moe_ops.hf"),
+    "from_checkpoint": "moe_ops.published",
     **dict.fromkeys(("compile", "compile_config"), "moe_ops.compiler"),
     "inductor_options": "moe_ops.passes.compiled",
     **dict.fromkeys(("buckets_of", "capture"), "moe_ops.graphs.capture"),
@@ -55,6 +56,7 @@ __all__ = [
     "expert_loads",
     "experts",
     "explain",
+    "from_checkpoint",
     "generation_report",
     "inductor_options",
     "moe",

@@ -63,6 +63,10 @@ MAY_IMPORT = {
     "graphs": May(OP | {"layer", "planning", "prepared"}),
     "hf": May(BACKEND | {"prepared"}, TRANSFORMERS | {"safetensors"}),
     "pretrained": May(frozenset({"hf", "options", "quant", "signature"}), TRANSFORMERS),
+    "published": May(
+        frozenset({"hf", "layer", "options", "pretrained", "quant", "shapes", "weights"}),
+        TRANSFORMERS,
+    ),
     "generation": May(BACKEND | {"decode_ops", "hf", "prepared", "terminal"}, TRANSFORMERS),
     # torch writes symbolic sizes in sympy.
     "passes": May(BACKEND | {"decode_ops", "planning"}, frozenset({"torch", "sympy"})),
@@ -79,7 +83,8 @@ MAY_IMPORT = {
     FACADE: May(
         BACKEND
         | {"aot_cache", "fake_impls", "layer", "hf", "passes", "planning", "graphs"}
-        | {"generation", "compiler", "late", "layouts", "prepared", "pretrained", "using"}
+        | {"generation", "compiler", "late", "layouts", "prepared", "pretrained", "published"}
+        | {"using"}
     ),
 }
 

@@ -26,6 +26,13 @@ def stored_as(module: nn.Module, config: QuantConfig) -> StoredFormat | str:
     return stored
 
 
+def sizes_of(module: nn.Module, stored: StoredFormat) -> tuple[int, int, int]:
+    """Experts, hidden size and intermediate size of a module of floats."""
+    w = getattr(module, stored.projections[1])
+    hidden, intermediate = _matrix(w, bool(module.is_transposed))
+    return w.shape[0], hidden, intermediate
+
+
 def empty(w: Tensor, flip: bool, format: Format, name: str) -> dict[str, Tensor]:
     """The tensors of one stacked weight by attribute name, on its device, nothing written."""
     E, rows, width = (w.shape[0], *_matrix(w, flip))

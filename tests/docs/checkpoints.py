@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,18 +49,24 @@ class Kind:
     prefix: str = "model.layers.0.mlp"
     sizes: tuple[int, int] = (64, 64)
     bias: bool = False
-    model: Callable[[], str | None] | None = None  # why a model cannot have it; None: it can
+    # Why a model of transformers cannot have it; None, or that it returns None: it can.
+    model: Callable[[], str | None] | None = None
 
     @property
     def row(self) -> tuple[str, ...]:
         first, *others = map(self._cell, RANKS.values())
+        model = self._of_model()
         rest = (SAME if cell == first != WORKS else cell for cell in others)
-        return (self.name, spelled(self.quant), self._of_model(), first, *rest)
+        layer = SAME if first == model != WORKS else first
+        return (self.name, spelled(self.quant), model, layer, *rest)
 
     def _of_model(self) -> str:
         if self.model is None:
             return MODEL
-        reason = self.model()
+        try:
+            reason = self.model()
+        except (ValueError, TypeError) as error:
+            reason = reason_of(error)
         return WORKS if reason is None else f"refused: {reason}"
 
     def _cell(self, ranks: list[ParallelConfig]) -> str:
@@ -223,7 +229,7 @@ def kinds() -> list[Kind]:
         weights="float8_e4m3fn:tensor", inputs="float8_e4m3fn:tensor", static_inputs=True
     )
     per_row = of_layout("FP8, one scale a matrix (ModelOpt), its inputs' too", "modelopt_fp8")
-    return [
+    found = [
         Kind(name="16 or 32 bits", write=plain, model=models.floats),
         of_layout("GPTQ, 4 bits, symmetric", "gptq_int4"),
         of_layout("GPTQ, 4 bits, zero points", "gptq_uint4"),
@@ -243,7 +249,7 @@ def kinds() -> list[Kind]:
         Kind(name="the same", write=per_row.write, quant=tensor),
         nvfp4,
         changed(nvfp4, "the same, gate and up with other second scales", other_ratio),
-        of_layout("FP8 in blocks", "fp8_blocks", model=models.fp8_blocks),
+        of_layout("FP8 in blocks", "fp8_blocks"),
         Kind(
             name="MXFP4 of gpt-oss", write=lambda f: gpt_oss(f).values, style="gpt-oss",
             quant=QuantConfig(weights="mxfp4"), bias=True, model=models.mxfp4,
@@ -259,6 +265,19 @@ def kinds() -> list[Kind]:
         ),
         Kind(name="HQQ, Quark, and others", write=configured({"quant_method": "hqq"})),
     ]  # fmt: skip
+    return [kind if kind.model else replace(kind, model=of_model(kind.write)) for kind in found]
+
+
+def of_model(write: Callable[[Path], Values]) -> Callable[[], str | None]:
+    """Whether a model of transformers has the experts that are written, by `from_checkpoint`."""
+
+    def load() -> str | None:
+        with tempfile.TemporaryDirectory() as parent:
+            folder = Path(parent) / "checkpoint"
+            folder.mkdir()
+            return models.published(folder, write(folder))
+
+    return load
 
 
 def gguf_kinds() -> list[Kind]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import expecttest
 import pytest
 
-from .checkpoints import HEAD, MODEL, WORKS, Kind, gguf_kinds, kinds
+from .checkpoints import HEAD, MODEL, SAME, WORKS, Kind, gguf_kinds, kinds, of_model
 from .formats import table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "FORMATS.md"
@@ -44,9 +44,12 @@ def test_a_cell_is_what_a_load_does() -> None:
     """A layer of another format is refused with the words of the error."""
     found = {kind.name: kind for kind in kinds()}
     gptq, fp8 = found["GPTQ, 4 bits, symmetric"], found["FP8 in blocks"]
-    assert gptq.row[2:] == (MODEL, WORKS, WORKS, WORKS)
-    other = Kind(name="other", write=gptq.write, quant=fp8.quant).row[3]
-    assert other.startswith("refused: GPTQ holds integers of 4 bits, but the layer has float8_e4m")
+    assert gptq.row[2:] == (WORKS, WORKS, WORKS, WORKS)
+    other = Kind(name="other", write=gptq.write, quant=fp8.quant).row[2:]
+    assert other[0] == MODEL and other[2:] == (SAME, SAME)
+    assert other[1].startswith(
+        "refused: GPTQ holds integers of 4 bits, but the layer has float8_e4m"
+    )
 
 
 def test_weights_that_are_not_those_of_the_checkpoint_are_found() -> None:
@@ -59,3 +62,5 @@ def test_weights_that_are_not_those_of_the_checkpoint_are_found() -> None:
 
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         Kind(name="wrong", write=wrong, quant=kind.quant).row  # noqa: B018
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        of_model(wrong)()

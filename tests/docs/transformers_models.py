@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from transformers.integrations.finegrained_fp8 import FP8Experts
 
 import moe_ops
 from moe_ops.hf import adopt_mxfp4
-from moe_ops.hf.fp8 import describe_fp8
+from moe_ops.hf.stored import stored_format
+from moe_ops.quant import packing
+from moe_ops.quant.formats import Format
 
 SIZES = {
     "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
@@ -31,17 +37,34 @@ def floats() -> str | None:
     return None
 
 
-def fp8_blocks() -> str | None:
-    """By `optimize`, if the op expresses transformers' own experts of this kind."""
-    module = FP8Experts(qwen(), block_size=(32, 32))
-    module.has_gate, module.has_bias, module.is_transposed = True, False, False
-    found = describe_fp8(module)
-    return found if isinstance(found, str) else None
+def published(folder: Path, values: dict[str, Tensor]) -> str | None:
+    """By `from_checkpoint`, if the experts that it makes hold these values.
+
+    folder: a checkpoint of experts, which gets the rest of a model.
+    """
+    model = Qwen3MoeForCausalLM(qwen())
+    entries = {n: t for n, t in model.state_dict().items() if ".experts." not in n}
+    save_file(entries, folder / "rest.safetensors")
+    path = folder / "config.json"
+    said = json.loads(path.read_text()) | {"architectures": [type(model).__name__]}
+    path.write_text(json.dumps(model.config.to_dict() | said))
+    experts = moe_ops.from_checkpoint(folder, progress=False).model.layers[0].mlp.experts
+    stored = stored_format(experts)
+    assert stored is not None
+    wanted = {"gate_up_proj": torch.cat((values["w1"], values["w3"]), 1), "down_proj": values["w2"]}
+    for name, want in wanted.items():
+        codes, *more = (
+            getattr(experts, f"{name}{end}", None)
+            for end in ("_codes", "_scale", "_zero", "_global_scale")
+        )
+        found = packing.dequantize(codes, more[0], Format.of(stored.w_format), *more[1:])
+        torch.testing.assert_close(found, want.float(), rtol=1e-6, atol=0)
+    return None
 
 
 @torch.no_grad()
 def mxfp4() -> str | None:
-    """By `adopt_mxfp4`."""
+    """By `adopt_mxfp4`, which `from_checkpoint` is as good as (tests/hf/test_published.py)."""
     model = GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=3)).eval()
     tensors = {}
     for name, rows in (("gate_up_proj", 128), ("down_proj", 64)):

@@ -1,0 +1,10 @@
+"""Published quantised checkpoints into transformers' models, whose experts stay in codes.
+
+`from_checkpoint` (`model.py`) makes a model. `survey.py` sorts the entries of a checkpoint: experts
+in codes, matrices in codes outside of experts, the rest. `formats.py` says in which format of ours
+a matrix is, and decodes one; `loader.py` is how transformers loads what is not experts.
+"""
+
+from moe_ops.published.model import from_checkpoint
+
+__all__ = ["from_checkpoint"]

@@ -1,0 +1,34 @@
+"""How transformers loads a model whose experts `from_checkpoint` has read already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+
+from moe_ops.pretrained import MoeOpsConfig, MoeOpsQuantizer
+
+METHOD = "moe_ops_checkpoint"  # of a load, and of no file
+
+
+@register_quantization_config(METHOD)
+class LoadingConfig(MoeOpsConfig):
+    """`MoeOpsConfig` while a checkpoint of others is loaded."""
+
+    def __init__(self, quant_method: str = METHOD, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.quant_method = quant_method
+
+
+@register_quantizer(METHOD)
+class Quantizer(MoeOpsQuantizer):
+    """Loads as `MoeOpsQuantizer` does, but for names: those of what is not experts are the family's
+    own, so its conversions apply.
+    """
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> Any:
+        return weight_conversions
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        model.config.quantization_config = None  # what is saved is written into it now
+        return super()._process_model_after_weight_loading(model, **kwargs)

@@ -1,0 +1,327 @@
+"""`from_checkpoint`: a transformers model from a quantised checkpoint, its experts in codes."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from moe_ops.hf.fits import sizes_of, stored_as
+from moe_ops.hf.optimize import optimize
+from moe_ops.hf.stored import StoredFormat, format_text
+from moe_ops.layer import MoELayer
+from moe_ops.options import check_flag, check_text, check_type
+from moe_ops.published.formats import decode
+from moe_ops.published.loader import METHOD
+from moe_ops.published.survey import Experts, Found, Survey, parts_of, survey
+from moe_ops.quant.config import QuantConfig
+from moe_ops.weights import load_checkpoint
+from moe_ops.weights.configuration import block_in, coding_in, naming
+from moe_ops.weights.files import files_of
+from moe_ops.weights.layouts import Coding
+from moe_ops.weights.names import FUSED, GPT_OSS, Style
+
+log = logging.getLogger("moe_ops")
+# What a layer calls the tensors of both weights, and a module behind the names of projections.
+TENSORS = {"weight": "_codes", "scale": "_scale", "zero": "_zero", "global_scale": "_global_scale"}
+SEVERAL = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps of many devices
+
+
+@torch.no_grad()
+def from_checkpoint(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device_map: Any = None,
+    inputs: str = "",
+    progress: bool = True,
+) -> PreTrainedModel:
+    """A transformers model of a quantised checkpoint, whose experts stay in the checkpoint's codes.
+
+    folder: config.json, which names a class of transformers and says in `quantization_config` (or
+    hf_quant_config.json does) how weights are quantised, and safetensors files: compressed-tensors
+    (int4, int8, FP8, NVFP4, MXFP4), GPTQ, AWQ, ModelOpt (FP8, NVFP4), FP8 in blocks or with a scale
+    a matrix or a row, MXFP4. Experts are one tensor each, or all in one.
+
+    Codes and scales go into the experts as `load_checkpoint` reads them, and no experts in 16 bits
+    are made. Experts that the checkpoint leaves in floats stay so. Other quantised matrices, of
+    attention or shared experts, are decoded to `dtype`, with one line in the log; all else is what
+    `from_pretrained` makes of it. The model is then `optimize`d, and `save_pretrained` saves it
+    as it does after `quantize_model`.
+
+    dtype: of all but codes and scales; None is that of config.json, or float32. device_map: as for
+    `from_pretrained`, without "disk"; with several devices codes are read into the host's memory
+    first. inputs: the format in which inputs of experts are quantised at run time; "" leaves them
+    in dtype, which is closer to the weights that were quantised. Static scales of inputs that a
+    checkpoint has are left out, with a line in the log: experts of transformers take none. With
+    progress, a line per file is written to standard error.
+
+    Raises ValueError or TypeError, naming file and entry, before a model is built: for codes that
+    do not fit, codes or scales that are missing or wrong, experts in several formats, and the order
+    of activations (desc_act). Raises FileNotFoundError for a folder without files.
+    """
+    check_type("folder", folder, (str, Path), "the folder of a checkpoint")
+    check_type("dtype", dtype, (torch.dtype, type(None)), "a dtype or None")
+    check_text("inputs", inputs)
+    check_flag("progress", progress)
+    folder = Path(folder)
+    plan = _Plan.of(folder, dtype, inputs)
+    tensors = plan.load_experts(_device_of(device_map), progress)
+    rest = {name: found.read() for name, found in plan.found.rest.items()}  # mapped, as it has them
+    model, info = plan.cls.from_pretrained(
+        None,
+        config=plan.prepared_config(),
+        state_dict={**rest, **plan.decode_matrices(), **tensors},
+        dtype=plan.dtype,
+        device_map=device_map,
+        output_loading_info=True,
+    )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"{folder} lacks {', '.join(missing[:3])}{' and others' * (len(missing) > 3)}; "
+            "complete the download"
+        )
+    optimize(model)
+    model.config._name_or_path = model.name_or_path = str(folder)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Experts of a checkpoint, and the module of the model that they are."""
+
+    name: str
+    module: nn.Module
+    stored: StoredFormat
+    experts: Experts
+    style: Style
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Plan:
+    """What a checkpoint becomes, known before any weight is read."""
+
+    cls: type[PreTrainedModel]
+    config: Any
+    dtype: torch.dtype
+    coding: Coding
+    block: tuple[int, int] | None
+    quant: QuantConfig | None  # of experts in codes; None if there are none
+    parts: tuple[_Part, ...]
+    kept: tuple[str, ...]  # experts modules in floats
+    found: Survey
+
+    @staticmethod
+    def of(folder: Path, dtype: torch.dtype | None, inputs: str) -> _Plan:
+        cls, config = _class_of(folder)
+        coding, block = coding_in(folder), block_in(folder)
+        found = survey(files_of(folder))
+        dtype = dtype or getattr(config, "dtype", None) or torch.float32
+        with torch.device("meta"):
+            skeleton = cls(config).to(dtype)
+        quant = _formats(found, coding, block, inputs)
+        names = _Names(skeleton)
+        names.check(found)
+        parts = () if quant is None else tuple(_parts(skeleton, names, found, quant))
+        kept = set(_experts_of(skeleton))
+        return _Plan(
+            cls=cls, config=config, dtype=dtype, coding=coding, block=block, quant=quant,
+            parts=parts, kept=tuple(sorted(kept - {part.name for part in parts})), found=found,
+        )  # fmt: skip
+
+    def prepared_config(self) -> Any:
+        """The config, with the formats of experts where there are some in codes."""
+        if self.quant is not None:
+            self.config.quantization_config = {
+                "quant_method": METHOD, "weights": self.quant.weights,
+                "inputs": self.quant.inputs, "kept": list(self.kept),
+            }  # fmt: skip
+        return self.config
+
+    def load_experts(self, device: torch.device, progress: bool) -> dict[str, Tensor]:
+        """Codes and scales of all experts by their names in the model."""
+        layers = {part.name: self._layer(part, device) for part in self.parts}
+        for style in {part.style.name: part.style for part in self.parts}.values():
+            parts = [part for part in self.parts if part.style is style]
+            report = load_checkpoint(
+                {part.experts.prefix: layers[part.name] for part in parts},
+                sorted({file for part in parts for file in part.experts.files}),
+                style=style, coding=self.coding, progress=progress,
+            )  # fmt: skip
+            known = {f.name: k[0] for p in parts for k, f in p.experts.parts.items()}
+            odd = [n for n in report.unexpected if known.get(n, "input") != "input"]
+            for what, names in (("is missing", report.missing), ("is in no format of ours", odd),
+                                ("comes twice", report.twice)):  # fmt: skip
+                if names:
+                    raise ValueError(
+                        f"{names[0]} {what} among the experts of {parts[0].experts.first.file}; "
+                        "complete the download"
+                    )
+        tensors: dict[str, Tensor] = {}
+        for part in self.parts:
+            for projection, weight in zip(part.stored.projections, ("w13", "w2"), strict=True):
+                name = f"{part.name}.{projection}"
+                tensors[name] = format_text(part.stored.w_format)
+                for what, suffix in TENSORS.items():
+                    t = getattr(layers[part.name], f"{weight}_{what}")
+                    if t is not None:
+                        tensors[name + suffix] = t.detach()
+        self._say()
+        return tensors
+
+    def _layer(self, part: _Part, device: torch.device) -> MoELayer:
+        E, hidden, intermediate = sizes_of(part.module, part.stored)
+        assert self.quant is not None
+        return MoELayer(
+            E, 1, hidden, intermediate, activation=part.stored.activation,
+            quant=QuantConfig(weights=self.quant.weights), dtype=self.dtype, device=device,
+        )  # fmt: skip
+
+    def decode_matrices(self) -> dict[str, Tensor]:
+        """Matrices in codes outside of experts, in floats."""
+        found: dict[str, Tensor] = {}
+        for base, matrix in self.found.matrices.items():
+            one = matrix.get("weight") or next(iter(matrix.values()))
+            with naming(f"{one.name} of {one.file}"):
+                found[f"{base}.weight"] = decode(
+                    parts_of(matrix), self.coding, self.block, self.dtype
+                )
+        return found
+
+    def _say(self) -> None:
+        if self.quant is not None:
+            log.info(
+                "moe_ops.from_checkpoint: %d experts modules in %s, %d in floats",
+                len(self.parts), self.quant, len(self.kept),
+            )  # fmt: skip
+        if self.found.matrices:
+            log.info(
+                "moe_ops.from_checkpoint: %d quantised matrices outside of experts are decoded to "
+                "%s, as the ops multiply codes of experts alone", len(self.found.matrices),
+                self.dtype,
+            )  # fmt: skip
+        if self.found.input_scales:
+            log.info(
+                "moe_ops.from_checkpoint: %d static scales of inputs are left out: inputs are %s",
+                self.found.input_scales, (self.quant and self.quant.inputs) or self.dtype,
+            )  # fmt: skip
+
+
+def _class_of(folder: Path) -> tuple[type[PreTrainedModel], Any]:
+    """The class that config.json names, and the config without what it says of quantisation."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"no config.json in {folder}; give the folder of a checkpoint")
+    config = AutoConfig.from_pretrained(folder)
+    for one in (config, config.get_text_config()):
+        if hasattr(one, "quantization_config"):
+            del one.quantization_config
+    name = next(iter(getattr(config, "architectures", None) or []), None)
+    cls = getattr(transformers, name, None) if name else None
+    if cls is None or not issubclass(cls, PreTrainedModel):
+        raise ValueError(
+            f"architectures of {path} names {name!r}, which is no model of transformers "
+            f"{transformers.__version__}; install a release that has it"
+        )
+    return cls, config
+
+
+def _formats(
+    found: Survey, coding: Coding, block: tuple[int, int] | None, inputs: str
+) -> QuantConfig | None:
+    """The one format of all experts in codes. Raises ValueError, naming entries, for several."""
+    formats: dict[str, Found] = {}
+    for experts in found.experts.values():
+        formats.setdefault(experts.format(coding, block), experts.first)
+    if len(formats) > 1:
+        said = ", ".join(f"{f.name} of {f.file} is in {name}" for name, f in formats.items())
+        raise ValueError(
+            f"{said}: experts of one model are in one format; load layers (MoELayer) with "
+            "load_checkpoint, or quantise them alike"
+        )
+    return next((QuantConfig(weights=name, inputs=inputs) for name in formats), None)
+
+
+class _Names:
+    """What transformers makes of the names of a checkpoint, for one model."""
+
+    def __init__(self, skeleton: PreTrainedModel) -> None:
+        mapping = get_model_conversion_mapping(skeleton)
+        self._renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        self._converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        self._prefix = skeleton.base_model_prefix
+        self.tensors = skeleton.state_dict()
+
+    def of(self, name: str) -> tuple[str, bool]:
+        """The name in the model, and whether the tensor goes there as it is."""
+        target, pattern = rename_source_key(
+            name, self._renamings, self._converters, self._prefix, self.tensors
+        )
+        return target, pattern is None
+
+    def check(self, found: Survey) -> None:
+        """Raise ValueError, naming file and entry, for a tensor in floats of another shape."""
+        for name, one in found.rest.items():
+            target, as_it_is = self.of(name)
+            if as_it_is and target in self.tensors:
+                wanted, there = list(self.tensors[target].shape), list(one.read().shape)
+                if wanted != there:
+                    raise ValueError(
+                        f"{name}: expected the shape {wanted}, found {there} (in {one.file}); "
+                        "complete the download"
+                    )
+
+
+def _parts(
+    skeleton: PreTrainedModel, names: _Names, found: Survey, quant: QuantConfig
+) -> list[_Part]:
+    """The module of each of the checkpoint's experts."""
+    parts: dict[str, _Part] = {}
+    for experts in found.experts.values():
+        first, stacked = experts.first, experts.style.stacked
+        projection = next(iter(experts.style.projections))
+        end = projection if stacked else f"0.{projection}.weight"
+        target, _ = names.of(f"{experts.prefix}.experts.{end}")
+        name = target.rpartition(".")[0]
+        if target not in names.tensors or name in parts:
+            raise ValueError(
+                f"{first.name}: {type(skeleton).__name__} has no experts of this name (in "
+                f"{first.file}); its experts are {', '.join(_experts_of(skeleton)[:2]) or 'none'}"
+            )
+        module = skeleton.get_submodule(name)
+        stored = stored_as(module, quant)
+        if isinstance(stored, str):
+            raise ValueError(
+                f"{first.name}: {type(module).__name__} cannot have {quant.weights}: {stored} (in "
+                f"{first.file})"
+            )
+        style = experts.style
+        if style is FUSED and stored.activation.interleaved:
+            style = GPT_OSS
+        parts[name] = _Part(name=name, module=module, stored=stored, experts=experts, style=style)
+    return list(parts.values())
+
+
+def _experts_of(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if hasattr(module, "has_gate")]
+
+
+def _device_of(device_map: Any) -> torch.device:
+    """Where codes are read: the device of all of a model, or the host if there are several."""
+    if isinstance(device_map, dict):
+        places = set(device_map.values())
+        device_map = places.pop() if len(places) == 1 else None
+    if device_map is None or device_map in (*SEVERAL, "disk"):
+        return torch.device("cpu")
+    return torch.device(device_map)

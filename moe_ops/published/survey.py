@@ -1,0 +1,201 @@
+"""What a checkpoint holds, by the names of its entries: experts in codes, other codes, the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from moe_ops.published.formats import Block, Parts, format_of, is_ordered, read_part
+from moe_ops.shapes import FLOATS
+from moe_ops.weights.configuration import naming
+from moe_ops.weights.files import entries
+from moe_ops.weights.layouts import Coding
+from moe_ops.weights.names import FUSED, GATE_UP_DOWN, PARTS, RECIPROCALS, W123, Entry, Style
+from moe_ops.weights.record import WEIGHTS
+
+EXPERTS = ".experts."
+FAMILIES = (W123, GATE_UP_DOWN, FUSED)
+ORDERED = (
+    "was quantised in the order of its activations (desc_act), and experts of transformers take "
+    "their input in its own order; load MoELayer(quant=QuantConfig(ordered_input=True)), or "
+    "quantise without desc_act, or with static_groups"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """An entry of a checkpoint."""
+
+    name: str
+    file: Path
+    read: Callable[[], Tensor]
+    reciprocal: bool = False  # a scale that divides
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Experts:
+    """The entries of the experts below one prefix."""
+
+    prefix: str
+    style: Style
+    # By what of which weight they are, and of which expert, None for all in one tensor.
+    parts: dict[tuple[str, str, int | None], Found] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Found:
+        return next(iter(self.parts.values()))
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted({found.file for found in self.parts.values()})
+
+    @property
+    def in_codes(self) -> bool:
+        return any(part in ("scale", "zero") for part, _, _ in self.parts) or any(
+            found.read().dtype not in FLOATS for (part, _, _), found in self.samples()
+        )
+
+    def samples(self) -> Iterator[tuple[tuple[str, str, int | None], Found]]:
+        """The first weight of each projection."""
+        seen: set[str] = set()
+        for key, found in self.parts.items():
+            if key[0] == "weight" and key[1] not in seen:
+                seen.add(key[1])
+                yield key, found
+
+    def format(self, coding: Coding, block: Block) -> str:
+        """The format that all of its weights are in.
+
+        Raises ValueError, naming file and entry, for several, for one that experts of a model
+        cannot have, and for experts that stay in floats beside others.
+        """
+        formats: dict[str, Found] = {}
+        for (_, shard, expert), found in self.samples():
+            of_one = {
+                part: other
+                for (part, *rest), other in self.parts.items()
+                if rest == [shard, expert]
+            }
+            with naming(f"{found.name} of {found.file}"):
+                name = format_of(_read(of_one, expert is None), coding, block)
+            formats.setdefault(name or "floats", found)
+        if len(formats) != 1:
+            said = ", ".join(f"{f.name} is in {name}" for name, f in formats.items())
+            raise ValueError(
+                f"{said} (in {self.first.file}): the experts of one layer are in one format; "
+                "quantise them alike"
+            )
+        for (part, shard, expert), found in self.parts.items():
+            if part == "g_idx" and shard != "w2" and is_ordered(found.read()):
+                raise ValueError(f"{found.name}: {ORDERED} (in {found.file})")
+            if part == "bias" and expert is not None:
+                raise ValueError(
+                    f"{found.name} is a bias of one expert in codes, which is read in one tensor "
+                    f"for all alone; leave biases out (in {found.file})"
+                )
+        return next(iter(formats))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Survey:
+    """The entries of a checkpoint, sorted."""
+
+    experts: dict[str, Experts] = field(default_factory=dict)  # by prefix
+    matrices: dict[str, dict[str, Found]] = field(default_factory=dict)  # codes outside, by part
+    rest: dict[str, Found] = field(default_factory=dict)  # in floats
+    input_scales: int = 0
+
+
+def survey(files: Iterable[Path]) -> Survey:
+    """Sort the entries of files; nothing is read but names, and dtypes of a few.
+
+    Raises ValueError, naming the entry, for one that comes twice.
+    """
+    found = Survey()
+    others: dict[str, dict[str, Found]] = {}
+    names: dict[str, Path] = {}
+    for file in files:
+        with naming(file):
+            for stored in entries(file):
+                if file.suffix == ".gguf" or stored.like is not None:
+                    of = "GGUF" if file.suffix == ".gguf" else "bitsandbytes"
+                    raise ValueError(
+                        f"{stored.name} is of {of}, which is read into layers alone; load MoELayer "
+                        "with load_checkpoint, or give the checkpoint in another format"
+                    )
+                if stored.name in names:
+                    raise ValueError(
+                        f"{stored.name} is in {names[stored.name].name} too; remove one of them"
+                    )
+                names[stored.name] = file
+                one = Found(name=stored.name, file=file, read=stored.read)
+                if not _take_experts(found.experts, one):
+                    base, _, suffix = stored.name.rpartition(".")
+                    others.setdefault(base, {})[suffix] = one
+    for prefix in [p for p, experts in found.experts.items() if not experts.in_codes]:
+        for one in found.experts.pop(prefix).parts.values():
+            found.rest[one.name] = one
+    for experts in found.experts.values():
+        found.input_scales += sum(part == "input" for part, _, _ in experts.parts)
+        for key in [k for k in experts.parts if k[0] == "bias" and k[2] is None]:
+            one = experts.parts.pop(key)
+            found.rest[one.name] = one
+    for base, suffixes in others.items():
+        _sort_others(found, base, suffixes)
+    return found
+
+
+def parts_of(matrix: dict[str, Found]) -> Parts:
+    """The tensors of one matrix."""
+    return _read(matrix, False)
+
+
+def _take_experts(experts: dict[str, Experts], one: Found) -> bool:
+    prefix, inside, rest = one.name.partition(EXPERTS)
+    if not inside:
+        return False
+    for style in FAMILIES:
+        entry = style.entry(f"{EXPERTS[1:]}{rest}")
+        if isinstance(entry, Entry):
+            of = experts.setdefault(prefix, Experts(prefix=prefix, style=style))
+            if of.style is not style:
+                raise ValueError(
+                    f"{one.name} and {of.first.name} name experts in two ways; give the checkpoint "
+                    "of one model"
+                )
+            part, _ = WEIGHTS[entry.parameter]
+            of.parts[part, entry.shard, entry.expert] = Found(
+                name=one.name, file=one.file, read=one.read, reciprocal=entry.reciprocal
+            )
+            return True
+    return False
+
+
+def _sort_others(found: Survey, base: str, suffixes: dict[str, Found]) -> None:
+    """Entries that have a name but for its end in common: a matrix in codes, or the rest."""
+    known = {s: one for s, one in suffixes.items() if s in PARTS and PARTS[s] != "bias"}
+    weights = [s for s in known if PARTS[s] == "weight"]
+    # A router may have a scale beside its weight, which is no scale of codes.
+    coded = any(suffixes[s].read().dtype not in FLOATS for s in weights)
+    for suffix, one in suffixes.items():
+        if not (coded and suffix in known):
+            found.rest[one.name] = one
+            continue
+        part = PARTS[suffix]
+        if part == "input":
+            found.input_scales += 1
+        elif part != "shape":
+            found.matrices.setdefault(base, {})[part] = Found(
+                name=one.name, file=one.file, read=one.read, reciprocal=suffix in RECIPROCALS
+            )
+
+
+def _read(matrix: dict[str, Found], stacked: bool) -> Parts:
+    """The tensors of a matrix, or of the first one of several in one tensor."""
+    tensors = {part: read_part(one.read, one.reciprocal) for part, one in matrix.items()}
+    if not stacked:
+        return tensors
+    return {part: t[0] if t.dim() and t.numel() > 1 else t for part, t in tensors.items()}
