@@ -22,6 +22,7 @@ from moe_ops.bench import (
     options,
     overhead,
     packing,
+    quantised,
     step,
 )
 from moe_ops.bench.results import write
@@ -104,6 +105,13 @@ def measure_packing(args: argparse.Namespace) -> Figures:
     }
 
 
+def measure_quantised(args: argparse.Namespace) -> Figures:
+    case = LAYERS[args.layer]
+    found = quantised.measure(case, args.tokens, args.formats, args.seconds)
+    print(quantised.table(found))
+    return {"case": asdict(case), "turns": [asdict(one) for one in found]}
+
+
 def measure_compile(args: argparse.Namespace) -> Figures:
     found = [compile_time.measure(n) for n in args.layers]
     print(compile_time.table(found))
@@ -145,6 +153,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
     "accuracy": (measure_accuracy, "error of a layer and KL of a model, for every scheme"),
     "compile": (measure_compile, "what the passes add to the time of compiling a model"),
     "packing": (measure_packing, "time to quantise weights, for every format"),
+    "quantised": (measure_quantised, "a layer on the CPU in several formats, beside bfloat16"),
     "loading": (measure_loading, "checkpoints into layers, against safetensors alone"),
 }
 
@@ -191,6 +200,16 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
         of.add_argument("--layer", default="qwen3_30b", choices=sorted(LAYERS))
         of.add_argument("--gigabytes", type=float, default=1.0, help="of bfloat16 weights")
         of.add_argument("--repeats", type=int, default=3, help="runs; the fastest counts")
+    if name == "quantised":
+        of.add_argument("--layer", default="qwen3_30b", choices=sorted(LAYERS))
+        of.add_argument("--tokens", type=options.numbers, default=[1, 16, 64, 512])
+        of.add_argument(
+            "--formats", type=options.words, default=list(quantised.FORMATS),
+            help="comma-separated: WEIGHTS or WEIGHTS+INPUTS",
+        )  # fmt: skip
+        of.add_argument(
+            "--seconds", type=float, default=20.0, help="about, for each number of tokens"
+        )
     if name == "loading":
         of.add_argument("--codings", nargs="+", choices=sorted(loading.CODINGS))
         of.add_argument("--gib", type=float, default=1.5, help="size of the checkpoint")

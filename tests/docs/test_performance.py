@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import expecttest
 import pytest
 
-from moe_ops.bench import report
+from moe_ops.bench import quantised, report
 from moe_ops.bench.cells import Cell
 from moe_ops.bench.rates import Rates
 from moe_ops.bench.results import Results, dump, write
@@ -39,6 +40,13 @@ def test_the_page_has_a_place_for_them() -> None:
     models = ["qwen3_30b", "mixtral_8x7b", "gpt_oss_20b"]
     assert generation.BLOCK.findall(PAGE.read_text()) == [f"generate_{m}_h200" for m in models]
     assert forwards.BLOCK.findall(PAGE.read_text()) == ["forward_qwen3_30b_h200"]
+
+
+def test_the_page_has_the_turns_of_quantised_layers() -> None:
+    figures = json.loads((RESULTS / "quantised_epyc.json").read_text())
+    table = quantised.table([quantised.Turns(**one) for one in figures["turns"]])
+    assert table in PAGE.read_text(), f"put this into docs/PERFORMANCE.md:\n{table}"
+    assert figures["command"] in PAGE.read_text()
 
 
 @pytest.fixture

@@ -278,8 +278,10 @@ void block_of_integers(const W& w, const Row& row, const Tile<typename W::X>& ti
   const uint8_t* p = row.codes;
   int64_t at = 0;
   for (; at + chains <= w.full_steps; at += chains, p += chains * W::kBytes) {
-    __builtin_prefetch(p + kPrefetchBytes);
-    MOE_UNROLL for (int c = 0; c < chains; ++c) step(p + c * W::kBytes, at + c, c);
+    MOE_UNROLL for (int c = 0; c < chains; ++c) {
+      __builtin_prefetch(p + c * W::kBytes + kPrefetchBytes);
+      step(p + c * W::kBytes, at + c, c);
+    }
   }
   for (; at < w.full_steps; ++at, p += W::kBytes) step(p, at, 0);
   if (at < w.steps) step(row.tail, at, 0);
