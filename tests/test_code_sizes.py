@@ -96,6 +96,7 @@ MANY_PARAMETERS = {
     },
     "what one function found and hands to the next": {
         "moe_ops/bench/step.py: StepLayer",
+        "moe_ops/published/model.py: _Plan",
         "moe_ops/weights/checkpoint.py: Loading",
         "moe_ops/weights/shards.py: ShardPlan",
         "passes/experts_region.py: Experts",
@@ -106,12 +107,12 @@ GENERATE = (
     "__call__", "generate", "prepare_inputs_for_generation", "_sample",
     "_update_model_kwargs_for_generation", "_valid_auto_compile_criteria",
 )  # fmt: skip
-# What takes parameters that it does not name, and why.
 # The methods of transformers' HfQuantizer that ours stand for.
 QUANTIZER = (
     "__init__", "validate_environment", "_process_model_before_weight_loading",
     "_process_model_after_weight_loading",
 )  # fmt: skip
+# What takes parameters that it does not name, and why.
 UNNAMED_PARAMETERS = {
     "options that are fields of a dataclass, by which they are checked": {
         "moe_ops/compiler.py: compile",
@@ -141,6 +142,8 @@ UNNAMED_PARAMETERS = {
         "moe_ops/hf/stored.py: _refuse",
         "moe_ops/pretrained.py: MoeOpsConfig.__init__",
         *(f"moe_ops/pretrained.py: MoeOpsQuantizer.{name}" for name in QUANTIZER),
+        "moe_ops/published/loader.py: LoadingConfig.__init__",
+        "moe_ops/published/loader.py: Quantizer._process_model_after_weight_loading",
     },
     "whatever torch calls the function in whose place it stands with": {
         "moe_ops/prepared.py: HoldsExperts._load_from_state_dict",
