@@ -21,9 +21,8 @@ def refusal(call: ExpertsCall) -> str | None:
     common with those for 16 bits; or None.
     """
     c = call
-    widths = (c.x_TD.shape[1], c.w13_EFD.shape[1] // (2 if c.gated else 1))
     scales = (c.w13_scale_EFG, c.w2_scale_EDG, c.w13_zero_EFG, c.w2_zero_EDG)
-    reason = _of_formats(c.w_format, c.x_format, *widths)
+    reason = _of_formats(c.w_format, c.x_format, *c.widths)
     if reason is not None:
         return reason
     if needs_grad(*scales[:2], c.x_scale, c.h_scale):

@@ -27,10 +27,10 @@ from moe_ops.decode_ops.experts_onto import ExpertsOntoCall, experts_onto
 from moe_ops.gradients import needs_grad
 from moe_ops.kernels.triton import (
     LARGE,
-    STEP,
     TINY_PAIRS,
     TINY_TOKENS,
     multiplies_words,
+    one_a_step,
 )
 from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
 from moe_ops.ops.experts import ExpertsCall, experts
@@ -149,7 +149,7 @@ def supports_codes(call: ExpertsCall) -> str | None:
     if refusal is not None or not call.w_format:
         return refusal
     c = call
-    refusal = triton_formats.refusal(c.w_format, c.x_format, _widths(c))
+    refusal = triton_formats.refusal(c.w_format, c.x_format, c.widths)
     if refusal is None and needs_grad(c.w13_scale_EFG, c.w2_scale_EDG):
         refusal = "is not differentiable, and an argument requires grad"
     stored = (c.w13_EFD, c.w2_EDI, c.w13_scale_EFG, c.w2_scale_EDG, c.w13_zero_EFG, c.w2_zero_EDG)
@@ -178,7 +178,7 @@ def _refuse_quantised_inputs(call: ExpertsCall) -> str | None:
     """Why the kernel for many rows an expert of quantised inputs does not take a call that those
     for few rows take, or None."""
     c = call
-    refusal = triton_formats.refusal_of_many(_weight(c), _widths(c), c.gated, c.interleaved)
+    refusal = triton_formats.refusal_of_many(_weight(c), c.widths, c.gated, c.interleaved)
     if refusal is None and c.x_TD.device.type == "cuda":
         capability = torch.cuda.get_device_capability(c.x_TD.device)
         if capability != HOPPER:
@@ -208,23 +208,19 @@ def most_rows_tokens(call: ExpertsCall) -> int | None:
 
 def _is_large(call: ExpertsCall) -> bool:
     """Whether an expert is."""
-    return math.prod(_widths(call)) >= LARGE
-
-
-def _widths(call: ExpertsCall) -> tuple[int, int]:
-    """Of the model and of an expert."""
-    F = call.w13_EFD.shape[2 if call.transposed else 1]
-    return call.x_TD.shape[1], F // 2 if call.gated else F
+    return math.prod(call.widths) >= LARGE
 
 
 def _most_rows_of_codes(call: ExpertsCall) -> int | None:
     """Rows an expert; None if there is no other kernel, or no memory for what it decodes."""
     if call.x_format:
         return None if _refuse_quantised_inputs(call) else MOST_ROWS_OF_QUANTISED_INPUTS
-    _, _, columns, _, _, bits = _weight(call)
+    weight = _weight(call)
     if _reads_words(call):
-        one_a_step = columns in (-1, STEP)
-        return MOST_ROWS_OF_LARGE_WORDS if _is_large(call) else MOST_ROWS_OF_WORDS[one_a_step]
+        if _is_large(call):
+            return MOST_ROWS_OF_LARGE_WORDS
+        return MOST_ROWS_OF_WORDS[one_a_step(weight)]
+    bits = weight[5]
     decoded = (call.w13_EFD.nbytes + call.w2_EDI.nbytes) * 16 // bits
     return None if decoded > MOST_DECODED else MOST_ROWS_OF_CODES[bits]
 
@@ -232,7 +228,7 @@ def _most_rows_of_codes(call: ExpertsCall) -> int | None:
 def _reads_words(call: ExpertsCall) -> bool:
     """Whether triton.grouped multiplies codes of four bits as they are stored."""
     c = call
-    if c.x_TD.device.type != "cuda" or not multiplies_words(_weight(c), _widths(c)):
+    if c.x_TD.device.type != "cuda" or not multiplies_words(_weight(c), c.widths):
         return False
     return torch.cuda.get_device_capability(c.x_TD.device) == HOPPER and not any(
         w.storage_offset() % 16 for w in (c.w13_EFD, c.w2_EDI)

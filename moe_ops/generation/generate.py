@@ -21,7 +21,7 @@ from moe_ops.generation.regions import layer_lists
 from moe_ops.generation.sample import sample
 from moe_ops.generation.slots import CACHE
 from moe_ops.generation.steps import StepsReport, Tools
-from moe_ops.hf.subclass import new_object, subclass
+from moe_ops.hf.subclass import former_class, new_object, subclass
 
 log = logging.getLogger("moe_ops")
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -174,7 +174,7 @@ class QuickGenerate:
         reduced: Any = super().__reduce_ex__(protocol)
         state = {n: value for n, value in reduced[2].items() if n != "_moe_ops_generation"}
         # Not what object gives: pickle takes that for objects of the same class alone.
-        return new_object, (type(self).__bases__[1],), state
+        return new_object, (former_class(self),), state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)

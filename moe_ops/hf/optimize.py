@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from moe_ops.hf.experts import NAME
 from moe_ops.hf.rules import AS_INPUT, AS_LOGITS, FLOAT32, RULES, router_fingerprint
 from moe_ops.hf.stored import stored_format
-from moe_ops.hf.subclass import new_object, subclass
+from moe_ops.hf.subclass import former_class, new_object, subclass
 from moe_ops.ops import route
 from moe_ops.options import check_type
 
@@ -160,9 +160,3 @@ class OptimizedRouter(nn.Module):
 
 def _new_router(cls: type[nn.Module]) -> Any:
     return new_object(subclass(OptimizedRouter, cls))  # type: ignore[arg-type]
-
-
-def former_class(router: nn.Module) -> type[nn.Module]:
-    """The class that a router had before `optimize`."""
-    former: type[nn.Module] = type(router).__bases__[1]
-    return former

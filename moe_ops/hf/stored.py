@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moe_ops.hf.subclass import new_object, subclass
+from moe_ops.hf.subclass import former_class, new_object, subclass
 from moe_ops.ops.activate import Activation
 from moe_ops.prepared import HoldsExperts, Stored, as_given
 from moe_ops.quant.module import HoldsCodes
@@ -124,7 +124,7 @@ class QuantisedExperts(HoldsExperts, HoldsCodes):
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
         # Not what object gives: pickle finds classes by name, and this one has the name of another.
-        return _new_quantised, (type(self).__bases__[1],), reduced[2]
+        return _new_quantised, (former_class(self),), reduced[2]
 
     def _refusals(self, state_dict: dict[str, Any], prefix: str) -> Iterable[str]:
         stored = self._moe_ops_stored

@@ -14,6 +14,11 @@ def subclass(first: type, cls: type) -> Any:
     return type(cls.__name__, (first, cls), names)
 
 
+def former_class(x: object) -> Any:
+    """The class that an object had before it got one of `subclass`."""
+    return type(x).__bases__[1]
+
+
 def new_object(cls: Any) -> Any:
     """An object without a state, which copy and pickle then give it."""
     return cls.__new__(cls)

@@ -62,6 +62,12 @@ class ExpertsCall:
         """The arguments of `activate` after its tensor."""
         return options_of(self)
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of the model and of an expert: D and I."""
+        F = self.w13_EFD.shape[2 if self.transposed else 1]
+        return self.x_TD.shape[1], F // 2 if self.gated else F
+
 
 def check(call: ExpertsCall) -> None:
     """Raise ValueError or TypeError unless `experts` takes these arguments."""

@@ -122,8 +122,8 @@ def layer_of_call(device: str, op: str, a: Any) -> TunedLayer | None:
     if op != "experts" or a.layout:
         return None
     w13, K = a.w13_EFD, a.ids_TK.shape[1]
-    E, D, F = w13.shape[0], a.x_TD.shape[1], w13.shape[2 if a.transposed else 1]
-    if not all(isinstance(n, int) for n in (E, K, D, F)):
+    E, (D, width) = w13.shape[0], a.widths
+    if not all(isinstance(n, int) for n in (E, K, D, width)):
         return None
     return TunedLayer(
         device=device,
@@ -131,7 +131,7 @@ def layer_of_call(device: str, op: str, a: Any) -> TunedLayer | None:
         E=E,
         K=K,
         D=D,
-        I=F // 2 if a.gated else F,
+        I=width,
         dtype=str(a.x_TD.dtype).removeprefix("torch."),
         w_format=a.w_format,
         x_format=a.x_format,

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from moe_ops.quant import packing
-from moe_ops.quant.formats import ROW, Format
+from moe_ops.quant.formats import ROW, TENSOR, Format
 from moe_ops.quant.scales import inverse, wrong_scale
 from moe_ops.shapes import FLOATS
 from moe_ops.weights.layouts import ROWS, Coding, Matrix, short, to_dtype
+from moe_ops.weights.outside import Block, group_of, said_of
 
 Parts = Mapping[str, Tensor]  # of one matrix: "weight", "scale", "zero", "global_scale", ...
-Block = tuple[int, int] | None
 SCALES = {torch.float32: "", torch.float16: ":float16", torch.bfloat16: ":bfloat16"}
 POWERS = (torch.uint8, torch.float8_e8m0fnu)  # dtypes of scales that are powers of two
 MX, NV = 32, 16  # columns that share a scale
@@ -40,8 +40,9 @@ def format_of(parts: Parts, coding: Coding, block: Block) -> str | None:
     columns = w.shape[-1]
     if w.dtype == torch.float8_e4m3fn:
         return _float8(w, scale, block)
-    if w.dtype == torch.int8 and (_of_rows(w, scale) or scale.dim() == 2):
-        groups = 1 if _of_rows(w, scale) else scale.shape[1]
+    of_rows = group_of(w, scale, None) is not None
+    if w.dtype == torch.int8 and (of_rows or scale.dim() == 2):
+        groups = 1 if of_rows else scale.shape[1]
         return f"int8:{_group(columns, groups)}" + ("" if groups == 1 else _kind(scale))
     if w.dtype == torch.uint8 and w.dim() == 3:  # blocks of gpt-oss
         columns = w.shape[1] * w.shape[2]
@@ -123,23 +124,17 @@ def _integer(parts: Parts, scale: Tensor, coding: Coding) -> str:
 
 
 def _float8(w: Tensor, scale: Tensor, block: Block) -> str:
-    if _of_rows(w, scale):
+    group, powers = group_of(w, scale, block), scale.dtype in POWERS
+    if group in (TENSOR, ROW):
         return "float8_e4m3fn:row"
-    rows, columns = w.shape
-    powers = scale.dtype in POWERS
-    if block is not None and list(scale.shape) == [-(-rows // block[0]), -(-columns // block[1])]:
-        return f"float8_e4m3fn:{block[0]}x{block[1]}" + (":e8m0" if powers else "")
-    if powers and list(scale.shape) == [rows, columns // MX]:
+    if group is not None:
+        return f"float8_e4m3fn:{group[0]}x{group[1]}" + (":e8m0" if powers else "")
+    if powers and w.dim() == 2 and list(scale.shape) == [w.shape[0], w.shape[1] // MX]:
         return "mxfp8"
-    said = "no blocks of scales" if block is None else f"blocks of {block[0]} x {block[1]}"
     raise ValueError(
-        f"is {list(w.shape)} with scales {list(scale.shape)}, but config.json says {said}, and "
-        "else a scale is for a matrix or for a row; dequantise the checkpoint"
+        f"is {list(w.shape)} with scales {list(scale.shape)}, but {said_of(block)}; dequantise the "
+        "checkpoint"
     )
-
-
-def _of_rows(w: Tensor, scale: Tensor) -> bool:
-    return scale.numel() == 1 or tuple(scale.shape) in ((w.shape[0],), (w.shape[0], 1))
 
 
 def _group(columns: int, groups: int) -> str:
@@ -160,8 +155,7 @@ def _laid_out(t: Tensor, matrix: Matrix, format: Format) -> Tensor:
 
 
 def _check_middle(zero: Tensor, format: Format) -> None:
-    middle = 2 ** (int(format.bits) - 1)
-    if not bool((zero == middle).all()):
+    if not bool((zero == format.middle).all()):
         raise ValueError(
-            f"has zero points other than {middle}, but config.json says that it is symmetric"
+            f"has zero points other than {format.middle}, but config.json says that it is symmetric"
         )

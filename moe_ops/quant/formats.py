@@ -135,6 +135,12 @@ class Format:
         return INTEGER_ELEMENTS.get(self.element)
 
     @property
+    def middle(self) -> int:
+        """The zero point that unsigned codes of an integer element have if they are symmetric."""
+        assert self.integer is not None
+        return 2 ** (self.integer.bits - 1)
+
+    @property
     def largest(self) -> float:
         """The largest magnitude that symmetric quantisation maps to."""
         if self.minifloat is not None:

@@ -122,7 +122,7 @@ class Loading:
             zero, weight = (f"{parameter}_{what}" for what in ("zero", "weight"))
             if layer.quant is None or getattr(layer, zero) is None:
                 continue
-            middle = torch.tensor(2 ** (int(layer.quant.format.bits) - 1), dtype=torch.uint8)
+            middle = torch.tensor(layer.quant.format.middle, dtype=torch.uint8)
             for shard in shards:
                 how = record.plan_of(layer, zero, shard, PLAIN, False, self.sharded)
                 every = middle.expand(how.rows.size, how.columns.size)

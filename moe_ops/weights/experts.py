@@ -254,7 +254,6 @@ def _check_not_held(
     format = None if layer.quant is None else layer.quant.format
     if part == "zero" and format is not None and format.integer is not None:
         # Symmetric weights whose checkpoint spells out that their zero is the middle.
-        middle = 2 ** (int(format.bits) - 1)
         scale = parameter.replace("zero", "scale")
         how = record.plan_of(layer, scale, piece.shard, coding, piece.interleaved, piece.sharded)
         matrix = coding.matrix("zero", format)
@@ -263,9 +262,9 @@ def _check_not_held(
             if tuple(t.shape) != shape:
                 raise ValueError(f"expected the shape {shape}, found {tuple(t.shape)}")
             zero = t if matrix.convert is None else matrix.convert(t, format)
-            if not bool((zero == middle).all()):
+            if not bool((zero == format.middle).all()):
                 raise ValueError(
-                    f"has zero points other than {middle}, but the layer's {format.name} is "
+                    f"has zero points other than {format.middle}, but the layer's {format.name} is "
                     f"symmetric; give it the format u{format.name}"
                 )
         return

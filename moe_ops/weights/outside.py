@@ -21,6 +21,7 @@ from moe_ops.shapes import FLOATS
 from moe_ops.weights.configuration import naming
 from moe_ops.weights.layouts import Stored
 
+Block = tuple[int, int] | None  # of config.json
 Target = Callable[[str], Tensor | None]
 Source = tuple[str, Callable[[], Iterable[Stored]]]  # what errors call it, and its entries
 SCALES = ("_scale_inv", "_scale")  # behind the name of what they multiply, in spite of the first
@@ -47,7 +48,7 @@ class Outside:
     scales: dict[str, Scale] = field(default_factory=dict)  # by the names of codes
 
     @staticmethod
-    def of(sources: Sequence[Source], target: Target, block: tuple[int, int] | None) -> Outside:
+    def of(sources: Sequence[Source], target: Target, block: Block) -> Outside:
         """Look through entries for float8 tensors that go to something wider.
 
         `target`: by an entry's name the parameter or buffer that takes it, None for what has none,
@@ -103,7 +104,7 @@ class Outside:
                 yield stored
 
 
-def _scale(stored: Stored, codes: Tensor, block: tuple[int, int] | None) -> Scale:
+def _scale(stored: Stored, codes: Tensor, block: Block) -> Scale:
     """The scales of codes: one for all, for each row or for each block.
 
     Raises ValueError if they do not fit, or are no positive numbers.
@@ -116,19 +117,34 @@ def _scale(stored: Stored, codes: Tensor, block: tuple[int, int] | None) -> Scal
     if wrong is not None:
         raise ValueError(f"{name} holds {wrong}, but a scale is above 0; complete the download")
     value = e8m0_to_float32(value) if powers else value.float()
-    if codes.dim() == 2:
-        rows, columns = codes.shape
-        if value.numel() == 1:
-            return Scale(name=name, value=value.reshape(1, 1), group=TENSOR)
-        if tuple(value.shape) in ((rows,), (rows, 1)):
-            return Scale(name=name, value=value.reshape(rows, 1), group=ROW)
-        if block is not None and list(value.shape) == [
-            -(-rows // block[0]),
-            -(-columns // block[1]),
-        ]:
-            return Scale(name=name, value=value, group=block)
+    group = group_of(codes, value, block)
+    if group is None:
+        raise ValueError(
+            f"{name} is {list(value.shape)}, and its codes are {list(codes.shape)}, but "
+            f"{said_of(block)}; dequantise the checkpoint"
+        )
+    if group in (TENSOR, ROW):
+        value = value.reshape(-1, 1)
+    return Scale(name=name, value=value, group=group)
+
+
+def group_of(codes: Tensor, scale: Tensor, block: Block) -> tuple[int, int] | None:
+    """The rows and columns of a matrix of float8 that share a scale, by the shape of the scales:
+    all, a row's, or the blocks that config.json says; None if they are of none of these.
+    """
+    if codes.dim() != 2:
+        return None
+    rows, columns = codes.shape
+    if scale.numel() == 1:
+        return TENSOR
+    if tuple(scale.shape) in ((rows,), (rows, 1)):
+        return ROW
+    if block is not None and list(scale.shape) == [-(-rows // block[0]), -(-columns // block[1])]:
+        return block
+    return None
+
+
+def said_of(block: Block) -> str:
+    """What scales may be, for errors."""
     said = "no blocks of scales" if block is None else f"blocks of {block[0]} x {block[1]}"
-    raise ValueError(
-        f"{name} is {list(value.shape)}, and its codes are {list(codes.shape)}, but config.json "
-        f"says {said}, and else a scale is for a matrix or for a row; dequantise the checkpoint"
-    )
+    return f"config.json says {said}, and else a scale is for a matrix or for a row"

@@ -47,6 +47,22 @@ def layer_of(
     }  # fmt: skip
 
 
+def calls_apart(call: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The same layer where not all experts are here, by what is apart."""
+    holes = call["ids_TK"].long()
+    holes[::3, 0], holes[1] = -1, CASE.E
+    here = {
+        n: t[:2]
+        for n, t in call.items()
+        if isinstance(t, Tensor) and n[:2] in ("w1", "w2", "b1", "b2")
+    }
+    mapped = {"expert_map": torch.tensor([1, -1, 0, -1], dtype=torch.int32)}
+    return {
+        "pairs that are not here": call | {"ids_TK": holes},
+        "experts of one rank": call | here | mapped,
+    }
+
+
 def run(call: dict[str, Any]) -> Tensor:
     with moe_ops.using("cpu", "experts"):
         return experts(**call)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from code_layers import CASE, ODD, by_instructions, layer_of, run
+from code_layers import CASE, ODD, by_instructions, calls_apart, layer_of, run
 from torch import Tensor
 
 from moe_ops import experts
@@ -83,16 +83,8 @@ def test_activations_biases_and_maps_are_those_of_the_definition(format: str) ->
     call = layer_of(CASE, format, BF16)
     plain = {"b13_EF": None, "b2_ED": None, "weights_TK": call["weights_TK"].bfloat16()}
     check(call | plain, "without biases, weights in bfloat16")
-    holes = call["ids_TK"].long()
-    holes[::3, 0], holes[1] = -1, CASE.E
-    check(call | {"ids_TK": holes}, "pairs that are not here")
-    here = {
-        n: t[:2]
-        for n, t in call.items()
-        if isinstance(t, Tensor) and n[:2] in ("w1", "w2", "b1", "b2")
-    }
-    mapped = {"expert_map": torch.tensor([1, -1, 0, -1], dtype=torch.int32)}
-    check(call | here | mapped, "experts of one rank")
+    for name, apart in calls_apart(call).items():
+        check(apart, name)
     check(call | {"x_TD": call["x_TD"][:0], "weights_TK": call["weights_TK"][:0],
                   "ids_TK": call["ids_TK"][:0]}, "no tokens")  # fmt: skip
 

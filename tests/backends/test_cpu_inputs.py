@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from code_layers import CASE, ODD, by_instructions, layer_of, run
+from code_layers import CASE, ODD, by_instructions, calls_apart, layer_of, run
 from torch import Tensor
 
 from moe_ops import experts
@@ -163,16 +163,8 @@ def test_activations_biases_and_maps_are_those_of_the_definition(weights: str, i
         check(layer_of(case_of(inputs), weights, F32, gated, inputs) | activation, name)
     call = layer_of(case_of(inputs), weights, BF16, x_format=inputs)
     check(call | {"b13_EF": None, "b2_ED": None}, "without biases")
-    holes = call["ids_TK"].long()
-    holes[::3, 0], holes[1] = -1, CASE.E
-    check(call | {"ids_TK": holes}, "pairs that are not here")
-    here = {
-        n: t[:2]
-        for n, t in call.items()
-        if isinstance(t, Tensor) and n[:2] in ("w1", "w2", "b1", "b2")
-    }
-    mapped = {"expert_map": torch.tensor([1, -1, 0, -1], dtype=torch.int32)}
-    check(call | here | mapped, "experts of one rank")
+    for name, apart in calls_apart(call).items():
+        check(apart, name)
     none = {n: call[n][:0] for n in ("x_TD", "weights_TK", "ids_TK")}
     assert run(call | none).shape == (0, call["x_TD"].shape[1])
 

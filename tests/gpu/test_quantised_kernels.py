@@ -194,6 +194,21 @@ def test_many_rows_an_expert(name: str, dtype: torch.dtype) -> None:
         assert relative_error(got, wanted(call, quantised=True)) <= MOST_ERROR_OF_SUMS[dtype], T
 
 
+def activated(name: str, T: int, w_format: str, x_format: str = "") -> ExpertsCall:
+    """A call with an activation of ACTIVATIONS."""
+    args = ACTIVATIONS[name]
+    case = Case(name=name, T=T, E=3, K=2, D=512, I=448)
+    layer = make_layer(case, torch.bfloat16, "cuda", gated=args.get("gated", True))
+    done = [packing.quantize(w, Format.of(w_format)) for w in (layer.w13_EFD, layer.w2_EDI)]
+    call = experts.call(
+        layer.x_TD, layer.weights_TK, layer.ids_TK, done[0].values, done[1].values,
+        layer.b13_EF, layer.b2_ED, w13_scale_EFG=done[0].scale, w2_scale_EDG=done[1].scale,
+        w_format=w_format, x_format=x_format, **args,
+    )  # fmt: skip
+    experts.check(call)
+    return call
+
+
 @hopper
 @pytest.mark.parametrize("w_format", [W8A8[0], "float8_e4m3fn:64x128", "float8_e4m3fn:256x128"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -201,15 +216,7 @@ def test_every_activation_of_many_rows(name: str, w_format: str) -> None:
     args = ACTIVATIONS[name]
     if args.get("interleaved") and w_format == "float8_e4m3fn:64x128":
         pytest.skip("a scale has to be that of 128 rows")
-    case = Case(name=name, T=150, E=3, K=2, D=512, I=448)
-    layer = make_layer(case, torch.bfloat16, "cuda", gated=args.get("gated", True))
-    done = [packing.quantize(w, Format.of(w_format)) for w in (layer.w13_EFD, layer.w2_EDI)]
-    call = experts.call(
-        layer.x_TD, layer.weights_TK, layer.ids_TK, done[0].values, done[1].values,
-        layer.b13_EF, layer.b2_ED, w13_scale_EFG=done[0].scale, w2_scale_EDG=done[1].scale,
-        w_format=w_format, x_format=W8A8[1], **args,
-    )  # fmt: skip
-    experts.check(call)
+    call = activated(name, 150, w_format, W8A8[1])
     assert (
         relative_error(grouped(call), wanted(call, quantised=True))
         <= MOST_ERROR_OF_SUMS[torch.bfloat16]
@@ -293,16 +300,7 @@ def test_every_kind_of_tile_of_four_bits(rows: int) -> None:
 @pytest.mark.parametrize("w_format", ["int4:1x32:bfloat16", "mxfp4"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_activation_of_four_bits(name: str, w_format: str) -> None:
-    args = ACTIVATIONS[name]
-    case = Case(name=name, T=450, E=3, K=2, D=512, I=448)
-    layer = make_layer(case, torch.bfloat16, "cuda", gated=args.get("gated", True))
-    done = [packing.quantize(w, Format.of(w_format)) for w in (layer.w13_EFD, layer.w2_EDI)]
-    call = experts.call(
-        layer.x_TD, layer.weights_TK, layer.ids_TK, done[0].values, done[1].values,
-        layer.b13_EF, layer.b2_ED, w13_scale_EFG=done[0].scale, w2_scale_EDG=done[1].scale,
-        w_format=w_format, **args,
-    )  # fmt: skip
-    experts.check(call)
+    call = activated(name, 450, w_format)
     assert relative_error(grouped(call), wanted(call)) <= MOST_ERROR[""]
 
 

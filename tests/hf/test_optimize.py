@@ -19,7 +19,8 @@ import moe_ops
 import moe_ops.hf.experts as adapter
 from moe_ops.generation.regions import call_module
 from moe_ops.hf.fp8 import fp8_experts_forward
-from moe_ops.hf.optimize import OptimizedRouter, former_class
+from moe_ops.hf.optimize import OptimizedRouter
+from moe_ops.hf.subclass import former_class
 from moe_ops.testing import Tol, assert_close
 from tests.hf import families
 

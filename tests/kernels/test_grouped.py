@@ -274,15 +274,19 @@ def compiled(kernel, names):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def each_activation(used: int, others: int) -> pytest.MarkDecorator:
+    """Names of activations, with the number of variants that they make."""
+    rest = pytest.param(OTHERS, others, marks=pytest.mark.every)
+    return pytest.mark.parametrize(
+        ("names", "variants"), [(USED, used), rest], ids=["used", "others"]
+    )
+
+
 FEW_SPILLS = Version(version("triton")) < Version("3.7")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("names", "variants"),
-    [(USED, 8), pytest.param(OTHERS, 16, marks=pytest.mark.every)],
-    ids=["used", "others"],
-)
+@each_activation(8, 16)
 def test_the_hopper_kernel_compiles_and_keeps_to_its_registers(names, variants):
     found = compiled("_grouped", names)
     assert len(found) == variants
@@ -296,11 +300,7 @@ def test_the_hopper_kernel_compiles_and_keeps_to_its_registers(names, variants):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("names", "variants"),
-    [(USED, 8), pytest.param(OTHERS, 16, marks=pytest.mark.every)],
-    ids=["used", "others"],
-)
+@each_activation(8, 16)
 def test_the_hopper_kernel_of_float8_compiles_and_keeps_to_its_registers(names, variants):
     found = compiled("_grouped_float8", names)
     assert len(found) == variants
@@ -314,11 +314,7 @@ def test_the_hopper_kernel_of_float8_compiles_and_keeps_to_its_registers(names, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("names", "variants"),
-    [(USED, 12), pytest.param(OTHERS, 16, marks=pytest.mark.every)],
-    ids=["used", "others"],
-)
+@each_activation(12, 16)
 def test_the_kernel_of_four_bits_waits_for_no_single_product(names, variants):
     found = compiled("_grouped_codes", names)
     assert len(found) == variants

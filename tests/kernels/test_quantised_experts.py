@@ -41,7 +41,7 @@ from moe_ops.testing import (
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.kernels.triton.experts.sort import sort_pairs
-from moe_ops.kernels.triton.experts.tokens import arrange, arrange_sorted, quantise, quantise_sorted
+from moe_ops.kernels.triton.experts.tokens import arrange, quantise, quantise_sorted
 from tests.kernels.codes import any_codes, product, quantised
 
 F8 = torch.float8_e4m3fn
@@ -217,7 +217,7 @@ def test_arranged_rows_are_those_of_their_tokens(D: int) -> None:
     rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, None)
     weight = weight_of("int4:1x32", "")
     used = int(ends_E[-1])
-    got_RD = arrange_sorted(x_TD, inverse_R, K, weight)
+    got_RD = arrange(x_TD, weight, inverse_R, K)
     assert torch.equal(got_RD[:used], arrange(x_TD, weight)[rows_R[:used].long() // K])
     assert bool(got_RD[used:].isnan().all())  # unwritten
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from collections.abc import Callable
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
@@ -86,13 +87,18 @@ def _library() -> ctypes.CDLL:
 @functools.cache
 def unavailable() -> str | None:
     """Why the kernels cannot be compiled here, or None; the first call compiles them."""
+    return refusal_of(_library, "")
+
+
+def refusal_of(compiled: Callable[[], object], which: str) -> str | None:
+    """Why these kernels cannot be compiled here, also as a warning, or None."""
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
     try:
-        _library()
+        compiled()
     except (CppCompileError, InvalidCxxCompiler, OSError) as error:
         reason = f"needs a working C++ compiler ({str(error).splitlines()[0]})"
-        log.warning("moe_ops runs without its CPU kernels: %s", reason)
+        log.warning("moe_ops runs without its CPU kernels%s: %s", which, reason)
         return reason
     return None
 

@@ -6,17 +6,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from moe_ops.kernels.cpu import LayerFields, layer_of, pointer
-
-log = logging.getLogger("moe_ops")
+from moe_ops.kernels.cpu import LayerFields, layer_of, pointer, refusal_of
 
 SOURCES = ("layer.h", "codes.h", "inputs.h", "quantised.cpp")
 # Names of codes.h by element type, and in the order of the numbers that quantised.cpp gives them.
@@ -137,15 +135,7 @@ def unavailable(element: str, inputs: str = "", instructions: str = "") -> str |
     """Why the kernels of an element type and of inputs cannot be compiled here, or None; the first
     call compiles them.
     """
-    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
-
-    try:
-        _library(element, inputs, instructions)
-    except (CppCompileError, InvalidCxxCompiler, OSError) as error:
-        reason = f"needs a working C++ compiler ({str(error).splitlines()[0]})"
-        log.warning("moe_ops runs without its CPU kernels of %s: %s", element, reason)
-        return reason
-    return None
+    return refusal_of(partial(_library, element, inputs, instructions), f" of {element}")
 
 
 def experts(

@@ -15,6 +15,11 @@ LARGE = 2**23  # elements of W2, from which on an expert is large
 Weight = tuple[str, int, int, str, bool, int]
 
 
+def one_a_step(weight: Weight) -> bool:
+    """Whether a row has one scale for all columns of a step, which its sum can be scaled by."""
+    return weight[2] in (-1, STEP)
+
+
 def multiplies_words(weight: Weight, widths: tuple[int, int]) -> bool:
     """Whether many rows an expert are multiplied with codes of four bits as they are stored
     (`grouped_codes.py`, on Hopper) for a model and experts of these widths: in groups of at least

@@ -19,7 +19,11 @@ from moe_ops.kernels.triton.launch import on_hopper, pdl_options
 from moe_ops.kernels.triton.replay import launch
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-GROUPS = {4: (-1, 32, 64, STEP), 8: (-1, STEP)}  # columns, by the bits of a code
+# Columns of a group, by the elements that these kernels decode.
+GROUPS = {
+    "float8_e4m3fn": (-1, STEP),
+    **dict.fromkeys(("int4", "uint4", "float4_e2m1"), (-1, 32, 64, STEP)),
+}
 # Rows an expert on average, of codes of four bits whose sums are scaled, and of others.
 MOST_OF_SUMS, MOST = 6, 10
 FEW_PROGRAMS = 512  # of 128 rows, of a GPU with 132 processors
@@ -64,12 +68,12 @@ def takes(x_TD: Tensor, layer: Experts) -> bool:
     """Whether these kernels run a layer: on Hopper, if rows of codes and of tokens begin at 16
     bytes."""
     codes = layer.codes
-    if codes is None or not on_hopper(x_TD) or codes.weight[0] in ("int8", "uint8"):
+    if codes is None or not on_hopper(x_TD):
         return False
     _, D, I = layer.sizes
     whole = 128 // codes.bits
     return (
-        codes.weight[2] in GROUPS[codes.bits]
+        codes.weight[2] in GROUPS.get(codes.weight[0], ())
         and D % whole == I % whole == x_TD.stride(0) % 8 == 0
         and x_TD.stride(1) == 1
         and all(t.data_ptr() % 16 == 0 for t in (x_TD, layer.w13_EFD, layer.w2_EDI))

@@ -67,9 +67,9 @@ from moe_ops.kernels.triton.experts.hopper import (
 from moe_ops.kernels.triton.experts.quantized import rescaled
 from moe_ops.kernels.triton.experts.sort import sort_pairs
 from moe_ops.kernels.triton.experts.tile_map import TileMap, tile_map
-from moe_ops.kernels.triton.experts.tokens import arrange_sorted, stored
+from moe_ops.kernels.triton.experts.tokens import arrange, stored
 from moe_ops.kernels.triton.experts.weights import Experts
-from moe_ops.kernels.triton.launch import on_its_device, processors
+from moe_ops.kernels.triton.launch import processors
 
 BLOCK_M = 256  # tokens of a tile
 STAGES = 3  # 72 KiB each: all that a block has
@@ -470,7 +470,6 @@ def launch(
     )
 
 
-@on_its_device
 def run(
     x_TD: Tensor,
     weights_TK: Tensor,
@@ -486,7 +485,7 @@ def run(
     _, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
     tiles = tile_map(ends_E, R, BLOCK_M)
     # Gathered once for all: copies by TMA then take both products' tokens.
-    x_RD = arrange_sorted(x_TD, inverse_R, K, weight)
+    x_RD = arrange(x_TD, weight, inverse_R, K)
     h_RI = x_RD.new_empty(R, stored(I, weight))
     launch(x_RD, layer.w13_EFD, *layer.scales13, layer.b13_EF, h_RI, tiles, weight, layer.act)
     y_RD = x_TD.new_empty(R, D)

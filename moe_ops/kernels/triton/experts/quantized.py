@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton import STEP, Weight
+from moe_ops.kernels.triton import Weight, one_a_step
 from moe_ops.kernels.triton.experts.float8 import INTERPRETED
 
 MOST_IN_SUM = tl.constexpr(32)  # tokens whose sums are scaled
@@ -56,8 +56,7 @@ class Codes:
 
     @property
     def one_a_step(self) -> bool:
-        """Whether a row has one scale for all columns of a step, which its sum can be scaled by."""
-        return self.weight[2] in (-1, STEP)
+        return one_a_step(self.weight)
 
 
 @triton.jit

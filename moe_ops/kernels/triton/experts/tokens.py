@@ -41,10 +41,11 @@ def stored(columns: int, weight: Weight | None) -> int:
 
 @triton.jit
 def arrange_kernel(
-    x_ptr, out_ptr, stride_x, D: tl.constexpr, OUT: tl.constexpr, BD: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, inverse_ptr, out_ptr, stride_x,
+    K: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BD columns of a token, where `column_of` says."""
+    """One program: BD columns of a token, where `column_of` says, in its row or in each of its K
+    rows."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -52,52 +53,28 @@ def arrange_kernel(
     place = tl.program_id(1) * BD + tl.arange(0, BD)
     column = column_at(place)  # reads scatter within a token, which stays in the L1 cache
     x = tl.load(x_ptr + t * stride_x + column, mask=column < D, other=0.0)
-    tl.store(out_ptr + t * OUT + place, x, mask=place < OUT)
+    if inverse_ptr is None:
+        tl.store(out_ptr + t * OUT + place, x, mask=place < OUT)
+    else:
+        for k in range(K):
+            row = tl.load(inverse_ptr + t * K + k).to(tl.int64)
+            tl.store(out_ptr + row * OUT + place, x, mask=place < tl.where(row >= 0, OUT, 0))
 
 
-def arrange(x_TD: Tensor, weight: Weight) -> Tensor:
-    """Tokens whose columns are in the order in which weights in words are multiplied."""
+def arrange(
+    x_TD: Tensor, weight: Weight, inverse_R: Tensor | None = None, top_k: int = 1
+) -> Tensor:
+    """Tokens whose columns are in the order in which weights in words are multiplied; with the rows
+    of their pairs (`sort_pairs`) one in each row. Rows of no pair stay unwritten."""
     T, D = x_TD.shape
-    out_TD = x_TD.new_empty(T, stored(D, weight))
-    BD = min(1024, triton.next_power_of_2(out_TD.shape[1]))
+    out = x_TD.new_empty(T if inverse_R is None else inverse_R.numel(), stored(D, weight))
+    BD = min(1024, triton.next_power_of_2(out.shape[1]))
     pdl, options = pdl_options(x_TD)
     launch(
-        arrange_kernel, (T, triton.cdiv(D, BD)), x_TD, out_TD, x_TD.stride(0),
-        D=D, OUT=out_TD.shape[1], BD=BD, PDL=pdl, num_warps=4, **options,
+        arrange_kernel, (T, triton.cdiv(D, BD)), x_TD, inverse_R, out, x_TD.stride(0),
+        K=top_k, D=D, OUT=out.shape[1], BD=BD, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
-    return out_TD
-
-
-@triton.jit
-def arrange_sorted_kernel(
-    x_ptr, inverse_ptr, out_ptr, stride_x,
-    K: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: BD columns of a token, as `arrange_kernel`, written to each of its rows."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    t = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BD + tl.arange(0, BD)
-    column = column_at(place)
-    x = tl.load(x_ptr + t * stride_x + column, mask=column < D, other=0.0)
-    for k in range(K):
-        row = tl.load(inverse_ptr + t * K + k).to(tl.int64)
-        tl.store(out_ptr + row * OUT + place, x, mask=place < tl.where(row >= 0, OUT, 0))
-
-
-def arrange_sorted(x_TD: Tensor, inverse_R: Tensor, top_k: int, weight: Weight) -> Tensor:
-    """[R, D or more]: in each row its token, arranged. Rows of no pair stay unwritten."""
-    (T, D), R = x_TD.shape, inverse_R.numel()
-    out_RD = x_TD.new_empty(R, stored(D, weight))
-    BD = min(1024, triton.next_power_of_2(out_RD.shape[1]))
-    pdl, options = pdl_options(x_TD)
-    launch(
-        arrange_sorted_kernel, (T, triton.cdiv(D, BD)),
-        x_TD, inverse_R, out_RD, x_TD.stride(0),
-        K=top_k, D=D, OUT=out_RD.shape[1], BD=BD, PDL=pdl, num_warps=4, **options,
-    )  # fmt: skip
-    return out_RD
+    return out
 
 
 @triton.jit
