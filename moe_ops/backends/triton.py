@@ -4,8 +4,7 @@ triton.tiny     up to 64 pairs of token and choice: nothing is sorted; two launc
                 weights one or two more
 triton.rows     few rows an expert: weights stream past the rows
 triton.grouped  many rows an expert: the rate of the matrix units decides; and all of float32.
-                Quantised weights are decoded first, but on Hopper for float8 with float8 inputs,
-                and for four bits
+                Quantised weights are decoded first, but on Hopper of most formats and widths
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from moe_ops.kernels.triton import (
     LARGE,
     TINY_PAIRS,
     TINY_TOKENS,
-    multiplies_words,
+    multiplies_codes,
     one_a_step,
 )
 from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
@@ -48,12 +47,13 @@ T = TypeVar("T", Tensor, Tensor | None)
 # fewer elements than LARGE and if it has not.
 MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
 # The same for quantised weights: rows where triton.grouped decodes them first, by the bits of a
-# code; with inputs of 8 bits; and where it reads codes of four bits, by whether rows have one scale
-# for a step of columns, and of large experts.
+# code; with inputs of 8 bits; and where it multiplies codes as they are stored, by the bits and
+# whether rows have one scale for a step of columns, and of large experts.
 MOST_TINY_TOKENS_OF_CODES = 1
 MOST_DECODED = 4 * 2**30  # bytes of a layer that is decoded
 MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTISED_INPUTS = {4: 400, 8: 200}, 12
-MOST_ROWS_OF_WORDS, MOST_ROWS_OF_LARGE_WORDS = {True: 32, False: 28}, 24
+MOST_ROWS_AS_STORED = {(4, True): 32, (4, False): 28, (8, True): 32, (8, False): 32}
+MOST_ROWS_OF_LARGE_AS_STORED = 24
 
 
 @functools.cache
@@ -216,19 +216,19 @@ def _most_rows_of_codes(call: ExpertsCall) -> int | None:
     if call.x_format:
         return None if _refuse_quantised_inputs(call) else MOST_ROWS_OF_QUANTISED_INPUTS
     weight = _weight(call)
-    if _reads_words(call):
-        if _is_large(call):
-            return MOST_ROWS_OF_LARGE_WORDS
-        return MOST_ROWS_OF_WORDS[one_a_step(weight)]
     bits = weight[5]
+    if _multiplies_as_stored(call):
+        if _is_large(call):
+            return MOST_ROWS_OF_LARGE_AS_STORED
+        return MOST_ROWS_AS_STORED[bits, one_a_step(weight)]
     decoded = (call.w13_EFD.nbytes + call.w2_EDI.nbytes) * 16 // bits
     return None if decoded > MOST_DECODED else MOST_ROWS_OF_CODES[bits]
 
 
-def _reads_words(call: ExpertsCall) -> bool:
-    """Whether triton.grouped multiplies codes of four bits as they are stored."""
+def _multiplies_as_stored(call: ExpertsCall) -> bool:
+    """Whether triton.grouped decodes weights where it multiplies them with inputs of 16 bits."""
     c = call
-    if c.x_TD.device.type != "cuda" or not multiplies_words(_weight(c), c.widths):
+    if c.x_TD.device.type != "cuda" or not multiplies_codes(_weight(c), c.widths):
         return False
     return torch.cuda.get_device_capability(c.x_TD.device) == HOPPER and not any(
         w.storage_offset() % 16 for w in (c.w13_EFD, c.w2_EDI)

@@ -18,6 +18,8 @@ def fill(page: str, folder: Path) -> str:
 
 def tables(figures: dict[str, Any]) -> str:
     parts = [*blocks.heading(figures), speeds(figures)]
+    if "quantising" in figures:
+        parts.append(quantising(figures))
     if figures["steps"]:
         intro = (
             "Of a step, the ms that the kernels of each part take (launches that overlap count "
@@ -32,18 +34,29 @@ def speeds(figures: dict[str, Any]) -> str:
         "| batch | | first call, s | prompt, ms | a step, ms | tokens/s | memory, GB |",
         "|---|---|---|---|---|---|---|",
     ]
+    floats = {s["batch"]: s["step_ms"] for s in figures["speeds"] if s["way"] == "moe_ops"}
     for s in sorted(figures["speeds"], key=lambda s: s["batch"]):
+        quantised = s["way"].startswith("moe_ops ")
+        ratio = f" ({floats[s['batch']] / s['step_ms']:.2f})" if quantised else ""
         cells = (
             s["batch"],
             WAYS.get(s["way"], s["way"]),
             f"{s['first_call_s']:.1f}",
             f"{s['prompt_ms']:.1f}",
             f"{s['step_ms']:.2f}",
-            f"{s['tokens_per_s']:.0f}",
+            f"{s['tokens_per_s']:.0f}{ratio}",
             f"{s['extra_gb']:.2f}",
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
+
+
+def quantising(figures: dict[str, Any]) -> str:
+    took = [
+        f"{q['seconds']:.1f} s and {q['peak_gb']:.1f} GB at most (`{experts}`)"
+        for experts, q in figures["quantising"].items()
+    ]
+    return f"In brackets: times as fast as bfloat16. Quantising the experts took {', '.join(took)}."
 
 
 def steps(figures: dict[str, Any]) -> str:

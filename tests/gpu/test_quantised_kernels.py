@@ -264,7 +264,7 @@ def test_tokens_of_many_rows_that_are_no_numbers_stay_alone() -> None:
 
 
 # Formats whose many rows Hopper multiplies as they are stored, and widths that it takes.
-WORDS = FORMATS[:7]
+AS_STORED = [f for f, inputs in FORMATS if not inputs]
 TAKEN = {n: c for n, c in WIDTHS.items() if min(c.D, c.I) > 256} | {
     "cut": Case(name="cut", T=1, E=12, K=4, D=1056, I=416),
     "fewest_steps": Case(name="fewest_steps", T=1, E=40, K=4, D=288, I=288),
@@ -273,9 +273,9 @@ TAKEN = {n: c for n, c in WIDTHS.items() if min(c.D, c.I) > 256} | {
 
 @hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("w_format", [f for f, _ in WORDS])
+@pytest.mark.parametrize("w_format", AS_STORED)
 @pytest.mark.parametrize("name", TAKEN)
-def test_many_rows_of_four_bits(name: str, w_format: str, dtype: torch.dtype) -> None:
+def test_many_rows_as_stored(name: str, w_format: str, dtype: torch.dtype) -> None:
     if not fits(TAKEN[name], w_format):
         pytest.skip("its groups do not divide these widths")
     with patch.object(grouped_kernels, "decoded", None):  # nothing is decoded first
@@ -290,23 +290,25 @@ def test_many_rows_of_four_bits(name: str, w_format: str, dtype: torch.dtype) ->
 
 @hopper
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 128, 129, 192, 193, 256, 257, 320, 449])
-def test_every_kind_of_tile_of_four_bits(rows: int) -> None:
+@pytest.mark.parametrize("w_format", ["int4:1x64:bfloat16", "int8:1x64"])
+def test_every_kind_of_tile_as_stored(w_format: str, rows: int) -> None:
     case = Case(name="tile", T=rows, E=1, K=1, D=512, I=448)
-    call, want = layer_of(case, "int4:1x64:bfloat16", "")
+    call, want = layer_of(case, w_format, "")
     assert relative_error(grouped(call), want) <= MOST_ERROR[""]
 
 
 @hopper
-@pytest.mark.parametrize("w_format", ["int4:1x32:bfloat16", "mxfp4"])
+@pytest.mark.parametrize("w_format", ["int4:1x32:bfloat16", "mxfp4", "mxfp8"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_every_activation_of_four_bits(name: str, w_format: str) -> None:
+def test_every_activation_as_stored(name: str, w_format: str) -> None:
     call = activated(name, 450, w_format)
     assert relative_error(grouped(call), wanted(call)) <= MOST_ERROR[""]
 
 
 @hopper
-def test_tokens_of_four_bits_that_are_no_numbers_stay_alone() -> None:
-    call, _ = layer_of(replace(WIDTHS["qwen3_30b"], T=300), "int4:1x128:bfloat16", "")
+@pytest.mark.parametrize("w_format", ["int4:1x128:bfloat16", "float8_e4m3fn:128x128"])
+def test_tokens_as_stored_that_are_no_numbers_stay_alone(w_format: str) -> None:
+    call, _ = layer_of(replace(WIDTHS["qwen3_30b"], T=300), w_format, "")
     want = grouped(call)
     for bad in (float("nan"), float("inf")):
         call.x_TD[100, 3] = bad

@@ -2,11 +2,11 @@
 
     python offline_grouped.py KERNEL ACTIVATION...
 
-compiles those of floats (KERNEL _grouped), of float8 (_grouped_float8) or of four bits
-(_grouped_codes): the first product with these activations, and with "silu" the second one, which
-has none. It prints one JSON line for each variant: its activation, whether there are biases, of
-floats whether K has only whole steps, of others the format, registers, the bytes of shared memory
-and those that it spills, instructions of the matrix unit, and those that wait for it.
+compiles those of floats (KERNEL _grouped), of float8 (_grouped_float8) or of codes with inputs of
+16 bits (_grouped_codes): the first product with these activations, and with "silu" the second one,
+which has none. It prints one JSON line for each variant: its activation, whether there are biases,
+of floats whether K has only whole steps, of others the format, registers, the bytes of shared
+memory and those that it spills, instructions of the matrix unit, and those that wait for it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
+from moe_ops.backends.triton_formats import EIGHT_BITS
 from moe_ops.kernels.triton.experts import grouped, grouped_codes, grouped_float8
 from moe_ops.kernels.triton.experts.tile_map import TileMap
+from moe_ops.kernels.triton.experts.tokens import arranged
 from moe_ops.ops.activate import Activation
 from moe_ops.testing import ACTIVATIONS
 
@@ -125,15 +127,17 @@ def codes_product(
     """`act` without a kind: the second product, whose output is not arranged."""
     element, group, kind = format
     groups = K // group if group > 0 else 1
+    bits = 8 if element in EIGHT_BITS else 4
+    weight = (element, 1, group, kind, False, bits)
     grouped_codes.launch(
-        empty(4096, -(-K // 128) * 128, dtype=dtype),
-        empty(E, N, K // 8, dtype=torch.int32),
+        empty(4096, arranged(K, weight), dtype=dtype),
+        empty(E, N, K * bits // 32, dtype=torch.int32),
         empty(E, N, groups, dtype=torch.uint8 if kind == "e8m0" else getattr(torch, kind)),
-        empty(E, N, groups, dtype=torch.uint8) if element == "uint4" else None,
+        empty(E, N, groups, dtype=torch.uint8) if element in ("uint4", "uint8") else None,
         empty(E, N, dtype=dtype) if bias else None,
-        empty(4096, -(-out_n // 128) * 128 if act[0] else out_n, dtype=dtype),
+        empty(4096, arranged(out_n, weight) if act[0] else out_n, dtype=dtype),
         TileMap(empty(99, 8, dtype=torch.int32), grouped_codes.BLOCK_M),
-        (element, 1, group, kind, False, 4),
+        weight,
         act,
     )
 
@@ -148,9 +152,13 @@ def codes_products(names: list[str]) -> None:
         if name == "silu":
             codes_product(D, I, D, grouped_codes.LINEAR, bias, int4, torch.bfloat16)
     more = (("float4_e2m1", 32, "e8m0"), ("uint4", 32, "float16"), ("int4", -1, "float32"))
-    for format, dtype in itertools.product(more, (torch.bfloat16, torch.float16)):
-        if "silu" in names:
-            codes_product(D, I, D, grouped_codes.LINEAR, True, format, dtype)
+    others = [*itertools.product(more, (torch.bfloat16, torch.float16))]
+    others += [
+        (("uint8", 64, "float32"), torch.bfloat16), (("int8", -1, "float32"), torch.float16),
+        (("float8_e4m3fn", 32, "e8m0"), torch.bfloat16),
+    ]  # fmt: skip
+    for format, dtype in others if "silu" in names else ():
+        codes_product(D, I, D, grouped_codes.LINEAR, True, format, dtype)
 
 
 def products(names: list[str]) -> None:

@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moe_ops import experts
 from moe_ops.backends.triton import (
     HOPPER,
+    MOST_ROWS_AS_STORED,
     MOST_ROWS_OF_CODES,
-    MOST_ROWS_OF_LARGE_WORDS,
+    MOST_ROWS_OF_LARGE_AS_STORED,
     MOST_ROWS_OF_QUANTISED_INPUTS,
-    MOST_ROWS_OF_WORDS,
     most_rows_tokens,
     run_experts,
 )
@@ -209,13 +209,27 @@ def test_rows_are_quantised_in_the_order_of_experts(D: int, dtype: torch.dtype) 
     assert bool(scale_GR[:, used:].isnan().all())  # unwritten
 
 
+def test_arranged_bytes_meet_their_columns() -> None:
+    """Of 64 columns a thread has 16, a pair of neighbours in each run of eight places."""
+    x_TD = torch.arange(80, dtype=F16, device=DEVICE)[None]
+    got = arrange(x_TD, weight_of("int8:row", ""))[0].tolist()
+    blocks = [got[at : at + 64] for at in (0, 64)]
+    first = [block[2 * t :: 8] for block in blocks for t in range(4)]
+    second = [block[2 * t + 1 :: 8] for block in blocks for t in range(4)]
+    assert first[1] == [16.0 + 2 * i for i in range(8)]
+    assert second[1] == [17.0 + 2 * i for i in range(8)]
+    assert sorted(blocks[0]) == [float(i) for i in range(64)]
+    assert first[4] == [64.0 + 2 * i for i in range(8)] and not any(first[5] + second[7])
+
+
+@pytest.mark.parametrize("w_format", ["int4:1x32", "int8:row"])
 @pytest.mark.parametrize("D", [96, 1184])
-def test_arranged_rows_are_those_of_their_tokens(D: int) -> None:
+def test_arranged_rows_are_those_of_their_tokens(D: int, w_format: str) -> None:
     T, K, E = 21, 3, 5
     x_TD = torch.randn(T, 2 * D, dtype=F16, device=DEVICE)[:, :D]
     ids_TK = torch.randint(-1, E, (T, K), dtype=torch.int32, device=DEVICE)
     rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, None)
-    weight = weight_of("int4:1x32", "")
+    weight = weight_of(w_format, "")
     used = int(ends_E[-1])
     got_RD = arrange(x_TD, weight, inverse_R, K)
     assert torch.equal(got_RD[:used], arrange(x_TD, weight)[rows_R[:used].long() // K])
@@ -359,21 +373,25 @@ def test_grouped_takes_float8_with_many_rows_an_expert() -> None:
 @pytest.mark.parametrize(
     ("w_format", "sizes", "most"),
     [
-        ("mxfp4", WIDE, MOST_ROWS_OF_WORDS[False]),
-        ("int4:1x128", replace(WIDE, I=512), MOST_ROWS_OF_WORDS[True]),
-        ("int4:1x32", replace(WIDE, D=8192, I=1024), MOST_ROWS_OF_LARGE_WORDS),
+        ("mxfp4", WIDE, MOST_ROWS_AS_STORED[4, False]),
+        ("int4:1x128", replace(WIDE, I=512), MOST_ROWS_AS_STORED[4, True]),
+        ("int4:1x32", replace(WIDE, D=8192, I=1024), MOST_ROWS_OF_LARGE_AS_STORED),
         ("int4:1x16", WIDE, MOST_ROWS_OF_CODES[4]),  # decoded first
         ("int4:1x32", replace(WIDE, I=256), MOST_ROWS_OF_CODES[4]),
+        ("int8:1x64", replace(WIDE, I=208), MOST_ROWS_AS_STORED[8, False]),
+        ("float8_e4m3fn:128x128", replace(WIDE, I=512), MOST_ROWS_AS_STORED[8, True]),
+        ("int8:row", replace(WIDE, I=192), MOST_ROWS_OF_CODES[8]),
+        ("uint8:row", replace(WIDE, I=232), MOST_ROWS_OF_CODES[8]),
     ],
 )
-def test_rows_up_to_which_hopper_streams_four_bits(w_format: str, sizes: Case, most: int) -> None:
+def test_rows_up_to_which_hopper_streams_codes(w_format: str, sizes: Case, most: int) -> None:
     call = call_of(replace(sizes, T=1, E=2), w_format)
     with FakeTensorMode(allow_non_fake_inputs=True):
         call = replace(call, x_TD=torch.empty(1, sizes.D, device="cuda"))
     with patch("torch.cuda.get_device_capability", return_value=HOPPER):
         assert most_rows_tokens(call) == most * 2 // 2
     with patch("torch.cuda.get_device_capability", return_value=(8, 9)):
-        assert most_rows_tokens(call) == MOST_ROWS_OF_CODES[4] * 2 // 2
+        assert most_rows_tokens(call) == MOST_ROWS_OF_CODES[8 if "8" in w_format[:6] else 4]
 
 
 def test_packing_names_what_the_kernels_decode() -> None:

@@ -20,11 +20,12 @@ def one_a_step(weight: Weight) -> bool:
     return weight[2] in (-1, STEP)
 
 
-def multiplies_words(weight: Weight, widths: tuple[int, int]) -> bool:
-    """Whether many rows an expert are multiplied with codes of four bits as they are stored
-    (`grouped_codes.py`, on Hopper) for a model and experts of these widths: in groups of at least
-    the columns that a thread loads at once, in widths of which copies take 32 rows and 16 bytes,
-    and with three steps or more, in which a tile finds the next one."""
-    group, bits = weight[2], weight[5]
-    wide = all(width % 32 == 0 and width > 2 * STEP for width in widths)
-    return bits == 4 and (group == -1 or group >= 32) and wide
+def multiplies_codes(weight: Weight, widths: tuple[int, int]) -> bool:
+    """Whether many rows an expert are multiplied with codes as they are stored, inputs having 16
+    bits (`grouped_codes.py`, on Hopper), for a model and experts of these widths: in groups of at
+    least the columns that a thread loads at once, in widths of which copies take 32 rows (of eight
+    bits 16) and 16 bytes, and with so many steps that in one tile the next one is found."""
+    _, _, group, _, quantises, bits = weight
+    each, least = (32, 2 * STEP) if bits == 4 else (16, 3 * STEP // 2)
+    wide = all(width % each == 0 and width > least for width in widths)
+    return not quantises and (group == -1 or group >= each) and wide

@@ -1,8 +1,8 @@
-"""Codes of four bits as the first operand of Hopper's matrix unit, which it takes from registers.
+"""Codes of four or eight bits as the first operand of Hopper's matrix unit, from registers.
 
 A consumer has 64 of a tile's 128 rows of W. Each thread loads, of two rows, the 16 bytes that it
-decodes: four words for 128 columns, two for each half of a stage. What these functions share is as
-in `grouped_codes.py`.
+decodes: of four bits for a stage of 128 columns, two words for each half of it; of eight bits for a
+stage of 64 columns, which is one half. What these functions share is as in `grouped_codes.py`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moe_ops.kernels.triton.experts.quantized import (
+    and_or,
+    bits_of,
     decoded,
     half_of,
     less_zero,
     pair_fma,
     scale_pairs,
 )
+from moe_ops.kernels.triton.experts.streamed import of_float8
 
-ROWS, STEP = gl.constexpr(128), gl.constexpr(128)  # rows of W of a tile; columns of a stage
+ROWS = gl.constexpr(128)  # of W, of a tile
 # Of words [group, row, word] and of what belongs to four words, where the unit wants their values.
 WORDS = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -33,20 +36,48 @@ FACTORS = gl.constexpr(
         [[1, 0, 0], [2, 0, 0]], [], [4, 8, 4],
     )
 )  # fmt: skip
-# Of the words of half a stage [row, thread, word] of a consumer.
-HALF_WORDS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 1], [8, 0, 0]],
-        [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]], [], [64, 4, 2],
-    )
-)  # fmt: skip
+
+
+@gluon.constexpr_function
+def columns_of(W):
+    """The columns of a stage."""
+    return 512 // W[5]
+
+
+@gluon.constexpr_function
+def halves_of(W):
+    """The halves of 64 columns of a stage."""
+    return 8 // W[5]
+
+
+@gluon.constexpr_function
+def group_of(W):
+    """Rows of W from one group of a box to the next."""
+    return 128 // W[5]
+
+
+@gluon.constexpr_function
+def half_words(W):
+    """The layout of the words of half a stage [row, thread, word] of a consumer."""
+    registers = [[0, 0, 1], [8, 0, 0]] if W[5] == 4 else [[0, 0, 1], [0, 0, 2], [8, 0, 0]]
+    lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    warps = [[16, 0, 0], [32, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [64, 4, W[5] // 2])
 
 
 @gluon.jit
-def load_words(rings, stage, LOWER: gl.constexpr, GATED: gl.constexpr):
-    """Words of a stage for its two halves, [64, 4, 2] each: those that a thread has side by side.
-    A thread's second row is eight below its first, of the up values if there are gates."""
+def first_column(n, LOWER: gl.constexpr, W: gl.constexpr, GATED: gl.constexpr):
+    """Of a consumer, of a tile of outputs: in the other groups they are `group_of` columns on."""
+    if W[5] == 8:
+        return n * 64 + 8 * LOWER if GATED else n * 128 + 64 * LOWER
+    else:
+        return n // 2 * 128 + n % 2 * 16 + 8 * LOWER if GATED else n * 128 + 16 * LOWER
+
+
+@gluon.jit
+def load_words(rings, stage, LOWER: gl.constexpr, W: gl.constexpr, GATED: gl.constexpr):
+    """Words of a stage for each of its halves, [64, 4, words]: those that a thread has side by
+    side. A thread's second row is eight below its first, of the up values if there are gates."""
     codes, _, _, _ = rings
     if GATED:
         above = codes.index(2 * stage).slice(8 * LOWER, 8, 1).load(WORDS)
@@ -54,10 +85,15 @@ def load_words(rings, stage, LOWER: gl.constexpr, GATED: gl.constexpr):
     else:
         above = codes.index(2 * stage + LOWER).slice(0, 8, 1).load(WORDS)
         below = codes.index(2 * stage + LOWER).slice(8, 8, 1).load(WORDS)
-    w = gl.join(above, below).permute([0, 3, 1, 2]).reshape([ROWS // 2, 4, 2, 2])
-    left, right = w.permute([0, 1, 3, 2]).split()
-    left = gl.convert_layout(left, HALF_WORDS, assert_trivial=True)
-    return left, gl.convert_layout(right, HALF_WORDS, assert_trivial=True)
+    layout: gl.constexpr = half_words(W)
+    w = gl.join(above, below).permute([0, 3, 1, 2])
+    if W[5] == 8:
+        w = w.reshape([ROWS // 2, 4, 4])
+        return (gl.convert_layout(w, layout, assert_trivial=True),)
+    else:
+        left, right = w.reshape([ROWS // 2, 4, 2, 2]).permute([0, 1, 3, 2]).split()
+        left = gl.convert_layout(left, layout, assert_trivial=True)
+        return left, gl.convert_layout(right, layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -68,14 +104,13 @@ def factors_at(tile, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT: gl.conste
     N, K, out_n, _ = sizes
     a = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, FACTORS)))
     g = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, FACTORS)))
-    column = a[:, None] * 32 + g[None, :]
+    column = first_column(n, LOWER, W, ACT[1]) + a[:, None] * group_of(W) + g[None, :]
     if ACT[1]:
-        column = gl.minimum(column + n // 2 * 128 + n % 2 * 16 + 8 * LOWER, out_n - 1)
+        column = gl.minimum(column, out_n - 1)
         above = 2 * column if ACT[2] else column
         below = above + 1 if ACT[2] else above + out_n
     else:
-        above = gl.minimum(column + n * 128 + 16 * LOWER, N - 1)
-        below = gl.minimum(column + n * 128 + 16 * LOWER + 8, N - 1)
+        above, below = gl.minimum(column, N - 1), gl.minimum(column + 8, N - 1)
     DOWN: gl.constexpr = W[1]
     GROUP: gl.constexpr = W[2]
     down = 1 if DOWN == -1 else gl.cdiv(N, DOWN)
@@ -96,7 +131,8 @@ def load_factors(scales, at, i, W: gl.constexpr):
     first, above, below, across = at
     GROUP: gl.constexpr = W[2]
     q = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, FACTORS)))
-    group = q * 0 if GROUP == -1 else gl.minimum((i * STEP + q * 32) // GROUP, across - 1)
+    STEP: gl.constexpr = columns_of(W)
+    group = q * 0 if GROUP == -1 else gl.minimum((i * STEP + q * (STEP // 4)) // GROUP, across - 1)
     above += group[None, None, :]
     below += group[None, None, :]
     s_ptr += first
@@ -109,26 +145,71 @@ def load_factors(scales, at, i, W: gl.constexpr):
 
 
 @gluon.jit
-def spread(above, below):
-    """[64, 4, 2]: for each word of a half what is of a thread's two rows."""
+def spread(above, below, W: gl.constexpr):
+    """[64, 4, words]: for each word of a half what is of a thread's two rows."""
     both = gl.join(above, below).permute([0, 3, 1, 2]).reshape([ROWS // 2, 4])
-    return gl.convert_layout(gl.join(both, both), HALF_WORDS, assert_trivial=True)
+    both = gl.join(both, both)
+    if W[5] == 8:
+        both = gl.join(both, both).reshape([ROWS // 2, 4, 4])
+    return gl.convert_layout(both, half_words(W), assert_trivial=True)
+
+
+@gluon.jit
+def less_middle(zero, DTYPE: gl.constexpr):
+    """128 of bfloat16, -1024 of float16, less the zero points of uint8; twice. See `bytes_of`."""
+    MIDDLE: gl.constexpr = 128.0 if DTYPE == gl.bfloat16 else -1024.0
+    bits = bits_of((MIDDLE - zero.to(gl.float32)).to(DTYPE))
+    return bits | (bits << 16)
 
 
 @gluon.jit
 def factor_pairs(stored, W: gl.constexpr, DTYPE: gl.constexpr):
-    """(less, scale_pair) of `decoded`, of what `load_factors` gave."""
+    """(less, scale_pair) of `decoded` and `bytes_of`, of what `load_factors` gave."""
     above_s, below_s, above_z, below_z = stored
     ELEMENT: gl.constexpr = W[0]
     KIND: gl.constexpr = W[3]
     FLOAT: gl.constexpr = ELEMENT == "float4_e2m1"
     above = scale_pairs(above_s, KIND, FLOAT, DTYPE)
-    pair = spread(above, scale_pairs(below_s, KIND, FLOAT, DTYPE))
+    pair = spread(above, scale_pairs(below_s, KIND, FLOAT, DTYPE), W)
     if ELEMENT == "uint4":
-        less = spread(less_zero(above_z, True, DTYPE), less_zero(below_z, True, DTYPE))
+        less = spread(less_zero(above_z, True, DTYPE), less_zero(below_z, True, DTYPE), W)
+    elif ELEMENT == "uint8":
+        less = spread(less_middle(above_z, DTYPE), less_middle(below_z, DTYPE), W)
     else:
         less = less_zero(above_z, False, DTYPE)
     return less, pair
+
+
+@gluon.jit
+def pairs_of_bytes(words):
+    """(the first, the last two bytes of each word) as pairs of 16 bits."""
+    return gl.inline_asm_elementwise(
+        """{
+        prmt.b32 $0, $2, 0, 0x4140;
+        prmt.b32 $1, $2, 0, 0x4342;
+        }""", "=&r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def bytes_of(v, less, ELEMENT: gl.constexpr, DTYPE: gl.constexpr):
+    """The values of pairs of bytes, less zero points. bfloat16 holds no more than 128 + the lower
+    seven bits of one, so the eighth is subtracted by itself."""
+    ONE: gl.constexpr = 0x3F803F80 if DTYPE == gl.bfloat16 else 0x3C003C00
+    if ELEMENT == "uint8" and DTYPE == gl.bfloat16:
+        v = v ^ 0x00800080  # less 128
+    if DTYPE == gl.bfloat16:
+        low = and_or(v, 0x007F007F, 0x43004300)
+        high = and_or(v, 0x00800080, 0x43004300)
+        v = pair_fma(high, -0x407F4080, low, DTYPE)  # the halves of which are -1
+        if ELEMENT == "uint8":
+            v = pair_fma(v, ONE, less, DTYPE)
+    elif ELEMENT == "uint8":
+        v = pair_fma(v | 0x64006400, ONE, less, DTYPE)  # 1024 + code
+    else:
+        # 1024 + 128 + code, less as much: the halves of it are -1152.
+        v = pair_fma(v ^ 0x64806480, ONE, -0x1B7F1B80, DTYPE)
+    return v
 
 
 @gluon.jit
@@ -136,22 +217,33 @@ def unscaled(w, less, W: gl.constexpr, DTYPE: gl.constexpr):
     """Values of half a stage before they are multiplied by scales: see `decoded`."""
     ELEMENT: gl.constexpr = W[0]
     FLOAT: gl.constexpr = ELEMENT == "float4_e2m1"
-    return (
-        decoded(w, 0, less, less, FLOAT, False, DTYPE),
-        decoded(w, 1, less, less, FLOAT, False, DTYPE),
-        decoded(w, 2, less, less, FLOAT, False, DTYPE),
-        decoded(w, 3, less, less, FLOAT, False, DTYPE),
-    )
+    if ELEMENT == "float8_e4m3fn":
+        return of_float8(w, DTYPE)
+    elif W[5] == 8:
+        first, last = pairs_of_bytes(w)
+        return bytes_of(first, less, ELEMENT, DTYPE), bytes_of(last, less, ELEMENT, DTYPE)
+    else:
+        return (
+            decoded(w, 0, less, less, FLOAT, False, DTYPE),
+            decoded(w, 1, less, less, FLOAT, False, DTYPE),
+            decoded(w, 2, less, less, FLOAT, False, DTYPE),
+            decoded(w, 3, less, less, FLOAT, False, DTYPE),
+        )
 
 
 @gluon.jit
-def operand_of(unscaled, pair, DTYPE: gl.constexpr):
-    """The first operand [64, 64] of half a stage, as tokens are ordered: see `values_of`."""
-    p0, p1, p2, p3 = unscaled
-    M: gl.constexpr = p0.shape[0]
-    p0, p1 = times(p0, pair, DTYPE), times(p1, pair, DTYPE)
-    p2, p3 = times(p2, pair, DTYPE), times(p3, pair, DTYPE)
-    pairs = gl.join(gl.join(p0, p2), gl.join(p1, p3)).reshape([M, 4, 2, 4])
+def operand_of(unscaled, pair, W: gl.constexpr, DTYPE: gl.constexpr):
+    """The first operand [64, 64] of half a stage, as tokens are ordered: see `values_of` and
+    `column_at`."""
+    M: gl.constexpr = pair.shape[0]
+    if W[5] == 8:
+        first, last = unscaled
+        pairs = gl.join(times(first, pair, DTYPE), times(last, pair, DTYPE))
+    else:
+        p0, p1, p2, p3 = unscaled
+        p0, p1 = times(p0, pair, DTYPE), times(p1, pair, DTYPE)
+        p2, p3 = times(p2, pair, DTYPE), times(p3, pair, DTYPE)
+        pairs = gl.join(gl.join(p0, p2), gl.join(p1, p3)).reshape([M, 4, 2, 4])
     pairs = pairs.permute([0, 2, 3, 1]).reshape([M, 32])
     both = gl.join(half_of(pairs, False, DTYPE), half_of(pairs, True, DTYPE))
     return both.reshape([M, 64])

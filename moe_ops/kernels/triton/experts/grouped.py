@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.kernels.triton import multiplies_words
+from moe_ops.kernels.triton import multiplies_codes
 from moe_ops.kernels.triton.experts import grouped_plain
 from moe_ops.kernels.triton.experts.combine import sum_rows
 from moe_ops.kernels.triton.experts.decoded import decoded
@@ -124,9 +124,9 @@ def runs_on_hopper(a: Tensor, w_ENK: Tensor, out: Tensor) -> bool:
 
 
 def runs_codes_on_hopper(x_TD: Tensor, layer: Experts) -> bool:
-    """Whether the warp-specialised kernel of codes of four bits takes a layer."""
+    """Whether the warp-specialised kernel of codes with inputs of 16 bits takes a layer."""
     codes, (_, D, I) = layer.codes, layer.sizes
-    if codes is None or not on_hopper(x_TD) or not multiplies_words(codes.weight, (D, I)):
+    if codes is None or not on_hopper(x_TD) or not multiplies_codes(codes.weight, (D, I)):
         return False
     return x_TD.dtype in (torch.bfloat16, torch.float16) and all(
         w.data_ptr() % 16 == 0 for w in (layer.w13_EFD, layer.w2_EDI)

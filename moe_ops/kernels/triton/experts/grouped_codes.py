@@ -1,22 +1,24 @@
-"""The experts for many rows an expert of weights of four bits on Hopper (sm_90): a persistent,
-warp-specialised kernel in Gluon that decodes weights where they are multiplied.
+"""The experts for many rows an expert of weights of four or eight bits, with inputs of 16, on
+Hopper (sm_90): a persistent, warp-specialised kernel in Gluon that decodes weights where they are
+multiplied.
 
 The matrix unit takes its first operand from registers, so weights are the first and tokens the
 second one: a tile is 128 rows of W by up to 256 tokens, and what it makes is stored transposed. A
-producer copies codes and tokens by TMA into a ring of stages of 128 columns. Two consumer
-warpgroups decode 64 rows of W each and multiply them by the same tokens: while the unit multiplies
-one half of a stage, the next one is decoded. Arithmetic is spent on whole 64 tokens of a tile.
+producer copies codes and tokens by TMA into a ring of stages of one or two halves of 64 columns.
+Two consumer warpgroups decode 64 rows of W each and multiply them by the same tokens: while the
+unit multiplies one half of a stage, the next one is decoded. Arithmetic is spent on whole 64 tokens
+of a tile.
 
-    rows of x   in the order of experts, their columns in that of `column_of`: so is h
+    rows of x   in the order of experts, their columns in that of `column_at`: so is h
     first       h: the gate and up values of one column are in one thread
     second      y, which is summed by token
 
-Of 32 rows of W, a box of codes has 16, of each of four such groups. Warp a of a consumer has rows
-of group a: 8 of the gates and the same of the up values, or where there are no gates 16. So h comes
-in runs of at least 32 places.
+A box of codes has 16 rows of W of each of four groups, of 16 rows, or 32 of codes of four bits.
+Warp a of a consumer has rows of group a: 8 of the gates and the same of the up values, or where
+there are no gates 16. So h comes in runs of at least 32 places.
 
 What the functions below share is as in `hopper.py`, and
-    rings   stages of codes (two boxes each) and of tokens (two halves of 64 columns each); barriers
+    rings   stages of codes (two boxes each), halves of stages of tokens; barriers
     sizes   rows of W per expert; K; columns of the output, and those that it is stored with
     scales  scales and zero points of W
     output  bias or None, pointer
@@ -27,6 +29,7 @@ What the functions below share is as in `hopper.py`, and
 
 from __future__ import annotations
 
+import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -39,14 +42,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moe_ops.kernels.triton import WORD, Weight, replay
+from moe_ops.kernels.triton import Weight, replay
 from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.experts.combine import sum_rows
 from moe_ops.kernels.triton.experts.fragments import (
     ROWS,
-    STEP,
+    columns_of,
     factor_pairs,
     factors_at,
+    first_column,
+    group_of,
+    halves_of,
     load_factors,
     load_words,
     operand_of,
@@ -67,12 +73,12 @@ from moe_ops.kernels.triton.experts.hopper import (
 from moe_ops.kernels.triton.experts.quantized import rescaled
 from moe_ops.kernels.triton.experts.sort import sort_pairs
 from moe_ops.kernels.triton.experts.tile_map import TileMap, tile_map
-from moe_ops.kernels.triton.experts.tokens import arrange, stored
+from moe_ops.kernels.triton.experts.tokens import arrange, arranged
 from moe_ops.kernels.triton.experts.weights import Experts
 from moe_ops.kernels.triton.launch import processors
 
 BLOCK_M = 256  # tokens of a tile
-STAGES = 3  # 72 KiB each: all that a block has
+STAGES = {4: 3, 8: 5}  # 72 or 40 KiB each: all that a block has
 LINEAR = (None, False, False, 1.0, None, 0.0)
 TOKENS = gl.constexpr(BLOCK_M)
 BOX = gl.constexpr(64)  # tokens, and columns, that one copy takes
@@ -84,24 +90,42 @@ def sums_layout(tokens):
 
 
 @gluon.jit
-def _copy(first, last, tile, x_desc, w_descs, rings, sizes, step, ACT: gl.constexpr):
+def _boxes(expert, n, sizes, W: gl.constexpr, ACT: gl.constexpr):
+    """Where the boxes of a tile's rows of W begin: group and row in it, of the left and the right
+    one."""
+    groups = sizes[0] // group_of(W)
+    if ACT[1]:
+        # The up values of a tile's gates are beside them.
+        group = expert * (groups // 2 if ACT[2] else groups)
+        if W[5] == 4:
+            group += n // 2 * 4
+            row = n % 2 * 16
+        else:
+            group += n * 4
+            row = 0 * n
+        return group, row, group if ACT[2] else group + groups // 2, row
+    elif W[5] == 4:
+        group = expert * groups + n * 4
+        return group, 0, group, 16
+    else:
+        group = expert * groups + n * 8
+        return group, 0, group + 4, 0
+
+
+@gluon.jit
+def _copy(
+    first, last, tile, x_desc, w_descs, rings, sizes, step, W: gl.constexpr, ACT: gl.constexpr
+):
     """Steps `first` to `last` - 1 along K of a tile."""
     codes, tokens, full, empty = rings
     left, right = w_descs
     expert, end, row, n = tile
     STAGES: gl.constexpr = full.shape[0]
-    CODES: gl.constexpr = ROWS * STEP // 2
+    STEP: gl.constexpr = columns_of(W)
+    HALVES: gl.constexpr = halves_of(W)
+    CODES: gl.constexpr = ROWS * 64
     X: gl.constexpr = 2 * BOX * STEP
-    groups = sizes[0] // 32
-    if ACT[1]:
-        # 16 gates of each 32, and the up values beside them.
-        sub, right_sub = n % 2 * 16, n % 2 * 16
-        group = expert * (groups // 2 if ACT[2] else groups) + n // 2 * 4
-        right_group = group if ACT[2] else group + groups // 2
-    else:
-        sub, right_sub = 0, 16
-        group = expert * groups + n * 4
-        right_group = group
+    group, sub, right_group, right_sub = _boxes(expert, n, sizes, W, ACT)
     boxes = gl.minimum(gl.cdiv(end - row, BOX), TOKENS // BOX)
     for i in range(first, last):
         stage = step % STAGES
@@ -109,12 +133,11 @@ def _copy(first, last, tile, x_desc, w_descs, rings, sizes, step, ACT: gl.conste
         mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
         for b in gl.static_range(TOKENS // BOX):
             mbarrier.expect(bar, CODES + (b + 1) * X, pred=boxes == b + 1)
-        word = i * (STEP // 8)
-        tma_load(left, [group, sub, word], bar, codes.index(2 * stage))
-        tma_load(right, [right_group, right_sub, word], bar, codes.index(2 * stage + 1))
+        tma_load(left, [group, sub, i * 16], bar, codes.index(2 * stage))
+        tma_load(right, [right_group, right_sub, i * 16], bar, codes.index(2 * stage + 1))
         for b in gl.static_range(TOKENS // BOX):
-            for half in gl.static_range(2):
-                place = tokens.index(2 * stage + half).slice(b * BOX, BOX)
+            for half in gl.static_range(HALVES):
+                place = tokens.index(HALVES * stage + half).slice(b * BOX, BOX)
                 at = [row + b * BOX, i * STEP + half * BOX]
                 tma_load(x_desc, at, bar, place, pred=b < boxes)
         step += 1
@@ -122,23 +145,34 @@ def _copy(first, last, tile, x_desc, w_descs, rings, sizes, step, ACT: gl.conste
 
 
 @gluon.jit
-def _produce(x_desc, w_descs, rings, sizes, queue, notes, relay, tile, ACT: gl.constexpr):
+def _produce(
+    x_desc,
+    w_descs,
+    rings,
+    sizes,
+    queue,
+    notes,
+    relay,
+    tile,
+    W: gl.constexpr,
+    ACT: gl.constexpr,
+):
     """Fill the ring, by one warp."""
-    k_steps = gl.cdiv(sizes[1], STEP)
+    k_steps = gl.cdiv(sizes[1], columns_of(W))
     step = 0
     slot = 0
     while tile[0] >= 0:
         # The next tile is found a step at a time, as late as that hides.
         at_0, at_1 = k_steps - 3, k_steps - 2
-        step = _copy(0, at_0, tile, x_desc, w_descs, rings, sizes, step, ACT)
+        step = _copy(0, at_0, tile, x_desc, w_descs, rings, sizes, step, W, ACT)
         drawn = draw(queue)
-        step = _copy(at_0, at_1, tile, x_desc, w_descs, rings, sizes, step, ACT)
+        step = _copy(at_0, at_1, tile, x_desc, w_descs, rings, sizes, step, W, ACT)
         entry = look_up(drawn_item(drawn, queue, relay), queue)
-        step = _copy(at_1, k_steps - 1, tile, x_desc, w_descs, rings, sizes, step, ACT)
+        step = _copy(at_1, k_steps - 1, tile, x_desc, w_descs, rings, sizes, step, W, ACT)
         slot += 1
         next_tile = tile_with_rows(entry, queue, relay, TOKENS)
         tell(next_tile, notes, slot)
-        step = _copy(k_steps - 1, k_steps, tile, x_desc, w_descs, rings, sizes, step, ACT)
+        step = _copy(k_steps - 1, k_steps, tile, x_desc, w_descs, rings, sizes, step, W, ACT)
         tile = next_tile
 
 
@@ -194,37 +228,37 @@ def _multiply(
     STAGES: gl.constexpr = full.shape[0]
     DTYPE: gl.constexpr = tokens.dtype
     GATED: gl.constexpr = ACT[1]
+    HALVES: gl.constexpr = halves_of(W)
     accs = (_no_sums(PARTS[0]),)
     if len(PARTS) == 2:
         accs = accs + (_no_sums(PARTS[1]),)  # noqa: RUF005
     at = factors_at(tile, sizes, LOWER, W, ACT)
     less, pair = factor_pairs(load_factors(scales, at, 0, W), W, DTYPE)
-    last = gl.cdiv(sizes[1], STEP) - 1
+    steps = gl.cdiv(sizes[1], columns_of(W))
     stage = step % STAGES
     mbarrier.wait(full.index(stage), step // STAGES & 1)
-    left, right = load_words(rings, stage, LOWER, GATED)
-    values = operand_of(unscaled(left, less, W, DTYPE), pair, DTYPE)
-    for i in range(last):
+    words = load_words(rings, stage, LOWER, W, GATED)
+    values = operand_of(unscaled(words[0], less, W, DTYPE), pair, W, DTYPE)
+    for i in range(steps):
         stored = load_factors(scales, at, i + 1, W)
-        accs = _wait(_start(accs, values, rings, 2 * stage, PARTS), 1)
-        values = operand_of(unscaled(right, less, W, DTYPE), pair, DTYPE)
-        started = _start(accs, values, rings, 2 * stage + 1, PARTS)
+        if HALVES == 2:
+            accs = _wait(_start(accs, values, rings, 2 * stage, PARTS), 1)
+            values = operand_of(unscaled(words[1], less, W, DTYPE), pair, W, DTYPE)
+        started = _start(accs, values, rings, HALVES * stage + HALVES - 1, PARTS)
         # While the unit multiplies this stage, the next one is decoded, but for what writes to the
         # unit's operands: else the ptxas of Triton 3.6 waits for every instruction of the unit, as
-        # any does if products are under way at the end of the loop.
+        # any does if products are under way at the end of the loop. After the last stage that is
+        # whatever lies there, and not used: to leave it out would double the code.
         less, pair = factor_pairs(stored, W, DTYPE)
         next_stage = (step + i + 1) % STAGES
-        mbarrier.wait(full.index(next_stage), (step + i + 1) // STAGES & 1)
-        left, right = load_words(rings, next_stage, LOWER, GATED)
-        started_values = unscaled(left, less, W, DTYPE)
+        phase = (step + i + 1) // STAGES & 1
+        mbarrier.wait(full.index(next_stage), phase, pred=i + 1 < steps)
+        words = load_words(rings, next_stage, LOWER, W, GATED)
+        started_values = unscaled(words[0], less, W, DTYPE)
         accs = _wait(started, 0)
         mbarrier.arrive(empty.index(stage))
-        values = operand_of(started_values, pair, DTYPE)
+        values = operand_of(started_values, pair, W, DTYPE)
         stage = next_stage
-    accs = _wait(_start(accs, values, rings, 2 * stage, PARTS), 1)
-    values = operand_of(unscaled(right, less, W, DTYPE), pair, DTYPE)
-    accs = _wait(_start(accs, values, rings, 2 * stage + 1, PARTS), 0)
-    mbarrier.arrive(empty.index(stage))
     return accs
 
 
@@ -238,16 +272,20 @@ def _biased(sums, bias_ptr, expert, row, inside, N):
 
 
 @gluon.jit
-def _activated(sums, output, expert, n, sizes, LOWER: gl.constexpr, ACT: gl.constexpr):
+def _activated(
+    sums, output, expert, n, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr
+):
     """Outputs [columns, tokens] of sums [64, tokens], 0 in columns that are not there."""
     bias_ptr, _ = output
     N, _, out_n, _ = sizes
     T: gl.constexpr = sums.shape[1]
+    GROUP: gl.constexpr = group_of(W)
+    first = first_column(n, LOWER, W, ACT[1])
     if ACT[1]:
         gate, up = sums.reshape([4, 2, 8, T]).permute([0, 2, 3, 1]).split()
         gate, up = gate.reshape([32, T]), up.reshape([32, T])
         m = gl.arange(0, 32, gl.SliceLayout(1, gate.type.layout))
-        column = n // 2 * 128 + n % 2 * 16 + 8 * LOWER + m // 8 * 32 + m % 8
+        column = first + m // 8 * GROUP + m % 8
         inside = column < out_n
         row = 2 * column if ACT[2] else column
         gate = _biased(gate, bias_ptr, expert, row, inside, N)
@@ -255,7 +293,7 @@ def _activated(sums, output, expert, n, sizes, LOWER: gl.constexpr, ACT: gl.cons
         out = activate_gated(gate, up, ACT)
     else:
         m = gl.arange(0, ROWS // 2, gl.SliceLayout(1, sums.type.layout))
-        column = n * 128 + 16 * LOWER + m // 16 * 32 + m % 16
+        column = first + m // 16 * GROUP + m % 16
         inside = column < out_n
         out = _biased(sums, bias_ptr, expert, column, inside, N)
         if ACT[0] is not None:
@@ -264,24 +302,27 @@ def _activated(sums, output, expert, n, sizes, LOWER: gl.constexpr, ACT: gl.cons
 
 
 @gluon.jit
-def _store(sums, output, tile, sizes, LOWER: gl.constexpr, ACT: gl.constexpr):
-    """Outputs of sums of some tokens; h in the order of `column_of`."""
+def _store(sums, output, tile, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr):
+    """Outputs of sums of some tokens; h in the order of `column_at`."""
     expert, end, row, n = tile
     _, out_ptr = output
     width = sizes[3]
     T: gl.constexpr = sums.shape[1]
-    out = _activated(sums, output, expert, n, sizes, LOWER, ACT).to(out_ptr.dtype.element_ty)
+    out = _activated(sums, output, expert, n, sizes, LOWER, W, ACT).to(out_ptr.dtype.element_ty)
     C: gl.constexpr = out.shape[0]
-    if ACT[1]:
-        out = out.reshape([4, 2, 4, T]).permute([2, 0, 1, 3])
-        place = n * 64 + 32 * LOWER
-    elif ACT[0] is not None:
-        out = out.reshape([4, 2, 2, 4, T]).permute([1, 3, 0, 2, 4])
-        place = n * 128 + 64 * LOWER
+    LINEAR: gl.constexpr = ACT[0] is None
+    if LINEAR:
+        place = first_column(n, LOWER, W, False)
     else:
-        place = n * 128 + 16 * LOWER
+        # Groups, eight rows of them, and within these bits, in the order of places.
+        out = out.reshape([4, C // 32, 2, 2, 2, T])
+        if W[5] == 8:  # noqa: SIM108  (known when this is compiled)
+            out = out.permute([1, 2, 3, 0, 4, 5])
+        else:
+            out = out.permute([1, 3, 4, 0, 2, 5])
+        place = n * (2 * C) + C * LOWER
     # Runs of places side by side, in a layout in which a thread has eight of a token.
-    RUN: gl.constexpr = 16 if ACT[0] is None else C
+    RUN: gl.constexpr = 16 if LINEAR and W[5] == 4 else C
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8, 1], [C // RUN, RUN // 8, 256 // C], [1, 1, gl.num_warps()], [1, 0, 2]
     )
@@ -291,7 +332,7 @@ def _store(sums, output, tile, sizes, LOWER: gl.constexpr, ACT: gl.constexpr):
     t = gl.arange(0, T, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     place += run[:, None] * 32 + c[None, :]
     row_T = out_ptr + (row + t).to(gl.int64) * width
-    # The width is a multiple of 32.
+    # The width is a multiple of 16.
     mask = (place // 16 < width // 16)[:, :, None] & (row + t < end)[None, None, :]
     gl.store(row_T[None, None, :] + place[:, :, None], out, mask=mask)
 
@@ -331,7 +372,7 @@ def _run_tile(
                 pieces = _cut(pieces)
         for i in gl.static_range(len(pieces)):
             sums = rescaled(pieces[i], W, tokens.dtype)
-            _store(sums, output, (expert, end, row, n), sizes, LOWER, ACT)
+            _store(sums, output, (expert, end, row, n), sizes, LOWER, W, ACT)
             row += AT_ONCE
 
 
@@ -348,7 +389,7 @@ def _consume(
     ACT: gl.constexpr,
 ):
     """A consumer's rows of W of every tile, by one warpgroup."""
-    k_steps = gl.cdiv(sizes[1], STEP)
+    k_steps = gl.cdiv(sizes[1], columns_of(W))
     step = 0
     slot = 0
     expert, end, row, n = tile
@@ -394,8 +435,9 @@ def _grouped_codes(
     of_x: gl.constexpr = x_desc.layout
     of_w: gl.constexpr = w_desc.layout
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    tokens = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, TOKENS, BOX], of_x)
-    codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 4, 16, STEP // 8], of_w)
+    HALVES: gl.constexpr = halves_of(W)
+    tokens = gl.allocate_shared_memory(x_desc.dtype, [HALVES * STAGES, TOKENS, BOX], of_x)
+    codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 4, 16, 16], of_w)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     notes = gl.allocate_shared_memory(gl.int32, [8, 1], plain)
@@ -412,7 +454,7 @@ def _grouped_codes(
         [
             (_consume, (0, output, rings, sizes, scales, notes, tile, W, ACT)),
             (_consume, (1, output, rings, sizes, scales, notes, tile, W, ACT)),
-            (_produce, (x_desc, w_descs, rings, sizes, queue, notes, relay, tile, ACT)),
+            (_produce, (x_desc, w_descs, rings, sizes, queue, notes, relay, tile, W, ACT)),
         ],
         [4, 1],
         [232, 40],
@@ -435,16 +477,15 @@ def launch(
     `runs_codes_on_hopper` in grouped.py says which layers it takes.
     """
     E, N, words = w_ENW.shape
-    gated, interleaved = act[1], act[2]
+    gated, interleaved, bits = act[1], act[2], weight[5]
+    group = group_of(weight)
     if interleaved:
-        pairs = w_ENW.view(E * N // 64, 32, 2, words)
+        pairs = w_ENW.view(E * N // (2 * group), group, 2, words)
         w, up = pairs[:, :, 0], pairs[:, :, 1]
     else:
-        w = up = w_ENW.view(E * N // 32, 32, words)
+        w = up = w_ENW.view(E * N // group, group, words)
     bytes_64 = gl.NVMMASharedLayout(64, 32, rank=3)
-    w_desc, up_desc = (
-        TensorDescriptor.from_tensor(t, [4, 16, STEP.value // WORD], bytes_64) for t in (w, up)
-    )
+    w_desc, up_desc = (TensorDescriptor.from_tensor(t, [4, 16, 16], bytes_64) for t in (w, up))
     bytes_128 = gl.NVMMASharedLayout(128, 16, rank=2)
     replay.launch(
         _grouped_codes,
@@ -458,13 +499,13 @@ def launch(
         out,
         tiles.table,
         N,
-        words * WORD,
+        words * 32 // bits,
         triton.cdiv(out.shape[1], ROWS.value // 2 if gated else ROWS.value),
         N // 2 if gated else N,
         out.shape[1],
         weight,
         act,
-        STAGES,
+        STAGES[bits],
         num_warps=4,
         maxnreg=REGISTERS,
     )
@@ -486,8 +527,9 @@ def run(
     tiles = tile_map(ends_E, R, BLOCK_M)
     # Gathered once for all: copies by TMA then take both products' tokens.
     x_RD = arrange(x_TD, weight, inverse_R, K)
-    h_RI = x_RD.new_empty(R, stored(I, weight))
-    launch(x_RD, layer.w13_EFD, *layer.scales13, layer.b13_EF, h_RI, tiles, weight, layer.act)
+    h_RI = x_RD.new_empty(R, arranged(I, weight))
+    w13, w2 = (w.view(torch.int32) for w in (layer.w13_EFD, layer.w2_EDI))
+    launch(x_RD, w13, *layer.scales13, layer.b13_EF, h_RI, tiles, weight, layer.act)
     y_RD = x_TD.new_empty(R, D)
-    launch(h_RI, layer.w2_EDI, *layer.scales2, layer.b2_ED, y_RD, tiles, weight, LINEAR)
+    launch(h_RI, w2, *layer.scales2, layer.b2_ED, y_RD, tiles, weight, LINEAR)
     return sum_rows(y_RD, inverse_R, weights_TK, K, residual_TD)

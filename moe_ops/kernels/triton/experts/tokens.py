@@ -28,30 +28,43 @@ def column_of(i, W: tl.constexpr):
 
 
 @triton.jit
-def column_at(place):
-    """The column of tokens that is stored in a place: the inverse of `column_of`."""
-    low, j, high = place // 32 % 4, place // 8 % 4, place // 2 % 4
-    return place // 128 * 128 + (high * 4 + low) * 8 + j + place % 2 * 4
+def column_at(place, BITS: tl.constexpr):
+    """The column of tokens that is stored in a place, once arranged. For codes of four bits this is
+    the inverse of `column_of`. For eight, which `grouped_codes.py` alone multiplies so, a thread
+    has the bytes of four words side by side of each 64 columns, two of them a pair."""
+    if BITS == 4:
+        low, j, high = place // 32 % 4, place // 8 % 4, place // 2 % 4
+        column = place // 128 * 128 + (high * 4 + low) * 8 + j + place % 2 * 4
+    else:
+        thread, pair = place // 2 % 4, place // 8 % 8
+        column = place // 64 * 64 + thread * 16 + pair * 2 + place % 2
+    return column
+
+
+def arranged(columns: int, weight: Weight) -> int:
+    """The columns of arranged tokens: whole blocks, the rest of which are zeros."""
+    block = STEP * 4 // weight[5]
+    return triton.cdiv(columns, block) * block
 
 
 def stored(columns: int, weight: Weight | None) -> int:
     """As many columns as tokens are stored with: arranged ones fill whole blocks, with zeros."""
-    return columns if weight is None or weight[5] != 4 else triton.cdiv(columns, STEP) * STEP
+    return columns if weight is None or weight[5] != 4 else arranged(columns, weight)
 
 
 @triton.jit
 def arrange_kernel(
     x_ptr, inverse_ptr, out_ptr, stride_x,
-    K: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, BITS: tl.constexpr, BD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BD columns of a token, where `column_of` says, in its row or in each of its K
-    rows."""
+    """One program: BD places of a token, in its row or in each of its K rows."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BD + tl.arange(0, BD)
-    column = column_at(place)  # reads scatter within a token, which stays in the L1 cache
+    column = column_at(place, BITS)  # reads scatter within a token, which stays in the L1 cache
     x = tl.load(x_ptr + t * stride_x + column, mask=column < D, other=0.0)
     if inverse_ptr is None:
         tl.store(out_ptr + t * OUT + place, x, mask=place < OUT)
@@ -64,15 +77,15 @@ def arrange_kernel(
 def arrange(
     x_TD: Tensor, weight: Weight, inverse_R: Tensor | None = None, top_k: int = 1
 ) -> Tensor:
-    """Tokens whose columns are in the order in which weights in words are multiplied; with the rows
-    of their pairs (`sort_pairs`) one in each row. Rows of no pair stay unwritten."""
+    """Tokens whose columns are in the order in which weights are multiplied; with the rows of their
+    pairs (`sort_pairs`) one in each row. Rows of no pair stay unwritten."""
     T, D = x_TD.shape
-    out = x_TD.new_empty(T if inverse_R is None else inverse_R.numel(), stored(D, weight))
+    out = x_TD.new_empty(T if inverse_R is None else inverse_R.numel(), arranged(D, weight))
     BD = min(1024, triton.next_power_of_2(out.shape[1]))
     pdl, options = pdl_options(x_TD)
     launch(
         arrange_kernel, (T, triton.cdiv(D, BD)), x_TD, inverse_R, out, x_TD.stride(0),
-        K=top_k, D=D, OUT=out.shape[1], BD=BD, PDL=pdl, num_warps=4, **options,
+        K=top_k, D=D, OUT=out.shape[1], BITS=weight[5], BD=BD, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
     return out
 
