@@ -45,7 +45,9 @@ PROMPTS = (16, 64)  # how many, and their length
 LOGITS_STD = 3.0  # makes the entropy about half of log(VOCABULARY)
 KERNELS = {"cpu": "cpu", "cuda": "triton"}  # the backend of `experts` by type of device
 # Where values are rounded between products, sums in another order round some of them to another
-# step, and experts that are nearly tied change places in a token or two.
+# step, and experts that are nearly tied change places in a token or two. Of 1024 tokens the KL of
+# "none" measured 13 % less by the CPU's kernels, which round once less, of quantised inputs up to
+# 2.2 % apart; of a few tokens a single one that flips decides.
 OTHER_ROUNDINGS = Tol(0.25, "a few tokens take another expert")
 
 

@@ -178,18 +178,19 @@ def test_the_command_prints_the_table_and_writes_it(
 ) -> None:
     monkeypatch.setattr(accuracy, "CASE", TINY)
     monkeypatch.setattr(accuracy, "PROMPTS", (1, 8))
-    figures = tmp_path / "figures.json"
-    options = ["--schemes", "none,mxfp8", "--seed", "3", "--json", str(figures)]
+    figures, schemes = tmp_path / "figures.json", ["mxfp4_w4a16", "mxfp8"]
+    options = ["--schemes", "mxfp4_w4a16,mxfp8", "--seed", "3", "--json", str(figures)]
     monkeypatch.setattr(sys, "argv", ["bench", "accuracy", *options])
     cli.main()
     printed = capsys.readouterr()
     assert printed.out.startswith("16-bit model: mean entropy ")
-    assert [line.split()[0] for line in printed.out.splitlines()[2:]] == ["none", "mxfp8"]
+    assert [line.split()[0] for line in printed.out.splitlines()[2:]] == schemes
     assert printed.err.splitlines()[-1] == "mxfp8 mxfp8 mxfp8"
     written = json.loads(figures.read_text())
     assert written["model"]["seed"] == 3
     assert written["model"]["layer"]["D"] == TINY.D
-    assert [row["scheme"] for row in written["accuracy"]] == ["none", "mxfp8"]
+    assert [row["scheme"] for row in written["accuracy"]] == schemes
+    assert [bool(row["refusal"]) for row in written["accuracy"]] == [False, True]
     assert {"command", "torch", "transformers", "processor", "threads"} < set(written)
 
 
