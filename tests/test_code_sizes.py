@@ -84,6 +84,7 @@ MANY_PARAMETERS = {
         "moe_ops/backend.py: Backend",
     },
     "a row of a table or a report, which one function writes and others read": {
+        "moe_ops/bench/accuracy.py: Accuracy",
         "moe_ops/bench/cells.py: Cell",
         "moe_ops/bench/counters.py: Kernel",
         "moe_ops/bench/loading.py: Loading",

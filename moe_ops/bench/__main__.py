@@ -76,12 +76,13 @@ def measure_both(args: argparse.Namespace) -> Figures:
 
 
 def measure_accuracy(args: argparse.Namespace) -> Figures:
-    base = accuracy.make_base(accuracy.CASE, args.seed)
+    base = accuracy.make_base(accuracy.CASE, args.seed).to(args.device)
     print(f"16-bit model: mean entropy {base.entropy:.2f} nats")
     found = accuracy.measure(base, args.schemes)
     print(accuracy.table(found))
     return {
         **versions(),
+        "device": args.device,
         "model": {
             "layer": asdict(accuracy.CASE),
             "layers": accuracy.LAYERS,
@@ -192,6 +193,9 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
             "--schemes", type=scheme_names, default=[], help="comma-separated; all if left out"
         )
         of.add_argument("--seed", type=int, default=0, help="of weights and inputs")
+        of.add_argument(
+            "--device", default="cpu", choices=sorted(accuracy.KERNELS), help="whose kernels"
+        )
     if name == "compile":
         of.add_argument(
             "--layers", type=options.numbers, default=[4, 12, 48], help="comma-separated"

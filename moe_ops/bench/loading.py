@@ -24,7 +24,7 @@ from torch import Tensor
 from moe_ops.layer import MoELayer
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
-from moe_ops.weights.layouts import PLAIN, Coding, gptq
+from moe_ops.weights.layouts import PLAIN, Coding, awq, gptq
 
 WIDTH, ROWS = 2048, 768
 PROJECTIONS = {"gate_proj": (ROWS, WIDTH), "up_proj": (ROWS, WIDTH), "down_proj": (WIDTH, ROWS)}
@@ -32,6 +32,7 @@ CODINGS: dict[str, tuple[str | None, Coding]] = {
     "bf16": (None, PLAIN),
     "fp8": ("float8_e4m3fn:128x128", PLAIN),
     "gptq": ("int4:1x128:float16", gptq()),
+    "awq": ("uint4:1x128:float16", awq()),
 }
 
 
@@ -71,8 +72,18 @@ def tensors(coding: str, rows: int, columns: int) -> dict[str, Tensor]:
             "weight": torch.randn(rows, columns).to(torch.float8_e4m3fn),
             "weight_scale_inv": torch.rand(rows // 128, columns // 128),
         }
-    words = torch.randint(-(2**31), 2**31, (columns // 8, rows)).int()
-    return {"qweight": words, "scales": torch.rand(columns // 128, rows).half()}
+    scales = torch.rand(columns // 128, rows).half().clamp(min=2**-10)
+    if coding == "awq":
+        return {
+            "qweight": _words(columns, rows // 8),
+            "qzeros": _words(columns // 128, rows // 8),
+            "scales": scales,
+        }
+    return {"qweight": _words(columns // 8, rows), "scales": scales}
+
+
+def _words(*shape: int) -> Tensor:
+    return torch.randint(-(2**31), 2**31, shape).int()
 
 
 def write(folder: Path, coding: str, gib: float) -> tuple[list[Path], int]:

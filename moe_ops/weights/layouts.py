@@ -38,6 +38,7 @@ class Axis:
 ROWS, COLUMNS = Axis(place=0), Axis(place=1)
 AS_WORDS = ("int4", "uint4", "uint8")  # int8 has no offset
 WORD_BYTES = 4
+_LOW = 0x0F0F0F0F  # the lower nibbles of a word
 Convert = Callable[[Tensor, Any], Tensor]  # of a part as it is stored, for a Format or None
 
 
@@ -226,8 +227,20 @@ def gptq_zeros(words: Tensor, *, bits: int, plus_one: bool) -> Tensor:
 
 
 def awq_values(words: Tensor) -> Tensor:
-    """Packed values [F, D / 2] of AWQ words [D, F / 8]."""
-    return pack(awq_zeros(words), "uint4")
+    """Packed values [F, D / 2] of AWQ words [D, F / 8].
+
+    Words of two columns become a word of their even nibbles and one of their odd ones, in which a
+    byte has a value of both columns: the axes of words are exchanged, not those of nibbles.
+    """
+    if words.dtype != torch.int32 or words.shape[-2] % 2:
+        return pack(awq_zeros(words), "uint4")  # which raises
+    first, second = words[..., 0::2, :], words[..., 1::2, :]
+    even = (first & _LOW) | ((second & _LOW) << 4)
+    odd = ((first >> 4) & _LOW) | (second & ~_LOW)
+    both = _transposed(torch.stack((even, odd), -3))  # [..., 2, F / 8, D / 2]
+    # Byte 2i + j of word h has value 4j + 2h + i of eight: nibble 2 (2i + j) + h in `awq`.
+    values = both.view(torch.uint8).unflatten(-1, (both.shape[-1], 2, 2))
+    return values.movedim((-4, -1, -5, -2, -3), (-5, -4, -3, -2, -1)).flatten(-5, -2)
 
 
 def awq_zeros(words: Tensor) -> Tensor:

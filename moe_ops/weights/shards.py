@@ -18,7 +18,8 @@ from moe_ops.weights.layouts import Coding, Matrix, to_dtype
 KINDS = {torch.uint8: "e8m0", torch.float8_e4m3fn: "float8_e4m3fn"}  # of scales
 ALL = -1  # of the units of an axis that share a scale
 WORD_ROWS = 8  # rows that are whole words of every layout
-BLOCKS = 16  # in which a matrix is converted, so that the conversion takes less memory than it
+BLOCKS = 16  # in which rows are put in order, so that this takes less memory than the matrix
+BLOCK_BYTES = 1 << 20  # that are converted at once, for the same reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ class ShardPlan:
         t, matrix = self.as_matrix(t)
         step = self.rows.size
         if matrix.convert is not None:
-            step = max(step // BLOCKS // WORD_ROWS, 1) * WORD_ROWS
+            step = max(step * BLOCK_BYTES // max(t.nbytes, 1) // WORD_ROWS, 1) * WORD_ROWS
         for place, half in enumerate(self.halves):
             for first in range(0, self.rows.size, max(step, 1)):
                 rows = min(step, self.rows.size - first)

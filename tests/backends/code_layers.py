@@ -16,8 +16,11 @@ from moe_ops.testing import Case, make_layer
 
 # Rows of several steps of codes, the last one cut short, with one to more than eight tokens.
 CASE = Case(name="steps", T=24, E=4, K=2, D=416, I=160)
+# More rows of an expert than are multiplied while codes are in registers, in several tiles.
+MANY = Case(name="many", T=62, E=2, K=1, D=416, I=160)
 # No multiple of any step or group.
 ODD = Case(name="odd", T=5, E=3, K=2, D=90, I=38)
+MANY_ODD = Case(name="many_odd", T=47, E=2, K=1, D=90, I=38)
 # What machines with less run; each is compiled for itself.
 MARKS = {
     "AVX512": pytest.mark.every,

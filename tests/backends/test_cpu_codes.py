@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from code_layers import CASE, ODD, by_instructions, calls_apart, layer_of, run
+from code_layers import CASE, MANY, MANY_ODD, ODD, by_instructions, calls_apart, layer_of, run
 from torch import Tensor
 
 from moe_ops import experts
@@ -14,7 +14,7 @@ from moe_ops.backends import cpu_codes
 from moe_ops.kernels.cpu import quantised as kernels
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
-from moe_ops.testing import ACTIVATIONS, BF16, F32, TOL, assert_close, float32
+from moe_ops.testing import ACTIVATIONS, BF16, F32, TOL, Case, assert_close, float32
 
 GROUPED = (
     "int8:1x32", "int8:1x64:bfloat16", "uint8:1x32", "int4:1x32", "int4:1x32:float16",
@@ -42,9 +42,11 @@ def check(call: dict[str, Any], what: str) -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
 def test_every_format_is_multiplied_as_it_is_defined(dtype: torch.dtype, instructions: str) -> None:
     for format in (*GROUPED, *WHOLE):
-        check(layer_of(CASE, format, dtype), format)
+        for case in (CASE, MANY):
+            check(layer_of(case, format, dtype), f"{format}, {case.name}")
     for format in RAGGED:
-        check(layer_of(ODD, format, dtype), format)
+        for case in (ODD, MANY_ODD):
+            check(layer_of(case, format, dtype), f"{format}, {case.name}")
 
 
 @each_instructions
@@ -76,10 +78,9 @@ def test_every_code_stands_for_its_value(
 @pytest.mark.parametrize("format", ["int4:1x32", "uint8:row", "float8_e4m3fn:128x128"])
 def test_activations_biases_and_maps_are_those_of_the_definition(format: str) -> None:
     for name, activation in ACTIVATIONS.items():
-        call = layer_of(
-            ODD if "row" in format else CASE, format, F32, activation.get("gated", True)
-        )
-        check(call | activation, name)
+        for case in (ODD, MANY_ODD) if "row" in format else (CASE, MANY):
+            call = layer_of(case, format, F32, activation.get("gated", True))
+            check(call | activation, f"{name}, {case.name}")
     call = layer_of(CASE, format, BF16)
     plain = {"b13_EF": None, "b2_ED": None, "weights_TK": call["weights_TK"].bfloat16()}
     check(call | plain, "without biases, weights in bfloat16")
@@ -91,31 +92,36 @@ def test_activations_biases_and_maps_are_those_of_the_definition(format: str) ->
 
 @pytest.mark.parametrize("format", ["int8:row", "uint4:1x32", "float8_e4m3fn:128x128"])
 def test_threads_and_other_tokens_do_not_change_a_bit(format: str, threads: None) -> None:
-    call = layer_of(CASE, format, BF16)
-    results = []
-    for count in (1, 2, 3, 2):
-        torch.set_num_threads(count)
-        results.append(run(call))
-    assert all(torch.equal(results[0], other) for other in results[1:])
+    for case in (CASE, MANY):
+        call = layer_of(case, format, BF16)
+        results = []
+        for count in (1, 2, 3, 2):
+            torch.set_num_threads(count)
+            results.append(run(call))
+        assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 @each_instructions
 @pytest.mark.parametrize("format", ["int8:row", "uint4:1x32", "mxfp4", "float8_e4m3fn:128x128"])
 def test_nan_stays_with_its_token(format: str, instructions: str) -> None:
-    call = layer_of(CASE, format, BF16)
-    want = run(call)
-    call["x_TD"][3, 7] = float("nan")
-    got = run(call)
-    others = torch.arange(CASE.T) != 3
-    assert bool(got[3].isnan().all())
-    assert torch.equal(got[others], want[others])
+    for case in (CASE, MANY):
+        call = layer_of(case, format, BF16)
+        want = run(call)
+        call["x_TD"][3, 7] = float("nan")
+        got = run(call)
+        others = torch.arange(case.T) != 3
+        assert bool(got[3].isnan().all())
+        assert torch.equal(got[others], want[others])
 
 
 @each_instructions
 @pytest.mark.parametrize("what", ["scale", "code"])
 @pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "int4:1x64:float16", "float8_e4m3fn:32x32"])
-def test_nan_in_a_weight_is_nan_in_its_rows(format: str, what: str, instructions: str) -> None:
-    call = layer_of(CASE, format, F32)
+@pytest.mark.parametrize("case", [CASE, MANY], ids=["few", "many"])
+def test_nan_in_a_weight_is_nan_in_its_rows(
+    case: Case, format: str, what: str, instructions: str
+) -> None:
+    call = layer_of(case, format, F32)
     codes, scale = call["w2_EDI"].view(torch.uint8), call["w2_scale_EDG"]
     if what == "scale":
         scale[1, 0, 1] = 255 if scale.dtype == torch.uint8 else torch.nan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,7 +51,8 @@ def test_int8_is_multiplied_as_it_is_defined(dtype: torch.dtype, instructions: s
 def test_float8_is_multiplied_as_it_is_defined(dtype: torch.dtype, instructions: str) -> None:
     for weights, inputs in FLOAT8:
         case = case_of(inputs)
-        check(layer_of(case, weights, dtype, x_format=inputs), f"{weights}, {inputs}")
+        for each in (case, replace(case, T=64)):  # of few rows an expert, and of many
+            check(layer_of(each, weights, dtype, x_format=inputs), f"{weights}, {inputs}, {each.T}")
 
 
 @pytest.mark.every
@@ -58,7 +60,9 @@ def test_float8_is_multiplied_as_it_is_defined(dtype: torch.dtype, instructions:
 @pytest.mark.parametrize("weights", ["mxfp4", "int8:row", "uint4:row"])
 def test_weights_of_other_types_go_with_float8(weights: str, dtype: torch.dtype) -> None:
     for inputs in ("float8_e4m3fn:row", "float8_e4m3fn:tensor"):
-        check(layer_of(CASE, weights, dtype, x_format=inputs), f"{weights}, {inputs}")
+        for T in (24, 64):
+            call = layer_of(replace(CASE, T=T), weights, dtype, x_format=inputs)
+            check(call, f"{weights}, {inputs}, {T} tokens")
 
 
 def edges(element: str, n: int, dtype: torch.dtype) -> Tensor:

@@ -7,15 +7,18 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch import Tensor
 
 from moe_ops.bench import __main__ as cli
 from moe_ops.bench import accuracy
 from moe_ops.bench.accuracy import Accuracy, Base
 from moe_ops.hf import optimize
+from moe_ops.kernels.cpu import quantised as kernels
 from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import Case
 
@@ -94,6 +97,42 @@ def test_quantised_inputs_cost_more_than_16_bit_ones(base: Base) -> None:
     assert both.kl_nats > plain.kl_nats
 
 
+def test_kernels_are_measured_beside_the_definition(base: Base) -> None:
+    found = accuracy.accuracy(base, "int4_w4a16", "int4:1x32", "")
+    assert found.kernel_layer_error == pytest.approx(found.layer_error, rel=0.01)
+    assert found.kernel_kl_nats == pytest.approx(found.kl_nats, rel=1e-3)
+    assert not found.refusal
+    other = accuracy.accuracy(base, "nvfp4_w4a16", "nvfp4", "")
+    assert (other.kernel_layer_error, other.kernel_kl_nats) == (None, None)
+    assert other.refusal.startswith("needs scales of float32, ") or "global" in other.refusal
+
+
+@pytest.mark.parametrize("rows", ["one", "all"])
+def test_a_kernel_that_differs_is_no_figure(
+    rows: str, base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = kernels.experts
+
+    def wrong(x_TD: Tensor, *args: Any) -> Tensor:
+        out = right(x_TD, *args)
+        out[: 1 if rows == "one" else None] *= 1.2
+        return out
+
+    monkeypatch.setattr(kernels, "experts", wrong)
+    with pytest.raises(AssertionError, match="the layer of int4_w4a16 int4:1x32: off by"):
+        accuracy.accuracy(base, "int4_w4a16", "int4:1x32", "")
+
+
+def test_models_are_compared_by_logits_or_where_those_flip_by_their_divergence() -> None:
+    base, want = (torch.tensor([[a, 1 - a]]).double().log() for a in (0.5, 0.6))
+    off, far = (torch.tensor([[a, 1 - a]]).double().log() for a in (0.601, 0.7))
+    accuracy.check_model(off, want, base, False, "this")
+    with pytest.raises(AssertionError, match="the model of this: off by"):
+        accuracy.check_model(off, want, base, True, "this")
+    with pytest.raises(AssertionError, match=r"the model of this: KL 0\.08718, that of the"):
+        accuracy.check_model(far, want, base, False, "this")
+
+
 def test_the_model_is_left_as_it_is(base: Base) -> None:
     first, again = (accuracy.accuracy(base, "mxfp8", "mxfp8", "mxfp8") for _ in range(2))
     assert first == again
@@ -119,15 +158,18 @@ def test_formats_that_do_not_fit_the_model_are_no_figures(monkeypatch: pytest.Mo
 
 
 def test_table_text() -> None:
-    made = [("none", "", "", 16.0, 0.0038, 0.0061), ("mxfp8", "mxfp8", "mxfp8", 8.25, 0.0831, 0.3)]
+    made = [
+        ("none", "", "", 16.0, 0.0038, 0.0061, 0.0037, 0.00605, ""),
+        ("mxfp8", "mxfp8", "mxfp8", 8.25, 0.0831, 0.3, None, None, "has none"),
+    ]
     names = tuple(Accuracy.__dataclass_fields__)
     found = [Accuracy(**dict(zip(names, values, strict=True))) for values in made]
     assert_expected_inline(
         accuracy.table(found),
         """\
-scheme                    weights               inputs                bits layer error  KL, nats
-none                      16-bit                16-bit               16.00      0.0038    0.0061
-mxfp8                     mxfp8                 mxfp8                 8.25      0.0831    0.3000""",
+scheme                    weights               inputs                bits layer error  KL, nats kernel error  KL, nats
+none                      16-bit                16-bit               16.00      0.0038    0.0061       0.0037    0.0060
+mxfp8                     mxfp8                 mxfp8                 8.25      0.0831    0.3000            -         -""",  # noqa: E501
     )
 
 
@@ -136,18 +178,19 @@ def test_the_command_prints_the_table_and_writes_it(
 ) -> None:
     monkeypatch.setattr(accuracy, "CASE", TINY)
     monkeypatch.setattr(accuracy, "PROMPTS", (1, 8))
-    figures = tmp_path / "figures.json"
-    options = ["--schemes", "none,mxfp8", "--seed", "3", "--json", str(figures)]
+    figures, schemes = tmp_path / "figures.json", ["mxfp4_w4a16", "mxfp8"]
+    options = ["--schemes", "mxfp4_w4a16,mxfp8", "--seed", "3", "--json", str(figures)]
     monkeypatch.setattr(sys, "argv", ["bench", "accuracy", *options])
     cli.main()
     printed = capsys.readouterr()
     assert printed.out.startswith("16-bit model: mean entropy ")
-    assert [line.split()[0] for line in printed.out.splitlines()[2:]] == ["none", "mxfp8"]
+    assert [line.split()[0] for line in printed.out.splitlines()[2:]] == schemes
     assert printed.err.splitlines()[-1] == "mxfp8 mxfp8 mxfp8"
     written = json.loads(figures.read_text())
     assert written["model"]["seed"] == 3
     assert written["model"]["layer"]["D"] == TINY.D
-    assert [row["scheme"] for row in written["accuracy"]] == ["none", "mxfp8"]
+    assert [row["scheme"] for row in written["accuracy"]] == schemes
+    assert [bool(row["refusal"]) for row in written["accuracy"]] == [False, True]
     assert {"command", "torch", "transformers", "processor", "threads"} < set(written)
 
 

@@ -68,6 +68,8 @@ def test_the_accuracy_table_is_what_was_measured() -> None:
     measured = {
         (a["scheme"], a["weight_format"], a["input_format"]): [
             f"{a['bits_per_weight']:.2f}", f"{a['layer_error']:.4f}", f"{a['kl_nats']:.4f}",
+            *("" if (value := a[figure]) is None else f"{value:.4f}"
+              for figure in ("kernel_layer_error", "kernel_kl_nats")),
         ]
         for a in results("accuracy_cpu.json")["accuracy"]
     }  # fmt: skip

@@ -96,10 +96,16 @@ struct FloatMath {
   typedef Floats Register;
   static constexpr int kWidth = kVectorBytes / 4;
   static void dot(Floats& acc, const Floats& w, const float* x) {
-    Floats token;
-    std::memcpy(&token, x, kVectorBytes);
-    acc += w * token;
+    dot(acc, w, load(x));
   }
+  static void dot(Floats& acc, const Floats& w, const Floats& x) { acc += w * x; }
+  static Floats load(const float* p) {
+    Floats numbers;
+    std::memcpy(&numbers, p, kVectorBytes);
+    return numbers;
+  }
+  static Floats repeat(const float* p) { return Floats{} + *p; }
+  static Floats scaled(const Floats& w, const Floats& zero, const Floats& scale) { return (w - zero) * scale; }
 };
 
 #if defined(MOE_BF16)
@@ -109,7 +115,27 @@ struct Bf16Math {
   typedef __m512bh Register;
   static constexpr int kWidth = 32;
   static void dot(Floats& acc, const __m512bh& w, const bf16* x) {
-    acc = (Floats)_mm512_dpbf16_ps((__m512)acc, w, (__m512bh)_mm512_loadu_si512(x));
+    dot(acc, w, load(x));
+  }
+  static void dot(Floats& acc, const __m512bh& w, const __m512bh& x) {
+    acc = (Floats)_mm512_dpbf16_ps((__m512)acc, w, x);
+  }
+  static __m512bh load(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  // A pair.
+  static __m512bh repeat(const bf16* p) {
+    int32_t pair;
+    std::memcpy(&pair, p, 4);
+    return (__m512bh)_mm512_set1_epi32(pair);
+  }
+  // (w - zero) * scale, rounded; both numbers of a lane have its zero point and scale.
+  static __m512bh scaled(const __m512bh& w, const Floats& zero, const Floats& scale) {
+    const Words pairs = (Words)w;
+    const Floats even = ((Floats)(pairs << 16) - zero) * scale;
+    const Floats odd = ((Floats)(pairs & 0xffff0000u) - zero) * scale;
+    alignas(64) static constexpr uint16_t kTurns[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+    return (__m512bh)_mm512_permutexvar_epi16(_mm512_load_si512(kTurns), halves);
   }
 };
 template <typename T> struct MathOf { typedef FloatMath type; };

@@ -4,7 +4,7 @@
 // inputs that are not quantised, with a scale for each row or group. Those of int8 are multiplied as integers with
 // weights of int8, and both scales are multiplied in at the end: `IntMath` is how.
 //
-// Compiled after codes.h and before quantised.cpp, once for each type of inputs (MOE_INPUTS).
+// Compiled after codes.h and before weights.h, once for each type of inputs (MOE_INPUTS).
 
 // Shared with Python by position: see kernels/cpu/quantised.py. How the inputs of a product get their scales.
 struct Inputs {

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moe_ops.kernels.cpu import LayerFields, layer_of, pointer, refusal_of
 
-SOURCES = ("layer.h", "codes.h", "inputs.h", "quantised.cpp")
-# Names of codes.h by element type, and in the order of the numbers that quantised.cpp gives them.
+SOURCES = ("layer.h", "codes.h", "inputs.h", "weights.h", "panels.h", "quantised.cpp")
+# Names of codes.h by element type, and in the order of the numbers that weights.h gives them.
 ELEMENTS = {
     "int8": "Int8",
     "uint8": "Uint8",
@@ -36,7 +36,7 @@ INSTRUCTIONS = ("", "AVX512", "AVX_VNNI", "AVX2", "PLAIN")
 
 
 class _Scales(ctypes.Structure):
-    """`Scales` of quantised.cpp, field by field."""
+    """`Scales` of weights.h, field by field."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("scale", "zero")),
