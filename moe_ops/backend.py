@@ -35,7 +35,8 @@ class Backend:
     `reads` names the arguments with defaults that it reads. A call in which another one differs
     from its default is refused for it, so `supports` and `run` need not look at these. A `composed`
     backend runs the definition's stages one by one; a compiler does better with the definition.
-    One with a `layout` runs prepared weights, and no others.
+    One with a `layout` runs prepared weights, and no others. `emulates` says of a call that it runs
+    whether it rounds inputs to what their codes stand for, and multiplies these as 16-bit floats.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Backend:
     priority: int = 0
     composed: bool = False
     layout: Layout | None = None
+    emulates: Callable[[Any], bool] = field(default=lambda call: False, compare=False)
     # What of a record it does not read, by name; and whether there is any, which is quicker.
     unread: Callable[[Any], dict[str, Any]] = field(default=lambda call: {}, compare=False)
     ignores: Callable[[Any], bool] | None = field(default=None, compare=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -289,6 +290,11 @@ class Op:
             return fn
 
         return register
+
+    def emulates(self, name: str, when: Callable[[Any], bool]) -> None:
+        """Say of which calls a backend emulates the inputs; `Backend` says what that is."""
+        self.backends[name] = replace(self.backends[name], emulates=when)
+        self._order.clear()
 
     def candidates(self, device: str) -> tuple[Backend, ...]:
         """The backends that run on a device type, in the order in which they are asked."""

@@ -106,6 +106,9 @@ TOL: dict[tuple[str, torch.dtype], Tol] = {
     ("experts", torch.int8): Tol(
         2e-2, "rounding before a step of int8 is another: a few codes differ by one"
     ),
+    ("experts", torch.uint8): Tol(
+        8e-2, "as float8, of codes of four or six bits, whose steps are up to a third of a value"
+    ),
     ("moe", F32): Tol(4e-6, "as `experts`"),
     ("moe", BF16): Tol(1.6e-2, "as `experts`"),
     ("moe", F16): Tol(2e-3, "as `experts`"),

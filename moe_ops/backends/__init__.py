@@ -1,5 +1,15 @@
 """Backends of the ops. Importing this package registers them."""
 
-from moe_ops.backends import aten, cpu, dequantize, triton, triton_decode
+from moe_ops.backends import (
+    aten,
+    cpu,
+    dequantize,
+    triton,
+    triton_decode,
+    triton_gemm,
+    triton_quantize,
+)
 
-__all__ = ["aten", "cpu", "dequantize", "triton", "triton_decode"]
+__all__ = [
+    "aten", "cpu", "dequantize", "triton", "triton_decode", "triton_gemm", "triton_quantize",
+]  # fmt: skip

@@ -101,7 +101,7 @@ def most_tokens(call: ExpertsCall) -> int | None:
 
 @experts.backend(
     "cpu",
-    reads=(*reads.EXPERTS, "x_scale", "h_scale"),
+    reads=(*reads.EXPERTS, *reads.STATIC_SCALES),
     supports=supports_experts,
     rows=Rows(preferred=most_tokens),
     devices=("cpu",),

@@ -9,7 +9,13 @@ EXPERTS = (
     *FLOAT_EXPERTS,
     "w13_scale_EFG", "w2_scale_EDG", "w13_zero_EFG", "w2_zero_EDG", "w_format", "x_format",
 )  # fmt: skip
+STATIC_SCALES = ("x_scale", "h_scale")
+SCALED_EXPERTS = (*EXPERTS, "global_scale13_E", "global_scale2_E", *STATIC_SCALES)
 FLOAT_GEMM = ("bias_EF", "transposed", "out_dtype")
+SCALED_GEMM = (
+    *FLOAT_GEMM,
+    "x_scale_RG", "w_scale_EFG", "w_zero_EFG", "global_scale_E", "x_format", "w_format",
+)  # fmt: skip
 ROUTE = (
     "bias_E", "per_expert_scale_E", "score", "select_on", "n_group", "topk_group", "group_reduce",
     "group_fill", "softmax_selected", "renormalize", "eps", "min_sum", "scale", "out_dtype",

@@ -1,10 +1,12 @@
-"""The Triton backends for NVIDIA GPUs: routing, one product, and the experts by their rows.
+"""The Triton backends for NVIDIA GPUs: routing, and the experts by their rows.
 
 triton.tiny     up to 64 pairs of token and choice: nothing is sorted; two launches, of quantised
-                weights one or two more
+                weights up to four more
 triton.rows     few rows an expert: weights stream past the rows
 triton.grouped  many rows an expert: the rate of the matrix units decides; and all of float32.
                 Quantised weights are decoded first, but on Hopper of most formats and widths
+
+Inputs of formats that no GPU here multiplies are emulated, by triton.rows and triton.grouped.
 """
 
 from __future__ import annotations
@@ -20,8 +22,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.backend import ANY_NUMBER, Rows
-from moe_ops.backends import reads, triton_formats
-from moe_ops.backends.aten import refuse_out_dtype
+from moe_ops.backends import reads, triton_formats, triton_inputs
 from moe_ops.decode_ops.experts_onto import ExpertsOntoCall, experts_onto
 from moe_ops.gradients import needs_grad
 from moe_ops.kernels.triton import (
@@ -31,7 +32,6 @@ from moe_ops.kernels.triton import (
     multiplies_codes,
     one_a_step,
 )
-from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.route import RouteCall, route
 from moe_ops.shapes import DTYPES
@@ -51,7 +51,8 @@ MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
 # whether rows have one scale for a step of columns, and of large experts.
 MOST_TINY_TOKENS_OF_CODES = 1
 MOST_DECODED = 4 * 2**30  # bytes of a layer that is decoded
-MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTISED_INPUTS = {4: 400, 8: 200}, 12
+# Of codes of six bits as of those of eight: not measured.
+MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTISED_INPUTS = {4: 400, 6: 200, 8: 200}, 12
 MOST_ROWS_AS_STORED = {(4, True): 32, (4, False): 28, (8, True): 32, (8, False): 32}
 MOST_ROWS_OF_LARGE_AS_STORED = 24
 
@@ -76,7 +77,7 @@ def refuse_device(t: Tensor, least: tuple[int, int] = LEAST_CAPABILITY) -> str |
     return None
 
 
-def _either(dtypes: tuple[torch.dtype, ...]) -> str:
+def either(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
@@ -98,48 +99,24 @@ def route_tokens(call: RouteCall) -> tuple[Tensor, Tensor]:
         c.score, c.select_on == "logit", c.n_group, c.topk_group, c.group_reduce == "top2sum", fill,
         c.softmax_selected, c.renormalize, c.eps, c.min_sum, c.scale,
     )  # fmt: skip
-    tensors = _rows(c.logits_TE), _contiguous(c.bias_E), _contiguous(c.per_expert_scale_E)
+    tensors = with_rows(c.logits_TE), contiguous(c.bias_E), contiguous(c.per_expert_scale_E)
     return replay(routing.route, tensors, (c.top_k, router, DTYPES[c.out_dtype]))
-
-
-def supports_gemm(call: ExpertGemmCall) -> str | None:
-    x_RD = call.x_RD
-    refusal = refuse_out_dtype(call)
-    if refusal is not None:
-        return refusal
-    if x_RD.dtype not in FLOATS:
-        return f"needs {_either(FLOATS)}, got {x_RD.dtype}"
-    if needs_grad(x_RD, call.w_EFD, call.bias_EF):
-        return "is not differentiable, and an argument requires grad"
-    return refuse_device(x_RD)
-
-
-@expert_gemm.backend(
-    "triton", reads=reads.FLOAT_GEMM, supports=supports_gemm, devices=("cuda",), priority=1
-)
-def grouped_gemm(call: ExpertGemmCall) -> Tensor:
-    """`expert_gemm` by the kernels of triton.grouped; unused rows stay unwritten."""
-    from moe_ops.kernels.triton.experts import grouped
-
-    w_EFD = call.w_EFD.transpose(1, 2) if call.transposed else call.w_EFD
-    ends_E, bias_EF = call.ends_E.contiguous(), _rows(call.bias_EF)
-    return grouped.grouped_rows(_rows(call.x_RD), ends_E, w_EFD, bias_EF)
 
 
 def supports_experts(call: ExpertsCall) -> str | None:
     x_TD = call.x_TD
     if x_TD.dtype not in FLOATS:
-        return f"needs {_either(FLOATS)}, got {x_TD.dtype}"
+        return f"needs {either(FLOATS)}, got {x_TD.dtype}"
     if needs_grad(x_TD, call.weights_TK, call.w13_EFD, call.w2_EDI, call.b13_EF, call.b2_ED):
         return "is not differentiable, and an argument requires grad"
-    return refuse_device(x_TD)
+    return _refuse_scales(call) or refuse_device(x_TD)
 
 
 def supports_half(call: ExpertsCall) -> str | None:
     """The support of kernels that have no float32."""
     refusal = supports_experts(call)
     if refusal is None and call.x_TD.dtype not in HALF:
-        return f"needs {_either(HALF)}, got {call.x_TD.dtype}"
+        return f"needs {either(HALF)}, got {call.x_TD.dtype}"
     return refusal
 
 
@@ -150,22 +127,48 @@ def supports_codes(call: ExpertsCall) -> str | None:
         return refusal
     c = call
     refusal = triton_formats.refusal(c.w_format, c.x_format, c.widths)
-    if refusal is None and needs_grad(c.w13_scale_EFG, c.w2_scale_EDG):
-        refusal = "is not differentiable, and an argument requires grad"
     stored = (c.w13_EFD, c.w2_EDI, c.w13_scale_EFG, c.w2_scale_EDG, c.w13_zero_EFG, c.w2_zero_EDG)
     if refusal is None and not all(t is None or t.is_contiguous() for t in stored):
         refusal = "needs contiguous weights, scales and zero points"
     if refusal is None and c.w13_EFD.dtype == torch.float8_e4m3fn:
         refusal = refuse_device(c.w13_EFD, LEAST_FLOAT8)
-    in_words = refusal is None and _weight(c)[5] == 4
+    in_words = refusal is None and _weight(c)[5] < 8
     if in_words and any(w.storage_offset() % 4 for w in (c.w13_EFD, c.w2_EDI)):
-        refusal = "needs weights of four bits that begin at a multiple of 4 bytes"
+        bits = {4: "four", 6: "six"}[_weight(c)[5]]
+        refusal = f"needs weights of {bits} bits that begin at a multiple of 4 bytes"
+    return refusal
+
+
+def _refuse_scales(call: ExpertsCall) -> str | None:
+    """Why kernels do not take the scales of a call beside those of groups, or None."""
+    c = call
+    found = (c.global_scale13_E, c.global_scale2_E, c.x_scale, c.h_scale)
+    common = tuple(t for t in found if t is not None)
+    if not c.w_format:
+        return "has global scales for quantised weights alone" if common else None
+    if needs_grad(c.w13_scale_EFG, c.w2_scale_EDG, *common):
+        return "is not differentiable, and an argument requires grad"
+    static = tuple(t.numel() for t in (c.x_scale, c.h_scale) if t is not None)
+    if not static or _formats(c)[2] in ("row", "tensor"):
+        return None
+    if _inputs(c) is None:
+        return f"quantises inputs to {c.x_format} without static scales"
+    return triton_inputs.refusal_of_static(c.x_format, c.x_TD.dtype == torch.float16, static)
+
+
+def supports_tiny(call: ExpertsCall) -> str | None:
+    """The support of kernels in which all experts read the same tokens."""
+    refusal = supports_codes(call)
+    if refusal is None and _inputs(call) is not None:
+        return "emulates no inputs, as triton.rows does"
+    if refusal is None and call.x_scale is not None and call.x_scale.numel() > 1:
+        return "quantises tokens by one static scale, got one for each expert"
     return refusal
 
 
 def supports_many(call: ExpertsCall) -> str | None:
     """The support of the kernels for many rows an expert: floats, quantised weights, which are
-    decoded first, and on Hopper float8 with float8 inputs."""
+    decoded first, and on Hopper those with inputs of 8 bits."""
     if not call.w_format:
         return supports_experts(call)
     refusal = supports_codes(call)
@@ -178,6 +181,13 @@ def _refuse_quantised_inputs(call: ExpertsCall) -> str | None:
     """Why the kernel for many rows an expert of quantised inputs does not take a call that those
     for few rows take, or None."""
     c = call
+    if _inputs(c) is not None:
+        decodes = c.x_scale is not None and not _multiplies_as_stored(c)
+        if decodes and c.x_TD.dtype == torch.float16:
+            return "has no room in float16 for weights times a static scale of inputs"
+        return None
+    if c.global_scale13_E is not None or c.global_scale2_E is not None:
+        return "has no kernel for quantised inputs and weights under a global scale"
     refusal = triton_formats.refusal_of_many(_weight(c), c.widths, c.gated, c.interleaved)
     if refusal is None and c.x_TD.device.type == "cuda":
         capability = torch.cuda.get_device_capability(c.x_TD.device)
@@ -213,8 +223,10 @@ def _is_large(call: ExpertsCall) -> bool:
 
 def _most_rows_of_codes(call: ExpertsCall) -> int | None:
     """Rows an expert; None if there is no other kernel, or no memory for what it decodes."""
-    if call.x_format:
-        return None if _refuse_quantised_inputs(call) else MOST_ROWS_OF_QUANTISED_INPUTS
+    if call.x_format and _refuse_quantised_inputs(call) is not None:
+        return None
+    if call.x_format and _inputs(call) is None:
+        return MOST_ROWS_OF_QUANTISED_INPUTS
     weight = _weight(call)
     bits = weight[5]
     if _multiplies_as_stored(call):
@@ -238,7 +250,8 @@ def _multiplies_as_stored(call: ExpertsCall) -> bool:
 # The tensors of a launch, in their order.
 TENSORS = (
     "x_TD", "weights_TK", "ids_TK", "w13_EFD", "w2_EDI", "b13_EF", "b2_ED", "expert_map",
-    "residual_TD", "scale13_EFG", "scale2_EDG", "zero13_EFG", "zero2_EDG",
+    "residual_TD", "scale13_EFG", "scale2_EDG", "zero13_EFG", "zero2_EDG", "global13_E",
+    "global2_E", "x_scale", "h_scale",
 )  # fmt: skip
 
 
@@ -251,7 +264,7 @@ def run_experts(
         return torch.empty_like(call.x_TD)
     from moe_ops.kernels.triton.replay import replay
 
-    rest = (kernel, call.transposed, call.activation, _weight(call), tiles)
+    rest = (kernel, call.transposed, call.activation, _formats(call), tiles)
     return replay(_launch_experts, _tensors(call, residual_TD), rest)
 
 
@@ -260,19 +273,33 @@ def _weight(call: ExpertsCall) -> Any:
     return triton_formats.weight_of(call.w_format, call.x_format) if call.w_format else None
 
 
+def _inputs(call: ExpertsCall) -> Any:
+    """How the inputs of a call are emulated; None if they are not."""
+    return triton_inputs.inputs_of(call.w_format, call.x_format) if call.x_format else None
+
+
+def _formats(call: ExpertsCall) -> tuple[Any, Any, str]:
+    """Of a call, as kernels take them: the format of weights, how inputs are emulated, and what of
+    those of 8 bits has a scale."""
+    scaled = triton_formats.scaled_of(call.x_format) if _inputs(call) is None else ""
+    return _weight(call), _inputs(call), scaled
+
+
 def _tensors(call: ExpertsCall, residual_TD: Tensor | None = None) -> tuple[Tensor | None, ...]:
     c = call
     return (
-        _rows(c.x_TD), _contiguous(c.weights_TK), _contiguous(c.ids_TK), c.w13_EFD, c.w2_EDI,
-        _rows(c.b13_EF), _rows(c.b2_ED), _contiguous(c.expert_map), _contiguous(residual_TD),
+        with_rows(c.x_TD), contiguous(c.weights_TK), contiguous(c.ids_TK), c.w13_EFD, c.w2_EDI,
+        with_rows(c.b13_EF), with_rows(c.b2_ED), contiguous(c.expert_map), contiguous(residual_TD),
         c.w13_scale_EFG, c.w2_scale_EDG, c.w13_zero_EFG, c.w2_zero_EDG,
+        contiguous(c.global_scale13_E), contiguous(c.global_scale2_E), contiguous(c.x_scale),
+        contiguous(c.h_scale),
     )  # fmt: skip
 
 
 def tiles_of(kernel: str, call: ExpertsCall) -> Any:
     """The tiles that a call of `tiny` or `rows` takes by the tables."""
     named = dict(zip(TENSORS, _tensors(call), strict=True))
-    layer = _layer(named, call.transposed, call.activation, _weight(call))
+    layer = _layer(named, call.transposed, call.activation, _formats(call))
     module = importlib.import_module(f"moe_ops.kernels.triton.experts.{kernel}")
     return module.tiles_of(call.x_TD, call.ids_TK, layer, call.expert_map)
 
@@ -280,8 +307,8 @@ def tiles_of(kernel: str, call: ExpertsCall) -> Any:
 def _launch_experts(*given: Any) -> Tensor:
     """Launch with the tensors of `run_experts`, and its other arguments behind them."""
     named = dict(zip(TENSORS, given, strict=False))
-    kernel, transposed, act, weight, tiles = given[len(TENSORS) :]
-    layer = _layer(named, transposed, act, weight)
+    kernel, transposed, act, formats, tiles = given[len(TENSORS) :]
+    layer = _layer(named, transposed, act, formats)
     module = importlib.import_module(f"moe_ops.kernels.triton.experts.{kernel}")
     routed = (named[n] for n in ("x_TD", "weights_TK", "ids_TK"))
     more = {} if tiles is None else {"tiles": tiles}
@@ -291,17 +318,25 @@ def _launch_experts(*given: Any) -> Tensor:
     return out_TD
 
 
-def _layer(named: dict[str, Any], transposed: bool, act: Any, weight: Any) -> Any:
-    """The weights of a call, its tensors given by their names in TENSORS, as kernels take them."""
-    from moe_ops.kernels.triton.experts.quantized import Codes, as_stored
+def _layer(named: dict[str, Any], transposed: bool, act: Any, formats: tuple[Any, Any, str]) -> Any:
+    """The weights of a call, its tensors given by their names in TENSORS and its formats by
+    `_formats`, as kernels take them."""
+    from moe_ops.kernels.triton.experts.quantized import Codes, as_stored, scales_as_stored
     from moe_ops.kernels.triton.experts.weights import Experts
 
-    codes = None
+    codes, (weight, inputs, scaled) = None, formats
     if weight is not None:
-        codes = Codes(**{n: named[n] for n in TENSORS[9:]}, weight=weight)
         named |= {n: as_stored(named[n], weight) for n in ("w13_EFD", "w2_EDI")}
+        named |= {n: scales_as_stored(named[n], weight) for n in ("scale13_EFG", "scale2_EDG")}
+        codes = Codes(
+            **{n: named[n] for n in TENSORS[9:]}, weight=weight, inputs=inputs, scaled=scaled
+        )
     held = {n: named[n] for n in ("w13_EFD", "w2_EDI", "b13_EF", "b2_ED")}
     return Experts(**held, transposed=transposed, act=act, codes=codes)
+
+
+def _emulates(call: ExpertsCall) -> bool:
+    return _inputs(call) is not None
 
 
 def _register(
@@ -318,6 +353,7 @@ def _register(
         return run_experts(kernel, call)
 
     experts.backend(f"triton.{kernel}", supports=supports, rows=rows, **given)(run)
+    experts.emulates(f"triton.{kernel}", _emulates)
 
     def supports_onto(call: ExpertsOntoCall) -> str | None:
         if needs_grad(call.residual_TD):
@@ -329,6 +365,7 @@ def _register(
 
     rows = Rows(preferred=_of_layer(rows.preferred), possible=_of_layer(rows.possible))
     experts_onto.backend(f"triton.{kernel}", supports=supports_onto, rows=rows, **given)(run_onto)
+    experts_onto.emulates(f"triton.{kernel}", lambda call: _emulates(call.layer))
 
 
 def _of_layer(limit: Callable[[ExpertsCall], Any] | None) -> Callable[[Any], Any] | None:
@@ -336,15 +373,15 @@ def _of_layer(limit: Callable[[ExpertsCall], Any] | None) -> Callable[[Any], Any
 
 
 TINY = Rows(preferred=most_tiny_tokens, possible=max_tiny_tokens)
-_register("tiny", supports_codes, reads.EXPERTS, 3, TINY)
-_register("rows", supports_codes, reads.EXPERTS, 2, Rows(preferred=most_rows_tokens))
-_register("grouped", supports_many, reads.EXPERTS, 1)
+_register("tiny", supports_tiny, reads.SCALED_EXPERTS, 3, TINY)
+_register("rows", supports_codes, reads.SCALED_EXPERTS, 2, Rows(preferred=most_rows_tokens))
+_register("grouped", supports_many, reads.SCALED_EXPERTS, 1)
 
 
-def _rows(t: T) -> T:
+def with_rows(t: T) -> T:
     """A tensor, if any, whose rows are contiguous."""
     return t if t is None or t.stride(-1) == 1 else t.contiguous()
 
 
-def _contiguous(t: T) -> T:
+def contiguous(t: T) -> T:
     return t if t is None or t.is_contiguous() else t.contiguous()

@@ -85,6 +85,7 @@ def choose(op: Op, call: Any, node: Node, rules: Rules) -> Choice:
         candidates=(*asked.usable, REFERENCE),
         refusals=asked.refusals,
         ranges=tuple(describe(low, *r) for low, r in zip(lows, ranges, strict=True)),
+        emulated=tuple(n for n in asked.usable if op.backends[n].emulates(call)),
     )
 
 

@@ -63,6 +63,7 @@ class Choice:
     candidates: tuple[str, ...]  # in the order in which they are asked
     refusals: dict[str, str]  # why the other backends cannot run it
     ranges: tuple[Range, ...]
+    emulated: tuple[str, ...] = ()  # the candidates that emulate its inputs in 16 bits
 
     @property
     def text(self) -> str:
@@ -135,7 +136,7 @@ def written(ranges: Iterable[tuple[int | None, str]]) -> str:
 def _choice(values: dict[str, Any]) -> Choice:
     check_type("a choice of a plan", values, dict, "an object")
     values = dict(values)
-    for name in ("rows", "candidates", "ranges"):
+    for name in ("rows", "candidates", "ranges", "emulated"):
         check_type(f"{name} of a plan's choice", values.get(name, []), list, "a list")
         values[name] = tuple(values.get(name, ()))
     values["ranges"] = tuple(_build(Range, r) for r in values["ranges"])

@@ -198,7 +198,8 @@ def global_scale_of(x: Tensor, format: Format) -> Tensor:
     """The global scale, one float32, that makes the largest block scale of x the largest float8."""
     amax = x.float().abs().amax() if x.numel() else x.new_zeros((), dtype=torch.float32)
     largest_scale = FLOAT_ELEMENTS[format.scale].largest
-    return (amax / (format.largest * largest_scale)).clamp(min=SMALLEST_SCALE)
+    # By a tensor, as below.
+    return (amax / amax.new_full((), format.largest * largest_scale)).clamp(min=SMALLEST_SCALE)
 
 
 SCALE_RULES = ("floor", "ceil")

@@ -34,11 +34,13 @@ ADVICE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one op of a region runs on: a backend for each range of its rows, and who refused."""
+    """What one op of a region runs on: a backend for each range of its rows, who refused, and who
+    emulates inputs."""
 
     op: str
     ranges: tuple[Range, ...]
     refusals: dict[str, str]
+    emulated: tuple[str, ...] = ()
 
     @property
     def is_compiled(self) -> bool:
@@ -213,7 +215,9 @@ def runs(region: Region) -> list[str]:
     for run in region.runs:
         if not run.is_compiled:
             texts = [f"{name_of(r.backend)}{_upto(r, len(run.ranges))}" for r in run.ranges]
-            found.append(f"{run.op}: {', '.join(texts)}")
+            emulated = any(r.backend in run.emulated for r in run.ranges)
+            inputs = "; inputs emulated in 16 bits" if emulated else ""
+            found.append(f"{run.op}: {', '.join(texts)}{inputs}")
     compiled = list(dict.fromkeys(run.op for run in region.runs if run.is_compiled))
     if compiled:
         found.append(f"{', '.join(compiled)}: its definition, compiled with what is around it")

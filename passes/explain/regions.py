@@ -54,7 +54,9 @@ def layers(
         own = [choice] if choice.backends != (REFERENCE,) else parts[choice.layer] or [choice]
         runs: list[Run] = []
         for part in own:
-            entry = Run(op=part.op, ranges=part.ranges, refusals=part.refusals)
+            entry = Run(
+                op=part.op, ranges=part.ranges, refusals=part.refusals, emulated=part.emulated
+            )
             if entry not in runs:
                 runs.append(entry)
         measured = _Measured(choice, calls[choice.node], _top_k(choice, choices, calls), runs)

@@ -23,6 +23,8 @@ PEERS = ROOT / "benchmarks" / "peers" / "h200_bf16.json"
 # Names and tokens, and the layers that were not measured.
 PEERS_OF_FORMATS = {
     "h200_float8_blocks": ({"vllm", "flashinfer"}, 16384, {"gpt_oss_20b"}),
+    "h200_float8_rows": ({"vllm"}, 4096, {"olmoe", "qwen3_next"}),
+    "h200_int8_rows": ({"vllm"}, 4096, {"olmoe", "qwen3_next"}),
     "h200_int4": ({"marlin"}, 4096, {"gpt_oss_20b", "olmoe", "qwen3_next"}),
     "h200_mxfp4": ({"marlin", "triton_kernels"}, 4096, {"olmoe", "qwen3_next"}),
 }
@@ -124,7 +126,7 @@ def test_the_peers_of_formats(name: str) -> None:
     assert peers.keys() == LAYERS.keys() - without == floors.keys()
     for layer, by_tokens in peers.items():
         assert list(by_tokens) == [4**i for i in range(8) if 4**i <= most] == list(floors[layer])
-        alone = {"triton_kernels"} if layer == "gpt_oss_20b" else names
+        alone = names - {"marlin"} if layer == "gpt_oss_20b" else names
         assert all(times.keys() == alone for times in by_tokens.values())
         for tokens, times in by_tokens.items():
             assert floors[layer][tokens] < min(times.values())
@@ -135,6 +137,8 @@ def test_the_peers_of_formats(name: str) -> None:
     ("name", "format"),
     [
         ("h200_float8_blocks", "float8_e4m3fn:128x128+float8_e4m3fn:1x128"),
+        ("h200_float8_rows", "float8_e4m3fn:row+float8_e4m3fn:row"),
+        ("h200_int8_rows", "int8:row+int8:row"),
         ("h200_int4", "int4:1x128:bfloat16"),
         ("h200_mxfp4", "mxfp4"),
     ],

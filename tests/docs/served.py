@@ -155,7 +155,8 @@ def _served(op: Op, call: Call, device: str) -> Iterator[str]:
     if not products:
         quantised = inspect.signature(op).bind(*args).arguments.get("x_format")
         floats = "emulated" if quantised else "reference"
-        word = floats if backend.name in DECODING else "native"
+        decodes = backend.name in DECODING or backend.emulates(op.call(*args))
+        word = floats if decodes else "native"
         yield f"{word}: {'definition' if backend.name == REFERENCE else f'`{backend.name}`'}"
 
 

@@ -35,7 +35,10 @@ def test_the_page_is_what_was_measured() -> None:
 
 
 def test_the_page_has_a_place_for_them() -> None:
-    formats = ("bfloat16", "float8_blocks", "float8_weights", "int4", "int4_64", "mxfp4")
+    formats = (
+        "bfloat16", "float8_blocks", "float8_rows", "int8_rows", "float8_weights", "int4",
+        "int4_64", "mxfp4",
+    )  # fmt: skip
     assert report.BLOCK.findall(PAGE.read_text()) == [f"layer_h200_{f}" for f in formats]
     models = ["qwen3_30b_h200", "mixtral_8x7b_h200", "gpt_oss_20b_h200", "qwen3_30b_experts_h100"]
     assert generation.BLOCK.findall(PAGE.read_text()) == [f"generate_{m}" for m in models]

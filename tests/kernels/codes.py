@@ -12,7 +12,12 @@ from torch import Tensor
 
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.fake_impls.formats import ELEMENTS
-from moe_ops.kernels.triton.experts.quantized import add_product, as_stored, rescaled
+from moe_ops.kernels.triton.experts.quantized import (
+    add_product,
+    as_stored,
+    rescaled,
+    scales_as_stored,
+)
 from moe_ops.kernels.triton.experts.tokens import arrange
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
@@ -38,10 +43,18 @@ class Weights:
 
 def quantised(w13: Tensor, w2: Tensor, w_format: str) -> dict[str, Any]:
     """Two stacked weights as arguments of `experts`, the weights themselves as w13 and w2."""
-    a, b = (packing.quantize(w, Format.of(w_format)) for w in (w13, w2))
+    format = Format.of(w_format)
+    commons: list[Tensor | None] = [None, None]
+    if format.has_global_scale:
+        commons = [torch.stack([packing.global_scale_of(e, format) for e in w]) for w in (w13, w2)]
+    a, b = (
+        packing.quantize(w, format, global_scale=common)
+        for w, common in zip((w13, w2), commons, strict=True)
+    )
     return {
         "w13": a.values, "w2": b.values, "w13_scale_EFG": a.scale, "w2_scale_EDG": b.scale,
         "w13_zero_EFG": a.zero, "w2_zero_EDG": b.zero, "w_format": w_format,
+        "global_scale13_E": commons[0], "global_scale2_E": commons[1],
     }  # fmt: skip
 
 
@@ -55,11 +68,14 @@ def any_codes(w_format: str, rows: int, columns: int) -> Weights:
     if bits == 8:
         if format.element == "float8_e4m3fn":
             codes[(codes & 0x7F) == 0x7F] = 0  # NaN
+        elif format.element == "float8_e5m2":
+            codes[(codes & 0x7F) > 0x7B] = 0  # infinities, NaN
         values = codes.view(ELEMENTS[format.element].dtype)
     else:
         values = packing.pack(codes, format.element)
     shape = (1, *format.parsed.scale_shape(rows, columns))
-    scale = torch.randint(-3, 2, shape, device=DEVICE).float().exp2()
+    most = 1 if format.element == "float8_e5m2" else 2  # which float16 would not hold
+    scale = torch.randint(-3, most, shape, device=DEVICE).float().exp2()
     zero = torch.randint(2**bits, shape, dtype=torch.uint8, device=DEVICE)
     scale = packing.encode_scale(scale, format.scale)
     return Weights(
@@ -94,7 +110,8 @@ def product(weights: Weights, x_ND: Tensor) -> Tensor:
         x_ND = arrange(x_ND, weight)
     w = as_stored(weights.values, weight)
     product_kernel[(1,)](
-        w, weights.scale, weights.zero, x_ND, out, w.stride(1), x_ND.stride(0),
+        w, scales_as_stored(weights.scale, weight), weights.zero, x_ND, out, w.stride(1),
+        x_ND.stride(0),
         ROWS=rows, COLUMNS=D, TOKENS=N, STEP=STEP, W=weight,
     )  # fmt: skip
     return out

@@ -100,6 +100,13 @@ def of_float8(words: Any, dtype: torch.dtype) -> tuple[Any, Any]:
     return pairs[..., 0], pairs[..., 1]
 
 
+def of_int8(words: Any) -> tuple[Any, Any]:
+    """As `streamed.of_int8`, which is PTX."""
+    codes = words.contiguous().unsqueeze(-1).view(torch.int8)
+    pairs = codes.to(torch.float16).contiguous().view(torch.int32)
+    return pairs[..., 0], pairs[..., 1]
+
+
 def of_two(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
     return lambda a, b, **_: f(value(a), value(b))
 
@@ -151,7 +158,7 @@ def functions() -> dict[str, Any]:
                 continue
             if isinstance(python, FunctionType):
                 names[name] = FunctionType(python.__code__, names, name, python.__defaults__)
-    names["of_float8"] = of_float8
+    names["of_float8"], names["of_int8"] = of_float8, of_int8
     names["mma_v2"] = lambda a, b, acc: torch.bmm(a.float(), b.float()) + acc
     return names
 

@@ -31,13 +31,17 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 from moe_ops.backends.triton import run_experts
-from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS, routing
+from moe_ops.backends.triton_inputs import inputs_of
+from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS, quantize_blocks, routing
+from moe_ops.kernels.triton import quantize as quantize_kernels
 from moe_ops.kernels.triton.decode import linears, one_query, rope, rope_attention
 from moe_ops.kernels.triton.experts import (
     combine,
     decoded,
+    emulated,
     few,
     grouped_plain,
+    row_scales,
     rows,
     sort,
     tiny,
@@ -45,14 +49,15 @@ from moe_ops.kernels.triton.experts import (
 )
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.route import route
-from moe_ops.quant.formats import Format
 from moe_ops.testing import ACTIVATIONS, LAYERS
+from tests.kernels.offline_codes import calls_by_row, quantised_layer
 from tests.published_routers import ROUTERS, Router, arguments
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
     torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
     torch.bool: "*i1", torch.int8: "*i8", torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
 }  # fmt: skip
 
 # Between the GPUs every dtype that router logits may have.
@@ -87,6 +92,9 @@ FORMATS = [
     ("uint4:1x64:float16", "", 80), ("uint4:1x32:float16", "", 80),
     ("mxfp8", "", 89), ("float8_e4m3fn:128x128", "", 89), ("int8:1x64", "", 80),
     ("uint8:1x128:bfloat16", "", 80),
+    ("nvfp4", "", 80), ("mxfp6_e3m2", "", 80), ("mxfp6_e2m3", "", 80), ("mxfp8_e5m2", "", 80),
+    ("nvfp4", "nvfp4", 80), ("mxfp4", "mxfp8", 80), ("mxfp6_e3m2", "float8_e4m3fn:row", 80),
+    ("mxfp4", "float8_e4m3fn:tensor", 80),
 ]  # fmt: skip
 
 
@@ -153,16 +161,20 @@ def compile_launches(
         for module in (
             combine,
             decoded,
+            emulated,
             few,
             linears,
             one_query,
             rope,
             rope_attention,
             routing,
+            row_scales,
             rows,
             sort,
             tiny,
             tokens,
+            quantize_kernels,
+            quantize_blocks,
         ):
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
         for module in (grouped_plain, linears, rope_attention, rows, tiny):
@@ -224,11 +236,15 @@ def calls_of_codes(
         if capability < least:
             continue
         rows = [("rows", n) for n in (16, 64, 256, 1024, 4096)]
+        emulates = inputs_of(w_format, x_format) is not None
         for backend, T in (("tiny", 1), ("tiny", 4), *rows, ("grouped", 4096)):
-            if backend == "grouped" and x_format:
+            unused = "tiny" if emulates else "grouped" if x_format else None
+            if backend == unused:
                 continue
             call = functools.partial(quantised_layer, case, backend, T, w_format, x_format)
             yield f"{backend} {T} {w_format} {x_format}", call
+        if emulates:
+            continue
         # More choices than one round of `one_down` takes.
         call = functools.partial(quantised_layer, most, "tiny", 1, w_format, x_format)
         yield f"{most.K} choices {w_format} {x_format}", call
@@ -237,7 +253,9 @@ def calls_of_codes(
 PARTS: dict[str, Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]] = {
     "floats": calls,
     "codes": lambda capability: calls_of_codes(capability, FORMATS[:3]),
-    "more_codes": lambda capability: calls_of_codes(capability, FORMATS[3:]),
+    "by_row": calls_by_row,
+    "more_codes": lambda capability: calls_of_codes(capability, FORMATS[3:11]),
+    "other_codes": lambda capability: calls_of_codes(capability, FORMATS[11:]),
 }
 
 
@@ -322,37 +340,6 @@ def layer(
         **activation,
     )
     run_experts(backend, call, empty(T, case.D) if full else None)
-
-
-def quantised_layer(case: Any, backend: str, T: int, w_format: str, x_format: str) -> None:
-    format = Format.of(w_format)
-    parsed, dtype = format.parsed, torch.bfloat16
-
-    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    def weight(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        groups = (case.E, *parsed.scale_shape(rows, columns))
-        w = empty(case.E, rows, parsed.packed(columns), dtype=parsed.storage.dtype)
-        zero = empty(*groups, dtype=torch.uint8) if format.has_zero else None
-        return w, empty(*groups, dtype=parsed.scale_dtype), zero
-
-    w13, scale13, zero13 = weight(2 * case.I, case.D)
-    w2, scale2, zero2 = weight(case.D, case.I)
-    call = ExpertsCall(
-        x_TD=empty(T, case.D),
-        weights_TK=empty(T, case.K, dtype=torch.float32),
-        ids_TK=empty(T, case.K, dtype=torch.int32),
-        w13_EFD=w13,
-        w2_EDI=w2,
-        w13_scale_EFG=scale13,
-        w2_scale_EDG=scale2,
-        w13_zero_EFG=zero13,
-        w2_zero_EDG=zero2,
-        w_format=w_format,
-        x_format=x_format,
-    )
-    run_experts(backend, call, None)
 
 
 def main() -> None:

@@ -2,17 +2,19 @@
 
     python offline_grouped.py KERNEL ACTIVATION...
 
-compiles those of floats (KERNEL _grouped), of float8 (_grouped_float8) or of codes with inputs of
-16 bits (_grouped_codes): the first product with these activations, and with "silu" the second one,
-which has none. It prints one JSON line for each variant: its activation, whether there are biases,
-of floats whether K has only whole steps, of others the format, registers, the bytes of shared
-memory and those that it spills, instructions of the matrix unit, and those that wait for it.
+compiles those of floats (KERNEL _grouped), of float8 (_grouped_float8), of codes with inputs of 16
+bits (_grouped_codes) or of 8 bits with scales of rows (by_row): the first product with these
+activations, and with "silu" the second one, which has none. It prints one JSON line for each
+variant: its activation, whether there are biases, of floats whether K has only whole steps, of
+others the format, registers, the bytes of shared memory and those that it spills, instructions of
+the matrix unit, and those that wait for it.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,7 +32,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from moe_ops.backends.triton_formats import EIGHT_BITS
-from moe_ops.kernels.triton.experts import grouped, grouped_codes, grouped_float8
+from moe_ops.kernels.triton.experts import (
+    grouped,
+    grouped_by_row,
+    grouped_codes,
+    grouped_float8,
+    grouped_gluon,
+)
+from moe_ops.kernels.triton.experts.grouped_gluon import Scales
 from moe_ops.kernels.triton.experts.tile_map import TileMap
 from moe_ops.kernels.triton.experts.tokens import arranged
 from moe_ops.ops.activate import Activation
@@ -62,6 +71,8 @@ def compile_launch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **opt
     made = triton.compile(source_of(self, args), target=GPUTarget("cuda", 90, 32), options=options)
     given = dict(zip(self.arg_names, args, strict=True))
     variant = {k: given.get(k) for k in ("ACT", "EVEN_K", "W")}
+    if given.get("S") is not None:
+        variant["W"] = given["S"][:4]
     variant |= {"bias": given["bias_ptr"] is not None, "shared": made.metadata.shared}
     variant |= waits_of(made.asm["cubin"])
     print(json.dumps(variant | usage(made.asm["cubin"])), flush=True)
@@ -75,7 +86,10 @@ def waits_of(cubin: bytes) -> dict[str, int]:
         # Triton's own `asm["sass"]` leaves out part of a kernel of several warpgroups.
         command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
         sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {"products": sass.count("HGMMA."), "waits": sass.count("WARPGROUP.DEPBAR")}
+    return {
+        "products": len(re.findall(r"\b[HQI]GMMA\.", sass)),
+        "waits": sass.count("WARPGROUP.DEPBAR"),
+    }
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -129,11 +143,13 @@ def codes_product(
     groups = K // group if group > 0 else 1
     bits = 8 if element in EIGHT_BITS else 4
     weight = (element, 1, group, kind, False, bits)
+    stored = torch.uint8 if kind in ("e8m0", "float8_e4m3fn") else getattr(torch, kind)
     grouped_codes.launch(
         empty(4096, arranged(K, weight), dtype=dtype),
         empty(E, N, K * bits // 32, dtype=torch.int32),
-        empty(E, N, groups, dtype=torch.uint8 if kind == "e8m0" else getattr(torch, kind)),
+        empty(E, N, groups, dtype=stored),
         empty(E, N, groups, dtype=torch.uint8) if element in ("uint4", "uint8") else None,
+        empty(E, dtype=torch.float32) if group == 16 else None,
         empty(E, N, dtype=dtype) if bias else None,
         empty(4096, arranged(out_n, weight) if act[0] else out_n, dtype=dtype),
         TileMap(empty(99, 8, dtype=torch.int32), grouped_codes.BLOCK_M),
@@ -151,7 +167,10 @@ def codes_products(names: list[str]) -> None:
         codes_product(rows, D, I, act.args, bias, int4, torch.bfloat16)
         if name == "silu":
             codes_product(D, I, D, grouped_codes.LINEAR, bias, int4, torch.bfloat16)
-    more = (("float4_e2m1", 32, "e8m0"), ("uint4", 32, "float16"), ("int4", -1, "float32"))
+    more = (
+        ("float4_e2m1", 32, "e8m0"), ("float4_e2m1", 16, "float8_e4m3fn"),
+        ("uint4", 32, "float16"), ("int4", -1, "float32"),
+    )  # fmt: skip
     others = [*itertools.product(more, (torch.bfloat16, torch.float16))]
     others += [
         (("uint8", 64, "float32"), torch.bfloat16), (("int8", -1, "float32"), torch.float16),
@@ -159,6 +178,54 @@ def codes_products(names: list[str]) -> None:
     ]  # fmt: skip
     for format, dtype in others if "silu" in names else ():
         codes_product(D, I, D, grouped_codes.LINEAR, True, format, dtype)
+        if format[1] == 16:
+            silu = Activation(kind="silu").args
+            codes_product(2 * I, D, I, silu, False, format, dtype)
+
+
+def by_row_product(
+    N: int, K: int, out_n: int, act: tuple, bias: bool, w: tuple[str, int, str], static: int
+) -> None:
+    """static: as many scales of the output of the first product, and of the input of the second."""
+    element, down, kind = w
+    codes = torch.int8 if element == "int8" else torch.float8_e4m3fn
+    first, R = act[0] is not None, 4096
+    made = empty(static, dtype=torch.float32) if static else None
+    scales = Scales(
+        a=empty(R, dtype=torch.float32) if first or made is None else made,
+        a_each="row" if first or made is None else grouped_gluon.each(made),
+        w=empty(E, N if down == 1 else 1, 1, dtype=getattr(torch, kind)),
+        weight=(element, down, -1, kind, True, 8),
+        out=made if first else None,
+    )
+    grouped_gluon.launch(
+        empty(R, K, dtype=codes),
+        None,
+        empty(E, N, K, dtype=codes),
+        empty(E, N) if bias else None,
+        empty(R, out_n, dtype=codes if scales.out is not None else torch.bfloat16),
+        TileMap(empty(99, 8, dtype=torch.int32), 128),
+        None,
+        act,
+        scales,
+    )
+
+
+def by_row_products(names: list[str]) -> None:
+    """Of every activation with a scale a row, of float8 and of int8; of one with others, too."""
+    for name, bias in itertools.product(names, (False, True)):
+        act = Activation(**{"kind": "silu"} | ACTIVATIONS[name])
+        rows = 2 * I if act.gated else I
+        for element in ("float8_e4m3fn", "int8"):
+            by_row = (element, 1, "float32")
+            by_row_product(rows, D, I, act.args, bias, by_row, 0)
+            if name == "silu":
+                by_row_product(D, I, D, grouped_by_row.LINEAR, bias, by_row, 0)
+            if name == "silu" or (act.interleaved and bias):
+                by_row_product(rows, D, I, act.args, bias, (element, -1, "bfloat16"), 1)
+                by_row_product(rows, D, I, act.args, bias, by_row, E)
+            if name == "silu":
+                by_row_product(D, I, D, grouped_by_row.LINEAR, bias, by_row, E)
 
 
 def products(names: list[str]) -> None:
@@ -182,7 +249,7 @@ def main() -> None:
     with patch.object(JITFunction, "run", compile_launch):
         of = {
             "_grouped": products, "_grouped_float8": float8_products,
-            "_grouped_codes": codes_products,
+            "_grouped_codes": codes_products, "by_row": by_row_products,
         }  # fmt: skip
         of[kernel](names)
 

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
+from moe_ops import experts
 from moe_ops.backends.triton import run_experts
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.kernels.triton.experts import few
@@ -27,8 +28,12 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels
 FORMATS = (
     ("int4:1x32:bfloat16", ""), ("uint4:1x64:float16", ""), ("uint4:1x128", ""), ("int4:row", ""),
     ("mxfp4", ""), ("float8_e4m3fn:128x128", ""), ("float8_e4m3fn:tensor", ""), BLOCK_FLOAT8,
+    ("nvfp4", ""),
+    ("float8_e4m3fn:row", "float8_e4m3fn:row"), ("int8:tensor", "int8:row"),
+    ("int8:row", "int8:tensor"),
 )  # fmt: skip
-SOME = (FORMATS[0], FORMATS[4], BLOCK_FLOAT8)
+SOME = (FORMATS[0], FORMATS[4], BLOCK_FLOAT8, ("nvfp4", ""), ("int8:tensor", "int8:row"))
+EMULATED = (("mxfp4", "mxfp6_e2m3"), ("nvfp4", "nvfp4"), ("mxfp4", "float8_e4m3fn:tensor"))
 # What fills no step, no tile of rows, and leaves parts without columns; one expert or more.
 SIZES = ((1, 1, 96, 160), (3, 3, 288, 96), (7, 6, 32, 32), (11, 10, 160, 288))
 TOKENS = {"tiny": 1, "rows": 5}
@@ -115,6 +120,13 @@ def test_an_expert_map_and_a_residual(kernel: str, formats: tuple[str, str]) -> 
     got = check(kernel, call)
     residual_TD = torch.randn(got.shape).to(F16)
     assert torch.equal(run_experts(kernel, call, residual_TD), residual_TD + got)
+
+
+@pytest.mark.parametrize("formats", EMULATED, ids=str)
+def test_inputs_that_are_emulated(formats: tuple[str, str], by_torch: list[str]) -> None:
+    call = small("rows", formats, biases=True)
+    assert_close(run_experts("rows", call), experts.body(call), TOL["experts", torch.uint8])
+    assert by_torch == ["few_up", "few_down"]
 
 
 @some_formats

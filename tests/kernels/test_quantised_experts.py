@@ -56,6 +56,7 @@ FORMATS = (
     "uint4:1x32:float16", "uint4:1x128", "uint4:row:bfloat16", "mxfp4", "float4_e2m1:1x128",
     "float8_e4m3fn:128x128", "float8_e4m3fn:16x32", "float8_e4m3fn:row", "float8_e4m3fn:tensor",
     "mxfp8", "int8:1x32", "int8:1x128:bfloat16", "int8:row", "uint8:1x64:float16", "uint8:row",
+    "nvfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp8_e5m2",
 )  # fmt: skip
 BLOCK_FLOAT8 = ("float8_e4m3fn:128x128", "float8_e4m3fn:1x128")
 SMALL = Case(name="small", T=3, E=4, K=2, D=128, I=128)
@@ -148,7 +149,7 @@ def test_widths_that_fill_no_step(columns: int, dtype: torch.dtype) -> None:
         assert_close(got, want, TOL["expert_gemm", torch.float32], w_format)
 
 
-QUICK = ("int4:1x32", "mxfp4", "float8_e4m3fn:128x128")
+QUICK = ("int4:1x32", "mxfp4", "float8_e4m3fn:128x128", "nvfp4", "mxfp6_e3m2")
 EACH_FORMAT = [pytest.param(f, marks=[] if f in QUICK else [pytest.mark.slow]) for f in FORMATS]
 
 
@@ -297,14 +298,11 @@ def test_no_tokens(kernel: str) -> None:
     assert run(kernel, call).shape == (0, SMALL.D)
 
 
-KNOWN = "float4_e2m1, int4, uint4, float8_e4m3fn, int8, uint8"
 REFUSED = {
-    ("nvfp4", ""): "has no kernel for scales under a global scale",
-    ("mxfp6_e2m3", ""): f"needs weights of {KNOWN}, got float6_e2m3",
-    ("int8:row", "int8:row"): "quantises inputs to float8_e4m3fn:1x128 alone, got int8:row",
     ("uint4:1x8", ""): "needs groups of 16, 32, 64, 128 or more columns, got 8",
-    ("float8_e4m3fn:row", "float8_e4m3fn:row"): "quantises inputs to float8_e4m3fn:1x128 alone, "
-    "got float8_e4m3fn:row",
+    ("int8:1x32", "int8:row"): "needs int8 weights with a scale a row or tensor for int8:row",
+    ("mxfp4", "int8:1x32"): "quantises inputs to float8_e4m3fn:1x128, float8_e4m3fn:row, "
+    "float8_e4m3fn:tensor, int8:row, int8:tensor, got int8:1x32",
 }
 
 
@@ -376,6 +374,7 @@ def test_grouped_takes_float8_with_many_rows_an_expert() -> None:
         ("mxfp4", WIDE, MOST_ROWS_AS_STORED[4, False]),
         ("int4:1x128", replace(WIDE, I=512), MOST_ROWS_AS_STORED[4, True]),
         ("int4:1x32", replace(WIDE, D=8192, I=1024), MOST_ROWS_OF_LARGE_AS_STORED),
+        ("nvfp4", WIDE, MOST_ROWS_AS_STORED[4, False]),
         ("int4:1x16", WIDE, MOST_ROWS_OF_CODES[4]),  # decoded first
         ("int4:1x32", replace(WIDE, I=256), MOST_ROWS_OF_CODES[4]),
         ("int8:1x64", replace(WIDE, I=208), MOST_ROWS_AS_STORED[8, False]),

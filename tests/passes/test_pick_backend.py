@@ -103,6 +103,15 @@ def test_what_was_decided_is_recorded() -> None:
     assert [note.text for note in hook.context.rewrites] == ["experts: 40:cpu,:aten"]
 
 
+def test_who_emulates_inputs_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "backends", dict(experts.backends))
+    monkeypatch.setattr(experts, "_order", {})
+    experts.emulates("cpu", lambda call: call.kind == "silu")
+    hook = Hook(pick_backend)
+    run_experts(hook, dynamic=True, dtype=BF16)
+    assert only_choice(hook).emulated == ("cpu",)
+
+
 def test_a_backend_that_is_the_better_one_for_any_number_has_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -36,7 +36,7 @@ PLAN = Plan(
     device="a CPU, 2 threads",
     choices=(
         CHOICE,
-        replace(CHOICE, node="experts_1", layer="model.layers.1.mlp.experts"),
+        replace(CHOICE, node="experts_1", layer="model.layers.1.mlp.experts", emulated=("aten",)),
         replace(
             CHOICE,
             node="combine",

@@ -3,6 +3,8 @@
 This file is free of Triton, which its modules import.
 """
 
+from typing import NamedTuple
+
 # What `tiny` can run: every program compares all pairs of token and choice with each other, and
 # all tokens are the columns of one tile.
 TINY_PAIRS, TINY_TOKENS = 64, 16
@@ -15,6 +17,23 @@ LARGE = 2**23  # elements of W2, from which on an expert is large
 Weight = tuple[str, int, int, str, bool, int]
 
 
+class Inputs(NamedTuple):
+    """A format of inputs that are emulated: rounded to its codes, which stay floats of 16 bits.
+
+    Values have `mantissa` bits behind the first one, those below 2**`lowest` as many fewer, up to
+    `largest`, below 2**(`top` + 1). Scales are "e8m0" or "float8_e4m3fn" ones of `group` columns,
+    or "row" or "tensor": float32 ones.
+    """
+
+    lowest: int
+    mantissa: int
+    largest: float
+    top: int
+    has_nan: bool
+    scale: str
+    group: int
+
+
 def one_a_step(weight: Weight) -> bool:
     """Whether a row has one scale for all columns of a step, which its sum can be scaled by."""
     return weight[2] in (-1, STEP)
@@ -23,9 +42,12 @@ def one_a_step(weight: Weight) -> bool:
 def multiplies_codes(weight: Weight, widths: tuple[int, int]) -> bool:
     """Whether many rows an expert are multiplied with codes as they are stored, inputs having 16
     bits (`grouped_codes.py`, on Hopper), for a model and experts of these widths: in groups of at
-    least the columns that a thread loads at once, in widths of which copies take 32 rows (of eight
-    bits 16) and 16 bytes, and with so many steps that in one tile the next one is found."""
-    _, _, group, _, quantises, bits = weight
+    least the columns that a thread loads at once, or of nvfp4 half as many, in widths of which
+    copies take 32 rows (of eight bits 16) and 16 bytes, and with so many steps that in one tile the
+    next one is found."""
+    element, _, group, _, quantises, bits = weight
+    if quantises or bits not in (4, 8):
+        return False
     each, least = (32, 2 * STEP) if bits == 4 else (16, 3 * STEP // 2)
     wide = all(width % each == 0 and width > least for width in widths)
-    return not quantises and (group == -1 or group >= each) and wide
+    return wide and (group == -1 or group >= (16 if element == "float4_e2m1" else each))

@@ -18,6 +18,7 @@ from moe_ops.passes.explain.explanation import (
     Run,
     microseconds,
     names,
+    runs,
     si,
     span,
 )
@@ -135,6 +136,14 @@ fuse_moe         4  12.3
   model.py:7: data-dependent branch
 Not explained further: aten.nonzero.default""",
     )
+
+
+def test_who_emulates_inputs_is_named() -> None:
+    route, own = REGION.runs
+    found = runs(replace(REGION, runs=(route, replace(own, emulated=("aten", "other")))))
+    assert found[0] == "experts: cpu up to 40 rows, aten beyond; inputs emulated in 16 bits"
+    assert found != runs(REGION)
+    assert runs(replace(REGION, runs=(route, replace(own, emulated=("other",))))) == runs(REGION)
 
 
 def test_layers_in_short() -> None:

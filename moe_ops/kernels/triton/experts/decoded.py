@@ -14,12 +14,19 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import WORD, Weight
-from moe_ops.kernels.triton.experts.quantized import group_row, scale_of
+from moe_ops.kernels.triton.experts.quantized import (
+    fours_of,
+    group_row,
+    half_of,
+    pair_of_four,
+    scale_of,
+)
 from moe_ops.kernels.triton.experts.weights import Experts
 from moe_ops.kernels.triton.launch import pdl_options
 from moe_ops.kernels.triton.replay import launch
 
 ROWS_AT_ONCE, COLUMNS_AT_ONCE = 16, 256
+EACH = {4: WORD, 6: 2 * WORD, 8: 1}  # columns that are decoded together, by the bits of a code
 
 
 @triton.jit
@@ -31,12 +38,17 @@ def float4_of(code):
 
 
 @triton.jit
+def halves_of(pairs):
+    return tl.join(half_of(pairs, False, tl.float16), half_of(pairs, True, tl.float16))
+
+
+@triton.jit
 def decode_kernel(
-    w_ptr, s_ptr, z_ptr, out_ptr, ALL_ROWS,
+    w_ptr, s_ptr, z_ptr, g_ptr, out_ptr, ALL_ROWS,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr, EACH: tl.constexpr,
     BM: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BM rows of all experts, BD columns; an element of codes holds EACH columns."""
+    """One program: BM rows of all experts, BD columns; EACH columns share words, or a byte."""
     ELEMENT: tl.constexpr = W[0]
     GROUP: tl.constexpr = W[2]
     KIND: tl.constexpr = W[3]
@@ -48,13 +60,27 @@ def decode_kernel(
     inside_MW = (row_M < ALL_ROWS)[:, None] & (word_W * EACH < COLUMNS)[None, :]
     group_M = group_row(row_M // ROWS, row_M % ROWS, ROWS, COLUMNS, W)
     group_W = 0 * word_W if GROUP == -1 else word_W * EACH // GROUP
-    at_MW = group_M[:, None] + group_W[None, :]
-    scale_MW = scale_of(tl.load(s_ptr + at_MW, mask=inside_MW, other=0), KIND)
-    w_MW = tl.load(w_ptr + row_M[:, None] * (COLUMNS // EACH) + word_W[None, :], mask=inside_MW)
-    if EACH == 1:
+    factor_MW = group_M[:, None] + group_W[None, :]
+    scale_MW = scale_of(tl.load(s_ptr + factor_MW, mask=inside_MW, other=0), KIND)
+    if g_ptr is not None:
+        g_M = tl.load(g_ptr + row_M // ROWS, mask=row_M < ALL_ROWS, other=0.0)
+        scale_MW = scale_MW * g_M[:, None]
+    STRIDE: tl.constexpr = COLUMNS * W[5] // 32 if W[5] < 8 else COLUMNS
+    place_W = 3 * word_W if W[5] == 6 else word_W
+    at_MW = w_ptr + row_M[:, None] * STRIDE + place_W[None, :]
+    w_MW = tl.load(at_MW, mask=inside_MW)
+    if W[5] == 6:
+        second_MW = tl.load(at_MW + 1, mask=inside_MW)
+        third_MW = tl.load(at_MW + 2, mask=inside_MW)
+        fours = fours_of(w_MW, second_MW, third_MW)
+        evens = halves_of(pair_of_four(fours, 0, ELEMENT, tl.float16))
+        odds = halves_of(pair_of_four(fours, 1, ELEMENT, tl.float16))
+        value = tl.reshape(tl.join(evens, odds), (BM, BD // EACH, EACH)).to(tl.float32)
+        value = value * scale_MW[:, :, None]
+    elif EACH == 1:
         value = w_MW.to(tl.float32)
         if z_ptr is not None:
-            value -= tl.load(z_ptr + at_MW, mask=inside_MW, other=0).to(tl.float32)
+            value -= tl.load(z_ptr + factor_MW, mask=inside_MW, other=0).to(tl.float32)
         value = (value * scale_MW)[:, :, None]
     else:
         code = (w_MW[:, :, None] >> (4 * tl.arange(0, EACH))[None, None, :]) & 15
@@ -63,7 +89,7 @@ def decode_kernel(
         elif z_ptr is None:
             value = (code - 8).to(tl.float32)
         else:
-            zero_MW = tl.load(z_ptr + at_MW, mask=inside_MW, other=0).to(tl.int32)
+            zero_MW = tl.load(z_ptr + factor_MW, mask=inside_MW, other=0).to(tl.int32)
             value = (code - zero_MW[:, :, None]).to(tl.float32)
         value = value * scale_MW[:, :, None]
     column = (word_W * EACH)[None, :, None] + tl.arange(0, EACH)[None, None, :]
@@ -75,16 +101,23 @@ def decode_kernel(
 
 
 def decode(
-    w: Tensor, scale: Tensor, zero: Tensor | None, weight: Weight, columns: int, dtype: torch.dtype
+    w: Tensor,
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    weight: Weight,
+    columns: int,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Values [experts, rows, columns], rounded to dtype, of codes as `as_stored` gives them."""
+    """Values [experts, rows, columns], rounded to dtype, of codes as `as_stored` gives them.
+
+    scales: those of groups, zero points and those of experts, which there may be none of.
+    """
     E, rows = w.shape[:2]
     out = torch.empty(E, rows, columns, dtype=dtype, device=w.device)
     pdl, options = pdl_options(w)
     grid = (triton.cdiv(E * rows, ROWS_AT_ONCE), triton.cdiv(columns, COLUMNS_AT_ONCE))
     launch(
-        decode_kernel, grid, w, scale, zero, out, E * rows,
-        ROWS=rows, COLUMNS=columns, W=weight, EACH=WORD if weight[5] == 4 else 1, BM=ROWS_AT_ONCE,
+        decode_kernel, grid, w, *scales, out, E * rows,
+        ROWS=rows, COLUMNS=columns, W=weight, EACH=EACH[weight[5]], BM=ROWS_AT_ONCE,
         BD=COLUMNS_AT_ONCE, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
     return out
@@ -96,7 +129,7 @@ def decoded(layer: Experts, dtype: torch.dtype) -> Experts:
     assert c is not None
     return replace(
         layer,
-        w13_EFD=decode(layer.w13_EFD, c.scale13_EFG, c.zero13_EFG, c.weight, D, dtype),
-        w2_EDI=decode(layer.w2_EDI, c.scale2_EDG, c.zero2_EDG, c.weight, I, dtype),
+        w13_EFD=decode(layer.w13_EFD, layer.scales13, c.weight, D, dtype),
+        w2_EDI=decode(layer.w2_EDI, layer.scales2, c.weight, I, dtype),
         codes=None,
     )

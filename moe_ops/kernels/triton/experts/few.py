@@ -11,7 +11,14 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import LARGE, STEP
 from moe_ops.kernels.triton.experts.combine import sum_rows
+from moe_ops.kernels.triton.experts.emulated import emulated_hidden
 from moe_ops.kernels.triton.experts.quantized import Codes
+from moe_ops.kernels.triton.experts.row_scales import (
+    by_expert,
+    quantise_h,
+    quantise_pairs,
+    quantise_x,
+)
 from moe_ops.kernels.triton.experts.sort import sort_pairs
 from moe_ops.kernels.triton.experts.tokens import quantise
 from moe_ops.kernels.triton.experts.weights import Experts, bias_stride
@@ -22,7 +29,8 @@ DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Columns of a group, by the elements that these kernels decode.
 GROUPS = {
     "float8_e4m3fn": (-1, STEP),
-    **dict.fromkeys(("int4", "uint4", "float4_e2m1"), (-1, 32, 64, STEP)),
+    **dict.fromkeys(("int4", "uint4"), (-1, 32, 64, STEP)),
+    "float4_e2m1": (-1, 16, 32, 64, STEP),
 }
 # Rows an expert on average, of codes of four bits whose sums are scaled, and of others.
 MOST_OF_SUMS, MOST = 6, 10
@@ -72,8 +80,9 @@ def takes(x_TD: Tensor, layer: Experts) -> bool:
         return False
     _, D, I = layer.sizes
     whole = 128 // codes.bits
+    decodes = codes.weight[2] in GROUPS.get(codes.weight[0], ()) or codes.by_row
     return (
-        codes.weight[2] in GROUPS.get(codes.weight[0], ())
+        decodes
         and D % whole == I % whole == x_TD.stride(0) % 8 == 0
         and x_TD.stride(1) == 1
         and all(t.data_ptr() % 16 == 0 for t in (x_TD, layer.w13_EFD, layer.w2_EDI))
@@ -130,17 +139,18 @@ def run_one(
     residual_TD: Tensor | None,
     tiles: Streams,
 ) -> Tensor:
-    """The `experts` op for one token, in two launches; two more quantise inputs of 8 bits."""
+    """The `experts` op for one token, in two launches; two more quantise inputs of 8 bits, or
+    four if one scale is that of all of them."""
     from moe_ops.kernels.triton.experts import few_gluon as kernels
 
-    K, (E, D, I) = ids_TK.shape[1], layer.sizes
+    K, (E, D, I), codes = ids_TK.shape[1], layer.sizes, _codes(layer)
     W, n_map = layer.weight, 0 if expert_map is None else expert_map.shape[0]
     up, down = tiles.up, tiles.down
     h_KI, out_TD = x_TD.new_empty(K, I), x_TD.new_empty(1, D)
     F = I * (2 if layer.act[1] else 1)
     w13, w2 = (w.view(torch.int32) for w in (layer.w13_EFD, layer.w2_EDI))
     pdl, options = pdl_options(x_TD)
-    x_TD, x_scale_TG, DTYPE = _operand(x_TD, layer)
+    x_TD, x_scale_TG, DTYPE = _operand(x_TD, layer, ids_TK, expert_map)
     launch(
         kernels.one_up, (K * triton.cdiv(F, up.rows),),
         x_TD, x_scale_TG, ids_TK, weights_TK, expert_map, w13, *layer.scales13, layer.b13_EF, h_KI,
@@ -148,7 +158,11 @@ def run_one(
         E=E, D=D, I=I, ACT=layer.act, W=W, DTYPE=DTYPE, P=up.ahead, SIZES=up.sizes, PDL=pdl,
         num_warps=up.warps, **options,
     )  # fmt: skip
-    h_KI, h_scale_KG, _ = _operand(h_KI, layer)
+    if codes.by_row:
+        h_KI, h_scale_KG = quantise_pairs(h_KI, codes, ids_TK, expert_map, weights_TK)
+        h_KI = h_KI.view(torch.int32)
+    else:
+        h_KI, h_scale_KG, _ = _operand(h_KI, layer, ids_TK, expert_map)
     launch(
         kernels.one_down, (triton.cdiv(D, down.rows),),
         h_KI, h_scale_KG, ids_TK, weights_TK, expert_map, w2, *layer.scales2, layer.b2_ED,
@@ -168,10 +182,11 @@ def run(
     residual_TD: Tensor | None,
     tiles: Streams,
 ) -> Tensor:
-    """The `experts` op, each weight read once for every few rows of its expert."""
+    """The `experts` op, each weight read once for every few rows of its expert. Tokens are emulated
+    already, if inputs are."""
     from moe_ops.kernels.triton.experts import few_gluon as kernels
 
-    (T, K), (E, D, I) = ids_TK.shape, layer.sizes
+    (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, _codes(layer)
     R, up, down = T * K, tiles.up, tiles.down
     rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
     h_RI, y_RD = x_TD.new_empty(R, I), x_TD.new_empty(R, D)
@@ -179,31 +194,44 @@ def run(
     BE = max(2, triton.next_power_of_2(E))
     w13, w2 = (w.view(torch.int32) for w in (layer.w13_EFD, layer.w2_EDI))
     pdl, options = pdl_options(x_TD)
-    x_TD, x_scale_TG, DTYPE = _operand(x_TD, layer)
+    x_TD, x_scale_TG, DTYPE = _operand(x_TD, layer, ids_TK, expert_map)
+    tokens_K = 1 if by_expert(codes.x_scale) else K  # each pair has a row of its own
+    early_TK, late_TK = codes.weigh(weights_TK)
     launch(
         kernels.few_up, (_units(R, E, up) * triton.cdiv(F, up.rows),),
-        x_TD, x_scale_TG, rows_R, ends_E, weights_TK, w13, *layer.scales13, layer.b13_EF, h_RI,
+        x_TD, x_scale_TG, rows_R, ends_E, early_TK, w13, *layer.scales13, layer.b13_EF, h_RI,
         x_TD.stride(0), bias_stride(layer.b13_EF),
-        E=E, K=K, D=D, I=I, ACT=layer.act, W=layer.weight, DTYPE=DTYPE, BE=BE, P=up.ahead,
+        E=E, K=tokens_K, D=D, I=I, ACT=layer.act, W=layer.weight, DTYPE=DTYPE, BE=BE, P=up.ahead,
         SIZES=up.sizes, PDL=pdl, num_warps=up.warps, **options,
     )  # fmt: skip
-    h_RI, h_scale_RG, _ = _operand(h_RI, layer)
+    h_RI = emulated_hidden(h_RI, I, codes, ends_E)
+    if codes.by_row:
+        routed = (ids_TK, expert_map)
+        h_RI, h_scale_RG = quantise_h(h_RI, codes, ends_E, weights_TK, rows_R, routed)
+        h_RI = h_RI.view(torch.int32)
+    else:
+        h_RI, h_scale_RG, _ = _operand(h_RI, layer, ids_TK, expert_map)
     launch(
         kernels.few_down, (_units(R, E, down) * triton.cdiv(D, down.rows),),
-        h_RI, h_scale_RG, rows_R, ends_E, weights_TK, w2, *layer.scales2, layer.b2_ED, y_RD,
+        h_RI, h_scale_RG, rows_R, ends_E, early_TK, w2, *layer.scales2, layer.b2_ED, y_RD,
         bias_stride(layer.b2_ED),
         E=E, D=D, I=I, W=layer.weight, DTYPE=DTYPE, BE=BE, P=down.ahead, SIZES=down.sizes,
         PDL=pdl, num_warps=down.warps, **options,
     )  # fmt: skip
-    return sum_rows(y_RD, inverse_R, None, K, residual_TD)
+    return sum_rows(y_RD, inverse_R, late_TK, K, residual_TD)
 
 
-def _operand(x_TD: Tensor, layer: Experts) -> tuple[Tensor, Tensor | None, tl.dtype]:
-    """Tokens, their scales if they have any, and what they are multiplied as: codes of float8 in
+def _operand(
+    x_TD: Tensor, layer: Experts, ids_TK: Tensor, expert_map: Tensor | None
+) -> tuple[Tensor, Tensor | None, tl.dtype]:
+    """Tokens, their scales if they have any, and what they are multiplied as: codes of 8 bits in
     words, which float16 holds exactly."""
     codes = _codes(layer)
     if not codes.quantises:
         return x_TD, None, DTYPES[x_TD.dtype]
+    if codes.by_row:
+        x_TD, scale_T = quantise_x(x_TD, codes, ids_TK, expert_map)
+        return x_TD.view(torch.int32), scale_T, tl.float16
     x_TD, scale_TG = quantise(x_TD, codes.weight)
     return x_TD.view(torch.int32), scale_TG, tl.float16
 

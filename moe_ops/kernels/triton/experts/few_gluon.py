@@ -15,15 +15,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moe_ops.kernels.triton.activation import activate, activate_gated
-from moe_ops.kernels.triton.experts.quantized import group_row, rescaled
+from moe_ops.kernels.triton.experts.quantized import (
+    by_row,
+    finite,
+    group_row,
+    rescaled,
+    scale_of,
+    under_global,
+)
 from moe_ops.kernels.triton.experts.sort import local_ids, unit_of
 from moe_ops.kernels.triton.experts.streamed import (
     COLUMNS_OF_STEP,
     add_product,
     along,
     one_a_step,
+    part_groups,
     scales_layout,
     steps_of,
+    token_groups,
     tokens_layout,
     unit_layout,
     words_layout,
@@ -61,13 +70,20 @@ def product_of(
         at = gl.convert_layout(at, gl.SliceLayout(2, mma))
         end = gl.convert_layout(end, gl.SliceLayout(2, mma))
     else:
-        layout: gl.constexpr = scales_layout(SIZES)
-        group = gl.arange(0, 4, along(layout, 2)) * 32 // GROUP
+        layout: gl.constexpr = scales_layout(SIZES, GROUP)
+        EACH: gl.constexpr = COLUMNS_OF_STEP // layout.shape[2]
+        group = gl.arange(0, layout.shape[2], along(layout, 2)) * EACH // GROUP
         at = gl.convert_layout(at, gl.SliceLayout(2, layout))[:, :, None] + group[None, None, :]
         end = gl.convert_layout(end, gl.SliceLayout(2, layout))[:, :, None]
     acc = gl.zeros([S, M, N], gl.float32, mma)
     weights = (w_SM, here_S, s_ptr, z_ptr, at, end)
-    return add_product(acc, weights, tokens, COLUMNS, C, W, DTYPE, P, SIZES, SOME, WAIT)
+    acc = add_product(acc, weights, tokens, COLUMNS, C, W, DTYPE, P, SIZES, SOME, WAIT)
+    if by_row(W):
+        KIND: gl.constexpr = W[3]
+        scale = finite(scale_of(gl.load(s_ptr + at, mask=at < end, other=0), KIND))
+        t = gl.load(tokens[1] + tokens[2], mask=tokens[2] >= 0, other=0.0)
+        acc *= scale[:, :, None] * t[:, None, :]
+    return acc
 
 
 @gluon.jit
@@ -140,7 +156,7 @@ def store_h(h_ptr, h, row_N, inside_N, block, I: gl.constexpr):
 
 @gluon.jit
 def one_up(
-    x_ptr, t_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, s_ptr, z_ptr, b_ptr, h_ptr,
+    x_ptr, t_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, s_ptr, z_ptr, g_ptr, b_ptr, h_ptr,
     N_MAP, stride_be,
     E: gl.constexpr, D: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr, W: gl.constexpr,
     DTYPE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
@@ -165,22 +181,24 @@ def one_up(
     s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
     # The one token for all columns of a tile, of which the first counts.
     x_SN = x_ptr + (s * (L * COLUMNS_OF_STEP // EACH))[:, None] + 0 * n[None, :]
-    tokens = (x_SN, t_ptr, (s_t * L)[:, None] + 0 * n_t[None, :])
+    tokens = (x_SN, t_ptr, (s_t * part_groups(D, S, W))[:, None] + 0 * n_t[None, :])
     e_S = e + 0 * gl.arange(0, S, along(words, 0))
     acc = product_of(
         w_ptr, s_ptr, z_ptr, e_S, row_M, tokens, ROWS, D, S, W, DTYPE, P, SIZES, False, False
     )
-    acc = summed(acc, W, DTYPE)
+    acc = under_global(summed(acc, W, DTYPE), g_ptr, e)
     acc = add_bias(acc, b_ptr, e.to(gl.int64) * stride_be, row_M)
-    h = activated(acc, ACT) * gl.load(weights_ptr + pair).to(gl.float32)
+    h = activated(acc, ACT)
+    if not by_row(W):
+        h *= gl.load(weights_ptr + pair).to(gl.float32)
     n = gl.arange(0, h.shape[1], gl.SliceLayout(0, h.type.layout))
     store_h(h_ptr, h, pair + n, n < 1, block, I)
 
 
 @gluon.jit
 def one_down(
-    h_ptr, t_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, s_ptr, z_ptr, b_ptr, residual_ptr,
-    out_ptr, N_MAP, stride_be,
+    h_ptr, t_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, s_ptr, z_ptr, g_ptr, b_ptr,
+    residual_ptr, out_ptr, N_MAP, stride_be,
     E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, I: gl.constexpr, W: gl.constexpr,
     DTYPE: gl.constexpr, C: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
     PDL: gl.constexpr,
@@ -190,7 +208,7 @@ def one_down(
     M: gl.constexpr = 16 * SIZES[1] * SIZES[2]
     EACH: gl.constexpr = 4 if h_ptr.dtype.element_ty == gl.int32 else 1
     L: gl.constexpr = steps_of(I, C)
-    GROUPS: gl.constexpr = (I + COLUMNS_OF_STEP - 1) // COLUMNS_OF_STEP
+    GROUPS: gl.constexpr = token_groups(I, W)
     words: gl.constexpr = words_layout(SIZES, W[5])
     d = gl.minimum(gl.program_id(0) * M + gl.arange(0, M, along(words, 1)), D - 1)
     s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
@@ -206,12 +224,16 @@ def one_down(
         h_S = ((first + s // C) * I + s % C * (L * COLUMNS_OF_STEP)) // EACH
         # Of experts that are elsewhere h, and so its scale, is what memory held: it may be NaN.
         here_S = gl.convert_layout(e_S < E, s_t.type.layout)
-        t_S = gl.where(here_S, (first + s_t // C) * GROUPS + s_t % C * L, -1)
+        t_S = gl.where(here_S, (first + s_t // C) * GROUPS + s_t % C * part_groups(I, C, W), -1)
         tokens = (h_ptr + h_S[:, None] + 0 * n[None, :], t_ptr, t_S[:, None] + 0 * n_t[None, :])
-        acc += product_of(
+        part = product_of(
             w_ptr, s_ptr, z_ptr, gl.where(e_S < E, e_S, -1), d, tokens, D, I, C, W, DTYPE, P,
             SIZES, True, PDL and round == 0,
         )  # fmt: skip
+        if g_ptr is not None:
+            g_S = gl.load(g_ptr + e_S, mask=e_S < E, other=0.0)
+            part *= gl.convert_layout(g_S, along(unit_layout(SIZES), 0))[:, None, None]
+        acc += part
     total = summed(acc, W, DTYPE)
     first_N = gl.arange(0, N, gl.SliceLayout(0, total.type.layout)) == 0
     total = gl.sum(gl.where(first_N[None, :], total, 0.0), 1)
@@ -239,8 +261,8 @@ def counted(BE: gl.constexpr):
 
 @gluon.jit
 def few_up(
-    x_ptr, t_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, b_ptr, h_ptr, stride_x,
-    stride_be,
+    x_ptr, t_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, g_ptr, b_ptr, h_ptr,
+    stride_x, stride_be,
     E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr,
     W: gl.constexpr, DTYPE: gl.constexpr, BE: gl.constexpr, P: gl.constexpr,
     SIZES: gl.constexpr, PDL: gl.constexpr,
@@ -252,7 +274,7 @@ def few_up(
     blocks: gl.constexpr = (ROWS + M - 1) // M
     EACH: gl.constexpr = 4 if x_ptr.dtype.element_ty == gl.int32 else 1
     L: gl.constexpr = steps_of(D, S)
-    GROUPS: gl.constexpr = (D + COLUMNS_OF_STEP - 1) // COLUMNS_OF_STEP
+    GROUPS: gl.constexpr = token_groups(D, W)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -267,23 +289,26 @@ def few_up(
     x_N = x_ptr + token_N.to(gl.int64) * stride_x
     x_SN = x_N[None, :] + (s * (L * COLUMNS_OF_STEP // EACH))[:, None]
     token_t = gl.load(rows_ptr + first + gl.minimum(n_t, count - 1)) // K
-    tokens = (x_SN, t_ptr, (token_t * GROUPS)[None, :] + (s_t * L)[:, None])
+    tokens = (x_SN, t_ptr, (token_t * GROUPS)[None, :] + (s_t * part_groups(D, S, W))[:, None])
     e_S = e + 0 * gl.arange(0, S, along(words, 0))
     acc = product_of(
         w_ptr, s_ptr, z_ptr, e_S, row_M, tokens, ROWS, D, S, W, DTYPE, P, SIZES, False, False
     )
-    acc = summed(acc, W, DTYPE)
+    acc = under_global(summed(acc, W, DTYPE), g_ptr, e)
     acc = add_bias(acc, b_ptr, e.to(gl.int64) * stride_be, row_M)
     h = activated(acc, ACT)
     n = gl.arange(0, N, gl.SliceLayout(0, h.type.layout))
-    pair = gl.load(rows_ptr + first + n, mask=n < count, other=0)
-    weight = gl.load(weights_ptr + pair, mask=n < count, other=0.0).to(gl.float32)
-    store_h(h_ptr, h * weight[None, :], first + n, n < count, block, I)
+    if weights_ptr is not None and not by_row(W):
+        pair = gl.load(rows_ptr + first + n, mask=n < count, other=0)
+        weight = gl.load(weights_ptr + pair, mask=n < count, other=0.0).to(gl.float32)
+        h *= weight[None, :]
+    store_h(h_ptr, h, first + n, n < count, block, I)
 
 
 @gluon.jit
 def few_down(
-    h_ptr, t_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, b_ptr, y_ptr, stride_be,
+    h_ptr, t_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, g_ptr, b_ptr, y_ptr,
+    stride_be,
     E: gl.constexpr, D: gl.constexpr, I: gl.constexpr, W: gl.constexpr, DTYPE: gl.constexpr,
     BE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -293,7 +318,7 @@ def few_down(
     blocks: gl.constexpr = (D + M - 1) // M
     EACH: gl.constexpr = 4 if h_ptr.dtype.element_ty == gl.int32 else 1
     L: gl.constexpr = steps_of(I, S)
-    GROUPS: gl.constexpr = (I + COLUMNS_OF_STEP - 1) // COLUMNS_OF_STEP
+    GROUPS: gl.constexpr = token_groups(I, W)
     # Who sorted the rows ended two launches ago.
     e, block, first, count = unit_of(ends_ptr, gl.program_id(0), blocks, counted(BE), E, N)
     if e >= E:
@@ -307,18 +332,21 @@ def few_down(
     h_N = h_ptr + (first + gl.minimum(n, count - 1)).to(gl.int64) * (I // EACH)
     h_SN = h_N[None, :] + (s * (L * COLUMNS_OF_STEP // EACH))[:, None]
     row_t = first + gl.minimum(n_t, count - 1)
-    tokens = (h_SN, t_ptr, (row_t * GROUPS)[None, :] + (s_t * L)[:, None])
+    tokens = (h_SN, t_ptr, (row_t * GROUPS)[None, :] + (s_t * part_groups(I, S, W))[:, None])
     e_S = e + 0 * gl.arange(0, S, along(words, 0))
     acc = product_of(w_ptr, s_ptr, z_ptr, e_S, d, tokens, D, I, S, W, DTYPE, P, SIZES, False, PDL)
-    acc = summed(acc, W, DTYPE)
+    acc = under_global(summed(acc, W, DTYPE), g_ptr, e)
     layout: gl.constexpr = acc.type.layout
     n = gl.arange(0, N, gl.SliceLayout(0, layout))
     d = block * M + gl.arange(0, M, gl.SliceLayout(1, layout))
     if b_ptr is not None:
         bias = gl.load(b_ptr + e.to(gl.int64) * stride_be + d, mask=d < D, other=0.0)
-        pair = gl.load(rows_ptr + first + n, mask=n < count, other=0)
-        weight = gl.load(weights_ptr + pair, mask=n < count, other=0.0).to(gl.float32)
-        acc += bias.to(gl.float32)[:, None] * weight[None, :]
+        if weights_ptr is None:
+            acc += bias.to(gl.float32)[:, None]
+        else:
+            pair = gl.load(rows_ptr + first + n, mask=n < count, other=0)
+            weight = gl.load(weights_ptr + pair, mask=n < count, other=0.0).to(gl.float32)
+            acc += bias.to(gl.float32)[:, None] * weight[None, :]
     at = (first + n).to(gl.int64)[None, :] * D + d[:, None]
     gl.store(
         y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=(d < D)[:, None] & (n < count)[None, :]

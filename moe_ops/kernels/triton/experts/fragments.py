@@ -126,7 +126,8 @@ def factors_at(tile, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT: gl.conste
 @gluon.jit
 def load_factors(scales, at, i, W: gl.constexpr):
     """Scales and zero points of step i, as they are stored, of a thread's two rows and its columns.
-    Only loads; scales for zero points that there are none of."""
+    Only loads; scales for zero points that there are none of, or in groups of 16 of four bits, that
+    have none, those of the right half of a stage."""
     s_ptr, z_ptr = scales
     first, above, below, across = at
     GROUP: gl.constexpr = W[2]
@@ -137,7 +138,11 @@ def load_factors(scales, at, i, W: gl.constexpr):
     below += group[None, None, :]
     s_ptr += first
     above_s, below_s = gl.load(s_ptr + above), gl.load(s_ptr + below)
-    if z_ptr is None:
+    if GROUP == 16 and W[5] == 4:
+        # Those of 32 columns are both there or both not.
+        right = gl.minimum(q * 0 + 1, across - 1 - group)[None, None, :]
+        return above_s, below_s, gl.load(s_ptr + above + right), gl.load(s_ptr + below + right)
+    elif z_ptr is None:
         return above_s, below_s, above_s, below_s
     else:
         z_ptr += first
@@ -164,20 +169,25 @@ def less_middle(zero, DTYPE: gl.constexpr):
 
 @gluon.jit
 def factor_pairs(stored, W: gl.constexpr, DTYPE: gl.constexpr):
-    """(less, scale_pair) of `decoded` and `bytes_of`, of what `load_factors` gave."""
+    """(less, scale_pair, scale_pair of the right half of a stage) of `decoded` and `bytes_of`, of
+    what `load_factors` gave."""
     above_s, below_s, above_z, below_z = stored
     ELEMENT: gl.constexpr = W[0]
     KIND: gl.constexpr = W[3]
     FLOAT: gl.constexpr = ELEMENT == "float4_e2m1"
     above = scale_pairs(above_s, KIND, FLOAT, DTYPE)
     pair = spread(above, scale_pairs(below_s, KIND, FLOAT, DTYPE), W)
+    right_pair = pair
     if ELEMENT == "uint4":
         less = spread(less_zero(above_z, True, DTYPE), less_zero(below_z, True, DTYPE), W)
     elif ELEMENT == "uint8":
         less = spread(less_middle(above_z, DTYPE), less_middle(below_z, DTYPE), W)
     else:
         less = less_zero(above_z, False, DTYPE)
-    return less, pair
+        if W[2] == 16 and W[5] == 4:
+            above = scale_pairs(above_z, KIND, FLOAT, DTYPE)
+            right_pair = spread(above, scale_pairs(below_z, KIND, FLOAT, DTYPE), W)
+    return less, pair, right_pair
 
 
 @gluon.jit

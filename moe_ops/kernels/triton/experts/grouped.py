@@ -14,6 +14,7 @@ from moe_ops.kernels.triton import multiplies_codes
 from moe_ops.kernels.triton.experts import grouped_plain
 from moe_ops.kernels.triton.experts.combine import sum_rows
 from moe_ops.kernels.triton.experts.decoded import decoded
+from moe_ops.kernels.triton.experts.emulated import emulated_hidden, emulated_tokens
 from moe_ops.kernels.triton.experts.sort import sort_pairs
 from moe_ops.kernels.triton.experts.tile_map import TileMap, tile_map
 from moe_ops.kernels.triton.experts.weights import Experts
@@ -31,15 +32,21 @@ def run(
 ) -> Tensor:
     """The `experts` op: sort, two products over the same tiles, weighted sum, to which a contiguous
     residual is added if there is one."""
-    if layer.codes is not None and layer.codes.quantises:
+    codes = layer.codes
+    if codes is not None and codes.by_row:
+        from moe_ops.kernels.triton.experts import grouped_by_row
+
+        return grouped_by_row.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD)
+    x_TD = emulated_tokens(x_TD, codes)
+    if codes is not None and codes.quantises:
         from moe_ops.kernels.triton.experts import grouped_float8
 
         return grouped_float8.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD)
-    if layer.codes is not None and runs_codes_on_hopper(x_TD, layer):
+    if codes is not None and runs_codes_on_hopper(x_TD, layer):
         from moe_ops.kernels.triton.experts import grouped_codes
 
         return grouped_codes.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD)
-    if layer.codes is not None:
+    if codes is not None:
         layer = decoded(layer, x_TD.dtype)
     (T, K), (E, _, I) = ids_TK.shape, layer.sizes
     w13, w2 = layer.w13_EFD, layer.w2_EDI
@@ -49,6 +56,7 @@ def run(
     # Both products mostly take the same tiles; one that does not maps its own.
     tiles = tile_map(ends_E, T * K, tile_rows(x_TD, T * K, w13, x_TD.new_empty(0, I)))
     h_RI = grouped_gated(x_TD, rows_R, ends_E, w13, layer.b13_EF, K, *layer.act, tiles=tiles)
+    h_RI = emulated_hidden(h_RI, I, codes, ends_E)
     y_RD = grouped_rows(h_RI, ends_E, w2, layer.b2_ED, tiles=tiles)
     return sum_rows(y_RD, inverse_R, weights_TK, K, residual_TD)
 

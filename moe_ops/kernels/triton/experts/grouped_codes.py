@@ -21,7 +21,7 @@ What the functions below share is as in `hopper.py`, and
     rings   stages of codes (two boxes each), halves of stages of tokens; barriers
     sizes   rows of W per expert; K; columns of the output, and those that it is stored with
     scales  scales and zero points of W
-    output  bias or None, pointer
+    output  global scales of experts or None, bias or None, pointer
     tile    has tokens for rows
     W       the format of the weight, as in `quantized.py`
     LOWER   which of the consumers this is
@@ -45,6 +45,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moe_ops.kernels.triton import Weight, replay
 from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.experts.combine import sum_rows
+from moe_ops.kernels.triton.experts.emulated import emulated_hidden
 from moe_ops.kernels.triton.experts.fragments import (
     ROWS,
     columns_of,
@@ -70,7 +71,7 @@ from moe_ops.kernels.triton.experts.hopper import (
     tma_load,
     told,
 )
-from moe_ops.kernels.triton.experts.quantized import rescaled
+from moe_ops.kernels.triton.experts.quantized import rescaled, under_global
 from moe_ops.kernels.triton.experts.sort import sort_pairs
 from moe_ops.kernels.triton.experts.tile_map import TileMap, tile_map
 from moe_ops.kernels.triton.experts.tokens import arrange, arranged
@@ -233,7 +234,7 @@ def _multiply(
     if len(PARTS) == 2:
         accs = accs + (_no_sums(PARTS[1]),)  # noqa: RUF005
     at = factors_at(tile, sizes, LOWER, W, ACT)
-    less, pair = factor_pairs(load_factors(scales, at, 0, W), W, DTYPE)
+    less, pair, right_pair = factor_pairs(load_factors(scales, at, 0, W), W, DTYPE)
     steps = gl.cdiv(sizes[1], columns_of(W))
     stage = step % STAGES
     mbarrier.wait(full.index(stage), step // STAGES & 1)
@@ -243,13 +244,13 @@ def _multiply(
         stored = load_factors(scales, at, i + 1, W)
         if HALVES == 2:
             accs = _wait(_start(accs, values, rings, 2 * stage, PARTS), 1)
-            values = operand_of(unscaled(words[1], less, W, DTYPE), pair, W, DTYPE)
+            values = operand_of(unscaled(words[1], less, W, DTYPE), right_pair, W, DTYPE)
         started = _start(accs, values, rings, HALVES * stage + HALVES - 1, PARTS)
         # While the unit multiplies this stage, the next one is decoded, but for what writes to the
         # unit's operands: else the ptxas of Triton 3.6 waits for every instruction of the unit, as
         # any does if products are under way at the end of the loop. After the last stage that is
         # whatever lies there, and not used: to leave it out would double the code.
-        less, pair = factor_pairs(stored, W, DTYPE)
+        less, pair, right_pair = factor_pairs(stored, W, DTYPE)
         next_stage = (step + i + 1) % STAGES
         phase = (step + i + 1) // STAGES & 1
         mbarrier.wait(full.index(next_stage), phase, pred=i + 1 < steps)
@@ -276,11 +277,12 @@ def _activated(
     sums, output, expert, n, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr
 ):
     """Outputs [columns, tokens] of sums [64, tokens], 0 in columns that are not there."""
-    bias_ptr, _ = output
+    g_ptr, bias_ptr, _ = output
     N, _, out_n, _ = sizes
     T: gl.constexpr = sums.shape[1]
     GROUP: gl.constexpr = group_of(W)
     first = first_column(n, LOWER, W, ACT[1])
+    sums = under_global(sums, g_ptr, expert)
     if ACT[1]:
         gate, up = sums.reshape([4, 2, 8, T]).permute([0, 2, 3, 1]).split()
         gate, up = gate.reshape([32, T]), up.reshape([32, T])
@@ -305,7 +307,7 @@ def _activated(
 def _store(sums, output, tile, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr):
     """Outputs of sums of some tokens; h in the order of `column_at`."""
     expert, end, row, n = tile
-    _, out_ptr = output
+    _, _, out_ptr = output
     width = sizes[3]
     T: gl.constexpr = sums.shape[1]
     out = _activated(sums, output, expert, n, sizes, LOWER, W, ACT).to(out_ptr.dtype.element_ty)
@@ -415,6 +417,7 @@ def _grouped_codes(
     up_desc,
     s_ptr,
     z_ptr,
+    g_ptr,
     bias_ptr,
     out_ptr,
     tiles_ptr,
@@ -447,7 +450,7 @@ def _grouped_codes(
     fence_async_shared()
     rings = (codes, tokens, full, empty)
     w_descs = (w_desc, up_desc)
-    output = (bias_ptr, out_ptr)
+    output = (g_ptr, bias_ptr, out_ptr)
     sizes = (N, K, out_n, width)
     scales = (s_ptr, z_ptr)
     gl.warp_specialize(
@@ -466,6 +469,7 @@ def launch(
     w_ENW: Tensor,
     scale: Tensor | None,
     zero: Tensor | None,
+    global_E: Tensor | None,
     bias_EN: Tensor | None,
     out: Tensor,
     tiles: TileMap,
@@ -495,6 +499,7 @@ def launch(
         up_desc,
         scale,
         zero,
+        global_E,
         None if bias_EN is None else bias_EN.contiguous(),
         out,
         tiles.table,
@@ -519,7 +524,8 @@ def run(
     expert_map: Tensor | None,
     residual_TD: Tensor | None = None,
 ) -> Tensor:
-    """The `experts` op, added to a contiguous residual if there is one."""
+    """The `experts` op, added to a contiguous residual if there is one. Tokens are rounded to
+    codes already, if inputs are emulated."""
     (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
     assert codes is not None
     weight, R = codes.weight, T * K
@@ -530,6 +536,7 @@ def run(
     h_RI = x_RD.new_empty(R, arranged(I, weight))
     w13, w2 = (w.view(torch.int32) for w in (layer.w13_EFD, layer.w2_EDI))
     launch(x_RD, w13, *layer.scales13, layer.b13_EF, h_RI, tiles, weight, layer.act)
+    h_RI = emulated_hidden(h_RI, I, codes, ends_E, arranged=True)
     y_RD = x_TD.new_empty(R, D)
     launch(h_RI, w2, *layer.scales2, layer.b2_ED, y_RD, tiles, weight, LINEAR)
     return sum_rows(y_RD, inverse_R, weights_TK, K, residual_TD)

@@ -45,6 +45,7 @@ from moe_ops.kernels.triton.experts.hopper import (
     HALF_M,
     HALF_N,
     REGISTERS,
+    as_held,
     columns,
     gated_columns,
     halves,
@@ -205,25 +206,6 @@ def _multiply(
 
 
 @gluon.jit
-def _rounded(x, DTYPE: gl.constexpr):
-    """float32 as DTYPE holds it. Two values at a time: one alone takes a slow unit of the GPU."""
-    if DTYPE != gl.bfloat16:
-        return x.to(DTYPE).to(gl.float32)
-    else:
-        return gl.inline_asm_elementwise(
-            """{
-            .reg .b32 both, low, high;
-            cvt.rn.bf16x2.f32 both, $3, $2;
-            shl.b32 low, both, 16;
-            and.b32 high, both, 0xffff0000;
-            mov.b32 $0, low;
-            mov.b32 $1, high;
-            }""",
-            "=f,=f,f,f", [x], dtype=gl.float32, is_pure=True, pack=2,
-        )  # fmt: skip
-
-
-@gluon.jit
 def _quantised(left, right, made, tile, col, out_n, DTYPE: gl.constexpr):
     """Codes of 128 columns of h from column `col`, rounded first as h is; stores their scales.
 
@@ -232,8 +214,8 @@ def _quantised(left, right, made, tile, col, out_n, DTYPE: gl.constexpr):
     scale_ptr, stride = made
     _, end, row, _ = tile
     cols = col + gl.arange(0, CHUNK, gl.SliceLayout(0, CHUNK_LAYOUT))
-    left = gl.where((cols < out_n)[None, :], _rounded(left, DTYPE), 0.0)
-    right = gl.where((cols + CHUNK < out_n)[None, :], _rounded(right, DTYPE), 0.0)
+    left = gl.where((cols < out_n)[None, :], as_held(left, DTYPE), 0.0)
+    right = gl.where((cols + CHUNK < out_n)[None, :], as_held(right, DTYPE), 0.0)
     largest = gl.max(gl.maximum(gl.abs(left), gl.abs(right)), 1)
     scale = gl.maximum(largest / LARGEST_CODE, SMALLEST_SCALE)
     scale = gl.where(largest < float("inf"), scale, float("nan"))

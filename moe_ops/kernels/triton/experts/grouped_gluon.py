@@ -1,5 +1,5 @@
-"""The grouped products of bfloat16 and float16 on Hopper (sm_90): one persistent, warp-specialised
-kernel in Gluon.
+"""The grouped products of bfloat16 and float16 on Hopper (sm_90), and of codes of 8 bits whose
+scales leave the sum: one persistent, warp-specialised kernel in Gluon.
 
 A block holds a ring of stages in shared memory. A producer fills it: W by TMA; the rows of A by
 TMA where they lie in order, by cp.async where they are gathered. Two consumer warpgroups each
@@ -7,13 +7,25 @@ multiply 64 rows of a 128-row tile by the same 256 rows of W, so the lower half 
 most 64 rows costs no arithmetic. Outputs stay in registers and are stored behind the products of
 the next tile.
 
+Sums of int8 are exact. Of float8 the matrix unit keeps 14 bits of a sum, cut towards zero: by an
+emulation of that, 2048 columns of normal numbers are off by 0.1 % and 14336 by 0.3 %, beside the
+3.8 % that rounding both sides to float8 makes. Sums of fewer columns would have to be added to
+others, which takes twice the 128 registers that a thread has for them.
+
 What the functions below share is as in `hopper.py`, and
     tokens  the rows of x of a slot's tile as `notes` has the tile, -1 past its end: registers are
             short
+    scales  of codes, else None: of A, of W, and static ones of the output if it has any
+    S       of codes, else None: (rows of W that share a scale, 1 or -1 for all; the kind of these;
+            what of A has a scale, and what of the output a static one: "row" (none), "expert" or
+            "tensor"; the dtype that the output is rounded to before it is quantised)
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -28,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moe_ops.kernels.triton import replay
+from moe_ops.kernels.triton import Weight, replay
 from moe_ops.kernels.triton.experts.hopper import (
     BLOCK_M,
     BLOCK_N,
@@ -37,6 +49,7 @@ from moe_ops.kernels.triton.experts.hopper import (
     HALF_M,
     HALF_N,
     REGISTERS,
+    as_held,
     columns,
     copy_w,
     cp_async,
@@ -52,10 +65,12 @@ from moe_ops.kernels.triton.experts.hopper import (
     tile_with_rows,
     told,
 )
+from moe_ops.kernels.triton.experts.quantized import finite, scale_of
 from moe_ops.kernels.triton.experts.tile_map import TileMap
 from moe_ops.kernels.triton.launch import processors
+from moe_ops.kernels.triton.quantize import TO_INTEGER
 
-BLOCK_K = 64
+ROW_BYTES = 128  # of a row in a stage
 STAGES = 4  # 48 KiB each, beside 32 KiB of outputs: all that a block has
 
 
@@ -174,32 +189,129 @@ def _multiply(acc, rings, step, use_acc, HALF: gl.constexpr, GATHERED: gl.conste
 
 
 @gluon.jit
-def _rounded(chunk, output):
-    """64 columns of the output as they are stored."""
-    return gl.convert_layout(chunk.to(output[1].dtype), CHUNK_LAYOUT, assert_trivial=True)
+def _row_scales(chunk, scales, tile, S: gl.constexpr):
+    """Those of A for the rows of a chunk of sums of codes; 1 of floats."""
+    if S is None:
+        return 1.0
+    else:
+        expert, end, row, _ = tile
+        layout: gl.constexpr = gl.SliceLayout(1, chunk.type.layout)
+        if S[2] == "row":
+            rows = row + gl.arange(0, chunk.shape[0], layout)
+            return gl.load(scales[0] + gl.minimum(rows, end - 1))
+        else:
+            scale = gl.load(scales[0] + (expert if S[2] == "expert" else 0))
+            return scale + gl.zeros([chunk.shape[0]], gl.float32, layout)
 
 
 @gluon.jit
-def _finish(acc, output, expert, n, N, ACT: gl.constexpr):
+def _scaled(
+    chunk, i: gl.constexpr, a_scale, scales, tile, N, S: gl.constexpr, ACT: gl.constexpr
+):  # fmt: skip
+    """Chunk i of a tile's sums: of codes in float32, times the scales of its rows and columns."""
+    if S is None:
+        return chunk
+    else:
+        KIND: gl.constexpr = S[1]
+        CHUNK: gl.constexpr = chunk.shape[1]
+        expert, _, _, n = tile
+        if S[0] == -1:
+            factor = (a_scale * finite(scale_of(gl.load(scales[1] + expert), KIND)))[:, None]
+        else:
+            STRIDE: gl.constexpr = 2 if ACT[2] else 1
+            col = n * (4 * CHUNK) + i * CHUNK
+            if ACT[1]:
+                col = (n * (2 * CHUNK) + i % 2 * CHUNK) * STRIDE
+                col += i // 2 * (1 if ACT[2] else N // 2)
+            cols = col + STRIDE * gl.arange(0, CHUNK, gl.SliceLayout(0, chunk.type.layout))
+            scale = gl.load(scales[1] + expert.to(gl.int64) * N + gl.minimum(cols, N - 1))
+            factor = a_scale[:, None] * finite(scale_of(scale, KIND))[None, :]
+        return chunk.to(gl.float32) * factor
+
+
+@gluon.constexpr_function
+def scaled_at_once(S, at_once):
+    """S for the chunks that are scaled all at once, or for those that are not; None for others."""
+    return S if S is not None and (S[3] == "row") == at_once else None
+
+
+@gluon.jit
+def _static_scale(scales, expert, S: gl.constexpr):
+    """The static scale of the output, of a tile; 1 if there is none."""
+    if S is None or S[3] == "row":
+        return 1.0
+    else:
+        return gl.load(scales[2] + (expert if S[3] == "expert" else 0))
+
+
+@gluon.jit
+def _quotient(x, scale):
+    """x / scale, rounded as a division is: a product with the inverse is off by a bit, which the
+    remainder tells. Both are multiplied by a power of two first, so that every scale has an
+    inverse; of a scale of 0 that is 0. The sign of a zero is lost."""
+    shift = gl.where(gl.abs(scale) < 1.0, 1.8446744073709552e19, 5.421010862427522e-20)
+    x, scale = x * shift, scale * shift
+    inverse = gl.where(scale == 0.0, 0.0, gl.inline_asm_elementwise(
+        "rcp.rn.f32 $0, $1;", "=f,f", [scale], dtype=gl.float32, is_pure=True, pack=1,
+    ))  # fmt: skip
+    quotient = x * inverse
+    near = gl.fma(gl.fma(-quotient, scale, x), inverse, quotient)
+    return gl.where(gl.abs(quotient) < 4096.0, near, quotient)  # others saturate, or are no numbers
+
+
+@gluon.jit
+def _rounded(chunk, output, scale, S: gl.constexpr):
+    """64 columns of the output as they are stored."""
+    TO: gl.constexpr = output[1].dtype
+    if S is None or S[3] == "row":
+        chunk = chunk.to(TO)
+    else:
+        FROM: gl.constexpr = S[4]
+        x = _quotient(as_held(chunk, FROM), scale)
+        if TO == gl.int8:
+            near = gl.minimum(gl.maximum(gl.where(x == x, x, 0.0), -127.0), 127.0)
+            chunk = (near + TO_INTEGER).to(gl.int32, bitcast=True).to(gl.int8)
+        else:
+            chunk = x.to(TO)  # the conversion saturates, and keeps NaN
+    return gl.convert_layout(chunk, CHUNK_LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _finish(acc, output, scales, tile, N, S: gl.constexpr, ACT: gl.constexpr):
     """The outputs in chunks of 64 columns, and the first column."""
     CHUNK: gl.constexpr = acc.shape[1] // 4
     left, right = halves(acc)
     a, b = halves(left)
     c, d = halves(right)
+    expert, _, _, n = tile
+    a_scale = _row_scales(a, scales, tile, S)
+    static = _static_scale(scales, expert, S)
+    # All at once, or each chunk right before its use: as it spills least.
+    NOW: gl.constexpr = scaled_at_once(S, True)
+    THEN: gl.constexpr = scaled_at_once(S, False)
+    a = _scaled(a, 0, a_scale, scales, tile, N, NOW, ACT)
+    b = _scaled(b, 1, a_scale, scales, tile, N, NOW, ACT)
+    c = _scaled(c, 2, a_scale, scales, tile, N, NOW, ACT)
+    d = _scaled(d, 3, a_scale, scales, tile, N, NOW, ACT)
+    a = _scaled(a, 0, a_scale, scales, tile, N, THEN, ACT)
     if ACT[1]:
         col = n * (2 * CHUNK)
-        return (
-            _rounded(gated_columns(a, c, output, expert, col, N, ACT), output),
-            _rounded(gated_columns(b, d, output, expert, col + CHUNK, N, ACT), output),
-        ), col
+        c = _scaled(c, 2, a_scale, scales, tile, N, THEN, ACT)
+        left = _rounded(gated_columns(a, c, output, expert, col, N, ACT), output, static, S)
+        b = _scaled(b, 1, a_scale, scales, tile, N, THEN, ACT)
+        d = _scaled(d, 3, a_scale, scales, tile, N, THEN, ACT)
+        right = gated_columns(b, d, output, expert, col + CHUNK, N, ACT)
+        return (left, _rounded(right, output, static, S)), col
     else:
         col = n * (4 * CHUNK)
-        return (
-            _rounded(columns(a, output, expert, col, N, ACT), output),
-            _rounded(columns(b, output, expert, col + CHUNK, N, ACT), output),
-            _rounded(columns(c, output, expert, col + 2 * CHUNK, N, ACT), output),
-            _rounded(columns(d, output, expert, col + 3 * CHUNK, N, ACT), output),
-        ), col
+        a = _rounded(columns(a, output, expert, col, N, ACT), output, static, S)
+        b = _scaled(b, 1, a_scale, scales, tile, N, THEN, ACT)
+        b = _rounded(columns(b, output, expert, col + CHUNK, N, ACT), output, static, S)
+        c = _scaled(c, 2, a_scale, scales, tile, N, THEN, ACT)
+        c = _rounded(columns(c, output, expert, col + 2 * CHUNK, N, ACT), output, static, S)
+        d = _scaled(d, 3, a_scale, scales, tile, N, THEN, ACT)
+        d = _rounded(columns(d, output, expert, col + 3 * CHUNK, N, ACT), output, static, S)
+        return (a, b, c, d), col
 
 
 @gluon.jit
@@ -209,9 +321,11 @@ def _consume(
     buffers,
     rings,
     sizes,
+    scales,
     notes,
     tile,
     GATHERED: gl.constexpr,
+    S: gl.constexpr,
     ACT: gl.constexpr,
 ):
     """Multiply and store rows 64 * HALF to 64 * HALF + 63 of every tile, by one warpgroup."""
@@ -220,7 +334,12 @@ def _consume(
     STAGES: gl.constexpr = a_bufs.shape[0]
     HALF_M: gl.constexpr = a_bufs.shape[1] // 2
     BLOCK_N: gl.constexpr = w_bufs.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    INT8: gl.constexpr = a_bufs.dtype == gl.int8
+    SUM: gl.constexpr = gl.int32 if INT8 else gl.float32
+    UNIT_K: gl.constexpr = 256 // a_bufs.dtype.primitive_bitwidth
+    # Triton has no instruction for 256 columns of int8.
+    UNIT_N: gl.constexpr = BLOCK_N // 2 if INT8 else BLOCK_N
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, UNIT_N, UNIT_K])
     no_chunk = gl.zeros([HALF_M, BLOCK_N // 4], output[1].dtype, CHUNK_LAYOUT)
     CHUNKS: gl.constexpr = 2 if ACT[1] else 4
     out_n = N // 2 if ACT[1] else N
@@ -236,7 +355,7 @@ def _consume(
         slot += 1
         row += HALF * HALF_M
         if row < end:
-            acc = gl.zeros([HALF_M, BLOCK_N], gl.float32, layout)
+            acc = gl.zeros([HALF_M, BLOCK_N], SUM, layout)
             where = (pending_row, pending_end, pending_col)
             for i in gl.static_range(CHUNKS):
                 acc = _multiply(acc, rings, step + i, i > 0, HALF, GATHERED)
@@ -251,7 +370,7 @@ def _consume(
                 mbarrier.arrive(empty.index((step + i - 1) % STAGES))
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index((step + k_steps - 1) % STAGES))
-            pending, pending_col = _finish(acc, output, expert, n, N, ACT)
+            pending, pending_col = _finish(acc, output, scales, (expert, end, row, n), N, S, ACT)
             pending_row = row
             pending_end = end
         else:
@@ -277,10 +396,14 @@ def _grouped(
     out_desc,
     out_ptr,
     tiles_ptr,
+    a_scale_ptr,
+    w_scale_ptr,
+    out_scale_ptr,
     N,
     K,
     n_tiles,
     TOP_K: gl.constexpr,
+    S: gl.constexpr,
     ACT: gl.constexpr,
     EVEN_K: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -298,11 +421,13 @@ def _grouped(
     GATHERED: gl.constexpr = TOP_K is not None
     dtype: gl.constexpr = w_desc.dtype
     swizzled: gl.constexpr = w_desc.layout
+    made: gl.constexpr = out_desc.dtype
+    stored: gl.constexpr = out_desc.layout
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     a_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], swizzled)
     w_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], swizzled)
-    buffers_0 = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, BLOCK_N // 4], swizzled)
-    buffers_1 = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, BLOCK_N // 4], swizzled)
+    buffers_0 = gl.allocate_shared_memory(made, [2, BLOCK_M // 2, BLOCK_N // 4], stored)
+    buffers_1 = gl.allocate_shared_memory(made, [2, BLOCK_M // 2, BLOCK_N // 4], stored)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     notes = gl.allocate_shared_memory(gl.int32, [8, 1], plain)
@@ -316,13 +441,20 @@ def _grouped(
     w_descs = (w_desc, up_desc)
     output = (bias_ptr, out_desc, out_ptr)
     sizes = (N, K)
+    scales = (a_scale_ptr, w_scale_ptr, out_scale_ptr)
     # Registers of the second consumer and of the producer; what is left goes to the first consumer.
     if GATHERED:
         x = (a, stride_a, rows_ptr, tokens)
         gl.warp_specialize(
             [
-                (_consume, (0, output, buffers_0, rings, sizes, notes, tile, GATHERED, ACT)),
-                (_consume, (1, output, buffers_1, rings, sizes, notes, tile, GATHERED, ACT)),
+                (
+                    _consume,
+                    (0, output, buffers_0, rings, sizes, scales, notes, tile, GATHERED, S, ACT),
+                ),
+                (
+                    _consume,
+                    (1, output, buffers_1, rings, sizes, scales, notes, tile, GATHERED, S, ACT),
+                ),
                 (
                     _produce_gathered,
                     (x, w_descs, rings, sizes, queue, notes, relay, tile, TOP_K, ACT, EVEN_K),
@@ -334,13 +466,44 @@ def _grouped(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, output, buffers_0, rings, sizes, notes, tile, GATHERED, ACT)),
-                (_consume, (1, output, buffers_1, rings, sizes, notes, tile, GATHERED, ACT)),
+                (
+                    _consume,
+                    (0, output, buffers_0, rings, sizes, scales, notes, tile, GATHERED, S, ACT),
+                ),
+                (
+                    _consume,
+                    (1, output, buffers_1, rings, sizes, scales, notes, tile, GATHERED, S, ACT),
+                ),
                 (produce_rows, (a, w_descs, rings, sizes, queue, notes, relay, tile, ACT)),
             ],
             [4, 1],
             [232, 40],
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """Of a product of codes: of A a scale for each row, each expert or all; of W; and static ones
+    of the output if it is quantised, from `dtype`."""
+
+    a: Tensor
+    a_each: str  # "row", "expert" or "tensor"
+    w: Tensor
+    weight: Weight
+    out: Tensor | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def constant(self) -> tuple:
+        """What the kernel has of it when it is compiled."""
+        made = "row" if self.out is None else each(self.out)
+        dtype = gl.bfloat16 if self.dtype == torch.bfloat16 else gl.float16
+        return (self.weight[1], self.weight[3], self.a_each, made, dtype)
+
+
+def each(scale: Tensor) -> str:
+    """What has a static scale."""
+    return "expert" if scale.numel() > 1 else "tensor"
 
 
 def launch(
@@ -352,21 +515,27 @@ def launch(
     tiles: TileMap,
     top_k: int | None,
     act: tuple,
+    scales: Scales | None = None,
 ) -> None:
-    """Run the product; `runs_on_hopper` in grouped.py says which operands it takes."""
+    """Run the product; `runs_on_hopper` in grouped.py says which operands it takes, and the backend
+    which codes."""
     E, N, K = w_ENK.shape
     interleaved = act[2]
+    block_k = ROW_BYTES // w_ENK.element_size()
     w_2d = w_ENK.view(E * N, K)
-    swizzled = gl.NVMMASharedLayout(128, 16, rank=2)
+    swizzled = gl.NVMMASharedLayout(ROW_BYTES, 8 * w_ENK.element_size(), rank=2)
     w_desc, up_desc = (
-        TensorDescriptor.from_tensor(w, [HALF_N, BLOCK_K], swizzled)
+        TensorDescriptor.from_tensor(w, [HALF_N, block_k], swizzled)
         for w in ((w_2d[::2], w_2d[1::2]) if interleaved else (w_2d, w_2d))
     )
-    out_desc = TensorDescriptor.from_tensor(out, [HALF_M, CHUNK_N], swizzled)
+    size = out.element_size()
+    stored = gl.NVMMASharedLayout(CHUNK_N * size, 8 * size, rank=2)
+    out_desc = TensorDescriptor.from_tensor(out, [HALF_M, CHUNK_N], stored)
     if top_k is None:
-        source, stride = TensorDescriptor.from_tensor(a, [HALF_M, BLOCK_K], swizzled), None
+        source, stride = TensorDescriptor.from_tensor(a, [HALF_M, block_k], swizzled), None
     else:
         source, stride = a, a.stride(0)
+    found = (None, None, None) if scales is None else (scales.a, scales.w, scales.out)
     replay.launch(
         _grouped,
         (processors(a),),
@@ -379,15 +548,17 @@ def launch(
         out_desc,
         out,
         tiles.table,
+        *found,
         N,
         K,
         triton.cdiv(N, BLOCK_N),
         top_k,
+        None if scales is None else scales.constant,
         act,
-        K % BLOCK_K == 0,
+        K % block_k == 0,
         BLOCK_M,
         BLOCK_N,
-        BLOCK_K,
+        block_k,
         STAGES,
         num_warps=4,
         maxnreg=REGISTERS,

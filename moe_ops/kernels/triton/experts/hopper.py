@@ -233,6 +233,25 @@ def halves(acc):
 
 
 @gluon.jit
+def as_held(x, DTYPE: gl.constexpr):
+    """float32 as DTYPE holds it. Two values at a time: one alone takes a slow unit of the GPU."""
+    if DTYPE != gl.bfloat16:
+        return x.to(DTYPE).to(gl.float32)
+    else:
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .b32 both, low, high;
+            cvt.rn.bf16x2.f32 both, $3, $2;
+            shl.b32 low, both, 16;
+            and.b32 high, both, 0xffff0000;
+            mov.b32 $0, low;
+            mov.b32 $1, high;
+            }""",
+            "=f,=f,f,f", [x], dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@gluon.jit
 def add_bias(acc, bias_ptr, expert, col, N, STRIDE: gl.constexpr):
     """acc plus bias[expert, col + STRIDE * j] for column j of acc."""
     if bias_ptr is not None:

@@ -6,12 +6,15 @@ and j + 4 of a word. Which column of the weights meets which of a matrix unit's 
 are stored in the order of `column_of` (`tokens.py`), in which a thread multiplies words that it
 loads side by side. So weights stay as checkpoints hold them.
 
-Codes of eight bits come as they are, and may meet inputs of 8 bits, in groups of as many columns;
-`tokens.py` makes these.
+Codes of six bits come as three words for sixteen of them, and meet tokens as they are.
+
+Codes of eight bits come as they are, and may meet inputs of 8 bits: in groups of as many columns,
+which `tokens.py` makes, or with a scale a row or tensor (`row_scales.py`).
 
 Scales of groups of at least a step are multiplied into the float32 sum of the step where that is
 small, others into the decoded values: a second sum of many tokens has no room in registers. An
-infinite scale makes NaN, as infinity times a code of zero does.
+infinite scale makes NaN, as infinity times a code of zero does. Scales of float8 come as bytes,
+and the global scale of an expert above these is multiplied into the sum of all columns.
 
 W is the format of a weight, a `Weight` of `moe_ops.kernels.triton`.
 """
@@ -25,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton import Weight, one_a_step
+from moe_ops.kernels.triton import Inputs, Weight, one_a_step
 from moe_ops.kernels.triton.experts.float8 import INTERPRETED
 
 MOST_IN_SUM = tl.constexpr(32)  # tokens whose sums are scaled
@@ -33,13 +36,20 @@ MOST_IN_SUM = tl.constexpr(32)  # tokens whose sums are scaled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codes:
-    """What makes the values of a layer's weights of their codes: scales, zero points, and W."""
+    """What makes the values of a layer's weights of their codes: scales, zero points, and W; how
+    inputs are emulated, if they are, and their static scales."""
 
     scale13_EFG: Tensor
     scale2_EDG: Tensor
     zero13_EFG: Tensor | None
     zero2_EDG: Tensor | None
     weight: Weight
+    global13_E: Tensor | None = None
+    global2_E: Tensor | None = None
+    inputs: Inputs | None = None  # that are emulated
+    scaled: str = ""  # of those of 8 bits, what has a scale: "group", "row" or "tensor"
+    x_scale: Tensor | None = None  # static ones
+    h_scale: Tensor | None = None
 
     @property
     def in_words(self) -> bool:
@@ -51,8 +61,23 @@ class Codes:
         return self.weight[4]
 
     @property
+    def by_row(self) -> bool:
+        """Whether inputs have 8 bits, and scales that leave the sum: see `row_scales.py`."""
+        return self.quantises and self.scaled != "group"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of codes of 8 bits, of weights and of inputs."""
+        return torch.int8 if self.weight[0] == "int8" else torch.float8_e4m3fn
+
+    @property
     def bits(self) -> int:
         return self.weight[5]
+
+    def weigh(self, weights_TK: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """(weights that h is multiplied by, weights of the last sum): one is None. It is the former
+        where h is rounded to codes, which would be others of the product."""
+        return (weights_TK, None) if self.inputs is None else (None, weights_TK)
 
     @property
     def one_a_step(self) -> bool:
@@ -127,6 +152,12 @@ def scale_of(scale, KIND: tl.constexpr):
         # As bits: 2**-127 is subnormal, and what would be infinity is NaN.
         special = tl.where((code == 0) | (code == 255), 1 << 22, 0)
         scale = ((code << 23) | special).to(tl.float32, bitcast=True)
+    elif KIND == "float8_e4m3fn":
+        # As bits of float16: 2**-8 of the value, also of subnormals.
+        code = scale.to(tl.int32)
+        bits = ((code & 0x7F) << 7) | ((code & 0x80) << 8)
+        scale = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        scale = tl.where((code & 0x7F) == 0x7F, float("nan"), scale)
     else:
         scale = scale.to(tl.float32)
     return scale
@@ -157,6 +188,12 @@ def spread(values_MG, EACH: tl.constexpr):
     return tl.reshape(tl.broadcast_to(values_MG[:, :, None], (M, G, EACH)), (M, G * EACH))
 
 
+@triton.constexpr_function
+def by_row(W):
+    """As that of `Codes`: inputs in groups have weights in groups of as many columns."""
+    return W is not None and W[4] and W[2] == -1
+
+
 @triton.jit
 def add_product(
     acc_MN, w_M1, s_ptr, z_ptr, e, row_M, inside_M, x_1N, t_ptr, token_N, inside_N,
@@ -166,8 +203,32 @@ def add_product(
     """acc_MN and the products of rows of the weights of experts, at w_M1, with tokens, at x_1N, of
     which those quantised have scales [tokens, groups] at t_ptr; `rescaled` follows the last one.
     POLICY is that of the cache for weights."""
-    BITS: tl.constexpr = W[5]
     group_M = group_row(e, row_M, ROWS, COLUMNS, W)
+    if by_row(W):
+        sum_MN = sum_of_bytes(
+            w_M1, inside_M, x_1N, inside_N, acc_MN.shape[0], acc_MN.shape[1], COLUMNS, STEP, W,
+            POLICY,
+        )  # fmt: skip
+        s_M = tl.load(s_ptr + group_M, mask=inside_M, other=0)
+        t_N = tl.load(t_ptr + token_N, mask=inside_N, other=0.0)
+        KIND: tl.constexpr = W[3]
+        factor_MN = finite(scale_of(s_M, KIND))[:, None] * t_N[None, :]
+        acc_MN += sum_MN.to(tl.float32) * factor_MN
+    else:
+        acc_MN = add_steps(
+            acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, x_1N, t_ptr, token_N, inside_N,
+            COLUMNS, STEP, W, POLICY,
+        )  # fmt: skip
+    return acc_MN
+
+
+@triton.jit
+def add_steps(
+    acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, x_1N, t_ptr, token_N, inside_N,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """The same, where scales are those of a step or less."""
+    BITS: tl.constexpr = W[5]
     s_MG, z_MG, t_N = factors(
         s_ptr, z_ptr, t_ptr, group_M, inside_M, token_N, inside_N, 0, COLUMNS, STEP, W
     )
@@ -180,6 +241,10 @@ def add_product(
         if BITS == 4:
             acc_MN = add_words(
                 acc_MN, w_M1, s_MG, z_MG, inside_M, x_1N, inside_N, start, COLUMNS, STEP, W, POLICY
+            )
+        elif BITS == 6:
+            acc_MN = add_sixes(
+                acc_MN, w_M1, s_MG, inside_M, x_1N, inside_N, start, COLUMNS, STEP, W, POLICY
             )
         else:
             acc_MN = add_bytes(
@@ -222,10 +287,22 @@ def factors(
 @triton.jit
 def rescaled(acc_MN, W: tl.constexpr, DTYPE: tl.constexpr):
     """The sum of all products. Codes of float4 in bfloat16 are 2**-126 of their values, and scales
-    were multiplied by 2**64, so that those from 2**-64 to 2**63 stay exact."""
+    were multiplied by 2**64, so that those from 2**-64 to 2**63 stay exact. So are those of float6,
+    or 2**-124."""
     ELEMENT: tl.constexpr = W[0]
-    if ELEMENT == "float4_e2m1" and DTYPE == tl.bfloat16:
-        acc_MN = acc_MN * 4.611686018427387904e18
+    if DTYPE == tl.bfloat16:
+        if ELEMENT == "float4_e2m1" or ELEMENT == "float6_e2m3":
+            acc_MN = acc_MN * 4.611686018427387904e18
+        elif ELEMENT == "float6_e3m2":
+            acc_MN = acc_MN * 1.152921504606846976e18
+    return acc_MN
+
+
+@triton.jit
+def under_global(acc_MN, g_ptr, e):
+    """The sum of products with an expert's weight, times the global scale of the expert, if any."""
+    if g_ptr is not None:
+        acc_MN = acc_MN * tl.load(g_ptr + e)
     return acc_MN
 
 
@@ -348,6 +425,63 @@ def add_words(
 
 
 @triton.jit
+def add_sixes(
+    acc_MN, w_M1, s_MG, inside_M, x_1N, inside_N, start,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = x_1N.dtype.element_ty
+    ELEMENT: tl.constexpr = W[0]
+    KIND: tl.constexpr = W[3]
+    RUNS: tl.constexpr = STEP // 16
+    run = start // 16 + tl.arange(0, RUNS)
+    inside_MW = inside_M[:, None] & (run < COLUMNS // 16)[None, :]
+    at_MW = w_M1 + (3 * run)[None, :]
+    first_MW = tl.load(at_MW, mask=inside_MW, other=0, eviction_policy=POLICY)
+    second_MW = tl.load(at_MW + 1, mask=inside_MW, other=0, eviction_policy=POLICY)
+    third_MW = tl.load(at_MW + 2, mask=inside_MW, other=0, eviction_policy=POLICY)
+    scale_pair = spread(scale_pairs(s_MG, KIND, True, DTYPE), STEP // 4 // s_MG.shape[1])
+    fours = fours_of(first_MW, second_MW, third_MW)
+    low = pair_fma(pair_of_four(fours, 0, ELEMENT, DTYPE), scale_pair, -0x7FFF8000, DTYPE)
+    high = pair_fma(pair_of_four(fours, 1, ELEMENT, DTYPE), scale_pair, -0x7FFF8000, DTYPE)
+    evens = tl.join(half_of(low, False, DTYPE), half_of(low, True, DTYPE))
+    odds = tl.join(half_of(high, False, DTYPE), half_of(high, True, DTYPE))
+    values_MD = tl.reshape(tl.join(evens, odds), (acc_MN.shape[0], STEP))
+    d = start + tl.arange(0, STEP)
+    inside_DN = (d < COLUMNS)[:, None] & inside_N[None, :]
+    x_DN = tl.load(x_1N + d[:, None], mask=inside_DN, other=0.0)
+    return tl.dot(values_MD, x_DN, acc_MN)
+
+
+@triton.jit
+def fours_of(first, second, third):
+    """[M, 4 W] of three words [M, W] each: four codes of six bits, in the low 12 of both halves."""
+    M: tl.constexpr = first.shape[0]
+    RUNS: tl.constexpr = first.shape[1]
+    a = first
+    b = ((first >> 24) & 0xFF) | (second << 8)
+    c = ((second >> 16) & 0xFFFF) | (third << 16)
+    d = third >> 8
+    codes = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (M, RUNS * 4))
+    return (codes & 0xFFFF) | ((codes << 4) & -0x10000)
+
+
+@triton.jit
+def pair_of_four(fours, j: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr):
+    """The codes j and j + 2 of each four as the halves of an int32: sign, exponent and mantissa at
+    their places. So a value is times 2**-124 or 2**-126 in bfloat16, which `rescaled` makes up for;
+    in float16, which has no room for that, it is the value."""
+    tl.static_assert(ELEMENT == "float6_e3m2" or ELEMENT == "float6_e2m3")
+    MANTISSA: tl.constexpr = 2 if ELEMENT == "float6_e3m2" else 3
+    PLACE: tl.constexpr = (7 if DTYPE == tl.bfloat16 else 10) - MANTISSA - 6 * j
+    signs = (fours << (10 - 6 * j)) & -0x7FFF8000
+    moved = fours << PLACE if PLACE >= 0 else fours >> -PLACE
+    pair = and_or(moved, 0x001F001F << (PLACE + 6 * j), signs)
+    if DTYPE == tl.float16:
+        pair = pair_fma(pair, 0x6C006C00 if MANTISSA == 2 else 0x74007400, -0x7FFF8000, DTYPE)
+    return pair
+
+
+@triton.jit
 def bytes_as(w_MD, z_MG, ELEMENT: tl.constexpr, DTYPE: tl.constexpr):
     """Codes of eight bits as halves, which hold them, and integers less a zero point, exactly; by
     way of float32, as the direct conversion to bfloat16 takes a slow unit for every value."""
@@ -385,6 +519,10 @@ def add_bytes(
         else:
             part_MN = tl.dot(bytes_as(w_MD, z_MG, ELEMENT, DTYPE), x_DN)
         acc_MN += part_MN * factor_MN
+    elif ELEMENT == "float8_e5m2":
+        # Of float32, as its scales may be smaller than any float16.
+        scale_MD = spread(scale_of(s_MG, KIND), STEP // s_MG.shape[1])
+        acc_MN = tl.dot((w_MD.to(tl.float32) * scale_MD).to(DTYPE), x_DN, acc_MN)
     else:
         tl.static_assert(not INPUTS_8)
         scale_MD = spread(scale_of(s_MG, KIND).to(DTYPE), STEP // s_MG.shape[1])
@@ -392,6 +530,35 @@ def add_bytes(
     return acc_MN
 
 
+@triton.jit
+def sum_of_bytes(
+    w_M1, inside_M, x_1N, inside_N, M: tl.constexpr, N: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """[M, N]: products of codes of 8 bits with those of tokens, before all scales: int32 of int8.
+    Of float8 the unit of Hopper keeps 14 bits of a sum, so that each step makes one of its own."""
+    INT8: tl.constexpr = W[0] == "int8"
+    sum_MN = tl.zeros((M, N), tl.int32 if INT8 else tl.float32)
+    for start in range(0, COLUMNS, STEP):
+        d = start + tl.arange(0, STEP)
+        inside_D = d < COLUMNS
+        w_MD = tl.load(
+            w_M1 + d[None, :], mask=inside_M[:, None] & inside_D[None, :], other=0.0,
+            eviction_policy=POLICY,
+        )  # fmt: skip
+        x_DN = tl.load(x_1N + d[:, None], mask=inside_D[:, None] & inside_N[None, :], other=0.0)
+        if INT8:
+            sum_MN = tl.dot(w_MD, x_DN, sum_MN, out_dtype=tl.int32)
+        else:
+            sum_MN = tl.dot(w_MD, x_DN, sum_MN, max_num_imprecise_acc=STEP)
+    return sum_MN
+
+
 def as_stored(w: Tensor, weight: Weight) -> Tensor:
     """A weight of codes as the kernels load it: words, or bytes."""
-    return w.view(torch.int32) if weight[5] == 4 else w
+    return w.view(torch.int32) if weight[5] < 8 else w
+
+
+def scales_as_stored(scale: Tensor, weight: Weight) -> Tensor:
+    """Scales as the kernels load them: those of float8 as bytes, which every GPU has."""
+    return scale.view(torch.uint8) if weight[3] == "float8_e4m3fn" else scale

@@ -14,14 +14,23 @@ import functools
 import math
 from dataclasses import dataclass, replace
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.experts import few
 from moe_ops.kernels.triton.experts.combine import sum_rows
-from moe_ops.kernels.triton.experts.few import Streams
-from moe_ops.kernels.triton.experts.quantized import Codes, add_product, rescaled
+from moe_ops.kernels.triton.experts.emulated import emulated_hidden, emulated_tokens
+from moe_ops.kernels.triton.experts.few import DTYPES, Streams
+from moe_ops.kernels.triton.experts.quantized import (
+    Codes,
+    add_product,
+    by_row,
+    rescaled,
+    under_global,
+)
+from moe_ops.kernels.triton.experts.row_scales import by_expert, codes_of_h, quantise_h, quantise_x
 from moe_ops.kernels.triton.experts.sort import sort_pairs, unit_of
 from moe_ops.kernels.triton.experts.tokens import column_of, quantise, stored, tokens_for
 from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, rows_at, up_rows
@@ -124,12 +133,13 @@ def tiles_of(
 
 @triton.jit
 def rows_up(
-    x_ptr, scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, b_ptr, h_ptr,
-    stride_x, stride_we, stride_wf, stride_wd, stride_be,
+    x_ptr, scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, g_ptr, b_ptr,
+    static_ptr, h_ptr, h_scale_ptr, stride_x, stride_we, stride_wf, stride_wd, stride_be,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
-    ACT: tl.constexpr, W: tl.constexpr, BE: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr,
-    BN: tl.constexpr, PDL: tl.constexpr,
+    ACT: tl.constexpr, W: tl.constexpr, EACH: tl.constexpr, DTYPE: tl.constexpr,
+    BE: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Of static scales of h: EACH, whether each expert has one; DTYPE, what h is rounded to."""
     GATED: tl.constexpr = ACT[1]
     BF: tl.constexpr = 2 * BI if GATED else BI
     blocks: tl.constexpr = (H + BI - 1) // BI
@@ -165,10 +175,16 @@ def rows_up(
             acc_FN, w_F1, s_ptr, z_ptr, e, row_F, inside_F, x_1N, scale_ptr, pair_N // K, n < count,
             ROWS, D, BD, W, "",
         )  # fmt: skip
-        acc_FN = rescaled(acc_FN, W, x_ptr.dtype.element_ty)
+        acc_FN = under_global(rescaled(acc_FN, W, x_ptr.dtype.element_ty), g_ptr, e)
     h_IN = activated(acc_FN, b_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
-    weight_N = tl.load(weights_ptr + pair_N, mask=n < count, other=0.0).to(tl.float32)
-    h_IN = h_IN * weight_N[None, :]
+    if weights_ptr is not None:
+        weight_N = tl.load(weights_ptr + pair_N, mask=n < count, other=0.0).to(tl.float32)
+        if static_ptr is not None:
+            h_IN, scale = codes_of_h(h_IN, static_ptr, e, EACH, DTYPE, W[0] == "int8")
+            mine_N = n < tl.where(block == 0, count, 0)  # one program of these rows is enough
+            tl.store(h_scale_ptr + first + n, scale * weight_N, mask=mine_N)
+        elif not by_row(W):
+            h_IN = h_IN * weight_N[None, :]
     i = block * BI + tl.arange(0, BI)
     if H > I:
         h_IN = tl.where((i < I)[:, None], h_IN, 0.0)
@@ -181,7 +197,7 @@ def rows_up(
 
 @triton.jit
 def rows_down(
-    h_ptr, scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, b_ptr, y_ptr,
+    h_ptr, scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, g_ptr, b_ptr, y_ptr,
     stride_we, stride_wd, stride_wi, stride_be,
     E: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     BE: tl.constexpr, BD: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
@@ -218,12 +234,15 @@ def rows_down(
             acc_DN, w_D1, s_ptr, z_ptr, e, d, inside_D, h_ptr + row_1N * H, scale_ptr, first + n,
             n < count, D, I, BI, W, "",
         )  # fmt: skip
-        acc_DN = rescaled(acc_DN, W, h_ptr.dtype.element_ty)
+        acc_DN = under_global(rescaled(acc_DN, W, h_ptr.dtype.element_ty), g_ptr, e)
     if b_ptr is not None:
         bias_D = tl.load(b_ptr + e * stride_be + d, mask=inside_D, other=0.0).to(tl.float32)
-        pair_N = tl.load(rows_ptr + first + n, mask=n < count, other=0)
-        weight_N = tl.load(weights_ptr + pair_N, mask=n < count, other=0.0).to(tl.float32)
-        acc_DN += bias_D[:, None] * weight_N[None, :]
+        if weights_ptr is None:
+            acc_DN += bias_D[:, None]
+        else:
+            pair_N = tl.load(rows_ptr + first + n, mask=n < count, other=0)
+            weight_N = tl.load(weights_ptr + pair_N, mask=n < count, other=0.0).to(tl.float32)
+            acc_DN += bias_D[:, None] * weight_N[None, :]
     tl.store(
         y_ptr + row_1N * D + d[:, None],
         acc_DN.to(y_ptr.dtype.element_ty),
@@ -245,34 +264,52 @@ def run(
     contiguous residual if there is one; without `tiles` by those of `tiles_of`."""
     (T, K), (E, D, I) = ids_TK.shape, layer.sizes
     R, codes = T * K, layer.codes
+    x_TD = emulated_tokens(x_TD, codes)
     tiles = tiles or tiles_of(x_TD, ids_TK, layer, expert_map)
     if isinstance(tiles, Streams):
         return few.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD, tiles)
     rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
     H = stored(I, layer.weight)
-    h_RI, y_RD = x_TD.new_empty(R, H), x_TD.new_empty(R, D)
-    x_TD, x_scale_TG = tokens_for(x_TD, codes)
-    h_scale_RG = None
+    h_RI, y_RD, h_scale_RG = x_TD.new_empty(R, H), x_TD.new_empty(R, D), None
+    static, rounded, tokens_K = None, None, K
+    if codes is not None and codes.by_row:
+        static = codes.h_scale
+        if static is not None:
+            h_RI, rounded = h_RI.new_empty(R, H, dtype=codes.dtype), DTYPES[x_TD.dtype]
+            h_scale_RG = x_TD.new_empty(R, dtype=torch.float32)
+        x_TD, x_scale_TG = quantise_x(x_TD, codes, ids_TK, expert_map)
+        if by_expert(codes.x_scale):
+            tokens_K = 1  # each pair has a row of its own
+    else:
+        x_TD, x_scale_TG = tokens_for(x_TD, codes)
+    # Codes are those of h, not of h times its weight.
+    early_TK, late_TK = (weights_TK, None) if codes is None else codes.weigh(weights_TK)
     BE = max(2, triton.next_power_of_2(E))
     pdl, options = pdl_options(x_TD)
     up, down = tiles.up, tiles.down
     launch(
         rows_up, (_units(R, E, up) * triton.cdiv(H, up.rows),),
-        x_TD, x_scale_TG, rows_R, ends_E, weights_TK, layer.w13_EFD, *layer.scales13,
-        layer.b13_EF, h_RI, x_TD.stride(0), *layer.strides13, bias_stride(layer.b13_EF),
-        E=E, K=K, D=D, I=I, H=H, ACT=layer.act, W=layer.weight, BE=BE, BI=up.rows, BD=up.step,
-        BN=up.BN, PDL=pdl, num_warps=up.warps, num_stages=up.stages, **options,
+        x_TD, x_scale_TG, rows_R, ends_E, early_TK, layer.w13_EFD, *layer.scales13,
+        layer.b13_EF, static, h_RI, h_scale_RG, x_TD.stride(0), *layer.strides13,
+        bias_stride(layer.b13_EF),
+        E=E, K=tokens_K, D=D, I=I, H=H, ACT=layer.act, W=layer.weight, EACH=by_expert(static),
+        DTYPE=rounded, BE=BE, BI=up.rows, BD=up.step, BN=up.BN, PDL=pdl, num_warps=up.warps,
+        num_stages=up.stages, **options,
     )  # fmt: skip
-    if codes is not None and codes.quantises:
+    if codes is not None and codes.by_row and static is None:
+        h_RI, h_scale_RG = quantise_h(h_RI, codes, ends_E, weights_TK, rows_R)
+    elif codes is not None and codes.quantises and not codes.by_row:
         h_RI, h_scale_RG = quantise(h_RI, codes.weight)
+    in_words = codes is not None and codes.in_words
+    h_RI = emulated_hidden(h_RI, I, codes, ends_E, arranged=in_words)
     launch(
         rows_down, (_units(R, E, down) * triton.cdiv(D, down.rows),),
-        h_RI, h_scale_RG, rows_R, ends_E, weights_TK, layer.w2_EDI, *layer.scales2,
+        h_RI, h_scale_RG, rows_R, ends_E, early_TK, layer.w2_EDI, *layer.scales2,
         layer.b2_ED, y_RD, *layer.strides2, bias_stride(layer.b2_ED),
         E=E, D=D, I=I, H=H, W=layer.weight, BE=BE, BD=down.rows, BI=down.step,
         BN=down.BN, PDL=pdl, num_warps=down.warps, num_stages=down.stages, **options,
     )  # fmt: skip
-    return sum_rows(y_RD, inverse_R, None, K, residual_TD)
+    return sum_rows(y_RD, inverse_R, late_TK, K, residual_TD)
 
 
 def _units(R: int, E: int, tile: Tile) -> int:

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from moe_ops.kernels.triton import STEP
 from moe_ops.kernels.triton.experts.quantized import (
+    by_row,
     finite,
     half_of,
     less_zero,
@@ -65,12 +66,13 @@ def words_layout(SIZES, BITS):
 
 
 @gluon.constexpr_function
-def scales_layout(SIZES):
-    """Of scales [S, M, 4], one for each four words, where these lie."""
+def scales_layout(SIZES, GROUP):
+    """Of scales [S, M, 4], one for each four words, where these lie; in groups of 16 [S, M, 8]."""
     S, MW, MT, _ = SIZES
-    lanes = [*doublings(4, 2), *doublings(8, 1)]
-    registers = [[0, 8, 0], *doublings(MT, 1, 16 * MW)]
-    shape = [S, 16 * MW * MT, 4]
+    each = 2 if GROUP == 16 else 1
+    lanes = [*doublings(4, 2, each), *doublings(8, 1)]
+    registers = [*doublings(each, 2), [0, 8, 0], *doublings(MT, 1, 16 * MW)]
+    shape = [S, 16 * MW * MT, 4 * each]
     return gl.DistributedLinearLayout(registers, lanes, warps_of(SIZES, True), [], shape)
 
 
@@ -93,6 +95,18 @@ def tokens_layout(SIZES, BITS, EACH):
 def one_a_step(W):
     """As that of `Codes`."""
     return W[2] in (-1, STEP)
+
+
+@gluon.constexpr_function
+def token_groups(columns, W):
+    """The scales of a token of so many columns, of 8 bits."""
+    return 1 if by_row(W) else -(-columns // STEP)
+
+
+@gluon.constexpr_function
+def part_groups(columns, C, W):
+    """The scales of a token from one of C parts of its columns to the next."""
+    return 0 if by_row(W) else steps_of(columns, C)
 
 
 @gluon.constexpr_function
@@ -147,6 +161,23 @@ def of_float8(words, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def of_int8(words):
+    """(the first, the last two values of each word) as pairs of float16: 1024 and a code that is
+    raised to 0 to 255 are these bits, less what was added."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 raised, less;
+        xor.b32 raised, $2, 0x80808080;
+        mov.b32 less, 0x64806480;
+        prmt.b32 $0, raised, 0x64646464, 0x4140;
+        prmt.b32 $1, raised, 0x64646464, 0x4342;
+        sub.rn.f16x2 $0, $0, less;
+        sub.rn.f16x2 $1, $1, less;
+        }""", "=&r,=&r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def from_pairs(pairs, DTYPE: gl.constexpr):
     """[S, M, columns] of pairs of halves [S, M, columns / 2]."""
     halves = gl.join(half_of(pairs, False, DTYPE), half_of(pairs, True, DTYPE))
@@ -165,8 +196,12 @@ def values_of_4(
 
 
 @gluon.jit
-def values_of_8(w, DTYPE: gl.constexpr):
-    low, high = of_float8(w, DTYPE)
+def values_of_8(w, INT8: gl.constexpr, DTYPE: gl.constexpr):
+    if INT8:
+        gl.static_assert(DTYPE == gl.float16)
+        low, high = of_int8(w)
+    else:
+        low, high = of_float8(w, DTYPE)
     pairs = gl.join(low, high)
     S: gl.constexpr = w.shape[0]
     M: gl.constexpr = w.shape[1]
@@ -175,12 +210,14 @@ def values_of_8(w, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def operand_of(x, BITS: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr):
+def operand_of(x, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr):
     """Tokens of a step as the unit's second operand [S, 128, N]."""
     S: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
-    if x.dtype == gl.int32:  # of four codes of float8
-        x = values_of_8(x, DTYPE).permute([0, 2, 1])
+    BITS: gl.constexpr = W[5]
+    INT8: gl.constexpr = W[0] == "int8"
+    if x.dtype == gl.int32:  # of four codes
+        x = values_of_8(x, INT8, DTYPE).permute([0, 2, 1])
     elif BITS == 4:
         x = x.reshape([S, N, 4, 4, 2, 4]).permute([0, 3, 5, 2, 4, 1]).reshape([S, 128, N])
     else:
@@ -245,12 +282,14 @@ def load_all(
     weights, step, COLUMNS: gl.constexpr, C: gl.constexpr, W: gl.constexpr, SIZES: gl.constexpr,
     SOME: gl.constexpr,
 ):  # fmt: skip
-    """(codes, scales, zero points) of a step; scales for zero points that there are none of."""
+    """(codes, scales, zero points) of a step; anything for those that there are none of."""
     w_SM, here_S, s_ptr, z_ptr, at, end = weights
     layout: gl.constexpr = words_layout(SIZES, W[5])
     MASKED: gl.constexpr = SOME or ragged(COLUMNS, C)
     w = load_step(w_SM, here_S, step, COLUMNS, C, layout, SOME, "evict_first")
-    scale = load_scales(s_ptr, at, end, step, W, MASKED)
+    scale = at
+    if not by_row(W):
+        scale = load_scales(s_ptr, at, end, step, W, MASKED)
     zero = scale
     if z_ptr is not None:
         zero = load_scales(z_ptr, at, end, step, W, MASKED)
@@ -268,7 +307,7 @@ def load_tokens(
     layout: gl.constexpr = tokens_layout(SIZES, W[5], EACH)
     x = load_step(x_SN, here_S, step, COLUMNS, C, layout, SOME, "")
     t = t_at
-    if t_ptr is not None:
+    if t_ptr is not None and not by_row(W):
         # The last part may have fewer steps than the others.
         s = gl.arange(0, layout.shape[0], gl.SliceLayout(1, t_at.type.layout))
         group_S = s % C * steps_of(COLUMNS, C) + step
@@ -326,10 +365,11 @@ def add_step(
     KIND: gl.constexpr = W[3]
     IN_SUM: gl.constexpr = one_a_step(W)
     FLOAT: gl.constexpr = ELEMENT == "float4_e2m1"
-    b = operand_of(x, W[5], DTYPE, SIZES)
+    INT8: gl.constexpr = W[0] == "int8"
+    b = operand_of(x, W, DTYPE, SIZES)
     operand: gl.constexpr = gl.DotOperandLayout(0, unit_layout(SIZES), 2)
     if W[5] == 8:
-        a = values_of_8(w, DTYPE)
+        a = values_of_8(w, INT8, DTYPE)
     else:
         less = less_zero(z, ELEMENT == "uint4", DTYPE)
         if IN_SUM:
@@ -344,7 +384,9 @@ def add_step(
         SCALED: gl.constexpr = not IN_SUM or (FLOAT and DTYPE == gl.bfloat16)
         a = values_of_4(w, less, pair, FLOAT, SCALED, DTYPE)
     a = gl.convert_layout(a, operand, assert_trivial=True)
-    if IN_SUM:
+    if by_row(W):
+        acc = mma_v2(a, b, acc)  # scales leave the sum
+    elif IN_SUM:
         part = mma_v2(a, b, gl.zeros_like(acc))
         factor = finite(scale_of(s, KIND))[:, :, None]
         if INPUTS_8:
@@ -357,7 +399,9 @@ def add_step(
 
 @gluon.jit
 def spread(values, w):
-    """[S, M, 4] for each of the four words that they are of."""
-    twice = gl.join(values, values)
-    many = gl.join(twice, twice).reshape([w.shape[0], w.shape[1], w.shape[2]])
+    """[S, M, 4] for each of the four words that they are of, or [S, M, 8] of the two."""
+    many = gl.join(values, values)
+    if values.shape[2] == 4:
+        many = gl.join(many, many)
+    many = many.reshape([w.shape[0], w.shape[1], w.shape[2]])
     return gl.convert_layout(many, w.type.layout, assert_trivial=True)

@@ -1,5 +1,6 @@
 """The experts for a few tokens in two launches: every weight is read once, at the rate of memory.
-Tokens for quantised weights, and h for those with inputs of 8 bits, take one more launch each.
+Tokens for quantised weights, and h for those with inputs of 8 bits, take one more launch each, or
+two to find one scale for all of them; h with a static scale takes none.
 
 All tokens are one operand of every product, whichever experts they chose: a decoding step waits
 for weights, so that products with tokens of other experts cost nothing and nothing is sorted or
@@ -31,8 +32,20 @@ from torch import Tensor
 from moe_ops.kernels.triton import LARGE, TINY_PAIRS, TINY_TOKENS
 from moe_ops.kernels.triton.experts import few
 from moe_ops.kernels.triton.experts.combine import onto
-from moe_ops.kernels.triton.experts.few import Streams
-from moe_ops.kernels.triton.experts.quantized import Codes, add_product, rescaled
+from moe_ops.kernels.triton.experts.few import DTYPES, Streams
+from moe_ops.kernels.triton.experts.quantized import (
+    Codes,
+    add_product,
+    by_row,
+    rescaled,
+    under_global,
+)
+from moe_ops.kernels.triton.experts.row_scales import (
+    by_expert,
+    codes_of_h,
+    quantise_pairs,
+    quantise_x,
+)
 from moe_ops.kernels.triton.experts.sort import local_ids
 from moe_ops.kernels.triton.experts.tokens import column_of, quantise, stored, tokens_for
 from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, rows_at, up_rows
@@ -146,16 +159,19 @@ def write_table(experts_ptr, map_ptr, table_ptr, P, E: tl.constexpr, N_MAP, BP: 
 # One compiled kernel serves every number of tokens.
 @triton.jit(do_not_specialize=["T", "N_MAP"])
 def tiny_up(
-    x_ptr, scale_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, s_ptr, z_ptr, b_ptr, h_ptr,
-    table_ptr, share_ptr, T, N_MAP, stride_x, stride_we, stride_wf, stride_wd, stride_be,
+    x_ptr, scale_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, s_ptr, z_ptr, g_ptr, b_ptr,
+    static_ptr, h_ptr, h_scale_ptr, table_ptr, share_ptr, T, N_MAP, stride_x, stride_we, stride_wf,
+    stride_wd, stride_be,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
-    ACT: tl.constexpr, W: tl.constexpr, BP: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr,
-    BN: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
+    ACT: tl.constexpr, W: tl.constexpr, EACH: tl.constexpr, DTYPE: tl.constexpr,
+    BP: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ONE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BI columns of h for the expert of one pair; of several tokens, the last one
     writes the table.
 
-    share[p, t] is weight[t, e], for tiny_down to weigh biases with.
+    share[p, t] is weight[t, e], for tiny_down to weigh biases with, or for h to be weighed with
+    that is quantised by rows. EACH and DTYPE are as those of `rows_up`.
     """
     GATED: tl.constexpr = ACT[1]
     BF: tl.constexpr = 2 * BI if GATED else BI
@@ -210,12 +226,19 @@ def tiny_up(
             acc_FN, w_F1, s_ptr, z_ptr, e, row_F, inside_F, x_1N, scale_ptr, n, n < T,
             ROWS, D, BD, W, "evict_first",
         )  # fmt: skip
-        acc_FN = rescaled(acc_FN, W, x_ptr.dtype.element_ty)
+        acc_FN = under_global(rescaled(acc_FN, W, x_ptr.dtype.element_ty), g_ptr, e)
     if share_ptr is not None:
         # One of the pair's programs is enough.
         tl.store(share_ptr + pair * T + n, weight_N, mask=n < tl.where(block == 0, T, 0))
     h_IN = activated(acc_FN, b_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
-    h_IN = tl.where(chosen_N[None, :], h_IN * weight_N[None, :], 0.0)
+    if by_row(W):
+        h_IN = tl.where(chosen_N[None, :], h_IN, 0.0)
+        if static_ptr is not None:
+            h_IN, scale = codes_of_h(h_IN, static_ptr, e, EACH, DTYPE, W[0] == "int8")
+            mine_N = n < tl.where(block == 0, T, 0)  # one of the pair's programs is enough
+            tl.store(h_scale_ptr + pair * T + n, scale * weight_N, mask=mine_N)
+    else:
+        h_IN = tl.where(chosen_N[None, :], h_IN * weight_N[None, :], 0.0)
     i = block * BI + tl.arange(0, BI)
     if H > I:
         h_IN = tl.where((i < I)[:, None], h_IN, 0.0)
@@ -248,8 +271,8 @@ def pair_of(rank, table_ptr, BP: tl.constexpr, ONE: tl.constexpr):
 # One compiled kernel serves every number of tokens.
 @triton.jit(do_not_specialize=["T", "N_MAP"])
 def tiny_down(
-    h_ptr, scale_ptr, experts_ptr, map_ptr, table_ptr, share_ptr, w_ptr, s_ptr, z_ptr, b_ptr,
-    residual_ptr, out_ptr, T, N_MAP, stride_we, stride_wd, stride_wi, stride_be,
+    h_ptr, scale_ptr, experts_ptr, map_ptr, table_ptr, share_ptr, w_ptr, s_ptr, z_ptr, g_ptr,
+    b_ptr, residual_ptr, out_ptr, T, N_MAP, stride_we, stride_wd, stride_wi, stride_be,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
     W: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr,
     BI: tl.constexpr, BN: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
@@ -304,10 +327,16 @@ def tiny_down(
                 )  # fmt: skip
                 acc_MN = tl.dot(w_MI, h_IN, acc_MN)
         else:
-            acc_MN = add_product(
-                acc_MN, w_M1, s_ptr, z_ptr, e_M, d_M, inside_M, h_1N, scale_ptr,
+            # Each round has other experts, and so other global scales.
+            sum_MN = acc_MN if g_ptr is None else tl.zeros((BG * BR, BN), tl.float32)
+            sum_MN = add_product(
+                sum_MN, w_M1, s_ptr, z_ptr, e_M, d_M, inside_M, h_1N, scale_ptr,
                 pair_N * T + token_N, inside_N, D, I, BI, W, "evict_first",
             )  # fmt: skip
+            if g_ptr is not None:
+                acc_MN += sum_MN * tl.load(g_ptr + e_M, mask=e_M < E, other=0.0)[:, None]
+            else:
+                acc_MN = sum_MN
         next_M, next_N = first + BG + m // BR, first + BG + n // BT
         e_M = id_of(next_M, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         e_N = id_of(next_N, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
@@ -364,18 +393,30 @@ def run(
     h_PI, h_scale_PG = x_TD.new_empty(P * T, H), None
     out_TD = x_TD.new_empty(T, D)
     table = None if T == 1 else x_TD.new_empty(1 + 2 * BP, dtype=torch.int32)
-    share_PT = None if layer.b2_ED is None else x_TD.new_empty(P, T, dtype=torch.float32)
     pdl, options = pdl_options(x_TD)
-    x_TD, x_scale_TG = tokens_for(x_TD, codes)
+    static, rounded, shares = None, None, layer.b2_ED is not None
+    if codes is not None and codes.by_row:
+        static = codes.h_scale
+        if static is not None:
+            h_PI, rounded = h_PI.new_empty(P * T, H, dtype=codes.dtype), DTYPES[x_TD.dtype]
+            h_scale_PG = x_TD.new_empty(P * T, dtype=torch.float32)
+        shares = shares or static is None
+        x_TD, x_scale_TG = quantise_x(x_TD, codes, ids_TK, expert_map)
+    else:
+        x_TD, x_scale_TG = tokens_for(x_TD, codes)
+    share_PT = x_TD.new_empty(P, T, dtype=torch.float32) if shares else None
     launch(
         tiny_up, (P * triton.cdiv(H, tiles.BI) + (T > 1),),
         x_TD, x_scale_TG, ids_TK, weights_TK, expert_map, layer.w13_EFD, *layer.scales13,
-        layer.b13_EF, h_PI, table, share_PT, T, n_map, x_TD.stride(0), *layer.strides13,
-        bias_stride(layer.b13_EF),
-        E=E, K=K, D=D, I=I, H=H, ACT=layer.act, W=layer.weight, BP=BP, BI=tiles.BI, BD=tiles.BD,
-        BN=TINY_TOKENS, ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.up_stages, **options,
+        layer.b13_EF, static, h_PI, h_scale_PG, table, share_PT, T, n_map, x_TD.stride(0),
+        *layer.strides13, bias_stride(layer.b13_EF),
+        E=E, K=K, D=D, I=I, H=H, ACT=layer.act, W=layer.weight, EACH=by_expert(static),
+        DTYPE=rounded, BP=BP, BI=tiles.BI, BD=tiles.BD, BN=TINY_TOKENS, ONE=T == 1, PDL=pdl,
+        num_warps=4, num_stages=tiles.up_stages, **options,
     )  # fmt: skip
-    if codes is not None and codes.quantises:
+    if share_PT is not None and codes is not None and codes.by_row and static is None:
+        h_PI, h_scale_PG = quantise_pairs(h_PI, codes, ids_TK, expert_map, share_PT)
+    elif codes is not None and codes.quantises and not codes.by_row:
         h_PI, h_scale_PG = quantise(h_PI, codes.weight)
     launch(
         tiny_down, (triton.cdiv(D, tiles.BR),),

@@ -22,16 +22,27 @@ from moe_ops.kernels.triton.replay import launch
 def column_of(i, W: tl.constexpr):
     """Where column i of the tokens of a product is stored, once arranged."""
     if W is not None and W[5] == 4:
-        word, code = i // 8 % 16, i % 8
-        i = i // 128 * 128 + word % 4 * 32 + code % 4 * 8 + word // 4 * 2 + code // 4
+        i = place_of(i, 4)
     return i
 
 
 @triton.jit
+def place_of(column, BITS: tl.constexpr):
+    """Where a column of tokens is stored, once arranged: the inverse of `column_at`."""
+    if BITS == 4:
+        word, code = column // 8 % 16, column % 8
+        place = column // 128 * 128 + word % 4 * 32 + code % 4 * 8 + word // 4 * 2 + code // 4
+    else:
+        thread, pair = column // 16 % 4, column // 2 % 8
+        place = column // 64 * 64 + pair * 8 + thread * 2 + column % 2
+    return place
+
+
+@triton.jit
 def column_at(place, BITS: tl.constexpr):
-    """The column of tokens that is stored in a place, once arranged. For codes of four bits this is
-    the inverse of `column_of`. For eight, which `grouped_codes.py` alone multiplies so, a thread
-    has the bytes of four words side by side of each 64 columns, two of them a pair."""
+    """The column of tokens that is stored in a place, once arranged: for codes of four bits in the
+    order in which words are decoded. For eight, which `grouped_codes.py` alone multiplies so, a
+    thread has the bytes of four words side by side of each 64 columns, two of them a pair."""
     if BITS == 4:
         low, j, high = place // 32 % 4, place // 8 % 4, place // 2 % 4
         column = place // 128 * 128 + (high * 4 + low) * 8 + j + place % 2 * 4

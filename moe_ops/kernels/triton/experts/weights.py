@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton import WORD, Weight
+from moe_ops.kernels.triton import Weight
 from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.experts.quantized import Codes
 
@@ -33,8 +33,8 @@ class Experts:
     def sizes(self) -> tuple[int, int, int]:
         """(E, D, I)."""
         E, a, b = self.w2_EDI.shape
-        if self.codes is not None and self.codes.in_words:
-            b *= WORD
+        if self.codes is not None and self.codes.bits < 8:
+            b = b * 32 // self.codes.bits
         return (E, b, a) if self.transposed else (E, a, b)
 
     @property
@@ -43,15 +43,15 @@ class Experts:
         return None if self.codes is None else self.codes.weight
 
     @property
-    def scales13(self) -> tuple[Tensor | None, Tensor | None]:
-        """Scales and zero points of w13."""
+    def scales13(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Scales, zero points and global scales of w13."""
         c = self.codes
-        return (None, None) if c is None else (c.scale13_EFG, c.zero13_EFG)
+        return (None,) * 3 if c is None else (c.scale13_EFG, c.zero13_EFG, c.global13_E)
 
     @property
-    def scales2(self) -> tuple[Tensor | None, Tensor | None]:
+    def scales2(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         c = self.codes
-        return (None, None) if c is None else (c.scale2_EDG, c.zero2_EDG)
+        return (None,) * 3 if c is None else (c.scale2_EDG, c.zero2_EDG, c.global2_E)
 
     @property
     def strides13(self) -> tuple[int, int, int]:
@@ -79,9 +79,9 @@ def rows_at(
     Words are contiguous, so their strides are known when this is compiled. As arguments that 16
     does not divide they would keep words from being loaded side by side.
     """
-    if W is not None and W[5] == 4:
-        stride_row = COLUMNS // 8
-        stride_e = ROWS * (COLUMNS // 8)
+    if W is not None and W[5] < 8:
+        stride_row = COLUMNS * W[5] // 32
+        stride_e = ROWS * (COLUMNS * W[5] // 32)
     return (w_ptr + e.to(tl.int64) * stride_e + row_M.to(tl.int64) * stride_row)[:, None]
 
 

@@ -1,0 +1,115 @@
+"""The Triton backend of one product for NVIDIA GPUs; operands of codes are decoded first."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops.backends import reads, triton_formats
+from moe_ops.backends.aten import refuse_out_dtype
+from moe_ops.backends.triton import (
+    FLOATS,
+    LEAST_CAPABILITY,
+    LEAST_FLOAT8,
+    contiguous,
+    either,
+    refuse_device,
+    with_rows,
+)
+from moe_ops.gradients import needs_grad
+from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
+from moe_ops.quant.formats import Format
+from moe_ops.shapes import DTYPES
+
+
+def supports_gemm(call: ExpertGemmCall) -> str | None:
+    x_RD = call.x_RD
+    refusal = None if call.x_format else refuse_out_dtype(call)
+    if refusal is not None:
+        return refusal
+    if _gemm_dtype(call) not in FLOATS:
+        return f"needs {either(FLOATS)}, got {_gemm_dtype(call)}"
+    scales = (call.x_scale_RG, call.w_scale_EFG, call.global_scale_E)
+    if needs_grad(x_RD, call.w_EFD, call.bias_EF, *scales):
+        return "is not differentiable, and an argument requires grad"
+    if call.w_format:
+        return _refuse_gemm_codes(call)
+    if call.global_scale_E is not None:
+        return "has global scales for quantised weights alone"
+    return refuse_device(x_RD)
+
+
+def _gemm_dtype(call: ExpertGemmCall) -> torch.dtype:
+    """Of the result, and of what is multiplied."""
+    return DTYPES[call.out_dtype] if call.out_dtype else call.x_RD.dtype
+
+
+def _refuse_gemm_codes(call: ExpertGemmCall) -> str | None:
+    """Why codes of a call of `expert_gemm` are not decoded, or None."""
+    c, operands = call, [(call.w_EFD, call.w_scale_EFG, call.w_format)]
+    if c.x_format:
+        operands.append((c.x_RD, c.x_scale_RG, c.x_format))
+        if _gemm_dtype(c) == torch.float16:
+            return "has no room in float16 for what codes of inputs may stand for; use bfloat16"
+    for codes, scale, name in operands:
+        width = Format.of(name).parsed.unpacked(codes.shape[-1])
+        refusal = triton_formats.refusal(name, "", (width,))
+        if refusal is None and not all(t is None or t.is_contiguous() for t in (codes, scale)):
+            refusal = "needs contiguous codes and scales"
+        in_words = refusal is None and triton_formats.weight_of(name, "")[5] < 8
+        if in_words and codes.storage_offset() % 4:
+            refusal = "needs codes of four and six bits that begin at a multiple of 4 bytes"
+        least = LEAST_FLOAT8 if codes.dtype == torch.float8_e4m3fn else LEAST_CAPABILITY
+        refusal = refusal or refuse_device(codes, least)
+        if refusal is not None:
+            return refusal
+    if c.w_zero_EFG is not None and not c.w_zero_EFG.is_contiguous():
+        return "needs contiguous zero points"
+    return None
+
+
+@expert_gemm.backend(
+    "triton",
+    reads=reads.SCALED_GEMM,
+    supports=supports_gemm,
+    devices=("cuda",),
+    priority=1,
+)
+def grouped_gemm(call: ExpertGemmCall) -> Tensor:
+    """`expert_gemm` by the kernels of triton.grouped, codes decoded first; unused rows stay
+    unwritten."""
+    from moe_ops.kernels.triton.experts import grouped
+
+    c, x_RD, w_EFD = call, call.x_RD, call.w_EFD
+    if c.w_format and x_RD.shape[0] > 0:
+        of_w = (c.w_scale_EFG, c.w_zero_EFG, contiguous(c.global_scale_E))
+        w_EFD = _decoded(w_EFD, of_w, c.w_format, _gemm_dtype(c))
+        if c.x_format:
+            assert c.x_scale_RG is not None
+            of_x = (c.x_scale_RG[None], None, None)
+            x_RD = _decoded(x_RD[None], of_x, c.x_format, _gemm_dtype(c))[0]
+    elif c.w_format:
+        return x_RD.new_empty(0, w_EFD.shape[1], dtype=_gemm_dtype(c))
+    if c.transposed:
+        w_EFD = w_EFD.transpose(1, 2)
+    ends_E, bias_EF = c.ends_E.contiguous(), with_rows(c.bias_EF)
+    return grouped.grouped_rows(with_rows(x_RD), ends_E, w_EFD, bias_EF)
+
+
+def _decoded(
+    codes: Tensor, scales: tuple[Tensor | None, ...], format: str, dtype: torch.dtype
+) -> Tensor:
+    """Values [experts, rows, columns] of codes and their scales: of groups, zero points and of
+    experts."""
+    from moe_ops.kernels.triton.experts.decoded import decode
+    from moe_ops.kernels.triton.experts.quantized import as_stored, scales_as_stored
+
+    weight = triton_formats.weight_of(format, "")
+    columns = Format.of(format).parsed.unpacked(codes.shape[2])
+    of_groups, zero, of_experts = scales
+    assert of_groups is not None
+    stored = (scales_as_stored(of_groups, weight), zero, of_experts)
+    return decode(as_stored(codes, weight), stored, weight, columns, dtype)
+
+
+expert_gemm.emulates("triton", lambda call: bool(call.x_format))

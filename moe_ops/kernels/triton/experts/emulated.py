@@ -1,0 +1,211 @@
+"""Inputs in formats that a GPU does not multiply: rounded to the values that their codes stand for.
+
+Codes of up to eight bits have few bits of mantissa, and so have scales of e8m0 and float8: their
+products are exact in 16 bits, and so are inputs that kernels of 16 bits multiply. Of float16 they
+stay within its range, and of its smallest step whole multiples, as the inputs are. A float32 scale,
+of a row or of all inputs, has more bits: products with it are rounded once, to the inputs' dtype.
+A static global scale is not among them, as the global scales of weights contain it.
+
+Codes are those of `quantize`, bit for bit: of the same divisions, rounded half to even.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.triton import Inputs
+from moe_ops.kernels.triton.experts.float8 import SMALLEST_SCALE
+from moe_ops.kernels.triton.experts.quantized import Codes
+from moe_ops.kernels.triton.experts.tokens import place_of
+from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.replay import launch
+
+PROGRAMS = 256  # that look for the largest of all inputs
+COLUMNS = 1024  # of a program
+INFINITY = tl.constexpr(0x7F800000)  # of float32, as bits; those of NaN are larger
+
+
+@triton.jit
+def magnitude_of(x):
+    """The bits of float32 without their signs, in the order of the numbers; NaN is the largest."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def rounded(x, LOWEST: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr):
+    """float32 rounded half to even to the values of an element; the largest one of those beyond."""
+    a = tl.minimum(tl.abs(x), LARGEST)
+    exponent = tl.maximum(a.to(tl.int32, bitcast=True) >> 23, LOWEST + 127)
+    # A power of two whose last bit is the step of values beside x.
+    power = ((exponent + (23 - MANTISSA)) << 23).to(tl.float32, bitcast=True)
+    a = (a + power) - power
+    return tl.where(x < 0, -a, a)
+
+
+@triton.jit(do_not_specialize=["R"])
+def largest_kernel(
+    x_ptr, ends_ptr, out_ptr, stride_x, R,
+    E: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitude, as bits, of the rows of a program; of those of experts, if
+    `ends_ptr` says which these are."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if ends_ptr is not None:
+        R = tl.load(ends_ptr + (E - 1))
+    largest_D = tl.zeros((BD,), tl.int32)
+    for row in range(tl.program_id(0), R, tl.num_programs(0)):
+        for start in range(0, D, BD):
+            d = start + tl.arange(0, BD)
+            x = tl.load(x_ptr + tl.cast(row, tl.int64) * stride_x + d, mask=d < D, other=0.0)
+            largest_D = tl.maximum(largest_D, magnitude_of(x))
+    tl.store(out_ptr + tl.program_id(0), tl.max(largest_D, 0))
+
+
+@triton.jit
+def float_scale(largest, LARGEST: tl.constexpr):
+    """The scale of values of which the largest magnitude has these bits."""
+    amax = largest.to(tl.float32, bitcast=True)
+    scale = tl.maximum(tl.div_rn(amax, LARGEST), SMALLEST_SCALE)
+    return tl.where(largest < INFINITY, scale, float("nan"))
+
+
+@triton.jit
+def global_scale(largest, LARGEST: tl.constexpr):
+    """The scale of float8 scales by which the largest of them becomes the largest float8."""
+    amax = largest.to(tl.float32, bitcast=True)
+    scale = tl.maximum(tl.div_rn(amax, LARGEST * 448.0), SMALLEST_SCALE)
+    return tl.where(largest <= INFINITY, scale, float("nan"))
+
+
+@triton.jit
+def scales_of_groups(x_GC, common, LARGEST: tl.constexpr, TOP: tl.constexpr, SCALE: tl.constexpr):
+    """(scales that decode, factors or divisors that make ratios) of groups, as `quantize` has them;
+    e8m0 ones multiply."""
+    largest_G = tl.max(magnitude_of(x_GC), 1)
+    finite_G = largest_G < INFINITY
+    if SCALE == "e8m0":
+        code_G = tl.maximum((largest_G >> 23) - TOP, 0)
+        # 2**-127 is subnormal; its inverse is not.
+        scale_G = tl.where(code_G == 0, 1 << 22, code_G << 23).to(tl.float32, bitcast=True)
+        ratio_G = ((254 - code_G) << 23).to(tl.float32, bitcast=True)
+    else:
+        amax_G = largest_G.to(tl.float32, bitcast=True)
+        scale_G = tl.div_rn(tl.div_rn(amax_G, LARGEST), common)
+        scale_G = rounded(tl.where(scale_G == scale_G, scale_G, 0.0), -6, 3, 448.0)
+        ratio_G = scale_G * common
+    return tl.where(finite_G, scale_G, float("nan")), ratio_G
+
+
+@triton.jit
+def emulate_kernel(
+    x_ptr, largest_ptr, static_ptr, out_ptr, stride_x,
+    D: tl.constexpr, OUT: tl.constexpr, LOWEST: tl.constexpr, MANTISSA: tl.constexpr,
+    LARGEST: tl.constexpr, TOP: tl.constexpr, HAS_NAN: tl.constexpr, SCALE: tl.constexpr,
+    GROUP: tl.constexpr, ARRANGED: tl.constexpr, BG: tl.constexpr, BP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BG groups of columns of a row, which are arranged for codes of ARRANGED bits if
+    that is not 0. largest: of each row, or BP of all rows."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1) * BG + tl.arange(0, BG)
+    d_GC = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    place_GC = place_of(d_GC, ARRANGED) if ARRANGED > 0 else d_GC
+    x_GC = tl.load(x_ptr + row * stride_x + place_GC, mask=d_GC < D, other=0.0).to(tl.float32)
+    if static_ptr is not None:
+        common = tl.load(static_ptr)
+    elif SCALE == "row":
+        common = float_scale(tl.load(largest_ptr + row), LARGEST)
+    elif SCALE != "e8m0":
+        largest = tl.max(tl.load(largest_ptr + tl.arange(0, BP)), 0)
+        if SCALE == "tensor":
+            common = float_scale(largest, LARGEST)
+        else:
+            common = global_scale(largest, LARGEST)
+    else:
+        common = 1.0
+    if SCALE == "e8m0" or SCALE == "float8_e4m3fn":
+        scale_G, ratio_G = scales_of_groups(x_GC, common, LARGEST, TOP, SCALE)
+        if SCALE == "e8m0":
+            ratio_GC = x_GC * ratio_G[:, None]
+        else:
+            ratio_GC = tl.where(ratio_G[:, None] == 0, 0.0, tl.div_rn(x_GC, ratio_G[:, None]))
+            if static_ptr is None:
+                scale_G *= common
+        value_GC = rounded(ratio_GC, LOWEST, MANTISSA, LARGEST)
+        # The scale of a group with a NaN is one; a global scale that is one leaves codes of zero.
+        value_GC = tl.where(ratio_GC == ratio_GC, value_GC, 0.0) * scale_G[:, None]
+    else:
+        ratio_GC = tl.div_rn(x_GC, common)
+        ratio_GC = tl.where(common == 0, tl.where(x_GC == x_GC, 0.0, x_GC), ratio_GC)
+        value_GC = rounded(ratio_GC, LOWEST, MANTISSA, LARGEST)
+        value_GC = tl.where(ratio_GC == ratio_GC, value_GC, float("nan") if HAS_NAN else 0.0)
+        value_GC *= common
+    tl.store(
+        out_ptr + row * OUT + place_GC, value_GC.to(out_ptr.dtype.element_ty),
+        mask=d_GC < OUT,
+    )  # fmt: skip
+
+
+def emulate(
+    x_RD: Tensor,
+    columns: int,
+    inputs: Inputs,
+    static: Tensor | None,
+    ends_E: Tensor | None = None,
+    arranged: int = 0,
+) -> Tensor:
+    """What codes of rows stand for, in the dtype of these, and without a static global scale.
+
+    arranged: the bits of the codes that columns are arranged for, with zeros behind them, if they
+    are; then it is done in place. With `ends_E` rows after the last of them may hold anything.
+    """
+    R, width = x_RD.shape
+    out = x_RD if arranged else x_RD.new_empty(R, columns)
+    pdl, options = pdl_options(x_RD)
+    largest, programs = None, 1
+    if static is None and inputs.scale != "e8m0":
+        programs = R if inputs.scale == "row" else PROGRAMS
+        largest = x_RD.new_empty(programs, dtype=torch.int32)
+        by_row = inputs.scale == "row"
+        launch(
+            largest_kernel, (programs,), x_RD, None if by_row else ends_E, largest, x_RD.stride(0),
+            R, E=0 if ends_E is None or by_row else ends_E.shape[0],
+            D=width, BD=min(COLUMNS, triton.next_power_of_2(width)), PDL=pdl, num_warps=4,
+            **options,
+        )  # fmt: skip
+    BG = max(1, min(COLUMNS, triton.next_power_of_2(width)) // inputs.group)
+    OUT = out.shape[1]
+    launch(
+        emulate_kernel, (R, triton.cdiv(OUT, BG * inputs.group)),
+        x_RD, largest, static, out, x_RD.stride(0),
+        D=columns, OUT=OUT, LOWEST=inputs.lowest, MANTISSA=inputs.mantissa, LARGEST=inputs.largest,
+        TOP=inputs.top, HAS_NAN=inputs.has_nan, SCALE=inputs.scale, GROUP=inputs.group,
+        ARRANGED=arranged, BG=BG, BP=programs if inputs.scale != "row" else 1, PDL=pdl,
+        num_warps=4, **options,
+    )  # fmt: skip
+    return out
+
+
+def emulated_tokens(x_TD: Tensor, codes: Codes | None) -> Tensor:
+    """Tokens for the product with the first weight, if inputs are emulated; else the same."""
+    if codes is None or codes.inputs is None:
+        return x_TD
+    return emulate(x_TD, x_TD.shape[1], codes.inputs, codes.x_scale)
+
+
+def emulated_hidden(
+    h_RI: Tensor, columns: int, codes: Codes | None, ends_E: Tensor, *, arranged: bool = False
+) -> Tensor:
+    """The same of rows of h, whose columns may be arranged for the second weight."""
+    if codes is None or codes.inputs is None:
+        return h_RI
+    bits = codes.bits if arranged else 0
+    return emulate(h_RI, columns, codes.inputs, codes.h_scale, ends_E, bits)

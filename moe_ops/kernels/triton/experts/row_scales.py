@@ -1,0 +1,230 @@
+"""Products of weights and inputs of 8 bits that have a scale a row, or one for all of it.
+
+Such scales leave the sum over columns: codes are multiplied and added by the matrix unit, int8 in
+int32 and float8 in float32, and both scales are multiplied into the sum once. One scale for a
+tensor is stored as that of each of its rows.
+
+x is quantised ahead of the first product, each token once; by static scales of experts once for
+each of its choices. h is not multiplied by the weights of routing, as a scale that all rows share
+would change: instead the scales are, once h is quantised. Where that is:
+
+    static scale       in the first product, which stores codes
+    scale a row        its largest magnitude is known once all columns are, of many programs, so one
+                       more launch reads h and writes codes: 3 bytes a value, where the weights of
+                       an expert are read once for all of its rows. To quantise where the second
+                       product loads h would save that launch, but each of its programs, one for
+                       every 128 rows of the weight, would divide all of h again, and load it in 16
+                       bits: with 64 rows an expert that takes longer than the weights do.
+    scale of a tensor  the same, behind a launch that finds the largest magnitude
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.triton.experts.quantized import Codes
+from moe_ops.kernels.triton.experts.sort import local_ids
+from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.quantize import (
+    codes_of,
+    largest,
+    largest_of_parts,
+    magnitude,
+    scale_of_largest,
+    tile_of,
+    warps_of,
+)
+from moe_ops.kernels.triton.replay import launch
+
+
+# One compiled kernel serves every number of rows.
+@triton.jit(do_not_specialize=["T", "N_MAP"])
+def quantise_rows_kernel(
+    x_ptr, given_ptr, parts_ptr, ids_ptr, map_ptr, inverse_ptr, ends_ptr, weight_ptr, rows_ptr,
+    codes_ptr, scale_ptr, stride_x, T, N_MAP,
+    E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    INT8: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BT rows of x. A row is written where it was, or to each of the K rows of its
+    token; with ids by the given scale of each expert. Scales are multiplied by weights of routing
+    if there are any, and rows that no expert has are left out if ends are given."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    here = t < T
+    if ends_ptr is not None:
+        here = here & (t < tl.load(ends_ptr + E - 1))
+    d = tl.arange(0, BD)[None, :]
+    x_at = x_ptr + t.to(tl.int64)[:, None] * stride_x + d
+    x = tl.load(x_at, mask=here[:, None] & (d < D), other=0.0).to(tl.float32)
+    if ids_ptr is not None:
+        for k in range(K):
+            pair = t * K + k
+            row = pair
+            if rows_ptr is not None:
+                pair = tl.load(rows_ptr + t, mask=here, other=0)
+            e = local_ids(ids_ptr, map_ptr, pair, here, E, N_MAP)
+            scale = tl.load(given_ptr + e, mask=e < E, other=1.0)
+            if inverse_ptr is not None:
+                row = tl.load(inverse_ptr + pair, mask=here, other=-1)
+            there = (e < E) & (row >= 0)
+            at = codes_ptr + row.to(tl.int64)[:, None] * D + d
+            tl.store(at, codes_of(x, scale, INT8), mask=there[:, None] & (d < D))
+            if weight_ptr is not None:
+                scale *= tl.load(weight_ptr + pair, mask=there, other=0.0).to(tl.float32)
+            tl.store(scale_ptr + row, scale, mask=there)
+    else:
+        if given_ptr is not None:
+            scale = tl.load(given_ptr) + tl.zeros((BT,), tl.float32)
+        elif parts_ptr is not None:
+            bits = largest_of_parts(parts_ptr, PARTS) + tl.zeros((BT,), tl.int32)
+            scale = scale_of_largest(bits, INT8)
+        else:
+            scale = scale_of_largest(tl.max(magnitude(x), 1), INT8)
+        codes = codes_of(x, scale, INT8)
+        if weight_ptr is not None:
+            at = t
+            if rows_ptr is not None:
+                at = tl.load(rows_ptr + t, mask=here, other=0)
+            scale *= tl.load(weight_ptr + at, mask=here, other=0.0).to(tl.float32)
+        if inverse_ptr is None:
+            at = codes_ptr + t.to(tl.int64)[:, None] * D + d
+            tl.store(at, codes, mask=here[:, None] & (d < D))
+            tl.store(scale_ptr + t, scale, mask=here)
+        else:
+            for k in range(K):
+                row = tl.load(inverse_ptr + t * K + k, mask=here, other=-1)
+                at = codes_ptr + row.to(tl.int64)[:, None] * D + d
+                tl.store(at, codes, mask=(row >= 0)[:, None] & (d < D))
+                tl.store(scale_ptr + row, scale, mask=row >= 0)
+
+
+@triton.jit(do_not_specialize=["P", "T", "N_MAP"])
+def largest_of_pairs_kernel(
+    h_ptr, ids_ptr, map_ptr, parts_ptr, P, T, N_MAP,
+    E: tl.constexpr, I: tl.constexpr, BP: tl.constexpr, BI: tl.constexpr, ONE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The bits of the largest magnitude of h [P, T, I] of one pair, as `tiny_up` wrote it: 0 of a
+    pair that it left out."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pair = tl.program_id(0)
+    e = local_ids(ids_ptr, map_ptr, pair, pair < P, E, N_MAP)
+    used = e < E
+    if not ONE:
+        p = tl.arange(0, BP)
+        ids_P = local_ids(ids_ptr, map_ptr, p, p < pair, E, N_MAP)
+        used = used & (tl.max((ids_P == e).to(tl.int32), 0) == 0)
+    i = tl.arange(0, BI)
+    largest_I = tl.zeros((BI,), tl.int32)
+    for t in range(0, tl.where(used, T, 0)):
+        h_I = tl.load(h_ptr + (pair * T + t).to(tl.int64) * I + i, mask=i < I, other=0.0)
+        largest_I = tl.maximum(largest_I, magnitude(h_I.to(tl.float32)))
+    tl.store(parts_ptr + pair, tl.max(largest_I, 0))
+
+
+@triton.jit
+def codes_of_h(
+    h_IN, static_ptr, e, BY_EXPERT: tl.constexpr, DTYPE: tl.constexpr, INT8: tl.constexpr
+):
+    """(codes, scale) by the static scale of an expert, or that of all; h is rounded first, as it is
+    where it is stored."""
+    scale = tl.load(static_ptr + (e if BY_EXPERT else 0))
+    h_IN = h_IN.to(DTYPE).to(tl.float32)
+    return codes_of(h_IN, scale + tl.zeros((h_IN.shape[0],), tl.float32), INT8), scale
+
+
+def by_expert(scale: Tensor | None) -> bool:
+    """Whether a static scale is one for each of several experts."""
+    return scale is not None and scale.numel() > 1
+
+
+def _quantise(
+    x_TD: Tensor,
+    codes: Codes,
+    given: Tensor | None,
+    parts: Tensor | None,
+    rows: int,
+    routed: tuple[Tensor, Tensor | None, Tensor | None] | None = None,
+    ends_E: Tensor | None = None,
+    weights: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of `rows` rows. routed: ids, map and, if rows are sorted, their order."""
+    T, D = x_TD.shape
+    ids_TK, expert_map, inverse_R = routed or (None, None, None)
+    each = by_expert(given)
+    out = x_TD.new_empty(rows, D, dtype=codes.dtype)
+    scale_R = x_TD.new_empty(rows, dtype=torch.float32)
+    E = given.numel() if given is not None and each else 0 if ends_E is None else ends_E.numel()
+    BT, BD = tile_of(D)
+    pdl, options = pdl_options(x_TD)
+    launch(
+        quantise_rows_kernel, (triton.cdiv(T, BT),),
+        x_TD, given, parts, ids_TK if each else None, expert_map if each else None, inverse_R,
+        ends_E, *weights, out, scale_R, x_TD.stride(0), T,
+        0 if expert_map is None else expert_map.shape[0],
+        E=E, K=1 if ids_TK is None else ids_TK.shape[1], D=D, BT=BT, BD=BD,
+        INT8=codes.dtype == torch.int8, PARTS=1 if parts is None else parts.numel(), PDL=pdl,
+        num_warps=warps_of(BT * BD), **options,
+    )  # fmt: skip
+    return out, scale_R
+
+
+def quantise_x(
+    x_TD: Tensor,
+    codes: Codes,
+    ids_TK: Tensor,
+    expert_map: Tensor | None,
+    inverse_R: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Codes of tokens and their scales: of each token, or by scales of experts of each of its
+    pairs; or in the rows of its pairs (`sort_pairs`), of which those of no expert stay unwritten.
+    """
+    T, K = ids_TK.shape
+    rows = T if inverse_R is None and not by_expert(codes.x_scale) else T * K
+    parts = largest(x_TD) if codes.x_scale is None and codes.scaled == "tensor" else None
+    return _quantise(x_TD, codes, codes.x_scale, parts, rows, (ids_TK, expert_map, inverse_R))
+
+
+def quantise_h(
+    h_RI: Tensor,
+    codes: Codes,
+    ends_E: Tensor,
+    weights_TK: Tensor | None = None,
+    rows_R: Tensor | None = None,
+    routed: tuple[Tensor, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Codes of sorted rows of h, and their scales, times the weights of their pairs if these are
+    given. A static scale needs their order, ids and map."""
+    given = codes.h_scale
+    parts = largest(h_RI, ends_E) if given is None and codes.scaled == "tensor" else None
+    weights, ids = (weights_TK, rows_R), None
+    if routed is not None:
+        ids = (routed[0].view(-1, 1), routed[1], None)
+    return _quantise(h_RI, codes, given, parts, h_RI.shape[0], ids, ends_E, weights)
+
+
+def quantise_pairs(
+    h_PI: Tensor, codes: Codes, ids_TK: Tensor, expert_map: Tensor | None, share_PT: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same of h [pairs * T, I] as `tiny_up` wrote it, with its shares of weights; by static
+    scales of one token."""
+    parts, (T, K), I, given = None, ids_TK.shape, h_PI.shape[1], codes.h_scale
+    if given is None and codes.scaled == "tensor":
+        BP = triton.next_power_of_2(T * K)
+        parts = h_PI.new_empty(BP, dtype=torch.int32)
+        pdl, options = pdl_options(h_PI)
+        launch(
+            largest_of_pairs_kernel, (BP,), h_PI, ids_TK, expert_map, parts, T * K, T,
+            0 if expert_map is None else expert_map.shape[0],
+            E=codes.scale13_EFG.shape[0], I=I, BP=BP, BI=triton.next_power_of_2(I), ONE=T == 1,
+            PDL=pdl, num_warps=4, **options,
+        )  # fmt: skip
+    ids, weights = (ids_TK.view(-1, 1), expert_map, None), (share_PT, None)
+    return _quantise(h_PI, codes, given, parts, h_PI.shape[0], ids, weights=weights)

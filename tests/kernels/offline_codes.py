@@ -1,0 +1,97 @@
+"""Calls on quantised weights for `offline.py` to compile the kernels of."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops.backends.triton import run_experts
+from moe_ops.ops.experts import ExpertsCall
+from moe_ops.ops.quantize import quantize
+from moe_ops.quant.formats import Format
+from moe_ops.testing import LAYERS
+
+# Of weights and inputs with a scale a row or tensor; and how many static scales these have.
+BY_ROW = [
+    ("float8_e4m3fn:row", "float8_e4m3fn:row", 0, 89), ("int8:row", "int8:row", 0, 80),
+    ("int8:tensor", "int8:tensor", 0, 80),
+    ("int8:row", "int8:tensor", 1, 80), ("float8_e4m3fn:row", "float8_e4m3fn:tensor", 2, 89),
+]  # fmt: skip
+
+QUANTIZED = [
+    ("int8:tensor", 80), ("int8:1x32", 80), ("float8_e4m3fn:row", 89), ("float8_e4m3fn:1x128", 89),
+    ("mxfp8", 89), ("mxfp6_e3m2", 80), ("mxfp4", 80), ("nvfp4", 89),
+]  # fmt: skip
+
+
+def calls_by_row(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Calls whose inputs have a scale a row, and `quantize`, which makes such inputs."""
+    case, most = LAYERS["gpt_oss_20b"], LAYERS["qwen3_next"]
+    for w_format, x_format, static, least in BY_ROW:
+        if capability < least:
+            continue
+        # Every tile for those of rows.
+        rows = (16, 256, 1024, 4096) if x_format.endswith("row") else (64, 1024)
+        given = [(case, "tiny", 1), (case, "tiny", 4), *((case, "rows", n) for n in rows)]
+        if x_format.endswith("row"):
+            given.append((most, "tiny", 1))
+        for layer, backend, T in given:
+            args = (layer, backend, T, w_format, x_format, static)
+            call = functools.partial(quantised_layer, *args)
+            yield f"{backend} {T} {w_format} {x_format} {static}", call
+    for format, least in QUANTIZED:
+        if capability >= least:
+            yield f"quantize {format}", functools.partial(quantised, format)
+
+
+def quantised(format: str) -> None:
+    for width in (768, 2880):
+        x_RD = torch.empty(4096, width, dtype=torch.bfloat16, device="meta")
+        quantize.backends["triton"].run(quantize.call(x_RD, format))
+
+
+def quantised_layer(
+    case: Any, backend: str, T: int, w_format: str, x_format: str, static: int = 0
+) -> None:
+    """static: 1 for one scale of tokens and one of h, 2 for those of experts."""
+    format = Format.of(w_format)
+    parsed, dtype = format.parsed, torch.bfloat16
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    def weight(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        groups = (case.E, *parsed.scale_shape(rows, columns))
+        w = empty(case.E, rows, parsed.packed(columns), dtype=parsed.storage.dtype)
+        zero = empty(*groups, dtype=torch.uint8) if format.has_zero else None
+        return w, empty(*groups, dtype=parsed.scale_dtype), zero
+
+    w13, scale13, zero13 = weight(2 * case.I, case.D)
+    w2, scale2, zero2 = weight(case.D, case.I)
+    # Of tokens, of h: kernels of few tokens take one scale for those of all experts.
+    scales: list[Tensor | None] = [None, None]
+    if static:
+        each = case.E if static == 2 else 1
+        scales = [empty(n, dtype=torch.float32) for n in (1, each)]
+    call = ExpertsCall(
+        x_TD=empty(T, case.D),
+        weights_TK=empty(T, case.K, dtype=torch.float32),
+        ids_TK=empty(T, case.K, dtype=torch.int32),
+        w13_EFD=w13,
+        w2_EDI=w2,
+        w13_scale_EFG=scale13,
+        w2_scale_EDG=scale2,
+        w13_zero_EFG=zero13,
+        w2_zero_EDG=zero2,
+        global_scale13_E=empty(case.E, dtype=torch.float32) if format.has_global_scale else None,
+        global_scale2_E=empty(case.E, dtype=torch.float32) if format.has_global_scale else None,
+        x_scale=scales[backend == "rows"],
+        h_scale=scales[1],
+        w_format=w_format,
+        x_format=x_format,
+    )
+    run_experts(backend, call, None)

@@ -1,0 +1,226 @@
+"""Inputs in formats that GPUs do not multiply, by kernels of 16 bits; in Triton's interpreter
+without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ops import experts
+from moe_ops.backends.triton import HOPPER, run_experts
+from moe_ops.backends.triton_formats import weight_of
+from moe_ops.backends.triton_inputs import inputs_of
+from moe_ops.ops.experts import ExpertsCall
+from moe_ops.quant import packing
+from moe_ops.quant.formats import Format
+from moe_ops.quant.schemes import SCHEMES
+from moe_ops.testing import ACTIVATIONS, BF16, DEVICE, F16, TOL, assert_close, make_layer
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+
+from moe_ops.kernels.triton.experts.emulated import emulate
+from moe_ops.kernels.triton.experts.tokens import arrange
+from tests.kernels.test_quantised_experts import ODD, call_of
+
+F8 = torch.float8_e4m3fn
+EXACT = ("mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp8", "mxfp8_e5m2", "float8_e4m3fn:1x64:e8m0")
+ROUNDED = ("nvfp4", "float8_e4m3fn:row", "float8_e4m3fn:tensor", "int8:row", "float6_e3m2:row")
+# The interpreter does not round what it converts to bfloat16.
+GRID = [(f, d) for f in (*EXACT, *ROUNDED) for d in (F16, BF16) if d is F16 or f in EXACT]
+SMALLER = replace(ODD, T=3, D=64, I=32)
+PAIRS = (
+    ("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("mxfp6_e3m2", "mxfp8"), ("mxfp8", "mxfp6_e2m3"),
+    ("mxfp4", "float8_e4m3fn:row"), ("mxfp6_e2m3", "float8_e4m3fn:tensor"),
+)  # fmt: skip
+QUICK = PAIRS[:1] + PAIRS[4:]
+EACH_PAIR = [pytest.param(p, marks=[] if p in QUICK else [pytest.mark.slow]) for p in PAIRS]
+each_pair = pytest.mark.parametrize("formats", EACH_PAIR, ids=str)
+each_kernel = pytest.mark.parametrize("kernel", ["rows", "grouped"])
+
+
+def tokens(dtype: torch.dtype) -> Tensor:
+    """Rows of very different sizes, up to the largest float16 and down to the smallest; zeros."""
+    sizes = torch.tensor([1.0, 0.0, 1e-4, 3e-6, 40.0, 3e3, 1e4], device=DEVICE)
+    x_TD = (torch.randn(7, 192, device=DEVICE) * sizes[:, None]).to(dtype)
+    x_TD[0, :64] = 0
+    x_TD[4, 5:40] = torch.linspace(-3, 3, 35, device=DEVICE)
+    x_TD[6, 7] = 65504.0
+    return x_TD
+
+
+def quantised(x_TD: Tensor, x_format: str, static: Tensor | None = None) -> Tensor:
+    """What codes of `quantize` stand for; a static global scale belongs to the weights."""
+    format, scale = Format.of(x_format), static
+    if format.has_global_scale:
+        common = packing.global_scale_of(x_TD, format) if static is None else static
+        done = packing.quantize(x_TD, format, global_scale=common)
+        scale = common if static is None else None
+        return packing.dequantize(done.values, done.scale, format, global_scale=scale)
+    done = packing.quantize(x_TD, format, scale=scale)
+    return packing.dequantize(done.values, done.scale, format)
+
+
+def emulated(x_TD: Tensor, x_format: str, static: Tensor | None = None) -> Tensor:
+    inputs = inputs_of("mxfp4", x_format)
+    assert inputs is not None
+    return emulate(x_TD, x_TD.shape[1], inputs, static)
+
+
+def assert_same(got: Tensor, want: Tensor) -> None:
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(("x_format", "dtype"), GRID, ids=str)
+def test_values_are_those_of_codes(x_format: str, dtype: torch.dtype) -> None:
+    x_TD = tokens(dtype)
+    want = quantised(x_TD, x_format)
+    got = emulated(x_TD, x_format)
+    assert_same(got, want.to(dtype))
+    assert bool(got.isfinite().all())
+    if x_format in EXACT:
+        assert torch.equal(got.float(), want)
+    for bad in (float("nan"), float("inf")):
+        x_TD[5, 100] = bad
+        assert_same(emulated(x_TD, x_format), quantised(x_TD, x_format).to(dtype))
+
+
+@pytest.mark.parametrize("x_format", ["nvfp4", "float8_e4m3fn:tensor"])
+@pytest.mark.parametrize("static", [0.0, 3e-3, 0.5])
+def test_static_scales(x_format: str, static: float) -> None:
+    x_TD, scale = tokens(F16), torch.tensor(static, device=DEVICE)
+    x_TD[1, 3], x_TD[4, 7] = float("inf"), float("nan")
+    want = quantised(x_TD, x_format, scale).to(F16)
+    assert_same(emulated(x_TD, x_format, scale), want)
+    assert bool(want.nan_to_num(0.0).any()) == (static > 0)
+
+
+@pytest.mark.parametrize("x_format", ["mxfp4", "nvfp4", "float8_e4m3fn:row"])
+@pytest.mark.parametrize("w_format", ["mxfp4", "mxfp8"])
+def test_arranged_columns(w_format: str, x_format: str) -> None:
+    x_TD, weight, inputs = (
+        tokens(F16)[:, :96],
+        weight_of(w_format, ""),
+        inputs_of("mxfp4", x_format),
+    )
+    assert inputs is not None
+    want = arrange(emulated(x_TD, x_format), weight)
+    got = emulate(arrange(x_TD, weight), 96, inputs, None, arranged=weight[5])
+    assert_same(got, want)
+
+
+def check(kernel: str, call: ExpertsCall) -> None:
+    refusal = experts.backends[f"triton.{kernel}"].refusal("cuda", len(call.x_TD), call)
+    assert refusal is None
+    few_bits = Format.of(call.x_format).bits < 8
+    tol = TOL["experts", torch.uint8 if few_bits else F8]
+    assert_close(run_experts(kernel, call), experts.body(call), tol, kernel)
+
+
+@each_kernel
+@each_pair
+def test_layers(formats: tuple[str, str], kernel: str) -> None:
+    check(kernel, call_of(ODD, *formats, biases=True))
+
+
+@pytest.mark.parametrize(("formats", "kernel"), [(PAIRS[0], "rows"), (PAIRS[5], "grouped")])
+def test_experts_elsewhere_do_not_count(formats: tuple[str, str], kernel: str) -> None:
+    """Also not for the one scale of all inputs; what memory held in their place is NaN here."""
+    call = call_of(SMALLER, *formats)
+    expert_map = torch.tensor([2, -1, 0, 1], dtype=torch.int32, device=DEVICE)
+    ids_TK = torch.tensor([[0, 2], [-1, 7], [1, 3]], device=DEVICE)
+    call = replace(call, ids_TK=ids_TK, expert_map=expert_map)
+    out, want = run_experts(kernel, call), experts.body(call)
+    assert_close(out, want, TOL["experts", torch.uint8], kernel)
+    assert not bool(out[1].any())
+
+
+@each_kernel
+def test_a_residual_is_added_to_what_was_rounded(kernel: str) -> None:
+    call = call_of(SMALLER, "mxfp6_e3m2", "mxfp4")
+    residual_TD = torch.randn(call.x_TD.shape, device=DEVICE).to(F16)
+    onto = run_experts(kernel, call, residual_TD)
+    assert torch.equal(onto, residual_TD + run_experts(kernel, call))
+
+
+@pytest.mark.every
+@each_kernel
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation(kernel: str, name: str) -> None:
+    check(kernel, call_of(ODD, "mxfp4", "mxfp8", biases=True, **ACTIVATIONS[name]))
+
+
+@each_kernel
+def test_static_scales_of_a_layer(kernel: str) -> None:
+    """Those of the weights contain them."""
+    call = call_of(ODD, "nvfp4", "nvfp4", biases=True)
+    assert call.global_scale13_E is not None and call.global_scale2_E is not None
+    x_scale, h_scale = torch.tensor(2e-3, device=DEVICE), torch.tensor([5e-4], device=DEVICE)
+    call = replace(
+        call, x_scale=x_scale, h_scale=h_scale,
+        global_scale13_E=call.global_scale13_E * x_scale,
+        global_scale2_E=call.global_scale2_E * h_scale,
+    )  # fmt: skip
+    if kernel == "rows":
+        check(kernel, call)
+    else:
+        refusal = experts.backends["triton.grouped"].refusal("cuda", 5, call)
+        assert refusal == "has no room in float16 for weights times a static scale of inputs"
+
+
+def test_a_token_that_is_no_number_stays_alone() -> None:
+    call = call_of(SMALLER, *PAIRS[4])
+    want = run_experts("rows", call)
+    call.x_TD[1, 3] = float("inf")
+    got = run_experts("rows", call)
+    assert bool(got[1].isnan().all())
+    assert torch.equal(got[::2], want[::2])
+
+
+@each_kernel
+def test_no_tokens(kernel: str) -> None:
+    call = call_of(replace(ODD, T=0), "nvfp4", "nvfp4")
+    assert run_experts(kernel, call).shape == (0, ODD.D)
+
+
+def test_what_is_refused() -> None:
+    call = call_of(ODD, "mxfp4", "float8_e4m3fn:tensor")
+    tiny, rows = (experts.backends[f"triton.{name}"] for name in ("tiny", "rows"))
+    assert tiny.refusal("cuda", 5, call) == "emulates no inputs, as triton.rows does"
+    one = torch.ones((), device=DEVICE)
+    static = replace(call, x_scale=one)
+    assert rows.refusal("cuda", 5, static) == (
+        "has no room in float16 for codes times a static scale; use bfloat16"
+    )
+    static = replace(static, x_TD=call.x_TD.to(BF16))
+    assert rows.refusal("cuda", 5, static) is None
+    each = replace(static, h_scale=torch.ones(ODD.E, device=DEVICE))
+    assert rows.refusal("cuda", 5, each) == (
+        "quantises inputs by one static scale for all experts, got one for each"
+    )
+    assert inputs_of("mxfp4", "float8_e4m3fn:1x128") is None  # its float32 scales would be rounded
+
+
+@pytest.mark.parametrize("kernel", ["tiny", "rows", "grouped"])
+def test_global_scales_of_floats_are_refused(kernel: str) -> None:
+    layer = make_layer(ODD, F16, DEVICE)
+    given = (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
+    call = experts.call(*given, global_scale2_E=torch.ones(ODD.E, device=DEVICE))
+    refusal = experts.backends[f"triton.{kernel}"].refusal("cuda", 5, call)
+    assert refusal == "has global scales for quantised weights alone"
+
+
+def test_every_scheme_of_other_inputs_is_emulated() -> None:
+    """But of 8 bits, whose codes are multiplied."""
+    pairs = [pair for scheme in SCHEMES.values() for pair in scheme.pairs() if pair[1]]
+    others = [(w, x) for w, x in pairs if not (w.startswith(("float8", "int8")))]
+    assert len(others) == 20
+    call = call_of(ODD, "mxfp4", "mxfp4")
+    with patch("torch.cuda.get_device_capability", return_value=HOPPER):
+        assert all(inputs_of(*pair) is not None for pair in others)
+        assert experts.backends["triton.rows"].emulates(call)
+        assert not experts.backends["triton.rows"].emulates(call_of(ODD, "mxfp4"))
