@@ -24,16 +24,20 @@ class MoeOpsConfig(QuantizationConfigMixin):
     """What config.json says of quantised experts: the formats of `QuantConfig`, and which stayed.
 
     kept: the names of the experts modules that hold floats, as the model that was saved has them.
+    static_inputs: whether experts hold the scales of their inputs.
 
     Raises ValueError for formats that no scheme joins and for fields of another release, TypeError
     for values of other types.
     """
+
+    static_inputs: bool = False  # of an object, and so in config.json, only where it is true
 
     def __init__(
         self,
         weights: str,
         inputs: str = "",
         kept: list[str] | None = None,
+        static_inputs: bool = False,
         quant_method: str = METHOD,
         **more: Any,
     ) -> None:
@@ -47,18 +51,26 @@ class MoeOpsConfig(QuantizationConfigMixin):
         check_type(f"{where}: kept", kept, (list, type(None)), "a list of names")
         for name in kept or ():
             check_text(f"{where}: each of kept", name)
+        check_type(f"{where}: static_inputs", static_inputs, bool, "true or false")
         try:
-            QuantConfig(weights=weights, inputs=inputs)
+            self._join(weights, inputs, static_inputs)
         except (ValueError, TypeError) as error:
             raise type(error)(f"{where}: {error}") from error
         self.quant_method = METHOD
         self.weights = weights
         self.inputs = inputs
         self.kept = list(kept or ())
+        if static_inputs:
+            self.static_inputs = True
 
     @property
     def formats(self) -> QuantConfig:
-        return QuantConfig(weights=self.weights, inputs=self.inputs)
+        return self._join(self.weights, self.inputs, self.static_inputs)
+
+    @staticmethod
+    def _join(weights: str, inputs: str, static: bool) -> QuantConfig:
+        make = QuantConfig.with_static_inputs if static else QuantConfig
+        return make(weights=weights, inputs=inputs)
 
 
 @register_quantizer(METHOD)

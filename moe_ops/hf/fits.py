@@ -6,10 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops.hf.experts import describe
-from moe_ops.hf.stored import StoredFormat
+from moe_ops.hf.stored import INPUT_SCALE, StoredFormat
 from moe_ops.quant.arguments import check_input_format, check_packing, ragged_axis
 from moe_ops.quant.config import QuantConfig
-from moe_ops.quant.formats import Format
 
 
 def stored_as(module: nn.Module, config: QuantConfig) -> StoredFormat | str:
@@ -17,7 +16,12 @@ def stored_as(module: nn.Module, config: QuantConfig) -> StoredFormat | str:
     found = describe(module)
     if isinstance(found, str):
         return found
-    stored = StoredFormat(activation=found, w_format=config.weights, x_format=config.inputs)
+    stored = StoredFormat(
+        activation=found,
+        w_format=config.weights,
+        x_format=config.inputs,
+        static_inputs=config.static_inputs,
+    )
     try:
         for name in stored.projections:
             _check_sizes(getattr(module, name), bool(module.is_transposed), config)
@@ -33,10 +37,10 @@ def sizes_of(module: nn.Module, stored: StoredFormat) -> tuple[int, int, int]:
     return w.shape[0], hidden, intermediate
 
 
-def empty(w: Tensor, flip: bool, format: Format, name: str) -> dict[str, Tensor]:
+def empty(w: Tensor, flip: bool, config: QuantConfig, name: str) -> dict[str, Tensor]:
     """The tensors of one stacked weight by attribute name, on its device, nothing written."""
     E, rows, width = (w.shape[0], *_matrix(w, flip))
-    parsed = format.parsed
+    format, parsed = config.format, config.format.parsed
     groups = (E, *parsed.scale_shape(rows, width))
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         name: ((E, rows, parsed.packed(width)), parsed.storage.dtype),
@@ -46,6 +50,8 @@ def empty(w: Tensor, flip: bool, format: Format, name: str) -> dict[str, Tensor]
         shapes[f"{name}_zero"] = (groups, torch.uint8)
     if format.has_global_scale:
         shapes[f"{name}_global_scale"] = ((E,), torch.float32)
+    if config.static_inputs:
+        shapes[name + INPUT_SCALE] = ((E if config.per_expert_inputs else 1,), torch.float32)
     return {n: torch.empty(s, dtype=d, device=w.device) for n, (s, d) in shapes.items()}
 
 

@@ -18,7 +18,6 @@ from moe_ops.options import check_flag, check_text, check_type
 from moe_ops.quant import packing
 from moe_ops.quant.arguments import named_format
 from moe_ops.quant.config import QuantConfig
-from moe_ops.quant.formats import Format
 from moe_ops.quant.schemes import SCHEMES
 
 log = logging.getLogger("moe_ops")
@@ -181,15 +180,15 @@ def _quantise(module: nn.Module, config: QuantConfig, scale_rule: str) -> str | 
     for name in stored.projections:
         # Each weight takes its place before the next is made, so that only one is there twice.
         w = getattr(module, name)
-        store(module, stored, _quantise_weight(w, flip, config.format, name, scale_rule))
+        store(module, stored, _quantise_weight(w, flip, config, name, scale_rule))
     return None
 
 
 def _quantise_weight(
-    w: Tensor, flip: bool, format: Format, name: str, scale_rule: str
+    w: Tensor, flip: bool, config: QuantConfig, name: str, scale_rule: str
 ) -> dict[str, Tensor]:
     """The tensors of one stacked weight by attribute name, made one expert at a time."""
-    tensors = empty(w, flip, format, name)
+    tensors, format = empty(w, flip, config, name), config.format
     for e in range(w.shape[0]):
         w_FD = (w[e].T if flip else w[e]).float()
         global_scale = None

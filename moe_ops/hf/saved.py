@@ -15,6 +15,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from moe_ops.hf.fits import empty, stored_as
 from moe_ops.hf.optimize import optimize
 from moe_ops.hf.stored import (
+    INPUT_SCALE,
     PROJECTIONS,
     QuantisedExperts,
     format_of,
@@ -44,8 +45,7 @@ def write_config(
     `save_pretrained` then saves the tensors under the model's own names, and `from_pretrained`
     finds them. A model that another method than `replaces` quantised beside it cannot be saved.
     """
-    said = {"quant_method": METHOD, "weights": config.weights, "inputs": config.inputs}
-    saved = AutoQuantizationConfig.from_dict({**said, "kept": list(kept)})
+    saved = AutoQuantizationConfig.from_dict(fields_of(config, kept))
     other = _method(getattr(model.config, "quantization_config", None))
     if other not in ("", METHOD, replaces):
         refuse_to_save(model, f"beside what {other} quantised, and config.json names one method")
@@ -54,6 +54,14 @@ def write_config(
         if isinstance(module, PreTrainedModel) and any(_quantised(module)):
             module.config.quantization_config = saved.to_dict()
             module._weight_conversions = []  # of names and layouts, which are left as they are
+
+
+def fields_of(config: QuantConfig, kept: Iterable[str]) -> dict[str, Any]:
+    """What config.json says of experts; of static inputs only where there are some, as releases
+    that do not know them would refuse it."""
+    said = {"quant_method": METHOD, "weights": config.weights, "inputs": config.inputs}
+    static = {"static_inputs": True} if config.static_inputs else {}
+    return {**said, **static, "kept": list(kept)}
 
 
 def make_empty(
@@ -78,7 +86,7 @@ def make_empty(
         flip = bool(module.is_transposed)
         for projection in stored.projections:
             w = getattr(module, projection)
-            store(module, stored, empty(w, flip, config.format, projection))
+            store(module, stored, empty(w, flip, config, projection))
     return {name: (t.dtype, t.shape) for name, t in _coded(model)}
 
 
@@ -195,10 +203,11 @@ def _check_format(where: str, text: Tensor, format: str) -> None:
 
 
 def _scale_kind(model: PreTrainedModel, name: str) -> str:
-    """The type of scales of a module, of which one in float32 may stand above the others."""
+    """The type of scales of a module: those above others, and of inputs, are in float32."""
     stored = stored_format(model.get_submodule(name.rpartition(".")[0]))
     assert stored is not None
-    return "float32" if name.endswith("_global_scale") else Format.of(stored.w_format).scale
+    in_float32 = name.endswith(("_global_scale", INPUT_SCALE))
+    return "float32" if in_float32 else Format.of(stored.w_format).scale
 
 
 def _names(model: PreTrainedModel, name: str) -> tuple[str, ...]:

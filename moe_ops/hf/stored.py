@@ -15,11 +15,13 @@ from moe_ops.hf.subclass import former_class, new_object, subclass
 from moe_ops.ops.activate import Activation
 from moe_ops.prepared import HoldsExperts, Stored, as_given
 from moe_ops.quant.module import HoldsCodes
+from moe_ops.quant.scales import product
 
 _STORED = "_moe_ops_stored"
 CODES = "_codes"
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
-PARTS = (CODES, "_scale", "_zero", "_global_scale")
+INPUT_SCALE = "_input_scale"
+PARTS = (CODES, "_scale", "_zero", "_global_scale", INPUT_SCALE)
 ADAPT_FIRST = (
     "for an adapter on the experts load the model again, adapt it, merge the adapter "
     "(merge_and_unload) and quantise then"
@@ -39,6 +41,7 @@ class StoredFormat:
     codes_suffix: str = CODES
     scale_suffix: str = "_scale"
     repeat_rows: bool = False  # one scale for all rows of a half, repeated for each row
+    static_inputs: bool = False  # the module holds the scales of the inputs of both weights
 
     @property
     def projections(self) -> tuple[str, str]:
@@ -47,14 +50,17 @@ class StoredFormat:
 
     def arguments(self, module: nn.Module) -> dict[str, Any]:
         """The arguments of the `experts` op that belong to the format."""
-        first = "gate_up_proj" if self.activation.gated else "up_proj"
+        first, second = self.projections
+        x_scale, h_scale = (getattr(module, p + INPUT_SCALE, None) for p in (first, second))
         return {
             "w13_scale_EFG": self._scale(module, first),
-            "w2_scale_EDG": self._scale(module, "down_proj"),
+            "w2_scale_EDG": self._scale(module, second),
             "w13_zero_EFG": getattr(module, f"{first}_zero", None),
-            "w2_zero_EDG": getattr(module, "down_proj_zero", None),
-            "global_scale13_E": getattr(module, f"{first}_global_scale", None),
-            "global_scale2_E": getattr(module, "down_proj_global_scale", None),
+            "w2_zero_EDG": getattr(module, f"{second}_zero", None),
+            "global_scale13_E": product(getattr(module, f"{first}_global_scale", None), x_scale),
+            "global_scale2_E": product(getattr(module, f"{second}_global_scale", None), h_scale),
+            "x_scale": x_scale,
+            "h_scale": h_scale,
             "w_format": self.w_format,
             "x_format": self.x_format,
             "layout": module.layout if isinstance(module, HoldsExperts) else "",

@@ -29,7 +29,6 @@ from moe_ops.layer.tensors import (
     check_fits,
     layer_buffers,
     own_part,
-    product,
     tensor_specs,
 )
 from moe_ops.ops import expert_loads, experts, route
@@ -40,6 +39,7 @@ from moe_ops.parallel.replicas import ExpertReplicas, choose_replicas
 from moe_ops.prepared import HoldsExperts, Stored
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.module import HoldsCodes
+from moe_ops.quant.scales import product
 from moe_ops.shapes import FLOATS, INDICES, check_size, check_tensor
 
 SILU = Activation(kind="silu")

@@ -269,10 +269,3 @@ def own_part(name: str, t: Tensor, sizes: LayerSizes, activation: Activation) ->
 
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
-
-
-def product(global_scale_E: Tensor | None, scale: Tensor | None) -> Tensor | None:
-    """The factor of each expert's product, of nvfp4: that of its weight, times that of the input
-    where it is static.
-    """
-    return global_scale_E if global_scale_E is None or scale is None else global_scale_E * scale

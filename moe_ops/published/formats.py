@@ -58,6 +58,16 @@ def format_of(parts: Parts, coding: Coding, block: Block) -> str | None:
     )
 
 
+def format_of_inputs(weights: str) -> str:
+    """The format of inputs that have static scales beside weights of a format; "" if none goes with
+    it."""
+    if weights == "nvfp4":
+        return weights
+    format = Format.of(weights)
+    by_row = format.group in (ROW, TENSOR) and format.element in ("float8_e4m3fn", "int8")
+    return f"{format.element}:tensor" if by_row else ""
+
+
 def decode(parts: Parts, coding: Coding, block: Block, dtype: torch.dtype) -> Tensor:
     """The matrix that codes stand for, rounded once to a dtype.
 

@@ -16,12 +16,14 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from moe_ops.hf.fits import sizes_of, stored_as
 from moe_ops.hf.optimize import optimize
-from moe_ops.hf.stored import StoredFormat, format_text
+from moe_ops.hf.saved import fields_of
+from moe_ops.hf.stored import INPUT_SCALE, StoredFormat, format_text
 from moe_ops.layer import MoELayer
-from moe_ops.options import check_flag, check_text, check_type
-from moe_ops.published.formats import decode
+from moe_ops.layer.tensors import INPUT_SCALES
+from moe_ops.options import check_flag, check_type
+from moe_ops.published.formats import decode, format_of_inputs
 from moe_ops.published.loader import METHOD
-from moe_ops.published.survey import Experts, Found, Survey, parts_of, survey
+from moe_ops.published.survey import EXPERTS, Experts, Found, Survey, parts_of, survey
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.configuration import block_in, coding_in, naming
@@ -41,7 +43,7 @@ def from_checkpoint(
     *,
     dtype: torch.dtype | None = None,
     device_map: Any = None,
-    inputs: str = "",
+    inputs: str | None = None,
     progress: bool = True,
 ) -> PreTrainedModel:
     """A transformers model of a quantised checkpoint, whose experts stay in the checkpoint's codes.
@@ -59,10 +61,12 @@ def from_checkpoint(
 
     dtype: of all but codes and scales; None is that of config.json, or float32. device_map: as for
     `from_pretrained`, without "disk"; with several devices codes are read into the host's memory
-    first. inputs: the format in which inputs of experts are quantised at run time; "" leaves them
-    in dtype, which is closer to the weights that were quantised. Static scales of inputs that a
-    checkpoint has are left out, with a line in the log: experts of transformers take none. With
-    progress, a line per file is written to standard error.
+    first. inputs: None quantises inputs of experts by the static scales that a checkpoint has for
+    FP8, int8 with a scale a row, and NVFP4: each expert's own, and for NVFP4 the largest of all
+    experts; of gate and up the larger one. Where it has none, inputs stay in dtype. A format has
+    them quantised at run time, and "" leaves them in dtype, which is closer to the weights that
+    were quantised; static scales are left out then, with a line in the log, as are those of other
+    matrices. With progress, a line per file is written to standard error.
 
     Raises ValueError or TypeError, naming file and entry, before a model is built: for codes that
     do not fit, codes or scales that are missing or wrong, experts in several formats, and the order
@@ -70,7 +74,7 @@ def from_checkpoint(
     """
     check_type("folder", folder, (str, Path), "the folder of a checkpoint")
     check_type("dtype", dtype, (torch.dtype, type(None)), "a dtype or None")
-    check_text("inputs", inputs)
+    check_type("inputs", inputs, (str, type(None)), 'the name of a format, "" or None')
     check_flag("progress", progress)
     folder = Path(folder)
     plan = _Plan.of(folder, dtype, inputs)
@@ -123,7 +127,7 @@ class _Plan:
     found: Survey
 
     @staticmethod
-    def of(folder: Path, dtype: torch.dtype | None, inputs: str) -> _Plan:
+    def of(folder: Path, dtype: torch.dtype | None, inputs: str | None) -> _Plan:
         cls, config = _class_of(folder)
         coding, block = coding_in(folder), block_in(folder)
         found = survey(files_of(folder))
@@ -143,10 +147,8 @@ class _Plan:
     def prepared_config(self) -> Any:
         """The config, with the formats of experts where there are some in codes."""
         if self.quant is not None:
-            self.config.quantization_config = {
-                "quant_method": METHOD, "weights": self.quant.weights,
-                "inputs": self.quant.inputs, "kept": list(self.kept),
-            }  # fmt: skip
+            said = fields_of(self.quant, self.kept)
+            self.config.quantization_config = {**said, "quant_method": METHOD}
         return self.config
 
     def load_experts(self, device: torch.device, progress: bool) -> dict[str, Tensor]:
@@ -164,9 +166,11 @@ class _Plan:
             for what, names in (("is missing", report.missing), ("is in no format of ours", odd),
                                 ("comes twice", report.twice)):  # fmt: skip
                 if names:
+                    of_input = any(f".{scale}[" in names[0] for scale in INPUT_SCALES)
+                    more = ', or give inputs=""' if of_input else ""
                     raise ValueError(
                         f"{names[0]} {what} among the experts of {parts[0].experts.first.file}; "
-                        "complete the download"
+                        f"complete the download{more}"
                     )
         tensors: dict[str, Tensor] = {}
         for part in self.parts:
@@ -177,6 +181,10 @@ class _Plan:
                     t = getattr(layers[part.name], f"{weight}_{what}")
                     if t is not None:
                         tensors[name + suffix] = t.detach()
+            for projection, scale in zip(part.stored.projections, INPUT_SCALES, strict=True):
+                t = getattr(layers[part.name], scale)
+                if t is not None:
+                    tensors[f"{part.name}.{projection}{INPUT_SCALE}"] = t.detach()
         self._say()
         return tensors
 
@@ -185,7 +193,7 @@ class _Plan:
         assert self.quant is not None
         return MoELayer(
             E, 1, hidden, intermediate, activation=part.stored.activation,
-            quant=QuantConfig(weights=self.quant.weights), dtype=self.dtype, device=device,
+            quant=self.quant, dtype=self.dtype, device=device,
         )  # fmt: skip
 
     def decode_matrices(self) -> dict[str, Tensor]:
@@ -211,11 +219,17 @@ class _Plan:
                 "%s, as the ops multiply codes of experts alone", len(self.found.matrices),
                 self.dtype,
             )  # fmt: skip
-        if self.found.input_scales:
-            log.info(
-                "moe_ops.from_checkpoint: %d static scales of inputs are left out: inputs are %s",
-                self.found.input_scales, (self.quant and self.quant.inputs) or self.dtype,
-            )  # fmt: skip
+        static = self.quant is not None and self.quant.static_inputs
+        of_experts = 0 if static else sum(e.input_scales for e in self.found.experts.values())
+        for left, what, inputs in (
+            (of_experts, "experts", (self.quant and self.quant.inputs) or self.dtype),
+            (self.found.input_scales, "other matrices", self.dtype),
+        ):
+            if left:
+                log.info(
+                    "moe_ops.from_checkpoint: %d static scales of inputs of %s are left out: these "
+                    "inputs are %s", left, what, inputs,
+                )  # fmt: skip
 
 
 def _class_of(folder: Path) -> tuple[type[PreTrainedModel], Any]:
@@ -238,9 +252,13 @@ def _class_of(folder: Path) -> tuple[type[PreTrainedModel], Any]:
 
 
 def _formats(
-    found: Survey, coding: Coding, block: tuple[int, int] | None, inputs: str
+    found: Survey, coding: Coding, block: tuple[int, int] | None, inputs: str | None
 ) -> QuantConfig | None:
-    """The one format of all experts in codes. Raises ValueError, naming entries, for several."""
+    """The one format of all experts in codes, and that of their inputs.
+
+    Raises ValueError, naming entries, for several, and for inputs of None whose codes have a zero
+    point.
+    """
     formats: dict[str, Found] = {}
     for experts in found.experts.values():
         formats.setdefault(experts.format(coding, block), experts.first)
@@ -250,7 +268,22 @@ def _formats(
             f"{said}: experts of one model are in one format; load layers (MoELayer) with "
             "load_checkpoint, or quantise them alike"
         )
-    return next((QuantConfig(weights=name, inputs=inputs) for name in formats), None)
+    for name in formats:
+        static = format_of_inputs(name) if inputs is None else ""
+        if static and any(experts.input_scales for experts in found.experts.values()):
+            _check_symmetric_inputs(found)
+            return QuantConfig.with_static_inputs(name, static)
+        return QuantConfig(weights=name, inputs=inputs or "")
+    return None
+
+
+def _check_symmetric_inputs(found: Survey) -> None:
+    for name, one in found.rest.items():
+        if EXPERTS in name and name.endswith(".input_zero_point") and bool(one.read().any()):
+            raise ValueError(
+                f'{name}: inputs have a zero point, which no format of ours has; give inputs="" '
+                f"to leave them in floats, or quantise them without (in {one.file})"
+            )
 
 
 class _Names:

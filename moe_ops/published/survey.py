@@ -53,6 +53,10 @@ class Experts:
         return sorted({found.file for found in self.parts.values()})
 
     @property
+    def input_scales(self) -> int:
+        return sum(part == "input" for part, _, _ in self.parts)
+
+    @property
     def in_codes(self) -> bool:
         return any(part in ("scale", "zero") for part, _, _ in self.parts) or any(
             found.read().dtype not in FLOATS for (part, _, _), found in self.samples()
@@ -106,7 +110,7 @@ class Survey:
     experts: dict[str, Experts] = field(default_factory=dict)  # by prefix
     matrices: dict[str, dict[str, Found]] = field(default_factory=dict)  # codes outside, by part
     rest: dict[str, Found] = field(default_factory=dict)  # in floats
-    input_scales: int = 0
+    input_scales: int = 0  # of matrices outside
 
 
 def survey(files: Iterable[Path]) -> Survey:
@@ -139,7 +143,6 @@ def survey(files: Iterable[Path]) -> Survey:
         for one in found.experts.pop(prefix).parts.values():
             found.rest[one.name] = one
     for experts in found.experts.values():
-        found.input_scales += sum(part == "input" for part, _, _ in experts.parts)
         for key in [k for k in experts.parts if k[0] == "bias" and k[2] is None]:
             one = experts.parts.pop(key)
             found.rest[one.name] = one

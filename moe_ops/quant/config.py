@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_ops.options import check_fields
 from moe_ops.quant.arguments import named_format
@@ -93,6 +93,15 @@ class QuantConfig:
                 "name one of each: QuantConfig(weights=..., inputs=...)"
             )
         return QuantConfig(weights=scheme.weight_formats[0], inputs=scheme.input_formats[0])
+
+    @staticmethod
+    def with_static_inputs(weights: str, inputs: str) -> QuantConfig:
+        """The formats with static scales of inputs: each expert's own where the format of inputs
+        has one scale for the tensor, and one for all experts under that of nvfp4.
+        """
+        one = QuantConfig(weights=weights, inputs=inputs, static_inputs=True)
+        assert one.input_format is not None
+        return one if one.input_format.has_global_scale else replace(one, per_expert_inputs=True)
 
     @property
     def format(self) -> Format:

@@ -1,6 +1,6 @@
 """Scales: from what checkpoints hold to what the ops multiply by.
 
-These functions run when weights are loaded: they wait for the device.
+All but `product` run when weights are loaded: they wait for the device.
 """
 
 from __future__ import annotations
@@ -87,3 +87,10 @@ def wrong_scale(scale: Tensor, kind: str, *, signed: bool = False) -> str | None
     if (lowest > float("-inf") if signed else lowest > 0) and highest < float("inf"):
         return None
     return str(lowest if lowest <= 0 else highest)
+
+
+def product(global_scale_E: Tensor | None, scale: Tensor | None) -> Tensor | None:
+    """The factor of each expert's product, of nvfp4: that of its weight, times that of the input
+    where it is static.
+    """
+    return global_scale_E if global_scale_E is None or scale is None else global_scale_E * scale

@@ -49,7 +49,7 @@ def test_every_kind_is_loaded_and_saved(name: str, tmp_path: Path) -> None:
     if name in ("gptq_int4", "gptq_int8"):  # as published ones say it
         layout = replace(layout, config=layout.config | {"sym": True})
     want = write(tmp_path / "hub", layout)
-    loaded = load(tmp_path / "hub")
+    loaded = load(tmp_path / "hub", inputs="")
     check(loaded, want)
     found = {stored_format(m).w_format for m in experts_of(loaded)}
     assert found == {layout.weights}
@@ -76,14 +76,15 @@ def test_other_names_and_shared_experts(
 def test_what_is_left_in_floats_stays_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="moe_ops")
     want = write(tmp_path / "hub", LAYOUTS["modelopt_nvfp4"], ignored=("layers.0.", "lm_head"))
-    loaded = load(tmp_path / "hub")
+    loaded = load(tmp_path / "hub", inputs="")
     check(loaded, want)
     assert [stored_format(m) is None for m in experts_of(loaded)] == [True, False]
     said = [r.message for r in caplog.records if "from_checkpoint" in r.message]
-    assert len(said) == 3
+    assert len(said) == 4
     assert "1 experts modules in nvfp4_w4a16 (nvfp4), 1 in floats" in said[0]
     assert "1 quantised matrices outside of experts are decoded to torch.float32" in said[1]
-    assert "10 static scales of inputs are left out: inputs are torch.float32" in said[2]
+    assert "9 static scales of inputs of experts are left out: these inputs are torch.f" in said[2]
+    assert "1 static scales of inputs of other matrices are left out: these inputs" in said[3]
     loaded.save_pretrained(tmp_path / "ours")
     saved = json.loads((tmp_path / "ours" / CONFIG).read_text())["quantization_config"]
     assert saved["kept"] == ["model.layers.0.mlp.experts"]
@@ -332,7 +333,7 @@ def test_what_cannot_be_loaded_is_said(
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "folder": ({"folder": 3}, "folder must be the folder of a checkpoint"),
     "dtype": ({"dtype": "bfloat16"}, "dtype must be a dtype or None"),
-    "inputs": ({"inputs": 8}, "inputs must be a str, got an int: 8"),
+    "inputs": ({"inputs": 8}, "inputs must be the name of a format, .* got an int: 8"),
     "other_inputs": ({"inputs": "int8:row"}, "no scheme has int4:1x32:bfloat16 weights with int8"),
     "disk": ({"device_map": {"model": "cpu", "lm_head": "disk"}}, "device_map has 'disk'"),
 }
