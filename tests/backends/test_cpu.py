@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -96,3 +97,38 @@ def test_a_compiler_that_fails_is_reported_once(
     finally:
         kernels.unavailable.cache_clear()
     assert len([m for m in caplog.messages if "without its CPU kernels" in m]) == 1
+
+
+KINDS = {
+    "silu": {"kind": "silu"},
+    "silu_of_1.7": {"kind": "silu", "alpha": 1.702, "limit": 7.0, "up_shift": 1.0},
+    "gelu": {"kind": "gelu"},
+    "gelu_tanh": {"kind": "gelu_tanh"},
+    "relu2": {"kind": "relu2", "gated": False},
+}
+
+
+@each_dtype
+@pytest.mark.parametrize("act", KINDS.values(), ids=KINDS)
+def test_activations_of_every_size_are_those_of_the_definition(
+    act: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Gates from far below what exp can tell from 0 to far above its infinity, and NaN."""
+    ends = torch.tensor([-1e30, -300.0, -104.0, -88.0, 88.0, 89.0, 300.0, 1e15, float("nan"), 0.0])
+    gates = torch.cat((torch.linspace(-12, 12, 481), torch.linspace(-110, 110, 221), ends))
+    x_TD = torch.stack((gates, torch.full_like(gates, 0.7)), 1).to(dtype)
+    ids_TK = torch.zeros(len(gates), 1, dtype=torch.int64)
+    w13_EFD = torch.eye(2, dtype=dtype)[None, : 2 if act.get("gated", True) else 1]
+    w2_EDI = torch.eye(2, dtype=dtype)[None, :, :1].contiguous()
+    args = (x_TD, torch.ones(len(gates), 1, dtype=dtype), ids_TK, w13_EFD, w2_EDI)
+    with moe_ops.using("cpu", "experts"):
+        got = moe_ops.experts(*args, **act)[:, 0].double()
+    want = moe_ops.experts.reference(*args, **act)[:, 0].double()
+    assert torch.equal(got.isnan(), want.isnan())
+    # 1 + tanh, or 1 + erf, of the definition cancels where it is small: its last bits are lost.
+    lost = 2e-6 * gates.double().clamp(-20, 0).abs() * act["kind"].startswith("gelu")
+    error = (got - want).abs() - lost
+    ulps = 4 if dtype is F32 else 1
+    assert bool(
+        (error <= ulps * torch.finfo(dtype).eps * want.abs()).logical_or(want.isnan()).all()
+    )

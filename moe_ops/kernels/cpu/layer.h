@@ -43,6 +43,9 @@ constexpr int kVectorBytes = 32;
 #endif
 typedef float Floats __attribute__((vector_size(kVectorBytes)));
 typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
+typedef int32_t Integers __attribute__((vector_size(kVectorBytes)));
+typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2)));
+constexpr int kLanes = kVectorBytes / 4;
 
 struct bf16 { uint16_t bits; };
 
@@ -64,6 +67,56 @@ template <typename T> inline float round_to(float v) {
   T t;
   store(&t, v);
   return to_float(t);
+}
+
+inline Floats load_floats(const float* p) {
+  Floats v;
+  std::memcpy(&v, p, kVectorBytes);
+  return v;
+}
+
+// Lane by lane, where a comparison was true or not.
+inline Floats choose(const Integers& where, const Floats& yes, const Floats& no) {
+  return (Floats)(((Words)where & (Words)yes) | (~(Words)where & (Words)no));
+}
+
+// The bits of bfloat16, as `store` of one number rounds.
+inline Words bf16_bits(const Floats& v) {
+  const Words u = (Words)v, rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return (Words)choose((Integers)((u & 0x7fffffffu) > 0x7f800000u), (Floats)(Words{} + 0x7fc0u), (Floats)rounded);
+}
+// The first n lanes.
+inline void store(float* p, const Floats& v, int64_t n) {
+  if (n >= kLanes) std::memcpy(p, &v, kVectorBytes);
+  else std::memcpy(p, &v, n * 4);
+}
+inline void store(bf16* p, const Floats& v, int64_t n) {
+  const Halves bits = __builtin_convertvector(bf16_bits(v), Halves);
+  if (n >= kLanes) std::memcpy(p, &bits, kVectorBytes / 2);
+  else std::memcpy(p, &bits, n * 2);
+}
+template <typename T> inline Floats round_to(const Floats& v) {
+  if constexpr (std::is_same_v<T, float>) return v;
+  else return (Floats)(bf16_bits(v) << 16);
+}
+
+// e to the power of each lane, within 2 units of the last place.
+inline Floats exp(Floats x) {
+  x = choose(x > 89.0f, Floats{} + 89.0f, x);  // infinity
+  x = choose(x < -104.0f, Floats{} - 104.0f, x);  // zero
+  const Floats power = x * 1.44269504f;
+  const Integers n = __builtin_convertvector(power + choose(power < 0.0f, Floats{} - 0.5f, Floats{} + 0.5f), Integers);
+  const Floats whole = __builtin_convertvector(n, Floats);
+  const Floats r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;  // ln 2 in two parts
+  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  // In two factors, so that results below the least normal number, and infinity, come out.
+  const Integers half = n >> 1;
+  return p * (Floats)((Words)(half + 127) << 23) * (Floats)((Words)(n - half + 127) << 23);
 }
 
 inline float sum(const Floats& v) {
@@ -134,17 +187,21 @@ void sort_pairs(const Id* ids, int64_t R, int64_t E, int32_t* order, int32_t* en
   for (int64_t r = 0; r < R; ++r) order[next[expert(r)]++] = int32_t(r);
 }
 
-float activate(const Activation& a, float gate, float up) {
+// What lies between the two products; kLanes results at once.
+inline Floats activate(const Activation& a, Floats gate, Floats up) {
   if (a.clamped) {
-    gate = std::min(gate, a.limit);
-    up = std::min(std::max(up, -a.limit), a.limit);
+    gate = choose(gate > a.limit, Floats{} + a.limit, gate);
+    up = choose(up > a.limit, Floats{} + a.limit, choose(up < -a.limit, Floats{} - a.limit, up));
   }
-  float act;
+  Floats act;
   switch (a.kind) {
-    case 0: act = gate / (1.0f + std::exp(-a.alpha * gate)); break;
-    case 1: act = 0.5f * gate * (1.0f + std::erf(gate * 0.70710678f)); break;
-    case 2: act = 0.5f * gate * (1.0f + std::tanh(0.79788456f * (gate + 0.044715f * gate * gate * gate))); break;
-    default: act = gate <= 0.0f ? 0.0f : gate * gate;  // NaN stays NaN
+    case 0: act = gate / (1.0f + exp(-a.alpha * gate)); break;
+    case 1:
+      for (int i = 0; i < kLanes; ++i) act[i] = 0.5f * gate[i] * (1.0f + std::erf(gate[i] * 0.70710678f));
+      break;
+    // 0.5 * (1 + tanh(v)) = 1 / (1 + exp(-2 v))
+    case 2: act = gate / (1.0f + exp(-1.59576912f * (gate + 0.044715f * gate * gate * gate))); break;
+    default: act = choose(gate <= 0.0f, Floats{}, gate * gate);  // NaN stays NaN
   }
   return a.gated ? act * (up + a.up_shift) : act;
 }

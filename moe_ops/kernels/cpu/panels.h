@@ -183,7 +183,7 @@ template <typename W> class Panel {
         if (x.groups == 1)
           for (int i = 0; i < 2; ++i) dots[t][i] *= scales[t][0];
       }
-      body(r0 + t, reinterpret_cast<const float*>(dots[t]));
+      body(r0 + t, dots[t]);
     }
     return n;
   }

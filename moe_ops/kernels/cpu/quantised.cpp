@@ -157,20 +157,20 @@ template <typename W> struct Worker {
   Worker(const W& w, bool panels) : w(w), row(w.padded_groups()), panel(w, panels) {}
 };
 
-// h[i] of a row, given its products with gate row i and, if gated, up row i.
+// Results of an expert's first product, given products with gate rows and, if gated, with up rows.
 template <typename T, typename W>
-void store_activated(const Layer& l, const T* bias, int32_t e, int64_t i, float g, float u, T* h) {
-  const Activation& a = l.activation;
-  if (bias) {
-    const T* const b = bias + e * l.F + (a.interleaved ? 2 * i : i);
-    g += to_float(b[0]);
-    if (a.gated) u += to_float(b[a.interleaved ? 1 : l.I]);
-  }
-  if constexpr (W::Codes::kQuantised) {  // rounded where the definition rounds: other codes are a step away
-    g = round_to<T>(g);
-    u = round_to<T>(u);
-  }
-  store(h + i, activate(a, g, u));
+Floats activated(const Layer& l, const Floats& gate, const Floats& up) {
+  if constexpr (W::Codes::kQuantised)  // rounded where the definition rounds: other codes are a step away
+    return activate(l.activation, round_to<T>(gate), round_to<T>(up));
+  return activate(l.activation, gate, up);
+}
+
+// The biases of an expert's rows row(0), row(1), ... of kLanes lanes; 0 without a bias and for a row of -1.
+template <typename T, typename RowOf> Floats bias_of(const T* bias, const RowOf& row) {
+  Floats v = {};
+  for (int i = 0; bias && i < kLanes; ++i)
+    if (const int64_t f = row(i); f >= 0) v[i] = to_float(bias[f]);
+  return v;
 }
 
 // Whether an expert has so many rows that its codes are decoded ahead of the products.
@@ -194,18 +194,22 @@ void first_product(const Layer& l, Worker<W>& worker, const T* bias, const Arran
           const int64_t i = i0 + (gated ? place % kLanes : place);
           return i >= last ? -1 : gate_row(i) + (gated && place >= kLanes ? up_distance : 0);
         };
+        const T* const b = bias ? bias + e * l.F : nullptr;
+        const Floats biases[2] = {bias_of(b, row_of), bias_of(b, [&](int i) { return row_of(kLanes + i); })};
         worker.panel.load(e, row_of, worker.row);
-        worker.panel.multiply(x, rows.begin(e), rows.ends[e], source, [&](int64_t r, const float* dots) {
-          const float* const ups = gated ? dots + kLanes : dots;
-          for (int64_t i = i0; i < std::min(i0 + each, last); ++i)
-            store_activated<T, W>(l, bias, e, i, dots[i - i0], ups[i - i0], h + r * l.I);
+        worker.panel.multiply(x, rows.begin(e), rows.ends[e], source, [&](int64_t r, const Floats* dots) {
+          T* const to = h + r * l.I + i0;
+          const Floats one = dots[0] + biases[0], two = dots[1] + biases[1];
+          store(to, activated<T, W>(l, one, two), std::min<int64_t>(kLanes, last - i0));
+          if (!gated && last - i0 > kLanes)
+            store(to + kLanes, activated<T, W>(l, two, two), std::min<int64_t>(kLanes, last - i0 - kLanes));
         });
       }
       return;
     }
   }
   const W& w = worker.w;
-  float gates[kMaxTokens], ups[kMaxTokens] = {};
+  float gates[kLanes] = {}, ups[kLanes] = {};
   for_tiles(rows, e, x, source, [&](int64_t r0, int tokens, const auto& tile) {
     for (int64_t i = first; i < last; ++i) {
       w.load(e, gate_row(i), worker.row);
@@ -214,7 +218,10 @@ void first_product(const Layer& l, Worker<W>& worker, const T* bias, const Arran
         w.load(e, gate_row(i) + up_distance, worker.row);
         dot_row(tokens, w, worker.row, tile, ups);
       }
-      for (int t = 0; t < tokens; ++t) store_activated<T, W>(l, bias, e, i, gates[t], ups[t], h + (r0 + t) * l.I);
+      const T* const b = bias ? bias + e * l.F + gate_row(i) : nullptr;
+      const float gate_bias = b ? to_float(b[0]) : 0.0f, up_bias = b && gated ? to_float(b[up_distance]) : 0.0f;
+      const Floats act = activated<T, W>(l, load_floats(gates) + gate_bias, load_floats(ups) + up_bias);
+      for (int t = 0; t < tokens; ++t) store(h + (r0 + t) * l.I + i, act[t]);
     }
   });
 }
@@ -230,9 +237,14 @@ void second_product(const Layer& l, Worker<W>& worker, const T* bias, const Arra
   if constexpr (!W::kIntegers) {
     if (by_panels<W>(rows, e)) {
       for (int64_t d0 = first; d0 < last; d0 += kPanelRows) {
-        worker.panel.load(e, [&](int place) { return d0 + place < last ? d0 + place : -1; }, worker.row);
-        worker.panel.multiply(h, rows.begin(e), rows.ends[e], source, [&](int64_t r, const float* dots) {
-          for (int64_t d = d0; d < std::min(d0 + kPanelRows, last); ++d) put(r, d, dots[d - d0]);
+        const T* const b = bias ? bias + e * l.D : nullptr;
+        const auto row_of = [&](int place) { return d0 + place < last ? d0 + place : -1; };
+        const Floats biases[2] = {bias_of(b, row_of), bias_of(b, [&](int i) { return row_of(kLanes + i); })};
+        worker.panel.load(e, row_of, worker.row);
+        worker.panel.multiply(h, rows.begin(e), rows.ends[e], source, [&](int64_t r, const Floats* dots) {
+          T* const to = y + rows.pair(r) * l.D + d0;
+          for (int i = 0; i < 2; ++i)
+            if (const int64_t n = last - d0 - i * kLanes; n > 0) store(to + i * kLanes, dots[i] + biases[i], n);
         });
       }
       return;

@@ -16,8 +16,6 @@ struct Scales {
 
 namespace {
 
-constexpr int kLanes = kVectorBytes / 4;
-
 float from_float16(uint16_t half) {
   const uint32_t sign = uint32_t(half & 0x8000u) << 16, fields = half & 0x7fffu;
   if (fields >= 0x7c00u) return from_bits(sign | 0x7f800000u | (fields << 13));  // infinity, NaN
