@@ -110,16 +110,24 @@ KINDS = {
 
 @each_dtype
 @pytest.mark.parametrize("act", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("codes", [False, True], ids=["floats", "codes"])
 def test_activations_of_every_size_are_those_of_the_definition(
-    act: dict[str, Any], dtype: torch.dtype
+    codes: bool, act: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """Gates from far below what exp can tell from 0 to far above its infinity, and NaN."""
+    """Gates from far below what exp can tell from 0 to far above its infinity, and NaN; one at a
+    time, and with codes, in many rows, a register at a time.
+    """
     ends = torch.tensor([-1e30, -300.0, -104.0, -88.0, 88.0, 89.0, 300.0, 1e15, float("nan"), 0.0])
     gates = torch.cat((torch.linspace(-12, 12, 481), torch.linspace(-110, 110, 221), ends))
     x_TD = torch.stack((gates, torch.full_like(gates, 0.7)), 1).to(dtype)
     ids_TK = torch.zeros(len(gates), 1, dtype=torch.int64)
     w13_EFD = torch.eye(2, dtype=dtype)[None, : 2 if act.get("gated", True) else 1]
     w2_EDI = torch.eye(2, dtype=dtype)[None, :, :1].contiguous()
+    if codes:
+        w13_EFD, w2_EDI = w13_EFD.to(torch.int8), w2_EDI.to(torch.int8)
+        ones = {"w13_scale_EFG": torch.ones_like(w13_EFD[..., :1], dtype=F32)}
+        ones["w2_scale_EDG"] = torch.ones(1, 2, 1)
+        act = act | ones | {"w_format": "int8:row"}
     args = (x_TD, torch.ones(len(gates), 1, dtype=dtype), ids_TK, w13_EFD, w2_EDI)
     with moe_ops.using("cpu", "experts"):
         got = moe_ops.experts(*args, **act)[:, 0].double()

@@ -142,7 +142,7 @@ void first_product(const Layer& l, const Weights<T>& w, const T* bias, const T* 
   const Activation& a = l.activation;
   const int64_t up_distance = a.interleaved ? 1 : l.I;
   const T* xs[kMaxTokens];
-  float dots[kMaxTokens + kLanes] = {};
+  float dots[2 * kMaxTokens];
   for (int32_t r0 = rows.begin(e); r0 < rows.ends[e]; r0 += kMaxTokens) {
     const int tokens = std::min<int32_t>(kMaxTokens, rows.ends[e] - r0);
     for (int t = 0; t < tokens; ++t) xs[t] = x + (rows.pair(r0 + t) / l.K) * l.x_stride;
@@ -152,9 +152,11 @@ void first_product(const Layer& l, const Weights<T>& w, const T* bias, const T* 
       if (a.gated) block_of<T, 2>(tokens, gate, up_distance * w.row_stride, xs, l.D, dots);
       else block_of<T, 1>(tokens, gate, w.row_stride, xs, l.D, dots);
       const T* b = bias ? bias + e * l.F + gate_row : nullptr;
-      const float gate_bias = b ? to_float(b[0]) : 0.0f, up_bias = b && a.gated ? to_float(b[up_distance]) : 0.0f;
-      const Floats act = activate(a, load_floats(dots) + gate_bias, load_floats(dots + kMaxTokens) + up_bias);
-      for (int t = 0; t < tokens; ++t) store(h + (r0 + t) * l.I + i, act[t]);
+      for (int t = 0; t < tokens; ++t) {
+        const float g = dots[t] + (b ? to_float(b[0]) : 0.0f);
+        const float u = a.gated ? dots[kMaxTokens + t] + (b ? to_float(b[up_distance]) : 0.0f) : 0.0f;
+        store(h + (r0 + t) * l.I + i, activate(a, g, u));
+      }
     }
   }
 }

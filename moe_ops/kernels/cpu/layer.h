@@ -187,23 +187,38 @@ void sort_pairs(const Id* ids, int64_t R, int64_t E, int32_t* order, int32_t* en
   for (int64_t r = 0; r < R; ++r) order[next[expert(r)]++] = int32_t(r);
 }
 
-// What lies between the two products; kLanes results at once.
-inline Floats activate(const Activation& a, Floats gate, Floats up) {
+inline float choose(bool where, float yes, float no) { return where ? yes : no; }
+inline float exp_of(float v) { return std::exp(v); }
+inline Floats exp_of(const Floats& v) { return exp(v); }
+inline float erf_of(float v) { return std::erf(v); }
+inline Floats erf_of(Floats v) {
+  for (int i = 0; i < kLanes; ++i) v[i] = std::erf(v[i]);
+  return v;
+}
+
+// What lies between the two products: of one row, or, as Floats, of kLanes rows at once.
+template <typename V> inline V activate(const Activation& a, V gate, V up) {
+  const V none = {};
   if (a.clamped) {
-    gate = choose(gate > a.limit, Floats{} + a.limit, gate);
-    up = choose(up > a.limit, Floats{} + a.limit, choose(up < -a.limit, Floats{} - a.limit, up));
+    gate = choose(gate > a.limit, none + a.limit, gate);
+    up = choose(up > a.limit, none + a.limit, choose(up < -a.limit, none - a.limit, up));
   }
-  Floats act;
+  V act;
   switch (a.kind) {
-    case 0: act = gate / (1.0f + exp(-a.alpha * gate)); break;
-    case 1:
-      for (int i = 0; i < kLanes; ++i) act[i] = 0.5f * gate[i] * (1.0f + std::erf(gate[i] * 0.70710678f));
-      break;
+    case 0: act = gate / (1.0f + exp_of(-a.alpha * gate)); break;
+    case 1: act = 0.5f * gate * (1.0f + erf_of(gate * 0.70710678f)); break;
     // 0.5 * (1 + tanh(v)) = 1 / (1 + exp(-2 v))
-    case 2: act = gate / (1.0f + exp(-1.59576912f * (gate + 0.044715f * gate * gate * gate))); break;
-    default: act = choose(gate <= 0.0f, Floats{}, gate * gate);  // NaN stays NaN
+    case 2: act = gate / (1.0f + exp_of(-1.59576912f * (gate + 0.044715f * gate * gate * gate))); break;
+    default: act = choose(gate <= 0.0f, none, gate * gate);  // NaN stays NaN
   }
   return a.gated ? act * (up + a.up_shift) : act;
+}
+
+// Of an expert's biases those of rows row(0), row(1), ..., n at most; 0 without biases.
+template <typename T, typename RowOf> Floats bias_of(const T* bias, int64_t n, const RowOf& row) {
+  Floats v = {};
+  for (int64_t i = 0; bias && i < std::min<int64_t>(n, kLanes); ++i) v[i] = to_float(bias[row(i)]);
+  return v;
 }
 
 // out[t] = sum_k weights[t, k] * y[t * K + k] over the pairs that have a row.

@@ -158,19 +158,10 @@ template <typename W> struct Worker {
 };
 
 // Results of an expert's first product, given products with gate rows and, if gated, with up rows.
-template <typename T, typename W>
-Floats activated(const Layer& l, const Floats& gate, const Floats& up) {
+template <typename T, typename W, typename V> V activated(const Layer& l, V gate, V up) {
   if constexpr (W::Codes::kQuantised)  // rounded where the definition rounds: other codes are a step away
     return activate(l.activation, round_to<T>(gate), round_to<T>(up));
   return activate(l.activation, gate, up);
-}
-
-// The biases of an expert's rows row(0), row(1), ... of kLanes lanes; 0 without a bias and for a row of -1.
-template <typename T, typename RowOf> Floats bias_of(const T* bias, const RowOf& row) {
-  Floats v = {};
-  for (int i = 0; bias && i < kLanes; ++i)
-    if (const int64_t f = row(i); f >= 0) v[i] = to_float(bias[f]);
-  return v;
 }
 
 // Whether an expert has so many rows that its codes are decoded ahead of the products.
@@ -185,31 +176,38 @@ void first_product(const Layer& l, Worker<W>& worker, const T* bias, const Arran
   const bool routed = x.by_expert(), gated = l.activation.gated, interleaved = l.activation.interleaved;
   const auto gate_row = [&](int64_t i) { return interleaved ? 2 * i : i; };
   const int64_t up_distance = interleaved ? 1 : l.I;
+  const T* const b = bias ? bias + e * l.F : nullptr;
   const auto source = [&](int64_t r) { return routed ? r : rows.pair(r) / l.K; };
   if constexpr (!W::kIntegers) {
     if (by_panels<W>(rows, e)) {
+      const auto gate_bias = [&](int64_t i0) {
+        return bias_of(b, last - i0, [&](int64_t i) { return gate_row(i0 + i); });
+      };
+      const auto up_bias = [&](int64_t i0) {
+        return bias_of(gated ? b : nullptr, last - i0, [&](int64_t i) { return gate_row(i0 + i) + up_distance; });
+      };
+      const auto put = [&](int64_t r, int64_t i0, const Floats& gate, const Floats& up) {
+        store(h + r * l.I + i0, activated<T, W>(l, gate, up), last - i0);
+      };
       const int64_t each = gated ? kLanes : kPanelRows;
       for (int64_t i0 = first; i0 < last; i0 += each) {
         const auto row_of = [&](int place) {
           const int64_t i = i0 + (gated ? place % kLanes : place);
           return i >= last ? -1 : gate_row(i) + (gated && place >= kLanes ? up_distance : 0);
         };
-        const T* const b = bias ? bias + e * l.F : nullptr;
-        const Floats biases[2] = {bias_of(b, row_of), bias_of(b, [&](int i) { return row_of(kLanes + i); })};
+        const Floats biases[2] = {gate_bias(i0), gated ? up_bias(i0) : gate_bias(i0 + kLanes)};
         worker.panel.load(e, row_of, worker.row);
         worker.panel.multiply(x, rows.begin(e), rows.ends[e], source, [&](int64_t r, const Floats* dots) {
-          T* const to = h + r * l.I + i0;
           const Floats one = dots[0] + biases[0], two = dots[1] + biases[1];
-          store(to, activated<T, W>(l, one, two), std::min<int64_t>(kLanes, last - i0));
-          if (!gated && last - i0 > kLanes)
-            store(to + kLanes, activated<T, W>(l, two, two), std::min<int64_t>(kLanes, last - i0 - kLanes));
+          put(r, i0, one, two);
+          if (!gated && i0 + kLanes < last) put(r, i0 + kLanes, two, two);
         });
       }
       return;
     }
   }
   const W& w = worker.w;
-  float gates[kLanes] = {}, ups[kLanes] = {};
+  float gates[kMaxTokens], ups[kMaxTokens] = {};
   for_tiles(rows, e, x, source, [&](int64_t r0, int tokens, const auto& tile) {
     for (int64_t i = first; i < last; ++i) {
       w.load(e, gate_row(i), worker.row);
@@ -218,10 +216,10 @@ void first_product(const Layer& l, Worker<W>& worker, const T* bias, const Arran
         w.load(e, gate_row(i) + up_distance, worker.row);
         dot_row(tokens, w, worker.row, tile, ups);
       }
-      const T* const b = bias ? bias + e * l.F + gate_row(i) : nullptr;
-      const float gate_bias = b ? to_float(b[0]) : 0.0f, up_bias = b && gated ? to_float(b[up_distance]) : 0.0f;
-      const Floats act = activated<T, W>(l, load_floats(gates) + gate_bias, load_floats(ups) + up_bias);
-      for (int t = 0; t < tokens; ++t) store(h + (r0 + t) * l.I + i, act[t]);
+      const float gate_bias = b ? to_float(b[gate_row(i)]) : 0.0f;
+      const float up_bias = b && gated ? to_float(b[gate_row(i) + up_distance]) : 0.0f;
+      for (int t = 0; t < tokens; ++t)
+        store(h + (r0 + t) * l.I + i, activated<T, W>(l, gates[t] + gate_bias, ups[t] + up_bias));
     }
   });
 }
@@ -237,9 +235,11 @@ void second_product(const Layer& l, Worker<W>& worker, const T* bias, const Arra
   if constexpr (!W::kIntegers) {
     if (by_panels<W>(rows, e)) {
       for (int64_t d0 = first; d0 < last; d0 += kPanelRows) {
-        const T* const b = bias ? bias + e * l.D : nullptr;
         const auto row_of = [&](int place) { return d0 + place < last ? d0 + place : -1; };
-        const Floats biases[2] = {bias_of(b, row_of), bias_of(b, [&](int i) { return row_of(kLanes + i); })};
+        const T* const b = bias ? bias + e * l.D + d0 : nullptr;
+        const auto same = [](int64_t i) { return i; };
+        const Floats biases[2] = {bias_of(b, last - d0, same),
+                                  bias_of(b ? b + kLanes : b, last - d0 - kLanes, same)};
         worker.panel.load(e, row_of, worker.row);
         worker.panel.multiply(h, rows.begin(e), rows.ends[e], source, [&](int64_t r, const Floats* dots) {
           T* const to = y + rows.pair(r) * l.D + d0;
