@@ -19,7 +19,9 @@ KINDS = {torch.uint8: "e8m0", torch.float8_e4m3fn: "float8_e4m3fn"}  # of scales
 ALL = -1  # of the units of an axis that share a scale
 WORD_ROWS = 8  # rows that are whole words of every layout
 BLOCKS = 16  # in which rows are put in order, so that this takes less memory than the matrix
-BLOCK_BYTES = 1 << 20  # that are converted at once, for the same reason
+# That are converted at once, for the same reason: this takes up to three times as many.
+BLOCK_BYTES = 1 << 20
+LEAST_BLOCKS = 4  # of a small matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,8 @@ class ShardPlan:
         t, matrix = self.as_matrix(t)
         step = self.rows.size
         if matrix.convert is not None:
-            step = max(step * BLOCK_BYTES // max(t.nbytes, 1) // WORD_ROWS, 1) * WORD_ROWS
+            most = min(step * BLOCK_BYTES // max(t.nbytes, 1), step // LEAST_BLOCKS)
+            step = max(most // WORD_ROWS, 1) * WORD_ROWS
         for place, half in enumerate(self.halves):
             for first in range(0, self.rows.size, max(step, 1)):
                 rows = min(step, self.rows.size - first)

@@ -15,7 +15,7 @@ from moe_ops.ops.quantize import quantize
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import BF16, DEVICE, F16, F32
-from tests.kernels.test_row_scales import same
+from tests.kernels.test_by_row import same
 
 ELEMENTS, GROUPS = ("float8_e4m3fn", "int8"), ("row", "tensor", "1x128", "1x32", "1x48")
 FORMATS = [f"{element}:{group}" for element, group in itertools.product(ELEMENTS, GROUPS)]
