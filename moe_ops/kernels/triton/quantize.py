@@ -35,12 +35,17 @@ def magnitude(x):
 
 
 @triton.jit
-def scale_of_largest(bits, INT8: tl.constexpr):
-    """The scale of floats whose largest magnitude has these bits."""
-    MOST: tl.constexpr = 127.0 if INT8 else LARGEST_CODE
+def scale_of_largest(bits, MOST: tl.constexpr):
+    """The scale of floats whose largest magnitude has these bits, by the largest code."""
     scale = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full(bits.shape, MOST, tl.float32))
     scale = tl.maximum(scale, SMALLEST_SCALE)
     return tl.where(bits < NOT_FINITE, scale, float("nan"))
+
+
+@triton.constexpr_function
+def most_of(INT8):
+    """The largest code of 8 bits."""
+    return 127.0 if INT8 else LARGEST_CODE.value
 
 
 @triton.jit
@@ -48,7 +53,7 @@ def codes_of(x, scale, INT8: tl.constexpr):
     """Codes of x [M, N] by scales [M]. A scale of 0 makes codes of 0; NaN is 0 as an int8."""
     divisor = tl.broadcast_to(tl.where(scale == 0, 1.0, scale)[:, None], x.shape)
     x = tl.where((scale == 0)[:, None] & (x == x), 0.0, tl.div_rn(x, divisor))
-    MOST: tl.constexpr = 127.0 if INT8 else LARGEST_CODE
+    MOST: tl.constexpr = most_of(INT8)
     x = tl.maximum(x, -MOST, propagate_nan=tl.PropagateNan.ALL)
     x = tl.minimum(x, MOST, propagate_nan=tl.PropagateNan.ALL)
     if INT8:
@@ -72,8 +77,7 @@ def largest_of_parts(parts_ptr, PARTS: tl.constexpr):
 @triton.jit(do_not_specialize=["R"])
 def largest_kernel(
     x_ptr, ends_ptr, parts_ptr, stride_x, R,
-    E: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
-    PDL: tl.constexpr,
+    E: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The bits of the largest magnitude among rows of a program; with ends of experts, among the
     rows that these have."""
@@ -84,7 +88,7 @@ def largest_kernel(
         R = tl.load(ends_ptr + E - 1)
     d = tl.arange(0, BD)
     largest_B = tl.zeros((BR,), tl.int32)
-    for first in range(tl.program_id(0) * BR, R, PARTS * BR):
+    for first in range(tl.program_id(0) * BR, R, tl.num_programs(0) * BR):
         row = first + tl.arange(0, BR)
         inside = (row < R)[:, None] & (d < D)[None, :]
         x = tl.load(x_ptr + row.to(tl.int64)[:, None] * stride_x + d[None, :], inside, other=0.0)
@@ -92,17 +96,30 @@ def largest_kernel(
     tl.store(parts_ptr + tl.program_id(0), tl.max(largest_B, 0))
 
 
-def largest(x_RD: Tensor, ends_E: Tensor | None = None) -> Tensor:
+def largest(x_RD: Tensor, ends_E: Tensor | None = None, parts: int | None = None) -> Tensor:
     """The bits of the largest magnitudes of parts of x, a power of two of them; of the rows that
     experts have, if their ends are given."""
+    BR, _ = tile_of(x_RD.shape[1])
+    if parts is None:
+        needed = max(1, triton.cdiv(x_RD.shape[0], BR))
+        parts = min(MOST_PARTIAL, triton.next_power_of_2(needed))
+    return _largest(x_RD, ends_E, parts, BR)
+
+
+def largest_of_rows(x_RD: Tensor) -> Tensor:
+    """The same of each row."""
+    return _largest(x_RD, None, x_RD.shape[0], 1)
+
+
+def _largest(x_RD: Tensor, ends_E: Tensor | None, parts: int, BR: int) -> Tensor:
+    """The same of so many programs, which take BR rows at a time in turn."""
     R, D = x_RD.shape
-    BR, BD = tile_of(D)
-    parts = min(MOST_PARTIAL, triton.next_power_of_2(max(1, triton.cdiv(R, BR))))
+    BD = triton.next_power_of_2(D)
     out = x_RD.new_empty(parts, dtype=torch.int32)
     pdl, options = pdl_options(x_RD)
     launch(
         largest_kernel, (parts,), x_RD, ends_E, out, x_RD.stride(0), R,
-        E=0 if ends_E is None else ends_E.numel(), D=D, BR=BR, BD=BD, PARTS=parts, PDL=pdl,
+        E=0 if ends_E is None else ends_E.numel(), D=D, BR=BR, BD=BD, PDL=pdl,
         num_warps=warps_of(BR * BD), **options,
     )  # fmt: skip
     return out
@@ -141,9 +158,9 @@ def quantize_kernel(
         scale = tl.load(given_ptr) + tl.zeros((BG,), tl.float32)
     elif parts_ptr is not None:
         bits = largest_of_parts(parts_ptr, PARTS) + tl.zeros((BG,), tl.int32)
-        scale = scale_of_largest(bits, INT8)
+        scale = scale_of_largest(bits, most_of(INT8))
     else:
-        scale = scale_of_largest(tl.max(magnitude(x), 1), INT8)
+        scale = scale_of_largest(tl.max(magnitude(x), 1), most_of(INT8))
     tl.store(codes_ptr + row * D + d, codes_of(x, scale, INT8), mask=inside)
     ONE: tl.constexpr = given_ptr is not None or parts_ptr is not None
     # One scale is that of no rows, too.

@@ -11,7 +11,6 @@ Codes are those of `quantize`, bit for bit: of the same divisions, rounded half 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,17 +20,17 @@ from moe_ops.kernels.triton.experts.float8 import SMALLEST_SCALE
 from moe_ops.kernels.triton.experts.quantized import Codes
 from moe_ops.kernels.triton.experts.tokens import place_of
 from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.quantize import (
+    NOT_FINITE,
+    largest,
+    largest_of_rows,
+    magnitude,
+    scale_of_largest,
+)
 from moe_ops.kernels.triton.replay import launch
 
 PROGRAMS = 256  # that look for the largest of all inputs
 COLUMNS = 1024  # of a program
-INFINITY = tl.constexpr(0x7F800000)  # of float32, as bits; those of NaN are larger
-
-
-@triton.jit
-def magnitude_of(x):
-    """The bits of float32 without their signs, in the order of the numbers; NaN is the largest."""
-    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -45,49 +44,20 @@ def rounded(x, LOWEST: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constex
     return tl.where(x < 0, -a, a)
 
 
-@triton.jit(do_not_specialize=["R"])
-def largest_kernel(
-    x_ptr, ends_ptr, out_ptr, stride_x, R,
-    E: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The largest magnitude, as bits, of the rows of a program; of those of experts, if
-    `ends_ptr` says which these are."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if ends_ptr is not None:
-        R = tl.load(ends_ptr + (E - 1))
-    largest_D = tl.zeros((BD,), tl.int32)
-    for row in range(tl.program_id(0), R, tl.num_programs(0)):
-        for start in range(0, D, BD):
-            d = start + tl.arange(0, BD)
-            x = tl.load(x_ptr + tl.cast(row, tl.int64) * stride_x + d, mask=d < D, other=0.0)
-            largest_D = tl.maximum(largest_D, magnitude_of(x))
-    tl.store(out_ptr + tl.program_id(0), tl.max(largest_D, 0))
-
-
-@triton.jit
-def float_scale(largest, LARGEST: tl.constexpr):
-    """The scale of values of which the largest magnitude has these bits."""
-    amax = largest.to(tl.float32, bitcast=True)
-    scale = tl.maximum(tl.div_rn(amax, LARGEST), SMALLEST_SCALE)
-    return tl.where(largest < INFINITY, scale, float("nan"))
-
-
 @triton.jit
 def global_scale(largest, LARGEST: tl.constexpr):
     """The scale of float8 scales by which the largest of them becomes the largest float8."""
     amax = largest.to(tl.float32, bitcast=True)
     scale = tl.maximum(tl.div_rn(amax, LARGEST * 448.0), SMALLEST_SCALE)
-    return tl.where(largest <= INFINITY, scale, float("nan"))
+    return tl.where(largest <= NOT_FINITE, scale, float("nan"))
 
 
 @triton.jit
 def scales_of_groups(x_GC, common, LARGEST: tl.constexpr, TOP: tl.constexpr, SCALE: tl.constexpr):
     """(scales that decode, factors or divisors that make ratios) of groups, as `quantize` has them;
     e8m0 ones multiply."""
-    largest_G = tl.max(magnitude_of(x_GC), 1)
-    finite_G = largest_G < INFINITY
+    largest_G = tl.max(magnitude(x_GC), 1)
+    finite_G = largest_G < NOT_FINITE
     if SCALE == "e8m0":
         code_G = tl.maximum((largest_G >> 23) - TOP, 0)
         # 2**-127 is subnormal; its inverse is not.
@@ -122,11 +92,11 @@ def emulate_kernel(
     if static_ptr is not None:
         common = tl.load(static_ptr)
     elif SCALE == "row":
-        common = float_scale(tl.load(largest_ptr + row), LARGEST)
+        common = scale_of_largest(tl.load(largest_ptr + row), LARGEST)
     elif SCALE != "e8m0":
         largest = tl.max(tl.load(largest_ptr + tl.arange(0, BP)), 0)
         if SCALE == "tensor":
-            common = float_scale(largest, LARGEST)
+            common = scale_of_largest(largest, LARGEST)
         else:
             common = global_scale(largest, LARGEST)
     else:
@@ -170,25 +140,19 @@ def emulate(
     R, width = x_RD.shape
     out = x_RD if arranged else x_RD.new_empty(R, columns)
     pdl, options = pdl_options(x_RD)
-    largest, programs = None, 1
-    if static is None and inputs.scale != "e8m0":
-        programs = R if inputs.scale == "row" else PROGRAMS
-        largest = x_RD.new_empty(programs, dtype=torch.int32)
-        by_row = inputs.scale == "row"
-        launch(
-            largest_kernel, (programs,), x_RD, None if by_row else ends_E, largest, x_RD.stride(0),
-            R, E=0 if ends_E is None or by_row else ends_E.shape[0],
-            D=width, BD=min(COLUMNS, triton.next_power_of_2(width)), PDL=pdl, num_warps=4,
-            **options,
-        )  # fmt: skip
+    bits = None
+    if static is None and inputs.scale == "row":
+        bits = largest_of_rows(x_RD)
+    elif static is None and inputs.scale != "e8m0":
+        bits = largest(x_RD, ends_E, PROGRAMS)
     BG = max(1, min(COLUMNS, triton.next_power_of_2(width)) // inputs.group)
     OUT = out.shape[1]
     launch(
         emulate_kernel, (R, triton.cdiv(OUT, BG * inputs.group)),
-        x_RD, largest, static, out, x_RD.stride(0),
+        x_RD, bits, static, out, x_RD.stride(0),
         D=columns, OUT=OUT, LOWEST=inputs.lowest, MANTISSA=inputs.mantissa, LARGEST=inputs.largest,
         TOP=inputs.top, HAS_NAN=inputs.has_nan, SCALE=inputs.scale, GROUP=inputs.group,
-        ARRANGED=arranged, BG=BG, BP=programs if inputs.scale != "row" else 1, PDL=pdl,
+        ARRANGED=arranged, BG=BG, BP=PROGRAMS, PDL=pdl,
         num_warps=4, **options,
     )  # fmt: skip
     return out

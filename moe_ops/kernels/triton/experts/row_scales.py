@@ -33,6 +33,7 @@ from moe_ops.kernels.triton.quantize import (
     largest,
     largest_of_parts,
     magnitude,
+    most_of,
     scale_of_largest,
     tile_of,
     warps_of,
@@ -82,9 +83,9 @@ def quantise_rows_kernel(
             scale = tl.load(given_ptr) + tl.zeros((BT,), tl.float32)
         elif parts_ptr is not None:
             bits = largest_of_parts(parts_ptr, PARTS) + tl.zeros((BT,), tl.int32)
-            scale = scale_of_largest(bits, INT8)
+            scale = scale_of_largest(bits, most_of(INT8))
         else:
-            scale = scale_of_largest(tl.max(magnitude(x), 1), INT8)
+            scale = scale_of_largest(tl.max(magnitude(x), 1), most_of(INT8))
         codes = codes_of(x, scale, INT8)
         if weight_ptr is not None:
             at = t
