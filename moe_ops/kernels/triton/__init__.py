@@ -44,9 +44,9 @@ def multiplies_codes(weight: Weight, widths: tuple[int, int]) -> bool:
     bits (`grouped_codes.py`, on Hopper), for a model and experts of these widths: in groups of at
     least the columns that a thread loads at once, or of nvfp4 half as many, in widths of which
     copies take 32 rows (of eight bits 16) and 16 bytes, and with so many steps that in one tile the
-    next one is found."""
+    next one is found. Codes of float8_e5m2 have no decoder there."""
     element, _, group, _, quantises, bits = weight
-    if quantises or bits not in (4, 8):
+    if quantises or bits not in (4, 8) or element == "float8_e5m2":
         return False
     each, least = (32, 2 * STEP) if bits == 4 else (16, 3 * STEP // 2)
     wide = all(width % each == 0 and width > least for width in widths)
