@@ -12,13 +12,17 @@ from moe_ops.layouts import Layout
 from moe_ops.ops import (
     activate,
     combine,
+    combine_tokens,
     dispatch,
+    dispatch_tokens,
     expert_gemm,
     expert_loads,
     experts,
+    experts_over_ranks,
     moe,
     quantize,
     route,
+    sum_ranks,
 )
 from moe_ops.spec import OPS, Op
 from moe_ops.using import using
@@ -49,12 +53,15 @@ __all__ = [
     "buckets_of",
     "capture",
     "combine",
+    "combine_tokens",
     "compile",
     "compile_config",
     "dispatch",
+    "dispatch_tokens",
     "expert_gemm",
     "expert_loads",
     "experts",
+    "experts_over_ranks",
     "explain",
     "from_checkpoint",
     "generation_report",
@@ -66,6 +73,7 @@ __all__ = [
     "quantize_model",
     "restore",
     "route",
+    "sum_ranks",
     "tune",
     "using",
 ]

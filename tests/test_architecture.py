@@ -28,7 +28,7 @@ class May:
 LOW = frozenset(
     {"gradients", "signature", "record", "ranges", "options", "backend", "spec", "shapes"}
 )
-OP = LOW | {"ops"}
+OP = LOW | {"ops", "ranks"}
 BACKEND = OP | {"kernels", "backends", "quant"}
 TRANSFORMERS = frozenset({"torch", "transformers"})
 FACADE = "the facade"  # moe_ops/__init__.py
@@ -48,7 +48,8 @@ MAY_IMPORT = {
     "fake_impls": May(),
     "terminal": May(),
     "testing": May(LOW),
-    "ops": May(LOW | {"fake_impls", "quant"}),
+    "ranks": May(frozenset({"gradients"})),
+    "ops": May(LOW | {"fake_impls", "quant", "ranks"}),
     "kernels": May(packages=frozenset({"torch", "triton"})),
     "decode_ops": May(OP | {"fake_impls", "kernels"}),
     "backends": May(OP | {"decode_ops", "kernels", "quant"}, frozenset({"torch", "flashinfer"})),

@@ -4,6 +4,7 @@ from moe_ops.backends import (
     aten,
     cpu,
     dequantize,
+    over_ranks,
     triton,
     triton_decode,
     triton_gemm,
@@ -11,5 +12,6 @@ from moe_ops.backends import (
 )
 
 __all__ = [
-    "aten", "cpu", "dequantize", "triton", "triton_decode", "triton_gemm", "triton_quantize",
+    "aten", "cpu", "dequantize", "over_ranks", "triton", "triton_decode", "triton_gemm",
+    "triton_quantize",
 ]  # fmt: skip
