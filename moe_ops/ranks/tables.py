@@ -3,7 +3,7 @@
 rank_of_P[p]    the rank that holds physical expert p; EVERY, if each rank holds it (or a shard
                 of it) and all must see the token; HOME, if each holds it and the token's own
                 rank serves it
-slot_of_P[p]    the slot of p on the rank that serves it
+slot_of_P[p]    the slot of p on the rank that serves it; of HOME, on this rank
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def slots(
     that it does not serve."""
     place_TK = ids_TK.clamp(min=0).long()
     rank_TK = rank_of_P[place_TK]
-    home = torch.as_tensor(at, device=ids_TK.device) == source
+    # One of the two is a number: a tensor made of it would have to be copied to the device.
+    home = at == source
     here_TK = (rank_TK == at) | (rank_TK == EVERY) | ((rank_TK == HOME) & home)
     return torch.where((ids_TK >= 0) & here_TK, slot_of_P[place_TK], -1)
 
