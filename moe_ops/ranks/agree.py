@@ -9,8 +9,8 @@ ranks alike are the caller's to ensure, with `require_alike` before the first ca
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,15 +79,25 @@ def _headers(what: str, header: Tensor, group: Group) -> Tensor:
         return all_gather(header, group).view(group.size, HEADER)
     headers_RB = header.repeat(group.size, 1)
     others = [rank for rank in range(group.size) if rank != group.rank]
-    sends = [partial(found.send, [header], rank, TAG) for rank in others]
-    receives = [found.recv([headers_RB[rank]], rank, TAG).wait for rank in others]
-    for step, rank in zip((*sends, *receives), (*others, *others), strict=True):
-        try:
-            step()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"moe_ops.{what}: rank {rank} of the group {group.name!r} does not answer rank "
-                f"{group.rank}: it ended, raised an error, or is stuck; make the group anew "
-                f"({str(error).strip().splitlines()[0]})"
-            ) from error
+    works = []  # kept: a message whose work is dropped before it is done may never be sent
+    for rank in others:
+        with _naming(what, rank, group):
+            works.append((rank, found.recv([headers_RB[rank]], rank, TAG)))
+            works.append((rank, found.send([header], rank, TAG)))
+    for rank, work in works:
+        with _naming(what, rank, group):
+            work.wait()
     return headers_RB
+
+
+@contextmanager
+def _naming(what: str, rank: int, group: Group) -> Iterator[None]:
+    """Say in errors of torch's which rank did not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"moe_ops.{what}: rank {rank} of the group {group.name!r} does not answer rank "
+            f"{group.rank}: it ended, raised an error, or is stuck; make the group anew "
+            f"({str(error).strip().splitlines()[0]})"
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,14 +35,18 @@ def threads(ranks: int, body: Body, *args: Any) -> list[Any]:
             found[rank] = error
             if not isinstance(error, (ValueError, RuntimeError)):
                 traceback.print_exc()
-            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
 
     try:
         every = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
         for thread in every:
             thread.start()
-        for thread in every:
-            thread.join(60)
+        end = time.monotonic() + 60
+        while any(thread.is_alive() for thread in every) and time.monotonic() < end:
+            raised = [error for error in found if isinstance(error, Exception)]
+            for thread in every:
+                thread.join(1 if raised else 0.01)
+            if raised:  # and those left wait for who will not come
+                multi_threaded_pg.ProcessLocalGroup.exception_handle(raised[0])
         assert not any(thread.is_alive() for thread in every), "a rank hangs"
     finally:
         multi_threaded_pg.ProcessLocalGroup.reset()

@@ -114,7 +114,9 @@ def ended(rank: int, group: str) -> None:
 def stuck(rank: int, group: str) -> None:
     """A rank that does something else: the other raises, naming it, at the group's limit."""
     if rank == 0:
-        with pytest.raises(RuntimeError, match="rank 1 of the group .* does not answer rank 0: it"):
+        with pytest.raises(
+            RuntimeError, match=r"rank 1 of the group .* does not answer rank 0: it"
+        ):
             call(group)
         os._exit(0)
     import time
