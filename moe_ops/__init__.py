@@ -29,7 +29,7 @@ from moe_ops.using import using
 
 # Names that need transformers, or Inductor, or that few need, are imported when first asked for.
 _LAZY = {
-    **dict.fromkeys(("optimize", "restore", "quantize_model"), "moe_ops.hf"),
+    **dict.fromkeys(("optimize", "restore", "quantize_model", "share_experts"), "moe_ops.hf"),
     "from_checkpoint": "moe_ops.published",
     **dict.fromkeys(("compile", "compile_config"), "moe_ops.compiler"),
     "inductor_options": "moe_ops.passes.compiled",
@@ -73,6 +73,7 @@ __all__ = [
     "quantize_model",
     "restore",
     "route",
+    "share_experts",
     "sum_ranks",
     "tune",
     "using",

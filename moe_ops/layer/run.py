@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
@@ -11,7 +12,8 @@ from moe_ops.layer.exchange import Exchange
 from moe_ops.layer.parts import ordered_rows
 from moe_ops.ops import combine_tokens, dispatch_tokens, experts, experts_over_ranks
 from moe_ops.quant.scales import product
-from moe_ops.ranks.groups import Group, all_gather
+from moe_ops.ranks.groups import Group
+from moe_ops.ranks.shares import in_shares, share_of
 from moe_ops.ranks.transport import AUTO, GATHER
 
 if TYPE_CHECKING:
@@ -41,15 +43,9 @@ def run_over_ranks(
     """The weighted sum of the experts of all ranks for this rank's tokens, at most `rows`."""
     if exchange.sharers == 1:
         return _exchanged(layer, exchange, rows, x_TD, weights_TK, ids_TK)
-    # Ranks with the same tokens send a part of them each.
-    T, group = x_TD.shape[0], Group.of(exchange.tp_group)
-    share = (T + group.size - 1) // group.size
-    added = (0, 0, 0, share * group.size - T)
-    x_TD, weights_TK = F.pad(x_TD, added), F.pad(weights_TK, added)
-    ids_TK = F.pad(ids_TK, added, value=-1)
-    mine = [t.narrow(0, group.rank * share, share) for t in (x_TD, weights_TK, ids_TK)]
-    most = (rows + group.size - 1) // group.size
-    return all_gather(_exchanged(layer, exchange, most, *mine), group)[:T]
+    group = Group.of(exchange.tp_group)
+    run = partial(_exchanged, layer, exchange, share_of(rows, group))
+    return in_shares(group, run, x_TD, weights_TK, ids_TK)
 
 
 def _exchanged(
