@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.backend import Rows
+from moe_ops.gradients import needs_grad
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
 from moe_ops.ops.dispatch_tokens import DispatchTokensCall, dispatch_tokens
 from moe_ops.ops.experts_over_ranks import (
@@ -21,6 +22,7 @@ from moe_ops.ops.experts_over_ranks import (
     traffic,
 )
 from moe_ops.ops.sum_ranks import SumRanksCall, sum_ranks
+from moe_ops.ranks.groups import Group, all_reduce
 from moe_ops.ranks.links import LINKS
 from moe_ops.ranks.transport import AUTO, EXCHANGE, GATHER
 
@@ -68,6 +70,22 @@ def bring_back(call: CombineTokensCall) -> Tensor:
     """`combine_tokens` as it is defined, as one op."""
     summed: Tensor = combine_tokens.body(call)
     return summed
+
+
+def _not_reduced(call: SumRanksCall) -> str | None:
+    return "has no gradients, and one is asked for" if needs_grad(call.part_TD) else None
+
+
+@sum_ranks.backend("all_reduce", reads=sum_ranks.optional, supports=_not_reduced, devices=("cuda",))
+def all_reduced(call: SumRanksCall) -> Tensor:
+    """`sum_ranks` by one all-reduce, in the order that NCCL takes. Of two numbers the sum is
+    rounded once; of more it is made in float32."""
+    part_TD, group = call.part_TD, Group.of(call.group)
+    if group.size == 1:
+        return part_TD.clone()
+    exact = group.size == 2 or part_TD.dtype is torch.float32
+    summed = all_reduce(part_TD if exact else part_TD.float(), group)
+    return summed.to(part_TD.dtype)
 
 
 @sum_ranks.backend("shares", reads=sum_ranks.optional)

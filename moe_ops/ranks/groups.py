@@ -1,4 +1,4 @@
-"""Process groups by name, and the two collectives that everything here is made of."""
+"""Process groups by name, and the collectives that everything here is made of."""
 
 from __future__ import annotations
 
@@ -75,6 +75,13 @@ def all_to_all(t: Tensor, sent: Sequence[int], received: Sequence[int], group: G
         swapped: Tensor = _Swapped.apply(t, sent, received, group)
         return swapped
     return _all_to_all(t, sent, received, group)
+
+
+def all_reduce(t: Tensor, group: Group) -> Tensor:
+    """The sum over all ranks, in the order of the backend of the group; it has no gradient."""
+    begun = _functional.all_reduce(t.contiguous(), "sum", group.name)
+    done: Tensor = _functional.wait_tensor(begun)
+    return done
 
 
 def sum_in_order(parts_RTD: Tensor) -> Tensor:

@@ -110,7 +110,9 @@ def run_share(
     rank: int, group: str, whole: Whole, collective: str, order: Tensor | None = None
 ) -> Tensor:
     """What a rank makes of its own tokens, with the others."""
-    tables = whole.tables(order)
+    device = whole.x_TD.device
+    ranks, slots = whole.tables(order)
+    tables = (ranks.to(device), slots.to(device))
     held = whole.held(rank, tables)
     x, weights, ids = whole.own(rank)
     w13, w2 = held.pop("w13_EFD"), held.pop("w2_EDI")
