@@ -77,7 +77,7 @@ MAY_IMPORT = {
     "bench": May(
         BACKEND
         | {"testing", "terminal", "layer", "weights", "hf", "passes", "planning", "graphs"}
-        | {"decode_ops", "generation", "compiler", "using"},
+        | {"decode_ops", "generation", "compiler", "using", "parallel"},
         frozenset({"torch", "transformers", "matplotlib", "safetensors"}),
     ),
     "__main__": May(frozenset({"signature", "options", "shapes", "hf", "passes"}), TRANSFORMERS),

@@ -148,8 +148,11 @@ class _Measured:
 
 
 def _bound(found: Cost, device: Device) -> str:
-    compute = device.microseconds(replace(found, bytes=0.0)) - device.launch_us
-    memory = device.microseconds(replace(found, flops=0.0)) - device.launch_us
+    here = replace(found, link_us=0.0)
+    compute = device.microseconds(replace(here, bytes=0.0)) - device.launch_us
+    memory = device.microseconds(replace(here, flops=0.0)) - device.launch_us
+    if found.link_us > max(compute, memory, device.launch_us):
+        return "link"
     if max(compute, memory) < device.launch_us:
         return "launch"
     return "memory" if memory >= compute else "compute"
