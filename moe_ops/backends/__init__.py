@@ -9,9 +9,10 @@ from moe_ops.backends import (
     triton_decode,
     triton_gemm,
     triton_quantize,
+    triton_ranks,
 )
 
 __all__ = [
     "aten", "cpu", "dequantize", "over_ranks", "triton", "triton_decode", "triton_gemm",
-    "triton_quantize",
+    "triton_quantize", "triton_ranks",
 ]  # fmt: skip
