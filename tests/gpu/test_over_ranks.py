@@ -91,6 +91,7 @@ def replayed(rank: int, group: str, rows: int, replays: int) -> None:
         return experts_over_ranks(x, weights, ids, *held.values(), *tables, rows, group, "gather")
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             call()
