@@ -376,6 +376,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
         kind = act.kind + ", gated" * act.gated + ", bias" * (self.w13_bias is not None)
         dtype = str(self.w13_weight.dtype).removeprefix("torch.")
         result = "" if self.reduce_results is None else ", reduced over the ranks"
+        if self.exchange is not None:
+            result = f", each with up to {self.exchange.most} tokens of its own"
         return "\n".join(
             (
                 f"top {self.top_k} of {self.num_experts} experts: {self.routing}",

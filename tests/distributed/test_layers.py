@@ -241,7 +241,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_does_not_fit_the_ranks_is_refused(options: dict[str, Any], text: str) -> None:
     with fake_group(2) as group:
         right = {**SIZES, "parallel": TWO, "tokens": "own", "group": group, "max_num_tokens": 8}
-        MoELayer(**right)
+        assert "ep 0/2 = dp 0/2, allgather_reducescatter, each with up to 8" in str(
+            MoELayer(**right)
+        )
         with pytest.raises(ValueError, match=text):
             MoELayer(**{**right, **options})
 

@@ -12,8 +12,10 @@ from torch import Tensor
 from moe_ops import sum_ranks
 from moe_ops.layer import MoELayer, rebalance_layers
 from moe_ops.parallel.config import ParallelConfig
+from moe_ops.parallel.load_balance import imbalance
 from moe_ops.parallel.moves import Moves
 from moe_ops.parallel.over_ranks import move_over_ranks
+from moe_ops.ranks.groups import Group, all_gather
 from moe_ops.testing import Tol, assert_close
 from tests.distributed.ranks import processes, results, threads
 from tests.layer.shards import randomize, take_share
@@ -59,7 +61,12 @@ def steps(
             if not own:
                 got = sum_ranks(got, group)
             assert_close(got, whole(*given), CLOSE, f"layer {i} after {step} rebalancings")
+        counted = torch.stack([layer.loads for layer in layers])
+        if own:
+            counted = all_gather(counted[None], Group.of(group)).sum(0)
+        now = torch.stack([layer.physical_to_logical for layer in layers])
         done = rebalance_layers(layers, group)
+        assert torch.equal(done.before, imbalance(counted, now, ranks))
         assert not any(bool(layer.loads.any()) for layer in layers)
         gains.append(float(done.before.max() - done.after.max()))
         moved += sum(len(moves.pairs) for moves in done.moves)
@@ -124,7 +131,7 @@ def moved(rank: int, group: str, sizes: tuple[int, ...], pairs: Any) -> Tensor:
         ((2, 2), ()),
         ((2, 2), ((0, 1), (1, 0))),
         ((2, 2), ((0, 2), (2, 0), (3, 1))),
-        ((3, 2, 2), ((0, 6), (6, 3), (3, 0), (1, 2), (2, 1), (0, 4), (5, 5))),
+        ((3, 2, 2), ((1, 6), (6, 3), (3, 0), (0, 4), (2, 1), (1, 2), (5, 5))),
         ((1, 3, 2), ((0, 1), (0, 2), (0, 3), (0, 5))),
     ],
     ids=["none", "within", "between", "cycles", "spread"],
