@@ -53,6 +53,16 @@ def resolve(name: str, argument: str = "group") -> Any:
         raise ValueError(f"{argument}={name!r} names no process group; {ADVICE}") from None
 
 
+def known_sizes() -> tuple[tuple[str, int], ...]:
+    """The process groups that this process is in, by name, and their sizes: what is planned for one
+    of a name may not suit another one of it."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return ()
+    from torch.distributed.distributed_c10d import _world
+
+    return tuple(sorted((str(name), group.size()) for group, name in _world.pg_names.items()))
+
+
 def all_gather(t: Tensor, group: Group) -> Tensor:
     """The tensors of all ranks, equal in shape, one after the other on axis 0.
 

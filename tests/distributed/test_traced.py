@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import OPS, combine_tokens, dispatch_tokens, experts_over_ranks
+from moe_ops.passes.cache_key import environment_key
 from moe_ops.passes.compiled import inductor_options
 from tests.distributed.ranks import fake_group, processes
 from tests.distributed.shares import Spread, Whole, run_share
@@ -51,6 +52,17 @@ def test_schema_and_fake_are_true_for_many_ranks(name: str) -> None:
         torch.library.opcheck(
             OPS[name].overload, args, test_utils=("test_schema", "test_faketensor")
         )
+
+
+def test_graphs_of_groups_of_other_sizes_are_cached_apart() -> None:
+    keys = [environment_key()]
+    for size in (2, 64):
+        with fake_group(size):
+            keys.append(environment_key())
+    assert len(set(keys)) == 3
+    with fake_group(64):
+        assert environment_key() == keys[2]
+    assert environment_key() == keys[0]
 
 
 def in_halves(x: Tensor, weights: Tensor, ids: Tensor, group: str, collective: str) -> Tensor:
