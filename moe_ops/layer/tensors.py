@@ -191,14 +191,15 @@ def layer_buffers(
     ranks, slots = (t.clone() for t in placement.serving) if own_tokens else (None, None)
     return {
         "expert_map": None if expert_map is None else expert_map.clone(),
-        "rank_of_P": ranks,
-        "slot_of_P": slots,
         "loads": loads,
         "counted_part": counted_part,
         "physical_to_logical": None if replicas is None else replicas.physical_to_logical,
         "logical_to_physical": None if replicas is None else replicas.logical_to_physical,
         "replica_counts": None if replicas is None else replicas.counts,
         "input_order": order,
+        # Last: torch.export counts those that are None where it counts what comes before others.
+        "rank_of_P": ranks,
+        "slot_of_P": slots,
     }
 
 
