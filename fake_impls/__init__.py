@@ -8,11 +8,14 @@ per op, named as the op; results are always contiguous.
 
 from .activate import activate
 from .combine import combine
+from .combine_tokens import combine_tokens
 from .dispatch import dispatch
+from .dispatch_tokens import dispatch_tokens
 from .expert_gemm import expert_gemm
 from .expert_loads import expert_loads
 from .experts import experts
 from .experts_onto import experts_onto
+from .experts_over_ranks import experts_over_ranks
 from .linears import linears
 from .moe import moe
 from .normed_linears import normed_linears
@@ -20,15 +23,19 @@ from .one_query import one_query
 from .quantize import quantize
 from .rope_attention import rope_attention
 from .route import route
+from .sum_ranks import sum_ranks
 
 __all__ = [
     "activate",
     "combine",
+    "combine_tokens",
     "dispatch",
+    "dispatch_tokens",
     "expert_gemm",
     "expert_loads",
     "experts",
     "experts_onto",
+    "experts_over_ranks",
     "linears",
     "moe",
     "normed_linears",
@@ -36,4 +43,5 @@ __all__ = [
     "quantize",
     "rope_attention",
     "route",
+    "sum_ranks",
 ]

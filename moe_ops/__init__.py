@@ -12,20 +12,24 @@ from moe_ops.layouts import Layout
 from moe_ops.ops import (
     activate,
     combine,
+    combine_tokens,
     dispatch,
+    dispatch_tokens,
     expert_gemm,
     expert_loads,
     experts,
+    experts_over_ranks,
     moe,
     quantize,
     route,
+    sum_ranks,
 )
 from moe_ops.spec import OPS, Op
 from moe_ops.using import using
 
 # Names that need transformers, or Inductor, or that few need, are imported when first asked for.
 _LAZY = {
-    **dict.fromkeys(("optimize", "restore", "quantize_model"), "moe_ops.hf"),
+    **dict.fromkeys(("optimize", "restore", "quantize_model", "share_experts"), "moe_ops.hf"),
     "from_checkpoint": "moe_ops.published",
     **dict.fromkeys(("compile", "compile_config"), "moe_ops.compiler"),
     "inductor_options": "moe_ops.passes.compiled",
@@ -49,12 +53,15 @@ __all__ = [
     "buckets_of",
     "capture",
     "combine",
+    "combine_tokens",
     "compile",
     "compile_config",
     "dispatch",
+    "dispatch_tokens",
     "expert_gemm",
     "expert_loads",
     "experts",
+    "experts_over_ranks",
     "explain",
     "from_checkpoint",
     "generation_report",
@@ -66,6 +73,8 @@ __all__ = [
     "quantize_model",
     "restore",
     "route",
+    "share_experts",
+    "sum_ranks",
     "tune",
     "using",
 ]

@@ -15,7 +15,8 @@ LAYOUT = "layout"  # the argument of an op that names the layout of its weights
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Limits of a backend on the rows of a call's first argument (tokens, or routed rows).
+    """Limits of a backend on the rows of a call's first argument (tokens, or routed rows), or, of
+    ops over ranks, on the `rows` that these agreed on.
 
     `preferred` gives the most rows for which the backend is the better choice, None for any number;
     with more, the backends after it are asked first. `possible` gives the most that it can run.

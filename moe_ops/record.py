@@ -25,7 +25,8 @@ class Arguments:
 
     `of(*args, **kwargs)` makes a record of a call, `flat(record)` its arguments by position.
     `FLAT` of a record of records maps flat names to paths, in the order of a call; what it leaves
-    out has its default, or is None. `MUTATED` names the tensors that an op writes to.
+    out has its default, or is None. `MUTATED` names the tensors that an op writes to, `ROWS` the
+    number that plans range over, where that is not the rows of the first argument.
     """
 
     def __init__(self, record: type) -> None:
@@ -45,8 +46,17 @@ class Arguments:
         self.first: Callable[[Any], Any] = attrgetter(next(iter(paths.values())))
         self.of: Callable[..., Any] = record if _is_flat(record) else self._maker(paths)
 
+        # The place among the arguments of the number that plans range over.
+        named: str | None = getattr(record, "ROWS", None)
+        self.rows_at = None if named is None else list(paths).index(named)
+        self._rows = None if named is None else attrgetter(paths[named])
         # Names of the tensors that the op writes to; a result is none of them.
         self.mutated: tuple[str, ...] = getattr(record, "MUTATED", ())
+
+    def rows(self, record: Any) -> Any:
+        """What plans and limits of backends range over: the number that `ROWS` names, else the rows
+        of the first argument."""
+        return self.first(record).shape[0] if self._rows is None else self._rows(record)
 
     def by_name(self, record: Any) -> dict[str, Any]:
         """The arguments of a record by flat name, in the order of a call."""

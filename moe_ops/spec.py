@@ -71,6 +71,8 @@ class Op:
         self.annotations = Annotations.of(body)
         self.arguments = Arguments(self.annotations.record)
         self.call, self._first = self.arguments.of, self.arguments.first
+        self._rows, self._rows_at = self.arguments.rows, self.arguments.rows_at or 0
+        self._is_counted = self.arguments.rows_at is None  # by the rows of its first argument
         returns, parameters = self.annotations.given, self.arguments.signature.parameters
         self.schema = self.arguments.schema(returns)
         self.__signature__ = self.arguments.signature.replace(return_annotation=returns)
@@ -191,7 +193,7 @@ class Op:
 
     def _run_planned(self, *args: Any, plan: str, **kwargs: Any) -> Any:
         runs = self._plans.get(plan) or self._runs(plan)
-        rows = args[0].shape[0]
+        rows = args[0].shape[0] if self._is_counted else args[self._rows_at]
         for upto, run in runs:
             if upto is None or rows <= upto:
                 return run(self.call(*args, **kwargs))
@@ -332,10 +334,10 @@ class Op:
             if backend.name == REFERENCE:
                 return beyond or backend
             possible, preferred = backend.rows.possible, backend.rows.preferred
-            if possible is not None and first.shape[0] > possible(call):
+            if possible is not None and self._rows(call) > possible(call):
                 continue
             most = None if preferred is None else preferred(call)
-            if most is None or first.shape[0] <= most:
+            if most is None or self._rows(call) <= most:
                 return backend
             beyond = beyond or backend
         raise AssertionError(f"the reference of {NAMESPACE}.{self.name} takes every valid call")
@@ -354,11 +356,11 @@ class Op:
     def refusals_of(self, call: Any) -> dict[str, str | None]:
         """Why each backend cannot run a record that was checked (None: it can)."""
         first = self._first(call)
-        device, rows = first.device.type, first.shape[0]
+        device, rows = first.device.type, self._rows(call)
         return {name: b.refusal(device, rows, call) for name, b in self.backends.items()}
 
     def _pick_forced(self, name: str, device: str, call: Any) -> Backend:
-        backend, rows = self.backends.get(name), self._first(call).shape[0]
+        backend, rows = self.backends.get(name), self._rows(call)
         if backend is not None and backend.refusal(device, rows, call) is None:
             return backend
         lines = [f"backend {name!r} is forced, but {NAMESPACE}.{self.name} cannot run on it:"]

@@ -25,6 +25,7 @@ import torch
 from moe_ops.backend import Backend
 from moe_ops.planning import tuned
 from moe_ops.planning.cost import device_of
+from moe_ops.ranks.groups import known_sizes
 from moe_ops.spec import OPS
 
 log = logging.getLogger("moe_ops")
@@ -139,12 +140,12 @@ def _versions() -> tuple[tuple[str, str | None], ...]:
 
 
 def environment_key() -> str:
-    """A hash of Python, the libraries that kernels come from, and the device."""
+    """A hash of Python, the libraries that kernels come from, the device and process groups."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         device = f"{device_of(torch.device('cuda')).name} {torch.cuda.get_device_capability()}"
     else:
         device = device_of(torch.device("cpu")).name
-    return digest(platform.python_version(), _versions(), device)
+    return digest(platform.python_version(), _versions(), device, known_sizes())
 
 
 def tables_key(users: str | None) -> str:

@@ -28,7 +28,7 @@ class May:
 LOW = frozenset(
     {"gradients", "signature", "record", "ranges", "options", "backend", "spec", "shapes"}
 )
-OP = LOW | {"ops"}
+OP = LOW | {"ops", "ranks"}
 BACKEND = OP | {"kernels", "backends", "quant"}
 TRANSFORMERS = frozenset({"torch", "transformers"})
 FACADE = "the facade"  # moe_ops/__init__.py
@@ -48,7 +48,8 @@ MAY_IMPORT = {
     "fake_impls": May(),
     "terminal": May(),
     "testing": May(LOW),
-    "ops": May(LOW | {"fake_impls", "quant"}),
+    "ranks": May(frozenset({"gradients"})),
+    "ops": May(LOW | {"fake_impls", "quant", "ranks"}),
     "kernels": May(packages=frozenset({"torch", "triton"})),
     "decode_ops": May(OP | {"fake_impls", "kernels"}),
     "backends": May(OP | {"decode_ops", "kernels", "quant"}, frozenset({"torch", "flashinfer"})),
@@ -76,7 +77,7 @@ MAY_IMPORT = {
     "bench": May(
         BACKEND
         | {"testing", "terminal", "layer", "weights", "hf", "passes", "planning", "graphs"}
-        | {"decode_ops", "generation", "compiler", "using"},
+        | {"decode_ops", "generation", "compiler", "using", "parallel"},
         frozenset({"torch", "transformers", "matplotlib", "safetensors"}),
     ),
     "__main__": May(frozenset({"signature", "options", "shapes", "hf", "passes"}), TRANSFORMERS),

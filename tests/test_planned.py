@@ -10,7 +10,8 @@ import torch
 
 from moe_ops import OPS, Op, experts, using
 from moe_ops.ranges import parse_plan
-from tests.test_spec import CALLS, DOUBLE, PLUS_TWO, X, each_op, made, other
+from tests.calls import CALLS
+from tests.test_spec import DOUBLE, PLUS_TWO, X, each_op, made, other
 
 __all__ = ["made"]  # the fixture
 

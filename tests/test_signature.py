@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 import moe_ops
 from moe_ops import OPS, Op, experts
 from moe_ops.signature import did_you_mean
-from tests.test_spec import CALLS
+from tests.calls import CALLS
 
 LOGITS = torch.randn(3, 4)
 FAULTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,30 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from moe_ops import OPS, Op, expert_gemm, experts, fake_impls, moe, spec, using
 from moe_ops.backend import Rows
 from moe_ops.spec import op
-from moe_ops.testing import CASES, make_layer
+from tests.calls import CALLS, calls
 
-EXPERTS = CASES[0].E
-
-
-def calls(T: int) -> dict[str, tuple[Any, ...]]:
-    """One call of every op, with T tokens."""
-    layer = make_layer(replace(CASES[0], T=T))
-    x, ids, weights = layer.x_TD, layer.ids_TK, layer.weights_TK
-    ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32) * (T // EXPERTS)
-    return {
-        "route": (layer.logits_TE, 2),
-        "quantize": (x,),
-        "dispatch": (x, ids, EXPERTS),
-        "expert_gemm": (x, layer.w13_EFD, ends),
-        "expert_loads": (ids, EXPERTS),
-        "activate": (x,),
-        "combine": (x, weights[: T // 2], torch.arange(T, dtype=torch.int32)),
-        "experts": (x, weights, ids, layer.w13_EFD, layer.w2_EDI),
-        "moe": (x, layer.logits_TE, layer.w13_EFD, layer.w2_EDI, 2),
-    }
-
-
-CALLS = calls(16)
 each_op = pytest.mark.parametrize("name", OPS)
 
 

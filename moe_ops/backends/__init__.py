@@ -4,12 +4,15 @@ from moe_ops.backends import (
     aten,
     cpu,
     dequantize,
+    over_ranks,
     triton,
     triton_decode,
     triton_gemm,
     triton_quantize,
+    triton_ranks,
 )
 
 __all__ = [
-    "aten", "cpu", "dequantize", "triton", "triton_decode", "triton_gemm", "triton_quantize",
+    "aten", "cpu", "dequantize", "over_ranks", "triton", "triton_decode", "triton_gemm",
+    "triton_quantize", "triton_ranks",
 ]  # fmt: skip

@@ -16,6 +16,8 @@ from moe_ops.bench import (
     accuracy,
     compile_time,
     counters,
+    ep,
+    ep_simulated,
     grid,
     layer,
     loading,
@@ -134,6 +136,21 @@ def measure_counters(args: argparse.Namespace) -> Figures:
     return {"device": torch.cuda.get_device_name(), "kernels": [asdict(k) for k in found]}
 
 
+def measure_ep(args: argparse.Namespace) -> Figures:
+    if args.simulate:
+        case = LAYERS[args.layer[0]]
+        sizes = (args.ranks, args.zipf, args.redundant, args.tokens[-1])
+        simulated = ep_simulated.simulate(case, *sizes)
+        print(ep_simulated.table(simulated))
+        return {"simulated": [asdict(s) for s in simulated]}
+    with ep.world() as device:
+        found = ep.probe(device) if args.probe else []
+        found += [] if args.probe else ep.measure(args.layer, args.tokens, args.modes, device)
+        if torch.distributed.get_rank() == 0:
+            print(ep.table(found))
+    return {"spent": [asdict(s) for s in found]}
+
+
 def measure_step(args: argparse.Namespace) -> Figures:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers = args.layers or (24 if device.type == "cuda" else 1)
@@ -155,6 +172,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
     "compile": (measure_compile, "what the passes add to the time of compiling a model"),
     "packing": (measure_packing, "time to quantise weights, for every format"),
     "quantised": (measure_quantised, "a layer on the CPU in several formats, beside bfloat16"),
+    "ep": (measure_ep, "layers over the ranks of torchrun, collectives alone, or a simulation"),
     "loading": (measure_loading, "checkpoints into layers, against safetensors alone"),
 }
 
@@ -214,6 +232,8 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
         of.add_argument(
             "--seconds", type=float, default=20.0, help="about, for each number of tokens"
         )
+    if name == "ep":
+        options.add_ep(of)
     if name == "loading":
         of.add_argument("--codings", nargs="+", choices=sorted(loading.CODINGS))
         of.add_argument("--gib", type=float, default=1.5, help="size of the checkpoint")

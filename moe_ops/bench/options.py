@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from moe_ops.bench import formats, tiles
+from moe_ops.bench import ep, formats, tiles
 from moe_ops.bench.contenders import STOCK
 from moe_ops.bench.rates import Rates, has_8bit_product
 from moe_ops.planning.layers import ROUTINGS
@@ -211,3 +211,14 @@ def settle_format(args: argparse.Namespace, error: Error) -> None:
         )
     if args.rates is not None and args.rates.matmul8_tflops is None:
         error(f"--rates has no rate of products in 8 bits, which this format needs; give {third}")
+
+
+def add_ep(of: argparse.ArgumentParser) -> None:
+    of.add_argument("--layer", type=layer_names, default=["qwen3_30b"])
+    of.add_argument("--tokens", type=numbers, default=[1, 8, 64, 512], help="of each rank")
+    of.add_argument("--modes", nargs="+", choices=ep.MODES, default=list(ep.MODES))
+    of.add_argument("--probe", action="store_true", help="collectives alone, by bytes")
+    of.add_argument("--simulate", action="store_true", help="without ranks; of the last --tokens")
+    of.add_argument("--ranks", type=numbers, default=[8, 16, 64], help="of a simulation")
+    of.add_argument("--zipf", type=float, nargs="+", default=[0.0, 0.5, 1.0])
+    of.add_argument("--redundant", type=int, nargs="+", default=[0, 32], help="experts")

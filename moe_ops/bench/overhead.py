@@ -14,13 +14,17 @@ from moe_ops.decode_ops import experts_onto, linears, normed_linears, one_query,
 from moe_ops.ops import (
     activate,
     combine,
+    combine_tokens,
     dispatch,
+    dispatch_tokens,
     expert_gemm,
     expert_loads,
     experts,
+    experts_over_ranks,
     moe,
     quantize,
     route,
+    sum_ranks,
 )
 from moe_ops.spec import Op
 from moe_ops.testing import Case, make_layer
@@ -51,6 +55,9 @@ def calls() -> dict[Op, tuple[Any, ...]]:
     y_RF = expert_gemm(x_RD, layer.w13_EFD, ends_E)
     y_RD = expert_gemm(activate(y_RF), layer.w2_EDI, ends_E)
     weights = (layer.w13_EFD, layer.w2_EDI)
+    tables = (torch.zeros(8, dtype=torch.int32), torch.arange(8, dtype=torch.int32))
+    sent = (layer.x_TD, layer.weights_TK, layer.ids_TK)
+    _, _, _, _, *handle = dispatch_tokens(*sent, *tables, 1)
     return {
         route: (layer.logits_TE, 2),
         quantize: (layer.x_TD,),
@@ -61,6 +68,10 @@ def calls() -> dict[Op, tuple[Any, ...]]:
         experts: (layer.x_TD, layer.weights_TK, layer.ids_TK, *weights),
         moe: (layer.x_TD, layer.logits_TE, *weights, 2),
         expert_loads: (layer.ids_TK, 8),
+        dispatch_tokens: (*sent, *tables, 1),
+        combine_tokens: (layer.x_TD, layer.ids_TK, *tables, *handle, 1),
+        experts_over_ranks: (*sent, *weights, *tables, 1),
+        sum_ranks: (layer.x_TD,),
     }
 
 
@@ -123,10 +134,10 @@ def measure() -> list[Overhead]:
 
 def table(found: list[Overhead]) -> str:
     head = (
-        f"{'op':<16}{'backend':<11}{'body µs':>9}{'call µs':>9}{'dispatch µs':>13}{'checks µs':>11}"
+        f"{'op':<20}{'backend':<11}{'body µs':>9}{'call µs':>9}{'dispatch µs':>13}{'checks µs':>11}"
     )
     lines = [
-        f"{o.op:<16}{o.backend:<11}{o.body_us:>9.1f}{o.call_us:>9.1f}"
+        f"{o.op:<20}{o.backend:<11}{o.body_us:>9.1f}{o.call_us:>9.1f}"
         f"{o.dispatch_us:>13.1f}{o.validation_us:>11.1f}"
         for o in found
     ]

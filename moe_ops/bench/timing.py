@@ -48,13 +48,30 @@ def time_replays(
     return Timing(us=middle / calls, low_us=low / calls, high_us=high / calls, replays=len(spans))
 
 
+def time_count(run: Run, count: int, device: torch.device) -> Timing:
+    """Run a function so many times, and some times before: ranks that wait for each other have to
+    run it as often."""
+    for _ in range(UNTIL_QUEUED):
+        run()
+    if device.type == "cuda":
+        spans = _queued_us(run, count, UNTIL_QUEUED)
+    else:
+        spans = [_once_us(run) for _ in range(count)]
+    low, middle, high = statistics.quantiles(spans, n=4, method="inclusive")
+    return Timing(us=middle, low_us=low, high_us=high, replays=count)
+
+
 def _host_us(run: Run, seconds: float) -> list[float]:
     spans: list[float] = []
     while len(spans) < LEAST or (len(spans) < MOST and sum(spans) < seconds * 1e6):
-        start = time.perf_counter()
-        run()
-        spans.append((time.perf_counter() - start) * 1e6)
+        spans.append(_once_us(run))
     return spans
+
+
+def _once_us(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e6
 
 
 def _cuda_us(run: Run, seconds: float) -> list[float]:

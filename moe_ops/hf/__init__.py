@@ -6,14 +6,16 @@ import importlib
 import warnings
 from typing import Any
 
-from moe_ops.hf import experts, fp8
+from moe_ops.hf import experts, fp8, over_ranks
 from moe_ops.hf.mxfp4 import adopt_mxfp4
 from moe_ops.hf.optimize import optimize, restore
+from moe_ops.hf.over_ranks import share_experts
 from moe_ops.hf.quantize import quantize_model
 
-__all__ = ["adopt_mxfp4", "optimize", "quantize_model", "restore"]
+__all__ = ["adopt_mxfp4", "optimize", "quantize_model", "restore", "share_experts"]
 
 experts.register()
+over_ranks.register(experts.NAME)
 fp8.register()
 
 

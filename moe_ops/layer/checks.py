@@ -12,6 +12,7 @@ from moe_ops.layer.options import Routing
 from moe_ops.ops.activate import Activation
 from moe_ops.options import MOST_SIZE, check_fields, check_flag, check_int, check_type
 from moe_ops.parallel.config import ParallelConfig
+from moe_ops.ranks.groups import resolve
 from moe_ops.shapes import check_device
 from moe_ops.signature import described
 
@@ -36,7 +37,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         check_int(name, given[name], least=least, most=MOST_SIZE)
     if given["intermediate_multiple"] is not None:
         check_int("intermediate_multiple", given["intermediate_multiple"], most=MOST_SIZE)
-    for name in ("bias", "balanced", "separate", "all_tokens"):
+    for name in ("bias", "balanced", "separate"):
         check_flag(name, given[name])
     for name, (kind, wanted) in CLASSES.items():
         check_type(name, given[name], kind, wanted)
@@ -85,20 +86,5 @@ def _check_reduction(reduce: Any) -> None:
             "reduce_results must be the name of a process group, a function of a tensor or "
             f"None, got {reduce!r}"
         )
-    if not isinstance(reduce, str):
-        return
-    advice = (
-        "give the group_name of a group of torch.distributed, such as "
-        "dist.group.WORLD.group_name, after dist.init_process_group"
-    )
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        raise ValueError(
-            f"reduce_results={reduce!r}: torch.distributed has no process group yet; {advice}"
-        )
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    name: Any = reduce  # torch has a type of its own for names
-    try:
-        _resolve_process_group(name)
-    except RuntimeError:
-        raise ValueError(f"reduce_results={reduce!r} names no process group; {advice}") from None
+    if isinstance(reduce, str):
+        resolve(reduce, "reduce_results")

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ops.gradients import needs_grad
 from moe_ops.layer.checks import check_arguments, check_input
+from moe_ops.layer.exchange import Exchange, check_rows
 from moe_ops.layer.options import Routing
 from moe_ops.layer.parts import (
     PARTIAL,
     Reduction,
     check_parts,
     counted_ids,
-    join,
     missing_exchange,
-    ordered_rows,
+    result_of,
     with_fused,
 )
+from moe_ops.layer.run import run_here, run_over_ranks
 from moe_ops.layer.tensors import (
     CODED,
     EXPERT_NAMES,
@@ -31,7 +33,7 @@ from moe_ops.layer.tensors import (
     own_part,
     tensor_specs,
 )
-from moe_ops.ops import expert_loads, experts, route
+from moe_ops.ops import expert_loads, route
 from moe_ops.ops.activate import Activation, check_activation
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.parallel.expert_map import LINEAR, place
@@ -39,7 +41,6 @@ from moe_ops.parallel.replicas import ExpertReplicas, choose_replicas
 from moe_ops.prepared import HoldsExperts, Stored
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.module import HoldsCodes
-from moe_ops.quant.scales import product
 from moe_ops.shapes import FLOATS, INDICES, check_size, check_tensor
 
 SILU = Activation(kind="silu")
@@ -52,14 +53,17 @@ class MoELayer(HoldsExperts, HoldsCodes):
 
     A layer holds the share of one rank: with tensor parallelism `intermediate_size / tp` rows of
     the gate and of the up half of W13 and as many columns of W2, of every expert; with expert
-    parallelism whole experts, as `placement` says. Every rank is given all tokens and returns its
-    part of the sum, unless reduce_results adds the parts. Weights start random, or as zeros where
-    they are quantised; `moe_ops.weights` loads a checkpoint.
+    parallelism whole experts, as `placement` says. Weights start random, or as zeros where they are
+    quantised; `moe_ops.weights` loads a checkpoint. What a rank is given, and returns:
 
-    A layer sends no tokens. Where `parallel` says that ranks start with tokens of their own (dp,
-    pcp or sp above 1) or that tokens go all-to-all, forward raises NotImplementedError: the sum of
-    what the ranks return would be wrong. With all_tokens the caller gathers the tokens of all ranks
-    before and adds the parts afterwards; `route` and `run_experts` suit any other exchange.
+        tokens="replicated"  all tokens, and its part of the sum, unless reduce_results adds these
+        tokens="own"         its own tokens, up to max_num_tokens, and all of their result: the
+                             ranks of `group` send them by `parallel.collective`. Neighbours with
+                             the same ones (tensor parallel attention without sequence parallelism)
+                             are `tp_group`, and send a part each. Every rank calls the layer
+        None                 the former; forward raises NotImplementedError where `parallel` says
+                             that ranks start with tokens of their own (dp, pcp, sp above 1) or that
+                             these go all-to-all: `route` and `run_experts` suit a caller's exchange
 
     Parameters, each absent (None) where a layer has none, with E = sizes.E slots here and the other
     letters of `sizes`:
@@ -123,6 +127,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
     h_scale: nn.Parameter | None
     correction_bias: nn.Parameter | None
     expert_map: Tensor | None
+    rank_of_P: Tensor
+    slot_of_P: Tensor
     loads: Tensor | None
     counted_part: Tensor | None
     physical_to_logical: Tensor
@@ -149,7 +155,10 @@ class MoELayer(HoldsExperts, HoldsCodes):
         separate: bool = False,
         quant: str | QuantConfig | None = None,
         parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  frozen
-        all_tokens: bool = False,
+        tokens: str | None = None,
+        group: str = "",
+        tp_group: str = "",
+        max_num_tokens: int | None = None,
         placement: str = LINEAR,
         redundant_experts: int = 0,
         balanced: bool = False,
@@ -160,6 +169,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
         device: torch.device | str | None = None,
     ) -> None:
         check_arguments(locals())  # nothing but the arguments is local yet
+        exchange = Exchange.of(locals())
         super().__init__()
         self._stored = Stored()
         fused = shared_experts if isinstance(shared_experts, int) else 0
@@ -167,7 +177,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
         self.routing, self.activation, self.parallel = routing, activation, parallel
         self.quant = QuantConfig.of(quant)
         self.reduce_results, self.shared_reduction = reduce_results, shared_reduction
-        self.separate, self._missing_exchange = separate, missing_exchange(parallel, all_tokens)
+        self.separate, self.exchange = separate, exchange
+        self._missing_exchange = missing_exchange(parallel, tokens)
         self.placement = place(
             num_experts,
             parallel,
@@ -199,7 +210,9 @@ class MoELayer(HoldsExperts, HoldsCodes):
         )
         for name, spec in self._specs.items():
             self.register_parameter(name, None if spec is None else spec.make(device))
-        for name, t in layer_buffers(self.placement, self.sizes, self.quant).items():
+        buffers = (self.placement, self.sizes, self.quant, exchange is not None)
+        self._first_buffers = partial(layer_buffers, *buffers)
+        for name, t in self._first_buffers().items():
             moved = None if t is None else t.to(device or torch.get_default_device())
             self.register_buffer(name, moved, persistent=name in STATE)
         if internal_gate is True:
@@ -211,7 +224,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
         self.routed_output_transform = routed_output_transform
         check_parts(
             self.shared_experts, routed_output_transform, shared_reduction, reduce_results,
-            parallel.size, separate,
+            parallel.size, separate, exchange is not None and not tp_group,
         )  # fmt: skip
         self.reset_parameters()
 
@@ -234,7 +247,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
         What sizes were rounded up by is zero, and replicas are as at first. Call it after
         `to_empty`, which writes nothing; a gate and shared experts reset themselves.
         """
-        for name, first in layer_buffers(self.placement, self.sizes, self.quant).items():
+        for name, first in self._first_buffers().items():
             if first is not None:
                 self.get_buffer(name).copy_(first)
         for name, spec in self._specs.items():
@@ -246,11 +259,15 @@ class MoELayer(HoldsExperts, HoldsCodes):
                 bound = spec.fan_in**-0.5
                 own_part(name, t, self.sizes, self.activation).uniform_(-bound, bound)
 
-    def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
-        """This rank's part of the sum, or all of it with reduce_results.
+    def forward(
+        self, x: Tensor, logits: Tensor | None = None, rows: int | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
+        """This rank's part of the sum, or all of it with reduce_results or for its own tokens.
 
         x: [..., hidden_size] in the weights' dtype, any number of tokens, none too; logits: [...,
         num_experts], left out with an internal gate. The result has x's dtype and leading axes.
+        rows: the most tokens that a rank has in this call, agreed among ranks that exchange them;
+        without it max_num_tokens, which is what `gather` then sends.
         Where something requires grad, compiled code leaves the layer to eager mode, which has
         gradients. Raises ValueError or TypeError for anything else, as the ops do, and
         NotImplementedError where ranks would have to exchange tokens.
@@ -259,10 +276,12 @@ class MoELayer(HoldsExperts, HoldsCodes):
             before = [m for m in (self.gate, self.routed_input_transform) if m is not None]
             trained = [p for m in before for p in m.parameters()]
             if needs_grad(x, logits, *trained, *self.parameters(recurse=False)):
-                return _forward_eager(self, x, logits)
-        return self._forward(x, logits)
+                return _forward_eager(self, x, logits, rows)
+        return self._forward(x, logits, rows)
 
-    def _forward(self, x: Tensor, logits: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+    def _forward(
+        self, x: Tensor, logits: Tensor | None, rows: int | None
+    ) -> Tensor | tuple[Tensor, ...]:
         if self._missing_exchange is not None:
             raise NotImplementedError(self._missing_exchange)
         check_input(x, logits)
@@ -274,11 +293,13 @@ class MoELayer(HoldsExperts, HoldsCodes):
         if self.routing.weight_on_input:
             routed_TD = routed_TD * weights_TK.to(routed_TD.dtype)
             weights_TK = torch.ones_like(weights_TK)
-        routed_TD = self.run_experts(routed_TD, weights_TK, ids_TK)
-        parts = join(
-            routed_TD, x_TD, self.shared_experts, self.routed_output_transform,
-            self.shared_reduction, self.reduce_results, self.parallel.rank, self.separate,
-        )  # fmt: skip
+        if self.exchange is None:
+            routed_TD = self.run_experts(routed_TD, weights_TK, ids_TK)
+        else:
+            check_size("x", routed_TD, 1, self.sizes.hidden_size, "the layer's hidden_size")
+            agreed, pairs = check_rows(rows, self.exchange), (routed_TD, weights_TK, ids_TK)
+            routed_TD = run_over_ranks(self, self.exchange, agreed, *pairs)
+        parts = result_of(self, routed_TD, x_TD)
         if self.loads is not None:  # after what may raise
             assert self.counted_part is not None
             counted_TK = counted_ids(ids_TK, self.counted_part)
@@ -312,41 +333,17 @@ class MoELayer(HoldsExperts, HoldsCodes):
             options, bias_E = self.routing.options, self.correction_bias
             weights_TK, ids_TK = route(logits_TE, self.top_k, bias_E, **options)
         if self.replica_counts is not None:
-            # Every rank is given the same tokens, so all choose alike.
-            ids_TK = choose_replicas(ids_TK, self.logical_to_physical, self.replica_counts)
+            # Ranks that are given the same tokens choose alike.
+            start = 0 if self.exchange is None else self.parallel.rank
+            ids_TK = choose_replicas(ids_TK, self.logical_to_physical, self.replica_counts, start)
         if not self.placement.shared:
             return weights_TK, ids_TK
-        return with_fused(weights_TK, ids_TK, self.placement)
+        return with_fused(weights_TK, ids_TK, self.placement, own=self.exchange is not None)
 
     def run_experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         """The weighted sum of the experts of this rank, given what `route` returned. [T, D]."""
         check_size("x", x_TD, 1, self.sizes.hidden_size, "the layer's hidden_size")
-        if self.input_order is None:
-            return self._run_experts(x_TD, weights_TK, ids_TK)
-        if self.input_order.dim() == 1:
-            return self._run_experts(x_TD.index_select(1, self.input_order), weights_TK, ids_TK)
-        # Each expert has an order of its own: a pair of a token and an expert is a row.
-        x_RD = ordered_rows(x_TD, ids_TK, self.input_order, self.expert_map)
-        out_RD = self._run_experts(x_RD, weights_TK.reshape(-1, 1), ids_TK.reshape(-1, 1))
-        return out_RD.unflatten(0, ids_TK.shape).sum(1)
-
-    def _run_experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-        act, added = self.activation, self.sizes.D - self.sizes.hidden_size
-        if added:
-            x_TD = F.pad(x_TD, (0, added))
-        out_TD = experts(
-            x_TD, weights_TK, ids_TK, self.w13_weight, self.w2_weight, self.w13_bias, self.w2_bias,
-            expert_map=self.expert_map, layout=self.layout,
-            kind=act.kind, gated=act.gated, interleaved=act.interleaved, alpha=act.alpha,
-            limit=act.limit, up_shift=act.up_shift, x_scale=self.x_scale, h_scale=self.h_scale,
-            w13_scale_EFG=self.w13_scale, w2_scale_EDG=self.w2_scale,
-            w13_zero_EFG=self.w13_zero, w2_zero_EDG=self.w2_zero,
-            global_scale13_E=product(self.w13_global_scale, self.x_scale),
-            global_scale2_E=product(self.w2_global_scale, self.h_scale),
-            w_format=self.quant.weights if self.quant else "",
-            x_format=self.quant.inputs if self.quant else "",
-        )  # fmt: skip
-        return out_TD[:, : self.sizes.hidden_size] if added else out_TD
+        return run_here(self, x_TD, weights_TK, ids_TK, self.expert_map)
 
     @property
     def replicas(self) -> ExpertReplicas | None:
@@ -379,6 +376,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
         kind = act.kind + ", gated" * act.gated + ", bias" * (self.w13_bias is not None)
         dtype = str(self.w13_weight.dtype).removeprefix("torch.")
         result = "" if self.reduce_results is None else ", reduced over the ranks"
+        if self.exchange is not None:
+            result = f", each with up to {self.exchange.most} tokens of its own"
         return "\n".join(
             (
                 f"top {self.top_k} of {self.num_experts} experts: {self.routing}",
@@ -395,6 +394,6 @@ class MoELayer(HoldsExperts, HoldsCodes):
     "inference call the layer under torch.no_grad() or torch.inference_mode()"
 )
 def _forward_eager(
-    layer: MoELayer, x: Tensor, logits: Tensor | None
+    layer: MoELayer, x: Tensor, logits: Tensor | None, rows: int | None
 ) -> Tensor | tuple[Tensor, ...]:
-    return layer._forward(x, logits)
+    return layer._forward(x, logits, rows)

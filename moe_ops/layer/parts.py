@@ -3,41 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from moe_ops.parallel.config import ALLGATHER, ParallelConfig
+from moe_ops.layer.exchange import ALL_TOKENS, OWN_TOKENS
+from moe_ops.ops import sum_ranks
+from moe_ops.parallel.config import ALLGATHER, AUTO, ParallelConfig
 from moe_ops.parallel.expert_map import ExpertPlacement
 from moe_ops.shapes import check_choice
+
+if TYPE_CHECKING:
+    from moe_ops.layer.module import MoELayer
 
 PARTIAL, REPLICATED = "partial", "replicated"
 Reduction = str | Callable[[Tensor], Tensor] | None
 
 
-def missing_exchange(parallel: ParallelConfig, all_tokens: bool) -> str | None:
+def missing_exchange(parallel: ParallelConfig, tokens: str | None) -> str | None:
     """What ranks would have to exchange for the sum of their forwards to be the layer's result, and
-    what to do as a layer exchanges nothing; None where each rank is given all tokens.
+    what to do; None where the layer does, or where each rank is given all tokens.
     """
-    if parallel.size == 1:
+    if parallel.size == 1 or tokens == OWN_TOKENS:
         return None
     said = f"this layer is {parallel.describe()}, and sends no tokens to other ranks: "
     own = "forward would return this rank's experts' part of the sum for this rank's tokens alone. "
+    asked = "Ask for the exchange: MoELayer(..., tokens='own', group=..., max_num_tokens=...)"
     around = "call `route` and `run_experts` around an exchange of your own"
-    if parallel.collective != ALLGATHER:
+    if parallel.collective not in (ALLGATHER, AUTO):
         return (
-            f"{said}{parallel.collective!r} is an exchange by all-to-all. {own}Take "
-            f"{ALLGATHER!r} and give every rank all tokens, or {around}"
+            f"{said}{parallel.collective!r} is an exchange by all-to-all. {own}{asked}; or take "
+            f"{ALLGATHER!r} and give every rank all tokens; or {around}"
         )
     sizes = {"dp": parallel.dp_size, "pcp": parallel.pcp_size, "sp": parallel.sp_size}
     apart = ", ".join(f"{name}_size={size}" for name, size in sizes.items() if size > 1)
-    if all_tokens or not apart:
+    if tokens == ALL_TOKENS or not apart:
         return None
     return (
-        f"{said}with {apart} each starts with tokens of its own. {own}Gather the tokens of all "
-        "ranks first, add the parts afterwards, and say so: MoELayer(..., all_tokens=True); leave "
-        f"out what holds a whole copy of the layer (dp) of the ParallelConfig; or {around}"
+        f"{said}with {apart} each starts with tokens of its own. {own}{asked}; or gather the "
+        "tokens of all ranks first, add the parts afterwards, and say so: tokens='replicated'; "
+        f"leave out what holds a whole copy of the layer (dp) of the ParallelConfig; or {around}"
     )
 
 
@@ -48,9 +54,19 @@ def check_parts(
     reduction: Reduction,
     ranks: int,
     separate: bool,
+    apart: bool,
 ) -> None:
-    """Raise ValueError, saying what to do, unless `join` can make something of it."""
+    """Raise ValueError, saying what to do, unless `result_of` can make something of it.
+
+    apart: no two ranks have the same tokens.
+    """
     check_choice("shared_reduction", shared_reduction, (PARTIAL, REPLICATED))
+    if apart and shared is not None and shared_reduction == PARTIAL:
+        raise ValueError(
+            "shared_reduction='partial' says that shared experts return a part of a sum over the "
+            "ranks, but each rank has tokens of its own; give shared experts that are whole on "
+            "every rank, and say so: shared_reduction='replicated'"
+        )
     if separate and shared is None:
         raise ValueError(
             "separate=True returns what a module of shared experts returns by itself, but there is "
@@ -65,18 +81,13 @@ def check_parts(
         )
 
 
-def join(
-    routed_TD: Tensor,
-    x_TD: Tensor,
-    shared: nn.Module | None,
-    transform: nn.Module | None,
-    shared_reduction: str,
-    reduction: Reduction,
-    rank: int,
-    separate: bool,
-) -> tuple[Tensor, ...]:
-    """The layer's result from its routed part; if separate, that of shared experts and the rest."""
-    partial = shared_reduction == PARTIAL
+def result_of(layer: MoELayer, routed_TD: Tensor, x_TD: Tensor) -> tuple[Tensor, ...]:
+    """A layer's result from its routed part; if separate, that of shared experts and the rest."""
+    partial = layer.shared_reduction == PARTIAL
+    if layer.exchange is not None:  # the routed part is whole
+        return _join_whole(layer, routed_TD, x_TD, layer.exchange.tp_group if partial else "")
+    shared, transform = layer.shared_experts, layer.routed_output_transform
+    separate, reduction = layer.separate, layer.reduce_results
     if partial and shared is not None and transform is None and not separate:
         return (_reduced(_added(routed_TD, shared(x_TD)), reduction),)  # at once
     # The sum of the ranks is transformed, by whatever module, and mostly less wide than the result.
@@ -85,23 +96,29 @@ def join(
         routed_TD = transform(routed_TD)
     if shared is None:
         return (routed_TD,)
-    if not (partial or separate) and reduction is None and rank > 0:
+    if not (partial or separate) and reduction is None and layer.parallel.rank > 0:
         return (routed_TD,)  # the first rank adds it for all
     shared_TD = _reduced(shared(x_TD), reduction) if partial else shared(x_TD)
     return (shared_TD, routed_TD) if separate else (_added(routed_TD, shared_TD),)
+
+
+def _join_whole(layer: MoELayer, routed_TD: Tensor, x_TD: Tensor, group: str) -> tuple[Tensor, ...]:
+    """The result for tokens of a rank's own. group: over which shared experts are summed, ""
+    for those that are whole."""
+    shared, transform = layer.shared_experts, layer.routed_output_transform
+    if transform is not None:
+        routed_TD = transform(routed_TD)
+    if shared is None:
+        return (routed_TD,)
+    shared_TD = sum_ranks(shared(x_TD), group) if group else shared(x_TD)
+    return (shared_TD, routed_TD) if layer.separate else (_added(routed_TD, shared_TD),)
 
 
 def _reduced(part_TD: Tensor, reduction: Reduction) -> Tensor:
     """The sum of the ranks' parts, or this rank's if nothing reduces them."""
     if reduction is None:
         return part_TD
-    if isinstance(reduction, str):
-        # Functional, so that a compiler sees it. torch may be built without it.
-        from torch.distributed import _functional_collectives as collectives
-
-        name: Any = reduction  # torch has a type of its own for names
-        return collectives.wait_tensor(collectives.all_reduce(part_TD, "sum", name))
-    return reduction(part_TD)
+    return sum_ranks(part_TD, reduction) if isinstance(reduction, str) else reduction(part_TD)
 
 
 def _added(routed_TD: Tensor, shared_TD: Tensor) -> Tensor:
@@ -123,15 +140,15 @@ def counted_ids(ids_TK: Tensor, part: Tensor) -> Tensor:
 
 
 def with_fused(
-    weights_TK: Tensor, ids_TK: Tensor, placement: ExpertPlacement
+    weights_TK: Tensor, ids_TK: Tensor, placement: ExpertPlacement, own: bool
 ) -> tuple[Tensor, Tensor]:
     """Weights and ids with those of fused shared experts behind them; -1 where another rank serves
-    the token.
+    the token, unless the tokens are this rank's own.
     """
     T, S, first = ids_TK.shape[0], placement.shared, placement.num_physical
     ids_S = torch.arange(first, first + S, dtype=ids_TK.dtype, device=ids_TK.device)
     ids_TS = ids_S.expand(T, S)
-    if placement.config.uses_ep:
+    if placement.config.uses_ep and not own:
         # Every rank holds the shared experts whole: each token's are to be added once.
         tokens_T1 = torch.arange(T, device=ids_TK.device)[:, None]
         mine_T1 = tokens_T1 % placement.config.ep_size == placement.config.ep_rank

@@ -172,10 +172,10 @@ def tensor_specs(
 
 
 def layer_buffers(
-    placement: ExpertPlacement, sizes: LayerSizes, formats: QuantConfig | None
+    placement: ExpertPlacement, sizes: LayerSizes, formats: QuantConfig | None, own_tokens: bool
 ) -> dict[str, Tensor | None]:
     """The tensors that say where experts and columns are, as a new layer has them, on the CPU; None
-    for those that it does not need. Not shared with the placement.
+    for those that it does not need. Not shared with the placement. own_tokens: it sends tokens.
     """
     order = None
     if formats is not None and formats.ordered_input:
@@ -188,6 +188,7 @@ def layer_buffers(
     if placement.balanced or placement.redundant:
         replicas = ExpertReplicas.initial(placement.num_experts, placement.redundant)
     expert_map = placement.expert_map
+    ranks, slots = (t.clone() for t in placement.serving) if own_tokens else (None, None)
     return {
         "expert_map": None if expert_map is None else expert_map.clone(),
         "loads": loads,
@@ -196,6 +197,9 @@ def layer_buffers(
         "logical_to_physical": None if replicas is None else replicas.logical_to_physical,
         "replica_counts": None if replicas is None else replicas.counts,
         "input_order": order,
+        # Last: torch.export counts those that are None where it counts what comes before others.
+        "rank_of_P": ranks,
+        "slot_of_P": slots,
     }
 
 

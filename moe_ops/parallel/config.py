@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 ALLGATHER = "allgather_reducescatter"
 HIGH_THROUGHPUT = "alltoall_high_throughput"
 LOW_LATENCY = "alltoall_low_latency"
-# How tokens reach the ranks that hold their experts, and come back summed.
-COLLECTIVES = (ALLGATHER, HIGH_THROUGHPUT, LOW_LATENCY)
+AUTO = "auto"
+# How tokens reach the ranks that hold their experts, and come back summed; the cheaper way.
+COLLECTIVES = (ALLGATHER, HIGH_THROUGHPUT, LOW_LATENCY, AUTO)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +61,7 @@ class ParallelConfig:
                 f"tp_size={self.tp_size} and ep_size={self.ep_size}: the flattened group either "
                 "shards every expert or owns whole ones; use ParallelConfig.of to flatten"
             )
-        if self.tp_size > 1 and self.collective != ALLGATHER:
+        if self.tp_size > 1 and self.collective not in (ALLGATHER, AUTO):
             raise ValueError(
                 f"collective={self.collective!r} sends tokens to the ranks that own their experts, "
                 f"but tp_size={self.tp_size} ranks hold a shard of each; ask for expert "
@@ -175,6 +176,16 @@ class ParallelConfig:
         return self.tp_rank + self.ep_rank
 
     @property
+    def attention_tp(self) -> int:
+        """The tensor parallel ranks of attention: neighbours in the flattened group."""
+        return self.size // (self.dp_size * self.pcp_size)
+
+    @property
+    def sharers(self) -> int:
+        """How many neighbours in the flattened group start with the same tokens."""
+        return 1 if self.sp_size > 1 else self.attention_tp
+
+    @property
     def uses_ep(self) -> bool:
         """Whether each rank owns whole experts, instead of a shard of every one."""
         return self.ep_size > 1
@@ -183,7 +194,7 @@ class ParallelConfig:
         """What a log wants to know: `ep 5/8 = dp 1/2 x tp 1/4, allgather_reducescatter`."""
         if self.size == 1:
             return "one rank"
-        inner = self.size // (self.dp_size * self.pcp_size)
+        inner = self.attention_tp
         groups = (
             ("dp", self.dp_rank, self.dp_size),
             ("pcp", self.pcp_rank, self.pcp_size),

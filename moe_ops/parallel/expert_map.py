@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from moe_ops.options import MOST_SIZE, check_fields, check_int, check_type
-from moe_ops.parallel.config import ALLGATHER, LOW_LATENCY, ParallelConfig
+from moe_ops.parallel.config import ALLGATHER, AUTO, LOW_LATENCY, ParallelConfig
+from moe_ops.ranks.tables import EVERY, HOME
 from moe_ops.shapes import check_choice
 
 LINEAR = "linear"
@@ -18,7 +19,7 @@ ROUND_ROBIN = "round_robin"
 PLACEMENTS = (LINEAR, ROUND_ROBIN)
 CPU = torch.device("cpu")  # layers are also built where the default device is meta
 # The others derive the rank of an expert from its id alone, by ranges.
-ROUND_ROBIN_COLLECTIVES = (ALLGATHER, LOW_LATENCY)
+ROUND_ROBIN_COLLECTIVES = (ALLGATHER, LOW_LATENCY, AUTO)
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,21 @@ class ExpertPlacement:
         ids = range(self.num_physical + self.shared)
         here = [int(self.local_id(e) >= 0) for e in ids]
         return torch.tensor([*here, 0], dtype=torch.int32, device=CPU)
+
+    @cached_property
+    def serving(self) -> tuple[Tensor, Tensor]:
+        """rank_of_P and slot_of_P, int32 [num_physical + shared], as `dispatch_tokens` takes them:
+        every rank serves its shard of an expert, and fused shared ones are served at home.
+        """
+        ids = torch.arange(self.num_physical + self.shared, dtype=torch.int32, device=CPU)
+        ranks, slots = torch.full_like(ids, EVERY), ids.clone()
+        if self.config.uses_ep:
+            for rank, size in enumerate(self.sizes):
+                held = list(self.ids_of(rank))
+                ranks[held], slots[held] = rank, ids[:size]
+            ranks[self.num_physical :] = HOME
+            slots[self.num_physical :] = self.num_local + ids[: self.shared]
+        return ranks, slots
 
     @cached_property
     def physical_to_global(self) -> Tensor:

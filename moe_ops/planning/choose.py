@@ -56,7 +56,7 @@ def choose(op: Op, call: Any, node: Node, rules: Rules) -> Choice:
     """
     named = op.arguments.by_name(call)
     asked = _ask(op, call)
-    device, rows = device_of(asked.first.device), bounds(asked.first.shape[0])
+    device, rows = device_of(asked.first.device), bounds(op.arguments.rows(call))
     times = _measured(device.name, op, call, asked, rules.table)
     ranges, source = _decide(op, node, asked, rows, rules, times)
 
@@ -142,7 +142,7 @@ class Asked:
 
 def _ask(op: Op, call: Any) -> Asked:
     first = op.arguments.first(call)
-    device, rows = first.device.type, first.shape[0]
+    device, rows = first.device.type, op.arguments.rows(call)
     usable: list[str] = []
     preferred: dict[str, int] = {}
     possible: dict[str, int] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +17,33 @@ from torch import Tensor
 
 from moe_ops.ops.activate import ActivateCall
 from moe_ops.ops.combine import CombineCall
+from moe_ops.ops.combine_tokens import CombineTokensCall
 from moe_ops.ops.dispatch import DispatchCall
+from moe_ops.ops.dispatch_tokens import DispatchTokensCall
 from moe_ops.ops.expert_gemm import ExpertGemmCall
 from moe_ops.ops.expert_loads import ExpertLoadsCall
 from moe_ops.ops.experts import ExpertsCall
+from moe_ops.ops.experts_over_ranks import ExpertsOverRanksCall, traffic
 from moe_ops.ops.moe import MoeCall
 from moe_ops.ops.quantize import QuantizeCall
 from moe_ops.ops.route import RouteCall
+from moe_ops.ops.sum_ranks import SumRanksCall
 from moe_ops.quant.formats import Format
+from moe_ops.ranks.groups import Group
+from moe_ops.ranks.links import LINKS
+from moe_ops.ranks.transport import AUTO, TRANSPORTS
 from moe_ops.shapes import DTYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Bytes that cross the memory's bus, and operations of matrix products in a dtype."""
+    """Bytes that cross the memory's bus, operations of matrix products in a dtype, and microseconds
+    between ranks."""
 
     bytes: float
     flops: float = 0.0
     dtype: str = "float32"
+    link_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +59,8 @@ class Device:
         """The least time that a cost takes."""
         rates = self.flops_per_second
         rate = rates.get(cost.dtype) or rates.get("bfloat16") or rates["float32"]
-        return max(cost.bytes / self.bytes_per_second, cost.flops / rate) * 1e6 + self.launch_us
+        here = max(cost.bytes / self.bytes_per_second, cost.flops / rate) * 1e6
+        return here + cost.link_us + self.launch_us
 
 
 def _hopper(name: str, bytes_per_second: float, bf16: float, fp8: float) -> Device:
@@ -115,7 +125,7 @@ def processor() -> str | None:
     return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), None)
 
 
-def distinct(E: int, K: int, T: int) -> float:
+def distinct(E: int, K: float, T: int) -> float:
     """The number of experts that T tokens with K different choices each are expected to touch."""
     return E * (1 - (1 - min(K, E) / E) ** T)
 
@@ -222,7 +232,7 @@ def _moe(a: MoeCall, T: int) -> Cost:
     return _layer(a.layer, T, a.routing.top_k, T * _row(a.routing.logits_TE))
 
 
-def _layer(a: ExpertsCall, T: int, K: int, routing: float) -> Cost:
+def _layer(a: ExpertsCall, T: int, K: float, routing: float) -> Cost:
     x, w13 = a.x_TD, a.w13_EFD
     E, F = _experts_in(w13), _sizes(w13)[1 if a.transposed else 0]
     (D,) = _sizes(x)
@@ -232,6 +242,32 @@ def _layer(a: ExpertsCall, T: int, K: int, routing: float) -> Cost:
         flops=2.0 * T * K * D * (F + (F // 2 if a.gated else F)),
         dtype=_element(a.x_format, x, a.w_format),
     )
+
+
+def _dispatch_tokens(a: DispatchTokensCall, rows: int) -> Cost:
+    """Its rows are read once, and one for each rank, or fewer, is written."""
+    scales = 0 if a.scale_TS is None else _row(a.scale_TS)
+    row = _row(a.x_TD) + scales + _row(a.weights_TK) + 4 * _sizes(a.ids_TK)[0]
+    return Cost(bytes=(1 + Group.of(a.group).size) * rows * row)
+
+
+def _combine_tokens(a: CombineTokensCall, rows: int) -> Cost:
+    return Cost(bytes=(1 + Group.of(a.group).size) * rows * _row(a.y_GD))
+
+
+def _sum_ranks(a: SumRanksCall, T: int) -> Cost:
+    return Cost(bytes=3 * T * _row(a.part_TD))
+
+
+def _experts_over_ranks(a: ExpertsOverRanksCall, rows: int) -> Cost:
+    """Of all ranks' tokens, those pairs are served here that even routing brings."""
+    layer, (K,) = a.layer, _sizes(a.layer.ids_TK)
+    sent = traffic(a)
+    T = rows * sent.ranks
+    here = _layer(layer, T, K / sent.ranks, T * (_row(layer.ids_TK) + _row(layer.weights_TK)))
+    link = LINKS.get(layer.x_TD.device.type, LINKS["cuda"])
+    asked = TRANSPORTS if a.ranks.collective == AUTO else (a.ranks.collective,)
+    return replace(here, link_us=min(sent.microseconds(t, rows, link) for t in asked))
 
 
 COSTS: dict[str, Callable[[Any, int], Cost]] = {
@@ -244,4 +280,8 @@ COSTS: dict[str, Callable[[Any, int], Cost]] = {
     "combine": _combine,
     "experts": _experts,
     "moe": _moe,
+    "dispatch_tokens": _dispatch_tokens,
+    "combine_tokens": _combine_tokens,
+    "experts_over_ranks": _experts_over_ranks,
+    "sum_ranks": _sum_ranks,
 }

@@ -58,7 +58,7 @@ class At:
     flops: float | None = None
     floor_us: float | None = None  # the least that the device needs
     measured_us: float | None = None
-    bound: str = ""  # what that floor is made of: "memory", "compute" or "launch"
+    bound: str = ""  # what that floor is made of: "memory", "compute", "launch" or "link"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from moe_ops.spec import OPS, REFERENCE
 CURVE = tuple(4**n for n in range(7))  # numbers of tokens to plot: 1 to 4096
 ROUTERS = ("moe", "route")  # what the lifted router of a layer ends up in
 PER_ROUTED_ROW = ("expert_gemm", "activate", "combine")  # of these a token has K rows
-MAIN = ("moe", "experts", "expert_gemm")  # the ops that do most of the work
+MAIN = ("moe", "experts_over_ranks", "experts", "expert_gemm")  # the ops that do most of the work
 
 Calls = dict[str, Any]  # records of our ops before backends were chosen, by node
 
@@ -109,7 +109,7 @@ class _Measured:
 
     def traced_with(self) -> tuple[int, ...]:
         """The number of tokens of the inputs, if it is known."""
-        rows: Any = OPS[self.choice.op].arguments.first(self.call).shape[0]
+        rows: Any = OPS[self.choice.op].arguments.rows(self.call)
         if not isinstance(rows, int):
             if not rows.node.has_hint():
                 return ()
@@ -148,8 +148,11 @@ class _Measured:
 
 
 def _bound(found: Cost, device: Device) -> str:
-    compute = device.microseconds(replace(found, bytes=0.0)) - device.launch_us
-    memory = device.microseconds(replace(found, flops=0.0)) - device.launch_us
+    here = replace(found, link_us=0.0)
+    compute = device.microseconds(replace(here, bytes=0.0)) - device.launch_us
+    memory = device.microseconds(replace(here, flops=0.0)) - device.launch_us
+    if found.link_us > max(compute, memory, device.launch_us):
+        return "link"
     if max(compute, memory) < device.launch_us:
         return "launch"
     return "memory" if memory >= compute else "compute"

@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from moe_ops.backends.triton import run_experts
 from moe_ops.backends.triton_inputs import inputs_of
-from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS, quantize_blocks, routing
+from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS, quantize_blocks, ranks, routing
 from moe_ops.kernels.triton import quantize as quantize_kernels
 from moe_ops.kernels.triton.decode import linears, one_query, rope, rope_attention
 from moe_ops.kernels.triton.experts import (
@@ -49,7 +49,7 @@ from moe_ops.kernels.triton.experts import (
 )
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.route import route
-from moe_ops.testing import ACTIVATIONS, LAYERS
+from moe_ops.testing import ACTIVATIONS, LAYERS, Case
 from tests.kernels.offline_codes import calls_by_row, quantised_layer
 from tests.published_routers import ROUTERS, Router, arguments
 
@@ -225,6 +225,8 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                 f"{name} {backend}",
                 lambda b=backend, a=args: layer(LAYERS["olmoe"], b, 4, False, **a),
             )
+    for name in both:
+        yield f"{name} over ranks", lambda c=LAYERS[name]: over_ranks(c)
 
 
 def calls_of_codes(
@@ -257,6 +259,15 @@ PARTS: dict[str, Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]] = {
     "more_codes": lambda capability: calls_of_codes(capability, FORMATS[3:11]),
     "other_codes": lambda capability: calls_of_codes(capability, FORMATS[11:]),
 }
+
+
+def over_ranks(case: Case) -> None:
+    """What one of two ranks launches."""
+    x, weights = torch.empty(4, case.D, dtype=torch.bfloat16), torch.empty(4, case.K)
+    ids, table = torch.empty(4, case.K, dtype=torch.int64), torch.empty(case.E, dtype=torch.int32)
+    packed = ranks.pack(x, weights, ids, 4, case.E)
+    ranks.unpack(packed.repeat(2, 1), (table, table), (x, weights, case.K), 4, 1)
+    ranks.combine(x.repeat(2, 1), ids, table, 4, 2, 1)
 
 
 def attended(batch: int, heads: int, group: int, slots: int, size: int, sinks: bool) -> None:

@@ -131,7 +131,7 @@ def pair(split: Split, **options: Any) -> tuple[MoELayer, list[MoELayer]]:
     whole = MoELayer(**{k: v for k, v in options.items() if k not in rank_only})
     randomize(whole)
     parts = [
-        take_share(whole, MoELayer(**options, parallel=rank, all_tokens=True))
+        take_share(whole, MoELayer(**options, parallel=rank, tokens="replicated"))
         for rank in split.ranks()
     ]
     return whole, parts

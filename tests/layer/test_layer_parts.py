@@ -19,49 +19,58 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 EP: dict[str, Any] = {"tp": 2, "expert_parallel": True}
 
-# The configuration, whether the caller gathers all tokens, and what is missing.
-APART: dict[str, tuple[dict[str, Any], bool, str]] = {
-    "dp_ep": ({"dp": 2, "expert_parallel": True}, False, "with dp_size=2 each starts with"),
-    "dp": ({"dp": 2}, False, "with dp_size=2 each starts with"),
-    "pcp": ({"pcp": 2, "tp": 2}, False, "with pcp_size=2 each starts with"),
-    "dp_pcp": ({"dp": 2, "pcp": 4}, False, "with dp_size=2, pcp_size=4 each starts with"),
-    "sp": ({**EP, "sequence_parallel": True}, False, "with sp_size=2 each starts with"),
-    "sp_tp": ({"tp": 2, "sequence_parallel": True}, False, "with sp_size=2 each starts with"),
-    "alltoall": ({**EP, "collective": COLLECTIVES[1]}, False, "'alltoall_high_throughput' is an"),
-    "low_latency": ({**EP, "collective": COLLECTIVES[2]}, False, "'alltoall_low_latency' is an"),
-    "alltoall_of_all": ({**EP, "collective": COLLECTIVES[2]}, True, "'alltoall_low_latency' is an"),
+# The configuration, the tokens that a rank is given, and what is missing.
+APART: dict[str, tuple[dict[str, Any], str | None, str]] = {
+    "dp_ep": ({"dp": 2, "expert_parallel": True}, None, "with dp_size=2 each starts with"),
+    "dp": ({"dp": 2}, None, "with dp_size=2 each starts with"),
+    "pcp": ({"pcp": 2, "tp": 2}, None, "with pcp_size=2 each starts with"),
+    "dp_pcp": ({"dp": 2, "pcp": 4}, None, "with dp_size=2, pcp_size=4 each starts with"),
+    "sp": ({**EP, "sequence_parallel": True}, None, "with sp_size=2 each starts with"),
+    "sp_tp": ({"tp": 2, "sequence_parallel": True}, None, "with sp_size=2 each starts with"),
+    "alltoall": ({**EP, "collective": COLLECTIVES[1]}, None, "'alltoall_high_throughput' is an"),
+    "low_latency": ({**EP, "collective": COLLECTIVES[2]}, None, "'alltoall_low_latency' is an"),
+    "alltoall_of_all": (
+        {**EP, "collective": COLLECTIVES[2]},
+        "replicated",
+        "'alltoall_low_latency' is an",
+    ),
 }
-TOGETHER: dict[str, tuple[dict[str, Any], bool]] = {
-    "one": ({}, False),
-    "tp": ({"tp": 2}, False),
-    "ep": (EP, False),
-    "one_of_anything": ({"collective": COLLECTIVES[1], "sequence_parallel": True}, False),
-    "dp_of_all": ({"dp": 2}, True),
-    "sp_of_all": ({**EP, "sequence_parallel": True}, True),
+TOGETHER: dict[str, tuple[dict[str, Any], str | None]] = {
+    "one": ({}, None),
+    "tp": ({"tp": 2}, None),
+    "ep": (EP, None),
+    "one_of_anything": ({"collective": COLLECTIVES[1], "sequence_parallel": True}, None),
+    "dp_of_all": ({"dp": 2}, "replicated"),
+    "sp_of_all": ({**EP, "sequence_parallel": True}, "replicated"),
 }
 
 
-@pytest.mark.parametrize(("asked", "all_tokens", "text"), APART.values(), ids=APART)
+@pytest.mark.parametrize(("asked", "tokens", "text"), APART.values(), ids=APART)
 def test_a_forward_that_lacks_an_exchange_is_refused(
-    asked: dict[str, Any], all_tokens: bool, text: str
+    asked: dict[str, Any], tokens: str | None, text: str
 ) -> None:
     config = ParallelConfig.of(**asked)
-    layer = MoELayer(**SIZES, parallel=config, all_tokens=all_tokens)
+    layer = MoELayer(**SIZES, parallel=config, tokens=tokens)
     x, logits = torch.randn(4, 32), torch.randn(4, 6)
     for forward in (layer, torch.compile(layer, backend="eager")):
         with pytest.raises(NotImplementedError, match=text) as refused:
             forward(x, logits)
-        for part in (config.describe(), "this rank's tokens alone", "`run_experts` around"):
+        for part in (
+            config.describe(),
+            "this rank's tokens alone",
+            "tokens='own'",
+            "`run_experts` around",
+        ):
             assert part in str(refused.value)
     # What an exchange of the caller's own is made with.
     assert layer.run_experts(x, *layer.route(x, logits)).shape == x.shape
 
 
-@pytest.mark.parametrize(("asked", "all_tokens"), TOGETHER.values(), ids=TOGETHER)
+@pytest.mark.parametrize(("asked", "tokens"), TOGETHER.values(), ids=TOGETHER)
 def test_a_part_of_the_sum_for_all_tokens_is_the_callers_to_add(
-    asked: dict[str, Any], all_tokens: bool
+    asked: dict[str, Any], tokens: str | None
 ) -> None:
-    layer = MoELayer(**SIZES, parallel=ParallelConfig.of(**asked), all_tokens=all_tokens)
+    layer = MoELayer(**SIZES, parallel=ParallelConfig.of(**asked), tokens=tokens)
     assert layer(torch.randn(4, 32), torch.randn(4, 6)).shape == (4, 32)
 
 

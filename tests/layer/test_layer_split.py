@@ -220,7 +220,7 @@ def test_redundant_experts_change_nothing(split: Split, redundant: int) -> None:
     whole, _ = pair(TP, **SIZES, bias=True)
     given = tokens(whole, T=16)
     options = {**SIZES, "bias": True, "redundant_experts": redundant, "balanced": True}
-    options["all_tokens"] = True
+    options["tokens"] = "replicated"
     parts = [MoELayer(**options, parallel=rank) for rank in split.ranks()]
     # Physical experts in another order than at first, as after rebalancing.
     order = torch.randperm(5 + redundant) % 5

@@ -16,6 +16,8 @@ from moe_ops import OPS, Op
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import ACTIVATIONS, GPT_OSS, Case, make_layer
+from tests.ops.rank_samples import combine_tokens, dispatch_tokens, sum_ranks, tables
+from tests.ops.tensors import half_map, padded, strided, with_holes
 
 
 class Sample(NamedTuple):
@@ -55,30 +57,11 @@ def specified(op_name: str, args: tuple[Any, ...], got: Any) -> list[Tensor]:
     if op_name == "expert_gemm":
         ends_E = args[2]
         return [got[: int(ends_E[-1])]]
+    if op_name == "dispatch_tokens":
+        x_GD, scale_GS, weights_GK, ids_GK, *handle = got
+        served_G = (ids_GK >= 0).any(1)
+        return [x_GD[served_G], scale_GS[served_G], weights_GK[ids_GK >= 0], ids_GK, *handle]
     return [got] if isinstance(got, Tensor) else list(got)
-
-
-def with_holes(ids_TK: Tensor, num_experts: int) -> Tensor:
-    """The ids with some pairs sent nowhere: -1, the first id too large, and one far beyond."""
-    ids = ids_TK.clone().reshape(-1)
-    ids[::4], ids[1::5], ids[3::7] = -1, num_experts, 2**31 - 1
-    return ids.reshape(ids_TK.shape)
-
-
-def half_map(num_experts: int) -> Tensor:
-    """A map to every second expert: local id e // 2 for an even e, -1 for the others."""
-    ids = torch.arange(num_experts)
-    return torch.where(ids % 2 == 0, ids // 2, -1).to(torch.int32)
-
-
-def strided(t: Tensor) -> Tensor:
-    """The same values, with a stride other than 1 on the last axis."""
-    return torch.stack((t, t), -1).flatten(-2)[..., ::2]
-
-
-def padded(t: Tensor) -> Tensor:
-    """The same values in rows that are longer than they look, from an odd address on."""
-    return torch.nn.functional.pad(t, (1, 2))[..., 1:-2]
 
 
 def wrong_rank(name: str, shape: tuple[int, ...], want: int) -> Bad:
@@ -385,6 +368,19 @@ def _moe(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _experts_over_ranks(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    """Those of `experts` that have no map, with each transport in turn."""
+    found = {}
+    for i, (name, given) in enumerate(_experts(case, dtype).items()):
+        one_scale = "nvfp4_nvfp4" in name or ":tensor_float8_e4m3fn:tensor" in name
+        if "expert_map" in given or one_scale:
+            continue
+        collective = ("auto", "gather", "exchange")[i % 3]
+        rows = {"rows": case.T + 1 + i % 2, "collective": collective}
+        found[name] = {**given, **tables(case.E), **rows}
+    return found
+
+
 MAKERS: dict[str, Callable[[Case, torch.dtype], dict[str, dict[str, Any]]]] = {
     "route": _route,
     "quantize": _quantize,
@@ -395,4 +391,8 @@ MAKERS: dict[str, Callable[[Case, torch.dtype], dict[str, dict[str, Any]]]] = {
     "combine": _combine,
     "experts": _experts,
     "moe": _moe,
+    "dispatch_tokens": dispatch_tokens,
+    "combine_tokens": combine_tokens,
+    "experts_over_ranks": _experts_over_ranks,
+    "sum_ranks": sum_ranks,
 }

@@ -24,9 +24,9 @@ from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.spec import OPS, Op
 from moe_ops.testing import BF16, F16, F32, TOL, Case, Tol, assert_close, make_layer
+from tests.calls import CALLS
 from tests.passes.planned import PLAIN, Hook, any_rows, call_of, experts_call, plans, run_experts
 from tests.passes.post_grad import text
-from tests.test_spec import CALLS
 
 pytestmark = pytest.mark.slow  # compiles many graphs
 

@@ -15,7 +15,7 @@ from moe_ops.planning.layers import Shape, fake_arguments_of
 from moe_ops.planning.plan import Choice, Plan, Range, written
 from moe_ops.ranges import parse_plan
 from moe_ops.spec import OPS
-from tests.test_spec import CALLS
+from tests.calls import CALLS
 
 CHOICE = Choice(
     node="experts",

@@ -1,0 +1,116 @@
+"""Transports as backends of the ops over ranks: `gather` and `exchange`.
+
+They stay one opaque op in a compiled graph, in which ranks compare before they send on CPUs, as in
+eager mode. All that decides is the same on every rank: `rows`, `group`, `collective`, widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moe_ops.backend import Rows
+from moe_ops.gradients import needs_grad
+from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
+from moe_ops.ops.dispatch_tokens import DispatchTokensCall, dispatch_tokens
+from moe_ops.ops.experts_over_ranks import (
+    ExpertsOverRanksCall,
+    experts_over_ranks,
+    over_ranks,
+    traffic,
+)
+from moe_ops.ops.sum_ranks import SumRanksCall, sum_ranks
+from moe_ops.ranks.groups import Group, all_reduce
+from moe_ops.ranks.links import LINKS
+from moe_ops.ranks.transport import AUTO, EXCHANGE, GATHER
+
+
+def refusal(name: str, asked: str, first: Tensor) -> str | None:
+    """Why a transport cannot serve a call, or None."""
+    if asked not in (AUTO, name):
+        return f"collective={asked!r} was asked for"
+    on_gpu = name == EXCHANGE and first.is_cuda and torch.cuda.is_available()
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        return "waits for the host to read counts, which a CUDA graph cannot; take 'gather'"
+    return None
+
+
+def most_gathered(call: ExpertsOverRanksCall) -> int | None:
+    """The most rows for which gathering all tokens takes no longer than an exchange; any number
+    where nothing else may run."""
+    link = LINKS.get(call.layer.x_TD.device.type, LINKS["cuda"])
+    return traffic(call).most_gathered(link) if call.ranks.collective == AUTO else None
+
+
+def _of_dispatch(name: str) -> Callable[[DispatchTokensCall], str | None]:
+    return lambda call: refusal(name, call.collective, call.x_TD)
+
+
+def _of_combine(name: str) -> Callable[[CombineTokensCall], str | None]:
+    return lambda call: refusal(name, call.collective, call.y_GD)
+
+
+def _of_experts(name: str) -> Callable[[ExpertsOverRanksCall], str | None]:
+    return lambda call: refusal(name, call.ranks.collective, call.layer.x_TD)
+
+
+@dispatch_tokens.backend(GATHER, reads=dispatch_tokens.optional, supports=_of_dispatch(GATHER))
+@dispatch_tokens.backend(EXCHANGE, reads=dispatch_tokens.optional, supports=_of_dispatch(EXCHANGE))
+def send(call: DispatchTokensCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`dispatch_tokens` as it is defined, as one op."""
+    sent: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = dispatch_tokens.body(call)
+    return sent
+
+
+@combine_tokens.backend(GATHER, reads=combine_tokens.optional, supports=_of_combine(GATHER))
+@combine_tokens.backend(EXCHANGE, reads=combine_tokens.optional, supports=_of_combine(EXCHANGE))
+def bring_back(call: CombineTokensCall) -> Tensor:
+    """`combine_tokens` as it is defined, as one op."""
+    summed: Tensor = combine_tokens.body(call)
+    return summed
+
+
+def _not_reduced(call: SumRanksCall) -> str | None:
+    return "has no gradients, and one is asked for" if needs_grad(call.part_TD) else None
+
+
+@sum_ranks.backend("all_reduce", reads=sum_ranks.optional, supports=_not_reduced, devices=("cuda",))
+def all_reduced(call: SumRanksCall) -> Tensor:
+    """`sum_ranks` by one all-reduce, in the order that NCCL takes. Of two numbers the sum is
+    rounded once; of more it is made in float32."""
+    part_TD, group = call.part_TD, Group.of(call.group)
+    if group.size == 1:
+        return part_TD.clone()
+    exact = group.size == 2 or part_TD.dtype is torch.float32
+    summed = all_reduce(part_TD if exact else part_TD.float(), group)
+    return summed.to(part_TD.dtype)
+
+
+@sum_ranks.backend("shares", reads=sum_ranks.optional)
+def add_shares(call: SumRanksCall) -> Tensor:
+    """`sum_ranks` as it is defined, as one op: each rank adds a share, and shares are gathered."""
+    found: Tensor = sum_ranks.body(call)
+    return found
+
+
+@experts_over_ranks.backend(
+    GATHER,
+    reads=experts_over_ranks.optional,
+    supports=_of_experts(GATHER),
+    rows=Rows(preferred=most_gathered),
+)
+def gathered(call: ExpertsOverRanksCall) -> Tensor:
+    """`experts_over_ranks` on the tokens of all ranks."""
+    return over_ranks(call, GATHER)
+
+
+@experts_over_ranks.backend(
+    EXCHANGE,
+    reads=experts_over_ranks.optional,
+    supports=_of_experts(EXCHANGE),
+)
+def exchanged(call: ExpertsOverRanksCall) -> Tensor:
+    """`experts_over_ranks` on the tokens that need this rank."""
+    return over_ranks(call, EXCHANGE)

@@ -1,0 +1,86 @@
+"""The Triton backends of tokens that every rank gathers: one launch before each exchange of bytes,
+and one after it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops.backends.triton import refuse_device
+from moe_ops.gradients import needs_grad
+from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
+from moe_ops.ops.dispatch_tokens import DispatchTokensCall, agree, dispatch_tokens
+from moe_ops.ranks.groups import Group, all_gather, all_to_all
+from moe_ops.ranks.transport import GATHER
+
+MOST_COLUMNS = 2**15  # which one program copies
+NO_GRADIENT = "is not differentiable, and an argument requires grad"
+
+
+def supports_dispatch(call: DispatchTokensCall) -> str | None:
+    """Why the kernels cannot pack the tokens of a call, or None."""
+    if call.collective != GATHER:
+        return f"packs tokens for {GATHER!r}, got collective={call.collective!r}"
+    if needs_grad(call.x_TD, call.weights_TK):
+        return NO_GRADIENT
+    for name, t in (("x_TD", call.x_TD), ("weights_TK", call.weights_TK)):
+        if t.shape[1] * t.dtype.itemsize % 4 or not t.shape[1]:
+            return f"copies words of four bytes, got {name} of {t.shape[1]} x {t.dtype.itemsize}"
+    if call.x_TD.shape[1] > MOST_COLUMNS:
+        return f"takes {MOST_COLUMNS} columns at most, got {call.x_TD.shape[1]}"
+    return refuse_device(call.x_TD)
+
+
+def supports_combine(call: CombineTokensCall) -> str | None:
+    """Why the kernel cannot sum the rows of a call, or None."""
+    if call.collective != GATHER:
+        return f"sums the rows of {GATHER!r}, got collective={call.collective!r}"
+    if not call.ids_TK.shape[1]:
+        return "needs an id for each token"
+    return NO_GRADIENT if needs_grad(call.y_GD) else refuse_device(call.y_GD)
+
+
+@dispatch_tokens.backend(
+    "triton",
+    reads=("group", "collective"),
+    supports=supports_dispatch,
+    devices=("cuda",),
+    priority=1,
+)
+def gather_packed(
+    call: DispatchTokensCall,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`dispatch_tokens` by one all-gather between two launches."""
+    from moe_ops.kernels.triton import ranks
+
+    x_TD, weights_TK, ids_TK = (t.contiguous() for t in (call.x_TD, call.weights_TK, call.ids_TK))
+    group = agree("dispatch_tokens", x_TD, x_TD.shape[0], call, {})
+    packed = ranks.pack(x_TD, weights_TK, ids_TK, call.rows, call.rank_of_P.shape[0])
+    x_GD, weights_GK, ids_GK = ranks.unpack(
+        all_gather(packed, group),
+        (call.rank_of_P.contiguous(), call.slot_of_P.contiguous()),
+        (x_TD, weights_TK, ids_TK.shape[1]), call.rows, group.rank,
+    )  # fmt: skip
+    scale_GS = x_GD.new_empty((x_GD.shape[0], 0), dtype=torch.float32)
+    splits_2R = torch.empty((2, 0), dtype=torch.int64, device="cpu")
+    return x_GD, scale_GS, weights_GK, ids_GK, ids_GK.new_empty((0,)), splits_2R
+
+
+@combine_tokens.backend(
+    "triton",
+    reads=("group", "collective"),
+    supports=supports_combine,
+    devices=("cuda",),
+    priority=1,
+)
+def sum_gathered(call: CombineTokensCall) -> Tensor:
+    """`combine_tokens` by one all-to-all, and one launch after it."""
+    from moe_ops.kernels.triton import ranks
+
+    group: Group = agree("combine_tokens", call.y_GD, call.ids_TK.shape[0], call, {})
+    each = [call.rows] * group.size
+    back_GD = all_to_all(call.y_GD, each, each, group).contiguous()
+    return ranks.combine(
+        back_GD, call.ids_TK.contiguous(), call.rank_of_P.contiguous(), call.rows, group.size,
+        group.rank,
+    )  # fmt: skip

@@ -1,0 +1,171 @@
+"""Expert parallelism on the ranks of this run: what collectives take, and layers over ranks.
+
+    torchrun --nproc-per-node 2 -m moe_ops.bench ep --probe
+    torchrun --nproc-per-node 2 -m moe_ops.bench ep --layer qwen3_30b --tokens 1,8,64,512
+
+Ranks run everything as often as each other, and the slowest one counts. On GPUs by NCCL, captured
+in a CUDA graph where it can be; else by gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ops.bench.inputs import make_routed
+from moe_ops.bench.tables import aligned
+from moe_ops.bench.timing import time_count
+from moe_ops.ops import experts, experts_over_ranks
+from moe_ops.ranks.groups import Group, all_gather, all_reduce, all_to_all
+from moe_ops.ranks.transport import EXCHANGE, GATHER
+from moe_ops.testing import LAYERS, Case
+
+UNPACKED = "unpacked"  # three all-gathers and a reduce-scatter, as many do it
+MODES = (GATHER, EXCHANGE, UNPACKED)
+PROBED = (2**11, 2**17, 2**20, 2**24, 2**26)  # bytes of a rank
+REPEATS = {"cuda": 200, "cpu": 10}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """Microseconds of the slowest rank: the median, and the quartiles around it."""
+
+    what: str  # a collective, or a layer
+    how: str  # the mode of a layer
+    size: int  # bytes, or tokens of each rank
+    us: float
+    low_us: float
+    high_us: float
+    captured: bool
+
+
+@contextmanager
+def world() -> Iterator[torch.device]:
+    """The process group of this run, and this rank's device."""
+    on_gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        device = torch.device("cpu")
+        if on_gpu:
+            device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+@torch.inference_mode()
+def probe(device: torch.device) -> list[Spent]:
+    """What collectives take by the bytes that each rank gives."""
+    group, found = _world_group(), []
+    each = [1] * group.size
+    for size in PROBED:
+        given = torch.zeros(group.size, size // group.size, dtype=torch.uint8, device=device)
+        calls: dict[str, Callable[[], Any]] = {
+            "all_gather": partial(all_gather, given, group),
+            "all_to_all": partial(all_to_all, given, each, each, group),
+            "all_reduce": partial(all_reduce, given, group),
+        }
+        found += [_spent(name, "", size, run, device, True) for name, run in calls.items()]
+    return found
+
+
+@torch.inference_mode()
+def measure(
+    layers: Sequence[str], tokens: Sequence[int], modes: Sequence[str], device: torch.device
+) -> list[Spent]:
+    """Layers of a share of the experts on each rank, by mode and by tokens of a rank."""
+    found = []
+    for name in layers:
+        case = LAYERS[name]
+        held = _weights(case, device)
+        for T in tokens:
+            for mode in modes:
+                run = _layer(case, T, mode, held)
+                found.append(_spent(name, mode, T, run, device, mode != EXCHANGE))
+    return found
+
+
+def table(found: Sequence[Spent]) -> str:
+    """One line for each; rates are those of the bytes that a rank gives."""
+    rows = [("what", "mode", "size", "us", "quartiles", "GB/s", "captured")]
+    for s in found:
+        rate = "-" if s.how else f"{s.size / s.us / 1e3:.1f}"
+        quartiles = f"{s.low_us:.1f} to {s.high_us:.1f}"
+        captured = "yes" if s.captured else "no"
+        rows.append((s.what, s.how or "-", str(s.size), f"{s.us:.1f}", quartiles, rate, captured))
+    return aligned(rows)
+
+
+def _world_group() -> Group:
+    assert dist.group.WORLD is not None
+    return Group.of(dist.group.WORLD.group_name)
+
+
+def _weights(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
+    """This rank's experts. Raises ValueError for a number that does not divide among the ranks."""
+    R = dist.get_world_size()
+    if case.E % R:
+        raise ValueError(f"{case.name} has {case.E} experts, which do not divide among {R} ranks")
+    each, dtype = case.E // R, torch.bfloat16
+    w13 = torch.empty(each, 2 * case.I, case.D, dtype=dtype, device=device).normal_(std=0.02)
+    w2 = torch.empty(each, case.D, case.I, dtype=dtype, device=device).normal_(std=0.02)
+    return w13, w2
+
+
+def _layer(case: Case, T: int, mode: str, held: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
+    """A call of a mode on tokens of this rank's own."""
+    device, R, rank = held[0].device, dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator(device).manual_seed(rank)
+    routed = make_routed(case, T, "uniform", torch.bfloat16, generator)
+    sent = (routed.x_TD, routed.weights_TK, routed.ids_TK.to(torch.int32))
+    ids = torch.arange(case.E, dtype=torch.int32, device=device)
+    each = case.E // R
+    tables = ((ids // each).to(torch.int32), (ids % each).to(torch.int32))
+    group = _world_group()
+    if mode != UNPACKED:
+        return lambda: experts_over_ranks(*sent, *held, *tables, T, group.name, mode)
+    here_E = torch.where(tables[0] == rank, tables[1], -1)
+
+    def unpacked() -> Tensor:
+        part_GD = experts(*(all_gather(t, group) for t in sent), *held, expert_map=here_E)
+        functional = torch.ops._c10d_functional
+        begun = functional.reduce_scatter_tensor(part_GD, "sum", R, group.name)
+        out_TD: Tensor = functional.wait_tensor(begun)
+        return out_TD
+
+    return unpacked
+
+
+def _spent(
+    what: str, how: str, size: int, run: Callable[[], Any], device: torch.device, can_capture: bool
+) -> Spent:
+    captured = can_capture and device.type == "cuda"
+    graph = _captured(run) if captured else None
+    timing = time_count(run if graph is None else graph.replay, REPEATS[device.type], device)
+    spans = torch.tensor([timing.us, timing.low_us, timing.high_us], device=device)
+    dist.all_reduce(spans, dist.ReduceOp.MAX)
+    us, low, high = spans.tolist()
+    return Spent(
+        what=what, how=how, size=size, us=us, low_us=low, high_us=high, captured=captured
+    )  # fmt: skip
+
+
+def _captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph

@@ -1,0 +1,216 @@
+"""Experts of transformers' models over the ranks of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from moe_ops.hf.experts import describe
+from moe_ops.hf.optimize import is_experts
+from moe_ops.hf.stored import stored_format
+from moe_ops.hf.subclass import subclass
+from moe_ops.ops import experts, experts_over_ranks, sum_ranks
+from moe_ops.ops.activate import Activation
+from moe_ops.ops.dispatch_tokens import MOST_ROWS
+from moe_ops.options import check_text, check_type
+from moe_ops.ranks.groups import Group
+from moe_ops.ranks.shares import in_shares
+from moe_ops.ranks.transport import EXCHANGE, GATHER, TRANSPORTS
+from moe_ops.shapes import check_choice
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+TOKENS = ("replicated", "own")
+WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+PER_EXPERT = (*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS))
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Over which group, and how, tokens reach their experts: all ranks have the same tokens where
+    `collective` is "", else each has its own."""
+
+    group: str
+    collective: str = ""
+
+
+class ExpertsOverRanks(nn.Module):
+    """What `share_experts` puts before the class of an experts module."""
+
+    _moe_ops_over: Over
+    _moe_ops_rank_of: Tensor
+    _moe_ops_slot_of: Tensor
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        tables = (self._moe_ops_rank_of, self._moe_ops_slot_of)
+        return run(self, self._moe_ops_over, tables, hidden_states, top_k_weights, top_k_index)
+
+
+def share_experts(
+    model: Model, group: str, *, tokens: str = "replicated", collective: str = GATHER
+) -> Model:
+    """Leave this rank its share of a transformers model's experts, in place; returns the model.
+
+    Rank r of R keeps the experts r * E / R to (r + 1) * E / R - 1; everything else stays whole.
+    Forwards run the experts of all ranks, so every rank of the group has to call the model, as
+    often, in the same order.
+
+    tokens: "replicated": all ranks are given the same input, and get the same output to the bit;
+    "own": each is given its own. Then "gather", which CUDA graphs can hold, takes as many tokens on
+    every rank in each forward, and "exchange" any number.
+
+    A model on the meta device is shared likewise: make the rest with `to_empty`, call this again,
+    which writes the tables of a shared model anew, and load or make this rank's weights. A state
+    dict has this rank's experts alone.
+
+    Raises TypeError for anything but a transformers PreTrainedModel, ValueError for a group that is
+    none, for experts that the ops cannot run or that do not divide among the ranks, and for a model
+    that was shared otherwise before; then nothing was changed.
+    """
+    check_type("model", model, PreTrainedModel, "a transformers PreTrainedModel")
+    check_text("group", group)
+    check_choice("tokens", tokens, TOKENS)
+    check_choice("collective", collective, TRANSPORTS)
+    found, over = Group.of(group), Over(group, collective if tokens == "own" else "")
+    modules = {name: m for name, m in model.named_modules() if is_experts(m)}
+    if not modules:
+        raise ValueError(f"{type(model).__name__} has no experts in stacked weights to share")
+    for name, module in modules.items():
+        _check(name, module, found, over)
+    for module in modules.values():
+        _share(module, found, over)
+    return model
+
+
+def run(
+    module: nn.Module,
+    over: Over,
+    tables: tuple[Tensor, Tensor],
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+) -> Tensor:
+    """The experts of all ranks on tokens, given the module that holds this rank's."""
+    act: Any = describe(module)
+    first = "gate_up_proj" if act.gated else "up_proj"
+    w13, w2 = getattr(module, first), module.down_proj
+    inputs = x_TD.to(w13.dtype)  # under autocast they may differ
+    options: dict[str, Any] = {
+        "transposed": bool(module.is_transposed), "kind": act.kind, "gated": act.gated,
+        "interleaved": act.interleaved, "alpha": act.alpha, "limit": act.limit,
+        "up_shift": act.up_shift,
+    }  # fmt: skip
+    if module.has_bias:
+        options["b13_EF"] = getattr(module, f"{first}_bias")
+        options["b2_ED"] = module.down_proj_bias
+    if over.collective:
+        # An exchange counts for itself; to gather, all have as many.
+        rows = MOST_ROWS if over.collective == EXCHANGE else torch.sym_max(x_TD.shape[0], 1)
+        out_TD = experts_over_ranks(
+            inputs, weights_TK, ids_TK, w13, w2, *tables, rows, over.group, over.collective,
+            **options,
+        )  # fmt: skip
+    else:
+        part = experts(inputs, weights_TK, ids_TK, w13, w2, expert_map=tables[1], **options)
+        out_TD = sum_ranks(part, over.group)
+    return out_TD.to(x_TD.dtype)
+
+
+def tables_of(num_experts: int, group: Group, over: Over) -> tuple[Tensor, Tensor]:
+    """The rank and the slot of each expert, int32; slots are -1 elsewhere for replicated tokens."""
+    each = num_experts // group.size
+    ids = torch.arange(num_experts, dtype=torch.int32, device="cpu")
+    ranks, slots = ids // each, ids % each
+    return ranks, slots if over.collective else torch.where(ranks == group.rank, slots, -1)
+
+
+def _check(name: str, module: nn.Module, group: Group, over: Over) -> None:
+    """Raise ValueError unless an experts module can be shared like this."""
+    if isinstance(module, ExpertsOverRanks):
+        if module._moe_ops_over != over:
+            raise ValueError(f"{name} is shared as {module._moe_ops_over} already, not as {over}")
+        return
+    act = describe(module) if stored_format(module) is None else "its weights are quantised"
+    if not isinstance(act, Activation):
+        raise ValueError(f"{name} ({type(module).__name__}) cannot be shared: {act}")
+    down: Any = module.down_proj
+    num_experts = down.shape[0]
+    if num_experts % group.size:
+        raise ValueError(
+            f"{name} has {num_experts} experts, which do not divide among the {group.size} ranks "
+            f"of {group.name!r}; take a number of ranks that divides them"
+        )
+
+
+def _share(module: nn.Module, group: Group, over: Over) -> None:
+    down: Any = module.down_proj
+    if isinstance(module, ExpertsOverRanks):
+        num_experts = down.shape[0] * group.size
+    else:
+        num_experts = down.shape[0]
+        each = num_experts // group.size
+        for name in PER_EXPERT:
+            whole = getattr(module, name, None)
+            if whole is not None:
+                mine = whole.detach().narrow(0, group.rank * each, each).clone()
+                setattr(module, name, nn.Parameter(mine, requires_grad=whole.requires_grad))
+        module.__class__ = subclass(ExpertsOverRanks, type(module))  # type: ignore[arg-type]
+        setattr(module, "_moe_ops_over", over)  # noqa: B010  nn.Module declares none
+    for name, t in zip(("rank", "slot"), tables_of(num_experts, group, over), strict=True):
+        placed = t if down.is_meta else t.to(down.device)
+        module.register_buffer(f"_moe_ops_{name}_of", placed, persistent=False)
+
+
+def expert_parallel_class(base: type) -> type:
+    """The class that transformers' registry of expert-parallel implementations takes, given its
+    base class, which older releases lack."""
+
+    class MoeOpsEP(base):
+        """transformers' plan of expert parallelism on our ops. Ranks that hold one batch add their
+        parts, which CUDA graphs can hold; others exchange tokens, of which those of a tensor
+        parallel group send a share each."""
+
+        def __init__(self, module: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+            super().__init__(module, ep_mesh, tp_mesh)
+            self.module: Any = module
+            collective = "" if self.shares_batch else EXCHANGE
+            self.over = Over(ep_mesh.get_group().group_name, collective)
+            self.tables: tuple[Tensor, Tensor] | None = None
+
+        def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+            found = describe(self.module)
+            if not isinstance(found, Activation):
+                name = type(self.module).__name__
+                raise ValueError(
+                    f"{name} cannot run on ep_implementation='moe_ops': {found}; take 'auto'"
+                )
+            if self.tables is None:  # weights may be cut after this was made, but not after a call
+                down, group = self.module.down_proj, Group.of(self.over.group)
+                ranks, slots = tables_of(down.shape[0] * group.size, group, self.over)
+                self.tables = (ranks.to(x_TD.device), slots.to(x_TD.device))
+            call: Callable[..., Tensor] = partial(run, self.module, self.over, self.tables)
+            if not self.over.collective or self.tp_mesh.size() == 1:
+                return call(x_TD, weights_TK, ids_TK)
+            tp = Group.of(self.tp_mesh.get_group().group_name)
+            return in_shares(tp, call, x_TD, weights_TK, ids_TK)
+
+    return MoeOpsEP
+
+
+def register(name: str) -> None:
+    """Add our implementation to transformers' registry, where it has one."""
+    try:
+        from transformers.distributed import expert_parallel
+    except ImportError:
+        return
+    interface = getattr(expert_parallel, "EPImplementationInterface", None)
+    if interface is not None:
+        interface.register(name, expert_parallel_class(expert_parallel.EPImplementation))

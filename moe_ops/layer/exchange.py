@@ -1,0 +1,131 @@
+"""How the ranks of a layer exchange the tokens that each has of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_ops.ops.dispatch_tokens import MOST_ROWS
+from moe_ops.ops.experts_over_ranks import why_not_apart
+from moe_ops.options import check_int, check_text
+from moe_ops.parallel.config import ALLGATHER, AUTO, HIGH_THROUGHPUT, ParallelConfig
+from moe_ops.quant.config import QuantConfig
+from moe_ops.ranks import transport
+from moe_ops.ranks.groups import Group
+from moe_ops.shapes import check_choice
+
+ALL_TOKENS, OWN_TOKENS = "replicated", "own"
+TOKENS = (ALL_TOKENS, OWN_TOKENS)
+TRANSPORT_OF = {
+    ALLGATHER: transport.GATHER, HIGH_THROUGHPUT: transport.EXCHANGE, AUTO: transport.AUTO,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """The groups over which a layer's tokens go to their experts.
+
+    sharers: how many neighbours in `group` have the same tokens, of which each sends a part; they
+    are `tp_group`. most: the largest number of tokens that a rank may have.
+    """
+
+    group: str
+    tp_group: str
+    sharers: int
+    most: int
+    collective: str
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Exchange | None:
+        """What the arguments of a layer ask for; None where its forward sends nothing.
+
+        Raises ValueError, saying what to do, for groups and sizes that do not fit, and
+        NotImplementedError for a collective that does not exist yet.
+        """
+        check_tokens(given)
+        parallel: ParallelConfig = given["parallel"]
+        if given["tokens"] != OWN_TOKENS or parallel.size == 1:
+            return None
+        if given["max_num_tokens"] is None:
+            raise ValueError(
+                "tokens='own' needs max_num_tokens, the most tokens that a rank may have in a "
+                "call, alike on all ranks"
+            )
+        if given["reduce_results"] is not None:
+            raise ValueError(
+                "tokens='own' gives each rank the whole result of its tokens; leave out "
+                "reduce_results, which would add those of different tokens"
+            )
+        if parallel.collective not in TRANSPORT_OF:
+            raise NotImplementedError(
+                f"tokens='own' cannot go by {parallel.collective!r} yet; take one of "
+                f"{', '.join(TRANSPORT_OF)}"
+            )
+        quant = QuantConfig.of(given["quant"])
+        why = why_not_apart(quant.inputs, quant.static_inputs) if quant is not None else None
+        if why is not None:
+            raise ValueError(why)
+        sharers = parallel.sharers
+        _check_group("group", given["group"], parallel.size, parallel.rank)
+        if sharers > 1:
+            _check_group("tp_group", given["tp_group"], sharers, parallel.rank % sharers)
+        elif given["tp_group"]:
+            raise ValueError(
+                f"tp_group={given['tp_group']!r} is for ranks that start with the same tokens, and "
+                f"in {parallel.describe()} there are none; leave it out"
+            )
+        auto = parallel.collective == AUTO and not parallel.uses_ep  # every rank needs each token
+        collective = transport.GATHER if auto else TRANSPORT_OF[parallel.collective]
+        return cls(
+            group=given["group"], tp_group=given["tp_group"], sharers=sharers,
+            most=given["max_num_tokens"], collective=collective,
+        )  # fmt: skip
+
+
+def check_tokens(given: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError unless the arguments that speak of tokens and groups are of the
+    types that a layer takes, and meant for the tokens that it is given."""
+    if given["tokens"] is not None:
+        check_text("tokens", given["tokens"])
+        check_choice("tokens", given["tokens"], TOKENS)
+    check_text("group", given["group"])
+    check_text("tp_group", given["tp_group"])
+    if given["max_num_tokens"] is not None:
+        check_int("max_num_tokens", given["max_num_tokens"], least=1, most=MOST_ROWS)
+    if given["tokens"] != OWN_TOKENS:
+        unread = [n for n in ("group", "tp_group", "max_num_tokens") if given[n] not in ("", None)]
+        if unread:
+            raise ValueError(
+                f"{', '.join(unread)} is read where ranks exchange tokens of their own, and "
+                f"tokens={given['tokens']!r}; ask for tokens='own', or leave it out: "
+                "reduce_results names the group that adds the parts of replicated tokens"
+            )
+
+
+def check_rows(rows: Any, exchange: Exchange) -> Any:
+    """The number of tokens that the ranks agreed on for a call; without one, the most there may be.
+
+    Raises TypeError or ValueError for a number that cannot be.
+    """
+    if rows is None:
+        return exchange.most
+    if not torch.compiler.is_compiling():  # while tracing it may be symbolic
+        check_int("rows", rows, least=1, most=exchange.most)
+    return rows
+
+
+def _check_group(argument: str, name: str, size: int, rank: int) -> None:
+    if not name:
+        raise ValueError(
+            f"tokens='own' needs {argument}, the group_name of a group of torch.distributed with "
+            f"{size} ranks, of which this is {rank}"
+        )
+    found = Group.of(name, argument)
+    if (found.size, found.rank) != (size, rank):
+        raise ValueError(
+            f"{argument}={name!r} has {found.size} ranks, of which this is {found.rank}, but "
+            f"parallel says rank {rank} of {size}; give the group of these ranks, in their order"
+        )

@@ -1,0 +1,101 @@
+"""Combine over ranks: a token's rows come back from the ranks that it was sent to, summed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_ops import fake_impls
+from moe_ops.gradients import needs_grad
+from moe_ops.ops.dispatch_tokens import agree, check_rows, check_tables
+from moe_ops.ranks import exchange, gather
+from moe_ops.ranks.agree import Values
+from moe_ops.ranks.groups import Group
+from moe_ops.ranks.transport import EXCHANGE, GATHER, TRANSPORTS, Tables
+from moe_ops.shapes import (
+    FLOATS,
+    INDICES,
+    check_choice,
+    check_devices,
+    check_size,
+    check_tensor,
+)
+from moe_ops.spec import op, readable
+
+
+@dataclass(slots=True)
+class CombineTokensCall:
+    """The arguments of `combine_tokens`."""
+
+    y_GD: Tensor
+    ids_TK: Tensor
+    rank_of_P: Tensor
+    slot_of_P: Tensor
+    token_N: Tensor
+    splits_2R: Tensor
+    rows: int
+    group: str = ""
+    collective: str = GATHER
+
+    ROWS: ClassVar[str] = "rows"
+
+
+def check(call: CombineTokensCall) -> None:
+    """Raise ValueError or TypeError unless `combine_tokens` takes these arguments."""
+    y_GD, splits_2R = call.y_GD, call.splits_2R
+    check_tensor("y_GD", y_GD, 2, FLOATS)
+    check_tensor("ids_TK", call.ids_TK, 2, INDICES)
+    check_tensor("token_N", call.token_N, 1, (torch.int32,))
+    check_tensor("splits_2R", splits_2R, 2, (torch.int64,))
+    check_tables(y_GD, call.rank_of_P, call.slot_of_P)
+    check_choice("collective", call.collective, TRANSPORTS)
+    check_devices(y_GD, ids_TK=call.ids_TK, token_N=call.token_N)
+    if not splits_2R.is_cpu:
+        raise ValueError(f"splits_2R is on {splits_2R.device}; the host reads it: leave it on cpu")
+    check_rows(call.rows, call.group)
+    ranks = Group.of(call.group).size
+    exchanged = call.collective == EXCHANGE
+    check_size("splits_2R", splits_2R, 0, 2, "sent and received")
+    check_size("splits_2R", splits_2R, 1, ranks if exchanged else 0, "as dispatch_tokens gave it")
+    if not exchanged:
+        check_size("y_GD", y_GD, 0, ranks * call.rows, "ranks times rows")
+
+
+def check_handle(call: CombineTokensCall) -> None:
+    """Raise ValueError unless rows and tokens are as many as an exchange sent and received."""
+    sent, received = call.splits_2R.sum(1).tolist()
+    T, token_N = call.ids_TK.shape[0], call.token_N
+    check_size("token_N", token_N, 0, sent, "the rows that splits_2R says were sent")
+    check_size("y_GD", call.y_GD, 0, received, "the rows that splits_2R says were received")
+    if int(call.splits_2R.min()) < 0:
+        raise ValueError("splits_2R counts less than no rows; give what dispatch_tokens returned")
+    if sent and readable(token_N) and not 0 <= int(token_N.min()) <= int(token_N.max()) < T:
+        raise ValueError(f"token_N names tokens beyond the {T} of ids_TK; give both of one call")
+
+
+@op(check=check)
+def combine_tokens(call: CombineTokensCall) -> Tensor:
+    """Sum what the ranks made of each token: out_TD[t] = sum over its ranks of their row of t.
+
+    y_GD holds a row for each that `dispatch_tokens` gave here, in its order; rows whose ids are all
+    -1 may hold anything, NaN included. The sum is taken in float32, in the order of ranks, and
+    rounded to y's dtype. A token that no rank serves gets zeros.
+
+    y_GD: float [G, D]; ids_TK, rank_of_P, slot_of_P, rows, group and collective: what
+    `dispatch_tokens` was given; token_N and splits_2R: what it returned. Result [T, D] in y's
+    dtype. Raises as `dispatch_tokens` does.
+    """
+    y_GD, T = call.y_GD, call.ids_TK.shape[0]
+    values: Values = {"D": y_GD.shape[1], "gradients": needs_grad(y_GD)}
+    group = agree("combine_tokens", y_GD, T, call, values)
+    if call.collective == EXCHANGE:
+        check_handle(call)
+        return exchange.combine(y_GD, T, call.token_N, call.splits_2R, group)
+    tables = Tables(call.rank_of_P, call.slot_of_P)
+    return gather.combine(y_GD, call.ids_TK, tables, call.rows, group)
+
+
+combine_tokens.fake(fake_impls.combine_tokens)

@@ -1,0 +1,160 @@
+"""Dispatch over ranks: each token goes to the ranks that hold its experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_ops import fake_impls
+from moe_ops.gradients import needs_grad
+from moe_ops.ops.dispatch import ROWS as ROW_DTYPES
+from moe_ops.options import check_int
+from moe_ops.ranks import exchange, gather
+from moe_ops.ranks.agree import Values, require_alike
+from moe_ops.ranks.groups import Group
+from moe_ops.ranks.transport import EXCHANGE, GATHER, TRANSPORTS, Sent, Tables
+from moe_ops.shapes import (
+    FLOATS,
+    INDICES,
+    check_choice,
+    check_devices,
+    check_size,
+    check_tensor,
+)
+from moe_ops.spec import op, readable
+
+SCALES = (torch.float32, torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn)
+
+MOST_ROWS = 2**20  # of a rank in one call; more are given in several
+
+
+@dataclass(slots=True)
+class DispatchTokensCall:
+    """The arguments of `dispatch_tokens`."""
+
+    x_TD: Tensor
+    weights_TK: Tensor
+    ids_TK: Tensor
+    rank_of_P: Tensor
+    slot_of_P: Tensor
+    rows: int
+    group: str = ""
+    scale_TS: Tensor | None = None
+    collective: str = GATHER
+
+    ROWS: ClassVar[str] = "rows"
+
+
+def check(call: DispatchTokensCall) -> None:
+    """Raise ValueError or TypeError unless `dispatch_tokens` takes these arguments."""
+    x_TD, weights_TK, ids_TK, scale_TS = call.x_TD, call.weights_TK, call.ids_TK, call.scale_TS
+    check_tensor("x_TD", x_TD, 2, ROW_DTYPES)
+    check_tensor("weights_TK", weights_TK, 2, FLOATS)
+    check_tensor("ids_TK", ids_TK, 2, INDICES)
+    check_size("ids_TK", ids_TK, 0, x_TD.shape[0], "the tokens of x_TD")
+    check_size("weights_TK", weights_TK, 0, x_TD.shape[0], "the tokens of x_TD")
+    check_size("weights_TK", weights_TK, 1, ids_TK.shape[1], "the top-k of ids_TK")
+    check_tables(x_TD, call.rank_of_P, call.slot_of_P)
+    check_choice("collective", call.collective, TRANSPORTS)
+    if scale_TS is not None:
+        check_tensor("scale_TS", scale_TS, 2, SCALES)
+        check_size("scale_TS", scale_TS, 0, x_TD.shape[0], "the tokens of x_TD")
+    check_devices(x_TD, weights_TK=weights_TK, ids_TK=ids_TK, scale_TS=scale_TS)
+    check_rows(call.rows, call.group)
+
+
+def check_tables(first: Tensor, rank_of_P: Tensor, slot_of_P: Tensor) -> None:
+    """Raise ValueError or TypeError unless these say who serves an expert."""
+    check_tensor("rank_of_P", rank_of_P, 1, (torch.int32,))
+    check_tensor("slot_of_P", slot_of_P, 1, (torch.int32,))
+    check_size("slot_of_P", slot_of_P, 0, rank_of_P.shape[0], "the experts of rank_of_P")
+    if rank_of_P.shape[0] < 1:
+        raise ValueError("rank_of_P is empty; it must hold a rank for each physical expert")
+    check_devices(first, rank_of_P=rank_of_P, slot_of_P=slot_of_P)
+
+
+def check_rows(rows: Any, group: str) -> None:
+    """Raise ValueError or TypeError for a number of rows, or a group, that cannot be."""
+    if isinstance(rows, int):  # while tracing it may be symbolic
+        check_int("rows", rows, least=1, most=MOST_ROWS)
+    Group.of(group)
+
+
+def agree(name: str, first: Tensor, tokens: Any, call: Any, values: Values) -> Group:
+    """The group of a call, whose ranks have the same values, and no more tokens than rows.
+
+    Raises RuntimeError or ValueError if not: on every rank where the host can tell, see
+    `moe_ops/ranks/agree.py`.
+    """
+    group = Group.of(call.group)
+    if isinstance(tokens, int) and (group.size == 1 or readable(first)):
+        dtype = str(first.dtype).removeprefix("torch.")
+        said = {"collective": call.collective, "dtype": dtype, **values}
+        require_alike(name, said, group, tokens, call.rows)
+    else:
+        torch._check(tokens <= call.rows, lambda: f"{name}: more tokens than rows={call.rows}")
+    return group
+
+
+@op(check=check)
+def dispatch_tokens(
+    call: DispatchTokensCall,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Send each token to the ranks that serve its experts. Returns (x_GD, scale_GS, weights_GK,
+    ids_GK, token_N, splits_2R): the rows that arrived here, and what `combine_tokens` needs.
+
+        rank_of_P[p]    the rank that serves physical expert p; -1: every rank (each holds a part of
+                        it), -2: the token's own rank (each holds all of it)
+        slot_of_P[p]    the slot of p there
+        ids_GK[g, k]    the slot here of the expert of a row, int32; -1 if another rank serves it
+
+    A token is one row on each rank that serves an expert of it, whatever the number of experts. An
+    id of ids_TK below 0, or not below P, goes nowhere. What a row holds whose ids are all -1 is
+    unspecified, and so is a weight whose id is -1. `rows` is a number that all ranks agreed on, and
+    that no rank has more tokens than; some may have none.
+
+    collective: "gather" gives G = ranks * rows rows in slots (source rank, token), without any
+    count: static shapes, and CUDA graphs; N = 0. "exchange" gives the rows that are needed here
+    alone, in the order of ranks and tokens; the host reads how many: splits_2R int64, on the CPU,
+    rows sent to and received from each rank, token_N int32 the token in each row that was sent.
+
+    x_TD: [T, D], floats or the values of `quantize`, with scale_TS [T, S] the scales of its rows
+    (scale_GS is [G, 0] without); they travel as bytes. weights_TK: float [T, K]; ids_TK: int32 or
+    int64 [T, K]; rank_of_P and slot_of_P: int32 [P]. group: the name of a process group; "" is this
+    process alone. Every rank of the group has to call it, with the same rows, group, collective,
+    tables, widths and dtypes; gradients are those of the sum of all ranks' losses.
+
+    Raises ValueError or TypeError for wrong shapes, dtypes, devices or a group that is none; and on
+    every rank RuntimeError for ranks that differ or do not answer, and ValueError for more tokens
+    than rows.
+    """
+    sent = Sent(call.x_TD, scales_of(call), call.weights_TK, call.ids_TK)
+    tables = Tables(call.rank_of_P, call.slot_of_P)
+    values: Values = {
+        "D": call.x_TD.shape[1], "S": sent.scale_TS.shape[1], "K": call.ids_TK.shape[1],
+        "P": tables.physical, "weights": str(call.weights_TK.dtype),
+        "scales": str(sent.scale_TS.dtype), "gradients": needs_grad(call.x_TD, call.weights_TK),
+    }  # fmt: skip
+    group = agree("dispatch_tokens", call.x_TD, call.x_TD.shape[0], call, values)
+    if call.collective == EXCHANGE:
+        x_GD, scale_GS, weights_GK, ids_GK, token_N, splits_2R = exchange.dispatch(
+            sent, tables, group
+        )
+        return x_GD, scale_GS, weights_GK, ids_GK, token_N, splits_2R
+    x_GD, scale_GS, weights_GK, ids_GK = gather.dispatch(sent, tables, call.rows, group)
+    token_N = ids_GK.new_empty((0,))
+    splits_2R = torch.empty((2, 0), dtype=torch.int64, device="cpu")
+    return x_GD, scale_GS, weights_GK, ids_GK, token_N, splits_2R
+
+
+def scales_of(call: DispatchTokensCall) -> Tensor:
+    """The scales of a call's rows; without any, of no width."""
+    if call.scale_TS is not None:
+        return call.scale_TS
+    return call.x_TD.new_empty((call.x_TD.shape[0], 0), dtype=torch.float32)
+
+
+dispatch_tokens.fake(fake_impls.dispatch_tokens)

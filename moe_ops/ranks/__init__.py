@@ -1,0 +1,4 @@
+"""What ranks send each other: process groups by name, transports, and what all ranks must agree on.
+
+A transport is a pair of functions, `dispatch` and `combine`: `gather.py` and `exchange.py`.
+"""

@@ -1,0 +1,103 @@
+"""What all ranks must agree on before they exchange anything, compared by the host.
+
+Ranks that differ, in the op that they are in, in a size or in a dtype, would wait for each other or
+take one tensor's bytes for another's. On CPUs every eager call compares first: an error names the
+ranks, and all of them raise it. On a GPU that would make the host wait for the device, so there the
+ranks alike are the caller's to ensure, with `require_alike` before the first call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops.ranks.groups import Group, all_gather, resolve
+
+HEADER = 1024  # bytes
+TAG = 0x0E0  # of our messages among others between two ranks
+
+Values = Mapping[str, int | str | bool]
+
+
+def require_alike(what: str, values: Values, group: Group, tokens: int, rows: int) -> None:
+    """Raise on every rank, naming ranks and values, unless all are in the same op (`what`) with the
+    same values, and none has more than `rows` tokens.
+
+    Raises RuntimeError for values that differ and for a rank that does not answer, ValueError for
+    too many tokens. Every rank of the group has to call it.
+    """
+    mine = {"op": what, **values, "rows": rows, "tokens": tokens}
+    every = [mine] if group.size == 1 else _exchanged(what, mine, group)
+    for name in dict.fromkeys(name for values in every for name in values):
+        if name == "tokens":
+            continue
+        found = [values.get(name) for values in every]
+        if any(value != found[0] for value in found):
+            said = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(found))
+            raise RuntimeError(
+                f"moe_ops.{what}: the ranks differ in {name} ({said}); give every rank of the "
+                "group the same, in the same order of calls"
+            )
+    over = {rank: v["tokens"] for rank, v in enumerate(every) if v["tokens"] > rows}
+    if over:
+        said = ", ".join(f"rank {rank} has {count}" for rank, count in over.items())
+        raise ValueError(
+            f"moe_ops.{what}: more tokens than the agreed rows={rows}: {said}; agree on more rows "
+            "(max_num_tokens of a layer), or give fewer tokens at once"
+        )
+
+
+def most_tokens(tokens: int, group: str, *, multiple: int = 1) -> int:
+    """The most tokens that a rank of the group has, rounded up: the `rows` of their next call.
+
+    Every rank calls it, with its own number, on the host; the group takes tensors on the CPU.
+    """
+    found = Group.of(group)
+    counts_R = all_gather(torch.tensor([tokens]), found)
+    return -(-max(1, int(counts_R.max())) // multiple) * multiple
+
+
+def _exchanged(what: str, mine: dict[str, Any], group: Group) -> list[dict[str, Any]]:
+    """What every rank of the group says of itself."""
+    text = json.dumps(mine).encode()
+    assert len(text) <= HEADER, f"{what} says {len(text)} bytes of itself"
+    header = torch.frombuffer(bytearray(text.ljust(HEADER)), dtype=torch.uint8)
+    headers_RB = _headers(what, header, group)
+    return [json.loads(bytes(row.tolist())) for row in headers_RB]
+
+
+def _headers(what: str, header: Tensor, group: Group) -> Tensor:
+    """The headers of all ranks. Those of gloo go from each rank to each: a collective would not
+    tell which rank it waits for. Raises RuntimeError that names a rank that does not answer."""
+    found = resolve(group.name)
+    if torch.distributed.get_backend(found) != "gloo":
+        return all_gather(header, group).view(group.size, HEADER)
+    headers_RB = header.repeat(group.size, 1)
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    works = []  # kept: a message whose work is dropped before it is done may never be sent
+    for rank in others:
+        with _naming(what, rank, group):
+            works.append((rank, found.recv([headers_RB[rank]], rank, TAG)))
+            works.append((rank, found.send([header], rank, TAG)))
+    for rank, work in works:
+        with _naming(what, rank, group):
+            work.wait()
+    return headers_RB
+
+
+@contextmanager
+def _naming(what: str, rank: int, group: Group) -> Iterator[None]:
+    """Say in errors of torch's which rank did not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"moe_ops.{what}: rank {rank} of the group {group.name!r} does not answer rank "
+            f"{group.rank}: it ended, raised an error, or is stuck; make the group anew "
+            f"({str(error).strip().splitlines()[0]})"
+        ) from error

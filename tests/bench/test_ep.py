@@ -1,0 +1,56 @@
+"""`bench ep`: layers over the ranks of a group, collectives alone, and ranks that are simulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_ops.bench import __main__ as cli
+from moe_ops.bench import ep, ep_simulated
+from moe_ops.testing import LAYERS, Case
+from tests.distributed.ranks import processes
+
+TINY = Case(name="tiny", T=1, E=8, K=2, D=64, I=32)
+
+
+def measured(rank: int, group: str) -> None:
+    LAYERS["tiny"] = TINY
+    ep.REPEATS["cpu"], ep.PROBED = 2, (64, 256)
+    device = torch.device("cpu")
+    found = ep.measure(["tiny"], [1, 5], ep.MODES, device)
+    assert [(s.how, s.size) for s in found] == [(m, T) for T in (1, 5) for m in ep.MODES]
+    probed = ep.probe(device)
+    assert [s.size for s in probed] == [64] * 3 + [256] * 3
+    assert all(0 < s.low_us <= s.us <= s.high_us and not s.captured for s in (*found, *probed))
+    assert len(ep.table([*found, *probed]).splitlines()) == 1 + len(found) + len(probed)
+    want, *others = (ep._layer(TINY, 5, mode, held)() for mode in ep.MODES for held in [WEIGHTS])
+    for other in others:
+        torch.testing.assert_close(other, want, rtol=2e-2, atol=2e-2)
+
+
+WEIGHTS = (torch.full((4, 64, 64), 0.02).bfloat16(), torch.full((4, 64, 32), 0.02).bfloat16())
+
+
+def test_two_processes_time_every_mode(tmp_path: Path) -> None:
+    processes(2, tmp_path, measured)
+
+
+def test_simulated_rows_are_those_of_even_routing() -> None:
+    case = Case(name="even", T=1, E=64, K=4, D=64, I=32)
+    (even,) = ep_simulated.simulate(case, [8], [0.0], [0], 512)
+    skewed, balanced = ep_simulated.simulate(case, [8], [1.0], [0, 16], 512)
+    # Of 7 others a token misses one if none of its 4 of 64 experts is among 8: C(56, 4) / C(64, 4).
+    assert even.mean_rows == pytest.approx(7 * (1 - 0.5779), rel=0.02)
+    assert even.gather_us == skewed.gather_us, "gathering sends all to all"
+    assert skewed.most_rows > 1.2 * even.most_rows
+    assert balanced.most_pairs < skewed.most_pairs
+    assert len(ep_simulated.table([even, skewed]).splitlines()) == 3
+
+
+def test_options_of_ep() -> None:
+    words = ("ep", "--simulate", "--ranks", "8,64", "--zipf", "0", "1", "--tokens", "4")
+    args = cli.parse(words)
+    assert (args.simulate, args.ranks, args.zipf, args.tokens) == (True, [8, 64], [0.0, 1.0], [4])
+    assert cli.parse(["ep"]).modes == list(ep.MODES)

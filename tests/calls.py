@@ -1,0 +1,48 @@
+"""One call of every op."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from moe_ops.testing import CASES, make_layer
+
+EXPERTS = CASES[0].E
+
+
+def calls(T: int) -> dict[str, tuple[Any, ...]]:
+    """One call of every op, with T tokens."""
+    layer = make_layer(replace(CASES[0], T=T))
+    x, ids, weights = layer.x_TD, layer.ids_TK, layer.weights_TK
+    ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32) * (T // EXPERTS)
+    slots = torch.arange(EXPERTS, dtype=torch.int32)
+    handle = (torch.empty(0, dtype=torch.int32), torch.empty(2, 0, dtype=torch.int64))
+    return {
+        "route": (layer.logits_TE, 2),
+        "quantize": (x,),
+        "dispatch": (x, ids, EXPERTS),
+        "expert_gemm": (x, layer.w13_EFD, ends),
+        "expert_loads": (ids, EXPERTS),
+        "activate": (x,),
+        "combine": (x, weights[: T // 2], torch.arange(T, dtype=torch.int32)),
+        "experts": (x, weights, ids, layer.w13_EFD, layer.w2_EDI),
+        "moe": (x, layer.logits_TE, layer.w13_EFD, layer.w2_EDI, 2),
+        "dispatch_tokens": (x, weights, ids, slots * 0, slots, T),
+        "combine_tokens": (x, ids, slots * 0, slots, *handle, T),
+        "experts_over_ranks": (
+            x,
+            weights,
+            ids,
+            layer.w13_EFD,
+            layer.w2_EDI,
+            slots * 0,
+            slots,
+            T,
+        ),
+        "sum_ranks": (x,),
+    }
+
+
+CALLS = calls(16)

@@ -1,0 +1,91 @@
+"""Many ranks: as threads of this process, which takes milliseconds, or as processes with gloo."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.testing._internal.distributed import multi_threaded_pg
+
+Body = Callable[..., Any]
+
+
+def threads(ranks: int, body: Body, *args: Any) -> list[Any]:
+    """What body(rank, group, *args) gives on each rank, or the error that it raised there."""
+    found: list[Any] = [None] * ranks
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    multi_threaded_pg._install_threaded_pg()
+    store = dist.HashStore()
+
+    def run(rank: int) -> None:
+        dist.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
+        try:
+            with torch.no_grad():
+                found[rank] = body(rank, dist.group.WORLD.group_name, *args)
+        except Exception as error:
+            found[rank] = error
+            if not isinstance(error, (ValueError, RuntimeError)):
+                traceback.print_exc()
+
+    try:
+        every = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+        for thread in every:
+            thread.start()
+        end = time.monotonic() + 60
+        while any(thread.is_alive() for thread in every) and time.monotonic() < end:
+            raised = [error for error in found if isinstance(error, Exception)]
+            for thread in every:
+                thread.join(1 if raised else 0.01)
+            if raised:  # and those left wait for who will not come
+                multi_threaded_pg.ProcessLocalGroup.exception_handle(raised[0])
+        assert not any(thread.is_alive() for thread in every), "a rank hangs"
+    finally:
+        multi_threaded_pg.ProcessLocalGroup.reset()
+        multi_threaded_pg._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    return found
+
+
+def results(ranks: int, body: Body, *args: Any) -> list[Any]:
+    """The same; an error of a rank is raised here."""
+    found = threads(ranks, body, *args)
+    for rank, value in enumerate(found):
+        if isinstance(value, Exception):
+            raise AssertionError(f"rank {rank} of {ranks} raised {value!r}") from value
+    return found
+
+
+def _main(rank: int, ranks: int, folder: Path, seconds: float, body: Body, args: Any) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), ranks)
+    limit = timedelta(seconds=seconds)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+    with torch.no_grad():
+        body(rank, dist.group.WORLD.group_name, *args)
+    dist.destroy_process_group()
+
+
+def processes(ranks: int, folder: Path, body: Body, *args: Any, seconds: float = 60) -> None:
+    """Run body(rank, group, *args) in as many processes; the group gives up after so long."""
+    mp.spawn(_main, (ranks, folder, seconds, body, args), nprocs=ranks)
+
+
+@contextmanager
+def fake_group(ranks: int) -> Iterator[str]:
+    """A group of many ranks of which this process is the first; the others send nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield dist.group.WORLD.group_name
+    finally:
+        dist.destroy_process_group()

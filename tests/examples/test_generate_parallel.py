@@ -1,0 +1,27 @@
+"""The example of a model over ranks gives the tokens of one process, as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.every
+@pytest.mark.parametrize("tokens", ["replicated", "own"])
+def test_two_processes_say_that_tokens_are_those_of_one(tokens: str) -> None:
+    words = ("examples/generate_parallel.py", "--check", "--tokens", tokens)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*TORCHRUN, *words], capture_output=True, text=True, cwd=ROOT, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+    assert len(lines) == 2 and all(line.endswith("as one process: True") for line in lines)
