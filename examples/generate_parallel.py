@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 examples/generate_parallel.py
     torchrun --nproc-per-node 2 examples/generate_parallel.py --tokens own --compiled
 
-Random weights, the same on every rank before the experts are shared. NCCL with a GPU for each
+Random weights, made where they stay, so that no rank ever holds the whole model; with `--check`
+each makes all of it, and compares tokens with those of one process. NCCL with a GPU for each
 process, gloo on CPUs. With `--tokens replicated` all ranks work on one batch, with `own` each on a
-part of it. Prints tokens per second, the bytes of this rank's weights, and whether the tokens are
-those of one process (`--check`, where the whole model fits).
+part of it. Prints tokens per second of decoding, those of all ranks together, and the bytes of this
+rank's weights.
 """
 
 from __future__ import annotations
@@ -62,28 +63,65 @@ def main() -> None:
 
 def run(args: argparse.Namespace, rank: int, device: torch.device) -> None:
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(**SIZES[args.model], norm_topk_prob=True)
-    ids = torch.randint(config.vocab_size, (args.batch, args.prompt))
-    whole = Qwen3MoeForCausalLM(config).to(getattr(torch, args.dtype)).eval()
-    model = copy.deepcopy(whole) if args.check else whole
-    moe_ops.share_experts(model, dist.group.WORLD.group_name, tokens=args.tokens)
-    model.to(device)
+    ids = torch.randint(SIZES[args.model]["vocab_size"], (args.batch, args.prompt))
+    whole = make(args, torch.device("cpu")) if args.check else None
+    model = shared(args, device, whole)
     if args.compiled:
         model = moe_ops.compile(model)
     size = dist.get_world_size()
-    mine = ids.chunk(size)[rank] if args.tokens == "own" else ids
-    generate(model, mine.to(device), args.new)  # compiles, and captures
-    start = time.perf_counter()
-    out = generate(model, mine.to(device), args.new).cpu()
-    seconds = time.perf_counter() - start
-    made = mine.shape[0] * args.new * (size if args.tokens == "own" else 1)
+    mine = (ids.chunk(size)[rank] if args.tokens == "own" else ids).to(device)
+    for new in (args.new, 1, 1):  # compiles, and captures
+        generate(model, mine, new)
+    prompt = timed(model, mine, 1)[1]
+    out, seconds = timed(model, mine, args.new)
+    made = mine.shape[0] * (args.new - 1) * (size if args.tokens == "own" else 1)
     held = sum(p.nbytes for p in model.parameters())
-    said = f"rank {rank}: {made / seconds:.1f} tokens/s, {held / 2**20:.1f} MiB of weights"
-    if args.check:
-        want = generate(whole.to(device), ids.to(device), args.new).cpu()
+    said = f"rank {rank}: {made / (seconds - prompt):.1f} tokens/s after {prompt * 1e3:.1f} ms"
+    said += f" for the prompt, {held / 2**20:.1f} MiB of weights"
+    if whole is not None:
+        want = generate(whole.to(device), ids.to(device), args.new)
         want = want.chunk(size)[rank] if args.tokens == "own" else want
         said += f", as one process: {torch.equal(out, want)}"
     print(said, flush=True)
+
+
+def make(args: argparse.Namespace, device: torch.device) -> PreTrainedModel:
+    """The whole model, the same on every rank."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**SIZES[args.model], norm_topk_prob=True)
+    with device:
+        model = Qwen3MoeForCausalLM(config)
+    return model.to(getattr(torch, args.dtype)).eval()
+
+
+def shared(
+    args: argparse.Namespace, device: torch.device, whole: PreTrainedModel | None
+) -> PreTrainedModel:
+    """This rank's share of it, or of one whose weights are made on the rank's device."""
+    group = dist.group.WORLD.group_name
+    if whole is not None:
+        model = moe_ops.share_experts(copy.deepcopy(whole), group, tokens=args.tokens)
+        return model.to(device)
+    model = moe_ops.share_experts(make(args, torch.device("meta")), group, tokens=args.tokens)
+    model.to_empty(device=device)
+    moe_ops.share_experts(model, group, tokens=args.tokens)  # writes its tables anew
+    # Ranks draw as many numbers for as many experts, so that what all of them hold is the same.
+    torch.manual_seed(0)
+    for module in model.modules():
+        model._init_weights(module)
+    return model
+
+
+def timed(model: PreTrainedModel, ids: Tensor, new: int) -> tuple[Tensor, float]:
+    """The tokens, and the seconds that they took, the least of three."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        out = generate(model, ids, new).clone()
+        if ids.is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return out, min(times)
 
 
 def generate(model: PreTrainedModel, ids: Tensor, new: int) -> Tensor:

@@ -13,6 +13,8 @@ second ones. Kernels alone also speak of M, N and K as matrix sizes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,11 +37,21 @@ def check_tensor(name: str, t: Tensor, rank: int, dtypes: tuple[torch.dtype, ...
 
 
 def check_size(name: str, t: Tensor, axis: int, want: int, why: str) -> None:
-    """Raise unless axis `axis` of `t` has size `want`."""
-    if t.shape[axis] != want:
+    """Raise unless axis `axis` of `t` has size `want`; of a size that is known when a graph runs,
+    the graph raises RuntimeError."""
+    differ: Any = t.shape[axis] != want
+    if isinstance(differ, torch.SymBool) and _unknown(differ):
+        torch._check(t.shape[axis] == want, lambda: f"{name} must have {want} on axis {axis}")
+    elif differ:
         raise ValueError(
             f"{name} must have {want} ({why}) on axis {axis}, got shape {tuple(t.shape)}"
         )
+
+
+def _unknown(value: Any) -> bool:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # slow to import
+
+    return bool(free_unbacked_symbols(value))
 
 
 def check_devices(first: Tensor, **others: Tensor | None) -> None:

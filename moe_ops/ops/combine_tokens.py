@@ -65,8 +65,14 @@ def check(call: CombineTokensCall) -> None:
 
 
 def check_handle(call: CombineTokensCall) -> None:
-    """Raise ValueError unless rows and tokens are as many as an exchange sent and received."""
+    """Raise ValueError unless rows and tokens are as many as an exchange sent and received, and
+    NotImplementedError where a compiler traces the definition."""
     sent, received = call.splits_2R.sum(1).tolist()
+    if isinstance(sent, torch.SymInt):  # gradients are taken of the definition
+        raise NotImplementedError(
+            "a compiled combine_tokens has no gradient by exchange, whose rows are known when it "
+            'runs; use collective="gather", or call it eagerly'
+        )
     T, token_N = call.ids_TK.shape[0], call.token_N
     check_size("token_N", token_N, 0, sent, "the rows that splits_2R says were sent")
     check_size("y_GD", call.y_GD, 0, received, "the rows that splits_2R says were received")
@@ -86,7 +92,8 @@ def combine_tokens(call: CombineTokensCall) -> Tensor:
 
     y_GD: float [G, D]; ids_TK, rank_of_P, slot_of_P, rows, group and collective: what
     `dispatch_tokens` was given; token_N and splits_2R: what it returned. Result [T, D] in y's
-    dtype. Raises as `dispatch_tokens` does.
+    dtype. Raises as `dispatch_tokens` does, and NotImplementedError for gradients of an exchange
+    that are compiled.
     """
     y_GD, T = call.y_GD, call.ids_TK.shape[0]
     values: Values = {"D": y_GD.shape[1], "gradients": needs_grad(y_GD)}

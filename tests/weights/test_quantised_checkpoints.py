@@ -37,7 +37,7 @@ def layer_of(
         per_expert_inputs=per_expert_inputs,
     )
     return MoELayer(
-        E, 2, D, I, quant=quant, parallel=config, all_tokens=True, dtype=torch.float32, **more
+        E, 2, D, I, quant=quant, parallel=config, tokens="replicated", dtype=torch.float32, **more
     )
 
 

@@ -174,8 +174,9 @@ SPLITS = {
     "one": [{}],
     "tp3": [{"parallel": ParallelConfig.of(tp=3, tp_rank=r)} for r in range(3)],
     "ep4_uneven": [
-        {"parallel": ParallelConfig.of(dp=2, tp=2, dp_rank=r // 2, tp_rank=r % 2,
-                                       expert_parallel=True), "all_tokens": True} for r in range(4)
+        {"tokens": "replicated",
+         "parallel": ParallelConfig.of(dp=2, tp=2, dp_rank=r // 2, tp_rank=r % 2,
+                                       expert_parallel=True)} for r in range(4)
     ],
     "ep3_redundant": [
         {"parallel": ParallelConfig.of(tp=3, tp_rank=r, expert_parallel=True),
