@@ -178,6 +178,8 @@ def test_limits_by_format() -> None:
     assert limit(F32, weights, 1) == 1e-5
     assert limit(BF16, both, 16384) == pytest.approx(4.6e-2, rel=5e-3)
     assert limit(BF16, both, 1) == pytest.approx(6.1e-2)
+    rows, integers = (formats.parse(f"{e}:row+{e}:row") for e in ("float8_e4m3fn", "int8"))
+    assert limit(BF16, integers, 4096) < limit(BF16, both, 4096) < limit(BF16, rows, 4096)
 
 
 def test_a_token_reads_so_little_that_more_sets_take_turns() -> None:

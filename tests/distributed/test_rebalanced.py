@@ -100,6 +100,7 @@ def in_processes(rank: int, group: str) -> None:
     steps(rank, group, 2, [randomize(MoELayer(**SIZES))], True, {"redundant_experts": 2})
 
 
+@pytest.mark.every
 def test_two_processes_with_gloo(tmp_path: Path) -> None:
     processes(2, tmp_path, in_processes)
 

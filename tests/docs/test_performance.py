@@ -40,7 +40,10 @@ def test_the_page_has_a_place_for_them() -> None:
         "int4_64", "mxfp4",
     )  # fmt: skip
     assert report.BLOCK.findall(PAGE.read_text()) == [f"layer_h200_{f}" for f in formats]
-    models = ["qwen3_30b_h200", "mixtral_8x7b_h200", "gpt_oss_20b_h200", "qwen3_30b_experts_h100"]
+    models = [
+        "qwen3_30b_h200", "mixtral_8x7b_h200", "gpt_oss_20b_h200", "qwen3_30b_experts_h100",
+        "gpt_oss_20b_mxfp4_h100",
+    ]  # fmt: skip
     assert generation.BLOCK.findall(PAGE.read_text()) == [f"generate_{m}" for m in models]
     assert forwards.BLOCK.findall(PAGE.read_text()) == ["forward_qwen3_30b_h200"]
 

@@ -42,8 +42,12 @@ QUICK = ("gpt_oss", "ungated_relu2")
 EACH_ACTIVATION = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ACTIVATIONS
 ]
+every = [pytest.mark.every]
 each_kernel = pytest.mark.parametrize("kernel", TOKENS)
 each_format = pytest.mark.parametrize("formats", FORMATS, ids=str)
+formats_first = pytest.mark.parametrize(
+    "formats", [pytest.param(f, marks=[] if f in SOME else every) for f in FORMATS], ids=str
+)
 some_formats = pytest.mark.parametrize("formats", SOME, ids=str)
 
 
@@ -69,7 +73,7 @@ def check(kernel: str, call: ExpertsCall, tiles: Any = None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@each_format
+@formats_first
 @each_kernel
 def test_sizes_that_fill_nothing(
     kernel: str, formats: tuple[str, str], sizes: tuple[int, ...], by_torch: list[str]
@@ -143,8 +147,12 @@ def test_a_token_that_is_no_number_stays_alone(formats: tuple[str, str]) -> None
 @pytest.mark.parametrize(
     "stream",
     [
-        Stream(S=8, C=4, ahead=3), Stream(S=8, C=8, ahead=1), Stream(S=2, C=2, MW=2, ahead=6),
-        Stream(S=4, C=2, MT=2), Stream(MW=4, ahead=4), Stream(MW=4, MT=2, NT=2),
+        Stream(S=8, C=4, ahead=3),
+        pytest.param(Stream(S=8, C=8, ahead=1), marks=every),
+        pytest.param(Stream(S=2, C=2, MW=2, ahead=6), marks=every),
+        pytest.param(Stream(S=4, C=2, MT=2), marks=every),
+        pytest.param(Stream(MW=4, ahead=4), marks=every),
+        Stream(MW=4, MT=2, NT=2),
     ],
     ids=str,
 )  # fmt: skip

@@ -215,11 +215,18 @@ def test_other_names() -> None:
         style_of("llama")
 
 
+SOME = ("gptq_int4", "awq", "packed_int4", "fp8_blocks", "modelopt_nvfp4")
 LARGE = 256  # rows and columns: of 64 the stand-ins of conversions would be no small part
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "gpt_oss", *LAYOUTS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain", "gpt_oss",
+        *(pytest.param(n, marks=[] if n in SOME else [pytest.mark.every]) for n in LAYOUTS),
+    ],
+)  # fmt: skip
 def test_no_more_memory_than_one_tensor_is_needed(name: str, tmp_path: Path) -> None:
     """Counts what is made besides the layer; a tensor of the file is mapped, not read."""
     style, made = "qwen", 0
