@@ -17,7 +17,7 @@ import torch
 from torch import _C, Tensor
 from torch.library import Library, register_fake
 
-from moe_ops.backend import ANY_NUMBER, LAYOUT, Backend, Rows
+from moe_ops.backend import ANY_NUMBER, LAYOUT, Backend, Needs, Rows
 from moe_ops.gradients import forward_mode, grad_wanted, refuse_tangents
 from moe_ops.layouts import Layout
 from moe_ops.ranges import parse_plan
@@ -241,6 +241,7 @@ class Op:
         priority: int = 0,
         composed: bool = False,
         layout: Layout | None = None,
+        needs: Needs | None = None,
     ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
         """Register the decorated function as a backend; `Backend` says what the arguments mean.
 
@@ -285,6 +286,7 @@ class Op:
                 priority=priority,
                 composed=composed,
                 layout=layout,
+                needs=needs,
                 unread=self.arguments.differing(wanted),
                 ignores=self.arguments.any_differing(wanted),
             )

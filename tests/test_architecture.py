@@ -34,6 +34,7 @@ TRANSFORMERS = frozenset({"torch", "transformers"})
 FACADE = "the facade"  # moe_ops/__init__.py
 MAY_IMPORT = {
     "signature": May(),
+    "arena": May(),
     "gradients": May(),
     "aot_cache": May(),
     "options": May(frozenset({"signature"})),
@@ -52,7 +53,7 @@ MAY_IMPORT = {
     "ops": May(LOW | {"fake_impls", "quant", "ranks"}),
     "kernels": May(packages=frozenset({"torch", "triton"})),
     "decode_ops": May(OP | {"fake_impls", "kernels"}),
-    "backends": May(OP | {"decode_ops", "kernels", "quant"}, frozenset({"torch", "flashinfer"})),
+    "backends": May(OP | {"arena", "decode_ops", "kernels", "layouts", "quant"}),
     "quant": May(frozenset({"signature", "options", "shapes", "fake_impls"})),
     "parallel": May(OP),
     "prepared": May(OP),
@@ -61,7 +62,7 @@ MAY_IMPORT = {
         LOW | {"layer", "kernels", "prepared", "quant"}, frozenset({"torch", "safetensors", "gguf"})
     ),
     "planning": May(OP | {"quant", "terminal"}),
-    "graphs": May(OP | {"layer", "planning", "prepared"}),
+    "graphs": May(OP | {"arena", "layer", "planning", "prepared"}),
     "hf": May(BACKEND | {"prepared"}, TRANSFORMERS | {"safetensors"}),
     "pretrained": May(frozenset({"hf", "options", "quant", "signature"}), TRANSFORMERS),
     "published": May(

@@ -188,6 +188,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
             num_groups=routing.n_group,
             balanced=balanced,
         )
+        self.expert_offset = self.placement.offset  # Dynamo cannot trace what looks it up
         self.sizes = LayerSizes.of(
             slots=self.placement.num_slots,
             hidden_size=hidden_size,

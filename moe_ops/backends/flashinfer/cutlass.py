@@ -1,0 +1,167 @@
+"""`experts` by FlashInfer's CUTLASS kernels: 16-bit floats, float8, mxfp4 and nvfp4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops.backends.flashinfer import arguments, fits, kept, orders, package
+from moe_ops.backends.flashinfer.fits import READS, Way
+from moe_ops.backends.flashinfer.options import current
+from moe_ops.backends.flashinfer.stored import UP_GATE
+from moe_ops.ops.experts import ExpertsCall, experts
+from moe_ops.ops.quantize import quantize
+
+NAME = "flashinfer_cutlass"
+TENSOR, BLOCKS, GROUPS = "float8_e4m3fn:tensor", "float8_e4m3fn:128x128", "float8_e4m3fn:1x128"
+HOPPER, BLACKWELL = ((9, 0),), ((10, 0), (10, 3), (12, 0), (12, 1))
+EVERY = HOPPER + BLACKWELL
+WAYS = {
+    ("", ""): Way(capabilities=EVERY, dtypes=fits.HALVES, biases=True),
+    (TENSOR, TENSOR): Way(
+        capabilities=EVERY, dtypes=fits.HALVES, hidden=16, width=16, static_inputs=True,
+        one_scale=True,
+    ),
+    (BLOCKS, GROUPS): Way(capabilities=HOPPER, hidden=128, width=128, kinds=("Swiglu",)),
+    ("mxfp4", ""): Way(capabilities=HOPPER, hidden=128, width=128, biases=True),
+    ("nvfp4", "nvfp4"): Way(capabilities=BLACKWELL, hidden=128, width=128, static_inputs=True),
+}  # fmt: skip
+MACHINE = package.Machine(capabilities=EVERY)
+Scales = Callable[[ExpertsCall], list[Tensor]]
+
+
+def supports(call: ExpertsCall) -> str | None:
+    return fits.refusal(call, MACHINE, WAYS)
+
+
+@experts.backend(
+    NAME,
+    reads=READS,
+    supports=supports,
+    devices=("cuda",),
+    priority=-1,
+    layout=UP_GATE,
+    needs=MACHINE.needs,
+)
+def run(call: ExpertsCall) -> Tensor:
+    """`experts` in one call of `cutlass_fused_moe`."""
+    c, formats = call, (call.w_format, call.x_format)
+    out_TD = c.x_TD.new_empty(c.x_TD.shape)
+    if c.x_TD.shape[0] == 0:
+        return out_TD
+    moe, routed = package.module("flashinfer.fused_moe"), arguments.routed(c)
+    x_TD, (w13, w2), scales = c.x_TD, _weights(c), SCALES[formats](c)
+    if formats == (TENSOR, TENSOR):
+        x_TD = quantize(x_TD, c.x_format, c.x_scale)[0]
+    shared: dict[str, Any] = {
+        "activation_type": arguments.activation_type(c),
+        "use_fused_finalize": current().other_bits,
+        **_share(routed, c.w13_EFD.shape[0]),
+        **FLAGS.get(formats, {}),
+    }
+    tokens, nbytes = kept.tokens_of(x_TD.shape[0]), _bytes(c, routed, x_TD, w13, shared)
+    with (
+        kept.workspace("CUTLASS", nbytes, x_TD.device) as workspace,
+        kept.tuning((NAME, formats, c.w13_EFD.shape, tokens)),
+    ):
+        moe.cutlass_fused_moe(
+            input=x_TD,
+            token_selected_experts=routed.ids_TK,
+            token_final_scales=routed.weights_TK,
+            fc1_expert_weights=w13,
+            fc2_expert_weights=w2,
+            output_dtype=out_TD.dtype,
+            quant_scales=scales,
+            fc1_expert_biases=c.b13_EF,
+            fc2_expert_biases=c.b2_ED,
+            output=out_TD,
+            workspace_buffer=workspace,
+            tune_max_num_tokens=tokens,
+            **shared,
+        )
+    return out_TD
+
+
+FLAGS = {
+    (BLOCKS, GROUPS): {"use_deepseek_fp8_block_scale": True},
+    ("mxfp4", ""): {"use_w4_group_scaling": True},
+}
+
+
+def _weights(call: ExpertsCall) -> tuple[Tensor, Tensor]:
+    """The codes as the types by which FlashInfer tells its formats."""
+    w13, w2 = call.w13_EFD, call.w2_EDI
+    if call.w_format == "nvfp4":
+        return w13.view(torch.int64), w2.view(torch.int64)
+    return w13, w2
+
+
+def _share(routed: arguments.Routed, here: int) -> dict[str, int]:
+    """Which equal share of the experts this rank holds."""
+    if routed.experts == here:
+        return {}
+    return {"ep_size": routed.experts // here, "ep_rank": routed.offset // here}
+
+
+def _bytes(
+    call: ExpertsCall, routed: arguments.Routed, x: Tensor, w13: Tensor, shared: dict[str, Any]
+) -> int:
+    """The bytes of a workspace; asked of FlashInfer once for each number of tokens."""
+    D, I = call.widths  # noqa: E741
+    tokens, K = kept.tokens_of(x.shape[0]), routed.ids_TK.shape[1]
+    sizes = (tokens, D, I, routed.experts, K)
+    key = (sizes, x.dtype, w13.dtype, call.x_TD.dtype, x.device, *sorted(shared.items()))
+
+    def ask() -> int:
+        size_of = package.module("flashinfer.fused_moe").cutlass_fused_moe_workspace_size
+        dtypes = {"x_dtype": x.dtype, "weight_dtype": w13.dtype, "output_dtype": call.x_TD.dtype}
+        return int(size_of(*sizes, **dtypes, device=x.device, **shared))
+
+    return _SIZES.get(key, ask)
+
+
+_SIZES: kept.Kept[int] = kept.Kept("the size of a workspace")
+
+
+def float8_scales(call: ExpertsCall) -> list[Tensor]:
+    """Factors of both products, with the scale of their inputs between them and at the end."""
+    c = call
+    assert c.w13_scale_EFG is not None and c.w2_scale_EDG is not None
+    assert c.x_scale is not None and c.h_scale is not None
+    x_scale, h_scale_E = c.x_scale.reshape(()), c.h_scale
+    h_scale = h_scale_E.reshape(()) if h_scale_E.numel() == 1 else h_scale_E
+    first_E, second_E = c.w13_scale_EFG.flatten() * x_scale, c.w2_scale_EDG.flatten() * h_scale
+    return [first_E, h_scale.reciprocal(), second_E, x_scale]
+
+
+def block_scales(call: ExpertsCall) -> list[Tensor]:
+    assert call.w13_scale_EFG is not None and call.w2_scale_EDG is not None
+    return [call.w13_scale_EFG, call.w2_scale_EDG]
+
+
+def mxfp4_scales(call: ExpertsCall) -> list[Tensor]:
+    return [orders.folded_view(scale) for scale in block_scales(call)]
+
+
+def nvfp4_scales(call: ExpertsCall) -> list[Tensor]:
+    """Of each product: the reciprocal scale of its input, the block scales, and its factors."""
+    c = call
+    found = []
+    inputs = ((c.x_scale, c.global_scale13_E), (c.h_scale, c.global_scale2_E))
+    for (scale, global_E), blocks in zip(inputs, block_scales(c), strict=True):
+        assert scale is not None and global_E is not None
+        one, factors_E = arguments.one_input_scale(scale, global_E)
+        found += [one.reciprocal().reshape(()), blocks.view(torch.int32), factors_E]
+    return found
+
+
+SCALES: dict[tuple[str, str], Scales] = {
+    ("", ""): lambda call: [],
+    (TENSOR, TENSOR): float8_scales,
+    (BLOCKS, GROUPS): block_scales,
+    ("mxfp4", ""): mxfp4_scales,
+    ("nvfp4", "nvfp4"): nvfp4_scales,
+}
