@@ -23,16 +23,20 @@ class Routed:
     offset: int
 
 
-def routed(call: ExpertsCall) -> Routed:
-    """Global ids and an offset where the experts here are consecutive, else slots of this rank."""
+def routed(call: ExpertsCall, equal: bool = False) -> Routed:
+    """Global ids and an offset where the experts here are consecutive, else slots of this rank.
+
+    `equal`: an offset is taken only for one of equal shares, as ranks may hold one expert more.
+    """
     c, E = call, call.w13_EFD.shape[0]
     weights_TK = c.weights_TK.float().contiguous()
     if c.expert_map is None:
         return Routed(ids_TK=_int32(c.ids_TK), weights_TK=weights_TK, experts=E, offset=0)
     total = c.expert_map.shape[0]
-    if c.expert_offset is not None:
+    offset = c.expert_offset
+    if offset is not None and not (equal and (total % E or offset % E)):
         ids_TK = _int32(c.ids_TK)
-        return Routed(ids_TK=ids_TK, weights_TK=weights_TK, experts=total, offset=c.expert_offset)
+        return Routed(ids_TK=ids_TK, weights_TK=weights_TK, experts=total, offset=offset)
     known_TK = (c.ids_TK >= 0) & (c.ids_TK < total)
     slots_TK = c.expert_map[c.ids_TK.clamp(0, total - 1).long()]
     ids_TK = _int32(torch.where(known_TK, slots_TK, -1))

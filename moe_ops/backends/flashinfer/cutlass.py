@@ -52,7 +52,7 @@ def run(call: ExpertsCall) -> Tensor:
     out_TD = c.x_TD.new_empty(c.x_TD.shape)
     if c.x_TD.shape[0] == 0:
         return out_TD
-    moe, routed = package.module("flashinfer.fused_moe"), arguments.routed(c)
+    moe, routed = package.module("flashinfer.fused_moe"), arguments.routed(c, equal=True)
     x_TD, (w13, w2), scales = c.x_TD, _weights(c), SCALES[formats](c)
     if formats == (TENSOR, TENSOR):
         x_TD = quantize(x_TD, c.x_format, c.x_scale)[0]
