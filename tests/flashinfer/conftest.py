@@ -16,13 +16,20 @@ from moe_ops import arena, experts
 from moe_ops.backends.flashinfer import b12x, cute_dsl, cutlass, fits, kept, package
 
 STAND_IN = Path(__file__).parent / "stand_in"
-CACHES = (package.version, package.module, package._parameters)
+CACHES = (package.version, package.module, package._parameters, package._refusal)
 
 
 def forget() -> None:
     for cached in CACHES:
         cached.cache_clear()
-    for held in (b12x._LAYERS, cute_dsl._WRAPPERS, cutlass._SIZES, kept._tuned, kept._captured):
+    for held in (
+        b12x._LAYERS,
+        b12x._WORKSPACES,
+        cute_dsl._WRAPPERS,
+        cutlass._LAUNCHES,
+        kept._tuned,
+        kept._captured,
+    ):
         held.clear()
     arena.release()
     for name in [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]:
@@ -36,6 +43,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     def on(major: int, minor: int) -> None:
         for module in (package, fits):
             monkeypatch.setattr(module, "capability", lambda device: (major, minor))
+        package._refusal.cache_clear()
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     return on

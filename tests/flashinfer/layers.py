@@ -23,12 +23,11 @@ FORMATS = {
     "mxfp4": ("mxfp4", ""),
     "nvfp4": ("nvfp4", "nvfp4"),
 }
-# The most of |got - want| / |want|, in norms: products of 16 bits round in other places; so inputs of
-# codes change code where they lie in the middle of two, and b12x scales the second ones by blocks.
+# The most of |got - want| / |want|, in norms: products of 16 bits round in other places, so inputs
+# of codes change code in the middle of two; b12x scales the second ones by blocks alone.
 MOST_ERROR = {"bfloat16": 0.008, "float8": 0.03, "blocks": 0.03, "mxfp4": 0.008, "nvfp4": 0.06}
 MOST_ERROR_OF_B12X = 0.13
 WRONG = 0.2  # what no error of roundings reaches
-
 
 
 def call_of(formats: str, gated: bool = True, tokens: int = CASE.T, **more: Any) -> ExpertsCall:

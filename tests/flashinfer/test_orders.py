@@ -68,10 +68,16 @@ def test_elements_are_where_kernels_look_for_them(fake: ModuleType) -> None:
 
 
 WRONG = {
-    "rows": (lambda: orders.swizzled(torch.zeros(1, 96, 4)), "rows of scales .* multiple of 128 .*, got 96"),
+    "rows": (
+        lambda: orders.swizzled(torch.zeros(1, 96, 4)),
+        "rows of scales .* multiple of 128 .*, got 96",
+    ),
     "groups": (lambda: orders.folded(torch.zeros(1, 64, 3)), "groups of a row .* of 4 .*, got 3"),
     "codes": (lambda: orders.mixed(torch.zeros(1, 16, 24)), "bytes of a row .* of 32 .*, got 24"),
-    "chunks": (lambda: orders.chunked(torch.zeros(1, 96, 1), 32), "rows of the gate .* of 32 .*, got 48"),
+    "chunks": (
+        lambda: orders.chunked(torch.zeros(1, 96, 1), 32),
+        "rows of the gate .* of 32 .*, got 48",
+    ),
 }
 
 
@@ -83,8 +89,8 @@ def test_sizes_that_do_not_fit(order, said: str) -> None:
 
 @pytest.mark.parametrize("layout", ["flashinfer.chunks", "flashinfer.shuffled"])
 def test_formats_that_a_layout_is_not_for(layout: str) -> None:
-    with pytest.raises(ValueError, match="is for .*, got mxfp4 codes; take 'flashinfer.up_gate'"):
+    with pytest.raises(ValueError, match=r"is for .*, got mxfp4 codes; take 'flashinfer.up_gate'"):
         experts.layouts[layout].prepare_(weights_of(call_of("mxfp4")))
-    with pytest.raises(ValueError, match="no order for weights of torch.int8"):
+    with pytest.raises(ValueError, match=r"no order for weights of torch\.int8"):
         w = torch.zeros(2, 64, 64, dtype=torch.int8)
         experts.layouts[layout].prepare_({"w13_EFD": w, "w2_EDI": w})

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops import arena
 from moe_ops.backend import Rows
 from moe_ops.backends.flashinfer import arguments, cutlass, fits, kept, orders, package
 from moe_ops.backends.flashinfer.fits import READS, Way
@@ -56,23 +57,25 @@ def run(call: ExpertsCall) -> Tensor:
     if c.x_TD.shape[0] == 0:
         return c.x_TD.new_empty(c.x_TD.shape)
     assert c.w13_scale_EFG is not None and c.w2_scale_EDG is not None
-    layer, routed = _layer(c), arguments.routed(c)
-    layer.scales.refresh(c)
-    with kept.tuning((NAME, id(layer), kept.tokens_of(c.x_TD.shape[0]))):
-        out: Tensor = layer.wrapper.run(
-            x=c.x_TD,
-            w1_weight=c.w13_EFD,
-            w1_weight_sf=orders.mma_view(c.w13_scale_EFG),
-            w2_weight=c.w2_EDI,
-            w2_weight_sf=orders.mma_view(c.w2_scale_EDG),
-            token_selected_experts=arguments.only_here(routed.ids_TK, c.w13_EFD.shape[0]),
-            token_final_scales=routed.weights_TK,
-            w1_alpha=layer.scales.w13_E,
-            w2_alpha=layer.scales.w2_E,
-            fc2_input_scale=layer.scales.one,
-            input_global_scale=layer.scales.x,
-        )
-    return out.clone()  # the wrapper's own buffer, which its next call overwrites
+    device = c.x_TD.device
+    with arena.shared.lock(device):
+        layer, routed = _layer(c), arguments.routed(c)
+        layer.scales.refresh(c)
+        with kept.tuning((NAME, id(layer), kept.tokens_of(c.x_TD.shape[0]))):
+            out: Tensor = layer.wrapper.run(
+                x=c.x_TD,
+                w1_weight=c.w13_EFD,
+                w1_weight_sf=orders.mma_view(c.w13_scale_EFG),
+                w2_weight=c.w2_EDI,
+                w2_weight_sf=orders.mma_view(c.w2_scale_EDG),
+                token_selected_experts=arguments.only_here(routed.ids_TK, c.w13_EFD.shape[0]),
+                token_final_scales=routed.weights_TK,
+                w1_alpha=layer.scales.w13_E,
+                w2_alpha=layer.scales.w2_E,
+                fc2_input_scale=layer.scales.one,
+                input_global_scale=layer.scales.x,
+            )
+        return out.clone()  # the buffer of all wrappers, which the next call overwrites
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,42 +118,53 @@ class Layer:
 
 
 _LAYERS: kept.Kept[Layer] = kept.Kept("a wrapper of FlashInfer's b12x")
+_WORKSPACES: kept.Kept[dict[str, Any]] = kept.Kept("a workspace of FlashInfer's b12x")
+PARTS = ("static_workspace", "dynamic_workspace")  # that a wrapper makes, and another one can share
 
 
 def _layer(call: ExpertsCall) -> Layer:
-    """The wrapper of a layer for the tokens of a call or more, made at its first call."""
+    """The wrapper of a layer for the tokens of a call or more, made at its first call. All layers
+    of the same sizes on a stream share one workspace, and layers of any size the output."""
     c, options = call, current()
     D, I = c.widths  # noqa: E741
-    threshold = options.b12x_prefill_threshold if options.upstream_prefill else 0
+    device, threshold, tokens = c.x_TD.device, 0, kept.tokens_of(c.x_TD.shape[0])
+    if options.upstream_prefill:
+        threshold = options.b12x_prefill_threshold
     given = {
         "num_experts": c.w13_EFD.shape[0],
         "top_k": c.ids_TK.shape[1],
         "hidden_size": D,
         "intermediate_size": I,
         "use_cuda_graph": True,
-        "max_num_tokens": kept.tokens_of(c.x_TD.shape[0]),
-        "device": str(c.x_TD.device),
+        "max_num_tokens": tokens,
+        "device": str(device),
         "activation": KINDS[fits.activation(c)],
         "quant_mode": "nvfp4",
     }
+    alike = (arena.current_stream(device), threshold, *given.items())
     held = (c.w13_EFD, c.w2_EDI, c.w13_scale_EFG, c.w2_scale_EDG)
-    key = (threshold, *given.items(), *(t.data_ptr() for t in held if t is not None))
 
     def make() -> Layer:
         wrapper = package.module("flashinfer.fused_moe").B12xMoEWrapper
-        package.require(wrapper.__init__, "B12xMoEWrapper", *given)
+        shared = _WORKSPACES.get(alike, dict)
+        buffer = arena.take("FlashInfer b12x", tokens * D * 2, device)
+        output = buffer.view((tokens, D), torch.bfloat16)
+        all_given = {**given, **shared, "shared_output": output}
+        if threshold:
+            require_threshold(wrapper, threshold)
+            all_given[THRESHOLD] = threshold
+        package.require(wrapper.__init__, "B12xMoEWrapper", *all_given)
         package.require(wrapper.run, "B12xMoEWrapper.run", "input_global_scale")
-        scales = Scales.of(c, prefill=bool(threshold))
-        if not threshold:
-            return Layer(wrapper(**given), scales)
-        require_threshold(wrapper, threshold)
-        made = wrapper(**given, **{THRESHOLD: threshold})
-        made.register_cutlass_prefill_weights(
-            w1_q=c.w13_EFD, w2_q=c.w2_EDI, quant_scales=[*scales.prefill]
-        )
+        made, scales = wrapper(**all_given), Scales.of(c, prefill=bool(threshold))
+        for part in PARTS:
+            shared.setdefault(f"shared_{part}", getattr(made, f"_{part}"))
+        if threshold:
+            made.register_cutlass_prefill_weights(
+                w1_q=c.w13_EFD, w2_q=c.w2_EDI, quant_scales=[*scales.prefill]
+            )
         return Layer(made, scales)
 
-    return _LAYERS.get(key, make)
+    return _LAYERS.get((*alike, *(t.data_ptr() for t in held if t is not None)), make)
 
 
 def require_threshold(wrapper: Any, threshold: int) -> None:

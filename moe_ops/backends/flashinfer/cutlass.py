@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_ops import arena
 from moe_ops.backends.flashinfer import arguments, fits, kept, orders, package
 from moe_ops.backends.flashinfer.fits import READS, Way
 from moe_ops.backends.flashinfer.options import current
@@ -48,26 +50,18 @@ def supports(call: ExpertsCall) -> str | None:
 )
 def run(call: ExpertsCall) -> Tensor:
     """`experts` in one call of `cutlass_fused_moe`."""
-    c, formats = call, (call.w_format, call.x_format)
+    c = call
     out_TD = c.x_TD.new_empty(c.x_TD.shape)
     if c.x_TD.shape[0] == 0:
         return out_TD
-    moe, routed = package.module("flashinfer.fused_moe"), arguments.routed(c, equal=True)
-    x_TD, (w13, w2), scales = c.x_TD, _weights(c), SCALES[formats](c)
+    formats = c.w_format, c.x_format
+    routed, (w13, w2) = arguments.routed(c, equal=True), _weights(c)
+    x_TD, scales = c.x_TD, SCALES[formats](c)
     if formats == (TENSOR, TENSOR):
         x_TD = quantize(x_TD, c.x_format, c.x_scale)[0]
-    shared: dict[str, Any] = {
-        "activation_type": arguments.activation_type(c),
-        "use_fused_finalize": current().other_bits,
-        **_share(routed, c.w13_EFD.shape[0]),
-        **FLAGS.get(formats, {}),
-    }
-    tokens, nbytes = kept.tokens_of(x_TD.shape[0]), _bytes(c, routed, x_TD, w13, shared)
-    with (
-        kept.workspace("CUTLASS", nbytes, x_TD.device) as workspace,
-        kept.tuning((NAME, formats, c.w13_EFD.shape, tokens)),
-    ):
-        moe.cutlass_fused_moe(
+    launch = _launch(c, routed)
+    with arena.shared.lock(x_TD.device), kept.tuning((NAME, launch.key)):
+        launch.function(
             input=x_TD,
             token_selected_experts=routed.ids_TK,
             token_final_scales=routed.weights_TK,
@@ -78,11 +72,58 @@ def run(call: ExpertsCall) -> Tensor:
             fc1_expert_biases=c.b13_EF,
             fc2_expert_biases=c.b2_ED,
             output=out_TD,
-            workspace_buffer=workspace,
-            tune_max_num_tokens=tokens,
-            **shared,
+            workspace_buffer=kept.workspace("CUTLASS", launch.nbytes, x_TD.device),
+            **launch.given,
         )
     return out_TD
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What calls alike have in common: the function, the bytes of its workspace, and arguments that
+    are no tensors."""
+
+    key: Hashable
+    function: Callable[..., Any]
+    nbytes: int
+    given: dict[str, Any]
+
+
+_LAUNCHES: kept.Kept[Launch] = kept.Kept("the size of a workspace")
+
+
+def _launch(call: ExpertsCall, routed: arguments.Routed) -> Launch:
+    """FlashInfer is asked for the size once for each power of two of tokens."""
+    c, E, K = call, call.w13_EFD.shape[0], call.ids_TK.shape[1]
+    tokens, other_bits = kept.tokens_of(c.x_TD.shape[0]), current().other_bits
+    key = (
+        c.w_format, c.x_format, c.kind, c.gated, tokens, c.w13_EFD.shape, K, c.x_TD.dtype,
+        c.x_TD.device, routed.experts, routed.offset, other_bits,
+    )  # fmt: skip
+
+    def make() -> Launch:
+        moe = package.module("flashinfer.fused_moe")
+        shared: dict[str, Any] = {
+            "activation_type": arguments.activation_type(c),
+            "use_fused_finalize": other_bits,
+            **FLAGS.get((c.w_format, c.x_format), {}),
+        }
+        if routed.experts != E:
+            shared |= {"ep_size": routed.experts // E, "ep_rank": routed.offset // E}
+        package.require(moe.cutlass_fused_moe, "cutlass_fused_moe", "workspace_buffer", *shared)
+        codes = c.w_format == c.x_format == TENSOR
+        nbytes = moe.cutlass_fused_moe_workspace_size(
+            *(tokens, *c.widths, routed.experts, K),
+            x_dtype=c.w13_EFD.dtype if codes else c.x_TD.dtype,
+            weight_dtype=_weights(c)[0].dtype,
+            output_dtype=c.x_TD.dtype,
+            device=c.x_TD.device,
+            **shared,
+        )
+        given = {**shared, "tune_max_num_tokens": tokens}
+        return Launch(key, moe.cutlass_fused_moe, int(nbytes), given)
+
+    return _LAUNCHES.get(key, make)
 
 
 FLAGS = {
@@ -97,33 +138,6 @@ def _weights(call: ExpertsCall) -> tuple[Tensor, Tensor]:
     if call.w_format == "nvfp4":
         return w13.view(torch.int64), w2.view(torch.int64)
     return w13, w2
-
-
-def _share(routed: arguments.Routed, here: int) -> dict[str, int]:
-    """Which equal share of the experts this rank holds."""
-    if routed.experts == here:
-        return {}
-    return {"ep_size": routed.experts // here, "ep_rank": routed.offset // here}
-
-
-def _bytes(
-    call: ExpertsCall, routed: arguments.Routed, x: Tensor, w13: Tensor, shared: dict[str, Any]
-) -> int:
-    """The bytes of a workspace; asked of FlashInfer once for each number of tokens."""
-    D, I = call.widths  # noqa: E741
-    tokens, K = kept.tokens_of(x.shape[0]), routed.ids_TK.shape[1]
-    sizes = (tokens, D, I, routed.experts, K)
-    key = (sizes, x.dtype, w13.dtype, call.x_TD.dtype, x.device, *sorted(shared.items()))
-
-    def ask() -> int:
-        size_of = package.module("flashinfer.fused_moe").cutlass_fused_moe_workspace_size
-        dtypes = {"x_dtype": x.dtype, "weight_dtype": w13.dtype, "output_dtype": call.x_TD.dtype}
-        return int(size_of(*sizes, **dtypes, device=x.device, **shared))
-
-    return _SIZES.get(key, ask)
-
-
-_SIZES: kept.Kept[int] = kept.Kept("the size of a workspace")
 
 
 def float8_scales(call: ExpertsCall) -> list[Tensor]:

@@ -8,6 +8,7 @@ be written to outside of it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -62,7 +63,10 @@ class Kept(Generic[T]):
 
 def capturing() -> bool:
     """Whether a CUDA graph is captured on the current stream."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return _has_gpu() and torch.cuda.is_current_stream_capturing()
+
+
+_has_gpu = functools.cache(torch.cuda.is_available)  # which takes microseconds
 
 
 def require_no_capture(what: str) -> None:
@@ -82,27 +86,30 @@ def tokens_of(call_tokens: int) -> int:
 _captured: Kept[arena.Buffer] = Kept("a buffer")  # read by graphs, so never freed
 
 
-@contextlib.contextmanager
-def workspace(purpose: str, nbytes: int, device: torch.device) -> Iterator[Tensor]:
-    """A buffer of bytes from the arena, for the work that is queued inside the block."""
-    with arena.shared.lock(device):
-        buffer = arena.take(f"FlashInfer {purpose}", nbytes, device)
-        if capturing():
-            _captured.hold(buffer.memory.data_ptr(), buffer)
-        yield buffer.memory
+def workspace(purpose: str, nbytes: int, device: torch.device) -> Tensor:
+    """A buffer of bytes from the arena, for work that is queued while its lock is held."""
+    buffer = arena.take(f"FlashInfer {purpose}", nbytes, device)
+    if capturing():
+        _captured.hold(buffer.memory.data_ptr(), buffer)
+    return buffer.memory
 
 
 _tuned: Kept[bool] = Kept("what autotune measured")
 
 
-@contextlib.contextmanager
-def tuning(key: Hashable) -> Iterator[None]:
+NOT_TUNING = contextlib.nullcontext()
+
+
+def tuning(key: Hashable) -> contextlib.AbstractContextManager[None]:
     """Inside, FlashInfer measures its tactics, if options ask for it and the key is new."""
-    options = current()
-    if not options.autotune or capturing() or key in _tuned:
-        yield
-        return
+    if not current().autotune or capturing() or key in _tuned:
+        return NOT_TUNING
+    return _measuring(key)
+
+
+@contextlib.contextmanager
+def _measuring(key: Hashable) -> Iterator[None]:
     autotune = package.module("flashinfer").autotune
-    with autotune(True, cache=options.autotune_cache or None):
+    with autotune(True, cache=current().autotune_cache or None):
         yield
     _tuned.hold(key, True)

@@ -50,20 +50,7 @@ class Machine:
 
     def refusal(self, device: torch.device) -> str | None:
         """Why it cannot run on a device, or None."""
-        wanted, got = _either(self.capabilities), capability(device)
-        if got is None:
-            return f"needs a GPU of compute capability {wanted}, and there is none"
-        if got not in self.capabilities:
-            return f"needs compute capability {wanted}, got {_dotted(got)}"
-        for distribution in (DISTRIBUTION, *self.packages):
-            if version(distribution) is None:
-                return f"needs the package {distribution}, which is not installed; {INSTALL}"
-        found = version() or ""
-        if _numbers(found) < _numbers(LEAST):
-            return f"needs {DISTRIBUTION} {LEAST} or newer, got {found}; {INSTALL}"
-        if _numbers(torch.version.cuda or "0") < (self.cuda,):
-            return f"needs a torch built for CUDA {self.cuda}, got {torch.version.cuda or 'none'}"
-        return None
+        return _refusal(self, device)
 
     @property
     def needs(self) -> Needs:
@@ -75,6 +62,25 @@ class Machine:
             missing=self.refusal,
             package=DISTRIBUTION,
         )
+
+
+@functools.cache
+def _refusal(machine: Machine, device: torch.device) -> str | None:
+    """Asked at every call of a backend, so looked up once."""
+    wanted, got = _either(machine.capabilities), capability(device)
+    if got is None:
+        return f"needs a GPU of compute capability {wanted}, and there is none"
+    if got not in machine.capabilities:
+        return f"needs compute capability {wanted}, got {_dotted(got)}"
+    for distribution in (DISTRIBUTION, *machine.packages):
+        if version(distribution) is None:
+            return f"needs the package {distribution}, which is not installed; {INSTALL}"
+    found = version() or ""
+    if _numbers(found) < _numbers(LEAST):
+        return f"needs {DISTRIBUTION} {LEAST} or newer, got {found}; {INSTALL}"
+    if _numbers(torch.version.cuda or "0") < (machine.cuda,):
+        return f"needs a torch built for CUDA {machine.cuda}, got {torch.version.cuda or 'none'}"
+    return None
 
 
 @functools.cache

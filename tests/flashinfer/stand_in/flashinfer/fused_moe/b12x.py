@@ -43,10 +43,14 @@ class B12xMoEWrapper:
         shared_dynamic_workspace: object | None = None,
         shared_output: Tensor | None = None,
     ) -> None:
-        calls.append(("B12xMoEWrapper", {"max_num_tokens": max_num_tokens}))
+        calls.append(("B12xMoEWrapper", {**locals()}))
         assert quant_mode == "nvfp4" and use_cuda_graph and intermediate_size % 128 == 0
         self.kind, self.most, self.experts = KINDS[activation], max_num_tokens, num_experts
-        self.output = torch.empty(max_num_tokens, hidden_size, dtype=output_dtype)
+        assert shared_output is not None and shared_output.shape == (max_num_tokens, hidden_size)
+        assert shared_output.dtype == output_dtype
+        self.output = shared_output
+        self._static_workspace = shared_static_workspace or object()
+        self._dynamic_workspace = shared_dynamic_workspace or object()
         self.folded: tuple[Any, Tensor] | None = None
 
     def run(

@@ -85,6 +85,10 @@ def unmixed(mixed: Tensor) -> Tensor:
     return plain
 
 
+def unchanged(x: Tensor, e: int) -> Tensor:
+    return x
+
+
 @dataclass(frozen=True)
 class Layer:
     """Decoded weights, w1 with rows [up; gate] where there is a gate."""
@@ -94,8 +98,8 @@ class Layer:
     activation: str = "Swiglu"
     b1: Tensor | None = None
     b2: Tensor | None = None
-    first: Any = staticmethod(lambda x, e: x)  # what becomes of the inputs of either product
-    second: Any = staticmethod(lambda h, e: h)
+    first: Any = unchanged  # what becomes of the inputs of either product
+    second: Any = unchanged
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, offset: int = 0) -> Tensor:
         """The sum over experts, by global ids of which those from `offset` on are here."""
