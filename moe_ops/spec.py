@@ -241,7 +241,6 @@ class Op:
         priority: int = 0,
         composed: bool = False,
         layout: Layout | None = None,
-        needs: Needs | None = None,
     ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
         """Register the decorated function as a backend; `Backend` says what the arguments mean.
 
@@ -286,7 +285,6 @@ class Op:
                 priority=priority,
                 composed=composed,
                 layout=layout,
-                needs=needs,
                 unread=self.arguments.differing(wanted),
                 ignores=self.arguments.any_differing(wanted),
             )
@@ -298,6 +296,11 @@ class Op:
     def emulates(self, name: str, when: Callable[[Any], bool]) -> None:
         """Say of which calls a backend emulates the inputs; `Backend` says what that is."""
         self.backends[name] = replace(self.backends[name], emulates=when)
+        self._order.clear()
+
+    def needs(self, name: str, needs: Needs) -> None:
+        """Say what a backend needs of a machine, whatever the call."""
+        self.backends[name] = replace(self.backends[name], needs=needs)
         self._order.clear()
 
     def candidates(self, device: str) -> tuple[Backend, ...]:

@@ -49,7 +49,6 @@ def preferred(call: ExpertsCall) -> int | None:
     rows=Rows(preferred=preferred),
     devices=("cuda",),
     layout=UP_GATE,
-    needs=MACHINE.needs,
 )
 def run(call: ExpertsCall) -> Tensor:
     """`experts` by a wrapper of the layer's own, as it keeps views of weights."""
@@ -177,3 +176,6 @@ def require_threshold(wrapper: Any, threshold: int) -> None:
             f"{package.DISTRIBUTION} {package.version()} has not; install a later version that has "
             "them, or leave out upstream_prefill, and two backends share the calls"
         )
+
+
+experts.needs(NAME, MACHINE.needs)

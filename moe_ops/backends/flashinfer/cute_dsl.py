@@ -32,7 +32,6 @@ def supports(call: ExpertsCall) -> str | None:
     devices=("cuda",),
     priority=-1,
     layout=CHUNKED,
-    needs=MACHINE.needs,
 )
 def run(call: ExpertsCall) -> Tensor:
     """`experts` by the wrapper of its formats. It is given global ids and an offset."""
@@ -108,3 +107,6 @@ def _run_nvfp4(call: ExpertsCall, routed: arguments.Routed, wrapper: Any) -> Ten
         w2_alpha=factors2_E,
     )
     return out
+
+
+experts.needs(NAME, MACHINE.needs)

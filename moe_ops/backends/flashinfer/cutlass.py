@@ -46,7 +46,6 @@ def supports(call: ExpertsCall) -> str | None:
     devices=("cuda",),
     priority=-1,
     layout=UP_GATE,
-    needs=MACHINE.needs,
 )
 def run(call: ExpertsCall) -> Tensor:
     """`experts` in one call of `cutlass_fused_moe`."""
@@ -179,3 +178,6 @@ SCALES: dict[tuple[str, str], Scales] = {
     ("mxfp4", ""): mxfp4_scales,
     ("nvfp4", "nvfp4"): nvfp4_scales,
 }
+
+
+experts.needs(NAME, MACHINE.needs)

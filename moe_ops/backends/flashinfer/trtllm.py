@@ -26,7 +26,6 @@ def supports(call: ExpertsCall) -> str | None:
     devices=("cuda",),
     priority=-1,
     layout=SHUFFLED,
-    needs=MACHINE.needs,
 )
 def run(call: ExpertsCall) -> Tensor:
     """`experts` in one call of `trtllm_bf16_routed_moe`, with global ids and an offset."""
@@ -53,3 +52,6 @@ def run(call: ExpertsCall) -> Tensor:
             output=out_TD,
         )
     return out_TD
+
+
+experts.needs(NAME, MACHINE.needs)
