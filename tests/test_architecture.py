@@ -81,7 +81,9 @@ MAY_IMPORT = {
         | {"decode_ops", "generation", "compiler", "using", "parallel"},
         frozenset({"torch", "transformers", "matplotlib", "safetensors"}),
     ),
-    "__main__": May(frozenset({"signature", "options", "shapes", "hf", "passes"}), TRANSFORMERS),
+    "__main__": May(
+        frozenset({"signature", "options", "shapes", "hf", "backends", "passes"}), TRANSFORMERS
+    ),
     FACADE: May(
         BACKEND
         | {"aot_cache", "fake_impls", "layer", "hf", "passes", "planning", "graphs"}

@@ -55,7 +55,7 @@ class Machine:
     @property
     def needs(self) -> Needs:
         """The same for the registry."""
-        packages = " and ".join((f"{DISTRIBUTION} {LEAST}", *self.packages))
+        packages = " and ".join((f"{DISTRIBUTION} {LEAST} or newer", *self.packages))
         cuda = f", CUDA {self.cuda}" if self.cuda > 12 else ""
         return Needs(
             said=f"compute capability {_either(self.capabilities)}{cuda}; {packages}",
