@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -50,8 +49,8 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, on: Any) -> Iterator[ModuleType]:
-    """The stand-in, whose backends take tensors on the CPU."""
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stand-in is installed, and its backends take tensors on the CPU."""
     forget()
     monkeypatch.syspath_prepend(str(STAND_IN))
     backends = {
@@ -61,5 +60,12 @@ def fake(monkeypatch: pytest.MonkeyPatch, on: Any) -> Iterator[ModuleType]:
     monkeypatch.setattr(experts, "backends", backends)
     monkeypatch.setattr(experts, "_order", {})
     monkeypatch.setattr(experts, "_plans", {})
-    yield package.module("flashinfer")
+    yield
     forget()
+
+
+@pytest.fixture
+def fake(installed: None) -> ModuleType:
+    """The stand-in, imported."""
+    found: ModuleType = package.module("flashinfer")
+    return found

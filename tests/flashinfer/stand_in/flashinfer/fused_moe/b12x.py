@@ -1,11 +1,12 @@
 """b12x: rows [up; gate], scales as an MMA view, one factor for inputs and one for weights.
 
-What only an open change of FlashInfer has is marked LATER: it is there if `later` is set, and the
-signatures of the installed package are not compared with it.
+What only an open change of FlashInfer has is marked LATER: `fused_moe` does not export it, and no
+signature of it is compared with the installed package's.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -102,9 +103,9 @@ def _rounded(scale: Tensor) -> Any:
 class LaterB12xMoEWrapper(B12xMoEWrapper):
     """LATER: with the threshold and the registration of an open change."""
 
-    def __init__(self, *args: Any, cutlass_prefill_threshold: int = 0, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.threshold: int = kwargs.pop("cutlass_prefill_threshold", 0)
         super().__init__(*args, **kwargs)
-        self.threshold = cutlass_prefill_threshold
         self.prefill: tuple[Any, ...] | None = None
 
     def register_cutlass_prefill_weights(
@@ -115,10 +116,23 @@ class LaterB12xMoEWrapper(B12xMoEWrapper):
         self.prefill = (w1_q, w2_q, quant_scales)
 
     def run(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if x.shape[0] < self.threshold:
+        if not self.threshold or x.shape[0] < self.threshold:
             return super().run(x, *args, **kwargs)
         assert self.prefill is not None
         calls.append(("prefill", {"tokens": x.shape[0]}))
         layer = nvfp4(*self.prefill, activation=self.kind)
         ids, weights = kwargs["token_selected_experts"], kwargs["token_final_scales"]
         return layer.run(x, ids, weights).to(x.dtype)
+
+
+def _later() -> inspect.Signature:
+    """LATER: the constructor's signature."""
+    base = inspect.signature(B12xMoEWrapper.__init__)
+    option = inspect.Parameter(
+        "cutlass_prefill_threshold", inspect.Parameter.KEYWORD_ONLY, default=0, annotation=int
+    )
+    return base.replace(parameters=[*base.parameters.values(), option])
+
+
+LaterB12xMoEWrapper.__init__.__signature__ = _later()  # type: ignore[attr-defined]
+LaterB12xMoEWrapper.run.__signature__ = inspect.signature(B12xMoEWrapper.run)  # type: ignore[attr-defined]
