@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -137,3 +138,20 @@ def test_one_scale_of_inputs_for_experts_with_scales_of_their_own(fake: ModuleTy
         prepared = stored(own, layout)
         got = experts.backends[name].run(prepared)
         assert torch.equal(got, run(name, stored(call, layout)))
+
+
+@pytest.mark.parametrize("name", [CUTLASS, CUTE_DSL, TRTLLM])
+@pytest.mark.parametrize("cuts", [(0, 2, 4), (0, 3, 4)], ids=["equal", "unequal"])
+def test_shares_of_ranks_add_up(fake: ModuleType, on: On, name: str, cuts: tuple[int, ...]) -> None:
+    """CUTLASS knows equal shares alone: the others go by slots."""
+    _, layout, _, gpu = next(way for way in WAYS.values() if way[0] == name)
+    on(*gpu)
+    whole = call_of("bfloat16")
+    total = torch.zeros(CASE.T, CASE.D, dtype=torch.float64)
+    for first, end in pairwise(cuts):
+        there = torch.full((CASE.E,), -1, dtype=torch.int32)
+        there[first:end] = torch.arange(end - first)
+        parts = {n: t[first:end].contiguous() for n, t in weights_of(whole).items()}
+        call = replace(whole, expert_map=there, expert_offset=first, **parts)
+        total += run(name, stored(call, layout)).double()
+    check(name, "bfloat16", total.bfloat16(), wanted(whole))
