@@ -77,7 +77,17 @@ MAY_IMPORT = {
     # A leaf: it measures everything, and nobody imports it.
     "bench": May(
         BACKEND
-        | {"testing", "terminal", "layer", "weights", "hf", "passes", "planning", "graphs"}
+        | {
+            "layouts",
+            "testing",
+            "terminal",
+            "layer",
+            "weights",
+            "hf",
+            "passes",
+            "planning",
+            "graphs",
+        }
         | {"decode_ops", "generation", "compiler", "using", "parallel"},
         frozenset({"torch", "transformers", "matplotlib", "safetensors"}),
     ),

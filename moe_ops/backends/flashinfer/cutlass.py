@@ -49,32 +49,36 @@ def supports(call: ExpertsCall) -> str | None:
 )
 def run(call: ExpertsCall) -> Tensor:
     """`experts` in one call of `cutlass_fused_moe`."""
-    c = call
-    out_TD = c.x_TD.new_empty(c.x_TD.shape)
-    if c.x_TD.shape[0] == 0:
+    out_TD = call.x_TD.new_empty(call.x_TD.shape)
+    if call.x_TD.shape[0] == 0:
         return out_TD
-    formats = c.w_format, c.x_format
-    routed, (w13, w2) = arguments.routed(c, equal=True), _weights(c)
-    x_TD, scales = c.x_TD, SCALES[formats](c)
+    routed = arguments.routed(call, equal=True)
+    launch, given = launch_of(call, routed), tensors_of(call, routed)
+    with arena.shared.lock(out_TD.device), kept.tuning((NAME, launch.key)):
+        given["workspace_buffer"] = kept.workspace("CUTLASS", launch.nbytes, out_TD.device)
+        launch.function(output=out_TD, **given, **launch.given)
+    return out_TD
+
+
+def tensors_of(call: ExpertsCall, routed: arguments.Routed) -> dict[str, Any]:
+    """The arguments of `cutlass_fused_moe` that are tensors, or go by them, but for where it
+    writes."""
+    c, formats = call, (call.w_format, call.x_format)
+    w13, w2 = _weights(c)
+    x_TD = c.x_TD
     if formats == (TENSOR, TENSOR):
         x_TD = quantize(x_TD, c.x_format, c.x_scale)[0]
-    launch = _launch(c, routed)
-    with arena.shared.lock(x_TD.device), kept.tuning((NAME, launch.key)):
-        launch.function(
-            input=x_TD,
-            token_selected_experts=routed.ids_TK,
-            token_final_scales=routed.weights_TK,
-            fc1_expert_weights=w13,
-            fc2_expert_weights=w2,
-            output_dtype=out_TD.dtype,
-            quant_scales=scales,
-            fc1_expert_biases=c.b13_EF,
-            fc2_expert_biases=c.b2_ED,
-            output=out_TD,
-            workspace_buffer=kept.workspace("CUTLASS", launch.nbytes, x_TD.device),
-            **launch.given,
-        )
-    return out_TD
+    return {
+        "input": x_TD,
+        "token_selected_experts": routed.ids_TK,
+        "token_final_scales": routed.weights_TK,
+        "fc1_expert_weights": w13,
+        "fc2_expert_weights": w2,
+        "output_dtype": c.x_TD.dtype,
+        "quant_scales": SCALES[formats](c),
+        "fc1_expert_biases": c.b13_EF,
+        "fc2_expert_biases": c.b2_ED,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ class Launch:
 _LAUNCHES: kept.Kept[Launch] = kept.Kept("the size of a workspace")
 
 
-def _launch(call: ExpertsCall, routed: arguments.Routed) -> Launch:
+def launch_of(call: ExpertsCall, routed: arguments.Routed) -> Launch:
     """FlashInfer is asked for the size once for each power of two of tokens."""
     c, E, K = call, call.w13_EFD.shape[0], call.ids_TK.shape[1]
     tokens, other_bits = kept.tokens_of(c.x_TD.shape[0]), current().other_bits
