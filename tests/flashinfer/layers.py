@@ -29,16 +29,19 @@ MOST_ERROR = {"bfloat16": 0.008, "float8": 0.03, "blocks": 0.03, "mxfp4": 0.008,
 WRONG = 0.2  # what no error of roundings reaches
 
 
-def call_of(formats: str, gated: bool = True, tokens: int = CASE.T, **more: Any) -> ExpertsCall:
+def call_of(
+    formats: str, gated: bool = True, tokens: int | None = None, case: Case = CASE, **more: Any
+) -> ExpertsCall:
     """A call as weights are loaded: with static inputs, and for each expert factors of its own."""
     w_format, x_format = FORMATS[formats]
-    made = make_layer(replace(CASE, T=tokens), torch.bfloat16, gated=gated)
+    case = case if tokens is None else replace(case, T=tokens)
+    made = make_layer(case, torch.bfloat16, gated=gated)
     call = ExpertsCall(
         made.x_TD, made.weights_TK, made.ids_TK, made.w13_EFD, made.w2_EDI,
         kind="silu" if gated else "relu2", gated=gated,
     )  # fmt: skip
     if w_format:
-        own = torch.rand(CASE.E) + 0.5 if formats == "nvfp4" else None
+        own = torch.rand(case.E) + 0.5 if formats == "nvfp4" else None
         w13, w2 = (
             packing.quantize(w, Format.of(w_format), global_scale=None if own is None else own / n)
             for n, w in ((400, made.w13_EFD), (300, made.w2_EDI))

@@ -40,9 +40,9 @@ def capability(device: torch.device) -> Capability | None:
     return torch.cuda.get_device_capability(device)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Machine:
-    """What a backend needs of a machine, whatever the call."""
+    """What a backend needs of a machine, whatever the call. It is looked up by its identity."""
 
     capabilities: tuple[Capability, ...]
     packages: tuple[str, ...] = ()  # besides FlashInfer
@@ -66,7 +66,6 @@ class Machine:
 
 @functools.cache
 def _refusal(machine: Machine, device: torch.device) -> str | None:
-    """Asked at every call of a backend, so looked up once."""
     wanted, got = _either(machine.capabilities), capability(device)
     if got is None:
         return f"needs a GPU of compute capability {wanted}, and there is none"
