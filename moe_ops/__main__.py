@@ -1,4 +1,5 @@
-"""python -m moe_ops explain MODEL: what moe_ops makes of a model, without running or loading it."""
+"""python -m moe_ops explain MODEL: what moe_ops makes of a model, without running or loading it.
+python -m moe_ops backends: which backends there are, and which of them run here."""
 
 from __future__ import annotations
 
@@ -63,6 +64,11 @@ def main(words: Sequence[str] | None = None) -> int:
     transformers cannot find or build exit with 2 and a line on stderr."""
     top = parser()
     args = top.parse_args(words)
+    if args.command == "backends":
+        from moe_ops.backends import available
+
+        print(available.text())
+        return 0
     try:
         for name in ("html", "json"):
             if getattr(args, name) is not None:
@@ -112,6 +118,9 @@ def parser() -> argparse.ArgumentParser:
     add("--tiny", action="store_true", help="shrink every size of the model")
     add("--html", metavar="FILE", help="write one self-contained page")
     add("--json", metavar="FILE", help="write all that is shown, and the plan, as JSON")
+    commands.add_parser(
+        "backends", help="which backends there are, what each needs, and which run here"
+    )
     add("--depyf", metavar="DIR", help="compile and run the model, and write depyf's dumps")
     return top
 

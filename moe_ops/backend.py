@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_ops.layouts import Layout
@@ -30,14 +31,26 @@ ANY_NUMBER = Rows()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a backend needs of a machine, whatever the call: in words, why a device has it not
+    (`missing` gives None where it has), and the package, if one has to be installed."""
+
+    said: str
+    missing: Callable[[torch.device], str | None]
+    package: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """One way to run an op: `run` takes its record; `supports` says why it cannot run, or None.
 
     `reads` names the arguments with defaults that it reads. A call in which another one differs
     from its default is refused for it, so `supports` and `run` need not look at these. A `composed`
     backend runs the definition's stages one by one; a compiler does better with the definition.
-    One with a `layout` runs prepared weights, and no others. `emulates` says of a call that it runs
-    whether it rounds inputs to what their codes stand for, and multiplies these as 16-bit floats.
+    One with a `layout` runs prepared weights, and no others. `needs` says what of a machine it
+    needs for any call, which is told before what is wrong with one. `emulates` says of a call that
+    it runs whether it rounds inputs to what their codes stand for, and multiplies these as 16-bit
+    floats.
     """
 
     name: str
@@ -49,6 +62,7 @@ class Backend:
     priority: int = 0
     composed: bool = False
     layout: Layout | None = None
+    needs: Needs | None = None
     emulates: Callable[[Any], bool] = field(default=lambda call: False, compare=False)
     # What of a record it does not read, by name; and whether there is any, which is quicker.
     unread: Callable[[Any], dict[str, Any]] = field(default=lambda call: {}, compare=False)
@@ -60,6 +74,9 @@ class Backend:
         """
         if self.devices is not None and device not in self.devices:
             return f"needs a tensor on {' or '.join(sorted(self.devices))}, got {device}"
+        missing = None if self.needs is None else self.needs.missing(torch.device(device))
+        if missing is not None:
+            return missing
         if self.ignores is not None and self.ignores(call):
             return self._unread(self.unread(call))
         reason = None if self.supports is None else self.supports(call)

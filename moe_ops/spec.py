@@ -17,7 +17,7 @@ import torch
 from torch import _C, Tensor
 from torch.library import Library, register_fake
 
-from moe_ops.backend import ANY_NUMBER, LAYOUT, Backend, Rows
+from moe_ops.backend import ANY_NUMBER, LAYOUT, Backend, Needs, Rows
 from moe_ops.gradients import forward_mode, grad_wanted, refuse_tangents
 from moe_ops.layouts import Layout
 from moe_ops.ranges import parse_plan
@@ -296,6 +296,11 @@ class Op:
     def emulates(self, name: str, when: Callable[[Any], bool]) -> None:
         """Say of which calls a backend emulates the inputs; `Backend` says what that is."""
         self.backends[name] = replace(self.backends[name], emulates=when)
+        self._order.clear()
+
+    def needs(self, name: str, needs: Needs) -> None:
+        """Say what a backend needs of a machine, whatever the call."""
+        self.backends[name] = replace(self.backends[name], needs=needs)
         self._order.clear()
 
     def candidates(self, device: str) -> tuple[Backend, ...]:

@@ -34,6 +34,7 @@ TRANSFORMERS = frozenset({"torch", "transformers"})
 FACADE = "the facade"  # moe_ops/__init__.py
 MAY_IMPORT = {
     "signature": May(),
+    "arena": May(),
     "gradients": May(),
     "aot_cache": May(),
     "options": May(frozenset({"signature"})),
@@ -52,7 +53,7 @@ MAY_IMPORT = {
     "ops": May(LOW | {"fake_impls", "quant", "ranks"}),
     "kernels": May(packages=frozenset({"torch", "triton"})),
     "decode_ops": May(OP | {"fake_impls", "kernels"}),
-    "backends": May(OP | {"decode_ops", "kernels", "quant"}, frozenset({"torch", "flashinfer"})),
+    "backends": May(OP | {"arena", "decode_ops", "kernels", "layouts", "quant"}),
     "quant": May(frozenset({"signature", "options", "shapes", "fake_impls"})),
     "parallel": May(OP),
     "prepared": May(OP),
@@ -61,7 +62,7 @@ MAY_IMPORT = {
         LOW | {"layer", "kernels", "prepared", "quant"}, frozenset({"torch", "safetensors", "gguf"})
     ),
     "planning": May(OP | {"quant", "terminal"}),
-    "graphs": May(OP | {"layer", "planning", "prepared"}),
+    "graphs": May(OP | {"arena", "layer", "planning", "prepared"}),
     "hf": May(BACKEND | {"prepared"}, TRANSFORMERS | {"safetensors"}),
     "pretrained": May(frozenset({"hf", "options", "quant", "signature"}), TRANSFORMERS),
     "published": May(
@@ -76,11 +77,23 @@ MAY_IMPORT = {
     # A leaf: it measures everything, and nobody imports it.
     "bench": May(
         BACKEND
-        | {"testing", "terminal", "layer", "weights", "hf", "passes", "planning", "graphs"}
+        | {
+            "layouts",
+            "testing",
+            "terminal",
+            "layer",
+            "weights",
+            "hf",
+            "passes",
+            "planning",
+            "graphs",
+        }
         | {"decode_ops", "generation", "compiler", "using", "parallel"},
         frozenset({"torch", "transformers", "matplotlib", "safetensors"}),
     ),
-    "__main__": May(frozenset({"signature", "options", "shapes", "hf", "passes"}), TRANSFORMERS),
+    "__main__": May(
+        frozenset({"signature", "options", "shapes", "hf", "backends", "passes"}), TRANSFORMERS
+    ),
     FACADE: May(
         BACKEND
         | {"aot_cache", "fake_impls", "layer", "hf", "passes", "planning", "graphs"}

@@ -119,6 +119,7 @@ UNNAMED_PARAMETERS = {
         "moe_ops/compiler.py: compile",
         "moe_ops/compiler.py: compile_config",
         "passes/compiled.py: inductor_options",
+        "moe_ops/backends/flashinfer/options.py: flashinfer_options",
         "passes/explain/api.py: explain",
     },
     "the arguments of an op, which its record names": {

@@ -4,6 +4,7 @@ from moe_ops.backends import (
     aten,
     cpu,
     dequantize,
+    flashinfer,
     over_ranks,
     triton,
     triton_decode,
@@ -13,6 +14,6 @@ from moe_ops.backends import (
 )
 
 __all__ = [
-    "aten", "cpu", "dequantize", "over_ranks", "triton", "triton_decode", "triton_gemm",
-    "triton_quantize", "triton_ranks",
+    "aten", "cpu", "dequantize", "flashinfer", "over_ranks", "triton", "triton_decode",
+    "triton_gemm", "triton_quantize", "triton_ranks",
 ]  # fmt: skip

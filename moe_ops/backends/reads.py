@@ -4,7 +4,7 @@ them, so its backends refuse it until they know it."""
 from __future__ import annotations
 
 ACTIVATION = ("kind", "gated", "interleaved", "alpha", "limit", "up_shift")
-FLOAT_EXPERTS = ("b13_EF", "b2_ED", "expert_map", "transposed", *ACTIVATION)
+FLOAT_EXPERTS = ("b13_EF", "b2_ED", "expert_map", "expert_offset", "transposed", *ACTIVATION)
 EXPERTS = (
     *FLOAT_EXPERTS,
     "w13_scale_EFG", "w2_scale_EDG", "w13_zero_EFG", "w2_zero_EDG", "w_format", "x_format",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ops.bench.inputs import Routed, Weights
-from moe_ops.ops import moe
+from moe_ops.layouts import Layout
+from moe_ops.ops import experts, moe
+from moe_ops.ops.experts import WEIGHTS
 from moe_ops.spec import NAMESPACE, OPS, REFERENCE, Op
 from moe_ops.testing import Case
 from moe_ops.using import using
 
 OURS = "moe_ops"
 STOCK = ("grouped_mm", "batched_mm")  # transformers' names
+DIRECT = "cutlass_fused_moe"  # FlashInfer's
 
 Call = Callable[[Weights, Routed], Tensor]
 
@@ -45,7 +48,62 @@ def ours(case: Case, device: str, name: str = OURS, backend: str | None = None) 
     if backend is None:
         return Contender(name=name, call=call)
     having = ops_with(backend, device)
+    layout = experts.backends[backend].layout if backend in experts.backends else None
+    if layout is not None:
+        stored = Prepared(layout)
+        return Contender(
+            name=name,
+            call=lambda weights, routed: call(stored.of(weights), routed),
+            around=lambda: using(backend, experts),  # which leaves routing to who is best at it
+        )
     return Contender(name=name, call=call, around=lambda: forced(backend, having))
+
+
+class Prepared:
+    """Weights as a backend reads them, made once of each copy that takes turns."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._made: dict[int, tuple[Weights, Weights]] = {}  # by address; the first stays, too
+
+    def of(self, weights: Weights) -> Weights:
+        found = self._made.get(weights.w13_EFD.data_ptr())
+        if found is None:
+            given = {"w13_EFD": weights.w13_EFD, "w2_EDI": weights.w2_EDI, **weights.beside}
+            held = {n: t.clone() for n, t in given.items()}
+            self._layout.prepare_({n: t for n, t in held.items() if n in WEIGHTS})
+            w13_EFD, w2_EDI = held.pop("w13_EFD"), held.pop("w2_EDI")
+            made = replace(weights, w13_EFD=w13_EFD, w2_EDI=w2_EDI, beside=held,
+                           layout=self._layout.name)  # fmt: skip
+            found = self._made[weights.w13_EFD.data_ptr()] = weights, made
+        return found[1]
+
+
+def direct(case: Case) -> Contender:
+    """FlashInfer's `cutlass_fused_moe` itself, given the ids and weights of a routing."""
+    from moe_ops.backends.flashinfer import arguments, cutlass, kept, stored
+
+    weights_of = Prepared(stored.UP_GATE)
+
+    def call(weights: Weights, routed: Routed) -> Tensor:
+        made = weights_of.of(weights)
+        record = experts.call(
+            routed.x_TD, routed.weights_TK, routed.ids_TK, made.w13_EFD, made.w2_EDI,
+            **made.keywords,
+        )  # fmt: skip
+        reason = cutlass.supports(record)
+        if reason is not None:
+            raise NotImplementedError(f"{cutlass.NAME} {reason}")
+        to = arguments.routed(record)
+        launch, out_TD = cutlass.launch_of(record, to), torch.empty_like(routed.x_TD)
+        workspace = kept.workspace("CUTLASS", launch.nbytes, out_TD.device)
+        launch.function(
+            output=out_TD, workspace_buffer=workspace, **cutlass.tensors_of(record, to),
+            **launch.given,
+        )  # fmt: skip
+        return out_TD
+
+    return Contender(name=DIRECT, call=call)
 
 
 def ops_with(backend: str, device: str) -> list[Op]:
@@ -106,7 +164,9 @@ def stock(case: Case, implementation: str) -> Contender:
 
 
 def contender(case: Case, device: str, name: str) -> Contender:
-    """By name: transformers' experts, or our op on a backend."""
+    """By name: transformers' experts, FlashInfer's function, or our op on a backend."""
+    if name == DIRECT:
+        return direct(case)
     return stock(case, name) if name in STOCK else ours(case, device, name, name)
 
 

@@ -198,10 +198,10 @@ def device_name(device: torch.device) -> str:
 def versions(transformers: bool) -> dict[str, str]:
     """Of the packages that have a part in the times."""
     found = {"torch": str(torch.__version__)}
-    names: Sequence[str] = ("triton", "transformers") if transformers else ("triton",)
+    names = ("triton", "flashinfer-python", *(("transformers",) if transformers else ()))
     for name in names:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            continue  # Triton is there only where torch can use it
+            continue  # Triton is there only where torch can use it, FlashInfer where it was wanted
     return found

@@ -48,6 +48,7 @@ class Weights:
     w2_EDI: Tensor
     quant: QuantConfig | None = None
     beside: dict[str, Tensor] = field(default_factory=dict)  # scales and zeros, as `moe` names them
+    layout: str = ""  # in which a backend reads them
 
     @property
     def nbytes(self) -> int:
@@ -57,9 +58,15 @@ class Weights:
     @property
     def keywords(self) -> dict[str, Any]:
         """What `moe` takes beside the two weights."""
+        given: dict[str, Any] = {"layout": self.layout} if self.layout else {}
         if self.quant is None:
-            return {}
-        return {**self.beside, "w_format": self.quant.weights, "x_format": self.quant.inputs}
+            return given
+        return {
+            **given,
+            **self.beside,
+            "w_format": self.quant.weights,
+            "x_format": self.quant.inputs,
+        }
 
     def expert(self, e: int) -> tuple[Tensor, Tensor]:
         """Both weights of an expert in float32, decoded if they are codes."""

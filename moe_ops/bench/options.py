@@ -98,7 +98,7 @@ def add_layer(options: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--against", type=words,
         help="comma-separated: transformers' grouped_mm and batched_mm (both, if left out on the "
-        "CPU), and next to moe also backends of ours",
+        "CPU), and next to moe also backends of ours and FlashInfer's cutlass_fused_moe",
     )  # fmt: skip
     options.add_argument(
         "--ours", choices=(*HOST, "moe"),

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from moe_ops.arena import Arena, Buffer, current_stream, shared
 from moe_ops.graphs.addresses import identities, module_of, state_of
-from moe_ops.graphs.arena import Arena, Buffer, current_stream, shared
 from moe_ops.graphs.cuda_graph import Captured, CaptureError, GraphPool, capture_call, capturing
 from moe_ops.layer import MoELayer
 from moe_ops.options import check_int, check_ints, check_type

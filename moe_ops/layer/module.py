@@ -172,7 +172,6 @@ class MoELayer(HoldsExperts, HoldsCodes):
         exchange = Exchange.of(locals())
         super().__init__()
         self._stored = Stored()
-        fused = shared_experts if isinstance(shared_experts, int) else 0
         self.num_experts, self.top_k = num_experts, top_k
         self.routing, self.activation, self.parallel = routing, activation, parallel
         self.quant = QuantConfig.of(quant)
@@ -184,10 +183,11 @@ class MoELayer(HoldsExperts, HoldsCodes):
             parallel,
             placement=placement,
             redundant=redundant_experts,
-            shared=fused,
+            shared=shared_experts if isinstance(shared_experts, int) else 0,
             num_groups=routing.n_group,
             balanced=balanced,
         )
+        self.expert_offset = self.placement.offset  # Dynamo cannot trace what looks it up
         self.sizes = LayerSizes.of(
             slots=self.placement.num_slots,
             hidden_size=hidden_size,

@@ -79,7 +79,8 @@ def _once(
 ) -> Tensor:
     out_TD = experts(
         _padded(layer, x_TD), weights_TK, ids_TK, layer.w13_weight, layer.w2_weight,
-        layer.w13_bias, layer.w2_bias, expert_map=map_P, **_options(layer),
+        layer.w13_bias, layer.w2_bias, expert_map=map_P,
+        expert_offset=None if map_P is None else layer.expert_offset, **_options(layer),
     )  # fmt: skip
     return _cut(layer, out_TD)
 

@@ -56,6 +56,7 @@ class ExpertsCall:
     w_format: str = ""
     x_format: str = ""
     layout: str = ""
+    expert_offset: int | None = None
 
     @property
     def activation(self) -> Options:
@@ -88,7 +89,9 @@ def _is_plain(call: ExpertsCall) -> bool:
     """Whether a layer has no more than two weights and the common activation."""
     c = call
     return (
-        c.b13_EF is c.b2_ED is c.expert_map is c.limit is None
+        c.b13_EF is c.b2_ED is c.expert_map is None
+        and c.limit is None
+        and c.expert_offset is None
         and c.gated
         and not c.interleaved
         and c.kind == "silu"
@@ -153,6 +156,8 @@ def check_weights(call: ExpertsCall) -> None:
         raise ValueError(f"layout={call.layout!r} is unknown; backends registered {known}")
     x_TD, w13_EFD, w2_EDI, x_format = call.x_TD, call.w13_EFD, call.w2_EDI, call.x_format
     _check_formats(call)
+    if call.expert_offset is not None:
+        _check_offset(call.expert_offset, call.expert_map, w13_EFD.shape[0])
     rows, cols = (2, 1) if call.transposed else (1, 2)
     E, F, D = w13_EFD.shape[0], w13_EFD.shape[rows], x_TD.shape[1]
     I = F // 2 if call.gated else F  # noqa: E741
@@ -184,6 +189,20 @@ def check_weights(call: ExpertsCall) -> None:
         check_input_format("x_format", x_format, D)
         check_input_format("x_format", x_format, I)
     check_devices(x_TD, w13_EFD=w13_EFD, w2_EDI=w2_EDI, b13_EF=call.b13_EF, b2_ED=call.b2_ED)
+
+
+def _check_offset(offset: int, expert_map: Tensor | None, here: int) -> None:
+    """Raise unless an offset can say the same as the map."""
+    if expert_map is None:
+        raise ValueError(
+            f"expert_offset={offset} goes with an expert_map, which other backends read; give both"
+        )
+    last = expert_map.shape[0] - here
+    if not 0 <= offset <= last:
+        raise ValueError(
+            f"expert_offset={offset} must be from 0 to {last}, as {here} of the "
+            f"{expert_map.shape[0]} experts of expert_map are here"
+        )
 
 
 def _check_formats(call: ExpertsCall) -> None:
@@ -236,6 +255,9 @@ def experts(call: ExpertsCall) -> Tensor:
     row is quantised with the scale of its expert. Of nvfp4 these are global scales, one value each,
     which global_scale13_E and global_scale2_E then contain; without them the global scale is the
     tensor's largest magnitude over 6 * 448, and is multiplied in.
+
+    expert_offset is the global id of the first expert here, if those here follow each other. It
+    says what the expert_map says, which must be given too, for backends that take an offset.
 
     layout names the order in which `moe_ops.prepare` stored the weights, scales, zeros and biases
     for a backend; empty: as they were loaded. Any other backend refuses them, and the definition

@@ -91,6 +91,13 @@ class ExpertPlacement:
         """The routed experts on the ranks before each."""
         return tuple(sum(self.sizes[:rank]) for rank in range(self.config.ep_size))
 
+    @cached_property
+    def offset(self) -> int | None:
+        """The global id of this rank's first expert, if all here follow each other and some are
+        elsewhere."""
+        apart = self.config.uses_ep and not self.shared
+        return self.starts[self.config.ep_rank] if apart and self.placement == LINEAR else None
+
     def ids_of(self, rank: int) -> tuple[int, ...]:
         """The global ids of a rank's routed experts, in the order of its slots."""
         check_int("rank", rank)

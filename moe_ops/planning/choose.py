@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import SymInt, Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import symbolic_shapes
@@ -86,7 +87,20 @@ def choose(op: Op, call: Any, node: Node, rules: Rules) -> Choice:
         refusals=asked.refusals,
         ranges=tuple(describe(low, *r) for low, r in zip(lows, ranges, strict=True)),
         emulated=tuple(n for n in asked.usable if op.backends[n].emulates(call)),
+        elsewhere=_elsewhere(op, asked),
     )
+
+
+def _elsewhere(op: Op, asked: Asked) -> dict[str, str]:
+    """What backends of other devices that say what they need lack here, or that the tensors are not
+    where they run."""
+    found = {}
+    for name, reason in asked.elsewhere.items():
+        backend = op.backends[name]
+        if backend.needs is not None:
+            on = torch.device(min(backend.devices or {"cpu"}))
+            found[name] = backend.needs.missing(on) or reason
+    return found
 
 
 def _decide(

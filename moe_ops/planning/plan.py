@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args
 
 from moe_ops.options import check_fields, check_int, check_text, check_type
@@ -64,6 +64,8 @@ class Choice:
     refusals: dict[str, str]  # why the other backends cannot run it
     ranges: tuple[Range, ...]
     emulated: tuple[str, ...] = ()  # the candidates that emulate its inputs in 16 bits
+    # What backends of other devices lack on this machine, if they say what they need.
+    elsewhere: dict[str, str] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -146,7 +148,10 @@ def _choice(values: dict[str, Any]) -> Choice:
 def _build(cls: type[T], values: dict[str, Any]) -> T:
     """An object of a dataclass from exactly its fields."""
     check_type(f"a plan's {cls.__name__}", values, dict, "an object")
-    known = {f.name: f.default is MISSING for f in fields(cls)}  # type: ignore[arg-type]
+    known = {
+        f.name: f.default is f.default_factory is MISSING
+        for f in fields(cls)  # type: ignore[arg-type]
+    }
     unknown = values.keys() - known.keys()
     if unknown:
         raise ValueError(f"a plan's {cls.__name__} has no {', '.join(sorted(unknown))}")

@@ -7,7 +7,7 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from textwrap import wrap
 from typing import Any
 
@@ -34,13 +34,14 @@ ADVICE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one op of a region runs on: a backend for each range of its rows, who refused, and who
-    emulates inputs."""
+    """What one op of a region runs on: a backend for each range of its rows, who refused, who
+    emulates inputs, and what backends of other devices lack here."""
 
     op: str
     ranges: tuple[Range, ...]
     refusals: dict[str, str]
     emulated: tuple[str, ...] = ()
+    elsewhere: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_compiled(self) -> bool:
@@ -192,6 +193,8 @@ def _region(number: int, region: Region) -> str:
     found += [_named("lifted from" if i == 0 else "", text) for i, text in enumerate(lifted)]
     found += [_named("runs on" if i == 0 else "", text) for i, text in enumerate(runs(region))]
     found += [_named("refused" if i == 0 else "", text) for i, text in enumerate(refused(region))]
+    away = elsewhere(region)
+    found += [_named("elsewhere" if i == 0 else "", text) for i, text in enumerate(away)]
     cells: list[tuple[str, ...]] = [("tokens", "backend", "bytes", "flops", "floor", "bound by")]
     cells += [at_cells(at) for at in region.at]
     if region.at:
@@ -236,6 +239,16 @@ def refused(region: Region) -> list[str]:
         f"{run.op} on {backend}: {reason}"
         for run in region.runs
         for backend, reason in run.refusals.items()
+    )
+    return list(dict.fromkeys(lines))
+
+
+def elsewhere(region: Region) -> list[str]:
+    """A line for each backend of another device that says what it lacks here."""
+    lines = (
+        f"{run.op} on {backend}: {reason}"
+        for run in region.runs
+        for backend, reason in run.elsewhere.items()
     )
     return list(dict.fromkeys(lines))
 

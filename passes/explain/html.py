@@ -11,6 +11,7 @@ from moe_ops.passes.explain.explanation import (
     at_cells,
     breaks,
     count,
+    elsewhere,
     names,
     ranges,
     refused,
@@ -119,6 +120,7 @@ def _regions(found: Explanation) -> str:
         facts: list[tuple[str, Sequence[str]]] = [("sizes", [sizes(region)])]
         facts += [("rows", [span(*region.rows)])]
         facts += [("lifted from", lifted), ("runs on", runs(region)), ("refused", refused(region))]
+        facts += [("elsewhere", away)] if (away := elsewhere(region)) else []
         parts.append(_facts(facts))
         head = ("tokens", "backend", "bytes", "flops", "floor", "bound by")
         if region.at:

@@ -55,7 +55,11 @@ def layers(
         runs: list[Run] = []
         for part in own:
             entry = Run(
-                op=part.op, ranges=part.ranges, refusals=part.refusals, emulated=part.emulated
+                op=part.op,
+                ranges=part.ranges,
+                refusals=part.refusals,
+                emulated=part.emulated,
+                elsewhere=part.elsewhere,
             )
             if entry not in runs:
                 runs.append(entry)

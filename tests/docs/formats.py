@@ -11,7 +11,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from moe_ops import OPS
+from moe_ops import OPS, experts
+from moe_ops.backends.flashinfer import b12x, cute_dsl, cutlass, trtllm
 from moe_ops.fake_impls.formats import ALL, ELEMENTS, PUBLISHED
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
@@ -81,7 +82,8 @@ def refused_by_backends() -> str:
             for name, call in calls(pair.weights, pair.inputs).items():
                 for label, device in DEVICES.items():
                     for backend, reason in refusals(OPS[name], call, device).items():
-                        if reason is not None:
+                        stored = OPS[name].backends[backend].layout  # and none of these calls is
+                        if reason is not None and stored is None:
                             reason = re.sub("read .*w_format=.*", "read w_format", reason)
                             found.append(((backend, name, label, reason), pair))
     by_op = grouped(
@@ -97,6 +99,23 @@ def refused_by_backends() -> str:
         for (backend, ops, reason, some), labels in by_device.items()
     )
     return table(("backend", "op", "device", "does not take", "because"), lines)
+
+
+def flashinfer() -> str:
+    """What the backends of FlashInfer multiply, and where."""
+    lines = []
+    for of in (cutlass, b12x, cute_dsl, trtllm):
+        for (weights, inputs), way in of.WAYS.items():
+            layout = experts.backends[of.NAME].layout
+            assert layout is not None
+            where = ", ".join(f"{major}.{minor}" for major, minor in way.capabilities)
+            plain = " or ".join(map(dtype_name, way.dtypes))
+            static = " (static scales)" * way.static_inputs
+            lines.append((
+                f"`{of.NAME}`", f"`{weights}`" if weights else plain,
+                f"`{inputs}`{static}" if inputs else plain, where, f"`{layout.name}`",
+            ))  # fmt: skip
+    return table(("backend", "weights", "inputs", "compute capability", "layout"), lines)
 
 
 def schemes() -> str:
@@ -160,7 +179,7 @@ def refused() -> str:
 
 TABLES = {
     table.__name__: table
-    for table in (runs, refused_by_backends, schemes, elements, published, refused)
+    for table in (runs, refused_by_backends, flashinfer, schemes, elements, published, refused)
 }
 
 

@@ -15,10 +15,9 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
 import moe_ops
-from moe_ops import moe
+from moe_ops import arena, moe
 from moe_ops.decode_ops.linears import linears
 from moe_ops.decode_ops.one_query import one_query
-from moe_ops.graphs import arena
 from moe_ops.graphs.capture import GraphRunner
 from moe_ops.graphs.cuda_graph import CaptureError, capture_call
 from moe_ops.testing import BF16, Case, Layer, make_layer

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.graphs.arena import Arena
+from moe_ops.arena import Arena
 from moe_ops.graphs.capture import GraphRunner
 from moe_ops.graphs.cuda_graph import Captured, CaptureError, restore
 

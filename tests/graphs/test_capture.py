@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import moe_ops
 from moe_ops import experts
-from moe_ops.graphs.arena import Arena
+from moe_ops.arena import Arena
 from moe_ops.graphs.capture import capture
 from moe_ops.planning.plan import Choice, Plan, Range
 from moe_ops.testing import Case, make_layer

@@ -11,7 +11,7 @@ from recorder import Recorder, runner
 from torch import Tensor, nn
 
 from moe_ops import MoELayer, route
-from moe_ops.graphs.arena import Arena
+from moe_ops.arena import Arena
 from moe_ops.graphs.capture import GraphRunner
 from moe_ops.graphs.cuda_graph import Captured, CaptureError, restore
 

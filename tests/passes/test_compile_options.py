@@ -23,7 +23,6 @@ TAKERS: dict[str, Callable[..., Any]] = {
     "compile_config": moe_ops.compile_config,
     "explain": lambda **options: moe_ops.explain(MODEL, (torch.ones(1, 2),), **options),
 }
-BACKENDS = "the backends of experts and moe are aten, cpu, reference"
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "backend": (
         {"thresholds": ((64, "cpuu"), (None, "aten"))},
@@ -98,7 +97,7 @@ def test_a_bad_option_is_refused_where_it_is_given(
 
 
 def test_the_closest_backend_is_told() -> None:
-    with pytest.raises(ValueError, match=r"aten, cpu, reference.*; did you mean 'cpu'\?"):
+    with pytest.raises(ValueError, match=r"aten, cpu, .*reference.*; did you mean 'cpu'\?"):
         moe_ops.inductor_options(thresholds=[[None, "cpuu"]])
 
 

@@ -87,6 +87,9 @@ def test_a_stock_model_is_explained(qwen) -> None:
     w13_EFD, ends = tiny.model.model.layers[0].mlp.experts.gate_up_proj, region.shapes
     assert [ends["E"], 2 * ends["I"], ends["D"]] == list(w13_EFD.shape)
     assert (found.graphs, found.breaks, found.stopped, found.left_alone) == (1, (), "", ())
+    away = {backend for run in region.runs for backend in run.elsewhere}
+    assert away == {f"flashinfer_{name}" for name in ("cutlass", "b12x", "cute_dsl", "trtllm")}
+    assert "elsewhere    experts on flashinfer_cutlass: needs " in str(found)
     assert {p.name: p.rewrites for p in found.passes}["lift_grouped_mm"] == 2
     assert found.layer is not None
     assert found.layer.module == "model.layers.0.mlp"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ops.graphs import arena
-from moe_ops.graphs.arena import Arena
+from moe_ops import arena
+from moe_ops.arena import Arena
 
 CPU = torch.device("cpu")
 

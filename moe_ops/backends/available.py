@@ -1,0 +1,123 @@
+"""Which backends there are, what each needs of a machine, and whether this one has it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+from textwrap import wrap
+
+import torch
+
+from moe_ops.backend import Backend, Needs
+from moe_ops.backends import triton
+from moe_ops.spec import DECODE_OPS, OPS, REFERENCE
+
+CPU, WIDTH = "cpu", 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Available:
+    """A backend by its name: the ops that have it, the package of its kernels and the version that
+    is installed (empty: none is), what it needs, and why this machine cannot run it, or None."""
+
+    name: str
+    ops: tuple[str, ...]
+    package: str
+    version: str
+    needs: str
+    missing: str | None
+
+
+def available() -> tuple[Available, ...]:
+    """All backends that are registered, in the order in which they were. Nothing is imported or
+    compiled for it."""
+    found: dict[str, dict[str, Backend]] = {}
+    for op in (*OPS.values(), *DECODE_OPS.values()):
+        for name, backend in op.backends.items():
+            found.setdefault(name, {})[op.name] = backend
+    return tuple(_available(name, by_op) for name, by_op in found.items())
+
+
+def _available(name: str, by_op: dict[str, Backend]) -> Available:
+    backend = next(iter(by_op.values()))
+    needs = backend.needs or _needs(name, backend)
+    on = min(backend.devices or {CPU})
+    return Available(
+        name=name,
+        ops=tuple(by_op),
+        package=needs.package,
+        version=_version(needs.package),
+        needs=needs.said,
+        missing=needs.missing(torch.device(on)),
+    )
+
+
+def _needs(name: str, backend: Backend) -> Needs:
+    """Of the backends that leave it to the call, as it depends on dtypes and formats too."""
+    if name.partition(".")[0] == "triton":
+        least = ".".join(map(str, triton.LEAST_CAPABILITY))
+        return Needs(
+            said=f"compute capability {least} or more; triton",
+            missing=_on_gpu(lambda device: triton.unavailable() or _too_old(device)),
+            package="triton",
+        )
+    devices = backend.devices or {CPU}
+    if CPU in devices:
+        said = "a C++ compiler" if name == CPU else "nothing but torch"
+        return Needs(said=said, missing=_compiler if name == CPU else lambda device: None,
+                     package="torch")  # fmt: skip
+    return Needs(said="a CUDA GPU", missing=_on_gpu(lambda device: None), package="torch")
+
+
+def _on_gpu(then: Callable[[torch.device], str | None]) -> Callable[[torch.device], str | None]:
+    return lambda device: then(device) if torch.cuda.is_available() else "there is no GPU"
+
+
+def _too_old(device: torch.device) -> str | None:
+    got = torch.cuda.get_device_capability(device)
+    if got >= triton.LEAST_CAPABILITY:
+        return None
+    return f"the GPU has compute capability {got[0]}.{got[1]}"
+
+
+def _compiler(device: torch.device) -> str | None:
+    """Why no C++ compiler is found; whether it compiles, a first call shows."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        return f"no C++ compiler works ({str(error).splitlines()[0]})"
+    return None
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package) if package else ""
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def text() -> str:
+    """The same in lines of at most 100 columns."""
+    return "\n".join(_lines(b) for b in available())
+
+
+def _lines(b: Available) -> str:
+    ops = "every op" if b.name == REFERENCE else ", ".join(b.ops)
+    facts = (
+        ("of", ops),
+        ("needs", b.needs),
+        ("installed", f"{b.package} {b.version}" if b.version else f"no {b.package}"),
+        ("runs here", "yes" if b.missing is None else f"no: {b.missing}"),
+    )
+    return "\n".join([b.name, *(_fact(*fact) for fact in facts)])
+
+
+def _fact(name: str, said: str) -> str:
+    return "\n".join(
+        wrap(said, WIDTH, initial_indent=f"   {name:<11}", subsequent_indent=" " * 14,
+             break_on_hyphens=False, break_long_words=False)
+    )  # fmt: skip

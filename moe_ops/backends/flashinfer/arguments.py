@@ -1,0 +1,73 @@
+"""Arguments of calls as FlashInfer's functions take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops.backends.flashinfer import fits, package
+from moe_ops.ops.experts import ExpertsCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed:
+    """Which experts tokens go to, by ids among `experts` of which those from `offset` on are here;
+    pairs with other ids add nothing."""
+
+    ids_TK: Tensor  # int32
+    weights_TK: Tensor  # float32
+    experts: int
+    offset: int
+
+
+def routed(call: ExpertsCall, equal: bool = False) -> Routed:
+    """Global ids and an offset where the experts here are consecutive, else slots of this rank.
+
+    `equal`: an offset is taken only for one of equal shares, as ranks may hold one expert more.
+    """
+    c, E = call, call.w13_EFD.shape[0]
+    weights_TK = c.weights_TK.float().contiguous()
+    if c.expert_map is None:
+        return Routed(ids_TK=_int32(c.ids_TK), weights_TK=weights_TK, experts=E, offset=0)
+    total = c.expert_map.shape[0]
+    offset = c.expert_offset
+    if offset is not None and not (equal and (total % E or offset % E)):
+        ids_TK = _int32(c.ids_TK)
+        return Routed(ids_TK=ids_TK, weights_TK=weights_TK, experts=total, offset=offset)
+    known_TK = (c.ids_TK >= 0) & (c.ids_TK < total)
+    slots_TK = c.expert_map[c.ids_TK.clamp(0, total - 1).long()]
+    ids_TK = _int32(torch.where(known_TK, slots_TK, -1))
+    return Routed(ids_TK=ids_TK, weights_TK=weights_TK, experts=E, offset=0)
+
+
+def only_here(ids_TK: Tensor, experts: int) -> Tensor:
+    """Slots with -1 in place of what is none, for functions that check nothing themselves."""
+    return torch.where((ids_TK >= 0) & (ids_TK < experts), ids_TK, -1)
+
+
+def activation_type(call: ExpertsCall) -> Any:
+    """The member of FlashInfer's `ActivationType`."""
+    kinds = package.module("flashinfer.fused_moe").ActivationType
+    return getattr(kinds, fits.activation(call))
+
+
+def one_input_scale(scale: Tensor, global_scale_E: Tensor) -> tuple[Tensor, Tensor]:
+    """A static scale for the inputs of all experts, [1], and the factors [E] of the product.
+
+    `global_scale_E` contains the scale of each expert's input. The largest scale loses nothing of
+    any expert's range.
+    """
+    if scale.numel() == 1:
+        return scale.reshape(1), global_scale_E.contiguous()
+    one = scale.max().clamp(min=LEAST_SCALE).reshape(1)
+    return one, global_scale_E / scale * one
+
+
+LEAST_SCALE = 1e-12  # its reciprocal is finite
+
+
+def _int32(ids_TK: Tensor) -> Tensor:
+    return ids_TK.to(torch.int32).contiguous()

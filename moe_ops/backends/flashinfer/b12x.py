@@ -1,0 +1,181 @@
+"""`experts` by FlashInfer's b12x kernels: nvfp4 on the Blackwells of workstations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops import arena
+from moe_ops.backend import Rows
+from moe_ops.backends.flashinfer import arguments, cutlass, fits, kept, orders, package
+from moe_ops.backends.flashinfer.fits import READS, Way
+from moe_ops.backends.flashinfer.options import current
+from moe_ops.backends.flashinfer.stored import UP_GATE
+from moe_ops.ops.experts import ExpertsCall, experts
+
+NAME = "flashinfer_b12x"
+CAPABILITIES = ((12, 0), (12, 1))
+WAYS = {
+    ("nvfp4", "nvfp4"): Way(
+        capabilities=CAPABILITIES, hidden=128, width=128, static_inputs=True,
+        kinds=("Swiglu", "GegluTanh", "Relu2"),
+    )
+}  # fmt: skip
+MACHINE = package.Machine(capabilities=CAPABILITIES, packages=(package.CUTE_DSL,), cuda=13)
+KINDS = {"Swiglu": "silu", "GegluTanh": "gelu_tanh", "Relu2": "relu2"}
+THRESHOLD = "cutlass_prefill_threshold"  # of the wrapper, where FlashInfer decides
+
+
+def supports(call: ExpertsCall) -> str | None:
+    reason = fits.refusal(call, MACHINE, WAYS)
+    if reason is None and call.expert_map is not None:
+        return "has no expert parallelism in nvfp4: every expert must be here"
+    return reason
+
+
+def preferred(call: ExpertsCall) -> int | None:
+    """Below the threshold, unless the wrapper itself decides."""
+    threshold = current().b12x_prefill_threshold
+    return threshold - 1 if threshold and not current().upstream_prefill else None
+
+
+@experts.backend(
+    NAME,
+    reads=READS,
+    supports=supports,
+    rows=Rows(preferred=preferred),
+    devices=("cuda",),
+    layout=UP_GATE,
+)
+def run(call: ExpertsCall) -> Tensor:
+    """`experts` by a wrapper of the layer's own, as it keeps views of weights."""
+    c = call
+    if c.x_TD.shape[0] == 0:
+        return c.x_TD.new_empty(c.x_TD.shape)
+    assert c.w13_scale_EFG is not None and c.w2_scale_EDG is not None
+    device = c.x_TD.device
+    with arena.shared.lock(device):
+        layer, routed = _layer(c), arguments.routed(c)
+        layer.scales.refresh(c)
+        with kept.tuning((NAME, id(layer), kept.tokens_of(c.x_TD.shape[0]))):
+            out: Tensor = layer.wrapper.run(
+                x=c.x_TD,
+                w1_weight=c.w13_EFD,
+                w1_weight_sf=orders.mma_view(c.w13_scale_EFG),
+                w2_weight=c.w2_EDI,
+                w2_weight_sf=orders.mma_view(c.w2_scale_EDG),
+                token_selected_experts=arguments.only_here(routed.ids_TK, c.w13_EFD.shape[0]),
+                token_final_scales=routed.weights_TK,
+                w1_alpha=layer.scales.w13_E,
+                w2_alpha=layer.scales.w2_E,
+                fc2_input_scale=layer.scales.one,
+                input_global_scale=layer.scales.x,
+            )
+        return out.clone()  # the buffer of all wrappers, which the next call overwrites
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """Factors of one layer at addresses that stay: the wrapper remembers what it made of them by
+    address and version, and every call writes them anew from the live ones."""
+
+    w13_E: Tensor
+    w2_E: Tensor
+    x: Tensor
+    one: Tensor
+    prefill: tuple[Tensor, ...]  # the six of CUTLASS, if the wrapper hands it long prompts
+
+    @staticmethod
+    def of(call: ExpertsCall, prefill: bool) -> Scales:
+        """Space for those of a layer."""
+        E, device = call.w13_EFD.shape[0], call.x_TD.device
+        w13_E, w2_E, x = (torch.empty(n, device=device) for n in (E, E, 1))
+        six = tuple(t.clone() if t.is_floating_point() else t for t in cutlass.nvfp4_scales(call))
+        return Scales(w13_E, w2_E, x, torch.ones(1, device=device), six if prefill else ())
+
+    def refresh(self, call: ExpertsCall) -> None:
+        """Write those of the call. A calibrated scale of the second input would saturate its codes,
+        so that one is 1."""
+        c = call
+        assert c.x_scale is not None and c.global_scale13_E is not None
+        assert c.h_scale is not None and c.global_scale2_E is not None
+        self.x.copy_(c.x_scale.max())
+        self.w13_E.copy_(c.global_scale13_E / c.x_scale)
+        self.w2_E.copy_(c.global_scale2_E / c.h_scale)
+        for held, live in zip(self.prefill, self.prefill and cutlass.nvfp4_scales(c), strict=True):
+            if held.data_ptr() != live.data_ptr():
+                held.copy_(live)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    wrapper: Any
+    scales: Scales
+
+
+_LAYERS: kept.Kept[Layer] = kept.Kept("a wrapper of FlashInfer's b12x")
+_WORKSPACES: kept.Kept[dict[str, Any]] = kept.Kept("a workspace of FlashInfer's b12x")
+PARTS = ("static_workspace", "dynamic_workspace")  # that a wrapper makes, and another one can share
+
+
+def _layer(call: ExpertsCall) -> Layer:
+    """The wrapper of a layer for the tokens of a call or more, made at its first call. All layers
+    of the same sizes on a stream share one workspace, and layers of any size the output."""
+    c, options = call, current()
+    D, I = c.widths  # noqa: E741
+    device, threshold, tokens = c.x_TD.device, 0, kept.tokens_of(c.x_TD.shape[0])
+    if options.upstream_prefill:
+        threshold = options.b12x_prefill_threshold
+    given = {
+        "num_experts": c.w13_EFD.shape[0],
+        "top_k": c.ids_TK.shape[1],
+        "hidden_size": D,
+        "intermediate_size": I,
+        "use_cuda_graph": True,
+        "max_num_tokens": tokens,
+        "device": str(device),
+        "activation": KINDS[fits.activation(c)],
+        "quant_mode": "nvfp4",
+    }
+    alike = (arena.current_stream(device), threshold, *given.items())
+    held = (c.w13_EFD, c.w2_EDI, c.w13_scale_EFG, c.w2_scale_EDG)
+
+    def make() -> Layer:
+        wrapper = package.module("flashinfer.fused_moe").B12xMoEWrapper
+        shared = _WORKSPACES.get(alike, dict)
+        buffer = arena.take("FlashInfer b12x", tokens * D * 2, device)
+        output = buffer.view((tokens, D), torch.bfloat16)
+        all_given = {**given, **shared, "shared_output": output}
+        if threshold:
+            require_threshold(wrapper, threshold)
+            all_given[THRESHOLD] = threshold
+        package.require(wrapper.__init__, "B12xMoEWrapper", *all_given)
+        package.require(wrapper.run, "B12xMoEWrapper.run", "input_global_scale")
+        made, scales = wrapper(**all_given), Scales.of(c, prefill=bool(threshold))
+        for part in PARTS:
+            shared.setdefault(f"shared_{part}", getattr(made, f"_{part}"))
+        if threshold:
+            made.register_cutlass_prefill_weights(
+                w1_q=c.w13_EFD, w2_q=c.w2_EDI, quant_scales=[*scales.prefill]
+            )
+        return Layer(made, scales)
+
+    return _LAYERS.get((*alike, *(t.data_ptr() for t in held if t is not None)), make)
+
+
+def require_threshold(wrapper: Any, threshold: int) -> None:
+    """Raise RuntimeError unless the installed wrapper can hand long prompts to CUTLASS itself."""
+    lacking = not package.takes(wrapper.__init__, THRESHOLD)
+    if lacking or not hasattr(wrapper, "register_cutlass_prefill_weights"):
+        raise RuntimeError(
+            f"b12x_prefill_threshold={threshold} with upstream_prefill=True needs the keyword "
+            f"{THRESHOLD} of B12xMoEWrapper and its register_cutlass_prefill_weights, which "
+            f"{package.DISTRIBUTION} {package.version()} has not; install a later version that has "
+            "them, or leave out upstream_prefill, and two backends share the calls"
+        )
+
+
+experts.needs(NAME, MACHINE.needs)

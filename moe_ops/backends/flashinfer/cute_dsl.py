@@ -1,0 +1,112 @@
+"""`experts` by FlashInfer's CuTe DSL kernels: 16-bit floats on Hopper, nvfp4 on Blackwell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from moe_ops.backends.flashinfer import arguments, fits, kept, orders, package
+from moe_ops.backends.flashinfer.fits import READS, Way
+from moe_ops.backends.flashinfer.options import current
+from moe_ops.backends.flashinfer.stored import CHUNKED
+from moe_ops.ops.experts import ExpertsCall, experts
+
+NAME = "flashinfer_cute_dsl"
+HOPPER, BLACKWELL = ((9, 0),), ((10, 0), (10, 3))
+WAYS = {
+    ("", ""): Way(capabilities=HOPPER, dtypes=fits.HALVES, hidden=8, width=32),
+    ("nvfp4", "nvfp4"): Way(capabilities=BLACKWELL, hidden=128, width=128, static_inputs=True),
+}
+MACHINE = package.Machine(capabilities=HOPPER + BLACKWELL, packages=(package.CUTE_DSL,))
+
+
+def supports(call: ExpertsCall) -> str | None:
+    return fits.refusal(call, MACHINE, WAYS)
+
+
+@experts.backend(
+    NAME,
+    reads=READS,
+    supports=supports,
+    devices=("cuda",),
+    priority=-1,
+    layout=CHUNKED,
+)
+def run(call: ExpertsCall) -> Tensor:
+    """`experts` by the wrapper of its formats. It is given global ids and an offset."""
+    if call.x_TD.shape[0] == 0:
+        return call.x_TD.new_empty(call.x_TD.shape)
+    routed = arguments.routed(call)
+    wrapper = _wrapper(call, routed)
+    with kept.tuning((NAME, id(wrapper), kept.tokens_of(call.x_TD.shape[0]))):
+        return (_run_nvfp4 if call.w_format else _run_floats)(call, routed, wrapper)
+
+
+_WRAPPERS: kept.Kept[Any] = kept.Kept("a wrapper of FlashInfer's CuTe DSL")
+
+
+def _wrapper(call: ExpertsCall, routed: arguments.Routed) -> Any:
+    """The wrapper of layers alike, made at their first call."""
+    D, I = call.widths  # noqa: E741
+    given = {
+        "num_experts": routed.experts,
+        "top_k": routed.ids_TK.shape[1],
+        "hidden_size": D,
+        "intermediate_size": I,
+        "num_local_experts": call.w13_EFD.shape[0],
+        "local_expert_offset": routed.offset,
+        "output_dtype": call.x_TD.dtype,
+        "activation_type": int(arguments.activation_type(call)),
+        "use_fused_finalize": current().other_bits,
+    }
+    if call.w_format:
+        given |= {"quant_mode": "w4a4", "use_cuda_graph": True, "device": str(call.x_TD.device)}
+    name = "CuteDslMoEWrapper" if call.w_format else "CuteDslBf16MoEWrapper"
+
+    def make() -> Any:
+        wrapper = getattr(package.module("flashinfer.fused_moe"), name)
+        package.require(wrapper.__init__, name, *given)
+        return wrapper(**given)
+
+    return _WRAPPERS.get((name, call.x_TD.device, *given.items()), make)
+
+
+def _run_floats(call: ExpertsCall, routed: arguments.Routed, wrapper: Any) -> Tensor:
+    out: Tensor = wrapper.run(
+        x=call.x_TD,
+        token_selected_experts=routed.ids_TK,
+        token_final_scales=routed.weights_TK,
+        w1_weight=call.w13_EFD,
+        w2_weight=call.w2_EDI,
+    )
+    return out
+
+
+def _run_nvfp4(call: ExpertsCall, routed: arguments.Routed, wrapper: Any) -> Tensor:
+    c = call
+    assert c.w13_scale_EFG is not None and c.w2_scale_EDG is not None
+    assert c.x_scale is not None and c.global_scale13_E is not None
+    assert c.h_scale is not None and c.global_scale2_E is not None
+    x_scale, factors13_E = arguments.one_input_scale(c.x_scale, c.global_scale13_E)
+    h_scale, factors2_E = arguments.one_input_scale(c.h_scale, c.global_scale2_E)
+    codes, x_sf = package.module("flashinfer").fp4_quantize(
+        c.x_TD, global_scale=x_scale.reciprocal(), sf_vec_size=16, is_sf_swizzled_layout=False
+    )
+    out: Tensor = wrapper.run(
+        x=codes,
+        x_sf=x_sf,
+        token_selected_experts=routed.ids_TK,
+        token_final_scales=routed.weights_TK,
+        w1_weight=c.w13_EFD,
+        w1_weight_sf=orders.mma_view(c.w13_scale_EFG),
+        w1_alpha=factors13_E,
+        fc2_input_scale=h_scale.reciprocal(),
+        w2_weight=c.w2_EDI,
+        w2_weight_sf=orders.mma_view(c.w2_scale_EDG),
+        w2_alpha=factors2_E,
+    )
+    return out
+
+
+experts.needs(NAME, MACHINE.needs)

@@ -1,0 +1,187 @@
+"""`experts` by FlashInfer's CUTLASS kernels: 16-bit floats, float8, mxfp4 and nvfp4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops import arena
+from moe_ops.backends.flashinfer import arguments, fits, kept, orders, package
+from moe_ops.backends.flashinfer.fits import READS, Way
+from moe_ops.backends.flashinfer.options import current
+from moe_ops.backends.flashinfer.stored import UP_GATE
+from moe_ops.ops.experts import ExpertsCall, experts
+from moe_ops.ops.quantize import quantize
+
+NAME = "flashinfer_cutlass"
+TENSOR, BLOCKS, GROUPS = "float8_e4m3fn:tensor", "float8_e4m3fn:128x128", "float8_e4m3fn:1x128"
+HOPPER, BLACKWELL = ((9, 0),), ((10, 0), (10, 3), (12, 0), (12, 1))
+EVERY = HOPPER + BLACKWELL
+WAYS = {
+    ("", ""): Way(capabilities=EVERY, dtypes=fits.HALVES, biases=True),
+    (TENSOR, TENSOR): Way(
+        capabilities=EVERY, dtypes=fits.HALVES, hidden=16, width=16, static_inputs=True,
+        one_scale=True,
+    ),
+    (BLOCKS, GROUPS): Way(capabilities=HOPPER, hidden=128, width=128, kinds=("Swiglu",)),
+    ("mxfp4", ""): Way(capabilities=HOPPER, hidden=128, width=128, biases=True),
+    ("nvfp4", "nvfp4"): Way(capabilities=BLACKWELL, hidden=128, width=128, static_inputs=True),
+}  # fmt: skip
+MACHINE = package.Machine(capabilities=EVERY)
+Scales = Callable[[ExpertsCall], list[Tensor]]
+
+
+def supports(call: ExpertsCall) -> str | None:
+    return fits.refusal(call, MACHINE, WAYS)
+
+
+@experts.backend(
+    NAME,
+    reads=READS,
+    supports=supports,
+    devices=("cuda",),
+    priority=-1,
+    layout=UP_GATE,
+)
+def run(call: ExpertsCall) -> Tensor:
+    """`experts` in one call of `cutlass_fused_moe`."""
+    out_TD = call.x_TD.new_empty(call.x_TD.shape)
+    if call.x_TD.shape[0] == 0:
+        return out_TD
+    routed = arguments.routed(call, equal=True)
+    launch, given = launch_of(call, routed), tensors_of(call, routed)
+    with arena.shared.lock(out_TD.device), kept.tuning((NAME, launch.key)):
+        given["workspace_buffer"] = kept.workspace("CUTLASS", launch.nbytes, out_TD.device)
+        launch.function(output=out_TD, **given, **launch.given)
+    return out_TD
+
+
+def tensors_of(call: ExpertsCall, routed: arguments.Routed) -> dict[str, Any]:
+    """The arguments of `cutlass_fused_moe` that are tensors, or go by them, but for where it
+    writes."""
+    c, formats = call, (call.w_format, call.x_format)
+    w13, w2 = _weights(c)
+    x_TD = c.x_TD
+    if formats == (TENSOR, TENSOR):
+        x_TD = quantize(x_TD, c.x_format, c.x_scale)[0]
+    return {
+        "input": x_TD,
+        "token_selected_experts": routed.ids_TK,
+        "token_final_scales": routed.weights_TK,
+        "fc1_expert_weights": w13,
+        "fc2_expert_weights": w2,
+        "output_dtype": c.x_TD.dtype,
+        "quant_scales": SCALES[formats](c),
+        "fc1_expert_biases": c.b13_EF,
+        "fc2_expert_biases": c.b2_ED,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What calls alike have in common: the function, the bytes of its workspace, and arguments that
+    are no tensors."""
+
+    key: Hashable
+    function: Callable[..., Any]
+    nbytes: int
+    given: dict[str, Any]
+
+
+_LAUNCHES: kept.Kept[Launch] = kept.Kept("the size of a workspace")
+
+
+def launch_of(call: ExpertsCall, routed: arguments.Routed) -> Launch:
+    """FlashInfer is asked for the size once for each power of two of tokens."""
+    c, E, K = call, call.w13_EFD.shape[0], call.ids_TK.shape[1]
+    tokens, other_bits = kept.tokens_of(c.x_TD.shape[0]), current().other_bits
+    key = (
+        c.w_format, c.x_format, c.kind, c.gated, tokens, c.w13_EFD.shape, K, c.x_TD.dtype,
+        c.x_TD.device, routed.experts, routed.offset, other_bits,
+    )  # fmt: skip
+
+    def make() -> Launch:
+        moe = package.module("flashinfer.fused_moe")
+        shared: dict[str, Any] = {
+            "activation_type": arguments.activation_type(c),
+            "use_fused_finalize": other_bits,
+            **FLAGS.get((c.w_format, c.x_format), {}),
+        }
+        if routed.experts != E:
+            shared |= {"ep_size": routed.experts // E, "ep_rank": routed.offset // E}
+        package.require(moe.cutlass_fused_moe, "cutlass_fused_moe", "workspace_buffer", *shared)
+        codes = c.w_format == c.x_format == TENSOR
+        nbytes = moe.cutlass_fused_moe_workspace_size(
+            *(tokens, *c.widths, routed.experts, K),
+            x_dtype=c.w13_EFD.dtype if codes else c.x_TD.dtype,
+            weight_dtype=_weights(c)[0].dtype,
+            output_dtype=c.x_TD.dtype,
+            device=c.x_TD.device,
+            **shared,
+        )
+        given = {**shared, "tune_max_num_tokens": tokens}
+        return Launch(key, moe.cutlass_fused_moe, int(nbytes), given)
+
+    return _LAUNCHES.get(key, make)
+
+
+FLAGS = {
+    (BLOCKS, GROUPS): {"use_deepseek_fp8_block_scale": True},
+    ("mxfp4", ""): {"use_w4_group_scaling": True},
+}
+
+
+def _weights(call: ExpertsCall) -> tuple[Tensor, Tensor]:
+    """The codes as the types by which FlashInfer tells its formats."""
+    w13, w2 = call.w13_EFD, call.w2_EDI
+    if call.w_format == "nvfp4":
+        return w13.view(torch.int64), w2.view(torch.int64)
+    return w13, w2
+
+
+def float8_scales(call: ExpertsCall) -> list[Tensor]:
+    """Factors of both products, with the scale of their inputs between them and at the end."""
+    c = call
+    assert c.w13_scale_EFG is not None and c.w2_scale_EDG is not None
+    assert c.x_scale is not None and c.h_scale is not None
+    x_scale, h_scale_E = c.x_scale.reshape(()), c.h_scale
+    h_scale = h_scale_E.reshape(()) if h_scale_E.numel() == 1 else h_scale_E
+    first_E, second_E = c.w13_scale_EFG.flatten() * x_scale, c.w2_scale_EDG.flatten() * h_scale
+    return [first_E, h_scale.reciprocal(), second_E, x_scale]
+
+
+def block_scales(call: ExpertsCall) -> list[Tensor]:
+    assert call.w13_scale_EFG is not None and call.w2_scale_EDG is not None
+    return [call.w13_scale_EFG, call.w2_scale_EDG]
+
+
+def mxfp4_scales(call: ExpertsCall) -> list[Tensor]:
+    return [orders.folded_view(scale) for scale in block_scales(call)]
+
+
+def nvfp4_scales(call: ExpertsCall) -> list[Tensor]:
+    """Of each product: the reciprocal scale of its input, the block scales, and its factors."""
+    c = call
+    found = []
+    inputs = ((c.x_scale, c.global_scale13_E), (c.h_scale, c.global_scale2_E))
+    for (scale, global_E), blocks in zip(inputs, block_scales(c), strict=True):
+        assert scale is not None and global_E is not None
+        one, factors_E = arguments.one_input_scale(scale, global_E)
+        found += [one.reciprocal().reshape(()), blocks.view(torch.int32), factors_E]
+    return found
+
+
+SCALES: dict[tuple[str, str], Scales] = {
+    ("", ""): lambda call: [],
+    (TENSOR, TENSOR): float8_scales,
+    (BLOCKS, GROUPS): block_scales,
+    ("mxfp4", ""): mxfp4_scales,
+    ("nvfp4", "nvfp4"): nvfp4_scales,
+}
+
+
+experts.needs(NAME, MACHINE.needs)

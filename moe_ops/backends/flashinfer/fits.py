@@ -1,0 +1,113 @@
+"""What FlashInfer's backends ask of a call before they say that they can run it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from moe_ops.backends.flashinfer.package import Capability, Machine, capability
+from moe_ops.gradients import needs_grad
+from moe_ops.ops.experts import ExpertsCall
+
+READS = (
+    "b13_EF", "b2_ED", "expert_map", "expert_offset", "kind", "gated",
+    "w13_scale_EFG", "w2_scale_EDG", "global_scale13_E", "global_scale2_E",
+    "x_scale", "h_scale", "w_format", "x_format",
+)  # fmt: skip
+
+# FlashInfer's names of activations, by ours and whether there is a gate.
+ACTIVATIONS = {
+    ("silu", True): "Swiglu",
+    ("gelu_tanh", True): "GegluTanh",
+    ("relu2", False): "Relu2",
+}
+BFLOAT16 = (torch.bfloat16,)
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One pair of formats that a backend multiplies: where, and which calls."""
+
+    capabilities: tuple[Capability, ...]
+    dtypes: tuple[torch.dtype, ...] = BFLOAT16
+    hidden: int = 8  # of which the model's width must be a multiple
+    width: int = 8  # and the expert's
+    static_inputs: bool = False
+    one_scale: bool = False  # for all experts, of the tokens
+    biases: bool = False
+    kinds: tuple[str, ...] = ("Swiglu", "GegluTanh", "Relu2")
+
+
+Ways = Mapping[tuple[str, str], Way]  # by the formats of weights and inputs
+
+
+def refusal(call: ExpertsCall, machine: Machine, ways: Ways) -> str | None:
+    """Why a call cannot run: by the device, the package, the formats and the sizes, in this order;
+    None if it can."""
+    reason = machine.refusal(call.x_TD.device)
+    if reason is not None:
+        return reason
+    way = ways.get((call.w_format, call.x_format))
+    if way is None:
+        return f"runs {'; '.join(map(_formats, ways))}; got {_formats(_key(call))}"
+    got = capability(call.x_TD.device)
+    if got not in way.capabilities:
+        wanted = " or ".join(f"{major}.{minor}" for major, minor in way.capabilities)
+        assert got is not None
+        return f"runs {_formats(_key(call))} on compute capability {wanted}, got {got[0]}.{got[1]}"
+    return _arguments(call, way) or _sizes(call, way)
+
+
+def activation(call: ExpertsCall) -> str:
+    """FlashInfer's name of the activation of a call that was not refused."""
+    return ACTIVATIONS[call.kind, call.gated]
+
+
+def _arguments(call: ExpertsCall, way: Way) -> str | None:
+    c = call
+    if needs_grad(c.x_TD, c.weights_TK, c.w13_EFD, c.w2_EDI, c.b13_EF, c.b2_ED):
+        return "is not differentiable, and an argument requires grad"
+    if c.x_TD.dtype not in way.dtypes:
+        wanted = " or ".join(str(d).removeprefix("torch.") for d in way.dtypes)
+        return f"needs {wanted} tokens, got {c.x_TD.dtype}"
+    if ACTIVATIONS.get((c.kind, c.gated)) not in way.kinds:
+        known = (f"{kind}{'' if gated else ' without a gate'}"
+                 for (kind, gated), name in ACTIVATIONS.items() if name in way.kinds)  # fmt: skip
+        gate = "" if c.gated else " without a gate"
+        return f"computes {', '.join(known)}; got {c.kind}{gate}"
+    if not way.biases and not (c.b13_EF is c.b2_ED is None):
+        return "has no biases in these formats"
+    if (c.b13_EF is None) != (c.b2_ED is None):
+        return "takes both biases or none"
+    if way.static_inputs:
+        if c.x_scale is None or c.h_scale is None:
+            return "needs static scales of both inputs (x_scale, h_scale)"
+        if way.one_scale and c.x_scale.numel() > 1:
+            return "takes one x_scale for all experts, got one for each"
+        globals_E = (c.global_scale13_E, c.global_scale2_E)
+        if c.x_format == "nvfp4" and any(scale_E is None for scale_E in globals_E):
+            return "needs the global scales of both products"
+    tensors = (c.x_TD, c.w13_EFD, c.w2_EDI, c.w13_scale_EFG, c.w2_scale_EDG)
+    if not all(t is None or t.is_contiguous() for t in tensors):
+        return "needs contiguous tokens, weights and scales"
+    return None
+
+
+def _sizes(call: ExpertsCall, way: Way) -> str | None:
+    D, I = call.x_TD.shape[1], call.widths[1]  # noqa: E741
+    for what, size, multiple in (("model", D, way.hidden), ("expert", I, way.width)):
+        if size % multiple:
+            return f"needs widths of the {what} that are multiples of {multiple}, got {size}"
+    return None
+
+
+def _key(call: ExpertsCall) -> tuple[str, str]:
+    return call.w_format, call.x_format
+
+
+def _formats(formats: tuple[str, str]) -> str:
+    weights, inputs = (name or "16-bit" for name in formats)
+    return f"{weights} weights with {inputs} inputs"

@@ -1,0 +1,122 @@
+"""The installed FlashInfer: whether it is there, and can run here. It is imported by the first call
+that runs it, and by nothing else."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_ops.backend import Needs
+
+DISTRIBUTION, LEAST = "flashinfer-python", "0.7.2"
+CUTE_DSL = "nvidia-cutlass-dsl"
+INSTALL = "pip install 'moe-ops[flashinfer]'"
+
+Capability = tuple[int, int]
+
+
+@functools.cache
+def version(distribution: str = DISTRIBUTION) -> str | None:
+    """The version of a distribution, read without importing it; None if it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def capability(device: torch.device) -> Capability | None:
+    """The compute capability of a device, None where there is no GPU."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Machine:
+    """What a backend needs of a machine, whatever the call. It is looked up by its identity."""
+
+    capabilities: tuple[Capability, ...]
+    packages: tuple[str, ...] = ()  # besides FlashInfer
+    cuda: int = 12  # the major version that torch was built for, at least
+
+    def refusal(self, device: torch.device) -> str | None:
+        """Why it cannot run on a device, or None."""
+        return _refusal(self, device)
+
+    @property
+    def needs(self) -> Needs:
+        """The same for the registry."""
+        packages = " and ".join((f"{DISTRIBUTION} {LEAST} or newer", *self.packages))
+        cuda = f", CUDA {self.cuda}" if self.cuda > 12 else ""
+        return Needs(
+            said=f"compute capability {_either(self.capabilities)}{cuda}; {packages}",
+            missing=self.refusal,
+            package=DISTRIBUTION,
+        )
+
+
+@functools.cache
+def _refusal(machine: Machine, device: torch.device) -> str | None:
+    wanted, got = _either(machine.capabilities), capability(device)
+    if got is None:
+        return f"needs a GPU of compute capability {wanted}, and there is none"
+    if got not in machine.capabilities:
+        return f"needs compute capability {wanted}, got {_dotted(got)}"
+    for distribution in (DISTRIBUTION, *machine.packages):
+        if version(distribution) is None:
+            return f"needs the package {distribution}, which is not installed; {INSTALL}"
+    found = version() or ""
+    if _numbers(found) < _numbers(LEAST):
+        return f"needs {DISTRIBUTION} {LEAST} or newer, got {found}; {INSTALL}"
+    if _numbers(torch.version.cuda or "0") < (machine.cuda,):
+        return f"needs a torch built for CUDA {machine.cuda}, got {torch.version.cuda or 'none'}"
+    return None
+
+
+@functools.cache
+def module(name: str) -> Any:
+    """A module of FlashInfer, imported now."""
+    return importlib.import_module(name)
+
+
+def takes(function: Callable[..., Any], keyword: str) -> bool:
+    """Whether the installed function has a parameter of this name."""
+    return keyword in _parameters(function)
+
+
+def require(function: Callable[..., Any], name: str, *keywords: str) -> None:
+    """Raise RuntimeError unless the installed function has these parameters."""
+    lacking = [keyword for keyword in keywords if not takes(function, keyword)]
+    if lacking:
+        raise RuntimeError(
+            f"{DISTRIBUTION} {version()}: {name} takes no {', '.join(lacking)}; this moe_ops is "
+            f"written for {LEAST}, install one that has it"
+        )
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    found = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(map(int, found.group().split("."))) if found else ()
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _either(capabilities: tuple[Capability, ...]) -> str:
+    *rest, last = map(_dotted, capabilities)
+    return f"{', '.join(rest)} or {last}" if rest else last

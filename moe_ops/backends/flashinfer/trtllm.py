@@ -1,0 +1,57 @@
+"""`experts` by TensorRT-LLM's generated kernels in FlashInfer: bfloat16 on Blackwell."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_ops.backends.flashinfer import arguments, fits, kept, orders, package
+from moe_ops.backends.flashinfer.fits import READS, Way
+from moe_ops.backends.flashinfer.stored import SHUFFLED
+from moe_ops.ops.experts import ExpertsCall, experts
+
+NAME = "flashinfer_trtllm"
+CAPABILITIES = ((10, 0), (10, 3))
+WAYS = {("", ""): Way(capabilities=CAPABILITIES, hidden=128, width=128)}
+MACHINE = package.Machine(capabilities=CAPABILITIES)
+
+
+def supports(call: ExpertsCall) -> str | None:
+    return fits.refusal(call, MACHINE, WAYS)
+
+
+@experts.backend(
+    NAME,
+    reads=READS,
+    supports=supports,
+    devices=("cuda",),
+    priority=-1,
+    layout=SHUFFLED,
+)
+def run(call: ExpertsCall) -> Tensor:
+    """`experts` in one call of `trtllm_bf16_routed_moe`, with global ids and an offset."""
+    out_TD = call.x_TD.new_empty(call.x_TD.shape)
+    if call.x_TD.shape[0] == 0:
+        return out_TD
+    routed, tokens = arguments.routed(call), kept.tokens_of(call.x_TD.shape[0])
+    function = package.module("flashinfer.fused_moe").trtllm_bf16_routed_moe
+    with kept.tuning((NAME, call.w13_EFD.shape, tokens)):
+        function(
+            topk_ids=(routed.ids_TK, routed.weights_TK),
+            hidden_states=call.x_TD,
+            gemm1_weights=orders.block_view(call.w13_EFD),
+            gemm2_weights=orders.block_view(call.w2_EDI),
+            num_experts=routed.experts,
+            top_k=routed.ids_TK.shape[1],
+            n_group=None,
+            topk_group=None,
+            intermediate_size=call.widths[1],
+            local_expert_offset=routed.offset,
+            local_num_experts=call.w13_EFD.shape[0],
+            tune_max_num_tokens=tokens,
+            activation_type=int(arguments.activation_type(call)),
+            output=out_TD,
+        )
+    return out_TD
+
+
+experts.needs(NAME, MACHINE.needs)

@@ -1,0 +1,71 @@
+"""The stand-in of FlashInfer in place of the package, on a GPU that is said to be there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from moe_ops import arena, experts
+from moe_ops.backends.flashinfer import b12x, cute_dsl, cutlass, fits, kept, package
+
+STAND_IN = Path(__file__).parent / "stand_in"
+CACHES = (package.version, package.module, package._parameters, package._refusal)
+
+
+def forget() -> None:
+    for cached in CACHES:
+        cached.cache_clear()
+    for held in (
+        b12x._LAYERS,
+        b12x._WORKSPACES,
+        cute_dsl._WRAPPERS,
+        cutlass._LAUNCHES,
+        kept._tuned,
+        kept._captured,
+    ):
+        held.clear()
+    arena.release()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Says which GPU is there."""
+
+    def on(major: int, minor: int) -> None:
+        for module in (package, fits):
+            monkeypatch.setattr(module, "capability", lambda device: (major, minor))
+        package._refusal.cache_clear()
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    return on
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stand-in is installed, and its backends take tensors on the CPU."""
+    forget()
+    monkeypatch.syspath_prepend(str(STAND_IN))
+    backends = {
+        name: replace(b, devices=None) if name.startswith("flashinfer") else b
+        for name, b in experts.backends.items()
+    }
+    monkeypatch.setattr(experts, "backends", backends)
+    monkeypatch.setattr(experts, "_order", {})
+    monkeypatch.setattr(experts, "_plans", {})
+    yield
+    forget()
+
+
+@pytest.fixture
+def fake(installed: None) -> ModuleType:
+    """The stand-in, imported."""
+    found: ModuleType = package.module("flashinfer")
+    return found

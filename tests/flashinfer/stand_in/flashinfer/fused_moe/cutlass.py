@@ -1,0 +1,172 @@
+"""CUTLASS: plain rows [up; gate], and scales as its formats want them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashinfer.fused_moe.kinds import ActivationType
+from flashinfer.fused_moe.numbers import (
+    Layer,
+    calls,
+    e8m0,
+    folded_scales,
+    fp4_values,
+    linear_scales,
+    through_nvfp4,
+    unmixed,
+)
+
+
+def cutlass_fused_moe(
+    input: Tensor,
+    token_selected_experts: Tensor,
+    token_final_scales: Tensor,
+    fc1_expert_weights: Tensor,
+    fc2_expert_weights: Tensor,
+    output_dtype: torch.dtype,
+    quant_scales: list[Tensor],
+    fc1_expert_biases: Tensor | None = None,
+    fc2_expert_biases: Tensor | None = None,
+    input_sf: Tensor | None = None,
+    swiglu_alpha: Tensor | None = None,
+    swiglu_beta: Tensor | None = None,
+    swiglu_limit: Tensor | None = None,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    ep_size: int = 1,
+    ep_rank: int = 0,
+    cluster_size: int = 1,
+    cluster_rank: int = 0,
+    output: Tensor | None = None,
+    enable_alltoall: bool = False,
+    use_deepseek_fp8_block_scale: bool = False,
+    use_w4_group_scaling: bool = False,
+    use_mxfp8_act_scaling: bool = False,
+    min_latency_mode: bool = False,
+    use_packed_weights: bool = False,
+    use_wfp4afp8_humming: bool = False,
+    tune_max_num_tokens: int = 8192,
+    enable_pdl: bool | None = None,
+    activation_type: ActivationType = ActivationType.Swiglu,
+    swizzled_input_sf: bool = True,
+    use_fused_finalize: bool = True,
+    profile_ids: list[int] | None = None,
+    workspace_buffer: Tensor | None = None,
+    *,
+    clamped_relu2_limit: Tensor | None = None,
+    situ_beta: Tensor | None = None,
+    situ_linear_beta: Tensor | None = None,
+    backend: str = "cutlass",
+) -> Tensor:
+    """Writes `output`."""
+    given = {**locals()}
+    calls.append(("cutlass_fused_moe", given))
+    assert output is not None and output.dtype == output_dtype
+    E = fc2_expert_weights.shape[0]
+    assert workspace_buffer is not None and workspace_buffer.dtype == torch.uint8
+    wanted = workspace_bytes(input.shape[0], fc2_expert_weights.shape[1], E * ep_size)
+    assert workspace_buffer.nbytes >= wanted
+    layer = _layer(given)
+    out = layer.run(input, token_selected_experts, token_final_scales, ep_rank * E)
+    output.copy_(out)
+    return output
+
+
+def cutlass_fused_moe_workspace_size(
+    max_num_tokens: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_experts_total: int,
+    top_k: int,
+    *,
+    x_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    output_dtype: torch.dtype = torch.bfloat16,
+    activation_type: ActivationType = ActivationType.Swiglu,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    ep_size: int = 1,
+    ep_rank: int = 0,
+    min_latency_mode: bool = False,
+    use_deepseek_fp8_block_scale: bool = False,
+    use_w4_group_scaling: bool = False,
+    use_mxfp8_act_scaling: bool = False,
+    use_fused_finalize: bool = True,
+    use_packed_weights: bool = False,
+    use_wfp4afp8_humming: bool = False,
+    device: torch.device | None = None,
+    backend: str = "cutlass",
+) -> int:
+    assert num_experts_total % ep_size == 0
+    calls.append(("cutlass_fused_moe_workspace_size", {"max_num_tokens": max_num_tokens}))
+    return workspace_bytes(max_num_tokens, hidden_size, num_experts_total)
+
+
+def workspace_bytes(tokens: int, hidden: int, experts: int) -> int:
+    return 4 * tokens * hidden + 128 * experts
+
+
+def _layer(given: dict[str, Any]) -> Layer:
+    """The weights, by what FlashInfer tells the formats by."""
+    w1, w2 = given["fc1_expert_weights"], given["fc2_expert_weights"]
+    scales, x = given["quant_scales"], given["input"]
+    common: dict[str, Any] = {
+        "activation": ActivationType(given["activation_type"]).name,
+        "b1": given["fc1_expert_biases"],
+        "b2": given["fc2_expert_biases"],
+    }
+    if w1.dtype == torch.int64:
+        return nvfp4(w1.view(torch.uint8), w2.view(torch.uint8), scales, **common)
+    if given["use_w4_group_scaling"]:
+        assert x.dtype == torch.bfloat16 and w1.dtype == torch.uint8
+        return Layer(_mixed(w1, scales[0]), _mixed(w2, scales[1]), **common)
+    if given["use_deepseek_fp8_block_scale"]:
+        assert x.dtype == torch.bfloat16 and w1.dtype == torch.float8_e4m3fn
+        w1, w2 = _blocks(w1, scales[0]), _blocks(w2, scales[1])
+        return Layer(w1, w2, first=_through_float8, second=_through_float8, **common)
+    if w1.dtype == torch.float8_e4m3fn:
+        assert x.dtype == torch.float8_e4m3fn
+        first, act, second, _ = scales
+        assert first.shape == second.shape == w1.shape[:1] and scales[3].dim() == 0
+        codes = lambda h, e: (h * act.expand(w1.shape[0])[e]).clamp(-448, 448)  # noqa: E731
+        w1, w2 = w1.float() * first[:, None, None], w2.float() * second[:, None, None]
+        round8 = lambda h, e: codes(h, e).to(torch.float8_e4m3fn).float()  # noqa: E731
+        return Layer(w1, w2, second=round8, **common)
+    assert not scales and x.dtype == w1.dtype
+    return Layer(w1.float(), w2.float(), **common)
+
+
+def nvfp4(w1: Tensor, w2: Tensor, scales: list[Tensor], **common: Any) -> Layer:
+    """quant_scales: of each product 1 / the input's scale, swizzled scales as int32, factors."""
+    made = []
+    for w, (reciprocal, blocks, factors) in zip((w1, w2), (scales[:3], scales[3:]), strict=True):
+        assert reciprocal.numel() == 1 and factors.shape == w.shape[:1]
+        assert blocks.dtype == torch.int32
+        sf = blocks.view(torch.float8_e4m3fn)
+        rows, groups = w.shape[1], w.shape[2] // 8
+        linear = torch.stack([linear_scales(one, rows, groups) for one in sf]).float()
+        made.append(fp4_values(w) * linear.repeat_interleave(16, -1) * factors[:, None, None])
+    return Layer(*made, first=through_nvfp4(scales[0]), second=through_nvfp4(scales[3]), **common)
+
+
+def _mixed(w: Tensor, scales: Tensor) -> Tensor:
+    rows, groups = w.shape[1], w.shape[2] // 16
+    assert scales.dtype == torch.int32 and scales.shape[1:] == (rows // 64, groups // 4, 16, 4)
+    found = [folded_scales(one.view(torch.uint8), rows, groups) for one in scales]
+    values = fp4_values(torch.stack([unmixed(one) for one in w]))
+    return values * e8m0(torch.stack(found)).repeat_interleave(32, -1)
+
+
+def _blocks(w: Tensor, scale: Tensor) -> Tensor:
+    assert scale.dtype == torch.float32
+    return w.float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+
+
+def _through_float8(x: Tensor, e: int) -> Tensor:
+    """Inputs as float8 with a scale for each 128 of a row."""
+    groups = x.unflatten(-1, (-1, 128))
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)

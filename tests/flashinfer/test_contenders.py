@@ -1,0 +1,58 @@
+"""FlashInfer among what `bench` times: our op on its backends, and its function itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from layers import CASE, FORMATS
+
+from moe_ops.bench import cells, contenders, rates
+from moe_ops.bench.contenders import Contender, contender
+from moe_ops.quant.config import QuantConfig
+
+RATES = rates.Rates(copy_tbs=0.03, matmul_tflops=0.1, matmul8_tflops=0.1)
+On = Callable[[int, int], None]
+
+
+def measured(formats: str, *of: Contender) -> list[cells.Cell]:
+    weights, inputs = FORMATS[formats]
+    grid = cells.Grid(
+        layers=[CASE],
+        tokens=[3],
+        routings=["uniform"],
+        contenders=lambda case: of,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        seconds=0.01,
+        quant=QuantConfig(weights=weights, inputs=inputs) if weights else None,
+    )
+    return list(cells.measure(grid, RATES))
+
+
+@pytest.mark.parametrize("formats", ["bfloat16", "blocks", "mxfp4"])
+def test_it_is_right_and_timed(fake: ModuleType, on: On, formats: str) -> None:
+    on(9, 0)
+    names = ("flashinfer_cutlass", contenders.DIRECT)
+    ours, direct = measured(formats, *(contender(CASE, "cpu", name) for name in names))
+    assert ours.wrong == direct.wrong == ""
+    assert ours.us and direct.us
+    assert ours.ran["experts"] == "flashinfer_cutlass" and direct.ran == {}
+    assert {name for name, _ in fake.calls if "fused_moe" in name} == {
+        "cutlass_fused_moe", "cutlass_fused_moe_workspace_size",
+    }  # fmt: skip
+
+
+def test_what_it_cannot_run_is_said(fake: ModuleType, on: On) -> None:
+    on(9, 0)
+    names = ("flashinfer_cute_dsl", "flashinfer_trtllm")
+    dsl, trtllm = measured("mxfp4", *(contender(CASE, "cpu", name) for name in names))
+    assert "the layout 'flashinfer.chunks' is for floats and nvfp4 codes, got mxfp4" in dsl.wrong
+    assert dsl.us is trtllm.us is None
+    on(8, 0)
+    (direct,) = measured("bfloat16", contender(CASE, "cpu", contenders.DIRECT))
+    assert "flashinfer_cutlass needs compute capability 9.0, 10.0, 10.3, 12.0 or 12.1, got 8.0" in (
+        direct.wrong
+    )

@@ -1,0 +1,200 @@
+"""Calls of few tokens to one backend and the rest to another: b12x with CUTLASS, and any two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from layers import call_of, error_of, run, stored, wanted, weights_of
+from torch import Tensor
+
+from moe_ops import experts, flashinfer_options
+from moe_ops.backends.flashinfer.fits import READS
+from moe_ops.backends.flashinfer.stored import UP_GATE
+from moe_ops.ops.experts import ExpertsCall
+from moe_ops.parallel.moves import Moves, apply_moves
+from moe_ops.passes.pick_backend import pick_backend
+from tests.passes.planned import Hook, any_rows, plans
+from tests.passes.planned import call_of as compiled_call
+
+B12X, CUTLASS = "flashinfer_b12x", "flashinfer_cutlass"
+N = 32
+AROUND = {N - 1: B12X, N: CUTLASS, N + 1: CUTLASS}
+On = Callable[[int, int], None]
+# Of results of the same backend, and of one against the other: in norms, and as a cosine.
+SAME, ACROSS = (0.02, 0.9998), (0.05, 0.999)
+
+
+@pytest.fixture
+def later(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A FlashInfer whose wrapper hands long prompts to CUTLASS itself."""
+    from flashinfer.fused_moe import b12x
+
+    monkeypatch.setattr(fake.fused_moe, "B12xMoEWrapper", b12x.LaterB12xMoEWrapper)
+    return fake
+
+
+def prepared(tokens: int, **more: Any) -> ExpertsCall:
+    return stored(call_of("nvfp4", tokens=tokens, **more), UP_GATE.name)
+
+
+def first(call: ExpertsCall, tokens: int) -> ExpertsCall:
+    """Some tokens of a layer, its weights at the same places."""
+    t = tokens
+    return replace(call, x_TD=call.x_TD[:t], weights_TK=call.weights_TK[:t], ids_TK=call.ids_TK[:t])
+
+
+def near(got: Tensor, want: Tensor, limits: tuple[float, float]) -> None:
+    cosine = torch.cosine_similarity(got.flatten().double(), want.flatten().double(), dim=0)
+    assert error_of(got, want) < limits[0]
+    assert float(cosine) > limits[1]
+
+
+def picked(call: ExpertsCall) -> Tensor:
+    out: Tensor = experts.pick(call).run(call)
+    return out
+
+
+def names(fake: ModuleType) -> list[str]:
+    """What was run, and how, in order."""
+    ran = ("B12xMoEWrapper.run", "prefill", "cutlass_fused_moe")
+    found = [name for name, _ in fake.calls if name in ran]
+    fake.calls.clear()
+    return found
+
+
+def test_without_a_threshold_all_is_b12x(fake: ModuleType, on: On) -> None:
+    on(12, 0)
+    for tokens in AROUND:
+        call = prepared(tokens)
+        assert experts.pick(call).name == B12X
+        want = run(B12X, call)
+        with flashinfer_options():
+            assert torch.equal(picked(call), want)
+
+
+def test_calls_around_the_threshold(fake: ModuleType, on: On) -> None:
+    on(12, 0)
+    with flashinfer_options(b12x_prefill_threshold=N):
+        for tokens, name in AROUND.items():
+            call = prepared(tokens)
+            assert experts.pick(call).name == name
+            got = picked(call)
+            other = CUTLASS if name == B12X else B12X
+            near(got, run(name, call), SAME)
+            near(got, run(other, call), ACROSS)
+            assert error_of(got, wanted(call)) < 0.06
+
+
+def test_a_plan_has_two_ranges(fake: ModuleType, on: On) -> None:
+    """In graphs of any number of tokens, and only where tokens may be so many."""
+    on(12, 0)
+    call = prepared(N - 1)
+    for tokens, dynamic, plan in (
+        (N - 1, True, f"{N - 1}:{B12X},:{CUTLASS}"),
+        (N - 1, False, B12X),
+        (N, False, CUTLASS),
+    ):
+        call = prepared(tokens)
+        hook = Hook(pick_backend)
+        compiled, tensors = compiled_call(experts, experts.arguments.flat(call), hook)
+        if dynamic:
+            any_rows(tensors[:3])
+        with flashinfer_options(b12x_prefill_threshold=N):
+            compiled(*tensors)
+        assert plans(compiled.graphs[0]) == [f"experts {plan}"]
+    for tokens, name in AROUND.items():
+        call = prepared(tokens)
+        got = experts.planned(*experts.arguments.flat(call), plan=f"{N - 1}:{B12X},:{CUTLASS}")
+        assert torch.equal(got, run(name, call))
+
+
+def test_an_old_flashinfer(fake: ModuleType, on: On) -> None:
+    """Nothing is said without a threshold; ours needs nothing; the other way says what it needs."""
+    on(12, 0)
+    run(B12X, prepared(4))
+    with flashinfer_options(b12x_prefill_threshold=N):
+        run(B12X, prepared(4))
+        run(CUTLASS, prepared(N))
+    with (
+        flashinfer_options(b12x_prefill_threshold=N, upstream_prefill=True),
+        pytest.raises(
+            RuntimeError,
+            match=rf"b12x_prefill_threshold={N} .* cutlass_prefill_threshold .*0\.7\.2\.post1",
+        ),
+    ):
+        run(B12X, prepared(4))
+
+
+def test_the_wrappers_own_threshold(later: ModuleType, on: On) -> None:
+    """It is registered once, with the scales of CUTLASS, and decides for every number of tokens."""
+    on(12, 0)
+    run(B12X, prepared(N))
+    assert names(later) == ["B12xMoEWrapper.run"]
+    whole = prepared(N + 1)
+    parts = [first(whole, tokens) for tokens in AROUND]
+    with flashinfer_options(b12x_prefill_threshold=N, upstream_prefill=True, max_tokens=64):
+        for call in parts:
+            assert experts.pick(call).name == B12X
+            near(picked(call), run(CUTLASS, call), ACROSS)
+        made = [given for name, given in later.calls if name == "register_cutlass_prefill_weights"]
+        assert len(made) == 1 and len(made[0]["quant_scales"]) == 6
+        ran = [n for n in names(later) if n != "cutlass_fused_moe"]
+        assert ran == ["B12xMoEWrapper.run", "prefill", "prefill"]
+
+
+@pytest.mark.parametrize("upstream", [False, True], ids=["ours", "upstream"])
+def test_moved_experts_keep_both_ways_right(later: ModuleType, on: On, upstream: bool) -> None:
+    """In place, at the addresses that a wrapper holds, as if they had been loaded so."""
+    on(12, 0)
+    moves = Moves(4, ((0, 2), (2, 0), (1, 3), (3, 1)))
+    order = [2, 3, 0, 1]
+    long = prepared(N)
+    factors = {n: getattr(long, n) for n in ("global_scale13_E", "global_scale2_E")}
+    held = {**weights_of(long), **factors}
+    short = first(long, 4)
+    with flashinfer_options(b12x_prefill_threshold=N, upstream_prefill=upstream, max_tokens=N):
+        before = [picked(call) for call in (short, long)]
+        apply_moves(held, moves)
+        for call, was in zip((short, long), before, strict=True):
+            assert error_of(picked(call), was) > 0.2, "experts moved, ids did not"
+            fresh = replace(call, **{n: t.clone() for n, t in held.items()})
+            assert torch.equal(picked(call), picked(fresh))
+            there = torch.tensor(order, dtype=torch.int32)[call.ids_TK]
+            assert torch.equal(picked(replace(call, ids_TK=there)), was)
+
+
+def test_any_two_backends_that_want_other_scales(
+    fake: ModuleType, on: On, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same codes one wants factors of another convention, made of the live ones."""
+    on(10, 0)
+    doubled: list[Tensor] = []
+
+    def few(call: ExpertsCall) -> Tensor:
+        out: Tensor = experts.body(call)
+        return out
+
+    def many(call: ExpertsCall) -> Tensor:
+        assert call.global_scale13_E is not None
+        doubled.append(call.global_scale13_E * 2)
+        out: Tensor = experts.body(replace(call, global_scale13_E=doubled[-1] / 2))
+        return out
+
+    for function in (few, many):
+        given = {"reads": READS, "layout": UP_GATE, "priority": -9}
+        experts.backend(function.__name__, **given)(function)
+    hook = Hook(pick_backend, thresholds=((N - 1, "few"), (None, "many")))
+    compiled, _ = compiled_call(experts, experts.arguments.flat(prepared(N - 1)), hook)
+    for tokens in AROUND:
+        call = prepared(tokens)
+        args = [t for t in experts.arguments.flat(call) if isinstance(t, Tensor)]
+        any_rows(args[:3])
+        near(compiled(*args), wanted(call), SAME)
+        assert len(doubled) == (tokens >= N)
+        doubled.clear()
+    assert [plans(graph) for graph in compiled.graphs] == [[f"experts {N - 1}:few,:many"]]

@@ -1,0 +1,212 @@
+"""What is made at a first call: when, in which mode, for how many tokens; and what never is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+from layers import CASE, call_of, check, run, stored, wanted
+from torch import Tensor
+
+import moe_ops
+from moe_ops import MoELayer, arena, experts, flashinfer_options
+from moe_ops.backends.flashinfer import b12x, kept
+from moe_ops.ops.experts import ExpertsCall
+
+UP_GATE, CHUNKS = "flashinfer.up_gate", "flashinfer.chunks"
+WAYS = {
+    "cutlass": ("flashinfer_cutlass", UP_GATE, "bfloat16", (9, 0)),
+    "cute_dsl": ("flashinfer_cute_dsl", CHUNKS, "bfloat16", (9, 0)),
+    "b12x": ("flashinfer_b12x", UP_GATE, "nvfp4", (12, 0)),
+}
+by_way = pytest.mark.parametrize(("name", "layout", "formats", "gpu"), WAYS.values(), ids=WAYS)
+On = Callable[[int, int], None]
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Says whether a CUDA graph is captured."""
+    return lambda on: monkeypatch.setattr(kept, "capturing", lambda: on)
+
+
+def test_it_is_imported_by_the_first_call_alone(installed: None, on: On) -> None:
+    on(9, 0)
+    call = stored(call_of("bfloat16"), UP_GATE)
+    assert experts.refusals_of(call)["flashinfer_cutlass"] is None
+    assert experts.pick(call).name == "flashinfer_cutlass"
+    assert "flashinfer" not in sys.modules
+    run("flashinfer_cutlass", call)
+    assert "flashinfer" in sys.modules
+
+
+@by_way
+def test_nothing_is_made_while_a_graph_is_captured(
+    fake: ModuleType, on: On, capture: Callable[[bool], None],
+    name: str, layout: str, formats: str, gpu: tuple[int, int],
+) -> None:  # fmt: skip
+    on(*gpu)
+    call = stored(call_of(formats, tokens=5), layout)
+    capture(True)
+    with pytest.raises(
+        RuntimeError, match=r"made at a first call, which may not be in the capture"
+    ):
+        run(name, call)
+    capture(False)
+    want = run(name, call)
+    capture(True)
+    made = len(fake.calls)
+    assert torch.equal(run(name, call), want)
+    some = replace(call, x_TD=call.x_TD[:4], weights_TK=call.weights_TK[:4], ids_TK=call.ids_TK[:4])
+    with flashinfer_options(max_tokens=8, autotune=True):
+        assert run(name, some).shape[0] == 4
+    assert {n for n, _ in fake.calls[made:]} <= {"B12xMoEWrapper.run", "cutlass_fused_moe"}
+
+
+@by_way
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_first_call_in_any_mode(
+    fake: ModuleType, on: On, name: str, layout: str, formats: str, gpu: tuple[int, int],
+    first: Callable[[], torch.no_grad],
+) -> None:  # fmt: skip
+    """What it made can be written to in any other mode."""
+    on(*gpu)
+    call = stored(call_of(formats), layout)
+    with first():
+        want = run(name, call)
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            assert torch.equal(run(name, call), want)
+    layers = b12x._LAYERS._held.values()
+    assert not any(t.is_inference() for layer in layers for t in (layer.scales.x, layer.scales.one))
+
+
+def sizes(purpose: str) -> list[int]:
+    return [use.bytes for use in arena.report() if use.purpose == f"FlashInfer {purpose}"]
+
+
+def test_buffers_are_as_large_as_the_largest_bucket(fake: ModuleType, on: On) -> None:
+    on(9, 0)
+    call = stored(call_of("bfloat16", tokens=5), UP_GATE)
+    with flashinfer_options(max_tokens=48):
+        run("flashinfer_cutlass", call)
+    (asked,) = (given for n, given in fake.calls if n == "cutlass_fused_moe_workspace_size")
+    assert asked["max_num_tokens"] == 48
+    (before,) = sizes("CUTLASS")
+    run("flashinfer_cutlass", stored(call_of("bfloat16", tokens=33), UP_GATE))
+    (after,) = sizes("CUTLASS")
+    assert after > before, "64 tokens need more than 48"
+
+
+def test_layers_of_b12x_share_a_workspace_and_the_output(fake: ModuleType, on: On) -> None:
+    on(12, 0)
+    calls = [stored(call_of("nvfp4", tokens=5), UP_GATE) for _ in range(3)]
+    calls[2].ids_TK = calls[2].ids_TK[:, :1].contiguous()  # another size
+    calls[2].weights_TK = calls[2].weights_TK[:, :1].contiguous()
+    results = [run("flashinfer_b12x", call) for call in calls]
+    a, b, c = (layer.wrapper for layer in b12x._LAYERS._held.values())
+    for part in ("_static_workspace", "_dynamic_workspace"):
+        assert getattr(a, part) is getattr(b, part) is not getattr(c, part)
+    assert a.output.data_ptr() == b.output.data_ptr() == c.output.data_ptr()
+    assert sizes("b12x") == [8 * CASE.D * 2]
+    for call, got in zip(calls, results, strict=True):
+        check("flashinfer_b12x", "nvfp4", got, wanted(call))
+
+
+def test_tactics_are_measured_once_for_each_number_of_tokens(
+    fake: ModuleType, on: On, capture: Callable[[bool], None]
+) -> None:
+    on(9, 0)
+
+    def measured(tokens: int) -> int:
+        fake.calls.clear()
+        run("flashinfer_cutlass", stored(call_of("bfloat16", tokens=tokens), UP_GATE))
+        caches = [given["cache"] for n, given in fake.calls if n == "autotune"]
+        assert set(caches) <= {"tactics.json"}
+        return len(caches)
+
+    assert measured(5) == 0
+    with flashinfer_options(autotune=True, autotune_cache="tactics.json"):
+        assert [measured(5), measured(8), measured(9), measured(16)] == [1, 0, 1, 0]
+    with flashinfer_options(autotune=True, autotune_cache="tactics.json", max_tokens=16):
+        capture(True)
+        kept._tuned.clear()
+        assert measured(16) == 0
+
+
+def test_a_compiler_sees_one_op(fake: ModuleType, on: On) -> None:
+    on(9, 0)
+    call = stored(call_of("bfloat16"), UP_GATE)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    def function(x: Tensor) -> Tensor:
+        args = (call.weights_TK, call.ids_TK, call.w13_EFD, call.w2_EDI)
+        return moe_ops.experts(x, *args, layout=UP_GATE)
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    assert torch.equal(compiled(call.x_TD), run("flashinfer_cutlass", call))
+    assert [n.target for n in graphs[0].graph.nodes if n.op == "call_function"] == [
+        torch.ops.moe_ops.experts.default
+    ]
+    assert [name for name, _ in fake.calls].count("cutlass_fused_moe") == 2
+
+
+QUANT = {
+    "bfloat16": None,
+    "mxfp4": moe_ops.QuantConfig(weights="mxfp4"),
+    "nvfp4": moe_ops.QuantConfig.with_static_inputs("nvfp4", "nvfp4"),
+}
+
+
+@pytest.mark.parametrize("formats", QUANT)
+def test_a_prepared_layer(fake: ModuleType, on: On, formats: str) -> None:
+    """It runs on the backend that reads its layout, and saves what was loaded."""
+    on(*((10, 0) if formats == "nvfp4" else (9, 0)))
+    sizes = {"num_experts": 4, "top_k": 2, "hidden_size": 256, "intermediate_size": 128}
+    layer = MoELayer(**sizes, internal_gate=True, dtype=torch.bfloat16, quant=QUANT[formats])
+    load(layer, call_of(formats))
+    before = {n: bits(t).clone() for n, t in layer.eval().state_dict().items()}
+    x = torch.randn(6, 256, dtype=torch.bfloat16)
+    with torch.no_grad():
+        want = layer(x)
+        moe_ops.prepare(layer, UP_GATE)
+        check("flashinfer_cutlass", formats, layer(x), want)
+    assert [n for n, _ in fake.calls].count("cutlass_fused_moe") == 1
+    assert any(not torch.equal(bits(p), before[n]) for n, p in layer.named_parameters())
+    assert all(torch.equal(bits(t), before[n]) for n, t in layer.state_dict().items())
+
+
+@torch.no_grad()
+def load(layer: MoELayer, call: ExpertsCall) -> None:
+    """Weights of a call, and factors of its own for each expert."""
+    given = {
+        "w13_weight": call.w13_EFD, "w2_weight": call.w2_EDI, "w13_scale": call.w13_scale_EFG,
+        "w2_scale": call.w2_scale_EDG, "x_scale": call.x_scale, "h_scale": call.h_scale,
+    }  # fmt: skip
+    if call.global_scale13_E is not None and call.global_scale2_E is not None:
+        given["w13_global_scale"] = call.global_scale13_E / call.x_scale
+        given["w2_global_scale"] = call.global_scale2_E / call.h_scale
+    for name, t in given.items():
+        if t is not None:
+            bits(getattr(layer, name)).copy_(bits(t.expand_as(getattr(layer, name))))
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.detach().contiguous().view(torch.uint8)
+
+
+def test_gradients_are_refused(fake: ModuleType, on: On) -> None:
+    on(9, 0)
+    call: ExpertsCall = stored(call_of("bfloat16"), UP_GATE)
+    wants = replace(call, x_TD=call.x_TD.clone().requires_grad_())
+    said = experts.refusals_of(wants)["flashinfer_cutlass"]
+    assert said == "is not differentiable, and an argument requires grad"
+    with torch.no_grad():
+        assert experts.refusals_of(wants)["flashinfer_cutlass"] is None

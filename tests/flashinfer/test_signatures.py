@@ -1,0 +1,85 @@
+"""The stand-in takes what FlashInfer takes: its signatures are those of the installed package."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import signatures
+
+from moe_ops.backends.flashinfer import package
+
+WRITE = "python tests/flashinfer/signatures.py"
+
+
+def test_the_file_has_those_of_the_stand_in() -> None:
+    held = json.loads(signatures.FILE.read_text())
+    assert held == signatures.of_stand_in(), f"run {WRITE}"
+
+
+def test_the_stand_in_is_no_older_than_what_backends_need() -> None:
+    at_least, has = (package._numbers(v) for v in (package.LEAST, signatures.version_of_stand_in()))
+    assert has >= at_least
+
+
+def test_the_installed_package_takes_the_same() -> None:
+    found = signatures.installed()
+    if found is None:
+        pytest.skip(f"{signatures.DISTRIBUTION} is not installed, so there is nothing to compare")
+    version, root = found
+    changed = signatures.changes(signatures.of_stand_in(), root)
+    assert not changed, "\n".join(
+        [f"{signatures.DISTRIBUTION} {version} takes other arguments than the stand-in:", *changed,
+         f"change moe_ops/backends/flashinfer and the stand-in, then run {WRITE}"]
+    )  # fmt: skip
+
+
+CHANGED = {
+    "gone": ("    top_k: int,\n    n_group", "    n_group", "gone or changed: top_k;"),
+    "renamed": ("top_k: int,\n    n_group", "k: int,\n    n_group", "top_k; new or changed: k"),
+    "default": ("do_finalize: bool = True", "do_finalize: bool = False", "do_finalize; new"),
+    "order": ("    num_experts: int,\n    top_k: int,", "    top_k: int,\n    num_experts: int,",
+              "the order of parameters is another"),
+    "no_function": ("def trtllm_bf16_routed_moe", "def other", "is not in flashinfer/fused_moe/"),
+    "named_default": ("do_finalize: bool = True", "do_finalize: bool = YES", None),
+}  # fmt: skip
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The sources of the stand-in at the places of the package's."""
+    source = "\n".join(path.read_text() for path in sorted(signatures.STAND_IN.rglob("*.py")))
+    source = source.replace("from __future__ import annotations\n", "")
+    for place in {*signatures.PLACES.values(), signatures.ENUM[1]}:
+        path = tmp_path / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("old", "new", "said"), CHANGED.values(), ids=CHANGED)
+def test_a_change_is_named(copy: Path, old: str, new: str, said: str | None) -> None:
+    assert signatures.changes(signatures.of_stand_in(), copy) == []
+    path = copy / signatures.PLACES["trtllm_bf16_routed_moe"]
+    assert path.read_text().count(old) == 1
+    path.write_text(path.read_text().replace(old, new))
+    found = signatures.changes(signatures.of_stand_in(), copy)
+    assert found == [] if said is None else (len(found) == 1 and said in found[0]), found
+
+
+def test_attributes_and_members_are_named(copy: Path) -> None:
+    for path in {copy / place for place in (*signatures.PLACES.values(), signatures.ENUM[1])}:
+        text = path.read_text().replace("self._static_workspace", "self._other")
+        path.write_text(text.replace("Relu2 = 6", "Relu2 = 7"))
+    assert signatures.changes(signatures.of_stand_in(), copy) == [
+        "ActivationType.Relu2 is 7, was 6",
+        "B12xMoEWrapper sets no _static_workspace",
+    ]
+
+
+def test_a_function_that_takes_less_is_refused(fake: ModuleType) -> None:
+    package.require(fake.autotune, "autotune", "cache")
+    with pytest.raises(RuntimeError, match=r"0\.7\.2\.post1: autotune takes no colour; .* 0\.7\.2"):
+        package.require(fake.autotune, "autotune", "cache", "colour")
