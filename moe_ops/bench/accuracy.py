@@ -26,7 +26,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,16 +39,18 @@ from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import TOL, Case, Tol, assert_close
 from moe_ops.using import using
 
+T = TypeVar("T")
 CASE = Case(name="accuracy", T=512, E=16, K=4, D=512, I=256)
 LAYERS, VOCABULARY = 4, 512
 PROMPTS = (16, 64)  # how many, and their length
 LOGITS_STD = 3.0  # makes the entropy about half of log(VOCABULARY)
 KERNELS = {"cpu": "cpu", "cuda": "triton"}  # the backend of `experts` by type of device
 # Where values are rounded between products, sums in another order round some of them to another
-# step, and experts that are nearly tied change places in a token or two. Of 1024 tokens the KL of
-# "none" measured 13 % less by the CPU's kernels, which round once less, of quantised inputs up to
-# 2.2 % apart; of a few tokens a single one that flips decides.
-OTHER_ROUNDINGS = Tol(0.25, "a few tokens take another expert")
+# step, and experts that are nearly tied change places: in that token, and by attention perhaps in
+# those behind it. So many have to take the same: by the CPU's kernels 99.3 % do or more, and of
+# "none" 94 %. With that, logits were up to 2.9 % of the largest apart.
+LEAST_SAME = 0.9
+OF_CODES = Tol(4e-2, "some values of h take another code; same experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +144,7 @@ def make_base(case: Case, seed: int) -> Base:
     return Base(
         model=model,
         prompts=prompts,
-        log_probs=log_probs(optimize(copy.deepcopy(model)), prompts),
+        log_probs=run_model(optimize(copy.deepcopy(model)), prompts).log_probs_BSV,
         x_TD=x,
         ids_TK=ids,
         weights_TK=weights,
@@ -150,10 +152,34 @@ def make_base(case: Case, seed: int) -> Base:
     )
 
 
-def log_probs(model: Any, prompts: Tensor) -> Tensor:
-    """The model's next-token log-probabilities in float64."""
-    with torch.inference_mode():
-        return model(input_ids=prompts, use_cache=False).logits.double().log_softmax(-1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a model makes of prompts [B, S]: next-token log-probabilities in float64, and the
+    experts that the tokens took in each layer, in order of their numbers."""
+
+    log_probs_BSV: Tensor
+    ids_LTK: Tensor
+
+    def same(self, other: Run) -> Tensor:
+        """[B, S]: where tokens took the same experts."""
+        B, S, _ = self.log_probs_BSV.shape
+        return (self.ids_LTK == other.ids_LTK).all(2).all(0).view(B, S)
+
+
+def run_model(model: Any, prompts: Tensor) -> Run:
+    taken: list[Tensor] = []
+
+    def note(module: Any, args: tuple[Any, ...]) -> None:
+        taken.append(args[1].sort(-1).values)
+
+    hooks = [layer.mlp.experts.register_forward_pre_hook(note) for layer in model.model.layers]
+    try:
+        with torch.inference_mode():
+            logits = model(input_ids=prompts, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Run(log_probs_BSV=logits.double().log_softmax(-1), ids_LTK=torch.stack(taken))
 
 
 def kl(p: Tensor, q: Tensor) -> float:
@@ -186,28 +212,28 @@ def accuracy(base: Base, scheme: str, weight_format: str, input_format: str) -> 
             got: Tensor = first(base.x_TD, base.ids_TK, base.weights_TK)
             return got
 
-    def whole() -> Tensor:
-        return log_probs(model, base.prompts)
+    def whole() -> Run:
+        return run_model(model, base.prompts)
 
     with using("reference", "experts"):
-        want, want_probs = layer(), whole()
+        want, wanted = layer(), whole()
     got, no_layer = _by_kernels(layer, base.x_TD.device.type)
-    probs, no_model = _by_kernels(whole, base.x_TD.device.type)
+    found, no_model = _by_kernels(whole, base.x_TD.device.type)
     what = " ".join(name for name in (scheme, weight_format, input_format) if name)
     if got is not None:
         check_layer(got, want, input_format, what)
-    if probs is not None:
-        exact = scheme != "none" and not input_format
-        check_model(probs, want_probs, base.log_probs, exact, what)
+    if found is not None:
+        tol = TOL["model", torch.bfloat16 if scheme == "none" else torch.float32]
+        check_model(found, wanted, OF_CODES if input_format else tol, what)
     return Accuracy(
         scheme=scheme,
         weight_format=weight_format,
         input_format=input_format,
         bits_per_weight=bits,
         layer_error=relative_error(want, base.want_TD),
-        kl_nats=kl(base.log_probs, want_probs),
+        kl_nats=kl(base.log_probs, wanted.log_probs_BSV),
         kernel_layer_error=None if got is None else relative_error(got, base.want_TD),
-        kernel_kl_nats=None if probs is None else kl(base.log_probs, probs),
+        kernel_kl_nats=None if found is None else kl(base.log_probs, found.log_probs_BSV),
         refusal=no_layer or no_model,
     )
 
@@ -226,7 +252,7 @@ def _quantised(base: Base, scheme: str, weight_format: str, input_format: str) -
     return model, 32 * report.bytes_after / report.bytes_before  # the model is in float32
 
 
-def _by_kernels(run: Callable[[], Tensor], device: str) -> tuple[Tensor | None, str]:
+def _by_kernels(run: Callable[[], T], device: str) -> tuple[T | None, str]:
     """The result by the kernels of a type of device, or None and why there is none."""
     kernels = KERNELS[device]
     try:
@@ -247,19 +273,21 @@ def check_layer(got: Tensor, want: Tensor, input_format: str, what: str) -> None
     assert_close(got, want, tol, f"the layer of {what}")
 
 
-def check_model(got: Tensor, want: Tensor, base: Tensor, exact: bool, what: str) -> None:
-    """Raise AssertionError unless a model's log-probabilities are those of the definition or, where
-    values are rounded between products, their divergence from the base is.
+def check_model(got: Run, want: Run, tol: Tol, what: str) -> None:
+    """Raise AssertionError unless a model's log-probabilities are those of the definition: of all
+    tokens in float32 or, where values are rounded between products, of those that, with all tokens
+    before them, take the same experts.
     """
-    if exact:
-        assert_close(got, want, TOL["model", torch.float32], f"the model of {what}")
-        return
-    found, wanted = kl(base, got), kl(base, want)
-    if not abs(found - wanted) <= OTHER_ROUNDINGS.rel * wanted:
+    what, same_BS = f"the model of {what}", got.same(want)
+    least = 1.0 if tol is TOL["model", torch.float32] else LEAST_SAME
+    share = float(same_BS.double().mean())
+    if share < least:
         raise AssertionError(
-            f"the model of {what}: KL {found:.4g}, that of the definition is {wanted:.4g}; at most "
-            f"{OTHER_ROUNDINGS.rel:.0%} apart is right ({OTHER_ROUNDINGS.why})"
+            f"{what}: {share:.1%} of the tokens take the experts of the definition; at least "
+            f"{least:.0%} is right"
         )
+    alike_BS = same_BS.long().cummin(1).values.bool()
+    assert_close(got.log_probs_BSV[alike_BS], want.log_probs_BSV[alike_BS], tol, what)
 
 
 def measure(base: Base, schemes: Sequence[str] = ()) -> list[Accuracy]:

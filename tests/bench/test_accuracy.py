@@ -68,8 +68,8 @@ def test_kl_is_that_of_the_definition_and_none_to_the_same_model(base: Base) -> 
     )
     want = (0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)) / 2
     assert accuracy.kl(p, q) == pytest.approx(want, rel=1e-6)
-    same = accuracy.log_probs(optimize(copy.deepcopy(base.model)), base.prompts)
-    assert accuracy.kl(base.log_probs, same) == 0
+    same = accuracy.run_model(optimize(copy.deepcopy(base.model)), base.prompts)
+    assert accuracy.kl(base.log_probs, same.log_probs_BSV) == 0
 
 
 def test_16_bits_cost_their_rounding(base: Base) -> None:
@@ -123,14 +123,27 @@ def test_a_kernel_that_differs_is_no_figure(
         accuracy.accuracy(base, "int4_w4a16", "int4:1x32", "")
 
 
-def test_models_are_compared_by_logits_or_where_those_flip_by_their_divergence() -> None:
-    base, want = (torch.tensor([[a, 1 - a]]).double().log() for a in (0.5, 0.6))
-    off, far = (torch.tensor([[a, 1 - a]]).double().log() for a in (0.601, 0.7))
-    accuracy.check_model(off, want, base, False, "this")
+def run_of(chances: list[float], ids: list[int]) -> accuracy.Run:
+    """Of a sequence of tokens, each with a chance of the first of two words and an expert."""
+    log_probs = torch.tensor([[[a, 1 - a] for a in chances]]).double().log()
+    return accuracy.Run(log_probs_BSV=log_probs, ids_LTK=torch.tensor(ids).view(1, -1, 1))
+
+
+def test_models_are_compared_by_logits_before_experts_change() -> None:
+    whole, other = accuracy.TOL["model", torch.float32], accuracy.OF_CODES
+    want = run_of([0.6] * 20, [1] * 20)
+    off, far = run_of([0.601] * 20, [1] * 20), run_of([0.7] + [0.6] * 19, [1] * 20)
+    accuracy.check_model(off, want, other, "this")
     with pytest.raises(AssertionError, match="the model of this: off by"):
-        accuracy.check_model(off, want, base, True, "this")
-    with pytest.raises(AssertionError, match=r"the model of this: KL 0\.08718, that of the"):
-        accuracy.check_model(far, want, base, False, "this")
+        accuracy.check_model(off, want, whole, "this")
+    with pytest.raises(AssertionError, match="the model of this: off by"):
+        accuracy.check_model(far, want, other, "this")
+    flipped = run_of([0.6] * 18 + [0.9] * 2, [1] * 18 + [2, 1])
+    accuracy.check_model(flipped, want, other, "this")
+    with pytest.raises(AssertionError, match=r"this: 95\.0% of the tokens take .* least 100%"):
+        accuracy.check_model(flipped, want, whole, "this")
+    with pytest.raises(AssertionError, match=r"this: 85\.0% of the tokens take .* least 90%"):
+        accuracy.check_model(run_of([0.6] * 20, [1] * 17 + [2] * 3), want, other, "this")
 
 
 def test_the_model_is_left_as_it_is(base: Base) -> None:
