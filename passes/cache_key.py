@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from moe_ops.backend import Backend
+from moe_ops.backends.flashinfer.options import current as flashinfer_options
 from moe_ops.planning import tuned
 from moe_ops.planning.cost import device_of
 from moe_ops.ranks.groups import known_sizes
@@ -37,6 +38,7 @@ LIBRARIES = {
     "torch": ("torch",),
     "triton": ("triton", "pytorch-triton", "triton-windows"),
     "flashinfer": ("flashinfer-python",),
+    "cutlass": ("nvidia-cutlass-dsl",),
 }
 
 
@@ -140,12 +142,14 @@ def _versions() -> tuple[tuple[str, str | None], ...]:
 
 
 def environment_key() -> str:
-    """A hash of Python, the libraries that kernels come from, the device and process groups."""
+    """A hash of Python, the libraries that kernels come from and their options, the device and
+    process groups."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         device = f"{device_of(torch.device('cuda')).name} {torch.cuda.get_device_capability()}"
     else:
         device = device_of(torch.device("cpu")).name
-    return digest(platform.python_version(), _versions(), device, known_sizes())
+    parts = _versions(), flashinfer_options(), device, known_sizes()
+    return digest(platform.python_version(), *parts)
 
 
 def tables_key(users: str | None) -> str:

@@ -74,7 +74,7 @@ def tune(
     check_writable("table", table)
     path = Path(table)
     times = read(path) if path.exists() else {}
-    with torch.inference_mode():
+    with torch.no_grad():  # what backends keep is written to in any mode later
         for layer, backends, make in _layers(layers, inputs):
             known = times.setdefault(layer, {})
             cells = [

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.quantizers import auto
 
 import moe_ops
+from moe_ops import Layout
 from moe_ops.hf import adopt_mxfp4
 from moe_ops.hf.stored import stored_format
 from moe_ops.pretrained import MoeOpsConfig
@@ -163,12 +165,21 @@ def test_other_files_hold_the_state_dict_too(tmp_path: Path) -> None:
     check_same(model, given)
 
 
-def test_prepared_weights_are_saved_as_they_were_loaded(tmp_path: Path) -> None:
+def test_prepared_weights_are_saved_as_they_were_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turned = Layout(name="test.turned", prepare=upside_down, restore=upside_down)
+    monkeypatch.setitem(moe_ops.experts.layouts, turned.name, turned)
     model = quantised("int8_w8a16")
     want = copy.deepcopy(model)
-    moe_ops.prepare(model, next(iter(moe_ops.experts.layouts))) if moe_ops.experts.layouts else None
+    assert moe_ops.prepare(model, turned.name).bytes_rewritten
     model.save_pretrained(tmp_path)
     check_same(want, type(model).from_pretrained(tmp_path))
+
+
+def upside_down(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The rows of the first weight in reverse."""
+    return {"w13_EFD": tensors["w13_EFD"].flip(1)}
 
 
 @pytest.mark.parametrize("layers", [1, 2])

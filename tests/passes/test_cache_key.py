@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from moe_ops.backend import Backend
+from moe_ops.backends.flashinfer.options import flashinfer_options
 from moe_ops.passes import cache_key
 from moe_ops.passes.context import Context, Options
 from moe_ops.passes.pipeline import Pipeline
@@ -263,7 +264,9 @@ def test_versions_and_device_count(monkeypatch: pytest.MonkeyPatch) -> None:
     cache_key._versions.cache_clear()
     monkeypatch.setattr(cache_key.metadata, "version", version)
     keys.append(Pipeline().uuid())
-    assert cache_key._versions() == (("torch", "1.0"), ("triton", "1.0"), ("flashinfer", None))
+    assert cache_key._versions() == (
+        ("torch", "1.0"), ("triton", "1.0"), ("flashinfer", None), ("cutlass", "1.0"),
+    )  # fmt: skip
     cache_key._versions.cache_clear()
     monkeypatch.undo()
     threads = torch.get_num_threads()
@@ -272,6 +275,13 @@ def test_versions_and_device_count(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(threads)
     assert len(set(keys)) == 3
     assert Pipeline().uuid() == keys[0]
+
+
+def test_options_that_plans_are_made_by_count() -> None:
+    key = Pipeline().uuid()
+    with flashinfer_options(b12x_prefill_threshold=32):
+        assert Pipeline().uuid() != key
+    assert Pipeline().uuid() == key
 
 
 # From here on in processes of their own.

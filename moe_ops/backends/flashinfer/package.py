@@ -57,9 +57,13 @@ class Machine:
         """The same for the registry."""
         packages = " and ".join((f"{DISTRIBUTION} {LEAST} or newer", *self.packages))
         cuda = f", CUDA {self.cuda}" if self.cuda > 12 else ""
+
+        def missing(device: torch.device) -> str | None:  # a method has no source to hash
+            return self.refusal(device)
+
         return Needs(
             said=f"compute capability {_either(self.capabilities)}{cuda}; {packages}",
-            missing=self.refusal,
+            missing=missing,
             package=DISTRIBUTION,
         )
 
