@@ -151,6 +151,7 @@ def test_widths_that_fill_no_step(columns: int, dtype: torch.dtype) -> None:
 
 QUICK = ("int4:1x32", "mxfp4", "float8_e4m3fn:128x128", "nvfp4", "mxfp6_e3m2")
 EACH_FORMAT = [pytest.param(f, marks=[] if f in QUICK else [pytest.mark.every]) for f in FORMATS]
+EACH = [pytest.param(n, marks=[] if n == "gpt_oss" else [pytest.mark.every]) for n in ACTIVATIONS]
 
 
 @each_dtype
@@ -250,13 +251,7 @@ def test_inputs_that_are_no_numbers_stay_with_their_token(kernel: str) -> None:
 
 @pytest.mark.slow
 @each_kernel
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in ("silu", "gpt_oss") else [pytest.mark.every])
-        for name in ACTIVATIONS
-    ],
-)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("formats", [("mxfp4", ""), BLOCK_FLOAT8], ids=["mxfp4", "float8"])
 def test_every_activation(kernel: str, name: str, formats: tuple[str, str]) -> None:
     check(kernel, call_of(SMALL, *formats, biases=True, **ACTIVATIONS[name]))
