@@ -47,8 +47,7 @@ from tests.kernels.codes import any_codes, product, quantised
 F8 = torch.float8_e4m3fn
 KERNELS = ("triton.tiny", "triton.rows")
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
-# The interpreter multiplies no bfloat16.
-DTYPES = (F16, BF16) if DEVICE == "cuda" else (F16,)
+DTYPES = (F16, BF16) if DEVICE == "cuda" else (F16,)  # the interpreter multiplies no bfloat16
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 FORMATS = (
