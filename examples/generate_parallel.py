@@ -14,32 +14,21 @@ from __future__ import annotations
 
 import argparse
 import copy
-import time
 
 import torch
 import torch.distributed as dist
+from generate import CONFIGS, seconds
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import moe_ops
 
-SIZES = {
-    "tiny": {
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128,
-        "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 256,
-    },
-    "qwen3-30b": {
-        "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768,
-        "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936,
-    },
-}  # fmt: skip
+MODELS = ("tiny", "qwen3-30b")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=SIZES, default="tiny")
+    parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--tokens", choices=("replicated", "own"), default="replicated")
     parser.add_argument("--batch", type=int, default=4, help="sequences of all ranks")
     parser.add_argument("--prompt", type=int, default=8)
@@ -63,7 +52,7 @@ def main() -> None:
 
 def run(args: argparse.Namespace, rank: int, device: torch.device) -> None:
     torch.manual_seed(0)
-    ids = torch.randint(SIZES[args.model]["vocab_size"], (args.batch, args.prompt))
+    ids = torch.randint(CONFIGS[args.model](None).vocab_size, (args.batch, args.prompt))
     whole = make(args, torch.device("cpu")) if args.check else None
     model = shared(args, device, whole)
     if args.compiled:
@@ -72,25 +61,24 @@ def run(args: argparse.Namespace, rank: int, device: torch.device) -> None:
     mine = (ids.chunk(size)[rank] if args.tokens == "own" else ids).to(device)
     for new in (args.new, 1, 1):  # compiles, and captures
         generate(model, mine, new)
-    prompt = timed(model, mine, 1)[1]
-    out, seconds = timed(model, mine, args.new)
+    prompt, took = (least_seconds(model, mine, new) for new in (1, args.new))
     made = mine.shape[0] * (args.new - 1) * (size if args.tokens == "own" else 1)
     held = sum(p.nbytes for p in model.parameters())
-    said = f"rank {rank}: {made / (seconds - prompt):.1f} tokens/s after {prompt * 1e3:.1f} ms"
+    said = f"rank {rank}: {made / (took - prompt):.1f} tokens/s after {prompt * 1e3:.1f} ms"
     said += f" for the prompt, {held / 2**20:.1f} MiB of weights"
     if whole is not None:
         want = generate(whole.to(device), ids.to(device), args.new)
         want = want.chunk(size)[rank] if args.tokens == "own" else want
+        out = generate(model, mine, args.new)
         said += f", as one process: {torch.equal(out, want)}"
-    print(said, flush=True)
+    print(f"{said}\n", end="", flush=True)  # at once, or the lines of two ranks mix
 
 
 def make(args: argparse.Namespace, device: torch.device) -> PreTrainedModel:
     """The whole model, the same on every rank."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(**SIZES[args.model], norm_topk_prob=True)
     with device:
-        model = Qwen3MoeForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(CONFIGS[args.model](None))
     return model.to(getattr(torch, args.dtype)).eval()
 
 
@@ -112,16 +100,9 @@ def shared(
     return model
 
 
-def timed(model: PreTrainedModel, ids: Tensor, new: int) -> tuple[Tensor, float]:
-    """The tokens, and the seconds that they took, the least of three."""
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        out = generate(model, ids, new).clone()
-        if ids.is_cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return out, min(times)
+def least_seconds(model: PreTrainedModel, ids: Tensor, new: int) -> float:
+    """Of three calls."""
+    return min(seconds(lambda: generate(model, ids, new)) for _ in range(3))
 
 
 def generate(model: PreTrainedModel, ids: Tensor, new: int) -> Tensor:

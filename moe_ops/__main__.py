@@ -118,10 +118,10 @@ def parser() -> argparse.ArgumentParser:
     add("--tiny", action="store_true", help="shrink every size of the model")
     add("--html", metavar="FILE", help="write one self-contained page")
     add("--json", metavar="FILE", help="write all that is shown, and the plan, as JSON")
+    add("--depyf", metavar="DIR", help="compile and run the model, and write depyf's dumps")
     commands.add_parser(
         "backends", help="which backends there are, what each needs, and which run here"
     )
-    add("--depyf", metavar="DIR", help="compile and run the model, and write depyf's dumps")
     return top
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_ops.bench.inputs import make_routed
 from moe_ops.bench.tables import aligned
-from moe_ops.bench.timing import time_count
+from moe_ops.bench.timing import Run, capture, time_count
 from moe_ops.ops import experts, experts_over_ranks
 from moe_ops.ranks.groups import Group, all_gather, all_reduce, all_to_all
 from moe_ops.ranks.transport import EXCHANGE, GATHER
@@ -148,8 +148,8 @@ def _spent(
     what: str, how: str, size: int, run: Callable[[], Any], device: torch.device, can_capture: bool
 ) -> Spent:
     captured = can_capture and device.type == "cuda"
-    graph = _captured(run) if captured else None
-    timing = time_count(run if graph is None else graph.replay, REPEATS[device.type], device)
+    run = _captured(run) if captured else run
+    timing = time_count(run, REPEATS[device.type], device)
     spans = torch.tensor([timing.us, timing.low_us, timing.high_us], device=device)
     dist.all_reduce(spans, dist.ReduceOp.MAX)
     us, low, high = spans.tolist()
@@ -158,14 +158,8 @@ def _spent(
     )  # fmt: skip
 
 
-def _captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+def _captured(run: Callable[[], Any]) -> Run:
+    for _ in range(3):
         run()
-    return graph
+    replay, _ = capture([run], 1)
+    return replay

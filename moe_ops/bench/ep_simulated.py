@@ -22,6 +22,7 @@ from moe_ops.parallel.replicas import ExpertReplicas, choose_replicas
 from moe_ops.ranks.links import LINKS
 from moe_ops.ranks.packed import row_bytes
 from moe_ops.ranks.tables import needed
+from moe_ops.ranks.transport import EXCHANGE, GATHER
 from moe_ops.testing import Case
 
 HOST = 8  # ranks
@@ -90,10 +91,8 @@ def _one(case: Case, R: int, zipf: float, redundant: int, T: int) -> Simulated:
     return Simulated(
         ranks=R, zipf=zipf, redundant=redundant, mean_rows=float(rows_R.mean()) / T,
         most_rows=float(rows_R.max()) / T, most_pairs=float(pairs_R.max() / pairs_R.mean()),
-        gather_us=spent((R - 1) * T, away * T, 2 * link.alpha_us),
-        exchange_us=spent(
-            float(rows_R.max()), float(apart_R.max()), 3 * link.alpha_us + 2 * link.wait_us
-        ),
+        gather_us=spent((R - 1) * T, away * T, link.fixed_us(GATHER)),
+        exchange_us=spent(float(rows_R.max()), float(apart_R.max()), link.fixed_us(EXCHANGE)),
     )  # fmt: skip
 
 

@@ -44,8 +44,7 @@ def time_replays(
     run()
     seconds = SECONDS[device.type] if seconds is None else seconds
     spans = _cuda_us(run, seconds) if device.type == "cuda" else _host_us(run, seconds)
-    low, middle, high = statistics.quantiles(spans, n=4, method="inclusive")
-    return Timing(us=middle / calls, low_us=low / calls, high_us=high / calls, replays=len(spans))
+    return _of(spans, calls)
 
 
 def time_count(run: Run, count: int, device: torch.device) -> Timing:
@@ -57,8 +56,13 @@ def time_count(run: Run, count: int, device: torch.device) -> Timing:
         spans = _queued_us(run, count, UNTIL_QUEUED)
     else:
         spans = [_once_us(run) for _ in range(count)]
+    return _of(spans, 1)
+
+
+def _of(spans: list[float], calls: int) -> Timing:
+    """Replays of so many calls each."""
     low, middle, high = statistics.quantiles(spans, n=4, method="inclusive")
-    return Timing(us=middle, low_us=low, high_us=high, replays=count)
+    return Timing(us=middle / calls, low_us=low / calls, high_us=high / calls, replays=len(spans))
 
 
 def _host_us(run: Run, seconds: float) -> list[float]:

@@ -26,6 +26,13 @@ class Link:
     bytes_per_second: float
     wait_us: float
 
+    def fixed_us(self, transport: str) -> float:
+        """What a transport takes for no rows, there and back: `exchange` sends counts before, and
+        waits for the device twice."""
+        if transport == GATHER:
+            return 2 * self.alpha_us
+        return 3 * self.alpha_us + 2 * self.wait_us
+
 
 # Measured, by the type of the device. Two H200 of one host, NCCL in CUDA graphs, torch 2.11: an
 # all-to-all of 2 KB takes 8.5 us and moves 254 GB/s at 67 MB, an all-gather 8.3 us and 241 GB/s.
@@ -64,15 +71,13 @@ class Traffic:
         """The least time of a transport, there and back."""
         if self.ranks == 1:
             return 0.0
-        # There and back; `exchange` sends counts before, and waits for the device twice.
-        fixed = 2 * link.alpha_us if transport == GATHER else 3 * link.alpha_us + 2 * link.wait_us
-        return fixed + self.bytes(transport, rows) / link.bytes_per_second * 1e6
+        return link.fixed_us(transport) + self.bytes(transport, rows) / link.bytes_per_second * 1e6
 
     def most_gathered(self, link: Link) -> int | None:
         """The most rows of each rank for which `gather` is the cheaper one; None: any number."""
         if self.ranks == 1:
             return None
-        gather, exchange = (self.microseconds(t, 0, link) for t in (GATHER, EXCHANGE))
+        gather, exchange = (link.fixed_us(t) for t in (GATHER, EXCHANGE))
         saved = self.bytes(GATHER, 1) - self.bytes(EXCHANGE, 1)
         limit = MOST_BYTES // (self.ranks * (self.there + self.back))
         if saved <= 0:

@@ -20,6 +20,7 @@ from moe_ops.kernels.triton.experts.few import Stream, Streams, one_streams
 from moe_ops.kernels.triton.experts.quantized import Codes
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.testing import ACTIVATIONS, BF16, DEVICE, F16, TOL, Case, assert_close
+from tests.chosen import those_of
 from tests.kernels import gluon_in_torch
 from tests.kernels.test_quantised_experts import BLOCK_FLOAT8, F8, call_of, definition
 
@@ -42,12 +43,9 @@ QUICK = ("gpt_oss", "ungated_relu2")
 EACH_ACTIVATION = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ACTIVATIONS
 ]
-every = [pytest.mark.every]
 each_kernel = pytest.mark.parametrize("kernel", TOKENS)
 each_format = pytest.mark.parametrize("formats", FORMATS, ids=str)
-formats_first = pytest.mark.parametrize(
-    "formats", [pytest.param(f, marks=[] if f in SOME else every) for f in FORMATS], ids=str
-)
+formats_first = pytest.mark.parametrize("formats", those_of(SOME, FORMATS), ids=str)
 some_formats = pytest.mark.parametrize("formats", SOME, ids=str)
 
 
@@ -148,10 +146,10 @@ def test_a_token_that_is_no_number_stays_alone(formats: tuple[str, str]) -> None
     "stream",
     [
         Stream(S=8, C=4, ahead=3),
-        pytest.param(Stream(S=8, C=8, ahead=1), marks=every),
-        pytest.param(Stream(S=2, C=2, MW=2, ahead=6), marks=every),
-        pytest.param(Stream(S=4, C=2, MT=2), marks=every),
-        pytest.param(Stream(MW=4, ahead=4), marks=every),
+        pytest.param(Stream(S=8, C=8, ahead=1), marks=pytest.mark.every),
+        pytest.param(Stream(S=2, C=2, MW=2, ahead=6), marks=pytest.mark.every),
+        pytest.param(Stream(S=4, C=2, MT=2), marks=pytest.mark.every),
+        pytest.param(Stream(MW=4, ahead=4), marks=pytest.mark.every),
         Stream(MW=4, MT=2, NT=2),
     ],
     ids=str,

@@ -42,6 +42,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.kernels.triton.experts.sort import sort_pairs
 from moe_ops.kernels.triton.experts.tokens import arrange, quantise, quantise_sorted
+from tests.chosen import those_of
 from tests.kernels.codes import any_codes, product, quantised
 
 F8 = torch.float8_e4m3fn
@@ -149,13 +150,11 @@ def test_widths_that_fill_no_step(columns: int, dtype: torch.dtype) -> None:
 
 
 QUICK = ("int4:1x32", "mxfp4", "float8_e4m3fn:128x128", "nvfp4", "mxfp6_e3m2")
-EACH_FORMAT = [pytest.param(f, marks=[] if f in QUICK else [pytest.mark.every]) for f in FORMATS]
-EACH = [pytest.param(n, marks=[] if n == "gpt_oss" else [pytest.mark.every]) for n in ACTIVATIONS]
 
 
 @each_dtype
 @each_kernel
-@pytest.mark.parametrize("w_format", EACH_FORMAT)
+@pytest.mark.parametrize("w_format", those_of(QUICK, FORMATS))
 def test_layers_of_every_format(kernel: str, w_format: str, dtype: torch.dtype) -> None:
     across = Format.of(w_format).group[1]
     case = SMALL if across in (64, 128) else ODD
@@ -250,7 +249,7 @@ def test_inputs_that_are_no_numbers_stay_with_their_token(kernel: str) -> None:
 
 @pytest.mark.slow
 @each_kernel
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", those_of(["gpt_oss"], ACTIVATIONS))
 @pytest.mark.parametrize("formats", [("mxfp4", ""), BLOCK_FLOAT8], ids=["mxfp4", "float8"])
 def test_every_activation(kernel: str, name: str, formats: tuple[str, str]) -> None:
     check(kernel, call_of(SMALL, *formats, biases=True, **ACTIVATIONS[name]))

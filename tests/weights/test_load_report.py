@@ -18,6 +18,7 @@ from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import Style, load_checkpoint
 from moe_ops.weights.names import GATE_UP_DOWN, STYLES, Entry, style_of
+from tests.chosen import those_of
 
 E, D, I = 2, 16, 8  # noqa: E741
 EXPERTS = f"{PREFIX}.experts"
@@ -220,13 +221,7 @@ LARGE = 256  # rows and columns: of 64 the stand-ins of conversions would be no 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "plain", "gpt_oss",
-        *(pytest.param(n, marks=[] if n in SOME else [pytest.mark.every]) for n in LAYOUTS),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", ["plain", "gpt_oss", *those_of(SOME, LAYOUTS)])
 def test_no_more_memory_than_one_tensor_is_needed(name: str, tmp_path: Path) -> None:
     """Counts what is made besides the layer; a tensor of the file is mapped, not read."""
     style, made = "qwen", 0
