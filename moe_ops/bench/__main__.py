@@ -18,6 +18,7 @@ from moe_ops.bench import (
     counters,
     ep,
     ep_simulated,
+    formats,
     grid,
     layer,
     loading,
@@ -131,9 +132,11 @@ def measure_loading(args: argparse.Namespace) -> Figures:
 
 
 def measure_counters(args: argparse.Namespace) -> Figures:
-    found = counters.measure(args.layer, args.tokens)
+    format = formats.spelled(args.format)
+    found = counters.measure(args.layer, args.tokens, format)
     print(counters.table(found))
-    return {"device": torch.cuda.get_device_name(), "kernels": [asdict(k) for k in found]}
+    on = torch.cuda.get_device_name()
+    return {"device": on, "format": format, "kernels": [asdict(k) for k in found]}
 
 
 def measure_ep(args: argparse.Namespace) -> Figures:
@@ -203,6 +206,7 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
     if name == "counters":
         of.add_argument("--layer", type=options.layer_names, default=["qwen3_30b"])
         of.add_argument("--tokens", type=options.numbers, default=[1, 64, 4096])
+        of.add_argument("--format", type=options.layer_format, help="as for layer")
     if name == "report":
         of.add_argument("file", help="the JSON file")
         of.add_argument("--plot", help="also draw to this PNG file")
@@ -261,6 +265,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         options.settle_stages(args)
     if args.command == "tiles" and args.format is not None:
         options.settle_format(args, reader.error)
+    if args.command == "counters" and args.format is not None:
+        options.settle_layers(args, reader.error)
     if args.command == "report" and not Path(args.file).is_file():
         reader.error(f"there is no file {args.file}")
     return args

@@ -13,20 +13,21 @@ The base of both figures is these weights in float32 arithmetic.
 The model runs in float32, because in bfloat16 the rounding of the residual stream flips experts
 that are nearly tied: that costs more than 8-bit weights do, and would hide them. So routing here
 differs from the base for quantisation alone. The scheme "none" is the same model in bfloat16: what
-16-bit arithmetic itself costs, the floor under which differences do not matter.
+16-bit arithmetic itself costs, the floor under which differences do not matter. The kernels of a
+GPU take quantised weights with tokens in 16 bits alone, so there every model runs in bfloat16.
 
-Every figure is that of the definition. Beside it is that of the kernels of a device, where they run
-the formats, and both must be equal (`check_layer`, `check_model`): a kernel that differs is an
-AssertionError, and no figure.
+Every figure is that of the definition. Beside it is that of the kernels of a device, of the first
+one that runs the formats. All that do must be equal to it (`check_layer`, `check_model`): a kernel
+that differs is an AssertionError, and no figure.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,12 +40,24 @@ from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import TOL, Case, Tol, assert_close
 from moe_ops.using import using
 
-T = TypeVar("T")
 CASE = Case(name="accuracy", T=512, E=16, K=4, D=512, I=256)
 LAYERS, VOCABULARY = 4, 512
 PROMPTS = (16, 64)  # how many, and their length
 LOGITS_STD = 3.0  # makes the entropy about half of log(VOCABULARY)
-KERNELS = {"cpu": "cpu", "cuda": "triton"}  # the backend of `experts` by type of device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """Backends of `experts` on a type of device, and the dtype of the models that they run."""
+
+    backends: tuple[str, ...]
+    dtype: torch.dtype
+
+
+KERNELS = {
+    "cpu": Kernels(backends=("cpu",), dtype=torch.float32),
+    "cuda": Kernels(backends=("triton.grouped", "triton.rows"), dtype=torch.bfloat16),
+}
 # Where values are rounded between products, sums in another order round some of them to another
 # step, and experts that are nearly tied change places: in that token, and by attention perhaps in
 # those behind it. So many have to take the same: by the CPU's kernels 99.3 % do or more, and of
@@ -201,11 +214,16 @@ def pairs(schemes: Sequence[str] = ()) -> Iterator[tuple[str, str, str]]:
 
 
 def accuracy(base: Base, scheme: str, weight_format: str, input_format: str) -> Accuracy:
-    """The figures of one pair of formats. Raises AssertionError if the kernels differ from the
+    """The figures of one pair of formats. Raises AssertionError if a kernel differs from the
     definition.
     """
-    model, bits = _quantised(base, scheme, weight_format, input_format)
+    kernels = KERNELS[base.x_TD.device.type]
+    dtype = torch.bfloat16 if scheme == "none" else kernels.dtype
+    model, bits = _quantised(base, dtype, scheme, weight_format, input_format)
     first = model.model.layers[0].mlp.experts
+    what = " ".join(name for name in (scheme, weight_format, input_format) if name)
+    # Where values are rounded between products, few of them round to another step.
+    tol = OF_CODES if input_format and dtype == torch.float32 else TOL["model", dtype]
 
     def layer() -> Tensor:
         with torch.inference_mode():
@@ -217,14 +235,19 @@ def accuracy(base: Base, scheme: str, weight_format: str, input_format: str) -> 
 
     with using("reference", "experts"):
         want, wanted = layer(), whole()
-    got, no_layer = _by_kernels(layer, base.x_TD.device.type)
-    found, no_model = _by_kernels(whole, base.x_TD.device.type)
-    what = " ".join(name for name in (scheme, weight_format, input_format) if name)
-    if got is not None:
-        check_layer(got, want, input_format, what)
-    if found is not None:
-        tol = TOL["model", torch.bfloat16 if scheme == "none" else torch.float32]
-        check_model(found, wanted, OF_CODES if input_format else tol, what)
+    figures: list[tuple[float, float]] = []
+    refusals = []
+    for backend in kernels.backends:
+        try:
+            with using(backend, "experts"):
+                got, found = layer(), whole()
+        except NotImplementedError as error:
+            refusals.append(_refusal(error, backend))
+            continue
+        check_layer(got, want, input_format, f"{what} by {backend}")
+        check_model(found, wanted, tol, f"{what} by {backend}")
+        figures.append((relative_error(got, base.want_TD), kl(base.log_probs, found.log_probs_BSV)))
+    layer_error, kl_nats = figures[0] if figures else (None, None)
     return Accuracy(
         scheme=scheme,
         weight_format=weight_format,
@@ -232,38 +255,35 @@ def accuracy(base: Base, scheme: str, weight_format: str, input_format: str) -> 
         bits_per_weight=bits,
         layer_error=relative_error(want, base.want_TD),
         kl_nats=kl(base.log_probs, wanted.log_probs_BSV),
-        kernel_layer_error=None if got is None else relative_error(got, base.want_TD),
-        kernel_kl_nats=None if found is None else kl(base.log_probs, found.log_probs_BSV),
-        refusal=no_layer or no_model,
+        kernel_layer_error=layer_error,
+        kernel_kl_nats=kl_nats,
+        refusal="" if figures else refusals[0],
     )
 
 
-def _quantised(base: Base, scheme: str, weight_format: str, input_format: str) -> tuple[Any, float]:
-    """A copy of the model in the formats, and the bits of a weight."""
+def _quantised(
+    base: Base, dtype: torch.dtype, scheme: str, weight_format: str, input_format: str
+) -> tuple[Any, float]:
+    """A copy of the model in the formats, the rest of it in `dtype`, and the bits of a weight."""
     from moe_ops.hf import optimize, quantize_model
 
-    model = copy.deepcopy(base.model)
+    model = copy.deepcopy(base.model).to(dtype)  # the weights are rounded to bfloat16
     if scheme == "none":
-        return optimize(model.bfloat16()), 16.0
+        return optimize(model), 16.0
     formats = {"weight_format": weight_format, "input_format": input_format}
     report = quantize_model(model, scheme, **formats, progress=False)
     if report.kept:
         raise ValueError(f"{scheme} does not fit the model: {report.kept[0]}")
-    return model, 32 * report.bytes_after / report.bytes_before  # the model is in float32
+    return model, 8 * dtype.itemsize * report.bytes_after / report.bytes_before
 
 
-def _by_kernels(run: Callable[[], T], device: str) -> tuple[T | None, str]:
-    """The result by the kernels of a type of device, or None and why there is none."""
-    kernels = KERNELS[device]
-    try:
-        with using(kernels, "experts"):
-            return run(), ""
-    except NotImplementedError as error:
-        lines = [line.strip() for line in str(error).splitlines()]
-        reasons = [line for line in lines if line.startswith(f"{kernels}: ")]
-        if not reasons:  # of something else
-            raise
-        return None, reasons[0].removeprefix(f"{kernels}: ")
+def _refusal(error: NotImplementedError, backend: str) -> str:
+    """What a backend said that was forced and refuses a call; what is raised otherwise goes on."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    reasons = [line for line in lines if line.startswith(f"{backend}: ")]
+    if not reasons:
+        raise error
+    return reasons[0].removeprefix(f"{backend}: ")
 
 
 def check_layer(got: Tensor, want: Tensor, input_format: str, what: str) -> None:

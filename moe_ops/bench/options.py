@@ -197,11 +197,7 @@ def settle_format(args: argparse.Namespace, error: Error) -> None:
             error(
                 f"--against {name} has weights in 16 bits alone; drop it, or name backends of ours"
             )
-    for name in args.layer:
-        try:
-            formats.check_layer(args.format, LAYERS[name])
-        except ValueError as reason:
-            error(f"--format: {reason}")
+    settle_layers(args, error)
     if not formats.eight_bit(args.format):
         return
     third = "--rates COPY_TBS,MATMUL_TFLOPS,MATMUL8_TFLOPS"
@@ -211,6 +207,15 @@ def settle_format(args: argparse.Namespace, error: Error) -> None:
         )
     if args.rates is not None and args.rates.matmul8_tflops is None:
         error(f"--rates has no rate of products in 8 bits, which this format needs; give {third}")
+
+
+def settle_layers(args: argparse.Namespace, error: Error) -> None:
+    """Refuse layers that the format does not fit."""
+    for name in args.layer:
+        try:
+            formats.check_layer(args.format, LAYERS[name])
+        except ValueError as reason:
+            error(f"--format: {reason}")
 
 
 def add_ep(of: argparse.ArgumentParser) -> None:

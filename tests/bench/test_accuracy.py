@@ -107,6 +107,40 @@ def test_kernels_are_measured_beside_the_definition(base: Base) -> None:
     assert other.refusal.startswith("needs scales of float32, ") or "global" in other.refusal
 
 
+def test_the_first_backend_that_takes_the_formats_gives_the_figures(
+    base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In models of bfloat16, as a GPU's kernels are measured."""
+    both = accuracy.Kernels(backends=("triton.rows", "cpu"), dtype=torch.bfloat16)
+    monkeypatch.setitem(accuracy.KERNELS, "cpu", both)
+    found = accuracy.accuracy(base, "int4_w4a16", "int4:1x32", "")
+    assert found.bits_per_weight == 5
+    assert found.kernel_layer_error == pytest.approx(found.layer_error, rel=0.01)
+    assert found.kernel_kl_nats == pytest.approx(found.kl_nats, rel=0.2)
+    assert not found.refusal
+    other = accuracy.accuracy(base, "nvfp4_w4a16", "nvfp4", "")
+    assert other.kernel_layer_error is None
+    assert other.refusal == "needs a tensor on cuda, got cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("scheme", "formats"),
+    [
+        ("none", ("", "")),
+        ("int4_w4a16", ("int4:1x32", "")),
+        ("mxfp4_w_mxfp8_a", ("mxfp4", "mxfp8")),
+        ("fp8_w8a8", ("float8_e4m3fn:row",) * 2),
+    ],
+)
+def test_kernels_of_a_gpu_give_the_definition(
+    scheme: str, formats: tuple[str, str], base: Base
+) -> None:
+    found = accuracy.accuracy(base.to("cuda"), scheme, *formats)
+    assert found.kernel_layer_error == pytest.approx(found.layer_error, rel=0.05)
+    assert not found.refusal
+
+
 @pytest.mark.parametrize("rows", ["one", "all"])
 def test_a_kernel_that_differs_is_no_figure(
     rows: str, base: Base, monkeypatch: pytest.MonkeyPatch
@@ -119,7 +153,7 @@ def test_a_kernel_that_differs_is_no_figure(
         return out
 
     monkeypatch.setattr(kernels, "experts", wrong)
-    with pytest.raises(AssertionError, match="the layer of int4_w4a16 int4:1x32: off by"):
+    with pytest.raises(AssertionError, match="the layer of int4_w4a16 int4:1x32 by cpu: off by"):
         accuracy.accuracy(base, "int4_w4a16", "int4:1x32", "")
 
 

@@ -11,10 +11,10 @@ from moe_ops.bench import counters
 LOG = """\
 ==WARNING== Note: Running with unmodified GPU clocks.
 ==PROF== Connected to process 1021 (/usr/bin/python3.12)
-"ID","thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg","Kernel Name","Grid Size","gpu__time_duration.sum","dram__bytes_read.sum","dram__throughput.avg.pct_of_peak_sustained_elapsed","lts__throughput.avg.pct_of_peak_sustained_elapsed","sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed","sm__cycles_elapsed.avg.per_second","launch__registers_per_thread"
-"","","","","ns","byte","%","%","%","hz","register/thread"
-"0","1021  ""<default domain>:qwen3_30b@1:none:none:none:none:none:none"" ","route_kernel","(1, 1, 1)","3,456","10,752","0.07","0.48","0","1,946,171,787.32","40"
-"20","1021  ""<default domain>:qwen3_30b@4096:none:none:none:none:none:none"" ","_grouped","(132, 1, 1)","374,240","1,180,104,448","68.22","84.57","71.17","1,604,884,566.05","168"
+"ID","thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg","Kernel Name","Grid Size","gpu__time_duration.sum","dram__bytes_read.sum","dram__throughput.avg.pct_of_peak_sustained_elapsed","lts__throughput.avg.pct_of_peak_sustained_elapsed","sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed","sm__inst_issued.avg.pct_of_peak_sustained_elapsed","sm__cycles_elapsed.avg.per_second","launch__registers_per_thread"
+"","","","","ns","byte","%","%","%","%","hz","register/thread"
+"0","1021  ""<default domain>:qwen3_30b@1:none:none:none:none:none:none"" ","route_kernel","(1, 1, 1)","3,456","10,752","0.07","0.48","0","4.2","1,946,171,787.32","40"
+"20","1021  ""<default domain>:qwen3_30b@4096:none:none:none:none:none:none"" ","_grouped","(132, 1, 1)","374,240","1,180,104,448","68.22","84.57","71.17","21.6","1,604,884,566.05","168"
 """  # noqa: E501
 
 
@@ -30,9 +30,9 @@ def test_the_table() -> None:
     assert_expected_inline(
         counters.table(counters.kernels_of(LOG)).replace("µ", "u"),
         """\
-layer      tokens        kernel         grid     us  MB read  memory %  L2 %  matrix units %   GHz  registers
-qwen3_30b       1  route_kernel    (1, 1, 1)    3.5      0.0         0     0               0  1.95         40
-qwen3_30b    4096      _grouped  (132, 1, 1)  374.2   1180.1        68    85              71  1.60        168""",  # noqa: E501
+layer      tokens        kernel         grid     us  MB read  memory %  L2 %  matrix units %  issue %   GHz  registers
+qwen3_30b       1  route_kernel    (1, 1, 1)    3.5      0.0         0     0               0        4  1.95         40
+qwen3_30b    4096      _grouped  (132, 1, 1)  374.2   1180.1        68    85              71       22  1.60        168""",  # noqa: E501
     )
 
 
