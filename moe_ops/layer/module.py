@@ -18,6 +18,7 @@ from moe_ops.layer.parts import (
     counted_ids,
     missing_exchange,
     result_of,
+    result_over_ranks,
     with_fused,
 )
 from moe_ops.layer.run import run_here, run_over_ranks
@@ -84,8 +85,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
     shared_experts: a module that is given the layer's input, or a number of shared experts with the
     shape of a routed one that take slots after those. shared_reduction says what a module returns
     on each of several ranks: "partial", its part of the sum, or "replicated", all of it, which is
-    then added once. Every rank holds fused ones; under expert parallelism each serves the tokens
-    whose place is its rank modulo the ranks.
+    then added once. With tokens="own" it runs while ranks exchange, and must not do so itself. Each
+    rank holds fused ones; under expert parallelism it serves every ep-th token, from its rank on.
 
     internal_gate: True for an nn.Linear without bias, from hidden_size or the in_features of
     routed_input_transform, or a module from tokens to logits.
@@ -294,12 +295,12 @@ class MoELayer(HoldsExperts, HoldsCodes):
             routed_TD = routed_TD * weights_TK.to(routed_TD.dtype)
             weights_TK = torch.ones_like(weights_TK)
         if self.exchange is None:
-            routed_TD = self.run_experts(routed_TD, weights_TK, ids_TK)
+            parts = result_of(self, self.run_experts(routed_TD, weights_TK, ids_TK), x_TD)
         else:
             check_size("x", routed_TD, 1, self.sizes.hidden_size, "the layer's hidden_size")
-            agreed, pairs = check_rows(rows, self.exchange), (routed_TD, weights_TK, ids_TK)
-            routed_TD = run_over_ranks(self, self.exchange, agreed, *pairs)
-        parts = result_of(self, routed_TD, x_TD)
+            given = (check_rows(rows, self.exchange), routed_TD, weights_TK, ids_TK)
+            run = partial(run_over_ranks, self, self.exchange, *given)
+            parts = result_over_ranks(self, self.exchange, x_TD, run)
         if self.loads is not None:  # after what may raise
             assert self.counted_part is not None
             counted_TK = counted_ids(ids_TK, self.counted_part)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from moe_ops.layer.exchange import ALL_TOKENS, OWN_TOKENS
+from moe_ops.layer import beside
+from moe_ops.layer.exchange import ALL_TOKENS, OWN_TOKENS, Exchange
 from moe_ops.ops import sum_ranks
 from moe_ops.parallel.config import ALLGATHER, AUTO, ParallelConfig
 from moe_ops.parallel.expert_map import ExpertPlacement
@@ -84,8 +85,6 @@ def check_parts(
 def result_of(layer: MoELayer, routed_TD: Tensor, x_TD: Tensor) -> tuple[Tensor, ...]:
     """A layer's result from its routed part; if separate, that of shared experts and the rest."""
     partial = layer.shared_reduction == PARTIAL
-    if layer.exchange is not None:  # the routed part is whole
-        return _join_whole(layer, routed_TD, x_TD, layer.exchange.tp_group if partial else "")
     shared, transform = layer.shared_experts, layer.routed_output_transform
     separate, reduction = layer.separate, layer.reduce_results
     if partial and shared is not None and transform is None and not separate:
@@ -102,15 +101,21 @@ def result_of(layer: MoELayer, routed_TD: Tensor, x_TD: Tensor) -> tuple[Tensor,
     return (shared_TD, routed_TD) if separate else (_added(routed_TD, shared_TD),)
 
 
-def _join_whole(layer: MoELayer, routed_TD: Tensor, x_TD: Tensor, group: str) -> tuple[Tensor, ...]:
-    """The result for tokens of a rank's own. group: over which shared experts are summed, ""
-    for those that are whole."""
+def result_over_ranks(
+    layer: MoELayer, exchange: Exchange, x_TD: Tensor, routed: Callable[[], Tensor]
+) -> tuple[Tensor, ...]:
+    """The same for tokens of a rank's own, of which `routed` gives the whole routed part. Shared
+    experts run beside it."""
     shared, transform = layer.shared_experts, layer.routed_output_transform
+    started = None if shared is None else beside.start(shared, x_TD)
+    routed_TD = routed()
     if transform is not None:
         routed_TD = transform(routed_TD)
-    if shared is None:
+    if started is None:
         return (routed_TD,)
-    shared_TD = sum_ranks(shared(x_TD), group) if group else shared(x_TD)
+    shared_TD = started()
+    if layer.shared_reduction == PARTIAL and exchange.tp_group:
+        shared_TD = sum_ranks(shared_TD, exchange.tp_group)
     return (shared_TD, routed_TD) if layer.separate else (_added(routed_TD, shared_TD),)
 
 

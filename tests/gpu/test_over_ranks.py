@@ -122,6 +122,37 @@ def test_a_captured_gather_is_replayed_with_other_routing(rows: int, tmp_path: P
     two_gpus(tmp_path, replayed, rows, 1000)
 
 
+def beside_the_exchange(rank: int, group: str) -> None:
+    """A layer with shared experts, which run on a stream of their own, in order of another one."""
+    sizes = {"num_experts": 8, "top_k": 2, "hidden_size": 256, "intermediate_size": 64}
+    shared = torch.nn.Sequential(*(torch.nn.Linear(256, 256, dtype=BF16) for _ in range(24)))
+    config = ParallelConfig.of(dp=RANKS, dp_rank=rank, expert_parallel=True)
+    layer = MoELayer(
+        **sizes, dtype=BF16, parallel=config, tokens="own", group=group, max_num_tokens=64,
+        shared_experts=shared, shared_reduction="replicated", separate=True,
+    ).cuda()  # fmt: skip
+    logits = torch.randn(64, 8).cuda()
+    x = torch.randn(64, 256).to("cuda", BF16)
+    for _ in range(3):
+        layer(x, logits)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer(x, logits)
+    for step in range(200):
+        x.normal_()
+        want = shared(x)
+        eager = layer(x, logits)
+        assert torch.equal(eager[0], want), f"eager call {step}"
+        graph.replay()
+        assert torch.equal(captured[0], want), f"replay {step}"
+        assert torch.equal(captured[1], eager[1]), f"replay {step}, routed"
+    del graph
+
+
+def test_shared_experts_run_beside_the_exchange(tmp_path: Path) -> None:
+    two_gpus(tmp_path, beside_the_exchange)
+
+
 def captured_layer(rank: int, group: str) -> None:
     sizes = {"num_experts": 8, "top_k": 2, "hidden_size": 128, "intermediate_size": 64}
     whole = randomize(MoELayer(**sizes, dtype=BF16)).cuda()
