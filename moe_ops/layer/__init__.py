@@ -6,9 +6,10 @@ from typing import Any
 from moe_ops.layer.module import MoELayer
 from moe_ops.layer.options import Routing
 from moe_ops.layer.rebalance import rebalance_layers
+from moe_ops.layer.resize import resize_layer
 from moe_ops.quant.config import QuantConfig
 
-__all__ = ["MoELayer", "Routing", "rebalance_layers"]
+__all__ = ["MoELayer", "Routing", "rebalance_layers", "resize_layer"]
 
 
 def __getattr__(name: str) -> Any:
