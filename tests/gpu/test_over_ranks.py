@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch import Tensor
 from moe_ops import capture, experts_over_ranks, share_experts, sum_ranks
 from moe_ops.layer import MoELayer
 from moe_ops.parallel.config import ParallelConfig
+from moe_ops.ranks.watch import Watch
 from moe_ops.testing import TOL, assert_close
 from tests.distributed.shares import SPREADS, Spread, Whole, run_share
 from tests.distributed.test_transformers import generated, make
@@ -120,6 +123,37 @@ def replayed(rank: int, group: str, rows: int, replays: int) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 128])
 def test_a_captured_gather_is_replayed_with_other_routing(rows: int, tmp_path: Path) -> None:
     two_gpus(tmp_path, replayed, rows, 1000)
+
+
+def watched(rank: int, group: str) -> None:
+    """Rank 1 replays twice and rank 0 three times: rank 0 is told so, and goes on without it."""
+    x = torch.ones(4, device="cuda")
+    sum_ranks(x, group)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sum_ranks(x, group)
+    with Watch(group, seconds=2) as watch:
+        for _ in range(2):
+            graph.replay()
+            watch.launched()
+        torch.cuda.synchronize()
+        watch.check()
+        assert out.tolist() == [RANKS] * 4
+        if rank == 0:
+            graph.replay()
+            watch.launched()
+            start = time.monotonic()
+            torch.cuda.synchronize()
+            assert time.monotonic() - start < 10
+            with pytest.raises(RuntimeError, match="replay 3 .* rank 1 did not launch it"):
+                watch.check()
+        else:
+            time.sleep(8)
+    os._exit(0)  # what was aborted cannot be destroyed
+
+
+def test_a_rank_that_does_not_replay_is_named(tmp_path: Path) -> None:
+    two_gpus(tmp_path, watched)
 
 
 def beside_the_exchange(rank: int, group: str) -> None:

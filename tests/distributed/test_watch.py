@@ -1,0 +1,76 @@
+"""A replay that does not end names the rank that did not launch it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from moe_ops.ranks import watch
+from moe_ops.ranks.watch import Watch
+from tests.distributed.ranks import processes
+
+
+class Reached:
+    """An event of a device on which a replay ends once all ranks have launched it."""
+
+    stores: Any = None
+    ranks = 0
+    made = 0
+
+    def record(self) -> None:
+        Reached.made += 1
+        self.step = Reached.made
+        Reached.stores.set(f"{dist.get_rank()}/{self.step}", "")
+
+    def query(self) -> bool:
+        every = [f"{rank}/{self.step}" for rank in range(Reached.ranks)]
+        return bool(Reached.stores.check(every))
+
+
+def replays(rank: int, group: str, counts: tuple[int, ...]) -> None:
+    """Rank r launches counts[r] replays, then stands still."""
+    store = dist.distributed_c10d._get_default_store()
+    Reached.stores, Reached.ranks = dist.PrefixStore("test", store), len(counts)
+    with Watch(group, seconds=0.5, event=Reached) as found:
+        for _ in range(counts[rank]):
+            found.launched()
+            time.sleep(0.01)
+        end = time.monotonic() + 1.5
+        raised = ""
+        while time.monotonic() < end:
+            try:
+                found.check()
+            except RuntimeError as error:
+                raised = str(error)
+                break
+            time.sleep(0.02)
+    least = min(counts)
+    behind = [r for r, count in enumerate(counts) if count == least]
+    if counts[rank] == least:
+        assert not raised, raised
+    else:
+        assert f"replay {least + 1} of the group" in raised, raised
+        assert f"rank {', '.join(map(str, behind))} did not launch it" in raised, raised
+        with pytest.raises(RuntimeError, match="did not end within"):
+            found.launched()
+
+
+@pytest.mark.parametrize("counts", [(3, 3), (4, 2), (0, 5, 5)], ids=str)
+def test_ranks_that_do_not_launch_are_named(counts: tuple[int, ...], tmp_path: Path) -> None:
+    processes(len(counts), tmp_path, replays, counts)
+
+
+def alone(rank: int, group: str) -> None:
+    with pytest.raises(ValueError, match="seconds=0 must be above 0"):
+        Watch(group, seconds=0)
+    with pytest.raises(ValueError, match="names no process group"):
+        Watch("nobody")
+    assert watch.POLL_SECONDS < 0.1
+
+
+def test_what_cannot_be_watched_says_so(tmp_path: Path) -> None:
+    processes(1, tmp_path, alone)
