@@ -145,7 +145,7 @@ def watched(rank: int, group: str) -> None:
             start = time.monotonic()
             torch.cuda.synchronize()
             assert time.monotonic() - start < 10
-            with pytest.raises(RuntimeError, match="replay 3 .* rank 1 did not launch it"):
+            with pytest.raises(RuntimeError, match=r"replay 3 .* rank 1 did not launch it"):
                 watch.check()
         else:
             time.sleep(8)
