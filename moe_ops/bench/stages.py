@@ -18,7 +18,7 @@ from moe_ops.bench.numerics import exact_float32, poisoned, want_products
 from moe_ops.bench.rates import Rates, Work
 from moe_ops.bench.tables import aligned
 from moe_ops.bench.timing import capture, rounds_for, time_replays
-from moe_ops.ops import activate, combine, dispatch, expert_gemm, route
+from moe_ops.ops import activate, combine, dispatch, expert_gemm, quantize, route
 from moe_ops.planning.cost import cost
 from moe_ops.shapes import FLOATS
 from moe_ops.spec import REFERENCE, Op
@@ -27,6 +27,7 @@ from moe_ops.testing import TOL, Case, Tol, assert_close, float32
 EXACT = Tol(0.0, "integers are exact")
 SEED = 0
 MOST_TURNS = 32
+INPUTS = ("float8_e4m3fn:tensor", "float8_e4m3fn:row", "float8_e4m3fn:1x128", "int8:row", "mxfp8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,9 @@ def measure(
 
 
 def stages(place: Place, case: Case, weights: Weights, routed: Routed) -> Iterator[Stage]:
-    """The five stages, the product twice, each on what the definition of the one before gives."""
+    """The stages, the product twice, each on what the definition of the one before gives; and the
+    tokens in the formats in which inputs are mostly quantised.
+    """
     ids, x = routed.ids_TK, routed.x_TD
 
     def stage(name: str, op: Op, args: tuple[Any, ...], want: Tensor | None = None) -> Stage:
@@ -107,6 +110,8 @@ def stages(place: Place, case: Case, weights: Weights, routed: Routed) -> Iterat
 
     routing = route.call(routed.logits_TE, case.K, renormalize=True)
     yield stage("route", route, route.arguments.flat(routing))
+    for format in INPUTS:
+        yield stage(f"quantize {format}", quantize, (x, format))
     yield stage("dispatch", dispatch, (x, ids, case.E))
     x_RD, rows_R, ends_E = dispatch.reference(x, ids, case.E)
     y_RF = want_products(x_RD, weights.w13_EFD, ends_E)
@@ -183,7 +188,7 @@ def fill(cell: StageCell, stage: Stage, device: torch.device) -> StageCell:
             rounds = rounds_for(len(calls), cell.floor_us)
             replay, results = capture(calls, rounds)
             for t in tree_leaves(results):
-                t.fill_(math.nan if t.is_floating_point() else torch.iinfo(t.dtype).max)
+                fill_(t)
             replay()
             for got in results:
                 check(stage, got, cell.backend)
@@ -193,6 +198,14 @@ def fill(cell: StageCell, stage: Stage, device: torch.device) -> StageCell:
     except Exception as reason:  # whatever it is, the others are still measured
         return replace(cell, wrong=f"{type(reason).__name__}: {reason}")
     return replace(cell, us=timing.us, low_us=timing.low_us, high_us=timing.high_us)
+
+
+def fill_(t: Tensor) -> None:
+    """Write what no right result is: NaN, or where a dtype has none the largest number."""
+    if t.dtype.itemsize == 1:
+        t.view(torch.uint8).fill_(torch.iinfo(torch.uint8).max)
+    else:
+        t.fill_(math.nan if t.is_floating_point() else torch.iinfo(t.dtype).max)
 
 
 def check(stage: Stage, got: Any, backend: str) -> None:

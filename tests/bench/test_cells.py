@@ -225,7 +225,10 @@ def test_stages_are_measured(
     assert {("expert_gemm 13", "cpu"), ("expert_gemm 2", "aten"), ("route", "cpu")} <= ran
     assert {stage for stage, _ in ran} == {
         "route", "dispatch", "expert_gemm 13", "activate", "expert_gemm 2", "combine",
+        *(f"quantize {format}" for format in stages.INPUTS),
     }  # fmt: skip
+    bytes_of = {c["stage"]: c["bytes"] for c in found if c["tokens"] == 9}
+    assert bytes_of["quantize int8:row"] == 9 * TINY.D * 3  # two bytes in, one out
     assert ("expert_gemm 2", "reference") not in ran  # it gathers a weight for every row
     bench(monkeypatch, *STAGES, "--tokens", "1", "--backend", "reference")
     lines = capsys.readouterr().out.splitlines()
