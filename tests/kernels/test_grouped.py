@@ -367,7 +367,7 @@ def test_the_hopper_kernel_by_rows_compiles_and_keeps_to_its_registers(names, va
 
 
 @pytest.mark.slow
-@each_activation(19, 16)
+@each_activation(23, 16)
 def test_the_kernel_of_codes_waits_for_no_single_product(names, variants):
     found = compiled("_grouped_codes", names)
     assert len(found) == variants

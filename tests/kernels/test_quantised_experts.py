@@ -374,6 +374,9 @@ def test_grouped_takes_float8_with_many_rows_an_expert() -> None:
         ("int4:1x128", replace(WIDE, I=512), MOST_ROWS_AS_STORED[4, True]),
         ("int4:1x32", replace(WIDE, D=8192, I=1024), MOST_ROWS_OF_LARGE_AS_STORED),
         ("nvfp4", WIDE, MOST_ROWS_AS_STORED[4, False]),
+        ("mxfp6_e3m2", WIDE, MOST_ROWS_AS_STORED[6, False]),
+        ("float6_e2m3:row", WIDE, MOST_ROWS_AS_STORED[6, True]),
+        ("mxfp6_e2m3", replace(WIDE, I=256), MOST_ROWS_OF_CODES[6]),  # decoded first
         ("int4:1x16", WIDE, MOST_ROWS_OF_CODES[4]),  # decoded first
         ("int4:1x32", replace(WIDE, I=256), MOST_ROWS_OF_CODES[4]),
         ("int8:1x64", replace(WIDE, I=208), MOST_ROWS_AS_STORED[8, False]),
