@@ -30,6 +30,7 @@ FORMATS = (
     ("int4:1x32:bfloat16", ""), ("uint4:1x64:float16", ""), ("uint4:1x128", ""), ("int4:row", ""),
     ("mxfp4", ""), ("float8_e4m3fn:128x128", ""), ("float8_e4m3fn:tensor", ""), BLOCK_FLOAT8,
     ("nvfp4", ""), ("mxfp6_e3m2", ""), ("mxfp6_e2m3", ""), ("float6_e3m2:1x64:float16", ""),
+    ("int8:row", ""), ("int8:1x128", ""),
     ("float8_e4m3fn:row", "float8_e4m3fn:row"), ("int8:tensor", "int8:row"),
     ("int8:row", "int8:tensor"),
 )  # fmt: skip

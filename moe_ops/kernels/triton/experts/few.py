@@ -28,7 +28,7 @@ from moe_ops.kernels.triton.replay import launch
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Columns of a group, by the elements that these kernels decode.
 GROUPS = {
-    "float8_e4m3fn": (-1, STEP),
+    **dict.fromkeys(("float8_e4m3fn", "int8"), (-1, STEP)),
     **dict.fromkeys(("int4", "uint4"), (-1, 32, 64, STEP)),
     "float4_e2m1": (-1, 16, 32, 64, STEP),
     **dict.fromkeys(("float6_e3m2", "float6_e2m3"), (32, 64)),

@@ -14,7 +14,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moe_ops.kernels.triton.experts.quantized import (
-    and_or,
     bits_of,
     decoded,
     half_of,
@@ -24,7 +23,7 @@ from moe_ops.kernels.triton.experts.quantized import (
     scale_pairs,
     sixes_of,
 )
-from moe_ops.kernels.triton.experts.streamed import of_float8
+from moe_ops.kernels.triton.experts.streamed import bytes_of, of_float8, pairs_of_bytes
 
 ROWS = gl.constexpr(128)  # of W, of a tile
 # Of words [group, row, word] and of what belongs to four words, where the unit wants their values.
@@ -272,38 +271,6 @@ def factor_pairs(stored, W: gl.constexpr, DTYPE: gl.constexpr):
             above = scale_pairs(above_z, KIND, FLOAT, DTYPE)
             right_pair = spread(above, scale_pairs(below_z, KIND, FLOAT, DTYPE), W)
     return less, pair, right_pair
-
-
-@gluon.jit
-def pairs_of_bytes(words):
-    """(the first, the last two bytes of each word) as pairs of 16 bits."""
-    return gl.inline_asm_elementwise(
-        """{
-        prmt.b32 $0, $2, 0, 0x4140;
-        prmt.b32 $1, $2, 0, 0x4342;
-        }""", "=&r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def bytes_of(v, less, ELEMENT: gl.constexpr, DTYPE: gl.constexpr):
-    """The values of pairs of bytes, less zero points. bfloat16 holds no more than 128 + the lower
-    seven bits of one, so the eighth is subtracted by itself."""
-    ONE: gl.constexpr = 0x3F803F80 if DTYPE == gl.bfloat16 else 0x3C003C00
-    if ELEMENT == "uint8" and DTYPE == gl.bfloat16:
-        v = v ^ 0x00800080  # less 128
-    if DTYPE == gl.bfloat16:
-        low = and_or(v, 0x007F007F, 0x43004300)
-        high = and_or(v, 0x00800080, 0x43004300)
-        v = pair_fma(high, -0x407F4080, low, DTYPE)  # the halves of which are -1
-        if ELEMENT == "uint8":
-            v = pair_fma(v, ONE, less, DTYPE)
-    elif ELEMENT == "uint8":
-        v = pair_fma(v | 0x64006400, ONE, less, DTYPE)  # 1024 + code
-    else:
-        # 1024 + 128 + code, less as much: the halves of it are -1152.
-        v = pair_fma(v ^ 0x64806480, ONE, -0x1B7F1B80, DTYPE)
-    return v
 
 
 @gluon.jit

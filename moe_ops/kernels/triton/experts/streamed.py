@@ -23,11 +23,13 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from moe_ops.kernels.triton import STEP
 from moe_ops.kernels.triton.experts.quantized import (
+    and_or,
     by_row,
     finite,
     half_of,
     joined_8,
     less_zero,
+    pair_fma,
     pairs_of,
     scale_of,
     scale_pairs,
@@ -190,6 +192,38 @@ def of_int8(words):
 
 
 @gluon.jit
+def pairs_of_bytes(words):
+    """(the first, the last two bytes of each word) as pairs of 16 bits."""
+    return gl.inline_asm_elementwise(
+        """{
+        prmt.b32 $0, $2, 0, 0x4140;
+        prmt.b32 $1, $2, 0, 0x4342;
+        }""", "=&r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def bytes_of(v, less, ELEMENT: gl.constexpr, DTYPE: gl.constexpr):
+    """The values of pairs of bytes, less zero points. bfloat16 holds no more than 128 + the lower
+    seven bits of one, so the eighth is subtracted by itself."""
+    ONE: gl.constexpr = 0x3F803F80 if DTYPE == gl.bfloat16 else 0x3C003C00
+    if ELEMENT == "uint8" and DTYPE == gl.bfloat16:
+        v = v ^ 0x00800080  # less 128
+    if DTYPE == gl.bfloat16:
+        low = and_or(v, 0x007F007F, 0x43004300)
+        high = and_or(v, 0x00800080, 0x43004300)
+        v = pair_fma(high, -0x407F4080, low, DTYPE)  # the halves of which are -1
+        if ELEMENT == "uint8":
+            v = pair_fma(v, ONE, less, DTYPE)
+    elif ELEMENT == "uint8":
+        v = pair_fma(v | 0x64006400, ONE, less, DTYPE)  # 1024 + code
+    else:
+        # 1024 + 128 + code, less as much: the halves of it are -1152.
+        v = pair_fma(v ^ 0x64806480, ONE, -0x1B7F1B80, DTYPE)
+    return v
+
+
+@gluon.jit
 def from_pairs(pairs, DTYPE: gl.constexpr):
     """[S, M, columns] of pairs of halves [S, M, columns / 2]."""
     halves = gl.join(half_of(pairs, False, DTYPE), half_of(pairs, True, DTYPE))
@@ -223,9 +257,11 @@ def values_of_6(w, scale_pair, ELEMENT: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def values_of_8(w, INT8: gl.constexpr, DTYPE: gl.constexpr):
-    if INT8:
-        gl.static_assert(DTYPE == gl.float16)
+    if INT8 and DTYPE == gl.float16:
         low, high = of_int8(w)
+    elif INT8:
+        first, last = pairs_of_bytes(w)
+        low, high = bytes_of(first, 0, "int8", DTYPE), bytes_of(last, 0, "int8", DTYPE)
     else:
         low, high = of_float8(w, DTYPE)
     pairs = gl.join(low, high)
