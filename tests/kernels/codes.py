@@ -106,7 +106,7 @@ def product(weights: Weights, x_ND: Tensor) -> Tensor:
     rows, (N, D) = weights.values.shape[1], x_ND.shape
     weight = weight_of(weights.format, "")
     out = torch.empty(rows, N, device=x_ND.device)
-    if weight[5] == 4:
+    if weight[5] < 8:
         x_ND = arrange(x_ND, weight)
     w = as_stored(weights.values, weight)
     product_kernel[(1,)](

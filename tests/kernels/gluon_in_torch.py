@@ -107,6 +107,13 @@ def of_int8(words: Any) -> tuple[Any, Any]:
     return pairs[..., 0], pairs[..., 1]
 
 
+def pairs_of_bytes(words: Any) -> tuple[Any, Any]:
+    """As `streamed.pairs_of_bytes`, which is PTX."""
+    codes = words.contiguous().unsqueeze(-1).view(torch.uint8)
+    pairs = codes.to(torch.int16).contiguous().view(torch.int32)
+    return pairs[..., 0], pairs[..., 1]
+
+
 def of_two(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
     return lambda a, b, **_: f(value(a), value(b))
 
@@ -158,7 +165,7 @@ def functions() -> dict[str, Any]:
                 continue
             if isinstance(python, FunctionType):
                 names[name] = FunctionType(python.__code__, names, name, python.__defaults__)
-    names["of_float8"], names["of_int8"] = of_float8, of_int8
+    names |= {"of_float8": of_float8, "of_int8": of_int8, "pairs_of_bytes": pairs_of_bytes}
     names["mma_v2"] = lambda a, b, acc: torch.bmm(a.float(), b.float()) + acc
     return names
 

@@ -94,7 +94,7 @@ FORMATS = [
     ("uint8:1x128:bfloat16", "", 80),
     ("nvfp4", "", 80), ("mxfp6_e3m2", "", 80), ("mxfp6_e2m3", "", 80), ("mxfp8_e5m2", "", 80),
     ("nvfp4", "nvfp4", 80), ("mxfp4", "mxfp8", 80), ("mxfp6_e3m2", "float8_e4m3fn:row", 80),
-    ("mxfp4", "float8_e4m3fn:tensor", 80),
+    ("mxfp4", "float8_e4m3fn:tensor", 80), ("int8:row", "", 80),
 ]  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from moe_ops.backends.triton_formats import EIGHT_BITS
+from moe_ops.backends.triton_formats import EIGHT_BITS, SIX_BITS
 from moe_ops.kernels.triton.experts import (
     grouped,
     grouped_by_row,
@@ -141,7 +141,7 @@ def codes_product(
     """`act` without a kind: the second product, whose output is not arranged."""
     element, group, kind = format
     groups = K // group if group > 0 else 1
-    bits = 8 if element in EIGHT_BITS else 4
+    bits = 8 if element in EIGHT_BITS else 6 if element in SIX_BITS else 4
     weight = (element, 1, group, kind, False, bits)
     stored = torch.uint8 if kind in ("e8m0", "float8_e4m3fn") else getattr(torch, kind)
     grouped_codes.launch(
@@ -169,7 +169,7 @@ def codes_products(names: list[str]) -> None:
             codes_product(D, I, D, grouped_codes.LINEAR, bias, int4, torch.bfloat16)
     more = (
         ("float4_e2m1", 32, "e8m0"), ("float4_e2m1", 16, "float8_e4m3fn"),
-        ("uint4", 32, "float16"), ("int4", -1, "float32"),
+        ("uint4", 32, "float16"), ("int4", -1, "float32"), ("float6_e3m2", 32, "e8m0"),
     )  # fmt: skip
     others = [*itertools.product(more, (torch.bfloat16, torch.float16))]
     others += [
@@ -178,7 +178,7 @@ def codes_products(names: list[str]) -> None:
     ]  # fmt: skip
     for format, dtype in others if "silu" in names else ():
         codes_product(D, I, D, grouped_codes.LINEAR, True, format, dtype)
-        if format[1] == 16:
+        if format[1] == 16 or format[0] in SIX_BITS:
             silu = Activation(kind="silu").args
             codes_product(2 * I, D, I, silu, False, format, dtype)
 

@@ -29,12 +29,25 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels
 FORMATS = (
     ("int4:1x32:bfloat16", ""), ("uint4:1x64:float16", ""), ("uint4:1x128", ""), ("int4:row", ""),
     ("mxfp4", ""), ("float8_e4m3fn:128x128", ""), ("float8_e4m3fn:tensor", ""), BLOCK_FLOAT8,
-    ("nvfp4", ""),
+    ("nvfp4", ""), ("mxfp6_e3m2", ""), ("mxfp6_e2m3", ""), ("float6_e3m2:1x64:float16", ""),
+    ("int8:row", ""), ("int8:1x128", ""),
     ("float8_e4m3fn:row", "float8_e4m3fn:row"), ("int8:tensor", "int8:row"),
     ("int8:row", "int8:tensor"),
 )  # fmt: skip
-SOME = (FORMATS[0], FORMATS[4], BLOCK_FLOAT8, ("nvfp4", ""), ("int8:tensor", "int8:row"))
-EMULATED = (("mxfp4", "mxfp6_e2m3"), ("nvfp4", "nvfp4"), ("mxfp4", "float8_e4m3fn:tensor"))
+SOME = (
+    FORMATS[0],
+    FORMATS[4],
+    BLOCK_FLOAT8,
+    ("nvfp4", ""),
+    ("mxfp6_e2m3", ""),
+    ("int8:tensor", "int8:row"),
+)
+EMULATED = (
+    ("mxfp4", "mxfp6_e2m3"),
+    ("nvfp4", "nvfp4"),
+    ("mxfp4", "float8_e4m3fn:tensor"),
+    ("mxfp6_e3m2", "mxfp6_e3m2"),
+)
 # What fills no step, no tile of rows, and leaves parts without columns; one expert or more.
 SIZES = ((1, 1, 96, 160), (3, 3, 288, 96), (7, 6, 32, 32), (11, 10, 160, 288))
 TOKENS = {"tiny": 1, "rows": 5}

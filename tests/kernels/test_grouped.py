@@ -367,12 +367,15 @@ def test_the_hopper_kernel_by_rows_compiles_and_keeps_to_its_registers(names, va
 
 
 @pytest.mark.slow
-@each_activation(19, 16)
+@each_activation(23, 16)
 def test_the_kernel_of_codes_waits_for_no_single_product(names, variants):
     found = compiled("_grouped_codes", names)
     assert len(found) == variants
-    # Triton 3.9 spills 24 bytes for gelu.
-    assert max(v["spilled"] for v in found) <= (0 if FEW_SPILLS or names == USED else 24)
+    # Triton 3.9 spills 24 bytes for gelu, and of six bits what is loaded once a tile.
+    sixes = [v["spilled"] for v in found if v["W"][5] == 6]
+    others = [v["spilled"] for v in found if v["W"][5] != 6]
+    assert max(sixes, default=0) <= (0 if FEW_SPILLS else 48)
+    assert max(others) <= (0 if FEW_SPILLS or names == USED else 24)
     assert max(v["shared"] for v in found) <= 232448
     # ptxas puts a wait behind each of them where it cannot tell that registers are not in use.
     assert [v for v in found if 4 * v["waits"] > v["products"]] == []

@@ -367,21 +367,24 @@ def test_grouped_takes_float8_with_many_rows_an_expert() -> None:
         assert most_rows_tokens(replace(small, w2_EDI=large)) is None  # as floats it takes 900 GB
 
 
-@pytest.mark.parametrize(
-    ("w_format", "sizes", "most"),
-    [
-        ("mxfp4", WIDE, MOST_ROWS_AS_STORED[4, False]),
-        ("int4:1x128", replace(WIDE, I=512), MOST_ROWS_AS_STORED[4, True]),
-        ("int4:1x32", replace(WIDE, D=8192, I=1024), MOST_ROWS_OF_LARGE_AS_STORED),
-        ("nvfp4", WIDE, MOST_ROWS_AS_STORED[4, False]),
-        ("int4:1x16", WIDE, MOST_ROWS_OF_CODES[4]),  # decoded first
-        ("int4:1x32", replace(WIDE, I=256), MOST_ROWS_OF_CODES[4]),
-        ("int8:1x64", replace(WIDE, I=208), MOST_ROWS_AS_STORED[8, False]),
-        ("float8_e4m3fn:128x128", replace(WIDE, I=512), MOST_ROWS_AS_STORED[8, True]),
-        ("int8:row", replace(WIDE, I=192), MOST_ROWS_OF_CODES[8]),
-        ("uint8:row", replace(WIDE, I=232), MOST_ROWS_OF_CODES[8]),
-    ],
-)
+# Widths, and up to how many rows an expert weights of them stream; the last ones are decoded first.
+ROWS_UP_TO = [
+    ("mxfp4", WIDE, MOST_ROWS_AS_STORED[4, False]), ("nvfp4", WIDE, MOST_ROWS_AS_STORED[4, False]),
+    ("int4:1x128", replace(WIDE, I=512), MOST_ROWS_AS_STORED[4, True]),
+    ("int4:1x32", replace(WIDE, D=8192, I=1024), MOST_ROWS_OF_LARGE_AS_STORED),
+    ("mxfp6_e3m2", WIDE, MOST_ROWS_AS_STORED[6, False]),
+    ("float6_e2m3:row", WIDE, MOST_ROWS_AS_STORED[6, True]),
+    ("int8:1x64", replace(WIDE, I=208), MOST_ROWS_AS_STORED[8, False]),
+    ("float8_e4m3fn:128x128", replace(WIDE, I=512), MOST_ROWS_AS_STORED[8, True]),
+    ("int4:1x16", WIDE, MOST_ROWS_OF_CODES[4]),
+    ("int4:1x32", replace(WIDE, I=256), MOST_ROWS_OF_CODES[4]),
+    ("mxfp6_e2m3", replace(WIDE, I=256), MOST_ROWS_OF_CODES[6]),
+    ("int8:row", replace(WIDE, I=192), MOST_ROWS_OF_CODES[8]),
+    ("uint8:row", replace(WIDE, I=232), MOST_ROWS_OF_CODES[8]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("w_format", "sizes", "most"), ROWS_UP_TO)
 def test_rows_up_to_which_hopper_streams_codes(w_format: str, sizes: Case, most: int) -> None:
     call = call_of(replace(sizes, T=1, E=2), w_format)
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -46,8 +46,8 @@ def multiplies_codes(weight: Weight, widths: tuple[int, int]) -> bool:
     copies take 32 rows (of eight bits 16) and 16 bytes, and with so many steps that in one tile the
     next one is found. Codes of float8_e5m2 have no decoder there."""
     element, _, group, _, quantises, bits = weight
-    if quantises or bits not in (4, 8) or element == "float8_e5m2":
+    if quantises or element == "float8_e5m2":
         return False
-    each, least = (32, 2 * STEP) if bits == 4 else (16, 3 * STEP // 2)
+    each, least = (16, 3 * STEP // 2) if bits == 8 else (32, 2 * STEP)
     wide = all(width % each == 0 and width > least for width in widths)
     return wide and (group == -1 or group >= (16 if element == "float4_e2m1" else each))

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import WORD, Weight
 from moe_ops.kernels.triton.experts.quantized import (
-    fours_of,
     group_row,
     half_of,
-    pair_of_four,
+    in_order,
     scale_of,
+    sixes_of,
 )
 from moe_ops.kernels.triton.experts.weights import Experts
 from moe_ops.kernels.triton.launch import pdl_options
@@ -72,10 +72,11 @@ def decode_kernel(
     if W[5] == 6:
         second_MW = tl.load(at_MW + 1, mask=inside_MW)
         third_MW = tl.load(at_MW + 2, mask=inside_MW)
-        fours = fours_of(w_MW, second_MW, third_MW)
-        evens = halves_of(pair_of_four(fours, 0, ELEMENT, tl.float16))
-        odds = halves_of(pair_of_four(fours, 1, ELEMENT, tl.float16))
-        value = tl.reshape(tl.join(evens, odds), (BM, BD // EACH, EACH)).to(tl.float32)
+        p0, p1, p2, p3, p4, p5, p6, p7 = sixes_of(w_MW, second_MW, third_MW, ELEMENT, tl.float16)
+        pairs = tl.reshape(in_order(p0, p1, p2, p3, p4, p5, p6, p7), (BM, BD // EACH, 8))
+        value = tl.reshape(tl.permute(halves_of(pairs), (0, 1, 3, 2)), (BM, BD // EACH, EACH)).to(
+            tl.float32
+        )
         value = value * scale_MW[:, :, None]
     elif EACH == 1:
         value = w_MW.to(tl.float32)

@@ -28,9 +28,10 @@ from moe_ops.kernels.triton.replay import launch
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Columns of a group, by the elements that these kernels decode.
 GROUPS = {
-    "float8_e4m3fn": (-1, STEP),
+    **dict.fromkeys(("float8_e4m3fn", "int8"), (-1, STEP)),
     **dict.fromkeys(("int4", "uint4"), (-1, 32, 64, STEP)),
     "float4_e2m1": (-1, 16, 32, 64, STEP),
+    **dict.fromkeys(("float6_e3m2", "float6_e2m3"), (32, 64)),
 }
 # Rows an expert on average, of codes of four bits whose sums are scaled, and of others.
 MOST_OF_SUMS, MOST = 6, 10
@@ -79,7 +80,7 @@ def takes(x_TD: Tensor, layer: Experts) -> bool:
     if codes is None or not on_hopper(x_TD):
         return False
     _, D, I = layer.sizes
-    whole = 128 // codes.bits
+    whole = 16 if codes.bits == 8 else 32
     decodes = codes.weight[2] in GROUPS.get(codes.weight[0], ()) or codes.by_row
     return (
         decodes
@@ -99,6 +100,8 @@ def one_streams(K: int, layer: Experts) -> Streams:
         if D * I >= LARGE:
             return Streams(up=replace(up, MT=2), down=replace(down, MT=2, ahead=3))
         return Streams(up=up, down=replace(down, ahead=8))
+    if codes.bits == 6:  # not measured yet
+        return Streams(up=replace(up, MT=2), down=replace(down, ahead=3))
     if codes.weight[0] == "float4_e2m1":  # for integers this would spill
         return Streams(up=replace(up, MT=2, ahead=4), down=replace(down, ahead=3))
     return Streams(up=up, down=down)
@@ -148,7 +151,7 @@ def run_one(
     up, down = tiles.up, tiles.down
     h_KI, out_TD = x_TD.new_empty(K, I), x_TD.new_empty(1, D)
     F = I * (2 if layer.act[1] else 1)
-    w13, w2 = (w.view(torch.int32) for w in (layer.w13_EFD, layer.w2_EDI))
+    w13, w2 = _words(layer)
     pdl, options = pdl_options(x_TD)
     x_TD, x_scale_TG, DTYPE = _operand(x_TD, layer, ids_TK, expert_map)
     launch(
@@ -192,7 +195,7 @@ def run(
     h_RI, y_RD = x_TD.new_empty(R, I), x_TD.new_empty(R, D)
     F = I * (2 if layer.act[1] else 1)
     BE = max(2, triton.next_power_of_2(E))
-    w13, w2 = (w.view(torch.int32) for w in (layer.w13_EFD, layer.w2_EDI))
+    w13, w2 = _words(layer)
     pdl, options = pdl_options(x_TD)
     x_TD, x_scale_TG, DTYPE = _operand(x_TD, layer, ids_TK, expert_map)
     tokens_K = 1 if by_expert(codes.x_scale) else K  # each pair has a row of its own
@@ -234,6 +237,12 @@ def _operand(
         return x_TD.view(torch.int32), scale_T, tl.float16
     x_TD, scale_TG = quantise(x_TD, codes.weight)
     return x_TD.view(torch.int32), scale_TG, tl.float16
+
+
+def _words(layer: Experts) -> tuple[Tensor, Tensor]:
+    """Weights in words of 32 bits; of codes of six bits of 64, which a thread loads at once."""
+    dtype = torch.int64 if _codes(layer).bits == 6 else torch.int32
+    return layer.w13_EFD.view(dtype), layer.w2_EDI.view(dtype)
 
 
 def _units(R: int, E: int, stream: Stream) -> int:

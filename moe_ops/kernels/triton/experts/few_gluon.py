@@ -35,6 +35,7 @@ from moe_ops.kernels.triton.experts.streamed import (
     token_groups,
     tokens_layout,
     unit_layout,
+    word_bits,
     words_layout,
 )
 
@@ -49,7 +50,7 @@ def product_of(
     expert is not -1."""
     BITS: gl.constexpr = W[5]
     GROUP: gl.constexpr = W[2]
-    PER_WORD: gl.constexpr = 32 // BITS
+    WORD: gl.constexpr = word_bits(W)
     words: gl.constexpr = words_layout(SIZES, BITS)
     mma: gl.constexpr = unit_layout(SIZES)
     S: gl.constexpr = words.shape[0]
@@ -61,7 +62,7 @@ def product_of(
         e_S = gl.maximum(e_S, 0)
     e_S = e_S.to(gl.int64)
     row_SM = e_S[:, None] * ROWS + row_M[None, :]
-    w_SM = w_ptr + row_SM * (COLUMNS // PER_WORD) + (part_S // PER_WORD)[:, None]
+    w_SM = w_ptr + row_SM * (COLUMNS * BITS // WORD) + (part_S * BITS // WORD)[:, None]
     at = group_row(e_S[:, None], row_M[None, :], ROWS, COLUMNS, W).to(gl.int32)
     end = gl.where(here_S[:, None], at + (1 if GROUP == -1 else gl.cdiv(COLUMNS, GROUP)), 0)
     if GROUP != -1:

@@ -1,8 +1,11 @@
-"""Codes of four or eight bits as the first operand of Hopper's matrix unit, from registers.
+"""Codes of four, six or eight bits as the first operand of Hopper's matrix unit, from registers.
 
 A consumer has 64 of a tile's 128 rows of W. Each thread loads, of two rows, the 16 bytes that it
 decodes: of four bits for a stage of 128 columns, two words for each half of it; of eight bits for a
-stage of 64 columns, which is one half. What these functions share is as in `grouped_codes.py`.
+stage of 64 columns, which is one half. Of six bits it has the 24 bytes of 32 columns of a stage of
+128, three words of each row for each half. No box of codes has these where a thread could load them
+from shared memory, so that they come from memory itself, two stages ahead. What these functions
+share is as in `grouped_codes.py`.
 """
 
 from __future__ import annotations
@@ -11,15 +14,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moe_ops.kernels.triton.experts.quantized import (
-    and_or,
     bits_of,
     decoded,
     half_of,
+    joined_8,
     less_zero,
     pair_fma,
     scale_pairs,
+    sixes_of,
 )
-from moe_ops.kernels.triton.experts.streamed import of_float8
+from moe_ops.kernels.triton.experts.streamed import bytes_of, of_float8, pairs_of_bytes
 
 ROWS = gl.constexpr(128)  # of W, of a tile
 # Of words [group, row, word] and of what belongs to four words, where the unit wants their values.
@@ -41,19 +45,32 @@ FACTORS = gl.constexpr(
 @gluon.constexpr_function
 def columns_of(W):
     """The columns of a stage."""
-    return 512 // W[5]
+    return 64 if W[5] == 8 else 128
+
+
+@gluon.constexpr_function
+def at_once(W):
+    """The stages whose number divides that of a tile. What is loaded into registers two stages
+    ahead keeps these if the code of two stages takes turns."""
+    return 2 if W[5] == 6 else 1
+
+
+@gluon.jit
+def steps_of(K, W: gl.constexpr):
+    """The stages of a tile; tokens are zeros past the last column."""
+    return gl.cdiv(K, columns_of(W) * at_once(W)) * at_once(W)
 
 
 @gluon.constexpr_function
 def halves_of(W):
     """The halves of 64 columns of a stage."""
-    return 8 // W[5]
+    return 1 if W[5] == 8 else 2
 
 
 @gluon.constexpr_function
 def group_of(W):
     """Rows of W from one group of a box to the next."""
-    return 128 // W[5]
+    return 16 if W[5] == 8 else 32
 
 
 @gluon.constexpr_function
@@ -70,8 +87,20 @@ def first_column(n, LOWER: gl.constexpr, W: gl.constexpr, GATED: gl.constexpr):
     """Of a consumer, of a tile of outputs: in the other groups they are `group_of` columns on."""
     if W[5] == 8:
         return n * 64 + 8 * LOWER if GATED else n * 128 + 64 * LOWER
+    elif GATED:
+        return n // 2 * 128 + n % 2 * 16 + (4 if W[5] == 6 else 8) * LOWER
     else:
-        return n // 2 * 128 + n % 2 * 16 + 8 * LOWER if GATED else n * 128 + 16 * LOWER
+        return n * 128 + 16 * LOWER
+
+
+@gluon.jit
+def column_in(m, W: gl.constexpr, ACT: gl.constexpr):
+    """The column of row m of a consumer, within a group of a tile of outputs, from the first. Of
+    six bits those eight apart are a pair in h, which so comes in the same runs as of four."""
+    if W[5] == 6 and ACT[0] is not None:
+        return m % 4 + m // 4 % 2 * 8 + m // 8 * 4
+    else:
+        return m
 
 
 @gluon.jit
@@ -97,20 +126,70 @@ def load_words(rings, stage, LOWER: gl.constexpr, W: gl.constexpr, GATED: gl.con
 
 
 @gluon.jit
-def factors_at(tile, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr):
-    """Where scales begin: of the expert, then of a thread's two rows from there; of rows that are
-    not there those of the last one."""
-    expert, _, _, n = tile
-    N, K, out_n, _ = sizes
+def rows_of(n, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr):
+    """A thread's two rows of an expert's weight; the last one for those that are not there."""
+    N, _, out_n, _ = sizes
     a = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, FACTORS)))
     g = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, FACTORS)))
-    column = first_column(n, LOWER, W, ACT[1]) + a[:, None] * group_of(W) + g[None, :]
+    group = first_column(n, LOWER, W, ACT[1]) + a[:, None] * group_of(W)
+    column = group + column_in(g, W, ACT)[None, :]
     if ACT[1]:
         column = gl.minimum(column, out_n - 1)
         above = 2 * column if ACT[2] else column
         below = above + 1 if ACT[2] else above + out_n
     else:
-        above, below = gl.minimum(column, N - 1), gl.minimum(column + 8, N - 1)
+        above = gl.minimum(column, N - 1)
+        below = gl.minimum(group + column_in(g + 8, W, ACT)[None, :], N - 1)
+    return above, below
+
+
+@gluon.jit
+def sixes_at(w_ptr, tile, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr):
+    """(pointer to an expert's codes in words of 64 bits, where a thread's two rows begin from
+    there, words of a row)."""
+    expert, _, _, n = tile
+    N, K, _, _ = sizes
+    above, below = rows_of(n, sizes, LOWER, W, ACT)
+    width = K // 32 * 3
+    w_ptr += expert.to(gl.int64) * N * width
+    return w_ptr, (above * width)[:, :, None], (below * width)[:, :, None], width
+
+
+@gluon.jit
+def load_sixes(at, i):
+    """Words of step i, three of each of a thread's two rows. Past the last column they are those of
+    the last ones, which meet zeros."""
+    w_ptr, above, below, width = at
+    q = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, FACTORS)))
+    word = gl.minimum(i * 12 + q * 3, width - 3)[None, None, :]
+    above, below = w_ptr + (above + word), w_ptr + (below + word)
+    return (
+        gl.load(above), gl.load(above + 1), gl.load(above + 2),
+        gl.load(below), gl.load(below + 1), gl.load(below + 2),
+    )  # fmt: skip
+
+
+@gluon.jit
+def words_of_sixes(loaded):
+    """Three words for each half of a stage, [64, 4], of what `load_sixes` gave."""
+    a, b, c, d, e, f = loaded
+    p, q, r = of_both(a, d), of_both(b, e), of_both(c, f)
+    left = (p.to(gl.int32), (p >> 32).to(gl.int32), q.to(gl.int32))
+    return left, ((q >> 32).to(gl.int32), r.to(gl.int32), (r >> 32).to(gl.int32))
+
+
+@gluon.jit
+def of_both(above, below):
+    """[64, 4] of what a thread's two rows have."""
+    return gl.join(above, below).permute([0, 3, 1, 2]).reshape([ROWS // 2, 4])
+
+
+@gluon.jit
+def factors_at(tile, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr):
+    """Where scales begin: of the expert, then of a thread's two rows from there."""
+    expert, _, _, n = tile
+    N, K, _, _ = sizes
+    above, below = rows_of(n, sizes, LOWER, W, ACT)
     DOWN: gl.constexpr = W[1]
     GROUP: gl.constexpr = W[2]
     down = 1 if DOWN == -1 else gl.cdiv(N, DOWN)
@@ -151,12 +230,16 @@ def load_factors(scales, at, i, W: gl.constexpr):
 
 @gluon.jit
 def spread(above, below, W: gl.constexpr):
-    """[64, 4, words]: for each word of a half what is of a thread's two rows."""
-    both = gl.join(above, below).permute([0, 3, 1, 2]).reshape([ROWS // 2, 4])
-    both = gl.join(both, both)
-    if W[5] == 8:
-        both = gl.join(both, both).reshape([ROWS // 2, 4, 4])
-    return gl.convert_layout(both, half_words(W), assert_trivial=True)
+    """[64, 4, words]: for each word of a half what is of a thread's two rows; of six bits
+    [64, 4]."""
+    both = of_both(above, below)
+    if W[5] == 6:
+        return both
+    else:
+        both = gl.join(both, both)
+        if W[5] == 8:
+            both = gl.join(both, both).reshape([ROWS // 2, 4, 4])
+        return gl.convert_layout(both, half_words(W), assert_trivial=True)
 
 
 @gluon.jit
@@ -174,7 +257,7 @@ def factor_pairs(stored, W: gl.constexpr, DTYPE: gl.constexpr):
     above_s, below_s, above_z, below_z = stored
     ELEMENT: gl.constexpr = W[0]
     KIND: gl.constexpr = W[3]
-    FLOAT: gl.constexpr = ELEMENT == "float4_e2m1"
+    FLOAT: gl.constexpr = ELEMENT == "float4_e2m1" or W[5] == 6
     above = scale_pairs(above_s, KIND, FLOAT, DTYPE)
     pair = spread(above, scale_pairs(below_s, KIND, FLOAT, DTYPE), W)
     right_pair = pair
@@ -191,44 +274,14 @@ def factor_pairs(stored, W: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def pairs_of_bytes(words):
-    """(the first, the last two bytes of each word) as pairs of 16 bits."""
-    return gl.inline_asm_elementwise(
-        """{
-        prmt.b32 $0, $2, 0, 0x4140;
-        prmt.b32 $1, $2, 0, 0x4342;
-        }""", "=&r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def bytes_of(v, less, ELEMENT: gl.constexpr, DTYPE: gl.constexpr):
-    """The values of pairs of bytes, less zero points. bfloat16 holds no more than 128 + the lower
-    seven bits of one, so the eighth is subtracted by itself."""
-    ONE: gl.constexpr = 0x3F803F80 if DTYPE == gl.bfloat16 else 0x3C003C00
-    if ELEMENT == "uint8" and DTYPE == gl.bfloat16:
-        v = v ^ 0x00800080  # less 128
-    if DTYPE == gl.bfloat16:
-        low = and_or(v, 0x007F007F, 0x43004300)
-        high = and_or(v, 0x00800080, 0x43004300)
-        v = pair_fma(high, -0x407F4080, low, DTYPE)  # the halves of which are -1
-        if ELEMENT == "uint8":
-            v = pair_fma(v, ONE, less, DTYPE)
-    elif ELEMENT == "uint8":
-        v = pair_fma(v | 0x64006400, ONE, less, DTYPE)  # 1024 + code
-    else:
-        # 1024 + 128 + code, less as much: the halves of it are -1152.
-        v = pair_fma(v ^ 0x64806480, ONE, -0x1B7F1B80, DTYPE)
-    return v
-
-
-@gluon.jit
 def unscaled(w, less, W: gl.constexpr, DTYPE: gl.constexpr):
     """Values of half a stage before they are multiplied by scales: see `decoded`."""
     ELEMENT: gl.constexpr = W[0]
     FLOAT: gl.constexpr = ELEMENT == "float4_e2m1"
     if ELEMENT == "float8_e4m3fn":
         return of_float8(w, DTYPE)
+    elif W[5] == 6:
+        return sixes_of(w[0], w[1], w[2], ELEMENT, DTYPE)
     elif W[5] == 8:
         first, last = pairs_of_bytes(w)
         return bytes_of(first, less, ELEMENT, DTYPE), bytes_of(last, less, ELEMENT, DTYPE)
@@ -249,6 +302,8 @@ def operand_of(unscaled, pair, W: gl.constexpr, DTYPE: gl.constexpr):
     if W[5] == 8:
         first, last = unscaled
         pairs = gl.join(times(first, pair, DTYPE), times(last, pair, DTYPE))
+    elif W[5] == 6:
+        pairs = joined_8(unscaled, pair, DTYPE).reshape([M, 4, 1, 8])
     else:
         p0, p1, p2, p3 = unscaled
         p0, p1 = times(p0, pair, DTYPE), times(p1, pair, DTYPE)

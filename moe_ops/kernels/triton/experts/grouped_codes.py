@@ -1,4 +1,4 @@
-"""The experts for many rows an expert of weights of four or eight bits, with inputs of 16, on
+"""The experts for many rows an expert of weights of four to eight bits, with inputs of 16, on
 Hopper (sm_90): a persistent, warp-specialised kernel in Gluon that decodes weights where they are
 multiplied.
 
@@ -15,10 +15,12 @@ of a tile.
 
 A box of codes has 16 rows of W of each of four groups, of 16 rows, or 32 of codes of four bits.
 Warp a of a consumer has rows of group a: 8 of the gates and the same of the up values, or where
-there are no gates 16. So h comes in runs of at least 32 places.
+there are no gates 16. So h comes in runs of at least 32 places. Codes of six bits come without
+boxes (`fragments.py`), of rows as those of four.
 
 What the functions below share is as in `hopper.py`, and
-    rings   stages of codes (two boxes each), halves of stages of tokens; barriers
+    rings   stages of codes (two boxes each; of six bits a pointer), halves of stages of tokens;
+            barriers
     sizes   rows of W per expert; K; columns of the output, and those that it is stored with
     scales  scales and zero points of W
     output  global scales of experts or None, bias or None, pointer
@@ -48,6 +50,8 @@ from moe_ops.kernels.triton.experts.combine import sum_rows
 from moe_ops.kernels.triton.experts.emulated import emulated_hidden
 from moe_ops.kernels.triton.experts.fragments import (
     ROWS,
+    at_once,
+    column_in,
     columns_of,
     factor_pairs,
     factors_at,
@@ -55,9 +59,13 @@ from moe_ops.kernels.triton.experts.fragments import (
     group_of,
     halves_of,
     load_factors,
+    load_sixes,
     load_words,
     operand_of,
+    sixes_at,
+    steps_of,
     unscaled,
+    words_of_sixes,
 )
 from moe_ops.kernels.triton.experts.hopper import (
     REGISTERS,
@@ -79,7 +87,7 @@ from moe_ops.kernels.triton.experts.weights import Experts
 from moe_ops.kernels.triton.launch import processors
 
 BLOCK_M = 256  # tokens of a tile
-STAGES = {4: 3, 8: 5}  # 72 or 40 KiB each: all that a block has
+STAGES = {4: 3, 6: 3, 8: 5}  # 72, 64 or 40 KiB each: all that a block has
 LINEAR = (None, False, False, 1.0, None, 0.0)
 TOKENS = gl.constexpr(BLOCK_M)
 BOX = gl.constexpr(64)  # tokens, and columns, that one copy takes
@@ -119,14 +127,16 @@ def _copy(
 ):
     """Steps `first` to `last` - 1 along K of a tile."""
     codes, tokens, full, empty = rings
-    left, right = w_descs
     expert, end, row, n = tile
     STAGES: gl.constexpr = full.shape[0]
     STEP: gl.constexpr = columns_of(W)
     HALVES: gl.constexpr = halves_of(W)
-    CODES: gl.constexpr = ROWS * 64
+    BOXED: gl.constexpr = W[5] != 6
+    CODES: gl.constexpr = ROWS * 64 if BOXED else 0
     X: gl.constexpr = 2 * BOX * STEP
-    group, sub, right_group, right_sub = _boxes(expert, n, sizes, W, ACT)
+    if BOXED:
+        left, right = w_descs
+        group, sub, right_group, right_sub = _boxes(expert, n, sizes, W, ACT)
     boxes = gl.minimum(gl.cdiv(end - row, BOX), TOKENS // BOX)
     for i in range(first, last):
         stage = step % STAGES
@@ -134,8 +144,9 @@ def _copy(
         mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
         for b in gl.static_range(TOKENS // BOX):
             mbarrier.expect(bar, CODES + (b + 1) * X, pred=boxes == b + 1)
-        tma_load(left, [group, sub, i * 16], bar, codes.index(2 * stage))
-        tma_load(right, [right_group, right_sub, i * 16], bar, codes.index(2 * stage + 1))
+        if BOXED:
+            tma_load(left, [group, sub, i * 16], bar, codes.index(2 * stage))
+            tma_load(right, [right_group, right_sub, i * 16], bar, codes.index(2 * stage + 1))
         for b in gl.static_range(TOKENS // BOX):
             for half in gl.static_range(HALVES):
                 place = tokens.index(HALVES * stage + half).slice(b * BOX, BOX)
@@ -159,7 +170,7 @@ def _produce(
     ACT: gl.constexpr,
 ):
     """Fill the ring, by one warp."""
-    k_steps = gl.cdiv(sizes[1], columns_of(W))
+    k_steps = steps_of(sizes[1], W)
     step = 0
     slot = 0
     while tile[0] >= 0:
@@ -225,9 +236,10 @@ def _multiply(
     ACT: gl.constexpr,
 ):
     """The sums of a consumer's rows of W with the tokens of a tile, in parts of so many tokens."""
-    _, tokens, full, empty = rings
+    codes, tokens, full, empty = rings
     STAGES: gl.constexpr = full.shape[0]
     DTYPE: gl.constexpr = tokens.dtype
+    BOXED: gl.constexpr = W[5] != 6
     GATED: gl.constexpr = ACT[1]
     HALVES: gl.constexpr = halves_of(W)
     accs = (_no_sums(PARTS[0]),)
@@ -235,31 +247,47 @@ def _multiply(
         accs = accs + (_no_sums(PARTS[1]),)  # noqa: RUF005
     at = factors_at(tile, sizes, LOWER, W, ACT)
     less, pair, right_pair = factor_pairs(load_factors(scales, at, 0, W), W, DTYPE)
-    steps = gl.cdiv(sizes[1], columns_of(W))
+    steps = steps_of(sizes[1], W)
     stage = step % STAGES
-    mbarrier.wait(full.index(stage), step // STAGES & 1)
-    words = load_words(rings, stage, LOWER, W, GATED)
+    if BOXED:
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        words = load_words(rings, stage, LOWER, W, GATED)
+    else:
+        codes_at = sixes_at(codes, tile, sizes, LOWER, W, ACT)
+        first = load_sixes(codes_at, 0)
+        ahead = load_sixes(codes_at, 1)
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        words = words_of_sixes(first)
     values = operand_of(unscaled(words[0], less, W, DTYPE), pair, W, DTYPE)
-    for i in range(steps):
-        stored = load_factors(scales, at, i + 1, W)
-        if HALVES == 2:
-            accs = _wait(_start(accs, values, rings, 2 * stage, PARTS), 1)
-            values = operand_of(unscaled(words[1], less, W, DTYPE), right_pair, W, DTYPE)
-        started = _start(accs, values, rings, HALVES * stage + HALVES - 1, PARTS)
-        # While the unit multiplies this stage, the next one is decoded, but for what writes to the
-        # unit's operands: else the ptxas of Triton 3.6 waits for every instruction of the unit, as
-        # any does if products are under way at the end of the loop. After the last stage that is
-        # whatever lies there, and not used: to leave it out would double the code.
-        less, pair, right_pair = factor_pairs(stored, W, DTYPE)
-        next_stage = (step + i + 1) % STAGES
-        phase = (step + i + 1) // STAGES & 1
-        mbarrier.wait(full.index(next_stage), phase, pred=i + 1 < steps)
-        words = load_words(rings, next_stage, LOWER, W, GATED)
-        started_values = unscaled(words[0], less, W, DTYPE)
-        accs = _wait(started, 0)
-        mbarrier.arrive(empty.index(stage))
-        values = operand_of(started_values, pair, W, DTYPE)
-        stage = next_stage
+    for first_step in range(0, steps, at_once(W)):
+        for turn in gl.static_range(at_once(W)):
+            i = first_step + turn
+            stored = load_factors(scales, at, i + 1, W)
+            if HALVES == 2:
+                accs = _wait(_start(accs, values, rings, 2 * stage, PARTS), 1)
+                values = operand_of(unscaled(words[1], less, W, DTYPE), right_pair, W, DTYPE)
+            started = _start(accs, values, rings, HALVES * stage + HALVES - 1, PARTS)
+            if not BOXED:
+                further = load_sixes(codes_at, i + 2)
+            # While the unit multiplies this stage, the next one is decoded, but for what writes to
+            # the unit's operands: else the ptxas of Triton 3.6 waits for every instruction of the
+            # unit, as any does if products are under way at the end of the loop. After the last
+            # stage that is whatever lies there, and not used: to leave it out would double the
+            # code.
+            less, pair, right_pair = factor_pairs(stored, W, DTYPE)
+            next_stage = (step + i + 1) % STAGES
+            phase = (step + i + 1) // STAGES & 1
+            mbarrier.wait(full.index(next_stage), phase, pred=i + 1 < steps)
+            if BOXED:
+                words = load_words(rings, next_stage, LOWER, W, GATED)
+            else:
+                words = words_of_sixes(ahead)
+                ahead = further
+            started_values = unscaled(words[0], less, W, DTYPE)
+            accs = _wait(started, 0)
+            mbarrier.arrive(empty.index(stage))
+            values = operand_of(started_values, pair, W, DTYPE)
+            stage = next_stage
     return accs
 
 
@@ -287,7 +315,7 @@ def _activated(
         gate, up = sums.reshape([4, 2, 8, T]).permute([0, 2, 3, 1]).split()
         gate, up = gate.reshape([32, T]), up.reshape([32, T])
         m = gl.arange(0, 32, gl.SliceLayout(1, gate.type.layout))
-        column = first + m // 8 * GROUP + m % 8
+        column = first + m // 8 * GROUP + column_in(m % 8, W, ACT)
         inside = column < out_n
         row = 2 * column if ACT[2] else column
         gate = _biased(gate, bias_ptr, expert, row, inside, N)
@@ -295,7 +323,7 @@ def _activated(
         out = activate_gated(gate, up, ACT)
     else:
         m = gl.arange(0, ROWS // 2, gl.SliceLayout(1, sums.type.layout))
-        column = first + m // 16 * GROUP + m % 16
+        column = first + m // 16 * GROUP + column_in(m % 16, W, ACT)
         inside = column < out_n
         out = _biased(sums, bias_ptr, expert, column, inside, N)
         if ACT[0] is not None:
@@ -324,7 +352,7 @@ def _store(sums, output, tile, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT:
             out = out.permute([1, 3, 4, 0, 2, 5])
         place = n * (2 * C) + C * LOWER
     # Runs of places side by side, in a layout in which a thread has eight of a token.
-    RUN: gl.constexpr = 16 if LINEAR and W[5] == 4 else C
+    RUN: gl.constexpr = 16 if LINEAR and W[5] != 8 else C
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8, 1], [C // RUN, RUN // 8, 256 // C], [1, 1, gl.num_warps()], [1, 0, 2]
     )
@@ -391,7 +419,7 @@ def _consume(
     ACT: gl.constexpr,
 ):
     """A consumer's rows of W of every tile, by one warpgroup."""
-    k_steps = gl.cdiv(sizes[1], columns_of(W))
+    k_steps = steps_of(sizes[1], W)
     step = 0
     slot = 0
     expert, end, row, n = tile
@@ -436,11 +464,13 @@ def _grouped_codes(
     relay = gl.allocate_shared_memory(gl.int32, [128], plain)
     tile = tile_with_rows(look_up(gl.program_id(0), queue), queue, relay, TOKENS)
     of_x: gl.constexpr = x_desc.layout
-    of_w: gl.constexpr = w_desc.layout
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     HALVES: gl.constexpr = halves_of(W)
     tokens = gl.allocate_shared_memory(x_desc.dtype, [HALVES * STAGES, TOKENS, BOX], of_x)
-    codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 4, 16, 16], of_w)
+    if W[5] == 6:
+        codes = w_desc
+    else:
+        codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 4, 16, 16], w_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     notes = gl.allocate_shared_memory(gl.int32, [8, 1], plain)
@@ -480,16 +510,11 @@ def launch(
 
     `runs_codes_on_hopper` in grouped.py says which layers it takes.
     """
-    E, N, words = w_ENW.shape
+    _, N, words = w_ENW.shape
     gated, interleaved, bits = act[1], act[2], weight[5]
-    group = group_of(weight)
-    if interleaved:
-        pairs = w_ENW.view(E * N // (2 * group), group, 2, words)
-        w, up = pairs[:, :, 0], pairs[:, :, 1]
-    else:
-        w = up = w_ENW.view(E * N // group, group, words)
-    bytes_64 = gl.NVMMASharedLayout(64, 32, rank=3)
-    w_desc, up_desc = (TensorDescriptor.from_tensor(t, [4, 16, 16], bytes_64) for t in (w, up))
+    w_desc, up_desc = (w_ENW.view(torch.int64), None)
+    if bits != 6:
+        w_desc, up_desc = _boxed(w_ENW, interleaved, group_of(weight))
     bytes_128 = gl.NVMMASharedLayout(128, 16, rank=2)
     replay.launch(
         _grouped_codes,
@@ -514,6 +539,21 @@ def launch(
         num_warps=4,
         maxnreg=REGISTERS,
     )
+
+
+def _boxed(
+    w_ENW: Tensor, interleaved: bool, group: int
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """What the left and the right boxes of codes are copied from."""
+    E, N, words = w_ENW.shape
+    if interleaved:
+        pairs = w_ENW.view(E * N // (2 * group), group, 2, words)
+        w, up = pairs[:, :, 0], pairs[:, :, 1]
+    else:
+        w = up = w_ENW.view(E * N // group, group, words)
+    bytes_64 = gl.NVMMASharedLayout(64, 32, rank=3)
+    w_desc, up_desc = (TensorDescriptor.from_tensor(t, [4, 16, 16], bytes_64) for t in (w, up))
+    return w_desc, up_desc
 
 
 def run(

@@ -6,7 +6,8 @@ and j + 4 of a word. Which column of the weights meets which of a matrix unit's 
 are stored in the order of `column_of` (`tokens.py`), in which a thread multiplies words that it
 loads side by side. So weights stay as checkpoints hold them.
 
-Codes of six bits come as three words for sixteen of them, and meet tokens as they are.
+Codes of six bits come as three words for sixteen of them, of which i and i + 8 make a pair. A
+thread has the six words of 32 columns side by side, and tokens are arranged as they are for four.
 
 Codes of eight bits come as they are, and may meet inputs of 8 bits: in groups of as many columns,
 which `tokens.py` makes, or with a scale a row or tensor (`row_scales.py`).
@@ -53,7 +54,7 @@ class Codes:
 
     @property
     def in_words(self) -> bool:
-        return self.bits == 4
+        return self.bits < 8
 
     @property
     def quantises(self) -> bool:
@@ -432,53 +433,108 @@ def add_sixes(
     DTYPE: tl.constexpr = x_1N.dtype.element_ty
     ELEMENT: tl.constexpr = W[0]
     KIND: tl.constexpr = W[3]
-    RUNS: tl.constexpr = STEP // 16
-    run = start // 16 + tl.arange(0, RUNS)
-    inside_MW = inside_M[:, None] & (run < COLUMNS // 16)[None, :]
-    at_MW = w_M1 + (3 * run)[None, :]
-    first_MW = tl.load(at_MW, mask=inside_MW, other=0, eviction_policy=POLICY)
-    second_MW = tl.load(at_MW + 1, mask=inside_MW, other=0, eviction_policy=POLICY)
-    third_MW = tl.load(at_MW + 2, mask=inside_MW, other=0, eviction_policy=POLICY)
-    scale_pair = spread(scale_pairs(s_MG, KIND, True, DTYPE), STEP // 4 // s_MG.shape[1])
-    fours = fours_of(first_MW, second_MW, third_MW)
-    low = pair_fma(pair_of_four(fours, 0, ELEMENT, DTYPE), scale_pair, -0x7FFF8000, DTYPE)
-    high = pair_fma(pair_of_four(fours, 1, ELEMENT, DTYPE), scale_pair, -0x7FFF8000, DTYPE)
-    evens = tl.join(half_of(low, False, DTYPE), half_of(low, True, DTYPE))
-    odds = tl.join(half_of(high, False, DTYPE), half_of(high, True, DTYPE))
-    values_MD = tl.reshape(tl.join(evens, odds), (acc_MN.shape[0], STEP))
-    d = start + tl.arange(0, STEP)
-    inside_DN = (d < COLUMNS)[:, None] & inside_N[None, :]
-    x_DN = tl.load(x_1N + d[:, None], mask=inside_DN, other=0.0)
+    RUNS: tl.constexpr = STEP // 32
+    M: tl.constexpr = acc_MN.shape[0]
+    tl.static_assert(STEP == 128)  # among so many columns tokens are arranged
+    a, b = two_words(w_M1, inside_M, start, 0, COLUMNS, RUNS, POLICY)
+    c, d = two_words(w_M1, inside_M, start, 1, COLUMNS, RUNS, POLICY)
+    e, f = two_words(w_M1, inside_M, start, 2, COLUMNS, RUNS, POLICY)
+    scale = scale_pairs(s_MG, KIND, True, DTYPE)
+    GROUPS: tl.constexpr = s_MG.shape[1]
+    if GROUPS == 2 * RUNS:
+        left_scale, right_scale = tl.split(tl.reshape(scale, (M, RUNS, 2)))
+    else:
+        left_scale = spread(scale, RUNS // GROUPS)
+        right_scale = left_scale
+    left = joined_8(sixes_of(a, b, c, ELEMENT, DTYPE), left_scale, DTYPE)
+    right = joined_8(sixes_of(d, e, f, ELEMENT, DTYPE), right_scale, DTYPE)
+    pairs = tl.permute(tl.reshape(tl.join(left, right), (M, RUNS, 8, 2)), (0, 3, 2, 1))
+    pairs = tl.reshape(pairs, (M, STEP // 2))
+    halves = tl.join(half_of(pairs, False, DTYPE), half_of(pairs, True, DTYPE))
+    values_MD = tl.reshape(halves, (M, STEP))
+    # Columns past the last one are stored as zeros.
+    x_DN = tl.load(x_1N + (start + tl.arange(0, STEP))[:, None], mask=inside_N[None, :], other=0.0)
     return tl.dot(values_MD, x_DN, acc_MN)
 
 
 @triton.jit
-def fours_of(first, second, third):
-    """[M, 4 W] of three words [M, W] each: four codes of six bits, in the low 12 of both halves."""
-    M: tl.constexpr = first.shape[0]
-    RUNS: tl.constexpr = first.shape[1]
-    a = first
-    b = ((first >> 24) & 0xFF) | (second << 8)
-    c = ((second >> 16) & 0xFFFF) | (third << 16)
-    d = third >> 8
-    codes = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (M, RUNS * 4))
-    return (codes & 0xFFFF) | ((codes << 4) & -0x10000)
+def two_words(
+    w_M1, inside_M, start, PIECE: tl.constexpr, COLUMNS: tl.constexpr, RUNS: tl.constexpr,
+    POLICY: tl.constexpr,
+):  # fmt: skip
+    """[M, RUNS] each: of the six words of every 32 columns two that lie side by side."""
+    M: tl.constexpr = w_M1.shape[0]
+    i = tl.arange(0, 2 * RUNS)
+    word = start // 32 * 6 + (i // 2 * 6 + i % 2 + 2 * PIECE)
+    w_MW = tl.load(
+        w_M1 + word[None, :], mask=inside_M[:, None] & (word < COLUMNS // 16 * 3)[None, :],
+        other=0, eviction_policy=POLICY,
+    )  # fmt: skip
+    return tl.split(tl.reshape(w_MW, (M, RUNS, 2)))
 
 
 @triton.jit
-def pair_of_four(fours, j: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr):
-    """The codes j and j + 2 of each four as the halves of an int32: sign, exponent and mantissa at
-    their places. So a value is times 2**-124 or 2**-126 in bfloat16, which `rescaled` makes up for;
-    in float16, which has no room for that, it is the value."""
+def middle(a, b):
+    """Of each half of words the upper byte of a, and above it the lower one of b."""
+    if INTERPRETED:
+        return ((a >> 8) & 0x00FF00FF) | ((b << 8) & -0x00FF0100)
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x6341;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def sixes_of(first, second, third, ELEMENT: tl.constexpr, DTYPE: tl.constexpr):
+    """The codes i and i + 8 of the sixteen of three words as the halves of an int32, for i from 0
+    to 7: eight of six bits fill three halves, so that both are at the same bits of theirs."""
+    a = (first & 0xFFFF) | (second & -0x10000)
+    b = ((first >> 16) & 0xFFFF) | (third << 16)
+    c = (second & 0xFFFF) | (third & -0x10000)
+    ab, bc = middle(a, b), middle(b, c)
+    return (
+        pair_at(a, 0, ELEMENT, DTYPE), pair_at(a, 6, ELEMENT, DTYPE),
+        pair_at(ab, 4, ELEMENT, DTYPE), pair_at(b, 2, ELEMENT, DTYPE),
+        pair_at(b, 8, ELEMENT, DTYPE), pair_at(bc, 6, ELEMENT, DTYPE),
+        pair_at(c, 4, ELEMENT, DTYPE), pair_at(c, 10, ELEMENT, DTYPE),
+    )  # fmt: skip
+
+
+@triton.jit
+def pair_at(words, BIT: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr):
+    """The codes that begin at a bit of both halves of words: sign, exponent and mantissa at their
+    places. So a value is times 2**-124 or 2**-126 in bfloat16, which `rescaled` makes up for; in
+    float16, which has no room for that, it is the value."""
     tl.static_assert(ELEMENT == "float6_e3m2" or ELEMENT == "float6_e2m3")
     MANTISSA: tl.constexpr = 2 if ELEMENT == "float6_e3m2" else 3
-    PLACE: tl.constexpr = (7 if DTYPE == tl.bfloat16 else 10) - MANTISSA - 6 * j
-    signs = (fours << (10 - 6 * j)) & -0x7FFF8000
-    moved = fours << PLACE if PLACE >= 0 else fours >> -PLACE
-    pair = and_or(moved, 0x001F001F << (PLACE + 6 * j), signs)
+    PLACE: tl.constexpr = (7 if DTYPE == tl.bfloat16 else 10) - MANTISSA
+    signs = (words << (10 - BIT)) & -0x7FFF8000
+    moved = words << (PLACE - BIT) if PLACE >= BIT else words >> (BIT - PLACE)
+    pair = and_or(moved, 0x001F001F << PLACE, signs)
     if DTYPE == tl.float16:
         pair = pair_fma(pair, 0x6C006C00 if MANTISSA == 2 else 0x74007400, -0x7FFF8000, DTYPE)
     return pair
+
+
+@triton.jit
+def joined_8(pairs, scale_pair, DTYPE: tl.constexpr):
+    """[..., 2, 2, 2]: those of `sixes_of`, times scales [...]."""
+    p0 = pair_fma(pairs[0], scale_pair, -0x7FFF8000, DTYPE)  # the halves of which are -0
+    p1 = pair_fma(pairs[1], scale_pair, -0x7FFF8000, DTYPE)
+    p2 = pair_fma(pairs[2], scale_pair, -0x7FFF8000, DTYPE)
+    p3 = pair_fma(pairs[3], scale_pair, -0x7FFF8000, DTYPE)
+    p4 = pair_fma(pairs[4], scale_pair, -0x7FFF8000, DTYPE)
+    p5 = pair_fma(pairs[5], scale_pair, -0x7FFF8000, DTYPE)
+    p6 = pair_fma(pairs[6], scale_pair, -0x7FFF8000, DTYPE)
+    p7 = pair_fma(pairs[7], scale_pair, -0x7FFF8000, DTYPE)
+    return in_order(p0, p1, p2, p3, p4, p5, p6, p7)
+
+
+@triton.jit
+def in_order(p0, p1, p2, p3, p4, p5, p6, p7):
+    """[..., 2, 2, 2] of eight tensors [...]."""
+    evens = tl.join(tl.join(p0, p4), tl.join(p2, p6))
+    odds = tl.join(tl.join(p1, p5), tl.join(p3, p7))
+    return tl.join(evens, odds)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Products of few tokens with quantised weights that stream through registers, in Gluon.
 
-Every thread loads the codes that it multiplies, 16 bytes of a row at a time and some steps ahead,
+Every thread loads the codes that it multiplies, 16 bytes of a row at a time (of six bits three
+times 8 bytes) and some steps ahead,
 decodes them, and passes them to the matrix unit as they lie: which column of the weights is which
 of the unit's is free, as long as tokens follow. Nothing goes through shared memory and no warp
 waits for another one until the end, so that few instructions are left beside the decoding.
@@ -22,13 +23,17 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from moe_ops.kernels.triton import STEP
 from moe_ops.kernels.triton.experts.quantized import (
+    and_or,
     by_row,
     finite,
     half_of,
+    joined_8,
     less_zero,
+    pair_fma,
     pairs_of,
     scale_of,
     scale_pairs,
+    sixes_of,
 )
 
 COLUMNS_OF_STEP = gl.constexpr(STEP)
@@ -55,8 +60,11 @@ def warps_of(SIZES, along_rows):
 
 @gluon.constexpr_function
 def words_layout(SIZES, BITS):
-    """Of words [S, M, words of a step]: four side by side of a row for each of four threads."""
+    """Of words [S, M, words of a step]: four side by side of a row for each of four threads. Of six
+    bits of a third of them [S, M, 4], which are pairs of words: a thread has three side by side."""
     S, MW, MT, _ = SIZES
+    if BITS == 6:
+        return scales_layout(SIZES, 32)
     registers = [*doublings(4, 2), [0, 8, 0], *doublings(MT, 1, 16 * MW)]
     if BITS == 8:
         registers.append([0, 0, 16])
@@ -81,7 +89,7 @@ def tokens_layout(SIZES, BITS, EACH):
     """Of tokens [S, N, step / EACH], in elements of EACH columns: where the unit multiplies them
     with codes of so many bits."""
     S, _, _, NT = SIZES
-    run = 128 // BITS  # columns that a thread has side by side
+    run = 16 if BITS == 8 else 32  # columns that a thread has side by side
     registers = [*doublings(run // EACH, 2)]
     if BITS == 8:
         registers.append([0, 0, 64 // EACH])
@@ -89,6 +97,12 @@ def tokens_layout(SIZES, BITS, EACH):
     lanes = [*doublings(4, 2, run // EACH), *doublings(8, 1)]
     shape = [S, 8 * NT, STEP // EACH]
     return gl.DistributedLinearLayout(registers, lanes, warps_of(SIZES, False), [], shape)
+
+
+@gluon.constexpr_function
+def word_bits(W):
+    """Of words as these kernels load them."""
+    return 64 if W[5] == 6 else 32
 
 
 @gluon.constexpr_function
@@ -178,6 +192,38 @@ def of_int8(words):
 
 
 @gluon.jit
+def pairs_of_bytes(words):
+    """(the first, the last two bytes of each word) as pairs of 16 bits."""
+    return gl.inline_asm_elementwise(
+        """{
+        prmt.b32 $0, $2, 0, 0x4140;
+        prmt.b32 $1, $2, 0, 0x4342;
+        }""", "=&r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def bytes_of(v, less, ELEMENT: gl.constexpr, DTYPE: gl.constexpr):
+    """The values of pairs of bytes, less zero points. bfloat16 holds no more than 128 + the lower
+    seven bits of one, so the eighth is subtracted by itself."""
+    ONE: gl.constexpr = 0x3F803F80 if DTYPE == gl.bfloat16 else 0x3C003C00
+    if ELEMENT == "uint8" and DTYPE == gl.bfloat16:
+        v = v ^ 0x00800080  # less 128
+    if DTYPE == gl.bfloat16:
+        low = and_or(v, 0x007F007F, 0x43004300)
+        high = and_or(v, 0x00800080, 0x43004300)
+        v = pair_fma(high, -0x407F4080, low, DTYPE)  # the halves of which are -1
+        if ELEMENT == "uint8":
+            v = pair_fma(v, ONE, less, DTYPE)
+    elif ELEMENT == "uint8":
+        v = pair_fma(v | 0x64006400, ONE, less, DTYPE)  # 1024 + code
+    else:
+        # 1024 + 128 + code, less as much: the halves of it are -1152.
+        v = pair_fma(v ^ 0x64806480, ONE, -0x1B7F1B80, DTYPE)
+    return v
+
+
+@gluon.jit
 def from_pairs(pairs, DTYPE: gl.constexpr):
     """[S, M, columns] of pairs of halves [S, M, columns / 2]."""
     halves = gl.join(half_of(pairs, False, DTYPE), half_of(pairs, True, DTYPE))
@@ -196,10 +242,26 @@ def values_of_4(
 
 
 @gluon.jit
+def values_of_6(w, scale_pair, ELEMENT: gl.constexpr, DTYPE: gl.constexpr):
+    """Of three pairs of words, as those of 64 bits."""
+    a, b = w[0].to(gl.int32), (w[0] >> 32).to(gl.int32)
+    c, d = w[1].to(gl.int32), (w[1] >> 32).to(gl.int32)
+    e, f = w[2].to(gl.int32), (w[2] >> 32).to(gl.int32)
+    left = joined_8(sixes_of(a, b, c, ELEMENT, DTYPE), scale_pair, DTYPE)
+    right = joined_8(sixes_of(d, e, f, ELEMENT, DTYPE), scale_pair, DTYPE)
+    S: gl.constexpr = w[0].shape[0]
+    M: gl.constexpr = w[0].shape[1]
+    pairs = gl.join(left, right).reshape([S, M, 4, 8, 2]).permute([0, 1, 4, 3, 2])
+    return from_pairs(pairs.reshape([S, M, 64]), DTYPE)
+
+
+@gluon.jit
 def values_of_8(w, INT8: gl.constexpr, DTYPE: gl.constexpr):
-    if INT8:
-        gl.static_assert(DTYPE == gl.float16)
+    if INT8 and DTYPE == gl.float16:
         low, high = of_int8(w)
+    elif INT8:
+        first, last = pairs_of_bytes(w)
+        low, high = bytes_of(first, 0, "int8", DTYPE), bytes_of(last, 0, "int8", DTYPE)
     else:
         low, high = of_float8(w, DTYPE)
     pairs = gl.join(low, high)
@@ -220,6 +282,8 @@ def operand_of(x, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr):
         x = values_of_8(x, INT8, DTYPE).permute([0, 2, 1])
     elif BITS == 4:
         x = x.reshape([S, N, 4, 4, 2, 4]).permute([0, 3, 5, 2, 4, 1]).reshape([S, 128, N])
+    elif BITS == 6:
+        x = x.reshape([S, N, 4, 2, 2, 8]).permute([0, 3, 5, 2, 4, 1]).reshape([S, 128, N])
     else:
         x = x.reshape([S, N, 2, 4, 4, 2, 2]).permute([0, 2, 4, 5, 3, 6, 1]).reshape([S, 128, N])
     layout: gl.constexpr = gl.DotOperandLayout(1, unit_layout(SIZES), 2)
@@ -243,7 +307,7 @@ def masked(
         s = gl.arange(0, S, along(layout, 0))
         left_S = COLUMNS - s % C * (STEPS * COLUMNS_OF_STEP)
         # Of 16 bytes the first says it for all, so that these are one load.
-        RUN: gl.constexpr = 8 if EACH == 1 else 4
+        RUN: gl.constexpr = 8 if EACH == 1 else 4 if EACH < 32 else 1
         column = step * COLUMNS_OF_STEP + gl.arange(0, X, along(layout, 2)) // RUN * (RUN * EACH)
         mask = mask & (column[None, None, :] < left_S[:, None, None])
     return mask
@@ -252,11 +316,11 @@ def masked(
 @gluon.jit
 def load_step(
     at_SM, here_S, step, COLUMNS: gl.constexpr, C: gl.constexpr, layout: gl.constexpr,
-    SOME: gl.constexpr, POLICY: gl.constexpr,
+    SOME: gl.constexpr, POLICY: gl.constexpr, OF: gl.constexpr = 1,
 ):  # fmt: skip
-    """What a step has of rows at at_SM, of codes or of tokens."""
+    """What a step has of rows at at_SM, of codes or of tokens; one OF those side by side."""
     X: gl.constexpr = layout.shape[2]
-    at = at_SM[:, :, None] + (step * X + gl.arange(0, X, along(layout, 2)))[None, None, :]
+    at = at_SM[:, :, None] + ((step * X + gl.arange(0, X, along(layout, 2))) * OF)[None, None, :]
     if SOME or ragged(COLUMNS, C):
         mask = masked(here_S, step, COLUMNS, C, layout, SOME)
         return gl.load(at, mask=mask, other=0, eviction_policy=POLICY)
@@ -286,7 +350,14 @@ def load_all(
     w_SM, here_S, s_ptr, z_ptr, at, end = weights
     layout: gl.constexpr = words_layout(SIZES, W[5])
     MASKED: gl.constexpr = SOME or ragged(COLUMNS, C)
-    w = load_step(w_SM, here_S, step, COLUMNS, C, layout, SOME, "evict_first")
+    if W[5] == 6:
+        w = (
+            load_step(w_SM, here_S, step, COLUMNS, C, layout, SOME, "evict_first", 3),
+            load_step(w_SM + 1, here_S, step, COLUMNS, C, layout, SOME, "evict_first", 3),
+            load_step(w_SM + 2, here_S, step, COLUMNS, C, layout, SOME, "evict_first", 3),
+        )
+    else:
+        w = load_step(w_SM, here_S, step, COLUMNS, C, layout, SOME, "evict_first")
     scale = at
     if not by_row(W):
         scale = load_scales(s_ptr, at, end, step, W, MASKED)
@@ -370,6 +441,8 @@ def add_step(
     operand: gl.constexpr = gl.DotOperandLayout(0, unit_layout(SIZES), 2)
     if W[5] == 8:
         a = values_of_8(w, INT8, DTYPE)
+    elif W[5] == 6:
+        a = values_of_6(w, scale_pairs(s, KIND, True, DTYPE), ELEMENT, DTYPE)
     else:
         less = less_zero(z, ELEMENT == "uint4", DTYPE)
         if IN_SUM:
