@@ -152,7 +152,9 @@ def test_the_overhead_over_flashinfer_itself(capsys: pytest.CaptureFixture[str])
     call = replace(first(call, 1), weights_TK=call.weights_TK[:1].float())
     to = arguments.routed(call, equal=True)
     launch, given = cutlass.launch_of(call, to), cutlass.tensors_of(call, to)
-    given["workspace_buffer"] = kept.workspace("CUTLASS", launch.nbytes, call.x_TD.device)
+    _, given["workspace_buffer"] = kept.workspace(
+        cutlass.WORKSPACE, launch.nbytes, call.x_TD.device
+    )
     args = (call.x_TD, call.weights_TK, call.ids_TK, call.w13_EFD, call.w2_EDI)
 
     def direct() -> Tensor:

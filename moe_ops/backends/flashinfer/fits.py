@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -41,24 +42,38 @@ class Way:
     kinds: tuple[str, ...] = ("Swiglu", "GegluTanh", "Relu2")
 
 
-Ways = Mapping[tuple[str, str], Way]  # by the formats of weights and inputs
+Formats = tuple[str, str]  # of weights and inputs
 
 
-def refusal(call: ExpertsCall, machine: Machine, ways: Ways) -> str | None:
-    """Why a call cannot run: by the device, the package, the formats and the sizes, in this order;
-    None if it can."""
-    reason = machine.refusal(call.x_TD.device)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fits:
+    """What fits a backend: the machine, and the ways by formats. It is looked up by its
+    identity."""
+
+    machine: Machine
+    ways: Mapping[Formats, Way]
+
+    def refusal(self, call: ExpertsCall) -> str | None:
+        """Why a call cannot run: by the device, the package, the formats and the sizes, in this
+        order; None if it can."""
+        way = _way(self, call.w_format, call.x_format, call.x_TD.device)
+        return way if isinstance(way, str) else _arguments(call, way) or _sizes(call, way)
+
+
+@functools.cache
+def _way(of: Fits, w_format: str, x_format: str, device: torch.device) -> Way | str:
+    """The way of these formats on a device, or why there is none. Kept, as every call asks."""
+    reason, formats = of.machine.refusal(device), (w_format, x_format)
     if reason is not None:
         return reason
-    way = ways.get((call.w_format, call.x_format))
+    way, got = of.ways.get(formats), capability(device)
     if way is None:
-        return f"runs {'; '.join(map(_formats, ways))}; got {_formats(_key(call))}"
-    got = capability(call.x_TD.device)
+        return f"runs {'; '.join(map(_said, of.ways))}; got {_said(formats)}"
     if got not in way.capabilities:
         wanted = " or ".join(f"{major}.{minor}" for major, minor in way.capabilities)
         assert got is not None
-        return f"runs {_formats(_key(call))} on compute capability {wanted}, got {got[0]}.{got[1]}"
-    return _arguments(call, way) or _sizes(call, way)
+        return f"runs {_said(formats)} on compute capability {wanted}, got {got[0]}.{got[1]}"
+    return way
 
 
 def activation(call: ExpertsCall) -> str:
@@ -104,10 +119,6 @@ def _sizes(call: ExpertsCall, way: Way) -> str | None:
     return None
 
 
-def _key(call: ExpertsCall) -> tuple[str, str]:
-    return call.w_format, call.x_format
-
-
-def _formats(formats: tuple[str, str]) -> str:
+def _said(formats: Formats) -> str:
     weights, inputs = (name or "16-bit" for name in formats)
     return f"{weights} weights with {inputs} inputs"
