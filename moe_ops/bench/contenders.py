@@ -108,8 +108,7 @@ def direct(case: Case) -> Contender:
         _, workspace = kept.workspace(cutlass.WORKSPACE, launch.nbytes, out_TD.device)
         with cutlass.tuning(launch, out_TD.shape[0]):
             launch.function(
-                output=out_TD, workspace_buffer=workspace, **cutlass.tensors_of(record, to),
-                **launch.given,
+                output=out_TD, workspace_buffer=workspace, **cutlass.tensors_of(record, to)
             )  # fmt: skip
         return out_TD
 

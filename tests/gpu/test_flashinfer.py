@@ -159,7 +159,7 @@ def test_the_overhead_over_flashinfer_itself(capsys: pytest.CaptureFixture[str])
 
     def direct() -> Tensor:
         out = torch.empty_like(call.x_TD)
-        launch.function(output=out, **given, **launch.given)
+        launch.function(output=out, **given)
         return out
 
     def ours() -> Tensor:

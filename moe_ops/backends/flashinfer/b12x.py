@@ -59,7 +59,7 @@ def run(call: ExpertsCall) -> Tensor:
         return c.x_TD.new_empty(c.x_TD.shape)
     with arena.shared.lock(c.x_TD.device):
         layer, routed = _layer(c), arguments.routed(c)
-        layer.refresh(c)
+        layer.scales.refresh(c)
         w13_EFD, w2_EDI, w13_scale_EFG, w2_scale_EDG = layer.held
         with kept.tuning((NAME, layer.key)):
             out: Tensor = layer.wrapper.run(
@@ -111,34 +111,20 @@ class Scales:
                 held.copy_(live)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Layer:
-    """A wrapper, which remembers weights by address and version, and what it is given: `held` are
-    aliases of weights and block scales, so that a wrapper keeps no model alive."""
+    """A wrapper, and what it is given: aliases of weights and block scales (`held`), as it keeps
+    views of them, which would keep a model alive that nobody uses any more."""
 
     key: Hashable
     wrapper: Any
     scales: Scales
     held: tuple[Tensor, ...]
-    versions: tuple[int, ...]
-
-    def refresh(self, call: ExpertsCall) -> None:
-        """Note what was written to since the last call."""
-        self.scales.refresh(call)
-        versions = _versions(call)
-        if versions != self.versions:
-            torch.autograd.graph.increment_version(self.held)
-            self.versions = versions
 
 
 def _weights(call: ExpertsCall) -> tuple[Tensor, ...]:
     assert call.w13_scale_EFG is not None and call.w2_scale_EDG is not None
     return call.w13_EFD, call.w2_EDI, call.w13_scale_EFG, call.w2_scale_EDG
-
-
-def _versions(call: ExpertsCall) -> tuple[int, ...]:
-    """Of the weights; those of inference mode have none."""
-    return tuple(0 if t.is_inference() else t._version for t in _weights(call))
 
 
 _LAYERS: kept.Kept[Layer] = kept.Kept("a wrapper of FlashInfer's b12x")
@@ -189,7 +175,7 @@ def _layer(call: ExpertsCall) -> Layer:
             made.register_cutlass_prefill_weights(
                 w1_q=w13_EFD, w2_q=w2_EDI, quant_scales=[*scales.prefill]
             )
-        return Layer(key, made, scales, held, _versions(c))
+        return Layer(key, made, scales, held)
 
     return _LAYERS.get(key, make, of=weights)
 

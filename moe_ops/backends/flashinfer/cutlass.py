@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -60,15 +61,20 @@ def run(call: ExpertsCall) -> Tensor:
         return out_TD
     routed = arguments.routed(call, equal=True)
     launch, given = launch_of(call, routed), tensors_of(call, routed)
+    given["output"] = out_TD
     lock, given["workspace_buffer"] = kept.workspace(WORKSPACE, launch.nbytes, x_TD.device)
-    with lock, tuning(launch, x_TD.shape[0]):
-        launch.function(output=out_TD, **given, **launch.given)
+    with lock:
+        if current().autotune:
+            with tuning(launch, x_TD.shape[0]):
+                launch.function(**given)
+        else:
+            launch.function(**given)
     return out_TD
 
 
 def tuning(launch: Launch, tokens: int) -> AbstractContextManager[None]:
     """Inside, FlashInfer measures its tactics for so many tokens, if `kept.tuning` says so."""
-    if not current().autotune or "profile_ids" in launch.given:
+    if not launch.tactics:
         return kept.NOT_TUNING
     utils = package.module("flashinfer.fused_moe.utils")
     return kept.tuning((NAME, launch.key), utils.map_to_hybrid_bucket(tokens, MOST_TUNED))
@@ -97,13 +103,13 @@ def tensors_of(call: ExpertsCall, routed: arguments.Routed) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What calls alike have in common: the function, the bytes of its workspace, and arguments that
-    are no tensors."""
+    """What calls alike have in common: the function, given the arguments that are no tensors, the
+    bytes of its workspace, and whether it has tactics to choose from."""
 
     key: Hashable
     function: Callable[..., Any]
     nbytes: int
-    given: dict[str, Any]
+    tactics: bool
 
 
 _LAUNCHES: kept.Kept[Launch] = kept.Kept("the size of a workspace")
@@ -114,10 +120,10 @@ def launch_of(call: ExpertsCall, routed: arguments.Routed) -> Launch:
     c, x_TD, w13_EFD, options = call, call.x_TD, call.w13_EFD, current()
     key = (
         c.w_format, c.x_format, c.kind, c.gated, kept.tokens_of(x_TD.shape[0], options),
-        w13_EFD.shape, c.ids_TK.shape[1], x_TD.dtype, x_TD.device, routed.experts, routed.offset,
-        options.other_bits,
+        w13_EFD.shape, c.ids_TK.shape[1], x_TD.dtype, x_TD.get_device(), routed.experts,
+        routed.offset, options.other_bits,
     )  # fmt: skip
-    return _LAUNCHES.get(key, lambda: _launch(key, c, routed, options))
+    return _LAUNCHES.found(key) or _LAUNCHES.get(key, lambda: _launch(key, c, routed, options))
 
 
 def _launch(
@@ -143,7 +149,8 @@ def _launch(
         device=c.x_TD.device,
         **shared,
     )
-    return Launch(key, moe.cutlass_fused_moe, int(nbytes), given)
+    function = functools.partial(moe.cutlass_fused_moe, **given)
+    return Launch(key, function, int(nbytes), formats not in TACTICS)
 
 
 FLAGS = {

@@ -83,7 +83,9 @@ def activation(call: ExpertsCall) -> str:
 
 def _arguments(call: ExpertsCall, way: Way) -> str | None:
     c = call
-    if needs_grad(c.x_TD, c.weights_TK, c.w13_EFD, c.w2_EDI, c.b13_EF, c.b2_ED):
+    if torch.is_grad_enabled() and needs_grad(
+        c.x_TD, c.weights_TK, c.w13_EFD, c.w2_EDI, c.b13_EF, c.b2_ED
+    ):
         return "is not differentiable, and an argument requires grad"
     if c.x_TD.dtype not in way.dtypes:
         wanted = " or ".join(str(d).removeprefix("torch.") for d in way.dtypes)
@@ -105,9 +107,9 @@ def _arguments(call: ExpertsCall, way: Way) -> str | None:
         globals_E = (c.global_scale13_E, c.global_scale2_E)
         if c.x_format == "nvfp4" and any(scale_E is None for scale_E in globals_E):
             return "needs the global scales of both products"
-    tensors = (c.x_TD, c.w13_EFD, c.w2_EDI, c.w13_scale_EFG, c.w2_scale_EDG)
-    if not all(t is None or t.is_contiguous() for t in tensors):
-        return "needs contiguous tokens, weights and scales"
+    for t in (c.x_TD, c.w13_EFD, c.w2_EDI, c.w13_scale_EFG, c.w2_scale_EDG):
+        if t is not None and not t.is_contiguous():
+            return "needs contiguous tokens, weights and scales"
     return None
 
 

@@ -32,6 +32,7 @@ class Kept(Generic[T]):
         self._what = what
         self._lock = threading.RLock()
         self._held: dict[Hashable, T] = {}
+        self.found = self._held.get  # what every call asks, without a lock
 
     def get(self, key: Hashable, make: Callable[[], T], of: Sequence[Tensor] = ()) -> T:
         """The thing of a key, made now if there is none. It is dropped with the first of the
@@ -39,7 +40,7 @@ class Kept(Generic[T]):
 
         Raises RuntimeError if it would have to be made while a CUDA graph is captured.
         """
-        found = self._held.get(key)  # without the lock, as every call asks
+        found = self._held.get(key)
         if found is not None:
             return found
         with self._lock:
