@@ -33,10 +33,11 @@ class ArenaUse:
 
 @dataclass(slots=True)
 class Buffer:
-    """A buffer for one purpose. Once `retired` a larger one has taken its place; whoever holds it
-    may go on using it, and frees it by letting it go."""
+    """A buffer for one purpose, and what `Arena.lock` gives of its stream. Once `retired` a larger
+    one has taken its place; whoever holds it may go on using it, and frees it by letting it go."""
 
     memory: Tensor  # bytes
+    lock: threading.RLock
     retired: bool = False
 
     def view(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -66,17 +67,8 @@ class Arena:
 
         Raises RuntimeError if it has to grow while a CUDA graph is captured.
         """
-        return self._take((device, current_stream(device), purpose), nbytes)
-
-    def hold(
-        self, purpose: str, nbytes: int, device: torch.device
-    ) -> tuple[threading.RLock, Buffer]:
-        """What `lock` and `take` give, by one look at the current stream."""
         stream = current_stream(device)
-        return self._user(device, stream), self._take((device, stream, purpose), nbytes)
-
-    def _take(self, key: Key, nbytes: int) -> Buffer:
-        device, _, purpose = key
+        key = (device, stream, purpose)
         with self._lock:
             buffer = self._buffers.get(key)
             if buffer is not None and buffer.memory.nbytes >= nbytes:
@@ -90,7 +82,8 @@ class Arena:
                 )
             size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
             with torch.inference_mode(False):  # to be written in any mode later
-                new = Buffer(torch.empty(size, dtype=torch.uint8, device=device))
+                memory = torch.empty(size, dtype=torch.uint8, device=device)
+            new = Buffer(memory, self._user(device, stream))
             if buffer is not None:
                 buffer.retired = True
                 self._retired.setdefault(key, []).append(weakref.ref(buffer.memory))
@@ -102,14 +95,11 @@ class Arena:
 
         Threads may share a stream, as they do the default one.
         """
-        return self._user(device, current_stream(device))
+        with self._lock:
+            return self._user(device, current_stream(device))
 
     def _user(self, device: torch.device, stream: int) -> threading.RLock:
-        found = self._users.get((device, stream))
-        if found is not None:
-            return found
-        with self._lock:
-            return self._users.setdefault((device, stream), threading.RLock())
+        return self._users.setdefault((device, stream), threading.RLock())
 
     def report(self) -> list[ArenaUse]:
         """The bytes held for each purpose."""

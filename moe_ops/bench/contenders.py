@@ -105,7 +105,7 @@ def direct(case: Case) -> Contender:
             raise NotImplementedError(f"{cutlass.NAME} {reason}")
         to = arguments.routed(record)
         launch, out_TD = cutlass.launch_of(record, to), torch.empty_like(routed.x_TD)
-        _, workspace = kept.workspace(cutlass.WORKSPACE, launch.nbytes, out_TD.device)
+        workspace = kept.workspace(cutlass.WORKSPACE, launch.nbytes, out_TD.device).memory
         with cutlass.tuning(launch, out_TD.shape[0]):
             launch.function(
                 output=out_TD, workspace_buffer=workspace, **cutlass.tensors_of(record, to)

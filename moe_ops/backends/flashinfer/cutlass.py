@@ -61,9 +61,9 @@ def run(call: ExpertsCall) -> Tensor:
         return out_TD
     routed = arguments.routed(call, equal=True)
     launch, given = launch_of(call, routed), tensors_of(call, routed)
-    given["output"] = out_TD
-    lock, given["workspace_buffer"] = kept.workspace(WORKSPACE, launch.nbytes, x_TD.device)
-    with lock:
+    buffer = kept.workspace(WORKSPACE, launch.nbytes, x_TD.device)
+    given["output"], given["workspace_buffer"] = out_TD, buffer.memory
+    with buffer.lock:
         if current().autotune:
             with tuning(launch, x_TD.shape[0]):
                 launch.function(**given)

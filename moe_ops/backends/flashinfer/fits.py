@@ -115,9 +115,10 @@ def _arguments(call: ExpertsCall, way: Way) -> str | None:
 
 def _sizes(call: ExpertsCall, way: Way) -> str | None:
     D, I = call.x_TD.shape[1], call.widths[1]  # noqa: E741
-    for what, size, multiple in (("model", D, way.hidden), ("expert", I, way.width)):
-        if size % multiple:
-            return f"needs widths of the {what} that are multiples of {multiple}, got {size}"
+    if D % way.hidden:
+        return f"needs widths of the model that are multiples of {way.hidden}, got {D}"
+    if I % way.width:
+        return f"needs widths of the expert that are multiples of {way.width}, got {I}"
     return None
 
 

@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -106,14 +106,12 @@ def tokens_of(call_tokens: int, options: FlashInferOptions) -> int:
 _captured: Kept[arena.Buffer] = Kept("a buffer")  # read by graphs, so never freed
 
 
-def workspace(
-    purpose: str, nbytes: int, device: torch.device
-) -> tuple[contextlib.AbstractContextManager[Any], Tensor]:
-    """A lock, and a buffer of bytes from the arena for work that is queued while it is held."""
-    lock, buffer = arena.shared.hold(purpose, nbytes, device)
+def workspace(purpose: str, nbytes: int, device: torch.device) -> arena.Buffer:
+    """A buffer of bytes from the arena, for work that is queued while its lock is held."""
+    buffer = arena.take(purpose, nbytes, device)
     if capturing():
         _captured.hold(buffer.memory.data_ptr(), buffer)
-    return lock, buffer.memory
+    return buffer
 
 
 _tuned: Kept[bool] = Kept("what autotune measured")
