@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_ops.backends.flashinfer.options import flashinfer_options
 from moe_ops.bench.inputs import Routed, Weights
 from moe_ops.layouts import Layout
 from moe_ops.ops import experts, moe
@@ -33,7 +34,7 @@ class Contender:
 
     name: str
     call: Call
-    around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     compiled: bool = False
 
 
@@ -54,9 +55,17 @@ def ours(case: Case, device: str, name: str = OURS, backend: str | None = None) 
         return Contender(
             name=name,
             call=lambda weights, routed: call(stored.of(weights), routed),
-            around=lambda: using(backend, experts),  # which leaves routing to who is best at it
+            around=lambda: on(backend),
         )
     return Contender(name=name, call=call, around=lambda: forced(backend, having))
+
+
+@contextlib.contextmanager
+def on(backend: str) -> Iterator[None]:
+    """A backend of prepared weights, which leaves routing to who is best at it; FlashInfer's with
+    the tactics that it measures to be the best."""
+    with using(backend, experts), flashinfer_options(autotune=True):
+        yield
 
 
 class Prepared:
@@ -96,14 +105,14 @@ def direct(case: Case) -> Contender:
             raise NotImplementedError(f"{cutlass.NAME} {reason}")
         to = arguments.routed(record)
         launch, out_TD = cutlass.launch_of(record, to), torch.empty_like(routed.x_TD)
-        workspace = kept.workspace("CUTLASS", launch.nbytes, out_TD.device)
-        launch.function(
-            output=out_TD, workspace_buffer=workspace, **cutlass.tensors_of(record, to),
-            **launch.given,
-        )  # fmt: skip
+        workspace = kept.workspace(cutlass.WORKSPACE, launch.nbytes, out_TD.device).memory
+        with cutlass.tuning(launch, out_TD.shape[0]):
+            launch.function(
+                output=out_TD, workspace_buffer=workspace, **cutlass.tensors_of(record, to)
+            )  # fmt: skip
         return out_TD
 
-    return Contender(name=DIRECT, call=call)
+    return Contender(name=DIRECT, call=call, around=lambda: flashinfer_options(autotune=True))
 
 
 def ops_with(backend: str, device: str) -> list[Op]:

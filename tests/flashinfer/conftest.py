@@ -15,7 +15,7 @@ from moe_ops import arena, experts
 from moe_ops.backends.flashinfer import b12x, cute_dsl, cutlass, fits, kept, package
 
 STAND_IN = Path(__file__).parent / "stand_in"
-CACHES = (package.version, package.module, package._parameters, package._refusal)
+CACHES = (package.version, package.module, package._parameters, package._refusal, fits._way)
 
 
 def forget() -> None:
@@ -42,7 +42,8 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     def on(major: int, minor: int) -> None:
         for module in (package, fits):
             monkeypatch.setattr(module, "capability", lambda device: (major, minor))
-        package._refusal.cache_clear()
+        for cached in (package._refusal, fits._way):
+            cached.cache_clear()
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     return on

@@ -19,6 +19,7 @@ DISTRIBUTION = "flashinfer-python"
 PLACES = {
     "fp4_quantize": "flashinfer/quantization/fp4_quantization.py",
     "autotune": "flashinfer/autotuner/autotuner.py",
+    "map_to_hybrid_bucket": "flashinfer/fused_moe/utils.py",
     "cutlass_fused_moe": "flashinfer/fused_moe/core.py",
     "cutlass_fused_moe_workspace_size": "flashinfer/fused_moe/core.py",
     "trtllm_bf16_routed_moe": "flashinfer/fused_moe/core.py",

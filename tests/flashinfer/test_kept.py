@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
@@ -14,7 +16,7 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops import MoELayer, arena, experts, flashinfer_options
-from moe_ops.backends.flashinfer import b12x, kept
+from moe_ops.backends.flashinfer import b12x, cutlass, kept
 from moe_ops.ops.experts import ExpertsCall
 
 UP_GATE, CHUNKS = "flashinfer.up_gate", "flashinfer.chunks"
@@ -119,22 +121,44 @@ def test_layers_of_b12x_share_a_workspace_and_the_output(fake: ModuleType, on: O
 def test_tactics_are_measured_once_for_each_number_of_tokens(
     fake: ModuleType, on: On, capture: Callable[[bool], None]
 ) -> None:
+    """For no more than these, and in one table, which FlashInfer keeps by the largest number."""
     on(9, 0)
 
-    def measured(tokens: int) -> int:
+    def measured(tokens: int, formats: str = "bfloat16") -> list[int]:
         fake.calls.clear()
-        run("flashinfer_cutlass", stored(call_of("bfloat16", tokens=tokens), UP_GATE))
-        caches = [given["cache"] for n, given in fake.calls if n == "autotune"]
-        assert set(caches) <= {"tactics.json"}
-        return len(caches)
+        run("flashinfer_cutlass", stored(call_of(formats, tokens=tokens), UP_GATE))
+        tunings = [given for n, given in fake.calls if n == "autotune"]
+        assert {given["cache"] for given in tunings} <= {"tactics.json"}
+        (given,) = (given for n, given in fake.calls if n == "cutlass_fused_moe")
+        assert given["tune_max_num_tokens"] == cutlass.MOST_TUNED
+        return [size for given in tunings for size in given["tuning_buckets"]]
 
-    assert measured(5) == 0
+    assert measured(5) == []
     with flashinfer_options(autotune=True, autotune_cache="tactics.json"):
-        assert [measured(5), measured(8), measured(9), measured(16)] == [1, 0, 1, 0]
+        assert [measured(n) for n in (5, 8, 9, 16, 700, 6)] == [[8], [], [16], [], [768], []]
+        assert measured(5, "blocks") == [], "its kernels have no tactics"
     with flashinfer_options(autotune=True, autotune_cache="tactics.json", max_tokens=16):
         capture(True)
         kept._tuned.clear()
-        assert measured(16) == 0
+        assert measured(16) == []
+
+
+def test_a_wrapper_goes_with_its_weights(fake: ModuleType, on: On) -> None:
+    """Also one that keeps views; not with a view of them that a caller makes for one call."""
+    on(12, 0)
+    calls = [stored(call_of("nvfp4", tokens=5), UP_GATE) for _ in range(2)]
+    wants = [run("flashinfer_b12x", call) for call in calls]
+    viewed = replace(calls[1], w13_EFD=calls[1].w13_EFD.view(-1).view_as(calls[1].w13_EFD))
+    assert torch.equal(run("flashinfer_b12x", viewed), wants[1])
+    del viewed
+    wrappers = [weakref.ref(layer.wrapper) for layer in b12x._LAYERS._held.values()]
+    assert len(wrappers) == 2
+    fake.calls.clear()
+    del calls[0]
+    gc.collect()
+    assert wrappers[0]() is None and len(b12x._LAYERS._held) == 1
+    assert torch.equal(run("flashinfer_b12x", calls[0]), wants[1])
+    assert b12x._LAYERS._held.popitem()[1].wrapper is wrappers[1]()
 
 
 def test_a_compiler_sees_one_op(fake: ModuleType, on: On) -> None:

@@ -152,12 +152,13 @@ def test_the_overhead_over_flashinfer_itself(capsys: pytest.CaptureFixture[str])
     call = replace(first(call, 1), weights_TK=call.weights_TK[:1].float())
     to = arguments.routed(call, equal=True)
     launch, given = cutlass.launch_of(call, to), cutlass.tensors_of(call, to)
-    given["workspace_buffer"] = kept.workspace("CUTLASS", launch.nbytes, call.x_TD.device)
+    workspace = kept.workspace(cutlass.WORKSPACE, launch.nbytes, call.x_TD.device)
+    given["workspace_buffer"] = workspace.memory
     args = (call.x_TD, call.weights_TK, call.ids_TK, call.w13_EFD, call.w2_EDI)
 
     def direct() -> Tensor:
         out = torch.empty_like(call.x_TD)
-        launch.function(output=out, **given, **launch.given)
+        launch.function(output=out, **given)
         return out
 
     def ours() -> Tensor:

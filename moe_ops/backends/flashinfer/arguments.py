@@ -12,7 +12,7 @@ from moe_ops.backends.flashinfer import fits, package
 from moe_ops.ops.experts import ExpertsCall
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)  # to freeze it would take longer than to make it
 class Routed:
     """Which experts tokens go to, by ids among `experts` of which those from `offset` on are here;
     pairs with other ids add nothing."""
@@ -29,18 +29,17 @@ def routed(call: ExpertsCall, equal: bool = False) -> Routed:
     `equal`: an offset is taken only for one of equal shares, as ranks may hold one expert more.
     """
     c, E = call, call.w13_EFD.shape[0]
-    weights_TK = c.weights_TK.float().contiguous()
+    weights_TK = _contiguous(c.weights_TK, torch.float32)
     if c.expert_map is None:
-        return Routed(ids_TK=_int32(c.ids_TK), weights_TK=weights_TK, experts=E, offset=0)
+        return Routed(_contiguous(c.ids_TK, torch.int32), weights_TK, E, 0)
     total = c.expert_map.shape[0]
     offset = c.expert_offset
     if offset is not None and not (equal and (total % E or offset % E)):
-        ids_TK = _int32(c.ids_TK)
-        return Routed(ids_TK=ids_TK, weights_TK=weights_TK, experts=total, offset=offset)
+        return Routed(_contiguous(c.ids_TK, torch.int32), weights_TK, total, offset)
     known_TK = (c.ids_TK >= 0) & (c.ids_TK < total)
     slots_TK = c.expert_map[c.ids_TK.clamp(0, total - 1).long()]
-    ids_TK = _int32(torch.where(known_TK, slots_TK, -1))
-    return Routed(ids_TK=ids_TK, weights_TK=weights_TK, experts=E, offset=0)
+    ids_TK = _contiguous(torch.where(known_TK, slots_TK, -1), torch.int32)
+    return Routed(ids_TK, weights_TK, E, 0)
 
 
 def only_here(ids_TK: Tensor, experts: int) -> Tensor:
@@ -69,5 +68,6 @@ def one_input_scale(scale: Tensor, global_scale_E: Tensor) -> tuple[Tensor, Tens
 LEAST_SCALE = 1e-12  # its reciprocal is finite
 
 
-def _int32(ids_TK: Tensor) -> Tensor:
-    return ids_TK.to(torch.int32).contiguous()
+def _contiguous(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `to` and `contiguous` give it, which take a microsecond where nothing is to be done."""
+    return t if t.dtype is dtype and t.is_contiguous() else t.to(dtype).contiguous()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,12 +26,13 @@ WAYS = {
     )
 }  # fmt: skip
 MACHINE = package.Machine(capabilities=CAPABILITIES, packages=(package.CUTE_DSL,), cuda=13)
+FITS = fits.Fits(machine=MACHINE, ways=WAYS)
 KINDS = {"Swiglu": "silu", "GegluTanh": "gelu_tanh", "Relu2": "relu2"}
 THRESHOLD = "cutlass_prefill_threshold"  # of the wrapper, where FlashInfer decides
 
 
 def supports(call: ExpertsCall) -> str | None:
-    reason = fits.refusal(call, MACHINE, WAYS)
+    reason = FITS.refusal(call)
     if reason is None and call.expert_map is not None:
         return "has no expert parallelism in nvfp4: every expert must be here"
     return reason
@@ -55,18 +57,17 @@ def run(call: ExpertsCall) -> Tensor:
     c = call
     if c.x_TD.shape[0] == 0:
         return c.x_TD.new_empty(c.x_TD.shape)
-    assert c.w13_scale_EFG is not None and c.w2_scale_EDG is not None
-    device = c.x_TD.device
-    with arena.shared.lock(device):
+    with arena.shared.lock(c.x_TD.device):
         layer, routed = _layer(c), arguments.routed(c)
         layer.scales.refresh(c)
-        with kept.tuning((NAME, id(layer), kept.tokens_of(c.x_TD.shape[0]))):
+        w13_EFD, w2_EDI, w13_scale_EFG, w2_scale_EDG = layer.held
+        with kept.tuning((NAME, layer.key)):
             out: Tensor = layer.wrapper.run(
                 x=c.x_TD,
-                w1_weight=c.w13_EFD,
-                w1_weight_sf=orders.mma_view(c.w13_scale_EFG),
-                w2_weight=c.w2_EDI,
-                w2_weight_sf=orders.mma_view(c.w2_scale_EDG),
+                w1_weight=w13_EFD,
+                w1_weight_sf=orders.mma_view(w13_scale_EFG),
+                w2_weight=w2_EDI,
+                w2_weight_sf=orders.mma_view(w2_scale_EDG),
                 token_selected_experts=arguments.only_here(routed.ids_TK, c.w13_EFD.shape[0]),
                 token_final_scales=routed.weights_TK,
                 w1_alpha=layer.scales.w13_E,
@@ -112,8 +113,18 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
+    """A wrapper, and what it is given: aliases of weights and block scales (`held`), as it keeps
+    views of them, which would keep a model alive that nobody uses any more."""
+
+    key: Hashable
     wrapper: Any
     scales: Scales
+    held: tuple[Tensor, ...]
+
+
+def _weights(call: ExpertsCall) -> tuple[Tensor, ...]:
+    assert call.w13_scale_EFG is not None and call.w2_scale_EDG is not None
+    return call.w13_EFD, call.w2_EDI, call.w13_scale_EFG, call.w2_scale_EDG
 
 
 _LAYERS: kept.Kept[Layer] = kept.Kept("a wrapper of FlashInfer's b12x")
@@ -126,7 +137,7 @@ def _layer(call: ExpertsCall) -> Layer:
     of the same sizes on a stream share one workspace, and layers of any size the output."""
     c, options = call, current()
     D, I = c.widths  # noqa: E741
-    device, threshold, tokens = c.x_TD.device, 0, kept.tokens_of(c.x_TD.shape[0])
+    device, threshold, tokens = c.x_TD.device, 0, kept.tokens_of(c.x_TD.shape[0], options)
     if options.upstream_prefill:
         threshold = options.b12x_prefill_threshold
     given = {
@@ -141,7 +152,8 @@ def _layer(call: ExpertsCall) -> Layer:
         "quant_mode": "nvfp4",
     }
     alike = (arena.current_stream(device), threshold, *given.items())
-    held = (c.w13_EFD, c.w2_EDI, c.w13_scale_EFG, c.w2_scale_EDG)
+    weights = _weights(c)
+    key = (*alike, *(t.data_ptr() for t in weights))
 
     def make() -> Layer:
         wrapper = package.module("flashinfer.fused_moe").B12xMoEWrapper
@@ -154,16 +166,18 @@ def _layer(call: ExpertsCall) -> Layer:
             all_given[THRESHOLD] = threshold
         package.require(wrapper.__init__, "B12xMoEWrapper", *all_given)
         package.require(wrapper.run, "B12xMoEWrapper.run", "input_global_scale")
-        made, scales = wrapper(**all_given), Scales.of(c, prefill=bool(threshold))
+        held = w13_EFD, w2_EDI, w13_scale_EFG, w2_scale_EDG = tuple(map(kept.alias, weights))
+        own = replace(c, w13_scale_EFG=w13_scale_EFG, w2_scale_EDG=w2_scale_EDG)
+        made, scales = wrapper(**all_given), Scales.of(own, prefill=bool(threshold))
         for part in PARTS:
             shared.setdefault(f"shared_{part}", getattr(made, f"_{part}"))
         if threshold:
             made.register_cutlass_prefill_weights(
-                w1_q=c.w13_EFD, w2_q=c.w2_EDI, quant_scales=[*scales.prefill]
+                w1_q=w13_EFD, w2_q=w2_EDI, quant_scales=[*scales.prefill]
             )
-        return Layer(made, scales)
+        return Layer(key, made, scales, held)
 
-    return _LAYERS.get((*alike, *(t.data_ptr() for t in held if t is not None)), make)
+    return _LAYERS.get(key, make, of=weights)
 
 
 def require_threshold(wrapper: Any, threshold: int) -> None:

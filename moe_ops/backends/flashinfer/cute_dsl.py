@@ -19,10 +19,11 @@ WAYS = {
     ("nvfp4", "nvfp4"): Way(capabilities=BLACKWELL, hidden=128, width=128, static_inputs=True),
 }
 MACHINE = package.Machine(capabilities=HOPPER + BLACKWELL, packages=(package.CUTE_DSL,))
+FITS = fits.Fits(machine=MACHINE, ways=WAYS)
 
 
 def supports(call: ExpertsCall) -> str | None:
-    return fits.refusal(call, MACHINE, WAYS)
+    return FITS.refusal(call)
 
 
 @experts.backend(
@@ -39,7 +40,7 @@ def run(call: ExpertsCall) -> Tensor:
         return call.x_TD.new_empty(call.x_TD.shape)
     routed = arguments.routed(call)
     wrapper = _wrapper(call, routed)
-    with kept.tuning((NAME, id(wrapper), kept.tokens_of(call.x_TD.shape[0]))):
+    with kept.tuning((NAME, id(wrapper), kept.tokens_of(call.x_TD.shape[0], current()))):
         return (_run_nvfp4 if call.w_format else _run_floats)(call, routed, wrapper)
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_ops import arena
 from moe_ops.backends.flashinfer import arguments, fits, kept, orders, package
 from moe_ops.backends.flashinfer.fits import READS, Way
-from moe_ops.backends.flashinfer.options import current
+from moe_ops.backends.flashinfer.options import FlashInferOptions, current
 from moe_ops.backends.flashinfer.stored import UP_GATE
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.quantize import quantize
@@ -32,11 +33,16 @@ WAYS = {
     ("nvfp4", "nvfp4"): Way(capabilities=BLACKWELL, hidden=128, width=128, static_inputs=True),
 }  # fmt: skip
 MACHINE = package.Machine(capabilities=EVERY)
+FITS = fits.Fits(machine=MACHINE, ways=WAYS)
+WORKSPACE = "FlashInfer CUTLASS"
+# FlashInfer keeps one table of tactics by this number, the last one that it saw for the first time:
+# with another number later calls would look up what was measured for other numbers of tokens.
+MOST_TUNED = 8192  # its default
 Scales = Callable[[ExpertsCall], list[Tensor]]
 
 
 def supports(call: ExpertsCall) -> str | None:
-    return fits.refusal(call, MACHINE, WAYS)
+    return FITS.refusal(call)
 
 
 @experts.backend(
@@ -49,15 +55,29 @@ def supports(call: ExpertsCall) -> str | None:
 )
 def run(call: ExpertsCall) -> Tensor:
     """`experts` in one call of `cutlass_fused_moe`."""
-    out_TD = call.x_TD.new_empty(call.x_TD.shape)
-    if call.x_TD.shape[0] == 0:
+    x_TD = call.x_TD
+    out_TD = torch.empty_like(x_TD)
+    if x_TD.shape[0] == 0:
         return out_TD
     routed = arguments.routed(call, equal=True)
     launch, given = launch_of(call, routed), tensors_of(call, routed)
-    with arena.shared.lock(out_TD.device), kept.tuning((NAME, launch.key)):
-        given["workspace_buffer"] = kept.workspace("CUTLASS", launch.nbytes, out_TD.device)
-        launch.function(output=out_TD, **given, **launch.given)
+    buffer = kept.workspace(WORKSPACE, launch.nbytes, x_TD.device)
+    given["output"], given["workspace_buffer"] = out_TD, buffer.memory
+    with buffer.lock:
+        if current().autotune:
+            with tuning(launch, x_TD.shape[0]):
+                launch.function(**given)
+        else:
+            launch.function(**given)
     return out_TD
+
+
+def tuning(launch: Launch, tokens: int) -> AbstractContextManager[None]:
+    """Inside, FlashInfer measures its tactics for so many tokens, if `kept.tuning` says so."""
+    if not launch.tactics:
+        return kept.NOT_TUNING
+    utils = package.module("flashinfer.fused_moe.utils")
+    return kept.tuning((NAME, launch.key), utils.map_to_hybrid_bucket(tokens, MOST_TUNED))
 
 
 def tensors_of(call: ExpertsCall, routed: arguments.Routed) -> dict[str, Any]:
@@ -65,7 +85,7 @@ def tensors_of(call: ExpertsCall, routed: arguments.Routed) -> dict[str, Any]:
     writes."""
     c, formats = call, (call.w_format, call.x_format)
     w13, w2 = _weights(c)
-    x_TD = c.x_TD
+    x_TD, scales = c.x_TD, SCALES.get(formats)
     if formats == (TENSOR, TENSOR):
         x_TD = quantize(x_TD, c.x_format, c.x_scale)[0]
     return {
@@ -75,7 +95,7 @@ def tensors_of(call: ExpertsCall, routed: arguments.Routed) -> dict[str, Any]:
         "fc1_expert_weights": w13,
         "fc2_expert_weights": w2,
         "output_dtype": c.x_TD.dtype,
-        "quant_scales": SCALES[formats](c),
+        "quant_scales": [] if scales is None else scales(c),
         "fc1_expert_biases": c.b13_EF,
         "fc2_expert_biases": c.b2_ED,
     }
@@ -83,13 +103,13 @@ def tensors_of(call: ExpertsCall, routed: arguments.Routed) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What calls alike have in common: the function, the bytes of its workspace, and arguments that
-    are no tensors."""
+    """What calls alike have in common: the function, given the arguments that are no tensors, the
+    bytes of its workspace, and whether it has tactics to choose from."""
 
     key: Hashable
     function: Callable[..., Any]
     nbytes: int
-    given: dict[str, Any]
+    tactics: bool
 
 
 _LAUNCHES: kept.Kept[Launch] = kept.Kept("the size of a workspace")
@@ -97,42 +117,48 @@ _LAUNCHES: kept.Kept[Launch] = kept.Kept("the size of a workspace")
 
 def launch_of(call: ExpertsCall, routed: arguments.Routed) -> Launch:
     """FlashInfer is asked for the size once for each power of two of tokens."""
-    c, E, K = call, call.w13_EFD.shape[0], call.ids_TK.shape[1]
-    tokens, other_bits = kept.tokens_of(c.x_TD.shape[0]), current().other_bits
+    c, x_TD, w13_EFD, options = call, call.x_TD, call.w13_EFD, current()
     key = (
-        c.w_format, c.x_format, c.kind, c.gated, tokens, c.w13_EFD.shape, K, c.x_TD.dtype,
-        c.x_TD.device, routed.experts, routed.offset, other_bits,
+        c.w_format, c.x_format, c.kind, c.gated, kept.tokens_of(x_TD.shape[0], options),
+        w13_EFD.shape, c.ids_TK.shape[1], x_TD.dtype, x_TD.get_device(), routed.experts,
+        routed.offset, options.other_bits,
     )  # fmt: skip
+    return _LAUNCHES.found(key) or _LAUNCHES.get(key, lambda: _launch(key, c, routed, options))
 
-    def make() -> Launch:
-        moe = package.module("flashinfer.fused_moe")
-        shared: dict[str, Any] = {
-            "activation_type": arguments.activation_type(c),
-            "use_fused_finalize": other_bits,
-            **FLAGS.get((c.w_format, c.x_format), {}),
-        }
-        if routed.experts != E:
-            shared |= {"ep_size": routed.experts // E, "ep_rank": routed.offset // E}
-        package.require(moe.cutlass_fused_moe, "cutlass_fused_moe", "workspace_buffer", *shared)
-        codes = c.w_format == c.x_format == TENSOR
-        nbytes = moe.cutlass_fused_moe_workspace_size(
-            *(tokens, *c.widths, routed.experts, K),
-            x_dtype=c.w13_EFD.dtype if codes else c.x_TD.dtype,
-            weight_dtype=_weights(c)[0].dtype,
-            output_dtype=c.x_TD.dtype,
-            device=c.x_TD.device,
-            **shared,
-        )
-        given = {**shared, "tune_max_num_tokens": tokens}
-        return Launch(key, moe.cutlass_fused_moe, int(nbytes), given)
 
-    return _LAUNCHES.get(key, make)
+def _launch(
+    key: Hashable, call: ExpertsCall, routed: arguments.Routed, options: FlashInferOptions
+) -> Launch:
+    c, E, formats = call, call.w13_EFD.shape[0], (call.w_format, call.x_format)
+    moe = package.module("flashinfer.fused_moe")
+    shared: dict[str, Any] = {
+        "activation_type": arguments.activation_type(c),
+        "use_fused_finalize": options.other_bits,
+        **FLAGS.get(formats, {}),
+    }
+    if routed.experts != E:
+        shared |= {"ep_size": routed.experts // E, "ep_rank": routed.offset // E}
+    given = shared | TACTICS.get(formats, {"tune_max_num_tokens": MOST_TUNED})
+    package.require(moe.cutlass_fused_moe, "cutlass_fused_moe", "workspace_buffer", *given)
+    tokens = kept.tokens_of(c.x_TD.shape[0], options)
+    nbytes = moe.cutlass_fused_moe_workspace_size(
+        *(tokens, *c.widths, routed.experts, c.ids_TK.shape[1]),
+        x_dtype=c.w13_EFD.dtype if formats == (TENSOR, TENSOR) else c.x_TD.dtype,
+        weight_dtype=_weights(c)[0].dtype,
+        output_dtype=c.x_TD.dtype,
+        device=c.x_TD.device,
+        **shared,
+    )
+    function = functools.partial(moe.cutlass_fused_moe, **given)
+    return Launch(key, function, int(nbytes), formats not in TACTICS)
 
 
 FLAGS = {
     (BLOCKS, GROUPS): {"use_deepseek_fp8_block_scale": True},
     ("mxfp4", ""): {"use_w4_group_scaling": True},
 }
+# Its kernels of blocks have no tactics to choose from, so that the table is not even looked at.
+TACTICS = {(BLOCKS, GROUPS): {"profile_ids": [-1, -1]}}
 
 
 def _weights(call: ExpertsCall) -> tuple[Tensor, Tensor]:
@@ -176,7 +202,6 @@ def nvfp4_scales(call: ExpertsCall) -> list[Tensor]:
 
 
 SCALES: dict[tuple[str, str], Scales] = {
-    ("", ""): lambda call: [],
     (TENSOR, TENSOR): float8_scales,
     (BLOCKS, GROUPS): block_scales,
     ("mxfp4", ""): mxfp4_scales,

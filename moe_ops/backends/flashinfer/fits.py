@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -41,24 +42,38 @@ class Way:
     kinds: tuple[str, ...] = ("Swiglu", "GegluTanh", "Relu2")
 
 
-Ways = Mapping[tuple[str, str], Way]  # by the formats of weights and inputs
+Formats = tuple[str, str]  # of weights and inputs
 
 
-def refusal(call: ExpertsCall, machine: Machine, ways: Ways) -> str | None:
-    """Why a call cannot run: by the device, the package, the formats and the sizes, in this order;
-    None if it can."""
-    reason = machine.refusal(call.x_TD.device)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fits:
+    """What fits a backend: the machine, and the ways by formats. It is looked up by its
+    identity."""
+
+    machine: Machine
+    ways: Mapping[Formats, Way]
+
+    def refusal(self, call: ExpertsCall) -> str | None:
+        """Why a call cannot run: by the device, the package, the formats and the sizes, in this
+        order; None if it can."""
+        way = _way(self, call.w_format, call.x_format, call.x_TD.device)
+        return way if isinstance(way, str) else _arguments(call, way) or _sizes(call, way)
+
+
+@functools.cache
+def _way(of: Fits, w_format: str, x_format: str, device: torch.device) -> Way | str:
+    """The way of these formats on a device, or why there is none. Kept, as every call asks."""
+    reason, formats = of.machine.refusal(device), (w_format, x_format)
     if reason is not None:
         return reason
-    way = ways.get((call.w_format, call.x_format))
+    way, got = of.ways.get(formats), capability(device)
     if way is None:
-        return f"runs {'; '.join(map(_formats, ways))}; got {_formats(_key(call))}"
-    got = capability(call.x_TD.device)
+        return f"runs {'; '.join(map(_said, of.ways))}; got {_said(formats)}"
     if got not in way.capabilities:
         wanted = " or ".join(f"{major}.{minor}" for major, minor in way.capabilities)
         assert got is not None
-        return f"runs {_formats(_key(call))} on compute capability {wanted}, got {got[0]}.{got[1]}"
-    return _arguments(call, way) or _sizes(call, way)
+        return f"runs {_said(formats)} on compute capability {wanted}, got {got[0]}.{got[1]}"
+    return way
 
 
 def activation(call: ExpertsCall) -> str:
@@ -68,7 +83,9 @@ def activation(call: ExpertsCall) -> str:
 
 def _arguments(call: ExpertsCall, way: Way) -> str | None:
     c = call
-    if needs_grad(c.x_TD, c.weights_TK, c.w13_EFD, c.w2_EDI, c.b13_EF, c.b2_ED):
+    if torch.is_grad_enabled() and needs_grad(
+        c.x_TD, c.weights_TK, c.w13_EFD, c.w2_EDI, c.b13_EF, c.b2_ED
+    ):
         return "is not differentiable, and an argument requires grad"
     if c.x_TD.dtype not in way.dtypes:
         wanted = " or ".join(str(d).removeprefix("torch.") for d in way.dtypes)
@@ -90,24 +107,21 @@ def _arguments(call: ExpertsCall, way: Way) -> str | None:
         globals_E = (c.global_scale13_E, c.global_scale2_E)
         if c.x_format == "nvfp4" and any(scale_E is None for scale_E in globals_E):
             return "needs the global scales of both products"
-    tensors = (c.x_TD, c.w13_EFD, c.w2_EDI, c.w13_scale_EFG, c.w2_scale_EDG)
-    if not all(t is None or t.is_contiguous() for t in tensors):
-        return "needs contiguous tokens, weights and scales"
+    for t in (c.x_TD, c.w13_EFD, c.w2_EDI, c.w13_scale_EFG, c.w2_scale_EDG):
+        if t is not None and not t.is_contiguous():
+            return "needs contiguous tokens, weights and scales"
     return None
 
 
 def _sizes(call: ExpertsCall, way: Way) -> str | None:
     D, I = call.x_TD.shape[1], call.widths[1]  # noqa: E741
-    for what, size, multiple in (("model", D, way.hidden), ("expert", I, way.width)):
-        if size % multiple:
-            return f"needs widths of the {what} that are multiples of {multiple}, got {size}"
+    if D % way.hidden:
+        return f"needs widths of the model that are multiples of {way.hidden}, got {D}"
+    if I % way.width:
+        return f"needs widths of the expert that are multiples of {way.width}, got {I}"
     return None
 
 
-def _key(call: ExpertsCall) -> tuple[str, str]:
-    return call.w_format, call.x_format
-
-
-def _formats(formats: tuple[str, str]) -> str:
+def _said(formats: Formats) -> str:
     weights, inputs = (name or "16-bit" for name in formats)
     return f"{weights} weights with {inputs} inputs"

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -19,38 +19,47 @@ from torch import Tensor
 
 from moe_ops import arena
 from moe_ops.backends.flashinfer import package
-from moe_ops.backends.flashinfer.options import current
+from moe_ops.backends.flashinfer.options import FlashInferOptions, current
 
 T = TypeVar("T")
 MOST = 1024  # things of a kind: more than a model has layers
 
 
 class Kept(Generic[T]):
-    """Things by key, the ones used longest ago dropped."""
+    """Things by key, the ones made longest ago dropped."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._lock = threading.RLock()
-        self._held: OrderedDict[Hashable, T] = OrderedDict()
+        self._held: dict[Hashable, T] = {}
+        self.found = self._held.get  # what every call asks, without a lock
 
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The thing of a key, made now if there is none. Raises RuntimeError if that would happen
-        while a CUDA graph is captured."""
+    def get(self, key: Hashable, make: Callable[[], T], of: Sequence[Tensor] = ()) -> T:
+        """The thing of a key, made now if there is none. It is dropped with the first of the
+        tensors that it is `of`, which it must not keep alive (`alias`).
+
+        Raises RuntimeError if it would have to be made while a CUDA graph is captured.
+        """
+        found = self._held.get(key)
+        if found is not None:
+            return found
         with self._lock:
             found = self._held.get(key)
             if found is None:
                 require_no_capture(self._what)
                 with torch.inference_mode(False), torch.no_grad():
-                    found = self._held[key] = make()
-            self._held.move_to_end(key)
-            if len(self._held) > MOST:
-                self._held.popitem(last=False)
+                    found = make()
+                self.hold(key, found)
+                for t in of:
+                    weakref.finalize(_owner(t), self._held.pop, key, None).atexit = False
             return found
 
     def hold(self, key: Hashable, thing: T) -> None:
         """Keep a thing that was made elsewhere."""
         with self._lock:
             self._held[key] = thing
+            if len(self._held) > MOST:
+                del self._held[next(iter(self._held))]
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._held
@@ -59,6 +68,17 @@ class Kept(Generic[T]):
         """Let go of everything."""
         with self._lock:
             self._held.clear()
+
+
+def alias(t: Tensor) -> Tensor:
+    """The same memory in a tensor that does not keep `t` alive, as a view would."""
+    made = torch.empty(0, dtype=t.dtype, device=t.device)
+    return made.set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+
+
+def _owner(t: Tensor) -> Tensor:
+    """A tensor, or the one that it is a view of: which a caller keeps for longer than one call."""
+    return t if t._base is None else t._base
 
 
 def capturing() -> bool:
@@ -78,20 +98,20 @@ def require_no_capture(what: str) -> None:
         )
 
 
-def tokens_of(call_tokens: int) -> int:
+def tokens_of(call_tokens: int, options: FlashInferOptions) -> int:
     """The tokens that buffers are made for: a power of two, or as the options say."""
-    return max(1 << max(call_tokens - 1, 0).bit_length(), current().max_tokens)
+    return max(1 << max(call_tokens - 1, 0).bit_length(), options.max_tokens)
 
 
 _captured: Kept[arena.Buffer] = Kept("a buffer")  # read by graphs, so never freed
 
 
-def workspace(purpose: str, nbytes: int, device: torch.device) -> Tensor:
+def workspace(purpose: str, nbytes: int, device: torch.device) -> arena.Buffer:
     """A buffer of bytes from the arena, for work that is queued while its lock is held."""
-    buffer = arena.take(f"FlashInfer {purpose}", nbytes, device)
+    buffer = arena.take(purpose, nbytes, device)
     if capturing():
         _captured.hold(buffer.memory.data_ptr(), buffer)
-    return buffer.memory
+    return buffer
 
 
 _tuned: Kept[bool] = Kept("what autotune measured")
@@ -100,16 +120,18 @@ _tuned: Kept[bool] = Kept("what autotune measured")
 NOT_TUNING = contextlib.nullcontext()
 
 
-def tuning(key: Hashable) -> contextlib.AbstractContextManager[None]:
-    """Inside, FlashInfer measures its tactics, if options ask for it and the key is new."""
-    if not current().autotune or capturing() or key in _tuned:
+def tuning(key: Hashable, bucket: int | None = None) -> contextlib.AbstractContextManager[None]:
+    """Inside, FlashInfer measures its tactics, if options ask for it and the key is new; with a
+    `bucket` for so many tokens alone, else for every number that it has in its tables."""
+    if not current().autotune or capturing() or (key, bucket) in _tuned:
         return NOT_TUNING
-    return _measuring(key)
+    return _measuring(key, bucket)
 
 
 @contextlib.contextmanager
-def _measuring(key: Hashable) -> Iterator[None]:
+def _measuring(key: Hashable, bucket: int | None) -> Iterator[None]:
     autotune = package.module("flashinfer").autotune
-    with autotune(True, cache=current().autotune_cache or None):
+    buckets = None if bucket is None else (bucket,)
+    with autotune(True, cache=current().autotune_cache or None, tuning_buckets=buckets):
         yield
-    _tuned.hold(key, True)
+    _tuned.hold((key, bucket), True)

@@ -23,7 +23,7 @@ class FlashInferOptions:
     other_bits: sums over experts may be made by atomic additions, whose order, and so the last
     bits, change from call to call; quicker. max_tokens: buffers and wrappers are made for so many
     tokens at least, such as the largest graph or chunk of a prompt. autotune: a first call of each
-    number of tokens (rounded up to a power of two) measures FlashInfer's tactics, outside of
+    number of tokens (rounded up as FlashInfer does) measures its tactics, outside of
     captures; autotune_cache names the file that keeps them.
 
     Raises TypeError or ValueError for what an option cannot be.

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from moe_ops.backends.flashinfer import arguments, fits, kept, orders, package
 from moe_ops.backends.flashinfer.fits import READS, Way
+from moe_ops.backends.flashinfer.options import current
 from moe_ops.backends.flashinfer.stored import SHUFFLED
 from moe_ops.ops.experts import ExpertsCall, experts
 
@@ -13,10 +14,11 @@ NAME = "flashinfer_trtllm"
 CAPABILITIES = ((10, 0), (10, 3))
 WAYS = {("", ""): Way(capabilities=CAPABILITIES, hidden=128, width=128)}
 MACHINE = package.Machine(capabilities=CAPABILITIES)
+FITS = fits.Fits(machine=MACHINE, ways=WAYS)
 
 
 def supports(call: ExpertsCall) -> str | None:
-    return fits.refusal(call, MACHINE, WAYS)
+    return FITS.refusal(call)
 
 
 @experts.backend(
@@ -32,7 +34,7 @@ def run(call: ExpertsCall) -> Tensor:
     out_TD = call.x_TD.new_empty(call.x_TD.shape)
     if call.x_TD.shape[0] == 0:
         return out_TD
-    routed, tokens = arguments.routed(call), kept.tokens_of(call.x_TD.shape[0])
+    routed, tokens = arguments.routed(call), kept.tokens_of(call.x_TD.shape[0], current())
     function = package.module("flashinfer.fused_moe").trtllm_bf16_routed_moe
     with kept.tuning((NAME, call.w13_EFD.shape, tokens)):
         function(

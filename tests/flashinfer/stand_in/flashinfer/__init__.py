@@ -47,5 +47,6 @@ def autotune(
     skip_ops: str | set[str] | None = None,
     cuda_graph_profile_replays: int | None = None,
 ) -> Iterator[None]:
-    calls.append(("autotune", {"tune_mode": tune_mode, "cache": cache}))
+    given = {"tune_mode": tune_mode, "cache": cache, "tuning_buckets": tuning_buckets}
+    calls.append(("autotune", given))
     yield

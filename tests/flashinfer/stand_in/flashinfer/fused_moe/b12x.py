@@ -53,6 +53,7 @@ class B12xMoEWrapper:
         self._static_workspace = shared_static_workspace or object()
         self._dynamic_workspace = shared_dynamic_workspace or object()
         self.folded: tuple[Any, Tensor] | None = None
+        self.views: tuple[Tensor, ...] = ()
 
     def run(
         self,
@@ -74,7 +75,8 @@ class B12xMoEWrapper:
         assert x.dtype == torch.bfloat16 and x.shape[0] <= self.most
         assert fc2_input_scale is not None and input_global_scale is not None
         assert int(token_selected_experts.max()) < self.experts
-        # Remembered by address and version, as the installed wrapper does.
+        # Kept, and remembered by address and version, as the installed wrapper does.
+        self.views = tuple(w.view(torch.uint8) for w in (w1_weight, w2_weight))
         key = (w1_alpha.data_ptr(), w1_alpha._version, input_global_scale._version)
         if self.folded is None or self.folded[0] != key:
             self.folded = (key, w1_alpha * input_global_scale)
