@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,15 +28,13 @@ MOST_COLUMNS = 2**15  # which one program copies
 NO_GRADIENT = "has no gradients, and one is asked for"
 
 
-def refuse_rows(collective: str, **tensors: Tensor) -> str | None:
+def refuse_rows(collective: str, tensors: Mapping[str, Tensor]) -> str | None:
     """Why rows of these tensors cannot be stored to other ranks, or None."""
     if collective != PUSH:
         return f"stores tokens for {PUSH!r}, got collective={collective!r}"
     if needs_grad(*tensors.values()):
         return NO_GRADIENT
     for name, t in tensors.items():
-        if not t.is_cuda:
-            return f"stores into the memory of other GPUs, and {name} is on {t.device.type}"
         if t.shape[1] * t.dtype.itemsize % 4 or not t.shape[1]:
             return f"copies words of four bytes, got {name} of {t.shape[1]} x {t.dtype.itemsize}"
         if t.shape[1] > MOST_COLUMNS:
@@ -45,14 +44,14 @@ def refuse_rows(collective: str, **tensors: Tensor) -> str | None:
 
 def supports_dispatch(call: DispatchTokensCall) -> str | None:
     """Why the tokens of a call cannot be stored to other ranks, or None."""
-    return refuse_rows(call.collective, x_TD=call.x_TD, weights_TK=call.weights_TK)
+    return refuse_rows(call.collective, {"x_TD": call.x_TD, "weights_TK": call.weights_TK})
 
 
 def supports_combine(call: CombineTokensCall) -> str | None:
     """Why the rows of a call cannot be stored back, or None."""
     if not call.ids_TK.shape[1]:
         return "needs an id for each token"
-    return refuse_rows(call.collective, y_GD=call.y_GD)
+    return refuse_rows(call.collective, {"y_GD": call.y_GD})
 
 
 def supports_experts(call: ExpertsOverRanksCall) -> str | None:
@@ -62,7 +61,7 @@ def supports_experts(call: ExpertsOverRanksCall) -> str | None:
         return f"collective={asked!r} was asked for"
     if needs_grad(layer.w13_EFD, layer.w2_EDI, layer.b13_EF, layer.b2_ED):
         return NO_GRADIENT
-    reason = refuse_rows(PUSH, x_TD=layer.x_TD, weights_TK=layer.weights_TK)
+    reason = refuse_rows(PUSH, {"x_TD": layer.x_TD, "weights_TK": layer.weights_TK})
     if reason is not None or asked == PUSH:
         return reason
     return peers.refusal(Group.of(call.ranks.group)) or _uncaptured(call)
@@ -84,7 +83,7 @@ def most_pushed(call: ExpertsOverRanksCall) -> int | None:
 
 
 @dispatch_tokens.backend(
-    PUSH, reads=("group", "collective"), supports=supports_dispatch, priority=1
+    PUSH, reads=("group", "collective"), supports=supports_dispatch, devices=("cuda",), priority=1
 )
 def store_tokens(
     call: DispatchTokensCall,
@@ -104,7 +103,9 @@ def store_tokens(
     return x_GD, scale_GS, weights_GK, ids_GK, served_G, splits_2R
 
 
-@combine_tokens.backend(PUSH, reads=("group", "collective"), supports=supports_combine, priority=1)
+@combine_tokens.backend(
+    PUSH, reads=("group", "collective"), supports=supports_combine, devices=("cuda",), priority=1
+)
 def store_back(call: CombineTokensCall) -> Tensor:
     """`combine_tokens` in one launch."""
     from moe_ops.kernels.triton import push
@@ -122,6 +123,7 @@ def store_back(call: CombineTokensCall) -> Tensor:
     reads=experts_over_ranks.optional,
     supports=supports_experts,
     rows=Rows(preferred=most_pushed),
+    devices=("cuda",),
     priority=1,
 )
 def pushed(call: ExpertsOverRanksCall) -> Tensor:
