@@ -64,8 +64,8 @@ def share_experts(
     often, in the same order.
 
     tokens: "replicated": all ranks are given the same input, and get the same output to the bit;
-    "own": each is given its own. Then "gather", which CUDA graphs can hold, takes as many tokens on
-    every rank in each forward, and "exchange" any number.
+    "own": each is given its own. Then "gather" and "push", which CUDA graphs can hold, take as many
+    tokens on every rank in each forward, and "exchange" any number.
 
     A model on the meta device is shared likewise: make the rest with `to_empty`, call this again,
     which writes the tables of a shared model anew, and load or make this rank's weights. A state

@@ -397,7 +397,8 @@ def _block(words: int, RP: int) -> int:
 
 
 def _warps(words: int) -> int:
-    return 4 if words <= 4096 else 8
+    """Of 16 words a thread: with more, of eight ranks, registers do not hold them."""
+    return max(4, words // 512)
 
 
 def _row_words(y_GD: Tensor) -> int:
