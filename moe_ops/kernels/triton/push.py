@@ -41,6 +41,8 @@ TURN = tl.constexpr(MOST_PROGRAMS)
 DISPATCH, COMBINE = tl.constexpr(0), tl.constexpr(1)
 FAILED, FLAGS = tl.constexpr(4), tl.constexpr(16)  # in words of eight bytes; flags go on a line
 TAGS = tl.constexpr(2**16)  # a flag is the number of an exchange times this, and what is exchanged
+# Arguments of which no value is compiled apart.
+NUMBERS = ("T", "rows", "P", "half", "limit", "tag", "share", "me")
 TILE = 8192  # words of a program at once, of all ranks
 
 # Loads that see what was stored before a flag, until it is there. Now and then the time is read,
@@ -166,7 +168,7 @@ def arrived(
     return tl.where(failed == 0, who, 0) == RP
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def dispatch_kernel(
     arena_ptr, table_ptr, error_ptr, x_ptr, weights_ptr, ids_ptr, rank_ptr, slot_ptr,
     x_out, weights_out, ids_out, served_out, T, rows, P, half, limit, tag, share, me,
@@ -243,7 +245,7 @@ def dispatch_kernel(
                 tl.store(x_out + at * X + start + word, came, mask=(start + word < X) & served)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def combine_pushed_kernel(
     arena_ptr, table_ptr, error_ptr, y_ptr, served_ptr, ids_ptr, rank_ptr, out_ptr,
     T, rows, P, half, limit, tag, share, me,
