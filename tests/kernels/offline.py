@@ -282,9 +282,9 @@ def pushed(case: Case, R: int) -> None:
     arena = push.Arena(words, words, words, 2**20, 1, push.MOST_PROGRAMS, 10**10)
     for halves in (push.BOTH, push.SEND, push.RECEIVE):
         for ids in (torch.empty(4, case.K, dtype=d) for d in (torch.int32, torch.int64)):
-            for rows in (4, push.MOST_PROGRAMS):
-                sent = push.dispatch(x, weights, ids, (table, table), rows, arena, halves)
-                push.combine(sent[0], sent[3], ids, table, rows, arena, halves)
+            for count in (4, push.MOST_PROGRAMS):
+                sent = push.dispatch(x, weights, ids, (table, table), count, arena, halves)
+                push.combine(sent[0], sent[3], ids, table, count, arena, halves)
 
 
 def attended(batch: int, heads: int, group: int, slots: int, size: int, sinks: bool) -> None:
