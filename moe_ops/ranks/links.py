@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH
 
-# Slots of `gather` or `push` above this are left to others, where there is a choice.
-MOST_BYTES = 2**30
+# Slots of `gather` above this are left to `exchange`, where there is a choice. Those of `push` stay
+# allocated, four times as many bytes at most, so that prompts are not to ask for them.
+MOST_BYTES, MOST_PUSHED = 2**30, 2**26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ class Traffic:
 
     def most_pushed(self, link: Link) -> int:
         """The most rows of each rank for which `push` takes no longer than `gather`."""
-        limit = MOST_BYTES // (self.ranks * (self.there + self.back))
+        limit = MOST_PUSHED // (self.ranks * (self.there + self.back))
         begun = link.fixed_us(GATHER) - link.fixed_us(PUSH)
         gather, push = (1e6 * self.bytes(t, 1) / link.rate(t) for t in (GATHER, PUSH))
         if begun < 0:
