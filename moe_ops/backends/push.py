@@ -28,10 +28,12 @@ MOST_COLUMNS = 2**15  # which one program copies
 NO_GRADIENT = "has no gradients, and one is asked for"
 
 
-def refuse_rows(collective: str, tensors: Mapping[str, Tensor]) -> str | None:
-    """Why rows of these tensors cannot be stored to other ranks, or None."""
+def refuse_rows(collective: str, group: str, tensors: Mapping[str, Tensor]) -> str | None:
+    """Why rows of these tensors cannot be stored to the other ranks of a group, or None."""
     if collective != PUSH:
         return f"stores tokens for {PUSH!r}, got collective={collective!r}"
+    if Group.of(group).size == 1:
+        return "has no other rank to store to"
     if needs_grad(*tensors.values()):
         return NO_GRADIENT
     for name, t in tensors.items():
@@ -44,14 +46,15 @@ def refuse_rows(collective: str, tensors: Mapping[str, Tensor]) -> str | None:
 
 def supports_dispatch(call: DispatchTokensCall) -> str | None:
     """Why the tokens of a call cannot be stored to other ranks, or None."""
-    return refuse_rows(call.collective, {"x_TD": call.x_TD, "weights_TK": call.weights_TK})
+    rows = {"x_TD": call.x_TD, "weights_TK": call.weights_TK}
+    return refuse_rows(call.collective, call.group, rows)
 
 
 def supports_combine(call: CombineTokensCall) -> str | None:
     """Why the rows of a call cannot be stored back, or None."""
     if not call.ids_TK.shape[1]:
         return "needs an id for each token"
-    return refuse_rows(call.collective, {"y_GD": call.y_GD})
+    return refuse_rows(call.collective, call.group, {"y_GD": call.y_GD})
 
 
 def supports_experts(call: ExpertsOverRanksCall) -> str | None:
@@ -61,10 +64,11 @@ def supports_experts(call: ExpertsOverRanksCall) -> str | None:
         return f"collective={asked!r} was asked for"
     if needs_grad(layer.w13_EFD, layer.w2_EDI, layer.b13_EF, layer.b2_ED):
         return NO_GRADIENT
-    reason = refuse_rows(PUSH, {"x_TD": layer.x_TD, "weights_TK": layer.weights_TK})
+    rows = {"x_TD": layer.x_TD, "weights_TK": layer.weights_TK}
+    reason = refuse_rows(PUSH, call.ranks.group, rows)
     if reason is not None or asked == PUSH:
         return reason
-    return peers.refusal(Group.of(call.ranks.group)) or _uncaptured(call)
+    return peers.refusal(call.ranks.group) or _uncaptured(call)
 
 
 def _uncaptured(call: ExpertsOverRanksCall) -> str | None:

@@ -269,7 +269,7 @@ def _experts_over_ranks(a: ExpertsOverRanksCall, rows: int) -> Cost:
     link = LINKS.get(layer.x_TD.device.type, LINKS["cuda"])
     asked = [a.ranks.collective]
     if a.ranks.collective == AUTO:
-        pushes = refusal(Group.of(a.ranks.group)) is None
+        pushes = refusal(a.ranks.group) is None
         asked = [t for t in TRANSPORTS if t != PUSH or pushes]
     return replace(here, link_us=min(sent.microseconds(t, rows, link) for t in asked))
 

@@ -80,11 +80,9 @@ def connect(name: str, device: torch.device) -> Peers:
     return found
 
 
-def refusal(group: Group) -> str | None:
+def refusal(name: str) -> str | None:
     """Why a group's ranks cannot store into each other's memory, or None; the same on all ranks."""
-    if group.size == 1:
-        return "has no other rank to store to"
-    found = _peers(group.name)
+    found = _peers(name)
     return UNKNOWN if found is None else found.reason
 
 

@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from moe_ops import dispatch_tokens
+from moe_ops.backends.push import supports_dispatch
+from moe_ops.backends.triton import unavailable
+from moe_ops.ops.dispatch_tokens import DispatchTokensCall
 from moe_ops.passes.cache_key import environment_key
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, resolve
@@ -94,10 +98,10 @@ def test_what_a_kernel_said_is_raised(said: int, text: str, known: peers.Peers) 
 
 def test_a_new_group_of_a_name_starts_anew(known: peers.Peers) -> None:
     known.memories[1].error[0] = 1 << 24
-    assert peers.refusal(known.group) is None
+    assert peers.refusal(known.group.name) is None
     known.made = object()  # another one had the name
     peers.check()
-    assert peers.refusal(known.group) == peers.UNKNOWN
+    assert peers.refusal(known.group.name) == peers.UNKNOWN
     assert peers.memory(known.group.name, 1) is None
 
 
@@ -110,8 +114,36 @@ def test_graphs_are_cached_by_what_ranks_know(known: peers.Peers) -> None:
     assert len(set(keys)) == 3
 
 
-def test_one_rank_has_nobody_to_store_to() -> None:
-    assert "has no other rank" in str(peers.refusal(Group.of("")))
+def rows(T: int = 2, D: int = 8, dtype: torch.dtype = torch.bfloat16) -> DispatchTokensCall:
+    table = torch.zeros(4, dtype=torch.int32)
+    ids, weights = torch.zeros(T, 3, dtype=torch.int64), torch.ones(T, 3)
+    return DispatchTokensCall(torch.zeros(T, D, dtype=dtype), weights, ids, table, table, 2)
+
+
+def test_what_cannot_be_stored_to_ranks_is_refused() -> None:
+    call = rows()
+    assert "stores tokens for 'push', got collective='gather'" in str(supports_dispatch(call))
+    call.collective = "push"
+    assert supports_dispatch(call) == "has no other rank to store to"
+    with fake_group(2) as group:
+        call.group = group
+        assert supports_dispatch(call) in (None, unavailable())
+        for wrong, text in (
+            (rows(D=3), "got x_TD of 3 x 2"),
+            (rows(D=2**15 + 4), "32768 columns at most, got 32772"),
+        ):
+            wrong.group, wrong.collective = group, "push"
+            assert text in str(supports_dispatch(wrong))
+        call.x_TD.requires_grad_()
+        assert supports_dispatch(call) == "has no gradients, and one is asked for"
+
+
+def test_push_says_why_it_does_not_run() -> None:
+    call = rows()
+    args = (call.x_TD, call.weights_TK, call.ids_TK, call.rank_of_P, call.slot_of_P, 2)
+    text = "dispatch_tokens: collective='push' needs a tensor on cuda, got cpu; take 'gather'"
+    with fake_group(2) as group, pytest.raises(NotImplementedError, match=text):
+        dispatch_tokens(*args, group, collective="push")
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
