@@ -24,12 +24,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import moe_ops
 
 MODELS = ("tiny", "qwen3-30b")
+COLLECTIVES = ("gather", "exchange", "push", "auto")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--tokens", choices=("replicated", "own"), default="replicated")
+    parser.add_argument("--collective", choices=COLLECTIVES, default="gather", help="of own tokens")
     parser.add_argument("--batch", type=int, default=4, help="sequences of all ranks")
     parser.add_argument("--prompt", type=int, default=8)
     parser.add_argument("--new", type=int, default=16)
@@ -87,12 +89,12 @@ def shared(
 ) -> PreTrainedModel:
     """This rank's share of it, or of one whose weights are made on the rank's device."""
     group = dist.group.WORLD.group_name
+    how = {"tokens": args.tokens, "collective": args.collective}
     if whole is not None:
-        model = moe_ops.share_experts(copy.deepcopy(whole), group, tokens=args.tokens)
-        return model.to(device)
-    model = moe_ops.share_experts(make(args, torch.device("meta")), group, tokens=args.tokens)
+        return moe_ops.share_experts(copy.deepcopy(whole).to(device), group, **how)
+    model = moe_ops.share_experts(make(args, torch.device("meta")), group, **how)
     model.to_empty(device=device)
-    moe_ops.share_experts(model, group, tokens=args.tokens)  # writes its tables anew
+    moe_ops.share_experts(model, group, **how)  # writes its tables anew
     # Ranks draw as many numbers for as many experts, so that what all of them hold is the same.
     torch.manual_seed(0)
     for module in model.modules():

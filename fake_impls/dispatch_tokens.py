@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def dispatch_tokens(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rows that arrive, [ranks * rows] of them by gather, of unknown number by exchange."""
+    """Rows that arrive: of unknown number by exchange, else [ranks * rows] of them."""
     x_TD, weights_TK = call.x_TD, call.weights_TK
     scale, K, R = call.scale_TS, call.ids_TK.shape[1], ranks_of(call.group)
     exchanged = call.collective == "exchange"
     G: Any = R * call.rows
-    N: Any = 0
+    N: Any = G if call.collective == "push" else 0
     if exchanged:
         context = torch.library.get_ctx()
         G, N = context.new_dynamic_size(), context.new_dynamic_size()

@@ -27,6 +27,7 @@ from moe_ops.backends.flashinfer.options import current as flashinfer_options
 from moe_ops.planning import tuned
 from moe_ops.planning.cost import device_of
 from moe_ops.ranks.groups import known_sizes
+from moe_ops.ranks.peers import connected
 from moe_ops.spec import OPS
 
 log = logging.getLogger("moe_ops")
@@ -148,7 +149,7 @@ def environment_key() -> str:
         device = f"{device_of(torch.device('cuda')).name} {torch.cuda.get_device_capability()}"
     else:
         device = device_of(torch.device("cpu")).name
-    parts = _versions(), flashinfer_options(), device, known_sizes()
+    parts = _versions(), flashinfer_options(), device, known_sizes(), connected()
     return digest(platform.python_version(), *parts)
 
 

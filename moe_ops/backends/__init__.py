@@ -6,6 +6,7 @@ from moe_ops.backends import (
     dequantize,
     flashinfer,
     over_ranks,
+    push,
     triton,
     triton_decode,
     triton_gemm,
@@ -14,6 +15,6 @@ from moe_ops.backends import (
 )
 
 __all__ = [
-    "aten", "cpu", "dequantize", "flashinfer", "over_ranks", "triton", "triton_decode",
+    "aten", "cpu", "dequantize", "flashinfer", "over_ranks", "push", "triton", "triton_decode",
     "triton_gemm", "triton_quantize", "triton_ranks",
 ]  # fmt: skip

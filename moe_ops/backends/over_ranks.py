@@ -22,6 +22,7 @@ from moe_ops.ops.experts_over_ranks import (
     traffic,
 )
 from moe_ops.ops.sum_ranks import SumRanksCall, sum_ranks
+from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, all_reduce
 from moe_ops.ranks.links import LINKS
 from moe_ops.ranks.transport import AUTO, EXCHANGE, GATHER
@@ -103,6 +104,7 @@ def add_shares(call: SumRanksCall) -> Tensor:
 )
 def gathered(call: ExpertsOverRanksCall) -> Tensor:
     """`experts_over_ranks` on the tokens of all ranks."""
+    _connect(call)
     return over_ranks(call, GATHER)
 
 
@@ -113,4 +115,14 @@ def gathered(call: ExpertsOverRanksCall) -> Tensor:
 )
 def exchanged(call: ExpertsOverRanksCall) -> Tensor:
     """`experts_over_ranks` on the tokens that need this rank."""
+    _connect(call)
     return over_ranks(call, EXCHANGE)
+
+
+def _connect(call: ExpertsOverRanksCall) -> None:
+    """Find out whether the next calls may go by `push`, where that is asked for: all ranks are here
+    together, and it is known once for all calls of the group."""
+    x_TD, group = call.layer.x_TD, Group.of(call.ranks.group)
+    asked = call.ranks.collective == AUTO and x_TD.is_cuda and group.size > 1
+    if asked and not torch.cuda.is_current_stream_capturing():
+        peers.connect(group.name, x_TD.device)

@@ -148,7 +148,8 @@ def measure_ep(args: argparse.Namespace) -> Figures:
         return {"simulated": [asdict(s) for s in simulated]}
     with ep.world() as device:
         found = ep.probe(device) if args.probe else []
-        found += [] if args.probe else ep.measure(args.layer, args.tokens, args.modes, device)
+        of = (args.layer, args.tokens, args.modes, device, args.part)
+        found += [] if args.probe else ep.measure(*of)
         if torch.distributed.get_rank() == 0:
             print(ep.table(found))
     return {"spent": [asdict(s) for s in found]}

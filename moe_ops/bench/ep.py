@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 -m moe_ops.bench ep --probe
     torchrun --nproc-per-node 2 -m moe_ops.bench ep --layer qwen3_30b --tokens 1,8,64,512
+    torchrun --nproc-per-node 2 -m moe_ops.bench ep --part transport --modes push gather packed
 
 Ranks run everything as often as each other, and the slowest one counts. On GPUs by NCCL, captured
 in a CUDA graph where it can be; else by gloo.
@@ -22,13 +23,21 @@ from torch import Tensor
 from moe_ops.bench.inputs import make_routed
 from moe_ops.bench.tables import aligned
 from moe_ops.bench.timing import Run, capture, time_count
-from moe_ops.ops import experts, experts_over_ranks
+from moe_ops.ops import combine_tokens, dispatch_tokens, experts, experts_over_ranks
 from moe_ops.ranks.groups import Group, all_gather, all_reduce, all_to_all
-from moe_ops.ranks.transport import EXCHANGE, GATHER
+from moe_ops.ranks.packed import pack
+from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH
 from moe_ops.testing import LAYERS, Case
 
 UNPACKED = "unpacked"  # three all-gathers and a reduce-scatter, as many do it
-MODES = (GATHER, EXCHANGE, UNPACKED)
+PACKED = "packed"  # an all-gather of packed rows and a reduce-scatter, and nothing else
+# What is measured, and how: a layer with its experts, or tokens that go there and back.
+LAYER, TRANSPORT = "layer", "transport"
+PARTS = {
+    LAYER: (GATHER, EXCHANGE, PUSH, UNPACKED), TRANSPORT: (GATHER, EXCHANGE, PUSH, PACKED),
+}  # fmt: skip
+MODES = tuple(dict.fromkeys(mode for modes in PARTS.values() for mode in modes))
+ROUNDS = 16  # of a captured transport: what is between two replays must not show
 PROBED = (2**11, 2**17, 2**20, 2**24, 2**26)  # bytes of a rank
 REPEATS = {"cuda": 200, "cpu": 10}
 
@@ -73,23 +82,36 @@ def probe(device: torch.device) -> list[Spent]:
             "all_to_all": partial(all_to_all, given, each, each, group),
             "all_reduce": partial(all_reduce, given, group),
         }
-        found += [_spent(name, "", size, run, device, True) for name, run in calls.items()]
+        found += [_spent(name, "", size, run, device) for name, run in calls.items()]
     return found
 
 
 @torch.inference_mode()
 def measure(
-    layers: Sequence[str], tokens: Sequence[int], modes: Sequence[str], device: torch.device
+    layers: Sequence[str],
+    tokens: Sequence[int],
+    modes: Sequence[str] | None,
+    device: torch.device,
+    part: str = LAYER,
 ) -> list[Spent]:
-    """Layers of a share of the experts on each rank, by mode and by tokens of a rank."""
+    """Layers of a share of the experts on each rank, or their tokens there and back, by mode and by
+    tokens of a rank; without modes by all that the device has."""
+    if modes is None:
+        modes = [m for m in PARTS[part] if m != PUSH or device.type == "cuda"]
     found = []
     for name in layers:
         case = LAYERS[name]
-        held = _weights(case, device)
+        held = _weights(case, device) if part == LAYER else None
         for T in tokens:
             for mode in modes:
-                run = _layer(case, T, mode, held)
-                found.append(_spent(name, mode, T, run, device, mode != EXCHANGE))
+                run = (
+                    _transport(case, T, mode, device)
+                    if held is None
+                    else _layer(case, T, mode, held)
+                )
+                rounds = 0 if mode == EXCHANGE else 1 if part == LAYER else ROUNDS
+                what = name if part == LAYER else f"{name} {part}"
+                found.append(_spent(what, mode, T, run, device, rounds))
     return found
 
 
@@ -120,37 +142,76 @@ def _weights(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
     return w13, w2
 
 
-def _layer(case: Case, T: int, mode: str, held: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
-    """A call of a mode on tokens of this rank's own."""
-    device, R, rank = held[0].device, dist.get_world_size(), dist.get_rank()
+Tensors = tuple[Tensor, ...]
+
+
+def _own(case: Case, T: int, device: torch.device) -> tuple[Tensors, Tensors]:
+    """Tokens of this rank's own, with weights and ids, and the tables of who serves an expert."""
+    R, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator(device).manual_seed(rank)
     routed = make_routed(case, T, "uniform", torch.bfloat16, generator)
     sent = (routed.x_TD, routed.weights_TK, routed.ids_TK.to(torch.int32))
     ids = torch.arange(case.E, dtype=torch.int32, device=device)
     each = case.E // R
-    tables = ((ids // each).to(torch.int32), (ids % each).to(torch.int32))
+    return sent, ((ids // each).to(torch.int32), (ids % each).to(torch.int32))
+
+
+def _reduce_scatter(part_GD: Tensor, group: Group) -> Tensor:
+    functional = torch.ops._c10d_functional
+    begun = functional.reduce_scatter_tensor(part_GD, "sum", group.size, group.name)
+    out_TD: Tensor = functional.wait_tensor(begun)
+    return out_TD
+
+
+def _transport(case: Case, T: int, mode: str, device: torch.device) -> Callable[[], Tensor]:
+    """Tokens of this rank's own there and back, whose experts give them back as they are."""
+    (x_TD, weights_TK, ids_TK), tables = _own(case, T, device)
+    group = _world_group()
+
+    def there_and_back() -> Tensor:
+        x_GD, _, _, _, *handle = dispatch_tokens(
+            x_TD, weights_TK, ids_TK, *tables, T, group.name, collective=mode
+        )
+        return combine_tokens(x_GD, ids_TK, *tables, *handle, T, group.name, mode)
+
+    packed_TB = pack((x_TD, weights_TK, ids_TK))
+    made_GD = x_TD.repeat(group.size, 1)
+
+    def packed() -> Tensor:
+        all_gather(packed_TB, group)
+        return _reduce_scatter(made_GD, group)
+
+    return packed if mode == PACKED else there_and_back
+
+
+def _layer(case: Case, T: int, mode: str, held: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
+    """A call of a mode on tokens of this rank's own."""
+    sent, tables = _own(case, T, held[0].device)
     group = _world_group()
     if mode != UNPACKED:
         return lambda: experts_over_ranks(*sent, *held, *tables, T, group.name, mode)
-    here_E = torch.where(tables[0] == rank, tables[1], -1)
+    here_E = torch.where(tables[0] == group.rank, tables[1], -1)
 
     def unpacked() -> Tensor:
         part_GD = experts(*(all_gather(t, group) for t in sent), *held, expert_map=here_E)
-        functional = torch.ops._c10d_functional
-        begun = functional.reduce_scatter_tensor(part_GD, "sum", R, group.name)
-        out_TD: Tensor = functional.wait_tensor(begun)
-        return out_TD
+        return _reduce_scatter(part_GD, group)
 
     return unpacked
 
 
 def _spent(
-    what: str, how: str, size: int, run: Callable[[], Any], device: torch.device, can_capture: bool
+    what: str,
+    how: str,
+    size: int,
+    run: Callable[[], Any],
+    device: torch.device,
+    rounds: int = 1,  # of a captured graph; 0: it cannot be captured
 ) -> Spent:
-    captured = can_capture and device.type == "cuda"
-    run = _captured(run) if captured else run
+    captured = rounds > 0 and device.type == "cuda"
+    run = _captured(run, rounds) if captured else run
     timing = time_count(run, REPEATS[device.type], device)
     spans = torch.tensor([timing.us, timing.low_us, timing.high_us], device=device)
+    spans /= rounds if captured else 1
     dist.all_reduce(spans, dist.ReduceOp.MAX)
     us, low, high = spans.tolist()
     return Spent(
@@ -158,8 +219,8 @@ def _spent(
     )  # fmt: skip
 
 
-def _captured(run: Callable[[], Any]) -> Run:
+def _captured(run: Callable[[], Any], rounds: int) -> Run:
     for _ in range(3):
         run()
-    replay, _ = capture([run], 1)
+    replay, _ = capture([run], rounds)
     return replay

@@ -221,7 +221,8 @@ def settle_layers(args: argparse.Namespace, error: Error) -> None:
 def add_ep(of: argparse.ArgumentParser) -> None:
     of.add_argument("--layer", type=layer_names, default=["qwen3_30b"])
     of.add_argument("--tokens", type=numbers, default=[1, 8, 64, 512], help="of each rank")
-    of.add_argument("--modes", nargs="+", choices=ep.MODES, default=list(ep.MODES))
+    of.add_argument("--part", choices=list(ep.PARTS), default=ep.LAYER, help="of what is timed")
+    of.add_argument("--modes", nargs="+", choices=ep.MODES, help="all of a part")
     of.add_argument("--probe", action="store_true", help="collectives alone, by bytes")
     of.add_argument("--simulate", action="store_true", help="without ranks; of the last --tokens")
     of.add_argument("--ranks", type=numbers, default=[8, 16, 64], help="of a simulation")

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.ranks.peers import check
+
 WARMUPS = 2  # the first compiles and allocates, the second shows that neither happens again
 
 
@@ -96,7 +98,12 @@ def _warmed_and_captured(
         torch.cuda.set_stream(caller)
         caller.wait_stream(stream)
         restore(saved)
-    return Captured(graph.replay, output, torch.cuda.memory_reserved() - before)
+
+    def replay() -> None:
+        check()
+        graph.replay()
+
+    return Captured(replay, output, torch.cuda.memory_reserved() - before)
 
 
 def end_capture(stream: torch.cuda.Stream) -> None:

@@ -19,9 +19,10 @@ from moe_ops.ops import experts, experts_over_ranks, sum_ranks
 from moe_ops.ops.activate import Activation
 from moe_ops.ops.dispatch_tokens import MOST_ROWS
 from moe_ops.options import check_text, check_type
+from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group
 from moe_ops.ranks.shares import in_shares
-from moe_ops.ranks.transport import EXCHANGE, GATHER, TRANSPORTS
+from moe_ops.ranks.transport import AUTO, EXCHANGE, GATHER, TRANSPORTS
 from moe_ops.shapes import check_choice
 
 if TYPE_CHECKING:
@@ -64,8 +65,9 @@ def share_experts(
     often, in the same order.
 
     tokens: "replicated": all ranks are given the same input, and get the same output to the bit;
-    "own": each is given its own. Then "gather", which CUDA graphs can hold, takes as many tokens on
-    every rank in each forward, and "exchange" any number.
+    "own": each is given its own. Then "gather" and "push", which CUDA graphs can hold, take as many
+    tokens on every rank in each forward, and "exchange" any number. "auto" is the cheapest for as
+    many; of a model on a GPU, all ranks find out together here whether "push" can run.
 
     A model on the meta device is shared likewise: make the rest with `to_empty`, call this again,
     which writes the tables of a shared model anew, and load or make this rank's weights. A state
@@ -78,7 +80,7 @@ def share_experts(
     check_type("model", model, PreTrainedModel, "a transformers PreTrainedModel")
     check_text("group", group)
     check_choice("tokens", tokens, TOKENS)
-    check_choice("collective", collective, TRANSPORTS)
+    check_choice("collective", collective, (AUTO, *TRANSPORTS))
     found, over = Group.of(group), Over(group, collective if tokens == "own" else "")
     modules = {name: m for name, m in model.named_modules() if is_experts(m)}
     if not modules:
@@ -87,6 +89,8 @@ def share_experts(
         _check(name, module, found, over)
     for module in modules.values():
         _share(module, found, over)
+    if over.collective == AUTO and found.size > 1 and model.device.type == "cuda":
+        peers.connect(group, model.device)
     return model
 
 

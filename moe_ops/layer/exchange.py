@@ -11,7 +11,13 @@ import torch
 from moe_ops.ops.dispatch_tokens import MOST_ROWS
 from moe_ops.ops.experts_over_ranks import why_not_apart
 from moe_ops.options import check_int, check_text
-from moe_ops.parallel.config import ALLGATHER, AUTO, HIGH_THROUGHPUT, ParallelConfig
+from moe_ops.parallel.config import (
+    ALLGATHER,
+    AUTO,
+    HIGH_THROUGHPUT,
+    LOW_LATENCY,
+    ParallelConfig,
+)
 from moe_ops.quant.config import QuantConfig
 from moe_ops.ranks import transport
 from moe_ops.ranks.groups import Group
@@ -20,7 +26,8 @@ from moe_ops.shapes import check_choice
 ALL_TOKENS, OWN_TOKENS = "replicated", "own"
 TOKENS = (ALL_TOKENS, OWN_TOKENS)
 TRANSPORT_OF = {
-    ALLGATHER: transport.GATHER, HIGH_THROUGHPUT: transport.EXCHANGE, AUTO: transport.AUTO,
+    ALLGATHER: transport.GATHER, HIGH_THROUGHPUT: transport.EXCHANGE,
+    LOW_LATENCY: transport.PUSH, AUTO: transport.AUTO,
 }  # fmt: skip
 
 
@@ -42,8 +49,7 @@ class Exchange:
     def of(cls, given: Mapping[str, Any]) -> Exchange | None:
         """What the arguments of a layer ask for; None where its forward sends nothing.
 
-        Raises ValueError, saying what to do, for groups and sizes that do not fit, and
-        NotImplementedError for a collective that does not exist yet.
+        Raises ValueError, saying what to do, for groups and sizes that do not fit.
         """
         check_tokens(given)
         parallel: ParallelConfig = given["parallel"]
@@ -58,11 +64,6 @@ class Exchange:
             raise ValueError(
                 "tokens='own' gives each rank the whole result of its tokens; leave out "
                 "reduce_results, which would add those of different tokens"
-            )
-        if parallel.collective not in TRANSPORT_OF:
-            raise NotImplementedError(
-                f"tokens='own' cannot go by {parallel.collective!r} yet; take one of "
-                f"{', '.join(TRANSPORT_OF)}"
             )
         quant = QuantConfig.of(given["quant"])
         why = why_not_apart(quant.inputs, quant.static_inputs) if quant is not None else None

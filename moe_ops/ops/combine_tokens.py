@@ -10,11 +10,11 @@ from torch import Tensor
 
 from moe_ops import fake_impls
 from moe_ops.gradients import needs_grad
-from moe_ops.ops.dispatch_tokens import agree, check_rows, check_tables
+from moe_ops.ops.dispatch_tokens import agree, check_rows, check_tables, not_pushed
 from moe_ops.ranks import exchange, gather
 from moe_ops.ranks.agree import Values
 from moe_ops.ranks.groups import Group
-from moe_ops.ranks.transport import EXCHANGE, GATHER, TRANSPORTS, Tables
+from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH, TRANSPORTS, Tables
 from moe_ops.shapes import (
     FLOATS,
     INDICES,
@@ -62,6 +62,8 @@ def check(call: CombineTokensCall) -> None:
     check_size("splits_2R", splits_2R, 1, ranks if exchanged else 0, "as dispatch_tokens gave it")
     if not exchanged:
         check_size("y_GD", y_GD, 0, ranks * call.rows, "ranks times rows")
+    if call.collective == PUSH:
+        check_size("token_N", call.token_N, 0, ranks * call.rows, "as dispatch_tokens gave it")
 
 
 def check_handle(call: CombineTokensCall) -> None:
@@ -95,6 +97,8 @@ def combine_tokens(call: CombineTokensCall) -> Tensor:
     dtype. Raises as `dispatch_tokens` does, and NotImplementedError for gradients of an exchange
     that are compiled.
     """
+    if call.collective == PUSH:
+        raise not_pushed(combine_tokens, call)
     y_GD, T = call.y_GD, call.ids_TK.shape[0]
     values: Values = {"D": y_GD.shape[1], "gradients": needs_grad(y_GD)}
     group = agree("combine_tokens", y_GD, T, call, values)

@@ -15,7 +15,7 @@ from moe_ops.options import check_int
 from moe_ops.ranks import exchange, gather
 from moe_ops.ranks.agree import Values, require_alike
 from moe_ops.ranks.groups import Group
-from moe_ops.ranks.transport import EXCHANGE, GATHER, TRANSPORTS, Sent, Tables
+from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH, TRANSPORTS, Sent, Tables
 from moe_ops.shapes import (
     FLOATS,
     INDICES,
@@ -24,7 +24,7 @@ from moe_ops.shapes import (
     check_size,
     check_tensor,
 )
-from moe_ops.spec import op, readable
+from moe_ops.spec import Op, op, readable
 
 SCALES = (torch.float32, torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn)
 
@@ -117,9 +117,12 @@ def dispatch_tokens(
     that no rank has more tokens than; some may have none.
 
     collective: "gather" gives G = ranks * rows rows in slots (source rank, token), without any
-    count: static shapes, and CUDA graphs; N = 0. "exchange" gives the rows that are needed here
-    alone, in the order of ranks and tokens; the host reads how many: splits_2R int64, on the CPU,
-    rows sent to and received from each rank, token_N int32 the token in each row that was sent.
+    count: static shapes, and CUDA graphs; N = 0. "push" gives the same slots, which the ranks store
+    into each other's memory: on GPUs of one host, without gradients and scales. token_N [G] is 1
+    for the rows that are served here, 0 for others, which hold anything. "exchange" gives the rows
+    that are needed here alone, in the order of ranks and tokens; the host reads how many: splits_2R
+    int64, on the CPU, rows sent to and received from each rank, token_N int32 the token in each row
+    that was sent.
 
     x_TD: [T, D], floats or the values of `quantize`, with scale_TS [T, S] the scales of its rows
     (scale_GS is [G, 0] without); they travel as bytes. weights_TK: float [T, K]; ids_TK: int32 or
@@ -129,8 +132,10 @@ def dispatch_tokens(
 
     Raises ValueError or TypeError for wrong shapes, dtypes, devices or a group that is none; and on
     every rank RuntimeError for ranks that differ or do not answer, and ValueError for more tokens
-    than rows.
+    than rows; and NotImplementedError, with the reason, where "push" cannot run.
     """
+    if call.collective == PUSH:
+        raise not_pushed(dispatch_tokens, call)
     sent = Sent(call.x_TD, scales_of(call), call.weights_TK, call.ids_TK)
     tables = Tables(call.rank_of_P, call.slot_of_P)
     values: Values = {
@@ -148,6 +153,12 @@ def dispatch_tokens(
     token_N = ids_GK.new_empty((0,))
     splits_2R = torch.empty((2, 0), dtype=torch.int64, device="cpu")
     return x_GD, scale_GS, weights_GK, ids_GK, token_N, splits_2R
+
+
+def not_pushed(op: Op, call: Any) -> NotImplementedError:
+    """Why `push`, which has no definition but its kernels, cannot run a call."""
+    reason = op.refusals_of(call).get(PUSH) or "runs as an op alone"
+    return NotImplementedError(f"{op.name}: collective={PUSH!r} {reason}; take {GATHER!r} instead")
 
 
 def scales_of(call: DispatchTokensCall) -> Tensor:

@@ -90,9 +90,9 @@ def experts_over_ranks(call: ExpertsOverRanksCall) -> Tensor:
     Each rank gives its own tokens, at most `rows`, and gets their results: out_t = sum_k w_tk *
     (W2_e act(W13_e x_t + b13_e) + b2_e) with e = ids_TK[t, k] among the physical experts of all
     ranks. Arguments and their meaning are those of `experts`, of which the weights are those here,
-    and of `dispatch_tokens`. collective: "gather", "exchange", or "auto" for the cheaper one of
-    `rows` rows, whose backends have the same names. Results differ between transports by no more
-    than rounding.
+    and of `dispatch_tokens`. collective: "gather", "exchange", "push", or "auto" for the
+    cheapest one of `rows` rows, whose backends have the same names. Results differ between
+    transports by no more than rounding.
 
     Every rank of the group has to call it, also one without tokens. Result [T, D] in x's dtype.
     Raises as `experts` and `dispatch_tokens` do, and ValueError for an x_format with a dynamic

@@ -31,7 +31,8 @@ from moe_ops.ops.sum_ranks import SumRanksCall
 from moe_ops.quant.formats import Format
 from moe_ops.ranks.groups import Group
 from moe_ops.ranks.links import LINKS
-from moe_ops.ranks.transport import AUTO, TRANSPORTS
+from moe_ops.ranks.peers import refusal
+from moe_ops.ranks.transport import AUTO, PUSH, TRANSPORTS
 from moe_ops.shapes import DTYPES
 
 
@@ -266,7 +267,10 @@ def _experts_over_ranks(a: ExpertsOverRanksCall, rows: int) -> Cost:
     T = rows * sent.ranks
     here = _layer(layer, T, K / sent.ranks, T * (_row(layer.ids_TK) + _row(layer.weights_TK)))
     link = LINKS.get(layer.x_TD.device.type, LINKS["cuda"])
-    asked = TRANSPORTS if a.ranks.collective == AUTO else (a.ranks.collective,)
+    asked = [a.ranks.collective]
+    if a.ranks.collective == AUTO:
+        pushes = refusal(a.ranks.group) is None
+        asked = [t for t in TRANSPORTS if t != PUSH or pushes]
     return replace(here, link_us=min(sent.microseconds(t, rows, link) for t in asked))
 
 

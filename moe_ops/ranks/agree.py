@@ -9,7 +9,7 @@ ranks alike are the caller's to ensure, with `require_alike` before the first ca
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,19 @@ def require_alike(what: str, values: Values, group: Group, tokens: int, rows: in
     """
     mine = {"op": what, **values, "rows": rows, "tokens": tokens}
     every = [mine] if group.size == 1 else _exchanged(what, mine, group)
+    compare(what, every)
+    over = {rank: v["tokens"] for rank, v in enumerate(every) if v["tokens"] > rows}
+    if over:
+        said = ", ".join(f"rank {rank} has {count}" for rank, count in over.items())
+        raise ValueError(
+            f"moe_ops.{what}: more tokens than the agreed rows={rows}: {said}; agree on more rows "
+            "(max_num_tokens of a layer), or give fewer tokens at once"
+        )
+
+
+def compare(what: str, every: Sequence[Values]) -> None:
+    """Raise RuntimeError, naming ranks and values, unless all ranks say the same, but for their
+    numbers of tokens."""
     for name in dict.fromkeys(name for values in every for name in values):
         if name == "tokens":
             continue
@@ -43,13 +56,6 @@ def require_alike(what: str, values: Values, group: Group, tokens: int, rows: in
                 f"moe_ops.{what}: the ranks differ in {name} ({said}); give every rank of the "
                 "group the same, in the same order of calls"
             )
-    over = {rank: v["tokens"] for rank, v in enumerate(every) if v["tokens"] > rows}
-    if over:
-        said = ", ".join(f"rank {rank} has {count}" for rank, count in over.items())
-        raise ValueError(
-            f"moe_ops.{what}: more tokens than the agreed rows={rows}: {said}; agree on more rows "
-            "(max_num_tokens of a layer), or give fewer tokens at once"
-        )
 
 
 def most_tokens(tokens: int, group: str, *, multiple: int = 1) -> int:

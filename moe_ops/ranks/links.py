@@ -11,37 +11,52 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from moe_ops.ranks.transport import EXCHANGE, GATHER
+from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH
 
-# Slots of `gather` above this are left to `exchange`, where there is a choice.
-MOST_BYTES = 2**30
+# Slots of `gather` above this are left to `exchange`, where there is a choice. Those of `push` stay
+# allocated, four times as many bytes at most, so that prompts are not to ask for them.
+MOST_BYTES, MOST_PUSHED = 2**30, 2**26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """What connects ranks: microseconds of one small collective, bytes a second each way, and
-    microseconds until the host has read a count from the device and goes on."""
+    microseconds until the host has read a count from the device and goes on; microseconds of one
+    small launch that stores to peers and waits for them, and bytes a second of such."""
 
     alpha_us: float
     bytes_per_second: float
     wait_us: float
+    push_us: float
+    pushed_per_second: float
 
     def fixed_us(self, transport: str) -> float:
         """What a transport takes for no rows, there and back: `exchange` sends counts before, and
         waits for the device twice."""
         if transport == GATHER:
             return 2 * self.alpha_us
+        if transport == PUSH:
+            return 2 * self.push_us
         return 3 * self.alpha_us + 2 * self.wait_us
+
+    def rate(self, transport: str) -> float:
+        """Bytes a second."""
+        return self.pushed_per_second if transport == PUSH else self.bytes_per_second
 
 
 # Measured, by the type of the device. Two H200 of one host, NCCL in CUDA graphs, torch 2.11: an
 # all-to-all of 2 KB takes 8.5 us and moves 254 GB/s at 67 MB, an all-gather 8.3 us and 241 GB/s.
 # On two H100 a layer by `exchange`, which no graph holds, took 1.0 to 2.8 ms more than by `gather`
 # at 1 to 4096 tokens a rank (bench ep), most of it the host's: 1.9 in the middle. Two processes
-# with gloo on two cores, torch 2.13: 250 us, 0.9 GB/s.
+# with gloo on two cores, torch 2.13: 250 us, 0.9 GB/s. Those of `push` are reckoned from what a
+# copy to a peer (2.4 us of 4 KB, 355 GB/s at 17 MB) and a barrier (4.4 us) take on the H200.
 LINKS = {
-    "cuda": Link(alpha_us=8.5, bytes_per_second=245e9, wait_us=950.0),
-    "cpu": Link(alpha_us=250.0, bytes_per_second=0.9e9, wait_us=0.0),
+    "cuda": Link(
+        alpha_us=8.5, bytes_per_second=245e9, wait_us=950.0, push_us=5.5, pushed_per_second=320e9
+    ),
+    "cpu": Link(
+        alpha_us=250.0, bytes_per_second=0.9e9, wait_us=0.0, push_us=math.inf, pushed_per_second=1.0
+    ),
 }
 
 
@@ -71,7 +86,7 @@ class Traffic:
         """The least time of a transport, there and back."""
         if self.ranks == 1:
             return 0.0
-        return link.fixed_us(transport) + self.bytes(transport, rows) / link.bytes_per_second * 1e6
+        return link.fixed_us(transport) + self.bytes(transport, rows) / link.rate(transport) * 1e6
 
     def most_gathered(self, link: Link) -> int | None:
         """The most rows of each rank for which `gather` is the cheaper one; None: any number."""
@@ -83,3 +98,12 @@ class Traffic:
         if saved <= 0:
             return limit
         return min(limit, int((exchange - gather) * link.bytes_per_second / 1e6 / saved))
+
+    def most_pushed(self, link: Link) -> int:
+        """The most rows of each rank for which `push` takes no longer than `gather`."""
+        limit = MOST_PUSHED // (self.ranks * (self.there + self.back))
+        begun = link.fixed_us(GATHER) - link.fixed_us(PUSH)
+        gather, push = (1e6 * self.bytes(t, 1) / link.rate(t) for t in (GATHER, PUSH))
+        if begun < 0:
+            return 0
+        return limit if push <= gather else min(limit, int(begun / (push - gather)))

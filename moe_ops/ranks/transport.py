@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-GATHER, EXCHANGE, AUTO = "gather", "exchange", "auto"
-TRANSPORTS = (GATHER, EXCHANGE)
+GATHER, EXCHANGE, PUSH, AUTO = "gather", "exchange", "push", "auto"
+TRANSPORTS = (GATHER, EXCHANGE, PUSH)
 
 
 @dataclass(frozen=True, slots=True)

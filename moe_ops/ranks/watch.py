@@ -6,6 +6,7 @@ watch the ranks that are there wait for ever.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections import deque
@@ -85,6 +86,7 @@ class Watch:
     def _run(self) -> None:
         if self._device is not None:
             torch.cuda.set_device(self._device)
+            _let_others_capture()
         since, said = time.monotonic(), (0, 0)
         while not self._closed.wait(POLL_SECONDS):
             while self._pending and self._pending[0][0].query():
@@ -126,3 +128,12 @@ class Watch:
             "the replay wrote means nothing; look at the log of those ranks, and start the group "
             "again"
         )
+
+
+def _let_others_capture() -> None:
+    """Let this thread ask for events while another one captures a graph, which would end in an
+    error otherwise, as what captures forbids it to all threads that do not say that they know."""
+    relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED, of the CUDA driver API
+    failed = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+    if failed:
+        raise RuntimeError(f"cuThreadExchangeStreamCaptureMode returned the CUDA error {failed}")

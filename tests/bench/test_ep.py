@@ -19,15 +19,21 @@ def measured(rank: int, group: str) -> None:
     LAYERS["tiny"] = TINY
     ep.REPEATS["cpu"], ep.PROBED = 2, (64, 256)
     device = torch.device("cpu")
-    found = ep.measure(["tiny"], [1, 5], ep.MODES, device)
-    assert [(s.how, s.size) for s in found] == [(m, T) for T in (1, 5) for m in ep.MODES]
+    modes = {part: [m for m in every if m != "push"] for part, every in ep.PARTS.items()}
+    found = []
+    for part in ep.PARTS:
+        spent = ep.measure(["tiny"], [1, 5], None, device, part)
+        assert [(s.how, s.size) for s in spent] == [(m, T) for T in (1, 5) for m in modes[part]]
+        found += spent
     probed = ep.probe(device)
     assert [s.size for s in probed] == [64] * 3 + [256] * 3
     assert all(0 < s.low_us <= s.us <= s.high_us and not s.captured for s in (*found, *probed))
     assert len(ep.table([*found, *probed]).splitlines()) == 1 + len(found) + len(probed)
-    want, *others = (ep._layer(TINY, 5, mode, held)() for mode in ep.MODES for held in [WEIGHTS])
+    want, *others = (ep._layer(TINY, 5, mode, WEIGHTS)() for mode in modes["layer"])
     for other in others:
         torch.testing.assert_close(other, want, rtol=2e-2, atol=2e-2)
+    want, other = (ep._transport(TINY, 5, mode, device)() for mode in ("gather", "exchange"))
+    assert torch.equal(other, want)
 
 
 WEIGHTS = (torch.full((4, 64, 64), 0.02).bfloat16(), torch.full((4, 64, 32), 0.02).bfloat16())
@@ -53,4 +59,6 @@ def test_options_of_ep() -> None:
     words = ("ep", "--simulate", "--ranks", "8,64", "--zipf", "0", "1", "--tokens", "4")
     args = cli.parse(words)
     assert (args.simulate, args.ranks, args.zipf, args.tokens) == (True, [8, 64], [0.0, 1.0], [4])
-    assert cli.parse(["ep"]).modes == list(ep.MODES)
+    assert (cli.parse(["ep"]).modes, cli.parse(["ep"]).part) == (None, "layer")
+    chosen = cli.parse(["ep", "--part", "transport", "--modes", "push", "packed"])
+    assert (chosen.part, chosen.modes) == ("transport", ["push", "packed"])

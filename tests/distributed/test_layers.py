@@ -248,10 +248,13 @@ def test_what_does_not_fit_the_ranks_is_refused(options: dict[str, Any], text: s
             MoELayer(**{**right, **options})
 
 
-def test_a_transport_that_there_is_not_is_refused() -> None:
+def test_push_is_refused_without_gpus() -> None:
     config = ParallelConfig.of(dp=2, **EP, collective=LOW_LATENCY)
-    with fake_group(2) as group, pytest.raises(NotImplementedError, match="cannot go by 'alltoall"):
-        MoELayer(**SIZES, parallel=config, tokens="own", group=group, max_num_tokens=8)
+    reason = "collective='push' needs a tensor on cuda, got cpu; take 'gather' instead"
+    with fake_group(2) as group:
+        layer = MoELayer(**SIZES, parallel=config, tokens="own", group=group, max_num_tokens=8)
+        with pytest.raises(NotImplementedError, match=reason):
+            layer(torch.randn(3, 64), torch.randn(3, 6))
 
 
 @torch.no_grad()

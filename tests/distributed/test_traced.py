@@ -71,7 +71,7 @@ def in_halves(x: Tensor, weights: Tensor, ids: Tensor, group: str, collective: s
     return combine_tokens(sent[0] * 2, ids, *tables, *sent[4:], ROWS, group, collective)
 
 
-@pytest.mark.parametrize("collective", ["gather", "exchange"])
+@pytest.mark.parametrize("collective", ["gather", "exchange", "push"])
 def test_halves_trace_into_one_graph_for_any_number_of_tokens(collective: str) -> None:
     torch.compiler.reset()
     seen: list[torch.fx.GraphModule] = []

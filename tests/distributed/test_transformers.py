@@ -46,7 +46,8 @@ def shared(rank: int, group: str) -> None:
         ids = torch.randint(64, (4, 5))
         want = whole(ids).logits
         tokens = generated(whole, ids)
-        for how in ({}, {"tokens": "own"}, {"tokens": "own", "collective": "exchange"}):
+        ways = [{"tokens": "own", "collective": c} for c in ("gather", "auto", "exchange")]
+        for how in ({}, *ways):
             model = moe_ops.share_experts(copy.deepcopy(whole), group, **how)
             mine = slice(None) if not how else slice(2 * rank, 2 * rank + 2)
             assert_close(model(ids[mine]).logits, want[mine], CLOSE, f"{family} {how}")

@@ -1,4 +1,5 @@
-"""Two GPUs of one host: experts over ranks by NCCL give what one GPU gives, eager and captured."""
+"""Two GPUs of one host: experts over ranks by NCCL, and by stores to each other, give what one GPU
+gives, eager and captured."""
 
 from __future__ import annotations
 
@@ -6,32 +7,30 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
-from moe_ops import capture, experts_over_ranks, share_experts, sum_ranks
+import moe_ops
+from moe_ops import (
+    capture,
+    combine_tokens,
+    dispatch_tokens,
+    experts_over_ranks,
+    share_experts,
+    sum_ranks,
+)
+from moe_ops.graphs.cuda_graph import capture_call
 from moe_ops.layer import MoELayer
-from moe_ops.parallel.config import ParallelConfig
-from moe_ops.ranks.watch import Watch
+from moe_ops.parallel.config import ALLGATHER, AUTO, LOW_LATENCY, ParallelConfig
 from moe_ops.testing import TOL, assert_close
 from tests.distributed.shares import SPREADS, Spread, Whole, run_share
 from tests.distributed.test_transformers import generated, make
+from tests.distributed.two_gpus import NEEDS_TWO, RANKS, two_gpus
 from tests.layer.shards import randomize, take_share
 
-RANKS = 2
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.device_count() < RANKS,
-        reason=f"needs {RANKS} GPUs, there are {torch.cuda.device_count()}",
-    ),
-]
-
+pytestmark = NEEDS_TWO
 BF16 = torch.bfloat16
 TWO = (
     *(s for s in SPREADS if s.ranks == RANKS),
@@ -43,21 +42,6 @@ TWO = (
 FORMATS = (
     ("", ""), ("int4:1x32", ""), ("mxfp4", ""), ("float8_e4m3fn:32x32", "float8_e4m3fn:1x32"),
 )  # fmt: skip
-
-
-def main(rank: int, folder: Path, body: Callable[..., None], args: Any) -> None:
-    torch.cuda.set_device(rank)
-    store = dist.FileStore(str(folder / "store"), RANKS)
-    device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=RANKS, device_id=device)
-    with torch.no_grad():
-        body(rank, dist.group.WORLD.group_name, *args)
-    torch.cuda.synchronize()
-    dist.destroy_process_group()
-
-
-def two_gpus(folder: Path, body: Callable[..., None], *args: Any) -> None:
-    mp.spawn(main, (folder, body, args), nprocs=RANKS)
 
 
 def on_gpu(whole: Whole) -> Whole:
@@ -125,77 +109,21 @@ def test_a_captured_gather_is_replayed_with_other_routing(rows: int, tmp_path: P
     two_gpus(tmp_path, replayed, rows, 1000)
 
 
-def watched(rank: int, group: str) -> None:
-    """Rank 1 replays twice and rank 0 three times: rank 0 is told so, and goes on without it."""
-    x = torch.ones(4, device="cuda")
-    sum_ranks(x, group)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = sum_ranks(x, group)
-    with Watch(group, seconds=2) as watch:
-        for _ in range(2):
-            graph.replay()
-            watch.launched()
-        torch.cuda.synchronize()
-        watch.check()
-        assert out.tolist() == [RANKS] * 4
-        if rank == 0:
-            graph.replay()
-            watch.launched()
-            start = time.monotonic()
-            torch.cuda.synchronize()
-            assert time.monotonic() - start < 10
-            with pytest.raises(RuntimeError, match=r"replay 3 .* rank 1 did not launch it"):
-                watch.check()
-        else:
-            time.sleep(8)
-    os._exit(0)  # what was aborted cannot be destroyed
-
-
-def test_a_rank_that_does_not_replay_is_named(tmp_path: Path) -> None:
-    two_gpus(tmp_path, watched)
-
-
-def beside_the_exchange(rank: int, group: str) -> None:
-    """A layer with shared experts, which run on a stream of their own, in order of another one."""
-    sizes = {"num_experts": 8, "top_k": 2, "hidden_size": 256, "intermediate_size": 64}
-    shared = torch.nn.Sequential(*(torch.nn.Linear(256, 256, dtype=BF16) for _ in range(24)))
-    config = ParallelConfig.of(dp=RANKS, dp_rank=rank, expert_parallel=True)
-    layer = MoELayer(
-        **sizes, dtype=BF16, parallel=config, tokens="own", group=group, max_num_tokens=64,
-        shared_experts=shared, shared_reduction="replicated", separate=True,
-    ).cuda()  # fmt: skip
-    logits = torch.randn(64, 8).cuda()
-    x = torch.randn(64, 256).to("cuda", BF16)
-    for _ in range(3):
-        layer(x, logits)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = layer(x, logits)
-    for step in range(200):
-        x.normal_()
-        want = shared(x)
-        eager = layer(x, logits)
-        assert torch.equal(eager[0], want), f"eager call {step}"
-        graph.replay()
-        assert torch.equal(captured[0], want), f"replay {step}"
-        assert torch.equal(captured[1], eager[1]), f"replay {step}, routed"
-    del graph
-
-
-def test_shared_experts_run_beside_the_exchange(tmp_path: Path) -> None:
-    two_gpus(tmp_path, beside_the_exchange)
-
-
-def captured_layer(rank: int, group: str) -> None:
+def own_tokens(rank: int, group: str, collective: str) -> tuple[MoELayer, MoELayer]:
+    """A layer, and a rank's share of it for tokens of its own."""
     sizes = {"num_experts": 8, "top_k": 2, "hidden_size": 128, "intermediate_size": 64}
     whole = randomize(MoELayer(**sizes, dtype=BF16)).cuda()
-    config = ParallelConfig.of(dp=RANKS, dp_rank=rank, expert_parallel=True)
+    config = ParallelConfig.of(dp=RANKS, dp_rank=rank, expert_parallel=True, collective=collective)
     layer = MoELayer(
         **sizes, dtype=BF16, parallel=config, tokens="own", group=group, max_num_tokens=64,
         device="cuda",
     )  # fmt: skip
     take_share(whole, layer)
+    return whole, layer
+
+
+def captured_layer(rank: int, group: str, collective: str) -> None:
+    whole, layer = own_tokens(rank, group, collective)
     run = capture(lambda x, logits: layer(x, logits, rows=x.shape[0]), buckets=(8, 64), varying=2)
     generator = torch.Generator().manual_seed(rank)
     for T in (3, 8, 40, 5, 64):
@@ -207,8 +135,11 @@ def captured_layer(rank: int, group: str) -> None:
     run.reset()
 
 
-def test_a_layer_is_captured_by_buckets(tmp_path: Path) -> None:
-    two_gpus(tmp_path, captured_layer)
+@pytest.mark.parametrize(
+    "collective", [ALLGATHER, LOW_LATENCY, AUTO], ids=["gather", "push", "auto"]
+)
+def test_a_layer_is_captured_by_buckets(collective: str, tmp_path: Path) -> None:
+    two_gpus(tmp_path, captured_layer, collective)
 
 
 def sums(rank: int, group: str) -> None:
@@ -231,8 +162,6 @@ def steps(rank: int, group: str) -> None:
     """`generate` by captured steps, of one batch and of a batch for each rank."""
     import copy
 
-    import moe_ops
-
     whole = make("qwen3_moe").cuda()
     ids = torch.randint(64, (4, 5), generator=torch.Generator().manual_seed(0)).cuda()
     tokens = generated(whole, ids)
@@ -247,3 +176,149 @@ def steps(rank: int, group: str) -> None:
 
 def test_generate_by_captured_steps(tmp_path: Path) -> None:
     two_gpus(tmp_path, steps)
+
+
+def pushed_spreads(rank: int, group: str, w_format: str, x_format: str) -> None:
+    for spread in TWO:
+        whole = on_gpu(Whole.of(spread, BF16, w_format, x_format))
+        want = run_share(rank, group, whole, "gather")
+        for call in range(3):
+            got = run_share(rank, group, whole, "push")
+            assert torch.equal(got, want), f"{spread.name}, call {call}"
+
+
+@pytest.mark.parametrize(("w_format", "x_format"), FORMATS, ids=[w or "bf16" for w, _ in FORMATS])
+def test_push_gives_the_bits_of_gather(w_format: str, x_format: str, tmp_path: Path) -> None:
+    two_gpus(tmp_path, pushed_spreads, w_format, x_format)
+
+
+def pushed_replays(rank: int, group: str, rows: int, replays: int) -> None:
+    """One graph by each transport, replayed side by side: each replay has other tokens, experts and
+    numbers of tokens, and ranks that are late by up to a millisecond."""
+    whole = on_gpu(Whole.of(Spread(name="full", tokens=(rows, rows)), BF16))
+    tables = tuple(t.cuda() for t in whole.tables())
+    held = whole.held(rank, tables)
+    x, weights, ids = (t.clone() for t in whole.own(rank))
+
+    def call(collective: str) -> Tensor:
+        return experts_over_ranks(x, weights, ids, *held.values(), *tables, rows, group, collective)
+
+    graphs = {c: capture_call(lambda c=c: call(c), device=x.device) for c in ("gather", "push")}
+    generator = torch.Generator(device="cuda").manual_seed(rank)
+    chance = torch.Generator().manual_seed(rank)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(replays):
+        x.normal_(generator=generator)
+        weights.uniform_(generator=generator)
+        ids.random_(whole.weights["w13_EFD"].shape[0], generator=generator)
+        used, late = torch.randint(2**20, (2,), generator=chance).tolist()
+        ids[used % (rows + 1) :] = -1
+        if late % 4 == 0:
+            torch.cuda._sleep(late)  # cycles
+        for graph in graphs.values():
+            graph.replay()
+        wrong += (graphs["push"].output != graphs["gather"].output).any()
+    assert int(wrong) == 0, f"{int(wrong)} of {replays} replays differ"
+    del graphs, graph  # before the group goes
+
+
+@pytest.mark.parametrize(
+    ("rows", "replays"), [(1, 1000), (8, 10_000), (64, 1000), (512, 300)], ids=lambda n: str(n)
+)
+def test_a_captured_push_gives_the_bits_of_gather(rows: int, replays: int, tmp_path: Path) -> None:
+    two_gpus(tmp_path, pushed_replays, rows, replays)
+
+
+def prepared_call(group: str, rows: int, D: int = 256) -> Callable[[], Tensor]:
+    """There and back by push: each rank has one expert, and each token wants both."""
+    tables = tuple(torch.tensor(t, dtype=torch.int32, device="cuda") for t in ([0, 1], [0, 0]))
+    ids = torch.tensor([[0, 1]], device="cuda").expand(rows, 2)
+    x = torch.ones(rows, D, dtype=BF16, device="cuda")
+    ids, weights = ids.contiguous(), torch.ones(rows, 2, device="cuda")
+
+    def call() -> Tensor:
+        x_GD, *_, served, splits = dispatch_tokens(
+            x, weights, ids, *tables, rows, group, collective="push"
+        )
+        return combine_tokens(x_GD, ids, *tables, served, splits, rows, group, "push")
+
+    return call
+
+
+def captured_unprepared(rank: int, group: str) -> None:
+    def captured(rows: int) -> Tensor:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = calls[rows]()
+        graph.replay()
+        return out.clone()
+
+    calls = {rows: prepared_call(group, rows) for rows in (4, 2048)}
+    with pytest.raises(RuntimeError, match="run the call once on every rank before the capture"):
+        captured(4)
+    calls[4]()
+    assert bool((captured(4) == 2).all())
+    with pytest.raises(RuntimeError, match="and cannot make it while a CUDA graph is captured"):
+        captured(2048)
+    calls[2048]()
+    assert bool((captured(2048) == 2).all())
+    assert bool((captured(4) == 2).all())
+
+
+def test_a_push_that_nothing_prepared_is_not_captured(tmp_path: Path) -> None:
+    two_gpus(tmp_path, captured_unprepared)
+
+
+LIMIT = 10  # seconds
+
+
+def stuck(rank: int, group: str, replays: bool) -> None:
+    """A rank that does not come: the other goes on after the limit of the group, and says so."""
+    call = prepared_call(group, 8)
+    call()
+    captured = capture_call(call, device=torch.device("cuda", rank))
+    captured.replay()
+    torch.cuda.synchronize()
+    if rank == 1:
+        time.sleep(LIMIT + 5)
+        os._exit(0)
+    begin = time.monotonic()
+    if replays:
+        captured.replay()
+    else:
+        call()
+    torch.cuda.synchronize()
+    assert LIMIT - 1 < time.monotonic() - begin < LIMIT + 1
+    for again in (call, captured.replay):
+        with pytest.raises(RuntimeError, match=r"rank 1 of the group .* does not answer rank 0"):
+            again()
+    torch.ones(1, device="cuda").sum().item()  # the context lives
+    os._exit(0)  # the group cannot be taken down in order
+
+
+@pytest.mark.parametrize("replays", [False, True], ids=["eager", "replayed"])
+def test_a_rank_that_is_stuck_in_push_is_named(replays: bool, tmp_path: Path) -> None:
+    two_gpus(tmp_path, stuck, replays, seconds=LIMIT)
+
+
+def picked(rank: int, group: str) -> None:
+    """`auto` takes push once the ranks know that they reach each other's memory."""
+    whole, layer = own_tokens(rank, group, AUTO)
+    x = torch.randn(8, 128, device="cuda").to(BF16)
+    logits = torch.randn(8, 8, device="cuda")
+
+    def transports(rows: int) -> list[str]:
+        plan = moe_ops.explain(lambda x, logits: layer(x, logits, rows=rows), (x, logits)).plan
+        (choice,) = (c for c in plan.choices if c.op == "experts_over_ranks")
+        return [r.backend for r in choice.ranges]
+
+    assert transports(8) == ["gather"]
+    want = whole(x, logits)
+    for _ in range(2):
+        got = layer(x, logits, rows=8)
+        assert_close(got, want, TOL["experts_over_ranks", BF16])
+    assert transports(8) == ["push"]
+
+
+def test_auto_takes_push(tmp_path: Path) -> None:
+    two_gpus(tmp_path, picked)

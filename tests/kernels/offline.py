@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from moe_ops.backends.triton import run_experts
 from moe_ops.backends.triton_inputs import inputs_of
-from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS, quantize_blocks, ranks, routing
+from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS, push, quantize_blocks, ranks, routing
 from moe_ops.kernels.triton import quantize as quantize_kernels
 from moe_ops.kernels.triton.decode import linears, one_query, rope, rope_attention
 from moe_ops.kernels.triton.experts import (
@@ -165,6 +165,7 @@ def compile_launches(
             few,
             linears,
             one_query,
+            push,
             rope,
             rope_attention,
             routing,
@@ -179,6 +180,7 @@ def compile_launches(
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
         for module in (grouped_plain, linears, rope_attention, rows, tiny):
             patched.enter_context(patch.object(module, "shared_memory", lambda _: memory))
+        patched.enter_context(patch.object(push, "polls_by_asm", lambda _: True))
         patched.enter_context(patch.object(few, "on_hopper", lambda _: capability == 90))
         call()
     return found
@@ -227,6 +229,8 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             )
     for name in both:
         yield f"{name} over ranks", lambda c=LAYERS[name]: over_ranks(c)
+        for ranks_ in (2, 8):
+            yield f"{name} pushed to {ranks_}", lambda c=LAYERS[name], R=ranks_: pushed(c, R)
 
 
 def calls_of_codes(
@@ -268,6 +272,19 @@ def over_ranks(case: Case) -> None:
     packed = ranks.pack(x, weights, ids, 4, case.E)
     ranks.unpack(packed.repeat(2, 1), (table, table), (x, weights, case.K), 4, 1)
     ranks.combine(x.repeat(2, 1), ids, table, 4, 2, 1)
+
+
+def pushed(case: Case, R: int) -> None:
+    """What a rank launches, in one launch for both halves of an exchange, and in two."""
+    x, weights = torch.empty(4, case.D, dtype=torch.bfloat16), torch.empty(4, case.K)
+    table = torch.empty(case.E, dtype=torch.int32)
+    words = torch.empty(R, dtype=torch.int64)
+    arena = push.Arena(words, words, words, 2**20, 1, push.MOST_PROGRAMS, 10**10)
+    for halves in (push.BOTH, push.SEND, push.RECEIVE):
+        for ids in (torch.empty(4, case.K, dtype=d) for d in (torch.int32, torch.int64)):
+            for count in (4, push.MOST_PROGRAMS):
+                sent = push.dispatch(x, weights, ids, (table, table), count, arena, halves)
+                push.combine(sent[0], sent[3], ids, table, count, arena, halves)
 
 
 def attended(batch: int, heads: int, group: int, slots: int, size: int, sinks: bool) -> None:

@@ -23,7 +23,8 @@ KERNELS = {
         "route_kernel", "sort_kernel", "count_kernel", "add_up_kernel", "place_kernel",
         "sum_kernel", "one_query_kernel", "one_query_merge", "linears_one", "linears_few",
         "rope_kernel", "rope_attention_kernel", "_tile_map", "_grouped",
-        "pack_kernel", "unpack_kernel", "combine_kernel",
+        "pack_kernel", "unpack_kernel", "combine_kernel", "dispatch_kernel",
+        "combine_pushed_kernel",
     },
     "codes": EXPERTS | {"arrange_kernel", "decode_kernel"},
     "by_row": EXPERTS | {

@@ -1,0 +1,146 @@
+"""The transport `push` as a backend: each rank stores its tokens into the memory of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops.backend import Rows
+from moe_ops.backends.triton import refuse_device
+from moe_ops.gradients import needs_grad
+from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
+from moe_ops.ops.dispatch_tokens import DispatchTokensCall, agree, dispatch_tokens
+from moe_ops.ops.experts_over_ranks import (
+    ExpertsOverRanksCall,
+    experts_over_ranks,
+    over_ranks,
+    traffic,
+)
+from moe_ops.ranks import peers
+from moe_ops.ranks.groups import Group
+from moe_ops.ranks.links import LINKS
+from moe_ops.ranks.transport import AUTO, PUSH
+
+MOST_COLUMNS = 2**15  # which one program copies
+NO_GRADIENT = "has no gradients, and one is asked for"
+
+
+def refuse_rows(collective: str, group: str, tensors: Mapping[str, Tensor]) -> str | None:
+    """Why rows of these tensors cannot be stored to the other ranks of a group, or None."""
+    if collective != PUSH:
+        return f"stores tokens for {PUSH!r}, got collective={collective!r}"
+    if Group.of(group).size == 1:
+        return "has no other rank to store to"
+    if needs_grad(*tensors.values()):
+        return NO_GRADIENT
+    for name, t in tensors.items():
+        if t.shape[1] * t.dtype.itemsize % 4 or not t.shape[1]:
+            return f"copies words of four bytes, got {name} of {t.shape[1]} x {t.dtype.itemsize}"
+        if t.shape[1] > MOST_COLUMNS:
+            return f"takes {MOST_COLUMNS} columns at most, got {t.shape[1]}"
+    return refuse_device(next(iter(tensors.values())))
+
+
+def supports_dispatch(call: DispatchTokensCall) -> str | None:
+    """Why the tokens of a call cannot be stored to other ranks, or None."""
+    rows = {"x_TD": call.x_TD, "weights_TK": call.weights_TK}
+    return refuse_rows(call.collective, call.group, rows)
+
+
+def supports_combine(call: CombineTokensCall) -> str | None:
+    """Why the rows of a call cannot be stored back, or None."""
+    if not call.ids_TK.shape[1]:
+        return "needs an id for each token"
+    return refuse_rows(call.collective, call.group, {"y_GD": call.y_GD})
+
+
+def supports_experts(call: ExpertsOverRanksCall) -> str | None:
+    """Why the tokens of a layer cannot go by `push`, or None."""
+    layer, asked = call.layer, call.ranks.collective
+    if asked not in (AUTO, PUSH):
+        return f"collective={asked!r} was asked for"
+    if needs_grad(layer.w13_EFD, layer.w2_EDI, layer.b13_EF, layer.b2_ED):
+        return NO_GRADIENT
+    rows = {"x_TD": layer.x_TD, "weights_TK": layer.weights_TK}
+    reason = refuse_rows(PUSH, call.ranks.group, rows)
+    if reason is not None or asked == PUSH:
+        return reason
+    return peers.refusal(call.ranks.group) or _uncaptured(call)
+
+
+def _uncaptured(call: ExpertsOverRanksCall) -> str | None:
+    """Why a call that is captured may not make memory, or None."""
+    rows = call.ranks.rows
+    if not isinstance(rows, int) or not torch.cuda.is_current_stream_capturing():
+        return None
+    if peers.memory(call.ranks.group, traffic(call).ranks * rows * traffic(call).there) is None:
+        return "needs memory that no eager call has made; run the call before the capture"
+    return None
+
+
+def most_pushed(call: ExpertsOverRanksCall) -> int | None:
+    """The most rows for which storing to peers takes no longer than gathering, where both may."""
+    return traffic(call).most_pushed(LINKS["cuda"]) if call.ranks.collective == AUTO else None
+
+
+@dispatch_tokens.backend(
+    PUSH, reads=("group", "collective"), supports=supports_dispatch, devices=("cuda",), priority=1
+)
+def store_tokens(
+    call: DispatchTokensCall,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`dispatch_tokens` in one launch."""
+    from moe_ops.kernels.triton import push
+
+    x_TD, weights_TK, ids_TK = (t.contiguous() for t in (call.x_TD, call.weights_TK, call.ids_TK))
+    group = agree("dispatch_tokens", x_TD, x_TD.shape[0], call, {})
+    nbytes = push.dispatch_bytes(x_TD, weights_TK, group.size, call.rows)
+    tables = (call.rank_of_P.contiguous(), call.slot_of_P.contiguous())
+    x_GD, weights_GK, ids_GK, served_G = push.dispatch(
+        x_TD, weights_TK, ids_TK, tables, call.rows, _arena(group, nbytes, x_TD.device)
+    )
+    scale_GS = x_GD.new_empty((x_GD.shape[0], 0), dtype=torch.float32)
+    splits_2R = torch.empty((2, 0), dtype=torch.int64, device="cpu")
+    return x_GD, scale_GS, weights_GK, ids_GK, served_G, splits_2R
+
+
+@combine_tokens.backend(
+    PUSH, reads=("group", "collective"), supports=supports_combine, devices=("cuda",), priority=1
+)
+def store_back(call: CombineTokensCall) -> Tensor:
+    """`combine_tokens` in one launch."""
+    from moe_ops.kernels.triton import push
+
+    y_GD = call.y_GD.contiguous()
+    group = agree("combine_tokens", y_GD, call.ids_TK.shape[0], call, {})
+    return push.combine(
+        y_GD, call.token_N.contiguous(), call.ids_TK.contiguous(), call.rank_of_P.contiguous(),
+        call.rows, _arena(group, push.combine_bytes(y_GD), y_GD.device),
+    )  # fmt: skip
+
+
+@experts_over_ranks.backend(
+    PUSH,
+    reads=experts_over_ranks.optional,
+    supports=supports_experts,
+    rows=Rows(preferred=most_pushed),
+    devices=("cuda",),
+    priority=1,
+)
+def pushed(call: ExpertsOverRanksCall) -> Tensor:
+    """`experts_over_ranks` on the tokens that need this rank, in static slots."""
+    return over_ranks(call, PUSH)
+
+
+def _arena(group: Group, nbytes: int, device: torch.device) -> Any:
+    """The memory of a group, as kernels take it."""
+    from moe_ops.kernels.triton import push
+
+    known, held = peers.reserve(group.name, nbytes, push.arena_bytes, device)
+    programs = min(push.MOST_PROGRAMS, 1 << (known.processors.bit_length() - 1))
+    return push.Arena(
+        held.words, held.table_R, held.error, held.half, group.rank, programs, known.limit
+    )

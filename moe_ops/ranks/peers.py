@@ -1,0 +1,235 @@
+"""Memory of this rank that the other ranks of a group can write to, for the transport `push`.
+
+It needs GPUs of one host that reach each other. Whether they do is found out by all ranks together,
+once for a group, so that all of them choose alike: `connect`. Memory is made by all ranks together
+too, in the first eager call that needs more than there is; it is zeroed, and stays where it is as
+long as the group does, for captured graphs. All calls of a group share it, so that they have to run
+one after the other on a device, as those of NCCL.
+
+Kernels that wait in vain say so in a word that the host can read: `check`, ahead of each call and
+replay, raises an error that names the rank. The group has to be made anew then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ops.ranks.agree import compare
+from moe_ops.ranks.groups import Group, resolve
+
+MOST_RANKS = 16  # which kernels go through one by one
+LEAST_BYTES = 2**20  # of a buffer: that of a decoding step serves others
+PHASES = ("dispatch_tokens", "combine_tokens")
+UNKNOWN = (
+    "is not known to reach the memory of the other ranks before an eager call over their group on "
+    "a GPU; make one on every rank, or call moe_ops.ranks.peers.connect there"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """One allocation of this rank, and those of the others; `half` bytes a buffer."""
+
+    words: Tensor  # int64
+    table_R: Tensor  # int64: addresses of the ranks' allocations
+    error: Tensor  # int64 [1], in pinned memory
+    half: int
+    handle: Any  # of torch's: keeps what the others allocated
+
+    def failed(self) -> int:
+        """What a kernel said went wrong; 0: nothing."""
+        return ctypes.c_int64.from_address(self.error.data_ptr()).value
+
+
+@dataclass(slots=True, kw_only=True)
+class Peers:
+    """What the ranks of a group know of each other: why they cannot reach each other's memory, or
+    None; the fewest multiprocessors of a rank; and after how many nanoseconds one that does not
+    come is given up."""
+
+    group: Group
+    made: Any  # torch's group: another one may get its name
+    reason: str | None
+    processors: int = 0
+    limit: int = 0
+    memories: list[Memory] = field(default_factory=list)
+
+
+_known: dict[str, Peers] = {}
+
+
+def connect(name: str, device: torch.device) -> Peers:
+    """Find out whether the ranks of a group reach each other's memory. All of them call it, outside
+    of any capture; once is enough."""
+    found = _peers(name)
+    if found is None:
+        said = _all_said(_self(device), name, device)
+        reason = _apart(said)
+        found = _known[name] = Peers(
+            group=Group.of(name), made=resolve(name), reason=reason,
+            processors=min(s["processors"] for s in said), limit=_limit(name, device),
+        )  # fmt: skip
+    return found
+
+
+def refusal(name: str) -> str | None:
+    """Why a group's ranks cannot store into each other's memory, or None; the same on all ranks."""
+    found = _peers(name)
+    return UNKNOWN if found is None else found.reason
+
+
+def connected() -> tuple[tuple[str, str | None], ...]:
+    """The groups that are known, and why they cannot; plans depend on it."""
+    return tuple((name, peers.reason) for name, peers in sorted(_known.items()))
+
+
+def memory(name: str, nbytes: int) -> Memory | None:
+    """The smallest memory of a group whose buffers hold so many bytes, if there is one."""
+    peers = _peers(name)
+    fit = [m for m in peers.memories if m.half >= nbytes] if peers is not None else []
+    return min(fit, key=lambda m: m.half, default=None)
+
+
+def reserve(
+    name: str, nbytes: int, total: Callable[[int, int], int], device: torch.device
+) -> tuple[Peers, Memory]:
+    """Memory whose buffers hold so many bytes; total(ranks, half): the bytes of an allocation.
+
+    Without any all ranks make it together. Raises RuntimeError if they cannot: GPUs that do not
+    reach each other, ranks that differ, or a CUDA graph that is captured meanwhile.
+    """
+    check()
+    found = memory(name, nbytes)
+    if found is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"collective='push' has no memory of {nbytes} bytes that the ranks of the group "
+                f"{name!r} share, and cannot make it while a CUDA graph is captured; run the call "
+                "once on every rank before the capture"
+            )
+        peers = connect(name, device)
+        if peers.reason is not None:
+            raise RuntimeError(f"collective='push' {peers.reason}; take 'gather' on every rank")
+        half = max(LEAST_BYTES, 1 << (nbytes - 1).bit_length())
+        found = _allocate(name, half, total, device)
+        peers.memories.append(found)
+    return _known[name], found
+
+
+def check() -> None:
+    """Raise RuntimeError if a rank was waited for in vain, or was found in another call."""
+    for name, peers in list(_known.items()):
+        for held in peers.memories:
+            if held.failed() and _peers(name) is peers:
+                raise RuntimeError(failure(held.failed(), peers.group))
+
+
+def failure(said: int, group: Group) -> str:
+    """What went wrong, as kernels say it: phase + 2 * (a rank exchanges something else) + 256 *
+    rank + 2**24 * number of the exchange."""
+    op, rank, number = PHASES[said & 1], (said >> 8) & 0xFFFF, said >> 24
+    if said & 2:
+        return (
+            f"moe_ops.{op}: rank {rank} of the group {group.name!r} exchanges tokens of other "
+            f"sizes than rank {group.rank} (exchange {number}); give every rank the same rows, "
+            "widths and dtypes, in the same order of calls, in a new group"
+        )
+    return (
+        f"moe_ops.{op}: rank {rank} of the group {group.name!r} does not answer rank {group.rank}: "
+        f"it ended, raised an error, or is stuck; make the group anew (exchange {number})"
+    )
+
+
+def _peers(name: str) -> Peers | None:
+    """What is known of the group of this name, not of one before it."""
+    found = _known.get(name)
+    if found is None:
+        return None
+    try:
+        if found.made is resolve(name):
+            return found
+    except ValueError:  # there is none any more
+        pass
+    del _known[name]
+    return None
+
+
+def _self(device: torch.device) -> dict[str, Any]:
+    """What a rank says of itself."""
+    own = torch.cuda.get_device_properties(device)
+    every = range(torch.cuda.device_count())
+    reached = [i for i in every if i != device.index
+               and torch.cuda.can_device_access_peer(device.index, i)]  # fmt: skip
+    return {
+        "host": platform.node(),
+        "torch": torch.__version__,
+        "processors": own.multi_processor_count,
+        "gpu": str(own.uuid),
+        "reaches": [str(torch.cuda.get_device_properties(i).uuid) for i in reached],
+    }
+
+
+def _apart(said: list[dict[str, Any]]) -> str | None:
+    """Why ranks that say this do not reach each other's memory, or None."""
+    if len(said) > MOST_RANKS:
+        return f"stores to at most {MOST_RANKS} ranks, the group has {len(said)}"
+    for what in ("host", "torch"):
+        for rank, one in enumerate(said):
+            if one[what] != said[0][what]:
+                return (
+                    f"needs ranks of one {what}: rank 0 has {said[0][what]}, rank {rank} "
+                    f"{one[what]}"
+                )
+    for rank, one in enumerate(said):
+        for other, theirs in enumerate(said):
+            if other != rank and theirs["gpu"] not in one["reaches"]:
+                return f"needs GPUs that reach each other: that of rank {rank} not rank {other}'s"
+    return None
+
+
+def _limit(name: str, device: torch.device) -> int:
+    """Nanoseconds after which the group gives a rank up."""
+    options = resolve(name)._get_backend(device).options
+    return int(options._timeout.total_seconds() * 1e9)
+
+
+def _all_said(mine: dict[str, Any], name: str, device: torch.device) -> list[dict[str, Any]]:
+    """What every rank of the group says, and the host waits for all of it."""
+    group = resolve(name)
+    found: list[Any] = [None] * group.size()
+    with torch.cuda.device(device), torch.inference_mode(False):
+        dist.all_gather_object(found, mine, group=group)
+    return found
+
+
+def _allocate(
+    name: str, half: int, total: Callable[[int, int], int], device: torch.device
+) -> Memory:
+    from torch.distributed import _symmetric_memory as symmetric
+
+    group = Group.of(name)
+    said = {"op": "push", "buffer": half}
+    compare("push", _all_said(said, name, device))
+    with torch.cuda.device(device), torch.inference_mode(False):
+        words = symmetric.empty(total(group.size, half) // 8, dtype=torch.int64, device=device)
+        words.zero_()
+        given: Any = name  # torch has a type of its own for names
+        handle = symmetric.rendezvous(words, given)
+        if handle.multicast_ptr:
+            raise RuntimeError(
+                "collective='push' needs memory without NVLink multicast, whose barriers are of "
+                "another kind; start every rank with TORCH_SYMM_MEM_DISABLE_MULTICAST=1"
+            )
+        table_R = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        error = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        torch.cuda.synchronize(device)
+    _all_said(said, name, device)  # nobody stores before all have zeroed theirs
+    return Memory(words=words, table_R=table_R, error=error, half=half, handle=handle)
