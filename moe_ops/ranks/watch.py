@@ -84,6 +84,12 @@ class Watch:
         self.close()
 
     def _run(self) -> None:
+        try:
+            self._look()
+        except Exception as error:  # of a store that is gone, say: the caller has to know
+            self._error = f"the watch of {self._group.name!r} ended by {error!r}"
+
+    def _look(self) -> None:
         if self._device is not None:
             torch.cuda.set_device(self._device)
             _let_others_capture()
