@@ -368,19 +368,17 @@ def test_grouped_takes_float8_with_many_rows_an_expert() -> None:
 
 
 # Widths, and up to how many rows an expert weights of them stream; the last ones are decoded first.
+STORED, FIRST = MOST_ROWS_AS_STORED, MOST_ROWS_OF_CODES
 ROWS_UP_TO = [
-    ("mxfp4", WIDE, MOST_ROWS_AS_STORED[4, False]), ("nvfp4", WIDE, MOST_ROWS_AS_STORED[4, False]),
-    ("int4:1x128", replace(WIDE, I=512), MOST_ROWS_AS_STORED[4, True]),
+    ("mxfp4", WIDE, STORED[4, False]), ("nvfp4", WIDE, STORED[4, False]),
+    ("int4:1x128", replace(WIDE, I=512), STORED[4, True]),
     ("int4:1x32", replace(WIDE, D=8192, I=1024), MOST_ROWS_OF_LARGE_AS_STORED),
-    ("mxfp6_e3m2", WIDE, MOST_ROWS_AS_STORED[6, False]),
-    ("float6_e2m3:row", WIDE, MOST_ROWS_AS_STORED[6, True]),
-    ("int8:1x64", replace(WIDE, I=208), MOST_ROWS_AS_STORED[8, False]),
-    ("float8_e4m3fn:128x128", replace(WIDE, I=512), MOST_ROWS_AS_STORED[8, True]),
-    ("int4:1x16", WIDE, MOST_ROWS_OF_CODES[4]),
-    ("int4:1x32", replace(WIDE, I=256), MOST_ROWS_OF_CODES[4]),
-    ("mxfp6_e2m3", replace(WIDE, I=256), MOST_ROWS_OF_CODES[6]),
-    ("int8:row", replace(WIDE, I=192), MOST_ROWS_OF_CODES[8]),
-    ("uint8:row", replace(WIDE, I=232), MOST_ROWS_OF_CODES[8]),
+    ("mxfp6_e3m2", WIDE, STORED[6, False]), ("float6_e2m3:row", WIDE, STORED[6, True]),
+    ("int8:1x64", replace(WIDE, I=208), STORED[8, False]),
+    ("float8_e4m3fn:128x128", replace(WIDE, I=512), STORED[8, True]),
+    ("int4:1x16", WIDE, FIRST[4]), ("int4:1x32", replace(WIDE, I=256), FIRST[4]),
+    ("mxfp6_e2m3", replace(WIDE, I=256), FIRST[6]), ("int8:row", replace(WIDE, I=192), FIRST[8]),
+    ("uint8:row", replace(WIDE, I=232), FIRST[8]),
 ]  # fmt: skip
 
 

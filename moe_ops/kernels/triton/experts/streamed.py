@@ -1,10 +1,10 @@
 """Products of few tokens with quantised weights that stream through registers, in Gluon.
 
 Every thread loads the codes that it multiplies, 16 bytes of a row at a time (of six bits three
-times 8 bytes) and some steps ahead,
-decodes them, and passes them to the matrix unit as they lie: which column of the weights is which
-of the unit's is free, as long as tokens follow. Nothing goes through shared memory and no warp
-waits for another one until the end, so that few instructions are left beside the decoding.
+times 8) and some steps ahead, decodes them, and passes them to the matrix unit as they lie: which
+column of the weights is which of the unit's is free, as long as tokens follow. Nothing goes through
+shared memory and no warp waits for another one until the end, so that few instructions are left
+beside the decoding.
 
 A step is 128 columns. Tiles have a first axis of shares: warps that multiply other columns, or
 other experts, of the same rows of a tile, and whose sums are added up last.
