@@ -16,7 +16,7 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops import MoELayer, arena, experts, flashinfer_options
-from moe_ops.backends.flashinfer import b12x, cutlass, kept
+from moe_ops.backends.flashinfer import b12x, cutlass, fits, kept
 from moe_ops.ops.experts import ExpertsCall
 
 UP_GATE, CHUNKS = "flashinfer.up_gate", "flashinfer.chunks"
@@ -43,6 +43,15 @@ def test_it_is_imported_by_the_first_call_alone(installed: None, on: On) -> None
     assert "flashinfer" not in sys.modules
     run("flashinfer_cutlass", call)
     assert "flashinfer" in sys.modules
+
+
+def test_what_a_machine_can_run_is_found_once(fake: ModuleType, on: On) -> None:
+    """Every call asks b12x and CUTLASS, which read weights alike."""
+    on(9, 0)
+    calls = [stored(call_of("bfloat16", tokens=tokens), UP_GATE) for tokens in (1, 5)]
+    for call in (*calls, *calls):
+        assert experts.pick(call).name == "flashinfer_cutlass"
+    assert (fits._way.cache_info().misses, fits._way.cache_info().hits) == (2, 6)
 
 
 @by_way

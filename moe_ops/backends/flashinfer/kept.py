@@ -26,7 +26,7 @@ MOST = 1024  # things of a kind: more than a model has layers
 
 
 class Kept(Generic[T]):
-    """Things by key, the ones made longest ago dropped."""
+    """Things by key, of those made here the ones made longest ago dropped."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -49,7 +49,9 @@ class Kept(Generic[T]):
                 require_no_capture(self._what)
                 with torch.inference_mode(False), torch.no_grad():
                     found = make()
-                self.hold(key, found)
+                self._held[key] = found
+                if len(self._held) > MOST:
+                    del self._held[next(iter(self._held))]
                 for t in of:
                     weakref.finalize(_owner(t), self._held.pop, key, None).atexit = False
             return found
@@ -58,8 +60,6 @@ class Kept(Generic[T]):
         """Keep a thing that was made elsewhere."""
         with self._lock:
             self._held[key] = thing
-            if len(self._held) > MOST:
-                del self._held[next(iter(self._held))]
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._held
