@@ -299,7 +299,8 @@ def main() -> None:
     figures |= run(args)
     if args.json:
         write(Path(args.json), figures)
-    if any(cell["wrong"] for cell in figures.get("cells", ())):
+    measured = (*figures.get("cells", ()), *figures.get("accuracy", ()))
+    if any(one["wrong"] for one in measured):
         sys.exit(1)
 
 
