@@ -47,23 +47,57 @@ LOGITS_STD = 3.0  # makes the entropy about half of log(VOCABULARY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How far kernels may be from the definition.
+
+    of_error: of the layer, |got - want| / |want| as a share of the definition's own error, and then
+    single values may be three times as far as TOL says; None: TOL alone. least_same: the share of
+    tokens that take the same experts in the model. model: its logits, of tokens before the first
+    that does not.
+    """
+
+    of_error: float | None = None
+    least_same: float
+    model: Tol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """Backends of `experts` on a type of device, and the dtype of the models that they run."""
+    """Backends of `experts` on a type of device, the dtype of the models that they run, and how far
+    they may be from the definition with inputs in 16 bits and quantised."""
 
     backends: tuple[str, ...]
     dtype: torch.dtype
+    floats: Limits
+    codes: Limits
+
+    def limits(self, scheme: str, input_format: str) -> Limits:
+        if scheme == "none":  # in bfloat16 everywhere
+            return ROUNDED
+        return self.codes if input_format else self.floats
 
 
+# Sums in another order round some values to another step, and experts that are nearly tied change
+# places: in that token, and by attention perhaps in those behind it.
+SAME_CODES = Limits(least_same=1.0, model=TOL["model", torch.float32])
+# Of "none" 93 % take the same, by kernels of a CPU and of a GPU.
+ROUNDED = Limits(least_same=0.9, model=TOL["model", torch.bfloat16])
+# The CPU's kernels round where the definition does: 99.3 % take the same, logits were 2.9 % apart.
+FEW_CODES = Limits(least_same=0.9, model=Tol(4e-2, "some values of h take another code"))
+# A GPU's do not round the first product, as the definition does in 16 bits, so that activations on
+# the edge between two codes take the other one. The definition without that rounding is 0.06 to
+# 0.33 of its own error away from itself over all pairs of formats and two seeds, and single values
+# up to 1.9 times TOL; 75 to 92 % of the tokens take the same, logits are up to 9 % apart.
+OTHER_CODES = Limits(
+    of_error=0.45, least_same=0.65, model=Tol(0.13, "values of h on an edge take another code")
+)
 KERNELS = {
-    "cpu": Kernels(backends=("cpu",), dtype=torch.float32),
-    "cuda": Kernels(backends=("triton.grouped", "triton.rows"), dtype=torch.bfloat16),
-}
-# Where values are rounded between products, sums in another order round some of them to another
-# step, and experts that are nearly tied change places: in that token, and by attention perhaps in
-# those behind it. So many have to take the same: by the CPU's kernels 99.3 % do or more, and of
-# "none" 94 %. With that, logits were up to 2.9 % of the largest apart.
-LEAST_SAME = 0.9
-OF_CODES = Tol(4e-2, "some values of h take another code; same experts")
+    "cpu": Kernels(backends=("cpu",), dtype=torch.float32, floats=SAME_CODES, codes=FEW_CODES),
+    "cuda": Kernels(
+        backends=("triton.grouped", "triton.rows"), dtype=torch.bfloat16,
+        floats=ROUNDED, codes=OTHER_CODES,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,8 +255,7 @@ def accuracy(base: Base, scheme: str, weight_format: str, input_format: str) -> 
     model, bits = _quantised(base, dtype, scheme, weight_format, input_format)
     first = model.model.layers[0].mlp.experts
     what = " ".join(name for name in (scheme, weight_format, input_format) if name)
-    # Where values are rounded between products, few of them round to another step.
-    tol = OF_CODES if input_format and dtype == torch.float32 else TOL["model", dtype]
+    limits = kernels.limits(scheme, input_format)
 
     def layer() -> Tensor:
         with torch.inference_mode():
@@ -234,6 +267,7 @@ def accuracy(base: Base, scheme: str, weight_format: str, input_format: str) -> 
 
     with using("reference", "experts"):
         want, wanted = layer(), whole()
+    own_error = relative_error(want, base.want_TD)
     figures: list[tuple[float, float]] = []
     refusals, wrong = [], []
     for backend in kernels.backends:
@@ -244,8 +278,8 @@ def accuracy(base: Base, scheme: str, weight_format: str, input_format: str) -> 
             refusals.append(_refusal(error, backend))
             continue
         try:
-            check_layer(got, want, input_format, f"{what} by {backend}")
-            check_model(found, wanted, tol, f"{what} by {backend}")
+            check_layer(got, want, input_format, limits, own_error, f"{what} by {backend}")
+            check_model(found, wanted, limits, f"{what} by {backend}")
         except AssertionError as error:
             wrong.append(str(error))
         figures.append((relative_error(got, base.want_TD), kl(base.log_probs, found.log_probs_BSV)))
@@ -255,7 +289,7 @@ def accuracy(base: Base, scheme: str, weight_format: str, input_format: str) -> 
         weight_format=weight_format,
         input_format=input_format,
         bits_per_weight=bits,
-        layer_error=relative_error(want, base.want_TD),
+        layer_error=own_error,
         kl_nats=kl(base.log_probs, wanted.log_probs_BSV),
         kernel_layer_error=layer_error,
         kernel_kl_nats=kl_nats,
@@ -289,28 +323,41 @@ def _refusal(error: NotImplementedError, backend: str) -> str:
     return reasons[0].removeprefix(f"{backend}: ")
 
 
-def check_layer(got: Tensor, want: Tensor, input_format: str, what: str) -> None:
-    """Raise AssertionError unless a layer's result is that of the definition."""
+def check_layer(
+    got: Tensor, want: Tensor, input_format: str, limits: Limits, own_error: float, what: str
+) -> None:
+    """Raise AssertionError unless a layer's result is that of the definition, whose error is
+    own_error."""
     kind = Format.of(input_format).parsed.storage.dtype if input_format else got.dtype
-    tol = TOL.get(("experts", kind), TOL["experts", torch.float8_e4m3fn])
-    assert_close(got, want, tol, f"the layer of {what}")
+    tol, what = (
+        TOL.get(("experts", kind), TOL["experts", torch.float8_e4m3fn]),
+        f"the layer of {what}",
+    )
+    if limits.of_error is not None:
+        tol = replace(tol, rel=3 * tol.rel)
+        away = relative_error(got, want)
+        if not away <= limits.of_error * own_error:
+            raise AssertionError(
+                f"{what}: {away:.4f} from the definition, whose own error is {own_error:.4f}; at "
+                f"most {limits.of_error:g} of that is right"
+            )
+    assert_close(got, want, tol, what)
 
 
-def check_model(got: Run, want: Run, tol: Tol, what: str) -> None:
-    """Raise AssertionError unless a model's log-probabilities are those of the definition: of all
-    tokens in float32 or, where values are rounded between products, of those that, with all tokens
-    before them, take the same experts.
+def check_model(got: Run, want: Run, limits: Limits, what: str) -> None:
+    """Raise AssertionError unless a model takes the experts of the definition for as many tokens as
+    the limits ask, and its log-probabilities of tokens that do, with all tokens before them, are
+    the definition's.
     """
     what, same_BS = f"the model of {what}", got.same(want)
-    least = 1.0 if tol is TOL["model", torch.float32] else LEAST_SAME
     share = float(same_BS.double().mean())
-    if share < least:
+    if share < limits.least_same:
         raise AssertionError(
             f"{what}: {share:.1%} of the tokens take the experts of the definition; at least "
-            f"{least:.0%} is right"
+            f"{limits.least_same:.0%} is right"
         )
     alike_BS = same_BS.long().cummin(1).values.bool()
-    assert_close(got.log_probs_BSV[alike_BS], want.log_probs_BSV[alike_BS], tol, what)
+    assert_close(got.log_probs_BSV[alike_BS], want.log_probs_BSV[alike_BS], limits.model, what)
 
 
 def measure(base: Base, schemes: Sequence[str] = ()) -> list[Accuracy]:
