@@ -5,8 +5,8 @@ address that they load from or store to. Layouts, and so what a thread holds, ar
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from types import FunctionType, SimpleNamespace
+from collections.abc import Callable, Iterable
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -151,20 +151,25 @@ LANGUAGE = SimpleNamespace(
 )
 
 
-@functools.cache
-def functions() -> dict[str, Any]:
-    """Those of the kernels' modules as Python has them, with torch for the language."""
-    names: dict[str, Any] = {
-        "tl": LANGUAGE, "gl": LANGUAGE, "INTERPRETED": True, "COLUMNS_OF_STEP": streamed.STEP,
-        "STEP": streamed.STEP,
-    }  # fmt: skip
-    for module in (activation, sort, quantized, streamed, few_gluon):  # the later of one name
+def functions_of(modules: Iterable[ModuleType], **given: Any) -> dict[str, Any]:
+    """The functions of kernels' modules as Python has them, the later of one name, with torch for
+    the language, and what else they are given."""
+    names: dict[str, Any] = {"tl": LANGUAGE, "gl": LANGUAGE, "INTERPRETED": True, **given}
+    for module in modules:
         for name, f in vars(module).items():
             python = getattr(f, "fn", f)
             if getattr(python, "__module__", None) != module.__name__:
                 continue
             if isinstance(python, FunctionType):
                 names[name] = FunctionType(python.__code__, names, name, python.__defaults__)
+    return names
+
+
+@functools.cache
+def functions() -> dict[str, Any]:
+    """Those of the kernels for few rows."""
+    modules = (activation, sort, quantized, streamed, few_gluon)
+    names = functions_of(modules, COLUMNS_OF_STEP=streamed.STEP, STEP=streamed.STEP)
     names |= {"of_float8": of_float8, "of_int8": of_int8, "pairs_of_bytes": pairs_of_bytes}
     names["mma_v2"] = lambda a, b, acc: torch.bmm(a.float(), b.float()) + acc
     return names

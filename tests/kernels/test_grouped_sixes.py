@@ -5,7 +5,6 @@ decodes, multiplies and stores. Its barriers, copies and layouts are not looked 
 from __future__ import annotations
 
 import functools
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from moe_ops.kernels.triton import activation
 from moe_ops.kernels.triton.experts import fragments, grouped_codes, quantized, tokens
 from moe_ops.testing import BF16, DEVICE, F16
 from tests.kernels.codes import Weights, any_codes
-from tests.kernels.gluon_in_torch import LANGUAGE, pointer, value
+from tests.kernels.gluon_in_torch import functions_of, pointer, value
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
 
@@ -34,17 +33,9 @@ each_width = pytest.mark.parametrize("K", [288, 512], ids=lambda K: f"K{K}")
 
 @functools.cache
 def functions() -> dict[str, Any]:
-    """The functions of the kernel's modules as Python has them, with torch for the language."""
-    names: dict[str, Any] = {
-        "tl": LANGUAGE, "gl": LANGUAGE, "INTERPRETED": True, "FACTORS": None, "ROWS": 128
-    }  # fmt: skip
-    for module in (activation, quantized, tokens, fragments, grouped_codes):  # the later of a name
-        for name, f in vars(module).items():
-            python = getattr(f, "fn", f)
-            if getattr(python, "__module__", None) != module.__name__:
-                continue
-            if isinstance(python, FunctionType):
-                names[name] = FunctionType(python.__code__, names, name, python.__defaults__)
+    """Those of the kernel."""
+    modules = (activation, quantized, tokens, fragments, grouped_codes)
+    names = functions_of(modules, FACTORS=None, ROWS=128)
     return names
 
 
