@@ -57,7 +57,8 @@ def known() -> Iterator[peers.Peers]:
     """A group of two, with memory in which nothing went wrong."""
     held = peers.Memory(
         words=torch.zeros(8, dtype=torch.int64), table_R=torch.zeros(2, dtype=torch.int64),
-        error=torch.zeros(1, dtype=torch.int64), half=2**20, handle=None,
+        error=torch.zeros(1, dtype=torch.int64), half=2**20, ops=peers.TOKENS,
+        handle=None,
     )  # fmt: skip
     with fake_group(2) as name:
         found = peers.Peers(
