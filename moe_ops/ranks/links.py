@@ -82,8 +82,8 @@ LINKS = {
         reduce_us=21.0,
     ),
     "cpu": Link(
-        alpha_us=250.0, bytes_per_second=0.9e9, wait_us=0.0, push_us=math.inf, pushed_per_second=1.0,
-        reduce_us=500.0,
+        alpha_us=250.0, bytes_per_second=0.9e9, wait_us=0.0, push_us=math.inf,
+        pushed_per_second=1.0, reduce_us=500.0,
     ),
 }  # fmt: skip
 

@@ -287,6 +287,7 @@ def over_ranks(case: Case) -> None:
 
 
 def arena_of(R: int) -> push.Arena:
+    """The memory that R ranks share."""
     words = torch.empty(R, dtype=torch.int64)
     return push.Arena(words, words, words, 2**20, 1, push.MOST_PROGRAMS, 10**10)
 
@@ -295,8 +296,7 @@ def summed(R: int) -> None:
     """Parts of a step and of a prompt, of rows that units of 16 bytes divide, and of odd ones."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for T, D in ((4, 2048), (4096, 2048), (3, 33)):
-            for halves in (push.BOTH, push.SEND, push.RECEIVE):
-                push_sum.sum_parts(torch.empty(T, D, dtype=dtype), arena_of(R), halves)
+            push_sum.sum_parts(torch.empty(T, D, dtype=dtype), arena_of(R))
 
 
 def pushed(case: Case, R: int) -> None:

@@ -1,4 +1,4 @@
-"""The sum of the ranks' parts in one launch: each rank stores its part into the memory of all others.
+"""The sum of the ranks' parts in one launch, in which each rank stores its part to all others.
 
 A one-shot all-reduce over an arena of its own (see `push.py`) with one phase, so that it never
 shares a counter, a flag or a buffer with tokens that are dispatched: sums only have to be in the
