@@ -94,7 +94,7 @@ def supports_sum(call: SumRanksCall) -> str | None:
     reason = refuse_device(part_TD) or peers.refusal(group.name)
     if reason is not None or not isinstance(part_TD.shape[0], int):
         return reason
-    if not torch.cuda.is_current_stream_capturing():
+    if not part_TD.is_cuda or not torch.cuda.is_current_stream_capturing():
         return None
     from moe_ops.kernels.triton.push_sum import sum_bytes
 

@@ -1,9 +1,9 @@
 """The sum of the ranks' parts in one launch, in which each rank stores its part to all others.
 
-A one-shot all-reduce over an arena of its own (see `push.py`) with one phase, so that it never
-shares a counter, a flag or a buffer with tokens that are dispatched: sums only have to be in the
-same order among themselves. What `push.py` says of exchanges holds for them: two buffers take
-turns, and each launch waits for the flags of all ranks.
+A one-shot all-reduce over an arena of its own (see `push.py`) with one phase: it shares no counter,
+flag or buffer with tokens that are dispatched, so that only sums have to be in the same order among
+themselves. What `push.py` says of exchanges holds for them: two buffers take turns, and each launch
+waits for the flags of all ranks.
 
 A part is cut into units of 16 bytes, or as few as divide a row, and these into blocks. Program b
 stores the blocks b, b + programs, ... to the slot of this rank at each other, sets its flags,
