@@ -7,7 +7,9 @@ import torch
 
 import moe_ops
 from moe_ops import sum_ranks
+from moe_ops.ops.sum_ranks import SumRanksCall
 from moe_ops.parallel.config import ALLGATHER, AUTO, HIGH_THROUGHPUT, ParallelConfig
+from moe_ops.planning.cost import cost
 from moe_ops.ranks.links import LINKS
 from tests.distributed.ranks import fake_group
 
@@ -40,8 +42,9 @@ def test_the_transport_of_a_layer_is_named(collective: str, rows: int, backend: 
 def test_the_way_of_a_sum_is_named() -> None:
     part_TD = torch.randn(4, 128)
     with fake_group(8) as group:
-        found = moe_ops.explain(lambda x: sum_ranks(x * 2, group), (part_TD,)).plan
-    (choice,) = (c for c in found.choices if c.op == "sum_ranks")
+        plan = moe_ops.explain(lambda x: sum_ranks(x * 2, group), (part_TD,)).plan
+        found = cost("sum_ranks", SumRanksCall(part_TD, group), 4)
+    (choice,) = (c for c in plan.choices if c.op == "sum_ranks")
     assert [r.backend for r in choice.ranges] == ["shares"]
-    (sent,) = (r.predicted_us for r in choice.ranges)
-    assert sent is not None and sent >= LINKS["cpu"].sum_us(False, 8, 4 * 128 * 4) > 500
+    assert found is not None
+    assert found.link_us == LINKS["cpu"].sum_us(False, 8, part_TD.nbytes) > 500
