@@ -31,7 +31,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--tokens", choices=("replicated", "own"), default="replicated")
-    parser.add_argument("--collective", choices=COLLECTIVES, default="gather", help="of own tokens")
+    parser.add_argument(
+        "--collective", choices=COLLECTIVES, default="gather",
+        help="of own tokens; of replicated ones push and auto sum by stores to the other GPUs",
+    )  # fmt: skip
     parser.add_argument("--batch", type=int, default=4, help="sequences of all ranks")
     parser.add_argument("--prompt", type=int, default=8)
     parser.add_argument("--new", type=int, default=16)

@@ -1,4 +1,5 @@
-"""The transport `push` as a backend: each rank stores its tokens into the memory of the others."""
+"""The transport `push` as a backend: each rank stores its tokens into the memory of the others; and
+the sum of parts that are stored so."""
 
 from __future__ import annotations
 
@@ -19,13 +20,16 @@ from moe_ops.ops.experts_over_ranks import (
     over_ranks,
     traffic,
 )
+from moe_ops.ops.sum_ranks import SumRanksCall, sum_ranks
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group
-from moe_ops.ranks.links import LINKS
+from moe_ops.ranks.links import LINKS, most_parts
 from moe_ops.ranks.transport import AUTO, PUSH
 
 MOST_COLUMNS = 2**15  # which one program copies
 NO_GRADIENT = "has no gradients, and one is asked for"
+NO_MEMORY = "needs memory that no eager call has made; run the call before the capture"
+NO_OTHER = "has no other rank to store to"
 
 
 def refuse_rows(collective: str, group: str, tensors: Mapping[str, Tensor]) -> str | None:
@@ -33,7 +37,7 @@ def refuse_rows(collective: str, group: str, tensors: Mapping[str, Tensor]) -> s
     if collective != PUSH:
         return f"stores tokens for {PUSH!r}, got collective={collective!r}"
     if Group.of(group).size == 1:
-        return "has no other rank to store to"
+        return NO_OTHER
     if needs_grad(*tensors.values()):
         return NO_GRADIENT
     for name, t in tensors.items():
@@ -76,9 +80,41 @@ def _uncaptured(call: ExpertsOverRanksCall) -> str | None:
     rows = call.ranks.rows
     if not isinstance(rows, int) or not torch.cuda.is_current_stream_capturing():
         return None
-    if peers.memory(call.ranks.group, traffic(call).ranks * rows * traffic(call).there) is None:
-        return "needs memory that no eager call has made; run the call before the capture"
-    return None
+    nbytes = traffic(call).ranks * rows * traffic(call).there
+    return NO_MEMORY if peers.memory(call.ranks.group, nbytes) is None else None
+
+
+def supports_sum(call: SumRanksCall) -> str | None:
+    """Why the parts of a call cannot be stored to all ranks, or None."""
+    part_TD, group = call.part_TD, Group.of(call.group)
+    if group.size == 1:
+        return NO_OTHER
+    if needs_grad(part_TD):
+        return NO_GRADIENT
+    reason = refuse_device(part_TD) or peers.refusal(group.name)
+    if reason is not None or not isinstance(part_TD.shape[0], int):
+        return reason
+    if not part_TD.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return None
+    from moe_ops.kernels.triton.push_sum import sum_bytes
+
+    nbytes = sum_bytes(part_TD, group.size)
+    return NO_MEMORY if peers.memory(group.name, nbytes, peers.SUMS) is None else None
+
+
+def most_summed(call: SumRanksCall) -> int:
+    """The most rows whose sum takes no longer than an all-reduce."""
+    return LINKS["cuda"].most_summed(*_sizes(call))
+
+
+def most_stored(call: SumRanksCall) -> int:
+    """The most rows that there is memory for."""
+    return most_parts(*_sizes(call))
+
+
+def _sizes(call: SumRanksCall) -> tuple[int, int]:
+    """The ranks, and the bytes of a row."""
+    return Group.of(call.group).size, call.part_TD.shape[1] * call.part_TD.dtype.itemsize
 
 
 def most_pushed(call: ExpertsOverRanksCall) -> int | None:
@@ -135,11 +171,30 @@ def pushed(call: ExpertsOverRanksCall) -> Tensor:
     return over_ranks(call, PUSH)
 
 
-def _arena(group: Group, nbytes: int, device: torch.device) -> Any:
-    """The memory of a group, as kernels take it."""
+@sum_ranks.backend(
+    PUSH,
+    reads=sum_ranks.optional,
+    supports=supports_sum,
+    rows=Rows(preferred=most_summed, possible=most_stored),
+    devices=("cuda",),
+    priority=1,
+)
+def sum_pushed(call: SumRanksCall) -> Tensor:
+    """`sum_ranks` in one launch."""
+    from moe_ops.kernels.triton import push_sum
+
+    part_TD, group = call.part_TD.contiguous(), Group.of(call.group)
+    nbytes = push_sum.sum_bytes(part_TD, group.size)
+    return push_sum.sum_parts(part_TD, _arena(group, nbytes, part_TD.device, peers.SUMS))
+
+
+def _arena(
+    group: Group, nbytes: int, device: torch.device, ops: tuple[str, ...] = peers.TOKENS
+) -> Any:
+    """The memory of a group for these ops, as kernels take it."""
     from moe_ops.kernels.triton import push
 
-    known, held = peers.reserve(group.name, nbytes, push.arena_bytes, device)
+    known, held = peers.reserve(group.name, nbytes, ops, push.arena_bytes, device)
     programs = min(push.MOST_PROGRAMS, 1 << (known.processors.bit_length() - 1))
     return push.Arena(
         held.words, held.table_R, held.error, held.half, group.rank, programs, known.limit

@@ -23,11 +23,13 @@ from torch import Tensor
 from moe_ops.bench.inputs import make_routed
 from moe_ops.bench.tables import aligned
 from moe_ops.bench.timing import Run, capture, time_count
-from moe_ops.ops import combine_tokens, dispatch_tokens, experts, experts_over_ranks
+from moe_ops.ops import combine_tokens, dispatch_tokens, experts, experts_over_ranks, sum_ranks
+from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, all_gather, all_reduce, all_to_all
 from moe_ops.ranks.packed import pack
 from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH
 from moe_ops.testing import LAYERS, Case
+from moe_ops.using import using
 
 UNPACKED = "unpacked"  # three all-gathers and a reduce-scatter, as many do it
 PACKED = "packed"  # an all-gather of packed rows and a reduce-scatter, and nothing else
@@ -38,6 +40,7 @@ PARTS = {
 }  # fmt: skip
 MODES = tuple(dict.fromkeys(mode for modes in PARTS.values() for mode in modes))
 ROUNDS = 16  # of a captured transport: what is between two replays must not show
+SUMS = (PUSH, "all_reduce")  # backends of `sum_ranks`
 PROBED = (2**11, 2**17, 2**20, 2**24, 2**26)  # bytes of a rank
 REPEATS = {"cuda": 200, "cpu": 10}
 
@@ -83,6 +86,24 @@ def probe(device: torch.device) -> list[Spent]:
             "all_reduce": partial(all_reduce, given, group),
         }
         found += [_spent(name, "", size, run, device) for name, run in calls.items()]
+    return [*found, *_sums(device, group)]
+
+
+def _sums(device: torch.device, group: Group) -> list[Spent]:
+    """What `sum_ranks` takes on GPUs, by stores to the others as far as there is memory, and by an
+    all-reduce; one right after the other, as in a model."""
+    if device.type != "cuda":
+        return []
+    peers.connect(group.name, device)
+    found = []
+    for size in PROBED:
+        part_TD = torch.ones(size // 256, 128, dtype=torch.bfloat16, device=device)
+        for how in SUMS:
+            with using(how, sum_ranks):
+                if sum_ranks.refusals(part_TD, group.name)[how] is not None:
+                    continue
+                run = partial(sum_ranks, part_TD, group.name)
+                found.append(_spent("sum_ranks", how, size, run, device, ROUNDS))
     return found
 
 

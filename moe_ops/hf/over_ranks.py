@@ -22,7 +22,7 @@ from moe_ops.options import check_text, check_type
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group
 from moe_ops.ranks.shares import in_shares
-from moe_ops.ranks.transport import AUTO, EXCHANGE, GATHER, TRANSPORTS
+from moe_ops.ranks.transport import AUTO, EXCHANGE, GATHER, PUSH, TRANSPORTS
 from moe_ops.shapes import check_choice
 
 if TYPE_CHECKING:
@@ -67,15 +67,18 @@ def share_experts(
     tokens: "replicated": all ranks are given the same input, and get the same output to the bit;
     "own": each is given its own. Then "gather" and "push", which CUDA graphs can hold, take as many
     tokens on every rank in each forward, and "exchange" any number. "auto" is the cheapest for as
-    many; of a model on a GPU, all ranks find out together here whether "push" can run.
+    many. Where tokens are replicated "push" and "auto" let ranks store their parts of a sum to each
+    other, as long as that is the faster way. Of a model on a GPU, all ranks find out together here
+    whether they can.
 
     A model on the meta device is shared likewise: make the rest with `to_empty`, call this again,
     which writes the tables of a shared model anew, and load or make this rank's weights. A state
     dict has this rank's experts alone.
 
     Raises TypeError for anything but a transformers PreTrainedModel, ValueError for a group that is
-    none, for experts that the ops cannot run or that do not divide among the ranks, and for a model
-    that was shared otherwise before; then nothing was changed.
+    none, for experts that the ops cannot run or that do not divide among the ranks, for a model
+    that was shared otherwise before, and for "push" of replicated tokens where ranks cannot store
+    to each other, with the reason; then nothing was changed.
     """
     check_type("model", model, PreTrainedModel, "a transformers PreTrainedModel")
     check_text("group", group)
@@ -87,10 +90,10 @@ def share_experts(
         raise ValueError(f"{type(model).__name__} has no experts in stacked weights to share")
     for name, module in modules.items():
         _check(name, module, found, over)
+    if found.size > 1 and model.device.type != "meta":
+        _connect(model.device, group, collective, tokens)
     for module in modules.values():
         _share(module, found, over)
-    if over.collective == AUTO and found.size > 1 and model.device.type == "cuda":
-        peers.connect(group, model.device)
     return model
 
 
@@ -134,6 +137,19 @@ def tables_of(num_experts: int, group: Group, over: Over) -> tuple[Tensor, Tenso
     ids = torch.arange(num_experts, dtype=torch.int32, device="cpu")
     ranks, slots = ids // each, ids % each
     return ranks, slots if over.collective else torch.where(ranks == group.rank, slots, -1)
+
+
+def _connect(device: torch.device, group: str, collective: str, tokens: str) -> None:
+    """Find out whether ranks store to each other, where that is asked for. Raises ValueError if
+    replicated tokens need it and it cannot be; those of a rank's own are refused in their op."""
+    sums = collective == PUSH and tokens == "replicated"
+    if not sums and collective != AUTO:
+        return
+    reason: str | None = f"needs a model on cuda, got {device}"
+    if device.type == "cuda":
+        reason = peers.connect(group, device).reason
+    if sums and reason is not None:
+        raise ValueError(f"collective='push' {reason}; take 'auto' or 'gather' on every rank")
 
 
 def _check(name: str, module: nn.Module, group: Group, over: Over) -> None:

@@ -34,7 +34,8 @@ def sum_ranks(call: SumRanksCall) -> Tensor:
     """Add the parts of all ranks: out_TD = sum_r part_TD of rank r, the same bits on every rank.
 
     The sum is taken in float32, in the order of ranks, and rounded to the parts' dtype once. Each
-    rank adds a share of the tokens, and the shares are gathered.
+    rank adds a share of the tokens, and the shares are gathered. On GPUs that store to each other's
+    memory (`moe_ops/ranks/peers.py`) each adds the parts of all instead, where that is faster.
 
     part_TD: float [T, D], of the same shape on every rank; group: the name of a process group, ""
     for this process alone. Gradients are those of the sum of all ranks' losses. Raises ValueError

@@ -257,7 +257,11 @@ def _combine_tokens(a: CombineTokensCall, rows: int) -> Cost:
 
 
 def _sum_ranks(a: SumRanksCall, T: int) -> Cost:
-    return Cost(bytes=3 * T * _row(a.part_TD))
+    """The cheaper one of the ways that the ranks have."""
+    device, row = a.part_TD.device.type, _row(a.part_TD)
+    link, ranks = LINKS.get(device, LINKS["cuda"]), Group.of(a.group).size
+    ways = (True, False) if refusal(a.group) is None else (False,)
+    return Cost(bytes=3 * T * row, link_us=min(link.sum_us(p, ranks, int(T * row)) for p in ways))
 
 
 def _experts_over_ranks(a: ExpertsOverRanksCall, rows: int) -> Cost:

@@ -22,13 +22,15 @@ MOST_BYTES, MOST_PUSHED = 2**30, 2**26
 class Link:
     """What connects ranks: microseconds of one small collective, bytes a second each way, and
     microseconds until the host has read a count from the device and goes on; microseconds of one
-    small launch that stores to peers and waits for them, and bytes a second of such."""
+    small launch that stores to peers and waits for them, and bytes a second of such; microseconds
+    of one small all-reduce."""
 
     alpha_us: float
     bytes_per_second: float
     wait_us: float
     push_us: float
     pushed_per_second: float
+    reduce_us: float
 
     def fixed_us(self, transport: str) -> float:
         """What a transport takes for no rows, there and back: `exchange` sends counts before, and
@@ -43,21 +45,47 @@ class Link:
         """Bytes a second."""
         return self.pushed_per_second if transport == PUSH else self.bytes_per_second
 
+    def sum_us(self, pushes: bool, ranks: int, nbytes: int) -> float:
+        """What the sum of the ranks' parts of so many bytes takes: stored to all others at once, or
+        by an all-reduce, which sends shares around twice."""
+        if ranks == 1:
+            return 0.0
+        if pushes:
+            return self.push_us + 1e6 * (ranks - 1) * nbytes / self.pushed_per_second
+        return self.reduce_us + 2e6 * (ranks - 1) / ranks * nbytes / self.bytes_per_second
+
+    def most_summed(self, ranks: int, nbytes: int) -> int:
+        """The most rows of so many bytes whose sum takes no longer if all ranks store their parts
+        to each other."""
+        begun, most = self.reduce_us - self.push_us, most_parts(ranks, nbytes)
+        if begun < 0:
+            return 0
+        row = [self.sum_us(p, ranks, nbytes) - self.sum_us(p, ranks, 0) for p in (True, False)]
+        return most if row[0] <= row[1] else min(most, int(begun / (row[0] - row[1])))
+
+
+def most_parts(ranks: int, nbytes: int) -> int:
+    """The most rows of so many bytes for which ranks keep memory to store them to."""
+    return (MOST_PUSHED // ranks - 16) // max(1, nbytes)
+
 
 # Measured, by the type of the device. Two H200 of one host, NCCL in CUDA graphs, torch 2.11: an
 # all-to-all of 2 KB takes 8.5 us and moves 254 GB/s at 67 MB, an all-gather 8.3 us and 241 GB/s.
 # On two H100 a layer by `exchange`, which no graph holds, took 1.0 to 2.8 ms more than by `gather`
 # at 1 to 4096 tokens a rank (bench ep), most of it the host's: 1.9 in the middle. Two processes
-# with gloo on two cores, torch 2.13: 250 us, 0.9 GB/s. Those of `push` are reckoned from what a
-# copy to a peer (2.4 us of 4 KB, 355 GB/s at 17 MB) and a barrier (4.4 us) take on the H200.
+# with gloo on two cores, torch 2.13: 250 us, 0.9 GB/s. Those of `push` are of two H100, captured:
+# there and back took 9.6 us with one token and 25.4 with 512, of 8.3 KB there and back (bench ep);
+# an all-reduce of up to 1 MB took 21 us there. Sums on CPUs are two collectives.
 LINKS = {
     "cuda": Link(
-        alpha_us=8.5, bytes_per_second=245e9, wait_us=950.0, push_us=5.5, pushed_per_second=320e9
+        alpha_us=8.5, bytes_per_second=245e9, wait_us=950.0, push_us=4.8, pushed_per_second=267e9,
+        reduce_us=21.0,
     ),
     "cpu": Link(
-        alpha_us=250.0, bytes_per_second=0.9e9, wait_us=0.0, push_us=math.inf, pushed_per_second=1.0
+        alpha_us=250.0, bytes_per_second=0.9e9, wait_us=0.0, push_us=math.inf,
+        pushed_per_second=1.0, reduce_us=500.0,
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,8 @@
 It needs GPUs of one host that reach each other. Whether they do is found out by all ranks together,
 once for a group, so that all of them choose alike: `connect`. Memory is made by all ranks together
 too, in the first eager call that needs more than there is; it is zeroed, and stays where it is as
-long as the group does, for captured graphs. All calls of a group share it, so that they have to run
-one after the other on a device, as those of NCCL.
+long as the group does, for captured graphs. All dispatches and combines of a group share one, all
+sums another one; calls that share it have to run one after the other on a device, as those of NCCL.
 
 Kernels that wait in vain say so in a word that the host can read: `check`, ahead of each call and
 replay, raises an error that names the rank. The group has to be made anew then.
@@ -27,7 +27,8 @@ from moe_ops.ranks.groups import Group, resolve
 
 MOST_RANKS = 16  # which kernels go through one by one
 LEAST_BYTES = 2**20  # of a buffer: that of a decoding step serves others
-PHASES = ("dispatch_tokens", "combine_tokens")
+# What shares memory: the ops of its phases.
+TOKENS, SUMS = ("dispatch_tokens", "combine_tokens"), ("sum_ranks",)
 UNKNOWN = (
     "is not known to reach the memory of the other ranks before an eager call over their group on "
     "a GPU; make one on every rank, or call moe_ops.ranks.peers.connect there"
@@ -42,6 +43,7 @@ class Memory:
     table_R: Tensor  # int64: addresses of the ranks' allocations
     error: Tensor  # int64 [1], in pinned memory
     half: int
+    ops: tuple[str, ...]  # of its phases
     handle: Any  # of torch's: keeps what the others allocated
 
     def failed(self) -> int:
@@ -91,23 +93,29 @@ def connected() -> tuple[tuple[str, str | None], ...]:
     return tuple((name, peers.reason) for name, peers in sorted(_known.items()))
 
 
-def memory(name: str, nbytes: int) -> Memory | None:
-    """The smallest memory of a group whose buffers hold so many bytes, if there is one."""
+def memory(name: str, nbytes: int, ops: tuple[str, ...] = TOKENS) -> Memory | None:
+    """The smallest memory of a group for these ops whose buffers hold so many bytes, if any."""
     peers = _peers(name)
-    fit = [m for m in peers.memories if m.half >= nbytes] if peers is not None else []
+    every = [] if peers is None else peers.memories
+    fit = [m for m in every if m.ops == ops and m.half >= nbytes]
     return min(fit, key=lambda m: m.half, default=None)
 
 
 def reserve(
-    name: str, nbytes: int, total: Callable[[int, int], int], device: torch.device
+    name: str,
+    nbytes: int,
+    ops: tuple[str, ...],
+    total: Callable[[int, int, int], int],
+    device: torch.device,
 ) -> tuple[Peers, Memory]:
-    """Memory whose buffers hold so many bytes; total(ranks, half): the bytes of an allocation.
+    """Memory for these ops whose buffers hold so many bytes; total(ranks, half, phases): the bytes
+    of an allocation.
 
     Without any all ranks make it together. Raises RuntimeError if they cannot: GPUs that do not
     reach each other, ranks that differ, or a CUDA graph that is captured meanwhile.
     """
     check()
-    found = memory(name, nbytes)
+    found = memory(name, nbytes, ops)
     if found is None:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -119,7 +127,7 @@ def reserve(
         if peers.reason is not None:
             raise RuntimeError(f"collective='push' {peers.reason}; take 'gather' on every rank")
         half = max(LEAST_BYTES, 1 << (nbytes - 1).bit_length())
-        found = _allocate(name, half, total, device)
+        found = _allocate(name, half, ops, total, device)
         peers.memories.append(found)
     return _known[name], found
 
@@ -129,13 +137,13 @@ def check() -> None:
     for name, peers in list(_known.items()):
         for held in peers.memories:
             if held.failed() and _peers(name) is peers:
-                raise RuntimeError(failure(held.failed(), peers.group))
+                raise RuntimeError(failure(held.failed(), peers.group, held.ops))
 
 
-def failure(said: int, group: Group) -> str:
+def failure(said: int, group: Group, ops: tuple[str, ...]) -> str:
     """What went wrong, as kernels say it: phase + 2 * (a rank exchanges something else) + 256 *
     rank + 2**24 * number of the exchange."""
-    op, rank, number = PHASES[said & 1], (said >> 8) & 0xFFFF, said >> 24
+    op, rank, number = ops[said & 1], (said >> 8) & 0xFFFF, said >> 24
     if said & 2:
         return (
             f"moe_ops.{op}: rank {rank} of the group {group.name!r} exchanges tokens of other "
@@ -211,15 +219,20 @@ def _all_said(mine: dict[str, Any], name: str, device: torch.device) -> list[dic
 
 
 def _allocate(
-    name: str, half: int, total: Callable[[int, int], int], device: torch.device
+    name: str,
+    half: int,
+    ops: tuple[str, ...],
+    total: Callable[[int, int, int], int],
+    device: torch.device,
 ) -> Memory:
     from torch.distributed import _symmetric_memory as symmetric
 
     group = Group.of(name)
-    said = {"op": "push", "buffer": half}
+    said = {"op": f"push of {' and '.join(ops)}", "buffer": half}
     compare("push", _all_said(said, name, device))
     with torch.cuda.device(device), torch.inference_mode(False):
-        words = symmetric.empty(total(group.size, half) // 8, dtype=torch.int64, device=device)
+        size = total(group.size, half, len(ops)) // 8
+        words = symmetric.empty(size, dtype=torch.int64, device=device)
         words.zero_()
         given: Any = name  # torch has a type of its own for names
         handle = symmetric.rendezvous(words, given)
@@ -232,4 +245,4 @@ def _allocate(
         error = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         torch.cuda.synchronize(device)
     _all_said(said, name, device)  # nobody stores before all have zeroed theirs
-    return Memory(words=words, table_R=table_R, error=error, half=half, handle=handle)
+    return Memory(words=words, table_R=table_R, error=error, half=half, ops=ops, handle=handle)

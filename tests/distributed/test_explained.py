@@ -6,7 +6,11 @@ import pytest
 import torch
 
 import moe_ops
+from moe_ops import sum_ranks
+from moe_ops.ops.sum_ranks import SumRanksCall
 from moe_ops.parallel.config import ALLGATHER, AUTO, HIGH_THROUGHPUT, ParallelConfig
+from moe_ops.planning.cost import cost
+from moe_ops.ranks.links import LINKS
 from tests.distributed.ranks import fake_group
 
 
@@ -32,3 +36,15 @@ def test_the_transport_of_a_layer_is_named(collective: str, rows: int, backend: 
     if rows == 8:
         (line,) = (text for text in str(found).splitlines() if text.endswith("link"))
         assert line.split()[:2] == ["8", backend]
+
+
+@torch.no_grad()
+def test_the_way_of_a_sum_is_named() -> None:
+    part_TD = torch.randn(4, 128)
+    with fake_group(8) as group:
+        plan = moe_ops.explain(lambda x: sum_ranks(x * 2, group), (part_TD,)).plan
+        found = cost("sum_ranks", SumRanksCall(part_TD, group), 4)
+    (choice,) = (c for c in plan.choices if c.op == "sum_ranks")
+    assert [r.backend for r in choice.ranges] == ["shares"]
+    assert found is not None
+    assert found.link_us == LINKS["cpu"].sum_us(False, 8, part_TD.nbytes) > 500

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from moe_ops import dispatch_tokens
-from moe_ops.backends.push import supports_dispatch
+from moe_ops.backends.push import supports_dispatch, supports_sum
 from moe_ops.backends.triton import unavailable
 from moe_ops.ops.dispatch_tokens import DispatchTokensCall
+from moe_ops.ops.sum_ranks import SumRanksCall, sum_ranks
 from moe_ops.passes.cache_key import environment_key
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, resolve
-from moe_ops.ranks.links import LINKS, MOST_PUSHED, Traffic
+from moe_ops.ranks.links import LINKS, MOST_PUSHED, Traffic, most_parts
 from moe_ops.ranks.transport import GATHER, PUSH
 from tests.distributed.ranks import fake_group
 
@@ -57,7 +58,8 @@ def known() -> Iterator[peers.Peers]:
     """A group of two, with memory in which nothing went wrong."""
     held = peers.Memory(
         words=torch.zeros(8, dtype=torch.int64), table_R=torch.zeros(2, dtype=torch.int64),
-        error=torch.zeros(1, dtype=torch.int64), half=2**20, handle=None,
+        error=torch.zeros(1, dtype=torch.int64), half=2**20, ops=peers.TOKENS,
+        handle=None,
     )  # fmt: skip
     with fake_group(2) as name:
         found = peers.Peers(
@@ -75,6 +77,16 @@ def test_the_smallest_memory_that_fits_is_taken(known: peers.Peers) -> None:
     assert peers.memory(name, 2**20 + 1) is large
     assert peers.memory(name, 2**25) is None
     assert peers.memory("another", 1) is None
+
+
+def test_sums_have_memory_of_their_own(known: peers.Peers) -> None:
+    name = known.group.name
+    assert peers.memory(name, 1, peers.SUMS) is None
+    known.memories.append(replace(known.memories[1], ops=peers.SUMS, error=torch.tensor([2**24])))
+    assert peers.memory(name, 1, peers.SUMS) is known.memories[2]
+    assert peers.memory(name, 1) is known.memories[1]
+    with pytest.raises(RuntimeError, match=r"moe_ops\.sum_ranks: rank 0 of the group"):
+        peers.check()
 
 
 SAID = {
@@ -136,6 +148,40 @@ def test_what_cannot_be_stored_to_ranks_is_refused() -> None:
             assert text in str(supports_dispatch(wrong))
         call.x_TD.requires_grad_()
         assert supports_dispatch(call) == "has no gradients, and one is asked for"
+
+
+def test_parts_that_cannot_be_stored_to_ranks_are_refused(known: peers.Peers) -> None:
+    call = SumRanksCall(torch.zeros(2, 8), known.group.name)
+    assert supports_sum(call) == unavailable()
+    (refused,) = (r for name, r in sum_ranks.refusals_of(call).items() if name == PUSH)
+    assert refused == "needs a tensor on cuda, got cpu"
+    known.reason = "needs ranks of one host"
+    assert supports_sum(call) in (known.reason, unavailable())
+    del peers._known[known.group.name]
+    assert supports_sum(call) in (peers.UNKNOWN, unavailable())
+    call.part_TD.requires_grad_()
+    assert supports_sum(call) == "has no gradients, and one is asked for"
+    call.group = ""
+    assert supports_sum(call) == "has no other rank to store to"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 16])
+def test_parts_are_stored_where_that_is_faster(ranks: int) -> None:
+    nbytes = 4096
+    for link in (LINKS["cuda"], replace(LINKS["cuda"], pushed_per_second=900e9)):
+        most = link.most_summed(ranks, nbytes)
+        push, reduced = (
+            [link.sum_us(p, ranks, nbytes * rows) for rows in (most, most + 1)]
+            for p in (True, False)
+        )
+        assert most > 0 and push[0] <= reduced[0]
+        whole = most == most_parts(ranks, nbytes)
+        assert whole or push[1] > reduced[1]
+        assert whole == (ranks == 2) or link is not LINKS["cuda"]
+    assert LINKS["cpu"].most_summed(ranks, nbytes) == 0
+    # Of any width: a slot of each rank is a multiple of 16 bytes.
+    for row in (1, 66, nbytes):
+        assert ranks * (most_parts(ranks, row) * row + 15) <= MOST_PUSHED
 
 
 def test_push_says_why_it_does_not_run() -> None:

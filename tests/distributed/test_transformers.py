@@ -126,6 +126,10 @@ def test_what_cannot_be_shared_is_refused_and_left_as_it_was() -> None:
         with pytest.raises(ValueError, match="tokens='all' is unknown"):
             moe_ops.share_experts(model, group, tokens="all")
     with fake_group(2) as group:
+        with pytest.raises(ValueError, match="collective='push' needs a model on cuda, got cpu"):
+            moe_ops.share_experts(model, group, collective="push")
+        assert model.model.layers[0].mlp.experts.down_proj.shape[0] == 8
+    with fake_group(2) as group:
         model.model.layers[1].mlp.experts.gate_up_proj.data = torch.zeros(1, dtype=torch.float64)
         with pytest.raises(
             ValueError, match=r"layers\.1\.mlp\.experts .* weights are torch.float64"

@@ -32,7 +32,14 @@ from triton.runtime.jit import JITFunction
 
 from moe_ops.backends.triton import run_experts
 from moe_ops.backends.triton_inputs import inputs_of
-from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS, push, quantize_blocks, ranks, routing
+from moe_ops.kernels.triton import (
+    TINY_PAIRS,
+    TINY_TOKENS,
+    push,
+    push_sum,
+    quantize_blocks,
+    routing,
+)
 from moe_ops.kernels.triton import quantize as quantize_kernels
 from moe_ops.kernels.triton.decode import linears, one_query, rope, rope_attention
 from moe_ops.kernels.triton.experts import (
@@ -49,8 +56,9 @@ from moe_ops.kernels.triton.experts import (
 )
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.route import route
-from moe_ops.testing import ACTIVATIONS, LAYERS, Case
+from moe_ops.testing import ACTIVATIONS, LAYERS
 from tests.kernels.offline_codes import calls_by_row, quantised_layer
+from tests.kernels.offline_ranks import over_ranks, pushed, summed
 from tests.published_routers import ROUTERS, Router, arguments
 
 TYPES = {
@@ -166,6 +174,7 @@ def compile_launches(
             linears,
             one_query,
             push,
+            push_sum,
             rope,
             rope_attention,
             routing,
@@ -180,7 +189,8 @@ def compile_launches(
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
         for module in (grouped_plain, linears, rope_attention, rows, tiny):
             patched.enter_context(patch.object(module, "shared_memory", lambda _: memory))
-        patched.enter_context(patch.object(push, "polls_by_asm", lambda _: True))
+        for module in (push, push_sum):
+            patched.enter_context(patch.object(module, "polls_by_asm", lambda _: True))
         patched.enter_context(patch.object(few, "on_hopper", lambda _: capability == 90))
         call()
     return found
@@ -231,6 +241,8 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"{name} over ranks", lambda c=LAYERS[name]: over_ranks(c)
         for ranks_ in (2, 8):
             yield f"{name} pushed to {ranks_}", lambda c=LAYERS[name], R=ranks_: pushed(c, R)
+    for ranks_ in (2, 8, 16):
+        yield f"sums of {ranks_}", lambda R=ranks_: summed(R)
 
 
 def calls_of_codes(
@@ -263,28 +275,6 @@ PARTS: dict[str, Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]] = {
     "more_codes": lambda capability: calls_of_codes(capability, FORMATS[3:11]),
     "other_codes": lambda capability: calls_of_codes(capability, FORMATS[11:]),
 }
-
-
-def over_ranks(case: Case) -> None:
-    """What one of two ranks launches."""
-    x, weights = torch.empty(4, case.D, dtype=torch.bfloat16), torch.empty(4, case.K)
-    ids, table = torch.empty(4, case.K, dtype=torch.int64), torch.empty(case.E, dtype=torch.int32)
-    packed = ranks.pack(x, weights, ids, 4, case.E)
-    ranks.unpack(packed.repeat(2, 1), (table, table), (x, weights, case.K), 4, 1)
-    ranks.combine(x.repeat(2, 1), ids, table, 4, 2, 1)
-
-
-def pushed(case: Case, R: int) -> None:
-    """What a rank launches, in one launch for both halves of an exchange, and in two."""
-    x, weights = torch.empty(4, case.D, dtype=torch.bfloat16), torch.empty(4, case.K)
-    table = torch.empty(case.E, dtype=torch.int32)
-    words = torch.empty(R, dtype=torch.int64)
-    arena = push.Arena(words, words, words, 2**20, 1, push.MOST_PROGRAMS, 10**10)
-    for halves in (push.BOTH, push.SEND, push.RECEIVE):
-        for ids in (torch.empty(4, case.K, dtype=d) for d in (torch.int32, torch.int64)):
-            for count in (4, push.MOST_PROGRAMS):
-                sent = push.dispatch(x, weights, ids, (table, table), count, arena, halves)
-                push.combine(sent[0], sent[3], ids, table, count, arena, halves)
 
 
 def attended(batch: int, heads: int, group: int, slots: int, size: int, sinks: bool) -> None:

@@ -24,7 +24,7 @@ KERNELS = {
         "sum_kernel", "one_query_kernel", "one_query_merge", "linears_one", "linears_few",
         "rope_kernel", "rope_attention_kernel", "_tile_map", "_grouped",
         "pack_kernel", "unpack_kernel", "combine_kernel", "dispatch_kernel",
-        "combine_pushed_kernel",
+        "combine_pushed_kernel", "sum_pushed_kernel",
     },
     "codes": EXPERTS | {"arrange_kernel", "decode_kernel"},
     "by_row": EXPERTS | {

@@ -51,12 +51,11 @@ CASES = (
 )
 
 
-def arenas(ranks: int, half: int = HALF, programs: int = 4) -> list[push.Arena]:
+def arenas(ranks: int, half: int = HALF, programs: int = 4, phases: int = 2) -> list[push.Arena]:
     """Those of ranks that are all in this process."""
-    memory = [
-        torch.zeros(push.arena_bytes(ranks, half) // 8, dtype=torch.int64) for _ in range(ranks)
-    ]
-    data = push.arena_bytes(ranks, half) // 8 - 4 * half // 8
+    size = push.arena_bytes(ranks, half, phases) // 8
+    memory = [torch.zeros(size, dtype=torch.int64) for _ in range(ranks)]
+    data = push.arena_bytes(ranks, 0, phases) // 8
     for words in memory:  # what nobody stored is NaN, and an id of 32767 twice
         words[data:] = 0x7FFF7FFF7FFF7FFF
     table_R = torch.tensor([words.data_ptr() for words in memory])
@@ -207,7 +206,7 @@ def test_no_order_of_ranks_overwrites_anything(ranks: int, seed: int) -> None:
 
 
 def text(arena: push.Arena) -> str:
-    return peers.failure(int(arena.error.item()), Group("g", arena.ranks, arena.me))
+    return peers.failure(int(arena.error.item()), Group("g", arena.ranks, arena.me), peers.TOKENS)
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

@@ -325,9 +325,10 @@ def combine_bytes(y_GD: Tensor) -> int:
     return y_GD.shape[0] * 4 * _row_words(y_GD)
 
 
-def arena_bytes(ranks: int, half: int) -> int:
-    """The bytes of an arena whose buffers hold `half` bytes each, a multiple of 16."""
-    return 8 * (FLAGS.value + 2 * ranks * MOST_PROGRAMS) + 4 * half
+def arena_bytes(ranks: int, half: int, phases: int) -> int:
+    """The bytes of an arena whose buffers hold `half` bytes each, a multiple of 16, two for each of
+    its phases. Flags have room for two phases always."""
+    return 8 * (FLAGS.value + 2 * ranks * MOST_PROGRAMS) + 2 * phases * half
 
 
 @on_its_device
@@ -348,11 +349,11 @@ def dispatch(
     block = _block(words.x, RP)
     P = tables[0].shape[0]
     pdl, options = pdl_options(x_TD)
-    programs = _programs(rows, arena)
+    programs = programs_of(rows, arena)
     dispatch_kernel[(programs,)](
         arena.memory, arena.table_R, arena.error, _words(x_TD), _words(weights_TK), ids_TK, *tables,
         _words(x_GD), _words(weights_GK), ids_GK, served_G, x_TD.shape[0], rows, P, arena.half,
-        arena.limit, _tag("dispatch", rows, P, *words), MOST_PROGRAMS // programs, arena.me,
+        arena.limit, tag_of("dispatch", rows, P, *words), MOST_PROGRAMS // programs, arena.me,
         *words, block,
         triton.next_power_of_2(words.weights), triton.next_power_of_2(K), arena.ranks, RP, *halves,
         polls_by_asm(x_TD), pdl, num_warps=_warps(RP * block), **options,
@@ -372,10 +373,10 @@ def combine(
     RP, P = triton.next_power_of_2(arena.ranks), rank_of_P.shape[0]
     block = _block(Y, RP)
     pdl, options = pdl_options(y_GD)
-    programs = _programs(rows, arena)
+    programs = programs_of(rows, arena)
     combine_pushed_kernel[(programs,)](
         arena.memory, arena.table_R, arena.error, _words(y_GD), served_G, ids_TK, rank_of_P, out_TD,
-        T, rows, P, arena.half, arena.limit, _tag("combine", rows, P, D, Y, K),
+        T, rows, P, arena.half, arena.limit, tag_of("combine", rows, P, D, Y, K),
         MOST_PROGRAMS // programs, arena.me, Y, D, K, row, block,
         min(4096, triton.next_power_of_2(D)),
         triton.next_power_of_2(K), arena.ranks, RP, *halves, polls_by_asm(y_GD), pdl,
@@ -389,7 +390,8 @@ def polls_by_asm(t: Tensor) -> bool:
     return t.is_cuda
 
 
-def _programs(rows: int, arena: Arena) -> int:
+def programs_of(rows: int, arena: Arena) -> int:
+    """Programs of a launch that has so much to do."""
     return min(triton.next_power_of_2(rows), arena.programs)
 
 
@@ -410,7 +412,7 @@ def _row_words(y_GD: Tensor) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _tag(*what: Any) -> int:
+def tag_of(*what: Any) -> int:
     """What is exchanged, in the bits of a flag."""
     return zlib.crc32(repr(what).encode()) % TAGS.value
 
