@@ -182,7 +182,17 @@ def _self(device: torch.device) -> dict[str, Any]:
         "processors": own.multi_processor_count,
         "gpu": str(own.uuid),
         "reaches": [str(torch.cuda.get_device_properties(i).uuid) for i in reached],
+        "multicast": _has_multicast(device),
     }
+
+
+def _has_multicast(device: torch.device) -> bool:
+    """Whether torch makes memory of several ranks with NVLink multicast."""
+    from torch._C._autograd import DeviceType
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    found: bool = _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index)
+    return found
 
 
 def _apart(said: list[dict[str, Any]]) -> str | None:
@@ -200,6 +210,12 @@ def _apart(said: list[dict[str, Any]]) -> str | None:
         for other, theirs in enumerate(said):
             if other != rank and theirs["gpu"] not in one["reaches"]:
                 return f"needs GPUs that reach each other: that of rank {rank} not rank {other}'s"
+    with_it = [rank for rank, one in enumerate(said) if one["multicast"]]
+    if with_it:
+        return (
+            f"needs memory without NVLink multicast, which rank {with_it[0]} would make; start "
+            "every rank with TORCH_SYMM_MEM_DISABLE_MULTICAST=1"
+        )
     return None
 
 
@@ -237,10 +253,7 @@ def _allocate(
         given: Any = name  # torch has a type of its own for names
         handle = symmetric.rendezvous(words, given)
         if handle.multicast_ptr:
-            raise RuntimeError(
-                "collective='push' needs memory without NVLink multicast, whose barriers are of "
-                "another kind; start every rank with TORCH_SYMM_MEM_DISABLE_MULTICAST=1"
-            )
+            raise RuntimeError("torch made memory with NVLink multicast, though it is off")
         table_R = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         error = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         torch.cuda.synchronize(device)

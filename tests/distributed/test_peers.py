@@ -23,7 +23,7 @@ from moe_ops.ranks.links import LINKS, MOST_PUSHED, Traffic, most_parts
 from moe_ops.ranks.transport import GATHER, PUSH
 from tests.distributed.ranks import fake_group
 
-ONE = {"host": "a", "torch": "2.11.0", "processors": 132}
+ONE = {"host": "a", "torch": "2.11.0", "processors": 132, "multicast": False}
 
 
 def host(ranks: int, **differing: Any) -> list[dict[str, Any]]:
@@ -39,6 +39,7 @@ APART = {
     "many": (host(17), "stores to at most 16 ranks, the group has 17"),
     "hosts": (host(3, host="b"), "needs ranks of one host: rank 0 has a, rank 2 b"),
     "versions": (host(2, torch="2.13.0"), "needs ranks of one torch: rank 0 has 2.11.0, rank 1"),
+    "multicast": (host(3, multicast=True), "which rank 2 would make; start every rank with TORCH"),
     "links": (
         host(3, reaches=["gpu1"]), "needs GPUs that reach each other: that of rank 2 not rank 0's",
     ),

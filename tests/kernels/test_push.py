@@ -18,25 +18,13 @@ from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, sum_in_order
 from moe_ops.ranks.tables import EVERY, HOME, known_ids, needed, slots
 from moe_ops.testing import TOL, assert_close
+from tests.kernels.spread import Tokens
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="ranks of one process take turns in Triton's interpreter"
 )
 HALF = 2**16  # bytes of a buffer
 POLLS = 3  # until a rank is given up: who has to come came before
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tokens:
-    name: str
-    counts: tuple[int, ...]  # of each rank
-    rows: int
-    D: int = 64
-    K: int = 3
-    P: int = 8
-    dtype: torch.dtype = torch.bfloat16
-    weights: torch.dtype = torch.float32
-    ids: torch.dtype = torch.int32
 
 
 CASES = (

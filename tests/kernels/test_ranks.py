@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,20 +16,7 @@ from moe_ops.ranks import packed as definition
 from moe_ops.ranks.groups import sum_in_order
 from moe_ops.ranks.tables import EVERY, HOME, known_ids, needed, slots
 from moe_ops.testing import DEVICE, TOL, assert_close
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tokens:
-    name: str
-    counts: tuple[int, ...]  # of each rank
-    rows: int
-    D: int = 64
-    K: int = 3
-    P: int = 8
-    dtype: torch.dtype = torch.bfloat16
-    weights: torch.dtype = torch.float32
-    ids: torch.dtype = torch.int32
-
+from tests.kernels.spread import Tokens
 
 CASES = (
     Tokens(name="even", counts=(4, 4), rows=4),
