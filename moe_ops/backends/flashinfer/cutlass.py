@@ -34,7 +34,6 @@ WAYS = {
 }  # fmt: skip
 MACHINE = package.Machine(capabilities=EVERY)
 FITS = fits.Fits(machine=MACHINE, ways=WAYS)
-WORKSPACE = "FlashInfer CUTLASS"
 # FlashInfer keeps one table of tactics by this number, the last one that it saw for the first time:
 # with another number later calls would look up what was measured for other numbers of tokens.
 MOST_TUNED = 8192  # its default
@@ -61,15 +60,20 @@ def run(call: ExpertsCall) -> Tensor:
         return out_TD
     routed = arguments.routed(call, equal=True)
     launch, given = launch_of(call, routed), tensors_of(call, routed)
-    buffer = kept.workspace(WORKSPACE, launch.nbytes, x_TD.device)
-    given["output"], given["workspace_buffer"] = out_TD, buffer.memory
-    with buffer.lock:
-        if current().autotune:
-            with tuning(launch, x_TD.shape[0]):
-                launch.function(**given)
-        else:
+    given["output"], given["workspace_buffer"] = out_TD, workspace(launch, x_TD.device)
+    if current().autotune:
+        with tuning(launch, x_TD.shape[0]):
             launch.function(**given)
+    else:
+        launch.function(**given)
     return out_TD
+
+
+def workspace(launch: Launch, device: torch.device) -> Tensor:
+    """Bytes for one call. None are kept: the capture of a CUDA graph runs on a stream of its own,
+    where nothing was warmed up, and whoever captures may own the pool of the warm-up too, as
+    cudagraph trees do. torch's allocator knows the pools of graphs, and those of streams."""
+    return torch.empty(launch.nbytes, dtype=torch.uint8, device=device)
 
 
 def tuning(launch: Launch, tokens: int) -> AbstractContextManager[None]:
