@@ -32,7 +32,15 @@ from triton.runtime.jit import JITFunction
 
 from moe_ops.backends.triton import run_experts
 from moe_ops.backends.triton_inputs import inputs_of
-from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS, push, quantize_blocks, ranks, routing
+from moe_ops.kernels.triton import (
+    TINY_PAIRS,
+    TINY_TOKENS,
+    push,
+    quantize_blocks,
+    ranks,
+    routing,
+    static_factors,
+)
 from moe_ops.kernels.triton import quantize as quantize_kernels
 from moe_ops.kernels.triton.decode import linears, one_query, rope, rope_attention
 from moe_ops.kernels.triton.experts import (
@@ -176,6 +184,7 @@ def compile_launches(
             tokens,
             quantize_kernels,
             quantize_blocks,
+            static_factors,
         ):
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
         for module in (grouped_plain, linears, rope_attention, rows, tiny):
