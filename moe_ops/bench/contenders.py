@@ -90,7 +90,7 @@ class Prepared:
 
 def direct(case: Case) -> Contender:
     """FlashInfer's `cutlass_fused_moe` itself, given the ids and weights of a routing."""
-    from moe_ops.backends.flashinfer import arguments, cutlass, kept, stored
+    from moe_ops.backends.flashinfer import arguments, cutlass, stored
 
     weights_of = Prepared(stored.UP_GATE)
 
@@ -105,7 +105,7 @@ def direct(case: Case) -> Contender:
             raise NotImplementedError(f"{cutlass.NAME} {reason}")
         to = arguments.routed(record)
         launch, out_TD = cutlass.launch_of(record, to), torch.empty_like(routed.x_TD)
-        workspace = kept.workspace(cutlass.WORKSPACE, launch.nbytes, out_TD.device).memory
+        workspace = cutlass.workspace(launch, out_TD.device)
         with cutlass.tuning(launch, out_TD.shape[0]):
             launch.function(
                 output=out_TD, workspace_buffer=workspace, **cutlass.tensors_of(record, to)

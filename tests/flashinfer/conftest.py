@@ -27,7 +27,6 @@ def forget() -> None:
         cute_dsl._WRAPPERS,
         cutlass._LAUNCHES,
         kept._tuned,
-        kept._captured,
     ):
         held.clear()
     arena.release()

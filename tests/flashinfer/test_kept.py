@@ -71,10 +71,63 @@ def test_nothing_is_made_while_a_graph_is_captured(
     capture(True)
     made = len(fake.calls)
     assert torch.equal(run(name, call), want)
-    some = replace(call, x_TD=call.x_TD[:4], weights_TK=call.weights_TK[:4], ids_TK=call.ids_TK[:4])
     with flashinfer_options(max_tokens=8, autotune=True):
-        assert run(name, some).shape[0] == 4
+        assert run(name, first_of(call, 4)).shape[0] == 4
     assert {n for n, _ in fake.calls[made:]} <= {"B12xMoEWrapper.run", "cutlass_fused_moe"}
+
+
+WARMED = 0  # the stream of the first calls
+
+
+@by_way
+@pytest.mark.parametrize("stream", [WARMED, 7], ids=["one stream", "a stream of its own"])
+def test_a_capture_makes_use_of_the_warm_up(
+    fake: ModuleType, on: On, capture: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch,
+    name: str, layout: str, formats: str, gpu: tuple[int, int], stream: int,
+) -> None:  # fmt: skip
+    """Of every size that was called, wherever it was; no buffer of the stream is asked for."""
+    on(*gpu)
+    call = stored(call_of(formats, tokens=12), layout)
+    some = [first_of(call, tokens) for tokens in (12, 1, 5)]
+    wants = [run(name, one) for one in some]
+    made = len(fake.calls)
+    monkeypatch.setattr(arena, "current_stream", lambda device: stream)
+    monkeypatch.delattr(arena, "take")
+    capture(True)
+    for one, want in zip(some, wants, strict=True):
+        assert torch.equal(run(name, one), want)
+    ran = {"B12xMoEWrapper.run", "cutlass_fused_moe", "CuteDslBf16MoEWrapper.run"}
+    assert {n for n, _ in fake.calls[made:]} <= ran
+    assert sizes("CUTLASS") == []
+
+
+def test_a_graph_has_the_buffers_of_the_stream_that_it_was_warmed_up_on(
+    fake: ModuleType, on: On, capture: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that graphs of two streams may run at the same time, also beside calls."""
+    on(12, 0)
+    call = stored(call_of("nvfp4", tokens=5), UP_GATE)
+    layers = []
+    for stream in (0, 1, 2):
+        monkeypatch.setattr(arena, "current_stream", lambda device, stream=stream: stream)
+        run("flashinfer_b12x", call)
+        capture(True)
+        layers.append(b12x._layer(call))
+        capture(False)
+    assert len({layer.wrapper.output.data_ptr() for layer in layers}) == 3
+    assert len({id(layer.wrapper._static_workspace) for layer in layers}) == 3
+    assert len({id(layer.lock) for layer in layers}) == 3
+    monkeypatch.setattr(arena, "current_stream", lambda device: 3)
+    capture(True)
+    assert b12x._layer(call) in layers
+    other = stored(call_of("nvfp4", tokens=5), UP_GATE)
+    with pytest.raises(RuntimeError, match="made at a first call"):
+        b12x._layer(other)
+
+
+def first_of(call: ExpertsCall, tokens: int) -> ExpertsCall:
+    t = tokens
+    return replace(call, x_TD=call.x_TD[:t], weights_TK=call.weights_TK[:t], ids_TK=call.ids_TK[:t])
 
 
 @by_way
@@ -99,17 +152,17 @@ def sizes(purpose: str) -> list[int]:
     return [use.bytes for use in arena.report() if use.purpose == f"FlashInfer {purpose}"]
 
 
-def test_buffers_are_as_large_as_the_largest_bucket(fake: ModuleType, on: On) -> None:
+def test_workspaces_are_as_large_as_the_largest_bucket(fake: ModuleType, on: On) -> None:
     on(9, 0)
     call = stored(call_of("bfloat16", tokens=5), UP_GATE)
     with flashinfer_options(max_tokens=48):
         run("flashinfer_cutlass", call)
-    (asked,) = (given for n, given in fake.calls if n == "cutlass_fused_moe_workspace_size")
-    assert asked["max_num_tokens"] == 48
-    (before,) = sizes("CUTLASS")
     run("flashinfer_cutlass", stored(call_of("bfloat16", tokens=33), UP_GATE))
-    (after,) = sizes("CUTLASS")
-    assert after > before, "64 tokens need more than 48"
+    asked = [given for n, given in fake.calls if n == "cutlass_fused_moe_workspace_size"]
+    assert [given["max_num_tokens"] for given in asked] == [48, 64]
+    ran = [given["workspace_buffer"].nbytes for n, given in fake.calls if n == "cutlass_fused_moe"]
+    bytes_of = fake.fused_moe.cutlass.workspace_bytes
+    assert ran == [bytes_of(tokens, CASE.D, CASE.E) for tokens in (48, 64)]
 
 
 def test_layers_of_b12x_share_a_workspace_and_the_output(fake: ModuleType, on: On) -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import moe_ops
 from moe_ops import experts, flashinfer_options, using
-from moe_ops.backends.flashinfer import arguments, cutlass, kept, package
+from moe_ops.backends.flashinfer import arguments, cutlass, package
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.testing import TOL, Case, assert_close
 from tests.flashinfer.layers import call_of, stored
@@ -27,6 +28,7 @@ CASE = Case(name="wide", T=1024, E=16, K=4, D=1024, I=512)
 TOKENS = (1, 7, 128, 1024)
 F8 = torch.float8_e4m3fn
 UP_GATE, CHUNKS = "flashinfer.up_gate", "flashinfer.chunks"
+Tokens = Callable[..., Tensor]  # of x_TD, weights_TK and ids_TK
 WAYS = {
     "bfloat16": ("flashinfer_cutlass", UP_GATE, "bfloat16", torch.bfloat16),
     "float8": ("flashinfer_cutlass", UP_GATE, "float8", F8),
@@ -144,7 +146,74 @@ def captured(call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
     return out, graph.replay
 
 
-def test_the_overhead_over_flashinfer_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def on_one_stream(call: Tokens, args: list[Tensor]) -> Tokens:
+    """Warmed up where it is captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(*args)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = call(*args)
+
+    def replay(*values: Tensor) -> Tensor:
+        for held, value in zip(args, values, strict=True):
+            held.copy_(value)
+        graph.replay()
+        return out
+
+    return replay
+
+
+def by_buckets(call: Tokens, args: list[Tensor]) -> Tokens:
+    """Padded to one of several sizes."""
+    runner = moe_ops.capture(call, buckets=(8, 128), varying=3)
+    runner.warmup(*args)
+    assert [bucket.refusal for bucket in runner.report()] == [None, None]
+    return runner
+
+
+def by_trees(call: Tokens, args: list[Tensor]) -> Tokens:
+    """By Inductor, whose warm-up must leave nothing in the pool of its graphs."""
+    compiled = torch.compile(call, fullgraph=True, dynamic=False, mode="reduce-overhead")
+
+    def step(*values: Tensor) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        out: Tensor = compiled(*values)
+        return out
+
+    for _ in range(3):  # compiles, warms up, records
+        step(*args)
+    return step
+
+
+@pytest.mark.parametrize("captured_by", [on_one_stream, by_buckets, by_trees])
+def test_other_ways_to_capture(
+    way: tuple[str, ExpertsCall, ExpertsCall, torch.dtype],
+    captured_by: Callable[[Tokens, list[Tensor]], Tokens],
+) -> None:
+    name, loaded, call, dtype = way
+    rest = experts.arguments.flat(call)[3:]
+
+    def function(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        out: Tensor = experts(x_TD, weights_TK, ids_TK, *rest)
+        return out
+
+    for tokens in (128, 7):
+        one = first(call, tokens)
+        replay = captured_by(function, [t.clone() for t in (one.x_TD, one.weights_TK, one.ids_TK)])
+        for shift in (0, 1):
+            values = [t.roll(shift, 0) for t in (one.x_TD, one.weights_TK, one.ids_TK)]
+            want = experts.body(
+                replace(loaded, **dict(zip(("x_TD", "weights_TK", "ids_TK"), values, strict=True)))
+            )
+            assert_close(replay(*values), want, TOL["experts", dtype], f"{name}, {tokens} tokens")
+
+
+def test_the_overhead_over_flashinfer_itself(
+    overlapping: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     call = stored(on_gpu(call_of("bfloat16", case=CASE)), UP_GATE)
     reason = cutlass.supports(call)
     if reason is not None:
@@ -152,8 +221,7 @@ def test_the_overhead_over_flashinfer_itself(capsys: pytest.CaptureFixture[str])
     call = replace(first(call, 1), weights_TK=call.weights_TK[:1].float())
     to = arguments.routed(call, equal=True)
     launch, given = cutlass.launch_of(call, to), cutlass.tensors_of(call, to)
-    workspace = kept.workspace(cutlass.WORKSPACE, launch.nbytes, call.x_TD.device)
-    given["workspace_buffer"] = workspace.memory
+    given["workspace_buffer"] = cutlass.workspace(launch, call.x_TD.device)
     args = (call.x_TD, call.weights_TK, call.ids_TK, call.w13_EFD, call.w2_EDI)
 
     def direct() -> Tensor:

@@ -39,6 +39,7 @@ from moe_ops.kernels.triton import (
     push_sum,
     quantize_blocks,
     routing,
+    static_factors,
 )
 from moe_ops.kernels.triton import quantize as quantize_kernels
 from moe_ops.kernels.triton.decode import linears, one_query, rope, rope_attention
@@ -185,6 +186,7 @@ def compile_launches(
             tokens,
             quantize_kernels,
             quantize_blocks,
+            static_factors,
         ):
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
         for module in (grouped_plain, linears, rope_attention, rows, tiny):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.triton import run_experts
+from moe_ops.kernels.triton.static_factors import static_factors
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.quantize import quantize
 from moe_ops.quant.formats import Format
@@ -46,12 +47,20 @@ def calls_by_row(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     for format, least in QUANTIZED:
         if capability >= least:
             yield f"quantize {format}", functools.partial(quantised, format)
+    for h_scales in (1, case.E):
+        yield f"{h_scales} static factors", functools.partial(factors, case.E, h_scales)
 
 
 def quantised(format: str) -> None:
     for width in (768, 2880):
         x_RD = torch.empty(4096, width, dtype=torch.bfloat16, device="meta")
         quantize.backends["triton"].run(quantize.call(x_RD, format))
+
+
+def factors(E: int, h_scales: int) -> None:
+    x_scale, h_scale = (torch.empty(n, device="meta") for n in (1, h_scales))
+    w13, w2 = (torch.empty(E, 1, 1, device="meta") for _ in range(2))
+    static_factors(x_scale, h_scale, w13, w2)
 
 
 def quantised_layer(

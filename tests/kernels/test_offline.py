@@ -29,14 +29,17 @@ KERNELS = {
     "codes": EXPERTS | {"arrange_kernel", "decode_kernel"},
     "by_row": EXPERTS | {
         "quantise_rows_kernel", "largest_kernel", "largest_of_pairs_kernel", "quantize_kernel",
-        "quantize_blocks_kernel",
+        "quantize_blocks_kernel", "static_factors_kernel",
     },
     "more_codes": EXPERTS | {"arrange_kernel", "decode_kernel"},
     "other_codes": EXPERTS | {
         "arrange_kernel", "decode_kernel", "largest_kernel", "emulate_kernel",
     },
 }  # fmt: skip
-QUANTISE = {"quantise_kernel", "quantise_rows_kernel", "quantize_kernel", "quantize_blocks_kernel"}
+QUANTISE = {
+    "quantise_kernel", "quantise_rows_kernel", "quantize_kernel", "quantize_blocks_kernel",
+    "static_factors_kernel",
+}  # fmt: skip
 STREAMED = {"one_up", "one_down", "few_up", "few_down"}  # of codes, on Hopper
 CAPABILITIES = (90, 80, 89, 100)
 

@@ -24,6 +24,7 @@ from moe_ops import experts, route
 from moe_ops.backends import triton as backends
 from moe_ops.kernels.triton import replay
 from moe_ops.kernels.triton.experts import sort
+from moe_ops.kernels.triton.static_factors import static_factors
 from moe_ops.testing import Case, Layer, make_layer
 from tests.chosen import those_of
 from tests.published_routers import ROUTERS, arguments
@@ -157,3 +158,16 @@ def test_routers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         call = arguments(ROUTERS[name])
         call["logits_TE"] = torch.randn_like(call["logits_TE"])
         check(functools.partial(route.backends["triton"].run, route.call(**call)), monkeypatch)
+
+
+@pytest.mark.parametrize("h_scales", [1, 5])
+def test_factors_of_static_scales(
+    h_scales: int, recordings: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = []  # so that no address comes twice
+    for _ in range(2):
+        kept.append([torch.rand(n) + 0.1 for n in (1, h_scales, 5, 5)])
+        x_scale, h_scale, w13_E, w2_E = kept[-1]
+        scales = (x_scale, h_scale, w13_E.view(5, 1, 1), w2_E.view(5, 1, 1))
+        check(functools.partial(replay.replay, static_factors, scales, ()), monkeypatch)
+    assert len(recordings) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,8 +58,8 @@ def run(call: ExpertsCall) -> Tensor:
     c = call
     if c.x_TD.shape[0] == 0:
         return c.x_TD.new_empty(c.x_TD.shape)
-    with arena.shared.lock(c.x_TD.device):
-        layer, routed = _layer(c), arguments.routed(c)
+    layer, routed = _layer(c), arguments.routed(c)
+    with layer.lock:
         layer.scales.refresh(c)
         w13_EFD, w2_EDI, w13_scale_EFG, w2_scale_EDG = layer.held
         with kept.tuning((NAME, layer.key)):
@@ -114,9 +115,11 @@ class Scales:
 @dataclass(frozen=True, slots=True)
 class Layer:
     """A wrapper, and what it is given: aliases of weights and block scales (`held`), as it keeps
-    views of them, which would keep a model alive that nobody uses any more."""
+    views of them, which would keep a model alive that nobody uses any more. `lock`: of the stream
+    whose buffers it has."""
 
     key: Hashable
+    lock: threading.RLock
     wrapper: Any
     scales: Scales
     held: tuple[Tensor, ...]
@@ -134,7 +137,11 @@ PARTS = ("static_workspace", "dynamic_workspace")  # that a wrapper makes, and a
 
 def _layer(call: ExpertsCall) -> Layer:
     """The wrapper of a layer for the tokens of a call or more, made at its first call. All layers
-    of the same sizes on a stream share one workspace, and layers of any size the output."""
+    of the same sizes on a stream share one workspace, and layers of any size the output.
+
+    A capture may run on a stream of its own, where no wrapper was made and none can be: its graph
+    then has the buffers of a stream where the layer was called, beside whose calls it must not run.
+    """
     c, options = call, current()
     D, I = c.widths  # noqa: E741
     device, threshold, tokens = c.x_TD.device, 0, kept.tokens_of(c.x_TD.shape[0], options)
@@ -175,9 +182,12 @@ def _layer(call: ExpertsCall) -> Layer:
             made.register_cutlass_prefill_weights(
                 w1_q=w13_EFD, w2_q=w2_EDI, quant_scales=[*scales.prefill]
             )
-        return Layer(key, made, scales, held)
+        return Layer(key, buffer.lock, made, scales, held)
 
-    return _LAYERS.get(key, make, of=weights)
+    found = _LAYERS.found(key)
+    if found is None and kept.capturing():
+        found = _LAYERS.similar(key)
+    return found or _LAYERS.get(key, make, of=weights)
 
 
 def require_threshold(wrapper: Any, threshold: int) -> None:

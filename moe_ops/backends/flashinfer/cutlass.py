@@ -34,7 +34,6 @@ WAYS = {
 }  # fmt: skip
 MACHINE = package.Machine(capabilities=EVERY)
 FITS = fits.Fits(machine=MACHINE, ways=WAYS)
-WORKSPACE = "FlashInfer CUTLASS"
 # FlashInfer keeps one table of tactics by this number, the last one that it saw for the first time:
 # with another number later calls would look up what was measured for other numbers of tokens.
 MOST_TUNED = 8192  # its default
@@ -61,15 +60,20 @@ def run(call: ExpertsCall) -> Tensor:
         return out_TD
     routed = arguments.routed(call, equal=True)
     launch, given = launch_of(call, routed), tensors_of(call, routed)
-    buffer = kept.workspace(WORKSPACE, launch.nbytes, x_TD.device)
-    given["output"], given["workspace_buffer"] = out_TD, buffer.memory
-    with buffer.lock:
-        if current().autotune:
-            with tuning(launch, x_TD.shape[0]):
-                launch.function(**given)
-        else:
+    given["output"], given["workspace_buffer"] = out_TD, workspace(launch, x_TD.device)
+    if current().autotune:
+        with tuning(launch, x_TD.shape[0]):
             launch.function(**given)
+    else:
+        launch.function(**given)
     return out_TD
+
+
+def workspace(launch: Launch, device: torch.device) -> Tensor:
+    """Bytes for one call. None are kept: the capture of a CUDA graph runs on a stream of its own,
+    where nothing was warmed up, and whoever captures may own the pool of the warm-up too, as
+    cudagraph trees do. torch's allocator knows the pools of graphs, and those of streams."""
+    return torch.empty(launch.nbytes, dtype=torch.uint8, device=device)
 
 
 def tuning(launch: Launch, tokens: int) -> AbstractContextManager[None]:
@@ -170,14 +174,16 @@ def _weights(call: ExpertsCall) -> tuple[Tensor, Tensor]:
 
 
 def float8_scales(call: ExpertsCall) -> list[Tensor]:
-    """Factors of both products, with the scale of their inputs between them and at the end."""
+    """Factors of both products, with the scale of their inputs between them and at the end. Made
+    anew by every call, as scales may be written to in ways that no counter tells."""
+    from moe_ops.kernels.triton.replay import replay
+    from moe_ops.kernels.triton.static_factors import static_factors
+
     c = call
-    assert c.w13_scale_EFG is not None and c.w2_scale_EDG is not None
     assert c.x_scale is not None and c.h_scale is not None
-    x_scale, h_scale_E = c.x_scale.reshape(()), c.h_scale
-    h_scale = h_scale_E.reshape(()) if h_scale_E.numel() == 1 else h_scale_E
-    first_E, second_E = c.w13_scale_EFG.flatten() * x_scale, c.w2_scale_EDG.flatten() * h_scale
-    return [first_E, h_scale.reciprocal(), second_E, x_scale]
+    scales = (c.x_scale, c.h_scale, c.w13_scale_EFG, c.w2_scale_EDG)
+    first_E, second_E, inverse = replay(static_factors, scales, ())
+    return [first_E, inverse, second_E, c.x_scale.reshape(())]
 
 
 def block_scales(call: ExpertsCall) -> list[Tensor]:

@@ -1,8 +1,8 @@
-"""What FlashInfer's backends keep between calls: wrappers, workspaces, what was tuned.
+"""What FlashInfer's backends keep between calls: wrappers, sizes, what was tuned.
 
 All of it is made at a first call that needs it, in any grad mode, and never while a CUDA graph is
 captured: buffers made there would belong to the graph, and those made in inference mode could not
-be written to outside of it.
+be written to outside of it. What one call needs is not kept, and may be made in a capture.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from moe_ops import arena
 from moe_ops.backends.flashinfer import package
 from moe_ops.backends.flashinfer.options import FlashInferOptions, current
 
@@ -55,6 +54,11 @@ class Kept(Generic[T]):
                 for t in of:
                     weakref.finalize(_owner(t), self._held.pop, key, None).atexit = False
             return found
+
+    def similar(self, key: tuple[Hashable, ...]) -> T | None:
+        """A thing whose key has the same parts but for the first, if there is one."""
+        held = list(self._held.items())  # at once, as threads may add some meanwhile
+        return next((t for k, t in held if isinstance(k, tuple) and k[1:] == key[1:]), None)
 
     def hold(self, key: Hashable, thing: T) -> None:
         """Keep a thing that was made elsewhere."""
@@ -101,17 +105,6 @@ def require_no_capture(what: str) -> None:
 def tokens_of(call_tokens: int, options: FlashInferOptions) -> int:
     """The tokens that buffers are made for: a power of two, or as the options say."""
     return max(1 << max(call_tokens - 1, 0).bit_length(), options.max_tokens)
-
-
-_captured: Kept[arena.Buffer] = Kept("a buffer")  # read by graphs, so never freed
-
-
-def workspace(purpose: str, nbytes: int, device: torch.device) -> arena.Buffer:
-    """A buffer of bytes from the arena, for work that is queued while its lock is held."""
-    buffer = arena.take(purpose, nbytes, device)
-    if capturing():
-        _captured.hold(buffer.memory.data_ptr(), buffer)
-    return buffer
 
 
 _tuned: Kept[bool] = Kept("what autotune measured")
