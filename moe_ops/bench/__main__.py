@@ -268,6 +268,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         options.settle_format(args, reader.error)
     if args.command == "counters" and args.format is not None:
         options.settle_layers(args, reader.error)
+    if args.command == "ep":
+        options.settle_ep(args, reader.error)
     if args.command == "report" and not Path(args.file).is_file():
         reader.error(f"there is no file {args.file}")
     return args

@@ -218,6 +218,14 @@ def settle_layers(args: argparse.Namespace, error: Error) -> None:
             error(f"--format: {reason}")
 
 
+def settle_ep(args: argparse.Namespace, error: Error) -> None:
+    """Refuse modes that a part does not have."""
+    modes = ep.PARTS[args.part]
+    for mode in args.modes or ():
+        if mode not in modes:
+            error(f"--part {args.part} has the modes {', '.join(modes)}, got {mode}")
+
+
 def add_ep(of: argparse.ArgumentParser) -> None:
     of.add_argument("--layer", type=layer_names, default=["qwen3_30b"])
     of.add_argument("--tokens", type=numbers, default=[1, 8, 64, 512], help="of each rank")

@@ -132,7 +132,9 @@ def dispatch_tokens(
 
     Raises ValueError or TypeError for wrong shapes, dtypes, devices or a group that is none; and on
     every rank RuntimeError for ranks that differ or do not answer, and ValueError for more tokens
-    than rows; and NotImplementedError, with the reason, where "push" cannot run.
+    than rows; NotImplementedError, with the reason, where "push" cannot run; and RuntimeError where
+    ranks find out that their GPUs do not reach each other, or a graph is captured before its memory
+    was made.
     """
     if call.collective == PUSH:
         raise not_pushed(dispatch_tokens, call)

@@ -30,8 +30,8 @@ LEAST_BYTES = 2**20  # of a buffer: that of a decoding step serves others
 # What shares memory: the ops of its phases.
 TOKENS, SUMS = ("dispatch_tokens", "combine_tokens"), ("sum_ranks",)
 UNKNOWN = (
-    "is not known to reach the memory of the other ranks before an eager call over their group on "
-    "a GPU; make one on every rank, or call moe_ops.ranks.peers.connect there"
+    "is not known to reach the memory of the other ranks; call moe_ops.ranks.peers.connect(group, "
+    "device) on every rank before, or eagerly experts over the ranks by 'auto' or 'push'"
 )
 
 
@@ -73,6 +73,10 @@ def connect(name: str, device: torch.device) -> Peers:
     of any capture; once is enough."""
     found = _peers(name)
     if found is None:
+        for other in list(_known):  # what groups held that are gone
+            _peers(other)
+        if device.index is None:
+            device = torch.device(device.type, torch.cuda.current_device())
         said = _all_said(_self(device), name, device)
         reason = _apart(said)
         found = _known[name] = Peers(
@@ -90,7 +94,8 @@ def refusal(name: str) -> str | None:
 
 def connected() -> tuple[tuple[str, str | None], ...]:
     """The groups that are known, and why they cannot; plans depend on it."""
-    return tuple((name, peers.reason) for name, peers in sorted(_known.items()))
+    known = ((name, _peers(name)) for name in sorted(_known))
+    return tuple((name, peers.reason) for name, peers in known if peers is not None)
 
 
 def memory(name: str, nbytes: int, ops: tuple[str, ...] = TOKENS) -> Memory | None:
@@ -114,7 +119,7 @@ def reserve(
     Without any all ranks make it together. Raises RuntimeError if they cannot: GPUs that do not
     reach each other, ranks that differ, or a CUDA graph that is captured meanwhile.
     """
-    check()
+    check(name)
     found = memory(name, nbytes, ops)
     if found is None:
         if torch.cuda.is_current_stream_capturing():
@@ -132,27 +137,36 @@ def reserve(
     return _known[name], found
 
 
-def check() -> None:
-    """Raise RuntimeError if a rank was waited for in vain, or was found in another call."""
-    for name, peers in list(_known.items()):
-        for held in peers.memories:
-            if held.failed() and _peers(name) is peers:
-                raise RuntimeError(failure(held.failed(), peers.group, held.ops))
+def check(name: str | None = None) -> None:
+    """Raise RuntimeError if a rank of a group, or of any one, was waited for in vain, or was found
+    in another call."""
+    for group in list(_known) if name is None else [name]:
+        peers = _peers(group)
+        for held in [] if peers is None else peers.memories:
+            if held.failed():
+                raise RuntimeError(failure(held.failed(), _known[group].group, held.ops))
+
+
+def forget(name: str) -> None:
+    """Let go of a group that failed, so that others, and graphs of others, run on. What was
+    captured over it must not be replayed any more."""
+    _known.pop(name, None)
 
 
 def failure(said: int, group: Group, ops: tuple[str, ...]) -> str:
     """What went wrong, as kernels say it: phase + 2 * (a rank exchanges something else) + 256 *
     rank + 2**24 * number of the exchange."""
+    anew = f"make the group anew, and call moe_ops.ranks.peers.forget({group.name!r}) for this one"
     op, rank, number = ops[said & 1], (said >> 8) & 0xFFFF, said >> 24
     if said & 2:
         return (
             f"moe_ops.{op}: rank {rank} of the group {group.name!r} exchanges tokens of other "
             f"sizes than rank {group.rank} (exchange {number}); give every rank the same rows, "
-            "widths and dtypes, in the same order of calls, in a new group"
+            f"widths and dtypes, in the same order of calls; {anew}"
         )
     return (
         f"moe_ops.{op}: rank {rank} of the group {group.name!r} does not answer rank {group.rank}: "
-        f"it ended, raised an error, or is stuck; make the group anew (exchange {number})"
+        f"it ended, raised an error, or is stuck (exchange {number}); {anew}"
     )
 
 
@@ -248,13 +262,15 @@ def _allocate(
     compare("push", _all_said(said, name, device))
     with torch.cuda.device(device), torch.inference_mode(False):
         size = total(group.size, half, len(ops)) // 8
-        words = symmetric.empty(size, dtype=torch.int64, device=device)
+        # With the addresses behind: memory of torch's own may belong to a graph's pool here.
+        words = symmetric.empty(size + group.size, dtype=torch.int64, device=device)
         words.zero_()
         given: Any = name  # torch has a type of its own for names
         handle = symmetric.rendezvous(words, given)
         if handle.multicast_ptr:
             raise RuntimeError("torch made memory with NVLink multicast, though it is off")
-        table_R = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        table_R = words[size:]
+        table_R.copy_(torch.tensor(handle.buffer_ptrs, dtype=torch.int64))
         error = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         torch.cuda.synchronize(device)
     _all_said(said, name, device)  # nobody stores before all have zeroed theirs

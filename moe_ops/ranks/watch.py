@@ -34,7 +34,8 @@ class Watch:
     takes longer than `seconds`, it reads from torch.distributed's store how far the other ranks
     are, and aborts the group, so that what waits on the GPU ends; what it wrote means nothing. Then
     `launched` and `check` raise RuntimeError with the ranks that launched fewer replays, or with
-    how far all of them are. The group is not to be used any more.
+    how far all of them are. The group is not to be used any more. What waits for stores of other
+    GPUs (`push`) knows nothing of the abort, and ends after the timeout of the group.
     """
 
     def __init__(
@@ -44,7 +45,9 @@ class Watch:
             raise ValueError(f"seconds={seconds} must be above 0")
         self._group, self._seconds, self._event = Group.of(group), seconds, event
         store = torch.distributed.distributed_c10d._get_default_store()
-        self._store = torch.distributed.PrefixStore(f"moe_ops.watch/{group}", store)
+        # The first watch of every rank, the second one, ...: what an earlier one said is not read.
+        number = store.add(f"moe_ops.watches/{group}/{self._group.rank}", 1)
+        self._store = torch.distributed.PrefixStore(f"moe_ops.watch/{group}/{number}", store)
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._pending: deque[tuple[Any, float]] = deque()
         self._launched = self._ended = 0
@@ -108,6 +111,7 @@ class Watch:
                     self._error = self._describe()
                     resolve(self._group.name).abort()
                     return
+        self._publish()
 
     def _publish(self) -> tuple[int, int]:
         said = self._launched, self._ended

@@ -62,3 +62,11 @@ def test_options_of_ep() -> None:
     assert (cli.parse(["ep"]).modes, cli.parse(["ep"]).part) == (None, "layer")
     chosen = cli.parse(["ep", "--part", "transport", "--modes", "push", "packed"])
     assert (chosen.part, chosen.modes) == ("transport", ["push", "packed"])
+
+
+def test_modes_of_another_part_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse(["ep", "--part", "layer", "--modes", "packed"])
+    assert "--part layer has the modes gather, exchange, push, unpacked, got packed" in (
+        capsys.readouterr().err
+    )

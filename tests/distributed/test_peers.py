@@ -92,7 +92,8 @@ def test_sums_have_memory_of_their_own(known: peers.Peers) -> None:
 
 SAID = {
     "gone": (1 << 8 | 17 << 24, "moe_ops.dispatch_tokens: rank 1 of the group '0' does not answer "
-             "rank 0: it ended, raised an error, or is stuck; make the group anew (exchange 17)"),
+             "rank 0: it ended, raised an error, or is stuck (exchange 17); make the group anew, "
+             "and call moe_ops.ranks.peers.forget('0')"),
     "back": (1 | 1 << 8 | 2**38 << 24, "moe_ops.combine_tokens: rank 1 of"),
     "other": (2 | 1 << 8 | 5 << 24, "moe_ops.dispatch_tokens: rank 1 of the group '0' exchanges "
               "tokens of other sizes than rank 0 (exchange 5); give every rank the same rows"),
@@ -107,6 +108,16 @@ def test_what_a_kernel_said_is_raised(said: int, text: str, known: peers.Peers) 
         with pytest.raises(RuntimeError) as raised:
             peers.check()
         assert text.replace("'0'", repr(known.group.name)) in str(raised.value)
+
+
+def test_a_group_that_failed_is_in_nobody_elses_way(known: peers.Peers) -> None:
+    known.memories[1].error[0] = 1 << 24
+    peers.check("another group")
+    with pytest.raises(RuntimeError, match="make the group anew"):
+        peers.check(known.group.name)
+    peers.forget(known.group.name)
+    peers.check()
+    assert peers.connected() == ()
 
 
 def test_a_new_group_of_a_name_starts_anew(known: peers.Peers) -> None:

@@ -31,9 +31,21 @@ class Reached:
 
 
 def replays(rank: int, group: str, counts: tuple[int, ...]) -> None:
-    """Rank r launches counts[r] replays, then stands still."""
+    """Rank r launches counts[r] replays, then stands still; without any it makes no watch. Before,
+    all ranks are watched in more replays, which end."""
     store = dist.distributed_c10d._get_default_store()
-    Reached.stores, Reached.ranks = dist.PrefixStore("test", store), len(counts)
+    Reached.stores, Reached.ranks = dist.PrefixStore("before", store), len(counts)
+    with Watch(group, seconds=5, event=Reached) as found:
+        for _ in range(9):
+            found.launched()
+        while not Reached.stores.check([f"{r}/9" for r in range(len(counts))]):
+            time.sleep(0.01)
+        time.sleep(0.2)
+        found.check()
+    Reached.stores, Reached.made = dist.PrefixStore("test", store), 0
+    if not counts[rank]:
+        time.sleep(2)
+        return
     with Watch(group, seconds=0.5, event=Reached) as found:
         for _ in range(counts[rank]):
             found.launched()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ NEEDS_TWO = [
 
 
 def main(rank: int, folder: Path, seconds: float, body: Callable[..., None], args: Any) -> None:
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # as push needs it
     torch.cuda.set_device(rank)
     store = dist.FileStore(str(folder / "store"), RANKS)
     dist.init_process_group(

@@ -54,6 +54,20 @@ def test_what_a_machine_can_run_is_found_once(fake: ModuleType, on: On) -> None:
     assert (fits._way.cache_info().misses, fits._way.cache_info().hits) == (2, 6)
 
 
+def test_what_belongs_to_a_tensor_stays_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "MOST", 2)
+    found: kept.Kept[int] = kept.Kept("a number")
+    weight = torch.zeros(1)
+    for n in range(4):
+        found.get(("of", n), lambda n=n: n, of=(weight,))
+        found.get(("loose", n), lambda n=n: n)
+    assert [key for key in found._held if key[0] == "of"] == [("of", n) for n in range(4)]
+    assert [key for key in found._held if key[0] == "loose"] == [("loose", 2), ("loose", 3)]
+    del weight
+    gc.collect()
+    assert [key for key in found._held if key[0] == "of"] == []
+
+
 @by_way
 def test_nothing_is_made_while_a_graph_is_captured(
     fake: ModuleType, on: On, capture: Callable[[bool], None],

@@ -264,3 +264,10 @@ def test_both_halves_in_one_launch() -> None:
     memory = [arena.memory.share_memory_() for arena in arenas(2)]
     exchanges = [Exchange.of(CASES[i]) for i in (0, 3, 4) for _ in range(3)]
     mp.spawn(both_halves, (memory, exchanges), nprocs=2)
+
+
+def test_rows_that_begin_amid_a_word_are_copied() -> None:
+    held = torch.randn(1 + 3 * 8).bfloat16()
+    words = push._words(held[1:].view(3, 8))
+    assert torch.equal(words.view(torch.bfloat16), held[1:])
+    assert push._words(held[:8]).data_ptr() == held.data_ptr()

@@ -24,6 +24,15 @@ def test_they_are_products_and_a_reciprocal(E: int, each: bool, shared: bool) ->
     assert same(inverse, h_scale.reciprocal() if each else h_scale.reciprocal().reshape(()))
 
 
+@pytest.mark.parametrize("strided", [False, True], ids=["shared", "every second"])
+def test_scales_of_the_second_input_may_lie_apart(strided: bool) -> None:
+    held = torch.rand(5, 2, device=DEVICE) + 0.01
+    h_scale = held[:, 1] if strided else held[0, :1].expand(5)
+    x_scale, w = torch.ones(1, device=DEVICE), torch.rand(5, 1, 1, device=DEVICE)
+    _, second_E, inverse = static_factors(x_scale, h_scale, w, w)
+    assert same(second_E, w.flatten() * h_scale) and same(inverse, h_scale.reciprocal())
+
+
 @pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning")  # of numpy
 @pytest.mark.parametrize("h_scale", [0.0, float("inf"), float("nan")])
 def test_what_is_no_scale_stays_seen(h_scale: float) -> None:

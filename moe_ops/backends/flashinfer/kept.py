@@ -11,6 +11,7 @@ import contextlib
 import functools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
@@ -21,16 +22,18 @@ from moe_ops.backends.flashinfer import package
 from moe_ops.backends.flashinfer.options import FlashInferOptions, current
 
 T = TypeVar("T")
-MOST = 1024  # things of a kind: more than a model has layers
+MOST = 1024  # things of a kind that belong to no tensor
 
 
 class Kept(Generic[T]):
-    """Things by key, of those made here the ones made longest ago dropped."""
+    """Things by key. Of those made here that belong to no tensor, the ones made longest ago are
+    dropped; graphs may read what belongs to one, so that it stays as long as the tensor."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._lock = threading.RLock()
         self._held: dict[Hashable, T] = {}
+        self._loose: deque[Hashable] = deque()  # keys of what belongs to no tensor
         self.found = self._held.get  # what every call asks, without a lock
 
     def get(self, key: Hashable, make: Callable[[], T], of: Sequence[Tensor] = ()) -> T:
@@ -49,8 +52,10 @@ class Kept(Generic[T]):
                 with torch.inference_mode(False), torch.no_grad():
                     found = make()
                 self._held[key] = found
-                if len(self._held) > MOST:
-                    del self._held[next(iter(self._held))]
+                if not of:
+                    self._loose.append(key)
+                if len(self._loose) > MOST:
+                    self._held.pop(self._loose.popleft(), None)
                 for t in of:
                     weakref.finalize(_owner(t), self._held.pop, key, None).atexit = False
             return found
@@ -72,6 +77,7 @@ class Kept(Generic[T]):
         """Let go of everything."""
         with self._lock:
             self._held.clear()
+            self._loose.clear()
 
 
 def alias(t: Tensor) -> Tensor:

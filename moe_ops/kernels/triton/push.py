@@ -353,8 +353,8 @@ def dispatch(
     dispatch_kernel[(programs,)](
         arena.memory, arena.table_R, arena.error, _words(x_TD), _words(weights_TK), ids_TK, *tables,
         _words(x_GD), _words(weights_GK), ids_GK, served_G, x_TD.shape[0], rows, P, arena.half,
-        arena.limit, tag_of("dispatch", rows, P, *words), MOST_PROGRAMS // programs, arena.me,
-        *words, block,
+        arena.limit, tag_of("dispatch", rows, P, *words, x_TD.dtype, weights_TK.dtype),
+        MOST_PROGRAMS // programs, arena.me, *words, block,
         triton.next_power_of_2(words.weights), triton.next_power_of_2(K), arena.ranks, RP, *halves,
         polls_by_asm(x_TD), pdl, num_warps=_warps(RP * block), **options,
     )  # fmt: skip
@@ -376,7 +376,7 @@ def combine(
     programs = programs_of(rows, arena)
     combine_pushed_kernel[(programs,)](
         arena.memory, arena.table_R, arena.error, _words(y_GD), served_G, ids_TK, rank_of_P, out_TD,
-        T, rows, P, arena.half, arena.limit, tag_of("combine", rows, P, D, Y, K),
+        T, rows, P, arena.half, arena.limit, tag_of("combine", rows, P, D, Y, K, y_GD.dtype),
         MOST_PROGRAMS // programs, arena.me, Y, D, K, row, block,
         min(4096, triton.next_power_of_2(D)),
         triton.next_power_of_2(K), arena.ranks, RP, *halves, polls_by_asm(y_GD), pdl,
@@ -418,4 +418,7 @@ def tag_of(*what: Any) -> int:
 
 
 def _words(t: Tensor) -> Tensor:
+    """A contiguous tensor as words of four bytes; a copy if it begins amid one."""
+    if t.storage_offset() * t.itemsize % 4:
+        t = t.clone()
     return t.view(-1).view(torch.int32)

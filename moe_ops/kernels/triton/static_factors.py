@@ -15,7 +15,7 @@ BLOCK = 128  # experts of a program
 @triton.jit(do_not_specialize=["E"])
 def static_factors_kernel(
     x_scale_ptr, h_scale_ptr, w13_scale_ptr, w2_scale_ptr, first_ptr, second_ptr, inverse_ptr, E,
-    stride_13, stride_2, EACH: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr,
+    stride_h, stride_13, stride_2, EACH: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BE experts. EACH: the second input has a scale for each of them, else one."""
     if PDL:
@@ -23,14 +23,14 @@ def static_factors_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     inside = e < E
-    of_h = e if EACH else e * 0
+    of_h = e * (stride_h if EACH else 0)
     x_scale, h_scale = tl.load(x_scale_ptr), tl.load(h_scale_ptr + of_h, inside, other=1.0)
     first = tl.load(w13_scale_ptr + e * stride_13, inside, other=0.0) * x_scale
     second = tl.load(w2_scale_ptr + e * stride_2, inside, other=0.0) * h_scale
     tl.store(first_ptr + e, first, inside)
     tl.store(second_ptr + e, second, inside)
     inverse = tl.div_rn(tl.full((BE,), 1.0, tl.float32), h_scale)
-    tl.store(inverse_ptr + of_h, inverse, inside if EACH else e == 0)
+    tl.store(inverse_ptr + (e if EACH else e * 0), inverse, inside if EACH else e == 0)
 
 
 @on_its_device
@@ -47,7 +47,8 @@ def static_factors(
     pdl, options = pdl_options(x_scale)
     launch(
         static_factors_kernel, (triton.cdiv(E, BLOCK),), x_scale, h_scale, w13_scale_EFG,
-        w2_scale_EDG, first_E, second_E, inverse, E, w13_scale_EFG.stride(0),
-        w2_scale_EDG.stride(0), EACH=each, BE=BLOCK, PDL=pdl, num_warps=1, **options,
+        w2_scale_EDG, first_E, second_E, inverse, E, h_scale.stride(0) if each else 0,
+        w13_scale_EFG.stride(0), w2_scale_EDG.stride(0), EACH=each, BE=BLOCK, PDL=pdl,
+        num_warps=1, **options,
     )  # fmt: skip
     return first_E, second_E, inverse
