@@ -198,13 +198,15 @@ def compile_launches(
     return found
 
 
+BOTH = ("qwen3_next", "gpt_oss_20b")  # take every tile between them
+
+
 def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Calls that between them launch every tile, every router and on Hopper every activation; of
     the six layers for which tiles were tuned all on Hopper, elsewhere two that take every tile, and
     a third of what else there is.
     """
-    both = ("qwen3_next", "gpt_oss_20b")
-    layers = LAYERS if capability == 90 else {n: LAYERS[n] for n in both}
+    layers = LAYERS if capability == 90 else {n: LAYERS[n] for n in BOTH}
     step = 1 if capability == 90 else 3
     for name, router in ROUTERS.items():
         yield f"{name} route", lambda r=router: routed(r, DTYPE_OF[capability])
@@ -220,7 +222,7 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         tokens_of = {"tiny": (1, 4, most_tiny), "rows": (8, 64, 256, 1024), "grouped": (256, 4096)}
         for backend, counts in tokens_of.items():
             for T in counts:
-                for full in (False, True) if name in both else (False,):
+                for full in (False, True) if name in BOTH else (False,):
                     call = functools.partial(layer, case, backend, T, full)
                     yield f"{name} {backend} {T}{' full' if full else ''}", call
     for shape in ATTENTION[::step]:
@@ -239,7 +241,11 @@ def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                 f"{name} {backend}",
                 lambda b=backend, a=args: layer(LAYERS["olmoe"], b, 4, False, **a),
             )
-    for name in both:
+
+
+def calls_over_ranks(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What one of several ranks launches."""
+    for name in BOTH:
         yield f"{name} over ranks", lambda c=LAYERS[name]: over_ranks(c)
         for ranks_ in (2, 8):
             yield f"{name} pushed to {ranks_}", lambda c=LAYERS[name], R=ranks_: pushed(c, R)
@@ -274,6 +280,7 @@ PARTS: dict[str, Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]] = {
     "floats": calls,
     "codes": lambda capability: calls_of_codes(capability, FORMATS[:3]),
     "by_row": calls_by_row,
+    "ranks": calls_over_ranks,
     "more_codes": lambda capability: calls_of_codes(capability, FORMATS[3:11]),
     "other_codes": lambda capability: calls_of_codes(capability, FORMATS[11:]),
 }
