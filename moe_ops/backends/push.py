@@ -80,7 +80,8 @@ def _uncaptured(call: ExpertsOverRanksCall) -> str | None:
     rows = call.ranks.rows
     if not isinstance(rows, int) or not torch.cuda.is_current_stream_capturing():
         return None
-    nbytes = traffic(call).ranks * rows * traffic(call).there
+    sent = traffic(call)
+    nbytes = sent.ranks * rows * sent.there
     return NO_MEMORY if peers.memory(call.ranks.group, nbytes) is None else None
 
 

@@ -17,7 +17,7 @@ from moe_ops.layer.tensors import layer_buffers
 from moe_ops.options import check_type
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.parallel.expert_map import ExpertPlacement
-from moe_ops.parallel.moves import moves_between
+from moe_ops.parallel.moves import Moves, moves_between
 from moe_ops.parallel.over_ranks import move_over_ranks
 from moe_ops.ranks.groups import Group, all_gather, resolve
 
@@ -147,8 +147,7 @@ def _agreed(
 class Rows:
     """The rows of every rank of `over`, as many as it has before or after, whichever is more."""
 
-    old: tuple[int, ...]  # what each holds, one rank after the other
-    new: tuple[int, ...]
+    moves: Moves
     sizes: tuple[int, ...]
     held: tuple[int, ...]  # of a rank, before
     kept: tuple[int, ...]  # after
@@ -156,32 +155,33 @@ class Rows:
 
 def _rows(placement: ExpertPlacement, members: Sequence[Member], sizes: tuple[int, int]) -> Rows:
     unused = count(placement.num_physical + placement.shared)  # what no row has to be moved for
-
-    def ids(size: int, rank: int) -> list[int]:
-        if rank == NOWHERE:
-            return []
-        shared = range(placement.num_physical, placement.num_physical + placement.shared)
-        # Only who holds what is asked, which no rank's own place changes.
-        return [*placement.resized(ParallelConfig.of(
-            dp=size, dp_rank=rank, expert_parallel=True, collective=placement.config.collective,
-        )).ids_of(rank), *shared]  # fmt: skip
-
+    before, after = (_held(placement, size) for size in sizes)
     old: list[int] = []
     new: list[int] = []
-    each = [(ids(sizes[0], m.old), ids(sizes[1], m.new)) for m in members]
-    for before, after in each:
-        most = max(len(before), len(after))
-        padding = [next(unused) for _ in range(most)]
-        old += [*before, *padding[len(before) :]]
-        # A row that is not kept goes on holding what it holds.
-        new += [*after, *[*before, *padding[len(before) :]][len(after) :]]
+    rows = []
+    for member in members:
+        held, kept = before[member.old], after[member.new]
+        row = [*held, *(next(unused) for _ in range(len(kept) - len(held)))]
+        old += row
+        new += [*kept, *row[len(kept) :]]  # one that is not kept goes on holding what it holds
+        rows.append((len(row), len(held), len(kept)))
+    each = tuple(n for n, _, _ in rows)
     return Rows(
-        old=tuple(old),
-        new=tuple(new),
-        sizes=tuple(max(len(b), len(a)) for b, a in each),
-        held=tuple(len(b) for b, _ in each),
-        kept=tuple(len(a) for _, a in each),
+        moves=moves_between(old, new, each, ranks_per_node=len(members)),
+        sizes=each,
+        held=tuple(n for _, n, _ in rows),
+        kept=tuple(n for _, _, n in rows),
     )
+
+
+def _held(placement: ExpertPlacement, size: int) -> dict[int, tuple[int, ...]]:
+    """What each rank of so many holds, shared experts too, and who is none of them: nothing."""
+    collective = placement.config.collective
+    there = placement.resized(
+        ParallelConfig.of(dp=size, expert_parallel=True, collective=collective)
+    )
+    shared = tuple(range(placement.num_physical, placement.num_physical + placement.shared))
+    return {NOWHERE: (), **{rank: (*there.ids_of(rank), *shared) for rank in range(size)}}
 
 
 def _resize_tensor(layer: MoELayer, name: str, rows: Rows, over: Group, joins: bool) -> None:
@@ -190,8 +190,7 @@ def _resize_tensor(layer: MoELayer, name: str, rows: Rows, over: Group, joins: b
     size, held, kept = (of[over.rank] for of in (rows.sizes, rows.held, rows.kept))
     t = given.detach().new_empty((size, *given.shape[1:]))
     t[:held].copy_(given.detach()[:held])
-    moves = moves_between(rows.old, rows.new, rows.sizes, ranks_per_node=over.size)
-    move_over_ranks({name: t}, moves, rows.sizes, over.name)
+    move_over_ranks({name: t}, rows.moves, rows.sizes, over.name)
     if joins:
         given.detach().copy_(t[:kept])
     elif kept:

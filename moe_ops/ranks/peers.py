@@ -140,11 +140,11 @@ def reserve(
 def check(name: str | None = None) -> None:
     """Raise RuntimeError if a rank of a group, or of any one, was waited for in vain, or was found
     in another call."""
-    for group in list(_known) if name is None else [name]:
-        peers = _peers(group)
-        for held in [] if peers is None else peers.memories:
-            if held.failed():
-                raise RuntimeError(failure(held.failed(), _known[group].group, held.ops))
+    for group, peers in list(_known.items()):
+        for held in peers.memories if name in (None, group) else ():
+            # Every replay comes here, so that a group is looked up only if something is wrong.
+            if held.failed() and _peers(group) is peers:
+                raise RuntimeError(failure(held.failed(), peers.group, held.ops))
 
 
 def forget(name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
+
+import moe_ops
+from moe_ops.graphs.cuda_graph import Captured
+from tests.distributed.test_transformers import generated
 
 RANKS = 2
 NEEDS_TWO = [
@@ -39,3 +44,35 @@ def main(rank: int, folder: Path, seconds: float, body: Callable[..., None], arg
 
 def two_gpus(folder: Path, body: Callable[..., None], *args: Any, seconds: float = 300) -> None:
     mp.spawn(main, (folder, seconds, body, args), nprocs=RANKS)
+
+
+def replays_agree(
+    graphs: Mapping[str, Captured],
+    rank: int,
+    replays: int,
+    change: Callable[[torch.Generator, torch.Generator], None],
+) -> None:
+    """Replay two graphs side by side, whose outputs have the same bits each time. `change` writes
+    other inputs before, given a generator of the device and one of the host; ranks are late by up
+    to a millisecond."""
+    generator = torch.Generator(device="cuda").manual_seed(rank)
+    chance = torch.Generator().manual_seed(rank)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(replays):
+        change(generator, chance)
+        late = int(torch.randint(2**20, (), generator=chance))
+        if late % 4 == 0:
+            torch.cuda._sleep(late)  # cycles
+        for graph in graphs.values():
+            graph.replay()
+        one, other = (graph.output for graph in graphs.values())
+        wrong += (one != other).any()
+    assert int(wrong) == 0, f"{int(wrong)} of {replays} replays differ"
+
+
+def generates_by_steps(model: Any, ids: Tensor, tokens: Tensor) -> None:
+    """A model that is compiled generates these tokens by captured steps."""
+    fast = moe_ops.compile(model)
+    for _ in range(4):  # the third prompt of a size is captured
+        assert torch.equal(generated(fast, ids), tokens)
+    assert moe_ops.generation_report(fast), "it fell back to transformers' own"

@@ -27,7 +27,13 @@ from moe_ops.parallel.config import ALLGATHER, AUTO, LOW_LATENCY, ParallelConfig
 from moe_ops.testing import TOL, assert_close
 from tests.distributed.shares import SPREADS, Spread, Whole, run_share
 from tests.distributed.test_transformers import generated, make
-from tests.distributed.two_gpus import NEEDS_TWO, RANKS, two_gpus
+from tests.distributed.two_gpus import (
+    NEEDS_TWO,
+    RANKS,
+    generates_by_steps,
+    replays_agree,
+    two_gpus,
+)
 from tests.layer.shards import randomize, take_share
 
 pytestmark = NEEDS_TWO
@@ -168,10 +174,7 @@ def steps(rank: int, group: str) -> None:
     for how, mine in (({}, slice(None)), ({"tokens": "own"}, slice(2 * rank, 2 * rank + 2))):
         model = share_experts(copy.deepcopy(whole), group, **how)
         assert torch.equal(generated(model, ids[mine]), tokens[mine]), "eager"
-        fast = moe_ops.compile(model)
-        for _ in range(4):  # the third prompt of a size is captured
-            assert torch.equal(generated(fast, ids[mine]), tokens[mine])
-        assert moe_ops.generation_report(fast), "it fell back to transformers' own"
+        generates_by_steps(model, ids[mine], tokens[mine])
 
 
 def test_generate_by_captured_steps(tmp_path: Path) -> None:
@@ -204,22 +207,15 @@ def pushed_replays(rank: int, group: str, rows: int, replays: int) -> None:
         return experts_over_ranks(x, weights, ids, *held.values(), *tables, rows, group, collective)
 
     graphs = {c: capture_call(lambda c=c: call(c), device=x.device) for c in ("gather", "push")}
-    generator = torch.Generator(device="cuda").manual_seed(rank)
-    chance = torch.Generator().manual_seed(rank)
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(replays):
-        x.normal_(generator=generator)
-        weights.uniform_(generator=generator)
-        ids.random_(whole.weights["w13_EFD"].shape[0], generator=generator)
-        used, late = torch.randint(2**20, (2,), generator=chance).tolist()
-        ids[used % (rows + 1) :] = -1
-        if late % 4 == 0:
-            torch.cuda._sleep(late)  # cycles
-        for graph in graphs.values():
-            graph.replay()
-        wrong += (graphs["push"].output != graphs["gather"].output).any()
-    assert int(wrong) == 0, f"{int(wrong)} of {replays} replays differ"
-    del graphs, graph  # before the group goes
+
+    def change(device: torch.Generator, host: torch.Generator) -> None:
+        x.normal_(generator=device)
+        weights.uniform_(generator=device)
+        ids.random_(whole.weights["w13_EFD"].shape[0], generator=device)
+        ids[int(torch.randint(rows + 1, (), generator=host)) :] = -1
+
+    replays_agree(graphs, rank, replays, change)
+    del graphs  # before the group goes
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,13 @@ from moe_ops.graphs.cuda_graph import capture_call
 from moe_ops.ranks import peers
 from moe_ops.using import using
 from tests.distributed.test_transformers import generated, make
-from tests.distributed.two_gpus import NEEDS_TWO, RANKS, two_gpus
+from tests.distributed.two_gpus import (
+    NEEDS_TWO,
+    RANKS,
+    generates_by_steps,
+    replays_agree,
+    two_gpus,
+)
 from tests.gpu.test_over_ranks import prepared_call
 
 pytestmark = NEEDS_TWO
@@ -69,19 +75,8 @@ def replayed(rank: int, group: str, T: int, D: int, replays: int) -> None:
         how: capture_call(lambda how=how: call(how), device=x.device)
         for how in ("push", "all_reduce")
     }
-    generator = torch.Generator(device="cuda").manual_seed(rank)
-    chance = torch.Generator().manual_seed(rank)
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(replays):
-        x.normal_(generator=generator)
-        late = int(torch.randint(2**20, (), generator=chance))
-        if late % 4 == 0:
-            torch.cuda._sleep(late)  # cycles
-        for graph in graphs.values():
-            graph.replay()
-        wrong += (graphs["push"].output != graphs["all_reduce"].output).any()
-    assert int(wrong) == 0, f"{int(wrong)} of {replays} replays differ"
-    del graphs, graph  # before the group goes
+    replays_agree(graphs, rank, replays, lambda device, _: x.normal_(generator=device))
+    del graphs  # before the group goes
 
 
 @pytest.mark.parametrize(
@@ -135,10 +130,7 @@ def steps(rank: int, group: str) -> None:
     model = share_experts(copy.deepcopy(whole), group, collective="push")
     assert torch.equal(generated(model, ids), tokens)
     assert peers.memory(group, 1, peers.SUMS) is not None, "nothing was stored"
-    fast = moe_ops.compile(model)
-    for _ in range(4):  # the third prompt of a size is captured
-        assert torch.equal(generated(fast, ids), tokens)
-    assert moe_ops.generation_report(fast), "it fell back to transformers' own"
+    generates_by_steps(model, ids, tokens)
 
 
 def test_generate_sums_by_push(tmp_path: Path) -> None:
