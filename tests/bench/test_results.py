@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -26,8 +27,9 @@ def results(name: str) -> dict[str, Any]:
 
 def table_under(heading: str) -> list[list[str]]:
     """The cells of the rows of the first table under a heading."""
-    section = DOCUMENT.split(f"## {heading}\n")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
+    section = DOCUMENT.split(f"# {heading}\n")[1].split("\n## ")[0]
+    below = itertools.dropwhile(lambda line: not line.startswith("|"), section.splitlines())
+    lines = list(itertools.takewhile(lambda line: line.startswith("|"), below))
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
@@ -75,6 +77,21 @@ def test_the_accuracy_table_is_what_was_measured() -> None:
     }  # fmt: skip
     assert {scheme for scheme, _, _ in measured} == set(SCHEMES)
     rows = table_under("Accuracy of the quantisation schemes")
+    assert {row[0] for row in rows} == set(SCHEMES)
+    for scheme, weights, inputs, *figures in rows:
+        w, x = ("" if f == "16-bit" else f for f in (weights, inputs))
+        assert figures == measured[scheme, w, x], (scheme, w, x)
+
+
+def test_the_accuracy_of_gpu_kernels_is_what_was_measured() -> None:
+    names = ("layer_error", "kl_nats", "kernel_layer_error", "kernel_kl_nats")
+    measured = {
+        (a["scheme"], a["weight_format"], a["input_format"]): [f"{a[name]:.4f}" for name in names]
+        for a in results("accuracy_h100.json")["accuracy"]
+        if a["wrong"] == ""
+    }
+    assert len(measured) == 54
+    rows = table_under("The same on a GPU")
     assert {row[0] for row in rows} == set(SCHEMES)
     for scheme, weights, inputs, *figures in rows:
         w, x = ("" if f == "16-bit" else f for f in (weights, inputs))
