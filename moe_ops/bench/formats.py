@@ -11,19 +11,25 @@ from moe_ops.testing import Case
 
 GROUPS = (32, 64, 128)  # what is proposed where a layer's widths do not fill the groups
 GLOBAL_SCALE_BYTES = 4
+STATIC = "static"
 
 
 def parse(text: str) -> QuantConfig:
-    """Of "WEIGHTS" or "WEIGHTS+INPUTS", two format strings. Raises ValueError for anything else,
-    for formats that do not go together, and for inputs of other than 8 bits.
+    """Of "WEIGHTS" or "WEIGHTS+INPUTS", two format strings, or "WEIGHTS+INPUTS+static" for inputs
+    whose scales are known before. Raises ValueError for anything else, for formats that do not go
+    together, and for inputs of other than 8 bits.
     """
-    weights, plus, inputs = text.partition("+")
+    weights, plus, rest = text.partition("+")
+    inputs, static, word = rest.partition("+")
+    if static and word != STATIC:
+        raise ValueError(f"format {text!r} ends in {word!r}; only {STATIC!r} may come after inputs")
     if plus and not inputs:
         raise ValueError(f"format {text!r} names no inputs after the +; name them or drop the +")
     # The shortest name, so that two runs of the same format have the same text.
     found = QuantConfig(
         weights=named_format("weights", weights).name,
         inputs=named_format("inputs", inputs).name if inputs else "",
+        static_inputs=bool(static),
     )
     if inputs:
         packed_inputs("inputs", inputs)
@@ -40,13 +46,14 @@ def spelled(quant: QuantConfig | None) -> str:
     """The text that `parse` reads; empty for a layer that is not quantised."""
     if quant is None:
         return ""
-    return f"{quant.weights}+{quant.inputs}" if quant.inputs else quant.weights
+    words = [quant.weights, quant.inputs, STATIC if quant.static_inputs else ""]
+    return "+".join(filter(None, words))
 
 
 def in_words(format: str) -> str:
     """What a heading says of such a text."""
     weights, plus, inputs = format.partition("+")
-    return f"weights in {weights}" + (f", inputs in {inputs}" if plus else "")
+    return f"weights in {weights}" + (f", inputs in {inputs.replace('+', ', ')}" if plus else "")
 
 
 def eight_bit(quant: QuantConfig | None) -> bool:

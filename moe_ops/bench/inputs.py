@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops.bench.formats import matrices
@@ -31,6 +32,7 @@ CPU_CACHE = 2**26
 # Between two uses of a weight other calls move this many times what the cache holds.
 CACHES_BETWEEN = 3
 MEMORY_SHARE = 0.4  # of what is free, for copies of weights
+CALIBRATED = 4096  # tokens that static scales of inputs are made of
 
 
 # Scales, zeros and global scales of both weights, as `moe` names them.
@@ -125,7 +127,22 @@ def _quantized_weights(
         values, *others = _quantized(case.E, (rows, cols), dtype, g, quant.format)
         codes.append(values)
         beside |= {n: t for n, t in zip(names, others, strict=True) if t is not None}
-    return Weights(w13_EFD=codes[0], w2_EDI=codes[1], quant=quant, beside=beside)
+    weights = Weights(w13_EFD=codes[0], w2_EDI=codes[1], quant=quant, beside=beside)
+    if quant.static_inputs:
+        beside |= _static_scales(case, weights, g, Format.of(quant.inputs))
+    return weights
+
+
+def _static_scales(
+    case: Case, weights: Weights, g: torch.Generator, format: Format
+) -> dict[str, Tensor]:
+    """Scales of both products' inputs, as a calibration has them: the largest of CALIBRATED tokens
+    and of what one expert makes of them are the largest codes."""
+    x_TD = torch.empty(CALIBRATED, case.D, device=g.device).normal_(generator=g)
+    w13_FD, _ = weights.expert(0)
+    gate_TI, up_TI = F.linear(x_TD, w13_FD).chunk(2, dim=-1)
+    largest = (t.abs().amax().reshape(1) for t in (x_TD, F.silu(gate_TI) * up_TI))
+    return {n: t / format.largest for n, t in zip(("x_scale", "h_scale"), largest, strict=True)}
 
 
 def _quantized(

@@ -112,9 +112,9 @@ def add_layer(options: argparse.ArgumentParser) -> None:
     moe.add_argument("--routing", type=routing_names, help=f"of {', '.join(ROUTINGS)}")
     moe.add_argument("--backend", help="run ours on this backend; what the ops pick if left out")
     moe.add_argument(
-        "--format", type=layer_format, metavar="WEIGHTS[+INPUTS]",
+        "--format", type=layer_format, metavar="WEIGHTS[+INPUTS[+static]]",
         help="quantise both, by format strings of the ops: mxfp4, int4:1x128:bfloat16, or "
-        "float8_e4m3fn:128x128+float8_e4m3fn:1x128",
+        "float8_e4m3fn:128x128+float8_e4m3fn:1x128; static: scales of inputs are known before",
     )  # fmt: skip
     moe.add_argument(
         "--rates", type=rates, metavar="COPY_TBS,MATMUL_TFLOPS[,MATMUL8_TFLOPS]",

@@ -23,6 +23,7 @@ from moe_ops.testing import BF16, F32, Case
 
 RATES = Rates(copy_tbs=0.03, matmul_tflops=0.1, matmul8_tflops=0.2)
 BLOCK_INPUTS = "float8_e4m3fn:128x128+float8_e4m3fn:1x128"
+STATIC_INPUTS = "float8_e4m3fn:tensor+float8_e4m3fn:tensor+static"
 KINDS = {
     "int4:1x32:bfloat16": TINY,
     "uint4:1x32:bfloat16": TINY,
@@ -30,6 +31,7 @@ KINDS = {
     "float8_e4m3fn:128x128": TINY,  # whose blocks are cut short
     BLOCK_INPUTS: BLOCKS,
     "int8:row+int8:row": TINY,
+    STATIC_INPUTS: BLOCKS,
 }
 
 
@@ -217,3 +219,24 @@ def test_a_cell_draws_the_same_whatever_was_measured_before() -> None:
 def test_widths_must_fill_the_groups(case: Case, format: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         formats.check_layer(formats.parse(format), case)
+
+
+def test_static_scales_are_named_and_only_behind_inputs() -> None:
+    assert formats.spelled(formats.parse(STATIC_INPUTS)) == STATIC_INPUTS
+    assert formats.in_words(STATIC_INPUTS).endswith("inputs in float8_e4m3fn:tensor, static")
+    with pytest.raises(ValueError, match="only 'static' may come after inputs"):
+        formats.parse(STATIC_INPUTS.removesuffix("static") + "fixed")
+    with pytest.raises(ValueError, match="names no inputs"):
+        formats.parse("mxfp4++static")
+
+
+def test_static_scales_are_those_of_a_calibration() -> None:
+    made = inputs.make_weights(TINY, BF16, generator(), formats.parse(STATIC_INPUTS))
+    x_scale, h_scale = (made.beside[name] for name in ("x_scale", "h_scale"))
+    assert x_scale.shape == h_scale.shape == (1,)
+    assert 4 < float(x_scale) * 448 < 6  # the largest of some 2**17 normal values
+    routed = inputs.make_routed(TINY, 64, "uniform", BF16, generator(1))
+    w13_FD, _ = made.expert(0)
+    gate, up = torch.nn.functional.linear(routed.x_TD.float(), w13_FD).chunk(2, dim=-1)
+    h = torch.nn.functional.silu(gate) * up
+    assert float(h.abs().amax()) / 2 < float(h_scale) * 448 < 10 * float(h.abs().amax())
