@@ -34,20 +34,27 @@ from transformers.initialization import no_init_weights
 import moe_ops
 from moe_ops.bench.rates import measure_rates
 
-Configs = dict[str, Callable[..., Any]]
-CONFIGS: Configs = {
-    "qwen3-30b": lambda layers: Qwen3MoeConfig(
-        hidden_size=2048,
-        num_hidden_layers=layers or 48,
-        num_attention_heads=32,
+
+def qwen3(hidden_size: int, layers: int, heads: int, width: int) -> Qwen3MoeConfig:
+    """A published Qwen3-MoE; `width` is that of an expert."""
+    return Qwen3MoeConfig(
+        hidden_size=hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
         num_key_value_heads=4,
         head_dim=128,
-        moe_intermediate_size=768,
+        moe_intermediate_size=width,
         num_experts=128,
         num_experts_per_tok=8,
         norm_topk_prob=True,
         vocab_size=151936,
-    ),
+    )
+
+
+Configs = dict[str, Callable[..., Any]]
+CONFIGS: Configs = {
+    "qwen3-30b": lambda layers: qwen3(2048, layers or 48, 32, 768),
+    "qwen3-235b": lambda layers: qwen3(4096, layers or 94, 64, 1536),
     "mixtral-8x7b": lambda layers: MixtralConfig(num_hidden_layers=layers or 32),
     "gpt-oss-20b": lambda layers: GptOssConfig(
         num_hidden_layers=layers or 24, num_local_experts=32

@@ -7,46 +7,75 @@ Random weights, made where they stay, so that no rank ever holds the whole model
 each makes all of it, and compares tokens with those of one process. NCCL with a GPU for each
 process, gloo on CPUs. With `--tokens replicated` all ranks work on one batch, with `own` each on a
 part of it. Prints tokens per second of decoding, those of all ranks together, and the bytes of this
-rank's weights.
+rank's weights. A model that one GPU cannot hold, on two of 80 GB:
+
+    torchrun --nproc-per-node 2 examples/generate_parallel.py --model qwen3-235b --layers 26 \\
+        --dtype bfloat16 --compiled --tokens own --collective push --batch 8 32
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 from generate import CONFIGS, seconds
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import moe_ops
 
-MODELS = ("tiny", "qwen3-30b")
 COLLECTIVES = ("gather", "exchange", "push", "auto")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """One number of sequences. Tokens per second are those of all ranks; bytes are this rank's
+    weights, and the most memory that it reserved."""
+
+    batch: int
+    prompt_ms: float
+    tokens_per_s: float
+    weight_bytes: int
+    reserved_bytes: int
+
+    def __str__(self) -> str:
+        said = f"batch {self.batch}: {self.tokens_per_s:.1f} tokens/s after {self.prompt_ms:.1f} ms"
+        return f"{said} for the prompt, {self.weight_bytes / 2**20:.1f} MiB of weights"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, default="tiny")
+    parser.add_argument("--model", choices=CONFIGS, default="tiny")
+    parser.add_argument("--layers", type=int, help="fewer than published")
     parser.add_argument("--tokens", choices=("replicated", "own"), default="replicated")
     parser.add_argument(
         "--collective", choices=COLLECTIVES, default="gather",
         help="of own tokens; of replicated ones push and auto sum by stores to the other GPUs",
     )  # fmt: skip
-    parser.add_argument("--batch", type=int, default=4, help="sequences of all ranks")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[4], help="sequences of all ranks"
+    )  # fmt: skip
     parser.add_argument("--prompt", type=int, default=8)
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--compiled", action="store_true", help="by moe_ops.compile")
     parser.add_argument("--check", action="store_true", help="compare with one process")
+    parser.add_argument("--json", help="rank 0 writes figures to this file")
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if args.tokens == "own" and args.batch % ranks:
-        parser.error(f"--batch {args.batch} does not divide among {ranks} ranks")
+    for batch in args.batch:
+        if args.tokens == "own" and batch % ranks:
+            parser.error(f"--batch {batch} does not divide among {ranks} ranks")
     device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else "cpu"
     if on_gpu:
         torch.cuda.set_device(device)
@@ -56,34 +85,64 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, rank: int, device: torch.device) -> None:
-    torch.manual_seed(0)
-    ids = torch.randint(CONFIGS[args.model](None).vocab_size, (args.batch, args.prompt))
     whole = make(args, torch.device("cpu")) if args.check else None
     model = shared(args, device, whole)
     if args.compiled:
         model = moe_ops.compile(model)
-    size = dist.get_world_size()
-    mine = (ids.chunk(size)[rank] if args.tokens == "own" else ids).to(device)
+    speeds = []
+    for batch in args.batch:
+        torch.manual_seed(0)
+        ids = torch.randint(CONFIGS[args.model](args.layers).vocab_size, (batch, args.prompt))
+        mine = share(ids, args).to(device)
+        speeds.append(measured(model, mine, batch, args))
+        said = f"rank {rank}: {speeds[-1]}"
+        if whole is not None:
+            want = share(generate(whole.to(device), ids.to(device), args.new), args)
+            same = torch.equal(generate(model, mine, args.new), want)
+            said += f", as one process: {same}"
+        print(f"{said}\n", end="", flush=True)  # at once, or the lines of two ranks mix
+    if args.json and rank == 0:
+        write(args.json, device, speeds)
+
+
+def share(ids: Tensor, args: argparse.Namespace) -> Tensor:
+    """Of sequences, those of this rank."""
+    return ids.chunk(dist.get_world_size())[dist.get_rank()] if args.tokens == "own" else ids
+
+
+def measured(model: PreTrainedModel, ids: Tensor, batch: int, args: argparse.Namespace) -> Speed:
+    """Decoding is what more than one new token takes longer than one; the least of three calls."""
     for new in (args.new, 1, 1):  # compiles, and captures
-        generate(model, mine, new)
-    prompt, took = (least_seconds(model, mine, new) for new in (1, args.new))
-    made = mine.shape[0] * (args.new - 1) * (size if args.tokens == "own" else 1)
-    held = sum(p.nbytes for p in model.parameters())
-    said = f"rank {rank}: {made / (took - prompt):.1f} tokens/s after {prompt * 1e3:.1f} ms"
-    said += f" for the prompt, {held / 2**20:.1f} MiB of weights"
-    if whole is not None:
-        want = generate(whole.to(device), ids.to(device), args.new)
-        want = want.chunk(size)[rank] if args.tokens == "own" else want
-        out = generate(model, mine, args.new)
-        said += f", as one process: {torch.equal(out, want)}"
-    print(f"{said}\n", end="", flush=True)  # at once, or the lines of two ranks mix
+        generate(model, ids, new)
+    prompt, took = (least_seconds(model, ids, new) for new in (1, args.new))
+    return Speed(
+        batch=batch,
+        prompt_ms=prompt * 1e3,
+        tokens_per_s=batch * (args.new - 1) / (took - prompt),
+        weight_bytes=sum(p.nbytes for p in model.parameters()),
+        reserved_bytes=torch.cuda.max_memory_reserved() if ids.is_cuda else 0,
+    )
+
+
+def write(path: str, device: torch.device, speeds: list[Speed]) -> None:
+    ranks, name = dist.get_world_size(), "cpu"
+    if device.type == "cuda":
+        name = f"{ranks} x {torch.cuda.get_device_name(device)}"
+    words = [f"examples/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+    found = {
+        "command": f"torchrun --nproc-per-node {ranks} {shlex.join(words)}",
+        "device": name,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "speeds": [asdict(speed) for speed in speeds],
+    }
+    Path(path).write_text(json.dumps(found, indent=1) + "\n")
 
 
 def make(args: argparse.Namespace, device: torch.device) -> PreTrainedModel:
     """The whole model, the same on every rank."""
     torch.manual_seed(0)
     with device:
-        model = AutoModelForCausalLM.from_config(CONFIGS[args.model](None))
+        model = AutoModelForCausalLM.from_config(CONFIGS[args.model](args.layers))
     return model.to(getattr(torch, args.dtype)).eval()
 
 

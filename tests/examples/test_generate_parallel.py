@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,12 +17,18 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 @pytest.mark.slow
 @pytest.mark.every
 @pytest.mark.parametrize("tokens", ["replicated", "own"])
-def test_two_processes_say_that_tokens_are_those_of_one(tokens: str) -> None:
-    words = ("examples/generate_parallel.py", "--check", "--tokens", tokens)
+def test_two_processes_say_that_tokens_are_those_of_one(tokens: str, tmp_path: Path) -> None:
+    file = str(tmp_path / "speeds.json")
+    words = ("examples/generate_parallel.py", "--check", "--tokens", tokens, "--batch", "4", "2")
+    words += ("--layers", "1", "--json", file)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*TORCHRUN, *words], capture_output=True, text=True, cwd=ROOT, timeout=300, env=environment
     )
     assert done.returncode == 0, done.stderr[-4000:]
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
-    assert len(lines) == 2 and all(line.endswith("as one process: True") for line in lines)
+    assert len(lines) == 4 and all(line.endswith("as one process: True") for line in lines)
+    found = json.loads(Path(file).read_text())
+    assert found["command"].startswith("torchrun --nproc-per-node 2 examples/generate_parallel.py")
+    assert [speed["batch"] for speed in found["speeds"]] == [4, 2]
+    assert all(speed["tokens_per_s"] > 0 for speed in found["speeds"])
