@@ -201,13 +201,13 @@ def compile_launches(
 BOTH = ("qwen3_next", "gpt_oss_20b")  # take every tile between them
 
 
-def calls(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Calls that between them launch every tile, every router and on Hopper every activation; of
-    the six layers for which tiles were tuned all on Hopper, elsewhere two that take every tile, and
-    a third of what else there is.
+def calls(capability: int, all: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Calls that between them launch every tile, every router and, if `all` are wanted, every
+    activation; of the six layers for which tiles were tuned all, or two that take every tile and a
+    third of what else there is.
     """
-    layers = LAYERS if capability == 90 else {n: LAYERS[n] for n in BOTH}
-    step = 1 if capability == 90 else 3
+    layers = LAYERS if all else {n: LAYERS[n] for n in BOTH}
+    step = 1 if all else 3
     for name, router in ROUTERS.items():
         yield f"{name} route", lambda r=router: routed(r, DTYPE_OF[capability])
     for backend, T in (("tiny", 4), ("rows", 64), ("grouped", 4096)):
@@ -277,7 +277,8 @@ def calls_of_codes(
 
 
 PARTS: dict[str, Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]] = {
-    "floats": calls,
+    "floats": functools.partial(calls, all=False),
+    "all_floats": functools.partial(calls, all=True),
     "codes": lambda capability: calls_of_codes(capability, FORMATS[:3]),
     "by_row": calls_by_row,
     "ranks": calls_over_ranks,
