@@ -21,6 +21,7 @@ LEAST, LEAST_LONG, MOST = 5, 3, 300  # replays
 REST_SECONDS = 0.5
 # The GPU waits for the host during the first replays, until some are queued; of long ones, never.
 UNTIL_QUEUED, LONG_US = 3, 5000.0
+TURNS = 4  # of functions that are compared
 GRAPH_US = 2000.0  # of one replay, at least: what is between two replays must not show
 
 Run = Callable[[], Any]
@@ -47,16 +48,22 @@ def time_replays(
     return _of(spans, calls)
 
 
-def time_count(run: Run, count: int, device: torch.device) -> Timing:
-    """Run a function so many times, and some times before: ranks that wait for each other have to
-    run it as often."""
+def time_turns(runs: Sequence[Run], count: int, device: torch.device) -> list[Timing]:
+    """Run each function so many times, in turns, and some times before each: ranks that wait for
+    each other have to run them as often."""
+    spans: list[list[float]] = [[] for _ in runs]
+    for _ in range(TURNS):
+        for run, found in zip(runs, spans, strict=True):
+            found += _counted_us(run, -(-count // TURNS), device)
+    return [_of(found, 1) for found in spans]
+
+
+def _counted_us(run: Run, count: int, device: torch.device) -> list[float]:
     for _ in range(UNTIL_QUEUED):
         run()
     if device.type == "cuda":
-        spans = _queued_us(run, count, UNTIL_QUEUED)
-    else:
-        spans = [_once_us(run) for _ in range(count)]
-    return _of(spans, 1)
+        return _queued_us(run, count, UNTIL_QUEUED)
+    return [_once_us(run) for _ in range(count)]
 
 
 def _of(spans: list[float], calls: int) -> Timing:

@@ -29,7 +29,10 @@ def measured(rank: int, group: str) -> None:
     assert [s.size for s in probed] == [64] * 3 + [256] * 3
     assert all(0 < s.low_us <= s.us <= s.high_us and not s.captured for s in (*found, *probed))
     assert len(ep.table([*found, *probed]).splitlines()) == 1 + len(found) + len(probed)
-    want, *others = (ep._layer(TINY, 5, mode, WEIGHTS)() for mode in modes["layer"])
+    auto = {s.taken for s in found if s.how == "auto"}
+    assert auto == {"gather"} and {s.taken for s in found if s.how != "auto"} == {""}
+    assert "auto (gather)" in ep.table(found)
+    want, *others = (ep._layer(TINY, 5, mode, WEIGHTS)[0]() for mode in modes["layer"])
     for other in others:
         torch.testing.assert_close(other, want, rtol=2e-2, atol=2e-2)
     want, other = (ep._transport(TINY, 5, mode, device)() for mode in ("gather", "exchange"))
@@ -67,6 +70,6 @@ def test_options_of_ep() -> None:
 def test_modes_of_another_part_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.parse(["ep", "--part", "layer", "--modes", "packed"])
-    assert "--part layer has the modes gather, exchange, push, unpacked, got packed" in (
+    assert "--part layer has the modes gather, exchange, push, auto, unpacked, got packed" in (
         capsys.readouterr().err
     )
