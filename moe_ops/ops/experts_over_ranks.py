@@ -16,7 +16,7 @@ from moe_ops.ops.dispatch_tokens import (
     check_tables,
     dispatch_tokens,
 )
-from moe_ops.ops.experts import ExpertsCall, experts
+from moe_ops.ops.experts import OF_CODES, ExpertsCall, experts
 from moe_ops.ops.experts import check as check_experts
 from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.ranks.groups import Group
@@ -42,7 +42,8 @@ def _flat() -> dict[str, str]:
     """The arguments by flat name, and where they are: what has no default first."""
     first = [f"layer.{n}" for n in ("x_TD", "weights_TK", "ids_TK", "w13_EFD", "w2_EDI")]
     first += [f"ranks.{f.name}" for f in fields(Ranks)]
-    rest = [f"layer.{f.name}" for f in fields(ExpertsCall) if f.name != "expert_map"]
+    out = ("expert_map", *OF_CODES)
+    rest = [f"layer.{f.name}" for f in fields(ExpertsCall) if f.name not in out]
     return {path.partition(".")[2]: path for path in dict.fromkeys((*first, *rest))}
 
 
