@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 GATHER, EXCHANGE, PUSH, AUTO = "gather", "exchange", "push", "auto"
@@ -21,6 +22,10 @@ class Sent:
     scale_TS: Tensor
     weights_TK: Tensor
     ids_TK: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.x_TD.device
 
 
 @dataclass(frozen=True, slots=True)
