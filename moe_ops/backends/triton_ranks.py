@@ -3,6 +3,8 @@ and one after it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from moe_ops.gradients import needs_grad
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
 from moe_ops.ops.dispatch_tokens import DispatchTokensCall, agree, dispatch_tokens, scales_of
 from moe_ops.ranks.groups import Group, all_gather, all_to_all
-from moe_ops.ranks.transport import GATHER, Sent
+from moe_ops.ranks.transport import GATHER
 
 MOST_COLUMNS = 2**15  # which one program copies
 NO_GRADIENT = "is not differentiable, and an argument requires grad"
@@ -39,10 +41,12 @@ def refuse_words(call: DispatchTokensCall) -> str | None:
     return None
 
 
-def contiguous_of(call: DispatchTokensCall) -> Sent:
-    """What a call sends, as kernels read it."""
+def contiguous_of(call: DispatchTokensCall) -> Any:
+    """What a call sends, as kernels take it."""
+    from moe_ops.kernels.triton.ranks import Rows
+
     parts = (call.x_TD, scales_of(call), call.weights_TK, call.ids_TK)
-    return Sent(*(t.contiguous() for t in parts))
+    return Rows(*(t.contiguous() for t in parts))
 
 
 def supports_combine(call: CombineTokensCall) -> str | None:

@@ -3,9 +3,11 @@
     torchrun --nproc-per-node 2 -m moe_ops.bench ep --probe
     torchrun --nproc-per-node 2 -m moe_ops.bench ep --layer qwen3_30b --tokens 1,8,64,512
     torchrun --nproc-per-node 2 -m moe_ops.bench ep --part transport --modes push gather packed
+    torchrun --nproc-per-node 2 -m moe_ops.bench ep --part transport --modes vdev2d packed pairs
 
-Ranks run everything as often as each other, and the slowest one counts. On GPUs by NCCL, captured
-in a CUDA graph where it can be; else by gloo.
+With `--x-format float8_e4m3fn:1x128` tokens are quantised and travel as codes. Ranks run everything
+as often as each other, and the slowest one counts. On GPUs by NCCL, captured in a CUDA graph where
+it can be; else by gloo.
 """
 
 from __future__ import annotations
@@ -14,34 +16,53 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_ops.bench.ep_peers import PACKED, PAIRS, PEERS, VDEV2D, Own, peer, reduce_scatter
 from moe_ops.bench.inputs import make_routed
 from moe_ops.bench.tables import aligned
 from moe_ops.bench.timing import Run, capture, time_count
-from moe_ops.ops import combine_tokens, dispatch_tokens, experts, experts_over_ranks, sum_ranks
+from moe_ops.ops import (
+    combine_tokens,
+    dispatch_tokens,
+    experts,
+    experts_over_ranks,
+    quantize,
+    sum_ranks,
+)
+from moe_ops.quant import packing
+from moe_ops.quant.formats import Format
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, all_gather, all_reduce, all_to_all
-from moe_ops.ranks.packed import pack
 from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH
 from moe_ops.testing import LAYERS, Case
 from moe_ops.using import using
 
 UNPACKED = "unpacked"  # three all-gathers and a reduce-scatter, as many do it
-PACKED = "packed"  # an all-gather of packed rows and a reduce-scatter, and nothing else
 # What is measured, and how: a layer with its experts, or tokens that go there and back.
 LAYER, TRANSPORT = "layer", "transport"
 PARTS = {
-    LAYER: (GATHER, EXCHANGE, PUSH, UNPACKED), TRANSPORT: (GATHER, EXCHANGE, PUSH, PACKED),
-}  # fmt: skip
+    LAYER: (GATHER, EXCHANGE, PUSH, UNPACKED),
+    TRANSPORT: (GATHER, EXCHANGE, PUSH, PACKED, PAIRS, VDEV2D),
+}
+# Not among all modes of a part: it needs a run without push.
+APART = (VDEV2D,)
+NOT_CAPTURED = (EXCHANGE, PAIRS)
 MODES = tuple(dict.fromkeys(mode for modes in PARTS.values() for mode in modes))
 ROUNDS = 16  # of a captured transport: what is between two replays must not show
+# Weights that go with inputs that travel as codes.
+W_FORMATS = {
+    "float8_e4m3fn:1x128": "float8_e4m3fn:128x128",
+    "float8_e4m3fn:row": "float8_e4m3fn:row",
+    "int8:row": "int8:row",
+}
 SUMS = (PUSH, "all_reduce")  # backends of `sum_ranks`
 PROBED = (2**11, 2**17, 2**20, 2**24, 2**26)  # bytes of a rank
+Made = TypeVar("Made")
 REPEATS = {"cuda": 200, "cpu": 10}
 
 
@@ -114,26 +135,71 @@ def measure(
     modes: Sequence[str] | None,
     device: torch.device,
     part: str = LAYER,
+    x_format: str = "",
 ) -> list[Spent]:
     """Layers of a share of the experts on each rank, or their tokens there and back, by mode and by
-    tokens of a rank; without modes by all that the device has."""
+    tokens of a rank; without modes by all that the device has. Tokens are quantised to x_format, if
+    it is given. What a mode cannot run is said, and left out."""
     if modes is None:
-        modes = [m for m in PARTS[part] if m != PUSH or device.type == "cuda"]
+        modes = [m for m in PARTS[part] if m not in APART and (m != PUSH or device.type == "cuda")]
     found = []
     for name in layers:
         case = LAYERS[name]
-        held = _weights(case, device) if part == LAYER else None
+        held = weights_of(case, device, x_format) if part == LAYER else None
+        what = " ".join(filter(None, (name, "" if part == LAYER else part, x_format)))
         for T in tokens:
             for mode in modes:
-                run = (
-                    _transport(case, T, mode, device)
-                    if held is None
-                    else _layer(case, T, mode, held)
-                )
-                rounds = 0 if mode == EXCHANGE else 1 if part == LAYER else ROUNDS
-                what = name if part == LAYER else f"{name} {part}"
-                found.append(_spent(what, mode, T, run, device, rounds))
+                if held is None:
+                    make = partial(transport, case, T, mode, device, x_format)
+                else:
+                    make = partial(layer_call, case, T, mode, held)
+                rounds = 0 if mode in NOT_CAPTURED else 1 if part == LAYER else ROUNDS
+                spent = _of_mode(make, what, mode, T, device, rounds)
+                found += [] if spent is None else [spent]
     return found
+
+
+def _of_mode(
+    make: Callable[[], Callable[[], Tensor]],
+    what: str,
+    mode: str,
+    T: int,
+    device: torch.device,
+    rounds: int,
+) -> Spent | None:
+    """What a call of a mode takes; eager, if it cannot be captured."""
+    named = f"{what} by {mode} of {T} tokens"
+    # Made by all before any runs it, as a rank that could not would be waited for.
+    run = _tried(make, f"{named}: left out", device)
+    ran = None if run is None else _tried(partial(_ran, run, device), f"{named}: left out", device)
+    if run is None or ran is None:
+        return None
+    if rounds and device.type == "cuda":
+        replay = _tried(partial(_captured, run, rounds), f"{named}: not captured", device)
+        if replay is not None:
+            return _timed(what, mode, T, replay, device, rounds)
+    return _timed(what, mode, T, run, device)
+
+
+def _ran(run: Callable[[], Tensor], device: torch.device) -> Tensor:
+    out = run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return out
+
+
+def _tried(make: Callable[[], Made], what: str, device: torch.device) -> Made | None:
+    """What all ranks could make; None where one or another could not, which is said."""
+    made, reason = None, "another rank could not"
+    try:
+        made = make()
+    except Exception as error:  # whatever a contender raises: the others go on
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    failed = torch.tensor(float(made is None), device=device)
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    if failed.item() and dist.get_rank() == 0:
+        print(f"{what}: {reason}", flush=True)
+    return None if failed.item() else made
 
 
 def table(found: Sequence[Spent]) -> str:
@@ -152,70 +218,77 @@ def _world_group() -> Group:
     return Group.of(dist.group.WORLD.group_name)
 
 
-def _weights(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
-    """This rank's experts. Raises ValueError for a number that does not divide among the ranks."""
+def weights_of(case: Case, device: torch.device, x_format: str = "") -> dict[str, Any]:
+    """This rank's experts, of a format that goes with inputs of x_format; arguments of `experts` by
+    name. Raises ValueError for a number that does not divide among the ranks."""
     R = dist.get_world_size()
     if case.E % R:
         raise ValueError(f"{case.name} has {case.E} experts, which do not divide among {R} ranks")
     each, dtype = case.E // R, torch.bfloat16
-    w13 = torch.empty(each, 2 * case.I, case.D, dtype=dtype, device=device).normal_(std=0.02)
-    w2 = torch.empty(each, case.D, case.I, dtype=dtype, device=device).normal_(std=0.02)
-    return w13, w2
+    sizes = {"w13": (2 * case.I, case.D), "w2": (case.D, case.I)}
+    found: dict[str, Any] = {}
+    for (name, size), (w, scale) in zip(
+        sizes.items(), (("EFD", "EFG"), ("EDI", "EDG")), strict=True
+    ):
+        weight = torch.empty(each, *size, dtype=dtype, device=device).normal_(std=0.02)
+        found[f"{name}_{w}"] = weight
+        if x_format:
+            done = packing.quantize(weight, Format.of(W_FORMATS[x_format]))
+            found |= {f"{name}_{w}": done.values, f"{name}_scale_{scale}": done.scale}
+    return found | ({"w_format": W_FORMATS[x_format], "x_format": x_format} if x_format else {})
 
 
-Tensors = tuple[Tensor, ...]
+Tensors = tuple[Tensor, Tensor]
 
 
-def _own(case: Case, T: int, device: torch.device) -> tuple[Tensors, Tensors]:
+def own_of(case: Case, T: int, device: torch.device) -> tuple[Own, Tensors]:
     """Tokens of this rank's own, with weights and ids, and the tables of who serves an expert."""
-    R, rank = dist.get_world_size(), dist.get_rank()
-    generator = torch.Generator(device).manual_seed(rank)
-    routed = make_routed(case, T, "uniform", torch.bfloat16, generator)
-    sent = (routed.x_TD, routed.weights_TK, routed.ids_TK.to(torch.int32))
-    ids = torch.arange(case.E, dtype=torch.int32, device=device)
-    each = case.E // R
-    return sent, ((ids // each).to(torch.int32), (ids % each).to(torch.int32))
-
-
-def _reduce_scatter(part_GD: Tensor, group: Group) -> Tensor:
-    functional = torch.ops._c10d_functional
-    begun = functional.reduce_scatter_tensor(part_GD, "sum", group.size, group.name)
-    out_TD: Tensor = functional.wait_tensor(begun)
-    return out_TD
-
-
-def _transport(case: Case, T: int, mode: str, device: torch.device) -> Callable[[], Tensor]:
-    """Tokens of this rank's own there and back, whose experts give them back as they are."""
-    (x_TD, weights_TK, ids_TK), tables = _own(case, T, device)
     group = _world_group()
+    generator = torch.Generator(device).manual_seed(group.rank)
+    routed = make_routed(case, T, "uniform", torch.bfloat16, generator)
+    own = Own(
+        x_TD=routed.x_TD, weights_TK=routed.weights_TK, ids_TK=routed.ids_TK.to(torch.int32),
+        experts=case.E, group=group,
+    )  # fmt: skip
+    ids = torch.arange(case.E, dtype=torch.int32, device=device)
+    each = case.E // group.size
+    return own, ((ids // each).to(torch.int32), (ids % each).to(torch.int32))
+
+
+def transport(
+    case: Case, T: int, mode: str, device: torch.device, x_format: str = ""
+) -> Callable[[], Tensor]:
+    """Tokens of this rank's own there and back, whose experts give them back as they are; where
+    they travel as codes, other rows of their width."""
+    own, tables = own_of(case, T, device)
+    if mode in PEERS:
+        return peer(mode, own)
+    x_TD, group = own.x_TD, own.group
 
     def there_and_back() -> Tensor:
+        q_TD, scale_TS = quantize(x_TD, x_format) if x_format else (x_TD, None)
         x_GD, _, _, _, *handle = dispatch_tokens(
-            x_TD, weights_TK, ids_TK, *tables, T, group.name, collective=mode
+            q_TD, own.weights_TK, own.ids_TK, *tables, T, group.name, scale_TS, mode
         )
-        return combine_tokens(x_GD, ids_TK, *tables, *handle, T, group.name, mode)
+        y_GD = x_TD.new_empty(x_GD.shape) if x_format else x_GD
+        return combine_tokens(y_GD, own.ids_TK, *tables, *handle, T, group.name, mode)
 
-    packed_TB = pack((x_TD, weights_TK, ids_TK))
-    made_GD = x_TD.repeat(group.size, 1)
-
-    def packed() -> Tensor:
-        all_gather(packed_TB, group)
-        return _reduce_scatter(made_GD, group)
-
-    return packed if mode == PACKED else there_and_back
+    return there_and_back
 
 
-def _layer(case: Case, T: int, mode: str, held: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
+def layer_call(case: Case, T: int, mode: str, held: dict[str, Any]) -> Callable[[], Tensor]:
     """A call of a mode on tokens of this rank's own."""
-    sent, tables = _own(case, T, held[0].device)
-    group = _world_group()
+    own, tables = own_of(case, T, held["w13_EFD"].device)
+    sent, group = (own.x_TD, own.weights_TK, own.ids_TK), own.group
+    more = {name: value for name, value in held.items() if name not in ("w13_EFD", "w2_EDI")}
+    w13, w2 = held["w13_EFD"], held["w2_EDI"]
     if mode != UNPACKED:
-        return lambda: experts_over_ranks(*sent, *held, *tables, T, group.name, mode)
+        return lambda: experts_over_ranks(*sent, w13, w2, *tables, T, group.name, mode, **more)
     here_E = torch.where(tables[0] == group.rank, tables[1], -1)
 
     def unpacked() -> Tensor:
-        part_GD = experts(*(all_gather(t, group) for t in sent), *held, expert_map=here_E)
-        return _reduce_scatter(part_GD, group)
+        gathered = (all_gather(t, group) for t in sent)
+        return reduce_scatter(experts(*gathered, w13, w2, expert_map=here_E, **more), group)
 
     return unpacked
 
@@ -228,15 +301,22 @@ def _spent(
     device: torch.device,
     rounds: int = 1,  # of a captured graph; 0: it cannot be captured
 ) -> Spent:
-    captured = rounds > 0 and device.type == "cuda"
-    run = _captured(run, rounds) if captured else run
+    if rounds == 0 or device.type != "cuda":
+        return _timed(what, how, size, run, device)
+    return _timed(what, how, size, _captured(run, rounds), device, rounds)
+
+
+def _timed(
+    what: str, how: str, size: int, run: Callable[[], Any], device: torch.device, captured: int = 0
+) -> Spent:
+    """captured: so many calls in a graph; 0: a call as it is."""
     timing = time_count(run, REPEATS[device.type], device)
     spans = torch.tensor([timing.us, timing.low_us, timing.high_us], device=device)
-    spans /= rounds if captured else 1
+    spans /= max(1, captured)
     dist.all_reduce(spans, dist.ReduceOp.MAX)
     us, low, high = spans.tolist()
     return Spent(
-        what=what, how=how, size=size, us=us, low_us=low, high_us=high, captured=captured
+        what=what, how=how, size=size, us=us, low_us=low, high_us=high, captured=captured > 0
     )  # fmt: skip
 
 

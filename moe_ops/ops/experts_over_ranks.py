@@ -116,17 +116,16 @@ def over_ranks(call: ExpertsOverRanksCall, collective: str) -> Tensor:
     layer, ranks = call.layer, call.ranks
     there = (ranks.rank_of_P, ranks.slot_of_P)
     rows, group = ranks.rows, ranks.group
-    x_TD, scale_TS, more = layer.x_TD, None, {}
+    x_TD, scale_TS = layer.x_TD, None
     if sends_codes(layer):
         x_TD, scale_TS = quantize(x_TD, layer.x_format)
-        more = {"out_dtype": str(layer.x_TD.dtype).removeprefix("torch.")}
     sent = DispatchTokensCall(
         x_TD, layer.weights_TK, layer.ids_TK, *there, rows, group, scale_TS, collective
     )
     x_GD, scale_GS, weights_GK, ids_GK, token_N, splits_2R = dispatch_tokens.part(sent)
+    here = replace(layer, x_TD=x_GD, weights_TK=weights_GK, ids_TK=ids_GK)
     if scale_TS is not None:
-        more["x_scale_TG"] = scale_GS
-    here = replace(layer, x_TD=x_GD, weights_TK=weights_GK, ids_TK=ids_GK, **more)
+        here.x_scale_TG, here.out_dtype = scale_GS, str(layer.x_TD.dtype).removeprefix("torch.")
     y_GD = experts.part(here)
     back = CombineTokensCall(
         y_GD, layer.ids_TK, *there, token_N, splits_2R, rows, group, collective

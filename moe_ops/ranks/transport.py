@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 GATHER, EXCHANGE, PUSH, AUTO = "gather", "exchange", "push", "auto"
@@ -22,10 +21,6 @@ class Sent:
     scale_TS: Tensor
     weights_TK: Tensor
     ids_TK: Tensor
-
-    @property
-    def device(self) -> torch.device:
-        return self.x_TD.device
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_ops.kernels.triton import push, push_sum, ranks
-from moe_ops.ranks.transport import Sent
+from moe_ops.kernels.triton.ranks import Rows
 from moe_ops.testing import Case
 
 
@@ -19,12 +19,12 @@ def over_ranks(case: Case) -> None:
     ranks.combine(x_GD, sent.ids_TK, table, 4, 2, 1)
 
 
-def tokens(case: Case, dtype: torch.dtype) -> list[Sent]:
+def tokens(case: Case, dtype: torch.dtype) -> list[Rows]:
     """Floats, and codes with a scale for each row, and each 128 columns."""
     weights, ids = torch.empty(4, case.K), torch.empty(4, case.K, dtype=dtype)
     floats, codes = (torch.empty(4, case.D, dtype=d) for d in (torch.bfloat16, torch.int8))
     return [
-        Sent(x, torch.empty(4, scales), weights, ids)
+        Rows(x, torch.empty(4, scales), weights, ids)
         for x, scales in ((floats, 0), (codes, 1), (codes, (case.D + 127) // 128))
     ]
 

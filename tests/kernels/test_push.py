@@ -14,10 +14,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.kernels.triton import push
+from moe_ops.kernels.triton.ranks import Rows
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, sum_in_order
 from moe_ops.ranks.tables import EVERY, HOME, known_ids, needed, slots
-from moe_ops.ranks.transport import Sent
 from moe_ops.testing import TOL, assert_close
 from tests.kernels.spread import Tokens, raw
 
@@ -70,7 +70,7 @@ class Exchange:
     """One exchange there and back of all ranks, and what each has of it so far."""
 
     case: Tokens
-    sent: list[Sent] = field(default_factory=list)
+    sent: list[Rows] = field(default_factory=list)
     returns: bool = True  # else nothing comes back
     came: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     made: dict[int, Tensor] = field(default_factory=dict)

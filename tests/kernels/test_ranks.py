@@ -12,12 +12,12 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.backends.triton_ranks import supports_combine, supports_dispatch
 from moe_ops.kernels.triton import ranks
+from moe_ops.kernels.triton.ranks import Rows
 from moe_ops.ops.combine_tokens import CombineTokensCall
 from moe_ops.ops.dispatch_tokens import DispatchTokensCall
 from moe_ops.ranks import packed as definition
 from moe_ops.ranks.groups import sum_in_order
 from moe_ops.ranks.tables import EVERY, HOME, known_ids, needed, slots
-from moe_ops.ranks.transport import Sent
 from moe_ops.testing import DEVICE, TOL, assert_close
 from tests.kernels.spread import Tokens, raw
 
@@ -43,11 +43,11 @@ def tables(case: Tokens) -> tuple[Tensor, Tensor]:
     return rank_of_P.to(DEVICE), (torch.arange(case.P).int() // R).to(DEVICE)
 
 
-def tokens(case: Tokens) -> list[Sent]:
+def tokens(case: Tokens) -> list[Rows]:
     """Those of each rank."""
     every = (case.sent(T) for T in case.counts)
     parts = ([s.x_TD, s.scale_TS, s.weights_TK, s.ids_TK] for s in every)
-    return [Sent(*(t.to(DEVICE) for t in part)) for part in parts]
+    return [Rows(*(t.to(DEVICE) for t in part)) for part in parts]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -56,7 +56,7 @@ def test_rows_are_packed_and_unpacked_as_defined(case: Tokens) -> None:
     every = tokens(case)
     fields = [(s.x_TD, s.scale_TS, s.weights_TK, known_ids(s.ids_TK, case.P)) for s in every]
     want = torch.cat([definition.filled(definition.pack(f), case.rows) for f in fields])
-    got = torch.cat([ranks.pack(Sent(*f), case.rows, case.P) for f in fields])
+    got = torch.cat([ranks.pack(Rows(*f), case.rows, case.P) for f in fields])
     assert got.shape[1] * 4 == want.shape[1]
     *floats, ids_GK = definition.unpack(want, fields[0])
     source_G1 = torch.arange(len(got), device=DEVICE)[:, None] // case.rows
@@ -73,7 +73,7 @@ def test_ids_of_no_expert_are_packed_as_none() -> None:
     ids = torch.tensor([[-5, 0, 7, 8, 2**31 + 3]], device=DEVICE)
     x = torch.ones(1, 4, device=DEVICE)
     weights = torch.ones(1, 5, device=DEVICE)
-    got = ranks.pack(Sent(x, x.new_empty(1, 0), weights, ids), 1, 8)
+    got = ranks.pack(Rows(x, x.new_empty(1, 0), weights, ids), 1, 8)
     assert got[0, 12:17].tolist() == [-1, 0, 7, -1, -1]
 
 

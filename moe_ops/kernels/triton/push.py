@@ -33,8 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options
-from moe_ops.kernels.triton.ranks import EVERY, HOME, Words
-from moe_ops.ranks.transport import Sent
+from moe_ops.kernels.triton.ranks import EVERY, HOME, Rows, Words
 
 # Programs of a launch at most, a power of two: they wait for each other, so all must fit on a GPU.
 MOST_PROGRAMS = 128
@@ -324,7 +323,7 @@ def combine_pushed_kernel(
             rank = tl.load(rank_ptr + ids, mask=(ids >= 0) & (ids < P), other=-3)
 
 
-def dispatch_bytes(sent: Sent, ranks: int, rows: int) -> int:
+def dispatch_bytes(sent: Rows, ranks: int, rows: int) -> int:
     """The bytes of a buffer that holds the tokens of all ranks."""
     return 4 * ranks * rows * Words.of(sent).row
 
@@ -342,7 +341,7 @@ def arena_bytes(ranks: int, half: int, phases: int) -> int:
 
 @on_its_device
 def dispatch(
-    sent: Sent, tables: tuple[Tensor, Tensor], rows: int, arena: Arena, halves: Halves = BOTH
+    sent: Rows, tables: tuple[Tensor, Tensor], rows: int, arena: Arena, halves: Halves = BOTH
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x_GD, scale_GS, weights_GK and local ids_GK, G = ranks * rows, of rows that this rank serves,
     and served_G, whether it serves a row; of what it does not serve only ids and served are

@@ -15,11 +15,24 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.launch import on_its_device
-from moe_ops.ranks.transport import Sent
 
 EVERY, HOME = tl.constexpr(-1), tl.constexpr(-2)  # of rank_of_P, see moe_ops/ranks/tables.py
 BLOCK = 1024  # words, or columns, of a program at once
 ALIGNMENT = 4  # words
+
+
+class Rows(NamedTuple):
+    """Tokens, the scales of their codes (of no width, if they are floats), and the weights and ids
+    of their experts."""
+
+    x_TD: Tensor
+    scale_TS: Tensor
+    weights_TK: Tensor
+    ids_TK: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.x_TD.device
 
 
 class Words(NamedTuple):
@@ -36,7 +49,7 @@ class Words(NamedTuple):
     row: int
 
     @classmethod
-    def of(cls, sent: Sent) -> Words:
+    def of(cls, sent: Rows) -> Words:
         parts = (sent.x_TD, sent.scale_TS, sent.weights_TK)
         x, scales, weights = (t.shape[1] * t.dtype.itemsize // 4 for t in parts)
         K = sent.ids_TK.shape[1]
@@ -126,7 +139,7 @@ def combine_kernel(
 
 
 @on_its_device
-def pack(sent: Sent, rows: int, physical: int) -> Tensor:
+def pack(sent: Rows, rows: int, physical: int) -> Tensor:
     """int32 [rows, words]: contiguous tokens as they go to every rank, and padding behind them."""
     words, (T, _) = Words.of(sent), sent.x_TD.shape
     packed = torch.empty((rows, words.row), dtype=torch.int32, device=sent.x_TD.device)
@@ -139,7 +152,7 @@ def pack(sent: Sent, rows: int, physical: int) -> Tensor:
 
 @on_its_device
 def unpack(
-    packed: Tensor, tables: tuple[Tensor, Tensor], like: Sent, rows: int, rank: int
+    packed: Tensor, tables: tuple[Tensor, Tensor], like: Rows, rows: int, rank: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x_GD, scale_GS, weights_GK and local ids_GK of packed rows of tokens like these."""
     G, words = packed.shape[0], Words.of(like)
