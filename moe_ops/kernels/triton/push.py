@@ -200,7 +200,8 @@ def dispatch_kernel(
         t = zero + tl.program_id(0)
         ids = tl.load(ids_ptr + t * K + k, mask=k < tl.where(t < T, K, 0), other=-1)
         x = read_row(x_ptr + t * X, t < T, X, word)
-        scales = read_row(scale_ptr + t * S, t < T, S, part)
+        if S > 0:
+            scales = read_row(scale_ptr + t * S, t < T, S, part)
         weights = read_row(weights_ptr + t * W, t < T, W, column)
         epoch = begin(arena_ptr, 2 * DISPATCH, share)
         slots = slots_of(base, half, epoch, DISPATCH, RANKS)
@@ -216,7 +217,8 @@ def dispatch_kernel(
             to = words_at(slots + (me * rows + t) * (4 * ROW))
             tl.store(to + (AT_I + k)[None, :], slot, mask=reached[:, None] & (k < K)[None, :])
             tl.store(to + word, x, mask=(word < X) & needed)
-            tl.store(to + AT_S + part, scales, mask=(part < S) & needed)
+            if S > 0:
+                tl.store(to + AT_S + part, scales, mask=(part < S) & needed)
             tl.store(to + AT_W + column, weights, mask=(column < W) & needed)
             for start in tl.static_range(BLOCK, X, BLOCK):
                 x = read_row(x_ptr + t * X, t < T, X, start + word)
@@ -224,7 +226,8 @@ def dispatch_kernel(
             t += programs
             ids = tl.load(ids_ptr + t * K + k, mask=k < tl.where(t < T, K, 0), other=-1)
             x = read_row(x_ptr + t * X, t < T, X, word)
-            scales = read_row(scale_ptr + t * S, t < T, S, part)
+            if S > 0:
+                scales = read_row(scale_ptr + t * S, t < T, S, part)
             weights = read_row(weights_ptr + t * W, t < T, W, column)
         signal(base, epoch, tag, me, reached, DISPATCH, RANKS)
     if RECEIVES:
@@ -238,13 +241,15 @@ def dispatch_kernel(
             source = words_at(slots + g * (4 * ROW))
             slot = tl.load(source + AT_I + k[None, :], mask=k[None, :] < K, other=-1)
             came = tl.load(source + word, mask=word < X, other=0)
-            factors = tl.load(source + AT_S + part, mask=part < S, other=0)
+            if S > 0:
+                factors = tl.load(source + AT_S + part, mask=part < S, other=0)
             shares = tl.load(source + AT_W + column, mask=column < W, other=0)
             slot = tl.where(ok, slot, -1)
             serves = exists & (tl.max(slot, 1) >= 0)
             served, at = serves[:, None], g[:, None]
             tl.store(x_out + at * X + word, came, mask=(word < X) & served)
-            tl.store(scale_out + at * S + part, factors, mask=(part < S) & served)
+            if S > 0:
+                tl.store(scale_out + at * S + part, factors, mask=(part < S) & served)
             tl.store(weights_out + at * W + column, shares, mask=(column < W) & served)
             tl.store(ids_out + at * K + k[None, :], slot, mask=exists[:, None] & (k < K)[None, :])
             tl.store(served_out + g, serves.to(tl.int32), mask=exists)
