@@ -28,20 +28,20 @@ if torch.backends.cpu.get_cpu_capability() == "AVX2":
     GEMM_MAX_ROWS[torch.bfloat16] = EXPERTS_MAX_ROWS[torch.bfloat16] = None
 
 
-def _refuse(x: Tensor, w: Tensor, *others: Tensor | None, transposed: bool) -> str | None:
-    if x.dtype not in EXPERTS_MAX_ROWS:
-        return f"needs float32 or bfloat16, got {x.dtype}"
+def _refuse(dtype: torch.dtype, w: Tensor, *others: Tensor | None, transposed: bool) -> str | None:
+    if dtype not in EXPERTS_MAX_ROWS:
+        return f"needs float32 or bfloat16, got {dtype}"
     if transposed:
         return "needs weights whose rows are outputs, got transposed ones"
-    if needs_grad(x, w, *others):
+    if needs_grad(w, *others):
         return "is not differentiable, and an argument requires grad"
     if w.stride(2) != 1:
         return "needs weights contiguous along their last axis"
     return None
 
 
-def _refuse_bias(x: Tensor, bias: Tensor | None) -> str | None:
-    if bias is None or (bias.dtype == x.dtype and bias.is_contiguous()):
+def _refuse_bias(dtype: torch.dtype, bias: Tensor | None) -> str | None:
+    if bias is None or (bias.dtype == dtype and bias.is_contiguous()):
         return None
     return f"needs contiguous biases of x's dtype, got {bias.dtype} with strides {bias.stride()}"
 
@@ -49,8 +49,8 @@ def _refuse_bias(x: Tensor, bias: Tensor | None) -> str | None:
 def supports_gemm(call: ExpertGemmCall) -> str | None:
     return (
         aten.refuse_out_dtype(call)
-        or _refuse(call.x_RD, call.w_EFD, call.bias_EF, transposed=call.transposed)
-        or _refuse_bias(call.x_RD, call.bias_EF)
+        or _refuse(call.x_RD.dtype, call.w_EFD, call.x_RD, call.bias_EF, transposed=call.transposed)
+        or _refuse_bias(call.x_RD.dtype, call.bias_EF)
         or kernels.unavailable()
     )
 
@@ -78,15 +78,16 @@ def stream_gemm(call: ExpertGemmCall) -> Tensor:
 
 
 def supports_experts(call: ExpertsCall) -> str | None:
-    x_TD, weights_TK, b13_EF, b2_ED = call.x_TD, call.weights_TK, call.b13_EF, call.b2_ED
-    if weights_TK.dtype is not torch.float32 and weights_TK.dtype is not x_TD.dtype:
+    weights_TK, b13_EF, b2_ED, dtype = call.weights_TK, call.b13_EF, call.b2_ED, call.dtype
+    if weights_TK.dtype is not torch.float32 and weights_TK.dtype is not dtype:
         return f"needs routing weights in float32 or x's dtype, got {weights_TK.dtype}"
     w13_EFD, w2_EDI, transposed = call.w13_EFD, call.w2_EDI, call.transposed
     if w2_EDI.stride(2) != 1:
         return "needs weights contiguous along their last axis"
-    refusal = _refuse(x_TD, w13_EFD, w2_EDI, b13_EF, b2_ED, weights_TK, transposed=transposed)
+    others = (w2_EDI, call.x_TD, b13_EF, b2_ED, weights_TK)
+    refusal = _refuse(dtype, w13_EFD, *others, transposed=transposed)
     if refusal is None and not b13_EF is b2_ED is None:
-        refusal = _refuse_bias(x_TD, b13_EF) or _refuse_bias(x_TD, b2_ED)
+        refusal = _refuse_bias(dtype, b13_EF) or _refuse_bias(dtype, b2_ED)
     if refusal is not None:
         return refusal
     return cpu_codes.refusal(call) if call.w_format else kernels.unavailable()
@@ -101,7 +102,7 @@ def most_tokens(call: ExpertsCall) -> int | None:
 
 @experts.backend(
     "cpu",
-    reads=(*reads.EXPERTS, *reads.STATIC_SCALES),
+    reads=(*reads.EXPERTS, *reads.STATIC_SCALES, *reads.CODES),
     supports=supports_experts,
     rows=Rows(preferred=most_tokens),
     devices=("cpu",),

@@ -76,7 +76,10 @@ def run(call: ExpertsCall, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
     contiguous ids of the experts here.
     """
     c, format = call, Format.of(call.w_format)
-    of_x, of_h = (_input_scales(c.x_format, scale) for scale in (c.x_scale, c.h_scale))
+    of_x = _input_scales(c.x_format, c.x_scale, c.x_scale_TG)
+    of_h = _input_scales(c.x_format, c.h_scale)
+    if c.x_scale_TG is not None:
+        x_TD = x_TD.to(c.dtype)  # which every code of 8 bits is exact in
     assert c.w13_scale_EFG is not None and c.w2_scale_EDG is not None
     return kernels.experts(
         x_TD, c.weights_TK.contiguous(), ids_TK,
@@ -88,9 +91,10 @@ def run(call: ExpertsCall, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-def _input_scales(x_format: str, static: Tensor | None) -> kernels.InputScales:
+def _input_scales(
+    x_format: str, static: Tensor | None, of_rows: Tensor | None = None
+) -> kernels.InputScales:
     if not x_format:
         return kernels.InputScales()
-    return kernels.InputScales(
-        Format.of(x_format).group, None if static is None else static.contiguous()
-    )
+    given = (None if scale is None else scale.contiguous() for scale in (static, of_rows))
+    return kernels.InputScales(Format.of(x_format).group, *given)

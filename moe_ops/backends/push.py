@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_ops.backend import Rows
 from moe_ops.backends.triton import refuse_device
+from moe_ops.backends.triton_ranks import contiguous_of
 from moe_ops.gradients import needs_grad
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
 from moe_ops.ops.dispatch_tokens import DispatchTokensCall, agree, dispatch_tokens
@@ -24,6 +25,7 @@ from moe_ops.ops.sum_ranks import SumRanksCall, sum_ranks
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group
 from moe_ops.ranks.links import LINKS, most_parts
+from moe_ops.ranks.packed import ALIGNMENT
 from moe_ops.ranks.transport import AUTO, PUSH
 
 MOST_COLUMNS = 2**15  # which one program copies
@@ -51,6 +53,8 @@ def refuse_rows(collective: str, group: str, tensors: Mapping[str, Tensor]) -> s
 def supports_dispatch(call: DispatchTokensCall) -> str | None:
     """Why the tokens of a call cannot be stored to other ranks, or None."""
     rows = {"x_TD": call.x_TD, "weights_TK": call.weights_TK}
+    if call.scale_TS is not None:
+        rows["scale_TS"] = call.scale_TS
     return refuse_rows(call.collective, call.group, rows)
 
 
@@ -80,9 +84,13 @@ def _uncaptured(call: ExpertsOverRanksCall) -> str | None:
     rows = call.ranks.rows
     if not isinstance(rows, int) or not torch.cuda.is_current_stream_capturing():
         return None
+    return NO_MEMORY if peers.memory(call.ranks.group, _bytes(call)) is None else None
+
+
+def _bytes(call: ExpertsOverRanksCall) -> int:
+    """Of a buffer that holds the tokens of all ranks, or their results."""
     sent = traffic(call)
-    nbytes = sent.ranks * rows * sent.there
-    return NO_MEMORY if peers.memory(call.ranks.group, nbytes) is None else None
+    return sent.ranks * call.ranks.rows * max(sent.there, sent.back + -sent.back % ALIGNMENT)
 
 
 def supports_sum(call: SumRanksCall) -> str | None:
@@ -124,7 +132,11 @@ def most_pushed(call: ExpertsOverRanksCall) -> int | None:
 
 
 @dispatch_tokens.backend(
-    PUSH, reads=("group", "collective"), supports=supports_dispatch, devices=("cuda",), priority=1
+    PUSH,
+    reads=("group", "collective", "scale_TS"),
+    supports=supports_dispatch,
+    devices=("cuda",),
+    priority=1,
 )
 def store_tokens(
     call: DispatchTokensCall,
@@ -132,14 +144,13 @@ def store_tokens(
     """`dispatch_tokens` in one launch."""
     from moe_ops.kernels.triton import push
 
-    x_TD, weights_TK, ids_TK = (t.contiguous() for t in (call.x_TD, call.weights_TK, call.ids_TK))
-    group = agree("dispatch_tokens", x_TD, x_TD.shape[0], call, {})
-    nbytes = push.dispatch_bytes(x_TD, weights_TK, group.size, call.rows)
+    sent = contiguous_of(call)
+    group = agree("dispatch_tokens", sent.x_TD, sent.x_TD.shape[0], call, {})
+    nbytes = push.dispatch_bytes(sent, group.size, call.rows)
     tables = (call.rank_of_P.contiguous(), call.slot_of_P.contiguous())
-    x_GD, weights_GK, ids_GK, served_G = push.dispatch(
-        x_TD, weights_TK, ids_TK, tables, call.rows, _arena(group, nbytes, x_TD.device)
+    x_GD, scale_GS, weights_GK, ids_GK, served_G = push.dispatch(
+        sent, tables, call.rows, _arena(group, nbytes, sent.x_TD.device)
     )
-    scale_GS = x_GD.new_empty((x_GD.shape[0], 0), dtype=torch.float32)
     splits_2R = torch.empty((2, 0), dtype=torch.int64, device="cpu")
     return x_GD, scale_GS, weights_GK, ids_GK, served_G, splits_2R
 
@@ -169,6 +180,8 @@ def store_back(call: CombineTokensCall) -> Tensor:
 )
 def pushed(call: ExpertsOverRanksCall) -> Tensor:
     """`experts_over_ranks` on the tokens that need this rank, in static slots."""
+    # Results may be wider than tokens in codes: memory is made once for both.
+    _arena(Group.of(call.ranks.group), _bytes(call), call.layer.x_TD.device)
     return over_ranks(call, PUSH)
 
 

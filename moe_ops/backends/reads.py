@@ -10,6 +10,7 @@ EXPERTS = (
     "w13_scale_EFG", "w2_scale_EDG", "w13_zero_EFG", "w2_zero_EDG", "w_format", "x_format",
 )  # fmt: skip
 STATIC_SCALES = ("x_scale", "h_scale")
+CODES = ("x_scale_TG", "out_dtype")  # of tokens that are codes
 SCALED_EXPERTS = (*EXPERTS, "global_scale13_E", "global_scale2_E", *STATIC_SCALES)
 FLOAT_GEMM = ("bias_EF", "transposed", "out_dtype")
 SCALED_GEMM = (

@@ -107,8 +107,8 @@ def route_tokens(call: RouteCall) -> tuple[Tensor, Tensor]:
 
 def supports_experts(call: ExpertsCall) -> str | None:
     x_TD = call.x_TD
-    if x_TD.dtype not in FLOATS:
-        return f"needs {either(FLOATS)}, got {x_TD.dtype}"
+    if call.dtype not in FLOATS:
+        return f"needs {either(FLOATS)}, got {call.dtype}"
     if needs_grad(x_TD, call.weights_TK, call.w13_EFD, call.w2_EDI, call.b13_EF, call.b2_ED):
         return "is not differentiable, and an argument requires grad"
     return _refuse_scales(call) or refuse_device(x_TD)
@@ -117,8 +117,8 @@ def supports_experts(call: ExpertsCall) -> str | None:
 def supports_half(call: ExpertsCall) -> str | None:
     """The support of kernels that have no float32."""
     refusal = supports_experts(call)
-    if refusal is None and call.x_TD.dtype not in HALF:
-        return f"needs {either(HALF)}, got {call.x_TD.dtype}"
+    if refusal is None and call.dtype not in HALF:
+        return f"needs {either(HALF)}, got {call.dtype}"
     return refusal
 
 
@@ -155,7 +155,7 @@ def _refuse_scales(call: ExpertsCall) -> str | None:
         return None
     if _inputs(c) is None:
         return f"quantises inputs to {c.x_format} without static scales"
-    return triton_inputs.refusal_of_static(c.x_format, c.x_TD.dtype == torch.float16, static)
+    return triton_inputs.refusal_of_static(c.x_format, c.dtype == torch.float16, static)
 
 
 def supports_tiny(call: ExpertsCall) -> str | None:
@@ -185,7 +185,7 @@ def _refuse_quantised_inputs(call: ExpertsCall) -> str | None:
     c = call
     if _inputs(c) is not None:
         decodes = c.x_scale is not None and not _multiplies_as_stored(c)
-        if decodes and c.x_TD.dtype == torch.float16:
+        if decodes and c.dtype == torch.float16:
             return "has no room in float16 for weights times a static scale of inputs"
         return None
     if c.global_scale13_E is not None or c.global_scale2_E is not None:
@@ -253,7 +253,7 @@ def _multiplies_as_stored(call: ExpertsCall) -> bool:
 TENSORS = (
     "x_TD", "weights_TK", "ids_TK", "w13_EFD", "w2_EDI", "b13_EF", "b2_ED", "expert_map",
     "residual_TD", "scale13_EFG", "scale2_EDG", "zero13_EFG", "zero2_EDG", "global13_E",
-    "global2_E", "x_scale", "h_scale",
+    "global2_E", "x_scale", "h_scale", "x_scale_TG",
 )  # fmt: skip
 
 
@@ -263,7 +263,7 @@ def run_experts(
     """`experts` by the kernels of this module of `moe_ops.kernels.triton`, added to a residual if
     there is one; `tiles` are for it to take in the place of those of its tables."""
     if call.x_TD.shape[0] == 0:
-        return torch.empty_like(call.x_TD)
+        return torch.empty_like(call.x_TD, dtype=call.dtype)
     from moe_ops.kernels.triton.replay import replay
 
     rest = (kernel, call.transposed, call.activation, _formats(call), tiles)
@@ -280,21 +280,25 @@ def _inputs(call: ExpertsCall) -> Any:
     return triton_inputs.inputs_of(call.w_format, call.x_format) if call.x_format else None
 
 
-def _formats(call: ExpertsCall) -> tuple[Any, Any, str]:
-    """Of a call, as kernels take them: the format of weights, how inputs are emulated, and what of
-    those of 8 bits has a scale."""
+Formats = tuple[Any, Any, str, torch.dtype]
+
+
+def _formats(call: ExpertsCall) -> Formats:
+    """Of a call, as kernels take them: the format of weights, how inputs are emulated, what of
+    those of 8 bits has a scale, and the dtype of results."""
     scaled = triton_formats.scaled_of(call.x_format) if _inputs(call) is None else ""
-    return _weight(call), _inputs(call), scaled
+    return _weight(call), _inputs(call), scaled, call.dtype
 
 
 def _tensors(call: ExpertsCall, residual_TD: Tensor | None = None) -> tuple[Tensor | None, ...]:
     c = call
+    x_TD = with_rows(c.x_TD) if c.x_scale_TG is None else contiguous(c.x_TD)
     return (
-        with_rows(c.x_TD), contiguous(c.weights_TK), contiguous(c.ids_TK), c.w13_EFD, c.w2_EDI,
+        x_TD, contiguous(c.weights_TK), contiguous(c.ids_TK), c.w13_EFD, c.w2_EDI,
         with_rows(c.b13_EF), with_rows(c.b2_ED), contiguous(c.expert_map), contiguous(residual_TD),
         c.w13_scale_EFG, c.w2_scale_EDG, c.w13_zero_EFG, c.w2_zero_EDG,
         contiguous(c.global_scale13_E), contiguous(c.global_scale2_E), contiguous(c.x_scale),
-        contiguous(c.h_scale),
+        contiguous(c.h_scale), contiguous(c.x_scale_TG),
     )  # fmt: skip
 
 
@@ -320,18 +324,22 @@ def _launch_experts(*given: Any) -> Tensor:
     return out_TD
 
 
-def _layer(named: dict[str, Any], transposed: bool, act: Any, formats: tuple[Any, Any, str]) -> Any:
+def _layer(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) -> Any:
     """The weights of a call, its tensors given by their names in TENSORS and its formats by
     `_formats`, as kernels take them."""
     from moe_ops.kernels.triton.experts.quantized import Codes, as_stored, scales_as_stored
     from moe_ops.kernels.triton.experts.weights import Experts
 
-    codes, (weight, inputs, scaled) = None, formats
+    codes, (weight, inputs, scaled, dtype) = None, formats
     if weight is not None:
         named |= {n: as_stored(named[n], weight) for n in ("w13_EFD", "w2_EDI")}
         named |= {n: scales_as_stored(named[n], weight) for n in ("scale13_EFG", "scale2_EDG")}
         codes = Codes(
-            **{n: named[n] for n in TENSORS[9:]}, weight=weight, inputs=inputs, scaled=scaled
+            **{n: named[n] for n in TENSORS[9:]},
+            weight=weight,
+            inputs=inputs,
+            scaled=scaled,
+            result=dtype,
         )
     held = {n: named[n] for n in ("w13_EFD", "w2_EDI", "b13_EF", "b2_ED")}
     return Experts(**held, transposed=transposed, act=act, codes=codes)
@@ -349,12 +357,13 @@ def _register(
     rows: Rows = ANY_NUMBER,
 ) -> None:
     """The kernels of a module of `moe_ops.kernels.triton.experts`, alone and onto a residual."""
-    given: dict[str, Any] = {"reads": read, "devices": ("cuda",), "priority": priority}
+    given: dict[str, Any] = {"devices": ("cuda",), "priority": priority}
+    of_tokens = {**given, "reads": (*read, *reads.CODES), "supports": supports, "rows": rows}
 
     def run(call: ExpertsCall) -> Tensor:
         return run_experts(kernel, call)
 
-    experts.backend(f"triton.{kernel}", supports=supports, rows=rows, **given)(run)
+    experts.backend(f"triton.{kernel}", **of_tokens)(run)
     experts.emulates(f"triton.{kernel}", _emulates)
 
     def supports_onto(call: ExpertsOntoCall) -> str | None:
@@ -366,7 +375,8 @@ def _register(
         return run_experts(kernel, call.layer, call.residual_TD)
 
     rows = Rows(preferred=_of_layer(rows.preferred), possible=_of_layer(rows.possible))
-    experts_onto.backend(f"triton.{kernel}", supports=supports_onto, rows=rows, **given)(run_onto)
+    onto = {**given, "reads": read, "supports": supports_onto, "rows": rows}
+    experts_onto.backend(f"triton.{kernel}", **onto)(run_onto)
     experts_onto.emulates(f"triton.{kernel}", lambda call: _emulates(call.layer))
 
 

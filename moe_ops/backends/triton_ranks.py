@@ -3,13 +3,15 @@ and one after it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from moe_ops.backends.triton import refuse_device
 from moe_ops.gradients import needs_grad
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
-from moe_ops.ops.dispatch_tokens import DispatchTokensCall, agree, dispatch_tokens
+from moe_ops.ops.dispatch_tokens import DispatchTokensCall, agree, dispatch_tokens, scales_of
 from moe_ops.ranks.groups import Group, all_gather, all_to_all
 from moe_ops.ranks.transport import GATHER
 
@@ -23,12 +25,28 @@ def supports_dispatch(call: DispatchTokensCall) -> str | None:
         return f"packs tokens for {GATHER!r}, got collective={call.collective!r}"
     if needs_grad(call.x_TD, call.weights_TK):
         return NO_GRADIENT
-    for name, t in (("x_TD", call.x_TD), ("weights_TK", call.weights_TK)):
-        if t.shape[1] * t.dtype.itemsize % 4 or not t.shape[1]:
-            return f"copies words of four bytes, got {name} of {t.shape[1]} x {t.dtype.itemsize}"
     if call.x_TD.shape[1] > MOST_COLUMNS:
         return f"takes {MOST_COLUMNS} columns at most, got {call.x_TD.shape[1]}"
-    return refuse_device(call.x_TD)
+    return refuse_words(call) or refuse_device(call.x_TD)
+
+
+def refuse_words(call: DispatchTokensCall) -> str | None:
+    """Why the rows of a call are not copied as words, or None."""
+    parts = {"x_TD": call.x_TD, "weights_TK": call.weights_TK}
+    if call.scale_TS is not None:
+        parts["scale_TS"] = call.scale_TS
+    for name, t in parts.items():
+        if t.shape[1] * t.dtype.itemsize % 4 or not t.shape[1]:
+            return f"copies words of four bytes, got {name} of {t.shape[1]} x {t.dtype.itemsize}"
+    return None
+
+
+def contiguous_of(call: DispatchTokensCall) -> Any:
+    """What a call sends, as kernels take it."""
+    from moe_ops.kernels.triton.ranks import Rows
+
+    parts = (call.x_TD, scales_of(call), call.weights_TK, call.ids_TK)
+    return Rows(*(t.contiguous() for t in parts))
 
 
 def supports_combine(call: CombineTokensCall) -> str | None:
@@ -42,7 +60,7 @@ def supports_combine(call: CombineTokensCall) -> str | None:
 
 @dispatch_tokens.backend(
     "triton",
-    reads=("group", "collective"),
+    reads=("group", "collective", "scale_TS"),
     supports=supports_dispatch,
     devices=("cuda",),
     priority=1,
@@ -53,15 +71,13 @@ def gather_packed(
     """`dispatch_tokens` by one all-gather between two launches."""
     from moe_ops.kernels.triton import ranks
 
-    x_TD, weights_TK, ids_TK = (t.contiguous() for t in (call.x_TD, call.weights_TK, call.ids_TK))
-    group = agree("dispatch_tokens", x_TD, x_TD.shape[0], call, {})
-    packed = ranks.pack(x_TD, weights_TK, ids_TK, call.rows, call.rank_of_P.shape[0])
-    x_GD, weights_GK, ids_GK = ranks.unpack(
-        all_gather(packed, group),
-        (call.rank_of_P.contiguous(), call.slot_of_P.contiguous()),
-        (x_TD, weights_TK, ids_TK.shape[1]), call.rows, group.rank,
+    sent = contiguous_of(call)
+    group = agree("dispatch_tokens", sent.x_TD, sent.x_TD.shape[0], call, {})
+    packed = ranks.pack(sent, call.rows, call.rank_of_P.shape[0])
+    x_GD, scale_GS, weights_GK, ids_GK = ranks.unpack(
+        all_gather(packed, group), (call.rank_of_P.contiguous(), call.slot_of_P.contiguous()),
+        sent, call.rows, group.rank,
     )  # fmt: skip
-    scale_GS = x_GD.new_empty((x_GD.shape[0], 0), dtype=torch.float32)
     splits_2R = torch.empty((2, 0), dtype=torch.int64, device="cpu")
     return x_GD, scale_GS, weights_GK, ids_GK, ids_GK.new_empty((0,)), splits_2R
 

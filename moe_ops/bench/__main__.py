@@ -148,7 +148,7 @@ def measure_ep(args: argparse.Namespace) -> Figures:
         return {"simulated": [asdict(s) for s in simulated]}
     with ep.world() as device:
         found = ep.probe(device) if args.probe else []
-        of = (args.layer, args.tokens, args.modes, device, args.part)
+        of = (args.layer, args.tokens, args.modes, device, args.part, args.x_format)
         found += [] if args.probe else ep.measure(*of)
         if torch.distributed.get_rank() == 0:
             print(ep.table(found))

@@ -219,8 +219,14 @@ def settle_layers(args: argparse.Namespace, error: Error) -> None:
 
 
 def settle_ep(args: argparse.Namespace, error: Error) -> None:
-    """Refuse modes that a part does not have."""
+    """Refuse modes that a part does not have, and those that do not run in one process."""
     modes = ep.PARTS[args.part]
+    if args.x_format and args.part == ep.SHARED:
+        error("--x-format goes with --part layer and transport; leave it out")
+    if {ep.PUSH, ep.VDEV2D} <= set(args.modes or ()):
+        error(
+            "torch has one kind of shared memory in a process; measure vdev2d in a run of its own"
+        )
     for mode in args.modes or ():
         if mode not in modes:
             error(f"--part {args.part} has the modes {', '.join(modes)}, got {mode}")
@@ -231,6 +237,7 @@ def add_ep(of: argparse.ArgumentParser) -> None:
     of.add_argument("--tokens", type=numbers, default=[1, 8, 64, 512], help="of each rank")
     of.add_argument("--part", choices=list(ep.PARTS), default=ep.LAYER, help="of what is timed")
     of.add_argument("--modes", nargs="+", choices=ep.MODES, help="all of a part")
+    of.add_argument("--x-format", default="", choices=["", *ep.W_FORMATS], help="of tokens sent")
     of.add_argument("--probe", action="store_true", help="collectives alone, by bytes")
     of.add_argument("--simulate", action="store_true", help="without ranks; of the last --tokens")
     of.add_argument("--ranks", type=numbers, default=[8, 16, 64], help="of a simulation")

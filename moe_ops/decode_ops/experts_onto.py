@@ -8,11 +8,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.ops.experts import ExpertsCall, experts
+from moe_ops.ops.experts import OF_CODES, ExpertsCall, experts
 from moe_ops.ops.experts import check as check_experts
 from moe_ops.spec import DECODE_OPS, op
 
-LAYER = tuple(field.name for field in fields(ExpertsCall))  # the arguments of `experts`
+# The arguments of `experts` on floats.
+LAYER = tuple(f.name for f in fields(ExpertsCall) if f.name not in OF_CODES)
 
 
 @dataclass(slots=True)

@@ -118,11 +118,11 @@ def dispatch_tokens(
 
     collective: "gather" gives G = ranks * rows rows in slots (source rank, token), without any
     count: static shapes, and CUDA graphs; N = 0. "push" gives the same slots, which the ranks store
-    into each other's memory: on GPUs of one host, without gradients and scales. token_N [G] is 1
-    for the rows that are served here, 0 for others, which hold anything. "exchange" gives the rows
-    that are needed here alone, in the order of ranks and tokens; the host reads how many: splits_2R
-    int64, on the CPU, rows sent to and received from each rank, token_N int32 the token in each row
-    that was sent.
+    into each other's memory: on GPUs of one host, without gradients. token_N [G] is 1 for the rows
+    that are served here, 0 for others, which hold anything. "exchange" gives the rows that are
+    needed here alone, in the order of ranks and tokens; the host reads how many: splits_2R int64,
+    on the CPU, rows sent to and received from each rank, token_N int32 the token in each row that
+    was sent.
 
     x_TD: [T, D], floats or the values of `quantize`, with scale_TS [T, S] the scales of its rows
     (scale_GS is [G, 0] without); they travel as bytes. weights_TK: float [T, K]; ids_TK: int32 or

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
@@ -18,11 +19,20 @@ from moe_ops.quant.arguments import (
     check_global_scale,
     check_input_format,
     check_static_scale,
+    check_tokens,
     check_weight,
 )
 from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.quant.packing import global_scale_of
-from moe_ops.shapes import FLOATS, INDICES, check_devices, check_size, check_tensor
+from moe_ops.shapes import (
+    DTYPES,
+    FLOATS,
+    INDICES,
+    check_choice,
+    check_devices,
+    check_size,
+    check_tensor,
+)
 from moe_ops.spec import op
 
 
@@ -57,6 +67,13 @@ class ExpertsCall:
     x_format: str = ""
     layout: str = ""
     expert_offset: int | None = None
+    x_scale_TG: Tensor | None = None
+    out_dtype: str = ""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the result."""
+        return DTYPES[self.out_dtype] if self.out_dtype else self.x_TD.dtype
 
     @property
     def activation(self) -> Options:
@@ -68,6 +85,10 @@ class ExpertsCall:
         """Of the model and of an expert: D and I."""
         F = self.w13_EFD.shape[2 if self.transposed else 1]
         return self.x_TD.shape[1], F // 2 if self.gated else F
+
+
+# The arguments of calls whose tokens are codes. Ops around `experts` take floats.
+OF_CODES = ("x_scale_TG", "out_dtype")
 
 
 def check(call: ExpertsCall) -> None:
@@ -101,7 +122,11 @@ def _key(call: ExpertsCall) -> tuple[Any, ...] | None:
 
 
 def _check(call: ExpertsCall) -> None:
-    check_tensor("x_TD", call.x_TD, 2, FLOATS)
+    if call.x_scale_TG is None and not call.out_dtype:
+        check_tensor("x_TD", call.x_TD, 2, FLOATS)
+    else:
+        check_tokens(call.x_TD, call.x_scale_TG, call.x_format, call.x_scale)
+        check_choice("out_dtype", call.out_dtype, tuple(DTYPES))
     check_weights(call)
     ids_TK, weights_TK = call.ids_TK, call.weights_TK
     check_dispatch(DispatchCall(call.x_TD, ids_TK, call.w13_EFD.shape[0], call.expert_map))
@@ -128,7 +153,8 @@ def _is_plain(call: ExpertsCall) -> bool:
         and not c.x_format
         and (not c.layout or c.layout in experts.layouts)  # which change no shape
         and c.w13_scale_EFG is c.w2_scale_EDG is c.global_scale13_E is c.global_scale2_E is None
-        and c.w13_zero_EFG is c.w2_zero_EDG is c.x_scale is c.h_scale is None
+        and c.w13_zero_EFG is c.w2_zero_EDG is c.x_scale is c.h_scale is c.x_scale_TG is None
+        and not c.out_dtype
     )
 
 
@@ -286,6 +312,10 @@ def experts(call: ExpertsCall) -> Tensor:
     expert_offset is the global id of the first expert here, if those here follow each other. It
     says what the expert_map says, which must be given too, for backends that take an offset.
 
+    Tokens may come quantised: x_TD holds the codes of an x_format of 8 bits with a scale for each
+    row or group of columns, x_scale_TG the scales, as `quantize` gives both, and out_dtype names
+    the dtype of the result. It is what the tokens would have given.
+
     layout names the order in which `moe_ops.prepare` stored the weights, scales, zeros and biases
     for a backend; empty: as they were loaded. Any other backend refuses them, and the definition
     restores a copy.
@@ -295,20 +325,17 @@ def experts(call: ExpertsCall) -> Tensor:
     if call.layout:
         call = restored(call)
     c, x_TD, E, x_format = call, call.x_TD, call.w13_EFD.shape[0], call.x_format
-    out_dtype = str(x_TD.dtype).removeprefix("torch.") if x_format else ""
-    x_scale_RG, h_scale_RG, global_scale13_E, global_scale2_E = (
-        None,
-        None,
-        c.global_scale13_E,
-        c.global_scale2_E,
-    )
-    h_format = x_format
+    out_dtype = str(c.dtype).removeprefix("torch.") if x_format else ""
+    x_scale_RG, h_scale_RG, h_format = None, None, x_format
+    global_scale13_E, global_scale2_E = c.global_scale13_E, c.global_scale2_E
     if x_format and not _by_expert(c.x_scale):
         # Before dispatch there are fewer rows, and none that is unspecified.
         x_scale, global_scale13_E = _with_global_scale(
             x_TD, c.x_scale, global_scale13_E, E, x_format
         )
-        q_TD, scale_TG = quantize(x_TD, x_format, x_scale)
+        q_TD, scale_TG = x_TD, c.x_scale_TG
+        if scale_TG is None:
+            q_TD, scale_TG = quantize(x_TD, x_format, x_scale)
         x_RD, rows_R, ends_E = dispatch(q_TD, c.ids_TK, E, c.expert_map)
         x_scale_RG = _scales_of_rows(scale_TG, rows_R, c.ids_TK, x_format)
     else:

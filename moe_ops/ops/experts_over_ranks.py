@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
+from moe_ops.gradients import needs_grad
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
 from moe_ops.ops.dispatch_tokens import (
     DispatchTokensCall,
@@ -16,15 +17,19 @@ from moe_ops.ops.dispatch_tokens import (
     check_tables,
     dispatch_tokens,
 )
-from moe_ops.ops.experts import ExpertsCall, experts
+from moe_ops.ops.experts import OF_CODES, ExpertsCall, experts
 from moe_ops.ops.experts import check as check_experts
+from moe_ops.ops.quantize import quantize
+from moe_ops.quant.arguments import not_codes
 from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.ranks.groups import Group
 from moe_ops.ranks.links import Traffic
 from moe_ops.ranks.packed import row_bytes
 from moe_ops.ranks.transport import AUTO, GATHER, TRANSPORTS
 from moe_ops.shapes import check_choice
-from moe_ops.spec import op
+from moe_ops.spec import FORCED, REFERENCE, op
+
+WORD = 4  # bytes: what kernels copy
 
 
 @dataclass(slots=True)
@@ -42,7 +47,8 @@ def _flat() -> dict[str, str]:
     """The arguments by flat name, and where they are: what has no default first."""
     first = [f"layer.{n}" for n in ("x_TD", "weights_TK", "ids_TK", "w13_EFD", "w2_EDI")]
     first += [f"ranks.{f.name}" for f in fields(Ranks)]
-    rest = [f"layer.{f.name}" for f in fields(ExpertsCall) if f.name != "expert_map"]
+    out = ("expert_map", *OF_CODES)
+    rest = [f"layer.{f.name}" for f in fields(ExpertsCall) if f.name not in out]
     return {path.partition(".")[2]: path for path in dict.fromkeys((*first, *rest))}
 
 
@@ -94,6 +100,10 @@ def experts_over_ranks(call: ExpertsOverRanksCall) -> Tensor:
     cheapest one of `rows` rows, whose backends have the same names. Results differ between
     transports by no more than rounding.
 
+    Tokens of an x_format of 8 bits with scales of their own are quantised before they are sent, and
+    travel as codes with their scales, unless `why_floats` says why not: the bits of the result are
+    those of experts that quantise them.
+
     Every rank of the group has to call it, also one without tokens. Result [T, D] in x's dtype.
     Raises as `experts` and `dispatch_tokens` do, and ValueError for an x_format with a dynamic
     scale of all tokens.
@@ -106,11 +116,16 @@ def over_ranks(call: ExpertsOverRanksCall, collective: str) -> Tensor:
     layer, ranks = call.layer, call.ranks
     there = (ranks.rank_of_P, ranks.slot_of_P)
     rows, group = ranks.rows, ranks.group
+    x_TD, scale_TS = layer.x_TD, None
+    if sends_codes(layer):
+        x_TD, scale_TS = quantize(x_TD, layer.x_format)
     sent = DispatchTokensCall(
-        layer.x_TD, layer.weights_TK, layer.ids_TK, *there, rows, group, collective=collective
+        x_TD, layer.weights_TK, layer.ids_TK, *there, rows, group, scale_TS, collective
     )
-    x_GD, _, weights_GK, ids_GK, token_N, splits_2R = dispatch_tokens.part(sent)
+    x_GD, scale_GS, weights_GK, ids_GK, token_N, splits_2R = dispatch_tokens.part(sent)
     here = replace(layer, x_TD=x_GD, weights_TK=weights_GK, ids_TK=ids_GK)
+    if scale_TS is not None:
+        here.x_scale_TG, here.out_dtype = scale_GS, str(layer.x_TD.dtype).removeprefix("torch.")
     y_GD = experts.part(here)
     back = CombineTokensCall(
         y_GD, layer.ids_TK, *there, token_N, splits_2R, rows, group, collective
@@ -119,15 +134,60 @@ def over_ranks(call: ExpertsOverRanksCall, collective: str) -> Tensor:
     return out_TD
 
 
+def sends_codes(layer: ExpertsCall) -> bool:
+    """Whether the tokens of a layer travel as codes and scales. All ranks say the same: it depends
+    on formats, widths and what is asked for, not on tokens."""
+    return bool(layer.x_format) and why_floats(layer) is None
+
+
+def why_floats(layer: ExpertsCall) -> str | None:
+    """Why tokens travel as floats, though the experts quantise them to x_format; or None."""
+    reason = not_codes(layer.x_format, layer.x_scale)
+    if reason is not None:
+        return f"{layer.x_format} {reason}"
+    if needs_grad(layer.x_TD, layer.weights_TK):
+        return "a gradient is asked for, which codes have not"
+    parts = _codes_of(layer)
+    if any(width * dtype.itemsize % WORD for width, dtype in parts):
+        said = " and ".join(str(width * dtype.itemsize) for width, dtype in parts)
+        return f"codes and scales of a token are {said} bytes, which fill no words of {WORD}"
+    forced = FORCED.get() or {}
+    name = forced.get(experts.name) or forced.get("*")
+    for backend in experts.backends.values():
+        prepared = backend.layout is not None and backend.layout.name == layer.layout
+        only = prepared or (backend.name == name != REFERENCE)
+        if only and "x_scale_TG" not in backend.reads:
+            return f"the experts run on {backend.name}, which quantises floats itself"
+    return None
+
+
+def sent_as(layer: ExpertsCall) -> str:
+    """In words, how tokens travel whose experts quantise them; empty for others."""
+    if not layer.x_format:
+        return ""
+    if sends_codes(layer):
+        return f"tokens are sent as {layer.x_format} codes"
+    dtype = str(layer.x_TD.dtype).removeprefix("torch.")
+    return f"tokens are sent as {dtype}: {why_floats(layer)}"
+
+
+def _codes_of(layer: ExpertsCall) -> list[tuple[int, torch.dtype]]:
+    """Width and dtype of the codes of a token, and of its scales."""
+    parsed, D = Format.of(layer.x_format).parsed, layer.x_TD.shape[1]
+    return [(D, parsed.storage.dtype), (parsed.scale_shape(1, D)[1], parsed.scale_dtype)]
+
+
 def traffic(call: ExpertsOverRanksCall) -> Traffic:
     """What a call's ranks send each other."""
     layer, ranks = call.layer, call.ranks
-    K, fields = layer.ids_TK.shape[1], (layer.x_TD, layer.weights_TK)
+    weights_TK, K = layer.weights_TK, layer.ids_TK.shape[1]
+    floats = [(layer.x_TD.shape[1], layer.x_TD.dtype)]
+    tokens = _codes_of(layer) if sends_codes(layer) else floats
     return Traffic(
         ranks=Group.of(ranks.group).size,
         experts=ranks.rank_of_P.shape[0],
         top_k=K,
-        there=row_bytes([*((t.shape[1], t.dtype) for t in fields), (K, torch.int32)]),
+        there=row_bytes([*tokens, (weights_TK.shape[1], weights_TK.dtype), (K, torch.int32)]),
         back=layer.x_TD.shape[1] * layer.x_TD.dtype.itemsize,
     )
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_ops import fake_impls
 from moe_ops.ops.activate import check_activation
-from moe_ops.ops.experts import ExpertsCall, check_weights, experts
+from moe_ops.ops.experts import OF_CODES, ExpertsCall, check_weights, experts
 from moe_ops.ops.route import RouteCall, route
 from moe_ops.ops.route import check as check_route
 from moe_ops.shapes import (
@@ -32,7 +32,7 @@ def _flat() -> dict[str, str]:
         "layer.b13_EF", "layer.b2_ED", "layer.expert_map",
     )  # fmt: skip
     every = [f"routing.{f.name}" for f in fields(RouteCall)]
-    every += [f"layer.{f.name}" for f in fields(ExpertsCall)]
+    every += [f"layer.{f.name}" for f in fields(ExpertsCall) if f.name not in OF_CODES]
     routed = ("layer.weights_TK", "layer.ids_TK")
     rest = (path for path in every if path not in (*first, *routed))
     names = {"out_dtype": "weights_dtype"}

@@ -13,6 +13,7 @@ from torch import SymInt, Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import symbolic_shapes
 
+from moe_ops.ops.experts_over_ranks import ExpertsOverRanksCall, sent_as
 from moe_ops.planning import tuned
 from moe_ops.planning.cost import cost, device_of
 from moe_ops.planning.plan import Choice, Range, Source
@@ -88,6 +89,7 @@ def choose(op: Op, call: Any, node: Node, rules: Rules) -> Choice:
         ranges=tuple(describe(low, *r) for low, r in zip(lows, ranges, strict=True)),
         emulated=tuple(n for n in asked.usable if op.backends[n].emulates(call)),
         elsewhere=_elsewhere(op, asked),
+        sends=sent_as(call.layer) if isinstance(call, ExpertsOverRanksCall) else "",
     )
 
 

@@ -66,6 +66,7 @@ class Choice:
     emulated: tuple[str, ...] = ()  # the candidates that emulate its inputs in 16 bits
     # What backends of other devices lack on this machine, if they say what they need.
     elsewhere: dict[str, str] = field(default_factory=dict)
+    sends: str = ""  # in words, how tokens travel to other ranks that quantise them
 
     @property
     def text(self) -> str:

@@ -107,6 +107,36 @@ def check_static_scale(
     check_devices(x, **{name: scale})
 
 
+def not_codes(x_format: str, x_scale: Tensor | None = None) -> str | None:
+    """Why tokens of an input format cannot come as codes of 8 bits with scales of their own, or
+    None."""
+    if not x_format:
+        return "quantises no inputs"
+    format = Format.of(x_format)
+    if x_scale is not None or format.group == TENSOR:
+        return "has a scale that is not a token's own"
+    if format.bits != 8:
+        return f"has codes of {format.bits:g} bits, where those of 8 can come alone"
+    return None
+
+
+def check_tokens(
+    x_TD: Tensor, scale_TG: Tensor | None, x_format: str, x_scale: Tensor | None
+) -> None:
+    """Raise unless tokens are codes of the input format, and the scales theirs."""
+    why = not_codes(x_format, x_scale)
+    if why is not None:
+        raise ValueError(
+            f"x_scale_TG and out_dtype go with tokens that are codes, but x_format={x_format!r} "
+            f"{why}; give floats, and neither"
+        )
+    parsed = Format.of(x_format).parsed
+    check_tensor("x_TD", x_TD, 2, (parsed.storage.dtype,))
+    shape = parsed.scale_shape(*x_TD.shape)
+    check_scale("x_scale_TG", scale_TG, shape, parsed.scale_dtype, x_format)
+    check_devices(x_TD, x_scale_TG=scale_TG)
+
+
 def check_scale(
     name: str, scale: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, format: str
 ) -> None:

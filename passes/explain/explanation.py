@@ -35,13 +35,14 @@ ADVICE = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """What one op of a region runs on: a backend for each range of its rows, who refused, who
-    emulates inputs, and what backends of other devices lack here."""
+    emulates inputs, what backends of other devices lack here, and how tokens are sent."""
 
     op: str
     ranges: tuple[Range, ...]
     refusals: dict[str, str]
     emulated: tuple[str, ...] = ()
     elsewhere: dict[str, str] = field(default_factory=dict)
+    sends: str = ""
 
     @property
     def is_compiled(self) -> bool:
@@ -220,7 +221,8 @@ def runs(region: Region) -> list[str]:
             texts = [f"{name_of(r.backend)}{_upto(r, len(run.ranges))}" for r in run.ranges]
             emulated = any(r.backend in run.emulated for r in run.ranges)
             inputs = "; inputs emulated in 16 bits" if emulated else ""
-            found.append(f"{run.op}: {', '.join(texts)}{inputs}")
+            sends = f"; {run.sends}" if run.sends else ""
+            found.append(f"{run.op}: {', '.join(texts)}{inputs}{sends}")
     compiled = list(dict.fromkeys(run.op for run in region.runs if run.is_compiled))
     if compiled:
         found.append(f"{', '.join(compiled)}: its definition, compiled with what is around it")

@@ -60,6 +60,7 @@ def layers(
                 refusals=part.refusals,
                 emulated=part.emulated,
                 elsewhere=part.elsewhere,
+                sends=part.sends,
             )
             if entry not in runs:
                 runs.append(entry)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from moe_ops.bench import __main__ as cli
-from moe_ops.bench import ep, ep_simulated
+from moe_ops.bench import ep, ep_peers, ep_simulated
 from moe_ops.testing import LAYERS, Case
 from tests.distributed.ranks import processes
 
@@ -19,7 +23,9 @@ def measured(rank: int, group: str) -> None:
     LAYERS["tiny"] = TINY
     ep.REPEATS["cpu"], ep.PROBED = 2, (64, 256)
     device = torch.device("cpu")
-    modes = {part: [m for m in every if m != "push"] for part, every in ep.PARTS.items()}
+    modes = {
+        part: [m for m in every if m not in ("push", "vdev2d")] for part, every in ep.PARTS.items()
+    }
     found = []
     for part in ep.PARTS:
         spent = ep.measure(["tiny"], [1, 5], None, device, part)
@@ -32,14 +38,43 @@ def measured(rank: int, group: str) -> None:
     auto = {s.taken for s in found if s.how == "auto"}
     assert auto == {"gather"} and {s.taken for s in found if s.how != "auto"} == {""}
     assert "auto (gather)" in ep.table(found)
-    want, *others = (ep._layer(TINY, 5, mode, WEIGHTS)[0]() for mode in modes["layer"])
-    for other in others:
-        torch.testing.assert_close(other, want, rtol=2e-2, atol=2e-2)
-    want, other = (ep._transport(TINY, 5, mode, device)() for mode in ("gather", "exchange"))
+    for x_format in ("", "int8:row"):
+        torch.manual_seed(rank)
+        held = ep.weights_of(TINY, device, x_format)
+        want, *others = (ep.layer_call(TINY, 5, mode, held)() for mode in modes["layer"])
+        for other in others:
+            torch.testing.assert_close(other, want, rtol=2e-2, atol=2e-2)
+    want, other = (ep.transport(TINY, 5, mode, device)() for mode in ("gather", "exchange"))
     assert torch.equal(other, want)
+    own = ep.own_of(TINY, 5, device)[0]
+    assert torch.equal(ep.transport(TINY, 5, "pairs", device)(), own.sorted_RD)
+    coded = ep.measure(["tiny"], [5], ["gather", "exchange"], device, "transport", "int8:row")
+    assert [s.what for s in coded] == ["tiny transport int8:row"] * 2
 
 
-WEIGHTS = (torch.full((4, 64, 64), 0.02).bfloat16(), torch.full((4, 64, 32), 0.02).bfloat16())
+def with_one_that_fails(rank: int, group: str) -> None:
+    """A contender that cannot run, on one rank or on all, says so, and the others are measured."""
+    LAYERS["tiny"] = TINY
+    ep.REPEATS["cpu"] = 2
+    device, said = torch.device("cpu"), StringIO()
+    modes = ["packed", "vdev2d", "pairs"]
+
+    def broken(own: ep.Own) -> Any:
+        if rank == 1:
+            raise ValueError("no\nmore")
+        return ep_peers.packed(own)
+
+    with patch.dict(ep_peers.PEERS, packed=broken), redirect_stdout(said):
+        spent = ep.measure(["tiny"], [3], modes, device, "transport")
+    assert [s.how for s in spent] == ["pairs"]
+    assert said.getvalue().splitlines() == ([] if rank else [
+        "tiny transport by packed of 3 tokens: left out: another rank could not",
+        "tiny transport by vdev2d of 3 tokens: left out: RuntimeError: needs CUDA, got cpu",
+    ])  # fmt: skip
+
+
+def test_a_contender_that_fails_stops_no_other(tmp_path: Path) -> None:
+    processes(2, tmp_path, with_one_that_fails)
 
 
 def test_two_processes_time_every_mode(tmp_path: Path) -> None:
@@ -65,6 +100,7 @@ def test_options_of_ep() -> None:
     assert (cli.parse(["ep"]).modes, cli.parse(["ep"]).part) == (None, "layer")
     chosen = cli.parse(["ep", "--part", "transport", "--modes", "push", "packed"])
     assert (chosen.part, chosen.modes) == ("transport", ["push", "packed"])
+    assert cli.parse(["ep", "--x-format", "int8:row"]).x_format == "int8:row"
 
 
 def test_modes_of_another_part_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,3 +109,17 @@ def test_modes_of_another_part_are_refused(capsys: pytest.CaptureFixture[str]) -
     assert "--part layer has the modes gather, exchange, push, auto, unpacked, got packed" in (
         capsys.readouterr().err
     )
+
+
+def test_ways_that_share_memory_otherwise_want_runs_of_their_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse(["ep", "--part", "transport", "--modes", "push", "vdev2d"])
+    assert "measure vdev2d in a run of its own" in capsys.readouterr().err
+
+
+def test_shared_experts_take_no_format(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse(["ep", "--part", "shared", "--x-format", "int8:row"])
+    assert "--x-format goes with --part layer and transport" in capsys.readouterr().err

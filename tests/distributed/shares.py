@@ -22,7 +22,7 @@ class Spread:
 
     name: str
     tokens: tuple[int, ...]
-    choose: str = "any"  # or "none"; "first": all tokens want the first expert alone
+    choose: str = "any"  # or "none"; "first": the first expert alone; "together": one rank's
 
     @property
     def ranks(self) -> int:
@@ -56,13 +56,21 @@ class Whole:
 
     @classmethod
     def of(
-        cls, spread: Spread, dtype: torch.dtype, w_format: str = "", x_format: str = ""
+        cls,
+        spread: Spread,
+        dtype: torch.dtype,
+        w_format: str = "",
+        x_format: str = "",
+        width: int = 64,
     ) -> Whole:
-        case = Case(name="shared", T=sum(spread.tokens), E=8, K=3, D=64, I=32)
+        case = Case(name="shared", T=sum(spread.tokens), E=8, K=3, D=width, I=32)
         layer = make_layer(case, dtype)
         ids = layer.ids_TK.clone()
         if spread.choose == "first":
             ids[:, 0], ids[:, 1:] = 0, NO_EXPERT
+        if spread.choose == "together":
+            each = case.E // spread.ranks
+            ids[:] = torch.arange(len(ids))[:, None] % spread.ranks * each + ids % each
         if spread.choose == "none":
             ids.fill_(NO_EXPERT)
         weights = {"w13_EFD": layer.w13_EFD, "w2_EDI": layer.w2_EDI}

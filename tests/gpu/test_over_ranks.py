@@ -6,7 +6,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -318,3 +321,70 @@ def picked(rank: int, group: str) -> None:
 
 def test_auto_takes_push(tmp_path: Path) -> None:
     two_gpus(tmp_path, picked)
+
+
+CODES = (
+    ("float8_e4m3fn:row", "float8_e4m3fn:row"), ("int8:row", "int8:row"),
+    ("float8_e4m3fn:128x128", "float8_e4m3fn:1x128"), ("mxfp4", "mxfp8"),
+)  # fmt: skip
+each_code = pytest.mark.parametrize(("w_format", "x_format"), CODES, ids=[x for _, x in CODES])
+
+
+def of_floats() -> Any:
+    """Inside, tokens travel as floats."""
+    module = import_module("moe_ops.ops.experts_over_ranks")
+    return patch.object(module, "why_floats", lambda layer: "asked for")
+
+
+def codes_sent(rank: int, group: str, w_format: str, x_format: str) -> None:
+    """By every transport the bits of floats, and of one GPU where one rank serves a token."""
+    together = Spread(name="together", tokens=(9, 4), choose="together")
+    for spread in (*TWO, together):
+        whole = on_gpu(Whole.of(spread, BF16, w_format, x_format, 512))
+        one = whole.want().split(list(spread.tokens))[rank]
+        for collective in ("gather", "exchange", "push", "auto"):
+            where = f"{spread.name} by {collective}"
+            got = run_share(rank, group, whole, collective)
+            with of_floats():
+                want = run_share(rank, group, whole, collective)
+            assert torch.equal(got, want), where
+            assert_close(got, one, TOL["experts_over_ranks", BF16], where)
+
+
+@each_code
+def test_codes_give_the_bits_of_floats(w_format: str, x_format: str, tmp_path: Path) -> None:
+    two_gpus(tmp_path, codes_sent, w_format, x_format)
+
+
+def codes_replayed(rank: int, group: str, collective: str, rows: int, replays: int) -> None:
+    """A graph that sends codes, and one that sends floats, replayed side by side."""
+    spread = Spread(name="full", tokens=(rows, rows))
+    whole = on_gpu(Whole.of(spread, BF16, *CODES[2], 512))
+    tables = tuple(t.cuda() for t in whole.tables())
+    held = whole.held(rank, tables)
+    x, weights, ids = (t.clone() for t in whole.own(rank))
+    w13, w2 = held.pop("w13_EFD"), held.pop("w2_EDI")
+
+    def call() -> Tensor:
+        return experts_over_ranks(
+            x, weights, ids, w13, w2, *tables, rows, group, collective, **held, **whole.options
+        )
+
+    with of_floats():
+        graphs = {"floats": capture_call(call, device=x.device)}
+    graphs["codes"] = capture_call(call, device=x.device)
+
+    def change(device: torch.Generator, host: torch.Generator) -> None:
+        x.normal_(generator=device)
+        weights.uniform_(generator=device)
+        ids.random_(8, generator=device)
+        ids[int(torch.randint(rows + 1, (), generator=host)) :] = -1
+
+    replays_agree(graphs, rank, replays, change)
+    del graphs  # before the group goes
+
+
+@pytest.mark.parametrize("collective", ["gather", "push"])
+@pytest.mark.parametrize(("rows", "replays"), [(1, 500), (8, 1000), (256, 200)], ids=str)
+def test_captured_codes(collective: str, rows: int, replays: int, tmp_path: Path) -> None:
+    two_gpus(tmp_path, codes_replayed, collective, rows, replays)

@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.triton import run_experts
+from moe_ops.backends.triton_formats import weight_of
+from moe_ops.backends.triton_inputs import inputs_of
+from moe_ops.kernels.triton.experts.given import decode, in_rows
+from moe_ops.kernels.triton.experts.quantized import Codes
 from moe_ops.kernels.triton.static_factors import static_factors
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.quantize import quantize
@@ -47,6 +51,7 @@ def calls_by_row(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     for format, least in QUANTIZED:
         if capability >= least:
             yield f"quantize {format}", functools.partial(quantised, format)
+    yield "tokens in codes", functools.partial(given, case)
     for h_scales in (1, case.E):
         yield f"{h_scales} static factors", functools.partial(factors, case.E, h_scales)
 
@@ -55,6 +60,26 @@ def quantised(format: str) -> None:
     for width in (768, 2880):
         x_RD = torch.empty(4096, width, dtype=torch.bfloat16, device="meta")
         quantize.backends["triton"].run(quantize.call(x_RD, format))
+
+
+def given(case: Any) -> None:
+    """Tokens that came as codes, in the rows of their experts and decoded."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    inverse_R = empty(1024 * case.K, dtype=torch.int32)
+    for G in (1, (case.D + 127) // 128):
+        in_rows(empty(1024, case.D, dtype=torch.int8), empty(1024, G), inverse_R, case.K)
+    for x_format in ("mxfp8", "mxfp8_e5m2", "float8_e4m3fn:row", "int8:row"):
+        parsed = Format.of(x_format).parsed
+        scale_TG = empty(*parsed.scale_shape(1024, case.D), dtype=parsed.scale_dtype)
+        codes = Codes(
+            scale13_EFG=scale_TG, scale2_EDG=scale_TG, zero13_EFG=None, zero2_EDG=None,
+            weight=weight_of("mxfp4", x_format), inputs=inputs_of("mxfp4", x_format),
+            x_scale_TG=scale_TG, result=torch.bfloat16,
+        )  # fmt: skip
+        decode(empty(1024, case.D, dtype=parsed.storage.dtype), codes)
 
 
 def factors(E: int, h_scales: int) -> None:

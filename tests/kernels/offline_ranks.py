@@ -5,16 +5,28 @@ from __future__ import annotations
 import torch
 
 from moe_ops.kernels.triton import push, push_sum, ranks
+from moe_ops.kernels.triton.ranks import Rows
 from moe_ops.testing import Case
 
 
 def over_ranks(case: Case) -> None:
     """What one of two ranks launches."""
-    x, weights = torch.empty(4, case.D, dtype=torch.bfloat16), torch.empty(4, case.K)
-    ids, table = torch.empty(4, case.K, dtype=torch.int64), torch.empty(case.E, dtype=torch.int32)
-    packed = ranks.pack(x, weights, ids, 4, case.E)
-    ranks.unpack(packed.repeat(2, 1), (table, table), (x, weights, case.K), 4, 1)
-    ranks.combine(x.repeat(2, 1), ids, table, 4, 2, 1)
+    table = torch.empty(case.E, dtype=torch.int32)
+    for sent in tokens(case, torch.int64):
+        packed = ranks.pack(sent, 4, case.E)
+        ranks.unpack(packed.repeat(2, 1), (table, table), sent, 4, 1)
+    x_GD = torch.empty(8, case.D, dtype=torch.bfloat16)
+    ranks.combine(x_GD, sent.ids_TK, table, 4, 2, 1)
+
+
+def tokens(case: Case, dtype: torch.dtype) -> list[Rows]:
+    """Floats, and codes with a scale for each row, and each 128 columns."""
+    weights, ids = torch.empty(4, case.K), torch.empty(4, case.K, dtype=dtype)
+    floats, codes = (torch.empty(4, case.D, dtype=d) for d in (torch.bfloat16, torch.int8))
+    return [
+        Rows(x, torch.empty(4, scales), weights, ids)
+        for x, scales in ((floats, 0), (codes, 1), (codes, (case.D + 127) // 128))
+    ]
 
 
 def arena_of(R: int) -> push.Arena:
@@ -32,11 +44,12 @@ def summed(R: int) -> None:
 
 def pushed(case: Case, R: int) -> None:
     """What a rank launches, in one launch for both halves of an exchange, and in two."""
-    x, weights = torch.empty(4, case.D, dtype=torch.bfloat16), torch.empty(4, case.K)
     table = torch.empty(case.E, dtype=torch.int32)
     arena = arena_of(R)
     for halves in (push.BOTH, push.SEND, push.RECEIVE):
-        for ids in (torch.empty(4, case.K, dtype=d) for d in (torch.int32, torch.int64)):
+        for dtype in (torch.int32, torch.int64):
+            floats, _, codes = tokens(case, dtype)
             for count in (4, push.MOST_PROGRAMS):
-                sent = push.dispatch(x, weights, ids, (table, table), count, arena, halves)
-                push.combine(sent[0], sent[3], ids, table, count, arena, halves)
+                push.dispatch(codes, (table, table), count, arena, halves)
+                x_GD, *_, served_G = push.dispatch(floats, (table, table), count, arena, halves)
+                push.combine(x_GD, served_G, floats.ids_TK, table, count, arena, halves)

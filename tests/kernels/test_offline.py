@@ -33,7 +33,8 @@ KERNELS = {
     "codes": EXPERTS | {"arrange_kernel", "decode_kernel"},
     "by_row": EXPERTS | {
         "quantise_rows_kernel", "largest_kernel", "largest_of_pairs_kernel", "quantize_kernel",
-        "quantize_blocks_kernel", "static_factors_kernel",
+        "quantize_blocks_kernel", "static_factors_kernel", "copy_to_rows_kernel",
+        "decode_tokens_kernel",
     },
     "more_codes": EXPERTS | {"arrange_kernel", "decode_kernel"},
     "other_codes": EXPERTS | {

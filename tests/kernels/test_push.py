@@ -14,11 +14,12 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.kernels.triton import push
+from moe_ops.kernels.triton.ranks import Rows
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, sum_in_order
 from moe_ops.ranks.tables import EVERY, HOME, known_ids, needed, slots
 from moe_ops.testing import TOL, assert_close
-from tests.kernels.spread import Tokens
+from tests.kernels.spread import Tokens, raw
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="ranks of one process take turns in Triton's interpreter"
@@ -36,7 +37,10 @@ CASES = (
     Tokens(name="float32", counts=(3, 1), rows=3, D=33, dtype=torch.float32),
     Tokens(name="short", counts=(2, 3), rows=3, D=2, K=4, weights=torch.bfloat16),
     Tokens(name="three", counts=(1, 2, 0), rows=2, K=1, P=5),
-)
+    Tokens(name="codes", counts=(3, 2), rows=4, D=400, dtype=torch.float8_e4m3fn, scales=4),
+    Tokens(name="small_scales", counts=(3, 0), rows=3, D=384, dtype=torch.int8, scales=12,
+           scale=torch.uint8),
+)  # fmt: skip
 
 
 def arenas(ranks: int, half: int = HALF, programs: int = 4, phases: int = 2) -> list[push.Arena]:
@@ -66,7 +70,7 @@ class Exchange:
     """One exchange there and back of all ranks, and what each has of it so far."""
 
     case: Tokens
-    sent: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    sent: list[Rows] = field(default_factory=list)
     returns: bool = True  # else nothing comes back
     came: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     made: dict[int, Tensor] = field(default_factory=dict)
@@ -74,23 +78,19 @@ class Exchange:
 
     @classmethod
     def of(cls, case: Tokens) -> Exchange:
-        sent = []
-        for T in case.counts:
-            ids = torch.randint(-1, case.P + 2, (T, case.K)).to(case.ids)
-            weights = torch.rand(T, case.K).to(case.weights)
-            sent.append((torch.randn(T, case.D).to(case.dtype), weights, ids))
-        return cls(case, sent)
+        return cls(case, [case.sent(T) for T in case.counts])
 
     def dispatch(self, arena: push.Arena, halves: push.Halves = push.BOTH) -> tuple[Tensor, ...]:
         case = self.case
-        return push.dispatch(*self.sent[arena.me], tables(case), case.rows, arena, halves)
+        return push.dispatch(self.sent[arena.me], tables(case), case.rows, arena, halves)
 
     def combine(self, arena: push.Arena, halves: push.Halves = push.BOTH) -> Tensor:
         """Of what this rank's experts are said to have made; where they served nothing, of NaN."""
-        me, ids = arena.me, self.sent[arena.me][2]
-        served_G = self.came[me][3]
+        me, ids = arena.me, self.sent[arena.me].ids_TK
+        served_G = self.came[me][4]
         if me not in self.made:
-            y_GD = torch.randn(served_G.shape[0], self.case.D).to(self.case.dtype)
+            dtype = self.case.dtype if self.case.dtype.itemsize > 1 else torch.bfloat16
+            y_GD = torch.randn(served_G.shape[0], self.case.D).to(dtype)
             self.made[me] = y_GD.masked_fill_(served_G[:, None] == 0, float("nan"))
         rank_of_P = tables(self.case)[0]
         return push.combine(self.made[me], served_G, ids, rank_of_P, self.case.rows, arena, halves)
@@ -113,27 +113,29 @@ class Exchange:
         case, R = self.case, len(self.case.counts)
         rank_of_P, slot_of_P = tables(case)
         for here in range(R):
-            x_GD, weights_GK, ids_GK, served_G = self.came[here]
-            for source, (x, weights, ids) in enumerate(self.sent):
-                T, begin = x.shape[0], source * case.rows
-                known = known_ids(ids, case.P)
+            *parts_GS, ids_GK, served_G = self.came[here]
+            for source, sent in enumerate(self.sent):
+                T, begin = sent.x_TD.shape[0], source * case.rows
+                known = known_ids(sent.ids_TK, case.P)
                 local = slots(known, rank_of_P, slot_of_P, here, source)
                 assert torch.equal(ids_GK[begin : begin + T], local)
                 assert bool((ids_GK[begin + T : begin + case.rows] == -1).all())
                 goes = needed(known, rank_of_P, R, source)[:, here]
                 assert torch.equal(served_G[begin : begin + T], goes.int())
                 assert not bool(served_G[begin + T : begin + case.rows].any())
-                assert torch.equal(x_GD[begin : begin + T][goes], x[goes])
-                assert torch.equal(weights_GK[begin : begin + T][goes], weights[goes])
-        for here, (x, _, ids) in enumerate(self.sent if self.returns else ()):
-            T = x.shape[0]
+                given = (sent.x_TD, sent.scale_TS, sent.weights_TK)
+                for part_GS, part_TS in zip(parts_GS, given, strict=True):
+                    got, want = raw(part_GS[begin : begin + T]), raw(part_TS)
+                    assert torch.equal(got[goes], want[goes])
+        for here, ids in enumerate(s.ids_TK for s in self.sent if self.returns):
+            T = ids.shape[0]
             parts = [self.made[r].unflatten(0, (R, case.rows))[here, :T] for r in range(R)]
             goes_TR = needed(known_ids(ids, case.P), rank_of_P, R, here)
             want = sum_in_order(torch.stack(parts).masked_fill(~goes_TR.T[..., None], 0))
-            if case.dtype == torch.float32:
+            if want.dtype == torch.float32:
                 assert torch.equal(self.out[here], want)
             else:  # the interpreter rounds towards 0
-                assert_close(self.out[here], want, TOL["combine_tokens", case.dtype], case.name)
+                assert_close(self.out[here], want, TOL["combine_tokens", want.dtype], case.name)
 
 
 def course(exchanges: list[Exchange], arena: push.Arena) -> Iterator[str]:
@@ -237,7 +239,7 @@ def test_a_rank_in_another_call_is_named() -> None:
     mine, theirs = Exchange.of(case), Exchange.of(replace(case, rows=5))
     mine.dispatch(every[0], push.SEND)
     theirs.dispatch(every[1], push.SEND)
-    assert bool((mine.dispatch(every[0], push.RECEIVE)[2] == -1).all())
+    assert bool((mine.dispatch(every[0], push.RECEIVE)[3] == -1).all())
     assert "rank 1 of the group 'g' exchanges tokens of other sizes than rank 0" in text(every[0])
 
 
@@ -248,10 +250,10 @@ def both_halves(me: int, memory: list[Tensor], exchanges: list[Exchange]) -> Non
     arena = push.Arena(memory[me], table_R, error, HALF, me, 4, 10**6)
     for one in exchanges:
         one.came[me] = one.dispatch(arena)
-        made = one.came[me][3].view(-1, 1).expand(-1, one.case.D).to(one.case.dtype)
+        made = one.came[me][4].view(-1, 1).expand(-1, one.case.D).to(one.case.dtype)
         one.made[me] = made * (me + 1)
         got = one.combine(arena)
-        ids = known_ids(one.sent[me][2], one.case.P)
+        ids = known_ids(one.sent[me].ids_TK, one.case.P)
         goes_TR = needed(ids, tables(one.case)[0], len(memory), me)
         want = goes_TR.long() @ torch.arange(1, len(memory) + 1)
         assert torch.equal(got, want[:, None].expand_as(got).to(got.dtype))

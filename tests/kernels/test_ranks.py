@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,13 +12,14 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.backends.triton_ranks import supports_combine, supports_dispatch
 from moe_ops.kernels.triton import ranks
+from moe_ops.kernels.triton.ranks import Rows
 from moe_ops.ops.combine_tokens import CombineTokensCall
 from moe_ops.ops.dispatch_tokens import DispatchTokensCall
 from moe_ops.ranks import packed as definition
 from moe_ops.ranks.groups import sum_in_order
 from moe_ops.ranks.tables import EVERY, HOME, known_ids, needed, slots
 from moe_ops.testing import DEVICE, TOL, assert_close
-from tests.kernels.spread import Tokens
+from tests.kernels.spread import Tokens, raw
 
 CASES = (
     Tokens(name="even", counts=(4, 4), rows=4),
@@ -26,7 +29,10 @@ CASES = (
     Tokens(name="float32", counts=(3, 1), rows=3, D=33, dtype=torch.float32),
     Tokens(name="short", counts=(2, 3), rows=3, D=2, K=4, weights=torch.bfloat16),
     Tokens(name="bytes", counts=(2, 3), rows=3, D=12, K=1, dtype=torch.float8_e4m3fn),
-)
+    Tokens(name="codes", counts=(2, 3), rows=4, D=400, dtype=torch.float8_e4m3fn, scales=4),
+    Tokens(name="small_scales", counts=(3, 1), rows=3, D=384, dtype=torch.int8, scales=12,
+           scale=torch.uint8),
+)  # fmt: skip
 
 
 def tables(case: Tokens) -> tuple[Tensor, Tensor]:
@@ -37,35 +43,28 @@ def tables(case: Tokens) -> tuple[Tensor, Tensor]:
     return rank_of_P.to(DEVICE), (torch.arange(case.P).int() // R).to(DEVICE)
 
 
-def tokens(case: Tokens) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Those of each rank, some of whose ids are of no expert."""
-    made = []
-    for T in case.counts:
-        x = torch.randn(T, case.D).to(case.dtype)
-        weights = torch.rand(T, case.K).to(case.weights)
-        ids = torch.randint(-1, case.P + 2, (T, case.K)).to(case.ids)
-        made.append((x.to(DEVICE), weights.to(DEVICE), ids.to(DEVICE)))
-    return made
-
-
-def raw(t: Tensor) -> Tensor:
-    return t.contiguous().view(torch.uint8) if t.numel() else t.float()
+def tokens(case: Tokens) -> list[Rows]:
+    """Those of each rank."""
+    every = (case.sent(T) for T in case.counts)
+    parts = ([s.x_TD, s.scale_TS, s.weights_TK, s.ids_TK] for s in every)
+    return [Rows(*(t.to(DEVICE) for t in part)) for part in parts]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_rows_are_packed_and_unpacked_as_defined(case: Tokens) -> None:
     rank_of_P, slot_of_P = tables(case)
-    fields = [(x, w, known_ids(ids, case.P)) for x, w, ids in tokens(case)]
+    every = tokens(case)
+    fields = [(s.x_TD, s.scale_TS, s.weights_TK, known_ids(s.ids_TK, case.P)) for s in every]
     want = torch.cat([definition.filled(definition.pack(f), case.rows) for f in fields])
-    got = torch.cat([ranks.pack(*f[:2], f[2], case.rows, case.P) for f in fields])
+    got = torch.cat([ranks.pack(Rows(*f), case.rows, case.P) for f in fields])
     assert got.shape[1] * 4 == want.shape[1]
-    x_GD, weights_GK, ids_GK = definition.unpack(want, fields[0])
+    *floats, ids_GK = definition.unpack(want, fields[0])
     source_G1 = torch.arange(len(got), device=DEVICE)[:, None] // case.rows
     for rank in range(len(case.counts)):
-        found = ranks.unpack(got, (rank_of_P, slot_of_P), (*fields[0][:2], case.K), case.rows, rank)
+        found = ranks.unpack(got, (rank_of_P, slot_of_P), every[0], case.rows, rank)
         local_GK = slots(ids_GK, rank_of_P, slot_of_P, rank, source_G1)
         for name, g, w in zip(
-            ("x", "weights", "ids"), found, (x_GD, weights_GK, local_GK), strict=True
+            ("x", "scales", "weights", "ids"), found, (*floats, local_GK), strict=True
         ):
             assert g.dtype == w.dtype and torch.equal(raw(g), raw(w)), name
 
@@ -73,18 +72,19 @@ def test_rows_are_packed_and_unpacked_as_defined(case: Tokens) -> None:
 def test_ids_of_no_expert_are_packed_as_none() -> None:
     ids = torch.tensor([[-5, 0, 7, 8, 2**31 + 3]], device=DEVICE)
     x = torch.ones(1, 4, device=DEVICE)
-    got = ranks.pack(x, torch.ones(1, 5, device=DEVICE), ids, 1, 8)
+    weights = torch.ones(1, 5, device=DEVICE)
+    got = ranks.pack(Rows(x, x.new_empty(1, 0), weights, ids), 1, 8)
     assert got[0, 12:17].tolist() == [-1, 0, 7, -1, -1]
 
 
-FLOATS = [c for c in CASES if c.dtype != torch.float8_e4m3fn]
+FLOATS = [c for c in CASES if c.dtype.itemsize > 1]
 
 
 @pytest.mark.parametrize("case", FLOATS, ids=lambda c: c.name)
 def test_results_are_summed_over_the_ranks_that_were_needed(case: Tokens) -> None:
     R, (rank_of_P, _) = len(case.counts), tables(case)
-    for rank, (x, _, ids) in enumerate(tokens(case)):
-        T = x.shape[0]
+    for rank, ids in enumerate(s.ids_TK for s in tokens(case)):
+        T = ids.shape[0]
         back = torch.randn(R, case.rows, case.D).to(DEVICE, case.dtype)
         needed_TR = needed(known_ids(ids, case.P), rank_of_P, R, rank)
         mask_RT1 = ~needed_TR.T[..., None]
@@ -99,8 +99,10 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
     tables = (torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32))
     ids, weights = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3)
 
-    def sent(x: Tensor, weights: Tensor = weights, collective: str = "gather") -> str | None:
-        call = DispatchTokensCall(x, weights, ids, *tables, 2, collective=collective)
+    def sent(
+        x: Tensor, weights: Tensor = weights, collective: str = "gather", scale: Any = None
+    ) -> str | None:
+        call = DispatchTokensCall(x, weights, ids, *tables, 2, "", scale, collective)
         return supports_dispatch(call)
 
     x = torch.zeros(2, 4)
@@ -108,6 +110,7 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
     assert "for 'gather', got collective='exchange'" in str(sent(x, collective="exchange"))
     assert "got x_TD of 3 x 2" in str(sent(x[:, :3].bfloat16()))
     assert "got weights_TK of 3 x 2" in str(sent(x, weights.bfloat16()))
+    assert "got scale_TS of 3 x 1" in str(sent(x, scale=torch.zeros(2, 3, dtype=torch.uint8)))
     assert "requires grad" in str(sent(x.clone().requires_grad_()))
     assert "32768 columns at most, got 32772" in str(sent(torch.zeros(2, 32772)))
     empty = (torch.empty(0, dtype=torch.int32), torch.empty(2, 0, dtype=torch.int64))

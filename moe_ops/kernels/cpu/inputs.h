@@ -10,6 +10,7 @@
 struct Inputs {
   const float* given;     // one, or one for each expert; null: they are made of the values
   int64_t given_experts;  // how many are given
+  const float* of_rows;   // [rows, groups] of values that are codes already, as the numbers that they stand for; or null
   int64_t group_columns;  // that share a scale
   int32_t one;            // whether all rows share one
 };

@@ -51,7 +51,9 @@ class _Inputs(ctypes.Structure):
 
     _fields_ = [
         ("given", c_void_p),
-        *((name, c_int64) for name in ("given_experts", "group_columns")),
+        ("given_experts", c_int64),
+        ("of_rows", c_void_p),
+        ("group_columns", c_int64),
         ("one", c_int32),
     ]
 
@@ -71,17 +73,20 @@ class Kind:
 @dataclass(frozen=True, slots=True)
 class InputScales:
     """How the inputs of a product get scales: the group that shares one, and static scales, float32
-    and contiguous, one or one for each expert. A group of -1 is all rows or columns.
+    and contiguous, one or one for each expert; or the scales [T, groups] of inputs that are codes
+    already. A group of -1 is all rows or columns.
     """
 
     group: tuple[int, int] = (1, -1)
     static: Tensor | None = None
+    of_rows: Tensor | None = None
 
     def fields(self, columns: int) -> _Inputs:
         down, across = self.group
         given = 0 if self.static is None else self.static.numel()
         wide = across < 0 or across > columns
-        return _Inputs(pointer(self.static), given, columns if wide else across, down < 0)
+        shared = columns if wide else across
+        return _Inputs(pointer(self.static), given, pointer(self.of_rows), shared, down < 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +156,8 @@ def experts(
     """The `experts` op on codes of a kind, in one parallel region; the activations between
     the products are rounded to x's dtype, and then quantised where the kind says so.
 
-    x and biases: bfloat16 or float32, one dtype; x and codes need a stride of 1 on the last axis,
+    x and biases: bfloat16 or float32, one dtype, in which x has the numbers that codes stand for
+    where its scales are given; x and codes need a stride of 1 on the last axis,
     biases are contiguous; weights_TK is float32 or of x's dtype; ids and weights_TK are contiguous,
     ids outside [0, E) mean "not here". Groups of columns are all of them, 32, 64 or a multiple of
     128; those of inputs are all of a row's, or a multiple of 128 that is the weight's too. Inputs

@@ -225,6 +225,11 @@ template <typename W> struct Arranged {
   template <typename T> void round_row(int64_t r, const T* from, int64_t e, float* to) {
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t first = g * inputs.group_columns, n = std::min(inputs.group_columns, w.columns - first);
+      if (inputs.of_rows) {
+        scale.data[r * groups + g] = inputs.of_rows[r * groups + g];
+        for (int64_t i = first; i < first + n; ++i) to[i] = to_float(from[i]);
+        continue;
+      }
       const float found = inputs.given ? inputs.given[by_expert() ? e : 0]
                           : inputs.one ? scale_of<Codes>(largest_of_all)
                                        : scale_of<Codes>(largest_bits(from + first, n));

@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options
-from moe_ops.kernels.triton.ranks import EVERY, HOME, Words
+from moe_ops.kernels.triton.ranks import EVERY, HOME, Rows, Words
 
 # Programs of a launch at most, a power of two: they wait for each other, so all must fit on a GPU.
 MOST_PROGRAMS = 128
@@ -170,10 +170,12 @@ def arrived(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def dispatch_kernel(
-    arena_ptr, table_ptr, error_ptr, x_ptr, weights_ptr, ids_ptr, rank_ptr, slot_ptr,
-    x_out, weights_out, ids_out, served_out, T, rows, P, half, limit, tag, share, me,
-    X: tl.constexpr, W: tl.constexpr, K: tl.constexpr, AT_W: tl.constexpr, AT_I: tl.constexpr,
-    ROW: tl.constexpr, BLOCK: tl.constexpr, SMALL: tl.constexpr, KP: tl.constexpr,
+    arena_ptr, table_ptr, error_ptr, x_ptr, scale_ptr, weights_ptr, ids_ptr, rank_ptr, slot_ptr,
+    x_out, scale_out, weights_out, ids_out, served_out,
+    T, rows, P, half, limit, tag, share, me,
+    X: tl.constexpr, S: tl.constexpr, W: tl.constexpr, K: tl.constexpr, AT_S: tl.constexpr,
+    AT_W: tl.constexpr, AT_I: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+    SP: tl.constexpr, WP: tl.constexpr, KP: tl.constexpr,
     RANKS: tl.constexpr, RP: tl.constexpr, SENDS: tl.constexpr, RECEIVES: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -187,7 +189,8 @@ def dispatch_kernel(
     programs = tl.num_programs(0)
     zero = tl.zeros((), dtype=tl.int64)
     r, k = tl.arange(0, RP), tl.arange(0, KP)
-    word, column = tl.arange(0, BLOCK)[None, :], tl.arange(0, SMALL)[None, :]
+    word, column = tl.arange(0, BLOCK)[None, :], tl.arange(0, WP)[None, :]
+    part = tl.arange(0, SP)[None, :]
     half, limit = half.to(tl.int64), limit.to(tl.int64)
     failed = tl.load(arena_ptr + FAILED)
     epoch = zero
@@ -197,6 +200,8 @@ def dispatch_kernel(
         t = zero + tl.program_id(0)
         ids = tl.load(ids_ptr + t * K + k, mask=k < tl.where(t < T, K, 0), other=-1)
         x = read_row(x_ptr + t * X, t < T, X, word)
+        if S > 0:
+            scales = read_row(scale_ptr + t * S, t < T, S, part)
         weights = read_row(weights_ptr + t * W, t < T, W, column)
         epoch = begin(arena_ptr, 2 * DISPATCH, share)
         slots = slots_of(base, half, epoch, DISPATCH, RANKS)
@@ -212,6 +217,8 @@ def dispatch_kernel(
             to = words_at(slots + (me * rows + t) * (4 * ROW))
             tl.store(to + (AT_I + k)[None, :], slot, mask=reached[:, None] & (k < K)[None, :])
             tl.store(to + word, x, mask=(word < X) & needed)
+            if S > 0:
+                tl.store(to + AT_S + part, scales, mask=(part < S) & needed)
             tl.store(to + AT_W + column, weights, mask=(column < W) & needed)
             for start in tl.static_range(BLOCK, X, BLOCK):
                 x = read_row(x_ptr + t * X, t < T, X, start + word)
@@ -219,6 +226,8 @@ def dispatch_kernel(
             t += programs
             ids = tl.load(ids_ptr + t * K + k, mask=k < tl.where(t < T, K, 0), other=-1)
             x = read_row(x_ptr + t * X, t < T, X, word)
+            if S > 0:
+                scales = read_row(scale_ptr + t * S, t < T, S, part)
             weights = read_row(weights_ptr + t * W, t < T, W, column)
         signal(base, epoch, tag, me, reached, DISPATCH, RANKS)
     if RECEIVES:
@@ -232,11 +241,15 @@ def dispatch_kernel(
             source = words_at(slots + g * (4 * ROW))
             slot = tl.load(source + AT_I + k[None, :], mask=k[None, :] < K, other=-1)
             came = tl.load(source + word, mask=word < X, other=0)
+            if S > 0:
+                factors = tl.load(source + AT_S + part, mask=part < S, other=0)
             shares = tl.load(source + AT_W + column, mask=column < W, other=0)
             slot = tl.where(ok, slot, -1)
             serves = exists & (tl.max(slot, 1) >= 0)
             served, at = serves[:, None], g[:, None]
             tl.store(x_out + at * X + word, came, mask=(word < X) & served)
+            if S > 0:
+                tl.store(scale_out + at * S + part, factors, mask=(part < S) & served)
             tl.store(weights_out + at * W + column, shares, mask=(column < W) & served)
             tl.store(ids_out + at * K + k[None, :], slot, mask=exists[:, None] & (k < K)[None, :])
             tl.store(served_out + g, serves.to(tl.int32), mask=exists)
@@ -315,9 +328,9 @@ def combine_pushed_kernel(
             rank = tl.load(rank_ptr + ids, mask=(ids >= 0) & (ids < P), other=-3)
 
 
-def dispatch_bytes(x_TD: Tensor, weights_TK: Tensor, ranks: int, rows: int) -> int:
+def dispatch_bytes(sent: Rows, ranks: int, rows: int) -> int:
     """The bytes of a buffer that holds the tokens of all ranks."""
-    return 4 * ranks * rows * Words.of(x_TD, weights_TK, weights_TK.shape[1]).row
+    return 4 * ranks * rows * Words.of(sent).row
 
 
 def combine_bytes(y_GD: Tensor) -> int:
@@ -333,32 +346,31 @@ def arena_bytes(ranks: int, half: int, phases: int) -> int:
 
 @on_its_device
 def dispatch(
-    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, tables: tuple[Tensor, Tensor], rows: int,
-    arena: Arena, halves: Halves = BOTH,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """x_GD, weights_GK and local ids_GK, G = ranks * rows, of rows that this rank serves, and
-    served_G, whether it serves a row; of what it does not serve only ids and served are written.
+    sent: Rows, tables: tuple[Tensor, Tensor], rows: int, arena: Arena, halves: Halves = BOTH
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x_GD, scale_GS, weights_GK and local ids_GK, G = ranks * rows, of rows that this rank serves,
+    and served_G, whether it serves a row; of what it does not serve only ids and served are
+    written. What is sent is contiguous.
 
     The halves of an exchange may be launched apart; one that only sends returns nothing of use.
     """
-    K, G = ids_TK.shape[1], arena.ranks * rows
-    words = Words.of(x_TD, weights_TK, K)
-    x_GD, weights_GK = (t.new_empty((G, t.shape[1])) for t in (x_TD, weights_TK))
-    ids_GK, served_G = tables[0].new_empty((G, K)), tables[0].new_empty((G,))
+    words, G, P = Words.of(sent), arena.ranks * rows, tables[0].shape[0]
+    parts = (sent.x_TD, sent.scale_TS, sent.weights_TK)
+    x_GD, scale_GS, weights_GK = (t.new_empty((G, t.shape[1])) for t in parts)
+    ids_GK, served_G = tables[0].new_empty((G, words.K)), tables[0].new_empty((G,))
     RP = triton.next_power_of_2(arena.ranks)
     block = _block(words.x, RP)
-    P = tables[0].shape[0]
-    pdl, options = pdl_options(x_TD)
+    pdl, options = pdl_options(x_GD)
     programs = programs_of(rows, arena)
     dispatch_kernel[(programs,)](
-        arena.memory, arena.table_R, arena.error, _words(x_TD), _words(weights_TK), ids_TK, *tables,
-        _words(x_GD), _words(weights_GK), ids_GK, served_G, x_TD.shape[0], rows, P, arena.half,
-        arena.limit, tag_of("dispatch", rows, P, *words, x_TD.dtype, weights_TK.dtype),
-        MOST_PROGRAMS // programs, arena.me, *words, block,
-        triton.next_power_of_2(words.weights), triton.next_power_of_2(K), arena.ranks, RP, *halves,
-        polls_by_asm(x_TD), pdl, num_warps=_warps(RP * block), **options,
+        arena.memory, arena.table_R, arena.error, *map(_words, parts), sent.ids_TK, *tables,
+        _words(x_GD), _words(scale_GS), _words(weights_GK), ids_GK, served_G, sent.x_TD.shape[0],
+        rows, P, arena.half, arena.limit,
+        tag_of("dispatch", rows, P, *words, *(t.dtype for t in parts)),
+        MOST_PROGRAMS // programs, arena.me, *words, block, *words.blocks, arena.ranks, RP, *halves,
+        polls_by_asm(x_GD), pdl, num_warps=_warps(RP * block), **options,
     )  # fmt: skip
-    return x_GD, weights_GK, ids_GK, served_G
+    return x_GD, scale_GS, weights_GK, ids_GK, served_G
 
 
 @on_its_device

@@ -1,8 +1,8 @@
 """Tokens packed for other ranks, unpacked where they arrive, and their results summed.
 
-A packed row is one of 32-bit words: the token, the weights and the ids of its experts, each from a
-multiple of 16 bytes on, as `moe_ops/ranks/packed.py` lays it out. What lies between them is not
-written, and not read.
+A packed row is one of 32-bit words: the token, its scales, the weights and the ids of its experts,
+each from a multiple of 16 bytes on, as `moe_ops/ranks/packed.py` lays it out. What lies between
+them is not written, and not read.
 """
 
 from __future__ import annotations
@@ -21,22 +21,50 @@ BLOCK = 1024  # words, or columns, of a program at once
 ALIGNMENT = 4  # words
 
 
+class Rows(NamedTuple):
+    """Tokens, the scales of their codes (of no width, if they are floats), and the weights and ids
+    of their experts."""
+
+    x_TD: Tensor
+    scale_TS: Tensor
+    weights_TK: Tensor
+    ids_TK: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.x_TD.device
+
+
 class Words(NamedTuple):
-    """The words of a token and of its weights, and its ids; where these begin, and a row ends."""
+    """The words of a token, of its scales and of its weights, and its ids; where these begin, and a
+    row ends."""
 
     x: int
+    scales: int
     weights: int
     K: int
+    at_scales: int
     at_weights: int
     at_ids: int
     row: int
 
     @classmethod
-    def of(cls, x_TD: Tensor, weights_TK: Tensor, K: int) -> Words:
-        x, weights = (t.shape[1] * t.dtype.itemsize // 4 for t in (x_TD, weights_TK))
-        at_weights = x + -x % ALIGNMENT
+    def of(cls, sent: Rows) -> Words:
+        parts = (sent.x_TD, sent.scale_TS, sent.weights_TK)
+        x, scales, weights = (t.shape[1] * t.dtype.itemsize // 4 for t in parts)
+        K = sent.ids_TK.shape[1]
+        at_scales = x + -x % ALIGNMENT
+        at_weights = at_scales + scales + -scales % ALIGNMENT
         at_ids = at_weights + weights + -weights % ALIGNMENT
-        return cls(x, weights, K, at_weights, at_ids, at_ids + K + -K % ALIGNMENT)
+        row = at_ids + K + -K % ALIGNMENT
+        return cls(x, scales, weights, K, at_scales, at_weights, at_ids, row)
+
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        """Words of scales and of weights that are copied at once, and ids."""
+        smalls = (max(1, self.scales), self.weights, self.K)
+        scales, weights, K = map(triton.next_power_of_2, smalls)
+        return scales, weights, K
 
 
 @triton.jit
@@ -50,15 +78,17 @@ def copy_words(source, to, held, WORDS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def pack_kernel(
-    x_ptr, weights_ptr, ids_ptr, packed_ptr, T, P,
-    X: tl.constexpr, W: tl.constexpr, K: tl.constexpr, AT_W: tl.constexpr, AT_I: tl.constexpr,
-    ROW: tl.constexpr, BLOCK: tl.constexpr, SMALL: tl.constexpr, KP: tl.constexpr,
+    x_ptr, scale_ptr, weights_ptr, ids_ptr, packed_ptr, T, P,
+    X: tl.constexpr, S: tl.constexpr, W: tl.constexpr, K: tl.constexpr, AT_S: tl.constexpr,
+    AT_W: tl.constexpr, AT_I: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+    SP: tl.constexpr, WP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """A row of the packed ones: a token with the ids of its physical experts, else padding."""
     t = tl.program_id(0).to(tl.int64)
     to = packed_ptr + t * ROW
     copy_words(x_ptr + t * X, to, tl.where(t < T, X, 0), X, BLOCK)
-    copy_words(weights_ptr + t * W, to + AT_W, tl.where(t < T, W, 0), W, SMALL)
+    copy_words(scale_ptr + t * S, to + AT_S, tl.where(t < T, S, 0), S, SP)
+    copy_words(weights_ptr + t * W, to + AT_W, tl.where(t < T, W, 0), W, WP)
     k = tl.arange(0, KP)
     ids = tl.load(ids_ptr + t * K + k, mask=k < tl.where(t < T, K, 0), other=-1)
     ids = tl.where((ids >= 0) & (ids < P), ids, -1)
@@ -67,9 +97,10 @@ def pack_kernel(
 
 @triton.jit
 def unpack_kernel(
-    packed_ptr, rank_ptr, slot_ptr, x_ptr, weights_ptr, ids_ptr, rows, me,
-    X: tl.constexpr, W: tl.constexpr, K: tl.constexpr, AT_W: tl.constexpr, AT_I: tl.constexpr,
-    ROW: tl.constexpr, BLOCK: tl.constexpr, SMALL: tl.constexpr, KP: tl.constexpr,
+    packed_ptr, rank_ptr, slot_ptr, x_ptr, scale_ptr, weights_ptr, ids_ptr, rows, me,
+    X: tl.constexpr, S: tl.constexpr, W: tl.constexpr, K: tl.constexpr, AT_S: tl.constexpr,
+    AT_W: tl.constexpr, AT_I: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+    SP: tl.constexpr, WP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """A row that arrived, with the slots of the experts that this rank serves; -1 for others."""
     g = tl.program_id(0).to(tl.int64)
@@ -82,7 +113,8 @@ def unpack_kernel(
     slot = tl.where((rank == me) | (rank == EVERY) | at_home, slot, -1)
     tl.store(ids_ptr + g * K + k, slot, mask=k < K)
     copy_words(source, x_ptr + g * X, X, X, BLOCK)
-    copy_words(source + AT_W, weights_ptr + g * W, W, W, SMALL)
+    copy_words(source + AT_S, scale_ptr + g * S, S, S, SP)
+    copy_words(source + AT_W, weights_ptr + g * W, W, W, WP)
 
 
 @triton.jit
@@ -107,32 +139,31 @@ def combine_kernel(
 
 
 @on_its_device
-def pack(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, rows: int, physical: int) -> Tensor:
-    """int32 [rows, words]: tokens as they go to every rank, and padding behind them."""
-    words = Words.of(x_TD, weights_TK, ids_TK.shape[1])
-    packed = torch.empty((rows, words.row), dtype=torch.int32, device=x_TD.device)
+def pack(sent: Rows, rows: int, physical: int) -> Tensor:
+    """int32 [rows, words]: contiguous tokens as they go to every rank, and padding behind them."""
+    words, (T, _) = Words.of(sent), sent.x_TD.shape
+    packed = torch.empty((rows, words.row), dtype=torch.int32, device=sent.x_TD.device)
     pack_kernel[(rows,)](
-        _words(x_TD), _words(weights_TK), ids_TK, packed, x_TD.shape[0], physical,
-        *words, *_blocks(words),
+        _words(sent.x_TD), _words(sent.scale_TS), _words(sent.weights_TK), sent.ids_TK, packed, T,
+        physical, *words, _block(words), *words.blocks,
     )  # fmt: skip
     return packed
 
 
 @on_its_device
 def unpack(
-    packed: Tensor, tables: tuple[Tensor, Tensor], like: tuple[Tensor, Tensor, int], rows: int,
-    rank: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """x_GD, weights_GK and local ids_GK of packed rows; like: a token's, weights, and K."""
-    G, (x_TD, weights_TK, K) = packed.shape[0], like
-    words = Words.of(x_TD, weights_TK, K)
-    x_GD, weights_GK = (t.new_empty((G, t.shape[1])) for t in (x_TD, weights_TK))
-    ids_GK = packed.new_empty((G, K))
+    packed: Tensor, tables: tuple[Tensor, Tensor], like: Rows, rows: int, rank: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x_GD, scale_GS, weights_GK and local ids_GK of packed rows of tokens like these."""
+    G, words = packed.shape[0], Words.of(like)
+    parts = (like.x_TD, like.scale_TS, like.weights_TK)
+    x_GD, scale_GS, weights_GK = (t.new_empty((G, t.shape[1])) for t in parts)
+    ids_GK = packed.new_empty((G, words.K))
     unpack_kernel[(G,)](
-        packed, *tables, _words(x_GD), _words(weights_GK), ids_GK, rows, rank,
-        *words, *_blocks(words),
+        packed, *tables, _words(x_GD), _words(scale_GS), _words(weights_GK), ids_GK, rows, rank,
+        *words, _block(words), *words.blocks,
     )  # fmt: skip
-    return x_GD, weights_GK, ids_GK
+    return x_GD, scale_GS, weights_GK, ids_GK
 
 
 @on_its_device
@@ -155,7 +186,6 @@ def _words(t: Tensor) -> Tensor:
     return t.view(-1).view(torch.int32)
 
 
-def _blocks(words: Words) -> tuple[int, int, int]:
-    """Words of a token, and of its weights, at once; ids."""
-    block = min(BLOCK, triton.next_power_of_2(words.x))
-    return block, triton.next_power_of_2(words.weights), triton.next_power_of_2(words.K)
+def _block(words: Words) -> int:
+    """Words of a token at once."""
+    return min(BLOCK, triton.next_power_of_2(words.x))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import Inputs
 from moe_ops.kernels.triton.experts.float8 import SMALLEST_SCALE
+from moe_ops.kernels.triton.experts.given import decode
 from moe_ops.kernels.triton.experts.quantized import Codes
 from moe_ops.kernels.triton.experts.tokens import place_of
 from moe_ops.kernels.triton.launch import pdl_options
@@ -162,6 +163,8 @@ def emulated_tokens(x_TD: Tensor, codes: Codes | None) -> Tensor:
     """Tokens for the product with the first weight, if inputs are emulated; else the same."""
     if codes is None or codes.inputs is None:
         return x_TD
+    if codes.x_scale_TG is not None:
+        return decode(x_TD, codes)
     return emulate(x_TD, x_TD.shape[1], codes.inputs, codes.x_scale)
 
 

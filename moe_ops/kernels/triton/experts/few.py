@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_ops.kernels.triton import LARGE, STEP
 from moe_ops.kernels.triton.experts.combine import sum_rows
 from moe_ops.kernels.triton.experts.emulated import emulated_hidden
-from moe_ops.kernels.triton.experts.quantized import Codes
+from moe_ops.kernels.triton.experts.quantized import Codes, floats_of
 from moe_ops.kernels.triton.experts.row_scales import (
     by_expert,
     quantise_h,
@@ -149,11 +149,12 @@ def run_one(
     K, (E, D, I), codes = ids_TK.shape[1], layer.sizes, _codes(layer)
     W, n_map = layer.weight, 0 if expert_map is None else expert_map.shape[0]
     up, down = tiles.up, tiles.down
-    h_KI, out_TD = x_TD.new_empty(K, I), x_TD.new_empty(1, D)
+    dtype = floats_of(x_TD, codes)
+    h_KI, out_TD = (x_TD.new_empty(shape, dtype=dtype) for shape in ((K, I), (1, D)))
     F = I * (2 if layer.act[1] else 1)
     w13, w2 = _words(layer)
     pdl, options = pdl_options(x_TD)
-    x_TD, x_scale_TG, DTYPE = _operand(x_TD, layer, ids_TK, expert_map)
+    x_TD, x_scale_TG, DTYPE = _operand(x_TD, layer, ids_TK, expert_map, codes.x_scale_TG)
     launch(
         kernels.one_up, (K * triton.cdiv(F, up.rows),),
         x_TD, x_scale_TG, ids_TK, weights_TK, expert_map, w13, *layer.scales13, layer.b13_EF, h_KI,
@@ -192,12 +193,13 @@ def run(
     (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, _codes(layer)
     R, up, down = T * K, tiles.up, tiles.down
     rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
-    h_RI, y_RD = x_TD.new_empty(R, I), x_TD.new_empty(R, D)
+    dtype = floats_of(x_TD, codes)
+    h_RI, y_RD = (x_TD.new_empty(R, width, dtype=dtype) for width in (I, D))
     F = I * (2 if layer.act[1] else 1)
     BE = max(2, triton.next_power_of_2(E))
     w13, w2 = _words(layer)
     pdl, options = pdl_options(x_TD)
-    x_TD, x_scale_TG, DTYPE = _operand(x_TD, layer, ids_TK, expert_map)
+    x_TD, x_scale_TG, DTYPE = _operand(x_TD, layer, ids_TK, expert_map, codes.x_scale_TG)
     tokens_K = 1 if by_expert(codes.x_scale) else K  # each pair has a row of its own
     early_TK, late_TK = codes.weigh(weights_TK)
     launch(
@@ -225,8 +227,9 @@ def run(
 
 
 def _operand(
-    x_TD: Tensor, layer: Experts, ids_TK: Tensor, expert_map: Tensor | None
-) -> tuple[Tensor, Tensor | None, tl.dtype]:
+    x_TD: Tensor, layer: Experts, ids_TK: Tensor, expert_map: Tensor | None,
+    given_TG: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, tl.dtype]:  # fmt: skip
     """Tokens, their scales if they have any, and what they are multiplied as: codes of 8 bits in
     words, which float16 holds exactly."""
     codes = _codes(layer)
@@ -235,7 +238,7 @@ def _operand(
     if codes.by_row:
         x_TD, scale_T = quantise_x(x_TD, codes, ids_TK, expert_map)
         return x_TD.view(torch.int32), scale_T, tl.float16
-    x_TD, scale_TG = quantise(x_TD, codes.weight)
+    x_TD, scale_TG = (x_TD, given_TG) if given_TG is not None else quantise(x_TD, codes.weight)
     return x_TD.view(torch.int32), scale_TG, tl.float16
 
 

@@ -1,9 +1,9 @@
 """The experts for many rows an expert of weights and inputs of 8 bits that have a scale a row or
 tensor, on Hopper (sm_90): `grouped_gluon.py` launched on codes.
 
-Tokens are quantised once and written to each of their rows, in the order of experts. The first
-product stores codes if h has static scales; else h, which is quantised by one more launch, as
-`row_scales.py` says.
+Tokens are quantised once, unless they come as codes, and written to each of their rows, in the
+order of experts. The first product stores codes if h has static scales; else h, which is quantised
+by one more launch, as `row_scales.py` says.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_ops.kernels.triton.experts import grouped_gluon
 from moe_ops.kernels.triton.experts.combine import sum_rows
 from moe_ops.kernels.triton.experts.grouped_gluon import BLOCK_M, Scales
+from moe_ops.kernels.triton.experts.quantized import floats_of
 from moe_ops.kernels.triton.experts.row_scales import quantise_h, quantise_x
 from moe_ops.kernels.triton.experts.sort import sort_pairs
 from moe_ops.kernels.triton.experts.tile_map import tile_map
@@ -32,14 +33,14 @@ def run(
     """The `experts` op, added to a contiguous residual if there is one."""
     (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
     assert codes is not None
-    R, static, weight = T * K, codes.h_scale, codes.weight
+    R, static, weight, dtype = T * K, codes.h_scale, codes.weight, floats_of(x_TD, codes)
     _, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
     tiles = tile_map(ends_E, R, BLOCK_M)
     x_RD, scale_R = quantise_x(x_TD, codes, ids_TK, expert_map, inverse_R)
-    h_RI = x_TD.new_empty(R, I, dtype=x_TD.dtype if static is None else codes.dtype)
+    h_RI = x_TD.new_empty(R, I, dtype=dtype if static is None else codes.dtype)
     b13, b2 = (None if b is None else b.contiguous() for b in (layer.b13_EF, layer.b2_ED))
     scales = Scales(
-        a=scale_R, a_each="row", w=codes.scale13_EFG, weight=weight, out=static, dtype=x_TD.dtype
+        a=scale_R, a_each="row", w=codes.scale13_EFG, weight=weight, out=static, dtype=dtype
     )
     grouped_gluon.launch(x_RD, None, layer.w13_EFD, b13, h_RI, tiles, None, layer.act, scales)
     if static is None:
@@ -48,6 +49,6 @@ def run(
     else:
         each = grouped_gluon.each(static)
         scales = Scales(a=static, a_each=each, w=codes.scale2_EDG, weight=weight)
-    y_RD = x_TD.new_empty(R, D)
+    y_RD = x_TD.new_empty(R, D, dtype=dtype)
     grouped_gluon.launch(h_RI, None, layer.w2_EDI, b2, y_RD, tiles, None, LINEAR, scales)
     return sum_rows(y_RD, inverse_R, weights_TK, K, residual_TD)

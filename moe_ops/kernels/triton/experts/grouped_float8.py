@@ -37,6 +37,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moe_ops.kernels.triton import Weight, replay
 from moe_ops.kernels.triton.experts.combine import sum_rows
 from moe_ops.kernels.triton.experts.float8 import LARGEST_CODE, SMALLEST_SCALE
+from moe_ops.kernels.triton.experts.given import in_rows
 from moe_ops.kernels.triton.experts.hopper import (
     BLOCK_M,
     BLOCK_N,
@@ -56,7 +57,7 @@ from moe_ops.kernels.triton.experts.hopper import (
     tile_with_rows,
     told,
 )
-from moe_ops.kernels.triton.experts.quantized import finite, scale_of
+from moe_ops.kernels.triton.experts.quantized import finite, floats_of, scale_of
 from moe_ops.kernels.triton.experts.sort import sort_pairs
 from moe_ops.kernels.triton.experts.tile_map import TileMap, tile_map
 from moe_ops.kernels.triton.experts.tokens import quantise_sorted
@@ -209,7 +210,7 @@ def _multiply(
 def _quantised(left, right, made, tile, col, out_n, DTYPE: gl.constexpr):
     """Codes of 128 columns of h from column `col`, rounded first as h is; stores their scales.
 
-    As `to_float8`, whose tensors are one.
+    As `to_float8` of `tokens.py`, but that a division by a scale is a product with its inverse.
     """
     scale_ptr, stride = made
     _, end, row, _ = tile
@@ -432,17 +433,20 @@ def run(
     """The `experts` op, added to a contiguous residual if there is one."""
     (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
     assert codes is not None
-    R, dtype = T * K, x_TD.dtype
+    R, dtype = T * K, floats_of(x_TD, codes)
     _, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
     tiles = tile_map(ends_E, R, BLOCK_M)
-    x_RD, x_scale_GR = quantise_sorted(x_TD, inverse_R, K, BLOCK_K)
+    if codes.x_scale_TG is None:
+        x_RD, x_scale_GR = quantise_sorted(x_TD, inverse_R, K, BLOCK_K)
+    else:
+        x_RD, x_scale_GR = in_rows(x_TD, codes.x_scale_TG, inverse_R, K)
     h_RI = x_RD.new_empty(R, I)
     h_scale_GR = x_scale_GR.new_empty(triton.cdiv(I, BLOCK_K), x_scale_GR.shape[1])
     launch(
         x_RD, x_scale_GR, layer.w13_EFD, codes.scale13_EFG, layer.b13_EF, h_RI, h_scale_GR,
         tiles, codes.weight, dtype, layer.act,
     )  # fmt: skip
-    y_RD = x_TD.new_empty(R, D)
+    y_RD = x_TD.new_empty(R, D, dtype=dtype)
     launch(
         h_RI, h_scale_GR, layer.w2_EDI, codes.scale2_EDG, layer.b2_ED, y_RD, None,
         tiles, codes.weight, dtype, LINEAR,

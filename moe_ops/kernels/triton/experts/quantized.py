@@ -51,6 +51,8 @@ class Codes:
     scaled: str = ""  # of those of 8 bits, what has a scale: "group", "row" or "tensor"
     x_scale: Tensor | None = None  # static ones
     h_scale: Tensor | None = None
+    x_scale_TG: Tensor | None = None  # of tokens that are codes already
+    result: torch.dtype | None = None  # the dtype of results then
 
     @property
     def in_words(self) -> bool:
@@ -83,6 +85,12 @@ class Codes:
     @property
     def one_a_step(self) -> bool:
         return one_a_step(self.weight)
+
+
+def floats_of(x_TD: Tensor, codes: Codes | None) -> torch.dtype:
+    """The dtype of results, in which h is rounded: that of tokens, unless they are codes."""
+    given = codes is not None and codes.x_scale_TG is not None
+    return codes.result if given else x_TD.dtype  # type: ignore[union-attr,return-value]
 
 
 @triton.jit

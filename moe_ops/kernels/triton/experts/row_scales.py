@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.triton.experts.given import in_rows
 from moe_ops.kernels.triton.experts.quantized import Codes
 from moe_ops.kernels.triton.experts.sort import local_ids
 from moe_ops.kernels.triton.launch import pdl_options
@@ -184,10 +185,16 @@ def quantise_x(
     expert_map: Tensor | None,
     inverse_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Codes of tokens and their scales: of each token, or by scales of experts of each of its
-    pairs; or in the rows of its pairs (`sort_pairs`), of which those of no expert stay unwritten.
+    """Codes of tokens, which may come as such, and their scales: of each token, or by scales of
+    experts of each of its pairs; or in the rows of its pairs (`sort_pairs`), of which those of no
+    expert stay unwritten.
     """
     T, K = ids_TK.shape
+    if codes.x_scale_TG is not None:
+        if inverse_R is None:
+            return x_TD, codes.x_scale_TG.view(T)
+        x_RD, scale_GR = in_rows(x_TD, codes.x_scale_TG, inverse_R, K)
+        return x_RD, scale_GR.view(-1)
     rows = T if inverse_R is None and not by_expert(codes.x_scale) else T * K
     parts = largest(x_TD) if codes.x_scale is None and codes.scaled == "tensor" else None
     return _quantise(x_TD, codes, codes.x_scale, parts, rows, (ids_TK, expert_map, inverse_R))

@@ -27,6 +27,7 @@ from moe_ops.kernels.triton.experts.quantized import (
     Codes,
     add_product,
     by_row,
+    floats_of,
     rescaled,
     under_global,
 )
@@ -270,12 +271,14 @@ def run(
         return few.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD, tiles)
     rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
     H = stored(I, layer.weight)
-    h_RI, y_RD, h_scale_RG = x_TD.new_empty(R, H), x_TD.new_empty(R, D), None
+    dtype = floats_of(x_TD, codes)
+    h_RI, y_RD = (x_TD.new_empty(R, width, dtype=dtype) for width in (H, D))
+    h_scale_RG = None
     static, rounded, tokens_K = None, None, K
     if codes is not None and codes.by_row:
         static = codes.h_scale
         if static is not None:
-            h_RI, rounded = h_RI.new_empty(R, H, dtype=codes.dtype), DTYPES[x_TD.dtype]
+            h_RI, rounded = h_RI.new_empty(R, H, dtype=codes.dtype), DTYPES[dtype]
             h_scale_RG = x_TD.new_empty(R, dtype=torch.float32)
         x_TD, x_scale_TG = quantise_x(x_TD, codes, ids_TK, expert_map)
         if by_expert(codes.x_scale):

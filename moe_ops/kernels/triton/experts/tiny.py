@@ -37,6 +37,7 @@ from moe_ops.kernels.triton.experts.quantized import (
     Codes,
     add_product,
     by_row,
+    floats_of,
     rescaled,
     under_global,
 )
@@ -390,15 +391,16 @@ def run(
     P = T * K
     BP, BT = triton.next_power_of_2(P), triton.next_power_of_2(T)
     H = stored(I, layer.weight)
-    h_PI, h_scale_PG = x_TD.new_empty(P * T, H), None
-    out_TD = x_TD.new_empty(T, D)
+    dtype = floats_of(x_TD, codes)
+    h_PI, h_scale_PG = x_TD.new_empty(P * T, H, dtype=dtype), None
+    out_TD = x_TD.new_empty(T, D, dtype=dtype)
     table = None if T == 1 else x_TD.new_empty(1 + 2 * BP, dtype=torch.int32)
     pdl, options = pdl_options(x_TD)
     static, rounded, shares = None, None, layer.b2_ED is not None
     if codes is not None and codes.by_row:
         static = codes.h_scale
         if static is not None:
-            h_PI, rounded = h_PI.new_empty(P * T, H, dtype=codes.dtype), DTYPES[x_TD.dtype]
+            h_PI, rounded = h_PI.new_empty(P * T, H, dtype=codes.dtype), DTYPES[dtype]
             h_scale_PG = x_TD.new_empty(P * T, dtype=torch.float32)
         shares = shares or static is None
         x_TD, x_scale_TG = quantise_x(x_TD, codes, ids_TK, expert_map)

@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import STEP, Weight
-from moe_ops.kernels.triton.experts.float8 import to_float8
 from moe_ops.kernels.triton.experts.quantized import Codes
 from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.quantize import codes_of, magnitude, most_of, scale_of_largest
 from moe_ops.kernels.triton.replay import launch
 
 
@@ -109,6 +109,14 @@ def arrange(
 
 
 @triton.jit
+def to_float8(x):
+    """(codes, scales) of float8 of rows of x, as `quantize` makes them."""
+    x = x.to(tl.float32)
+    scale = scale_of_largest(tl.max(magnitude(x), 1), most_of(False))
+    return codes_of(x, scale, False), scale
+
+
+@triton.jit
 def quantise_kernel(
     x_ptr, out_ptr, scale_ptr, stride_x,
     D: tl.constexpr, BG: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
@@ -122,7 +130,7 @@ def quantise_kernel(
     g = tl.program_id(1) * BG + tl.arange(0, BG)
     at_GC = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x_GC = tl.load(x_ptr + t * stride_x + at_GC, mask=at_GC < D, other=0.0)
-    codes_GC, scale_G = to_float8(x_GC, 1)
+    codes_GC, scale_G = to_float8(x_GC)
     tl.store(out_ptr + t * D + at_GC, codes_GC, mask=at_GC < D)
     tl.store(scale_ptr + t * GROUPS + g, scale_G, mask=g < GROUPS)
 
@@ -157,7 +165,7 @@ def quantise_sorted_kernel(
     d = g * GROUP + tl.arange(0, GROUP)
     inside_TC = (t < T)[:, None] & (d < D)[None, :]
     x_TC = tl.load(x_ptr + t.to(tl.int64)[:, None] * stride_x + d[None, :], inside_TC, other=0.0)
-    codes_TC, scale_T = to_float8(x_TC, 1)
+    codes_TC, scale_T = to_float8(x_TC)
     for k in range(K):
         row_T = tl.load(inverse_ptr + t * K + k, mask=t < T, other=-1)
         at_TC = codes_ptr + row_T.to(tl.int64)[:, None] * D + d[None, :]
@@ -190,4 +198,8 @@ def tokens_for(x_TD: Tensor, codes: Codes | None) -> tuple[Tensor, Tensor | None
         return x_TD, None
     if codes.in_words:
         return arrange(x_TD, codes.weight), None
-    return quantise(x_TD, codes.weight) if codes.quantises else (x_TD, None)
+    if not codes.quantises:
+        return x_TD, None
+    if codes.x_scale_TG is not None:
+        return x_TD, codes.x_scale_TG
+    return quantise(x_TD, codes.weight)

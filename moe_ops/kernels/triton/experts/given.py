@@ -1,0 +1,102 @@
+"""Tokens that come as codes of 8 bits with their scales, as other ranks send them: copied to the
+rows of their experts, or decoded where inputs are emulated. Other kernels read them as they came.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.triton.experts.quantized import Codes, scale_of
+from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.replay import launch
+
+TOKENS, WORDS, COLUMNS = 16, 64, 1024  # of a program: tokens and words of codes; columns decoded
+
+
+@triton.jit(do_not_specialize=["T"])
+def copy_to_rows_kernel(
+    codes_ptr, scale_ptr, inverse_ptr, out_ptr, out_scale_ptr, stride_scale, T,
+    K: tl.constexpr, W: tl.constexpr, G: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
+    BG: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BW words of the codes of BT tokens, written to each of their rows; the first one
+    of these tokens copies their scales."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    w = (tl.program_id(1) * BW + tl.arange(0, BW))[None, :]
+    g = tl.arange(0, BG)[None, :]
+    t_T1 = t.to(tl.int64)[:, None]
+    here = (t < T)[:, None]
+    words = tl.load(codes_ptr + t_T1 * W + w, mask=here & (w < W), other=0)
+    mine = here & (g < tl.where(tl.program_id(1) == 0, G, 0))
+    scales = tl.load(scale_ptr + t_T1 * G + g, mask=mine, other=0.0)
+    for k in range(K):
+        row = tl.load(inverse_ptr + t * K + k, mask=t < T, other=-1).to(tl.int64)[:, None]
+        tl.store(out_ptr + row * W + w, words, mask=(row >= 0) & (w < W))
+        tl.store(out_scale_ptr + g * stride_scale + row, scales, mask=mine & (row >= 0))
+
+
+def in_rows(x_TD: Tensor, scale_TG: Tensor, inverse_R: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Codes [R, D] of the token in each row (`sort_pairs`), and float32 scales [groups, R or more],
+    as `quantise_sorted` lays them out. Rows of no pair stay unwritten. Codes fill words."""
+    (T, D), R, G = x_TD.shape, inverse_R.numel(), scale_TG.shape[1]
+    codes_RD = x_TD.new_empty(R, D)
+    scale_GR = scale_TG.new_empty(G, triton.cdiv(R, 16) * 16)
+    W = D // 4
+    BW = min(WORDS, triton.next_power_of_2(W))
+    pdl, options = pdl_options(x_TD)
+    launch(
+        copy_to_rows_kernel, (triton.cdiv(T, TOKENS), triton.cdiv(W, BW)),
+        x_TD.view(torch.int32), scale_TG, inverse_R, codes_RD.view(torch.int32), scale_GR,
+        scale_GR.stride(0), T,
+        K=top_k, W=W, G=G, BT=TOKENS, BW=BW, BG=triton.next_power_of_2(G), PDL=pdl, num_warps=4,
+        **options,
+    )  # fmt: skip
+    return codes_RD, scale_GR
+
+
+@triton.jit
+def decode_tokens_kernel(
+    codes_ptr, scale_ptr, out_ptr,
+    D: tl.constexpr, GROUP: tl.constexpr, ELEMENT: tl.constexpr, KIND: tl.constexpr,
+    BD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BD columns of a token."""
+    GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    code = tl.load(codes_ptr + t * D + d, mask=d < D, other=0)
+    if ELEMENT == "float8_e5m2":  # the upper half of a float16
+        value = (code.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        value = scale_of(code, ELEMENT)
+    scale = tl.load(scale_ptr + t * GROUPS + d // GROUP, mask=d < D, other=0)
+    value *= scale_of(scale, KIND)
+    tl.store(out_ptr + t * D + d, value.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+def decode(x_TD: Tensor, codes: Codes) -> Tensor:
+    """What codes of tokens stand for, rounded once to the dtype of results, as `emulate` rounds."""
+    assert codes.x_scale_TG is not None and codes.inputs is not None
+    (T, D), scale_TG = x_TD.shape, codes.x_scale_TG
+    out = x_TD.new_empty(T, D, dtype=codes.result)
+    whole = codes.inputs.scale == "row"
+    BD = min(COLUMNS, triton.next_power_of_2(D))
+    # As bytes: GPUs before 8.9 have no float8.
+    values = x_TD if x_TD.dtype == torch.int8 else x_TD.view(torch.uint8)
+    pdl, options = pdl_options(x_TD)
+    launch(
+        decode_tokens_kernel, (T, triton.cdiv(D, BD)), values, scale_TG, out,
+        D=D, GROUP=D if whole else codes.inputs.group,
+        ELEMENT=str(x_TD.dtype).removeprefix("torch."), KIND="float32" if whole else "e8m0", BD=BD,
+        PDL=pdl, num_warps=4, **options,
+    )  # fmt: skip
+    return out
