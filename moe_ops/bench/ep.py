@@ -90,6 +90,7 @@ class Timed:
     """A call, or a replay of so many calls in a graph, and the transport that "auto" picked."""
 
     run: Run
+    call: Callable[[], Any]  # which holds the tensors that a graph reads
     calls: int = 0  # of a graph; 0: it is no graph
     taken: str = ""
 
@@ -202,9 +203,9 @@ def _of_mode(
     if mode == AUTO and held is not None:
         taken = experts_over_ranks.pick(layer_arguments(case, T, mode, held)).name
     if (taken or mode) in NOT_CAPTURED or device.type != "cuda":
-        return Timed(run=run, taken=taken)
+        return Timed(run=run, call=run, taken=taken)
     graph = partial(_graph, run, 1 if part == LAYER else ROUNDS, device, taken)
-    return _tried(graph, f"{named}: not captured", device) or Timed(run=run, taken=taken)
+    return _tried(graph, f"{named}: not captured", device) or Timed(run=run, call=run, taken=taken)
 
 
 def _ran(run: Callable[[], Tensor], device: torch.device) -> Tensor:
@@ -352,8 +353,8 @@ def _in_turns(
 def _graph(run: Callable[[], Any], rounds: int, device: torch.device, taken: str = "") -> Timed:
     """A graph of so many calls on a GPU; the call elsewhere."""
     if device.type != "cuda":
-        return Timed(run=run, taken=taken)
-    return Timed(run=_captured(run, rounds), calls=rounds, taken=taken)
+        return Timed(run=run, call=run, taken=taken)
+    return Timed(run=_captured(run, rounds), call=run, calls=rounds, taken=taken)
 
 
 def _captured(run: Callable[[], Any], rounds: int) -> Run:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -123,3 +126,17 @@ def test_shared_experts_take_no_format(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         cli.parse(["ep", "--part", "shared", "--x-format", "int8:row"])
     assert "--x-format goes with --part layer and transport" in capsys.readouterr().err
+
+
+def test_what_a_graph_reads_stays_while_others_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph knows addresses alone: its inputs belonged to nobody, and were written over."""
+    monkeypatch.setattr(ep, "_captured", lambda run, rounds: lambda: None)
+    x = torch.zeros(3)
+    read = weakref.ref(x)
+    timed = ep._graph(partial(x.add, 1), 2, torch.device("cuda"))
+    del x
+    gc.collect()
+    assert read() is not None and timed.calls == 2
+    del timed
+    gc.collect()
+    assert read() is None
