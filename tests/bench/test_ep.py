@@ -114,3 +114,8 @@ def test_ways_that_share_memory_otherwise_want_runs_of_their_own(
     with pytest.raises(SystemExit):
         cli.parse(["ep", "--part", "transport", "--modes", "push", "vdev2d"])
     assert "measure vdev2d in a run of its own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("experts", "shared"), [(4, 1), (16, 1), (64, 4), (48, 3), (17, 17)])
+def test_experts_share_splits_where_there_are_too_many(experts: int, shared: int) -> None:
+    assert ep_peers.chunk_of(experts) == shared
