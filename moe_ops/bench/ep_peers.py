@@ -116,7 +116,6 @@ def vdev2d(own: Own) -> Callable[[], Tensor]:
         symmetric.rendezvous(t, given)
         return t
 
-    sent_RD, back_RD = (shared(R, D, dtype=rows_RD.dtype) for _ in range(2))
     each = own.experts // group.size
     splits_C = own.counts_E.view(-1, chunk_of(each)).sum(1)
     C = splits_C.shape[0]
