@@ -4,7 +4,7 @@ ep`: collectives alone, of rows that are packed or sorted ahead.
     packed  an all-gather of packed rows, and a reduce-scatter
     pairs   all-to-all with splits that the host reads: a row for each choice of a token
     vdev2d  the same rows by `all_to_all_vdev_2d` and `all_to_all_vdev_2d_offset` of NVSHMEM, with
-            splits that stay on the device
+            splits that stay on the device: of each expert, or of some, as they take 16 of a rank
 
 torch has one kind of shared memory in a process, so that vdev2d is not measured beside push.
 """
@@ -22,6 +22,7 @@ from moe_ops.ranks.groups import Group, all_gather, all_to_all
 from moe_ops.ranks.packed import pack
 
 PACKED, PAIRS, VDEV2D = "packed", "pairs", "vdev2d"
+MOST_CHUNKS = 16  # of a rank, whose splits one block of `all_to_all_vdev_2d` adds up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,23 +116,36 @@ def vdev2d(own: Own) -> Callable[[], Tensor]:
         symmetric.rendezvous(t, given)
         return t
 
-    sent_RD, back_RD = (shared(R, D, dtype=rows_RD.dtype) for _ in range(2))
-    # All rows of all ranks may meet on one.
-    came_GD = shared(R * group.size, D, dtype=rows_RD.dtype)
-    splits_E = shared(own.experts, dtype=torch.int64)
-    came_2E, back_2E = (shared(2, own.experts, dtype=torch.int64) for _ in range(2))
+    each = own.experts // group.size
+    splits_C = own.counts_E.view(-1, chunk_of(each)).sum(1)
+    C = splits_C.shape[0]
+    # All rows of all ranks may meet on one, and a chunk without any takes a row.
+    sent_RD, back_GD = (shared(n, D, dtype=rows_RD.dtype) for n in (R, R + C))
+    came_GD = shared(R * group.size + C, D, dtype=rows_RD.dtype)
+    given_C = shared(C, dtype=torch.int64)
+    came_2C, back_2C = (shared(2, C, dtype=torch.int64) for _ in range(2))
     sent_RD.copy_(rows_RD)
-    splits_E.copy_(own.counts_E)
+    given_C.copy_(splits_C)
     ops = torch.ops.symm_mem
 
     def there_and_back() -> Tensor:
-        ops.all_to_all_vdev_2d(sent_RD, came_GD, splits_E, came_2E, name)
-        ops.all_to_all_vdev_2d_offset(came_GD, back_RD, came_2E, back_2E, name)
-        return back_RD
+        ops.all_to_all_vdev_2d(sent_RD, came_GD, given_C, came_2C, name)
+        ops.all_to_all_vdev_2d_offset(came_GD, back_GD, came_2C, back_2C, name)
+        return back_GD
 
-    if not torch.equal(there_and_back(), rows_RD):
+    there_and_back()
+    splits, begins = back_2C.tolist()
+    back = [back_GD[begin : begin + n] for n, begin in zip(splits, begins, strict=True)]
+    if not torch.equal(torch.cat(back), rows_RD):
         raise RuntimeError("other rows came back than were sent")
     return there_and_back
+
+
+def chunk_of(experts: int) -> int:
+    """How many experts of a rank share a split, so that there are not too many."""
+    return next(
+        n for n in range(1, experts + 1) if experts % n == 0 and experts // n <= MOST_CHUNKS
+    )
 
 
 PEERS = {PACKED: packed, PAIRS: pairs, VDEV2D: vdev2d}

@@ -124,6 +124,8 @@ def check_tokens(
     x_TD: Tensor, scale_TG: Tensor | None, x_format: str, x_scale: Tensor | None
 ) -> None:
     """Raise unless tokens are codes of the input format, and the scales theirs."""
+    if x_format:
+        packed_inputs("x_format", x_format)
     why = not_codes(x_format, x_scale)
     if why is not None:
         raise ValueError(

@@ -140,3 +140,8 @@ def test_what_a_graph_reads_stays_while_others_take_turns(monkeypatch: pytest.Mo
     del timed
     gc.collect()
     assert read() is None
+
+
+@pytest.mark.parametrize(("experts", "shared"), [(4, 1), (16, 1), (64, 4), (48, 3), (17, 17)])
+def test_experts_share_splits_where_there_are_too_many(experts: int, shared: int) -> None:
+    assert ep_peers.chunk_of(experts) == shared

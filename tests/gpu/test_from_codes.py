@@ -51,12 +51,20 @@ def call_of(layer: str, case: str, T: int, dtype: torch.dtype = torch.bfloat16) 
     return call
 
 
+# Groups of MX formats are whole.
+GRID = [
+    (layer, case)
+    for layer in LAYERS
+    for case in ("qwen3_30b", "odd", "steps_cut")
+    if case != "steps_cut" or "mx" not in layer
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kernel", TOKENS)
-@pytest.mark.parametrize("case", ["qwen3_30b", "odd", "steps_cut"])
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(("layer", "case"), GRID)
 def test_a_layer(layer: str, case: str, kernel: str, dtype: torch.dtype) -> None:
-    ran = 0
+    ran, refused = 0, None
     for T in TOKENS[kernel]:
         call = call_of(layer, case, T, dtype)
         refused, of_given = refusals(kernel, call)

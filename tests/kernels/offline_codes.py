@@ -51,7 +51,7 @@ def calls_by_row(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     for format, least in QUANTIZED:
         if capability >= least:
             yield f"quantize {format}", functools.partial(quantised, format)
-    yield "tokens in codes", functools.partial(given, case)
+    yield "tokens in codes", functools.partial(tokens_in_codes, case)
     for h_scales in (1, case.E):
         yield f"{h_scales} static factors", functools.partial(factors, case.E, h_scales)
 
@@ -62,7 +62,7 @@ def quantised(format: str) -> None:
         quantize.backends["triton"].run(quantize.call(x_RD, format))
 
 
-def given(case: Any) -> None:
+def tokens_in_codes(case: Any) -> None:
     """Tokens that came as codes, in the rows of their experts and decoded."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
