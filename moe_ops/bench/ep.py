@@ -58,7 +58,8 @@ PARTS = {
 APART = (VDEV2D,)
 NOT_CAPTURED = (EXCHANGE, PAIRS)
 MODES = tuple(dict.fromkeys(mode for modes in PARTS.values() for mode in modes))
-ROUNDS = 16  # of a captured transport: what is between two replays must not show
+# Of a captured transport, as what is between two replays must not show; fewer of more tokens.
+ROUNDS, SHORT = 16, 512
 # Weights that go with inputs that travel as codes.
 W_FORMATS = {
     "float8_e4m3fn:1x128": "float8_e4m3fn:128x128",
@@ -204,7 +205,8 @@ def _of_mode(
         taken = experts_over_ranks.pick(layer_arguments(case, T, mode, held)).name
     if (taken or mode) in NOT_CAPTURED or device.type != "cuda":
         return Timed(run=run, call=run, taken=taken)
-    graph = partial(_graph, run, 1 if part == LAYER else ROUNDS, device, taken)
+    rounds = 1 if part == LAYER else max(1, min(ROUNDS, ROUNDS * SHORT // T))
+    graph = partial(_graph, run, rounds, device, taken)
     return _tried(graph, f"{named}: not captured", device) or Timed(run=run, call=run, taken=taken)
 
 

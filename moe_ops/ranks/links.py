@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH
 
 # Slots of `gather` above this are left to `exchange`, where there is a choice. Those of `push` stay
-# allocated, four times as many bytes at most, so that prompts are not to ask for them.
-MOST_BYTES, MOST_PUSHED = 2**30, 2**26
+# allocated, four times as many bytes at most, so that long prompts are not to ask for them: 4096
+# tokens of 4096 columns in bfloat16 of two ranks, there and back, and their ids.
+MOST_BYTES, MOST_PUSHED = 2**30, 2**27 + 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
