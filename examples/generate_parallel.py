@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import shlex
 import sys
@@ -81,6 +82,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     with torch.inference_mode():
         run(args, rank, torch.device(device))
+    gc.collect()  # of the model: NCCL waits for graphs that hold its collectives, for ever
     dist.destroy_process_group()
 
 

@@ -13,6 +13,7 @@ the slowest one counts. On GPUs by NCCL, captured in a CUDA graph where it can b
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,6 +109,7 @@ def world() -> Iterator[torch.device]:
             torch.cuda.set_device(device)
         yield device
     finally:
+        gc.collect()  # NCCL waits for graphs that hold its collectives, for ever
         dist.destroy_process_group()
 
 

@@ -36,6 +36,9 @@ class Watch:
     `launched` and `check` raise RuntimeError with the ranks that launched fewer replays, or with
     how far all of them are. The group is not to be used any more. What waits for stores of other
     GPUs (`push`) knows nothing of the abort, and ends after the timeout of the group.
+
+    NCCL tells the GPU at once, but does not return from an abort before all CUDA graphs that hold
+    the group are gone. Another thread waits for that, which no one else does.
     """
 
     def __init__(
@@ -109,7 +112,8 @@ class Watch:
                 waited = time.monotonic() - max(since, self._pending[0][1])
                 if waited > self._seconds:
                     self._error = self._describe()
-                    resolve(self._group.name).abort()
+                    abort = resolve(self._group.name).abort
+                    threading.Thread(target=abort, name="moe_ops.abort", daemon=True).start()
                     return
         self._publish()
 

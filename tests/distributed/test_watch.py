@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
+from moe_ops.ranks import watch as watch_module
 from moe_ops.ranks.watch import Watch
 from tests.distributed.ranks import processes, results
 
@@ -76,6 +79,38 @@ def replays(rank: int, group: str, counts: tuple[int, ...]) -> None:
 )  # fmt: skip
 def test_ranks_that_do_not_launch_are_named(counts: tuple[int, ...], tmp_path: Path) -> None:
     processes(len(counts), tmp_path, replays, counts)
+
+
+def aborting(rank: int, group: str) -> None:
+    """NCCL's abort does not return while a graph is there: the watch and who closes it do not
+    wait."""
+    started, freed = threading.Event(), threading.Event()
+
+    class Held:
+        def abort(self) -> None:
+            started.set()
+            freed.wait()
+
+    class Never:
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            return False
+
+    with patch.object(watch_module, "resolve", lambda name: Held()):
+        found = Watch(group, seconds=0.1, event=Never)
+        found.launched()
+        assert started.wait(10)
+        with pytest.raises(RuntimeError, match=r"replay 1 .* did not end within 0\.1 s; all did"):
+            found.check()
+        start = time.monotonic()
+        found.close()
+        assert time.monotonic() - start < 5
+    freed.set()
+
+
+def test_no_one_waits_for_an_abort() -> None:
+    results(1, aborting)
 
 
 def alone(rank: int, group: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -38,6 +39,7 @@ def main(rank: int, folder: Path, seconds: float, body: Callable[..., None], arg
     )  # fmt: skip
     with torch.no_grad():
         body(rank, dist.group.WORLD.group_name, *args)
+    gc.collect()  # NCCL waits for graphs that hold its collectives, for ever
     torch.cuda.synchronize()
     dist.destroy_process_group()
 

@@ -339,6 +339,8 @@ def of_floats() -> Any:
 def codes_sent(rank: int, group: str, w_format: str, x_format: str) -> None:
     """By every transport the bits of floats, and of one GPU where one rank serves a token."""
     together = Spread(name="together", tokens=(9, 4), choose="together")
+    # Kernels of other numbers of rows round h elsewhere, so that codes differ.
+    tol = TOL["experts", torch.int8 if x_format == "int8:row" else torch.float8_e4m3fn]
     for spread in (*TWO, together):
         whole = on_gpu(Whole.of(spread, BF16, w_format, x_format, 512))
         one = whole.want().split(list(spread.tokens))[rank]
@@ -348,7 +350,7 @@ def codes_sent(rank: int, group: str, w_format: str, x_format: str) -> None:
             with of_floats():
                 want = run_share(rank, group, whole, collective)
             assert torch.equal(got, want), where
-            assert_close(got, one, TOL["experts_over_ranks", BF16], where)
+            assert_close(got, one, tol, where)
 
 
 @each_code
