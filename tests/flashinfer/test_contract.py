@@ -13,6 +13,7 @@ from layers import CASE, WRONG, call_of, check, error_of, run, stored, wanted, w
 
 from moe_ops import experts, flashinfer_options
 from moe_ops.backends.flashinfer import orders
+from moe_ops.testing import Case
 
 UP_GATE, CHUNKS, SHUFFLED = "flashinfer.up_gate", "flashinfer.chunks", "flashinfer.shuffled"
 CUTLASS, CUTE_DSL = "flashinfer_cutlass", "flashinfer_cute_dsl"
@@ -155,3 +156,13 @@ def test_shares_of_ranks_add_up(fake: ModuleType, on: On, name: str, cuts: tuple
         call = replace(whole, expert_map=there, expert_offset=first, **parts)
         total += run(name, stored(call, layout)).double()
     check(name, "bfloat16", total.bfloat16(), wanted(whole))
+
+
+@pytest.mark.parametrize(("K", "E"), [(33, 40), (2, 2049), (32, 40)], ids=str)
+def test_what_cute_dsl_does_not_sort_is_refused(fake: ModuleType, on: On, K: int, E: int) -> None:
+    on(9, 0)
+    case = Case(name="many", T=3, E=E, K=K, D=32, I=32)
+    call = stored(call_of("bfloat16", case=case), CHUNKS)
+    said = experts.backends[CUTE_DSL].refusal("cpu", 3, call)
+    most = "sorts at most 32 choices of a token among 2048 experts"
+    assert said == (None if (K, E) == (32, 40) else f"{most}, got {K} among {E}")

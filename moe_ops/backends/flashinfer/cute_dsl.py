@@ -20,10 +20,19 @@ WAYS = {
 }
 MACHINE = package.Machine(capabilities=HOPPER + BLACKWELL, packages=(package.CUTE_DSL,))
 FITS = fits.Fits(machine=MACHINE, ways=WAYS)
+# What its kernels that sort tokens by experts are compiled for.
+MOST_CHOICES, MOST_EXPERTS = 32, 2048
 
 
 def supports(call: ExpertsCall) -> str | None:
-    return FITS.refusal(call)
+    reason = FITS.refusal(call)
+    if reason is not None:
+        return reason
+    K, share = call.ids_TK.shape[1], call.w13_EFD if call.expert_map is None else call.expert_map
+    if K <= MOST_CHOICES and share.shape[0] <= MOST_EXPERTS:
+        return None
+    most = f"{MOST_CHOICES} choices of a token among {MOST_EXPERTS} experts"
+    return f"sorts at most {most}, got {K} among {share.shape[0]}"
 
 
 @experts.backend(
