@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ops.backend import Rows
 from moe_ops.backends.triton import refuse_device
-from moe_ops.backends.triton_ranks import contiguous_of
+from moe_ops.backends.triton_ranks import contiguous_of, parts_of, refuse_words
 from moe_ops.gradients import needs_grad
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
 from moe_ops.ops.dispatch_tokens import DispatchTokensCall, agree, dispatch_tokens
@@ -28,7 +28,6 @@ from moe_ops.ranks.links import LINKS, most_parts
 from moe_ops.ranks.packed import ALIGNMENT
 from moe_ops.ranks.transport import AUTO, PUSH
 
-MOST_COLUMNS = 2**15  # which one program copies
 NO_GRADIENT = "has no gradients, and one is asked for"
 NO_MEMORY = "needs memory that no eager call has made; run the call before the capture"
 NO_OTHER = "has no other rank to store to"
@@ -42,20 +41,12 @@ def refuse_rows(collective: str, group: str, tensors: Mapping[str, Tensor]) -> s
         return NO_OTHER
     if needs_grad(*tensors.values()):
         return NO_GRADIENT
-    for name, t in tensors.items():
-        if t.shape[1] * t.dtype.itemsize % 4 or not t.shape[1]:
-            return f"copies words of four bytes, got {name} of {t.shape[1]} x {t.dtype.itemsize}"
-        if t.shape[1] > MOST_COLUMNS:
-            return f"takes {MOST_COLUMNS} columns at most, got {t.shape[1]}"
-    return refuse_device(next(iter(tensors.values())))
+    return refuse_words(tensors) or refuse_device(next(iter(tensors.values())))
 
 
 def supports_dispatch(call: DispatchTokensCall) -> str | None:
     """Why the tokens of a call cannot be stored to other ranks, or None."""
-    rows = {"x_TD": call.x_TD, "weights_TK": call.weights_TK}
-    if call.scale_TS is not None:
-        rows["scale_TS"] = call.scale_TS
-    return refuse_rows(call.collective, call.group, rows)
+    return refuse_rows(call.collective, call.group, parts_of(call))
 
 
 def supports_combine(call: CombineTokensCall) -> str | None:

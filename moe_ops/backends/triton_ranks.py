@@ -3,6 +3,7 @@ and one after it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,19 +26,22 @@ def supports_dispatch(call: DispatchTokensCall) -> str | None:
         return f"packs tokens for {GATHER!r}, got collective={call.collective!r}"
     if needs_grad(call.x_TD, call.weights_TK):
         return NO_GRADIENT
-    if call.x_TD.shape[1] > MOST_COLUMNS:
-        return f"takes {MOST_COLUMNS} columns at most, got {call.x_TD.shape[1]}"
-    return refuse_words(call) or refuse_device(call.x_TD)
+    return refuse_words(parts_of(call)) or refuse_device(call.x_TD)
 
 
-def refuse_words(call: DispatchTokensCall) -> str | None:
-    """Why the rows of a call are not copied as words, or None."""
+def parts_of(call: DispatchTokensCall) -> dict[str, Tensor]:
+    """What is copied of each token, but for its ids."""
     parts = {"x_TD": call.x_TD, "weights_TK": call.weights_TK}
-    if call.scale_TS is not None:
-        parts["scale_TS"] = call.scale_TS
-    for name, t in parts.items():
+    return parts if call.scale_TS is None else {**parts, "scale_TS": call.scale_TS}
+
+
+def refuse_words(rows: Mapping[str, Tensor]) -> str | None:
+    """Why rows of these tensors are not copied as words, or None."""
+    for name, t in rows.items():
         if t.shape[1] * t.dtype.itemsize % 4 or not t.shape[1]:
             return f"copies words of four bytes, got {name} of {t.shape[1]} x {t.dtype.itemsize}"
+        if t.shape[1] > MOST_COLUMNS:
+            return f"takes {MOST_COLUMNS} columns at most, got {t.shape[1]}"
     return None
 
 

@@ -6,7 +6,8 @@
     torchrun --nproc-per-node 2 -m moe_ops.bench ep --part transport --modes vdev2d packed pairs
     torchrun --nproc-per-node 2 -m moe_ops.bench ep --part shared --layer qwen3_30b
 
-With `--x-format float8_e4m3fn:1x128` tokens are quantised and travel as codes. Modes take turns;
+With `--x-format float8_e4m3fn:1x128` tokens are quantised and travel as codes, but for those of
+"unpacked", which sends floats. Modes take turns;
 "auto" is named with the transport that it picks. Ranks run everything as often as each other, and
 the slowest one counts. On GPUs by NCCL, captured in a CUDA graph where it can be; else by gloo.
 """
@@ -102,15 +103,15 @@ def world() -> Iterator[torch.device]:
     """The process group of this run, and this rank's device."""
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    try:
-        device = torch.device("cpu")
-        if on_gpu:
-            device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
-            torch.cuda.set_device(device)
-        yield device
-    finally:
-        gc.collect()  # NCCL waits for graphs that hold its collectives, for ever
-        dist.destroy_process_group()
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    yield device
+    # Not after an error, whose traceback holds graphs: NCCL waits for those that hold its
+    # collectives, for ever.
+    gc.collect()
+    dist.destroy_process_group()
 
 
 @torch.inference_mode()
@@ -165,7 +166,12 @@ def measure(
     tokens of a rank; without modes by all that the device has. Tokens are quantised to x_format, if
     it is given. What a mode cannot run is said, and left out."""
     if modes is None:
-        modes = [m for m in PARTS[part] if m not in APART and (m != PUSH or device.type == "cuda")]
+        left_out = {
+            *APART,
+            *(() if device.type == "cuda" else (PUSH,)),
+            *(PEERS if x_format else ()),
+        }
+        modes = [m for m in PARTS[part] if m not in left_out]
     found = []
     for name in layers:
         case = LAYERS[name]
@@ -177,6 +183,7 @@ def measure(
                 made = _of_mode(mode, case, T, part, device, held, x_format)
                 calls |= {} if made is None else {mode: made}
             found += _in_turns(what, T, calls, device)
+            calls.clear()  # whose graphs hold the weights, before others are made
     return found
 
 

@@ -221,8 +221,10 @@ def settle_layers(args: argparse.Namespace, error: Error) -> None:
 def settle_ep(args: argparse.Namespace, error: Error) -> None:
     """Refuse modes that a part does not have, and those that do not run in one process."""
     modes = ep.PARTS[args.part]
-    if args.x_format and args.part == ep.SHARED:
-        error("--x-format goes with --part layer and transport; leave it out")
+    floats = [m for m in args.modes or () if m in ep.PEERS]
+    if args.x_format and (args.part == ep.SHARED or args.probe or floats):
+        given = "--probe" if args.probe else f"--modes {floats[0]}" if floats else "--part shared"
+        error(f"--x-format goes with layers and transports that send codes, not with {given}")
     if {ep.PUSH, ep.VDEV2D} <= set(args.modes or ()):
         error(
             "torch has one kind of shared memory in a process; measure vdev2d in a run of its own"

@@ -267,8 +267,8 @@ def _check_formats(call: ExpertsCall) -> None:
         check_weight("w13_EFD", call.w13_EFD, w13_scale, w13_zero, format, transposed)
         check_weight("w2_EDI", call.w2_EDI, w2_scale, w2_zero, format, transposed)
         return
-    check_tensor("w13_EFD", call.w13_EFD, 3, (call.x_TD.dtype,))
-    check_tensor("w2_EDI", call.w2_EDI, 3, (call.x_TD.dtype,))
+    check_tensor("w13_EFD", call.w13_EFD, 3, (call.dtype,))
+    check_tensor("w2_EDI", call.w2_EDI, 3, (call.dtype,))
     for name in ("w13_scale_EFG", "w2_scale_EDG", "w13_zero_EFG", "w2_zero_EDG"):
         if getattr(call, name) is not None:
             raise ValueError(f"{name} was given without w_format; name it")

@@ -29,7 +29,7 @@ from moe_ops.ranks.transport import AUTO, GATHER, TRANSPORTS
 from moe_ops.shapes import check_choice
 from moe_ops.spec import FORCED, REFERENCE, op
 
-WORD = 4  # bytes: what kernels copy
+WORD_BYTES = 4  # bytes: what kernels copy
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ def experts_over_ranks(call: ExpertsOverRanksCall) -> Tensor:
 
     Tokens of an x_format of 8 bits with scales of their own are quantised before they are sent, and
     travel as codes with their scales, unless `why_floats` says why not: the bits of the result are
-    those of experts that quantise them.
+    those that the same transport gives of floats.
 
     Every rank of the group has to call it, also one without tokens. Result [T, D] in x's dtype.
     Raises as `experts` and `dispatch_tokens` do, and ValueError for an x_format with a dynamic
@@ -148,9 +148,9 @@ def why_floats(layer: ExpertsCall) -> str | None:
     if needs_grad(layer.x_TD, layer.weights_TK):
         return "a gradient is asked for, which codes have not"
     parts = _codes_of(layer)
-    if any(width * dtype.itemsize % WORD for width, dtype in parts):
+    if any(width * dtype.itemsize % WORD_BYTES for width, dtype in parts):
         said = " and ".join(str(width * dtype.itemsize) for width, dtype in parts)
-        return f"codes and scales of a token are {said} bytes, which fill no words of {WORD}"
+        return f"codes and scales of a token are {said} bytes, which fill no words of {WORD_BYTES}"
     forced = FORCED.get() or {}
     name = forced.get(experts.name) or forced.get("*")
     for backend in experts.backends.values():

@@ -113,7 +113,7 @@ def not_codes(x_format: str, x_scale: Tensor | None = None) -> str | None:
     if not x_format:
         return "quantises no inputs"
     format = Format.of(x_format)
-    if x_scale is not None or format.group == TENSOR:
+    if x_scale is not None or format.group == TENSOR or format.has_global_scale:
         return "has a scale that is not a token's own"
     if format.bits != 8:
         return f"has codes of {format.bits:g} bits, where those of 8 can come alone"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH
 
 # Slots of `gather` above this are left to `exchange`, where there is a choice. Those of `push` stay
-# allocated, four times as many bytes at most, so that long prompts are not to ask for them: 4096
-# tokens of 4096 columns in bfloat16 of two ranks, there and back, and their ids.
+# allocated, so that long prompts are not to ask for them: 4096 tokens of 4096 columns in bfloat16
+# of two ranks, there and back, and their ids.
 MOST_BYTES, MOST_PUSHED = 2**30, 2**27 + 2**24
 
 
@@ -75,11 +75,11 @@ def most_parts(ranks: int, nbytes: int) -> int:
 # On two H100 a layer by `exchange`, which no graph holds, took 1.0 to 2.8 ms more than by `gather`
 # at 1 to 4096 tokens a rank (bench ep), most of it the host's: 1.9 in the middle. Two processes
 # with gloo on two cores, torch 2.13: 250 us, 0.9 GB/s. Those of `push` are of two H100, captured:
-# there and back took 9.6 us with one token and 25.4 with 512, of 8.3 KB there and back (bench ep);
+# there and back took 9.8 us with one token and 25.8 with 512, of 8.3 KB there and back (bench ep);
 # an all-reduce of up to 1 MB took 21 us there. Sums on CPUs are two collectives.
 LINKS = {
     "cuda": Link(
-        alpha_us=8.5, bytes_per_second=245e9, wait_us=950.0, push_us=4.8, pushed_per_second=267e9,
+        alpha_us=8.5, bytes_per_second=245e9, wait_us=950.0, push_us=4.9, pushed_per_second=263e9,
         reduce_us=21.0,
     ),
     "cpu": Link(

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -96,9 +97,7 @@ class Watch:
             self._error = f"the watch of {self._group.name!r} ended by {error!r}"
 
     def _look(self) -> None:
-        if self._device is not None:
-            torch.cuda.set_device(self._device)
-            _let_others_capture()
+        self._on_its_device()
         since, said = time.monotonic(), (0, 0)
         while not self._closed.wait(POLL_SECONDS):
             while self._pending and self._pending[0][0].query():
@@ -111,11 +110,24 @@ class Watch:
             if self._pending:
                 waited = time.monotonic() - max(since, self._pending[0][1])
                 if waited > self._seconds:
-                    self._error = self._describe()
-                    abort = resolve(self._group.name).abort
+                    group, self._error = resolve(self._group.name), self._describe()
+                    abort = partial(self._abort, group)
                     threading.Thread(target=abort, name="moe_ops.abort", daemon=True).start()
                     return
         self._publish()
+
+    def _abort(self, group: Any) -> None:
+        try:
+            self._on_its_device()
+            group.abort()
+        except Exception as error:  # the caller has to know, and what waits does so still
+            self._error += f" (to abort it failed: {error!r})"
+
+    def _on_its_device(self) -> None:
+        """What a thread that asks the GPU says first."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+            _let_others_capture()
 
     def _publish(self) -> tuple[int, int]:
         said = self._launched, self._ended

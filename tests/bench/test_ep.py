@@ -122,10 +122,14 @@ def test_ways_that_share_memory_otherwise_want_runs_of_their_own(
     assert "measure vdev2d in a run of its own" in capsys.readouterr().err
 
 
-def test_shared_experts_take_no_format(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words", ["--part shared", "--probe", "--part transport --modes gather packed"]
+)
+def test_what_sends_floats_takes_no_format(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.parse(["ep", "--part", "shared", "--x-format", "int8:row"])
-    assert "--x-format goes with --part layer and transport" in capsys.readouterr().err
+        cli.parse(["ep", *words.split(), "--x-format", "int8:row"])
+    said = words.replace("--part transport ", "").replace("gather ", "")
+    assert f"that send codes, not with {said}" in capsys.readouterr().err
 
 
 def test_what_a_graph_reads_stays_while_others_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,16 +97,18 @@ def aborting(rank: int, group: str) -> None:
         def query(self) -> bool:
             return False
 
-    with patch.object(watch_module, "resolve", lambda name: Held()):
-        found = Watch(group, seconds=0.1, event=Never)
-        found.launched()
-        assert started.wait(10)
-        with pytest.raises(RuntimeError, match=r"replay 1 .* did not end within 0\.1 s; all did"):
-            found.check()
-        start = time.monotonic()
-        found.close()
-        assert time.monotonic() - start < 5
-    freed.set()
+    try:
+        with patch.object(watch_module, "resolve", lambda name: Held()):
+            found = Watch(group, seconds=0.1, event=Never)
+            found.launched()
+            assert started.wait(10)
+            with pytest.raises(RuntimeError, match=r"replay 1 .* did not end within 0\.1 s; all"):
+                found.check()
+            start = time.monotonic()
+            found.close()
+            assert time.monotonic() - start < 5
+    finally:
+        freed.set()
 
 
 def test_no_one_waits_for_an_abort() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.kernels.triton import push
-from moe_ops.kernels.triton.ranks import Rows
+from moe_ops.kernels.triton.ranks import Rows, words_of
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, sum_in_order
 from moe_ops.ranks.tables import EVERY, HOME, known_ids, needed, slots
@@ -270,6 +270,6 @@ def test_both_halves_in_one_launch() -> None:
 
 def test_rows_that_begin_amid_a_word_are_copied() -> None:
     held = torch.randn(1 + 3 * 8).bfloat16()
-    words = push._words(held[1:].view(3, 8))
+    words = words_of(held[1:].view(3, 8))
     assert torch.equal(words.view(torch.bfloat16), held[1:])
-    assert push._words(held[:8]).data_ptr() == held.data_ptr()
+    assert words_of(held[:8]).data_ptr() == held.data_ptr()

@@ -27,13 +27,12 @@ import functools
 import zlib
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options
-from moe_ops.kernels.triton.ranks import EVERY, HOME, Rows, Words
+from moe_ops.kernels.triton.ranks import EVERY, HOME, Rows, Words, words_of
 
 # Programs of a launch at most, a power of two: they wait for each other, so all must fit on a GPU.
 MOST_PROGRAMS = 128
@@ -363,8 +362,8 @@ def dispatch(
     pdl, options = pdl_options(x_GD)
     programs = programs_of(rows, arena)
     dispatch_kernel[(programs,)](
-        arena.memory, arena.table_R, arena.error, *map(_words, parts), sent.ids_TK, *tables,
-        _words(x_GD), _words(scale_GS), _words(weights_GK), ids_GK, served_G, sent.x_TD.shape[0],
+        arena.memory, arena.table_R, arena.error, *map(words_of, parts), sent.ids_TK, *tables,
+        *map(words_of, (x_GD, scale_GS, weights_GK)), ids_GK, served_G, sent.x_TD.shape[0],
         rows, P, arena.half, arena.limit,
         tag_of("dispatch", rows, P, *words, *(t.dtype for t in parts)),
         MOST_PROGRAMS // programs, arena.me, *words, block, *words.blocks, arena.ranks, RP, *halves,
@@ -387,8 +386,9 @@ def combine(
     pdl, options = pdl_options(y_GD)
     programs = programs_of(rows, arena)
     combine_pushed_kernel[(programs,)](
-        arena.memory, arena.table_R, arena.error, _words(y_GD), served_G, ids_TK, rank_of_P, out_TD,
-        T, rows, P, arena.half, arena.limit, tag_of("combine", rows, P, D, Y, K, y_GD.dtype),
+        arena.memory, arena.table_R, arena.error, words_of(y_GD), served_G, ids_TK, rank_of_P,
+        out_TD, T, rows, P, arena.half, arena.limit,
+        tag_of("combine", rows, P, D, Y, K, y_GD.dtype),
         MOST_PROGRAMS // programs, arena.me, Y, D, K, row, block,
         min(4096, triton.next_power_of_2(D)),
         triton.next_power_of_2(K), arena.ranks, RP, *halves, polls_by_asm(y_GD), pdl,
@@ -427,10 +427,3 @@ def _row_words(y_GD: Tensor) -> int:
 def tag_of(*what: Any) -> int:
     """What is exchanged, in the bits of a flag."""
     return zlib.crc32(repr(what).encode()) % TAGS.value
-
-
-def _words(t: Tensor) -> Tensor:
-    """A contiguous tensor as words of four bytes; a copy if it begins amid one."""
-    if t.storage_offset() * t.itemsize % 4:
-        t = t.clone()
-    return t.view(-1).view(torch.int32)

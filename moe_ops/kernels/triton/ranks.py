@@ -144,7 +144,7 @@ def pack(sent: Rows, rows: int, physical: int) -> Tensor:
     words, (T, _) = Words.of(sent), sent.x_TD.shape
     packed = torch.empty((rows, words.row), dtype=torch.int32, device=sent.x_TD.device)
     pack_kernel[(rows,)](
-        _words(sent.x_TD), _words(sent.scale_TS), _words(sent.weights_TK), sent.ids_TK, packed, T,
+        *map(words_of, (sent.x_TD, sent.scale_TS, sent.weights_TK)), sent.ids_TK, packed, T,
         physical, *words, _block(words), *words.blocks,
     )  # fmt: skip
     return packed
@@ -160,7 +160,7 @@ def unpack(
     x_GD, scale_GS, weights_GK = (t.new_empty((G, t.shape[1])) for t in parts)
     ids_GK = packed.new_empty((G, words.K))
     unpack_kernel[(G,)](
-        packed, *tables, _words(x_GD), _words(scale_GS), _words(weights_GK), ids_GK, rows, rank,
+        packed, *tables, *map(words_of, (x_GD, scale_GS, weights_GK)), ids_GK, rows, rank,
         *words, _block(words), *words.blocks,
     )  # fmt: skip
     return x_GD, scale_GS, weights_GK, ids_GK
@@ -182,7 +182,10 @@ def combine(
     return out_TD
 
 
-def _words(t: Tensor) -> Tensor:
+def words_of(t: Tensor) -> Tensor:
+    """A contiguous tensor as words of four bytes; a copy if it begins amid one."""
+    if t.storage_offset() * t.itemsize % 4:
+        t = t.clone()
     return t.view(-1).view(torch.int32)
 
 

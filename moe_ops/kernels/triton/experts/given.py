@@ -89,6 +89,7 @@ def decode(x_TD: Tensor, codes: Codes) -> Tensor:
     (T, D), scale_TG = x_TD.shape, codes.x_scale_TG
     out = x_TD.new_empty(T, D, dtype=codes.result)
     whole = codes.inputs.scale == "row"
+    assert whole or codes.inputs.scale == "e8m0", codes.inputs.scale
     BD = min(COLUMNS, triton.next_power_of_2(D))
     # As bytes: GPUs before 8.9 have no float8.
     values = x_TD if x_TD.dtype == torch.int8 else x_TD.view(torch.uint8)
