@@ -40,6 +40,7 @@ def fuse_moe(graph: fx.Graph, context: Context) -> int:
 
 def _read(experts: fx.Node) -> tuple[Any, ...]:
     """The arguments of `moe`. Raises Mismatch if the routing is another's or read by others."""
+    require(arg(experts, "x_scale_TG") is None, "its tokens are codes, and `moe` takes floats")
     weights, ids = arg(experts, "weights_TK"), _as_chosen(arg(experts, "ids_TK"))
     route = output(weights, 0, ops.route.default, what="the weights")
     output(ids, 1, ops.route.default, what="the ids")

@@ -53,6 +53,8 @@ def last_sum(experts: fx.Node) -> fx.Node | None:
 
 
 def _fuse(graph: fx.Graph, experts: fx.Node, total: fx.Node) -> str:
+    codes = arg(experts, "x_scale_TG") is not None
+    require(not codes, "its tokens are codes, and `experts_onto` takes floats")
     terms = [term for term in total.args if peel(term) is not experts]
     require(len(terms) == 1 and not total.kwargs, "they are added to themselves, or scaled")
     out, whole = tensor(experts), tensor(total)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 import moe_ops
+from moe_ops.ops.experts import OF_CODES
 from moe_ops.passes.context import Context
 from moe_ops.passes.drop_duplicate_quantize import drop_duplicate_quantize
 from moe_ops.passes.fuse_experts import fuse_experts
@@ -140,6 +141,7 @@ def test_every_argument_of_the_stages_is_kept() -> None:
     # One that is added to `experts` has to come from a stage, or to be no concern of theirs.
     assert default == {
         "transposed", "kind", "gated", "x_scale", "h_scale", "x_format", "layout", "expert_offset",
+        *OF_CODES,
     }  # fmt: skip
 
 
@@ -217,6 +219,26 @@ def test_other_routings_stay(change: str, reason: str) -> None:
     Compiled(unrouted(change), hook)(*tensors())
     assert hook.counts == [0]
     assert reason in hook.context.refusals[0].text
+
+
+def test_experts_of_codes_stay() -> None:
+    """`moe` takes tokens that are floats."""
+    made = [packing.quantize(w, Format.of("int8:row")) for w in tensors()[2:4]]
+    (w13, scale13), (w2, scale2) = ((m.values, m.scale) for m in made)
+
+    def model(x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = ops.route(logits, 2)
+        q, scale = ops.quantize(x, "int8:row")
+        return ops.experts(
+            q, weights, ids, w13, w2, w13_scale_EFG=scale13, w2_scale_EDG=scale2,
+            w_format="int8:row", x_format="int8:row", x_scale_TG=scale, out_dtype="bfloat16",
+        )  # fmt: skip
+
+    given, hook = tensors()[:2], Hook(fuse_moe)
+    got = Compiled(model, hook)(*given)
+    assert hook.counts == [0]
+    assert "its tokens are codes" in hook.context.refusals[0].text
+    assert torch.equal(got, model(*given))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int16], ids=str)

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
-from moe_ops.ops import experts, route
+from moe_ops.ops import experts, quantize, route
 from moe_ops.passes.fuse_residual import fuse_residual
 from moe_ops.passes.pick_backend import pick_backend
 from moe_ops.quant import packing
@@ -132,6 +132,25 @@ def test_scales_of_quantised_weights_go_along(monkeypatch: pytest.MonkeyPatch) -
     given = (torch.randn(3, width), torch.randn(3, width), torch.rand(3, 2), ids, *held)
     hook, got, graph = fused(call, *given)
     assert hook.counts == [1, 1] and "experts_onto.planned" in text(graph)
+    assert torch.equal(got, call(*given))
+
+
+def test_experts_of_codes_stay() -> None:
+    """`experts_onto` takes tokens that are floats."""
+    formats = {"w_format": "int8:row", "x_format": "int8:row", "out_dtype": "bfloat16"}
+    s, x, w, ids, *weights = tensors(3)
+    made = [packing.quantize(t, Format.of("int8:row")) for t in weights[:2]]
+    q, scale = quantize(x.view(-1, D), "int8:row")
+
+    def call(s: Tensor, q: Tensor, scale: Tensor, w: Tensor, ids: Tensor, *held: Tensor) -> Tensor:
+        scales = {"w13_scale_EFG": held[2], "w2_scale_EDG": held[3], "x_scale_TG": scale}
+        return s + experts(q, w, ids, *held[:2], **scales, **formats)
+
+    held = [getattr(m, part) for part in ("values", "scale") for m in made]
+    given = (s.view(-1, D), q, scale, w, ids, *held)
+    hook, got, _ = fused(call, *given)
+    assert hook.counts == [1, 0]
+    assert "its tokens are codes" in hook.context.refusals[0].text
     assert torch.equal(got, call(*given))
 
 
