@@ -24,6 +24,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.kernels.triton.experts.emulated import emulate
 from moe_ops.kernels.triton.experts.tokens import arrange
+from tests.chosen import those_of
 from tests.kernels.test_quantised_experts import ODD, call_of
 
 F8 = torch.float8_e4m3fn
@@ -36,9 +37,7 @@ PAIRS = (
     ("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("mxfp6_e3m2", "mxfp8"), ("mxfp8", "mxfp6_e2m3"),
     ("mxfp4", "float8_e4m3fn:row"), ("mxfp6_e2m3", "float8_e4m3fn:tensor"),
 )  # fmt: skip
-QUICK = PAIRS[:1] + PAIRS[4:]
-EACH_PAIR = [pytest.param(p, marks=[] if p in QUICK else [pytest.mark.slow]) for p in PAIRS]
-each_pair = pytest.mark.parametrize("formats", EACH_PAIR, ids=str)
+each_pair = pytest.mark.parametrize("formats", those_of(PAIRS[:1] + PAIRS[4:5], PAIRS), ids=str)
 each_kernel = pytest.mark.parametrize("kernel", ["rows", "grouped"])
 
 

@@ -42,6 +42,7 @@ SOME = (
     ("mxfp6_e2m3", ""),
     ("int8:tensor", "int8:row"),
 )
+USUAL = (FORMATS[0], FORMATS[4], BLOCK_FLOAT8, ("int8:tensor", "int8:row"))
 EMULATED = (
     ("mxfp4", "mxfp6_e2m3"),
     ("nvfp4", "nvfp4"),
@@ -58,8 +59,8 @@ EACH_ACTIVATION = [
 ]
 each_kernel = pytest.mark.parametrize("kernel", TOKENS)
 each_format = pytest.mark.parametrize("formats", FORMATS, ids=str)
-formats_first = pytest.mark.parametrize("formats", those_of(SOME, FORMATS), ids=str)
-some_formats = pytest.mark.parametrize("formats", SOME, ids=str)
+formats_first = pytest.mark.parametrize("formats", those_of(USUAL, FORMATS), ids=str)
+some_formats = pytest.mark.parametrize("formats", those_of(USUAL, SOME), ids=str)
 
 
 @pytest.fixture(autouse=True)

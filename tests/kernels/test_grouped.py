@@ -323,6 +323,7 @@ def each_activation(used: int, others: int) -> pytest.MarkDecorator:
 FEW_SPILLS = Version(version("triton")) < Version("3.7")
 
 
+@pytest.mark.every
 @pytest.mark.slow
 @each_activation(8, 16)
 def test_the_hopper_kernel_compiles_and_keeps_to_its_registers(names, variants):
