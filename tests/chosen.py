@@ -15,7 +15,7 @@ CHOSEN = (
 )  # fmt: skip
 
 
-def those_of(chosen: Iterable[str], names: Iterable[str]) -> list[Any]:
+def those_of(chosen: Iterable[Any], names: Iterable[Any]) -> list[Any]:
     """The names as parameters of a test; those that are not chosen are of `every` alone."""
     chosen = frozenset(chosen)
     return [n if n in chosen else pytest.param(n, marks=pytest.mark.every) for n in names]

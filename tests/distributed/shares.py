@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import experts, experts_over_ranks
+from moe_ops.ops.experts_over_ranks import sends_codes
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import Case, make_layer
@@ -91,6 +92,11 @@ class Whole:
     def want(self) -> Tensor:
         """What one process makes of all tokens."""
         return experts(self.x_TD, self.weights_TK, self.ids_TK, **self.weights, **self.options)
+
+    def sends_codes(self) -> bool:
+        """Whether tokens travel as codes."""
+        tokens = (self.x_TD, self.weights_TK, self.ids_TK)
+        return sends_codes(experts.call(*tokens, **self.weights, **self.options))
 
     def own(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens of a rank, their weights and their experts."""

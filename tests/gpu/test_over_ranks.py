@@ -20,14 +20,12 @@ from moe_ops import (
     capture,
     combine_tokens,
     dispatch_tokens,
-    experts,
     experts_over_ranks,
     share_experts,
     sum_ranks,
 )
 from moe_ops.graphs.cuda_graph import capture_call
 from moe_ops.layer import MoELayer
-from moe_ops.ops.experts_over_ranks import sends_codes
 from moe_ops.parallel.config import ALLGATHER, AUTO, LOW_LATENCY, ParallelConfig
 from moe_ops.testing import TOL, assert_close
 from tests.distributed.shares import SPREADS, Spread, Whole, run_share
@@ -338,12 +336,6 @@ def of_floats() -> Any:
     return patch.object(module, "why_floats", lambda layer: "asked for")
 
 
-def require_codes(whole: Whole) -> None:
-    """Or floats would be compared with floats."""
-    tokens = (whole.x_TD, whole.weights_TK, whole.ids_TK)
-    assert sends_codes(experts.call(*tokens, **whole.weights, **whole.options))
-
-
 def codes_sent(rank: int, group: str, w_format: str, x_format: str) -> None:
     """By every transport the bits of floats, and of one GPU where one rank serves a token."""
     together = Spread(name="together", tokens=(9, 4), choose="together")
@@ -351,7 +343,7 @@ def codes_sent(rank: int, group: str, w_format: str, x_format: str) -> None:
     tol = TOL["experts", torch.int8 if x_format == "int8:row" else torch.float8_e4m3fn]
     for spread in (*TWO, together):
         whole = on_gpu(Whole.of(spread, BF16, w_format, x_format, 512))
-        require_codes(whole)
+        assert whole.sends_codes()
         one = whole.want().split(list(spread.tokens))[rank]
         for collective in ("gather", "exchange", "push", "auto"):
             where = f"{spread.name} by {collective}"
@@ -371,7 +363,7 @@ def codes_replayed(rank: int, group: str, collective: str, rows: int, replays: i
     """A graph that sends codes, and one that sends floats, replayed side by side."""
     spread = Spread(name="full", tokens=(rows, rows))
     whole = on_gpu(Whole.of(spread, BF16, *CODES[2], 512))
-    require_codes(whole)
+    assert whole.sends_codes()
     tables = tuple(t.cuda() for t in whole.tables())
     held = whole.held(rank, tables)
     x, weights, ids = (t.clone() for t in whole.own(rank))

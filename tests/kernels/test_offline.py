@@ -50,12 +50,12 @@ CAPABILITIES = (90, 80, 89, 100)
 
 
 def each() -> Iterator[Any]:
-    """Hopper's with the most usual formats are tested always; tiles are tuned for it alone, so all
-    of floats are compiled for it alone."""
+    """Hopper's of floats are tested always; tiles are tuned for it alone, so all of floats are
+    compiled for it alone."""
     for capability, part in itertools.product(CAPABILITIES, KERNELS):
         if capability != 90 and part == "all_floats":
             continue
-        always = capability == 90 and part in ("floats", "codes")
+        always = capability == 90 and part == "floats"
         yield pytest.param(capability, part, marks=[] if always else [pytest.mark.every])
 
 

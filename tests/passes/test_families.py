@@ -102,7 +102,7 @@ def test_every_layer_of_a_stock_model_is_lifted(family: str) -> None:
 
 
 FORMS = [
-    ("batched_mm", torch.float32, True),
+    pytest.param("batched_mm", torch.float32, True, marks=pytest.mark.every),
     ("batched_mm", torch.bfloat16, False),
     ("grouped_mm", torch.bfloat16, True),
 ]
