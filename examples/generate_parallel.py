@@ -94,7 +94,7 @@ def run(args: argparse.Namespace, rank: int, device: torch.device) -> None:
     speeds = []
     for batch in args.batch:
         torch.manual_seed(0)
-        ids = torch.randint(CONFIGS[args.model](args.layers).vocab_size, (batch, args.prompt))
+        ids = torch.randint(model.config.vocab_size, (batch, args.prompt))
         mine = share(ids, args).to(device)
         speeds.append(measured(model, mine, batch, args))
         said = f"rank {rank}: {speeds[-1]}"

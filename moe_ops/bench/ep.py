@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from moe_ops.bench import ep_shared
 from moe_ops.bench.ep_peers import PACKED, PAIRS, PEERS, VDEV2D, Own, peer, reduce_scatter
-from moe_ops.bench.inputs import make_routed
+from moe_ops.bench.inputs import make_routed, make_weights
 from moe_ops.bench.tables import aligned
 from moe_ops.bench.timing import Run, capture, time_turns
 from moe_ops.ops import (
@@ -39,8 +39,7 @@ from moe_ops.ops import (
     sum_ranks,
 )
 from moe_ops.ops.experts_over_ranks import ExpertsOverRanksCall
-from moe_ops.quant import packing
-from moe_ops.quant.formats import Format
+from moe_ops.quant.config import QuantConfig
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, all_gather, all_reduce, all_to_all
 from moe_ops.ranks.transport import AUTO, EXCHANGE, GATHER, PUSH
@@ -212,7 +211,7 @@ def _of_mode(
     taken = ""
     if mode == AUTO and held is not None:
         taken = experts_over_ranks.pick(layer_arguments(case, T, mode, held)).name
-    if (taken or mode) in NOT_CAPTURED or device.type != "cuda":
+    if (taken or mode) in NOT_CAPTURED:
         return Timed(run=run, call=run, taken=taken)
     rounds = 1 if part == LAYER else max(1, min(ROUNDS, ROUNDS * SHORT // T))
     graph = partial(_graph, run, rounds, device, taken)
@@ -263,18 +262,10 @@ def weights_of(case: Case, device: torch.device, x_format: str = "") -> dict[str
     R = dist.get_world_size()
     if case.E % R:
         raise ValueError(f"{case.name} has {case.E} experts, which do not divide among {R} ranks")
-    each, dtype = case.E // R, torch.bfloat16
-    sizes = {"w13": (2 * case.I, case.D), "w2": (case.D, case.I)}
-    found: dict[str, Any] = {}
-    for (name, size), (w, scale) in zip(
-        sizes.items(), (("EFD", "EFG"), ("EDI", "EDG")), strict=True
-    ):
-        weight = torch.empty(each, *size, dtype=dtype, device=device).normal_(std=0.02)
-        found[f"{name}_{w}"] = weight
-        if x_format:
-            done = packing.quantize(weight, Format.of(W_FORMATS[x_format]))
-            found |= {f"{name}_{w}": done.values, f"{name}_scale_{scale}": done.scale}
-    return found | ({"w_format": W_FORMATS[x_format], "x_format": x_format} if x_format else {})
+    quant = QuantConfig(weights=W_FORMATS[x_format], inputs=x_format) if x_format else None
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    made = make_weights(replace(case, E=case.E // R), torch.bfloat16, generator, quant)
+    return {"w13_EFD": made.w13_EFD, "w2_EDI": made.w2_EDI, **made.keywords}
 
 
 Tensors = tuple[Tensor, Tensor]

@@ -314,7 +314,7 @@ def experts(call: ExpertsCall) -> Tensor:
 
     Tokens may come quantised: x_TD holds the codes of an x_format of 8 bits with a scale for each
     row or group of columns, x_scale_TG the scales, as `quantize` gives both, and out_dtype names
-    the dtype of the result. It is what the tokens would have given.
+    the dtype of the result, which is that of the same tokens given as floats.
 
     layout names the order in which `moe_ops.prepare` stored the weights, scales, zeros and biases
     for a backend; empty: as they were loaded. Any other backend refuses them, and the definition

@@ -153,7 +153,8 @@ def why_floats(layer: ExpertsCall) -> str | None:
         return f"codes and scales of a token are {said} bytes, which fill no words of {WORD_BYTES}"
     forced = FORCED.get() or {}
     name = forced.get(experts.name) or forced.get("*")
-    for backend in experts.backends.values():
+    # Neither in most calls, which come here several times.
+    for backend in experts.backends.values() if layer.layout or name else ():
         prepared = backend.layout is not None and backend.layout.name == layer.layout
         only = prepared or (backend.name == name != REFERENCE)
         if only and "x_scale_TG" not in backend.reads:
@@ -165,10 +166,11 @@ def sent_as(layer: ExpertsCall) -> str:
     """In words, how tokens travel whose experts quantise them; empty for others."""
     if not layer.x_format:
         return ""
-    if sends_codes(layer):
+    reason = why_floats(layer)
+    if reason is None:
         return f"tokens are sent as {layer.x_format} codes"
     dtype = str(layer.x_TD.dtype).removeprefix("torch.")
-    return f"tokens are sent as {dtype}: {why_floats(layer)}"
+    return f"tokens are sent as {dtype}: {reason}"
 
 
 def _codes_of(layer: ExpertsCall) -> list[tuple[int, torch.dtype]]:
