@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.bench import numerics, progress
-from moe_ops.bench.contenders import Contender, backends_of
+from moe_ops.bench.contenders import Contender, Refused, backends_of
 from moe_ops.bench.inputs import (
     Rotation,
     Routed,
@@ -62,6 +62,7 @@ class Cell:
     high_us: float | None = None
     first_s: float | None = None  # the first call, with what was compiled for it
     wrong: str = ""  # why it was not timed
+    refused: str = ""  # or why it does not take the layer
 
     @property
     def key(self) -> Key:
@@ -73,7 +74,8 @@ class Cell:
         """Raises ValueError for a cell that was not timed."""
         if self.us is None:
             raise ValueError(
-                f"{self.contender} was not timed at {self.tokens} tokens: {self.wrong}"
+                f"{self.contender} was not timed at {self.tokens} tokens: "
+                + (self.wrong or self.refused)
             )
         return self.us
 
@@ -217,6 +219,8 @@ def fill(cell: Cell, contender: Contender, turns: Turns, grid: Grid) -> Cell:
             error = check(calls, contender, turns, grid)
             run, count, of_graph = prepare(calls, turns, grid, cell.floor_us)
             timing = time_replays(run, count, grid.device, grid.seconds)
+    except Refused as reason:
+        return replace(cell, refused=str(reason))
     except Exception as reason:  # whatever it is, the others are still measured
         return replace(cell, ran=ran, first_s=first_s, wrong=f"{type(reason).__name__}: {reason}")
     return replace(

@@ -28,6 +28,10 @@ DIRECT = "cutlass_fused_moe"  # FlashInfer's
 Call = Callable[[Weights, Routed], Tensor]
 
 
+class Refused(Exception):
+    """Why a contender does not take a layer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
     """One implementation of a layer. `around` is entered before it is called."""
@@ -80,7 +84,10 @@ class Prepared:
         if found is None:
             given = {"w13_EFD": weights.w13_EFD, "w2_EDI": weights.w2_EDI, **weights.beside}
             held = {n: t.clone() for n, t in given.items()}
-            self._layout.prepare_({n: t for n, t in held.items() if n in WEIGHTS})
+            try:
+                self._layout.prepare_({n: t for n, t in held.items() if n in WEIGHTS})
+            except ValueError as error:  # weights or sizes that the layout has no order for
+                raise Refused(str(error)) from error
             w13_EFD, w2_EDI = held.pop("w13_EFD"), held.pop("w2_EDI")
             made = replace(weights, w13_EFD=w13_EFD, w2_EDI=w2_EDI, beside=held,
                            layout=self._layout.name)  # fmt: skip
@@ -102,7 +109,7 @@ def direct(case: Case) -> Contender:
         )  # fmt: skip
         reason = cutlass.supports(record)
         if reason is not None:
-            raise NotImplementedError(f"{cutlass.NAME} {reason}")
+            raise Refused(f"{cutlass.NAME} {reason}")
         to = arguments.routed(record)
         launch, out_TD = cutlass.launch_of(record, to), torch.empty_like(routed.x_TD)
         workspace = cutlass.workspace(launch, out_TD.device)

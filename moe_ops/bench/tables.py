@@ -48,7 +48,7 @@ def _row(results: Results, cell: Cell, others: Sequence[str]) -> list[str]:
     mark = "" if cell.cold else "~"
     row = [label(cell.ran), str(cell.tokens), cell.routing]
     if cell.us is None:
-        row += ["WRONG", "", "", f"{cell.floor_us:.1f}", ""]
+        row += ["-" if cell.refused else "WRONG", "", "", f"{cell.floor_us:.1f}", ""]
     else:
         row += [f"{mark}{cell.us:.1f}", digits(cell.tbs), digits(cell.tflops)]
         row += [f"{cell.floor_us:.1f}", f"{100 * cell.share:.1f}"]
@@ -64,7 +64,9 @@ def _row(results: Results, cell: Cell, others: Sequence[str]) -> list[str]:
 def _ratio(cell: Cell, other: Cell | None) -> str:
     if cell.us is None or other is None:
         return ""
-    return "wrong" if other.us is None else f"{other.us / cell.us:.2f}x"
+    if other.us is None:
+        return "-" if other.refused else "wrong"
+    return f"{other.us / cell.us:.2f}x"
 
 
 def _peer(results: Results, cell: Cell) -> list[str]:
@@ -118,4 +120,6 @@ def summary(results: Results) -> str:
         + c.wrong.splitlines()[0]
         for c in results.wrong()
     ]
+    refused = {(c.contender, c.layer): c.refused for c in results.cells if c.refused}
+    lines += [f"{name} does not take {layer}: {why}" for (name, layer), why in refused.items()]
     return "\n".join(lines)

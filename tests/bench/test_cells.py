@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import LAYER, SMALL, TINY, bench, quicken
+from runs import LAYER, SMALL, TINY, bench, quicken, results
 
 import moe_ops
 from moe_ops.backend import Backend
-from moe_ops.bench import cells, contenders, inputs, numerics, rates, stages, timing
+from moe_ops.bench import cells, contenders, inputs, numerics, rates, stages, tables, timing
 from moe_ops.bench.results import load
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.route import RouteCall
@@ -124,6 +124,23 @@ def test_what_raises_is_wrong_and_the_others_are_measured() -> None:
     ours, other = cells.measure(grid_of(failing, contenders.ours(TINY, "cpu")), RATES)
     assert ours.wrong == "KeyError: 'no tile for this size'"
     assert other.us is not None
+
+
+def test_who_does_not_take_a_layer_fails_no_run() -> None:
+    def refuse(weights: inputs.Weights, routed: inputs.Routed) -> torch.Tensor:
+        raise contenders.Refused("widths must be multiples of 128")
+
+    refusing = contenders.Contender(name="refusing", call=refuse)
+    ours, other = cells.measure(grid_of(contenders.ours(TINY, "cpu"), refusing), RATES)
+    assert ours.us and not other.us and not other.wrong
+    assert other.refused == "widths must be multiples of 128"
+    with pytest.raises(ValueError, match="refusing was not timed at 2 tokens: widths must be"):
+        _ = other.timed_us
+    found = replace(results(), cells=[ours, other], layers={"tiny": TINY}, given=None, peers={})
+    said = "refusing does not take tiny: widths must be multiples of 128"
+    assert tables.summary(found).endswith(said)
+    head, row = tables.layer_table(found, "tiny").splitlines()[1:3]
+    assert "x vs refusing" in head and row.split()[-1] == "-"
 
 
 def test_the_check_tells_right_from_wrong() -> None:
