@@ -81,7 +81,7 @@ def alike(call: ExpertsCall) -> Callable[..., Tensor] | None:
     launch, dtype, index = launch_of(c, routed), c.x_TD.dtype, c.x_TD.get_device()
     function, nbytes = launch.function, launch.nbytes
     empty: Any = getattr(guards, f"_empty_strided_{device.type}")
-    current_device = torch._C._cuda_getDevice if device.type == "cuda" else lambda: index
+    current_device = _current_device(device)
 
     def run_alike(
         x_TD: Tensor,
@@ -114,6 +114,11 @@ def alike(call: ExpertsCall) -> Callable[..., Tensor] | None:
         return out_TD
 
     return run_alike
+
+
+def _current_device(device: torch.device) -> Callable[[], int]:
+    """What tells the index of the current device of this type, without a wrapper's time."""
+    return torch._C._cuda_getDevice if device.type == "cuda" else lambda: -1
 
 
 def workspace(launch: Launch, device: torch.device) -> Tensor:
