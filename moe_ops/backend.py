@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,9 @@ class Needs:
     package: str = ""
 
 
+Binds = Callable[[Any], Callable[..., Any] | None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """One way to run an op: `run` takes its record; `supports` says why it cannot run, or None.
@@ -50,7 +54,9 @@ class Backend:
     One with a `layout` runs prepared weights, and no others. `needs` says what of a machine it
     needs for any call, which is told before what is wrong with one. `emulates` says of a call that
     it runs whether it rounds inputs to what their codes stand for, and multiplies these as 16-bit
-    floats.
+    floats. `asks` names the context variables that decide, with what `moe_ops/memo.py` compares of
+    calls, whether it runs; None if anything else may. `alike` is then given a call that it ran, and
+    gives a function of the op's arguments that runs those like it, or None, where `run` does.
     """
 
     name: str
@@ -64,6 +70,8 @@ class Backend:
     layout: Layout | None = None
     needs: Needs | None = None
     emulates: Callable[[Any], bool] = field(default=lambda call: False, compare=False)
+    asks: tuple[ContextVar[Any], ...] | None = field(default=None, compare=False)
+    alike: Binds | None = field(default=None, compare=False)
     # What of a record it does not read, by name; and whether there is any, which is quicker.
     unread: Callable[[Any], dict[str, Any]] = field(default=lambda call: {}, compare=False)
     ignores: Callable[[Any], bool] | None = field(default=None, compare=False)

@@ -14,15 +14,25 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import _C, Tensor
+from torch import _C
 from torch.library import Library, register_fake
 
-from moe_ops.backend import ANY_NUMBER, LAYOUT, Backend, Needs, Rows
+from moe_ops.backend import ANY_NUMBER, LAYOUT, Backend, Binds, Needs, Rows
 from moe_ops.gradients import forward_mode, grad_wanted, refuse_tangents
 from moe_ops.layouts import Layout
+from moe_ops.memo import Memo
 from moe_ops.ranges import parse_plan
 from moe_ops.record import Annotations, Arguments
 from moe_ops.signature import Signature, did_you_mean
+from moe_ops.watched import (
+    compiling,
+    dispatch_modes,
+    function_modes,
+    profiler,
+    tracing,
+    transforms,
+    watched,
+)
 
 NAMESPACE = "moe_ops"
 REFERENCE = "reference"
@@ -31,21 +41,8 @@ _library = Library(NAMESPACE, "FRAGMENT")
 # Op name -> backend name, as `using` forces it. The key "*" stands for every op.
 FORCED: ContextVar[dict[str, str] | None] = ContextVar("moe_ops_forced_backends", default=None)
 
-# Who may watch a call: a compiler, modes, a transform, a tracer, a profiler. Bound here, as a call
-# that finds its code in no cache pays for every look-up.
-_compiling = torch.compiler.is_dynamo_compiling
-_dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
-_transforms, _tracing = _C._are_functorch_transforms_active, _C._is_tracing
-_profiler = _C._autograd._profiler_enabled
-
 OPS: dict[str, Op] = {}  # the stages of a layer, and fusions of them
 DECODE_OPS: dict[str, Op] = {}  # what else a decoding step consists of
-
-
-def _watched() -> bool:
-    """Whether somebody who has to see a call sees it by torch's dispatcher."""
-    modes = _dispatch_modes() or _function_modes() or _transforms()
-    return bool(modes or _tracing() or _profiler() or forward_mode())
 
 
 Runs = tuple[tuple[int | None, Callable[[Any], Any]], ...]
@@ -56,11 +53,17 @@ class Op:
     compilers as `torch.ops.moe_ops.<name>`. `table` is the registry that holds it.
 
     `check` validates a record and raises ValueError or TypeError; it runs before any backend and
-    before the fake, so backends trust their arguments.
+    before the fake, so backends trust their arguments. An op that `remembers` neither checks a call
+    nor picks for it if one like it (`moe_ops/memo.py`) was run, for as long as its backends stay
+    the same and each that runs on the device said, by `remembers`, what decides whether it runs.
     """
 
     def __init__(
-        self, body: Callable[[Any], Any], check: Callable[[Any], None], table: dict[str, Op]
+        self,
+        body: Callable[[Any], Any],
+        check: Callable[[Any], None],
+        table: dict[str, Op],
+        remembers: bool = False,
     ) -> None:
         name = body.__name__
         if name in OPS or name in DECODE_OPS:
@@ -80,8 +83,8 @@ class Op:
         self.optional = tuple(n for n, p in parameters.items() if p.default is not p.empty)
         self.signature = Signature(f"{NAMESPACE}.{name}", self.arguments.signature)
         self._renamed, self._by_new_names = self.signature.renamed, self.signature.by_new_names
-        # The types, and names, of calls that were seen to need no dispatcher.
-        self._plain: set[tuple[Any, ...]] = set()
+        self._memo = Memo(self.signature, remembers)
+        self._plain = self._memo.find
         self.fake_impl: Callable[..., Any] | None = None
         self.backends: dict[str, Backend] = {REFERENCE: Backend(name=REFERENCE, run=body)}
         # Candidates by device type in the order in which they are asked; the reference is the last.
@@ -105,30 +108,41 @@ class Op:
         table[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _compiling():
+        if compiling():
             return self.overload(*args, **(kwargs and self._by_new_names(kwargs)))
-        if kwargs and not self._renamed.keys().isdisjoint(kwargs):
-            kwargs = self._by_new_names(kwargs)
+        values = (*args, *kwargs.values()) if kwargs else args
+        types = (*map(type, values), *kwargs) if kwargs else tuple(map(type, args))
+        alike = self._plain(types)
+        if alike is None:
+            if kwargs and not self._renamed.keys().isdisjoint(kwargs):
+                return self(*args, **self._by_new_names(kwargs))
+            alike = self._memo.alike(types, args, kwargs)
         # Unless somebody watches, or a subclass of Tensor has a say, the dispatcher would bring the
         # call back to `_run`, two to three microseconds later.
-        types: tuple[Any, ...] = tuple(map(type, args))
-        if kwargs:
-            types += (*kwargs, *map(type, kwargs.values()))
         if (
-            (types in self._plain or self._is_plain(types, args, kwargs))
-            and not _dispatch_modes()  # as in `_watched`, whose call takes a tenth of all this
-            and not _function_modes()
-            and not _transforms()
-            and not _tracing()
-            and not _profiler()
-            and not forward_mode()
+            alike is not None
             and args
-            and not args[0].is_meta
+            and not function_modes()  # as in `watched`, whose call takes a tenth of all this
+            and not profiler()
+            and not forward_mode()
         ):
-            # Passing on an empty dict takes longer than looking up `types`.
-            call = self.call(*args, **kwargs) if kwargs else self.call(*args)
-            self.check(call)
-            return self.pick(call).run(call)
+            remembers = alike.remembers and FORCED.get() is None
+            # None where one of those that are asked below watches.
+            found = alike.find(values) if remembers else None
+            if found is not None:
+                if found.direct is not None:
+                    return found.direct(*args, **kwargs)
+                # Passing on an empty dict takes longer than looking up `types`.
+                return found.run(self.call(*args, **kwargs) if kwargs else self.call(*args))
+            if not (dispatch_modes() or transforms() or tracing() or args[0].is_meta):
+                call = self.call(*args, **kwargs) if kwargs else self.call(*args)
+                self.check(call)
+                backend = self.pick(call)
+                out = backend.run(call)
+                if remembers:
+                    here = self.candidates(self._first(call).device.type)
+                    alike.keep(values, call, backend, here)
+                return out
         try:
             return self.overload(*args, **kwargs)
         except RuntimeError as error:
@@ -136,25 +150,14 @@ class Op:
         self.signature.require(args, kwargs)
         raise failed
 
-    def _is_plain(
-        self, types: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether a call needs no dispatcher, noted by its types. Raises TypeError if it has a
-        fault."""
-        self.signature.require(args, kwargs)
-        plain = self.signature.is_plain(args, kwargs)
-        if plain and self.signature.by_type:
-            self._plain.add(types)
-        return plain
-
     def __repr__(self) -> str:
         return f"<op {NAMESPACE}.{self.name}{self.schema}>"
 
     def part(self, call: Any) -> Any:
         """The op on a record that was checked, as a part of another op's definition."""
         args = self.arguments.flat(call)
-        plain = not _compiling() and tuple(map(type, args)) in self._plain
-        if plain and not _watched() and not args[0].is_meta:
+        plain = not compiling() and self._plain(tuple(map(type, args))) is not None
+        if plain and not watched() and not args[0].is_meta:
             return self.pick(call).run(call)
         return self(*args)
 
@@ -172,10 +175,10 @@ class Op:
         stands for the op where one may be wanted."""
         if forward_mode():
             refuse_tangents(f"{NAMESPACE}.{self.name}", args, kwargs)
-        watched = _dispatch_modes() or _transforms() or not self.signature.is_plain(args, kwargs)
-        if watched and grad_wanted(args, kwargs):
+        seen = dispatch_modes() or transforms() or not self.signature.is_plain(args, kwargs)
+        if seen and grad_wanted(args, kwargs):
             return self.body(self._checked(args, kwargs))
-        if watched or not args or args[0] is None or args[0].is_meta:
+        if seen or not args or args[0] is None or args[0].is_meta:
             with _C._AutoDispatchBelowAutograd():
                 return self._below_autograd(*args, **kwargs)
         return self._run(*args, **kwargs)
@@ -288,20 +291,32 @@ class Op:
                 unread=self.arguments.differing(wanted),
                 ignores=self.arguments.any_differing(wanted),
             )
-            self._order.clear()
+            self._forget()
             return fn
 
         return register
 
     def emulates(self, name: str, when: Callable[[Any], bool]) -> None:
         """Say of which calls a backend emulates the inputs; `Backend` says what that is."""
-        self.backends[name] = replace(self.backends[name], emulates=when)
-        self._order.clear()
+        self._replace(name, emulates=when)
 
     def needs(self, name: str, needs: Needs) -> None:
         """Say what a backend needs of a machine, whatever the call."""
-        self.backends[name] = replace(self.backends[name], needs=needs)
+        self._replace(name, needs=needs)
+
+    def remembers(self, name: str, *asks: ContextVar[Any], alike: Binds | None = None) -> None:
+        """Say that a backend's `supports` and `rows` look at nothing but what a memo compares and
+        these context variables; `Backend` says what `alike` is."""
+        self._replace(name, asks=asks, alike=alike)
+
+    def _replace(self, name: str, **said: Any) -> None:
+        self.backends[name] = replace(self.backends[name], **said)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was decided with the backends as they were."""
         self._order.clear()
+        self._memo.clear()
 
     def candidates(self, device: str) -> tuple[Backend, ...]:
         """The backends that run on a device type, in the order in which they are asked."""
@@ -379,13 +394,7 @@ class Op:
 
 
 def op(
-    *, check: Callable[[Any], None], table: dict[str, Op] = OPS
+    *, check: Callable[[Any], None], table: dict[str, Op] = OPS, remembers: bool = False
 ) -> Callable[[Callable[[Any], Any]], Op]:
     """Make the decorated reference body an op."""
-    return lambda body: Op(body, check, table)
-
-
-def readable(t: Tensor) -> bool:
-    """Whether a definition may look at the values of `t`: it lies on a CPU, and nobody traces."""
-    watched = _compiling() or _dispatch_modes() or _transforms() or _tracing()
-    return type(t) is Tensor and t.is_cpu and not watched
+    return lambda body: Op(body, check, table, remembers)

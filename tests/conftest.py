@@ -24,7 +24,12 @@ settings.load_profile("repeatable")
 
 @pytest.fixture(autouse=True)
 def clean_slate(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Seed torch and fill uninitialised memory (NaN in floats, the largest value in integers)."""
+    """Seed torch, forget what was decided for calls, as tests put other functions in the place of
+    what decided, and fill uninitialised memory (NaN in floats, the largest value in integers)."""
+    from moe_ops.spec import DECODE_OPS, OPS
+
+    for op in (*OPS.values(), *DECODE_OPS.values()):
+        op._memo.clear()
     if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False")
     on = torch.are_deterministic_algorithms_enabled()

@@ -26,7 +26,8 @@ class May:
 
 
 LOW = frozenset(
-    {"gradients", "signature", "record", "ranges", "options", "backend", "spec", "shapes"}
+    {"gradients", "signature", "record", "ranges", "options", "backend", "memo", "spec", "shapes"}
+    | {"watched"}
 )
 OP = LOW | {"ops", "ranks"}
 BACKEND = OP | {"kernels", "backends", "quant"}
@@ -43,7 +44,12 @@ MAY_IMPORT = {
     "late": May(),
     "layouts": May(frozenset({"options", "signature"})),
     "backend": May(frozenset({"layouts"})),
-    "spec": May(frozenset({"backend", "layouts", "gradients", "ranges", "record", "signature"})),
+    "watched": May(frozenset({"gradients"})),
+    "memo": May(frozenset({"backend", "signature"})),
+    "spec": May(
+        frozenset({"backend", "layouts", "gradients", "memo", "ranges", "record", "signature"})
+        | {"watched"}
+    ),
     "using": May(frozenset({"signature", "spec"})),
     "shapes": May(frozenset({"signature"})),
     "fake_impls": May(),

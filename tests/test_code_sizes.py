@@ -128,6 +128,7 @@ UNNAMED_PARAMETERS = {
         *(f"moe_ops/spec.py: Op.{name}" for name in ("_run", "_run_recorded", "_run_planned")),
         "moe_ops/spec.py: checked",
         "moe_ops/spec.py: planned",
+        "moe_ops/backends/flashinfer/cutlass.py: run_alike",
         "passes/lower.py: body",
     },
     "whatever transformers calls the function in whose place it stands with": {

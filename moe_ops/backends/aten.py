@@ -79,6 +79,9 @@ def grouped_experts(call: ExpertsCall) -> Tensor:
     return combine.reference(y_RD, call.weights_TK, rows_R)
 
 
+experts.remembers("aten")
+
+
 def _aligned(x_RD: Tensor, w_EDF: Tensor) -> bool:
     """Whether PyTorch's grouped GEMM takes these strides."""
     return x_RD.numel() > 0 and all(_rows_aligned(t) for t in (x_RD, w_EDF))

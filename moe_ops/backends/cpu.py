@@ -122,6 +122,9 @@ def stream_experts(call: ExpertsCall) -> Tensor:
     )  # fmt: skip
 
 
+experts.remembers("cpu")
+
+
 def supports_route(call: RouteCall) -> str | None:
     if needs_grad(call.logits_TE, call.bias_E, call.per_expert_scale_E):
         return "is not differentiable, and an argument requires grad"

@@ -365,6 +365,7 @@ def _register(
 
     experts.backend(f"triton.{kernel}", **of_tokens)(run)
     experts.emulates(f"triton.{kernel}", _emulates)
+    experts.remembers(f"triton.{kernel}")
 
     def supports_onto(call: ExpertsOntoCall) -> str | None:
         if needs_grad(call.residual_TD):

@@ -23,7 +23,8 @@ from moe_ops.shapes import (
     check_size,
     check_tensor,
 )
-from moe_ops.spec import op, readable
+from moe_ops.spec import op
+from moe_ops.watched import readable
 
 
 @dataclass(slots=True)

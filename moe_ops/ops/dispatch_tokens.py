@@ -24,7 +24,8 @@ from moe_ops.shapes import (
     check_size,
     check_tensor,
 )
-from moe_ops.spec import Op, op, readable
+from moe_ops.spec import Op, op
+from moe_ops.watched import readable
 
 SCALES = (torch.float32, torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn)
 

@@ -19,7 +19,8 @@ from moe_ops.quant.arguments import (
 )
 from moe_ops.quant.formats import Format
 from moe_ops.shapes import DTYPES, FLOATS, check_devices, check_size, check_tensor
-from moe_ops.spec import op, readable
+from moe_ops.spec import op
+from moe_ops.watched import readable
 
 
 @dataclass(slots=True)

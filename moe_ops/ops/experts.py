@@ -287,7 +287,7 @@ def _in(format: str) -> str:
     return f" packed as {format!r}" if format else ""
 
 
-@op(check=check)
+@op(check=check, remembers=True)
 def experts(call: ExpertsCall) -> Tensor:
     """Run every token through its chosen experts: out_t = sum_k w_tk * (W2_e act(W13_e x_t + b13_e)
     + b2_e).

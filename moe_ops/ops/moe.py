@@ -70,7 +70,7 @@ def check(call: MoeCall) -> None:
     check_devices(layer.x_TD, logits_TE=logits_TE, expert_map=layer.expert_map)
 
 
-@op(check=check)
+@op(check=check, remembers=True)
 def moe(call: MoeCall) -> Tensor:
     """Route the tokens by their logits and run them through their experts: `experts(x,
     *route(logits, ...), ...)`.

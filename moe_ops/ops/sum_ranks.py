@@ -12,7 +12,8 @@ from moe_ops.gradients import needs_grad
 from moe_ops.ranks.agree import Values, require_alike
 from moe_ops.ranks.groups import Group, all_gather, all_to_all, sum_in_order
 from moe_ops.shapes import FLOATS, check_tensor
-from moe_ops.spec import op, readable
+from moe_ops.spec import op
+from moe_ops.watched import readable
 
 
 @dataclass(slots=True)

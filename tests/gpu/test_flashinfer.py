@@ -221,6 +221,7 @@ def test_the_overhead_over_flashinfer_itself(
     call = replace(first(call, 1), weights_TK=call.weights_TK[:1].float())
     to = arguments.routed(call, equal=True)
     launch, given = cutlass.launch_of(call, to), cutlass.tensors_of(call, to)
+    without = dict(given)
     given["workspace_buffer"] = cutlass.workspace(launch, call.x_TD.device)
     args = (call.x_TD, call.weights_TK, call.ids_TK, call.w13_EFD, call.w2_EDI)
 
@@ -229,19 +230,27 @@ def test_the_overhead_over_flashinfer_itself(
         launch.function(output=out, **given)
         return out
 
+    def allocating() -> Tensor:
+        """As calls of FlashInfer are written by default: it allocates a workspace for each."""
+        out = torch.empty_like(call.x_TD)
+        launch.function(output=out, **without)
+        return out
+
     def ours() -> Tensor:
         out: Tensor = experts(*args, layout=UP_GATE)
         return out
 
     assert torch.equal(ours(), direct())
-    eager = in_turns(direct, ours, calls=20)
+    assert torch.equal(ours(), allocating())
+    eager = in_turns(direct, allocating, ours, calls=20)
     graphs = [captured(lambda f=f: [f() for _ in range(20)][-1])[1] for f in (direct, ours)]
     replayed = [us / 20 for us in in_turns(*graphs, calls=5)]
     with capsys.disabled():
-        print(f"\neager: {eager[0]:.1f} us by FlashInfer, {eager[1]:.1f} by ours; captured: "
-              f"{replayed[0]:.2f} and {replayed[1]:.2f}")  # fmt: skip
+        print(f"\neager: {eager[0]:.1f} us by FlashInfer in a workspace that is kept, "
+              f"{eager[1]:.1f} in its own, {eager[2]:.1f} by ours; captured: {replayed[0]:.2f} "
+              f"and {replayed[1]:.2f}")  # fmt: skip
     assert replayed[1] - replayed[0] <= MOST_CAPTURED_US
-    assert eager[1] - eager[0] <= MOST_EAGER_US
+    assert eager[2] - eager[0] <= MOST_EAGER_US
 
 
 def in_turns(*functions: Callable[[], object], calls: int) -> list[float]:

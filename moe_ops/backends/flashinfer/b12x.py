@@ -14,7 +14,7 @@ from moe_ops import arena
 from moe_ops.backend import Rows
 from moe_ops.backends.flashinfer import arguments, cutlass, fits, kept, orders, package
 from moe_ops.backends.flashinfer.fits import READS, Way
-from moe_ops.backends.flashinfer.options import current
+from moe_ops.backends.flashinfer.options import CURRENT, current
 from moe_ops.backends.flashinfer.stored import UP_GATE
 from moe_ops.ops.experts import ExpertsCall, experts
 
@@ -203,3 +203,4 @@ def require_threshold(wrapper: Any, threshold: int) -> None:
 
 
 experts.needs(NAME, MACHINE.needs)
+experts.remembers(NAME, CURRENT)

@@ -120,3 +120,4 @@ def _run_nvfp4(call: ExpertsCall, routed: arguments.Routed, wrapper: Any) -> Ten
 
 
 experts.needs(NAME, MACHINE.needs)
+experts.remembers(NAME)

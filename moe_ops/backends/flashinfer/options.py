@@ -46,7 +46,7 @@ class FlashInferOptions:
             )
 
 
-_CURRENT: ContextVar[FlashInferOptions] = ContextVar(
+CURRENT: ContextVar[FlashInferOptions] = ContextVar(
     "moe_ops_flashinfer_options",
     default=FlashInferOptions(),  # noqa: B039  frozen
 )
@@ -54,7 +54,7 @@ _CURRENT: ContextVar[FlashInferOptions] = ContextVar(
 
 def current() -> FlashInferOptions:
     """The options of this call."""
-    return _CURRENT.get()
+    return CURRENT.get()
 
 
 @contextmanager
@@ -67,8 +67,8 @@ def flashinfer_options(**options: Any) -> Iterator[FlashInferOptions]:
     The inner of two nested blocks wins, whole. A plan is made with the options at compilation, and
     a CUDA graph keeps the backend of the size that was captured.
     """
-    token = _CURRENT.set(FlashInferOptions(**options))
+    token = CURRENT.set(FlashInferOptions(**options))
     try:
-        yield _CURRENT.get()
+        yield CURRENT.get()
     finally:
-        _CURRENT.reset(token)
+        CURRENT.reset(token)

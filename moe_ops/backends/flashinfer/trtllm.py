@@ -57,3 +57,4 @@ def run(call: ExpertsCall) -> Tensor:
 
 
 experts.needs(NAME, MACHINE.needs)
+experts.remembers(NAME)

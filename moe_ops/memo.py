@@ -1,0 +1,136 @@
+"""What was decided for a call, for the calls like it: which function runs it.
+
+Calls are alike if nothing that a check or a backend's `supports` may look at tells them apart: the
+names and types of arguments, whatever is no tensor, of tensors the shape, strides, dtype, device
+and whether they require grad, the grad mode, and the context variables that a backend names. Of
+tensors of single bytes, which kernels read as words, it is also where they begin in their memory.
+Values of tensors are not among it, and tensors are not held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
+
+from moe_ops.backend import Backend
+from moe_ops.signature import Signature
+
+Setting = tuple[Callable[[], Any], Any]  # what gives its value, and the value that it had
+
+MOST_KEYS = 4096  # of one op's calls of the same types
+MOST_OF_A_KEY = 8  # such as layers of several sizes, which the tokens do not tell apart
+
+_grad = torch.is_grad_enabled
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What runs calls, and whether one is such a call."""
+
+    run: Callable[[Any], Any]  # of a record
+    direct: Callable[..., Any] | None  # of the arguments of a call, if there is one
+    fits: Callable[..., bool]  # of tensors
+    settings: tuple[Setting, ...]
+    bytes_of: Callable[[Any], tuple[Tensor, ...]] | None  # the tensors of single bytes, if any
+    begin: tuple[int, ...]  # where these do
+
+
+class Memo:
+    """What is known of an op's calls, by the types and names of their arguments, of those that need
+    no dispatcher. With `remembers` also what runs them."""
+
+    def __init__(self, signature: Signature, remembers: bool) -> None:
+        self._signature, self._remembers = signature, remembers and signature.by_type
+        self._known: dict[tuple[Any, ...], Alike] = {}
+        self.find, self.clear = self._known.get, self._known.clear
+
+    def alike(
+        self, types: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Alike | None:
+        """The calls like one whose types are new, if they need no dispatcher. Raises TypeError if
+        the call has a fault."""
+        self._signature.require(args, kwargs)
+        if not self._signature.is_plain(args, kwargs):
+            return None
+        alike = Alike((*args, *kwargs.values()), self._remembers)
+        if self._signature.by_type:
+            self._known[types] = alike
+        return alike
+
+
+class Alike:
+    """The calls of an op whose arguments have the same names and types."""
+
+    __slots__ = ("_known", "_rest", "_tensors", "remembers")
+
+    def __init__(self, values: Sequence[Any], remembers: bool) -> None:
+        tensors = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
+        self._tensors = _items(tensors)
+        self._rest = _items([i for i in range(len(values)) if i not in tensors])
+        self._known: dict[tuple[Any, ...], tuple[Decided, ...]] = {}
+        self.remembers = remembers and bool(tensors)
+
+    def find(self, values: tuple[Any, ...]) -> Decided | None:
+        """What runs a call of these arguments, if one like it was kept."""
+        tensors = self._tensors(values)
+        for found in self._known.get((_grad(), tensors[0].shape, self._rest(values)), ()):
+            if found.fits(*tensors):
+                for get, value in found.settings:
+                    now = get()
+                    if now is not value and now != value:
+                        break
+                else:
+                    if found.bytes_of is None or found.begin == _begin(found.bytes_of(tensors)):
+                        return found
+        return None
+
+    def keep(
+        self, values: tuple[Any, ...], call: Any, backend: Backend, asked: Sequence[Backend]
+    ) -> None:
+        """Keep which of the backends, the last of which is the reference, ran a call for the calls
+        like it. Not every call has what tells it apart: what has no strides, and a tensor that is
+        given twice."""
+        if any(other.asks is None for other in asked[:-1]):
+            self.remembers = False
+            return
+        tensors = self._tensors(values)
+        strided = all(t.layout is torch.strided for t in tensors)
+        if not strided or len(set(map(id, tensors))) < len(tensors):
+            return
+        settings = dict.fromkeys(s for other in asked[:-1] for s in other.asks or ())
+        narrow = [i for i, t in enumerate(tensors) if t.dtype.itemsize == 1]
+        bytes_of = _items(narrow) if narrow else None
+        sizes: dict[str, Any] = {
+            "dynamic_dims_sizes": [[*t.shape] for t in tensors],
+            "dynamic_dims_strides": [[*t.stride()] for t in tensors],
+        }
+        decided = Decided(
+            run=backend.run,
+            direct=None if backend.alike is None else backend.alike(call),
+            fits=TensorGuards(*tensors, **sizes).check,
+            settings=tuple((setting.get, setting.get()) for setting in settings),
+            bytes_of=bytes_of,
+            begin=_begin(bytes_of(tensors)) if bytes_of else (),
+        )
+        if len(self._known) >= MOST_KEYS:
+            self._known.clear()
+        key = (_grad(), tensors[0].shape, self._rest(values))
+        self._known[key] = (decided, *self._known.get(key, ())[: MOST_OF_A_KEY - 1])
+
+
+def _items(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+    """What gives the items at these places as a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    first = places[0] if places else 0
+    return itemgetter(slice(first, first + len(places)))
+
+
+def _begin(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return tuple(int(t.storage_offset()) for t in tensors)

@@ -1,0 +1,203 @@
+"""Calls of CUTLASS like one before go straight to FlashInfer's function, with what is theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from layers import call_of, check, stored, wanted, weights_of
+from torch import Tensor
+
+from moe_ops import experts, flashinfer_options, using
+from moe_ops.backends.flashinfer import cutlass
+from moe_ops.ops.experts import ExpertsCall
+
+UP_GATE, CUTLASS = "flashinfer.up_gate", "flashinfer_cutlass"
+On = Callable[[int, int], None]
+
+
+@pytest.fixture
+def hopper(fake: ModuleType, on: On) -> ModuleType:
+    on(9, 0)
+    return fake
+
+
+def given(call: ExpertsCall) -> tuple[Any, ...]:
+    return experts.arguments.flat(call)
+
+
+def made(formats: str = "bfloat16", **more: Any) -> tuple[ExpertsCall, ExpertsCall]:
+    """A call as weights are loaded, and as CUTLASS reads them, with nothing to convert."""
+    loaded = call_of(formats, **more)
+    loaded = replace(loaded, weights_TK=loaded.weights_TK.float(), ids_TK=loaded.ids_TK.int())
+    return loaded, stored(loaded, UP_GATE)
+
+
+def bound(call: ExpertsCall) -> bool:
+    """Whether a call like this one goes straight to the function."""
+    args = given(call)
+    alike = experts._memo.find(tuple(map(type, args)))
+    found = None if alike is None else alike.find(args)
+    return found is not None and found.direct is not None
+
+
+def run(call: ExpertsCall) -> Tensor:
+    out: Tensor = experts(*given(call))
+    return out
+
+
+def mapped(call: ExpertsCall, offset: int | None) -> ExpertsCall:
+    """Half of the experts, of which the rest lies elsewhere."""
+    parts = {n: t[:2].contiguous() for n, t in weights_of(call).items()}
+    slots = torch.tensor([-1, -1, 0, 1], dtype=torch.int32)
+    return replace(call, expert_map=slots, expert_offset=offset, **parts)
+
+
+BIASES = {"b13_EF": torch.randn(4, 256).bfloat16(), "b2_ED": torch.randn(4, 256).bfloat16()}
+STRAIGHT: dict[str, Callable[[], ExpertsCall]] = {
+    "plain": lambda: call_of("bfloat16"),
+    "biases": lambda: call_of("bfloat16", **BIASES),
+    "ungated": lambda: call_of("bfloat16", gated=False),
+    "offset": lambda: mapped(call_of("bfloat16"), 2),
+}
+BY_RUN: dict[str, Callable[[], ExpertsCall]] = {
+    "map": lambda: mapped(call_of("bfloat16"), None),
+    "long_ids": lambda: replace(made()[0], ids_TK=made()[0].ids_TK.long()),
+    "weights_of_16_bits": lambda: replace(made()[0], weights_TK=made()[0].weights_TK.bfloat16()),
+    "no_tokens": lambda: call_of("bfloat16", tokens=0),
+    "blocks": lambda: call_of("blocks"),
+}
+
+
+def plain(call: ExpertsCall) -> ExpertsCall:
+    return replace(call, weights_TK=call.weights_TK.float(), ids_TK=call.ids_TK.int())
+
+
+@pytest.mark.parametrize(
+    ("make", "straight"),
+    [(lambda f=f: plain(f()), True) for f in STRAIGHT.values()]
+    + [(f, False) for f in BY_RUN.values()],
+    ids=[*STRAIGHT, *BY_RUN],
+)
+def test_a_second_call_gives_what_the_first_did(
+    hopper: ModuleType, make: Callable[[], ExpertsCall], straight: bool
+) -> None:
+    loaded = make()
+    call, formats = stored(loaded, UP_GATE), "blocks" if loaded.w_format else "bfloat16"
+    assert experts.pick(call).name == CUTLASS
+    hopper.calls.clear()
+    outs = [run(call) for _ in range(3)]
+    assert bound(call) == straight
+    for out in outs:
+        assert torch.equal(out, outs[0])
+    if call.x_TD.shape[0]:
+        check(CUTLASS, formats, outs[-1], wanted(loaded))
+    described = [
+        {n: (v.shape, v.dtype) if isinstance(v, Tensor) else str(v) for n, v in said.items()}
+        for name, said in hopper.calls
+        if name == "cutlass_fused_moe"
+    ]
+    assert all(said == described[0] for said in described)
+    assert len(described) == (3 if call.x_TD.shape[0] else 0)
+
+
+def test_tokens_and_weights_of_the_call_are_taken(hopper: ModuleType) -> None:
+    loaded, call = made()
+    for _ in range(2):
+        run(call)
+    assert bound(call)
+    other, prepared = made()
+    other = replace(other, x_TD=other.x_TD.flip(0), ids_TK=other.ids_TK.flip(0))
+    changed = {n: t * 0.5 for n, t in weights_of(prepared).items()}
+    halved = {n: t * 0.5 for n, t in weights_of(other).items()}
+    mine = replace(prepared, x_TD=other.x_TD, ids_TK=other.ids_TK, **changed)
+    check(CUTLASS, "bfloat16", run(mine), wanted(replace(other, **halved)))
+    with torch.no_grad():
+        call.w2_EDI.mul_(2)
+        loaded.w2_EDI.mul_(2)
+    check(CUTLASS, "bfloat16", run(call), wanted(loaded))
+
+
+def test_memory_is_of_the_call_alone(hopper: ModuleType) -> None:
+    _, call = made()
+    run(call)
+    hopper.calls.clear()
+    outs = [run(call) for _ in range(2)]
+    spaces = [
+        said["workspace_buffer"] for name, said in hopper.calls if name == "cutlass_fused_moe"
+    ]
+    assert len({t.data_ptr() for t in (*outs, *spaces)}) == 4
+    with torch.inference_mode():
+        assert run(call).is_inference() and run(call).is_inference()
+    assert not run(call).is_inference() and not run(call).requires_grad
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "other_bits": {"other_bits": True}, "max_tokens": {"max_tokens": 4096},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_are_seen(hopper: ModuleType, options: dict[str, Any]) -> None:
+    _, call = made()
+
+    def said() -> tuple[bool, int]:
+        hopper.calls.clear()
+        run(call)
+        found = hopper.calls[-1][1]
+        return found["use_fused_finalize"], found["workspace_buffer"].numel()
+
+    without = said()
+    assert said() == without
+    with flashinfer_options(**options):
+        within = said()
+        assert within != without and said() == within
+    with flashinfer_options(**options):
+        assert said() == within
+    assert said() == without
+
+
+def test_autotune_is_seen(hopper: ModuleType) -> None:
+    _, call = made()
+    for _ in range(2):
+        run(call)
+    hopper.calls.clear()
+    with flashinfer_options(autotune=True):
+        run(call)
+        run(call)
+    assert [name for name, _ in hopper.calls].count("autotune") == 1
+
+
+def test_other_calls_are_still_refused(hopper: ModuleType) -> None:
+    loaded, call = made()
+    for _ in range(2):
+        run(call)
+    wants_grad = replace(call, w2_EDI=call.w2_EDI.clone().requires_grad_())
+    run(wants_grad).sum().backward()
+    assert wants_grad.w2_EDI.grad is not None
+    with using("reference", "experts"):
+        hopper.calls.clear()
+        run(call)
+        assert hopper.calls == []
+    with pytest.raises(ValueError, match="the top-k of ids_TK"):
+        run(replace(call, weights_TK=call.weights_TK[:, :1]))
+    with using(CUTLASS, "experts"), pytest.raises(NotImplementedError, match="prepared as"):
+        run(loaded)
+
+
+def test_a_call_on_another_gpu_than_the_current_one_goes_by_run(
+    hopper: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory would lie on the current one."""
+    _, call = made()
+    want = run(call)
+    monkeypatch.setattr(cutlass, "_current_device", lambda device: lambda: 1)
+    nowhere = lambda *sizes: pytest.fail("memory of the current GPU")  # noqa: E731
+    monkeypatch.setattr(cutlass.guards, "_empty_strided_cpu", nowhere)
+    straight = cutlass.alike(call)
+    assert straight is not None
+    assert torch.equal(straight(*given(call)), want)
