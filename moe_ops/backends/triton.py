@@ -52,7 +52,7 @@ MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
 MOST_TINY_TOKENS_OF_CODES = 1
 MOST_DECODED = 4 * 2**30  # bytes of a layer that is decoded
 # Those of six bits, which take the ways of four, were not measured.
-MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTISED_INPUTS = {4: 400, 6: 400, 8: 200}, 12
+MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTISED_INPUTS = {4: 400, 6: 400, 8: 200}, 16
 MOST_ROWS_AS_STORED = {
     (4, True): 32, (4, False): 28, (6, True): 32, (6, False): 28, (8, True): 32, (8, False): 32,
 }  # fmt: skip
