@@ -298,19 +298,19 @@ class Op:
 
     def emulates(self, name: str, when: Callable[[Any], bool]) -> None:
         """Say of which calls a backend emulates the inputs; `Backend` says what that is."""
-        self._replace(name, emulates=when)
+        self._put(replace(self.backends[name], emulates=when))
 
     def needs(self, name: str, needs: Needs) -> None:
         """Say what a backend needs of a machine, whatever the call."""
-        self._replace(name, needs=needs)
+        self._put(replace(self.backends[name], needs=needs))
 
     def remembers(self, name: str, *asks: ContextVar[Any], alike: Binds | None = None) -> None:
         """Say that a backend's `supports` and `rows` look at nothing but what a memo compares and
         these context variables; `Backend` says what `alike` is."""
-        self._replace(name, asks=asks, alike=alike)
+        self._put(replace(self.backends[name], asks=asks, alike=alike))
 
-    def _replace(self, name: str, **said: Any) -> None:
-        self.backends[name] = replace(self.backends[name], **said)
+    def _put(self, backend: Backend) -> None:
+        self.backends[backend.name] = backend
         self._forget()
 
     def _forget(self) -> None:

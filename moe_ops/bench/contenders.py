@@ -115,6 +115,7 @@ def direct(case: Case) -> Contender:
         workspace = cutlass.workspace(launch, out_TD.device)
         with cutlass.tuning(launch, out_TD.shape[0]):
             launch.function(
+                **launch.given,
                 output=out_TD, workspace_buffer=workspace, **cutlass.tensors_of(record, to)
             )  # fmt: skip
         return out_TD

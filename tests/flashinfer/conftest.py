@@ -15,7 +15,7 @@ from moe_ops import arena, experts
 from moe_ops.backends.flashinfer import b12x, cute_dsl, cutlass, fits, kept, package
 
 STAND_IN = Path(__file__).parent / "stand_in"
-CACHES = (package.version, package.module, package._parameters, package._refusal, fits._way)
+CACHES = (package.version, package.module, package.parameters, package._refusal, fits._way)
 
 
 def forget() -> None:

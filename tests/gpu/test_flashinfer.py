@@ -220,8 +220,9 @@ def test_the_overhead_over_flashinfer_itself(
         pytest.skip(reason)
     call = replace(first(call, 1), weights_TK=call.weights_TK[:1].float())
     to = arguments.routed(call, equal=True)
-    launch, given = cutlass.launch_of(call, to), cutlass.tensors_of(call, to)
-    without = dict(given)
+    launch = cutlass.launch_of(call, to)
+    without = {**launch.given, **cutlass.tensors_of(call, to)}
+    given = dict(without)
     given["workspace_buffer"] = cutlass.workspace(launch, call.x_TD.device)
     args = (call.x_TD, call.weights_TK, call.ids_TK, call.w13_EFD, call.w2_EDI)
 

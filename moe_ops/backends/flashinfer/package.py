@@ -94,7 +94,7 @@ def module(name: str) -> Any:
 
 def takes(function: Callable[..., Any], keyword: str) -> bool:
     """Whether the installed function has a parameter of this name."""
-    return keyword in _parameters(function)
+    return keyword in parameters(function)
 
 
 def require(function: Callable[..., Any], name: str, *keywords: str) -> None:
@@ -108,8 +108,9 @@ def require(function: Callable[..., Any], name: str, *keywords: str) -> None:
 
 
 @functools.cache
-def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
+def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the parameters of an installed function, in their order."""
+    return tuple(inspect.signature(function).parameters)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
