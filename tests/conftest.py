@@ -1,6 +1,7 @@
 """Every test: one seed, NaN in memory that nobody wrote, and a skip where a GPU is missing."""
 
 import gc
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -10,8 +11,14 @@ import torch.utils.deterministic as deterministic
 from hypothesis import settings
 
 # Without a GPU, Triton kernels run in Triton's interpreter, which must be said before its import.
+# Inductor's workers would compile Triton kernels for one.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["TORCH_WARM_POOL"] = "0"
+    if importlib.util.find_spec("triton"):
+        from tests import quick_interpreter
+
+        quick_interpreter.patch_what_is_not()
 
 # Test processes run side by side, and two spinning thread pools on one core take four times as long
 # as one thread each. Tests of threads ask for them.
