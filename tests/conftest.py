@@ -21,8 +21,9 @@ if not torch.cuda.is_available():
         quick_interpreter.patch_what_is_not()
 
 # Test processes run side by side, and two spinning thread pools on one core take four times as long
-# as one thread each. Tests of threads ask for them.
+# as one thread each, also of the processes that tests start. Tests of threads ask for them.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # The first call of an op compiles or imports, so no example has a deadline; and a run must not
 # depend on the one before it.
