@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 import time
 import traceback
@@ -17,6 +18,8 @@ import torch.multiprocessing as mp
 from torch.testing._internal.distributed import multi_threaded_pg
 
 Body = Callable[..., Any]
+# What ranks import is imported once, by the process that they are forked from: it has no threads.
+multiprocessing.set_forkserver_preload(["tests.conftest", "torch.distributed", "moe_ops.passes"])
 
 
 def threads(ranks: int, body: Body, *args: Any) -> list[Any]:
@@ -74,9 +77,14 @@ def _main(rank: int, ranks: int, folder: Path, seconds: float, body: Body, args:
     dist.destroy_process_group()
 
 
+def spawn(body: Body, args: tuple[Any, ...], ranks: int) -> None:
+    """Run body(rank, *args) in as many processes."""
+    mp.start_processes(body, args, nprocs=ranks, start_method="forkserver")
+
+
 def processes(ranks: int, folder: Path, body: Body, *args: Any, seconds: float = 60) -> None:
     """Run body(rank, group, *args) in as many processes; the group gives up after so long."""
-    mp.spawn(_main, (ranks, folder, seconds, body, args), nprocs=ranks)
+    spawn(_main, (ranks, folder, seconds, body, args), ranks)
 
 
 @contextmanager

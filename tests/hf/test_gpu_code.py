@@ -25,7 +25,8 @@ BLOCK_FLOAT8 = ("float8_e4m3fn:128x128", "float8_e4m3fn:1x128")
 def model_and_ids(
     family: str, batch: int, length: int, dtype: torch.dtype = BF16
 ) -> tuple[nn.Module, torch.Tensor]:
-    model = real.build(family, device="cuda", dtype=dtype)
+    layers = 2 if family == "qwen3_moe" else None  # all are alike
+    model = real.build(family, device="cuda", dtype=dtype, layers=layers)
     return model, torch.full((batch, length), real.FIRST_PLAIN_TOKEN, device="cuda")
 
 
@@ -48,7 +49,8 @@ def test_a_forward_is_one_graph_with_our_kernels(
             out = moe_ops.compile(model)(input_ids=ids, use_cache=False)
         assert out.logits.shape == (batch, length, real.VOCAB)
     (code,) = codes
-    assert code.count("torch.ops.moe_ops.experts.planned") >= real.LAYERS
+    layers = model.config.num_hidden_layers
+    assert code.count("torch.ops.moe_ops.experts.planned") >= layers
     assert "triton.grouped" in code and "aten" not in plans(code)
 
 

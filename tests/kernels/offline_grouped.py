@@ -46,7 +46,9 @@ from moe_ops.ops.activate import Activation
 from moe_ops.testing import ACTIVATIONS
 
 E, K, D, I = 8, 2, 512, 256  # noqa: E741
-FORMATS = "formats"  # among names of activations
+# Among names of activations.
+PLAIN = "plain"
+FORMATS = "formats"
 
 
 def source_of(kernel: JITFunction, args: tuple[Any, ...]) -> GluonASTSource:
@@ -160,10 +162,11 @@ def codes_product(
 
 
 def codes_products(names: list[str]) -> None:
-    """Of every activation in int4; "formats" stands for one of them in other formats."""
+    """Of every activation in int4; "plain" stands for one of them without biases, and "formats" for
+    one in other formats."""
     int4 = ("int4", 128, "bfloat16")
-    activations = [name for name in names if name != FORMATS]
-    for name, bias in itertools.product(activations, (False, True)):
+    each = [*itertools.product((n for n in names if n in ACTIVATIONS), (False, True))]
+    for name, bias in [*each, *[("silu", False)] * (PLAIN in names)]:
         act = Activation(**{"kind": "silu"} | ACTIVATIONS[name])
         rows = 2 * I if act.gated else I
         codes_product(rows, D, I, act.args, bias, int4, torch.bfloat16)

@@ -379,10 +379,13 @@ def test_the_hopper_kernel_by_rows_compiles_and_keeps_to_its_registers(names, va
 @pytest.mark.parametrize(
     ("names", "variants"),
     [
-        (USED, 6),
-        *(pytest.param(*p, marks=pytest.mark.every) for p in ((("formats",), 17), (OTHERS, 16))),
+        (("plain",), 2),
+        *(
+            pytest.param(*p, marks=pytest.mark.every)
+            for p in ((USED, 6), (("formats",), 17), (OTHERS, 16))
+        ),
     ],
-    ids=["used", "formats", "others"],
+    ids=["plain", "used", "formats", "others"],
 )
 def test_the_kernel_of_codes_waits_for_no_single_product(names, variants):
     found = compiled("_grouped_codes", names)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
@@ -20,6 +19,7 @@ from moe_ops.ranks.groups import Group, sum_in_order
 from moe_ops.ranks.tables import EVERY, HOME, known_ids, needed, slots
 from moe_ops.testing import TOL, assert_close
 from tests.chosen import those_of
+from tests.distributed.ranks import spawn
 from tests.kernels.spread import Tokens, raw
 
 pytestmark = pytest.mark.skipif(
@@ -266,7 +266,7 @@ def test_both_halves_in_one_launch() -> None:
     """Two processes that share memory, and do wait for each other."""
     memory = [arena.memory.share_memory_() for arena in arenas(2)]
     exchanges = [Exchange.of(CASES[i]) for i in (0, 3, 4) for _ in range(3)]
-    mp.spawn(both_halves, (memory, exchanges), nprocs=2)
+    spawn(both_halves, (memory, exchanges), 2)
 
 
 def test_rows_that_begin_amid_a_word_are_copied() -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
@@ -18,6 +17,7 @@ from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, sum_in_order
 from moe_ops.testing import TOL, assert_close
 from tests.chosen import those_of
+from tests.distributed.ranks import spawn
 from tests.kernels.test_push import Exchange, Tokens, arenas, played
 
 pytestmark = pytest.mark.skipif(
@@ -161,4 +161,4 @@ def both_halves(me: int, memory: list[Tensor]) -> None:
 @pytest.mark.slow
 def test_both_halves_of_a_sum_in_one_launch() -> None:
     """Two processes that share memory, and do wait for each other."""
-    mp.spawn(both_halves, ([arena.memory.share_memory_() for arena in lanes_of(2)],), nprocs=2)
+    spawn(both_halves, ([arena.memory.share_memory_() for arena in lanes_of(2)],), 2)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from shards import Split, pair, randomize, take_share
@@ -24,6 +23,7 @@ from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant import packing
 from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import BF16, Tol, assert_close
+from tests.distributed.ranks import spawn
 
 LOOSE = Tol(1e-5, "float32 sums in another order")
 SIZES: dict[str, Any] = {
@@ -341,7 +341,7 @@ def rank_main(rank: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_reduce_by_name(tmp_path: Path) -> None:
-    mp.spawn(rank_main, (tmp_path,), nprocs=2)
+    spawn(rank_main, (tmp_path,), 2)
 
 
 def test_one_process_group_of_one_rank(tmp_path: Path) -> None:
