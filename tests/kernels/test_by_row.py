@@ -113,10 +113,19 @@ def test_many_rows_an_expert(scheme: str, element: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[] if n == "gpt_oss" else [pytest.mark.slow]) for n in ACTIVATIONS],
+    [
+        "gpt_oss",
+        pytest.param("ungated_relu2", marks=SLOW),
+        *(
+            pytest.param(n, marks=[SLOW, pytest.mark.every])
+            for n in ACTIVATIONS
+            if n not in ("gpt_oss", "ungated_relu2")
+        ),
+    ],
 )
 @each_kernel
 def test_every_activation(kernel: str, name: str) -> None:
+    """By the function that test_expert_kernels.py calls with all of them."""
     for scheme in ("rows", "static"):
         check(kernel, layer("int8", scheme, biases=True, **ACTIVATIONS[name]))
 

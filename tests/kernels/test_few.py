@@ -52,11 +52,16 @@ EMULATED = (
 # What fills no step, no tile of rows, and leaves parts without columns; one expert or more.
 SIZES = ((1, 1, 96, 160), (3, 3, 288, 96), (7, 6, 32, 32), (11, 10, 160, 288))
 TOKENS = {"tiny": 1, "rows": 5}
-# Few of both kinds are tested always.
+# Few of both kinds are tested always; one function activates the products of every format.
 QUICK = ("gpt_oss", "ungated_relu2")
 EACH_ACTIVATION = [
-    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ACTIVATIONS
-]
+    pytest.param(
+        formats, name,
+        marks=[pytest.mark.slow] * (name not in QUICK)
+        + [pytest.mark.every] * (formats not in (USUAL if name in QUICK else USUAL[:1])),
+    )
+    for formats in SOME for name in ACTIVATIONS
+]  # fmt: skip
 each_kernel = pytest.mark.parametrize("kernel", TOKENS)
 each_format = pytest.mark.parametrize("formats", FORMATS, ids=str)
 formats_first = pytest.mark.parametrize("formats", those_of(USUAL, FORMATS), ids=str)
@@ -104,8 +109,7 @@ def small(kernel: str, formats: tuple[str, str], **more: Any) -> ExpertsCall:
     return call_of(case, *formats, **more)
 
 
-@pytest.mark.parametrize("name", EACH_ACTIVATION)
-@some_formats
+@pytest.mark.parametrize(("formats", "name"), EACH_ACTIVATION, ids=str)
 @each_kernel
 def test_every_activation(kernel: str, formats: tuple[str, str], name: str) -> None:
     check(kernel, small(kernel, formats, biases=True, **ACTIVATIONS[name]))

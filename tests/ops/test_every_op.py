@@ -12,21 +12,22 @@ from moe_ops.testing import CASES, TOL, Case, Tol, assert_close, reference_of
 
 BY_NAME = {case.name: case for case in CASES}
 QUICK = ("one_token", "odd", "no_tokens")
-QUICK_FIRST = [
-    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in BY_NAME
-]
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-EVERY_DTYPE = [
-    pytest.param(name, marks=[pytest.mark.slow] if name == "float16" else []) for name in DTYPES
-]
+EVERY_CASE = [
+    pytest.param(
+        case, dtype,
+        marks=[pytest.mark.slow] * (case not in QUICK or dtype == "float16")
+        + [pytest.mark.every] * (case not in QUICK and dtype == "float16"),
+    )
+    for case in BY_NAME for dtype in DTYPES
+]  # fmt: skip
 EXACT = Tol(0.0, "integers and 8-bit values are exact")
 # The arguments lie on the CPU; tests/kernels and tests/gpu have the backends of other devices.
 RUNS = [(name, b.name) for name, op in OPS.items() for b in op.candidates("cpu")]
 
 
-@pytest.mark.parametrize("dtype", EVERY_DTYPE)
-@pytest.mark.parametrize("case", QUICK_FIRST)
+@pytest.mark.parametrize(("case", "dtype"), EVERY_CASE)
 @pytest.mark.parametrize(("name", "backend"), RUNS, ids=[f"{op}-{b}" for op, b in RUNS])
 def test_backend_agrees_with_the_float32_reference(
     name: str, backend: str, case: str, dtype: str

@@ -62,6 +62,8 @@ def same_so_far(ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
 def test_a_model_gives_what_it_gives_compiled_as_it_is(family: str) -> None:
     torch._dynamo.reset()
     tiny = families.build(family)
+    if family == "qwen3_moe":
+        del tiny.model.model.layers[1:]  # which are as the first
     input_ids = families.inputs_for(tiny, *SHAPE, seed=1)["input_ids"]
     model = Watched(tiny.model.to(BF16))
     want, theirs = torch.compile(model, fullgraph=True, dynamic=False)(input_ids)

@@ -30,8 +30,20 @@ from tests.passes.post_grad import text
 
 pytestmark = pytest.mark.slow  # compiles many graphs
 
-each_dtype = pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
 either = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+
+
+def each_pair(first: torch.dtype, second: torch.dtype) -> pytest.MarkDecorator:
+    """Dtypes of static sizes and of dynamic ones; in the short run each has one of them."""
+    every = [
+        pytest.param(dtype, dynamic, marks=pytest.mark.every)
+        for dtype, dynamic in ((first, True), (second, False))
+    ]
+    return pytest.mark.parametrize(
+        ("dtype", "dynamic"), [(first, False), (second, True), *every], ids=str
+    )
+
+
 CODES = Tol(0.0, "codes and copies are exact")
 
 
@@ -104,8 +116,7 @@ combine: its definition""",
     )
 
 
-@either
-@each_dtype
+@each_pair(F32, BF16)
 @pytest.mark.parametrize("name", OPS)
 def test_results_are_those_of_eager_mode(name: str, dtype: torch.dtype, dynamic: bool) -> None:
     op = OPS[name]
@@ -286,8 +297,7 @@ LARGER = Case(name="larger", T=24, E=4, K=2, D=64, I=48)
 
 
 @pytest.mark.slow
-@either
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])
+@each_pair(BF16, F16)
 def test_generated_code_agrees_with_eager_mode(
     dtype: torch.dtype, dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
