@@ -3,8 +3,11 @@
 Calls are alike if nothing that a check or a backend's `supports` may look at tells them apart: the
 names and types of arguments, whatever is no tensor, of tensors the shape, strides, dtype, device
 and whether they require grad, the grad mode, and the context variables that a backend names. Of
-tensors of single bytes, which kernels read as words, it is also where they begin in their memory.
-Values of tensors are not among it, and tensors are not held.
+tensors of single bytes, which kernels read as words, it is also where they begin in their memory,
+modulo 16. Values of tensors are not among it, and tensors are not held.
+
+What decides is kept when a call like it comes the second time: what is kept of calls that never
+come again, as of a text that grows by a token, would lie between freed results.
 """
 
 from __future__ import annotations
@@ -21,9 +24,12 @@ from torch._C._dynamo.guards import TensorGuards
 from moe_ops.backend import Backend
 from moe_ops.signature import Signature
 
-Setting = tuple[Callable[[], Any], Any]  # what gives its value, and the value that it had
+# What gives the value of a context variable, and the value that it had.
+Setting = tuple[Callable[[object], Any], Any]
+UNSET = object()  # the value of one that has none
 
 MOST_KEYS = 4096  # of one op's calls of the same types
+ALIGNMENT = 16  # bytes, the most that a kernel reads at once
 MOST_OF_A_KEY = 8  # such as layers of several sizes, which the tokens do not tell apart
 
 _grad = torch.is_grad_enabled
@@ -67,13 +73,14 @@ class Memo:
 class Alike:
     """The calls of an op whose arguments have the same names and types."""
 
-    __slots__ = ("_known", "_rest", "_tensors", "remembers")
+    __slots__ = ("_known", "_rest", "_seen", "_tensors", "remembers")
 
     def __init__(self, values: Sequence[Any], remembers: bool) -> None:
         tensors = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
         self._tensors = _items(tensors)
         self._rest = _items([i for i in range(len(values)) if i not in tensors])
         self._known: dict[tuple[Any, ...], tuple[Decided, ...]] = {}
+        self._seen: set[int] = set()  # hashes of keys that came once
         self.remembers = remembers and bool(tensors)
 
     def find(self, values: tuple[Any, ...]) -> Decided | None:
@@ -82,7 +89,7 @@ class Alike:
         for found in self._known.get((_grad(), tensors[0].shape, self._rest(values)), ()):
             if found.fits(*tensors):
                 for get, value in found.settings:
-                    now = get()
+                    now = get(UNSET)
                     if now is not value and now != value:
                         break
                 else:
@@ -94,12 +101,15 @@ class Alike:
         self, values: tuple[Any, ...], call: Any, backend: Backend, asked: Sequence[Backend]
     ) -> None:
         """Keep which of the backends, the last of which is the reference, ran a call for the calls
-        like it. Not every call has what tells it apart: what has no strides, and a tensor that is
-        given twice."""
+        like it, if one came before. Not every call has what tells it apart: what has no strides,
+        and a tensor that is given twice."""
         if any(other.asks is None for other in asked[:-1]):
             self.remembers = False
             return
         tensors = self._tensors(values)
+        key = (_grad(), tensors[0].shape, self._rest(values))
+        if self._is_new(key):
+            return
         strided = all(t.layout is torch.strided for t in tensors)
         if not strided or len(set(map(id, tensors))) < len(tensors):
             return
@@ -114,14 +124,24 @@ class Alike:
             run=backend.run,
             direct=None if backend.alike is None else backend.alike(call),
             fits=TensorGuards(*tensors, **sizes).check,
-            settings=tuple((setting.get, setting.get()) for setting in settings),
+            settings=tuple((setting.get, setting.get(UNSET)) for setting in settings),
             bytes_of=bytes_of,
             begin=_begin(bytes_of(tensors)) if bytes_of else (),
         )
         if len(self._known) >= MOST_KEYS:
             self._known.clear()
-        key = (_grad(), tensors[0].shape, self._rest(values))
         self._known[key] = (decided, *self._known.get(key, ())[: MOST_OF_A_KEY - 1])
+
+    def _is_new(self, key: tuple[Any, ...]) -> bool:
+        """Whether no call of this key came before, which is noted. Keys of one hash may be taken
+        for each other: then one is kept a call too early."""
+        hashed = hash(key)
+        if hashed in self._seen:
+            return False
+        if len(self._seen) >= MOST_KEYS:
+            self._seen.clear()
+        self._seen.add(hashed)
+        return True
 
 
 def _items(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
@@ -133,4 +153,4 @@ def _items(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _begin(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-    return tuple(int(t.storage_offset()) for t in tensors)
+    return tuple(int(t.storage_offset()) % ALIGNMENT for t in tensors)

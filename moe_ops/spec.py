@@ -123,18 +123,18 @@ class Op:
             alike is not None
             and args
             and not function_modes()  # as in `watched`, whose call takes a tenth of all this
+            and not dispatch_modes()  # of which guards see all but those of torch itself
             and not profiler()
             and not forward_mode()
         ):
             remembers = alike.remembers and FORCED.get() is None
-            # None where one of those that are asked below watches.
             found = alike.find(values) if remembers else None
             if found is not None:
                 if found.direct is not None:
                     return found.direct(*args, **kwargs)
                 # Passing on an empty dict takes longer than looking up `types`.
                 return found.run(self.call(*args, **kwargs) if kwargs else self.call(*args))
-            if not (dispatch_modes() or transforms() or tracing() or args[0].is_meta):
+            if not (transforms() or tracing() or args[0].is_meta):  # which guards see
                 call = self.call(*args, **kwargs) if kwargs else self.call(*args)
                 self.check(call)
                 backend = self.pick(call)

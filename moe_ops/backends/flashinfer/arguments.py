@@ -42,6 +42,15 @@ def routed(call: ExpertsCall, equal: bool = False) -> Routed:
     return Routed(ids_TK, weights_TK, E, 0)
 
 
+def as_taken(call: ExpertsCall) -> bool:
+    """Whether ids and weights are of the dtypes and strides that FlashInfer takes, and ids need no
+    map."""
+    c = call
+    tensors = ((c.ids_TK, torch.int32), (c.weights_TK, torch.float32))
+    taken = all(t.dtype is dtype and t.is_contiguous() for t, dtype in tensors)
+    return taken and (c.expert_map is None or c.expert_offset is not None)
+
+
 def only_here(ids_TK: Tensor, experts: int) -> Tensor:
     """Slots with -1 in place of what is none, for functions that check nothing themselves."""
     return torch.where((ids_TK >= 0) & (ids_TK < experts), ids_TK, -1)

@@ -80,9 +80,10 @@ def alike(call: ExpertsCall) -> Callable[..., Tensor] | None:
     """What runs calls like one that `run` ran: of 16-bit floats that need no conversion, what they
     have in common is found here, once. It allocates as Inductor's graphs do, in half the time."""
     c, device, (T, D) = call, call.x_TD.device, call.x_TD.shape
+    if c.w_format or not arguments.as_taken(c) or current().autotune or T == 0:
+        return None
     routed = arguments.routed(c, equal=True)
-    converts = routed.ids_TK is not c.ids_TK or routed.weights_TK is not c.weights_TK
-    if c.w_format or converts or current().autotune or T == 0:
+    if routed.ids_TK is not c.ids_TK:  # those here are no equal share
         return None
     launch, dtype, index = launch_of(c, routed), c.x_TD.dtype, c.x_TD.get_device()
     if package.parameters(launch.function)[: len(FIRST)] != FIRST:
