@@ -1,100 +1,31 @@
-"""Calls like one that ran before are neither checked nor picked for; all others are."""
+"""Calls like those that ran before are neither checked nor picked for; all others are."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_ops import OPS, Op, experts, memo, moe, spec, using
-from moe_ops.spec import op
+from moe_ops import Op, experts, memo, moe, using
 from moe_ops.testing import CASES
+from tests.memo.throwaway import (
+    BOTH,
+    SETTING,
+    Asked,
+    RememberedCall,
+    by_backend,
+    tensors,
+    twice,
+)
 from tests.ops.samples import samples
 
 BY_NAME = {case.name: case for case in CASES}
-SETTING: ContextVar[str] = ContextVar("tests_memo_setting", default="")
-
-
-@dataclass(slots=True)
-class RememberedCall:
-    x: Tensor
-    w: Tensor
-    times: float = 2.0
-    name: str = ""
-    bias: Tensor | None = None
-
-
-def remembered(call: RememberedCall) -> Tensor:
-    """A throw-away op."""
-    return call.x * call.times
-
-
-def by_backend(call: RememberedCall) -> Tensor:
-    return call.x * call.times
-
-
-class Asked(list[str]):
-    """Notes what is asked about calls."""
-
-    def check(self, call: RememberedCall) -> None:
-        self.append("check")
-        if call.name == "bad" or call.x.dim() != 2:
-            raise ValueError(f"bad: {call.name} {tuple(call.x.shape)}")
-
-    def supports(self, call: RememberedCall) -> str | None:
-        self.append("supports")
-        return None
-
-    def of(self, call: Callable[[], object]) -> list[str]:
-        """What is asked about one call."""
-        self.clear()
-        call()
-        return list(self)
-
-
-BOTH = ["check", "supports"]
-
-
-@pytest.fixture
-def asked() -> Asked:
-    return Asked()
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> Iterator[Op]:
-    """An op that remembers, with one backend that says what decides."""
-    with torch.library._scoped_library(spec.NAMESPACE, "FRAGMENT") as library:
-        monkeypatch.setattr(spec, "_library", library)
-        try:
-            found = op(check=asked.check, remembers=True)(remembered)
-            found.backend("fast", reads=("times", "name", "bias"), supports=asked.supports)(
-                by_backend
-            )
-            found.remembers("fast", SETTING)
-            yield found
-        finally:
-            del OPS["remembered"]
-
-
-def tensors() -> tuple[Tensor, Tensor]:
-    return torch.ones(3, 4), torch.zeros(2, 4)
-
-
-def twice(call: Callable[[], object]) -> None:
-    """After which calls like it are known."""
-    for _ in range(2):
-        call()
 
 
 def test_calls_alike_are_asked_about_twice(made: Op, asked: Asked) -> None:
@@ -262,105 +193,6 @@ def test_a_call_with_a_fault_raises_each_time(made: Op, asked: Asked) -> None:
         made(X, W, name=1)
     with pytest.raises(TypeError, match="w must be a Tensor, got None"):
         made(X, None)
-
-
-class Dispatches(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-class Functions(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def watched_by_dispatch(made: Op) -> None:
-    with Dispatches() as mode:
-        made(X, W)
-    assert "moe_ops.remembered.default" in mode.seen
-
-
-def watched_by_functions(made: Op) -> None:
-    with Functions() as mode:
-        made(X, W)
-    assert "moe_ops.remembered.default" in mode.seen
-
-
-def watched_by_a_profiler(made: Op) -> None:
-    with torch.profiler.profile() as profile:
-        made(X, W)
-    assert "moe_ops::remembered" in {event.key for event in profile.key_averages()}
-
-
-def watched_by_a_trace(made: Op) -> None:
-    graph = torch.jit.trace(lambda t: made(t, W), X, check_trace=False).graph
-    assert "moe_ops::remembered" in str(graph)
-
-
-def watched_by_make_fx(made: Op) -> None:
-    graph = make_fx(lambda t: made(t, W))(X).graph
-    assert "moe_ops.remembered.default" in [str(n.target) for n in graph.nodes]
-
-
-def through_dispatcher(made: Op) -> list[int]:
-    """Grows with each call that takes this way."""
-    through: list[int] = []
-    overload = made.overload
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        through.append(1)
-        return overload(*args, **kwargs)
-
-    made.overload = counting
-    return through
-
-
-def watched_by_a_transform(made: Op) -> None:
-    through = through_dispatcher(made)
-    assert torch.equal(torch.func.functionalize(made)(X, W), X * 2)
-    assert through == [1]
-
-
-def watched_for_tangents(made: Op) -> None:
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(X, torch.ones_like(X))
-        with pytest.raises(NotImplementedError, match="forward-mode"):
-            made(dual, W)
-
-
-def watched_by_fake_tensors(made: Op) -> None:
-    """A mode of torch itself, which guards do not see."""
-    through = through_dispatcher(made)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        assert isinstance(made(X, W), FakeTensor)
-    assert through == [1]
-
-
-WATCHERS = {
-    "fake": watched_by_fake_tensors,
-    "dispatch_mode": watched_by_dispatch, "function_mode": watched_by_functions,
-    "profiler": watched_by_a_profiler, "jit": watched_by_a_trace, "make_fx": watched_by_make_fx,
-    "functionalize": watched_by_a_transform, "forward_mode": watched_for_tangents,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("watch", WATCHERS.values(), ids=WATCHERS)
-def test_who_watches_sees_a_call_like_one_before(
-    made: Op, asked: Asked, watch: Callable[[Op], None]
-) -> None:
-    twice(lambda: made(X, W))
-    watch(made)
-    assert asked.of(lambda: made(X, W)) == []
 
 
 def test_tensors_are_not_held(made: Op) -> None:
