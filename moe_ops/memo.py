@@ -52,7 +52,7 @@ class Memo:
     no dispatcher. With `remembers` also what runs them."""
 
     def __init__(self, signature: Signature, remembers: bool) -> None:
-        self._signature, self._remembers = signature, remembers and signature.by_type
+        self._signature, self.remembers = signature, remembers and signature.by_type
         self._known: dict[tuple[Any, ...], Alike] = {}
         self.find, self.clear = self._known.get, self._known.clear
 
@@ -64,7 +64,7 @@ class Memo:
         self._signature.require(args, kwargs)
         if not self._signature.is_plain(args, kwargs):
             return None
-        alike = Alike((*args, *kwargs.values()), self._remembers)
+        alike = Alike((*args, *kwargs.values()), self.remembers)
         if self._signature.by_type:
             self._known[types] = alike
         return alike

@@ -83,8 +83,8 @@ class Op:
         self.optional = tuple(n for n, p in parameters.items() if p.default is not p.empty)
         self.signature = Signature(f"{NAMESPACE}.{name}", self.arguments.signature)
         self._renamed, self._by_new_names = self.signature.renamed, self.signature.by_new_names
-        self._memo = Memo(self.signature, remembers)
-        self._plain = self._memo.find
+        self.memo = Memo(self.signature, remembers)
+        self._plain = self.memo.find
         self.fake_impl: Callable[..., Any] | None = None
         self.backends: dict[str, Backend] = {REFERENCE: Backend(name=REFERENCE, run=body)}
         # Candidates by device type in the order in which they are asked; the reference is the last.
@@ -116,7 +116,7 @@ class Op:
         if alike is None:
             if kwargs and not self._renamed.keys().isdisjoint(kwargs):
                 return self(*args, **self._by_new_names(kwargs))
-            alike = self._memo.alike(types, args, kwargs)
+            alike = self.memo.alike(types, args, kwargs)
         # Unless somebody watches, or a subclass of Tensor has a say, the dispatcher would bring the
         # call back to `_run`, two to three microseconds later.
         if (
@@ -316,7 +316,7 @@ class Op:
     def _forget(self) -> None:
         """Drop what was decided with the backends as they were."""
         self._order.clear()
-        self._memo.clear()
+        self.memo.clear()
 
     def candidates(self, device: str) -> tuple[Backend, ...]:
         """The backends that run on a device type, in the order in which they are asked."""

@@ -52,7 +52,7 @@ def clean_slate(request: pytest.FixtureRequest) -> Iterator[None]:
     from moe_ops.spec import DECODE_OPS, OPS
 
     for op in (*OPS.values(), *DECODE_OPS.values()):
-        op._memo.clear()
+        op.memo.clear()
     if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False")
     on = torch.are_deterministic_algorithms_enabled()

@@ -30,7 +30,7 @@ def forget() -> None:
     ):
         held.clear()
     arena.release()
-    experts._memo.clear()
+    experts.memo.clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]:
         del sys.modules[name]
 
@@ -44,7 +44,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
             monkeypatch.setattr(module, "capability", lambda device: (major, minor))
         for cached in (package._refusal, fits._way):
             cached.cache_clear()
-        experts._memo.clear()
+        experts.memo.clear()
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     return on

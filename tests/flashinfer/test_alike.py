@@ -40,7 +40,7 @@ def made(formats: str = "bfloat16", **more: Any) -> tuple[ExpertsCall, ExpertsCa
 def bound(call: ExpertsCall) -> bool:
     """Whether a call like this one goes straight to the function."""
     args = given(call)
-    alike = experts._memo.find(tuple(map(type, args)))
+    alike = experts.memo.find(tuple(map(type, args)))
     found = None if alike is None else alike.find(args)
     return found is not None and found.direct is not None
 

@@ -217,7 +217,7 @@ def test_there_is_an_end_to_what_is_kept(
     made: Op, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memo, "MOST_KEYS", 3)
-    alike = lambda: made._memo.find((Tensor, Tensor))  # noqa: E731
+    alike = lambda: made.memo.find((Tensor, Tensor))  # noqa: E731
     for rows in range(10):
         twice(lambda rows=rows: made(torch.ones(rows, 4), W))
         made(X, torch.zeros(rows, 4))
@@ -231,7 +231,7 @@ def test_there_is_an_end_to_what_is_kept(
 def test_what_comes_once_is_not_kept(made: Op) -> None:
     for rows in range(20):
         made(torch.ones(rows, 4), W)
-    assert made._memo.find((Tensor, Tensor))._known == {}
+    assert made.memo.find((Tensor, Tensor))._known == {}
 
 
 def bound(call: RememberedCall) -> Callable[..., Tensor] | None:
@@ -267,6 +267,6 @@ def test_a_call_like_others_gives_what_they_did(of: Op, dtype: torch.dtype) -> N
         for _, args in made:
             of(*args)
         for (label, args), want in zip(made, first, strict=True):
-            found = of._memo.find(tuple(map(type, args))).find(args)
+            found = of.memo.find(tuple(map(type, args))).find(args)
             assert found is not None and found.run is of.pick(of.call(*args)).run, label
             assert torch.equal(of(*args), want), label
