@@ -1,26 +1,12 @@
 """Calls of an op go around torch's dispatcher if, and only if, nobody watches them."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
-
-
-class Watching(TorchDispatchMode):
-    """Notes the ops that torch's dispatcher sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
+from tests.watching import Watching, counted
 
 
 class Subclass(torch.Tensor):
@@ -29,13 +15,7 @@ class Subclass(torch.Tensor):
 
 def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that grows by one for each call of `activate` that goes through the dispatcher."""
-    calls: list[int] = []
-    original = moe_ops.activate.overload
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return original(*args, **kwargs)
-
+    calls, counting = counted(moe_ops.activate.overload)
     monkeypatch.setattr(moe_ops.activate, "overload", counting)
     return calls
 

@@ -80,6 +80,11 @@ class Cell:
         return self.us
 
     @property
+    def untimed(self) -> str:
+        """What stands in a table in the place of a time."""
+        return "-" if self.refused else "wrong"
+
+    @property
     def tbs(self) -> float:
         return self.bytes / self.timed_us * 1e-6
 

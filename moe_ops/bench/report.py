@@ -70,7 +70,7 @@ def _cell(results: Results, layer: str, tokens: int) -> str:
     if cell is None:
         return ""
     if cell.us is None:
-        return "-" if cell.refused else "wrong"
+        return cell.untimed
     ratio = results.times_as_fast(cell)
     versus = "" if ratio is None else f", {ratio:.2f}"
     return f"{cell.us:.1f} ({100 * cell.share:.0f} %{versus})"

@@ -48,7 +48,7 @@ def _row(results: Results, cell: Cell, others: Sequence[str]) -> list[str]:
     mark = "" if cell.cold else "~"
     row = [label(cell.ran), str(cell.tokens), cell.routing]
     if cell.us is None:
-        row += ["-" if cell.refused else "WRONG", "", "", f"{cell.floor_us:.1f}", ""]
+        row += [cell.untimed.upper(), "", "", f"{cell.floor_us:.1f}", ""]
     else:
         row += [f"{mark}{cell.us:.1f}", digits(cell.tbs), digits(cell.tflops)]
         row += [f"{cell.floor_us:.1f}", f"{100 * cell.share:.1f}"]
@@ -64,9 +64,7 @@ def _row(results: Results, cell: Cell, others: Sequence[str]) -> list[str]:
 def _ratio(cell: Cell, other: Cell | None) -> str:
     if cell.us is None or other is None:
         return ""
-    if other.us is None:
-        return "-" if other.refused else "wrong"
-    return f"{other.us / cell.us:.2f}x"
+    return other.untimed if other.us is None else f"{other.us / cell.us:.2f}x"
 
 
 def _peer(results: Results, cell: Cell) -> list[str]:

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ops import Op
 from tests.memo.throwaway import Asked, tensors, twice
+from tests.watching import Watching, counted
 
 X, W = tensors()
-
-
-class Dispatches(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 class Functions(TorchFunctionMode):
@@ -39,7 +28,7 @@ class Functions(TorchFunctionMode):
 
 
 def watched_by_dispatch(made: Op) -> None:
-    with Dispatches() as mode:
+    with Watching() as mode:
         made(X, W)
     assert "moe_ops.remembered.default" in mode.seen
 
@@ -66,21 +55,8 @@ def watched_by_make_fx(made: Op) -> None:
     assert "moe_ops.remembered.default" in [str(n.target) for n in graph.nodes]
 
 
-def through_dispatcher(made: Op) -> list[int]:
-    """Grows with each call that takes this way."""
-    through: list[int] = []
-    overload = made.overload
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        through.append(1)
-        return overload(*args, **kwargs)
-
-    made.overload = counting
-    return through
-
-
 def watched_by_a_transform(made: Op) -> None:
-    through = through_dispatcher(made)
+    through, made.overload = counted(made.overload)
     assert torch.equal(torch.func.functionalize(made)(X, W), X * 2)
     assert through == [1]
 
@@ -94,7 +70,7 @@ def watched_for_tangents(made: Op) -> None:
 
 def watched_by_fake_tensors(made: Op) -> None:
     """A mode of torch itself, which guards do not see."""
-    through = through_dispatcher(made)
+    through, made.overload = counted(made.overload)
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert isinstance(made(X, W), FakeTensor)
     assert through == [1]

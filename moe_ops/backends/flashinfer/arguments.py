@@ -47,8 +47,9 @@ def as_taken(call: ExpertsCall) -> bool:
     map."""
     c = call
     tensors = ((c.ids_TK, torch.int32), (c.weights_TK, torch.float32))
-    taken = all(t.dtype is dtype and t.is_contiguous() for t, dtype in tensors)
-    return taken and (c.expert_map is None or c.expert_offset is not None)
+    return all(_is_taken(t, dtype) for t, dtype in tensors) and (
+        c.expert_map is None or c.expert_offset is not None
+    )
 
 
 def only_here(ids_TK: Tensor, experts: int) -> Tensor:
@@ -79,4 +80,8 @@ LEAST_SCALE = 1e-12  # its reciprocal is finite
 
 def _contiguous(t: Tensor, dtype: torch.dtype) -> Tensor:
     """As `to` and `contiguous` give it, which take a microsecond where nothing is to be done."""
-    return t if t.dtype is dtype and t.is_contiguous() else t.to(dtype).contiguous()
+    return t if _is_taken(t, dtype) else t.to(dtype).contiguous()
+
+
+def _is_taken(t: Tensor, dtype: torch.dtype) -> bool:
+    return t.dtype is dtype and t.is_contiguous()
