@@ -54,8 +54,8 @@ class Op:
 
     `check` validates a record and raises ValueError or TypeError; it runs before any backend and
     before the fake, so backends trust their arguments. An op that `remembers` neither checks a call
-    nor picks for it if one like it (`moe_ops/memo.py`) was run, for as long as its backends stay
-    the same and each that runs on the device said, by `remembers`, what decides whether it runs.
+    nor picks for it if two like it (`moe_ops/memo.py`) were run, as long as its backends stay the
+    same and each that runs on the device said, by `remembers`, what decides whether it runs.
     """
 
     def __init__(

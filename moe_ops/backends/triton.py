@@ -47,8 +47,8 @@ T = TypeVar("T", Tensor, Tensor | None)
 # fewer elements than LARGE and if it has not.
 MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
 # The same for quantised weights: rows where triton.grouped decodes them first, by the bits of a
-# code; with inputs of 8 bits; and where it multiplies codes as they are stored, by the bits and
-# whether rows have one scale for a step of columns, and of large experts.
+# code; with inputs of 8 bits, on an H100; and where it multiplies codes as they are stored, by the
+# bits and whether rows have one scale for a step of columns, and of large experts.
 MOST_TINY_TOKENS_OF_CODES = 1
 MOST_DECODED = 4 * 2**30  # bytes of a layer that is decoded
 # Those of six bits, which take the ways of four, were not measured.
