@@ -6,7 +6,7 @@ import multiprocessing
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -72,9 +72,18 @@ def _main(rank: int, ranks: int, folder: Path, seconds: float, body: Body, args:
     store = dist.FileStore(str(folder / "store"), ranks)
     limit = timedelta(seconds=seconds)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+    meet("connected", rank, range(ranks))
     with torch.no_grad():
         body(rank, dist.group.WORLD.group_name, *args)
     dist.destroy_process_group()
+
+
+def meet(name: str, rank: int, ranks: Iterable[int]) -> None:
+    """Wait until these ranks are here, too. A rank has its group before the others do: if it ended
+    then, they would not find it; and the last to see a fault would see the others end."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{name} {rank}", "")
+    store.wait([f"{name} {other}" for other in ranks])
 
 
 def spawn(body: Body, args: tuple[Any, ...], ranks: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import combine_tokens, dispatch_tokens, experts_over_ranks, sum_ranks
-from tests.distributed.ranks import processes, threads
+from tests.distributed.ranks import meet, processes, threads
 
 E, D = 4, 8
 TABLES = (torch.tensor([0, 0, 1, 1], dtype=torch.int32), torch.tensor([0, 1, 0, 1]).int())
@@ -108,6 +108,7 @@ def ended(rank: int, group: str) -> None:
         os._exit(0)
     with pytest.raises(RuntimeError, match=r"moe_ops\.dispatch_tokens: rank 2 of the group"):
         call(group)
+    meet("named", rank, range(2))
     os._exit(0)  # the group cannot be taken down in order
 
 

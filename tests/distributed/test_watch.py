@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from moe_ops.ranks import watch as watch_module
 from moe_ops.ranks.watch import Watch
-from tests.distributed.ranks import processes, results
+from tests.distributed.ranks import meet, processes, results
 
 
 class Reached:
@@ -46,6 +46,7 @@ def replays(rank: int, group: str, counts: tuple[int, ...]) -> None:
         time.sleep(0.2)
         found.check()
     Reached.stores, Reached.made = dist.PrefixStore("test", store), 0
+    meet("watched", rank, range(len(counts)))
     if not counts[rank]:
         time.sleep(2)
         return
