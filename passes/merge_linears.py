@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from moe_ops.backends.triton import LEAST_CAPABILITY
+from moe_ops.backends.triton_device import LEAST_CAPABILITY
 from moe_ops.decode_ops.linears import DTYPES, MOST_ROWS, LinearsCall, refusal
 from moe_ops.passes.context import Context
 from moe_ops.passes.graph import (

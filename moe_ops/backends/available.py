@@ -10,7 +10,7 @@ from textwrap import wrap
 import torch
 
 from moe_ops.backend import Backend, Needs
-from moe_ops.backends import triton
+from moe_ops.backends import triton_device
 from moe_ops.spec import DECODE_OPS, OPS, REFERENCE
 
 CPU, WIDTH = "cpu", 100
@@ -56,10 +56,10 @@ def _available(name: str, by_op: dict[str, Backend]) -> Available:
 def _needs(name: str, backend: Backend) -> Needs:
     """Of the backends that leave it to the call, as it depends on dtypes and formats too."""
     if name.partition(".")[0] == "triton":
-        least = ".".join(map(str, triton.LEAST_CAPABILITY))
+        least = ".".join(map(str, triton_device.LEAST_CAPABILITY))
         return Needs(
             said=f"compute capability {least} or more; triton",
-            missing=_on_gpu(lambda device: triton.unavailable() or _too_old(device)),
+            missing=_on_gpu(lambda device: triton_device.unavailable() or _too_old(device)),
             package="triton",
         )
     devices = backend.devices or {CPU}
@@ -76,7 +76,7 @@ def _on_gpu(then: Callable[[torch.device], str | None]) -> Callable[[torch.devic
 
 def _too_old(device: torch.device) -> str | None:
     got = torch.cuda.get_device_capability(device)
-    if got >= triton.LEAST_CAPABILITY:
+    if got >= triton_device.LEAST_CAPABILITY:
         return None
     return f"the GPU has compute capability {got[0]}.{got[1]}"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.backend import Rows
-from moe_ops.backends.triton import refuse_device
+from moe_ops.backends.triton_device import refuse_device
 from moe_ops.backends.triton_ranks import contiguous_of, parts_of, refuse_words
 from moe_ops.gradients import needs_grad
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.backends.triton import refuse_device
+from moe_ops.backends.triton_device import refuse_device
 from moe_ops.decode_ops.linears import LinearsCall, linears
 from moe_ops.decode_ops.normed_linears import NormedLinearsCall, normed_linears
 from moe_ops.decode_ops.one_query import OneQueryCall, one_query

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_ops.backends import reads, triton_formats
 from moe_ops.backends.aten import refuse_out_dtype
-from moe_ops.backends.triton import (
+from moe_ops.backends.triton_device import (
     FLOATS,
     LEAST_CAPABILITY,
     LEAST_FLOAT8,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_ops.backends.triton import LEAST_CAPABILITY, LEAST_FLOAT8, refuse_device
+from moe_ops.backends.triton_device import LEAST_CAPABILITY, LEAST_FLOAT8, refuse_device
 from moe_ops.ops.quantize import QuantizeCall, quantize
 from moe_ops.quant.formats import ALL, TENSOR, Format
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.backends.triton import refuse_device
+from moe_ops.backends.triton_device import refuse_device
 from moe_ops.gradients import needs_grad
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
 from moe_ops.ops.dispatch_tokens import DispatchTokensCall, agree, dispatch_tokens, scales_of

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from moe_ops.backends.triton import HALF
+from moe_ops.backends.triton_device import HALF
 from moe_ops.hf.stored import PROJECTIONS, stored_format
 
 log = logging.getLogger("moe_ops")

@@ -13,7 +13,7 @@ import torch
 
 from moe_ops import dispatch_tokens
 from moe_ops.backends.push import supports_dispatch, supports_sum
-from moe_ops.backends.triton import unavailable
+from moe_ops.backends.triton_device import unavailable
 from moe_ops.ops.dispatch_tokens import DispatchTokensCall
 from moe_ops.ops.sum_ranks import SumRanksCall, sum_ranks
 from moe_ops.passes.cache_key import environment_key

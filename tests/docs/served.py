@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ops import OPS, Op, fake_impls
-from moe_ops.backends import triton
+from moe_ops.backends import triton_device
 from moe_ops.kernels import cpu as kernels
 from moe_ops.kernels.cpu import quantised
 from moe_ops.ops.quantize import QuantizeCall
@@ -55,7 +55,7 @@ def machine() -> Iterator[None]:
     with (
         patch.object(kernels, "unavailable", lambda: None),
         patch.object(quantised, "unavailable", lambda element, inputs: None),
-        patch.object(triton, "unavailable", lambda: None),
+        patch.object(triton_device, "unavailable", lambda: None),
         patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY),
     ):
         yield

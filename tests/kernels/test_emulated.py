@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_ops import experts
-from moe_ops.backends.triton import HOPPER, run_experts
+from moe_ops.backends.triton import run_experts
+from moe_ops.backends.triton_device import HOPPER
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.backends.triton_inputs import inputs_of
 from moe_ops.ops.experts import ExpertsCall

@@ -13,16 +13,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_ops import experts
-from moe_ops.backends.triton import (
-    HOPPER,
+from moe_ops.backends.triton import run_experts
+from moe_ops.backends.triton_device import HOPPER
+from moe_ops.backends.triton_formats import weight_of
+from moe_ops.backends.triton_limits import (
     MOST_ROWS_AS_STORED,
     MOST_ROWS_OF_CODES,
     MOST_ROWS_OF_LARGE_AS_STORED,
     MOST_ROWS_OF_QUANTISED_INPUTS,
     most_rows_tokens,
-    run_experts,
 )
-from moe_ops.backends.triton_formats import weight_of
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format

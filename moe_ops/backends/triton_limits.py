@@ -1,0 +1,69 @@
+"""How many tokens a Triton kernel of experts takes, and up to how many it is the fastest."""
+
+from __future__ import annotations
+
+import math
+
+from moe_ops.backends.triton_support import (
+    inputs_of,
+    multiplies_as_stored,
+    refuse_quantised_inputs,
+    weight_of,
+)
+from moe_ops.kernels.triton import LARGE, TINY_PAIRS, TINY_TOKENS, one_a_step
+from moe_ops.ops.experts import ExpertsCall
+
+# Measured on an H200 over six layers (moe_ops/tuned/h200.json): up to how many tokens triton.tiny
+# is the fastest, and up to how many rows an expert triton.rows is, if an expert's second weight has
+# fewer elements than LARGE and if it has not.
+MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
+# The same for quantised weights: rows where triton.grouped decodes them first, by the bits of a
+# code; with inputs of 8 bits, on an H100; and where it multiplies codes as they are stored, by the
+# bits and whether rows have one scale for a step of columns, and of large experts.
+MOST_TINY_TOKENS_OF_CODES = 1
+MOST_DECODED = 4 * 2**30  # bytes of a layer that is decoded
+# Those of six bits, which take the ways of four, were not measured.
+MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTISED_INPUTS = {4: 400, 6: 400, 8: 200}, 16
+MOST_ROWS_AS_STORED = {
+    (4, True): 32, (4, False): 28, (6, True): 32, (6, False): 28, (8, True): 32, (8, False): 32,
+}  # fmt: skip
+MOST_ROWS_OF_LARGE_AS_STORED = 24
+
+
+def max_tiny_tokens(call: ExpertsCall) -> int:
+    return min(TINY_TOKENS, TINY_PAIRS // call.ids_TK.shape[1])
+
+
+def most_tiny_tokens(call: ExpertsCall) -> int:
+    return MOST_TINY_TOKENS_OF_CODES if call.w_format else MOST_TINY_TOKENS
+
+
+def most_rows_tokens(call: ExpertsCall) -> int | None:
+    w2_EDI, expert_map = call.w2_EDI, call.expert_map
+    experts = w2_EDI.shape[0] if expert_map is None else expert_map.shape[0]
+    if call.w_format:
+        most = _most_rows_of_codes(call)
+    else:
+        most = MOST_ROWS_PER_LARGE_EXPERT if _is_large(call) else MOST_ROWS_PER_EXPERT
+    return None if most is None else most * experts // call.ids_TK.shape[1]
+
+
+def _is_large(call: ExpertsCall) -> bool:
+    """Whether an expert is."""
+    return math.prod(call.widths) >= LARGE
+
+
+def _most_rows_of_codes(call: ExpertsCall) -> int | None:
+    """Rows an expert; None if there is no other kernel, or no memory for what it decodes."""
+    if call.x_format and refuse_quantised_inputs(call) is not None:
+        return None
+    if call.x_format and inputs_of(call) is None:
+        return MOST_ROWS_OF_QUANTISED_INPUTS
+    weight = weight_of(call)
+    bits = weight[5]
+    if multiplies_as_stored(call):
+        if _is_large(call):
+            return MOST_ROWS_OF_LARGE_AS_STORED
+        return MOST_ROWS_AS_STORED[bits, one_a_step(weight)]
+    decoded = (call.w13_EFD.nbytes + call.w2_EDI.nbytes) * 16 // bits
+    return None if decoded > MOST_DECODED else MOST_ROWS_OF_CODES[bits]

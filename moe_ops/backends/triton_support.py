@@ -1,0 +1,144 @@
+"""Why the Triton kernels of experts do not take a call; None where they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_ops.backends import triton_formats, triton_inputs
+from moe_ops.backends.triton_device import (
+    FLOATS,
+    HALF,
+    HOPPER,
+    LEAST_FLOAT8,
+    either,
+    refuse_device,
+)
+from moe_ops.gradients import needs_grad
+from moe_ops.kernels.triton import multiplies_codes
+from moe_ops.ops.experts import ExpertsCall
+
+Formats = tuple[Any, Any, str, torch.dtype]
+
+
+def supports_experts(call: ExpertsCall) -> str | None:
+    x_TD = call.x_TD
+    if call.dtype not in FLOATS:
+        return f"needs {either(FLOATS)}, got {call.dtype}"
+    if needs_grad(x_TD, call.weights_TK, call.w13_EFD, call.w2_EDI, call.b13_EF, call.b2_ED):
+        return "is not differentiable, and an argument requires grad"
+    return _refuse_scales(call) or refuse_device(x_TD)
+
+
+def supports_half(call: ExpertsCall) -> str | None:
+    """The support of kernels that have no float32."""
+    refusal = supports_experts(call)
+    if refusal is None and call.dtype not in HALF:
+        return f"needs {either(HALF)}, got {call.dtype}"
+    return refusal
+
+
+def supports_codes(call: ExpertsCall) -> str | None:
+    """The support of kernels that take quantised weights, too."""
+    refusal = supports_half(call)
+    if refusal is not None or not call.w_format:
+        return refusal
+    c = call
+    refusal = triton_formats.refusal(c.w_format, c.x_format, c.widths)
+    stored = (c.w13_EFD, c.w2_EDI, c.w13_scale_EFG, c.w2_scale_EDG, c.w13_zero_EFG, c.w2_zero_EDG)
+    if refusal is None and not all(t is None or t.is_contiguous() for t in stored):
+        refusal = "needs contiguous weights, scales and zero points"
+    if refusal is None and c.w13_EFD.dtype == torch.float8_e4m3fn:
+        refusal = refuse_device(c.w13_EFD, LEAST_FLOAT8)
+    in_words = refusal is None and weight_of(c)[5] < 8
+    if in_words and any(w.storage_offset() % 4 for w in (c.w13_EFD, c.w2_EDI)):
+        bits = {4: "four", 6: "six"}[weight_of(c)[5]]
+        refusal = f"needs weights of {bits} bits that begin at a multiple of 4 bytes"
+    return refusal
+
+
+def _refuse_scales(call: ExpertsCall) -> str | None:
+    """Why kernels do not take the scales of a call beside those of groups, or None."""
+    c = call
+    found = (c.global_scale13_E, c.global_scale2_E, c.x_scale, c.h_scale)
+    common = tuple(t for t in found if t is not None)
+    if not c.w_format:
+        return "has global scales for quantised weights alone" if common else None
+    if needs_grad(c.w13_scale_EFG, c.w2_scale_EDG, *common):
+        return "is not differentiable, and an argument requires grad"
+    static = tuple(t.numel() for t in (c.x_scale, c.h_scale) if t is not None)
+    if not static or formats_of(c)[2] in ("row", "tensor"):
+        return None
+    if inputs_of(c) is None:
+        return f"quantises inputs to {c.x_format} without static scales"
+    return triton_inputs.refusal_of_static(c.x_format, c.dtype == torch.float16, static)
+
+
+def supports_tiny(call: ExpertsCall) -> str | None:
+    """The support of kernels in which all experts read the same tokens."""
+    refusal = supports_codes(call)
+    if refusal is None and inputs_of(call) is not None:
+        return "emulates no inputs, as triton.rows does"
+    if refusal is None and call.x_scale is not None and call.x_scale.numel() > 1:
+        return "quantises tokens by one static scale, got one for each expert"
+    return refusal
+
+
+def supports_many(call: ExpertsCall) -> str | None:
+    """The support of the kernels for many rows an expert: floats, quantised weights, which are
+    decoded first, and on Hopper those with inputs of 8 bits."""
+    if not call.w_format:
+        return supports_experts(call)
+    refusal = supports_codes(call)
+    if refusal is None and call.x_format:
+        refusal = refuse_quantised_inputs(call)
+    return refusal
+
+
+def refuse_quantised_inputs(call: ExpertsCall) -> str | None:
+    """Why the kernel for many rows an expert of quantised inputs does not take a call that those
+    for few rows take, or None."""
+    c = call
+    if inputs_of(c) is not None:
+        decodes = c.x_scale is not None and not multiplies_as_stored(c)
+        if decodes and c.dtype == torch.float16:
+            return "has no room in float16 for weights times a static scale of inputs"
+        return None
+    if c.global_scale13_E is not None or c.global_scale2_E is not None:
+        return "has no kernel for quantised inputs and weights under a global scale"
+    refusal = triton_formats.refusal_of_many(weight_of(c), c.widths, c.gated, c.interleaved)
+    if refusal is None and c.x_TD.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(c.x_TD.device)
+        if capability != HOPPER:
+            refusal = "has a kernel for quantised inputs on compute capability 9.0 alone"
+    if refusal is None and any(w.storage_offset() % 16 for w in (c.w13_EFD, c.w2_EDI)):
+        refusal = "needs quantised weights that begin at a multiple of 16 bytes"
+    return refusal
+
+
+def multiplies_as_stored(call: ExpertsCall) -> bool:
+    """Whether triton.grouped decodes weights where it multiplies them with inputs of 16 bits."""
+    c = call
+    if c.x_TD.device.type != "cuda" or not multiplies_codes(weight_of(c), c.widths):
+        return False
+    return torch.cuda.get_device_capability(c.x_TD.device) == HOPPER and not any(
+        w.storage_offset() % 16 for w in (c.w13_EFD, c.w2_EDI)
+    )
+
+
+def weight_of(call: ExpertsCall) -> Any:
+    """The format of a call's weights as the kernels take it; None for floats."""
+    return triton_formats.weight_of(call.w_format, call.x_format) if call.w_format else None
+
+
+def inputs_of(call: ExpertsCall) -> Any:
+    """How the inputs of a call are emulated; None if they are not."""
+    return triton_inputs.inputs_of(call.w_format, call.x_format) if call.x_format else None
+
+
+def formats_of(call: ExpertsCall) -> Formats:
+    """Of a call, as kernels take them: the format of weights, how inputs are emulated, what of
+    those of 8 bits has a scale, and the dtype of results."""
+    scaled = triton_formats.scaled_of(call.x_format) if inputs_of(call) is None else ""
+    return weight_of(call), inputs_of(call), scaled, call.dtype
