@@ -304,10 +304,16 @@ class Op:
         """Say what a backend needs of a machine, whatever the call."""
         self._put(replace(self.backends[name], needs=needs))
 
-    def remembers(self, name: str, *asks: ContextVar[Any], alike: Binds | None = None) -> None:
+    def remembers(
+        self,
+        name: str,
+        *asks: ContextVar[Any],
+        alike: Binds | None = None,
+        aligned: bool = False,
+    ) -> None:
         """Say that a backend's `supports` and `rows` look at nothing but what a memo compares and
-        these context variables; `Backend` says what `alike` is."""
-        self._put(replace(self.backends[name], asks=asks, alike=alike))
+        these context variables; `Backend` says what `alike` and `aligned` are."""
+        self._put(replace(self.backends[name], asks=asks, alike=alike, aligned=aligned))
 
     def _put(self, backend: Backend) -> None:
         self.backends[backend.name] = backend

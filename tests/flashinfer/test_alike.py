@@ -174,6 +174,47 @@ def test_autotune_is_seen(hopper: ModuleType) -> None:
     assert [name for name, _ in hopper.calls].count("autotune") == 1
 
 
+def moved(t: Tensor) -> Tensor:
+    """The same values, which begin between two words of memory."""
+    return torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape)
+
+
+def test_tokens_that_begin_between_words_are_copied(hopper: ModuleType) -> None:
+    """Also after a call that is the same but for that; ids and their weights are read singly."""
+    loaded, call = made()
+    for _ in range(2):
+        run(call)
+    assert bound(call)
+    between = replace(call, x_TD=moved(call.x_TD))
+    for _ in range(3):
+        check(CUTLASS, "bfloat16", run(between), wanted(loaded))
+        assert not bound(between)
+    routed = replace(call, ids_TK=moved(call.ids_TK), weights_TK=moved(call.weights_TK))
+    for _ in range(3):
+        check(CUTLASS, "bfloat16", run(routed), wanted(loaded))
+    assert bound(routed) and bound(call)
+
+
+def test_weights_that_begin_between_words_are_refused_after_those_that_do_not(
+    hopper: ModuleType,
+) -> None:
+    _, call = made()
+    for _ in range(2):
+        run(call)
+    between = replace(call, w2_EDI=moved(call.w2_EDI))
+    hopper.calls.clear()
+    with using("reference", "experts"):
+        want = run(between)
+    for _ in range(3):
+        assert torch.equal(run(between), want)
+    assert hopper.calls == []
+    with (
+        using(CUTLASS, "experts"),
+        pytest.raises(NotImplementedError, match="begin at a multiple of 16 bytes"),
+    ):
+        run(between)
+
+
 def test_other_calls_are_still_refused(hopper: ModuleType) -> None:
     loaded, call = made()
     for _ in range(2):

@@ -64,7 +64,7 @@ def run(call: ExpertsCall) -> Tensor:
         w13_EFD, w2_EDI, w13_scale_EFG, w2_scale_EDG = layer.held
         with kept.tuning((NAME, layer.key)):
             out: Tensor = layer.wrapper.run(
-                x=c.x_TD,
+                x=arguments.aligned(c.x_TD),
                 w1_weight=w13_EFD,
                 w1_weight_sf=orders.mma_view(w13_scale_EFG),
                 w2_weight=w2_EDI,
@@ -203,4 +203,4 @@ def require_threshold(wrapper: Any, threshold: int) -> None:
 
 
 experts.needs(NAME, MACHINE.needs)
-experts.remembers(NAME, CURRENT)
+experts.remembers(NAME, CURRENT, aligned=True)

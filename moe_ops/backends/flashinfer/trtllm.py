@@ -39,7 +39,7 @@ def run(call: ExpertsCall) -> Tensor:
     with kept.tuning((NAME, call.w13_EFD.shape, tokens)):
         function(
             topk_ids=(routed.ids_TK, routed.weights_TK),
-            hidden_states=call.x_TD,
+            hidden_states=arguments.aligned(call.x_TD),
             gemm1_weights=orders.block_view(call.w13_EFD),
             gemm2_weights=orders.block_view(call.w2_EDI),
             num_experts=routed.experts,
@@ -57,4 +57,4 @@ def run(call: ExpertsCall) -> Tensor:
 
 
 experts.needs(NAME, MACHINE.needs)
-experts.remembers(NAME)
+experts.remembers(NAME, aligned=True)
