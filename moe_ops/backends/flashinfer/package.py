@@ -49,7 +49,9 @@ class Machine:
     cuda: int = 12  # the major version that torch was built for, at least
 
     def refusal(self, device: torch.device) -> str | None:
-        """Why it cannot run on a device, or None."""
+        """Why it cannot run on a device, or None; one without an index is the current one."""
+        if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
         return _refusal(self, device)
 
     @property
