@@ -52,11 +52,15 @@ def way(request: pytest.FixtureRequest) -> tuple[str, ExpertsCall, ExpertsCall, 
     name, layout, formats, dtype = request.param
     loaded = on_gpu(call_of(formats, case=CASE))
     call = stored(loaded, layout)
-    reason = experts.backends[name].refusal("cuda", CASE.T, call)
+    skip_where_machines_lack(experts.backends[name].refusal("cuda", CASE.T, call))
+    return name, loaded, call, dtype
+
+
+def skip_where_machines_lack(reason: str | None) -> None:
+    """Of a refusal: what the machine lacks is skipped, what the call lacks is a fault."""
     if reason is not None and ("not installed" in reason or "compute capability" in reason):
         pytest.skip(reason)
     assert reason is None
-    return name, loaded, call, dtype
 
 
 def on_gpu(call: ExpertsCall) -> ExpertsCall:
@@ -142,9 +146,7 @@ def test_calls_like_two_before_go_straight_to_the_function(
     loaded = made(on_gpu(call_of("bfloat16", case=CASE)))
     loaded = replace(loaded, weights_TK=loaded.weights_TK.float())
     call = stored(loaded, UP_GATE)
-    reason = cutlass.supports(call)
-    if reason is not None:
-        pytest.skip(reason)
+    skip_where_machines_lack(cutlass.supports(call))
     for tokens in TOKENS:
         some = first(call, tokens)
         by_names = cutlass.run(some)
@@ -274,9 +276,7 @@ def test_the_overhead_over_flashinfer_itself(
     overlapping: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     call = stored(on_gpu(call_of("bfloat16", case=CASE)), UP_GATE)
-    reason = cutlass.supports(call)
-    if reason is not None:
-        pytest.skip(reason)
+    skip_where_machines_lack(cutlass.supports(call))
     call = replace(first(call, 1), weights_TK=call.weights_TK[:1].float())
     to = arguments.routed(call, equal=True)
     launch = cutlass.launch_of(call, to)

@@ -95,8 +95,9 @@ class Scales:
         """Space for those of a layer."""
         E, device = call.w13_EFD.shape[0], call.x_TD.device
         w13_E, w2_E, x = (torch.empty(n, device=device) for n in (E, E, 1))
-        six = tuple(t.clone() if t.is_floating_point() else t for t in cutlass.nvfp4_scales(call))
-        return Scales(w13_E, w2_E, x, torch.ones(1, device=device), six if prefill else ())
+        six = cutlass.nvfp4_scales(call) if prefill else []
+        own = tuple(t.clone() if t.is_floating_point() else t for t in six)
+        return Scales(w13_E, w2_E, x, torch.ones(1, device=device), own)
 
     def refresh(self, call: ExpertsCall) -> None:
         """Write those of the call. A calibrated scale of the second input would saturate its codes,
