@@ -63,9 +63,9 @@ def skip_where_machines_lack(reason: str | None) -> None:
     assert reason is None
 
 
-def on_gpu(call: ExpertsCall) -> ExpertsCall:
+def on_gpu(call: ExpertsCall, device: str = "cuda:0") -> ExpertsCall:
     found = {f.name: getattr(call, f.name) for f in fields(call)}
-    return replace(call, **{n: t.cuda() for n, t in found.items() if isinstance(t, Tensor)})
+    return replace(call, **{n: t.to(device) for n, t in found.items() if isinstance(t, Tensor)})
 
 
 def first(call: ExpertsCall, tokens: int) -> ExpertsCall:
@@ -122,6 +122,19 @@ def test_tokens_and_ids_that_begin_between_words(
     some = replace(some, **{n: moved(getattr(some, n)) for n in ("x_TD", "ids_TK", "weights_TK")})
     for _ in range(3):
         assert_close(run(some), want, TOL["experts", dtype], name)
+
+
+def test_a_call_on_another_gpu_than_the_current_one(
+    way: tuple[str, ExpertsCall, ExpertsCall, torch.dtype],
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    name, loaded, call, dtype = way
+    want = experts.body(first(loaded, 7))
+    some = on_gpu(first(call, 7), "cuda:1")
+    for _ in range(4):
+        assert_close(run(some).to(want.device), want, TOL["experts", dtype], name)
+    assert torch.cuda.current_device() == 0
 
 
 def half(call: ExpertsCall) -> ExpertsCall:

@@ -58,7 +58,13 @@ def run(call: ExpertsCall) -> Tensor:
     c = call
     if c.x_TD.shape[0] == 0:
         return c.x_TD.new_empty(c.x_TD.shape)
-    layer, routed = _layer(c), arguments.routed(c)
+    with package.on(c.x_TD.device):
+        return _run(c, _layer(c), arguments.routed(c))
+
+
+def _run(call: ExpertsCall, layer: Layer, routed: arguments.Routed) -> Tensor:
+    """A call of the wrapper, which has room for one at a time."""
+    c = call
     with layer.lock:
         layer.scales.refresh(c)
         w13_EFD, w2_EDI, w13_scale_EFG, w2_scale_EDG = layer.held

@@ -47,10 +47,12 @@ def run(call: ExpertsCall) -> Tensor:
     """`experts` by the wrapper of its formats. It is given global ids and an offset."""
     if call.x_TD.shape[0] == 0:
         return call.x_TD.new_empty(call.x_TD.shape)
-    routed = arguments.routed(call)
-    wrapper = _wrapper(call, routed)
-    with kept.tuning((NAME, id(wrapper), kept.tokens_of(call.x_TD.shape[0], current()))):
-        return (_run_nvfp4 if call.w_format else _run_floats)(call, routed, wrapper)
+    tokens = kept.tokens_of(call.x_TD.shape[0], current())
+    with package.on(call.x_TD.device):
+        routed = arguments.routed(call)
+        wrapper = _wrapper(call, routed)
+        with kept.tuning((NAME, id(wrapper), tokens)):
+            return (_run_nvfp4 if call.w_format else _run_floats)(call, routed, wrapper)
 
 
 _WRAPPERS: kept.Kept[Any] = kept.Kept("a wrapper of FlashInfer's CuTe DSL")

@@ -3,6 +3,7 @@ that runs it, and by nothing else."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -92,6 +93,17 @@ def _refusal(machine: Machine, device: torch.device) -> str | None:
 def module(name: str) -> Any:
     """A module of FlashInfer, imported now."""
     return importlib.import_module(name)
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Inside, a device is the current one: on that one's stream kernels of CuTe DSL are launched,
+    wherever their tensors lie. CUTLASS goes there by itself."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return HERE
+    return torch.cuda.device(device)
+
+
+HERE = contextlib.nullcontext()
 
 
 def takes(function: Callable[..., Any], keyword: str) -> bool:

@@ -36,7 +36,8 @@ def run(call: ExpertsCall) -> Tensor:
         return out_TD
     routed, tokens = arguments.routed(call), kept.tokens_of(call.x_TD.shape[0], current())
     function = package.module("flashinfer.fused_moe").trtllm_bf16_routed_moe
-    with kept.tuning((NAME, call.w13_EFD.shape, tokens)):
+    key = (NAME, call.w13_EFD.shape, tokens)
+    with package.on(call.x_TD.device), kept.tuning(key):
         function(
             topk_ids=(routed.ids_TK, routed.weights_TK),
             hidden_states=arguments.aligned(call.x_TD),
