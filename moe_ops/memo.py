@@ -4,9 +4,9 @@ Calls are alike if nothing that a check or a backend's `supports` may look at te
 names and types of arguments, whatever is no tensor, of tensors the shape, strides, dtype, device
 and whether they require grad, the grad mode, and the context variables that a backend names. Of
 some tensors it is also where they begin in their memory, modulo 16 bytes: of those of single bytes,
-which kernels read as words, of all where the backend says so, and of one that begins at no multiple
-of 16, for which a backend that says so may have been passed over. Values of tensors are not among
-it, and tensors are not held.
+which kernels read as words, of all where the backend says so, and of those that begin at no
+multiple of 16, for which one that says so may have been passed over. Values of tensors are not
+among it, and tensors are not held.
 
 What decides is kept when a call like it comes the second time: what is kept of calls that never
 come again, as of a text that grows by a token, would lie between freed results.
@@ -117,11 +117,7 @@ class Alike:
         if not strided or len(set(map(id, tensors))) < len(tensors):
             return
         settings = dict.fromkeys(s for other in asked[:-1] for s in other.asks or ())
-        places = [
-            i
-            for i, t in enumerate(tensors)
-            if backend.aligned or t.dtype.itemsize == 1 or not is_aligned(t)
-        ]
+        places = [i for i, t in enumerate(tensors) if _is_placed(t, call, backend, asked)]
         placed = _items(places) if places else None
         sizes: dict[str, Any] = {
             "dynamic_dims_sizes": [[*t.shape] for t in tensors],
@@ -157,6 +153,16 @@ def _items(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
         return itemgetter(*places)
     first = places[0] if places else 0
     return itemgetter(slice(first, first + len(places)))
+
+
+def _is_placed(t: Tensor, call: Any, backend: Backend, asked: Sequence[Backend]) -> bool:
+    """Whether it counts where a tensor of a call begins, which a backend ran and others may have
+    refused."""
+    if backend.aligned or t.dtype.itemsize == 1:
+        return True
+    return not is_aligned(t) and any(
+        other.aligned and not (other.ignores is not None and other.ignores(call)) for other in asked
+    )
 
 
 def _begin_alike(tensors: tuple[Tensor, ...], begin: tuple[int, ...]) -> bool:
