@@ -13,6 +13,12 @@ from torch import Tensor
 from moe_ops.layouts import Layout
 
 LAYOUT = "layout"  # the argument of an op that names the layout of its weights
+ALIGNMENT = 16  # bytes, the most that a kernel reads at once
+
+
+def is_aligned(t: Tensor) -> bool:
+    """Whether a tensor begins at a multiple of 16 bytes of its memory, as all memory does."""
+    return int(t.storage_offset()) * t.itemsize % ALIGNMENT == 0
 
 
 @dataclass(frozen=True, slots=True)

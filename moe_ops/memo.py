@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 
-from moe_ops.backend import Backend
-from moe_ops.shapes import ALIGNMENT, is_aligned
+from moe_ops.backend import ALIGNMENT, Backend, is_aligned
 from moe_ops.signature import Signature
 
 # What gives the value of a context variable, and the value that it had.
@@ -35,7 +34,8 @@ MOST_KEYS = 4096  # of one op's calls of the same types
 MOST_OF_A_KEY = 8  # such as layers of several sizes, which the tokens do not tell apart
 
 _grad = torch.is_grad_enabled
-_offset = Tensor.storage_offset
+# A symbol only where somebody traces, whom no memo serves.
+_offset: Callable[[Tensor], int] = Tensor.storage_offset  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)

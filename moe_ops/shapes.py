@@ -22,7 +22,6 @@ from moe_ops.signature import did_you_mean
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INDICES = (torch.int32, torch.int64)
-ALIGNMENT = 16  # bytes, the most that a kernel reads at once
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -53,11 +52,6 @@ def _unknown(value: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # slow to import
 
     return bool(free_unbacked_symbols(value))
-
-
-def is_aligned(t: Tensor) -> bool:
-    """Whether a tensor begins at a multiple of 16 bytes of its memory, as all memory does."""
-    return int(t.storage_offset()) * t.itemsize % ALIGNMENT == 0
 
 
 def check_devices(first: Tensor, **others: Tensor | None) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops import Op, experts, memo, moe, using
-from moe_ops.shapes import is_aligned
+from moe_ops.backend import is_aligned
 from moe_ops.testing import CASES
 from tests.memo.throwaway import (
     BOTH,
