@@ -13,6 +13,12 @@ from torch import Tensor
 from moe_ops.layouts import Layout
 
 LAYOUT = "layout"  # the argument of an op that names the layout of its weights
+ALIGNMENT = 16  # bytes, the most that a kernel reads at once
+
+
+def is_aligned(t: Tensor) -> bool:
+    """Whether a tensor begins at a multiple of 16 bytes of its memory, as all memory does."""
+    return int(t.storage_offset()) * t.itemsize % ALIGNMENT == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,7 @@ class Backend:
     floats. `asks` names the context variables that decide, with what `moe_ops/memo.py` compares of
     calls, whether it runs; None if anything else may. `alike` is then given a call that it ran, and
     gives a function of the op's arguments that runs those like it, or None, where `run` does.
+    `aligned` says that where any tensor begins in its memory decides, too, not only one of bytes.
     """
 
     name: str
@@ -72,6 +79,7 @@ class Backend:
     emulates: Callable[[Any], bool] = field(default=lambda call: False, compare=False)
     asks: tuple[ContextVar[Any], ...] | None = field(default=None, compare=False)
     alike: Binds | None = field(default=None, compare=False)
+    aligned: bool = field(default=False, compare=False)
     # What of a record it does not read, by name; and whether there is any, which is quicker.
     unread: Callable[[Any], dict[str, Any]] = field(default=lambda call: {}, compare=False)
     ignores: Callable[[Any], bool] | None = field(default=None, compare=False)

@@ -3,8 +3,10 @@
 Calls are alike if nothing that a check or a backend's `supports` may look at tells them apart: the
 names and types of arguments, whatever is no tensor, of tensors the shape, strides, dtype, device
 and whether they require grad, the grad mode, and the context variables that a backend names. Of
-tensors of single bytes, which kernels read as words, it is also where they begin in their memory,
-modulo 16. Values of tensors are not among it, and tensors are not held.
+some tensors it is also where they begin in their memory, modulo 16 bytes: of those of single bytes,
+which kernels read as words, of all where the backend says so, and of those that begin at no
+multiple of 16, for which one that says so may have been passed over. Values of tensors are not
+among it, and tensors are not held.
 
 What decides is kept when a call like it comes the second time: what is kept of calls that never
 come again, as of a text that grows by a token, would lie between freed results.
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 
-from moe_ops.backend import Backend
+from moe_ops.backend import ALIGNMENT, Backend, is_aligned
 from moe_ops.signature import Signature
 
 # What gives the value of a context variable, and the value that it had.
@@ -29,10 +31,11 @@ Setting = tuple[Callable[[object], Any], Any]
 UNSET = object()  # the value of one that has none
 
 MOST_KEYS = 4096  # of one op's calls of the same types
-ALIGNMENT = 16  # bytes, the most that a kernel reads at once
 MOST_OF_A_KEY = 8  # such as layers of several sizes, which the tokens do not tell apart
 
 _grad = torch.is_grad_enabled
+# A symbol only where somebody traces, whom no memo serves.
+_offset: Callable[[Tensor], int] = Tensor.storage_offset  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,8 @@ class Decided:
     direct: Callable[..., Any] | None  # of the arguments of a call, if there is one
     fits: Callable[..., bool]  # of tensors
     settings: tuple[Setting, ...]
-    bytes_of: Callable[[Any], tuple[Tensor, ...]] | None  # the tensors of single bytes, if any
-    begin: tuple[int, ...]  # where these do
+    placed: Callable[[Any], tuple[Tensor, ...]] | None  # tensors whose places count, if any
+    begin: tuple[int, ...]  # where these do, in elements
 
 
 class Memo:
@@ -93,7 +96,7 @@ class Alike:
                     if now is not value and now != value:
                         break
                 else:
-                    if found.bytes_of is None or found.begin == _begin(found.bytes_of(tensors)):
+                    if found.placed is None or _begin_alike(found.placed(tensors), found.begin):
                         return found
         return None
 
@@ -114,8 +117,8 @@ class Alike:
         if not strided or len(set(map(id, tensors))) < len(tensors):
             return
         settings = dict.fromkeys(s for other in asked[:-1] for s in other.asks or ())
-        narrow = [i for i, t in enumerate(tensors) if t.dtype.itemsize == 1]
-        bytes_of = _items(narrow) if narrow else None
+        places = [i for i, t in enumerate(tensors) if _is_placed(t, call, backend, asked)]
+        placed = _items(places) if places else None
         sizes: dict[str, Any] = {
             "dynamic_dims_sizes": [[*t.shape] for t in tensors],
             "dynamic_dims_strides": [[*t.stride()] for t in tensors],
@@ -125,8 +128,8 @@ class Alike:
             direct=None if backend.alike is None else backend.alike(call),
             fits=TensorGuards(*tensors, **sizes).check,
             settings=tuple((setting.get, setting.get(UNSET)) for setting in settings),
-            bytes_of=bytes_of,
-            begin=_begin(bytes_of(tensors)) if bytes_of else (),
+            placed=placed,
+            begin=tuple(map(_offset, placed(tensors))) if placed else (),
         )
         if len(self._known) >= MOST_KEYS:
             self._known.clear()
@@ -152,5 +155,19 @@ def _items(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     return itemgetter(slice(first, first + len(places)))
 
 
-def _begin(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-    return tuple(int(t.storage_offset()) % ALIGNMENT for t in tensors)
+def _is_placed(t: Tensor, call: Any, backend: Backend, asked: Sequence[Backend]) -> bool:
+    """Whether it counts where a tensor of a call begins, which a backend ran and others may have
+    refused."""
+    if backend.aligned or t.dtype.itemsize == 1:
+        return True
+    return not is_aligned(t) and any(
+        other.aligned and not (other.ignores is not None and other.ignores(call)) for other in asked
+    )
+
+
+def _begin_alike(tensors: tuple[Tensor, ...], begin: tuple[int, ...]) -> bool:
+    """Whether tensors begin where others of the same dtypes did, modulo 16 bytes."""
+    now = tuple(map(_offset, tensors))
+    return now == begin or all(
+        (a - b) * t.itemsize % ALIGNMENT == 0 for a, b, t in zip(now, begin, tensors, strict=True)
+    )

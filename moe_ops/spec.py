@@ -44,7 +44,6 @@ FORCED: ContextVar[dict[str, str] | None] = ContextVar("moe_ops_forced_backends"
 OPS: dict[str, Op] = {}  # the stages of a layer, and fusions of them
 DECODE_OPS: dict[str, Op] = {}  # what else a decoding step consists of
 
-
 Runs = tuple[tuple[int | None, Callable[[Any], Any]], ...]
 
 
@@ -304,10 +303,12 @@ class Op:
         """Say what a backend needs of a machine, whatever the call."""
         self._put(replace(self.backends[name], needs=needs))
 
-    def remembers(self, name: str, *asks: ContextVar[Any], alike: Binds | None = None) -> None:
+    def remembers(
+        self, name: str, *asks: ContextVar[Any], alike: Binds | None = None, aligned: bool = False
+    ) -> None:
         """Say that a backend's `supports` and `rows` look at nothing but what a memo compares and
-        these context variables; `Backend` says what `alike` is."""
-        self._put(replace(self.backends[name], asks=asks, alike=alike))
+        these context variables; `Backend` says what `alike` and `aligned` are."""
+        self._put(replace(self.backends[name], asks=asks, alike=alike, aligned=aligned))
 
     def _put(self, backend: Backend) -> None:
         self.backends[backend.name] = backend
@@ -325,8 +326,7 @@ class Op:
             others = [b for b in self.backends.values() if b.name != REFERENCE]
             others.sort(key=lambda b: -b.priority)  # stable
             here = (b for b in others if b.devices is None or device in b.devices)
-            found = (*here, self.backends[REFERENCE])
-            self._order[device] = found
+            found = self._order[device] = (*here, self.backends[REFERENCE])
         return found
 
     def pick(self, call: Any) -> Backend:

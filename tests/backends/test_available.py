@@ -93,3 +93,19 @@ def test_what_flashinfer_lacks_on_a_machine(monkeypatch, gpu, other, said) -> No
     assert replace(machine, cuda=12).needs.said == (
         "compute capability 9.0; flashinfer-python 0.7.2 or newer and nvidia-cutlass-dsl"
     )
+
+
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch) -> None:
+    """Of several kinds in a machine, each time anew."""
+    for cached in (package.capability, package._refusal):
+        cached.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: ((8, 9), (9, 0))[d.index])
+    monkeypatch.setattr(package, "version", lambda name=package.DISTRIBUTION: package.LEAST)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    machine = package.Machine(capabilities=((9, 0),))
+    for index, said in ((0, "needs compute capability 9.0, got 8.9"), (1, None)) * 2:
+        monkeypatch.setattr(torch.cuda, "current_device", lambda index=index: index)
+        assert machine.refusal(torch.device("cuda")) == said
+    for cached in (package.capability, package._refusal):
+        cached.cache_clear()

@@ -30,6 +30,14 @@ PLACES = {
     "B12xMoEWrapper.__init__": "flashinfer/fused_moe/cute_dsl/b12x_moe.py",
     "B12xMoEWrapper.run": "flashinfer/fused_moe/cute_dsl/b12x_moe.py",
 }
+# Where backends look for them. Methods come with their classes.
+EXPORTS = {
+    "flashinfer/__init__.py": ("autotune", "fp4_quantize"),
+    "flashinfer/fused_moe/__init__.py": (
+        "ActivationType", "B12xMoEWrapper", "CuteDslBf16MoEWrapper", "CuteDslMoEWrapper",
+        "cutlass_fused_moe", "cutlass_fused_moe_workspace_size", "trtllm_bf16_routed_moe",
+    ),
+}  # fmt: skip
 ENUM = ("ActivationType", "flashinfer/tllm_enums.py")
 # Attributes of a wrapper that the next one is given.
 ATTRIBUTES = {"B12xMoEWrapper": ("_static_workspace", "_dynamic_workspace")}
@@ -78,6 +86,12 @@ def members(source: str, name: str) -> dict[str, int]:
             if isinstance(t, ast.Name) and isinstance(v, ast.Constant)}  # fmt: skip
 
 
+def imported(source: str) -> set[str]:
+    """The names that a source imports from elsewhere, at any depth."""
+    nodes = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom))
+    return {alias.asname or alias.name for node in nodes for alias in node.names}
+
+
 def of_stand_in() -> dict[str, Any]:
     """All that moe_ops relies on, as the stand-in has it."""
     sources = [path.read_text() for path in sorted(STAND_IN.rglob("*.py"))]
@@ -110,10 +124,13 @@ def changes(wanted: dict[str, Any], root: Path) -> list[str]:
         order = "" if gone or new else "; the order of parameters is another"
         found.append(f"{name}: gone or changed: {', '.join(gone) or 'nothing'}; new or changed: "
                      f"{', '.join(new) or 'nothing'}{order}")  # fmt: skip
-    there = members((root / ENUM[1]).read_text(), ENUM[0])
+    for place, names in EXPORTS.items():
+        there = imported((root / place).read_text())
+        found += [f"{place} exports no {name}" for name in names if name not in there]
+    numbers = members((root / ENUM[1]).read_text(), ENUM[0])
     for member, number in wanted[ENUM[0]].items():
-        if there.get(member) != number:
-            found.append(f"{ENUM[0]}.{member} is {there.get(member)}, was {number}")
+        if numbers.get(member) != number:
+            found.append(f"{ENUM[0]}.{member} is {numbers.get(member)}, was {number}")
     for owner, names in ATTRIBUTES.items():
         source = (root / PLACES[f"{owner}.__init__"]).read_text()
         found += [f"{owner} sets no {n}" for n in names if f"self.{n}" not in source]

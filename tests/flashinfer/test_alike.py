@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 import torch
 from layers import call_of, check, stored, wanted, weights_of
 from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from moe_ops import experts, flashinfer_options, using
-from moe_ops.backends.flashinfer import cutlass
+from moe_ops.backends.flashinfer import cutlass, kept
 from moe_ops.ops.experts import ExpertsCall
 
 UP_GATE, CUTLASS = "flashinfer.up_gate", "flashinfer_cutlass"
@@ -172,6 +174,93 @@ def test_autotune_is_seen(hopper: ModuleType) -> None:
         run(call)
         run(call)
     assert [name for name, _ in hopper.calls].count("autotune") == 1
+
+
+def moved(t: Tensor) -> Tensor:
+    """The same values, which begin between two words of memory."""
+    return torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape)
+
+
+def test_tokens_that_begin_between_words_are_copied(hopper: ModuleType) -> None:
+    """Also after a call that is the same but for that; ids and their weights are read singly."""
+    loaded, call = made()
+    for _ in range(2):
+        run(call)
+    assert bound(call)
+    between = replace(call, x_TD=moved(call.x_TD))
+    for _ in range(3):
+        check(CUTLASS, "bfloat16", run(between), wanted(loaded))
+        assert not bound(between)
+    routed = replace(call, ids_TK=moved(call.ids_TK), weights_TK=moved(call.weights_TK))
+    for _ in range(3):
+        check(CUTLASS, "bfloat16", run(routed), wanted(loaded))
+    assert bound(routed) and bound(call)
+
+
+def test_weights_that_begin_between_words_are_refused_after_those_that_do_not(
+    hopper: ModuleType,
+) -> None:
+    _, call = made()
+    for _ in range(2):
+        run(call)
+    between = replace(call, w2_EDI=moved(call.w2_EDI))
+    hopper.calls.clear()
+    with using("reference", "experts"):
+        want = run(between)
+    for _ in range(3):
+        assert torch.equal(run(between), want)
+    assert hopper.calls == []
+    with (
+        using(CUTLASS, "experts"),
+        pytest.raises(NotImplementedError, match="begin at a multiple of 16 bytes"),
+    ):
+        run(between)
+
+
+def test_threads_have_options_of_their_own(hopper: ModuleType) -> None:
+    cases = [(*made(tokens=tokens), bits) for tokens in (3, 5) for bits in (False, True)]
+
+    def turns(case: tuple[ExpertsCall, ExpertsCall, bool]) -> list[Tensor]:
+        _, call, bits = case
+        with flashinfer_options(other_bits=bits):
+            return [run(call) for _ in range(20)]
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        outs = list(pool.map(turns, cases))
+    for (loaded, call, bits), found in zip(cases, outs, strict=True):
+        check(CUTLASS, "bfloat16", found[0], wanted(loaded))
+        assert all(torch.equal(out, found[0]) for out in found)
+        ran = [said for _, said in hopper.calls if said.get("input") is call.x_TD]
+        assert [said["use_fused_finalize"] for said in ran] == [bits] * 20
+        assert len({said["workspace_buffer"].data_ptr() for said in ran}) == 20
+
+
+def test_a_capture_remembers_nothing_that_it_could_not_run(
+    hopper: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, call = made()
+    monkeypatch.setattr(kept, "capturing", lambda: True)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="made at a first call"):
+            run(call)
+        assert not bound(call)
+    monkeypatch.setattr(kept, "capturing", lambda: False)
+    outs = [run(call) for _ in range(3)]
+    monkeypatch.setattr(kept, "capturing", lambda: True)
+    assert bound(call) and torch.equal(run(call), outs[0])
+
+
+def test_fake_tensors_never_reach_the_function(hopper: ModuleType) -> None:
+    _, call = made()
+    for _ in range(2):
+        run(call)
+    assert bound(call)
+    hopper.calls.clear()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert isinstance(run(call), FakeTensor)
+        held = {n: mode.from_tensor(t) for n, t in weights_of(call).items()}
+        assert isinstance(run(replace(call, **held)), FakeTensor)
+    assert hopper.calls == []
 
 
 def test_other_calls_are_still_refused(hopper: ModuleType) -> None:

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from layers import CASE, WRONG, call_of, check, error_of, run, stored, wanted, weights_of
+from torch import Tensor
 
 from moe_ops import experts, flashinfer_options
 from moe_ops.backends.flashinfer import orders
@@ -113,6 +114,59 @@ def test_biases(fake: ModuleType, on: On) -> None:
         biases = {"b13_EF": torch.randn(4, 256).bfloat16(), "b2_ED": torch.randn(4, 256).bfloat16()}
         call = call_of(formats, **biases)
         check(CUTLASS, formats, run(CUTLASS, stored(call, UP_GATE)), wanted(call))
+
+
+def between_words(t: Tensor) -> Tensor:
+    """The same values, which begin at no multiple of 16 bytes."""
+    return torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape)
+
+
+@by_way
+def test_memory_that_kernels_cannot_read(
+    fake: ModuleType, on: On, name: str, layout: str, formats: str, gpu: tuple[int, int]
+) -> None:
+    """Of weights and scales it is refused, which FlashInfer does not; tokens are copied."""
+    on(*gpu)
+    call = call_of(formats)
+    prepared = stored(call, layout)
+    for weight in weights_of(call):
+        wrong = replace(prepared, **{weight: moved(getattr(prepared, weight))})
+        said = experts.refusals_of(wrong)[name]
+        assert said == "needs weights, scales and biases that begin at a multiple of 16 bytes"
+    tokens = replace(prepared, x_TD=between_words(prepared.x_TD))
+    check(name, formats, run(name, tokens), wanted(call))
+
+
+def moved(t: Tensor) -> Tensor:
+    """`between_words` of types that torch does not join."""
+    whole = t.view(torch.uint8) if t.element_size() == 1 else t
+    return between_words(whole).view(t.dtype)
+
+
+BIASES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "dtype": (Tensor.float, "takes biases of the tokens' dtype, torch.bfloat16, got torch.float32"),
+    "strides": (
+        lambda t: t.T.contiguous().T,
+        "needs contiguous tokens, weights, scales and biases",
+    ),
+    "begin": (
+        between_words,
+        "needs weights, scales and biases that begin at a multiple of 16 byte",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), BIASES.values(), ids=BIASES)
+@pytest.mark.parametrize("which", ["b13_EF", "b2_ED"])
+def test_biases_that_kernels_cannot_read(
+    fake: ModuleType, on: On, which: str, change: Callable[[Tensor], Tensor], said: str
+) -> None:
+    on(9, 0)
+    for formats in ("bfloat16", "mxfp4"):
+        biases = {"b13_EF": torch.randn(4, 256).bfloat16(), "b2_ED": torch.randn(4, 256).bfloat16()}
+        call = stored(call_of(formats, **biases), UP_GATE)
+        got = experts.refusals_of(replace(call, **{which: change(getattr(call, which))}))[CUTLASS]
+        assert got is not None and got.startswith(said)
 
 
 def test_sums_have_one_order_unless_other_bits_are_allowed(fake: ModuleType, on: On) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops import MoELayer, arena, experts, flashinfer_options
-from moe_ops.backends.flashinfer import b12x, cutlass, fits, kept
+from moe_ops.backends.flashinfer import b12x, cutlass, fits, kept, package
 from moe_ops.ops.experts import ExpertsCall
 
 UP_GATE, CHUNKS = "flashinfer.up_gate", "flashinfer.chunks"
@@ -137,6 +138,42 @@ def test_a_graph_has_the_buffers_of_the_stream_that_it_was_warmed_up_on(
     other = stored(call_of("nvfp4", tokens=5), UP_GATE)
     with pytest.raises(RuntimeError, match="made at a first call"):
         b12x._layer(other)
+
+
+LAUNCHED = {name: way for name, way in WAYS.items() if name != "cutlass"}
+LAUNCHED["trtllm"] = ("flashinfer_trtllm", "flashinfer.shuffled", "bfloat16", (10, 0))
+
+
+@pytest.mark.parametrize(("name", "layout", "formats", "gpu"), LAUNCHED.values(), ids=LAUNCHED)
+def test_kernels_are_launched_where_their_tensors_are(
+    fake: ModuleType, on: On, monkeypatch: pytest.MonkeyPatch,
+    name: str, layout: str, formats: str, gpu: tuple[int, int],
+) -> None:  # fmt: skip
+    """All of a call, so that what is made at the first one is made there, too."""
+    on(*gpu)
+    call = stored(call_of(formats), layout)
+
+    @contextlib.contextmanager
+    def noted(device: torch.device) -> Iterator[None]:
+        fake.calls.append(("on", {"device": device}))
+        yield
+        fake.calls.append(("off", {}))
+
+    monkeypatch.setattr(package, "on", noted)
+    run(name, call)
+    names = [n for n, _ in fake.calls]
+    assert len(names) > 2 and (names[0], names[-1]) == ("on", "off")
+    assert fake.calls[0][1]["device"] == call.x_TD.device
+
+
+def test_another_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", made.append)
+    for device in ("cpu", "cuda:1"):
+        assert package.on(torch.device(device)) is package.HERE
+    package.on(torch.device("cuda:0"))
+    assert made == [torch.device("cuda:0")]
 
 
 def first_of(call: ExpertsCall, tokens: int) -> ExpertsCall:

@@ -52,10 +52,15 @@ def copy(tmp_path: Path) -> Path:
     """The sources of the stand-in at the places of the package's."""
     source = "\n".join(path.read_text() for path in sorted(signatures.STAND_IN.rglob("*.py")))
     source = source.replace("from __future__ import annotations\n", "")
-    for place in {*signatures.PLACES.values(), signatures.ENUM[1]}:
+    exports = {
+        place: f"from elsewhere import {', '.join(names)}\n"
+        for place, names in signatures.EXPORTS.items()
+    }
+    sources = dict.fromkeys((*signatures.PLACES.values(), signatures.ENUM[1]), source)
+    for place, text in (sources | exports).items():
         path = tmp_path / place
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source)
+        path.write_text(text)
     return tmp_path
 
 
@@ -67,6 +72,14 @@ def test_a_change_is_named(copy: Path, old: str, new: str, said: str | None) -> 
     path.write_text(path.read_text().replace(old, new))
     found = signatures.changes(signatures.of_stand_in(), copy)
     assert found == [] if said is None else (len(found) == 1 and said in found[0]), found
+
+
+def test_names_that_are_not_exported_any_more_are_named(copy: Path) -> None:
+    place = "flashinfer/fused_moe/__init__.py"
+    path = copy / place
+    path.write_text(path.read_text().replace("cutlass_fused_moe,", "cutlass_moe,"))
+    changed = signatures.changes(signatures.of_stand_in(), copy)
+    assert changed == [f"{place} exports no cutlass_fused_moe"]
 
 
 def test_attributes_and_members_are_named(copy: Path) -> None:

@@ -16,7 +16,7 @@ from moe_ops import experts, flashinfer_options, using
 from moe_ops.backends.flashinfer import arguments, cutlass, package
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.testing import TOL, Case, assert_close
-from tests.flashinfer.layers import call_of, stored
+from tests.flashinfer.layers import call_of, stored, weights_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,16 +52,20 @@ def way(request: pytest.FixtureRequest) -> tuple[str, ExpertsCall, ExpertsCall, 
     name, layout, formats, dtype = request.param
     loaded = on_gpu(call_of(formats, case=CASE))
     call = stored(loaded, layout)
-    reason = experts.backends[name].refusal("cuda", CASE.T, call)
-    if reason is not None and ("not installed" in reason or "compute capability" in reason):
-        pytest.skip(reason)
-    assert reason is None
+    skip_where_machines_lack(experts.backends[name].refusal("cuda", CASE.T, call))
     return name, loaded, call, dtype
 
 
-def on_gpu(call: ExpertsCall) -> ExpertsCall:
+def skip_where_machines_lack(reason: str | None) -> None:
+    """Of a refusal: what the machine lacks is skipped, what the call lacks is a fault."""
+    if reason is not None and ("not installed" in reason or "compute capability" in reason):
+        pytest.skip(reason)
+    assert reason is None
+
+
+def on_gpu(call: ExpertsCall, device: str = "cuda:0") -> ExpertsCall:
     found = {f.name: getattr(call, f.name) for f in fields(call)}
-    return replace(call, **{n: t.cuda() for n, t in found.items() if isinstance(t, Tensor)})
+    return replace(call, **{n: t.to(device) for n, t in found.items() if isinstance(t, Tensor)})
 
 
 def first(call: ExpertsCall, tokens: int) -> ExpertsCall:
@@ -102,6 +106,76 @@ def test_pairs_that_go_nowhere_and_experts_elsewhere(
     ids[::3, 0] = -1
     loaded, call = (replace(first(c, 128), ids_TK=ids) for c in (loaded, call))
     assert_close(run(call), experts.body(loaded), TOL["experts", dtype], name)
+
+
+def moved(t: Tensor) -> Tensor:
+    """The same values, which begin between two words of memory."""
+    return torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape)
+
+
+def test_tokens_and_ids_that_begin_between_words(
+    way: tuple[str, ExpertsCall, ExpertsCall, torch.dtype],
+) -> None:
+    name, loaded, call, dtype = way
+    want = experts.body(first(loaded, 7))
+    some = first(call, 7)
+    some = replace(some, **{n: moved(getattr(some, n)) for n in ("x_TD", "ids_TK", "weights_TK")})
+    for _ in range(3):
+        assert_close(run(some), want, TOL["experts", dtype], name)
+
+
+def test_a_call_on_another_gpu_than_the_current_one(
+    way: tuple[str, ExpertsCall, ExpertsCall, torch.dtype],
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    name, loaded, call, dtype = way
+    want = experts.body(first(loaded, 7))
+    some = on_gpu(first(call, 7), "cuda:1")
+    for _ in range(4):
+        assert_close(run(some).to(want.device), want, TOL["experts", dtype], name)
+    assert torch.cuda.current_device() == 0
+
+
+def half(call: ExpertsCall) -> ExpertsCall:
+    """The second half of the experts, of which the rest lies elsewhere."""
+    E = CASE.E // 2
+    slots = torch.cat((torch.full((E,), -1), torch.arange(E))).int().cuda()
+    parts = {n: t[E:].contiguous() for n, t in weights_of(call).items()}
+    return replace(call, expert_map=slots, expert_offset=E, **parts)
+
+
+def biased(call: ExpertsCall) -> ExpertsCall:
+    sizes = {"b13_EF": 2 * CASE.I, "b2_ED": CASE.D}
+    made = {n: call.x_TD.new_empty(CASE.E, size).normal_() for n, size in sizes.items()}
+    return replace(call, **made)
+
+
+@pytest.mark.parametrize("made", [lambda call: call, biased, half], ids=["plain", "biases", "half"])
+def test_calls_like_two_before_go_straight_to_the_function(
+    made: Callable[[ExpertsCall], ExpertsCall],
+) -> None:
+    """With the same bits as by names, also in a graph."""
+    loaded = made(on_gpu(call_of("bfloat16", case=CASE)))
+    loaded = replace(loaded, weights_TK=loaded.weights_TK.float())
+    call = stored(loaded, UP_GATE)
+    skip_where_machines_lack(cutlass.supports(call))
+    for tokens in TOKENS:
+        some = first(call, tokens)
+        by_names = cutlass.run(some)
+        want = experts.body(first(loaded, tokens))
+        assert_close(by_names, want, TOL["experts", torch.bfloat16], f"{tokens} tokens")
+        for _ in range(2):
+            run(some)
+        args = experts.arguments.flat(some)
+        alike = experts.memo.find(tuple(map(type, args)))
+        found = None if alike is None else alike.find(args)
+        assert found is not None and found.direct is not None
+        assert torch.equal(run(some), by_names)
+        out, replay = captured(lambda some=some: run(some))
+        out.fill_(float("nan"))
+        replay()
+        assert torch.equal(out, by_names)
 
 
 def test_a_hundred_calls_give_the_same_bits(
@@ -215,9 +289,7 @@ def test_the_overhead_over_flashinfer_itself(
     overlapping: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     call = stored(on_gpu(call_of("bfloat16", case=CASE)), UP_GATE)
-    reason = cutlass.supports(call)
-    if reason is not None:
-        pytest.skip(reason)
+    skip_where_machines_lack(cutlass.supports(call))
     call = replace(first(call, 1), weights_TK=call.weights_TK[:1].float())
     to = arguments.routed(call, equal=True)
     launch = cutlass.launch_of(call, to)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops import Op, experts, memo, moe, using
+from moe_ops.backend import is_aligned
 from moe_ops.testing import CASES
 from tests.memo.throwaway import (
     BOTH,
@@ -119,6 +120,39 @@ def test_tensors_of_bytes_that_begin_elsewhere_are_seen(made: Op, asked: Asked) 
     third = torch.zeros(64, dtype=torch.uint8)[16:24].view(2, 4)
     made(X, torch.zeros(2, 4, dtype=torch.uint8))
     assert asked.of(lambda: made(X, third)) == []
+
+
+def begun(t: Tensor, elements: int) -> Tensor:
+    """The same values elsewhere, where so many elements come before them."""
+    return torch.cat((t.new_zeros(elements), t.flatten()))[elements:].view(t.shape)
+
+
+def test_any_tensor_that_begins_elsewhere_is_seen_where_a_backend_says_so(
+    made: Op, asked: Asked
+) -> None:
+    made.remembers("fast", SETTING, aligned=True)
+    twice(lambda: made(X, W))
+    for first, second in ((begun(X, 1), W), (X, begun(W, 3))):
+        assert asked.of(lambda f=first, s=second: made(f, s)) == BOTH
+    for first, second in ((begun(X, 4), W), (X, begun(W, 8))):
+        assert asked.of(lambda f=first, s=second: made(f, s)) == []
+
+
+def test_a_backend_that_was_passed_over_is_asked_for_tensors_that_begin_as_memory_does(
+    made: Op, asked: Asked
+) -> None:
+    made.backend(
+        "picky", reads=made.optional, priority=1, supports=lambda call: refusal_of(call.w)
+    )(lambda_of(7.0))
+    made.remembers("picky", aligned=True)
+    for _ in range(3):
+        assert made(X, begun(W, 1))[0, 0] == 2.0
+    for _ in range(3):
+        assert made(X, W)[0, 0] == 7.0
+
+
+def refusal_of(w: Tensor) -> str | None:
+    return None if is_aligned(w) else "reads whole words"
 
 
 def test_a_context_variable_that_decides_is_seen(made: Op, asked: Asked) -> None:

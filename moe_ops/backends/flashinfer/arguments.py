@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.backend import is_aligned
 from moe_ops.backends.flashinfer import fits, package
 from moe_ops.ops.experts import ExpertsCall
 
@@ -43,13 +44,17 @@ def routed(call: ExpertsCall, equal: bool = False) -> Routed:
 
 
 def as_taken(call: ExpertsCall) -> bool:
-    """Whether ids and weights are of the dtypes and strides that FlashInfer takes, and ids need no
-    map."""
+    """Whether tokens, ids and weights are as FlashInfer takes them, and ids need no map."""
     c = call
-    tensors = ((c.ids_TK, torch.int32), (c.weights_TK, torch.float32))
-    return all(_is_taken(t, dtype) for t, dtype in tensors) and (
-        c.expert_map is None or c.expert_offset is not None
-    )
+    routing = ((c.ids_TK, torch.int32), (c.weights_TK, torch.float32))
+    taken = is_aligned(c.x_TD) and all(_is_taken(t, dtype) for t, dtype in routing)
+    return taken and (c.expert_map is None or c.expert_offset is not None)
+
+
+def aligned(x_TD: Tensor) -> Tensor:
+    """Tokens that begin at a multiple of 16 bytes, in a copy if need be: kernels read so many at
+    once, and nothing checks it."""
+    return x_TD if is_aligned(x_TD) else x_TD.clone()
 
 
 def only_here(ids_TK: Tensor, experts: int) -> Tensor:

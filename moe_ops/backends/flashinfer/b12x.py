@@ -58,13 +58,19 @@ def run(call: ExpertsCall) -> Tensor:
     c = call
     if c.x_TD.shape[0] == 0:
         return c.x_TD.new_empty(c.x_TD.shape)
-    layer, routed = _layer(c), arguments.routed(c)
+    with package.on(c.x_TD.device):
+        return _run(c, _layer(c), arguments.routed(c))
+
+
+def _run(call: ExpertsCall, layer: Layer, routed: arguments.Routed) -> Tensor:
+    """A call of the wrapper, which has room for one at a time."""
+    c = call
     with layer.lock:
         layer.scales.refresh(c)
         w13_EFD, w2_EDI, w13_scale_EFG, w2_scale_EDG = layer.held
         with kept.tuning((NAME, layer.key)):
             out: Tensor = layer.wrapper.run(
-                x=c.x_TD,
+                x=arguments.aligned(c.x_TD),
                 w1_weight=w13_EFD,
                 w1_weight_sf=orders.mma_view(w13_scale_EFG),
                 w2_weight=w2_EDI,
@@ -95,8 +101,9 @@ class Scales:
         """Space for those of a layer."""
         E, device = call.w13_EFD.shape[0], call.x_TD.device
         w13_E, w2_E, x = (torch.empty(n, device=device) for n in (E, E, 1))
-        six = tuple(t.clone() if t.is_floating_point() else t for t in cutlass.nvfp4_scales(call))
-        return Scales(w13_E, w2_E, x, torch.ones(1, device=device), six if prefill else ())
+        six = cutlass.nvfp4_scales(call) if prefill else []
+        own = tuple(t.clone() if t.is_floating_point() else t for t in six)
+        return Scales(w13_E, w2_E, x, torch.ones(1, device=device), own)
 
     def refresh(self, call: ExpertsCall) -> None:
         """Write those of the call. A calibrated scale of the second input would saturate its codes,
@@ -203,4 +210,4 @@ def require_threshold(wrapper: Any, threshold: int) -> None:
 
 
 experts.needs(NAME, MACHINE.needs)
-experts.remembers(NAME, CURRENT)
+experts.remembers(NAME, CURRENT, aligned=True)

@@ -47,10 +47,12 @@ def run(call: ExpertsCall) -> Tensor:
     """`experts` by the wrapper of its formats. It is given global ids and an offset."""
     if call.x_TD.shape[0] == 0:
         return call.x_TD.new_empty(call.x_TD.shape)
-    routed = arguments.routed(call)
-    wrapper = _wrapper(call, routed)
-    with kept.tuning((NAME, id(wrapper), kept.tokens_of(call.x_TD.shape[0], current()))):
-        return (_run_nvfp4 if call.w_format else _run_floats)(call, routed, wrapper)
+    tokens = kept.tokens_of(call.x_TD.shape[0], current())
+    with package.on(call.x_TD.device):
+        routed = arguments.routed(call)
+        wrapper = _wrapper(call, routed)
+        with kept.tuning((NAME, id(wrapper), tokens)):
+            return (_run_nvfp4 if call.w_format else _run_floats)(call, routed, wrapper)
 
 
 _WRAPPERS: kept.Kept[Any] = kept.Kept("a wrapper of FlashInfer's CuTe DSL")
@@ -84,7 +86,7 @@ def _wrapper(call: ExpertsCall, routed: arguments.Routed) -> Any:
 
 def _run_floats(call: ExpertsCall, routed: arguments.Routed, wrapper: Any) -> Tensor:
     out: Tensor = wrapper.run(
-        x=call.x_TD,
+        x=arguments.aligned(call.x_TD),
         token_selected_experts=routed.ids_TK,
         token_final_scales=routed.weights_TK,
         w1_weight=call.w13_EFD,
@@ -101,7 +103,10 @@ def _run_nvfp4(call: ExpertsCall, routed: arguments.Routed, wrapper: Any) -> Ten
     x_scale, factors13_E = arguments.one_input_scale(c.x_scale, c.global_scale13_E)
     h_scale, factors2_E = arguments.one_input_scale(c.h_scale, c.global_scale2_E)
     codes, x_sf = package.module("flashinfer").fp4_quantize(
-        c.x_TD, global_scale=x_scale.reciprocal(), sf_vec_size=16, is_sf_swizzled_layout=False
+        arguments.aligned(c.x_TD),
+        global_scale=x_scale.reciprocal(),
+        sf_vec_size=16,
+        is_sf_swizzled_layout=False,
     )
     out: Tensor = wrapper.run(
         x=codes,
@@ -120,4 +125,4 @@ def _run_nvfp4(call: ExpertsCall, routed: arguments.Routed, wrapper: Any) -> Ten
 
 
 experts.needs(NAME, MACHINE.needs)
-experts.remembers(NAME)
+experts.remembers(NAME, aligned=True)

@@ -158,7 +158,7 @@ def tensors_of(call: ExpertsCall, routed: arguments.Routed) -> dict[str, Any]:
     writes."""
     c, formats = call, (call.w_format, call.x_format)
     w13, w2 = _weights(c)
-    x_TD, scales = c.x_TD, SCALES.get(formats)
+    x_TD, scales = arguments.aligned(c.x_TD), SCALES.get(formats)
     if formats == (TENSOR, TENSOR):
         x_TD = quantize(x_TD, c.x_format, c.x_scale)[0]
     return {
@@ -285,4 +285,4 @@ SCALES: dict[tuple[str, str], Scales] = {
 
 
 experts.needs(NAME, MACHINE.needs)
-experts.remembers(NAME, CURRENT, alike=alike)
+experts.remembers(NAME, CURRENT, alike=alike, aligned=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_ops.backend import is_aligned
 from moe_ops.backends.flashinfer.package import Capability, Machine, capability
 from moe_ops.gradients import needs_grad
 from moe_ops.ops.experts import ExpertsCall
@@ -107,9 +108,24 @@ def _arguments(call: ExpertsCall, way: Way) -> str | None:
         globals_E = (c.global_scale13_E, c.global_scale2_E)
         if c.x_format == "nvfp4" and any(scale_E is None for scale_E in globals_E):
             return "needs the global scales of both products"
-    for t in (c.x_TD, c.w13_EFD, c.w2_EDI, c.w13_scale_EFG, c.w2_scale_EDG):
-        if t is not None and not t.is_contiguous():
-            return "needs contiguous tokens, weights and scales"
+    return _memory(call)
+
+
+def _memory(call: ExpertsCall) -> str | None:
+    """Why kernels cannot read tensors as they lie in memory, or None. FlashInfer checks neither
+    strides nor where a tensor begins: it would read something else, or end the process. Tokens
+    that begin between two words are copied (`arguments.aligned`)."""
+    c = call
+    biases = [t for t in (c.b13_EF, c.b2_ED) if t is not None]
+    stored = [t for t in (c.w13_EFD, c.w2_EDI, c.w13_scale_EFG, c.w2_scale_EDG) if t is not None]
+    stored += biases
+    for bias in biases:
+        if bias.dtype != c.x_TD.dtype:
+            return f"takes biases of the tokens' dtype, {c.x_TD.dtype}, got {bias.dtype}"
+    if not all(t.is_contiguous() for t in (c.x_TD, *stored)):
+        return "needs contiguous tokens, weights, scales and biases"
+    if not all(map(is_aligned, stored)):
+        return "needs weights, scales and biases that begin at a multiple of 16 bytes"
     return None
 
 

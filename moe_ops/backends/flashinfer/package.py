@@ -3,6 +3,7 @@ that runs it, and by nothing else."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -49,7 +50,9 @@ class Machine:
     cuda: int = 12  # the major version that torch was built for, at least
 
     def refusal(self, device: torch.device) -> str | None:
-        """Why it cannot run on a device, or None."""
+        """Why it cannot run on a device, or None; one without an index is the current one."""
+        if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
         return _refusal(self, device)
 
     @property
@@ -90,6 +93,17 @@ def _refusal(machine: Machine, device: torch.device) -> str | None:
 def module(name: str) -> Any:
     """A module of FlashInfer, imported now."""
     return importlib.import_module(name)
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Inside, a device is the current one: on that one's stream kernels of CuTe DSL are launched,
+    wherever their tensors lie. CUTLASS goes there by itself."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return HERE
+    return torch.cuda.device(device)
+
+
+HERE = contextlib.nullcontext()
 
 
 def takes(function: Callable[..., Any], keyword: str) -> bool:

@@ -36,10 +36,11 @@ def run(call: ExpertsCall) -> Tensor:
         return out_TD
     routed, tokens = arguments.routed(call), kept.tokens_of(call.x_TD.shape[0], current())
     function = package.module("flashinfer.fused_moe").trtllm_bf16_routed_moe
-    with kept.tuning((NAME, call.w13_EFD.shape, tokens)):
+    key = (NAME, call.w13_EFD.shape, tokens)
+    with package.on(call.x_TD.device), kept.tuning(key):
         function(
             topk_ids=(routed.ids_TK, routed.weights_TK),
-            hidden_states=call.x_TD,
+            hidden_states=arguments.aligned(call.x_TD),
             gemm1_weights=orders.block_view(call.w13_EFD),
             gemm2_weights=orders.block_view(call.w2_EDI),
             num_experts=routed.experts,
@@ -57,4 +58,4 @@ def run(call: ExpertsCall) -> Tensor:
 
 
 experts.needs(NAME, MACHINE.needs)
-experts.remembers(NAME)
+experts.remembers(NAME, aligned=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from flashinfer import fused_moe
-from flashinfer.fused_moe.numbers import calls, nvfp4_codes
+from flashinfer.fused_moe.numbers import calls, nvfp4_codes, require_dense
 
 __version__ = "0.7.2.post1"
 __all__ = ["autotune", "calls", "fp4_quantize", "fused_moe"]
@@ -34,6 +34,7 @@ def fp4_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Codes of four bits, and linear scales; x is about codes * scales / global_scale."""
     assert global_scale is not None and global_scale.shape == (1,)
+    require_dense(input)
     assert sf_vec_size == 16 and not is_sf_swizzled_layout and not is_global_scale_inversed
     return nvfp4_codes(input.float() * global_scale)
 

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from flashinfer.fused_moe.cute_dsl import decoded
 from flashinfer.fused_moe.cutlass import nvfp4
-from flashinfer.fused_moe.numbers import Layer, calls, fp4_values, nvfp4_codes, through_nvfp4
+from flashinfer.fused_moe.numbers import (
+    Layer,
+    calls,
+    fp4_values,
+    nvfp4_codes,
+    require_dense,
+    through_nvfp4,
+)
 
 KINDS = {"silu": "Swiglu", "gelu_tanh": "GegluTanh", "relu2": "Relu2"}
 
@@ -73,6 +80,7 @@ class B12xMoEWrapper:
         """A view of the wrapper's own buffer."""
         calls.append(("B12xMoEWrapper.run", {"tokens": x.shape[0]}))
         assert x.dtype == torch.bfloat16 and x.shape[0] <= self.most
+        require_dense(x, w1_weight, w2_weight)
         assert fc2_input_scale is not None and input_global_scale is not None
         assert int(token_selected_experts.max()) < self.experts
         # Kept, and remembered by address and version, as the installed wrapper does.

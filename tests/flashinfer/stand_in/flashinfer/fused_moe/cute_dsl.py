@@ -12,6 +12,7 @@ from flashinfer.fused_moe.numbers import (
     Layer,
     calls,
     fp4_values,
+    require_dense,
     scales_of_mma,
     through_nvfp4,
     unchunked,
@@ -53,6 +54,7 @@ class CuteDslBf16MoEWrapper:
         intermediate_buffer: Tensor | None = None,
     ) -> Tensor:
         assert w1_weight.shape[0] == self.experts
+        require_dense(x, w1_weight, w2_weight)
         w1 = w1_weight if self.kind == "Relu2" else unchunked(w1_weight, 32)
         layer = Layer(w1.float(), w2_weight.float(), self.kind)
         out = layer.run(x, token_selected_experts, token_final_scales, self.offset)
@@ -106,6 +108,7 @@ class CuteDslMoEWrapper:
         per_token_scale: Tensor | None = None,
     ) -> Tensor:
         assert x_sf is not None and fc2_input_scale is not None
+        require_dense(x, w1_weight, w2_weight)
         w1 = decoded(w1_weight, w1_weight_sf, w1_alpha)
         w2 = decoded(w2_weight, w2_weight_sf, w2_alpha)
         w1 = w1 if self.kind == "Relu2" else unchunked(w1, 64)

@@ -15,6 +15,7 @@ from flashinfer.fused_moe.numbers import (
     folded_scales,
     fp4_values,
     linear_scales,
+    require_dense,
     through_nvfp4,
     unmixed,
 )
@@ -69,6 +70,11 @@ def cutlass_fused_moe(
     assert workspace_buffer is not None and workspace_buffer.dtype == torch.uint8
     wanted = workspace_bytes(input.shape[0], fc2_expert_weights.shape[1], E * ep_size)
     assert workspace_buffer.nbytes >= wanted
+    blocks = [scale for scale in quant_scales if scale.dim() > 1]
+    require_dense(input, fc1_expert_weights, fc2_expert_weights, output, *blocks)
+    for bias in (fc1_expert_biases, fc2_expert_biases):
+        require_dense(bias)
+        assert bias is None or bias.dtype == output_dtype
     layer = _layer(given)
     out = layer.run(input, token_selected_experts, token_final_scales, ep_rank * E)
     output.copy_(out)

@@ -11,6 +11,16 @@ from torch import Tensor
 
 calls: list[tuple[str, dict[str, Any]]] = []
 
+ALIGNMENT = 16  # bytes that kernels read at once
+
+
+def require_dense(*tensors: Tensor | None) -> None:
+    """Kernels read on from where a tensor begins, with no look at strides, in whole words."""
+    for t in tensors:
+        if t is not None:
+            assert t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0
+
+
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -104,6 +114,7 @@ class Layer:
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, offset: int = 0) -> Tensor:
         """The sum over experts, by global ids of which those from `offset` on are here."""
         assert ids.dtype == torch.int32 and weights.dtype == torch.float32
+        assert ids.is_contiguous() and weights.is_contiguous()  # read one by one
         out = torch.zeros(x.shape[0], self.w2.shape[1])
         for e in range(self.w1.shape[0]):
             token, choice = (ids == e + offset).nonzero(as_tuple=True)

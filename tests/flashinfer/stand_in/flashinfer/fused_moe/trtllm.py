@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashinfer.fused_moe.kinds import ActivationType
-from flashinfer.fused_moe.numbers import Layer, calls, unchunked
+from flashinfer.fused_moe.numbers import Layer, calls, require_dense, unchunked
 
 
 def trtllm_bf16_routed_moe(
@@ -41,6 +41,7 @@ def trtllm_bf16_routed_moe(
     """Writes `output`."""
     calls.append(("trtllm_bf16_routed_moe", {**locals()}))
     assert isinstance(topk_ids, tuple) and output is not None
+    require_dense(hidden_states, gemm1_weights, gemm2_weights, output)
     kind = ActivationType(activation_type).name
     w1 = _unblocked(gemm1_weights)
     w1 = w1 if kind == "Relu2" else unchunked(w1, 1)
