@@ -8,6 +8,7 @@ import functools
 import importlib.metadata
 import json
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 HERE = Path(__file__).parent
 FILE, STAND_IN = HERE / "signatures.json", HERE / "stand_in"
 DISTRIBUTION = "flashinfer-python"
+WHEELS = Path(sys.prefix) / "wheels"
+Root = Path | zipfile.Path
 # Where the package defines what the stand-in does.
 PLACES = {
     "fp4_quantize": "flashinfer/quantization/fp4_quantization.py",
@@ -107,7 +110,7 @@ def version_of_stand_in() -> str:
     return path.name.removeprefix("flashinfer_python-").removesuffix(".dist-info")
 
 
-def changes(wanted: dict[str, Any], root: Path) -> list[str]:
+def changes(wanted: dict[str, Any], root: Root) -> list[str]:
     """A sentence for everything in which a package differs from what moe_ops relies on."""
     found = []
     for name, signature in wanted["functions"].items():
@@ -152,12 +155,16 @@ def _is_literal(text: str) -> bool:
     return True
 
 
-def installed() -> tuple[str, Path] | None:
-    """The version of the installed package and where it is; None: it is not installed."""
+def published() -> tuple[str, Root] | None:
+    """The version of the installed package and where it is, or of the wheel that `make` downloads
+    beside it for this comparison alone; None: there is neither."""
     try:
         distribution = importlib.metadata.distribution(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        wheels = sorted(
+            WHEELS.glob("flashinfer_python-*.whl"), key=lambda path: path.stat().st_mtime
+        )
+        return (wheels[-1].name.split("-")[1], zipfile.Path(wheels[-1])) if wheels else None
     return distribution.version, Path(str(distribution.locate_file("")))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -24,10 +25,10 @@ def test_the_stand_in_is_no_older_than_what_backends_need() -> None:
     assert has >= at_least
 
 
-def test_the_installed_package_takes_the_same() -> None:
-    found = signatures.installed()
+def test_the_published_package_takes_the_same() -> None:
+    found = signatures.published()
     if found is None:
-        pytest.skip(f"{signatures.DISTRIBUTION} is not installed, so there is nothing to compare")
+        pytest.skip(f"{signatures.DISTRIBUTION} is neither installed nor in {signatures.WHEELS}")
     version, root = found
     changed = signatures.changes(signatures.of_stand_in(), root)
     assert not changed, "\n".join(
@@ -72,6 +73,20 @@ def test_a_change_is_named(copy: Path, old: str, new: str, said: str | None) -> 
     path.write_text(path.read_text().replace(old, new))
     found = signatures.changes(signatures.of_stand_in(), copy)
     assert found == [] if said is None else (len(found) == 1 and said in found[0]), found
+
+
+def test_a_wheel_is_read_as_it_is(
+    copy: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheels = tmp_path_factory.mktemp("wheels")
+    packed = shutil.make_archive(str(wheels / "packed"), "zip", copy)
+    Path(packed).rename(wheels / "flashinfer_python-9.8-py3-none-any.whl")
+    monkeypatch.setattr(signatures, "WHEELS", wheels)
+    monkeypatch.setattr(signatures, "DISTRIBUTION", "flashinfer-that-nobody-installed")
+    found = signatures.published()
+    assert found is not None
+    version, root = found
+    assert version == "9.8" and signatures.changes(signatures.of_stand_in(), root) == []
 
 
 def test_names_that_are_not_exported_any_more_are_named(copy: Path) -> None:
