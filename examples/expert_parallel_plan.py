@@ -256,6 +256,11 @@ def find_model(args: argparse.Namespace) -> Model:
     if Path(args.model).is_dir():
         config = transformers.AutoConfig.from_pretrained(args.model)
     else:
+        if not hasattr(transformers, args.model):
+            raise ValueError(
+                f"--model {args.model}: transformers has no such class, and there is no such "
+                "folder; give for example Qwen3MoeConfig"
+            )
         config = getattr(transformers, args.model)()
     return Model(**{**vars(Model.of(config)), **given})
 

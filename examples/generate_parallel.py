@@ -72,7 +72,10 @@ def main() -> None:
     parser.add_argument("--json", help="rank 0 writes figures to this file")
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    except ValueError as error:  # no variable says which rank this is
+        parser.error(f"{error}; start it by torchrun --nproc-per-node 2 {sys.argv[0]}")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for batch in args.batch:
         if args.tokens == "own" and batch % ranks:

@@ -1,5 +1,4 @@
-"""python -m moe_ops explain MODEL: what moe_ops makes of a model, without running or loading it.
-python -m moe_ops backends: which backends there are, and which of them run here."""
+"""The command line: what moe_ops makes of a model, and which backends run here."""
 
 from __future__ import annotations
 
@@ -92,7 +91,11 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m moe_ops", description=__doc__)
+    top = argparse.ArgumentParser(
+        prog="python -m moe_ops",
+        description="What moe_ops makes of a model, and which backends run on this machine.",
+        epilog="Measurements: python -m moe_ops.bench --help",
+    )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     options = commands.add_parser(
         "explain",
@@ -136,6 +139,8 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     import moe_ops.hf  # noqa: F401  (registers the experts implementation moe_ops)
 
     transformers.logging.set_verbosity_error()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"torch {torch.__version__} finds no CUDA GPU here; leave out --device")
     if args.model in transformers.CONFIG_MAPPING:
         config = transformers.AutoConfig.for_model(args.model)
     elif "/" not in args.model and not Path(args.model).exists():
@@ -143,6 +148,8 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
             "transformers has no such model type, and a hub id names its owner too, as in "
             f"Qwen/Qwen3-30B-A3B{did_you_mean(args.model, transformers.CONFIG_MAPPING)}"
         )
+    elif args.model.startswith((".", "/", "~")) and not Path(args.model).is_dir():
+        raise ValueError("there is no such folder; give one that holds a config.json")
     else:
         config = transformers.AutoConfig.from_pretrained(args.model)
     shrink(config, TINY if args.tiny else {}, args.layers)
@@ -151,6 +158,11 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     with mode, torch.device(device):
         model = auto_class(config).from_config(config, dtype=DTYPES[args.dtype])
         ids = torch.ones(args.batch, args.length, dtype=torch.int64)
+    if not model._can_set_experts_implementation():
+        raise ValueError(
+            f"{type(model).__name__} has no experts that transformers can run in another way: it "
+            "is no MoE model, or has code of its own for its experts"
+        )
     model.set_experts_implementation(args.experts_implementation)
     return model.eval(), {"input_ids": ids, "use_cache": False}
 
@@ -183,7 +195,7 @@ def counts(text: str) -> list[int]:
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"must be an integer above 0, got {text!r}")
     return int(text)
 
 

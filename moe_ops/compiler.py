@@ -16,6 +16,7 @@ from torch._inductor import list_mode_options
 from torch.utils import _pytree as pytree
 
 from moe_ops.graphs.cuda_graph import GraphPool
+from moe_ops.hooks import hooks_of
 from moe_ops.options import check_flag
 from moe_ops.passes.compiled import Compiled, inductor_options, known_options
 from moe_ops.passes.net import Net
@@ -72,6 +73,9 @@ def compile(
     Of a module that only holds a transformers model, as a PeftModel does, `forward` is compiled and
     `generate` is not, which is logged: give the model inside.
 
+    Compile again where a forward hook was added or removed: torch.compile does not see that. With
+    hooks `generate` is transformers' own, as a captured step does not call them.
+
     Raises TypeError if `model` is not a module, ValueError for an unknown mode, and as
     `inductor_options` does.
     """
@@ -90,7 +94,7 @@ def compile(
     merged = inductor_options(extra={**settings, **known_options(extra)}, **options)
     tell_of_limit()
     twin = copy.copy(model)  # shares the tables of parameters, buffers and submodules
-    backend = Net(merged, dynamic)
+    backend = Net(merged, dynamic, hooks_of(model))
     call = torch.compile(twin._call_impl, fullgraph=fullgraph, dynamic=dynamic, backend=backend)
     twin._compiled_call_impl = Compiled(twin._call_impl, call, merged[HOOK], dynamic)
     if is_transformers_model(model):

@@ -13,6 +13,7 @@ from torch import fx
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.exc import InductorError
 
+from moe_ops.hooks import Hooks
 from moe_ops.passes import sizes
 from moe_ops.passes.pipeline import HOOK, GraphRun, Pipeline
 
@@ -26,16 +27,20 @@ class Net(torch._TorchCompileInductorWrapper):
 
     If Inductor fails on a graph that the pipeline rewrote, the cause is logged, the first time at
     WARNING, and the graph is compiled without the rewriting. `strict` raises instead, and so does
-    an error in a graph that was not rewritten. Backends of equal options are equal.
+    an error in a graph that was not rewritten. Backends of equal options are equal, if they are for
+    models of equal hooks: Dynamo takes the graph of an equal backend, and does not look at hooks.
 
     Raises RuntimeError for an option that Inductor has not.
     """
 
-    def __init__(self, options: Mapping[str, Any], dynamic: bool | None = None) -> None:
+    def __init__(
+        self, options: Mapping[str, Any], dynamic: bool | None = None, hooks: Hooks = ()
+    ) -> None:
         super().__init__(None, dict(options), dynamic)
         pipeline = self.config[HOOK]
         assert isinstance(pipeline, Pipeline)
         self.pipeline = pipeline
+        self.hooks = hooks
         self.told = False
 
     @sizes.assuming()  # also of the graph as it was, which might fail for the same reason
@@ -63,7 +68,9 @@ class Net(torch._TorchCompileInductorWrapper):
         self.told = True
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Net) and bool(super().__eq__(other))
+        if not isinstance(other, Net) or self.hooks != other.hooks:
+            return False
+        return bool(super().__eq__(other))
 
     def __hash__(self) -> int:
         return hash(self.pipeline)

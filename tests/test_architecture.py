@@ -54,6 +54,7 @@ MAY_IMPORT = {
     "shapes": May(frozenset({"signature"})),
     "fake_impls": May(),
     "terminal": May(),
+    "hooks": May(),
     "testing": May(LOW),
     "ranks": May(frozenset({"gradients"})),
     "ops": May(LOW | {"fake_impls", "quant", "ranks"}),
@@ -75,11 +76,13 @@ MAY_IMPORT = {
         frozenset({"hf", "layer", "options", "pretrained", "quant", "shapes", "weights"}),
         TRANSFORMERS,
     ),
-    "generation": May(BACKEND | {"decode_ops", "hf", "prepared", "terminal"}, TRANSFORMERS),
+    "generation": May(
+        BACKEND | {"decode_ops", "hf", "hooks", "prepared", "terminal"}, TRANSFORMERS
+    ),
     # torch writes symbolic sizes in sympy.
-    "passes": May(BACKEND | {"decode_ops", "planning"}, frozenset({"torch", "sympy"})),
+    "passes": May(BACKEND | {"decode_ops", "hooks", "planning"}, frozenset({"torch", "sympy"})),
     # It knows passes and generation, which do not know each other.
-    "compiler": May(LOW | {"passes", "generation", "graphs"}),
+    "compiler": May(LOW | {"passes", "generation", "graphs", "hooks"}),
     # A leaf: it measures everything, and nobody imports it.
     "bench": May(
         BACKEND

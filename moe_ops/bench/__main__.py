@@ -289,6 +289,9 @@ def versions() -> Figures:
 def main() -> None:
     """Exits with 1 if a cell was wrong, and so not timed."""
     args = parse(sys.argv[1:])
+    lack = options.missing(args)
+    if lack is not None:
+        parser().error(f"{args.command}: {lack}")
     if args.threads:
         torch.set_num_threads(args.threads)
     figures: Figures = {

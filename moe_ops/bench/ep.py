@@ -101,7 +101,13 @@ class Timed:
 def world() -> Iterator[torch.device]:
     """The process group of this run, and this rank's device."""
     on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    except ValueError as error:  # no variable says which rank this is
+        raise SystemExit(
+            f"{error}; start it by torchrun --nproc-per-node 2 -m moe_ops.bench ep, or take "
+            "--simulate"
+        ) from error
     device = torch.device("cpu")
     if on_gpu:
         device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -216,6 +217,16 @@ def settle_layers(args: argparse.Namespace, error: Error) -> None:
             formats.check_layer(args.format, LAYERS[name])
         except ValueError as reason:
             error(f"--format: {reason}")
+
+
+def missing(args: argparse.Namespace) -> str | None:
+    """What the command needs and this machine lacks, or None."""
+    on_gpu = args.command in ("counters", "tiles") or getattr(args, "device", None) == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        return f"this needs a CUDA GPU, and torch {torch.__version__} finds none"
+    if args.command == "counters" and shutil.which("ncu") is None:
+        return "counters are read with Nsight Compute: put its `ncu` on the PATH"
+    return None
 
 
 def settle_ep(args: argparse.Namespace, error: Error) -> None:

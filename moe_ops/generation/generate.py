@@ -22,6 +22,7 @@ from moe_ops.generation.sample import sample
 from moe_ops.generation.slots import CACHE
 from moe_ops.generation.steps import StepsReport, Tools
 from moe_ops.hf.subclass import former_class, new_object, subclass
+from moe_ops.hooks import hooks_of
 
 log = logging.getLogger("moe_ops")
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -94,6 +95,7 @@ def shape_refusal(model: PreTrainedModel) -> str | None:
 def call_refusal(model: Any, config: Any, inputs: dict[str, Any], mode: GenerationMode) -> str:
     """Why this call of `generate` cannot run by steps; empty if it can."""
     outputs = [n for n in EXTRA_OUTPUTS if inputs.get(n) or getattr(model.config, n, False)]
+    hooked = [path or "the model" for path, _ in hooks_of(model)]
     extra = [n for n, v in inputs.items() if v is not None and n not in INPUTS | {*outputs}]
     reasons = {
         f"the mode {mode.value} needs another cache": mode not in MODES,
@@ -107,6 +109,7 @@ def call_refusal(model: Any, config: Any, inputs: dict[str, Any], mode: Generati
         f"it takes {', '.join(extra)} too": bool(extra),
         # Of itself the twin knows what held when it was made; its parts are the model's.
         "the model is in training mode": any(part.training for part in model.children()),
+        f"a hook is on {hooked[0] if hooked else None}": bool(hooked),
         "it is an assistant": bool(config.is_assistant),
         "autocast is on": torch.is_autocast_enabled(model.device.type),
     }

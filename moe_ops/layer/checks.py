@@ -13,7 +13,7 @@ from moe_ops.ops.activate import Activation
 from moe_ops.options import MOST_SIZE, check_fields, check_flag, check_int, check_type
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.ranks.groups import resolve
-from moe_ops.shapes import check_device
+from moe_ops.shapes import check_device, check_size
 from moe_ops.signature import described
 
 COUNTS = {
@@ -59,7 +59,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     _check_reduction(given["reduce_results"])
 
 
-def check_input(x: Any, logits: Any) -> None:
+def check_input(x: Any, logits: Any, gate: nn.Module | None) -> None:
     """Raise TypeError or ValueError, naming the argument, unless a forward can be given these."""
     for name, t in (("x", x), ("logits", logits)):
         if t is None and name == "logits":
@@ -68,6 +68,8 @@ def check_input(x: Any, logits: Any) -> None:
             raise TypeError(f"{name} must be a Tensor, got {described(t)}")
         if t.dim() == 0:
             raise ValueError(f"{name} must be [..., width], got a tensor without axes")
+    if type(gate) is nn.Linear:
+        check_size("x", x, x.dim() - 1, gate.in_features, "the width that the gate takes")
 
 
 def _check_gate(given: Mapping[str, Any]) -> None:

@@ -285,7 +285,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
     ) -> Tensor | tuple[Tensor, ...]:
         if self._missing_exchange is not None:
             raise NotImplementedError(self._missing_exchange)
-        check_input(x, logits)
+        check_input(x, logits, self.gate)
         x_TD = x.reshape(-1, x.shape[-1])
         weights_TK, ids_TK = self.route(x_TD, self._logits(x_TD, logits))
         routed_TD = x_TD

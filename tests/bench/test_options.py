@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -128,3 +131,23 @@ def test_options_that_cannot_be(words: str, why: str, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         cli.parse(words.split())
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["layer --ours moe --device cuda", "counters", "tiles"])
+def test_what_needs_a_gpu_says_so(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench", *words.split()])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "this needs a CUDA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_did_not_start_are_told_of_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_ops.bench", "ep"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "start it by torchrun" in done.stderr

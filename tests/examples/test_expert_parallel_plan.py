@@ -64,6 +64,7 @@ def test_a_plot_is_drawn(run: Callable[[str], str], tmp_path: Path) -> None:
 BAD = {
     "numbers": ("--experts 8 --tp 2", "give a --model, or also --layers, --hidden, --width"),
     "ranks": (SMALL.replace("--tp 2", "--tp 32"), "64 expert parallel ranks, but only 13 experts"),
+    "model": ("--model NoConfig", "--model NoConfig: transformers has no such class"),
     "layer": (f"{SMALL} --layer 3", "--layer 3 must be from 0 to 2"),
     "shards": (f"{SMALL} --shard-experts", "leave out --redundant"),
 }

@@ -34,7 +34,9 @@ def ids() -> Tensor:
     return torch.randint(16, 90, (3, 7))
 
 
-def test_a_step_leaves_the_configuration_to_others(model: Any, ids: Tensor) -> None:
+def test_a_step_leaves_the_configuration_to_others(
+    model: Any, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever runs the model meanwhile gets masks and attention of its own."""
     twin = twin_of(model)
     seen = set()
@@ -43,11 +45,29 @@ def test_a_step_leaves_the_configuration_to_others(model: Any, ids: Tensor) -> N
         one = kwargs["hidden_states"].shape[1] == 1
         seen.add((one, attention.config._attn_implementation, model.config._attn_implementation))
 
-    with_watch = model.model.layers[0].self_attn
-    handle = with_watch.register_forward_pre_hook(watch, with_kwargs=True)
+    # Steps do not run with hooks, but nothing is compiled here, so this one is called.
+    monkeypatch.setattr("moe_ops.generation.generate.hooks_of", lambda model: ())
+    model.model.layers[0].self_attn.register_forward_pre_hook(watch, with_kwargs=True)
     twin.generate(ids, **PLAIN)
-    handle.remove()
     assert seen == {(False, "sdpa", "sdpa"), (True, NAME, "sdpa")}
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_with_a_hook_the_model_runs_its_own_way(
+    model: Any, ids: Tensor, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A captured step calls none, and like layers share code, of which one may have a hook."""
+    twin, calls = twin_of(model), []
+    check(model, twin, ids)
+    handle = getattr(model.model.layers[0].mlp, kind)(lambda *_: calls.append(1))
+    with caplog.at_level(logging.INFO, "moe_ops"):
+        twin.generate(ids, **PLAIN)
+    assert len(calls) == PLAIN["max_new_tokens"]
+    assert "a hook is on model.layers.0.mlp" in caplog.text
+    handle.remove()
+    steps = moe_ops.generation_report(twin)[-1].steps
+    check(model, twin, ids)
+    assert moe_ops.generation_report(twin)[-1].steps > steps
 
 
 def test_another_dtype_has_other_buffers(model: Any, ids: Tensor) -> None:

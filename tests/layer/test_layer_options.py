@@ -295,6 +295,12 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], type[Exception], str]] =
     ),
     "tokens": ({}, (X, LOGITS[:2]), ValueError, "ids_TK must have 3 (the tokens of x_TD)"),
     "dtype": ({}, (X.bfloat16(), LOGITS), TypeError, "w13_EFD must be bfloat16; got float32"),
+    "width_of_gate": (
+        {"internal_gate": True},
+        (X[:, 1:],),
+        ValueError,
+        "the width that the gate takes",
+    ),
     "custom_top_k": (
         {"routing": Routing(custom=lambda x, logits, k: logits.topk(k + 1))},
         (X, LOGITS),

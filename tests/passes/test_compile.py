@@ -351,3 +351,20 @@ def test_options_serve_torch_compile(fresh) -> None:
     with inductor_config.patch(force_disable_caches=True):
         assert_close(torch.compile(block, options=options)(x_TD), block(x_TD), TOL)
     assert len(options[HOOK].runs) == 1
+
+
+@pytest.mark.slow
+def test_a_graph_without_hooks_is_not_that_of_a_model_with_one(fresh: None) -> None:
+    """Dynamo does not look at hooks where it looks for a graph that is there."""
+    block, x = Block().eval(), torch.randn(5, 16)
+
+    def distance() -> float:
+        with torch.inference_mode():
+            return float((moe_ops.compile(block)(x) - block(x)).abs().max())
+
+    assert distance() < 1e-4
+    handle = block.gate.register_forward_hook(lambda module, args, out: -out)
+    assert distance() < 1e-4
+    handle.remove()
+    made = graphs()
+    assert distance() < 1e-4 and graphs() == made

@@ -90,7 +90,8 @@ def test_an_error_in_a_graph_that_was_not_rewritten_is_raised(
 def test_backends_of_equal_options_are_equal() -> None:
     one, same = (Net(moe_ops.inductor_options()) for _ in range(2))
     other = Net(moe_ops.inductor_options(strict=True))
+    hooked = Net(moe_ops.inductor_options(), hooks=(("experts", print),))
     assert one == same and hash(one) == hash(same)
-    assert one != other
+    assert one != other and one != hooked
     with pytest.raises(RuntimeError, match="no_such_option"):
         Net({**moe_ops.inductor_options(), "no_such_option": 1})

@@ -145,9 +145,11 @@ def test_the_command_line_explains_a_tiny_model(tmp_path: Path, capsys) -> None:
     [
         ([], "the following arguments are required: COMMAND"),
         (["explain"], "the following arguments are required: MODEL"),
-        (["explain", "qwen3_moe", "--tokens", "1,0"], "'0' is no number above 0"),
-        (["explain", "qwen3_moe", "--layers", "x"], "'x' is no number above 0"),
+        (["explain", "qwen3_moe", "--tokens", "1,0"], "must be an integer above 0, got '0'"),
+        (["explain", "qwen3_moe", "--layers", "x"], "must be an integer above 0, got 'x'"),
         (["explain", "{folder}"], "{folder}: "),
+        (["explain", "{folder}/none"], "{folder}/none: there is no such folder"),
+        (["explain", "llama", "--tiny"], "llama: LlamaForCausalLM has no experts"),
     ],
 )
 def test_bad_usage_exits_with_two(words, said, tmp_path: Path, capsys) -> None:
@@ -182,6 +184,13 @@ def test_what_cannot_be_is_said_before_the_work(
     assert last == f"python -m moe_ops: error: {said.format(folder=tmp_path)}" or (
         words == ["zzzzzz"] and said in last
     )
+
+
+def test_a_gpu_that_is_not_there_is_said(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        main(["explain", "qwen3_moe", "--tiny", "--device", "cuda"])
+    assert "finds no CUDA GPU here; leave out --device" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

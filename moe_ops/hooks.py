@@ -1,0 +1,33 @@
+"""Hooks on the forwards of modules. Dynamo does not guard on them, so who compiles has to ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+# transformers leaves these on a model that was once asked for hidden states. They do nothing else.
+RECORDERS = "transformers.utils.output_capturing"
+
+Hooks = tuple[tuple[str, Callable[..., Any]], ...]
+
+
+def hooks_of(model: nn.Module) -> Hooks:
+    """The forward hooks and forward pre-hooks of a model and its parts, each with the part's name.
+
+    Each call of `generate` asks, so this walks by itself: `named_modules` takes longer.
+    """
+    found: list[tuple[str, Callable[..., Any]]] = []
+    left: list[tuple[str, nn.Module | None]] = [("", model)]
+    seen: set[nn.Module] = set()
+    while left:
+        path, module = left.pop()
+        if module is None or module in seen:
+            continue
+        seen.add(module)
+        if module._forward_hooks or module._forward_pre_hooks:
+            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+            found += [(path, h) for h in hooks if getattr(h, "__module__", "") != RECORDERS]
+        left += [(f"{path}.{name}", part) for name, part in module._modules.items()]
+    return tuple((path.removeprefix("."), hook) for path, hook in found)
