@@ -200,6 +200,24 @@ def test_gradients_are_those_of_one_process(name: str, collective: str) -> None:
         assert_close(g, w, Tol(1e-5, "sums in another order, twice"), f"gradient {i}")
 
 
+def of_scales(rank: int, group: str, collective: str) -> Tensor:
+    """The gradient of the scales of codes, which have none, of a loss in which each rank has a
+    factor of its own."""
+    scale, ids = torch.ones(3, 1, requires_grad=True), torch.tensor([[0], [1], [0]])
+    tables = (torch.tensor([0, 1], dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
+    given = (torch.ones(3, 2, dtype=torch.int8), torch.ones(3, 1), ids, *tables, 4, group)
+    with torch.enable_grad():
+        _, scale_GS, _, ids_GK, *_ = dispatch_tokens(*given, scale, collective=collective)
+        loss = scale_GS.masked_fill(ids_GK < 0, 0).sum() * (rank + 1)
+        return torch.autograd.grad(loss, scale)[0]
+
+
+@each_transport
+def test_scales_have_a_gradient(collective: str) -> None:
+    for got in results(2, of_scales, collective):
+        assert got[:, 0].tolist() == [1, 2, 1]
+
+
 def agreed(rank: int, group: str) -> int:
     return most_tokens((3, 0, 17, 9)[rank], group, multiple=8)
 
