@@ -172,6 +172,21 @@ def test_parts_are_added_once_and_alike(T: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+def summed_back(rank: int, group: str, factors_RTD: Tensor) -> Tensor:
+    """The gradient of a rank's part, of losses in which each rank has factors of its own."""
+    part = torch.zeros_like(factors_RTD[rank], requires_grad=True)
+    with torch.enable_grad():
+        loss = (sum_ranks(part, group) * factors_RTD[rank]).sum()
+        return torch.autograd.grad(loss, part)[0]
+
+
+@pytest.mark.parametrize("T", [0, 1, 7])
+def test_a_part_has_the_gradients_of_all_ranks(T: int) -> None:
+    factors_RTD = torch.randn(3, T, 8)
+    for got in results(3, summed_back, factors_RTD):
+        torch.testing.assert_close(got, factors_RTD.sum(0))
+
+
 def gradients(rank: int, group: str, whole: Whole, collective: str) -> tuple[Tensor, ...]:
     tables, (x, weights, ids) = whole.tables(), whole.own(rank)
     held = whole.held(rank, tables)
