@@ -35,10 +35,10 @@ def call(group: str, T: int = 2, rows: int = 4, collective: str = "gather", **si
 
 def trained(group: str, at: int) -> Any:
     """A dispatch of tokens of which one tensor, by its place among the arguments, has a gradient."""
-    given = tokens(2)
+    x_TD, weights_TK, ids_TK = given = tokens(2)
     given[at].requires_grad_()
     with torch.enable_grad():
-        return dispatch_tokens(*given, *TABLES, 4, group)
+        return dispatch_tokens(x_TD, weights_TK, ids_TK, *TABLES, 4, group)
 
 
 # What the first rank does, what the other does, and what both say.

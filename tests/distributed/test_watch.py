@@ -127,6 +127,46 @@ def test_no_one_waits_for_an_abort() -> None:
     results(1, aborting)
 
 
+def in_turns(rank: int, group: str) -> None:
+    """Replays that wait for each other are given the limit one by one, from the one before on."""
+    clock, ended = Clock(), threading.Event()
+
+    class Next:
+        made = 0
+
+        def record(self) -> None:
+            Next.made += 1
+            self.ends = 0.8 * Next.made
+
+        def query(self) -> bool:
+            clock.now += 0.1
+            if clock.now >= self.ends == 4.0:
+                ended.set()
+            return clock.now >= self.ends
+
+    with (
+        patch.object(watch_module, "time", clock),
+        Watch(group, seconds=1, event=Next) as found,
+    ):
+        for _ in range(5):
+            found.launched()
+        assert ended.wait(30), found.check()
+        found.check()
+
+
+class Clock:
+    """Stands for `time`, and goes on when it is told to."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_replays_in_a_row_have_the_limit_each() -> None:
+    results(1, in_turns)
+
+
 def alone(rank: int, group: str) -> None:
     with pytest.raises(ValueError, match="seconds=0 must be above 0"):
         Watch(group, seconds=0)
