@@ -28,7 +28,7 @@ def require_alike(what: str, values: Values, group: Group, tokens: int, rows: in
     """Raise on every rank, naming ranks and values, unless all are in the same op (`what`) with the
     same values, and none has more than `rows` tokens.
 
-    Raises RuntimeError for values that differ and for a rank that does not answer, ValueError for
+    Raises RuntimeError for values that differ and for ranks that do not answer, ValueError for
     too many tokens. Every rank of the group has to call it.
     """
     mine = {"op": what, **values, "rows": rows, "tokens": tokens}

@@ -34,7 +34,7 @@ def call(group: str, T: int = 2, rows: int = 4, collective: str = "gather", **si
 
 
 def trained(group: str, at: int) -> Any:
-    """A dispatch of tokens, one tensor of which, by its place among the arguments, has a gradient."""
+    """A dispatch of tokens; one tensor of them, by its place, has a gradient."""
     x_TD, weights_TK, ids_TK = given = tokens(2)
     given[at].requires_grad_()
     with torch.enable_grad():
