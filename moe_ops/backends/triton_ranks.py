@@ -24,9 +24,10 @@ def supports_dispatch(call: DispatchTokensCall) -> str | None:
     """Why the kernels cannot pack the tokens of a call, or None."""
     if call.collective != GATHER:
         return f"packs tokens for {GATHER!r}, got collective={call.collective!r}"
-    if needs_grad(call.x_TD, call.weights_TK):
+    parts = parts_of(call)
+    if needs_grad(*parts.values()):
         return NO_GRADIENT
-    return refuse_words(parts_of(call)) or refuse_device(call.x_TD)
+    return refuse_words(parts) or refuse_device(call.x_TD)
 
 
 def parts_of(call: DispatchTokensCall) -> dict[str, Tensor]:

@@ -144,7 +144,7 @@ def dispatch_tokens(
     values: Values = {
         "D": call.x_TD.shape[1], "S": sent.scale_TS.shape[1], "K": call.ids_TK.shape[1],
         "P": tables.physical, "weights": str(call.weights_TK.dtype),
-        "scales": str(sent.scale_TS.dtype), "gradients": needs_grad(call.x_TD, call.weights_TK),
+        "scales": str(sent.scale_TS.dtype), "gradients": _differentiated(sent),
     }  # fmt: skip
     group = agree("dispatch_tokens", call.x_TD, call.x_TD.shape[0], call, values)
     if call.collective == EXCHANGE:
@@ -162,6 +162,12 @@ def not_pushed(op: Op, call: Any) -> NotImplementedError:
     """Why `push`, which has no definition but its kernels, cannot run a call."""
     reason = op.refusals_of(call).get(PUSH) or "runs as an op alone"
     return NotImplementedError(f"{op.name}: collective={PUSH!r} {reason}; take {GATHER!r} instead")
+
+
+def _differentiated(sent: Sent) -> str:
+    """The names of what has a gradient, each of which comes back by a collective of its own."""
+    names = ("x_TD", "scale_TS", "weights_TK")
+    return ", ".join(name for name in names if needs_grad(getattr(sent, name)))
 
 
 def scales_of(call: DispatchTokensCall) -> Tensor:

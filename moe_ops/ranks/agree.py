@@ -28,7 +28,7 @@ def require_alike(what: str, values: Values, group: Group, tokens: int, rows: in
     """Raise on every rank, naming ranks and values, unless all are in the same op (`what`) with the
     same values, and none has more than `rows` tokens.
 
-    Raises RuntimeError for values that differ and for a rank that does not answer, ValueError for
+    Raises RuntimeError for values that differ and for ranks that do not answer, ValueError for
     too many tokens. Every rank of the group has to call it.
     """
     mine = {"op": what, **values, "rows": rows, "tokens": tokens}
@@ -79,31 +79,36 @@ def _exchanged(what: str, mine: dict[str, Any], group: Group) -> list[dict[str, 
 
 def _headers(what: str, header: Tensor, group: Group) -> Tensor:
     """The headers of all ranks. Those of gloo go from each rank to each: a collective would not
-    tell which rank it waits for. Raises RuntimeError that names a rank that does not answer."""
+    tell which rank it waits for. Raises RuntimeError that names the ranks that do not answer."""
     found = resolve(group.name)
-    if torch.distributed.get_backend(found) != "gloo":
+    # A group may have a backend for each type of device.
+    if "cpu:gloo" not in torch.distributed.get_backend_config(found).split(","):
         return all_gather(header, group).view(group.size, HEADER)
     headers_RB = header.repeat(group.size, 1)
-    others = [rank for rank in range(group.size) if rank != group.rank]
-    works = []  # kept: a message whose work is dropped before it is done may never be sent
-    for rank in others:
-        with _naming(what, rank, group):
-            works.append((rank, found.recv([headers_RB[rank]], rank, TAG)))
-            works.append((rank, found.send([header], rank, TAG)))
+    works: list[tuple[int, Any]] = []  # kept: what is dropped before it is done may never be sent
+    faults: dict[int, RuntimeError] = {}
+    for rank in range(group.size):  # after a fault, too: who is here waits for our header
+        if rank != group.rank:
+            with _noting(faults, rank):
+                works.append((rank, found.recv([headers_RB[rank]], rank, TAG)))
+                works.append((rank, found.send([header], rank, TAG)))
     for rank, work in works:
-        with _naming(what, rank, group):
+        with _noting(faults, rank):
             work.wait()
+    if faults:
+        first = next(iter(faults.values()))
+        raise RuntimeError(
+            f"moe_ops.{what}: rank {', '.join(map(str, sorted(faults)))} of the group "
+            f"{group.name!r} does not answer rank {group.rank}: it ended, raised an error, or is "
+            f"stuck; make the group anew ({str(first).strip().splitlines()[0]})"
+        ) from first
     return headers_RB
 
 
 @contextmanager
-def _naming(what: str, rank: int, group: Group) -> Iterator[None]:
-    """Say in errors of torch's which rank did not answer."""
+def _noting(faults: dict[int, RuntimeError], rank: int) -> Iterator[None]:
+    """Keep the first error of torch's about a rank."""
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(
-            f"moe_ops.{what}: rank {rank} of the group {group.name!r} does not answer rank "
-            f"{group.rank}: it ended, raised an error, or is stuck; make the group anew "
-            f"({str(error).strip().splitlines()[0]})"
-        ) from error
+        faults.setdefault(rank, error)

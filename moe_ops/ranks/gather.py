@@ -21,7 +21,7 @@ def dispatch(sent: Sent, tables: Tables, rows: int, group: Group) -> tuple[Tenso
     """x_GD, scale_GS, weights_GK and local ids_GK, G = ranks * rows."""
     ids_TK = known_ids(sent.ids_TK, tables.physical)
     fields = (sent.x_TD, sent.scale_TS, sent.weights_TK, ids_TK)
-    if needs_grad(sent.x_TD, sent.weights_TK):
+    if needs_grad(*fields[:3]):
         x_GD, scale_GS, weights_GK = (
             all_gather(F.pad(t, (0, 0, 0, rows - t.shape[0])), group) for t in fields[:3]
         )

@@ -47,7 +47,7 @@ def threads(ranks: int, body: Body, *args: Any) -> list[Any]:
         while any(thread.is_alive() for thread in every) and time.monotonic() < end:
             raised = [error for error in found if isinstance(error, Exception)]
             for thread in every:
-                thread.join(1 if raised else 0.01)
+                thread.join(5 if raised else 0.01)
             if raised:  # and those left wait for who will not come
                 multi_threaded_pg.ProcessLocalGroup.exception_handle(raised[0])
         assert not any(thread.is_alive() for thread in every), "a rank hangs"
@@ -67,11 +67,13 @@ def results(ranks: int, body: Body, *args: Any) -> list[Any]:
     return found
 
 
-def _main(rank: int, ranks: int, folder: Path, seconds: float, body: Body, args: Any) -> None:
+def _main(
+    rank: int, ranks: int, folder: Path, seconds: float, backend: str | None, body: Body, args: Any
+) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), ranks)
     limit = timedelta(seconds=seconds)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     meet("connected", rank, range(ranks))
     with torch.no_grad():
         body(rank, dist.group.WORLD.group_name, *args)
@@ -91,9 +93,17 @@ def spawn(body: Body, args: tuple[Any, ...], ranks: int) -> None:
     mp.start_processes(body, args, nprocs=ranks, start_method="forkserver")
 
 
-def processes(ranks: int, folder: Path, body: Body, *args: Any, seconds: float = 60) -> None:
-    """Run body(rank, group, *args) in as many processes; the group gives up after so long."""
-    spawn(_main, (ranks, folder, seconds, body, args), ranks)
+def processes(
+    ranks: int,
+    folder: Path,
+    body: Body,
+    *args: Any,
+    seconds: float = 60,
+    backend: str | None = "gloo",
+) -> None:
+    """Run body(rank, group, *args) in as many processes; the group gives up after so long, also
+    while it waits for processes to start."""
+    spawn(_main, (ranks, folder, seconds, backend, body, args), ranks)
 
 
 @contextmanager

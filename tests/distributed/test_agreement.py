@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_ops import combine_tokens, dispatch_tokens, experts_over_ranks, sum_ranks
@@ -30,6 +33,14 @@ def call(group: str, T: int = 2, rows: int = 4, collective: str = "gather", **si
     return dispatch_tokens(*tokens(T, **sizes), *TABLES, rows, group, collective=collective)
 
 
+def trained(group: str, at: int) -> Any:
+    """A dispatch of tokens; one tensor of them, by its place, has a gradient."""
+    x_TD, weights_TK, ids_TK = given = tokens(2)
+    given[at].requires_grad_()
+    with torch.enable_grad():
+        return dispatch_tokens(x_TD, weights_TK, ids_TK, *TABLES, 4, group)
+
+
 # What the first rank does, what the other does, and what both say.
 Act = Callable[[str], Any]
 DIFFER: dict[str, tuple[Act, Act, str]] = {
@@ -47,6 +58,10 @@ DIFFER: dict[str, tuple[Act, Act, str]] = {
         lambda g: dispatch_tokens(*tokens(1), *TABLES, 2, g),
         lambda g: dispatch_tokens(tokens(1)[0].bfloat16(), *tokens(1)[1:], *TABLES, 2, g),
         "differ in dtype (rank 0: 'float32', rank 1: 'bfloat16')",
+    ),
+    "gradients": (  # whose ways back would meet
+        lambda g: trained(g, 0), lambda g: trained(g, 1),
+        "differ in gradients (rank 0: 'x_TD', rank 1: 'weights_TK')",
     ),
     "op": (
         lambda g: call(g), lambda g: sum_ranks(torch.ones(2, D), g),
@@ -112,26 +127,51 @@ def ended(rank: int, group: str) -> None:
     os._exit(0)  # the group cannot be taken down in order
 
 
-def stuck(rank: int, group: str) -> None:
-    """A rank that does something else: the other raises, naming it, at the group's limit."""
-    if rank == 0:
-        with pytest.raises(
-            RuntimeError, match=r"rank 1 of the group .* does not answer rank 0: it"
-        ):
-            call(group)
+def ended_meanwhile(rank: int, group: str) -> None:
+    """A rank ends when one waits for it, and the first one, that comes later, knows already: it
+    still tells who is there, which does not take the first one for the one that ended."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 2:
+        store.set("waits", "")
+    elif rank == 1:
+        store.wait(["waits"])
+        time.sleep(0.5)
+        store.set("ends", "")
         os._exit(0)
-    import time
+    else:
+        store.wait(["ends"])
+        time.sleep(0.5)
+    with pytest.raises(RuntimeError, match=r"moe_ops\.dispatch_tokens: rank 1 of the group"):
+        call(group)
+    meet("named", rank, (0, 2))
+    os._exit(0)
 
-    time.sleep(4)
+
+def stuck(rank: int, world: str) -> None:
+    """Ranks that do something else: the other raises, naming them, at the group's limit."""
+    group = dist.new_group(timeout=timedelta(seconds=2)).group_name
+    if rank == 0:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"rank 1, 2 of the group .* not answer rank 0: it"):
+            call(group)
+        assert 1 < time.monotonic() - start < 20  # and not the limit of the world
+    meet("named", rank, range(3))
     os._exit(0)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "body", "seconds"),
-    [(2, differ, 30), (2, between_halves, 30), (3, ended, 20), (2, stuck, 2)],
-    ids=["differ", "between_halves", "ended", "stuck"],
+    ("ranks", "body", "backend"),
+    [
+        (2, differ, "gloo"),
+        (2, between_halves, "gloo"),
+        (3, ended, "gloo"),
+        (3, ended, None),  # torch's own choice
+        (3, ended_meanwhile, "gloo"),
+        (3, stuck, "gloo"),
+    ],
+    ids=["differ", "between_halves", "ended", "ended_no_backend", "ended_meanwhile", "stuck"],
 )
 def test_processes_with_gloo(
-    ranks: int, body: Callable[[int, str], None], seconds: float, tmp_path: Path
+    ranks: int, body: Callable[[int, str], None], backend: str | None, tmp_path: Path
 ) -> None:
-    processes(ranks, tmp_path, body, seconds=seconds)
+    processes(ranks, tmp_path, body, backend=backend)

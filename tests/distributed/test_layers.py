@@ -16,7 +16,7 @@ from moe_ops.parallel.config import AUTO, HIGH_THROUGHPUT, LOW_LATENCY, Parallel
 from moe_ops.parallel.replicas import ExpertReplicas
 from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import Tol, assert_close
-from tests.distributed.ranks import fake_group, results
+from tests.distributed.ranks import fake_group, results, threads
 from tests.layer.shards import randomize, take_share
 
 CLOSE = Tol(1e-5, "a token's experts are summed in another order")
@@ -192,11 +192,34 @@ def too_many(rank: int, world: str, rows: int | None) -> Tensor:
 
 @pytest.mark.parametrize("rows", [None, 2])
 def test_more_tokens_than_agreed_raise_on_every_rank(rows: int | None) -> None:
-    from tests.distributed.ranks import threads
-
     who = "rank 2 has 5" if rows is None else "rank 1 has 3, rank 2 has 5"
     for error in threads(3, too_many, rows):
         assert isinstance(error, ValueError) and who in str(error)
+
+
+def of_sharers(rank: int, world: str) -> Tensor:
+    config = ParallelConfig.of(tp=2, tp_rank=rank, **EP)
+    layer = MoELayer(**SIZES, parallel=config, tokens="own", max_num_tokens=8, **groups(config))
+    return layer(torch.randn(9, 64), torch.randn(9, 6))
+
+
+def test_sharers_agree_on_rows_of_a_share() -> None:
+    for error in threads(2, of_sharers):
+        assert isinstance(error, ValueError)
+        assert "the agreed rows=4: rank 0 has 5, rank 1 has 5" in str(error)
+
+
+def first_choice(rank: int, world: str) -> int:
+    config = ParallelConfig.of(dp=2, dp_rank=rank, **EP)
+    layer = MoELayer(
+        1, 1, 64, 32, parallel=config, tokens="own", group=world, max_num_tokens=8,
+        redundant_experts=1, balanced=True,
+    )  # fmt: skip
+    return int(layer.route(torch.zeros(1, 64), torch.zeros(1, 1))[1])
+
+
+def test_each_rank_begins_with_another_replica() -> None:
+    assert results(2, first_choice) == [0, 1]
 
 
 def test_a_compiled_layer_sends_its_tokens_in_one_graph() -> None:

@@ -172,6 +172,21 @@ def test_parts_are_added_once_and_alike(T: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+def summed_back(rank: int, group: str, factors_RTD: Tensor) -> Tensor:
+    """The gradient of a rank's part, of losses in which each rank has factors of its own."""
+    part = torch.zeros_like(factors_RTD[rank], requires_grad=True)
+    with torch.enable_grad():
+        loss = (sum_ranks(part, group) * factors_RTD[rank]).sum()
+        return torch.autograd.grad(loss, part)[0]
+
+
+@pytest.mark.parametrize("T", [0, 1, 7])
+def test_a_part_has_the_gradients_of_all_ranks(T: int) -> None:
+    factors_RTD = torch.randn(3, T, 8)
+    for got in results(3, summed_back, factors_RTD):
+        torch.testing.assert_close(got, factors_RTD.sum(0))
+
+
 def gradients(rank: int, group: str, whole: Whole, collective: str) -> tuple[Tensor, ...]:
     tables, (x, weights, ids) = whole.tables(), whole.own(rank)
     held = whole.held(rank, tables)
@@ -198,6 +213,24 @@ def test_gradients_are_those_of_one_process(name: str, collective: str) -> None:
     ]
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         assert_close(g, w, Tol(1e-5, "sums in another order, twice"), f"gradient {i}")
+
+
+def of_scales(rank: int, group: str, collective: str) -> Tensor:
+    """The gradient of the scales of codes, which have none, of a loss in which each rank has a
+    factor of its own."""
+    scale, ids = torch.ones(3, 1, requires_grad=True), torch.tensor([[0], [1], [0]])
+    tables = (torch.tensor([0, 1], dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
+    given = (torch.ones(3, 2, dtype=torch.int8), torch.ones(3, 1), ids, *tables, 4, group)
+    with torch.enable_grad():
+        _, scale_GS, _, ids_GK, *_ = dispatch_tokens(*given, scale, collective=collective)
+        loss = scale_GS.masked_fill(ids_GK < 0, 0).sum() * (rank + 1)
+        return torch.autograd.grad(loss, scale)[0]
+
+
+@each_transport
+def test_scales_have_a_gradient(collective: str) -> None:
+    for got in results(2, of_scales, collective):
+        assert got[:, 0].tolist() == [1, 2, 1]
 
 
 def agreed(rank: int, group: str) -> int:

@@ -64,6 +64,7 @@ def steps(rank: int, world: str, whole: MoELayer, options: dict[str, Any]) -> No
             else:
                 given = (parallel, name) if here else (None, "")
                 resize_layer(layer, *given, over=union.group_name, joins=not was)
+                assert layer.loads is None or not layer.loads.any()
         if here:
             assert layer is not None
             check(whole, layer, rank, f"step {step}, rank {rank}")

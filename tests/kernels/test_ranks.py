@@ -112,6 +112,7 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
     assert "got weights_TK of 3 x 2" in str(sent(x, weights.bfloat16()))
     assert "got scale_TS of 3 x 1" in str(sent(x, scale=torch.zeros(2, 3, dtype=torch.uint8)))
     assert "requires grad" in str(sent(x.clone().requires_grad_()))
+    assert "requires grad" in str(sent(x, scale=torch.ones(2, 4, requires_grad=True)))
     assert "32768 columns at most, got 32772" in str(sent(torch.zeros(2, 32772)))
     empty = (torch.empty(0, dtype=torch.int32), torch.empty(2, 0, dtype=torch.int64))
     back = CombineTokensCall(x, ids, *tables, *empty, 2)
