@@ -16,13 +16,14 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_ops.backend import ANY_NUMBER, Rows
 from moe_ops.backends import reads, triton_formats, triton_inputs
+from moe_ops.backends.strides import contiguous, in_words, with_rows
 from moe_ops.decode_ops.experts_onto import ExpertsOntoCall, experts_onto
 from moe_ops.gradients import needs_grad
 from moe_ops.kernels.triton import (
@@ -40,7 +41,6 @@ LEAST_CAPABILITY, LEAST_FLOAT8, HOPPER = (8, 0), (8, 9), (9, 0)
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (*HALF, torch.float32)
 Supports = Callable[[ExpertsCall], str | None]
-T = TypeVar("T", Tensor, Tensor | None)
 
 # Measured on an H200 over six layers (moe_ops/tuned/h200.json): up to how many tokens triton.tiny
 # is the fastest, and up to how many rows an expert triton.rows is, if an expert's second weight has
@@ -292,7 +292,7 @@ def _formats(call: ExpertsCall) -> Formats:
 
 def _tensors(call: ExpertsCall, residual_TD: Tensor | None = None) -> tuple[Tensor | None, ...]:
     c = call
-    x_TD = with_rows(c.x_TD) if c.x_scale_TG is None else contiguous(c.x_TD)
+    x_TD = with_rows(c.x_TD) if c.x_scale_TG is None else in_words(c.x_TD)
     return (
         x_TD, contiguous(c.weights_TK), contiguous(c.ids_TK), c.w13_EFD, c.w2_EDI,
         with_rows(c.b13_EF), with_rows(c.b2_ED), contiguous(c.expert_map), contiguous(residual_TD),
@@ -389,12 +389,3 @@ TINY = Rows(preferred=most_tiny_tokens, possible=max_tiny_tokens)
 _register("tiny", supports_tiny, reads.SCALED_EXPERTS, 3, TINY)
 _register("rows", supports_codes, reads.SCALED_EXPERTS, 2, Rows(preferred=most_rows_tokens))
 _register("grouped", supports_many, reads.SCALED_EXPERTS, 1)
-
-
-def with_rows(t: T) -> T:
-    """A tensor, if any, whose rows are contiguous."""
-    return t if t is None or t.stride(-1) == 1 else t.contiguous()
-
-
-def contiguous(t: T) -> T:
-    return t if t is None or t.is_contiguous() else t.contiguous()
