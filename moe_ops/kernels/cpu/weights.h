@@ -78,6 +78,9 @@ struct Spread {
   }
 };
 
+// What a sum is multiplied by for a scale: an infinite one makes NaN, as infinity times a code of zero does.
+inline float finite(float scale) { return std::isfinite(scale) ? scale : NAN; }
+
 // A row of codes with its scales as float32, and the last step of codes if the row ends inside it.
 struct Row {
   const uint8_t* codes;
