@@ -57,7 +57,7 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
   // Independent sums, so that a product need not wait for the one before; those of other spans are independent.
   constexpr int chains = span == kSteps || Tokens <= 2 ? 2 : 1;
   typename W::Decode decode;
-  Floats total[Tokens] = {}, part[Tokens][chains], none = {};
+  Floats total[Tokens] = {}, part[Tokens][chains];
 
   const auto begin = [&]() __attribute__((always_inline)) {
     MOE_UNROLL for (int t = 0; t < Tokens; ++t)
@@ -73,7 +73,6 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
   const auto end = [&](int64_t s) __attribute__((always_inline)) {
     const int64_t first = span == kGroups ? s * w.span_groups : s;
     const Floats scale = w.spread.template of<span>(row.scale + first);
-    none += scale - scale;  // NaN of an infinite scale, as `finite` has it; else 0
     MOE_UNROLL for (int t = 0; t < Tokens; ++t) {
       MOE_UNROLL for (int c = 1; c < chains; ++c) part[t][0] += part[t][c];
       if constexpr (W::Element::kZero) {
@@ -106,7 +105,9 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
     end(w.full_spans);
   }
   for (int t = 0; t < Tokens; ++t) {
-    dots[t] = decode.any_nan() ? NAN : sum(total[t] + none) * W::Decode::kFactor;
+    dots[t] = sum(total[t]) * W::Decode::kFactor;
+    // Asked of what became infinite alone: to look at every scale takes 5 % longer.
+    if (decode.any_nan() || (std::isinf(dots[t]) && w.any_infinite(row))) dots[t] = NAN;
     if constexpr (W::Codes::kQuantised) {
       if (!tile.grouped) dots[t] *= tile.scales[t][0];
     }

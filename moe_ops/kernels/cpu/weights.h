@@ -141,6 +141,11 @@ template <typename E, typename M, typename I> struct Weight {
     if constexpr (E::kZero) load_zeros(at, row);
   }
 
+  // Whether a scale of a row is, of which `finite` makes NaN.
+  __attribute__((cold, noinline)) bool any_infinite(const Row& row) const {
+    return std::any_of(row.scale, row.scale + scales.column_groups, [](float scale) { return std::isinf(scale); });
+  }
+
  private:
   void load_scales(int64_t at, Row& row) const {
     const int64_t n = scales.column_groups;
