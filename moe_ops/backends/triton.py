@@ -20,7 +20,8 @@ from torch import Tensor
 
 from moe_ops.backend import ANY_NUMBER, Rows
 from moe_ops.backends import reads
-from moe_ops.backends.triton_device import contiguous, refuse_device, with_rows
+from moe_ops.backends.strides import contiguous, in_words, with_rows
+from moe_ops.backends.triton_device import refuse_device
 from moe_ops.backends.triton_limits import max_tiny_tokens, most_rows_tokens, most_tiny_tokens
 from moe_ops.backends.triton_support import (
     Formats,
@@ -84,7 +85,7 @@ def run_experts(
 
 def _tensors(call: ExpertsCall, residual_TD: Tensor | None = None) -> tuple[Tensor | None, ...]:
     c = call
-    x_TD = with_rows(c.x_TD) if c.x_scale_TG is None else contiguous(c.x_TD)
+    x_TD = with_rows(c.x_TD) if c.x_scale_TG is None else in_words(c.x_TD)
     return (
         x_TD, contiguous(c.weights_TK), contiguous(c.ids_TK), c.w13_EFD, c.w2_EDI,
         with_rows(c.b13_EF), with_rows(c.b2_ED), contiguous(c.expert_map), contiguous(residual_TD),

@@ -1,10 +1,9 @@
-"""Whether Triton kernels run where a tensor is, and tensors in the order that they read."""
+"""Whether Triton kernels run where a tensor is."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from torch import Tensor
 LEAST_CAPABILITY, LEAST_FLOAT8, HOPPER = (8, 0), (8, 9), (9, 0)
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (*HALF, torch.float32)
-T = TypeVar("T", Tensor, Tensor | None)
 
 
 @functools.cache
@@ -37,12 +35,3 @@ def refuse_device(t: Tensor, least: tuple[int, int] = LEAST_CAPABILITY) -> str |
 
 def either(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-
-
-def with_rows(t: T) -> T:
-    """A tensor, if any, whose rows are contiguous."""
-    return t if t is None or t.stride(-1) == 1 else t.contiguous()
-
-
-def contiguous(t: T) -> T:
-    return t if t is None or t.is_contiguous() else t.contiguous()

@@ -7,14 +7,13 @@ from torch import Tensor
 
 from moe_ops.backends import reads, triton_formats
 from moe_ops.backends.aten import refuse_out_dtype
+from moe_ops.backends.strides import contiguous, with_rows
 from moe_ops.backends.triton_device import (
     FLOATS,
     LEAST_CAPABILITY,
     LEAST_FLOAT8,
-    contiguous,
     either,
     refuse_device,
-    with_rows,
 )
 from moe_ops.gradients import needs_grad
 from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm

@@ -135,6 +135,27 @@ def test_nan_in_a_weight_is_nan_in_its_rows(
     torch.testing.assert_close(got, want, rtol=0, atol=tol, equal_nan=True)
 
 
+@each_instructions
+@pytest.mark.parametrize(
+    "formats",
+    [("int4:1x64:float16", ""), ("uint4:row", ""), ("float8_e4m3fn:128x128", ""),
+     ("int8:row", "int8:row"), ("float8_e4m3fn:row", "float8_e4m3fn:row")],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("case", [CASE, MANY], ids=["few", "many"])
+def test_an_infinite_scale_is_nan_in_its_rows(
+    case: Case, formats: tuple[str, str], instructions: str
+) -> None:
+    """As infinity times a code of zero is, and infinities of both signs are."""
+    call = layer_of(case, formats[0], F32, x_format=formats[1])
+    call["w2_scale_EDG"][1, 0, 0] = float("inf")
+    want, got = reference(call), run(call)
+    assert bool(want.isnan().any()) and bool(want.isfinite().any())
+    tol = TOL["experts", torch.float8_e4m3fn if formats[1] else F32].rel
+    tol *= float(want[want.isfinite()].abs().max())
+    torch.testing.assert_close(got, want, rtol=0, atol=tol, equal_nan=True)
+
+
 def test_rows_that_are_longer_than_they_look_are_read_in_their_places() -> None:
     call = layer_of(CASE, "int4:1x32", BF16)
     for name in ("w13_EFD", "w2_EDI"):

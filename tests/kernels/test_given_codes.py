@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
+from moe_ops.backends.triton import run_experts
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.backends.triton_inputs import inputs_of
 from moe_ops.kernels.triton.experts.emulated import emulate
@@ -124,6 +126,25 @@ def test_rows_are_copied_to_the_rows_where_they_would_be_made(element: str) -> N
     for g, w in zip(got, want, strict=True):
         narrow = (t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (g, w))
         assert torch.equal(*(placed(t, inverse_R) for t in narrow))
+
+
+@pytest.mark.parametrize("formats", ["float8 rows", "float8 groups", "int8 rows"])
+def test_codes_that_begin_between_words_are_copied_to_rows(formats: str) -> None:
+    """As one message of codes and scales may hold them; those of one token are contiguous there."""
+    call = of_codes(call_of(replace(ODD, D=512, I=448), *LAYERS[formats][:2]))
+    rows = sort_pairs(call.ids_TK, ODD.E, None)[1]
+
+    def start(x_TD: Tensor, _: Tensor, ids_TK: Tensor, layer: Any, *__: Any, **___: Any) -> Tensor:
+        assert layer.codes.x_scale_TG is not None
+        codes_RD, _ = in_rows(x_TD, layer.codes.x_scale_TG, rows, ids_TK.shape[1])
+        return codes_RD.view(torch.uint8)
+
+    held = torch.zeros(call.x_TD.numel() + 3, dtype=torch.uint8, device=DEVICE)[3:]
+    moved = held.copy_(call.x_TD.view(torch.uint8).flatten()).view(call.x_TD.dtype)
+    with patch("moe_ops.kernels.triton.experts.grouped.run", start):
+        want = run_experts("grouped", call)
+        got = run_experts("grouped", replace(call, x_TD=moved.view(call.x_TD.shape)))
+    assert torch.equal(placed(got, rows), placed(want, rows))
 
 
 EMULATED = ("mxfp8", "mxfp8_e5m2", "float8_e4m3fn:1x64:e8m0", "float8_e4m3fn:row", "int8:row")

@@ -142,7 +142,7 @@ template <typename W> class Panel {
     const bool nan = decode(scratch, to);
     for (int64_t s = 0; s < sections_; ++s) {
       const float scale = by_sections_ ? scratch.scale[s] : 1.0f;
-      scales_.data[s * kPanelRows + place] = nan ? NAN : scale * W::Decode::kFactor;
+      scales_.data[s * kPanelRows + place] = nan ? NAN : finite(scale) * W::Decode::kFactor;
     }
   }
 

@@ -78,6 +78,9 @@ struct Spread {
   }
 };
 
+// What a sum is multiplied by for a scale: an infinite one makes NaN, as infinity times a code of zero does.
+inline float finite(float scale) { return std::isfinite(scale) ? scale : NAN; }
+
 // A row of codes with its scales as float32, and the last step of codes if the row ends inside it.
 struct Row {
   const uint8_t* codes;
@@ -136,6 +139,11 @@ template <typename E, typename M, typename I> struct Weight {
     if (scales_as_stored) row.scale = static_cast<const float*>(scales.scale) + at;
     else load_scales(at, row);
     if constexpr (E::kZero) load_zeros(at, row);
+  }
+
+  // Whether a scale of a row is, of which `finite` makes NaN.
+  __attribute__((cold, noinline)) bool any_infinite(const Row& row) const {
+    return std::any_of(row.scale, row.scale + scales.column_groups, [](float scale) { return std::isinf(scale); });
   }
 
  private:
