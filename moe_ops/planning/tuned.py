@@ -17,6 +17,7 @@ from typing import Any
 
 from moe_ops import spec
 from moe_ops.options import check_fields, check_int, check_number, check_type
+from moe_ops.quant.formats import Format
 from moe_ops.ranges import Ranges
 
 VERSION = 1
@@ -133,10 +134,15 @@ def layer_of_call(device: str, op: str, a: Any) -> TunedLayer | None:
         D=D,
         I=width,
         dtype=str(a.x_TD.dtype).removeprefix("torch."),
-        w_format=a.w_format,
-        x_format=a.x_format,
+        w_format=_common_name(a.w_format),
+        x_format=_common_name(a.x_format),
         transposed=a.transposed and w13.stride(1) != 1,  # else only by its shape
     )
+
+
+def _common_name(format: str) -> str:
+    """The one name of a format that has several; of 16 bits none."""
+    return Format.of(format).name if format else ""
 
 
 def tables(users: str | None) -> list[Path]:

@@ -89,6 +89,22 @@ def test_transposed_weights_are_those_that_lie_by_columns(by_rows: bool) -> None
     assert got == replace(LAYER, transposed=not by_rows)
 
 
+def test_a_format_has_one_name_in_tables() -> None:
+    x, ids = torch.zeros(4, 64), torch.zeros(4, 2, dtype=torch.int32)
+    w13, w2 = torch.zeros(8, 64, 32).byte(), torch.zeros(8, 64, 16).byte()
+
+    def key(w_format: str, x_format: str) -> tuned.TunedLayer | None:
+        formats = {"w_format": w_format, "x_format": x_format}
+        return tuned.layer_of_call(
+            HERE, "experts", ExpertsCall(x, torch.zeros(4, 2), ids, w13, w2, **formats)
+        )
+
+    got = key("float4_e2m1:1x32:e8m0", "float8_e4m3fn:1x32:e8m0")
+    assert got is not None
+    assert (got.w_format, got.x_format) == ("mxfp4", "mxfp8")
+    assert got == key("mxfp4", "mxfp8") != key("float4_e2m1:1x32", "mxfp8")
+
+
 def test_tables_of_another_version_or_with_unknown_keys_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     tuned.write(path, {LAYER: {Cell(tokens=1, routing="zipf", backend="cpu"): 1.0}})
