@@ -16,12 +16,15 @@ from torch import Tensor
 
 from moe_ops import combine_tokens, dispatch_tokens, experts_over_ranks, sum_ranks
 from moe_ops.layer import MoELayer, rebalance_layers, resize_layer
+from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig
+from moe_ops.quant.config import QuantConfig
 from moe_ops.ranks.agree import most_tokens
 from tests.distributed.ranks import meet, processes, results, threads
 
 E, D = 4, 8
-X_FORMAT = "float4_e2m1fn:1x8"
+MXFP4_INPUTS = QuantConfig(weights="mxfp4", inputs="mxfp4")  # which travel as floats
+ORDERED = QuantConfig(weights="int4:1x32", ordered_input=True, per_expert_order=True)
 TABLES = (torch.tensor([0, 0, 1, 1], dtype=torch.int32), torch.tensor([0, 1, 0, 1]).int())
 
 
@@ -58,11 +61,16 @@ def combined(group: str, moved: bool) -> Tensor:
 def layer_of(rank: int, group: str, ranks: int = 2, **options: Any) -> MoELayer:
     """A layer of this rank that can be balanced and resized."""
     given: dict[str, Any] = {
-        "num_experts": 6, "top_k": 2, "hidden_size": 16, "intermediate_size": 8, "balanced": True,
+        "num_experts": 6, "top_k": 2, "hidden_size": 32, "intermediate_size": 32, "balanced": True,
         "tokens": "own", "group": group, "max_num_tokens": 8,
         "parallel": ParallelConfig.of(dp=ranks, dp_rank=rank, expert_parallel=True),
     }  # fmt: skip
     return MoELayer(**given, **options)
+
+
+def forward(rank: int, group: str, **options: Any) -> Tensor:
+    out_TD: Tensor = layer_of(rank, group, **options)(torch.ones(2, 32), torch.ones(2, 6))
+    return out_TD
 
 
 def resized(rank: int, group: str, **options: Any) -> None:
@@ -140,9 +148,18 @@ DIFFER: dict[str, tuple[Act, Act, str]] = {
         lambda g: over_ranks(g, up_shift=1.0), lambda g: over_ranks(g),
         "differ in up_shift (rank 0: 1.0, rank 1: 0.0)",
     ),
-    "inputs": (  # of 4 bits, which travel as floats, as those of 16 do
-        lambda g: over_ranks(g), lambda g: over_ranks(g, x_format=X_FORMAT),
-        f"differ in x_format (rank 0: '', rank 1: '{X_FORMAT}')",
+    "format_of_weights": (
+        lambda g: forward(0, g, quant="int8:row"), lambda g: forward(1, g),
+        "differ in w_format (rank 0: 'int8:row', rank 1: '')",
+    ),
+    "format_of_inputs": (
+        lambda g: forward(0, g, quant="mxfp4_w4a16"), lambda g: forward(1, g, quant=MXFP4_INPUTS),
+        "differ in x_format (rank 0: '', rank 1: 'mxfp4')",
+    ),
+    "kind_of_ordered": (
+        lambda g: forward(0, g, quant=ORDERED),
+        lambda g: forward(1, g, quant=ORDERED, activation=Activation(kind="gelu")),
+        "differ in kind (rank 0: 'silu', rank 1: 'gelu",
     ),
     "more": (
         lambda g: dispatch_tokens(*tokens(2), *TABLES, 4, g, alike='{"scale": 1}'),
