@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_ops import combine_tokens, dispatch_tokens, experts_over_ranks, sum_ranks
 from moe_ops.layer import MoELayer, rebalance_layers, resize_layer
 from moe_ops.ops.activate import Activation
+from moe_ops.ops.experts import experts
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant.config import QuantConfig
 from moe_ops.ranks.agree import most_tokens
@@ -24,6 +25,7 @@ from tests.distributed.ranks import meet, processes, results, threads
 
 E, D = 4, 8
 MXFP4_INPUTS = QuantConfig(weights="mxfp4", inputs="mxfp4")  # which travel as floats
+LAYOUT = next(iter(experts.layouts))  # which one does not matter
 ORDERED = QuantConfig(weights="int4:1x32", ordered_input=True, per_expert_order=True)
 TABLES = (torch.tensor([0, 0, 1, 1], dtype=torch.int32), torch.tensor([0, 1, 0, 1]).int())
 
@@ -155,6 +157,10 @@ DIFFER: dict[str, tuple[Act, Act, str]] = {
     "format_of_inputs": (
         lambda g: forward(0, g, quant="mxfp4_w4a16"), lambda g: forward(1, g, quant=MXFP4_INPUTS),
         "differ in x_format (rank 0: '', rank 1: 'mxfp4')",
+    ),
+    "layout": (
+        lambda g: over_ranks(g, layout=LAYOUT), lambda g: over_ranks(g),
+        f"differ in layout (rank 0: '{LAYOUT}', rank 1: '')",
     ),
     "kind_of_ordered": (
         lambda g: forward(0, g, quant=ORDERED),
