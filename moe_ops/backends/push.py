@@ -124,7 +124,7 @@ def most_pushed(call: ExpertsOverRanksCall) -> int | None:
 
 @dispatch_tokens.backend(
     PUSH,
-    reads=("group", "collective", "scale_TS"),
+    reads=("group", "collective", "scale_TS", "alike"),
     supports=supports_dispatch,
     devices=("cuda",),
     priority=1,

@@ -65,7 +65,7 @@ def supports_combine(call: CombineTokensCall) -> str | None:
 
 @dispatch_tokens.backend(
     "triton",
-    reads=("group", "collective", "scale_TS"),
+    reads=("group", "collective", "scale_TS", "alike"),
     supports=supports_dispatch,
     devices=("cuda",),
     priority=1,

@@ -12,6 +12,7 @@ from moe_ops.options import check_type
 from moe_ops.parallel.load_balance import Rebalanced, rebalance
 from moe_ops.parallel.over_ranks import move_over_ranks
 from moe_ops.parallel.replicas import ExpertReplicas
+from moe_ops.ranks.agree import said_by_all
 from moe_ops.ranks.groups import Group, all_gather
 
 
@@ -27,8 +28,8 @@ def rebalance_layers(layers: Sequence[MoELayer], group: str, *, nodes: int = 1) 
     where all at once would make the ranks wait too long.
 
     Returns what `rebalance` says. Raises ValueError for layers that cannot be rebalanced like this,
-    and RuntimeError, naming the ranks, where the layers of two ranks hold other experts than each
-    other think; then nothing was moved.
+    and RuntimeError, naming the ranks, where ranks do not answer, have other layers, or hold other
+    experts than each other think; then nothing was moved.
     """
     found = Group.of(group)
     for layer in layers:
@@ -42,8 +43,15 @@ def rebalance_layers(layers: Sequence[MoELayer], group: str, *, nodes: int = 1) 
             )
     if len({(layer.num_experts, layer.placement.num_physical) for layer in layers}) != 1:
         raise ValueError("layers must be some, with as many experts each; rebalance others apart")
-    loads_LE, current_LP = _agreed(layers, found)
     groups = layers[0].routing.n_group
+    placement = layers[0].placement
+    said = {
+        "layers": len(layers), "E": layers[0].num_experts, "P": placement.num_physical,
+        "shared": placement.shared, "groups": groups, "nodes": nodes,
+        "own": sum(layer.exchange is not None for layer in layers),
+    }  # fmt: skip
+    said_by_all("rebalance_layers", said, found, device=layers[0].w13_weight.device)
+    loads_LE, current_LP = _agreed(layers, found)
     done = rebalance(loads_LE, current_LP, ranks=found.size, nodes=nodes, num_groups=groups)
     for layer, moves, new_P in zip(layers, done.moves, done.physical_to_logical, strict=True):
         placement, loads = layer.placement, layer.loads

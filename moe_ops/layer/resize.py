@@ -19,7 +19,8 @@ from moe_ops.parallel.config import ParallelConfig
 from moe_ops.parallel.expert_map import ExpertPlacement
 from moe_ops.parallel.moves import Moves, moves_between
 from moe_ops.parallel.over_ranks import move_over_ranks
-from moe_ops.ranks.groups import Group, all_gather, resolve
+from moe_ops.ranks.agree import said_by_all
+from moe_ops.ranks.groups import Group, resolve
 
 TABLES = ("expert_map", "rank_of_P", "slot_of_P")
 COUNTED = ("loads", "counted_part")  # of a rank's own tokens
@@ -57,7 +58,8 @@ def resize_layer(
     captured or compiled before has to be made again.
 
     Raises ValueError for layers that cannot be resized, and RuntimeError, naming the ranks, where
-    those of `over` are not the ranks of one old and one new group; then nothing was moved.
+    they do not answer or have other layers, or those of `over` are not the ranks of one old and one
+    new group; then nothing was moved.
     """
     check_type("layer", layer, MoELayer, "a MoELayer")
     _check(layer, parallel, joins)
@@ -119,9 +121,14 @@ def _agreed(
     config = layer.parallel
     old = (0, NOWHERE) if joins else (config.ep_size, config.ep_rank)
     next_ = (0, NOWHERE) if new is None else (new.config.ep_size, new.config.ep_rank)
-    physical = layer.placement.num_physical
-    mine = torch.tensor([[*old, *next_, physical]], device=layer.w13_weight.device)
-    said = all_gather(mine, over).tolist()
+    every = said_by_all(
+        "resize_layer",
+        {"P": layer.placement.num_physical, "place": (*old, *next_)},
+        over,
+        own=("place",),
+        device=layer.w13_weight.device,
+    )
+    said = [values["place"] for values in every]
     for what, at in (("old", 0), ("new", 2)):
         named = [(row[at], row[at + 1]) for row in said if row[at + 1] != NOWHERE]
         size = len(named)
@@ -136,9 +143,6 @@ def _agreed(
                 f"the ranks of over={over.name!r} are not those of one {what} group: {each}; every "
                 f"rank of it has to be in `over`, and give its own place"
             )
-    if len({row[4] for row in said}) != 1:
-        counts = ", ".join(f"rank {r}: {row[4]}" for r, row in enumerate(said))
-        raise RuntimeError(f"ranks have layers of other numbers of experts: {counts}")
     sizes = (max(row[0] for row in said), max(row[2] for row in said))
     return [Member(old=row[1], new=row[3]) for row in said], sizes
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_ops.layer.exchange import Exchange
 from moe_ops.layer.parts import ordered_rows
 from moe_ops.ops import combine_tokens, dispatch_tokens, experts, experts_over_ranks
+from moe_ops.ops.experts_over_ranks import alike
 from moe_ops.quant.scales import product
 from moe_ops.ranks.groups import Group
 from moe_ops.ranks.shares import in_shares, share_of
@@ -68,8 +69,9 @@ def _exchanged(
     # An expert's order of columns is known where it lies.
     collective = GATHER if collective == AUTO else collective
     x_GD, _, weights_GK, ids_GK, *handle = dispatch_tokens(
-        x_TD, weights_TK, ids_TK, *tables, rows, group, collective=collective
-    )
+        x_TD, weights_TK, ids_TK, *tables, rows, group, collective=collective,
+        alike=alike(_options(layer), x_TD, group),
+    )  # fmt: skip
     y_GD = run_here(layer, x_GD, weights_GK, ids_GK, None)
     return combine_tokens(y_GD, ids_TK, *tables, *handle, rows, group, collective)
 

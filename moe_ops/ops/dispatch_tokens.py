@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from moe_ops.options import check_int
 from moe_ops.ranks import exchange, gather
 from moe_ops.ranks.agree import Values, require_alike
 from moe_ops.ranks.groups import Group
+from moe_ops.ranks.tables import checksums
 from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH, TRANSPORTS, Sent, Tables
 from moe_ops.shapes import (
     FLOATS,
@@ -30,6 +32,7 @@ from moe_ops.watched import readable
 SCALES = (torch.float32, torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn)
 
 MOST_ROWS = 2**20  # of a rank in one call; more are given in several
+MOST_ALIKE = 512  # bytes, of what a rank says of itself in one header
 
 
 @dataclass(slots=True)
@@ -45,6 +48,7 @@ class DispatchTokensCall:
     group: str = ""
     scale_TS: Tensor | None = None
     collective: str = GATHER
+    alike: str = ""
 
     ROWS: ClassVar[str] = "rows"
 
@@ -65,6 +69,21 @@ def check(call: DispatchTokensCall) -> None:
         check_size("scale_TS", scale_TS, 0, x_TD.shape[0], "the tokens of x_TD")
     check_devices(x_TD, weights_TK=weights_TK, ids_TK=ids_TK, scale_TS=scale_TS)
     check_rows(call.rows, call.group)
+    if call.alike:
+        check_alike(call.alike)
+
+
+def check_alike(alike: str) -> None:
+    """Raise ValueError unless ranks can compare this."""
+    try:
+        named = isinstance(json.loads(alike), dict)
+    except json.JSONDecodeError:
+        named = False
+    if not named or len(alike.encode()) > MOST_ALIKE:
+        raise ValueError(
+            f"alike must be a JSON object of at most {MOST_ALIKE} bytes, got {len(alike.encode())} "
+            f"bytes: {alike[:80]!r}; give names and short values"
+        )
 
 
 def check_tables(first: Tensor, rank_of_P: Tensor, slot_of_P: Tensor) -> None:
@@ -85,7 +104,8 @@ def check_rows(rows: Any, group: str) -> None:
 
 
 def agree(name: str, first: Tensor, tokens: Any, call: Any, values: Values) -> Group:
-    """The group of a call, whose ranks have the same values, and no more tokens than rows.
+    """The group of a call, whose ranks have the same values and tables, and no more tokens than
+    rows.
 
     Raises RuntimeError or ValueError if not: on every rank where the host can tell, see
     `moe_ops/ranks/agree.py`.
@@ -94,6 +114,8 @@ def agree(name: str, first: Tensor, tokens: Any, call: Any, values: Values) -> G
     if isinstance(tokens, int) and (group.size == 1 or readable(first)):
         dtype = str(first.dtype).removeprefix("torch.")
         said = {"collective": call.collective, "dtype": dtype, **values}
+        if group.size > 1 and readable(call.rank_of_P) and readable(call.slot_of_P):
+            said |= checksums(call.rank_of_P, call.slot_of_P)
         require_alike(name, said, group, tokens, call.rows)
     else:
         torch._check(tokens <= call.rows, lambda: f"{name}: more tokens than rows={call.rows}")
@@ -129,7 +151,9 @@ def dispatch_tokens(
     (scale_GS is [G, 0] without); they travel as bytes. weights_TK: float [T, K]; ids_TK: int32 or
     int64 [T, K]; rank_of_P and slot_of_P: int32 [P]. group: the name of a process group; "" is this
     process alone. Every rank of the group has to call it, with the same rows, group, collective,
-    tables, widths and dtypes; gradients are those of the sum of all ranks' losses.
+    tables, widths and dtypes; gradients are those of the sum of all ranks' losses. alike: a JSON
+    object of what else they must have alike, by name, where they compare: on CPUs. Slots of tables
+    may differ where the rank is -2.
 
     Raises ValueError or TypeError for wrong shapes, dtypes, devices or a group that is none; and on
     every rank RuntimeError for ranks that differ or do not answer, and ValueError for more tokens
@@ -146,6 +170,8 @@ def dispatch_tokens(
         "P": tables.physical, "weights": str(call.weights_TK.dtype),
         "scales": str(sent.scale_TS.dtype), "gradients": _differentiated(sent),
     }  # fmt: skip
+    if call.alike:
+        values = {**values, **json.loads(call.alike)}
     group = agree("dispatch_tokens", call.x_TD, call.x_TD.shape[0], call, values)
     if call.collective == EXCHANGE:
         x_GD, scale_GS, weights_GK, ids_GK, token_N, splits_2R = exchange.dispatch(

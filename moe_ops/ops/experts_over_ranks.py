@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +32,11 @@ from moe_ops.shapes import check_choice
 from moe_ops.spec import FORCED, REFERENCE, op
 
 WORD_BYTES = 4  # bytes: what kernels copy
+# Arguments of `experts` that are one layer's on all ranks. Biases are not: of shards that are added
+# one has b2.
+ALIKE = (
+    "kind", "gated", "interleaved", "alpha", "limit", "up_shift", "w_format", "x_format", "layout",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -120,8 +127,9 @@ def over_ranks(call: ExpertsOverRanksCall, collective: str) -> Tensor:
     if sends_codes(layer):
         x_TD, scale_TS = quantize(x_TD, layer.x_format)
     sent = DispatchTokensCall(
-        x_TD, layer.weights_TK, layer.ids_TK, *there, rows, group, scale_TS, collective
-    )
+        x_TD, layer.weights_TK, layer.ids_TK, *there, rows, group, scale_TS, collective,
+        alike({name: getattr(layer, name) for name in ALIKE}, x_TD, group),
+    )  # fmt: skip
     x_GD, scale_GS, weights_GK, ids_GK, token_N, splits_2R = dispatch_tokens.part(sent)
     here = replace(layer, x_TD=x_GD, weights_TK=weights_GK, ids_TK=ids_GK)
     if scale_TS is not None:
@@ -132,6 +140,13 @@ def over_ranks(call: ExpertsOverRanksCall, collective: str) -> Tensor:
     )
     out_TD: Tensor = combine_tokens.part(back)
     return out_TD
+
+
+def alike(arguments: Mapping[str, Any], x_TD: Tensor, group: str) -> str:
+    """What `dispatch_tokens` compares of these arguments of experts; nothing where ranks do not."""
+    if not x_TD.is_cpu or Group.of(group).size == 1:
+        return ""
+    return json.dumps({name: arguments[name] for name in ALIKE})
 
 
 def sends_codes(layer: ExpertsCall) -> bool:

@@ -21,7 +21,9 @@ from moe_ops.ranks.groups import Group, all_gather, resolve
 HEADER = 1024  # bytes
 TAG = 0x0E0  # of our messages among others between two ranks
 
-Values = Mapping[str, int | str | bool]
+CPU = torch.device("cpu")
+
+Values = Mapping[str, int | float | str | bool | Sequence[int] | None]
 
 
 def require_alike(what: str, values: Values, group: Group, tokens: int, rows: int) -> None:
@@ -31,9 +33,7 @@ def require_alike(what: str, values: Values, group: Group, tokens: int, rows: in
     Raises RuntimeError for values that differ and for ranks that do not answer, ValueError for
     too many tokens. Every rank of the group has to call it.
     """
-    mine = {"op": what, **values, "rows": rows, "tokens": tokens}
-    every = [mine] if group.size == 1 else _exchanged(what, mine, group)
-    compare(what, every)
+    every = said_by_all(what, {**values, "rows": rows, "tokens": tokens}, group, own=("tokens",))
     over = {rank: v["tokens"] for rank, v in enumerate(every) if v["tokens"] > rows}
     if over:
         said = ", ".join(f"rank {rank} has {count}" for rank, count in over.items())
@@ -43,11 +43,26 @@ def require_alike(what: str, values: Values, group: Group, tokens: int, rows: in
         )
 
 
-def compare(what: str, every: Sequence[Values]) -> None:
-    """Raise RuntimeError, naming ranks and values, unless all ranks say the same, but for their
-    numbers of tokens."""
+def said_by_all(
+    what: str, values: Values, group: Group, *, own: Sequence[str] = (), device: torch.device = CPU
+) -> list[dict[str, Any]]:
+    """What every rank of the group says of itself, in the order of ranks.
+
+    own: the names of values that ranks may have of their own. device: where tensors of a group are
+    that has no backend for CPUs. Raises RuntimeError, naming ranks, for other values that differ,
+    ranks in another op than `what`, and ranks that do not answer. Every rank has to call it.
+    """
+    mine = {"op": what, **values}
+    every = [mine] if group.size == 1 else _exchanged(what, mine, group, device)
+    compare(what, every, own)
+    return every
+
+
+def compare(what: str, every: Sequence[Values], own: Sequence[str] = ()) -> None:
+    """Raise RuntimeError, naming ranks and values, unless all ranks say the same, but for the
+    values of these names."""
     for name in dict.fromkeys(name for values in every for name in values):
-        if name == "tokens":
+        if name in own:
             continue
         found = [values.get(name) for values in every]
         if any(value != found[0] for value in found):
@@ -61,29 +76,35 @@ def compare(what: str, every: Sequence[Values]) -> None:
 def most_tokens(tokens: int, group: str, *, multiple: int = 1) -> int:
     """The most tokens that a rank of the group has, rounded up: the `rows` of their next call.
 
-    Every rank calls it, with its own number, on the host; the group takes tensors on the CPU.
+    Every rank calls it, with its own number and the same `multiple`, on the host; the group takes
+    tensors on the CPU. Raises RuntimeError that names the ranks that differ or do not answer.
     """
-    found = Group.of(group)
-    counts_R = all_gather(torch.tensor([tokens]), found)
-    return -(-max(1, int(counts_R.max())) // multiple) * multiple
+    said = {"multiple": multiple, "tokens": tokens}
+    every = said_by_all("most_tokens", said, Group.of(group), own=("tokens",))
+    return -(-max(1, *(v["tokens"] for v in every)) // multiple) * multiple
 
 
-def _exchanged(what: str, mine: dict[str, Any], group: Group) -> list[dict[str, Any]]:
+def _exchanged(
+    what: str, mine: dict[str, Any], group: Group, device: torch.device
+) -> list[dict[str, Any]]:
     """What every rank of the group says of itself."""
     text = json.dumps(mine).encode()
     assert len(text) <= HEADER, f"{what} says {len(text)} bytes of itself"
     header = torch.frombuffer(bytearray(text.ljust(HEADER)), dtype=torch.uint8)
-    headers_RB = _headers(what, header, group)
+    headers_RB = _headers(what, header, group, device)
     return [json.loads(bytes(row.tolist())) for row in headers_RB]
 
 
-def _headers(what: str, header: Tensor, group: Group) -> Tensor:
+def _headers(what: str, header: Tensor, group: Group, device: torch.device) -> Tensor:
     """The headers of all ranks. Those of gloo go from each rank to each: a collective would not
     tell which rank it waits for. Raises RuntimeError that names the ranks that do not answer."""
     found = resolve(group.name)
     # A group may have a backend for each type of device.
-    if "cpu:gloo" not in torch.distributed.get_backend_config(found).split(","):
-        return all_gather(header, group).view(group.size, HEADER)
+    backends = torch.distributed.get_backend_config(found).split(",")
+    if "cpu:gloo" not in backends:
+        on_cpu = any(backend.startswith("cpu:") for backend in backends)
+        gathered = all_gather(header if on_cpu else header.to(device), group)
+        return gathered.cpu().view(group.size, HEADER)
     headers_RB = header.repeat(group.size, 1)
     works: list[tuple[int, Any]] = []  # kept: what is dropped before it is done may never be sent
     faults: dict[int, RuntimeError] = {}

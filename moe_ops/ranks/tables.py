@@ -8,10 +8,28 @@ slot_of_P[p]    the slot of p on the rank that serves it; of HOME, on this rank
 
 from __future__ import annotations
 
+import ctypes
+import zlib
+
 import torch
 from torch import Tensor
 
 EVERY, HOME = -1, -2
+
+
+def checksums(rank_of_P: Tensor, slot_of_P: Tensor) -> dict[str, int]:
+    """A number for what tables on the CPU say, by name: ranks with other numbers differ.
+
+    Slots of HOME are left out: they are this rank's own, which may hold more experts than others.
+    """
+    slot_of_P = slot_of_P.masked_fill(rank_of_P == HOME, HOME)
+    return {"rank_of_P": _checksum(rank_of_P), "slot_of_P": _checksum(slot_of_P)}
+
+
+def _checksum(t: Tensor) -> int:
+    t = t.contiguous()
+    # Through a list it takes three times as long, and torch may be without numpy.
+    return zlib.crc32(ctypes.string_at(t.data_ptr(), t.nbytes))
 
 
 def known_ids(ids_TK: Tensor, physical: int) -> Tensor:
