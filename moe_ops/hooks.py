@@ -15,7 +15,7 @@ Hooks = tuple[tuple[str, Callable[..., Any]], ...]
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether torch calls more than the `forward` of this module, as `nn.Module._call_impl` asks."""
+    """Whether a call of this module is more than its `forward`, as `nn.Module._call_impl` asks."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

@@ -34,8 +34,9 @@ def compile_call(module: nn.Module, compile: Callable[[Call], Call]) -> Call:
     """
     whole = compile(module._call_impl)
     forward = type(module).forward
-    decorated = isinstance(forward, types.FunctionType) and hasattr(forward, "__wrapped__")
-    if not decorated or "forward" in vars(module):
+    if not isinstance(forward, types.FunctionType) or not hasattr(forward, "__wrapped__"):
+        return whole
+    if "forward" in vars(module):
         return whole
     alone = compile(types.MethodType(_with_code(forward, _code_of(type(module))), module))
 
