@@ -19,8 +19,8 @@ from moe_ops.spec import REFERENCE
 VERSION = 2
 WIDTH = 100
 LEGEND = (
-    "E: experts, K of them for each token. D: the model's width, I: an expert's. Rows: tokens, or "
-    "K for each token after dispatch. Floor: the least time that this device needs."
+    "E: experts (P: of all ranks), K of them for each token. D: the model's width, I: an expert's. "
+    "Rows: tokens, or K for each token after dispatch. Floor: the least time this device needs."
 )
 
 # What a model without a region is told.
