@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from moe_ops.graphs.cuda_graph import GraphPool
 from moe_ops.hooks import hooks_of
 from moe_ops.options import check_flag
+from moe_ops.own_code import compile_call
 from moe_ops.passes.compiled import Compiled, inductor_options, known_options
 from moe_ops.passes.net import Net
 from moe_ops.passes.pipeline import HOOK
@@ -95,7 +96,8 @@ def compile(
     tell_of_limit()
     twin = copy.copy(model)  # shares the tables of parameters, buffers and submodules
     backend = Net(merged, dynamic, hooks_of(model))
-    call = torch.compile(twin._call_impl, fullgraph=fullgraph, dynamic=dynamic, backend=backend)
+    how = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic, backend=backend)
+    call = compile_call(twin, how)
     twin._compiled_call_impl = Compiled(twin._call_impl, call, merged[HOOK], dynamic)
     if is_transformers_model(model):
         quicken(twin, model, merged)

@@ -6,11 +6,23 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 # transformers leaves these on a model that was once asked for hidden states. They do nothing else.
 RECORDERS = "transformers.utils.output_capturing"
 
 Hooks = tuple[tuple[str, Callable[..., Any]], ...]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of this module is more than its `forward`, as `nn.Module._call_impl` asks."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or torch_module._has_any_global_hook()
+    )
 
 
 def hooks_of(model: nn.Module) -> Hooks:

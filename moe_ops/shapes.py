@@ -31,6 +31,8 @@ def check_tensor(name: str, t: Tensor, rank: int, dtypes: tuple[torch.dtype, ...
         raise ValueError(f"{name} must have {rank} axes, got shape {tuple(t.shape)}")
     if t.dtype not in dtypes:
         wanted = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        if len(dtypes) > 1:
+            wanted = f"one of {wanted}"
         raise TypeError(
             f"{name} must be {wanted}; got {str(t.dtype).removeprefix('torch.')}; convert it first"
         )

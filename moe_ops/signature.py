@@ -36,6 +36,8 @@ RENAMED = {
     "alpha13_E": "global_scale13_E",
     "alpha2_E": "global_scale2_E",
 }
+# How alike a name has to be to be suggested: one letter in three may be another.
+CLOSE = 0.66
 WORDS = {Tensor: "a Tensor", int: "an int", float: "a float", bool: "a bool", str: "a str"}
 
 
@@ -148,7 +150,9 @@ class Signature:
 
 def did_you_mean(got: object, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the closest of the known names; empty if none is close."""
-    close = difflib.get_close_matches(got, list(known), n=1) if isinstance(got, str) else ()
+    if not isinstance(got, str):
+        return ""
+    close = difflib.get_close_matches(got, list(known), n=1, cutoff=CLOSE)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

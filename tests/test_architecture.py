@@ -55,6 +55,7 @@ MAY_IMPORT = {
     "fake_impls": May(),
     "terminal": May(),
     "hooks": May(),
+    "own_code": May(frozenset({"hooks"})),
     "testing": May(LOW),
     "ranks": May(frozenset({"gradients"})),
     "ops": May(LOW | {"fake_impls", "quant", "ranks"}),
@@ -77,12 +78,12 @@ MAY_IMPORT = {
         TRANSFORMERS,
     ),
     "generation": May(
-        BACKEND | {"decode_ops", "hf", "hooks", "prepared", "terminal"}, TRANSFORMERS
+        BACKEND | {"decode_ops", "hf", "hooks", "own_code", "prepared", "terminal"}, TRANSFORMERS
     ),
     # torch writes symbolic sizes in sympy.
     "passes": May(BACKEND | {"decode_ops", "hooks", "planning"}, frozenset({"torch", "sympy"})),
     # It knows passes and generation, which do not know each other.
-    "compiler": May(LOW | {"passes", "generation", "graphs", "hooks"}),
+    "compiler": May(LOW | {"passes", "generation", "graphs", "hooks", "own_code"}),
     # A leaf: it measures everything, and nobody imports it.
     "bench": May(
         BACKEND

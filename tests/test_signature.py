@@ -158,10 +158,17 @@ def test_types_that_were_seen_once_are_not_looked_at_again(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("got", "want"),
-    [("silo", "; did you mean 'silu'?"), ("xxxx", ""), (None, ""), (3, "")],
+    [
+        ("silo", "; did you mean 'silu'?"),
+        ("cpi", "; did you mean 'cpu'?"),
+        ("nosuchmodel", ""),  # 0.63 like neucodec
+        ("xxxx", ""),
+        (None, ""),
+        (3, ""),
+    ],
 )
 def test_the_closest_name_is_told(got: object, want: str) -> None:
-    assert did_you_mean(got, ("silu", "gelu")) == want
+    assert did_you_mean(got, ("silu", "gelu", "cpu", "neucodec")) == want
 
 
 def test_using_tells_the_closest_names() -> None:

@@ -7,7 +7,6 @@ kernel launch or two between layers, costs nothing in a captured graph.
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moe_ops.generation.slots import CACHE, Empty, Incoming
+from moe_ops.own_code import own_code
 from moe_ops.prepared import HoldsExperts
 
 Region = Callable[..., Any]  # (module, *args, **kwargs) -> what module(*args, **kwargs) returns
@@ -24,12 +24,6 @@ Region = Callable[..., Any]  # (module, *args, **kwargs) -> what module(*args, *
 
 def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
-
-
-def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function with code of its own: Dynamo keeps few compiled variants per code object."""
-    assert isinstance(function, types.FunctionType)
-    return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
 
 
 def region(name: str) -> Region:

@@ -18,8 +18,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from moe_ops.generation.masks import Sizes, masks
 from moe_ops.generation.prompts import Capture, Captures, Filling, Prompt, Prompts
-from moe_ops.generation.regions import ByKind, Region, own_code
+from moe_ops.generation.regions import ByKind, Region
 from moe_ops.generation.slots import CACHE, Empty, Slots
+from moe_ops.own_code import own_code
 from moe_ops.terminal import rewrite
 
 log = logging.getLogger("moe_ops")

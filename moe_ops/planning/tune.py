@@ -51,15 +51,16 @@ def tune(
 ) -> Path:
     """Measure every backend of `experts` for the layers of a model, and write the times to a table.
 
-        moe_ops.tune(model, "table.json")
+        moe_ops.tune(moe_ops.optimize(model), "table.json")
         moe_ops.compile(model, tuned="table.json")
 
-    layers: a model, called once with `inputs` (transformers' dummy inputs if left out) to see which
-    layers it has; or shapes, whose weights are made up. Each is measured at each number of tokens,
-    with experts chosen evenly ("uniform") and by a power law ("zipf"). What the table holds already
-    is not measured again, and a time is written as soon as it is known: a run that was interrupted
-    goes on where it was. `progress` gets a line at the end, and if it is a terminal one before it
-    that is rewritten; None for silence. Returns the table's path.
+    layers: a model that calls `experts`, as `optimize` makes one of transformers do, called once
+    with `inputs` (transformers' dummy inputs if left out) to see which layers it has; or shapes,
+    whose weights are made up. Each is measured at each number of tokens, with experts chosen evenly
+    ("uniform") and by a power law ("zipf"). What the table holds already is not measured again, and
+    a time is written as soon as it is known: a run that was interrupted goes on where it was.
+    `progress` gets a line at the end, and if it is a terminal one before it that is rewritten; None
+    for silence. Returns the table's path.
 
     Raises RuntimeError inside a CUDA graph capture or a compilation; ValueError for an unknown
     routing, for a model that never calls `experts` and for one without inputs; before anything is
@@ -95,7 +96,9 @@ def tune(
     if progress is not None:
         rewrite(progress, "")
         print(
-            f"{path}: {sum(map(len, times.values()))} times of {len(times)} layers", file=progress
+            f"{path}: {sum(map(len, times.values()))} times of {len(times)} "
+            f"{'layer' if len(times) == 1 else 'layers'}",
+            file=progress,
         )
     return path
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,8 +77,11 @@ def explain(
     if html is not None:
         Path(html).write_text(page(explanation), encoding="utf-8")
     if dumps is not None:
-        with dumps.prepare_debug(depyf):
-            run_compiled(model, args, kwargs, inductor_options(**options | {"dump": True}), dynamic)
+        merged = inductor_options(**options | {"dump": True})
+        with warnings.catch_warnings():
+            # Told to whoever calls depyf: one call is what was asked for here.
+            warnings.filterwarnings("ignore", ".*You are trying to debug `torch.compile`")
+            run_compiled(model, args, kwargs, merged, dynamic, dumps.prepare_debug(depyf))
     return explanation
 
 

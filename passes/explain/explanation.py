@@ -18,6 +18,10 @@ from moe_ops.spec import REFERENCE
 
 VERSION = 2
 WIDTH = 100
+LEGEND = (
+    "E: experts (P: of all ranks), K of them for each token. D: the model's width, I: an expert's. "
+    "Rows: tokens, or K for each token after dispatch. Floor: the least time this device needs."
+)
 
 # What a model without a region is told.
 LOOKED_FOR = (
@@ -149,7 +153,9 @@ class Explanation:
         head = (_wrapped(f"{self.title} on {self.device.name}", ""), _wrapped(self.rates, "  "))
         parts = ["\n".join(head)]
         parts += [_region(n, region) for n, region in enumerate(self.regions, 1)]
-        if not self.regions:
+        if self.regions:
+            parts.append(_wrapped(LEGEND, ""))
+        else:
             parts.append("\n".join(_wrapped(line, "") for line in unfound(self)))
         if self.left_alone:
             parts.append("\n".join(["Left as it was", *map(_left_alone, self.left_alone)]))
@@ -237,21 +243,16 @@ def _upto(r: Range, of: int) -> str:
 
 def refused(region: Region) -> list[str]:
     """A line for each backend that cannot run an op of a region."""
-    lines = (
-        f"{run.op} on {backend}: {reason}"
-        for run in region.runs
-        for backend, reason in run.refusals.items()
-    )
-    return list(dict.fromkeys(lines))
+    return _reasons((run.op, run.refusals) for run in region.runs)
 
 
 def elsewhere(region: Region) -> list[str]:
     """A line for each backend of another device that says what it lacks here."""
-    lines = (
-        f"{run.op} on {backend}: {reason}"
-        for run in region.runs
-        for backend, reason in run.elsewhere.items()
-    )
+    return _reasons((run.op, run.elsewhere) for run in region.runs)
+
+
+def _reasons(runs: Iterable[tuple[str, dict[str, str]]]) -> list[str]:
+    lines = (f"{op} on {name}: {why}" for op, whys in runs for name, why in whys.items())
     return list(dict.fromkeys(lines))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from moe_ops.passes.explain.explanation import (
+    LEGEND,
     Explanation,
     LayerText,
     at_cells,
@@ -129,7 +130,9 @@ def _regions(found: Explanation) -> str:
         if timed:
             head_timed = ("op", "rows", "backend", "why", "at", "floor", "measured")
             parts.append(_table(head_timed, timed, "<<<<>>>"))
-    if not found.regions:
+    if found.regions:
+        parts.append(f'<p class="dim">{escape(LEGEND)}</p>')
+    else:
         parts += [f"<p>{escape(line)}</p>" for line in unfound(found)]
     if found.left_alone:
         cells = [(names(left.layers), left.rule, left.reason) for left in found.left_alone]

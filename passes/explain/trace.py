@@ -120,15 +120,20 @@ def run_compiled(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     options: dict[str, Any],
-    dynamic: bool | None = None,
+    dynamic: bool | None,
+    within: contextlib.AbstractContextManager[object],
 ) -> None:
-    """Compile one call with options of Inductor and run it, in inference mode, for its effects."""
+    """Compile one call with options of Inductor and run it, in inference mode, for its effects.
+
+    `within` ends while the compiled code and what it was compiled for are still there.
+    """
     root = _root()
     compiled = torch.compile(root, options=options, dynamic=dynamic, **ISOLATED)
     # Aliases, as marks of dynamic sizes stay on what is marked.
     args, kwargs = torch.utils._pytree.tree_map_only(Tensor, torch.detach, (args, dict(kwargs)))
-    with undisturbed(), torch.inference_mode():
-        Compiled(root, compiled, Pipeline(), dynamic)(plain_module(function), *args, **kwargs)
+    function = plain_module(function)
+    with undisturbed(), torch.inference_mode(), within:
+        Compiled(root, compiled, Pipeline(), dynamic)(function, *args, **kwargs)
 
 
 @contextlib.contextmanager

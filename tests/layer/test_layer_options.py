@@ -311,7 +311,7 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], type[Exception], str]] =
         {"routing": Routing(custom=lambda x, logits, k: (logits[:, :k], logits[:, :k]))},
         (X, LOGITS),
         TypeError,
-        "the custom routing's ids_TK must be int32, int64; got float32",
+        "the custom routing's ids_TK must be one of int32, int64; got float32",
     ),
 }
 

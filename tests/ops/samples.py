@@ -72,6 +72,7 @@ def wrong_rank(name: str, shape: tuple[int, ...], want: int) -> Bad:
 
 def wrong_dtype(name: str, shape: tuple[int, ...], dtype: str, want: str = FLOAT_NAMES) -> Bad:
     """A tensor of a dtype that the op does not take."""
+    want = f"one of {want}" if "," in want else want
     message = f"{name} must be {want}; got {dtype}; convert it first"
     return Bad({name: torch.ones(shape, dtype=getattr(torch, dtype))}, message, TypeError)
 

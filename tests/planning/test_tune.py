@@ -188,7 +188,7 @@ def test_progress_is_one_line_rewritten(counted: list[Cell], tmp_path: Path) -> 
     assert first == "tune E=8 K=2 D=64 I=32 bfloat16: 1 of 2, 1 tokens zipf on cpu: 0.010 ms"
     assert second.endswith("2 of 2, 1 tokens zipf on aten: 0.121 ms")
     assert not last
-    end = f"{path}: 2 times of 1 layers\n"
+    end = f"{path}: 2 times of 1 layer\n"
     assert out.getvalue().endswith("\r" + end)
     log = io.StringIO()
     tune(SHAPE, tmp_path / "t.json", tokens=(1,), routings=("zipf",), progress=log)

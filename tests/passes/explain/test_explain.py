@@ -227,7 +227,7 @@ def test_without_depyf_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*trying to debug `torch.compile`")
+@pytest.mark.filterwarnings("error:.*(trying to debug|compiled cache entries):UserWarning")
 def test_depyf_writes_our_stages(tmp_path: Path) -> None:
     pytest.importorskip("depyf", reason="depyf is not installed")
     x = torch.randn(7, D)
@@ -236,6 +236,8 @@ def test_depyf_writes_our_stages(tmp_path: Path) -> None:
     files = " ".join(path.name for path in tmp_path.glob("*.py"))
     assert "moe_ops_02_before_lift_batched_mm" in files
     assert "moe_ops_02_after_lift_batched_mm" in files
+    (code,) = tmp_path.glob("full_code_for_explained_*.py")
+    assert "__compiled_fn" in code.read_text()  # what Dynamo made of the call
     assert not [name for name in vars(x) if "dynamo" in name]
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_ops.__main__ import main, parser, shrink
-from moe_ops.passes.explain.explanation import At, Explanation
+from moe_ops.passes.explain.explanation import LEGEND, At, Explanation
 from moe_ops.passes.explain.html import page
 from moe_ops.passes.explain.roofline import HEIGHT, LEFT, RIGHT, WIDTH, _box, _overlap, roofline
 from tests.passes.explain.test_explanation import EXPLANATION, OTHER, REGION
@@ -67,7 +67,7 @@ def test_a_page_has_all_that_was_found() -> None:
     checker = read(page(EXPLANATION))
     text = "".join(checker.text)
     for part in (
-        "Model under moe_ops", "model.layers.{0-2,4}.mlp.experts", "E=128 K=8 D=2048 I=768",
+        LEGEND, "Model under moe_ops", "model.layers.{0-2,4}.mlp.experts", "E=128 K=8 D=2048 I=768",
         "lift_router: top_k=8, score=softmax", "cpu up to 40 rows, aten beyond", "2.10 ms",
         "triton: needs a tensor on cuda, got cpu", "the scores of <all> the experts", "fuse_moe",
         "2 graphs, breaks at 1 place", "model.py:7", "aten.nonzero.default", str(EXPLANATION.plan),

@@ -125,6 +125,9 @@ Model on a CPU
    experts  7-40        cpu      tuned  32  10.5 us   2.10 ms
    experts  41 or more  aten     tuned   -        -         -
 
+E: experts (P: of all ranks), K of them for each token. D: the model's width, I: an expert's. Rows:
+    tokens, or K for each token after dispatch. Floor: the least time this device needs.
+
 Left as it was
   model.layers.3.mlp: lift_router: the scores of <all> the experts, which are added up before the
       choice, are not those that the experts are chosen by

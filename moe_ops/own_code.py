@@ -1,0 +1,62 @@
+"""Functions with code of their own: Dynamo keeps few compiled variants of a code object, whoever
+runs it."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from moe_ops.hooks import has_hooks
+
+Call = Callable[..., Any]
+
+# The code of a decorated forward, and ours in its place, which models of one class share.
+_codes: WeakKeyDictionary[type, tuple[types.CodeType, types.CodeType]] = WeakKeyDictionary()
+
+
+def own_code(function: Call, name: str) -> types.FunctionType:
+    """The function with code of its own."""
+    assert isinstance(function, types.FunctionType)
+    return _with_code(function, function.__code__.replace(co_name=name))
+
+
+def compile_call(module: nn.Module, compile: Callable[[Call], Call]) -> Call:
+    """`module._call_impl`, compiled by code of the module's class.
+
+    Dynamo compiles the first function that is not of torch: `forward`. A decorator has one code
+    object for all that it decorates, and transformers decorates the forwards of all its models, so
+    that a few of them would use up what Dynamo allows one code object. Modules with hooks are
+    called as a whole, as torch does that.
+    """
+    whole = compile(module._call_impl)
+    forward = type(module).forward
+    if not isinstance(forward, types.FunctionType) or not hasattr(forward, "__wrapped__"):
+        return whole
+    if "forward" in vars(module):
+        return whole
+    alone = compile(types.MethodType(_with_code(forward, _code_of(type(module))), module))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (whole if has_hooks(module) else alone)(*args, **kwargs)
+
+    return call
+
+
+def _code_of(kind: type[nn.Module]) -> types.CodeType:
+    code = kind.forward.__code__
+    known = _codes.get(kind)
+    if known is None or known[0] is not code:
+        known = _codes[kind] = code, code.replace(co_name=f"forward_of_{kind.__name__}")
+    return known[1]
+
+
+def _with_code(function: types.FunctionType, code: types.CodeType) -> types.FunctionType:
+    made = types.FunctionType(
+        code, function.__globals__, code.co_name, function.__defaults__, function.__closure__
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
