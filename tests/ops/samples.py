@@ -70,10 +70,11 @@ def wrong_rank(name: str, shape: tuple[int, ...], want: int) -> Bad:
     return Bad({name: torch.ones(shape)}, f"{name} must have {want} axes, got shape {shape}")
 
 
-def wrong_dtype(name: str, shape: tuple[int, ...], dtype: str, want: str = FLOAT_NAMES) -> Bad:
-    """A tensor of a dtype that the op does not take."""
-    message = f"{name} must be {want}; got {dtype}; convert it first"
-    return Bad({name: torch.ones(shape, dtype=getattr(torch, dtype))}, message, TypeError)
+def wrong_dtype(name: str, shape: tuple[int, ...], dtype: str, want: str = FLOAT_NAMES,
+                do: str = "convert it first") -> Bad:  # fmt: skip
+    """A tensor of a dtype that the op does not take, and what the error says to do."""
+    bad = {name: torch.ones(shape, dtype=getattr(torch, dtype))}
+    return Bad(bad, f"{name} must be {want}; got {dtype}; {do}", TypeError)
 
 
 def wrong_size(
