@@ -25,8 +25,14 @@ INDICES = (torch.int32, torch.int64)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def check_tensor(name: str, t: Tensor, rank: int, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raise unless `t` has this rank and one of these dtypes."""
+def check_tensor(
+    name: str,
+    t: Tensor,
+    rank: int,
+    dtypes: tuple[torch.dtype, ...],
+    instead: str = "convert it first",
+) -> None:
+    """Raise unless `t` has this rank and one of these dtypes; of others say what to do."""
     if t.dim() != rank:
         raise ValueError(f"{name} must have {rank} axes, got shape {tuple(t.shape)}")
     if t.dtype not in dtypes:
@@ -34,7 +40,7 @@ def check_tensor(name: str, t: Tensor, rank: int, dtypes: tuple[torch.dtype, ...
         if len(dtypes) > 1:
             wanted = f"one of {wanted}"
         raise TypeError(
-            f"{name} must be {wanted}; got {str(t.dtype).removeprefix('torch.')}; convert it first"
+            f"{name} must be {wanted}; got {str(t.dtype).removeprefix('torch.')}; {instead}"
         )
 
 

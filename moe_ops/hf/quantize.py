@@ -17,8 +17,9 @@ from moe_ops.hf.stored import PROJECTIONS, store, stored_format
 from moe_ops.options import check_flag, check_text, check_type
 from moe_ops.quant import packing
 from moe_ops.quant.arguments import named_format
-from moe_ops.quant.config import QuantConfig
+from moe_ops.quant.config import QuantConfig, names_format
 from moe_ops.quant.schemes import SCHEMES
+from moe_ops.signature import did_you_mean
 
 log = logging.getLogger("moe_ops")
 
@@ -65,14 +66,14 @@ def quantize_model(
 
     `scheme` is a key of `moe_ops.quant.schemes.SCHEMES`; docs/FORMATS.md lists them. Where it has
     several formats, `weight_format` and `input_format` choose. Or it is a `QuantConfig`, or the
-    format of weights alone. Inputs are quantised at run time, with scales of their own, or not at
-    all. Weights are rounded to nearest, one expert at a time: besides the result, memory for one
-    expert in float32 is needed. Experts whose sizes the format does not divide (the last blocks of
-    float8 need not be full), or that our ops cannot express, keep their weights, and the report
-    says why. `scale_rule` is for weights with e8m0 scales: "floor", as OCP Microscaling has it, or
-    "ceil", by which no weight saturates (see `moe_ops.quantize`); inputs are scaled by the first.
-    Routers, attention and shared experts stay as they are. With progress, a line per module is
-    written to standard error.
+    format of weights alone ("int8:row", "mxfp4"). Inputs are quantised at run time, with scales of
+    their own, or not at all. Weights are rounded to nearest, one expert at a time: besides the
+    result, memory for one expert in float32 is needed. Experts whose sizes the format does not
+    divide (the last blocks of float8 need not be full), or that our ops cannot express, keep their
+    weights, and the report says why. `scale_rule` is for weights with e8m0 scales: "floor", as OCP
+    Microscaling has it, or "ceil", by which no weight saturates (see `moe_ops.quantize`); inputs
+    are scaled by the first. Routers, attention and shared experts stay as they are. With progress,
+    a line per module is written to standard error.
 
     Codes and scales keep their dtype whatever the model is cast to afterwards. `save_pretrained`
     writes them and, in config.json, their formats; `from_pretrained` reads them where moe_ops is
@@ -139,8 +140,11 @@ def _config(scheme: str | QuantConfig, weights: str | None, inputs: str | None) 
     """What experts are quantised to; of a scheme, the given formats in place of the defaults."""
     check_type("scheme", scheme, (str, QuantConfig), "the name of a scheme or a QuantConfig")
     choices = [name for name in SCHEMES if name != "none"]
-    if isinstance(scheme, str) and scheme not in choices and ":" not in scheme:
-        raise ValueError(f"scheme {scheme!r} is unknown; choose one of {', '.join(choices)}")
+    if isinstance(scheme, str) and scheme not in choices and not names_format(scheme):
+        raise ValueError(
+            f"scheme {scheme!r} is unknown; choose one of {', '.join(choices)}"
+            f"{did_you_mean(scheme, choices)}"
+        )
     if isinstance(scheme, str) and scheme in choices:
         info = SCHEMES[scheme]
         default = DEFAULTS.get(scheme, (info.weight_formats[0], info.input_formats[0]))

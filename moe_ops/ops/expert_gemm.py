@@ -13,6 +13,7 @@ from moe_ops.quant.arguments import (
     check_global_scale,
     check_input_format,
     check_out_dtype,
+    check_plain,
     check_scale,
     check_weight,
     named_format,
@@ -74,7 +75,7 @@ def check(call: ExpertGemmCall) -> None:
                 f"in shape {tuple(w_EFD.shape)} of {w_format!r}"
             )
     else:
-        check_tensor("w_EFD", w_EFD, 3, (x_RD.dtype,))
+        check_plain("w_EFD", w_EFD, x_RD.dtype)
         check_size("w_EFD", w_EFD, 1 if transposed else 2, width, "the width of x_RD")
         _check_absent(w_scale_EFG=call.w_scale_EFG, w_zero_EFG=call.w_zero_EFG)
     check_tensor("ends_E", ends_E, 1, (torch.int32,))
@@ -104,7 +105,7 @@ def _check_input(call: ExpertGemmCall) -> int:
     if not call.w_format:
         raise ValueError(f"x_format={format!r} wants a quantised weight too: name its w_format")
     parsed = named_format("x_format", format).parsed
-    check_tensor("x_RD", x_RD, 2, (parsed.storage.dtype,))
+    check_tensor("x_RD", x_RD, 2, (parsed.storage.dtype,), f"give the codes of {format!r}")
     width = parsed.unpacked(x_RD.shape[1])
     check_input_format("x_format", format, width)
     shape = parsed.scale_shape(x_RD.shape[0], width)

@@ -18,6 +18,7 @@ from moe_ops.planning import tuned
 from moe_ops.planning.cost import cost, device_of
 from moe_ops.planning.plan import Choice, Range, Source
 from moe_ops.planning.thresholds import THRESHOLD_OPS
+from moe_ops.quant.formats import Format
 from moe_ops.ranges import Ranges
 from moe_ops.spec import NAMESPACE, REFERENCE, Op
 
@@ -293,6 +294,10 @@ def _called(op: Op, node: Node) -> str:
     return f"{NAMESPACE}.{op.name} ({node})"
 
 
+# The arguments that may be codes, packed along their last axis, by those that name their formats.
+CODES = {"w13_EFD": "w_format", "w2_EDI": "w_format", "w_EFD": "w_format", "x_RD": "x_format"}
+
+
 def _shapes(a: dict[str, Any]) -> dict[str, int]:
     """The sizes that are known, by the letters in the names of the tensors; rows are left out."""
     found: dict[str, int] = {}
@@ -302,7 +307,10 @@ def _shapes(a: dict[str, Any]) -> dict[str, int]:
             continue
         if a.get("transposed") and name.startswith("w") and t.dim() == 3:
             letters = letters[0] + letters[:0:-1]
-        for letter, size in zip(letters, t.shape, strict=True):
+        sizes = [*t.shape]
+        if format := a.get(CODES.get(name, ""), ""):
+            sizes[-1] = Format.of(format).parsed.unpacked(sizes[-1])
+        for letter, size in zip(letters, sizes, strict=True):
             if letter not in "TRG" and isinstance(size, int):
                 found.setdefault(letter, size)
     return found

@@ -95,7 +95,8 @@ def check_static_scale(
     found = named_format(f"the format of {name}", format) if format else None
     if found is None or not (found.group == TENSOR or found.has_global_scale):
         raise ValueError(
-            f"{name} goes with one scale for the tensor or with nvfp4, got the format {format!r}"
+            f"{name} goes with one scale for the tensor or with nvfp4, got the format {format!r}; "
+            "leave it out"
         )
     each = experts > 1 and found.group == TENSOR and not found.has_global_scale
     one = scale.numel() == 1 or (each and tuple(scale.shape) == (experts,))
@@ -140,15 +141,41 @@ def check_tokens(
 
 
 def check_scale(
-    name: str, scale: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, format: str
+    name: str,
+    scale: Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    format: str,
+    why: str = "",
 ) -> None:
-    """Raise unless these are the scales (or zero points) that a format wants."""
+    """Raise unless these are the scales (or zero points) that a format wants; `why` of that shape,
+    for what is said of others."""
     if scale is None:
         raise ValueError(f"{name} is missing: {format!r} wants {_words(shape, dtype)}")
     if tuple(scale.shape) != shape:
-        raise ValueError(f"{name} must be {_words(shape, dtype)}, got shape {tuple(scale.shape)}")
+        raise ValueError(
+            f"{name} must be {_words(shape, dtype)}, got shape {tuple(scale.shape)}{why}"
+        )
     if scale.dtype != dtype:
-        raise TypeError(f"{name} must be {_words(shape, dtype)}, got {scale.dtype}")
+        instead = _of_that_dtype(scale.dtype, dtype, format)
+        raise TypeError(f"{name} must be {_words(shape, dtype)}, got {scale.dtype}; {instead}")
+
+
+def _of_that_dtype(got: torch.dtype, want: torch.dtype, format: str) -> str:
+    """What to do with scales or zero points of another dtype."""
+    if {got, want} <= {torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn}:
+        return f"if it holds the same bytes, give .view({want})"
+    named = str(got).removeprefix("torch.")
+    if want == torch.float32 and named in DTYPES and ":" in format:
+        return f"convert it, or name the format {format}:{named}"
+    return "convert it first"
+
+
+def check_plain(name: str, w: Tensor, dtype: torch.dtype) -> None:
+    """Raise unless a stacked weight without a format has the dtype of the activations."""
+    codes = w.itemsize == 1 or not w.is_floating_point()
+    instead = "of codes name the w_format" if codes else "convert it first"
+    check_tensor(name, w, 3, (dtype,), instead)
 
 
 def check_weight(
@@ -160,7 +187,8 @@ def check_weight(
     """
     found = named_format("w_format", format)
     parsed = found.parsed
-    check_tensor(name, w, 3, (parsed.storage.dtype,))
+    instead = f"give the codes of w_format={format!r}, or name the format of these"
+    check_tensor(name, w, 3, (parsed.storage.dtype,), instead)
     if transposed:
         raise ValueError(f"{name} is transposed; quantised weights want their rows to be outputs")
     if w.shape[2] % parsed.storage.units:
@@ -168,12 +196,16 @@ def check_weight(
             f"{name} must have a multiple of {parsed.storage.units} bytes a row for "
             f"{format!r}, got shape {tuple(w.shape)}"
         )
-    shape = (w.shape[0], *parsed.scale_shape(w.shape[1], parsed.unpacked(w.shape[2])))
-    check_scale(f"{name}'s scale", scale, shape, parsed.scale_dtype, format)
+    width = parsed.unpacked(w.shape[2])
+    shape = (w.shape[0], *parsed.scale_shape(w.shape[1], width))
+    why = f"; {name} holds {w.shape[1]} rows of {width} values, in groups of {format!r}"
+    check_scale(f"{name}'s scale", scale, shape, parsed.scale_dtype, format, why)
     if found.has_zero:
-        check_scale(f"{name}'s zero", zero, shape, torch.uint8, format)
+        check_scale(f"{name}'s zero", zero, shape, torch.uint8, format, why)
     elif zero is not None:
-        raise ValueError(f"{name}'s zero was given, but {format!r} has no zero points")
+        raise ValueError(
+            f"{name}'s zero was given, but {format!r} has no zero points; leave it out"
+        )
     check_devices(w, **{f"{name}'s scale": scale, f"{name}'s zero": zero})
 
 

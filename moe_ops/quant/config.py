@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from moe_ops.fake_impls.formats import PUBLISHED
 from moe_ops.options import check_fields
 from moe_ops.quant.arguments import named_format
 from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.quant.schemes import SCHEMES, check_groups, format_of, scheme_of
 from moe_ops.signature import did_you_mean
+
+
+def names_format(text: str) -> bool:
+    """Whether a text that names no scheme is meant as a format."""
+    return ":" in text or text in PUBLISHED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +69,9 @@ class QuantConfig:
 
     @staticmethod
     def of(quant: str | QuantConfig | None) -> QuantConfig | None:
-        """The configuration of a scheme by its name, or of weights by their format ("int8:row");
-        None for "none". Configurations and None come back as they are.
+        """The configuration of a scheme by its name, or of weights by their format ("int8:row",
+        "mxfp4"); None for "none". What is both, as "mxfp8", is the scheme. Configurations and None
+        come back as they are.
 
         Raises ValueError for an unknown scheme, and for one that is built in several formats:
         which one it is, a checkpoint says.
@@ -75,7 +82,7 @@ class QuantConfig:
             raise TypeError(
                 f"quant must be None, the name of a scheme or a QuantConfig, got {quant!r}"
             )
-        if quant not in SCHEMES and ":" in quant:
+        if quant not in SCHEMES and names_format(quant):
             named_format(f"scheme {quant!r}", quant)
             return QuantConfig(weights=quant)
         if quant not in SCHEMES:

@@ -128,6 +128,11 @@ def coding_of(config: Mapping[str, Any] | None) -> Coding:
         return PLAIN  # bitsandbytes is decoded when it is read
     if method == "mxfp4":
         return mxfp4_blocks()
+    if method == "moe_ops":
+        raise ValueError(
+            "quant_method 'moe_ops' is of a model that quantize_model quantised, and comes back by "
+            "from_pretrained of its class, where moe_ops is imported; give that the folder"
+        )
     reason = NO_OP_READS.get(method, "its layout is unknown")
     raise ValueError(
         f"quant_method {method!r} cannot be loaded: {reason}; dequantise the checkpoint, or take "

@@ -47,11 +47,12 @@ class Run:
     emulated: tuple[str, ...] = ()
     elsewhere: dict[str, str] = field(default_factory=dict)
     sends: str = ""
+    opaque: bool = False  # its definition runs as it is, an op at a time
 
     @property
     def is_compiled(self) -> bool:
         """Whether the definition is compiled in place of the op."""
-        return tuple(r.backend for r in self.ranges) == (REFERENCE,)
+        return not self.opaque and tuple(r.backend for r in self.ranges) == (REFERENCE,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +229,8 @@ def runs(region: Region) -> list[str]:
             emulated = any(r.backend in run.emulated for r in run.ranges)
             inputs = "; inputs emulated in 16 bits" if emulated else ""
             sends = f"; {run.sends}" if run.sends else ""
-            found.append(f"{run.op}: {', '.join(texts)}{inputs}{sends}")
+            opaque = ", not compiled" if run.opaque else ""
+            found.append(f"{run.op}: {', '.join(texts)}{opaque}{inputs}{sends}")
     compiled = list(dict.fromkeys(run.op for run in region.runs if run.is_compiled))
     if compiled:
         found.append(f"{', '.join(compiled)}: its definition, compiled with what is around it")

@@ -11,6 +11,7 @@ from typing import Any
 
 from moe_ops.passes.context import Note
 from moe_ops.passes.explain.explanation import At, LeftAlone, Region, Run
+from moe_ops.passes.lower import RULE
 from moe_ops.passes.pipeline import GraphRun
 from moe_ops.planning.cost import Cost, Device, cost
 from moe_ops.planning.plan import Choice
@@ -49,6 +50,7 @@ def layers(
         found = _made_of(note, choices) if note.rule.startswith("lift_") else None
         if found is not None:
             lifted[found.node].append(note)
+    opaque = {note.node for note in run.refusals if note.rule == RULE}
     for choice in choices:
         notes = lifted[choice.node]
         own = [choice] if choice.backends != (REFERENCE,) else parts[choice.layer] or [choice]
@@ -61,6 +63,7 @@ def layers(
                 emulated=part.emulated,
                 elsewhere=part.elsewhere,
                 sends=part.sends,
+                opaque=part.node in opaque,
             )
             if entry not in runs:
                 runs.append(entry)

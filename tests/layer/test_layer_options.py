@@ -282,6 +282,15 @@ def test_schemes_by_name() -> None:
     assert formats.scheme == "int8_w8a16"
 
 
+def test_weights_alone_by_their_format() -> None:
+    assert QuantConfig.of("int8:row") == QuantConfig(weights="int8:row")
+    for name in ("mxfp4", "mxfp6_e2m3", "nvfp4"):
+        assert QuantConfig.of(name) == QuantConfig(weights=name)
+    assert QuantConfig.of("mxfp8") == QuantConfig(weights="mxfp8", inputs="mxfp8")  # the scheme
+    with pytest.raises(ValueError, match="no scheme has mxfp8_e5m2 weights"):
+        QuantConfig.of("mxfp8_e5m2")
+
+
 X, LOGITS = torch.randn(3, 64), torch.randn(3, 8)
 CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], type[Exception], str]] = {
     "no_logits": ({}, (X,), ValueError, "the layer has no gate; pass logits"),

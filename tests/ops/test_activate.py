@@ -5,12 +5,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from samples import Bad, assert_refused, strided, wrong_dtype, wrong_rank
+from samples import strided
 from torch import Tensor
 
 from moe_ops import activate
 from moe_ops.shapes import DTYPES, FLOATS
 from moe_ops.testing import TOL, assert_close
+from tests.ops.refused import Bad, assert_refused, wrong_dtype, wrong_rank
 
 R, I = 11, 9  # noqa: E741  (the legend's letter for the expert width)
 

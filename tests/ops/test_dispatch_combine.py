@@ -2,23 +2,21 @@
 
 import pytest
 import torch
-from samples import (
-    FLOAT_NAMES,
-    Bad,
-    assert_refused,
-    half_map,
-    strided,
-    with_holes,
-    wrong_device,
-    wrong_dtype,
-    wrong_rank,
-    wrong_size,
-)
+from samples import half_map, strided, with_holes
 from torch import Tensor
 
 from moe_ops import combine, dispatch
 from moe_ops.shapes import DTYPES, FLOATS
 from moe_ops.testing import CASES, TOL, Case, assert_close, make_layer
+from tests.ops.refused import (
+    FLOAT_NAMES,
+    Bad,
+    assert_refused,
+    wrong_device,
+    wrong_dtype,
+    wrong_rank,
+    wrong_size,
+)
 
 NAN = float("nan")
 FAR = 2**40 + 1  # becomes 1 in 32 bits

@@ -5,22 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from samples import (
-    Bad,
-    assert_refused,
-    padded,
-    strided,
-    wrong_device,
-    wrong_dtype,
-    wrong_rank,
-    wrong_size,
-)
+from samples import padded, strided
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_ops import expert_gemm, quantize, using
 from moe_ops.shapes import DTYPES, FLOATS
 from moe_ops.testing import TOL, assert_close
+from tests.ops.refused import Bad, assert_refused, wrong_device, wrong_dtype, wrong_rank, wrong_size
 
 NAN = float("nan")
 R, D, F, E = 21, 24, 40, 5

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from samples import Bad, assert_refused, half_map, with_holes, wrong_dtype, wrong_rank
+from samples import half_map, with_holes
 from torch import Tensor
 
 from moe_ops import expert_loads
 from moe_ops.testing import CASES, Case, make_layer
+from tests.ops.refused import Bad, assert_refused, wrong_dtype, wrong_rank
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 

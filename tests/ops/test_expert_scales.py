@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from samples import Bad, assert_refused, half_map, quantised, with_holes
+from samples import half_map, quantised, with_holes
 from torch import Tensor
 
 from moe_ops import experts, moe
 from moe_ops.testing import Case, make_layer
+from tests.ops.refused import Bad, assert_refused
 
 CASE = Case(name="small", T=24, E=4, K=2, D=64, I=32)
 LAYER = make_layer(CASE)

@@ -5,23 +5,13 @@ from typing import Any
 import pytest
 import torch
 from published_routers import distinct_logits
-from samples import (
-    Bad,
-    assert_refused,
-    half_map,
-    padded,
-    strided,
-    with_holes,
-    wrong_device,
-    wrong_dtype,
-    wrong_rank,
-    wrong_size,
-)
+from samples import half_map, padded, strided, with_holes
 from torch import Tensor
 
 from moe_ops import OPS, activate, combine, dispatch, expert_gemm, experts, moe, route, using
 from moe_ops.shapes import DTYPES, FLOATS
 from moe_ops.testing import CASES, F32, GPT_OSS, TOL, Case, assert_close, make_layer
+from tests.ops.refused import Bad, assert_refused, wrong_device, wrong_dtype, wrong_rank, wrong_size
 
 NAN = float("nan")
 TIGHT = TOL["experts", F32]

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from samples import Bad, assert_refused, quantised, wrong_dtype
+from samples import quantised
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from moe_ops import OPS, expert_gemm, experts, moe, quantize
 from moe_ops.testing import Case, make_layer
+from tests.ops.refused import Bad, assert_refused, wrong_dtype
 
 CASE = Case(name="small", T=6, E=2, K=2, D=64, I=32)
 LAYER = make_layer(CASE)
@@ -35,9 +36,20 @@ INT4, MX, FP8, FP4 = (
 )
 PLAIN = {"x_RD": torch.ones(6, 64), "w_EFD": LAYER.w13_EFD, "ends_E": INT4["ends_E"]}
 SCALE_OF_INT4 = "w_EFD's scale must be float32 [2, 64, 2]"
+OTHERS = "give the codes of w_format={!r}, or name the format of these"
 GEMM: dict[str, tuple[dict[str, Any], Bad]] = {
     "unknown_format": (INT4, Bad({"w_format": "int3:row"}, "has the unknown element 'int3'")),
-    "weight_dtype": (INT4, wrong_dtype("w_EFD", (2, 64, 32), "int8", "uint8")),
+    "weight_dtype": (
+        INT4, wrong_dtype("w_EFD", (2, 64, 32), "int8", "uint8", OTHERS.format("uint4:1x32"))
+    ),
+    "weight_of_floats": (
+        INT4, wrong_dtype("w_EFD", (2, 64, 64), "float32", "uint8", OTHERS.format("uint4:1x32"))
+    ),
+    "codes_without_format": (
+        PLAIN,
+        wrong_dtype("w_EFD", (2, 64, 32), "uint8", "float32", "of codes name the w_format"),
+    ),
+    "plain_weight_dtype": (PLAIN, wrong_dtype("w_EFD", (2, 64, 64), "bfloat16", "float32")),
     "weight_width": (
         INT4,
         Bad(
@@ -64,13 +76,27 @@ GEMM: dict[str, tuple[dict[str, Any], Bad]] = {
     "no_scale": (INT4, Bad({"w_scale_EFG": None}, "w_EFD's scale is missing: 'uint4:1x32' wants")),
     "scale_shape": (
         INT4,
-        Bad({"w_scale_EFG": torch.ones(2, 64, 1)}, f"{SCALE_OF_INT4}, got shape (2, 64, 1)"),
+        Bad(
+            {"w_scale_EFG": torch.ones(2, 64, 1)},
+            f"{SCALE_OF_INT4}, got shape (2, 64, 1); w_EFD holds 64 rows of 64 values, in groups "
+            "of 'uint4:1x32'",
+        ),
     ),
     "scale_dtype": (
         INT4,
         Bad(
             {"w_scale_EFG": torch.ones(2, 64, 2).half()},
-            f"{SCALE_OF_INT4}, got torch.float16",
+            f"{SCALE_OF_INT4}, got torch.float16; convert it, or name the format "
+            "uint4:1x32:float16",
+            TypeError,
+        ),
+    ),
+    "scale_of_another_type": (
+        MX,
+        Bad(
+            {"w_scale_EFG": torch.ones(2, 64, 2, dtype=torch.float8_e8m0fnu)},
+            "w_EFD's scale must be uint8 [2, 64, 2], got torch.float8_e8m0fnu; if it holds the "
+            "same bytes, give .view(torch.uint8)",
             TypeError,
         ),
     ),
@@ -93,7 +119,7 @@ GEMM: dict[str, tuple[dict[str, Any], Bad]] = {
         MX,
         Bad(
             {"w_zero_EFG": torch.ones(2, 64, 2, dtype=U8)},
-            "w_EFD's zero was given, but 'mxfp6_e3m2' has no zero points",
+            "w_EFD's zero was given, but 'mxfp6_e3m2' has no zero points; leave it out",
         ),
     ),
     "global_scale_shape": (
@@ -104,7 +130,7 @@ GEMM: dict[str, tuple[dict[str, Any], Bad]] = {
         FP4,
         Bad(
             {"global_scale_E": torch.ones(2).half()},
-            "global_scale_E must be float32 [2], got torch.float16",
+            "global_scale_E must be float32 [2], got torch.float16; convert it first",
             TypeError,
         ),
     ),
@@ -125,7 +151,12 @@ GEMM: dict[str, tuple[dict[str, Any], Bad]] = {
         FP8,
         Bad({"x_scale_RG": torch.ones(6)}, "x_scale_RG must be float32 [6, 1], got shape (6,)"),
     ),
-    "input_dtype": (FP8, wrong_dtype("x_RD", (6, 64), "int8", "float8_e4m3fn")),
+    "input_dtype": (
+        FP8,
+        wrong_dtype(
+            "x_RD", (6, 64), "float32", "float8_e4m3fn", "give the codes of 'float8_e4m3fn:row'"
+        ),
+    ),
     "input_in_blocks": (
         FP8,
         Bad({"x_format": "float8_e4m3fn:2x64"}, "shares scales between rows; inputs want a scale"),
@@ -201,6 +232,10 @@ LAYERS: dict[str, tuple[dict[str, Any], Bad]] = {
             {"w_format": "", "w13_EFD": LAYER.w13_EFD, "w2_EDI": LAYER.w2_EDI},
             "w13_scale_EFG was given without w_format; name it",
         ),
+    ),
+    "codes_without_format": (
+        {"x_TD": LAYER.x_TD, "w13_EFD": LAYER.w13_EFD, "w2_EDI": LAYER.w2_EDI},
+        wrong_dtype("w2_EDI", (2, 64, 32), "uint8", "float32", "of codes name the w_format"),
     ),
     "static_scale_of_rows": (
         layer_call("int8:row", "int8:row"),

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from samples import Bad, assert_refused, strided, wrong_dtype, wrong_rank
+from samples import strided
 from torch import Tensor
 
 from moe_ops import quantize
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.shapes import DTYPES, FLOATS
+from tests.ops.refused import Bad, assert_refused, wrong_dtype, wrong_rank
 
 # Exponent bias, mantissa bits and largest finite value of each float8 format (arXiv:2209.05433).
 FLOAT8 = {"float8_e4m3fn": (7, 3, 448.0), "float8_e5m2": (15, 2, 57344.0)}

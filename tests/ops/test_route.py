@@ -5,20 +5,13 @@ from typing import Any
 import pytest
 import torch
 from published_routers import ROUTERS, E, K, Router, T, arguments, distinct_logits, oracle
-from samples import (
-    Bad,
-    assert_refused,
-    strided,
-    wrong_device,
-    wrong_dtype,
-    wrong_rank,
-    wrong_size,
-)
+from samples import strided
 from torch import Tensor
 
 from moe_ops import route
 from moe_ops.shapes import DTYPES, FLOATS
 from moe_ops.testing import TOL, assert_close
+from tests.ops.refused import Bad, assert_refused, wrong_device, wrong_dtype, wrong_rank, wrong_size
 
 each_router = pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
 

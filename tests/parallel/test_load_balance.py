@@ -203,7 +203,7 @@ def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None
 
 
 def test_other_dtypes_are_refused() -> None:
-    with pytest.raises(TypeError, match="loads_LE must be int32, int64, float32, float64"):
+    with pytest.raises(TypeError, match="loads_LE must be one of int32, int64, float32, float64"):
         rebalance(ZIPF.half(), NOW, ranks=2)
 
 

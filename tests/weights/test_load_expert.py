@@ -331,6 +331,7 @@ CONFIGS = {
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
         "'bitsandbytes' cannot be loaded: of its weights those of 4 bits alone are read",
     ),
+    "ours": ({"quant_method": "moe_ops"}, "by from_pretrained of its class, where moe_ops is imp"),
     "unknown": ({"quant_method": "new"}, "'new' cannot be loaded: its layout is unknown; dequant"),
     "gptq_3": ({"quant_method": "gptq", "bits": 3}, "bits must be 4 or 8, got 3"),
     "awq_gemv": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version='gemv'"),

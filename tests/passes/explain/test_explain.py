@@ -119,6 +119,27 @@ def test_floors_are_those_of_the_layer(qwen) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("scheme", "ours"),
+    [("mxfp4_w4a16", "cpu"), ("mxfp6_e3m2_w6a16", "dequantize"), ("mxfp4_w_mxfp8_a", "dequantize")],
+)
+def test_quantised_experts_are_explained(
+    scheme: str, ours: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("hidden_size", "moe_intermediate_size"):
+        monkeypatch.setitem(families.SIZES, name, 64)  # which every group divides
+    tiny = families.build("qwen3_moe")
+    moe_ops.quantize_model(tiny.model, scheme, progress=False)
+    found = moe_ops.explain(tiny.model, {**tiny.inputs, "use_cache": False}, tokens=(1,))
+    (region,) = found.regions
+    assert [region.shapes[letter] for letter in "DI"] == [64, 64]  # values, not bytes
+    assert region.at[0].backend == ours
+    left = [part.reason.partition(" runs on its reference")[0] for part in found.left_alone]
+    assert [run.op for run in region.runs if run.opaque] == left
+    assert all(f"{op}: its definition, not compiled" in str(found) for op in left)
+    assert Explanation.from_json(found.to_json()) == found
+
+
 def test_the_model_and_compiled_code_stay_as_they_are() -> None:
     graphs = []
 
