@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -34,7 +34,7 @@ def compile_call(module: nn.Module, compile: Callable[[Call], Call]) -> Call:
     """
     whole = compile(module._call_impl)
     forward = type(module).forward
-    if not _is_decorated(forward) or type(module)._call_impl is not nn.Module._call_impl:
+    if not _is_of_a_decorator(forward) or type(module)._call_impl is not nn.Module._call_impl:
         return whole
     alone = compile(types.MethodType(_with_code(forward, _code_of(type(module))), module))
 
@@ -45,13 +45,12 @@ def compile_call(module: nn.Module, compile: Callable[[Call], Call]) -> Call:
     return call
 
 
-def _is_decorated(forward: Call) -> bool:
+def _is_of_a_decorator(forward: Call) -> TypeGuard[types.FunctionType]:
     """Whether a decorator made it that is not of torch: Dynamo looks through those of torch, such
     as `no_grad`, but for the outermost function that it is given."""
     if not isinstance(forward, types.FunctionType) or not hasattr(forward, "__wrapped__"):
         return False
-    made_in: str = forward.__globals__["__name__"]
-    return made_in.partition(".")[0] != "torch"
+    return str(forward.__globals__["__name__"]).partition(".")[0] != "torch"
 
 
 def _code_of(kind: type[nn.Module]) -> types.CodeType:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from moe_ops import fake_impls
 from moe_ops.gradients import needs_grad
@@ -162,6 +161,8 @@ def _as_json(value: str | float | None) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if torch.compiler.is_compiling():  # where sizes vary, a number may be symbolic
+        from torch.fx.experimental.symbolic_shapes import guard_scalar  # takes long to import
+
         value = guard_scalar(value)
     return "Infinity" if value == math.inf else repr(value)
 

@@ -208,8 +208,8 @@ def _layer(entry: Any) -> tuple[TunedLayer, dict[Cell, float]]:
     layer = TunedLayer(**{name: value for name, value in entry.items() if name != "times"})
     check_fields(layer)
     # Tables of before may have another name of a format.
-    formats = {name: _common_name(getattr(layer, name)) for name in ("w_format", "x_format")}
-    layer = replace(layer, **formats)
+    w_format, x_format = map(_common_name, (layer.w_format, layer.x_format))
+    layer = replace(layer, w_format=w_format, x_format=x_format)
     check_type("times", entry["times"], list, "a list")
     return layer, dict(map(_time, entry["times"]))
 

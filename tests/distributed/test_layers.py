@@ -250,11 +250,13 @@ def test_what_ranks_compare_is_in_the_graph(dynamic: bool | None) -> None:
     with fake_group(4) as group, torch.no_grad():
         layer = MoELayer(
             4, 3, 64, 32, parallel=ParallelConfig.of(dp=4, **EP), tokens="own", group=group,
-            max_num_tokens=16, internal_gate=True, activation=Activation(kind="silu", limit=math.inf),
+            max_num_tokens=16, internal_gate=True,
+            activation=Activation(kind="silu", limit=math.inf),
             quant=QuantConfig(weights="int4:1x32", ordered_input=True, per_expert_order=True),
         )  # fmt: skip
         torch.compile(layer, fullgraph=True, dynamic=dynamic, backend=keep)(torch.empty(5, 64))
-    said = [json.loads(a) for a in found[0].args + (*found[0].kwargs.values(),) if "kind" in str(a)]
+    given = (*found[0].args, *found[0].kwargs.values())
+    said = [json.loads(text) for text in given if "kind" in str(text)]
     assert said[0]["limit"] == math.inf and said[0]["w_format"] == "int4:1x32"
 
 
