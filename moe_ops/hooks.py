@@ -26,11 +26,13 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def hooks_of(model: nn.Module) -> Hooks:
-    """The forward hooks and forward pre-hooks of a model and its parts, each with the part's name.
+    """The forward hooks and forward pre-hooks of a model and its parts, each with the part's name,
+    and those of every module.
 
     Each call of `generate` asks, so this walks by itself: `named_modules` takes longer.
     """
-    found: list[tuple[str, Callable[..., Any]]] = []
+    of_all = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
+    found = [("every module", hook) for hooks in of_all for hook in hooks.values()]
     left: list[tuple[str, nn.Module | None]] = [("", model)]
     seen: set[nn.Module] = set()
     while left:
@@ -39,7 +41,7 @@ def hooks_of(model: nn.Module) -> Hooks:
             continue
         seen.add(module)
         if module._forward_hooks or module._forward_pre_hooks:
-            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-            found += [(path, h) for h in hooks if getattr(h, "__module__", "") != RECORDERS]
+            own = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+            found += [(path, h) for h in own if getattr(h, "__module__", "") != RECORDERS]
         left += [(f"{path}.{name}", part) for name, part in module._modules.items()]
     return tuple((path.removeprefix("."), hook) for path, hook in found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -29,21 +29,28 @@ def compile_call(module: nn.Module, compile: Callable[[Call], Call]) -> Call:
 
     Dynamo compiles the first function that is not of torch: `forward`. A decorator has one code
     object for all that it decorates, and transformers decorates the forwards of all its models, so
-    that a few of them would use up what Dynamo allows one code object. Modules with hooks are
-    called as a whole, as torch does that.
+    that a few of them would use up what Dynamo allows one code object. Modules with hooks, and
+    those whose `forward` was replaced since, are called as a whole, as torch does that.
     """
     whole = compile(module._call_impl)
     forward = type(module).forward
-    if not isinstance(forward, types.FunctionType) or not hasattr(forward, "__wrapped__"):
-        return whole
-    if "forward" in vars(module):
+    if not _is_of_a_decorator(forward) or type(module)._call_impl is not nn.Module._call_impl:
         return whole
     alone = compile(types.MethodType(_with_code(forward, _code_of(type(module))), module))
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (whole if has_hooks(module) else alone)(*args, **kwargs)
+        is_there = getattr(module.forward, "__func__", None) is forward
+        return (alone if is_there and not has_hooks(module) else whole)(*args, **kwargs)
 
     return call
+
+
+def _is_of_a_decorator(forward: Call) -> TypeGuard[types.FunctionType]:
+    """Whether a decorator made it that is not of torch: Dynamo looks through those of torch, such
+    as `no_grad`, but for the outermost function that it is given."""
+    if not isinstance(forward, types.FunctionType) or not hasattr(forward, "__wrapped__"):
+        return False
+    return str(forward.__globals__["__name__"]).partition(".")[0] != "torch"
 
 
 def _code_of(kind: type[nn.Module]) -> types.CodeType:

@@ -101,6 +101,44 @@ def test_a_forward_that_was_replaced_is_what_runs() -> None:
     check(later, compile_call(later, eager), 3)
 
 
+@pytest.mark.parametrize("on", ["the module", "its class"])
+def test_a_forward_that_is_replaced_later_is_what_runs(on: str) -> None:
+    model = family(0)()
+    call = compile_call(model, eager)
+    check(model, call, 3)
+    if on == "the module":
+        model.forward = lambda x, times: x * times
+    else:
+        type(model).forward = decorated(lambda self, x, times: self.inner(x) - times)
+    check(model, call, 3)
+
+
+def test_a_class_that_calls_forward_in_its_own_way_does_so() -> None:
+    class Own(family(0)):  # type: ignore[misc]
+        def _call_impl(self, *args: Any, **kwargs: Any) -> Tensor:
+            return super()._call_impl(*args, **kwargs) + 1
+
+    model = Own()
+    check(model, compile_call(model, eager), 3)
+
+
+def test_decorators_of_torch_leave_each_class_the_whole_limit() -> None:
+    before = graphs()
+    for n in range(LIMIT + 1):
+        kind = family(n)
+        kind.forward = torch.no_grad()(own_code(kind.forward.__wrapped__, f"forward{n}"))
+        model = kind()
+        check(model, compile_call(model, eager), 3)
+    assert graphs() - before == LIMIT + 1
+
+
+def test_inside_a_larger_model_it_is_part_of_that_graph() -> None:
+    model = family(0)()
+    call = compile_call(model, eager)
+    whole = torch.compile(lambda x, times: call(x, times=times), backend="eager", fullgraph=True)
+    check(model, whole, 3)
+
+
 def test_hooks_are_called() -> None:
     model, seen = family(0)(), []
     call = compile_call(model, eager)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
@@ -143,10 +143,28 @@ def over_ranks(call: ExpertsOverRanksCall, collective: str) -> Tensor:
 
 
 def alike(arguments: Mapping[str, Any], x_TD: Tensor, group: str) -> str:
-    """What `dispatch_tokens` compares of these arguments of experts; nothing where ranks do not."""
-    if not x_TD.is_cpu or Group.of(group).size == 1:
+    """What `dispatch_tokens` compares of these arguments of experts; nothing where ranks do not.
+
+    Dynamo traces it in a layer, and can look neither into a group nor into `json`.
+    """
+    if not x_TD.is_cpu or not group:
         return ""
-    return json.dumps({name: arguments[name] for name in ALIKE})
+    return "{" + ", ".join([f'"{name}": {_as_json(arguments[name])}' for name in ALIKE]) + "}"
+
+
+def _as_json(value: str | float | None) -> str:
+    """Of words without quotes, bools, finite numbers and limits, which may be infinite."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if torch.compiler.is_compiling():  # where sizes vary, a number may be symbolic
+        from torch.fx.experimental.symbolic_shapes import guard_scalar  # takes long to import
+
+        value = guard_scalar(value)
+    return "Infinity" if value == math.inf else repr(value)
 
 
 def sends_codes(layer: ExpertsCall) -> bool:

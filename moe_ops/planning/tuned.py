@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +191,7 @@ def read(path: Path) -> Table:
             layer, cells = _layer(entry)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error} (layer {i}); {ADVICE}") from None
-        found[layer] = cells
+        found[layer] = found.get(layer, {}) | cells
     return found
 
 
@@ -207,6 +207,9 @@ def _layer(entry: Any) -> tuple[TunedLayer, dict[Cell, float]]:
         raise ValueError(f"a layer lacks {', '.join(sorted(needed - entry.keys()))}")
     layer = TunedLayer(**{name: value for name, value in entry.items() if name != "times"})
     check_fields(layer)
+    # Tables of before may have another name of a format.
+    w_format, x_format = map(_common_name, (layer.w_format, layer.x_format))
+    layer = replace(layer, w_format=w_format, x_format=x_format)
     check_type("times", entry["times"], list, "a list")
     return layer, dict(map(_time, entry["times"]))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from moe_ops.layer import MoELayer, Routing
 from moe_ops.ops import route
+from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import AUTO, HIGH_THROUGHPUT, LOW_LATENCY, ParallelConfig
 from moe_ops.parallel.replicas import ExpertReplicas
 from moe_ops.quant.config import QuantConfig
@@ -232,6 +235,29 @@ def test_a_compiled_layer_sends_its_tokens_in_one_graph() -> None:
         compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
         for T in (5, 3):
             assert compiled(torch.empty(T, 64, device="meta"), rows=8).shape == (T, 64)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_what_ranks_compare_is_in_the_graph(dynamic: bool | None) -> None:
+    """Of experts with an order of columns each, whose tokens are dispatched by an op of its own."""
+    found = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        found.extend(n for n in graph.graph.nodes if "dispatch_tokens" in str(n.target))
+        return lambda *_: (torch.empty(5, 64),)
+
+    torch.compiler.reset()
+    with fake_group(4) as group, torch.no_grad():
+        layer = MoELayer(
+            4, 3, 64, 32, parallel=ParallelConfig.of(dp=4, **EP), tokens="own", group=group,
+            max_num_tokens=16, internal_gate=True,
+            activation=Activation(kind="silu", limit=math.inf),
+            quant=QuantConfig(weights="int4:1x32", ordered_input=True, per_expert_order=True),
+        )  # fmt: skip
+        torch.compile(layer, fullgraph=True, dynamic=dynamic, backend=keep)(torch.empty(5, 64))
+    given = (*found[0].args, *found[0].kwargs.values())
+    said = [json.loads(text) for text in given if "kind" in str(text)]
+    assert said[0]["limit"] == math.inf and said[0]["w_format"] == "int4:1x32"
 
 
 TWO = ParallelConfig.of(dp=2, **EP)

@@ -70,6 +70,20 @@ def test_with_a_hook_the_model_runs_its_own_way(
     assert moe_ops.generation_report(twin)[-1].steps > steps
 
 
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])
+def test_so_it_does_with_a_hook_of_every_module(
+    model: Any, ids: Tensor, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    twin = twin_of(model)
+    handle = getattr(nn.modules.module, f"register_module_{kind}")(lambda *_: None)
+    try:
+        with caplog.at_level(logging.INFO, "moe_ops"):
+            twin.generate(ids, **PLAIN)
+    finally:
+        handle.remove()
+    assert "a hook is on every module" in caplog.text
+
+
 def test_another_dtype_has_other_buffers(model: Any, ids: Tensor) -> None:
     twin = twin_of(model)
     check(model, twin, ids)

@@ -105,6 +105,15 @@ def test_a_format_has_one_name_in_tables() -> None:
     assert got == key("mxfp4", "mxfp8") != key("float4_e2m1:1x32", "mxfp8")
 
 
+def test_a_table_with_other_names_of_a_format_is_read_as_that_format(tmp_path: Path) -> None:
+    path, one = tmp_path / "t.json", Cell(tokens=1, routing="zipf", backend="cpu")
+    names = ("float4_e2m1:1x32:e8m0", "mxfp4")
+    cells = [replace(one, tokens=n) for n in (1, 2)]
+    table = {replace(LAYER, w_format=n): {c: 1.0} for n, c in zip(names, cells, strict=True)}
+    tuned.write(path, table)
+    assert tuned.read(path) == {replace(LAYER, w_format="mxfp4"): dict.fromkeys(cells, 1.0)}
+
+
 def test_tables_of_another_version_or_with_unknown_keys_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     tuned.write(path, {LAYER: {Cell(tokens=1, routing="zipf", backend="cpu"): 1.0}})
