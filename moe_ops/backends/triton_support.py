@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from moe_ops.backend import is_aligned
 from moe_ops.backends import triton_formats, triton_inputs
 from moe_ops.backends.triton_device import (
     FLOATS,
@@ -112,7 +113,7 @@ def refuse_quantised_inputs(call: ExpertsCall) -> str | None:
         capability = torch.cuda.get_device_capability(c.x_TD.device)
         if capability != HOPPER:
             refusal = "has a kernel for quantised inputs on compute capability 9.0 alone"
-    if refusal is None and any(w.storage_offset() % 16 for w in (c.w13_EFD, c.w2_EDI)):
+    if refusal is None and not _are_aligned(c):
         refusal = "needs quantised weights that begin at a multiple of 16 bytes"
     return refusal
 
@@ -122,9 +123,11 @@ def multiplies_as_stored(call: ExpertsCall) -> bool:
     c = call
     if c.x_TD.device.type != "cuda" or not multiplies_codes(weight_of(c), c.widths):
         return False
-    return torch.cuda.get_device_capability(c.x_TD.device) == HOPPER and not any(
-        w.storage_offset() % 16 for w in (c.w13_EFD, c.w2_EDI)
-    )
+    return torch.cuda.get_device_capability(c.x_TD.device) == HOPPER and _are_aligned(c)
+
+
+def _are_aligned(call: ExpertsCall) -> bool:
+    return is_aligned(call.w13_EFD) and is_aligned(call.w2_EDI)
 
 
 def weight_of(call: ExpertsCall) -> Any:
