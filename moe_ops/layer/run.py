@@ -67,10 +67,11 @@ def _exchanged(
         )  # fmt: skip
         return _cut(layer, out_TD)
     # An expert's order of columns is known where it lies.
+    plain = _plain_options(layer)
     collective = GATHER if collective == AUTO else collective
     x_GD, _, weights_GK, ids_GK, *handle = dispatch_tokens(
         x_TD, weights_TK, ids_TK, *tables, rows, group, collective=collective,
-        alike=alike(_options(layer), x_TD, group),
+        alike=alike(lambda name: plain[name], x_TD, group),
     )  # fmt: skip
     y_GD = run_here(layer, x_GD, weights_GK, ids_GK, None)
     return combine_tokens(y_GD, ids_TK, *tables, *handle, rows, group, collective)
@@ -89,16 +90,22 @@ def _once(
 
 def _options(layer: MoELayer) -> dict[str, Any]:
     """The arguments of `experts`, by name, that say what the layer computes with its weights."""
-    act, quant = layer.activation, layer.quant
     return {
-        "layout": layer.layout, "kind": act.kind, "gated": act.gated,
-        "interleaved": act.interleaved, "alpha": act.alpha, "limit": act.limit,
-        "up_shift": act.up_shift, "x_scale": layer.x_scale, "h_scale": layer.h_scale,
+        **_plain_options(layer), "x_scale": layer.x_scale, "h_scale": layer.h_scale,
         "w13_scale_EFG": layer.w13_scale, "w2_scale_EDG": layer.w2_scale,
         "w13_zero_EFG": layer.w13_zero, "w2_zero_EDG": layer.w2_zero,
         "global_scale13_E": product(layer.w13_global_scale, layer.x_scale),
         "global_scale2_E": product(layer.w2_global_scale, layer.h_scale),
-        "w_format": quant.weights if quant else "",
+    }  # fmt: skip
+
+
+def _plain_options(layer: MoELayer) -> dict[str, Any]:
+    """Those that are no tensors."""
+    act, quant = layer.activation, layer.quant
+    return {
+        "layout": layer.layout, "kind": act.kind, "gated": act.gated,
+        "interleaved": act.interleaved, "alpha": act.alpha, "limit": act.limit,
+        "up_shift": act.up_shift, "w_format": quant.weights if quant else "",
         "x_format": quant.inputs if quant else "",
     }  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -128,7 +128,7 @@ def over_ranks(call: ExpertsOverRanksCall, collective: str) -> Tensor:
         x_TD, scale_TS = quantize(x_TD, layer.x_format)
     sent = DispatchTokensCall(
         x_TD, layer.weights_TK, layer.ids_TK, *there, rows, group, scale_TS, collective,
-        alike({name: getattr(layer, name) for name in ALIKE}, x_TD, group),
+        alike(lambda name: getattr(layer, name), x_TD, group),
     )  # fmt: skip
     x_GD, scale_GS, weights_GK, ids_GK, token_N, splits_2R = dispatch_tokens.part(sent)
     here = replace(layer, x_TD=x_GD, weights_TK=weights_GK, ids_TK=ids_GK)
@@ -142,14 +142,15 @@ def over_ranks(call: ExpertsOverRanksCall, collective: str) -> Tensor:
     return out_TD
 
 
-def alike(arguments: Mapping[str, Any], x_TD: Tensor, group: str) -> str:
-    """What `dispatch_tokens` compares of these arguments of experts; nothing where ranks do not.
+def alike(argument: Callable[[str], Any], x_TD: Tensor, group: str) -> str:
+    """What `dispatch_tokens` compares of arguments of experts, given by name; nothing where ranks
+    compare nothing.
 
     Dynamo traces it in a layer, and can look neither into a group nor into `json`.
     """
     if not x_TD.is_cpu or not group:
         return ""
-    return "{" + ", ".join([f'"{name}": {_as_json(arguments[name])}' for name in ALIKE]) + "}"
+    return "{" + ", ".join([f'"{name}": {_as_json(argument(name))}' for name in ALIKE]) + "}"
 
 
 def _as_json(value: str | float | None) -> str:
