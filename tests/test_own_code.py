@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 import moe_ops
 from moe_ops.own_code import compile_call, own_code
 from moe_ops.testing import Tol, assert_close
+from tests.recompiling import few_graphs
 
 D = 4
 LIMIT = 2
@@ -44,11 +45,9 @@ def family(n: int) -> type[Base]:
 
 
 @pytest.fixture(autouse=True)
-def few_graphs() -> object:
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=LIMIT):
+def limited() -> Iterator[None]:
+    with few_graphs(LIMIT):
         yield
-    torch._dynamo.reset()
 
 
 def graphs() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import moe_ops
 from moe_ops.testing import Tol, assert_close
 from tests.passes.blocks import Block, D
 from tests.passes.explain.test_explain import Layer
+from tests.recompiling import few_graphs
 
 pytestmark = pytest.mark.slow  # compiles many graphs
 
@@ -36,11 +38,9 @@ def ours(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def few_graphs() -> object:
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=LIMIT):
+def limited() -> Iterator[None]:
+    with few_graphs(LIMIT):
         yield
-    torch._dynamo.reset()
 
 
 def test_the_limit_is_told_of_once_and_results_stay_right(caplog) -> None:
