@@ -62,8 +62,9 @@ def _layers(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
         except Mismatch:
             continue
         yield rows, combine
-    for experts in graph.find_nodes(op="call_function", target=ops.experts.default):
-        yield experts, experts
+    for whole in (ops.experts, ops.experts_over_ranks, ops.dispatch_tokens):
+        for node in graph.find_nodes(op="call_function", target=whole.default):
+            yield node, node
 
 
 def _is_routed(ids: Any) -> bool:
@@ -114,15 +115,13 @@ def _rewrite(graph: fx.Graph, routing: Routing, ids_user: fx.Node, weights: fx.N
         new_weights, new_ids = outputs(graph, call)
         ids_user.replace_input_with(ids_TK, new_ids)
         weights.replace_all_uses_with(new_weights)
+        if any(user not in region for user in routing.ids.users):
+            as_before = (new_ids, tensor(routing.ids).dtype)
+            ids = insert(graph, prims.convert_element_type.default, as_before, topk)
+            routing.ids.replace_all_uses_with(ids, lambda user: user not in region)
         for node in sorted(region, reverse=True):
             if not node.users:
                 graph.erase_node(node)
-                region.remove(node)
-        if routing.ids in region:
-            as_before = (new_ids, tensor(routing.ids).dtype)
-            ids = insert(graph, prims.convert_element_type.default, as_before, topk)
-            routing.ids.replace_all_uses_with(ids)
-            graph.erase_node(routing.ids)
 
 
 def _between(results: Iterable[fx.Node], leaves: Iterable[fx.Node]) -> set[fx.Node]:

@@ -119,6 +119,41 @@ def test_a_router_becomes_one_call(name: str, dtype: torch.dtype, dynamic: bool)
     assert len(compiled.graphs) == 1
 
 
+def over_ranks(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w_EFD: Tensor) -> Tensor:
+    """The experts of all ranks in one op."""
+    tables = (ids := torch.arange(E, dtype=torch.int32)) * 0, ids
+    halves = w_EFD, w_EFD[:, :, : D // 2].contiguous()
+    return ops.experts_over_ranks(x_TD, weights_TK, ids_TK, *halves, *tables, x_TD.shape[0])
+
+
+def there_and_back(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w_EFD: Tensor) -> Tensor:
+    """What a rank is sent, by the sum of its weights, and sent back."""
+    tables, T = ((ids := torch.arange(E, dtype=torch.int32)) * 0, ids), x_TD.shape[0]
+    x_GD, _, weights_GK, _, *handle = ops.dispatch_tokens(x_TD, weights_TK, ids_TK, *tables, T)
+    return ops.combine_tokens(x_GD * weights_GK.sum(-1, True), ids_TK, *tables, *handle, T)
+
+
+@pytest.mark.parametrize("layer_of", [over_ranks, there_and_back], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["one size", "any size"])
+def test_a_router_of_tokens_that_are_sent_becomes_one_call(layer_of: Any, dynamic: bool) -> None:
+    router, _ = ROUTERS["softmax_renormalised"]
+
+    def forward(x_TD: Tensor, gate_DE: Tensor, w_EFD: Tensor) -> Tensor:
+        weights_TK, ids_TK = router(x_TD @ gate_DE.view(D, E), None, None)
+        return layer_of(x_TD, weights_TK, ids_TK, w_EFD)
+
+    hook = Lift()
+    compiled = Compiled(forward, hook, dynamic)
+    for T in (24, 9) if dynamic else (24,):
+        x_TD, gate_DE, _, _, w_EFD = inputs(T)
+        got, want = compiled(x_TD, gate_DE, w_EFD), forward(x_TD, gate_DE, w_EFD)
+        assert_close(got, want, TOL[torch.float32], f"{T} tokens")
+    assert hook.count == 1, hook.context.refusals
+    (graph,) = compiled.graphs
+    assert arguments(graph) == expected("softmax_renormalised", torch.float32)
+    assert "aten.topk" not in text(graph)
+
+
 @pytest.mark.parametrize("name", ["softmax_renormalised", "sigmoid_groups", "sigmoid_one_group"])
 def test_one_token(name: str) -> None:
     router, _ = ROUTERS[name]
