@@ -24,7 +24,7 @@ from moe_ops.ops.experts_over_ranks import (
 from moe_ops.ops.sum_ranks import SumRanksCall, sum_ranks
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, all_reduce
-from moe_ops.ranks.links import LINKS
+from moe_ops.ranks.links import LINKS, widened
 from moe_ops.ranks.transport import AUTO, EXCHANGE, GATHER
 
 
@@ -84,8 +84,8 @@ def all_reduced(call: SumRanksCall) -> Tensor:
     part_TD, group = call.part_TD, Group.of(call.group)
     if group.size == 1:
         return part_TD.clone()
-    exact = group.size == 2 or part_TD.dtype is torch.float32
-    summed = all_reduce(part_TD if exact else part_TD.float(), group)
+    wide = widened(group.size, part_TD.dtype.itemsize) > 1
+    summed = all_reduce(part_TD.float() if wide else part_TD, group)
     return summed.to(part_TD.dtype)
 
 

@@ -24,7 +24,7 @@ from moe_ops.ops.experts_over_ranks import (
 from moe_ops.ops.sum_ranks import SumRanksCall, sum_ranks
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group
-from moe_ops.ranks.links import LINKS, most_parts
+from moe_ops.ranks.links import LINKS, most_parts, widened
 from moe_ops.ranks.packed import ALIGNMENT
 from moe_ops.ranks.transport import AUTO, PUSH
 
@@ -104,7 +104,8 @@ def supports_sum(call: SumRanksCall) -> str | None:
 
 def most_summed(call: SumRanksCall) -> int:
     """The most rows whose sum takes no longer than an all-reduce."""
-    return LINKS["cuda"].most_summed(*_sizes(call))
+    ranks, nbytes = _sizes(call)
+    return LINKS["cuda"].most_summed(ranks, nbytes, widened(ranks, call.part_TD.dtype.itemsize))
 
 
 def most_stored(call: SumRanksCall) -> int:

@@ -30,7 +30,7 @@ from moe_ops.ops.route import RouteCall
 from moe_ops.ops.sum_ranks import SumRanksCall
 from moe_ops.quant.formats import Format
 from moe_ops.ranks.groups import Group
-from moe_ops.ranks.links import LINKS
+from moe_ops.ranks.links import LINKS, widened
 from moe_ops.ranks.peers import refusal
 from moe_ops.ranks.transport import AUTO, PUSH, TRANSPORTS
 from moe_ops.shapes import DTYPES
@@ -261,7 +261,9 @@ def _sum_ranks(a: SumRanksCall, T: int) -> Cost:
     device, row = a.part_TD.device.type, _row(a.part_TD)
     link, ranks = LINKS.get(device, LINKS["cuda"]), Group.of(a.group).size
     ways = (True, False) if refusal(a.group) is None else (False,)
-    return Cost(bytes=3 * T * row, link_us=min(link.sum_us(p, ranks, int(T * row)) for p in ways))
+    wide = widened(ranks, a.part_TD.dtype.itemsize) if device == "cuda" else 1
+    taken = min(link.sum_us(p, ranks, int(T * row), wide) for p in ways)
+    return Cost(bytes=3 * T * row, link_us=taken)
 
 
 def _experts_over_ranks(a: ExpertsOverRanksCall, rows: int) -> Cost:

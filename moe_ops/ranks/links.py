@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH
 
-# Slots of `gather` above this are left to `exchange`, where there is a choice. Those of `push` stay
-# allocated, so that long prompts are not to ask for them: 4096 tokens of 4096 columns in bfloat16
-# of two ranks, there and back, and their ids.
-MOST_BYTES, MOST_PUSHED = 2**30, 2**27 + 2**24
+# Where `gather` takes so many bytes more than `exchange` needs, `exchange` is taken.
+MOST_BYTES = 2**30
+# Slots of `push` stay allocated, so that long prompts are not to ask for them: 4096 tokens of 4096
+# columns in bfloat16 of two ranks, there and back, and their ids; of four and more twice as much.
+MOST_PUSHED = 2**27 + 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,23 +47,32 @@ class Link:
         """Bytes a second."""
         return self.pushed_per_second if transport == PUSH else self.bytes_per_second
 
-    def sum_us(self, pushes: bool, ranks: int, nbytes: int) -> float:
+    def sum_us(self, pushes: bool, ranks: int, nbytes: int, widened: int = 1) -> float:
         """What the sum of the ranks' parts of so many bytes takes: stored to all others at once, or
-        by an all-reduce, which sends shares around twice."""
+        by an all-reduce, which sends shares around twice, of so many times the bytes."""
         if ranks == 1:
             return 0.0
         if pushes:
             return self.push_us + 1e6 * (ranks - 1) * nbytes / self.pushed_per_second
-        return self.reduce_us + 2e6 * (ranks - 1) / ranks * nbytes / self.bytes_per_second
+        sent = 2 * (ranks - 1) / ranks * nbytes * widened
+        return self.reduce_us + 1e6 * sent / self.bytes_per_second
 
-    def most_summed(self, ranks: int, nbytes: int) -> int:
+    def most_summed(self, ranks: int, nbytes: int, widened: int = 1) -> int:
         """The most rows of so many bytes whose sum takes no longer if all ranks store their parts
         to each other."""
         begun, most = self.reduce_us - self.push_us, most_parts(ranks, nbytes)
         if begun < 0:
             return 0
-        row = [self.sum_us(p, ranks, nbytes) - self.sum_us(p, ranks, 0) for p in (True, False)]
+        row = [
+            self.sum_us(p, ranks, nbytes, widened) - self.sum_us(p, ranks, 0) for p in (True, False)
+        ]
         return most if row[0] <= row[1] else min(most, int(begun / (row[0] - row[1])))
+
+
+def widened(ranks: int, itemsize: int) -> int:
+    """How many times its bytes a part takes in an all-reduce, which adds in float32 if there are
+    more than two."""
+    return 1 if ranks <= 2 else max(1, 4 // itemsize)
 
 
 def most_parts(ranks: int, nbytes: int) -> int:
@@ -70,8 +80,16 @@ def most_parts(ranks: int, nbytes: int) -> int:
     return (MOST_PUSHED // ranks - 16) // max(1, nbytes)
 
 
+def most_pushed_bytes(ranks: int) -> int:
+    """The most bytes of tokens of all ranks for which `auto` asks for memory."""
+    return MOST_PUSHED if ranks < 4 else 2 * MOST_PUSHED
+
+
 # Measured, by the type of the device. Two H200 of one host, NCCL in CUDA graphs, torch 2.11: an
 # all-to-all of 2 KB takes 8.5 us and moves 254 GB/s at 67 MB, an all-gather 8.3 us and 241 GB/s.
+# With what packs and unpacks, one token there and back by `gather` took 25.3 us on two H100 and 29.1
+# on four H200, of which alpha is about half; at 16384 tokens there were 257 to 275 GB/s on the four,
+# where `push` moved 254 to 288 (bench ep).
 # On two H100 a layer by `exchange`, which no graph holds, took 1.0 to 2.8 ms more than by `gather`
 # at 1 to 4096 tokens a rank (bench ep), most of it the host's: 1.9 in the middle. Two processes
 # with gloo on two cores, torch 2.13: 250 us, 0.9 GB/s. Those of `push` are of two H100, captured:
@@ -79,7 +97,7 @@ def most_parts(ranks: int, nbytes: int) -> int:
 # an all-reduce of up to 1 MB took 21 us there. Sums on CPUs are two collectives.
 LINKS = {
     "cuda": Link(
-        alpha_us=8.5, bytes_per_second=245e9, wait_us=950.0, push_us=4.9, pushed_per_second=263e9,
+        alpha_us=13.0, bytes_per_second=245e9, wait_us=950.0, push_us=4.9, pushed_per_second=263e9,
         reduce_us=21.0,
     ),
     "cpu": Link(
@@ -123,14 +141,16 @@ class Traffic:
             return None
         gather, exchange = (link.fixed_us(t) for t in (GATHER, EXCHANGE))
         saved = self.bytes(GATHER, 1) - self.bytes(EXCHANGE, 1)
-        limit = MOST_BYTES // (self.ranks * (self.there + self.back))
+        needed = self.ranks * self.visited / (self.ranks - 1)  # rows of all ranks and of its own
+        row = max(1.0, (self.ranks - needed) * (self.there + self.back))
+        limit = int(MOST_BYTES / row)
         if saved <= 0:
             return limit
         return min(limit, int((exchange - gather) * link.bytes_per_second / 1e6 / saved))
 
     def most_pushed(self, link: Link) -> int:
         """The most rows of each rank for which `push` takes no longer than `gather`."""
-        limit = MOST_PUSHED // (self.ranks * (self.there + self.back))
+        limit = most_pushed_bytes(self.ranks) // (self.ranks * (self.there + self.back))
         begun = link.fixed_us(GATHER) - link.fixed_us(PUSH)
         gather, push = (1e6 * self.bytes(t, 1) / link.rate(t) for t in (GATHER, PUSH))
         if begun < 0:

@@ -19,7 +19,15 @@ from moe_ops.ops.sum_ranks import SumRanksCall, sum_ranks
 from moe_ops.passes.cache_key import environment_key
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, resolve
-from moe_ops.ranks.links import LINKS, MOST_PUSHED, Traffic, most_parts
+from moe_ops.ranks.links import (
+    LINKS,
+    MOST_BYTES,
+    MOST_PUSHED,
+    Traffic,
+    most_parts,
+    most_pushed_bytes,
+    widened,
+)
 from moe_ops.ranks.transport import GATHER, PUSH
 from tests.distributed.ranks import fake_group
 
@@ -177,19 +185,21 @@ def test_parts_that_cannot_be_stored_to_ranks_are_refused(known: peers.Peers) ->
     assert supports_sum(call) == "has no other rank to store to"
 
 
+@pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("ranks", [2, 3, 8, 16])
-def test_parts_are_stored_where_that_is_faster(ranks: int) -> None:
-    nbytes = 4096
+def test_parts_are_stored_where_that_is_faster(ranks: int, itemsize: int) -> None:
+    nbytes, wide = 4096, widened(ranks, itemsize)
     for link in (LINKS["cuda"], replace(LINKS["cuda"], pushed_per_second=900e9)):
-        most = link.most_summed(ranks, nbytes)
+        most = link.most_summed(ranks, nbytes, wide)
         push, reduced = (
-            [link.sum_us(p, ranks, nbytes * rows) for rows in (most, most + 1)]
+            [link.sum_us(p, ranks, nbytes * rows, wide) for rows in (most, most + 1)]
             for p in (True, False)
         )
         assert most > 0 and push[0] <= reduced[0]
         whole = most == most_parts(ranks, nbytes)
         assert whole or push[1] > reduced[1]
-        assert whole == (ranks == 2) or link is not LINKS["cuda"]
+        fewer_bytes = ranks * link.bytes_per_second <= 2 * wide * link.pushed_per_second
+        assert whole if fewer_bytes else not whole or link is not LINKS["cuda"]
     assert LINKS["cpu"].most_summed(ranks, nbytes) == 0
     # Of any width: a slot of each rank is a multiple of 16 bytes.
     for row in (1, 66, nbytes):
@@ -204,7 +214,7 @@ def test_push_says_why_it_does_not_run() -> None:
         dispatch_tokens(*args, group, collective="push")
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_push_is_taken_where_it_is_faster(ranks: int) -> None:
     traffic = Traffic(ranks=ranks, experts=128, top_k=8, there=4160, back=4096)
     for link in (
@@ -220,6 +230,20 @@ def test_push_is_taken_where_it_is_faster(ranks: int) -> None:
         if most:
             assert push[0] <= gather[0]
         whole = ranks * most * (traffic.there + traffic.back)
-        assert push[1] > gather[1] or MOST_PUSHED - 2**14 * ranks < whole <= MOST_PUSHED
+        limit = most_pushed_bytes(ranks)
+        assert push[1] > gather[1] or limit - 2**14 * ranks < whole <= limit
     assert math.isinf(traffic.microseconds(PUSH, 1, LINKS["cpu"]))
     assert traffic.most_pushed(LINKS["cpu"]) == 0
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 16384), (4, 16384), (64, 512)])
+def test_gather_takes_no_more_memory_beyond_an_exchange_than_its_limit(
+    ranks: int, rows: int
+) -> None:
+    traffic = Traffic(ranks=ranks, experts=256, top_k=8, there=14400, back=14336)
+    link = replace(LINKS["cuda"], wait_us=1e9)  # or the time would be the limit
+    most = traffic.most_gathered(link)
+    assert most is not None and most >= rows
+    needed = traffic.bytes("exchange", most) + most * traffic.visited / (ranks - 1) * 28736
+    beyond = [ranks * more * 28736 - needed for more in (most, 2 * most + 2)]
+    assert beyond[0] <= MOST_BYTES * 1.01 < beyond[1]
