@@ -25,6 +25,8 @@ PLACES = {
     "map_to_hybrid_bucket": "flashinfer/fused_moe/utils.py",
     "cutlass_fused_moe": "flashinfer/fused_moe/core.py",
     "cutlass_fused_moe_workspace_size": "flashinfer/fused_moe/core.py",
+    "get_cutlass_fused_moe_module": "flashinfer/fused_moe/core.py",
+    "get_cutlass_fused_moe_module.cutlass_fused_moe": "flashinfer/fused_moe/core.py",
     "trtllm_bf16_routed_moe": "flashinfer/fused_moe/core.py",
     "CuteDslMoEWrapper.__init__": "flashinfer/fused_moe/cute_dsl/fused_moe.py",
     "CuteDslMoEWrapper.run": "flashinfer/fused_moe/cute_dsl/fused_moe.py",
@@ -49,8 +51,8 @@ Signature = list[list[str]]  # of each parameter: its kind, its name, and its de
 
 
 def read(source: str, name: str) -> Signature | None:
-    """The parameters of a function, or of a method by Class.name, in a source; None: it is not
-    there."""
+    """The parameters of a function, of a method by Class.name, or of a function in another by
+    function.name, in a source; None: it is not there."""
     node = _functions(source).get(name)
     return None if node is None else list(_parameters(node.args))
 
@@ -67,6 +69,8 @@ def _named(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, str]]:
                         if isinstance(f, ast.FunctionDef))  # fmt: skip
         elif isinstance(node, ast.FunctionDef):
             yield node, node.name
+            yield from ((f, f"{node.name}.{f.name}") for f in node.body
+                        if isinstance(f, ast.FunctionDef))  # fmt: skip
 
 
 def _parameters(a: ast.arguments) -> Iterator[list[str]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import ModuleType
+from inspect import Parameter, Signature
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,43 @@ def test_calls_alike_give_the_same(
     ]
     assert all(said == described[0] for said in described)
     assert len(described) == (4 if call.x_TD.shape[0] else 0)
+
+
+def test_calls_alike_pass_by_what_is_the_same_for_them(
+    hopper: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, call = made()
+    for _ in range(2):
+        run(call)
+    monkeypatch.setattr(cutlass.package.module("flashinfer.fused_moe"), "cutlass_fused_moe", None)
+    check(CUTLASS, "bfloat16", run(call), wanted(loaded))
+
+
+OTHERS: dict[str, tuple[str, ...] | None] = {
+    "no_function": None,
+    "another_order": (*cutlass.FIRST[1::-1], *cutlass.FIRST[2:], *cutlass.NAMED),
+    "fewer_names": cutlass.FIRST,
+}
+
+
+@pytest.mark.parametrize("names", OTHERS.values(), ids=OTHERS)
+def test_another_function_behind_is_left_alone(
+    hopper: ModuleType, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...] | None
+) -> None:
+    """Calls alike are right all the same, by the function that is documented."""
+
+    def other(*args: Any, **named: Any) -> None:
+        pytest.fail("was called")
+
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names or ()]
+    monkeypatch.setattr(other, "__signature__", Signature(parameters), raising=False)
+    found = SimpleNamespace() if names is None else SimpleNamespace(cutlass_fused_moe=other)
+    core = cutlass.package.module("flashinfer.fused_moe.core")
+    monkeypatch.setattr(core, "get_cutlass_fused_moe_module", lambda architecture: found)
+    loaded, call = made()
+    for _ in range(4):
+        check(CUTLASS, "bfloat16", run(call), wanted(loaded))
+    assert not bound(call)
 
 
 def test_tokens_and_weights_of_the_call_are_taken(hopper: ModuleType) -> None:

@@ -63,21 +63,26 @@ def cutlass_fused_moe(
     backend: str = "cutlass",
 ) -> Tensor:
     """Writes `output`."""
-    given = {**locals()}
+    return run({**locals()})
+
+
+def run(given: dict[str, Any]) -> Tensor:
+    """What both functions do, who are one for those that look at calls."""
     calls.append(("cutlass_fused_moe", given))
-    assert output is not None and output.dtype == output_dtype
-    E = fc2_expert_weights.shape[0]
-    assert workspace_buffer is not None and workspace_buffer.dtype == torch.uint8
-    wanted = workspace_bytes(input.shape[0], fc2_expert_weights.shape[1], E * ep_size)
-    assert workspace_buffer.nbytes >= wanted
-    blocks = [scale for scale in quant_scales if scale.dim() > 1]
-    require_dense(input, fc1_expert_weights, fc2_expert_weights, output, *blocks)
-    for bias in (fc1_expert_biases, fc2_expert_biases):
+    x, output, workspace = (given[n] for n in ("input", "output", "workspace_buffer"))
+    w1, w2 = given["fc1_expert_weights"], given["fc2_expert_weights"]
+    assert output is not None and output.dtype == given["output_dtype"]
+    E = w2.shape[0]
+    assert workspace is not None and workspace.dtype == torch.uint8
+    wanted = workspace_bytes(x.shape[0], w2.shape[1], E * given["ep_size"])
+    assert workspace.nbytes >= wanted
+    blocks = [scale for scale in given["quant_scales"] if scale.dim() > 1]
+    require_dense(x, w1, w2, output, *blocks)
+    for bias in (given["fc1_expert_biases"], given["fc2_expert_biases"]):
         require_dense(bias)
-        assert bias is None or bias.dtype == output_dtype
-    layer = _layer(given)
-    out = layer.run(input, token_selected_experts, token_final_scales, ep_rank * E)
-    output.copy_(out)
+        assert bias is None or bias.dtype == output.dtype
+    routed = (given["token_selected_experts"], given["token_final_scales"])
+    output.copy_(_layer(given).run(x, *routed, given["ep_rank"] * E))
     return output
 
 
