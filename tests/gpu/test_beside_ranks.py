@@ -13,7 +13,7 @@ from moe_ops import sum_ranks
 from moe_ops.layer import MoELayer
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.ranks.watch import Watch
-from tests.distributed.two_gpus import NEEDS_TWO, RANKS, two_gpus
+from tests.distributed.on_gpus import NEEDS_TWO, RANKS, on_gpus
 
 pytestmark = NEEDS_TWO
 BF16 = torch.bfloat16
@@ -51,7 +51,7 @@ def watched(rank: int, group: str) -> None:
 
 
 def test_a_rank_that_does_not_replay_is_named(tmp_path: Path) -> None:
-    two_gpus(tmp_path, watched)
+    on_gpus(tmp_path, watched)
 
 
 def beside_the_exchange(rank: int, group: str) -> None:
@@ -82,4 +82,4 @@ def beside_the_exchange(rank: int, group: str) -> None:
 
 
 def test_shared_experts_run_beside_the_exchange(tmp_path: Path) -> None:
-    two_gpus(tmp_path, beside_the_exchange)
+    on_gpus(tmp_path, beside_the_exchange)

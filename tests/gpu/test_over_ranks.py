@@ -28,15 +28,15 @@ from moe_ops.graphs.cuda_graph import capture_call
 from moe_ops.layer import MoELayer
 from moe_ops.parallel.config import ALLGATHER, AUTO, LOW_LATENCY, ParallelConfig
 from moe_ops.testing import TOL, assert_close
-from tests.distributed.shares import SPREADS, Spread, Whole, run_share
-from tests.distributed.test_transformers import generated, make
-from tests.distributed.two_gpus import (
+from tests.distributed.on_gpus import (
     NEEDS_TWO,
     RANKS,
     generates_by_steps,
+    on_gpus,
     replays_agree,
-    two_gpus,
 )
+from tests.distributed.shares import SPREADS, Spread, Whole, run_share
+from tests.distributed.test_transformers import generated, make
 from tests.layer.shards import randomize, take_share
 
 pytestmark = NEEDS_TWO
@@ -72,7 +72,7 @@ def every_spread(rank: int, group: str, w_format: str, x_format: str) -> None:
 
 @pytest.mark.parametrize(("w_format", "x_format"), FORMATS, ids=[w or "bf16" for w, _ in FORMATS])
 def test_two_gpus_give_what_one_gives(w_format: str, x_format: str, tmp_path: Path) -> None:
-    two_gpus(tmp_path, every_spread, w_format, x_format)
+    on_gpus(tmp_path, every_spread, w_format, x_format)
 
 
 def replayed(rank: int, group: str, rows: int, replays: int) -> None:
@@ -115,7 +115,7 @@ def replayed(rank: int, group: str, rows: int, replays: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 8, 128])
 def test_a_captured_gather_is_replayed_with_other_routing(rows: int, tmp_path: Path) -> None:
-    two_gpus(tmp_path, replayed, rows, 1000)
+    on_gpus(tmp_path, replayed, rows, 1000)
 
 
 def own_tokens(rank: int, group: str, collective: str) -> tuple[MoELayer, MoELayer]:
@@ -148,7 +148,7 @@ def captured_layer(rank: int, group: str, collective: str) -> None:
     "collective", [ALLGATHER, LOW_LATENCY, AUTO], ids=["gather", "push", "auto"]
 )
 def test_a_layer_is_captured_by_buckets(collective: str, tmp_path: Path) -> None:
-    two_gpus(tmp_path, captured_layer, collective)
+    on_gpus(tmp_path, captured_layer, collective)
 
 
 def sums(rank: int, group: str) -> None:
@@ -164,7 +164,7 @@ def sums(rank: int, group: str) -> None:
 
 
 def test_sums_are_rounded_once(tmp_path: Path) -> None:
-    two_gpus(tmp_path, sums)
+    on_gpus(tmp_path, sums)
 
 
 def steps(rank: int, group: str) -> None:
@@ -181,7 +181,7 @@ def steps(rank: int, group: str) -> None:
 
 
 def test_generate_by_captured_steps(tmp_path: Path) -> None:
-    two_gpus(tmp_path, steps)
+    on_gpus(tmp_path, steps)
 
 
 def pushed_spreads(rank: int, group: str, w_format: str, x_format: str) -> None:
@@ -195,14 +195,18 @@ def pushed_spreads(rank: int, group: str, w_format: str, x_format: str) -> None:
 
 @pytest.mark.parametrize(("w_format", "x_format"), FORMATS, ids=[w or "bf16" for w, _ in FORMATS])
 def test_push_gives_the_bits_of_gather(w_format: str, x_format: str, tmp_path: Path) -> None:
-    two_gpus(tmp_path, pushed_spreads, w_format, x_format)
+    on_gpus(tmp_path, pushed_spreads, w_format, x_format)
 
 
-def pushed_replays(rank: int, group: str, rows: int, replays: int) -> None:
+def pushed_two(rank: int, group: str, rows: int, replays: int) -> None:
+    whole = on_gpu(Whole.of(Spread(name="full", tokens=(rows, rows)), BF16))
+    pushed_replays(rank, group, whole, replays)
+
+
+def pushed_replays(rank: int, group: str, whole: Whole, replays: int) -> None:
     """One graph by each transport, replayed side by side: each replay has other tokens, experts and
     numbers of tokens, and ranks that are late by up to a millisecond."""
-    whole = on_gpu(Whole.of(Spread(name="full", tokens=(rows, rows)), BF16))
-    tables = tuple(t.cuda() for t in whole.tables())
+    rows, tables = whole.spread.rows, tuple(t.cuda() for t in whole.tables())
     held = whole.held(rank, tables)
     x, weights, ids = (t.clone() for t in whole.own(rank))
 
@@ -225,7 +229,7 @@ def pushed_replays(rank: int, group: str, rows: int, replays: int) -> None:
     ("rows", "replays"), [(1, 1000), (8, 10_000), (64, 1000), (512, 300)], ids=lambda n: str(n)
 )
 def test_a_captured_push_gives_the_bits_of_gather(rows: int, replays: int, tmp_path: Path) -> None:
-    two_gpus(tmp_path, pushed_replays, rows, replays)
+    on_gpus(tmp_path, pushed_two, rows, replays)
 
 
 def prepared_call(group: str, rows: int, D: int = 256) -> Callable[[], Tensor]:
@@ -265,7 +269,7 @@ def captured_unprepared(rank: int, group: str) -> None:
 
 
 def test_a_push_that_nothing_prepared_is_not_captured(tmp_path: Path) -> None:
-    two_gpus(tmp_path, captured_unprepared)
+    on_gpus(tmp_path, captured_unprepared)
 
 
 LIMIT = 10  # seconds
@@ -297,7 +301,7 @@ def stuck(rank: int, group: str, replays: bool) -> None:
 
 @pytest.mark.parametrize("replays", [False, True], ids=["eager", "replayed"])
 def test_a_rank_that_is_stuck_in_push_is_named(replays: bool, tmp_path: Path) -> None:
-    two_gpus(tmp_path, stuck, replays, seconds=LIMIT)
+    on_gpus(tmp_path, stuck, replays, seconds=LIMIT)
 
 
 def picked(rank: int, group: str) -> None:
@@ -320,7 +324,7 @@ def picked(rank: int, group: str) -> None:
 
 
 def test_auto_takes_push(tmp_path: Path) -> None:
-    two_gpus(tmp_path, picked)
+    on_gpus(tmp_path, picked)
 
 
 CODES = (
@@ -356,7 +360,7 @@ def codes_sent(rank: int, group: str, w_format: str, x_format: str) -> None:
 
 @each_code
 def test_codes_give_the_bits_of_floats(w_format: str, x_format: str, tmp_path: Path) -> None:
-    two_gpus(tmp_path, codes_sent, w_format, x_format)
+    on_gpus(tmp_path, codes_sent, w_format, x_format)
 
 
 def codes_replayed(rank: int, group: str, collective: str, rows: int, replays: int) -> None:
@@ -391,4 +395,4 @@ def codes_replayed(rank: int, group: str, collective: str, rows: int, replays: i
 @pytest.mark.parametrize("collective", ["gather", "push"])
 @pytest.mark.parametrize(("rows", "replays"), [(1, 500), (8, 1000), (256, 200)], ids=str)
 def test_captured_codes(collective: str, rows: int, replays: int, tmp_path: Path) -> None:
-    two_gpus(tmp_path, codes_replayed, collective, rows, replays)
+    on_gpus(tmp_path, codes_replayed, collective, rows, replays)

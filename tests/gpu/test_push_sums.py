@@ -15,15 +15,16 @@ import moe_ops
 from moe_ops import share_experts, sum_ranks
 from moe_ops.graphs.cuda_graph import capture_call
 from moe_ops.ranks import peers
+from moe_ops.ranks.links import most_parts
 from moe_ops.using import using
-from tests.distributed.test_transformers import generated, make
-from tests.distributed.two_gpus import (
+from tests.distributed.on_gpus import (
     NEEDS_TWO,
     RANKS,
     generates_by_steps,
+    on_gpus,
     replays_agree,
-    two_gpus,
 )
+from tests.distributed.test_transformers import generated, make
 from tests.gpu.test_over_ranks import prepared_call
 
 pytestmark = NEEDS_TWO
@@ -54,7 +55,7 @@ def equal(rank: int, group: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
 def test_parts_are_summed_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
-    two_gpus(tmp_path, equal, dtype)
+    on_gpus(tmp_path, equal, dtype)
 
 
 def replayed(rank: int, group: str, T: int, D: int, replays: int) -> None:
@@ -85,7 +86,7 @@ def replayed(rank: int, group: str, T: int, D: int, replays: int) -> None:
 def test_replays_have_the_bits_of_an_all_reduce(
     T: int, D: int, replays: int, tmp_path: Path
 ) -> None:
-    two_gpus(tmp_path, replayed, T, D, replays)
+    on_gpus(tmp_path, replayed, T, D, replays)
 
 
 def picked(rank: int, group: str) -> None:
@@ -102,8 +103,10 @@ def picked(rank: int, group: str) -> None:
     connected(rank, group)
     assert backend() == "push"
     assert sum_ranks.pick(sum_ranks.call(x, group)).name == "push"
-    wide = torch.empty(2**17, 256, device="cuda", dtype=BF16)
-    assert "takes at most 65535 rows, got 131072" in str(sum_ranks.refusals(wide, group)["push"])
+    most = most_parts(RANKS, 2 * 256)
+    wide = torch.empty(most + 1, 256, device="cuda", dtype=BF16)
+    reason = str(sum_ranks.refusals(wide, group)["push"])
+    assert f"takes at most {most} rows, got {most + 1}" in reason
     grad = torch.ones(8, 256, device="cuda", requires_grad=True)
     with torch.enable_grad():
         assert "has no gradients" in str(sum_ranks.refusals(grad, group)["push"])
@@ -119,7 +122,7 @@ def picked(rank: int, group: str) -> None:
 
 
 def test_push_is_picked_once_ranks_are_connected(tmp_path: Path) -> None:
-    two_gpus(tmp_path, picked)
+    on_gpus(tmp_path, picked)
 
 
 def steps(rank: int, group: str) -> None:
@@ -134,7 +137,7 @@ def steps(rank: int, group: str) -> None:
 
 
 def test_generate_sums_by_push(tmp_path: Path) -> None:
-    two_gpus(tmp_path, steps)
+    on_gpus(tmp_path, steps)
 
 
 LIMIT = 10  # seconds
@@ -160,4 +163,4 @@ def stuck(rank: int, group: str) -> None:
 
 
 def test_a_rank_without_its_part_is_named(tmp_path: Path) -> None:
-    two_gpus(tmp_path, stuck, seconds=LIMIT)
+    on_gpus(tmp_path, stuck, seconds=LIMIT)

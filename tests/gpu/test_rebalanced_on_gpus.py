@@ -12,7 +12,7 @@ from moe_ops import capture
 from moe_ops.layer import MoELayer, rebalance_layers
 from moe_ops.parallel.config import ALLGATHER, LOW_LATENCY, ParallelConfig
 from moe_ops.testing import TOL, assert_close
-from tests.distributed.two_gpus import NEEDS_TWO, RANKS, two_gpus
+from tests.distributed.on_gpus import NEEDS_TWO, RANKS, on_gpus
 from tests.layer.shards import randomize, take_share
 
 pytestmark = NEEDS_TWO
@@ -40,14 +40,19 @@ def rebalanced(rank: int, group: str, collective: str, quant: str | None) -> Non
     assert layer.loads is not None
     found = [*layer.expert_tensors().values(), layer.loads, layer.rank_of_P, layer.slot_of_P]
     addresses = [t.data_ptr() for t in found]
-    run = capture(lambda x, logits: layer(x, logits, rows=x.shape[0]), buckets=(8, 64), varying=2)
+    # The layer is an argument, so that its counts are seen.
+    run = capture(
+        lambda x, logits, layer: layer(x, logits, rows=x.shape[0]), buckets=(8, 64), varying=2
+    )
     moved = 0
     for step in range(4):
         counts = (3, 8, 40)
         for T in counts:
             given = hot(T, step, rank)
             want = whole(*given)
-            assert_close(run(*given), want, TOL["experts_over_ranks", BF16], f"{step}: {T} tokens")
+            assert_close(
+                run(*given, layer), want, TOL["experts_over_ranks", BF16], f"{step}: {T} tokens"
+            )
         assert int(layer.loads.sum()) == K * sum(counts), "neither padding nor a warm-up counts"
         moved += sum(len(moves.pairs) for moves in rebalance_layers([layer], group).moves)
         assert not layer.loads.any()
@@ -62,4 +67,4 @@ def rebalanced(rank: int, group: str, collective: str, quant: str | None) -> Non
 def test_graphs_go_on_after_experts_moved(
     collective: str, quant: str | None, tmp_path: Path
 ) -> None:
-    two_gpus(tmp_path, rebalanced, collective, quant)
+    on_gpus(tmp_path, rebalanced, collective, quant)

@@ -1,4 +1,4 @@
-"""Ranks on two GPUs of one host, a process each."""
+"""Ranks on GPUs of one host, a process each: two, unless a test says how many."""
 
 from __future__ import annotations
 
@@ -20,21 +20,26 @@ from moe_ops.graphs.cuda_graph import Captured
 from tests.distributed.test_transformers import generated
 
 RANKS = 2
-NEEDS_TWO = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.device_count() < RANKS,
-        reason=f"needs {RANKS} GPUs, there are {torch.cuda.device_count()}",
-    ),
-]
 
 
-def main(rank: int, folder: Path, seconds: float, body: Callable[..., None], args: Any) -> None:
+def needs(ranks: int) -> list[pytest.MarkDecorator]:
+    """Marks of a test that needs so many GPUs."""
+    found = torch.cuda.device_count()
+    reason = f"needs {ranks} GPUs, there are {found}"
+    return [pytest.mark.gpu, pytest.mark.skipif(found < ranks, reason=reason)]
+
+
+NEEDS_TWO = needs(RANKS)
+
+
+def main(
+    rank: int, ranks: int, folder: Path, seconds: float, body: Callable[..., None], args: Any
+) -> None:
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # as push needs it
     torch.cuda.set_device(rank)
-    store = dist.FileStore(str(folder / "store"), RANKS)
+    store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group(
-        "nccl", store=store, rank=rank, world_size=RANKS, device_id=torch.device("cuda", rank),
+        "nccl", store=store, rank=rank, world_size=ranks, device_id=torch.device("cuda", rank),
         timeout=timedelta(seconds=seconds),
     )  # fmt: skip
     with torch.no_grad():
@@ -44,8 +49,10 @@ def main(rank: int, folder: Path, seconds: float, body: Callable[..., None], arg
     dist.destroy_process_group()
 
 
-def two_gpus(folder: Path, body: Callable[..., None], *args: Any, seconds: float = 300) -> None:
-    mp.spawn(main, (folder, seconds, body, args), nprocs=RANKS)
+def on_gpus(
+    folder: Path, body: Callable[..., None], *args: Any, ranks: int = RANKS, seconds: float = 300
+) -> None:
+    mp.spawn(main, (ranks, folder, seconds, body, args), nprocs=ranks)
 
 
 def replays_agree(
