@@ -24,6 +24,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import timeline
 import torch
 import torch.distributed as dist
 import transformers
@@ -33,6 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import moe_ops
 
+STEPS = 16  # that are profiled
 COLLECTIVES = ("gather", "exchange", "push", "auto")
 
 
@@ -69,6 +71,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--compiled", action="store_true", help="by moe_ops.compile")
     parser.add_argument("--check", action="store_true", help="compare with one process")
+    parser.add_argument(
+        "--profile", action="store_true", help="on GPUs: the kernels of a layer in a step of rank 0"
+    )  # fmt: skip
     parser.add_argument("--json", help="rank 0 writes figures to this file")
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
@@ -94,7 +99,7 @@ def run(args: argparse.Namespace, rank: int, device: torch.device) -> None:
     model = shared(args, device, whole)
     if args.compiled:
         model = moe_ops.compile(model)
-    speeds = []
+    speeds, timelines = [], {}
     for batch in args.batch:
         torch.manual_seed(0)
         ids = torch.randint(model.config.vocab_size, (batch, args.prompt))
@@ -106,8 +111,12 @@ def run(args: argparse.Namespace, rank: int, device: torch.device) -> None:
             same = torch.equal(generate(model, mine, args.new), want)
             said += f", as one process: {same}"
         print(f"{said}\n", end="", flush=True)  # at once, or the lines of two ranks mix
+        if args.profile and mine.is_cuda:
+            timelines[batch] = launches = profiled(model, mine)
+            if rank == 0:
+                print(timeline.table(launches), flush=True)
     if args.json and rank == 0:
-        write(args.json, device, speeds)
+        write(args.json, device, speeds, timelines)
 
 
 def share(ids: Tensor, args: argparse.Namespace) -> Tensor:
@@ -129,7 +138,18 @@ def measured(model: PreTrainedModel, ids: Tensor, batch: int, args: argparse.Nam
     )
 
 
-def write(path: str, device: torch.device, speeds: list[Speed]) -> None:
+def profiled(model: PreTrainedModel, ids: Tensor) -> list[timeline.Launch]:
+    """A layer of a step."""
+    layers = model.config.num_hidden_layers
+    return timeline.timeline(lambda: generate(model, ids, 1 + STEPS), STEPS, layers)
+
+
+def write(
+    path: str,
+    device: torch.device,
+    speeds: list[Speed],
+    timelines: dict[int, list[timeline.Launch]],
+) -> None:
     ranks, name = dist.get_world_size(), "cpu"
     if device.type == "cuda":
         name = f"{ranks} x {torch.cuda.get_device_name(device)}"
@@ -139,6 +159,7 @@ def write(path: str, device: torch.device, speeds: list[Speed]) -> None:
         "device": name,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "speeds": [asdict(speed) for speed in speeds],
+        "timelines": {n: [asdict(one) for one in found] for n, found in timelines.items()},
     }
     Path(path).write_text(json.dumps(found, indent=1) + "\n")
 

@@ -147,12 +147,22 @@ def measure_ep(args: argparse.Namespace) -> Figures:
         print(ep_simulated.table(simulated))
         return {"simulated": [asdict(s) for s in simulated]}
     with ep.world() as device:
-        found = ep.probe(device) if args.probe else []
-        of = (args.layer, args.tokens, args.modes, device, args.part, args.x_format)
-        found += [] if args.probe else ep.measure(*of)
+        found = ep.probe(device) if args.probe else ep.measure(_cells(args), args.modes, device)
         if torch.distributed.get_rank() == 0:
             print(ep.table(found))
-    return {"spent": [asdict(s) for s in found]}
+        ranks = torch.distributed.get_world_size()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"device": f"{ranks} x {name}", "spent": [asdict(s) for s in found]}
+
+
+def _cells(args: argparse.Namespace) -> list[ep.Cell]:
+    """Of `ep`: those of the same weights one after the other."""
+    return [
+        ep.Cell(case=LAYERS[name], T=T, part=args.part, routing=routing, x_format=args.x_format)
+        for name in args.layer
+        for routing in args.routing
+        for T in args.tokens
+    ]
 
 
 def measure_step(args: argparse.Namespace) -> Figures:

@@ -6,6 +6,7 @@
     torchrun --nproc-per-node 2 -m moe_ops.bench ep --part transport --modes vdev2d packed pairs
     torchrun --nproc-per-node 2 -m moe_ops.bench ep --part shared --layer qwen3_30b
 
+With `--routing zipf` some experts, and their ranks, are popular.
 With `--x-format float8_e4m3fn:1x128` tokens are quantised and travel as codes, but for those of
 "unpacked", which sends floats. Modes take turns;
 "auto" is named with the transport that it picks. Ranks run everything as often as each other, and
@@ -43,7 +44,7 @@ from moe_ops.quant.config import QuantConfig
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, all_gather, all_reduce, all_to_all
 from moe_ops.ranks.transport import AUTO, EXCHANGE, GATHER, PUSH
-from moe_ops.testing import LAYERS, Case
+from moe_ops.testing import Case
 from moe_ops.using import using
 
 UNPACKED = "unpacked"  # three all-gathers and a reduce-scatter, as many do it
@@ -95,6 +96,25 @@ class Timed:
     call: Callable[[], Any]  # which holds the tensors that a graph reads
     calls: int = 0  # of a graph; 0: it is no graph
     taken: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """T tokens of each rank, whose experts are chosen by a routing of the benches, and how they are
+    measured; tokens are quantised to x_format, if it is given."""
+
+    case: Case
+    T: int
+    part: str = LAYER
+    routing: str = "uniform"
+    x_format: str = ""
+
+    @property
+    def what(self) -> str:
+        """Without the number of tokens."""
+        named = {"part": self.part, "routing": self.routing}
+        said = [v for n, v in named.items() if v != Cell.__dataclass_fields__[n].default]
+        return " ".join(filter(None, (self.case.name, *said, self.x_format)))
 
 
 @contextmanager
@@ -160,55 +180,48 @@ def _sums(device: torch.device, group: Group) -> list[Spent]:
 
 @torch.inference_mode()
 def measure(
-    layers: Sequence[str],
-    tokens: Sequence[int],
-    modes: Sequence[str] | None,
-    device: torch.device,
-    part: str = LAYER,
-    x_format: str = "",
+    cells: Sequence[Cell], modes: Sequence[str] | None, device: torch.device
 ) -> list[Spent]:
-    """Layers of a share of the experts on each rank, or their tokens there and back, by mode and by
-    tokens of a rank; without modes by all that the device has. Tokens are quantised to x_format, if
-    it is given. What a mode cannot run is said, and left out."""
-    if modes is None:
-        left_out = {
-            *APART,
-            *(() if device.type == "cuda" else (PUSH,)),
-            *(PEERS if x_format else ()),
-        }
-        modes = [m for m in PARTS[part] if m not in left_out]
+    """Layers of a share of the experts on each rank, or their tokens there and back, by mode;
+    without modes by all that the device has. What a mode cannot run is said, and left out."""
     found = []
-    for name in layers:
-        case = LAYERS[name]
-        held = weights_of(case, device, x_format) if part == LAYER else None
-        what = " ".join(filter(None, (name, "" if part == LAYER else part, x_format)))
-        for T in tokens:
-            calls: dict[str, Timed] = {}
-            for mode in modes:
-                made = _of_mode(mode, case, T, part, device, held, x_format)
-                calls |= {} if made is None else {mode: made}
-            found += _in_turns(what, T, calls, device)
-            calls.clear()  # whose graphs hold the weights, before others are made
+    held: dict[str, Any] | None = None
+    for before, cell in zip((None, *cells), cells, strict=False):
+        if cell.part == LAYER and (before is None or before.what != cell.what):
+            held = None  # before others are made
+            held = weights_of(cell, device)
+        calls: dict[str, Timed] = {}
+        for mode in modes_of(cell, device) if modes is None else modes:
+            made = _of_mode(mode, cell, device, held)
+            calls |= {} if made is None else {mode: made}
+        found += _in_turns(cell.what, cell.T, calls, device)
+        calls.clear()  # whose graphs hold the weights, before others are made
     return found
 
 
+def modes_of(cell: Cell, device: torch.device) -> list[str]:
+    """All modes of a part that run together on a device."""
+    left_out = {
+        *APART,
+        *(() if device.type == "cuda" else (PUSH,)),
+        *(PEERS if cell.x_format else ()),
+    }
+    return [m for m in PARTS[cell.part] if m not in left_out]
+
+
 def _of_mode(
-    mode: str,
-    case: Case,
-    T: int,
-    part: str,
-    device: torch.device,
-    held: dict[str, Any] | None,
-    x_format: str,
+    mode: str, cell: Cell, device: torch.device, held: dict[str, Any] | None
 ) -> Timed | None:
     """A call of a mode, eager if it cannot be captured; None if it cannot run."""
-    if part == SHARED:
-        make = partial(ep_shared.call, case, T, mode, device)
-    elif held is None:
-        make = partial(transport, case, T, mode, device, x_format)
+    make: Callable[[], Callable[[], Tensor]]
+    if cell.part == SHARED:
+        make = partial(ep_shared.call, cell.case, cell.T, mode, device, cell.routing)
+    elif cell.part == TRANSPORT:
+        make = partial(transport, cell, mode, device)
     else:
-        make = partial(layer_call, case, T, mode, held)
-    named = f"{case.name} {part} by {mode} of {T} tokens"
+        assert held is not None, "layers have weights"
+        make = partial(layer_call, cell, mode, held)
+    named = f"{cell.what} by {mode} of {cell.T} tokens"
     # Made by all before any runs it, as a rank that could not would be waited for.
     run = _tried(make, f"{named}: left out", device)
     ran = None if run is None else _tried(partial(_ran, run, device), f"{named}: left out", device)
@@ -216,10 +229,10 @@ def _of_mode(
         return None
     taken = ""
     if mode == AUTO and held is not None:
-        taken = experts_over_ranks.pick(layer_arguments(case, T, mode, held)).name
+        taken = experts_over_ranks.pick(layer_arguments(cell, mode, held)).name
     if (taken or mode) in NOT_CAPTURED:
         return Timed(run=run, call=run, taken=taken)
-    rounds = 1 if part == LAYER else max(1, min(ROUNDS, ROUNDS * SHORT // T))
+    rounds = 1 if cell.part == LAYER else max(1, min(ROUNDS, ROUNDS * SHORT // cell.T))
     graph = partial(_graph, run, rounds, device, taken)
     return _tried(graph, f"{named}: not captured", device) or Timed(run=run, call=run, taken=taken)
 
@@ -262,10 +275,10 @@ def _world_group() -> Group:
     return Group.of(dist.group.WORLD.group_name)
 
 
-def weights_of(case: Case, device: torch.device, x_format: str = "") -> dict[str, Any]:
-    """This rank's experts, of a format that goes with inputs of x_format; arguments of `experts` by
+def weights_of(cell: Cell, device: torch.device) -> dict[str, Any]:
+    """This rank's experts, of a format that goes with its tokens' one; arguments of `experts` by
     name. Raises ValueError for a number that does not divide among the ranks."""
-    R = dist.get_world_size()
+    R, case, x_format = dist.get_world_size(), cell.case, cell.x_format
     if case.E % R:
         raise ValueError(f"{case.name} has {case.E} experts, which do not divide among {R} ranks")
     quant = QuantConfig(weights=W_FORMATS[x_format], inputs=x_format) if x_format else None
@@ -277,11 +290,11 @@ def weights_of(case: Case, device: torch.device, x_format: str = "") -> dict[str
 Tensors = tuple[Tensor, Tensor]
 
 
-def own_of(case: Case, T: int, device: torch.device) -> tuple[Own, Tensors]:
+def own_of(cell: Cell, device: torch.device) -> tuple[Own, Tensors]:
     """Tokens of this rank's own, with weights and ids, and the tables of who serves an expert."""
-    group = _world_group()
+    group, case = _world_group(), cell.case
     generator = torch.Generator(device).manual_seed(group.rank)
-    routed = make_routed(case, T, "uniform", torch.bfloat16, generator)
+    routed = make_routed(case, cell.T, cell.routing, torch.bfloat16, generator)
     own = Own(
         x_TD=routed.x_TD, weights_TK=routed.weights_TK, ids_TK=routed.ids_TK.to(torch.int32),
         experts=case.E, group=group,
@@ -291,15 +304,13 @@ def own_of(case: Case, T: int, device: torch.device) -> tuple[Own, Tensors]:
     return own, ((ids // each).to(torch.int32), (ids % each).to(torch.int32))
 
 
-def transport(
-    case: Case, T: int, mode: str, device: torch.device, x_format: str = ""
-) -> Callable[[], Tensor]:
+def transport(cell: Cell, mode: str, device: torch.device) -> Callable[[], Tensor]:
     """Tokens of this rank's own there and back, whose experts give them back as they are; where
     they travel as codes, other rows of their width."""
-    own, tables = own_of(case, T, device)
+    own, tables = own_of(cell, device)
     if mode in PEERS:
         return peer(mode, own)
-    x_TD, group = own.x_TD, own.group
+    x_TD, group, T, x_format = own.x_TD, own.group, cell.T, cell.x_format
 
     def there_and_back() -> Tensor:
         q_TD, scale_TS = quantize(x_TD, x_format) if x_format else (x_TD, None)
@@ -312,21 +323,21 @@ def transport(
     return there_and_back
 
 
-def layer_arguments(case: Case, T: int, mode: str, held: dict[str, Any]) -> ExpertsOverRanksCall:
+def layer_arguments(cell: Cell, mode: str, held: dict[str, Any]) -> ExpertsOverRanksCall:
     """A layer on tokens of this rank's own."""
-    own, tables = own_of(case, T, held["w13_EFD"].device)
+    own, tables = own_of(cell, held["w13_EFD"].device)
     sent = (own.x_TD, own.weights_TK, own.ids_TK)
     weights = (held["w13_EFD"], held["w2_EDI"])
     more = {name: value for name, value in held.items() if name not in ("w13_EFD", "w2_EDI")}
-    return experts_over_ranks.call(*sent, *weights, *tables, T, own.group.name, mode, **more)
+    return experts_over_ranks.call(*sent, *weights, *tables, cell.T, own.group.name, mode, **more)
 
 
-def layer_call(case: Case, T: int, mode: str, held: dict[str, Any]) -> Callable[[], Tensor]:
+def layer_call(cell: Cell, mode: str, held: dict[str, Any]) -> Callable[[], Tensor]:
     """A call of a mode."""
     if mode != UNPACKED:
-        args = experts_over_ranks.arguments.flat(layer_arguments(case, T, mode, held))
+        args = experts_over_ranks.arguments.flat(layer_arguments(cell, mode, held))
         return lambda: experts_over_ranks(*args)
-    own, tables = own_of(case, T, held["w13_EFD"].device)
+    own, tables = own_of(cell, held["w13_EFD"].device)
     here_E = torch.where(tables[0] == own.group.rank, tables[1], -1)
 
     def unpacked() -> Tensor:

@@ -35,11 +35,11 @@ class SharedExpert(nn.Module):
         return out_TD
 
 
-def call(case: Case, T: int, way: str, device: torch.device) -> Callable[[], Tensor]:
+def call(case: Case, T: int, way: str, device: torch.device, routing: str) -> Callable[[], Tensor]:
     """The routed experts over all ranks, the shared expert of this rank, or a layer of both, whose
     shared expert runs while tokens are exchanged; on T tokens of this rank's own."""
     generator = torch.Generator(device).manual_seed(dist.get_rank())
-    routed = make_routed(case, T, "uniform", torch.bfloat16, generator)
+    routed = make_routed(case, T, routing, torch.bfloat16, generator)
     shared = SharedExpert(case, device)
     if way == SHARED:
         return lambda: shared(routed.x_TD)

@@ -22,7 +22,7 @@ from moe_ops.parallel.replicas import ExpertReplicas, choose_replicas
 from moe_ops.ranks.links import LINKS
 from moe_ops.ranks.packed import row_bytes
 from moe_ops.ranks.tables import needed
-from moe_ops.ranks.transport import EXCHANGE, GATHER
+from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH
 from moe_ops.testing import Case
 
 HOST = 8  # ranks
@@ -32,7 +32,7 @@ BETWEEN_HOSTS = 50e9  # bytes a second of a rank: a NIC of 400 Gbit/s each
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
     """Rows that come to a rank for each token of its own, pairs over the mean, and microseconds of
-    both transports there and back."""
+    the transports there and back; None for that which does not leave a host."""
 
     ranks: int
     zipf: float
@@ -42,6 +42,7 @@ class Simulated:
     most_pairs: float
     gather_us: float
     exchange_us: float
+    push_us: float | None
 
 
 def simulate(
@@ -53,10 +54,11 @@ def simulate(
 
 def table(found: Sequence[Simulated]) -> str:
     head = ("ranks", "zipf", "redundant", "rows in", "most", "pairs most/mean", "gather us")
-    rows: list[tuple[str, ...]] = [(*head, "exchange us")]
+    rows: list[tuple[str, ...]] = [(*head, "exchange us", "push us")]
     for s in found:
         counted = (f"{s.mean_rows:.2f}", f"{s.most_rows:.2f}", f"{s.most_pairs:.2f}")
-        times = (f"{s.gather_us:.0f}", f"{s.exchange_us:.0f}")
+        pushed = "-" if s.push_us is None else f"{s.push_us:.0f}"
+        times = (f"{s.gather_us:.0f}", f"{s.exchange_us:.0f}", pushed)
         rows.append((str(s.ranks), f"{s.zipf:g}", str(s.redundant), *counted, *times))
     return aligned(rows)
 
@@ -83,16 +85,17 @@ def _one(case: Case, R: int, zipf: float, redundant: int, T: int) -> Simulated:
     there = row_bytes([(case.D, torch.bfloat16), (case.K, torch.float32), (case.K, torch.int32)])
     row = there + 2 * case.D
 
-    def spent(rows: float, apart: float, fixed: float) -> float:
-        inside = max(0.0, rows - apart) * row / link.bytes_per_second
-        return fixed + 1e6 * max(inside, apart * row / BETWEEN_HOSTS)
+    def spent(rows: float, apart: float, transport: str) -> float:
+        inside = max(0.0, rows - apart) * row / link.rate(transport)
+        return link.fixed_us(transport) + 1e6 * max(inside, apart * row / BETWEEN_HOSTS)
 
     away = max(0, R - HOST)
     return Simulated(
         ranks=R, zipf=zipf, redundant=redundant, mean_rows=float(rows_R.mean()) / T,
         most_rows=float(rows_R.max()) / T, most_pairs=float(pairs_R.max() / pairs_R.mean()),
-        gather_us=spent((R - 1) * T, away * T, link.fixed_us(GATHER)),
-        exchange_us=spent(float(rows_R.max()), float(apart_R.max()), link.fixed_us(EXCHANGE)),
+        gather_us=spent((R - 1) * T, away * T, GATHER),
+        exchange_us=spent(float(rows_R.max()), float(apart_R.max()), EXCHANGE),
+        push_us=spent(float(rows_R.max()), 0, PUSH) if R <= HOST else None,
     )  # fmt: skip
 
 

@@ -251,6 +251,9 @@ def add_ep(of: argparse.ArgumentParser) -> None:
     of.add_argument("--part", choices=list(ep.PARTS), default=ep.LAYER, help="of what is timed")
     of.add_argument("--modes", nargs="+", choices=ep.MODES, help="all of a part")
     of.add_argument("--x-format", default="", choices=["", *ep.W_FORMATS], help="of tokens sent")
+    of.add_argument(
+        "--routing", type=routing_names, default=["uniform"], help=f"of {', '.join(ROUTINGS)}"
+    )  # fmt: skip
     of.add_argument("--probe", action="store_true", help="collectives alone, by bytes")
     of.add_argument("--simulate", action="store_true", help="without ranks; of the last --tokens")
     of.add_argument("--ranks", type=numbers, default=[8, 16, 64], help="of a simulation")

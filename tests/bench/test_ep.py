@@ -31,7 +31,8 @@ def measured(rank: int, group: str) -> None:
     }
     found = []
     for part in ep.PARTS:
-        spent = ep.measure(["tiny"], [1, 5], None, device, part)
+        cells = [cell_of(T, part=part) for T in (1, 5)]
+        spent = ep.measure(cells, None, device)
         assert [(s.how, s.size) for s in spent] == [(m, T) for T in (1, 5) for m in modes[part]]
         found += spent
     probed = ep.probe(device)
@@ -43,16 +44,38 @@ def measured(rank: int, group: str) -> None:
     assert "auto (gather)" in ep.table(found)
     for x_format in ("", "int8:row"):
         torch.manual_seed(rank)
-        held = ep.weights_of(TINY, device, x_format)
-        want, *others = (ep.layer_call(TINY, 5, mode, held)() for mode in modes["layer"])
+        cell = cell_of(5, x_format=x_format)
+        held = ep.weights_of(cell, device)
+        want, *others = (ep.layer_call(cell, mode, held)() for mode in modes["layer"])
         for other in others:
             torch.testing.assert_close(other, want, rtol=2e-2, atol=2e-2)
-    want, other = (ep.transport(TINY, 5, mode, device)() for mode in ("gather", "exchange"))
+    cell = cell_of(5, part="transport")
+    want, other = (ep.transport(cell, mode, device)() for mode in ("gather", "exchange"))
     assert torch.equal(other, want)
-    own = ep.own_of(TINY, 5, device)[0]
-    assert torch.equal(ep.transport(TINY, 5, "pairs", device)(), own.sorted_RD)
-    coded = ep.measure(["tiny"], [5], ["gather", "exchange"], device, "transport", "int8:row")
-    assert [s.what for s in coded] == ["tiny transport int8:row"] * 2
+    own = ep.own_of(cell, device)[0]
+    assert torch.equal(ep.transport(cell, "pairs", device)(), own.sorted_RD)
+    coded = cell_of(5, part="transport", x_format="int8:row", routing="zipf")
+    spent = ep.measure([coded], ["gather", "exchange"], device)
+    assert [s.what for s in spent] == ["tiny transport zipf int8:row"] * 2
+
+
+def cell_of(T: int, **more: Any) -> ep.Cell:
+    return ep.Cell(case=TINY, T=T, **more)
+
+
+def popular(rank: int, group: str) -> None:
+    """Of every rank's tokens most choose the same experts, where these are popular."""
+    case = Case(name="popular", T=1, E=64, K=2, D=64, I=32)
+    chosen = {}
+    for routing in ("uniform", "zipf"):
+        cell = ep.Cell(case=case, T=512, routing=routing)
+        loads_E = torch.bincount(
+            ep.own_of(cell, torch.device("cpu"))[0].ids_TK.flatten(), minlength=64
+        )
+        chosen[routing] = loads_E.argmax(), loads_E.max() / loads_E.sum()
+    assert chosen["uniform"][1] < 0.05 < 0.15 < chosen["zipf"][1]
+    first = torch.randperm(64, generator=torch.Generator().manual_seed(0)).argmin()
+    assert chosen["zipf"][0] == first, "the same one on every rank"
 
 
 def with_one_that_fails(rank: int, group: str) -> None:
@@ -68,7 +91,7 @@ def with_one_that_fails(rank: int, group: str) -> None:
         return ep_peers.packed(own)
 
     with patch.dict(ep_peers.PEERS, packed=broken), redirect_stdout(said):
-        spent = ep.measure(["tiny"], [3], modes, device, "transport")
+        spent = ep.measure([cell_of(3, part="transport")], modes, device)
     assert [s.how for s in spent] == ["pairs"]
     assert said.getvalue().splitlines() == ([] if rank else [
         "tiny transport by packed of 3 tokens: left out: another rank could not",
@@ -84,6 +107,10 @@ def test_two_processes_time_every_mode(tmp_path: Path) -> None:
     processes(2, tmp_path, measured)
 
 
+def test_popular_experts_are_those_of_every_rank(tmp_path: Path) -> None:
+    processes(2, tmp_path, popular)
+
+
 def test_simulated_rows_are_those_of_even_routing() -> None:
     case = Case(name="even", T=1, E=64, K=4, D=64, I=32)
     (even,) = ep_simulated.simulate(case, [8], [0.0], [0], 512)
@@ -94,6 +121,10 @@ def test_simulated_rows_are_those_of_even_routing() -> None:
     assert skewed.most_rows > 1.2 * even.most_rows
     assert balanced.most_pairs < skewed.most_pairs
     assert len(ep_simulated.table([even, skewed]).splitlines()) == 3
+    assert even.push_us is not None and skewed.push_us is not None
+    assert even.push_us < min(skewed.push_us, even.gather_us)
+    (apart,) = ep_simulated.simulate(case, [16], [0.0], [0], 8)
+    assert apart.push_us is None and ep_simulated.table([apart]).splitlines()[1].endswith(" -")
 
 
 def test_options_of_ep() -> None:
@@ -104,6 +135,9 @@ def test_options_of_ep() -> None:
     chosen = cli.parse(["ep", "--part", "transport", "--modes", "push", "packed"])
     assert (chosen.part, chosen.modes) == ("transport", ["push", "packed"])
     assert cli.parse(["ep", "--x-format", "int8:row"]).x_format == "int8:row"
+    both = cli.parse(["ep", "--routing", "uniform,zipf", "--tokens", "1,8"])
+    cells = [(c.case.name, c.routing, c.T) for c in cli._cells(both)]
+    assert cells == [("qwen3_30b", r, T) for r in ("uniform", "zipf") for T in (1, 8)]
 
 
 def test_modes_of_another_part_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
