@@ -87,6 +87,7 @@ MANY_PARAMETERS = {
         "moe_ops/bench/accuracy.py: Accuracy",
         "moe_ops/bench/cells.py: Cell",
         "moe_ops/bench/counters.py: Kernel",
+        "moe_ops/bench/ep_simulated.py: Simulated",
         "moe_ops/bench/loading.py: Loading",
         "moe_ops/bench/results.py: Results",
         "moe_ops/bench/stages.py: StageCell",

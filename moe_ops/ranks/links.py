@@ -87,9 +87,9 @@ def most_pushed_bytes(ranks: int) -> int:
 
 # Measured, by the type of the device. Two H200 of one host, NCCL in CUDA graphs, torch 2.11: an
 # all-to-all of 2 KB takes 8.5 us and moves 254 GB/s at 67 MB, an all-gather 8.3 us and 241 GB/s.
-# With what packs and unpacks, one token there and back by `gather` took 25.3 us on two H100 and 29.1
-# on four H200, of which alpha is about half; at 16384 tokens there were 257 to 275 GB/s on the four,
-# where `push` moved 254 to 288 (bench ep).
+# One token there and back by `gather`, packing counted, took 25.3 us on two H100 and 29.1 on four
+# H200: alpha is about half. With 16384 tokens these four had 257 to 275 GB/s, and 254 to 288 by
+# `push` (bench ep).
 # On two H100 a layer by `exchange`, which no graph holds, took 1.0 to 2.8 ms more than by `gather`
 # at 1 to 4096 tokens a rank (bench ep), most of it the host's: 1.9 in the middle. Two processes
 # with gloo on two cores, torch 2.13: 250 us, 0.9 GB/s. Those of `push` are of two H100, captured:
