@@ -125,6 +125,16 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
 }
 
 
+def test_calls_that_flashinfer_logs_go_on_to_be_seen(
+    hopper: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cutlass.package.module("flashinfer.api_logging"), "_API_LOG_LEVEL", 1)
+    loaded, call = made()
+    for _ in range(4):
+        check(CUTLASS, "bfloat16", run(call), wanted(loaded))
+    assert not bound(call)
+
+
 @pytest.mark.parametrize("names", OTHERS.values(), ids=OTHERS)
 def test_another_function_behind_is_left_alone(
     hopper: ModuleType, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...] | None

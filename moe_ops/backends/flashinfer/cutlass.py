@@ -84,10 +84,11 @@ NAMED = {
 def behind(device: torch.device) -> Callable[..., Any] | None:
     """The function that `cutlass_fused_moe` calls once it has found the GPU, made it the current
     one, and checked its result's shape: that takes longer than all that moe_ops does. None where
-    the installed package has no such function with these parameters."""
-    get = getattr(package.module("flashinfer.fused_moe.core"), "get_cutlass_fused_moe_module", None)
-    found = package.capability(device)
-    if get is None or found is None:
+    the installed package has no such function with these parameters, or logs its calls. What it
+    dumps of calls, once for each kind, it dumped of those before."""
+    core, logs = (package.module(f"flashinfer.{n}") for n in ("fused_moe.core", "api_logging"))
+    get, found = getattr(core, "get_cutlass_fused_moe_module", None), package.capability(device)
+    if get is None or found is None or getattr(logs, "_API_LOG_LEVEL", None) != 0:
         return None
     function = getattr(get(f"{found[0] * 10 + found[1]}"), "cutlass_fused_moe", None)
     names = () if function is None else package.parameters(function)
