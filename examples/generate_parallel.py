@@ -77,6 +77,8 @@ def main() -> None:
     parser.add_argument("--json", help="rank 0 writes figures to this file")
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
+    if args.profile and not on_gpu:
+        parser.error("--profile shows kernels of a GPU, and torch finds none; drop it")
     try:
         dist.init_process_group("nccl" if on_gpu else "gloo")
     except ValueError as error:  # no variable says which rank this is
@@ -111,7 +113,7 @@ def run(args: argparse.Namespace, rank: int, device: torch.device) -> None:
             same = torch.equal(generate(model, mine, args.new), want)
             said += f", as one process: {same}"
         print(f"{said}\n", end="", flush=True)  # at once, or the lines of two ranks mix
-        if args.profile and mine.is_cuda:
+        if args.profile:
             timelines[batch] = launches = profiled(model, mine)
             if rank == 0:
                 print(timeline.table(launches), flush=True)

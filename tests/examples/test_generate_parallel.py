@@ -9,9 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def test_kernels_are_shown_of_gpus_alone() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    words = (sys.executable, "examples/generate_parallel.py", "--profile")
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 2
+    assert "--profile shows kernels of a GPU, and torch finds none" in done.stderr
 
 
 @pytest.mark.slow
