@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import DeviceType
+
+
+class Ran(NamedTuple):
+    """When a kernel ran, in microseconds."""
+
+    start: float
+    end: float
+    kernel: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,33 +38,27 @@ def timeline(steps: Callable[[], Any], number: int, layers: int) -> list[Launch]
     with torch.profiler.profile(activities=[activity]) as profiler:
         steps()
         torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
-    return median_layer([e for e in events if e.get("cat") == "kernel"], number, layers)
+    events = [e for e in profiler.events() if e.device_type == DeviceType.CUDA]
+    ran = [Ran(e.time_range.start, e.time_range.end, e.name) for e in events]
+    return median_layer(ran, number, layers)
 
 
-def median_layer(events: Sequence[dict[str, Any]], number: int, layers: int) -> list[Launch]:
-    """Of the kernels of a trace. Raises ValueError if no kernel runs once in every layer."""
-    kernels = sorted(events, key=lambda e: e["ts"])
-    often = Counter(e["name"] for e in kernels)
+def median_layer(ran: Sequence[Ran], number: int, layers: int) -> list[Launch]:
+    """Of the kernels of so many steps. Raises ValueError if none runs once in every layer."""
+    kernels = sorted(ran)
+    often = Counter(one.kernel for one in kernels)
     # The prompt may run the kernel once a layer, too.
     once = [n for n, count in often.items() if count in (layers * number, layers * (number + 1))]
     if not once or number < 2:
         raise ValueError(f"no kernel runs {layers * number} times, once a layer in {number} steps")
-    starts = [i for i, e in enumerate(kernels) if e["name"] == once[0]]
+    starts = [i for i, one in enumerate(kernels) if one.kernel == once[0]]
     starts = starts[-2 * layers : -layers]
     found: list[Launch] = []
     for place in range(min(b - a for a, b in itertools.pairwise(starts))):
-        spans, gaps = [], []
-        for start in starts[:-1]:
-            before, e = kernels[start + place - 1], kernels[start + place]
-            spans.append(e["dur"])
-            gaps.append(e["ts"] - before["ts"] - before["dur"])
-        name = kernels[starts[0] + place]["name"]
-        us, gap = statistics.median(spans), statistics.median(gaps)
-        found.append(Launch(kernel=name, us=us, gap_us=gap))
+        pairs = [(kernels[i + place - 1], kernels[i + place]) for i in starts[:-1]]
+        us = statistics.median(one.end - one.start for _, one in pairs)
+        gap = statistics.median(one.start - before.end for before, one in pairs)
+        found.append(Launch(kernel=pairs[0][1].kernel, us=us, gap_us=gap))
     return found
 
 

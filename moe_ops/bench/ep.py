@@ -16,6 +16,7 @@ the slowest one counts. On GPUs by NCCL, captured in a CUDA graph where it can b
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ from moe_ops.ranks.transport import AUTO, EXCHANGE, GATHER, PUSH
 from moe_ops.testing import Case
 from moe_ops.using import using
 
+UNIFORM = "uniform"  # the routing that goes without saying
 UNPACKED = "unpacked"  # three all-gathers and a reduce-scatter, as many do it
 # What is measured, and how: a layer with its experts, tokens that go there and back, or a layer
 # with shared experts and each of the two kinds alone.
@@ -106,15 +108,15 @@ class Cell:
     case: Case
     T: int
     part: str = LAYER
-    routing: str = "uniform"
+    routing: str = UNIFORM
     x_format: str = ""
 
     @property
     def what(self) -> str:
         """Without the number of tokens."""
-        named = {"part": self.part, "routing": self.routing}
-        said = [v for n, v in named.items() if v != Cell.__dataclass_fields__[n].default]
-        return " ".join(filter(None, (self.case.name, *said, self.x_format)))
+        part = "" if self.part == LAYER else self.part
+        routing = "" if self.routing == UNIFORM else self.routing
+        return " ".join(filter(None, (self.case.name, part, routing, self.x_format)))
 
 
 @contextmanager
@@ -185,17 +187,17 @@ def measure(
     """Layers of a share of the experts on each rank, or their tokens there and back, by mode;
     without modes by all that the device has. What a mode cannot run is said, and left out."""
     found = []
-    held: dict[str, Any] | None = None
-    for before, cell in zip((None, *cells), cells, strict=False):
-        if cell.part == LAYER and (before is None or before.what != cell.what):
-            held = None  # before others are made
-            held = weights_of(cell, device)
-        calls: dict[str, Timed] = {}
-        for mode in modes_of(cell, device) if modes is None else modes:
-            made = _of_mode(mode, cell, device, held)
-            calls |= {} if made is None else {mode: made}
-        found += _in_turns(cell.what, cell.T, calls, device)
-        calls.clear()  # whose graphs hold the weights, before others are made
+    for _, alike in itertools.groupby(cells, lambda cell: (cell.part, cell.case, cell.x_format)):
+        held: dict[str, Any] | None = None  # so that others are gone before these are made
+        for cell in alike:
+            if cell.part == LAYER and held is None:
+                held = weights_of(cell, device)
+            calls: dict[str, Timed] = {}
+            for mode in modes_of(cell, device) if modes is None else modes:
+                made = _of_mode(mode, cell, device, held)
+                calls |= {} if made is None else {mode: made}
+            found += _in_turns(cell.what, cell.T, calls, device)
+            calls.clear()  # whose graphs hold the weights, before others are made
     return found
 
 
