@@ -47,24 +47,24 @@ class Link:
         """Bytes a second."""
         return self.pushed_per_second if transport == PUSH else self.bytes_per_second
 
-    def sum_us(self, pushes: bool, ranks: int, nbytes: int, widened: int = 1) -> float:
+    def sum_us(self, pushes: bool, ranks: int, nbytes: int, times: int = 1) -> float:
         """What the sum of the ranks' parts of so many bytes takes: stored to all others at once, or
-        by an all-reduce, which sends shares around twice, of so many times the bytes."""
+        by an all-reduce, which sends shares around twice, of `widened` times as many bytes."""
         if ranks == 1:
             return 0.0
         if pushes:
             return self.push_us + 1e6 * (ranks - 1) * nbytes / self.pushed_per_second
-        sent = 2 * (ranks - 1) / ranks * nbytes * widened
+        sent = 2 * (ranks - 1) / ranks * nbytes * times
         return self.reduce_us + 1e6 * sent / self.bytes_per_second
 
-    def most_summed(self, ranks: int, nbytes: int, widened: int = 1) -> int:
+    def most_summed(self, ranks: int, nbytes: int, times: int = 1) -> int:
         """The most rows of so many bytes whose sum takes no longer if all ranks store their parts
         to each other."""
         begun, most = self.reduce_us - self.push_us, most_parts(ranks, nbytes)
         if begun < 0:
             return 0
         row = [
-            self.sum_us(p, ranks, nbytes, widened) - self.sum_us(p, ranks, 0) for p in (True, False)
+            self.sum_us(p, ranks, nbytes, times) - self.sum_us(p, ranks, 0) for p in (True, False)
         ]
         return most if row[0] <= row[1] else min(most, int(begun / (row[0] - row[1])))
 
