@@ -120,7 +120,7 @@ def run(
         options["b2_ED"] = module.down_proj_bias
     if over.collective:
         # An exchange counts for itself; to gather, all have as many.
-        rows = MOST_ROWS if over.collective == EXCHANGE else torch.sym_max(x_TD.shape[0], 1)
+        rows = MOST_ROWS if over.collective == EXCHANGE else max(x_TD.shape[0], 1)
         out_TD = experts_over_ranks(
             inputs, weights_TK, ids_TK, w13, w2, *tables, rows, over.group, over.collective,
             **options,

@@ -40,9 +40,10 @@ def test_it_is_right_and_timed(fake: ModuleType, on: On, formats: str) -> None:
     assert ours.wrong == direct.wrong == ""
     assert ours.us and direct.us
     assert ours.ran["experts"] == "flashinfer_cutlass" and direct.ran == {}
-    assert {name for name, _ in fake.calls if "fused_moe" in name} == {
-        "cutlass_fused_moe", "cutlass_fused_moe_workspace_size",
-    }  # fmt: skip
+    called = {name for name, _ in fake.calls if "fused_moe" in name}
+    # FlashInfer allocates the workspace of blocks itself.
+    sized = set() if formats == "blocks" else {"cutlass_fused_moe_workspace_size"}
+    assert called == {"cutlass_fused_moe"} | sized
 
 
 def test_what_it_cannot_run_is_said(fake: ModuleType, on: On) -> None:

@@ -216,6 +216,18 @@ def test_workspaces_are_as_large_as_the_largest_bucket(fake: ModuleType, on: On)
     assert ran == [bytes_of(tokens, CASE.D, CASE.E) for tokens in (48, 64)]
 
 
+@pytest.mark.parametrize("formats", ["bfloat16", "blocks"])
+def test_few_tokens_run_again_after_many_of_another_layer(
+    fake: ModuleType, on: On, formats: str
+) -> None:
+    """Of blocks FlashInfer wants bytes for the most rows that it ever had."""
+    on(9, 0)
+    few, many = (stored(call_of(formats, tokens=tokens), UP_GATE) for tokens in (3, 40))
+    want = run("flashinfer_cutlass", few)
+    run("flashinfer_cutlass", many)
+    assert torch.equal(run("flashinfer_cutlass", few), want)
+
+
 def test_layers_of_b12x_share_a_workspace_and_the_output(fake: ModuleType, on: On) -> None:
     on(12, 0)
     calls = [stored(call_of("nvfp4", tokens=5), UP_GATE) for _ in range(3)]

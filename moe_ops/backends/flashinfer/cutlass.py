@@ -105,10 +105,9 @@ def alike(call: ExpertsCall) -> Callable[..., Tensor] | None:
     if routed.ids_TK is not c.ids_TK:  # those here are no equal share
         return None
     launch, dtype, index = launch_of(c, routed), c.x_TD.dtype, c.x_TD.get_device()
-    function = behind(device)
-    if function is None:
+    function, given, nbytes = behind(device), launch.given, launch.nbytes
+    if function is None or nbytes is None:
         return None
-    given, nbytes = launch.given, launch.nbytes
     activation_type, fused = given["activation_type"], given["use_fused_finalize"]
     ep_size, ep_rank = given.get("ep_size", 1), given.get("ep_rank", 0)
     empty: Any = getattr(guards, f"_empty_strided_{device.type}")
@@ -158,10 +157,13 @@ def _current_device(device: torch.device) -> Callable[[], int]:
     return torch._C._cuda_getDevice if device.type == "cuda" else lambda: -1
 
 
-def workspace(launch: Launch, device: torch.device) -> Tensor:
-    """Bytes for one call. None are kept: the capture of a CUDA graph runs on a stream of its own,
-    where nothing was warmed up, and whoever captures may own the pool of the warm-up too, as
-    cudagraph trees do. torch's allocator knows the pools of graphs, and those of streams."""
+def workspace(launch: Launch, device: torch.device) -> Tensor | None:
+    """Bytes for one call, or None where FlashInfer has to allocate them. None are kept: the capture
+    of a CUDA graph runs on a stream of its own, where nothing was warmed up, and whoever captures
+    may own the pool of the warm-up too, as cudagraph trees do. torch's allocator, which FlashInfer
+    calls too, knows the pools of graphs, and those of streams."""
+    if launch.nbytes is None:
+        return None
     return torch.empty(launch.nbytes, dtype=torch.uint8, device=device)
 
 
@@ -197,12 +199,13 @@ def tensors_of(call: ExpertsCall, routed: arguments.Routed) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True)
 class Launch:
     """What calls alike have in common: the function, those of its arguments that are no tensors,
-    the bytes of its workspace, and whether it has tactics to choose from."""
+    the bytes of its workspace if they are known before, and whether it has tactics to choose
+    from."""
 
     key: Hashable
     function: Callable[..., Any]
     given: dict[str, Any]
-    nbytes: int
+    nbytes: int | None
     tactics: bool
 
 
@@ -234,6 +237,9 @@ def _launch(
         shared |= {"ep_size": routed.experts // E, "ep_rank": routed.offset // E}
     given = shared | TACTICS.get(formats, {"tune_max_num_tokens": MOST_TUNED})
     package.require(moe.cutlass_fused_moe, "cutlass_fused_moe", "workspace_buffer", *given)
+    tactics = formats not in TACTICS
+    if formats in GROWING:
+        return Launch(key, moe.cutlass_fused_moe, given, None, tactics)
     tokens = kept.tokens_of(c.x_TD.shape[0], options)
     nbytes = moe.cutlass_fused_moe_workspace_size(
         *(tokens, *c.widths, routed.experts, c.ids_TK.shape[1]),
@@ -243,7 +249,7 @@ def _launch(
         device=c.x_TD.device,
         **shared,
     )
-    return Launch(key, moe.cutlass_fused_moe, given, int(nbytes), formats not in TACTICS)
+    return Launch(key, moe.cutlass_fused_moe, given, int(nbytes), tactics)
 
 
 FLAGS = {
@@ -252,6 +258,9 @@ FLAGS = {
 }
 # Its kernels of blocks have no tactics to choose from, so that the table is not even looked at.
 TACTICS = {(BLOCKS, GROUPS): {"profile_ids": [-1, -1]}}
+# Its kernels of blocks want, in every call, as many bytes as the most rows take that any call of
+# the process had, of other layers too: a size that was asked for before is soon too small.
+GROWING = {(BLOCKS, GROUPS)}
 
 
 def _weights(call: ExpertsCall) -> tuple[Tensor, Tensor]:

@@ -73,9 +73,11 @@ def run(given: dict[str, Any]) -> Tensor:
     w1, w2 = given["fc1_expert_weights"], given["fc2_expert_weights"]
     assert output is not None and output.dtype == given["output_dtype"]
     E = w2.shape[0]
-    assert workspace is not None and workspace.dtype == torch.uint8
-    wanted = workspace_bytes(x.shape[0], w2.shape[1], E * given["ep_size"])
-    assert workspace.nbytes >= wanted
+    of_blocks = given["use_deepseek_fp8_block_scale"]
+    wanted = workspace_bytes(x.shape[0], w2.shape[1], E * given["ep_size"], of_blocks)
+    assert workspace is None or workspace.dtype == torch.uint8
+    if workspace is not None and workspace.nbytes < wanted:
+        raise RuntimeError(f"workspace_buffer too small: need {wanted}, got {workspace.nbytes}")
     blocks = [scale for scale in given["quant_scales"] if scale.dim() > 1]
     require_dense(x, w1, w2, output, *blocks)
     for bias in (given["fc1_expert_biases"], given["fc2_expert_biases"]):
@@ -113,10 +115,16 @@ def cutlass_fused_moe_workspace_size(
 ) -> int:
     assert num_experts_total % ep_size == 0
     calls.append(("cutlass_fused_moe_workspace_size", {"max_num_tokens": max_num_tokens}))
-    return workspace_bytes(max_num_tokens, hidden_size, num_experts_total)
+    of_blocks = use_deepseek_fp8_block_scale
+    return workspace_bytes(max_num_tokens, hidden_size, num_experts_total, of_blocks)
 
 
-def workspace_bytes(tokens: int, hidden: int, experts: int) -> int:
+most_tokens = [0]  # of the kernels of blocks, whose runner all layers of a process share
+
+
+def workspace_bytes(tokens: int, hidden: int, experts: int, of_blocks: bool = False) -> int:
+    if of_blocks:
+        tokens = most_tokens[0] = max(tokens, most_tokens[0])
     return 4 * tokens * hidden + 128 * experts
 
 
