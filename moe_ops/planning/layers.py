@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_ops.ops.experts import ExpertsCall, experts
+from moe_ops.ops.experts import WEIGHTS, ExpertsCall, experts
 from moe_ops.options import MOST_SIZE, check_fields, check_int
 from moe_ops.quant import packing
 from moe_ops.quant.arguments import named_format
@@ -26,7 +26,10 @@ ROUTINGS = ("uniform", "zipf")
 class Shape:
     """A gated layer by the letters of `moe_ops/shapes.py`, to tune without a model.
 
-    quant: as `MoELayer` takes it, in place of w_format and x_format, which it sets.
+    quant: as `MoELayer` takes it, in place of w_format and x_format, which it sets. layout: what
+    `prepare` stores the weights in.
+
+    Raises TypeError or ValueError for what no layer has.
     """
 
     E: int
@@ -37,6 +40,7 @@ class Shape:
     w_format: str = ""
     x_format: str = ""
     device: str = "cpu"
+    layout: str = ""
     quant: str | QuantConfig | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -60,6 +64,8 @@ class Shape:
         for name in ("w_format", "x_format"):
             if getattr(self, name):
                 named_format(name, getattr(self, name))
+        if self.layout:
+            check_choice("layout", self.layout, tuple(experts.layouts))
 
 
 def arguments_of(shape: Shape) -> ExpertsCall:
@@ -75,7 +81,7 @@ def arguments_of(shape: Shape) -> ExpertsCall:
 
     w13, w13_scale, w13_zero = weight(2 * shape.I, shape.D)
     w2, w2_scale, w2_zero = weight(shape.D, shape.I)
-    return ExpertsCall(
+    call = ExpertsCall(
         x_TD=torch.zeros(1, shape.D, dtype=dtype, device=device),
         weights_TK=torch.zeros(1, shape.K, device=device),
         ids_TK=torch.zeros(1, shape.K, dtype=torch.int32, device=device),
@@ -87,7 +93,12 @@ def arguments_of(shape: Shape) -> ExpertsCall:
         w2_zero_EDG=w2_zero,
         w_format=shape.w_format,
         x_format=shape.x_format,
+        layout=shape.layout,
     )
+    if shape.layout and not isinstance(w13, FakeTensor):  # which has nothing to put in order
+        held = {name: t for name in WEIGHTS if (t := getattr(call, name)) is not None}
+        experts.layouts[shape.layout].prepare_(held)
+    return call
 
 
 def fake_arguments_of(shape: Shape) -> ExpertsCall:

@@ -56,9 +56,10 @@ def tune(
 
     layers: a model that calls `experts`, as `optimize` makes one of transformers do, called once
     with `inputs` (transformers' dummy inputs if left out) to see which layers it has; or shapes,
-    whose weights are made up. Each is measured at each number of tokens, with experts chosen evenly
-    ("uniform") and by a power law ("zipf"). What the table holds already is not measured again, and
-    a time is written as soon as it is known: a run that was interrupted goes on where it was.
+    whose weights are made up. Where weights are prepared, the backends that read their layout are
+    measured. Each is measured at each number of tokens, with experts chosen evenly ("uniform") and
+    by a power law ("zipf"). What the table holds already is not measured again, and a time is
+    written as soon as it is known: a run that was interrupted goes on where it was.
     `progress` gets a line at the end, and if it is a terminal one before it that is rewritten; None
     for silence. Returns the table's path.
 
@@ -247,7 +248,8 @@ def _require_eager() -> None:
 
 def _words(layer: TunedLayer) -> str:
     sizes = " ".join(f"{letter}={getattr(layer, letter)}" for letter in "EKDI")
-    return " ".join(filter(None, ("tune", sizes, layer.dtype, layer.w_format, layer.x_format)))
+    said = (layer.dtype, layer.w_format, layer.x_format, layer.layout)
+    return " ".join(filter(None, ("tune", sizes, *said)))
 
 
 def _told(cell: Cell, known: Mapping[Cell, float]) -> str:

@@ -41,6 +41,7 @@ class TunedLayer:
     w_format: str = ""
     x_format: str = ""
     transposed: bool = False  # an expert's weights, in memory: by columns
+    layout: str = ""  # that weights were prepared in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +120,8 @@ class Times:
 
 
 def layer_of_call(device: str, op: str, a: Any) -> TunedLayer | None:
-    """The key of a call; None if the op, or a layout, is not tuned, or a size not known."""
-    if op != "experts" or a.layout:
+    """The key of a call; None if the op is not tuned, or a size not known."""
+    if op != "experts":
         return None
     w13, K = a.w13_EFD, a.ids_TK.shape[1]
     E, (D, width) = w13.shape[0], a.widths
@@ -137,6 +138,7 @@ def layer_of_call(device: str, op: str, a: Any) -> TunedLayer | None:
         w_format=_common_name(a.w_format),
         x_format=_common_name(a.x_format),
         transposed=a.transposed and w13.stride(1) != 1,  # else only by its shape
+        layout=a.layout,
     )
 
 

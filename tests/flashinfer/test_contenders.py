@@ -21,7 +21,7 @@ def measured(formats: str, *of: Contender) -> list[cells.Cell]:
     weights, inputs = FORMATS[formats]
     grid = cells.Grid(
         layers=[CASE],
-        tokens=[3],
+        tokens=[24],
         routings=["uniform"],
         contenders=lambda case: of,
         dtype=torch.bfloat16,

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from layers import call_of, error_of, run, stored, wanted, weights_of
-from torch import Tensor
+from layers import CASE, call_of, error_of, run, stored, wanted, weights_of
+from torch import Tensor, nn
 
-from moe_ops import experts, flashinfer_options
+from moe_ops import experts, flashinfer_options, tune
 from moe_ops.backends.flashinfer.fits import READS
 from moe_ops.backends.flashinfer.stored import UP_GATE
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.parallel.moves import Moves, apply_moves
 from moe_ops.passes.pick_backend import pick_backend
+from moe_ops.planning import tuned
+from moe_ops.planning.layers import Shape
 from tests.passes.planned import Hook, any_rows, plans
 from tests.passes.planned import call_of as compiled_call
 
@@ -27,6 +30,7 @@ AROUND = {N - 1: B12X, N: CUTLASS, N + 1: CUTLASS}
 On = Callable[[int, int], None]
 # Of results of the same backend, and of one against the other: in norms, and as a cosine.
 SAME, ACROSS = (0.02, 0.9998), (0.05, 0.999)
+FEW: dict[str, Any] = {"tokens": (4, 64), "routings": ("uniform",), "progress": None}
 
 
 @pytest.fixture
@@ -111,6 +115,54 @@ def test_a_plan_has_two_ranges(fake: ModuleType, on: On) -> None:
         call = prepared(tokens)
         got = experts.planned(*experts.arguments.flat(call), plan=f"{N - 1}:{B12X},:{CUTLASS}")
         assert torch.equal(got, run(name, call))
+
+
+class Prepared(nn.Module):
+    """A model of one layer."""
+
+    def __init__(self, call: ExpertsCall) -> None:
+        super().__init__()
+        self.rest = experts.arguments.flat(call)[1:]
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        out: Tensor = experts(x_TD, *self.rest)
+        return out
+
+
+def test_a_plan_goes_by_what_tune_measured(
+    fake: ModuleType, on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both backends that read the layout, whatever the option says."""
+    on(12, 0)
+    call = prepared(8)
+    path = tune(Prepared(call), tmp_path / "real.json", inputs=(call.x_TD,), **FEW)
+    (layer, cells), *more = tuned.read(path).items()
+    assert not more and (layer.w_format, layer.layout) == ("nvfp4", UP_GATE.name)
+    assert {(c.tokens, c.backend) for c in cells} == {
+        (n, b) for n in (4, 64) for b in (B12X, CUTLASS)
+    }
+    us = {(4, B12X): 1.0, (4, CUTLASS): 2.0, (64, B12X): 4.0, (64, CUTLASS): 3.0}
+    table = tmp_path / "t.json"
+    tuned.write(table, {layer: {cell: us[cell.tokens, cell.backend] for cell in cells}})
+    hook = Hook(pick_backend, tuned=str(table))
+    compiled, tensors = compiled_call(experts, experts.arguments.flat(call), hook)
+    any_rows(tensors[:3])
+    with flashinfer_options(b12x_prefill_threshold=N // 4):
+        compiled(*tensors)
+    assert plans(compiled.graphs[0]) == [f"experts 34:{B12X},:{CUTLASS}"]
+
+
+def test_a_made_up_layer_is_tuned_in_a_layout(fake: ModuleType, on: On, tmp_path: Path) -> None:
+    on(9, 0)
+    shape = Shape(E=CASE.E, K=CASE.K, D=CASE.D, I=CASE.I, layout=UP_GATE.name)
+    path = tune([shape, replace(shape, layout="")], tmp_path / "t.json", **FEW)
+    by_layout = {
+        layer.layout: {c.backend for c in cells} for layer, cells in tuned.read(path).items()
+    }
+    assert by_layout[UP_GATE.name] == {CUTLASS}
+    assert CUTLASS not in by_layout[""] and by_layout[""]
+    with pytest.raises(ValueError, match=r"layout='up' is unknown; choose one of flashinfer\.up_g"):
+        replace(shape, layout="up")
 
 
 def test_an_old_flashinfer(fake: ModuleType, on: On) -> None:

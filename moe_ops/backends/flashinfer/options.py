@@ -17,8 +17,9 @@ class FlashInferOptions:
 
     b12x_prefill_threshold: calls of so many tokens or more go to CUTLASS, fewer to b12x; 0, the
     default, gives b12x all. In a plan this is two ranges, `31:flashinfer_b12x,:flashinfer_cutlass`
-    for 32. upstream_prefill: the wrapper of b12x decides instead, which FlashInfer must know how
-    to; its own environment variable for the threshold then wins over ours.
+    for 32; where a tuned table has the layer, a plan goes by that. upstream_prefill: the wrapper of
+    b12x decides instead, which FlashInfer must know how to; its own environment variable for the
+    threshold then wins over ours.
 
     other_bits: sums over experts may be made by atomic additions, whose order, and so the last
     bits, change from call to call; quicker. max_tokens: buffers and wrappers are made for so many
