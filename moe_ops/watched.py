@@ -22,6 +22,12 @@ def watched() -> bool:
     return bool(modes or tracing() or profiler() or forward_mode())
 
 
+def compiled() -> bool:
+    """Whether torch.compile traces, and not torch.export. Dynamo of torch 2.11 takes all that it
+    traces for exported where `is_exporting` is called, so the flag behind it is read."""
+    return torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag
+
+
 def readable(t: Tensor) -> bool:
     """Whether a definition may look at the values of `t`: it lies on a CPU, and nobody traces."""
     seen = compiling() or dispatch_modes() or transforms() or tracing()

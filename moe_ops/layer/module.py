@@ -43,6 +43,7 @@ from moe_ops.prepared import HoldsExperts, Stored
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.module import HoldsCodes
 from moe_ops.shapes import FLOATS, INDICES, check_size, check_tensor
+from moe_ops.watched import compiled
 
 SILU = Activation(kind="silu")
 
@@ -269,11 +270,10 @@ class MoELayer(HoldsExperts, HoldsCodes):
         num_experts], left out with an internal gate. The result has x's dtype and leading axes.
         rows: the most tokens that a rank has in this call, agreed among ranks that exchange them;
         without it max_num_tokens, which is what `gather` then sends.
-        Where something requires grad, compiled code leaves the layer to eager mode, which has
-        gradients. Raises ValueError or TypeError for anything else, as the ops do, and
-        NotImplementedError where ranks would have to exchange tokens.
+        Where something requires grad, compiled code leaves the layer to eager mode. Raises
+        ValueError or TypeError as the ops do, and NotImplementedError where ranks had to exchange.
         """
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        if compiled():
             before = [m for m in (self.gate, self.routed_input_transform) if m is not None]
             trained = [p for m in before for p in m.parameters()]
             if needs_grad(x, logits, *trained, *self.parameters(recurse=False)):
@@ -391,8 +391,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
 
 
 @torch.compiler.disable(
-    reason="the ops of a compiled graph have no gradients, and something requires grad; for "
-    "inference call the layer under torch.no_grad() or torch.inference_mode()"
+    reason="something requires grad, and in a compiled graph gradients are those of the ops' slow "
+    "definitions; for inference call the layer under torch.no_grad() or torch.inference_mode()"
 )
 def _forward_eager(
     layer: MoELayer, x: Tensor, logits: Tensor | None, rows: int | None
