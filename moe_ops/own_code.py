@@ -29,14 +29,15 @@ def compile_call(module: nn.Module, compile: Callable[[Call], Call]) -> Call:
 
     Dynamo compiles the first function that is not of torch: `forward`. A decorator has one code
     object for all that it decorates, and transformers decorates the forwards of all its models, so
-    that a few of them would use up what Dynamo allows one code object. Modules with hooks, and
+    that a few of them would use up what Dynamo allows one code object. Torch does the same to
+    those that its own decorators made, such as `no_grad`, from 2.14 on. Modules with hooks, and
     those whose `forward` was replaced since, are called as a whole, as torch does that.
     """
     whole = compile(module._call_impl)
     forward = type(module).forward
     if not _is_of_a_decorator(forward) or type(module)._call_impl is not nn.Module._call_impl:
         return whole
-    alone = compile(types.MethodType(_with_code(forward, _code_of(type(module))), module))
+    alone = compile(_alone(module, forward))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         is_there = getattr(module.forward, "__func__", None) is forward
@@ -46,15 +47,25 @@ def compile_call(module: nn.Module, compile: Callable[[Call], Call]) -> Call:
 
 
 def _is_of_a_decorator(forward: Call) -> TypeGuard[types.FunctionType]:
-    """Whether a decorator made it that is not of torch: Dynamo looks through those of torch, such
-    as `no_grad`, but for the outermost function that it is given."""
-    if not isinstance(forward, types.FunctionType) or not hasattr(forward, "__wrapped__"):
-        return False
-    return str(forward.__globals__["__name__"]).partition(".")[0] != "torch"
+    """Whether a decorator made it."""
+    return isinstance(forward, types.FunctionType) and hasattr(forward, "__wrapped__")
 
 
-def _code_of(kind: type[nn.Module]) -> types.CodeType:
-    code = kind.forward.__code__
+def _alone(module: nn.Module, forward: types.FunctionType) -> Call:
+    """What runs a module's forward, by code of its class. Dynamo compiles no code of a decorator of
+    torch, which looks like torch's own, so that a call of it is compiled instead."""
+    if str(forward.__globals__["__name__"]).partition(".")[0] != "torch":
+        code = _code_of(type(module), forward.__code__)
+        return types.MethodType(_with_code(forward, code), module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module.forward(*args, **kwargs)
+
+    assert isinstance(call, types.FunctionType)
+    return _with_code(call, _code_of(type(module), call.__code__))
+
+
+def _code_of(kind: type[nn.Module], code: types.CodeType) -> types.CodeType:
     known = _codes.get(kind)
     if known is None or known[0] is not code:
         known = _codes[kind] = code, code.replace(co_name=f"forward_of_{kind.__name__}")

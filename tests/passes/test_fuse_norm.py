@@ -143,8 +143,8 @@ def near(change: str) -> Any:
         mean = square.mean(dims, keepdim=True)
         shift = x.float().sum() if change == "eps" else 1e-6
         inverse = torch.rsqrt(mean + shift)
-        if change == "sqrt":
-            inverse = 1 / torch.sqrt(mean + shift)
+        if change == "square":  # torch 2.14 makes rsqrt of 1 / sqrt
+            inverse = torch.reciprocal(mean + shift)
         row = wide * inverse
         # Rounded after the gain alone, or before it too.
         n = (gain * row).to(x.dtype) if change == "late" else gain * row.to(x.dtype)
@@ -156,7 +156,7 @@ def near(change: str) -> Any:
 
 NEAR_MISSES = {
     "cube": "another row is squared", "axis": "the mean is another", "eps": "epsilon is",
-    "sqrt": "the inverse of the norm is", "late": "", "read": "is also used by", "narrow": "",
+    "square": "the inverse of the norm is", "late": "", "read": "is also used by", "narrow": "",
     "rows": "",
 }  # fmt: skip
 
