@@ -35,7 +35,8 @@ def timeline(steps: Callable[[], Any], number: int, layers: int) -> list[Launch]
     """Of a call that takes so many steps: a layer of the last one but one, from the first kernel on
     that runs once in every layer."""
     activity = torch.profiler.ProfilerActivity.CUDA
-    with torch.profiler.profile(activities=[activity]) as profiler:
+    # Without acc_events torch 2.11 warns of cycles whose events are lost; there is only one here.
+    with torch.profiler.profile(activities=[activity], acc_events=True) as profiler:
         steps()
         torch.cuda.synchronize()
     events = [e for e in profiler.events() if e.device_type == DeviceType.CUDA]
