@@ -29,8 +29,8 @@ def compile_call(module: nn.Module, compile: Callable[[Call], Call]) -> Call:
 
     Dynamo compiles the first function that is not of torch: `forward`. A decorator has one code
     object for all that it decorates, and transformers decorates the forwards of all its models, so
-    that a few of them would use up what Dynamo allows one code object. Torch does the same to
-    those that its own decorators made, such as `no_grad`, from 2.14 on. Modules with hooks, and
+    that a few of them would use up what Dynamo allows one code object. From 2.14 on torch has one
+    code object for all that its own decorators made, such as `no_grad`. Modules with hooks, and
     those whose `forward` was replaced since, are called as a whole, as torch does that.
     """
     whole = compile(module._call_impl)

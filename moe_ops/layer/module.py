@@ -270,8 +270,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
         num_experts], left out with an internal gate. The result has x's dtype and leading axes.
         rows: the most tokens that a rank has in this call, agreed among ranks that exchange them;
         without it max_num_tokens, which is what `gather` then sends.
-        Where something requires grad, compiled code leaves the layer to eager mode. Raises
-        ValueError or TypeError as the ops do, and NotImplementedError where ranks had to exchange.
+        Where something requires grad, compiled code runs it eagerly. Raises ValueError or TypeError
+        as the ops do, and NotImplementedError where ranks would have to exchange tokens.
         """
         if compiled():
             before = [m for m in (self.gate, self.routed_input_transform) if m is not None]

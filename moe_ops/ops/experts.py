@@ -192,11 +192,15 @@ WEIGHTS = (
 )  # fmt: skip
 
 
+def weights_of(call: ExpertsCall) -> dict[str, Tensor]:
+    """Those of `WEIGHTS` that a call has, by name."""
+    return {n: t for n in WEIGHTS if (t := getattr(call, n)) is not None}
+
+
 def restored(call: ExpertsCall) -> ExpertsCall:
     """A call of prepared weights, with copies of the weights as they were loaded."""
-    weights = {n: t for n in WEIGHTS if (t := getattr(call, n)) is not None}
     done = replace(call, layout="")
-    for name, t in experts.layouts[call.layout].restore(weights).items():
+    for name, t in experts.layouts[call.layout].restore(weights_of(call)).items():
         setattr(done, name, t)
     return done
 

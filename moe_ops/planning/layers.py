@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_ops.ops.experts import WEIGHTS, ExpertsCall, experts
+from moe_ops.ops.experts import ExpertsCall, experts, weights_of
 from moe_ops.options import MOST_SIZE, check_fields, check_int
 from moe_ops.quant import packing
 from moe_ops.quant.arguments import named_format
@@ -96,8 +96,7 @@ def arguments_of(shape: Shape) -> ExpertsCall:
         layout=shape.layout,
     )
     if shape.layout and not isinstance(w13, FakeTensor):  # which has nothing to put in order
-        held = {name: t for name in WEIGHTS if (t := getattr(call, name)) is not None}
-        experts.layouts[shape.layout].prepare_(held)
+        experts.layouts[shape.layout].prepare_(weights_of(call))
     return call
 
 

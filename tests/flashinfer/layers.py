@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import experts
-from moe_ops.ops.experts import WEIGHTS, ExpertsCall
+from moe_ops.ops.experts import ExpertsCall, weights_of
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import Case, make_layer
@@ -71,13 +71,9 @@ STATIC = {F8: (4 / 448, 8 / 448), "nvfp4": (4 / 2688, 2**-8)}
 
 def stored(call: ExpertsCall, layout: str) -> ExpertsCall:
     """The same with weights prepared in place, in copies."""
-    held = {n: t.clone() for n in WEIGHTS if (t := getattr(call, n)) is not None}
+    held = {n: t.clone() for n, t in weights_of(call).items()}
     experts.layouts[layout].prepare_(held)
     return replace(call, layout=layout, **held)
-
-
-def weights_of(call: ExpertsCall) -> dict[str, Tensor]:
-    return {n: t for n in WEIGHTS if (t := getattr(call, n)) is not None}
 
 
 def run(name: str, call: ExpertsCall) -> Tensor:

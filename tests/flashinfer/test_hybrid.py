@@ -129,9 +129,7 @@ class Prepared(nn.Module):
         return out
 
 
-def test_a_plan_goes_by_what_tune_measured(
-    fake: ModuleType, on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_goes_by_what_tune_measured(fake: ModuleType, on: On, tmp_path: Path) -> None:
     """Of both backends that read the layout, whatever the option says."""
     on(12, 0)
     call = prepared(8)
