@@ -55,7 +55,7 @@ def test_one_size_of_one_product_changes() -> None:
     changed = list(tiles.around("tiny", "up", start))
     assert TinyTiles(BI=16) in changed and TinyTiles(BD=256) in changed
     assert all(t.BG == start.BG and t != start for t in changed)
-    rows = code_tiles(4.0, CODES, 227 * 1024)
+    rows = code_tiles(4.0, 768, CODES, 227 * 1024)
     for tried in tiles.around("rows", "down", rows):
         assert tried.up == rows.up and tried.down != rows.down
     streams = Streams(up=Stream(S=4, C=4), down=Stream(S=8))

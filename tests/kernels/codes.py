@@ -15,6 +15,7 @@ from moe_ops.fake_impls.formats import ELEMENTS
 from moe_ops.kernels.triton.experts.quantized import (
     add_product,
     as_stored,
+    decoded,
     rescaled,
     scales_as_stored,
 )
@@ -115,3 +116,19 @@ def product(weights: Weights, x_ND: Tensor) -> Tensor:
         ROWS=rows, COLUMNS=D, TOKENS=N, STEP=STEP, W=weight,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def bits_kernel(w_ptr, out_ptr, N: tl.constexpr):
+    """Word i's nibbles j and j + 4 as bfloat16, before scales: out[j, i]."""
+    i = tl.arange(0, N)
+    w = tl.load(w_ptr + i)
+    for j in tl.static_range(4):
+        tl.store(out_ptr + j * N + i, decoded(w, j, 0, 0, True, False, tl.bfloat16))
+
+
+def nibbles_as_bfloat16(w_N: Tensor) -> Tensor:
+    """[4, N] pairs of halves of words of float4, a power of two of N, before they are scaled."""
+    out_JN = w_N.new_empty(4, len(w_N))
+    bits_kernel[(1,)](w_N, out_JN, N=len(w_N))
+    return out_JN

@@ -272,6 +272,10 @@ def calls_of_codes(
             yield f"{backend} {T} {w_format} {x_format}", call
         if emulates:
             continue
+        if w_format == "mxfp4" and not x_format:  # whose tiles of wide experts are others
+            for backend, T in (("tiny", 1), ("rows", 64)):
+                wide = (LAYERS["mixtral_8x7b"], backend, T, w_format, x_format)
+                yield f"wide {backend} {T}", functools.partial(quantised_layer, *wide)
         # More choices than one round of `one_down` takes.
         call = functools.partial(quantised_layer, most, "tiny", 1, w_format, x_format)
         yield f"{most.K} choices {w_format} {x_format}", call

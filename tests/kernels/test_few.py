@@ -187,7 +187,7 @@ def test_parts_divide_shares(formats: tuple[str, str]) -> None:
     codes = Codes(**none, weight=weight_of(*formats))
     for K in range(1, 65):
         for sizes in ((8, 128, 64), (8, 4096, 14336)):
-            layer: Any = SimpleNamespace(codes=codes, sizes=sizes)
+            layer: Any = SimpleNamespace(codes=codes, sizes=sizes, act=("silu", True))
             streams = one_streams(K, layer)
             assert streams.up.S == streams.up.C
             assert streams.down.S % streams.down.C == 0

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops.testing import DEVICE, F16
-from tests.kernels.codes import any_codes, product
+from moe_ops.testing import BF16, DEVICE, F16
+from tests.kernels.codes import any_codes, nibbles_as_bfloat16, product
 from tests.kernels.test_quantised_experts import F8, each_dtype
 
 
@@ -35,3 +35,21 @@ def test_every_scale_of_float8(dtype: torch.dtype) -> None:
         want = weights.decoded() @ torch.eye(128, device=DEVICE)[:, :tokens]
         assert bool(want.isnan().any())
         assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+def test_every_code_of_float4_beside_every_other() -> None:
+    """Each nibble has all sixteen codes, with neighbours of zeros, of ones, and any."""
+    nibble, code = torch.meshgrid(torch.arange(8), torch.arange(16), indexing="ij")
+    shift, code = 4 * nibble.flatten(), code.flatten()
+    any_W = torch.randint(0, 2**32, (128,))
+    words = [
+        (rest & ~(15 << shift)) | (code << shift) for rest in (0 * any_W, -1 - 0 * any_W, any_W)
+    ]
+    w_N = torch.stack([*words, torch.randint(0, 2**32, (128,))]).flatten() & 0xFFFFFFFF
+    stored = torch.where(w_N >= 2**31, w_N - 2**32, w_N).to(torch.int32).to(DEVICE)
+    out_JN = nibbles_as_bfloat16(stored)
+    halves = out_JN.cpu().view(BF16).view(4, 512, 2).permute(2, 0, 1).reshape(8, 512).double()
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.double)
+    want = torch.cat([values, -values])[w_N >> 4 * torch.arange(8)[:, None] & 15]
+    assert torch.equal(halves * 2.0**126, want)
+    assert torch.equal(halves.signbit(), want.signbit())

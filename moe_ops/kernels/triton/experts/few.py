@@ -35,6 +35,10 @@ GROUPS = {
 }
 # Rows an expert on average, of codes of four bits whose sums are scaled, and of others.
 MOST_OF_SUMS, MOST = 6, 10
+# Of float4, those that one tile of 8 tokens serves better than two, where columns fill all steps
+# and where they do not: then loads have masks.
+MOST_OF_8, MOST_OF_8_MASKED = 7, 8
+SHORT = 1024  # columns, of which rows of W2 are soon read if they have fewer
 FEW_PROGRAMS = 512  # of 128 rows, of a GPU with 132 processors
 
 
@@ -102,9 +106,22 @@ def one_streams(K: int, layer: Experts) -> Streams:
         return Streams(up=up, down=replace(down, ahead=8))
     if codes.bits == 6:  # as four bits without sums by step; no other was tried
         return Streams(up=replace(up, MT=2), down=replace(down, ahead=3))
-    if codes.weight[0] == "float4_e2m1":  # for integers this would spill
-        return Streams(up=replace(up, MT=2, ahead=4), down=replace(down, ahead=3))
+    if codes.weight[0] == "float4_e2m1":
+        return _one_of_float4(K, layer, Streams(up=up, down=down))
     return Streams(up=up, down=down)
+
+
+def _one_of_float4(K: int, layer: Experts, streams: Streams) -> Streams:
+    """As many as thirty were tried, for six layers in groups of 32, two in groups of 16."""
+    codes, (_, D, I) = _codes(layer), layer.sizes
+    up, down = replace(streams.up, MT=2), streams.down
+    if D * I >= LARGE:
+        return Streams(up=replace(up, ahead=2), down=replace(down, ahead=3))
+    if codes.weight[2] == 16:
+        return Streams(up=replace(up, ahead=4), down=replace(down, ahead=3))
+    F = I * (2 if layer.act[1] else 1)
+    few = K * triton.cdiv(F, up.rows) < FEW_PROGRAMS
+    return Streams(up=replace(up, MT=1 if few else 2, ahead=4), down=replace(down, ahead=4))
 
 
 def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
@@ -115,7 +132,9 @@ def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
     if rows_per_expert > (MOST_OF_SUMS if codes.bits == 4 and sums else MOST):
         return None
     stream = Stream(MW=4, MT=2)
-    if codes.weight[0] == "uint4" and not sums:
+    if codes.weight[0] == "float4_e2m1" and not sums:
+        stream = _few_of_float4(rows_per_expert, layer)
+    elif codes.weight[0] == "uint4" and not sums:
         stream = Stream(MW=4)  # more would spill
     elif codes.bits == 8:
         stream = Stream(MW=4, MT=2 if large and codes.quantises else 1)
@@ -126,6 +145,22 @@ def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
     elif not sums and rows_per_expert > MOST_OF_SUMS:
         stream = Stream(MW=4, MT=2, NT=2)
     return Streams(up=stream, down=stream)
+
+
+def _few_of_float4(rows_per_expert: float, layer: Experts) -> Stream:
+    """From 2 to 400 tokens of six layers in groups of 32, two in groups of 16."""
+    codes, (E, D, I) = _codes(layer), layer.sizes
+    in_16 = codes.weight[2] == 16
+    many = MOST_OF_8_MASKED if D % STEP or I % STEP else MOST_OF_8
+    if rows_per_expert > (MOST_OF_SUMS if in_16 else many):
+        return Stream(MW=4, MT=2, NT=2)
+    if D * I >= LARGE:
+        few = not in_16 and E * triton.cdiv(D, 128) < FEW_PROGRAMS
+        if rows_per_expert <= 1 or few:
+            return Stream(MW=4, ahead=4)
+    elif rows_per_expert <= 1 and I < SHORT and not in_16:
+        return Stream(MW=4, MT=2, ahead=3)
+    return Stream(MW=4, MT=2)
 
 
 def _codes(layer: Experts) -> Codes:

@@ -2,9 +2,10 @@
 multiplied, a step of columns at a time.
 
 Codes of four bits come as words of eight. A shift and a mask make a pair of halves of the nibbles j
-and j + 4 of a word. Which column of the weights meets which of a matrix unit's is free, so tokens
-are stored in the order of `column_of` (`tokens.py`), in which a thread multiplies words that it
-loads side by side. So weights stay as checkpoints hold them.
+and j + 4 of a word; of float4 in bfloat16 a product and two masks do. Which column of the weights
+meets which of a matrix unit's is free, so tokens are stored in the order of `column_of`
+(`tokens.py`), in which a thread multiplies words that it loads side by side. So weights stay as
+checkpoints hold them.
 
 Codes of six bits come as three words for sixteen of them, of which i and i + 8 make a pair. A
 thread has the six words of 32 columns side by side, and tokens are arranged as they are for four.
@@ -117,6 +118,25 @@ def signs_and(v, SHIFT: tl.constexpr, MASK: tl.constexpr):
         shr.u32 rest, $1, {SHIFT};
         lop3.b32 $0, rest, {MASK}, signs, 0xEA;
         }}""", "=r,r", [v], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def float4_bits(w, LATER: tl.constexpr):
+    """Nibbles 0 and 4 of words, or 1 and 5, as bits of two bfloat16: the sign at bit 15, the others
+    at 8 to 6. A product with two powers of two copies a nibble to both places, so that only masks
+    are left to the unit of masks and shifts, which takes twice as long for an instruction."""
+    CODES: tl.constexpr = 0x00F000F0 if LATER else 0x000F000F
+    COPIES: tl.constexpr = 0x0104 if LATER else 0x1040
+    if INTERPRETED:
+        return ((w & CODES) * COPIES) & -0x7E3F7E40
+    return tl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 codes;
+        and.b32 codes, $1, {CODES};
+        mul.lo.u32 codes, codes, {COPIES};
+        and.b32 $0, codes, 0x81C081C0;
+        }}""", "=r,r", [w], dtype=tl.int32, is_pure=True, pack=1,
     )  # fmt: skip
 
 
@@ -354,10 +374,10 @@ def decoded(
     if FLOAT:
         # Sign, exponent and mantissa to their places: the value times 2**-126, which the scale
         # makes up for, or times 2**-14, which a scale in float16 has no room for.
-        v = w_MW << (12 - 4 * j) if j < 3 else w_MW
         if BF16:
-            v = signs_and(v, 6, 0x01C001C0)
+            v = float4_bits(w_MW >> 8 if j > 1 else w_MW, j % 2 == 1)
         else:
+            v = w_MW << (12 - 4 * j) if j < 3 else w_MW
             v = pair_fma(signs_and(v, 3, 0x0E000E00), 0x74007400, NEGATIVE_ZERO, DTYPE)
     else:
         # 128 + code of bfloat16, or 1024 + code of float16, is this and the bits of the code.

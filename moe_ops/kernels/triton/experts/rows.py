@@ -41,6 +41,7 @@ from moe_ops.kernels.triton.replay import launch
 HOPPER_MEMORY = 200 * 1024  # bytes of shared memory; GPUs before Hopper have less
 DECODED = 16 * 1024  # bytes of it through which these move decoded values to their matrix units
 MOST_OF_TILE = {16: 10, 32: 40, 64: 160}  # rows an expert on average, by the rows of a tile
+LONG = 8192  # columns of W2, from which on few programs have much to read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +87,9 @@ def tiles_for(rows_per_expert: float, width: int) -> RowsTiles:
     )
 
 
-def code_tiles(rows_per_expert: float, codes: Codes, memory: int) -> RowsTiles:
+def code_tiles(rows_per_expert: float, width: int, codes: Codes, memory: int) -> RowsTiles:
     """Steps of 128 columns, the group of most formats. The fastest of about six on an H200 for the
-    layers of Qwen3-30B and Mixtral."""
+    layers of Qwen3-30B and Mixtral, in MXFP4 of up to thirteen for four."""
     sums = codes.in_words and codes.one_a_step
     BN = next((n for n, most in MOST_OF_TILE.items() if rows_per_expert <= most), 128)
     if not codes.in_words or sums or memory < HOPPER_MEMORY:
@@ -98,7 +99,9 @@ def code_tiles(rows_per_expert: float, codes: Codes, memory: int) -> RowsTiles:
     if sums:
         return _tiles(BN, (64, 128, 4, 4), (128, 128, 4, 4))
     if BN <= 32:
-        return _tiles(BN, (32, 128, 4, 4), (64, 128, 4, 4))
+        mxfp4 = codes.weight[0] == "float4_e2m1" and codes.weight[2] == 32
+        down = (128, 128, 3, 8) if mxfp4 and width >= LONG else (64, 128, 4, 4)
+        return _tiles(BN, (32, 128, 4, 4), down)
     return _tiles(BN, (64, 128, 3, 8), (128, 128, 3, 8))
 
 
@@ -126,7 +129,7 @@ def tiles_of(
     streams = few.few_streams(per_expert, layer) if few.takes(x_TD, layer) else None
     if streams is not None:
         return streams
-    tiles = code_tiles(per_expert, codes, memory)
+    tiles = code_tiles(per_expert, I, codes, memory)
     if memory < HOPPER_MEMORY:
         memory -= DECODED
     return fitting(tiles, layer.act[1], codes.bits, memory)
