@@ -1,0 +1,55 @@
+"""Tiles of float4 that the tables give, against the times of all that were tried on an H200."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+
+from moe_ops.backends.triton_formats import weight_of
+from moe_ops.kernels.triton.experts.few import Streams, few_streams, one_streams
+from moe_ops.kernels.triton.experts.quantized import Codes
+from moe_ops.kernels.triton.experts.rows import RowsTiles, code_tiles
+from moe_ops.testing import LAYERS
+
+ROOT = Path(__file__).parents[2]
+CELLS = json.loads((ROOT / "benchmarks/results/float4_tiles_h200.json").read_text())["tiles"]
+H200_MEMORY = 227 * 1024
+
+
+def chosen(cell: dict[str, Any]) -> Streams | RowsTiles:
+    names = ("scale13_EFG", "scale2_EDG", "zero13_EFG", "zero2_EDG")
+    none: dict[str, Any] = {name: torch.empty(0) for name in names}
+    codes, case = Codes(**none, weight=weight_of(cell["format"], "")), LAYERS[cell["layer"]]
+    layer: Any = SimpleNamespace(codes=codes, sizes=(case.E, case.D, case.I), act=("silu", True))
+    if cell["tokens"] == 1:
+        return one_streams(case.K, layer)
+    rows_per_expert = cell["tokens"] * case.K / case.E
+    streams = few_streams(rows_per_expert, layer)
+    return streams or code_tiles(rows_per_expert, case.I, codes, H200_MEMORY)
+
+
+def spelled(tiles: Streams | RowsTiles) -> str:
+    """As the file of times has it."""
+    if isinstance(tiles, Streams):
+        return " ".join(
+            f"{name}[S{s.S} MT{s.MT} NT{s.NT} C{s.C} a{s.ahead}]"
+            for name, s in (("up", tiles.up), ("dn", tiles.down))
+        )
+    sizes = [f"{t.rows},{t.stages},w{t.warps}" for t in (tiles.up, tiles.down)]
+    return f"rows BN{tiles.up.BN} up {sizes[0]} down {sizes[1]}"
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(c, id=f"{c['layer']} {c['tokens']} {c['format']}") for c in CELLS],
+)
+def test_no_tile_that_was_tried_is_much_faster(cell: dict[str, Any]) -> None:
+    times = {tiles: us for us, tiles in cell["tried"]}
+    assert times[spelled(chosen(cell))] <= 1.05 * min(times.values())
