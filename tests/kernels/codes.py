@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.fake_impls.formats import ELEMENTS
 from moe_ops.kernels.triton.experts.quantized import (
+    Codes,
     add_product,
     as_stored,
     decoded,
@@ -82,6 +84,14 @@ def any_codes(w_format: str, rows: int, columns: int) -> Weights:
     return Weights(
         values=values, scale=scale, zero=zero if format.has_zero else None, format=w_format
     )
+
+
+def unfilled(formats: tuple[str, str], sizes: tuple[int, int, int]) -> Any:
+    """A gated layer of (E, D, I) as the tables of tiles look at it: without its weights."""
+    names = ("scale13_EFG", "scale2_EDG", "zero13_EFG", "zero2_EDG")
+    none: dict[str, Any] = {name: torch.empty(0) for name in names}
+    codes = Codes(**none, weight=weight_of(*formats))
+    return SimpleNamespace(codes=codes, sizes=sizes, act=("silu", True))
 
 
 @triton.jit

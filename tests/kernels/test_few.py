@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +13,13 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops import experts
 from moe_ops.backends.triton import run_experts
-from moe_ops.backends.triton_formats import weight_of
 from moe_ops.kernels.triton.experts import few
 from moe_ops.kernels.triton.experts.few import Stream, Streams, one_streams
-from moe_ops.kernels.triton.experts.quantized import Codes
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.testing import ACTIVATIONS, BF16, DEVICE, F16, TOL, Case, assert_close
 from tests.chosen import those_of
 from tests.kernels import gluon_in_torch
+from tests.kernels.codes import unfilled
 from tests.kernels.test_quantised_experts import BLOCK_FLOAT8, F8, call_of, definition
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
@@ -183,11 +181,9 @@ def test_every_shape_of_a_tile(kernel: str, formats: tuple[str, str], stream: St
 
 @each_format
 def test_parts_divide_shares(formats: tuple[str, str]) -> None:
-    none = {n: torch.empty(0) for n in ("scale13_EFG", "scale2_EDG", "zero13_EFG", "zero2_EDG")}
-    codes = Codes(**none, weight=weight_of(*formats))
-    for K in range(1, 65):
-        for sizes in ((8, 128, 64), (8, 4096, 14336)):
-            layer: Any = SimpleNamespace(codes=codes, sizes=sizes, act=("silu", True))
+    for sizes in ((8, 128, 64), (8, 4096, 14336)):
+        layer = unfilled(formats, sizes)
+        for K in range(1, 65):
             streams = one_streams(K, layer)
             assert streams.up.S == streams.up.C
             assert streams.down.S % streams.down.C == 0

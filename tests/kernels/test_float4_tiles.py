@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops.backends.triton_formats import weight_of
 from moe_ops.kernels.triton.experts.few import Streams, few_streams, one_streams
-from moe_ops.kernels.triton.experts.quantized import Codes
 from moe_ops.kernels.triton.experts.rows import RowsTiles, code_tiles
 from moe_ops.testing import LAYERS
+from tests.kernels.codes import unfilled
 
 ROOT = Path(__file__).parents[2]
 CELLS = json.loads((ROOT / "benchmarks/results/float4_tiles_h200.json").read_text())["tiles"]
@@ -24,15 +21,13 @@ H200_MEMORY = 227 * 1024
 
 
 def chosen(cell: dict[str, Any]) -> Streams | RowsTiles:
-    names = ("scale13_EFG", "scale2_EDG", "zero13_EFG", "zero2_EDG")
-    none: dict[str, Any] = {name: torch.empty(0) for name in names}
-    codes, case = Codes(**none, weight=weight_of(cell["format"], "")), LAYERS[cell["layer"]]
-    layer: Any = SimpleNamespace(codes=codes, sizes=(case.E, case.D, case.I), act=("silu", True))
+    case = LAYERS[cell["layer"]]
+    layer = unfilled((cell["format"], ""), (case.E, case.D, case.I))
     if cell["tokens"] == 1:
         return one_streams(case.K, layer)
     rows_per_expert = cell["tokens"] * case.K / case.E
     streams = few_streams(rows_per_expert, layer)
-    return streams or code_tiles(rows_per_expert, case.I, codes, H200_MEMORY)
+    return streams or code_tiles(rows_per_expert, case.I, layer.codes, H200_MEMORY)
 
 
 def spelled(tiles: Streams | RowsTiles) -> str:

@@ -40,14 +40,11 @@ def test_every_scale_of_float8(dtype: torch.dtype) -> None:
 def test_every_code_of_float4_beside_every_other() -> None:
     """Each nibble has all sixteen codes, with neighbours of zeros, of ones, and any."""
     nibble, code = torch.meshgrid(torch.arange(8), torch.arange(16), indexing="ij")
-    shift, code = 4 * nibble.flatten(), code.flatten()
-    any_W = torch.randint(0, 2**32, (128,))
-    words = [
-        (rest & ~(15 << shift)) | (code << shift) for rest in (0 * any_W, -1 - 0 * any_W, any_W)
-    ]
-    w_N = torch.stack([*words, torch.randint(0, 2**32, (128,))]).flatten() & 0xFFFFFFFF
-    stored = torch.where(w_N >= 2**31, w_N - 2**32, w_N).to(torch.int32).to(DEVICE)
-    out_JN = nibbles_as_bfloat16(stored)
+    shift, code = 4 * nibble.flatten().int(), code.flatten().int()
+    any_NW = torch.randint(-(2**31), 2**31, (2, 128), dtype=torch.int32)
+    words = [rest & ~(15 << shift) | code << shift for rest in (0, -1, any_NW[0])]
+    w_N = torch.cat([*words, any_NW[1]])
+    out_JN = nibbles_as_bfloat16(w_N.to(DEVICE))
     halves = out_JN.cpu().view(BF16).view(4, 512, 2).permute(2, 0, 1).reshape(8, 512).double()
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.double)
     want = torch.cat([values, -values])[w_N >> 4 * torch.arange(8)[:, None] & 15]

@@ -107,21 +107,20 @@ def one_streams(K: int, layer: Experts) -> Streams:
     if codes.bits == 6:  # as four bits without sums by step; no other was tried
         return Streams(up=replace(up, MT=2), down=replace(down, ahead=3))
     if codes.weight[0] == "float4_e2m1":
-        return _one_of_float4(K, layer, Streams(up=up, down=down))
+        return _one_of_float4(K, layer, up, down)
     return Streams(up=up, down=down)
 
 
-def _one_of_float4(K: int, layer: Experts, streams: Streams) -> Streams:
-    """As many as thirty were tried, for six layers in groups of 32, two in groups of 16."""
+def _one_of_float4(K: int, layer: Experts, up: Stream, down: Stream) -> Streams:
+    """The fastest of 5 to 9 on an H200, or within 5 % of it, for six layers in groups of 32 and two
+    in groups of 16 (`benchmarks/results/float4_tiles_h200.json`)."""
     codes, (_, D, I) = _codes(layer), layer.sizes
-    up, down = replace(streams.up, MT=2), streams.down
-    if D * I >= LARGE:
-        return Streams(up=replace(up, ahead=2), down=replace(down, ahead=3))
-    if codes.weight[2] == 16:
-        return Streams(up=replace(up, ahead=4), down=replace(down, ahead=3))
-    F = I * (2 if layer.act[1] else 1)
-    few = K * triton.cdiv(F, up.rows) < FEW_PROGRAMS
-    return Streams(up=replace(up, MT=1 if few else 2, ahead=4), down=replace(down, ahead=4))
+    large, in_16 = D * I >= LARGE, codes.weight[2] == 16
+    few = K * triton.cdiv(_rows13(layer), 32) < FEW_PROGRAMS
+    return Streams(
+        up=replace(up, MT=1 if few and not large and not in_16 else 2, ahead=2 if large else 4),
+        down=replace(down, ahead=3 if large or in_16 else 4),
+    )
 
 
 def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
@@ -148,7 +147,7 @@ def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
 
 
 def _few_of_float4(rows_per_expert: float, layer: Experts) -> Stream:
-    """From 2 to 400 tokens of six layers in groups of 32, two in groups of 16."""
+    """As those of one token, of 3 or 4, from 2 to 400 tokens."""
     codes, (E, D, I) = _codes(layer), layer.sizes
     in_16 = codes.weight[2] == 16
     many = MOST_OF_8_MASKED if D % STEP or I % STEP else MOST_OF_8
@@ -166,6 +165,11 @@ def _few_of_float4(rows_per_expert: float, layer: Experts) -> Stream:
 def _codes(layer: Experts) -> Codes:
     assert layer.codes is not None
     return layer.codes
+
+
+def _rows13(layer: Experts) -> int:
+    """The rows of an expert's first weight."""
+    return layer.sizes[2] * (2 if layer.act[1] else 1)
 
 
 def run_one(
@@ -186,7 +190,7 @@ def run_one(
     up, down = tiles.up, tiles.down
     dtype = floats_of(x_TD, codes)
     h_KI, out_TD = (x_TD.new_empty(shape, dtype=dtype) for shape in ((K, I), (1, D)))
-    F = I * (2 if layer.act[1] else 1)
+    F = _rows13(layer)
     w13, w2 = _words(layer)
     pdl, options = pdl_options(x_TD)
     x_TD, x_scale_TG, DTYPE = _operand(x_TD, layer, ids_TK, expert_map, codes.x_scale_TG)
@@ -230,7 +234,7 @@ def run(
     rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
     dtype = floats_of(x_TD, codes)
     h_RI, y_RD = (x_TD.new_empty(R, width, dtype=dtype) for width in (I, D))
-    F = I * (2 if layer.act[1] else 1)
+    F = _rows13(layer)
     BE = max(2, triton.next_power_of_2(E))
     w13, w2 = _words(layer)
     pdl, options = pdl_options(x_TD)
