@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 from torch.testing._internal.distributed import multi_threaded_pg
 
 Body = Callable[..., Any]
+LONG = 300.0  # seconds, after which ranks that hang are given up
 # What ranks import is imported once, by the process that they are forked from: it has no threads.
 multiprocessing.set_forkserver_preload(["tests.conftest", "torch.distributed", "moe_ops.passes"])
 
@@ -43,7 +44,7 @@ def threads(ranks: int, body: Body, *args: Any) -> list[Any]:
         every = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
         for thread in every:
             thread.start()
-        end = time.monotonic() + 60
+        end = time.monotonic() + LONG
         while any(thread.is_alive() for thread in every) and time.monotonic() < end:
             raised = [error for error in found if isinstance(error, Exception)]
             for thread in every:
@@ -85,7 +86,7 @@ def meet(name: str, rank: int, ranks: Iterable[int]) -> None:
     then, they would not find it; and the last to see a fault would see the others end."""
     store = dist.distributed_c10d._get_default_store()
     store.set(f"{name} {rank}", "")
-    store.wait([f"{name} {other}" for other in ranks])
+    store.wait([f"{name} {other}" for other in ranks], timedelta(seconds=LONG))
 
 
 def spawn(body: Body, args: tuple[Any, ...], ranks: int) -> None:
@@ -98,7 +99,7 @@ def processes(
     folder: Path,
     body: Body,
     *args: Any,
-    seconds: float = 60,
+    seconds: float = LONG,
     backend: str | None = "gloo",
 ) -> None:
     """Run body(rank, group, *args) in as many processes; the group gives up after so long, also

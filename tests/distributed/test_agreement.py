@@ -247,8 +247,9 @@ def ended(rank: int, group: str, name: str = "dispatch_tokens") -> None:
     """The last rank ends without a word: the others raise, naming it, long before the limit."""
     if rank == 2:
         os._exit(0)
-    with pytest.raises(RuntimeError, match=rf"moe_ops\.{name}: rank 2 of the group"):
+    with pytest.raises(RuntimeError, match=rf"moe_ops\.{name}: rank 2 of the group") as raised:
         HOST[name](rank, group)
+    assert "Timed out" not in str(raised.value)
     meet("named", rank, range(2))
     os._exit(0)  # the group cannot be taken down in order
 
@@ -286,10 +287,11 @@ def stuck(rank: int, world: str) -> None:
     """Ranks that do something else: the other raises, naming them, at the group's limit."""
     group = dist.new_group(timeout=timedelta(seconds=2)).group_name
     if rank == 0:
-        start = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"rank 1, 2 of the group .* not answer rank 0: it"):
+        words = (
+            r"rank 1, 2 of the group .* not answer rank 0: it .* 2000ms"  # not the world's limit
+        )
+        with pytest.raises(RuntimeError, match=words):
             call(group)
-        assert 1 < time.monotonic() - start < 20  # and not the limit of the world
     meet("named", rank, range(3))
     os._exit(0)
 

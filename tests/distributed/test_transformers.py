@@ -114,7 +114,7 @@ def test_two_processes_give_what_one_gives(body: Any, tmp_path: Path) -> None:
         module = pytest.importorskip("transformers.distributed.expert_parallel")
         if not hasattr(module, "EPImplementationInterface"):
             pytest.skip("this transformers has no registry of expert-parallel implementations")
-    processes(2, tmp_path, body, seconds=120)
+    processes(2, tmp_path, body)
 
 
 def test_what_cannot_be_shared_is_refused_and_left_as_it_was() -> None:

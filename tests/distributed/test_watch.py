@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from moe_ops.ranks import watch as watch_module
 from moe_ops.ranks.watch import Watch
-from tests.distributed.ranks import meet, processes, results
+from tests.distributed.ranks import LONG, meet, processes, results
 
 
 class Reached:
@@ -33,7 +34,23 @@ class Reached:
         return bool(Reached.stores.check(every))
 
 
-LIMIT = 2.0  # seconds; longer than ranks that launch at once are apart on a busy machine
+LIMIT = 2.0  # seconds by a clock that goes on when it is told to
+
+
+class Clock:
+    """Stands for `time`."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + LONG
+    while not holds():
+        assert time.monotonic() < end, "what was waited for does not come"
+        time.sleep(0.01)
 
 
 def replays(rank: int, group: str, counts: tuple[int, ...]) -> None:
@@ -41,48 +58,51 @@ def replays(rank: int, group: str, counts: tuple[int, ...]) -> None:
     all ranks are watched in more replays, which end."""
     store, every = dist.distributed_c10d._get_default_store(), range(len(counts))
     Reached.stores, Reached.ranks = dist.PrefixStore("before", store), len(counts)
-    with Watch(group, seconds=30, event=Reached) as found:
+    with Watch(group, seconds=LONG, event=Reached) as found:
         for _ in range(9):
             found.launched()
-        while not Reached.stores.check([f"{r}/9" for r in every]):
-            time.sleep(0.01)
-        time.sleep(0.2)
+        until(lambda: said_by(found) == (9, 9))
         found.check()
     Reached.stores, Reached.made = dist.PrefixStore("test", store), 0
-    least = min(counts)
+    least, clock = min(counts), Clock()
     if not counts[rank]:
+        meet("said", rank, every)
         meet("over", rank, every)
         return
-    with Watch(group, seconds=LIMIT, event=Reached) as found:
-        for step in range(counts[rank]):
-            if step < least:
-                meet(f"replay {step}", rank, every)
+    with (
+        patch.object(watch_module, "time", clock),
+        Watch(group, seconds=LIMIT, event=Reached) as found,
+    ):
+        for _ in range(counts[rank]):
             found.launched()
+        until(lambda: said_by(found) == (counts[rank], least))
+        meet("said", rank, every)
+        clock.now += LIMIT + 0.5
         if counts[rank] > least:
-            raised = raised_by(found)
-        elif max(counts) == least:
-            time.sleep(LIMIT + 0.5)
+            until(lambda: bool(raised_by(found)))
         meet("over", rank, every)
         if counts[rank] == least:
-            found.check()
+            found.launched()
             return
         with pytest.raises(RuntimeError, match="did not end within"):
             found.launched()
+    raised = raised_by(found)
     behind = [r for r, count in enumerate(counts) if count == least]
     assert f"replay {least + 1} of the group" in raised, raised
     assert f"rank {', '.join(map(str, behind))} did not launch it" in raised, raised
 
 
+def said_by(found: Watch) -> tuple[int, ...]:
+    """How many replays its rank has launched, and how many have ended, as other ranks read it."""
+    return tuple(map(int, found._store.get(str(dist.get_rank())).split()))
+
+
 def raised_by(found: Watch) -> str:
-    """What a watch raises within its limit and the time that a busy machine takes."""
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
-        try:
-            found.check()
-        except RuntimeError as error:
-            return str(error)
-        time.sleep(0.02)
-    raise AssertionError("a replay that does not end is not noticed")
+    try:
+        found.check()
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(
@@ -113,12 +133,13 @@ def aborting(rank: int, group: str) -> None:
         with patch.object(watch_module, "resolve", lambda name: Held()):
             found = Watch(group, seconds=0.1, event=Never)
             found.launched()
-            assert started.wait(10)
+            assert started.wait(LONG)
             with pytest.raises(RuntimeError, match=r"replay 1 .* did not end within 0\.1 s; all"):
                 found.check()
-            start = time.monotonic()
-            found.close()
-            assert time.monotonic() - start < 5
+            closing = threading.Thread(target=found.close, daemon=True)
+            closing.start()
+            closing.join(LONG)
+            assert not closing.is_alive()
     finally:
         freed.set()
 
@@ -150,17 +171,8 @@ def in_turns(rank: int, group: str) -> None:
     ):
         for _ in range(5):
             found.launched()
-        assert ended.wait(30), found.check()
+        assert ended.wait(LONG), found.check()
         found.check()
-
-
-class Clock:
-    """Stands for `time`, and goes on when it is told to."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 def test_replays_in_a_row_have_the_limit_each() -> None:

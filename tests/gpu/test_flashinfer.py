@@ -1,9 +1,7 @@
-"""FlashInfer's kernels on a GPU, called through our op: numbers, bits, graphs and overhead."""
+"""FlashInfer's kernels on a GPU, called through our op: numbers, bits, graphs and launches."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
@@ -36,8 +34,6 @@ WAYS = {
     "mxfp4": ("flashinfer_cutlass", UP_GATE, "mxfp4", torch.bfloat16),
     "cute_dsl": ("flashinfer_cute_dsl", CHUNKS, "bfloat16", torch.bfloat16),
 }
-MOST_EAGER_US = 8.0  # more than FlashInfer's own function takes
-MOST_CAPTURED_US = 0.5  # what two graphs of the same kernels differ by
 
 
 @pytest.fixture(autouse=True)
@@ -295,9 +291,7 @@ def test_other_ways_to_capture(
             assert_close(replay(*values), want, TOL["experts", dtype], f"{name}, {tokens} tokens")
 
 
-def test_the_overhead_over_flashinfer_itself(
-    overlapping: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_launches_what_flashinfer_itself_launches(overlapping: None) -> None:
     call = stored(on_gpu(call_of("bfloat16", case=CASE)), UP_GATE)
     skip_where_machines_lack(cutlass.supports(call))
     call = replace(first(call, 1), weights_TK=call.weights_TK[:1].float())
@@ -325,31 +319,19 @@ def test_the_overhead_over_flashinfer_itself(
 
     assert torch.equal(ours(), direct())
     assert torch.equal(ours(), allocating())
-    eager = in_turns(direct, allocating, ours, calls=20)
-    graphs = [captured(lambda f=f: [f() for _ in range(20)][-1])[1] for f in (direct, ours)]
-    replayed = [us / 20 for us in in_turns(*graphs, calls=5)]
-    with capsys.disabled():
-        print(f"\neager: {eager[0]:.1f} us by FlashInfer in a workspace that is kept, "
-              f"{eager[1]:.1f} in its own, {eager[2]:.1f} by ours; captured: {replayed[0]:.2f} "
-              f"and {replayed[1]:.2f}")  # fmt: skip
-    assert replayed[1] - replayed[0] <= MOST_CAPTURED_US
-    assert eager[2] - eager[0] <= MOST_EAGER_US
+    # What that takes on the host is counted in tests/flashinfer/test_kept.py.
+    theirs, launched = (launches(captured(f)[1]) for f in (direct, ours))
+    assert launched == theirs
 
 
-def in_turns(*functions: Callable[[], object], calls: int) -> list[float]:
-    """Median microseconds of a call of each, so few that the queue never fills."""
-    spans: list[list[float]] = [[] for _ in functions]
-    for turn in range(60):
-        for function, found in zip(functions, spans, strict=True):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                function()
-            if calls < 20:  # graphs: what the GPU takes
-                torch.cuda.synchronize()
-            if turn >= 10:
-                found.append((time.perf_counter() - start) / calls * 1e6)
-    return [statistics.median(found) for found in spans]
+def launches(replay: Callable[[], None]) -> list[str]:
+    """The kernels of a replay, in order."""
+    activity = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity], acc_events=True) as profiler:
+        replay()
+        torch.cuda.synchronize()
+    ran = [event for event in profiler.events() if event.device_type.name == "CUDA"]
+    return [event.name for event in sorted(ran, key=lambda event: event.time_range.start)]
 
 
 def test_a_forced_backend_runs_or_says_why(

@@ -112,16 +112,16 @@ def test_calls_of_two_threads_that_overlap_leave_the_flag_as_it_was() -> None:
 
     def first() -> None:
         first_in.set()
-        second_in.wait(9)
+        second_in.wait(300)
 
     def second() -> None:
         second_in.set()
-        first_out.wait(9)
+        first_out.wait(300)
         found["second, after the first"] = flag()
 
     def call(function: Callable[[], None], ready: threading.Event | None = None) -> None:
         if ready is not None:
-            ready.wait(9)
+            ready.wait(300)
         sizes.call_oblivious(function)
         found[f"{function.__name__}, outside"] = flag()
 
