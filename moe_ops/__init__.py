@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import warnings
+from typing import TYPE_CHECKING, Any
 
 import moe_ops.backends  # noqa: F401  (registers the backends)
 from moe_ops import aot_cache, fake_impls, gradients, ops, quant, spec
+from moe_ops.installed import __version__, clash, version
 from moe_ops.late import when_imported
 from moe_ops.layouts import Layout
 from moe_ops.ops import (
@@ -24,17 +26,38 @@ from moe_ops.ops import (
     route,
     sum_ranks,
 )
+from moe_ops.signature import did_you_mean
 from moe_ops.spec import OPS, Op
 from moe_ops.using import using
 
+# The same for type checkers and editors, which read this file and import nothing.
+if TYPE_CHECKING:
+    from moe_ops.backends.flashinfer.options import flashinfer_options
+    from moe_ops.compiler import compile, compile_config
+    from moe_ops.generation import generation_report
+    from moe_ops.graphs.capture import buckets_of, capture
+    from moe_ops.hf.optimize import optimize, restore
+    from moe_ops.hf.over_ranks import share_experts
+    from moe_ops.hf.quantize import quantize_model
+    from moe_ops.layer import MoELayer, Routing
+    from moe_ops.passes.compiled import inductor_options
+    from moe_ops.passes.explain import explain
+    from moe_ops.planning.tune import tune
+    from moe_ops.prepared import prepare
+    from moe_ops.published import from_checkpoint
+    from moe_ops.quant.config import QuantConfig
+
 # Names that need transformers, or Inductor, or that few need, are imported when first asked for.
-_LAZY = {
+_OF_TRANSFORMERS = {
     **dict.fromkeys(("optimize", "restore", "quantize_model", "share_experts"), "moe_ops.hf"),
     "from_checkpoint": "moe_ops.published",
+    "generation_report": "moe_ops.generation",
+}
+_LAZY = {
+    **_OF_TRANSFORMERS,
     **dict.fromkeys(("compile", "compile_config"), "moe_ops.compiler"),
     "inductor_options": "moe_ops.passes.compiled",
     **dict.fromkeys(("buckets_of", "capture"), "moe_ops.graphs.capture"),
-    "generation_report": "moe_ops.generation",
     "explain": "moe_ops.passes.explain",
     "flashinfer_options": "moe_ops.backends.flashinfer.options",
     "tune": "moe_ops.planning.tune",
@@ -50,6 +73,7 @@ __all__ = [
     "Op",
     "QuantConfig",
     "Routing",
+    "__version__",
     "activate",
     "buckets_of",
     "capture",
@@ -85,11 +109,22 @@ __all__ = [
 aot_cache.tag(spec, gradients, ops, fake_impls, quant)
 # So that `from_pretrained` finds models whose experts we quantised, without an import of its own.
 when_imported("transformers.quantizers.auto", lambda: importlib.import_module("moe_ops.pretrained"))
+if fault := clash():
+    warnings.warn(fault, stacklevel=2)
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    if name == "QuantFormats":  # an old name, of which the layer warns
-        return importlib.import_module("moe_ops.layer").quant_formats(stacklevel=3)
-    raise AttributeError(f"module 'moe_ops' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    """Every name, imported or not; without transformers, those that can be had."""
+    missing = _OF_TRANSFORMERS if version("transformers") is None else ()
+    return sorted({*globals(), *__all__}.difference(missing))
+
+
+if not TYPE_CHECKING:  # to whom every name would be right, as this has any
+
+    def __getattr__(name: str) -> Any:
+        if name in _LAZY:
+            return getattr(importlib.import_module(_LAZY[name]), name)
+        if name == "QuantFormats":  # an old name, of which the layer warns
+            return importlib.import_module("moe_ops.layer").quant_formats(stacklevel=3)
+        hint = did_you_mean(name, __all__)
+        raise AttributeError(f"module 'moe_ops' has no attribute {name!r}{hint}")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from moe_ops import installed
 from moe_ops.options import check_writable
 from moe_ops.shapes import DTYPES
 from moe_ops.signature import did_you_mean
@@ -95,6 +96,13 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m moe_ops",
         description="What moe_ops makes of a model, and which backends run on this machine.",
         epilog="Measurements: python -m moe_ops.bench --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps the lines of --version
+    )
+    top.add_argument(
+        "--version",
+        action="version",
+        version=installed.report(),
+        help="versions of moe_ops, Python, torch, triton, transformers and flashinfer",
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     options = commands.add_parser(

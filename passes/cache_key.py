@@ -15,7 +15,6 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 
 from moe_ops.backend import Backend
 from moe_ops.backends.flashinfer.options import current as flashinfer_options
+from moe_ops.installed import version
 from moe_ops.planning import tuned
 from moe_ops.planning.cost import device_of
 from moe_ops.ranks.groups import known_sizes
@@ -34,13 +34,7 @@ log = logging.getLogger("moe_ops")
 
 PACKAGES = ("moe_ops", "moe_ops.passes", "moe_ops.fake_impls")  # those that lie apart in a checkout
 SUFFIXES = (".py", ".cpp", ".cu", ".cuh", ".h")
-# The names under which a library is distributed, by the name under which it is imported.
-LIBRARIES = {
-    "torch": ("torch",),
-    "triton": ("triton", "pytorch-triton", "triton-windows"),
-    "flashinfer": ("flashinfer-python",),
-    "cutlass": ("nvidia-cutlass-dsl",),
-}
+LIBRARIES = ("torch", "triton", "flashinfer", "cutlass")
 
 
 def digest(*parts: object) -> str:
@@ -130,16 +124,7 @@ def registry_key() -> str | None:
 
 @functools.cache
 def _versions() -> tuple[tuple[str, str | None], ...]:
-    installed: dict[str, str | None] = {}
-    for library, distributions in LIBRARIES.items():
-        installed[library] = None
-        for distribution in distributions:
-            try:
-                installed[library] = metadata.version(distribution)
-                break
-            except metadata.PackageNotFoundError:
-                continue
-    return tuple(installed.items())
+    return tuple((library, version(library)) for library in LIBRARIES)
 
 
 def environment_key() -> str:

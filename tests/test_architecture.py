@@ -42,6 +42,7 @@ MAY_IMPORT = {
     "record": May(),
     "ranges": May(),
     "late": May(),
+    "installed": May(),
     "layouts": May(frozenset({"options", "signature"})),
     "backend": May(frozenset({"layouts"})),
     "watched": May(frozenset({"gradients"})),
@@ -61,7 +62,7 @@ MAY_IMPORT = {
     "ops": May(LOW | {"fake_impls", "quant", "ranks"}),
     "kernels": May(packages=frozenset({"torch", "triton"})),
     "decode_ops": May(OP | {"fake_impls", "kernels"}),
-    "backends": May(OP | {"arena", "decode_ops", "kernels", "layouts", "quant"}),
+    "backends": May(OP | {"arena", "decode_ops", "installed", "kernels", "layouts", "quant"}),
     "quant": May(frozenset({"signature", "options", "shapes", "fake_impls"})),
     "parallel": May(OP),
     "prepared": May(OP),
@@ -81,7 +82,9 @@ MAY_IMPORT = {
         BACKEND | {"decode_ops", "hf", "hooks", "own_code", "prepared", "terminal"}, TRANSFORMERS
     ),
     # torch writes symbolic sizes in sympy.
-    "passes": May(BACKEND | {"decode_ops", "hooks", "planning"}, frozenset({"torch", "sympy"})),
+    "passes": May(
+        BACKEND | {"decode_ops", "hooks", "installed", "planning"}, frozenset({"torch", "sympy"})
+    ),
     # It knows passes and generation, which do not know each other.
     "compiler": May(LOW | {"passes", "generation", "graphs", "hooks", "own_code"}),
     # A leaf: it measures everything, and nobody imports it.
@@ -102,13 +105,14 @@ MAY_IMPORT = {
         frozenset({"torch", "transformers", "matplotlib", "safetensors"}),
     ),
     "__main__": May(
-        frozenset({"signature", "options", "shapes", "hf", "backends", "passes"}), TRANSFORMERS
+        frozenset({"signature", "options", "shapes", "hf", "backends", "passes", "installed"}),
+        TRANSFORMERS,
     ),
     FACADE: May(
         BACKEND
         | {"aot_cache", "fake_impls", "layer", "hf", "passes", "planning", "graphs"}
         | {"generation", "compiler", "late", "layouts", "prepared", "pretrained", "published"}
-        | {"using"}
+        | {"installed", "using"}
     ),
 }
 
@@ -329,18 +333,20 @@ print("ran")
 
 
 @pytest.mark.slow
-def test_a_wheel_runs_outside_the_checkout(tmp_path: Path) -> None:
-    checkout, wheels, site = (tmp_path / name for name in ("checkout", "wheels", "site"))
-    listed = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, names.split("\0")):
-        if os.path.lexists(ROOT / name):
-            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, checkout / name, follow_symlinks=False)
+def test_the_wheel_of_an_sdist_runs_outside_the_checkout(tmp_path: Path) -> None:
+    checkout, dist, site = (tmp_path / name for name in ("checkout", "dist", "site"))
+    for name in files():
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, checkout / name, follow_symlinks=False)
+    python("setup.py", "-q", "sdist", "-d", str(dist), cwd=checkout, path=site)
+    (sdist,) = dist.glob("torch_moe_ops-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        links = {m.name.partition("/")[2]: m.linkname for m in archive if m.issym()}
+    assert links == {f"moe_ops/{link}": f"../{link}" for link in LINKED}
     pip = ("-m", "pip", "--disable-pip-version-check")
-    build = ("wheel", "--no-deps", "--no-build-isolation", "-w", str(wheels), str(checkout))
+    build = ("wheel", "--no-deps", "--no-build-isolation", "-w", str(dist), str(sdist))
     python(*pip, *build, cwd=tmp_path, path=site)
-    (wheel,) = wheels.glob("*.whl")
+    (wheel,) = dist.glob("torch_moe_ops-*.whl")
     python(*pip, "install", "--no-deps", "--target", str(site), str(wheel), cwd=tmp_path, path=site)
     assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"moe_ops"}
     assert list((site / "moe_ops" / "tuned").glob("*.json"))

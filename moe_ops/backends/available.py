@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import wrap
@@ -11,6 +10,7 @@ import torch
 
 from moe_ops.backend import Backend, Needs
 from moe_ops.backends import triton_device
+from moe_ops.installed import version
 from moe_ops.spec import DECODE_OPS, OPS, REFERENCE
 
 CPU, WIDTH = "cpu", 100
@@ -47,7 +47,7 @@ def _available(name: str, by_op: dict[str, Backend]) -> Available:
         name=name,
         ops=tuple(by_op),
         package=needs.package,
-        version=_version(needs.package),
+        version=(version(needs.package) if needs.package else None) or "",
         needs=needs.said,
         missing=needs.missing(torch.device(on)),
     )
@@ -91,13 +91,6 @@ def _compiler(device: torch.device) -> str | None:
     except InvalidCxxCompiler as error:
         return f"no C++ compiler works ({str(error).splitlines()[0]})"
     return None
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package) if package else ""
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def text() -> str:

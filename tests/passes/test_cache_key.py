@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from moe_ops import installed
 from moe_ops.backend import Backend
 from moe_ops.backends.flashinfer.options import flashinfer_options
 from moe_ops.passes import cache_key
@@ -257,12 +258,12 @@ def test_tuned_tables_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 def test_versions_and_device_count(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name == "flashinfer-python":
-            raise cache_key.metadata.PackageNotFoundError
+            raise installed.metadata.PackageNotFoundError
         return "1.0"
 
     keys = [Pipeline().uuid()]
     cache_key._versions.cache_clear()
-    monkeypatch.setattr(cache_key.metadata, "version", version)
+    monkeypatch.setattr(installed.metadata, "version", version)
     keys.append(Pipeline().uuid())
     assert cache_key._versions() == (
         ("torch", "1.0"), ("triton", "1.0"), ("flashinfer", None), ("cutlass", "1.0"),
