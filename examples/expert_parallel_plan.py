@@ -188,7 +188,7 @@ def draw(plan: Plan, layer: int, path: str) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise SystemExit("--plot needs matplotlib: pip install 'moe-ops[bench]'") from error
+        raise SystemExit("--plot needs matplotlib: pip install 'torch-moe-ops[bench]'") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,20 @@ class Module:
 
     def __str__(self) -> str:
         return str(self.path.relative_to(ROOT))
+
+
+def files() -> list[str]:
+    """Every file and link of the project: those that git knows or does not ignore, or, where an
+    sdist was unpacked, those that it lists."""
+    if (ROOT / ".git").exists():
+        listing = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+        found = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
+        names = found.stdout.split("\0")
+    else:
+        names = (ROOT / "torch_moe_ops.egg-info" / "SOURCES.txt").read_text().splitlines()
+        names = [name for name in names if ".egg-info/" not in name]
+        names += [f"moe_ops/{link}" for link in LINKED]
+    return [name for name in names if name and os.path.lexists(ROOT / name)]
 
 
 def modules() -> Iterator[Module]:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from moe_ops import OPS
 from moe_ops.spec import DECODE_OPS
-from tests.sources import LINKED, ROOT, Module, modules
+from tests.sources import LINKED, ROOT, Module, files, modules
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise RuntimeError("--plot needs matplotlib: pip install moe-ops[bench]") from error
+        raise RuntimeError("--plot needs matplotlib: pip install 'torch-moe-ops[bench]'") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot
 

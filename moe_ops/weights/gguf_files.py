@@ -145,7 +145,7 @@ def _tensors(file: Path) -> list[Any]:
         from gguf import GGML_QUANT_SIZES, GGUFReader
     except ImportError as error:
         raise ImportError(
-            f"reading {file} needs the package gguf; install it: pip install 'moe-ops[gguf]'"
+            f"reading {file} needs the package gguf; install it: pip install 'torch-moe-ops[gguf]'"
         ) from error
     try:
         check_header(file, {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()})

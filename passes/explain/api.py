@@ -213,5 +213,5 @@ def _depyf(model: Any) -> Any:
         return importlib.import_module("depyf")
     except ImportError as error:
         raise ImportError(
-            "explain(depyf=...) needs depyf: pip install 'moe-ops[debug]', or depyf itself"
+            "explain(depyf=...) needs depyf: pip install 'torch-moe-ops[debug]', or depyf itself"
         ) from error

@@ -67,7 +67,7 @@ REASONS = {
     "another": ((8, 0), {}, "needs compute capability 9.0, got 8.0"),
     "no package": (
         (9, 0), {"flashinfer-python": None}, "needs the package flashinfer-python, which is not .*"
-        r"pip install 'moe-ops\[flashinfer\]'",
+        r"pip install 'torch-moe-ops\[flashinfer\]'",
     ),
     "no dsl": (
         (9, 0), {"nvidia-cutlass-dsl": None}, "needs the package nvidia-cutlass-dsl, which is not",

@@ -289,7 +289,7 @@ def test_without_skew_and_peers_a_section_has_no_word_of_them() -> None:
 
 @pytest.mark.slow
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    image = pytest.importorskip("matplotlib.image", reason="pip install moe-ops[bench]")
+    image = pytest.importorskip("matplotlib.image", reason="pip install torch-moe-ops[bench]")
     path = tmp_path / "plot.png"
     plot.draw(results(), path)
     height, width, _ = image.imread(path).shape
@@ -299,7 +299,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(RuntimeError, match=r"pip install moe-ops\[bench\]"):
+    with pytest.raises(RuntimeError, match=r"pip install 'torch-moe-ops\[bench\]'"):
         plot.draw(results(), Path("unused.png"))
 
 

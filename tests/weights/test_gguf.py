@@ -254,7 +254,7 @@ def test_ranks_hold_whole_groups_of_what_stays_quantised(tmp_path: Path) -> None
 def test_the_package_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(ImportError, match=r"needs the package gguf; .*'moe-ops\[gguf\]'"):
+    with pytest.raises(ImportError, match=r"needs the package gguf; .*'torch-moe-ops\[gguf\]'"):
         gguf_formats(tmp_path / "model.gguf")
 
 

@@ -19,7 +19,7 @@ from moe_ops.backend import Needs
 
 DISTRIBUTION, LEAST = "flashinfer-python", "0.7.2"
 CUTE_DSL = "nvidia-cutlass-dsl"
-INSTALL = "pip install 'moe-ops[flashinfer]'"
+INSTALL = "pip install 'torch-moe-ops[flashinfer]'"
 
 Capability = tuple[int, int]
 

@@ -243,7 +243,7 @@ def test_options_are_those_of_compile() -> None:
 
 def test_without_depyf_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "depyf", None)
-    with pytest.raises(ImportError, match=r"pip install 'moe-ops\[debug\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'torch-moe-ops\[debug\]'"):
         moe_ops.explain(Model(PLAIN), (torch.randn(7, D),), depyf="unused")
 
 
