@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from moe_ops.graphs.cuda_graph import GraphPool
 from moe_ops.hooks import hooks_of
+from moe_ops.interrupts import call_compiled
 from moe_ops.options import check_flag
 from moe_ops.own_code import compile_call
 from moe_ops.passes.compiled import Compiled, inductor_options, known_options
@@ -144,7 +145,8 @@ def quicken(twin: nn.Module, model: nn.Module, options: Mapping[str, Any]) -> No
     def compile_step(function: Callable[..., Any]) -> Callable[..., Any]:
         on_gpu = any(p.is_cuda for p in model.parameters())  # by now, which may be later
         step_options = {**(STEP_OPTIONS if on_gpu else {}), **prompt_options}
-        return torch.compile(function, dynamic=False, backend=Net(step_options, False))
+        call = torch.compile(function, dynamic=False, backend=Net(step_options, False))
+        return functools.partial(call_compiled, call)
 
     tools = Tools(
         compile_prompt=compile_prompt,
@@ -178,7 +180,7 @@ class PromptRegion:
         B, S = tensors[0].shape[:2]
         for x in tensors:
             mark(x, B, S)
-        return call_oblivious(self.call, module, *args, **kwargs)
+        return call_oblivious(call_compiled, self.call, module, *args, **kwargs)
 
 
 def mark(x: Tensor, B: int, S: int) -> None:

@@ -145,7 +145,7 @@ def prepare(model: nn.Module, layout: str) -> PrepareReport:
     try:
         for module in found.values():
             module.prepare_weights(layout)
-    except Exception:  # a layout is code of others
+    except BaseException:  # a layout is code of others, and takes long enough to be interrupted
         for name, module in found.items():
             module.prepare_weights(before[name])
         raise

@@ -24,6 +24,7 @@ import torch
 from moe_ops.backend import Backend
 from moe_ops.backends.flashinfer.options import current as flashinfer_options
 from moe_ops.installed import version
+from moe_ops.interrupts import let_through
 from moe_ops.planning import tuned
 from moe_ops.planning.cost import device_of
 from moe_ops.ranks.groups import known_sizes
@@ -81,7 +82,8 @@ def _plain_function_key(fn: FunctionType) -> str | None:
         source, path = inspect.getsource(fn), inspect.getsourcefile(fn)
         file = _file_key(path) if path and os.path.exists(path) else ""
         closure = [cell.cell_contents for cell in fn.__closure__ or ()]
-    except (OSError, ValueError):  # ValueError: a cell that is still empty
+    except (OSError, ValueError) as error:  # ValueError: a cell that is still empty
+        let_through(error)
         return None
     return digest(name, source, file, closure)
 

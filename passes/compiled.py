@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo import mark_static, maybe_mark_dynamic
 from torch._inductor import config as inductor_config
 
+from moe_ops.interrupts import call_compiled
 from moe_ops.passes.context import Options
 from moe_ops.passes.pipeline import HOOK, Hook, Pipeline, as_tuple
 from moe_ops.passes.sizes import call_oblivious
@@ -77,15 +78,17 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Inside a larger model, it is that model's compiler that decides.
-        if self.dynamic is False or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return self.call(*args, **kwargs)
+        if self.dynamic is False:
+            return call_compiled(self.call, *args, **kwargs)
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 dims = token_dims(value)
                 if any(value.shape[dim] == 0 for dim in dims):
                     return self.function(*args, **kwargs)
                 self._mark(value, dims)
-        return call_oblivious(self.call, *args, **kwargs)
+        return call_oblivious(call_compiled, self.call, *args, **kwargs)
 
     def _mark(self, x: Tensor, dims: Iterable[int]) -> None:
         """Mark weakly: a size that the model fixes after all is compiled again, not refused."""

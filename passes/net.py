@@ -14,6 +14,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.exc import InductorError
 
 from moe_ops.hooks import Hooks
+from moe_ops.interrupts import let_through
 from moe_ops.passes import sizes
 from moe_ops.passes.pipeline import HOOK, GraphRun, Pipeline
 
@@ -27,8 +28,9 @@ class Net(torch._TorchCompileInductorWrapper):
 
     If Inductor fails on a graph that the pipeline rewrote, the cause is logged, the first time at
     WARNING, and the graph is compiled without the rewriting. `strict` raises instead, and so does
-    an error in a graph that was not rewritten. Backends of equal options are equal, if they are for
-    models of equal hooks: Dynamo takes the graph of an equal backend, and does not look at hooks.
+    an error in a graph that was not rewritten. What is not of Inductor is raised, such as an error
+    of a signal handler. Backends of equal options are equal, if they are for models of equal hooks:
+    Dynamo takes the graph of an equal backend, and does not look at hooks.
 
     Raises RuntimeError for an option that Inductor has not.
     """
@@ -49,6 +51,7 @@ class Net(torch._TorchCompileInductorWrapper):
         try:
             return super().__call__(model_, inputs_, **kwargs)
         except InductorError as error:
+            let_through(error, compiling=True)
             rewritten = any(p.rewrites for run in self.pipeline.runs[before:] for p in run.passes)
             if self.pipeline.options.strict or not rewritten or _out_of_memory(error):
                 raise

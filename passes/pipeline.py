@@ -13,6 +13,7 @@ from torch._dynamo.utils import lazy_format_graph_code
 from torch._functorch.aot_autograd import get_aot_graph_name
 from torch._inductor import custom_graph_pass
 
+from moe_ops.interrupts import let_through
 from moe_ops.passes import cache_key, sizes, slices
 from moe_ops.passes.context import Context, Note, Options
 from moe_ops.planning import tuned
@@ -193,6 +194,7 @@ class Pipeline(InferenceAware):
             try:
                 graph.lint()
             except Exception as error:
+                let_through(error)
                 raise RuntimeError(f"the pass {name} left a broken graph: {error}") from error
         return PassRun(name=name, rewrites=rewrites, seconds=seconds)
 

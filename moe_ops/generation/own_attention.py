@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe_ops.generation.one_query import NAME, Attention, attended, in_place_of, register
 from moe_ops.generation.regions import layer_lists
+from moe_ops.interrupts import let_through
 
 log = logging.getLogger("moe_ops")
 
@@ -69,7 +70,8 @@ def refusal(modules: list[nn.Module]) -> str | None:
     for forward in {forward_of(m) for m in modules}:
         try:
             source = inspect.getsource(forward)
-        except OSError:
+        except OSError as error:
+            let_through(error)
             return f"{forward.__qualname__} has no source to look at"
         if source.count("_attn_implementation") != 1:
             return f"{forward.__qualname__} does more with its name than look it up"
@@ -117,7 +119,8 @@ def same_results(eager: Attention, with_sinks: bool) -> bool:
                 module, query, key, value, mask,
                 scaling=0.7, dropout=0.0, s_aux=sinks, **beside,
             )  # fmt: skip
-        except Exception:  # whatever it is that somebody's function misses or raises
+        except Exception as error:  # whatever it is that somebody's function misses or raises
+            let_through(error)
             return False
         out = got[0] if isinstance(got, tuple) else None
         return out is not None and out.shape == want.shape and torch.allclose(out, want, 1e-4, 1e-5)

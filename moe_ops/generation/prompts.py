@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moe_ops.generation.masks import REPEATABLE, attention_of, masks, repeatable
 from moe_ops.generation.slots import Empty, Slots
+from moe_ops.interrupts import let_through
 
 log = logging.getLogger("moe_ops")
 
@@ -59,6 +60,7 @@ class Captures:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever it is, the way without a graph is still there
+            let_through(error)
             log.warning(
                 "generate: prompts run uncaptured, as those of %s cannot be captured: %s",
                 *(size, error),

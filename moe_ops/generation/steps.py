@@ -20,6 +20,7 @@ from moe_ops.generation.masks import Sizes, masks
 from moe_ops.generation.prompts import Capture, Captures, Filling, Prompt, Prompts
 from moe_ops.generation.regions import ByKind, Region
 from moe_ops.generation.slots import CACHE, Empty, Slots
+from moe_ops.interrupts import let_through
 from moe_ops.own_code import own_code
 from moe_ops.terminal import rewrite
 
@@ -201,6 +202,7 @@ class Steps:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            let_through(error)
             log.warning("generate: steps run uncaptured, as they cannot be captured: %s", error)
             return Steps.run
         if replay is None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.interrupts import let_through
 from moe_ops.ranks.peers import check
 
 WARMUPS = 2  # the first compiles and allocates, the second shows that neither happens again
@@ -92,6 +93,7 @@ def _warmed_and_captured(
                 output = function()
         except Exception as error:
             end_capture(stream)
+            let_through(error)
             raise CaptureError(f"capture failed: {error}") from error
     finally:
         # A failed capture leaves its stream current.

@@ -10,6 +10,8 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+from moe_ops.interrupts import let_through
+
 
 @functools.cache
 def fingerprint(*functions: Callable[..., Any]) -> str:
@@ -23,7 +25,8 @@ def fingerprint(*functions: Callable[..., Any]) -> str:
     for function in functions:
         try:
             source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
-        except (OSError, TypeError):
+        except (OSError, TypeError) as error:
+            let_through(error)
             return "unreadable"
         tree = ast.parse(source).body[0]
         if not isinstance(tree, ast.FunctionDef):

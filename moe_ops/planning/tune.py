@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
+from moe_ops.interrupts import let_through
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.options import check_ints, check_text, check_writable
 from moe_ops.planning.cost import device_of
@@ -146,7 +147,8 @@ def _cuda_us(turns: Sequence[Run]) -> float:
         with torch.cuda.graph(graph):
             all_turns()
         replay = graph.replay
-    except RuntimeError:
+    except RuntimeError as error:
+        let_through(error)
         torch.cuda.synchronize()
     found: list[float] = []
     while len(found) < LEAST_CALLS or (

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.interrupts import let_through
 from moe_ops.ranks.groups import Group, all_gather, resolve
 
 HEADER = 1024  # bytes
@@ -132,4 +133,5 @@ def _noting(faults: dict[int, RuntimeError], rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        let_through(error)
         faults.setdefault(rank, error)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+from moe_ops.interrupts import let_through
 from moe_ops.weights.layouts import PLAIN, Coding, awq, compressed, gptq, mxfp4_blocks
 
 NO_OP_READS = {
@@ -85,7 +86,8 @@ def _check_inside(folder: Path, name: str, entry: str) -> None:
         )
     try:
         there = (folder / name).is_file()
-    except OSError:  # a name that is too long, say
+    except OSError as error:  # a name that is too long, say
+        let_through(error)
         there = False
     if not there:
         raise ValueError(f"{entry}: names the file {name!r}, which does not exist; {REMEDY}")

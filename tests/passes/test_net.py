@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._inductor.graph import GraphLowering
 
 import moe_ops
 import moe_ops.passes
@@ -95,3 +97,49 @@ def test_backends_of_equal_options_are_equal() -> None:
     assert one != other and one != hooked
     with pytest.raises(RuntimeError, match="no_such_option"):
         Net({**moe_ops.inductor_options(), "no_such_option": 1})
+
+
+class Alarm(Exception):
+    """What a caller's own signal handler raises."""
+
+
+@pytest.mark.parametrize("dynamic", [None, False])
+def test_what_a_signal_handler_raises_is_let_through_and_no_graph_is_kept(
+    passes: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    dynamic: bool | None,
+) -> None:
+    raised: list[Exception] = [TimeoutError("too late"), Alarm(), RuntimeError("stop")]
+
+    def handler(number: int, frame: object) -> None:
+        raise raised[0]
+
+    lower = GraphLowering.run
+
+    def interrupted(self: GraphLowering, *args: object) -> object:
+        if raised:
+            signal.raise_signal(signal.SIGUSR1)
+        return lower(self, *args)
+
+    passes(rewritten)
+    model, x_TD = Model(), torch.randn(3, 4)
+    fast = moe_ops.compile(model, dynamic=dynamic)
+    monkeypatch.setattr(GraphLowering, "run", interrupted)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with caplog.at_level(logging.WARNING, "moe_ops"), torch.inference_mode():
+            with torch._inductor.config.patch(force_disable_caches=True):
+                while raised:
+                    with pytest.raises(type(raised[0])) as caught:
+                        fast(x_TD)
+                    assert caught.value is raised.pop(0)
+            torch.testing.assert_close(fast(x_TD), model(x_TD))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not warnings_of(caplog) and not any(run.skipped for run in pipeline_of(fast).runs)
+
+
+def rewritten(graph: fx.Graph, context: Context) -> int:
+    """A pass that says it rewrote, so that the net would take the graph as it was."""
+    return 1

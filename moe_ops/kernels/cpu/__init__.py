@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe_ops.interrupts import let_through
+
 log = logging.getLogger("moe_ops")
 
 # In the order of the numbers that layer.h and route.cpp give them.
@@ -97,6 +99,7 @@ def refusal_of(compiled: Callable[[], object], which: str) -> str | None:
     try:
         compiled()
     except (CppCompileError, InvalidCxxCompiler, OSError) as error:
+        let_through(error, compiling=True)
         reason = f"needs a working C++ compiler ({str(error).splitlines()[0]})"
         log.warning("moe_ops runs without its CPU kernels%s: %s", which, reason)
         return reason

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from moe_ops.interrupts import let_through
+
 log = logging.getLogger("moe_ops")
 
 # Numbers below which torch's copy takes no longer.
@@ -29,6 +31,7 @@ def _library() -> ctypes.CDLL | None:
     try:
         library = CppCodeCache.load(source)
     except (CppCompileError, InvalidCxxCompiler, OSError) as error:
+        let_through(error, compiling=True)
         reason = str(error).splitlines()[0]
         log.warning("moe_ops transposes with torch, which takes longer: %s", reason)
         return None
