@@ -11,8 +11,8 @@ from moe_ops.quant import packing
 from moe_ops.quant.formats import ROW, TENSOR, Format
 from moe_ops.quant.scales import inverse, wrong_scale
 from moe_ops.shapes import FLOATS
-from moe_ops.weights.layouts import ROWS, Coding, Matrix, short, to_dtype
-from moe_ops.weights.outside import Block, group_of, said_of
+from moe_ops.weights.layouts import ROWS, Block, Coding, Matrix, short, to_dtype
+from moe_ops.weights.outside import group_of, said_of
 
 Parts = Mapping[str, Tensor]  # of one matrix: "weight", "scale", "zero", "global_scale", ...
 SCALES = {torch.float32: "", torch.float16: ":float16", torch.bfloat16: ":bfloat16"}

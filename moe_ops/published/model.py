@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from moe_ops.hf.fits import sizes_of, stored_as
 from moe_ops.hf.optimize import optimize
@@ -23,17 +22,22 @@ from moe_ops.layer.tensors import INPUT_SCALES
 from moe_ops.options import check_flag, check_type
 from moe_ops.published.formats import decode, format_of_inputs
 from moe_ops.published.loader import METHOD
-from moe_ops.published.survey import EXPERTS, Experts, Found, Survey, parts_of, survey
+from moe_ops.published.names import EXPERTS, Names, experts_of
+from moe_ops.published.stacked import stacked
+from moe_ops.published.survey import Experts, Found, Survey, parts_of, survey
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
-from moe_ops.weights.configuration import block_in, coding_in, naming
+from moe_ops.weights.codings import Codings, codings_in
+from moe_ops.weights.configuration import naming
 from moe_ops.weights.files import files_of
-from moe_ops.weights.layouts import Coding
 from moe_ops.weights.names import FUSED, GPT_OSS, Style
 
 log = logging.getLogger("moe_ops")
 # What a layer calls the tensors of both weights, and a module behind the names of projections.
-TENSORS = {"weight": "_codes", "scale": "_scale", "zero": "_zero", "global_scale": "_global_scale"}
+TENSORS = {
+    "weight": "_codes", "scale": "_scale", "zero": "_zero", "global_scale": "_global_scale",
+    "bias": "_bias",
+}  # fmt: skip
 SEVERAL = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps of many devices
 
 
@@ -49,9 +53,10 @@ def from_checkpoint(
     """A transformers model of a quantised checkpoint, whose experts stay in the checkpoint's codes.
 
     folder: config.json, which names a class of transformers and says in `quantization_config` (or
-    hf_quant_config.json does) how weights are quantised, and safetensors files: compressed-tensors
-    (int4, int8, FP8, NVFP4, MXFP4), GPTQ, AWQ, ModelOpt (FP8, NVFP4), FP8 in blocks or with a scale
-    a matrix or a row, MXFP4. Experts are one tensor each, or all in one.
+    a file beside it does, as docs/FORMATS.md lists) how weights are quantised, and safetensors
+    files: compressed-tensors (int4, int8, FP8, NVFP4, MXFP4), GPTQ, AWQ, auto-round of integers,
+    ModelOpt (FP8, NVFP4), FP8 in blocks or with a scale a matrix or a row, MXFP4. Experts are one
+    tensor each, or all in one. Entries that the model's class ignores are not read.
 
     Codes and scales go into the experts as `load_checkpoint` reads them, and no experts in 16 bits
     are made. Experts that the checkpoint leaves in floats stay so. Other quantised matrices, of
@@ -83,7 +88,7 @@ def from_checkpoint(
     model, info = plan.cls.from_pretrained(
         None,
         config=plan.prepared_config(),
-        state_dict={**rest, **plan.decode_matrices(), **tensors},
+        state_dict={**rest, **plan.decode_matrices(), **plan.stack_floats(), **tensors},
         dtype=plan.dtype,
         device_map=device_map,
         output_loading_info=True,
@@ -119,29 +124,33 @@ class _Plan:
     cls: type[PreTrainedModel]
     config: Any
     dtype: torch.dtype
-    coding: Coding
-    block: tuple[int, int] | None
+    codings: Codings
     quant: QuantConfig | None  # of experts in codes; None if there are none
     parts: tuple[_Part, ...]
     kept: tuple[str, ...]  # experts modules in floats
     found: Survey
+    names: Names
+    # Experts in floats, one tensor each, that transformers puts together for no such family.
+    stacked: tuple[tuple[str, nn.Module, Experts], ...]
 
     @staticmethod
     def of(folder: Path, dtype: torch.dtype | None, inputs: str | None) -> _Plan:
         cls, config = _class_of(folder)
-        coding, block = coding_in(folder), block_in(folder)
-        found = survey(files_of(folder))
+        codings, files = codings_in(folder), files_of(folder)
         dtype = dtype or getattr(config, "dtype", None) or torch.float32
         with torch.device("meta"):
             skeleton = cls(config).to(dtype)
-        quant = _formats(found, coding, block, inputs)
-        names = _Names(skeleton)
-        names.check(found)
+        names = Names(skeleton)
+        found = survey(files, names.leaves_out)
+        quant = _formats(found, codings, inputs)
+        floats = tuple(_floats(skeleton, names, found))
+        _check_shapes(names, found)
         parts = () if quant is None else tuple(_parts(skeleton, names, found, quant))
-        kept = set(_experts_of(skeleton))
+        kept = set(experts_of(skeleton))
         return _Plan(
-            cls=cls, config=config, dtype=dtype, coding=coding, block=block, quant=quant,
-            parts=parts, kept=tuple(sorted(kept - {part.name for part in parts})), found=found,
+            cls=cls, config=config, dtype=dtype, codings=codings, quant=quant, parts=parts,
+            kept=tuple(sorted(kept - {part.name for part in parts})), found=found, names=names,
+            stacked=floats,
         )  # fmt: skip
 
     def prepared_config(self) -> Any:
@@ -154,12 +163,13 @@ class _Plan:
     def load_experts(self, device: torch.device, progress: bool) -> dict[str, Tensor]:
         """Codes and scales of all experts by their names in the model."""
         layers = {part.name: self._layer(part, device) for part in self.parts}
+        coding = self.codings.one(n for part in self.parts for n in part.experts.matrices())
         for style in {part.style.name: part.style for part in self.parts}.values():
             parts = [part for part in self.parts if part.style is style]
             report = load_checkpoint(
                 {part.experts.prefix: layers[part.name] for part in parts},
                 sorted({file for part in parts for file in part.experts.files}),
-                style=style, coding=self.coding, progress=progress,
+                style=style, coding=coding, progress=progress,
             )  # fmt: skip
             known = {f.name: k[0] for p in parts for k, f in p.experts.parts.items()}
             odd = [n for n in report.unexpected if known.get(n, "input") != "input"]
@@ -193,21 +203,39 @@ class _Plan:
         assert self.quant is not None
         return MoELayer(
             E, 1, hidden, intermediate, activation=part.stored.activation,
-            quant=self.quant, dtype=self.dtype, device=device,
+            quant=self.quant, dtype=self.dtype, device=device, bias=part.experts.has_biases,
         )  # fmt: skip
 
+    def stack_floats(self) -> dict[str, Tensor]:
+        """Experts in floats, of single tensors, by the names of the model."""
+        return {
+            f"{name}.{attribute}": t
+            for name, module, experts in self.stacked
+            for attribute, t in stacked(experts, module).items()
+        }
+
     def decode_matrices(self) -> dict[str, Tensor]:
-        """Matrices in codes outside of experts, in floats."""
+        """Matrices in codes outside of experts that the model has, in floats."""
         found: dict[str, Tensor] = {}
         for base, matrix in self.found.matrices.items():
             one = matrix.get("weight") or next(iter(matrix.values()))
+            if self.names.of(f"{base}.weight")[0] not in self.names.tensors:
+                log.warning(
+                    "moe_ops.from_checkpoint: %s of %s is left out, as %s has nothing of this name",
+                    one.name, one.file, self.cls.__name__,
+                )  # fmt: skip
+                continue
             with naming(f"{one.name} of {one.file}"):
-                found[f"{base}.weight"] = decode(
-                    parts_of(matrix), self.coding, self.block, self.dtype
-                )
+                said = self.codings.of(base), self.codings.block(base)
+                found[f"{base}.weight"] = decode(parts_of(matrix), *said, self.dtype)
         return found
 
     def _say(self) -> None:
+        if self.found.left_out:
+            log.info(
+                "moe_ops.from_checkpoint: %d entries are left out, as %s ignores them",
+                self.found.left_out, self.cls.__name__,
+            )  # fmt: skip
         if self.quant is not None:
             log.info(
                 "moe_ops.from_checkpoint: %d experts modules in %s, %d in floats",
@@ -251,9 +279,7 @@ def _class_of(folder: Path) -> tuple[type[PreTrainedModel], Any]:
     return cls, config
 
 
-def _formats(
-    found: Survey, coding: Coding, block: tuple[int, int] | None, inputs: str | None
-) -> QuantConfig | None:
+def _formats(found: Survey, codings: Codings, inputs: str | None) -> QuantConfig | None:
     """The one format of all experts in codes, and that of their inputs.
 
     Raises ValueError, naming entries, for several, and for inputs of None whose codes have a zero
@@ -261,7 +287,7 @@ def _formats(
     """
     formats: dict[str, Found] = {}
     for experts in found.experts.values():
-        formats.setdefault(experts.format(coding, block), experts.first)
+        formats.setdefault(experts.format(codings), experts.first)
     if len(formats) > 1:
         said = ", ".join(f"{f.name} of {f.file} is in {name}" for name, f in formats.items())
         raise ValueError(
@@ -286,51 +312,43 @@ def _check_symmetric_inputs(found: Survey) -> None:
             )
 
 
-class _Names:
-    """What transformers makes of the names of a checkpoint, for one model."""
+def _floats(
+    skeleton: PreTrainedModel, names: Names, found: Survey
+) -> Iterator[tuple[str, nn.Module, Experts]]:
+    """Experts in floats that are to be put together here; others are left to transformers."""
+    for experts in found.floats:
+        name = names.experts(experts.prefix, next(iter(experts.style.projections)))
+        if name is None or names.of(experts.first.name)[0] in names.tensors:
+            found.take_floats(experts)
+        else:
+            yield name, skeleton.get_submodule(name), experts
 
-    def __init__(self, skeleton: PreTrainedModel) -> None:
-        mapping = get_model_conversion_mapping(skeleton)
-        self._renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-        self._converters = [one for one in mapping if isinstance(one, WeightConverter)]
-        self._prefix = skeleton.base_model_prefix
-        self.tensors = skeleton.state_dict()
 
-    def of(self, name: str) -> tuple[str, bool]:
-        """The name in the model, and whether the tensor goes there as it is."""
-        target, pattern = rename_source_key(
-            name, self._renamings, self._converters, self._prefix, self.tensors
-        )
-        return target, pattern is None
-
-    def check(self, found: Survey) -> None:
-        """Raise ValueError, naming file and entry, for a tensor in floats of another shape."""
-        for name, one in found.rest.items():
-            target, as_it_is = self.of(name)
-            if as_it_is and target in self.tensors:
-                wanted, there = list(self.tensors[target].shape), list(one.read().shape)
-                if wanted != there:
-                    raise ValueError(
-                        f"{name}: expected the shape {wanted}, found {there} (in {one.file}); "
-                        "complete the download"
-                    )
+def _check_shapes(names: Names, found: Survey) -> None:
+    """Raise ValueError, naming file and entry, for a tensor in floats of another shape."""
+    for name, one in found.rest.items():
+        target, as_it_is = names.of(name)
+        if as_it_is and target in names.tensors:
+            wanted, there = list(names.tensors[target].shape), list(one.read().shape)
+            if wanted != there:
+                raise ValueError(
+                    f"{name}: expected the shape {wanted}, found {there} (in {one.file}); "
+                    "complete the download"
+                )
 
 
 def _parts(
-    skeleton: PreTrainedModel, names: _Names, found: Survey, quant: QuantConfig
+    skeleton: PreTrainedModel, names: Names, found: Survey, quant: QuantConfig
 ) -> list[_Part]:
     """The module of each of the checkpoint's experts."""
     parts: dict[str, _Part] = {}
     for experts in found.experts.values():
-        first, stacked = experts.first, experts.style.stacked
-        projection = next(iter(experts.style.projections))
-        end = projection if stacked else f"0.{projection}.weight"
-        target, _ = names.of(f"{experts.prefix}.experts.{end}")
-        name = target.rpartition(".")[0]
-        if target not in names.tensors or name in parts:
+        first = experts.first
+        name = names.experts(experts.prefix, next(iter(experts.style.projections)))
+        if name is None or name in parts:
             raise ValueError(
                 f"{first.name}: {type(skeleton).__name__} has no experts of this name (in "
-                f"{first.file}); its experts are {', '.join(_experts_of(skeleton)[:2]) or 'none'}"
+                f"{first.file}); its experts are {', '.join(experts_of(skeleton)[:2]) or 'none'}"
             )
         module = skeleton.get_submodule(name)
         stored = stored_as(module, quant)
@@ -339,15 +357,16 @@ def _parts(
                 f"{first.name}: {type(module).__name__} cannot have {quant.weights}: {stored} (in "
                 f"{first.file})"
             )
+        if experts.has_biases and not module.has_bias:
+            raise ValueError(
+                f"{first.name}: {type(module).__name__} has no biases, but experts of this "
+                f"checkpoint have (in {first.file}); give the checkpoint of this model"
+            )
         style = experts.style
         if style is FUSED and stored.activation.interleaved:
             style = GPT_OSS
         parts[name] = _Part(name=name, module=module, stored=stored, experts=experts, style=style)
     return list(parts.values())
-
-
-def _experts_of(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if hasattr(module, "has_gate")]
 
 
 def _device_of(device_map: Any) -> torch.device:

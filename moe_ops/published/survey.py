@@ -8,15 +8,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from moe_ops.published.formats import Block, Parts, format_of, is_ordered, read_part
+from moe_ops.published.formats import Parts, format_of, is_ordered, read_part
+from moe_ops.published.names import EXPERTS
 from moe_ops.shapes import FLOATS
+from moe_ops.weights.codings import Codings
 from moe_ops.weights.configuration import naming
 from moe_ops.weights.files import entries
-from moe_ops.weights.layouts import Coding
 from moe_ops.weights.names import FUSED, GATE_UP_DOWN, PARTS, RECIPROCALS, W123, Entry, Style
 from moe_ops.weights.record import WEIGHTS
 
-EXPERTS = ".experts."
 FAMILIES = (W123, GATE_UP_DOWN, FUSED)
 ORDERED = (
     "was quantised in the order of its activations (desc_act), and experts of transformers take "
@@ -70,21 +70,37 @@ class Experts:
                 seen.add(key[1])
                 yield key, found
 
-    def format(self, coding: Coding, block: Block) -> str:
+    @property
+    def has_biases(self) -> bool:
+        """Whether each expert has biases of its own."""
+        return any(part == "bias" and expert is not None for part, _, expert in self.parts)
+
+    def matrices(self) -> list[str]:
+        """Names of the matrices of one expert, by which a configuration may tell them apart."""
+        return [self.matrix(key, found) for key, found in self.samples()]
+
+    def matrix(self, key: tuple[str, str, int | None], found: Found) -> str:
+        stacked = key[2] is None
+        return f"{self.prefix}{EXPERTS}"[:-1] if stacked else found.name.rpartition(".")[0]
+
+    def format(self, codings: Codings) -> str:
         """The format that all of its weights are in.
 
         Raises ValueError, naming file and entry, for several, for one that experts of a model
         cannot have, and for experts that stay in floats beside others.
         """
         formats: dict[str, Found] = {}
-        for (_, shard, expert), found in self.samples():
+        for key, found in self.samples():
+            _, shard, expert = key
             of_one = {
                 part: other
                 for (part, *rest), other in self.parts.items()
                 if rest == [shard, expert]
             }
             with naming(f"{found.name} of {found.file}"):
-                name = format_of(_read(of_one, expert is None), coding, block)
+                module = self.matrix(key, found)
+                parts = _read(of_one, expert is None)
+                name = format_of(parts, codings.of(module), codings.block(module))
             formats.setdefault(name or "floats", found)
         if len(formats) != 1:
             said = ", ".join(f"{f.name} is in {name}" for name, f in formats.items())
@@ -92,14 +108,9 @@ class Experts:
                 f"{said} (in {self.first.file}): the experts of one layer are in one format; "
                 "quantise them alike"
             )
-        for (part, shard, expert), found in self.parts.items():
+        for (part, shard, _), found in self.parts.items():
             if part == "g_idx" and shard != "w2" and is_ordered(found.read()):
                 raise ValueError(f"{found.name}: {ORDERED} (in {found.file})")
-            if part == "bias" and expert is not None:
-                raise ValueError(
-                    f"{found.name} is a bias of one expert in codes, which is read in one tensor "
-                    f"for all alone; leave biases out (in {found.file})"
-                )
         return next(iter(formats))
 
 
@@ -109,12 +120,19 @@ class Survey:
 
     experts: dict[str, Experts] = field(default_factory=dict)  # by prefix
     matrices: dict[str, dict[str, Found]] = field(default_factory=dict)  # codes outside, by part
+    floats: list[Experts] = field(default_factory=list)  # experts in floats, one tensor each
     rest: dict[str, Found] = field(default_factory=dict)  # in floats
+    left_out: int = 0  # entries that the model's class ignores
     input_scales: int = 0  # of matrices outside
 
+    def take_floats(self, experts: Experts) -> None:
+        """Leave experts in floats to transformers, as the rest."""
+        self.rest.update({one.name: one for one in experts.parts.values()})
 
-def survey(files: Iterable[Path]) -> Survey:
-    """Sort the entries of files; nothing is read but names, and dtypes of a few.
+
+def survey(files: Iterable[Path], leaves_out: Callable[[str], bool]) -> Survey:
+    """Sort the entries of files, but for those whose names are left out; nothing is read but names,
+    and dtypes of a few.
 
     Raises ValueError, naming the entry, for one that comes twice.
     """
@@ -124,6 +142,9 @@ def survey(files: Iterable[Path]) -> Survey:
     for file in files:
         with naming(file):
             for stored in entries(file):
+                if leaves_out(stored.name):
+                    found.left_out += 1
+                    continue
                 if file.suffix == ".gguf" or stored.like is not None:
                     of = "GGUF" if file.suffix == ".gguf" else "bitsandbytes"
                     raise ValueError(
@@ -140,8 +161,11 @@ def survey(files: Iterable[Path]) -> Survey:
                     base, _, suffix = stored.name.rpartition(".")
                     others.setdefault(base, {})[suffix] = one
     for prefix in [p for p, experts in found.experts.items() if not experts.in_codes]:
-        for one in found.experts.pop(prefix).parts.values():
-            found.rest[one.name] = one
+        experts = found.experts.pop(prefix)
+        if experts.style.stacked:
+            found.take_floats(experts)
+        else:
+            found.floats.append(experts)
     for experts in found.experts.values():
         for key in [k for k in experts.parts if k[0] == "bias" and k[2] is None]:
             one = experts.parts.pop(key)

@@ -39,6 +39,7 @@ ROWS, COLUMNS = Axis(place=0), Axis(place=1)
 AS_WORDS = ("int4", "uint4", "uint8")  # int8 has no offset
 WORD_BYTES = 4
 _LOW = 0x0F0F0F0F  # the lower nibbles of a word
+Block = tuple[int, int] | None  # rows and columns of float8 that share a scale, if they are said
 Convert = Callable[[Tensor, Any], Tensor]  # of a part as it is stored, for a Format or None
 
 

@@ -16,7 +16,8 @@ from moe_ops.layer import MoELayer
 from moe_ops.options import check_flag, check_text, check_type
 from moe_ops.prepared import as_loaded
 from moe_ops.weights.checkpoint import ORDER, Loading
-from moe_ops.weights.configuration import block_in, coding_in, naming
+from moe_ops.weights.codings import Codings, blocks_in, codings_in
+from moe_ops.weights.configuration import naming
 from moe_ops.weights.files import entries, files_of
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Stored
 from moe_ops.weights.names import Style, style_of
@@ -74,8 +75,11 @@ def load_checkpoint(
     check_load(layers, coding, sharded, progress)
     found = style_of(style)
     sources, pairs = _sources_of(source)
+    folder = sources[0].folder if sources else None
+    said = blocks_in if coding is not None else codings_in
+    codings = Codings() if folder is None else said(folder)
     if coding is None:
-        coding = coding_in(sources[0].folder) if sources and sources[0].folder else PLAIN
+        coding = codings.one(_matrices(layers, found, codings))
     if found.transposed and coding is PLAIN:
         coding = TRANSPOSED
     begin = time.perf_counter()
@@ -85,7 +89,7 @@ def load_checkpoint(
             at_once=pairs is not None,
         )  # fmt: skip
         if pairs is None:
-            _check(loading, sources)
+            _check(loading, sources, codings)
             _write(loading, sources, progress)
         else:
             _stream(loading, pairs)
@@ -120,11 +124,25 @@ def _sources_of(source: Any) -> tuple[list[_Source], Pairs | None]:
     ], None  # fmt: skip
 
 
-def _check(loading: Loading, sources: list[_Source]) -> None:
+def _matrices(layers: Mapping[str, MoELayer], style: Style, codings: Codings) -> Iterator[str]:
+    """Names of matrices of the experts of layers, by which a configuration may tell them apart; of
+    layers without a format, those that it says anything of.
+    """
+    for prefix, layer in layers.items():
+        for projection, shard in style.projections.items():
+            if shard == "w1" and not layer.activation.gated:
+                continue
+            of = [prefix, style.experts, "" if style.stacked else "0", projection]
+            name = ".".join(part for part in of if part)
+            if layer.quant is not None or codings.says(name):
+                yield name
+
+
+def _check(loading: Loading, sources: list[_Source], codings: Codings) -> None:
     """Check every entry of all sources; nothing is written."""
     folder = sources[0].folder
     found = [(source.name, source.entries) for source in sources if source.float8]
-    outside = Outside.of(found, loading.target, None if folder is None else block_in(folder))
+    outside = Outside.of(found, loading.target, codings)
     for source in sources:  # before the tensors that they put in order
         with naming(source.name):
             for stored in source.entries(ORDER):
@@ -159,7 +177,7 @@ def _stream(loading: Loading, pairs: Pairs) -> None:
     for pair in pairs:
         with naming(STREAM):
             stored = entry_of(*checked(pair))
-            Outside.of([(STREAM, partial(iter, (stored,)))], loading.target, None)
+            Outside.of([(STREAM, partial(iter, (stored,)))], loading.target, Codings())
             loading.take(stored)
         loading.write_last()
     loading.settle()

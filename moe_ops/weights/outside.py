@@ -18,10 +18,10 @@ from moe_ops.quant.formats import ROW, TENSOR
 from moe_ops.quant.packing import expand
 from moe_ops.quant.scales import e8m0_to_float32, wrong_scale
 from moe_ops.shapes import FLOATS
+from moe_ops.weights.codings import Codings
 from moe_ops.weights.configuration import naming
-from moe_ops.weights.layouts import Stored
+from moe_ops.weights.layouts import Block, Stored
 
-Block = tuple[int, int] | None  # of config.json
 Target = Callable[[str], Tensor | None]
 Source = tuple[str, Callable[[], Iterable[Stored]]]  # what errors call it, and its entries
 SCALES = ("_scale_inv", "_scale")  # behind the name of what they multiply, in spite of the first
@@ -48,12 +48,12 @@ class Outside:
     scales: dict[str, Scale] = field(default_factory=dict)  # by the names of codes
 
     @staticmethod
-    def of(sources: Sequence[Source], target: Target, block: Block) -> Outside:
+    def of(sources: Sequence[Source], target: Target, codings: Codings) -> Outside:
         """Look through entries for float8 tensors that go to something wider.
 
         `target`: by an entry's name the parameter or buffer that takes it, None for what has none,
-        as experts have not. block: rows and columns that share a scale, if config.json says them.
-        Tensors are mapped for it, not read.
+        as experts have not. codings: what config.json says of blocks that share a scale. Tensors
+        are mapped for it, not read.
 
         Raises ValueError, naming source and entry, for one without a scale, and for scales of a
         shape or with numbers that cannot be multiplied by.
@@ -77,6 +77,7 @@ class Outside:
                 for stored in entries():
                     name = known.get(stored.name)
                     if name is not None:
+                        block = codings.block(name.rpartition(".")[0])
                         found[name] = _scale(stored, codes[name][1], block)
         for name, (where, t) in codes.items():
             if name not in found:

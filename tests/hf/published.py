@@ -76,9 +76,11 @@ def write(
     outside: Sequence[str] = ("o_proj",),
     ignored: Sequence[str] = (),
     files: int = 1,
+    beside: Layout | None = None,
 ) -> PreTrainedModel:
     """Write a checkpoint in float32 whose experts, and matrices outside with such names, are in a
-    layout, but for those in ignored layers; returns the model of floats that it stands for.
+    layout, but for those in ignored layers; those outside in the one `beside` it, if there is one.
+    Returns the model of floats that it stands for.
     """
     known = FAMILIES[family]
     torch.manual_seed(0)
@@ -90,7 +92,7 @@ def write(
         if not coded:
             entries[f"{name}.weight"] = t.clone()
             return
-        made = layout.write(g, *t.shape, shard)
+        made = (layout if ".experts." in name else beside or layout).write(g, *t.shape, shard)
         t.copy_(made.value)
         entries.update({f"{name}.{suffix}": part for suffix, part in made.entries.items()})
 

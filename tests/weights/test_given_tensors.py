@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_ops.layer import MoELayer
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.weights import load_checkpoint
-from moe_ops.weights.configuration import coding_of
+from moe_ops.weights.codings import coding_of
 
 ONE = ParallelConfig()
 SHAPES = {"gate_proj": (I, D), "up_proj": (I, D), "down_proj": (D, I)}

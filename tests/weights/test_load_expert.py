@@ -14,7 +14,7 @@ from moe_ops.parallel.config import ParallelConfig
 from moe_ops.parallel.replicas import ExpertReplicas
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import LoadRecord, load_expert
-from moe_ops.weights.configuration import coding_of
+from moe_ops.weights.codings import coding_of
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED, awq, compressed, gptq
 
 E, D, I = 4, 64, 96  # noqa: E741
