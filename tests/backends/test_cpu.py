@@ -54,6 +54,19 @@ def test_routing_on_many_threads_is_that_on_one(threads: None) -> None:
     assert torch.equal(results[0][1], results[1][1])
 
 
+@pytest.mark.parametrize("n_group", [1, 4])
+@pytest.mark.parametrize(("E", "K"), [(8, 2), (8, 8), (64, 1), (64, 6), (512, 8), (512, 40)])
+def test_equal_scores_choose_the_experts_that_topk_takes(E: int, K: int, n_group: int) -> None:
+    """Also where experts are masked: those that a model would take without us."""
+    logits = torch.randint(-2, 3, (200, E)).float()
+    logits[torch.rand(200, E) < 0.1] = float("nan")
+    groups: dict[str, Any] = {"n_group": n_group, "topk_group": max(1, n_group // 2)}
+    named = {"score": "logit", "group_fill": "zero", **groups}
+    _, want = moe_ops.route.reference(logits, K, **named)
+    with moe_ops.using("cpu", "route"):
+        assert torch.equal(moe_ops.route(logits, K, **named)[1], want)
+
+
 @each_dtype
 def test_with_many_rows_an_expert_grouped_gemm_takes_over(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ log = logging.getLogger("moe_ops")
 # In the order of the numbers that layer.h and route.cpp give them.
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "logit")
+FILLS = ("-inf", "zero", "zero_weight")
 SOURCES = ("layer.h", "experts.cpp", "route.cpp")
 
 
@@ -50,7 +51,7 @@ class _Router(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("T", "E", "K", "n_group", "topk_group")),
         *((name, c_int32) for name in ("score", "select_on_logit", "group_top2sum")),
-        *((name, c_int32) for name in ("fill_zero", "softmax_selected", "renormalize", "threads")),
+        *((name, c_int32) for name in ("fill", "softmax_selected", "renormalize", "threads")),
         *((name, c_float) for name in ("eps", "min_sum", "scale")),
     ]
 
@@ -220,7 +221,7 @@ def route(
     router = _Router(
         *(T, E, top_k, n_group, topk_group),
         *(SCORES.index(score), select_on == "logit", group_reduce == "top2sum"),
-        *(group_fill == "zero", softmax_selected, renormalize, torch.get_num_threads()),
+        *(FILLS.index(group_fill), softmax_selected, renormalize, torch.get_num_threads()),
         *(eps, min_sum, scale),
     )
     weights_TK = logits_TE.new_empty(T, top_k)

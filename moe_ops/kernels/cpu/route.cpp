@@ -1,5 +1,6 @@
 // The router on the CPU: one pass over a token's logits. Compiled in one unit after experts.cpp.
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -7,7 +8,8 @@
 struct Router {
   int64_t T, E, K, n_group, topk_group;
   int32_t score;  // 0 softmax, 1 sigmoid, 2 sqrtsoftplus, 3 logit
-  int32_t select_on_logit, group_top2sum, fill_zero, softmax_selected, renormalize, threads;
+  int32_t select_on_logit, group_top2sum, fill, softmax_selected, renormalize, threads;
+  // fill: 0 -inf, 1 zero, 2 zero_weight
   float eps, min_sum, scale;
 };
 
@@ -37,25 +39,34 @@ void score_token(const Router& p, const float* logits, float* scores) {
 // Whether a is larger than b, NaN larger than every number, as torch.topk has it.
 inline bool larger(float a, float b) { return !(a <= b) && b == b; }
 
-// The `k` largest of `n` values, largest first, the lower index first among equals; always k different indices.
-template <typename Index>
-void top_k(const float* values, int64_t n, int64_t k, char* taken, Index* chosen) {
-  std::fill(taken, taken + n, 0);
-  for (int64_t j = 0; j < k; ++j) {
-    int64_t best = -1;
-    for (int64_t i = 0; i < n; ++i)
-      if (!taken[i] && (best < 0 || larger(values[i], values[best]))) best = i;
-    taken[best] = 1;
-    chosen[j] = Index(best);
+struct Ranked {
+  float value;
+  int32_t index;
+};
+
+// The `k` largest of `n` values, largest first. Which of equal values are taken is torch.topk's choice: its CPU
+// kernel calls the same functions of the standard library in the same two cases. A model whose scores tie, as those
+// of experts masked with one number do, then takes the experts that it takes without us.
+void top_k(const float* values, int64_t n, int64_t k, std::vector<Ranked>& ranked, int32_t* chosen) {
+  for (int64_t i = 0; i < n; ++i) ranked[i] = {values[i], int32_t(i)};
+  const auto first = ranked.begin();
+  const auto before = [](const Ranked& a, const Ranked& b) { return larger(a.value, b.value); };
+  if (k * 64 <= n) {
+    std::partial_sort(first, first + k, first + n, before);
+  } else {
+    std::nth_element(first, first + k - 1, first + n, before);
+    std::sort(first, first + k - 1, before);
   }
+  for (int64_t j = 0; j < k; ++j) chosen[j] = ranked[j].index;
 }
 
 struct Scratch {
   std::vector<float> scores, choice, worth;
-  std::vector<char> taken, kept;
+  std::vector<char> kept;
+  std::vector<Ranked> ranked;
   std::vector<int32_t> groups;
   explicit Scratch(const Router& p)
-      : scores(p.E), choice(p.E), worth(p.n_group), taken(p.E), kept(p.n_group), groups(p.topk_group) {}
+      : scores(p.E), choice(p.E), worth(p.n_group), kept(p.n_group), ranked(p.E), groups(p.topk_group) {}
 };
 
 void limit_groups(const Router& p, Scratch& s) {
@@ -69,10 +80,15 @@ void limit_groups(const Router& p, Scratch& s) {
     }
     s.worth[g] = p.group_top2sum ? first + second : first;
   }
-  top_k(s.worth.data(), p.n_group, p.topk_group, s.kept.data(), s.groups.data());
-  const float fill = p.fill_zero ? 0.0f : -std::numeric_limits<float>::infinity();
-  for (int64_t e = 0; e < p.E; ++e)
-    if (!s.kept[e / size]) s.choice[e] = fill;
+  top_k(s.worth.data(), p.n_group, p.topk_group, s.ranked, s.groups.data());
+  std::fill(s.kept.begin(), s.kept.end(), 0);
+  for (int32_t g : s.groups) s.kept[g] = 1;
+  const float fill = p.fill ? 0.0f : -std::numeric_limits<float>::infinity();
+  for (int64_t e = 0; e < p.E; ++e) {
+    if (s.kept[e / size]) continue;
+    s.choice[e] = fill;
+    if (p.fill == 2) s.scores[e] = 0.0f;
+  }
 }
 
 void route_token(const Router& p, Scratch& s, const float* logits, const float* bias, const float* expert_scale,
@@ -81,7 +97,7 @@ void route_token(const Router& p, Scratch& s, const float* logits, const float* 
   for (int64_t e = 0; e < p.E; ++e)
     s.choice[e] = (p.select_on_logit ? logits[e] : s.scores[e]) + (bias ? bias[e] : 0.0f);
   if (p.n_group > 1) limit_groups(p, s);
-  top_k(s.choice.data(), p.E, p.K, s.taken.data(), experts);
+  top_k(s.choice.data(), p.E, p.K, s.ranked, experts);
   for (int64_t k = 0; k < p.K; ++k) weights[k] = s.scores[experts[k]];
   if (p.softmax_selected) softmax(weights, p.K, weights);
   if (p.renormalize) {
