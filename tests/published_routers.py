@@ -137,7 +137,10 @@ ROUTERS = {
     "qwen2_moe": Router(qwen2_moe),
     "mixtral": Router(mixtral, NORM),
     "gemma4": Router(gemma4, NORM, scaled=True),
-    "deepseek_v2": Router(deepseek_v2, {**V2_GROUPS, "group_reduce": "max", "scale": 16.0}),
+    "deepseek_v2": Router(
+        deepseek_v2,
+        {**V2_GROUPS, "group_fill": "zero_weight", "group_reduce": "max", "scale": 16.0},
+    ),
     "mistral4": Router(mistral4, {**V2_GROUPS, **NORM, "eps": 1e-20}),
     "ernie4_5": Router(ernie4_5, {**NORM, "min_sum": 0.6}, biased=True),
     "gpt_oss": Router(gpt_oss, SELECTED),

@@ -53,10 +53,10 @@ def route_tokens(call: RouteCall) -> tuple[Tensor, Tensor]:
     from moe_ops.kernels.triton.replay import replay
 
     c = call
-    fill = 0.0 if c.group_fill == "zero" else float("-inf")
+    fill = float("-inf") if c.group_fill == "-inf" else 0.0
     router = (
         c.score, c.select_on == "logit", c.n_group, c.topk_group, c.group_reduce == "top2sum", fill,
-        c.softmax_selected, c.renormalize, c.eps, c.min_sum, c.scale,
+        c.softmax_selected, c.renormalize, c.eps, c.min_sum, c.scale, c.group_fill == "zero_weight",
     )  # fmt: skip
     tensors = with_rows(c.logits_TE), contiguous(c.bias_E), contiguous(c.per_expert_scale_E)
     return replay(routing.route, tensors, (c.top_k, router, DTYPES[c.out_dtype]))

@@ -16,7 +16,7 @@ from moe_ops.spec import op
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "logit")
 SELECT_ON = ("score", "logit")
 GROUP_REDUCE = ("max", "top2sum")
-GROUP_FILL = ("-inf", "zero")
+GROUP_FILL = ("-inf", "zero", "zero_weight")
 
 
 @dataclass(slots=True)
@@ -84,11 +84,20 @@ def _check_groups(call: RouteCall) -> None:
         raise ValueError(
             f"group_reduce='top2sum' needs two experts a group, got {E} experts in {n_group} groups"
         )
-    if call.group_fill == "-inf" and topk_group * (E // n_group) < call.top_k:
-        raise ValueError(
-            f"top_k={call.top_k} exceeds the {topk_group * (E // n_group)} experts "
-            f"of topk_group={topk_group} groups"
-        )
+    beyond = beyond_groups(E, call.top_k, n_group, topk_group)
+    if call.group_fill == "-inf" and beyond is not None:
+        raise ValueError(beyond)
+
+
+def beyond_groups(E: int, top_k: int, n_group: int, topk_group: int) -> str | None:
+    """That more experts are chosen than the kept groups have, or None.
+
+    All others have the same choice, the fill, so ties decide which of them are chosen.
+    """
+    kept = E if n_group == 1 else topk_group * (E // n_group)
+    if top_k <= kept:
+        return None
+    return f"top_k={top_k} exceeds the {kept} experts of topk_group={topk_group} groups"
 
 
 def _check_fold(call: RouteCall) -> None:
@@ -104,10 +113,12 @@ def route(call: RouteCall) -> tuple[Tensor, Tensor]:
     sqrt(softplus(l)) or l):
 
         selection  c = s + b, or c = l + b where select_on is "logit"; b = 0 without a bias_E
-        groups     if n_group > 1, experts outside the topk_group best groups get c = group_fill,
-        where a
-                   group's worth is its largest c ("max") or the sum of its two largest ("top2sum")
-        experts    i = the top_k largest c, largest first
+        groups     if n_group > 1, experts outside the topk_group best groups get c = -inf, or
+                   c = 0 where group_fill is "zero", or c = 0 and s = 0 where it is "zero_weight";
+                   a group's worth is its largest c ("max") or the sum of its two largest
+                   ("top2sum")
+        experts    i = the top_k largest c, largest first; of equal c those that torch.topk takes
+                   (the Triton kernel: those with the lower ids)
         weights    w = s[i]; w = softmax(w) if softmax_selected;
                    w /= max(sum(w) + eps, min_sum) if renormalize; w *= scale; w *=
                    per_expert_scale_E[i]
@@ -137,8 +148,10 @@ def route(call: RouteCall) -> tuple[Tensor, Tensor]:
         best = worth_TG.topk(call.topk_group, dim=-1).indices
         kept = torch.zeros_like(worth_TG, dtype=torch.bool).scatter(1, best, True)
         kept_TE = kept[:, :, None].expand_as(groups).reshape(T, E)
-        fill = 0.0 if call.group_fill == "zero" else float("-inf")
+        fill = float("-inf") if call.group_fill == "-inf" else 0.0
         choice_TE = choice_TE.masked_fill(~kept_TE, fill)
+        if call.group_fill == "zero_weight":
+            scores_TE = scores_TE.masked_fill(~kept_TE, 0.0)
     ids_TK = choice_TE.topk(call.top_k, dim=-1).indices
     weights_TK = scores_TE.gather(1, ids_TK)
     if call.softmax_selected:

@@ -30,6 +30,7 @@ from moe_ops.passes.graph import (
 )
 from moe_ops.passes.routing.scores import bare, constant, in_float32, is_last
 
+# A masked expert weighs its score where weights are gathered; `read` in router.py has the other.
 FILLS = {float("-inf"): "-inf", 0.0: "zero"}
 
 

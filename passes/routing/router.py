@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from moe_ops.ops.route import beyond_groups
 from moe_ops.passes.graph import (
     RESHAPES,
     Mismatch,
@@ -83,7 +84,8 @@ def read(ids_TK: Any, weights_TK: Any) -> Routing:
     choice, E = _choice(topk, K)
     weights = _weights(weights_TK, ids, T, K)
     plain, groups = read_groups(choice, T, E)
-    source = bare(_source(weights, topk, plain, groups, K), T, E)
+    groups = _filled(groups, weights, K, E)
+    source = bare(_source(weights, topk, plain), T, E)
 
     score, logits = (weights.score, source) if weights.score else read_score(source)
     chosen_on, bias = _chosen_on(plain, source, logits, T, E)
@@ -272,7 +274,20 @@ def _read_renormalisation(found: _Weights, T: Any, K: int) -> None:
     found.arguments |= arguments
 
 
-def _source(weights: _Weights, topk: fx.Node, plain: fx.Node, groups: Groups, K: int) -> fx.Node:
+def _filled(groups: Groups, weights: _Weights, K: int, E: int) -> Groups:
+    """The groups, with what `route` calls the fill of their masked experts."""
+    if groups.best == groups.count:
+        return groups
+    if groups.fill == "zero" and not is_call(weights.base, aten.gather.default):
+        # The weights are the masked scores, of which masked experts have 0.
+        require(not weights.score, "masked experts may be chosen, and weigh what it makes of 0")
+        return replace(groups, fill="zero_weight")
+    beyond = beyond_groups(E, K, groups.count, groups.best)
+    require(beyond is None, f"{beyond}, and ties decide on the others")
+    return groups
+
+
+def _source(weights: _Weights, topk: fx.Node, plain: fx.Node) -> fx.Node:
     """The [T, E] scores that the weights are taken from."""
     base = weights.base
     if is_call(base, aten.gather.default):
@@ -287,9 +302,4 @@ def _source(weights: _Weights, topk: fx.Node, plain: fx.Node, groups: Groups, K:
         f"the weights are {base.target}, not the scores of the chosen experts",
     )
     require(base.args[0] is topk, "the weights are the values of another topk")
-    if groups.arguments.get("group_fill") == "zero":
-        # A masked expert that is chosen after all weighs 0 here, but its score in `route`.
-        positive = read_score(plain)[0] != "logit" and not weights.score
-        kept = groups.best * (tensor(plain).shape[1] // groups.count)
-        require(positive and kept >= K, "masked experts may be chosen, and weigh nothing")
     return plain

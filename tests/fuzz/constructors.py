@@ -54,7 +54,7 @@ ROUTING = {
     "n_group": Slot(legal=(1, 2, 4), illegal=(*NO_SIZE, 3, 2**31)),
     "topk_group": Slot(legal=(1, 2), illegal=(*NO_SIZE, 5, 2**31)),
     "group_reduce": one_of("top2sum", "max"),
-    "group_fill": one_of("-inf", "zero"),
+    "group_fill": one_of("-inf", "zero", "zero_weight"),
     "softmax_selected": FLAG,
     "renormalize": FLAG,
     "eps": NUMBER,

@@ -73,7 +73,7 @@ def _route(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
         n_group = 8 if E == 64 else 2
         kept = n_group if n_group // 2 * (E // n_group) < K else n_group // 2
         for reduce in ("max", "top2sum"):
-            for fill in ("zero", "-inf"):
+            for fill in ("zero", "-inf", "zero_weight"):
                 found[f"groups_{reduce}_{fill}"] = {
                     **call, "score": "sigmoid", "bias_E": bias.abs(), "n_group": n_group,
                     "topk_group": kept, "group_reduce": reduce, "group_fill": fill,

@@ -60,6 +60,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "softmax_selected": {"softmax_selected": True},
     "groups": {"n_group": 4, "topk_group": 2},
     "groups_by_largest": {"n_group": 4, "topk_group": 2, "group_reduce": "max"},
+    "groups_weighed": {"n_group": 2, "topk_group": 1, "group_fill": "zero_weight"},
     "groups_filled": {"n_group": 2, "topk_group": 1, "group_fill": "zero", "renormalize": True},
 }
 

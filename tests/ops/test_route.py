@@ -102,6 +102,33 @@ def test_a_group_filled_with_zero_still_beats_negative_scores(fill: str, want: l
     assert ids.tolist() == [want]
 
 
+@pytest.mark.parametrize(
+    ("fill", "want"), [("zero", [0.9, 0.6, 0.1]), ("zero_weight", [0.9, 0.6, 0.0])]
+)
+def test_an_expert_outside_of_the_groups_weighs_its_score_or_nothing(
+    fill: str, want: list[float]
+) -> None:
+    """Where more experts are chosen than the groups that are kept have."""
+    logits = torch.tensor([[0.1, 0.1, 0.9, 0.6]])
+    groups: dict[str, Any] = {"n_group": 2, "topk_group": 1, "group_reduce": "max"}
+    weights, ids = route(logits, 3, score="logit", group_fill=fill, **groups)
+    assert ids[0, :2].tolist() == [2, 3]
+    assert int(ids[0, 2]) in (0, 1)
+    assert_close(weights, torch.tensor([want]), TOL["route", torch.float32])
+
+
+def test_weights_outside_of_the_groups_are_no_part_of_sums() -> None:
+    logits = torch.tensor([[1.0, 1.0, 3.0, 3.0]])
+    groups: dict[str, Any] = {"n_group": 2, "topk_group": 1, "group_fill": "zero_weight"}
+    for router in ({"renormalize": True}, {"renormalize": True, "score": "logit"}):
+        weights, _ = route(logits, 4, **groups, **router)
+        assert_close(weights, torch.tensor([[0.5, 0.5, 0.0, 0.0]]), TOL["route", torch.float32])
+    bias = torch.tensor([0.0, -9.0, 0.0, -9.0])  # below the masked experts: only these are chosen
+    weights, ids = route(logits, 2, bias, score="logit", group_reduce="max", **groups)
+    assert ids[0, 0] == 2
+    assert weights.tolist() == [[3.0, 0.0]]
+
+
 def test_strided_logits_give_what_contiguous_ones_give() -> None:
     logits = distinct_logits(T, E)
     for got, want in zip(route(strided(logits), K), route(logits, K), strict=True):
@@ -161,7 +188,8 @@ BAD = {
         "group_reduce='mean' is unknown; choose one of max, top2sum",
     ),
     "group_fill": Bad(
-        {**GROUPS, "group_fill": "nan"}, "group_fill='nan' is unknown; choose one of -inf, zero"
+        {**GROUPS, "group_fill": "nan"},
+        "group_fill='nan' is unknown; choose one of -inf, zero, zero_weight",
     ),
     "reduce_of_one_group": Bad(
         {"group_reduce": "top2"},
@@ -169,7 +197,7 @@ BAD = {
     ),
     "fill_of_one_group": Bad(
         {"group_fill": "inf"},
-        "group_fill='inf' is unknown; choose one of -inf, zero; did you mean '-inf'?",
+        "group_fill='inf' is unknown; choose one of -inf, zero, zero_weight; did you mean '-inf'?",
     ),
     "kept_of_one_group": Bad({"topk_group": 2}, "topk_group=2 must be from 1 to n_group=1"),
     "none_kept_of_one_group": Bad({"topk_group": 0}, "topk_group=0 must be from 1 to n_group=1"),

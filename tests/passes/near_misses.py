@@ -167,8 +167,16 @@ def worst_groups(logits, bias, scale):
 
 
 @refused("masked experts may be chosen")
-def zero_weights_for_masked_experts(logits, bias, scale):
-    return limited(logits.float(), 4, 2, 0.0).topk(K)
+def sigmoid_of_zero_for_masked_experts(logits, bias, scale):
+    w, i = limited(logits.float(), 4, 2, 0.0).topk(K)
+    return w.sigmoid(), i
+
+
+@refused("top_k=3 exceeds the 2 experts of topk_group=1 groups, and ties decide")
+def masked_experts_with_their_scores(logits, bias, scale):
+    s = logits.float().softmax(-1)
+    i = limited(s, 6, 1, 0.0).topk(K)[1]
+    return s.gather(1, i), i
 
 
 @refused("top_k=3 exceeds the 2 experts")

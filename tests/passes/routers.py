@@ -78,10 +78,21 @@ def softmax_with_both_scales(logits, bias, scale):
     return scale.float()[i] * (w / 4), i
 
 
-@reads(n_group=4, topk_group=2, group_reduce="max", group_fill="zero", scale=1.5)
+@reads(n_group=4, topk_group=2, group_reduce="max", group_fill="zero_weight", scale=1.5)
 def softmax_groups_by_maximum(logits, bias, scale):
     w, i = limited(logits.float().softmax(-1), 4, 2, 0.0, "max").topk(K, sorted=False)
     return w * 1.5, i
+
+
+@reads(n_group=6, topk_group=1, group_reduce="max", group_fill="zero_weight", scale=2.0)
+def softmax_of_fewer_experts_than_are_chosen(logits, bias, scale):
+    w, i = limited(logits.float().softmax(-1), 6, 1, 0.0, "max").topk(K, sorted=False)
+    return w * 2, i
+
+
+@reads(score="logit", n_group=4, topk_group=2, group_fill="zero_weight")
+def logits_in_groups(logits, bias, scale):
+    return limited(logits.float(), 4, 2, 0.0).topk(K)
 
 
 @reads(n_group=4, topk_group=3, group_fill="zero", renormalize=True, eps=1e-20)

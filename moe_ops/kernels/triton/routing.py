@@ -1,7 +1,7 @@
 """Routing on the device: scores, group limits, top-k and weights of `moe_ops/ops/route.py`.
 
 ROUTER: (score, by logit, groups, groups kept, worth by top two, fill, softmax of the selected,
-renormalise, eps, least sum, scale).
+renormalise, eps, least sum, scale, no weight outside of the groups kept).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def limit_groups(
     ROUTER: tl.constexpr,
     BE: tl.constexpr,
 ):
-    """The choice with every expert outside the best groups at the router's fill."""
+    """The choice with every expert outside the best groups at the router's fill; who is inside."""
     N_GROUP: tl.constexpr = ROUTER[2]
     TOPK_GROUP: tl.constexpr = ROUTER[3]
     TOP2: tl.constexpr = ROUTER[4]
@@ -123,7 +123,7 @@ def limit_groups(
         column_T = first_largest(keys_TE, columns_E, BE)
         keys_TE = tl.where(columns_E[None, :] == column_T[:, None], NONE, keys_TE)
         kept_TE = kept_TE | (group_E[None, :] == (column_T // (E // N_GROUP))[:, None])
-    return tl.where(kept_TE, choice_TE, FILL)
+    return tl.where(kept_TE, choice_TE, FILL), kept_TE
 
 
 @triton.jit
@@ -131,7 +131,8 @@ def choice_of(
     logits_TE, scores_TE, used_TE, columns_E, bias_ptr,
     E: tl.constexpr, ROUTER: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """What experts are chosen by: scores or logits, with the bias, within the best groups."""
+    """What experts are chosen by: scores or logits, with the bias, within the best groups; and
+    the scores that become weights."""
     BY_LOGIT: tl.constexpr = ROUTER[1]
     N_GROUP: tl.constexpr = ROUTER[2]
     choice_TE = logits_TE if BY_LOGIT else scores_TE
@@ -139,8 +140,10 @@ def choice_of(
         bias_E = tl.load(bias_ptr + columns_E, mask=columns_E < E, other=0.0).to(tl.float32)
         choice_TE = choice_TE + bias_E[None, :]
     if N_GROUP > 1:
-        choice_TE = limit_groups(choice_TE, used_TE, columns_E, E, ROUTER, BE)
-    return choice_TE
+        choice_TE, kept_TE = limit_groups(choice_TE, used_TE, columns_E, E, ROUTER, BE)
+        if ROUTER[11]:
+            scores_TE = tl.where(kept_TE, scores_TE, 0.0)
+    return choice_TE, scores_TE
 
 
 @triton.jit
@@ -209,7 +212,7 @@ def route_kernel(
         weights_TK = scores_of(logits_TK, top_T, total_T, SCORE)
     else:
         scores_TE = scores_of(logits_TE, top_T, total_T, SCORE)
-        choice_TE = choice_of(
+        choice_TE, scores_TE = choice_of(
             logits_TE, scores_TE, used_TE, columns_E, bias_ptr, E, ROUTER, BE
         )  # fmt: skip
         keys_TE = keys_of(choice_TE, used_TE)
