@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe_ops.hf.experts import NAME
-from moe_ops.hf.rules import AS_INPUT, AS_LOGITS, FLOAT32, RULES, router_fingerprint
+from moe_ops.hf.report import info_once
+from moe_ops.hf.rules import RULES, router_fingerprint
 from moe_ops.hf.stored import stored_format
 from moe_ops.hf.subclass import former_class, new_object, subclass
 from moe_ops.ops import route
@@ -126,8 +127,8 @@ class OptimizedRouter(nn.Module):
     """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The router through `route`; its own code where gradients, autocast or rounding need
-        that."""
+        """The router through `route`; its own code where gradients, autocast or its configuration
+        need that."""
         if not isinstance(self, OptimizedRouter):  # what wrapped it before `restore` calls it still
             return type(self).forward(self, hidden_states, *args, **kwargs)
         own = super().forward
@@ -140,14 +141,12 @@ class OptimizedRouter(nn.Module):
         ):
             return own(hidden_states, *args, **kwargs)
         logits_TE = rule.logits(self, hidden_states)
-        if rule.rounds_scores and logits_TE.dtype != torch.float32:
+        given = args[0] if args else next(iter(kwargs.values()), None)
+        arguments = rule.read(self, hidden_states, logits_TE, given)
+        if isinstance(arguments, str):
+            info_once(f"{type(self).__name__} keeps its own forward: {arguments}")
             return own(hidden_states, *args, **kwargs)
-        arguments = rule.arguments(self)
-        if rule.bias_argument and getattr(self, "use_expert_bias", True):
-            arguments["bias_E"] = args[0] if args else next(iter(kwargs.values()), None)
-        dtypes = {FLOAT32: torch.float32, AS_LOGITS: logits_TE.dtype, AS_INPUT: hidden_states.dtype}
-        out_dtype = str(dtypes[rule.weights_dtype]).removeprefix("torch.")
-        weights_TK, ids_TK = route(logits_TE, **arguments, out_dtype=out_dtype)
+        weights_TK, ids_TK = route(logits_TE, **arguments)
         ids_TK = ids_TK.to(torch.int64)  # transformers indexes and scatters with int64
         first = logits_TE.float().softmax(-1) if rule.returns_probabilities else logits_TE
         return (ids_TK, weights_TK, first) if rule.logits_last else (first, weights_TK, ids_TK)

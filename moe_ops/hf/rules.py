@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ops.hf.source import fingerprint
+from moe_ops.ops.route import beyond_groups
+from moe_ops.shapes import FLOATS
 
 Arguments = dict[str, Any]
 FLOAT32, AS_LOGITS, AS_INPUT = "float32", "as logits", "as input"
@@ -26,17 +28,44 @@ FLOAT32, AS_LOGITS, AS_INPUT = "float32", "as logits", "as input"
 class Rule:
     """How one router is expressed: its logits, then `route` with these arguments.
 
+    `arguments` gives a reason instead where `route` cannot express the router as it is configured.
     `rounds_scores` marks routers that compute their scores in the model's dtype: `route`, which
     uses float32, is the same function only for a float32 model.
     """
 
     logits: Callable[[Any, Tensor], Tensor]
-    arguments: Callable[[Any], Arguments]
+    arguments: Callable[[Any], Arguments | str]
     weights_dtype: str = FLOAT32
     bias_argument: bool = False  # the caller hands in the selection bias
     rounds_scores: bool = False
     returns_probabilities: bool = False  # softmax(logits) in the place of the logits
     logits_last: bool = False  # (ids, weights, logits) in the place of (logits, weights, ids)
+
+    def read(
+        self, router: Any, x_TD: Tensor, logits_TE: Tensor, bias_E: Tensor | None
+    ) -> Arguments | str:
+        """The arguments of `route` for this router, or why its own code must run.
+
+        bias_E is what the caller handed in beside x_TD.
+        """
+        if self.rounds_scores and logits_TE.dtype != torch.float32:
+            return f"it rounds its scores to {logits_TE.dtype}"
+        found = self.arguments(router)
+        if isinstance(found, str):
+            return found
+        if self.bias_argument and getattr(router, "use_expert_bias", True):
+            found["bias_E"] = bias_E
+        dtypes = {FLOAT32: torch.float32, AS_LOGITS: logits_TE.dtype, AS_INPUT: x_TD.dtype}
+        out_dtype = dtypes[self.weights_dtype]
+        tensors = [t for t in (logits_TE, *found.values()) if isinstance(t, Tensor)]
+        for dtype in (out_dtype, *(t.dtype for t in tensors)):
+            if dtype not in FLOATS:
+                return f"it computes in {dtype}"
+        groups = found.get("n_group", 1), found.get("topk_group", 1)
+        beyond = beyond_groups(logits_TE.shape[1], found["top_k"], *groups)
+        if beyond is not None and found["group_fill"] != "zero_weight":
+            return f"{beyond}, and ties decide on the others"
+        return found | {"out_dtype": str(out_dtype).removeprefix("torch.")}
 
 
 def _linear(m: Any, x: Tensor) -> Tensor:
@@ -60,7 +89,7 @@ def _linear_of_float32_input(m: Any, x: Tensor) -> Tensor:
 
 
 def _linear_in_weight_dtype(m: Any, x: Tensor) -> Tensor:
-    return F.linear(x.to(m.weight.dtype), m.weight)
+    return F.linear(x.reshape(-1, m.weight.shape[1]).to(m.weight.dtype), m.weight)
 
 
 def _afmoe_logits(m: Any, x: Tensor) -> Tensor:
@@ -110,9 +139,13 @@ def _softmax_selected_over_k(m: Any) -> Arguments:
     return _softmax_selected(m) | {"scale": 1.0 / m.top_k}
 
 
-def _cohere2(m: Any) -> Arguments:
+def _cohere2(m: Any) -> Arguments | str:
     if m.expert_selection_fn == "softmax":
         return _softmax_selected(m)
+    if m.expert_selection_fn != "sigmoid":
+        return f"its expert_selection_fn is {m.expert_selection_fn!r}"
+    if m.weight.dtype != torch.float32:
+        return f"it rounds its scores to {m.weight.dtype}"
     return {
         "top_k": m.top_k,
         "score": "sigmoid",
@@ -122,7 +155,7 @@ def _cohere2(m: Any) -> Arguments:
 
 
 def _groups(m: Any) -> Arguments:
-    return {"n_group": m.num_group, "topk_group": m.topk_group}
+    return {"n_group": m.num_group, "topk_group": m.topk_group, "group_fill": "-inf"}
 
 
 def _sigmoid(m: Any, bias: Tensor | None, scale: float = 1.0, eps: float = 1e-20) -> Arguments:
@@ -151,16 +184,14 @@ def _axk2(m: Any) -> Arguments:
     return arguments | ({"n_group": 1, "topk_group": 1} if m.num_group is None else {})
 
 
-def _deepseek_v2(m: Any) -> Arguments:
+def _deepseek_v2(m: Any) -> Arguments | str:
     arguments = {"top_k": m.top_k, "scale": float(m.routed_scaling_factor)}
     if m.topk_method == "greedy":
         return arguments
     if m.topk_method != "group_limited_greedy":
-        raise ValueError(
-            f"{type(m).__name__} has an unknown topk_method: {m.topk_method!r}; "
-            "give its config 'greedy' or 'group_limited_greedy'"
-        )
-    return arguments | _groups(m) | {"group_reduce": "max", "group_fill": "zero"}
+        return f"its topk_method is {m.topk_method!r}"
+    # Its weights are the masked scores: a masked expert that is chosen after all weighs nothing.
+    return arguments | _groups(m) | {"group_reduce": "max", "group_fill": "zero_weight"}
 
 
 def _mistral_large4(m: Any) -> Arguments:
@@ -183,21 +214,17 @@ def _lfm2(m: Any) -> Arguments:
     return sigmoid | {"renormalize": bool(m.norm_topk_prob)}
 
 
-def _deepseek_v4(m: Any) -> Arguments:
-    sigmoid = _sigmoid(m, m.e_score_correction_bias, m.routed_scaling_factor)
-    return sigmoid | {"score": _score_name(m.score_fn)}
-
-
-def _score_name(score_fn: Any) -> str:
+def _deepseek_v4(m: Any) -> Arguments | str:
     names = {
         "Sigmoid": "sigmoid",
         "SqrtSoftplusActivation": "sqrtsoftplus",
         "SqrtSoftplus": "sqrtsoftplus",
     }
-    name = type(score_fn).__name__
+    name = type(m.score_fn).__name__
     if name not in names:
-        raise ValueError(f"unknown score function {name}; `route` knows {', '.join(names)}")
-    return names[name]
+        return f"its score function is {name}"
+    sigmoid = _sigmoid(m, m.e_score_correction_bias, m.routed_scaling_factor)
+    return sigmoid | {"score": names[name]}
 
 
 def _muse(m: Any) -> Arguments:
@@ -259,7 +286,7 @@ RULES: dict[str, Rule] = {
     "3106cb91bd84": Rule(logits=_linear, arguments=_mistral4, rounds_scores=True),
     # mistral_large4
     "9c9d311e8b6d": Rule(logits=_linear_float32, arguments=_mistral_large4),
-    # hy_v3
+    # hy_v3, and dots3_note's vision tower
     "3e2792e28f15": Rule(
         logits=_linear_float32,
         arguments=lambda m: _sigmoid(m, None, m.router_scaling_factor),
@@ -285,7 +312,7 @@ RULES: dict[str, Rule] = {
         bias_argument=True,
         rounds_scores=True,
     ),
-    # minimax_m3_vl
+    # minimax_m3_vl, step3p7
     "a0817fc78544": Rule(
         logits=_linear_in_weight_dtype,
         arguments=lambda m: _sigmoid(m, m.e_score_correction_bias, eps=0.0),
