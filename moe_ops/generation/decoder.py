@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from moe_ops.generation.by_rows import store_by_rows
@@ -162,7 +162,9 @@ class Lease(Cache):
         self._decoder = decoder
         self.steps = steps
         self.code = code
+        self.stock: Cache | None = None  # the one that transformers made for the call, empty
         self.batch: int | None = None  # of the prompt, once it is read
+        self.prompt = 0  # its length
 
     def read(
         self,
@@ -181,16 +183,19 @@ class Lease(Cache):
         prompt = Prompt(input_ids, mask, position_ids.expand(B, S).contiguous())
         with self._decoder.compiling_prompts():
             out = self._decoder.with_room(lambda: self.steps.read(self.code, prompt, kwargs))
-        self.batch = B
+        self.batch, self.prompt = B, S
         return out
 
     def step(self, ids: Tensor) -> Tensor:
         """The logits [B, 1, V] after one more token per sequence, valid until the next step."""
         return self.steps.step(self.code, ids, self._decoder.with_room)
 
-    def dynamic_cache(self) -> DynamicCache:
-        """A copy of the keys and values that the caller may keep."""
-        return self.steps.dynamic_cache(self.batch or 0)
+    def handed_out(self) -> Cache:
+        """The cache that transformers made, with a copy of the keys and values; the caller's."""
+        assert self.stock is not None
+        if self.batch is not None:
+            self.steps.copy_into(self.stock, self.batch, self.prompt)
+        return self.stock
 
     @property
     def is_compileable(self) -> bool:

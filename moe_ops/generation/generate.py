@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from transformers import CompileConfig, GenerationMixin, PreTrainedModel, StaticCache
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -20,7 +20,7 @@ from moe_ops.generation.decoder import Decoder, Lease
 from moe_ops.generation.regions import layer_lists
 from moe_ops.generation.sample import sample
 from moe_ops.generation.slots import CACHE
-from moe_ops.generation.steps import StepsReport, Tools
+from moe_ops.generation.steps import StepsReport, Tools, plain_tensors
 from moe_ops.hf.subclass import former_class, new_object, subclass
 from moe_ops.hooks import hooks_of
 
@@ -46,6 +46,7 @@ STOCK = (
     "generate",
 )
 INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", CACHE}
+SERVED = (None, "dynamic", "static")  # names of caches that only differ in what is handed out
 EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
@@ -102,7 +103,7 @@ def call_refusal(model: Any, config: Any, inputs: dict[str, Any], mode: Generati
         "use_cache is off": config.use_cache is False,
         f"the caller has a {CACHE}": inputs.get(CACHE) is not None,
         f"cache_implementation is {config.cache_implementation}": config.cache_implementation
-        not in (None, "static"),
+        not in SERVED,
         "disable_compile is set": bool(config.disable_compile),
         "prefill_chunk_size is set": config.prefill_chunk_size is not None,
         f"{', '.join(outputs)} is asked for": bool(outputs),
@@ -150,8 +151,9 @@ class Generation:
                     self.done = torch.cuda.Event()
                     self.done.record(torch.cuda.current_stream(device))
 
-    def lease(self, batch: int, length: int) -> Lease:
+    def lease(self, batch: int, length: int, stock: Cache) -> Lease:
         self.leased.append(self.decoder.lease(batch, length))
+        self.leased[-1].stock = stock
         return self.leased[-1]
 
     def tell(self, reason: str) -> None:
@@ -197,7 +199,7 @@ class QuickGenerate:
             out = super().generate(*args, **kwargs)  # type: ignore[misc]
             cache = getattr(out, CACHE, None)
             if isinstance(cache, Lease):
-                out[CACHE] = cache.dynamic_cache()
+                out[CACHE] = cache.handed_out()
             return out
 
     @as_stock
@@ -213,13 +215,18 @@ class QuickGenerate:
         reason = call_refusal(self, generation_config, model_kwargs, generation_mode)
         if state.inside == 0:
             reason = "it was not called through generate"
+        given = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         if reason:
             state.tell(reason)
-            return super()._prepare_cache_for_generation(  # type: ignore[misc]
-                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-            )
+            return super()._prepare_cache_for_generation(*given)  # type: ignore[misc]
+        with plain_tensors():
+            super()._prepare_cache_for_generation(*given)  # type: ignore[misc]
+        stock = model_kwargs.get(CACHE)  # which is empty, and allocates nothing until it is filled
+        if stock is None:
+            state.tell("transformers makes no cache for it")
+            return None
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-        model_kwargs[CACHE] = state.lease(rows, max_cache_length)
+        model_kwargs[CACHE] = state.lease(rows, max_cache_length, stock)
         return None
 
     @as_stock

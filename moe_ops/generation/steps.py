@@ -4,6 +4,7 @@ are CUDA graphs a step is captured whole, and so are prompts of sizes that come 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import sys
 import time
@@ -14,7 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, StaticSlidingWindowLayer
 
 from moe_ops.generation.masks import Sizes, masks
 from moe_ops.generation.prompts import Capture, Captures, Filling, Prompt, Prompts
@@ -93,6 +95,17 @@ def shown(text: str) -> Iterator[None]:
     finally:
         if not logged:
             rewrite(sys.stderr, "")
+
+
+def parts(layer: Any, prompt: int, tokens: int) -> list[slice]:
+    """The tokens, in the parts in which a layer of transformers takes them to be as if all after
+    the prompt came one by one. One is all, but for a window of fixed size, which counts what it
+    gets until it is full, and no more."""
+    ends = [0, tokens]
+    if isinstance(layer, StaticSlidingWindowLayer):
+        ends += [prompt, min(max(prompt, layer.max_cache_len), tokens)]
+    ends = sorted(set(ends))
+    return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
 
 class Steps:
@@ -216,14 +229,14 @@ class Steps:
         self.replay, self.captured, self.logits = None, False, None
         self.prompts.forget()
 
-    def dynamic_cache(self, batch: int) -> DynamicCache:
-        """A copy of the keys and values of so many sequences that the caller may keep."""
-        cache = DynamicCache()
-        n = int(self.filled)
-        for i, layer in enumerate(self.cache.layers):
-            keys, values = (b[:batch, :, :n].clone() for b in (layer.keys, layer.values))
-            cache.update(keys, values, i)
-        return cache
+    def copy_into(self, cache: Cache, batch: int, prompt: int) -> None:
+        """Copy the keys and values of so many sequences into an empty cache, which then is as if it
+        had got the prompt first and then one token after the other."""
+        with plain_tensors():
+            for i, layer in enumerate(self.cache.layers):
+                for part in parts(cache.layers[i], prompt, int(self.filled)):
+                    keys, values = (b[:batch, :, part] for b in (layer.keys, layer.values))
+                    cache.update(keys, values, i)
 
     def report(self) -> StepsReport:
         return StepsReport(
