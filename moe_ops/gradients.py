@@ -8,6 +8,48 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.library import Library, register_fake
+
+_library = Library("moe_ops", "FRAGMENT")
+# An operator, so that compilers trace a backward without running it.
+_library.define("undefined_gradient(Tensor grad, Tensor like, str reason) -> Tensor")
+
+
+def _undefined(grad: Tensor, like: Tensor, reason: str) -> Tensor:
+    raise RuntimeError(reason)
+
+
+_library.impl("undefined_gradient", _undefined, "CompositeExplicitAutograd")
+register_fake(
+    "moe_ops::undefined_gradient", lambda grad, like, reason: torch.empty_like(like), lib=_library
+)
+
+
+class _Undefined(torch.autograd.Function):
+    """A tensor that depends on others in a way that has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, reason: str, *sources: Tensor) -> Tensor:
+        ctx.reason = reason
+        ctx.save_for_backward(*sources)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        made = [
+            torch.ops.moe_ops.undefined_gradient(grad, source, ctx.reason)
+            for source in ctx.saved_tensors
+        ]
+        return None, None, *made
+
+
+def without_gradient(out: Tensor, reason: str, *sources: Tensor | None) -> Tensor:
+    """A result that was computed without autograd, which depends on those of `sources` that require
+    gradients: it requires one too, and a backward through it raises RuntimeError with the reason.
+    """
+    wanted = [t for t in sources if t is not None and t.requires_grad]
+    made: Tensor = _Undefined.apply(out, reason, *wanted)
+    return made
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

@@ -19,6 +19,7 @@ from transformers.integrations.moe import (
     grouped_mm_experts_forward,
 )
 
+from moe_ops.gradients import needs_grad, without_gradient
 from moe_ops.hf.report import warn_once
 from moe_ops.hf.source import fingerprint
 from moe_ops.hf.stored import StoredFormat, stored_format
@@ -27,6 +28,10 @@ from moe_ops.ops.activate import Activation
 from moe_ops.shapes import FLOATS
 
 NAME = "moe_ops"
+NO_GRADIENT = (
+    "{} holds quantised weights, through which no gradients are defined; for inference call the "
+    "model under torch.inference_mode(), and train it before it is quantised"
+)
 
 # What a module of plain weights holds; of fake ones while torch.export or FakeTensorMode runs it.
 PLAIN_TENSORS = (Tensor, nn.Parameter, FakeTensor)
@@ -144,19 +149,27 @@ def run(
     weights_TK: Tensor,
     fallback: Callable[..., Any],
 ) -> Tensor:
-    """A forward by the `experts` op as described, or by transformers' own code."""
+    """A forward by the `experts` op as described, or by transformers' own code.
+
+    Where gradients are wanted transformers' code runs plain weights. Quantised ones run as without,
+    and a backward through them raises RuntimeError.
+    """
     name = type(module).__name__
     if isinstance(found, str):
         warn_once(f"{name} runs on transformers' grouped_mm: {found}")
         return fallback(module, x, ids_TK, weights_TK)
     act = found.activation if isinstance(found, StoredFormat) else found
     w13, w2 = _weights(module, found, act.gated)
-    if torch.is_grad_enabled() and (
-        x.requires_grad or weights_TK.requires_grad or w13.requires_grad or w2.requires_grad
-    ):
-        return _differentiable(name, isinstance(found, StoredFormat), fallback)(
-            module, x, ids_TK, weights_TK
+    if needs_grad(x, weights_TK, w13, w2):
+        if isinstance(found, StoredFormat):
+            with torch.no_grad():
+                out_TD = run(module, found, x, ids_TK, weights_TK, fallback)
+            return without_gradient(out_TD, NO_GRADIENT.format(name), x, weights_TK, w13, w2)
+        warn_once(
+            f"{name} runs on transformers' differentiable grouped_mm: something requires grad; for "
+            "inference call the model under torch.inference_mode()"
         )
+        return fallback(module, x, ids_TK, weights_TK)
     b13 = b2 = None
     if module.has_bias:
         b13 = module.gate_up_proj_bias if act.gated else module.up_proj_bias
@@ -184,17 +197,6 @@ def _weights(
     suffix = found.codes_suffix if isinstance(found, StoredFormat) else ""
     first = "gate_up_proj" if gated else "up_proj"
     return getattr(module, first + suffix), getattr(module, "down_proj" + suffix)
-
-
-def _differentiable(name: str, quantised: bool, fallback: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' differentiable path; quantised weights have none."""
-    advice = "for inference call the model under torch.inference_mode()"
-    if quantised:
-        raise RuntimeError(f"{name} holds quantised weights, which cannot be trained; {advice}")
-    warn_once(
-        f"{name} runs on transformers' differentiable grouped_mm: something requires grad; {advice}"
-    )
-    return fallback
 
 
 def register() -> None:

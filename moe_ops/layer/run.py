@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_ops.gradients import needs_grad, without_gradient
 from moe_ops.layer.exchange import Exchange
 from moe_ops.layer.parts import ordered_rows
 from moe_ops.ops import combine_tokens, dispatch_tokens, experts, experts_over_ranks
@@ -20,11 +23,22 @@ from moe_ops.ranks.transport import AUTO, GATHER
 if TYPE_CHECKING:
     from moe_ops.layer.module import MoELayer
 
+NO_GRADIENT = (
+    "this MoELayer quantises its inputs, through which no gradients are defined, as rounding is "
+    "flat; for inference call it under torch.inference_mode(), or train without quantised inputs"
+)
+
 
 def run_here(
     layer: MoELayer, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, map_P: Tensor | None
 ) -> Tensor:
     """The weighted sum of this rank's experts; map_P as `experts` takes it."""
+    return _recorded(layer, partial(_run_here, layer, ids_TK=ids_TK, map_P=map_P), x_TD, weights_TK)
+
+
+def _run_here(
+    layer: MoELayer, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, map_P: Tensor | None
+) -> Tensor:
     if layer.input_order is None or layer.input_order.dim() == 1:
         return _once(layer, _ordered(layer, x_TD), weights_TK, ids_TK, map_P)
     # Each expert has an order of its own: a pair of a token and an expert is a row.
@@ -42,6 +56,32 @@ def run_over_ranks(
     ids_TK: Tensor,
 ) -> Tensor:
     """The weighted sum of the experts of all ranks for this rank's tokens, at most `rows`."""
+    run = partial(_run_over_ranks, layer, exchange, rows, ids_TK=ids_TK)
+    return _recorded(layer, run, x_TD, weights_TK)
+
+
+def _recorded(
+    layer: MoELayer, run: Callable[[Tensor, Tensor], Tensor], x_TD: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """What a run makes of tokens and weights. Rounding is flat: where a gradient is wanted of what
+    is quantised, a backward raises RuntimeError."""
+    quantises = layer.quant is not None and bool(layer.quant.inputs)
+    if not (quantises and needs_grad(x_TD, layer.w13_bias)):
+        return run(x_TD, weights_TK)
+    with torch.no_grad():
+        out_TD = run(x_TD, weights_TK)
+    sources = (x_TD, weights_TK, layer.w13_bias, layer.w2_bias)
+    return without_gradient(out_TD, NO_GRADIENT, *sources)
+
+
+def _run_over_ranks(
+    layer: MoELayer,
+    exchange: Exchange,
+    rows: int,
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+) -> Tensor:
     if exchange.sharers == 1:
         return _exchanged(layer, exchange, rows, x_TD, weights_TK, ids_TK)
     group = Group.of(exchange.tp_group)
