@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -20,10 +21,11 @@ POWERS = (torch.uint8, torch.float8_e8m0fnu)  # dtypes of scales that are powers
 MX, NV = 32, 16  # columns that share a scale
 
 
-def format_of(parts: Parts, coding: Coding, block: Block) -> str | None:
+def format_of(parts: Parts, coding: Coding, block: Block, of_half: int | None = None) -> str | None:
     """The format of the ops that holds a matrix exactly; None for one in 16 or 32 bits.
 
     block: rows and columns of float8 matrices that share a scale, if config.json says them.
+    of_half: rows of gate and up each, which no block of the format is to have parts of both of.
 
     Raises ValueError for codes without scales, and for those that are in none of our formats.
     """
@@ -39,7 +41,7 @@ def format_of(parts: Parts, coding: Coding, block: Block) -> str | None:
         return _integer(parts, scale, coding)
     columns = w.shape[-1]
     if w.dtype == torch.float8_e4m3fn:
-        return _float8(w, scale, block)
+        return _float8(w, scale, block, of_half)
     of_rows = group_of(w, scale, None) is not None
     if w.dtype == torch.int8 and (of_rows or scale.dim() == 2):
         groups = 1 if of_rows else scale.shape[1]
@@ -130,15 +132,22 @@ def _integer(parts: Parts, scale: Tensor, coding: Coding) -> str:
     groups = scale.shape[coding.scale.columns.place]
     # Those of GPTQ are there in any case, and config.json says what they are.
     signed = "zero" not in parts or (coding.name == "GPTQ" and coding.symmetric)
+    if "zero" not in parts and not coding.symmetric:
+        raise ValueError(
+            "has no zero points, but config.json says that it is not symmetric; complete the "
+            "download"
+        )
     return f"{'' if signed else 'u'}int{coding.bits}:{_group(columns, groups)}{_kind(scale)}"
 
 
-def _float8(w: Tensor, scale: Tensor, block: Block) -> str:
+def _float8(w: Tensor, scale: Tensor, block: Block, of_half: int | None) -> str:
     group, powers = group_of(w, scale, block), scale.dtype in POWERS
     if group in (TENSOR, ROW):
         return "float8_e4m3fn:row"
     if group is not None:
-        return f"float8_e4m3fn:{group[0]}x{group[1]}" + (":e8m0" if powers else "")
+        # Smaller blocks say the same: their scales are those of the block that they are in.
+        rows = group[0] if of_half is None else math.gcd(group[0], of_half)
+        return f"float8_e4m3fn:{rows}x{group[1]}" + (":e8m0" if powers else "")
     if powers and w.dim() == 2 and list(scale.shape) == [w.shape[0], w.shape[1] // MX]:
         return "mxfp8"
     raise ValueError(

@@ -27,11 +27,17 @@ from moe_ops.published.stacked import stacked
 from moe_ops.published.survey import Experts, Found, Survey, parts_of, survey
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
+from moe_ops.weights.advice import readvised
 from moe_ops.weights.codings import Codings, codings_in
 from moe_ops.weights.configuration import naming
 from moe_ops.weights.files import files_of
 from moe_ops.weights.names import FUSED, GPT_OSS, Style
 
+# What a user of `from_checkpoint` can do where `load_checkpoint` gives advice on layers.
+REMEDY = (
+    "the experts are not all coded in one way, or not as config.json says: complete the download, "
+    "or quantise them again"
+)
 log = logging.getLogger("moe_ops")
 # What a layer calls the tensors of both weights, and a module behind the names of projections.
 TENSORS = {
@@ -166,11 +172,14 @@ class _Plan:
         coding = self.codings.one(n for part in self.parts for n in part.experts.matrices())
         for style in {part.style.name: part.style for part in self.parts}.values():
             parts = [part for part in self.parts if part.style is style]
-            report = load_checkpoint(
-                {part.experts.prefix: layers[part.name] for part in parts},
-                sorted({file for part in parts for file in part.experts.files}),
-                style=style, coding=coding, progress=progress,
-            )  # fmt: skip
+            try:
+                report = load_checkpoint(
+                    {part.experts.prefix: layers[part.name] for part in parts},
+                    sorted({file for part in parts for file in part.experts.files}),
+                    style=style, coding=coding, progress=progress,
+                )  # fmt: skip
+            except (ValueError, TypeError) as error:
+                raise readvised(error, REMEDY) from error
             known = {f.name: k[0] for p in parts for k, f in p.experts.parts.items()}
             odd = [n for n in report.unexpected if known.get(n, "input") != "input"]
             for what, names in (("is missing", report.missing), ("is in no format of ours", odd),

@@ -83,6 +83,16 @@ class Experts:
         stacked = key[2] is None
         return f"{self.prefix}{EXPERTS}"[:-1] if stacked else found.name.rpartition(".")[0]
 
+    def _rows_of_half(self) -> int | None:
+        """Rows of gate, and of up; None if there are not both."""
+        shards = {key[1]: found for key, found in self.samples()}
+        if not ("w13" in shards or {"w1", "w3"} <= shards.keys()):
+            return None
+        one = shards.get("w13") or shards["w1"]
+        shape = one.read().shape
+        rows = shape[-2] if len(shape) > 1 else 0
+        return rows // 2 if "w13" in shards else rows
+
     def format(self, codings: Codings) -> str:
         """The format that all of its weights are in.
 
@@ -90,6 +100,7 @@ class Experts:
         cannot have, and for experts that stay in floats beside others.
         """
         formats: dict[str, Found] = {}
+        of_half = self._rows_of_half()
         for key, found in self.samples():
             _, shard, expert = key
             of_one = {
@@ -100,7 +111,7 @@ class Experts:
             with naming(f"{found.name} of {found.file}"):
                 module = self.matrix(key, found)
                 parts = _read(of_one, expert is None)
-                name = format_of(parts, codings.of(module), codings.block(module))
+                name = format_of(parts, codings.of(module), codings.block(module), of_half)
             formats.setdefault(name or "floats", found)
         if len(formats) != 1:
             said = ", ".join(f"{f.name} is in {name}" for name, f in formats.items())

@@ -56,7 +56,8 @@ class Said:
     @property
     def coding(self) -> Coding:
         """Raises ValueError for a width that no op reads."""
-        return _coding(self.layout, self.bits, self.symmetric)
+        found = _coding(self.layout, self.bits, self.symmetric)
+        return found if self.block is None else replace(found, block=self.block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,10 @@ def codings_in(folder: Path) -> Codings:
     if config is None:
         return Codings()
     with naming(path):
-        return codings_of(config, path)
+        found = codings_of(config, path)
+        if not found.rules and found.rest is not None:
+            _ = found.rest.coding  # before anything is read, where it is that of every matrix
+        return found
 
 
 def blocks_in(folder: Path) -> Codings:

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from moe_ops.interrupts import let_through
+from moe_ops.weights.advice import reworded
 
 REMEDY = "complete the download, or write the file anew"
 
@@ -25,9 +26,7 @@ def naming(what: object) -> Iterator[None]:
     except (ValueError, TypeError) as error:
         if str(what) in str(error):
             raise
-        # Subclasses may want more than a message, as UnicodeDecodeError does.
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{error} (in {what})") from error
+        raise reworded(error, f"{error} (in {what})") from error
 
 
 def files_of_index(path: Path) -> list[Path]:

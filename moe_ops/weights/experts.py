@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_ops.layer import MoELayer
 from moe_ops.options import check_flag, check_int, check_text, check_type
 from moe_ops.shapes import FLOATS, check_choice
+from moe_ops.weights.advice import advising, reworded
 from moe_ops.weights.global_scales import Blocks
 from moe_ops.weights.layouts import PLAIN, Coding, short
 from moe_ops.weights.numbers import agree, load_input
@@ -133,10 +134,11 @@ def prepare_expert(layer: MoELayer, piece: Piece, record: LoadRecord | None) -> 
             _check_not_held(layer, piece, part, t_E, record)
             return False, ()
         if part == "weight" and layer.quant is not None and piece.tensor.dtype in FLOATS:
-            raise TypeError(
-                f"is {short(piece.tensor.dtype)}, but the layer's tensor is {short(held.dtype)}; "
+            raise advising(
+                TypeError,
+                f"is {short(piece.tensor.dtype)}, but the layer's tensor is {short(held.dtype)}",
                 "give the layer the checkpoint's format: none (quant=None) where it leaves a layer "
-                "unquantised, and a module where it leaves shared experts so"
+                "unquantised, and a module where it leaves shared experts so",
             )
         order_writes: Writes = []
         if part == "weight" and not second and layer.input_order is not None:
@@ -154,8 +156,7 @@ def prepare_expert(layer: MoELayer, piece: Piece, record: LoadRecord | None) -> 
         writes = _checked(how, here, orders, parameter, name, record if shard == "w13" else given)
         return any(slots), chain(order_writes, writes) if order_writes else writes
     except (ValueError, TypeError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{name}: {error}") from error
+        raise reworded(error, f"{name}: {error}") from error
 
 
 def _by_expert(tensor: Tensor, experts: int, stacked: bool, part: str) -> Sequence[Tensor]:
@@ -167,9 +168,10 @@ def _by_expert(tensor: Tensor, experts: int, stacked: bool, part: str) -> Sequen
     if part == "shape":
         return (tensor,) * experts
     if tensor.dim() == 0 or tensor.shape[0] != experts:
-        raise ValueError(
-            f"expected {experts} experts on axis 0, found {list(tensor.shape)}; "
-            "make the layer with the checkpoint's num_experts"
+        raise advising(
+            ValueError,
+            f"expected {experts} experts on axis 0, found {list(tensor.shape)}",
+            "make the layer with the checkpoint's num_experts",
         )
     return tensor.unbind(0)
 
@@ -263,13 +265,12 @@ def _check_not_held(
                 raise ValueError(f"expected the shape {shape}, found {tuple(t.shape)}")
             zero = t if matrix.convert is None else matrix.convert(t, format)
             if not bool((zero == format.middle).all()):
-                raise ValueError(
+                raise advising(
+                    ValueError,
                     f"has zero points other than {format.middle}, but the layer's {format.name} is "
-                    f"symmetric; give it the format u{format.name}"
+                    "symmetric",
+                    f"give it the format u{format.name}",
                 )
         return
-    raise ValueError(
-        f"the layer holds no {parameter}; give it the format of the checkpoint"
-        if part != "bias"
-        else f"the layer holds no {parameter}; make it with bias=True"
-    )
+    advice = "make it with bias=True" if part == "bias" else "give it the format of the checkpoint"
+    raise advising(ValueError, f"the layer holds no {parameter}", advice)

@@ -19,6 +19,7 @@ from moe_ops.quant.formats import Format
 from moe_ops.quant.packing import pack, unpack
 from moe_ops.quant.scales import e8m0_to_float32, float32_to_e8m0
 from moe_ops.shapes import FLOATS
+from moe_ops.weights.advice import advising
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,8 @@ class Coding:
     the ops read for the layer's format. Of codings that hold scales and values in one tensor,
     `formats` are those that they hold exactly; all of them `decodes` to layers without a format.
     Where zero points are left out because all are the middle of the codes, it is `symmetric`.
+    `block`: what shares a scale in float8 matrices, if the checkpoint says it; a layer's blocks may
+    have fewer rows, so that gate and up have none in common.
     """
 
     name: str
@@ -96,6 +99,7 @@ class Coding:
     formats: tuple[str, ...] = ()
     decodes: bool = False
     symmetric: bool = False
+    block: Block = None
 
     def matrix(self, part: str, format: Format | None) -> Matrix:
         """The layout of weight, scale or zero of a layer of this format (None: not quantised).
@@ -104,19 +108,23 @@ class Coding:
         """
         if self.decodes and format is not None and format.name not in self.formats:
             held = f"holds {self.formats[0]}" if self.formats else "is in no format of the ops"
-            raise ValueError(
-                f"{self.name} {held}, but the layer has {format.name}; give the layer "
-                f"{'that' if self.formats else 'none (quant=None)'}, as `gguf_formats` says"
+            raise advising(
+                ValueError,
+                f"{self.name} {held}, but the layer has {format.name}",
+                f"give the layer {'that' if self.formats else 'none (quant=None)'}, as "
+                "`gguf_formats` says",
             )
         if part != "weight":
             return self.scale if part == "scale" else self.zero
         if self.bits is not None and (
             format is None or format.integer is None or format.bits != self.bits
         ):
-            raise ValueError(
+            raise advising(
+                ValueError,
                 f"{self.name} holds integers of {self.bits} bits, but the layer has "
-                f"{'no format' if format is None else format.name}; give the layer one of int"
-                f"{self.bits} or, for weights with zero points, uint{self.bits}"
+                f"{'no format' if format is None else format.name}",
+                f"give the layer one of int{self.bits} or, for weights with zero points, "
+                f"uint{self.bits}",
             )
         if self.weight is not None:
             return self.weight
@@ -291,14 +299,16 @@ def to_dtype(t: Tensor, dtype: torch.dtype, part: str) -> Tensor:
         if dtype in FLOATS:
             found = t.to(dtype)
             if not torch.equal(found.double(), t.double()):
-                raise ValueError(
-                    f"has {short(t.dtype)} scales that {short(dtype)} would round; "
-                    f"give the layer's format {short(t.dtype)} scales"
+                raise advising(
+                    ValueError,
+                    f"has {short(t.dtype)} scales that {short(dtype)} would round",
+                    f"give the layer's format {short(t.dtype)} scales",
                 )
             return found
-    raise TypeError(
-        f"is {short(t.dtype)}, but the layer's tensor is {short(dtype)}; "
-        "give the layer the checkpoint's format"
+    raise advising(
+        TypeError,
+        f"is {short(t.dtype)}, but the layer's tensor is {short(dtype)}",
+        "give the layer the checkpoint's format",
     )
 
 

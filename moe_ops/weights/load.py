@@ -80,7 +80,7 @@ def load_checkpoint(
     codings = Codings() if folder is None else said(folder)
     if coding is None:
         coding = codings.one(_matrices(layers, found, codings))
-    if found.transposed and coding is PLAIN:
+    if found.transposed and coding.name == PLAIN.name:
         coding = TRANSPOSED
     begin = time.perf_counter()
     with as_loaded(layers.values()):

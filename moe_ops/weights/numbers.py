@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
+from moe_ops.weights.advice import advising
 from moe_ops.weights.record import LoadRecord, Writes
 from moe_ops.weights.shards import one_input_scale
 
@@ -23,10 +24,11 @@ def agree(parameter: str, name: str, expert: int, value: Tensor, record: LoadRec
     key = (parameter, expert)
     before, other = record.shared.setdefault(key, (value.clone(), name))
     if not torch.equal(before.float(), value.float()):
-        raise ValueError(
+        raise advising(
+            ValueError,
             f"expert {expert} has {float(value.flatten()[0])} here, but "
-            f"{float(before.flatten()[0])} in {other}, and one number must serve both; "
-            "give the layer a format with a scale per row, or quantise them again"
+            f"{float(before.flatten()[0])} in {other}, and one number must serve both",
+            "give the layer a format with a scale per row, or quantise them again",
         )
 
 
@@ -44,8 +46,10 @@ def load_input(
     """
     target = getattr(layer, parameter)
     if target is None:
-        raise ValueError(
-            f"the layer holds no {parameter}; make it with QuantConfig(static_inputs=True)"
+        raise advising(
+            ValueError,
+            f"the layer holds no {parameter}",
+            "make it with QuantConfig(static_inputs=True)",
         )
     if record is None:
         raise ValueError("one scale serves w1 and w3 and all experts; pass this load's LoadRecord")

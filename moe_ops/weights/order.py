@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moe_ops.layer import MoELayer
 from moe_ops.quant.packing import pack, unpack
+from moe_ops.weights.advice import advising
 from moe_ops.weights.layouts import to_dtype
 from moe_ops.weights.shards import ALL, BLOCKS, ShardPlan, Span, spans
 
@@ -57,9 +58,10 @@ class Orders:
 
     def _tell_input(self, layer: MoELayer, expert: int, order: Tensor | None, name: str) -> None:
         if order is not None and layer.input_order is None:
-            raise ValueError(
-                "was quantised in the order of its activations; make the layer with "
-                "QuantConfig(ordered_input=True)"
+            raise advising(
+                ValueError,
+                "was quantised in the order of its activations",
+                "make the layer with QuantConfig(ordered_input=True)",
             )
         if _per_expert(layer):
             return

@@ -13,6 +13,7 @@ from moe_ops.layer import MoELayer
 from moe_ops.layer.tensors import LayerSizes
 from moe_ops.quant.formats import ROW, TENSOR, Format
 from moe_ops.quant.scales import wrong_scale
+from moe_ops.weights.advice import advising
 from moe_ops.weights.layouts import Coding, Matrix, to_dtype
 
 KINDS = {torch.uint8: "e8m0", torch.float8_e4m3fn: "float8_e4m3fn"}  # of scales
@@ -72,9 +73,10 @@ def check_shape(layer: MoELayer, shard: str, t_E: Sequence[Tensor], sharded: boo
     wanted = [rows.whole * (2 if shard == "w13" else 1), columns.whole]
     found = next((t.tolist() for t in t_E if t.tolist() != wanted), None)
     if found is not None:
-        raise ValueError(
-            f"expected {wanted}, found {found}; "
-            "make the layer with the checkpoint's hidden_size and intermediate_size"
+        raise advising(
+            ValueError,
+            f"expected {wanted}, found {found}",
+            "make the layer with the checkpoint's hidden_size and intermediate_size",
         )
 
 
@@ -98,6 +100,7 @@ class ShardPlan:
     shared: bool  # one number serves gate and up
     shape: tuple[int, ...] | None  # of one expert's tensor; None if its sizes do not fill words
     signed: bool = False  # scales may be negative
+    repeats: int = 1  # blocks of rows of the layer in one of the checkpoint
 
     def sources(self, t: Tensor) -> Iterator[tuple[Tensor, int, int]]:
         """What one expert's tensor holds, as the layer takes it, with its half and first row.
@@ -199,6 +202,10 @@ class ShardPlan:
                 return t.reshape(-1, 1).repeat_interleave(self.rows.whole, 0), Matrix()
             if tuple(t.shape) == (rows,):
                 return t[:, None], Matrix()
+        if self.repeats > 1 and self.shape is not None and t.dim() == 2:
+            stored = (-(-self.shape[0] // self.repeats), self.shape[1])
+            if tuple(t.shape) == stored:
+                t = t.repeat_interleave(self.repeats, 0)[: self.shape[0]]
         if t.shape != self.shape:
             raise ValueError(f"expected the shape {self._wanted()}, found {list(t.shape)}")
         return (t if self.matrix.block is None else t.flatten(-2)), self.matrix
@@ -270,9 +277,11 @@ def plan(
     shared = gated and group[0] == ALL
     alternating = gated and layer.activation.interleaved and not shared
     if gated and group[0] > 1 and (rows.room % group[0] or alternating or interleaved):
-        raise ValueError(
-            f"scales of {group[0]} rows would be shared by gate and up, {rows.room} rows each; "
-            "give the layer rows [gate; up] of a multiple"
+        raise advising(
+            ValueError,
+            f"scales of {group[0]} rows would be shared by gate and up, {rows.room} rows each",
+            "give the layer rows [gate; up] of a multiple, or a format whose blocks have as many "
+            "rows as divide both",
         )
     halves = {"w13": (0, 1), "w3": (1,) if gated else (0,)}.get(shard, (0,))
     matrix = Matrix() if part in ("bias", "global_scale") else coding.matrix(part, format)
@@ -293,7 +302,14 @@ def plan(
         shared=shared,
         shape=matrix.shape(rows.whole * len(halves), columns.whole),
         signed=coding.decodes,
+        repeats=_repeats(coding, group) if part == "scale" else 1,
     )
+
+
+def _repeats(coding: Coding, group: tuple[int, int]) -> int:
+    """How many of the layer's blocks of rows have one scale in the checkpoint."""
+    rows, columns = coding.block or group
+    return rows // group[0] if columns == group[1] and rows % group[0] == 0 else 1
 
 
 def one_input_scale(layer: MoELayer) -> bool:

@@ -49,6 +49,12 @@ FAMILIES = {
         ),
         QWEN,
     ),
+    "qwen_48": Family(  # which blocks of 32 rows do not divide
+        lambda: Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**SIZES, num_experts=3, moe_intermediate_size=48)
+        ),
+        QWEN,
+    ),
     "mixtral": Family(
         lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=3)),
         MIXTRAL,

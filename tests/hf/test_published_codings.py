@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from moe_ops.hf.stored import stored_format
-from tests.hf.published import LAYOUTS, configure, write
+from tests.hf.published import FILE, LAYOUTS, change, configure, write
 from tests.hf.test_published import check, load
 from tests.hf.test_quantize import experts_of
-from tests.weights.checkpoints import GROUP, Layout
+from tests.hf.test_saved import check_same
+from tests.weights.checkpoints import GROUP, Layout, Matrix, scales
 
 EXPERTS, OUT = "re:.*mlp.experts.*", "re:.*o_proj"
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}
@@ -98,6 +104,72 @@ def test_each_matrix_is_what_its_part_of_the_configuration_says(
     loaded = load(tmp_path)
     check(loaded, want)
     assert {stored_format(m).w_format for m in experts_of(loaded)} == {LAYOUTS[name].weights}
+
+
+def write_partial(g: torch.Generator, rows: int, columns: int, shard: str) -> Matrix:
+    """float8 in blocks, of which the last ones are not full."""
+    w = torch.randn(rows, columns, generator=g).to(torch.float8_e4m3fn)
+    s = scales(g, -(-rows // GROUP), -(-columns // GROUP), dtype=torch.float32)
+    whole = s.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)[:rows, :columns]
+    return Matrix({"weight": w, "weight_scale_inv": s}, w.float() * whole)
+
+
+def test_blocks_that_gate_and_up_do_not_fill(tmp_path: Path) -> None:
+    """Of 48 rows, 32 and 16 have a scale: blocks of 16 rows say the same."""
+    layout = replace(LAYOUTS["fp8_blocks"], write=write_partial)
+    want = write(tmp_path / "hub", layout, "qwen_48")
+    loaded = load(tmp_path / "hub")
+    check(loaded, want)
+    assert stored_format(experts_of(loaded)[0]).w_format == "float8_e4m3fn:16x32"
+    loaded.save_pretrained(tmp_path / "ours")
+    check_same(loaded, AutoModelForCausalLM.from_pretrained(tmp_path / "ours"))
+
+
+def changed(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+    entry = f"model.layers.1.mlp.experts.2.{name}"
+    return lambda entries: entries.update({entry: make(entries[entry]).contiguous()})
+
+
+AMONG: dict[str, tuple[str, Callable[[dict[str, Tensor]], None], str]] = {
+    "int8": ("float_channel", changed("up_proj.weight", lambda t: t.float().to(torch.int8)),
+             r"2\.up_proj\.weight: is int8, but the layer's tensor is float8_e4m3fn"),
+    "scales": ("packed_int4", changed("up_proj.weight_scale", lambda t: t.float() * 1.001),
+               r"2\.up_proj\.weight_scale: has float32 scales that bfloat16 would round"),
+    "shape": ("packed_int4", changed("up_proj.weight_shape", lambda t: t + 1),
+              r"2\.up_proj\.weight_shape: expected \[64, 64\], found \[65, 65\]"),
+    "zero_points": (
+        "packed_int4",
+        lambda e: e.update({"model.layers.1.mlp.experts.2.up_proj.weight_zero_point":
+                            torch.zeros(8, 2, dtype=torch.int32)}),
+        r"2\.up_proj\.weight_zero_point: has zero points other than 8, but the layer's int4",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "edit", "message"), AMONG.values(), ids=AMONG)
+def test_advice_is_for_who_loads_a_model(
+    name: str, edit: Callable[[dict[str, Tensor]], None], message: str, tmp_path: Path
+) -> None:
+    """Not for who made a layer, as there is none whose format could be another."""
+    write(tmp_path, LAYOUTS[name])
+    change(tmp_path, edit)
+    with pytest.raises((ValueError, TypeError), match=message) as error:
+        load(tmp_path)
+    said = str(error.value)
+    assert "the experts are not all coded in one way, or not as config.json says" in said
+    assert FILE in said
+    assert not re.search(r"give (the layer|it)|make (the layer|it)|MoELayer|QuantConfig", said)
+
+
+def test_zero_points_that_are_missing(tmp_path: Path) -> None:
+    write(tmp_path, LAYOUTS["packed_uint4"])
+    asymmetric = groups(("Linear", PACKED, INT4 | {"symmetric": False}))
+    configure(tmp_path, quantization_config=asymmetric | {"format": PACKED})
+    change(tmp_path, lambda e: [e.pop(n) for n in list(e) if n.endswith("zero_point")])
+    with pytest.raises(
+        ValueError, match=r"has no zero points, but config\.json says that it is not"
+    ):
+        load(tmp_path)
 
 
 ELSEWHERE: dict[str, tuple[str, str, dict[str, Any]]] = {
