@@ -29,10 +29,13 @@ class _Undefined(torch.autograd.Function):
     """A tensor that depends on others in a way that has no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, reason: str, *sources: Tensor) -> Tensor:
-        ctx.reason = reason
-        ctx.save_for_backward(*sources)
+    def forward(out: Tensor, reason: str, *sources: Tensor) -> Tensor:
         return out.view_as(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.reason, *sources = inputs
+        ctx.save_for_backward(*sources)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

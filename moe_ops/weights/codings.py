@@ -273,6 +273,8 @@ def _auto_round(config: Mapping[str, Any]) -> tuple[Said, tuple[Rule, ...]]:
 def _overridden(rest: Said, given: Mapping[str, Any]) -> Said:
     """What is said of the rest, with other widths and symmetry where they are given."""
     bits, symmetric = bits_of(given, "bits", rest.bits), flag_of(given, "sym", rest.symmetric)
+    if rest.layout == "awq":  # which has zero points in any case
+        return _awq({"bits": bits})
     return replace(rest, bits=bits, symmetric=symmetric)
 
 
@@ -305,7 +307,8 @@ def _compressed(config: Mapping[str, Any]) -> Codings:
     if not ranked:
         raise ValueError(
             f"config_groups says {' and '.join(sorted(map(_words, every)))}, and of no matrix "
-            "which, as groups have no targets; give the coding of the experts: compressed(bits)"
+            "which; give groups targets in config.json, or, to load_checkpoint, give the coding of "
+            "the experts: compressed(bits)"
         )
     ordered = sorted(ranked, key=lambda one: one[0])  # stable
     return Codings(rules=tuple(rule for _, rule in ordered), rest=None)

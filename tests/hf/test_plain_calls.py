@@ -93,6 +93,18 @@ def test_a_gradient_of_part_of_a_model_raises_too() -> None:
         torch.autograd.grad(got.sum(), last.weight)
 
 
+def test_under_a_transform() -> None:
+    model = quantised("int8_w8a8")
+    embedded = model.model.embed_tokens(IDS)
+
+    def summed(x: Tensor) -> Tensor:
+        found: Tensor = model(inputs_embeds=x, use_cache=False).logits
+        return found.sum()
+
+    with pytest.raises(RuntimeError, match=RAISED):
+        torch.func.grad(summed)(embedded)
+
+
 def test_compiled_code_defers_it_to_the_backward() -> None:
     module = experts_of(quantised("int8_w8a8"))[0]
     ids, weights = torch.tensor([[0, 3], [1, 2]]), torch.rand(2, 2)

@@ -106,6 +106,15 @@ def test_each_matrix_is_what_its_part_of_the_configuration_says(
     assert {stored_format(m).w_format for m in experts_of(loaded)} == {LAYOUTS[name].weights}
 
 
+def test_blocks_of_a_group(tmp_path: Path) -> None:
+    """compressed-tensors says blocks in a group, where others say them once for all."""
+    want = write(tmp_path, blocks)
+    configure(tmp_path, quantization_config=groups(("Linear", "float-quantized", BLOCKS)))
+    loaded = load(tmp_path)
+    check(loaded, want)
+    assert stored_format(experts_of(loaded)[0]).w_format == "float8_e4m3fn:32x32"
+
+
 def write_partial(g: torch.Generator, rows: int, columns: int, shard: str) -> Matrix:
     """float8 in blocks, of which the last ones are not full."""
     w = torch.randn(rows, columns, generator=g).to(torch.float8_e4m3fn)
@@ -204,6 +213,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a_number": (
         groups(([3], PACKED, INT4), (OUT, PACKED, INT4 | {"num_bits": 8})),
         r"each of targets must be a name, got 3",
+    ),
+    "no_targets": (
+        groups(([], PACKED, INT4), ([], PACKED, INT4 | {"num_bits": 8})),
+        r"compressed of 4 bits and compressed of 8 bits, and of no matrix which; give groups targ",
     ),
     "no_words": (
         groups((EXPERTS, PACKED, INT4 | {"num_bits": 3}), (OUT, PACKED, INT4)),
