@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import WORD, Weight
 from moe_ops.kernels.triton.experts.quantized import (
+    factor_at,
     group_row,
     half_of,
     in_order,
@@ -45,8 +46,8 @@ def halves_of(pairs):
 @triton.jit
 def decode_kernel(
     w_ptr, s_ptr, z_ptr, g_ptr, out_ptr, ALL_ROWS,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr, EACH: tl.constexpr,
-    BM: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr,
+    EACH: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BM rows of all experts, BD columns; EACH columns share words, or a byte."""
     ELEMENT: tl.constexpr = W[0]
@@ -63,7 +64,11 @@ def decode_kernel(
     factor_MW = group_M[:, None] + group_W[None, :]
     scale_MW = scale_of(tl.load(s_ptr + factor_MW, mask=inside_MW, other=0), KIND)
     if g_ptr is not None:
-        g_M = tl.load(g_ptr + row_M // ROWS, mask=row_M < ALL_ROWS, other=0.0)
+        if SHARED == "":
+            at_M = row_M // ROWS
+        else:
+            at_M = factor_at(row_M // ROWS, row_M % ROWS, ROWS, SHARED)
+        g_M = tl.load(g_ptr + at_M, mask=row_M < ALL_ROWS, other=0.0)
         scale_MW = scale_MW * g_M[:, None]
     STRIDE: tl.constexpr = COLUMNS * W[5] // 32 if W[5] < 8 else COLUMNS
     place_W = 3 * word_W if W[5] == 6 else word_W
@@ -107,10 +112,13 @@ def decode(
     weight: Weight,
     columns: int,
     dtype: torch.dtype,
+    shared: str = "",
 ) -> Tensor:
     """Values [experts, rows, columns], rounded to dtype, of codes as `as_stored` gives them.
 
-    scales: those of groups, zero points and those of experts, which there may be none of.
+    scales: those of groups, zero points and those of experts, which there may be none of; shared:
+    how the rows of an expert share the last, as `Experts.shared13` says it, or "rows" where each
+    row has its own.
     """
     E, rows = w.shape[:2]
     out = torch.empty(E, rows, columns, dtype=dtype, device=w.device)
@@ -118,8 +126,8 @@ def decode(
     grid = (triton.cdiv(E * rows, ROWS_AT_ONCE), triton.cdiv(columns, COLUMNS_AT_ONCE))
     launch(
         decode_kernel, grid, w, *scales, out, E * rows,
-        ROWS=rows, COLUMNS=columns, W=weight, EACH=EACH[weight[5]], BM=ROWS_AT_ONCE,
-        BD=COLUMNS_AT_ONCE, PDL=pdl, num_warps=4, **options,
+        ROWS=rows, COLUMNS=columns, W=weight, SHARED=shared, EACH=EACH[weight[5]],
+        BM=ROWS_AT_ONCE, BD=COLUMNS_AT_ONCE, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
     return out
 
@@ -130,7 +138,7 @@ def decoded(layer: Experts, dtype: torch.dtype) -> Experts:
     assert c is not None
     return replace(
         layer,
-        w13_EFD=decode(layer.w13_EFD, layer.scales13, c.weight, D, dtype),
+        w13_EFD=decode(layer.w13_EFD, layer.scales13, c.weight, D, dtype, layer.shared13),
         w2_EDI=decode(layer.w2_EDI, layer.scales2, c.weight, I, dtype),
         codes=None,
     )

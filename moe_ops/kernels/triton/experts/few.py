@@ -198,8 +198,8 @@ def run_one(
         kernels.one_up, (K * triton.cdiv(F, up.rows),),
         x_TD, x_scale_TG, ids_TK, weights_TK, expert_map, w13, *layer.scales13, layer.b13_EF, h_KI,
         n_map, bias_stride(layer.b13_EF),
-        E=E, D=D, I=I, ACT=layer.act, W=W, DTYPE=DTYPE, P=up.ahead, SIZES=up.sizes, PDL=pdl,
-        num_warps=up.warps, **options,
+        E=E, D=D, I=I, ACT=layer.act, W=W, SHARED=layer.shared13, DTYPE=DTYPE, P=up.ahead,
+        SIZES=up.sizes, PDL=pdl, num_warps=up.warps, **options,
     )  # fmt: skip
     if codes.by_row:
         h_KI, h_scale_KG = quantise_pairs(h_KI, codes, ids_TK, expert_map, weights_TK)
@@ -245,8 +245,8 @@ def run(
         kernels.few_up, (_units(R, E, up) * triton.cdiv(F, up.rows),),
         x_TD, x_scale_TG, rows_R, ends_E, early_TK, w13, *layer.scales13, layer.b13_EF, h_RI,
         x_TD.stride(0), bias_stride(layer.b13_EF),
-        E=E, K=tokens_K, D=D, I=I, ACT=layer.act, W=layer.weight, DTYPE=DTYPE, BE=BE, P=up.ahead,
-        SIZES=up.sizes, PDL=pdl, num_warps=up.warps, **options,
+        E=E, K=tokens_K, D=D, I=I, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
+        DTYPE=DTYPE, BE=BE, P=up.ahead, SIZES=up.sizes, PDL=pdl, num_warps=up.warps, **options,
     )  # fmt: skip
     h_RI = emulated_hidden(h_RI, I, codes, ends_E)
     if codes.by_row:

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.experts.quantized import (
     by_row,
+    factor_at,
     finite,
     group_row,
     rescaled,
@@ -112,6 +113,19 @@ def add_bias(acc, b_ptr, offset, row_M):
 
 
 @gluon.jit
+def under_globals(acc, g_ptr, e, row_M, ROWS: gl.constexpr, SHARED: gl.constexpr):
+    """acc [M, N] of the first product, times the global scales of its rows, if any."""
+    if g_ptr is not None:
+        if SHARED == "":
+            acc = under_global(acc, g_ptr, e)
+        else:
+            factor_M = gl.load(g_ptr + factor_at(e, row_M, ROWS, SHARED))
+            layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+            acc *= gl.convert_layout(factor_M, layout)[:, None]
+    return acc
+
+
+@gluon.jit
 def activated(acc, ACT: gl.constexpr):
     """h [columns, N] of a tile's sums [M, N]."""
     M: gl.constexpr = acc.shape[0]
@@ -160,7 +174,8 @@ def one_up(
     x_ptr, t_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, s_ptr, z_ptr, g_ptr, b_ptr, h_ptr,
     N_MAP, stride_be,
     E: gl.constexpr, D: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr, W: gl.constexpr,
-    DTYPE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
+    SHARED: gl.constexpr, DTYPE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """One program: some columns of h for one choice; shares are parts of the columns of x."""
     S: gl.constexpr = SIZES[0]
@@ -187,7 +202,7 @@ def one_up(
     acc = product_of(
         w_ptr, s_ptr, z_ptr, e_S, row_M, tokens, ROWS, D, S, W, DTYPE, P, SIZES, False, False
     )
-    acc = under_global(summed(acc, W, DTYPE), g_ptr, e)
+    acc = under_globals(summed(acc, W, DTYPE), g_ptr, e, row_M, ROWS, SHARED)
     acc = add_bias(acc, b_ptr, e.to(gl.int64) * stride_be, row_M)
     h = activated(acc, ACT)
     if not by_row(W):
@@ -265,7 +280,7 @@ def few_up(
     x_ptr, t_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, g_ptr, b_ptr, h_ptr,
     stride_x, stride_be,
     E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr,
-    W: gl.constexpr, DTYPE: gl.constexpr, BE: gl.constexpr, P: gl.constexpr,
+    W: gl.constexpr, SHARED: gl.constexpr, DTYPE: gl.constexpr, BE: gl.constexpr, P: gl.constexpr,
     SIZES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     S: gl.constexpr = SIZES[0]
@@ -295,7 +310,7 @@ def few_up(
     acc = product_of(
         w_ptr, s_ptr, z_ptr, e_S, row_M, tokens, ROWS, D, S, W, DTYPE, P, SIZES, False, False
     )
-    acc = under_global(summed(acc, W, DTYPE), g_ptr, e)
+    acc = under_globals(summed(acc, W, DTYPE), g_ptr, e, row_M, ROWS, SHARED)
     acc = add_bias(acc, b_ptr, e.to(gl.int64) * stride_be, row_M)
     h = activated(acc, ACT)
     n = gl.arange(0, N, gl.SliceLayout(0, h.type.layout))

@@ -23,7 +23,8 @@ What the functions below share is as in `hopper.py`, and
             barriers
     sizes   rows of W per expert; K; columns of the output, and those that it is stored with
     scales  scales and zero points of W
-    output  global scales of experts or None, bias or None, pointer
+    output  global scales of experts or None, those of up where it has others than the gate, bias
+            or None, pointer
     tile    has tokens for rows
     W       the format of the weight, as in `quantized.py`
     LOWER   which of the consumers this is
@@ -305,15 +306,19 @@ def _activated(
     sums, output, expert, n, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr
 ):
     """Outputs [columns, tokens] of sums [64, tokens], 0 in columns that are not there."""
-    g_ptr, bias_ptr, _ = output
+    g_ptr, up_g_ptr, bias_ptr, _ = output
     N, _, out_n, _ = sizes
     T: gl.constexpr = sums.shape[1]
     GROUP: gl.constexpr = group_of(W)
     first = first_column(n, LOWER, W, ACT[1])
-    sums = under_global(sums, g_ptr, expert)
+    if up_g_ptr is None:
+        sums = under_global(sums, g_ptr, expert)
     if ACT[1]:
         gate, up = sums.reshape([4, 2, 8, T]).permute([0, 2, 3, 1]).split()
         gate, up = gate.reshape([32, T]), up.reshape([32, T])
+        if up_g_ptr is not None:
+            gate = under_global(gate, g_ptr, 2 * expert)
+            up = under_global(up, up_g_ptr, 2 * expert)
         m = gl.arange(0, 32, gl.SliceLayout(1, gate.type.layout))
         column = first + m // 8 * GROUP + column_in(m % 8, W, ACT)
         inside = column < out_n
@@ -335,7 +340,7 @@ def _activated(
 def _store(sums, output, tile, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr):
     """Outputs of sums of some tokens; h in the order of `column_at`."""
     expert, end, row, n = tile
-    _, _, out_ptr = output
+    _, _, _, out_ptr = output
     width = sizes[3]
     T: gl.constexpr = sums.shape[1]
     out = _activated(sums, output, expert, n, sizes, LOWER, W, ACT).to(out_ptr.dtype.element_ty)
@@ -456,6 +461,7 @@ def _grouped_codes(
     width,
     W: gl.constexpr,
     ACT: gl.constexpr,
+    TWO: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     # Ahead of the barriers that one thread prepares: see `_grouped`.
@@ -480,7 +486,7 @@ def _grouped_codes(
     fence_async_shared()
     rings = (codes, tokens, full, empty)
     w_descs = (w_desc, up_desc)
-    output = (g_ptr, bias_ptr, out_ptr)
+    output = (g_ptr, g_ptr + 1 if TWO else None, bias_ptr, out_ptr)
     sizes = (N, K, out_n, width)
     scales = (s_ptr, z_ptr)
     gl.warp_specialize(
@@ -535,6 +541,7 @@ def launch(
         out.shape[1],
         weight,
         act,
+        global_E is not None and global_E.dim() == 2,
         STAGES[bits],
         num_warps=4,
         maxnreg=REGISTERS,

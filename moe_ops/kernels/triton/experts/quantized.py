@@ -337,6 +337,31 @@ def under_global(acc_MN, g_ptr, e):
 
 
 @triton.jit
+def factor_at(e, row_M, ROWS: tl.constexpr, SHARED: tl.constexpr):
+    """Where the global scales of rows of an expert's weight are, of which ROWS there are, by how
+    rows share them: see `Experts.shared13`."""
+    if SHARED == "halves":
+        at_M = 2 * e + (row_M >= ROWS // 2).to(tl.int32)
+    elif SHARED == "pairs":
+        at_M = 2 * e + row_M % 2
+    else:
+        at_M = e * ROWS + row_M
+    return at_M
+
+
+@triton.jit
+def under_globals(acc_MN, g_ptr, e, row_M, inside_M, ROWS: tl.constexpr, SHARED: tl.constexpr):
+    """The same of the first product, whose rows may have one of two global scales each."""
+    if g_ptr is not None:
+        if SHARED == "":
+            acc_MN = acc_MN * tl.load(g_ptr + e)
+        else:
+            at_M = factor_at(e, row_M, ROWS, SHARED)
+            acc_MN = acc_MN * tl.load(g_ptr + at_M, mask=inside_M, other=0.0)[:, None]
+    return acc_MN
+
+
+@triton.jit
 def less_zero(zero, STORED: tl.constexpr, DTYPE: tl.constexpr):
     """-128 or -1024, see `decoded`, and minus zero points, which for int4 are 8; twice."""
     NEGATIVE: tl.constexpr = -0x3CFF3D00 if DTYPE == tl.bfloat16 else -0x1BFF1C00

@@ -30,6 +30,7 @@ from moe_ops.kernels.triton.experts.quantized import (
     floats_of,
     rescaled,
     under_global,
+    under_globals,
 )
 from moe_ops.kernels.triton.experts.row_scales import by_expert, codes_of_h, quantise_h, quantise_x
 from moe_ops.kernels.triton.experts.sort import sort_pairs, unit_of
@@ -140,8 +141,9 @@ def rows_up(
     x_ptr, scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, g_ptr, b_ptr,
     static_ptr, h_ptr, h_scale_ptr, stride_x, stride_we, stride_wf, stride_wd, stride_be,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
-    ACT: tl.constexpr, W: tl.constexpr, EACH: tl.constexpr, DTYPE: tl.constexpr,
-    BE: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+    ACT: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr, EACH: tl.constexpr,
+    DTYPE: tl.constexpr, BE: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Of static scales of h: EACH, whether each expert has one; DTYPE, what h is rounded to."""
     GATED: tl.constexpr = ACT[1]
@@ -179,7 +181,9 @@ def rows_up(
             acc_FN, w_F1, s_ptr, z_ptr, e, row_F, inside_F, x_1N, scale_ptr, pair_N // K, n < count,
             ROWS, D, BD, W, "",
         )  # fmt: skip
-        acc_FN = under_global(rescaled(acc_FN, W, x_ptr.dtype.element_ty), g_ptr, e)
+        acc_FN = under_globals(
+            rescaled(acc_FN, W, x_ptr.dtype.element_ty), g_ptr, e, row_F, inside_F, ROWS, SHARED
+        )  # fmt: skip
     h_IN = activated(acc_FN, b_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
     if weights_ptr is not None:
         weight_N = tl.load(weights_ptr + pair_N, mask=n < count, other=0.0).to(tl.float32)
@@ -298,9 +302,9 @@ def run(
         x_TD, x_scale_TG, rows_R, ends_E, early_TK, layer.w13_EFD, *layer.scales13,
         layer.b13_EF, static, h_RI, h_scale_RG, x_TD.stride(0), *layer.strides13,
         bias_stride(layer.b13_EF),
-        E=E, K=tokens_K, D=D, I=I, H=H, ACT=layer.act, W=layer.weight, EACH=by_expert(static),
-        DTYPE=rounded, BE=BE, BI=up.rows, BD=up.step, BN=up.BN, PDL=pdl, num_warps=up.warps,
-        num_stages=up.stages, **options,
+        E=E, K=tokens_K, D=D, I=I, H=H, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
+        EACH=by_expert(static), DTYPE=rounded, BE=BE, BI=up.rows, BD=up.step, BN=up.BN, PDL=pdl,
+        num_warps=up.warps, num_stages=up.stages, **options,
     )  # fmt: skip
     if codes is not None and codes.by_row and static is None:
         h_RI, h_scale_RG = quantise_h(h_RI, codes, ends_E, weights_TK, rows_R)

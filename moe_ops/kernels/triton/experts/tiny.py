@@ -39,7 +39,7 @@ from moe_ops.kernels.triton.experts.quantized import (
     by_row,
     floats_of,
     rescaled,
-    under_global,
+    under_globals,
 )
 from moe_ops.kernels.triton.experts.row_scales import (
     by_expert,
@@ -132,8 +132,11 @@ def tiles_of(
 
 @triton.jit
 def experts_in_use(experts_ptr, map_ptr, P, E: tl.constexpr, N_MAP, BP: tl.constexpr):
-    """(ids, ranks, count): the expert of each pair, how many distinct ones come before it, and how
-    many there are. A pair that repeats an expert, or has none, has the rank BP.
+    """(ids, ranks, count): the expert of each pair, how many of those in use have a smaller id, and
+    how many are in use. A pair that repeats an expert, or has none, has the rank BP.
+
+    Ranks go by ids and not by who comes first: the order of sums is then the same for a token
+    whatever the order of the other tokens is.
     """
     p = tl.arange(0, BP)
     ids_P = local_ids(experts_ptr, map_ptr, p, p < P, E, N_MAP)
@@ -141,7 +144,10 @@ def experts_in_use(experts_ptr, map_ptr, P, E: tl.constexpr, N_MAP, BP: tl.const
     ids_Q = local_ids(experts_ptr, map_ptr, p, p < P, E, N_MAP)
     repeats_PQ = (ids_P[:, None] == ids_Q[None, :]) & (p[None, :] < p[:, None])
     first_P = (ids_P < E) & (tl.max(repeats_PQ.to(tl.int32), 1) == 0)
-    ranks_P = tl.cumsum(first_P.to(tl.int32), 0) - 1
+    repeated_PQ = (ids_P[:, None] == ids_Q[None, :]) & (p[:, None] < p[None, :])
+    first_Q = (ids_Q < E) & (tl.max(repeated_PQ.to(tl.int32), 0) == 0)
+    smaller_PQ = (ids_Q[None, :] < ids_P[:, None]) & first_Q[None, :]
+    ranks_P = tl.sum(smaller_PQ.to(tl.int32), 1)
     return ids_P, tl.where(first_P, ranks_P, BP), tl.sum(first_P.to(tl.int32), 0)
 
 
@@ -164,9 +170,9 @@ def tiny_up(
     static_ptr, h_ptr, h_scale_ptr, table_ptr, share_ptr, T, N_MAP, stride_x, stride_we, stride_wf,
     stride_wd, stride_be,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
-    ACT: tl.constexpr, W: tl.constexpr, EACH: tl.constexpr, DTYPE: tl.constexpr,
-    BP: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ONE: tl.constexpr,
-    PDL: tl.constexpr,
+    ACT: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr, EACH: tl.constexpr,
+    DTYPE: tl.constexpr, BP: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BI columns of h for the expert of one pair; of several tokens, the last one
     writes the table.
@@ -227,7 +233,9 @@ def tiny_up(
             acc_FN, w_F1, s_ptr, z_ptr, e, row_F, inside_F, x_1N, scale_ptr, n, n < T,
             ROWS, D, BD, W, "evict_first",
         )  # fmt: skip
-        acc_FN = under_global(rescaled(acc_FN, W, x_ptr.dtype.element_ty), g_ptr, e)
+        acc_FN = under_globals(
+            rescaled(acc_FN, W, x_ptr.dtype.element_ty), g_ptr, e, row_F, inside_F, ROWS, SHARED
+        )  # fmt: skip
     if share_ptr is not None:
         # One of the pair's programs is enough.
         tl.store(share_ptr + pair * T + n, weight_N, mask=n < tl.where(block == 0, T, 0))
@@ -412,9 +420,9 @@ def run(
         x_TD, x_scale_TG, ids_TK, weights_TK, expert_map, layer.w13_EFD, *layer.scales13,
         layer.b13_EF, static, h_PI, h_scale_PG, table, share_PT, T, n_map, x_TD.stride(0),
         *layer.strides13, bias_stride(layer.b13_EF),
-        E=E, K=K, D=D, I=I, H=H, ACT=layer.act, W=layer.weight, EACH=by_expert(static),
-        DTYPE=rounded, BP=BP, BI=tiles.BI, BD=tiles.BD, BN=TINY_TOKENS, ONE=T == 1, PDL=pdl,
-        num_warps=4, num_stages=tiles.up_stages, **options,
+        E=E, K=K, D=D, I=I, H=H, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
+        EACH=by_expert(static), DTYPE=rounded, BP=BP, BI=tiles.BI, BD=tiles.BD, BN=TINY_TOKENS,
+        ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.up_stages, **options,
     )  # fmt: skip
     if share_PT is not None and codes is not None and codes.by_row and static is None:
         h_PI, h_scale_PG = quantise_pairs(h_PI, codes, ids_TK, expert_map, share_PT)

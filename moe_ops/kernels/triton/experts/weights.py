@@ -49,6 +49,15 @@ class Experts:
         return (None,) * 3 if c is None else (c.scale13_EFG, c.zero13_EFG, c.global13_E)
 
     @property
+    def shared13(self) -> str:
+        """How rows of w13 share its global scales: empty, where an expert has one; "halves" or
+        "pairs" where gate and up have one each, by where their rows are."""
+        common = None if self.codes is None else self.codes.global13_E
+        if common is None or common.dim() == 1:
+            return ""
+        return "pairs" if self.act[2] else "halves"
+
+    @property
     def scales2(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         c = self.codes
         return (None,) * 3 if c is None else (c.scale2_EDG, c.zero2_EDG, c.global2_E)
