@@ -14,6 +14,7 @@ from moe_ops.passes.graph import (
     output,
     outputs,
     require,
+    same,
     tensor,
 )
 from moe_ops.quant.formats import TENSOR, Format
@@ -30,6 +31,8 @@ def hoist_quantize(graph: fx.Graph, context: Context) -> int:
         one_scale = found.group == TENSOR
         # The largest magnitude of the rows is that of the tokens only if all are dispatched.
         require(not one_scale or static is not None, "one scale is taken from all rows")
+        of_rows = static is not None and not same(tensor(static).numel(), 1)
+        require(not of_rows, "each row has a global scale of its own")
         K = tensor(arg(dispatch, "ids_TK")).shape[1]
         with graph.inserting_before(dispatch):
             of_tokens = (arg(dispatch, "x_TD"), format, static)

@@ -12,12 +12,13 @@ from moe_ops.ops.expert_gemm import (
     decode_input,
     decode_weight,
     expert_gemm,
+    of_rows,
 )
 from moe_ops.shapes import DTYPES
 
 READS = (
     "bias_EF", "x_scale_RG", "w_scale_EFG", "w_zero_EFG", "global_scale_E",
-    "x_format", "w_format", "out_dtype",
+    "x_format", "w_format", "out_dtype", "x_global_scale_R",
 )  # fmt: skip
 
 
@@ -36,14 +37,17 @@ def multiply_decoded(call: ExpertGemmCall) -> Tensor:
     x = decode_input(call.x_RD, call.x_scale_RG, call.x_format)
     dtype = DTYPES[call.out_dtype] if call.out_dtype else call.x_RD.dtype
     y_RF = torch.empty(x.shape[0], w_EFD.shape[1], dtype=dtype, device=x.device)
+    factor_E = None if call.global_scale_E is None else of_rows(call.global_scale_E)
     start = 0
     for e, end in enumerate(checked_ends(call.ends_E, x.shape[0])):
         if end > start:
             scale = None if scales is None else scales[e]
             zero = None if zeros is None else zeros[e]
             y = x[start:end] @ decode_weight(w_EFD[e], scale, zero, call.w_format).T
-            if call.global_scale_E is not None:
-                y *= call.global_scale_E[e]
+            if factor_E is not None:
+                y *= factor_E[e]
+            if call.x_global_scale_R is not None:
+                y *= call.x_global_scale_R[start:end, None]
             if call.bias_EF is not None:
                 y += call.bias_EF[e].float()
             y_RF[start:end] = y.to(dtype)

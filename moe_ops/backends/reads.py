@@ -15,7 +15,8 @@ SCALED_EXPERTS = (*EXPERTS, "global_scale13_E", "global_scale2_E", *STATIC_SCALE
 FLOAT_GEMM = ("bias_EF", "transposed", "out_dtype")
 SCALED_GEMM = (
     *FLOAT_GEMM,
-    "x_scale_RG", "w_scale_EFG", "w_zero_EFG", "global_scale_E", "x_format", "w_format",
+    "x_scale_RG", "w_scale_EFG", "w_zero_EFG", "global_scale_E", "x_global_scale_R", "x_format",
+    "w_format",
 )  # fmt: skip
 ROUTE = (
     "bias_E", "per_expert_scale_E", "score", "select_on", "n_group", "topk_group", "group_reduce",

@@ -28,7 +28,7 @@ def supports_gemm(call: ExpertGemmCall) -> str | None:
         return refusal
     if _gemm_dtype(call) not in FLOATS:
         return f"needs {either(FLOATS)}, got {_gemm_dtype(call)}"
-    scales = (call.x_scale_RG, call.w_scale_EFG, call.global_scale_E)
+    scales = (call.x_scale_RG, call.w_scale_EFG, call.global_scale_E, call.x_global_scale_R)
     if needs_grad(x_RD, call.w_EFD, call.bias_EF, *scales):
         return "is not differentiable, and an argument requires grad"
     if call.w_format:
@@ -85,7 +85,8 @@ def grouped_gemm(call: ExpertGemmCall) -> Tensor:
         w_EFD = _decoded(w_EFD, of_w, c.w_format, _gemm_dtype(c))
         if c.x_format:
             assert c.x_scale_RG is not None
-            of_x = (c.x_scale_RG[None], None, None)
+            own_R = contiguous(c.x_global_scale_R)
+            of_x = (c.x_scale_RG[None], None, own_R)
             x_RD = _decoded(x_RD[None], of_x, c.x_format, _gemm_dtype(c))[0]
     elif c.w_format:
         return x_RD.new_empty(0, w_EFD.shape[1], dtype=_gemm_dtype(c))
@@ -99,7 +100,7 @@ def _decoded(
     codes: Tensor, scales: tuple[Tensor | None, ...], format: str, dtype: torch.dtype
 ) -> Tensor:
     """Values [experts, rows, columns] of codes and their scales: of groups, zero points and of
-    experts."""
+    experts, or of as many as all of these have rows."""
     from moe_ops.kernels.triton.experts.decoded import decode
     from moe_ops.kernels.triton.experts.quantized import as_stored, scales_as_stored
 
@@ -108,7 +109,9 @@ def _decoded(
     of_groups, zero, of_experts = scales
     assert of_groups is not None
     stored = (scales_as_stored(of_groups, weight), zero, of_experts)
-    return decode(as_stored(codes, weight), stored, weight, columns, dtype)
+    of_rows = of_experts is not None and of_experts.numel() == codes.shape[0] * codes.shape[1]
+    shared = "rows" if of_rows else ""
+    return decode(as_stored(codes, weight), stored, weight, columns, dtype, shared)
 
 
 expert_gemm.emulates("triton", lambda call: bool(call.x_format))

@@ -14,6 +14,7 @@ from moe_ops.quant.arguments import (
     check_input_format,
     check_out_dtype,
     check_plain,
+    check_rows_scale,
     check_scale,
     check_weight,
     named_format,
@@ -40,6 +41,7 @@ class ExpertGemmCall:
     x_format: str = ""
     w_format: str = ""
     out_dtype: str = ""
+    x_global_scale_R: Tensor | None = None
 
 
 def check(call: ExpertGemmCall) -> None:
@@ -52,6 +54,7 @@ def check(call: ExpertGemmCall) -> None:
         is call.w_scale_EFG
         is call.w_zero_EFG
         is call.global_scale_E
+        is call.x_global_scale_R
         is None
         and w_format == call.out_dtype == call.x_format == ""
         and x_RD.dim() == 2
@@ -85,12 +88,13 @@ def check(call: ExpertGemmCall) -> None:
             f"w_EFD holds no expert, got shape {tuple(w_EFD.shape)}; give one weight or more"
         )
     check_size("ends_E", ends_E, 0, E, "the experts of w_EFD")
+    rows = w_EFD.shape[2 if transposed else 1]
     if bias_EF is not None:
         check_tensor("bias_EF", bias_EF, 2, FLOATS)
         check_size("bias_EF", bias_EF, 0, E, "the experts of w_EFD")
-        rows = w_EFD.shape[2 if transposed else 1]
         check_size("bias_EF", bias_EF, 1, rows, "the rows of one expert's weight")
-    check_global_scale("global_scale_E", call.global_scale_E, E, w_EFD)
+    check_global_scale("global_scale_E", call.global_scale_E, E, w_EFD, rows)
+    check_rows_scale("x_global_scale_R", call.x_global_scale_R, x_RD, call.x_format)
     check_out_dtype(call.out_dtype, x_RD)
     check_devices(x_RD, w_EFD=w_EFD, ends_E=ends_E, bias_EF=bias_EF, x_scale_RG=call.x_scale_RG)
 
@@ -141,8 +145,10 @@ def expert_gemm(call: ExpertGemmCall) -> Tensor:
     With a w_format (see `quantize`) the weight holds packed codes [E, F, D packed], w_scale_EFG its
     scales [E, groups of F, groups of D], w_zero_EFG its zero points (uint8, that shape) if the
     element has them, global_scale_E the float32 factors g that are left over: an expert's global
-    scale, for nvfp4 times that of the input; g is 1 without it. With an x_format, x_RD and
-    x_scale_RG are what `quantize` gives.
+    scale, for nvfp4 times that of the input where it is static; g is 1 without it. It is [E], or
+    [E, F] where rows of an expert differ. With an x_format, x_RD and x_scale_RG are what `quantize`
+    gives, and x_global_scale_R the global scales by which it made the codes of each row, where
+    these have one: a factor of the row's result.
     The definition decodes both sides exactly to float32.
 
     Raises ValueError or TypeError for wrong shapes, dtypes, devices or formats.
@@ -157,7 +163,9 @@ def expert_gemm(call: ExpertGemmCall) -> Tensor:
     w_RFD = decode_weight(w, call.w_scale_EFG, call.w_zero_EFG, call.w_format)[expert_R]
     y_RF = (w_RFD * decode_input(x_RD, call.x_scale_RG, call.x_format)[:, None, :]).sum(-1)
     if call.global_scale_E is not None:
-        y_RF = y_RF * call.global_scale_E[expert_R, None]
+        y_RF = y_RF * of_rows(call.global_scale_E)[expert_R]
+    if call.x_global_scale_R is not None:
+        y_RF = y_RF * call.x_global_scale_R[:, None]
     if call.bias_EF is not None:
         y_RF = y_RF + call.bias_EF.float()[expert_R]
     return y_RF.to(DTYPES[call.out_dtype] if call.out_dtype else x_RD.dtype)
@@ -186,6 +194,11 @@ def row_experts(ends_E: Tensor, R: int) -> Tensor:
     """The expert of each of R rows as int64; rows of no expert get the last expert's id."""
     rows_R = torch.arange(R, device=ends_E.device, dtype=ends_E.dtype)
     return torch.searchsorted(ends_E, rows_R, right=True).clamp(max=ends_E.shape[0] - 1)
+
+
+def of_rows(global_scale_E: Tensor) -> Tensor:
+    """The factors of an expert's rows: [E, 1], or [E, F] where they differ."""
+    return global_scale_E if global_scale_E.dim() == 2 else global_scale_E[:, None]
 
 
 def decode_input(x: Tensor, scale: Tensor | None, format: str) -> Tensor:

@@ -239,7 +239,7 @@ def check_weights(call: ExpertsCall) -> None:
             check_tensor(name, bias, 2, FLOATS)
             check_size(name, bias, 0, E, "the experts of w13_EFD")
             check_size(name, bias, 1, size, "the rows of one expert's weight")
-    check_global_scale("global_scale13_E", call.global_scale13_E, E, w13_EFD)
+    check_global_scale("global_scale13_E", call.global_scale13_E, E, w13_EFD, 1 + call.gated)
     check_global_scale("global_scale2_E", call.global_scale2_E, E, w13_EFD)
     check_static_scale("x_scale", call.x_scale, x_format, x_TD, E)
     check_static_scale("h_scale", call.h_scale, x_format, x_TD, E)
@@ -311,8 +311,10 @@ def experts(call: ExpertsCall) -> Tensor:
     quantised before their product, as `quantize` does, with the static scales x_scale and h_scale:
     one value, or float32 [E] where the format has one scale for the tensor, by which each routed
     row is quantised with the scale of its expert. Of nvfp4 these are global scales, one value each,
-    which global_scale13_E and global_scale2_E then contain; without them the global scale is the
-    tensor's largest magnitude over 6 * 448, and is multiplied in.
+    which global_scale13_E and global_scale2_E then contain; without them each row has a global
+    scale of its own, its largest magnitude over 6 * 448, which is multiplied in. A row's result
+    depends on that row alone, unless one scale for the tensor is made at run time (see `quantize`).
+    global_scale13_E may be [E, 2]: the factors of gate and up, where they were quantised apart.
 
     expert_offset is the global id of the first expert here, if those here follow each other. It
     says what the expert_map says, which must be given too, for backends that take an offset.
@@ -332,17 +334,18 @@ def experts(call: ExpertsCall) -> Tensor:
     c, x_TD, E, x_format = call, call.x_TD, call.w13_EFD.shape[0], call.x_format
     out_dtype = str(c.dtype).removeprefix("torch.") if x_format else ""
     x_scale_RG, h_scale_RG, h_format = None, None, x_format
-    global_scale13_E, global_scale2_E = c.global_scale13_E, c.global_scale2_E
+    own_x_R = own_h_R = None
     if x_format and not _by_expert(c.x_scale):
         # Before dispatch there are fewer rows, and none that is unspecified.
-        x_scale, global_scale13_E = _with_global_scale(
-            x_TD, c.x_scale, global_scale13_E, E, x_format
-        )
+        own_x_T = _own_global_scales(x_TD, c.x_scale, x_format)
         q_TD, scale_TG = x_TD, c.x_scale_TG
         if scale_TG is None:
-            q_TD, scale_TG = quantize(x_TD, x_format, x_scale)
+            q_TD, scale_TG = quantize(x_TD, x_format, c.x_scale if own_x_T is None else own_x_T)
         x_RD, rows_R, ends_E = dispatch(q_TD, c.ids_TK, E, c.expert_map)
-        x_scale_RG = _scales_of_rows(scale_TG, rows_R, c.ids_TK, x_format)
+        token_R = rows_R.clamp(min=0).long() // c.ids_TK.shape[1]
+        # One scale for the tensor stays one.
+        x_scale_RG = scale_TG if Format.of(x_format).group == TENSOR else scale_TG[token_R]
+        own_x_R = None if own_x_T is None else own_x_T[token_R]
     else:
         x_RD, rows_R, ends_E = dispatch(x_TD, c.ids_TK, E, c.expert_map)
     if _by_expert(c.x_scale):
@@ -350,8 +353,8 @@ def experts(call: ExpertsCall) -> Tensor:
         x_RD, x_scale_RG, x_format = quantize_rows(x_RD, x_format, scale_R)
     y_RF = expert_gemm(
         x_RD, c.w13_EFD, ends_E, c.b13_EF, c.transposed, x_scale_RG=x_scale_RG,
-        w_scale_EFG=c.w13_scale_EFG, w_zero_EFG=c.w13_zero_EFG, global_scale_E=global_scale13_E,
-        x_format=x_format, w_format=c.w_format, out_dtype=out_dtype,
+        w_scale_EFG=c.w13_scale_EFG, w_zero_EFG=c.w13_zero_EFG, global_scale_E=_of_rows13(c),
+        x_format=x_format, w_format=c.w_format, out_dtype=out_dtype, x_global_scale_R=own_x_R,
     )  # fmt: skip
     h_RI = activate(y_RF, *c.activation)
     if _by_expert(c.h_scale):
@@ -360,12 +363,12 @@ def experts(call: ExpertsCall) -> Tensor:
     elif h_format:
         # One scale for all rows must not see what unused rows hold.
         h_RI = h_RI.masked_fill(rows_R[:, None] < 0, 0)
-        h_scale, global_scale2_E = _with_global_scale(h_RI, c.h_scale, global_scale2_E, E, h_format)
-        h_RI, h_scale_RG = quantize(h_RI, h_format, h_scale)
+        own_h_R = _own_global_scales(h_RI, c.h_scale, h_format)
+        h_RI, h_scale_RG = quantize(h_RI, h_format, c.h_scale if own_h_R is None else own_h_R)
     y_RD = expert_gemm(
         h_RI, c.w2_EDI, ends_E, c.b2_ED, c.transposed, x_scale_RG=h_scale_RG,
-        w_scale_EFG=c.w2_scale_EDG, w_zero_EFG=c.w2_zero_EDG, global_scale_E=global_scale2_E,
-        x_format=h_format, w_format=c.w_format, out_dtype=out_dtype,
+        w_scale_EFG=c.w2_scale_EDG, w_zero_EFG=c.w2_zero_EDG, global_scale_E=c.global_scale2_E,
+        x_format=h_format, w_format=c.w_format, out_dtype=out_dtype, x_global_scale_R=own_h_R,
     )  # fmt: skip
     return combine(y_RD, c.weights_TK, rows_R)
 
@@ -375,24 +378,20 @@ def _by_expert(scale: Tensor | None) -> TypeGuard[Tensor]:
     return scale is not None and scale.numel() > 1
 
 
-def _with_global_scale(
-    x: Tensor, scale: Tensor | None, global_scale_E: Tensor | None, experts: int, format: str
-) -> tuple[Tensor | None, Tensor | None]:
-    """The static scale and the global ones; where the format has a global scale and none is static,
-    that of x, by which its largest block scale becomes the largest float8.
-    """
+def _own_global_scales(x_RD: Tensor, static: Tensor | None, format: str) -> Tensor | None:
+    """The global scales of rows, where the format has them and none is static."""
     found = Format.of(format)
-    if scale is not None or not found.has_global_scale:
-        return scale, global_scale_E
-    own = global_scale_of(x, found)
-    return own, own.expand(experts) if global_scale_E is None else global_scale_E * own
+    if static is not None or not found.has_global_scale:
+        return None
+    return global_scale_of(x_RD, found, by_row=True)
 
 
-def _scales_of_rows(scale_TG: Tensor, rows_R: Tensor, ids_TK: Tensor, format: str) -> Tensor:
-    """The scales of routed rows, given those of tokens; one scale for the tensor stays one."""
-    if Format.of(format).group == TENSOR:
-        return scale_TG
-    return scale_TG[rows_R.clamp(min=0).long() // ids_TK.shape[1]]
+def _of_rows13(call: ExpertsCall) -> Tensor | None:
+    """The global scale of w13 as `expert_gemm` takes it: two factors become those of all rows."""
+    scale_E, width = call.global_scale13_E, call.w13_EFD.shape[1] // 2
+    if scale_E is None or scale_E.dim() == 1:
+        return scale_E
+    return scale_E.repeat(1, width) if call.interleaved else scale_E.repeat_interleave(width, 1)
 
 
 experts.fake(fake_impls.experts)

@@ -86,8 +86,7 @@ def why_not_apart(x_format: str, static: bool) -> str | None:
     """Why inputs of a format cannot be quantised where tokens of several ranks meet, or None."""
     if not x_format or static:
         return None
-    found = Format.of(x_format)
-    if found.group != TENSOR and not found.has_global_scale:
+    if Format.of(x_format).group != TENSOR:
         return None
     return (
         f"x_format={x_format!r} takes one scale from all tokens, which differ from rank to rank; "

@@ -29,7 +29,7 @@ def check(call: QuantizeCall) -> None:
     """Raise ValueError or TypeError unless `quantize` takes these arguments."""
     check_tensor("x_RD", call.x_RD, 2, FLOATS)
     check_input_format("format", call.format, call.x_RD.shape[1])
-    check_static_scale("scale", call.scale, call.format, call.x_RD)
+    check_static_scale("scale", call.scale, call.format, call.x_RD, rows=call.x_RD.shape[0])
     packing.check_scale_rule(call.scale_rule, Format.of(call.format))
     _refuse_gradient(call.x_RD, call.scale)
 
@@ -55,7 +55,12 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor]:
     half to even and saturated.
 
     `scale` makes the scale static: the one of the whole tensor, or for nvfp4 the global scale that
-    multiplies all block scales (1 if left out; it is not part of the returned scales).
+    multiplies all block scales (1 if left out; it is not part of the returned scales). That may be
+    float32 [R], one for each row.
+
+    A row's codes and scales depend on that row alone, with one exception: a format with one scale
+    for the tensor, such as int8:tensor, takes it from all rows if `scale` is left out. One large or
+    NaN row then spoils the others. Name such a format only where rows belong together.
 
     x_RD: float [R, D]; q: [R, D packed] in the format's dtype; scale_RG in its scale dtype, a
     decoding multiplier. R = 0 gives empty results. Raises ValueError or TypeError for wrong shapes,
@@ -68,6 +73,9 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor]:
             x = x.new_zeros(1, x.shape[1])  # no rows: the scale is that of zeros
         given = None if scale is None else scale.reshape(1, 1).clone()
         done = packing.quantize(x, found, scale=given)
+    elif scale is not None and scale.dim() == 1 and scale.shape[0] == x.shape[0]:
+        done = packing.quantize(x[:, None], found, global_scale=scale)
+        return done.values[:, 0], done.scale[:, 0]
     else:
         done = packing.quantize(x, found, global_scale=scale, scale_rule=call.scale_rule)
     return done.values[: call.x_RD.shape[0]], done.scale

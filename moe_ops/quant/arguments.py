@@ -85,10 +85,11 @@ def ragged_axis(format: Format, rows: int, columns: int) -> tuple[str, int, int]
 
 
 def check_static_scale(
-    name: str, scale: Tensor | None, format: str, x: Tensor, experts: int = 1
+    name: str, scale: Tensor | None, format: str, x: Tensor, experts: int = 1, rows: int = 1
 ) -> None:
     """Raise unless `scale` may be given for an input of this format: one float32 value or, where
-    there is one scale for the tensor, one for each of several experts.
+    there is one scale for the tensor, one for each of several experts; of a global scale, one for
+    each of several rows.
     """
     if scale is None:
         return
@@ -98,10 +99,10 @@ def check_static_scale(
             f"{name} goes with one scale for the tensor or with nvfp4, got the format {format!r}; "
             "leave it out"
         )
-    each = experts > 1 and found.group == TENSOR and not found.has_global_scale
-    one = scale.numel() == 1 or (each and tuple(scale.shape) == (experts,))
+    each, of = (rows, "rows") if found.has_global_scale else (experts, "experts here")
+    one = scale.numel() == 1 or tuple(scale.shape) == (each,)
     if not one or scale.dtype != torch.float32:
-        wanted = f" or one for each of the {experts} experts here" if each else ""
+        wanted = f" or one for each of the {each} {of}" if each > 1 else ""
         raise ValueError(
             f"{name} must be one float32{wanted}, got {tuple(scale.shape)} of {scale.dtype}"
         )
@@ -114,8 +115,10 @@ def not_codes(x_format: str, x_scale: Tensor | None = None) -> str | None:
     if not x_format:
         return "quantises no inputs"
     format = Format.of(x_format)
-    if x_scale is not None or format.group == TENSOR or format.has_global_scale:
+    if x_scale is not None or format.group == TENSOR:
         return "has a scale that is not a token's own"
+    if format.has_global_scale:
+        return "has a global scale above those of columns, which does not come with codes"
     if format.bits != 8:
         return f"has codes of {format.bits:g} bits, where those of 8 can come alone"
     return None
@@ -209,11 +212,29 @@ def check_weight(
     check_devices(w, **{f"{name}'s scale": scale, f"{name}'s zero": zero})
 
 
-def check_global_scale(name: str, scale_E: Tensor | None, experts: int, w: Tensor) -> None:
-    """Raise unless `scale_E` is one float32 per expert, or None."""
+def check_global_scale(
+    name: str, scale_E: Tensor | None, experts: int, w: Tensor, each: int = 1
+) -> None:
+    """Raise unless `scale_E` is one float32 per expert, or as many as `each` says, or None."""
     if scale_E is not None:
-        check_scale(name, scale_E, (experts,), torch.float32, "a factor per expert")
+        several = each > 1 and scale_E.dim() == 2
+        shape = (experts, each) if several else (experts,)
+        what = f"{each} factors per expert" if several else "a factor per expert"
+        check_scale(name, scale_E, shape, torch.float32, what)
         check_devices(w, **{name: scale_E})
+
+
+def check_rows_scale(name: str, scale_R: Tensor | None, x_RD: Tensor, x_format: str) -> None:
+    """Raise unless `scale_R` is one float32 per row of a format with a global scale, or None."""
+    if scale_R is None:
+        return
+    if not (x_format and Format.of(x_format).has_global_scale):
+        raise ValueError(
+            f"{name} goes with an x_format that has a global scale (nvfp4), got {x_format!r}; "
+            "leave it out"
+        )
+    check_scale(name, scale_R, (x_RD.shape[0],), torch.float32, "a factor per row")
+    check_devices(x_RD, **{name: scale_R})
 
 
 def check_out_dtype(out_dtype: str, x: Tensor) -> None:

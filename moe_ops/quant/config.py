@@ -71,9 +71,10 @@ class QuantConfig:
     def of(quant: str | QuantConfig | None) -> QuantConfig | None:
         """The configuration of a scheme by its name, or of weights by their format ("int8:row",
         "mxfp4"); None for "none". What is both, as "mxfp8", is the scheme. Configurations and None
-        come back as they are.
+        come back as they are. Of a scheme whose weights have one format, inputs that may have
+        several get a scale for each row.
 
-        Raises ValueError for an unknown scheme, and for one that is built in several formats:
+        Raises ValueError for an unknown scheme, and for one whose weights have several formats:
         which one it is, a checkpoint says.
         """
         if quant is None or isinstance(quant, QuantConfig):
@@ -93,7 +94,7 @@ class QuantConfig:
         scheme = SCHEMES[quant]
         if scheme.name == "none":
             return None
-        if len(scheme.weight_formats) > 1 or len(scheme.input_formats) > 1:
+        if len(scheme.weight_formats) > 1:
             raise ValueError(
                 f"scheme {quant!r} has the weights {', '.join(scheme.weight_formats)} and the "
                 f"inputs {', '.join(map(repr, scheme.input_formats))}; "

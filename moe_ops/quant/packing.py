@@ -194,9 +194,12 @@ def _groups(n: int, size: int) -> int:
     return 1 if n == ALL else (size + n - 1) // n
 
 
-def global_scale_of(x: Tensor, format: Format) -> Tensor:
-    """The global scale, one float32, that makes the largest block scale of x the largest float8."""
-    amax = x.float().abs().amax() if x.numel() else x.new_zeros((), dtype=torch.float32)
+def global_scale_of(x: Tensor, format: Format, *, by_row: bool = False) -> Tensor:
+    """The global scale, one float32, that makes the largest block scale of x the largest float8; or
+    that of each row of [R, D], as if it were alone."""
+    x = x.float().abs()
+    whole = x.reshape(1, -1) if x.numel() else x.new_zeros(1, 1)
+    amax = x.amax(-1) if by_row else whole.amax()
     largest_scale = FLOAT_ELEMENTS[format.scale].largest
     # By a tensor, as below.
     return (amax / amax.new_full((), format.largest * largest_scale)).clamp(min=SMALLEST_SCALE)

@@ -36,9 +36,9 @@ def _formats(elements: str, groups: str) -> tuple[str, ...]:
     return tuple(f"{element}:{group}" for element in elements.split() for group in groups.split())
 
 
-FP8_WEIGHTS = _formats("float8_e4m3fn", "tensor row 128x128")
-FP8_INPUTS = _formats("float8_e4m3fn", "tensor row 1x128")
-INT8 = _formats("int8", "tensor row")
+FP8_WEIGHTS = _formats("float8_e4m3fn", "row tensor 128x128")
+FP8_INPUTS = _formats("float8_e4m3fn", "row tensor 1x128")
+INT8 = _formats("int8", "row tensor")
 INTEGER_GROUPS = "row 1x32 1x64 1x128"
 MX_BITS = {"mxfp4": 4, "mxfp6_e3m2": 6, "mxfp6_e2m3": 6}
 MX_INPUTS = ("mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp8")

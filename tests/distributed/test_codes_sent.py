@@ -36,12 +36,15 @@ CODES = {
     "float8 groups": ("float8_e4m3fn:128x128", "float8_e4m3fn:1x128", 192),
     "mxfp8": ("mxfp4", "mxfp8", 128),
 }
+# Each row has a global scale of its own, which its owner makes of floats that are sent.
+ALONE = {**CODES, "nvfp4": ("nvfp4", "nvfp4", 128)}
 each_format = pytest.mark.parametrize("formats", CODES)
+each_row_alone = pytest.mark.parametrize("formats", ALONE)
 each_transport = pytest.mark.parametrize("collective", ["gather", "exchange"])
 
 
 def whole_of(formats: str, spread: str, dtype: torch.dtype = BF16) -> Whole:
-    w_format, x_format, width = CODES[formats]
+    w_format, x_format, width = ALONE[formats]
     return Whole.of(SPREAD[spread], dtype, w_format, x_format, width)
 
 
@@ -77,7 +80,7 @@ def test_codes_give_the_bits_of_floats(spread: str, formats: str, collective: st
 
 
 @each_transport
-@each_format
+@each_row_alone
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("spread", ["together", "uneven_together", "one_expert"])
 def test_ranks_give_the_bits_of_one_process(
@@ -89,7 +92,7 @@ def test_ranks_give_the_bits_of_one_process(
     assert torch.equal(got, whole.want())
 
 
-@each_format
+@each_row_alone
 def test_sums_over_ranks_are_those_of_one_process(formats: str) -> None:
     whole = whole_of(formats, "uneven", torch.float32)
     got = torch.cat(results(4, run_share, whole, "gather"))
@@ -110,6 +113,7 @@ FLOATS = {
     ),
     "six bits": (("mxfp4", "mxfp6_e3m2", 128), {}, "mxfp6_e3m2 has codes of 6 bits"),
     "four bits": (("mxfp4", "mxfp4", 128), {}, "mxfp4 has codes of 4 bits"),
+    "global scales": (("nvfp4", "nvfp4", 128), {}, "nvfp4 has a global scale above those of col"),
     "odd scales": (
         ("mxfp4", "mxfp8", 64), {},
         "codes and scales of a token are 64 and 2 bytes, which fill no words of 4",

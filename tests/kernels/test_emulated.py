@@ -53,13 +53,16 @@ def tokens(dtype: torch.dtype) -> Tensor:
 
 
 def quantised(x_TD: Tensor, x_format: str, static: Tensor | None = None) -> Tensor:
-    """What codes of `quantize` stand for; a static global scale belongs to the weights."""
+    """What codes of `quantize` stand for, by a global scale for each row; a static one belongs to
+    the weights."""
     format, scale = Format.of(x_format), static
+    if format.has_global_scale and static is None:
+        own_T, rows = packing.global_scale_of(x_TD, format, by_row=True), x_TD[:, None]
+        done = packing.quantize(rows, format, global_scale=own_T)
+        return packing.dequantize(done.values, done.scale, format, global_scale=own_T)[:, 0]
     if format.has_global_scale:
-        common = packing.global_scale_of(x_TD, format) if static is None else static
-        done = packing.quantize(x_TD, format, global_scale=common)
-        scale = common if static is None else None
-        return packing.dequantize(done.values, done.scale, format, global_scale=scale)
+        done = packing.quantize(x_TD, format, global_scale=static)
+        return packing.dequantize(done.values, done.scale, format)
     done = packing.quantize(x_TD, format, scale=scale)
     return packing.dequantize(done.values, done.scale, format)
 

@@ -107,8 +107,11 @@ def test_blocks_with_what_is_no_number_are_that_as_a_whole(format: str) -> None:
 @pytest.mark.parametrize("scale", [3e-3, 1e-6, 0.0, 1e6])
 def test_a_global_scale(scale: float) -> None:
     """Scales of blocks saturate, or vanish with their values."""
-    x_RD = torch.randn(5, 80, device=DEVICE) * torch.tensor([[1.0], [0], [1e3], [1e-3], [1]])
-    check(x_RD.to(BF16), "nvfp4", torch.tensor([scale], device=DEVICE))
+    sizes = torch.tensor([[1.0], [0], [1e3], [1e-3], [1]], device=DEVICE)
+    x_RD = (torch.randn(5, 80, device=DEVICE) * sizes).to(BF16)
+    check(x_RD, "nvfp4", torch.tensor([scale], device=DEVICE))
+    of_rows = torch.tensor([scale, 1e-3, 1.0, scale, 1e-6], device=DEVICE)
+    check(x_RD, "nvfp4", of_rows)
 
 
 @pytest.mark.parametrize("format", ["float4_e2m1:1x64", "float6_e3m2:1x64", "float6_e2m3:1x64"])

@@ -306,6 +306,13 @@ def test_one_scale_of_all_rows_stays_behind_dispatch() -> None:
     assert hook.context.refusals[0].text == "one scale is taken from all rows"
 
 
+def test_global_scales_of_rows_stay_with_their_rows() -> None:
+    hook, scale_R = Hook(hoist_quantize), torch.full((CASE.T * 2,), 0.02)
+    Compiled(quantised("nvfp4", scale_R, hole=False), hook)(*tensors(torch.float32))
+    assert hook.counts == [0]
+    assert hook.context.refusals[0].text == "each row has a global scale of its own"
+
+
 def test_equal_quantisations_happen_once() -> None:
     def model(x: Tensor, logits: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         same = [ops.quantize(x, "mxfp8") for _ in range(3)]

@@ -79,7 +79,7 @@ def halves_of(codes):
 
 @triton.jit(do_not_specialize=["N"])
 def quantize_blocks_kernel(
-    x_ptr, common_ptr, codes_ptr, scale_ptr, stride_x, N,
+    x_ptr, common_ptr, codes_ptr, scale_ptr, stride_x, stride_common, N,
     D: tl.constexpr, GROUP: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
     FORMAT: tl.constexpr, KIND: tl.constexpr, CEIL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +111,7 @@ def quantize_blocks_kernel(
             tl.store(scale_ptr + g, scale, mask=g < N)
         else:
             if common_ptr is not None:
-                common = tl.load(common_ptr) + tl.zeros((BG,), tl.float32)
+                common = tl.load(common_ptr + g // GROUPS * stride_common, mask=g < N, other=1.0)
                 scale = tl.div_rn(scale, common)
                 scale = tl.where(scale == scale, scale, 0.0)  # of zeros, by zero
             scale = tl.where(bits < NOT_FINITE, tl.maximum(scale, 0.0), float("nan"))
@@ -149,7 +149,7 @@ def quantize(
     x_RD: Tensor, common: Tensor | None, element: str, group: int, kind: str, rule: str
 ) -> tuple[Tensor, Tensor]:
     """Codes of x, packed, and the scales of so many columns of a row, of a kind of SCALES; common:
-    the global scale of those in float8."""
+    the global scale of those in float8, one or one for each row."""
     (R, D), format = x_RD.shape, ELEMENTS[element]
     group = D if group == -1 else group
     groups = triton.cdiv(D, group)
@@ -160,10 +160,11 @@ def quantize(
     if R == 0:
         return codes_RD, scale_RG
     BG, BC = tile_of(max(group, values))
+    stride_common = common.stride(0) if common is not None and common.numel() > 1 else 0
     pdl, options = pdl_options(x_RD)
     launch(
         quantize_blocks_kernel, (triton.cdiv(R * groups, BG),),
-        x_RD, common, codes_RD, scale_RG, x_RD.stride(0), R * groups,
+        x_RD, common, codes_RD, scale_RG, x_RD.stride(0), stride_common, R * groups,
         D=D, GROUP=group, BG=BG, BC=BC, FORMAT=format, KIND=kind, CEIL=rule == "ceil", PDL=pdl,
         num_warps=warps_of(BG * BC), **options,
     )  # fmt: skip

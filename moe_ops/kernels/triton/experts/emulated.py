@@ -4,7 +4,8 @@ Codes of up to eight bits have few bits of mantissa, and so have scales of e8m0 
 products are exact in 16 bits, and so are inputs that kernels of 16 bits multiply. Of float16 they
 stay within its range, and of its smallest step whole multiples, as the inputs are. A float32 scale,
 of a row or of all inputs, has more bits: products with it are rounded once, to the inputs' dtype.
-A static global scale is not among them, as the global scales of weights contain it.
+So has the global scale of a row above scales of float8. A static one is not among them, as the
+global scales of weights contain it.
 
 Codes are those of `quantize`, bit for bit: of the same divisions, rounded half to even.
 """
@@ -94,12 +95,10 @@ def emulate_kernel(
         common = tl.load(static_ptr)
     elif SCALE == "row":
         common = scale_of_largest(tl.load(largest_ptr + row), LARGEST)
-    elif SCALE != "e8m0":
-        largest = tl.max(tl.load(largest_ptr + tl.arange(0, BP)), 0)
-        if SCALE == "tensor":
-            common = scale_of_largest(largest, LARGEST)
-        else:
-            common = global_scale(largest, LARGEST)
+    elif SCALE == "float8_e4m3fn":
+        common = global_scale(tl.load(largest_ptr + row), LARGEST)
+    elif SCALE == "tensor":
+        common = scale_of_largest(tl.max(tl.load(largest_ptr + tl.arange(0, BP)), 0), LARGEST)
     else:
         common = 1.0
     if SCALE == "e8m0" or SCALE == "float8_e4m3fn":
@@ -142,9 +141,9 @@ def emulate(
     out = x_RD if arranged else x_RD.new_empty(R, columns)
     pdl, options = pdl_options(x_RD)
     bits = None
-    if static is None and inputs.scale == "row":
+    if static is None and inputs.scale in ("row", "float8_e4m3fn"):
         bits = largest_of_rows(x_RD)
-    elif static is None and inputs.scale != "e8m0":
+    elif static is None and inputs.scale == "tensor":
         bits = largest(x_RD, ends_E, PROGRAMS)
     BG = max(1, min(COLUMNS, triton.next_power_of_2(width)) // inputs.group)
     OUT = out.shape[1]
