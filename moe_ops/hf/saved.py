@@ -117,7 +117,8 @@ def check_files(model: PreTrainedModel, files: list[str] | None) -> dict[str, st
                         f"config.json have {wanted[0]} {wanted[1]}; {AGAIN}"
                     )
                 places[name] = file
-    lacking = next((name for name in coded if name not in places), None)
+    tied = model.all_tied_weights_keys  # of which one name is saved
+    lacking = next((n for n in coded if n not in places and tied.get(n) not in places), None)
     if lacking is not None:
         raise ValueError(
             f"{Path(files[0]).parent} lacks {lacking}, which config.json says the quantised "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,7 @@ class _Plan:
     names: Names
     # Experts in floats, one tensor each, that transformers puts together for no such family.
     stacked: tuple[tuple[str, nn.Module, Experts], ...]
+    tied: Mapping[str, str]  # experts modules without weights of their own, and whose they have
 
     @staticmethod
     def of(folder: Path, dtype: torch.dtype | None, inputs: str | None) -> _Plan:
@@ -152,11 +153,12 @@ class _Plan:
         floats = tuple(_floats(skeleton, names, found))
         _check_shapes(names, found)
         parts = () if quant is None else tuple(_parts(skeleton, names, found, quant))
-        kept = set(experts_of(skeleton))
+        tied = _tied(skeleton, {part.name for part in parts})
+        kept = set(experts_of(skeleton)) - tied.keys()
         return _Plan(
             cls=cls, config=config, dtype=dtype, codings=codings, quant=quant, parts=parts,
             kept=tuple(sorted(kept - {part.name for part in parts})), found=found, names=names,
-            stacked=floats,
+            stacked=floats, tied=tied,
         )  # fmt: skip
 
     def prepared_config(self) -> Any:
@@ -204,6 +206,9 @@ class _Plan:
                 t = getattr(layers[part.name], scale)
                 if t is not None:
                     tensors[f"{part.name}.{projection}{INPUT_SCALE}"] = t.detach()
+        for name, other in self.tied.items():
+            own = {n: t for n, t in tensors.items() if n.startswith(f"{other}.")}
+            tensors.update({name + n.removeprefix(other): t.clone() for n, t in own.items()})
         self._say()
         return tensors
 
@@ -321,6 +326,16 @@ def _check_symmetric_inputs(found: Survey) -> None:
             )
 
 
+def _tied(skeleton: PreTrainedModel, in_codes: set[str]) -> dict[str, str]:
+    """Experts modules that are tied to others, which get codes, by the names of both."""
+    pairs = (
+        (name.rpartition(".")[0], other.rpartition(".")[0])
+        for name, other in skeleton.all_tied_weights_keys.items()
+    )
+    experts = set(experts_of(skeleton))
+    return {a: b for a, b in pairs if b in in_codes and a in experts - in_codes}
+
+
 def _floats(
     skeleton: PreTrainedModel, names: Names, found: Survey
 ) -> Iterator[tuple[str, nn.Module, Experts]]:
@@ -363,8 +378,8 @@ def _parts(
         stored = stored_as(module, quant)
         if isinstance(stored, str):
             raise ValueError(
-                f"{first.name}: {type(module).__name__} cannot have {quant.weights}: {stored} (in "
-                f"{first.file})"
+                f"{first.name}: {type(module).__name__} cannot have {quant.weights}: {stored}; "
+                f"dequantise the checkpoint (in {first.file})"
             )
         if experts.has_biases and not module.has_bias:
             raise ValueError(

@@ -20,6 +20,7 @@ from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
     PreTrainedModel,
+    Qwen3MoeForCausalLM,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
@@ -29,6 +30,7 @@ from moe_ops.testing import assert_close
 from tests.hf.published import CONFIG, FILE, LAYOUTS, SIZES, change, configure, write
 from tests.hf.test_published import TOL, check, load
 from tests.hf.test_quantize import experts_of, logits
+from tests.hf.test_saved import check_same
 from tests.weights.checkpoints import Layout
 
 MTP = "model.layers.61."  # what DeepseekV3ForCausalLM ignores
@@ -126,6 +128,32 @@ def test_a_head_that_is_tied_and_entries_that_may_be_missing(
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     want.lm_head.weight.copy_(want.model.embed_tokens.weight)  # norms begin with ones in both
     check(loaded, want)
+
+
+def test_experts_that_are_tied_get_the_same_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of an encoder and a decoder are, of which a checkpoint has one."""
+    tied = {
+        f"model.layers.1.mlp.experts.{p}": f"model.layers.0.mlp.experts.{p}"
+        for p in ("gate_up_proj", "down_proj")
+    }
+    monkeypatch.setattr(Qwen3MoeForCausalLM, "_tied_weights_keys", tied)
+    want = write(tmp_path / "hub", LAYOUTS["packed_int4"])
+    configure(tmp_path / "hub", tie_word_embeddings=True)
+
+    def edit(entries: dict[str, Tensor]) -> None:
+        for name in [n for n in entries if "layers.1.mlp.experts" in n]:
+            del entries[name]
+
+    change(tmp_path / "hub", edit)
+    for name in ("gate_up_proj", "down_proj"):
+        first, second = (getattr(m, name) for m in experts_of(want))
+        second.copy_(first)
+    loaded = load(tmp_path / "hub")
+    check(loaded, want)
+    loaded.save_pretrained(tmp_path / "ours")
+    check_same(loaded, Qwen3MoeForCausalLM.from_pretrained(tmp_path / "ours"))
 
 
 def vision() -> PreTrainedModel:
