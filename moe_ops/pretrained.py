@@ -6,6 +6,7 @@ in the middle of an import of its models: so nothing here may need them before a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -24,13 +25,16 @@ class MoeOpsConfig(QuantizationConfigMixin):
     """What config.json says of quantised experts: the formats of `QuantConfig`, and which stayed.
 
     kept: the names of the experts modules that hold floats, as the model that was saved has them.
-    static_inputs: whether experts hold the scales of their inputs.
+    static_inputs: whether experts hold the scales of their inputs. two_global_scales: whether gate
+    and up have a global scale each.
 
     Raises ValueError for formats that no scheme joins and for fields of another release, TypeError
     for values of other types.
     """
 
-    static_inputs: bool = False  # of an object, and so in config.json, only where it is true
+    # Of an object, and so in config.json, only where they are true.
+    static_inputs: bool = False
+    two_global_scales: bool = False
 
     def __init__(
         self,
@@ -38,6 +42,7 @@ class MoeOpsConfig(QuantizationConfigMixin):
         inputs: str = "",
         kept: list[str] | None = None,
         static_inputs: bool = False,
+        two_global_scales: bool = False,
         quant_method: str = METHOD,
         **more: Any,
     ) -> None:
@@ -52,8 +57,9 @@ class MoeOpsConfig(QuantizationConfigMixin):
         for name in kept or ():
             check_text(f"{where}: each of kept", name)
         check_type(f"{where}: static_inputs", static_inputs, bool, "true or false")
+        check_type(f"{where}: two_global_scales", two_global_scales, bool, "true or false")
         try:
-            self._join(weights, inputs, static_inputs)
+            self._join(weights, inputs, static_inputs, two_global_scales)
         except (ValueError, TypeError) as error:
             raise type(error)(f"{where}: {error}") from error
         self.quant_method = METHOD
@@ -62,15 +68,18 @@ class MoeOpsConfig(QuantizationConfigMixin):
         self.kept = list(kept or ())
         if static_inputs:
             self.static_inputs = True
+        if two_global_scales:
+            self.two_global_scales = True
 
     @property
     def formats(self) -> QuantConfig:
-        return self._join(self.weights, self.inputs, self.static_inputs)
+        flags = self.static_inputs, self.two_global_scales
+        return self._join(self.weights, self.inputs, *flags)
 
     @staticmethod
-    def _join(weights: str, inputs: str, static: bool) -> QuantConfig:
+    def _join(weights: str, inputs: str, static: bool, two: bool) -> QuantConfig:
         make = QuantConfig.with_static_inputs if static else QuantConfig
-        return make(weights=weights, inputs=inputs)
+        return replace(make(weights=weights, inputs=inputs), two_global_scales=two)
 
 
 @register_quantizer(METHOD)

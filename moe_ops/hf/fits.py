@@ -49,7 +49,8 @@ def empty(w: Tensor, flip: bool, config: QuantConfig, name: str) -> dict[str, Te
     if format.has_zero:
         shapes[f"{name}_zero"] = (groups, torch.uint8)
     if format.has_global_scale:
-        shapes[f"{name}_global_scale"] = ((E,), torch.float32)
+        two = config.two_global_scales and name == "gate_up_proj"
+        shapes[f"{name}_global_scale"] = ((E, 2) if two else (E,), torch.float32)
     if config.static_inputs:
         shapes[name + INPUT_SCALE] = ((E if config.per_expert_inputs else 1,), torch.float32)
     return {n: torch.empty(s, dtype=d, device=w.device) for n, (s, d) in shapes.items()}

@@ -167,10 +167,11 @@ def _config(scheme: str | QuantConfig, weights: str | None, inputs: str | None) 
             f"weight_format and input_format choose among the formats of a scheme, but {scheme!s} "
             "names one of each; leave them out"
         )
-    if found.static_inputs or found.ordered_input:
+    if found.static_inputs or found.ordered_input or found.two_global_scales:
         raise ValueError(
-            f"scheme: {found} wants a layer that holds scales or an order of its inputs; "
-            "take moe_ops.MoELayer(quant=...), or leave out static_inputs and ordered_input"
+            f"scheme: {found} wants a layer that holds scales or an order of its inputs, or two "
+            "global scales of its weights; take moe_ops.MoELayer(quant=...), or leave out "
+            "static_inputs, ordered_input and two_global_scales"
         )
     return found
 

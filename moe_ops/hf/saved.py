@@ -57,11 +57,11 @@ def write_config(
 
 
 def fields_of(config: QuantConfig, kept: Iterable[str]) -> dict[str, Any]:
-    """What config.json says of experts; of static inputs only where there are some, as releases
-    that do not know them would refuse it."""
+    """What config.json says of experts; of flags only those that are set, as releases that do not
+    know them would refuse it."""
     said = {"quant_method": METHOD, "weights": config.weights, "inputs": config.inputs}
-    static = {"static_inputs": True} if config.static_inputs else {}
-    return {**said, **static, "kept": list(kept)}
+    flags = ("static_inputs", "two_global_scales")
+    return {**said, **{f: True for f in flags if getattr(config, f)}, "kept": list(kept)}
 
 
 def make_empty(

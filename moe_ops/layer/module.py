@@ -74,7 +74,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
                                                     is interleaved; packed along the last axis
         w13_bias [E, F], w2_bias [E, D]             w2_bias on the first tensor-parallel rank alone
         w13_scale, w2_scale, w13_zero, w2_zero      [E, groups of rows, groups of columns]
-        w13_global_scale, w2_global_scale [E]       second-level scales of the weights, of nvfp4
+        w13_global_scale [E] or [E, 2], w2_global_scale [E]  of nvfp4; two are of gate and of up
         x_scale, h_scale [1] or [E]                 static scales of the inputs of both products
         input_order [hidden_size], or [E, hidden_size]  which column of the input comes where
         correction_bias [num_experts]               of the router

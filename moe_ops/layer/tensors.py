@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -158,6 +158,10 @@ def tensor_specs(
     specs: dict[str, TensorSpec | None] = dict.fromkeys(NAMES)
     for name, rows, columns in (("w13", F, D), ("w2", D, I)):
         specs.update(_weight(name, (E, rows, columns), dtype, formats))
+    if formats is not None and formats.two_global_scales:
+        scales = specs["w13_global_scale"]
+        assert scales is not None
+        specs["w13_global_scale"] = replace(scales, shape=(E, 2))
     if formats is not None and formats.static_inputs:
         for name in INPUT_SCALES:
             held = E if formats.per_expert_inputs else 1
@@ -232,9 +236,14 @@ def _weight(
 
 def check_fits(formats: QuantConfig, sizes: LayerSizes, shards: int) -> None:
     """Raise ValueError unless the rows of both weights fill bytes and groups of the format, and, of
-    several shards, each holds whole groups.
+    several shards, each holds whole groups, and experts have a gate if it has a scale.
     """
     format = formats.format
+    if formats.two_global_scales and sizes.F == sizes.I:
+        raise ValueError(
+            "two_global_scales are those of gate and up, and these experts have no gate; leave it "
+            "out"
+        )
     try:
         check_divides("w13", format, sizes.F, sizes.D)
         check_divides("w2", format, sizes.D, sizes.I)

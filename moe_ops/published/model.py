@@ -20,11 +20,12 @@ from moe_ops.hf.stored import INPUT_SCALE, StoredFormat, format_text
 from moe_ops.layer import MoELayer
 from moe_ops.layer.tensors import INPUT_SCALES
 from moe_ops.options import check_flag, check_type
-from moe_ops.published.formats import decode, format_of_inputs
+from moe_ops.published.formats import decode
 from moe_ops.published.loader import METHOD
-from moe_ops.published.names import EXPERTS, Names, experts_of
+from moe_ops.published.names import Names, experts_of
+from moe_ops.published.quant import quant_of
 from moe_ops.published.stacked import stacked
-from moe_ops.published.survey import Experts, Found, Survey, parts_of, survey
+from moe_ops.published.survey import Experts, Survey, parts_of, survey
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.advice import readvised
@@ -149,7 +150,7 @@ class _Plan:
             skeleton = cls(config).to(dtype)
         names = Names(skeleton)
         found = survey(files, names.leaves_out)
-        quant = _formats(found, codings, inputs)
+        quant = quant_of(found, codings, inputs)
         floats = tuple(_floats(skeleton, names, found))
         _check_shapes(names, found)
         parts = () if quant is None else tuple(_parts(skeleton, names, found, quant))
@@ -291,39 +292,6 @@ def _class_of(folder: Path) -> tuple[type[PreTrainedModel], Any]:
             f"{transformers.__version__}; install a release that has it"
         )
     return cls, config
-
-
-def _formats(found: Survey, codings: Codings, inputs: str | None) -> QuantConfig | None:
-    """The one format of all experts in codes, and that of their inputs.
-
-    Raises ValueError, naming entries, for several, and for inputs of None whose codes have a zero
-    point.
-    """
-    formats: dict[str, Found] = {}
-    for experts in found.experts.values():
-        formats.setdefault(experts.format(codings), experts.first)
-    if len(formats) > 1:
-        said = ", ".join(f"{f.name} of {f.file} is in {name}" for name, f in formats.items())
-        raise ValueError(
-            f"{said}: experts of one model are in one format; load layers (MoELayer) with "
-            "load_checkpoint, or quantise them alike"
-        )
-    for name in formats:
-        static = format_of_inputs(name) if inputs is None else ""
-        if static and any(experts.input_scales for experts in found.experts.values()):
-            _check_symmetric_inputs(found)
-            return QuantConfig.with_static_inputs(name, static)
-        return QuantConfig(weights=name, inputs=inputs or "")
-    return None
-
-
-def _check_symmetric_inputs(found: Survey) -> None:
-    for name, one in found.rest.items():
-        if EXPERTS in name and name.endswith(".input_zero_point") and bool(one.read().any()):
-            raise ValueError(
-                f'{name}: inputs have a zero point, which no format of ours has; give inputs="" '
-                f"to leave them in floats, or quantise them without (in {one.file})"
-            )
 
 
 def _tied(skeleton: PreTrainedModel, in_codes: set[str]) -> dict[str, str]:

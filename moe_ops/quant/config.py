@@ -27,6 +27,8 @@ class QuantConfig:
     `input_order`, in which columns of its input go to the first product: for weights that GPTQ
     quantised in the order of their activations. One order serves all experts; with per_expert_order
     each has its own, and a token's columns are put in order once for each expert that it goes to.
+    With two_global_scales gate and up have a global scale each, of weights that have one (nvfp4):
+    for checkpoints that quantised them apart. Not every backend multiplies by two.
 
     Raises ValueError for formats that no scheme of `moe_ops.quant.schemes` joins, TypeError for
     what is neither a string nor a flag.
@@ -38,6 +40,7 @@ class QuantConfig:
     per_expert_inputs: bool = False
     ordered_input: bool = False
     per_expert_order: bool = False
+    two_global_scales: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -66,6 +69,11 @@ class QuantConfig:
             )
         if self.per_expert_order and not self.ordered_input:
             raise ValueError("per_expert_order goes with ordered_input; give both, or leave it out")
+        if self.two_global_scales and not weights.has_global_scale:
+            raise ValueError(
+                f"two_global_scales goes with weights that have global scales, such as nvfp4, got "
+                f"{self.weights!r}; leave it out"
+            )
 
     @staticmethod
     def of(quant: str | QuantConfig | None) -> QuantConfig | None:
@@ -129,4 +137,5 @@ class QuantConfig:
         static = "static " * self.static_inputs + "per-expert " * self.per_expert_inputs
         inputs = f" x {static}{self.inputs}" if self.inputs else ""
         order = ", ordered input" * self.ordered_input + " per expert" * self.per_expert_order
-        return f"{self.scheme} ({self.weights}{inputs}{order})"
+        two = ", two global scales" * self.two_global_scales
+        return f"{self.scheme} ({self.weights}{two}{inputs}{order})"

@@ -23,7 +23,7 @@ from moe_ops.weights.numbers import check_complete
 from moe_ops.weights.places import EXPERTS, has_place, missing_of, shards_of
 from moe_ops.weights.record import WEIGHTS, LoadRecord, Writes
 from moe_ops.weights.report import LoadReport
-from moe_ops.weights.shards import ShardPlan, one_input_scale
+from moe_ops.weights.shards import ShardPlan, has_one_global_scale, one_input_scale
 from moe_ops.weights.writer import Writer
 
 log = logging.getLogger("moe_ops")
@@ -109,7 +109,8 @@ class Loading:
         """
         for prefix, layer in self.layers.items():
             scales = self.records[prefix].global_scales
-            if scales is not None and layer.w13_global_scale is not None:
+            if scales is not None and has_one_global_scale(layer):
+                assert layer.w13_global_scale is not None
                 self.pending.append(scales.settle(layer.w13_global_scale.detach()))
             if self.coding.symmetric:
                 self.pending.append(list(self._middles(prefix)))
@@ -272,7 +273,7 @@ class Loading:
         """Keep how a tensor went in, for `_take_as_it_is`, if it went in as it is."""
         layer, record = self.layers[prefix], self.records[prefix]
         ordered = record.orders.some or layer.input_order is not None
-        if entry.parameter == "w13_scale" and layer.w13_global_scale is not None:
+        if entry.parameter == "w13_scale" and has_one_global_scale(layer):
             return  # kept until the global scales are known
         if entry.expert is None or ordered or coding is not self.coding:
             return

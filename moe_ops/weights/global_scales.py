@@ -1,5 +1,7 @@
 """Second-level scales of gate and up that differ, where a layer has one for both (NVFP4).
 
+A layer of `QuantConfig(two_global_scales=True)` takes both as they are, and needs nothing of this.
+
 A weight is code x scale of its block x global scale. With another global scale the same weight has
 other scales of blocks, and they are float8: some numbers are in it, as with a power of two between
 the global scales, and most are not. So weights keep their values, or are refused.
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moe_ops.weights.advice import advising
 from moe_ops.weights.shards import ShardPlan
 
 
@@ -26,11 +29,17 @@ class Blocks:
 
     def under(self, scale: Tensor, instead_of: Tensor) -> Tensor | None:
         """The scales that make the same weights under another global scale, if their dtype has
-        them. Products of both scales have 28 bits, which float64 holds.
-        """
-        wanted = self.scales.double() * instead_of.double()
-        found = (wanted / scale.double()).to(self.scales.dtype)
-        return found if torch.equal(found.double() * scale.double(), wanted) else None
+        them."""
+        return rescaled(self.scales, scale, instead_of)
+
+
+def rescaled(blocks: Tensor, scale: Tensor, instead_of: Tensor) -> Tensor | None:
+    """The scales of blocks that make the same weights under another global scale, if their dtype
+    has them. Products of both scales have 28 bits, which float64 holds.
+    """
+    wanted = blocks.double() * instead_of.double()
+    found = (wanted / scale.double()).to(blocks.dtype)
+    return found if torch.equal(found.double() * scale.double(), wanted) else None
 
 
 @dataclass(eq=False, slots=True)
@@ -70,8 +79,11 @@ class GlobalScales:
                 *((blocks.plan.region(s, changed, blocks.half, 0), changed) for s in blocks.slots),
             ]
         (a, _), (b, name) = halves[0], halves[1]
-        raise ValueError(
+        raise advising(
+            ValueError,
             f"{name}: expert {expert} has {float(b)} here and {float(a)} in {halves[0][1]}, one "
             "number has to serve both, and the scales of blocks cannot make up for the other one "
-            "without rounding; quantise gate and up with one global scale"
+            "without rounding",
+            "make the layer with QuantConfig(two_global_scales=True), or quantise gate and up with "
+            "one global scale",
         )

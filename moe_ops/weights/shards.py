@@ -274,7 +274,8 @@ def plan(
     if shard == "w13" and not gated:
         raise ValueError("holds gate and up, but the layer's experts have no gate")
     rows, columns = spans(layer.sizes, shard, sharded=sharded)
-    shared = gated and group[0] == ALL
+    # Two global scales are a column of the layer's tensor, so not shared.
+    shared = gated and group[0] == ALL and not (part == "global_scale" and target.dim() == 2)
     alternating = gated and layer.activation.interleaved and not shared
     if gated and group[0] > 1 and (rows.room % group[0] or alternating or interleaved):
         raise advising(
@@ -310,6 +311,11 @@ def _repeats(coding: Coding, group: tuple[int, int]) -> int:
     """How many of the layer's blocks of rows have one scale in the checkpoint."""
     rows, columns = coding.block or group
     return rows // group[0] if columns == group[1] and rows % group[0] == 0 else 1
+
+
+def has_one_global_scale(layer: MoELayer) -> bool:
+    """Whether one second-level scale serves gate and up of an expert."""
+    return layer.w13_global_scale is not None and layer.w13_global_scale.dim() == 1
 
 
 def one_input_scale(layer: MoELayer) -> bool:

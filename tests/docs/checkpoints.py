@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from two_scales import dequantize
 
 from moe_ops.layer import MoELayer
 from moe_ops.parallel.config import ParallelConfig
-from moe_ops.quant import packing
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
 from tests.docs import transformers_models as models
@@ -121,7 +121,7 @@ def held(layer: MoELayer, name: str) -> Tensor:
     if layer.quant is None:
         return weight
     scale, zero, second = (getattr(layer, f"{name}_{w}") for w in ("scale", "zero", "global_scale"))
-    return packing.dequantize(weight, scale, layer.quant.format, zero, second)
+    return dequantize(weight, scale, layer.quant.format, zero, second)
 
 
 def reason_of(error: Exception) -> str:
@@ -134,7 +134,7 @@ def reason_of(error: Exception) -> str:
 def spelled(quant: QuantConfig | None) -> str:
     if quant is None:
         return "`None`"
-    flags = ("static_inputs", "ordered_input", "per_expert_order")
+    flags = ("static_inputs", "ordered_input", "per_expert_order", "two_global_scales")
     named = [f"`{f}`" for f in flags if getattr(quant, f)]
     formats = [f"`{f}`" for f in (quant.weights, quant.inputs) if f]
     return ", ".join((" with ".join(formats), *named))
@@ -159,8 +159,13 @@ def of_layout(name: str, key: str, **more: Any) -> Kind:
     return Kind(name=name, write=lambda f: made.write(f, layout).values, quant=quant, **more)
 
 
-def changed(kind: Kind, name: str, change: Callable[[dict[str, Tensor]], None]) -> Kind:
-    """The same with other entries, whose weights are then to be refused."""
+def changed(
+    kind: Kind,
+    name: str,
+    change: Callable[[dict[str, Tensor]], None],
+    value: Callable[[Values], None],
+) -> Kind:
+    """The same with other entries, and what they stand for."""
 
     def write(folder: Path) -> Values:
         from safetensors.torch import load_file, save_file
@@ -168,6 +173,7 @@ def changed(kind: Kind, name: str, change: Callable[[dict[str, Tensor]], None]) 
         values = kind.write(folder)
         entries = load_file(folder / "model.safetensors")
         change(entries)
+        value(values)
         save_file(entries, folder / "model.safetensors")
         return values
 
@@ -204,6 +210,10 @@ def other_ratio(entries: dict[str, Tensor]) -> None:
             t.mul_(1.1)
 
 
+def other_values(values: Values) -> None:
+    values["w3"] *= 1.1
+
+
 def configured(config: dict[str, Any]) -> Callable[[Path], Values]:
     """A checkpoint whose configuration says this, with weights of another one."""
 
@@ -228,6 +238,11 @@ def kinds() -> list[Kind]:
     tensor = QuantConfig(
         weights="float8_e4m3fn:tensor", inputs="float8_e4m3fn:tensor", static_inputs=True
     )
+    apart = changed(
+        nvfp4, "the same, gate and up with other second scales", other_ratio, other_values
+    )
+    assert nvfp4.quant is not None
+    two = replace(nvfp4.quant, two_global_scales=True)
     per_row = of_layout("FP8, one scale a matrix (ModelOpt), its inputs' too", "modelopt_fp8")
     found = [
         Kind(name="16 or 32 bits", write=plain, model=models.floats),
@@ -248,7 +263,8 @@ def kinds() -> list[Kind]:
         per_row,
         Kind(name="the same", write=per_row.write, quant=tensor),
         nvfp4,
-        changed(nvfp4, "the same, gate and up with other second scales", other_ratio),
+        Kind(name=apart.name, write=apart.write, quant=two),
+        Kind(name="the same", write=apart.write, quant=nvfp4.quant),
         of_layout("FP8 in blocks", "fp8_blocks"),
         Kind(
             name="MXFP4 of gpt-oss", write=lambda f: gpt_oss(f).values, style="gpt-oss",

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from two_scales import dequantize
 
 import moe_ops
 from moe_ops.hf import adopt_mxfp4
 from moe_ops.hf.stored import stored_format
-from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 
 SIZES = {
@@ -57,7 +57,7 @@ def published(folder: Path, values: dict[str, Tensor]) -> str | None:
             getattr(experts, f"{name}{end}", None)
             for end in ("_codes", "_scale", "_zero", "_global_scale")
         )
-        found = packing.dequantize(codes, more[0], Format.of(stored.w_format), *more[1:])
+        found = dequantize(codes, more[0], Format.of(stored.w_format), *more[1:])
         torch.testing.assert_close(found, want.float(), rtol=1e-6, atol=0)
     return None
 

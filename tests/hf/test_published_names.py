@@ -192,6 +192,7 @@ def gemma() -> PreTrainedModel:
 STACKED: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3_vl_moe": vision, "gpt_oss": gpt_oss, "gemma4": gemma,
 }  # fmt: skip
+SHARDS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 PROJECTIONS = (("gate_up_proj", 0, "gate_proj"), ("gate_up_proj", 1, "up_proj"),
                ("down_proj", 0, "down_proj"))  # fmt: skip
 
@@ -223,7 +224,7 @@ def write_each(folder: Path, model: PreTrainedModel, layout: Layout | None) -> N
                 if layout is None:
                     entries[f"{base}.weight"] = w.contiguous().clone()
                     continue
-                made = layout.write(g, *w.shape, "w1")
+                made = layout.write(g, *w.shape, SHARDS[projection])
                 w.copy_(made.value)
                 entries |= {f"{base}.{suffix}": t for suffix, t in made.entries.items()}
     folder.mkdir(exist_ok=True)

@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from two_scales import dequantize
 
 import moe_ops
 from moe_ops.hf import adopt_mxfp4
@@ -74,10 +75,11 @@ def decoded(module: nn.Module, name: str) -> Tensor:
     """A quantised weight of a module in float32, rows as outputs."""
     stored = stored_format(module)
     assert stored is not None
-    return packing.dequantize(
+    return dequantize(
         getattr(module, f"{name}_codes"), getattr(module, f"{name}_scale"),
         Format.of(stored.w_format), getattr(module, f"{name}_zero", None),
         getattr(module, f"{name}_global_scale", None),
+        interleaved=stored.activation.interleaved and name == "gate_up_proj",
     )  # fmt: skip
 
 

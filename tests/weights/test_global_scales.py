@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from safetensors.torch import load_file
 from test_quantised_checkpoints import SPLITS, check_values, layer_of
 from torch import Tensor
 
+from moe_ops.layer import MoELayer
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig
+from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
 
 NVFP4 = {"modelopt_nvfp4": "weight_scale_2", "compressed_nvfp4": "weight_global_scale"}
@@ -84,12 +87,82 @@ def test_weights_that_would_change_are_refused(ratio: float, tmp_path: Path) -> 
     layer = layer_of(LAYOUTS["modelopt_nvfp4"], ParallelConfig())
     before = {n: t.clone().view(torch.uint8) for n, t in layer.state_dict().items() if t.dim()}
     with pytest.raises(
-        ValueError, match=r"experts\.1\.up_proj\.weight_scale_2: expert 1 has .*without rounding; q"
+        ValueError,
+        match=r"experts\.1\.up_proj\.weight_scale_2: expert 1 has .*without rounding; make the "
+        r"layer with QuantConfig\(two_global_scales=True\), or quantise gate and up with one",
     ) as error:
         load(tmp_path, layer)
     assert str(tmp_path) in str(error.value)
     after = layer.state_dict()
     assert all(torch.equal(t, after[n].view(torch.uint8)) for n, t in before.items())
+
+
+@pytest.mark.parametrize("split", ["one", "tp2", "ep2_uneven"])
+@pytest.mark.parametrize("name", NVFP4)
+def test_a_layer_of_two_global_scales_takes_any(name: str, split: str, tmp_path: Path) -> None:
+    values = other_global(tmp_path, name, "up_proj", 1.1)
+    for config in SPLITS[split]:
+        layer = layer_of(LAYOUTS[name], config, two_global_scales=True)
+        report = load(tmp_path, layer)
+        assert report.complete, str(report)
+        assert layer.w13_global_scale.shape == (layer.sizes.E, 2)
+        check_values(layer, values)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("split", ["one", "tp2", "ep2_uneven"])
+def test_outputs_are_those_of_both_scales(split: str, tmp_path: Path) -> None:
+    values = other_global(tmp_path, "modelopt_nvfp4", "up_proj", 1.1)
+    weights_alone = replace(LAYOUTS["modelopt_nvfp4"], inputs="", static=False)
+    layers = [layer_of(weights_alone, c, two_global_scales=True) for c in SPLITS[split]]
+    x, logits = torch.randn(9, 64), torch.randn(9, 3)
+    plain = MoELayer(3, 2, 64, 64, dtype=torch.float32)
+    plain.w13_weight.copy_(torch.cat((values["w1"], values["w3"]), 1))
+    plain.w2_weight.copy_(values["w2"])
+    for layer in layers:
+        load(tmp_path, layer)
+    want, got = plain(x, logits), torch.stack([layer(x, logits) for layer in layers]).sum(0)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+
+
+def test_two_global_scales_of_rows_that_alternate_and_of_a_stream(tmp_path: Path) -> None:
+    values = other_global(tmp_path, "modelopt_nvfp4", "gate_proj", 0.7)
+    layout, activation = LAYOUTS["modelopt_nvfp4"], Activation(kind="silu", interleaved=True)
+    entries = load_file(tmp_path / "model.safetensors")
+    for source in (tmp_path, entries, iter(entries.items())):
+        layer = layer_of(layout, ParallelConfig(), activation=activation, two_global_scales=True)
+        assert load(source, layer).complete
+        check_values(layer, values)
+
+
+def test_two_global_scales_that_all_experts_have_in_one_tensor(tmp_path: Path) -> None:
+    values = other_global(tmp_path, "modelopt_nvfp4", "up_proj", 1.1)
+    entries = load_file(tmp_path / "model.safetensors")
+    names = {"weight": "", "weight_scale": "_scale", "weight_scale_2": "_weight_scale_2",
+             "input_scale": "_input_scale"}  # fmt: skip
+    fused: dict[str, Tensor] = {}
+    for suffix, to in names.items():
+        gate, up, down = (
+            torch.stack([entries[f"{PREFIX}.experts.{e}.{p}.{suffix}"] for e in range(3)])
+            for p in ("gate_proj", "up_proj", "down_proj")
+        )
+        both = torch.cat((gate, up), 1) if gate.dim() > 1 else torch.stack((gate, up), 1)
+        fused[f"{PREFIX}.experts.gate_up_proj{to}"] = both
+        fused[f"{PREFIX}.experts.down_proj{to}"] = down
+    layer = layer_of(LAYOUTS["modelopt_nvfp4"], ParallelConfig(), two_global_scales=True)
+    report = load_checkpoint({PREFIX: layer}, fused, style="transformers", progress=False)
+    assert report.complete, str(report)
+    check_values(layer, values)
+
+
+def test_a_layer_says_why_it_has_no_two_global_scales() -> None:
+    with pytest.raises(ValueError, match="two_global_scales goes with weights that have global sc"):
+        QuantConfig(weights="mxfp4", two_global_scales=True)
+    ungated = Activation(kind="relu2", gated=False)
+    quant = QuantConfig(weights="nvfp4", two_global_scales=True)
+    with pytest.raises(ValueError, match="two_global_scales are those of gate and up, and these"):
+        MoELayer(2, 1, 64, 64, quant=quant, activation=ungated)
+    assert "two global scales" in str(quant)
 
 
 def test_a_stream_has_equal_global_scales(tmp_path: Path) -> None:

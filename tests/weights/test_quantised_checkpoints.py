@@ -10,11 +10,11 @@ import pytest
 import torch
 from checkpoints import LAYOUTS, PREFIX, PROJECTIONS, D, E, I, Layout, store, write, write_gpt_oss
 from torch import Tensor
+from two_scales import dequantize
 
 from moe_ops.layer import MoELayer
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig
-from moe_ops.quant import packing
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
 from moe_ops.weights import load_checkpoint
@@ -28,13 +28,19 @@ SPLITS = {
 
 
 def layer_of(
-    layout: Layout, config: ParallelConfig, *, per_expert_inputs: bool = False, **more: Any
+    layout: Layout,
+    config: ParallelConfig,
+    *,
+    per_expert_inputs: bool = False,
+    two_global_scales: bool = False,
+    **more: Any,
 ) -> MoELayer:
     quant = QuantConfig(
         weights=layout.weights,
         inputs=layout.inputs,
         static_inputs=layout.static,
         per_expert_inputs=per_expert_inputs,
+        two_global_scales=two_global_scales,
     )
     return MoELayer(
         E, 2, D, I, quant=quant, parallel=config, tokens="replicated", dtype=torch.float32, **more
@@ -45,7 +51,9 @@ def decoded(layer: MoELayer, name: str) -> Tensor:
     assert layer.quant is not None
     tensors = (getattr(layer, f"{name}_{what}") for what in ("weight", "scale"))
     zero, scale = (getattr(layer, f"{name}_{what}") for what in ("zero", "global_scale"))
-    return packing.dequantize(*tensors, Format.of(layer.quant.weights), zero, scale)
+    of = layer.activation.interleaved and name == "w13"
+    format = Format.of(layer.quant.weights)
+    return dequantize(*tensors, format, zero, scale, interleaved=of)
 
 
 def check_values(layer: MoELayer, values: dict[str, Tensor]) -> None:
