@@ -133,6 +133,11 @@ def prepare(model: nn.Module, layout: str) -> PrepareReport:
     """
     check_type("model", model, nn.Module, "a module")
     check_text("layout", layout)
+    reader = experts.backends.get(layout)
+    if reader is not None and reader.layout is not None and layout not in experts.layouts:
+        raise ValueError(
+            f"layout={layout!r} is a backend; it reads weights in {reader.layout.name!r}, give that"
+        )
     if layout:
         check_choice("layout", layout, tuple(experts.layouts))
     found = {name: m for name, m in model.named_modules() if isinstance(m, HoldsExperts)}

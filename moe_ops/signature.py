@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import typing
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,8 +37,25 @@ RENAMED = {
     "alpha13_E": "global_scale13_E",
     "alpha2_E": "global_scale2_E",
 }
-# How alike a name has to be to be suggested: one letter in three may be another.
-CLOSE = 0.66
+# How alike a name has to be to be suggested: one letter in three may be another. Where it is more
+# alike than `SAME` it was misspelled, so that nothing else is meant.
+CLOSE, SAME = 0.66, 0.85
+# What people call things that have another name here.
+CALLED = {
+    "gpu": "triton",
+    "cuda": "triton",
+    "torch": "aten",
+    "pytorch": "aten",
+    "eager": "reference",
+    "fp8": "float8_e4m3fn",
+    "backend": "thresholds",
+    "backends": "thresholds",
+    "gather": "allgather_reducescatter",
+    "exchange": "alltoall_high_throughput",
+    "push": "alltoall_low_latency",
+}
+MARKS = "._:-"  # between the parts of a name
+MOST_MEANT = 4  # names that are suggested
 WORDS = {Tensor: "a Tensor", int: "an int", float: "a float", bool: "a bool", str: "a str"}
 
 
@@ -149,11 +167,33 @@ class Signature:
 
 
 def did_you_mean(got: object, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the closest of the known names; empty if none is close."""
+    """`; did you mean 'x'?` for the known names that may be meant; empty if there are none.
+
+    These are the one that is misspelled; else those that begin with what was given, or with its
+    name here, as 'int4_w4a16' does with 'int4'; else those of which it is a part; else the closest.
+    """
     if not isinstance(got, str):
         return ""
-    close = difflib.get_close_matches(got, list(known), n=1, cutoff=CLOSE)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    meant = [repr(name) for name in _meant(got.lower(), list(known))[:MOST_MEANT]]
+    listed = " or ".join([", ".join(meant[:-1]), meant[-1]] if len(meant) > 1 else meant)
+    return f"; did you mean {listed}?" if meant else ""
+
+
+def _meant(got: str, known: Sequence[str]) -> list[str]:
+    words = {got, CALLED.get(got, got)}
+    prefixes = tuple(f"{word}{mark}" for word in words for mark in MARKS)
+    ways = (
+        lambda: _closest(got, known, SAME),
+        lambda: [n for n in known if n.lower() in words or n.lower().startswith(prefixes)],
+        lambda: [n for n in known if words & {*re.split(f"[{MARKS}]", n.lower())}],
+        lambda: _closest(got, known, CLOSE),
+    )
+    return next(filter(None, (way() for way in ways)), [])
+
+
+def _closest(got: str, known: Sequence[str], cutoff: float) -> list[str]:
+    by_lower = {name.lower(): name for name in known}
+    return [by_lower[n] for n in difflib.get_close_matches(got, list(by_lower), n=1, cutoff=cutoff)]
 
 
 def described(value: object) -> str:

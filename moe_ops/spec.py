@@ -385,9 +385,8 @@ class Op:
             return backend
         lines = [f"backend {name!r} is forced, but {NAMESPACE}.{self.name} cannot run on it:"]
         if backend is None:
-            lines.append(
-                f"  {name}: not a backend of this op; using({name!r}, <ops>) forces it on some ops"
-            )
+            said = f"not a backend of this op; using({name!r}, <ops>) forces it on some ops"
+            lines.append(f"  {name}: {said}{did_you_mean(name, self.backends)}")
         for other, reason in self.refusals_of(call).items():
             lines.append(f"  {other}: {reason or 'can run'}")
         raise NotImplementedError("\n".join(lines))

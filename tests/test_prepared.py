@@ -287,6 +287,12 @@ def test_a_layout_that_fits_some_modules_leaves_all_as_they_were(layer: MoELayer
 def test_what_cannot_be_prepared_is_refused(layer: MoELayer) -> None:
     with pytest.raises(ValueError, match=r"layout='mine.pared' is unknown.*did you mean 'mine.pai"):
         moe_ops.prepare(layer, "mine.pared")
+    with pytest.raises(
+        ValueError, match=r"'mine' is a backend; it reads weights in 'mine\.paired'"
+    ):
+        moe_ops.prepare(layer, "mine")
+    with pytest.raises(ValueError, match=r"layout='aten' is unknown"):  # which reads any weights
+        moe_ops.prepare(layer, "aten")
     with pytest.raises(TypeError, match="model must be a module"):
         moe_ops.prepare({}, PAIRED)
     with pytest.raises(ValueError, match="Linear has no experts that can be prepared: they are in"):

@@ -171,7 +171,43 @@ def test_the_closest_name_is_told(got: object, want: str) -> None:
     assert did_you_mean(got, ("silu", "gelu", "cpu", "neucodec")) == want
 
 
+BACKENDS = ("aten", "cpu", "triton.grouped", "triton.rows", "triton.tiny")
+SCHEMES = ("fp8_w8a8", "fp8_w8a16", "int4_w4a16", "mxfp4_w_fp8_a", "mxfp8", "mxfp4_w4a16")
+
+
+@pytest.mark.parametrize(
+    ("got", "known", "want"),
+    [
+        ("triton", BACKENDS, "'triton.grouped', 'triton.rows' or 'triton.tiny'"),
+        ("gpu", BACKENDS, "'triton.grouped', 'triton.rows' or 'triton.tiny'"),
+        ("gpu", ("cpu", "triton"), "'triton'"),
+        ("gpu", ("cpu", "aten"), "'cpu'"),  # where nothing is called so, the closest
+        ("Triton.Tiny", BACKENDS, "'triton.tiny'"),
+        ("triton.tny", BACKENDS, "'triton.tiny'"),  # misspelled: the others are not meant
+        ("torch", BACKENDS, "'aten'"),
+        ("int4", SCHEMES, "'int4_w4a16'"),
+        ("fp8", SCHEMES, "'fp8_w8a8' or 'fp8_w8a16'"),  # not mxfp8, which is closer by letters
+        ("w4a16", SCHEMES, "'int4_w4a16' or 'mxfp4_w4a16'"),
+        ("fp", SCHEMES, ""),  # a part of parts
+        ("lift", ("lift_a", "lift_b", "lift_c", "lift_d", "lift_e"),
+         "'lift_a', 'lift_b', 'lift_c' or 'lift_d'"),
+    ],
+)  # fmt: skip
+def test_names_that_may_be_meant_are_told(got: str, known: tuple[str, ...], want: str) -> None:
+    assert did_you_mean(got, known) == (f"; did you mean {want}?" if want else "")
+
+
+def test_a_forced_family_of_backends_tells_its_members() -> None:
+    layer = (torch.ones(1, 8), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64))
+    weights = (torch.ones(1, 16, 8), torch.ones(1, 8, 8))
+    said = r"triton: not a backend of this op; .*'triton.tiny', 'triton.rows' or 'triton.grouped'\?"
+    with pytest.raises(NotImplementedError, match=said), moe_ops.using("triton"):
+        moe_ops.experts(*layer, *weights)
+
+
 def test_using_tells_the_closest_names() -> None:
+    with pytest.raises(ValueError, match=r"'gpu' of .*; did you mean 'triton', 'triton.g"):
+        moe_ops.using("gpu").__enter__()
     with pytest.raises(ValueError, match=r"no op named expert; .*did you mean 'experts'\?"):
         moe_ops.using("cpu", "expert").__enter__()
     with pytest.raises(ValueError, match=r"no backend 'cpuu' of .*; did you mean 'cpu'\?"):

@@ -34,6 +34,7 @@ from moe_ops.shapes import (
     check_size,
     check_tensor,
 )
+from moe_ops.signature import did_you_mean
 from moe_ops.spec import op
 
 
@@ -210,8 +211,9 @@ def check_weights(call: ExpertsCall) -> None:
     each other.
     """
     if call.layout and call.layout not in experts.layouts:
-        known = ", ".join(experts.layouts) or "none"
-        raise ValueError(f"layout={call.layout!r} is unknown; backends registered {known}")
+        known, hint = ", ".join(experts.layouts), did_you_mean(call.layout, experts.layouts)
+        said = f"backends registered {known or 'none'}{hint}"
+        raise ValueError(f"layout={call.layout!r} is unknown; {said}")
     x_TD, w13_EFD, w2_EDI, x_format = call.x_TD, call.w13_EFD, call.w2_EDI, call.x_format
     _check_formats(call)
     if call.expert_offset is not None:

@@ -7,9 +7,24 @@ import functools
 import torch
 from torch import Tensor
 
-from moe_ops.fake_impls.formats import PUBLISHED
+from moe_ops.fake_impls.formats import ELEMENTS, PUBLISHED
 from moe_ops.quant.formats import TENSOR, Format
+from moe_ops.quant.schemes import SCHEMES
 from moe_ops.shapes import DTYPES, FLOATS, check_choice, check_devices, check_tensor
+from moe_ops.signature import did_you_mean
+
+# Those that have a name or are in a scheme, in this order.
+FORMATS = tuple(
+    dict.fromkeys(
+        format
+        for some in (
+            PUBLISHED,
+            *((*scheme.weight_formats, *scheme.input_formats) for scheme in SCHEMES.values()),
+        )
+        for format in some
+        if format
+    )
+)
 
 
 def named_format(name: str, format: str) -> Format:
@@ -17,9 +32,29 @@ def named_format(name: str, format: str) -> Format:
     try:
         return Format.of(format)
     except ValueError as error:
-        if name == "format":  # which the message begins with
-            raise
-        raise ValueError(f"{name}: {error}") from None
+        said = "" if name == "format" else f"{name}: "  # which the message begins with
+        raise ValueError(f"{said}{error}{_hint(format)}") from None
+
+
+def _hint(format: str) -> str:
+    """What may have been meant by a string that is no format."""
+    element, colon, _ = format.partition(":")
+    if colon:
+        return "" if element in ELEMENTS else did_you_mean(element, ELEMENTS)
+    if format not in SCHEMES:
+        return did_you_mean(format, FORMATS)
+    scheme = SCHEMES[format]
+    inputs = ", ".join(filter(None, scheme.input_formats))
+    several = len(scheme.weight_formats) > 1 or len(scheme.input_formats) > 1
+    return (
+        f"; it is a scheme, of the weights {', '.join(scheme.weight_formats)}"
+        f"{f' and the inputs {inputs}' if inputs else ''}; "
+        + (
+            f"name one of {'each' if inputs else 'them'}"
+            if several
+            else f"QuantConfig.of({format!r}) has them"
+        )
+    )
 
 
 def check_input_format(name: str, format: str, width: int) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from moe_ops.fake_impls.formats import ALL, ELEMENTS, GROUPS, PUBLISHED, SCALES, Parsed, parse
 from moe_ops.options import MOST_SIZE, check_int, check_text
-from moe_ops.signature import described
+from moe_ops.signature import described, did_you_mean
 
 TENSOR, ROW, COLUMN = GROUPS["tensor"], GROUPS["row"], GROUPS["column"]
 
@@ -91,7 +91,10 @@ class Format:
             ("scale", self.scale, SCALES),
         ):
             if value not in known:
-                raise ValueError(f"{what} {value!r} is unknown; choose one of {', '.join(known)}")
+                raise ValueError(
+                    f"{what} {value!r} is unknown; choose one of {', '.join(known)}"
+                    f"{did_you_mean(value, known)}"
+                )
         if not isinstance(self.group, tuple) or len(self.group) != 2:
             raise TypeError(
                 "group must be a pair of rows and columns, such as (1, 128), got "

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from moe_ops.options import check_fields, check_text, check_type
+from moe_ops.signature import did_you_mean
 
 Shard = Literal["w1", "w2", "w3", "w13"]
 Part = Literal["weight", "scale", "zero", "bias", "global_scale", "input", "g_idx", "shape"]
@@ -197,5 +198,6 @@ def style_of(style: str | Style) -> Style:
     if style not in STYLES:
         raise ValueError(
             f"style {style!r} is unknown; choose one of {', '.join(STYLES)}, or give a Style"
+            f"{did_you_mean(style, STYLES)}"
         )
     return STYLES[style]

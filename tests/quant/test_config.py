@@ -165,3 +165,38 @@ def test_sizes_must_fill_groups(weights: str) -> None:
 
 def test_float8_blocks_may_be_ragged() -> None:
     check_divides("w", Format.of(f"{FP8}:128x128"), 144, 200)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"weights": "mxfp4_w_mxfp8_a"},
+         "it is a scheme, of the weights mxfp4 and the inputs mxfp8; "
+         "QuantConfig.of('mxfp4_w_mxfp8_a') has them"),
+        ({"weights": "int4_w4a16"},
+         "it is a scheme, of the weights int4:row, int4:1x32, int4:1x64, int4:1x128, uint4:row, "
+         "uint4:1x32, uint4:1x64, uint4:1x128; name one of them"),
+        ({"weights": "mxfp4", "inputs": "int8_w8a8"},
+         "it is a scheme, of the weights int8:tensor, int8:row and the inputs int8:tensor, "
+         "int8:row; name one of each"),
+        ({"weights": "int4"},
+         "did you mean 'int4:row', 'int4:1x32', 'int4:1x64' or 'int4:1x128'?"),
+        ({"weights": "fp8:row"}, "did you mean 'float8_e4m3fn'?"),
+        ({"weights": "int5:row"}, "did you mean 'int8'?"),
+        ({"weights": "mxpf4"}, "did you mean 'mxfp4'?"),
+        ({"weights": "int4:128"}, "choose tensor, row, column or rows x columns such as 1x128"),
+        ({"weights": "xx"}, f"one of {', '.join(PUBLISHED)}"),
+    ],
+)  # fmt: skip
+def test_what_may_be_meant_by_no_format_is_told(given: dict[str, str], said: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        QuantConfig(**given)
+    assert str(raised.value).endswith(said)
+    name = "inputs" if "inputs" in given else "weights"
+    assert str(raised.value).startswith(f"{name}: format {given[name]!r} ")
+
+
+@pytest.mark.parametrize("scheme", ["int4", "INT4_w4a16"])
+def test_what_may_be_meant_by_no_scheme_is_told(scheme: str) -> None:
+    with pytest.raises(ValueError, match=r"is unknown; .*; did you mean 'int4_w4a16'\?$"):
+        QuantConfig.of(scheme)
