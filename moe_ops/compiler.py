@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import sys
@@ -26,6 +25,7 @@ from moe_ops.passes.pipeline import HOOK
 from moe_ops.passes.recompiles import tell_of_limit
 from moe_ops.passes.sizes import call_oblivious
 from moe_ops.shapes import check_choice
+from moe_ops.twin import Twin
 
 log = logging.getLogger("moe_ops")
 
@@ -47,6 +47,11 @@ def compile(
     **options: Any,
 ) -> Model:
     """A compiled twin of `model`: the same class, weights and attributes, another `forward`.
+
+    The twin has modules of its own on the parameters and buffers of the model. So values, dtype,
+    device and `requires_grad` are shared. What else is done to the twin stays with it: `train()`, a
+    hook, an adapter, a module or a weight in place of another. What is done to the model reaches
+    the twin with its next call.
 
     `model` itself stays as it was, but for one thing: on a GPU the first `generate` stores experts
     of 16 bits that lie by columns, as those of GPT-OSS do, by rows, in place. Their values, names
@@ -95,13 +100,14 @@ def compile(
         settings = dict(list_mode_options(mode, dynamic))
     merged = inductor_options(extra={**settings, **known_options(extra)}, **options)
     tell_of_limit()
-    twin = copy.copy(model)  # shares the tables of parameters, buffers and submodules
+    made = Twin(model)
+    twin = made.module
     backend = Net(merged, dynamic, hooks_of(model))
     how = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic, backend=backend)
     call = compile_call(twin, how)
-    twin._compiled_call_impl = Compiled(twin._call_impl, call, merged[HOOK], dynamic)
+    twin._compiled_call_impl = Compiled(twin._call_impl, call, merged[HOOK], dynamic, made.follow)
     if is_transformers_model(model):
-        quicken(twin, model, merged)
+        quicken(twin, merged, made.follow)
     elif hasattr(model, "generate") and any(map(is_transformers_model, model.modules())):
         log.warning(
             "generate of %s is its own, and the model that it calls inside is not compiled; give "
@@ -131,8 +137,9 @@ def is_transformers_model(model: nn.Module) -> bool:
     return utils is not None and isinstance(model, utils.PreTrainedModel)
 
 
-def quicken(twin: nn.Module, model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Give a transformers model's compiled twin our `generate`."""
+def quicken(twin: Any, options: Mapping[str, Any], follow: Callable[[], None]) -> None:
+    """Give a transformers model's compiled twin our `generate`, each call of which follows first
+    what was done to the model."""
     from moe_ops.generation.generate import quicken as give
     from moe_ops.generation.steps import Tools
 
@@ -143,7 +150,7 @@ def quicken(twin: nn.Module, model: nn.Module, options: Mapping[str, Any]) -> No
         return PromptRegion(torch.compile(function, backend=Net(prompt_options)))
 
     def compile_step(function: Callable[..., Any]) -> Callable[..., Any]:
-        on_gpu = any(p.is_cuda for p in model.parameters())  # by now, which may be later
+        on_gpu = any(p.is_cuda for p in twin.parameters())  # by now, which may be later
         step_options = {**(STEP_OPTIONS if on_gpu else {}), **prompt_options}
         call = torch.compile(function, dynamic=False, backend=Net(step_options, False))
         return functools.partial(call_compiled, call)
@@ -153,7 +160,7 @@ def quicken(twin: nn.Module, model: nn.Module, options: Mapping[str, Any]) -> No
         compile_step=compile_step,
         capture=functools.partial(capture_into, GraphPool()),
     )
-    give(twin, model, tools)
+    give(twin, tools, follow)
 
 
 def capture_into(

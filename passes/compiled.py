@@ -70,16 +70,20 @@ class Compiled:
         call: Callable[..., Any],
         pipeline: Pipeline,
         dynamic: bool | None = None,
+        before: Callable[[], None] | None = None,
     ) -> None:
         self.function = function
         self.call = call  # the same, compiled
         self.pipeline = pipeline
         self.dynamic = dynamic
+        self.before = before  # what comes before each call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Inside a larger model, it is that model's compiler that decides.
         if torch.compiler.is_compiling():
             return self.call(*args, **kwargs)
+        if self.before is not None:
+            self.before()
         if self.dynamic is False:
             return call_compiled(self.call, *args, **kwargs)
         for value in (*args, *kwargs.values()):

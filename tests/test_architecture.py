@@ -58,6 +58,7 @@ MAY_IMPORT = {
     "terminal": May(),
     "hooks": May(),
     "own_code": May(frozenset({"hooks"})),
+    "twin": May(),
     "interrupts": May(),
     "testing": May(LOW),
     "ranks": May(frozenset({"gradients", "interrupts"})),
@@ -88,7 +89,7 @@ MAY_IMPORT = {
         BACKEND | {"decode_ops", "hooks", "installed", "planning"}, frozenset({"torch", "sympy"})
     ),
     # It knows passes and generation, which do not know each other.
-    "compiler": May(LOW | {"passes", "generation", "graphs", "hooks", "own_code"}),
+    "compiler": May(LOW | {"passes", "generation", "graphs", "hooks", "own_code", "twin"}),
     # A leaf: it measures everything, and nobody imports it.
     "bench": May(
         BACKEND

@@ -50,19 +50,18 @@ SERVED = (None, "dynamic", "static")  # names of caches that only differ in what
 EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
-def quicken(twin: PreTrainedModel, model: PreTrainedModel, tools: Tools) -> None:
-    """Give `twin` a `generate` that runs `model` by steps; with a logged reason if it cannot.
+def quicken(twin: PreTrainedModel, tools: Tools, follow: Callable[[], None]) -> None:
+    """Give `twin` a `generate` that runs it by steps; with a logged reason if it cannot.
 
-    The class of the twin becomes a subclass, of the same name, of what it was.
+    The class of the twin becomes a subclass, of the same name, of what it was. `follow` is what
+    each call of `generate` begins with.
     """
-    if isinstance(model, QuickGenerate):  # a twin of a twin
-        model = model._moe_ops_generation.decoder.model
-    reason = shape_refusal(model)
+    reason = shape_refusal(twin)
     if reason is not None:
-        log.info("generate of %s stays transformers' own: it %s", type(model).__name__, reason)
+        log.info("generate of %s stays transformers' own: it %s", type(twin).__name__, reason)
         return
-    twin.__class__ = subclass(QuickGenerate, type(model))  # type: ignore[arg-type]
-    twin._moe_ops_generation = Generation(Decoder(model, tools))
+    twin.__class__ = subclass(QuickGenerate, type(twin))  # type: ignore[arg-type]
+    twin._moe_ops_generation = Generation(Decoder(twin, tools), follow)
 
 
 def shape_refusal(model: PreTrainedModel) -> str | None:
@@ -108,7 +107,6 @@ def call_refusal(model: Any, config: Any, inputs: dict[str, Any], mode: Generati
         "prefill_chunk_size is set": config.prefill_chunk_size is not None,
         f"{', '.join(outputs)} is asked for": bool(outputs),
         f"it takes {', '.join(extra)} too": bool(extra),
-        # Of itself the twin knows what held when it was made; its parts are the model's.
         "the model is in training mode": any(part.training for part in model.children()),
         f"a hook is on {hooked[0] if hooked else None}": bool(hooked),
         "it is an assistant": bool(config.is_assistant),
@@ -120,8 +118,9 @@ def call_refusal(model: Any, config: Any, inputs: dict[str, Any], mode: Generati
 class Generation:
     """The decoder of a twin, with what one call of `generate` has leased from it."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, follow: Callable[[], None]) -> None:
         self.decoder = decoder
+        self.follow = follow
         self.lock = threading.RLock()
         self.inside = 0
         self.leased: list[Lease] = []
@@ -132,6 +131,7 @@ class Generation:
     def call(self) -> Iterator[None]:
         """A call of `generate`: one at a time, on whichever stream; a call may contain another."""
         with self.lock:
+            self.follow()
             self.inside += 1
             before = len(self.leased)
             device = self.decoder.model.device
@@ -193,6 +193,7 @@ class QuickGenerate:
     @as_stock
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("custom_generate") is not None:  # may ask a step for whatever a model can do
+            self._moe_ops_generation.follow()
             self._moe_ops_generation.tell("it is custom_generate")
             return super().generate(*args, **kwargs)  # type: ignore[misc]
         with self._moe_ops_generation.call():

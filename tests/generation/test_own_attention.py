@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe_ops.generation import one_query, own_attention
-from moe_ops.generation.generate import quicken, shape_refusal
+from moe_ops.generation.generate import shape_refusal
 from moe_ops.generation.one_query import NAME, in_place_of, one_query_attention
 from moe_ops.generation.own_attention import (
     attention_modules,
@@ -22,6 +22,7 @@ from moe_ops.generation.own_attention import (
 )
 from moe_ops.generation.steps import Tools
 from tests.hf import families
+from tests.hf.twins import twin_of
 
 UNCOMPILED = Tools(
     compile_prompt=lambda f: f, compile_step=lambda f: f, capture=lambda function, state: None
@@ -33,8 +34,7 @@ def tokens_of(family: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Ten
     """Of transformers and of steps, 20 after prompts longer than a window of 16 with padding on the
     left; and how often ours attended."""
     model = families.build(family).model
-    twin = copy.copy(model)
-    quicken(twin, model, UNCOMPILED)
+    twin = twin_of(model, UNCOMPILED)
     ids = torch.randint(16, 90, (3, 21))
     mask = torch.ones_like(ids)
     mask[0, :5] = 0

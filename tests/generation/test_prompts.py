@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,14 +15,14 @@ from torch._dynamo.utils import counters
 import moe_ops
 from moe_ops import compiler
 from moe_ops.generation import prompts
-from moe_ops.generation.generate import quicken, shape_refusal
+from moe_ops.generation.generate import shape_refusal
 from moe_ops.generation.masks import repeatable
 from moe_ops.generation.prompts import TIMES
 from moe_ops.generation.regions import Region
 from moe_ops.generation.steps import Tools
 from moe_ops.testing import F32, TOL, assert_close
 from tests.chosen import CHOSEN, those_of
-from tests.hf import families
+from tests.hf import families, twins
 
 PLAIN = {"max_new_tokens": 5, "pad_token_id": 0, "eos_token_id": None}
 GENERATOR = torch.Generator().manual_seed(0)
@@ -87,9 +86,7 @@ def model() -> Any:
 
 
 def twin_of(model: Any, graphs: Graphs) -> Any:
-    twin = copy.copy(model)
-    quicken(twin, model, graphs.tools())
-    return twin
+    return twins.twin_of(model, graphs.tools())
 
 
 def tokens(rows: int, length: int) -> Tensor:

@@ -13,6 +13,7 @@ import moe_ops
 from moe_ops.hf.stored import stored_format
 from moe_ops.testing import Tol, assert_close
 from tests.hf.test_quantize import decoded, experts_of, gpt_oss, logits, qwen
+from tests.hf.twins import twin_of
 
 peft = pytest.importorskip("peft")
 
@@ -131,6 +132,28 @@ def test_the_compiled_twins_of_a_peft_model_and_of_the_model_inside_are_right() 
     assert_close(logits(inside), want, TOL)
     assert torch.equal(greedy(inside), tokens)
     assert moe_ops.generation_report(inside)[0].steps == 2
+
+
+@pytest.mark.parametrize("parameters", [(), ("mlp.experts.down_proj",)], ids=["modules", "both"])
+def test_an_adapter_on_a_twin_stays_with_it_and_one_on_the_model_reaches_it(
+    parameters: tuple[str, ...],
+) -> None:
+    model, stock = qwen(), qwen()
+    want, tokens = logits(model), greedy(model)
+    twin = twin_of(model)
+    adapted(twin, *parameters)
+    adapted(stock, *parameters)
+    theirs, their_tokens = logits(stock), greedy(stock)
+    assert not torch.allclose(theirs, want)
+    assert_close(logits(twin), theirs, TOL)
+    assert torch.equal(greedy(twin), their_tokens)
+    assert moe_ops.generation_report(twin)
+    assert not any("lora" in name for name, _ in model.named_modules())
+    assert torch.equal(logits(model), want) and torch.equal(greedy(model), tokens)
+    second = twin_of(model)
+    greedy(second)
+    adapted(model, *parameters)
+    assert torch.equal(greedy(second), their_tokens)
 
 
 class OwnGenerate(nn.Module):

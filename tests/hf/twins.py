@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 from moe_ops.generation.generate import quicken
 from moe_ops.generation.sample import StopCheck
 from moe_ops.generation.steps import Tools
+from moe_ops.twin import Twin
 
 PLAIN = {"max_new_tokens": 9, "pad_token_id": 0, "eos_token_id": None}
 
@@ -41,9 +41,9 @@ def stand_in(function: Callable[[], None], state: Sequence[Tensor]) -> Callable[
 
 
 def twin_of(model: PreTrainedModel, tools: Tools | None = None) -> Any:
-    twin = copy.copy(model)
-    quicken(twin, model, tools or uncompiled(capture=stand_in))
-    return twin
+    made = Twin(model)
+    quicken(made.module, tools or uncompiled(capture=stand_in), made.follow)
+    return made.module
 
 
 def check(model: Any, twin: Any, ids: Tensor, **kwargs: Any) -> Tensor:
