@@ -14,6 +14,7 @@ from torch._dynamo import mark_static, maybe_mark_dynamic
 from torch._inductor import list_mode_options
 from torch.utils import _pytree as pytree
 
+from moe_ops import gpus
 from moe_ops.graphs.cuda_graph import GraphPool
 from moe_ops.hooks import hooks_of
 from moe_ops.interrupts import call_compiled
@@ -33,8 +34,9 @@ Model = TypeVar("Model", bound=nn.Module)
 
 # With few rows a product is a reduction, which Inductor fuses and tunes by coordinate descent;
 # without it calls a library made for many. A step is many kernels of a few microseconds: where a
-# GPU can, they begin while the ones before them end (PDL), as ours do and as ours allow.
-STEP_OPTIONS = {"coordinate_descent_tuning": True, "triton.enable_pdl": True}
+# GPU can, they begin while the ones before them end (PDL), as ours do and as ours allow. GPUs of
+# AMD know nothing of it.
+STEP_OPTIONS = {"coordinate_descent_tuning": True, "triton.enable_pdl": not gpus.is_amd()}
 
 
 def compile(

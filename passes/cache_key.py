@@ -1,4 +1,5 @@
 """What a compiled graph depends on, in bytes: the parts of the pipeline's `uuid`.
+from moe_ops import gpus
 
 Inductor hashes nothing of a custom pass but its uuid, so whatever can change a rewrite belongs
 here: our own sources, backends that others registered, libraries, the device and tuned tables.
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from moe_ops import gpus
 from moe_ops.backend import Backend
 from moe_ops.backends.flashinfer.options import current as flashinfer_options
 from moe_ops.installed import version
@@ -133,7 +135,7 @@ def environment_key() -> str:
     """A hash of Python, the libraries that kernels come from and their options, the device and
     process groups."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        device = f"{device_of(torch.device('cuda')).name} {torch.cuda.get_device_capability()}"
+        device = f"{device_of(torch.device('cuda')).name} {gpus.described()}"
     else:
         device = device_of(torch.device("cpu")).name
     parts = _versions(), flashinfer_options(), device, known_sizes(), connected()

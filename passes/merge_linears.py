@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from moe_ops import gpus
 from moe_ops.backends.triton_device import LEAST_CAPABILITY
 from moe_ops.decode_ops.linears import DTYPES, MOST_ROWS, LinearsCall, refusal
 from moe_ops.passes.context import Context
@@ -99,7 +100,7 @@ def is_ours(node: fx.Node) -> bool:
 
 def runs_kernels(device: torch.device) -> bool:
     """Whether a device is a GPU that our kernels are for."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+    return device.type == "cuda" and gpus.capability(device) >= LEAST_CAPABILITY
 
 
 def read(node: fx.Node, parameters: set[fx.Node]) -> Linear:

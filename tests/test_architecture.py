@@ -28,7 +28,7 @@ class May:
 
 LOW = frozenset(
     {"gradients", "signature", "record", "ranges", "options", "backend", "memo", "spec", "shapes"}
-    | {"watched", "interrupts"}
+    | {"watched", "interrupts", "gpus"}
 )
 OP = LOW | {"ops", "ranks"}
 BACKEND = OP | {"kernels", "backends", "quant"}
@@ -60,10 +60,11 @@ MAY_IMPORT = {
     "own_code": May(frozenset({"hooks"})),
     "twin": May(),
     "interrupts": May(),
+    "gpus": May(),
     "testing": May(LOW),
     "ranks": May(frozenset({"gradients", "interrupts"})),
     "ops": May(LOW | {"fake_impls", "quant", "ranks"}),
-    "kernels": May(frozenset({"interrupts"}), frozenset({"torch", "triton"})),
+    "kernels": May(frozenset({"gpus", "interrupts"}), frozenset({"torch", "triton"})),
     "decode_ops": May(OP | {"fake_impls", "kernels"}),
     "backends": May(OP | {"arena", "decode_ops", "installed", "kernels", "layouts", "quant"}),
     "quant": May(frozenset({"signature", "options", "shapes", "fake_impls"})),

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_ops import gpus
 from moe_ops.backends import reads
 from moe_ops.gradients import needs_grad
 from moe_ops.ops.activate import activate
@@ -33,8 +34,9 @@ def supports(call: ExpertGemmCall) -> str | None:
         return refusal
     if x_RD.dtype != torch.bfloat16:
         return f"needs bfloat16 outside the CPU, got {x_RD.dtype}"
-    if x_RD.device.type == "cuda" and torch.cuda.get_device_capability(x_RD.device) < (8, 0):
-        return f"needs compute capability 8.0, got {torch.cuda.get_device_capability(x_RD.device)}"
+    on_nvidia = x_RD.device.type == "cuda" and not gpus.is_amd()
+    if on_nvidia and gpus.capability(x_RD.device) < (8, 0):
+        return f"needs compute capability 8.0, got {gpus.described(x_RD.device)}"
     if not (_rows_aligned(x_RD) and _rows_aligned(w_EFD)):
         strides = f"{x_RD.stride()} and {w_EFD.stride()}"
         return f"needs rows of a multiple of {ALIGNMENT} bytes, got strides {strides}"

@@ -14,6 +14,7 @@ from moe_ops.installed import version
 from moe_ops.spec import DECODE_OPS, OPS, REFERENCE
 
 CPU, WIDTH = "cpu", 100
+OF_TRITON = ("triton", "push")  # whose kernels are Triton's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +56,13 @@ def _available(name: str, by_op: dict[str, Backend]) -> Available:
 
 def _needs(name: str, backend: Backend) -> Needs:
     """Of the backends that leave it to the call, as it depends on dtypes and formats too."""
-    if name.partition(".")[0] == "triton":
+    if name.partition(".")[0] in OF_TRITON:
         least = ".".join(map(str, triton_device.LEAST_CAPABILITY))
         return Needs(
             said=f"compute capability {least} or more; triton",
-            missing=_on_gpu(lambda device: triton_device.unavailable() or _too_old(device)),
+            missing=_on_gpu(
+                lambda device: triton_device.unavailable() or triton_device.refuse_gpu(device)
+            ),
             package="triton",
         )
     devices = backend.devices or {CPU}
@@ -72,13 +75,6 @@ def _needs(name: str, backend: Backend) -> Needs:
 
 def _on_gpu(then: Callable[[torch.device], str | None]) -> Callable[[torch.device], str | None]:
     return lambda device: then(device) if torch.cuda.is_available() else "there is no GPU"
-
-
-def _too_old(device: torch.device) -> str | None:
-    got = torch.cuda.get_device_capability(device)
-    if got >= triton_device.LEAST_CAPABILITY:
-        return None
-    return f"the GPU has compute capability {got[0]}.{got[1]}"
 
 
 def _compiler(device: torch.device) -> str | None:

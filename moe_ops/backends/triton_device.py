@@ -8,6 +8,8 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from moe_ops import gpus
+
 LEAST_CAPABILITY, LEAST_FLOAT8, HOPPER = (8, 0), (8, 9), (9, 0)
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (*HALF, torch.float32)
@@ -26,10 +28,14 @@ def refuse_device(t: Tensor, least: tuple[int, int] = LEAST_CAPABILITY) -> str |
     if unavailable() is not None:
         return unavailable()
     if t.device.type == "cuda":
-        capability = torch.cuda.get_device_capability(t.device)
-        if capability < least:
-            wanted, got = (".".join(map(str, version)) for version in (least, capability))
-            return f"needs compute capability {wanted}, got {got}"
+        return refuse_gpu(t.device, least)
+    return None
+
+
+def refuse_gpu(device: torch.device, least: tuple[int, int] = LEAST_CAPABILITY) -> str | None:
+    """Why kernels cannot run on a GPU, or None."""
+    if gpus.capability(device) < least:
+        return f"needs compute capability {gpus.dotted(least)}, got {gpus.described(device)}"
     return None
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from moe_ops import gpus
 from moe_ops.backend import is_aligned
 from moe_ops.backends import triton_formats, triton_inputs
 from moe_ops.backends.triton_device import (
@@ -109,10 +110,9 @@ def refuse_quantised_inputs(call: ExpertsCall) -> str | None:
     if c.global_scale13_E is not None or c.global_scale2_E is not None:
         return "has no kernel for quantised inputs and weights under a global scale"
     refusal = triton_formats.refusal_of_many(weight_of(c), c.widths, c.gated, c.interleaved)
-    if refusal is None and c.x_TD.device.type == "cuda":
-        capability = torch.cuda.get_device_capability(c.x_TD.device)
-        if capability != HOPPER:
-            refusal = "has a kernel for quantised inputs on compute capability 9.0 alone"
+    on_gpu = c.x_TD.device.type == "cuda"
+    if refusal is None and on_gpu and gpus.capability(c.x_TD.device) != HOPPER:
+        refusal = "has a kernel for quantised inputs on compute capability 9.0 alone"
     if refusal is None and not _are_aligned(c):
         refusal = "needs quantised weights that begin at a multiple of 16 bytes"
     return refusal
@@ -123,7 +123,7 @@ def multiplies_as_stored(call: ExpertsCall) -> bool:
     c = call
     if c.x_TD.device.type != "cuda" or not multiplies_codes(weight_of(c), c.widths):
         return False
-    return torch.cuda.get_device_capability(c.x_TD.device) == HOPPER and _are_aligned(c)
+    return gpus.capability(c.x_TD.device) == HOPPER and _are_aligned(c)
 
 
 def _are_aligned(call: ExpertsCall) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_ops import gpus
 from moe_ops.bench.formats import eight_bit, expert_bytes
 from moe_ops.bench.timing import time_replays
 from moe_ops.quant.config import QuantConfig
@@ -121,7 +122,7 @@ def has_8bit_product(device: torch.device) -> bool:
         device.type == "cuda"
         and torch.cuda.is_available()
         and hasattr(torch, "_scaled_mm")
-        and torch.cuda.get_device_capability(device) >= (8, 9)
+        and gpus.capability(device) >= (8, 9)
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from moe_ops import gpus
 from moe_ops.decode_ops.one_query import OneQueryCall, formula, one_query, refusal
 
 NAME = "moe_ops_one_query"
@@ -114,7 +115,7 @@ def attended(
 
 def has_kernels(query: Tensor) -> bool:
     """Whether it is worth an op; elsewhere a compiler does better with the formula."""
-    return query.is_cuda
+    return query.is_cuda and not gpus.is_amd()
 
 
 def register() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops import gpus
 from moe_ops.ops.activate import ActivateCall
 from moe_ops.ops.combine import CombineCall
 from moe_ops.ops.combine_tokens import CombineTokensCall
@@ -110,7 +111,7 @@ def device_of(device: torch.device) -> Device:
 def _from_properties(device: torch.device) -> Device:
     is_ = torch.cuda.get_device_properties(device)
     cycles = is_.multi_processor_count * is_.clock_rate * 1e3
-    matrix = FLOPS_A_CYCLE.get((is_.major, is_.minor), 512) * cycles * REACHED
+    matrix = FLOPS_A_CYCLE.get(gpus.capability(device), 512) * cycles * REACHED
     return Device(
         name=is_.name,
         bytes_per_second=2 * is_.memory_clock_rate * 1e3 * is_.memory_bus_width / 8 * REACHED,

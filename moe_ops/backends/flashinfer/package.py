@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from moe_ops import gpus
 from moe_ops.backend import Needs
+from moe_ops.gpus import Capability
 
 DISTRIBUTION, LEAST = "flashinfer-python", "0.7.2"
 CUTE_DSL = "nvidia-cutlass-dsl"
 INSTALL = "pip install 'torch-moe-ops[flashinfer]'"
-
-Capability = tuple[int, int]
 
 
 @functools.cache
@@ -36,9 +36,7 @@ def version(distribution: str = DISTRIBUTION) -> str | None:
 @functools.cache
 def capability(device: torch.device) -> Capability | None:
     """The compute capability of a device, None where there is no GPU."""
-    if not torch.cuda.is_available():
-        return None
-    return torch.cuda.get_device_capability(device)
+    return gpus.capability(device) if torch.cuda.is_available() else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,7 +75,8 @@ def _refusal(machine: Machine, device: torch.device) -> str | None:
     if got is None:
         return f"needs a GPU of compute capability {wanted}, and there is none"
     if got not in machine.capabilities:
-        return f"needs compute capability {wanted}, got {_dotted(got)}"
+        said = gpus.described(device) if gpus.is_amd() else gpus.dotted(got)
+        return f"needs compute capability {wanted}, got {said}"
     for distribution in (DISTRIBUTION, *machine.packages):
         if version(distribution) is None:
             return f"needs the package {distribution}, which is not installed; {INSTALL}"
@@ -132,10 +131,6 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, found.group().split("."))) if found else ()
 
 
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))
-
-
 def _either(capabilities: tuple[Capability, ...]) -> str:
-    *rest, last = map(_dotted, capabilities)
+    *rest, last = map(gpus.dotted, capabilities)
     return f"{', '.join(rest)} or {last}" if rest else last

@@ -9,6 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from moe_ops import gpus
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -31,7 +33,7 @@ def on_its_device(run: Callable[P, R]) -> Callable[P, R]:
 @functools.cache
 def capability(index: int) -> tuple[int, int]:
     """The compute capability of a CUDA device."""
-    return torch.cuda.get_device_capability(index)
+    return gpus.capability(index)
 
 
 def on_hopper(t: Tensor) -> bool:
