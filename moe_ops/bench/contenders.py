@@ -111,9 +111,10 @@ def direct(case: Case) -> Contender:
         if reason is not None:
             raise Refused(f"{cutlass.NAME} {reason}")
         to = arguments.routed(record)
-        launch, out_TD = cutlass.launch_of(record, to), torch.empty_like(routed.x_TD)
-        workspace = cutlass.workspace(launch, out_TD.device)
-        with cutlass.tuning(launch, out_TD.shape[0]):
+        launch, tokens = cutlass.launch_of(record, to), routed.x_TD.shape[0]
+        with launch.runs.around(tokens, cutlass.tuning(launch, tokens)):
+            out_TD = torch.empty_like(routed.x_TD)
+            workspace = cutlass.workspace(launch, out_TD.device)
             launch.function(
                 **launch.given,
                 output=out_TD, workspace_buffer=workspace, **cutlass.tensors_of(record, to)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -213,14 +214,20 @@ def expert_parallel_class(base: type) -> type:
                     f"{name} cannot run on ep_implementation='moe_ops': {found}; take 'auto'"
                 )
             if self.tables is None:  # weights may be cut after this was made, but not after a call
-                down, group = self.module.down_proj, Group.of(self.over.group)
-                ranks, slots = tables_of(down.shape[0] * group.size, group, self.over)
-                self.tables = (ranks.to(x_TD.device), slots.to(x_TD.device))
+                self.tables = self._tables(x_TD.device)
             call: Callable[..., Tensor] = partial(run, self.module, self.over, self.tables)
             if not self.over.collective or self.tp_mesh.size() == 1:
                 return call(x_TD, weights_TK, ids_TK)
             tp = Group.of(self.tp_mesh.get_group().group_name)
             return in_shares(tp, call, x_TD, weights_TK, ids_TK)
+
+        def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+            """They stay, and may be saved for a gradient later, whatever the mode of this call."""
+            down, group = self.module.down_proj, Group.of(self.over.group)
+            traced = torch.compiler.is_compiling()
+            with contextlib.nullcontext() if traced else torch.inference_mode(False):
+                ranks, slots = tables_of(down.shape[0] * group.size, group, self.over)
+                return ranks.to(device), slots.to(device)
 
     return MoeOpsEP
 

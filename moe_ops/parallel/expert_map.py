@@ -18,6 +18,7 @@ LINEAR = "linear"
 ROUND_ROBIN = "round_robin"
 PLACEMENTS = (LINEAR, ROUND_ROBIN)
 CPU = torch.device("cpu")  # layers are also built where the default device is meta
+KEPT = torch.inference_mode(False)  # around what stays, for callers in any mode to use
 # The others derive the rank of an expert from its id alone, by ranges.
 ROUND_ROBIN_COLLECTIVES = (ALLGATHER, LOW_LATENCY, AUTO)
 
@@ -125,6 +126,7 @@ class ExpertPlacement:
         return {e: slot for slot, e in enumerate(self.ids_of(self.config.ep_rank))}
 
     @cached_property
+    @KEPT
     def expert_map(self) -> Tensor | None:
         """int32 [num_physical + shared]: the slot of each global id here, or -1; None if all
         experts are here.
@@ -135,6 +137,7 @@ class ExpertPlacement:
         return torch.tensor([self.local_id(e) for e in ids], dtype=torch.int32, device=CPU)
 
     @cached_property
+    @KEPT
     def mask(self) -> Tensor:
         """int32 [num_physical + shared + 1]: 1 where a global id lies here, else 0; the last entry
         is a sentinel, 0, for pairs that go nowhere.
@@ -144,6 +147,7 @@ class ExpertPlacement:
         return torch.tensor([*here, 0], dtype=torch.int32, device=CPU)
 
     @cached_property
+    @KEPT
     def serving(self) -> tuple[Tensor, Tensor]:
         """rank_of_P and slot_of_P, int32 [num_physical + shared], as `dispatch_tokens` takes them:
         every rank serves its shard of an expert, and fused shared ones are served at home.
@@ -159,6 +163,7 @@ class ExpertPlacement:
         return ranks, slots
 
     @cached_property
+    @KEPT
     def physical_to_global(self) -> Tensor:
         """int64 [num_physical]: the global id in each position, where positions count through the
         slots of rank 0, then rank 1, ...: what all-to-all kernels take for ids.
@@ -167,11 +172,13 @@ class ExpertPlacement:
         return torch.tensor([e for rank in ranks for e in self.ids_of(rank)], device=CPU)
 
     @cached_property
+    @KEPT
     def global_to_physical(self) -> Tensor:
         """int64 [num_physical]: the position of each global id; inverse of physical_to_global."""
         return self.physical_to_global.argsort()
 
     @cached_property
+    @KEPT
     def local_to_global(self) -> Tensor:
         """int64 [num_local]: the global id in each routed slot of this rank."""
         return torch.tensor(self.ids_of(self.config.ep_rank), device=CPU)

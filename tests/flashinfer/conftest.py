@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_ops import arena, experts
-from moe_ops.backends.flashinfer import b12x, cute_dsl, cutlass, fits, kept, package
+from moe_ops.backends.flashinfer import b12x, cute_dsl, cutlass, fits, kept, package, trtllm
 
 STAND_IN = Path(__file__).parent / "stand_in"
 CACHES = (package.version, package.module, package.parameters, package._refusal, fits._way)
@@ -27,6 +27,7 @@ def forget() -> None:
         cute_dsl._WRAPPERS,
         cutlass._LAUNCHES,
         kept._tuned,
+        trtllm._RUNS,
     ):
         held.clear()
     arena.release()

@@ -182,22 +182,58 @@ def first_of(call: ExpertsCall, tokens: int) -> ExpertsCall:
     return replace(call, x_TD=call.x_TD[:t], weights_TK=call.weights_TK[:t], ids_TK=call.ids_TK[:t])
 
 
-@by_way
-@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+MODES = (torch.no_grad, torch.inference_mode, torch.enable_grad)
+FIRST = {
+    **WAYS,
+    "blocks": ("flashinfer_cutlass", UP_GATE, "blocks", (9, 0)),
+    "cute_dsl nvfp4": ("flashinfer_cute_dsl", CHUNKS, "nvfp4", (10, 0)),
+    "trtllm": ("flashinfer_trtllm", "flashinfer.shuffled", "bfloat16", (10, 0)),
+}
+
+
+@pytest.mark.parametrize("first", MODES)
+@pytest.mark.parametrize(("name", "layout", "formats", "gpu"), FIRST.values(), ids=FIRST)
 def test_a_first_call_in_any_mode(
     fake: ModuleType, on: On, name: str, layout: str, formats: str, gpu: tuple[int, int],
     first: Callable[[], torch.no_grad],
 ) -> None:  # fmt: skip
-    """What it made can be written to in any other mode."""
+    """What it made, and FlashInfer in it, can be written to in any other mode: at a first run, in
+    one of more tokens than ever, and where tactics are measured."""
     on(*gpu)
-    call = stored(call_of(formats), layout)
-    with first():
-        want = run(name, call)
-    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-        with mode():
+    call = stored(call_of(formats, tokens=5), layout)
+    for some in (first_of(call, 3), call):
+        with first(), flashinfer_options(max_tokens=8):
+            want = run(name, some)
+        for mode in MODES:
+            with mode(), flashinfer_options(max_tokens=8):
+                assert torch.equal(run(name, some), want)
+    with first(), flashinfer_options(max_tokens=8, autotune=True):
+        assert torch.equal(run(name, call), want)
+    for mode in MODES:
+        kept._tuned.clear()
+        with mode(), flashinfer_options(max_tokens=8, autotune=True):
             assert torch.equal(run(name, call), want)
+    measured = formats != "blocks"  # of whose kernels there is nothing to measure
+    assert [n for n, _ in fake.calls].count("autotune") == 4 * measured
     layers = b12x._LAYERS._held.values()
     assert not any(t.is_inference() for layer in layers for t in (layer.scales.x, layer.scales.one))
+
+
+def test_only_what_may_make_buffers_leaves_inference_mode(fake: ModuleType, on: On) -> None:
+    on(9, 0)
+    call = stored(call_of("bfloat16", tokens=5), UP_GATE)
+    results = []
+    with torch.inference_mode(), flashinfer_options(max_tokens=8):
+        for tokens in (3, 3, 2, 5, 4, 5):
+            results.append(run("flashinfer_cutlass", first_of(call, tokens)))
+    assert [out.is_inference() for out in results] == [False, True, True, False, True, True]
+
+
+def test_its_modules_are_imported_outside_of_inference_mode(installed: None, on: On) -> None:
+    on(10, 0)
+    with torch.inference_mode():
+        run("flashinfer_cutlass", stored(call_of("nvfp4"), UP_GATE))
+    assert not sys.modules["flashinfer.fused_moe.numbers"].FP4.is_inference()
 
 
 def sizes(purpose: str) -> list[int]:

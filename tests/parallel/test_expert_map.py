@@ -201,3 +201,14 @@ def test_the_ranks_sum_to_the_whole(num_experts: int, ranks: int, asked: dict[st
         w13_eFD, w2_eDI = layer.w13_EFD[mine], layer.w2_EDI[mine]
         total += experts(*args, w13_eFD, w2_eDI, expert_map=here.expert_map)
     assert_close(total, want, SUMMED, "the sum over ranks", repr(case))
+
+
+def test_tensors_that_were_first_asked_for_in_inference_mode_serve_in_training() -> None:
+    names = ("expert_map", "mask", "physical_to_global", "global_to_physical", "local_to_global")
+    here = place(8, ep(2, 1))
+    with torch.inference_mode():
+        found = [*(getattr(here, name) for name in names), *here.serving]
+    rows = torch.ones(9, 2, requires_grad=True)
+    for ids in found:
+        assert not ids.is_inference()
+        rows[ids.long().clamp(min=0)].sum().backward()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def _run(call: ExpertsCall, layer: Layer, routed: arguments.Routed) -> Tensor:
     with layer.lock:
         layer.scales.refresh(c)
         w13_EFD, w2_EDI, w13_scale_EFG, w2_scale_EDG = layer.held
-        with kept.tuning((NAME, layer.key)):
+        with layer.runs.around(c.x_TD.shape[0], kept.tuning((NAME, layer.key))):
             out: Tensor = layer.wrapper.run(
                 x=arguments.aligned(c.x_TD),
                 w1_weight=w13_EFD,
@@ -123,13 +123,14 @@ class Scales:
 class Layer:
     """A wrapper, and what it is given: aliases of weights and block scales (`held`), as it keeps
     views of them, which would keep a model alive that nobody uses any more. `lock`: of the stream
-    whose buffers it has."""
+    whose buffers it has. `runs`: how it ran."""
 
     key: Hashable
     lock: threading.RLock
     wrapper: Any
     scales: Scales
     held: tuple[Tensor, ...]
+    runs: kept.Runs = field(default_factory=kept.Runs)
 
 
 def _weights(call: ExpertsCall) -> tuple[Tensor, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -50,15 +52,25 @@ def run(call: ExpertsCall) -> Tensor:
     tokens = kept.tokens_of(call.x_TD.shape[0], current())
     with package.on(call.x_TD.device):
         routed = arguments.routed(call)
-        wrapper = _wrapper(call, routed)
-        with kept.tuning((NAME, id(wrapper), tokens)):
-            return (_run_nvfp4 if call.w_format else _run_floats)(call, routed, wrapper)
+        made = _wrapper(call, routed)
+        measuring = kept.tuning((NAME, made.key, tokens))
+        with made.runs.around(call.x_TD.shape[0], measuring):
+            return (_run_nvfp4 if call.w_format else _run_floats)(call, routed, made.wrapper)
 
 
-_WRAPPERS: kept.Kept[Any] = kept.Kept("a wrapper of FlashInfer's CuTe DSL")
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A wrapper of layers alike, and how it ran."""
+
+    key: Hashable
+    wrapper: Any
+    runs: kept.Runs = field(default_factory=kept.Runs)
 
 
-def _wrapper(call: ExpertsCall, routed: arguments.Routed) -> Any:
+_WRAPPERS: kept.Kept[Made] = kept.Kept("a wrapper of FlashInfer's CuTe DSL")
+
+
+def _wrapper(call: ExpertsCall, routed: arguments.Routed) -> Made:
     """The wrapper of layers alike, made at their first call."""
     D, I = call.widths  # noqa: E741
     given = {
@@ -76,12 +88,14 @@ def _wrapper(call: ExpertsCall, routed: arguments.Routed) -> Any:
         given |= {"quant_mode": "w4a4", "use_cuda_graph": True, "device": str(call.x_TD.device)}
     name = "CuteDslMoEWrapper" if call.w_format else "CuteDslBf16MoEWrapper"
 
-    def make() -> Any:
+    key = (name, call.x_TD.device, *given.items())
+
+    def make() -> Made:
         wrapper = getattr(package.module("flashinfer.fused_moe"), name)
         package.require(wrapper.__init__, name, *given)
-        return wrapper(**given)
+        return Made(key, wrapper(**given))
 
-    return _WRAPPERS.get((name, call.x_TD.device, *given.items()), make)
+    return _WRAPPERS.get(key, make)
 
 
 def _run_floats(call: ExpertsCall, routed: arguments.Routed, wrapper: Any) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,18 +54,21 @@ def supports(call: ExpertsCall) -> str | None:
 )
 def run(call: ExpertsCall) -> Tensor:
     """`experts` in one call of `cutlass_fused_moe`."""
-    x_TD = call.x_TD
-    out_TD = torch.empty_like(x_TD)
-    if x_TD.shape[0] == 0:
-        return out_TD
+    tokens = call.x_TD.shape[0]
+    if tokens == 0:
+        return torch.empty_like(call.x_TD)
     routed = arguments.routed(call, equal=True)
-    launch, given = launch_of(call, routed), tensors_of(call, routed)
-    given["output"], given["workspace_buffer"] = out_TD, workspace(launch, x_TD.device)
-    if current().autotune:
-        with tuning(launch, x_TD.shape[0]):
-            launch.function(**launch.given, **given)
-    else:
-        launch.function(**launch.given, **given)
+    launch = launch_of(call, routed)
+    if tokens <= launch.runs.most and not current().autotune:
+        return _run(call, routed, launch)
+    with launch.runs.around(tokens, tuning(launch, tokens)):
+        return _run(call, routed, launch)
+
+
+def _run(call: ExpertsCall, routed: arguments.Routed, launch: Launch) -> Tensor:
+    given, out_TD = tensors_of(call, routed), torch.empty_like(call.x_TD)
+    given["output"], given["workspace_buffer"] = out_TD, workspace(launch, call.x_TD.device)
+    launch.function(**launch.given, **given)
     return out_TD
 
 
@@ -105,7 +108,9 @@ def alike(call: ExpertsCall) -> Callable[..., Tensor] | None:
     if routed.ids_TK is not c.ids_TK:  # those here are no equal share
         return None
     launch, dtype, index = launch_of(c, routed), c.x_TD.dtype, c.x_TD.get_device()
-    function, given, nbytes = behind(device), launch.given, launch.nbytes
+    given, nbytes = launch.given, launch.nbytes
+    with kept.plainly():
+        function = behind(device)
     if function is None or nbytes is None:
         return None
     activation_type, fused = given["activation_type"], given["use_fused_finalize"]
@@ -167,10 +172,10 @@ def workspace(launch: Launch, device: torch.device) -> Tensor | None:
     return torch.empty(launch.nbytes, dtype=torch.uint8, device=device)
 
 
-def tuning(launch: Launch, tokens: int) -> AbstractContextManager[None]:
-    """Inside, FlashInfer measures its tactics for so many tokens, if `kept.tuning` says so."""
+def tuning(launch: Launch, tokens: int) -> AbstractContextManager[None] | None:
+    """What lets FlashInfer measure its tactics for so many tokens, if `kept.tuning` says so."""
     if not launch.tactics:
-        return kept.NOT_TUNING
+        return None
     utils = package.module("flashinfer.fused_moe.utils")
     return kept.tuning((NAME, launch.key), utils.map_to_hybrid_bucket(tokens, MOST_TUNED))
 
@@ -199,14 +204,15 @@ def tensors_of(call: ExpertsCall, routed: arguments.Routed) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True)
 class Launch:
     """What calls alike have in common: the function, those of its arguments that are no tensors,
-    the bytes of its workspace if they are known before, and whether it has tactics to choose
-    from."""
+    the bytes of its workspace if they are known before, whether it has tactics to choose from, and
+    how it ran."""
 
     key: Hashable
     function: Callable[..., Any]
     given: dict[str, Any]
     nbytes: int | None
     tactics: bool
+    runs: kept.Runs = field(default_factory=kept.Runs)
 
 
 _LAUNCHES: kept.Kept[Launch] = kept.Kept("the size of a workspace")

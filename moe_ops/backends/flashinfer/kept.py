@@ -2,7 +2,9 @@
 
 All of it is made at a first call that needs it, in any grad mode, and never while a CUDA graph is
 captured: buffers made there would belong to the graph, and those made in inference mode could not
-be written to outside of it. What one call needs is not kept, and may be made in a capture.
+be written to outside of it. So the first run of what was made is outside of that mode too, and so
+is all measuring: FlashInfer makes buffers there that it keeps. What one call needs is not kept, and
+may be made in a capture.
 """
 
 from __future__ import annotations
@@ -23,6 +25,13 @@ from moe_ops.backends.flashinfer.options import FlashInferOptions, current
 
 T = TypeVar("T")
 MOST = 1024  # things of a kind that belong to no tensor
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """Inside, what is made can be written to in any mode later."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Kept(Generic[T]):
@@ -49,7 +58,7 @@ class Kept(Generic[T]):
             found = self._held.get(key)
             if found is None:
                 require_no_capture(self._what)
-                with torch.inference_mode(False), torch.no_grad():
+                with plainly():
                     found = make()
                 self._held[key] = found
                 if not of:
@@ -116,14 +125,42 @@ def tokens_of(call_tokens: int, options: FlashInferOptions) -> int:
 _tuned: Kept[bool] = Kept("what autotune measured")
 
 
-NOT_TUNING = contextlib.nullcontext()
+class Runs:
+    """The runs of a function or wrapper of FlashInfer: the most tokens that one had so far. For
+    more it may make buffers, which it keeps and writes to in later runs."""
+
+    __slots__ = ("most",)
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def around(
+        self, tokens: int, measuring: contextlib.AbstractContextManager[None] | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """What goes around a run with so many tokens, which makes its results inside."""
+        if measuring is None and tokens <= self.most:
+            return AS_IT_IS
+        return self._first(tokens, measuring or AS_IT_IS)
+
+    @contextlib.contextmanager
+    def _first(
+        self, tokens: int, measuring: contextlib.AbstractContextManager[None]
+    ) -> Iterator[None]:
+        with plainly(), measuring:
+            yield
+        self.most = max(self.most, tokens)
 
 
-def tuning(key: Hashable, bucket: int | None = None) -> contextlib.AbstractContextManager[None]:
-    """Inside, FlashInfer measures its tactics, if options ask for it and the key is new; with a
-    `bucket` for so many tokens alone, else for every number that it has in its tables."""
+AS_IT_IS = contextlib.nullcontext()
+
+
+def tuning(
+    key: Hashable, bucket: int | None = None
+) -> contextlib.AbstractContextManager[None] | None:
+    """What lets FlashInfer measure its tactics in a run, if options ask for it and the key is new;
+    with a `bucket` for so many tokens alone, else for every number that it has in its tables."""
     if not current().autotune or capturing() or (key, bucket) in _tuned:
-        return NOT_TUNING
+        return None
     return _measuring(key, bucket)
 
 

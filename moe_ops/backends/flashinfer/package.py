@@ -90,8 +90,9 @@ def _refusal(machine: Machine, device: torch.device) -> str | None:
 
 @functools.cache
 def module(name: str) -> Any:
-    """A module of FlashInfer, imported now."""
-    return importlib.import_module(name)
+    """A module of FlashInfer, imported now, so that its tensors serve in any grad mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        return importlib.import_module(name)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -31,13 +31,14 @@ def supports(call: ExpertsCall) -> str | None:
 )
 def run(call: ExpertsCall) -> Tensor:
     """`experts` in one call of `trtllm_bf16_routed_moe`, with global ids and an offset."""
-    out_TD = call.x_TD.new_empty(call.x_TD.shape)
     if call.x_TD.shape[0] == 0:
-        return out_TD
+        return call.x_TD.new_empty(call.x_TD.shape)
     routed, tokens = arguments.routed(call), kept.tokens_of(call.x_TD.shape[0], current())
     function = package.module("flashinfer.fused_moe").trtllm_bf16_routed_moe
-    key = (NAME, call.w13_EFD.shape, tokens)
-    with package.on(call.x_TD.device), kept.tuning(key):
+    measuring = kept.tuning((NAME, call.w13_EFD.shape, tokens))
+    runs = runs_of(call, tokens)
+    with package.on(call.x_TD.device), runs.around(call.x_TD.shape[0], measuring):
+        out_TD = call.x_TD.new_empty(call.x_TD.shape)
         function(
             topk_ids=(routed.ids_TK, routed.weights_TK),
             hidden_states=arguments.aligned(call.x_TD),
@@ -55,6 +56,15 @@ def run(call: ExpertsCall) -> Tensor:
             output=out_TD,
         )
     return out_TD
+
+
+_RUNS: kept.Kept[kept.Runs] = kept.Kept("what TensorRT-LLM's kernels need")
+
+
+def runs_of(call: ExpertsCall, tokens: int) -> kept.Runs:
+    """How calls alike ran. They may begin in a capture, which makes nothing that is kept here."""
+    key = (call.w13_EFD.shape, call.ids_TK.shape[1], call.x_TD.get_device(), tokens)
+    return _RUNS.found(key) or (kept.Runs() if kept.capturing() else _RUNS.get(key, kept.Runs))
 
 
 experts.needs(NAME, MACHINE.needs)

@@ -15,6 +15,7 @@ from torch import Tensor
 from flashinfer.fused_moe.cute_dsl import decoded
 from flashinfer.fused_moe.cutlass import nvfp4
 from flashinfer.fused_moe.numbers import (
+    Held,
     Layer,
     calls,
     fp4_values,
@@ -61,6 +62,7 @@ class B12xMoEWrapper:
         self._dynamic_workspace = shared_dynamic_workspace or object()
         self.folded: tuple[Any, Tensor] | None = None
         self.views: tuple[Tensor, ...] = ()
+        self.held = Held()
 
     def run(
         self,
@@ -96,7 +98,7 @@ class B12xMoEWrapper:
             second=_rounded(fc2_input_scale),
         )  # fmt: skip
         out = layer.run(x, token_selected_experts, token_final_scales)
-        return self.output[: x.shape[0]].copy_(out)
+        return self.output[: x.shape[0]].copy_(self.held.write(out))
 
 
 def _rounded(scale: Tensor) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flashinfer.fused_moe.kinds import ActivationType
 from flashinfer.fused_moe.numbers import (
+    Held,
     Layer,
     calls,
     fp4_values,
@@ -40,7 +41,7 @@ class CuteDslBf16MoEWrapper:
     ) -> None:
         calls.append(("CuteDslBf16MoEWrapper", {**locals()}))
         self.kind, self.offset = ActivationType(activation_type).name, local_expert_offset
-        self.experts = num_local_experts or num_experts
+        self.experts, self.held = num_local_experts or num_experts, Held()
 
     def run(
         self,
@@ -58,7 +59,7 @@ class CuteDslBf16MoEWrapper:
         w1 = w1_weight if self.kind == "Relu2" else unchunked(w1_weight, 32)
         layer = Layer(w1.float(), w2_weight.float(), self.kind)
         out = layer.run(x, token_selected_experts, token_final_scales, self.offset)
-        return out.to(x.dtype)
+        return self.held.write(out).to(x.dtype)
 
 
 class CuteDslMoEWrapper:
@@ -88,7 +89,7 @@ class CuteDslMoEWrapper:
     ) -> None:
         calls.append(("CuteDslMoEWrapper", {**locals()}))
         self.kind, self.offset = ActivationType(activation_type).name, local_expert_offset
-        self.dtype = output_dtype
+        self.dtype, self.held = output_dtype, Held()
 
     def run(
         self,
@@ -115,7 +116,7 @@ class CuteDslMoEWrapper:
         tokens = fp4_values(x) * x_sf.float().repeat_interleave(16, -1)
         layer = Layer(w1, w2, self.kind, second=through_nvfp4(fc2_input_scale))
         out = layer.run(tokens, token_selected_experts, token_final_scales, self.offset)
-        return out.to(self.dtype)
+        return self.held.write(out).to(self.dtype)
 
 
 def decoded(w: Tensor, view: Tensor, factors: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flashinfer.fused_moe.kinds import ActivationType
 from flashinfer.fused_moe.numbers import (
+    Held,
     Layer,
     calls,
     e8m0,
@@ -84,8 +85,11 @@ def run(given: dict[str, Any]) -> Tensor:
         require_dense(bias)
         assert bias is None or bias.dtype == output.dtype
     routed = (given["token_selected_experts"], given["token_final_scales"])
-    output.copy_(_layer(given).run(x, *routed, given["ep_rank"] * E))
+    output.copy_(scratch.write(_layer(given).run(x, *routed, given["ep_rank"] * E)))
     return output
+
+
+scratch = Held()  # of the runner that all layers of a process share
 
 
 def cutlass_fused_moe_workspace_size(

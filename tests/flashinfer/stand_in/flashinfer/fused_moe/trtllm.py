@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashinfer.fused_moe.kinds import ActivationType
-from flashinfer.fused_moe.numbers import Layer, calls, require_dense, unchunked
+from flashinfer.fused_moe.numbers import Held, Layer, calls, require_dense, unchunked
 
 
 def trtllm_bf16_routed_moe(
@@ -46,8 +46,11 @@ def trtllm_bf16_routed_moe(
     w1 = _unblocked(gemm1_weights)
     w1 = w1 if kind == "Relu2" else unchunked(w1, 1)
     layer = Layer(w1.float(), _unblocked(gemm2_weights).float(), kind)
-    output.copy_(layer.run(hidden_states, *topk_ids, local_expert_offset))
+    output.copy_(scratch.write(layer.run(hidden_states, *topk_ids, local_expert_offset)))
     return output
+
+
+scratch = Held()  # of the runner that all layers of a process share
 
 
 def _unblocked(w: Tensor) -> Tensor:
