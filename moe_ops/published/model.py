@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from moe_ops.weights.advice import readvised
 from moe_ops.weights.codings import Codings, codings_in
 from moe_ops.weights.configuration import naming
 from moe_ops.weights.files import files_of
-from moe_ops.weights.names import FUSED, GPT_OSS, Style
+from moe_ops.weights.names import EACH, FUSED, GPT_OSS, Style
 
 # What a user of `from_checkpoint` can do where `load_checkpoint` gives advice on layers.
 REMEDY = (
@@ -45,6 +45,7 @@ TENSORS = {
     "weight": "_codes", "scale": "_scale", "zero": "_zero", "global_scale": "_global_scale",
     "bias": "_bias",
 }  # fmt: skip
+ALTERNATING = replace(EACH, name="alternating", interleaved=True)
 SEVERAL = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps of many devices
 
 
@@ -310,7 +311,8 @@ def _floats(
     """Experts in floats that are to be put together here; others are left to transformers."""
     for experts in found.floats:
         name = names.experts(experts.prefix, next(iter(experts.style.projections)))
-        if name is None or names.of(experts.first.name)[0] in names.tensors:
+        known = all(names.of(found.name)[0] in names.tensors for _, found in experts.samples())
+        if name is None or known:
             found.take_floats(experts)
         else:
             yield name, skeleton.get_submodule(name), experts
@@ -355,8 +357,8 @@ def _parts(
                 f"checkpoint have (in {first.file}); give the checkpoint of this model"
             )
         style = experts.style
-        if style is FUSED and stored.activation.interleaved:
-            style = GPT_OSS
+        if stored.activation.interleaved:  # rows of gate and up in one tensor alternate, too
+            style = {FUSED.name: GPT_OSS, EACH.name: ALTERNATING}.get(style.name, style)
         parts[name] = _Part(name=name, module=module, stored=stored, experts=experts, style=style)
     return list(parts.values())
 

@@ -30,7 +30,8 @@ def stacked(experts: Experts, module: nn.Module) -> dict[str, Tensor]:
             into = torch.empty(wanted.shape, dtype=wanted.dtype)
             for e, one in enumerate(into):
                 rows = one.T if flip else one
-                for i, shard in enumerate(shards):
+                both = len(shards) == 2 and (part, "w13", e) in experts.parts
+                for i, shard in enumerate(("w13",) if both else shards):
                     found = experts.parts.get((part, shard, e))
                     if found is None:
                         raise ValueError(
@@ -38,7 +39,8 @@ def stacked(experts: Experts, module: nn.Module) -> dict[str, Tensor]:
                             f"beside {experts.first.name} (in {experts.first.file}); complete the "
                             "download"
                         )
-                    half = _half(rows, i, len(shards), bool(module.is_concatenated))
+                    of = 1 if both else len(shards)
+                    half = _half(rows, i, of, bool(module.is_concatenated))
                     half.copy_(_read(found, half.shape))
                     left.discard(found.name)
             done[name] = into

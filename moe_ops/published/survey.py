@@ -14,10 +14,10 @@ from moe_ops.shapes import FLOATS
 from moe_ops.weights.codings import Codings
 from moe_ops.weights.configuration import naming
 from moe_ops.weights.files import entries
-from moe_ops.weights.names import FUSED, GATE_UP_DOWN, PARTS, RECIPROCALS, W123, Entry, Style
+from moe_ops.weights.names import EACH, FUSED, PARTS, RECIPROCALS, W123, Entry, Style
 from moe_ops.weights.record import WEIGHTS
 
-FAMILIES = (W123, GATE_UP_DOWN, FUSED)
+FAMILIES = (W123, EACH, FUSED)
 ORDERED = (
     "was quantised in the order of its activations (desc_act), and experts of transformers take "
     "their input in its own order; load MoELayer(quant=QuantConfig(ordered_input=True)), or "

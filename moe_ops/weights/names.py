@@ -150,6 +150,8 @@ W123 = Style(name="w123", projections={"w1": "w1", "w2": "w2", "w3": "w3"})
 GATE_UP_DOWN = Style(
     name="gate_up_down", projections={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 )
+# The same, or gate and up of an expert in one tensor.
+EACH = Style(name="each", projections={**GATE_UP_DOWN.projections, "gate_up_proj": "w13"})
 FUSED = Style(name="fused", projections={"gate_up_proj": "w13", "down_proj": "w2"}, stacked=True)
 GPT_OSS = Style(
     name="gpt_oss",

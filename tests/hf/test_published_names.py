@@ -20,6 +20,7 @@ from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
     PreTrainedModel,
+    Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
@@ -189,31 +190,42 @@ def gemma() -> PreTrainedModel:
     )  # fmt: skip
 
 
+def qwen() -> PreTrainedModel:
+    """Whose own checkpoints have single experts, gate and up apart."""
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, num_experts=3, moe_intermediate_size=64))
+
+
 STACKED: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3_moe": qwen,
     "qwen3_vl_moe": vision, "gpt_oss": gpt_oss, "gemma4": gemma,
 }  # fmt: skip
-SHARDS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+FUSED = (("gate_up_proj", 0, "gate_up_proj"), ("down_proj", 0, "down_proj"))
+SHARDS = {"gate_up_proj": "w1", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 PROJECTIONS = (("gate_up_proj", 0, "gate_proj"), ("gate_up_proj", 1, "up_proj"),
                ("down_proj", 0, "down_proj"))  # fmt: skip
 
 
 @torch.no_grad()
-def write_each(folder: Path, model: PreTrainedModel, layout: Layout | None) -> None:
-    """Write a model with one tensor for each expert, in a layout or as they are; the model gets the
-    weights that the codes stand for."""
+def write_each(
+    folder: Path, model: PreTrainedModel, layout: Layout | None, fused: bool = False
+) -> None:
+    """Write a model with one tensor for each expert, in a layout or as they are, gate and up in one
+    if `fused`; the model gets the weights that the codes stand for."""
     g = torch.Generator().manual_seed(0)
     entries = {n: t.clone() for n, t in model.state_dict().items()}
     for name, module in model.named_modules():
         if not hasattr(module, "has_gate"):
             continue
-        for whole, half, projection in PROJECTIONS:
+        for whole, half, projection in FUSED if fused else PROJECTIONS:
             entries.pop(f"{name}.{whole}", None)
             entries.pop(f"{name}.{whole}_bias", None)
             for e in range(3):
                 w = getattr(module, whole)[e]
                 w = w.T if module.is_transposed else w
                 bias = getattr(module, f"{whole}_bias")[e] if module.has_bias else None
-                if whole == "gate_up_proj" and module.is_concatenated:
+                if projection == "gate_up_proj":
+                    pass
+                elif whole == "gate_up_proj" and module.is_concatenated:
                     w = w.chunk(2)[half]
                 elif whole == "gate_up_proj":
                     w, bias = w[half::2], bias if bias is None else bias[half::2]
@@ -235,15 +247,16 @@ def write_each(folder: Path, model: PreTrainedModel, layout: Layout | None) -> N
     (folder / CONFIG).write_text(json.dumps(model.config.to_dict() | said))
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["gate and up", "fused"])
 @pytest.mark.parametrize("family", STACKED)
 @pytest.mark.parametrize("name", ["packed_int4", "modelopt_nvfp4", "floats"])
 def test_one_tensor_each_for_families_that_have_one_for_all(
-    family: str, name: str, tmp_path: Path
+    family: str, name: str, fused: bool, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     want = STACKED[family]().float().eval().requires_grad_(False)
     layout = None if name == "floats" else LAYOUTS[name]
-    write_each(tmp_path / "hub", want, layout)
+    write_each(tmp_path / "hub", want, layout, fused)
     loaded = load(tmp_path / "hub", inputs="")
     assert (stored_format(experts_of(loaded)[0]) is None) == (layout is None)
     for attribute in ("gate_up_proj_bias", "down_proj_bias"):
