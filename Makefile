@@ -9,6 +9,8 @@
 #   make gpu       the tests that need a CUDA GPU, and those of kernels, which run there compiled
 #   make gpu-families  all other families at real widths on a CUDA GPU, JOBS checks side by side
 #   make test-oldest   the Hugging Face tests on the oldest transformers we support
+#   make peer-tests TRANSFORMERS=CHECKOUT  transformers' own tests of MoE models on our ops, from a checkout of the
+#                  transformers that is installed; FAMILIES="mixtral gpt_oss" runs these alone
 #   make families  which layers of which model family the passes find, with every torch we support
 #   make bench     the op overhead and one layer, against transformers' own
 #
@@ -22,7 +24,7 @@ OLDEST := transformers==5.17.0
 JOBS ?= 1
 TORCHES := torch==2.11.0 torch==2.13.0 torch==2.14.1
 
-.PHONY: demo test test-all check golden gpu gpu-families test-oldest families bench clean
+.PHONY: demo test test-all check golden gpu gpu-families test-oldest peer-tests families bench clean
 
 demo: $(VENV)/.ready
 	@$(RUN) examples/quickstart.py $(if $(QUANT),--quant $(QUANT)) $(if $(BATCH),--batch $(BATCH))
@@ -56,6 +58,10 @@ bench: $(VENV)/.ready
 test-oldest: $(VENV)-oldest/.ready
 	@$(VENV)-oldest/bin/python -m pytest -n 2 --dist worksteal tests/hf
 
+peer-tests: $(VENV)/.ready-peers
+	@$(RUN) -m tests.peers $(or $(TRANSFORMERS),$(error give TRANSFORMERS=CHECKOUT, a checkout of transformers)) \
+		$(if $(FAMILIES),--families $(FAMILIES))
+
 families:
 	@for torch in $(TORCHES); do \
 		venv=$(VENV)-$$torch; \
@@ -73,6 +79,11 @@ $(VENV)/.ready: pyproject.toml .ci/setup_venv.sh
 
 $(VENV)/.ready-dev: $(VENV)/.ready
 	@sh .ci/setup_venv.sh $(VENV) "$(PYTHON)" "$(TORCH)" -e ".[test,dev]"
+	@touch $@
+
+# What transformers' tests import besides.
+$(VENV)/.ready-peers: $(VENV)/.ready
+	@$(RUN) -m pip install --quiet --disable-pip-version-check httpx parameterized psutil
 	@touch $@
 
 # The newest FlashInfer: a test compares what its functions take with what backends give. Nothing imports it.
