@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     DeepseekV3ForCausalLM,
     Gemma4ForCausalLM,
@@ -205,6 +205,13 @@ PROJECTIONS = (("gate_up_proj", 0, "gate_proj"), ("gate_up_proj", 1, "up_proj"),
                ("down_proj", 0, "down_proj"))  # fmt: skip
 
 
+def _projections(module: nn.Module, fused: bool) -> tuple[tuple[str, int, str], ...]:
+    """Of each projection in the files: the module's weight that has it, which half, its name."""
+    if not module.has_gate:
+        return ("up_proj", 0, "up_proj"), ("down_proj", 0, "down_proj")
+    return FUSED if fused else PROJECTIONS
+
+
 @torch.no_grad()
 def write_each(
     folder: Path, model: PreTrainedModel, layout: Layout | None, fused: bool = False
@@ -216,17 +223,19 @@ def write_each(
     for name, module in model.named_modules():
         if not hasattr(module, "has_gate"):
             continue
-        for whole, half, projection in FUSED if fused else PROJECTIONS:
+        if any(key.startswith(f"{name}.") for key in model.all_tied_weights_keys):
+            continue  # it has those of another module, and the names of that are written
+        for whole, half, projection in _projections(module, fused):
             entries.pop(f"{name}.{whole}", None)
             entries.pop(f"{name}.{whole}_bias", None)
-            for e in range(3):
+            for e in range(module.down_proj.shape[0]):
                 w = getattr(module, whole)[e]
                 w = w.T if module.is_transposed else w
                 bias = getattr(module, f"{whole}_bias")[e] if module.has_bias else None
                 if projection == "gate_up_proj":
                     pass
                 elif whole == "gate_up_proj" and module.is_concatenated:
-                    w = w.chunk(2)[half]
+                    w, bias = w.chunk(2)[half], bias if bias is None else bias.chunk(2)[half]
                 elif whole == "gate_up_proj":
                     w, bias = w[half::2], bias if bias is None else bias[half::2]
                 base = f"{name}.{e}.{projection}"
