@@ -51,9 +51,9 @@ def compile(
     """A compiled twin of `model`: the same class, weights and attributes, another `forward`.
 
     The twin has modules of its own on the parameters and buffers of the model. So values, dtype,
-    device and `requires_grad` are shared. What else is done to the twin stays with it: `train()`, a
-    hook, an adapter, a module or a weight in place of another. What is done to the model reaches
-    the twin with its next call.
+    device and `requires_grad` are shared, and so is the configuration of a transformers model. What
+    else is done to the twin stays with it: `train()`, a hook, an adapter, a module or a weight in
+    place of another. What is done to the model reaches the twin with its next call.
 
     `model` itself stays as it was, but for one thing: on a GPU the first `generate` stores experts
     of 16 bits that lie by columns, as those of GPT-OSS do, by rows, in place. Their values, names

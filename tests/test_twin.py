@@ -240,6 +240,7 @@ def test_values_dtypes_and_gradients_are_shared(model: Model, twin: Twin[Model])
         assert (other.embed.weight == 0.5).all()
         for dtype in (torch.float64, torch.float32):
             one.to(dtype)
+            twin.follow()
             assert {t.dtype for t in (*other.parameters(), *other.buffers())} == {dtype}
         one.requires_grad_(False)
         assert not any(p.requires_grad for p in other.parameters())
@@ -277,6 +278,40 @@ def test_nothing_is_done_where_nothing_changed(
     assert taken
 
 
+class Growing(nn.Module):
+    """As rotary embeddings that change with the length: a buffer and a number that belong together,
+    both replaced by a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 1
+        self.register_buffer("table", torch.ones(1), persistent=False)
+
+    def forward(self, n: int) -> Tensor:
+        if n > self.most:
+            self.most = n
+            self.register_buffer("table", torch.full((1,), float(n)), persistent=False)
+        return self.table / self.most
+
+
+def test_what_a_forward_keeps_is_each_ones_own() -> None:
+    model = nn.ModuleList([Growing()])
+    twin = Twin(model)
+    made = twin.module
+    assert made[0](3) == model[0](1) == 1
+    twin.follow()
+    assert made[0](2) == model[0](2) == 1 and (made[0].most, model[0].most) == (3, 2)
+    twin.follow()  # the model's is the later change, of both
+    assert made[0].most == 2 and made[0].table is model[0].table
+    made.to(torch.float64)
+    twin.follow()
+    assert made[0].table is model[0].table and model[0].table.dtype == torch.float64
+
+
+class Listed(nn.Module, list):  # type: ignore[type-arg]
+    """More than attributes."""
+
+
 def test_deep_and_odd_models() -> None:
     deep: nn.Module = nn.Linear(2, 2)
     for _ in range(3000):
@@ -285,12 +320,15 @@ def test_deep_and_odd_models() -> None:
     while isinstance(part, nn.Sequential):
         part, deep = part[0], deep[0]  # type: ignore[index]
         assert part is not deep
-    scripted = torch.jit.script(nn.Linear(2, 2))
-    mixed = nn.Sequential(scripted, nn.ReLU())
+    scripted, listed, lazy = torch.jit.script(nn.Linear(2, 2)), Listed(), nn.LazyLinear(2)
+    mixed = nn.Sequential(scripted, nn.ReLU(), lazy)
+    mixed.listed = listed
     made = Twin(mixed).module
-    assert made[0] is scripted and made[1] is not mixed[1]
+    assert made[0] is scripted and made[1] is not mixed[1] and made.listed is listed
+    made._modules.pop("listed"), mixed._modules.pop("listed")
     x = torch.randn(3, 2)
-    assert torch.equal(made(x), mixed(x))
+    for _ in range(2):
+        assert torch.equal(made(x), mixed(x))
 
 
 def test_compile_makes_such_a_twin(model: Model) -> None:

@@ -181,6 +181,12 @@ class QuickGenerate:
         # Not what object gives: pickle takes that for objects of the same class alone.
         return new_object, (former_class(self),), state
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """A move or a cast, which the model makes too, as its weights do."""
+        out = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        self._moe_ops_generation.follow()
+        return out
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)
         if not isinstance(cache, Lease):

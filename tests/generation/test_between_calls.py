@@ -23,6 +23,8 @@ from tests.hf import families
 from tests.hf.twins import PLAIN, check, defer, twin_of, uncompiled
 from tests.terminals import Terminal
 
+HALF = torch.bfloat16
+
 
 @pytest.fixture
 def model() -> Any:
@@ -89,6 +91,19 @@ def test_another_dtype_has_other_buffers(model: Any, ids: Tensor) -> None:
     check(model, twin, ids)
     model.to(torch.bfloat16)
     check(model, twin, ids, max_new_tokens=2)
+
+
+def test_a_cast_of_either_is_one_of_both(model: Any, ids: Tensor) -> None:
+    """Of a part of the twin with the twin's next call."""
+    twin = twin_of(model)
+    part = twin.model.rotary_emb
+    for one, dtype in ((twin, HALF), (model, torch.float32), (part, HALF), (model, torch.float32)):
+        one.to(dtype)
+        if one is part:
+            twin.generate(ids, **PLAIN)
+        assert {t.dtype for t in model.model.rotary_emb.buffers()} == {dtype}
+        check(model, twin, ids, max_new_tokens=2)
+        assert {t.dtype for t in part.buffers()} == {dtype}
 
 
 def test_a_replaced_head_and_layer_are_used(model: Any, ids: Tensor) -> None:

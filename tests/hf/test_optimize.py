@@ -23,6 +23,8 @@ from moe_ops.hf.optimize import OptimizedRouter
 from moe_ops.hf.subclass import former_class
 from moe_ops.testing import Tol, assert_close
 from tests.hf import families
+from tests.hf.test_quantize import logits, qwen
+from tests.hf.twins import twin_of
 
 
 @pytest.fixture
@@ -335,3 +337,26 @@ def test_layers_of_an_optimized_model_share_what_is_compiled(
         for layer in layers:
             call(layer, x_BTD)
     assert counter.frame_count == 1
+
+
+def test_a_compiled_twin_follows_optimize_restore_and_quantize_model() -> None:
+    """As they change classes and attributes of modules, not weights alone."""
+    model = qwen()
+    twin = twin_of(model)
+    follow = twin._moe_ops_generation.follow
+
+    def kinds(one: nn.Module) -> list[type]:
+        return [type(module) for module in one.model.modules()]
+
+    want = logits(model)
+    for change in (moe_ops.optimize, moe_ops.restore):
+        change(model)
+        follow()
+        assert kinds(twin) == kinds(model)
+        assert torch.equal(logits(twin), logits(model))
+        assert_close(logits(twin), want, Tol(1e-5, "float32 sums in another order"))
+    moe_ops.quantize_model(model, "int8_w8a16", progress=False)
+    follow()
+    assert kinds(twin) == kinds(model)
+    assert torch.equal(logits(twin), logits(model)) and not torch.equal(logits(twin), want)
+    assert twin.state_dict().keys() == model.state_dict().keys()
