@@ -25,6 +25,7 @@ from moe_ops.passes.net import Net
 from moe_ops.passes.pipeline import HOOK
 from moe_ops.passes.recompiles import tell_of_limit
 from moe_ops.passes.sizes import call_oblivious
+from moe_ops.passes.telling import OfModel
 from moe_ops.shapes import check_choice
 from moe_ops.twin import Twin
 
@@ -79,6 +80,11 @@ def compile(
     GPU), by batch and length rounded up to powers of two. Unsupported calls fall back to
     transformers' `generate`; the reason is logged.
 
+    After the first call the logger moe_ops says at INFO how many of the model's MoE layers and
+    routers run on our ops, and on which backends; also where compiled code came from a cache. What
+    was left alone, now or later, it says at WARNING, with the reason; under `strict` that is a
+    RuntimeError for experts.
+
     Of a module that only holds a transformers model, as a PeftModel does, `forward` is compiled and
     `generate` is not, which is logged: give the model inside.
 
@@ -107,9 +113,11 @@ def compile(
     backend = Net(merged, dynamic, hooks_of(model))
     how = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic, backend=backend)
     call = compile_call(twin, how)
-    twin._compiled_call_impl = Compiled(twin._call_impl, call, merged[HOOK], dynamic, made.follow)
+    tell = OfModel(lambda: twin, merged[HOOK], merged[HOOK].found).tell
+    compiled = Compiled(twin._call_impl, call, merged[HOOK], dynamic, made.follow, tell)
+    twin._compiled_call_impl = compiled
     if is_transformers_model(model):
-        quicken(twin, merged, made.follow)
+        quicken(twin, merged, made.follow, tell)
     elif hasattr(model, "generate") and any(map(is_transformers_model, model.modules())):
         log.warning(
             "generate of %s is its own, and the model that it calls inside is not compiled; give "
@@ -139,7 +147,9 @@ def is_transformers_model(model: nn.Module) -> bool:
     return utils is not None and isinstance(model, utils.PreTrainedModel)
 
 
-def quicken(twin: Any, options: Mapping[str, Any], follow: Callable[[], None]) -> None:
+def quicken(
+    twin: Any, options: Mapping[str, Any], follow: Callable[[], None], tell: Callable[[], None]
+) -> None:
     """Give a transformers model's compiled twin our `generate`, each call of which follows first
     what was done to the model."""
     from moe_ops.generation.generate import quicken as give
@@ -161,6 +171,7 @@ def quicken(twin: Any, options: Mapping[str, Any], follow: Callable[[], None]) -
         compile_prompt=compile_prompt,
         compile_step=compile_step,
         capture=functools.partial(capture_into, GraphPool()),
+        tell=tell,
     )
     give(twin, tools, follow)
 

@@ -31,7 +31,8 @@ def inductor_options(*, extra: Mapping[str, Any] | None = None, **options: Any) 
 
     The keywords are the fields of `Options`; `extra` are other options of Inductor (torch.compile
     takes either these or a mode). A hook that Inductor's config, or `extra`, holds already keeps
-    running, before ours. Raises TypeError for an unknown keyword, and TypeError, ValueError or
+    running, before ours. What became of a model's MoE layers is logged as `compile` says, as soon
+    as a graph has one. Raises TypeError for an unknown keyword, and TypeError, ValueError or
     FileNotFoundError for what an option cannot be.
     """
     known = [f.name for f in fields(Options)]
@@ -71,12 +72,14 @@ class Compiled:
         pipeline: Pipeline,
         dynamic: bool | None = None,
         before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
     ) -> None:
         self.function = function
         self.call = call  # the same, compiled
         self.pipeline = pipeline
         self.dynamic = dynamic
         self.before = before  # what comes before each call
+        self.after = after  # and what comes after it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Inside a larger model, it is that model's compiler that decides.
@@ -84,6 +87,12 @@ class Compiled:
             return self.call(*args, **kwargs)
         if self.before is not None:
             self.before()
+        out = self._run(*args, **kwargs)
+        if self.after is not None:
+            self.after()
+        return out
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.dynamic is False:
             return call_compiled(self.call, *args, **kwargs)
         for value in (*args, *kwargs.values()):

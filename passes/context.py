@@ -20,9 +20,10 @@ class Options:
     thresholds: the backend of `experts` (and `moe`) by token count, as pairs of the largest count
     and a backend, the last count None: ((64, "cpu"), (None, "aten")). None leaves the choice to the
     plan. tuned: a file that `moe_ops.tune` wrote, for the plan to go by. strict: raise instead of
-    leaving a region to a slower way. linears: run other products of few rows with parameters, on a
-    GPU, by kernels of ours. stop_after: the name of the last pass to run. dump: label the
-    graph before and after each pass for depyf and TORCH_LOGS.
+    leaving a region to a slower way, experts in no form that a pass knows among them. linears: run
+    other products of few rows with parameters, on a GPU, by kernels of ours. stop_after: the name
+    of the last pass to run. dump: label the graph before and after each pass for depyf and
+    TORCH_LOGS.
 
     Lists in place of tuples, and a path in place of its string, are made into these. Raises
     TypeError for an option of another type, and ValueError for thresholds that are none.
@@ -65,7 +66,9 @@ class Context:
         """Record a rewrite."""
         self.rewrites.append(Note(rule=rule, node=node, layer=layer, text=text))
 
-    def refuse(self, rule: str, node: str, layer: str, reason: str) -> None:
+    def refuse(
+        self, rule: str, node: str, layer: str, reason: str, level: int = logging.DEBUG
+    ) -> None:
         """Record, and log, why a region that looked right was left alone."""
         self.refusals.append(Note(rule=rule, node=node, layer=layer, text=reason))
-        log.info("%s leaves %s (%s) alone: %s", rule, layer or "a region", node, reason)
+        log.log(level, "%s leaves %s (%s) alone: %s", rule, layer or "a region", node, reason)

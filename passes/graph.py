@@ -5,7 +5,9 @@ Matching raises `Mismatch` with a reason in words; a rule that catches it leaves
 
 from __future__ import annotations
 
+import functools
 import operator
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -180,11 +182,14 @@ def parameters_of(graph: fx.Graph) -> set[fx.Node]:
 def layer_of(node: fx.Node) -> str:
     """The innermost module that a node came from, such as model.layers.0.mlp.experts, or ""."""
     stack = node.meta.get("nn_module_stack") or {}
-    if not stack:
-        return ""
-    path, _ = list(stack.values())[-1]
-    # Dynamo writes L['self'].model.layers.slice(...)['0'] and the like.
-    words = path.replace("L['self'].", "").replace("L['fn'].", "")
+    return path_of(list(stack.values())[-1][0]) if stack else ""
+
+
+@functools.lru_cache(2**14)
+def path_of(path: str) -> str:
+    """The name of a module by the path at which Dynamo found it, which it writes as
+    L['self'].model.layers.slice(...)['0'] and the like."""
+    words = re.sub(r"^L\['\w+'\]", "", path)
     return words.replace("._modules", "").replace("['", ".").replace("']", "").lstrip(".")
 
 

@@ -20,6 +20,7 @@ from moe_ops.passes.graph import (
     layer_of,
     output,
     outputs,
+    peel,
     prims,
     require,
     tensor,
@@ -30,6 +31,7 @@ from moe_ops.passes.routing.router import Routing, read, unscaled
 from moe_ops.shapes import DTYPES
 
 RULE = "lift_router"
+OUTSIDE = "what chooses the experts is not in this graph"
 ops = torch.ops.moe_ops
 
 
@@ -41,6 +43,7 @@ def lift_router(graph: fx.Graph, context: Context) -> int:
         if _is_routed(ids):
             continue
         try:
+            require(peel(ids).op != "placeholder", OUTSIDE)
             weights = unscaled(weights)
             routing = read(ids, weights)
             _verify(routing, weights)

@@ -6,6 +6,7 @@ which Inductor fuses with its neighbours.
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 from typing import Any
@@ -61,7 +62,8 @@ def _lower_one(graph: fx.Graph, node: fx.Node, op: Op, context: Context) -> None
     if context.options.strict:
         raise RuntimeError(f"strict: {NAMESPACE}.{op.name} (node {name}) stays opaque: {reason}")
     make_planned(graph, node, op, REFERENCE)
-    context.refuse(RULE, name, layer, f"{op.name} runs on its reference: {reason}")
+    text = f"{op.name} runs on its reference: {reason}"
+    context.refuse(RULE, name, layer, text, logging.INFO)
 
 
 def _too_large(op: Op, node: fx.Node) -> str | None:

@@ -16,6 +16,7 @@ from torch._inductor.exc import InductorError
 from moe_ops.hooks import Hooks
 from moe_ops.interrupts import let_through
 from moe_ops.passes import sizes
+from moe_ops.passes.found import kept
 from moe_ops.passes.pipeline import HOOK, GraphRun, Pipeline
 
 SOURCE = "_dynamo_source"  # of an input of the graph: where in the caller's arguments it is
@@ -49,17 +50,21 @@ class Net(torch._TorchCompileInductorWrapper):
     def __call__(self, model_: fx.GraphModule, inputs_: list[Any], **kwargs: Any) -> Any:
         untouched, before = _copied(model_), len(self.pipeline.runs)
         try:
-            return super().__call__(model_, inputs_, **kwargs)
+            with kept() as found:
+                compiled = super().__call__(model_, inputs_, **kwargs)
+            self.pipeline.found += found
+            return compiled
         except InductorError as error:
             let_through(error, compiling=True)
             rewritten = any(p.rewrites for run in self.pipeline.runs[before:] for p in run.passes)
             if self.pipeline.options.strict or not rewritten or _out_of_memory(error):
                 raise
-            self._tell(before, str(error).strip().partition("\n")[0])
+            reason = self._tell(before, str(error).strip().partition("\n")[0])
+            self.pipeline.found += [each.left_for(reason) for each in found]
         plain = Pipeline(chained=self.pipeline.chained, passes=())
         return compile_fx(untouched, inputs_, config_patches={**self.config, HOOK: plain})
 
-    def _tell(self, before: int, cause: str) -> None:
+    def _tell(self, before: int, cause: str) -> str:
         reason = f"Inductor cannot compile it as rewritten: {cause}"
         self.pipeline.runs[before:] = [GraphRun(skipped=reason)]
         log.log(
@@ -69,6 +74,7 @@ class Net(torch._TorchCompileInductorWrapper):
             reason,
         )
         self.told = True
+        return reason
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Net) or self.hooks != other.hooks:

@@ -14,8 +14,10 @@ from torch._functorch.aot_autograd import get_aot_graph_name
 from torch._inductor import custom_graph_pass
 
 from moe_ops.interrupts import let_through
-from moe_ops.passes import cache_key, sizes, slices
+from moe_ops.passes import cache_key, sizes, slices, telling
 from moe_ops.passes.context import Context, Note, Options
+from moe_ops.passes.found import LIFTS, Found, Look, keep
+from moe_ops.passes.summary import summarize
 from moe_ops.planning import tuned
 from moe_ops.planning.plan import Choice
 from moe_ops.signature import did_you_mean
@@ -59,6 +61,7 @@ class GraphRun:
     nodes_before: int = 0
     nodes_after: int = 0
     skipped: str | None = None
+    found: Found | None = None  # None: the passes that look for MoE layers did not run
 
 
 class Pipeline(InferenceAware):
@@ -83,6 +86,8 @@ class Pipeline(InferenceAware):
         self.options = options or Options()
         self.chained = as_tuple(chained)
         self.runs: list[GraphRun] = []
+        self.found: list[Found] = []  # of graphs from caches, too
+        self.of_modules = telling.OfModules(self)
         self._passes = passes
         tuned.users_table(self.options.tuned)  # raises unless it can be read
         names = [name_of(p) for p in self.passes]
@@ -111,17 +116,24 @@ class Pipeline(InferenceAware):
                 hook(graph, is_inference)
             else:
                 hook(graph)
-        if not is_inference and not any(run.skipped for run in self.runs):
-            log.warning("moe_ops leaves a graph alone: %s", TRAINING)
+        self._listen()
         sizes.tell(graph)
         slices.settle(graph)
-        self.runs.append(self._run(graph) if is_inference else GraphRun(skipped=TRAINING))
+        run = self._run(graph) if is_inference else self._leave(graph)
+        is_told = run.found is not None and run.found.layers  # with the other layers of the model
+        if run.skipped and not is_told and not any(before.skipped for before in self.runs):
+            log.warning("moe_ops leaves a graph alone: %s", TRAINING)
+        self.runs.append(run)
+        if run.found is not None:
+            keep(run.found)
+            self._require_all(run.found)
 
     def uuid(self) -> str | None:
         """A hash of all that decides what the passes do; None, which bypasses Inductor's caches, if
         that cannot be told: a chained hook, pass or backend without a hash, or a dump asked for,
         which a cached graph would not make.
         """
+        self._listen()
         if self.options.dump:
             log.info("compiled graphs are not cached: options.dump wants every pass to run")
             return None
@@ -141,7 +153,7 @@ class Pipeline(InferenceAware):
         )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Pipeline) and self._identity() == other._identity()
+        return isinstance(other, Pipeline) and self.identity == other.identity
 
     def __hash__(self) -> int:
         return hash(self.options)  # chained hooks need not be hashable
@@ -153,12 +165,41 @@ class Pipeline(InferenceAware):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "runs": []}
+        state = {**self.__dict__, "runs": [], "found": []}
+        del state["of_modules"]
+        return state
 
-    def _identity(self) -> tuple[Any, ...]:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.of_modules = telling.OfModules(self)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What is equal of equal pipelines."""
         return self.options, self.chained, self._passes
 
+    def _listen(self) -> None:
+        if self._passes is None:  # those that are given are for somebody who looks at `runs`
+            telling.listen(self)
+
+    @property
+    def _looks(self) -> bool:
+        """Whether it looks for MoE layers."""
+        return {*LIFTS} <= {name_of(p) for p in self.passes}
+
+    def _leave(self, graph: fx.Graph) -> GraphRun:
+        """A training graph stays as it is. Of its backward there is nothing to tell."""
+        is_told = self._looks and "backward" not in _kind()
+        found = Look.at(graph).untouched(TRAINING) if is_told else None
+        return GraphRun(skipped=TRAINING, found=found)
+
+    def _require_all(self, found: Found) -> None:
+        """Under `strict` raise RuntimeError for experts that were left alone."""
+        if self.options.strict and self._passes is None:  # `explain`, which has more, tells of them
+            telling.refuse(summarize(found.model or "a graph", None, [found]))
+
     def _run(self, graph: fx.Graph) -> GraphRun:
+        look = Look.at(graph) if self._looks else None
         context = Context(options=self.options)
         dead = {node for node in graph.nodes if not node.users}
         before = len(graph.nodes)
@@ -174,6 +215,7 @@ class Pipeline(InferenceAware):
             choices=tuple(context.choices),
             nodes_before=before,
             nodes_after=len(graph.nodes),
+            found=None if look is None else look.after(context),
         )
 
     def _run_one(
@@ -211,11 +253,15 @@ def name_of(run: Pass) -> str:
     return getattr(run, "__name__", type(run).__name__)
 
 
+def _kind() -> str:
+    """What AOTAutograd calls the graph that is being compiled, such as 0_inference_1 or, with
+    gradients, 0_forward_1."""
+    return str(get_aot_graph_name().rpartition("__")[2])
+
+
 def _is_inference() -> bool:
-    """What AOTAutograd calls the graph that is being compiled; a graph outside of it infers."""
-    # The last part is such as 0_inference_1 or, with gradients, 0_forward_1.
-    kind = get_aot_graph_name().rpartition("__")[2]
-    return "forward" not in kind and "backward" not in kind
+    """A graph outside of AOTAutograd infers."""
+    return "forward" not in _kind() and "backward" not in _kind()
 
 
 def _hook_key(hook: Hook) -> Any:

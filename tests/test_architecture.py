@@ -87,7 +87,8 @@ MAY_IMPORT = {
     ),
     # torch writes symbolic sizes in sympy.
     "passes": May(
-        BACKEND | {"decode_ops", "hooks", "installed", "planning"}, frozenset({"torch", "sympy"})
+        BACKEND | {"decode_ops", "hooks", "installed", "planning", "prepared"},
+        frozenset({"torch", "sympy"}),
     ),
     # It knows passes and generation, which do not know each other.
     "compiler": May(LOW | {"passes", "generation", "graphs", "hooks", "own_code", "twin"}),

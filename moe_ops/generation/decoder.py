@@ -119,6 +119,8 @@ class Decoder:
         """Around a prompt; the first is said to be compiled."""
         with nullcontext() if self._compiled else shown("compiling the layers for prompts"):
             yield
+        if not self._compiled:
+            self.tools.tell()
         self._compiled = True
 
     def _code(self, steps: Steps) -> Code:

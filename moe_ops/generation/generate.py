@@ -207,7 +207,8 @@ class QuickGenerate:
             cache = getattr(out, CACHE, None)
             if isinstance(cache, Lease):
                 out[CACHE] = cache.handed_out()
-            return out
+        self._moe_ops_generation.decoder.tools.tell()
+        return out
 
     @as_stock
     def _prepare_cache_for_generation(

@@ -38,12 +38,14 @@ class Tools:
     `compile_prompt` compiles a region for any number of sequences and tokens, `compile_step` for
     the sizes of its first call. `capture(function, state)` makes a call that repeats
     `function` without the host; the tensors of `state` are those that function changes. It gives
-    None where there is nothing to capture with, and raises RuntimeError if it fails.
+    None where there is nothing to capture with, and raises RuntimeError if it fails. `tell` is
+    called where more may have been compiled, and says what came of it.
     """
 
     compile_prompt: Callable[[Region], Region]
     compile_step: Callable[[Callable[..., Any]], Callable[..., Any]]
     capture: Capture
+    tell: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -24,6 +24,7 @@ from moe_ops.passes.explain.html import page
 from moe_ops.passes.explain.trace import Trace, inside, lines, plain_module, run_compiled, trace
 from moe_ops.passes.pick_backend import call_of, generic_op, pick_backend
 from moe_ops.passes.pipeline import HOOK, GraphRun, Pipeline, name_of
+from moe_ops.passes.summary import summarize
 from moe_ops.planning.cost import Device, device_of
 from moe_ops.planning.plan import Plan
 from moe_ops.signature import described
@@ -107,7 +108,6 @@ class _Graph:
 
     run: GraphRun
     calls: regions.Calls
-    sightings: list[unfound.Sighting]
     before: list[tuple[str, str]]
     after: list[tuple[str, str]]
 
@@ -131,12 +131,9 @@ class _Watch:
 
     def __call__(self, graph: fx.Graph) -> None:
         self._calls, before = {}, list(lines(graph))
-        sightings = list(unfound.sightings(graph))
         self.pipeline(graph, is_inference=True)
         run, after = self.pipeline.runs[-1], list(lines(graph))
-        self.graphs.append(
-            _Graph(run=run, calls=self._calls, sightings=sightings, before=before, after=after)
-        )
+        self.graphs.append(_Graph(run=run, calls=self._calls, before=before, after=after))
 
     def _note_calls(self, graph: fx.Graph, context: Context) -> int:
         """A pass that changes nothing."""
@@ -174,13 +171,15 @@ def _explanation(
             seen.append(layer.region)
             first = first or (graph, layer.block)
     runs = [graph.run for graph in watch.graphs]
-    sightings = (sighting for graph in watch.graphs for sighting in graph.sightings)
+    looked = [run.found for run in runs if run.found is not None]
+    title = _title(model)
     return Explanation(
-        title=_title(model),
+        title=title,
+        summary=str(summarize(title, plain_module(model), looked, found.places)),
         device=device,
         regions=regions.grouped(seen),
         left_alone=regions.left_alone(note for run in runs for note in run.refusals),
-        instead=() if seen else unfound.seen(sightings, found.breaks),
+        instead=() if seen else unfound.seen(looked, found.breaks),
         passes=watch.totals(),
         plan=Plan(device=device.name, choices=tuple(c for run in runs for c in run.choices)),
         graphs=found.graphs,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -12,11 +11,12 @@ from textwrap import wrap
 from typing import Any
 
 from moe_ops.passes.explain.trace import Break
+from moe_ops.passes.names import names
 from moe_ops.planning.cost import Device
 from moe_ops.planning.plan import Plan, Range
 from moe_ops.spec import REFERENCE
 
-VERSION = 2
+VERSION = 3
 WIDTH = 100
 LEGEND = (
     "E: experts (P: of all ranks), K of them for each token. D: the model's width, I: an expert's. "
@@ -124,6 +124,7 @@ class Explanation:
     """What the passes make of a model. `str` gives tables of at most 100 columns."""
 
     title: str
+    summary: str  # what `compile` logs of the model
     device: Device
     regions: tuple[Region, ...]
     left_alone: tuple[LeftAlone, ...]
@@ -152,7 +153,7 @@ class Explanation:
 
     def __str__(self) -> str:
         head = (_wrapped(f"{self.title} on {self.device.name}", ""), _wrapped(self.rates, "  "))
-        parts = ["\n".join(head)]
+        parts = ["\n".join(head), _wrapped(self.summary, "  ")]
         parts += [_region(n, region) for n, region in enumerate(self.regions, 1)]
         if self.regions:
             parts.append(_wrapped(LEGEND, ""))
@@ -296,32 +297,6 @@ def span(low: int, high: int | None) -> str:
     if high is None:
         return f"{low} or more" if low else "any"
     return str(low) if low == high else f"{low}-{high}"
-
-
-def names(layers: Sequence[str]) -> str:
-    """Layers in short: model.layers.{0-3,5}.mlp.experts where a number alone differs."""
-    layers = list(dict.fromkeys(layers))
-    if len(layers) == 1:
-        return layers[0]
-    splits = [re.split(r"(?<=\.)(\d+)(?=\.|$)", layer) for layer in layers]
-    if len({len(parts) for parts in splits}) == 1:
-        varying = [i for i, parts in enumerate(zip(*splits, strict=True)) if len(set(parts)) > 1]
-        if len(varying) == 1 and varying[0] % 2:
-            numbers = sorted(int(parts[varying[0]]) for parts in splits)
-            parts = splits[0]
-            parts[varying[0]] = f"{{{_numbers(numbers)}}}"
-            return "".join(parts)
-    return ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
-
-
-def _numbers(numbers: Iterable[int]) -> str:
-    spans: list[list[int]] = []
-    for n in numbers:
-        if spans and spans[-1][-1] == n - 1:
-            spans[-1][1:] = [n]
-        else:
-            spans.append([n])
-    return ",".join("-".join(map(str, s)) for s in spans)
 
 
 def si(value: float, unit: str) -> str:

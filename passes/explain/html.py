@@ -76,6 +76,7 @@ def page(found: Explanation) -> str:
     parts = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="dim">{escape(found.device.name)}: {escape(found.rates)}</p>',
+        f"<p>{escape(found.summary)}</p>",
         _cards(found),
         _regions(found),
         _roofline(found),

@@ -34,6 +34,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from moe_ops.passes.compiled import Compiled
 from moe_ops.passes.graph import layer_of
 from moe_ops.passes.pipeline import Pipeline
+from moe_ops.passes.summary import Place
 
 BY_VALUE = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
@@ -84,6 +85,7 @@ class Trace:
 
     graphs: int = 0
     breaks: list[Break] = field(default_factory=list)  # each place once
+    places: list[Place] = field(default_factory=list)  # the same with the calls that led there
     stopped: str = ""  # why what follows a break could not be traced
 
 
@@ -105,7 +107,7 @@ def trace(
     root = _root()
     compiled = torch.compile(root, backend=backend, dynamic=dynamic, **ISOLATED)
     no_caches = config.patch(force_disable_caches=True)
-    with undisturbed(found.breaks), no_caches, warnings.catch_warnings(), torch.inference_mode():
+    with undisturbed(found), no_caches, warnings.catch_warnings(), torch.inference_mode():
         warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
         try:
             Compiled(root, compiled, Pipeline(), dynamic)(function, *args, **kwargs)
@@ -137,10 +139,10 @@ def run_compiled(
 
 
 @contextlib.contextmanager
-def undisturbed(breaks: list[Break] | None = None) -> Iterator[None]:
+def undisturbed(found: Trace | None = None) -> Iterator[None]:
     """Put back what Dynamo keeps between compilations: compiled code, counters, sizes seen.
 
-    Code that was compiled before keeps what it has. The places of graph breaks go to `breaks`.
+    Code that was compiled before keeps what it has. The places of graph breaks go to `found`.
     """
     new: set[CodeType] = set()
     first_break = len(output_graph.graph_break_reasons)
@@ -161,9 +163,10 @@ def undisturbed(breaks: list[Break] | None = None) -> Iterator[None]:
             eval_frame.reset_code(code)
         reasons = output_graph.graph_break_reasons[first_break:]
         del output_graph.graph_break_reasons[first_break:]
-        if breaks is not None:
+        if found is not None:
             # Each frame that a break goes through has a reason of its own.
-            breaks.extend(dict.fromkeys(map(_break, reasons)))
+            found.breaks.extend(dict.fromkeys(map(_break, reasons)))
+            found.places.extend(map(Place.of, reasons))
         counters.clear()
         counters.update(counted)
         sizes.clear()

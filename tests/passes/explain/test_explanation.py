@@ -60,6 +60,7 @@ REGION = Region(
 OTHER = replace(REGION, op="experts", layers=("",), lifted_from=(), rows=(7, 7), at=(), format="")
 EXPLANATION = Explanation(
     title="Model",
+    summary="Model: 4 of 4 MoE layers and 4 of 4 routers run on moe_ops; cpu to 40 tokens",
     device=Device(
         name="a CPU",
         bytes_per_second=30e9,
@@ -97,6 +98,8 @@ def test_the_tables_of_an_explanation() -> None:
         """\
 Model on a CPU
   30 GB/s; 100 GFLOP/s float32; 200 GFLOP/s bfloat16, float16
+
+  Model: 4 of 4 MoE layers and 4 of 4 routers run on moe_ops; cpu to 40 tokens
 
 1. moe, 4 layers: model.layers.{0-2,4}.mlp.experts
    sizes        E=128 K=8 D=2048 I=768, bfloat16, mxfp4
@@ -172,7 +175,7 @@ def test_numbers_in_short() -> None:
 def test_an_explanation_goes_through_json() -> None:
     assert Explanation.from_json(EXPLANATION.to_json()) == EXPLANATION
     with pytest.raises(ValueError, match="has version 0"):
-        Explanation.from_json(EXPLANATION.to_json().replace('"version": 2', '"version": 0', 1))
+        Explanation.from_json(EXPLANATION.to_json().replace('"version": 3', '"version": 0', 1))
     with pytest.raises(ValueError, match="explanation's At has no token"):
         Explanation.from_json(EXPLANATION.to_json().replace('"tokens"', '"token"', 1))
 

@@ -1,0 +1,492 @@
+"""What is told of a compiled model: one line, a warning where experts or routers are left alone,
+and under `strict` an error; fresh and from caches."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import moe_ops
+from moe_ops.passes.compiled import pipeline_of
+from moe_ops.passes.explain.trace import Backend
+from moe_ops.passes.found import Found, Layer, keep, kept
+from moe_ops.passes.pipeline import HOOK, TRAINING
+from moe_ops.passes.sightings import Sighting
+from moe_ops.passes.summary import Place, experts_of, summarize
+from tests.hf import families
+from tests.moe_block import Block
+from tests.passes.explain.test_unfound import AllTokens, ChosenTokens, Model, OneHot
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = "cpu to 128 tokens, then aten"
+NORM = "the rows' weights is aten.add.Tensor, not aten.index.Tensor"
+
+
+# What is said, by what a model and its graphs have.
+
+
+class Experts(nn.Module):
+    """Experts by its name, as models write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4, 2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(2, 4)
+        self.experts = Experts()
+        self.shared_experts = nn.Linear(2, 2)
+
+
+class Decoder(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"mlp": Sparse()}) for _ in range(layers))
+
+
+def layer(n: int | str, **values: str) -> Layer:
+    name = f"layers.{n}.mlp.experts" if isinstance(n, int) else n
+    return Layer(module=name, **(values or {"runs_on": CPU}))
+
+
+def line(*layers: Layer, of: int = 2, **values: object) -> str:
+    return str(summarize("M", Decoder(of), [Found(model="Decoder", layers=layers, **values)]))  # type: ignore[arg-type]
+
+
+def test_the_layers_of_a_model_are_its_experts() -> None:
+    assert [e.name for e in experts_of(Decoder(2))] == [f"layers.{n}.mlp.experts" for n in (0, 1)]
+    assert [e.name for e in experts_of(moe_ops.MoELayer(4, 2, 16, 16))] == [""]
+    for none in (nn.Linear(2, 2), print, nn.ModuleDict({"experts": nn.Identity()})):
+        assert not list(experts_of(none))
+    two = nn.ModuleDict({"moe": nn.ModuleDict({"a": Experts(), "b": Experts()})})
+    assert [e.name for e in experts_of(two)] == ["moe"], "a module for each product is one layer"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "ernie4_5_vl_moe"])
+def test_the_layers_of_families_are_their_experts(family: str) -> None:
+    model = families.build(family).model
+    assert [e.name for e in experts_of(model)] == list(families.experts(model))
+
+
+def test_one_line_counts_layers_and_routers() -> None:
+    n = "M: {} of 2 MoE layers and {} of 2 routers run on moe_ops; "
+    assert line(layer(0), layer(1)) == n.format(2, 2) + CPU
+    other = layer(1, runs_on="aten for 7 tokens")
+    assert line(layer(0), other) == n.format(2, 2) + f"{CPU} (1); aten for 7 tokens (1)"
+    assert line(layer(0), layer(1, router="odd", runs_on=CPU)) == n.format(2, 1) + CPU
+    assert line(layer(0)) == n.format(1, 1) + f"{CPU}; 1 in no graph yet"
+    assert line(layer(0), layer(1, reason="odd")) == n.format(1, 1) + CPU
+    assert line(of=0) == "M: no MoE layer was found"
+    seen = Sighting(module="top", what="topk of 2 of 8, then x", of=8)
+    assert line(of=0, sightings=(seen,)) == (
+        "M: no MoE layer was found; seen instead: topk of 2 of 8, then x (top)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "count"),
+    [
+        ("layers.1.mlp.experts", 1),
+        ("layers.1.mlp.experts.base_layer", 1),  # in an adapter
+        ("layers.1.mlp", 1),  # the block itself calls an op
+        ("mlp.experts", 12),  # one graph of a decoder layer serves all
+        ("experts", 12),
+        ("1.mlp.experts", 1),
+        ("my.layers.1.mlp.experts", 1),  # a cached graph of a model that holds such a one
+    ],
+)
+def test_graphs_of_parts_belong_to_their_layers(module: str, count: int) -> None:
+    assert f": {count} of 12 MoE" in line(layer(module), of=12)
+
+
+def test_a_graph_of_the_experts_alone_is_known_by_its_class() -> None:
+    found = Found(model="Sparse", layers=(layer(""),))
+    assert ": 2 of 2 MoE" in str(summarize("M", Decoder(2), [found]))
+    assert ": 1 of 3 MoE" in str(
+        summarize("M", Decoder(2), [Found(model="X", layers=(layer(""),))])
+    )
+
+
+def test_a_region_compiled_once_stands_for_its_like() -> None:
+    assert ": 2 of 2 MoE" in line(layer(0), shares=True)
+    assert ": 0 of 2 MoE" in line(shares=True)
+
+
+def test_what_was_left_is_told_by_reason_and_names() -> None:
+    found = [
+        Found(model="M", layers=(layer(0, reason="cat_4 is odd"), layer(1, reason="cat_8 is odd")))
+    ]
+    summary = summarize("M", Decoder(2), found)
+    (complaint,) = summary.complaints()
+    assert complaint.startswith(
+        "M: moe_ops leaves 2 of 2 MoE layers as they were, which is slower "
+        "(layers.{0-1}.mlp.experts): cat_4 is odd. strict=True"
+    )
+    routers = [Found(model="M", layers=tuple(layer(n, router="odd", runs_on=CPU) for n in (0, 1)))]
+    summary = summarize("M", Decoder(2), routers)
+    assert not list(summary.complaints())
+    assert list(summary.remarks()) == [
+        "M: moe_ops leaves 2 of 2 routers as they were (layers.{0-1}.mlp.experts): odd"
+    ]
+
+
+def test_a_graph_that_ends_in_the_code_of_experts_is_why_they_are_in_none() -> None:
+    inside = Experts.forward.__code__.co_firstlineno + 1
+    for reason, told in (("Dynamic shape operator", "sizes that depend on values"), ("odd", "odd")):
+        place = Place(reason=reason, stack=((__file__, 1), (__file__, inside)))
+        (said,) = summarize("M", Decoder(2), [], [place]).complaints()
+        assert f"its code ends the graph: {told}" in said and f"{__file__}:{inside}" in said
+    for stack in (((__file__, 1),), (("other.py", inside),)):
+        elsewhere = summarize("M", Decoder(2), [], [Place(reason="odd", stack=stack)])
+        assert not list(elsewhere.complaints()) and len(elsewhere.unseen) == 2
+
+
+def test_what_is_found_is_kept_with_the_counts_of_a_graph() -> None:
+    sighting = Sighting(module="a", what="b", of=8, is_sure=True)
+    one = Found(model="M", layers=(layer(0), layer(1, reason="é")), sightings=(sighting,))
+    with kept() as found:
+        keep(one)
+        before = counters["inductor"].copy()
+        keep(one)
+    assert found == [one]
+    counters["inductor"] = before
+    with kept() as again:
+        counters["inductor"] += counters["inductor"] - before
+        keep(one)
+    assert again == [one]
+
+
+# From here on with Dynamo and the passes, and without code generation.
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Told]:
+    """What is logged, as pairs of level and text. Graphs run node by node."""
+
+    def run(wrapper: object, module: torch.fx.GraphModule, inputs: list, **_: object) -> object:
+        ours, inference = wrapper.config[HOOK], not torch.is_grad_enabled()  # type: ignore[attr-defined]
+        return Backend(lambda graph: ours(graph, inference))(module, inputs)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._TorchCompileInductorWrapper, "__call__", run)
+
+    def take() -> list[tuple[str, str]]:
+        records = [r for r in caplog.records if r.name == "moe_ops"]
+        caplog.clear()
+        return [(r.levelname, r.getMessage()) for r in records]
+
+    with caplog.at_level(logging.INFO, "moe_ops"):
+        yield take
+    torch._dynamo.reset()
+
+
+Told = Callable[[], list[tuple[str, str]]]
+
+
+def plain(model: nn.Module, **options: object) -> nn.Module:
+    return torch.compile(model, options=moe_ops.inductor_options(**options))  # type: ignore
+
+
+WAYS = pytest.mark.parametrize("way", [moe_ops.compile, plain], ids=["twin", "plain"])
+
+
+class Blocks(nn.Module):
+    def __init__(self, between: Callable[[Tensor], Tensor] = torch.relu) -> None:
+        super().__init__()
+        self.first, self.between, self.second = Block(), between, Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x)))
+
+
+def broken(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return x.relu()
+
+
+@WAYS
+@torch.inference_mode()
+def test_one_line_for_a_model_whatever_is_compiled_again(
+    way: Callable[..., nn.Module], told: Told
+) -> None:
+    fast = way(Blocks(), **({"dynamic": False} if way is moe_ops.compile else {}))
+    for T in (2, 1, 5):
+        fast(torch.randn(T, 16))
+    ((level, text),) = told()
+    assert level == "INFO"
+    assert text.startswith("Blocks: 2 of 2 MoE layers and 2 of 2 routers run on moe_ops; cpu for 2")
+
+
+@torch.inference_mode()
+def test_a_method_of_a_model_is_told_of_as_the_model(told: Told) -> None:
+    """So transformers compiles with a compile_config. A function is not known by its class."""
+    model, x = Blocks(), torch.randn(3, 16)
+    options = moe_ops.inductor_options()
+    torch.compile(model.forward, options=options)(x)
+    ((_, text),) = told()
+    assert text.startswith("Blocks: 2 of 2 MoE layers and 2 of 2 routers")
+    torch._dynamo.reset()
+    torch.compile(lambda x: model(x), options=options)(x)
+    ((_, text),) = told()
+    assert text.startswith("A function: 2 of 2 MoE layers and 2 of 2 routers")
+
+
+@torch.inference_mode()
+def test_each_model_has_its_line(told: Told) -> None:
+    for _ in range(2):  # Dynamo takes the graph of the first for the second
+        moe_ops.compile(Blocks())(torch.randn(3, 16))
+    lines = [text for _, text in told()]
+    assert len(lines) == 2 and lines[0] == lines[1]
+
+
+@torch.inference_mode()
+def test_graphs_that_break_off_are_counted_together(told: Told) -> None:
+    moe_ops.compile(Blocks(broken))(torch.randn(3, 16))
+    ((_, text),) = told()
+    assert text.startswith("Blocks: 2 of 2 MoE layers and 2 of 2 routers")
+
+
+@WAYS
+@torch.inference_mode()
+def test_a_dense_model_has_no_layer_and_no_warning(
+    way: Callable[..., nn.Module], told: Told
+) -> None:
+    class Sampler(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).topk(2, -1).values
+
+    way(nn.Sequential(nn.Linear(16, 16)), strict=True)(torch.randn(3, 16))
+    assert told() == [("INFO", "Sequential: no MoE layer was found")]
+    way(Sampler(16, 16), strict=True)(torch.randn(3, 16))
+    ((level, text),) = told()
+    assert level == "INFO" and "seen instead: topk of 2 of 16" in text
+
+
+OTHERS = {
+    OneHot: "topk of 2 of 8, then a one-hot mask over 8 experts, all of which run all tokens",
+    AllTokens: "topk of 2 of 8, then a loop over 8 experts, each of which runs all tokens",
+    ChosenTokens: "topk of 2 of 8, then experts in no form that a pass knows, or in another graph",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [(k, w) for k in OTHERS for w in (moe_ops.compile, plain) if (k, w) != (ChosenTokens, plain)],
+)
+@torch.inference_mode()
+def test_layers_in_another_form_are_warned_of_with_the_reason(
+    kind: Callable[[], nn.Module], way: Callable[..., nn.Module], told: Told
+) -> None:
+    way(Model(kind()))(torch.randn(16, 32))
+    info, warning = told()
+    assert info == ("INFO", "Model: 0 of 2 MoE layers and 0 of 2 routers run on moe_ops")
+    assert warning[0] == "WARNING" and OTHERS[kind] in warning[1]  # type: ignore[index]
+    assert "leaves 2 of 2 MoE layers as they were, which is slower (layers.{0,2}" in warning[1]
+
+
+class Apart(nn.Module):
+    """Experts behind the end of a graph."""
+
+    def __init__(self, known: bool) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(16, 4), Known() if known else Unknown()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(-1).topk(2)
+        torch._dynamo.graph_break()
+        return self.experts(x, weights, ids)
+
+
+class Known(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13, self.w2 = (nn.Parameter(torch.randn(s)) for s in ((4, 16, 16), (4, 16, 8)))
+
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return moe_ops.experts(x, weights, ids, self.w13, self.w2)
+
+
+class Unknown(Known):
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+
+@WAYS
+@torch.inference_mode()
+def test_experts_behind_a_break_are_found(way: Callable[..., nn.Module], told: Told) -> None:
+    way(Apart(True))(torch.randn(3, 16))
+    lines = told()
+    assert lines[0][1].startswith("Apart: 1 of 1 MoE layers and 0 of 1 routers run on moe_ops")
+    ((level, text),) = lines[1:]
+    assert level == "WARNING" and "leaves 1 of 1 routers" in text and "not in this graph" in text
+
+
+@WAYS
+@torch.inference_mode()
+def test_experts_whose_code_ends_a_graph_are_told_with_the_line(
+    way: Callable[..., nn.Module], told: Told
+) -> None:
+    way(Apart(False))(torch.randn(3, 16))
+    texts = [text for level, text in told() if level == "WARNING"]
+    at = Unknown.forward.__code__.co_firstlineno + 1
+    assert len(texts) == 1 and "its code ends the graph: " in texts[0]
+    assert f"{__file__}:{at}" in texts[0]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@torch.inference_mode()
+def test_strict_raises_there(kind: Callable[[], nn.Module], told: Told) -> None:
+    fast = moe_ops.compile(Model(kind()), strict=True)
+    for _ in range(2):
+        with pytest.raises(Exception, match="strict: Model: moe_ops leaves 2 of 2 MoE layers"):
+            fast(torch.randn(16, 32))
+
+
+def test_training_is_a_reason_too(told: Told) -> None:
+    fast = moe_ops.compile(Blocks())
+    for _ in range(2):
+        fast(torch.randn(3, 16)).sum().backward()
+    _, info, (level, text) = told()
+    assert info == ("INFO", "Blocks: 0 of 2 MoE layers and 0 of 2 routers run on moe_ops")
+    assert level == "WARNING" and TRAINING in text
+    with torch.no_grad():
+        fast(torch.randn(3, 16))
+    assert told() == [] and len(pipeline_of(fast).runs) > 1
+
+
+def test_a_layer_that_gradients_leave_to_eager_mode_is_told_with_its_reason(told: Told) -> None:
+    layer = nn.Sequential(moe_ops.MoELayer(4, 2, 16, 16, internal_gate=True))
+    for t in layer.parameters():
+        t.data.normal_(0, 0.1)
+    fast = moe_ops.compile(layer)
+    fast(torch.randn(3, 16))
+    info, (level, text) = told()
+    assert info[1].startswith("Sequential: 0 of 1 MoE layers")
+    assert level == "WARNING" and "something requires grad" in text
+    with torch.inference_mode():
+        moe_ops.compile(layer)(torch.randn(3, 16))
+    ((_, text),) = told()
+    assert text.startswith("Sequential: 1 of 1 MoE layers and 1 of 1 routers")
+
+
+EVERY = pytest.mark.every
+FAMILIES = [
+    ("qwen3_moe", "2 of 2 MoE layers and 2 of 2 routers", ""),
+    pytest.param("deepseek_v3", "1 of 1 MoE layers and 1 of 1 routers", "", marks=EVERY),
+    pytest.param("gpt_oss", "2 of 2 MoE layers and 2 of 2 routers", "", marks=EVERY),
+    ("phimoe", "2 of 2 MoE layers and 0 of 2 routers", "leaves 2 of 2 routers as they were ("),
+    ("muse_spark", "0 of 1 MoE layers and 0 of 1 routers", "leaves 1 of 1 MoE layers as they were"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "counts", "left"), FAMILIES)
+@torch.inference_mode()
+def test_families(family: str, counts: str, left: str, told: Told) -> None:
+    if family not in families.discover():
+        pytest.skip(f"this transformers has no {family}")
+    tiny = families.build(family)
+    name, inputs = type(tiny.model).__name__, {**tiny.inputs, "use_cache": False}
+    moe_ops.compile(tiny.model)(**inputs)
+    lines = [(level, text) for level, text in told() if not text.startswith("generate of")]
+    assert lines[0][1].startswith(f"{name}: {counts} run on moe_ops")
+    assert [level for level, _ in lines[1:]] == ["WARNING"] * bool(left)
+    assert all(left in text for _, text in lines[1:])
+    explained = " ".join(str(moe_ops.explain(tiny.model, inputs)).split())
+    assert lines[0][1] in explained, "explain has the same words"
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_generate_tells_of_the_layers_that_share_a_graph(told: Told) -> None:
+    tiny = families.build("qwen3_moe")
+    fast = moe_ops.compile(tiny.model)
+    for _ in range(2):
+        fast.generate(tiny.inputs["input_ids"], max_new_tokens=3, do_sample=False)
+    (text,) = (text for _, text in told() if not text.startswith("generate"))
+    assert (
+        text == f"Qwen3MoeForCausalLM: 2 of 2 MoE layers and 2 of 2 routers run on moe_ops; {CPU}"
+    )
+
+
+# From here on in processes of their own, with Inductor and its caches. Ops alone are called, so no
+# C++ is compiled.
+
+PROGRAM = """
+import logging, sys
+import torch
+import moe_ops
+from torch import nn
+from torch._dynamo.utils import counters
+
+logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stdout)
+logging.getLogger("moe_ops").setLevel(logging.INFO)
+
+
+class Moe(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w13, self.w2 = (nn.Parameter(torch.randn(s)) for s in ((4, 16, 16), (4, 16, 8)))
+
+    def forward(self, x, logits):
+        return moe_ops.moe(x, logits, self.w13, self.w2, 2)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 3, 16))
+
+    def forward(self, x, logits):
+        return torch.bmm(x.expand(4, *x.shape), self.w.mT)
+
+
+for kind in (Moe, Experts):
+    model = nn.ModuleDict({"block": kind()})
+    model.forward = lambda x, logits: model["block"](x, logits)
+    with torch.no_grad():
+        moe_ops.compile(kind())(torch.randn(3, 16), torch.randn(3, 4))
+        plain = torch.compile(kind(), options=moe_ops.inductor_options())
+        plain(torch.randn(5, 16), torch.randn(5, 4))
+print(counters["inductor"]["fxgraph_cache_miss"])
+"""
+
+
+@pytest.mark.slow
+def test_a_warm_start_says_the_same(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    env.pop("TORCHINDUCTOR_FORCE_DISABLE_CACHES", None)
+    said, missed = [], []
+    (tmp_path / "program.py").write_text(PROGRAM)
+    for _ in range(2):
+        program = [sys.executable, str(tmp_path / "program.py")]
+        done = subprocess.run(program, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        *lines, misses = done.stdout.splitlines()
+        said.append([line for line in lines if "MoE" in line])
+        missed.append(int(misses))
+    assert missed[0] and not missed[1]
+    assert said[0] == said[1]
+    assert [line.split(";")[0] for line in said[0] if line.startswith("INFO")] == [
+        "INFO Moe: 1 of 1 MoE layers and 1 of 1 routers run on moe_ops",
+        "INFO Moe: 1 of 1 MoE layers and 1 of 1 routers run on moe_ops",
+        "INFO Experts: 0 of 1 MoE layers and 0 of 1 routers run on moe_ops",
+        "INFO Experts: 0 of 1 MoE layers and 0 of 1 routers run on moe_ops",
+    ]
+    assert sum(line.startswith("WARNING Experts: moe_ops leaves 1 of 1") for line in said[0]) == 2
