@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.installed import require_transformers
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.parallel.expert_map import PLACEMENTS, ExpertPlacement, place
 from moe_ops.parallel.load_balance import Rebalanced, rank_loads, rebalance
@@ -251,6 +252,7 @@ def find_model(args: argparse.Namespace) -> Model:
         if missing:
             raise ValueError(f"give a --model, or also {', '.join(missing)}")
         return Model(**given)
+    require_transformers("--model")
     import transformers
 
     if Path(args.model).is_dir():

@@ -18,6 +18,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import needed  # noqa: F401
 import torch
 import transformers
 from generate import CONFIGS, build, say, seconds

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import needed  # noqa: F401
 import torch
 import transformers
 from torch import Tensor

@@ -24,6 +24,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import needed  # noqa: F401
 import timeline
 import torch
 import torch.distributed as dist

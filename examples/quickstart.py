@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, NoReturn
 
+import needed  # noqa: F401
 import torch
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, logging

@@ -13,6 +13,7 @@ import random
 import sys
 import time
 
+import needed  # noqa: F401
 import torch
 import transformers
 from generate import CONFIGS

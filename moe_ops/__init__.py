@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import moe_ops.backends  # noqa: F401  (registers the backends)
 from moe_ops import aot_cache, fake_impls, gradients, ops, quant, spec
-from moe_ops.installed import __version__, clash, version
+from moe_ops.installed import __version__, clash, lacks_transformers, refuse_experts, version
 from moe_ops.late import when_imported
 from moe_ops.layouts import Layout
 from moe_ops.ops import (
@@ -107,8 +108,23 @@ __all__ = [
 
 
 aot_cache.tag(spec, gradients, ops, fake_impls, quant)
-# So that `from_pretrained` finds models whose experts we quantised, without an import of its own.
-when_imported("transformers.quantizers.auto", lambda: importlib.import_module("moe_ops.pretrained"))
+
+
+def _join(name: str) -> None:
+    """Import a module of ours that tells transformers of us, in the middle of an import of
+    transformers: one that is too old for us has to remain of use."""
+    fault = lacks_transformers()
+    if fault is None:
+        importlib.import_module(name)
+    elif name == "moe_ops.hf":
+        logging.getLogger("moe_ops").warning("transformers is not told of moe_ops, which %s", fault)
+        refuse_experts("moe_ops", fault)
+
+
+# So that `from_pretrained` finds models whose experts we quantised, and knows the experts
+# implementation "moe_ops", without an import of its own.
+when_imported("transformers.quantizers.auto", lambda: _join("moe_ops.pretrained"))
+when_imported("transformers.modeling_utils", lambda: _join("moe_ops.hf"))
 if fault := clash():
     warnings.warn(fault, stacklevel=2)
 

@@ -1,9 +1,12 @@
-"""The command line: what moe_ops makes of a model, and which backends run here."""
+"""The command line: what moe_ops makes of a model, which backends run here, and other programs with
+moe_ops imported."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
+import runpy
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -34,6 +37,16 @@ examples:
   python -m moe_ops explain Qwen/Qwen3-30B-A3B --html qwen3.html
   python -m moe_ops explain gpt_oss --tiny --depyf dumps
 """
+RUN = """\
+Imports moe_ops and runs a module with the remaining arguments, as python -m MODULE would. So a
+program that knows nothing of moe_ops loads models that moe_ops quantised, and models of
+transformers whose experts run on moe_ops: where experts_implementation is given as "moe_ops".
+"""
+RUN_EXAMPLES = """\
+example:
+  python -m moe_ops run lm_eval --tasks hellaswag --model hf \\
+    --model_args pretrained=Qwen/Qwen3-30B-A3B,experts_implementation=moe_ops
+"""
 # Sizes for --tiny, of those that a config has.
 TINY = {
     "hidden_size": 64,
@@ -61,9 +74,14 @@ TINY = {
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command line. Returns 0; bad usage, a file that cannot be written, and a model that
-    transformers cannot find or build exit with 2 and a line on stderr."""
+    transformers cannot find or build exit with 2 and a line on stderr. A module that is run exits
+    as it does under `python -m`, and with 1 and a line on stderr if there is none."""
+    words = sys.argv[1:] if words is None else list(words)
+    if words[:1] == ["run"] and len(words) > 1 and not words[1].startswith("-"):
+        return run(words[1], words[2:])  # whose arguments are its own, whatever they look like
     top = parser()
     args = top.parse_args(words)
+    warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
     if args.command == "backends":
         from moe_ops.backends import available
 
@@ -91,10 +109,39 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
+def run(module: str, args: Sequence[str]) -> int:
+    """Run a module as `python -m` does, with these arguments."""
+    fault = not_found(module)
+    if fault is not None:
+        print(f"python -m moe_ops run: {fault}", file=sys.stderr)
+        return 1
+    sys.argv[1:] = args
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0
+
+
+def not_found(module: str) -> str | None:
+    """Why there is no module of this name to run; None if there is."""
+    if Path(module).is_file() or module.endswith(".py") or "/" in module:
+        return f"{module} is no name of a module; give the name as after python -m, without .py"
+    try:
+        spec = importlib.util.find_spec(module)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{module}.__main__")
+            if spec is None:
+                return f"{module} is a package without a __main__, which cannot be run"
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the package around it lacks something
+        spec = None
+    return f"No module named {module}" if spec is None else None
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m moe_ops",
-        description="What moe_ops makes of a model, and which backends run on this machine.",
+        description="What moe_ops makes of a model, which backends run on this machine, and other "
+        "programs with moe_ops imported.",
         epilog="Measurements: python -m moe_ops.bench --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps the lines of --version
     )
@@ -130,6 +177,15 @@ def parser() -> argparse.ArgumentParser:
     add("--html", metavar="FILE", help="write one self-contained page")
     add("--json", metavar="FILE", help="write all that is shown, and the plan, as JSON")
     add("--depyf", metavar="DIR", help="compile and run the model, and write depyf's dumps")
+    runs = commands.add_parser(
+        "run",
+        help="import moe_ops, then run a module as python -m would",
+        description=RUN,
+        epilog=RUN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    runs.add_argument("module", metavar="MODULE", help="as after python -m")
+    runs.add_argument("args", metavar="...", nargs="*", help="the module's arguments, as they are")
     commands.add_parser(
         "backends", help="which backends there are, what each needs, and which run here"
     )
@@ -142,9 +198,8 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     Raises ValueError for a name that is neither a model type, a folder nor a hub id, and what
     transformers raises.
     """
+    installed.require_transformers("explain of a model by its name")
     import transformers
-
-    import moe_ops.hf  # noqa: F401  (registers the experts implementation moe_ops)
 
     transformers.logging.set_verbosity_error()
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -213,5 +268,4 @@ def one_line(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
     sys.exit(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ from torch.utils import _pytree as pytree
 from moe_ops import gpus
 from moe_ops.graphs.cuda_graph import GraphPool
 from moe_ops.hooks import hooks_of
+from moe_ops.installed import is_transformers_model, require_transformers
 from moe_ops.interrupts import call_compiled
 from moe_ops.options import check_flag
 from moe_ops.own_code import compile_call
@@ -91,7 +91,8 @@ def compile(
     Compile again where a forward hook was added or removed: torch.compile does not see that. With
     hooks `generate` is transformers' own, as a captured step does not call them.
 
-    Raises TypeError if `model` is not a module, ValueError for an unknown mode, and as
+    Raises TypeError if `model` is not a module, ImportError for a model of a transformers that is
+    too old, ValueError for an unknown mode, and as
     `inductor_options` does.
     """
     if not isinstance(model, nn.Module):
@@ -99,6 +100,8 @@ def compile(
             f"model must be an nn.Module, got {type(model).__name__}; for a function call "
             "torch.compile(function, options=moe_ops.inductor_options())"
         )
+    if is_transformers_model(model):
+        require_transformers("moe_ops.compile of a model of transformers")
     check_flag("fullgraph", fullgraph)
     if dynamic is not None:
         check_flag("dynamic", dynamic)
@@ -135,16 +138,11 @@ def compile_config(*, extra: Mapping[str, Any] | None = None, **options: Any) ->
     The arguments are those of `inductor_options`. Only steps are compiled, and a new length of the
     cache compiles again; `compile` does better. Needs transformers.
     """
+    require_transformers("moe_ops.compile_config")
     from moe_ops.generation.generate import config_with
 
     defaults = {"triton.cudagraphs": True, **STEP_OPTIONS}
     return config_with(inductor_options(extra={**defaults, **known_options(extra)}, **options))
-
-
-def is_transformers_model(model: nn.Module) -> bool:
-    """Without importing transformers: it has been, if there is such a model."""
-    utils = sys.modules.get("transformers.modeling_utils")
-    return utils is not None and isinstance(model, utils.PreTrainedModel)
 
 
 def quicken(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import platform
+import re
+import sys
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 __version__ = "0.1.0"
 
@@ -15,6 +18,8 @@ DISTRIBUTIONS = {
     "flashinfer": ("flashinfer-python",),
     "cutlass": ("nvidia-cutlass-dsl",),
 }
+# The oldest transformers that works, as the extra "hf" of pyproject.toml has it.
+TRANSFORMERS = "5.17"
 REPORTED = ("torch", "triton", "transformers", "flashinfer")
 
 
@@ -26,6 +31,46 @@ def version(library: str) -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return None
+
+
+def lacks_transformers() -> str | None:
+    """What is wrong with the transformers that is installed, and what to do; None if it will do."""
+    # One that was imported already may be another than the one that is installed.
+    found = getattr(sys.modules.get("transformers"), "__version__", None) or version("transformers")
+    if found is not None and _numbers(found) >= _numbers(TRANSFORMERS):
+        return None
+    what = "it is not installed" if found is None else f"{found} is installed"
+    return f"needs transformers {TRANSFORMERS} or newer, and {what}; pip install -U '{OURS}[hf]'"
+
+
+def require_transformers(what: str) -> None:
+    """Raise ImportError unless there is a transformers that will do for this."""
+    fault = lacks_transformers()
+    if fault is not None:
+        raise ImportError(f"{what} {fault}", name="transformers")
+
+
+def is_transformers_model(model: object) -> bool:
+    """Without importing transformers: it has been, if there is such a model."""
+    utils = sys.modules.get("transformers.modeling_utils")
+    return utils is not None and isinstance(model, utils.PreTrainedModel)
+
+
+def refuse_experts(name: str, fault: str) -> None:
+    """Have a transformers that is too old say so where its experts are to run on this
+    implementation: it looks the name up when it loads a model, and calls what it finds."""
+    interface = getattr(sys.modules.get("transformers.integrations.moe"), "ExpertsInterface", None)
+
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise ImportError(f"experts_implementation={name!r} {fault}", name="transformers")
+
+    if interface is not None:
+        interface.register(name, refuse)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(n) for n in re.findall(r"\d+", text)[:2])
 
 
 def clash() -> str | None:

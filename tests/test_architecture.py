@@ -76,14 +76,17 @@ MAY_IMPORT = {
     ),
     "planning": May(OP | {"quant", "terminal"}),
     "graphs": May(OP | {"arena", "layer", "planning", "prepared"}),
-    "hf": May(BACKEND | {"prepared"}, TRANSFORMERS | {"safetensors"}),
+    "hf": May(BACKEND | {"installed", "prepared"}, TRANSFORMERS | {"safetensors"}),
     "pretrained": May(frozenset({"hf", "options", "quant", "signature"}), TRANSFORMERS),
     "published": May(
-        frozenset({"hf", "layer", "options", "pretrained", "quant", "shapes", "weights"}),
+        frozenset(
+            {"hf", "installed", "layer", "options", "pretrained", "quant", "shapes", "weights"}
+        ),
         TRANSFORMERS,
     ),
     "generation": May(
-        BACKEND | {"decode_ops", "hf", "hooks", "own_code", "prepared", "terminal"}, TRANSFORMERS
+        BACKEND | {"decode_ops", "hf", "hooks", "installed", "own_code", "prepared", "terminal"},
+        TRANSFORMERS,
     ),
     # torch writes symbolic sizes in sympy.
     "passes": May(
@@ -91,7 +94,9 @@ MAY_IMPORT = {
         frozenset({"torch", "sympy"}),
     ),
     # It knows passes and generation, which do not know each other.
-    "compiler": May(LOW | {"passes", "generation", "graphs", "hooks", "own_code", "twin"}),
+    "compiler": May(
+        LOW | {"passes", "generation", "graphs", "hooks", "installed", "own_code", "twin"}
+    ),
     # A leaf: it measures everything, and nobody imports it.
     "bench": May(
         BACKEND

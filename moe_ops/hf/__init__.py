@@ -6,11 +6,15 @@ import importlib
 import warnings
 from typing import Any
 
-from moe_ops.hf import experts, fp8, over_ranks
-from moe_ops.hf.mxfp4 import adopt_mxfp4
-from moe_ops.hf.optimize import optimize, restore
-from moe_ops.hf.over_ranks import share_experts
-from moe_ops.hf.quantize import quantize_model
+from moe_ops.installed import require_transformers
+
+require_transformers("moe_ops.hf, with optimize, quantize_model and share_experts,")
+
+from moe_ops.hf import experts, fp8, over_ranks  # noqa: E402
+from moe_ops.hf.mxfp4 import adopt_mxfp4  # noqa: E402
+from moe_ops.hf.optimize import optimize, restore  # noqa: E402
+from moe_ops.hf.over_ranks import share_experts  # noqa: E402
+from moe_ops.hf.quantize import quantize_model  # noqa: E402
 
 __all__ = ["adopt_mxfp4", "optimize", "quantize_model", "restore", "share_experts"]
 

@@ -7,6 +7,10 @@ one; `stacked.py` puts single experts in floats together; `loader.py` is how tra
 is not experts.
 """
 
-from moe_ops.published.model import from_checkpoint
+from moe_ops.installed import require_transformers
+
+require_transformers("moe_ops.from_checkpoint")
+
+from moe_ops.published.model import from_checkpoint  # noqa: E402
 
 __all__ = ["from_checkpoint"]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from moe_ops.installed import is_transformers_model, require_transformers
 from moe_ops.options import check_flag, check_ints, check_text, check_type, check_writable
 from moe_ops.passes import PIPELINE
 from moe_ops.passes.compiled import inductor_options
@@ -61,6 +62,8 @@ def explain(
     """
     if not callable(model):
         raise TypeError(f"model must be a module or another callable, got {described(model)}")
+    if is_transformers_model(model):
+        require_transformers("moe_ops.explain of a model of transformers")
     args, kwargs = _arguments(inputs)
     if tokens is not None:
         tokens = check_ints("tokens", tokens, least=1)
