@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import statistics
 import sys
 import time
@@ -31,6 +32,8 @@ from moe_ops.shapes import check_choice
 from moe_ops.signature import described
 from moe_ops.spec import REFERENCE
 from moe_ops.terminal import rewrite
+
+log = logging.getLogger("moe_ops")
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 # Inputs and weights that take turns, so that no call finds those of the last one in a cache.
@@ -88,6 +91,8 @@ def tune(
                 if possible is None or count <= possible
             ]
             missing = [cell for cell in cells if cell not in known]
+            if missing:
+                log.info("tune measures %d times of %s", len(missing), _words(layer))
             calls = make() if missing else []
             for i, cell in enumerate(missing, 1):
                 known[cell] = measure(calls, cell)

@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ import torch
 from moe_ops import gpus
 from moe_ops.backend import Needs
 from moe_ops.gpus import Capability
+
+log = logging.getLogger("moe_ops")
 
 DISTRIBUTION, LEAST = "flashinfer-python", "0.7.2"
 CUTE_DSL = "nvidia-cutlass-dsl"
@@ -91,8 +94,18 @@ def _refusal(machine: Machine, device: torch.device) -> str | None:
 @functools.cache
 def module(name: str) -> Any:
     """A module of FlashInfer, imported now, so that its tensors serve in any grad mode."""
+    _tell_of_first_use()
     with torch.inference_mode(False), torch.no_grad():
         return importlib.import_module(name)
+
+
+@functools.cache
+def _tell_of_first_use() -> None:
+    log.info(
+        "FlashInfer %s is imported; kernels that it has not compiled before it compiles when they "
+        "are first called, which takes up to minutes, and keeps",
+        version(),
+    )
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.interrupts import let_through
+from moe_ops.kernels.cpu.built import built
 
 log = logging.getLogger("moe_ops")
 
@@ -73,10 +74,8 @@ _SIGNATURES = {
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    from torch._inductor.codecache import CppCodeCache
-
     source = "\n".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
-    library = CppCodeCache.load(source, extra_flags=("-ffp-contract=fast",))
+    library = built(source, "", ("-ffp-contract=fast",))
     for name, signature in _SIGNATURES.items():
         for dtype in ("bfloat16", "float32"):
             function = getattr(library, f"{name}_{dtype}")

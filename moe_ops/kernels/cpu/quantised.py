@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.kernels.cpu import LayerFields, layer_of, pointer, refusal_of
+from moe_ops.kernels.cpu.built import built
 
 SOURCES = ("layer.h", "codes.h", "inputs.h", "weights.h", "panels.h", "quantised.cpp")
 # Names of codes.h by element type, and in the order of the numbers that weights.h gives them.
@@ -113,8 +114,6 @@ class Codes:
 
 @functools.cache
 def _library(element: str, inputs: str, instructions: str) -> ctypes.CDLL:
-    from torch._inductor.codecache import CppCodeCache
-
     source = "\n".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
     flags = [
         *("-ffp-contract=fast", "-ftree-loop-vectorize"),
@@ -122,7 +121,7 @@ def _library(element: str, inputs: str, instructions: str) -> ctypes.CDLL:
     ]
     if instructions:
         flags.append(f"-DMOE_AT_MOST_{instructions}")
-    library = CppCodeCache.load(source, extra_flags=flags)
+    library = built(source, f" of {element}", flags)
     for dtype in ("bfloat16", "float32"):
         function = getattr(library, f"moe_experts_{dtype}")
         function.argtypes = [

@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from moe_ops.interrupts import let_through
+from moe_ops.kernels.cpu.built import built
 
 log = logging.getLogger("moe_ops")
 
@@ -24,12 +25,11 @@ SMALLEST = 1 << 12
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """The compiled kernel, or None, with one warning, where there is no compiler."""
-    from torch._inductor.codecache import CppCodeCache
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
     source = Path(__file__).with_name("transpose.cpp").read_text()
     try:
-        library = CppCodeCache.load(source)
+        library = built(source, " that transpose")
     except (CppCompileError, InvalidCxxCompiler, OSError) as error:
         let_through(error, compiling=True)
         reason = str(error).splitlines()[0]

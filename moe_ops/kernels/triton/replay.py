@@ -26,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime import driver
 
+from moe_ops.kernels.triton.first_use import tell_of_first_compilation
+
 Tensors = tuple[Tensor | None, ...]
 R = TypeVar("R", bound=Tensor | tuple[Tensor, ...])
 Place = tuple[int, int]  # which of a call's bases, and the bytes from its beginning
@@ -40,6 +42,9 @@ _ALLOCATIONS = (
 
 _recorder: ContextVar[_Recorder | None] = ContextVar("moe_ops_recorder", default=None)
 _recordings: dict[Hashable, _Recording | None] = {}
+
+
+tell_of_first_compilation()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
