@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moe_ops.generation.slots import CACHE, Empty, Incoming
@@ -79,7 +80,7 @@ class Way:
     unmasked: bool = False
 
 
-def divided(model: nn.Module, way: Way) -> nn.Module:
+def divided(model: PreTrainedModel, way: Way) -> PreTrainedModel:
     """A twin that runs like the model it was made of, its layers, and the modules beside them (the
     last norm, rotary embeddings), in this way. Weights are shared."""
     (path,) = layer_lists(model)
@@ -92,7 +93,19 @@ def divided(model: nn.Module, way: Way) -> nn.Module:
         parent._modules[name] = child
         assert child is not None
         parent = child
+    head = model.get_output_embeddings()
+    for name, module in twin._modules.items():
+        if module is head and isinstance(head, nn.Linear):
+            twin._modules[name] = _of_rows(head)
     return twin
+
+
+def _of_rows(head: nn.Linear) -> nn.Linear:
+    """A copy of the head for the last tokens of prompts. They are a slice [B, 1, D] whose rows lie
+    apart, of which torch makes B products, on a CPU with a copy of the weight for each."""
+    copied = copy.copy(head)
+    copied._compiled_call_impl = lambda x: head(x.contiguous())
+    return copied
 
 
 def _divide(parent: nn.Module, layers: nn.ModuleList, name: str, way: Way) -> None:

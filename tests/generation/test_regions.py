@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+import moe_ops
 from moe_ops import compiler
 from moe_ops.generation.regions import ByKind
+from tests.hf import families
 
 
 class Layer(nn.Module):
@@ -56,3 +58,29 @@ def test_one_graph_for_all_prompts_but_those_of_one_token(B: int, S: int, compil
         x = torch.randn(shape)
         assert torch.equal(region(layer, x), scaled(layer, x))
     assert len(graphs) == compiles
+
+
+class Head(nn.Linear):
+    """A head that notes how its inputs lie, in a list that its copies share."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes, bias=False)
+        self.seen: list[Any] = []
+
+    def forward(self, x: Any) -> Any:
+        self.seen.append((tuple(x.shape), x.is_contiguous()))
+        return super().forward(x)
+
+
+def test_the_head_gets_rows_that_follow_each_other() -> None:
+    model = families.build("qwen3_moe").model
+    plain = model.lm_head
+    model.lm_head = Head(plain.in_features, plain.out_features).eval()
+    model.lm_head.load_state_dict(plain.state_dict())
+    ids, how = torch.arange(12).view(3, 4), {"max_new_tokens": 2, "do_sample": False}
+    with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+        want = model.generate(ids, **how)
+        assert model.lm_head.seen[0] == ((3, 1, plain.in_features), False)  # so that it can fail
+        model.lm_head.seen.clear()
+        assert torch.equal(moe_ops.compile(model).generate(ids, **how), want)
+    assert [lie for _, lie in model.lm_head.seen] == [True, True]
