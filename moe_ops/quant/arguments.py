@@ -135,7 +135,7 @@ def check_static_scale(
             "leave it out"
         )
     each, of = (rows, "rows") if found.has_global_scale else (experts, "experts here")
-    one = scale.numel() == 1 or tuple(scale.shape) == (each,)
+    one = tuple(scale.shape) == (each,) or scale.numel() == 1  # in this order for varying sizes
     if not one or scale.dtype != torch.float32:
         wanted = f" or one for each of the {each} {of}" if each > 1 else ""
         raise ValueError(

@@ -305,14 +305,14 @@ def _global(global_scale: Tensor | None, format: Format, x: Tensor) -> Tensor | 
         return None
     if not format.has_global_scale:
         raise ValueError(f"{format.name} has no global scale, got one; fold it into the scales")
-    if global_scale.numel() != 1 and global_scale.shape != x.shape[:-2]:
+    if global_scale.shape == x.shape[:-2]:  # asked first, as it is known of sizes that vary
+        return global_scale.float()[..., None, None]
+    if global_scale.numel() != 1:
         raise ValueError(
             f"global_scale must be one value or have shape {tuple(x.shape[:-2])}, "
             f"got shape {tuple(global_scale.shape)}; give one for each leading index"
         )
-    if global_scale.numel() == 1:
-        return global_scale.float().reshape(())
-    return global_scale.float()[..., None, None]
+    return global_scale.float().reshape(())
 
 
 def _check_dtype(scale: Tensor, format: Format) -> None:
