@@ -36,6 +36,8 @@ NO_GRADIENT = (
 # What a module of plain weights holds; of fake ones while torch.export or FakeTensorMode runs it.
 PLAIN_TENSORS = (Tensor, nn.Parameter, FakeTensor)
 
+DOUBLE = "its weights are torch.float64"  # which grouped_mm does not take either
+
 # Classes of activation functions (transformers.activations and torch.nn) by the `kind` that
 # computes the same.
 ACTIVATIONS = {
@@ -138,7 +140,13 @@ def experts_forward(
 ) -> Tensor:
     """An experts forward of transformers, by the `experts` op where that is exact."""
     found = stored_format(self) or describe(self)
-    return run(self, found, hidden_states, top_k_index, top_k_weights, grouped_mm_experts_forward)
+    given = hidden_states, top_k_index, top_k_weights
+    if found == DOUBLE:
+        name = type(self).__name__
+        warn_once(f"{name} runs on transformers' loop over experts: {found}")
+        forward: Callable[..., Tensor] = type(self).forward.__wrapped__  # type: ignore[attr-defined]
+        return forward(self, *given)
+    return run(self, found, *given, grouped_mm_experts_forward)
 
 
 def run(

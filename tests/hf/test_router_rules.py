@@ -194,3 +194,13 @@ def test_settings_that_their_code_refuses_are_refused_as_there(
     moe_ops.optimize(model)
     with pytest.raises(type(stock.value), match=re.escape(str(stock.value))), torch.no_grad():
         model(torch.arange(9)[None])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_a_model_in_float64_runs_as_without_us(family: str) -> None:
+    tiny = families.build(family, "eager")
+    tiny.model.double()
+    want = families.run(tiny, tiny.inputs)
+    moe_ops.optimize(tiny.model)
+    assert torch.equal(families.run(tiny, tiny.inputs), want)
+    assert want.dtype == torch.float64
