@@ -177,8 +177,8 @@ def test_float8_blocks_may_be_ragged() -> None:
          "it is a scheme, of the weights int4:row, int4:1x32, int4:1x64, int4:1x128, uint4:row, "
          "uint4:1x32, uint4:1x64, uint4:1x128; name one of them"),
         ({"weights": "mxfp4", "inputs": "int8_w8a8"},
-         "it is a scheme, of the weights int8:tensor, int8:row and the inputs int8:tensor, "
-         "int8:row; name one of each"),
+         "it is a scheme, of the weights int8:row, int8:tensor and the inputs int8:row, "
+         "int8:tensor; name one of each"),
         ({"weights": "int4"},
          "did you mean 'int4:row', 'int4:1x32', 'int4:1x64' or 'int4:1x128'?"),
         ({"weights": "fp8:row"}, "did you mean 'float8_e4m3fn'?"),
