@@ -26,7 +26,7 @@ TORCHES := torch==2.11.0 torch==2.13.0 torch==2.14.1
 
 .PHONY: demo test test-all check golden gpu gpu-families test-oldest peer-tests families bench clean
 
-demo: $(VENV)/.ready
+demo: $(VENV)/.ready-hf
 	@$(RUN) examples/quickstart.py $(if $(QUANT),--quant $(QUANT)) $(if $(BATCH),--batch $(BATCH))
 
 test: $(VENV)/.ready $(VENV)/wheels/.ready
@@ -72,10 +72,14 @@ families:
 clean:
 	rm -rf $(VENV) $(VENV)-* build dist *.egg-info
 
-# An environment is ready once its stamp is newer than pyproject.toml.
+# An environment is ready once its stamp is newer than pyproject.toml. What tests need has all that the demo needs.
+$(VENV)/.ready-hf: pyproject.toml .ci/setup_venv.sh
+	@sh .ci/setup_venv.sh $(VENV) "$(PYTHON)" "$(TORCH)" -e ".[hf]"
+	@touch $@
+
 $(VENV)/.ready: pyproject.toml .ci/setup_venv.sh
 	@sh .ci/setup_venv.sh $(VENV) "$(PYTHON)" "$(TORCH)" -e ".[test]"
-	@touch $@
+	@touch $@ $(VENV)/.ready-hf
 
 $(VENV)/.ready-dev: $(VENV)/.ready
 	@sh .ci/setup_venv.sh $(VENV) "$(PYTHON)" "$(TORCH)" -e ".[test,dev]"

@@ -2,35 +2,51 @@
 
     python examples/quickstart.py [--batch 32] [--prompt 32] [--tokens 16] [--quant int4]
 
-Builds a Qwen3-MoE model of about a quarter of a billion random parameters, checks in float32 that
-the passes keep its results, then generates with a static cache and prints how fast that is: with
-the experts that the passes put in the place of transformers' own, then with transformers' own. The
-model itself is never changed. With --quant a copy of it with quantised experts is timed, too.
+Builds a Qwen3-MoE model of about a quarter of a billion random parameters and times `generate`:
+of `moe_ops.compile(model)`, then of the model with each implementation of its experts that
+transformers has, its forward compiled and a static cache. In between it checks in float32 that both
+generate the same tokens. The model itself is never changed. With --quant a copy of it with
+quantised experts is timed, too.
 
 Each row is printed as soon as it is known, from one run. At the end all run again in turns, every
 other time in the opposite order, so that a machine that gets slower meanwhile is so for all. The
 last table and its ratios are from those runs alone.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+import sys
+import time
+
+START = time.perf_counter()
+
+
+def say(text: str) -> None:
+    print(f"[{time.perf_counter() - START:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+
+say("importing torch and transformers")  # which takes seconds, so it is said before anything else
 
 import argparse
 import copy
 import json
+import logging
 import os
 import signal
-import sys
-import time
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, NoReturn
 
 import needed  # noqa: F401
 import torch
+import transformers
 from torch import Tensor
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, logging
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moe_ops
 
@@ -39,6 +55,8 @@ ROUNDS = 4  # even: in opposite orders, two rounds are hit alike by a machine th
 TOKENS_A_LAYER = 2048  # of the vocabulary: the output matrix takes the same share at any depth
 FIRST = "first figures, from one run each; the table at the end is from more:"
 BUSY = 1.5  # runs of one contender that differ by more tell of other work on the machine
+CHECKED = 4  # tokens that are generated in float32, too
+PATIENCE = 5.0  # seconds after which it is said again what takes so long
 QUANT = {
     "int8": "int8:row",
     "int4": "int4:1x128:bfloat16",
@@ -46,7 +64,13 @@ QUANT = {
     "mxfp4": "mxfp4",
 }
 HEADER = f"{'experts':<14}{'compile s':>10}{'prefill ms':>12}{'decode tok/s':>14}"
-START = time.perf_counter()
+
+
+class Said(logging.Handler):
+    """What moe_ops logs, in lines like the others."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
 
 
 @dataclass(frozen=True)
@@ -60,22 +84,46 @@ class Speed:
 
 
 class Clock:
-    """A streamer for `generate` that notes when it was given the prompt and each token.
+    """A logits processor for `generate` that notes when it began and when each token was known.
 
     The first of these times it says the first of `stages`, and so on.
     """
 
     def __init__(self, stages: Sequence[str] = ()) -> None:
         self.times: list[float] = []
-        self._stages = stages
+        self._stages = list(stages)
+        self._stage, self._began = "", 0.0
 
-    def put(self, tokens: Tensor) -> None:
-        if len(self.times) < len(self._stages):
-            say(self._stages[len(self.times)])
+    def note(self) -> None:
+        """Note the time, and say what comes next."""
         self.times.append(time.perf_counter())
+        if self._stages:
+            self._stage, self._began = self._stages.pop(0), self.times[-1]
+            say(self._stage)
 
-    def end(self) -> None:
-        """Nothing to flush."""
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        if scores.is_cuda:
+            torch.cuda.synchronize()
+        self.note()
+        return scores
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Say every few seconds which stage it still is."""
+        done = threading.Event()
+
+        def tell() -> None:
+            while not done.wait(PATIENCE):
+                say(f"{self._stage} ({time.perf_counter() - self._began:.0f} s so far)")
+
+        thread = threading.Thread(target=tell, daemon=True)
+        self.note()
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
 
 @dataclass
@@ -90,13 +138,15 @@ class Contender:
     runs: list[list[float]] = field(default_factory=list)  # seconds of the prompt and each token
 
     def compile(self) -> None:
-        stages = ("compiling for the prompts", "compiling for single tokens", "compiled, running")
-        start = time.perf_counter()
-        self.generate(Clock([f"{self.whose}{self.name}: {stage}" for stage in stages]))
-        self.compile_s = time.perf_counter() - start
+        stages = ("compiling for prompts", "compiling for single tokens", "compiled, running")
+        clock = Clock([f"{self.whose}{self.name}: {stage}" for stage in stages])
+        with clock.telling():
+            self.generate(clock)
+        self.compile_s = time.perf_counter() - clock.times[0]
 
     def run(self) -> None:
         clock = Clock()
+        clock.note()
         self.generate(clock)
         self.runs.append([b - a for a, b in zip(clock.times, clock.times[1:], strict=False)])
 
@@ -110,10 +160,6 @@ class Contender:
         prefills = [run[0] for run in self.runs]
         steps = [median(run[1:]) for run in self.runs]
         return max(max(prefills) / min(prefills), max(steps) / min(steps))
-
-
-def say(text: str) -> None:
-    print(f"[{time.perf_counter() - START:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 def build_model(layers: int) -> Qwen3MoeForCausalLM:
@@ -133,27 +179,46 @@ def build_model(layers: int) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
 
 
-def check_parity(model: Qwen3MoeForCausalLM, ids: Tensor) -> float:
-    """Largest relative difference of the logits, stock against ours; raises if tokens differ."""
-    with torch.inference_mode():
-        want = model(ids, use_cache=False).logits
-        got = moe_ops.compile(model, dynamic=False)(ids, use_cache=False).logits
-    torch._dynamo.reset()
-    if not torch.equal(got.argmax(-1), want.argmax(-1)):
-        raise AssertionError(f"greedy tokens differ:\n{got.argmax(-1)}\n{want.argmax(-1)}")
-    return float((got - want).abs().max() / want.abs().max())
+def check_parity(model: Qwen3MoeForCausalLM, ids: Tensor) -> None:
+    """Generate a few tokens in float32, stock and ours, on the CPU. Raises if they differ; says by
+    how much their logits do, relative to the largest."""
+    exact, ids = copy.deepcopy(model).to("cpu", torch.float32), ids.cpu()
+    how = {"output_logits": True, "return_dict_in_generate": True}
+    clock = Clock(["checking moe_ops against transformers in float32, compiling"])
+    with torch.inference_mode(), clock.telling():
+        want, got = (
+            one.generate(ids, do_sample=False, max_new_tokens=CHECKED, **how)
+            for one in (exact, moe_ops.compile(exact))
+        )
+    if not torch.equal(got.sequences, want.sequences):
+        raise AssertionError(f"greedy tokens differ:\n{got.sequences}\n{want.sequences}")
+    ours, stock = torch.stack(got.logits), torch.stack(want.logits)
+    error = float((ours - stock).abs().max() / stock.abs().max())
+    say(f"float32 parity: same greedy tokens, logits within {error:.1e} of transformers'")
 
 
-def contender(
-    model: Any,
-    name: str,
-    experts: str,
-    ids: Tensor,
-    tokens: int,
-    options: dict[str, Any] | None = None,
-) -> Contender:
-    """The model with transformers' `experts`, its forward compiled with options of Inductor."""
-    forward = torch.compile(model.forward, fullgraph=True, dynamic=False, options=options)
+def our_contender(model: Any, name: str, ids: Tensor, tokens: int) -> Contender:
+    """The model's compiled twin, as README shows it."""
+    fast = moe_ops.compile(model)
+    experts = model.config._experts_implementation
+
+    def generate(clock: Clock) -> None:
+        model.set_experts_implementation(experts)  # which the twin shares, and others change
+        with torch.inference_mode():
+            fast.generate(
+                ids,
+                do_sample=False,
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                logits_processor=[clock],
+            )
+
+    return Contender(name, "", ids.shape[0], generate)
+
+
+def stock_contender(model: Any, experts: str, ids: Tensor, tokens: int) -> Contender:
+    """The model with transformers' `experts`, its forward compiled, with a static cache."""
+    forward = torch.compile(model.forward, fullgraph=True, dynamic=False)
 
     def generate(clock: Clock) -> None:
         model.set_experts_implementation(experts)
@@ -167,12 +232,12 @@ def contender(
                     min_new_tokens=tokens,
                     cache_implementation="static",
                     disable_compile=True,
-                    streamer=clock,
+                    logits_processor=[clock],
                 )
         finally:
             del model.forward
 
-    return Contender(name, "" if options else "transformers' ", ids.shape[0], generate)
+    return Contender(experts, "transformers' ", ids.shape[0], generate)
 
 
 def row(speed: Speed) -> str:
@@ -208,10 +273,13 @@ def quantised(model: Qwen3MoeForCausalLM, quant: str, ids: Tensor) -> Qwen3MoeFo
     return twin
 
 
-def measure(contenders: Sequence[Contender]) -> list[Speed]:
+def measure(
+    contenders: Sequence[Contender], check: Callable[[], None] = lambda: None
+) -> list[Speed]:
     """Compile and run one after the other, printing a row each; then time all in turns.
 
-    Warns on stdout, where the figures are, if the runs of a contender differ too much.
+    `check` is called after the first row, for which nobody should have to wait longer. Warns on
+    stdout, where the figures are, if the runs of a contender differ too much.
     """
     for i, one in enumerate(contenders):
         one.compile()
@@ -220,6 +288,8 @@ def measure(contenders: Sequence[Contender]) -> list[Speed]:
             print(f"{FIRST}\n{HEADER}", flush=True)
         print(row(one.speed()), flush=True)
         one.runs.clear()
+        if i == 0:
+            check()
     for i in range(ROUNDS):
         say(f"timing all {len(contenders)} again in turns, round {i + 1} of {ROUNDS}")
         for one in contenders if i % 2 == 0 else reversed(contenders):
@@ -242,7 +312,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quant", choices=QUANT, help="quantise the experts of a copy, too")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args(arguments)
-    logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()
+    log = logging.getLogger("moe_ops")
+    log.addHandler(Said())
+    log.setLevel(logging.INFO)
     warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -253,19 +326,14 @@ def main(arguments: list[str] | None = None) -> None:
         f"on {device}"
     )
     ids = torch.randint(0, model.config.vocab_size, (args.batch, args.prompt))
-    say("checking moe_ops against transformers in float32 (compiling, up to a minute)")
-    error = check_parity(model, ids[:2])
-    say(f"float32 parity: same greedy tokens, logits within {error:.1e} of transformers'")
-
     model, ids = model.to(device, torch.bfloat16), ids.to(device)
-    options = moe_ops.inductor_options()
-    contenders = [contender(model, "moe_ops", STOCK[0], ids, args.tokens, options)]
+    contenders = [our_contender(model, "moe_ops", ids, args.tokens)]
     if args.quant:
         twin = quantised(model, args.quant, ids)
-        contenders.append(contender(twin, args.quant, "moe_ops", ids, args.tokens, options))
+        contenders.append(our_contender(twin, args.quant, ids, args.tokens))
     ours = len(contenders)
-    contenders += [contender(model, s, s, ids, args.tokens) for s in STOCK]
-    speeds = measure(contenders)
+    contenders += [stock_contender(model, s, ids, args.tokens) for s in STOCK]
+    speeds = measure(contenders, lambda: check_parity(model, ids[:2]))
     first, more, stock = speeds[0], speeds[1:ours], speeds[ours:]
     print(
         f"\n{size:.2f} B parameters in bfloat16 on {device}, torch {torch.__version__}, "

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "quickstart.py"
@@ -26,6 +29,7 @@ def quickstart(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location("quickstart", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.syspath_prepend(EXAMPLE.parent)  # as `python FILE` has it
     monkeypatch.setitem(sys.modules, "quickstart", module)  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
@@ -49,10 +53,9 @@ class Machine:
             before()
             self.calls.append(name)
             self.factor += self.slower
-            clock.put(None)
             for seconds in (prefill, step, step):
                 self.now += seconds * self.factor
-                clock.put(None)
+                clock(None, torch.empty(0))
 
         return self.example.Contender(name, "", 4, generate)
 
@@ -162,6 +165,36 @@ def test_quantised_experts_are_held_against_ours(quickstart) -> None:
     assert lines[-3] == ["ours", "/", "best", "stock", "1.00x", "1.00x"]
 
 
+def test_a_long_stage_is_said_again(quickstart, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    told = threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "so far" in text:
+            told.set()
+
+    monkeypatch.setattr(quickstart, "say", say)
+    monkeypatch.setattr(quickstart, "PATIENCE", 0.001)
+    waiting = quickstart.Contender("moe_ops", "", 4, lambda clock: told.wait())
+    waiting.compile()
+    assert said[0] == "moe_ops: compiling for prompts"
+    assert re.fullmatch(r"moe_ops: compiling for prompts \(\d+ s so far\)", said[1])
+
+
+def test_the_first_line_comes_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch comes after')\n")
+    process = subprocess.run(
+        [sys.executable, str(EXAMPLE)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    first, second = process.stderr.splitlines()
+    assert first.endswith("importing torch and transformers") and second == "torch comes after"
+
+
 @pytest.mark.slow
 @pytest.mark.every
 def test_the_quickstart_quantises_a_copy() -> None:
@@ -182,6 +215,7 @@ COUNTED = f"""
 import runpy, sys
 from torch._dynamo.utils import counters
 sys.argv = {[str(EXAMPLE)]!r} + sys.argv[1:]
+sys.path.insert(0, {str(EXAMPLE.parent)!r})
 runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
 print("graphs", counters["stats"]["unique_graphs"])
 """
@@ -193,13 +227,14 @@ def test_the_quickstart_prints_a_table_and_writes_its_figures(tmp_path: Path) ->
     process = start("-c", COUNTED, *SMALL, "--json", str(written), stderr=subprocess.STDOUT)
     text, _ = process.communicate(timeout=500)
     assert process.returncode == 0, text[-2000:]
-    assert "float32 parity: same greedy tokens" in text
+    assert re.match(r"\[ +\d+\.\d s\] importing torch and transformers\n", text)
     early, late = text.split("timing all 3 again in turns, round 1 of 4")
     assert [name for name, _ in figures(early)] == NAMES
     places = [re.search(rf"^{name} ", early, re.MULTILINE) for name in NAMES]
-    begins = [early.index(f"{name}: compiling for the prompts") for name in NAMES]
+    begins = [early.index(f"{name}: compiling for prompts") for name in NAMES]
     ends = [place.start() for place in places if place]
-    assert begins[0] < ends[0] < begins[1] < ends[1] < begins[2] < ends[2]
+    checked = early.index("float32 parity: same greedy tokens")
+    assert begins[0] < ends[0] < checked < begins[1] < ends[1] < begins[2] < ends[2]
     rows = figures(late)
     assert [name for name, _ in rows] == ["grouped_mm", "batched_mm", "moe_ops"]
     speeds = json.loads(written.read_text())["speeds"]
@@ -216,8 +251,9 @@ def test_the_quickstart_prints_a_table_and_writes_its_figures(tmp_path: Path) ->
     decode = ours["decode_tokens_per_s"] / max(s["decode_tokens_per_s"] for s in stock)
     ratios = late.split("ours / best stock")[1].split("\n")[0]
     assert ratios.split() == [f"{prefill:.2f}x", f"{decode:.2f}x"]
-    # The prompts and a token of three contenders, and parity: none runs code of another.
-    assert "graphs 7" in text.splitlines()
+    # A prompt and a token of each stock contender, and of ours and of the check three graphs for a
+    # prompt (positions, a layer, the last norm) and four for a token: none runs code of another.
+    assert "graphs 18" in text.splitlines()
 
 
 @pytest.mark.slow
