@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import moe_ops.backends  # noqa: F401  (registers the backends)
 from moe_ops import aot_cache, fake_impls, gradients, ops, quant, spec
-from moe_ops.installed import __version__, clash, lacks_transformers, refuse_experts, version
+from moe_ops.installed import __version__, clash, lacks_transformers, refuse_experts
 from moe_ops.late import when_imported
 from moe_ops.layouts import Layout
 from moe_ops.ops import (
@@ -130,8 +130,8 @@ if fault := clash():
 
 
 def __dir__() -> list[str]:
-    """Every name, imported or not; without transformers, those that can be had."""
-    missing = _OF_TRANSFORMERS if version("transformers") is None else ()
+    """Every name, imported or not; without a transformers that will do, those that can be had."""
+    missing = _OF_TRANSFORMERS if lacks_transformers() else ()
     return sorted({*globals(), *__all__}.difference(missing))
 
 

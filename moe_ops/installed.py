@@ -40,7 +40,7 @@ def lacks_transformers() -> str | None:
     if found is not None and _numbers(found) >= _numbers(TRANSFORMERS):
         return None
     what = "it is not installed" if found is None else f"{found} is installed"
-    return f"needs transformers {TRANSFORMERS} or newer, and {what}; pip install -U '{OURS}[hf]'"
+    return f"needs transformers {TRANSFORMERS} or newer, and {what}; pip install '{OURS}[hf]'"
 
 
 def require_transformers(what: str) -> None:
