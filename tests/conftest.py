@@ -2,8 +2,10 @@
 
 import gc
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ if not torch.cuda.is_available():
     if importlib.util.find_spec("triton"):
         from tests import quick_interpreter
 
-        quick_interpreter.patch_what_is_not()
+        quick_interpreter.make_quick()
 
 # Test processes run side by side, and two spinning thread pools on one core take four times as long
 # as one thread each, also of the processes that tests start. Tests of threads ask for them.
@@ -35,9 +37,42 @@ settings.load_profile("repeatable")
 gc.set_threshold(20_000, 20, 20)
 
 
+_heard = 0
+
+
+def hear_by_root() -> None:
+    """Let torch's loggers propagate. To each that does not, pytest adds its handlers six times a
+    test, and there are 80; and by a handler of its trace torch writes down all that it compiles."""
+    global _heard
+    loggers = logging.root.manager.loggerDict
+    if len(loggers) != _heard:
+        _heard = len(loggers)
+        for name, logger in loggers.items():
+            if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+                logger.propagate = True
+
+
+hear_by_root()  # before pytest adds those that stay for a session
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where not all tests are run, C++ is compiled in half the time: what it does is the same."""
+    if config.option.markexpr:
+        from torch._inductor import cpp_builder
+
+        flags = cpp_builder._get_optimization_cflags
+
+        def fewer(*args: Any, **kwargs: Any) -> Any:
+            compiling, linking = flags(*args, **kwargs)
+            return ["O1" if flag == "O3" else flag for flag in compiling], linking
+
+        cpp_builder._get_optimization_cflags = fewer
+
+
 def pytest_collection_finish() -> None:
     """Thousands of tests and all that they import outlive the run, so the garbage collector need
     not walk through them again and again."""
+    hear_by_root()
     gc.freeze()
 
 
@@ -55,14 +90,15 @@ def clean_slate(request: pytest.FixtureRequest) -> Iterator[None]:
         op.memo.clear()
     if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False")
-    on = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        torch.use_deterministic_algorithms(True, warn_only=True)
     fill = deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic.fill_uninitialized_memory = True
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed tells GPUs that are not there
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
+    hear_by_root()
     yield
-    torch.use_deterministic_algorithms(on, warn_only=warn_only)
     deterministic.fill_uninitialized_memory = fill
 
 
