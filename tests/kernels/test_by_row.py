@@ -80,10 +80,11 @@ def same(got: Tensor, want: Tensor) -> bool:
 
 
 def each_combination() -> list[Any]:
-    """Those of float8 whose scales int8 has as well are slow."""
+    """Of float8 those whose scales int8 has as well are left to `every`."""
     quick = ("rows", "static", "h of experts")
+    left = [SLOW, pytest.mark.every]
     return [
-        pytest.param(element, scheme, marks=[] if element == "int8" or scheme in quick else [SLOW])
+        pytest.param(element, scheme, marks=[] if element == "int8" or scheme in quick else left)
         for element in ("float8_e4m3fn", "int8") for scheme in SCHEMES
     ]  # fmt: skip
 

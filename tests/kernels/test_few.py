@@ -50,13 +50,12 @@ EMULATED = (
 # What fills no step, no tile of rows, and leaves parts without columns; one expert or more.
 SIZES = ((1, 1, 96, 160), (3, 3, 288, 96), (7, 6, 32, 32), (11, 10, 160, 288))
 TOKENS = {"tiny": 1, "rows": 5}
-# Few of both kinds are tested always; one function activates the products of every format.
-QUICK = ("gpt_oss", "ungated_relu2")
+# One function activates the products of every format: pairs in both orders, and no pairs.
+QUICK = {"gpt_oss": USUAL, "silu": USUAL[:1], "ungated_relu2": USUAL[:1]}
 EACH_ACTIVATION = [
     pytest.param(
         formats, name,
-        marks=[pytest.mark.slow] * (name not in QUICK)
-        + [pytest.mark.every] * (formats not in (USUAL if name in QUICK else USUAL[:1])),
+        marks=[] if formats in QUICK.get(name, ()) else [pytest.mark.slow, pytest.mark.every],
     )
     for formats in SOME for name in ACTIVATIONS
 ]  # fmt: skip
@@ -113,8 +112,15 @@ def test_every_activation(kernel: str, formats: tuple[str, str], name: str) -> N
     check(kernel, small(kernel, formats, biases=True, **ACTIVATIONS[name]))
 
 
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-@some_formats
+@pytest.mark.parametrize(
+    ("formats", "index"),
+    [
+        pytest.param(f, i, marks=[] if f in USUAL[n % 2 :: 2] else [pytest.mark.every])
+        for f in SOME
+        for n, i in enumerate((torch.int32, torch.int64))
+    ],
+    ids=str,
+)
 @each_kernel
 def test_experts_elsewhere_add_nothing(
     kernel: str, formats: tuple[str, str], index: torch.dtype
@@ -157,21 +163,22 @@ def test_a_token_that_is_no_number_stays_alone(formats: tuple[str, str]) -> None
     assert torch.equal(got[[0, 2, 3, 4]], want[[0, 2, 3, 4]])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "stream",
-    [
-        Stream(S=8, C=4, ahead=3),
-        pytest.param(Stream(S=8, C=8, ahead=1), marks=pytest.mark.every),
-        pytest.param(Stream(S=2, C=2, MW=2, ahead=6), marks=pytest.mark.every),
-        pytest.param(Stream(S=4, C=2, MT=2), marks=pytest.mark.every),
-        pytest.param(Stream(MW=4, ahead=4), marks=pytest.mark.every),
-        Stream(MW=4, MT=2, NT=2),
-    ],
-    ids=str,
+# Each with every format of USUAL, by one kernel or the other.
+STREAMS = (
+    Stream(S=8, C=4, ahead=3), Stream(MW=4, MT=2, NT=2), Stream(S=8, C=8, ahead=1),
+    Stream(S=2, C=2, MW=2, ahead=6), Stream(S=4, C=2, MT=2), Stream(MW=4, ahead=4),
 )  # fmt: skip
-@some_formats
-@each_kernel
+EACH_STREAM = [
+    pytest.param(
+        kernel, formats, stream,
+        marks=[] if formats in USUAL[(n + k) % 2 :: 2] and n < 2 else [pytest.mark.every],
+    )
+    for k, kernel in enumerate(TOKENS) for formats in SOME for n, stream in enumerate(STREAMS)
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "formats", "stream"), EACH_STREAM, ids=str)
 def test_every_shape_of_a_tile(kernel: str, formats: tuple[str, str], stream: Stream) -> None:
     case = Case(name="wide", T=1 if kernel == "tiny" else 11, E=2, K=2, D=480, I=352)
     whole = replace(stream, C=stream.S)

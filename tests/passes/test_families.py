@@ -16,7 +16,7 @@ from torch import fx
 from moe_ops.passes import PIPELINE
 from moe_ops.passes.context import Context
 from moe_ops.testing import Tol, assert_close
-from tests.chosen import CHOSEN, those_of
+from tests.chosen import COMPILED, those_of
 from tests.hf import families
 from tests.hf.page import END, PAGE, START, put, read, versions, write
 from tests.passes.post_grad import Compiled
@@ -94,7 +94,7 @@ def assert_complete(family: str, found: Lifts) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", those_of(CHOSEN, families.discover()))
+@pytest.mark.parametrize("family", those_of(COMPILED, families.discover()))
 def test_every_layer_of_a_stock_model_is_lifted(family: str) -> None:
     found = check(family, "grouped_mm", torch.float32, dynamic=False)
     assert_complete(family, found)
@@ -103,7 +103,7 @@ def test_every_layer_of_a_stock_model_is_lifted(family: str) -> None:
 
 FORMS = [
     pytest.param("batched_mm", torch.float32, True, marks=pytest.mark.every),
-    ("batched_mm", torch.bfloat16, False),
+    pytest.param("batched_mm", torch.bfloat16, False, marks=pytest.mark.every),
     ("grouped_mm", torch.bfloat16, True),
 ]
 

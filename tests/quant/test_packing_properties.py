@@ -45,14 +45,16 @@ NAMES = (
     "uint4:row",
     "uint8:2x8:bfloat16",
 )
-# One of each kind of scale and of code; the others are slow.
+# One of each kind of scale and of code; of the others some are slow, the rest are of `every`.
+SLOW = ("float8_e5m2:row:bfloat16", "mxfp6_e2m3", "int4:1x12:bfloat16")
 QUICK = ("float8_e4m3fn:3x20", "float6_e3m2:1x20:float16", "mxfp4", "nvfp4", "int8:row:float16",
          "uint4:row")  # fmt: skip
 
 
 def formats(names: Iterable[str]) -> pytest.MarkDecorator:
-    slow = {name: [pytest.mark.slow] * (name not in QUICK) for name in names}
-    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in slow.items()])
+    slow, every = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.every]
+    marks = {n: [] if n in QUICK else slow if n in SLOW else every for n in names}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
 
 
 each_format = formats(NAMES)
