@@ -100,6 +100,7 @@ MANY_PARAMETERS = {
         "moe_ops/bench/step.py: StepLayer",
         "moe_ops/published/model.py: _Plan",
         "moe_ops/weights/checkpoint.py: Loading",
+        "moe_ops/weights/layouts.py: Coding",
         "moe_ops/weights/shards.py: ShardPlan",
         "passes/experts_region.py: Experts",
     },

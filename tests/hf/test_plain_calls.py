@@ -127,3 +127,13 @@ def test_fp8_experts_of_transformers() -> None:
     assert torch.equal(got.detach(), want)
     with pytest.raises(RuntimeError, match=f"FP8Experts {RAISED}"):
         got.sum().backward()
+
+
+def test_quantised_experts_refuse_to_train() -> None:
+    """At the backward that would train them; a forward runs."""
+    model = qwen()
+    moe_ops.quantize_model(model, "int8_w8a8", progress=False)
+    model.model.embed_tokens.weight.requires_grad_(True)
+    out = model(input_ids=IDS).logits
+    with pytest.raises(RuntimeError, match="Qwen3MoeExperts holds quantised weights, through"):
+        out.sum().backward()

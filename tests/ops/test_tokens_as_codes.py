@@ -81,9 +81,9 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         floats(*["float8_e4m3fn:tensor"] * 2, x_scale_TG=SCALE, out_dtype="bfloat16"),
         "has a scale that is not a token's own; give floats, and neither",
     ),
-    "of all tokens beside": (
+    "under a global scale": (
         codes(*GROUPS) | {"x_format": "float8_e4m3fn:1x16:float8_e4m3fn"},
-        "has a scale that is not a token's own",
+        "has a global scale above those of columns, which does not come with codes",
     ),
     "four bits": (
         floats("mxfp4", "mxfp4", x_scale_TG=SCALE, out_dtype="bfloat16"), "has codes of 4 bits"
