@@ -210,25 +210,35 @@ def _ones(model: Any, found: Sequence[Found]) -> Iterator[_One]:
 
 
 def _layers_of(experts: Experts, found: Iterable[Found]) -> list[Layer]:
-    """What graphs say of these experts. A graph of a part of the model, as of a decoder layer, has
-    the end of the name, and one of the part itself its class."""
+    """What graphs say of these experts."""
     name, block = experts.name, block_of(experts.name)
-    kinds = {kind.__name__ for kind in experts.kinds}
     exact, partly = [], []
     for graph in found:
         for layer in graph.layers:
             module = layer.module
             if module == name or (name and inside(module, name)) or (name and module == block):
                 exact.append(layer)
-            elif not module:
-                partly += [layer] if graph.model in kinds else []
-            elif any(
-                a.endswith(f".{b}")
-                for a, b in ((name, module), (block, module), (module, name))
-                if b
-            ):
+            elif _may_be(experts, graph.model, module):
                 partly.append(layer)
     return exact or partly
+
+
+def _may_be(experts: Experts, root: str, module: str) -> bool:
+    """Whether a module in a graph of a part of the model, or of a larger one, may be these experts:
+    by the end of the name, as in a graph of a decoder layer, or by the class of the part itself."""
+    own, *around = (kind.__name__ for kind in experts.kinds)
+    if root == own or not module:
+        return root in (own, *around)
+    name = experts.name
+    ends = any(name.endswith(f".{part}") for part in _beginnings(module))
+    larger = name != "" and module.endswith(f".{name}")
+    return ends or larger or block_of(name).endswith(f".{module}")
+
+
+def _beginnings(module: str) -> Iterator[str]:
+    """The names of what a module is in, and its own."""
+    words = module.split(".")
+    return (".".join(words[: i + 1]) for i in range(len(words)))
 
 
 def _has_experts(model: Any, graph: Found, module: str, E: int | None) -> bool:

@@ -95,6 +95,7 @@ MANY_PARAMETERS = {
         "moe_ops/planning/tuned.py: TunedLayer",
         "passes/explain/explanation.py: Explanation",
         "passes/explain/explanation.py: Region",
+        "passes/summary.py: Summary",
     },
     "what one function found and hands to the next": {
         "moe_ops/bench/step.py: StepLayer",
@@ -144,6 +145,7 @@ UNNAMED_PARAMETERS = {
         "moe_ops/generation/slots.py: Incoming.update",
         "moe_ops/generation/slots.py: SlotLayer.update",
         "moe_ops/hf/optimize.py: OptimizedRouter.forward",
+        "moe_ops/installed.py: refuse",
         "moe_ops/hf/stored.py: _refuse",
         "moe_ops/pretrained.py: MoeOpsConfig.__init__",
         *(f"moe_ops/pretrained.py: MoeOpsQuantizer.{name}" for name in QUANTIZER),
@@ -170,6 +172,7 @@ UNNAMED_PARAMETERS = {
         "moe_ops/testing.py: reference_of",
         "moe_ops/weights/writer.py: Writer._submit",
         "passes/compiled.py: Compiled.__call__",
+        "passes/compiled.py: Compiled._run",
         "passes/explain/trace.py: root",
         "passes/sizes.py: call_oblivious",
     },
