@@ -99,7 +99,7 @@ def refusal_of(compiled: Callable[[], object], which: str) -> str | None:
     try:
         compiled()
     except (CppCompileError, InvalidCxxCompiler, OSError) as error:
-        let_through(error, compiling=True)
+        let_through(error)
         reason = f"needs a working C++ compiler ({str(error).splitlines()[0]})"
         log.warning("moe_ops runs without its CPU kernels%s: %s", which, reason)
         return reason

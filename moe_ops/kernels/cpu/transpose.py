@@ -31,7 +31,7 @@ def _library() -> ctypes.CDLL | None:
     try:
         library = built(source, " that transpose")
     except (CppCompileError, InvalidCxxCompiler, OSError) as error:
-        let_through(error, compiling=True)
+        let_through(error)
         reason = str(error).splitlines()[0]
         log.warning("moe_ops transposes with torch, which takes longer: %s", reason)
         return None
