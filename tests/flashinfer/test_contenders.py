@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
-from layers import CASE, FORMATS
+from layers import CASE, FORMATS, call_of, stored
 
+from moe_ops import experts
+from moe_ops.backends.flashinfer import arguments, cutlass
 from moe_ops.bench import cells, contenders, rates
 from moe_ops.bench.contenders import Contender, contender
 from moe_ops.quant.config import QuantConfig
+from tests.work import Calls
 
 RATES = rates.Rates(copy_tbs=0.03, matmul_tflops=0.1, matmul8_tflops=0.1)
 On = Callable[[int, int], None]
@@ -58,3 +62,29 @@ def test_what_it_cannot_run_is_said(fake: ModuleType, on: On) -> None:
     assert "flashinfer_cutlass needs compute capability 9.0, 10.0, 10.3, 12.0 or 12.1, got 8.0" in (
         direct.refused
     )
+
+
+def test_a_call_that_repeats_does_little_beside_flashinfers(fake: ModuleType, on: On) -> None:
+    on(9, 0)
+    call = stored(call_of("bfloat16", tokens=1), "flashinfer.up_gate")
+    call = replace(call, weights_TK=call.weights_TK.float())
+    args = (call.x_TD, call.weights_TK, call.ids_TK, call.w13_EFD, call.w2_EDI)
+    to = arguments.routed(call, equal=True)
+    launch = cutlass.launch_of(call, to)
+    given = {**launch.given, **cutlass.tensors_of(call, to)}
+
+    def ours() -> None:
+        experts(*args, layout="flashinfer.up_gate")
+
+    def direct() -> None:
+        launch.function(output=torch.empty_like(call.x_TD), **given)
+
+    counts = []
+    with torch.no_grad():
+        for function in (ours, direct):
+            for _ in range(3):  # from the third one on it is only run
+                function()
+            with Calls() as calls:
+                function()
+            counts.append(calls.count)
+    assert counts[0] - counts[1] <= 30  # it takes 18, and 188 where a call is not known

@@ -17,9 +17,8 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops import MoELayer, arena, experts, flashinfer_options
-from moe_ops.backends.flashinfer import arguments, b12x, cutlass, fits, kept, package
+from moe_ops.backends.flashinfer import b12x, cutlass, fits, kept, package
 from moe_ops.ops.experts import ExpertsCall
-from tests.work import Calls
 
 UP_GATE, CHUNKS = "flashinfer.up_gate", "flashinfer.chunks"
 WAYS = {
@@ -396,29 +395,3 @@ def test_gradients_are_refused(fake: ModuleType, on: On) -> None:
     assert said == "is not differentiable, and an argument requires grad"
     with torch.no_grad():
         assert experts.refusals_of(wants)["flashinfer_cutlass"] is None
-
-
-def test_a_call_that_repeats_does_little_beside_flashinfers(fake: ModuleType, on: On) -> None:
-    on(9, 0)
-    call = stored(call_of("bfloat16", tokens=1), UP_GATE)
-    call = replace(call, weights_TK=call.weights_TK.float())
-    args = (call.x_TD, call.weights_TK, call.ids_TK, call.w13_EFD, call.w2_EDI)
-    to = arguments.routed(call, equal=True)
-    launch = cutlass.launch_of(call, to)
-    given = {**launch.given, **cutlass.tensors_of(call, to)}
-
-    def ours() -> None:
-        experts(*args, layout=UP_GATE)
-
-    def direct() -> None:
-        launch.function(output=torch.empty_like(call.x_TD), **given)
-
-    counts = []
-    with torch.no_grad():
-        for function in (ours, direct):
-            for _ in range(3):  # from the third one on it is only run
-                function()
-            with Calls() as calls:
-                function()
-            counts.append(calls.count)
-    assert counts[0] - counts[1] <= 30  # it takes 18, and 188 where a call is not known

@@ -319,7 +319,7 @@ def test_it_launches_what_flashinfer_itself_launches(overlapping: None) -> None:
 
     assert torch.equal(ours(), direct())
     assert torch.equal(ours(), allocating())
-    # What that takes on the host is counted in tests/flashinfer/test_kept.py.
+    # What that takes on the host is counted in tests/flashinfer/test_contenders.py.
     theirs, launched = (launches(captured(f)[1]) for f in (direct, ours))
     assert launched == theirs
 

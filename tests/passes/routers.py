@@ -5,9 +5,10 @@ A router takes logits [T, 12], a bias [12] and a scale [12], and gives (weights,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -257,3 +258,13 @@ def softmax_over_tokens(logits, bias, scale):
 @reads(score="logit")
 def weights_with_the_bias(logits, bias, scale):
     return (logits.float().sigmoid() + bias).topk(K)
+
+
+def each_router() -> Iterator[Any]:
+    """All in float32; in bfloat16, of any number of tokens, some of every kind, and those whose
+    weights have the dtype of their logits."""
+    for number, (name, (_, wanted)) in enumerate(ROUTERS.items()):
+        yield pytest.param(name, torch.float32, False, id=f"{name}-f32")
+        always = "out_dtype" in wanted or number % 4 == 0
+        marks = [] if always else [pytest.mark.every]
+        yield pytest.param(name, torch.bfloat16, True, id=f"{name}-bf16-dyn", marks=marks)

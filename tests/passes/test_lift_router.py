@@ -7,7 +7,6 @@ import importlib
 import inspect
 import operator
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from moe_ops.passes.routing.router import Routing, read
 from moe_ops.testing import Tol, assert_close
 from tests.passes.near_misses import OTHERS
 from tests.passes.post_grad import Compiled, text
-from tests.passes.routers import ROUTERS, E, K, Router
+from tests.passes.routers import ROUTERS, E, K, Router, each_router
 
 ops = torch.ops.moe_ops
 slow = pytest.mark.slow  # half a second for each of many graphs
@@ -99,16 +98,6 @@ def expected(name: str, dtype: torch.dtype) -> dict[str, Any]:
     if wanted.get("out_dtype") == "as logits":
         wanted["out_dtype"] = str(dtype).removeprefix("torch.")
     return {n: a for n, a in wanted.items() if a != PARAMETERS[n].default}
-
-
-def each_router() -> Iterator[Any]:
-    """All in float32; in bfloat16, of any number of tokens, some of every kind, and those whose
-    weights have the dtype of their logits."""
-    for number, (name, (_, wanted)) in enumerate(ROUTERS.items()):
-        yield pytest.param(name, torch.float32, False, id=f"{name}-f32")
-        always = "out_dtype" in wanted or number % 4 == 0
-        marks = [] if always else [pytest.mark.every]
-        yield pytest.param(name, torch.bfloat16, True, id=f"{name}-bf16-dyn", marks=marks)
 
 
 @slow
