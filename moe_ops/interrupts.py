@@ -38,14 +38,14 @@ def let_through(error: BaseException, *, compiling: bool = False) -> None:
 
 def call_compiled(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call code that torch.compile may have to compile first. What interrupts that is raised as it
-    is, and not as the failure of a backend that Dynamo makes of it."""
+    is, and not as the failure that Dynamo makes of it."""
     try:
         return call(*args, **kwargs)
     except Exception as error:
-        from torch._dynamo.exc import BackendCompilerFailed
+        from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 
-        if isinstance(error, BackendCompilerFailed):
-            let_through(error, compiling=True)
+        if isinstance(error, TorchDynamoException):
+            let_through(error, compiling=isinstance(error, BackendCompilerFailed))
         raise
 
 

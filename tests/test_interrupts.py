@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.output_graph import OutputGraph
 from torch._inductor.codecache import CppCodeCache
 
 from moe_ops.generation import own_attention
@@ -172,6 +173,21 @@ def test_a_call_of_compiled_code_raises_its_own_errors_as_they_are() -> None:
     compiled = torch.compile(lambda x: x + 1, backend=inside_torch(cannot_be_compiled))
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no"):
         call_compiled(compiled, torch.ones(1))
+
+
+@pytest.mark.parametrize("kind", [Alarm, TimeoutError, RuntimeError])
+def test_so_does_one_that_was_interrupted_while_dynamo_traced_it(
+    handled: Callable[..., None], monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    torch._dynamo.reset()
+    handled(functools.partial(handle, kind=kind))
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    monkeypatch.setattr(OutputGraph, "compile_and_call_fx_graph", interrupt)
+    with pytest.raises(kind, match="the caller's own") as caught:
+        call_compiled(compiled, torch.ones(1))
+    assert type(caught.value) is kind
+    monkeypatch.undo()
+    assert call_compiled(compiled, torch.ones(1)) == 2
 
 
 def inside_torch(function: Callable[..., Any]) -> Callable[..., Any]:
