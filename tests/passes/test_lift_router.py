@@ -101,7 +101,7 @@ def expected(name: str, dtype: torch.dtype) -> dict[str, Any]:
 
 
 @slow
-@pytest.mark.parametrize(("name", "dtype", "dynamic"), each_router())
+@pytest.mark.parametrize(("name", "dtype", "dynamic"), list(each_router()))
 def test_a_router_becomes_one_call(name: str, dtype: torch.dtype, dynamic: bool) -> None:
     router, _ = ROUTERS[name]
     hook, compiled = lifted(router, *inputs(24, dtype), dynamic=dynamic)
