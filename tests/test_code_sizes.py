@@ -168,6 +168,7 @@ UNNAMED_PARAMETERS = {
         "moe_ops/graphs/capture.py: GraphRunner.__call__",
         "moe_ops/graphs/capture.py: GraphRunner.warmup",
         "moe_ops/graphs/capture.py: _count_part",
+        "moe_ops/interrupts.py: call_compiled",
         "moe_ops/own_code.py: call",
         "moe_ops/testing.py: reference_of",
         "moe_ops/weights/writer.py: Writer._submit",

@@ -181,9 +181,9 @@ class QuickGenerate:
         # Not what object gives: pickle takes that for objects of the same class alone.
         return new_object, (former_class(self),), state
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """A move or a cast, which the model makes too, as its weights do."""
-        out = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        out = super()._apply(fn, recurse)  # type: ignore[misc]
         self._moe_ops_generation.follow()
         return out
 
