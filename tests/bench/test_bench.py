@@ -31,20 +31,29 @@ def test_overhead_covers_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["experts", pytest.param("block", marks=pytest.mark.every)])
+@pytest.mark.parametrize(
+    ("part", "tokens", "against"),
+    [
+        ("experts", "5", ["grouped_mm"]),
+        pytest.param("experts", "1,5", ["grouped_mm", "batched_mm"], marks=pytest.mark.every),
+        pytest.param("block", "1,5", ["grouped_mm", "batched_mm"], marks=pytest.mark.every),
+    ],
+)
 def test_layer_times_every_implementation(
-    part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
+    part: str, tokens: str, against: list[str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture, tmp_path: Path,
+) -> None:  # fmt: skip
     monkeypatch.setitem(LAYERS, "qwen3_30b", TINY)
     figures = tmp_path / "figures.json"
-    options = ["layer", "--tokens", "1,5", "--repeats", "1", "--part", part]
+    options = ["layer", "--tokens", tokens, "--repeats", "1", "--part", part]
+    options += ["--against", ",".join(against)]
     monkeypatch.setattr(sys, "argv", ["bench", *options, "--json", str(figures)])
     cli.main()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{part}: tiny: E=8 K=2 D=64 I=32, torch.bfloat16")
-    assert [line.split()[0] for line in lines[2:]] == ["1", "5"]
+    assert [line.split()[0] for line in lines[2:]] == tokens.split(",")
     written = json.loads(figures.read_text())
-    names = {"grouped_mm", "batched_mm", "moe_ops"}
+    names = {*against, "moe_ops"}
     assert all(set(t["milliseconds"]) == names for t in written["timings"])
     assert all(m > 0 for t in written["timings"] for m in t["milliseconds"].values())
 

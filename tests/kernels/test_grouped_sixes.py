@@ -76,7 +76,7 @@ def product(w: Weights, x_TK: Tensor, out_n: int, bias_EN: Tensor, act: tuple, e
             rows = rows_of_consumer(w, (tile, sizes), LOWER, act, dtype).float()
             x = arranged(x_TK, rows.shape[1]).float()
             sums = f["rescaled"](value(rows @ x.T), W, dtype)
-            store = (None, pointer(bias_EN), pointer(out))
+            store = (None, None, pointer(bias_EN), pointer(out))
             f["_store"](sums, store, tile, sizes, LOWER, W, act)
     return out
 

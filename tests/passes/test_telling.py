@@ -244,7 +244,10 @@ FAMILIES = [
     ("qwen3_moe", "2 of 2 MoE layers and 2 of 2 routers", ""),
     pytest.param("deepseek_v3", "1 of 1 MoE layers and 1 of 1 routers", "", marks=EVERY),
     pytest.param("gpt_oss", "2 of 2 MoE layers and 2 of 2 routers", "", marks=EVERY),
-    ("phimoe", "2 of 2 MoE layers and 0 of 2 routers", "leaves 2 of 2 routers as they were ("),
+    pytest.param(
+        "phimoe", "2 of 2 MoE layers and 0 of 2 routers", "leaves 2 of 2 routers as they were (",
+        marks=pytest.mark.every,
+    ),
     ("muse_spark", "0 of 1 MoE layers and 0 of 1 routers", "leaves 1 of 1 MoE layers as they were"),
 ]  # fmt: skip
 
