@@ -41,7 +41,10 @@ def marks(family: str) -> list[pytest.MarkDecorator]:
 
 
 def router_of(model: nn.Module) -> Any:
-    return next(m for m in model.modules() if isinstance(m, OptimizedRouter))
+    found = [m for m in model.modules() if isinstance(m, OptimizedRouter)]
+    if not found:  # older releases have other code for some families
+        pytest.skip(f"no rule knows the router of this transformers' {type(model).__name__}")
+    return found[0]
 
 
 def logits_with_ties(n_group: int) -> Tensor:
@@ -87,7 +90,8 @@ def chosen(forward: Any, router: Any, x_TD: Tensor, bias_E: Tensor) -> tuple[Ten
     """The ids that a router's forward chooses, in their order, and the weights [T, E]."""
     given = [bias_E] if RULES[router._moe_ops_rule].bias_argument else []
     x_TD = x_TD[None] if type(router).__name__.startswith("Afmoe") else x_TD
-    _, weights_TK, ids_TK = forward(router, x_TD, *given)
+    first, weights_TK, last = forward(router, x_TD, *given)
+    ids_TK = first if RULES[router._moe_ops_rule].logits_last else last
     weights_TE = torch.zeros(len(ids_TK), E).scatter(1, ids_TK, weights_TK)
     return ids_TK.sort(-1).values, weights_TE
 
@@ -125,6 +129,9 @@ def test_a_router_chooses_and_weighs_as_its_own_code_does(
 @pytest.mark.slow
 def test_every_rule_has_a_family_here() -> None:
     """But those of older versions of transformers, which this one does not have."""
+    lacking = [f for f in ONE_EACH if f not in families.discover()]
+    if lacking:
+        pytest.skip(f"this transformers has no {', '.join(lacking)}")
     found = {router_of(moe_ops.optimize(families.build(f).model))._moe_ops_rule for f in ONE_EACH}
     assert len(found) == len(ONE_EACH)
     assert len(RULES.keys() - found) <= 2
@@ -132,6 +139,8 @@ def test_every_rule_has_a_family_here() -> None:
 
 def outputs(family: str, change: Callable[[Any], Any]) -> tuple[list[Tensor], list[Tensor]]:
     """What a router and its own code give, for a model that was changed."""
+    if family not in families.discover():
+        pytest.skip(f"this transformers has no {family}")
     model = families.build(family).model
     change(model)
     router = router_of(moe_ops.optimize(model))
