@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -34,6 +35,30 @@ def by_instructions(*others: str) -> pytest.MarkDecorator:
     """Parametrise by all instructions of this machine, and by some of MARKS alone."""
     names = [pytest.param(name, marks=MARKS[name]) for name in others]
     return pytest.mark.parametrize("instructions", ["", *names], ids=["all", *others])
+
+
+# Element types of weights and of inputs whose codes AVX2 reads by code of its own in codes.h or
+# inputs.h: four bits have one function, and all else is compiled the same for other types.
+OWN_CODE = {
+    ("int8", ""), ("uint8", ""), ("float4_e2m1", ""), ("float8_e4m3fn", ""), ("int8", "int8"),
+}  # fmt: skip
+
+
+def by_format_and_instructions(
+    argument: str, formats: Iterable[Any], *others: str
+) -> pytest.MarkDecorator:
+    """Parametrise by formats of weights, or by pairs of those of weights and of inputs, and by
+    instructions: AVX2 alone runs always with what it has code of its own for."""
+    params = []
+    for format in formats:
+        pair = format if isinstance(format, tuple) else (format, "")
+        elements = tuple(f and Format.of(f).element for f in pair)
+        named = f"{' with '.join(f for f in pair if f)}"
+        params.append(pytest.param(format, "", id=f"{named}-all"))
+        for name in others:
+            marks = [MARKS[name], *[pytest.mark.every] * (elements not in OWN_CODE)]
+            params.append(pytest.param(format, name, marks=marks, id=f"{named}-{name}"))
+    return pytest.mark.parametrize((argument, "instructions"), params)
 
 
 def layer_of(

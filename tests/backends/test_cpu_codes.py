@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from code_layers import CASE, MANY, MANY_ODD, ODD, by_instructions, calls_apart, layer_of, run
+from code_layers import (
+    CASE,
+    MANY,
+    MANY_ODD,
+    ODD,
+    by_format_and_instructions,
+    calls_apart,
+    layer_of,
+    run,
+)  # fmt: skip
 from torch import Tensor
 
 from moe_ops import experts
@@ -25,7 +34,10 @@ WHOLE = (
     "float8_e4m3fn:128x128", "float8_e4m3fn:row", "float8_e4m3fn:tensor",
 )  # fmt: skip
 RAGGED = ("float8_e4m3fn:16x32", "float8_e4m3fn:128x64", *WHOLE)
-each_instructions = by_instructions("AVX512", "AVX2", "PLAIN")
+INSTRUCTIONS = ("AVX512", "AVX2", "PLAIN")
+each_element = by_format_and_instructions(
+    "row", [f"{e}:row" for e in kernels.ELEMENTS], *INSTRUCTIONS
+)
 
 
 def reference(call: dict[str, Any]) -> Tensor:
@@ -38,37 +50,37 @@ def check(call: dict[str, Any], what: str) -> None:
     assert_close(run(call), reference(call), TOL["experts", call["x_TD"].dtype], what)
 
 
-@each_instructions
+@each_element
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
-def test_every_format_is_multiplied_as_it_is_defined(dtype: torch.dtype, instructions: str) -> None:
-    for format in (*GROUPED, *WHOLE):
-        for case in (CASE, MANY):
-            check(layer_of(case, format, dtype), f"{format}, {case.name}")
-    for format in RAGGED:
-        for case in (ODD, MANY_ODD):
-            check(layer_of(case, format, dtype), f"{format}, {case.name}")
-
-
-@each_instructions
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("element", kernels.ELEMENTS)
-def test_every_code_stands_for_its_value(
-    element: str, dtype: torch.dtype, instructions: str
+def test_every_format_is_multiplied_as_it_is_defined(
+    row: str, dtype: torch.dtype, instructions: str
 ) -> None:
-    n, row = 256, Format.of(f"{element}:row")
-    one = packing.quantize(torch.eye(n).expand(1, n, n), row)
+    cases = [(f, c) for f in (*GROUPED, *WHOLE) for c in (CASE, MANY)]
+    cases += [(f, c) for f in RAGGED for c in (ODD, MANY_ODD)]
+    mine = [(f, c) for f, c in cases if Format.of(f).element == Format.of(row).element]
+    assert {c.name for _, c in mine} >= {CASE.name, MANY.name}
+    for format, case in mine:
+        check(layer_of(case, format, dtype), f"{format}, {case.name}")
+
+
+@each_element
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+def test_every_code_stands_for_its_value(row: str, dtype: torch.dtype, instructions: str) -> None:
+    n, of_row = 256, Format.of(row)
+    element = of_row.element
+    one = packing.quantize(torch.eye(n).expand(1, n, n), of_row)
     # Token t reads column t of the second weight, whose rows begin with another code each.
-    codes = (torch.arange(n)[:, None] + torch.arange(n)) % int(2**row.bits)
+    codes = (torch.arange(n)[:, None] + torch.arange(n)) % int(2**of_row.bits)
     if element == "float8_e4m3fn":
         codes = codes.where(codes & 127 != 127, 0)  # NaN
-    w2 = packing.pack(codes.to(torch.uint8), element).view(row.parsed.storage.dtype)[None]
-    zero = (torch.arange(n, dtype=torch.uint8) % 16)[None, :, None] if row.has_zero else None
+    w2 = packing.pack(codes.to(torch.uint8), element).view(of_row.parsed.storage.dtype)[None]
+    zero = (torch.arange(n, dtype=torch.uint8) % 16)[None, :, None] if of_row.has_zero else None
     call = {
         "x_TD": torch.eye(n).to(dtype), "weights_TK": torch.ones(n, 1),
         "ids_TK": torch.zeros(n, 1, dtype=torch.int32), "kind": "relu2", "gated": False,
         "w13_EFD": one.values, "w13_scale_EFG": one.scale, "w13_zero_EFG": one.zero,
         "w2_EDI": w2, "w2_scale_EDG": torch.ones(1, n, 1), "w2_zero_EDG": zero,
-        "w_format": row.name,
+        "w_format": of_row.name,
     }  # fmt: skip
     # One product has one rounding, whatever its size.
     rtol = TOL["expert_gemm", dtype].rel
@@ -101,8 +113,9 @@ def test_threads_and_other_tokens_do_not_change_a_bit(format: str, threads: None
         assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-@each_instructions
-@pytest.mark.parametrize("format", ["int8:row", "uint4:1x32", "mxfp4", "float8_e4m3fn:128x128"])
+@by_format_and_instructions(
+    "format", ["int8:row", "uint4:1x32", "mxfp4", "float8_e4m3fn:128x128"], *INSTRUCTIONS
+)
 def test_nan_stays_with_its_token(format: str, instructions: str) -> None:
     for case in (CASE, MANY):
         call = layer_of(case, format, BF16)
@@ -114,9 +127,10 @@ def test_nan_stays_with_its_token(format: str, instructions: str) -> None:
         assert torch.equal(got[others], want[others])
 
 
-@each_instructions
+@by_format_and_instructions(
+    "format", ["mxfp4", "mxfp8", "int4:1x64:float16", "float8_e4m3fn:32x32"], *INSTRUCTIONS
+)
 @pytest.mark.parametrize("what", ["scale", "code"])
-@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "int4:1x64:float16", "float8_e4m3fn:32x32"])
 @pytest.mark.parametrize("case", [CASE, MANY], ids=["few", "many"])
 def test_nan_in_a_weight_is_nan_in_its_rows(
     case: Case, format: str, what: str, instructions: str
@@ -135,12 +149,11 @@ def test_nan_in_a_weight_is_nan_in_its_rows(
     torch.testing.assert_close(got, want, rtol=0, atol=tol, equal_nan=True)
 
 
-@each_instructions
-@pytest.mark.parametrize(
+@by_format_and_instructions(
     "formats",
     [("int4:1x64:float16", ""), ("uint4:row", ""), ("float8_e4m3fn:128x128", ""),
      ("int8:row", "int8:row"), ("float8_e4m3fn:row", "float8_e4m3fn:row")],
-    ids=str,
+    *INSTRUCTIONS,
 )  # fmt: skip
 @pytest.mark.parametrize("case", [CASE, MANY], ids=["few", "many"])
 def test_an_infinite_scale_is_nan_in_its_rows(
