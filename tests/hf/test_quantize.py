@@ -30,7 +30,6 @@ from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
 from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import Tol, assert_close
-from tests.chosen import those_of
 
 TOL = Tol(1e-4, "float32 sums in another order through a whole model")
 SIZES: dict[str, Any] = {
@@ -129,15 +128,21 @@ def test_every_scheme_stays_near_the_model_it_came_from(scheme: str, w: str, x: 
     assert 0 < error < bound
 
 
+# Inductor compiles layers of codes in tests/layer, too, so that here tracing one is enough.
+COMPILED: list[Any] = [("aot_eager", "fp8_w8a8")]
+COMPILED += [
+    pytest.param("inductor", scheme, marks=pytest.mark.every)
+    for scheme in ("fp8_w8a8", "mxfp4_w4a16", "nvfp4_w4a4")
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "scheme", those_of(["fp8_w8a8"], ["fp8_w8a8", "mxfp4_w4a16", "nvfp4_w4a4"])
-)
-def test_a_quantised_model_compiles_into_one_graph(scheme: str) -> None:
+@pytest.mark.parametrize(("backend", "scheme"), COMPILED)
+def test_a_quantised_model_compiles_into_one_graph(backend: str, scheme: str) -> None:
     model = qwen()
     moe_ops.quantize_model(model, scheme, progress=False)
     want = logits(model)
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     assert_close(logits(compiled), want, TOL)
 
 

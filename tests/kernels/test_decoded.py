@@ -18,6 +18,7 @@ from moe_ops.ops.expert_gemm import ExpertGemmCall
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import BF16, DEVICE, F16, TOL, assert_close
+from tests.chosen import those_of
 from tests.kernels.codes import Weights, any_codes
 from tests.kernels.test_quantised_experts import FORMATS, ODD, call_of, definition
 
@@ -53,7 +54,7 @@ def test_scales_that_are_no_numbers_come_through(w_format: str, bad: float) -> N
     assert bool(want.isnan().any() or want.isinf().any())
 
 
-@pytest.mark.parametrize("w_format", MANY)
+@pytest.mark.parametrize("w_format", those_of(MANY[:-1], MANY))  # six bits lie alike
 def test_a_layer_of_many_rows_is_decoded(w_format: str) -> None:
     call = call_of(replace(ODD, T=40), w_format, biases=True)
     assert experts.backends["triton.grouped"].refusal("cuda", 40, call) is None

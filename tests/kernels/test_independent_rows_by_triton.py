@@ -24,7 +24,7 @@ ON_GPU = DEVICE == "cuda"
 DTYPE = BF16 if ON_GPU else F16
 SMALL = Case(name="mates", T=3, E=4, K=2, D=128, I=128)
 CASES = (SMALL, replace(SMALL, T=40, D=512, I=512), replace(SMALL, T=700, D=512, I=512))
-QUICK = (("nvfp4", "nvfp4"), ("mxfp6_e3m2", "float8_e4m3fn:row"), ("int8:row", "int8:row"))
+QUICK = (("nvfp4", "nvfp4"), ("mxfp4", "float8_e4m3fn:row"), ("int8:row", "int8:row"))
 each_pair = pytest.mark.parametrize("formats", PAIRS if ON_GPU else those_of(QUICK, PAIRS), ids=str)
 each_case = pytest.mark.parametrize("case", CASES[: 3 if ON_GPU else 1], ids=lambda c: f"T{c.T}")
 

@@ -22,6 +22,7 @@ from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
 from moe_ops.weights import LoadRecord, load_checkpoint, load_expert
 from moe_ops.weights.layouts import gptq
+from tests.chosen import those_of
 
 SPLITS = {
     "one": [ParallelConfig()],
@@ -253,7 +254,7 @@ def test_fused_shared_experts_have_the_same_order_of_their_input(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", those_of(["gptq_int4", "packed_uint4"], FORMATS))
 def test_putting_in_order_takes_no_more_than_one_tensor(name: str, tmp_path: Path) -> None:
     size = 512
     write(tmp_path, name, input_order=True, D=size, I=size)
