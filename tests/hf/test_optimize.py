@@ -269,8 +269,14 @@ class Logits(nn.Module):
         return self.model(input_ids=input_ids, use_cache=False).logits
 
 
-@pytest.mark.parametrize("scheme", [None, "int8_w8a16"])
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("strict", "scheme"),
+    [
+        *((True, "int8_w8a16"), (False, None)),
+        pytest.param(True, None, marks=pytest.mark.every),
+        pytest.param(False, "int8_w8a16", marks=pytest.mark.every),
+    ],
+)
 def test_an_exported_model_keeps_the_ops(
     strict: bool, scheme: str | None, tiny: families.TinyModel, warnings: pytest.LogCaptureFixture
 ) -> None:
