@@ -23,15 +23,23 @@ SOURCE = "_dynamo_source"  # of an input of the graph: where in the caller's arg
 
 log = logging.getLogger("moe_ops")
 
+WITHOUT_INDUCTOR = (
+    "Inductor of torch %s cannot compile the graph as it was either: %s. It runs op by op; "
+    "strict=True raises this error. On CPUs, torch 2.11 writes C++ that does not compile for some "
+    "attention masks (pytorch/pytorch#181621), which torch 2.13 does not"
+)
+
 
 class Net(torch._TorchCompileInductorWrapper):
     """A backend of torch.compile: Inductor with options that hold a `Pipeline`.
 
     If Inductor fails on a graph that the pipeline rewrote, the cause is logged, the first time at
-    WARNING, and the graph is compiled without the rewriting. `strict` raises instead, and so does
-    an error in a graph that was not rewritten. What is not of Inductor is raised, such as an error
-    of a signal handler. Backends of equal options are equal, if they are for models of equal hooks:
-    Dynamo takes the graph of an equal backend, and does not look at hooks.
+    WARNING, and the graph is compiled without the rewriting. If that fails, too, the graph runs op
+    by op, after a WARNING. `strict` raises instead, and so does an error in a graph that was not
+    rewritten. What is not of Inductor is raised, such as an error of a signal handler.
+
+    Backends of equal options are equal, if they are for models of equal hooks: Dynamo takes the
+    graph of an equal backend, and does not look at hooks.
 
     Raises RuntimeError for an option that Inductor has not.
     """
@@ -59,10 +67,17 @@ class Net(torch._TorchCompileInductorWrapper):
             rewritten = any(p.rewrites for run in self.pipeline.runs[before:] for p in run.passes)
             if self.pipeline.options.strict or not rewritten or _out_of_memory(error):
                 raise
-            reason = self._tell(before, str(error).strip().partition("\n")[0])
+            reason = self._tell(before, _cause_of(error))
             self.pipeline.found += [each.left_for(reason) for each in found]
         plain = Pipeline(chained=self.pipeline.chained, passes=())
-        return compile_fx(untouched, inputs_, config_patches={**self.config, HOOK: plain})
+        try:
+            return compile_fx(untouched, inputs_, config_patches={**self.config, HOOK: plain})
+        except InductorError as error:
+            let_through(error, compiling=True)
+            if _out_of_memory(error):
+                raise
+            log.warning(WITHOUT_INDUCTOR, torch.__version__, _cause_of(error))
+            return untouched
 
     def _tell(self, before: int, cause: str) -> str:
         reason = f"Inductor cannot compile it as rewritten: {cause}"
@@ -83,6 +98,10 @@ class Net(torch._TorchCompileInductorWrapper):
 
     def __hash__(self) -> int:
         return hash(self.pipeline)
+
+
+def _cause_of(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:

@@ -75,6 +75,23 @@ def test_strict_raises(passes: Callable[..., None]) -> None:
         moe_ops.compile(Model(), strict=True)(torch.randn(3, 4))
 
 
+def test_a_graph_that_fails_as_it_was_too_runs_op_by_op(
+    passes: Callable[..., None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes(unfit)
+    monkeypatch.setattr(GraphLowering, "codegen", None)
+    model = Model()
+    fast = moe_ops.compile(model)
+    uncached = torch._inductor.config.patch(force_disable_caches=True)
+    with uncached, caplog.at_level(logging.WARNING, "moe_ops"), torch.inference_mode():
+        for rows in (3, 5, 1, 5):
+            x_TD = torch.randn(rows, 4)
+            assert torch.equal(fast(x_TD), model(x_TD))
+    rewritten, plain = warnings_of(caplog)[:2]
+    assert "as rewritten" in rewritten
+    assert "op by op" in plain and "not callable" in plain and torch.__version__ in plain
+
+
 def test_an_error_in_a_graph_that_was_not_rewritten_is_raised(
     passes: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
