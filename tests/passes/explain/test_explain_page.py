@@ -194,7 +194,8 @@ def test_a_gpu_that_is_not_there_is_said(capsys, monkeypatch) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_disk_that_is_full_is_a_line_too(capsys) -> None:
+def test_a_disk_that_is_full_is_a_line_too(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("moe_ops.passes.explain.explain", lambda *args, **options: EXPLANATION)
     with pytest.raises(SystemExit) as exit:
         main(["explain", "qwen3_moe", "--tiny", "--json", "/dev/full"])
     assert exit.value.code == 2
