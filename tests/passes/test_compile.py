@@ -327,6 +327,7 @@ def test_dynamic_shares_the_graph_of_one_token_too(fresh) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.every  # tests/generation compiles once for all lengths
 def test_generate_runs_compiled_code(fresh) -> None:
     model = tiny()
     twin = moe_ops.compile(model)
