@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import moe_ops.backends  # noqa: F401  (registers the backends)
-from moe_ops import aot_cache, fake_impls, gradients, ops, quant, spec
+from moe_ops import fake_impls, ops, quant
+from moe_ops.checks.signature import did_you_mean
 from moe_ops.installed import __version__, clash, lacks_transformers, refuse_experts
-from moe_ops.late import when_imported
-from moe_ops.layouts import Layout
+from moe_ops.interop import aot_cache
+from moe_ops.interop.import_hook import when_imported
 from moe_ops.ops import (
     activate,
     combine,
@@ -27,9 +29,10 @@ from moe_ops.ops import (
     route,
     sum_ranks,
 )
-from moe_ops.signature import did_you_mean
-from moe_ops.spec import OPS, Op
-from moe_ops.using import using
+from moe_ops.registry import backend, gradients, spec  # noqa: F401
+from moe_ops.registry.layouts import Layout
+from moe_ops.registry.spec import OPS, Op
+from moe_ops.registry.using import using
 
 # The same for type checkers and editors, which read this file and import nothing.
 if TYPE_CHECKING:
@@ -41,8 +44,8 @@ if TYPE_CHECKING:
     from moe_ops.hf.over_ranks import share_experts
     from moe_ops.hf.quantize import quantize_model
     from moe_ops.layer import MoELayer, Routing
-    from moe_ops.passes.compiled import inductor_options
     from moe_ops.passes.explain import explain
+    from moe_ops.passes.inductor.compiled import inductor_options
     from moe_ops.planning.tune import tune
     from moe_ops.prepared import prepare
     from moe_ops.published import from_checkpoint
@@ -57,7 +60,7 @@ _OF_TRANSFORMERS = {
 _LAZY = {
     **_OF_TRANSFORMERS,
     **dict.fromkeys(("compile", "compile_config"), "moe_ops.compiler"),
-    "inductor_options": "moe_ops.passes.compiled",
+    "inductor_options": "moe_ops.passes.inductor.compiled",
     **dict.fromkeys(("buckets_of", "capture"), "moe_ops.graphs.capture"),
     "explain": "moe_ops.passes.explain",
     "flashinfer_options": "moe_ops.backends.flashinfer.options",
@@ -106,6 +109,10 @@ __all__ = [
     "using",
 ]
 
+# Other code imports these modules from here, where `using` is the function, too.
+for _name in ("backend", "spec", "using"):
+    sys.modules[f"moe_ops.{_name}"] = sys.modules[f"moe_ops.registry.{_name}"]
+del _name
 
 aot_cache.tag(spec, gradients, ops, fake_impls, quant)
 

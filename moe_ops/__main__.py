@@ -18,9 +18,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_ops import installed
-from moe_ops.options import check_writable
-from moe_ops.shapes import DTYPES
-from moe_ops.signature import did_you_mean
+from moe_ops.checks.options import check_writable
+from moe_ops.checks.shapes import DTYPES
+from moe_ops.checks.signature import did_you_mean
 
 ABOUT = """\
 Shows what moe_ops would make of a Hugging Face model: its MoE regions, what each was lifted from,

@@ -13,20 +13,20 @@ from torch._dynamo import mark_static, maybe_mark_dynamic
 from torch._inductor import list_mode_options
 from torch.utils import _pytree as pytree
 
-from moe_ops import gpus
+from moe_ops.checks.options import check_flag
+from moe_ops.checks.shapes import check_choice
 from moe_ops.graphs.cuda_graph import GraphPool
-from moe_ops.hooks import hooks_of
 from moe_ops.installed import is_transformers_model, require_transformers
-from moe_ops.interrupts import call_compiled
-from moe_ops.options import check_flag
-from moe_ops.own_code import compile_call
-from moe_ops.passes.compiled import Compiled, inductor_options, known_options
-from moe_ops.passes.net import Net
-from moe_ops.passes.pipeline import HOOK
-from moe_ops.passes.recompiles import tell_of_limit
-from moe_ops.passes.sizes import call_oblivious
-from moe_ops.passes.telling import OfModel
-from moe_ops.shapes import check_choice
+from moe_ops.interop.code_objects import compile_call
+from moe_ops.interop.hooks import hooks_of
+from moe_ops.interop.interrupts import call_compiled
+from moe_ops.kernels import gpus
+from moe_ops.passes.inductor.compiled import Compiled, inductor_options, known_options
+from moe_ops.passes.inductor.net import Net
+from moe_ops.passes.inductor.pipeline import HOOK
+from moe_ops.passes.inductor.recompiles import tell_of_limit
+from moe_ops.passes.inductor.sizes import call_oblivious
+from moe_ops.passes.report.telling import OfModel
 from moe_ops.twin import Twin
 
 log = logging.getLogger("moe_ops")

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ops.checks.options import check_text, check_type
+from moe_ops.checks.shapes import check_choice
 from moe_ops.ops.experts import experts
-from moe_ops.options import check_text, check_type
-from moe_ops.shapes import check_choice
 
 log = logging.getLogger("moe_ops")
 

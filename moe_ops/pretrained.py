@@ -13,9 +13,9 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moe_ops.options import check_text, check_type
+from moe_ops.checks.options import check_text, check_type
+from moe_ops.checks.signature import described
 from moe_ops.quant.config import QuantConfig
-from moe_ops.signature import described
 
 METHOD = "moe_ops"
 

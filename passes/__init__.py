@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from torch import fx
 
-from moe_ops.passes.context import Context
 from moe_ops.passes.drop_duplicate_quantize import drop_duplicate_quantize
 from moe_ops.passes.fuse_experts import fuse_experts
 from moe_ops.passes.fuse_moe import fuse_moe
@@ -24,6 +23,7 @@ from moe_ops.passes.lift_router import lift_router
 from moe_ops.passes.lower import lower
 from moe_ops.passes.merge_linears import merge_linears
 from moe_ops.passes.pick_backend import pick_backend
+from moe_ops.passes.rewriting.context import Context
 
 Pass = Callable[[fx.Graph, Context], int]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import fx
 
-from moe_ops.passes.context import Context
-from moe_ops.passes.graph import arg, layer_of, ops
+from moe_ops.passes.rewriting.context import Context
+from moe_ops.passes.rewriting.graph import arg, layer_of, ops
 
 
 def drop_duplicate_quantize(graph: fx.Graph, context: Context) -> int:

@@ -9,8 +9,8 @@ from torch import fx
 
 from moe_ops.ops.activate import Activation
 from moe_ops.ops.experts import experts
-from moe_ops.passes.context import Context
-from moe_ops.passes.graph import (
+from moe_ops.passes.rewriting.context import Context
+from moe_ops.passes.rewriting.graph import (
     arg,
     call,
     each,

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import fx
 
+from moe_ops.checks.shapes import INDICES
 from moe_ops.ops.moe import MoeCall
-from moe_ops.passes.context import Context
-from moe_ops.passes.graph import (
+from moe_ops.passes.rewriting.context import Context
+from moe_ops.passes.rewriting.graph import (
     arg,
     each,
     insert,
@@ -20,7 +21,6 @@ from moe_ops.passes.graph import (
     same,
     tensor,
 )
-from moe_ops.shapes import INDICES
 
 
 def fuse_moe(graph: fx.Graph, context: Context) -> int:

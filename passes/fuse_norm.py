@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from moe_ops.decode_ops.normed_linears import NormedLinearsCall, refusal
-from moe_ops.passes.context import Context
-from moe_ops.passes.graph import (
+from moe_ops.passes.rewriting.context import Context
+from moe_ops.passes.rewriting.graph import (
     arg,
     aten,
     call,

@@ -11,8 +11,8 @@ from typing import Any
 from torch import fx
 
 from moe_ops.decode_ops.experts_onto import LAYER, experts_onto
-from moe_ops.passes.context import Context
-from moe_ops.passes.graph import (
+from moe_ops.passes.rewriting.context import Context
+from moe_ops.passes.rewriting.graph import (
     RESHAPES,
     arg,
     aten,
@@ -24,7 +24,7 @@ from moe_ops.passes.graph import (
     require,
     tensor,
 )
-from moe_ops.spec import REFERENCE
+from moe_ops.registry.spec import REFERENCE
 
 RULE = "fuse_residual"
 PLANS = tuple(name for name in experts_onto.backends if name != REFERENCE)

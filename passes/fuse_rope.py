@@ -14,9 +14,9 @@ from typing import Any
 from torch import fx
 
 from moe_ops.decode_ops.rope_attention import refusal, rope_attention
-from moe_ops.passes.context import Context
 from moe_ops.passes.fuse_norm import read as read_norm
-from moe_ops.passes.graph import (
+from moe_ops.passes.rewriting.context import Context
+from moe_ops.passes.rewriting.graph import (
     Mismatch,
     arg,
     aten,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from moe_ops.passes.context import Context
-from moe_ops.passes.graph import (
+from moe_ops.passes.rewriting.context import Context
+from moe_ops.passes.rewriting.graph import (
     arg,
     aten,
     each,

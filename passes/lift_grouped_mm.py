@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from moe_ops.passes import experts_region as region
-from moe_ops.passes.context import Context
-from moe_ops.passes.graph import (
+from moe_ops.passes.rewriting import experts_region as region
+from moe_ops.passes.rewriting.context import Context
+from moe_ops.passes.rewriting.graph import (
     Mismatch,
     arg,
     aten,

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import SymInt, fx
 
+from moe_ops.checks.shapes import DTYPES
 from moe_ops.ops.route import route
-from moe_ops.passes.context import Context
-from moe_ops.passes.graph import (
+from moe_ops.passes.rewriting.context import Context
+from moe_ops.passes.rewriting.graph import (
     RESHAPES,
     Mismatch,
     arg,
@@ -28,7 +29,6 @@ from moe_ops.passes.graph import (
 )
 from moe_ops.passes.routing.check import disagreement, program
 from moe_ops.passes.routing.router import Routing, read, unscaled
-from moe_ops.shapes import DTYPES
 
 RULE = "lift_router"
 OUTSIDE = "what chooses the experts is not in this graph"

@@ -18,11 +18,11 @@ from torch._inductor.fx_passes.post_grad import remove_noop_ops
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from moe_ops.passes.context import Context
-from moe_ops.passes.graph import layer_of
 from moe_ops.passes.pick_backend import ORIGIN, call_of, generic_op, make_planned, pick_backend
+from moe_ops.passes.rewriting.context import Context
+from moe_ops.passes.rewriting.graph import layer_of
 from moe_ops.planning.choose import GUARDS, no_new_guards
-from moe_ops.spec import NAMESPACE, REFERENCE, Op
+from moe_ops.registry.spec import NAMESPACE, REFERENCE, Op
 
 RULE = "lower"
 # The definition of `expert_gemm` gathers a weight for every row; with more bytes than these it is

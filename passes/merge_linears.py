@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from moe_ops import gpus
 from moe_ops.backends.triton_device import LEAST_CAPABILITY
 from moe_ops.decode_ops.linears import DTYPES, MOST_ROWS, LinearsCall, refusal
-from moe_ops.passes.context import Context
-from moe_ops.passes.graph import (
+from moe_ops.kernels import gpus
+from moe_ops.passes.rewriting.context import Context
+from moe_ops.passes.rewriting.graph import (
     Mismatch,
     aten,
     call,

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import fx
 
-from moe_ops.passes.context import Context
-from moe_ops.passes.graph import layer_of
+from moe_ops.passes.rewriting.context import Context
+from moe_ops.passes.rewriting.graph import layer_of
 from moe_ops.planning import tuned
 from moe_ops.planning.choose import Node, Rules, choose
-from moe_ops.spec import NAMESPACE, OPS, REFERENCE, Op
+from moe_ops.registry.spec import NAMESPACE, OPS, REFERENCE, Op
 
 RULE = "pick_backend"
 ORIGIN = ("nn_module_stack", "stack_trace", "from_node")  # where in the model a node comes from

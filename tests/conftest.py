@@ -84,7 +84,7 @@ def pytest_unconfigure() -> None:
 def clean_slate(request: pytest.FixtureRequest) -> Iterator[None]:
     """Seed torch, forget what was decided for calls, as tests put other functions in the place of
     what decided, and fill uninitialised memory (NaN in floats, the largest value in integers)."""
-    from moe_ops.spec import DECODE_OPS, OPS
+    from moe_ops.registry.spec import DECODE_OPS, OPS
 
     for op in (*OPS.values(), *DECODE_OPS.values()):
         op.memo.clear()

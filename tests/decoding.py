@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from moe_ops.spec import DECODE_OPS
+from moe_ops.registry.spec import DECODE_OPS
 
 
 def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:

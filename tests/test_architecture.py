@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from moe_ops import OPS
-from moe_ops.spec import DECODE_OPS
+from moe_ops.passes import PIPELINE
+from moe_ops.registry.spec import DECODE_OPS
 from tests.sources import LINKED, ROOT, Module, files, modules
 
 
@@ -26,103 +27,63 @@ class May:
     packages: frozenset[str] = frozenset({"torch"})
 
 
-LOW = frozenset(
-    {"gradients", "signature", "record", "ranges", "options", "backend", "memo", "spec", "shapes"}
-    | {"watched", "interrupts", "gpus"}
-)
+LOW = frozenset({"checks", "interop", "registry"})
 OP = LOW | {"ops", "ranks"}
 BACKEND = OP | {"kernels", "backends", "quant"}
 TRANSFORMERS = frozenset({"torch", "transformers"})
 FACADE = "the facade"  # moe_ops/__init__.py
 MAY_IMPORT = {
-    "signature": May(),
-    "arena": May(),
-    "gradients": May(),
-    "aot_cache": May(),
-    "options": May(frozenset({"signature"})),
-    "record": May(),
-    "ranges": May(),
-    "late": May(),
-    "installed": May(),
-    "layouts": May(frozenset({"options", "signature"})),
-    "backend": May(frozenset({"layouts"})),
-    "watched": May(frozenset({"gradients"})),
-    "memo": May(frozenset({"backend", "signature"})),
-    "spec": May(
-        frozenset({"backend", "layouts", "gradients", "memo", "ranges", "record", "signature"})
-        | {"watched"}
-    ),
-    "using": May(frozenset({"signature", "spec"})),
-    "shapes": May(frozenset({"signature"})),
+    "checks": May(),
+    "interop": May(),
+    "registry": May(frozenset({"checks"})),
     "fake_impls": May(),
     "terminal": May(),
-    "hooks": May(),
-    "own_code": May(frozenset({"hooks"})),
+    "installed": May(),
+    "arena": May(),
     "twin": May(),
-    "interrupts": May(),
-    "gpus": May(),
     "testing": May(LOW),
-    "ranks": May(frozenset({"gradients", "interrupts"})),
+    "ranks": May(frozenset({"interop", "registry"})),
     "ops": May(LOW | {"fake_impls", "quant", "ranks"}),
-    "kernels": May(frozenset({"gpus", "interrupts"}), frozenset({"torch", "triton"})),
+    "kernels": May(frozenset({"interop"}), frozenset({"torch", "triton"})),
     "decode_ops": May(OP | {"fake_impls", "kernels"}),
-    "backends": May(OP | {"arena", "decode_ops", "installed", "kernels", "layouts", "quant"}),
-    "quant": May(frozenset({"signature", "options", "shapes", "fake_impls"})),
+    "backends": May(OP | {"arena", "decode_ops", "installed", "kernels", "quant"}),
+    "quant": May(frozenset({"checks", "fake_impls"})),
     "parallel": May(OP),
     "prepared": May(OP),
     "layer": May(OP | {"prepared", "quant", "parallel"}),
     "weights": May(
         LOW | {"layer", "kernels", "prepared", "quant"}, frozenset({"torch", "safetensors", "gguf"})
     ),
-    "planning": May(OP | {"quant", "terminal"}),
+    "planning": May(OP | {"kernels", "quant", "terminal"}),
     "graphs": May(OP | {"arena", "layer", "planning", "prepared"}),
     "hf": May(BACKEND | {"installed", "prepared"}, TRANSFORMERS | {"safetensors"}),
-    "pretrained": May(frozenset({"hf", "options", "quant", "signature"}), TRANSFORMERS),
+    "pretrained": May(frozenset({"checks", "hf", "quant"}), TRANSFORMERS),
     "published": May(
-        frozenset(
-            {"hf", "installed", "layer", "options", "pretrained", "quant", "shapes", "weights"}
-        ),
+        frozenset({"checks", "hf", "installed", "layer", "pretrained", "quant", "weights"}),
         TRANSFORMERS,
     ),
     "generation": May(
-        BACKEND | {"decode_ops", "hf", "hooks", "installed", "own_code", "prepared", "terminal"},
-        TRANSFORMERS,
+        BACKEND | {"decode_ops", "hf", "installed", "prepared", "terminal"}, TRANSFORMERS
     ),
     # torch writes symbolic sizes in sympy.
     "passes": May(
-        BACKEND | {"decode_ops", "hooks", "installed", "planning", "prepared"},
+        BACKEND | {"decode_ops", "installed", "planning", "prepared"},
         frozenset({"torch", "sympy"}),
     ),
     # It knows passes and generation, which do not know each other.
-    "compiler": May(
-        LOW | {"passes", "generation", "graphs", "hooks", "installed", "own_code", "twin"}
-    ),
+    "compiler": May(LOW | {"passes", "generation", "graphs", "installed", "kernels", "twin"}),
     # A leaf: it measures everything, and nobody imports it.
     "bench": May(
         BACKEND
-        | {
-            "layouts",
-            "testing",
-            "terminal",
-            "layer",
-            "weights",
-            "hf",
-            "passes",
-            "planning",
-            "graphs",
-        }
-        | {"decode_ops", "generation", "compiler", "using", "parallel"},
+        | {"testing", "terminal", "layer", "weights", "hf", "passes", "planning", "graphs"}
+        | {"decode_ops", "generation", "compiler", "parallel"},
         frozenset({"torch", "transformers", "matplotlib", "safetensors"}),
     ),
-    "__main__": May(
-        frozenset({"signature", "options", "shapes", "hf", "backends", "passes", "installed"}),
-        TRANSFORMERS,
-    ),
+    "__main__": May(frozenset({"checks", "hf", "backends", "passes", "installed"}), TRANSFORMERS),
     FACADE: May(
         BACKEND
-        | {"aot_cache", "fake_impls", "layer", "hf", "passes", "planning", "graphs"}
-        | {"generation", "compiler", "late", "layouts", "prepared", "pretrained", "published"}
-        | {"installed", "using"}
+        | {"fake_impls", "layer", "hf", "passes", "planning", "graphs", "generation", "compiler"}
+        | {"prepared", "pretrained", "published", "installed"}
     ),
 }
 
@@ -199,10 +160,14 @@ def test_no_pass_needs_the_explanation() -> None:
 PLANTED = {
     "kernel_uses_op": ("moe_ops.kernels.cpu", "from moe_ops.ops import route", "ops"),
     "kernel_uses_package": ("moe_ops.kernels.x", "import numpy as np", "package numpy"),
-    "fake_uses_shapes": ("moe_ops.fake_impls.x", "from moe_ops.shapes import FLOATS", "shapes"),
+    "fake_uses_shapes": (
+        "moe_ops.fake_impls.x",
+        "from moe_ops.checks.shapes import FLOATS",
+        "checks",
+    ),
     "op_uses_backend": ("moe_ops.ops.x", "from moe_ops.backends import cpu", "backends"),
     "op_uses_triton": ("moe_ops.ops.x", "def f():\n    import triton.language", "package triton"),
-    "spec_uses_op": ("moe_ops.spec", "import moe_ops.ops.route", "ops"),
+    "registry_uses_op": ("moe_ops.registry.spec", "import moe_ops.ops.route", "ops"),
     "siblings": ("moe_ops.quant.x", "from moe_ops import parallel", "parallel"),
     "top_siblings": ("moe_ops.hf.x", "from moe_ops.bench import layer", "bench"),
     "passes_from_below": ("moe_ops.hf.x", "from moe_ops.passes import PIPELINE", "passes"),
@@ -271,11 +236,11 @@ def test_imports_go_up_the_table() -> None:
 
 def test_an_import_down_the_table_is_found() -> None:
     rows = rooms(
-        "| room | what |\n|---|---|\n| `fake_impls/` | a |\n| `moe_ops/ops/`, `spec.py` | b |\n\n|"
+        "| room | what |\n|---|---|\n| `fake_impls/` | a |\n| `moe_ops/ops/`, `arena.py` | b |\n\n|"
     )
-    assert rows == [["fake_impls"], ["ops", "spec"]]
+    assert rows == [["fake_impls"], ["ops", "arena"]]
     source = "from moe_ops import fake_impls\nfrom moe_ops.ops.route import route\n"
-    assert downward(source, "moe_ops.spec", False, rows) == []
+    assert downward(source, "moe_ops.arena", False, rows) == []
     (line,) = downward(source, "moe_ops.fake_impls.route", False, rows)
     assert line == "moe_ops.fake_impls.route imports ops, which is in a lower row"
 
@@ -299,6 +264,10 @@ def test_packages_in_pyproject_are_those_of_the_tree() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert sorted(settings["packages"]) == sorted(m.name for m in modules() if m.is_package)
     assert settings["package-dir"] == {f"moe_ops.{link}": link for link in LINKED}
+
+
+def test_a_file_of_passes_is_one_pass() -> None:
+    assert names_in("passes") == {one.__name__ for one in PIPELINE}
 
 
 def test_every_folder_with_code_is_a_package() -> None:

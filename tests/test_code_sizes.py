@@ -81,7 +81,7 @@ MANY_PARAMETERS = {
         "moe_ops/bench/cells.py: Grid",
     },
     "filled from the arguments of Op.backend, which are fewer": {
-        "moe_ops/backend.py: Backend",
+        "moe_ops/registry/backend.py: Backend",
     },
     "a row of a table or a report, which one function writes and others read": {
         "moe_ops/bench/accuracy.py: Accuracy",
@@ -95,7 +95,7 @@ MANY_PARAMETERS = {
         "moe_ops/planning/tuned.py: TunedLayer",
         "passes/explain/explanation.py: Explanation",
         "passes/explain/explanation.py: Region",
-        "passes/summary.py: Summary",
+        "passes/report/summary.py: Summary",
     },
     "what one function found and hands to the next": {
         "moe_ops/bench/step.py: StepLayer",
@@ -103,7 +103,7 @@ MANY_PARAMETERS = {
         "moe_ops/weights/checkpoint.py: Loading",
         "moe_ops/weights/layouts.py: Coding",
         "moe_ops/weights/shards.py: ShardPlan",
-        "passes/experts_region.py: Experts",
+        "passes/rewriting/experts_region.py: Experts",
     },
 }
 # The methods of transformers' GenerationMixin that ours stand for.
@@ -121,16 +121,19 @@ UNNAMED_PARAMETERS = {
     "options that are fields of a dataclass, by which they are checked": {
         "moe_ops/compiler.py: compile",
         "moe_ops/compiler.py: compile_config",
-        "passes/compiled.py: inductor_options",
+        "passes/inductor/compiled.py: inductor_options",
         "moe_ops/backends/flashinfer/options.py: flashinfer_options",
         "passes/explain/api.py: explain",
     },
     "the arguments of an op, which its record names": {
-        "moe_ops/record.py: prototype",
-        *(f"moe_ops/spec.py: Op.{name}" for name in ("__call__", "reference", "refusals")),
-        *(f"moe_ops/spec.py: Op.{name}" for name in ("_run", "_run_recorded", "_run_planned")),
-        "moe_ops/spec.py: checked",
-        "moe_ops/spec.py: planned",
+        "moe_ops/registry/record.py: prototype",
+        *(f"moe_ops/registry/spec.py: Op.{name}" for name in ("__call__", "reference", "refusals")),
+        *(
+            f"moe_ops/registry/spec.py: Op.{name}"
+            for name in ("_run", "_run_recorded", "_run_planned")
+        ),
+        "moe_ops/registry/spec.py: checked",
+        "moe_ops/registry/spec.py: planned",
         "moe_ops/backends/flashinfer/cutlass.py: run_alike",
         "passes/lower.py: body",
     },
@@ -156,8 +159,8 @@ UNNAMED_PARAMETERS = {
         "moe_ops/prepared.py: HoldsExperts._load_from_state_dict",
         "moe_ops/quant/module.py: HoldsCodes._load_from_state_dict",
         "passes/explain/trace.py: Backend._inner",
-        "passes/net.py: Net.__call__",
-        "passes/sizes.py: _guards",
+        "passes/inductor/net.py: Net.__call__",
+        "passes/inductor/sizes.py: _guards",
     },
     "the arguments of a model or a function that it is given": {
         "moe_ops/compiler.py: PromptRegion.__call__",
@@ -168,24 +171,27 @@ UNNAMED_PARAMETERS = {
         "moe_ops/graphs/capture.py: GraphRunner.__call__",
         "moe_ops/graphs/capture.py: GraphRunner.warmup",
         "moe_ops/graphs/capture.py: _count_part",
-        "moe_ops/interrupts.py: call_compiled",
-        "moe_ops/own_code.py: call",
+        "moe_ops/interop/interrupts.py: call_compiled",
+        "moe_ops/interop/code_objects.py: call",
         "moe_ops/testing.py: reference_of",
         "moe_ops/weights/writer.py: Writer._submit",
-        "passes/compiled.py: Compiled.__call__",
-        "passes/compiled.py: Compiled._run",
+        "passes/inductor/compiled.py: Compiled.__call__",
+        "passes/inductor/compiled.py: Compiled._run",
         "passes/explain/trace.py: root",
-        "passes/sizes.py: call_oblivious",
+        "passes/inductor/sizes.py: call_oblivious",
     },
     "one tuple, which `replay` hands on": {"moe_ops/backends/triton.py: _launch_experts"},
     "tensors by the names that an error gives them": {
         "moe_ops/ops/expert_gemm.py: _check_absent",
-        "moe_ops/shapes.py: check_devices",
+        "moe_ops/checks/shapes.py: check_devices",
     },
     "a list whose items have no one type: targets of nodes, sizes, what a key is made of": {
-        "passes/cache_key.py: digest",
-        *(f"passes/graph.py: {name}" for name in ("call", "has_shape", "is_call", "output")),
-        "passes/experts_region.py: only_user",
+        "passes/inductor/cache_key.py: digest",
+        *(
+            f"passes/rewriting/graph.py: {name}"
+            for name in ("call", "has_shape", "is_call", "output")
+        ),
+        "passes/rewriting/experts_region.py: only_user",
         "passes/routing/scores.py: bare",
     },
 }

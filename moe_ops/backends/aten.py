@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_ops import gpus
 from moe_ops.backends import reads
-from moe_ops.gradients import needs_grad
+from moe_ops.checks.shapes import DTYPES
+from moe_ops.kernels import gpus
 from moe_ops.ops.activate import activate
 from moe_ops.ops.combine import combine
 from moe_ops.ops.dispatch import dispatch
 from moe_ops.ops.expert_gemm import ExpertGemmCall, checked_ends, expert_gemm, row_experts
 from moe_ops.ops.experts import ExpertsCall, experts
-from moe_ops.shapes import DTYPES
+from moe_ops.registry.gradients import needs_grad
 
 # PyTorch's grouped GEMM wants every stride but the last to be a multiple of 16 bytes.
 ALIGNMENT = 16

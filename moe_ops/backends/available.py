@@ -8,10 +8,10 @@ from textwrap import wrap
 
 import torch
 
-from moe_ops.backend import Backend, Needs
 from moe_ops.backends import triton_device
 from moe_ops.installed import version
-from moe_ops.spec import DECODE_OPS, OPS, REFERENCE
+from moe_ops.registry.backend import Backend, Needs
+from moe_ops.registry.spec import DECODE_OPS, OPS, REFERENCE
 
 CPU, WIDTH = "cpu", 100
 OF_TRITON = ("triton", "push")  # whose kernels are Triton's

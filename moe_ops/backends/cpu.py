@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.backend import Rows
 from moe_ops.backends import aten, cpu_codes, reads
-from moe_ops.gradients import needs_grad
+from moe_ops.checks.shapes import DTYPES
 from moe_ops.kernels import cpu as kernels
 from moe_ops.ops.dispatch import local_ids
 from moe_ops.ops.expert_gemm import ExpertGemmCall, checked_ends, expert_gemm
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.route import RouteCall, route
-from moe_ops.shapes import DTYPES
+from moe_ops.registry.backend import Rows
+from moe_ops.registry.gradients import needs_grad
 
 # Mean rows per expert up to which reading is faster than PyTorch's grouped GEMM (None: with any
 # number): measured on two cores with the shapes of Qwen3-30B-A3B, see docs/DIARY.md.

@@ -8,10 +8,10 @@ import functools
 
 from torch import Tensor
 
-from moe_ops.gradients import needs_grad
 from moe_ops.kernels.cpu import quantised as kernels
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.quant.formats import ALL, ROW, TENSOR, Format
+from moe_ops.registry.gradients import needs_grad
 
 SMALL_GROUPS, GROUP = (32, 64), 128
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.gradients import needs_grad
+from moe_ops.checks.shapes import DTYPES
 from moe_ops.ops.expert_gemm import (
     ExpertGemmCall,
     checked_ends,
@@ -14,7 +14,7 @@ from moe_ops.ops.expert_gemm import (
     expert_gemm,
     of_rows,
 )
-from moe_ops.shapes import DTYPES
+from moe_ops.registry.gradients import needs_grad
 
 READS = (
     "bias_EF", "x_scale_RG", "w_scale_EFG", "w_zero_EFG", "global_scale_E",

@@ -11,8 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_ops.backend import Rows
-from moe_ops.gradients import needs_grad
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
 from moe_ops.ops.dispatch_tokens import DispatchTokensCall, dispatch_tokens
 from moe_ops.ops.experts_over_ranks import (
@@ -26,6 +24,8 @@ from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, all_reduce
 from moe_ops.ranks.links import LINKS, widened
 from moe_ops.ranks.transport import AUTO, EXCHANGE, GATHER
+from moe_ops.registry.backend import Rows
+from moe_ops.registry.gradients import needs_grad
 
 
 def refusal(name: str, asked: str, first: Tensor) -> str | None:

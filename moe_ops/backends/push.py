@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.backend import Rows
 from moe_ops.backends.triton_device import refuse_device
 from moe_ops.backends.triton_ranks import contiguous_of, parts_of, refuse_words
-from moe_ops.gradients import needs_grad
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
 from moe_ops.ops.dispatch_tokens import DispatchTokensCall, agree, dispatch_tokens
 from moe_ops.ops.experts_over_ranks import (
@@ -27,6 +25,8 @@ from moe_ops.ranks.groups import Group
 from moe_ops.ranks.links import LINKS, most_parts, widened
 from moe_ops.ranks.packed import ALIGNMENT
 from moe_ops.ranks.transport import AUTO, PUSH
+from moe_ops.registry.backend import Rows
+from moe_ops.registry.gradients import needs_grad
 
 NO_GRADIENT = "has no gradients, and one is asked for"
 NO_MEMORY = "needs memory that no eager call has made; run the call before the capture"

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.backend import ANY_NUMBER, Rows
 from moe_ops.backends import reads
 from moe_ops.backends.strides import contiguous, in_words, with_rows
 from moe_ops.backends.triton_device import refuse_device
@@ -31,11 +30,12 @@ from moe_ops.backends.triton_support import (
     supports_many,
     supports_tiny,
 )
+from moe_ops.checks.shapes import DTYPES
 from moe_ops.decode_ops.experts_onto import ExpertsOntoCall, experts_onto
-from moe_ops.gradients import needs_grad
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.route import RouteCall, route
-from moe_ops.shapes import DTYPES
+from moe_ops.registry.backend import ANY_NUMBER, Rows
+from moe_ops.registry.gradients import needs_grad
 
 Supports = Callable[[ExpertsCall], str | None]
 

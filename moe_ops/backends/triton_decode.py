@@ -14,8 +14,8 @@ from moe_ops.decode_ops.linears import LinearsCall, linears
 from moe_ops.decode_ops.normed_linears import NormedLinearsCall, normed_linears
 from moe_ops.decode_ops.one_query import OneQueryCall, one_query
 from moe_ops.decode_ops.rope_attention import RopeAttentionCall, rope_attention
-from moe_ops.gradients import grad_wanted
-from moe_ops.spec import Op
+from moe_ops.registry.gradients import grad_wanted
+from moe_ops.registry.spec import Op
 
 
 def supports(call: Any) -> str | None:

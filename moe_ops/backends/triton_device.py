@@ -8,7 +8,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from moe_ops import gpus
+from moe_ops.kernels import gpus
 
 LEAST_CAPABILITY, LEAST_FLOAT8, HOPPER = (8, 0), (8, 9), (9, 0)
 HALF = (torch.bfloat16, torch.float16)

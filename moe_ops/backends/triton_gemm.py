@@ -15,10 +15,10 @@ from moe_ops.backends.triton_device import (
     either,
     refuse_device,
 )
-from moe_ops.gradients import needs_grad
+from moe_ops.checks.shapes import DTYPES
 from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
 from moe_ops.quant.formats import Format
-from moe_ops.shapes import DTYPES
+from moe_ops.registry.gradients import needs_grad
 
 
 def supports_gemm(call: ExpertGemmCall) -> str | None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.triton_device import refuse_device
-from moe_ops.gradients import needs_grad
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
 from moe_ops.ops.dispatch_tokens import DispatchTokensCall, agree, dispatch_tokens, scales_of
 from moe_ops.ranks.groups import Group, all_gather, all_to_all
 from moe_ops.ranks.transport import GATHER
+from moe_ops.registry.gradients import needs_grad
 
 MOST_COLUMNS = 2**15  # which one program copies
 NO_GRADIENT = "is not differentiable, and an argument requires grad"

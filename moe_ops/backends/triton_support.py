@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from moe_ops import gpus
-from moe_ops.backend import is_aligned
 from moe_ops.backends import triton_formats, triton_inputs
 from moe_ops.backends.triton_device import (
     FLOATS,
@@ -17,9 +15,11 @@ from moe_ops.backends.triton_device import (
     either,
     refuse_device,
 )
-from moe_ops.gradients import needs_grad
+from moe_ops.kernels import gpus
 from moe_ops.kernels.triton import multiplies_codes
 from moe_ops.ops.experts import ExpertsCall
+from moe_ops.registry.backend import is_aligned
+from moe_ops.registry.gradients import needs_grad
 
 Formats = tuple[Any, Any, str, torch.dtype]
 

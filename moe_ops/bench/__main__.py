@@ -29,9 +29,9 @@ from moe_ops.bench import (
     step,
 )
 from moe_ops.bench.results import write
+from moe_ops.checks.shapes import DTYPES
 from moe_ops.planning.cost import processor
 from moe_ops.quant.schemes import SCHEMES
-from moe_ops.shapes import DTYPES
 from moe_ops.testing import LAYERS
 
 PROGRAM = "python -m moe_ops.bench"

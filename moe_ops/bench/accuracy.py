@@ -37,8 +37,8 @@ from moe_ops.bench.weights import TOKEN_OUTLIERS, matrices, outlier_columns
 from moe_ops.ops import experts
 from moe_ops.quant.formats import Format
 from moe_ops.quant.schemes import SCHEMES
+from moe_ops.registry.using import using
 from moe_ops.testing import TOL, Case, Tol, assert_close
-from moe_ops.using import using
 
 CASE = Case(name="accuracy", T=512, E=16, K=4, D=512, I=256)
 LAYERS, VOCABULARY = 4, 512

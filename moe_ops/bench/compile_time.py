@@ -9,8 +9,8 @@ import torch
 from torch._inductor import config
 
 from moe_ops.ops import experts
-from moe_ops.passes.compiled import inductor_options
-from moe_ops.passes.pipeline import HOOK, Pipeline
+from moe_ops.passes.inductor.compiled import inductor_options
+from moe_ops.passes.inductor.pipeline import HOOK, Pipeline
 from moe_ops.testing import Case, make_layer
 
 TOKENS = 16

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ops.backends.flashinfer.options import flashinfer_options
 from moe_ops.bench.inputs import Routed, Weights
-from moe_ops.layouts import Layout
 from moe_ops.ops import experts, moe
 from moe_ops.ops.experts import WEIGHTS
-from moe_ops.spec import NAMESPACE, OPS, REFERENCE, Op
+from moe_ops.registry.layouts import Layout
+from moe_ops.registry.spec import NAMESPACE, OPS, REFERENCE, Op
+from moe_ops.registry.using import using
 from moe_ops.testing import Case
-from moe_ops.using import using
 
 OURS = "moe_ops"
 STOCK = ("grouped_mm", "batched_mm")  # transformers' names

@@ -45,8 +45,8 @@ from moe_ops.quant.config import QuantConfig
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, all_gather, all_reduce, all_to_all
 from moe_ops.ranks.transport import AUTO, EXCHANGE, GATHER, PUSH
+from moe_ops.registry.using import using
 from moe_ops.testing import Case
-from moe_ops.using import using
 
 UNIFORM = "uniform"  # the routing that goes without saying
 UNPACKED = "unpacked"  # three all-gathers and a reduce-scatter, as many do it

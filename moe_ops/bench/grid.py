@@ -17,8 +17,8 @@ import torch
 from moe_ops.bench import cells, contenders, formats, plot, report, resume, stages, tables, tiles
 from moe_ops.bench.rates import Rates, measure_rates
 from moe_ops.bench.results import Results, dump, load, read_peers, write
+from moe_ops.checks.shapes import DTYPES
 from moe_ops.planning.cost import processor
-from moe_ops.shapes import DTYPES
 from moe_ops.testing import LAYERS, Case
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from moe_ops.bench.formats import matrices
 from moe_ops.bench.rates import Work
+from moe_ops.checks.shapes import check_choice
 from moe_ops.ops import route
 from moe_ops.planning.layers import ROUTINGS
 from moe_ops.quant import packing
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
-from moe_ops.shapes import check_choice
 from moe_ops.testing import Case
 
 MOST_SETS, MOST_COPIES = 8, 8

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops.ops import experts, route
-from moe_ops.passes.compiled import inductor_options
+from moe_ops.passes.inductor.compiled import inductor_options
 from moe_ops.testing import Case, Tol, assert_close
 
 AGREEMENT = Tol(2e-2, "two computations in bfloat16 with roundings in other places")

@@ -26,7 +26,7 @@ from moe_ops.ops import (
     route,
     sum_ranks,
 )
-from moe_ops.spec import Op
+from moe_ops.registry.spec import Op
 from moe_ops.testing import Case, make_layer
 
 ROUNDS, CALLS = 25, 400

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ops import gpus
 from moe_ops.bench.formats import eight_bit, expert_bytes
 from moe_ops.bench.timing import time_replays
+from moe_ops.kernels import gpus
 from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import Case
 

@@ -1,7 +1,7 @@
 """What a decoding step does beside its experts: products of few rows, one-query attention, a sum.
 
 The passes put these ops into graphs; they are no stages of a layer, so they have a registry of
-their own, `moe_ops.spec.DECODE_OPS`. One file per op.
+their own, `moe_ops.registry.spec.DECODE_OPS`. One file per op.
 """
 
 from moe_ops.decode_ops.experts_onto import experts_onto

@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_ops import fake_impls
 from moe_ops.ops.experts import OF_CODES, ExpertsCall, experts
 from moe_ops.ops.experts import check as check_experts
-from moe_ops.spec import DECODE_OPS, op
+from moe_ops.registry.spec import DECODE_OPS, op
 
 # The arguments of `experts` on floats.
 LAYER = tuple(f.name for f in fields(ExpertsCall) if f.name not in OF_CODES)

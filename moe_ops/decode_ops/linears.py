@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from moe_ops import fake_impls
-from moe_ops.spec import DECODE_OPS, op
+from moe_ops.registry.spec import DECODE_OPS, op
 
 MOST_ROWS = 64  # of the input
 DTYPES = (torch.bfloat16, torch.float16)

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_ops import fake_impls
 from moe_ops.decode_ops.linears import LinearsCall, linears, shape_of
 from moe_ops.decode_ops.linears import refusal as refusal_of_linears
-from moe_ops.spec import DECODE_OPS, op
+from moe_ops.registry.spec import DECODE_OPS, op
 
 MOST_NORMED = 8192  # columns of an input of which every program holds all
 

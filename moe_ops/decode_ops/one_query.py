@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_ops import fake_impls
 from moe_ops.kernels.triton.decode.one_query_plan import MOST_SLOTS, power_of_two
-from moe_ops.spec import DECODE_OPS, op
+from moe_ops.registry.spec import DECODE_OPS, op
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -13,7 +13,7 @@ from moe_ops import fake_impls
 from moe_ops.decode_ops.one_query import OneQueryCall, one_query
 from moe_ops.decode_ops.one_query import refusal as refusal_of_one_query
 from moe_ops.kernels.triton.decode.one_query_plan import power_of_two
-from moe_ops.spec import DECODE_OPS, op
+from moe_ops.registry.spec import DECODE_OPS, op
 
 DTYPES = (torch.bfloat16, torch.float16)
 

@@ -22,7 +22,7 @@ from moe_ops.generation.sample import sample
 from moe_ops.generation.slots import CACHE
 from moe_ops.generation.steps import StepsReport, Tools, plain_tensors
 from moe_ops.hf.subclass import former_class, new_object, subclass
-from moe_ops.hooks import hooks_of
+from moe_ops.interop.hooks import hooks_of
 
 log = logging.getLogger("moe_ops")
 Model = TypeVar("Model", bound=PreTrainedModel)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moe_ops import gpus
 from moe_ops.decode_ops.one_query import OneQueryCall, formula, one_query, refusal
+from moe_ops.kernels import gpus
 
 NAME = "moe_ops_one_query"
 # What models pass along that does not bear on one query under a mask.

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moe_ops.generation.masks import REPEATABLE, attention_of, masks, repeatable
 from moe_ops.generation.slots import Empty, Slots
-from moe_ops.interrupts import let_through
+from moe_ops.interop.interrupts import let_through
 
 log = logging.getLogger("moe_ops")
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moe_ops.generation.slots import CACHE, Empty, Incoming
-from moe_ops.own_code import own_code
+from moe_ops.interop.code_objects import own_code
 from moe_ops.prepared import HoldsExperts
 
 Region = Callable[..., Any]  # (module, *args, **kwargs) -> what module(*args, **kwargs) returns

@@ -22,8 +22,8 @@ from moe_ops.generation.masks import Sizes, masks
 from moe_ops.generation.prompts import Capture, Captures, Filling, Prompt, Prompts
 from moe_ops.generation.regions import ByKind, Region
 from moe_ops.generation.slots import CACHE, Empty, Slots
-from moe_ops.interrupts import let_through
-from moe_ops.own_code import own_code
+from moe_ops.interop.code_objects import own_code
+from moe_ops.interop.interrupts import let_through
 from moe_ops.terminal import rewrite
 
 log = logging.getLogger("moe_ops")

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from moe_ops.arena import Arena, Buffer, current_stream, shared
+from moe_ops.checks.options import check_int, check_ints, check_type
+from moe_ops.checks.signature import described
 from moe_ops.graphs.addresses import identities, module_of, state_of
 from moe_ops.graphs.cuda_graph import Captured, CaptureError, GraphPool, capture_call, capturing
 from moe_ops.layer import MoELayer
-from moe_ops.options import check_int, check_ints, check_type
 from moe_ops.planning.plan import Plan
-from moe_ops.signature import described
 
 log = logging.getLogger("moe_ops")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.interrupts import let_through
+from moe_ops.interop.interrupts import let_through
 from moe_ops.ranks.peers import check
 
 WARMUPS = 2  # the first compiles and allocates, the second shows that neither happens again

@@ -19,13 +19,13 @@ from transformers.integrations.moe import (
     grouped_mm_experts_forward,
 )
 
-from moe_ops.gradients import needs_grad, without_gradient
+from moe_ops.checks.shapes import FLOATS
 from moe_ops.hf.report import warn_once
 from moe_ops.hf.source import fingerprint
 from moe_ops.hf.stored import StoredFormat, stored_format
 from moe_ops.ops import experts
 from moe_ops.ops.activate import Activation
-from moe_ops.shapes import FLOATS
+from moe_ops.registry.gradients import needs_grad, without_gradient
 
 NAME = "moe_ops"
 NO_GRADIENT = (

@@ -10,11 +10,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from moe_ops.checks.options import check_type
 from moe_ops.hf.experts import describe
 from moe_ops.hf.optimize import optimize
 from moe_ops.hf.saved import write_config
 from moe_ops.hf.stored import StoredFormat, store, stored_format
-from moe_ops.options import check_type
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.scales import wrong_scale
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from moe_ops.checks.options import check_type
 from moe_ops.hf.experts import NAME
 from moe_ops.hf.report import info_once
 from moe_ops.hf.rules import RULES, router_fingerprint
 from moe_ops.hf.stored import stored_format
 from moe_ops.hf.subclass import former_class, new_object, subclass
 from moe_ops.ops import route
-from moe_ops.options import check_type
 
 log = logging.getLogger("moe_ops")
 Model = TypeVar("Model", bound=PreTrainedModel)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from moe_ops.checks.options import check_text, check_type
+from moe_ops.checks.shapes import check_choice
 from moe_ops.hf.experts import describe
 from moe_ops.hf.optimize import is_experts
 from moe_ops.hf.stored import stored_format
@@ -19,12 +21,10 @@ from moe_ops.hf.subclass import subclass
 from moe_ops.ops import experts, experts_over_ranks, sum_ranks
 from moe_ops.ops.activate import Activation
 from moe_ops.ops.dispatch_tokens import MOST_ROWS
-from moe_ops.options import check_text, check_type
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group
 from moe_ops.ranks.shares import in_shares
 from moe_ops.ranks.transport import AUTO, EXCHANGE, GATHER, PUSH, TRANSPORTS
-from moe_ops.shapes import check_choice
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

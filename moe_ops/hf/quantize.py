@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from moe_ops.checks.options import check_flag, check_text, check_type
+from moe_ops.checks.signature import did_you_mean
 from moe_ops.hf.fits import empty, stored_as
 from moe_ops.hf.optimize import optimize
 from moe_ops.hf.saved import write_config
 from moe_ops.hf.stored import PROJECTIONS, store, stored_format
-from moe_ops.options import check_flag, check_text, check_type
 from moe_ops.quant import packing
 from moe_ops.quant.arguments import named_format
 from moe_ops.quant.config import QuantConfig, names_format
 from moe_ops.quant.schemes import SCHEMES
-from moe_ops.signature import did_you_mean
 
 log = logging.getLogger("moe_ops")
 

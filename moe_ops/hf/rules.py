@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_ops.checks.shapes import FLOATS
 from moe_ops.hf.source import fingerprint
 from moe_ops.ops.route import beyond_groups
-from moe_ops.shapes import FLOATS
 
 Arguments = dict[str, Any]
 FLOAT32, AS_LOGITS, AS_INPUT = "float32", "as logits", "as input"

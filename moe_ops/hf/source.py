@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from moe_ops.interrupts import let_through
+from moe_ops.interop.interrupts import let_through
 
 
 @functools.cache

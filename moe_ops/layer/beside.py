@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from moe_ops.gradients import needs_grad
+from moe_ops.registry.gradients import needs_grad
 
 
 def start(module: nn.Module, x_TD: Tensor) -> Callable[[], Tensor]:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ops.checks.options import MOST_SIZE, check_fields, check_flag, check_int, check_type
+from moe_ops.checks.shapes import check_device, check_size
+from moe_ops.checks.signature import described
 from moe_ops.layer.options import Routing
 from moe_ops.ops.activate import Activation
-from moe_ops.options import MOST_SIZE, check_fields, check_flag, check_int, check_type
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.ranks.groups import resolve
-from moe_ops.shapes import check_device, check_size
-from moe_ops.signature import described
 
 COUNTS = {
     "num_experts": 1, "top_k": 1, "hidden_size": 1, "intermediate_size": 1,

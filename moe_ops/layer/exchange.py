@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from moe_ops.checks.options import check_int, check_text
+from moe_ops.checks.shapes import check_choice
 from moe_ops.ops.dispatch_tokens import MOST_ROWS
 from moe_ops.ops.experts_over_ranks import why_not_apart
-from moe_ops.options import check_int, check_text
 from moe_ops.parallel.config import (
     ALLGATHER,
     AUTO,
@@ -21,7 +22,6 @@ from moe_ops.parallel.config import (
 from moe_ops.quant.config import QuantConfig
 from moe_ops.ranks import transport
 from moe_ops.ranks.groups import Group
-from moe_ops.shapes import check_choice
 
 ALL_TOKENS, OWN_TOKENS = "replicated", "own"
 TOKENS = (ALL_TOKENS, OWN_TOKENS)

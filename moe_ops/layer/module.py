@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from moe_ops.gradients import needs_grad
+from moe_ops.checks.shapes import FLOATS, INDICES, check_size, check_tensor
 from moe_ops.layer.checks import check_arguments, check_input
 from moe_ops.layer.exchange import Exchange, check_rows
 from moe_ops.layer.options import Routing
@@ -42,8 +42,8 @@ from moe_ops.parallel.replicas import ExpertReplicas, choose_replicas
 from moe_ops.prepared import HoldsExperts, Stored
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.module import HoldsCodes
-from moe_ops.shapes import FLOATS, INDICES, check_size, check_tensor
-from moe_ops.watched import compiled
+from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.watched import compiled
 
 SILU = Activation(kind="silu")
 

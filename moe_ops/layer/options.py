@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.checks.options import check_fields
 from moe_ops.ops.route import RouteCall, route
-from moe_ops.options import check_fields
 
 CustomRouting = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from moe_ops.checks.shapes import check_choice
 from moe_ops.layer import beside
 from moe_ops.layer.exchange import ALL_TOKENS, OWN_TOKENS, Exchange
 from moe_ops.ops import sum_ranks
 from moe_ops.parallel.config import ALLGATHER, AUTO, ParallelConfig
 from moe_ops.parallel.expert_map import ExpertPlacement
-from moe_ops.shapes import check_choice
 
 if TYPE_CHECKING:
     from moe_ops.layer.module import MoELayer

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_ops.checks.options import check_type
 from moe_ops.layer.module import MoELayer
-from moe_ops.options import check_type
 from moe_ops.parallel.load_balance import Rebalanced, rebalance
 from moe_ops.parallel.over_ranks import move_over_ranks
 from moe_ops.parallel.replicas import ExpertReplicas

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moe_ops.checks.options import check_type
 from moe_ops.layer.exchange import Exchange
 from moe_ops.layer.module import MoELayer
 from moe_ops.layer.tensors import layer_buffers
-from moe_ops.options import check_type
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.parallel.expert_map import ExpertPlacement
 from moe_ops.parallel.moves import Moves, moves_between

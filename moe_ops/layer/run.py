@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_ops.gradients import needs_grad, without_gradient
 from moe_ops.layer.exchange import Exchange
 from moe_ops.layer.parts import ordered_rows
 from moe_ops.ops import combine_tokens, dispatch_tokens, experts, experts_over_ranks
@@ -19,6 +18,7 @@ from moe_ops.quant.scales import product
 from moe_ops.ranks.groups import Group
 from moe_ops.ranks.shares import in_shares, share_of
 from moe_ops.ranks.transport import AUTO, GATHER
+from moe_ops.registry.gradients import needs_grad, without_gradient
 
 if TYPE_CHECKING:
     from moe_ops.layer.module import MoELayer

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from moe_ops.checks.shapes import FLOATS
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.expert_map import ExpertPlacement
 from moe_ops.parallel.replicas import ExpertReplicas
 from moe_ops.quant.arguments import check_divides
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.packing import E8M0_BIAS
-from moe_ops.shapes import FLOATS
 
 # Four-bit codes of int4 are stored with an offset of 8: two zeros in a byte.
 INT4_ZEROS = 0x88

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.options import check_finite
-from moe_ops.shapes import FLOATS, check_choice, check_tensor
-from moe_ops.spec import op
+from moe_ops.checks.options import check_finite
+from moe_ops.checks.shapes import FLOATS, check_choice, check_tensor
+from moe_ops.registry.spec import op
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 Options = tuple[str, bool, bool, float, float | None, float]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.shapes import FLOATS, check_devices, check_size, check_tensor
-from moe_ops.spec import op
+from moe_ops.checks.shapes import FLOATS, check_devices, check_size, check_tensor
+from moe_ops.registry.spec import op
 
 
 @dataclass(slots=True)

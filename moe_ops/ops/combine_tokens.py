@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.gradients import needs_grad
-from moe_ops.ops.dispatch_tokens import agree, check_rows, check_tables, not_pushed
-from moe_ops.ranks import exchange, gather
-from moe_ops.ranks.agree import Values
-from moe_ops.ranks.groups import Group
-from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH, TRANSPORTS, Tables
-from moe_ops.shapes import (
+from moe_ops.checks.shapes import (
     FLOATS,
     INDICES,
     check_choice,
@@ -23,8 +17,14 @@ from moe_ops.shapes import (
     check_size,
     check_tensor,
 )
-from moe_ops.spec import op
-from moe_ops.watched import readable
+from moe_ops.ops.dispatch_tokens import agree, check_rows, check_tables, not_pushed
+from moe_ops.ranks import exchange, gather
+from moe_ops.ranks.agree import Values
+from moe_ops.ranks.groups import Group
+from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH, TRANSPORTS, Tables
+from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.spec import op
+from moe_ops.registry.watched import readable
 
 
 @dataclass(slots=True)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
+from moe_ops.checks.shapes import FLOATS, INDICES, check_devices, check_size, check_tensor
 from moe_ops.fake_impls.formats import ELEMENTS
-from moe_ops.shapes import FLOATS, INDICES, check_devices, check_size, check_tensor
-from moe_ops.spec import op
+from moe_ops.registry.spec import op
 
 # Rows may be quantised before they are copied: there are T of them instead of R.
 ROWS = tuple(dict.fromkeys((*FLOATS, *(storage.dtype for storage in ELEMENTS.values()))))

@@ -10,15 +10,8 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.gradients import needs_grad
-from moe_ops.ops.dispatch import ROWS as ROW_DTYPES
-from moe_ops.options import check_int
-from moe_ops.ranks import exchange, gather
-from moe_ops.ranks.agree import Values, require_alike
-from moe_ops.ranks.groups import Group
-from moe_ops.ranks.tables import checksums
-from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH, TRANSPORTS, Sent, Tables
-from moe_ops.shapes import (
+from moe_ops.checks.options import check_int
+from moe_ops.checks.shapes import (
     FLOATS,
     INDICES,
     check_choice,
@@ -26,8 +19,15 @@ from moe_ops.shapes import (
     check_size,
     check_tensor,
 )
-from moe_ops.spec import Op, op
-from moe_ops.watched import readable
+from moe_ops.ops.dispatch import ROWS as ROW_DTYPES
+from moe_ops.ranks import exchange, gather
+from moe_ops.ranks.agree import Values, require_alike
+from moe_ops.ranks.groups import Group
+from moe_ops.ranks.tables import checksums
+from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH, TRANSPORTS, Sent, Tables
+from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.spec import Op, op
+from moe_ops.registry.watched import readable
 
 SCALES = (torch.float32, torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn)
 

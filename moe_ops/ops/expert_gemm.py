@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
+from moe_ops.checks.shapes import DTYPES, FLOATS, check_devices, check_size, check_tensor
 from moe_ops.quant import packing
 from moe_ops.quant.arguments import (
     check_global_scale,
@@ -20,9 +21,8 @@ from moe_ops.quant.arguments import (
     named_format,
 )
 from moe_ops.quant.formats import Format
-from moe_ops.shapes import DTYPES, FLOATS, check_devices, check_size, check_tensor
-from moe_ops.spec import op
-from moe_ops.watched import readable
+from moe_ops.registry.spec import op
+from moe_ops.registry.watched import readable
 
 
 @dataclass(slots=True)

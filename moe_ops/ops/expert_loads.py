@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moe_ops import fake_impls
+from moe_ops.checks.shapes import INDICES, check_devices, check_tensor
 from moe_ops.ops.dispatch import check_num_experts, local_ids
-from moe_ops.shapes import INDICES, check_devices, check_tensor
-from moe_ops.spec import op
+from moe_ops.registry.spec import op
 
 
 @dataclass(slots=True)

@@ -9,6 +9,16 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
+from moe_ops.checks.shapes import (
+    DTYPES,
+    FLOATS,
+    INDICES,
+    check_choice,
+    check_devices,
+    check_size,
+    check_tensor,
+)
+from moe_ops.checks.signature import did_you_mean
 from moe_ops.ops.activate import Options, activate, check_activation, options_of
 from moe_ops.ops.combine import combine
 from moe_ops.ops.dispatch import DispatchCall, dispatch
@@ -25,17 +35,7 @@ from moe_ops.quant.arguments import (
 )
 from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.quant.packing import global_scale_of
-from moe_ops.shapes import (
-    DTYPES,
-    FLOATS,
-    INDICES,
-    check_choice,
-    check_devices,
-    check_size,
-    check_tensor,
-)
-from moe_ops.signature import did_you_mean
-from moe_ops.spec import op
+from moe_ops.registry.spec import op
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.gradients import needs_grad
+from moe_ops.checks.shapes import check_choice
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
 from moe_ops.ops.dispatch_tokens import (
     DispatchTokensCall,
@@ -28,8 +28,8 @@ from moe_ops.ranks.groups import Group
 from moe_ops.ranks.links import Traffic
 from moe_ops.ranks.packed import row_bytes
 from moe_ops.ranks.transport import AUTO, GATHER, TRANSPORTS
-from moe_ops.shapes import check_choice
-from moe_ops.spec import FORCED, REFERENCE, op
+from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.spec import FORCED, REFERENCE, op
 
 WORD_BYTES = 4  # bytes: what kernels copy
 # Arguments of `experts` that are one layer's on all ranks. Biases are not: of shards that are added

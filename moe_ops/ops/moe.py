@@ -8,11 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.ops.activate import check_activation
-from moe_ops.ops.experts import OF_CODES, ExpertsCall, check_weights, experts
-from moe_ops.ops.route import RouteCall, route
-from moe_ops.ops.route import check as check_route
-from moe_ops.shapes import (
+from moe_ops.checks.shapes import (
     DTYPES,
     FLOATS,
     INDICES,
@@ -21,7 +17,11 @@ from moe_ops.shapes import (
     check_size,
     check_tensor,
 )
-from moe_ops.spec import op
+from moe_ops.ops.activate import check_activation
+from moe_ops.ops.experts import OF_CODES, ExpertsCall, check_weights, experts
+from moe_ops.ops.route import RouteCall, route
+from moe_ops.ops.route import check as check_route
+from moe_ops.registry.spec import op
 
 
 def _flat() -> dict[str, str]:

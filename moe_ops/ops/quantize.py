@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.gradients import needs_grad
+from moe_ops.checks.shapes import FLOATS, check_tensor
 from moe_ops.quant import packing
 from moe_ops.quant.arguments import check_input_format, check_static_scale
 from moe_ops.quant.formats import ROW, TENSOR, Format
-from moe_ops.shapes import FLOATS, check_tensor
-from moe_ops.spec import op
+from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.spec import op
 
 
 @dataclass(slots=True)

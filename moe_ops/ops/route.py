@@ -9,9 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.options import check_finite
-from moe_ops.shapes import DTYPES, FLOATS, check_choice, check_devices, check_size, check_tensor
-from moe_ops.spec import op
+from moe_ops.checks.options import check_finite
+from moe_ops.checks.shapes import (
+    DTYPES,
+    FLOATS,
+    check_choice,
+    check_devices,
+    check_size,
+    check_tensor,
+)
+from moe_ops.registry.spec import op
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "logit")
 SELECT_ON = ("score", "logit")

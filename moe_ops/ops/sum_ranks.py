@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.gradients import needs_grad
+from moe_ops.checks.shapes import FLOATS, check_tensor
 from moe_ops.ranks.agree import Values, require_alike
 from moe_ops.ranks.groups import Group, all_gather, all_to_all, sum_in_order
-from moe_ops.shapes import FLOATS, check_tensor
-from moe_ops.spec import op
-from moe_ops.watched import readable
+from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.spec import op
+from moe_ops.registry.watched import readable
 
 
 @dataclass(slots=True)

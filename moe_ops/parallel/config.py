@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moe_ops.options import check_fields, check_flag, check_int, check_text
-from moe_ops.shapes import check_choice
-from moe_ops.signature import described
+from moe_ops.checks.options import check_fields, check_flag, check_int, check_text
+from moe_ops.checks.shapes import check_choice
+from moe_ops.checks.signature import described
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

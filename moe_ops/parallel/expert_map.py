@@ -9,10 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from moe_ops.options import MOST_SIZE, check_fields, check_int, check_type
+from moe_ops.checks.options import MOST_SIZE, check_fields, check_int, check_type
+from moe_ops.checks.shapes import check_choice
 from moe_ops.parallel.config import ALLGATHER, AUTO, LOW_LATENCY, ParallelConfig
 from moe_ops.ranks.tables import EVERY, HOME
-from moe_ops.shapes import check_choice
 
 LINEAR = "linear"
 ROUND_ROBIN = "round_robin"

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ops.options import check_int, check_type
+from moe_ops.checks.options import check_int, check_type
+from moe_ops.checks.shapes import INDICES, check_tensor
 from moe_ops.parallel.expert_map import shares
 from moe_ops.parallel.moves import Moves, moves_between
 from moe_ops.parallel.packing import keep_bins, keep_slots, pack, replicate
-from moe_ops.shapes import INDICES, check_tensor
 
 LOADS = (torch.int32, torch.int64, torch.float32, torch.float64)
 

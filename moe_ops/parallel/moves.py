@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.options import check_int, check_ints, check_type
-from moe_ops.signature import described
+from moe_ops.checks.options import check_int, check_ints, check_type
+from moe_ops.checks.signature import described
 
 HELD = -1  # stands for the row that is kept aside while a cycle turns
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ops.options import MOST_SIZE, check_int, check_type
-from moe_ops.shapes import INDICES, check_tensor
+from moe_ops.checks.options import MOST_SIZE, check_int, check_type
+from moe_ops.checks.shapes import INDICES, check_tensor
 
 CPU = torch.device("cpu")  # layers are also built where the default device is meta
 

@@ -19,8 +19,8 @@ from moe_ops.planning.cost import cost, device_of
 from moe_ops.planning.plan import Choice, Range, Source
 from moe_ops.planning.thresholds import THRESHOLD_OPS
 from moe_ops.quant.formats import Format
-from moe_ops.ranges import Ranges
-from moe_ops.spec import NAMESPACE, REFERENCE, Op
+from moe_ops.registry.ranges import Ranges
+from moe_ops.registry.spec import NAMESPACE, REFERENCE, Op
 
 # What is raised by a decision on a symbolic size, which would add a guard.
 GUARDS = tuple(

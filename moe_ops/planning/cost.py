@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops import gpus
+from moe_ops.checks.shapes import DTYPES
+from moe_ops.kernels import gpus
 from moe_ops.ops.activate import ActivateCall
 from moe_ops.ops.combine import CombineCall
 from moe_ops.ops.combine_tokens import CombineTokensCall
@@ -34,7 +35,6 @@ from moe_ops.ranks.groups import Group
 from moe_ops.ranks.links import LINKS, widened
 from moe_ops.ranks.peers import refusal
 from moe_ops.ranks.transport import AUTO, PUSH, TRANSPORTS
-from moe_ops.shapes import DTYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

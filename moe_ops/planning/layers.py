@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_ops.checks.options import MOST_SIZE, check_fields, check_int
+from moe_ops.checks.shapes import DTYPES, check_choice, check_device
 from moe_ops.ops.experts import ExpertsCall, experts, weights_of
-from moe_ops.options import MOST_SIZE, check_fields, check_int
 from moe_ops.quant import packing
 from moe_ops.quant.arguments import named_format
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
-from moe_ops.shapes import DTYPES, check_choice, check_device
 
 ROUTINGS = ("uniform", "zipf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A gated layer by the letters of `moe_ops/shapes.py`, to tune without a model.
+    """A gated layer by the letters of `moe_ops/checks/shapes.py`, to tune without a model.
 
     quant: as `MoELayer` takes it, in place of w_format and x_format, which it sets. layout: what
     `prepare` stores the weights in.

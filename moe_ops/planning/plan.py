@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args
 
-from moe_ops.options import check_fields, check_int, check_text, check_type
+from moe_ops.checks.options import check_fields, check_int, check_text, check_type
 
 VERSION = 1
 
@@ -57,7 +57,7 @@ class Choice:
     op: str
     layer: str  # the module in the model; empty if unknown
     rows: tuple[int, int | None]  # the smallest and the largest number; None: unbounded
-    shapes: dict[str, int]  # by the letters of `moe_ops/shapes.py`, as far as they are known
+    shapes: dict[str, int]  # by the letters of `moe_ops/checks/shapes.py`, as far as they are known
     dtype: str
     format: str  # of the weights and of the inputs, such as mxfp4 or nvfp4+nvfp4
     candidates: tuple[str, ...]  # in the order in which they are asked

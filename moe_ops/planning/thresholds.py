@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_ops.options import check_int
-from moe_ops.ranges import Ranges
-from moe_ops.signature import described, did_you_mean
-from moe_ops.spec import OPS
+from moe_ops.checks.options import check_int
+from moe_ops.checks.signature import described, did_you_mean
+from moe_ops.registry.ranges import Ranges
+from moe_ops.registry.spec import OPS
 
 THRESHOLD_OPS = ("experts", "moe")  # a row of their first argument is a token
 EXAMPLE = "((64, 'cpu'), (None, 'aten'))"

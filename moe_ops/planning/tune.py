@@ -15,9 +15,11 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from moe_ops.interrupts import let_through
+from moe_ops.checks.options import check_ints, check_text, check_writable
+from moe_ops.checks.shapes import check_choice
+from moe_ops.checks.signature import described
+from moe_ops.interop.interrupts import let_through
 from moe_ops.ops.experts import ExpertsCall, experts
-from moe_ops.options import check_ints, check_text, check_writable
 from moe_ops.planning.cost import device_of
 from moe_ops.planning.layers import (
     ROUTINGS,
@@ -28,9 +30,7 @@ from moe_ops.planning.layers import (
     routed,
 )
 from moe_ops.planning.tuned import Cell, TunedLayer, layer_of_call, read, write
-from moe_ops.shapes import check_choice
-from moe_ops.signature import described
-from moe_ops.spec import REFERENCE
+from moe_ops.registry.spec import REFERENCE
 from moe_ops.terminal import rewrite
 
 log = logging.getLogger("moe_ops")

@@ -15,13 +15,12 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from moe_ops import spec
-from moe_ops.options import check_fields, check_int, check_number, check_type
+from moe_ops.checks.options import check_fields, check_int, check_number, check_type
 from moe_ops.quant.formats import Format
-from moe_ops.ranges import Ranges
+from moe_ops.registry.ranges import Ranges
 
 VERSION = 1
-SHIPPED = Path(spec.__file__).with_name("tuned")
+SHIPPED = Path(__file__).parents[1] / "tuned"
 ADVICE = "mend it, or let moe_ops.tune write a new file"
 # A backend must be this much faster than that of fewer tokens to take over.
 MARGIN = 0.03

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from moe_ops.checks.shapes import FLOATS
 from moe_ops.quant import packing
 from moe_ops.quant.formats import ROW, TENSOR, Format
 from moe_ops.quant.scales import inverse, wrong_scale
-from moe_ops.shapes import FLOATS
 from moe_ops.weights.layouts import ROWS, Block, Coding, Matrix, short, to_dtype
 from moe_ops.weights.outside import group_of, said_of
 

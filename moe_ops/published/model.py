@@ -13,13 +13,13 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
+from moe_ops.checks.options import check_flag, check_type
 from moe_ops.hf.fits import sizes_of, stored_as
 from moe_ops.hf.optimize import optimize
 from moe_ops.hf.saved import fields_of
 from moe_ops.hf.stored import INPUT_SCALE, StoredFormat, format_text
 from moe_ops.layer import MoELayer
 from moe_ops.layer.tensors import INPUT_SCALES
-from moe_ops.options import check_flag, check_type
 from moe_ops.published.formats import decode
 from moe_ops.published.loader import METHOD
 from moe_ops.published.names import Names, experts_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moe_ops.checks.shapes import FLOATS
 from moe_ops.published.survey import Experts, Found
-from moe_ops.shapes import FLOATS
 from moe_ops.weights.layouts import short
 
 GATED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}

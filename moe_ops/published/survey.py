@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from moe_ops.checks.shapes import FLOATS
 from moe_ops.published.formats import Parts, format_of, is_ordered, read_part
 from moe_ops.published.names import EXPERTS
-from moe_ops.shapes import FLOATS
 from moe_ops.weights.codings import Codings
 from moe_ops.weights.configuration import naming
 from moe_ops.weights.files import entries

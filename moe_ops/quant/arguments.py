@@ -7,11 +7,11 @@ import functools
 import torch
 from torch import Tensor
 
+from moe_ops.checks.shapes import DTYPES, FLOATS, check_choice, check_devices, check_tensor
+from moe_ops.checks.signature import did_you_mean
 from moe_ops.fake_impls.formats import ELEMENTS, PUBLISHED
 from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.quant.schemes import SCHEMES
-from moe_ops.shapes import DTYPES, FLOATS, check_choice, check_devices, check_tensor
-from moe_ops.signature import did_you_mean
 
 # Those that have a name or are in a scheme, in this order.
 FORMATS = tuple(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from moe_ops.checks.options import check_fields
+from moe_ops.checks.signature import did_you_mean
 from moe_ops.fake_impls.formats import PUBLISHED
-from moe_ops.options import check_fields
 from moe_ops.quant.arguments import named_format
 from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.quant.schemes import SCHEMES, check_groups, format_of, scheme_of
-from moe_ops.signature import did_you_mean
 
 
 def names_format(text: str) -> bool:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from moe_ops.checks.options import MOST_SIZE, check_int, check_text
+from moe_ops.checks.signature import described, did_you_mean
 from moe_ops.fake_impls.formats import ALL, ELEMENTS, GROUPS, PUBLISHED, SCALES, Parsed, parse
-from moe_ops.options import MOST_SIZE, check_int, check_text
-from moe_ops.signature import described, did_you_mean
 
 TENSOR, ROW, COLUMN = GROUPS["tensor"], GROUPS["row"], GROUPS["column"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ops.shapes import FLOATS
+from moe_ops.checks.shapes import FLOATS
 
 # Integers of the size of a floating-point element: a cast of a module leaves integers alone.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

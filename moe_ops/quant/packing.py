@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from moe_ops.checks.shapes import FLOATS, check_choice
 from moe_ops.fake_impls.formats import ALL, ELEMENTS, SCALES
 from moe_ops.quant.formats import FLOAT_ELEMENTS, INTEGER_ELEMENTS, Format, Minifloat
-from moe_ops.shapes import FLOATS, check_choice
 
 # A group of zeros still needs a scale that can be divided by.
 SMALLEST_SCALE = 1e-12

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ops.checks.shapes import FLOATS, check_tensor
 from moe_ops.quant.packing import E8M0_NAN, decode_scale
-from moe_ops.shapes import FLOATS, check_tensor
 
 FLOAT8_NAN = 0x7F  # of float8_e4m3fn, without its sign
 

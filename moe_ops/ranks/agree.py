@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.interrupts import let_through
+from moe_ops.interop.interrupts import let_through
 from moe_ops.ranks.groups import Group, all_gather, resolve
 
 HEADER = 1024  # bytes

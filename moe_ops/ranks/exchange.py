@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.gradients import needs_grad
 from moe_ops.ranks.groups import Group, all_to_all
 from moe_ops.ranks.packed import pack, unpack
 from moe_ops.ranks.tables import known_ids, needed, slots
 from moe_ops.ranks.transport import Sent, Tables
+from moe_ops.registry.gradients import needs_grad
 
 
 def dispatch(sent: Sent, tables: Tables, group: Group) -> tuple[Tensor, ...]:

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_ops.gradients import needs_grad
 from moe_ops.ranks.groups import Group, all_gather, all_to_all, sum_in_order
 from moe_ops.ranks.packed import filled, pack, unpack
 from moe_ops.ranks.tables import known_ids, needed, slots
 from moe_ops.ranks.transport import Sent, Tables
+from moe_ops.registry.gradients import needs_grad
 
 
 def dispatch(sent: Sent, tables: Tables, rows: int, group: Group) -> tuple[Tensor, ...]:

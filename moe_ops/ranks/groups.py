@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.gradients import needs_grad
+from moe_ops.registry.gradients import needs_grad
 
 ADVICE = (
     "give the group_name of a group of torch.distributed, such as dist.group.WORLD.group_name, "

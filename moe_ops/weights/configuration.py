@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from moe_ops.interrupts import let_through
+from moe_ops.interop.interrupts import let_through
 from moe_ops.weights.advice import reworded
 
 REMEDY = "complete the download, or write the file anew"

@@ -8,9 +8,9 @@ from itertools import chain
 
 from torch import Tensor
 
+from moe_ops.checks.options import check_flag, check_int, check_text, check_type
+from moe_ops.checks.shapes import FLOATS, check_choice
 from moe_ops.layer import MoELayer
-from moe_ops.options import check_flag, check_int, check_text, check_type
-from moe_ops.shapes import FLOATS, check_choice
 from moe_ops.weights.advice import advising, reworded
 from moe_ops.weights.global_scales import Blocks
 from moe_ops.weights.layouts import PLAIN, Coding, short

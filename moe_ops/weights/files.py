@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from moe_ops.options import check_type
+from moe_ops.checks.options import check_type
 from moe_ops.weights import bitsandbytes, gguf_files
 from moe_ops.weights.configuration import files_of_index
 from moe_ops.weights.layouts import PLAIN, Stored

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ops.checks.shapes import FLOATS
 from moe_ops.quant.formats import Format
 from moe_ops.quant.packing import pack, unpack
 from moe_ops.quant.scales import e8m0_to_float32, float32_to_e8m0
-from moe_ops.shapes import FLOATS
 from moe_ops.weights.advice import advising
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_ops.checks.options import check_flag, check_text, check_type
 from moe_ops.layer import MoELayer
-from moe_ops.options import check_flag, check_text, check_type
 from moe_ops.prepared import as_loaded
 from moe_ops.weights.checkpoint import ORDER, Loading
 from moe_ops.weights.codings import Codings, blocks_in, codings_in

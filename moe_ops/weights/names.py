@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
 
-from moe_ops.options import check_fields, check_text, check_type
-from moe_ops.signature import did_you_mean
+from moe_ops.checks.options import check_fields, check_text, check_type
+from moe_ops.checks.signature import did_you_mean
 
 Shard = Literal["w1", "w2", "w3", "w13"]
 Part = Literal["weight", "scale", "zero", "bias", "global_scale", "input", "g_idx", "shape"]

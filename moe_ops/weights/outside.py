@@ -14,10 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from moe_ops.checks.shapes import FLOATS
 from moe_ops.quant.formats import ROW, TENSOR
 from moe_ops.quant.packing import expand
 from moe_ops.quant.scales import e8m0_to_float32, wrong_scale
-from moe_ops.shapes import FLOATS
 from moe_ops.weights.codings import Codings
 from moe_ops.weights.configuration import naming
 from moe_ops.weights.layouts import Block, Stored

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.options import check_text, check_type
+from moe_ops.checks.options import check_text, check_type
 from moe_ops.weights import bitsandbytes
 from moe_ops.weights.layouts import PLAIN, Stored
 

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from moe_ops.checks.options import check_flag, check_ints, check_text, check_type, check_writable
+from moe_ops.checks.signature import described
 from moe_ops.installed import is_transformers_model, require_transformers
-from moe_ops.options import check_flag, check_ints, check_text, check_type, check_writable
 from moe_ops.passes import PIPELINE
-from moe_ops.passes.compiled import inductor_options
-from moe_ops.passes.context import Context
 from moe_ops.passes.explain import regions, unfound
 from moe_ops.passes.explain.explanation import Explanation, LayerText, PassTotal
 from moe_ops.passes.explain.html import page
 from moe_ops.passes.explain.trace import Trace, inside, lines, plain_module, run_compiled, trace
+from moe_ops.passes.inductor.compiled import inductor_options
+from moe_ops.passes.inductor.pipeline import HOOK, GraphRun, Pipeline, name_of
 from moe_ops.passes.pick_backend import call_of, generic_op, pick_backend
-from moe_ops.passes.pipeline import HOOK, GraphRun, Pipeline, name_of
-from moe_ops.passes.summary import summarize
+from moe_ops.passes.report.summary import summarize
+from moe_ops.passes.rewriting.context import Context
 from moe_ops.planning.cost import Device, device_of
 from moe_ops.planning.plan import Plan
-from moe_ops.signature import described
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 

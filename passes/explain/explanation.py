@@ -11,10 +11,10 @@ from textwrap import wrap
 from typing import Any
 
 from moe_ops.passes.explain.trace import Break
-from moe_ops.passes.names import names
+from moe_ops.passes.report.names import names
 from moe_ops.planning.cost import Device
 from moe_ops.planning.plan import Plan, Range
-from moe_ops.spec import REFERENCE
+from moe_ops.registry.spec import REFERENCE
 
 VERSION = 3
 WIDTH = 100
@@ -74,7 +74,7 @@ class Region:
 
     op: str
     layers: tuple[str, ...]  # modules of the model
-    shapes: dict[str, int]  # by the letters of `moe_ops/shapes.py`
+    shapes: dict[str, int]  # by the letters of `moe_ops/checks/shapes.py`
     dtype: str
     format: str
     rows: tuple[int, int | None]

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from moe_ops.passes.context import Note
 from moe_ops.passes.explain.explanation import At, LeftAlone, Region, Run
+from moe_ops.passes.inductor.pipeline import GraphRun
 from moe_ops.passes.lower import RULE
-from moe_ops.passes.pipeline import GraphRun
+from moe_ops.passes.rewriting.context import Note
 from moe_ops.planning.cost import Cost, Device, cost
 from moe_ops.planning.plan import Choice
-from moe_ops.spec import OPS, REFERENCE
+from moe_ops.registry.spec import OPS, REFERENCE
 
 CURVE = tuple(4**n for n in range(7))  # numbers of tokens to plot: 1 to 4096
 ROUTERS = ("moe", "route")  # what the lifted router of a layer ends up in

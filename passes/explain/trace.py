@@ -31,10 +31,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from moe_ops.passes.compiled import Compiled
-from moe_ops.passes.graph import layer_of
-from moe_ops.passes.pipeline import Pipeline
-from moe_ops.passes.summary import Place
+from moe_ops.passes.inductor.compiled import Compiled
+from moe_ops.passes.inductor.pipeline import Pipeline
+from moe_ops.passes.report.summary import Place
+from moe_ops.passes.rewriting.graph import layer_of
 
 BY_VALUE = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 

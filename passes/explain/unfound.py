@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from moe_ops.passes.explain.explanation import Seen
 from moe_ops.passes.explain.trace import Break
-from moe_ops.passes.found import Found
-from moe_ops.passes.summary import LOOP, is_by_value
+from moe_ops.passes.report.found import Found
+from moe_ops.passes.report.summary import LOOP, is_by_value
 
 
 def seen(found: Iterable[Found], breaks: Iterable[Break]) -> tuple[Seen, ...]:

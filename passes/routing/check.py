@@ -17,9 +17,9 @@ import torch
 from torch import SymInt, Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from moe_ops.interrupts import let_through
+from moe_ops.interop.interrupts import let_through
 from moe_ops.ops.route import route
-from moe_ops.passes.graph import RESHAPES, Mismatch, aten, same, tensor, value
+from moe_ops.passes.rewriting.graph import RESHAPES, Mismatch, aten, same, tensor, value
 
 TOKENS, TOLERANCE = 16, 1e-5
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from moe_ops.passes.graph import (
+from moe_ops.passes.rewriting.graph import (
     RESHAPES,
     arg,
     aten,

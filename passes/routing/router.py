@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from moe_ops.ops.route import beyond_groups
-from moe_ops.passes.graph import (
+from moe_ops.passes.rewriting.graph import (
     RESHAPES,
     Mismatch,
     arg,

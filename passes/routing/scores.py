@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from moe_ops.passes.graph import RESHAPES, arg, aten, has_shape, is_call, prims, require, tensor
+from moe_ops.passes.rewriting.graph import (
+    RESHAPES,
+    arg,
+    aten,
+    has_shape,
+    is_call,
+    prims,
+    require,
+    tensor,
+)
 
 NARROW = (torch.bfloat16, torch.float16)
 

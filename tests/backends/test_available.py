@@ -11,7 +11,7 @@ import torch
 from moe_ops.__main__ import main
 from moe_ops.backends import available
 from moe_ops.backends.flashinfer import package
-from moe_ops.spec import DECODE_OPS, OPS, REFERENCE
+from moe_ops.registry.spec import DECODE_OPS, OPS, REFERENCE
 
 
 def test_every_backend_is_listed_once_with_its_ops() -> None:

@@ -12,7 +12,7 @@ import torch
 import moe_ops
 from moe_ops.bench import __main__ as cli
 from moe_ops.bench import layer, overhead
-from moe_ops.spec import DECODE_OPS
+from moe_ops.registry.spec import DECODE_OPS
 from moe_ops.testing import BF16, LAYERS, Case
 
 TINY = Case(name="tiny", T=1, E=8, K=2, D=64, I=32)

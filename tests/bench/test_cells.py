@@ -12,12 +12,12 @@ import torch
 from runs import LAYER, SMALL, TINY, bench, quicken, results
 
 import moe_ops
-from moe_ops.backend import Backend
 from moe_ops.bench import cells, contenders, inputs, numerics, rates, stages, tables, timing
 from moe_ops.bench.results import load
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.route import RouteCall
-from moe_ops.spec import Op
+from moe_ops.registry.backend import Backend
+from moe_ops.registry.spec import Op
 from moe_ops.testing import BF16, F32, make_layer
 
 CPU = torch.device("cpu")

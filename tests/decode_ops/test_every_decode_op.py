@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_ops import OPS, fake_impls, using
 from moe_ops.decode_ops import rope_attention
-from moe_ops.spec import DECODE_OPS
+from moe_ops.registry.spec import DECODE_OPS
 from moe_ops.testing import BF16, CASES, F32, make_layer
 
 

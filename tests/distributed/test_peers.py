@@ -16,7 +16,7 @@ from moe_ops.backends.push import supports_dispatch, supports_sum
 from moe_ops.backends.triton_device import unavailable
 from moe_ops.ops.dispatch_tokens import DispatchTokensCall
 from moe_ops.ops.sum_ranks import SumRanksCall, sum_ranks
-from moe_ops.passes.cache_key import environment_key
+from moe_ops.passes.inductor.cache_key import environment_key
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, resolve
 from moe_ops.ranks.links import (

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from moe_ops import OPS, combine_tokens, dispatch_tokens, experts_over_ranks
-from moe_ops.passes.cache_key import environment_key
-from moe_ops.passes.compiled import inductor_options
+from moe_ops.passes.inductor.cache_key import environment_key
+from moe_ops.passes.inductor.compiled import inductor_options
 from tests.distributed.ranks import fake_group, processes
 from tests.distributed.shares import Spread, Whole, run_share
 

@@ -23,7 +23,7 @@ from moe_ops.kernels import cpu as kernels
 from moe_ops.kernels.cpu import quantised
 from moe_ops.ops.quantize import QuantizeCall
 from moe_ops.quant.formats import Format
-from moe_ops.spec import REFERENCE
+from moe_ops.registry.spec import REFERENCE
 
 CAPABILITY = (9, 0)  # of the CUDA device
 DEVICES = {"CPU": "cpu", f"CUDA (sm_{CAPABILITY[0]}{CAPABILITY[1]})": "cuda"}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import OPS, Op, using
-from moe_ops.shapes import FLOATS
+from moe_ops.checks.shapes import FLOATS
 from moe_ops.testing import CASES, TOL, Tol, assert_close, reference_of
 from tests.fuzz.attempts import described
 from tests.ops.samples import INPUT_FORMATS, PAIRS, padded, samples, specified, strided

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moe_ops
-from moe_ops.passes.compiled import pipeline_of
+from moe_ops.passes.inductor.compiled import pipeline_of
 from moe_ops.planning.layers import Shape
 from moe_ops.planning.plan import Plan
 from tests.fuzz.attempts import (

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_ops import OPS, MoELayer, experts, using
-from moe_ops.passes.context import Options
+from moe_ops.passes.rewriting.context import Options
 from moe_ops.planning.layers import Shape, fake_arguments_of
 from moe_ops.planning.plan import Plan, Range
 from moe_ops.quant.config import QuantConfig

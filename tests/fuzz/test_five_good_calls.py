@@ -12,7 +12,7 @@ from torch import Tensor
 import moe_ops
 from moe_ops.hf.optimize import _RULE
 from moe_ops.hf.stored import stored_format
-from moe_ops.passes.compiled import pipeline_of
+from moe_ops.passes.inductor.compiled import pipeline_of
 from moe_ops.planning import tuned
 from moe_ops.testing import Tol, assert_close
 from tests.fuzz.compiling import BLOCK, SHAPE, X_TD, causal_lm

@@ -11,7 +11,7 @@ from tests.fuzz.attempts import CALLS, outcome
 
 # Where compiling, tracing, capturing, measuring and changing begin.
 BEGINNINGS = {
-    "moe_ops.passes.net": ("compile_fx",),
+    "moe_ops.passes.inductor.net": ("compile_fx",),
     "moe_ops.graphs.capture": ("capture_call",),
     "moe_ops.passes.explain.api": ("trace", "run_compiled"),
     "moe_ops.planning.tune": ("measure", "write", "calls_of"),

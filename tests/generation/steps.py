@@ -8,7 +8,7 @@ import torch
 from torch._inductor import config
 
 import moe_ops
-from moe_ops.passes.compiled import pipeline_of
+from moe_ops.passes.inductor.compiled import pipeline_of
 from tests.hf import families
 
 

@@ -14,8 +14,8 @@ from moe_ops import sum_ranks
 from moe_ops.graphs.cuda_graph import capture_call
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, all_gather
+from moe_ops.registry.using import using
 from moe_ops.testing import TOL, assert_close
-from moe_ops.using import using
 from tests.distributed.on_gpus import needs, on_gpus, replays_agree
 from tests.distributed.shares import Spread, Whole, run_share
 from tests.gpu.test_over_ranks import FORMATS, on_gpu, pushed_replays

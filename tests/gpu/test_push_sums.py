@@ -16,7 +16,7 @@ from moe_ops import share_experts, sum_ranks
 from moe_ops.graphs.cuda_graph import capture_call
 from moe_ops.ranks import peers
 from moe_ops.ranks.links import most_parts
-from moe_ops.using import using
+from moe_ops.registry.using import using
 from tests.distributed.on_gpus import (
     NEEDS_TWO,
     RANKS,

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import GenerationMixin, PreTrainedModel
 
 import moe_ops
-from moe_ops.passes.compiled import pipeline_of
+from moe_ops.passes.inductor.compiled import pipeline_of
 from moe_ops.testing import Tol, assert_close
 
 from . import families, real

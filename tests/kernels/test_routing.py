@@ -8,7 +8,7 @@ from published_routers import ROUTERS, Router, arguments, oracle
 from torch import Tensor
 
 from moe_ops import route
-from moe_ops.shapes import DTYPES, FLOATS
+from moe_ops.checks.shapes import DTYPES, FLOATS
 from moe_ops.testing import DEVICE, TOL, assert_close
 
 pytest.importorskip("triton", reason="the kernels are Triton's")

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moe_ops import OPS, Op, spec
-from moe_ops.spec import op
+from moe_ops import OPS, Op
+from moe_ops.registry import spec
+from moe_ops.registry.spec import op
 from tests.memo.throwaway import SETTING, Asked, by_backend, remembered
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_ops import Op, experts, memo, moe, using
-from moe_ops.backend import is_aligned
+from moe_ops import Op, experts, moe, using
+from moe_ops.registry import memo
+from moe_ops.registry.backend import is_aligned
 from moe_ops.testing import CASES
 from tests.memo.throwaway import (
     BOTH,

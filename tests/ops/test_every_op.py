@@ -6,8 +6,8 @@ from samples import INPUT_FORMATS, samples, specified
 from torch import Tensor
 
 from moe_ops import OPS, expert_gemm, fake_impls, using
+from moe_ops.checks.shapes import FLOATS
 from moe_ops.ops.expert_gemm import ExpertGemmCall
-from moe_ops.shapes import FLOATS
 from moe_ops.testing import CASES, TOL, Case, Tol, assert_close, reference_of
 
 BY_NAME = {case.name: case for case in CASES}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_ops import expert_gemm, quantize, using
-from moe_ops.shapes import DTYPES, FLOATS
+from moe_ops.checks.shapes import DTYPES, FLOATS
 from moe_ops.testing import TOL, assert_close
 from tests.ops.refused import Bad, assert_refused, wrong_device, wrong_dtype, wrong_rank, wrong_size
 

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 import moe_ops
 from moe_ops import OPS
-from moe_ops.gradients import needs_grad
+from moe_ops.registry.gradients import needs_grad
 from moe_ops.testing import CASES, Case, Tol, assert_close, make_layer
 
 TOL = Tol(1e-5, "float32 sums in another order")

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_ops import experts, route
 from moe_ops.ops.activate import KINDS
 from moe_ops.ops.route import SCORES
-from moe_ops.spec import Op
+from moe_ops.registry.spec import Op
 from moe_ops.testing import BF16, DEVICE, F16, F32, TOL, Case, float32, make_layer
 
 NAN, INF = float("nan"), float("inf")

@@ -6,9 +6,9 @@ from samples import strided
 from torch import Tensor
 
 from moe_ops import quantize
+from moe_ops.checks.shapes import DTYPES, FLOATS
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
-from moe_ops.shapes import DTYPES, FLOATS
 from tests.ops.refused import Bad, assert_refused, wrong_dtype, wrong_rank
 
 # Exponent bias, mantissa bits and largest finite value of each float8 format (arXiv:2209.05433).

@@ -9,7 +9,7 @@ from samples import strided
 from torch import Tensor
 
 from moe_ops import route
-from moe_ops.shapes import DTYPES, FLOATS
+from moe_ops.checks.shapes import DTYPES, FLOATS
 from moe_ops.testing import TOL, assert_close
 from tests.ops.refused import Bad, assert_refused, wrong_device, wrong_dtype, wrong_rank, wrong_size
 

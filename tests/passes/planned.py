@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_ops.ops import experts
 from moe_ops.passes import Pass
-from moe_ops.passes.context import Context, Options
-from moe_ops.spec import Op
+from moe_ops.passes.rewriting.context import Context, Options
+from moe_ops.registry.spec import Op
 from moe_ops.testing import CASES, Case, make_layer
 from tests.passes.post_grad import Compiled
 

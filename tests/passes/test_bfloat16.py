@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import moe_ops
-from moe_ops.passes.compiled import pipeline_of
+from moe_ops.passes.inductor.compiled import pipeline_of
 from moe_ops.testing import BF16, TOL, assert_close
 from tests.hf import families
 

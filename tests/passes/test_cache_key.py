@@ -20,13 +20,13 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from moe_ops import installed
-from moe_ops.backend import Backend
 from moe_ops.backends.flashinfer.options import flashinfer_options
-from moe_ops.passes import cache_key
-from moe_ops.passes.context import Context, Options
-from moe_ops.passes.pipeline import Pipeline
+from moe_ops.passes.inductor import cache_key
+from moe_ops.passes.inductor.pipeline import Pipeline
+from moe_ops.passes.rewriting.context import Context, Options
 from moe_ops.planning import tuned
-from moe_ops.spec import OPS, REFERENCE
+from moe_ops.registry.backend import Backend
+from moe_ops.registry.spec import OPS, REFERENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -216,12 +216,12 @@ def test_a_backend_without_source_bypasses_the_caches(
 def test_every_source_file_counts() -> None:
     names = {str(path.relative_to(ROOT)) for path in cache_key.source_files()}
     for name in (
-        "moe_ops/spec.py",
+        "moe_ops/registry/spec.py",
         "moe_ops/ops/route.py",
         "moe_ops/backends/cpu.py",
         "moe_ops/kernels/cpu/experts.cpp",
         "moe_ops/quant/formats.py",
-        "passes/pipeline.py",
+        "passes/inductor/pipeline.py",
         "fake_impls/route.py",
     ):
         assert name in names
@@ -292,8 +292,8 @@ import json, sys
 import torch
 from torch._dynamo.utils import counters
 from moe_ops.ops.combine import CombineCall, combine
-from moe_ops.passes.context import Options
-from moe_ops.passes.pipeline import Pipeline
+from moe_ops.passes.rewriting.context import Options
+from moe_ops.passes.inductor.pipeline import Pipeline
 
 Tensor = torch.Tensor
 
@@ -351,6 +351,6 @@ def test_a_second_process_hits_the_caches_until_something_changes(tmp_path: Path
     (tmp_path / "program.py").write_text(PROGRAM)
     assert run(tmp_path, "default") == [COLD]
     assert run(tmp_path, "default", "strict", "backend") == [WARM, COLD, COLD]
-    source = tmp_path / "moe_ops" / "passes" / "context.py"
+    source = tmp_path / "moe_ops" / "passes" / "rewriting" / "context.py"
     source.write_text(source.read_text() + "# changed\n")
     assert run(tmp_path, "default") == [COLD]

@@ -17,11 +17,11 @@ from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 
 import moe_ops
-from moe_ops.passes import sizes
-from moe_ops.passes.compiled import Compiled, pipeline_of, token_dims
-from moe_ops.passes.context import Options
-from moe_ops.passes.net import Net
-from moe_ops.passes.pipeline import HOOK, Pipeline
+from moe_ops.passes.inductor import sizes
+from moe_ops.passes.inductor.compiled import Compiled, pipeline_of, token_dims
+from moe_ops.passes.inductor.net import Net
+from moe_ops.passes.inductor.pipeline import HOOK, Pipeline
+from moe_ops.passes.rewriting.context import Options
 from moe_ops.testing import Tol, assert_close
 from tests.hf import attention, families
 from tests.moe_block import Block

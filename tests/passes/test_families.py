@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from moe_ops.passes import PIPELINE
-from moe_ops.passes.context import Context
+from moe_ops.passes.rewriting.context import Context
 from moe_ops.testing import Tol, assert_close
 from tests.chosen import COMPILED, those_of
 from tests.hf import families

@@ -11,12 +11,12 @@ from torch import Tensor, fx
 
 import moe_ops
 from moe_ops.ops.experts import OF_CODES
-from moe_ops.passes.context import Context
 from moe_ops.passes.drop_duplicate_quantize import drop_duplicate_quantize
 from moe_ops.passes.fuse_experts import fuse_experts
 from moe_ops.passes.fuse_moe import fuse_moe
-from moe_ops.passes.graph import arg
 from moe_ops.passes.hoist_quantize import hoist_quantize
+from moe_ops.passes.rewriting.context import Context
+from moe_ops.passes.rewriting.graph import arg
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import Case, Tol, assert_close, make_layer

@@ -10,9 +10,9 @@ from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 from torch.nn.functional import linear
 
-from moe_ops.passes.context import Context
 from moe_ops.passes.fuse_norm import fuse_norm
 from moe_ops.passes.merge_linears import merge_linears
+from moe_ops.passes.rewriting.context import Context
 from moe_ops.testing import BF16, F16, Tol, assert_close
 from tests import decoding
 from tests.passes.post_grad import Compiled, text

@@ -13,9 +13,9 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 from moe_ops.decode_ops.one_query import one_query
-from moe_ops.passes.context import Context
 from moe_ops.passes.fuse_rope import fuse_rope
-from moe_ops.passes.graph import arg, ops
+from moe_ops.passes.rewriting.context import Context
+from moe_ops.passes.rewriting.graph import arg, ops
 from moe_ops.testing import BF16, F16, Tol, assert_close
 from tests import decoding
 from tests.passes.post_grad import Compiled, text

@@ -10,11 +10,11 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 
-from moe_ops.passes.context import Context
 from moe_ops.passes.fuse_experts import fuse_experts
-from moe_ops.passes.graph import arg, ops
 from moe_ops.passes.lift_batched_mm import lift_batched_mm
 from moe_ops.passes.lift_grouped_mm import lift_grouped_mm
+from moe_ops.passes.rewriting.context import Context
+from moe_ops.passes.rewriting.graph import arg, ops
 from moe_ops.testing import Tol, assert_close
 from tests.passes.blocks import (
     ACTIVATIONS,

@@ -16,8 +16,8 @@ from torch import Tensor, fx
 from torch._inductor.virtualized import V
 
 from moe_ops.ops.route import route
-from moe_ops.passes.context import Context
 from moe_ops.passes.lift_router import lift_router
+from moe_ops.passes.rewriting.context import Context
 from moe_ops.passes.routing.check import disagreement
 from moe_ops.passes.routing.router import Routing, read
 from moe_ops.testing import Tol, assert_close

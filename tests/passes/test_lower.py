@@ -17,12 +17,12 @@ from torch._dynamo.exc import BackendCompilerFailed
 from moe_ops.backends import cpu
 from moe_ops.ops import activate, combine, expert_gemm, experts, moe
 from moe_ops.passes.hoist_quantize import hoist_quantize
+from moe_ops.passes.inductor.pipeline import Pipeline
 from moe_ops.passes.lower import lower
 from moe_ops.passes.pick_backend import pick_backend
-from moe_ops.passes.pipeline import Pipeline
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
-from moe_ops.spec import OPS, Op
+from moe_ops.registry.spec import OPS, Op
 from moe_ops.testing import BF16, F16, F32, TOL, Case, Tol, assert_close, make_layer
 from tests.calls import CALLS
 from tests.passes.planned import PLAIN, Hook, any_rows, call_of, experts_call, plans, run_experts

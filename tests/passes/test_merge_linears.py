@@ -16,8 +16,8 @@ from torch._inductor import decomposition
 from torch.nn.functional import linear
 
 import moe_ops
-from moe_ops.passes.context import Context, Options
 from moe_ops.passes.merge_linears import merge_linears
+from moe_ops.passes.rewriting.context import Context, Options
 from moe_ops.testing import BF16, F16, F32, Tol, assert_close
 from tests import decoding
 from tests.hf import families

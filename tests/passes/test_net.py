@@ -13,9 +13,9 @@ from torch._inductor.graph import GraphLowering
 
 import moe_ops
 import moe_ops.passes
-from moe_ops.passes.compiled import pipeline_of
-from moe_ops.passes.context import Context
-from moe_ops.passes.net import Net
+from moe_ops.passes.inductor.compiled import pipeline_of
+from moe_ops.passes.inductor.net import Net
+from moe_ops.passes.rewriting.context import Context
 
 pytestmark = pytest.mark.slow
 

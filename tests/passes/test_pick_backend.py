@@ -13,17 +13,17 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 from moe_ops import using
-from moe_ops.backend import Rows
 from moe_ops.backends import cpu
 from moe_ops.ops import expert_gemm, experts, route
 from moe_ops.ops.experts import ExpertsCall
-from moe_ops.passes.context import Context, Options
+from moe_ops.passes.inductor.pipeline import Pipeline
 from moe_ops.passes.pick_backend import pick_backend
-from moe_ops.passes.pipeline import Pipeline
+from moe_ops.passes.rewriting.context import Context, Options
 from moe_ops.planning.choose import bounds
 from moe_ops.planning.plan import Choice
 from moe_ops.planning.thresholds import check_thresholds
-from moe_ops.ranges import Ranges, parse_plan
+from moe_ops.registry.backend import Rows
+from moe_ops.registry.ranges import Ranges, parse_plan
 from moe_ops.testing import BF16, CASES, F16, F32, TOL, Case, assert_close, make_layer
 from tests.passes.planned import PLAIN, Hook, any_rows, call_of, experts_call, plans, run_experts
 from tests.passes.post_grad import Compiled, text

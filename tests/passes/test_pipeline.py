@@ -15,9 +15,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_ops import passes
-from moe_ops.passes import pipeline as module
-from moe_ops.passes.context import Context, Options
-from moe_ops.passes.pipeline import Pipeline
+from moe_ops.passes.inductor import pipeline as module
+from moe_ops.passes.inductor.pipeline import Pipeline
+from moe_ops.passes.rewriting.context import Context, Options
 from moe_ops.planning import tuned
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensor
 
 import moe_ops
-from moe_ops.passes import sizes
+from moe_ops.passes.inductor import sizes
 from tests.passes.post_grad import Compiled
 
 

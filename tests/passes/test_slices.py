@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch._inductor import config
 
 import moe_ops
-from moe_ops.passes import slices
+from moe_ops.passes.inductor import slices
 
 CHUNK = 64
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import moe_ops
-from moe_ops.passes.found import Found, Layer, keep, kept
-from moe_ops.passes.sightings import Sighting
-from moe_ops.passes.summary import Place, experts_of, summarize
+from moe_ops.passes.report.found import Found, Layer, keep, kept
+from moe_ops.passes.report.sightings import Sighting
+from moe_ops.passes.report.summary import Place, experts_of, summarize
 from tests.hf import families
 
 CPU = "cpu to 128 tokens, then aten"

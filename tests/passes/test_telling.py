@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import moe_ops
-from moe_ops.passes.compiled import pipeline_of
 from moe_ops.passes.explain.trace import Backend
-from moe_ops.passes.pipeline import HOOK, TRAINING
+from moe_ops.passes.inductor.compiled import pipeline_of
+from moe_ops.passes.inductor.pipeline import HOOK, TRAINING
 from tests.hf import families
 from tests.moe_block import Block
 from tests.passes.explain.test_unfound import AllTokens, ChosenTokens, Model, OneHot

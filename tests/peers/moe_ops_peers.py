@@ -26,7 +26,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 import moe_ops
 from moe_ops.hf.optimize import is_experts
-from moe_ops.spec import OPS
+from moe_ops.registry.spec import OPS
 
 MODES = ("stock", "optimize", "compile")
 # What is run of the compiled models: forwards and `generate`, but not what compiles by itself.

@@ -13,8 +13,8 @@ from moe_ops.planning import cost
 from moe_ops.planning.cost import Device, device_of, distinct
 from moe_ops.planning.layers import Shape, fake_arguments_of
 from moe_ops.planning.plan import Choice, Plan, Range, written
-from moe_ops.ranges import parse_plan
-from moe_ops.spec import OPS
+from moe_ops.registry.ranges import parse_plan
+from moe_ops.registry.spec import OPS
 from tests.calls import CALLS
 
 CHOICE = Choice(

@@ -14,8 +14,8 @@ from torch import Tensor
 from moe_ops import experts
 from moe_ops.layer import MoELayer
 from moe_ops.layer.options import Routing
-from moe_ops.layouts import Layout
 from moe_ops.quant.config import QuantConfig
+from moe_ops.registry.layouts import Layout
 from moe_ops.weights import load_checkpoint
 
 FAULTS = {

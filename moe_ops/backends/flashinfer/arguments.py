@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.backend import is_aligned
 from moe_ops.backends.flashinfer import fits, package
 from moe_ops.ops.experts import ExpertsCall
+from moe_ops.registry.backend import is_aligned
 
 
 @dataclass(slots=True)  # to freeze it would take longer than to make it

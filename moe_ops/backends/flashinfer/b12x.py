@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from moe_ops import arena
-from moe_ops.backend import Rows
 from moe_ops.backends.flashinfer import arguments, cutlass, fits, kept, orders, package
 from moe_ops.backends.flashinfer.fits import READS, Way
 from moe_ops.backends.flashinfer.options import CURRENT, current
 from moe_ops.backends.flashinfer.stored import UP_GATE
 from moe_ops.ops.experts import ExpertsCall, experts
+from moe_ops.registry.backend import Rows
 
 NAME = "flashinfer_b12x"
 CAPABILITIES = ((12, 0), (12, 1))

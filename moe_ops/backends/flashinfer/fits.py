@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_ops.backend import is_aligned
 from moe_ops.backends.flashinfer.package import Capability, Machine, capability
-from moe_ops.gradients import needs_grad
 from moe_ops.ops.experts import ExpertsCall
+from moe_ops.registry.backend import is_aligned
+from moe_ops.registry.gradients import needs_grad
 
 READS = (
     "b13_EF", "b2_ED", "expert_map", "expert_offset", "kind", "gated",

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from moe_ops.options import MOST_SIZE, check_fields, check_int
+from moe_ops.checks.options import MOST_SIZE, check_fields, check_int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from moe_ops import gpus
-from moe_ops.backend import Needs
-from moe_ops.gpus import Capability
+from moe_ops.kernels import gpus
+from moe_ops.kernels.gpus import Capability
+from moe_ops.registry.backend import Needs
 
 log = logging.getLogger("moe_ops")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.flashinfer import orders
-from moe_ops.layouts import Layout
+from moe_ops.registry.layouts import Layout
 
 Order = Callable[[Tensor], Tensor]
 FLOATS, FP8, MXFP4, NVFP4 = "floats", "float8 codes", "mxfp4 codes", "nvfp4 codes"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from moe_ops.interrupts import let_through
+from moe_ops.interop.interrupts import let_through
 from moe_ops.kernels.cpu.built import built
 
 log = logging.getLogger("moe_ops")

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from moe_ops import gpus
+from moe_ops.kernels import gpus
 
 P = ParamSpec("P")
 R = TypeVar("R")

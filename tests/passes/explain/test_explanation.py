@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from expecttest import assert_expected_inline
 
-from moe_ops.passes.context import Note
 from moe_ops.passes.explain.explanation import (
     At,
     Explanation,
@@ -24,6 +23,7 @@ from moe_ops.passes.explain.explanation import (
 )
 from moe_ops.passes.explain.regions import grouped, left_alone
 from moe_ops.passes.explain.trace import Break
+from moe_ops.passes.rewriting.context import Note
 from moe_ops.planning.cost import Device
 from moe_ops.planning.plan import Plan, Range
 

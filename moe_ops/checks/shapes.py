@@ -1,0 +1,89 @@
+"""The legend of shape suffixes, and the checks that every op shares.
+
+A tensor's name ends in the letters of its axes:
+
+    T  tokens                      D  model width
+    K  experts per token (top-k)   F  rows of one expert's weight: 2 * I if gated, else I
+    E  experts on this rank        I  expert width, after the activation
+    R  routed rows, R = T * K      G  quantisation groups
+
+`x_TD` is a matrix of tokens by model width, `w13_EFD` the stacked first weights, `w2_EDI` the
+second ones. Kernels alone also speak of M, N and K as matrix sizes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops.checks.signature import did_you_mean
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INDICES = (torch.int32, torch.int64)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check_tensor(
+    name: str,
+    t: Tensor,
+    rank: int,
+    dtypes: tuple[torch.dtype, ...],
+    instead: str = "convert it first",
+) -> None:
+    """Raise unless `t` has this rank and one of these dtypes; of others say what to do."""
+    if t.dim() != rank:
+        raise ValueError(f"{name} must have {rank} axes, got shape {tuple(t.shape)}")
+    if t.dtype not in dtypes:
+        wanted = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        if len(dtypes) > 1:
+            wanted = f"one of {wanted}"
+        raise TypeError(
+            f"{name} must be {wanted}; got {str(t.dtype).removeprefix('torch.')}; {instead}"
+        )
+
+
+def check_size(name: str, t: Tensor, axis: int, want: int, why: str) -> None:
+    """Raise unless axis `axis` of `t` has size `want`; of a size that is known when a graph runs,
+    the graph raises RuntimeError."""
+    differ: Any = t.shape[axis] != want
+    if isinstance(differ, torch.SymBool) and _unknown(differ):
+        torch._check(t.shape[axis] == want, lambda: f"{name} must have {want} on axis {axis}")
+    elif differ:
+        raise ValueError(
+            f"{name} must have {want} ({why}) on axis {axis}, got shape {tuple(t.shape)}"
+        )
+
+
+def _unknown(value: Any) -> bool:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # slow to import
+
+    return bool(free_unbacked_symbols(value))
+
+
+def check_devices(first: Tensor, **others: Tensor | None) -> None:
+    """Raise unless every tensor lies on the device of the first."""
+    for name, t in others.items():
+        if t is not None and t.device != first.device:
+            raise ValueError(
+                f"{name} is on {t.device}, but the first argument is on {first.device}; move one"
+            )
+
+
+def check_device(name: str, device: torch.device | str) -> None:
+    """Raise ValueError unless memory can be had on a device."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # what torch raises for those that it lacks
+        said = str(error).partition("\n")[0]
+        raise ValueError(f"{name}={device!r} is none: {said}") from None
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise unless `value` is one of the choices."""
+    if value not in choices:
+        raise ValueError(
+            f"{name}={value!r} is unknown; choose one of {', '.join(choices)}"
+            f"{did_you_mean(value, choices)}"
+        )

@@ -1,0 +1,1 @@
+"""Living beside torch's compiler, Python's imports, and callers who interrupt."""

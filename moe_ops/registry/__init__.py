@@ -1,0 +1,1 @@
+"""The registry: ops and their backends, and what decides which backend runs a call."""

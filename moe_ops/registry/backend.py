@@ -1,0 +1,115 @@
+"""One way to run an op, and what it says before it is asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops.registry.layouts import Layout
+
+LAYOUT = "layout"  # the argument of an op that names the layout of its weights
+ALIGNMENT = 16  # bytes, the most that a kernel reads at once
+
+
+def is_aligned(t: Tensor) -> bool:
+    """Whether a tensor begins at a multiple of 16 bytes of its memory, as all memory does."""
+    return int(t.storage_offset()) * t.itemsize % ALIGNMENT == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Limits of a backend on the rows of a call's first argument (tokens, or routed rows), or, of
+    ops over ranks, on the `rows` that these agreed on.
+
+    `preferred` gives the most rows for which the backend is the better choice, None for any number;
+    with more, the backends after it are asked first. `possible` gives the most that it can run.
+    """
+
+    preferred: Callable[[Any], int | None] | None = None
+    possible: Callable[[Any], int] | None = None
+
+
+ANY_NUMBER = Rows()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a backend needs of a machine, whatever the call: in words, why a device has it not
+    (`missing` gives None where it has), and the package, if one has to be installed."""
+
+    said: str
+    missing: Callable[[torch.device], str | None]
+    package: str = ""
+
+
+Binds = Callable[[Any], Callable[..., Any] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """One way to run an op: `run` takes its record; `supports` says why it cannot run, or None.
+
+    `reads` names the arguments with defaults that it reads. A call in which another one differs
+    from its default is refused for it, so `supports` and `run` need not look at these. A `composed`
+    backend runs the definition's stages one by one; a compiler does better with the definition.
+    One with a `layout` runs prepared weights, and no others. `needs` says what of a machine it
+    needs for any call, which is told before what is wrong with one. `emulates` says of a call that
+    it runs whether it rounds inputs to what their codes stand for, and multiplies these as 16-bit
+    floats. `asks` names the context variables that decide, with what `memo.py` compares of
+    calls, whether it runs; None if anything else may. `alike` is then given a call that it ran, and
+    gives a function of the op's arguments that runs those like it, or None, where `run` does.
+    `aligned` says that where any tensor begins in its memory decides, too, not only one of bytes.
+    """
+
+    name: str
+    run: Callable[[Any], Any]
+    reads: tuple[str, ...] = ()
+    supports: Callable[[Any], str | None] | None = None
+    rows: Rows = ANY_NUMBER
+    devices: frozenset[str] | None = None  # None: every device
+    priority: int = 0
+    composed: bool = False
+    layout: Layout | None = None
+    needs: Needs | None = None
+    emulates: Callable[[Any], bool] = field(default=lambda call: False, compare=False)
+    asks: tuple[ContextVar[Any], ...] | None = field(default=None, compare=False)
+    alike: Binds | None = field(default=None, compare=False)
+    aligned: bool = field(default=False, compare=False)
+    # What of a record it does not read, by name; and whether there is any, which is quicker.
+    unread: Callable[[Any], dict[str, Any]] = field(default=lambda call: {}, compare=False)
+    ignores: Callable[[Any], bool] | None = field(default=None, compare=False)
+
+    def refusal(self, device: str, rows: Any, call: Any) -> str | None:
+        """Why it cannot run a call of so many rows, or None; nothing is said of a number that a
+        compiler does not know.
+        """
+        if self.devices is not None and device not in self.devices:
+            return f"needs a tensor on {' or '.join(sorted(self.devices))}, got {device}"
+        missing = None if self.needs is None else self.needs.missing(torch.device(device))
+        if missing is not None:
+            return missing
+        if self.ignores is not None and self.ignores(call):
+            return self._unread(self.unread(call))
+        reason = None if self.supports is None else self.supports(call)
+        if reason is None and self.rows.possible is not None and isinstance(rows, int):
+            most = self.rows.possible(call)
+            if rows > most:
+                return f"takes at most {most} rows, got {rows}"
+        return reason
+
+    def _unread(self, unread: dict[str, Any]) -> str:
+        """Options, or else tensors: a format says enough of the scales that come with it."""
+        if self.layout is not None and LAYOUT in unread:
+            name, got = self.layout.name, unread[LAYOUT]
+            return (
+                f"reads weights prepared as {name!r}, got "
+                f"{repr(got) if got else 'weights as they are loaded'}; "
+                f"moe_ops.prepare(model, {name!r}) stores them so"
+            )
+        options = [f"{n}={value!r}" for n, value in unread.items() if not isinstance(value, Tensor)]
+        return f"does not read {', '.join(options or unread)}"

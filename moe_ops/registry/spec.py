@@ -1,0 +1,399 @@
+"""Define an op once, register its backends, pick one of them per call.
+
+An :class:`Op` is made from its reference body, a function of one record (`record.py`): the
+record's fields are the schema, the body's docstring the documentation, its code the decomposition
+and the last-resort backend. A :class:`Backend` (`backend.py`) is another function of the
+same record, with what it says of the calls that it cannot run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import _C
+from torch.library import Library, register_fake
+
+from moe_ops.checks.signature import Signature, did_you_mean
+from moe_ops.registry.backend import ANY_NUMBER, LAYOUT, Backend, Binds, Needs, Rows
+from moe_ops.registry.gradients import forward_mode, grad_wanted, refuse_tangents
+from moe_ops.registry.layouts import Layout
+from moe_ops.registry.memo import Memo
+from moe_ops.registry.ranges import parse_plan
+from moe_ops.registry.record import Annotations, Arguments
+from moe_ops.registry.watched import (
+    compiling,
+    dispatch_modes,
+    function_modes,
+    profiler,
+    tracing,
+    transforms,
+    watched,
+)
+
+NAMESPACE = "moe_ops"
+REFERENCE = "reference"
+
+_library = Library(NAMESPACE, "FRAGMENT")
+# Op name -> backend name, as `using` forces it. The key "*" stands for every op.
+FORCED: ContextVar[dict[str, str] | None] = ContextVar("moe_ops_forced_backends", default=None)
+
+OPS: dict[str, Op] = {}  # the stages of a layer, and fusions of them
+DECODE_OPS: dict[str, Op] = {}  # what else a decoding step consists of
+
+Runs = tuple[tuple[int | None, Callable[[Any], Any]], ...]
+
+
+class Op:
+    """A stage of a Mixture-of-Experts layer or of a decoding step, callable, and visible to
+    compilers as `torch.ops.moe_ops.<name>`. `table` is the registry that holds it.
+
+    `check` validates a record and raises ValueError or TypeError; it runs before any backend and
+    before the fake, so backends trust their arguments. An op that `remembers` neither checks a call
+    nor picks for it if two like it (`memo.py`) were run, as long as its backends stay the
+    same and each that runs on the device said, by `remembers`, what decides whether it runs.
+    """
+
+    def __init__(
+        self,
+        body: Callable[[Any], Any],
+        check: Callable[[Any], None],
+        table: dict[str, Op],
+        remembers: bool = False,
+    ) -> None:
+        name = body.__name__
+        if name in OPS or name in DECODE_OPS:
+            raise ValueError(f"op {NAMESPACE}.{name} is defined twice; rename one of them")
+        self.name = name
+        self.__doc__ = body.__doc__
+        self.body, self.check = body, check
+        self.annotations = Annotations.of(body)
+        self.arguments = Arguments(self.annotations.record)
+        self.call, self._first = self.arguments.of, self.arguments.first
+        self._rows, self._rows_at = self.arguments.rows, self.arguments.rows_at or 0
+        self._is_counted = self.arguments.rows_at is None  # by the rows of its first argument
+        returns, parameters = self.annotations.given, self.arguments.signature.parameters
+        self.schema = self.arguments.schema(returns)
+        self.__signature__ = self.arguments.signature.replace(return_annotation=returns)
+        # The arguments that a backend names if it reads them.
+        self.optional = tuple(n for n, p in parameters.items() if p.default is not p.empty)
+        self.signature = Signature(f"{NAMESPACE}.{name}", self.arguments.signature)
+        self._renamed, self._by_new_names = self.signature.renamed, self.signature.by_new_names
+        self.memo = Memo(self.signature, remembers)
+        self._plain = self.memo.find
+        self.fake_impl: Callable[..., Any] | None = None
+        self.backends: dict[str, Backend] = {REFERENCE: Backend(name=REFERENCE, run=body)}
+        # Candidates by device type in the order in which they are asked; the reference is the last.
+        self._order: dict[str, tuple[Backend, ...]] = {}
+        self.layouts: dict[str, Layout] = {}  # of the weights, as backends read them
+
+        # The strides that eager mode sees are the strides a backend sees: weights that are
+        # transposed views are never copied into another layout behind the caller's back.
+        _library.define(f"{name}{self.schema}", tags=(torch.Tag.needs_exact_strides,))
+        # An autograd formula registered with torch.library would cost several microseconds a call.
+        _library.impl(name, self._run, "CompositeExplicitAutograd")
+        _library.impl(name, self._run_recorded, "Autograd")
+        # The same op for compiled graphs: arguments were checked and backends chosen in tracing.
+        planned = self.schema.replace(") -> ", ", *, str plan) -> ", 1)
+        _library.define(f"{name}.planned{planned}", tags=(torch.Tag.needs_exact_strides,))
+        _library.impl(f"{name}.planned", self._run_planned, "CompositeExplicitAutograd")
+        packet = getattr(getattr(torch.ops, NAMESPACE), name)
+        self.overload, self.planned = packet.default, packet.planned
+        self._below_autograd = self.overload
+        self._plans: dict[str, Runs] = {}
+        table[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if compiling():
+            return self.overload(*args, **(kwargs and self._by_new_names(kwargs)))
+        values = (*args, *kwargs.values()) if kwargs else args
+        types = (*map(type, values), *kwargs) if kwargs else tuple(map(type, args))
+        alike = self._plain(types)
+        if alike is None:
+            if kwargs and not self._renamed.keys().isdisjoint(kwargs):
+                return self(*args, **self._by_new_names(kwargs))
+            alike = self.memo.alike(types, args, kwargs)
+        # Unless somebody watches, or a subclass of Tensor has a say, the dispatcher would bring the
+        # call back to `_run`, two to three microseconds later.
+        if (
+            alike is not None
+            and args
+            and not function_modes()  # as in `watched`, whose call takes a tenth of all this
+            and not dispatch_modes()  # of which guards see all but those of torch itself
+            and not profiler()
+            and not forward_mode()
+        ):
+            remembers = alike.remembers and FORCED.get() is None
+            found = alike.find(values) if remembers else None
+            if found is not None:
+                if found.direct is not None:
+                    return found.direct(*args, **kwargs)
+                # Passing on an empty dict takes longer than looking up `types`.
+                return found.run(self.call(*args, **kwargs) if kwargs else self.call(*args))
+            if not (transforms() or tracing() or args[0].is_meta):  # which guards see
+                call = self.call(*args, **kwargs) if kwargs else self.call(*args)
+                self.check(call)
+                backend = self.pick(call)
+                out = backend.run(call)
+                if remembers:
+                    here = self.candidates(self._first(call).device.type)
+                    alike.keep(values, call, backend, here)
+                return out
+        try:
+            return self.overload(*args, **kwargs)
+        except RuntimeError as error:
+            failed = error  # perhaps as an int has too many bits
+        self.signature.require(args, kwargs)
+        raise failed
+
+    def __repr__(self) -> str:
+        return f"<op {NAMESPACE}.{self.name}{self.schema}>"
+
+    def part(self, call: Any) -> Any:
+        """The op on a record that was checked, as a part of another op's definition."""
+        args = self.arguments.flat(call)
+        plain = not compiling() and self._plain(tuple(map(type, args))) is not None
+        if plain and not watched() and not args[0].is_meta:
+            return self.pick(call).run(call)
+        return self(*args)
+
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """The definition of a call."""
+        return self.body(self.call(*args, **self._by_new_names(kwargs)))
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._checked(args, kwargs)
+        return self.pick(call).run(call)
+
+    def _run_recorded(self, *args: Any, **kwargs: Any) -> Any:
+        """What autograd calls. An eager call picks a backend; those without gradients refuse one
+        that wants them. In a trace or a transform the definition, whose operators have gradients,
+        stands for the op where one may be wanted."""
+        if forward_mode():
+            refuse_tangents(f"{NAMESPACE}.{self.name}", args, kwargs)
+        seen = dispatch_modes() or transforms() or not self.signature.is_plain(args, kwargs)
+        if seen and grad_wanted(args, kwargs):
+            return self.body(self._checked(args, kwargs))
+        if seen or not args or args[0] is None or args[0].is_meta:
+            with _C._AutoDispatchBelowAutograd():
+                return self._below_autograd(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The record of a call that came through the dispatcher, which lets None be a Tensor."""
+        try:
+            call = self.call(*args, **kwargs)
+            self.check(call)
+            return call
+        except AttributeError as error:
+            failed = error
+        self.signature.require(args, kwargs)
+        raise failed
+
+    def _run_planned(self, *args: Any, plan: str, **kwargs: Any) -> Any:
+        runs = self._plans.get(plan) or self._runs(plan)
+        rows = args[0].shape[0] if self._is_counted else args[self._rows_at]
+        for upto, run in runs:
+            if upto is None or rows <= upto:
+                return run(self.call(*args, **kwargs))
+        raise AssertionError(f"the last range of the plan {plan!r} has no end")
+
+    def _runs(self, plan: str) -> Runs:
+        """The functions of a plan; kept, as a graph asks for the same one at every call."""
+        ranges = parse_plan(plan)
+        unknown = [name for _, name in ranges if name not in self.backends]
+        if unknown:
+            raise ValueError(
+                f"plan {plan!r} names {', '.join(unknown)}, but the backends of "
+                f"{NAMESPACE}.{self.name} are {', '.join(self.backends)}"
+            )
+        runs = tuple((upto, self.backends[name].run) for upto, name in ranges)
+        self._plans[plan] = runs
+        return runs
+
+    def fake(self, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Bind the shape function that stands for this op during tracing; a second one raises."""
+        if self.fake_impl is not None:
+            raise ValueError(
+                f"{NAMESPACE}.{self.name} has a fake already: {self.fake_impl.__qualname__}"
+            )
+        self.fake_impl = fn
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            return fn(self._checked(args, kwargs))
+
+        def planned(*args: Any, plan: str, **kwargs: Any) -> Any:
+            return fn(self.call(*args, **kwargs))
+
+        register_fake(f"{NAMESPACE}::{self.name}", checked, lib=_library)
+        register_fake(f"{NAMESPACE}::{self.name}.planned", planned, lib=_library)
+        return fn
+
+    def backend(
+        self,
+        name: str,
+        *,
+        reads: tuple[str, ...] = (),
+        supports: Callable[[Any], str | None] | None = None,
+        rows: Rows = ANY_NUMBER,
+        devices: tuple[str, ...] | None = None,
+        priority: int = 0,
+        composed: bool = False,
+        layout: Layout | None = None,
+    ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+        """Register the decorated function as a backend; `Backend` says what the arguments mean.
+
+        Backends of higher priority are asked first, among equals those registered first.
+
+        Raises ValueError if the name, or that of its layout, is taken, if `reads` names what is no
+        argument with a default, if a layout is given and the op takes none, or if the function does
+        not take the op's record or gives another result, by its annotations.
+        """
+        optional, reads = self.optional, (*reads, *([] if layout is None else [LAYOUT]))
+        unknown = [n for n in reads if n not in optional]
+        if unknown:
+            raise ValueError(
+                f"backend {name!r} reads {', '.join(unknown)}, but the arguments with defaults of "
+                f"{NAMESPACE}.{self.name} are {', '.join(optional)}"
+                f"{did_you_mean(unknown[0], optional)}"
+            )
+        defaults = {n: self.arguments.signature.parameters[n].default for n in optional}
+        wanted = {n: default for n, default in defaults.items() if n not in reads}
+        if layout is not None:
+            if self.layouts.setdefault(layout.name, layout) is not layout:
+                raise ValueError(f"another layout of {NAMESPACE}.{self.name} is {layout.name!r}")
+            wanted[LAYOUT] = layout.name
+
+        def register(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            if name in self.backends:
+                raise ValueError(f"{NAMESPACE}.{self.name} has a backend {name!r} already")
+            theirs = Annotations.of(fn)
+            if theirs != self.annotations:
+                raise ValueError(
+                    f"backend {name!r} of {NAMESPACE}.{self.name} is a function {theirs}, but the "
+                    f"op is one {self.annotations}; take its record, and annotate argument and "
+                    "result"
+                )
+            self.backends[name] = Backend(
+                name=name,
+                run=fn,
+                reads=reads,
+                supports=supports,
+                rows=rows,
+                devices=frozenset(devices) if devices else None,
+                priority=priority,
+                composed=composed,
+                layout=layout,
+                unread=self.arguments.differing(wanted),
+                ignores=self.arguments.any_differing(wanted),
+            )
+            self._forget()
+            return fn
+
+        return register
+
+    def emulates(self, name: str, when: Callable[[Any], bool]) -> None:
+        """Say of which calls a backend emulates the inputs; `Backend` says what that is."""
+        self._put(replace(self.backends[name], emulates=when))
+
+    def needs(self, name: str, needs: Needs) -> None:
+        """Say what a backend needs of a machine, whatever the call."""
+        self._put(replace(self.backends[name], needs=needs))
+
+    def remembers(
+        self, name: str, *asks: ContextVar[Any], alike: Binds | None = None, aligned: bool = False
+    ) -> None:
+        """Say that a backend's `supports` and `rows` look at nothing but what a memo compares and
+        these context variables; `Backend` says what `alike` and `aligned` are."""
+        self._put(replace(self.backends[name], asks=asks, alike=alike, aligned=aligned))
+
+    def _put(self, backend: Backend) -> None:
+        self.backends[backend.name] = backend
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was decided with the backends as they were."""
+        self._order.clear()
+        self.memo.clear()
+
+    def candidates(self, device: str) -> tuple[Backend, ...]:
+        """The backends that run on a device type, in the order in which they are asked."""
+        found = self._order.get(device)
+        if found is None:
+            others = [b for b in self.backends.values() if b.name != REFERENCE]
+            others.sort(key=lambda b: -b.priority)  # stable
+            here = (b for b in others if b.devices is None or device in b.devices)
+            found = self._order[device] = (*here, self.backends[REFERENCE])
+        return found
+
+    def pick(self, call: Any) -> Backend:
+        """The backend that runs this call: the forced one, else the first that does not refuse and
+        for which there are not too many rows, else the first that does not refuse.
+
+        Raises NotImplementedError, with every refusal, if the forced backend cannot run.
+        """
+        first = self._first(call)
+        device = "cpu" if first.is_cpu else first.device.type
+        forced = FORCED.get()
+        if forced is not None:
+            name = forced.get(self.name) or forced.get("*")
+            if name is not None:
+                return self._pick_forced(name, device, call)
+        candidates = self._order.get(device) or self.candidates(device)
+        if len(candidates) == 1:
+            return candidates[0]
+        beyond: Backend | None = None
+        for backend in candidates:
+            if backend.ignores is not None and backend.ignores(call):
+                continue
+            if backend.supports is not None and backend.supports(call) is not None:
+                continue
+            if backend.name == REFERENCE:
+                return beyond or backend
+            possible, preferred = backend.rows.possible, backend.rows.preferred
+            if possible is not None and self._rows(call) > possible(call):
+                continue
+            most = None if preferred is None else preferred(call)
+            if most is None or self._rows(call) <= most:
+                return backend
+            beyond = beyond or backend
+        raise AssertionError(f"the reference of {NAMESPACE}.{self.name} takes every valid call")
+
+    def refusals(self, *args: Any, **kwargs: Any) -> dict[str, str | None]:
+        """Why each backend cannot run this call (None: it can), by backend name.
+
+        Raises ValueError or TypeError, as the call itself, if the op does not take it.
+        """
+        kwargs = self._by_new_names(kwargs)
+        self.signature.require(args, kwargs)
+        call = self.call(*args, **kwargs)
+        self.check(call)
+        return self.refusals_of(call)
+
+    def refusals_of(self, call: Any) -> dict[str, str | None]:
+        """Why each backend cannot run a record that was checked (None: it can)."""
+        first = self._first(call)
+        device, rows = first.device.type, self._rows(call)
+        return {name: b.refusal(device, rows, call) for name, b in self.backends.items()}
+
+    def _pick_forced(self, name: str, device: str, call: Any) -> Backend:
+        backend, rows = self.backends.get(name), self._rows(call)
+        if backend is not None and backend.refusal(device, rows, call) is None:
+            return backend
+        lines = [f"backend {name!r} is forced, but {NAMESPACE}.{self.name} cannot run on it:"]
+        if backend is None:
+            said = f"not a backend of this op; using({name!r}, <ops>) forces it on some ops"
+            lines.append(f"  {name}: {said}{did_you_mean(name, self.backends)}")
+        for other, reason in self.refusals_of(call).items():
+            lines.append(f"  {other}: {reason or 'can run'}")
+        raise NotImplementedError("\n".join(lines))
+
+
+def op(
+    *, check: Callable[[Any], None], table: dict[str, Op] = OPS, remembers: bool = False
+) -> Callable[[Callable[[Any], Any]], Op]:
+    """Make the decorated reference body an op."""
+    return lambda body: Op(body, check, table, remembers)

@@ -1,0 +1,39 @@
+"""Force a backend for the calls inside a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from moe_ops.checks.signature import did_you_mean
+from moe_ops.registry.spec import DECODE_OPS, FORCED, OPS, Op
+
+
+@contextmanager
+def using(backend: str, *ops: Op | str) -> Iterator[None]:
+    """Force a backend inside the block, on the named ops or on every op; read each time an op runs.
+
+    Ops in a graph that `moe_ops.compile` made keep the backends of its plan; force those there.
+
+    A forced backend never falls back: a call that it cannot run raises NotImplementedError with
+    every refusal. The inner of two nested blocks wins. Raises ValueError for a name that no op (or
+    a named op) has.
+    """
+    every = OPS | DECODE_OPS
+    names = [o.name if isinstance(o, Op) else o for o in ops]
+    unknown = [n for n in names if n not in list(every)]
+    if unknown:
+        hint = did_you_mean(unknown[0], every)
+        names = [str(name) for name in unknown]
+        raise ValueError(f"no op named {', '.join(names)}; the ops are {', '.join(every)}{hint}")
+    known = sorted({b for n in (names or every) for b in every[n].backends})
+    if backend not in known:
+        where = ", ".join(names) if names else "any op"
+        hint = did_you_mean(backend, known)
+        raise ValueError(f"no backend {backend!r} of {where}; there are {', '.join(known)}{hint}")
+    forced = {**(FORCED.get() or {}), **dict.fromkeys(names, backend)} if names else {"*": backend}
+    token = FORCED.set(forced)
+    try:
+        yield
+    finally:
+        FORCED.reset(token)

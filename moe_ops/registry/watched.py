@@ -1,0 +1,34 @@
+"""Who watches a call: a compiler, modes, a transform, a tracer, a profiler, forward-mode autograd.
+
+Bound here, as a call that finds its code in no cache pays for every look-up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import _C, Tensor
+
+from moe_ops.registry.gradients import forward_mode
+
+compiling = torch.compiler.is_dynamo_compiling
+dispatch_modes, function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
+transforms, tracing = _C._are_functorch_transforms_active, _C._is_tracing
+profiler = _C._autograd._profiler_enabled
+
+
+def watched() -> bool:
+    """Whether somebody who has to see a call sees it by torch's dispatcher."""
+    modes = dispatch_modes() or function_modes() or transforms()
+    return bool(modes or tracing() or profiler() or forward_mode())
+
+
+def compiled() -> bool:
+    """Whether torch.compile traces, and not torch.export. Dynamo of torch 2.11 takes all that it
+    traces for exported where `is_exporting` is called, so the flag behind it is read."""
+    return torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag
+
+
+def readable(t: Tensor) -> bool:
+    """Whether a definition may look at the values of `t`: it lies on a CPU, and nobody traces."""
+    seen = compiling() or dispatch_modes() or transforms() or tracing()
+    return type(t) is Tensor and t.is_cpu and not seen

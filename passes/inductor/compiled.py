@@ -1,0 +1,151 @@
+"""`inductor_options` with which torch.compile runs our passes, and calls of what it compiled."""
+
+from __future__ import annotations
+
+import logging
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import mark_static, maybe_mark_dynamic
+from torch._inductor import config as inductor_config
+
+from moe_ops.checks.signature import described, did_you_mean
+from moe_ops.interop.interrupts import call_compiled
+from moe_ops.passes.inductor.pipeline import HOOK, Hook, Pipeline, as_tuple
+from moe_ops.passes.inductor.sizes import call_oblivious
+from moe_ops.passes.rewriting.context import Options
+
+log = logging.getLogger("moe_ops")
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def inductor_options(*, extra: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """The `options` with which `torch.compile` runs our passes.
+
+        torch.compile(model, options=moe_ops.inductor_options(stop_after="pick_backend"))
+
+    The keywords are the fields of `Options`; `extra` are other options of Inductor (torch.compile
+    takes either these or a mode). A hook that Inductor's config, or `extra`, holds already keeps
+    running, before ours. What became of a model's MoE layers is logged as `compile` says, as soon
+    as a graph has one. Raises TypeError for an unknown keyword, and TypeError, ValueError or
+    FileNotFoundError for what an option cannot be.
+    """
+    known = [f.name for f in fields(Options)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise TypeError(
+            f"unknown options: {', '.join(unknown)}; there are {', '.join(known)}, and options of "
+            f"Inductor go into extra={{...}}{did_you_mean(unknown[0], known)}"
+        )
+    merged = known_options(extra)
+    before = merged.get(HOOK, getattr(inductor_config, HOOK))
+    merged[HOOK] = Pipeline(Options(**options), chained=tuple(_without_ours(as_tuple(before))))
+    return merged
+
+
+def pipeline_of(model: nn.Module) -> Pipeline:
+    """The pipeline of a model that `compile` returned; its `runs` say what was done to each graph.
+
+    Graphs that came from a cache have no run. Raises ValueError for any other model.
+    """
+    call = getattr(model, "_compiled_call_impl", None)
+    if not isinstance(call, Compiled):
+        raise ValueError(
+            f"this {type(model).__name__} is not compiled by moe_ops.compile; give the model that "
+            "it returned"
+        )
+    return call.pipeline
+
+
+class Compiled:
+    """Calls compiled code such that one graph serves every number of tokens, see `compile`."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        call: Callable[..., Any],
+        pipeline: Pipeline,
+        dynamic: bool | None = None,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        self.function = function
+        self.call = call  # the same, compiled
+        self.pipeline = pipeline
+        self.dynamic = dynamic
+        self.before = before  # what comes before each call
+        self.after = after  # and what comes after it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Inside a larger model, it is that model's compiler that decides.
+        if torch.compiler.is_compiling():
+            return self.call(*args, **kwargs)
+        if self.before is not None:
+            self.before()
+        out = self._run(*args, **kwargs)
+        if self.after is not None:
+            self.after()
+        return out
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.dynamic is False:
+            return call_compiled(self.call, *args, **kwargs)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                dims = token_dims(value)
+                if any(value.shape[dim] == 0 for dim in dims):
+                    return self.function(*args, **kwargs)
+                self._mark(value, dims)
+        return call_oblivious(call_compiled, self.call, *args, **kwargs)
+
+    def _mark(self, x: Tensor, dims: Iterable[int]) -> None:
+        """Mark weakly: a size that the model fixes after all is compiled again, not refused."""
+        for dim in dims:
+            if dim == 1 and x.shape[1] == 1 and self.dynamic is None:
+                mark_static(x, 1)
+            else:
+                maybe_mark_dynamic(x, dim)
+
+
+def token_dims(x: Tensor) -> range:
+    """The dims of an input that count tokens: all of integers [T] and [B, S], all but the last of
+    floats [T, D] and [B, S, D], none of other shapes."""
+    dims = x.dim() - x.is_floating_point()
+    return range(dims if dims <= 2 else 0)
+
+
+def known_options(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Options of Inductor. Raises TypeError or ValueError for what has none."""
+    if extra is None:
+        return {}
+    if not isinstance(extra, Mapping):
+        raise TypeError(
+            f"extra must be a mapping of Inductor's options, got {described(extra)}; for example "
+            "{'max_autotune': True}"
+        )
+    known = inductor_config.get_config_copy() if extra else {}  # as torch.compile looks names up
+    for name in extra:
+        if not isinstance(name, str) or name.replace("-", "_") not in known:
+            raise ValueError(
+                f"extra: Inductor has no option {name!r}; torch._inductor.config lists them"
+                f"{did_you_mean(name, known)}"
+            )
+        kind = inductor_config.get_type(name.replace("-", "_"))  # type: ignore[attr-defined]
+        if typing.get_origin(kind) is None and not isinstance(extra[name], kind):
+            wanted = getattr(kind, "__name__", kind)
+            raise TypeError(f"extra: {name} must be {wanted}, got {described(extra[name])}")
+    return dict(extra)
+
+
+def _without_ours(hooks: Iterable[Hook]) -> Iterable[Hook]:
+    """The hooks, with those chained to a pipeline of ours in its place: it is not to run twice."""
+    for hook in hooks:
+        if isinstance(hook, Pipeline):
+            yield from hook.chained
+        else:
+            yield hook

@@ -1,0 +1,1 @@
+"""What became of a model's MoE layers, and who is told."""

@@ -1,0 +1,1 @@
+"""What passes are written with: nodes of graphs, their context, parts of expert layers."""
