@@ -117,21 +117,20 @@ del _name
 aot_cache.tag(spec, gradients, ops, fake_impls, quant)
 
 
-def _join(name: str) -> None:
-    """Import a module of ours that tells transformers of us, in the middle of an import of
-    transformers: one that is too old for us has to remain of use."""
+def _join() -> None:
+    """Import what tells transformers of us, in the middle of an import of transformers: one that is
+    too old for us has to remain of use."""
     fault = lacks_transformers()
     if fault is None:
-        importlib.import_module(name)
-    elif name == "moe_ops.hf":
+        importlib.import_module("moe_ops.hf")
+    else:
         logging.getLogger("moe_ops").warning("transformers is not told of moe_ops, which %s", fault)
         refuse_experts("moe_ops", fault)
 
 
 # So that `from_pretrained` finds models whose experts we quantised, and knows the experts
 # implementation "moe_ops", without an import of its own.
-when_imported("transformers.quantizers.auto", lambda: _join("moe_ops.pretrained"))
-when_imported("transformers.modeling_utils", lambda: _join("moe_ops.hf"))
+when_imported("transformers.modeling_utils", _join)
 if fault := clash():
     warnings.warn(fault, stacklevel=2)
 

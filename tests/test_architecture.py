@@ -57,9 +57,8 @@ MAY_IMPORT = {
     "planning": May(OP | {"kernels", "quant", "terminal"}),
     "graphs": May(OP | {"arena", "layer", "planning", "prepared"}),
     "hf": May(BACKEND | {"installed", "prepared"}, TRANSFORMERS | {"safetensors"}),
-    "pretrained": May(frozenset({"checks", "hf", "quant"}), TRANSFORMERS),
     "published": May(
-        frozenset({"checks", "hf", "installed", "layer", "pretrained", "quant", "weights"}),
+        frozenset({"checks", "hf", "installed", "layer", "quant", "weights"}),
         TRANSFORMERS,
     ),
     "generation": May(
@@ -83,7 +82,7 @@ MAY_IMPORT = {
     FACADE: May(
         BACKEND
         | {"fake_impls", "layer", "hf", "passes", "planning", "graphs", "generation", "compiler"}
-        | {"prepared", "pretrained", "published", "installed"}
+        | {"prepared", "published", "installed"}
     ),
 }
 

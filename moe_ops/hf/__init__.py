@@ -1,8 +1,10 @@
-"""Hugging Face transformers: importing this registers the experts implementation "moe_ops"."""
+"""Hugging Face transformers: importing this registers the experts implementation "moe_ops",
+and the quantizer of this name."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from typing import Any
 
@@ -10,7 +12,7 @@ from moe_ops.installed import require_transformers
 
 require_transformers("moe_ops.hf, with optimize, quantize_model and share_experts,")
 
-from moe_ops.hf import experts, fp8, over_ranks  # noqa: E402
+from moe_ops.hf import experts, fp8, over_ranks, pretrained  # noqa: E402
 from moe_ops.hf.mxfp4 import adopt_mxfp4  # noqa: E402
 from moe_ops.hf.optimize import optimize, restore  # noqa: E402
 from moe_ops.hf.over_ranks import share_experts  # noqa: E402
@@ -21,6 +23,7 @@ __all__ = ["adopt_mxfp4", "optimize", "quantize_model", "restore", "share_expert
 experts.register()
 over_ranks.register(experts.NAME)
 fp8.register()
+sys.modules["moe_ops.pretrained"] = pretrained  # its name in models that were pickled whole
 
 
 def __getattr__(name: str) -> Any:

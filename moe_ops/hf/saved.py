@@ -27,7 +27,7 @@ from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
 from moe_ops.quant.scales import wrong_scale
 
-METHOD = "moe_ops"  # as moe_ops/pretrained.py registers it
+METHOD = "moe_ops"  # in config.json
 AGAIN = "complete the download, or save the model again"
 # What safetensors calls the dtypes of codes, scales and the rest.
 NAMES = {

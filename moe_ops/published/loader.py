@@ -7,7 +7,7 @@ from typing import Any
 from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 
-from moe_ops.pretrained import MoeOpsConfig, MoeOpsQuantizer
+from moe_ops.hf.pretrained import MoeOpsConfig, MoeOpsQuantizer
 
 METHOD = "moe_ops_checkpoint"  # of a load, and of no file
 

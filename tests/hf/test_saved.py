@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -23,8 +24,8 @@ from transformers.quantizers import auto
 import moe_ops
 from moe_ops import Layout
 from moe_ops.hf import adopt_mxfp4
+from moe_ops.hf.pretrained import MoeOpsConfig
 from moe_ops.hf.stored import stored_format
-from moe_ops.pretrained import MoeOpsConfig
 from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import Tol, assert_close
 from tests.hf import families
@@ -266,3 +267,9 @@ def test_a_fresh_process_that_imports_moe_ops_loads_it(tmp_path: Path) -> None:
     assert state.keys() == want.keys()
     assert all(torch.equal(bits(t), bits(want[name])) for name, t in state.items())
     assert_close(found, logits(model), Tol(1e-5, "float32 sums of another number of threads"))
+
+
+def test_a_model_that_was_pickled_whole_finds_the_config_by_its_old_name() -> None:
+    made = pickle.dumps(MoeOpsConfig, protocol=0)
+    old = made.replace(b"moe_ops.hf.pretrained", b"moe_ops.pretrained")
+    assert old != made and pickle.loads(old) is MoeOpsConfig

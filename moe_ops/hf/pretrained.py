@@ -1,8 +1,4 @@
-"""transformers' `from_pretrained` and `save_pretrained` of models whose experts we quantised.
-
-`import moe_ops` has this registered as soon as transformers' own quantizers are imported, which is
-in the middle of an import of its models: so nothing here may need them before a model is loaded.
-"""
+"""transformers' `from_pretrained` and `save_pretrained` of models whose experts we quantised."""
 
 from __future__ import annotations
 
@@ -15,9 +11,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moe_ops.checks.options import check_text, check_type
 from moe_ops.checks.signature import described
+from moe_ops.hf import saved
+from moe_ops.hf.saved import METHOD
 from moe_ops.quant.config import QuantConfig
-
-METHOD = "moe_ops"
 
 
 @register_quantization_config(METHOD)
@@ -119,16 +115,12 @@ class MoeOpsQuantizer(HfQuantizer):
         return []
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        from moe_ops.hf import saved
-
         config = self.quantization_config
         self._wanted = saved.make_empty(model, config.formats, config.kept)
         self._files = saved.check_files(model, kwargs.get("checkpoint_files"))
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        from moe_ops.hf import saved
-
         saved.check_loaded(model, self._files, self._wanted)
         saved.finish(model, self.quantization_config.formats, self.quantization_config.kept)
         return model
