@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import nn
@@ -18,11 +18,20 @@ from torch._guards import CompileContext
 
 from moe_ops.passes.report.found import Found, counts, is_watched, since
 from moe_ops.passes.report.summary import Place, Summary, summarize
-
-if TYPE_CHECKING:
-    from moe_ops.passes.inductor.pipeline import Pipeline
+from moe_ops.passes.rewriting.context import Options
 
 log = logging.getLogger("moe_ops")
+
+
+class Rewriter(Protocol):
+    """What is asked of a pipeline. Those of equal `identity` make equal graphs of equal ones."""
+
+    options: Options
+    found: list[Found]
+    of_modules: OfModules
+
+    @property
+    def identity(self) -> tuple[object, ...]: ...
 
 
 def refuse(summary: Summary) -> None:
@@ -58,7 +67,7 @@ class OfModel:
     def __init__(
         self,
         model: Callable[[], nn.Module | None],
-        pipeline: Pipeline,
+        pipeline: Rewriter,
         found: list[Found],
         breaks: int | None = None,
     ) -> None:
@@ -104,16 +113,16 @@ _Like = tuple[object, ...]
 _last: WeakKeyDictionary[type[nn.Module], list[tuple[_Like, list[Found]]]] = WeakKeyDictionary()
 
 
-def _like(model: nn.Module, pipeline: Pipeline) -> _Like:
+def _like(model: nn.Module, pipeline: Rewriter) -> _Like:
     return pipeline.identity, [type(part) for part in model.modules()]
 
 
-def _remember(model: nn.Module, pipeline: Pipeline, found: list[Found]) -> None:
+def _remember(model: nn.Module, pipeline: Rewriter, found: list[Found]) -> None:
     like, others = _like(model, pipeline), _last.setdefault(type(model), [])
     others[:] = [*(other for other in others if other[0] != like), (like, found)]
 
 
-def _remembered(model: nn.Module, pipeline: Pipeline) -> list[Found]:
+def _remembered(model: nn.Module, pipeline: Rewriter) -> list[Found]:
     like = _like(model, pipeline)
     return next((found for other, found in _last.get(type(model), ()) if other == like), [])
 
@@ -122,7 +131,7 @@ class OfModules:
     """What is told of the models that torch.compile runs with a pipeline. One that is gone is
     forgotten; all that is no module counts as one."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Rewriter) -> None:
         self._pipeline = pipeline
         self._models: WeakKeyDictionary[nn.Module, tuple[list[Found], OfModel]] = (
             WeakKeyDictionary()
@@ -158,11 +167,11 @@ class OfModules:
 
 
 _lock = threading.Lock()
-_waiting: list[tuple[Counter[str], Pipeline, Callable[[], nn.Module | None]]] = []
-_heard: WeakValueDictionary[int, Pipeline] = WeakValueDictionary()  # equal ones are not the same
+_waiting: list[tuple[Counter[str], Rewriter, Callable[[], nn.Module | None]]] = []
+_heard: WeakValueDictionary[int, Rewriter] = WeakValueDictionary()  # equal ones are not the same
 
 
-def listen(pipeline: Pipeline) -> None:
+def listen(pipeline: Rewriter) -> None:
     """Tell what comes of the graph that is being compiled, when it is. Of a model of
     `moe_ops.compile` its own `OfModel` does so."""
     if is_watched() or CompileContext.try_get() is None:
