@@ -29,7 +29,7 @@ from moe_ops.ops import (
     route,
     sum_ranks,
 )
-from moe_ops.registry import backend, gradients, spec  # noqa: F401
+from moe_ops.registry import backend, gradients, registration, spec  # noqa: F401
 from moe_ops.registry.layouts import Layout
 from moe_ops.registry.spec import OPS, Op
 from moe_ops.registry.using import using
@@ -114,7 +114,7 @@ for _name in ("backend", "spec", "using"):
     sys.modules[f"moe_ops.{_name}"] = sys.modules[f"moe_ops.registry.{_name}"]
 del _name
 
-aot_cache.tag(spec, gradients, ops, fake_impls, quant)
+aot_cache.tag(registration, spec, gradients, ops, fake_impls, quant)
 
 
 def _join() -> None:

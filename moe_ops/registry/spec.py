@@ -1,29 +1,26 @@
-"""Define an op once, register its backends, pick one of them per call.
+"""Define an op once, and pick one of its backends per call.
 
-An :class:`Op` is made from its reference body, a function of one record (`record.py`): the
-record's fields are the schema, the body's docstring the documentation, its code the decomposition
-and the last-resort backend. A :class:`Backend` (`backend.py`) is another function of the
-same record, with what it says of the calls that it cannot run.
+An :class:`Op` is made from its reference body, a function of one record (`record.py`): the record's
+fields are the schema, the body's docstring the documentation, its code the decomposition and the
+last-resort backend. A :class:`Backend` (`backend.py`) is another function of the same record, with
+what it says of the calls that it cannot run; `registration.py` is where it is registered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import _C
 from torch.library import Library, register_fake
 
-from moe_ops.checks.signature import Signature, did_you_mean
-from moe_ops.registry.backend import ANY_NUMBER, LAYOUT, Backend, Binds, Needs, Rows
+from moe_ops.checks.signature import did_you_mean
+from moe_ops.registry.backend import Backend
 from moe_ops.registry.gradients import forward_mode, grad_wanted, refuse_tangents
-from moe_ops.registry.layouts import Layout
-from moe_ops.registry.memo import Memo
 from moe_ops.registry.ranges import parse_plan
-from moe_ops.registry.record import Annotations, Arguments
+from moe_ops.registry.registration import NAMESPACE, REFERENCE, Registration
 from moe_ops.registry.watched import (
     compiling,
     dispatch_modes,
@@ -33,9 +30,6 @@ from moe_ops.registry.watched import (
     transforms,
     watched,
 )
-
-NAMESPACE = "moe_ops"
-REFERENCE = "reference"
 
 _library = Library(NAMESPACE, "FRAGMENT")
 # Op name -> backend name, as `using` forces it. The key "*" stands for every op.
@@ -47,14 +41,14 @@ DECODE_OPS: dict[str, Op] = {}  # what else a decoding step consists of
 Runs = tuple[tuple[int | None, Callable[[Any], Any]], ...]
 
 
-class Op:
+class Op(Registration):
     """A stage of a Mixture-of-Experts layer or of a decoding step, callable, and visible to
     compilers as `torch.ops.moe_ops.<name>`. `table` is the registry that holds it.
 
     `check` validates a record and raises ValueError or TypeError; it runs before any backend and
     before the fake, so backends trust their arguments. An op that `remembers` neither checks a call
-    nor picks for it if two like it (`memo.py`) were run, as long as its backends stay the
-    same and each that runs on the device said, by `remembers`, what decides whether it runs.
+    nor picks for it if two like it (`memo.py`) were run, as long as its backends stay the same and
+    each that runs on the device said, by `remembers`, what decides whether it runs.
     """
 
     def __init__(
@@ -64,31 +58,16 @@ class Op:
         table: dict[str, Op],
         remembers: bool = False,
     ) -> None:
-        name = body.__name__
-        if name in OPS or name in DECODE_OPS:
-            raise ValueError(f"op {NAMESPACE}.{name} is defined twice; rename one of them")
-        self.name = name
-        self.__doc__ = body.__doc__
-        self.body, self.check = body, check
-        self.annotations = Annotations.of(body)
-        self.arguments = Arguments(self.annotations.record)
-        self.call, self._first = self.arguments.of, self.arguments.first
+        if body.__name__ in OPS or body.__name__ in DECODE_OPS:
+            raise ValueError(f"op {NAMESPACE}.{body.__name__} is defined twice; rename one of them")
+        super().__init__(body, remembers)
+        name, self.check = self.name, check
+        self._first = self.arguments.first
         self._rows, self._rows_at = self.arguments.rows, self.arguments.rows_at or 0
         self._is_counted = self.arguments.rows_at is None  # by the rows of its first argument
-        returns, parameters = self.annotations.given, self.arguments.signature.parameters
-        self.schema = self.arguments.schema(returns)
-        self.__signature__ = self.arguments.signature.replace(return_annotation=returns)
-        # The arguments that a backend names if it reads them.
-        self.optional = tuple(n for n, p in parameters.items() if p.default is not p.empty)
-        self.signature = Signature(f"{NAMESPACE}.{name}", self.arguments.signature)
         self._renamed, self._by_new_names = self.signature.renamed, self.signature.by_new_names
-        self.memo = Memo(self.signature, remembers)
         self._plain = self.memo.find
         self.fake_impl: Callable[..., Any] | None = None
-        self.backends: dict[str, Backend] = {REFERENCE: Backend(name=REFERENCE, run=body)}
-        # Candidates by device type in the order in which they are asked; the reference is the last.
-        self._order: dict[str, tuple[Backend, ...]] = {}
-        self.layouts: dict[str, Layout] = {}  # of the weights, as backends read them
 
         # The strides that eager mode sees are the strides a backend sees: weights that are
         # transposed views are never copied into another layout behind the caller's back.
@@ -231,103 +210,6 @@ class Op:
         register_fake(f"{NAMESPACE}::{self.name}", checked, lib=_library)
         register_fake(f"{NAMESPACE}::{self.name}.planned", planned, lib=_library)
         return fn
-
-    def backend(
-        self,
-        name: str,
-        *,
-        reads: tuple[str, ...] = (),
-        supports: Callable[[Any], str | None] | None = None,
-        rows: Rows = ANY_NUMBER,
-        devices: tuple[str, ...] | None = None,
-        priority: int = 0,
-        composed: bool = False,
-        layout: Layout | None = None,
-    ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-        """Register the decorated function as a backend; `Backend` says what the arguments mean.
-
-        Backends of higher priority are asked first, among equals those registered first.
-
-        Raises ValueError if the name, or that of its layout, is taken, if `reads` names what is no
-        argument with a default, if a layout is given and the op takes none, or if the function does
-        not take the op's record or gives another result, by its annotations.
-        """
-        optional, reads = self.optional, (*reads, *([] if layout is None else [LAYOUT]))
-        unknown = [n for n in reads if n not in optional]
-        if unknown:
-            raise ValueError(
-                f"backend {name!r} reads {', '.join(unknown)}, but the arguments with defaults of "
-                f"{NAMESPACE}.{self.name} are {', '.join(optional)}"
-                f"{did_you_mean(unknown[0], optional)}"
-            )
-        defaults = {n: self.arguments.signature.parameters[n].default for n in optional}
-        wanted = {n: default for n, default in defaults.items() if n not in reads}
-        if layout is not None:
-            if self.layouts.setdefault(layout.name, layout) is not layout:
-                raise ValueError(f"another layout of {NAMESPACE}.{self.name} is {layout.name!r}")
-            wanted[LAYOUT] = layout.name
-
-        def register(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-            if name in self.backends:
-                raise ValueError(f"{NAMESPACE}.{self.name} has a backend {name!r} already")
-            theirs = Annotations.of(fn)
-            if theirs != self.annotations:
-                raise ValueError(
-                    f"backend {name!r} of {NAMESPACE}.{self.name} is a function {theirs}, but the "
-                    f"op is one {self.annotations}; take its record, and annotate argument and "
-                    "result"
-                )
-            self.backends[name] = Backend(
-                name=name,
-                run=fn,
-                reads=reads,
-                supports=supports,
-                rows=rows,
-                devices=frozenset(devices) if devices else None,
-                priority=priority,
-                composed=composed,
-                layout=layout,
-                unread=self.arguments.differing(wanted),
-                ignores=self.arguments.any_differing(wanted),
-            )
-            self._forget()
-            return fn
-
-        return register
-
-    def emulates(self, name: str, when: Callable[[Any], bool]) -> None:
-        """Say of which calls a backend emulates the inputs; `Backend` says what that is."""
-        self._put(replace(self.backends[name], emulates=when))
-
-    def needs(self, name: str, needs: Needs) -> None:
-        """Say what a backend needs of a machine, whatever the call."""
-        self._put(replace(self.backends[name], needs=needs))
-
-    def remembers(
-        self, name: str, *asks: ContextVar[Any], alike: Binds | None = None, aligned: bool = False
-    ) -> None:
-        """Say that a backend's `supports` and `rows` look at nothing but what a memo compares and
-        these context variables; `Backend` says what `alike` and `aligned` are."""
-        self._put(replace(self.backends[name], asks=asks, alike=alike, aligned=aligned))
-
-    def _put(self, backend: Backend) -> None:
-        self.backends[backend.name] = backend
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drop what was decided with the backends as they were."""
-        self._order.clear()
-        self.memo.clear()
-
-    def candidates(self, device: str) -> tuple[Backend, ...]:
-        """The backends that run on a device type, in the order in which they are asked."""
-        found = self._order.get(device)
-        if found is None:
-            others = [b for b in self.backends.values() if b.name != REFERENCE]
-            others.sort(key=lambda b: -b.priority)  # stable
-            here = (b for b in others if b.devices is None or device in b.devices)
-            found = self._order[device] = (*here, self.backends[REFERENCE])
-        return found
 
     def pick(self, call: Any) -> Backend:
         """The backend that runs this call: the forced one, else the first that does not refuse and

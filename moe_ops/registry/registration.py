@@ -1,0 +1,137 @@
+"""What is registered of an op: its record, its schema, and its backends in the order in which they
+are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+from moe_ops.checks.signature import Signature, did_you_mean
+from moe_ops.registry.backend import ANY_NUMBER, LAYOUT, Backend, Binds, Needs, Rows
+from moe_ops.registry.layouts import Layout
+from moe_ops.registry.memo import Memo
+from moe_ops.registry.record import Annotations, Arguments
+
+NAMESPACE = "moe_ops"
+REFERENCE = "reference"
+
+
+class Registration:
+    """An op's record and backends, without what calls them; of `remembers` see `Op`."""
+
+    def __init__(self, body: Callable[[Any], Any], remembers: bool) -> None:
+        self.name, self.body = body.__name__, body
+        self.__doc__ = body.__doc__
+        self.annotations = Annotations.of(body)
+        self.arguments = Arguments(self.annotations.record)
+        self.call = self.arguments.of
+        returns, parameters = self.annotations.given, self.arguments.signature.parameters
+        self.schema = self.arguments.schema(returns)
+        self.__signature__ = self.arguments.signature.replace(return_annotation=returns)
+        # The arguments that a backend names if it reads them.
+        self.optional = tuple(n for n, p in parameters.items() if p.default is not p.empty)
+        self.signature = Signature(f"{NAMESPACE}.{self.name}", self.arguments.signature)
+        self.memo = Memo(self.signature, remembers)
+        self.backends: dict[str, Backend] = {REFERENCE: Backend(name=REFERENCE, run=body)}
+        # Candidates by device type in the order in which they are asked; the reference is the last.
+        self._order: dict[str, tuple[Backend, ...]] = {}
+        self.layouts: dict[str, Layout] = {}  # of the weights, as backends read them
+
+    def backend(
+        self,
+        name: str,
+        *,
+        reads: tuple[str, ...] = (),
+        supports: Callable[[Any], str | None] | None = None,
+        rows: Rows = ANY_NUMBER,
+        devices: tuple[str, ...] | None = None,
+        priority: int = 0,
+        composed: bool = False,
+        layout: Layout | None = None,
+    ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+        """Register the decorated function as a backend; `Backend` says what the arguments mean.
+
+        Backends of higher priority are asked first, among equals those registered first.
+
+        Raises ValueError if the name, or that of its layout, is taken, if `reads` names what is no
+        argument with a default, if a layout is given and the op takes none, or if the function does
+        not take the op's record or gives another result, by its annotations.
+        """
+        optional, reads = self.optional, (*reads, *([] if layout is None else [LAYOUT]))
+        unknown = [n for n in reads if n not in optional]
+        if unknown:
+            raise ValueError(
+                f"backend {name!r} reads {', '.join(unknown)}, but the arguments with defaults of "
+                f"{NAMESPACE}.{self.name} are {', '.join(optional)}"
+                f"{did_you_mean(unknown[0], optional)}"
+            )
+        defaults = {n: self.arguments.signature.parameters[n].default for n in optional}
+        wanted = {n: default for n, default in defaults.items() if n not in reads}
+        if layout is not None:
+            if self.layouts.setdefault(layout.name, layout) is not layout:
+                raise ValueError(f"another layout of {NAMESPACE}.{self.name} is {layout.name!r}")
+            wanted[LAYOUT] = layout.name
+
+        def register(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            if name in self.backends:
+                raise ValueError(f"{NAMESPACE}.{self.name} has a backend {name!r} already")
+            theirs = Annotations.of(fn)
+            if theirs != self.annotations:
+                raise ValueError(
+                    f"backend {name!r} of {NAMESPACE}.{self.name} is a function {theirs}, but the "
+                    f"op is one {self.annotations}; take its record, and annotate argument and "
+                    "result"
+                )
+            self.backends[name] = Backend(
+                name=name,
+                run=fn,
+                reads=reads,
+                supports=supports,
+                rows=rows,
+                devices=frozenset(devices) if devices else None,
+                priority=priority,
+                composed=composed,
+                layout=layout,
+                unread=self.arguments.differing(wanted),
+                ignores=self.arguments.any_differing(wanted),
+            )
+            self._forget()
+            return fn
+
+        return register
+
+    def emulates(self, name: str, when: Callable[[Any], bool]) -> None:
+        """Say of which calls a backend emulates the inputs; `Backend` says what that is."""
+        self._put(replace(self.backends[name], emulates=when))
+
+    def needs(self, name: str, needs: Needs) -> None:
+        """Say what a backend needs of a machine, whatever the call."""
+        self._put(replace(self.backends[name], needs=needs))
+
+    def remembers(
+        self, name: str, *asks: ContextVar[Any], alike: Binds | None = None, aligned: bool = False
+    ) -> None:
+        """Say that a backend's `supports` and `rows` look at nothing but what a memo compares and
+        these context variables; `Backend` says what `alike` and `aligned` are."""
+        self._put(replace(self.backends[name], asks=asks, alike=alike, aligned=aligned))
+
+    def _put(self, backend: Backend) -> None:
+        self.backends[backend.name] = backend
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was decided with the backends as they were."""
+        self._order.clear()
+        self.memo.clear()
+
+    def candidates(self, device: str) -> tuple[Backend, ...]:
+        """The backends that run on a device type, in the order in which they are asked."""
+        found = self._order.get(device)
+        if found is None:
+            others = [b for b in self.backends.values() if b.name != REFERENCE]
+            others.sort(key=lambda b: -b.priority)  # stable
+            here = (b for b in others if b.devices is None or device in b.devices)
+            found = self._order[device] = (*here, self.backends[REFERENCE])
+        return found
