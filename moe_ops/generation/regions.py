@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moe_ops.generation.slots import CACHE, Empty, Incoming
-from moe_ops.interop.code_objects import own_code
+from moe_ops.interop.code_objects import with_own_code_object
 from moe_ops.prepared import HoldsExperts
 
 Region = Callable[..., Any]  # (module, *args, **kwargs) -> what module(*args, **kwargs) returns
@@ -29,7 +29,7 @@ def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def region(name: str) -> Region:
     """A region to be compiled by itself."""
-    return own_code(call_module, name)
+    return with_own_code_object(call_module, name)
 
 
 class ByKind:

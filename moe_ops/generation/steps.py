@@ -22,7 +22,7 @@ from moe_ops.generation.masks import Sizes, masks
 from moe_ops.generation.prompts import Capture, Captures, Filling, Prompt, Prompts
 from moe_ops.generation.regions import ByKind, Region
 from moe_ops.generation.slots import CACHE, Empty, Slots
-from moe_ops.interop.code_objects import own_code
+from moe_ops.interop.code_objects import with_own_code_object
 from moe_ops.interop.interrupts import let_through
 from moe_ops.terminal import rewrite
 
@@ -139,7 +139,7 @@ class Steps:
         self.prompts = Prompts()
         self.sizes = Sizes(slots, self.filled)
         self.region = ByKind(f"step_{rows}x{slots}", tools.compile_step)
-        self.masks = tools.compile_step(own_code(masks, f"masks_{rows}x{slots}"))
+        self.masks = tools.compile_step(with_own_code_object(masks, f"masks_{rows}x{slots}"))
 
     def read(self, code: Code, prompt: Prompt, kwargs: dict[str, Any]) -> Any:
         """The model's output for the prompts, whose keys and values are then in the slots."""

@@ -1,5 +1,5 @@
-"""Functions with code of their own: Dynamo keeps few compiled variants of a code object, whoever
-runs it."""
+"""Functions with code objects of their own: Dynamo keeps few compiled variants of a code object,
+whoever runs it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from moe_ops.interop.hooks import has_hooks
 
 Call = Callable[..., Any]
 
-# The code of a decorated forward, and ours in its place, which models of one class share.
+# The code object of a decorated forward, and ours in its place, which models of one class share.
 _codes: WeakKeyDictionary[type, tuple[types.CodeType, types.CodeType]] = WeakKeyDictionary()
 
 
-def own_code(function: Call, name: str) -> types.FunctionType:
-    """The function with code of its own."""
+def with_own_code_object(function: Call, name: str) -> types.FunctionType:
+    """The function with a code object of its own, which has this name."""
     assert isinstance(function, types.FunctionType)
     return _with_code(function, function.__code__.replace(co_name=name))
 
 
 def compile_call(module: nn.Module, compile: Callable[[Call], Call]) -> Call:
-    """`module._call_impl`, compiled by code of the module's class.
+    """`module._call_impl`, compiled by a code object of the module's class.
 
     Dynamo compiles the first function that is not of torch: `forward`. A decorator has one code
     object for all that it decorates, and transformers decorates the forwards of all its models, so
@@ -52,8 +52,8 @@ def _is_of_a_decorator(forward: Call) -> TypeGuard[types.FunctionType]:
 
 
 def _alone(module: nn.Module, forward: types.FunctionType) -> Call:
-    """What runs a module's forward, by code of its class. Dynamo compiles no code of a decorator of
-    torch, which looks like torch's own, so that a call of it is compiled instead."""
+    """What runs a module's forward, by a code object of its class. Dynamo compiles no code of a
+    decorator of torch, which looks like torch's own, so that a call of it is compiled instead."""
     if str(forward.__globals__["__name__"]).partition(".")[0] != "torch":
         code = _code_of(type(module), forward.__code__)
         return types.MethodType(_with_code(forward, code), module)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import moe_ops
-from moe_ops.interop.code_objects import compile_call, own_code
+from moe_ops.interop.code_objects import compile_call, with_own_code_object
 from moe_ops.testing import Tol, assert_close
 from tests.recompiling import few_graphs
 
@@ -125,7 +125,9 @@ def test_decorators_of_torch_leave_each_class_the_whole_limit() -> None:
     before = graphs()
     for n in range(LIMIT + 1):
         kind = family(n)
-        kind.forward = torch.no_grad()(own_code(kind.forward.__wrapped__, f"forward{n}"))
+        kind.forward = torch.no_grad()(
+            with_own_code_object(kind.forward.__wrapped__, f"forward{n}")
+        )
         for model in (kind(), kind()):
             check(model, compile_call(model, eager), 3, 5)
     assert graphs() - before == 2 * (LIMIT + 1)
@@ -148,7 +150,7 @@ def test_hooks_are_called() -> None:
 
 
 def test_code_alone_is_new() -> None:
-    made = own_code(D_from_here, "another")
+    made = with_own_code_object(D_from_here, "another")
     assert made(2, c=1) == D_from_here(2, c=1) == D + 2 + 7 + 1
     assert made.__code__ is not D_from_here.__code__ and made.__code__.co_name == "another"
 
