@@ -265,6 +265,36 @@ def test_packages_in_pyproject_are_those_of_the_tree() -> None:
     assert settings["package-dir"] == {f"moe_ops.{link}": link for link in LINKED}
 
 
+def circles(found: dict[str, set[str]]) -> list[set[str]]:
+    """Modules that import each other, by whatever way around."""
+    reached = {name: set(others) for name, others in found.items()}
+    for middle in reached:
+        for others in reached.values():
+            if middle in others:
+                others |= reached[middle]
+    return [
+        {name, *(o for o in reached[name] if name in reached[o])}
+        for name in found
+        if name in reached[name]
+    ]
+
+
+def imported_by(m: Module, known: set[str]) -> set[str]:
+    """The modules of moe_ops that one imports, in functions and for types alone, too."""
+    found = {name for _, name in imports(m.path.read_text(), m.name, m.is_package)}
+    return {n if n in known else n.rpartition(".")[0] for n in found} & known - {m.name}
+
+
+def test_no_modules_import_each_other() -> None:
+    known = {m.name for m in modules()}
+    assert circles({m.name: imported_by(m, known) for m in modules()}) == []
+
+
+def test_a_circle_is_found() -> None:
+    found = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set[str]()}
+    assert circles(found) == [{"b", "c"}, {"b", "c"}]
+
+
 def test_a_file_of_passes_is_one_pass() -> None:
     assert names_in("passes") == {one.__name__ for one in PIPELINE}
 

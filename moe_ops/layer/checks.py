@@ -68,6 +68,10 @@ def check_input(x: Any, logits: Any, gate: nn.Module | None) -> None:
             raise TypeError(f"{name} must be a Tensor, got {described(t)}")
         if t.dim() == 0:
             raise ValueError(f"{name} must be [..., width], got a tensor without axes")
+    if gate is not None and logits is not None:
+        raise ValueError("the layer has a gate of its own; leave out logits")
+    if gate is None and logits is None:
+        raise ValueError("the layer has no gate; pass logits, or make it with internal_gate")
     if type(gate) is nn.Linear:
         check_size("x", x, x.dim() - 1, gate.in_features, "the width that the gate takes")
 

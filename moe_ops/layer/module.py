@@ -10,18 +10,19 @@ from torch import Tensor, nn
 from moe_ops.checks.shapes import FLOATS, INDICES, check_size, check_tensor
 from moe_ops.layer.checks import check_arguments, check_input
 from moe_ops.layer.exchange import Exchange, check_rows
+from moe_ops.layer.operands import operands_of
 from moe_ops.layer.options import Routing
 from moe_ops.layer.parts import (
     PARTIAL,
+    Combination,
     Reduction,
-    check_parts,
     counted_ids,
     missing_exchange,
     result_of,
     result_over_ranks,
     with_fused,
 )
-from moe_ops.layer.run import run_here, run_over_ranks
+from moe_ops.layer.run import Ranks, Routed, run_here, run_over_ranks
 from moe_ops.layer.tensors import (
     CODED,
     EXPERT_NAMES,
@@ -173,10 +174,9 @@ class MoELayer(HoldsExperts, HoldsCodes):
         check_arguments(locals())  # nothing but the arguments is local yet
         exchange = Exchange.of(locals())
         super().__init__()
-        self._stored = Stored()
+        self._stored, self.quant = Stored(), QuantConfig.of(quant)
         self.num_experts, self.top_k = num_experts, top_k
         self.routing, self.activation, self.parallel = routing, activation, parallel
-        self.quant = QuantConfig.of(quant)
         self.reduce_results, self.shared_reduction = reduce_results, shared_reduction
         self.separate, self.exchange = separate, exchange
         self._missing_exchange = missing_exchange(parallel, tokens)
@@ -224,21 +224,13 @@ class MoELayer(HoldsExperts, HoldsCodes):
         self.shared_experts = None if isinstance(shared_experts, int) else shared_experts
         self.routed_input_transform = routed_input_transform
         self.routed_output_transform = routed_output_transform
-        check_parts(
-            self.shared_experts, routed_output_transform, shared_reduction, reduce_results,
-            parallel.size, separate, exchange is not None and not tp_group,
-        )  # fmt: skip
+        self._combination().check(parallel.size, exchange is not None and not tp_group)
         self.reset_parameters()
 
     def _check(self) -> None:
         """Raise ValueError or TypeError, saying what to do, unless the options fit together."""
-        self.routing.check(self.num_experts, self.top_k)
+        self.routing.check(self.num_experts, self.top_k, self.placement.shared)
         check_activation(self.activation)
-        if self.routing.weight_on_input and self.placement.shared:
-            raise ValueError(
-                "weight_on_input scales the input of every expert of a token, fused shared ones "
-                "too; give the shared experts as a module"
-            )
         if self.quant is not None:
             check_fits(self.quant, self.sizes, self.parallel.tp_size)
 
@@ -288,19 +280,20 @@ class MoELayer(HoldsExperts, HoldsCodes):
         check_input(x, logits, self.gate)
         x_TD = x.reshape(-1, x.shape[-1])
         weights_TK, ids_TK = self.route(x_TD, self._logits(x_TD, logits))
-        routed_TD = x_TD
-        if self.routed_input_transform is not None:
-            routed_TD = self.routed_input_transform(x_TD)
+        transform = self.routed_input_transform
+        routed_TD = x_TD if transform is None else transform(x_TD)
         if self.routing.weight_on_input:
             routed_TD = routed_TD * weights_TK.to(routed_TD.dtype)
             weights_TK = torch.ones_like(weights_TK)
         if self.exchange is None:
-            parts = result_of(self, self.run_experts(routed_TD, weights_TK, ids_TK), x_TD)
+            routed_TD = self.run_experts(routed_TD, weights_TK, ids_TK)
+            parts = result_of(self._combination(), routed_TD, x_TD)
         else:
             check_size("x", routed_TD, 1, self.sizes.hidden_size, "the layer's hidden_size")
-            given = (check_rows(rows, self.exchange), routed_TD, weights_TK, ids_TK)
-            run = partial(run_over_ranks, self, self.exchange, *given)
-            parts = result_over_ranks(self, self.exchange, x_TD, run)
+            ranks = Ranks(self.exchange, self.rank_of_P, self.slot_of_P)
+            most, routed = check_rows(rows, self.exchange), Routed(routed_TD, weights_TK, ids_TK)
+            run = partial(run_over_ranks, operands_of(self), ranks, most, routed)
+            parts = result_over_ranks(self._combination(), self.exchange.tp_group, x_TD, run)
         if self.loads is not None:  # after what may raise
             assert self.counted_part is not None
             counted_TK = counted_ids(ids_TK, self.counted_part)
@@ -309,14 +302,11 @@ class MoELayer(HoldsExperts, HoldsCodes):
         return parts if self.separate else parts[0]
 
     def _logits(self, x_TD: Tensor, logits: Tensor | None) -> Tensor:
-        if self.gate is not None:
-            if logits is not None:
-                raise ValueError("the layer has a gate of its own; leave out logits")
-            made: Tensor = self.gate(x_TD)
-            return made
-        if logits is None:
-            raise ValueError("the layer has no gate; pass logits, or make it with internal_gate")
-        return logits.reshape(-1, logits.shape[-1])
+        if logits is not None:
+            return logits.reshape(-1, logits.shape[-1])
+        assert self.gate is not None  # as `check_input` says
+        made: Tensor = self.gate(x_TD)
+        return made
 
     def route(self, x_TD: Tensor, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts. Returns (weights_TK, ids_TK) with global ids of physical experts, K =
@@ -344,7 +334,14 @@ class MoELayer(HoldsExperts, HoldsCodes):
     def run_experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         """The weighted sum of the experts of this rank, given what `route` returned. [T, D]."""
         check_size("x", x_TD, 1, self.sizes.hidden_size, "the layer's hidden_size")
-        return run_here(self, x_TD, weights_TK, ids_TK, self.expert_map)
+        return run_here(operands_of(self), Routed(x_TD, weights_TK, ids_TK), self.expert_map)
+
+    def _combination(self) -> Combination:
+        return Combination(
+            shared=self.shared_experts, transform=self.routed_output_transform,
+            shared_reduction=self.shared_reduction, separate=self.separate,
+            reduction=self.reduce_results, rank=self.parallel.rank,
+        )  # fmt: skip
 
     @property
     def replicas(self) -> ExpertReplicas | None:

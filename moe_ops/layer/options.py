@@ -56,8 +56,9 @@ class Routing:
         named = {name: getattr(self, name) for name in ROUTE_OPTIONS}
         return named | {"out_dtype": self.weights_dtype}
 
-    def check(self, num_experts: int, top_k: int) -> None:
-        """Raise ValueError or TypeError unless so many experts can be routed like this."""
+    def check(self, num_experts: int, top_k: int, fused: int = 0) -> None:
+        """Raise ValueError or TypeError unless so many experts can be routed like this, and so many
+        shared ones fused with them."""
         logits_TE = torch.empty(1, num_experts, device="meta")
         bias_E = logits_TE[0] if self.correction_bias else None
         route.check(RouteCall(logits_TE, top_k, bias_E, **self.options))
@@ -65,6 +66,11 @@ class Routing:
             raise ValueError(
                 f"weight_on_input scales a token for its one expert, got top_k={top_k}; "
                 "leave it out, or take top_k=1"
+            )
+        if self.weight_on_input and fused:
+            raise ValueError(
+                "weight_on_input scales the input of every expert of a token, fused shared ones "
+                "too; give the shared experts as a module"
             )
         if self.custom is None:
             return

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from moe_ops.checks.shapes import check_choice
 from moe_ops.layer import beside
-from moe_ops.layer.exchange import ALL_TOKENS, OWN_TOKENS, Exchange
+from moe_ops.layer.exchange import ALL_TOKENS, OWN_TOKENS
 from moe_ops.ops import sum_ranks
 from moe_ops.parallel.config import ALLGATHER, AUTO, ParallelConfig
 from moe_ops.parallel.expert_map import ExpertPlacement
-
-if TYPE_CHECKING:
-    from moe_ops.layer.module import MoELayer
 
 PARTIAL, REPLICATED = "partial", "replicated"
 Reduction = str | Callable[[Tensor], Tensor] | None
@@ -48,75 +45,80 @@ def missing_exchange(parallel: ParallelConfig, tokens: str | None) -> str | None
     )
 
 
-def check_parts(
-    shared: nn.Module | None,
-    transform: nn.Module | None,
-    shared_reduction: str,
-    reduction: Reduction,
-    ranks: int,
-    separate: bool,
-    apart: bool,
-) -> None:
-    """Raise ValueError, saying what to do, unless `result_of` can make something of it.
+@dataclass(slots=True, kw_only=True)
+class Combination:
+    """How a layer's result is made of what its routed experts return on this rank.
 
-    apart: no two ranks have the same tokens.
+    shared: a module of shared experts, whose result is added, and what that is by shared_reduction;
+    transform: what routed experts' sum goes through; reduction: what adds the parts of the ranks.
     """
-    check_choice("shared_reduction", shared_reduction, (PARTIAL, REPLICATED))
-    if apart and shared is not None and shared_reduction == PARTIAL:
-        raise ValueError(
-            "shared_reduction='partial' says that shared experts return a part of a sum over the "
-            "ranks, but each rank has tokens of its own; give shared experts that are whole on "
-            "every rank, and say so: shared_reduction='replicated'"
-        )
-    if separate and shared is None:
-        raise ValueError(
-            "separate=True returns what a module of shared experts returns by itself, but there is "
-            "no such module; give it as shared_experts, or leave out separate"
-        )
-    biased = isinstance(transform, nn.Linear) and transform.bias is not None
-    if biased and ranks > 1 and reduction is None:
-        raise ValueError(
-            f"each of {ranks} ranks would add the bias of routed_output_transform to its part of a "
-            "sum; give reduce_results, so that the sum is transformed, or leave out the bias and "
-            "add it after the sum"
-        )
+
+    shared: nn.Module | None
+    transform: nn.Module | None
+    shared_reduction: str
+    separate: bool
+    reduction: Reduction
+    rank: int
+
+    def check(self, ranks: int, apart: bool) -> None:
+        """Raise ValueError, saying what to do, unless `result_of` can make something of it.
+
+        apart: no two ranks have the same tokens.
+        """
+        check_choice("shared_reduction", self.shared_reduction, (PARTIAL, REPLICATED))
+        if apart and self.shared is not None and self.shared_reduction == PARTIAL:
+            raise ValueError(
+                "shared_reduction='partial' says that shared experts return a part of a sum over "
+                "the ranks, but each rank has tokens of its own; give shared experts that are "
+                "whole on every rank, and say so: shared_reduction='replicated'"
+            )
+        if self.separate and self.shared is None:
+            raise ValueError(
+                "separate=True returns what a module of shared experts returns by itself, but "
+                "there is no such module; give it as shared_experts, or leave out separate"
+            )
+        biased = isinstance(self.transform, nn.Linear) and self.transform.bias is not None
+        if biased and ranks > 1 and self.reduction is None:
+            raise ValueError(
+                f"each of {ranks} ranks would add the bias of routed_output_transform to its part "
+                "of a sum; give reduce_results, so that the sum is transformed, or leave out the "
+                "bias and add it after the sum"
+            )
 
 
-def result_of(layer: MoELayer, routed_TD: Tensor, x_TD: Tensor) -> tuple[Tensor, ...]:
+def result_of(how: Combination, routed_TD: Tensor, x_TD: Tensor) -> tuple[Tensor, ...]:
     """A layer's result from its routed part; if separate, that of shared experts and the rest."""
-    partial = layer.shared_reduction == PARTIAL
-    shared, transform = layer.shared_experts, layer.routed_output_transform
-    separate, reduction = layer.separate, layer.reduce_results
-    if partial and shared is not None and transform is None and not separate:
+    shared, reduction = how.shared, how.reduction
+    partial = how.shared_reduction == PARTIAL
+    if partial and shared is not None and how.transform is None and not how.separate:
         return (_reduced(_added(routed_TD, shared(x_TD)), reduction),)  # at once
     # The sum of the ranks is transformed, by whatever module, and mostly less wide than the result.
     routed_TD = _reduced(routed_TD, reduction)
-    if transform is not None:
-        routed_TD = transform(routed_TD)
+    if how.transform is not None:
+        routed_TD = how.transform(routed_TD)
     if shared is None:
         return (routed_TD,)
-    if not (partial or separate) and reduction is None and layer.parallel.rank > 0:
+    if not (partial or how.separate) and reduction is None and how.rank > 0:
         return (routed_TD,)  # the first rank adds it for all
     shared_TD = _reduced(shared(x_TD), reduction) if partial else shared(x_TD)
-    return (shared_TD, routed_TD) if separate else (_added(routed_TD, shared_TD),)
+    return (shared_TD, routed_TD) if how.separate else (_added(routed_TD, shared_TD),)
 
 
 def result_over_ranks(
-    layer: MoELayer, exchange: Exchange, x_TD: Tensor, routed: Callable[[], Tensor]
+    how: Combination, tp_group: str, x_TD: Tensor, routed: Callable[[], Tensor]
 ) -> tuple[Tensor, ...]:
-    """The same for tokens of a rank's own, of which `routed` gives the whole routed part. Shared
-    experts run beside it."""
-    shared, transform = layer.shared_experts, layer.routed_output_transform
-    started = None if shared is None else beside.start(shared, x_TD)
+    """A layer's result for tokens of a rank's own, of which `routed` gives the whole routed part.
+    Shared experts run beside it. tp_group: neighbours with the same tokens."""
+    started = None if how.shared is None else beside.start(how.shared, x_TD)
     routed_TD = routed()
-    if transform is not None:
-        routed_TD = transform(routed_TD)
+    if how.transform is not None:
+        routed_TD = how.transform(routed_TD)
     if started is None:
         return (routed_TD,)
     shared_TD = started()
-    if layer.shared_reduction == PARTIAL and exchange.tp_group:
-        shared_TD = sum_ranks(shared_TD, exchange.tp_group)
-    return (shared_TD, routed_TD) if layer.separate else (_added(routed_TD, shared_TD),)
+    if how.shared_reduction == PARTIAL and tp_group:
+        shared_TD = sum_ranks(shared_TD, tp_group)
+    return (shared_TD, routed_TD) if how.separate else (_added(routed_TD, shared_TD),)
 
 
 def _reduced(part_TD: Tensor, reduction: Reduction) -> Tensor:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops.layer.exchange import Exchange
+from moe_ops.layer.operands import Operands
 from moe_ops.layer.parts import ordered_rows
 from moe_ops.ops import combine_tokens, dispatch_tokens, experts, experts_over_ranks
 from moe_ops.ops.experts_over_ranks import alike
-from moe_ops.quant.scales import product
 from moe_ops.ranks.groups import Group
 from moe_ops.ranks.shares import in_shares, share_of
 from moe_ops.ranks.transport import AUTO, GATHER
 from moe_ops.registry.gradients import needs_grad, without_gradient
-
-if TYPE_CHECKING:
-    from moe_ops.layer.module import MoELayer
 
 NO_GRADIENT = (
     "this MoELayer quantises its inputs, through which no gradients are defined, as rounding is "
@@ -29,137 +26,94 @@ NO_GRADIENT = (
 )
 
 
-def run_here(
-    layer: MoELayer, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, map_P: Tensor | None
-) -> Tensor:
+class Routed(NamedTuple):
+    """Tokens, and for each the experts that were chosen and their weights."""
+
+    x_TD: Tensor
+    weights_TK: Tensor
+    ids_TK: Tensor
+
+
+@dataclass(slots=True)
+class Ranks:
+    """Who exchanges tokens, and on which rank and in which slot a physical expert is."""
+
+    exchange: Exchange
+    rank_of_P: Tensor
+    slot_of_P: Tensor
+
+
+def run_here(held: Operands, routed: Routed, map_P: Tensor | None) -> Tensor:
     """The weighted sum of this rank's experts; map_P as `experts` takes it."""
-    return _recorded(layer, partial(_run_here, layer, ids_TK=ids_TK, map_P=map_P), x_TD, weights_TK)
+    return _recorded(held, partial(_run_here, held, map_P=map_P), routed)
 
 
-def _run_here(
-    layer: MoELayer, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, map_P: Tensor | None
-) -> Tensor:
-    if layer.input_order is None or layer.input_order.dim() == 1:
-        return _once(layer, _ordered(layer, x_TD), weights_TK, ids_TK, map_P)
-    # Each expert has an order of its own: a pair of a token and an expert is a row.
-    x_RD = ordered_rows(x_TD, ids_TK, layer.input_order, map_P)
-    out_RD = _once(layer, x_RD, weights_TK.reshape(-1, 1), ids_TK.reshape(-1, 1), map_P)
-    return out_RD.unflatten(0, ids_TK.shape).sum(1)
-
-
-def run_over_ranks(
-    layer: MoELayer,
-    exchange: Exchange,
-    rows: int,
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-) -> Tensor:
+def run_over_ranks(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> Tensor:
     """The weighted sum of the experts of all ranks for this rank's tokens, at most `rows`."""
-    run = partial(_run_over_ranks, layer, exchange, rows, ids_TK=ids_TK)
-    return _recorded(layer, run, x_TD, weights_TK)
+    run = _exchanged if ranks.exchange.sharers == 1 else _in_shares
+    return _recorded(held, partial(run, held, ranks, rows), routed)
 
 
-def _recorded(
-    layer: MoELayer, run: Callable[[Tensor, Tensor], Tensor], x_TD: Tensor, weights_TK: Tensor
-) -> Tensor:
+def _recorded(held: Operands, run: Callable[[Routed], Tensor], routed: Routed) -> Tensor:
     """What a run makes of tokens and weights. Rounding is flat: where a gradient is wanted of what
     is quantised, a backward raises RuntimeError."""
-    quantises = layer.quant is not None and bool(layer.quant.inputs)
-    if not (quantises and needs_grad(x_TD, layer.w13_bias)):
-        return run(x_TD, weights_TK)
+    if not (held.quantises_inputs and needs_grad(routed.x_TD, held.w13.bias)):
+        return run(routed)
     with torch.no_grad():
-        out_TD = run(x_TD, weights_TK)
-    sources = (x_TD, weights_TK, layer.w13_bias, layer.w2_bias)
+        out_TD = run(routed)
+    sources = (routed.x_TD, routed.weights_TK, held.w13.bias, held.w2.bias)
     return without_gradient(out_TD, NO_GRADIENT, *sources)
 
 
-def _run_over_ranks(
-    layer: MoELayer,
-    exchange: Exchange,
-    rows: int,
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-) -> Tensor:
-    if exchange.sharers == 1:
-        return _exchanged(layer, exchange, rows, x_TD, weights_TK, ids_TK)
-    group = Group.of(exchange.tp_group)
-    run = partial(_exchanged, layer, exchange, share_of(rows, group))
-    return in_shares(group, run, x_TD, weights_TK, ids_TK)
+def _run_here(held: Operands, routed: Routed, map_P: Tensor | None) -> Tensor:
+    x_TD, weights_TK, ids_TK = routed
+    if not held.has_order_by_expert:
+        return _once(held, Routed(held.ordered(x_TD), weights_TK, ids_TK), map_P)
+    assert held.input_order is not None
+    # A pair of a token and an expert is a row.
+    x_RD = ordered_rows(x_TD, ids_TK, held.input_order, map_P)
+    pairs = Routed(x_RD, weights_TK.reshape(-1, 1), ids_TK.reshape(-1, 1))
+    return _once(held, pairs, map_P).unflatten(0, ids_TK.shape).sum(1)
 
 
-def _exchanged(
-    layer: MoELayer,
-    exchange: Exchange,
-    rows: int,
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-) -> Tensor:
-    tables = (layer.rank_of_P, layer.slot_of_P)
-    group, collective = exchange.group, exchange.collective
-    if layer.input_order is None or layer.input_order.dim() == 1:
+def _once(held: Operands, routed: Routed, map_P: Tensor | None) -> Tensor:
+    """One call of `experts`."""
+    out_TD = experts(
+        held.padded(routed.x_TD), routed.weights_TK, routed.ids_TK, held.w13.weight, held.w2.weight,
+        held.w13.bias, held.w2.bias, expert_map=map_P,
+        expert_offset=None if map_P is None else held.expert_offset, **held.options(),
+    )  # fmt: skip
+    return held.cut(out_TD)
+
+
+def _in_shares(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> Tensor:
+    """Of neighbours that have the same tokens each sends a share of them."""
+    group = Group.of(ranks.exchange.tp_group)
+    most = share_of(rows, group)
+
+    def send(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        return _exchanged(held, ranks, most, Routed(x_TD, weights_TK, ids_TK))
+
+    return in_shares(group, send, *routed)
+
+
+def _exchanged(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> Tensor:
+    x_TD, weights_TK, ids_TK = routed
+    tables, group = (ranks.rank_of_P, ranks.slot_of_P), ranks.exchange.group
+    collective = ranks.exchange.collective
+    if not held.has_order_by_expert:
         out_TD = experts_over_ranks(
-            _padded(layer, _ordered(layer, x_TD)), weights_TK, ids_TK, layer.w13_weight,
-            layer.w2_weight, *tables, rows, group, collective, b13_EF=layer.w13_bias,
-            b2_ED=layer.w2_bias, **_options(layer),
+            held.padded(held.ordered(x_TD)), weights_TK, ids_TK, held.w13.weight, held.w2.weight,
+            *tables, rows, group, collective, b13_EF=held.w13.bias, b2_ED=held.w2.bias,
+            **held.options(),
         )  # fmt: skip
-        return _cut(layer, out_TD)
+        return held.cut(out_TD)
     # An expert's order of columns is known where it lies.
-    plain = _plain_options(layer)
+    plain = held.plain_options()
     collective = GATHER if collective == AUTO else collective
     x_GD, _, weights_GK, ids_GK, *handle = dispatch_tokens(
         x_TD, weights_TK, ids_TK, *tables, rows, group, collective=collective,
         alike=alike(lambda name: plain[name], x_TD, group),
     )  # fmt: skip
-    y_GD = run_here(layer, x_GD, weights_GK, ids_GK, None)
+    y_GD = run_here(held, Routed(x_GD, weights_GK, ids_GK), None)
     return combine_tokens(y_GD, ids_TK, *tables, *handle, rows, group, collective)
-
-
-def _once(
-    layer: MoELayer, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, map_P: Tensor | None
-) -> Tensor:
-    out_TD = experts(
-        _padded(layer, x_TD), weights_TK, ids_TK, layer.w13_weight, layer.w2_weight,
-        layer.w13_bias, layer.w2_bias, expert_map=map_P,
-        expert_offset=None if map_P is None else layer.expert_offset, **_options(layer),
-    )  # fmt: skip
-    return _cut(layer, out_TD)
-
-
-def _options(layer: MoELayer) -> dict[str, Any]:
-    """The arguments of `experts`, by name, that say what the layer computes with its weights."""
-    return {
-        **_plain_options(layer), "x_scale": layer.x_scale, "h_scale": layer.h_scale,
-        "w13_scale_EFG": layer.w13_scale, "w2_scale_EDG": layer.w2_scale,
-        "w13_zero_EFG": layer.w13_zero, "w2_zero_EDG": layer.w2_zero,
-        "global_scale13_E": product(layer.w13_global_scale, layer.x_scale),
-        "global_scale2_E": product(layer.w2_global_scale, layer.h_scale),
-    }  # fmt: skip
-
-
-def _plain_options(layer: MoELayer) -> dict[str, Any]:
-    """Those that are no tensors."""
-    act, quant = layer.activation, layer.quant
-    return {
-        "layout": layer.layout, "kind": act.kind, "gated": act.gated,
-        "interleaved": act.interleaved, "alpha": act.alpha, "limit": act.limit,
-        "up_shift": act.up_shift, "w_format": quant.weights if quant else "",
-        "x_format": quant.inputs if quant else "",
-    }  # fmt: skip
-
-
-def _ordered(layer: MoELayer, x_TD: Tensor) -> Tensor:
-    order = layer.input_order
-    return x_TD if order is None else x_TD.index_select(1, order)
-
-
-def _padded(layer: MoELayer, x_TD: Tensor) -> Tensor:
-    added = layer.sizes.D - layer.sizes.hidden_size
-    return F.pad(x_TD, (0, added)) if added else x_TD
-
-
-def _cut(layer: MoELayer, out_TD: Tensor) -> Tensor:
-    hidden = layer.sizes.hidden_size
-    return out_TD[:, :hidden] if hidden < layer.sizes.D else out_TD

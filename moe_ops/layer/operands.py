@@ -1,0 +1,103 @@
+"""What the experts of a layer compute with: tensors and options, as records.
+
+They are made anew for each call, so they are not frozen, which would take four times as long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_ops.layer.tensors import LayerSizes
+from moe_ops.ops.activate import Activation
+from moe_ops.quant.config import QuantConfig
+from moe_ops.quant.scales import product
+
+
+@dataclass(slots=True)
+class Weights:
+    """One of both products: weights, the scales that decode them, and the static one of inputs."""
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: Tensor | None
+    zero: Tensor | None
+    global_scale: Tensor | None
+    input_scale: Tensor | None
+
+
+@dataclass(slots=True)
+class Operands:
+    """The tensors of both products, and what is computed with them."""
+
+    w13: Weights
+    w2: Weights
+    input_order: Tensor | None
+    activation: Activation
+    quant: QuantConfig | None
+    layout: str
+    sizes: LayerSizes
+    expert_offset: int
+
+    @property
+    def has_order_by_expert(self) -> bool:
+        """Whether each expert takes the columns of its input in an order of its own."""
+        return self.input_order is not None and self.input_order.dim() == 2
+
+    @property
+    def quantises_inputs(self) -> bool:
+        return self.quant is not None and bool(self.quant.inputs)
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `experts`, by name, that say what it computes with the weights."""
+        w13, w2 = self.w13, self.w2
+        return {
+            **self.plain_options(), "x_scale": w13.input_scale, "h_scale": w2.input_scale,
+            "w13_scale_EFG": w13.scale, "w2_scale_EDG": w2.scale,
+            "w13_zero_EFG": w13.zero, "w2_zero_EDG": w2.zero,
+            "global_scale13_E": product(w13.global_scale, w13.input_scale),
+            "global_scale2_E": product(w2.global_scale, w2.input_scale),
+        }  # fmt: skip
+
+    def plain_options(self) -> dict[str, Any]:
+        """The arguments among `options` that are no tensors."""
+        act, quant = self.activation, self.quant
+        return {
+            "layout": self.layout, "kind": act.kind, "gated": act.gated,
+            "interleaved": act.interleaved, "alpha": act.alpha, "limit": act.limit,
+            "up_shift": act.up_shift, "w_format": quant.weights if quant else "",
+            "x_format": quant.inputs if quant else "",
+        }  # fmt: skip
+
+    def ordered(self, x_TD: Tensor) -> Tensor:
+        """The columns of tokens in the order that all experts take them in."""
+        return x_TD if self.input_order is None else x_TD.index_select(1, self.input_order)
+
+    def padded(self, x_TD: Tensor) -> Tensor:
+        """Tokens as wide as the weights, which may be rounded up."""
+        added = self.sizes.D - self.sizes.hidden_size
+        return F.pad(x_TD, (0, added)) if added else x_TD
+
+    def cut(self, out_TD: Tensor) -> Tensor:
+        """A result without the columns that weights were rounded up by."""
+        hidden = self.sizes.hidden_size
+        return out_TD[:, :hidden] if hidden < self.sizes.D else out_TD
+
+
+def operands_of(layer: Any) -> Operands:
+    """The operands of a `MoELayer`, which are attributes of it."""
+    w13 = Weights(
+        layer.w13_weight, layer.w13_bias, layer.w13_scale, layer.w13_zero, layer.w13_global_scale,
+        layer.x_scale,
+    )  # fmt: skip
+    w2 = Weights(
+        layer.w2_weight, layer.w2_bias, layer.w2_scale, layer.w2_zero, layer.w2_global_scale,
+        layer.h_scale,
+    )  # fmt: skip
+    return Operands(
+        w13, w2, layer.input_order, layer.activation, layer.quant, layer.layout, layer.sizes,
+        layer.expert_offset,
+    )  # fmt: skip
