@@ -120,6 +120,7 @@ QUANTIZER = (
 UNNAMED_PARAMETERS = {
     "options that are fields of a dataclass, by which they are checked": {
         "moe_ops/compiler.py: compile",
+        "moe_ops/layer/module.py: MoELayer.__init__",
         "moe_ops/compiler.py: compile_config",
         "passes/inductor/compiled.py: inductor_options",
         "moe_ops/backends/flashinfer/options.py: flashinfer_options",

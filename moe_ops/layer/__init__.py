@@ -6,10 +6,21 @@ from typing import Any
 from moe_ops.layer.module import MoELayer
 from moe_ops.layer.options import Routing
 from moe_ops.layer.rebalance import rebalance_layers
+from moe_ops.layer.records import Latent, OwnTokens, Padding, Placement, SharedExperts
 from moe_ops.layer.resize import resize_layer
 from moe_ops.quant.config import QuantConfig
 
-__all__ = ["MoELayer", "Routing", "rebalance_layers", "resize_layer"]
+__all__ = [
+    "Latent",
+    "MoELayer",
+    "OwnTokens",
+    "Padding",
+    "Placement",
+    "Routing",
+    "SharedExperts",
+    "rebalance_layers",
+    "resize_layer",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,6 @@ from moe_ops.layer.exchange import Exchange, check_rows
 from moe_ops.layer.operands import operands_of
 from moe_ops.layer.options import Routing
 from moe_ops.layer.parts import (
-    PARTIAL,
     Combination,
     Reduction,
     counted_ids,
@@ -21,6 +21,15 @@ from moe_ops.layer.parts import (
     result_of,
     result_over_ranks,
     with_fused,
+)
+from moe_ops.layer.records import (
+    Fields,
+    Latent,
+    OwnTokens,
+    Padding,
+    Placement,
+    Records,
+    SharedExperts,
 )
 from moe_ops.layer.run import Ranks, Routed, run_here, run_over_ranks
 from moe_ops.layer.tensors import (
@@ -46,6 +55,9 @@ from moe_ops.quant.module import HoldsCodes
 from moe_ops.registry.gradients import needs_grad
 from moe_ops.registry.watched import compiled
 
+if TYPE_CHECKING:
+    from typing import Unpack  # Python 3.11
+
 SILU = Activation(kind="silu")
 
 
@@ -60,10 +72,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
     quantised; `moe_ops.weights` loads a checkpoint. What a rank is given, and returns:
 
         tokens="replicated"  all tokens, and its part of the sum, unless reduce_results adds these
-        tokens="own"         its own tokens, up to max_num_tokens, and all of their result: the
-                             ranks of `group` send them by `parallel.collective`. Neighbours with
-                             the same ones (tensor parallel attention without sequence parallelism)
-                             are `tp_group`, and send a part each. Every rank calls the layer
+        OwnTokens(...)       its own tokens, and all of their result: ranks send them to each other
+                             by `parallel.collective`. Every rank calls the layer
         None                 the former; forward raises NotImplementedError where `parallel` says
                              that ranks start with tokens of their own (dp, pcp, sp above 1) or that
                              these go all-to-all: `route` and `run_experts` suit a caller's exchange
@@ -83,35 +93,24 @@ class MoELayer(HoldsExperts, HoldsCodes):
 
     num_experts, hidden_size, intermediate_size: of the whole layer. routing: see `Routing`.
     activation: an `Activation`, which also says whether experts are gated. bias: of both products.
-
-    shared_experts: a module that is given the layer's input, or a number of shared experts with the
-    shape of a routed one that take slots after those. shared_reduction says what a module returns
-    on each of several ranks: "partial", its part of the sum, or "replicated", all of it, which is
-    then added once. With tokens="own" it runs while ranks exchange, and must not do so itself. Each
-    rank holds fused ones; under expert parallelism it serves every ep-th token, from its rank on.
-
     internal_gate: True for an nn.Linear without bias, from hidden_size or the in_features of
     routed_input_transform, or a module from tokens to logits.
-    routed_input_transform: changes what routed experts are given, not what the gate and shared
-    experts are; its result has hidden_size columns. routed_output_transform: changes what they
-    return, to the width that shared experts have in a latent layer. It is given the sum over the
-    ranks if reduce_results makes it, else this rank's part: then it has to be linear, without bias.
-    With separate, forward returns (shared, routed) instead of their sum, each reduced or a part as
-    the sum would be, and a "replicated" shared one on every rank.
+
+    shared_experts: a module, a number of fused ones, or `SharedExperts` with either. latent: see
+    `Latent`. placement: `Placement`, or as `place` has it. padding: see `Padding`. Each field of
+    these records, and of `OwnTokens` beside tokens="own", may be given as a keyword instead.
 
     quant: None, the name of a scheme with one format, the format of weights, or a `QuantConfig`. A
     quantised input whose scale is dynamic and covers the whole width (or all tokens) is scaled by
     each rank for its own share, so its sum over ranks is off by the rounding of that input; static
     scales and groups of columns are exact.
 
-    parallel, placement: see `ParallelConfig` and `place`. redundant_experts: physical experts
-    beyond num_experts. balanced: count in `loads` how many pairs each expert gets, and let experts
-    change places: `replicas` says where each is, `expert_tensors` what moves along. Of a call's
-    tokens the first counted_part[0] / counted_part[1] count: all, but where a graph pads them.
+    parallel: see `ParallelConfig`. Where experts are balanced, `replicas` says where each is,
+    `expert_tensors` what moves along. Of a call's tokens the first counted_part[0] /
+    counted_part[1] count: all, but where a graph pads them.
 
     reduce_results: the name of a process group to all-reduce over, a function that reduces a
-    tensor, or None to return this rank's part. hidden_multiple and intermediate_multiple round up
-    sizes that a backend cannot take; what is added is zero, and is not seen outside.
+    tensor, or None to return this rank's part.
 
     Raises ValueError or TypeError, saying what to do, if the arguments do not fit together.
     """
@@ -150,44 +149,38 @@ class MoELayer(HoldsExperts, HoldsCodes):
         routing: Routing = Routing(),  # noqa: B008  frozen
         activation: Activation = SILU,
         bias: bool = False,
-        shared_experts: nn.Module | int = 0,
-        shared_reduction: str = PARTIAL,
         internal_gate: bool | nn.Module = False,
-        routed_input_transform: nn.Module | None = None,
-        routed_output_transform: nn.Module | None = None,
-        separate: bool = False,
+        shared_experts: nn.Module | int | SharedExperts = 0,
+        latent: Latent | None = None,
         quant: str | QuantConfig | None = None,
         parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  frozen
-        tokens: str | None = None,
-        group: str = "",
-        tp_group: str = "",
-        max_num_tokens: int | None = None,
-        placement: str = LINEAR,
-        redundant_experts: int = 0,
-        balanced: bool = False,
+        tokens: str | OwnTokens | None = None,
+        placement: str | Placement = LINEAR,
         reduce_results: Reduction = None,
-        hidden_multiple: int = 1,
-        intermediate_multiple: int | None = None,
+        padding: Padding | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        **by_field: Unpack[Fields],
     ) -> None:
-        check_arguments(locals())  # nothing but the arguments is local yet
-        exchange = Exchange.of(locals())
+        told = Records.of(locals(), by_field)  # nothing but the arguments is local yet
+        check_arguments(told.given)
+        exchange = Exchange.of(told.given)
         super().__init__()
         self._stored, self.quant = Stored(), QuantConfig.of(quant)
         self.num_experts, self.top_k = num_experts, top_k
         self.routing, self.activation, self.parallel = routing, activation, parallel
-        self.reduce_results, self.shared_reduction = reduce_results, shared_reduction
-        self.separate, self.exchange = separate, exchange
-        self._missing_exchange = missing_exchange(parallel, tokens)
+        self.reduce_results, self.exchange = reduce_results, exchange
+        self.shared_reduction, self.separate = told.shared.shared_reduction, told.shared.separate
+        self._missing_exchange = missing_exchange(parallel, told.given["tokens"])
+        shared = told.shared.shared_experts
         self.placement = place(
             num_experts,
             parallel,
-            placement=placement,
-            redundant=redundant_experts,
-            shared=shared_experts if isinstance(shared_experts, int) else 0,
+            placement=told.placement.placement,
+            redundant=told.placement.redundant_experts,
+            shared=shared if isinstance(shared, int) else 0,
             num_groups=routing.n_group,
-            balanced=balanced,
+            balanced=told.placement.balanced,
         )
         self.expert_offset = self.placement.offset  # Dynamo cannot trace what looks it up
         self.sizes = LayerSizes.of(
@@ -197,8 +190,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
             gated=activation.gated,
             tp_size=parallel.tp_size,
             tp_rank=parallel.tp_rank,
-            hidden_multiple=hidden_multiple,
-            intermediate_multiple=intermediate_multiple,
+            hidden_multiple=told.padding.hidden_multiple,
+            intermediate_multiple=told.padding.intermediate_multiple,
         )
         self._check()
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -218,13 +211,13 @@ class MoELayer(HoldsExperts, HoldsCodes):
             moved = None if t is None else t.to(device or torch.get_default_device())
             self.register_buffer(name, moved, persistent=name in STATE)
         if internal_gate is True:
-            width = getattr(routed_input_transform, "in_features", hidden_size)
+            width = getattr(told.latent.routed_input_transform, "in_features", hidden_size)
             internal_gate = nn.Linear(width, num_experts, bias=False, dtype=dtype, device=device)
         self.gate = internal_gate if isinstance(internal_gate, nn.Module) else None
-        self.shared_experts = None if isinstance(shared_experts, int) else shared_experts
-        self.routed_input_transform = routed_input_transform
-        self.routed_output_transform = routed_output_transform
-        self._combination().check(parallel.size, exchange is not None and not tp_group)
+        self.shared_experts = None if isinstance(shared, int) else shared
+        self.routed_input_transform = told.latent.routed_input_transform
+        self.routed_output_transform = told.latent.routed_output_transform
+        self._combination().check(parallel.size, exchange is not None and not exchange.tp_group)
         self.reset_parameters()
 
     def _check(self) -> None:
