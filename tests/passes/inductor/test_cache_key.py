@@ -28,7 +28,7 @@ from moe_ops.planning import tuned
 from moe_ops.registry.backend import Backend
 from moe_ops.registry.spec import OPS, REFERENCE
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def some_pass(graph: fx.Graph, context: Context) -> int:

@@ -22,7 +22,7 @@ from tests.hf import families
 from tests.moe_block import Block
 from tests.passes.explain.test_unfound import AllTokens, ChosenTokens, Model, OneHot
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CPU = "cpu to 128 tokens, then aten"
 
 pytestmark = pytest.mark.slow  # compiles many graphs, without code generation at first

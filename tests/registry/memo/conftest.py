@@ -10,7 +10,7 @@ import torch
 from moe_ops import OPS, Op
 from moe_ops.registry import spec
 from moe_ops.registry.spec import op
-from tests.memo.throwaway import SETTING, Asked, by_backend, remembered
+from tests.registry.memo.throwaway import SETTING, Asked, by_backend, remembered
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from moe_ops import Op
-from tests.memo.throwaway import Asked, tensors, twice
+from tests.registry.memo.throwaway import Asked, tensors, twice
 from tests.watching import Watching, counted
 
 X, W = tensors()

@@ -16,7 +16,8 @@ from moe_ops import Op, experts, moe, using
 from moe_ops.registry import memo
 from moe_ops.registry.backend import is_aligned
 from moe_ops.testing import CASES
-from tests.memo.throwaway import (
+from tests.ops.samples import samples
+from tests.registry.memo.throwaway import (
     BOTH,
     SETTING,
     Asked,
@@ -25,7 +26,6 @@ from tests.memo.throwaway import (
     tensors,
     twice,
 )
-from tests.ops.samples import samples
 
 BY_NAME = {case.name: case for case in CASES}
 
