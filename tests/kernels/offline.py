@@ -145,10 +145,22 @@ def usage(cubin: bytes) -> dict[str, int]:
     return {"registers": int(found[1]), "spilled": int(found[2]) + int(found[3])}
 
 
+def used(made: Any) -> dict[str, Any]:
+    """What a compiled kernel needs and does, as the module says."""
+    found = {"shared": made.metadata.shared, **usage(made.asm["cubin"])}
+    found["divides"] = sorted(set(re.findall(r"\bdiv\.(\w+)\.f32", made.asm["ptx"])))
+    found["copies"] = sorted({int(size, 0) for size in COPY.findall(made.asm["ptx"])})
+    return found
+
+
 def compile_launches(
-    call: Callable[[], Any], capability: int, known: set[tuple[Any, ...]]
+    call: Callable[[], Any],
+    capability: int,
+    known: set[tuple[Any, ...]],
+    tell: Callable[[Any], dict[str, Any]] = used,
 ) -> list[dict[str, Any]]:
-    """Compile what a call launches, instead of launching it; but not what is known."""
+    """Compile what a call launches, instead of launching it; but not what is known. `tell` says
+    what is wanted of a compiled kernel."""
     found: list[dict[str, Any]] = []
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -159,10 +171,7 @@ def compile_launches(
         if key not in known:
             known.add(key)
             made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-            used = {"shared": made.metadata.shared, **usage(made.asm["cubin"])}
-            used["divides"] = sorted(set(re.findall(r"\bdiv\.(\w+)\.f32", made.asm["ptx"])))
-            used["copies"] = sorted({int(size, 0) for size in COPY.findall(made.asm["ptx"])})
-            found.append({"kernel": self.__name__, "memory": memory, **used})
+            found.append({"kernel": self.__name__, "memory": memory, **tell(made)})
 
     memory = SHARED_MEMORY[capability]
     pdl = (True, {"launch_pdl": True}) if capability >= 90 else (False, {})

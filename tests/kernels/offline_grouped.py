@@ -18,12 +18,12 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import triton
-from offline import TYPES, usage
 from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -44,7 +44,9 @@ from moe_ops.kernels.triton.experts.tile_map import TileMap
 from moe_ops.kernels.triton.experts.tokens import arranged
 from moe_ops.ops.activate import Activation
 from moe_ops.testing import ACTIVATIONS
+from tests.kernels.offline import TYPES, usage
 
+Tell = Callable[[Any], dict[str, Any]]
 E, K, D, I = 8, 2, 512, 256  # noqa: E741
 # Among names of activations.
 PLAIN = "plain"
@@ -68,17 +70,21 @@ def source_of(kernel: JITFunction, args: tuple[Any, ...]) -> GluonASTSource:
     return GluonASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
-def compile_launch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-    if self.__name__ not in ("_grouped", "_grouped_float8", "_grouped_codes"):
-        return
+def compile_launch(
+    self: JITFunction, args: tuple[Any, ...], options: dict[str, Any], tell: Tell
+) -> dict[str, Any]:
+    """Compile what is launched; its variant, and what is told of it."""
     made = triton.compile(source_of(self, args), target=GPUTarget("cuda", 90, 32), options=options)
     given = dict(zip(self.arg_names, args, strict=True))
     variant = {k: given.get(k) for k in ("ACT", "EVEN_K", "W")}
     if given.get("S") is not None:
         variant["W"] = given["S"][:4]
-    variant |= {"bias": given["bias_ptr"] is not None, "shared": made.metadata.shared}
-    variant |= waits_of(made.asm["cubin"])
-    print(json.dumps(variant | usage(made.asm["cubin"])), flush=True)
+    return variant | {"bias": given["bias_ptr"] is not None} | tell(made)
+
+
+def used(made: Any) -> dict[str, Any]:
+    cubin = made.asm["cubin"]
+    return {"shared": made.metadata.shared, **waits_of(cubin), **usage(cubin)}
 
 
 def waits_of(cubin: bytes) -> dict[str, int]:
@@ -249,14 +255,29 @@ def products(names: list[str]) -> None:
             grouped.grouped_rows(empty(4096, I), ends, empty(E, D, I), b2)
 
 
+KERNELS = {
+    "_grouped": products, "_grouped_float8": float8_products,
+    "_grouped_codes": codes_products, "by_row": by_row_products,
+}  # fmt: skip
+
+
+def variants(kernel: str, names: list[str], tell: Tell = used) -> list[dict[str, Any]]:
+    """Compile a kernel's variants for these activations; `tell` says what is wanted of each."""
+    found = []
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if self.__name__ in ("_grouped", "_grouped_float8", "_grouped_codes"):
+            found.append(compile_launch(self, args, options, tell))
+
+    with patch.object(JITFunction, "run", run):
+        KERNELS[kernel](names)
+    return found
+
+
 def main() -> None:
     kernel, *names = sys.argv[1:]
-    with patch.object(JITFunction, "run", compile_launch):
-        of = {
-            "_grouped": products, "_grouped_float8": float8_products,
-            "_grouped_codes": codes_products, "by_row": by_row_products,
-        }  # fmt: skip
-        of[kernel](names)
+    for variant in variants(kernel, names):
+        print(json.dumps(variant), flush=True)
 
 
 if __name__ == "__main__":
