@@ -1,19 +1,12 @@
 """The grouped products, small and odd, against float32 torch."""
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
-from packaging.version import Version
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -22,14 +15,13 @@ from moe_ops.kernels.triton.experts.grouped import grouped_gated, grouped_rows
 from moe_ops.kernels.triton.experts.grouped_plain import config_for
 from moe_ops.kernels.triton.experts.tile_map import GROUP, tile_map
 from moe_ops.ops.activate import activate
-from moe_ops.testing import ACTIVATIONS, DEVICE
+from moe_ops.testing import DEVICE
 from tests.kernels.gluon_in_torch import LANGUAGE, pointer, value
 
 # kind, gated, interleaved, alpha, limit, up_shift
 SWIGLU = ("silu", True, False, 1.0, None, 0.0)
 GPT_OSS = ("silu", True, True, 1.702, 7.0, 1.0)
 UNGATED = ("relu2", False, False, 1.0, None, 0.0)
-LINEAR = [None, False, False, 1.0, None, 0.0]  # as JSON has it
 COUNTS = (0, 5, 0, 70, 1, 33)  # rows of each expert
 UNUSED = 6  # rows of no expert
 
@@ -293,108 +285,3 @@ def rows_behind(chunk, n, N, act):
         columns = [c for c in range(first, first + 64) if c < N // 2]
         rows = [2 * c + up if act[2] else c + up * N // 2 for c in columns]
     return [row for row in rows if row < N]
-
-
-USED = ("silu", "gpt_oss")  # by the layers of the shipped tables
-OTHERS = tuple(name for name in ACTIVATIONS if name not in USED)
-
-
-def compiled(kernel, names):
-    # In a process of its own, as Triton interprets kernels in this one.
-    root = Path(__file__).resolve().parents[2]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("offline_grouped.py")), kernel, *names],
-        capture_output=True, text=True, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def each_activation(used: int, others: int) -> pytest.MarkDecorator:
-    """Names of activations, with the number of variants that they make."""
-    rest = pytest.param(OTHERS, others, marks=pytest.mark.every)
-    return pytest.mark.parametrize(
-        ("names", "variants"), [(USED, used), rest], ids=["used", "others"]
-    )
-
-
-FEW_SPILLS = Version(version("triton")) < Version("3.7")
-
-
-@pytest.mark.every
-@pytest.mark.slow
-@each_activation(8, 16)
-def test_the_hopper_kernel_compiles_and_keeps_to_its_registers(names, variants):
-    found = compiled("_grouped", names)
-    assert len(found) == variants
-    spilling = [v for v in found if v["spilled"] > 0]
-    # None that a layer of the shipped tables takes: gated SiLU, and the second product.
-    assert [v for v in spilling if v["ACT"][:2] == ["silu", True] or v["ACT"][0] is None] == []
-    # Of the others Triton 3.6 spills at most 16 bytes in two, 3.9 at most 88 in seven, all of it
-    # outside the loop over K.
-    assert max(v["spilled"] for v in found) <= (16 if FEW_SPILLS else 88)
-    assert len(spilling) <= (2 if FEW_SPILLS else 7)
-
-
-@pytest.mark.every
-@pytest.mark.slow
-@each_activation(8, 16)
-def test_the_hopper_kernel_of_float8_compiles_and_keeps_to_its_registers(names, variants):
-    found = compiled("_grouped_float8", names)
-    assert len(found) == variants
-    assert max(v["shared"] for v in found) <= 227 * 1024
-    # Triton 3.6 spills nothing of gated SiLU and of the second product without biases, of others a
-    # few bytes. 3.9 spills more; without biases none of it in the loop over K.
-    plain = [v for v in found if v["ACT"][:4] in (["silu", True, False, 1.0], LINEAR[:4])]
-    most = max((v["spilled"] for v in plain if not v["bias"]), default=0)
-    assert most <= (0 if FEW_SPILLS else 40)
-    assert max(v["spilled"] for v in found) <= (24 if FEW_SPILLS else 280)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("names", "variants"),
-    [
-        pytest.param(*p, marks=pytest.mark.every)
-        for p in ((USED[:1], 20), (USED[1:], 8), (OTHERS, 36))
-    ],
-    ids=["silu", "gpt_oss", "others"],
-)
-def test_the_hopper_kernel_by_rows_compiles_and_keeps_to_its_registers(names, variants):
-    found = compiled("by_row", names)
-    assert len(found) == variants
-    assert max(v["shared"] for v in found) <= 232448
-    # ptxas waits for no single product.
-    assert [v for v in found if 3 * v["waits"] > v["products"]] == []
-    # Triton 3.6 spills a pointer of most, which is loaded once a tile; of biases more, and most of
-    # gelu. 3.9 spills at most 32 bytes of those of the shipped tables.
-    if names != OTHERS:
-        assert max(v["spilled"] for v in found) <= (8 if FEW_SPILLS else 40)
-    assert max(v["spilled"] for v in found) <= (160 if FEW_SPILLS else 200)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("names", "variants"),
-    [
-        (("plain",), 2),
-        *(
-            pytest.param(*p, marks=pytest.mark.every)
-            for p in ((USED, 6), (("formats",), 17), (OTHERS, 16))
-        ),
-    ],
-    ids=["plain", "used", "formats", "others"],
-)
-def test_the_kernel_of_codes_waits_for_no_single_product(names, variants):
-    found = compiled("_grouped_codes", names)
-    assert len(found) == variants
-    # Triton 3.9 spills 24 bytes for gelu, and of six bits what is loaded once a tile.
-    sixes = [v["spilled"] for v in found if v["W"][5] == 6]
-    others = [v["spilled"] for v in found if v["W"][5] != 6]
-    assert max(sixes, default=0) <= (0 if FEW_SPILLS else 48)
-    assert max(others) <= (24 if names == OTHERS and not FEW_SPILLS else 0)
-    assert max(v["shared"] for v in found) <= 232448
-    # ptxas puts a wait behind each of them where it cannot tell that registers are not in use.
-    assert [v for v in found if 4 * v["waits"] > v["products"]] == []
