@@ -120,6 +120,7 @@ def _launch_experts(*given: Any) -> Tensor:
 def _layer(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) -> Any:
     """The weights of a call, its tensors given by their names in TENSORS and its formats by
     `formats_of`, as kernels take them."""
+    from moe_ops.kernels.triton import Act
     from moe_ops.kernels.triton.experts.quantized import Codes, as_stored, scales_as_stored
     from moe_ops.kernels.triton.experts.weights import Experts
 
@@ -135,7 +136,7 @@ def _layer(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) 
             result=dtype,
         )
     held = {n: named[n] for n in ("w13_EFD", "w2_EDI", "b13_EF", "b2_ED")}
-    return Experts(**held, transposed=transposed, act=act, codes=codes)
+    return Experts(**held, transposed=transposed, act=Act(*act), codes=codes)
 
 
 def _emulates(call: ExpertsCall) -> bool:

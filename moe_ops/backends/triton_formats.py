@@ -35,7 +35,7 @@ def weight_of(w_format: str, x_format: str) -> Weight:
     """The format of a weight as the kernels take it, one that `refusal` does not refuse."""
     format = Format.of(w_format)
     as_codes = bool(x_format) and inputs_of(w_format, x_format) is None
-    return (format.element, *format.group, format.scale, as_codes, round(format.bits))
+    return Weight(format.element, *format.group, format.scale, as_codes, round(format.bits))
 
 
 def refusal(w_format: str, x_format: str, widths: tuple[int, ...]) -> str | None:
@@ -84,7 +84,7 @@ def refusal_of_many(
     """Why the kernel for many rows an expert (`grouped_float8.py`) cannot multiply weights of this
     format with inputs of 8 bits, that `refusal` does not refuse, or a model and experts of these
     widths; or None."""
-    down, across = weight[1:3]
+    down, across = weight.down, weight.across
     # A scale has to be that of all rows behind 64 columns of the result.
     rows = 2 * CHUNK if interleaved else CHUNK
     if across != ALL and down != ALL and down % rows:

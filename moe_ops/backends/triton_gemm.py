@@ -55,7 +55,7 @@ def _refuse_gemm_codes(call: ExpertGemmCall) -> str | None:
         refusal = triton_formats.refusal(name, "", (width,))
         if refusal is None and not all(t is None or t.is_contiguous() for t in (codes, scale)):
             refusal = "needs contiguous codes and scales"
-        in_words = refusal is None and triton_formats.weight_of(name, "")[5] < 8
+        in_words = refusal is None and triton_formats.weight_of(name, "").bits < 8
         if in_words and codes.storage_offset() % 4:
             refusal = "needs codes of four and six bits that begin at a multiple of 4 bytes"
         least = LEAST_FLOAT8 if codes.dtype == torch.float8_e4m3fn else LEAST_CAPABILITY

@@ -60,7 +60,7 @@ def _most_rows_of_codes(call: ExpertsCall) -> int | None:
     if call.x_format and inputs_of(call) is None:
         return MOST_ROWS_OF_QUANTISED_INPUTS
     weight = weight_of(call)
-    bits = weight[5]
+    bits = weight.bits
     if multiplies_as_stored(call):
         if _is_large(call):
             return MOST_ROWS_OF_LARGE_AS_STORED

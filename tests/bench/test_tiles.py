@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 from moe_ops.bench import cells, formats, tiles, timing
 from moe_ops.bench.__main__ import parse
 from moe_ops.bench.rates import Rates
+from moe_ops.kernels.triton import Weight
 from moe_ops.kernels.triton.experts.few import Stream, Streams
 from moe_ops.kernels.triton.experts.quantized import Codes
 from moe_ops.kernels.triton.experts.rows import code_tiles
@@ -22,7 +23,7 @@ from moe_ops.testing import DEVICE, F16, Case
 NONE = torch.empty(0)
 CODES = Codes(
     scale13_EFG=NONE, scale2_EDG=NONE, zero13_EFG=None, zero2_EDG=None,
-    weight=("int4", 1, 128, "bfloat16", False, 4),
+    weight=Weight("int4", 1, 128, "bfloat16", False, 4),
 )  # fmt: skip
 
 

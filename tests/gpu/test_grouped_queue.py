@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_ops.kernels.triton import Act
 from moe_ops.kernels.triton.experts import grouped
 from moe_ops.kernels.triton.experts.sort import sort_pairs
 from moe_ops.kernels.triton.experts.tile_map import TileMap, tile_map
@@ -25,7 +26,7 @@ pytestmark = [
     ),
 ]
 
-ACT = ("silu", True, False, 1.0, None, 0.0)
+ACT = Act("silu")
 
 # Fewer tiles than processors, and less than half as many; one step of a draw ahead of the next;
 # a wave and a bit; waves of few rows an expert; many waves.
@@ -173,7 +174,7 @@ def test_a_product_leaves_the_queue_as_it_was(case: Case) -> None:
         used = int(ends[-1])
         firsts: list[Tensor] = []
         for _ in range(3):
-            h = grouped.grouped_gated(x, rows, ends, layer.w13_EFD, None, case.K, *ACT, tiles=tiles)
+            h = grouped.grouped_gated(x, rows, ends, layer.w13_EFD, None, case.K, ACT, tiles=tiles)
             assert int(tiles.table[0, 2]) == 0, name
             y = grouped.grouped_rows(h, ends, layer.w2_EDI, None, tiles=tiles)
             assert int(tiles.table[0, 2]) == 0, name

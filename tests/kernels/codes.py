@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.fake_impls.formats import ELEMENTS
+from moe_ops.kernels.triton import Act
 from moe_ops.kernels.triton.experts.quantized import (
     Codes,
     add_product,
@@ -91,7 +92,7 @@ def unfilled(formats: tuple[str, str], sizes: tuple[int, int, int]) -> Any:
     names = ("scale13_EFG", "scale2_EDG", "zero13_EFG", "zero2_EDG")
     none: dict[str, Any] = {name: torch.empty(0) for name in names}
     codes = Codes(**none, weight=weight_of(*formats))
-    return SimpleNamespace(codes=codes, sizes=sizes, act=("silu", True))
+    return SimpleNamespace(codes=codes, sizes=sizes, act=Act("silu"))
 
 
 @triton.jit
@@ -117,7 +118,7 @@ def product(weights: Weights, x_ND: Tensor) -> Tensor:
     rows, (N, D) = weights.values.shape[1], x_ND.shape
     weight = weight_of(weights.format, "")
     out = torch.empty(rows, N, device=x_ND.device)
-    if weight[5] < 8:
+    if weight.bits < 8:
         x_ND = arrange(x_ND, weight)
     w = as_stored(weights.values, weight)
     product_kernel[(1,)](

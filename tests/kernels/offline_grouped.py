@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -32,9 +33,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from moe_ops.backends.triton_formats import EIGHT_BITS, SIX_BITS
+from moe_ops.kernels.triton import LINEAR, Act, Weight
 from moe_ops.kernels.triton.experts import (
     grouped,
-    grouped_by_row,
     grouped_codes,
     grouped_float8,
     grouped_gluon,
@@ -76,9 +77,10 @@ def compile_launch(
     """Compile what is launched; its variant, and what is told of it."""
     made = triton.compile(source_of(self, args), target=GPUTarget("cuda", 90, 32), options=options)
     given = dict(zip(self.arg_names, args, strict=True))
-    variant = {k: given.get(k) for k in ("ACT", "EVEN_K", "W")}
-    if given.get("S") is not None:
-        variant["W"] = given["S"][:4]
+    scaling = given.get("S")
+    weight = given.get("W") if scaling is None else replace(scaling, dtype=str(scaling.dtype))
+    variant = {"ACT": asdict(given["ACT"]), "EVEN_K": given.get("EVEN_K")}
+    variant["W"] = None if weight is None else asdict(weight)
     return variant | {"bias": given["bias_ptr"] is not None} | tell(made)
 
 
@@ -105,11 +107,9 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def float8_product(
-    N: int, K: int, out_n: int, act: tuple, bias: bool, kind: str, down: int
-) -> None:
+def float8_product(N: int, K: int, out_n: int, act: Act, bias: bool, kind: str, down: int) -> None:
     """`act` without a kind: the second product, whose output is no code."""
-    R, codes, first = 4096, torch.float8_e4m3fn, act[0] is not None
+    R, codes, first = 4096, torch.float8_e4m3fn, act.kind is not None
     groups = -(-N // down) if down > 0 else 1
     w_scale = torch.uint8 if kind == "e8m0" else torch.float32
     grouped_float8.launch(
@@ -121,7 +121,7 @@ def float8_product(
         empty(R, out_n, dtype=codes if first else torch.bfloat16),
         empty(-(-out_n // 128), R, dtype=torch.float32) if first else None,
         TileMap(empty(99, 8, dtype=torch.int32), 128),
-        ("float8_e4m3fn", down, 128, kind, True, 8),
+        Weight("float8_e4m3fn", down, 128, kind, True, 8),
         torch.bfloat16,
         act,
     )
@@ -132,17 +132,17 @@ def float8_products(names: list[str]) -> None:
     for name, bias in itertools.product(names, (False, True)):
         act = Activation(**{"kind": "silu"} | ACTIVATIONS[name])
         rows = 2 * I if act.gated else I
-        float8_product(rows, D, I, act.args, bias, "float32", 128)
+        float8_product(rows, D, I, Act(*act.args), bias, "float32", 128)
         if name == "silu":
-            float8_product(D, I, D, grouped_float8.LINEAR, bias, "float32", 128)
-            float8_product(rows, D, I, act.args, bias, "e8m0", -1)
+            float8_product(D, I, D, LINEAR, bias, "float32", 128)
+            float8_product(rows, D, I, Act(*act.args), bias, "e8m0", -1)
 
 
 def codes_product(
     N: int,
     K: int,
     out_n: int,
-    act: tuple,
+    act: Act,
     bias: bool,
     format: tuple[str, int, str],
     dtype: torch.dtype,
@@ -151,7 +151,7 @@ def codes_product(
     element, group, kind = format
     groups = K // group if group > 0 else 1
     bits = 8 if element in EIGHT_BITS else 6 if element in SIX_BITS else 4
-    weight = (element, 1, group, kind, False, bits)
+    weight = Weight(element, 1, group, kind, False, bits)
     stored = torch.uint8 if kind in ("e8m0", "float8_e4m3fn") else getattr(torch, kind)
     grouped_codes.launch(
         empty(4096, arranged(K, weight), dtype=dtype),
@@ -160,7 +160,7 @@ def codes_product(
         empty(E, N, groups, dtype=torch.uint8) if element in ("uint4", "uint8") else None,
         empty(E, dtype=torch.float32) if group == 16 else None,
         empty(E, N, dtype=dtype) if bias else None,
-        empty(4096, arranged(out_n, weight) if act[0] else out_n, dtype=dtype),
+        empty(4096, arranged(out_n, weight) if act.kind else out_n, dtype=dtype),
         TileMap(empty(99, 8, dtype=torch.int32), grouped_codes.BLOCK_M),
         weight,
         act,
@@ -175,9 +175,9 @@ def codes_products(names: list[str]) -> None:
     for name, bias in [*each, *[("silu", False)] * (PLAIN in names)]:
         act = Activation(**{"kind": "silu"} | ACTIVATIONS[name])
         rows = 2 * I if act.gated else I
-        codes_product(rows, D, I, act.args, bias, int4, torch.bfloat16)
+        codes_product(rows, D, I, Act(*act.args), bias, int4, torch.bfloat16)
         if name == "silu":
-            codes_product(D, I, D, grouped_codes.LINEAR, bias, int4, torch.bfloat16)
+            codes_product(D, I, D, LINEAR, bias, int4, torch.bfloat16)
     more = (
         ("float4_e2m1", 32, "e8m0"), ("float4_e2m1", 16, "float8_e4m3fn"),
         ("uint4", 32, "float16"), ("int4", -1, "float32"), ("float6_e3m2", 32, "e8m0"),
@@ -188,25 +188,25 @@ def codes_products(names: list[str]) -> None:
         (("float8_e4m3fn", 32, "e8m0"), torch.bfloat16),
     ]  # fmt: skip
     for format, dtype in others if FORMATS in names else ():
-        codes_product(D, I, D, grouped_codes.LINEAR, True, format, dtype)
+        codes_product(D, I, D, LINEAR, True, format, dtype)
         if format[1] == 16 or format[0] in SIX_BITS:
-            silu = Activation(kind="silu").args
+            silu = Act("silu")
             codes_product(2 * I, D, I, silu, False, format, dtype)
 
 
 def by_row_product(
-    N: int, K: int, out_n: int, act: tuple, bias: bool, w: tuple[str, int, str], static: int
+    N: int, K: int, out_n: int, act: Act, bias: bool, w: tuple[str, int, str], static: int
 ) -> None:
     """static: as many scales of the output of the first product, and of the input of the second."""
     element, down, kind = w
     codes = torch.int8 if element == "int8" else torch.float8_e4m3fn
-    first, R = act[0] is not None, 4096
+    first, R = act.kind is not None, 4096
     made = empty(static, dtype=torch.float32) if static else None
     scales = Scales(
         a=empty(R, dtype=torch.float32) if first or made is None else made,
         a_each="row" if first or made is None else grouped_gluon.each(made),
         w=empty(E, N if down == 1 else 1, 1, dtype=getattr(torch, kind)),
-        weight=(element, down, -1, kind, True, 8),
+        weight=Weight(element, down, -1, kind, True, 8),
         out=made if first else None,
     )
     grouped_gluon.launch(
@@ -229,14 +229,14 @@ def by_row_products(names: list[str]) -> None:
         rows = 2 * I if act.gated else I
         for element in ("float8_e4m3fn", "int8"):
             by_row = (element, 1, "float32")
-            by_row_product(rows, D, I, act.args, bias, by_row, 0)
+            by_row_product(rows, D, I, Act(*act.args), bias, by_row, 0)
             if name == "silu":
-                by_row_product(D, I, D, grouped_by_row.LINEAR, bias, by_row, 0)
+                by_row_product(D, I, D, LINEAR, bias, by_row, 0)
             if name == "silu" or (act.interleaved and bias):
-                by_row_product(rows, D, I, act.args, bias, (element, -1, "bfloat16"), 1)
-                by_row_product(rows, D, I, act.args, bias, by_row, E)
+                by_row_product(rows, D, I, Act(*act.args), bias, (element, -1, "bfloat16"), 1)
+                by_row_product(rows, D, I, Act(*act.args), bias, by_row, E)
             if name == "silu":
-                by_row_product(D, I, D, grouped_by_row.LINEAR, bias, by_row, E)
+                by_row_product(D, I, D, LINEAR, bias, by_row, E)
 
 
 def products(names: list[str]) -> None:
@@ -249,7 +249,7 @@ def products(names: list[str]) -> None:
             b13 = empty(E, F) if bias else None
             for width in (D, D + 16) if args == {} else (D,):
                 x, w13 = empty(2048, width), empty(E, F, width)
-                grouped.grouped_gated(x, rows, ends, w13, b13, K, *act.args)
+                grouped.grouped_gated(x, rows, ends, w13, b13, K, Act(*act.args))
         for bias in (False, True) if "silu" in names else ():
             b2 = empty(E, D) if bias else None
             grouped.grouped_rows(empty(4096, I), ends, empty(E, D, I), b2)

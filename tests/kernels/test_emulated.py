@@ -112,7 +112,7 @@ def test_arranged_columns(w_format: str, x_format: str) -> None:
     )
     assert inputs is not None
     want = arrange(emulated(x_TD, x_format), weight)
-    got = emulate(arrange(x_TD, weight), 96, inputs, None, arranged=weight[5])
+    got = emulate(arrange(x_TD, weight), 96, inputs, None, arranged=weight.bits)
     assert_same(got, want)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import astuple
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -10,8 +11,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from moe_ops.kernels.triton import Act, Weight
 from moe_ops.kernels.triton.experts import grouped_float8, grouped_gluon, hopper
 from moe_ops.kernels.triton.experts.grouped import grouped_gated, grouped_rows
+from moe_ops.kernels.triton.experts.grouped_gluon import Scaling
 from moe_ops.kernels.triton.experts.grouped_plain import config_for
 from moe_ops.kernels.triton.experts.tile_map import GROUP, tile_map
 from moe_ops.ops.activate import activate
@@ -19,9 +22,11 @@ from moe_ops.testing import DEVICE
 from tests.kernels.gluon_in_torch import LANGUAGE, pointer, value
 
 # kind, gated, interleaved, alpha, limit, up_shift
-SWIGLU = ("silu", True, False, 1.0, None, 0.0)
-GPT_OSS = ("silu", True, True, 1.702, 7.0, 1.0)
-UNGATED = ("relu2", False, False, 1.0, None, 0.0)
+SWIGLU = Act("silu")
+GPT_OSS = Act("silu", True, True, 1.702, 7.0, 1.0)
+UNGATED = Act("relu2", gated=False)
+ACTS = {"silu": SWIGLU, "gpt_oss": GPT_OSS, "relu2": UNGATED}
+each_act = pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
 COUNTS = (0, 5, 0, 70, 1, 33)  # rows of each expert
 UNUSED = 6  # rows of no expert
 
@@ -56,12 +61,12 @@ def transposed(w):
     return w.mT.contiguous().mT
 
 
-def check(activation, layout=lambda w: w, **kw):
-    gated, tolerance = activation[1], 1e-2 if kw.get("dtype") else 1e-5
+def check(act, layout=lambda w: w, **kw):
+    gated, tolerance = act.gated, 1e-2 if kw.get("dtype") else 1e-5
     x, rows, ends, w13, b13, w2, b2 = inputs(gated=gated, **kw)
     used = int(ends[-1])
-    h = grouped_gated(x, rows, ends, layout(w13), b13, 2, *activation)
-    expected = activate(by_expert(x[rows.long() // 2], ends, w13, b13), *activation)
+    h = grouped_gated(x, rows, ends, layout(w13), b13, 2, act)
+    expected = activate(by_expert(x[rows.long() // 2], ends, w13, b13), *astuple(act))
     torch.testing.assert_close(h[:used].float(), expected, atol=tolerance, rtol=tolerance)
     y = grouped_rows(h, ends, layout(w2), b2)
     expected = by_expert(h, ends, w2, b2)
@@ -70,9 +75,9 @@ def check(activation, layout=lambda w: w, **kw):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", [SWIGLU, GPT_OSS, UNGATED], ids=lambda a: a[0] + str(a[3]))
-def test_products(activation, bias):
-    check(activation, bias=bias)
+@each_act
+def test_products(act, bias):
+    check(act, bias=bias)
 
 
 def test_rows_of_no_expert_stay_unwritten():
@@ -98,7 +103,7 @@ def test_all_rows_or_none(counts):
 
 def test_no_rows_at_all():
     x, rows, ends, w13, *_ = inputs(counts=(0,))
-    assert grouped_gated(x, rows[:0], ends, w13, None, 2, *SWIGLU).shape == (0, 24)
+    assert grouped_gated(x, rows[:0], ends, w13, None, 2, SWIGLU).shape == (0, 24)
 
 
 def test_the_tile_map_covers_every_row_once():
@@ -197,13 +202,13 @@ def test_tiles_fit_shared_memory(rows_per_expert, element_size, shared_memory):
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("activation", [SWIGLU, GPT_OSS, UNGATED], ids=lambda a: a[0] + str(a[3]))
+@each_act
 @pytest.mark.parametrize("sizes", [(272, 208), (512, 384), (2880, 720)], ids=lambda s: f"D{s[0]}")
 @pytest.mark.parametrize("counts", [(0, 300, 64, 65, 0, 129, 2304), (0, 70, 1, 33)], ids=len)
-def test_products_of_many_rows(counts, sizes, activation, dtype, bias):
+def test_products_of_many_rows(counts, sizes, act, dtype, bias):
     D, I = sizes  # noqa: E741
-    first = check(activation, counts=counts, tokens=999, D=D, I=I, dtype=dtype, bias=bias)
-    again = check(activation, counts=counts, tokens=999, D=D, I=I, dtype=dtype, bias=bias)
+    first = check(act, counts=counts, tokens=999, D=D, I=I, dtype=dtype, bias=bias)
+    again = check(act, counts=counts, tokens=999, D=D, I=I, dtype=dtype, bias=bias)
     for one, other in zip(first, again, strict=True):
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
@@ -215,7 +220,8 @@ def test_all_rows_behind_64_columns_share_the_scale_of_float8_weights(
     gated, interleaved, down, width
 ):
     """By the kernel's own function, for every tile along N of two experts."""
-    act = ("silu", gated, gated and interleaved, 1.0, None, 0.0)
+    act = Act("silu", gated, gated and interleaved)
+    W = Weight("float8_e4m3fn", down, 128, "float32", True, 8)
     N, K, across = 2 * width if gated else width, 500, 4
     groups = -(-N // down) if down > 0 else 1
     fake = SimpleNamespace(
@@ -227,7 +233,7 @@ def test_all_rows_behind_64_columns_share_the_scale_of_float8_weights(
     with patch.multiple(grouped_float8, **names):
         for expert, n in itertools.product(range(2), range(-(-N // 256))):
             scales, tile = (None, None, None, groups), (expert, 100, 70, n)
-            rows, *at = grouped_float8._at.fn(scales, tile, N, K, ("", down), act)
+            rows, *at = grouped_float8._at.fn(scales, tile, N, K, W, act)
             assert rows.tolist() == [*range(70, 100), *[99] * 34]
             for chunk, first in enumerate(at):
                 for row in rows_behind(chunk, n, N, act):
@@ -237,10 +243,10 @@ def test_all_rows_behind_64_columns_share_the_scale_of_float8_weights(
 
 @pytest.mark.parametrize("down", [1, -1])
 @pytest.mark.parametrize("of_a", ["row", "expert", "tensor"])
-@pytest.mark.parametrize("act", [SWIGLU, GPT_OSS, UNGATED], ids=lambda a: a[0] + str(a[3]))
+@each_act
 def test_sums_meet_the_scales_of_their_rows_and_columns(act, of_a, down):
     """By the kernel's own functions, for every tile along N of two experts."""
-    N = 2 * 208 if act[1] else 208
+    N = 2 * 208 if act.gated else 208
     a = torch.rand({"row": 100, "expert": 2, "tensor": 1}[of_a])
     w = torch.rand(2, N if down == 1 else 1)
     scales = (pointer(a), pointer(w), None)
@@ -248,7 +254,7 @@ def test_sums_meet_the_scales_of_their_rows_and_columns(act, of_a, down):
     with patch.multiple(grouped_gluon, **given):
         for expert, n, c in itertools.product(range(2), range(-(-N // 256)), range(4)):
             sums, tile = value(torch.full((64, 64), c + 2)), (value(expert), 100, 70, n)
-            S = (down, "float32", of_a, "row")
+            S = Scaling(down, "float32", of_a, "row", None)
             a_scale = grouped_gluon._row_scales.fn(sums, scales, tile, S)
             chunk = grouped_gluon._scaled.fn(sums, c, a_scale, scales, tile, N, S, act)
             of_rows = a[70:] if of_a == "row" else a[expert if of_a == "expert" else 0].expand(30)
@@ -278,10 +284,10 @@ def least(a, b):
 
 def rows_behind(chunk, n, N, act):
     """The rows of W, of those that are there, behind 64 columns of the accumulators of a tile."""
-    if not act[1]:
+    if not act.gated:
         rows = range(256 * n + 64 * chunk, 256 * n + 64 * chunk + 64)
     else:
         first, up = 128 * n + chunk % 2 * 64, chunk // 2
         columns = [c for c in range(first, first + 64) if c < N // 2]
-        rows = [2 * c + up if act[2] else c + up * N // 2 for c in columns]
+        rows = [2 * c + up if act.interleaved else c + up * N // 2 for c in columns]
     return [row for row in rows if row < N]

@@ -5,6 +5,7 @@ decodes, multiplies and stores. Its barriers, copies and layouts are not looked 
 from __future__ import annotations
 
 import functools
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops import activate
 from moe_ops.backends.triton_formats import weight_of
-from moe_ops.kernels.triton import activation
+from moe_ops.kernels.triton import LINEAR, Act, activation
 from moe_ops.kernels.triton.experts import fragments, grouped_codes, quantized, tokens
 from moe_ops.testing import BF16, DEVICE, F16
 from tests.kernels.codes import Weights, any_codes
@@ -24,10 +25,9 @@ from tests.kernels.gluon_in_torch import functions_of, pointer, value
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
 
 E, T = 2, 32
-SILU = ("silu", True, False, 1.0, None, 0.0)
-INTERLEAVED = ("silu", True, True, 1.702, 7.0, 1.0)
-UNGATED = ("relu2", False, False, 1.0, None, 0.0)
-LINEAR = grouped_codes.LINEAR
+SILU = Act("silu")
+INTERLEAVED = Act("silu", True, True, 1.702, 7.0, 1.0)
+UNGATED = Act("relu2", gated=False)
 each_width = pytest.mark.parametrize("K", [288, 512], ids=lambda K: f"K{K}")
 
 
@@ -39,7 +39,7 @@ def functions() -> dict[str, Any]:
     return names
 
 
-def rows_of_consumer(w: Weights, at: tuple[Any, ...], LOWER: int, act: tuple, dtype: Any) -> Tensor:
+def rows_of_consumer(w: Weights, at: tuple[Any, ...], LOWER: int, act: Act, dtype: Any) -> Tensor:
     """A consumer's rows of W [64, K arranged], step by step."""
     f, (tile, sizes) = functions(), at
     W = weight_of(w.format, "")
@@ -63,13 +63,13 @@ def arranged(x_TK: Tensor, columns: int) -> Tensor:
     return out
 
 
-def product(w: Weights, x_TK: Tensor, out_n: int, bias_EN: Tensor, act: tuple, expert: int) -> Any:
+def product(w: Weights, x_TK: Tensor, out_n: int, bias_EN: Tensor, act: Act, expert: int) -> Any:
     """All tiles of an expert's product with tokens, as they are stored."""
     f, W, dtype = functions(), weight_of(w.format, ""), x_TK.dtype
     N, K = w.values.shape[1], x_TK.shape[1]
-    width = out_n if act[0] is None else -(-out_n // 128) * 128
+    width = out_n if act.kind is None else -(-out_n // 128) * 128
     out = torch.full((T, width), torch.nan, dtype=dtype)
-    sizes, each = (N, K, out_n, width), 64 if act[1] else 128
+    sizes, each = (N, K, out_n, width), 64 if act.gated else 128
     for n in range(-(-width // each)):
         tile = (value(expert), T, 0, n)
         for LOWER in range(2):
@@ -94,19 +94,21 @@ def weights(format: str, N: int, K: int) -> tuple[Weights, Tensor]:
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("format", ["mxfp6_e3m2", "mxfp6_e2m3"])
-@pytest.mark.parametrize("act", [SILU, INTERLEAVED, UNGATED, LINEAR], ids=lambda a: f"{a[0]}{a[2]}")
+@pytest.mark.parametrize(
+    "act", [SILU, INTERLEAVED, UNGATED, LINEAR], ids=lambda a: f"{a.kind}{a.interleaved}"
+)
 @each_width
 def test_every_row_is_multiplied_and_stored_in_its_place(
-    K: int, act: tuple, format: str, dtype: torch.dtype
+    K: int, act: Act, format: str, dtype: torch.dtype
 ) -> None:
     out_n = 160
-    N = 2 * out_n if act[1] else out_n
+    N = 2 * out_n if act.gated else out_n
     w, w_ENK = weights(format, N, K)
     x_TK = (torch.randn(T, K) * K**-0.5 / 16).to(dtype)
     bias_EN = torch.randn(E, N).to(dtype)
     want = x_TK.float() @ w_ENK[1].T + bias_EN[1].float()
-    if act[0] is not None:
-        want = arranged(activate(want, *act), 256)
+    if act.kind is not None:
+        want = arranged(activate(want, *astuple(act)), 256)
     got = product(w, x_TK, out_n, bias_EN, act, 1)
     # Rounded once, after sums of float32 in another order.
     torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2)
@@ -124,7 +126,7 @@ def test_codes_are_decoded_to_the_bit(K: int, format: str) -> None:
         rows = m // 16 * 32 + 16 * LOWER + m % 16
         want = arranged(w_ENK[1, rows], got.shape[1]).double()
         places = arranged(torch.ones(1, K), got.shape[1])[0] > 0
-        scale = 2.0 ** exponents[weight_of(format, "")[0]]
+        scale = 2.0 ** exponents[weight_of(format, "").element]
         assert torch.equal(got[:, places], want[:, places] * scale)
 
 

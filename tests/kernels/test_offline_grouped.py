@@ -12,9 +12,8 @@ from packaging.version import Version
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from moe_ops.kernels.triton import LINEAR, Act
 from moe_ops.testing import ACTIVATIONS
-
-LINEAR = [None, False, False, 1.0, None, 0.0]  # as JSON has it
 
 USED = ("silu", "gpt_oss")  # by the layers of the shipped tables
 OTHERS = tuple(name for name in ACTIVATIONS if name not in USED)
@@ -52,7 +51,8 @@ def test_the_hopper_kernel_compiles_and_keeps_to_its_registers(names, variants):
     assert len(found) == variants
     spilling = [v for v in found if v["spilled"] > 0]
     # None that a layer of the shipped tables takes: gated SiLU, and the second product.
-    assert [v for v in spilling if v["ACT"][:2] == ["silu", True] or v["ACT"][0] is None] == []
+    taken = [v["ACT"] for v in spilling if v["ACT"]["gated"] or v["ACT"]["kind"] is None]
+    assert [act for act in taken if act["kind"] in ("silu", None)] == []
     # Of the others Triton 3.6 spills at most 16 bytes in two, 3.9 at most 88 in seven, all of it
     # outside the loop over K.
     assert max(v["spilled"] for v in found) <= (16 if FEW_SPILLS else 88)
@@ -68,7 +68,8 @@ def test_the_hopper_kernel_of_float8_compiles_and_keeps_to_its_registers(names, 
     assert max(v["shared"] for v in found) <= 227 * 1024
     # Triton 3.6 spills nothing of gated SiLU and of the second product without biases, of others a
     # few bytes. 3.9 spills more; without biases none of it in the loop over K.
-    plain = [v for v in found if v["ACT"][:4] in (["silu", True, False, 1.0], LINEAR[:4])]
+    none = {"limit": None, "up_shift": 0.0}
+    plain = [v for v in found if Act(**v["ACT"] | none) in (Act("silu"), LINEAR)]
     most = max((v["spilled"] for v in plain if not v["bias"]), default=0)
     assert most <= (0 if FEW_SPILLS else 40)
     assert max(v["spilled"] for v in found) <= (24 if FEW_SPILLS else 280)
@@ -112,8 +113,8 @@ def test_the_kernel_of_codes_waits_for_no_single_product(names, variants):
     found = compiled("_grouped_codes", names)
     assert len(found) == variants
     # Triton 3.9 spills 24 bytes for gelu, and of six bits what is loaded once a tile.
-    sixes = [v["spilled"] for v in found if v["W"][5] == 6]
-    others = [v["spilled"] for v in found if v["W"][5] != 6]
+    sixes = [v["spilled"] for v in found if v["W"]["bits"] == 6]
+    others = [v["spilled"] for v in found if v["W"]["bits"] != 6]
     assert max(sixes, default=0) <= (0 if FEW_SPILLS else 48)
     assert max(others) <= (24 if names == OTHERS and not FEW_SPILLS else 0)
     assert max(v["shared"] for v in found) <= 232448

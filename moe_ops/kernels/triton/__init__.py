@@ -3,7 +3,8 @@
 This file is free of Triton, which its modules import.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 # What `tiny` can run: every program compares all pairs of token and choice with each other, and
 # all tokens are the columns of one tile.
@@ -12,9 +13,60 @@ TINY_PAIRS, TINY_TOKENS = 64, 16
 WORD = 8  # codes of four bits in the words that kernels load
 STEP = 128  # columns of codes that are multiplied at once
 LARGE = 2**23  # elements of W2, from which on an expert is large
-# The format of a weight: element, rows and columns of a group (-1: all), kind of scale, whether
-# inputs have 8 bits, and the bits of a code.
-Weight = tuple[str, int, int, str, bool, int]
+
+
+class Constant:
+    """A record that kernels are compiled for: a frozen dataclass that is equal by value and keeps
+    its hash, for which every launch asks."""
+
+    _hash: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self._key()))
+
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
+
+    def _key(self) -> tuple[Any, ...]:
+        return type(self), *self._values()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._values()  # a kept hash is that of this process alone
+
+
+@dataclass(frozen=True, eq=False)
+class Weight(Constant):
+    """The format of a weight, W of kernels: element, rows (down) and columns (across) of a group,
+    -1 for all, kind of scale, whether inputs have 8 bits, too, and the bits of a code."""
+
+    element: str
+    down: int
+    across: int
+    kind: str
+    inputs_8: bool
+    bits: int
+
+
+@dataclass(frozen=True, eq=False)
+class Act(Constant):
+    """The activation of a product, ACT of kernels, as the op `activate` has it; without a kind,
+    none."""
+
+    kind: str | None
+    gated: bool = True
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float | None = None
+    up_shift: float = 0.0
+
+
+LINEAR = Act(None, gated=False)  # of a second product
 
 
 class Inputs(NamedTuple):
@@ -36,7 +88,7 @@ class Inputs(NamedTuple):
 
 def one_a_step(weight: Weight) -> bool:
     """Whether a row has one scale for all columns of a step, which its sum can be scaled by."""
-    return weight[2] in (-1, STEP)
+    return weight.across in (-1, STEP)
 
 
 def multiplies_codes(weight: Weight, widths: tuple[int, int]) -> bool:
@@ -45,9 +97,9 @@ def multiplies_codes(weight: Weight, widths: tuple[int, int]) -> bool:
     least the columns that a thread loads at once, or of nvfp4 half as many, in widths of which
     copies take 32 rows (of eight bits 16) and 16 bytes, and with so many steps that in one tile the
     next one is found. Codes of float8_e5m2 have no decoder there."""
-    element, _, group, _, quantises, bits = weight
-    if quantises or element == "float8_e5m2":
+    if weight.inputs_8 or weight.element == "float8_e5m2":
         return False
-    each, least = (16, 3 * STEP // 2) if bits == 8 else (32, 2 * STEP)
+    each, least = (16, 3 * STEP // 2) if weight.bits == 8 else (32, 2 * STEP)
     wide = all(width % each == 0 and width > least for width in widths)
-    return wide and (group == -1 or group >= (16 if element == "float4_e2m1" else each))
+    least_group = 16 if weight.element == "float4_e2m1" else each
+    return wide and (weight.across == -1 or weight.across >= least_group)

@@ -16,10 +16,10 @@ def sigmoid(x):
 
 @triton.jit
 def activate(gate, ACT: tl.constexpr):
-    """f(min(gate, limit)); ACT as in `weights.Experts`."""
-    KIND: tl.constexpr = ACT[0]
-    ALPHA: tl.constexpr = ACT[3]
-    LIMIT: tl.constexpr = ACT[4]
+    """f(min(gate, limit)); ACT is an `Act`."""
+    KIND: tl.constexpr = ACT.kind
+    ALPHA: tl.constexpr = ACT.alpha
+    LIMIT: tl.constexpr = ACT.limit
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     if KIND == "silu":
@@ -38,9 +38,9 @@ def activate(gate, ACT: tl.constexpr):
 
 @triton.jit
 def activate_gated(gate, up, ACT: tl.constexpr):
-    """f(min(gate, limit)) * (clamp(up, ±limit) + up shift); ACT as in `weights.Experts`."""
-    LIMIT: tl.constexpr = ACT[4]
-    UP_SHIFT: tl.constexpr = ACT[5]
+    """f(min(gate, limit)) * (clamp(up, ±limit) + up shift); ACT is an `Act`."""
+    LIMIT: tl.constexpr = ACT.limit
+    UP_SHIFT: tl.constexpr = ACT.up_shift
     if LIMIT is not None:
         up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)

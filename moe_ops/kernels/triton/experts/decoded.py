@@ -50,9 +50,9 @@ def decode_kernel(
     EACH: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BM rows of all experts, BD columns; EACH columns share words, or a byte."""
-    ELEMENT: tl.constexpr = W[0]
-    GROUP: tl.constexpr = W[2]
-    KIND: tl.constexpr = W[3]
+    ELEMENT: tl.constexpr = W.element
+    GROUP: tl.constexpr = W.across
+    KIND: tl.constexpr = W.kind
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -70,11 +70,11 @@ def decode_kernel(
             at_M = factor_at(row_M // ROWS, row_M % ROWS, ROWS, SHARED)
         g_M = tl.load(g_ptr + at_M, mask=row_M < ALL_ROWS, other=0.0)
         scale_MW = scale_MW * g_M[:, None]
-    STRIDE: tl.constexpr = COLUMNS * W[5] // 32 if W[5] < 8 else COLUMNS
-    place_W = 3 * word_W if W[5] == 6 else word_W
+    STRIDE: tl.constexpr = COLUMNS * W.bits // 32 if W.bits < 8 else COLUMNS
+    place_W = 3 * word_W if W.bits == 6 else word_W
     at_MW = w_ptr + row_M[:, None] * STRIDE + place_W[None, :]
     w_MW = tl.load(at_MW, mask=inside_MW)
-    if W[5] == 6:
+    if W.bits == 6:
         second_MW = tl.load(at_MW + 1, mask=inside_MW)
         third_MW = tl.load(at_MW + 2, mask=inside_MW)
         p0, p1, p2, p3, p4, p5, p6, p7 = sixes_of(w_MW, second_MW, third_MW, ELEMENT, tl.float16)
@@ -126,7 +126,7 @@ def decode(
     grid = (triton.cdiv(E * rows, ROWS_AT_ONCE), triton.cdiv(columns, COLUMNS_AT_ONCE))
     launch(
         decode_kernel, grid, w, *scales, out, E * rows,
-        ROWS=rows, COLUMNS=columns, W=weight, SHARED=shared, EACH=EACH[weight[5]],
+        ROWS=rows, COLUMNS=columns, W=weight, SHARED=shared, EACH=EACH[weight.bits],
         BM=ROWS_AT_ONCE, BD=COLUMNS_AT_ONCE, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
     return out

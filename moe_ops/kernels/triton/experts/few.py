@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton import LARGE, STEP
+from moe_ops.kernels.triton import LARGE, STEP, Constant
 from moe_ops.kernels.triton.experts.combine import sum_rows
 from moe_ops.kernels.triton.experts.emulated import emulated_hidden
 from moe_ops.kernels.triton.experts.quantized import Codes, floats_of
@@ -42,6 +42,17 @@ SHORT = 1024  # columns, of which rows of W2 are soon read if they have fewer
 FEW_PROGRAMS = 512  # of 128 rows, of a GPU with 132 processors
 
 
+@dataclass(frozen=True, eq=False)
+class Sizes(Constant):
+    """Of a tile, SIZES of kernels: shares; warps along rows; tiles of 16 rows for each; tiles of 8
+    tokens."""
+
+    S: int
+    MW: int
+    MT: int
+    NT: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
     """Of a launch: shares; warps along rows; tiles of 16 rows for each; tiles of 8 tokens; parts of
@@ -59,8 +70,8 @@ class Stream:
         return self.S * self.MW
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        return self.S, self.MW, self.MT, self.NT
+    def sizes(self) -> Sizes:
+        return Sizes(self.S, self.MW, self.MT, self.NT)
 
     @property
     def rows(self) -> int:
@@ -85,7 +96,7 @@ def takes(x_TD: Tensor, layer: Experts) -> bool:
         return False
     _, D, I = layer.sizes
     whole = 16 if codes.bits == 8 else 32
-    decodes = codes.weight[2] in GROUPS.get(codes.weight[0], ()) or codes.by_row
+    decodes = codes.weight.across in GROUPS.get(codes.weight.element, ()) or codes.by_row
     return (
         decodes
         and D % whole == I % whole == x_TD.stride(0) % 8 == 0
@@ -106,7 +117,7 @@ def one_streams(K: int, layer: Experts) -> Streams:
         return Streams(up=up, down=replace(down, ahead=8))
     if codes.bits == 6:  # as four bits without sums by step; no other was tried
         return Streams(up=replace(up, MT=2), down=replace(down, ahead=3))
-    if codes.weight[0] == "float4_e2m1":
+    if codes.weight.element == "float4_e2m1":
         return _one_of_float4(K, layer, up, down)
     return Streams(up=up, down=down)
 
@@ -115,7 +126,7 @@ def _one_of_float4(K: int, layer: Experts, up: Stream, down: Stream) -> Streams:
     """The fastest of 5 to 9 on an H200, or within 5 % of it, for six layers in groups of 32 and two
     in groups of 16 (`benchmarks/results/float4_tiles_h200.json`)."""
     codes, (_, D, I) = _codes(layer), layer.sizes
-    large, in_16 = D * I >= LARGE, codes.weight[2] == 16
+    large, in_16 = D * I >= LARGE, codes.weight.across == 16
     few = K * triton.cdiv(_rows13(layer), 32) < FEW_PROGRAMS
     return Streams(
         up=replace(up, MT=1 if few and not large and not in_16 else 2, ahead=2 if large else 4),
@@ -131,9 +142,9 @@ def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
     if rows_per_expert > (MOST_OF_SUMS if codes.bits == 4 and sums else MOST):
         return None
     stream = Stream(MW=4, MT=2)
-    if codes.weight[0] == "float4_e2m1" and not sums:
+    if codes.weight.element == "float4_e2m1" and not sums:
         stream = _few_of_float4(rows_per_expert, layer)
-    elif codes.weight[0] == "uint4" and not sums:
+    elif codes.weight.element == "uint4" and not sums:
         stream = Stream(MW=4)  # more would spill
     elif codes.bits == 8:
         stream = Stream(MW=4, MT=2 if large and codes.quantises else 1)
@@ -149,7 +160,7 @@ def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
 def _few_of_float4(rows_per_expert: float, layer: Experts) -> Stream:
     """As those of one token, of 3 or 4, from 2 to 400 tokens."""
     codes, (E, D, I) = _codes(layer), layer.sizes
-    in_16 = codes.weight[2] == 16
+    in_16 = codes.weight.across == 16
     many = MOST_OF_8_MASKED if D % STEP or I % STEP else MOST_OF_8
     if rows_per_expert > (MOST_OF_SUMS if in_16 else many):
         return Stream(MW=4, MT=2, NT=2)
@@ -169,7 +180,7 @@ def _codes(layer: Experts) -> Codes:
 
 def _rows13(layer: Experts) -> int:
     """The rows of an expert's first weight."""
-    return layer.sizes[2] * (2 if layer.act[1] else 1)
+    return layer.sizes[2] * (2 if layer.act.gated else 1)
 
 
 def run_one(

@@ -49,8 +49,8 @@ def product_of(
 ):  # fmt: skip
     """[S, M, N]: products of rows of the experts of shares with tokens; of SOME shares, those whose
     expert is not -1."""
-    BITS: gl.constexpr = W[5]
-    GROUP: gl.constexpr = W[2]
+    BITS: gl.constexpr = W.bits
+    GROUP: gl.constexpr = W.across
     WORD: gl.constexpr = word_bits(W)
     words: gl.constexpr = words_layout(SIZES, BITS)
     mma: gl.constexpr = unit_layout(SIZES)
@@ -81,7 +81,7 @@ def product_of(
     weights = (w_SM, here_S, s_ptr, z_ptr, at, end)
     acc = add_product(acc, weights, tokens, COLUMNS, C, W, DTYPE, P, SIZES, SOME, WAIT)
     if by_row(W):
-        KIND: gl.constexpr = W[3]
+        KIND: gl.constexpr = W.kind
         scale = finite(scale_of(gl.load(s_ptr + at, mask=at < end, other=0), KIND))
         t = gl.load(tokens[1] + tokens[2], mask=tokens[2] >= 0, other=0.0)
         acc *= scale[:, :, None] * t[:, None, :]
@@ -93,10 +93,10 @@ def up_rows(block, M: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr, layout: 
     """Rows of w13 of a tile, the last ones instead of those outside; gates and up values are eight
     rows apart."""
     m = gl.arange(0, M, layout)
-    if ACT[1]:
+    if ACT.gated:
         i = gl.minimum(block * (M // 2) + m // 16 * 8 + m % 8, I - 1)
         up = m // 8 % 2
-        row = 2 * i + up if ACT[2] else i + up * I
+        row = 2 * i + up if ACT.interleaved else i + up * I
     else:
         row = gl.minimum(block * M + m, I - 1)
     return row
@@ -130,7 +130,7 @@ def activated(acc, ACT: gl.constexpr):
     """h [columns, N] of a tile's sums [M, N]."""
     M: gl.constexpr = acc.shape[0]
     N: gl.constexpr = acc.shape[1]
-    if ACT[1]:
+    if ACT.gated:
         gate, up = acc.reshape([M // 16, 2, 8, N]).permute([0, 2, 3, 1]).split()
         h = activate_gated(gate, up, ACT).reshape([M // 2, N])
     else:
@@ -150,13 +150,13 @@ def summed(acc, W: gl.constexpr, DTYPE: gl.constexpr):
 @gluon.jit
 def token_vectors(SIZES: gl.constexpr, W: gl.constexpr, EACH: gl.constexpr):
     """(shares, tokens) as `load_tokens` has them, and as sums do."""
-    tokens: gl.constexpr = tokens_layout(SIZES, W[5], EACH)
+    tokens: gl.constexpr = tokens_layout(SIZES, W.bits, EACH)
     sums: gl.constexpr = gl.SliceLayout(1, unit_layout(SIZES))
     return (
-        gl.arange(0, SIZES[0], along(tokens, 0)),
-        gl.arange(0, 8 * SIZES[3], along(tokens, 1)),
-        gl.arange(0, SIZES[0], gl.SliceLayout(1, sums)),
-        gl.arange(0, 8 * SIZES[3], gl.SliceLayout(0, sums)),
+        gl.arange(0, SIZES.S, along(tokens, 0)),
+        gl.arange(0, 8 * SIZES.NT, along(tokens, 1)),
+        gl.arange(0, SIZES.S, gl.SliceLayout(1, sums)),
+        gl.arange(0, 8 * SIZES.NT, gl.SliceLayout(0, sums)),
     )
 
 
@@ -178,9 +178,9 @@ def one_up(
     PDL: gl.constexpr,
 ):  # fmt: skip
     """One program: some columns of h for one choice; shares are parts of the columns of x."""
-    S: gl.constexpr = SIZES[0]
-    M: gl.constexpr = 16 * SIZES[1] * SIZES[2]
-    ROWS: gl.constexpr = 2 * I if ACT[1] else I
+    S: gl.constexpr = SIZES.S
+    M: gl.constexpr = 16 * SIZES.MW * SIZES.MT
+    ROWS: gl.constexpr = 2 * I if ACT.gated else I
     blocks: gl.constexpr = (ROWS + M - 1) // M
     EACH: gl.constexpr = 4 if x_ptr.dtype.element_ty == gl.int32 else 1
     L: gl.constexpr = steps_of(D, S)
@@ -192,7 +192,7 @@ def one_up(
     e = local_ids(experts_ptr, map_ptr, pair, True, E, N_MAP)
     if e >= E:
         return
-    words: gl.constexpr = words_layout(SIZES, W[5])
+    words: gl.constexpr = words_layout(SIZES, W.bits)
     row_M = up_rows(block, M, I, ACT, along(words, 1))
     s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
     # The one token for all columns of a tile, of which the first counts.
@@ -220,17 +220,17 @@ def one_down(
     PDL: gl.constexpr,
 ):  # fmt: skip
     """One program: some rows of out; shares are C parts of the columns of S / C choices."""
-    S: gl.constexpr = SIZES[0]
-    M: gl.constexpr = 16 * SIZES[1] * SIZES[2]
+    S: gl.constexpr = SIZES.S
+    M: gl.constexpr = 16 * SIZES.MW * SIZES.MT
     EACH: gl.constexpr = 4 if h_ptr.dtype.element_ty == gl.int32 else 1
     L: gl.constexpr = steps_of(I, C)
     GROUPS: gl.constexpr = token_groups(I, W)
-    words: gl.constexpr = words_layout(SIZES, W[5])
+    words: gl.constexpr = words_layout(SIZES, W.bits)
     d = gl.minimum(gl.program_id(0) * M + gl.arange(0, M, along(words, 1)), D - 1)
     s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
     s_w = gl.arange(0, S, along(words, 0))
     ROUNDS: gl.constexpr = (K * C + S - 1) // S
-    N: gl.constexpr = 8 * SIZES[3]
+    N: gl.constexpr = 8 * SIZES.NT
     acc = gl.zeros([S, M, N], gl.float32, unit_layout(SIZES))
     for round in gl.static_range(ROUNDS):
         first = round * (S // C)
@@ -283,10 +283,10 @@ def few_up(
     W: gl.constexpr, SHARED: gl.constexpr, DTYPE: gl.constexpr, BE: gl.constexpr, P: gl.constexpr,
     SIZES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    S: gl.constexpr = SIZES[0]
-    M: gl.constexpr = 16 * SIZES[1] * SIZES[2]
-    N: gl.constexpr = 8 * SIZES[3]
-    ROWS: gl.constexpr = 2 * I if ACT[1] else I
+    S: gl.constexpr = SIZES.S
+    M: gl.constexpr = 16 * SIZES.MW * SIZES.MT
+    N: gl.constexpr = 8 * SIZES.NT
+    ROWS: gl.constexpr = 2 * I if ACT.gated else I
     blocks: gl.constexpr = (ROWS + M - 1) // M
     EACH: gl.constexpr = 4 if x_ptr.dtype.element_ty == gl.int32 else 1
     L: gl.constexpr = steps_of(D, S)
@@ -297,7 +297,7 @@ def few_up(
     e, block, first, count = unit_of(ends_ptr, gl.program_id(0), blocks, counted(BE), E, N)
     if e >= E:
         return
-    words: gl.constexpr = words_layout(SIZES, W[5])
+    words: gl.constexpr = words_layout(SIZES, W.bits)
     row_M = up_rows(block, M, I, ACT, along(words, 1))
     s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
     # Of rows past the last one anything: columns of a product do not mix.
@@ -328,9 +328,9 @@ def few_down(
     E: gl.constexpr, D: gl.constexpr, I: gl.constexpr, W: gl.constexpr, DTYPE: gl.constexpr,
     BE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    S: gl.constexpr = SIZES[0]
-    M: gl.constexpr = 16 * SIZES[1] * SIZES[2]
-    N: gl.constexpr = 8 * SIZES[3]
+    S: gl.constexpr = SIZES.S
+    M: gl.constexpr = 16 * SIZES.MW * SIZES.MT
+    N: gl.constexpr = 8 * SIZES.NT
     blocks: gl.constexpr = (D + M - 1) // M
     EACH: gl.constexpr = 4 if h_ptr.dtype.element_ty == gl.int32 else 1
     L: gl.constexpr = steps_of(I, S)
@@ -342,7 +342,7 @@ def few_down(
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         return
-    words: gl.constexpr = words_layout(SIZES, W[5])
+    words: gl.constexpr = words_layout(SIZES, W.bits)
     d = gl.minimum(block * M + gl.arange(0, M, along(words, 1)), D - 1)
     s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
     h_N = h_ptr + (first + gl.minimum(n, count - 1)).to(gl.int64) * (I // EACH)

@@ -45,14 +45,14 @@ FACTORS = gl.constexpr(
 @gluon.constexpr_function
 def columns_of(W):
     """The columns of a stage."""
-    return 64 if W[5] == 8 else 128
+    return 64 if W.bits == 8 else 128
 
 
 @gluon.constexpr_function
 def at_once(W):
     """The stages whose number divides that of a tile. What is loaded into registers two stages
     ahead keeps these if the code of two stages takes turns."""
-    return 2 if W[5] == 6 else 1
+    return 2 if W.bits == 6 else 1
 
 
 @gluon.jit
@@ -64,31 +64,31 @@ def steps_of(K, W: gl.constexpr):
 @gluon.constexpr_function
 def halves_of(W):
     """The halves of 64 columns of a stage."""
-    return 1 if W[5] == 8 else 2
+    return 1 if W.bits == 8 else 2
 
 
 @gluon.constexpr_function
 def group_of(W):
     """Rows of W from one group of a box to the next."""
-    return 16 if W[5] == 8 else 32
+    return 16 if W.bits == 8 else 32
 
 
 @gluon.constexpr_function
 def half_words(W):
     """The layout of the words of half a stage [row, thread, word] of a consumer."""
-    registers = [[0, 0, 1], [8, 0, 0]] if W[5] == 4 else [[0, 0, 1], [0, 0, 2], [8, 0, 0]]
+    registers = [[0, 0, 1], [8, 0, 0]] if W.bits == 4 else [[0, 0, 1], [0, 0, 2], [8, 0, 0]]
     lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
     warps = [[16, 0, 0], [32, 0, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [64, 4, W[5] // 2])
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [64, 4, W.bits // 2])
 
 
 @gluon.jit
 def first_column(n, LOWER: gl.constexpr, W: gl.constexpr, GATED: gl.constexpr):
     """Of a consumer, of a tile of outputs: in the other groups they are `group_of` columns on."""
-    if W[5] == 8:
+    if W.bits == 8:
         return n * 64 + 8 * LOWER if GATED else n * 128 + 64 * LOWER
     elif GATED:
-        return n // 2 * 128 + n % 2 * 16 + (4 if W[5] == 6 else 8) * LOWER
+        return n // 2 * 128 + n % 2 * 16 + (4 if W.bits == 6 else 8) * LOWER
     else:
         return n * 128 + 16 * LOWER
 
@@ -97,7 +97,7 @@ def first_column(n, LOWER: gl.constexpr, W: gl.constexpr, GATED: gl.constexpr):
 def column_in(m, W: gl.constexpr, ACT: gl.constexpr):
     """The column of row m of a consumer, within a group of a tile of outputs, from the first. Of
     six bits those eight apart are a pair in h, which so comes in the same runs as of four."""
-    if W[5] == 6 and ACT[0] is not None:
+    if W.bits == 6 and ACT.kind is not None:
         return m % 4 + m // 4 % 2 * 8 + m // 8 * 4
     else:
         return m
@@ -116,7 +116,7 @@ def load_words(rings, stage, LOWER: gl.constexpr, W: gl.constexpr, GATED: gl.con
         below = codes.index(2 * stage + LOWER).slice(8, 8, 1).load(WORDS)
     layout: gl.constexpr = half_words(W)
     w = gl.join(above, below).permute([0, 3, 1, 2])
-    if W[5] == 8:
+    if W.bits == 8:
         w = w.reshape([ROWS // 2, 4, 4])
         return (gl.convert_layout(w, layout, assert_trivial=True),)
     else:
@@ -131,12 +131,12 @@ def rows_of(n, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr):
     N, _, out_n, _ = sizes
     a = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, FACTORS)))
     g = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, FACTORS)))
-    group = first_column(n, LOWER, W, ACT[1]) + a[:, None] * group_of(W)
+    group = first_column(n, LOWER, W, ACT.gated) + a[:, None] * group_of(W)
     column = group + column_in(g, W, ACT)[None, :]
-    if ACT[1]:
+    if ACT.gated:
         column = gl.minimum(column, out_n - 1)
-        above = 2 * column if ACT[2] else column
-        below = above + 1 if ACT[2] else above + out_n
+        above = 2 * column if ACT.interleaved else column
+        below = above + 1 if ACT.interleaved else above + out_n
     else:
         above = gl.minimum(column, N - 1)
         below = gl.minimum(group + column_in(g + 8, W, ACT)[None, :], N - 1)
@@ -190,8 +190,8 @@ def factors_at(tile, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT: gl.conste
     expert, _, _, n = tile
     N, K, _, _ = sizes
     above, below = rows_of(n, sizes, LOWER, W, ACT)
-    DOWN: gl.constexpr = W[1]
-    GROUP: gl.constexpr = W[2]
+    DOWN: gl.constexpr = W.down
+    GROUP: gl.constexpr = W.across
     down = 1 if DOWN == -1 else gl.cdiv(N, DOWN)
     across = 1 if GROUP == -1 else gl.cdiv(K, GROUP)
     if DOWN == -1:
@@ -209,7 +209,7 @@ def load_factors(scales, at, i, W: gl.constexpr):
     have none, those of the right half of a stage."""
     s_ptr, z_ptr = scales
     first, above, below, across = at
-    GROUP: gl.constexpr = W[2]
+    GROUP: gl.constexpr = W.across
     q = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, FACTORS)))
     STEP: gl.constexpr = columns_of(W)
     group = q * 0 if GROUP == -1 else gl.minimum((i * STEP + q * (STEP // 4)) // GROUP, across - 1)
@@ -217,7 +217,7 @@ def load_factors(scales, at, i, W: gl.constexpr):
     below += group[None, None, :]
     s_ptr += first
     above_s, below_s = gl.load(s_ptr + above), gl.load(s_ptr + below)
-    if GROUP == 16 and W[5] == 4:
+    if GROUP == 16 and W.bits == 4:
         # Those of 32 columns are both there or both not.
         right = gl.minimum(q * 0 + 1, across - 1 - group)[None, None, :]
         return above_s, below_s, gl.load(s_ptr + above + right), gl.load(s_ptr + below + right)
@@ -233,11 +233,11 @@ def spread(above, below, W: gl.constexpr):
     """[64, 4, words]: for each word of a half what is of a thread's two rows; of six bits
     [64, 4]."""
     both = of_both(above, below)
-    if W[5] == 6:
+    if W.bits == 6:
         return both
     else:
         both = gl.join(both, both)
-        if W[5] == 8:
+        if W.bits == 8:
             both = gl.join(both, both).reshape([ROWS // 2, 4, 4])
         return gl.convert_layout(both, half_words(W), assert_trivial=True)
 
@@ -255,9 +255,9 @@ def factor_pairs(stored, W: gl.constexpr, DTYPE: gl.constexpr):
     """(less, scale_pair, scale_pair of the right half of a stage) of `decoded` and `bytes_of`, of
     what `load_factors` gave."""
     above_s, below_s, above_z, below_z = stored
-    ELEMENT: gl.constexpr = W[0]
-    KIND: gl.constexpr = W[3]
-    FLOAT: gl.constexpr = ELEMENT == "float4_e2m1" or W[5] == 6
+    ELEMENT: gl.constexpr = W.element
+    KIND: gl.constexpr = W.kind
+    FLOAT: gl.constexpr = ELEMENT == "float4_e2m1" or W.bits == 6
     above = scale_pairs(above_s, KIND, FLOAT, DTYPE)
     pair = spread(above, scale_pairs(below_s, KIND, FLOAT, DTYPE), W)
     right_pair = pair
@@ -267,7 +267,7 @@ def factor_pairs(stored, W: gl.constexpr, DTYPE: gl.constexpr):
         less = spread(less_middle(above_z, DTYPE), less_middle(below_z, DTYPE), W)
     else:
         less = less_zero(above_z, False, DTYPE)
-        if W[2] == 16 and W[5] == 4:
+        if W.across == 16 and W.bits == 4:
             above = scale_pairs(above_z, KIND, FLOAT, DTYPE)
             right_pair = spread(above, scale_pairs(below_z, KIND, FLOAT, DTYPE), W)
     return less, pair, right_pair
@@ -276,13 +276,13 @@ def factor_pairs(stored, W: gl.constexpr, DTYPE: gl.constexpr):
 @gluon.jit
 def unscaled(w, less, W: gl.constexpr, DTYPE: gl.constexpr):
     """Values of half a stage before they are multiplied by scales: see `decoded`."""
-    ELEMENT: gl.constexpr = W[0]
+    ELEMENT: gl.constexpr = W.element
     FLOAT: gl.constexpr = ELEMENT == "float4_e2m1"
     if ELEMENT == "float8_e4m3fn":
         return of_float8(w, DTYPE)
-    elif W[5] == 6:
+    elif W.bits == 6:
         return sixes_of(w[0], w[1], w[2], ELEMENT, DTYPE)
-    elif W[5] == 8:
+    elif W.bits == 8:
         first, last = pairs_of_bytes(w)
         return bytes_of(first, less, ELEMENT, DTYPE), bytes_of(last, less, ELEMENT, DTYPE)
     else:
@@ -299,10 +299,10 @@ def operand_of(unscaled, pair, W: gl.constexpr, DTYPE: gl.constexpr):
     """The first operand [64, 64] of half a stage, as tokens are ordered: see `values_of` and
     `column_at`."""
     M: gl.constexpr = pair.shape[0]
-    if W[5] == 8:
+    if W.bits == 8:
         first, last = unscaled
         pairs = gl.join(times(first, pair, DTYPE), times(last, pair, DTYPE))
-    elif W[5] == 6:
+    elif W.bits == 6:
         pairs = joined_8(unscaled, pair, DTYPE).reshape([M, 4, 1, 8])
     else:
         p0, p1, p2, p3 = unscaled

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.kernels.triton import multiplies_codes
+from moe_ops.kernels.triton import LINEAR, Act, multiplies_codes
 from moe_ops.kernels.triton.experts import grouped_plain
 from moe_ops.kernels.triton.experts.combine import sum_rows
 from moe_ops.kernels.triton.experts.decoded import decoded
@@ -55,7 +55,7 @@ def run(
     rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
     # Both products mostly take the same tiles; one that does not maps its own.
     tiles = tile_map(ends_E, T * K, tile_rows(x_TD, T * K, w13, x_TD.new_empty(0, I)))
-    h_RI = grouped_gated(x_TD, rows_R, ends_E, w13, layer.b13_EF, K, *layer.act, tiles=tiles)
+    h_RI = grouped_gated(x_TD, rows_R, ends_E, w13, layer.b13_EF, K, layer.act, tiles=tiles)
     h_RI = emulated_hidden(h_RI, I, codes, ends_E)
     y_RD = grouped_rows(h_RI, ends_E, w2, layer.b2_ED, tiles=tiles)
     return sum_rows(y_RD, inverse_R, weights_TK, K, residual_TD)
@@ -69,12 +69,7 @@ def grouped_gated(
     w13_EFD: Tensor,
     b13_EF: Tensor | None,
     top_k: int,
-    kind: str,
-    gated: bool,
-    interleaved: bool,
-    alpha: float,
-    limit: float | None,
-    up_shift: float,
+    act: Act,
     *,
     tiles: TileMap | None = None,
 ) -> Tensor:
@@ -83,8 +78,7 @@ def grouped_gated(
     W13 is [gate; up], or even and odd rows if interleaved; any strides do.
     """
     F = w13_EFD.shape[1]
-    out = x_TD.new_empty(rows_R.numel(), F // 2 if gated else F)
-    act = (kind, gated, gated and interleaved, alpha, limit, up_shift)
+    out = x_TD.new_empty(rows_R.numel(), F // 2 if act.gated else F)
     return _product(x_TD, rows_R, ends_E, w13_EFD, b13_EF, out, top_k, act, tiles)
 
 
@@ -99,8 +93,7 @@ def grouped_rows(
 ) -> Tensor:
     """y[r] = W2[e] @ h[r] + b2[e] for every row r of expert e; W2 may have any strides."""
     out = h_RI.new_empty(h_RI.shape[0], w2_EDI.shape[1])
-    linear = (None, False, False, 1.0, None, 0.0)
-    return _product(h_RI, None, ends_E, w2_EDI, b2_ED, out, None, linear, tiles)
+    return _product(h_RI, None, ends_E, w2_EDI, b2_ED, out, None, LINEAR, tiles)
 
 
 def tile_rows(a: Tensor, rows: int, w: Tensor, out: Tensor) -> int:
@@ -149,7 +142,7 @@ def _product(
     bias_EN: Tensor | None,
     out: Tensor,
     top_k: int | None,
-    act: tuple,
+    act: Act,
     tiles: TileMap | None,
 ) -> Tensor:
     if out.numel() == 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe_ops.kernels.triton import LINEAR
 from moe_ops.kernels.triton.experts import grouped_gluon
 from moe_ops.kernels.triton.experts.combine import sum_rows
 from moe_ops.kernels.triton.experts.grouped_gluon import BLOCK_M, Scales
@@ -18,8 +19,6 @@ from moe_ops.kernels.triton.experts.row_scales import quantise_h, quantise_x
 from moe_ops.kernels.triton.experts.sort import sort_pairs
 from moe_ops.kernels.triton.experts.tile_map import tile_map
 from moe_ops.kernels.triton.experts.weights import Experts
-
-LINEAR = (None, False, False, 1.0, None, 0.0)
 
 
 def run(

@@ -45,7 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moe_ops.kernels.triton import Weight, replay
+from moe_ops.kernels.triton import LINEAR, Act, Weight, replay
 from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.experts.combine import sum_rows
 from moe_ops.kernels.triton.experts.emulated import emulated_hidden
@@ -89,7 +89,6 @@ from moe_ops.kernels.triton.launch import processors
 
 BLOCK_M = 256  # tokens of a tile
 STAGES = {4: 3, 6: 3, 8: 5}  # 72, 64 or 40 KiB each: all that a block has
-LINEAR = (None, False, False, 1.0, None, 0.0)
 TOKENS = gl.constexpr(BLOCK_M)
 BOX = gl.constexpr(64)  # tokens, and columns, that one copy takes
 
@@ -104,17 +103,17 @@ def _boxes(expert, n, sizes, W: gl.constexpr, ACT: gl.constexpr):
     """Where the boxes of a tile's rows of W begin: group and row in it, of the left and the right
     one."""
     groups = sizes[0] // group_of(W)
-    if ACT[1]:
+    if ACT.gated:
         # The up values of a tile's gates are beside them.
-        group = expert * (groups // 2 if ACT[2] else groups)
-        if W[5] == 4:
+        group = expert * (groups // 2 if ACT.interleaved else groups)
+        if W.bits == 4:
             group += n // 2 * 4
             row = n % 2 * 16
         else:
             group += n * 4
             row = 0 * n
-        return group, row, group if ACT[2] else group + groups // 2, row
-    elif W[5] == 4:
+        return group, row, group if ACT.interleaved else group + groups // 2, row
+    elif W.bits == 4:
         group = expert * groups + n * 4
         return group, 0, group, 16
     else:
@@ -132,7 +131,7 @@ def _copy(
     STAGES: gl.constexpr = full.shape[0]
     STEP: gl.constexpr = columns_of(W)
     HALVES: gl.constexpr = halves_of(W)
-    BOXED: gl.constexpr = W[5] != 6
+    BOXED: gl.constexpr = W.bits != 6
     CODES: gl.constexpr = ROWS * 64 if BOXED else 0
     X: gl.constexpr = 2 * BOX * STEP
     if BOXED:
@@ -240,8 +239,8 @@ def _multiply(
     codes, tokens, full, empty = rings
     STAGES: gl.constexpr = full.shape[0]
     DTYPE: gl.constexpr = tokens.dtype
-    BOXED: gl.constexpr = W[5] != 6
-    GATED: gl.constexpr = ACT[1]
+    BOXED: gl.constexpr = W.bits != 6
+    GATED: gl.constexpr = ACT.gated
     HALVES: gl.constexpr = halves_of(W)
     accs = (_no_sums(PARTS[0]),)
     if len(PARTS) == 2:
@@ -310,10 +309,10 @@ def _activated(
     N, _, out_n, _ = sizes
     T: gl.constexpr = sums.shape[1]
     GROUP: gl.constexpr = group_of(W)
-    first = first_column(n, LOWER, W, ACT[1])
+    first = first_column(n, LOWER, W, ACT.gated)
     if up_g_ptr is None:
         sums = under_global(sums, g_ptr, expert)
-    if ACT[1]:
+    if ACT.gated:
         gate, up = sums.reshape([4, 2, 8, T]).permute([0, 2, 3, 1]).split()
         gate, up = gate.reshape([32, T]), up.reshape([32, T])
         if up_g_ptr is not None:
@@ -322,16 +321,16 @@ def _activated(
         m = gl.arange(0, 32, gl.SliceLayout(1, gate.type.layout))
         column = first + m // 8 * GROUP + column_in(m % 8, W, ACT)
         inside = column < out_n
-        row = 2 * column if ACT[2] else column
+        row = 2 * column if ACT.interleaved else column
         gate = _biased(gate, bias_ptr, expert, row, inside, N)
-        up = _biased(up, bias_ptr, expert, row + (1 if ACT[2] else out_n), inside, N)
+        up = _biased(up, bias_ptr, expert, row + (1 if ACT.interleaved else out_n), inside, N)
         out = activate_gated(gate, up, ACT)
     else:
         m = gl.arange(0, ROWS // 2, gl.SliceLayout(1, sums.type.layout))
         column = first + m // 16 * GROUP + column_in(m % 16, W, ACT)
         inside = column < out_n
         out = _biased(sums, bias_ptr, expert, column, inside, N)
-        if ACT[0] is not None:
+        if ACT.kind is not None:
             out = activate(out, ACT)
     return gl.where(inside[:, None], out, 0.0)
 
@@ -345,19 +344,19 @@ def _store(sums, output, tile, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT:
     T: gl.constexpr = sums.shape[1]
     out = _activated(sums, output, expert, n, sizes, LOWER, W, ACT).to(out_ptr.dtype.element_ty)
     C: gl.constexpr = out.shape[0]
-    LINEAR: gl.constexpr = ACT[0] is None
+    LINEAR: gl.constexpr = ACT.kind is None
     if LINEAR:
         place = first_column(n, LOWER, W, False)
     else:
         # Groups, eight rows of them, and within these bits, in the order of places.
         out = out.reshape([4, C // 32, 2, 2, 2, T])
-        if W[5] == 8:  # noqa: SIM108  (known when this is compiled)
+        if W.bits == 8:  # noqa: SIM108  (known when this is compiled)
             out = out.permute([1, 2, 3, 0, 4, 5])
         else:
             out = out.permute([1, 3, 4, 0, 2, 5])
         place = n * (2 * C) + C * LOWER
     # Runs of places side by side, in a layout in which a thread has eight of a token.
-    RUN: gl.constexpr = 16 if LINEAR and W[5] != 8 else C
+    RUN: gl.constexpr = 16 if LINEAR and W.bits != 8 else C
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8, 1], [C // RUN, RUN // 8, 256 // C], [1, 1, gl.num_warps()], [1, 0, 2]
     )
@@ -398,7 +397,7 @@ def _run_tile(
     _, tokens, _, _ = rings
     expert, end, row, n = tile
     # Outputs of so many tokens at a time take the shared memory that is left.
-    AT_ONCE: gl.constexpr = 64 if ACT[1] else 32
+    AT_ONCE: gl.constexpr = 64 if ACT.gated else 32
     accs = _multiply(rings, step, sizes, scales, tile, LOWER, PARTS, W, ACT)
     for p in gl.static_range(len(PARTS)):
         pieces = (accs[p],)
@@ -473,7 +472,7 @@ def _grouped_codes(
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     HALVES: gl.constexpr = halves_of(W)
     tokens = gl.allocate_shared_memory(x_desc.dtype, [HALVES * STAGES, TOKENS, BOX], of_x)
-    if W[5] == 6:
+    if W.bits == 6:
         codes = w_desc
     else:
         codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 4, 16, 16], w_desc.layout)
@@ -510,14 +509,14 @@ def launch(
     out: Tensor,
     tiles: TileMap,
     weight: Weight,
-    act: tuple,
+    act: Act,
 ) -> None:
     """Run one product over sorted, arranged rows; its output is arranged if `act` has a kind.
 
     `runs_codes_on_hopper` in grouped.py says which layers it takes.
     """
     _, N, words = w_ENW.shape
-    gated, interleaved, bits = act[1], act[2], weight[5]
+    gated, interleaved, bits = act.gated, act.interleaved, weight.bits
     w_desc, up_desc = (w_ENW.view(torch.int64), None)
     if bits != 6:
         w_desc, up_desc = _boxed(w_ENW, interleaved, group_of(weight))

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moe_ops.kernels.triton import Weight, replay
+from moe_ops.kernels.triton import LINEAR, Act, Weight, replay
 from moe_ops.kernels.triton.experts.combine import sum_rows
 from moe_ops.kernels.triton.experts.float8 import LARGEST_CODE, SMALLEST_SCALE
 from moe_ops.kernels.triton.experts.given import in_rows
@@ -67,13 +67,12 @@ from moe_ops.kernels.triton.launch import processors
 BLOCK_K = 128
 STAGES = 4  # 48 KiB each, beside at most 32 KiB of outputs: all that a block has
 ROWS, SUM, CHUNK, STEP = (gl.constexpr(n) for n in (HALF_M, HALF_N, CHUNK_N, BLOCK_K))
-LINEAR = (None, False, False, 1.0, None, 0.0)
 
 
 @gluon.jit
 def _group(row, N, W: gl.constexpr):
     """The scales of a row of W among those of its expert; of a row that is not there any."""
-    DOWN: gl.constexpr = W[1]
+    DOWN: gl.constexpr = W.down
     if DOWN == -1:
         return row * 0
     else:
@@ -87,12 +86,12 @@ def _at(scales, tile, N, K, W: gl.constexpr, ACT: gl.constexpr):
     expert, end, row, n = tile
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, CHUNK_LAYOUT))
     rows = gl.minimum(rows, end - 1)
-    if ACT[2]:  # rows 2 i of the gate and 2 i + 1 of up
+    if ACT.interleaved:  # rows 2 i of the gate and 2 i + 1 of up
         row_0 = n * 2 * SUM
         row_1, row_2, row_3 = row_0 + 2 * CHUNK, row_0 + 1, row_0 + 2 * CHUNK + 1
     else:
-        row_0 = n * SUM if ACT[1] else n * 2 * SUM
-        row_2 = N // 2 + row_0 if ACT[1] else row_0 + SUM
+        row_0 = n * SUM if ACT.gated else n * 2 * SUM
+        row_2 = N // 2 + row_0 if ACT.gated else row_0 + SUM
         row_1, row_3 = row_0 + CHUNK, row_2 + CHUNK
     across = gl.cdiv(K, STEP)
     first = expert * down
@@ -171,7 +170,7 @@ def _multiply(
     _, _, full, empty = rings
     STAGES: gl.constexpr = full.shape[0]
     chunks, where, out_n = pending
-    KIND: gl.constexpr = W[3]
+    KIND: gl.constexpr = W.kind
     EACH: gl.constexpr = len(chunks) // 2
     stage = step % STAGES
     mbarrier.wait(full.index(stage), step // STAGES & 1)
@@ -233,7 +232,7 @@ def _finish(accs, output, made, tile, N, out_n, DTYPE: gl.constexpr, ACT: gl.con
     """The outputs in chunks of 64 columns, and the first column."""
     a, b, c, d = accs
     expert, _, _, n = tile
-    if ACT[1]:
+    if ACT.gated:
         col = n * SUM
         left = gated_columns(a, c, output, expert, col, N, ACT)
         right = gated_columns(b, d, output, expert, col + CHUNK, N, ACT)
@@ -272,9 +271,9 @@ def _consume(
     N, K = sizes
     STAGES: gl.constexpr = full.shape[0]
     no_chunk = gl.zeros([ROWS, CHUNK], output[1].dtype, CHUNK_LAYOUT)
-    CHUNKS: gl.constexpr = 2 if ACT[1] else 4
-    out_n = N // 2 if ACT[1] else N
-    chunks = (no_chunk, no_chunk) if ACT[1] else (no_chunk, no_chunk, no_chunk, no_chunk)
+    CHUNKS: gl.constexpr = 2 if ACT.gated else 4
+    out_n = N // 2 if ACT.gated else N
+    chunks = (no_chunk, no_chunk) if ACT.gated else (no_chunk, no_chunk, no_chunk, no_chunk)
     stored_row = 0
     stored_end = 0
     stored_col = 0
@@ -381,7 +380,7 @@ def launch(
     tiles: TileMap,
     weight: Weight,
     dtype: torch.dtype,
-    act: tuple,
+    act: Act,
 ) -> None:
     """Run one product over sorted rows. Its output is of `dtype`, or is quantised from it if there
     is a place for its scales; the backend refuses weights that it does not take."""
@@ -390,7 +389,7 @@ def launch(
     bytes_128 = gl.NVMMASharedLayout(128, 8, rank=2)
     w_desc, up_desc = (
         TensorDescriptor.from_tensor(w, [HALF_N, BLOCK_K], bytes_128)
-        for w in ((w_2d[::2], w_2d[1::2]) if act[2] else (w_2d, w_2d))
+        for w in ((w_2d[::2], w_2d[1::2]) if act.interleaved else (w_2d, w_2d))
     )
     bits = 8 * out.element_size()
     stored = gl.NVMMASharedLayout(CHUNK_N * bits // 8, bits, rank=2)

@@ -16,9 +16,7 @@ What the functions below share is as in `hopper.py`, and
     tokens  the rows of x of a slot's tile as `notes` has the tile, -1 past its end: registers are
             short
     scales  of codes, else None: of A, of W, and static ones of the output if it has any
-    S       of codes, else None: (rows of W that share a scale, 1 or -1 for all; the kind of these;
-            what of A has a scale, and what of the output a static one: "row" (none), "expert" or
-            "tensor"; the dtype that the output is rounded to before it is quantised)
+    S       of codes a `Scaling`, else None
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moe_ops.kernels.triton import Weight, replay
+from moe_ops.kernels.triton import Act, Constant, Weight, replay
 from moe_ops.kernels.triton.experts.hopper import (
     BLOCK_M,
     BLOCK_N,
@@ -113,7 +111,7 @@ def _copy_gathered(
         mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
         mbarrier.expect(bar, W_BYTES)
         k = i * BLOCK_K
-        copy_w(w_descs, tile[0], tile[3], k, bar, w_bufs.index(stage), N, ACT[1], ACT[2])
+        copy_w(w_descs, tile[0], tile[3], k, bar, w_bufs.index(stage), N, ACT)
         token = tokens.load(gl.SliceLayout(1, layout))
         mask = (token >= 0)[:, None]
         if not EVEN_K:
@@ -196,11 +194,11 @@ def _row_scales(chunk, scales, tile, S: gl.constexpr):
     else:
         expert, end, row, _ = tile
         layout: gl.constexpr = gl.SliceLayout(1, chunk.type.layout)
-        if S[2] == "row":
+        if S.of_a == "row":
             rows = row + gl.arange(0, chunk.shape[0], layout)
             return gl.load(scales[0] + gl.minimum(rows, end - 1))
         else:
-            scale = gl.load(scales[0] + (expert if S[2] == "expert" else 0))
+            scale = gl.load(scales[0] + (expert if S.of_a == "expert" else 0))
             return scale + gl.zeros([chunk.shape[0]], gl.float32, layout)
 
 
@@ -212,17 +210,17 @@ def _scaled(
     if S is None:
         return chunk
     else:
-        KIND: gl.constexpr = S[1]
+        KIND: gl.constexpr = S.kind
         CHUNK: gl.constexpr = chunk.shape[1]
         expert, _, _, n = tile
-        if S[0] == -1:
+        if S.down == -1:
             factor = (a_scale * finite(scale_of(gl.load(scales[1] + expert), KIND)))[:, None]
         else:
-            STRIDE: gl.constexpr = 2 if ACT[2] else 1
+            STRIDE: gl.constexpr = 2 if ACT.interleaved else 1
             col = n * (4 * CHUNK) + i * CHUNK
-            if ACT[1]:
+            if ACT.gated:
                 col = (n * (2 * CHUNK) + i % 2 * CHUNK) * STRIDE
-                col += i // 2 * (1 if ACT[2] else N // 2)
+                col += i // 2 * (1 if ACT.interleaved else N // 2)
             cols = col + STRIDE * gl.arange(0, CHUNK, gl.SliceLayout(0, chunk.type.layout))
             scale = gl.load(scales[1] + expert.to(gl.int64) * N + gl.minimum(cols, N - 1))
             factor = a_scale[:, None] * finite(scale_of(scale, KIND))[None, :]
@@ -232,16 +230,16 @@ def _scaled(
 @gluon.constexpr_function
 def scaled_at_once(S, at_once):
     """S for the chunks that are scaled all at once, or for those that are not; None for others."""
-    return S if S is not None and (S[3] == "row") == at_once else None
+    return S if S is not None and (S.of_out == "row") == at_once else None
 
 
 @gluon.jit
 def _static_scale(scales, expert, S: gl.constexpr):
     """The static scale of the output, of a tile; 1 if there is none."""
-    if S is None or S[3] == "row":
+    if S is None or S.of_out == "row":
         return 1.0
     else:
-        return gl.load(scales[2] + (expert if S[3] == "expert" else 0))
+        return gl.load(scales[2] + (expert if S.of_out == "expert" else 0))
 
 
 @gluon.jit
@@ -263,10 +261,10 @@ def _quotient(x, scale):
 def _rounded(chunk, output, scale, S: gl.constexpr):
     """64 columns of the output as they are stored."""
     TO: gl.constexpr = output[1].dtype
-    if S is None or S[3] == "row":
+    if S is None or S.of_out == "row":
         chunk = chunk.to(TO)
     else:
-        FROM: gl.constexpr = S[4]
+        FROM: gl.constexpr = S.dtype
         x = _quotient(as_held(chunk, FROM), scale)
         if TO == gl.int8:
             near = gl.minimum(gl.maximum(gl.where(x == x, x, 0.0), -127.0), 127.0)
@@ -294,7 +292,7 @@ def _finish(acc, output, scales, tile, N, S: gl.constexpr, ACT: gl.constexpr):
     c = _scaled(c, 2, a_scale, scales, tile, N, NOW, ACT)
     d = _scaled(d, 3, a_scale, scales, tile, N, NOW, ACT)
     a = _scaled(a, 0, a_scale, scales, tile, N, THEN, ACT)
-    if ACT[1]:
+    if ACT.gated:
         col = n * (2 * CHUNK)
         c = _scaled(c, 2, a_scale, scales, tile, N, THEN, ACT)
         left = _rounded(gated_columns(a, c, output, expert, col, N, ACT), output, static, S)
@@ -341,9 +339,9 @@ def _consume(
     UNIT_N: gl.constexpr = BLOCK_N // 2 if INT8 else BLOCK_N
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, UNIT_N, UNIT_K])
     no_chunk = gl.zeros([HALF_M, BLOCK_N // 4], output[1].dtype, CHUNK_LAYOUT)
-    CHUNKS: gl.constexpr = 2 if ACT[1] else 4
-    out_n = N // 2 if ACT[1] else N
-    pending = (no_chunk, no_chunk) if ACT[1] else (no_chunk, no_chunk, no_chunk, no_chunk)
+    CHUNKS: gl.constexpr = 2 if ACT.gated else 4
+    out_n = N // 2 if ACT.gated else N
+    pending = (no_chunk, no_chunk) if ACT.gated else (no_chunk, no_chunk, no_chunk, no_chunk)
     pending_row = 0
     pending_end = 0
     pending_col = 0
@@ -481,6 +479,19 @@ def _grouped(
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Scaling(Constant):
+    """How sums of codes are scaled, S of the kernel: rows of W that share a scale, 1 or -1 for all,
+    and the kind of these; what of A has a scale, and what of the output a static one: "row" (none),
+    "expert" or "tensor"; the dtype that the output is rounded to before it is quantised."""
+
+    down: int
+    kind: str
+    of_a: str
+    of_out: str
+    dtype: gl.dtype
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
     """Of a product of codes: of A a scale for each row, each expert or all; of W; and static ones
@@ -494,11 +505,11 @@ class Scales:
     dtype: torch.dtype = torch.bfloat16
 
     @property
-    def constant(self) -> tuple:
+    def constant(self) -> Scaling:
         """What the kernel has of it when it is compiled."""
         made = "row" if self.out is None else each(self.out)
         dtype = gl.bfloat16 if self.dtype == torch.bfloat16 else gl.float16
-        return (self.weight[1], self.weight[3], self.a_each, made, dtype)
+        return Scaling(self.weight.down, self.weight.kind, self.a_each, made, dtype)
 
 
 def each(scale: Tensor) -> str:
@@ -514,13 +525,13 @@ def launch(
     out: Tensor,
     tiles: TileMap,
     top_k: int | None,
-    act: tuple,
+    act: Act,
     scales: Scales | None = None,
 ) -> None:
     """Run the product; `runs_on_hopper` in grouped.py says which operands it takes, and the backend
     which codes."""
     E, N, K = w_ENK.shape
-    interleaved = act[2]
+    interleaved = act.interleaved
     block_k = ROW_BYTES // w_ENK.element_size()
     w_2d = w_ENK.view(E * N, K)
     swizzled = gl.NVMMASharedLayout(ROW_BYTES, 8 * w_ENK.element_size(), rank=2)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton import replay
+from moe_ops.kernels.triton import Act, replay
 from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.experts.tile_map import ENTRY, TileMap
 from moe_ops.kernels.triton.launch import shared_memory
@@ -33,7 +33,7 @@ def launch(
     out: Tensor,
     tiles: TileMap,
     top_k: int | None,
-    act: tuple,
+    act: Act,
 ) -> None:
     """Write the product of all rows, those of `a` gathered by `rows` if there are any."""
     config = config_of(a, out.shape[0], w_ENK)
@@ -105,11 +105,8 @@ def _grouped(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile by one program: any strides, any GPU. Rows are gathered where TOP_K is given.
-
-    ACT is (kind or None, gated, interleaved, alpha, limit, up_shift).
-    """
-    GATED: tl.constexpr = ACT[1]
+    """One tile by one program: any strides, any GPU. Rows are gathered where TOP_K is given."""
+    GATED: tl.constexpr = ACT.gated
     tile = tl.program_id(0)
     if tile >= tl.load(tiles_ptr) * n_tiles:
         return
@@ -126,7 +123,7 @@ def _grouped(
     columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = columns < N
     w_rows = columns
-    if GATED and not ACT[2]:
+    if GATED and not ACT.interleaved:
         w_rows = columns // 2 + columns % 2 * (N // 2)
     a_rows = rows
     if TOP_K is not None:
@@ -158,7 +155,7 @@ def _grouped(
         out_n = N // 2
     else:
         value = acc
-        if ACT[0] is not None:
+        if ACT.kind is not None:
             value = activate(acc, ACT)
         out_columns = columns
         out_n = N

@@ -13,7 +13,7 @@ What the functions share:
     notes   where the producer writes the tile of a slot: one place for even, one for odd slots
     relay   where one thread of a producer leaves a number for the others
     output  bias or None, descriptor and pointer of the output
-    ACT     (kind or None, gated, interleaved, alpha, limit, up_shift)
+    ACT     an `Act`
 """
 
 from __future__ import annotations
@@ -157,14 +157,14 @@ def told(notes, slot):
 
 
 @gluon.jit
-def copy_w(w_descs, expert, n, k, full, stage, N, GATED: gl.constexpr, INTERLEAVED: gl.constexpr):
+def copy_w(w_descs, expert, n, k, full, stage, N, ACT: gl.constexpr):
     """Two boxes of 128 rows of W[expert]: gate rows and up rows, if it has both."""
     left, right = w_descs
     HALF: gl.constexpr = stage.shape[0] // 2
-    if INTERLEAVED:  # the descriptors are of the even and of the odd rows
+    if ACT.interleaved:  # the descriptors are of the even and of the odd rows
         row = expert * (N // 2) + n * HALF
         right_row = row
-    elif GATED:
+    elif ACT.gated:
         row = expert * N + n * HALF
         right_row = row + N // 2
     else:
@@ -193,7 +193,7 @@ def copy_rows(first, last, tile, a_desc, w_descs, rings, sizes, step, ACT: gl.co
         mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
         mbarrier.expect(bar, W_BYTES + HALF_BYTES, pred=not both)
         mbarrier.expect(bar, W_BYTES + 2 * HALF_BYTES, pred=both)
-        copy_w(w_descs, expert, n, k, bar, w_bufs.index(stage), sizes[0], ACT[1], ACT[2])
+        copy_w(w_descs, expert, n, k, bar, w_bufs.index(stage), sizes[0], ACT)
         upper = a_bufs.index(stage).slice(0, HALF_M)
         lower = a_bufs.index(stage).slice(HALF_M, HALF_M)
         tma_load(a_desc, [row, k], bar, upper)
@@ -265,7 +265,7 @@ def add_bias(acc, bias_ptr, expert, col, N, STRIDE: gl.constexpr):
 def gated_columns(gate, up, output, expert, col, N, ACT: gl.constexpr):
     """The output of columns from `col` on, in float32."""
     bias_ptr, _, _ = output
-    if ACT[2]:
+    if ACT.interleaved:
         gate = add_bias(gate, bias_ptr, expert, 2 * col, N, 2)
         up = add_bias(up, bias_ptr, expert, 2 * col + 1, N, 2)
     else:
@@ -279,7 +279,7 @@ def columns(acc, output, expert, col, N, ACT: gl.constexpr):
     """The output of columns from `col` on, in float32."""
     bias_ptr, _, _ = output
     acc = add_bias(acc, bias_ptr, expert, col, N, 1)
-    if ACT[0] is not None:
+    if ACT.kind is not None:
         acc = activate(acc, ACT)
     return acc
 

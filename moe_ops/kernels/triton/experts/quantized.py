@@ -62,7 +62,7 @@ class Codes:
     @property
     def quantises(self) -> bool:
         """Whether inputs have 8 bits."""
-        return self.weight[4]
+        return self.weight.inputs_8
 
     @property
     def by_row(self) -> bool:
@@ -72,11 +72,11 @@ class Codes:
     @property
     def dtype(self) -> torch.dtype:
         """Of codes of 8 bits, of weights and of inputs."""
-        return torch.int8 if self.weight[0] == "int8" else torch.float8_e4m3fn
+        return torch.int8 if self.weight.element == "int8" else torch.float8_e4m3fn
 
     @property
     def bits(self) -> int:
-        return self.weight[5]
+        return self.weight.bits
 
     def weigh(self, weights_TK: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """(weights that h is multiplied by, weights of the last sum): one is None. It is the former
@@ -202,8 +202,8 @@ def finite(scale):
 @triton.jit
 def group_row(e, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr):
     """The place of a row's first scale among those of all experts [E, row groups, groups]."""
-    DOWN: tl.constexpr = W[1]
-    ACROSS: tl.constexpr = W[2]
+    DOWN: tl.constexpr = W.down
+    ACROSS: tl.constexpr = W.across
     down: tl.constexpr = 1 if DOWN == -1 else (ROWS + DOWN - 1) // DOWN
     across: tl.constexpr = 1 if ACROSS == -1 else (COLUMNS + ACROSS - 1) // ACROSS
     group = 0 * row if DOWN == -1 else row // DOWN
@@ -221,7 +221,7 @@ def spread(values_MG, EACH: tl.constexpr):
 @triton.constexpr_function
 def by_row(W):
     """As that of `Codes`: inputs in groups have weights in groups of as many columns."""
-    return W is not None and W[4] and W[2] == -1
+    return W is not None and W.inputs_8 and W.across == -1
 
 
 @triton.jit
@@ -241,7 +241,7 @@ def add_product(
         )  # fmt: skip
         s_M = tl.load(s_ptr + group_M, mask=inside_M, other=0)
         t_N = tl.load(t_ptr + token_N, mask=inside_N, other=0.0)
-        KIND: tl.constexpr = W[3]
+        KIND: tl.constexpr = W.kind
         factor_MN = finite(scale_of(s_M, KIND))[:, None] * t_N[None, :]
         acc_MN += sum_MN.to(tl.float32) * factor_MN
     else:
@@ -258,7 +258,7 @@ def add_steps(
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """The same, where scales are those of a step or less."""
-    BITS: tl.constexpr = W[5]
+    BITS: tl.constexpr = W.bits
     s_MG, z_MG, t_N = factors(
         s_ptr, z_ptr, t_ptr, group_M, inside_M, token_N, inside_N, 0, COLUMNS, STEP, W
     )
@@ -292,7 +292,7 @@ def factors(
 ):  # fmt: skip
     """(scales, zero points, scales of tokens) of a step, as they are stored: [M, groups of the
     step] and [tokens]. Instead of those that there are none of: anything."""
-    GROUP: tl.constexpr = W[2]
+    GROUP: tl.constexpr = W.across
     LARGE: tl.constexpr = GROUP == -1 or GROUP >= STEP
     GROUPS: tl.constexpr = 1 if LARGE else STEP // GROUP
     g = tl.arange(0, GROUPS)
@@ -319,7 +319,7 @@ def rescaled(acc_MN, W: tl.constexpr, DTYPE: tl.constexpr):
     """The sum of all products. Codes of float4 in bfloat16 are 2**-126 of their values, and scales
     were multiplied by 2**64, so that those from 2**-64 to 2**63 stay exact. So are those of float6,
     or 2**-124."""
-    ELEMENT: tl.constexpr = W[0]
+    ELEMENT: tl.constexpr = W.element
     if DTYPE == tl.bfloat16:
         if ELEMENT == "float4_e2m1" or ELEMENT == "float6_e2m3":
             acc_MN = acc_MN * 4.611686018427387904e18
@@ -446,9 +446,9 @@ def add_words(
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = x_1N.dtype.element_ty
-    ELEMENT: tl.constexpr = W[0]
-    GROUP: tl.constexpr = W[2]
-    KIND: tl.constexpr = W[3]
+    ELEMENT: tl.constexpr = W.element
+    GROUP: tl.constexpr = W.across
+    KIND: tl.constexpr = W.kind
     FLOAT: tl.constexpr = ELEMENT == "float4_e2m1"
     LARGE: tl.constexpr = GROUP == -1 or GROUP >= STEP
     IN_SUM: tl.constexpr = LARGE and acc_MN.shape[1] <= MOST_IN_SUM
@@ -485,8 +485,8 @@ def add_sixes(
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = x_1N.dtype.element_ty
-    ELEMENT: tl.constexpr = W[0]
-    KIND: tl.constexpr = W[3]
+    ELEMENT: tl.constexpr = W.element
+    KIND: tl.constexpr = W.kind
     RUNS: tl.constexpr = STEP // 32
     M: tl.constexpr = acc_MN.shape[0]
     tl.static_assert(STEP == 128)  # among so many columns tokens are arranged
@@ -608,10 +608,10 @@ def add_bytes(
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = x_1N.dtype.element_ty
-    ELEMENT: tl.constexpr = W[0]
-    GROUP: tl.constexpr = W[2]
-    KIND: tl.constexpr = W[3]
-    INPUTS_8: tl.constexpr = W[4]
+    ELEMENT: tl.constexpr = W.element
+    GROUP: tl.constexpr = W.across
+    KIND: tl.constexpr = W.kind
+    INPUTS_8: tl.constexpr = W.inputs_8
     LARGE: tl.constexpr = GROUP == -1 or GROUP >= STEP
     IN_SUM: tl.constexpr = LARGE and (INPUTS_8 or acc_MN.shape[1] <= MOST_IN_SUM)
     d = start + tl.arange(0, STEP)
@@ -647,7 +647,7 @@ def sum_of_bytes(
 ):  # fmt: skip
     """[M, N]: products of codes of 8 bits with those of tokens, before all scales: int32 of int8.
     Of float8 the unit of Hopper keeps 14 bits of a sum, so that each step makes one of its own."""
-    INT8: tl.constexpr = W[0] == "int8"
+    INT8: tl.constexpr = W.element == "int8"
     sum_MN = tl.zeros((M, N), tl.int32 if INT8 else tl.float32)
     for start in range(0, COLUMNS, STEP):
         d = start + tl.arange(0, STEP)
@@ -666,9 +666,9 @@ def sum_of_bytes(
 
 def as_stored(w: Tensor, weight: Weight) -> Tensor:
     """A weight of codes as the kernels load it: words, or bytes."""
-    return w.view(torch.int32) if weight[5] < 8 else w
+    return w.view(torch.int32) if weight.bits < 8 else w
 
 
 def scales_as_stored(scale: Tensor, weight: Weight) -> Tensor:
     """Scales as the kernels load them: those of float8 as bytes, which every GPU has."""
-    return scale.view(torch.uint8) if weight[3] == "float8_e4m3fn" else scale
+    return scale.view(torch.uint8) if weight.kind == "float8_e4m3fn" else scale

@@ -100,7 +100,7 @@ def code_tiles(rows_per_expert: float, width: int, codes: Codes, memory: int) ->
     if sums:
         return _tiles(BN, (64, 128, 4, 4), (128, 128, 4, 4))
     if BN <= 32:
-        mxfp4 = codes.weight[0] == "float4_e2m1" and codes.weight[2] == 32
+        mxfp4 = codes.weight.element == "float4_e2m1" and codes.weight.across == 32
         down = (128, 128, 3, 8) if mxfp4 and width >= LONG else (64, 128, 4, 4)
         return _tiles(BN, (32, 128, 4, 4), down)
     return _tiles(BN, (64, 128, 3, 8), (128, 128, 3, 8))
@@ -126,14 +126,14 @@ def tiles_of(
     codes, memory, (E, _, I) = layer.codes, shared_memory(x_TD), layer.sizes
     per_expert = ids_TK.numel() / (E if expert_map is None else expert_map.shape[0])
     if codes is None:
-        return fitting(tiles_for(per_expert, I), layer.act[1], 16, memory)
+        return fitting(tiles_for(per_expert, I), layer.act.gated, 16, memory)
     streams = few.few_streams(per_expert, layer) if few.takes(x_TD, layer) else None
     if streams is not None:
         return streams
     tiles = code_tiles(per_expert, I, codes, memory)
     if memory < HOPPER_MEMORY:
         memory -= DECODED
-    return fitting(tiles, layer.act[1], codes.bits, memory)
+    return fitting(tiles, layer.act.gated, codes.bits, memory)
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def rows_up(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Of static scales of h: EACH, whether each expert has one; DTYPE, what h is rounded to."""
-    GATED: tl.constexpr = ACT[1]
+    GATED: tl.constexpr = ACT.gated
     BF: tl.constexpr = 2 * BI if GATED else BI
     blocks: tl.constexpr = (H + BI - 1) // BI
     if PDL:
@@ -188,7 +188,7 @@ def rows_up(
     if weights_ptr is not None:
         weight_N = tl.load(weights_ptr + pair_N, mask=n < count, other=0.0).to(tl.float32)
         if static_ptr is not None:
-            h_IN, scale = codes_of_h(h_IN, static_ptr, e, EACH, DTYPE, W[0] == "int8")
+            h_IN, scale = codes_of_h(h_IN, static_ptr, e, EACH, DTYPE, W.element == "int8")
             mine_N = n < tl.where(block == 0, count, 0)  # one program of these rows is enough
             tl.store(h_scale_ptr + first + n, scale * weight_N, mask=mine_N)
         elif not by_row(W):

@@ -47,40 +47,36 @@ def doublings(n, axis, each=1):
 
 @gluon.constexpr_function
 def unit_layout(SIZES):
-    S, MW, _, _ = SIZES
-    return gl.NVMMADistributedLayout([2, 0], [S, MW, 1], [1, 16, 8])
+    return gl.NVMMADistributedLayout([2, 0], [SIZES.S, SIZES.MW, 1], [1, 16, 8])
 
 
 @gluon.constexpr_function
 def warps_of(SIZES, along_rows):
-    S, MW, _, _ = SIZES
-    rows = doublings(MW, 1, 16)
-    return (rows if along_rows else [[0, 0, 0]] * len(rows)) + doublings(S, 0)
+    rows = doublings(SIZES.MW, 1, 16)
+    return (rows if along_rows else [[0, 0, 0]] * len(rows)) + doublings(SIZES.S, 0)
 
 
 @gluon.constexpr_function
 def words_layout(SIZES, BITS):
     """Of words [S, M, words of a step]: four side by side of a row for each of four threads. Of six
     bits of a third of them [S, M, 4], which are pairs of words: a thread has three side by side."""
-    S, MW, MT, _ = SIZES
     if BITS == 6:
         return scales_layout(SIZES, 32)
-    registers = [*doublings(4, 2), [0, 8, 0], *doublings(MT, 1, 16 * MW)]
+    registers = [*doublings(4, 2), [0, 8, 0], *doublings(SIZES.MT, 1, 16 * SIZES.MW)]
     if BITS == 8:
         registers.append([0, 0, 16])
     lanes = [*doublings(4, 2, 4), *doublings(8, 1)]
-    shape = [S, 16 * MW * MT, 4 * BITS]
+    shape = [SIZES.S, 16 * SIZES.MW * SIZES.MT, 4 * BITS]
     return gl.DistributedLinearLayout(registers, lanes, warps_of(SIZES, True), [], shape)
 
 
 @gluon.constexpr_function
 def scales_layout(SIZES, GROUP):
     """Of scales [S, M, 4], one for each four words, where these lie; in groups of 16 [S, M, 8]."""
-    S, MW, MT, _ = SIZES
     each = 2 if GROUP == 16 else 1
     lanes = [*doublings(4, 2, each), *doublings(8, 1)]
-    registers = [*doublings(each, 2), [0, 8, 0], *doublings(MT, 1, 16 * MW)]
-    shape = [S, 16 * MW * MT, 4 * each]
+    registers = [*doublings(each, 2), [0, 8, 0], *doublings(SIZES.MT, 1, 16 * SIZES.MW)]
+    shape = [SIZES.S, 16 * SIZES.MW * SIZES.MT, 4 * each]
     return gl.DistributedLinearLayout(registers, lanes, warps_of(SIZES, True), [], shape)
 
 
@@ -88,27 +84,26 @@ def scales_layout(SIZES, GROUP):
 def tokens_layout(SIZES, BITS, EACH):
     """Of tokens [S, N, step / EACH], in elements of EACH columns: where the unit multiplies them
     with codes of so many bits."""
-    S, _, _, NT = SIZES
     run = 16 if BITS == 8 else 32  # columns that a thread has side by side
     registers = [*doublings(run // EACH, 2)]
     if BITS == 8:
         registers.append([0, 0, 64 // EACH])
-    registers += doublings(NT, 1, 8)
+    registers += doublings(SIZES.NT, 1, 8)
     lanes = [*doublings(4, 2, run // EACH), *doublings(8, 1)]
-    shape = [S, 8 * NT, STEP // EACH]
+    shape = [SIZES.S, 8 * SIZES.NT, STEP // EACH]
     return gl.DistributedLinearLayout(registers, lanes, warps_of(SIZES, False), [], shape)
 
 
 @gluon.constexpr_function
 def word_bits(W):
     """Of words as these kernels load them."""
-    return 64 if W[5] == 6 else 32
+    return 64 if W.bits == 6 else 32
 
 
 @gluon.constexpr_function
 def one_a_step(W):
     """As that of `Codes`."""
-    return W[2] in (-1, STEP)
+    return W.across in (-1, STEP)
 
 
 @gluon.constexpr_function
@@ -276,8 +271,8 @@ def operand_of(x, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr):
     """Tokens of a step as the unit's second operand [S, 128, N]."""
     S: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
-    BITS: gl.constexpr = W[5]
-    INT8: gl.constexpr = W[0] == "int8"
+    BITS: gl.constexpr = W.bits
+    INT8: gl.constexpr = W.element == "int8"
     if x.dtype == gl.int32:  # of four codes
         x = values_of_8(x, INT8, DTYPE).permute([0, 2, 1])
     elif BITS == 4:
@@ -332,7 +327,7 @@ def load_step(
 def load_scales(ptr, at, end, step, W: gl.constexpr, MASKED: gl.constexpr):
     """Scales or zero points of a step, at `at`: of rows where those of a step are one, else of
     groups; 0 at and past the end."""
-    GROUP: gl.constexpr = W[2]
+    GROUP: gl.constexpr = W.across
     if GROUP != -1:
         at += step * (COLUMNS_OF_STEP // GROUP)
     if MASKED:
@@ -348,9 +343,9 @@ def load_all(
 ):  # fmt: skip
     """(codes, scales, zero points) of a step; anything for those that there are none of."""
     w_SM, here_S, s_ptr, z_ptr, at, end = weights
-    layout: gl.constexpr = words_layout(SIZES, W[5])
+    layout: gl.constexpr = words_layout(SIZES, W.bits)
     MASKED: gl.constexpr = SOME or ragged(COLUMNS, C)
-    if W[5] == 6:
+    if W.bits == 6:
         w = (
             load_step(w_SM, here_S, step, COLUMNS, C, layout, SOME, "evict_first", 3),
             load_step(w_SM + 1, here_S, step, COLUMNS, C, layout, SOME, "evict_first", 3),
@@ -375,7 +370,7 @@ def load_tokens(
     """(tokens, their scales) of a step; anything for scales that there are none of."""
     x_SN, t_ptr, t_at = tokens
     EACH: gl.constexpr = 4 if x_SN.dtype.element_ty == gl.int32 else 1
-    layout: gl.constexpr = tokens_layout(SIZES, W[5], EACH)
+    layout: gl.constexpr = tokens_layout(SIZES, W.bits, EACH)
     x = load_step(x_SN, here_S, step, COLUMNS, C, layout, SOME, "")
     t = t_at
     if t_ptr is not None and not by_row(W):
@@ -432,16 +427,16 @@ def add_step(
     """acc and the product of what `load_all` and `load_tokens` gave."""
     codes, x, t = loaded
     w, s, z = codes
-    ELEMENT: gl.constexpr = W[0]
-    KIND: gl.constexpr = W[3]
+    ELEMENT: gl.constexpr = W.element
+    KIND: gl.constexpr = W.kind
     IN_SUM: gl.constexpr = one_a_step(W)
     FLOAT: gl.constexpr = ELEMENT == "float4_e2m1"
-    INT8: gl.constexpr = W[0] == "int8"
+    INT8: gl.constexpr = W.element == "int8"
     b = operand_of(x, W, DTYPE, SIZES)
     operand: gl.constexpr = gl.DotOperandLayout(0, unit_layout(SIZES), 2)
-    if W[5] == 8:
+    if W.bits == 8:
         a = values_of_8(w, INT8, DTYPE)
-    elif W[5] == 6:
+    elif W.bits == 6:
         a = values_of_6(w, scale_pairs(s, KIND, True, DTYPE), ELEMENT, DTYPE)
     else:
         less = less_zero(z, ELEMENT == "uint4", DTYPE)

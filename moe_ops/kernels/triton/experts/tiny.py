@@ -127,7 +127,7 @@ def tiles_of(
         return few.one_streams(K, layer)
     tiles = tiles_for(T, K, D, I, processors(x_TD)) if codes is None else code_tiles(K, codes)
     bits = 16 if codes is None else codes.bits
-    return fitting(tiles, T, layer.act[1], bits, shared_memory(x_TD))
+    return fitting(tiles, T, layer.act.gated, bits, shared_memory(x_TD))
 
 
 @triton.jit
@@ -180,7 +180,7 @@ def tiny_up(
     share[p, t] is weight[t, e], for tiny_down to weigh biases with, or for h to be weighed with
     that is quantised by rows. EACH and DTYPE are as those of `rows_up`.
     """
-    GATED: tl.constexpr = ACT[1]
+    GATED: tl.constexpr = ACT.gated
     BF: tl.constexpr = 2 * BI if GATED else BI
     blocks: tl.constexpr = (H + BI - 1) // BI
     pair = tl.program_id(0) // blocks
@@ -243,7 +243,7 @@ def tiny_up(
     if by_row(W):
         h_IN = tl.where(chosen_N[None, :], h_IN, 0.0)
         if static_ptr is not None:
-            h_IN, scale = codes_of_h(h_IN, static_ptr, e, EACH, DTYPE, W[0] == "int8")
+            h_IN, scale = codes_of_h(h_IN, static_ptr, e, EACH, DTYPE, W.element == "int8")
             mine_N = n < tl.where(block == 0, T, 0)  # one of the pair's programs is enough
             tl.store(h_scale_ptr + pair * T + n, scale * weight_N, mask=mine_N)
     else:

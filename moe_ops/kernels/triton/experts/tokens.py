@@ -21,8 +21,8 @@ from moe_ops.kernels.triton.replay import launch
 @triton.jit
 def column_of(i, W: tl.constexpr):
     """Where column i of the tokens of a product is stored, once arranged."""
-    if W is not None and W[5] < 8:
-        i = place_of(i, W[5])
+    if W is not None and W.bits < 8:
+        i = place_of(i, W.bits)
     return i
 
 
@@ -61,13 +61,13 @@ def column_at(place, BITS: tl.constexpr):
 
 def arranged(columns: int, weight: Weight) -> int:
     """The columns of arranged tokens: whole blocks, the rest of which are zeros."""
-    block = STEP // 2 if weight[5] == 8 else STEP
+    block = STEP // 2 if weight.bits == 8 else STEP
     return triton.cdiv(columns, block) * block
 
 
 def stored(columns: int, weight: Weight | None) -> int:
     """As many columns as tokens are stored with: arranged ones fill whole blocks, with zeros."""
-    return columns if weight is None or weight[5] == 8 else arranged(columns, weight)
+    return columns if weight is None or weight.bits == 8 else arranged(columns, weight)
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def arrange(
     pdl, options = pdl_options(x_TD)
     launch(
         arrange_kernel, (T, triton.cdiv(D, BD)), x_TD, inverse_R, out, x_TD.stride(0),
-        K=top_k, D=D, OUT=out.shape[1], BITS=weight[5], BD=BD, PDL=pdl, num_warps=4, **options,
+        K=top_k, D=D, OUT=out.shape[1], BITS=weight.bits, BD=BD, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
     return out
 
@@ -138,7 +138,7 @@ def quantise_kernel(
 def quantise(x_TD: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
     """Codes of float8, and float32 scales [T, groups], of tokens for weights with inputs of 8
     bits."""
-    (T, D), group = x_TD.shape, weight[2]
+    (T, D), group = x_TD.shape, weight.across
     groups = triton.cdiv(D, group)
     codes_TD = x_TD.new_empty(T, D, dtype=torch.float8_e4m3fn)
     scale_TG = x_TD.new_empty(T, groups, dtype=torch.float32)

@@ -8,25 +8,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton import Weight
+from moe_ops.kernels.triton import Act, Weight
 from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.experts.quantized import Codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The weights of a layer, their biases, and the activation between them.
-
-    act: (kind, gated, interleaved, alpha, limit, up shift), as `activate` takes them. Weights of
-    codes are as `as_stored` gives them.
-    """
+    """The weights of a layer, their biases, and the activation between them. Weights of codes are
+    as `as_stored` gives them."""
 
     w13_EFD: Tensor
     w2_EDI: Tensor
     b13_EF: Tensor | None
     b2_ED: Tensor | None
     transposed: bool
-    act: tuple[str, bool, bool, float, float | None, float]
+    act: Act
     codes: Codes | None = None
 
     @property
@@ -55,7 +52,7 @@ class Experts:
         common = None if self.codes is None else self.codes.global13_E
         if common is None or common.dim() == 1:
             return ""
-        return "pairs" if self.act[2] else "halves"
+        return "pairs" if self.act.interleaved else "halves"
 
     @property
     def scales2(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -88,9 +85,9 @@ def rows_at(
     Words are contiguous, so their strides are known when this is compiled. As arguments that 16
     does not divide they would keep words from being loaded side by side.
     """
-    if W is not None and W[5] < 8:
-        stride_row = COLUMNS * W[5] // 32
-        stride_e = ROWS * (COLUMNS * W[5] // 32)
+    if W is not None and W.bits < 8:
+        stride_row = COLUMNS * W.bits // 32
+        stride_e = ROWS * (COLUMNS * W.bits // 32)
     return (w_ptr + e.to(tl.int64) * stride_e + row_M.to(tl.int64) * stride_row)[:, None]
 
 
@@ -99,8 +96,8 @@ def up_rows(block, I: tl.constexpr, BI: tl.constexpr, ACT: tl.constexpr):
     """(rows, inside): the rows of w13 behind BI columns of h. Gate and up alternate where they do
     in the weight, so that neighbours stay neighbours; else the gates come first.
     """
-    GATED: tl.constexpr = ACT[1]
-    INTERLEAVED: tl.constexpr = ACT[2]
+    GATED: tl.constexpr = ACT.gated
+    INTERLEAVED: tl.constexpr = ACT.interleaved
     BF: tl.constexpr = 2 * BI if GATED else BI
     f = tl.arange(0, BF)
     if GATED and INTERLEAVED:
@@ -117,8 +114,8 @@ def activated(
     acc_FN, b_ptr, b_offset, row_F, inside_F, BI: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr
 ):
     """h [BI, BN] of the first product's tile, whose rows are as `up_rows` orders them."""
-    GATED: tl.constexpr = ACT[1]
-    INTERLEAVED: tl.constexpr = ACT[2]
+    GATED: tl.constexpr = ACT.gated
+    INTERLEAVED: tl.constexpr = ACT.interleaved
     if b_ptr is not None:
         bias_F = tl.load(b_ptr + b_offset + row_F, mask=inside_F, other=0.0)
         acc_FN += bias_F.to(tl.float32)[:, None]
