@@ -351,10 +351,11 @@ def factor_at(e, row_M, ROWS: tl.constexpr, SHARED: tl.constexpr):
 
 @triton.jit
 def under_globals(acc_MN, g_ptr, e, row_M, inside_M, ROWS: tl.constexpr, SHARED: tl.constexpr):
-    """The same of the first product, whose rows may have one of two global scales each."""
+    """The sum of the first product with an expert's weight, times the global scales of its rows, if
+    any: the expert's one, or where SHARED says so those at `factor_at`."""
     if g_ptr is not None:
         if SHARED == "":
-            acc_MN = acc_MN * tl.load(g_ptr + e)
+            acc_MN = under_global(acc_MN, g_ptr, e)
         else:
             at_M = factor_at(e, row_M, ROWS, SHARED)
             acc_MN = acc_MN * tl.load(g_ptr + at_M, mask=inside_M, other=0.0)[:, None]
