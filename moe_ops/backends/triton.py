@@ -23,7 +23,6 @@ from moe_ops.backends.strides import contiguous, in_words, with_rows
 from moe_ops.backends.triton_device import refuse_device
 from moe_ops.backends.triton_limits import max_tiny_tokens, most_rows_tokens, most_tiny_tokens
 from moe_ops.backends.triton_support import (
-    Formats,
     formats_of,
     inputs_of,
     supports_codes,
@@ -38,6 +37,7 @@ from moe_ops.registry.backend import ANY_NUMBER, Rows
 from moe_ops.registry.gradients import needs_grad
 
 Supports = Callable[[ExpertsCall], str | None]
+Formats = tuple[str, str, torch.dtype]  # of weights, of inputs; of results
 
 
 def supports_route(call: RouteCall) -> str | None:
@@ -79,8 +79,13 @@ def run_experts(
         return torch.empty_like(call.x_TD, dtype=call.dtype)
     from moe_ops.kernels.triton.replay import replay
 
-    rest = (kernel, call.transposed, call.activation, formats_of(call), tiles)
+    # Names of formats are looked up faster than what they stand for.
+    rest = (kernel, call.transposed, call.activation, _formats(call), tiles)
     return replay(_launch_experts, _tensors(call, residual_TD), rest)
+
+
+def _formats(call: ExpertsCall) -> Formats:
+    return call.w_format, call.x_format, call.dtype
 
 
 def _tensors(call: ExpertsCall, residual_TD: Tensor | None = None) -> tuple[Tensor | None, ...]:
@@ -98,7 +103,7 @@ def _tensors(call: ExpertsCall, residual_TD: Tensor | None = None) -> tuple[Tens
 def tiles_of(kernel: str, call: ExpertsCall) -> Any:
     """The tiles that a call of `tiny` or `rows` takes by the tables."""
     named = dict(zip(TENSORS, _tensors(call), strict=True))
-    layer = _layer(named, call.transposed, call.activation, formats_of(call))
+    layer = _layer(named, call.transposed, call.activation, _formats(call))
     module = importlib.import_module(f"moe_ops.kernels.triton.experts.{kernel}")
     return module.tiles_of(call.x_TD, call.ids_TK, layer, call.expert_map)
 
@@ -119,12 +124,12 @@ def _launch_experts(*given: Any) -> Tensor:
 
 def _layer(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) -> Any:
     """The weights of a call, its tensors given by their names in TENSORS and its formats by
-    `formats_of`, as kernels take them."""
+    their names, as kernels take them."""
     from moe_ops.kernels.triton import Act
     from moe_ops.kernels.triton.experts.quantized import Codes, as_stored, scales_as_stored
     from moe_ops.kernels.triton.experts.weights import Experts
 
-    codes, (weight, inputs, scaled, dtype) = None, formats
+    codes, (weight, inputs, scaled, dtype) = None, formats_of(*formats)
     if weight is not None:
         named |= {n: as_stored(named[n], weight) for n in ("w13_EFD", "w2_EDI")}
         named |= {n: scales_as_stored(named[n], weight) for n in ("scale13_EFG", "scale2_EDG")}

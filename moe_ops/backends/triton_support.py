@@ -70,7 +70,7 @@ def _refuse_scales(call: ExpertsCall) -> str | None:
     if needs_grad(c.w13_scale_EFG, c.w2_scale_EDG, *common):
         return "is not differentiable, and an argument requires grad"
     static = tuple(t.numel() for t in (c.x_scale, c.h_scale) if t is not None)
-    if not static or formats_of(c)[2] in ("row", "tensor"):
+    if not static or formats_of(c.w_format, c.x_format, c.dtype)[2] in ("row", "tensor"):
         return None
     if inputs_of(c) is None:
         return f"quantises inputs to {c.x_format} without static scales"
@@ -140,8 +140,10 @@ def inputs_of(call: ExpertsCall) -> Any:
     return triton_inputs.inputs_of(call.w_format, call.x_format) if call.x_format else None
 
 
-def formats_of(call: ExpertsCall) -> Formats:
-    """Of a call, as kernels take them: the format of weights, how inputs are emulated, what of
-    those of 8 bits has a scale, and the dtype of results."""
-    scaled = triton_formats.scaled_of(call.x_format) if inputs_of(call) is None else ""
-    return weight_of(call), inputs_of(call), scaled, call.dtype
+def formats_of(w_format: str, x_format: str, dtype: torch.dtype) -> Formats:
+    """Formats as kernels take them: that of weights, how inputs are emulated, what of those of 8
+    bits has a scale, and the dtype of results."""
+    weight = triton_formats.weight_of(w_format, x_format) if w_format else None
+    inputs = triton_inputs.inputs_of(w_format, x_format) if x_format else None
+    scaled = triton_formats.scaled_of(x_format) if inputs is None else ""
+    return weight, inputs, scaled, dtype
