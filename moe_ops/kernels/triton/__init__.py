@@ -17,7 +17,8 @@ LARGE = 2**23  # elements of W2, from which on an expert is large
 
 class Constant:
     """A record that kernels are compiled for: a frozen dataclass that is equal by value and keeps
-    its hash, for which every launch asks."""
+    its hash, for which every launch asks. Kernels read fields alone: the code of a property is no
+    part of what Triton's cache on the disk knows a kernel by."""
 
     _hash: int
 
