@@ -271,7 +271,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
         if self._missing_exchange is not None:
             raise NotImplementedError(self._missing_exchange)
         check_input(x, logits, self.gate)
-        x_TD = x.reshape(-1, x.shape[-1])
+        flat = x.dim() == 2
+        x_TD = x if flat else x.reshape(-1, x.shape[-1])
         weights_TK, ids_TK = self.route(x_TD, self._logits(x_TD, logits))
         transform = self.routed_input_transform
         routed_TD = x_TD if transform is None else transform(x_TD)
@@ -291,7 +292,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
             assert self.counted_part is not None
             counted_TK = counted_ids(ids_TK, self.counted_part)
             self.loads.add_(expert_loads(counted_TK, self.num_experts, self.physical_to_logical))
-        parts = tuple([part.reshape(*x.shape[:-1], part.shape[-1]) for part in parts])
+        if not flat:
+            parts = tuple([part.reshape(*x.shape[:-1], part.shape[-1]) for part in parts])
         return parts if self.separate else parts[0]
 
     def _logits(self, x_TD: Tensor, logits: Tensor | None) -> Tensor:
