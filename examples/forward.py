@@ -25,6 +25,7 @@ from generate import CONFIGS, build, say, seconds
 from torch import Tensor
 
 import moe_ops
+from moe_ops.bench.when import when
 
 REPEATS = 20
 
@@ -123,7 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = build(args.model, args.layers, device)
     on = torch.cuda.get_device_name() if device == "cuda" else device
     figures: dict[str, Any] = {"command": f"python {shlex.join(sys.argv)}", "device": on}
-    figures |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    figures |= {"torch": torch.__version__, "transformers": transformers.__version__, **when()}
     figures["forwards"] = []
     prompts = [torch.randint(3, 255, shape, device=device) for shape in args.sizes]
     wants = [model(input_ids=i, use_cache=False, logits_to_keep=1).logits.float() for i in prompts]

@@ -34,6 +34,7 @@ from transformers.initialization import no_init_weights
 
 import moe_ops
 from moe_ops.bench.rates import measure_rates
+from moe_ops.bench.when import when
 
 
 def qwen3(hidden_size: int, layers: int, heads: int, width: int) -> Qwen3MoeConfig:
@@ -328,7 +329,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     on = torch.cuda.get_device_name() if device == "cuda" else device
     figures: dict[str, Any] = {"command": f"python {shlex.join(sys.argv)}", "device": on}
-    figures |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    figures |= {"torch": torch.__version__, "transformers": transformers.__version__, **when()}
     report = Report(args.json, figures | {"speeds": [], "steps": {}})
 
     prompts = {b: torch.randint(3, 255, (b, args.prompt), device=device) for b in args.batch}

@@ -34,6 +34,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import moe_ops
+from moe_ops.bench.when import when
 
 STEPS = 16  # that are profiled
 COLLECTIVES = ("gather", "exchange", "push", "auto")
@@ -160,6 +161,7 @@ def write(
     found = {
         "command": f"torchrun --nproc-per-node {ranks} {shlex.join(words)}",
         "device": name,
+        **when(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "speeds": [asdict(speed) for speed in speeds],
         "timelines": {n: [asdict(one) for one in found] for n, found in timelines.items()},

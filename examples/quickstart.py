@@ -49,6 +49,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moe_ops
+from moe_ops.bench.when import when
 
 STOCK = ("grouped_mm", "batched_mm")  # what transformers has for a machine like this one
 ROUNDS = 4  # even: in opposite orders, two rounds are hit alike by a machine that gets slower
@@ -345,7 +346,7 @@ def main(arguments: list[str] | None = None) -> None:
         + f"\n\n{table(first, stock, more)}"
     )
     if args.json:
-        figures = {"arguments": vars(args), "device": device, "torch": torch.__version__}
+        figures = {"arguments": vars(args), "device": device, "torch": torch.__version__, **when()}
         with open(args.json, "w") as file:
             json.dump(
                 figures | {"speeds": [asdict(s) for s in (*stock, first, *more)]}, file, indent=2

@@ -29,6 +29,7 @@ from moe_ops.bench import (
     step,
 )
 from moe_ops.bench.results import write
+from moe_ops.bench.when import when
 from moe_ops.checks.shapes import DTYPES
 from moe_ops.planning.cost import processor
 from moe_ops.quant.schemes import SCHEMES
@@ -306,6 +307,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     figures: Figures = {
         "command": command(),
+        **when(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "processor": processor() or platform.processor() or platform.machine(),

@@ -258,7 +258,7 @@ def test_the_command_prints_the_table_and_writes_it(
     assert written["model"]["layer"]["D"] == TINY.D
     assert [row["scheme"] for row in written["accuracy"]] == schemes
     assert [bool(row["refusal"]) for row in written["accuracy"]] == [False, True]
-    assert {"command", "torch", "transformers", "processor", "threads"} < set(written)
+    assert {"command", "date", "commit", "torch", "transformers", "processor"} < set(written)
 
 
 def test_the_command_refuses_unknown_schemes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,5 +40,6 @@ def test_two_processes_say_that_tokens_are_those_of_one(tokens: str, tmp_path: P
     assert len(lines) == 4 and all(line.endswith("as one process: True") for line in lines)
     found = json.loads(Path(file).read_text())
     assert found["command"].startswith("torchrun --nproc-per-node 2 examples/generate_parallel.py")
+    assert found["date"]
     assert [speed["batch"] for speed in found["speeds"]] == [4, 2]
     assert all(speed["tokens_per_s"] > 0 for speed in found["speeds"])

@@ -241,7 +241,9 @@ def test_the_quickstart_prints_a_table_and_writes_its_figures(tmp_path: Path) ->
     assert begins[0] < ends[0] < checked < begins[1] < ends[1] < begins[2] < ends[2]
     rows = figures(late)
     assert [name for name, _ in rows] == ["grouped_mm", "batched_mm", "moe_ops"]
-    speeds = json.loads(written.read_text())["speeds"]
+    found = json.loads(written.read_text())
+    assert found["date"]
+    speeds = found["speeds"]
     assert all(s["decode_tokens_per_s"] > 0 for s in speeds)
     assert rows == [
         (
