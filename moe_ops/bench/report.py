@@ -1,4 +1,4 @@
-"""The tables of docs/PERFORMANCE.md that are made from the file of a run on a GPU."""
+"""The tables of docs/performance/ that are made from the file of a run on a GPU."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ BLOCK = re.compile(r"<!-- results (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def fill(page: str, folder: Path) -> str:
-    """The page with the tables of every block made anew from its file; none, if it is not there."""
+    """The page with the tables of every block made anew from its file."""
 
     def block(found: re.Match[str]) -> str:
-        path = folder / f"{found[1]}.json"
-        text = f"\n{section(load(path))}\n\n" if path.exists() else ""
-        return f"<!-- results {found[1]} -->\n{text}<!-- end -->"
+        text = section(load(folder / f"{found[1]}.json"))
+        return f"<!-- results {found[1]} -->\n\n{text}\n\n<!-- end -->"
 
     return BLOCK.sub(block, page)
 

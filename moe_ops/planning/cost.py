@@ -85,7 +85,7 @@ DEVICES = {
 # share of its data sheet that a device reaches.
 FLOPS_A_CYCLE = {(8, 0): 2048, (8, 6): 512, (8, 9): 512, (9, 0): 4096, (10, 0): 8192}
 REACHED = 0.8
-# Of a thread of a CPU: two threads of the machines in docs/PERFORMANCE.md read 27 to 32 GB/s.
+# Of a thread of a CPU: two threads of the machines in docs/performance/CPU.md read 27 to 32 GB/s.
 CPU_BYTES, CPU_FLOPS = 15e9, {"float32": 50e9, "bfloat16": 100e9}
 
 

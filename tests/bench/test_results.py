@@ -16,7 +16,8 @@ from moe_ops.bench import __main__ as cli
 from moe_ops.quant.schemes import SCHEMES
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = "".join((ROOT / "docs" / f"{page}.md").read_text() for page in ("PERFORMANCE", "DIARY"))
+PAGES = [*sorted((ROOT / "docs" / "performance").glob("*.md")), ROOT / "docs" / "DIARY.md"]
+DOCUMENT = "".join(page.read_text() for page in PAGES)
 MODULE = "python -m moe_ops.bench"
 COMMANDS = re.findall(rf"^ +(?:\w+=\w+ )?{MODULE} *(.*?) *(?:#.*)?$", DOCUMENT, re.MULTILINE)
 
@@ -91,7 +92,7 @@ def test_the_accuracy_of_gpu_kernels_is_what_was_measured() -> None:
         if a["wrong"] == ""
     }
     assert len(measured) == 54
-    rows = table_under("The same on a GPU")
+    rows = table_under("By kernels of a GPU")
     assert {row[0] for row in rows} == set(SCHEMES)
     for scheme, weights, inputs, *figures in rows:
         w, x = ("" if f == "16-bit" else f for f in (weights, inputs))

@@ -28,3 +28,8 @@ def heading(figures: dict[str, Any]) -> list[str]:
     """Where figures were measured, and by which command: two paragraphs."""
     versions = f"torch {figures['torch']}, transformers {figures['transformers']}"
     return [f"One {figures['device']}, {versions}:", f"    {figures['command']}"]
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,4 +1,4 @@
-"""The tables of docs/PERFORMANCE.md that are made from what examples/forward.py wrote."""
+"""The tables of docs/performance/ that are made from what examples/forward.py wrote."""
 
 from __future__ import annotations
 

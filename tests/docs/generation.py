@@ -1,4 +1,4 @@
-"""The tables of docs/PERFORMANCE.md that are made from what examples/generate.py wrote."""
+"""The tables of docs/performance/ that are made from what examples/generate.py wrote."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import torch
 
 from tests.sources import ROOT
 
-PAGES = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "docs/*.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "docs/**/*.md")
 BLOCK = re.compile(r"(?:<!-- ranks (\d+) -->\n\n)?```python\n(.*?)```\n", re.S)
 TEXT = "A mixture of experts is"
 SIZES = {

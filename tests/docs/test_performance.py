@@ -1,4 +1,4 @@
-"""The tables of docs/PERFORMANCE.md that are made from files of results are what the files say."""
+"""The tables of pages that are made from files of results are what the files say."""
 
 from __future__ import annotations
 
@@ -15,44 +15,51 @@ from moe_ops.bench.cells import Cell
 from moe_ops.bench.rates import Rates
 from moe_ops.bench.results import Results, dump, write
 from moe_ops.testing import Case
+from tests.sources import ROOT
 
-from . import forwards, generation
+from . import figures, forwards, generation, layers
+from .figures import PAGES, RESULTS
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "PERFORMANCE.md"
-RESULTS = ROOT / "benchmarks" / "results"
+FOLDER = ROOT / "docs" / "performance"
 REMEDY = "run `make golden` if it should, and read the difference"
 
 
-def test_the_page_is_what_was_measured() -> None:
-    page = PAGE.read_text()
-    want = forwards.fill(generation.fill(report.fill(page, RESULTS), RESULTS), RESULTS)
-    if expecttest.ACCEPT:
-        PAGE.write_text(want)
-    lines = difflib.ndiff(PAGE.read_text().splitlines(), want.splitlines())
+@pytest.mark.parametrize("page", PAGES, ids=figures.label)
+def test_a_page_is_what_was_measured(page: Path) -> None:
+    want = figures.filled(page.read_text())
+    if expecttest.ACCEPT and page.read_text() != want:
+        page.write_text(want)
+    lines = difflib.ndiff(page.read_text().splitlines(), want.splitlines())
     changed = "\n".join(line for line in lines if line.startswith(("- ", "+ ")))
-    assert not changed, f"docs/PERFORMANCE.md does not say what was measured; {REMEDY}:\n{changed}"
+    assert not changed, (
+        f"{figures.label(page)} does not say what was measured; {REMEDY}:\n{changed}"
+    )
 
 
-def test_the_page_has_a_place_for_them() -> None:
-    formats = (
-        "bfloat16", "float8_blocks", "float8_rows", "int8_rows", "float8_weights", "int4",
-        "int4_64", "mxfp4",
-    )  # fmt: skip
-    assert report.BLOCK.findall(PAGE.read_text()) == [f"layer_h200_{f}" for f in formats]
+def test_pages_have_a_place_for_them() -> None:
+    names = ("bfloat16", "float8_blocks", "int4", "mxfp4")
+    layer_pages = [(FOLDER / f"{page}.md").read_text() for page in ("GPU", "QUANTISED", "SCHEMES")]
+    found = [name for page in layer_pages for name in report.BLOCK.findall(page)]
+    assert found == [f"layer_h200_{name}" for name in names]
+    assert layers.FORMATS.findall(layer_pages[-1]) == ["layer_h100_schemes"]
+    one_format = ["layer_h100_int4_64", "layer_h100_float8_weights"]
+    assert layers.CELLS.findall(layer_pages[-1]) == one_format
     models = [
         "qwen3_30b_h200", "mixtral_8x7b_h200", "gpt_oss_20b_h200", "qwen3_30b_experts_h100",
         "gpt_oss_20b_mxfp4_h100",
     ]  # fmt: skip
-    assert generation.BLOCK.findall(PAGE.read_text()) == [f"generate_{m}" for m in models]
-    assert forwards.BLOCK.findall(PAGE.read_text()) == ["forward_qwen3_30b_h200"]
+    page = (FOLDER / "MODELS.md").read_text()
+    assert generation.BLOCK.findall(page) == [f"generate_{m}" for m in models]
+    assert forwards.BLOCK.findall(page) == ["forward_qwen3_30b_h200"]
+    assert len(layers.MEANS.findall((ROOT / "docs" / "PERFORMANCE.md").read_text())) == 1
 
 
 def test_the_page_has_the_turns_of_quantised_layers() -> None:
-    figures = json.loads((RESULTS / "quantised_epyc.json").read_text())
-    table = quantised.table([quantised.Turns(**one) for one in figures["turns"]])
-    assert table in PAGE.read_text(), f"put this into docs/PERFORMANCE.md:\n{table}"
-    assert figures["command"] in PAGE.read_text()
+    page = FOLDER / "CPU.md"
+    turns = json.loads((RESULTS / "quantised_epyc.json").read_text())
+    table = quantised.table([quantised.Turns(**one) for one in turns["turns"]])
+    assert table in page.read_text(), f"put this into docs/performance/CPU.md:\n{table}"
+    assert turns["command"] in page.read_text()
 
 
 @pytest.fixture
@@ -74,15 +81,16 @@ def measured() -> Results:
 
 
 def test_a_block_holds_the_tables_of_its_file(tmp_path: Path, measured: Results) -> None:
-    page = "a\n<!-- results one -->\nold\n<!-- end -->\nb\n<!-- results two -->\n<!-- end -->\nc\n"
+    page = "a\n<!-- results one -->\nold\n<!-- end -->\nb\n"
     write(tmp_path / "one.json", dump(measured))
     filled = report.fill(page, tmp_path)
     assert "| 4 | 1.2 (80 %, 1.20) |" in filled
     assert "    python -m moe_ops.bench layer --layer tiny\n" in filled
     assert "old" not in filled
-    # A file that is not there leaves its block empty, and filling again changes nothing.
-    assert filled.endswith("b\n<!-- results two -->\n<!-- end -->\nc\n")
+    assert filled.endswith("<!-- end -->\nb\n")
     assert report.fill(filled, tmp_path) == filled
+    with pytest.raises(FileNotFoundError):  # a block without its file is no empty table
+        report.fill("<!-- results two -->\n<!-- end -->\n", tmp_path)
 
 
 def test_a_block_names_the_format_of_its_file(tmp_path: Path, measured: Results) -> None:
@@ -100,3 +108,28 @@ def test_another_measurement_is_another_page(tmp_path: Path, measured: Results) 
     faster = replace(measured, cells=[replace(measured.cells[0], us=1.0)])
     write(tmp_path / "one.json", dump(faster))
     assert report.fill(before, tmp_path) != before
+
+
+def made(cells: list[dict[str, object]]) -> dict[str, object]:
+    return {"rates": {"copy_tbs": 3.0, "matmul_tflops": 790.0}, "cells": cells}
+
+
+def at(tokens: int, us: float, layer: str = "tiny") -> dict[str, object]:
+    return {"layer": layer, "tokens": tokens, "us": us, "floor_us": 1.0}
+
+
+def test_cells_of_one_format_are_a_table() -> None:
+    about = {"device": "Made-up Device", "versions": {"torch": "2.11.0"}, "command": "one"}
+    text = layers.cells(about | made([at(16, 4.0), at(1, 2.0), at(1, 1.25, "small")]))
+    assert "One Made-up Device, torch 2.11.0; copy 3 TB/s, matrix product 790 TFLOP/s:" in text
+    assert "| tokens | tiny | small |" in text
+    assert "| 1 | 2.0 (50 %) | 1.2 (80 %) |\n| 16 | 4.0 (25 %) |  |" in text
+
+
+def test_formats_are_compared_with_bfloat16() -> None:
+    about = {"device": "Made-up Device", "versions": {"torch": "2.11.0"}, "command": "one"}
+    beside, other = made([at(1, 4.0), at(16, 8.0)]), made([at(4, 1.0), at(1, 2.0)])
+    text = layers.formats(about | {"formats": {"bfloat16": beside, "mxfp4": other}})
+    assert "| tiny, tokens | 1 | 16 |" in text
+    assert "| `bfloat16` | 4.0 (25 %, 1.00) | 8.0 (12 %, 1.00) |" in text
+    assert "| `mxfp4` | 2.0 (50 %, 2.00) |  |" in text

@@ -1,0 +1,108 @@
+"""By when the figures of a page were measured, and which changed the code that they measure since.
+
+A block `<!-- measured NAME NAME -->` ends with `<!-- end -->`. It is made from the date and the
+commit in NAME.json: those of the run, or of the commit that brought the file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections import defaultdict
+from dataclasses import dataclass
+from datetime import datetime
+from fnmatch import fnmatch
+from pathlib import Path
+
+BLOCK = re.compile(r"<!-- measured (\w+(?: \w+)*) -->\n.*?<!-- end -->", re.DOTALL)
+WIDTH = 125
+
+
+@dataclass(frozen=True)
+class Change:
+    """The last commit that may have changed what some files of figures hold."""
+
+    what: str  # as in "the last change of ..."
+    date: str
+    commit: str
+    files: tuple[str, ...]  # patterns of their names
+
+
+# `git log -- FOLDER` shows whether there is a later one. Moves and renames are none. A file that
+# was measured since needs no edit here.
+CHANGES = (
+    Change(
+        "the CPU kernels of experts in floats", "2026-11-25 12:04", "55065ec",
+        ("layer_lifted_epyc_*", "layer_*_cpu_*", "layer_*_epyc_*"),
+    ),
+    Change("the CPU kernel of routers", "2026-11-26 20:01", "d99227a", ("block_*",)),
+    Change(
+        "the CPU kernels of quantised experts", "2026-11-26 05:34", "b5de282",
+        ("quantised_epyc", "accuracy_cpu"),
+    ),
+    Change("`generate` on a CPU", "2026-11-26 20:51", "ae9726c", ("quickstart_*",)),
+    Change("the passes", "2026-11-26 20:23", "0dec0bf", ("compile_cpu",)),
+    Change("`moe_ops/quant/`", "2026-11-26 20:25", "d2ea4d1", ("packing_cpu",)),
+    Change("`moe_ops/weights/`", "2026-11-26 20:49", "4dd8bf3", ("loading_epyc",)),
+    Change("calling an op", "2026-11-26 03:28", "2de9994", ("overhead_epyc",)),
+    Change(
+        "the Triton kernels of experts", "2026-11-26 20:25", "e8a610f",
+        ("layer_h?00_*", "counters_*", "*_tiles_*", "rows_or_grouped_*", "ep_layers_*",
+         "ep_codes_*", "ep_shared_*", "generate_*", "forward_*"),
+    ),
+    Change(
+        "`quantize` on a GPU", "2026-11-26 20:25", "d2ea4d1", ("quantize_h100", "accuracy_h100"),
+    ),
+    Change(
+        "the kernels of push", "2026-11-26 00:04", "6a406dd",
+        ("ep_probe_*", "ep_peers_*", "ep_transport_*"),
+    ),
+)  # fmt: skip
+
+
+def fill(page: str, folder: Path) -> str:
+    """The page with its `measured` blocks made anew."""
+
+    def filled(block: re.Match[str]) -> str:
+        return f"<!-- measured {block[1]} -->\n\n{text(block[1].split(), folder)}\n\n<!-- end -->"
+
+    return BLOCK.sub(filled, page)
+
+
+def text(names: list[str], folder: Path) -> str:
+    """A sentence for the files that one change has outdated, and one for the others."""
+    together: dict[Change | None, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    runs = [(name, json.loads((folder / f"{name}.json").read_text())) for name in names]
+    for name, figures in sorted(runs, key=lambda run: run[1]["date"]):
+        commit = f" ({figures['commit']})" if figures["commit"] else ""
+        when = f"by {day(figures['date'])}{commit}"
+        together[older_than(name, figures["date"])][when].append(f"`{name}.json`")
+    mark = "- " if len(together) > 1 else ""
+    return "\n".join(
+        textwrap.fill(
+            mark + sentence(change, of_dates), WIDTH, subsequent_indent=" " * len(mark),
+            break_long_words=False, break_on_hyphens=False,
+        )
+        for change, of_dates in together.items()
+    )  # fmt: skip
+
+
+def sentence(change: Change | None, of_dates: dict[str, list[str]]) -> str:
+    """What outdated these files, and when each was measured."""
+    measured = "; ".join(f"{when}: {', '.join(files)}" for when, files in of_dates.items())
+    if change is None:
+        return f"Measured {measured}."
+    last = f"the last change of {change.what} ({day(change.date)}, {change.commit})"
+    return f"Older than {last}. Measured {measured}."
+
+
+def older_than(name: str, date: str) -> Change | None:
+    """The last change since a date of what the file measures."""
+    found = [c for c in CHANGES if c.date > date and any(fnmatch(name, f) for f in c.files)]
+    return max(found, key=lambda c: c.date, default=None)
+
+
+def day(date: str) -> str:
+    then = datetime.strptime(date, "%Y-%m-%d %H:%M")
+    return f"{then.day} {then:%B %Y}"
