@@ -29,18 +29,14 @@ class Storage:
     values: int = 1
     units: int = 1
 
+    @property
+    def bits(self) -> int:
+        """Bits of one value."""
+        return 8 * self.dtype.itemsize * self.units // self.values
 
-ELEMENTS = {
-    "float8_e4m3fn": Storage(dtype=torch.float8_e4m3fn),
-    "float8_e5m2": Storage(dtype=torch.float8_e5m2),
-    "float6_e3m2": Storage(dtype=torch.uint8, values=4, units=3),
-    "float6_e2m3": Storage(dtype=torch.uint8, values=4, units=3),
-    "float4_e2m1": Storage(dtype=torch.uint8, values=2),
-    "int8": Storage(dtype=torch.int8),
-    "uint8": Storage(dtype=torch.uint8),
-    "int4": Storage(dtype=torch.uint8, values=2),
-    "uint4": Storage(dtype=torch.uint8, values=2),
-}
+
+# By name. `moe_ops/quant/elements/` says what the codes mean, and fills both this and PUBLISHED.
+ELEMENTS: dict[str, Storage] = {}
 
 # float8_e8m0fnu scales are held as the uint8 that checkpoints hold.
 SCALES = {
@@ -51,14 +47,7 @@ SCALES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
 
-PUBLISHED = {
-    "mxfp4": "float4_e2m1:1x32:e8m0",
-    "mxfp6_e3m2": "float6_e3m2:1x32:e8m0",
-    "mxfp6_e2m3": "float6_e2m3:1x32:e8m0",
-    "mxfp8": "float8_e4m3fn:1x32:e8m0",
-    "mxfp8_e5m2": "float8_e5m2:1x32:e8m0",
-    "nvfp4": "float4_e2m1:1x16:float8_e4m3fn",
-}
+PUBLISHED: dict[str, str] = {}  # short names, and what they stand for
 
 ALL = -1
 GROUPS = {"tensor": (ALL, ALL), "row": (1, ALL), "column": (ALL, 1)}

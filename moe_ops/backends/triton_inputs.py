@@ -24,10 +24,10 @@ def inputs_of(w_format: str, x_format: str) -> Inputs | None:
     group = PART if format.group in WHOLE else format.group[1]
     of = format.minifloat
     if of is None:  # an integer, whose steps are all 1
-        bits = round(format.bits) - 1
+        bits = format.bits - 1
         return Inputs(bits, bits, format.largest, bits - 1, False, scale, group)
-    has_nan = format.element.startswith("float8")
-    return Inputs(1 - of.bias, of.mantissa_bits, of.largest, of.top_exponent, has_nan, scale, group)
+    numbers = (1 - of.bias, of.mantissa_bits, of.largest, of.top_exponent)
+    return Inputs(*numbers, of.native, scale, group)
 
 
 def _emulates(weights: Format, inputs: Format) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 
 from moe_ops.backends.triton_device import LEAST_CAPABILITY, LEAST_FLOAT8, refuse_device
@@ -51,5 +53,15 @@ def launch_quantize(call: QuantizeCall) -> tuple[Tensor, Tensor]:
     if format.element in ONCE and format.scale == "float32":
         rest = (format.group, format.parsed.storage.dtype)
         return replay(once.quantize, (x_RD, call.scale), rest)
-    kinds = (format.element, format.group[1], format.scale, call.scale_rule)
+    kinds = (_element(call.format), format.group[1], format.scale, call.scale_rule)
     return replay(blocks.quantize, (x_RD, call.scale), kinds)
+
+
+@functools.cache
+def _element(name: str) -> tuple[int | float, ...]:
+    """The element of a format as `quantize_blocks` takes it."""
+    format = Format.of(name)
+    of, storage = format.minifloat, format.parsed.storage
+    assert of is not None
+    fields = (of.exponent_bits, of.mantissa_bits, of.bias, of.largest, of.top_exponent)
+    return (*fields, storage.values, storage.units)

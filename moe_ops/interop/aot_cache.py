@@ -23,11 +23,11 @@ def tag(*modules: ModuleType) -> None:
 
 
 def _files(modules: Iterable[ModuleType]) -> list[Path]:
-    """The files of modules; of a package all of its folder."""
+    """The files of modules; of a package all of its folder and those in it."""
     found: set[Path] = set()
     for module in modules:
         path = Path(str(module.__file__)).resolve()
-        found.update(path.parent.glob("*.py") if path.name == "__init__.py" else (path,))
+        found.update(path.parent.rglob("*.py") if path.name == "__init__.py" else (path,))
     return sorted(found)
 
 

@@ -15,9 +15,6 @@ from moe_ops.quant.arguments import check_divides
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.packing import E8M0_BIAS
 
-# Four-bit codes of int4 are stored with an offset of 8: two zeros in a byte.
-INT4_ZEROS = 0x88
-
 # Tensors with one entry per slot on axis 0, and all tensors of a layer.
 PER_EXPERT = tuple(
     f"{w}_{what}"
@@ -118,7 +115,8 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rest: float = 0.0  # decodes to zero in a weight, to one in a scale
+    # Repeated along the last axis; decodes to zeros in a weight, to one in a scale.
+    rest: tuple[float, ...] = (0.0,)
     fan_in: int | None = None  # set for floating-point weights, which can be trained
 
     def make(self, device: torch.device | str | None) -> torch.nn.Parameter:
@@ -134,7 +132,11 @@ class TensorSpec:
         """Write the rest value."""
         with torch.no_grad():
             # float8 cannot be filled on every device; a conversion can be made anywhere.
-            t.copy_(torch.full((), self.rest, device=t.device).to(t.dtype).expand_as(t))
+            each = [torch.full((), value, device=t.device) for value in self.rest]
+            rest = torch.stack(each).to(t.dtype)
+            if len(self.rest) > 1:
+                rest = rest.repeat(t.shape[-1] // len(self.rest))
+            t.copy_(rest.expand_as(t))
 
 
 def tensor_specs(
@@ -165,7 +167,7 @@ def tensor_specs(
     if formats is not None and formats.static_inputs:
         for name in INPUT_SCALES:
             held = E if formats.per_expert_inputs else 1
-            specs[name] = TensorSpec(shape=(held,), dtype=torch.float32, rest=1.0)
+            specs[name] = TensorSpec(shape=(held,), dtype=torch.float32, rest=(1.0,))
     if bias:
         specs["w13_bias"] = TensorSpec(shape=(E, F), dtype=dtype, fan_in=D)
         if holds_w2_bias:
@@ -219,18 +221,18 @@ def _weight(
         f"{name}_weight": TensorSpec(
             shape=(E, rows, parsed.packed(columns)),
             dtype=parsed.storage.dtype,
-            rest=INT4_ZEROS if format.element == "int4" else 0,
+            rest=format.element_type.zeros,
         ),
         f"{name}_scale": TensorSpec(
             shape=groups,
             dtype=parsed.scale_dtype,
-            rest=E8M0_BIAS if format.scale == "e8m0" else 1.0,
+            rest=(E8M0_BIAS if format.scale == "e8m0" else 1.0,),
         ),
     }
     if format.has_zero:
         specs[f"{name}_zero"] = TensorSpec(shape=groups, dtype=torch.uint8)
     if format.has_global_scale:
-        specs[f"{name}_global_scale"] = TensorSpec(shape=(E,), dtype=torch.float32, rest=1.0)
+        specs[f"{name}_global_scale"] = TensorSpec(shape=(E,), dtype=torch.float32, rest=(1.0,))
     return specs
 
 

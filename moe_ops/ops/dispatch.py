@@ -12,9 +12,6 @@ from moe_ops.checks.shapes import FLOATS, INDICES, check_devices, check_size, ch
 from moe_ops.fake_impls.formats import ELEMENTS
 from moe_ops.registry.spec import op
 
-# Rows may be quantised before they are copied: there are T of them instead of R.
-ROWS = tuple(dict.fromkeys((*FLOATS, *(storage.dtype for storage in ELEMENTS.values()))))
-
 MOST_EXPERTS = 2**31 - 1  # an id is at most an int32
 
 
@@ -26,6 +23,13 @@ class DispatchCall:
     ids_TK: Tensor
     num_experts: int
     expert_map: Tensor | None = None
+
+
+def row_dtypes() -> tuple[torch.dtype, ...]:
+    """The dtypes of rows. They may be quantised before they are copied: there are T of them instead
+    of R.
+    """
+    return tuple(dict.fromkeys((*FLOATS, *(storage.dtype for storage in ELEMENTS.values()))))
 
 
 def check(call: DispatchCall) -> None:
@@ -42,7 +46,7 @@ def check(call: DispatchCall) -> None:
         and ids_TK.device == x_TD.device
     ):
         return  # the common call, accepted in half a microsecond
-    check_tensor("x_TD", x_TD, 2, ROWS)
+    check_tensor("x_TD", x_TD, 2, row_dtypes())
     check_tensor("ids_TK", ids_TK, 2, INDICES)
     check_size("ids_TK", ids_TK, 0, x_TD.shape[0], "the tokens of x_TD")
     if ids_TK.shape[1] < 1:

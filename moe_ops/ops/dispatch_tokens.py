@@ -19,7 +19,7 @@ from moe_ops.checks.shapes import (
     check_size,
     check_tensor,
 )
-from moe_ops.ops.dispatch import ROWS as ROW_DTYPES
+from moe_ops.ops.dispatch import row_dtypes
 from moe_ops.ranks import exchange, gather
 from moe_ops.ranks.agree import Values, require_alike
 from moe_ops.ranks.groups import Group
@@ -56,7 +56,7 @@ class DispatchTokensCall:
 def check(call: DispatchTokensCall) -> None:
     """Raise ValueError or TypeError unless `dispatch_tokens` takes these arguments."""
     x_TD, weights_TK, ids_TK, scale_TS = call.x_TD, call.weights_TK, call.ids_TK, call.scale_TS
-    check_tensor("x_TD", x_TD, 2, ROW_DTYPES)
+    check_tensor("x_TD", x_TD, 2, row_dtypes())
     check_tensor("weights_TK", weights_TK, 2, FLOATS)
     check_tensor("ids_TK", ids_TK, 2, INDICES)
     check_size("ids_TK", ids_TK, 0, x_TD.shape[0], "the tokens of x_TD")

@@ -17,62 +17,11 @@ from dataclasses import dataclass
 
 from moe_ops.checks.options import MOST_SIZE, check_int, check_text
 from moe_ops.checks.signature import described, did_you_mean
-from moe_ops.fake_impls.formats import ALL, ELEMENTS, GROUPS, PUBLISHED, SCALES, Parsed, parse
+from moe_ops.fake_impls.formats import ALL, GROUPS, PUBLISHED, SCALES, Parsed, parse
+from moe_ops.quant.elements.kinds import Element, Integer, Minifloat
+from moe_ops.quant.elements.table import ELEMENTS
 
 TENSOR, ROW, COLUMN = GROUPS["tensor"], GROUPS["row"], GROUPS["column"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Minifloat:
-    """A floating-point element: sign, exponent and mantissa bits.
-
-    `largest` is the largest finite magnitude; `top_exponent` its binary exponent, which the OCP
-    Microscaling rules call emax_elem.
-    """
-
-    exponent_bits: int
-    mantissa_bits: int
-    bias: int
-    largest: float
-    top_exponent: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Integer:
-    """An integer element with codes from `lowest` to `highest`; stored as code + `offset`.
-
-    Elements without a zero point are quantised to [-highest, highest].
-    """
-
-    bits: int
-    lowest: int
-    highest: int
-    offset: int = 0
-    zero_point: bool = False
-
-
-# OCP 8-bit floating point (OFP8) 1.0; OCP Microscaling (MX) 1.0, section 5.3.
-FLOAT_ELEMENTS = {
-    "float8_e4m3fn": Minifloat(
-        exponent_bits=4, mantissa_bits=3, bias=7, largest=448.0, top_exponent=8
-    ),
-    "float8_e5m2": Minifloat(
-        exponent_bits=5, mantissa_bits=2, bias=15, largest=57344.0, top_exponent=15
-    ),
-    "float6_e3m2": Minifloat(
-        exponent_bits=3, mantissa_bits=2, bias=3, largest=28.0, top_exponent=4
-    ),
-    "float6_e2m3": Minifloat(exponent_bits=2, mantissa_bits=3, bias=1, largest=7.5, top_exponent=2),
-    "float4_e2m1": Minifloat(exponent_bits=2, mantissa_bits=1, bias=1, largest=6.0, top_exponent=2),
-}
-
-# Signed four-bit codes are stored with an offset of 8, as GPTQ does.
-INTEGER_ELEMENTS = {
-    "int8": Integer(bits=8, lowest=-128, highest=127),
-    "uint8": Integer(bits=8, lowest=0, highest=255, zero_point=True),
-    "int4": Integer(bits=4, lowest=-8, highest=7, offset=8),
-    "uint4": Integer(bits=4, lowest=0, highest=15, zero_point=True),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +63,7 @@ class Format:
         """The format of a string. Raises ValueError if it is not one, TypeError for no string."""
         if not isinstance(name, str):
             check_text("the name of a format", name)
-        return _of(name)
+        return of_name(name)
 
     @property
     def name(self) -> str:
@@ -130,12 +79,19 @@ class Format:
         return Parsed(element=self.element, group=self.group, scale=self.scale)
 
     @property
+    def element_type(self) -> Element:
+        """What the codes stand for."""
+        return ELEMENTS[self.element]
+
+    @property
     def minifloat(self) -> Minifloat | None:
-        return FLOAT_ELEMENTS.get(self.element)
+        of = ELEMENTS[self.element]
+        return of if isinstance(of, Minifloat) else None
 
     @property
     def integer(self) -> Integer | None:
-        return INTEGER_ELEMENTS.get(self.element)
+        of = ELEMENTS[self.element]
+        return of if isinstance(of, Integer) else None
 
     @property
     def middle(self) -> int:
@@ -160,13 +116,13 @@ class Format:
         return self.scale == "float8_e4m3fn"
 
     @property
-    def bits(self) -> float:
+    def bits(self) -> int:
         """Bits of one value, without its share of the scales."""
-        storage = ELEMENTS[self.element]
-        return 8 * storage.dtype.itemsize * storage.units / storage.values
+        return ELEMENTS[self.element].bits
 
 
 @functools.cache
-def _of(name: str) -> Format:
+def of_name(name: str) -> Format:
+    """`Format.of` a string, which is looked up after the first time."""
     parsed = parse(name)
     return Format(element=parsed.element, group=parsed.group, scale=parsed.scale)

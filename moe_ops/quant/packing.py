@@ -1,12 +1,12 @@
-"""Values to codes and back: elements, scales, packing, and the quantisation of whole matrices.
+"""Values to codes and back: packing, scales, and the quantisation of whole matrices.
 
 Everything is plain torch, computed in float32 and free of decisions that depend on data, so it runs
-on every device, in `torch.compile` and in a CUDA graph. Sources of the definitions:
+on every device, in `torch.compile` and in a CUDA graph. What codes of an element stand for is in
+`moe_ops/quant/elements/`. Sources of the scales:
 
-    float8              OCP 8-bit Floating Point Specification (OFP8), revision 1.0
-    float4/6, e8m0      OCP Microscaling Formats (MX) Specification, version 1.0
+    e8m0                OCP Microscaling Formats (MX) Specification, version 1.0
     float8_e4m3fn       NVFP4: blocks of 16 with float8_e4m3fn scales under one float32 scale, as in
-    scales              NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149
+                        NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_ops.checks.shapes import FLOATS, check_choice
-from moe_ops.fake_impls.formats import ALL, ELEMENTS, SCALES
-from moe_ops.quant.formats import FLOAT_ELEMENTS, INTEGER_ELEMENTS, Format, Minifloat
+from moe_ops.fake_impls.formats import ALL, SCALES
+from moe_ops.quant.elements.kinds import FLOAT32_MANTISSA
+from moe_ops.quant.elements.table import element_of
+from moe_ops.quant.formats import Format
 
 # A group of zeros still needs a scale that can be divided by.
 SMALLEST_SCALE = 1e-12
-# Of IEEE float32, whose fields the element codecs read and write.
-FLOAT32_BIAS, FLOAT32_MANTISSA = 127, 23
 E8M0_BIAS, E8M0_NAN = 127, 255
 
 
@@ -47,53 +47,12 @@ def encode(x: Tensor, element: str) -> Tensor:
     exponent and mantissa bits of float4 and float6 (MX 1.0, section 5.3), the value + 8 of int4,
     the value of uint4 and uint8. Raises ValueError for an unknown element.
     """
-    check_choice("element", element, tuple(ELEMENTS))
-    x = x.float()
-    if element in INTEGER_ELEMENTS:
-        integer = INTEGER_ELEMENTS[element]
-        q = x.round().clamp(integer.lowest, integer.highest).nan_to_num(0.0)
-        return (q + integer.offset).to(ELEMENTS[element].dtype)
-    minifloat = FLOAT_ELEMENTS[element]
-    if element.startswith("float8"):
-        # The conversion alone gives infinities (e5m2) or NaN (e4m3 before torch 2.12).
-        return x.clamp(-minifloat.largest, minifloat.largest).to(ELEMENTS[element].dtype)
-    return _encode_minifloat(x, minifloat)
-
-
-def _encode_minifloat(x: Tensor, to: Minifloat) -> Tensor:
-    x = x.nan_to_num(0.0).clamp(-to.largest, to.largest)
-    a = x.abs()
-    lowest = 1 - to.bias  # exponent of the smallest normal, and of all subnormals
-    exponent = (a.view(torch.int32) >> FLOAT32_MANTISSA) - FLOAT32_BIAS
-    exponent = exponent.clamp(min=lowest)
-    # The hidden bit of a normal adds one to the exponent field, and so does a carry of rounding.
-    mantissa = (a * _power_of_two(to.mantissa_bits - exponent)).round().int()
-    code = ((exponent - lowest) << to.mantissa_bits) + mantissa
-    magnitude_bits = to.exponent_bits + to.mantissa_bits
-    sign = (x.view(torch.int32) >> (31 - magnitude_bits)) & (1 << magnitude_bits)
-    return (code | sign).to(torch.uint8)
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """2**exponent in float32, exactly, for int32 exponents from -126 to 127."""
-    return ((exponent + FLOAT32_BIAS) << FLOAT32_MANTISSA).view(torch.float32)
+    return element_of(element).encode(x.float())
 
 
 def decode(codes: Tensor, element: str) -> Tensor:
     """The exact float32 value of every code that `encode` gives (int4: code - 8)."""
-    check_choice("element", element, tuple(ELEMENTS))
-    if element in INTEGER_ELEMENTS:
-        return codes.float() - INTEGER_ELEMENTS[element].offset
-    if element.startswith("float8"):
-        return codes.float()
-    of = FLOAT_ELEMENTS[element]
-    code = codes.int()
-    field = (code >> of.mantissa_bits) & ((1 << of.exponent_bits) - 1)
-    hidden = (field > 0).int() << of.mantissa_bits
-    mantissa = (code & ((1 << of.mantissa_bits) - 1)) | hidden
-    power = _power_of_two(field.clamp(min=1) - of.bias - of.mantissa_bits)
-    sign = 1 - 2 * (code >> (of.exponent_bits + of.mantissa_bits))
-    return mantissa.float() * sign.float() * power  # float * float: an integer zero has no sign
+    return element_of(element).decode(codes)
 
 
 def pack(codes: Tensor, element: str) -> Tensor:
@@ -101,10 +60,10 @@ def pack(codes: Tensor, element: str) -> Tensor:
 
     Four bits: two values a byte. Six bits: four values in three bytes, value i in bits 6i to 6i+5
     of the 24, little-endian. Eight bits: unchanged. [..., n] becomes [..., n / values * units] as
-    ELEMENTS says. Raises ValueError if n is no multiple of the values that are packed together.
+    the element's storage says. Raises ValueError if n is no multiple of the values that are packed
+    together.
     """
-    check_choice("element", element, tuple(ELEMENTS))
-    storage = ELEMENTS[element]
+    storage = element_of(element).storage
     if storage.values == 1:
         return codes
     _check_multiple(codes, element, storage.values, "codes", "pad the columns")
@@ -119,8 +78,7 @@ def pack(codes: Tensor, element: str) -> Tensor:
 
 def unpack(stored: Tensor, element: str) -> Tensor:
     """The codes that `pack` packed. Raises ValueError if the last axis cannot come from it."""
-    check_choice("element", element, tuple(ELEMENTS))
-    storage = ELEMENTS[element]
+    storage = element_of(element).storage
     if storage.values == 1:
         return stored
     _check_multiple(stored, element, storage.units, "packed bytes", "pass whole rows")
@@ -200,7 +158,7 @@ def global_scale_of(x: Tensor, format: Format, *, by_row: bool = False) -> Tenso
     x = x.float().abs()
     whole = x.reshape(1, -1) if x.numel() else x.new_zeros(1, 1)
     amax = x.amax(-1) if by_row else whole.amax()
-    largest_scale = FLOAT_ELEMENTS[format.scale].largest
+    largest_scale = torch.finfo(SCALES[format.scale]).max
     # By a tensor, as below.
     return (amax / amax.new_full((), format.largest * largest_scale)).clamp(min=SMALLEST_SCALE)
 

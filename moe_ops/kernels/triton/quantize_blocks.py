@@ -29,14 +29,9 @@ from moe_ops.kernels.triton.quantize import (
 )
 from moe_ops.kernels.triton.replay import launch
 
-# Of an element: bits of the exponent and of the mantissa, bias, largest value and its exponent,
-# values that are packed together and their bytes.
-ELEMENTS = {
-    "float8_e4m3fn": (4, 3, 7, 448.0, 8, 1, 1),
-    "float6_e3m2": (3, 2, 3, 28.0, 4, 4, 3),
-    "float6_e2m3": (2, 3, 1, 7.5, 2, 4, 3),
-    "float4_e2m1": (2, 1, 1, 6.0, 2, 2, 1),
-}
+# Bits of the exponent and of the mantissa, bias, largest value and its exponent, values that are
+# packed together and their bytes: FORMAT of the kernel.
+Element = tuple[int, int, int, float, int, int, int]
 SCALES = {"float32": torch.float32, "e8m0": torch.uint8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
@@ -146,14 +141,14 @@ def quantize_blocks_kernel(
 
 @on_its_device
 def quantize(
-    x_RD: Tensor, common: Tensor | None, element: str, group: int, kind: str, rule: str
+    x_RD: Tensor, common: Tensor | None, element: Element, group: int, kind: str, rule: str
 ) -> tuple[Tensor, Tensor]:
     """Codes of x, packed, and the scales of so many columns of a row, of a kind of SCALES; common:
     the global scale of those in float8, one or one for each row."""
-    (R, D), format = x_RD.shape, ELEMENTS[element]
+    R, D = x_RD.shape
     group = D if group == -1 else group
     groups = triton.cdiv(D, group)
-    values, units = format[5:]
+    values, units = element[5:]
     dtype = torch.float8_e4m3fn if values == 1 else torch.uint8
     codes_RD = x_RD.new_empty(R, D // values * units, dtype=dtype)
     scale_RG = x_RD.new_empty(R, groups, dtype=SCALES[kind])
@@ -165,7 +160,7 @@ def quantize(
     launch(
         quantize_blocks_kernel, (triton.cdiv(R * groups, BG),),
         x_RD, common, codes_RD, scale_RG, x_RD.stride(0), stride_common, R * groups,
-        D=D, GROUP=group, BG=BG, BC=BC, FORMAT=format, KIND=kind, CEIL=rule == "ceil", PDL=pdl,
+        D=D, GROUP=group, BG=BG, BC=BC, FORMAT=element, KIND=kind, CEIL=rule == "ceil", PDL=pdl,
         num_warps=warps_of(BG * BC), **options,
     )  # fmt: skip
     return codes_RD, scale_RG
