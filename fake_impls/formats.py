@@ -23,11 +23,30 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """How values of an element type lie in memory: `values` of them in `units` of a dtype."""
+    """How values of an element type lie in memory: `values` of them in `units` of a dtype.
+
+    Several values share bytes (torch.uint8), each with as many bits, the first in the lowest bits
+    of a little-endian number. Raises ValueError for values that do not fill their bytes.
+    """
 
     dtype: torch.dtype
     values: int = 1
     units: int = 1
+
+    def __post_init__(self) -> None:
+        if self.values == self.units == 1:
+            return
+        if self.dtype != torch.uint8:
+            raise ValueError(
+                f"values are packed in torch.uint8, got {self.dtype}; leave out values and units, "
+                "or take torch.uint8"
+            )
+        bits = 8 * self.units
+        if self.values < 2 or bits % self.values or not 0 < bits // self.values < 8:
+            raise ValueError(
+                f"{self.values} values in {self.units} bytes do not have 1 to 7 bits each; give "
+                "numbers whose quotient is that, such as values=4, units=3 for 6 bits"
+            )
 
     @property
     def bits(self) -> int:

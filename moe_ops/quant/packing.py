@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from moe_ops.checks.shapes import FLOATS, check_choice
 from moe_ops.fake_impls.formats import ALL, SCALES
+from moe_ops.quant.elements.bits import joined, split
 from moe_ops.quant.elements.kinds import FLOAT32_MANTISSA
 from moe_ops.quant.elements.table import element_of
 from moe_ops.quant.formats import Format
@@ -58,22 +59,16 @@ def decode(codes: Tensor, element: str) -> Tensor:
 def pack(codes: Tensor, element: str) -> Tensor:
     """Pack codes along the last axis, the first value in the lowest bits.
 
-    Four bits: two values a byte. Six bits: four values in three bytes, value i in bits 6i to 6i+5
-    of the 24, little-endian. Eight bits: unchanged. [..., n] becomes [..., n / values * units] as
-    the element's storage says. Raises ValueError if n is no multiple of the values that are packed
-    together.
+    Two bits: four values a byte. Four bits: two. Six bits: four values in three bytes, value i in
+    bits 6i to 6i+5 of the 24, little-endian. Eight bits: unchanged. [..., n] becomes [..., n /
+    values * units] as the element's storage says. Raises ValueError if n is no multiple of the
+    values that are packed together.
     """
     storage = element_of(element).storage
     if storage.values == 1:
         return codes
     _check_multiple(codes, element, storage.values, "codes", "pad the columns")
-    parts = codes.unflatten(-1, (codes.shape[-1] // storage.values, storage.values)).unbind(-1)
-    if storage.values == 2:
-        return parts[0] | (parts[1] << 4)
-    a, b, c, d = parts
-    # Masked first, so that nothing depends on bits that uint8 drops.
-    stored = (a | ((b & 3) << 6), (b >> 2) | ((c & 15) << 4), (c >> 4) | (d << 2))
-    return torch.stack(stored, -1).flatten(-2)
+    return joined(codes, storage)
 
 
 def unpack(stored: Tensor, element: str) -> Tensor:
@@ -82,11 +77,7 @@ def unpack(stored: Tensor, element: str) -> Tensor:
     if storage.values == 1:
         return stored
     _check_multiple(stored, element, storage.units, "packed bytes", "pass whole rows")
-    if storage.values == 2:
-        return torch.stack((stored & 15, stored >> 4), -1).flatten(-2)
-    a, b, c = stored.unflatten(-1, (stored.shape[-1] // 3, 3)).unbind(-1)
-    codes = (a & 63, (a >> 6) | ((b & 15) << 2), (b >> 4) | ((c & 3) << 4), c >> 2)
-    return torch.stack(codes, -1).flatten(-2)
+    return split(stored, storage)
 
 
 def _check_multiple(t: Tensor, element: str, of: int, what: str, remedy: str) -> None:

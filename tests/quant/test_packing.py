@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_ops.fake_impls.formats import Storage
 from moe_ops.quant.elements.kinds import Integer, Minifloat
 from moe_ops.quant.elements.table import ELEMENTS
 from moe_ops.quant.formats import Format
@@ -169,6 +170,24 @@ def test_unpack_undoes_pack_for_all_neighbours(element: str) -> None:
         packed = pack(quads, element)
         assert packed.shape[-1] * 8 == 4 * n.bit_length() - 4
         assert torch.equal(bits(unpack(packed, element)), bits(quads))
+
+
+@pytest.mark.parametrize(("values", "units"), [(8, 1), (4, 1), (8, 3), (8, 5), (4, 3), (8, 7)])
+def test_values_of_any_number_of_bits_lie_in_a_little_endian_stream(
+    values: int, units: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Storage(dtype=torch.uint8, values=values, units=units)
+    most = 2**storage.bits - 1
+    of = Integer(name="any", storage=storage, lowest=-1, highest=most - 1, offset=1)
+    monkeypatch.setitem(ELEMENTS, "any", of)
+    codes = torch.randint(most + 1, (3, 2 * values), dtype=torch.uint8)
+    packed = pack(codes, "any")
+    for row, stored in zip(codes.tolist(), packed.tolist(), strict=True):
+        number = sum(code << (storage.bits * i) for i, code in enumerate(row))
+        assert stored == list(number.to_bytes(2 * units, "little"))
+    assert torch.equal(unpack(packed, "any"), codes)
+    zeros = torch.tensor(of.zeros, dtype=torch.uint8)
+    assert decode(unpack(zeros, "any"), "any").tolist() == [0.0] * values
 
 
 def test_nothing_packs_to_nothing() -> None:
