@@ -62,6 +62,8 @@ def _reason(w_format: str, x_format: str) -> str | None:
     element, across = format.element, format.group[1]
     if element not in ELEMENTS:
         return f"needs weights of {', '.join(ELEMENTS)}, got {element}"
+    if x_format and Format.of(x_format).element not in ELEMENTS:
+        return f"quantises inputs to {', '.join(ELEMENTS)}, got {x_format}"
     if across != ALL and (across < LEAST_GROUP or across & (across - 1)):
         return f"needs groups of {LEAST_GROUP}, 32, 64, 128 or more columns, got {across}"
     if inputs_of(w_format, x_format) is not None:

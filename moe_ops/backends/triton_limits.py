@@ -22,11 +22,9 @@ MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
 # bits and whether rows have one scale for a step of columns, and of large experts.
 MOST_TINY_TOKENS_OF_CODES = 1
 MOST_DECODED = 4 * 2**30  # bytes of a layer that is decoded
-# Those of six bits, which take the ways of four, were not measured.
-MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTISED_INPUTS = {4: 400, 6: 400, 8: 200}, 16
-MOST_ROWS_AS_STORED = {
-    (4, True): 32, (4, False): 28, (6, True): 32, (6, False): 28, (8, True): 32, (8, False): 32,
-}  # fmt: skip
+# Those of fewer than eight bits take the ways of four, which were measured.
+MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTISED_INPUTS = {4: 400, 8: 200}, 16
+MOST_ROWS_AS_STORED = {(4, True): 32, (4, False): 28, (8, True): 32, (8, False): 32}
 MOST_ROWS_OF_LARGE_AS_STORED = 24
 
 
@@ -60,10 +58,10 @@ def _most_rows_of_codes(call: ExpertsCall) -> int | None:
     if call.x_format and inputs_of(call) is None:
         return MOST_ROWS_OF_QUANTISED_INPUTS
     weight = weight_of(call)
-    bits = weight.bits
+    bits = 8 if weight.bits == 8 else 4
     if multiplies_as_stored(call):
         if _is_large(call):
             return MOST_ROWS_OF_LARGE_AS_STORED
         return MOST_ROWS_AS_STORED[bits, one_a_step(weight)]
-    decoded = (call.w13_EFD.nbytes + call.w2_EDI.nbytes) * 16 // bits
+    decoded = (call.w13_EFD.nbytes + call.w2_EDI.nbytes) * 16 // weight.bits
     return None if decoded > MOST_DECODED else MOST_ROWS_OF_CODES[bits]

@@ -55,8 +55,7 @@ def supports_codes(call: ExpertsCall) -> str | None:
         refusal = refuse_device(c.w13_EFD, LEAST_FLOAT8)
     in_words = refusal is None and weight_of(c).bits < 8
     if in_words and any(w.storage_offset() % 4 for w in (c.w13_EFD, c.w2_EDI)):
-        bits = {4: "four", 6: "six"}[weight_of(c).bits]
-        refusal = f"needs weights of {bits} bits that begin at a multiple of 4 bytes"
+        refusal = f"needs weights of {weight_of(c).bits} bits that begin at a multiple of 4 bytes"
     return refusal
 
 

@@ -333,7 +333,7 @@ def test_words_that_begin_between_words_are_refused(kernel: str) -> None:
     held = torch.zeros(call.w2_EDI.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:]
     call = replace(call, w2_EDI=held.view(call.w2_EDI.shape).copy_(call.w2_EDI))
     refusal = experts.backends[kernel].refusal("cuda", 3, call)
-    assert refusal == "needs weights of four bits that begin at a multiple of 4 bytes"
+    assert refusal == "needs weights of 4 bits that begin at a multiple of 4 bytes"
 
 
 WIDE = replace(SMALL, D=512, I=448)
@@ -373,11 +373,11 @@ ROWS_UP_TO = [
     ("mxfp4", WIDE, STORED[4, False]), ("nvfp4", WIDE, STORED[4, False]),
     ("int4:1x128", replace(WIDE, I=512), STORED[4, True]),
     ("int4:1x32", replace(WIDE, D=8192, I=1024), MOST_ROWS_OF_LARGE_AS_STORED),
-    ("mxfp6_e3m2", WIDE, STORED[6, False]), ("float6_e2m3:row", WIDE, STORED[6, True]),
+    ("mxfp6_e3m2", WIDE, STORED[4, False]), ("float6_e2m3:row", WIDE, STORED[4, True]),
     ("int8:1x64", replace(WIDE, I=208), STORED[8, False]),
     ("float8_e4m3fn:128x128", replace(WIDE, I=512), STORED[8, True]),
     ("int4:1x16", WIDE, FIRST[4]), ("int4:1x32", replace(WIDE, I=256), FIRST[4]),
-    ("mxfp6_e2m3", replace(WIDE, I=256), FIRST[6]), ("int8:row", replace(WIDE, I=192), FIRST[8]),
+    ("mxfp6_e2m3", replace(WIDE, I=256), FIRST[4]), ("int8:row", replace(WIDE, I=192), FIRST[8]),
     ("uint8:row", replace(WIDE, I=232), FIRST[8]),
 ]  # fmt: skip
 
