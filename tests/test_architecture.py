@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "kernels": May(frozenset({"interop"}), frozenset({"torch", "triton"})),
     "decode_ops": May(OP | {"fake_impls", "kernels"}),
     "backends": May(OP | {"arena", "decode_ops", "installed", "kernels", "quant"}),
-    "quant": May(frozenset({"checks", "fake_impls"})),
+    "quant": May(frozenset({"checks", "fake_impls", "interop"})),
     "parallel": May(OP),
     "prepared": May(OP),
     "layer": May(OP | {"prepared", "quant", "parallel"}),

@@ -32,7 +32,8 @@ AGAIN = "complete the download, or save the model again"
 # What safetensors calls the dtypes of codes, scales and the rest.
 NAMES = {
     torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2", torch.float32: "F32", torch.bfloat16: "BF16",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float32: "F32", torch.bfloat16: "BF16",
     torch.float16: "F16",
 }  # fmt: skip
 

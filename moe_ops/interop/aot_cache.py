@@ -17,7 +17,15 @@ def tag(*modules: ModuleType) -> None:
     torch hashes an op by its name alone (pytorch issue 144344). A cached graph holds what fakes and
     definitions said when it was traced, gradients among it: after a change of them it is stale.
     """
-    ours = f"moe_ops:{_digest(_files(modules))}"
+    _append(f"moe_ops:{_digest(_files(modules))}")
+
+
+def tag_definition(text: str) -> None:
+    """Append a hash of a text that tells what others defined for our ops, in the same way."""
+    _append(f"moe_ops+{hashlib.sha256(text.encode()).hexdigest()[:16]}")
+
+
+def _append(ours: str) -> None:
     if ours not in config.cache_key_tag:
         config.cache_key_tag = f"{config.cache_key_tag} {ours}".strip()
 

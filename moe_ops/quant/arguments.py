@@ -13,18 +13,12 @@ from moe_ops.fake_impls.formats import ELEMENTS, PUBLISHED
 from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.quant.schemes import SCHEMES
 
-# Those that have a name or are in a scheme, in this order.
-FORMATS = tuple(
-    dict.fromkeys(
-        format
-        for some in (
-            PUBLISHED,
-            *((*scheme.weight_formats, *scheme.input_formats) for scheme in SCHEMES.values()),
-        )
-        for format in some
-        if format
-    )
-)
+
+def usual_formats() -> tuple[str, ...]:
+    """The formats that have a name or are in a scheme, in this order."""
+    schemes = SCHEMES.values()
+    found = (f for scheme in schemes for f in (*scheme.weight_formats, *scheme.input_formats) if f)
+    return tuple(dict.fromkeys((*PUBLISHED, *found)))
 
 
 def named_format(name: str, format: str) -> Format:
@@ -42,7 +36,7 @@ def _hint(format: str) -> str:
     if colon:
         return "" if element in ELEMENTS else did_you_mean(element, ELEMENTS)
     if format not in SCHEMES:
-        return did_you_mean(format, FORMATS)
+        return did_you_mean(format, usual_formats())
     scheme = SCHEMES[format]
     inputs = ", ".join(filter(None, scheme.input_formats))
     several = len(scheme.weight_formats) > 1 or len(scheme.input_formats) > 1

@@ -43,33 +43,34 @@ INTEGER_GROUPS = "row 1x32 1x64 1x128"
 MX_BITS = {"mxfp4": 4, "mxfp6_e3m2": 6, "mxfp6_e2m3": 6}
 MX_INPUTS = ("mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp8")
 
+# By name, and by the kinds of the formats of weights and inputs; `add` fills both.
+SCHEMES: dict[str, SchemeInfo] = {}
+BY_KIND: dict[tuple[str, str], str] = {}
+
 # A name is ELEMENT_wBITSaBITS where weights and inputs share their element type or inputs have 16
 # bits, the name of the format where that says it all, and else WEIGHTS_w_INPUTS_a.
-SCHEMES = {
-    scheme.name: scheme
-    for scheme in (
-        SchemeInfo(name="none", weight_formats=("",)),
-        SchemeInfo(name="fp8_w8a8", weight_formats=FP8_WEIGHTS, input_formats=FP8_INPUTS),
-        SchemeInfo(name="fp8_w8a16", weight_formats=FP8_WEIGHTS),
-        SchemeInfo(name="int8_w8a8", weight_formats=INT8, input_formats=INT8),
-        SchemeInfo(name="int8_w8a16", weight_formats=_formats("int8 uint8", INTEGER_GROUPS)),
-        SchemeInfo(name="int4_w4a16", weight_formats=_formats("int4 uint4", INTEGER_GROUPS)),
-        *(SchemeInfo(name=f"{w}_w{n}a16", weight_formats=(w,)) for w, n in MX_BITS.items()),
-        *(
-            SchemeInfo(name=f"{w}_w_fp8_a", weight_formats=(w,), input_formats=FP8_INPUTS[:2])
-            for w in MX_BITS
-        ),
-        *(
-            SchemeInfo(name=f"{w}_w_{x}_a", weight_formats=(w,), input_formats=(x,))
-            for w in MX_BITS
-            for x in MX_INPUTS
-        ),
-        SchemeInfo(name="mxfp8", weight_formats=("mxfp8",), input_formats=("mxfp8",)),
-        SchemeInfo(name="mxfp8_w8a16", weight_formats=("mxfp8",)),
-        SchemeInfo(name="nvfp4_w4a4", weight_formats=("nvfp4",), input_formats=("nvfp4",)),
-        SchemeInfo(name="nvfp4_w4a16", weight_formats=("nvfp4",)),
-    )
-}
+BUILT_IN = (
+    SchemeInfo(name="none", weight_formats=("",)),
+    SchemeInfo(name="fp8_w8a8", weight_formats=FP8_WEIGHTS, input_formats=FP8_INPUTS),
+    SchemeInfo(name="fp8_w8a16", weight_formats=FP8_WEIGHTS),
+    SchemeInfo(name="int8_w8a8", weight_formats=INT8, input_formats=INT8),
+    SchemeInfo(name="int8_w8a16", weight_formats=_formats("int8 uint8", INTEGER_GROUPS)),
+    SchemeInfo(name="int4_w4a16", weight_formats=_formats("int4 uint4", INTEGER_GROUPS)),
+    *(SchemeInfo(name=f"{w}_w{n}a16", weight_formats=(w,)) for w, n in MX_BITS.items()),
+    *(
+        SchemeInfo(name=f"{w}_w_fp8_a", weight_formats=(w,), input_formats=FP8_INPUTS[:2])
+        for w in MX_BITS
+    ),
+    *(
+        SchemeInfo(name=f"{w}_w_{x}_a", weight_formats=(w,), input_formats=(x,))
+        for w in MX_BITS
+        for x in MX_INPUTS
+    ),
+    SchemeInfo(name="mxfp8", weight_formats=("mxfp8",), input_formats=("mxfp8",)),
+    SchemeInfo(name="mxfp8_w8a16", weight_formats=("mxfp8",)),
+    SchemeInfo(name="nvfp4_w4a4", weight_formats=("nvfp4",), input_formats=("nvfp4",)),
+    SchemeInfo(name="nvfp4_w4a16", weight_formats=("nvfp4",)),
+)
 
 
 def format_of(name: str) -> Format | None:
@@ -86,12 +87,38 @@ def _kind(format: Format | None) -> str:
     return f"{format.element}:{format.scale}" if format.has_global_scale else format.element
 
 
-BY_KIND = {
-    (_kind(format_of(w)), _kind(format_of(x))): scheme.name
-    for scheme in SCHEMES.values()
-    for w in scheme.weight_formats
-    for x in scheme.input_formats
-}
+def _kinds(scheme: SchemeInfo) -> Iterator[tuple[str, str]]:
+    for w in scheme.weight_formats:
+        for x in scheme.input_formats:
+            yield _kind(format_of(w)), _kind(format_of(x))
+
+
+def add(scheme: SchemeInfo) -> None:
+    """Let configurations have a scheme. Raises ValueError for a name that is taken, for formats
+    that are none, and for formats that another scheme joins.
+    """
+    if scheme.name in SCHEMES:
+        raise ValueError(f"there is a scheme {scheme.name!r} already; take another name")
+    kinds = dict.fromkeys(_kinds(scheme), scheme.name)
+    other = next((BY_KIND[kind] for kind in kinds if kind in BY_KIND), None)
+    if other is not None:
+        raise ValueError(
+            f"the scheme {scheme.name!r} has formats of the scheme {other!r}, whose elements "
+            "decide it; leave them out"
+        )
+    SCHEMES[scheme.name] = scheme
+    BY_KIND.update(kinds)
+
+
+def remove(scheme: SchemeInfo) -> None:
+    """Forget a scheme."""
+    del SCHEMES[scheme.name]
+    for kind in set(_kinds(scheme)):
+        del BY_KIND[kind]
+
+
+for _scheme in BUILT_IN:
+    add(_scheme)
 
 
 def scheme_of(weights: Format | None, inputs: Format | None) -> str:
