@@ -104,7 +104,7 @@ def tiles_of(kernel: str, call: ExpertsCall) -> Any:
     """The tiles that a call of `tiny` or `rows` takes by the tables."""
     named = dict(zip(TENSORS, _tensors(call), strict=True))
     layer = _layer(named, call.transposed, call.activation, _formats(call))
-    module = importlib.import_module(f"moe_ops.kernels.triton.experts.{kernel}")
+    module = importlib.import_module(f"moe_ops.kernels.triton.experts.products.{kernel}")
     return module.tiles_of(call.x_TD, call.ids_TK, layer, call.expert_map)
 
 
@@ -113,7 +113,7 @@ def _launch_experts(*given: Any) -> Tensor:
     named = dict(zip(TENSORS, given, strict=False))
     kernel, transposed, act, formats, tiles = given[len(TENSORS) :]
     layer = _layer(named, transposed, act, formats)
-    module = importlib.import_module(f"moe_ops.kernels.triton.experts.{kernel}")
+    module = importlib.import_module(f"moe_ops.kernels.triton.experts.products.{kernel}")
     routed = (named[n] for n in ("x_TD", "weights_TK", "ids_TK"))
     more = {} if tiles is None else {"tiles": tiles}
     out_TD: Tensor = module.run(
@@ -126,7 +126,7 @@ def _layer(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) 
     """The weights of a call, its tensors given by their names in TENSORS and its formats by
     their names, as kernels take them."""
     from moe_ops.kernels.triton import Act
-    from moe_ops.kernels.triton.experts.quantized import Codes, as_stored, scales_as_stored
+    from moe_ops.kernels.triton.experts.formats.codes import Codes, as_stored, scales_as_stored
     from moe_ops.kernels.triton.experts.weights import Experts
 
     codes, (weight, inputs, scaled, dtype) = None, formats_of(*formats)
@@ -155,7 +155,8 @@ def _register(
     priority: int,
     rows: Rows = ANY_NUMBER,
 ) -> None:
-    """The kernels of a module of `moe_ops.kernels.triton.experts`, alone and onto a residual."""
+    """The kernels of a module of `moe_ops.kernels.triton.experts.products`, alone and onto a
+    residual."""
     given: dict[str, Any] = {"devices": ("cuda",), "priority": priority}
     of_tokens = {**given, "reads": (*read, *reads.CODES), "supports": supports, "rows": rows}
 

@@ -83,7 +83,7 @@ def _reason(w_format: str, x_format: str) -> str | None:
 def refusal_of_many(
     weight: Weight, widths: tuple[int, int], gated: bool, interleaved: bool
 ) -> str | None:
-    """Why the kernel for many rows an expert (`grouped_float8.py`) cannot multiply weights of this
+    """Why the kernel for many rows an expert (`grouped_blocks.py`) cannot multiply weights of this
     format with inputs of 8 bits, that `refusal` does not refuse, or a model and experts of these
     widths; or None."""
     down, across = weight.down, weight.across

@@ -77,7 +77,7 @@ def _refuse_gemm_codes(call: ExpertGemmCall) -> str | None:
 def grouped_gemm(call: ExpertGemmCall) -> Tensor:
     """`expert_gemm` by the kernels of triton.grouped, codes decoded first; unused rows stay
     unwritten."""
-    from moe_ops.kernels.triton.experts import grouped
+    from moe_ops.kernels.triton.experts.products import grouped
 
     c, x_RD, w_EFD = call, call.x_RD, call.w_EFD
     if c.w_format and x_RD.shape[0] > 0:
@@ -101,8 +101,8 @@ def _decoded(
 ) -> Tensor:
     """Values [experts, rows, columns] of codes and their scales: of groups, zero points and of
     experts, or of as many as all of these have rows."""
-    from moe_ops.kernels.triton.experts.decoded import decode
-    from moe_ops.kernels.triton.experts.quantized import as_stored, scales_as_stored
+    from moe_ops.kernels.triton.experts.formats.codes import as_stored, scales_as_stored
+    from moe_ops.kernels.triton.experts.operands.dequantized_weights import decode
 
     weight = triton_formats.weight_of(format, "")
     columns = Format.of(format).parsed.unpacked(codes.shape[2])

@@ -14,10 +14,10 @@ from moe_ops.bench import cells, formats, tiles, timing
 from moe_ops.bench.__main__ import parse
 from moe_ops.bench.rates import Rates
 from moe_ops.kernels.triton import Weight
-from moe_ops.kernels.triton.experts.few import Stream, Streams
-from moe_ops.kernels.triton.experts.quantized import Codes
-from moe_ops.kernels.triton.experts.rows import code_tiles
-from moe_ops.kernels.triton.experts.tiny import TinyTiles
+from moe_ops.kernels.triton.experts.formats.codes import Codes
+from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams
+from moe_ops.kernels.triton.experts.products.rows import code_tiles
+from moe_ops.kernels.triton.experts.products.tiny import TinyTiles
 from moe_ops.testing import DEVICE, F16, Case
 
 NONE = torch.empty(0)

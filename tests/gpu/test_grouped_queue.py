@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from moe_ops.kernels.triton import Act
-from moe_ops.kernels.triton.experts import grouped
-from moe_ops.kernels.triton.experts.sort import sort_pairs
-from moe_ops.kernels.triton.experts.tile_map import TileMap, tile_map
+from moe_ops.kernels.triton.experts.products import grouped
+from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
+from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap, tile_map
 from moe_ops.kernels.triton.experts.weights import Experts
 from moe_ops.testing import BF16, TOL, Case, assert_close
 

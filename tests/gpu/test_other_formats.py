@@ -20,8 +20,8 @@ from moe_ops.testing import ACTIVATIONS, TOL, assert_close, make_layer
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops.kernels.triton.experts import grouped as grouped_kernels
-from moe_ops.kernels.triton.experts.emulated import emulate
+from moe_ops.kernels.triton.experts.operands.fake_quantized import emulate
+from moe_ops.kernels.triton.experts.products import grouped as grouped_kernels
 from tests.gpu.test_quantised_kernels import TOKENS, WIDTHS, hopper, relative_error, uneven
 from tests.kernels.codes import quantised
 from tests.kernels.test_emulated import EXACT, PAIRS, ROUNDED

@@ -21,7 +21,7 @@ from moe_ops.testing import ACTIVATIONS, Case, make_layer
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops.kernels.triton.experts import grouped as grouped_kernels
+from moe_ops.kernels.triton.experts.products import grouped as grouped_kernels
 
 pytestmark = pytest.mark.gpu
 

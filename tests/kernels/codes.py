@@ -14,15 +14,11 @@ from torch import Tensor
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.fake_impls.formats import ELEMENTS
 from moe_ops.kernels.triton import Act
-from moe_ops.kernels.triton.experts.quantized import (
-    Codes,
-    add_product,
-    as_stored,
-    decoded,
-    rescaled,
-    scales_as_stored,
-)
-from moe_ops.kernels.triton.experts.tokens import arrange
+from moe_ops.kernels.triton.experts.formats.codes import Codes, as_stored, scales_as_stored
+from moe_ops.kernels.triton.experts.formats.four_bits import decoded
+from moe_ops.kernels.triton.experts.formats.scales import rescaled
+from moe_ops.kernels.triton.experts.operands.permuted import arrange
+from moe_ops.kernels.triton.experts.products.block_steps import add_product
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import DEVICE

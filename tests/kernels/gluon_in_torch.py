@@ -1,5 +1,6 @@
-"""The Gluon kernels of `few_gluon.py` by torch, where there is no GPU: what they compute, and every
-address that they load from or store to. Layouts, and so what a thread holds, are not looked at.
+"""The Gluon kernels of `register_stream_gluon.py` by torch, where there is no GPU: what they
+compute, and every address that they load from or store to. Layouts, and so what a thread holds, are
+not looked at.
 """
 
 from __future__ import annotations
@@ -14,7 +15,18 @@ from torch import Tensor
 from triton.experimental.gluon import language as gluon_language
 
 from moe_ops.kernels.triton import activation
-from moe_ops.kernels.triton.experts import few_gluon, quantized, sort, streamed
+from moe_ops.kernels.triton.experts.formats import (
+    codes,
+    eight_bits_gluon,
+    four_bits,
+    halves,
+    scales,
+    six_bits,
+)
+from moe_ops.kernels.triton.experts.products import register_stream_gluon, register_stream_steps
+from moe_ops.kernels.triton.experts.schedule import sort
+
+DECODERS = (codes, halves, scales, four_bits, six_bits, eight_bits_gluon)
 
 
 class Value(Tensor):
@@ -103,21 +115,21 @@ def where(condition: Any, a: Any, b: Any) -> Any:
 
 
 def of_float8(words: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    """As `streamed.of_float8`, which is PTX."""
+    """As `eight_bits_gluon.of_float8`, which is PTX."""
     codes = words.contiguous().unsqueeze(-1).view(torch.float8_e4m3fn)
     pairs = codes.to(dtype).contiguous().view(torch.int32)
     return pairs[..., 0], pairs[..., 1]
 
 
 def of_int8(words: Any) -> tuple[Any, Any]:
-    """As `streamed.of_int8`, which is PTX."""
+    """As `eight_bits_gluon.of_int8`, which is PTX."""
     codes = words.contiguous().unsqueeze(-1).view(torch.int8)
     pairs = codes.to(torch.float16).contiguous().view(torch.int32)
     return pairs[..., 0], pairs[..., 1]
 
 
 def pairs_of_bytes(words: Any) -> tuple[Any, Any]:
-    """As `streamed.pairs_of_bytes`, which is PTX."""
+    """As `eight_bits_gluon.pairs_of_bytes`, which is PTX."""
     codes = words.contiguous().unsqueeze(-1).view(torch.uint8)
     pairs = codes.to(torch.int16).contiguous().view(torch.int32)
     return pairs[..., 0], pairs[..., 1]
@@ -177,8 +189,10 @@ def functions_of(modules: Iterable[ModuleType], **given: Any) -> dict[str, Any]:
 @functools.cache
 def functions() -> dict[str, Any]:
     """Those of the kernels for few rows."""
-    modules = (activation, sort, quantized, streamed, few_gluon)
-    names = functions_of(modules, COLUMNS_OF_STEP=streamed.STEP, STEP=streamed.STEP)
+    modules = (activation, sort, *DECODERS, register_stream_steps, register_stream_gluon)
+    names = functions_of(
+        modules, COLUMNS_OF_STEP=register_stream_steps.STEP, STEP=register_stream_steps.STEP
+    )
     names |= {"of_float8": of_float8, "of_int8": of_int8, "pairs_of_bytes": pairs_of_bytes}
     names["mma_v2"] = lambda a, b, acc: torch.bmm(a.float(), b.float()) + acc
     return names
@@ -186,7 +200,7 @@ def functions() -> dict[str, Any]:
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """In the place of `replay.launch`; any other kernel is left to Triton's interpreter."""
-    if kernel.fn.__module__ != few_gluon.__name__:
+    if kernel.fn.__module__ != register_stream_gluon.__name__:
         kernel[grid](*args, **options)
         return
     given = dict(zip(kernel.arg_names, args, strict=False))

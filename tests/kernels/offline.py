@@ -44,18 +44,15 @@ from moe_ops.kernels.triton import (
 )
 from moe_ops.kernels.triton import quantize as quantize_kernels
 from moe_ops.kernels.triton.decode import linears, one_query, rope, rope_attention
-from moe_ops.kernels.triton.experts import (
-    combine,
-    decoded,
-    emulated,
-    few,
-    grouped_plain,
+from moe_ops.kernels.triton.experts.operands import (
+    dequantized_weights,
+    fake_quantized,
+    group_scales,
+    permuted,
     row_scales,
-    rows,
-    sort,
-    tiny,
-    tokens,
 )
+from moe_ops.kernels.triton.experts.products import grouped_plain, register_stream, rows, tiny
+from moe_ops.kernels.triton.experts.schedule import combine, sort
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.route import route
 from moe_ops.testing import ACTIVATIONS, LAYERS
@@ -179,13 +176,15 @@ def compile_launches(
         patched.enter_context(patch.object(JITFunction, "run", run))
         for module in (
             combine,
-            decoded,
-            emulated,
-            few,
+            dequantized_weights,
+            fake_quantized,
+            group_scales,
             linears,
             one_query,
+            permuted,
             push,
             push_sum,
+            register_stream,
             rope,
             rope_attention,
             routing,
@@ -193,7 +192,6 @@ def compile_launches(
             rows,
             sort,
             tiny,
-            tokens,
             quantize_kernels,
             quantize_blocks,
             static_factors,
@@ -203,7 +201,9 @@ def compile_launches(
             patched.enter_context(patch.object(module, "shared_memory", lambda _: memory))
         for module in (push, push_sum):
             patched.enter_context(patch.object(module, "polls_by_asm", lambda _: True))
-        patched.enter_context(patch.object(few, "on_hopper", lambda _: capability == 90))
+        patched.enter_context(
+            patch.object(register_stream, "on_hopper", lambda _: capability == 90)
+        )
         call()
     return found
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from moe_ops.backends.triton import run_experts
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.backends.triton_inputs import inputs_of
-from moe_ops.kernels.triton.experts.given import decode, in_rows
-from moe_ops.kernels.triton.experts.quantized import Codes
+from moe_ops.kernels.triton.experts.formats.codes import Codes
+from moe_ops.kernels.triton.experts.operands.prequantized import decode, in_rows
 from moe_ops.kernels.triton.static_factors import static_factors
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.quantize import quantize

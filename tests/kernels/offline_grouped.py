@@ -34,15 +34,15 @@ from triton.runtime.jit import JITFunction
 
 from moe_ops.backends.triton_formats import EIGHT_BITS, SIX_BITS
 from moe_ops.kernels.triton import LINEAR, Act, Weight
-from moe_ops.kernels.triton.experts import (
+from moe_ops.kernels.triton.experts.formats.order import arranged
+from moe_ops.kernels.triton.experts.products import (
     grouped,
-    grouped_codes,
-    grouped_float8,
-    grouped_gluon,
+    grouped_blocks,
+    grouped_registers,
+    grouped_wgmma,
 )
-from moe_ops.kernels.triton.experts.grouped_gluon import Scales
-from moe_ops.kernels.triton.experts.tile_map import TileMap
-from moe_ops.kernels.triton.experts.tokens import arranged
+from moe_ops.kernels.triton.experts.products.grouped_wgmma import Scales
+from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
 from moe_ops.ops.activate import Activation
 from moe_ops.testing import ACTIVATIONS
 from tests.kernels.offline import TYPES, usage
@@ -112,7 +112,7 @@ def float8_product(N: int, K: int, out_n: int, act: Act, bias: bool, kind: str, 
     R, codes, first = 4096, torch.float8_e4m3fn, act.kind is not None
     groups = -(-N // down) if down > 0 else 1
     w_scale = torch.uint8 if kind == "e8m0" else torch.float32
-    grouped_float8.launch(
+    grouped_blocks.launch(
         empty(R, K, dtype=codes),
         empty(-(-K // 128), R, dtype=torch.float32),
         empty(E, N, K, dtype=codes),
@@ -153,7 +153,7 @@ def codes_product(
     bits = 8 if element in EIGHT_BITS else 6 if element in SIX_BITS else 4
     weight = Weight(element, 1, group, kind, False, bits)
     stored = torch.uint8 if kind in ("e8m0", "float8_e4m3fn") else getattr(torch, kind)
-    grouped_codes.launch(
+    grouped_registers.launch(
         empty(4096, arranged(K, weight), dtype=dtype),
         empty(E, N, K * bits // 32, dtype=torch.int32),
         empty(E, N, groups, dtype=stored),
@@ -161,7 +161,7 @@ def codes_product(
         empty(E, dtype=torch.float32) if group == 16 else None,
         empty(E, N, dtype=dtype) if bias else None,
         empty(4096, arranged(out_n, weight) if act.kind else out_n, dtype=dtype),
-        TileMap(empty(99, 8, dtype=torch.int32), grouped_codes.BLOCK_M),
+        TileMap(empty(99, 8, dtype=torch.int32), grouped_registers.BLOCK_M),
         weight,
         act,
     )
@@ -204,12 +204,12 @@ def by_row_product(
     made = empty(static, dtype=torch.float32) if static else None
     scales = Scales(
         a=empty(R, dtype=torch.float32) if first or made is None else made,
-        a_each="row" if first or made is None else grouped_gluon.each(made),
+        a_each="row" if first or made is None else grouped_wgmma.each(made),
         w=empty(E, N if down == 1 else 1, 1, dtype=getattr(torch, kind)),
         weight=Weight(element, down, -1, kind, True, 8),
         out=made if first else None,
     )
-    grouped_gluon.launch(
+    grouped_wgmma.launch(
         empty(R, K, dtype=codes),
         None,
         empty(E, N, K, dtype=codes),

@@ -13,9 +13,13 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.backends.triton import run_experts
 from moe_ops.backends.triton_formats import MOST_COLUMNS_OF_INT8, refusal, scaled_of, weight_of
-from moe_ops.kernels.triton.experts.quantized import Codes
-from moe_ops.kernels.triton.experts.row_scales import quantise_h, quantise_pairs, quantise_x
-from moe_ops.kernels.triton.experts.sort import sort_pairs
+from moe_ops.kernels.triton.experts.formats.codes import Codes
+from moe_ops.kernels.triton.experts.operands.row_scales import (
+    quantise_h,
+    quantise_pairs,
+    quantise_x,
+)
+from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format

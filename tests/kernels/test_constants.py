@@ -21,8 +21,8 @@ from triton.runtime.jit import compute_cache_key
 
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.kernels.triton import LINEAR, Act, Weight
-from moe_ops.kernels.triton.experts.few import Sizes, Stream
-from moe_ops.kernels.triton.experts.grouped_gluon import Scaling
+from moe_ops.kernels.triton.experts.products.grouped_wgmma import Scaling
+from moe_ops.kernels.triton.experts.products.register_stream import Sizes, Stream
 from moe_ops.ops.activate import Activation
 
 INT4 = Weight("int4", 1, 128, "bfloat16", False, 4)

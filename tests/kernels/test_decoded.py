@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 from moe_ops import expert_gemm, experts, quantize
 from moe_ops.backends.triton import run_experts
 from moe_ops.backends.triton_formats import weight_of
-from moe_ops.kernels.triton.experts.decoded import decode
-from moe_ops.kernels.triton.experts.quantized import as_stored, scales_as_stored
+from moe_ops.kernels.triton.experts.formats.codes import as_stored, scales_as_stored
+from moe_ops.kernels.triton.experts.operands.dequantized_weights import decode
 from moe_ops.ops.expert_gemm import ExpertGemmCall
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format

@@ -23,8 +23,8 @@ from moe_ops.testing import ACTIVATIONS, BF16, DEVICE, F16, TOL, assert_close, m
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops.kernels.triton.experts.emulated import emulate
-from moe_ops.kernels.triton.experts.tokens import arrange
+from moe_ops.kernels.triton.experts.operands.fake_quantized import emulate
+from moe_ops.kernels.triton.experts.operands.permuted import arrange
 from tests.chosen import those_of
 from tests.kernels.test_quantised_experts import ODD, call_of
 

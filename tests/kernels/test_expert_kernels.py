@@ -240,7 +240,7 @@ def test_more_tokens_than_tiny_takes_are_refused() -> None:
 
 @pytest.mark.parametrize("memory", [99 * 1024, 163 * 1024, 227 * 1024])
 def test_tiles_of_few_rows_fit_shared_memory(memory: int) -> None:
-    from moe_ops.kernels.triton.experts.rows import TILES, fitting
+    from moe_ops.kernels.triton.experts.products.rows import TILES, fitting
 
     for *_, tiles in TILES:
         fit = fitting(tiles, True, 16, memory)

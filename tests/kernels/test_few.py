@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops import experts
 from moe_ops.backends.triton import run_experts
-from moe_ops.kernels.triton.experts import few
-from moe_ops.kernels.triton.experts.few import Stream, Streams, one_streams
+from moe_ops.kernels.triton.experts.products import register_stream
+from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams, one_streams
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.testing import ACTIVATIONS, BF16, DEVICE, F16, TOL, Case, assert_close
 from tests.chosen import those_of
@@ -74,8 +74,8 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         launched.append(kernel.fn.__name__)
         gluon_in_torch.launch(kernel, *args, **options)
 
-    monkeypatch.setattr(few, "launch", launch)
-    monkeypatch.setattr(few, "on_hopper", lambda _: True)
+    monkeypatch.setattr(register_stream, "launch", launch)
+    monkeypatch.setattr(register_stream, "on_hopper", lambda _: True)
     yield launched
 
 

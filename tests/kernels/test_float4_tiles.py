@@ -10,8 +10,12 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops.kernels.triton.experts.few import Streams, few_streams, one_streams
-from moe_ops.kernels.triton.experts.rows import RowsTiles, code_tiles
+from moe_ops.kernels.triton.experts.products.register_stream import (
+    Streams,
+    few_streams,
+    one_streams,
+)
+from moe_ops.kernels.triton.experts.products.rows import RowsTiles, code_tiles
 from moe_ops.testing import LAYERS
 from tests.kernels.codes import unfilled
 

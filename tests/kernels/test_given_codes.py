@@ -16,12 +16,12 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 from moe_ops.backends.triton import run_experts
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.backends.triton_inputs import inputs_of
-from moe_ops.kernels.triton.experts.emulated import emulate
-from moe_ops.kernels.triton.experts.given import decode, in_rows
-from moe_ops.kernels.triton.experts.quantized import Codes
-from moe_ops.kernels.triton.experts.row_scales import quantise_x
-from moe_ops.kernels.triton.experts.sort import sort_pairs
-from moe_ops.kernels.triton.experts.tokens import quantise, quantise_sorted
+from moe_ops.kernels.triton.experts.formats.codes import Codes
+from moe_ops.kernels.triton.experts.operands.fake_quantized import emulate
+from moe_ops.kernels.triton.experts.operands.group_scales import quantise, quantise_sorted
+from moe_ops.kernels.triton.experts.operands.prequantized import decode, in_rows
+from moe_ops.kernels.triton.experts.operands.row_scales import quantise_x
+from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
@@ -141,7 +141,7 @@ def test_codes_that_begin_between_words_are_copied_to_rows(formats: str) -> None
 
     held = torch.zeros(call.x_TD.numel() + 3, dtype=torch.uint8, device=DEVICE)[3:]
     moved = held.copy_(call.x_TD.view(torch.uint8).flatten()).view(call.x_TD.dtype)
-    with patch("moe_ops.kernels.triton.experts.grouped.run", start):
+    with patch("moe_ops.kernels.triton.experts.products.grouped.run", start):
         want = run_experts("grouped", call)
         got = run_experts("grouped", replace(call, x_TD=moved.view(call.x_TD.shape)))
     assert torch.equal(placed(got, rows), placed(want, rows))

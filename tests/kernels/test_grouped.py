@@ -12,11 +12,12 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from moe_ops.kernels.triton import Act, Weight
-from moe_ops.kernels.triton.experts import grouped_float8, grouped_gluon, hopper
-from moe_ops.kernels.triton.experts.grouped import grouped_gated, grouped_rows
-from moe_ops.kernels.triton.experts.grouped_gluon import Scaling
-from moe_ops.kernels.triton.experts.grouped_plain import config_for
-from moe_ops.kernels.triton.experts.tile_map import GROUP, tile_map
+from moe_ops.kernels.triton.experts.products import grouped_blocks, grouped_wgmma
+from moe_ops.kernels.triton.experts.products.grouped import grouped_gated, grouped_rows
+from moe_ops.kernels.triton.experts.products.grouped_plain import config_for
+from moe_ops.kernels.triton.experts.products.grouped_wgmma import Scaling
+from moe_ops.kernels.triton.experts.schedule import tile_scheduler
+from moe_ops.kernels.triton.experts.schedule.tile_map import GROUP, tile_map
 from moe_ops.ops.activate import activate
 from moe_ops.testing import DEVICE
 from tests.kernels.gluon_in_torch import LANGUAGE, pointer, value
@@ -167,10 +168,10 @@ def queued(tiles, n_tiles, blocks):
         minimum=min,
         num_programs=lambda axis: blocks,
     )
-    with patch.object(hopper, "gl", fake):
-        queue = hopper.queue_of.fn(0, n_tiles)
+    with patch.object(tile_scheduler, "gl", fake):
+        queue = tile_scheduler.queue_of.fn(0, n_tiles)
         for item in range(queue[-1] + 1):
-            yield hopper.tile_of.fn(hopper.look_up.fn(item, queue), queue, 128)
+            yield tile_scheduler.tile_of.fn(tile_scheduler.look_up.fn(item, queue), queue, 128)
 
 
 @pytest.mark.parametrize("blocks", [7, 132, 400])
@@ -228,12 +229,12 @@ def test_all_rows_behind_64_columns_share_the_scale_of_float8_weights(
         arange=lambda *_: torch.arange(64), SliceLayout=lambda *_: None, minimum=least,
         cdiv=lambda a, b: -(-a // b),
     )  # fmt: skip
-    plain = {n: int(getattr(grouped_float8, n)) for n in ("ROWS", "SUM", "CHUNK", "STEP")}
-    names = plain | {"gl": fake, "_group": grouped_float8._group.fn}
-    with patch.multiple(grouped_float8, **names):
+    plain = {n: int(getattr(grouped_blocks, n)) for n in ("ROWS", "SUM", "CHUNK", "STEP")}
+    names = plain | {"gl": fake, "_group": grouped_blocks._group.fn}
+    with patch.multiple(grouped_blocks, **names):
         for expert, n in itertools.product(range(2), range(-(-N // 256))):
             scales, tile = (None, None, None, groups), (expert, 100, 70, n)
-            rows, *at = grouped_float8._at.fn(scales, tile, N, K, W, act)
+            rows, *at = grouped_blocks._at.fn(scales, tile, N, K, W, act)
             assert rows.tolist() == [*range(70, 100), *[99] * 34]
             for chunk, first in enumerate(at):
                 for row in rows_behind(chunk, n, N, act):
@@ -251,12 +252,12 @@ def test_sums_meet_the_scales_of_their_rows_and_columns(act, of_a, down):
     w = torch.rand(2, N if down == 1 else 1)
     scales = (pointer(a), pointer(w), None)
     given = {"gl": LANGUAGE, "finite": lambda scale: scale, "scale_of": lambda scale, _: scale}
-    with patch.multiple(grouped_gluon, **given):
+    with patch.multiple(grouped_wgmma, **given):
         for expert, n, c in itertools.product(range(2), range(-(-N // 256)), range(4)):
             sums, tile = value(torch.full((64, 64), c + 2)), (value(expert), 100, 70, n)
             S = Scaling(down, "float32", of_a, "row", None)
-            a_scale = grouped_gluon._row_scales.fn(sums, scales, tile, S)
-            chunk = grouped_gluon._scaled.fn(sums, c, a_scale, scales, tile, N, S, act)
+            a_scale = grouped_wgmma._row_scales.fn(sums, scales, tile, S)
+            chunk = grouped_wgmma._scaled.fn(sums, c, a_scale, scales, tile, N, S, act)
             of_rows = a[70:] if of_a == "row" else a[expert if of_a == "expert" else 0].expand(30)
             columns = rows_behind(c, n, N, act)
             of_columns = w[expert].expand(N)[columns]
@@ -269,11 +270,11 @@ def test_quotients_are_rounded_as_divisions_are(monkeypatch):
     fma = lambda a, b, c: (a.double() * b.double() + c.double()).float()  # noqa: E731
     inverse = lambda *args, **_: 1.0 / args[2][0]  # noqa: E731
     more = {"fma": fma, "inline_asm_elementwise": inverse}
-    monkeypatch.setattr(grouped_gluon, "gl", SimpleNamespace(**vars(LANGUAGE) | more))
+    monkeypatch.setattr(grouped_wgmma, "gl", SimpleNamespace(**vars(LANGUAGE) | more))
     scales = torch.rand(400) * 2.0 ** torch.randint(-10, 10, (400,))
     scales[:6] = torch.tensor([0.0, 1e-42, 3e38, -0.7, float("nan"), 1.0])
     x = (torch.randn(256, 400) * scales.abs().clamp(1e-40, 1e36) * 100).bfloat16().float()
-    got = grouped_gluon._quotient.fn(value(x), value(scales))
+    got = grouped_wgmma._quotient.fn(value(x), value(scales))
     want = torch.where(scales == 0, 0.0, x / scales)
     assert torch.equal(got.nan_to_num(7e9), want.nan_to_num(7e9))
 

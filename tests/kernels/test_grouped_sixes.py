@@ -1,5 +1,5 @@
-"""Codes of six bits in tiles of many rows, by torch: what a consumer of `grouped_codes.py` loads,
-decodes, multiplies and stores. Its barriers, copies and layouts are not looked at.
+"""Codes of six bits in tiles of many rows, by torch: what a consumer of `grouped_registers.py`
+loads, decodes, multiplies and stores. Its barriers, copies and layouts are not looked at.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 from moe_ops import activate
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.kernels.triton import LINEAR, Act, activation
-from moe_ops.kernels.triton.experts import fragments, grouped_codes, quantized, tokens
+from moe_ops.kernels.triton.experts.formats import order
+from moe_ops.kernels.triton.experts.products import fragments, grouped_registers
 from moe_ops.testing import BF16, DEVICE, F16
 from tests.kernels.codes import Weights, any_codes
-from tests.kernels.gluon_in_torch import functions_of, pointer, value
+from tests.kernels.gluon_in_torch import DECODERS, functions_of, pointer, value
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
 
@@ -34,7 +35,7 @@ each_width = pytest.mark.parametrize("K", [288, 512], ids=lambda K: f"K{K}")
 @functools.cache
 def functions() -> dict[str, Any]:
     """Those of the kernel."""
-    modules = (activation, quantized, tokens, fragments, grouped_codes)
+    modules = (activation, *DECODERS, order, fragments, grouped_registers)
     names = functions_of(modules, FACTORS=None, ROWS=128)
     return names
 

@@ -26,22 +26,13 @@ from moe_ops.backends.triton_limits import (
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
-from moe_ops.testing import (
-    ACTIVATIONS,
-    BF16,
-    DEVICE,
-    F16,
-    TOL,
-    Case,
-    Tol,
-    assert_close,
-    make_layer,
-)
+from moe_ops.testing import ACTIVATIONS, BF16, DEVICE, F16, TOL, Case, Tol, assert_close, make_layer
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops.kernels.triton.experts.sort import sort_pairs
-from moe_ops.kernels.triton.experts.tokens import arrange, quantise, quantise_sorted
+from moe_ops.kernels.triton.experts.operands.group_scales import quantise, quantise_sorted
+from moe_ops.kernels.triton.experts.operands.permuted import arrange
+from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from tests.chosen import those_of
 from tests.kernels.codes import any_codes, product, quantised
 

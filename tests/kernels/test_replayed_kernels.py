@@ -23,7 +23,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from moe_ops import experts, route
 from moe_ops.backends import triton as backends
 from moe_ops.kernels.triton import replay
-from moe_ops.kernels.triton.experts import sort
+from moe_ops.kernels.triton.experts.schedule import sort
 from moe_ops.kernels.triton.static_factors import static_factors
 from moe_ops.testing import Case, Layer, make_layer
 from tests.chosen import those_of

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 def test_rows_are_those_of_dispatch(
     T: int, E: int, K: int, mapped: bool, one_launch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moe_ops.kernels.triton.experts import sort
+    from moe_ops.kernels.triton.experts.schedule import sort
 
     if not one_launch:
         monkeypatch.setattr(sort, "ONE_LAUNCH", 0)
@@ -35,7 +35,7 @@ def test_rows_are_those_of_dispatch(
 
 
 def test_all_pairs_on_one_expert_keep_their_order() -> None:
-    from moe_ops.kernels.triton.experts import sort
+    from moe_ops.kernels.triton.experts.schedule import sort
 
     rows, inverse, ends = sort.sort_pairs(torch.full((5, 2), 3, device=DEVICE), 6, None)
     assert rows.tolist() == inverse.tolist() == list(range(10))

@@ -94,8 +94,8 @@ def one_a_step(weight: Weight) -> bool:
 
 def multiplies_codes(weight: Weight, widths: tuple[int, int]) -> bool:
     """Whether many rows an expert are multiplied with codes as they are stored, inputs having 16
-    bits (`grouped_codes.py`, on Hopper), for a model and experts of these widths: in groups of at
-    least the columns that a thread loads at once, or of nvfp4 half as many, in widths of which
+    bits (`grouped_registers.py`, on Hopper), for a model and experts of these widths: in groups of
+    at least the columns that a thread loads at once, or of nvfp4 half as many, in widths of which
     copies take 32 rows (of eight bits 16) and 16 bytes, and with so many steps that in one tile the
     next one is found. Codes of float8_e5m2 have no decoder there."""
     if weight.inputs_8 or weight.element == "float8_e5m2":

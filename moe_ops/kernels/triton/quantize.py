@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.experts.float8 import (
+from moe_ops.kernels.triton.experts.formats.float8 import (
     INTERPRETED,
     LARGEST_CODE,
     SMALLEST_SCALE,

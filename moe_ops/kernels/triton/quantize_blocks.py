@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.experts.float8 import INTERPRETED, SMALLEST_SCALE
-from moe_ops.kernels.triton.experts.quantized import scale_of
+from moe_ops.kernels.triton.experts.formats.float8 import INTERPRETED, SMALLEST_SCALE
+from moe_ops.kernels.triton.experts.formats.scales import scale_of
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options
 from moe_ops.kernels.triton.quantize import (
     NOT_FINITE,

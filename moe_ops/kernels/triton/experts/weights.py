@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import Act, Weight
 from moe_ops.kernels.triton.activation import activate, activate_gated
-from moe_ops.kernels.triton.experts.quantized import Codes
+from moe_ops.kernels.triton.experts.formats.codes import Codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

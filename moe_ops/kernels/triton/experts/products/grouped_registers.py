@@ -18,7 +18,7 @@ Warp a of a consumer has rows of group a: 8 of the gates and the same of the up 
 there are no gates 16. So h comes in runs of at least 32 places. Codes of six bits come without
 boxes (`fragments.py`), of rows as those of four.
 
-What the functions below share is as in `hopper.py`, and
+What the functions below share is as in `hopper.py` and `tile_scheduler.py`, and
     rings   stages of codes (two boxes each; of six bits a pointer), halves of stages of tokens;
             barriers
     sizes   rows of W per expert; K; columns of the output, and those that it is stored with
@@ -26,7 +26,7 @@ What the functions below share is as in `hopper.py`, and
     output  global scales of experts or None, those of up where it has others than the gate, bias
             or None, pointer
     tile    has tokens for rows
-    W       the format of the weight, as in `quantized.py`
+    W       the format of the weight, as in `block_steps.py`
     LOWER   which of the consumers this is
 """
 
@@ -47,9 +47,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.kernels.triton import LINEAR, Act, Weight, replay
 from moe_ops.kernels.triton.activation import activate, activate_gated
-from moe_ops.kernels.triton.experts.combine import sum_rows
-from moe_ops.kernels.triton.experts.emulated import emulated_hidden
-from moe_ops.kernels.triton.experts.fragments import (
+from moe_ops.kernels.triton.experts.formats.order import arranged
+from moe_ops.kernels.triton.experts.formats.scales import rescaled, under_global
+from moe_ops.kernels.triton.experts.operands.fake_quantized import emulated_hidden
+from moe_ops.kernels.triton.experts.operands.permuted import arrange
+from moe_ops.kernels.triton.experts.products.fragments import (
     ROWS,
     at_once,
     column_in,
@@ -68,22 +70,19 @@ from moe_ops.kernels.triton.experts.fragments import (
     unscaled,
     words_of_sixes,
 )
-from moe_ops.kernels.triton.experts.hopper import (
-    REGISTERS,
+from moe_ops.kernels.triton.experts.products.hopper import REGISTERS, halves, tma_load
+from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
+from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
+from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap, tile_map
+from moe_ops.kernels.triton.experts.schedule.tile_scheduler import (
     draw,
     drawn_item,
-    halves,
     look_up,
     queue_of,
     tell,
     tile_with_rows,
-    tma_load,
     told,
 )
-from moe_ops.kernels.triton.experts.quantized import rescaled, under_global
-from moe_ops.kernels.triton.experts.sort import sort_pairs
-from moe_ops.kernels.triton.experts.tile_map import TileMap, tile_map
-from moe_ops.kernels.triton.experts.tokens import arrange, arranged
 from moe_ops.kernels.triton.experts.weights import Experts
 from moe_ops.kernels.triton.launch import processors
 

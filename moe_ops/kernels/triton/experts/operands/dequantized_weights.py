@@ -14,28 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import WORD, Weight
-from moe_ops.kernels.triton.experts.quantized import (
-    factor_at,
-    group_row,
-    half_of,
-    in_order,
-    scale_of,
-    sixes_of,
-)
+from moe_ops.kernels.triton.experts.formats.four_bits import float4_of
+from moe_ops.kernels.triton.experts.formats.halves import half_of
+from moe_ops.kernels.triton.experts.formats.scales import factor_at, group_row, scale_of
+from moe_ops.kernels.triton.experts.formats.six_bits import in_order, sixes_of
 from moe_ops.kernels.triton.experts.weights import Experts
 from moe_ops.kernels.triton.launch import pdl_options
 from moe_ops.kernels.triton.replay import launch
 
 ROWS_AT_ONCE, COLUMNS_AT_ONCE = 16, 256
 EACH = {4: WORD, 6: 2 * WORD, 8: 1}  # columns that are decoded together, by the bits of a code
-
-
-@triton.jit
-def float4_of(code):
-    """float4_e2m1 as float32: its bits as the exponent's last two and the mantissa's first are the
-    value times 2**-126."""
-    magnitude = ((code & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
-    return tl.where(code < 8, magnitude, -magnitude)
 
 
 @triton.jit

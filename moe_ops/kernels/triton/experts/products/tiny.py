@@ -30,25 +30,22 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import LARGE, TINY_PAIRS, TINY_TOKENS
-from moe_ops.kernels.triton.experts import few
-from moe_ops.kernels.triton.experts.combine import onto
-from moe_ops.kernels.triton.experts.few import DTYPES, Streams
-from moe_ops.kernels.triton.experts.quantized import (
-    Codes,
-    add_product,
-    by_row,
-    floats_of,
-    rescaled,
-    under_globals,
-)
-from moe_ops.kernels.triton.experts.row_scales import (
+from moe_ops.kernels.triton.experts.formats.codes import Codes, by_row, floats_of
+from moe_ops.kernels.triton.experts.formats.order import column_of, stored
+from moe_ops.kernels.triton.experts.formats.scales import rescaled, under_globals
+from moe_ops.kernels.triton.experts.operands.group_scales import quantise
+from moe_ops.kernels.triton.experts.operands.row_scales import (
     by_expert,
     codes_of_h,
     quantise_pairs,
     quantise_x,
 )
-from moe_ops.kernels.triton.experts.sort import local_ids
-from moe_ops.kernels.triton.experts.tokens import column_of, quantise, stored, tokens_for
+from moe_ops.kernels.triton.experts.operands.tokens import tokens_for
+from moe_ops.kernels.triton.experts.products import register_stream
+from moe_ops.kernels.triton.experts.products.block_steps import add_product
+from moe_ops.kernels.triton.experts.products.register_stream import DTYPES, Streams
+from moe_ops.kernels.triton.experts.schedule.combine import onto
+from moe_ops.kernels.triton.experts.schedule.sort import local_ids
 from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, rows_at, up_rows
 from moe_ops.kernels.triton.launch import (
     on_its_device,
@@ -123,8 +120,8 @@ def tiles_of(
 ) -> TinyTiles | Streams:
     """The tiles of a call by the tables, with stages that fit."""
     (T, K), (_, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
-    if codes is not None and T == 1 and few.takes(x_TD, layer):
-        return few.one_streams(K, layer)
+    if codes is not None and T == 1 and register_stream.takes(x_TD, layer):
+        return register_stream.one_streams(K, layer)
     tiles = tiles_for(T, K, D, I, processors(x_TD)) if codes is None else code_tiles(K, codes)
     bits = 16 if codes is None else codes.bits
     return fitting(tiles, T, layer.act.gated, bits, shared_memory(x_TD))
@@ -394,7 +391,9 @@ def run(
         )
     tiles = tiles or tiles_of(x_TD, ids_TK, layer, expert_map)
     if isinstance(tiles, Streams):
-        return few.run_one(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD, tiles)
+        return register_stream.run_one(
+            x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD, tiles
+        )
     n_map = 0 if expert_map is None else expert_map.shape[0]
     P = T * K
     BP, BT = triton.next_power_of_2(P), triton.next_power_of_2(T)

@@ -15,8 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moe_ops.kernels.triton.activation import activate, activate_gated
-from moe_ops.kernels.triton.experts.quantized import (
-    by_row,
+from moe_ops.kernels.triton.experts.formats.codes import by_row
+from moe_ops.kernels.triton.experts.formats.scales import (
     factor_at,
     finite,
     group_row,
@@ -24,8 +24,7 @@ from moe_ops.kernels.triton.experts.quantized import (
     scale_of,
     under_global,
 )
-from moe_ops.kernels.triton.experts.sort import local_ids, unit_of
-from moe_ops.kernels.triton.experts.streamed import (
+from moe_ops.kernels.triton.experts.products.register_stream_steps import (
     COLUMNS_OF_STEP,
     add_product,
     along,
@@ -39,6 +38,7 @@ from moe_ops.kernels.triton.experts.streamed import (
     word_bits,
     words_layout,
 )
+from moe_ops.kernels.triton.experts.schedule.sort import local_ids, unit_of
 
 
 @gluon.jit

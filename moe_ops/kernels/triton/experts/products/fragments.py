@@ -5,7 +5,7 @@ decodes: of four bits for a stage of 128 columns, two words for each half of it;
 stage of 64 columns, which is one half. Of six bits it has the 24 bytes of 32 columns of a stage of
 128, three words of each row for each half. No box of codes has these where a thread could load them
 from shared memory, so that they come from memory itself, two stages ahead. What these functions
-share is as in `grouped_codes.py`.
+share is as in `grouped_registers.py`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moe_ops.kernels.triton.experts.quantized import (
-    bits_of,
-    decoded,
-    half_of,
-    joined_8,
-    less_zero,
-    pair_fma,
-    scale_pairs,
-    sixes_of,
+from moe_ops.kernels.triton.experts.formats.eight_bits_gluon import (
+    bytes_of,
+    of_float8,
+    pairs_of_bytes,
 )
-from moe_ops.kernels.triton.experts.streamed import bytes_of, of_float8, pairs_of_bytes
+from moe_ops.kernels.triton.experts.formats.four_bits import decoded, less_zero
+from moe_ops.kernels.triton.experts.formats.halves import bits_of, half_of, pair_fma
+from moe_ops.kernels.triton.experts.formats.scales import scale_pairs
+from moe_ops.kernels.triton.experts.formats.six_bits import joined_8, sixes_of
 
 ROWS = gl.constexpr(128)  # of W, of a tile
 # Of words [group, row, word] and of what belongs to four words, where the unit wants their values.

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from moe_ops.kernels.triton import LINEAR, Act, multiplies_codes
-from moe_ops.kernels.triton.experts import grouped_plain
-from moe_ops.kernels.triton.experts.combine import sum_rows
-from moe_ops.kernels.triton.experts.decoded import decoded
-from moe_ops.kernels.triton.experts.emulated import emulated_hidden, emulated_tokens
-from moe_ops.kernels.triton.experts.sort import sort_pairs
-from moe_ops.kernels.triton.experts.tile_map import TileMap, tile_map
+from moe_ops.kernels.triton.experts.operands.dequantized_weights import decoded
+from moe_ops.kernels.triton.experts.operands.fake_quantized import emulated_hidden, emulated_tokens
+from moe_ops.kernels.triton.experts.products import grouped_plain
+from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
+from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
+from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap, tile_map
 from moe_ops.kernels.triton.experts.weights import Experts
 from moe_ops.kernels.triton.launch import on_hopper, on_its_device
 
@@ -34,18 +34,18 @@ def run(
     residual is added if there is one."""
     codes = layer.codes
     if codes is not None and codes.by_row:
-        from moe_ops.kernels.triton.experts import grouped_by_row
+        from moe_ops.kernels.triton.experts.products import grouped_row_scales
 
-        return grouped_by_row.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD)
+        return grouped_row_scales.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD)
     x_TD = emulated_tokens(x_TD, codes)
     if codes is not None and codes.quantises:
-        from moe_ops.kernels.triton.experts import grouped_float8
+        from moe_ops.kernels.triton.experts.products import grouped_blocks
 
-        return grouped_float8.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD)
+        return grouped_blocks.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD)
     if codes is not None and runs_codes_on_hopper(x_TD, layer):
-        from moe_ops.kernels.triton.experts import grouped_codes
+        from moe_ops.kernels.triton.experts.products import grouped_registers
 
-        return grouped_codes.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD)
+        return grouped_registers.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD)
     if codes is not None:
         layer = decoded(layer, x_TD.dtype)
     (T, K), (E, _, I) = ids_TK.shape, layer.sizes
@@ -99,9 +99,9 @@ def grouped_rows(
 def tile_rows(a: Tensor, rows: int, w: Tensor, out: Tensor) -> int:
     """The rows of a tile that a product of these operands takes, for `tile_map`."""
     if runs_on_hopper(a, w, out):
-        from moe_ops.kernels.triton.experts import grouped_gluon
+        from moe_ops.kernels.triton.experts.products import grouped_wgmma
 
-        return grouped_gluon.BLOCK_M
+        return grouped_wgmma.BLOCK_M
     return grouped_plain.config_of(a, rows, w).block_m
 
 
@@ -152,9 +152,9 @@ def _product(
         tiles = tile_map(ends_E, out.shape[0], block_m)
     bias_EN = None if bias_EN is None else bias_EN.contiguous()
     if runs_on_hopper(a, w_ENK, out):
-        from moe_ops.kernels.triton.experts import grouped_gluon
+        from moe_ops.kernels.triton.experts.products import grouped_wgmma
 
-        grouped_gluon.launch(a, rows, w_ENK, bias_EN, out, tiles, top_k, act)
+        grouped_wgmma.launch(a, rows, w_ENK, bias_EN, out, tiles, top_k, act)
     else:
         grouped_plain.launch(a, rows, w_ENK, bias_EN, out, tiles, top_k, act)
     return out

@@ -1,4 +1,5 @@
-"""Quantised experts for one token, or few rows an expert, on Hopper: `few_gluon.py` launched."""
+"""Quantised experts for one token, or few rows an expert, on Hopper:
+`register_stream_gluon.py` launched."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import LARGE, STEP, Constant
-from moe_ops.kernels.triton.experts.combine import sum_rows
-from moe_ops.kernels.triton.experts.emulated import emulated_hidden
-from moe_ops.kernels.triton.experts.quantized import Codes, floats_of
-from moe_ops.kernels.triton.experts.row_scales import (
+from moe_ops.kernels.triton.experts.formats.codes import Codes, floats_of
+from moe_ops.kernels.triton.experts.operands.fake_quantized import emulated_hidden
+from moe_ops.kernels.triton.experts.operands.group_scales import quantise
+from moe_ops.kernels.triton.experts.operands.row_scales import (
     by_expert,
     quantise_h,
     quantise_pairs,
     quantise_x,
 )
-from moe_ops.kernels.triton.experts.sort import sort_pairs
-from moe_ops.kernels.triton.experts.tokens import quantise
+from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
+from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from moe_ops.kernels.triton.experts.weights import Experts, bias_stride
 from moe_ops.kernels.triton.launch import on_hopper, pdl_options
 from moe_ops.kernels.triton.replay import launch
@@ -194,7 +195,7 @@ def run_one(
 ) -> Tensor:
     """The `experts` op for one token, in two launches; two more quantise inputs of 8 bits, or
     four if one scale is that of all of them."""
-    from moe_ops.kernels.triton.experts import few_gluon as kernels
+    from moe_ops.kernels.triton.experts.products import register_stream_gluon as kernels
 
     K, (E, D, I), codes = ids_TK.shape[1], layer.sizes, _codes(layer)
     W, n_map = layer.weight, 0 if expert_map is None else expert_map.shape[0]
@@ -238,7 +239,7 @@ def run(
 ) -> Tensor:
     """The `experts` op, each weight read once for every few rows of its expert. Tokens are emulated
     already, if inputs are."""
-    from moe_ops.kernels.triton.experts import few_gluon as kernels
+    from moe_ops.kernels.triton.experts.products import register_stream_gluon as kernels
 
     (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, _codes(layer)
     R, up, down = T * K, tiles.up, tiles.down

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.experts.quantized import Codes, scale_of
+from moe_ops.kernels.triton.experts.formats.codes import Codes
+from moe_ops.kernels.triton.experts.formats.scales import scale_of
 from moe_ops.kernels.triton.launch import pdl_options
 from moe_ops.kernels.triton.replay import launch
 

@@ -19,22 +19,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.experts import few
-from moe_ops.kernels.triton.experts.combine import sum_rows
-from moe_ops.kernels.triton.experts.emulated import emulated_hidden, emulated_tokens
-from moe_ops.kernels.triton.experts.few import DTYPES, Streams
-from moe_ops.kernels.triton.experts.quantized import (
-    Codes,
-    add_product,
-    by_row,
-    floats_of,
-    rescaled,
-    under_global,
-    under_globals,
+from moe_ops.kernels.triton.experts.formats.codes import Codes, by_row, floats_of
+from moe_ops.kernels.triton.experts.formats.order import column_of, stored
+from moe_ops.kernels.triton.experts.formats.scales import rescaled, under_global, under_globals
+from moe_ops.kernels.triton.experts.operands.fake_quantized import emulated_hidden, emulated_tokens
+from moe_ops.kernels.triton.experts.operands.group_scales import quantise
+from moe_ops.kernels.triton.experts.operands.row_scales import (
+    by_expert,
+    codes_of_h,
+    quantise_h,
+    quantise_x,
 )
-from moe_ops.kernels.triton.experts.row_scales import by_expert, codes_of_h, quantise_h, quantise_x
-from moe_ops.kernels.triton.experts.sort import sort_pairs, unit_of
-from moe_ops.kernels.triton.experts.tokens import column_of, quantise, stored, tokens_for
+from moe_ops.kernels.triton.experts.operands.tokens import tokens_for
+from moe_ops.kernels.triton.experts.products import register_stream
+from moe_ops.kernels.triton.experts.products.block_steps import add_product
+from moe_ops.kernels.triton.experts.products.register_stream import DTYPES, Streams
+from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
+from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs, unit_of
 from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, rows_at, up_rows
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options, shared_memory, stages_within
 from moe_ops.kernels.triton.replay import launch
@@ -127,7 +128,11 @@ def tiles_of(
     per_expert = ids_TK.numel() / (E if expert_map is None else expert_map.shape[0])
     if codes is None:
         return fitting(tiles_for(per_expert, I), layer.act.gated, 16, memory)
-    streams = few.few_streams(per_expert, layer) if few.takes(x_TD, layer) else None
+    streams = (
+        register_stream.few_streams(per_expert, layer)
+        if register_stream.takes(x_TD, layer)
+        else None
+    )
     if streams is not None:
         return streams
     tiles = code_tiles(per_expert, I, codes, memory)
@@ -275,7 +280,7 @@ def run(
     x_TD = emulated_tokens(x_TD, codes)
     tiles = tiles or tiles_of(x_TD, ids_TK, layer, expert_map)
     if isinstance(tiles, Streams):
-        return few.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD, tiles)
+        return register_stream.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD, tiles)
     rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
     H = stored(I, layer.weight)
     dtype = floats_of(x_TD, codes)

@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.experts.given import in_rows
-from moe_ops.kernels.triton.experts.quantized import Codes
-from moe_ops.kernels.triton.experts.sort import local_ids
+from moe_ops.kernels.triton.experts.formats.codes import Codes
+from moe_ops.kernels.triton.experts.operands.prequantized import in_rows
+from moe_ops.kernels.triton.experts.schedule.sort import local_ids
 from moe_ops.kernels.triton.launch import pdl_options
 from moe_ops.kernels.triton.quantize import (
     codes_of,

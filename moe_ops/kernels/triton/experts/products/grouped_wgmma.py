@@ -39,7 +39,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.kernels.triton import Act, Constant, Weight, replay
-from moe_ops.kernels.triton.experts.hopper import (
+from moe_ops.kernels.triton.experts.formats.scales import finite, scale_of
+from moe_ops.kernels.triton.experts.products.hopper import (
     BLOCK_M,
     BLOCK_N,
     CHUNK_LAYOUT,
@@ -51,20 +52,21 @@ from moe_ops.kernels.triton.experts.hopper import (
     columns,
     copy_w,
     cp_async,
-    draw,
-    drawn_item,
     gated_columns,
     halves,
-    look_up,
     produce_rows,
-    queue_of,
     store_chunk,
+)
+from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
+from moe_ops.kernels.triton.experts.schedule.tile_scheduler import (
+    draw,
+    drawn_item,
+    look_up,
+    queue_of,
     tell,
     tile_with_rows,
     told,
 )
-from moe_ops.kernels.triton.experts.quantized import finite, scale_of
-from moe_ops.kernels.triton.experts.tile_map import TileMap
 from moe_ops.kernels.triton.launch import processors
 from moe_ops.kernels.triton.quantize import TO_INTEGER
 

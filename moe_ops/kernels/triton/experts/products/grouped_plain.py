@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import Act, replay
 from moe_ops.kernels.triton.activation import activate, activate_gated
-from moe_ops.kernels.triton.experts.tile_map import ENTRY, TileMap
+from moe_ops.kernels.triton.experts.schedule.tile_map import ENTRY, TileMap
 from moe_ops.kernels.triton.launch import shared_memory
 
 

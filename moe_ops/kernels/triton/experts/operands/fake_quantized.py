@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import Inputs
-from moe_ops.kernels.triton.experts.float8 import SMALLEST_SCALE
-from moe_ops.kernels.triton.experts.given import decode
-from moe_ops.kernels.triton.experts.quantized import Codes
-from moe_ops.kernels.triton.experts.tokens import place_of
+from moe_ops.kernels.triton.experts.formats.codes import Codes
+from moe_ops.kernels.triton.experts.formats.float8 import SMALLEST_SCALE
+from moe_ops.kernels.triton.experts.formats.order import place_of
+from moe_ops.kernels.triton.experts.operands.prequantized import decode
 from moe_ops.kernels.triton.launch import pdl_options
 from moe_ops.kernels.triton.quantize import (
     NOT_FINITE,

@@ -13,7 +13,7 @@ What the functions below share is as in `hopper.py`, and
     scales  pointer of the scales of A [groups, stride], the stride; those of W, row groups of an
             expert
     made    scales of the output if it has any, as those of A
-    W       the format of the weight, as in `quantized.py`
+    W       the format of the weight, as in `block_steps.py`
     at      of the tile and the consumer: rows, the last one instead of those past the end; the
             first scale of W of each 64 columns
 """
@@ -35,10 +35,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.kernels.triton import LINEAR, Act, Weight, replay
-from moe_ops.kernels.triton.experts.combine import sum_rows
-from moe_ops.kernels.triton.experts.float8 import LARGEST_CODE, SMALLEST_SCALE
-from moe_ops.kernels.triton.experts.given import in_rows
-from moe_ops.kernels.triton.experts.hopper import (
+from moe_ops.kernels.triton.experts.formats.codes import floats_of
+from moe_ops.kernels.triton.experts.formats.float8 import LARGEST_CODE, SMALLEST_SCALE
+from moe_ops.kernels.triton.experts.formats.scales import finite, scale_of
+from moe_ops.kernels.triton.experts.operands.group_scales import quantise_sorted
+from moe_ops.kernels.triton.experts.operands.prequantized import in_rows
+from moe_ops.kernels.triton.experts.products.hopper import (
     BLOCK_M,
     BLOCK_N,
     CHUNK_LAYOUT,
@@ -50,17 +52,18 @@ from moe_ops.kernels.triton.experts.hopper import (
     columns,
     gated_columns,
     halves,
-    look_up,
     produce_rows,
-    queue_of,
     store_chunk,
+)
+from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
+from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
+from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap, tile_map
+from moe_ops.kernels.triton.experts.schedule.tile_scheduler import (
+    look_up,
+    queue_of,
     tile_with_rows,
     told,
 )
-from moe_ops.kernels.triton.experts.quantized import finite, floats_of, scale_of
-from moe_ops.kernels.triton.experts.sort import sort_pairs
-from moe_ops.kernels.triton.experts.tile_map import TileMap, tile_map
-from moe_ops.kernels.triton.experts.tokens import quantise_sorted
 from moe_ops.kernels.triton.experts.weights import Experts
 from moe_ops.kernels.triton.launch import processors
 
@@ -209,7 +212,8 @@ def _multiply(
 def _quantised(left, right, made, tile, col, out_n, DTYPE: gl.constexpr):
     """Codes of 128 columns of h from column `col`, rounded first as h is; stores their scales.
 
-    As `to_float8` of `tokens.py`, but that a division by a scale is a product with its inverse.
+    As `to_float8` of `group_scales.py`, but that a division by a scale is a product with its
+    inverse.
     """
     scale_ptr, stride = made
     _, end, row, _ = tile

@@ -1,5 +1,5 @@
 """The experts for many rows an expert of weights and inputs of 8 bits that have a scale a row or
-tensor, on Hopper (sm_90): `grouped_gluon.py` launched on codes.
+tensor, on Hopper (sm_90): `grouped_wgmma.py` launched on codes.
 
 Tokens are quantised once, unless they come as codes, and written to each of their rows, in the
 order of experts. The first product stores codes if h has static scales; else h, which is quantised
@@ -11,13 +11,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_ops.kernels.triton import LINEAR
-from moe_ops.kernels.triton.experts import grouped_gluon
-from moe_ops.kernels.triton.experts.combine import sum_rows
-from moe_ops.kernels.triton.experts.grouped_gluon import BLOCK_M, Scales
-from moe_ops.kernels.triton.experts.quantized import floats_of
-from moe_ops.kernels.triton.experts.row_scales import quantise_h, quantise_x
-from moe_ops.kernels.triton.experts.sort import sort_pairs
-from moe_ops.kernels.triton.experts.tile_map import tile_map
+from moe_ops.kernels.triton.experts.formats.codes import floats_of
+from moe_ops.kernels.triton.experts.operands.row_scales import quantise_h, quantise_x
+from moe_ops.kernels.triton.experts.products import grouped_wgmma
+from moe_ops.kernels.triton.experts.products.grouped_wgmma import BLOCK_M, Scales
+from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
+from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
+from moe_ops.kernels.triton.experts.schedule.tile_map import tile_map
 from moe_ops.kernels.triton.experts.weights import Experts
 
 
@@ -41,13 +41,13 @@ def run(
     scales = Scales(
         a=scale_R, a_each="row", w=codes.scale13_EFG, weight=weight, out=static, dtype=dtype
     )
-    grouped_gluon.launch(x_RD, None, layer.w13_EFD, b13, h_RI, tiles, None, layer.act, scales)
+    grouped_wgmma.launch(x_RD, None, layer.w13_EFD, b13, h_RI, tiles, None, layer.act, scales)
     if static is None:
         h_RI, scale_R = quantise_h(h_RI, codes, ends_E)
         scales = Scales(a=scale_R, a_each="row", w=codes.scale2_EDG, weight=weight)
     else:
-        each = grouped_gluon.each(static)
+        each = grouped_wgmma.each(static)
         scales = Scales(a=static, a_each=each, w=codes.scale2_EDG, weight=weight)
     y_RD = x_TD.new_empty(R, D, dtype=dtype)
-    grouped_gluon.launch(h_RI, None, layer.w2_EDI, b2, y_RD, tiles, None, LINEAR, scales)
+    grouped_wgmma.launch(h_RI, None, layer.w2_EDI, b2, y_RD, tiles, None, LINEAR, scales)
     return sum_rows(y_RD, inverse_R, weights_TK, K, residual_TD)

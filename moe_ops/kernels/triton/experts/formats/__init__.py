@@ -1,0 +1,1 @@
+"""Formats of weights: their words, order of columns, decoders and scales."""

@@ -1,0 +1,85 @@
+"""What makes values of the codes of a layer's weights, and codes as the kernels load them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from moe_ops.kernels.triton import Inputs, Weight, one_a_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codes:
+    """What makes the values of a layer's weights of their codes: scales, zero points, and W; how
+    inputs are emulated, if they are, and their static scales."""
+
+    scale13_EFG: Tensor
+    scale2_EDG: Tensor
+    zero13_EFG: Tensor | None
+    zero2_EDG: Tensor | None
+    weight: Weight
+    global13_E: Tensor | None = None
+    global2_E: Tensor | None = None
+    inputs: Inputs | None = None  # that are emulated
+    scaled: str = ""  # of those of 8 bits, what has a scale: "group", "row" or "tensor"
+    x_scale: Tensor | None = None  # static ones
+    h_scale: Tensor | None = None
+    x_scale_TG: Tensor | None = None  # of tokens that are codes already
+    result: torch.dtype | None = None  # the dtype of results then
+
+    @property
+    def in_words(self) -> bool:
+        return self.bits < 8
+
+    @property
+    def quantises(self) -> bool:
+        """Whether inputs have 8 bits."""
+        return self.weight.inputs_8
+
+    @property
+    def by_row(self) -> bool:
+        """Whether inputs have 8 bits, and scales that leave the sum: see `row_scales.py`."""
+        return self.quantises and self.scaled != "group"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of codes of 8 bits, of weights and of inputs."""
+        return torch.int8 if self.weight.element == "int8" else torch.float8_e4m3fn
+
+    @property
+    def bits(self) -> int:
+        return self.weight.bits
+
+    def weigh(self, weights_TK: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """(weights that h is multiplied by, weights of the last sum): one is None. It is the former
+        where h is rounded to codes, which would be others of the product."""
+        return (weights_TK, None) if self.inputs is None else (None, weights_TK)
+
+    @property
+    def one_a_step(self) -> bool:
+        return one_a_step(self.weight)
+
+
+def floats_of(x_TD: Tensor, codes: Codes | None) -> torch.dtype:
+    """The dtype of results, in which h is rounded: that of tokens, unless they are codes."""
+    given = codes is not None and codes.x_scale_TG is not None
+    return codes.result if given else x_TD.dtype  # type: ignore[union-attr,return-value]
+
+
+@triton.constexpr_function
+def by_row(W):
+    """As that of `Codes`: inputs in groups have weights in groups of as many columns."""
+    return W is not None and W.inputs_8 and W.across == -1
+
+
+def as_stored(w: Tensor, weight: Weight) -> Tensor:
+    """A weight of codes as the kernels load it: words, or bytes."""
+    return w.view(torch.int32) if weight.bits < 8 else w
+
+
+def scales_as_stored(scale: Tensor, weight: Weight) -> Tensor:
+    """Scales as the kernels load them: those of float8 as bytes, which every GPU has."""
+    return scale.view(torch.uint8) if weight.kind == "float8_e4m3fn" else scale

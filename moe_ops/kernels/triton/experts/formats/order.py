@@ -1,0 +1,62 @@
+"""The order of columns in which tokens are stored for weights of codes, so that 16 bytes that a
+thread reads at once meet the codes that it decodes at once. h is stored so where it is made.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.triton import STEP, Weight
+
+
+@triton.jit
+def column_of(i, W: tl.constexpr):
+    """Where column i of the tokens of a product is stored, once arranged."""
+    if W is not None and W.bits < 8:
+        i = place_of(i, W.bits)
+    return i
+
+
+@triton.jit
+def place_of(column, BITS: tl.constexpr):
+    """Where a column of tokens is stored, once arranged: the inverse of `column_at`."""
+    if BITS == 4:
+        word, code = column // 8 % 16, column % 8
+        place = column // 128 * 128 + word % 4 * 32 + code % 4 * 8 + word // 4 * 2 + code // 4
+    elif BITS == 6:
+        thread, pair = column // 32 % 4, column // 16 % 2 * 8 + column % 8
+        place = column // 128 * 128 + pair * 8 + thread * 2 + column // 8 % 2
+    else:
+        thread, pair = column // 16 % 4, column // 2 % 8
+        place = column // 64 * 64 + pair * 8 + thread * 2 + column % 2
+    return place
+
+
+@triton.jit
+def column_at(place, BITS: tl.constexpr):
+    """The column of tokens that is stored in a place, once arranged: for codes of four bits in the
+    order in which words are decoded. For six a thread has 32 columns side by side, of which those
+    that are eight apart are a pair. For eight, which `grouped_registers.py` alone multiplies so, a
+    thread has the bytes of four words side by side of each 64 columns, two of them a pair."""
+    if BITS == 4:
+        low, j, high = place // 32 % 4, place // 8 % 4, place // 2 % 4
+        column = place // 128 * 128 + (high * 4 + low) * 8 + j + place % 2 * 4
+    elif BITS == 6:
+        thread, pair = place // 2 % 4, place // 8 % 16
+        column = place // 128 * 128 + thread * 32 + pair // 8 * 16 + place % 2 * 8 + pair % 8
+    else:
+        thread, pair = place // 2 % 4, place // 8 % 8
+        column = place // 64 * 64 + thread * 16 + pair * 2 + place % 2
+    return column
+
+
+def arranged(columns: int, weight: Weight) -> int:
+    """The columns of arranged tokens: whole blocks, the rest of which are zeros."""
+    block = STEP // 2 if weight.bits == 8 else STEP
+    return triton.cdiv(columns, block) * block
+
+
+def stored(columns: int, weight: Weight | None) -> int:
+    """As many columns as tokens are stored with: arranged ones fill whole blocks, with zeros."""
+    return columns if weight is None or weight.bits == 8 else arranged(columns, weight)

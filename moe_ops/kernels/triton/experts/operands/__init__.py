@@ -1,0 +1,1 @@
+"""What x, h and weights become before products read them."""

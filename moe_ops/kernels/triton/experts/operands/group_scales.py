@@ -1,0 +1,97 @@
+"""Tokens as codes of float8 with a scale for each group of columns."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.triton import Weight
+from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.quantize import codes_of, magnitude, most_of, scale_of_largest
+from moe_ops.kernels.triton.replay import launch
+
+
+@triton.jit
+def to_float8(x):
+    """(codes, scales) of float8 of rows of x, as `quantize` makes them."""
+    x = x.to(tl.float32)
+    scale = scale_of_largest(tl.max(magnitude(x), 1), most_of(False))
+    return codes_of(x, scale, False), scale
+
+
+@triton.jit
+def quantise_kernel(
+    x_ptr, out_ptr, scale_ptr, stride_x,
+    D: tl.constexpr, BG: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BG groups of columns of a token."""
+    GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    t = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1) * BG + tl.arange(0, BG)
+    at_GC = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x_GC = tl.load(x_ptr + t * stride_x + at_GC, mask=at_GC < D, other=0.0)
+    codes_GC, scale_G = to_float8(x_GC)
+    tl.store(out_ptr + t * D + at_GC, codes_GC, mask=at_GC < D)
+    tl.store(scale_ptr + t * GROUPS + g, scale_G, mask=g < GROUPS)
+
+
+def quantise(x_TD: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
+    """Codes of float8, and float32 scales [T, groups], of tokens for weights with inputs of 8
+    bits."""
+    (T, D), group = x_TD.shape, weight.across
+    groups = triton.cdiv(D, group)
+    codes_TD = x_TD.new_empty(T, D, dtype=torch.float8_e4m3fn)
+    scale_TG = x_TD.new_empty(T, groups, dtype=torch.float32)
+    BG = min(8, triton.next_power_of_2(groups))
+    pdl, options = pdl_options(x_TD)
+    launch(
+        quantise_kernel, (T, triton.cdiv(groups, BG)), x_TD, codes_TD, scale_TG, x_TD.stride(0),
+        D=D, BG=BG, GROUP=group, PDL=pdl, num_warps=4, **options,
+    )  # fmt: skip
+    return codes_TD, scale_TG
+
+
+@triton.jit(do_not_specialize=["T"])
+def quantise_sorted_kernel(
+    x_ptr, inverse_ptr, codes_ptr, scale_ptr, stride_x, stride_scale, T,
+    K: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: a group of columns of BT tokens, written to each of their rows."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    g = tl.program_id(1)
+    d = g * GROUP + tl.arange(0, GROUP)
+    inside_TC = (t < T)[:, None] & (d < D)[None, :]
+    x_TC = tl.load(x_ptr + t.to(tl.int64)[:, None] * stride_x + d[None, :], inside_TC, other=0.0)
+    codes_TC, scale_T = to_float8(x_TC)
+    for k in range(K):
+        row_T = tl.load(inverse_ptr + t * K + k, mask=t < T, other=-1)
+        at_TC = codes_ptr + row_T.to(tl.int64)[:, None] * D + d[None, :]
+        tl.store(at_TC, codes_TC, mask=(row_T >= 0)[:, None] & (d < D)[None, :])
+        tl.store(scale_ptr + g * stride_scale + row_T, scale_T, mask=row_T >= 0)
+
+
+def quantise_sorted(
+    x_TD: Tensor, inverse_R: Tensor, top_k: int, group: int
+) -> tuple[Tensor, Tensor]:
+    """Codes of float8 [R, D] of the token in each row, and float32 scales [groups, R or more]:
+    those of 64 rows and a group of columns lie side by side. Rows of no pair stay unwritten."""
+    (T, D), R = x_TD.shape, inverse_R.numel()
+    groups = triton.cdiv(D, group)
+    codes_RD = x_TD.new_empty(R, D, dtype=torch.float8_e4m3fn)
+    scale_GR = x_TD.new_empty(groups, triton.cdiv(R, 16) * 16, dtype=torch.float32)
+    BT = 16
+    pdl, options = pdl_options(x_TD)
+    launch(
+        quantise_sorted_kernel, (triton.cdiv(T, BT), groups),
+        x_TD, inverse_R, codes_RD, scale_GR, x_TD.stride(0), scale_GR.stride(0), T,
+        K=top_k, D=D, BT=BT, GROUP=group, PDL=pdl, num_warps=4, **options,
+    )  # fmt: skip
+    return codes_RD, scale_GR

@@ -1,0 +1,54 @@
+"""Tokens whose columns are stored in the order of `order.py`.
+
+Words of codes of four or six bits are multiplied a pair of codes at a time, so what they meet is
+stored pair by pair: 16 bytes are read at once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.triton import Weight
+from moe_ops.kernels.triton.experts.formats.order import arranged, column_at
+from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.replay import launch
+
+
+@triton.jit
+def arrange_kernel(
+    x_ptr, inverse_ptr, out_ptr, stride_x,
+    K: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, BITS: tl.constexpr, BD: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BD places of a token, in its row or in each of its K rows."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    t = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BD + tl.arange(0, BD)
+    column = column_at(place, BITS)  # reads scatter within a token, which stays in the L1 cache
+    x = tl.load(x_ptr + t * stride_x + column, mask=column < D, other=0.0)
+    if inverse_ptr is None:
+        tl.store(out_ptr + t * OUT + place, x, mask=place < OUT)
+    else:
+        for k in range(K):
+            row = tl.load(inverse_ptr + t * K + k).to(tl.int64)
+            tl.store(out_ptr + row * OUT + place, x, mask=place < tl.where(row >= 0, OUT, 0))
+
+
+def arrange(
+    x_TD: Tensor, weight: Weight, inverse_R: Tensor | None = None, top_k: int = 1
+) -> Tensor:
+    """Tokens whose columns are in the order in which weights are multiplied; with the rows of their
+    pairs (`sort_pairs`) one in each row. Rows of no pair stay unwritten."""
+    T, D = x_TD.shape
+    out = x_TD.new_empty(T if inverse_R is None else inverse_R.numel(), arranged(D, weight))
+    BD = min(1024, triton.next_power_of_2(out.shape[1]))
+    pdl, options = pdl_options(x_TD)
+    launch(
+        arrange_kernel, (T, triton.cdiv(D, BD)), x_TD, inverse_R, out, x_TD.stride(0),
+        K=top_k, D=D, OUT=out.shape[1], BITS=weight.bits, BD=BD, PDL=pdl, num_warps=4, **options,
+    )  # fmt: skip
+    return out
