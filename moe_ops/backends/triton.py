@@ -11,7 +11,6 @@ Inputs of formats that no GPU here multiplies are emulated, by triton.rows and t
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,14 +18,16 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends import reads
+from moe_ops.backends import triton_paths as paths
 from moe_ops.backends.strides import contiguous, in_words, with_rows
 from moe_ops.backends.triton_device import refuse_device
+from moe_ops.backends.triton_hopper import refuse_many
 from moe_ops.backends.triton_limits import max_tiny_tokens, most_rows_tokens, most_tiny_tokens
 from moe_ops.backends.triton_support import (
     formats_of,
     inputs_of,
     supports_codes,
-    supports_many,
+    supports_experts,
     supports_tiny,
 )
 from moe_ops.checks.shapes import DTYPES
@@ -38,6 +39,17 @@ from moe_ops.registry.gradients import needs_grad
 
 Supports = Callable[[ExpertsCall], str | None]
 Formats = tuple[str, str, torch.dtype]  # of weights, of inputs; of results
+
+
+def supports_many(call: ExpertsCall) -> str | None:
+    """The support of the paths for many rows an expert: floats, quantised weights, which are
+    decoded first, and on Hopper those with inputs of 8 bits."""
+    if not call.w_format:
+        return supports_experts(call)
+    refusal = supports_codes(call)
+    if refusal is None and call.x_format:
+        refusal = refuse_many(call)
+    return refusal
 
 
 def supports_route(call: RouteCall) -> str | None:
@@ -70,11 +82,19 @@ TENSORS = (
 )  # fmt: skip
 
 
+# Their names in a call, of those that have another one there.
+OF_CALL = {
+    "scale13_EFG": "w13_scale_EFG", "scale2_EDG": "w2_scale_EDG", "zero13_EFG": "w13_zero_EFG",
+    "zero2_EDG": "w2_zero_EDG", "global13_E": "global_scale13_E", "global2_E": "global_scale2_E",
+}  # fmt: skip
+
+
 def run_experts(
     kernel: str, call: ExpertsCall, residual_TD: Tensor | None = None, tiles: Any = None
 ) -> Tensor:
-    """`experts` by the kernels of this module of `moe_ops.kernels.triton`, added to a residual if
-    there is one; `tiles` are for it to take in the place of those of its tables."""
+    """`experts` by a Triton backend, named without "triton.", or by one of its paths, named as
+    `using` names it; added to a residual if there is one. `tiles` are for it to take in the place
+    of those of its tables."""
     if call.x_TD.shape[0] == 0:
         return torch.empty_like(call.x_TD, dtype=call.dtype)
     from moe_ops.kernels.triton.replay import replay
@@ -104,22 +124,42 @@ def tiles_of(kernel: str, call: ExpertsCall) -> Any:
     """The tiles that a call of `tiny` or `rows` takes by the tables."""
     named = dict(zip(TENSORS, _tensors(call), strict=True))
     layer = _layer(named, call.transposed, call.activation, _formats(call))
-    module = importlib.import_module(f"moe_ops.kernels.triton.experts.products.{kernel}")
-    return module.tiles_of(call.x_TD, call.ids_TK, layer, call.expert_map)
+    path = paths.pick(kernel, call).path
+    return path.function(path.tiles)(call.x_TD, call.ids_TK, layer, call.expert_map)
 
 
 def _launch_experts(*given: Any) -> Tensor:
-    """Launch with the tensors of `run_experts`, and its other arguments behind them."""
+    """Launch with the tensors of `run_experts`, and its other arguments behind them. What chooses
+    the path is all among what `replay` tells calls apart by."""
     named = dict(zip(TENSORS, given, strict=False))
     kernel, transposed, act, formats, tiles = given[len(TENSORS) :]
-    layer = _layer(named, transposed, act, formats)
-    module = importlib.import_module(f"moe_ops.kernels.triton.experts.products.{kernel}")
+    call = _call(named, transposed, act, formats)
+    path = paths.BY_FORCED.get(f"triton.{kernel}")
+    if path is None and tiles is not None:
+        path = paths.of_tiles(kernel, tiles)
+    if path is None:
+        taken = paths.pick(kernel, call)
+        paths.tell(kernel, str(taken))
+        path = taken.path
     routed = (named[n] for n in ("x_TD", "weights_TK", "ids_TK"))
-    more = {} if tiles is None else {"tiles": tiles}
-    out_TD: Tensor = module.run(
+    more = path.options(call) | ({} if tiles is None else {"tiles": tiles})
+    layer = _layer(named, transposed, act, formats)
+    out_TD: Tensor = path.function(path.run)(
         *routed, layer, named["expert_map"], residual_TD=named["residual_TD"], **more
     )
     return out_TD
+
+
+def _call(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) -> ExpertsCall:
+    """The call whose tensors are given by their names in TENSORS, for a path to be chosen."""
+    w_format, x_format, dtype = formats
+    given = {OF_CALL.get(n, n): t for n, t in named.items() if n != "residual_TD"}
+    kind, gated, interleaved, alpha, limit, up_shift = act
+    return ExpertsCall(
+        **given, transposed=transposed, w_format=w_format, x_format=x_format, kind=kind,
+        gated=gated, interleaved=interleaved, alpha=alpha, limit=limit, up_shift=up_shift,
+        out_dtype=str(dtype).removeprefix("torch."),
+    )  # fmt: skip
 
 
 def _layer(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) -> Any:
@@ -155,8 +195,7 @@ def _register(
     priority: int,
     rows: Rows = ANY_NUMBER,
 ) -> None:
-    """The kernels of a module of `moe_ops.kernels.triton.experts.products`, alone and onto a
-    residual."""
+    """A backend of experts, alone and onto a residual."""
     given: dict[str, Any] = {"devices": ("cuda",), "priority": priority}
     of_tokens = {**given, "reads": (*read, *reads.CODES), "supports": supports, "rows": rows}
 

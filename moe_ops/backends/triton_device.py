@@ -39,5 +39,19 @@ def refuse_gpu(device: torch.device, least: tuple[int, int] = LEAST_CAPABILITY) 
     return None
 
 
+def refuse_hopper(t: Tensor) -> str | None:
+    """Why kernels that are written for Hopper alone do not run where a tensor is, or None."""
+    if t.device.type != "cuda":
+        return f"needs a GPU of compute capability {gpus.dotted(HOPPER)}, got {t.device.type}"
+    return refuse_all_but_hopper(t.device)
+
+
+def refuse_all_but_hopper(device: torch.device) -> str | None:
+    """Why kernels that are written for Hopper alone do not run on a GPU, or None."""
+    if gpus.capability(device) != HOPPER:
+        return f"needs compute capability {gpus.dotted(HOPPER)}, got {gpus.described(device)}"
+    return None
+
+
 def either(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

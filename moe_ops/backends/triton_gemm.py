@@ -15,6 +15,7 @@ from moe_ops.backends.triton_device import (
     either,
     refuse_device,
 )
+from moe_ops.backends.triton_hopper import refuse_gemm
 from moe_ops.checks.shapes import DTYPES
 from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
 from moe_ops.quant.formats import Format
@@ -93,7 +94,9 @@ def grouped_gemm(call: ExpertGemmCall) -> Tensor:
     if c.transposed:
         w_EFD = w_EFD.transpose(1, 2)
     ends_E, bias_EF = c.ends_E.contiguous(), with_rows(c.bias_EF)
-    return grouped.grouped_rows(with_rows(x_RD), ends_E, w_EFD, bias_EF)
+    x_RD = with_rows(x_RD)
+    wgmma = refuse_gemm(x_RD, w_EFD) is None
+    return grouped.grouped_rows(x_RD, ends_E, w_EFD, bias_EF, wgmma=wgmma)
 
 
 def _decoded(

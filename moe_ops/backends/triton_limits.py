@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import math
 
-from moe_ops.backends.triton_support import (
-    inputs_of,
-    multiplies_as_stored,
-    refuse_quantised_inputs,
-    weight_of,
-)
+from moe_ops.backends.triton_hopper import refuse_many, refuse_registers
+from moe_ops.backends.triton_support import inputs_of, weight_of
 from moe_ops.kernels.triton import LARGE, TINY_PAIRS, TINY_TOKENS, one_a_step
 from moe_ops.ops.experts import ExpertsCall
 
@@ -53,13 +49,13 @@ def _is_large(call: ExpertsCall) -> bool:
 
 def _most_rows_of_codes(call: ExpertsCall) -> int | None:
     """Rows an expert; None if there is no other kernel, or no memory for what it decodes."""
-    if call.x_format and refuse_quantised_inputs(call) is not None:
+    if call.x_format and refuse_many(call) is not None:
         return None
     if call.x_format and inputs_of(call) is None:
         return MOST_ROWS_OF_QUANTISED_INPUTS
     weight = weight_of(call)
     bits = 8 if weight.bits == 8 else 4
-    if multiplies_as_stored(call):
+    if refuse_registers(call) is None:
         if _is_large(call):
             return MOST_ROWS_OF_LARGE_AS_STORED
         return MOST_ROWS_AS_STORED[bits, one_a_step(weight)]

@@ -10,15 +10,11 @@ from moe_ops.backends import triton_formats, triton_inputs
 from moe_ops.backends.triton_device import (
     FLOATS,
     HALF,
-    HOPPER,
     LEAST_FLOAT8,
     either,
     refuse_device,
 )
-from moe_ops.kernels import gpus
-from moe_ops.kernels.triton import multiplies_codes
 from moe_ops.ops.experts import ExpertsCall
-from moe_ops.registry.backend import is_aligned
 from moe_ops.registry.gradients import needs_grad
 
 Formats = tuple[Any, Any, str, torch.dtype]
@@ -84,49 +80,6 @@ def supports_tiny(call: ExpertsCall) -> str | None:
     if refusal is None and call.x_scale is not None and call.x_scale.numel() > 1:
         return "quantises tokens by one static scale, got one for each expert"
     return refusal
-
-
-def supports_many(call: ExpertsCall) -> str | None:
-    """The support of the kernels for many rows an expert: floats, quantised weights, which are
-    decoded first, and on Hopper those with inputs of 8 bits."""
-    if not call.w_format:
-        return supports_experts(call)
-    refusal = supports_codes(call)
-    if refusal is None and call.x_format:
-        refusal = refuse_quantised_inputs(call)
-    return refusal
-
-
-def refuse_quantised_inputs(call: ExpertsCall) -> str | None:
-    """Why the kernel for many rows an expert of quantised inputs does not take a call that those
-    for few rows take, or None."""
-    c = call
-    if inputs_of(c) is not None:
-        decodes = c.x_scale is not None and not multiplies_as_stored(c)
-        if decodes and c.dtype == torch.float16:
-            return "has no room in float16 for weights times a static scale of inputs"
-        return None
-    if c.global_scale13_E is not None or c.global_scale2_E is not None:
-        return "has no kernel for quantised inputs and weights under a global scale"
-    refusal = triton_formats.refusal_of_many(weight_of(c), c.widths, c.gated, c.interleaved)
-    on_gpu = c.x_TD.device.type == "cuda"
-    if refusal is None and on_gpu and gpus.capability(c.x_TD.device) != HOPPER:
-        refusal = "has a kernel for quantised inputs on compute capability 9.0 alone"
-    if refusal is None and not _are_aligned(c):
-        refusal = "needs quantised weights that begin at a multiple of 16 bytes"
-    return refusal
-
-
-def multiplies_as_stored(call: ExpertsCall) -> bool:
-    """Whether triton.grouped decodes weights where it multiplies them with inputs of 16 bits."""
-    c = call
-    if c.x_TD.device.type != "cuda" or not multiplies_codes(weight_of(c), c.widths):
-        return False
-    return gpus.capability(c.x_TD.device) == HOPPER and _are_aligned(c)
-
-
-def _are_aligned(call: ExpertsCall) -> bool:
-    return is_aligned(call.w13_EFD) and is_aligned(call.w2_EDI)
 
 
 def weight_of(call: ExpertsCall) -> Any:

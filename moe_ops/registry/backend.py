@@ -14,11 +14,15 @@ from moe_ops.registry.layouts import Layout
 
 LAYOUT = "layout"  # the argument of an op that names the layout of its weights
 ALIGNMENT = 16  # bytes, the most that a kernel reads at once
+PLAIN = (Tensor, torch.nn.Parameter)  # tensors that have memory
 
 
 def is_aligned(t: Tensor) -> bool:
-    """Whether a tensor begins at a multiple of 16 bytes of its memory, as all memory does."""
-    return int(t.storage_offset()) * t.itemsize % ALIGNMENT == 0
+    """Whether a tensor begins at a multiple of 16 bytes of its memory, as all memory does but what
+    other libraries lend; of tensors of a graph nothing else is known."""
+    if int(t.storage_offset()) * t.itemsize % ALIGNMENT != 0:
+        return False
+    return not t.is_cuda or type(t) not in PLAIN or t.data_ptr() % ALIGNMENT == 0
 
 
 @dataclass(frozen=True, slots=True)

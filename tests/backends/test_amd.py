@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import moe_ops
-from moe_ops.backends import available, triton_device, triton_support
+from moe_ops.backends import available, triton_device, triton_hopper
 from moe_ops.backends.flashinfer import b12x, cute_dsl, cutlass, fits, package, trtllm
 from moe_ops.generation import one_query
 from moe_ops.kernels import gpus
@@ -128,7 +128,7 @@ def test_it_is_never_hopper_nor_newer(monkeypatch: pytest.MonkeyPatch, architect
     (x,) = on_gpu((torch.empty(2, 4),))
     for said, hopper in ((architecture, False), ("", GPUS[architecture] == (9, 0))):
         say(monkeypatch, GPUS[architecture], said)
-        assert launch.on_hopper(x) == hopper
+        assert (triton_device.refuse_hopper(x) is None) == hopper
         assert launch.pdl_options(x) == ((False, {}) if said else (True, {"launch_pdl": True}))
         assert runs_kernels(CUDA) == one_query.has_kernels(x) == (not said)
     say(monkeypatch, GPUS[architecture], architecture)
@@ -139,18 +139,17 @@ def test_it_is_never_hopper_nor_newer(monkeypatch: pytest.MonkeyPatch, architect
 
 
 def test_a_kernel_of_hopper_alone_is_not_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    T, K, D, E = 64, 2, 256, 4
+    T, K, D, E = 64, 2, 288, 4
     x, *routed = torch.empty(T, D, dtype=torch.bfloat16), torch.empty(T, K), torch.zeros(T, K).int()
-    codes = [torch.empty(E, *shape, dtype=torch.uint8) for shape in ((512, D // 2), (D, 128))]
-    scales = [torch.empty(E, *shape, dtype=torch.uint8) for shape in ((512, 8), (D, 8))]
+    codes = [torch.empty(E, *shape, dtype=torch.uint8) for shape in ((576, D // 2), (D, 144))]
+    scales = [torch.empty(E, *shape, dtype=torch.uint8) for shape in ((576, 9), (D, 9))]
     call = ExpertsCall(
         *on_gpu((x,)), *routed, *codes, w_format="mxfp4",
         w13_scale_EFG=scales[0], w2_scale_EDG=scales[1],
     )  # fmt: skip
-    monkeypatch.setattr(triton_support, "multiplies_codes", lambda weight, widths: True)
     for architecture in ("", "gfx90a"):
         say(monkeypatch, (9, 0), architecture)
-        assert triton_support.multiplies_as_stored(call) == (not architecture)
+        assert (triton_hopper.refuse_registers(call) is None) == (not architecture)
 
 
 def test_the_list_of_backends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

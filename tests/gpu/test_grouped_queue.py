@@ -135,7 +135,7 @@ def test_fifty_replays_of_every_routing_give_the_same_bits(case: Case, busy: boo
     ids = every["uniform"].clone()
 
     def call() -> Tensor:
-        return grouped.run(x, weights, ids, layer, None)
+        return grouped.run(x, weights, ids, layer, None, wgmma=(True, True))
 
     call()
     torch.cuda.synchronize()
@@ -169,14 +169,16 @@ def test_a_product_leaves_the_queue_as_it_was(case: Case) -> None:
     x, _, layer = inputs_of(case)
     for name, ids in routings(case):
         rows, _, ends = sort_pairs(ids, case.E, None)
-        block_m = grouped.tile_rows(x, ids.numel(), layer.w13_EFD, x)
+        block_m = grouped.tile_rows(x, ids.numel(), layer.w13_EFD, True)
         tiles = grouped.tile_map(ends, ids.numel(), block_m)
         used = int(ends[-1])
         firsts: list[Tensor] = []
         for _ in range(3):
-            h = grouped.grouped_gated(x, rows, ends, layer.w13_EFD, None, case.K, ACT, tiles=tiles)
+            h = grouped.grouped_gated(
+                x, rows, ends, layer.w13_EFD, None, case.K, ACT, tiles=tiles, wgmma=True
+            )  # fmt: skip
             assert int(tiles.table[0, 2]) == 0, name
-            y = grouped.grouped_rows(h, ends, layer.w2_EDI, None, tiles=tiles)
+            y = grouped.grouped_rows(h, ends, layer.w2_EDI, None, tiles=tiles, wgmma=True)
             assert int(tiles.table[0, 2]) == 0, name
             firsts = firsts or [h, y]
             for one, first in zip((h, y), firsts, strict=True):

@@ -181,7 +181,7 @@ def functions_of(modules: Iterable[ModuleType], **given: Any) -> dict[str, Any]:
             python = getattr(f, "fn", f)
             if getattr(python, "__module__", None) != module.__name__:
                 continue
-            if isinstance(python, FunctionType):
+            if isinstance(python, FunctionType) and python.__closure__ is None:
                 names[name] = FunctionType(python.__code__, names, name, python.__defaults__)
     return names
 

@@ -31,6 +31,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction
 
+from moe_ops.backends import triton_hopper
 from moe_ops.backends.triton import run_experts
 from moe_ops.backends.triton_inputs import inputs_of
 from moe_ops.kernels.triton import (
@@ -56,7 +57,7 @@ from moe_ops.kernels.triton.experts.schedule import combine, sort
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.route import route
 from moe_ops.testing import ACTIVATIONS, LAYERS
-from tests.kernels.offline_codes import calls_by_row, quantised_layer
+from tests.kernels.offline_codes import PATHS, calls_by_row, quantised_layer
 from tests.kernels.offline_ranks import over_ranks, pushed, summed
 from tests.published_routers import ROUTERS, Router, arguments
 
@@ -201,9 +202,8 @@ def compile_launches(
             patched.enter_context(patch.object(module, "shared_memory", lambda _: memory))
         for module in (push, push_sum):
             patched.enter_context(patch.object(module, "polls_by_asm", lambda _: True))
-        patched.enter_context(
-            patch.object(register_stream, "on_hopper", lambda _: capability == 90)
-        )
+        said = None if capability == 90 else "needs another GPU"
+        patched.enter_context(patch.object(triton_hopper, "refuse_hopper", lambda _: said))
         call()
     return found
 
@@ -383,7 +383,7 @@ def layer(
         transposed=transposed,
         **activation,
     )
-    run_experts(backend, call, empty(T, case.D) if full else None)
+    run_experts(PATHS.get(backend, backend), call, empty(T, case.D) if full else None)
 
 
 def main() -> None:

@@ -32,6 +32,9 @@ QUANTIZED = [
     ("mxfp8", 89), ("mxfp6_e3m2", 80), ("mxfp4", 80), ("nvfp4", 89),
 ]  # fmt: skip
 
+# The other paths of many rows are compiled by `offline_grouped.py`.
+PATHS = {"grouped": "grouped/plain"}
+
 
 def calls_by_row(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Calls whose inputs have a scale a row, and `quantize`, which makes such inputs."""
@@ -128,4 +131,4 @@ def quantised_layer(
         w_format=w_format,
         x_format=x_format,
     )
-    run_experts(backend, call, None)
+    run_experts(PATHS.get(backend, backend), call, None)

@@ -241,18 +241,17 @@ def by_row_products(names: list[str]) -> None:
 
 def products(names: list[str]) -> None:
     rows, ends = empty(4096, dtype=torch.int32), empty(E, dtype=torch.int32)
-    with patch.object(grouped, "runs_on_hopper", lambda *_: True):
-        for name, bias in itertools.product(names, (False, True)):
-            args = ACTIVATIONS[name]
-            act = Activation(**{"kind": "silu"} | args)
-            F = 2 * I if act.gated else I
-            b13 = empty(E, F) if bias else None
-            for width in (D, D + 16) if args == {} else (D,):
-                x, w13 = empty(2048, width), empty(E, F, width)
-                grouped.grouped_gated(x, rows, ends, w13, b13, K, Act(*act.args))
-        for bias in (False, True) if "silu" in names else ():
-            b2 = empty(E, D) if bias else None
-            grouped.grouped_rows(empty(4096, I), ends, empty(E, D, I), b2)
+    for name, bias in itertools.product(names, (False, True)):
+        args = ACTIVATIONS[name]
+        act = Activation(**{"kind": "silu"} | args)
+        F = 2 * I if act.gated else I
+        b13 = empty(E, F) if bias else None
+        for width in (D, D + 16) if args == {} else (D,):
+            x, w13 = empty(2048, width), empty(E, F, width)
+            grouped.grouped_gated(x, rows, ends, w13, b13, K, Act(*act.args), wgmma=True)
+    for bias in (False, True) if "silu" in names else ():
+        b2 = empty(E, D) if bias else None
+        grouped.grouped_rows(empty(4096, I), ends, empty(E, D, I), b2, wgmma=True)
 
 
 KERNELS = {

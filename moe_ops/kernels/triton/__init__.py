@@ -12,6 +12,8 @@ TINY_PAIRS, TINY_TOKENS = 64, 16
 
 WORD = 8  # codes of four bits in the words that kernels load
 STEP = 128  # columns of codes that are multiplied at once
+# Rows an expert on average, of codes of four bits whose sums are scaled, and of others.
+MOST_OF_SUMS, MOST_STREAMED = 6, 10
 LARGE = 2**23  # elements of W2, from which on an expert is large
 
 
@@ -92,15 +94,7 @@ def one_a_step(weight: Weight) -> bool:
     return weight.across in (-1, STEP)
 
 
-def multiplies_codes(weight: Weight, widths: tuple[int, int]) -> bool:
-    """Whether many rows an expert are multiplied with codes as they are stored, inputs having 16
-    bits (`grouped_registers.py`, on Hopper), for a model and experts of these widths: in groups of
-    at least the columns that a thread loads at once, or of nvfp4 half as many, in widths of which
-    copies take 32 rows (of eight bits 16) and 16 bytes, and with so many steps that in one tile the
-    next one is found. Codes of float8_e5m2 have no decoder there."""
-    if weight.inputs_8 or weight.element == "float8_e5m2":
-        return False
-    each, least = (16, 3 * STEP // 2) if weight.bits == 8 else (32, 2 * STEP)
-    wide = all(width % each == 0 and width > least for width in widths)
-    least_group = 16 if weight.element == "float4_e2m1" else each
-    return wide and (weight.across == -1 or weight.across >= least_group)
+def most_streamed(weight: Weight) -> int:
+    """Rows an expert on average, up to which codes stream through registers: with more of them
+    shared memory serves weights better."""
+    return MOST_OF_SUMS if weight.bits == 4 and one_a_step(weight) else MOST_STREAMED

@@ -36,11 +36,6 @@ def capability(index: int) -> tuple[int, int]:
     return gpus.capability(index)
 
 
-def on_hopper(t: Tensor) -> bool:
-    """Whether a tensor is where kernels written for Hopper alone run."""
-    return t.is_cuda and capability(t.device.index) == (9, 0)
-
-
 @functools.cache
 def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count

@@ -7,10 +7,9 @@ at and after ends_E[-1] are read and written by nobody.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from moe_ops.kernels.triton import LINEAR, Act, multiplies_codes
+from moe_ops.kernels.triton import LINEAR, Act
 from moe_ops.kernels.triton.experts.operands.dequantized_weights import decoded
 from moe_ops.kernels.triton.experts.operands.fake_quantized import emulated_hidden, emulated_tokens
 from moe_ops.kernels.triton.experts.products import grouped_plain
@@ -18,7 +17,7 @@ from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap, tile_map
 from moe_ops.kernels.triton.experts.weights import Experts
-from moe_ops.kernels.triton.launch import on_hopper, on_its_device
+from moe_ops.kernels.triton.launch import on_its_device
 
 
 @on_its_device
@@ -29,23 +28,14 @@ def run(
     layer: Experts,
     expert_map: Tensor | None,
     residual_TD: Tensor | None = None,
+    wgmma: tuple[bool, bool] = (False, False),
 ) -> Tensor:
     """The `experts` op: sort, two products over the same tiles, weighted sum, to which a contiguous
-    residual is added if there is one."""
-    codes = layer.codes
-    if codes is not None and codes.by_row:
-        from moe_ops.kernels.triton.experts.products import grouped_row_scales
+    residual is added if there is one. Codes are decoded first.
 
-        return grouped_row_scales.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD)
-    x_TD = emulated_tokens(x_TD, codes)
-    if codes is not None and codes.quantises:
-        from moe_ops.kernels.triton.experts.products import grouped_blocks
-
-        return grouped_blocks.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD)
-    if codes is not None and runs_codes_on_hopper(x_TD, layer):
-        from moe_ops.kernels.triton.experts.products import grouped_registers
-
-        return grouped_registers.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD)
+    wgmma: which of the products the kernel for Hopper runs; the plain one runs the others.
+    """
+    x_TD, codes = emulated_tokens(x_TD, layer.codes), layer.codes
     if codes is not None:
         layer = decoded(layer, x_TD.dtype)
     (T, K), (E, _, I) = ids_TK.shape, layer.sizes
@@ -54,10 +44,12 @@ def run(
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
     # Both products mostly take the same tiles; one that does not maps its own.
-    tiles = tile_map(ends_E, T * K, tile_rows(x_TD, T * K, w13, x_TD.new_empty(0, I)))
-    h_RI = grouped_gated(x_TD, rows_R, ends_E, w13, layer.b13_EF, K, layer.act, tiles=tiles)
+    tiles = tile_map(ends_E, T * K, tile_rows(x_TD, T * K, w13, wgmma[0]))
+    h_RI = grouped_gated(
+        x_TD, rows_R, ends_E, w13, layer.b13_EF, K, layer.act, tiles=tiles, wgmma=wgmma[0]
+    )  # fmt: skip
     h_RI = emulated_hidden(h_RI, I, codes, ends_E)
-    y_RD = grouped_rows(h_RI, ends_E, w2, layer.b2_ED, tiles=tiles)
+    y_RD = grouped_rows(h_RI, ends_E, w2, layer.b2_ED, tiles=tiles, wgmma=wgmma[1])
     return sum_rows(y_RD, inverse_R, weights_TK, K, residual_TD)
 
 
@@ -72,6 +64,7 @@ def grouped_gated(
     act: Act,
     *,
     tiles: TileMap | None = None,
+    wgmma: bool = False,
 ) -> Tensor:
     """h[r] = activate(W13[e] @ x[rows_R[r] // top_k] + b13[e]) for every row r of expert e.
 
@@ -79,7 +72,7 @@ def grouped_gated(
     """
     F = w13_EFD.shape[1]
     out = x_TD.new_empty(rows_R.numel(), F // 2 if act.gated else F)
-    return _product(x_TD, rows_R, ends_E, w13_EFD, b13_EF, out, top_k, act, tiles)
+    return _product(x_TD, rows_R, ends_E, w13_EFD, b13_EF, out, top_k, act, tiles, wgmma)
 
 
 @on_its_device
@@ -90,48 +83,20 @@ def grouped_rows(
     b2_ED: Tensor | None,
     *,
     tiles: TileMap | None = None,
+    wgmma: bool = False,
 ) -> Tensor:
     """y[r] = W2[e] @ h[r] + b2[e] for every row r of expert e; W2 may have any strides."""
     out = h_RI.new_empty(h_RI.shape[0], w2_EDI.shape[1])
-    return _product(h_RI, None, ends_E, w2_EDI, b2_ED, out, None, LINEAR, tiles)
+    return _product(h_RI, None, ends_E, w2_EDI, b2_ED, out, None, LINEAR, tiles, wgmma)
 
 
-def tile_rows(a: Tensor, rows: int, w: Tensor, out: Tensor) -> int:
+def tile_rows(a: Tensor, rows: int, w: Tensor, wgmma: bool) -> int:
     """The rows of a tile that a product of these operands takes, for `tile_map`."""
-    if runs_on_hopper(a, w, out):
+    if wgmma:
         from moe_ops.kernels.triton.experts.products import grouped_wgmma
 
         return grouped_wgmma.BLOCK_M
     return grouped_plain.config_of(a, rows, w).block_m
-
-
-def runs_on_hopper(a: Tensor, w_ENK: Tensor, out: Tensor) -> bool:
-    """Whether the warp-specialised kernel takes these operands.
-
-    It copies 16 bytes at a time or more, and stores a tile during four steps of 64 along K.
-    """
-    if not on_hopper(a):
-        return False
-    if a.dtype not in (torch.bfloat16, torch.float16) or w_ENK.dtype != a.dtype:
-        return False
-    K = w_ENK.shape[2]
-    return (
-        K > 192
-        and K % 8 == out.shape[1] % 8 == a.stride(0) % 16 == 0
-        and a.stride(1) == 1
-        and w_ENK.is_contiguous()
-        and all(t.data_ptr() % 16 == 0 for t in (a, w_ENK, out))
-    )
-
-
-def runs_codes_on_hopper(x_TD: Tensor, layer: Experts) -> bool:
-    """Whether the warp-specialised kernel of codes with inputs of 16 bits takes a layer."""
-    codes, (_, D, I) = layer.codes, layer.sizes
-    if codes is None or not on_hopper(x_TD) or not multiplies_codes(codes.weight, (D, I)):
-        return False
-    return x_TD.dtype in (torch.bfloat16, torch.float16) and all(
-        w.data_ptr() % 16 == 0 for w in (layer.w13_EFD, layer.w2_EDI)
-    )
 
 
 def _product(
@@ -144,14 +109,15 @@ def _product(
     top_k: int | None,
     act: Act,
     tiles: TileMap | None,
+    wgmma: bool,
 ) -> Tensor:
     if out.numel() == 0:
         return out
-    block_m = tile_rows(a, out.shape[0], w_ENK, out)
+    block_m = tile_rows(a, out.shape[0], w_ENK, wgmma)
     if tiles is None or tiles.block_m != block_m:
         tiles = tile_map(ends_E, out.shape[0], block_m)
     bias_EN = None if bias_EN is None else bias_EN.contiguous()
-    if runs_on_hopper(a, w_ENK, out):
+    if wgmma:
         from moe_ops.kernels.triton.experts.products import grouped_wgmma
 
         grouped_wgmma.launch(a, rows, w_ENK, bias_EN, out, tiles, top_k, act)

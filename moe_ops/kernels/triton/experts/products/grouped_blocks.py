@@ -65,7 +65,7 @@ from moe_ops.kernels.triton.experts.schedule.tile_scheduler import (
     told,
 )
 from moe_ops.kernels.triton.experts.weights import Experts
-from moe_ops.kernels.triton.launch import processors
+from moe_ops.kernels.triton.launch import on_its_device, processors
 
 BLOCK_K = 128
 STAGES = 4  # 48 KiB each, beside at most 32 KiB of outputs: all that a block has
@@ -425,6 +425,7 @@ def launch(
     )
 
 
+@on_its_device
 def run(
     x_TD: Tensor,
     weights_TK: Tensor,

@@ -49,7 +49,7 @@ from moe_ops.kernels.triton import LINEAR, Act, Weight, replay
 from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.experts.formats.order import arranged
 from moe_ops.kernels.triton.experts.formats.scales import rescaled, under_global
-from moe_ops.kernels.triton.experts.operands.fake_quantized import emulated_hidden
+from moe_ops.kernels.triton.experts.operands.fake_quantized import emulated_hidden, emulated_tokens
 from moe_ops.kernels.triton.experts.operands.permuted import arrange
 from moe_ops.kernels.triton.experts.products.fragments import (
     ROWS,
@@ -84,7 +84,7 @@ from moe_ops.kernels.triton.experts.schedule.tile_scheduler import (
     told,
 )
 from moe_ops.kernels.triton.experts.weights import Experts
-from moe_ops.kernels.triton.launch import processors
+from moe_ops.kernels.triton.launch import on_its_device, processors
 
 BLOCK_M = 256  # tokens of a tile
 STAGES = {4: 3, 6: 3, 8: 5}  # 72, 64 or 40 KiB each: all that a block has
@@ -510,10 +510,8 @@ def launch(
     weight: Weight,
     act: Act,
 ) -> None:
-    """Run one product over sorted, arranged rows; its output is arranged if `act` has a kind.
-
-    `runs_codes_on_hopper` in grouped.py says which layers it takes.
-    """
+    """Run one product over sorted, arranged rows; its output is arranged if `act` has a kind. The
+    backend says which layers it takes."""
     _, N, words = w_ENW.shape
     gated, interleaved, bits = act.gated, act.interleaved, weight.bits
     w_desc, up_desc = (w_ENW.view(torch.int64), None)
@@ -561,6 +559,7 @@ def _boxed(
     return w_desc, up_desc
 
 
+@on_its_device
 def run(
     x_TD: Tensor,
     weights_TK: Tensor,
@@ -569,11 +568,10 @@ def run(
     expert_map: Tensor | None,
     residual_TD: Tensor | None = None,
 ) -> Tensor:
-    """The `experts` op, added to a contiguous residual if there is one. Tokens are rounded to
-    codes already, if inputs are emulated."""
+    """The `experts` op, added to a contiguous residual if there is one."""
     (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
     assert codes is not None
-    weight, R = codes.weight, T * K
+    weight, R, x_TD = codes.weight, T * K, emulated_tokens(x_TD, codes)
     _, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
     tiles = tile_map(ends_E, R, BLOCK_M)
     # Gathered once for all: copies by TMA then take both products' tokens.

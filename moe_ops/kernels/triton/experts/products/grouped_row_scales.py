@@ -19,8 +19,10 @@ from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from moe_ops.kernels.triton.experts.schedule.tile_map import tile_map
 from moe_ops.kernels.triton.experts.weights import Experts
+from moe_ops.kernels.triton.launch import on_its_device
 
 
+@on_its_device
 def run(
     x_TD: Tensor,
     weights_TK: Tensor,

@@ -530,8 +530,7 @@ def launch(
     act: Act,
     scales: Scales | None = None,
 ) -> None:
-    """Run the product; `runs_on_hopper` in grouped.py says which operands it takes, and the backend
-    which codes."""
+    """Run the product; the backend says which operands it takes."""
     E, N, K = w_ENK.shape
     interleaved = act.interleaved
     block_k = ROW_BYTES // w_ENK.element_size()

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton import LARGE, STEP, Constant
+from moe_ops.kernels.triton import LARGE, MOST_OF_SUMS, STEP, Constant, most_streamed
 from moe_ops.kernels.triton.experts.formats.codes import Codes, floats_of
-from moe_ops.kernels.triton.experts.operands.fake_quantized import emulated_hidden
+from moe_ops.kernels.triton.experts.operands.fake_quantized import emulated_hidden, emulated_tokens
 from moe_ops.kernels.triton.experts.operands.group_scales import quantise
 from moe_ops.kernels.triton.experts.operands.row_scales import (
     by_expert,
@@ -23,19 +23,10 @@ from moe_ops.kernels.triton.experts.operands.row_scales import (
 from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from moe_ops.kernels.triton.experts.weights import Experts, bias_stride
-from moe_ops.kernels.triton.launch import on_hopper, pdl_options
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options
 from moe_ops.kernels.triton.replay import launch
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-# Columns of a group, by the elements that these kernels decode.
-GROUPS = {
-    **dict.fromkeys(("float8_e4m3fn", "int8"), (-1, STEP)),
-    **dict.fromkeys(("int4", "uint4"), (-1, 32, 64, STEP)),
-    "float4_e2m1": (-1, 16, 32, 64, STEP),
-    **dict.fromkeys(("float6_e3m2", "float6_e2m3"), (32, 64)),
-}
-# Rows an expert on average, of codes of four bits whose sums are scaled, and of others.
-MOST_OF_SUMS, MOST = 6, 10
 # Of float4, those that one tile of 8 tokens serves better than two, where columns fill all steps
 # and where they do not: then loads have masks.
 MOST_OF_8, MOST_OF_8_MASKED = 7, 8
@@ -89,21 +80,21 @@ class Streams:
     down: Stream
 
 
-def takes(x_TD: Tensor, layer: Experts) -> bool:
-    """Whether these kernels run a layer: on Hopper, if rows of codes and of tokens begin at 16
-    bytes."""
-    codes = layer.codes
-    if codes is None or not on_hopper(x_TD):
-        return False
-    _, D, I = layer.sizes
-    whole = 16 if codes.bits == 8 else 32
-    decodes = codes.weight.across in GROUPS.get(codes.weight.element, ()) or codes.by_row
-    return (
-        decodes
-        and D % whole == I % whole == x_TD.stride(0) % 8 == 0
-        and x_TD.stride(1) == 1
-        and all(t.data_ptr() % 16 == 0 for t in (x_TD, layer.w13_EFD, layer.w2_EDI))
-    )
+def tiles_of_one(
+    x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
+) -> Streams:
+    """The tiles of a call of one token by the tables."""
+    return one_streams(ids_TK.shape[1], layer)
+
+
+def tiles_of_few(
+    x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
+) -> Streams:
+    """The tiles of a call of few rows an expert by the tables."""
+    experts = layer.sizes[0] if expert_map is None else expert_map.shape[0]
+    streams = few_streams(ids_TK.numel() / experts, layer)
+    assert streams is not None, "more rows are those of another path"
+    return streams
 
 
 def one_streams(K: int, layer: Experts) -> Streams:
@@ -140,7 +131,7 @@ def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
     Tried as those of one token, from 4 to 256 tokens."""
     codes, (E, D, I) = _codes(layer), layer.sizes
     large, sums = D * I >= LARGE, codes.one_a_step
-    if rows_per_expert > (MOST_OF_SUMS if codes.bits == 4 and sums else MOST):
+    if rows_per_expert > most_streamed(codes.weight):
         return None
     stream = Stream(MW=4, MT=2)
     if codes.weight.element == "float4_e2m1" and not sums:
@@ -184,20 +175,22 @@ def _rows13(layer: Experts) -> int:
     return layer.sizes[2] * (2 if layer.act.gated else 1)
 
 
+@on_its_device
 def run_one(
     x_TD: Tensor,
     weights_TK: Tensor,
     ids_TK: Tensor,
     layer: Experts,
     expert_map: Tensor | None,
-    residual_TD: Tensor | None,
-    tiles: Streams,
+    residual_TD: Tensor | None = None,
+    tiles: Streams | None = None,
 ) -> Tensor:
     """The `experts` op for one token, in two launches; two more quantise inputs of 8 bits, or
-    four if one scale is that of all of them."""
+    four if one scale is that of all of them. Without `tiles` by those of `tiles_of_one`."""
     from moe_ops.kernels.triton.experts.products import register_stream_gluon as kernels
 
     K, (E, D, I), codes = ids_TK.shape[1], layer.sizes, _codes(layer)
+    tiles = tiles or tiles_of_one(x_TD, ids_TK, layer, expert_map)
     W, n_map = layer.weight, 0 if expert_map is None else expert_map.shape[0]
     up, down = tiles.up, tiles.down
     dtype = floats_of(x_TD, codes)
@@ -228,20 +221,23 @@ def run_one(
     return out_TD
 
 
+@on_its_device
 def run(
     x_TD: Tensor,
     weights_TK: Tensor,
     ids_TK: Tensor,
     layer: Experts,
     expert_map: Tensor | None,
-    residual_TD: Tensor | None,
-    tiles: Streams,
+    residual_TD: Tensor | None = None,
+    tiles: Streams | None = None,
 ) -> Tensor:
-    """The `experts` op, each weight read once for every few rows of its expert. Tokens are emulated
-    already, if inputs are."""
+    """The `experts` op, each weight read once for every few rows of its expert; without `tiles` by
+    those of `tiles_of_few`."""
     from moe_ops.kernels.triton.experts.products import register_stream_gluon as kernels
 
     (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, _codes(layer)
+    x_TD = emulated_tokens(x_TD, codes)
+    tiles = tiles or tiles_of_few(x_TD, ids_TK, layer, expert_map)
     R, up, down = T * K, tiles.up, tiles.down
     rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
     dtype = floats_of(x_TD, codes)

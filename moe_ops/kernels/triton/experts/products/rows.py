@@ -31,9 +31,8 @@ from moe_ops.kernels.triton.experts.operands.row_scales import (
     quantise_x,
 )
 from moe_ops.kernels.triton.experts.operands.tokens import tokens_for
-from moe_ops.kernels.triton.experts.products import register_stream
 from moe_ops.kernels.triton.experts.products.block_steps import add_product
-from moe_ops.kernels.triton.experts.products.register_stream import DTYPES, Streams
+from moe_ops.kernels.triton.experts.products.register_stream import DTYPES
 from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs, unit_of
 from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, rows_at, up_rows
@@ -120,21 +119,12 @@ def fitting(tiles: RowsTiles, gated: bool, bits: int, memory: int) -> RowsTiles:
     return RowsTiles(up=fit(up, (2 if gated else 1) * up.rows), down=fit(down, down.rows))
 
 
-def tiles_of(
-    x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
-) -> RowsTiles | Streams:
+def tiles_of(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> RowsTiles:
     """The tiles of a call by the tables, with stages that fit."""
     codes, memory, (E, _, I) = layer.codes, shared_memory(x_TD), layer.sizes
     per_expert = ids_TK.numel() / (E if expert_map is None else expert_map.shape[0])
     if codes is None:
         return fitting(tiles_for(per_expert, I), layer.act.gated, 16, memory)
-    streams = (
-        register_stream.few_streams(per_expert, layer)
-        if register_stream.takes(x_TD, layer)
-        else None
-    )
-    if streams is not None:
-        return streams
     tiles = code_tiles(per_expert, I, codes, memory)
     if memory < HOPPER_MEMORY:
         memory -= DECODED
@@ -271,7 +261,7 @@ def run(
     layer: Experts,
     expert_map: Tensor | None,
     residual_TD: Tensor | None = None,
-    tiles: RowsTiles | Streams | None = None,
+    tiles: RowsTiles | None = None,
 ) -> Tensor:
     """The `experts` op, each weight read once for every BN rows of its expert, added to a
     contiguous residual if there is one; without `tiles` by those of `tiles_of`."""
@@ -279,8 +269,6 @@ def run(
     R, codes = T * K, layer.codes
     x_TD = emulated_tokens(x_TD, codes)
     tiles = tiles or tiles_of(x_TD, ids_TK, layer, expert_map)
-    if isinstance(tiles, Streams):
-        return register_stream.run(x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD, tiles)
     rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
     H = stored(I, layer.weight)
     dtype = floats_of(x_TD, codes)

@@ -41,9 +41,8 @@ from moe_ops.kernels.triton.experts.operands.row_scales import (
     quantise_x,
 )
 from moe_ops.kernels.triton.experts.operands.tokens import tokens_for
-from moe_ops.kernels.triton.experts.products import register_stream
 from moe_ops.kernels.triton.experts.products.block_steps import add_product
-from moe_ops.kernels.triton.experts.products.register_stream import DTYPES, Streams
+from moe_ops.kernels.triton.experts.products.register_stream import DTYPES
 from moe_ops.kernels.triton.experts.schedule.combine import onto
 from moe_ops.kernels.triton.experts.schedule.sort import local_ids
 from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, rows_at, up_rows
@@ -115,13 +114,9 @@ def fitting(tiles: TinyTiles, T: int, gated: bool, bits: int, memory: int) -> Ti
     )
 
 
-def tiles_of(
-    x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
-) -> TinyTiles | Streams:
+def tiles_of(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> TinyTiles:
     """The tiles of a call by the tables, with stages that fit."""
     (T, K), (_, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
-    if codes is not None and T == 1 and register_stream.takes(x_TD, layer):
-        return register_stream.one_streams(K, layer)
     tiles = tiles_for(T, K, D, I, processors(x_TD)) if codes is None else code_tiles(K, codes)
     bits = 16 if codes is None else codes.bits
     return fitting(tiles, T, layer.act.gated, bits, shared_memory(x_TD))
@@ -379,7 +374,7 @@ def run(
     layer: Experts,
     expert_map: Tensor | None,
     residual_TD: Tensor | None = None,
-    tiles: TinyTiles | Streams | None = None,
+    tiles: TinyTiles | None = None,
 ) -> Tensor:
     """The `experts` op for up to TINY_TOKENS tokens and TINY_PAIRS pairs of token and choice, added
     to a contiguous residual if there is one; without `tiles` by those of `tiles_of`."""
@@ -390,10 +385,6 @@ def run(
             f"{T} tokens with {K} choices; run `rows`"
         )
     tiles = tiles or tiles_of(x_TD, ids_TK, layer, expert_map)
-    if isinstance(tiles, Streams):
-        return register_stream.run_one(
-            x_TD, weights_TK, ids_TK, layer, expert_map, residual_TD, tiles
-        )
     n_map = 0 if expert_map is None else expert_map.shape[0]
     P = T * K
     BP, BT = triton.next_power_of_2(P), triton.next_power_of_2(T)

@@ -1,0 +1,171 @@
+"""The nine ways in which the Triton backends run a layer of experts, one row each.
+
+A backend takes the first of its paths that does not refuse a call. `using` and the tables of `tune`
+name a path behind its backend, such as "triton.grouped/wgmma"; `tiny` and `rows`, which are named
+as their backends, "triton.tiny/tiny" and "triton.rows/rows".
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_ops.backends.triton_device import refuse_all_but_hopper, refuse_gpu, unavailable
+from moe_ops.backends.triton_hopper import (
+    refuse_blocks,
+    refuse_decoded,
+    refuse_registers,
+    refuse_row_scales,
+    refuse_stream,
+    refuse_wgmma,
+    refused_products,
+)
+from moe_ops.backends.triton_support import weight_of
+from moe_ops.kernels.triton import most_streamed
+from moe_ops.ops.experts import ExpertsCall
+
+log = logging.getLogger("moe_ops")
+PRODUCTS = "moe_ops.kernels.triton.experts.products"
+
+
+def _takes_all(call: ExpertsCall) -> str | None:
+    return None
+
+
+def _no_options(call: ExpertsCall) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Path:
+    """One way to run a layer: why it does not run a call that its backend supports, or None; what
+    of `products/` runs it, as "module:function", and gives its tiles; the options that this takes;
+    and the most tokens that it runs, None for any number."""
+
+    name: str
+    run: str
+    refusal: Callable[[ExpertsCall], str | None] = _takes_all
+    tiles: str = ""
+    options: Callable[[ExpertsCall], dict[str, Any]] = _no_options
+    most: Callable[[ExpertsCall], int | None] = lambda call: None
+    device: Callable[[torch.device], str | None] = refuse_all_but_hopper
+
+    @property
+    def backend(self) -> str:
+        return f"triton.{self.kernel}"
+
+    @property
+    def kernel(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def forced(self) -> str:
+        """Its name for `using`."""
+        return f"triton.{self.name}" if "/" in self.name else f"triton.{self.name}/{self.name}"
+
+    def refuses(self, call: ExpertsCall) -> str | None:
+        """The refusal of a call of so many tokens, or None."""
+        refusal, most = self.refusal(call), self.most(call)
+        if refusal is None and most is not None and call.x_TD.shape[0] > most:
+            return f"takes at most {most} rows"
+        return refusal
+
+    def missing(self, device: torch.device) -> str | None:
+        """Why it runs no call on a GPU, or None."""
+        return unavailable() or self.device(device)
+
+    def function(self, of: str) -> Callable[..., Any]:
+        module, _, name = of.partition(":")
+        found: Callable[..., Any] = getattr(importlib.import_module(f"{PRODUCTS}.{module}"), name)
+        return found
+
+
+def _one(call: ExpertsCall) -> int:
+    return 1
+
+
+def _most_streamed(call: ExpertsCall) -> int | None:
+    """The most tokens, for the most rows an expert on average as `tiles_of_few` counts them."""
+    weight, expert_map = weight_of(call), call.expert_map
+    experts = call.w2_EDI.shape[0] if expert_map is None else expert_map.shape[0]
+    return None if weight is None else most_streamed(weight) * experts // call.ids_TK.shape[1]
+
+
+def _wgmma_of(call: ExpertsCall) -> dict[str, Any]:
+    up, down = refused_products(call)
+    return {"wgmma": (up is None, down is None)}
+
+
+# In the order in which a backend asks its paths.
+PATHS = (
+    Path(
+        name="tiny/stream", run="register_stream:run_one", refusal=refuse_stream,
+        tiles="register_stream:tiles_of_one", most=_one,
+    ),
+    Path(name="tiny", run="tiny:run", tiles="tiny:tiles_of", device=refuse_gpu),
+    Path(
+        name="rows/stream", run="register_stream:run", refusal=refuse_stream,
+        tiles="register_stream:tiles_of_few", most=_most_streamed,
+    ),
+    Path(name="rows", run="rows:run", tiles="rows:tiles_of", device=refuse_gpu),
+    Path(name="grouped/row_scales", run="grouped_row_scales:run", refusal=refuse_row_scales),
+    Path(name="grouped/blocks", run="grouped_blocks:run", refusal=refuse_blocks),
+    Path(name="grouped/registers", run="grouped_registers:run", refusal=refuse_registers),
+    Path(name="grouped/wgmma", run="grouped:run", refusal=refuse_wgmma, options=_wgmma_of),
+    Path(name="grouped/plain", run="grouped:run", refusal=refuse_decoded, device=refuse_gpu),
+)  # fmt: skip
+BY_FORCED = {path.forced: path for path in PATHS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """The path of a call, and why those before it did not take the call."""
+
+    path: Path
+    refusals: dict[str, str]
+
+    def __str__(self) -> str:
+        whys = [f"{name} {reason}" for name, reason in self.refusals.items()]
+        return f"{self.path.name}{'; ' if whys else ''}{'; '.join(whys)}"
+
+
+@functools.cache
+def paths_of(kernel: str) -> tuple[Path, ...]:
+    """The paths of a backend, by its name behind "triton."."""
+    return tuple(path for path in PATHS if path.kernel == kernel)
+
+
+def pick(kernel: str, call: ExpertsCall) -> Taken:
+    """The first path of a backend that does not refuse a call. A layer of which the kernel of
+    `grouped/wgmma` runs one product takes that path, and the plain kernel runs the other one, for
+    the reason that is given. Raises NotImplementedError if all refuse."""
+    refusals: dict[str, str] = {}
+    for path in paths_of(kernel):
+        refusal = path.refuses(call)
+        if refusal is None:
+            return Taken(path=path, refusals=refusals)
+        refusals[path.name] = refusal
+        if path.refusal is refuse_wgmma and None in refused_products(call):
+            return Taken(path=path, refusals=refusals)
+    whys = "\n".join(f"  {name}: {reason}" for name, reason in refusals.items())
+    raise NotImplementedError(f"no path of triton.{kernel} runs this call:\n{whys}")
+
+
+def of_tiles(kernel: str, tiles: Any) -> Path:
+    """The path of a backend that takes these tiles."""
+    from moe_ops.kernels.triton.experts.products.register_stream import Streams
+
+    stream, other = paths_of(kernel)
+    return stream if isinstance(tiles, Streams) else other
+
+
+@functools.cache
+def tell(kernel: str, taken: str) -> None:
+    """Log once which path a backend took, and why no other."""
+    log.info("triton.%s runs by %s", kernel, taken)
