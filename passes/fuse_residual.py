@@ -27,7 +27,7 @@ from moe_ops.passes.rewriting.graph import (
 from moe_ops.registry.spec import REFERENCE
 
 RULE = "fuse_residual"
-PLANS = tuple(name for name in experts_onto.backends if name != REFERENCE)
+PLANS = (*(name for name in experts_onto.backends if name != REFERENCE), *experts_onto.paths)
 
 
 def fuse_residual(graph: fx.Graph, context: Context) -> int:

@@ -6,11 +6,13 @@ triton.rows     few rows an expert: weights stream past the rows
 triton.grouped  many rows an expert: the rate of the matrix units decides; and all of float32.
                 Quantised weights are decoded first, but on Hopper of most formats and widths
 
+Each takes the first of its paths (`triton_paths.py`) that does not refuse a call.
 Inputs of formats that no GPU here multiplies are emulated, by triton.rows and triton.grouped.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -218,10 +220,31 @@ def _register(
     onto = {**given, "reads": read, "supports": supports_onto, "rows": rows}
     experts_onto.backend(f"triton.{kernel}", **onto)(run_onto)
     experts_onto.emulates(f"triton.{kernel}", lambda call: _emulates(call.layer))
+    _register_paths(kernel)
 
 
-def _of_layer(limit: Callable[[ExpertsCall], Any] | None) -> Callable[[Any], Any] | None:
-    return None if limit is None else lambda call: limit(call.layer)
+def _register_paths(kernel: str) -> None:
+    """The paths of a backend, of both ops, and what it tells of them."""
+    backend = f"triton.{kernel}"
+    for path in paths.paths_of(kernel):
+        name = path.forced.removeprefix("triton.")
+
+        def run(call: ExpertsCall, name: str = name) -> Tensor:
+            return run_experts(name, call)
+
+        def run_onto(call: ExpertsOntoCall, name: str = name) -> Tensor:
+            return run_experts(name, call.layer, call.residual_TD)
+
+        experts.path(backend, path.forced, run, refusal=path.refusal, most=path.most)
+        of_layer = {"refusal": _of_layer(path.refusal), "most": _of_layer(path.most)}
+        experts_onto.path(backend, path.forced, run_onto, **of_layer)
+    experts.tells(backend, functools.partial(paths.told, kernel))
+    experts_onto.tells(backend, lambda call: paths.told(kernel, call.layer))
+
+
+def _of_layer(asked: Callable[[ExpertsCall], Any] | None) -> Any:
+    """What asks the layer of a call onto a residual."""
+    return None if asked is None else lambda call: asked(call.layer)
 
 
 TINY = Rows(preferred=most_tiny_tokens, possible=max_tiny_tokens)

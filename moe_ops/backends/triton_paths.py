@@ -151,10 +151,33 @@ def pick(kernel: str, call: ExpertsCall) -> Taken:
         if refusal is None:
             return Taken(path=path, refusals=refusals)
         refusals[path.name] = refusal
-        if path.refusal is refuse_wgmma and None in refused_products(call):
+        if _runs_one_product(path, call):
             return Taken(path=path, refusals=refusals)
     whys = "\n".join(f"  {name}: {reason}" for name, reason in refusals.items())
     raise NotImplementedError(f"no path of triton.{kernel} runs this call:\n{whys}")
+
+
+def told(kernel: str, call: ExpertsCall) -> str:
+    """In words, by which paths a backend runs a call, whose number of tokens may be unknown, and
+    why not by those asked before them."""
+    rows, ways, refusals = call.x_TD.shape[0], [], {}
+    for path in paths_of(kernel):
+        most = path.most(call)
+        known = isinstance(rows, int) and most is not None
+        refusal = path.refuses(call) if known or most is None else path.refusal(call)
+        partly = refusal is not None and _runs_one_product(path, call)
+        if refusal is not None:
+            refusals[path.name] = refusal
+        if refusal is None or partly:
+            ways.append(path.name if known or most is None else f"{path.name} up to {most} rows")
+            if known or most is None:
+                break
+    whys = [f"{name} {reason}" for name, reason in refusals.items()]
+    return "; ".join([", then ".join(ways), *whys])
+
+
+def _runs_one_product(path: Path, call: ExpertsCall) -> bool:
+    return path.refusal is refuse_wgmma and None in refused_products(call)
 
 
 def of_tiles(kernel: str, tiles: Any) -> Path:

@@ -20,6 +20,7 @@ from moe_ops.planning.plan import Choice, Range, Source
 from moe_ops.planning.thresholds import THRESHOLD_OPS
 from moe_ops.quant.formats import Format
 from moe_ops.registry.ranges import Ranges
+from moe_ops.registry.registration import ANY_ROWS
 from moe_ops.registry.spec import NAMESPACE, REFERENCE, Op
 
 # What is raised by a decision on a symbolic size, which would add a guard.
@@ -58,9 +59,12 @@ def choose(op: Op, call: Any, node: Node, rules: Rules) -> Choice:
     if the rules are strict and every backend refuses.
     """
     named = op.arguments.by_name(call)
-    asked = _ask(op, call)
-    device, rows = device_of(asked.first.device), bounds(op.arguments.rows(call))
-    times = _measured(device.name, op, call, asked, rules.table)
+    first = op.arguments.first(call)
+    device, rows = device_of(first.device), bounds(op.arguments.rows(call))
+    cells = _cells(device.name, op, call, rules.table)
+    paths = {cell.backend for cell in cells} | {name for _, name in rules.thresholds or ()}
+    asked = _ask(op, call, op.paths.keys() & paths)
+    times = tuned.Times.of(cells, _limits(asked), frozenset(asked.paths))
     ranges, source = _decide(op, node, asked, rows, rules, times)
 
     def describe(low: int, upto: int | None, backend: str) -> Range:
@@ -89,6 +93,7 @@ def choose(op: Op, call: Any, node: Node, rules: Rules) -> Choice:
         refusals=asked.refusals,
         ranges=tuple(describe(low, *r) for low, r in zip(lows, ranges, strict=True)),
         emulated=tuple(n for n in asked.usable if op.backends[n].emulates(call)),
+        paths=_paths(op, call, [name for _, name in ranges]),
         elsewhere=_elsewhere(op, asked),
         sends=sent_as(call.layer) if isinstance(call, ExpertsOverRanksCall) else "",
     )
@@ -103,6 +108,19 @@ def _elsewhere(op: Op, asked: Asked) -> dict[str, str]:
         if backend.needs is not None:
             on = torch.device(min(backend.devices or {"cpu"}))
             found[name] = backend.needs.missing(on) or reason
+    return found
+
+
+def _paths(op: Op, call: Any, backends: Iterable[str]) -> dict[str, str]:
+    """What backends tell of the paths by which they run a call."""
+    found = {}
+    for backend in filter(None, map(op.named, backends)):
+        if backend.told is not None:
+            try:
+                with no_new_guards(op.arguments.flat(call)):
+                    found[backend.name] = backend.told(call)
+            except GUARDS:
+                found[backend.name] = "by a size that is not known when compiling"
     return found
 
 
@@ -129,7 +147,8 @@ def _decide(
         ranges, source = _clip(times.ranges(), rows), "tuned"
     else:
         ranges = _clip(_by_limits(asked), rows)
-    if len(ranges) == 1 and op.backends[ranges[0][1]].composed:
+    only = op.backends.get(ranges[0][1])
+    if len(ranges) == 1 and only is not None and only.composed:
         return ((None, REFERENCE),), source
     return ranges, source
 
@@ -155,9 +174,11 @@ class Asked:
     possible: dict[str, int]
     refusals: dict[str, str]
     elsewhere: dict[str, str]  # the refusals of backends of other devices
+    paths: tuple[str, ...] = ()  # those that were named, and can run it
 
 
-def _ask(op: Op, call: Any) -> Asked:
+def _ask(op: Op, call: Any, paths: Iterable[str] = ()) -> Asked:
+    """`paths`: those of backends that somebody named."""
     first = op.arguments.first(call)
     device, rows = first.device.type, op.arguments.rows(call)
     usable: list[str] = []
@@ -167,7 +188,8 @@ def _ask(op: Op, call: Any) -> Asked:
     here = {b.name: b for b in op.candidates(device)}
     others = (b for name, b in op.backends.items() if name not in here)
     elsewhere = {b.name: b.refusal(device, rows, call) or "" for b in others}
-    for backend in here.values():
+    named = {name: op.paths[name] for name in sorted(paths)}
+    for backend in (*here.values(), *named.values()):
         if backend.name == REFERENCE:
             continue
         try:
@@ -186,11 +208,12 @@ def _ask(op: Op, call: Any) -> Asked:
         refusals[backend.name] = reason
     return Asked(
         first=first,
-        usable=tuple(usable),
+        usable=tuple(name for name in usable if name not in named),
         preferred=preferred,
-        possible=possible,
+        possible={name: most for name, most in possible.items() if most != ANY_ROWS},
         refusals=refusals,
         elsewhere=elsewhere,
+        paths=tuple(name for name in usable if name in named),
     )
 
 
@@ -221,15 +244,19 @@ def _forced(op: Op, thresholds: Ranges | None) -> Ranges | None:
     """The user's thresholds, if they are meant for this op."""
     if op.name not in THRESHOLD_OPS or thresholds is None:
         return None
-    if op.name == "moe" and any(name not in op.backends for _, name in thresholds):
+    if op.name == "moe" and any(op.named(name) is None for _, name in thresholds):
         return ((None, REFERENCE),)  # for the `experts` in it
     return thresholds
 
 
-def _measured(device: str, op: Op, call: Any, asked: Asked, table: tuned.Table) -> tuned.Times:
+def _cells(device: str, op: Op, call: Any, table: tuned.Table) -> dict[tuned.Cell, float]:
+    """The measured times of a layer."""
     layer = tuned.layer_of_call(device, op.name, call)
-    cells = {} if layer is None else table.get(layer, {})
-    return tuned.Times.of(cells, {name: asked.possible.get(name) for name in asked.usable})
+    return {} if layer is None else table.get(layer, {})
+
+
+def _limits(asked: Asked) -> dict[str, int | None]:
+    return {name: asked.possible.get(name) for name in (*asked.usable, *asked.paths)}
 
 
 def _by_limits(asked: Asked) -> Ranges:
@@ -269,7 +296,7 @@ def _require_served(op: Op, node: Node, ranges: Ranges, asked: Asked) -> None:
     """Raise unless every backend of the user's can run the node."""
     for upto, name in ranges:
         reason = asked.refusals.get(name) or asked.elsewhere.get(name)
-        if name not in op.backends:
+        if op.named(name) is None:
             reason = f"there are {', '.join(op.backends)}"
         possible = asked.possible.get(name)
         if possible is not None and (upto is None or upto > possible):

@@ -66,6 +66,8 @@ class Choice:
     emulated: tuple[str, ...] = ()  # the candidates that emulate its inputs in 16 bits
     # What backends of other devices lack on this machine, if they say what they need.
     elsewhere: dict[str, str] = field(default_factory=dict)
+    # In words, by which of its paths a backend of the ranges runs it, and why not by better ones.
+    paths: dict[str, str] = field(default_factory=dict)
     sends: str = ""  # in words, how tokens travel to other ranks that quantise them
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 from moe_ops.checks.options import check_int
 from moe_ops.checks.signature import described, did_you_mean
 from moe_ops.registry.ranges import Ranges
+from moe_ops.registry.registration import PATH
 from moe_ops.registry.spec import OPS
 
 THRESHOLD_OPS = ("experts", "moe")  # a row of their first argument is a token
@@ -28,11 +29,13 @@ def check_thresholds(thresholds: Any) -> Ranges | None:
         )
     ranges = tuple(_pair(i, pair) for i, pair in enumerate(thresholds))
     known = sorted({name for op in THRESHOLD_OPS for name in OPS[op].backends})
-    unknown = [name for _, name in ranges if name not in known]
+    paths = {name for op in THRESHOLD_OPS for name in OPS[op].paths}
+    unknown = [name for _, name in ranges if name not in known and name not in paths]
     if unknown:
+        hint = did_you_mean(unknown[0], paths if PATH in unknown[0] else known)
         raise ValueError(
             f"thresholds name {', '.join(unknown)}, but the backends of "
-            f"{' and '.join(THRESHOLD_OPS)} are {', '.join(known)}{did_you_mean(unknown[0], known)}"
+            f"{' and '.join(THRESHOLD_OPS)} are {', '.join(known)}{hint}"
         )
     *counts, last = [count for count, _ in ranges] or [0]
     numbers = [0 if count is None else count for count in counts]

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from moe_ops.checks.options import check_ints, check_text, check_writable
+from moe_ops.checks.options import check_flag, check_ints, check_text, check_writable
 from moe_ops.checks.shapes import check_choice
 from moe_ops.checks.signature import described
 from moe_ops.interop.interrupts import let_through
@@ -30,6 +30,7 @@ from moe_ops.planning.layers import (
     routed,
 )
 from moe_ops.planning.tuned import Cell, TunedLayer, layer_of_call, read, write
+from moe_ops.registry.registration import ANY_ROWS
 from moe_ops.registry.spec import REFERENCE
 from moe_ops.terminal import rewrite
 
@@ -52,6 +53,7 @@ def tune(
     tokens: Iterable[int] = TOKENS,
     routings: Iterable[str] = ROUTINGS,
     progress: TextIO | None = sys.stderr,
+    paths: bool = False,
 ) -> Path:
     """Measure every backend of `experts` for the layers of a model, and write the times to a table.
 
@@ -64,6 +66,8 @@ def tune(
     measured. Each is measured at each number of tokens, with experts chosen evenly ("uniform") and
     by a power law ("zipf"). What the table holds already is not measured again, and a time is
     written as soon as it is known: a run that was interrupted goes on where it was.
+    With `paths` each way in which a backend runs calls is measured, too, as a backend of its own
+    name, such as "triton.grouped/wgmma".
     `progress` gets a line at the end, and if it is a terminal one before it that is rewritten; None
     for silence. Returns the table's path.
 
@@ -77,11 +81,12 @@ def tune(
     _require_inputs(inputs)
     if progress is not None and not callable(getattr(progress, "write", None)):
         raise TypeError(f"progress must be a file to write to or None, got {described(progress)}")
+    check_flag("paths", paths)
     check_writable("table", table)
     path = Path(table)
     times = read(path) if path.exists() else {}
     with torch.no_grad():  # what backends keep is written to in any mode later
-        for layer, backends, make in _layers(layers, inputs):
+        for layer, backends, make in _layers(layers, inputs, paths):
             known = times.setdefault(layer, {})
             cells = [
                 Cell(tokens=count, routing=routing, backend=backend)
@@ -112,7 +117,9 @@ def tune(
 
 def measure(calls: Sequence[ExpertsCall], cell: Cell) -> float:
     """Microseconds of one backend, tokens, routing and weights changing from call to call."""
-    run = experts.backends[cell.backend].run
+    backend = experts.named(cell.backend)
+    assert backend is not None, cell.backend
+    run = backend.run
     turns: list[Run] = []
     for i in range(max(TURNS, len(calls))):
         call = calls[i % len(calls)]
@@ -168,24 +175,28 @@ def _cuda_us(turns: Sequence[Run]) -> float:
     return statistics.median(found)
 
 
-def usable_backends(call: ExpertsCall) -> dict[str, int | None]:
+def usable_backends(call: ExpertsCall, paths: bool = False) -> dict[str, int | None]:
     """The backends that can run such a call, in the order in which they are asked, with the most
     tokens that each can (None: any number); never the reference, which is compiled where it is
-    chosen.
+    chosen. With `paths` their paths follow.
     """
     by_token = {name: getattr(call, name)[:1] for name in ("x_TD", "weights_TK", "ids_TK")}
     one = replace(call, **by_token)
     device = one.x_TD.device.type
-    backends = (b for b in experts.candidates(device) if b.name != REFERENCE)
+    backends = [b for b in experts.candidates(device) if b.name != REFERENCE]
+    backends += experts.paths.values() if paths else ()
     able = (b for b in backends if b.refusal(device, 1, one) is None)
-    return {b.name: b.rows.possible and b.rows.possible(one) for b in able}
+    limits = {b.name: b.rows.possible and b.rows.possible(one) for b in able}
+    return {name: None if most == ANY_ROWS else most for name, most in limits.items()}
 
 
 Found = tuple[TunedLayer, dict[str, int | None], Callable[[], Sequence[ExpertsCall]]]
 
 
 def _layers(
-    layers: nn.Module | Shape | Sequence[Shape], inputs: Sequence[Any] | Mapping[str, Any] | None
+    layers: nn.Module | Shape | Sequence[Shape],
+    inputs: Sequence[Any] | Mapping[str, Any] | None,
+    paths: bool,
 ) -> Iterator[Found]:
     """The distinct layers, their backends, and how to get calls that differ in their weights."""
     if isinstance(layers, nn.Module):
@@ -193,7 +204,7 @@ def _layers(
         for call in calls_of(layers, inputs):
             by_layer.setdefault(_layer(call), []).append(call)
         for layer, calls in by_layer.items():
-            yield layer, usable_backends(calls[0]), lambda calls=calls: calls[:TURNS]  # type: ignore[misc]
+            yield layer, usable_backends(calls[0], paths), lambda calls=calls: calls[:TURNS]  # type: ignore[misc]
         return
     for shape in [layers] if isinstance(layers, Shape) else dict.fromkeys(layers):
         probe = fake_arguments_of(shape)
@@ -203,7 +214,7 @@ def _layers(
         def make(shape: Shape = shape, copies: int = copies) -> list[ExpertsCall]:
             return [arguments_of(shape) for _ in range(copies)]
 
-        yield _layer(probe), usable_backends(probe), make
+        yield _layer(probe), usable_backends(probe, paths), make
 
 
 def _layer(call: ExpertsCall) -> TunedLayer:

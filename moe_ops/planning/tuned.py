@@ -63,9 +63,14 @@ class Times:
     possible: Mapping[str, int | None] = field(default_factory=dict)  # rows; None: any number
 
     @staticmethod
-    def of(cells: dict[Cell, float], possible: Mapping[str, int | None]) -> Times:
+    def of(
+        cells: dict[Cell, float],
+        possible: Mapping[str, int | None],
+        paths: frozenset[str] = frozenset(),
+    ) -> Times:
         """Those of these backends, with the most tokens that each can run (None: any number), where
-        all routings were measured on all that can.
+        all routings were measured on all that can. Those of `paths`, which are ways in which
+        backends run, count where they were measured.
         """
         logs: dict[int, dict[str, list[float]]] = {}
         for cell, us in cells.items():
@@ -75,6 +80,7 @@ class Times:
         for tokens in sorted(logs):
             at = logs[tokens]
             able = {b for b, upto in possible.items() if upto is None or tokens <= upto}
+            able -= paths - at.keys()
             if at.keys() == able and len({len(values) for values in at.values()}) == 1:
                 found[tokens] = {b: math.exp(sum(v) / len(v)) for b, v in at.items()}
         return Times(by_tokens=found, possible=possible)

@@ -68,6 +68,8 @@ class Backend:
     calls, whether it runs; None if anything else may. `alike` is then given a call that it ran, and
     gives a function of the op's arguments that runs those like it, or None, where `run` does.
     `aligned` says that where any tensor begins in its memory decides, too, not only one of bytes.
+    One that runs calls by several paths, which `Registration.path` registers, says in words by
+    which of them a call would run, and why not by those asked before it: `told`.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Backend:
     asks: tuple[ContextVar[Any], ...] | None = field(default=None, compare=False)
     alike: Binds | None = field(default=None, compare=False)
     aligned: bool = field(default=False, compare=False)
+    told: Callable[[Any], str] | None = field(default=None, compare=False)
     # What of a record it does not read, by name; and whether there is any, which is quicker.
     unread: Callable[[Any], dict[str, Any]] = field(default=lambda call: {}, compare=False)
     ignores: Callable[[Any], bool] | None = field(default=None, compare=False)

@@ -3,6 +3,7 @@ are asked."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
@@ -16,6 +17,8 @@ from moe_ops.registry.record import Annotations, Arguments
 
 NAMESPACE = "moe_ops"
 REFERENCE = "reference"
+ANY_ROWS = sys.maxsize
+PATH = "/"  # from the name of a backend to that of one of its paths
 
 
 class Registration:
@@ -35,6 +38,8 @@ class Registration:
         self.signature = Signature(f"{NAMESPACE}.{self.name}", self.arguments.signature)
         self.memo = Memo(self.signature, remembers)
         self.backends: dict[str, Backend] = {REFERENCE: Backend(name=REFERENCE, run=body)}
+        # Ways in which backends run calls, by names that alone ask for them.
+        self.paths: dict[str, Backend] = {}
         # Candidates by device type in the order in which they are asked; the reference is the last.
         self._order: dict[str, tuple[Backend, ...]] = {}
         self.layouts: dict[str, Layout] = {}  # of the weights, as backends read them
@@ -116,6 +121,43 @@ class Registration:
         """Say that a backend's `supports` and `rows` look at nothing but what a memo compares and
         these context variables; `Backend` says what `alike` and `aligned` are."""
         self._put(replace(self.backends[name], asks=asks, alike=alike, aligned=aligned))
+
+    def path(
+        self,
+        backend: str,
+        name: str,
+        run: Callable[[Any], Any],
+        *,
+        refusal: Callable[[Any], str | None],
+        most: Callable[[Any], int | None],
+    ) -> None:
+        """Register one of the ways in which a backend runs calls. Its name runs those that the
+        backend supports, of which `refusal` gives None, of at most so many rows (None: any number).
+
+        Raises ValueError if the name is taken.
+        """
+        if self.named(name) is not None:
+            raise ValueError(f"{NAMESPACE}.{self.name} has a backend or a path {name!r} already")
+        of = self.backends[backend]
+
+        def supports(call: Any) -> str | None:
+            reason = None if of.supports is None else of.supports(call)
+            return refusal(call) if reason is None else reason
+
+        def possible(call: Any) -> int:
+            limits = (most(call), None if of.rows.possible is None else of.rows.possible(call))
+            return min((n for n in limits if n is not None), default=ANY_ROWS)
+
+        rows = Rows(possible=possible)
+        self.paths[name] = replace(of, name=name, run=run, supports=supports, rows=rows, told=None)
+
+    def tells(self, name: str, told: Callable[[Any], str]) -> None:
+        """Say in words by which path a backend runs a call; `Backend` says what is told."""
+        self._put(replace(self.backends[name], told=told))
+
+    def named(self, name: str) -> Backend | None:
+        """A backend, or a path of one, by its name."""
+        return self.backends.get(name) or self.paths.get(name)
 
     def _put(self, backend: Backend) -> None:
         self.backends[backend.name] = backend

@@ -20,7 +20,7 @@ from moe_ops.checks.signature import did_you_mean
 from moe_ops.registry.backend import Backend
 from moe_ops.registry.gradients import forward_mode, grad_wanted, refuse_tangents
 from moe_ops.registry.ranges import parse_plan
-from moe_ops.registry.registration import NAMESPACE, REFERENCE, Registration
+from moe_ops.registry.registration import NAMESPACE, PATH, REFERENCE, Registration
 from moe_ops.registry.watched import (
     compiling,
     dispatch_modes,
@@ -183,13 +183,14 @@ class Op(Registration):
     def _runs(self, plan: str) -> Runs:
         """The functions of a plan; kept, as a graph asks for the same one at every call."""
         ranges = parse_plan(plan)
-        unknown = [name for _, name in ranges if name not in self.backends]
+        found = [(upto, name, self.named(name)) for upto, name in ranges]
+        unknown = [name for _, name, backend in found if backend is None]
         if unknown:
             raise ValueError(
                 f"plan {plan!r} names {', '.join(unknown)}, but the backends of "
                 f"{NAMESPACE}.{self.name} are {', '.join(self.backends)}"
             )
-        runs = tuple((upto, self.backends[name].run) for upto, name in ranges)
+        runs = tuple((upto, backend.run) for upto, _, backend in found if backend is not None)
         self._plans[plan] = runs
         return runs
 
@@ -262,15 +263,18 @@ class Op(Registration):
         return {name: b.refusal(device, rows, call) for name, b in self.backends.items()}
 
     def _pick_forced(self, name: str, device: str, call: Any) -> Backend:
-        backend, rows = self.backends.get(name), self._rows(call)
-        if backend is not None and backend.refusal(device, rows, call) is None:
+        backend, rows = self.named(name), self._rows(call)
+        reason = None if backend is None else backend.refusal(device, rows, call)
+        if backend is not None and reason is None:
             return backend
         lines = [f"backend {name!r} is forced, but {NAMESPACE}.{self.name} cannot run on it:"]
         if backend is None:
             said = f"not a backend of this op; using({name!r}, <ops>) forces it on some ops"
-            lines.append(f"  {name}: {said}{did_you_mean(name, self.backends)}")
-        for other, reason in self.refusals_of(call).items():
-            lines.append(f"  {other}: {reason or 'can run'}")
+            hint = did_you_mean(name, self.paths if PATH in name else self.backends)
+            lines.append(f"  {name}: {said}{hint}")
+        refusals = {name: reason} if name in self.paths else {}
+        for other, why in (refusals | self.refusals_of(call)).items():
+            lines.append(f"  {other}: {why or 'can run'}")
         raise NotImplementedError("\n".join(lines))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from moe_ops.checks.signature import did_you_mean
+from moe_ops.registry.registration import PATH
 from moe_ops.registry.spec import DECODE_OPS, FORCED, OPS, Op
 
 
@@ -14,6 +15,9 @@ def using(backend: str, *ops: Op | str) -> Iterator[None]:
     """Force a backend inside the block, on the named ops or on every op; read each time an op runs.
 
     Ops in a graph that `moe_ops.compile` made keep the backends of its plan; force those there.
+
+    A backend that runs calls by several paths takes one of them by its name, too, such as
+    "triton.grouped/wgmma"; `python -m moe_ops backends` lists them.
 
     A forced backend never falls back: a call that it cannot run raises NotImplementedError with
     every refusal. The inner of two nested blocks wins. Raises ValueError for a name that no op (or
@@ -27,9 +31,10 @@ def using(backend: str, *ops: Op | str) -> Iterator[None]:
         names = [str(name) for name in unknown]
         raise ValueError(f"no op named {', '.join(names)}; the ops are {', '.join(every)}{hint}")
     known = sorted({b for n in (names or every) for b in every[n].backends})
-    if backend not in known:
+    paths = sorted({b for n in (names or every) for b in every[n].paths})
+    if backend not in known and backend not in paths:
         where = ", ".join(names) if names else "any op"
-        hint = did_you_mean(backend, known)
+        hint = did_you_mean(backend, paths if PATH in str(backend) else known)
         raise ValueError(f"no backend {backend!r} of {where}; there are {', '.join(known)}{hint}")
     forced = {**(FORCED.get() or {}), **dict.fromkeys(names, backend)} if names else {"*": backend}
     token = FORCED.set(forced)

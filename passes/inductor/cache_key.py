@@ -115,7 +115,7 @@ def registry_key() -> str | None:
     parts: list[object] = []
     for name, op in sorted(OPS.items()):
         reference = function_key(op.body)
-        backends = {b.name: _backend_key(b) for b in op.backends.values()}
+        backends = {b.name: _backend_key(b) for b in (*op.backends.values(), *op.paths.values())}
         unknown = [b for b, key in backends.items() if key is None]
         if reference is None or unknown:
             which = f"backend {unknown[0]!r} of {name}" if unknown else f"reference of {name}"
