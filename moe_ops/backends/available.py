@@ -8,7 +8,7 @@ from textwrap import wrap
 
 import torch
 
-from moe_ops.backends import triton_device
+from moe_ops.backends import triton_device, triton_paths
 from moe_ops.installed import version
 from moe_ops.registry.backend import Backend, Needs
 from moe_ops.registry.spec import DECODE_OPS, OPS, REFERENCE
@@ -20,7 +20,8 @@ OF_TRITON = ("triton", "push")  # whose kernels are Triton's
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Available:
     """A backend by its name: the ops that have it, the package of its kernels and the version that
-    is installed (empty: none is), what it needs, and why this machine cannot run it, or None."""
+    is installed (empty: none is), what it needs, and why this machine cannot run it, or None; the
+    paths by which it runs calls, each with the reason why this machine cannot run it, or None."""
 
     name: str
     ops: tuple[str, ...]
@@ -28,6 +29,7 @@ class Available:
     version: str
     needs: str
     missing: str | None
+    paths: tuple[tuple[str, str | None], ...] = ()
 
 
 def available() -> tuple[Available, ...]:
@@ -51,6 +53,11 @@ def _available(name: str, by_op: dict[str, Backend]) -> Available:
         version=(version(needs.package) if needs.package else None) or "",
         needs=needs.said,
         missing=needs.missing(torch.device(on)),
+        paths=tuple(
+            (path.name, _on_gpu(path.missing)(torch.device(on)))
+            for path in triton_paths.PATHS
+            if path.backend == name
+        ),
     )
 
 
@@ -102,7 +109,9 @@ def _lines(b: Available) -> str:
         ("installed", f"{b.package} {b.version}" if b.version else f"no {b.package}"),
         ("runs here", "yes" if b.missing is None else f"no: {b.missing}"),
     )
-    return "\n".join([b.name, *(_fact(*fact) for fact in facts)])
+    paths = (f"{name}: {missing or 'can run'}" for name, missing in b.paths)
+    by = (_fact("paths" if i == 0 else "", said) for i, said in enumerate(paths))
+    return "\n".join([b.name, *(_fact(*fact) for fact in facts), *by])
 
 
 def _fact(name: str, said: str) -> str:

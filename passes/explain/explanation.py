@@ -39,13 +39,15 @@ ADVICE = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """What one op of a region runs on: a backend for each range of its rows, who refused, who
-    emulates inputs, what backends of other devices lack here, and how tokens are sent."""
+    emulates inputs, what backends of other devices lack here, by which path a backend runs, and how
+    tokens are sent."""
 
     op: str
     ranges: tuple[Range, ...]
     refusals: dict[str, str]
     emulated: tuple[str, ...] = ()
     elsewhere: dict[str, str] = field(default_factory=dict)
+    paths: dict[str, str] = field(default_factory=dict)
     sends: str = ""
     opaque: bool = False  # its definition runs as it is, an op at a time
 
@@ -201,6 +203,7 @@ def _region(number: int, region: Region) -> str:
     lifted = region.lifted_from or ("the model calls the op itself",)
     found += [_named("lifted from" if i == 0 else "", text) for i, text in enumerate(lifted)]
     found += [_named("runs on" if i == 0 else "", text) for i, text in enumerate(runs(region))]
+    found += [_named("path" if i == 0 else "", text) for i, text in enumerate(paths(region))]
     found += [_named("refused" if i == 0 else "", text) for i, text in enumerate(refused(region))]
     away = elsewhere(region)
     found += [_named("elsewhere" if i == 0 else "", text) for i, text in enumerate(away)]
@@ -242,6 +245,11 @@ def _upto(r: Range, of: int) -> str:
     if of == 1:
         return ""
     return " beyond" if r.upto is None else f" up to {r.upto} rows"
+
+
+def paths(region: Region) -> list[str]:
+    """A line for each backend that runs an op by one of several paths."""
+    return _reasons((run.op, run.paths) for run in region.runs)
 
 
 def refused(region: Region) -> list[str]:

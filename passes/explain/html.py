@@ -14,6 +14,7 @@ from moe_ops.passes.explain.explanation import (
     count,
     elsewhere,
     names,
+    paths,
     ranges,
     refused,
     runs,
@@ -122,6 +123,7 @@ def _regions(found: Explanation) -> str:
         facts: list[tuple[str, Sequence[str]]] = [("sizes", [sizes(region)])]
         facts += [("rows", [span(*region.rows)])]
         facts += [("lifted from", lifted), ("runs on", runs(region)), ("refused", refused(region))]
+        facts += [("path", paths(region))]
         facts += [("elsewhere", away)] if (away := elsewhere(region)) else []
         parts.append(_facts(facts))
         head = ("tokens", "backend", "bytes", "flops", "floor", "bound by")

@@ -62,6 +62,7 @@ def layers(
                 refusals=part.refusals,
                 emulated=part.emulated,
                 elsewhere=part.elsewhere,
+                paths=part.paths,
                 sends=part.sends,
                 opaque=part.node in opaque,
             )

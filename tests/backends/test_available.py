@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_ops.__main__ import main
-from moe_ops.backends import available
+from moe_ops.backends import available, triton_device
 from moe_ops.backends.flashinfer import package
 from moe_ops.registry.spec import DECODE_OPS, OPS, REFERENCE
 
@@ -44,6 +44,29 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch) -> Non
     assert "of         every op\n" in blocks["reference"]
     package.capability.cache_clear()
     package._refusal.cache_clear()
+
+
+PATHS = {
+    "tiny": (8, 0), "tiny/stream": (9, 0), "rows": (8, 0), "rows/stream": (9, 0),
+    "grouped/wgmma": (9, 0), "grouped/row_scales": (9, 0), "grouped/blocks": (9, 0),
+    "grouped/registers": (9, 0), "grouped/plain": (8, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", [(9, 0), (8, 0), None], ids=str)
+def test_all_paths_are_named_with_a_reason(monkeypatch, capsys, gpu) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpu)
+    monkeypatch.setattr(package, "capability", lambda device: gpu)
+    monkeypatch.setattr(package, "_refusal", package._refusal.__wrapped__)
+    monkeypatch.setattr(triton_device, "unavailable", lambda: None)
+    assert main(["backends"]) == 0
+    lines = {line.removeprefix("   paths").strip() for line in capsys.readouterr().out.splitlines()}
+    for name, least in PATHS.items():
+        lacks = None if gpu is None or gpu >= least else "needs compute capability 9.0, got 8.0"
+        said = "there is no GPU" if gpu is None else lacks or "can run"
+        assert f"{name}: {said}" in lines
 
 
 def installed(name: str) -> str:

@@ -17,10 +17,12 @@ from moe_ops.passes.explain.explanation import (
     Run,
     microseconds,
     names,
+    paths,
     runs,
     si,
     span,
 )
+from moe_ops.passes.explain.html import page
 from moe_ops.passes.explain.regions import grouped, left_alone
 from moe_ops.passes.explain.trace import Break
 from moe_ops.passes.rewriting.context import Note
@@ -150,6 +152,17 @@ def test_who_emulates_inputs_is_named() -> None:
     assert found[0] == "experts: cpu up to 40 rows, aten beyond; inputs emulated in 16 bits"
     assert found != runs(REGION)
     assert runs(replace(REGION, runs=(route, replace(own, emulated=("other",))))) == runs(REGION)
+
+
+def test_the_path_of_a_backend_is_told() -> None:
+    route, own = REGION.runs
+    told = {"triton.grouped": "grouped/plain; grouped/wgmma needs contiguous weights"}
+    region = replace(REGION, runs=(route, replace(own, paths=told)))
+    said = "experts on triton.grouped: grouped/plain; grouped/wgmma needs contiguous weights"
+    assert paths(region) == [said] and paths(REGION) == []
+    text = str(replace(EXPLANATION, regions=(region,)))
+    assert f"   path         {said}\n" in text
+    assert f"<dt>path</dt><dd>{said}</dd>" in page(replace(EXPLANATION, regions=(region,)))
 
 
 def test_layers_in_short() -> None:
