@@ -51,7 +51,8 @@ def require_transformers(what: str) -> None:
 
 
 def is_transformers_model(model: object) -> bool:
-    """Without importing transformers: it has been, if there is such a model."""
+    """Whether a model is one of transformers. This does not import transformers: if there is such a
+    model, it has been imported."""
     utils = sys.modules.get("transformers.modeling_utils")
     return utils is not None and isinstance(model, utils.PreTrainedModel)
 

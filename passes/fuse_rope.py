@@ -125,7 +125,8 @@ def _fuse(graph: fx.Graph, attention: fx.Node, parameters: set[fx.Node]) -> str:
 
 
 def is_input(node: Any) -> bool:
-    """Whether it is an input of the graph, or a view of one: written before the graph begins."""
+    """Whether a node is an input of the graph, or a view of one, and so was written before the
+    graph begins."""
     while is_call(node, *VIEWS):
         node = operand(node, 0)
     return isinstance(node, fx.Node) and node.op == "placeholder"

@@ -75,20 +75,21 @@ def merge_linears(graph: fx.Graph, context: Context) -> int:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether it is a product of matrices, or the sum that Inductor makes of one with one row."""
+    """Whether a node is a product of matrices, or the sum that Inductor makes of one with one
+    row."""
     return is_call(node, aten.mm.default, aten.addmm.default) or (
         is_call(node, aten.sum.dim_IntList) and is_from_mm(node)
     )
 
 
 def is_from_mm(node: fx.Node) -> bool:
-    """Whether it is a part of what a product was decomposed into."""
+    """Whether a node is a part of what a product was decomposed into."""
     # By name: metadata is copied, and a copy of an op is another one.
     return str(node.meta.get("original_aten")) == "aten.mm.default"
 
 
 def is_ours(node: fx.Node) -> bool:
-    """Whether it is for our kernels to be fast at, whatever it computes."""
+    """Whether a node is small enough for our kernels to be fast at, whatever it computes."""
     out = tensor(node)
     return (
         out.dim() == 2

@@ -62,7 +62,8 @@ def _available(name: str, by_op: dict[str, Backend]) -> Available:
 
 
 def _needs(name: str, backend: Backend) -> Needs:
-    """Of the backends that leave it to the call, as it depends on dtypes and formats too."""
+    """What a backend needs that declares no needs itself, because they depend on dtypes and formats
+    too."""
     if name.partition(".")[0] in OF_TRITON:
         least = ".".join(map(str, triton_device.LEAST_CAPABILITY))
         return Needs(
@@ -97,7 +98,7 @@ def _compiler(device: torch.device) -> str | None:
 
 
 def text() -> str:
-    """The same in lines of at most 100 columns."""
+    """All available backends as text, in lines of at most 100 columns."""
     return "\n".join(_lines(b) for b in available())
 
 

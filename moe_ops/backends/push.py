@@ -79,7 +79,7 @@ def _uncaptured(call: ExpertsOverRanksCall) -> str | None:
 
 
 def _bytes(call: ExpertsOverRanksCall) -> int:
-    """Of a buffer that holds the tokens of all ranks, or their results."""
+    """The bytes of a buffer that holds the tokens of all ranks, or their results."""
     sent = traffic(call)
     return sent.ranks * call.ranks.rows * max(sent.there, sent.back + -sent.back % ALIGNMENT)
 

@@ -40,7 +40,7 @@ def supports_gemm(call: ExpertGemmCall) -> str | None:
 
 
 def _gemm_dtype(call: ExpertGemmCall) -> torch.dtype:
-    """Of the result, and of what is multiplied."""
+    """The dtype of the result, in which the operands are multiplied too."""
     return DTYPES[call.out_dtype] if call.out_dtype else call.x_RD.dtype
 
 

@@ -43,12 +43,13 @@ def most_rows_tokens(call: ExpertsCall) -> int | None:
 
 
 def _is_large(call: ExpertsCall) -> bool:
-    """Whether an expert is."""
+    """Whether an expert is large: its second weight has at least LARGE values."""
     return math.prod(call.widths) >= LARGE
 
 
 def _most_rows_of_codes(call: ExpertsCall) -> int | None:
-    """Rows an expert; None if there is no other kernel, or no memory for what it decodes."""
+    """The most rows an expert for which codes run here; None if there is no other kernel, or no
+    memory for what that one decodes."""
     if call.x_format and refuse_many(call) is not None:
         return None
     if call.x_format and inputs_of(call) is None:

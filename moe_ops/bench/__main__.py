@@ -157,7 +157,7 @@ def measure_ep(args: argparse.Namespace) -> Figures:
 
 
 def _cells(args: argparse.Namespace) -> list[ep.Cell]:
-    """Of `ep`: those of the same weights one after the other."""
+    """The cells that `ep` measures. Cells of the same weights stand next to each other."""
     return [
         ep.Cell(case=LAYERS[name], T=T, part=args.part, routing=routing, x_format=args.x_format)
         for name in args.layer
@@ -204,7 +204,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_options(name: str, of: argparse.ArgumentParser) -> None:
-    """Those of one command."""
+    """Add the options of one command to its parser."""
     if name in ("both", "layer"):
         options.add_layer(of)
     if name == "op":
@@ -267,7 +267,7 @@ def scheme_names(text: str) -> list[str]:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The arguments; options alone are those of "both"."""
+    """The arguments of a command line. Options without a command are options of "both"."""
     alone = not words or (words[0].startswith("-") and words[0] not in ("-h", "--help"))
     reader = parser()
     args = reader.parse_args(["both", *words] if alone else words)
@@ -291,7 +291,7 @@ def command() -> str:
 
 
 def versions() -> Figures:
-    """Of what overhead alone does not need."""
+    """The version of transformers, which `overhead` alone does not need."""
     import transformers
 
     return {"transformers": transformers.__version__}

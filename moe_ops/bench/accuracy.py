@@ -133,7 +133,7 @@ class Base:
     want_TD: Tensor
 
     def to(self, device: str) -> Base:
-        """The same on a device; what is wanted is what it was."""
+        """A copy of the base on a device. The wanted results are moved there, not computed anew."""
         names = ("prompts", "log_probs", "x_TD", "ids_TK", "weights_TK", "want_TD")
         moved = {name: getattr(self, name).to(device) for name in names}
         return replace(self, model=copy.deepcopy(self.model).to(device), **moved)
@@ -361,7 +361,8 @@ def check_model(got: Run, want: Run, limits: Limits, what: str) -> None:
 
 
 def measure(base: Base, schemes: Sequence[str] = ()) -> list[Accuracy]:
-    """Both figures of every pair of formats of the schemes (all, if none is named)."""
+    """The error of a layer and the KL divergence of a model, for every pair of formats of the
+    schemes (all schemes, if none is named)."""
     found = []
     for names in pairs(schemes):
         sys.stderr.write(" ".join(name or "16-bit" for name in names) + "\n")

@@ -71,7 +71,7 @@ class Cell:
 
     @property
     def timed_us(self) -> float:
-        """Raises ValueError for a cell that was not timed."""
+        """The measured microseconds. Raises ValueError for a cell that was not timed."""
         if self.us is None:
             raise ValueError(
                 f"{self.contender} was not timed at {self.tokens} tokens: "
@@ -94,12 +94,13 @@ class Cell:
 
     @property
     def share(self) -> float:
-        """Of the floor's time in the measured one."""
+        """The floor's time as a share of the measured time."""
         return self.floor_us / self.timed_us
 
     @property
     def given_share(self) -> float | None:
-        """The same by the rates that were given; None without them, or without a time."""
+        """The floor's time by the rates that the user gave, as a share of the measured time; None
+        without such rates, or without a time."""
         return self.given_floor_us / self.us if self.given_floor_us and self.us else None
 
 

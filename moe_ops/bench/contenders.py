@@ -137,7 +137,7 @@ def ops_with(backend: str, device: str) -> list[Op]:
 
 @contextlib.contextmanager
 def forced(backend: str, having: list[Op]) -> Iterator[None]:
-    """This backend on these ops, and the definition of all others."""
+    """Run these ops on this backend, and all other ops by their definitions."""
     others = [op for op in OPS.values() if op not in having]
     with contextlib.ExitStack() as stack:
         if others:
@@ -182,7 +182,8 @@ def stock(case: Case, implementation: str) -> Contender:
 
 
 def contender(case: Case, device: str, name: str) -> Contender:
-    """By name: transformers' experts, FlashInfer's function, or our op on a backend."""
+    """The contender of a name: transformers' experts, FlashInfer's function, or our op on a
+    backend."""
     if name == DIRECT:
         return direct(case)
     return stock(case, name) if name in STOCK else ours(case, device, name, name)
@@ -218,7 +219,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def label(ran: dict[str, str]) -> str:
-    """In a few words: the backend of `moe`, else those of the ops that it is composed of."""
+    """A few words for what ran: the backend of `moe`, else the backends of the ops that it is
+    composed of."""
     if ran.get(moe.name, REFERENCE) != REFERENCE:
         return ran[moe.name]
     named = [f"{op}:{backend}" for op, backend in ran.items() if backend != REFERENCE]

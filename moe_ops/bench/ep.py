@@ -113,7 +113,7 @@ class Cell:
 
     @property
     def what(self) -> str:
-        """Without the number of tokens."""
+        """The name of a cell without its number of tokens."""
         part = "" if self.part == LAYER else self.part
         routing = "" if self.routing == UNIFORM else self.routing
         return " ".join(filter(None, (self.case.name, part, routing, self.x_format)))
@@ -202,7 +202,7 @@ def measure(
 
 
 def modes_of(cell: Cell, device: torch.device) -> list[str]:
-    """All modes of a part that run together on a device."""
+    """All modes of a cell's part that a device can run together."""
     left_out = {
         *APART,
         *(() if device.type == "cuda" else (PUSH,)),
@@ -261,7 +261,7 @@ def _tried(make: Callable[[], Made], what: str, device: torch.device) -> Made | 
 
 
 def table(found: Sequence[Spent]) -> str:
-    """One line for each; rates are those of the bytes that a rank gives."""
+    """A table with one line for each measurement. Rates count the bytes that a rank gives."""
     rows = [("what", "mode", "size", "us", "quartiles", "GB/s", "captured")]
     for s in found:
         rate = "-" if s.how else f"{s.size / s.us / 1e3:.1f}"
@@ -335,7 +335,7 @@ def layer_arguments(cell: Cell, mode: str, held: dict[str, Any]) -> ExpertsOverR
 
 
 def layer_call(cell: Cell, mode: str, held: dict[str, Any]) -> Callable[[], Tensor]:
-    """A call of a mode."""
+    """A function that runs the layer of a cell in one mode."""
     if mode != UNPACKED:
         args = experts_over_ranks.arguments.flat(layer_arguments(cell, mode, held))
         return lambda: experts_over_ranks(*args)

@@ -15,10 +15,9 @@ STATIC = "static"
 
 
 def parse(text: str) -> QuantConfig:
-    """Of "WEIGHTS" or "WEIGHTS+INPUTS", two format strings, or "WEIGHTS+INPUTS+static" for inputs
-    whose scales are known before. Raises ValueError for anything else, for formats that do not go
-    together, and for inputs of other than 8 bits.
-    """
+    """The formats in the text "WEIGHTS" or "WEIGHTS+INPUTS", two format strings, or
+    "WEIGHTS+INPUTS+static" for inputs whose scales are known before. Raises ValueError for anything
+    else, for formats that do not go together, and for inputs of other than 8 bits."""
     weights, plus, rest = text.partition("+")
     inputs, static, word = rest.partition("+")
     if static and word != STATIC:
@@ -51,7 +50,7 @@ def spelled(quant: QuantConfig | None) -> str:
 
 
 def in_words(format: str) -> str:
-    """What a heading says of such a text."""
+    """The words by which a heading names a layer's format."""
     weights, plus, inputs = format.partition("+")
     return f"weights in {weights}" + (f", inputs in {inputs.replace('+', ', ')}" if plus else "")
 
@@ -86,7 +85,8 @@ def _remedy(case: Case) -> str:
 
 
 def expert_bytes(case: Case, itemsize: int, quant: QuantConfig | None = None) -> int:
-    """Of the weights of an expert: values of this size, or codes with their scales and zeros."""
+    """The bytes of one expert's weights: values of `itemsize` bytes, or codes with their scales and
+    zeros."""
     total = 0
     for _, rows, columns in matrices(case):
         if quant is None:

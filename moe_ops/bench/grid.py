@@ -196,7 +196,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions(transformers: bool) -> dict[str, str]:
-    """Of the packages that have a part in the times."""
+    """The versions of the packages that have a part in the times."""
     found = {"torch": str(torch.__version__)}
     names = ("triton", "flashinfer-python", *(("transformers",) if transformers else ()))
     for name in names:

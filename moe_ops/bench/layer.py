@@ -58,7 +58,7 @@ class Compiled:
 def implementations(
     case: Case, dtype: torch.dtype, names: list[str], ours: str
 ) -> dict[str, Compiled]:
-    """The same weights as compiled functions of each implementation, "moe_ops" last.
+    """Each implementation by its name, "moe_ops" last: compiled functions on the same weights.
 
     ours: "lifted", transformers' code under our passes, or "ops", code that calls the ops.
     """

@@ -91,7 +91,7 @@ def numbers(text: str) -> list[int]:
 
 
 def add_layer(options: argparse.ArgumentParser) -> None:
-    """Of both ways to measure a layer."""
+    """Add the options of `bench layer`, for both ways to measure a layer."""
     add_sizes(options)
     options.add_argument(
         "--tokens", type=numbers, help=f"comma-separated; {HOST_TOKENS}, or {TOKENS} for moe"
@@ -131,7 +131,7 @@ def add_layer(options: argparse.ArgumentParser) -> None:
 
 
 def add_stages(options: argparse.ArgumentParser) -> None:
-    """Of `bench op`."""
+    """Add the options of `bench op`."""
     add_sizes(options)
     options.add_argument("--tokens", type=numbers, default=TOKENS, help="comma-separated")
     options.add_argument(
@@ -141,7 +141,7 @@ def add_stages(options: argparse.ArgumentParser) -> None:
 
 
 def add_tiles(options: argparse.ArgumentParser) -> None:
-    """Of `bench tiles`."""
+    """Add the options of `bench tiles`."""
     add_sizes(options)
     options.add_argument("--tokens", type=numbers, default=[1], help="comma-separated")
     options.add_argument("--format", type=layer_format, help="as for layer")

@@ -91,7 +91,8 @@ def _names(results: Results) -> list[str]:
 
 
 def _times_of(results: Results, layer: str, name: str) -> Curve:
-    """As measured in this run, else as in the file of peers."""
+    """The times of one contender over tokens: from this run if it was measured there, else from the
+    file of peers."""
     mine = [c for c in results.cells if c.layer == layer and c.routing == UNIFORM]
     if name in (OURS, *results.others()):
         timed = [(c.tokens, c.us) for c in mine if c.contender == name and c.us is not None]

@@ -32,7 +32,7 @@ class Work:
 
     @staticmethod
     def mean(works: Sequence[Work]) -> Work:
-        """Of works that are all in 8 bits or all not."""
+        """The mean of works, which are all in 8 bits or all not."""
         n = len(works)
         return Work(
             bytes=sum(w.bytes for w in works) / n,
@@ -53,9 +53,8 @@ class Rates:
 
     @staticmethod
     def parse(text: str) -> Rates:
-        """Of "COPY,MATMUL" or "COPY,MATMUL,MATMUL8". Raises ValueError for anything else, zero
-        included.
-        """
+        """The rates in the text "COPY,MATMUL" or "COPY,MATMUL,MATMUL8". Raises ValueError for
+        anything else, zero included."""
         try:
             found = [float(word) for word in text.split(",")]
         except ValueError:
@@ -153,7 +152,8 @@ def _product_us(device: torch.device, dtype: torch.dtype, n: int) -> float:
 
 
 def _product8_us(device: torch.device, n: int) -> float:
-    """Of float8, one scale for each side; summed as fast as the device can, as a floor is."""
+    """Microseconds of a float8 product with one scale for each side. It sums as fast as the device
+    can, because a floor is computed from it."""
     a, b = (
         torch.empty(n, n, dtype=torch.bfloat16, device=device).normal_().to(torch.float8_e4m3fn)
         for _ in range(2)

@@ -40,7 +40,7 @@ def _conditions(results: Results) -> str:
 
 
 def _cells(results: Results) -> str:
-    """Tokens by layer: microseconds (% of floor, times as fast as the best peer)."""
+    """A table of tokens by layer: microseconds (% of floor, times as fast as the best peer)."""
     layers = list(results.layers)
     tokens = sorted({c.tokens for c in results.cells})
     rows = []
@@ -105,7 +105,7 @@ def _skews(results: Results) -> str:
 
 
 def _first_calls(results: Results) -> str:
-    """By layer: the longest first call of ours, and all of them."""
+    """A table by layer: the longest first call of ours, and the sum of all."""
     rows = []
     for layer in results.layers:
         cells = [c for c in results.ours() if c.layer == layer and c.first_s is not None]

@@ -111,7 +111,7 @@ class Results:
         return work * peer[1] / cell.us
 
     def bands(self) -> list[Band]:
-        """For each routing; bands without a cell are left out."""
+        """The bands of tokens of each routing, without bands that have no cell."""
         found = []
         for routing in dict.fromkeys(c.routing for c in self.cells):
             for low, high in BANDS:
@@ -132,7 +132,8 @@ class Results:
         )
 
     def skews(self) -> list[Skew]:
-        """Of every cell of ours that is not uniform, where the uniform one was timed too."""
+        """How uneven routing compares with uniform routing, for each cell of ours that was timed
+        with both."""
         found = []
         for cell in self.ours():
             uniform = self.find(cell.layer, cell.tokens, "uniform")
@@ -149,9 +150,8 @@ class Results:
         return found
 
     def controls(self) -> dict[str, list[float]]:
-        """Of what ran beside ours and is in the file of peers too: the times of this run over those
-        of the file. Far from 1, the file is not one to compare this run with.
-        """
+        """For each contender beside ours that is in the file of peers too, the times of this run
+        over those of the file. Far from 1, the file is not one to compare this run with."""
         found: dict[str, list[float]] = {}
         for c in self.cells:
             earlier = self.peers.get(c.layer, {}).get(c.tokens, {}).get(c.contender)
@@ -178,7 +178,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def dump(results: Results) -> dict[str, Any]:
-    """As JSON, with what follows from the cells written out for readers without this code."""
+    """Results as JSON. What follows from the cells is written out for readers without this code."""
     return {
         "schema": SCHEMA,
         **asdict(results),
@@ -228,7 +228,7 @@ def read_peers(path: Path) -> tuple[Peers, Floors]:
 
 
 def by_number(of_layers: dict[str, dict[str, Value]]) -> dict[str, dict[int, Value]]:
-    """With the tokens as numbers, which keys in JSON are not."""
+    """The values of each layer by numbers of tokens. In JSON these keys are texts."""
     return {
         layer: {int(tokens): value for tokens, value in by_tokens.items()}
         for layer, by_tokens in of_layers.items()

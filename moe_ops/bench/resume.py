@@ -41,7 +41,8 @@ def before(path: Path, same: Mapping[str, Any], layers: Iterable[Case]) -> Resul
 
 
 def _agree(held: Any, now: Any) -> bool:
-    """Of versions, those of packages that both runs used decide."""
+    """Whether two runs agree on a field. Of versions only those of packages that both runs used
+    must be equal."""
     if isinstance(held, dict):
         return all(held[package] == now[package] for package in held.keys() & now.keys())
     return bool(held == now)
@@ -79,7 +80,8 @@ def joined(earlier: Results, now: Results, missing: Set[Key]) -> Results:
 
 
 def joined_commands(earlier: str, now: str) -> str:
-    """One a line. The same command again, after it was stopped, is no other."""
+    """The commands of two runs, one a line. A command that was stopped and given again stands there
+    once."""
     return "\n".join(dict.fromkeys([*earlier.splitlines(), now]))
 
 

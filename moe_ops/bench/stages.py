@@ -32,7 +32,7 @@ INPUTS = ("float8_e4m3fn:tensor", "float8_e4m3fn:row", "float8_e4m3fn:1x128", "i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where in the grid of a measurement."""
+    """The place of a measurement in the grid."""
 
     layer: str
     tokens: int

@@ -60,7 +60,7 @@ class StepLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Place:
-    """Where in its sequence the token is."""
+    """The place of a token in its sequence."""
 
     cos: Tensor
     sin: Tensor
@@ -80,7 +80,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Microseconds of a layer in a step of so many, and its launches on a GPU."""
+    """What a layer takes in a step of `layers` such layers: microseconds, and on a GPU its
+    launches."""
 
     layer: str
     layers: int
@@ -113,7 +114,7 @@ def make_layer(case: Case, attention: Attention, slots: int, g: torch.Generator)
 
 
 def make_place(attention: Attention, slots: int, device: torch.device) -> Place:
-    """Over half of the slots are in use."""
+    """A place with a little over half of the slots in use."""
     at = slots // 2 + slots // 16
     angles = torch.arange(attention.size // 2, device=device).repeat(2)[None] / attention.size
     return Place(
@@ -184,7 +185,7 @@ def _step(
 
 
 def _launches(replay: Run, layers: int) -> list[Launch]:
-    """Those of the layer in the middle, as the profiler sees them."""
+    """The launches of the layer in the middle of a step, as the profiler sees them."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:

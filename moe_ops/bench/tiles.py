@@ -137,7 +137,8 @@ def _start(kernel: str, inputs: tuple[Weights, Routed]) -> Any:
 
 
 def table(case: Case, tokens: int, grid: Grid, found: list[Tried]) -> str:
-    """The fastest first; what was wrong last, with its reason."""
+    """A table of the tiles that were tried: the fastest first, and last what was wrong, with its
+    reason."""
     lines = [f"{case.name}, {tokens} tokens {spelled(grid.quant)}".rstrip()]
     for tried in found:
         said = f"{tried.us:9.2f} us" if tried.us is not None else f"{'-':>9}   "

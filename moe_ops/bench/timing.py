@@ -67,7 +67,7 @@ def _counted_us(run: Run, count: int, device: torch.device) -> list[float]:
 
 
 def _of(spans: list[float], calls: int) -> Timing:
-    """Replays of so many calls each."""
+    """The timing of one call, from the times of replays of `calls` calls each."""
     low, middle, high = statistics.quantiles(spans, n=4, method="inclusive")
     return Timing(us=middle / calls, low_us=low / calls, high_us=high / calls, replays=len(spans))
 

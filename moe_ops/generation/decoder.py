@@ -116,7 +116,7 @@ class Decoder:
 
     @contextmanager
     def compiling_prompts(self) -> Iterator[None]:
-        """Around a prompt; the first is said to be compiled."""
+        """A context around a prompt. For the first prompt it says that the layers are compiled."""
         with nullcontext() if self._compiled else shown("compiling the layers for prompts"):
             yield
         if not self._compiled:

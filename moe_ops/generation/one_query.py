@@ -114,10 +114,11 @@ def attended(
 
 
 def has_kernels(query: Tensor) -> bool:
-    """Whether it is worth an op; elsewhere a compiler does better with the formula."""
+    """Whether attention of one query is worth an op here; elsewhere a compiler does better with the
+    formula."""
     return query.is_cuda and not gpus.is_amd()
 
 
 def register() -> None:
-    """Make it known to transformers."""
+    """Make this attention known to transformers."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, one_query_attention)

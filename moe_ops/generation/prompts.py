@@ -154,7 +154,7 @@ class Prompts:
         return size
 
     def _copied(self, prompt: Prompt) -> Prompt:
-        """The same, where graphs read it."""
+        """Copy a prompt into the buffers that graphs read, and return it there."""
         ids, mask = prompt.ids, prompt.mask
         if self._inputs is None:
             self._inputs = torch.zeros(3, MOST_TOKENS, dtype=torch.int64, device=ids.device)

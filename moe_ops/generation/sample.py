@@ -42,7 +42,7 @@ class StopCheck:
         return self.count > 1 and self._was_done(1 - now)
 
     def finish(self) -> None:
-        """To be called after a last token that was not checked."""
+        """Check what was deferred. Call it after the last token."""
         if self.deferred and self.count > 0:
             self._was_done((self.count - 1) % 2)
 

@@ -109,7 +109,7 @@ class Slots(Cache):
 
 
 class Empty(Cache):
-    """The same buffers, as a prompt's model is given them: like an empty dynamic cache."""
+    """The layers' buffers, as a prompt's model is given them: like an empty dynamic cache."""
 
     def __init__(self, slots: Slots) -> None:
         super().__init__(layers=slots.layers)

@@ -87,7 +87,8 @@ def plain_tensors() -> Iterator[None]:
 
 @contextmanager
 def shown(text: str) -> Iterator[None]:
-    """Around what takes a while: logged or, where nobody reads the log, on a terminal meanwhile."""
+    """A context around something slow: it is logged or, where nobody reads the log, shown on a
+    terminal meanwhile."""
     log.info("generate: %s", text)
     logged = log.isEnabledFor(logging.INFO)
     if not logged:

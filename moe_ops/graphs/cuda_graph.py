@@ -133,7 +133,7 @@ class GraphPool:
     def capture(
         self, function: Callable[[], Any], state: Sequence[Tensor] = (), *, device: torch.device
     ) -> Captured:
-        """As `capture_call`."""
+        """Capture a call in the memory of this pool; `capture_call` says the rest."""
         if not self._graphs:  # a pool without graphs is closed, though memory of it be in use
             self._memory = _new_memory(device)
         pool, stream = self._memory

@@ -222,7 +222,8 @@ def expert_parallel_class(base: type) -> type:
             return in_shares(tp, call, x_TD, weights_TK, ids_TK)
 
         def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-            """They stay, and may be saved for a gradient later, whatever the mode of this call."""
+            """The tables of ranks and slots. They stay, and may be saved for a gradient later,
+            whatever the mode of this call."""
             down, group = self.module.down_proj, Group.of(self.over.group)
             traced = torch.compiler.is_compiling()
             with contextlib.nullcontext() if traced else torch.inference_mode(False):

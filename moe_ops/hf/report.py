@@ -18,7 +18,8 @@ def warn_once(message: str) -> bool:
 
 @torch.compiler.assume_constant_result
 def info_once(message: str) -> bool:
-    """The same at INFO."""
+    """Log a message at INFO unless it was logged before. Runs while Dynamo traces, not in the
+    graph."""
     return _once(logging.INFO, message)
 
 

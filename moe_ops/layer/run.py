@@ -87,7 +87,7 @@ def _once(held: Operands, routed: Routed, map_P: Tensor | None) -> Tensor:
 
 
 def _in_shares(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> Tensor:
-    """Of neighbours that have the same tokens each sends a share of them."""
+    """Exchange tokens that neighbours all hold: each of them sends a share."""
     group = Group.of(ranks.exchange.tp_group)
     most = share_of(rows, group)
 

@@ -74,7 +74,7 @@ class ExpertsCall:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the result."""
+        """The dtype of the result."""
         return DTYPES[self.out_dtype] if self.out_dtype else self.x_TD.dtype
 
     @property
@@ -84,7 +84,7 @@ class ExpertsCall:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Of the model and of an expert: D and I."""
+        """The widths of the model and of an expert: D and I."""
         F = self.w13_EFD.shape[2 if self.transposed else 1]
         return self.x_TD.shape[1], F // 2 if self.gated else F
 
@@ -194,7 +194,7 @@ WEIGHTS = (
 
 
 def weights_of(call: ExpertsCall) -> dict[str, Tensor]:
-    """Those of `WEIGHTS` that a call has, by name."""
+    """The tensors of `WEIGHTS` that a call has, by name."""
     return {n: t for n in WEIGHTS if (t := getattr(call, n)) is not None}
 
 

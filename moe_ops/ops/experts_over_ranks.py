@@ -153,7 +153,8 @@ def alike(argument: Callable[[str], Any], x_TD: Tensor, group: str) -> str:
 
 
 def _as_json(value: str | float | None) -> str:
-    """Of words without quotes, bools, finite numbers and limits, which may be infinite."""
+    """A value as JSON: a word without quotes, a bool, a finite number, or a limit, which may be
+    infinite."""
     if isinstance(value, str):
         return f'"{value}"'
     if value is None:
@@ -196,7 +197,7 @@ def why_floats(layer: ExpertsCall) -> str | None:
 
 
 def sent_as(layer: ExpertsCall) -> str:
-    """In words, how tokens travel whose experts quantise them; empty for others."""
+    """How tokens travel that experts quantise, in words; empty for other tokens."""
     if not layer.x_format:
         return ""
     reason = why_floats(layer)

@@ -48,9 +48,9 @@ class Moves:
             )
 
     def steps(self) -> Iterator[tuple[int, int]]:
-        """The same as copies (source, destination) one after the other; each source is still what
-        it was. HELD as destination sets a row aside, as source it gives it back.
-        """
+        """The moves as copies (source, destination), one after the other, in an order in which no
+        source is overwritten before it is read. HELD as destination sets a row aside, as source it
+        gives it back."""
         source_of = {to: source for source, to in self.pairs if source != to}
         readers = Counter(source_of.values())
         free = [to for to in source_of if not readers[to]]

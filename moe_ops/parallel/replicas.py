@@ -32,7 +32,8 @@ class ExpertReplicas:
 
     @classmethod
     def initial(cls, num_logical: int, redundant: int = 0) -> ExpertReplicas:
-        """Before any load is known: each expert once, in order, then the first ones again.
+        """The replicas before any load is known: each expert once, in order, then the first ones
+        again.
 
         Raises ValueError for less than one expert, or a negative number of redundant ones.
         """

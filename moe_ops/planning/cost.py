@@ -145,7 +145,7 @@ def cost(op: str, call: Any, rows: int) -> Cost | None:
 
 
 class _Unknown(Exception):
-    """A size is symbolic."""
+    """Raised for a size that is symbolic."""
 
 
 def _sizes(t: Tensor) -> tuple[int, ...]:
@@ -247,7 +247,8 @@ def _layer(a: ExpertsCall, T: int, K: float, routing: float) -> Cost:
 
 
 def _dispatch_tokens(a: DispatchTokensCall, rows: int) -> Cost:
-    """Its rows are read once, and one for each rank, or fewer, is written."""
+    """The cost of `dispatch_tokens`: it reads its rows once, and writes at most one for each
+    rank."""
     scales = 0 if a.scale_TS is None else _row(a.scale_TS)
     row = _row(a.x_TD) + scales + _row(a.weights_TK) + 4 * _sizes(a.ids_TK)[0]
     return Cost(bytes=(1 + Group.of(a.group).size) * rows * row)
@@ -258,7 +259,7 @@ def _combine_tokens(a: CombineTokensCall, rows: int) -> Cost:
 
 
 def _sum_ranks(a: SumRanksCall, T: int) -> Cost:
-    """The cheaper one of the ways that the ranks have."""
+    """The cost of `sum_ranks`, by the cheaper one of the ways that the ranks have."""
     device, row = a.part_TD.device.type, _row(a.part_TD)
     link, ranks = LINKS.get(device, LINKS["cuda"]), Group.of(a.group).size
     ways = (True, False) if refusal(a.group) is None else (False,)
@@ -268,7 +269,8 @@ def _sum_ranks(a: SumRanksCall, T: int) -> Cost:
 
 
 def _experts_over_ranks(a: ExpertsOverRanksCall, rows: int) -> Cost:
-    """Of all ranks' tokens, those pairs are served here that even routing brings."""
+    """The cost of this rank: it serves as many pairs of all ranks' tokens as even routing
+    brings."""
     layer, (K,) = a.layer, _sizes(a.layer.ids_TK)
     sent = traffic(a)
     T = rows * sent.ranks

@@ -101,7 +101,7 @@ def arguments_of(shape: Shape) -> ExpertsCall:
 
 
 def fake_arguments_of(shape: Shape) -> ExpertsCall:
-    """The same without memory, to ask backends with."""
+    """The arguments of a layer as fake tensors, without memory, to ask backends with."""
     with FakeTensorMode():
         return arguments_of(shape)
 

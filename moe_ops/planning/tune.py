@@ -131,7 +131,7 @@ def measure(calls: Sequence[ExpertsCall], cell: Cell) -> float:
 
 
 def _host_us(turns: Sequence[Run]) -> float:
-    """The median call."""
+    """The microseconds of the median call."""
     turns[-1]()
     seconds: list[float] = []
     while len(seconds) < LEAST_CALLS or (len(seconds) < MOST_CALLS and sum(seconds) < SECONDS):

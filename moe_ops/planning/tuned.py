@@ -68,9 +68,10 @@ class Times:
         possible: Mapping[str, int | None],
         paths: frozenset[str] = frozenset(),
     ) -> Times:
-        """Those of these backends, with the most tokens that each can run (None: any number), where
-        all routings were measured on all that can. Those of `paths`, which are ways in which
-        backends run, count where they were measured.
+        """The times of the backends in `possible`, each with the most tokens that it can run (None:
+        any number). A number of tokens is left out unless all backends that can run it were
+        measured on the same number of routings; `paths`, ways in which backends run, count where
+        they were measured.
         """
         logs: dict[int, dict[str, list[float]]] = {}
         for cell, us in cells.items():
@@ -148,7 +149,7 @@ def layer_of_call(device: str, op: str, a: Any) -> TunedLayer | None:
 
 
 def _common_name(format: str) -> str:
-    """The one name of a format that has several; of 16 bits none."""
+    """The one name of a format that may have several; empty for 16 bits."""
     return Format.of(format).name if format else ""
 
 

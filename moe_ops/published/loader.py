@@ -27,7 +27,7 @@ def _sparing(cls: type[WeightConverter], spared: frozenset[str]) -> Any:
 
 @register_quantization_config(METHOD)
 class LoadingConfig(MoeOpsConfig):
-    """`MoeOpsConfig` while a checkpoint of others is loaded."""
+    """The `MoeOpsConfig` of a checkpoint of others, while that is loaded."""
 
     def __init__(self, quant_method: str = METHOD, **fields: Any) -> None:
         super().__init__(**fields)

@@ -296,7 +296,8 @@ def _class_of(folder: Path) -> tuple[type[PreTrainedModel], Any]:
 
 
 def _tied(skeleton: PreTrainedModel, in_codes: set[str]) -> dict[str, str]:
-    """Experts modules that are tied to others, which get codes, by the names of both."""
+    """Experts modules that share the weights of others: the module's name, and that of the one that
+    gets codes."""
     pairs = (
         (name.rpartition(".")[0], other.rpartition(".")[0])
         for name, other in skeleton.all_tied_weights_keys.items()

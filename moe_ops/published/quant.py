@@ -73,7 +73,7 @@ def _are_two(experts: Experts) -> bool:
 
 
 def _scale(found: Found) -> Tensor:
-    """A scale that multiplies."""
+    """A scale as a factor that codes are multiplied by."""
     with naming(f"{found.name} of {found.file}"):
         return read_part(found.read, found.reciprocal)
 

@@ -53,7 +53,7 @@ def stacked(experts: Experts, module: nn.Module) -> dict[str, Tensor]:
 
 
 def _half(rows: Tensor, i: int, of: int, halves: bool) -> Tensor:
-    """The rows of gate or up: one after the other, or in turn."""
+    """The rows of gate or of up, which stand one after the other, or in turn."""
     if of == 1:
         return rows
     return rows.chunk(of)[i] if halves else rows[i::of]

@@ -84,7 +84,7 @@ class Experts:
         return f"{self.prefix}{EXPERTS}"[:-1] if stacked else found.name.rpartition(".")[0]
 
     def _rows_of_half(self) -> int | None:
-        """Rows of gate, and of up; None if there are not both."""
+        """How many rows gate has, and up as well; None if there are not both."""
         shards = {key[1]: found for key, found in self.samples()}
         if not ("w13" in shards or {"w1", "w3"} <= shards.keys()):
             return None

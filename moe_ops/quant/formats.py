@@ -75,7 +75,7 @@ class Format:
 
     @property
     def parsed(self) -> Parsed:
-        """The same for the shape functions."""
+        """The format as the shape functions take it."""
         return Parsed(element=self.element, group=self.group, scale=self.scale)
 
     @property

@@ -44,7 +44,7 @@ class Link:
         return 3 * self.alpha_us + 2 * self.wait_us
 
     def rate(self, transport: str) -> float:
-        """Bytes a second."""
+        """The bytes a second of a transport."""
         return self.pushed_per_second if transport == PUSH else self.bytes_per_second
 
     def sum_us(self, pushes: bool, ranks: int, nbytes: int, times: int = 1) -> float:

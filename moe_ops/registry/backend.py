@@ -92,9 +92,8 @@ class Backend:
     ignores: Callable[[Any], bool] | None = field(default=None, compare=False)
 
     def refusal(self, device: str, rows: Any, call: Any) -> str | None:
-        """Why it cannot run a call of so many rows, or None; nothing is said of a number that a
-        compiler does not know.
-        """
+        """Why the backend cannot run a call of so many rows, or None; nothing is said of a number
+        that a compiler does not know."""
         if self.devices is not None and device not in self.devices:
             return f"needs a tensor on {' or '.join(sorted(self.devices))}, got {device}"
         missing = None if self.needs is None else self.needs.missing(torch.device(device))
@@ -110,7 +109,8 @@ class Backend:
         return reason
 
     def _unread(self, unread: dict[str, Any]) -> str:
-        """Options, or else tensors: a format says enough of the scales that come with it."""
+        """A refusal of what the backend does not read: options, or else tensors, as a format says
+        enough of the scales that come with it."""
         if self.layout is not None and LAYOUT in unread:
             name, got = self.layout.name, unread[LAYOUT]
             return (

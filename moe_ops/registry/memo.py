@@ -40,7 +40,7 @@ _offset: Callable[[Tensor], int] = Tensor.storage_offset  # type: ignore[assignm
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What runs calls, and whether one is such a call."""
+    """What was decided for a call: what runs it, and which later calls may run the same way."""
 
     run: Callable[[Any], Any]  # of a record
     direct: Callable[..., Any] | None  # of the arguments of a call, if there is one
@@ -51,8 +51,8 @@ class Decided:
 
 
 class Memo:
-    """What is known of an op's calls, by the types and names of their arguments, of those that need
-    no dispatcher. With `remembers` also what runs them."""
+    """What is known of the calls of an op that need no dispatcher, by the types and names of their
+    arguments. With `remembers` also what runs them."""
 
     def __init__(self, signature: Signature, remembers: bool) -> None:
         self._signature, self.remembers = signature, remembers and signature.by_type
@@ -148,7 +148,7 @@ class Alike:
 
 
 def _items(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """What gives the items at these places as a tuple."""
+    """A function that gives the items at these places of a sequence as a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
     first = places[0] if places else 0
@@ -156,8 +156,8 @@ def _items(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _is_placed(t: Tensor, call: Any, backend: Backend, asked: Sequence[Backend]) -> bool:
-    """Whether it counts where a tensor of a call begins, which a backend ran and others may have
-    refused."""
+    """Whether the address of a tensor matters: a backend ran the call there, and others may have
+    refused it for the address."""
     if backend.aligned or t.dtype.itemsize == 1:
         return True
     return not is_aligned(t) and any(

@@ -140,7 +140,7 @@ class Op(Registration):
         return self(*args)
 
     def reference(self, *args: Any, **kwargs: Any) -> Any:
-        """The definition of a call."""
+        """Run a call by its definition."""
         return self.body(self.call(*args, **self._by_new_names(kwargs)))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:

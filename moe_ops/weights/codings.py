@@ -55,7 +55,7 @@ class Said:
 
     @property
     def coding(self) -> Coding:
-        """Raises ValueError for a width that no op reads."""
+        """The coding of the matrix. Raises ValueError for a width that no op reads."""
         found = _coding(self.layout, self.bits, self.symmetric)
         return found if self.block is None else replace(found, block=self.block)
 
@@ -82,7 +82,7 @@ class Codings:
         return next((rule.said for rule in self.rules if rule.matches(module)), self.rest)
 
     def said(self, module: str) -> Said:
-        """The same; raises ValueError if nothing is."""
+        """What is said of a matrix, by the name of its module. Raises ValueError if nothing is."""
         found = self.says(module)
         if found is None:
             raise ValueError(
@@ -130,7 +130,8 @@ def codings_in(folder: Path) -> Codings:
 
 
 def blocks_in(folder: Path) -> Codings:
-    """The same of blocks of float8 alone, whatever the method: a caller says the coding."""
+    """The blocks of float8 that the configuration of a checkpoint names, whatever its method. The
+    coding is left out: a caller says it."""
     config, path = _config_in(folder)
     with naming(path):
         return Codings(rest=Said(block=None if config is None else _block(config)))

@@ -279,7 +279,7 @@ def _per_word(bits: int) -> int:
 
 
 def to_dtype(t: Tensor, dtype: torch.dtype, part: str) -> Tensor:
-    """The same numbers in the dtype of the layer's tensor, or in one that a copy rounds to it.
+    """A tensor's numbers in the dtype of the layer's tensor, or in one that a copy rounds to it.
 
     Floating-point weights and biases are rounded; scales and codes are not, because that would
     change the weights. Raises TypeError for codes of another dtype, ValueError for scales that the

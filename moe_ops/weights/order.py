@@ -93,7 +93,7 @@ class Orders:
             yield layer.input_order, _written(self.input[0], layer)
 
     def tell_none(self, layer: MoELayer, experts: Iterable[int], name: str) -> None:
-        """Of w13 of experts that have no g_idx: their columns are in the order of the input."""
+        """Record that w13 of experts without g_idx has its columns in the order of the input."""
         if layer.input_order is None:
             return
         for expert in experts:

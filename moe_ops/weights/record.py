@@ -48,7 +48,7 @@ class LoadRecord:
     orders: Orders = field(default_factory=Orders)
 
     def slots_of(self, layer: MoELayer, expert: int) -> tuple[int, ...]:
-        """`slots_of`, asked once."""
+        """The slots that hold an expert, asked of the layer once."""
         if expert not in self.slots:
             self.slots[expert] = slots_of(layer, expert)
         return self.slots[expert]

@@ -39,7 +39,8 @@ class Span:
         return self.size == self.whole
 
     def grouped(self, group: int, what: str) -> Span:
-        """The same counted in groups of units; -1 is all of them. Raises ValueError for a cut."""
+        """The span in groups of `group` units; -1 makes all units one group. Raises ValueError if
+        it cuts a group."""
         if group == ALL:
             return Span(start=0, size=1, whole=1, room=1)
         end = self.start + self.size

@@ -148,11 +148,11 @@ class _Watch:
         return 0
 
     def device(self) -> Device:
-        """Where the ops of ours run."""
+        """The device on which our ops run."""
         return device_of(self._first or torch.device("cpu"))
 
     def totals(self) -> tuple[PassTotal, ...]:
-        """Each pass over all graphs."""
+        """What each pass did, summed over all graphs."""
         runs = [run for graph in self.graphs for run in graph.run.passes]
         return tuple(
             PassTotal(

@@ -170,7 +170,7 @@ class Explanation:
 
     @property
     def rates(self) -> str:
-        """What the device reaches."""
+        """What the device reaches, as text."""
         levels: dict[float, list[str]] = {}
         for dtype, rate in self.device.flops_per_second.items():
             levels.setdefault(rate, []).append(dtype)
@@ -219,7 +219,7 @@ def _region(number: int, region: Region) -> str:
 
 
 def sizes(region: Region) -> str:
-    """Such as "E=128 K=8 D=2048 I=768, bfloat16"."""
+    """The sizes of a region as text, such as "E=128 K=8 D=2048 I=768, bfloat16"."""
     letters = [f"{letter}={n}" for letter, n in region.shapes.items() if letter != "F"]
     return ", ".join(filter(None, (" ".join(letters), region.dtype, region.format)))
 
@@ -301,14 +301,14 @@ def name_of(backend: str) -> str:
 
 
 def span(low: int, high: int | None) -> str:
-    """Such as "8", "2-160" or "161 or more"."""
+    """A range of rows as text, such as "8", "2-160" or "161 or more"."""
     if high is None:
         return f"{low} or more" if low else "any"
     return str(low) if low == high else f"{low}-{high}"
 
 
 def si(value: float, unit: str) -> str:
-    """Three digits and a decimal prefix: 1.21 GB."""
+    """A number with three digits and a decimal prefix, such as 1.21 GB."""
     for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= factor:
             return f"{_three(value / factor)} {prefix}{unit}"

@@ -193,7 +193,7 @@ def _made_of(note: Note, choices: Sequence[Choice]) -> Choice | None:
 
 
 def _common(modules: Sequence[str]) -> str:
-    """The module that has all of these."""
+    """The innermost module that holds all of these modules."""
     levels = zip(*(module.split(".") for module in modules), strict=False)
     return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
 

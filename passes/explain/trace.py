@@ -224,7 +224,8 @@ def text(graph: fx.Graph) -> str:
 
 
 def inside(layers: Iterable[tuple[str, str]], module: str) -> str:
-    """Those of `lines` that come from a module or from what it is made of."""
+    """The lines, of those that `lines` gives, that come from a module or from what it is made
+    of."""
     return "\n".join(
         line for layer, line in layers if layer == module or layer.startswith(f"{module}.")
     )
@@ -243,7 +244,8 @@ def _line(node: fx.Node) -> str:
 
 
 def _arguments(node: fx.Node) -> list[str]:
-    """The arguments, of our ops without defaults and with the names of those that have any."""
+    """The arguments of a node as texts. For our ops defaults are left out, and arguments that have
+    a default are named."""
     named = {k: v for k, v in node.kwargs.items() if k not in ("layout", "device", "pin_memory")}
     positional: list[Any] = list(node.args)
     if getattr(node.target, "namespace", "") == "moe_ops":

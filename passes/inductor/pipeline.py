@@ -185,7 +185,7 @@ class Pipeline(InferenceAware):
 
     @property
     def _looks(self) -> bool:
-        """Whether it looks for MoE layers."""
+        """Whether the pipeline looks for MoE layers."""
         return {*LIFTS} <= {name_of(p) for p in self.passes}
 
     def _leave(self, graph: fx.Graph) -> GraphRun:

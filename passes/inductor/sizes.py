@@ -34,7 +34,8 @@ class _Inside:
 
 
 class _InsideThread(_Inside, threading.local):
-    """The same for each thread: from torch 2.12 on each has a flag of its own."""
+    """How many calls of a thread are under the flag: from torch 2.12 on each thread has a flag of
+    its own."""
 
 
 _inside = _Inside() if torch.__version__ < "2.12" else _InsideThread()

@@ -65,7 +65,7 @@ class Found:
     skipped: str = ""  # why no pass ran
 
     def left_for(self, reason: str) -> Found:
-        """The same graph if nothing of it was rewritten, for this reason."""
+        """What is found if nothing of the graph was rewritten, for this reason."""
         layers = tuple(Layer(module=layer.module, reason=reason) for layer in self.layers)
         return replace(self, layers=layers, skipped=reason)
 
@@ -232,18 +232,18 @@ def kept() -> Iterator[list[Found]]:
 
 
 def counts() -> Counter[str]:
-    """All that was kept so far in this process."""
+    """Everything that was kept so far in this process."""
     ours = (item for item in counters["inductor"].items() if item[0].startswith(COUNT))
     return Counter(dict(ours))
 
 
 def since(before: Counter[str]) -> list[Found]:
-    """What was kept since."""
+    """What was kept after these counts were taken."""
     return [Found.from_text(text.removeprefix(COUNT)) for text in counts() - before]
 
 
 def _each(modules: Iterable[str]) -> Iterator[str]:
-    """Each module once. Layers of no known module are as many as there are."""
+    """Each module once, but layers of no known module as often as there are any."""
     seen = set()
     for module in modules:
         if module not in seen or not module:

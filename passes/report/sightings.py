@@ -38,7 +38,7 @@ def sightings(graph: fx.Graph) -> Iterator[Sighting]:
 
 
 def _choice(topk: fx.Node) -> tuple[str, bool, bool]:
-    """In words; whether a loop over all experts follows, or a one-hot mask."""
+    """A choice in words, and whether a loop over all experts follows, or a one-hot mask."""
     K, E = arg(topk, "k"), _last(arg(topk, "self"))
     derived = list(_derived(topk, {1, K, E}))
     experts = {
@@ -70,7 +70,7 @@ def _derived(node: fx.Node, sizes: set[Any]) -> Iterator[fx.Node]:
 
 
 def _is_one_hot(node: fx.Node) -> bool:
-    """Whether it compares with 0, 1, 2, ..."""
+    """Whether a node compares a tensor with 0, 1, 2, ..."""
     return is_call(node, aten.eq.Tensor) and any(is_call(a, prims.iota.default) for a in node.args)
 
 

@@ -95,7 +95,7 @@ class _One:
     layers: Sequence[Layer]
 
     def reason(self, found: Sequence[Found], places: Sequence[Place], at_last: bool) -> str:
-        """Why it was left alone; empty if it was not, or is in no graph."""
+        """Why the layer was left alone; empty if it was not, or is in no graph."""
         said = next((layer.reason for layer in self.layers if layer.reason), "")
         if said or self.layers or self.experts is None:
             return said

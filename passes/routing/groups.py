@@ -45,7 +45,7 @@ class Groups:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """As arguments of `route`."""
+        """The groups as arguments of `route`; empty if they limit nothing."""
         if self.best == self.count:  # every group is among the best
             return {}
         return {
@@ -86,7 +86,8 @@ def read_groups(choice: fx.Node, T: Any, E: int) -> tuple[fx.Node, Groups]:
 
 
 def _mask(node: Any) -> tuple[fx.Node, fx.Node | None, bool]:
-    """A mask [T, E] down to zeros and ones for each group: (these, their expansion, inverted)."""
+    """The zeros and ones of groups that a mask [T, E] is made of, the node that spreads them over
+    experts, if any, and whether the mask is inverted."""
     spread, inverted = None, False
     while True:
         node = peel(node)

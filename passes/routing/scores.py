@@ -148,7 +148,7 @@ def _widens(node: Any) -> bool:
 
 
 def in_float32(node: fx.Node, what: str) -> fx.Node:
-    """The node. Raises Mismatch if it rounds to less than float32, or computes in more."""
+    """Return the node. Raises Mismatch unless it computes in float32."""
     dtype = str(tensor(node).dtype).removeprefix("torch.")
     require(dtype == "float32", f"it computes {what} in {dtype}")
     return node

@@ -84,7 +84,8 @@ LEAST_SCALE = 1e-12  # its reciprocal is finite
 
 
 def _contiguous(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `to` and `contiguous` give it, which take a microsecond where nothing is to be done."""
+    """`t` in `dtype` and contiguous. A check comes first because `to` and `contiguous` take a
+    microsecond even where nothing is to be done."""
     return t if _is_taken(t, dtype) else t.to(dtype).contiguous()
 
 

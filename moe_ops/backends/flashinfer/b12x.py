@@ -98,7 +98,7 @@ class Scales:
 
     @staticmethod
     def of(call: ExpertsCall, prefill: bool) -> Scales:
-        """Space for those of a layer."""
+        """Space for the scales of a layer."""
         E, device = call.w13_EFD.shape[0], call.x_TD.device
         w13_E, w2_E, x = (torch.empty(n, device=device) for n in (E, E, 1))
         six = cutlass.nvfp4_scales(call) if prefill else []
@@ -106,8 +106,8 @@ class Scales:
         return Scales(w13_E, w2_E, x, torch.ones(1, device=device), own)
 
     def refresh(self, call: ExpertsCall) -> None:
-        """Write those of the call. A calibrated scale of the second input would saturate its codes,
-        so that one is 1."""
+        """Write the scales of a call. A calibrated scale of the second input would saturate its
+        codes, so 1 stands for it."""
         c = call
         assert c.x_scale is not None and c.global_scale13_E is not None
         assert c.h_scale is not None and c.global_scale2_E is not None

@@ -300,7 +300,8 @@ def mxfp4_scales(call: ExpertsCall) -> list[Tensor]:
 
 
 def nvfp4_scales(call: ExpertsCall) -> list[Tensor]:
-    """Of each product: the reciprocal scale of its input, the block scales, and its factors."""
+    """Three tensors for each of the two products: the reciprocal of the input's scale, the block
+    scales, and the factor of each expert."""
     c = call
     found = []
     inputs = ((c.x_scale, c.global_scale13_E), (c.h_scale, c.global_scale2_E))

@@ -29,7 +29,7 @@ MOST = 1024  # things of a kind that belong to no tensor
 
 @contextlib.contextmanager
 def plainly() -> Iterator[None]:
-    """Inside, what is made can be written to in any mode later."""
+    """A context in which new tensors are plain ones, so that any mode may write to them later."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -90,7 +90,7 @@ class Kept(Generic[T]):
 
 
 def alias(t: Tensor) -> Tensor:
-    """The same memory in a tensor that does not keep `t` alive, as a view would."""
+    """A tensor on the memory of `t` that, unlike a view, does not keep `t` alive."""
     made = torch.empty(0, dtype=t.dtype, device=t.device)
     return made.set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
 

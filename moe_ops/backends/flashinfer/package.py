@@ -58,7 +58,7 @@ class Machine:
 
     @property
     def needs(self) -> Needs:
-        """The same for the registry."""
+        """What the backend needs of a machine, in the form that the registry takes."""
         packages = " and ".join((f"{DISTRIBUTION} {LEAST} or newer", *self.packages))
         cuda = f", CUDA {self.cuda}" if self.cuda > 12 else ""
 
@@ -109,8 +109,8 @@ def _tell_of_first_use() -> None:
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Inside, a device is the current one: on that one's stream kernels of CuTe DSL are launched,
-    wherever their tensors lie. CUTLASS goes there by itself."""
+    """A context in which `device` is the current one: kernels of CuTe DSL are launched on its
+    stream, wherever their tensors lie. CUTLASS goes there by itself."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return HERE
     return torch.cuda.device(device)

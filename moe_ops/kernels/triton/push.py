@@ -403,7 +403,7 @@ def polls_by_asm(t: Tensor) -> bool:
 
 
 def programs_of(rows: int, arena: Arena) -> int:
-    """Programs of a launch that has so much to do."""
+    """How many programs a launch gets for this many rows."""
     return min(triton.next_power_of_2(rows), arena.programs)
 
 
@@ -413,7 +413,8 @@ def _block(words: int, RP: int) -> int:
 
 
 def _warps(words: int) -> int:
-    """Of 16 words a thread: with more, of eight ranks, registers do not hold them."""
+    """The warps of a program, at 16 words a thread. Registers do not hold more words, of eight
+    ranks."""
     return max(4, words // 512)
 
 

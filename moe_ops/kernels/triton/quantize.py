@@ -107,12 +107,13 @@ def largest(x_RD: Tensor, ends_E: Tensor | None = None, parts: int | None = None
 
 
 def largest_of_rows(x_RD: Tensor) -> Tensor:
-    """The same of each row."""
+    """The bits of the largest magnitude of each row of x."""
     return _largest(x_RD, None, x_RD.shape[0], 1)
 
 
 def _largest(x_RD: Tensor, ends_E: Tensor | None, parts: int, BR: int) -> Tensor:
-    """The same of so many programs, which take BR rows at a time in turn."""
+    """The bits of the largest magnitude that each of `parts` programs finds. Programs take BR rows
+    at a time in turn."""
     R, D = x_RD.shape
     BD = triton.next_power_of_2(D)
     out = x_RD.new_empty(parts, dtype=torch.int32)
@@ -126,7 +127,7 @@ def _largest(x_RD: Tensor, ends_E: Tensor | None, parts: int, BR: int) -> Tensor
 
 
 def tile_of(columns: int) -> tuple[int, int]:
-    """Groups of so many columns that a program takes, and the columns that a tile of them has."""
+    """How many groups of `columns` columns a program takes, and how many columns its tile has."""
     width = triton.next_power_of_2(columns)
     return max(1, TILE // width), width
 

@@ -130,7 +130,7 @@ class _Address:
 
 
 def _moved(descriptor: Any, address: int) -> Any:
-    """The same TMA descriptor of another address; it keeps no tensor alive."""
+    """A copy of a TMA descriptor with another address; it keeps no tensor alive."""
     moved = copy.copy(descriptor)
     moved.base = _Address(address, descriptor.base.dtype)
     return moved
@@ -273,7 +273,7 @@ class _Bases:
 
 
 def _bytes(t: Tensor) -> int:
-    """From the first element of a tensor to the end of its last."""
+    """The bytes from the first element of a tensor to the end of its last."""
     last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     return (last + 1) * t.element_size()
 

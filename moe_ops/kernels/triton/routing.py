@@ -37,7 +37,7 @@ def keys_of(choice_TE, used_TE):
 
 @triton.jit
 def floats_of(keys):
-    """What has these keys."""
+    """The floats that have these keys."""
     return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 

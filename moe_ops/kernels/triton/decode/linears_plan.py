@@ -38,5 +38,5 @@ def plan_for(T: int, N: int, K: int, processors: int, memory: int) -> LinearsPla
 
 
 def power_below(n: int) -> int:
-    """The largest one that is no larger."""
+    """The largest power of two that is at most n."""
     return 1 << (n.bit_length() - 1)

@@ -49,5 +49,5 @@ def plan_for(pairs: int, slots: int, row_bytes: int, held: int, processors: int)
 
 
 def power_of_two(n: int) -> int:
-    """The next one. Dynamo can trace it, other than triton's own."""
+    """The smallest power of two that is at least n. Dynamo can trace this, but not triton's own."""
     return 1 << (n - 1).bit_length()

@@ -61,7 +61,7 @@ class Experts:
 
     @property
     def strides13(self) -> tuple[int, int, int]:
-        """Of w13, over an expert, a row of its weight and a column."""
+        """The strides of w13 over an expert, a row of its weight and a column."""
         e, a, b = self.w13_EFD.stride()
         return (e, b, a) if self.transposed else (e, a, b)
 

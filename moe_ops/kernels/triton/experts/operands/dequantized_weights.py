@@ -121,7 +121,7 @@ def decode(
 
 
 def decoded(layer: Experts, dtype: torch.dtype) -> Experts:
-    """The same layer with floats for codes."""
+    """The layer with its codes decoded to floats."""
     c, (_, D, I) = layer.codes, layer.sizes
     assert c is not None
     return replace(

@@ -159,7 +159,8 @@ def emulate(
 
 
 def emulated_tokens(x_TD: Tensor, codes: Codes | None) -> Tensor:
-    """Tokens for the product with the first weight, if inputs are emulated; else the same."""
+    """Tokens for the product with the first weight: rounded to the format of inputs if inputs are
+    emulated, else as they are."""
     if codes is None or codes.inputs is None:
         return x_TD
     if codes.x_scale_TG is not None:
@@ -170,7 +171,8 @@ def emulated_tokens(x_TD: Tensor, codes: Codes | None) -> Tensor:
 def emulated_hidden(
     h_RI: Tensor, columns: int, codes: Codes | None, ends_E: Tensor, *, arranged: bool = False
 ) -> Tensor:
-    """The same of rows of h, whose columns may be arranged for the second weight."""
+    """Rows of h for the product with the second weight: rounded to the format of inputs if inputs
+    are emulated, else as they are. Their columns may be arranged for that weight."""
     if codes is None or codes.inputs is None:
         return h_RI
     bits = codes.bits if arranged else 0

@@ -221,8 +221,8 @@ def quantise_h(
 def quantise_pairs(
     h_PI: Tensor, codes: Codes, ids_TK: Tensor, expert_map: Tensor | None, share_PT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same of h [pairs * T, I] as `tiny_up` wrote it, with its shares of weights; by static
-    scales of one token."""
+    """Codes of h [pairs * T, I] as `tiny_up` wrote it, and their scales, times its shares of
+    weights. Static scales are for one token alone."""
     parts, (T, K), I, given = None, ids_TK.shape, h_PI.shape[1], codes.h_scale
     if given is None and codes.scaled == "tensor":
         BP = triton.next_power_of_2(T * K)

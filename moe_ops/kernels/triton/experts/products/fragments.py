@@ -82,7 +82,8 @@ def half_words(W):
 
 @gluon.jit
 def first_column(n, LOWER: gl.constexpr, W: gl.constexpr, GATED: gl.constexpr):
-    """Of a consumer, of a tile of outputs: in the other groups they are `group_of` columns on."""
+    """The first column that a consumer has in a tile of outputs. In the tile's other groups its
+    columns are `group_of` further on."""
     if W.bits == 8:
         return n * 64 + 8 * LOWER if GATED else n * 128 + 64 * LOWER
     elif GATED:
@@ -125,7 +126,7 @@ def load_words(rings, stage, LOWER: gl.constexpr, W: gl.constexpr, GATED: gl.con
 
 @gluon.jit
 def rows_of(n, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr):
-    """A thread's two rows of an expert's weight; the last one for those that are not there."""
+    """A thread's two rows of an expert's weight; the last row in place of one that is not there."""
     N, _, out_n, _ = sizes
     a = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, FACTORS)))
     g = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, FACTORS)))
@@ -228,8 +229,8 @@ def load_factors(scales, at, i, W: gl.constexpr):
 
 @gluon.jit
 def spread(above, below, W: gl.constexpr):
-    """[64, 4, words]: for each word of a half what is of a thread's two rows; of six bits
-    [64, 4]."""
+    """[64, 4, words]: the factor of each word of half a stage, by which of a thread's two rows it
+    is in; of six bits [64, 4]."""
     both = of_both(above, below)
     if W.bits == 6:
         return both

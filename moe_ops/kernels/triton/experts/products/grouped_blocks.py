@@ -74,7 +74,8 @@ ROWS, SUM, CHUNK, STEP = (gl.constexpr(n) for n in (HALF_M, HALF_N, CHUNK_N, BLO
 
 @gluon.jit
 def _group(row, N, W: gl.constexpr):
-    """The scales of a row of W among those of its expert; of a row that is not there any."""
+    """Where the scales of a row of W are among the scales of its expert; anywhere for a row that is
+    not there."""
     DOWN: gl.constexpr = W.down
     if DOWN == -1:
         return row * 0

@@ -215,7 +215,7 @@ def _start(accs, values, rings, half, PARTS: gl.constexpr):
 
 @gluon.jit
 def _wait(accs, HALVES: gl.constexpr):
-    """Wait until the products of so many halves are left."""
+    """Wait until the products of at most HALVES halves of a stage are still running."""
     if len(accs) == 1:
         return (warpgroup_mma_wait(HALVES, deps=[accs[0]]),)
     else:

@@ -190,7 +190,7 @@ def _multiply(acc, rings, step, use_acc, HALF: gl.constexpr, GATHERED: gl.conste
 
 @gluon.jit
 def _row_scales(chunk, scales, tile, S: gl.constexpr):
-    """Those of A for the rows of a chunk of sums of codes; 1 of floats."""
+    """The scales of A for the rows of a chunk of sums; 1 if these are sums of floats."""
     if S is None:
         return 1.0
     else:
@@ -496,8 +496,8 @@ class Scaling(Constant):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Of a product of codes: of A a scale for each row, each expert or all; of W; and static ones
-    of the output if it is quantised, from `dtype`."""
+    """The scales of a product of codes: of A one for each row, each expert or all; of W; and static
+    ones of the output if it is quantised, from values in `dtype`."""
 
     a: Tensor
     a_each: str  # "row", "expert" or "tensor"
@@ -515,7 +515,7 @@ class Scales:
 
 
 def each(scale: Tensor) -> str:
-    """What has a static scale."""
+    """What has a static scale of its own: each expert, or the whole tensor."""
     return "expert" if scale.numel() > 1 else "tensor"
 
 

@@ -36,8 +36,8 @@ FEW_PROGRAMS = 512  # of 128 rows, of a GPU with 132 processors
 
 @dataclass(frozen=True, eq=False)
 class Sizes(Constant):
-    """Of a tile, SIZES of kernels: shares; warps along rows; tiles of 16 rows for each; tiles of 8
-    tokens."""
+    """The sizes of a tile, SIZES of kernels: S shares, MW warps along rows, MT tiles of 16 rows for
+    each warp, NT tiles of 8 tokens."""
 
     S: int
     MW: int
@@ -47,8 +47,8 @@ class Sizes(Constant):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """Of a launch: shares; warps along rows; tiles of 16 rows for each; tiles of 8 tokens; parts of
-    the columns; steps that codes are loaded ahead."""
+    """The sizes of a launch: S, MW, MT and NT as in `Sizes`, C parts of the columns, and how many
+    steps ahead codes are loaded."""
 
     S: int = 1
     MW: int = 1
@@ -98,8 +98,8 @@ def tiles_of_few(
 
 
 def one_streams(K: int, layer: Experts) -> Streams:
-    """Of one token: the fastest of about fifteen on an H200, for Qwen3-30B's and Mixtral's layers,
-    or within 3 % of it."""
+    """The launches for one token: the fastest of about fifteen that were tried on an H200 for
+    Qwen3-30B's and Mixtral's layers, or within 3 % of it."""
     codes, (_, D, I) = _codes(layer), layer.sizes
     C = max(1, 8 // triton.next_power_of_2(K))
     up, down = Stream(S=4, C=4), Stream(S=8, C=C)
@@ -115,8 +115,9 @@ def one_streams(K: int, layer: Experts) -> Streams:
 
 
 def _one_of_float4(K: int, layer: Experts, up: Stream, down: Stream) -> Streams:
-    """The fastest of 5 to 9 on an H200, or within 5 % of it, for six layers in groups of 32 and two
-    in groups of 16 (`benchmarks/results/float4_tiles_h200.json`)."""
+    """The launches for one token and weights of float4: the fastest of 5 to 9 on an H200, or within
+    5 % of it, for six layers in groups of 32 and two in groups of 16
+    (`benchmarks/results/float4_tiles_h200.json`)."""
     codes, (_, D, I) = _codes(layer), layer.sizes
     large, in_16 = D * I >= LARGE, codes.weight.across == 16
     few = K * triton.cdiv(_rows13(layer), 32) < FEW_PROGRAMS
@@ -127,8 +128,9 @@ def _one_of_float4(K: int, layer: Experts, up: Stream, down: Stream) -> Streams:
 
 
 def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
-    """Of few rows an expert on average; None for so many that shared memory serves them better.
-    Tried as those of one token, from 4 to 256 tokens."""
+    """The launches for few rows an expert on average; None for so many that shared memory serves
+    them better. They were tried from 4 to 256 tokens, on the GPU and the layers of
+    `one_streams`."""
     codes, (E, D, I) = _codes(layer), layer.sizes
     large, sums = D * I >= LARGE, codes.one_a_step
     if rows_per_expert > most_streamed(codes.weight):
@@ -150,7 +152,8 @@ def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
 
 
 def _few_of_float4(rows_per_expert: float, layer: Experts) -> Stream:
-    """As those of one token, of 3 or 4, from 2 to 400 tokens."""
+    """The launch for few rows an expert and weights of float4. 3 or 4 were tried from 2 to 400
+    tokens, on the GPU and the layers of `_one_of_float4`."""
     codes, (E, D, I) = _codes(layer), layer.sizes
     in_16 = codes.weight.across == 16
     many = MOST_OF_8_MASKED if D % STEP or I % STEP else MOST_OF_8

@@ -56,8 +56,9 @@ def warps_of(SIZES, along_rows):
 
 @gluon.constexpr_function
 def words_layout(SIZES, BITS):
-    """Of words [S, M, words of a step]: four side by side of a row for each of four threads. Of six
-    bits of a third of them [S, M, 4], which are pairs of words: a thread has three side by side."""
+    """The layout of words [S, M, words of a step]: each of four threads has four words of a row,
+    side by side. Of six bits it is the layout of one third of them, pairs of words [S, M, 4]: a
+    thread has three such pairs side by side."""
     if BITS == 6:
         return scales_layout(SIZES, 32)
     registers = [*doublings(4, 2), [0, 8, 0], *doublings(SIZES.MT, 1, 16 * SIZES.MW)]
@@ -70,7 +71,8 @@ def words_layout(SIZES, BITS):
 
 @gluon.constexpr_function
 def scales_layout(SIZES, GROUP):
-    """Of scales [S, M, 4], one for each four words, where these lie; in groups of 16 [S, M, 8]."""
+    """The layout of scales [S, M, 4]: one for each four words, in the thread that has these. In
+    groups of 16 they are [S, M, 8]."""
     each = 2 if GROUP == 16 else 1
     lanes = [*doublings(4, 2, each), *doublings(8, 1)]
     registers = [*doublings(each, 2), [0, 8, 0], *doublings(SIZES.MT, 1, 16 * SIZES.MW)]
@@ -80,8 +82,8 @@ def scales_layout(SIZES, GROUP):
 
 @gluon.constexpr_function
 def tokens_layout(SIZES, BITS, EACH):
-    """Of tokens [S, N, step / EACH], in elements of EACH columns: where the unit multiplies them
-    with codes of so many bits."""
+    """The layout of tokens [S, N, step / EACH], in elements of EACH columns: where the matrix unit
+    takes them to multiply them with codes of BITS bits."""
     run = 16 if BITS == 8 else 32  # columns that a thread has side by side
     registers = [*doublings(run // EACH, 2)]
     if BITS == 8:
@@ -94,19 +96,19 @@ def tokens_layout(SIZES, BITS, EACH):
 
 @gluon.constexpr_function
 def word_bits(W):
-    """Of words as these kernels load them."""
+    """The bits of a word as these kernels load it."""
     return 64 if W.bits == 6 else 32
 
 
 @gluon.constexpr_function
 def one_a_step(W):
-    """As that of `Codes`."""
+    """Whether one scale serves all columns of a step."""
     return W.across in (-1, STEP)
 
 
 @gluon.constexpr_function
 def token_groups(columns, W):
-    """The scales of a token of so many columns, of 8 bits."""
+    """The number of scales of a token that has so many columns of 8 bits."""
     return 1 if by_row(W) else -(-columns // STEP)
 
 
@@ -155,7 +157,7 @@ def values_of_4(
 
 @gluon.jit
 def values_of_6(w, scale_pair, ELEMENT: gl.constexpr, DTYPE: gl.constexpr):
-    """Of three pairs of words, as those of 64 bits."""
+    """[S, M, 128] values of six bits each, from three pairs of words. A pair is 64 bits."""
     a, b = w[0].to(gl.int32), (w[0] >> 32).to(gl.int32)
     c, d = w[1].to(gl.int32), (w[1] >> 32).to(gl.int32)
     e, f = w[2].to(gl.int32), (w[2] >> 32).to(gl.int32)
@@ -206,8 +208,8 @@ def operand_of(x, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr):
 def masked(
     here_S, step, COLUMNS: gl.constexpr, C: gl.constexpr, layout: gl.constexpr, SOME: gl.constexpr
 ):
-    """[S, 1, X] of a layout: whether elements of a step are there: of shares that have an expert,
-    and inside the columns; True if all are."""
+    """[S, 1, X] of a layout: whether elements of a step exist, because their share has an expert
+    and they lie inside the columns; True if all do."""
     S: gl.constexpr = layout.shape[0]
     X: gl.constexpr = layout.shape[2]
     EACH: gl.constexpr = COLUMNS_OF_STEP // X
@@ -258,7 +260,8 @@ def load_all(
     weights, step, COLUMNS: gl.constexpr, C: gl.constexpr, W: gl.constexpr, SIZES: gl.constexpr,
     SOME: gl.constexpr,
 ):  # fmt: skip
-    """(codes, scales, zero points) of a step; anything for those that there are none of."""
+    """(codes, scales, zero points) of a step; anything in place of what the format does not
+    have."""
     w_SM, here_S, s_ptr, z_ptr, at, end = weights
     layout: gl.constexpr = words_layout(SIZES, W.bits)
     MASKED: gl.constexpr = SOME or ragged(COLUMNS, C)

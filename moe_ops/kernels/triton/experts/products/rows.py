@@ -108,8 +108,8 @@ def code_tiles(rows_per_expert: float, width: int, codes: Codes, memory: int) ->
 
 @functools.cache
 def fitting(tiles: RowsTiles, gated: bool, bits: int, memory: int) -> RowsTiles:
-    """The same tiles with as many stages as fit into so many bytes of shared memory, for weights of
-    so many bits."""
+    """The tiles with as many stages as fit into `memory` bytes of shared memory, for weights of
+    `bits` bits."""
 
     def fit(tile: Tile, weights: int) -> Tile:
         stage = tile.step * (weights * bits // 8 + 2 * tile.BN)
@@ -140,7 +140,8 @@ def rows_up(
     DTYPE: tl.constexpr, BE: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of static scales of h: EACH, whether each expert has one; DTYPE, what h is rounded to."""
+    """One program: BI columns of h for up to BN rows of one expert. With static scales, EACH says
+    whether each expert has one, and DTYPE what h is rounded to first."""
     GATED: tl.constexpr = ACT.gated
     BF: tl.constexpr = 2 * BI if GATED else BI
     blocks: tl.constexpr = (H + BI - 1) // BI

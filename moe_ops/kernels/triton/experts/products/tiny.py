@@ -58,7 +58,8 @@ from moe_ops.kernels.triton.replay import launch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyTiles:
-    """Of the two launches: columns of h and of x a step; experts, rows and columns of h a step."""
+    """The tiles of two launches. The first takes BI columns of h, and BD columns of x a step. The
+    second takes BG experts and BR rows, and BH columns of h a step."""
 
     BI: int = 32
     BD: int = 128
@@ -102,8 +103,8 @@ def code_tiles(K: int, codes: Codes) -> TinyTiles:
 
 @functools.cache
 def fitting(tiles: TinyTiles, T: int, gated: bool, bits: int, memory: int) -> TinyTiles:
-    """The same tiles with as many stages as fit into so many bytes of shared memory, for weights of
-    so many bits."""
+    """The tiles with as many stages as fit into `memory` bytes of shared memory, for weights of
+    `bits` bits."""
     columns = max(16, tiles.BG * triton.next_power_of_2(T))
     up = tiles.BD * ((2 if gated else 1) * tiles.BI * bits // 8 + 2 * TINY_TOKENS)
     down = tiles.BH * (tiles.BG * tiles.BR * bits // 8 + 2 * columns)
@@ -255,7 +256,7 @@ def id_of(
     rank, experts_ptr, map_ptr, table_ptr, N_MAP,
     E: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """The ids of experts in use; E where there are not so many."""
+    """The ids of experts in use; E in places that are left over."""
     if ONE:
         ids = local_ids(experts_ptr, map_ptr, rank, rank < K, E, N_MAP)
     else:
