@@ -20,7 +20,7 @@ import moe_ops
 from moe_ops import Layout, MoELayer, experts, moe, using
 from moe_ops.generation.regions import addresses
 from moe_ops.graphs.addresses import identities, state_of
-from moe_ops.kernels.cpu import quantised
+from moe_ops.kernels.cpu import quantized
 from moe_ops.parallel.moves import Moves, apply_moves
 from moe_ops.prepared import HoldsExperts
 from moe_ops.testing import CASES, TOL, assert_close, make_layer
@@ -212,11 +212,11 @@ def test_loading_an_expert_wants_weights_as_loaded(layer: MoELayer) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["int8_w8a16", "fp8_w8a8"])
-def test_a_quantised_model_is_prepared(
+def test_a_quantized_model_is_prepared(
     mine: ModuleType, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So that the definition runs before and after: bits are compared.
-    monkeypatch.setattr(quantised, "unavailable", lambda element, inputs: "no compiler")
+    monkeypatch.setattr(quantized, "unavailable", lambda element, inputs: "no compiler")
     tiny = families.build("qwen3_moe")
     model = tiny.model.eval()
     ids = families.inputs_for(tiny, 2, 5, 0)

@@ -8,7 +8,7 @@ import functools
 
 from torch import Tensor
 
-from moe_ops.kernels.cpu import quantised as kernels
+from moe_ops.kernels.cpu import quantized as kernels
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.quant.formats import ALL, ROW, TENSOR, Format
 from moe_ops.registry.gradients import needs_grad

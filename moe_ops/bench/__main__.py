@@ -25,7 +25,7 @@ from moe_ops.bench import (
     options,
     overhead,
     packing,
-    quantised,
+    quantized,
     step,
 )
 from moe_ops.bench.results import write
@@ -110,10 +110,10 @@ def measure_packing(args: argparse.Namespace) -> Figures:
     }
 
 
-def measure_quantised(args: argparse.Namespace) -> Figures:
+def measure_quantized(args: argparse.Namespace) -> Figures:
     case = LAYERS[args.layer]
-    found = quantised.measure(case, args.tokens, args.formats, args.seconds)
-    print(quantised.table(found))
+    found = quantized.measure(case, args.tokens, args.formats, args.seconds)
+    print(quantized.table(found))
     return {"case": asdict(case), "turns": [asdict(one) for one in found]}
 
 
@@ -186,7 +186,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
     "accuracy": (measure_accuracy, "error of a layer and KL of a model, for every scheme"),
     "compile": (measure_compile, "what the passes add to the time of compiling a model"),
     "packing": (measure_packing, "time to quantise weights, for every format"),
-    "quantised": (measure_quantised, "a layer on the CPU in several formats, beside bfloat16"),
+    "quantised": (measure_quantized, "a layer on the CPU in several formats, beside bfloat16"),
     "ep": (measure_ep, "layers over the ranks of torchrun, collectives alone, or a simulation"),
     "loading": (measure_loading, "checkpoints into layers, against safetensors alone"),
 }
@@ -242,7 +242,7 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
         of.add_argument("--layer", default="qwen3_30b", choices=sorted(LAYERS))
         of.add_argument("--tokens", type=options.numbers, default=[1, 16, 64, 512])
         of.add_argument(
-            "--formats", type=options.words, default=list(quantised.FORMATS),
+            "--formats", type=options.words, default=list(quantized.FORMATS),
             help="comma-separated: WEIGHTS or WEIGHTS+INPUTS",
         )  # fmt: skip
         of.add_argument(

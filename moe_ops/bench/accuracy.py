@@ -252,7 +252,7 @@ def accuracy(base: Base, scheme: str, weight_format: str, input_format: str) -> 
     """The figures of one pair of formats."""
     kernels = KERNELS[base.x_TD.device.type]
     dtype = torch.bfloat16 if scheme == "none" else kernels.dtype
-    model, bits = _quantised(base, dtype, scheme, weight_format, input_format)
+    model, bits = _quantized(base, dtype, scheme, weight_format, input_format)
     first = model.model.layers[0].mlp.experts
     what = " ".join(name for name in (scheme, weight_format, input_format) if name)
     limits = kernels.limits(scheme, input_format)
@@ -298,7 +298,7 @@ def accuracy(base: Base, scheme: str, weight_format: str, input_format: str) -> 
     )
 
 
-def _quantised(
+def _quantized(
     base: Base, dtype: torch.dtype, scheme: str, weight_format: str, input_format: str
 ) -> tuple[Any, float]:
     """A copy of the model in the formats, the rest of it in `dtype`, and the bits of a weight."""

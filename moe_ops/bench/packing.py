@@ -76,13 +76,13 @@ def measure(
     best: dict[str, Packing] = {}
     for i in range(repeats):
         for w in formats or weight_formats():
-            found = quantise(case, E, w)
+            found = quantize(case, E, w)
             sys.stderr.write(f"{w}, run {i + 1} of {repeats}: {found.seconds:.2f} s\n")
             best[w] = min(best.get(w, found), found, key=lambda p: p.seconds)
     return list(best.values())
 
 
-def quantise(case: Case, E: int, weight_format: str) -> Packing:
+def quantize(case: Case, E: int, weight_format: str) -> Packing:
     """Time `quantize_model` on fresh weights."""
     from moe_ops.hf import quantize_model
 

@@ -182,10 +182,10 @@ def run(
     if module.has_bias:
         b13 = module.gate_up_proj_bias if act.gated else module.up_proj_bias
         b2 = module.down_proj_bias
-    quantised: dict[str, Any] = {}
+    quantized: dict[str, Any] = {}
     transposed, inputs = False, x
     if isinstance(found, StoredFormat):
-        quantised = found.arguments(module)
+        quantized = found.arguments(module)
     else:
         transposed = bool(module.is_transposed)
         # Under autocast the activations may come in another dtype than the weights; the products
@@ -193,7 +193,7 @@ def run(
         inputs = x.to(w13.dtype)
     out_TD = experts(
         inputs, weights_TK, ids_TK, w13, w2, b13, b2, None, transposed,
-        *act.args, **quantised,
+        *act.args, **quantized,
     )  # fmt: skip
     return out_TD.to(x.dtype)
 

@@ -94,7 +94,7 @@ def quantize_model(
     left: list[tuple[str, str]] = []
     for i, (name, module) in enumerate(modules.items()):
         before += _bytes(module)
-        reason = _quantise(module, config, scale_rule)
+        reason = _quantize(module, config, scale_rule)
         after += _bytes(module)
         done += reason is None
         if reason is not None:
@@ -176,7 +176,7 @@ def _config(scheme: str | QuantConfig, weights: str | None, inputs: str | None) 
     return found
 
 
-def _quantise(module: nn.Module, config: QuantConfig, scale_rule: str) -> str | None:
+def _quantize(module: nn.Module, config: QuantConfig, scale_rule: str) -> str | None:
     """Quantise one experts module in place; or why that cannot be."""
     stored = stored_as(module, config)
     if isinstance(stored, str):
@@ -185,11 +185,11 @@ def _quantise(module: nn.Module, config: QuantConfig, scale_rule: str) -> str | 
     for name in stored.projections:
         # Each weight takes its place before the next is made, so that only one is there twice.
         w = getattr(module, name)
-        store(module, stored, _quantise_weight(w, flip, config, name, scale_rule))
+        store(module, stored, _quantize_weight(w, flip, config, name, scale_rule))
     return None
 
 
-def _quantise_weight(
+def _quantize_weight(
     w: Tensor, flip: bool, config: QuantConfig, name: str, scale_rule: str
 ) -> dict[str, Tensor]:
     """The tensors of one stacked weight by attribute name, made one expert at a time."""

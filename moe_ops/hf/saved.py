@@ -17,7 +17,7 @@ from moe_ops.hf.optimize import optimize
 from moe_ops.hf.stored import (
     INPUT_SCALE,
     PROJECTIONS,
-    QuantisedExperts,
+    QuantizedExperts,
     format_of,
     refuse_to_save,
     store,
@@ -52,7 +52,7 @@ def write_config(
         refuse_to_save(model, f"beside what {other} quantised, and config.json names one method")
         return
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and any(_quantised(module)):
+        if isinstance(module, PreTrainedModel) and any(_quantized(module)):
             module.config.quantization_config = saved.to_dict()
             module._weight_conversions = []  # of names and layouts, which are left as they are
 
@@ -180,7 +180,7 @@ def finish(model: PreTrainedModel, config: QuantConfig, kept: Iterable[str]) -> 
 def _coded(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Codes, scales and formats of a model by their names."""
     for prefix, module in model.named_modules():
-        if not isinstance(module, QuantisedExperts):
+        if not isinstance(module, QuantizedExperts):
             continue
         own = {**module._parameters, **module._buffers}
         for name in module.coded():
@@ -222,8 +222,8 @@ def _is_one_of(name: str, kept: tuple[str, ...]) -> bool:
     return any(f".{a}".endswith(f".{b}") for k in kept for a, b in ((name, k), (k, name)))
 
 
-def _quantised(model: nn.Module) -> Iterator[bool]:
-    return (isinstance(module, QuantisedExperts) for module in model.modules())
+def _quantized(model: nn.Module) -> Iterator[bool]:
+    return (isinstance(module, QuantizedExperts) for module in model.modules())
 
 
 def _method(config: Any) -> str:

@@ -75,7 +75,7 @@ class StoredFormat:
         return scale.detach()
 
 
-class QuantisedExperts(HoldsExperts, HoldsCodes):
+class QuantizedExperts(HoldsExperts, HoldsCodes):
     """What `store` puts before the class of an experts module.
 
     The weight of a projection is in <projection>_codes; under the projection's own name is the
@@ -130,7 +130,7 @@ class QuantisedExperts(HoldsExperts, HoldsCodes):
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
         # Not what object gives: pickle finds classes by name, and this one has the name of another.
-        return _new_quantised, (former_class(self),), reduced[2]
+        return _new_quantized, (former_class(self),), reduced[2]
 
     def _refusals(self, state_dict: dict[str, Any], prefix: str) -> Iterable[str]:
         stored = self._moe_ops_stored
@@ -183,9 +183,9 @@ def store(module: nn.Module, found: StoredFormat, tensors: dict[str, Tensor]) ->
         else:
             module.register_buffer(name, t)
     setattr(module, _STORED, found)
-    if not isinstance(module, QuantisedExperts):
+    if not isinstance(module, QuantizedExperts):
         module._stored = Stored()  # type: ignore[assignment]
-        module.__class__ = subclass(QuantisedExperts, type(module))  # type: ignore[arg-type]
+        module.__class__ = subclass(QuantizedExperts, type(module))  # type: ignore[arg-type]
 
 
 def refuse_to_save(model: PreTrainedModel, why: str) -> None:
@@ -204,5 +204,8 @@ def _refuse(name: str, why: str, *args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-def _new_quantised(cls: type[nn.Module]) -> Any:
-    return new_object(subclass(QuantisedExperts, cls))  # type: ignore[arg-type]
+def _new_quantized(cls: type[nn.Module]) -> Any:
+    return new_object(subclass(QuantizedExperts, cls))  # type: ignore[arg-type]
+
+
+globals()["_new_quantised"] = _new_quantized  # the name that pickles of earlier versions hold

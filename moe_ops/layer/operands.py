@@ -48,7 +48,7 @@ class Operands:
         return self.input_order is not None and self.input_order.dim() == 2
 
     @property
-    def quantises_inputs(self) -> bool:
+    def quantizes_inputs(self) -> bool:
         return self.quant is not None and bool(self.quant.inputs)
 
     def options(self) -> dict[str, Any]:

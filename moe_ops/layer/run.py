@@ -57,7 +57,7 @@ def run_over_ranks(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> T
 def _recorded(held: Operands, run: Callable[[Routed], Tensor], routed: Routed) -> Tensor:
     """What a run makes of tokens and weights. Rounding is flat: where a gradient is wanted of what
     is quantised, a backward raises RuntimeError."""
-    if not (held.quantises_inputs and needs_grad(routed.x_TD, held.w13.bias)):
+    if not (held.quantizes_inputs and needs_grad(routed.x_TD, held.w13.bias)):
         return run(routed)
     with torch.no_grad():
         out_TD = run(routed)

@@ -173,10 +173,10 @@ class Loading:
             if coding.decodes:
                 self._take_scale(prefix, entry, stored, coding)
             return
-        for quantiser, pattern in FOREIGN.items():
+        for quantizer, pattern in FOREIGN.items():
             if pattern.search(name):
                 raise ValueError(
-                    f"{name} is of {quantiser}, of which weights of 4 bits are read, with all of "
+                    f"{name} is of {quantizer}, of which weights of 4 bits are read, with all of "
                     "their parts in one file; dequantise the checkpoint, or quantise it in one of "
                     "docs/FORMATS.md"
                 )

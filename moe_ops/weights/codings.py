@@ -26,7 +26,7 @@ from moe_ops.weights.layouts import PLAIN, Block, Coding, awq, compressed, gptq,
 NO_OP_READS = {
     "bitsandbytes": "of its weights those of 4 bits alone are read (NF4, FP4)",
 }
-QUANTISED = "quantization_config"
+QUANTIZED = "quantization_config"
 # Files that say it, and the method of those that need not name one. The last two are of AutoGPTQ
 # and AutoAWQ before transformers had a place for it.
 FILES = {
@@ -86,14 +86,14 @@ class Codings:
         found = self.says(module)
         if found is None:
             raise ValueError(
-                f"{module} is of no group of {self.file or QUANTISED}: none has a target that is "
+                f"{module} is of no group of {self.file or QUANTIZED}: none has a target that is "
                 "its name; correct the targets of config_groups"
             )
         return found
 
     def of(self, module: str) -> Coding:
         """The coding of a matrix. Raises ValueError, naming the file, if there is none."""
-        with naming(self.file or QUANTISED):
+        with naming(self.file or QUANTIZED):
             return self.said(module).coding
 
     def block(self, module: str) -> Block:
@@ -110,7 +110,7 @@ class Codings:
                 f"{a[1]} is {_words(a[0])} and {b[1]} is {_words(b[0])}, by {self.file}; load "
                 "layers whose experts are coded alike in one call, and others in another"
             )
-        with naming(self.file or QUANTISED):
+        with naming(self.file or QUANTIZED):
             return next(iter(found), Said()).coding
 
 
@@ -144,8 +144,8 @@ def _config_in(folder: Path) -> tuple[Mapping[str, Any] | None, Path]:
         with naming(path):
             found = object_of(read_json(path), "the file")
             for of in (found, *(found.get(key) for key in NESTED)):
-                if isinstance(of, Mapping) and of.get(QUANTISED) not in (None, {}):
-                    return object_of(of[QUANTISED], QUANTISED), path
+                if isinstance(of, Mapping) and of.get(QUANTIZED) not in (None, {}):
+                    return object_of(of[QUANTIZED], QUANTIZED), path
     for name, method in FILES.items():
         other = folder / name
         if other.is_file():
@@ -163,7 +163,7 @@ def coding_of(config: Mapping[str, Any] | None) -> Coding:
     every = {rule.said for rule in found.rules} | ({found.rest} if found.rest else set())
     if len(every) > 1:
         raise ValueError(
-            f"{QUANTISED} says of some matrices {' and of others '.join(map(_words, every))}; give "
+            f"{QUANTIZED} says of some matrices {' and of others '.join(map(_words, every))}; give "
             "the coding of the experts: compressed(bits), gptq(bits)"
         )
     return next(iter(every)).coding
@@ -176,7 +176,7 @@ def codings_of(config: Mapping[str, Any], file: Path | None = None) -> Codings:
     bits. Raises ValueError, with the reason, for others and for variants whose weights no op reads;
     TypeError for values that are not of their kind.
     """
-    config = object_of(config, QUANTISED)
+    config = object_of(config, QUANTIZED)
     method = text_of(config, "quant_method", "").lower()
     rules: tuple[Rule, ...] = ()
     if method in ("auto-round", "autoround", "auto_round", "intel/auto-round"):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moe_ops.kernels.cpu import quantised as kernels
+from moe_ops.kernels.cpu import quantized as kernels
 
 
 @pytest.fixture(autouse=True)

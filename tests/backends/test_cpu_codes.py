@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_ops import experts
 from moe_ops.backends import cpu_codes
-from moe_ops.kernels.cpu import quantised as kernels
+from moe_ops.kernels.cpu import quantized as kernels
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import ACTIVATIONS, BF16, F32, TOL, Case, assert_close, float32

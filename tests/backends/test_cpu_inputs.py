@@ -11,7 +11,7 @@ from code_layers import CASE, ODD, by_instructions, calls_apart, layer_of, run
 from torch import Tensor
 
 from moe_ops import experts
-from moe_ops.kernels.cpu import quantised as kernels
+from moe_ops.kernels.cpu import quantized as kernels
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import ACTIVATIONS, BF16, F32, TOL, Case, assert_close

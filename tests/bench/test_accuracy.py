@@ -19,7 +19,7 @@ from moe_ops.bench import __main__ as cli
 from moe_ops.bench import accuracy
 from moe_ops.bench.accuracy import Accuracy, Base
 from moe_ops.hf import optimize
-from moe_ops.kernels.cpu import quantised as kernels
+from moe_ops.kernels.cpu import quantized as kernels
 from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import Case
 

@@ -34,7 +34,7 @@ def test_the_fastest_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def pretend(case: Case, E: int, weight_format: str) -> Packing:
         return Packing(weight_format=weight_format, gigabytes=1.0, seconds=next(seconds))
 
-    monkeypatch.setattr(packing, "quantise", pretend)
+    monkeypatch.setattr(packing, "quantize", pretend)
     found = packing.measure(TINY, 1, 2, ["mxfp4", "mxfp8"])
     assert [(p.weight_format, p.seconds) for p in found] == [("mxfp4", 2.0), ("mxfp8", 1.0)]
 

@@ -12,8 +12,8 @@ import torch
 from expecttest import assert_expected_inline
 
 from moe_ops.bench import __main__ as cli
-from moe_ops.bench import quantised
-from moe_ops.bench.quantised import Turns
+from moe_ops.bench import quantized
+from moe_ops.bench.quantized import Turns
 from moe_ops.testing import LAYERS, Case
 
 TINY = Case(name="tiny", T=1, E=6, K=2, D=128, I=128)
@@ -21,42 +21,42 @@ INT8 = "int8:row+int8:row"
 
 
 def test_every_expert_has_memory_of_its_own() -> None:
-    for name, weights in quantised.layers(TINY, [INT8]).items():
+    for name, weights in quantized.layers(TINY, [INT8]).items():
         tensors = (weights.w13_EFD, weights.w2_EDI, *weights.beside.values())
         for t in tensors:
             assert t.shape[0] == TINY.E and t.is_contiguous(), name
-            assert torch.equal(t[0], t[quantised.DISTINCT]) and not torch.equal(t[0], t[1])
+            assert torch.equal(t[0], t[quantized.DISTINCT]) and not torch.equal(t[0], t[1])
 
 
 def test_formats_take_turns_on_the_same_routing(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, str]] = []
-    monkeypatch.setattr(quantised, "check", lambda *args: None)
+    monkeypatch.setattr(quantized, "check", lambda *args: None)
     monkeypatch.setattr(
-        quantised, "experts", lambda *args, **kw: calls.append((args[2], kw.get("w_format", "")))
+        quantized, "experts", lambda *args, **kw: calls.append((args[2], kw.get("w_format", "")))
     )
-    found = quantised.measure(TINY, [1, 3], ["int8:row"], 0.0)
-    rounds = quantised.WARM_UP + quantised.LEAST
+    found = quantized.measure(TINY, [1, 3], ["int8:row"], 0.0)
+    rounds = quantized.WARM_UP + quantized.LEAST
     assert [format for _, format in calls] == ["", "int8:row"] * (2 * rounds)
     ids = [ids for ids, _ in calls]
     assert all(a is b for a, b in zip(ids[::2], ids[1::2], strict=True))
     assert any(not torch.equal(ids[0], other) for other in ids[2 : 2 * rounds : 2])
     assert [(one.format, one.tokens, one.turns) for one in found] == [
-        (format, T, quantised.LEAST) for T in (1, 3) for format in ("bfloat16", "int8:row")
+        (format, T, quantized.LEAST) for T in (1, 3) for format in ("bfloat16", "int8:row")
     ]
     assert all(0 < one.low_ms <= one.ms <= one.high_ms for one in found)
 
 
 def test_what_is_wrong_or_has_no_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotImplementedError, match="mxfp6_e3m2 has no kernel to time here: needs"):
-        quantised.layers(TINY, ["mxfp6_e3m2"])
+        quantized.layers(TINY, ["mxfp6_e3m2"])
     with pytest.raises(ValueError, match="int8:1x256"):
-        quantised.layers(TINY, ["int8:1x256"])
-    run = quantised.experts
+        quantized.layers(TINY, ["int8:1x256"])
+    run = quantized.experts
     twice = lambda *args, **kw: 2 * run(*args, **kw)  # noqa: E731
     twice.reference, twice.refusals = run.reference, run.refusals  # type: ignore[attr-defined]
-    monkeypatch.setattr(quantised, "experts", twice)
+    monkeypatch.setattr(quantized, "experts", twice)
     with pytest.raises(AssertionError, match="bfloat16: not timed; it"):
-        quantised.layers(TINY, ["int8:row"])
+        quantized.layers(TINY, ["int8:row"])
 
 
 def test_table_text() -> None:
@@ -66,7 +66,7 @@ def test_table_text() -> None:
     found = [turns("bfloat16", 1, 4.0), turns("mxfp4", 1, 1.25)]
     found += [turns("bfloat16", 64, 80.0), turns("mxfp4", 64, 100.0)]
     assert_expected_inline(
-        quantised.table(found),
+        quantized.table(found),
         """\
 | format | 1 token, ms | 64 tokens, ms |
 | --- | --- | --- |

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_ops import OPS, Op, fake_impls
 from moe_ops.backends import triton_device
 from moe_ops.kernels import cpu as kernels
-from moe_ops.kernels.cpu import quantised
+from moe_ops.kernels.cpu import quantized
 from moe_ops.ops.quantize import QuantizeCall
 from moe_ops.quant.formats import Format
 from moe_ops.registry.spec import REFERENCE
@@ -54,7 +54,7 @@ def machine() -> Iterator[None]:
     """Pretend that this machine has a C++ compiler, Triton and a GPU."""
     with (
         patch.object(kernels, "unavailable", lambda: None),
-        patch.object(quantised, "unavailable", lambda element, inputs: None),
+        patch.object(quantized, "unavailable", lambda element, inputs: None),
         patch.object(triton_device, "unavailable", lambda: None),
         patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY),
     ):
@@ -153,8 +153,8 @@ def _served(op: Op, call: Call, device: str) -> Iterator[str]:
     for product in products:
         yield from _served(*product, device)
     if not products:
-        quantised = inspect.signature(op).bind(*args).arguments.get("x_format")
-        floats = "emulated" if quantised else "reference"
+        quantized = inspect.signature(op).bind(*args).arguments.get("x_format")
+        floats = "emulated" if quantized else "reference"
         decodes = backend.name in DECODING or backend.emulates(op.call(*args))
         word = floats if decodes else "native"
         yield f"{word}: {'definition' if backend.name == REFERENCE else f'`{backend.name}`'}"

@@ -16,7 +16,7 @@ BEGINNINGS = {
     "moe_ops.passes.explain.api": ("trace", "run_compiled"),
     "moe_ops.planning.tune": ("measure", "write", "calls_of"),
     "moe_ops.hf.optimize": ("_configs", "_swap"),
-    "moe_ops.hf.quantize": ("optimize", "_quantise"),
+    "moe_ops.hf.quantize": ("optimize", "_quantize"),
     "torch": ("compile",),
     "torch._inductor.compile_fx": ("compile_fx",),
     "torch._dynamo": ("optimize", "export"),

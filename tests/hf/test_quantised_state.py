@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,15 @@ def test_copies_and_pickles_are_quantised_too() -> None:
         assert torch.equal(logits(twin), want)
         assert stored_format(experts_of(twin)[0]) == stored_format(experts_of(model)[0])
         assert same(experts_of(twin.half())[0], experts_of(model)[0])
+
+
+def test_a_pickle_of_an_earlier_version_is_read() -> None:
+    model = quantised()
+    now, before = b"_new_quantized", b"_new_quantised"
+    pickled = pickle.dumps(model)
+    assert now in pickled
+    twin = pickle.loads(pickled.replace(now, before))
+    assert torch.equal(logits(twin), logits(model))
 
 
 def test_a_model_whose_experts_were_all_kept_is_saved(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from moe_ops.backends.triton_limits import (
     MOST_ROWS_AS_STORED,
     MOST_ROWS_OF_CODES,
     MOST_ROWS_OF_LARGE_AS_STORED,
-    MOST_ROWS_OF_QUANTISED_INPUTS,
+    MOST_ROWS_OF_QUANTIZED_INPUTS,
     most_rows_tokens,
 )
 from moe_ops.ops.experts import ExpertsCall
@@ -347,7 +347,7 @@ def test_grouped_takes_float8_with_many_rows_an_expert() -> None:
     for formats in (BLOCK_FLOAT8, ("float8_e4m3fn:64x128", BLOCK_FLOAT8[1])):
         call = call_of(WIDE, *formats)
         assert experts.backends["triton.grouped"].refusal("cuda", 3, call) is None
-        assert most_rows_tokens(call) == MOST_ROWS_OF_QUANTISED_INPUTS * 4 // 2
+        assert most_rows_tokens(call) == MOST_ROWS_OF_QUANTIZED_INPUTS * 4 // 2
     interleaved = call_of(WIDE, *BLOCK_FLOAT8, interleaved=True)
     assert experts.backends["triton.grouped"].refusal("cuda", 3, interleaved) is None
     assert most_rows_tokens(call_of(SMALL, *BLOCK_FLOAT8)) is None  # there is only `rows`

@@ -18,7 +18,7 @@ from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
 
 ONE = ParallelConfig()
-QUANTISED = ("gptq_int4", "awq", "packed_uint4", "fp8_blocks", "modelopt_nvfp4")
+QUANTIZED = ("gptq_int4", "awq", "packed_uint4", "fp8_blocks", "modelopt_nvfp4")
 
 
 def load(layer: MoELayer, folder: Path, **more: Any) -> Any:
@@ -43,7 +43,7 @@ def check_plain(layer: MoELayer, values: dict[str, Tensor]) -> None:
         assert torch.equal(got, values[shard].float())
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_a_layer_that_the_checkpoint_leaves_unquantised(name: str, tmp_path: Path) -> None:
     other = PREFIX.replace("0", "1")
     made = write(tmp_path, LAYOUTS[name])
@@ -82,7 +82,7 @@ class Shared(nn.Module):
         self.down_proj = nn.Linear(I, D, bias=False)
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_shared_experts_in_16_bits_beside_quantised_ones(name: str, tmp_path: Path) -> None:
     made = write(tmp_path, LAYOUTS[name])
     shared = {

@@ -6,7 +6,7 @@
 //
 // Compiled after codes.h and before weights.h, once for each type of inputs (MOE_INPUTS).
 
-// Shared with Python by position: see kernels/cpu/quantised.py. How the inputs of a product get their scales.
+// Shared with Python by position: see kernels/cpu/quantized.py. How the inputs of a product get their scales.
 struct Inputs {
   const float* given;     // one, or one for each expert; null: they are made of the values
   int64_t given_experts;  // how many are given
@@ -24,11 +24,11 @@ float from_bits(uint32_t bits) {
 }
 
 struct AsTheyAre {
-  static constexpr bool kQuantised = false;
+  static constexpr bool kQuantized = false;
 };
 
 struct Int8Codes {
-  static constexpr bool kQuantised = true;
+  static constexpr bool kQuantized = true;
   static constexpr float kLargest = 127.0f;
   // The nearest code, halves to the even one: float32 numbers of this size are integers.
   static float round(float v) {
@@ -41,7 +41,7 @@ struct Int8Codes {
 };
 
 struct Float8Codes {
-  static constexpr bool kQuantised = true;
+  static constexpr bool kQuantized = true;
   static constexpr float kLargest = 448.0f;
   static float round(float v) {
     v = v > kLargest ? kLargest : v;

@@ -1,6 +1,6 @@
 // What the kernels of layers share: numbers, registers, the routing of pairs, activations and their combination.
 //
-// It is compiled in front of experts.cpp or quantised.cpp.
+// It is compiled in front of experts.cpp or quantized.cpp.
 
 #include <algorithm>
 #include <cmath>

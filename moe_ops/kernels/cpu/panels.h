@@ -7,7 +7,7 @@
 // Numbers are exact where scales are those of 128 columns or more, and each section of columns is multiplied by its
 // scales. Smaller groups have their scale multiplied into the numbers, which rounds them: of bfloat16, to 8 bits.
 //
-// Compiled after weights.h, before quantised.cpp.
+// Compiled after weights.h, before quantized.cpp.
 
 namespace {
 
@@ -171,7 +171,7 @@ template <typename W> class Panel {
       const Floats* const scale = reinterpret_cast<const Floats*>(scales_.data + s * kPanelRows);
       for (int t = 0; t < Tokens; ++t)
         for (int i = 0; i < 2; ++i) {
-          if constexpr (W::Codes::kQuantised) {
+          if constexpr (W::Codes::kQuantized) {
             if (x.groups > 1) part[t][i] *= scales[t][s];
           }
           dots[t][i] += part[t][i] * scale[i];
@@ -179,7 +179,7 @@ template <typename W> class Panel {
     }
     const int64_t n = std::min<int64_t>(Tokens, end - r0);
     for (int t = 0; t < n; ++t) {
-      if constexpr (W::Codes::kQuantised) {
+      if constexpr (W::Codes::kQuantized) {
         if (x.groups == 1)
           for (int i = 0; i < 2; ++i) dots[t][i] *= scales[t][0];
       }

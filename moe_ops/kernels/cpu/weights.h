@@ -2,7 +2,7 @@
 //
 // Compiled after inputs.h, before panels.h.
 
-// Shared with Python by position: see kernels/cpu/quantised.py. The scales of one stacked weight [E, rows, columns].
+// Shared with Python by position: see kernels/cpu/quantized.py. The scales of one stacked weight [E, rows, columns].
 struct Scales {
   const void* scale;
   const uint8_t* zero;
@@ -189,7 +189,7 @@ template <typename W> struct Arranged {
   Arranged(const W& w, const Inputs& inputs, int64_t rows)
       : w(w), inputs(inputs), width(w.steps * W::kStep), stride(width + 64 / int64_t(sizeof(X))),
         sums(W::Element::kZero ? w.spans * kLanes : 0),
-        groups(Codes::kQuantised ? (w.columns + inputs.group_columns - 1) / inputs.group_columns : 0), x(rows * stride),
+        groups(Codes::kQuantized ? (w.columns + inputs.group_columns - 1) / inputs.group_columns : 0), x(rows * stride),
         sum(rows * sums), scale(rows * groups), offset(W::kIntegers ? rows : 0),
         largest(needs_largest() ? rows : 0) {
     for (int i = 0; i < W::kStep; ++i) columns[i] = W::Decode::column(i);
@@ -199,9 +199,9 @@ template <typename W> struct Arranged {
   const float* scales_of(int64_t r) const { return scale.data + r * groups; }
 
   // Whether a row's scale is that of its expert.
-  bool by_expert() const { return Codes::kQuantised && inputs.given_experts > 1; }
+  bool by_expert() const { return Codes::kQuantized && inputs.given_experts > 1; }
   // Whether all rows share a scale that their values make: then `see` comes first, for all of them.
-  bool needs_largest() const { return Codes::kQuantised && inputs.one && !inputs.given; }
+  bool needs_largest() const { return Codes::kQuantized && inputs.one && !inputs.given; }
   template <typename T> void see(int64_t r, const T* from) { largest[r] = largest_bits(from, w.columns); }
   void seen(int64_t rows) {
     for (int64_t r = 0; r < rows; ++r) largest_of_all = std::max(largest_of_all, largest[r]);
@@ -210,7 +210,7 @@ template <typename W> struct Arranged {
   // Row r is one of expert e, which is read where every expert has a scale. `scratch` holds a row.
   template <typename T> void arrange(int64_t r, const T* from, int64_t e, float* scratch) {
     X* const to = x.data + r * stride;
-    if constexpr (Codes::kQuantised) {
+    if constexpr (Codes::kQuantized) {
       round_row(r, from, e, scratch);
       place(scratch, to);
     } else {

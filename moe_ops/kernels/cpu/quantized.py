@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_ops.kernels.cpu import LayerFields, layer_of, pointer, refusal_of
 from moe_ops.kernels.cpu.built import built
 
-SOURCES = ("layer.h", "codes.h", "inputs.h", "weights.h", "panels.h", "quantised.cpp")
+SOURCES = ("layer.h", "codes.h", "inputs.h", "weights.h", "panels.h", "quantized.cpp")
 # Names of codes.h by element type, and in the order of the numbers that weights.h gives them.
 ELEMENTS = {
     "int8": "Int8",

@@ -80,7 +80,7 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
         std::memcpy(&sums, tile.sums[t] + s * kLanes, kVectorBytes);
         part[t][0] -= w.spread.template of<span>(row.zero + first) * sums;
       }
-      if constexpr (W::Codes::kQuantised) {
+      if constexpr (W::Codes::kQuantized) {
         if (tile.grouped) part[t][0] *= tile.scales[t][s];
       }
       total[t] += part[t][0] * scale;
@@ -108,7 +108,7 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
     dots[t] = sum(total[t]) * W::Decode::kFactor;
     // Asked of what became infinite alone: to look at every scale takes 5 % longer.
     if (decode.any_nan() || (std::isinf(dots[t]) && w.any_infinite(row))) dots[t] = NAN;
-    if constexpr (W::Codes::kQuantised) {
+    if constexpr (W::Codes::kQuantized) {
       if (!tile.grouped) dots[t] *= tile.scales[t][0];
     }
   }
@@ -161,7 +161,7 @@ template <typename W> struct Worker {
 
 // Results of an expert's first product, given products with gate rows and, if gated, with up rows.
 template <typename T, typename W, typename V> V activated(const Layer& l, V gate, V up) {
-  if constexpr (W::Codes::kQuantised)  // rounded where the definition rounds: other codes are a step away
+  if constexpr (W::Codes::kQuantized)  // rounded where the definition rounds: other codes are a step away
     return activate(l.activation, round_to<T>(gate), round_to<T>(up));
   return activate(l.activation, gate, up);
 }
@@ -300,7 +300,7 @@ void experts(const Layer& l, const T* x, const void* ids, const void* weights, c
 #pragma omp parallel num_threads(threads_for(int64_t(rows.active.size()) * l.F * l.D, l.threads))
   {
     Worker<W> worker13(first, panels), worker2(second, panels);
-    const Buffer<float> numbers(Codes::kQuantised ? std::max(l.D, l.I) : 0);
+    const Buffer<float> numbers(Codes::kQuantized ? std::max(l.D, l.I) : 0);
     if (routed)
       arrange_all(x_TD, used, [&](int64_t r) { return x + order[r] / l.K * l.x_stride; }, expert, numbers.data);
     else
