@@ -33,7 +33,7 @@ KERNELS = {
     },
     "codes": EXPERTS | {"arrange_kernel", "decode_kernel"},
     "by_row": EXPERTS | {
-        "quantise_rows_kernel", "largest_kernel", "largest_of_pairs_kernel", "quantize_kernel",
+        "quantize_rows_kernel", "largest_kernel", "largest_of_pairs_kernel", "quantize_kernel",
         "quantize_blocks_kernel", "static_factors_kernel", "copy_to_rows_kernel",
         "decode_tokens_kernel",
     },
@@ -43,7 +43,7 @@ KERNELS = {
     },
 }  # fmt: skip
 QUANTISE = {
-    "quantise_kernel", "quantise_rows_kernel", "quantize_kernel", "quantize_blocks_kernel",
+    "quantize_tokens_kernel", "quantize_rows_kernel", "quantize_kernel", "quantize_blocks_kernel",
     "static_factors_kernel",
 }  # fmt: skip
 STREAMED = {"one_up", "one_down", "few_up", "few_down"}  # of codes, on Hopper
@@ -83,9 +83,9 @@ def test_every_variant_compiles_and_spills_nothing(capability: int, part: str) -
     if quantised:  # also where rows of words are no multiple of 64 bytes
         assert min(size for v in variants for size in v["copies"]) >= 8
     # Scales are the definition's to the bit; Triton's `/` is `div.full`, which is off by two.
-    quantises = [v["divides"] for v in variants if v["kernel"] in QUANTISE]
+    quantizes = [v["divides"] for v in variants if v["kernel"] in QUANTISE]
     emulates = [v["divides"] for v in variants if v["kernel"] == "emulate_kernel"]
-    assert all(divides == ["rn"] for divides in quantises)
+    assert all(divides == ["rn"] for divides in quantizes)
     assert all(divides in (["rn"], []) for divides in emulates)  # none by powers of two
     assert bool(emulates) == (part == "other_codes")
-    assert bool(quantises) == (part == "by_row" or (part == "codes" and capability >= 89))
+    assert bool(quantizes) == (part == "by_row" or (part == "codes" and capability >= 89))

@@ -44,7 +44,7 @@ def copy_to_rows_kernel(
 
 def in_rows(x_TD: Tensor, scale_TG: Tensor, inverse_R: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Codes [R, D] of the token in each row (`sort_pairs`), and float32 scales [groups, R or more],
-    as `quantise_sorted` lays them out. Rows of no pair stay unwritten. Codes fill words."""
+    as `quantize_sorted` lays them out. Rows of no pair stay unwritten. Codes fill words."""
     (T, D), R, G = x_TD.shape, inverse_R.numel(), scale_TG.shape[1]
     codes_RD = x_TD.new_empty(R, D)
     scale_GR = scale_TG.new_empty(G, triton.cdiv(R, 16) * 16)

@@ -44,7 +44,7 @@ from moe_ops.kernels.triton.replay import launch
 
 # One compiled kernel serves every number of rows.
 @triton.jit(do_not_specialize=["T", "N_MAP"])
-def quantise_rows_kernel(
+def quantize_rows_kernel(
     x_ptr, given_ptr, parts_ptr, ids_ptr, map_ptr, inverse_ptr, ends_ptr, weight_ptr, rows_ptr,
     codes_ptr, scale_ptr, stride_x, T, N_MAP,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
@@ -147,7 +147,7 @@ def by_expert(scale: Tensor | None) -> bool:
     return scale is not None and scale.numel() > 1
 
 
-def _quantise(
+def _quantize(
     x_TD: Tensor,
     codes: Codes,
     given: Tensor | None,
@@ -167,7 +167,7 @@ def _quantise(
     BT, BD = tile_of(D)
     pdl, options = pdl_options(x_TD)
     launch(
-        quantise_rows_kernel, (triton.cdiv(T, BT),),
+        quantize_rows_kernel, (triton.cdiv(T, BT),),
         x_TD, given, parts, ids_TK if each else None, expert_map if each else None, inverse_R,
         ends_E, *weights, out, scale_R, x_TD.stride(0), T,
         0 if expert_map is None else expert_map.shape[0],
@@ -178,7 +178,7 @@ def _quantise(
     return out, scale_R
 
 
-def quantise_x(
+def quantize_x(
     x_TD: Tensor,
     codes: Codes,
     ids_TK: Tensor,
@@ -197,10 +197,10 @@ def quantise_x(
         return x_RD, scale_GR.view(-1)
     rows = T if inverse_R is None and not by_expert(codes.x_scale) else T * K
     parts = largest(x_TD) if codes.x_scale is None and codes.scaled == "tensor" else None
-    return _quantise(x_TD, codes, codes.x_scale, parts, rows, (ids_TK, expert_map, inverse_R))
+    return _quantize(x_TD, codes, codes.x_scale, parts, rows, (ids_TK, expert_map, inverse_R))
 
 
-def quantise_h(
+def quantize_h(
     h_RI: Tensor,
     codes: Codes,
     ends_E: Tensor,
@@ -215,10 +215,10 @@ def quantise_h(
     weights, ids = (weights_TK, rows_R), None
     if routed is not None:
         ids = (routed[0].view(-1, 1), routed[1], None)
-    return _quantise(h_RI, codes, given, parts, h_RI.shape[0], ids, ends_E, weights)
+    return _quantize(h_RI, codes, given, parts, h_RI.shape[0], ids, ends_E, weights)
 
 
-def quantise_pairs(
+def quantize_pairs(
     h_PI: Tensor, codes: Codes, ids_TK: Tensor, expert_map: Tensor | None, share_PT: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Codes of h [pairs * T, I] as `tiny_up` wrote it, and their scales, times its shares of
@@ -235,4 +235,4 @@ def quantise_pairs(
             PDL=pdl, num_warps=4, **options,
         )  # fmt: skip
     ids, weights = (ids_TK.view(-1, 1), expert_map, None), (share_PT, None)
-    return _quantise(h_PI, codes, given, parts, h_PI.shape[0], ids, weights=weights)
+    return _quantize(h_PI, codes, given, parts, h_PI.shape[0], ids, weights=weights)
