@@ -126,7 +126,7 @@ def build(name: str, layers: int | None, device: str) -> Any:
     return model.eval()
 
 
-def quantise(model: Any, experts: str) -> dict[str, float]:
+def quantize(model: Any, experts: str) -> dict[str, float]:
     """Quantise the experts to "weights" or "weights+inputs": seconds, and GB of memory at most."""
     weights, _, inputs = experts.partition("+")
     if torch.cuda.is_available():
@@ -339,7 +339,7 @@ def main(arguments: list[str] | None = None) -> None:
             gc.collect()  # or there are two models while the next is built
             model = build(args.model, args.layers, device)
         if experts != FLOAT:
-            report.figures.setdefault("quantising", {})[experts] = quantise(model, experts)
+            report.figures.setdefault("quantising", {})[experts] = quantize(model, experts)
         measure_ours(args, model, experts, prompts, report)
     if args.stock != ["none"]:
         model = None

@@ -255,14 +255,14 @@ def ratios(name: str, ours: Speed, others: Sequence[Speed]) -> str:
     return f"{name:<24}{prefill:>11.2f}x{decode:>13.2f}x"
 
 
-def table(ours: Speed, stock: Sequence[Speed], quantised: Sequence[Speed] = ()) -> str:
+def table(ours: Speed, stock: Sequence[Speed], quantized: Sequence[Speed] = ()) -> str:
     rows = [*(row(s) for s in (*stock, ours)), ratios("ours / best stock", ours, stock)]
-    for one in quantised:
+    for one in quantized:
         rows += [row(one), ratios(f"{one.implementation} / ours", one, [ours])]
     return "\n".join([HEADER, *rows])
 
 
-def quantised(model: Qwen3MoeForCausalLM, quant: str, ids: Tensor) -> Qwen3MoeForCausalLM:
+def quantized(model: Qwen3MoeForCausalLM, quant: str, ids: Tensor) -> Qwen3MoeForCausalLM:
     """A copy of the model with its experts in a format; says how far its logits are off."""
     with torch.inference_mode():
         want = model(ids[:2], use_cache=False).logits.float()
@@ -330,7 +330,7 @@ def main(arguments: list[str] | None = None) -> None:
     model, ids = model.to(device, torch.bfloat16), ids.to(device)
     contenders = [our_contender(model, "moe_ops", ids, args.tokens)]
     if args.quant:
-        twin = quantised(model, args.quant, ids)
+        twin = quantized(model, args.quant, ids)
         contenders.append(our_contender(twin, args.quant, ids, args.tokens))
     ours = len(contenders)
     contenders += [stock_contender(model, s, ids, args.tokens) for s in STOCK]

@@ -90,7 +90,7 @@ def test_fewer_bits_cost_more(base: Base) -> None:
     assert four > 1.5 * max(six, eight) > 0  # so few tokens do not tell six bits from eight
 
 
-def test_quantised_inputs_cost_more_than_16_bit_ones(base: Base) -> None:
+def test_quantized_inputs_cost_more_than_16_bit_ones(base: Base) -> None:
     plain = accuracy.accuracy(base, "mxfp4_w4a16", "mxfp4", "")
     both = accuracy.accuracy(base, "mxfp4_w_mxfp4_a", "mxfp4", "mxfp4")
     assert both.bits_per_weight == plain.bits_per_weight

@@ -44,9 +44,9 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     assert load(path) == without
     rates = Rates(copy_tbs=4.0, matmul_tflops=800.0, matmul8_tflops=1400.0)
     more = {"format": "mxfp4", "backend": "aten", "seconds": 0.1, "rates": rates}
-    quantised = replace(results(), **more, earlier_rates=[results().rates])
-    write(path, dump(quantised))
-    assert load(path) == quantised
+    quantized = replace(results(), **more, earlier_rates=[results().rates])
+    write(path, dump(quantized))
+    assert load(path) == quantized
 
 
 def test_a_file_from_before_there_were_formats_is_read(tmp_path: Path) -> None:

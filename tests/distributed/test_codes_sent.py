@@ -164,7 +164,7 @@ def with_gradients(rank: int, group: str, whole: Whole, of: str) -> Tensor:
 
 
 @each_format
-def test_gradients_are_those_of_experts_that_quantise(formats: str) -> None:
+def test_gradients_are_those_of_experts_that_quantize(formats: str) -> None:
     whole = whole_of(formats, "even", torch.float32)
     for error in threads(2, with_gradients, whole, "x"):
         assert isinstance(error, ValueError) and "quantize has no gradient" in str(error)

@@ -38,7 +38,7 @@ def test_ranks_give_what_one_process_gives(
 @each_transport
 @pytest.mark.parametrize(("w_format", "x_format"), FORMATS, ids=[f"{w}_{x}" for w, x in FORMATS])
 @pytest.mark.parametrize("name", ["uneven", "one_expert"])
-def test_quantised_experts(name: str, w_format: str, x_format: str, collective: str) -> None:
+def test_quantized_experts(name: str, w_format: str, x_format: str, collective: str) -> None:
     whole = Whole.of(SPREAD[name], torch.float32, w_format, x_format)
     got = torch.cat(results(whole.spread.ranks, run_share, whole, collective))
     assert_close(got, whole.want(), SUMMED)

@@ -64,7 +64,7 @@ def runs() -> str:
             for name, call in calls(pair.weights, pair.inputs).items():
                 row = tuple(how(OPS[name], call, device) for device in DEVICES.values())
                 found.append((pair, (name, row)))
-    cells = grouped(((quantised(pair), tuple(of)), pair) for pair, of in grouped(found).items())
+    cells = grouped(((quantized(pair), tuple(of)), pair) for pair, of in grouped(found).items())
     lines = []
     for (what, of), some in sorted(cells.items(), key=lambda item: ORDER.index(item[0][0])):
         label = names(some)
@@ -238,7 +238,7 @@ def scales(format: str) -> str:
     return f"{each}; uint8 zero points" if of.has_zero else each
 
 
-def quantised(pair: Pair) -> str:
+def quantized(pair: Pair) -> str:
     """Which operands of a product are quantised."""
     if pair.inputs:
         return "weights and inputs"

@@ -19,7 +19,7 @@ def fill(page: str, folder: Path) -> str:
 def tables(figures: dict[str, Any]) -> str:
     parts = [*blocks.heading(figures), speeds(figures)]
     if "quantising" in figures:
-        parts.append(quantising(figures))
+        parts.append(quantizing(figures))
     if figures["steps"]:
         intro = (
             "Of a step, the ms that the kernels of each part take (launches that overlap count "
@@ -36,8 +36,8 @@ def speeds(figures: dict[str, Any]) -> str:
     ]
     floats = {s["batch"]: s["step_ms"] for s in figures["speeds"] if s["way"] == "moe_ops"}
     for s in sorted(figures["speeds"], key=lambda s: s["batch"]):
-        quantised = s["way"].startswith("moe_ops ")
-        ratio = f" ({floats[s['batch']] / s['step_ms']:.2f})" if quantised else ""
+        quantized = s["way"].startswith("moe_ops ")
+        ratio = f" ({floats[s['batch']] / s['step_ms']:.2f})" if quantized else ""
         cells = (
             s["batch"],
             WAYS.get(s["way"], s["way"]),
@@ -51,7 +51,7 @@ def speeds(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def quantising(figures: dict[str, Any]) -> str:
+def quantizing(figures: dict[str, Any]) -> str:
     took = [
         f"{q['seconds']:.1f} s and {q['peak_gb']:.1f} GB at most (`{experts}`)"
         for experts, q in figures["quantising"].items()

@@ -157,7 +157,7 @@ def test_ratios_are_against_the_best_of_each_column(quickstart) -> None:
     assert text.splitlines()[-1].split() == ["ours", "/", "best", "stock", "1.50x", "1.60x"]
 
 
-def test_quantised_experts_are_held_against_ours(quickstart) -> None:
+def test_quantized_experts_are_held_against_ours(quickstart) -> None:
     ours, stock = (quickstart.Speed(n, 3.0, 50.0, 400.0) for n in ("moe_ops", "grouped_mm"))
     text = quickstart.table(ours, [stock], [quickstart.Speed("int4", 3.0, 40.0, 600.0)])
     lines = [line.split() for line in text.splitlines()]
@@ -197,7 +197,7 @@ def test_the_first_line_comes_before_torch_is_imported(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.every
-def test_the_quickstart_quantises_a_copy() -> None:
+def test_the_quickstart_quantizes_a_copy() -> None:
     process = start(str(EXAMPLE), *SMALL, "--quant", "int4", stderr=subprocess.STDOUT)
     text, _ = process.communicate(timeout=500)
     assert process.returncode == 0, text[-2000:]

@@ -44,7 +44,7 @@ def test_products_that_inductor_spells_out_when_it_tunes_are_lifted(
         assert_complete(family, check(family, "batched_mm", dtype, dynamic=False, device="cuda"))
 
 
-def test_activation_and_quantisation_are_one_kernel() -> None:
+def test_activation_and_quantization_are_one_kernel() -> None:
     def model(y: Tensor) -> tuple[Tensor, Tensor]:
         return moe_ops.quantize(moe_ops.activate(y), "float8_e4m3fn:row")
 

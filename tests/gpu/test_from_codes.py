@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_quantised_kernels import CUT, WIDTHS, assert_same_bits, layer_of
+from test_quantized_kernels import CUT, WIDTHS, assert_same_bits, layer_of
 from torch import Tensor
 
 from moe_ops import experts, quantize
@@ -85,10 +85,10 @@ def test_a_captured_layer(layer: str, T: int) -> None:
     """By the backend that is picked, replayed with other tokens and experts."""
     call = call_of(layer, "qwen3_30b", T)
     graphs = []
-    for quantised in (False, True):
+    for quantized in (False, True):
 
-        def run(quantised: bool = quantised) -> Tensor:
-            return experts.part(of_codes(call) if quantised else call)
+        def run(quantized: bool = quantized) -> Tensor:
+            return experts.part(of_codes(call) if quantized else call)
 
         graphs.append(capture_call(run))
     for step in range(20):

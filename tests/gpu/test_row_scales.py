@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_quantised_kernels import (
+from test_quantized_kernels import (
     CUT,
     MANY,
     TOKENS,

@@ -9,8 +9,8 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moe_ops
-from tests.hf.test_quantised_state import EVERY, quantised
 from tests.hf.test_quantize import SIZES
+from tests.hf.test_quantized_state import EVERY, quantized
 from tests.hf.test_saved import check_same
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ def logits(model: Qwen3MoeForCausalLM) -> torch.Tensor:
 
 @pytest.mark.parametrize("scheme", EVERY)
 def test_every_scheme_comes_back_on_the_gpu(scheme: str, tmp_path: Path) -> None:
-    model = quantised(scheme)
+    model = quantized(scheme)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     loaded = type(model).from_pretrained(tmp_path, device_map="cuda")
     assert {p.device.type for p in loaded.state_dict().values()} == {"cuda"}

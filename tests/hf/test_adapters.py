@@ -39,7 +39,7 @@ def adapted(model: nn.Module, *parameters: str, modules: Any = ("q_proj",)) -> A
 @pytest.mark.parametrize("make", [qwen, gpt_oss])
 @pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize("scheme", FORMATS)
-def test_an_adapter_on_quantised_experts_is_refused(
+def test_an_adapter_on_quantized_experts_is_refused(
     scheme: str, targets: list[str], make: Any
 ) -> None:
     model = make()
@@ -53,7 +53,7 @@ def test_an_adapter_on_quantised_experts_is_refused(
         adapted(model, *targets)
 
 
-def test_an_optimized_and_a_compiled_quantised_model_refuse_alike() -> None:
+def test_an_optimized_and_a_compiled_quantized_model_refuse_alike() -> None:
     model = qwen()
     moe_ops.quantize_model(model, "int8_w8a16", progress=False)
     with pytest.raises(ValueError, match="holds codes of int8:row"):
@@ -72,7 +72,7 @@ def test_a_parametrization_of_codes_is_refused_and_leaves_the_model_whole() -> N
     assert torch.equal(logits(model), want)
 
 
-def test_an_adapter_elsewhere_runs_with_quantised_experts() -> None:
+def test_an_adapter_elsewhere_runs_with_quantized_experts() -> None:
     model, stock = qwen(), qwen()
     moe_ops.quantize_model(model, "int8_w8a16", progress=False)
     with torch.no_grad():
@@ -85,7 +85,7 @@ def test_an_adapter_elsewhere_runs_with_quantised_experts() -> None:
     assert_close(got, want, TOL)
 
 
-def test_a_merged_adapter_is_quantised_with_the_weights() -> None:
+def test_a_merged_adapter_is_quantized_with_the_weights() -> None:
     model = adapted(qwen(), *TARGETS["both"])
     want = logits(model)
     with pytest.raises(ValueError, match=r"0\.mlp\.experts has an adapter, .* merge it first"):

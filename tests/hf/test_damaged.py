@@ -14,8 +14,8 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops.hf import saved
-from tests.hf.test_quantised_state import quantised
 from tests.hf.test_quantize import experts_of, logits, qwen
+from tests.hf.test_quantized_state import quantized
 from tests.hf.test_saved import EXPERTS, FILE, check_same
 
 
@@ -66,7 +66,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
 def test_damage_is_named(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
-    model = quantised("int8_w8a16")
+    model = quantized("int8_w8a16")
     model.save_pretrained(tmp_path)
     damage(tmp_path)
     with pytest.raises(ValueError, match=message):
@@ -74,7 +74,7 @@ def test_damage_is_named(damage: Callable[[Path], None], message: str, tmp_path:
 
 
 def test_a_state_dict_that_lacks_a_scale_is_refused() -> None:
-    model = quantised("int8_w8a16")
+    model = quantized("int8_w8a16")
     state = {n: t for n, t in model.state_dict().items() if n != SCALE}
     with pytest.raises(ValueError, match=rf"the state dict lacks {SCALE} of the quantised experts"):
         type(model).from_pretrained(None, config=model.config, state_dict=state)
@@ -82,7 +82,7 @@ def test_a_state_dict_that_lacks_a_scale_is_refused() -> None:
 
 def test_what_is_offloaded_runs_and_is_checked_in_its_file(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
-    model = quantised("int8_w8a16")
+    model = quantized("int8_w8a16")
     model.save_pretrained(tmp_path)
     want = logits(model)
     accelerate.cpu_offload(model, execution_device="cpu", offload_buffers=True)
@@ -98,7 +98,7 @@ def test_what_is_offloaded_runs_and_is_checked_in_its_file(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", [SCALE, CODES])
 def test_a_state_dict_of_other_shapes_is_refused(name: str) -> None:
-    model = quantised("int8_w8a16")
+    model = quantized("int8_w8a16")
     state = model.state_dict()
     state[name] = state[name][1:].contiguous()
     with pytest.raises((ValueError, RuntimeError), match=r"mismatch|but the experts of config"):
@@ -116,7 +116,7 @@ E8M0_NAN = 255
 def test_scales_of_other_types_are_checked(
     scheme: str, name: str, value: float, said: str, tmp_path: Path
 ) -> None:
-    model = quantised(scheme)
+    model = quantized(scheme)
     getattr(experts_of(model)[0], name).flatten()[0] = value
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"{EXPERTS}\.{name} in .* holds {said}, but a scale is "):
@@ -156,7 +156,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_config_json_says_is_checked(
     fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    model = quantised("int8_w8a16")
+    model = quantized("int8_w8a16")
     model.save_pretrained(tmp_path)
     rewrite(tmp_path, **fields)
     with pytest.raises((ValueError, TypeError), match=message):

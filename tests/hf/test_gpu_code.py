@@ -80,7 +80,7 @@ def test_a_prompt_and_a_step_of_generate(family: str, batch: int, length: int) -
     ],
     ids=lambda formats: formats[0],
 )
-def test_quantised_experts_run_on_kernels(formats: tuple[str, str]) -> None:
+def test_quantized_experts_run_on_kernels(formats: tuple[str, str]) -> None:
     """The step of generate has them onto the residual, with their scales."""
     weights, inputs = formats
     with absent_gpu() as codes:

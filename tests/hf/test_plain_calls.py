@@ -24,7 +24,7 @@ TOL = Tol(1e-5, "the router's own code beside `route`")
 RAISED = "holds quantised weights, through which no gradients are defined; for inference call"
 
 
-def quantised(scheme: str | QuantConfig) -> nn.Module:
+def quantized(scheme: str | QuantConfig) -> nn.Module:
     model = qwen()
     moe_ops.quantize_model(model, scheme, progress=False)
     return model
@@ -37,11 +37,11 @@ def adopted() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "weights": lambda: quantised("uint4:1x32"),
-    "rows": lambda: quantised("int8_w8a8"),
-    "blocks": lambda: quantised(BLOCKS),
-    "nvfp4": lambda: quantised("nvfp4_w4a4"),
-    "mxfp8": lambda: quantised("mxfp8"),
+    "weights": lambda: quantized("uint4:1x32"),
+    "rows": lambda: quantized("int8_w8a8"),
+    "blocks": lambda: quantized(BLOCKS),
+    "nvfp4": lambda: quantized("nvfp4_w4a4"),
+    "mxfp8": lambda: quantized("mxfp8"),
     "adopted": adopted,
 }  # fmt: skip
 
@@ -77,7 +77,7 @@ def test_a_checkpoint_is_called_plainly(tmp_path: Path) -> None:
 
 def test_what_is_above_all_experts_is_trained() -> None:
     """Nothing of this backward goes through codes, so it is the one of plain weights."""
-    model = quantised("int8_w8a8")
+    model = quantized("int8_w8a8")
     model.lm_head.requires_grad_(True)
     plain(model).sum().backward()
     hidden = model.model(input_ids=IDS, use_cache=False).last_hidden_state
@@ -86,7 +86,7 @@ def test_what_is_above_all_experts_is_trained() -> None:
 
 def test_a_gradient_of_part_of_a_model_raises_too() -> None:
     """Not a gradient that lacks what went through experts."""
-    model = quantised("int8_w8a8")
+    model = quantized("int8_w8a8")
     last = model.model.layers[-1].post_attention_layernorm.requires_grad_(True)
     got = plain(model)
     with pytest.raises(RuntimeError, match=RAISED):
@@ -94,7 +94,7 @@ def test_a_gradient_of_part_of_a_model_raises_too() -> None:
 
 
 def test_under_a_transform() -> None:
-    model = quantised("int8_w8a8")
+    model = quantized("int8_w8a8")
     embedded = model.model.embed_tokens(IDS)
 
     def summed(x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def test_under_a_transform() -> None:
 
 
 def test_compiled_code_defers_it_to_the_backward() -> None:
-    module = experts_of(quantised("int8_w8a8"))[0]
+    module = experts_of(quantized("int8_w8a8"))[0]
     ids, weights = torch.tensor([[0, 3], [1, 2]]), torch.rand(2, 2)
     x = torch.randn(2, 64)
     with torch.inference_mode():
@@ -129,7 +129,7 @@ def test_fp8_experts_of_transformers() -> None:
         got.sum().backward()
 
 
-def test_quantised_experts_refuse_to_train() -> None:
+def test_quantized_experts_refuse_to_train() -> None:
     """At the backward that would train them; a forward runs."""
     model = qwen()
     moe_ops.quantize_model(model, "int8_w8a8", progress=False)

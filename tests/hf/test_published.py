@@ -132,7 +132,7 @@ def test_fused_experts_are_read_as_they_are(tmp_path: Path) -> None:
     check(load(tmp_path), want)
 
 
-def test_a_dtype_is_for_the_rest_and_inputs_are_quantised_if_asked(tmp_path: Path) -> None:
+def test_a_dtype_is_for_the_rest_and_inputs_are_quantized_if_asked(tmp_path: Path) -> None:
     want = write(tmp_path, LAYOUTS["float_channel"])
     GenerationConfig(max_new_tokens=7).save_pretrained(tmp_path)
     loaded = load(tmp_path, dtype=torch.bfloat16, inputs="float8_e4m3fn:row")

@@ -88,7 +88,7 @@ WEIGHT_ONLY.remove("none")
 
 @pytest.mark.parametrize("make", [qwen, gpt_oss])
 @pytest.mark.parametrize("scheme", WEIGHT_ONLY)
-def test_quantised_weights_give_what_the_stock_model_gives_with_them_decoded(
+def test_quantized_weights_give_what_the_stock_model_gives_with_them_decoded(
     scheme: str, make: Any
 ) -> None:
     model, stock = make(), make()
@@ -138,7 +138,7 @@ COMPILED += [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "scheme"), COMPILED)
-def test_a_quantised_model_compiles_into_one_graph(backend: str, scheme: str) -> None:
+def test_a_quantized_model_compiles_into_one_graph(backend: str, scheme: str) -> None:
     model = qwen()
     moe_ops.quantize_model(model, scheme, progress=False)
     want = logits(model)
@@ -254,7 +254,7 @@ def test_a_model_without_experts_is_refused_and_stays_as_it_is() -> None:
             moe_ops.quantize_model(other, "int8_w8a8", progress=False)  # type: ignore[arg-type]
 
 
-def test_quantised_tensors_are_part_of_the_state_dict() -> None:
+def test_quantized_tensors_are_part_of_the_state_dict() -> None:
     model, other = qwen(0), qwen(1)
     for m in (model, other):
         moe_ops.quantize_model(m, "nvfp4_w4a16", progress=False)

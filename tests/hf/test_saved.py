@@ -29,8 +29,8 @@ from moe_ops.hf.stored import stored_format
 from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import Tol, assert_close
 from tests.hf import families
-from tests.hf.test_quantised_state import EVERY, quantised
 from tests.hf.test_quantize import experts_of, gpt_oss, logits, qwen, stored_mxfp4
+from tests.hf.test_quantized_state import EVERY, quantized
 
 ROOT = Path(__file__).parents[2]
 EXPERTS = "model.layers.0.mlp.experts"
@@ -67,7 +67,7 @@ def check_same(one: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize("scheme", EVERY)
 def test_every_scheme_comes_back_bit_by_bit(scheme: str, tmp_path: Path) -> None:
-    model = quantised(scheme)
+    model = quantized(scheme)
     model.save_pretrained(tmp_path / "one", max_shard_size="20KB")
     assert len(list((tmp_path / "one").glob("*.safetensors"))) > 3
     loaded = type(model).from_pretrained(tmp_path / "one")
@@ -110,7 +110,7 @@ def test_families_come_back_bit_by_bit(
 
 
 def test_what_is_loaded_is_what_quantize_model_made(tmp_path: Path) -> None:
-    model = quantised("fp8_w8a16")
+    model = quantized("fp8_w8a16")
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, device_map={"": "cpu"})
     assert not any(p.requires_grad for m in experts_of(loaded) for p in m.parameters())
@@ -133,7 +133,7 @@ def test_what_is_loaded_is_what_quantize_model_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "auto"])
 def test_a_dtype_is_for_the_rest(dtype: Any, tmp_path: Path) -> None:
-    model = quantised("int4_w4a16")
+    model = quantized("int4_w4a16")
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=dtype)
     wanted = torch.float32 if dtype == "auto" else dtype
@@ -142,7 +142,7 @@ def test_a_dtype_is_for_the_rest(dtype: Any, tmp_path: Path) -> None:
 
 
 def test_models_in_models_are_saved_and_loaded_too(tmp_path: Path) -> None:
-    model = quantised()
+    model = quantized()
     model.save_pretrained(tmp_path / "head")
     check_same(AutoModel.from_pretrained(tmp_path / "head"), model.model)
     model.model.save_pretrained(tmp_path / "base")
@@ -152,9 +152,9 @@ def test_models_in_models_are_saved_and_loaded_too(tmp_path: Path) -> None:
 
 
 def test_other_files_hold_the_state_dict_too(tmp_path: Path) -> None:
-    model = quantised("nvfp4_w4a16")
+    model = quantized("nvfp4_w4a16")
     save_file(model.state_dict(), tmp_path / FILE)
-    other = quantised("nvfp4_w4a16", seed=1)
+    other = quantized("nvfp4_w4a16", seed=1)
     other.load_state_dict(load_file(tmp_path / FILE))
     check_same(model, other)
     model.config.save_pretrained(tmp_path / "bin")
@@ -171,7 +171,7 @@ def test_prepared_weights_are_saved_as_they_were_loaded(
 ) -> None:
     turned = Layout(name="test.turned", prepare=upside_down, restore=upside_down)
     monkeypatch.setitem(moe_ops.experts.layouts, turned.name, turned)
-    model = quantised("int8_w8a16")
+    model = quantized("int8_w8a16")
     want = copy.deepcopy(model)
     assert moe_ops.prepare(model, turned.name).bytes_rewritten
     model.save_pretrained(tmp_path)
@@ -208,12 +208,12 @@ def test_what_from_pretrained_cannot_do_is_refused(tmp_path: Path) -> None:
         type(model).from_pretrained(
             tmp_path / "plain", quantization_config=MoeOpsConfig(weights="int8:row")
         )
-    quantised().save_pretrained(tmp_path / "ours")
+    quantized().save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match="device_map has 'disk'"):
         type(model).from_pretrained(tmp_path / "ours", device_map={"model": 0, "lm_head": "disk"})
 
 
-def test_a_model_that_another_method_quantised_is_not_saved(tmp_path: Path) -> None:
+def test_a_model_that_another_method_quantized_is_not_saved(tmp_path: Path) -> None:
     model = qwen()
     model.config.quantization_config = {"quant_method": "awq"}
     moe_ops.quantize_model(model, "int8_w8a16", progress=False)
@@ -232,7 +232,7 @@ def test_every_scheme_is_tried() -> None:
 def test_without_moe_ops_transformers_says_that_it_does_not_know_the_method(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = quantised("mxfp8_w8a16")
+    model = quantized("mxfp8_w8a16")
     model.save_pretrained(tmp_path)
     for known in (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
         monkeypatch.delitem(known, "moe_ops")
@@ -256,7 +256,7 @@ torch.save((logits, model.state_dict()), sys.argv[2])
 
 @pytest.mark.slow
 def test_a_fresh_process_that_imports_moe_ops_loads_it(tmp_path: Path) -> None:
-    model = quantised("mxfp8_w8a16")
+    model = quantized("mxfp8_w8a16")
     model.save_pretrained(tmp_path)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-c", FRESH, str(tmp_path), str(tmp_path / "found.pt")]

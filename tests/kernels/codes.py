@@ -41,7 +41,7 @@ class Weights:
         return packing.dequantize(self.values[0], self.scale[0], Format.of(self.format), zero)
 
 
-def quantised(w13: Tensor, w2: Tensor, w_format: str) -> dict[str, Any]:
+def quantized(w13: Tensor, w2: Tensor, w_format: str) -> dict[str, Any]:
     """Two stacked weights as arguments of `experts`, the weights themselves as w13 and w2."""
     format = Format.of(w_format)
     commons: list[Tensor | None] = [None, None]

@@ -49,17 +49,17 @@ def calls_by_row(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             given.append((most, "tiny", 1))
         for layer, backend, T in given:
             args = (layer, backend, T, w_format, x_format, static)
-            call = functools.partial(quantised_layer, *args)
+            call = functools.partial(quantized_layer, *args)
             yield f"{backend} {T} {w_format} {x_format} {static}", call
     for format, least in QUANTIZED:
         if capability >= least:
-            yield f"quantize {format}", functools.partial(quantised, format)
+            yield f"quantize {format}", functools.partial(quantized, format)
     yield "tokens in codes", functools.partial(tokens_in_codes, case)
     for h_scales in (1, case.E):
         yield f"{h_scales} static factors", functools.partial(factors, case.E, h_scales)
 
 
-def quantised(format: str) -> None:
+def quantized(format: str) -> None:
     for width in (768, 2880):
         x_RD = torch.empty(4096, width, dtype=torch.bfloat16, device="meta")
         quantize.backends["triton"].run(quantize.call(x_RD, format))
@@ -91,7 +91,7 @@ def factors(E: int, h_scales: int) -> None:
     static_factors(x_scale, h_scale, w13, w2)
 
 
-def quantised_layer(
+def quantized_layer(
     case: Any, backend: str, T: int, w_format: str, x_format: str, static: int = 0
 ) -> None:
     """static: 1 for one scale of tokens and one of h, 2 for those of experts."""

@@ -24,7 +24,7 @@ from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import ACTIVATIONS, BF16, DEVICE, F16, TOL, Case, assert_close
-from tests.kernels.test_quantised_experts import ODD, call_of, definition, run
+from tests.kernels.test_quantized_experts import ODD, call_of, definition, run
 
 F8, INT8 = torch.float8_e4m3fn, torch.int8
 KERNELS = ("triton.tiny", "triton.rows")
@@ -179,7 +179,7 @@ def test_a_residual_and_no_tokens(kernel: str) -> None:
 
 @each_element
 @pytest.mark.parametrize("scheme", ["rows", "tensor", "static", "of experts"])
-def test_tokens_are_quantised_to_the_bit(scheme: str, element: str) -> None:
+def test_tokens_are_quantized_to_the_bit(scheme: str, element: str) -> None:
     """In place, or in the rows of their pairs, of which those of no expert stay unwritten."""
     case = Case(name="tokens", T=37, E=3, K=2, D=200, I=128)
     call = layer(element, scheme, case, dtype=BF16)
@@ -216,7 +216,7 @@ def test_tokens_are_quantised_to_the_bit(scheme: str, element: str) -> None:
 
 @each_element
 @pytest.mark.parametrize("scheme", ["rows", "tensor", "h of experts"])
-def test_h_is_quantised_to_the_bit_and_its_scales_are_weighted(scheme: str, element: str) -> None:
+def test_h_is_quantized_to_the_bit_and_its_scales_are_weighted(scheme: str, element: str) -> None:
     """Whatever rows hold that no expert has: here NaN, beside 17 rows that some have."""
     T, K, E, width = 11, 2, 3, 136
     call = layer(element, scheme, Case(name="h", T=T, E=E, K=K, D=128, I=width))

@@ -20,7 +20,7 @@ from moe_ops.quant.formats import Format
 from moe_ops.testing import BF16, DEVICE, F16, TOL, assert_close
 from tests.chosen import those_of
 from tests.kernels.codes import Weights, any_codes
-from tests.kernels.test_quantised_experts import FORMATS, ODD, call_of, definition
+from tests.kernels.test_quantized_experts import FORMATS, ODD, call_of, definition
 
 each_format = pytest.mark.parametrize("w_format", FORMATS)
 MANY = ("int4:1x32", "uint4:1x32:float16", "mxfp4", "mxfp8", "nvfp4", "mxfp6_e3m2", "mxfp6_e2m3")

@@ -26,7 +26,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 from moe_ops.kernels.triton.experts.operands.fake_quantized import emulate
 from moe_ops.kernels.triton.experts.operands.permuted import arrange
 from tests.chosen import those_of
-from tests.kernels.test_quantised_experts import ODD, call_of
+from tests.kernels.test_quantized_experts import ODD, call_of
 
 F8 = torch.float8_e4m3fn
 EXACT = ("mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp8", "mxfp8_e5m2", "float8_e4m3fn:1x64:e8m0")
@@ -52,7 +52,7 @@ def tokens(dtype: torch.dtype) -> Tensor:
     return x_TD
 
 
-def quantised(x_TD: Tensor, x_format: str, static: Tensor | None = None) -> Tensor:
+def quantized(x_TD: Tensor, x_format: str, static: Tensor | None = None) -> Tensor:
     """What codes of `quantize` stand for, by a global scale for each row; a static one belongs to
     the weights."""
     format, scale = Format.of(x_format), static
@@ -81,7 +81,7 @@ def assert_same(got: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize(("x_format", "dtype"), GRID, ids=str)
 def test_values_are_those_of_codes(x_format: str, dtype: torch.dtype) -> None:
     x_TD = tokens(dtype)
-    want = quantised(x_TD, x_format)
+    want = quantized(x_TD, x_format)
     got = emulated(x_TD, x_format)
     assert_same(got, want.to(dtype))
     assert bool(got.isfinite().all())
@@ -89,7 +89,7 @@ def test_values_are_those_of_codes(x_format: str, dtype: torch.dtype) -> None:
         assert torch.equal(got.float(), want)
     for bad in (float("nan"), float("inf")):
         x_TD[5, 100] = bad
-        assert_same(emulated(x_TD, x_format), quantised(x_TD, x_format).to(dtype))
+        assert_same(emulated(x_TD, x_format), quantized(x_TD, x_format).to(dtype))
 
 
 @pytest.mark.parametrize("x_format", ["nvfp4", "float8_e4m3fn:tensor"])
@@ -97,7 +97,7 @@ def test_values_are_those_of_codes(x_format: str, dtype: torch.dtype) -> None:
 def test_static_scales(x_format: str, static: float) -> None:
     x_TD, scale = tokens(F16), torch.tensor(static, device=DEVICE)
     x_TD[1, 3], x_TD[4, 7] = float("inf"), float("nan")
-    want = quantised(x_TD, x_format, scale).to(F16)
+    want = quantized(x_TD, x_format, scale).to(F16)
     assert_same(emulated(x_TD, x_format, scale), want)
     assert bool(want.nan_to_num(0.0).any()) == (static > 0)
 

@@ -21,7 +21,7 @@ from moe_ops.testing import ACTIVATIONS, BF16, DEVICE, F16, TOL, Case, assert_cl
 from tests.chosen import those_of
 from tests.kernels import gluon_in_torch
 from tests.kernels.codes import unfilled
-from tests.kernels.test_quantised_experts import BLOCK_FLOAT8, F8, call_of, definition
+from tests.kernels.test_quantized_experts import BLOCK_FLOAT8, F8, call_of, definition
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
 

@@ -27,7 +27,7 @@ from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import BF16, DEVICE, F16, Case
-from tests.kernels.test_quantised_experts import ODD, call_of, run
+from tests.kernels.test_quantized_experts import ODD, call_of, run
 
 # Formats of weights and of inputs, and the kernels that run both in the interpreter.
 LAYERS = {
@@ -84,7 +84,7 @@ def placed(rows: Tensor, inverse_R: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-def test_kernels_quantise_groups_as_the_op_does(dtype: torch.dtype) -> None:
+def test_kernels_quantize_groups_as_the_op_does(dtype: torch.dtype) -> None:
     x_TD = unequal(7, 320, dtype)
     weight = weight_of("float8_e4m3fn:128x128", "float8_e4m3fn:1x128")
     done = packing.quantize(x_TD, Format.of("float8_e4m3fn:1x128"))

@@ -42,7 +42,7 @@ KERNELS = {
         "arrange_kernel", "decode_kernel", "largest_kernel", "emulate_kernel",
     },
 }  # fmt: skip
-QUANTISE = {
+QUANTIZE = {
     "quantize_tokens_kernel", "quantize_rows_kernel", "quantize_kernel", "quantize_blocks_kernel",
     "static_factors_kernel",
 }  # fmt: skip
@@ -72,18 +72,18 @@ def test_every_variant_compiles_and_spills_nothing(capability: int, part: str) -
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     variants = [json.loads(line) for line in done.stdout.splitlines()]
-    quantised = part != "ranks" and not part.endswith("floats")
-    streamed = STREAMED if capability == 90 and quantised else set()
+    quantized = part != "ranks" and not part.endswith("floats")
+    streamed = STREAMED if capability == 90 and quantized else set()
     assert {v["kernel"] for v in variants} >= KERNELS[part] | streamed
     assert [v for v in variants if v["shared"] > v["memory"]] == []
     # Tiles are tuned for Hopper and weights by rows; elsewhere a few bytes are no harm.
     tuned = [v for v in variants if capability == 90 and "transposed" not in v["call"]]
     assert [v for v in tuned if v["spilled"] > 0] == []
     assert [v for v in variants if v["spilled"] > 64] == []
-    if quantised:  # also where rows of words are no multiple of 64 bytes
+    if quantized:  # also where rows of words are no multiple of 64 bytes
         assert min(size for v in variants for size in v["copies"]) >= 8
     # Scales are the definition's to the bit; Triton's `/` is `div.full`, which is off by two.
-    quantizes = [v["divides"] for v in variants if v["kernel"] in QUANTISE]
+    quantizes = [v["divides"] for v in variants if v["kernel"] in QUANTIZE]
     emulates = [v["divides"] for v in variants if v["kernel"] == "emulate_kernel"]
     assert all(divides == ["rn"] for divides in quantizes)
     assert all(divides in (["rn"], []) for divides in emulates)  # none by powers of two

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.testing import BF16, DEVICE, F16
 from tests.kernels.codes import any_codes, nibbles_as_bfloat16, product
-from tests.kernels.test_quantised_experts import F8, each_dtype
+from tests.kernels.test_quantized_experts import F8, each_dtype
 
 
 def test_small_weights_of_large_codes() -> None:

@@ -15,7 +15,7 @@ from moe_ops.testing import BF16, DEVICE, F16, TOL, Case, assert_close
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.backends.triton import run_experts
-from tests.kernels.test_quantised_experts import ODD, call_of, definition
+from tests.kernels.test_quantized_experts import ODD, call_of, definition
 
 ON_GPU = DEVICE == "cuda"
 WIDE = Case(name="wide", T=300, E=4, K=2, D=512, I=512)  # by the kernels for many rows an expert

@@ -172,7 +172,7 @@ def test_a_new_layer_is_random_and_zero_where_sizes_were_rounded_up(interleaved:
     ],
     ids=str,
 )
-def test_a_new_quantised_layer_is_zero(quant: str | QuantConfig) -> None:
+def test_a_new_quantized_layer_is_zero(quant: str | QuantConfig) -> None:
     layer = MoELayer(6, 2, 32, 32, quant=quant, internal_gate=True)
     with torch.no_grad():
         assert not layer(torch.randn(5, 32)).any()

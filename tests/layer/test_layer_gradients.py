@@ -30,7 +30,7 @@ def given(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("quant", ["mxfp8", "nvfp4_w4a4"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_layers_that_quantise_inputs_run_and_refuse_a_backward(quant: str, bias: bool) -> None:
+def test_layers_that_quantize_inputs_run_and_refuse_a_backward(quant: str, bias: bool) -> None:
     layer, (x, logits) = layer_of(quant, bias=bias), given()
     with torch.no_grad():
         want = layer(x, logits)

@@ -111,7 +111,7 @@ def fits(format: str, *widths: int) -> bool:
     return not format or all(w % Format.of(format).parsed.storage.values == 0 for w in widths)
 
 
-def quantised(w: Tensor, format: str, name: str, axes: str) -> dict[str, Tensor | None]:
+def quantized(w: Tensor, format: str, name: str, axes: str) -> dict[str, Tensor | None]:
     """A stacked weight's values, scales and zero points as arguments of an op."""
     done = packing.quantize(w, Format.of(format))
     return {f"{name}_E{axes}": done.values, f"{name}_scale_E{axes[0]}G": done.scale,
@@ -173,7 +173,7 @@ def _expert_gemm(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     for w_format, x_format in PAIRS:
         if not fits(w_format, case.D) or not fits(x_format, case.D):
             continue
-        more: dict[str, Any] = {**quantised(w, w_format, "w", "FD"), "w_format": w_format}
+        more: dict[str, Any] = {**quantized(w, w_format, "w", "FD"), "w_format": w_format}
         if x_format:
             q, scale = OPS["quantize"].reference(x, x_format)
             more |= {"x_RD": q, "x_scale_RG": scale, "x_format": x_format, "out_dtype": name}
@@ -243,8 +243,8 @@ def _experts(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     }
     for w_format, x_format in PAIRS:
         if fits(w_format, case.D, case.I) and fits(x_format, case.D, case.I):
-            first = quantised(w13, w_format, "w13", "FD")
-            second = quantised(w2, w_format, "w2", "DI")
+            first = quantized(w13, w_format, "w13", "FD")
+            second = quantized(w2, w_format, "w2", "DI")
             formats = {"w_format": w_format, "x_format": x_format, **first, **second}
             found[f"{w_format}_{x_format}"] = {**call, **formats}
     if "nvfp4_nvfp4" in found:
@@ -308,8 +308,8 @@ def _moe(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
     for w_format, x_format in (("mxfp4", ""), ("float8_e4m3fn:row", "float8_e4m3fn:row")):
         if fits(w_format, case.D, case.I):
-            first = quantised(layer.w13_EFD, w_format, "w13", "FD")
-            second = quantised(layer.w2_EDI, w_format, "w2", "DI")
+            first = quantized(layer.w13_EFD, w_format, "w13", "FD")
+            second = quantized(layer.w2_EDI, w_format, "w2", "DI")
             formats = {"w_format": w_format, "x_format": x_format}
             found[f"{w_format}_{x_format}"] = {**call, **formats, **first, **second}
     if E % 2 == 0 and E // 2 >= K:

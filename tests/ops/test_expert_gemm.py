@@ -114,7 +114,7 @@ def test_rows_that_are_not_there_are_refused(
 
 
 @pytest.mark.parametrize("backend", ["reference", "dequantize"])
-def test_they_are_refused_with_quantised_weights_too(backend: str) -> None:
+def test_they_are_refused_with_quantized_weights_too(backend: str) -> None:
     x, w, _ = operands(ENDS["even"])
     q, scale = quantize(w.flatten(0, 1), "float8_e4m3fn:row")
     call = {"w_scale_EFG": scale.view(E, F, 1), "w_format": "float8_e4m3fn:row"}

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import half_map, quantised, with_holes
+from samples import half_map, quantized, with_holes
 from torch import Tensor
 
 from moe_ops import experts, moe
@@ -31,8 +31,8 @@ LISTS: dict[str, Tensor] = {
 def call_of(w_format: str, x_format: str, ids: Tensor = LAYER.ids_TK) -> dict[str, Any]:
     return {
         "x_TD": LAYER.x_TD, "weights_TK": LAYER.weights_TK, "ids_TK": ids,
-        **quantised(LAYER.w13_EFD, w_format, "w13", "FD"),
-        **quantised(LAYER.w2_EDI, w_format, "w2", "DI"),
+        **quantized(LAYER.w13_EFD, w_format, "w13", "FD"),
+        **quantized(LAYER.w2_EDI, w_format, "w2", "DI"),
         "b13_EF": LAYER.b13_EF, "w_format": w_format, "x_format": x_format,
     }  # fmt: skip
 

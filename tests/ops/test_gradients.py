@@ -108,7 +108,7 @@ def test_forward_mode_is_refused() -> None:
                 call(*args)
 
 
-def test_quantising_what_is_trained_is_refused() -> None:
+def test_quantizing_what_is_trained_is_refused() -> None:
     x_RD = torch.randn(3, 16, requires_grad=True)
     with pytest.raises(ValueError, match=r"quantize has no gradient.*detach it"):
         moe_ops.quantize(x_RD)

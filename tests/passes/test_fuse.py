@@ -83,7 +83,7 @@ def test_stages_become_experts_and_with_their_routing_moe() -> None:
     assert_close(got, layer(*given), ONE_ROUNDING)
 
 
-def test_weights_may_be_quantised() -> None:
+def test_weights_may_be_quantized() -> None:
     format = Format.of("uint4:1x16")
     x, logits, *weights, _, _ = tensors()
     w13, w2 = (packing.quantize(w, format) for w in weights)
@@ -264,7 +264,7 @@ FORMATS = {
 }
 
 
-def quantised(format: str, scale: Tensor | None, *, hole: bool) -> Callable[..., Tensor]:
+def quantized(format: str, scale: Tensor | None, *, hole: bool) -> Callable[..., Tensor]:
     w_format = "int8:row" if format.startswith(("int8", "float8")) else "mxfp4"
     if format == "nvfp4":
         w_format = "nvfp4"
@@ -287,9 +287,9 @@ def quantised(format: str, scale: Tensor | None, *, hole: bool) -> Callable[...,
 
 @pytest.mark.parametrize("hole", [False, True], ids=["all_here", "holes"])
 @pytest.mark.parametrize(("format", "static"), FORMATS.values(), ids=FORMATS)
-def test_quantise_before_dispatch(format: str, static: bool, hole: bool) -> None:
+def test_quantize_before_dispatch(format: str, static: bool, hole: bool) -> None:
     scale = torch.tensor([0.02]) if static else None
-    model, hook = quantised(format, scale, hole=hole), Hook(hoist_quantize)
+    model, hook = quantized(format, scale, hole=hole), Hook(hoist_quantize)
     given = tensors(torch.float32)
     compiled = Compiled(model, hook)
     assert torch.equal(compiled(*given), model(*given))
@@ -301,19 +301,19 @@ def test_quantise_before_dispatch(format: str, static: bool, hole: bool) -> None
 
 def test_one_scale_of_all_rows_stays_behind_dispatch() -> None:
     hook = Hook(hoist_quantize)
-    Compiled(quantised("int8:tensor", None, hole=True), hook)(*tensors(torch.float32))
+    Compiled(quantized("int8:tensor", None, hole=True), hook)(*tensors(torch.float32))
     assert hook.counts == [0]
     assert hook.context.refusals[0].text == "one scale is taken from all rows"
 
 
 def test_global_scales_of_rows_stay_with_their_rows() -> None:
     hook, scale_R = Hook(hoist_quantize), torch.full((CASE.T * 2,), 0.02)
-    Compiled(quantised("nvfp4", scale_R, hole=False), hook)(*tensors(torch.float32))
+    Compiled(quantized("nvfp4", scale_R, hole=False), hook)(*tensors(torch.float32))
     assert hook.counts == [0]
     assert hook.context.refusals[0].text == "each row has a global scale of its own"
 
 
-def test_equal_quantisations_happen_once() -> None:
+def test_equal_quantizations_happen_once() -> None:
     def model(x: Tensor, logits: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         same = [ops.quantize(x, "mxfp8") for _ in range(3)]
         other = [ops.quantize(x, "mxfp4"), ops.quantize(logits, "int8:row")]

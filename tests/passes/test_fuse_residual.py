@@ -111,7 +111,7 @@ def test_numbers_stay(T: int, dtype: torch.dtype, change: str) -> None:
     assert torch.equal(got, layer(change)(*given))
 
 
-def test_scales_of_quantised_weights_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_of_quantized_weights_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "backends", dict(experts.backends))
     monkeypatch.setattr(experts, "_order", {})
     experts.backend("planted", reads=experts.optional, devices=("cpu",), priority=9)(experts.body)

@@ -56,7 +56,7 @@ def run(hook: Hook, op: Op, args: tuple[Any, ...], dynamic: bool = False) -> tup
     return result, compiled.graphs[0]
 
 
-def quantised(format: str, dtype: torch.dtype, x_format: str = "") -> tuple[Any, ...]:
+def quantized(format: str, dtype: torch.dtype, x_format: str = "") -> tuple[Any, ...]:
     """A call of `experts` with quantised weights."""
     x, w, ids, w13, w2 = experts_call(dtype=dtype)
     first, second = (packing.quantize(t, Format.of(format)) for t in (w13, w2))
@@ -95,9 +95,9 @@ return [convert_element_type_1]""",
     )
 
 
-def test_golden_of_quantised_experts() -> None:
+def test_golden_of_quantized_experts() -> None:
     hook = Hook(pick_backend, lower)
-    _, graph = run(hook, experts, quantised("mxfp6_e3m2", F32), dynamic=True)
+    _, graph = run(hook, experts, quantized("mxfp6_e3m2", F32), dynamic=True)
     assert_expected_inline(
         "\n".join(plans(graph)),
         """\
@@ -136,8 +136,8 @@ def test_results_are_those_of_eager_mode(name: str, dtype: torch.dtype, dynamic:
 
 @either
 @pytest.mark.parametrize("format", ["mxfp6_e3m2", "float8_e5m2:16x32", "uint4:1x16"])
-def test_quantised_experts_run_on_decoded_weights(format: str, dynamic: bool) -> None:
-    args = quantised(format, BF16)
+def test_quantized_experts_run_on_decoded_weights(format: str, dynamic: bool) -> None:
+    args = quantized(format, BF16)
     hook = Hook(pick_backend, lower)
     got, graph = run(hook, experts, args, dynamic)
     assert_close(got, experts(*args), TOL["experts", BF16])
@@ -146,8 +146,8 @@ def test_quantised_experts_run_on_decoded_weights(format: str, dynamic: bool) ->
 
 
 @either
-def test_quantised_inputs_are_compiled(dynamic: bool) -> None:
-    args = quantised("mxfp6_e3m2", BF16, "float8_e4m3fn:row")
+def test_quantized_inputs_are_compiled(dynamic: bool) -> None:
+    args = quantized("mxfp6_e3m2", BF16, "float8_e4m3fn:row")
     hook = Hook(pick_backend, lower)
     got, graph = run(hook, experts, args, dynamic)
     assert_close(got, experts(*args), TOL["experts", BF16])
@@ -156,7 +156,7 @@ def test_quantised_inputs_are_compiled(dynamic: bool) -> None:
 
 @either
 def test_scales_of_inputs_by_expert_are_compiled(dynamic: bool) -> None:
-    args = list(quantised("mxfp6_e3m2", F32, "float8_e4m3fn:tensor"))
+    args = list(quantized("mxfp6_e3m2", F32, "float8_e4m3fn:tensor"))
     names = list(inspect.signature(experts).parameters)
     E = args[names.index("w13_EFD")].shape[0]
     for name in ("x_scale", "h_scale"):
@@ -170,7 +170,7 @@ def test_scales_of_inputs_by_expert_are_compiled(dynamic: bool) -> None:
 @either
 @pytest.mark.parametrize("x_format", ["", "int8:row"], ids=["weights", "inputs"])
 def test_what_a_kernel_takes_stays_whole(x_format: str, dynamic: bool) -> None:
-    args = quantised("int8:row", BF16, x_format)
+    args = quantized("int8:row", BF16, x_format)
     got, graph = run(Hook(pick_backend, lower), experts, args, dynamic)
     assert torch.equal(got, experts(*args))
     assert plans(graph) == ["experts cpu"]
@@ -281,7 +281,7 @@ def test_a_definition_that_would_add_a_guard_stays_one_op(monkeypatch: pytest.Mo
 
 def test_strict_refuses_to_fall_back_to_the_definition() -> None:
     with pytest.raises(BackendCompilerFailed) as raised:
-        run(Hook(pick_backend, lower, strict=True), experts, quantised("mxfp6_e3m2", F32))
+        run(Hook(pick_backend, lower, strict=True), experts, quantized("mxfp6_e3m2", F32))
     assert_expected_inline(
         str(raised.value.inner_exception),
         """\

@@ -118,7 +118,7 @@ def test_unknown_routings_and_formats_are_errors(tmp_path: Path) -> None:
         Shape(E=8, K=2, D=64, I=32, w_format="fp5")
 
 
-def test_a_shape_is_quantised_as_a_layer_is() -> None:
+def test_a_shape_is_quantized_as_a_layer_is() -> None:
     sizes = {"E": 8, "K": 2, "D": 64, "I": 32}
     want = Shape(**sizes, w_format="mxfp8", x_format="mxfp8")
     for quant in ("mxfp8", QuantConfig(weights="mxfp8", inputs="mxfp8")):

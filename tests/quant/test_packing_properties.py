@@ -141,7 +141,7 @@ def test_errors_stay_in_their_bounds(name: str, drawn: Drawn) -> None:
 @formats(name for name in NAMES if not Format.of(name).has_zero)
 @quick
 @given(drawn=matrices())
-def test_what_was_quantised_is_a_fixed_point_of_its_scale(name: str, drawn: Drawn) -> None:
+def test_what_was_quantized_is_a_fixed_point_of_its_scale(name: str, drawn: Drawn) -> None:
     format = Format.of(name)
     common = global_of(drawn.x, format)
     q = quantize(drawn.x, format, None, common)
@@ -269,7 +269,7 @@ def test_a_cut_group_is_a_group_padded_with_zeros(name: str, drawn: Drawn) -> No
 @each_format
 @quick
 @given(drawn=matrices(), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
-def test_experts_are_quantised_one_by_one(name: str, drawn: Drawn, dtype: torch.dtype) -> None:
+def test_experts_are_quantized_one_by_one(name: str, drawn: Drawn, dtype: torch.dtype) -> None:
     format = Format.of(name)
     x = torch.stack([drawn.x, drawn.x.flip(-1) / 3, drawn.x / 7]).to(dtype)[None]
     x = x.nan_to_num(0.0, 1.0, -1.0)

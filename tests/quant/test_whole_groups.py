@@ -39,7 +39,7 @@ def test_what_does_not_fill_its_groups_is_kept(format: str, reason: str) -> None
 
 @pytest.mark.parametrize("format", (*WHOLE, *RAGGED))
 @torch.inference_mode()
-def test_whole_groups_and_ragged_float8_are_quantised(format: str) -> None:
+def test_whole_groups_and_ragged_float8_are_quantized(format: str) -> None:
     model, ids = model_of(D, I), torch.arange(9)[None]
     want = model(input_ids=ids).logits
     report = moe_ops.quantize_model(model, format, progress=False)

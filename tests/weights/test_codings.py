@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoints import GROUP, LAYOUTS, PREFIX, write
-from test_quantised_checkpoints import check_values, layer_of
+from test_quantized_checkpoints import check_values, layer_of
 
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.weights import load_checkpoint

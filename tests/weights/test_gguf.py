@@ -244,7 +244,7 @@ def test_ranks_may_hold_parts_of_blocks_that_are_decoded(
         assert torch.equal(layer.w2_weight[..., : s.used], want["ffn_down_exps"][..., cut])
 
 
-def test_ranks_hold_whole_groups_of_what_stays_quantised(tmp_path: Path) -> None:
+def test_ranks_hold_whole_groups_of_what_stays_quantized(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     write(file, dict.fromkeys(SHAPES, "Q8_0"))
     with pytest.raises(ValueError, match=r"w2 has 16 columns, which do not fill int8:1x32:float16"):

@@ -12,7 +12,7 @@ import test_order as orders
 import torch
 from checkpoints import LAYOUTS, PREFIX, D, E, I, write
 from safetensors.torch import load_file
-from test_quantised_checkpoints import SPLITS, check_values, layer_of
+from test_quantized_checkpoints import SPLITS, check_values, layer_of
 from torch import Tensor
 
 from moe_ops.layer import MoELayer

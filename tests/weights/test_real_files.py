@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import LAYOUTS, PREFIX, PROJECTIONS, D, E, I, Layout, integers, store, write
-from test_quantised_checkpoints import SPLITS, check_values, layer_of
+from test_quantized_checkpoints import SPLITS, check_values, layer_of
 from torch import Tensor, nn
 
 from moe_ops.layer import MoELayer
@@ -44,7 +44,7 @@ def check_plain(layer: MoELayer, values: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_a_layer_that_the_checkpoint_leaves_unquantised(name: str, tmp_path: Path) -> None:
+def test_a_layer_that_the_checkpoint_leaves_unquantized(name: str, tmp_path: Path) -> None:
     other = PREFIX.replace("0", "1")
     made = write(tmp_path, LAYOUTS[name])
     entries, values = plain(f"{other}.experts.")
@@ -65,7 +65,7 @@ def test_a_layer_that_the_checkpoint_leaves_unquantised(name: str, tmp_path: Pat
         )
 
 
-def test_a_layer_that_gpt_oss_leaves_unquantised(tmp_path: Path) -> None:
+def test_a_layer_that_gpt_oss_leaves_unquantized(tmp_path: Path) -> None:
     """Rows of gate and up alternate, and outputs are columns."""
     w13, w2 = torch.randn(E, D, 2 * I), torch.randn(E, I, D)
     experts = {f"{PREFIX}.experts.gate_up_proj": w13, f"{PREFIX}.experts.down_proj": w2}
@@ -83,7 +83,7 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_shared_experts_in_16_bits_beside_quantised_ones(name: str, tmp_path: Path) -> None:
+def test_shared_experts_in_16_bits_beside_quantized_ones(name: str, tmp_path: Path) -> None:
     made = write(tmp_path, LAYOUTS[name])
     shared = {
         f"{PREFIX}.shared_experts.{p}.weight": torch.randn(

@@ -127,7 +127,7 @@ def test_floors_are_those_of_the_layer(qwen) -> None:
         ("mxfp4_w_mxfp8_a", "dequantize"),  # also has inputs that are quantised
     ],
 )
-def test_quantised_experts_are_explained(
+def test_quantized_experts_are_explained(
     scheme: str, ours: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("hidden_size", "moe_intermediate_size"):

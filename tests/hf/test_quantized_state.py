@@ -23,7 +23,7 @@ EVERY = [name for name in SCHEMES if name != "none"]
 EXPERTS = "model.layers.0.mlp.experts"
 
 
-def quantised(scheme: str = SCHEME, seed: int = 0, make: Any = qwen) -> Any:
+def quantized(scheme: str = SCHEME, seed: int = 0, make: Any = qwen) -> Any:
     model = make(seed)
     weights = {"fp8_w8a8": "float8_e4m3fn:row"}.get(scheme)
     inputs = {"fp8_w8a8": "float8_e4m3fn:row"}.get(scheme)
@@ -64,7 +64,7 @@ CASTS = {
 def test_a_cast_leaves_codes_and_scales_and_takes_the_rest(
     cast: Any, dtype: torch.dtype, make: Any
 ) -> None:
-    model = quantised("int4_w4a16", make=make)
+    model = quantized("int4_w4a16", make=make)
     before, want = [copy.deepcopy(m) for m in experts_of(model)], logits(model)
     cast(model)
     assert all(same(a, b) for a, b in zip(before, experts_of(model), strict=True))
@@ -79,7 +79,7 @@ def test_a_cast_leaves_codes_and_scales_and_takes_the_rest(
 
 @pytest.mark.parametrize("scheme", EVERY)
 def test_a_cast_leaves_every_scheme_its_values(scheme: str) -> None:
-    model = quantised(scheme)
+    model = quantized(scheme)
     want, before = logits(model), copy.deepcopy(experts_of(model)[0])
     model.half().float()
     assert same(before, experts_of(model)[0])
@@ -89,7 +89,7 @@ def test_a_cast_leaves_every_scheme_its_values(scheme: str) -> None:
 
 
 def test_what_moves_a_model_moves_codes_and_scales() -> None:
-    model = quantised("mxfp8_w8a16")
+    model = quantized("mxfp8_w8a16")
     dtypes = {n: t.dtype for n, t in own(experts_of(model)[0]).items()}
     model.share_memory()
     assert all(t.is_shared() for t in model.state_dict().values())
@@ -104,14 +104,14 @@ def test_what_moves_a_model_moves_codes_and_scales() -> None:
 
 
 def test_a_cast_of_every_tensor_is_refused() -> None:
-    model = quantised()
+    model = quantized()
     with pytest.raises(TypeError, match=r"holds codes or scales .* cast with \.to\(dtype\)"):
         experts_of(model)[0].type(torch.float16)
 
 
 @pytest.mark.parametrize("scheme", EVERY)
 def test_a_saved_state_dict_loads_exactly_into_a_model_of_the_same_format(scheme: str) -> None:
-    model, other = quantised(scheme), quantised(scheme, seed=1)
+    model, other = quantized(scheme), quantized(scheme, seed=1)
     assert not torch.equal(logits(model), logits(other))
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
@@ -119,48 +119,48 @@ def test_a_saved_state_dict_loads_exactly_into_a_model_of_the_same_format(scheme
     other.load_state_dict(torch.load(file, weights_only=True))
     assert all(same(a, b) for a, b in zip(experts_of(model), experts_of(other), strict=True))
     assert torch.equal(logits(other), logits(model))
-    another = quantised(scheme, seed=2)
+    another = quantized(scheme, seed=2)
     another.load_state_dict(model.state_dict(), assign=True)
     assert torch.equal(logits(another), logits(model))
 
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("scheme", EVERY)
-def test_a_plain_model_refuses_a_quantised_state_dict(scheme: str, strict: bool) -> None:
+def test_a_plain_model_refuses_a_quantized_state_dict(scheme: str, strict: bool) -> None:
     plain = qwen(1)
     with pytest.raises(RuntimeError, match=rf"size mismatch for {EXPERTS}\.gate_up_proj"):
-        plain.load_state_dict(quantised(scheme).state_dict(), strict=strict)
+        plain.load_state_dict(quantized(scheme).state_dict(), strict=strict)
     assert all(w.isfinite().all() for w in plain.parameters())
     assert torch.equal(experts_of(plain)[0].gate_up_proj, experts_of(qwen(1))[0].gate_up_proj)
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_quantised_model_refuses_plain_weights_and_other_formats(strict: bool) -> None:
-    model = quantised()
+def test_a_quantized_model_refuses_plain_weights_and_other_formats(strict: bool) -> None:
+    model = quantized()
     before = copy.deepcopy(experts_of(model)[0])
     with pytest.raises(RuntimeError, match=r"no quantised weight .* before quantize_model"):
         model.load_state_dict(qwen(1).state_dict(), strict=strict)
     with pytest.raises(
         RuntimeError, match=r"is float8_e4m3fn:row in the state dict, .* codes of int8:row; quan"
     ):
-        model.load_state_dict(quantised("fp8_w8a16", seed=1).state_dict(), strict=strict)
-    without = {n: t for n, t in quantised(seed=1).state_dict().items() if n[-5:] != "_proj"}
+        model.load_state_dict(quantized("fp8_w8a16", seed=1).state_dict(), strict=strict)
+    without = {n: t for n, t in quantized(seed=1).state_dict().items() if n[-5:] != "_proj"}
     with pytest.raises(RuntimeError, match="no quantised weight in the state dict"):
         model.load_state_dict(without, strict=strict)
     for name in ("gate_up_proj", "gate_up_proj_codes"):
-        no_tensor = {**quantised(seed=1).state_dict(), f"{EXPERTS}.{name}": "int8:row"}
+        no_tensor = {**quantized(seed=1).state_dict(), f"{EXPERTS}.{name}": "int8:row"}
         with pytest.raises(RuntimeError, match=rf"{EXPERTS}\.{name}"):
             model.load_state_dict(no_tensor, strict=strict)
-        model = quantised()
-    scaled = quantised(seed=1).state_dict()
+        model = quantized()
+    scaled = quantized(seed=1).state_dict()
     scaled[f"{EXPERTS}.down_proj_scale"] = scaled[f"{EXPERTS}.down_proj_scale"].half()
     with pytest.raises(RuntimeError, match=r"down_proj_scale is torch.float16 .* torch.float32 in"):
         model.load_state_dict(scaled, strict=strict)
     assert same(before, experts_of(model)[0])
 
 
-def test_a_quantised_model_loads_what_of_a_state_dict_is_not_of_experts() -> None:
-    model, other = quantised(), qwen(1)
+def test_a_quantized_model_loads_what_of_a_state_dict_is_not_of_experts() -> None:
+    model, other = quantized(), qwen(1)
     before = copy.deepcopy(experts_of(model)[0])
     rest = {n: t for n, t in other.state_dict().items() if "experts" not in n}
     model.load_state_dict(rest, strict=False)
@@ -168,8 +168,8 @@ def test_a_quantised_model_loads_what_of_a_state_dict_is_not_of_experts() -> Non
     assert torch.equal(model.lm_head.weight, other.lm_head.weight)
 
 
-def test_copies_and_pickles_are_quantised_too() -> None:
-    model = quantised()
+def test_copies_and_pickles_are_quantized_too() -> None:
+    model = quantized()
     want = logits(model)
     file = io.BytesIO()
     torch.save(model, file)
@@ -181,7 +181,7 @@ def test_copies_and_pickles_are_quantised_too() -> None:
 
 
 def test_a_pickle_of_an_earlier_version_is_read() -> None:
-    model = quantised()
+    model = quantized()
     now, before = b"_new_quantized", b"_new_quantised"
     pickled = pickle.dumps(model)
     assert now in pickled

@@ -34,7 +34,7 @@ from moe_ops.kernels.triton.experts.operands.group_scales import quantise, quant
 from moe_ops.kernels.triton.experts.operands.permuted import arrange
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from tests.chosen import those_of
-from tests.kernels.codes import any_codes, product, quantised
+from tests.kernels.codes import any_codes, product, quantized
 
 F8 = torch.float8_e4m3fn
 KERNELS = ("triton.tiny", "triton.rows")
@@ -59,7 +59,7 @@ def call_of(
     case: Case, w_format: str, x_format: str = "", dtype: torch.dtype = F16, **more: Any
 ) -> ExpertsCall:
     layer = make_layer(case, dtype, DEVICE, gated=more.get("gated", True))
-    weights = quantised(layer.w13_EFD, layer.w2_EDI, w_format)
+    weights = quantized(layer.w13_EFD, layer.w2_EDI, w_format)
     biases = {"b13_EF": layer.b13_EF, "b2_ED": layer.b2_ED} if more.pop("biases", False) else {}
     given = (layer.x_TD, layer.weights_TK, layer.ids_TK, weights.pop("w13"), weights.pop("w2"))
     call = experts.call(*given, **weights, x_format=x_format, **biases, **more)
@@ -169,7 +169,7 @@ def test_many_rows_an_expert(formats: tuple[str, str], dtype: torch.dtype) -> No
 
 
 @each_dtype
-def test_tokens_are_quantised_as_by_the_definition(dtype: torch.dtype) -> None:
+def test_tokens_are_quantized_as_by_the_definition(dtype: torch.dtype) -> None:
     x_TD = (torch.randn(5, 1200, device=DEVICE) * 3).to(dtype)
     x_TD[2, :128] = 0
     codes_TD, scale_TG = quantise(x_TD, weight_of(*BLOCK_FLOAT8))
@@ -183,7 +183,7 @@ def test_tokens_are_quantised_as_by_the_definition(dtype: torch.dtype) -> None:
 
 @each_dtype
 @pytest.mark.parametrize("D", [400, 512])
-def test_rows_are_quantised_in_the_order_of_experts(D: int, dtype: torch.dtype) -> None:
+def test_rows_are_quantized_in_the_order_of_experts(D: int, dtype: torch.dtype) -> None:
     T, K, E = 37, 3, 4
     x_TD = (torch.randn(T, D + 16, device=DEVICE) * 3).to(dtype)[:, :D]
     x_TD[2, 130] = float("nan")

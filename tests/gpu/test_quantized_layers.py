@@ -65,7 +65,7 @@ def test_packing_is_bit_for_bit_that_of_the_cpu(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("w_format", "x_format"), PAIRS)
-def test_a_quantised_layer_gives_on_the_gpu_what_it_gives_on_the_cpu(
+def test_a_quantized_layer_gives_on_the_gpu_what_it_gives_on_the_cpu(
     w_format: str, x_format: str, dtype: torch.dtype
 ) -> None:
     layer = make_layer(CASE, dtype)

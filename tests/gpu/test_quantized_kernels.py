@@ -75,10 +75,10 @@ def layer_of(
     return call, wanted(call)
 
 
-def wanted(call: ExpertsCall, *, quantised: bool = False) -> Tensor:
+def wanted(call: ExpertsCall, *, quantized: bool = False) -> Tensor:
     """The layer in float32; if `quantised` of inputs that are quantised where kernels do it."""
     format, out = Format.of(call.w_format), torch.zeros(call.x_TD.shape, device="cuda")
-    x_TD = as_quantised(call.x_TD, call) if quantised else call.x_TD.float()
+    x_TD = as_quantized(call.x_TD, call) if quantized else call.x_TD.float()
     assert call.b13_EF is not None and call.b2_ED is not None
     assert call.w13_scale_EFG is not None and call.w2_scale_EDG is not None
 
@@ -91,14 +91,14 @@ def wanted(call: ExpertsCall, *, quantised: bool = False) -> Tensor:
         w2 = decoded(call.w2_EDI, call.w2_scale_EDG, call.w2_zero_EDG, e)
         y = F.linear(x_TD[rows], w13, call.b13_EF[e].float())
         h = activate.reference(y, *call.activation)
-        if quantised:
-            h = as_quantised(h.to(call.x_TD.dtype), call)
+        if quantized:
+            h = as_quantized(h.to(call.x_TD.dtype), call)
         y = F.linear(h, w2, call.b2_ED[e].float())
         out[rows] += y * call.weights_TK[rows, choices, None]
     return out
 
 
-def as_quantised(x: Tensor, call: ExpertsCall) -> Tensor:
+def as_quantized(x: Tensor, call: ExpertsCall) -> Tensor:
     format = Format.of(call.x_format)
     done = packing.quantize(x, format)
     return packing.dequantize(done.values, done.scale, format)
@@ -191,7 +191,7 @@ def test_many_rows_an_expert(name: str, dtype: torch.dtype) -> None:
         got = grouped(call)
         assert relative_error(got, wanted(call)) <= MOST_ERROR[W8A8[1]], T
         assert not bool(got[3].any())
-        assert relative_error(got, wanted(call, quantised=True)) <= MOST_ERROR_OF_SUMS[dtype], T
+        assert relative_error(got, wanted(call, quantized=True)) <= MOST_ERROR_OF_SUMS[dtype], T
 
 
 def activated(name: str, T: int, w_format: str, x_format: str = "") -> ExpertsCall:
@@ -218,7 +218,7 @@ def test_every_activation_of_many_rows(name: str, w_format: str) -> None:
         pytest.skip("a scale has to be that of 128 rows")
     call = activated(name, 150, w_format, W8A8[1])
     assert (
-        relative_error(grouped(call), wanted(call, quantised=True))
+        relative_error(grouped(call), wanted(call, quantized=True))
         <= MOST_ERROR_OF_SUMS[torch.bfloat16]
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import quantised
+from samples import quantized
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -24,7 +24,7 @@ def gemm_call(w_format: str, x_format: str = "") -> dict[str, Any]:
     if x_format:
         q, scale = quantize(x["x_RD"], x_format)
         x = {"x_RD": q, "x_scale_RG": scale, "x_format": x_format, "out_dtype": "float32"}
-    weights = quantised(LAYER.w13_EFD, w_format, "w", "FD")
+    weights = quantized(LAYER.w13_EFD, w_format, "w", "FD")
     return {**x, **weights, "ends_E": torch.tensor([2, 6], dtype=torch.int32), "w_format": w_format}
 
 
@@ -194,8 +194,8 @@ def test_expert_gemm_refuses(call: dict[str, Any], bad: Bad) -> None:
 def layer_call(w_format: str, x_format: str = "") -> dict[str, Any]:
     return {
         "x_TD": LAYER.x_TD,
-        **quantised(LAYER.w13_EFD, w_format, "w13", "FD"),
-        **quantised(LAYER.w2_EDI, w_format, "w2", "DI"),
+        **quantized(LAYER.w13_EFD, w_format, "w13", "FD"),
+        **quantized(LAYER.w2_EDI, w_format, "w2", "DI"),
         "w_format": w_format,
         "x_format": x_format,
     }
