@@ -19,7 +19,7 @@ MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
 MOST_TINY_TOKENS_OF_CODES = 1
 MOST_DECODED = 4 * 2**30  # bytes of a layer that is decoded
 # Those of fewer than eight bits take the ways of four, which were measured.
-MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTISED_INPUTS = {4: 400, 8: 200}, 16
+MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTIZED_INPUTS = {4: 400, 8: 200}, 16
 MOST_ROWS_AS_STORED = {(4, True): 32, (4, False): 28, (8, True): 32, (8, False): 32}
 MOST_ROWS_OF_LARGE_AS_STORED = 24
 
@@ -53,7 +53,7 @@ def _most_rows_of_codes(call: ExpertsCall) -> int | None:
     if call.x_format and refuse_many(call) is not None:
         return None
     if call.x_format and inputs_of(call) is None:
-        return MOST_ROWS_OF_QUANTISED_INPUTS
+        return MOST_ROWS_OF_QUANTIZED_INPUTS
     weight = weight_of(call)
     bits = 8 if weight.bits == 8 else 4
     if refuse_registers(call) is None:

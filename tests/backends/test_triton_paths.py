@@ -26,8 +26,8 @@ from moe_ops.planning.tune import usable_backends
 from moe_ops.planning.tuned import Cell, TunedLayer
 from moe_ops.quant.formats import Format
 from moe_ops.testing import BF16, DEVICE, F16, TOL, Case, assert_close, make_layer
-from tests.kernels.test_quantised_experts import call_of as quantised
-from tests.kernels.test_quantised_experts import definition
+from tests.kernels.test_quantized_experts import call_of as quantized
+from tests.kernels.test_quantized_experts import definition
 
 NAMES = (
     "tiny", "tiny/stream", "rows", "rows/stream", "grouped/wgmma", "grouped/row_scales",
@@ -336,7 +336,7 @@ def test_each_path_is_forced_on_a_gpu(name: str) -> None:
     case = Case(name="layer", T=T, E=4, K=2, D=D, I=I)
     layer = make_layer(case, BF16, "cuda")
     given = (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
-    call = experts.call(*given) if formats == FLOATS else quantised(case, *formats, dtype=BF16)
+    call = experts.call(*given) if formats == FLOATS else quantized(case, *formats, dtype=BF16)
     with using(PATHS[name].forced, experts):
         got = experts(*experts.arguments.flat(call))
     tol = TOL["experts", torch.float8_e4m3fn if formats[1] else BF16]

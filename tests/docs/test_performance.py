@@ -10,7 +10,7 @@ from pathlib import Path
 import expecttest
 import pytest
 
-from moe_ops.bench import quantised, report
+from moe_ops.bench import quantized, report
 from moe_ops.bench.cells import Cell
 from moe_ops.bench.rates import Rates
 from moe_ops.bench.results import Results, dump, write
@@ -54,10 +54,10 @@ def test_pages_have_a_place_for_them() -> None:
     assert len(layers.MEANS.findall((ROOT / "docs" / "PERFORMANCE.md").read_text())) == 1
 
 
-def test_the_page_has_the_turns_of_quantised_layers() -> None:
+def test_the_page_has_the_turns_of_quantized_layers() -> None:
     page = FOLDER / "CPU.md"
     turns = json.loads((RESULTS / "quantised_epyc.json").read_text())
-    table = quantised.table([quantised.Turns(**one) for one in turns["turns"]])
+    table = quantized.table([quantized.Turns(**one) for one in turns["turns"]])
     assert table in page.read_text(), f"put this into docs/performance/CPU.md:\n{table}"
     assert turns["command"] in page.read_text()
 
@@ -94,8 +94,8 @@ def test_a_block_holds_the_tables_of_its_file(tmp_path: Path, measured: Results)
 
 
 def test_a_block_names_the_format_of_its_file(tmp_path: Path, measured: Results) -> None:
-    quantised = replace(measured, format="int4:1x64:bfloat16", command="one\nother")
-    write(tmp_path / "one.json", dump(quantised))
+    quantized = replace(measured, format="int4:1x64:bfloat16", command="one\nother")
+    write(tmp_path / "one.json", dump(quantized))
     filled = report.fill("<!-- results one -->\n<!-- end -->\n", tmp_path)
     assert "One Made-up Device, bfloat16, weights in int4:1x64:bfloat16, torch 2.11.0;" in filled
     assert "\n    one\n    other\n" in filled

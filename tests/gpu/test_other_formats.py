@@ -22,10 +22,10 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.kernels.triton.experts.operands.fake_quantized import emulate
 from moe_ops.kernels.triton.experts.products import grouped as grouped_kernels
-from tests.gpu.test_quantised_kernels import TOKENS, WIDTHS, hopper, relative_error, uneven
-from tests.kernels.codes import quantised
+from tests.gpu.test_quantized_kernels import TOKENS, WIDTHS, hopper, relative_error, uneven
+from tests.kernels.codes import quantized
 from tests.kernels.test_emulated import EXACT, PAIRS, ROUNDED
-from tests.kernels.test_emulated import quantised as rounded
+from tests.kernels.test_emulated import quantized as rounded
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +46,7 @@ def layer_of(
 ) -> ExpertsCall:
     case = replace(WIDTHS[name], T=T)
     layer = make_layer(case, dtype, "cuda", gated=more.get("gated", True))
-    weights = quantised(layer.w13_EFD, layer.w2_EDI, formats[0])
+    weights = quantized(layer.w13_EFD, layer.w2_EDI, formats[0])
     given = (layer.x_TD, layer.weights_TK, layer.ids_TK, weights.pop("w13"), weights.pop("w2"))
     call = experts.call(
         *given, layer.b13_EF, layer.b2_ED, **weights, x_format=formats[1], **more

@@ -57,7 +57,7 @@ from moe_ops.kernels.triton.experts.schedule import combine, sort
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.route import route
 from moe_ops.testing import ACTIVATIONS, LAYERS
-from tests.kernels.offline_codes import PATHS, calls_by_row, quantised_layer
+from tests.kernels.offline_codes import PATHS, calls_by_row, quantized_layer
 from tests.kernels.offline_ranks import over_ranks, pushed, summed
 from tests.published_routers import ROUTERS, Router, arguments
 
@@ -277,16 +277,16 @@ def calls_of_codes(
             unused = "tiny" if emulates else "grouped" if x_format else None
             if backend == unused:
                 continue
-            call = functools.partial(quantised_layer, case, backend, T, w_format, x_format)
+            call = functools.partial(quantized_layer, case, backend, T, w_format, x_format)
             yield f"{backend} {T} {w_format} {x_format}", call
         if emulates:
             continue
         if w_format == "mxfp4" and not x_format:  # whose tiles of wide experts are others
             for backend, T in (("tiny", 1), ("rows", 64)):
                 wide = (LAYERS["mixtral_8x7b"], backend, T, w_format, x_format)
-                yield f"wide {backend} {T}", functools.partial(quantised_layer, *wide)
+                yield f"wide {backend} {T}", functools.partial(quantized_layer, *wide)
         # More choices than one round of `one_down` takes.
-        call = functools.partial(quantised_layer, most, "tiny", 1, w_format, x_format)
+        call = functools.partial(quantized_layer, most, "tiny", 1, w_format, x_format)
         yield f"{most.K} choices {w_format} {x_format}", call
 
 

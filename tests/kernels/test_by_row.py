@@ -15,9 +15,9 @@ from moe_ops.backends.triton import run_experts
 from moe_ops.backends.triton_formats import MOST_COLUMNS_OF_INT8, refusal, scaled_of, weight_of
 from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.operands.row_scales import (
-    quantise_h,
-    quantise_pairs,
-    quantise_x,
+    quantize_h,
+    quantize_pairs,
+    quantize_x,
 )
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from moe_ops.ops.experts import ExpertsCall, experts
@@ -197,19 +197,19 @@ def test_tokens_are_quantized_to_the_bit(scheme: str, element: str) -> None:
         e_R = ids.flatten()[pair_R].long()
         by_row = replace(format, group=(1, -1))
         done = packing.quantize(x_TD[pair_R // 2], by_row, scale=call.x_scale[e_R, None])
-        got, scale = quantise_x(x_TD, codes, ids, None)
+        got, scale = quantize_x(x_TD, codes, ids, None)
         got, scale = got.view(torch.uint8)[pair_R].view(got.dtype), scale[pair_R]
         assert same(got, done.values) and same(scale, done.scale[:, 0])
         want_R, want_scale_R = done.values, done.scale[:, 0]
     else:
         given = None if call.x_scale is None else call.x_scale.reshape(1, 1)
         done = packing.quantize(x_TD, format, scale=given)
-        got, scale = quantise_x(x_TD, codes, ids, None)
+        got, scale = quantize_x(x_TD, codes, ids, None)
         want_scale = done.scale[:, 0].expand(37)
         assert same(got, done.values) and same(scale, want_scale)
         want_R = done.values.view(torch.uint8)[pair_R // 2].view(done.values.dtype)
         want_scale_R = want_scale[pair_R // 2]
-    got_R, scale_R = quantise_x(x_TD, codes, ids, None, inverse_R)
+    got_R, scale_R = quantize_x(x_TD, codes, ids, None, inverse_R)
     assert same(got_R[:used], want_R) and same(scale_R[:used], want_scale_R)
     assert bool(scale_R[used:].isnan().all())
 
@@ -229,7 +229,7 @@ def test_h_is_quantized_to_the_bit_and_its_scales_are_weighted(scheme: str, elem
     h_RI[used:] = float("nan")
     weights_TK = torch.rand(T, K, device=DEVICE)
     codes, format = codes_of(call), Format.of(call.x_format)
-    got, scale = quantise_h(h_RI, codes, ends_E, weights_TK, rows_R, (ids, None))
+    got, scale = quantize_h(h_RI, codes, ends_E, weights_TK, rows_R, (ids, None))
     pair_R = rows_R[:used].long()
     if call.h_scale is None:
         done = packing.quantize(h_RI[:used], format)
@@ -251,7 +251,7 @@ def test_pairs_that_were_left_out_are_not_among_the_largest(T: int) -> None:
     h_PTI[used] = torch.randn(len(used), T, 40, device=DEVICE)
     share_PT = torch.rand(3 * T, T, device=DEVICE)
     h = h_PTI.view(-1, 40).to(F16)
-    got, scale = quantise_pairs(h, codes_of(call), ids, None, share_PT)
+    got, scale = quantize_pairs(h, codes_of(call), ids, None, share_PT)
     rows = [p * T + t for p in used for t in range(T)]
     done = packing.quantize(h[rows], Format.of("int8:tensor"))
     assert same(got[rows], done.values)

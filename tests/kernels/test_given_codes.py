@@ -19,9 +19,9 @@ from moe_ops.backends.triton_inputs import inputs_of
 from moe_ops.backends.triton_paths import Path
 from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.operands.fake_quantized import emulate
-from moe_ops.kernels.triton.experts.operands.group_scales import quantise, quantise_sorted
+from moe_ops.kernels.triton.experts.operands.group_scales import quantize_sorted, quantize_tokens
 from moe_ops.kernels.triton.experts.operands.prequantized import decode, in_rows
-from moe_ops.kernels.triton.experts.operands.row_scales import quantise_x
+from moe_ops.kernels.triton.experts.operands.row_scales import quantize_x
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.quant import packing
@@ -88,7 +88,7 @@ def test_kernels_quantize_groups_as_the_op_does(dtype: torch.dtype) -> None:
     x_TD = unequal(7, 320, dtype)
     weight = weight_of("float8_e4m3fn:128x128", "float8_e4m3fn:1x128")
     done = packing.quantize(x_TD, Format.of("float8_e4m3fn:1x128"))
-    codes_TD, scale_TG = quantise(x_TD, weight)
+    codes_TD, scale_TG = quantize_tokens(x_TD, weight)
     assert torch.equal(codes_TD.view(torch.uint8), done.values.view(torch.uint8))
     assert torch.equal(scale_TG, done.scale)
 
@@ -104,7 +104,7 @@ def test_groups_are_copied_to_the_rows_where_they_would_be_made(T: int) -> None:
     x_TD, (_, inverse_R) = unequal(T, 400, BF16), routed(T)
     done = packing.quantize(x_TD, Format.of("float8_e4m3fn:1x128"))
     codes_RD, scale_GR = in_rows(done.values, done.scale, inverse_R, 2)
-    want_RD, want_GR = quantise_sorted(x_TD, inverse_R, 2, 128)
+    want_RD, want_GR = quantize_sorted(x_TD, inverse_R, 2, 128)
     assert codes_RD.shape == want_RD.shape and scale_GR.shape == want_GR.shape
     got, want = (placed(c.view(torch.uint8), inverse_R) for c in (codes_RD, want_RD))
     assert torch.equal(got, want)
@@ -122,8 +122,8 @@ def test_rows_are_copied_to_the_rows_where_they_would_be_made(element: str) -> N
     }  # fmt: skip
     given, codes = of_codes(call), Codes(**named)
     from_codes = replace(codes, x_scale_TG=given.x_scale_TG, result=F16)
-    got = quantise_x(given.x_TD, from_codes, ids_TK, None, inverse_R)
-    want = quantise_x(call.x_TD, codes, ids_TK, None, inverse_R)
+    got = quantize_x(given.x_TD, from_codes, ids_TK, None, inverse_R)
+    want = quantize_x(call.x_TD, codes, ids_TK, None, inverse_R)
     for g, w in zip(got, want, strict=True):
         narrow = (t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (g, w))
         assert torch.equal(*(placed(t, inverse_R) for t in narrow))

@@ -30,7 +30,7 @@ from moe_ops.testing import ACTIVATIONS, BF16, DEVICE, F16, TOL, Case, Tol, asse
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops.kernels.triton.experts.operands.group_scales import quantise, quantise_sorted
+from moe_ops.kernels.triton.experts.operands.group_scales import quantize_sorted, quantize_tokens
 from moe_ops.kernels.triton.experts.operands.permuted import arrange
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from tests.chosen import those_of
@@ -172,7 +172,7 @@ def test_many_rows_an_expert(formats: tuple[str, str], dtype: torch.dtype) -> No
 def test_tokens_are_quantized_as_by_the_definition(dtype: torch.dtype) -> None:
     x_TD = (torch.randn(5, 1200, device=DEVICE) * 3).to(dtype)
     x_TD[2, :128] = 0
-    codes_TD, scale_TG = quantise(x_TD, weight_of(*BLOCK_FLOAT8))
+    codes_TD, scale_TG = quantize_tokens(x_TD, weight_of(*BLOCK_FLOAT8))
     want = packing.quantize(x_TD, Format.of(BLOCK_FLOAT8[1]))
     assert torch.equal(scale_TG, want.scale)
     got, wanted = codes_TD.float(), want.values.float()
@@ -190,8 +190,8 @@ def test_rows_are_quantized_in_the_order_of_experts(D: int, dtype: torch.dtype) 
     x_TD[5, :] = 0
     ids_TK = torch.randint(-1, E, (T, K), dtype=torch.int32, device=DEVICE)
     rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, None)
-    codes_RD, scale_GR = quantise_sorted(x_TD, inverse_R, K, 128)
-    want_TD, want_TG = quantise(x_TD, weight_of(*BLOCK_FLOAT8))
+    codes_RD, scale_GR = quantize_sorted(x_TD, inverse_R, K, 128)
+    want_TD, want_TG = quantize_tokens(x_TD, weight_of(*BLOCK_FLOAT8))
     used = int(ends_E[-1])
     token_R = rows_R[:used].long() // K
     got, want = codes_RD[:used].float(), want_TD[token_R].float()

@@ -180,7 +180,7 @@ def test_configurations_and_layers_take_it() -> None:
 
 
 @pytest.mark.usefixtures("int2")
-def test_a_model_is_quantised_to_it_and_saved(tmp_path: Path) -> None:
+def test_a_model_is_quantized_to_it_and_saved(tmp_path: Path) -> None:
     model, stock = qwen(), qwen()
     report = moe_ops.quantize_model(model, "int2_w2a16", progress=False)
     assert (report.modules, report.kept) == (2, ())
@@ -195,7 +195,7 @@ def test_a_model_is_quantised_to_it_and_saved(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("int2")
-def test_a_quantised_model_compiles_into_one_graph() -> None:
+def test_a_quantized_model_compiles_into_one_graph() -> None:
     model = qwen()
     moe_ops.quantize_model(model, NAME, progress=False)
     want = logits(model)

@@ -35,18 +35,18 @@ class Codes:
         return self.bits < 8
 
     @property
-    def quantises(self) -> bool:
+    def quantizes(self) -> bool:
         """Whether inputs have 8 bits."""
         return self.weight.inputs_8
 
     @property
     def by_row(self) -> bool:
         """Whether inputs have 8 bits, and scales that leave the sum: see `row_scales.py`."""
-        return self.quantises and self.scaled != "group"
+        return self.quantizes and self.scaled != "group"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of codes of 8 bits, of weights and of inputs."""
+        """The dtype of codes of 8 bits, both of weights and of inputs."""
         return torch.int8 if self.weight.element == "int8" else torch.float8_e4m3fn
 
     @property
@@ -71,7 +71,8 @@ def floats_of(x_TD: Tensor, codes: Codes | None) -> torch.dtype:
 
 @triton.constexpr_function
 def by_row(W):
-    """As that of `Codes`: inputs in groups have weights in groups of as many columns."""
+    """Whether inputs are codes with scales that leave the sum, as `Codes.by_row` says. W alone
+    tells it: inputs in groups have weights in groups of as many columns."""
     return W is not None and W.inputs_8 and W.across == -1
 
 

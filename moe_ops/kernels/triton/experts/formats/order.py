@@ -58,5 +58,5 @@ def arranged(columns: int, weight: Weight) -> int:
 
 
 def stored(columns: int, weight: Weight | None) -> int:
-    """As many columns as tokens are stored with: arranged ones fill whole blocks, with zeros."""
+    """How many columns tokens are stored with: arranged ones fill whole blocks, with zeros."""
     return columns if weight is None or weight.bits == 8 else arranged(columns, weight)

@@ -16,7 +16,7 @@ from moe_ops.kernels.triton.experts.formats.halves import and_or, pair_fma
 
 @triton.jit
 def middle(a, b):
-    """Of each half of words the upper byte of a, and above it the lower one of b."""
+    """Words that hold, in each half, a's upper byte below b's lower byte."""
     if INTERPRETED:
         return ((a >> 8) & 0x00FF00FF) | ((b << 8) & -0x00FF0100)
     return tl.inline_asm_elementwise(
@@ -58,7 +58,7 @@ def pair_at(words, BIT: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr
 
 @triton.jit
 def joined_8(pairs, scale_pair, DTYPE: tl.constexpr):
-    """[..., 2, 2, 2]: those of `sixes_of`, times scales [...]."""
+    """[..., 2, 2, 2]: the values of `sixes_of`, times scales [...]."""
     p0 = pair_fma(pairs[0], scale_pair, -0x7FFF8000, DTYPE)  # the halves of which are -0
     p1 = pair_fma(pairs[1], scale_pair, -0x7FFF8000, DTYPE)
     p2 = pair_fma(pairs[2], scale_pair, -0x7FFF8000, DTYPE)

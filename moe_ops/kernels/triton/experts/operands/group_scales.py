@@ -22,7 +22,7 @@ def to_float8(x):
 
 
 @triton.jit
-def quantise_kernel(
+def quantize_tokens_kernel(
     x_ptr, out_ptr, scale_ptr, stride_x,
     D: tl.constexpr, BG: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -40,7 +40,7 @@ def quantise_kernel(
     tl.store(scale_ptr + t * GROUPS + g, scale_G, mask=g < GROUPS)
 
 
-def quantise(x_TD: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
+def quantize_tokens(x_TD: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
     """Codes of float8, and float32 scales [T, groups], of tokens for weights with inputs of 8
     bits."""
     (T, D), group = x_TD.shape, weight.across
@@ -50,14 +50,14 @@ def quantise(x_TD: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
     BG = min(8, triton.next_power_of_2(groups))
     pdl, options = pdl_options(x_TD)
     launch(
-        quantise_kernel, (T, triton.cdiv(groups, BG)), x_TD, codes_TD, scale_TG, x_TD.stride(0),
-        D=D, BG=BG, GROUP=group, PDL=pdl, num_warps=4, **options,
+        quantize_tokens_kernel, (T, triton.cdiv(groups, BG)), x_TD, codes_TD, scale_TG,
+        x_TD.stride(0), D=D, BG=BG, GROUP=group, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
     return codes_TD, scale_TG
 
 
 @triton.jit(do_not_specialize=["T"])
-def quantise_sorted_kernel(
+def quantize_sorted_kernel(
     x_ptr, inverse_ptr, codes_ptr, scale_ptr, stride_x, stride_scale, T,
     K: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,7 @@ def quantise_sorted_kernel(
         tl.store(scale_ptr + g * stride_scale + row_T, scale_T, mask=row_T >= 0)
 
 
-def quantise_sorted(
+def quantize_sorted(
     x_TD: Tensor, inverse_R: Tensor, top_k: int, group: int
 ) -> tuple[Tensor, Tensor]:
     """Codes of float8 [R, D] of the token in each row, and float32 scales [groups, R or more]:
@@ -90,7 +90,7 @@ def quantise_sorted(
     BT = 16
     pdl, options = pdl_options(x_TD)
     launch(
-        quantise_sorted_kernel, (triton.cdiv(T, BT), groups),
+        quantize_sorted_kernel, (triton.cdiv(T, BT), groups),
         x_TD, inverse_R, codes_RD, scale_GR, x_TD.stride(0), scale_GR.stride(0), T,
         K=top_k, D=D, BT=BT, GROUP=group, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_ops.kernels.triton.experts.formats.codes import Codes
-from moe_ops.kernels.triton.experts.operands.group_scales import quantise
+from moe_ops.kernels.triton.experts.operands.group_scales import quantize_tokens
 from moe_ops.kernels.triton.experts.operands.permuted import arrange
 
 
@@ -15,8 +15,8 @@ def tokens_for(x_TD: Tensor, codes: Codes | None) -> tuple[Tensor, Tensor | None
         return x_TD, None
     if codes.in_words:
         return arrange(x_TD, codes.weight), None
-    if not codes.quantises:
+    if not codes.quantizes:
         return x_TD, None
     if codes.x_scale_TG is not None:
         return x_TD, codes.x_scale_TG
-    return quantise(x_TD, codes.weight)
+    return quantize_tokens(x_TD, codes.weight)

@@ -61,7 +61,8 @@ def add_steps(
     acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, x_1N, t_ptr, token_N, inside_N,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """The same, where scales are those of a step or less."""
+    """acc_MN and the products, as `add_product` gives them, where a scale serves a step of columns
+    or less."""
     BITS: tl.constexpr = W.bits
     s_MG, z_MG, t_N = factors(
         s_ptr, z_ptr, t_ptr, group_M, inside_M, token_N, inside_N, 0, COLUMNS, STEP, W
@@ -194,7 +195,7 @@ def two_words(
     w_M1, inside_M, start, PIECE: tl.constexpr, COLUMNS: tl.constexpr, RUNS: tl.constexpr,
     POLICY: tl.constexpr,
 ):  # fmt: skip
-    """[M, RUNS] each: of the six words of every 32 columns two that lie side by side."""
+    """[M, RUNS] each: two words that lie side by side, of the six words of every 32 columns."""
     M: tl.constexpr = w_M1.shape[0]
     i = tl.arange(0, 2 * RUNS)
     word = start // 32 * 6 + (i // 2 * 6 + i % 2 + 2 * PIECE)

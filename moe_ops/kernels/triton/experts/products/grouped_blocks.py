@@ -38,7 +38,7 @@ from moe_ops.kernels.triton import LINEAR, Act, Weight, replay
 from moe_ops.kernels.triton.experts.formats.codes import floats_of
 from moe_ops.kernels.triton.experts.formats.float8 import LARGEST_CODE, SMALLEST_SCALE
 from moe_ops.kernels.triton.experts.formats.scales import finite, scale_of
-from moe_ops.kernels.triton.experts.operands.group_scales import quantise_sorted
+from moe_ops.kernels.triton.experts.operands.group_scales import quantize_sorted
 from moe_ops.kernels.triton.experts.operands.prequantized import in_rows
 from moe_ops.kernels.triton.experts.products.hopper import (
     BLOCK_M,
@@ -210,7 +210,7 @@ def _multiply(
 
 
 @gluon.jit
-def _quantised(left, right, made, tile, col, out_n, DTYPE: gl.constexpr):
+def _quantized(left, right, made, tile, col, out_n, DTYPE: gl.constexpr):
     """Codes of 128 columns of h from column `col`, rounded first as h is; stores their scales.
 
     As `to_float8` of `group_scales.py`, but that a division by a scale is a product with its
@@ -241,7 +241,7 @@ def _finish(accs, output, made, tile, N, out_n, DTYPE: gl.constexpr, ACT: gl.con
         col = n * SUM
         left = gated_columns(a, c, output, expert, col, N, ACT)
         right = gated_columns(b, d, output, expert, col + CHUNK, N, ACT)
-        return _quantised(left, right, made, tile, col, out_n, DTYPE), col
+        return _quantized(left, right, made, tile, col, out_n, DTYPE), col
     else:
         col = n * 2 * SUM
         a = columns(a, output, expert, col, N, ACT)
@@ -251,8 +251,8 @@ def _finish(accs, output, made, tile, N, out_n, DTYPE: gl.constexpr, ACT: gl.con
         if made[0] is None:
             return (a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)), col
         else:
-            a, b = _quantised(a, b, made, tile, col, out_n, DTYPE)
-            c, d = _quantised(c, d, made, tile, col + SUM, out_n, DTYPE)
+            a, b = _quantized(a, b, made, tile, col, out_n, DTYPE)
+            c, d = _quantized(c, d, made, tile, col + SUM, out_n, DTYPE)
             return (a, b, c, d), col
 
 
@@ -442,7 +442,7 @@ def run(
     _, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
     tiles = tile_map(ends_E, R, BLOCK_M)
     if codes.x_scale_TG is None:
-        x_RD, x_scale_GR = quantise_sorted(x_TD, inverse_R, K, BLOCK_K)
+        x_RD, x_scale_GR = quantize_sorted(x_TD, inverse_R, K, BLOCK_K)
     else:
         x_RD, x_scale_GR = in_rows(x_TD, codes.x_scale_TG, inverse_R, K)
     h_RI = x_RD.new_empty(R, I)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import LINEAR
 from moe_ops.kernels.triton.experts.formats.codes import floats_of
-from moe_ops.kernels.triton.experts.operands.row_scales import quantise_h, quantise_x
+from moe_ops.kernels.triton.experts.operands.row_scales import quantize_h, quantize_x
 from moe_ops.kernels.triton.experts.products import grouped_wgmma
 from moe_ops.kernels.triton.experts.products.grouped_wgmma import BLOCK_M, Scales
 from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
@@ -37,7 +37,7 @@ def run(
     R, static, weight, dtype = T * K, codes.h_scale, codes.weight, floats_of(x_TD, codes)
     _, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
     tiles = tile_map(ends_E, R, BLOCK_M)
-    x_RD, scale_R = quantise_x(x_TD, codes, ids_TK, expert_map, inverse_R)
+    x_RD, scale_R = quantize_x(x_TD, codes, ids_TK, expert_map, inverse_R)
     h_RI = x_TD.new_empty(R, I, dtype=dtype if static is None else codes.dtype)
     b13, b2 = (None if b is None else b.contiguous() for b in (layer.b13_EF, layer.b2_ED))
     scales = Scales(
@@ -45,7 +45,7 @@ def run(
     )
     grouped_wgmma.launch(x_RD, None, layer.w13_EFD, b13, h_RI, tiles, None, layer.act, scales)
     if static is None:
-        h_RI, scale_R = quantise_h(h_RI, codes, ends_E)
+        h_RI, scale_R = quantize_h(h_RI, codes, ends_E)
         scales = Scales(a=scale_R, a_each="row", w=codes.scale2_EDG, weight=weight)
     else:
         each = grouped_wgmma.each(static)

@@ -13,12 +13,12 @@ from torch import Tensor
 from moe_ops.kernels.triton import LARGE, MOST_OF_SUMS, STEP, Constant, most_streamed
 from moe_ops.kernels.triton.experts.formats.codes import Codes, floats_of
 from moe_ops.kernels.triton.experts.operands.fake_quantized import emulated_hidden, emulated_tokens
-from moe_ops.kernels.triton.experts.operands.group_scales import quantise
+from moe_ops.kernels.triton.experts.operands.group_scales import quantize_tokens
 from moe_ops.kernels.triton.experts.operands.row_scales import (
     by_expert,
-    quantise_h,
-    quantise_pairs,
-    quantise_x,
+    quantize_h,
+    quantize_pairs,
+    quantize_x,
 )
 from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
@@ -141,7 +141,7 @@ def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
     elif codes.weight.element == "uint4" and not sums:
         stream = Stream(MW=4)  # more would spill
     elif codes.bits == 8:
-        stream = Stream(MW=4, MT=2 if large and codes.quantises else 1)
+        stream = Stream(MW=4, MT=2 if large and codes.quantizes else 1)
     elif large and not sums and rows_per_expert <= MOST_OF_SUMS:
         stream = Stream(MW=4, ahead=4)
     elif large and sums and rows_per_expert * E * triton.cdiv(D, 128) < FEW_PROGRAMS:
@@ -210,7 +210,7 @@ def run_one(
         SIZES=up.sizes, PDL=pdl, num_warps=up.warps, **options,
     )  # fmt: skip
     if codes.by_row:
-        h_KI, h_scale_KG = quantise_pairs(h_KI, codes, ids_TK, expert_map, weights_TK)
+        h_KI, h_scale_KG = quantize_pairs(h_KI, codes, ids_TK, expert_map, weights_TK)
         h_KI = h_KI.view(torch.int32)
     else:
         h_KI, h_scale_KG, _ = _operand(h_KI, layer, ids_TK, expert_map)
@@ -262,7 +262,7 @@ def run(
     h_RI = emulated_hidden(h_RI, I, codes, ends_E)
     if codes.by_row:
         routed = (ids_TK, expert_map)
-        h_RI, h_scale_RG = quantise_h(h_RI, codes, ends_E, weights_TK, rows_R, routed)
+        h_RI, h_scale_RG = quantize_h(h_RI, codes, ends_E, weights_TK, rows_R, routed)
         h_RI = h_RI.view(torch.int32)
     else:
         h_RI, h_scale_RG, _ = _operand(h_RI, layer, ids_TK, expert_map)
@@ -283,12 +283,14 @@ def _operand(
     """Tokens, their scales if they have any, and what they are multiplied as: codes of 8 bits in
     words, which float16 holds exactly."""
     codes = _codes(layer)
-    if not codes.quantises:
+    if not codes.quantizes:
         return x_TD, None, DTYPES[x_TD.dtype]
     if codes.by_row:
-        x_TD, scale_T = quantise_x(x_TD, codes, ids_TK, expert_map)
+        x_TD, scale_T = quantize_x(x_TD, codes, ids_TK, expert_map)
         return x_TD.view(torch.int32), scale_T, tl.float16
-    x_TD, scale_TG = (x_TD, given_TG) if given_TG is not None else quantise(x_TD, codes.weight)
+    x_TD, scale_TG = (
+        (x_TD, given_TG) if given_TG is not None else quantize_tokens(x_TD, codes.weight)
+    )
     return x_TD.view(torch.int32), scale_TG, tl.float16
 
 

@@ -23,12 +23,12 @@ from moe_ops.kernels.triton.experts.formats.codes import Codes, by_row, floats_o
 from moe_ops.kernels.triton.experts.formats.order import column_of, stored
 from moe_ops.kernels.triton.experts.formats.scales import rescaled, under_global, under_globals
 from moe_ops.kernels.triton.experts.operands.fake_quantized import emulated_hidden, emulated_tokens
-from moe_ops.kernels.triton.experts.operands.group_scales import quantise
+from moe_ops.kernels.triton.experts.operands.group_scales import quantize_tokens
 from moe_ops.kernels.triton.experts.operands.row_scales import (
     by_expert,
     codes_of_h,
-    quantise_h,
-    quantise_x,
+    quantize_h,
+    quantize_x,
 )
 from moe_ops.kernels.triton.experts.operands.tokens import tokens_for
 from moe_ops.kernels.triton.experts.products.block_steps import add_product
@@ -95,7 +95,7 @@ def code_tiles(rows_per_expert: float, width: int, codes: Codes, memory: int) ->
     BN = next((n for n, most in MOST_OF_TILE.items() if rows_per_expert <= most), 128)
     if not codes.in_words or sums or memory < HOPPER_MEMORY:
         BN = min(BN, 64)
-    if codes.quantises:
+    if codes.quantizes:
         return _tiles(BN, (64, 128, 4, 8), (128, 128, 4, 8))
     if sums:
         return _tiles(BN, (64, 128, 4, 4), (128, 128, 4, 4))
@@ -281,7 +281,7 @@ def run(
         if static is not None:
             h_RI, rounded = h_RI.new_empty(R, H, dtype=codes.dtype), DTYPES[dtype]
             h_scale_RG = x_TD.new_empty(R, dtype=torch.float32)
-        x_TD, x_scale_TG = quantise_x(x_TD, codes, ids_TK, expert_map)
+        x_TD, x_scale_TG = quantize_x(x_TD, codes, ids_TK, expert_map)
         if by_expert(codes.x_scale):
             tokens_K = 1  # each pair has a row of its own
     else:
@@ -301,9 +301,9 @@ def run(
         num_warps=up.warps, num_stages=up.stages, **options,
     )  # fmt: skip
     if codes is not None and codes.by_row and static is None:
-        h_RI, h_scale_RG = quantise_h(h_RI, codes, ends_E, weights_TK, rows_R)
-    elif codes is not None and codes.quantises and not codes.by_row:
-        h_RI, h_scale_RG = quantise(h_RI, codes.weight)
+        h_RI, h_scale_RG = quantize_h(h_RI, codes, ends_E, weights_TK, rows_R)
+    elif codes is not None and codes.quantizes and not codes.by_row:
+        h_RI, h_scale_RG = quantize_tokens(h_RI, codes.weight)
     in_words = codes is not None and codes.in_words
     h_RI = emulated_hidden(h_RI, I, codes, ends_E, arranged=in_words)
     launch(

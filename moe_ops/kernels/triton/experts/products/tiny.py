@@ -33,12 +33,12 @@ from moe_ops.kernels.triton import LARGE, TINY_PAIRS, TINY_TOKENS
 from moe_ops.kernels.triton.experts.formats.codes import Codes, by_row, floats_of
 from moe_ops.kernels.triton.experts.formats.order import column_of, stored
 from moe_ops.kernels.triton.experts.formats.scales import rescaled, under_globals
-from moe_ops.kernels.triton.experts.operands.group_scales import quantise
+from moe_ops.kernels.triton.experts.operands.group_scales import quantize_tokens
 from moe_ops.kernels.triton.experts.operands.row_scales import (
     by_expert,
     codes_of_h,
-    quantise_pairs,
-    quantise_x,
+    quantize_pairs,
+    quantize_x,
 )
 from moe_ops.kernels.triton.experts.operands.tokens import tokens_for
 from moe_ops.kernels.triton.experts.products.block_steps import add_product
@@ -402,7 +402,7 @@ def run(
             h_PI, rounded = h_PI.new_empty(P * T, H, dtype=codes.dtype), DTYPES[dtype]
             h_scale_PG = x_TD.new_empty(P * T, dtype=torch.float32)
         shares = shares or static is None
-        x_TD, x_scale_TG = quantise_x(x_TD, codes, ids_TK, expert_map)
+        x_TD, x_scale_TG = quantize_x(x_TD, codes, ids_TK, expert_map)
     else:
         x_TD, x_scale_TG = tokens_for(x_TD, codes)
     share_PT = x_TD.new_empty(P, T, dtype=torch.float32) if shares else None
@@ -416,9 +416,9 @@ def run(
         ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.up_stages, **options,
     )  # fmt: skip
     if share_PT is not None and codes is not None and codes.by_row and static is None:
-        h_PI, h_scale_PG = quantise_pairs(h_PI, codes, ids_TK, expert_map, share_PT)
-    elif codes is not None and codes.quantises and not codes.by_row:
-        h_PI, h_scale_PG = quantise(h_PI, codes.weight)
+        h_PI, h_scale_PG = quantize_pairs(h_PI, codes, ids_TK, expert_map, share_PT)
+    elif codes is not None and codes.quantizes and not codes.by_row:
+        h_PI, h_scale_PG = quantize_tokens(h_PI, codes.weight)
     launch(
         tiny_down, (triton.cdiv(D, tiles.BR),),
         h_PI, h_scale_PG, ids_TK, expert_map, table, share_PT, layer.w2_EDI, *layer.scales2,
