@@ -25,7 +25,7 @@ from moe_ops.planning.choose import Node, Rules, choose
 from moe_ops.planning.tune import usable_backends
 from moe_ops.planning.tuned import Cell, TunedLayer
 from moe_ops.quant.formats import Format
-from moe_ops.testing import BF16, DEVICE, F16, TOL, Case, assert_close, make_layer
+from moe_ops.testing import BF16, DEVICE, F16, TOL, Case, assert_close, float32, make_layer
 from tests.kernels.test_quantized_experts import call_of as quantized
 from tests.kernels.test_quantized_experts import definition
 
@@ -340,4 +340,5 @@ def test_each_path_is_forced_on_a_gpu(name: str) -> None:
     with using(PATHS[name].forced, experts):
         got = experts(*experts.arguments.flat(call))
     tol = TOL["experts", torch.float8_e4m3fn if formats[1] else BF16]
-    assert_close(got, definition(call), tol, name)
+    want = experts.reference(*float32(given)) if formats == FLOATS else definition(call)
+    assert_close(got, want, tol, name)
