@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import functools
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
