@@ -224,8 +224,8 @@ def step_bytes(model: Any, batch: int, length: int) -> dict[str, float]:
 
 
 def breakdown(model: Any, ids: Tensor) -> dict[str, Any]:
-    """Of one step: the ms that kernels of each part take, the bytes that they read at least, and
-    the kernels that take most; and the ms that the prompt's kernels take."""
+    """Return what one step is made of: the ms that kernels of each part take, the least bytes that
+    they read, the kernels that take most, and the ms of the prompt's kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     totals: list[Counter[str]] = []

@@ -124,7 +124,7 @@ def run(args: argparse.Namespace, rank: int, device: torch.device) -> None:
 
 
 def share(ids: Tensor, args: argparse.Namespace) -> Tensor:
-    """Of sequences, those of this rank."""
+    """Return the sequences of this rank."""
     return ids.chunk(dist.get_world_size())[dist.get_rank()] if args.tokens == "own" else ids
 
 
@@ -196,7 +196,7 @@ def shared(
 
 
 def least_seconds(model: PreTrainedModel, ids: Tensor, new: int) -> float:
-    """Of three calls."""
+    """Return the time of the fastest of three calls."""
     return min(seconds(lambda: generate(model, ids, new)) for _ in range(3))
 
 

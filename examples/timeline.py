@@ -32,8 +32,8 @@ class Launch:
 
 
 def timeline(steps: Callable[[], Any], number: int, layers: int) -> list[Launch]:
-    """Of a call that takes so many steps: a layer of the last one but one, from the first kernel on
-    that runs once in every layer."""
+    """Return the launches of a median layer in the last step but one of a call of `number` steps,
+    from the first kernel that runs once in every layer."""
     activity = torch.profiler.ProfilerActivity.CUDA
     # Without acc_events torch 2.11 warns of cycles whose events are lost; there is only one here.
     with torch.profiler.profile(activities=[activity], acc_events=True) as profiler:
@@ -45,7 +45,8 @@ def timeline(steps: Callable[[], Any], number: int, layers: int) -> list[Launch]
 
 
 def median_layer(ran: Sequence[Ran], number: int, layers: int) -> list[Launch]:
-    """Of the kernels of so many steps. Raises ValueError if none runs once in every layer."""
+    """Return the launches of a median layer among the kernels of `number` steps. Raises
+    ValueError if no kernel runs once in every layer."""
     kernels = sorted(ran)
     often = Counter(one.kernel for one in kernels)
     # The prompt may run the kernel once a layer, too.

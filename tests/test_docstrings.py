@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.sources import modules
+from tests.sources import ROOT, modules
 
 # What refers to a docstring above, or leaves out what it speaks of.
 BEGINS_WITH_A_RIDDLE = re.compile(r"(The same|As|Those|Of)\b")
@@ -25,7 +25,8 @@ def riddles(source: str) -> list[str]:
 
 
 def test_docstrings_stand_alone() -> None:
-    found = [f"{m}:{riddle}" for m in modules() for riddle in riddles(m.path.read_text())]
+    paths = [m.path for m in modules()] + [*(ROOT / "examples").glob("*.py")]
+    found = [f"{path}:{riddle}" for path in paths for riddle in riddles(path.read_text())]
     assert not found, "say what the function does or returns, in words of its own:\n" + "\n".join(
         found
     )
