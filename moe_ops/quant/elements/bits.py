@@ -6,6 +6,7 @@ how many values and bytes are one.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -59,7 +60,8 @@ def split(stored: Tensor, storage: Storage) -> Tensor:
     return torch.stack(codes, -1).flatten(-2)
 
 
-def _pieces(storage: Storage) -> list[Piece]:
+@functools.cache
+def _pieces(storage: Storage) -> tuple[Piece, ...]:
     """What each value has in each byte that it reaches into."""
     found = []
     for value in range(storage.values):
@@ -67,7 +69,7 @@ def _pieces(storage: Storage) -> list[Piece]:
         for unit in range(first // BYTE, (end - 1) // BYTE + 1):
             low, high = max(first, unit * BYTE), min(end, (unit + 1) * BYTE)
             found.append(Piece(value, unit, high - low, low - first, low - unit * BYTE))
-    return found
+    return tuple(found)
 
 
 def _moved(t: Tensor, at: int, size: int, bits: int, to: int) -> Tensor:
