@@ -46,7 +46,8 @@ def _no_options(call: ExpertsCall) -> dict[str, Any]:
 class Path:
     """One way to run a layer: why it does not run a call that its backend supports, or None; what
     of `products/` runs it, as "module:function", and gives its tiles; the options that this takes;
-    and the most tokens that it runs, None for any number."""
+    the most tokens that it runs, None for any number; and whether it runs one product of a call
+    that it refuses, of which the plain kernel then runs the other."""
 
     name: str
     run: str
@@ -54,6 +55,7 @@ class Path:
     tiles: str = ""
     options: Callable[[ExpertsCall], dict[str, Any]] = _no_options
     most: Callable[[ExpertsCall], int | None] = lambda call: None
+    runs_one_product: Callable[[ExpertsCall], bool] = lambda call: False
     device: Callable[[torch.device], str | None] = refuse_all_but_hopper
 
     @property
@@ -97,6 +99,10 @@ def _most_streamed(call: ExpertsCall) -> int | None:
     return None if weight is None else most_streamed(weight) * experts // call.ids_TK.shape[1]
 
 
+def _one_by_wgmma(call: ExpertsCall) -> bool:
+    return None in refused_products(call)
+
+
 def _wgmma_of(call: ExpertsCall) -> dict[str, Any]:
     up, down = refused_products(call)
     return {"wgmma": (up is None, down is None)}
@@ -117,7 +123,10 @@ PATHS = (
     Path(name="grouped/row_scales", run="grouped_row_scales:run", refusal=refuse_row_scales),
     Path(name="grouped/blocks", run="grouped_blocks:run", refusal=refuse_blocks),
     Path(name="grouped/registers", run="grouped_registers:run", refusal=refuse_registers),
-    Path(name="grouped/wgmma", run="grouped:run", refusal=refuse_wgmma, options=_wgmma_of),
+    Path(
+        name="grouped/wgmma", run="grouped:run", refusal=refuse_wgmma, options=_wgmma_of,
+        runs_one_product=_one_by_wgmma,
+    ),
     Path(name="grouped/plain", run="grouped:run", refusal=refuse_decoded, device=refuse_gpu),
 )  # fmt: skip
 BY_FORCED = {path.forced: path for path in PATHS}
@@ -131,8 +140,7 @@ class Taken:
     refusals: dict[str, str]
 
     def __str__(self) -> str:
-        whys = [f"{name} {reason}" for name, reason in self.refusals.items()]
-        return f"{self.path.name}{'; ' if whys else ''}{'; '.join(whys)}"
+        return _with_reasons(self.path.name, self.refusals)
 
 
 @functools.cache
@@ -148,10 +156,9 @@ def pick(kernel: str, call: ExpertsCall) -> Taken:
     refusals: dict[str, str] = {}
     for path in paths_of(kernel):
         refusal = path.refuses(call)
-        if refusal is None:
-            return Taken(path=path, refusals=refusals)
-        refusals[path.name] = refusal
-        if _runs_one_product(path, call):
+        if refusal is not None:
+            refusals[path.name] = refusal
+        if refusal is None or path.runs_one_product(call):
             return Taken(path=path, refusals=refusals)
     whys = "\n".join(f"  {name}: {reason}" for name, reason in refusals.items())
     raise NotImplementedError(f"no path of triton.{kernel} runs this call:\n{whys}")
@@ -165,19 +172,18 @@ def told(kernel: str, call: ExpertsCall) -> str:
         most = path.most(call)
         known = isinstance(rows, int) and most is not None
         refusal = path.refuses(call) if known or most is None else path.refusal(call)
-        partly = refusal is not None and _runs_one_product(path, call)
+        partly = refusal is not None and path.runs_one_product(call)
         if refusal is not None:
             refusals[path.name] = refusal
         if refusal is None or partly:
             ways.append(path.name if known or most is None else f"{path.name} up to {most} rows")
             if known or most is None:
                 break
-    whys = [f"{name} {reason}" for name, reason in refusals.items()]
-    return "; ".join([", then ".join(ways), *whys])
+    return _with_reasons(", then ".join(ways), refusals)
 
 
-def _runs_one_product(path: Path, call: ExpertsCall) -> bool:
-    return path.refusal is refuse_wgmma and None in refused_products(call)
+def _with_reasons(ways: str, refusals: dict[str, str]) -> str:
+    return "; ".join([ways, *(f"{name} {reason}" for name, reason in refusals.items())])
 
 
 def of_tiles(kernel: str, tiles: Any) -> Path:
