@@ -21,7 +21,7 @@ from moe_ops.kernels.triton.experts.operands.row_scales import (
     quantize_x,
 )
 from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
-from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
+from moe_ops.kernels.triton.experts.schedule.sort import most_units, sort_pairs
 from moe_ops.kernels.triton.experts.weights import Experts, bias_stride
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options
 from moe_ops.kernels.triton.replay import launch
@@ -253,7 +253,7 @@ def run(
     tokens_K = 1 if by_expert(codes.x_scale) else K  # each pair has a row of its own
     early_TK, late_TK = codes.weigh(weights_TK)
     launch(
-        kernels.few_up, (_units(R, E, up) * triton.cdiv(F, up.rows),),
+        kernels.few_up, (most_units(R, E, up.tokens) * triton.cdiv(F, up.rows),),
         x_TD, x_scale_TG, rows_R, ends_E, early_TK, w13, *layer.scales13, layer.b13_EF, h_RI,
         x_TD.stride(0), bias_stride(layer.b13_EF),
         E=E, K=tokens_K, D=D, I=I, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
@@ -267,7 +267,7 @@ def run(
     else:
         h_RI, h_scale_RG, _ = _operand(h_RI, layer, ids_TK, expert_map)
     launch(
-        kernels.few_down, (_units(R, E, down) * triton.cdiv(D, down.rows),),
+        kernels.few_down, (most_units(R, E, down.tokens) * triton.cdiv(D, down.rows),),
         h_RI, h_scale_RG, rows_R, ends_E, early_TK, w2, *layer.scales2, layer.b2_ED, y_RD,
         bias_stride(layer.b2_ED),
         E=E, D=D, I=I, W=layer.weight, DTYPE=DTYPE, BE=BE, P=down.ahead, SIZES=down.sizes,
@@ -298,7 +298,3 @@ def _words(layer: Experts) -> tuple[Tensor, Tensor]:
     """Weights in words of 32 bits; of codes of six bits of 64, which a thread loads at once."""
     dtype = torch.int64 if _codes(layer).bits == 6 else torch.int32
     return layer.w13_EFD.view(dtype), layer.w2_EDI.view(dtype)
-
-
-def _units(R: int, E: int, stream: Stream) -> int:
-    return min(R, E + R // stream.tokens)

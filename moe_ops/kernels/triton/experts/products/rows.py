@@ -34,7 +34,7 @@ from moe_ops.kernels.triton.experts.operands.tokens import tokens_for
 from moe_ops.kernels.triton.experts.products.block_steps import add_product
 from moe_ops.kernels.triton.experts.products.register_stream import DTYPES
 from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
-from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs, unit_of
+from moe_ops.kernels.triton.experts.schedule.sort import most_units, sort_pairs, unit_of
 from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, rows_at, up_rows
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options, shared_memory, stages_within
 from moe_ops.kernels.triton.replay import launch
@@ -292,7 +292,7 @@ def run(
     pdl, options = pdl_options(x_TD)
     up, down = tiles.up, tiles.down
     launch(
-        rows_up, (_units(R, E, up) * triton.cdiv(H, up.rows),),
+        rows_up, (most_units(R, E, up.BN) * triton.cdiv(H, up.rows),),
         x_TD, x_scale_TG, rows_R, ends_E, early_TK, layer.w13_EFD, *layer.scales13,
         layer.b13_EF, static, h_RI, h_scale_RG, x_TD.stride(0), *layer.strides13,
         bias_stride(layer.b13_EF),
@@ -307,15 +307,10 @@ def run(
     in_words = codes is not None and codes.in_words
     h_RI = emulated_hidden(h_RI, I, codes, ends_E, arranged=in_words)
     launch(
-        rows_down, (_units(R, E, down) * triton.cdiv(D, down.rows),),
+        rows_down, (most_units(R, E, down.BN) * triton.cdiv(D, down.rows),),
         h_RI, h_scale_RG, rows_R, ends_E, early_TK, layer.w2_EDI, *layer.scales2,
         layer.b2_ED, y_RD, *layer.strides2, bias_stride(layer.b2_ED),
         E=E, D=D, I=I, H=H, W=layer.weight, BE=BE, BD=down.rows, BI=down.step,
         BN=down.BN, PDL=pdl, num_warps=down.warps, num_stages=down.stages, **options,
     )  # fmt: skip
     return sum_rows(y_RD, inverse_R, late_TK, K, residual_TD)
-
-
-def _units(R: int, E: int, tile: Tile) -> int:
-    """The most pieces of BN rows that R rows of E experts can fall into."""
-    return min(R, E + R // tile.BN)

@@ -124,6 +124,11 @@ def place_kernel(
     tl.store(inverse_ptr + sorted_pairs, tl.where(used, row, -1), mask=inside)
 
 
+def most_units(R: int, E: int, rows: int) -> int:
+    """The most units of up to so many rows that R rows of E experts can fall into."""
+    return min(R, E + R // rows)
+
+
 @triton.jit
 def unit_of(ends_ptr, unit, blocks, experts_E, E: tl.constexpr, BN: tl.constexpr):
     """(expert, block, first row, rows) of a unit of work: a block of an expert's weights and up to
