@@ -4,13 +4,11 @@ quantise inputs to int8 and float8.
 
 from __future__ import annotations
 
-import functools
-
 from torch import Tensor
 
 from moe_ops.kernels.cpu import quantized as kernels
 from moe_ops.ops.experts import ExpertsCall
-from moe_ops.quant.formats import ALL, ROW, TENSOR, Format
+from moe_ops.quant.formats import ALL, ROW, TENSOR, Format, keep_by_format
 from moe_ops.registry.gradients import needs_grad
 
 SMALL_GROUPS, GROUP = (32, 64), 128
@@ -36,7 +34,7 @@ def _element(format: str) -> str:
     return Format.of(format).element if format else ""
 
 
-@functools.lru_cache
+@keep_by_format
 def _of_formats(w_format: str, x_format: str, D: int, I: int) -> str | None:  # noqa: E741
     format = Format.of(w_format)
     if format.element not in kernels.ELEMENTS:

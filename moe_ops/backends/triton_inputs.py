@@ -4,17 +4,15 @@ for, and multiplied in 16 bits, as GPUs before Blackwell have no instruction for
 
 from __future__ import annotations
 
-import functools
-
 from moe_ops.kernels.triton import Inputs
-from moe_ops.quant.formats import ROW, TENSOR, Format
+from moe_ops.quant.formats import ROW, TENSOR, Format, keep_by_format
 
 WHOLE = {ROW: "row", TENSOR: "tensor"}
 GROUPS = (16, 32, 64, 128, 256)  # columns that share a scale of eight bits
 PART = 128  # columns that are rounded together where more than these share a scale
 
 
-@functools.cache
+@keep_by_format
 def inputs_of(w_format: str, x_format: str) -> Inputs | None:
     """How inputs of a format are emulated for weights of another one; None if they are not."""
     if not x_format or not _emulates(Format.of(w_format), Format.of(x_format)):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 from torch import Tensor
 
 from moe_ops.backends.triton_device import LEAST_CAPABILITY, LEAST_FLOAT8, refuse_device
 from moe_ops.ops.quantize import QuantizeCall, quantize
-from moe_ops.quant.formats import ALL, TENSOR, Format
+from moe_ops.quant.formats import ALL, TENSOR, Format, keep_by_format
 
 ONCE = ("float8_e4m3fn", "int8")  # elements that may have one scale for the tensor
 BLOCKS = ("float8_e4m3fn", "float6_e3m2", "float6_e2m3", "float4_e2m1")
@@ -57,7 +55,7 @@ def launch_quantize(call: QuantizeCall) -> tuple[Tensor, Tensor]:
     return replay(blocks.quantize, (x_RD, call.scale), kinds)
 
 
-@functools.cache
+@keep_by_format
 def _element(name: str) -> tuple[int | float, ...]:
     """The element of a format as `quantize_blocks` takes it."""
     format = Format.of(name)

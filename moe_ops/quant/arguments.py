@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from moe_ops.checks.shapes import DTYPES, FLOATS, check_choice, check_devices, check_tensor
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.fake_impls.formats import ELEMENTS, PUBLISHED
-from moe_ops.quant.formats import TENSOR, Format
+from moe_ops.quant.formats import TENSOR, Format, keep_by_format
 from moe_ops.quant.schemes import SCHEMES
 
 
@@ -57,7 +55,7 @@ def check_input_format(name: str, format: str, width: int) -> None:
         check_packing(name, Format.of(format), width)
 
 
-@functools.cache
+@keep_by_format
 def packed_inputs(name: str, format: str) -> int:
     """How many values are packed together; raises ValueError if it is no format of inputs."""
     found = named_format(name, format)

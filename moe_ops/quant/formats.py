@@ -13,13 +13,17 @@ whose scales are float8_e4m3fn, as in NVFP4.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from moe_ops.checks.options import MOST_SIZE, check_int, check_text
 from moe_ops.checks.signature import described, did_you_mean
 from moe_ops.fake_impls.formats import ALL, GROUPS, PUBLISHED, SCALES, Parsed, parse
 from moe_ops.quant.elements.kinds import Element, Integer, Minifloat
 from moe_ops.quant.elements.table import ELEMENTS
+
+R = TypeVar("R")
 
 TENSOR, ROW, COLUMN = GROUPS["tensor"], GROUPS["row"], GROUPS["column"]
 
@@ -121,7 +125,23 @@ class Format:
         return ELEMENTS[self.element].bits
 
 
-@functools.cache
+_KEPT: list[functools._lru_cache_wrapper[object]] = []
+
+
+def keep_by_format(function: Callable[..., R]) -> functools._lru_cache_wrapper[R]:
+    """Keep what a function of names of formats returns, until a format is forgotten."""
+    kept = functools.cache(function)
+    _KEPT.append(kept)
+    return kept
+
+
+def forget_kept() -> None:
+    """Let functions that `keep_by_format` look at formats anew."""
+    for kept in _KEPT:
+        kept.cache_clear()
+
+
+@keep_by_format
 def of_name(name: str) -> Format:
     """`Format.of` a string, which is looked up after the first time."""
     parsed = parse(name)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from moe_ops.checks.options import check_type
 from moe_ops.fake_impls.formats import PUBLISHED, parse
 from moe_ops.interop import aot_cache
-from moe_ops.quant import arguments, formats
+from moe_ops.quant import formats
 from moe_ops.quant import schemes as known
 from moe_ops.quant.elements import table
 from moe_ops.quant.elements.kinds import Integer, Minifloat
@@ -75,8 +75,8 @@ def forget_format(name: str) -> None:
         known.remove(scheme)
     table.remove(table.ELEMENTS[name])
     _REGISTERED.remove(name)
-    for cached in (parse, formats.of_name, arguments.packed_inputs):
-        cached.cache_clear()
+    parse.cache_clear()
+    formats.forget_kept()
 
 
 def _elements(scheme: SchemeInfo) -> set[str]:
