@@ -1,19 +1,21 @@
 """The formats of weights and inputs that the Triton kernels multiply; inputs that they emulate are
-those of `triton_inputs.py`.
+those of `triton_inputs.py`. Weights may also be of an element that another package registered with
+a decoder of its own.
 """
 
 from __future__ import annotations
 
-import functools
-
+from moe_ops.backends.triton_device import unavailable
 from moe_ops.backends.triton_inputs import inputs_of
-from moe_ops.kernels.triton import WORD, Weight
-from moe_ops.quant.formats import ALL, Format
+from moe_ops.kernels.triton import RegisteredWeight, Weight
+from moe_ops.quant.elements.kinds import Element
+from moe_ops.quant.formats import ALL, Format, keep_by_format
 
 FOUR_BITS, SIX_BITS = ("float4_e2m1", "int4", "uint4"), ("float6_e3m2", "float6_e2m3")
 FLOAT8, EIGHT_BITS = "float8_e4m3fn", ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 ELEMENTS = (*FOUR_BITS, *SIX_BITS, *EIGHT_BITS)
 LEAST_GROUP = 16
+MOST_TOGETHER = 16, 8  # codes that share bytes, and the bytes, for a decoder
 INPUTS = "float8_e4m3fn:1x128"
 INPUT_COLUMNS = 128
 # Inputs whose scales leave the sum, as those of their weights do, which have the same elements.
@@ -22,7 +24,7 @@ MOST_COLUMNS_OF_INT8 = (2**31 - 1) // (127 * 128)  # whose products an int32 has
 CHUNK = 64  # columns of a result that share the scales of a weight, for many rows an expert
 
 
-@functools.cache
+@keep_by_format
 def scaled_of(x_format: str) -> str:
     """What of inputs that are not emulated has a scale, as the kernels' `Codes` say it; empty for
     16 bits."""
@@ -30,12 +32,18 @@ def scaled_of(x_format: str) -> str:
     return name.partition(":")[2] if name in BY_ROW else "group" if name else ""
 
 
-@functools.cache
+@keep_by_format
 def weight_of(w_format: str, x_format: str) -> Weight:
     """The format of a weight as the kernels take it, one that `refusal` does not refuse."""
     format = Format.of(w_format)
     as_codes = bool(x_format) and inputs_of(w_format, x_format) is None
-    return Weight(format.element, *format.group, format.scale, as_codes, round(format.bits))
+    plain = (format.element, *format.group, format.scale, as_codes, format.bits)
+    of, storage = format.element_type, format.parsed.storage
+    if not of.triton_decoder:
+        return Weight(*plain)
+    from moe_ops.kernels.triton.experts.formats.registered import decoder_at
+
+    return RegisteredWeight(*plain, storage.values, storage.units, decoder_at(of.triton_decoder))
 
 
 def refusal(w_format: str, x_format: str, widths: tuple[int, ...]) -> str | None:
@@ -50,18 +58,19 @@ def refusal(w_format: str, x_format: str, widths: tuple[int, ...]) -> str | None
     return reason
 
 
-@functools.cache
+@keep_by_format
 def _of_formats(w_format: str, x_format: str) -> tuple[str | None, int]:
     """A reason that no width changes, or None; how many codes come together. Eager calls ask."""
-    together = {**dict.fromkeys(FOUR_BITS, WORD), **dict.fromkeys(SIX_BITS, 2 * WORD)}
-    return _reason(w_format, x_format), together.get(Format.of(w_format).element, 1)
+    reason = _reason(w_format, x_format)
+    return reason, 1 if reason is not None else weight_of(w_format, x_format).together[0]
 
 
 def _reason(w_format: str, x_format: str) -> str | None:
     format = Format.of(w_format)
     element, across = format.element, format.group[1]
-    if element not in ELEMENTS:
-        return f"needs weights of {', '.join(ELEMENTS)}, got {element}"
+    refusal = _refuse_element(format.element_type)
+    if refusal is not None:
+        return refusal
     if x_format and Format.of(x_format).element not in ELEMENTS:
         return f"quantises inputs to {', '.join(ELEMENTS)}, got {x_format}"
     if across != ALL and (across < LEAST_GROUP or across & (across - 1)):
@@ -71,13 +80,31 @@ def _reason(w_format: str, x_format: str) -> str | None:
     if x_format and Format.of(x_format).name in BY_ROW:
         wanted = Format.of(x_format).element
         if wanted != element or across != ALL:
-            return f"needs {wanted} weights with a scale a row or tensor for {x_format}"
+            needed = f"{wanted} weights with a scale a row or tensor"
+            return f"needs {needed} for {x_format}, got {w_format}"
         return None
     if x_format and Format.of(x_format).name != INPUTS:
         return f"quantises inputs to {', '.join((INPUTS, *BY_ROW))}, got {x_format}"
     if x_format and (element != FLOAT8 or across != INPUT_COLUMNS):
-        return f"needs float8 weights in groups of {INPUT_COLUMNS} columns for {INPUTS} inputs"
+        needed = f"float8 weights in groups of {INPUT_COLUMNS} columns"
+        return f"needs {needed} for {INPUTS} inputs, got {w_format}"
     return None
+
+
+def _refuse_element(of: Element) -> str | None:
+    """Why the kernels do not decode an element, or None. One that was registered has to bring what
+    decodes words of its bytes."""
+    if not of.triton_decoder:
+        known = ", ".join(ELEMENTS)
+        return None if of.name in ELEMENTS else f"needs weights of {known}, got {of.name}"
+    storage, (values, units) = of.storage, MOST_TOGETHER
+    power = storage.values & (storage.values - 1) == 0
+    if storage.dtype.itemsize > 1 or storage.values > values or storage.units > units or not power:
+        return (
+            f"decodes words of 1, 2, 4, 8 or {values} codes in {units} bytes at most, got "
+            f"{storage.values} of {of.name} in {storage.units * storage.dtype.itemsize}"
+        )
+    return unavailable()
 
 
 def refusal_of_many(

@@ -17,6 +17,7 @@ from moe_ops.backends.triton_device import (
 )
 from moe_ops.backends.triton_hopper import refuse_gemm
 from moe_ops.checks.shapes import DTYPES
+from moe_ops.kernels.triton import in_words
 from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
 from moe_ops.quant.formats import Format
 from moe_ops.registry.gradients import needs_grad
@@ -56,8 +57,8 @@ def _refuse_gemm_codes(call: ExpertGemmCall) -> str | None:
         refusal = triton_formats.refusal(name, "", (width,))
         if refusal is None and not all(t is None or t.is_contiguous() for t in (codes, scale)):
             refusal = "needs contiguous codes and scales"
-        in_words = refusal is None and triton_formats.weight_of(name, "").bits < 8
-        if in_words and codes.storage_offset() % 4:
+        words = refusal is None and in_words(triton_formats.weight_of(name, ""))
+        if words and codes.storage_offset() % 4:
             refusal = "needs codes of four and six bits that begin at a multiple of 4 bytes"
         least = LEAST_FLOAT8 if codes.dtype == torch.float8_e4m3fn else LEAST_CAPABILITY
         refusal = refusal or refuse_device(codes, least)

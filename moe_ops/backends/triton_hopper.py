@@ -13,7 +13,7 @@ from moe_ops.backends import triton_formats
 from moe_ops.backends.triton_device import HALF, either, refuse_hopper
 from moe_ops.backends.triton_support import inputs_of, weight_of
 from moe_ops.kernels import gpus
-from moe_ops.kernels.triton import STEP
+from moe_ops.kernels.triton import STEP, brings_decoder
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.registry.backend import is_aligned
 
@@ -102,8 +102,8 @@ def refuse_registers(call: ExpertsCall) -> str | None:
     weight = weight_of(call)
     if weight is None or weight.inputs_8:
         return f"multiplies quantised weights with inputs of 16 bits, got {_formats(call)}"
-    if weight.element == "float8_e5m2":
-        return "has no decoder of float8_e5m2"
+    if weight.element == "float8_e5m2" or brings_decoder(weight):
+        return f"has no decoder of {weight.element}"
     each, least = (16, 3 * STEP // 2) if weight.bits == 8 else (32, 2 * STEP)
     if any(width % each or width <= least for width in call.widths):
         return f"needs widths above {least} that {each} divides, got {_both(call)}"

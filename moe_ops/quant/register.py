@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moe_ops.checks.options import check_type
+from moe_ops.checks.options import check_text, check_type
 from moe_ops.fake_impls.formats import PUBLISHED, parse
 from moe_ops.interop import aot_cache
 from moe_ops.quant import formats
@@ -25,14 +25,16 @@ def register_format(
 ) -> None:
     """Let ops, layers and models take formats of an element that moe_ops does not have.
 
-    They run at once, by the definitions of the ops and on CPUs by the backend "dequantize";
-    backends that have no kernel for the element say so. `published` are short names of formats, as
-    mxfp4 is one of float4_e2m1:1x32:e8m0. `schemes` say which inputs go with which weights: without
-    one the ops alone take the formats, and no `QuantConfig`. Register before the first call, and in
-    every process: saved models hold names alone.
+    They run at once, by the definitions of the ops and on CPUs by the backend "dequantize"; and on
+    GPUs by Triton kernels, if the element has a `triton_decoder`: by triton.tiny, triton.rows,
+    triton.grouped and "triton" of `expert_gemm`, with inputs that are not quantised or that these
+    emulate. Backends that have no kernel for the element say so. `published` are short names of
+    formats, as mxfp4 is one of float4_e2m1:1x32:e8m0. `schemes` say which inputs go with which
+    weights: without one the ops alone take the formats, and no `QuantConfig`. Register before the
+    first call, and in every process: saved models hold names alone.
 
-    Raises TypeError for what is no element, ValueError for a name that is taken, and for formats
-    that are none or are another scheme's; nothing is registered then.
+    Raises TypeError for what is no element, ValueError for a name that is taken, for a decoder that
+    is no place, and for formats that are none or are another scheme's; nothing is registered then.
     """
     check_type("element", element, (Integer, Minifloat), "an Integer or a Minifloat")
     name, short = element.name, dict(published or {})
@@ -40,6 +42,13 @@ def register_format(
         raise ValueError(
             f"the element {name!r} {'is known already' if name in table.ELEMENTS else 'is no name'}"
             "; give another name, of letters, digits and underscores"
+        )
+    check_text("triton_decoder", element.triton_decoder)
+    module, _, function = element.triton_decoder.partition(":")
+    if element.triton_decoder and not all(map(str.isidentifier, (*module.split("."), function))):
+        raise ValueError(
+            f"the triton_decoder {element.triton_decoder!r} of {name} is no place of a function; "
+            "give one as 'module:function'"
         )
     for taken, long in short.items():
         if not taken.isidentifier() or taken in PUBLISHED:

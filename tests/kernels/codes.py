@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.fake_impls.formats import ELEMENTS
-from moe_ops.kernels.triton import Act
+from moe_ops.kernels.triton import Act, in_words
 from moe_ops.kernels.triton.experts.formats.codes import Codes, as_stored, scales_as_stored
 from moe_ops.kernels.triton.experts.formats.four_bits import decoded
 from moe_ops.kernels.triton.experts.formats.scales import rescaled
@@ -114,7 +114,7 @@ def product(weights: Weights, x_ND: Tensor) -> Tensor:
     rows, (N, D) = weights.values.shape[1], x_ND.shape
     weight = weight_of(weights.format, "")
     out = torch.empty(rows, N, device=x_ND.device)
-    if weight.bits < 8:
+    if in_words(weight):
         x_ND = arrange(x_ND, weight)
     w = as_stored(weights.values, weight)
     product_kernel[(1,)](

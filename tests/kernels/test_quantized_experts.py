@@ -290,7 +290,8 @@ def test_no_tokens(kernel: str) -> None:
 
 REFUSED = {
     ("uint4:1x8", ""): "needs groups of 16, 32, 64, 128 or more columns, got 8",
-    ("int8:1x32", "int8:row"): "needs int8 weights with a scale a row or tensor for int8:row",
+    ("int8:1x32", "int8:row"): "needs int8 weights with a scale a row or tensor for int8:row, got "
+    "int8:1x32",
     ("mxfp4", "int8:1x32"): "quantises inputs to float8_e4m3fn:1x128, float8_e4m3fn:row, "
     "float8_e4m3fn:tensor, int8:row, int8:tensor, got int8:1x32",
 }

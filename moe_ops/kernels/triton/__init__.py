@@ -3,6 +3,7 @@
 This file is free of Triton, which its modules import.
 """
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -55,6 +56,40 @@ class Weight(Constant):
     inputs_8: bool
     bits: int
 
+    @property
+    def together(self) -> tuple[int, int]:
+        """(columns, pieces): so many columns share so many words, or bytes, and are decoded
+        together. Words are those of `as_stored`."""
+        if not in_words(self):
+            return 1, 1
+        bits = math.lcm(32, self.bits)
+        return bits // self.bits, bits // 32
+
+    def columns(self, pieces: int) -> int:
+        """How many columns lie in so many words or bytes."""
+        each, shared = self.together
+        return pieces // shared * each
+
+
+@dataclass(frozen=True, eq=False)
+class RegisteredWeight(Weight):
+    """The format of a weight whose element another package registered: its codes are stored,
+    `values` of them in `units` bytes, and a Triton function of that package decodes them."""
+
+    values: int
+    units: int
+    decoder: Any
+
+    def __repr__(self) -> str:
+        """The fields, with the key of the decoder's source in its place: Triton's caches, in memory
+        and on the disk, know kernels by this text. Its interpreter has no keys, and no caches."""
+        key = getattr(self.decoder, "cache_key", self.decoder)
+        return f"RegisteredWeight{(*self._values()[:-1], key)}"
+
+    @property
+    def together(self) -> tuple[int, int]:
+        return self.values, self.units
+
 
 @dataclass(frozen=True, eq=False)
 class Act(Constant):
@@ -87,6 +122,16 @@ class Inputs(NamedTuple):
     has_nan: bool
     scale: str
     group: int
+
+
+def in_words(weight: Weight | None) -> bool:
+    """Whether kernels load codes as words of 32 bits, for which they arrange tokens."""
+    return weight is not None and weight.bits < 8 and not isinstance(weight, RegisteredWeight)
+
+
+def brings_decoder(weight: Weight | None) -> bool:
+    """Whether another package registered the element, and decodes it."""
+    return isinstance(weight, RegisteredWeight)
 
 
 def one_a_step(weight: Weight) -> bool:

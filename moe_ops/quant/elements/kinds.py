@@ -15,10 +15,16 @@ FLOAT32_BIAS, FLOAT32_MANTISSA = 127, 23
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Element:
-    """A type of values: its name in format strings, and how its codes are stored."""
+    """A type of values: its name in format strings, and how its codes are stored.
+
+    Of another package's element `triton_decoder` may say where a `triton.jit` function is, as
+    "module:function", which the Triton kernels decode codes by. It is imported when a kernel first
+    asks for it; moe_ops/kernels/triton/experts/formats/registered.py says what it takes and gives.
+    """
 
     name: str
     storage: Storage
+    triton_decoder: str = ""
 
     @property
     def bits(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import Act, Weight
 from moe_ops.kernels.triton.activation import activate, activate_gated
-from moe_ops.kernels.triton.experts.formats.codes import Codes
+from moe_ops.kernels.triton.experts.formats.codes import Codes, are_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,8 @@ class Experts:
     def sizes(self) -> tuple[int, int, int]:
         """(E, D, I)."""
         E, a, b = self.w2_EDI.shape
-        if self.codes is not None and self.codes.bits < 8:
-            b = b * 32 // self.codes.bits
+        if self.codes is not None:
+            b = self.codes.weight.columns(b)
         return (E, b, a) if self.transposed else (E, a, b)
 
     @property
@@ -85,7 +85,7 @@ def rows_at(
     Words are contiguous, so their strides are known when this is compiled. As arguments that 16
     does not divide they would keep words from being loaded side by side.
     """
-    if W is not None and W.bits < 8:
+    if are_words(W):
         stride_row = COLUMNS * W.bits // 32
         stride_e = ROWS * (COLUMNS * W.bits // 32)
     return (w_ptr + e.to(tl.int64) * stride_e + row_M.to(tl.int64) * stride_row)[:, None]

@@ -8,7 +8,11 @@ import torch
 import triton
 from torch import Tensor
 
-from moe_ops.kernels.triton import Inputs, Weight, one_a_step
+from moe_ops.kernels.triton import Inputs, Weight, brings_decoder, in_words, one_a_step
+
+# As kernels ask them of W; their sources are part of what Triton's cache knows a kernel by.
+are_words = triton.constexpr_function(in_words)
+brings_its_decoder = triton.constexpr_function(brings_decoder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +36,7 @@ class Codes:
 
     @property
     def in_words(self) -> bool:
-        return self.bits < 8
+        return in_words(self.weight)
 
     @property
     def quantizes(self) -> bool:
@@ -77,8 +81,11 @@ def by_row(W):
 
 
 def as_stored(w: Tensor, weight: Weight) -> Tensor:
-    """A weight of codes as the kernels load it: words, or bytes."""
-    return w.view(torch.int32) if weight.bits < 8 else w
+    """A weight of codes as the kernels load it: words, or codes of eight bits, or bytes for its own
+    decoder."""
+    if brings_decoder(weight):
+        return w.view(torch.uint8)
+    return w.view(torch.int32) if in_words(weight) else w
 
 
 def scales_as_stored(scale: Tensor, weight: Weight) -> Tensor:

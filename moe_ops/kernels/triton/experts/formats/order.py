@@ -7,13 +7,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton import STEP, Weight
+from moe_ops.kernels.triton import STEP, Weight, in_words
+from moe_ops.kernels.triton.experts.formats.codes import are_words
 
 
 @triton.jit
 def column_of(i, W: tl.constexpr):
     """Where column i of the tokens of a product is stored, once arranged."""
-    if W is not None and W.bits < 8:
+    if are_words(W):
         i = place_of(i, W.bits)
     return i
 
@@ -59,4 +60,4 @@ def arranged(columns: int, weight: Weight) -> int:
 
 def stored(columns: int, weight: Weight | None) -> int:
     """How many columns tokens are stored with: arranged ones fill whole blocks, with zeros."""
-    return columns if weight is None or weight.bits == 8 else arranged(columns, weight)
+    return arranged(columns, weight) if weight is not None and in_words(weight) else columns

@@ -13,9 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton import WORD, Weight
+from moe_ops.kernels.triton import Weight
+from moe_ops.kernels.triton.experts.formats.codes import brings_its_decoder
 from moe_ops.kernels.triton.experts.formats.four_bits import float4_of
 from moe_ops.kernels.triton.experts.formats.halves import half_of
+from moe_ops.kernels.triton.experts.formats.registered import values_of_words, words_of
 from moe_ops.kernels.triton.experts.formats.scales import factor_at, group_row, scale_of
 from moe_ops.kernels.triton.experts.formats.six_bits import in_order, sixes_of
 from moe_ops.kernels.triton.experts.weights import Experts
@@ -23,7 +25,6 @@ from moe_ops.kernels.triton.launch import pdl_options
 from moe_ops.kernels.triton.replay import launch
 
 ROWS_AT_ONCE, COLUMNS_AT_ONCE = 16, 256
-EACH = {4: WORD, 6: 2 * WORD, 8: 1}  # columns that are decoded together, by the bits of a code
 
 
 @triton.jit
@@ -35,9 +36,10 @@ def halves_of(pairs):
 def decode_kernel(
     w_ptr, s_ptr, z_ptr, g_ptr, out_ptr, ALL_ROWS,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr,
-    EACH: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
+    EACH: tl.constexpr, PIECES: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BM rows of all experts, BD columns; EACH columns share words, or a byte."""
+    """One program: BM rows of all experts, BD columns; EACH columns share PIECES words or bytes."""
     ELEMENT: tl.constexpr = W.element
     GROUP: tl.constexpr = W.across
     KIND: tl.constexpr = W.kind
@@ -58,11 +60,17 @@ def decode_kernel(
             at_M = factor_at(row_M // ROWS, row_M % ROWS, ROWS, SHARED)
         g_M = tl.load(g_ptr + at_M, mask=row_M < ALL_ROWS, other=0.0)
         scale_MW = scale_MW * g_M[:, None]
-    STRIDE: tl.constexpr = COLUMNS * W.bits // 32 if W.bits < 8 else COLUMNS
-    place_W = 3 * word_W if W.bits == 6 else word_W
-    at_MW = w_ptr + row_M[:, None] * STRIDE + place_W[None, :]
-    w_MW = tl.load(at_MW, mask=inside_MW)
-    if W.bits == 6:
+    place_W = PIECES * word_W
+    at_MW = w_ptr + row_M[:, None] * (COLUMNS // EACH * PIECES) + place_W[None, :]
+    if brings_its_decoder(W):
+        words_MW = words_of(at_MW, inside_MW, W, "")
+        value = tl.reshape(values_of_words(words_MW, W), (BM, BD // EACH, EACH))
+        if z_ptr is not None:
+            zero_MW = tl.load(z_ptr + factor_MW, mask=inside_MW, other=0).to(tl.float32)
+            value -= zero_MW[:, :, None]
+        value = value * scale_MW[:, :, None]
+    elif W.bits == 6:
+        w_MW = tl.load(at_MW, mask=inside_MW)
         second_MW = tl.load(at_MW + 1, mask=inside_MW)
         third_MW = tl.load(at_MW + 2, mask=inside_MW)
         p0, p1, p2, p3, p4, p5, p6, p7 = sixes_of(w_MW, second_MW, third_MW, ELEMENT, tl.float16)
@@ -72,11 +80,12 @@ def decode_kernel(
         )
         value = value * scale_MW[:, :, None]
     elif EACH == 1:
-        value = w_MW.to(tl.float32)
+        value = tl.load(at_MW, mask=inside_MW).to(tl.float32)
         if z_ptr is not None:
             value -= tl.load(z_ptr + factor_MW, mask=inside_MW, other=0).to(tl.float32)
         value = (value * scale_MW)[:, :, None]
     else:
+        w_MW = tl.load(at_MW, mask=inside_MW)
         code = (w_MW[:, :, None] >> (4 * tl.arange(0, EACH))[None, None, :]) & 15
         if ELEMENT == "float4_e2m1":
             value = float4_of(code)
@@ -108,13 +117,13 @@ def decode(
     how the rows of an expert share the last, as `Experts.shared13` says it, or "rows" where each
     row has its own.
     """
-    E, rows = w.shape[:2]
+    (E, rows), (each, pieces) = w.shape[:2], weight.together
     out = torch.empty(E, rows, columns, dtype=dtype, device=w.device)
     pdl, options = pdl_options(w)
     grid = (triton.cdiv(E * rows, ROWS_AT_ONCE), triton.cdiv(columns, COLUMNS_AT_ONCE))
     launch(
         decode_kernel, grid, w, *scales, out, E * rows,
-        ROWS=rows, COLUMNS=columns, W=weight, SHARED=shared, EACH=EACH[weight.bits],
+        ROWS=rows, COLUMNS=columns, W=weight, SHARED=shared, EACH=each, PIECES=pieces,
         BM=ROWS_AT_ONCE, BD=COLUMNS_AT_ONCE, PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
     return out

@@ -12,10 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton.experts.formats.codes import by_row
+from moe_ops.kernels.triton.experts.formats.codes import brings_its_decoder, by_row
 from moe_ops.kernels.triton.experts.formats.eight_bits import bytes_as
 from moe_ops.kernels.triton.experts.formats.four_bits import less_zero, values_of
 from moe_ops.kernels.triton.experts.formats.halves import half_of
+from moe_ops.kernels.triton.experts.formats.registered import values_of_words, words_of
 from moe_ops.kernels.triton.experts.formats.scales import (
     finite,
     group_row,
@@ -73,7 +74,12 @@ def add_steps(
             s_ptr, z_ptr, t_ptr, group_M, inside_M, token_N, inside_N, start + STEP,
             COLUMNS, STEP, W,
         )  # fmt: skip
-        if BITS == 4:
+        if brings_its_decoder(W):
+            acc_MN = add_registered(
+                acc_MN, w_M1, s_MG, z_MG, z_ptr is not None, inside_M, x_1N, inside_N, start,
+                COLUMNS, STEP, W, POLICY,
+            )  # fmt: skip
+        elif BITS == 4:
             acc_MN = add_words(
                 acc_MN, w_M1, s_MG, z_MG, inside_M, x_1N, inside_N, start, COLUMNS, STEP, W, POLICY
             )
@@ -242,6 +248,28 @@ def add_bytes(
         scale_MD = spread(scale_of(s_MG, KIND).to(DTYPE), STEP // s_MG.shape[1])
         acc_MN = tl.dot(bytes_as(w_MD, z_MG, ELEMENT, DTYPE) * scale_MD, x_DN, acc_MN)
     return acc_MN
+
+
+@triton.jit
+def add_registered(
+    acc_MN, w_M1, s_MG, z_MG, HAS_ZERO: tl.constexpr, inside_M, x_1N, inside_N, start,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """acc_MN and the products of a step with codes that their own decoder decodes. They are scaled
+    in float32, as values and scales may be smaller than any float16."""
+    DTYPE: tl.constexpr = x_1N.dtype.element_ty
+    KIND: tl.constexpr = W.kind
+    VALUES: tl.constexpr = W.values
+    EACH: tl.constexpr = STEP // s_MG.shape[1]
+    word = start // VALUES + tl.arange(0, STEP // VALUES)
+    inside_MW = inside_M[:, None] & (word < COLUMNS // VALUES)[None, :]
+    value_MD = values_of_words(words_of(w_M1 + word[None, :] * W.units, inside_MW, W, POLICY), W)
+    if HAS_ZERO:
+        value_MD -= spread(z_MG.to(tl.float32), EACH)
+    value_MD *= spread(scale_of(s_MG, KIND), EACH)
+    d = start + tl.arange(0, STEP)
+    x_DN = tl.load(x_1N + d[:, None], mask=(d < COLUMNS)[:, None] & inside_N[None, :], other=0.0)
+    return tl.dot(value_MD.to(DTYPE), x_DN, acc_MN)
 
 
 @triton.jit
