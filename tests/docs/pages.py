@@ -2,7 +2,7 @@
 
 A page's blocks follow each other, so later ones know the names of earlier ones. A comment ahead of
 a block says what else it needs: `<!-- ranks 2 -->` is one that torchrun runs on two ranks, from
-whose blocks it has no names.
+whose blocks it has no names; `<!-- file name.py -->` is a module that others import.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from tests.sources import ROOT
 
 PAGES = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "docs/**/*.md")
-BLOCK = re.compile(r"(?:<!-- ranks (\d+) -->\n\n)?```python\n(.*?)```\n", re.S)
+BLOCK = re.compile(r"(?:<!-- (?:ranks (\d+)|file (\S+)) -->\n\n)?```python\n(.*?)```\n", re.S)
 TEXT = "A mixture of experts is"
 SIZES = {
     "vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -32,18 +32,24 @@ MIXTRAL = "mistralai/Mixtral-8x7B-v0.1"
 
 @dataclass(frozen=True)
 class Block:
-    """A block of Python, and how many ranks run it; 0: one process without a group."""
+    """A block of Python, and how many ranks run it; 0: one process without a group. One with the
+    name of a file is what is in that file."""
 
     page: str
     line: int
     ranks: int
     text: str
+    file: str = ""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
 
     def run(self, names: dict[str, Any]) -> None:
-        """As pasted, with these names; errors show the page's own lines."""
+        """As pasted, with these names; errors show the page's own lines. A file is written to the
+        current directory."""
+        if self.file:
+            Path(self.file).write_text(self.text)
+            return
         exec(compile("\n" * (self.line - 1) + self.text, str(ROOT / self.page), "exec"), names)
 
 
@@ -56,8 +62,8 @@ def pages() -> dict[str, list[Block]]:
 
 def blocks(page: str, text: str) -> Iterator[Block]:
     for match in BLOCK.finditer(text):
-        line = text.count("\n", 0, match.start(2)) + 1
-        yield Block(page, line, int(match[1] or 0), match[2])
+        line = text.count("\n", 0, match.start(3)) + 1
+        yield Block(page, line, int(match[1] or 0), match[3], match[2] or "")
 
 
 def make_hub(folder: Path) -> None:

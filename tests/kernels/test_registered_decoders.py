@@ -29,6 +29,7 @@ from moe_ops.ops.expert_gemm import ExpertGemmCall
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import BF16, DEVICE, F16, TOL, assert_close
+from tests.docs.pages import pages
 from tests.docs.served import FAKE, _made, calls, machine, refusals
 from tests.kernels import decoders
 from tests.kernels.codes import any_codes, product
@@ -115,6 +116,22 @@ def test_a_layer(case: str, kernel: str, dtype: torch.dtype) -> None:
         assert experts.backends[kernel].refusal(DEVICE, len(call.x_TD), call) is not None
     else:
         check(kernel, call)
+
+
+@each_kernel
+def test_the_decoder_of_the_page(
+    kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (block,) = (block for block in pages()["CONTRIBUTING.md"] if block.file)
+    block.run({})
+    place = f"{Path(block.file).stem}:decode"
+    storage = decoders.INT2.storage
+    with decoders.registered(
+        decoders.UINT3, name="uint2", storage=storage, highest=3, triton_decoder=place
+    ):
+        check(kernel, quantized_call(ODD, "uint2:1x32", biases=True))
 
 
 @each_kernel

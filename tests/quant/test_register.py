@@ -273,6 +273,15 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: register_format(Integer(name="a:b", storage=FOUR_IN_A_BYTE, lowest=0, highest=3)),
         "the element 'a:b' is no name; give another name",
     ),
+    "decoder": (
+        lambda: register_format(replace(INT2, triton_decoder="mine.decode")),
+        "the triton_decoder 'mine.decode' of int2 is no place of a function; give one as "
+        "'module:function'",
+    ),
+    "no_decoder": (
+        lambda: register_format(replace(INT2, triton_decoder=len)),  # type: ignore[arg-type]
+        "triton_decoder must be a str, got a builtin_function_or_method",
+    ),
     "short_name": (
         lambda: register_format(INT2, published={"mxfp4": "int2:row"}),
         "'mxfp4' is no name that is free for a format; give another one",
