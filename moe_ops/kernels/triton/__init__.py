@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 # all tokens are the columns of one tile.
 TINY_PAIRS, TINY_TOKENS = 64, 16
 
-WORD = 8  # codes of four bits in the words that kernels load
 STEP = 128  # columns of codes that are multiplied at once
 # Rows an expert on average, of codes of four bits whose sums are scaled, and of others.
 MOST_OF_SUMS, MOST_STREAMED = 6, 10
