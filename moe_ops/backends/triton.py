@@ -144,11 +144,11 @@ def _launch_experts(*given: Any) -> Tensor:
         paths.tell(kernel, str(taken))
         path = taken.path
     routed = (named[n] for n in ("x_TD", "weights_TK", "ids_TK"))
-    more = path.options(call) | ({} if tiles is None else {"tiles": tiles})
     layer = _layer(named, transposed, act, formats)
-    out_TD: Tensor = path.function(path.run)(
-        *routed, layer, named["expert_map"], residual_TD=named["residual_TD"], **more
-    )
+    if tiles is None and path.tiles:
+        tiles = path.function(path.tiles)(call.x_TD, call.ids_TK, layer, call.expert_map)
+    rest = (named["expert_map"], named["residual_TD"], tiles)
+    out_TD: Tensor = path.function(path.run)(*routed, layer, *rest, **path.options(call))
     return out_TD
 
 

@@ -31,7 +31,7 @@ from moe_ops.kernels.triton import most_streamed
 from moe_ops.ops.experts import ExpertsCall
 
 log = logging.getLogger("moe_ops")
-PRODUCTS = "moe_ops.kernels.triton.experts.products"
+PRODUCTS, TILES = "moe_ops.kernels.triton.experts.products", "moe_ops.backends.triton_tiles"
 
 
 def _takes_all(call: ExpertsCall) -> str | None:
@@ -45,7 +45,8 @@ def _no_options(call: ExpertsCall) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
     """One way to run a layer: why it does not run a call that its backend supports, or None; what
-    of `products/` runs it, as "module:function", and gives its tiles; the options that this takes;
+    of `products/` runs it, as "module:function"; what of `triton_tiles.py` gives the tiles that
+    this takes, if it takes any; its other options;
     the most tokens that it runs, None for any number; and whether it runs one product of a call
     that it refuses, of which the plain kernel then runs the other."""
 
@@ -84,7 +85,8 @@ class Path:
 
     def function(self, of: str) -> Callable[..., Any]:
         module, _, name = of.partition(":")
-        found: Callable[..., Any] = getattr(importlib.import_module(f"{PRODUCTS}.{module}"), name)
+        where = f"{PRODUCTS}.{module}" if module else TILES
+        found: Callable[..., Any] = getattr(importlib.import_module(where), name)
         return found
 
 
@@ -93,7 +95,7 @@ def _one(call: ExpertsCall) -> int:
 
 
 def _most_streamed(call: ExpertsCall) -> int | None:
-    """The most tokens, for the most rows an expert on average as `tiles_of_few` counts them."""
+    """The most tokens, for the most rows an expert on average as `of_few` counts them."""
     weight, expert_map = weight_of(call), call.expert_map
     experts = call.w2_EDI.shape[0] if expert_map is None else expert_map.shape[0]
     return None if weight is None else most_streamed(weight) * experts // call.ids_TK.shape[1]
@@ -112,14 +114,14 @@ def _wgmma_of(call: ExpertsCall) -> dict[str, Any]:
 PATHS = (
     Path(
         name="tiny/stream", run="register_stream:run_one", refusal=refuse_stream,
-        tiles="register_stream:tiles_of_one", most=_one,
+        tiles=":of_one", most=_one,
     ),
-    Path(name="tiny", run="tiny:run", tiles="tiny:tiles_of", device=refuse_gpu),
+    Path(name="tiny", run="tiny:run", tiles=":of_tiny", device=refuse_gpu),
     Path(
         name="rows/stream", run="register_stream:run", refusal=refuse_stream,
-        tiles="register_stream:tiles_of_few", most=_most_streamed,
+        tiles=":of_few", most=_most_streamed,
     ),
-    Path(name="rows", run="rows:run", tiles="rows:tiles_of", device=refuse_gpu),
+    Path(name="rows", run="rows:run", tiles=":of_rows", device=refuse_gpu),
     Path(name="grouped/row_scales", run="grouped_row_scales:run", refusal=refuse_row_scales),
     Path(name="grouped/blocks", run="grouped_blocks:run", refusal=refuse_blocks),
     Path(name="grouped/registers", run="grouped_registers:run", refusal=refuse_registers),

@@ -1,7 +1,6 @@
 """Tiles of the expert kernels for a layer: from those of the tables, changed one size at a time.
 
-The tables in `tiny.py`, `rows.py` and `register_stream.py` of `kernels/triton/experts/products`
-hold what this finds on a GPU.
+The tables of `moe_ops/backends/triton_tiles.py` hold what this finds on a GPU.
 """
 
 from __future__ import annotations

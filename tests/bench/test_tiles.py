@@ -10,13 +10,13 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
+from moe_ops.backends.triton_tiles import rows_of_codes
 from moe_ops.bench import cells, formats, tiles, timing
 from moe_ops.bench.__main__ import parse
 from moe_ops.bench.rates import Rates
 from moe_ops.kernels.triton import Weight
 from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams
-from moe_ops.kernels.triton.experts.products.rows import code_tiles
 from moe_ops.kernels.triton.experts.products.tiny import TinyTiles
 from moe_ops.testing import DEVICE, F16, Case
 
@@ -56,7 +56,7 @@ def test_one_size_of_one_product_changes() -> None:
     changed = list(tiles.around("tiny", "up", start))
     assert TinyTiles(BI=16) in changed and TinyTiles(BD=256) in changed
     assert all(t.BG == start.BG and t != start for t in changed)
-    rows = code_tiles(4.0, 768, CODES, 227 * 1024)
+    rows = rows_of_codes(4.0, 768, CODES, 227 * 1024)
     for tried in tiles.around("rows", "down", rows):
         assert tried.up == rows.up and tried.down != rows.down
     streams = Streams(up=Stream(S=4, C=4), down=Stream(S=8))

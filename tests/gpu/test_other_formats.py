@@ -20,8 +20,8 @@ from moe_ops.testing import ACTIVATIONS, TOL, assert_close, make_layer
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
+from moe_ops.kernels.triton.experts import driver
 from moe_ops.kernels.triton.experts.operands.fake_quantized import emulate
-from moe_ops.kernels.triton.experts.products import grouped as grouped_kernels
 from tests.gpu.test_quantized_kernels import TOKENS, WIDTHS, hopper, relative_error, uneven
 from tests.kernels.codes import quantized
 from tests.kernels.test_emulated import EXACT, PAIRS, ROUNDED
@@ -119,7 +119,7 @@ def test_many_rows_an_expert(name: str, w_format: str, dtype: torch.dtype) -> No
 @hopper
 @pytest.mark.parametrize("name", ["qwen3_30b", "gpt_oss_20b", "dsv3", "odd"])
 def test_many_rows_of_nvfp4_are_not_decoded_first(name: str) -> None:
-    with patch.object(grouped_kernels, "decoded", None):
+    with patch.object(driver, "decoded", None):
         check("triton.grouped", layer_of(name, 500, ("nvfp4", ""), torch.bfloat16))
 
 

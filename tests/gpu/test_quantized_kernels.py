@@ -21,7 +21,7 @@ from moe_ops.testing import ACTIVATIONS, Case, make_layer
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops.kernels.triton.experts.products import grouped as grouped_kernels
+from moe_ops.kernels.triton.experts import driver
 
 pytestmark = pytest.mark.gpu
 
@@ -278,7 +278,7 @@ TAKEN = {n: c for n, c in WIDTHS.items() if min(c.D, c.I) > 256} | {
 def test_many_rows_as_stored(name: str, w_format: str, dtype: torch.dtype) -> None:
     if not fits(TAKEN[name], w_format):
         pytest.skip("its groups do not divide these widths")
-    with patch.object(grouped_kernels, "decoded", None):  # nothing is decoded first
+    with patch.object(driver, "decoded", None):  # nothing is decoded first
         for T in (*MANY, 5):
             call, want = layer_of(replace(TAKEN[name], T=T), w_format, "", dtype=dtype)
             assert relative_error(grouped(call), want) <= MOST_ERROR[""], T

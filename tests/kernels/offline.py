@@ -31,7 +31,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction
 
-from moe_ops.backends import triton_hopper
+from moe_ops.backends import triton_hopper, triton_tiles
 from moe_ops.backends.triton import run_experts
 from moe_ops.backends.triton_inputs import inputs_of
 from moe_ops.kernels.triton import (
@@ -198,7 +198,7 @@ def compile_launches(
             static_factors,
         ):
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
-        for module in (grouped_plain, linears, rope_attention, rows, tiny):
+        for module in (grouped_plain, linears, rope_attention, triton_tiles):
             patched.enter_context(patch.object(module, "shared_memory", lambda _: memory))
         for module in (push, push_sum):
             patched.enter_context(patch.object(module, "polls_by_asm", lambda _: True))

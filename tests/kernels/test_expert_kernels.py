@@ -240,14 +240,14 @@ def test_more_tokens_than_tiny_takes_are_refused() -> None:
 
 @pytest.mark.parametrize("memory", [99 * 1024, 163 * 1024, 227 * 1024])
 def test_tiles_of_few_rows_fit_shared_memory(memory: int) -> None:
-    from moe_ops.kernels.triton.experts.products.rows import TILES, fitting
+    from moe_ops.backends.triton_tiles import TILES, rows_fitting
 
     for *_, tiles in TILES:
-        fit = fitting(tiles, True, 16, memory)
+        fit = rows_fitting(tiles, True, 16, memory)
         for tile, weights in ((fit.up, 2 * fit.up.rows), (fit.down, fit.down.rows)):
             assert tile.stages >= 2
             assert 2 * tile.step * (weights + tile.BN) * tile.stages <= memory
-        assert fitting(tiles, True, 16, 227 * 1024) == tiles
+        assert rows_fitting(tiles, True, 16, 227 * 1024) == tiles
 
 
 @each_kernel

@@ -14,8 +14,9 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 from moe_ops import experts
 from moe_ops.backends import triton_hopper
 from moe_ops.backends.triton import run_experts
+from moe_ops.backends.triton_tiles import one_streams
 from moe_ops.kernels.triton.experts.products import register_stream
-from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams, one_streams
+from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.testing import ACTIVATIONS, BF16, DEVICE, F16, TOL, Case, assert_close
 from tests.chosen import those_of

@@ -10,12 +10,9 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops.kernels.triton.experts.products.register_stream import (
-    Streams,
-    few_streams,
-    one_streams,
-)
-from moe_ops.kernels.triton.experts.products.rows import RowsTiles, code_tiles
+from moe_ops.backends.triton_tiles import few_streams, one_streams, rows_of_codes
+from moe_ops.kernels.triton.experts.products.register_stream import Streams
+from moe_ops.kernels.triton.experts.products.rows import RowsTiles
 from moe_ops.testing import LAYERS
 from tests.kernels.codes import unfilled
 
@@ -31,7 +28,7 @@ def chosen(cell: dict[str, Any]) -> Streams | RowsTiles:
         return one_streams(case.K, layer)
     rows_per_expert = cell["tokens"] * case.K / case.E
     streams = few_streams(rows_per_expert, layer)
-    return streams or code_tiles(rows_per_expert, case.I, layer.codes, H200_MEMORY)
+    return streams or rows_of_codes(rows_per_expert, case.I, layer.codes, H200_MEMORY)
 
 
 def spelled(tiles: Streams | RowsTiles) -> str:

@@ -12,6 +12,9 @@ from moe_ops.kernels.triton import Act, Weight
 from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.experts.formats.codes import Codes, are_words
 
+# A weight with all that belongs to it, in the order of the kernels' arguments.
+Stack = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
@@ -40,10 +43,17 @@ class Experts:
         return None if self.codes is None else self.codes.weight
 
     @property
-    def scales13(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Scales, zero points and global scales of w13."""
+    def stack13(self) -> Stack:
+        """w13, its scales, zero points and global scales, and its bias."""
         c = self.codes
-        return (None,) * 3 if c is None else (c.scale13_EFG, c.zero13_EFG, c.global13_E)
+        factors = (None,) * 3 if c is None else (c.scale13_EFG, c.zero13_EFG, c.global13_E)
+        return (self.w13_EFD, *factors, self.b13_EF)
+
+    @property
+    def stack2(self) -> Stack:
+        c = self.codes
+        factors = (None,) * 3 if c is None else (c.scale2_EDG, c.zero2_EDG, c.global2_E)
+        return (self.w2_EDI, *factors, self.b2_ED)
 
     @property
     def shared13(self) -> str:
@@ -55,24 +65,19 @@ class Experts:
         return "pairs" if self.act.interleaved else "halves"
 
     @property
-    def scales2(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        c = self.codes
-        return (None,) * 3 if c is None else (c.scale2_EDG, c.zero2_EDG, c.global2_E)
+    def strides13(self) -> tuple[int, int, int, int]:
+        """The strides of w13 over an expert, a row of its weight and a column; of its bias over an
+        expert."""
+        return self._strides(self.w13_EFD, self.b13_EF)
 
     @property
-    def strides13(self) -> tuple[int, int, int]:
-        """The strides of w13 over an expert, a row of its weight and a column."""
-        e, a, b = self.w13_EFD.stride()
-        return (e, b, a) if self.transposed else (e, a, b)
+    def strides2(self) -> tuple[int, int, int, int]:
+        return self._strides(self.w2_EDI, self.b2_ED)
 
-    @property
-    def strides2(self) -> tuple[int, int, int]:
-        e, a, b = self.w2_EDI.stride()
-        return (e, b, a) if self.transposed else (e, a, b)
-
-
-def bias_stride(bias: Tensor | None) -> int:
-    return 0 if bias is None else bias.stride(0)
+    def _strides(self, w: Tensor, bias: Tensor | None) -> tuple[int, int, int, int]:
+        e, a, b = w.stride()
+        rows, columns = (b, a) if self.transposed else (a, b)
+        return e, rows, columns, 0 if bias is None else bias.stride(0)
 
 
 @triton.jit

@@ -57,11 +57,6 @@ class Codes:
     def bits(self) -> int:
         return self.weight.bits
 
-    def weigh(self, weights_TK: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """(weights that h is multiplied by, weights of the last sum): one is None. It is the former
-        where h is rounded to codes, which would be others of the product."""
-        return (weights_TK, None) if self.inputs is None else (None, weights_TK)
-
     @property
     def one_a_step(self) -> bool:
         return one_a_step(self.weight)

@@ -56,8 +56,3 @@ def arranged(columns: int, weight: Weight) -> int:
     """The columns of arranged tokens: whole blocks, the rest of which are zeros."""
     block = STEP // 2 if weight.bits == 8 else STEP
     return triton.cdiv(columns, block) * block
-
-
-def stored(columns: int, weight: Weight | None) -> int:
-    """How many columns tokens are stored with: arranged ones fill whole blocks, with zeros."""
-    return arranged(columns, weight) if weight is not None and in_words(weight) else columns

@@ -105,7 +105,7 @@ def decode_kernel(
 
 def decode(
     w: Tensor,
-    scales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    scales: tuple[Tensor | None, ...],
     weight: Weight,
     columns: int,
     dtype: torch.dtype,
@@ -135,7 +135,7 @@ def decoded(layer: Experts, dtype: torch.dtype) -> Experts:
     assert c is not None
     return replace(
         layer,
-        w13_EFD=decode(layer.w13_EFD, layer.scales13, c.weight, D, dtype, layer.shared13),
-        w2_EDI=decode(layer.w2_EDI, layer.scales2, c.weight, I, dtype),
+        w13_EFD=decode(layer.w13_EFD, layer.stack13[1:4], c.weight, D, dtype, layer.shared13),
+        w2_EDI=decode(layer.w2_EDI, layer.stack2[1:4], c.weight, I, dtype),
         codes=None,
     )

@@ -17,10 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import Inputs
-from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.formats.float8 import SMALLEST_SCALE
 from moe_ops.kernels.triton.experts.formats.order import place_of
-from moe_ops.kernels.triton.experts.operands.prequantized import decode
 from moe_ops.kernels.triton.launch import pdl_options
 from moe_ops.kernels.triton.quantize import (
     NOT_FINITE,
@@ -156,24 +154,3 @@ def emulate(
         num_warps=4, **options,
     )  # fmt: skip
     return out
-
-
-def emulated_tokens(x_TD: Tensor, codes: Codes | None) -> Tensor:
-    """Tokens for the product with the first weight: rounded to the format of inputs if inputs are
-    emulated, else as they are."""
-    if codes is None or codes.inputs is None:
-        return x_TD
-    if codes.x_scale_TG is not None:
-        return decode(x_TD, codes)
-    return emulate(x_TD, x_TD.shape[1], codes.inputs, codes.x_scale)
-
-
-def emulated_hidden(
-    h_RI: Tensor, columns: int, codes: Codes | None, ends_E: Tensor, *, arranged: bool = False
-) -> Tensor:
-    """Rows of h for the product with the second weight: rounded to the format of inputs if inputs
-    are emulated, else as they are. Their columns may be arranged for that weight."""
-    if codes is None or codes.inputs is None:
-        return h_RI
-    bits = codes.bits if arranged else 0
-    return emulate(h_RI, columns, codes.inputs, codes.h_scale, ends_E, bits)

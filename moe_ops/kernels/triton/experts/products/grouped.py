@@ -7,50 +7,52 @@ at and after ends_E[-1] are read and written by nobody.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from moe_ops.kernels.triton import LINEAR, Act
-from moe_ops.kernels.triton.experts.operands.dequantized_weights import decoded
-from moe_ops.kernels.triton.experts.operands.fake_quantized import emulated_hidden, emulated_tokens
+from moe_ops.kernels.triton.experts.call import Call, Reads
+from moe_ops.kernels.triton.experts.driver import Products
 from moe_ops.kernels.triton.experts.products import grouped_plain
-from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
-from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap, tile_map
 from moe_ops.kernels.triton.experts.weights import Experts
 from moe_ops.kernels.triton.launch import on_its_device
 
 
-@on_its_device
-def run(
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-    layer: Experts,
-    expert_map: Tensor | None,
-    residual_TD: Tensor | None = None,
-    wgmma: tuple[bool, bool] = (False, False),
-) -> Tensor:
-    """The `experts` op: sort, two products over the same tiles, weighted sum, to which a contiguous
-    residual is added if there is one. Codes are decoded first.
+def run(*call: Any, wgmma: tuple[bool, bool] = (False, False), **options: Any) -> Tensor:
+    """The `experts` op, as `run` of `driver.py`; codes are decoded first.
 
     wgmma: which of the products the kernel for Hopper runs; the plain one runs the others.
     """
-    x_TD, codes = emulated_tokens(x_TD, layer.codes), layer.codes
-    if codes is not None:
-        layer = decoded(layer, x_TD.dtype)
-    (T, K), (E, _, I) = ids_TK.shape, layer.sizes
-    w13, w2 = layer.w13_EFD, layer.w2_EDI
-    if layer.transposed:
-        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-    rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
+    return _run(*wgmma)(*call, **options)
+
+
+@functools.cache
+def _run(up: bool, down: bool) -> Callable[..., Tensor]:
+    def rows_of(x_TD: Tensor, rows: int, layer: Experts) -> int:
+        return tile_rows(x_TD, rows, layer.w13_EFD, up)
+
     # Both products mostly take the same tiles; one that does not maps its own.
-    tiles = tile_map(ends_E, T * K, tile_rows(x_TD, T * K, w13, wgmma[0]))
-    h_RI = grouped_gated(
-        x_TD, rows_R, ends_E, w13, layer.b13_EF, K, layer.act, tiles=tiles, wgmma=wgmma[0]
-    )  # fmt: skip
-    h_RI = emulated_hidden(h_RI, I, codes, ends_E)
-    y_RD = grouped_rows(h_RI, ends_E, w2, layer.b2_ED, tiles=tiles, wgmma=wgmma[1])
-    return sum_rows(y_RD, inverse_R, weights_TK, K, residual_TD)
+    return Products(
+        up=functools.partial(_up, up), down=functools.partial(_down, down), reads=Reads(),
+        tile_rows=rows_of, decodes=True,
+    ).run  # fmt: skip
+
+
+def _up(wgmma: bool, c: Call) -> None:
+    w, (rows_R, ends_E), bias = c.layer.w13_EFD, c.order, c.layer.b13_EF
+    w = w.transpose(1, 2) if c.layer.transposed else w
+    to = (c.h.values, c.x.choices, c.layer.act, c.tiles, wgmma)
+    _product(c.x.values, rows_R, ends_E, w, bias, *to)
+
+
+def _down(wgmma: bool, c: Call) -> None:
+    w, (_, ends_E), bias = c.layer.w2_EDI, c.order, c.layer.b2_ED
+    w = w.transpose(1, 2) if c.layer.transposed else w
+    _product(c.h.values, None, ends_E, w, bias, c.out, None, LINEAR, c.tiles, wgmma)
 
 
 @on_its_device

@@ -35,11 +35,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.kernels.triton import LINEAR, Act, Weight, replay
-from moe_ops.kernels.triton.experts.formats.codes import floats_of
+from moe_ops.kernels.triton.experts.call import Call, Operand, Reads
+from moe_ops.kernels.triton.experts.driver import Products
 from moe_ops.kernels.triton.experts.formats.float8 import LARGEST_CODE, SMALLEST_SCALE
 from moe_ops.kernels.triton.experts.formats.scales import finite, scale_of
-from moe_ops.kernels.triton.experts.operands.group_scales import quantize_sorted
-from moe_ops.kernels.triton.experts.operands.prequantized import in_rows
 from moe_ops.kernels.triton.experts.products.hopper import (
     BLOCK_M,
     BLOCK_N,
@@ -55,17 +54,15 @@ from moe_ops.kernels.triton.experts.products.hopper import (
     produce_rows,
     store_chunk,
 )
-from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
-from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
-from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap, tile_map
+from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
 from moe_ops.kernels.triton.experts.schedule.tile_scheduler import (
     look_up,
     queue_of,
     tile_with_rows,
     told,
 )
-from moe_ops.kernels.triton.experts.weights import Experts
-from moe_ops.kernels.triton.launch import on_its_device, processors
+from moe_ops.kernels.triton.experts.weights import Stack
+from moe_ops.kernels.triton.launch import processors
 
 BLOCK_K = 128
 STAGES = 4  # 48 KiB each, beside at most 32 KiB of outputs: all that a block has
@@ -426,34 +423,18 @@ def launch(
     )
 
 
-@on_its_device
-def run(
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-    layer: Experts,
-    expert_map: Tensor | None,
-    residual_TD: Tensor | None = None,
-) -> Tensor:
-    """The `experts` op, added to a contiguous residual if there is one."""
-    (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
-    assert codes is not None
-    R, dtype = T * K, floats_of(x_TD, codes)
-    _, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
-    tiles = tile_map(ends_E, R, BLOCK_M)
-    if codes.x_scale_TG is None:
-        x_RD, x_scale_GR = quantize_sorted(x_TD, inverse_R, K, BLOCK_K)
-    else:
-        x_RD, x_scale_GR = in_rows(x_TD, codes.x_scale_TG, inverse_R, K)
-    h_RI = x_RD.new_empty(R, I)
-    h_scale_GR = x_scale_GR.new_empty(triton.cdiv(I, BLOCK_K), x_scale_GR.shape[1])
+def _product(c: Call, a: Operand, stack: Stack, out: Operand, act: Act) -> None:
+    w, w_scale, *_, bias = stack
+    assert a.scale is not None and w_scale is not None and c.layer.weight is not None
     launch(
-        x_RD, x_scale_GR, layer.w13_EFD, codes.scale13_EFG, layer.b13_EF, h_RI, h_scale_GR,
-        tiles, codes.weight, dtype, layer.act,
+        a.values, a.scale, w, w_scale, bias, out.values, out.scale, c.tiles, c.layer.weight,
+        c.dtype, act,
     )  # fmt: skip
-    y_RD = x_TD.new_empty(R, D, dtype=dtype)
-    launch(
-        h_RI, h_scale_GR, layer.w2_EDI, codes.scale2_EDG, layer.b2_ED, y_RD, None,
-        tiles, codes.weight, dtype, LINEAR,
-    )  # fmt: skip
-    return sum_rows(y_RD, inverse_R, weights_TK, K, residual_TD)
+
+
+run = Products(
+    up=lambda c: _product(c, c.x, c.layer.stack13, c.h, c.layer.act),
+    down=lambda c: _product(c, c.h, c.layer.stack2, Operand(c.out), LINEAR),
+    reads=Reads(gathered=True, stores="group"),
+    tile_rows=lambda *_: BLOCK_M,
+).run

@@ -47,10 +47,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.kernels.triton import LINEAR, Act, Weight, replay
 from moe_ops.kernels.triton.activation import activate, activate_gated
-from moe_ops.kernels.triton.experts.formats.order import arranged
+from moe_ops.kernels.triton.experts.call import Call, Operand, Reads
+from moe_ops.kernels.triton.experts.driver import Products
 from moe_ops.kernels.triton.experts.formats.scales import rescaled, under_global
-from moe_ops.kernels.triton.experts.operands.fake_quantized import emulated_hidden, emulated_tokens
-from moe_ops.kernels.triton.experts.operands.permuted import arrange
 from moe_ops.kernels.triton.experts.products.fragments import (
     ROWS,
     at_once,
@@ -71,9 +70,7 @@ from moe_ops.kernels.triton.experts.products.fragments import (
     words_of_sixes,
 )
 from moe_ops.kernels.triton.experts.products.hopper import REGISTERS, halves, tma_load
-from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
-from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
-from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap, tile_map
+from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
 from moe_ops.kernels.triton.experts.schedule.tile_scheduler import (
     draw,
     drawn_item,
@@ -83,8 +80,8 @@ from moe_ops.kernels.triton.experts.schedule.tile_scheduler import (
     tile_with_rows,
     told,
 )
-from moe_ops.kernels.triton.experts.weights import Experts
-from moe_ops.kernels.triton.launch import on_its_device, processors
+from moe_ops.kernels.triton.experts.weights import Stack
+from moe_ops.kernels.triton.launch import processors
 
 BLOCK_M = 256  # tokens of a tile
 STAGES = {4: 3, 6: 3, 8: 5}  # 72, 64 or 40 KiB each: all that a block has
@@ -559,27 +556,18 @@ def _boxed(
     return w_desc, up_desc
 
 
-@on_its_device
-def run(
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-    layer: Experts,
-    expert_map: Tensor | None,
-    residual_TD: Tensor | None = None,
-) -> Tensor:
-    """The `experts` op, added to a contiguous residual if there is one."""
-    (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
-    assert codes is not None
-    weight, R, x_TD = codes.weight, T * K, emulated_tokens(x_TD, codes)
-    _, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
-    tiles = tile_map(ends_E, R, BLOCK_M)
-    # Gathered once for all: copies by TMA then take both products' tokens.
-    x_RD = arrange(x_TD, weight, inverse_R, K)
-    h_RI = x_RD.new_empty(R, arranged(I, weight))
-    w13, w2 = (w.view(torch.int32) for w in (layer.w13_EFD, layer.w2_EDI))
-    launch(x_RD, w13, *layer.scales13, layer.b13_EF, h_RI, tiles, weight, layer.act)
-    h_RI = emulated_hidden(h_RI, I, codes, ends_E, arranged=True)
-    y_RD = x_TD.new_empty(R, D)
-    launch(h_RI, w2, *layer.scales2, layer.b2_ED, y_RD, tiles, weight, LINEAR)
-    return sum_rows(y_RD, inverse_R, weights_TK, K, residual_TD)
+def _product(c: Call, x: Operand, stack: Stack, out: Tensor, act: Act) -> None:
+    w, *factors, bias = stack
+    assert c.layer.weight is not None
+    scale, zero, common = factors
+    words = w.view(torch.int32)
+    launch(x.values, words, scale, zero, common, bias, out, c.tiles, c.layer.weight, act)
+
+
+# Rows of x are gathered once for all: copies by TMA then take both products' tokens.
+run = Products(
+    up=lambda c: _product(c, c.x, c.layer.stack13, c.h.values, c.layer.act),
+    down=lambda c: _product(c, c.h, c.layer.stack2, c.out, LINEAR),
+    reads=Reads(gathered=True, arranged=(4, 6, 8)),
+    tile_rows=lambda *_: BLOCK_M,
+).run

@@ -21,38 +21,24 @@ knows them ahead of the end of tiny_up.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from moe_ops.kernels.triton import LARGE, TINY_PAIRS, TINY_TOKENS
-from moe_ops.kernels.triton.experts.formats.codes import Codes, by_row, floats_of
-from moe_ops.kernels.triton.experts.formats.order import column_of, stored
+from moe_ops.kernels.triton import TINY_TOKENS
+from moe_ops.kernels.triton.experts.call import Call, Reads
+from moe_ops.kernels.triton.experts.driver import Products
+from moe_ops.kernels.triton.experts.formats.codes import by_row
+from moe_ops.kernels.triton.experts.formats.order import column_of
 from moe_ops.kernels.triton.experts.formats.scales import rescaled, under_globals
-from moe_ops.kernels.triton.experts.operands.group_scales import quantize_tokens
-from moe_ops.kernels.triton.experts.operands.row_scales import (
-    by_expert,
-    codes_of_h,
-    quantize_pairs,
-    quantize_x,
-)
-from moe_ops.kernels.triton.experts.operands.tokens import tokens_for
+from moe_ops.kernels.triton.experts.operands.row_scales import by_expert, codes_of_h
 from moe_ops.kernels.triton.experts.products.block_steps import add_product
-from moe_ops.kernels.triton.experts.products.register_stream import DTYPES
 from moe_ops.kernels.triton.experts.schedule.combine import onto
 from moe_ops.kernels.triton.experts.schedule.sort import local_ids
-from moe_ops.kernels.triton.experts.weights import Experts, activated, bias_stride, rows_at, up_rows
-from moe_ops.kernels.triton.launch import (
-    on_its_device,
-    pdl_options,
-    processors,
-    shared_memory,
-    stages_within,
-)
+from moe_ops.kernels.triton.experts.weights import activated, rows_at, up_rows
+from moe_ops.kernels.triton.launch import pdl_options
 from moe_ops.kernels.triton.replay import launch
 
 
@@ -68,59 +54,6 @@ class TinyTiles:
     BR: int = 8
     BH: int = 128
     down_stages: int = 4
-
-
-def tiles_for(T: int, K: int, D: int, I: int, processors: int) -> TinyTiles:
-    """The fastest on an H200 over six layers at 1, 2 and 4 tokens, or within 2 % of it."""
-    if T > 1:
-        tiles = TinyTiles(BD=64, up_stages=6)  # so that all blocks of small experts run at once
-        if D * I <= 2**20:
-            tiles = replace(tiles, up_stages=4)
-        elif D * I >= LARGE:
-            tiles = TinyTiles()
-        # A step of 128 columns that are half outside costs as much as one that is full.
-        return tiles if I % 128 == 0 else replace(tiles, BH=64, down_stages=6)
-
-    # As many experts a tile as one token chooses, or twice as many (half of the tile is empty then)
-    # if that spreads the blocks more evenly over the processors.
-    def evenness(BG: int) -> float:
-        return D * BG / 64 / processors / triton.cdiv(D * BG, 64 * processors)
-
-    if triton.next_power_of_2(K) != K:
-        # Four at a time: such a K would leave much of a larger tile empty.
-        return TinyTiles(BG=4, BR=16, down_stages=6)
-    chosen = min(16, max(2, K))
-    BG = max(chosen, min(16, 2 * chosen), key=evenness)
-    tiles = TinyTiles(BG=BG, BR=64 // BG)
-    return tiles if 2 * 64 * processors >= D * BG else replace(tiles, BH=64, down_stages=6)
-
-
-def code_tiles(K: int, codes: Codes) -> TinyTiles:
-    """Steps of 128 columns, the group of most formats; not measured yet."""
-    BG = 4 if triton.next_power_of_2(K) != K else min(16, max(2, K))
-    return TinyTiles(BD=128, BG=BG, BR=64 // BG, BH=128)
-
-
-@functools.cache
-def fitting(tiles: TinyTiles, T: int, gated: bool, bits: int, memory: int) -> TinyTiles:
-    """The tiles with as many stages as fit into `memory` bytes of shared memory, for weights of
-    `bits` bits."""
-    columns = max(16, tiles.BG * triton.next_power_of_2(T))
-    up = tiles.BD * ((2 if gated else 1) * tiles.BI * bits // 8 + 2 * TINY_TOKENS)
-    down = tiles.BH * (tiles.BG * tiles.BR * bits // 8 + 2 * columns)
-    return replace(
-        tiles,
-        up_stages=stages_within(memory, up, tiles.up_stages),
-        down_stages=stages_within(memory, down, tiles.down_stages),
-    )
-
-
-def tiles_of(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> TinyTiles:
-    """The tiles of a call by the tables, with stages that fit."""
-    (T, K), (_, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
-    tiles = tiles_for(T, K, D, I, processors(x_TD)) if codes is None else code_tiles(K, codes)
-    bits = 16 if codes is None else codes.bits
-    return fitting(tiles, T, layer.act.gated, bits, shared_memory(x_TD))
 
 
 @triton.jit
@@ -367,64 +300,41 @@ def tiny_down(
     tl.store(out_ptr + at_RT, out_RT, mask=mine_RT)
 
 
-@on_its_device
-def run(
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-    layer: Experts,
-    expert_map: Tensor | None,
-    residual_TD: Tensor | None = None,
-    tiles: TinyTiles | None = None,
-) -> Tensor:
-    """The `experts` op for up to TINY_TOKENS tokens and TINY_PAIRS pairs of token and choice, added
-    to a contiguous residual if there is one; without `tiles` by those of `tiles_of`."""
-    (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
-    if T > TINY_TOKENS or T * K > TINY_PAIRS:
-        raise ValueError(
-            f"takes {TINY_TOKENS} tokens and {TINY_PAIRS} pairs of token and choice at most, got "
-            f"{T} tokens with {K} choices; run `rows`"
-        )
-    tiles = tiles or tiles_of(x_TD, ids_TK, layer, expert_map)
-    n_map = 0 if expert_map is None else expert_map.shape[0]
-    P = T * K
-    BP, BT = triton.next_power_of_2(P), triton.next_power_of_2(T)
-    H = stored(I, layer.weight)
-    dtype = floats_of(x_TD, codes)
-    h_PI, h_scale_PG = x_TD.new_empty(P * T, H, dtype=dtype), None
-    out_TD = x_TD.new_empty(T, D, dtype=dtype)
-    table = None if T == 1 else x_TD.new_empty(1 + 2 * BP, dtype=torch.int32)
-    pdl, options = pdl_options(x_TD)
-    static, rounded, shares = None, None, layer.b2_ED is not None
-    if codes is not None and codes.by_row:
-        static = codes.h_scale
-        if static is not None:
-            h_PI, rounded = h_PI.new_empty(P * T, H, dtype=codes.dtype), DTYPES[dtype]
-            h_scale_PG = x_TD.new_empty(P * T, dtype=torch.float32)
-        shares = shares or static is None
-        x_TD, x_scale_TG = quantize_x(x_TD, codes, ids_TK, expert_map)
-    else:
-        x_TD, x_scale_TG = tokens_for(x_TD, codes)
-    share_PT = x_TD.new_empty(P, T, dtype=torch.float32) if shares else None
+def _up(c: Call) -> None:
+    (T, K), (E, D, I), layer, static = c.ids_TK.shape, c.layer.sizes, c.layer, c.static
+    P, H, weights = T * K, c.h.values.shape[1], c.weights
+    BP = triton.next_power_of_2(P)
+    c.table = None if T == 1 else c.ids_TK.new_empty(1 + 2 * BP, dtype=torch.int32)
+    # Weights of each token and each expert in use: of biases, and of h that is quantised by rows.
+    later = layer.codes is not None and layer.codes.by_row and static is None
+    shares = layer.b2_ED is not None or later
+    c.weights = c.ids_TK.new_empty(P, T, dtype=torch.float32) if shares else None
+    pdl, options = pdl_options(c.ids_TK)
     launch(
-        tiny_up, (P * triton.cdiv(H, tiles.BI) + (T > 1),),
-        x_TD, x_scale_TG, ids_TK, weights_TK, expert_map, layer.w13_EFD, *layer.scales13,
-        layer.b13_EF, static, h_PI, h_scale_PG, table, share_PT, T, n_map, x_TD.stride(0),
-        *layer.strides13, bias_stride(layer.b13_EF),
+        tiny_up, (P * triton.cdiv(H, c.tiles.BI) + (T > 1),),
+        c.x.values, c.x.scale, c.ids_TK, weights, c.expert_map, *layer.stack13, static, c.h.values,
+        c.h.scale, c.table, c.weights, T, c.n_map, c.x.values.stride(0), *layer.strides13,
         E=E, K=K, D=D, I=I, H=H, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
-        EACH=by_expert(static), DTYPE=rounded, BP=BP, BI=tiles.BI, BD=tiles.BD, BN=TINY_TOKENS,
-        ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.up_stages, **options,
+        EACH=by_expert(static), DTYPE=c.rounded, BP=BP, BI=c.tiles.BI, BD=c.tiles.BD,
+        BN=TINY_TOKENS, ONE=T == 1, PDL=pdl, num_warps=4, num_stages=c.tiles.up_stages, **options,
     )  # fmt: skip
-    if share_PT is not None and codes is not None and codes.by_row and static is None:
-        h_PI, h_scale_PG = quantize_pairs(h_PI, codes, ids_TK, expert_map, share_PT)
-    elif codes is not None and codes.quantizes and not codes.by_row:
-        h_PI, h_scale_PG = quantize_tokens(h_PI, codes.weight)
+
+
+def _down(c: Call) -> None:
+    (T, K), (E, D, I), layer, tiles = c.ids_TK.shape, c.layer.sizes, c.layer, c.tiles
+    BT = triton.next_power_of_2(T)
+    pdl, options = pdl_options(c.ids_TK)
     launch(
         tiny_down, (triton.cdiv(D, tiles.BR),),
-        h_PI, h_scale_PG, ids_TK, expert_map, table, share_PT, layer.w2_EDI, *layer.scales2,
-        layer.b2_ED, residual_TD, out_TD, T, n_map, *layer.strides2, bias_stride(layer.b2_ED),
-        E=E, K=K, D=D, I=I, H=H, W=layer.weight, BP=BP, BT=BT, BG=tiles.BG, BR=tiles.BR,
-        BI=tiles.BH, BN=max(16, tiles.BG * BT), ONE=T == 1, PDL=pdl, num_warps=4,
-        num_stages=tiles.down_stages, **options,
+        c.h.values, c.h.scale, c.ids_TK, c.expert_map, c.table, c.weights, *layer.stack2,
+        c.residual_TD, c.out, T, c.n_map, *layer.strides2,
+        E=E, K=K, D=D, I=I, H=c.h.values.shape[1], W=layer.weight,
+        BP=triton.next_power_of_2(T * K), BT=BT, BG=tiles.BG, BR=tiles.BR, BI=tiles.BH,
+        BN=max(16, tiles.BG * BT), ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.down_stages,
+        **options,
     )  # fmt: skip
-    return out_TD
+
+
+run = Products(
+    up=_up, down=_down, reads=Reads(arranged=(4, 6), stores="static", weighs=True), sorts=False
+).run

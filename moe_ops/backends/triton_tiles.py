@@ -1,0 +1,247 @@
+"""Which tiles a call takes on the paths for a few tokens and for few rows an expert: tables that
+`python -m moe_ops.bench tiles` measured, imported where Triton is."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+
+import triton
+from torch import Tensor
+
+from moe_ops.kernels.triton import LARGE, MOST_OF_SUMS, STEP, TINY_TOKENS, most_streamed
+from moe_ops.kernels.triton.experts.formats.codes import Codes
+from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams
+from moe_ops.kernels.triton.experts.products.rows import RowsTiles, Tile
+from moe_ops.kernels.triton.experts.products.tiny import TinyTiles
+from moe_ops.kernels.triton.experts.weights import Experts
+from moe_ops.kernels.triton.launch import processors, shared_memory, stages_within
+
+HOPPER_MEMORY = 200 * 1024  # bytes of shared memory; GPUs before Hopper have less
+DECODED = 16 * 1024  # bytes of it through which these move decoded values to their matrix units
+MOST_OF_TILE = {16: 10, 32: 40, 64: 160}  # rows an expert on average, by the rows of a tile
+LONG = 8192  # columns of W2, from which on few programs have much to read
+# Of float4, those that one tile of 8 tokens serves better than two, where columns fill all steps
+# and where they do not: then loads have masks.
+MOST_OF_8, MOST_OF_8_MASKED = 7, 8
+SHORT = 1024  # columns, of which rows of W2 are soon read if they have fewer
+FEW_PROGRAMS = 512  # of 128 rows, of a GPU with 132 processors
+
+
+def tiny_of_floats(T: int, K: int, D: int, width: int, processors: int) -> TinyTiles:
+    """The fastest on an H200 over six layers at 1, 2 and 4 tokens, or within 2 % of it."""
+    if T > 1:
+        tiles = TinyTiles(BD=64, up_stages=6)  # so that all blocks of small experts run at once
+        if D * width <= 2**20:
+            tiles = replace(tiles, up_stages=4)
+        elif D * width >= LARGE:
+            tiles = TinyTiles()
+        # A step of 128 columns that are half outside costs as much as one that is full.
+        return tiles if width % 128 == 0 else replace(tiles, BH=64, down_stages=6)
+
+    # As many experts a tile as one token chooses, or twice as many (half of the tile is empty then)
+    # if that spreads the blocks more evenly over the processors.
+    def evenness(BG: int) -> float:
+        return D * BG / 64 / processors / triton.cdiv(D * BG, 64 * processors)
+
+    if triton.next_power_of_2(K) != K:
+        # Four at a time: such a K would leave much of a larger tile empty.
+        return TinyTiles(BG=4, BR=16, down_stages=6)
+    chosen = min(16, max(2, K))
+    BG = max(chosen, min(16, 2 * chosen), key=evenness)
+    tiles = TinyTiles(BG=BG, BR=64 // BG)
+    return tiles if 2 * 64 * processors >= D * BG else replace(tiles, BH=64, down_stages=6)
+
+
+def tiny_of_codes(K: int, codes: Codes) -> TinyTiles:
+    """Steps of 128 columns, the group of most formats; not measured yet."""
+    BG = 4 if triton.next_power_of_2(K) != K else min(16, max(2, K))
+    return TinyTiles(BD=128, BG=BG, BR=64 // BG, BH=128)
+
+
+@functools.cache
+def tiny_fitting(tiles: TinyTiles, T: int, gated: bool, bits: int, memory: int) -> TinyTiles:
+    """The tiles with as many stages as fit into `memory` bytes of shared memory, for weights of
+    `bits` bits."""
+    columns = max(16, tiles.BG * triton.next_power_of_2(T))
+    up = tiles.BD * ((2 if gated else 1) * tiles.BI * bits // 8 + 2 * TINY_TOKENS)
+    down = tiles.BH * (tiles.BG * tiles.BR * bits // 8 + 2 * columns)
+    return replace(
+        tiles,
+        up_stages=stages_within(memory, up, tiles.up_stages),
+        down_stages=stages_within(memory, down, tiles.down_stages),
+    )
+
+
+def of_tiny(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> TinyTiles:
+    """The tiles of a call by the tables, with stages that fit."""
+    (T, K), (_, D, width), codes = ids_TK.shape, layer.sizes, layer.codes
+    if codes is None:
+        tiles, bits = tiny_of_floats(T, K, D, width, processors(x_TD)), 16
+    else:
+        tiles, bits = tiny_of_codes(K, codes), codes.bits
+    return tiny_fitting(tiles, T, layer.act.gated, bits, shared_memory(x_TD))
+
+
+def _tiles(BN: int, up: tuple[int, ...], down: tuple[int, ...]) -> RowsTiles:
+    return RowsTiles(
+        up=Tile(rows=up[0], step=up[1], BN=BN, stages=up[2], warps=up[3]),
+        down=Tile(rows=down[0], step=down[1], BN=BN, stages=down[2], warps=down[3]),
+    )
+
+
+# By the most rows an expert on average and the most columns of W2 (short rows of it are soon read,
+# and finding its place weighs on a program): the fastest of about ten for each product on an H200,
+# over six layers.
+TILES: tuple[tuple[float, float, RowsTiles], ...] = (
+    (8, 1024, _tiles(16, (64, 128, 3, 4), (128, 64, 3, 4))),
+    (8, math.inf, _tiles(16, (32, 128, 4, 4), (64, 128, 4, 4))),
+    (24, 1024, _tiles(32, (32, 128, 3, 4), (128, 64, 3, 4))),
+    (24, math.inf, _tiles(32, (32, 128, 4, 4), (64, 128, 4, 4))),
+    (48, math.inf, _tiles(64, (64, 64, 4, 8), (128, 64, 4, 4))),
+    (math.inf, math.inf, _tiles(128, (64, 64, 3, 8), (128, 64, 3, 8))),
+)
+
+
+def rows_of_floats(rows_per_expert: float, width: int) -> RowsTiles:
+    return next(
+        tiles for rows, columns, tiles in TILES if rows_per_expert <= rows and width <= columns
+    )
+
+
+def rows_of_codes(rows_per_expert: float, width: int, codes: Codes, memory: int) -> RowsTiles:
+    """Steps of 128 columns, the group of most formats. The fastest of about six on an H200 for the
+    layers of Qwen3-30B and Mixtral, in MXFP4 of up to thirteen for four."""
+    sums = codes.in_words and codes.one_a_step
+    BN = next((n for n, most in MOST_OF_TILE.items() if rows_per_expert <= most), 128)
+    if not codes.in_words or sums or memory < HOPPER_MEMORY:
+        BN = min(BN, 64)
+    if codes.quantizes:
+        return _tiles(BN, (64, 128, 4, 8), (128, 128, 4, 8))
+    if sums:
+        return _tiles(BN, (64, 128, 4, 4), (128, 128, 4, 4))
+    if BN <= 32:
+        mxfp4 = codes.weight.element == "float4_e2m1" and codes.weight.across == 32
+        down = (128, 128, 3, 8) if mxfp4 and width >= LONG else (64, 128, 4, 4)
+        return _tiles(BN, (32, 128, 4, 4), down)
+    return _tiles(BN, (64, 128, 3, 8), (128, 128, 3, 8))
+
+
+@functools.cache
+def rows_fitting(tiles: RowsTiles, gated: bool, bits: int, memory: int) -> RowsTiles:
+    """The tiles with as many stages as fit into `memory` bytes of shared memory, for weights of
+    `bits` bits."""
+
+    def fit(tile: Tile, weights: int) -> Tile:
+        stage = tile.step * (weights * bits // 8 + 2 * tile.BN)
+        return replace(tile, stages=stages_within(memory, stage, tile.stages))
+
+    up, down = tiles.up, tiles.down
+    return RowsTiles(up=fit(up, (2 if gated else 1) * up.rows), down=fit(down, down.rows))
+
+
+def of_rows(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> RowsTiles:
+    """The tiles of a call by the tables, with stages that fit."""
+    codes, memory, (E, _, width) = layer.codes, shared_memory(x_TD), layer.sizes
+    per_expert = ids_TK.numel() / (E if expert_map is None else expert_map.shape[0])
+    if codes is None:
+        return rows_fitting(rows_of_floats(per_expert, width), layer.act.gated, 16, memory)
+    tiles = rows_of_codes(per_expert, width, codes, memory)
+    if memory < HOPPER_MEMORY:
+        memory -= DECODED
+    return rows_fitting(tiles, layer.act.gated, codes.bits, memory)
+
+
+def of_one(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> Streams:
+    """The tiles of a call of one token by the tables."""
+    return one_streams(ids_TK.shape[1], layer)
+
+
+def of_few(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> Streams:
+    """The tiles of a call of few rows an expert by the tables."""
+    experts = layer.sizes[0] if expert_map is None else expert_map.shape[0]
+    streams = few_streams(ids_TK.numel() / experts, layer)
+    assert streams is not None, "more rows are those of another path"
+    return streams
+
+
+def one_streams(K: int, layer: Experts) -> Streams:
+    """The launches for one token: the fastest of about fifteen that were tried on an H200 for
+    Qwen3-30B's and Mixtral's layers, or within 3 % of it."""
+    codes, (_, D, width) = _codes(layer), layer.sizes
+    C = max(1, 8 // triton.next_power_of_2(K))
+    up, down = Stream(S=4, C=4), Stream(S=8, C=C)
+    if codes.bits == 4 and codes.one_a_step:
+        if D * width >= LARGE:
+            return Streams(up=replace(up, MT=2), down=replace(down, MT=2, ahead=3))
+        return Streams(up=up, down=replace(down, ahead=8))
+    if codes.bits == 6:  # as four bits without sums by step; no other was tried
+        return Streams(up=replace(up, MT=2), down=replace(down, ahead=3))
+    if codes.weight.element == "float4_e2m1":
+        return _one_of_float4(K, layer, up, down)
+    return Streams(up=up, down=down)
+
+
+def _one_of_float4(K: int, layer: Experts, up: Stream, down: Stream) -> Streams:
+    """The launches for one token and weights of float4: the fastest of 5 to 9 on an H200, or within
+    5 % of it, for six layers in groups of 32 and two in groups of 16
+    (`benchmarks/results/float4_tiles_h200.json`)."""
+    codes, (_, D, width) = _codes(layer), layer.sizes
+    large, in_16 = D * width >= LARGE, codes.weight.across == 16
+    few = K * triton.cdiv(_rows13(layer), 32) < FEW_PROGRAMS
+    return Streams(
+        up=replace(up, MT=1 if few and not large and not in_16 else 2, ahead=2 if large else 4),
+        down=replace(down, ahead=3 if large or in_16 else 4),
+    )
+
+
+def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
+    """The launches for few rows an expert on average; None for so many that shared memory serves
+    them better. They were tried from 4 to 256 tokens, on the GPU and the layers of
+    `one_streams`."""
+    codes, (E, D, width) = _codes(layer), layer.sizes
+    large, sums = D * width >= LARGE, codes.one_a_step
+    if rows_per_expert > most_streamed(codes.weight):
+        return None
+    stream = Stream(MW=4, MT=2)
+    if codes.weight.element == "float4_e2m1" and not sums:
+        stream = _few_of_float4(rows_per_expert, layer)
+    elif codes.weight.element == "uint4" and not sums:
+        stream = Stream(MW=4)  # more would spill
+    elif codes.bits == 8:
+        stream = Stream(MW=4, MT=2 if large and codes.quantizes else 1)
+    elif large and not sums and rows_per_expert <= MOST_OF_SUMS:
+        stream = Stream(MW=4, ahead=4)
+    elif large and sums and rows_per_expert * E * triton.cdiv(D, 128) < FEW_PROGRAMS:
+        stream = Stream(MW=4, ahead=4)  # twice as many
+    elif not sums and rows_per_expert > MOST_OF_SUMS:
+        stream = Stream(MW=4, MT=2, NT=2)
+    return Streams(up=stream, down=stream)
+
+
+def _few_of_float4(rows_per_expert: float, layer: Experts) -> Stream:
+    """The launch for few rows an expert and weights of float4. 3 or 4 were tried from 2 to 400
+    tokens, on the GPU and the layers of `_one_of_float4`."""
+    codes, (E, D, width) = _codes(layer), layer.sizes
+    in_16 = codes.weight.across == 16
+    many = MOST_OF_8_MASKED if D % STEP or width % STEP else MOST_OF_8
+    if rows_per_expert > (MOST_OF_SUMS if in_16 else many):
+        return Stream(MW=4, MT=2, NT=2)
+    if D * width >= LARGE:
+        few = not in_16 and E * triton.cdiv(D, 128) < FEW_PROGRAMS
+        if rows_per_expert <= 1 or few:
+            return Stream(MW=4, ahead=4)
+    elif rows_per_expert <= 1 and width < SHORT and not in_16:
+        return Stream(MW=4, MT=2, ahead=3)
+    return Stream(MW=4, MT=2)
+
+
+def _codes(layer: Experts) -> Codes:
+    assert layer.codes is not None
+    return layer.codes
+
+
+def _rows13(layer: Experts) -> int:
+    """The rows of an expert's first weight."""
+    return layer.sizes[2] * (2 if layer.act.gated else 1)

@@ -1,0 +1,93 @@
+"""A call of experts while it runs, as its launches read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.triton.experts.formats.codes import Codes
+from moe_ops.kernels.triton.experts.schedule.sort import most_units
+from moe_ops.kernels.triton.experts.weights import Experts
+
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reads:
+    """How the products of a path read x and h.
+
+    gathered  x has a row for each pair, in the order of experts; else one for each token
+    arranged  codes of these bits meet columns in the order of `order.py`
+    in_words  inputs of 8 bits come in words of 32 bits
+    stores    the codes that the first product stores: by "static" scales, or by those of a "group"
+    weighs    h, or its scales, are multiplied by weights of routing; else the last sum does that
+    """
+
+    gathered: bool = False
+    arranged: tuple[int, ...] = ()
+    in_words: bool = False
+    stores: str = ""
+    weighs: bool = False
+
+
+@dataclass(slots=True)
+class Operand:
+    """x or h as a product reads it; codes have scales. Pair p reads row p // `choices` of x."""
+
+    values: Tensor
+    scale: Tensor | None = None
+    choices: int = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """The arguments of a call, and what `run` of `driver.py` has made of them so far."""
+
+    layer: Experts  # decoded, if its codes are decoded first
+    codes: Codes | None  # those of the layer before that
+    reads: Reads
+    ids_TK: Tensor
+    expert_map: Tensor | None
+    residual_TD: Tensor | None
+    # By which the products multiply h or its scales, if they do; behind `tiny_up` its shares.
+    weights: Tensor | None
+    dtype: torch.dtype  # of results
+    tiles: Any  # the sizes of launches, or the `TileMap` of sorted rows
+    order: tuple[Tensor, ...] = ()  # if pairs are sorted, the pair in each row, ends of experts
+    inverse_R: Tensor | None = None  # and the row of each pair
+    table: Tensor | None = None  # of experts in use, which `tiny_up` writes
+    x: Operand = field(init=False)
+    h: Operand = field(init=False)
+    out: Tensor = field(init=False)  # rows of pairs; of pairs that are not sorted, the result
+
+    @property
+    def arranges(self) -> bool:
+        return self.codes is not None and self.codes.bits in self.reads.arranged
+
+    @property
+    def static(self) -> Tensor | None:
+        """The static scales by which the first product stores h as codes, if it does."""
+        return None if self.codes is None or self.h.scale is None else self.codes.h_scale
+
+    @property
+    def rounded(self) -> tl.dtype | None:
+        """What h is rounded to before the first product makes codes of it by static scales."""
+        return None if self.static is None else DTYPES[self.dtype]
+
+    @property
+    def n_map(self) -> int:
+        return 0 if self.expert_map is None else self.expert_map.shape[0]
+
+    @property
+    def BE(self) -> int:
+        """Experts as vectors have them."""
+        return max(2, triton.next_power_of_2(self.layer.sizes[0]))
+
+    def units(self, rows: int) -> int:
+        """The most units of work of up to so many rows of an expert."""
+        return most_units(self.ids_TK.numel(), self.layer.sizes[0], rows)

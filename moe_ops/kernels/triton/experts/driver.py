@@ -1,0 +1,105 @@
+"""How a call of experts runs, on every path:
+
+    x     rounded to the format of inputs, if that is emulated
+    sort  pairs of token and choice in the order of experts, and a table of tiles where one is read
+    x     codes, or another order of columns: `operands/operand.py`
+    up    the first product, and the activation: h
+    h     as x before
+    down  the second product
+    sum   of the rows of each token, and onto a residual
+
+A few tokens are not sorted, and their second product makes the sum. A path brings both launches.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
+from moe_ops.kernels.triton.experts.call import Call, Reads
+from moe_ops.kernels.triton.experts.formats.codes import floats_of
+from moe_ops.kernels.triton.experts.operands.dequantized_weights import decoded
+from moe_ops.kernels.triton.experts.operands.operand import (
+    hidden_operand,
+    room_for_hidden,
+    rounded_tokens,
+    tokens_operand,
+)
+from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
+from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
+from moe_ops.kernels.triton.experts.schedule.tile_map import tile_map
+from moe_ops.kernels.triton.experts.weights import Experts
+from moe_ops.kernels.triton.launch import on_its_device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """The two launches of a path and how they read tokens; whether pairs are sorted; the rows of a
+    tile of the table that they read, if they do; and whether weights of codes are decoded first."""
+
+    up: Callable[[Call], None]
+    down: Callable[[Call], None]
+    reads: Reads
+    sorts: bool = True
+    tile_rows: Callable[[Tensor, int, Experts], int] | None = None
+    decodes: bool = False
+
+    @property
+    def run(self) -> Callable[..., Tensor]:
+        """`run` below, of these products."""
+        return on_its_device(functools.partial(run, self))
+
+
+def run(
+    products: Products,
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    layer: Experts,
+    expert_map: Tensor | None,
+    residual_TD: Tensor | None = None,
+    tiles: Any = None,
+) -> Tensor:
+    """The `experts` op, added to a contiguous residual if there is one. `tiles` are those that the
+    products take, None for products with a table of tiles. The device of x is the current one."""
+    (T, K), (E, D, _), codes = ids_TK.shape, layer.sizes, layer.codes
+    # Where h is rounded to codes, they are those of h, not of h times its weight.
+    early = products.reads.weighs and (codes is None or codes.inputs is None)
+    c = Call(
+        layer=layer, codes=codes, reads=products.reads, ids_TK=ids_TK, expert_map=expert_map,
+        residual_TD=residual_TD, weights=weights_TK if early else None,
+        dtype=floats_of(x_TD, codes), tiles=tiles,
+    )  # fmt: skip
+    x_TD = rounded_tokens(x_TD, codes)
+    if products.decodes and codes is not None:
+        c.layer = decoded(layer, c.dtype)
+    if products.sorts:
+        rows_R, c.inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
+        c.order = (rows_R, ends_E)
+    else:
+        _check_few(T, K)
+    if products.tile_rows is not None:
+        c.tiles = tile_map(ends_E, T * K, products.tile_rows(x_TD, T * K, c.layer))
+    c.x = tokens_operand(c, x_TD)
+    c.h = room_for_hidden(c)
+    products.up(c)
+    c.h = hidden_operand(c)
+    c.out = x_TD.new_empty(T * K if products.sorts else T, D, dtype=c.dtype)
+    products.down(c)
+    if c.inverse_R is None:
+        return c.out
+    return sum_rows(c.out, c.inverse_R, None if early else weights_TK, K, residual_TD)
+
+
+def _check_few(T: int, K: int) -> None:
+    """Raises ValueError if tokens are more than what runs without being sorted."""
+    if T > TINY_TOKENS or T * K > TINY_PAIRS:
+        raise ValueError(
+            f"takes {TINY_TOKENS} tokens and {TINY_PAIRS} pairs of token and choice at most, got "
+            f"{T} tokens with {K} choices; run `rows`"
+        )
