@@ -102,7 +102,7 @@ def product_kernel(
     acc_MN = tl.zeros((ROWS, TOKENS), tl.float32)
     w_M1, x_1N = (w_ptr + m * stride_w)[:, None], (x_ptr + n * stride_x)[None, :]
     acc_MN = add_product(
-        acc_MN, w_M1, s_ptr, z_ptr, 0 * m, m, m < ROWS, x_1N, None, n, n < TOKENS,
+        acc_MN, w_M1, 1, s_ptr, z_ptr, 0 * m, m, m < ROWS, x_1N, None, n, n < TOKENS,
         ROWS, COLUMNS, STEP, W, "",
     )  # fmt: skip
     acc_MN = rescaled(acc_MN, W, x_ptr.dtype.element_ty)

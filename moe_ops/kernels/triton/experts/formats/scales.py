@@ -63,8 +63,8 @@ def rescaled(acc_MN, W: tl.constexpr, DTYPE: tl.constexpr):
     """The sum of all products. Codes of float4 in bfloat16 are 2**-126 of their values, and scales
     were multiplied by 2**64, so that those from 2**-64 to 2**63 stay exact. So are those of float6,
     or 2**-124."""
-    ELEMENT: tl.constexpr = W.element
-    if DTYPE == tl.bfloat16:
+    if W is not None and DTYPE == tl.bfloat16:
+        ELEMENT: tl.constexpr = W.element
         if ELEMENT == "float4_e2m1" or ELEMENT == "float6_e2m3":
             acc_MN = acc_MN * 4.611686018427387904e18
         elif ELEMENT == "float6_e3m2":

@@ -1,10 +1,10 @@
-"""Products of blocks of quantised weights with few tokens: codes are loaded as they are stored,
-decoded in registers and multiplied, a step of columns at a time. Decoders are those of `formats/`.
+"""Products of blocks of weights with few tokens, a step of columns at a time. Codes are loaded as
+they are stored, and decoded in registers. Decoders are those of `formats/`.
 
 Codes of eight bits may meet inputs of 8 bits: in groups of as many columns, which `group_scales.py`
 makes, or with a scale a row or tensor (`row_scales.py`).
 
-W is the format of a weight, a `Weight` of `moe_ops.kernels.triton`.
+W is the format of a weight, a `Weight` of `moe_ops.kernels.triton`, or None for floats.
 """
 
 from __future__ import annotations
@@ -31,15 +31,28 @@ MOST_IN_SUM = tl.constexpr(32)  # tokens whose sums are scaled
 
 @triton.jit
 def add_product(
-    acc_MN, w_M1, s_ptr, z_ptr, e, row_M, inside_M, x_1N, t_ptr, token_N, inside_N,
+    acc_MN, w_M1, stride_w, s_ptr, z_ptr, e, row_M, inside_M, x_1N, t_ptr, token_N, inside_N,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr,
     POLICY: tl.constexpr,
 ):  # fmt: skip
     """acc_MN and the products of rows of the weights of experts, at w_M1, with tokens, at x_1N, of
     which those quantised have scales [tokens, groups] at t_ptr; `rescaled` follows the last one.
-    POLICY is that of the cache for weights."""
-    group_M = group_row(e, row_M, ROWS, COLUMNS, W)
-    if by_row(W):
+    Columns of weights are contiguous, of floats stride_w apart. POLICY is that of the cache for
+    weights."""
+    if W is None:
+        d = tl.arange(0, STEP)
+        for start in range(0, COLUMNS, STEP):
+            inside_D = start + d < COLUMNS
+            w_MD = tl.load(
+                w_M1 + ((start + d).to(tl.int64) * stride_w)[None, :],
+                mask=inside_M[:, None] & inside_D[None, :], other=0.0, eviction_policy=POLICY,
+            )  # fmt: skip
+            x_DN = tl.load(
+                x_1N + (start + d)[:, None], mask=inside_D[:, None] & inside_N[None, :], other=0.0
+            )
+            acc_MN = tl.dot(w_MD, x_DN, acc_MN)
+    elif by_row(W):
+        group_M = group_row(e, row_M, ROWS, COLUMNS, W)
         sum_MN = sum_of_bytes(
             w_M1, inside_M, x_1N, inside_N, acc_MN.shape[0], acc_MN.shape[1], COLUMNS, STEP, W,
             POLICY,
@@ -50,6 +63,7 @@ def add_product(
         factor_MN = finite(scale_of(s_M, KIND))[:, None] * t_N[None, :]
         acc_MN += sum_MN.to(tl.float32) * factor_MN
     else:
+        group_M = group_row(e, row_M, ROWS, COLUMNS, W)
         acc_MN = add_steps(
             acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, x_1N, t_ptr, token_N, inside_N,
             COLUMNS, STEP, W, POLICY,

@@ -70,30 +70,16 @@ def rows_up(
     pair_N = tl.load(rows_ptr + first + n, mask=n < count, other=0)
     x_1N = (x_ptr + (pair_N // K).to(tl.int64) * stride_x)[None, :]
     row_F, inside_F = up_rows(block, I, BI, ACT)
-    w_F1 = rows_at(w_ptr, e, row_F, stride_we, stride_wf, 2 * I if GATED else I, D, W)
-    d = tl.arange(0, BD)
+    ROWS: tl.constexpr = 2 * I if GATED else I
+    w_F1 = rows_at(w_ptr, e, row_F, stride_we, stride_wf, ROWS, D, W)
     acc_FN = tl.zeros((BF, BN), tl.float32)
-    if W is None:
-        for start in range(0, D, BD):
-            inside_D = start + d < D
-            w_FD = tl.load(
-                w_F1 + ((start + d).to(tl.int64) * stride_wd)[None, :],
-                mask=inside_F[:, None] & inside_D[None, :], other=0.0,
-            )  # fmt: skip
-            x_DN = tl.load(
-                x_1N + (start + d)[:, None],
-                mask=inside_D[:, None] & (n < count)[None, :], other=0.0,
-            )  # fmt: skip
-            acc_FN = tl.dot(w_FD, x_DN, acc_FN)
-    else:
-        ROWS: tl.constexpr = 2 * I if GATED else I
-        acc_FN = add_product(
-            acc_FN, w_F1, s_ptr, z_ptr, e, row_F, inside_F, x_1N, scale_ptr, pair_N // K, n < count,
-            ROWS, D, BD, W, "",
-        )  # fmt: skip
-        acc_FN = under_globals(
-            rescaled(acc_FN, W, x_ptr.dtype.element_ty), g_ptr, e, row_F, inside_F, ROWS, SHARED
-        )  # fmt: skip
+    acc_FN = add_product(
+        acc_FN, w_F1, stride_wd, s_ptr, z_ptr, e, row_F, inside_F, x_1N, scale_ptr, pair_N // K,
+        n < count, ROWS, D, BD, W, "",
+    )  # fmt: skip
+    acc_FN = under_globals(
+        rescaled(acc_FN, W, x_ptr.dtype.element_ty), g_ptr, e, row_F, inside_F, ROWS, SHARED
+    )  # fmt: skip
     h_IN = activated(acc_FN, b_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
     if weights_ptr is not None:
         weight_N = tl.load(weights_ptr + pair_N, mask=n < count, other=0.0).to(tl.float32)
@@ -133,26 +119,12 @@ def rows_down(
     row_1N = (first + n).to(tl.int64)[None, :]
     inside_D = d < D
     w_D1 = rows_at(w_ptr, e, d, stride_we, stride_wd, D, I, W)
-    i = tl.arange(0, BI)
     acc_DN = tl.zeros((BD, BN), tl.float32)
-    if W is None:
-        for start in range(0, I, BI):
-            inside_I = start + i < I
-            w_DI = tl.load(
-                w_D1 + ((start + i).to(tl.int64) * stride_wi)[None, :],
-                mask=inside_D[:, None] & inside_I[None, :], other=0.0,
-            )  # fmt: skip
-            h_IN = tl.load(
-                h_ptr + row_1N * H + (start + i)[:, None],
-                mask=inside_I[:, None] & (n < count)[None, :], other=0.0,
-            )  # fmt: skip
-            acc_DN = tl.dot(w_DI, h_IN, acc_DN)
-    else:
-        acc_DN = add_product(
-            acc_DN, w_D1, s_ptr, z_ptr, e, d, inside_D, h_ptr + row_1N * H, scale_ptr, first + n,
-            n < count, D, I, BI, W, "",
-        )  # fmt: skip
-        acc_DN = under_global(rescaled(acc_DN, W, h_ptr.dtype.element_ty), g_ptr, e)
+    acc_DN = add_product(
+        acc_DN, w_D1, stride_wi, s_ptr, z_ptr, e, d, inside_D, h_ptr + row_1N * H, scale_ptr,
+        first + n, n < count, D, I, BI, W, "",
+    )  # fmt: skip
+    acc_DN = under_global(rescaled(acc_DN, W, h_ptr.dtype.element_ty), g_ptr, e)
     if b_ptr is not None:
         bias_D = tl.load(b_ptr + e * stride_be + d, mask=inside_D, other=0.0).to(tl.float32)
         if weights_ptr is None:

@@ -137,31 +137,17 @@ def tiny_up(
 
     row_F, inside_F = up_rows(block, I, BI, ACT)
     e = e.to(tl.int64)
-    w_F1 = rows_at(w_ptr, e, row_F, stride_we, stride_wf, 2 * I if GATED else I, D, W)
-    d = tl.arange(0, BD)
+    ROWS: tl.constexpr = 2 * I if GATED else I
+    w_F1 = rows_at(w_ptr, e, row_F, stride_we, stride_wf, ROWS, D, W)
     x_1N = (x_ptr + n.to(tl.int64) * stride_x)[None, :]
     acc_FN = tl.zeros((BF, BN), tl.float32)
-    if W is None:
-        for start in range(0, D, BD):
-            inside_D = start + d < D
-            w_FD = tl.load(
-                w_F1 + ((start + d).to(tl.int64) * stride_wd)[None, :],
-                mask=inside_F[:, None] & inside_D[None, :], other=0.0,
-                eviction_policy="evict_first",
-            )  # fmt: skip
-            x_DN = tl.load(
-                x_1N + (start + d)[:, None], mask=inside_D[:, None] & (n < T)[None, :], other=0.0
-            )
-            acc_FN = tl.dot(w_FD, x_DN, acc_FN)
-    else:
-        ROWS: tl.constexpr = 2 * I if GATED else I
-        acc_FN = add_product(
-            acc_FN, w_F1, s_ptr, z_ptr, e, row_F, inside_F, x_1N, scale_ptr, n, n < T,
-            ROWS, D, BD, W, "evict_first",
-        )  # fmt: skip
-        acc_FN = under_globals(
-            rescaled(acc_FN, W, x_ptr.dtype.element_ty), g_ptr, e, row_F, inside_F, ROWS, SHARED
-        )  # fmt: skip
+    acc_FN = add_product(
+        acc_FN, w_F1, stride_wd, s_ptr, z_ptr, e, row_F, inside_F, x_1N, scale_ptr, n, n < T,
+        ROWS, D, BD, W, "evict_first",
+    )  # fmt: skip
+    acc_FN = under_globals(
+        rescaled(acc_FN, W, x_ptr.dtype.element_ty), g_ptr, e, row_F, inside_F, ROWS, SHARED
+    )  # fmt: skip
     if share_ptr is not None:
         # One of the pair's programs is enough.
         tl.store(share_ptr + pair * T + n, weight_N, mask=n < tl.where(block == 0, T, 0))
@@ -240,7 +226,6 @@ def tiny_down(
         e_N = id_of(n // BT, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         pair_N = pair_of(n // BT, table_ptr, BP, ONE)
     d_M = tl.program_id(0) * BR + m % BR
-    i = tl.arange(0, BI)
     token_N = n % BT
     acc_MN = tl.zeros((BG * BR, BN), tl.float32)
     for first in range(0, count, BG):
@@ -248,36 +233,21 @@ def tiny_down(
         inside_N = (token_N < T) & (e_N < E) & (n // BT < BG)
         w_M1 = rows_at(w_ptr, e_M, d_M, stride_we, stride_wd, D, I, W)
         h_1N = (h_ptr + (pair_N * T + token_N).to(tl.int64) * H)[None, :]
-        if W is None:
-            for start in range(0, I, BI):
-                inside_I = start + i < I
-                w_MI = tl.load(
-                    w_M1 + ((start + i).to(tl.int64) * stride_wi)[None, :],
-                    mask=inside_M[:, None] & inside_I[None, :], other=0.0,
-                    eviction_policy="evict_first",
-                )  # fmt: skip
-                h_IN = tl.load(
-                    h_1N + (start + i)[:, None],
-                    mask=inside_I[:, None] & inside_N[None, :], other=0.0,
-                )  # fmt: skip
-                acc_MN = tl.dot(w_MI, h_IN, acc_MN)
+        # Each round has other experts, and so other global scales.
+        sum_MN = acc_MN if g_ptr is None else tl.zeros((BG * BR, BN), tl.float32)
+        sum_MN = add_product(
+            sum_MN, w_M1, stride_wi, s_ptr, z_ptr, e_M, d_M, inside_M, h_1N, scale_ptr,
+            pair_N * T + token_N, inside_N, D, I, BI, W, "evict_first",
+        )  # fmt: skip
+        if g_ptr is not None:
+            acc_MN += sum_MN * tl.load(g_ptr + e_M, mask=e_M < E, other=0.0)[:, None]
         else:
-            # Each round has other experts, and so other global scales.
-            sum_MN = acc_MN if g_ptr is None else tl.zeros((BG * BR, BN), tl.float32)
-            sum_MN = add_product(
-                sum_MN, w_M1, s_ptr, z_ptr, e_M, d_M, inside_M, h_1N, scale_ptr,
-                pair_N * T + token_N, inside_N, D, I, BI, W, "evict_first",
-            )  # fmt: skip
-            if g_ptr is not None:
-                acc_MN += sum_MN * tl.load(g_ptr + e_M, mask=e_M < E, other=0.0)[:, None]
-            else:
-                acc_MN = sum_MN
+            acc_MN = sum_MN
         next_M, next_N = first + BG + m // BR, first + BG + n // BT
         e_M = id_of(next_M, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         e_N = id_of(next_N, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         pair_N = pair_of(next_N, table_ptr, BP, ONE)
-    if W is not None:
-        acc_MN = rescaled(acc_MN, W, h_ptr.dtype.element_ty)
+    acc_MN = rescaled(acc_MN, W, h_ptr.dtype.element_ty)
     diagonal_MN = (m // BR)[:, None] == (n // BT)[None, :]
     acc_MN = tl.where(diagonal_MN, acc_MN, 0.0)
     out_MT = tl.sum(tl.reshape(acc_MN, (BG * BR, BN // BT, BT)), 1)
