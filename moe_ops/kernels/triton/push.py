@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.launch import on_its_device, pdl_options
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options, take_turn
 from moe_ops.kernels.triton.ranks import EVERY, HOME, Rows, Words, words_of
 
 # Programs of a launch at most, a power of two: they wait for each other, so all must fit on a GPU.
@@ -182,9 +182,7 @@ def dispatch_kernel(
 
     Loads go ahead of what waits: a row's of the exchange's number, and of those of the row before.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     programs = tl.num_programs(0)
     zero = tl.zeros((), dtype=tl.int64)
     r, k = tl.arange(0, RP), tl.arange(0, KP)
@@ -267,9 +265,7 @@ def combine_pushed_kernel(
 ):  # fmt: skip
     """Rows that were served back to their tokens, each of which sums those that it needed, in the
     order of ranks. Loads go ahead of what waits, as in dispatch."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     programs = tl.num_programs(0)
     zero = tl.zeros((), dtype=tl.int64)
     r, k = tl.arange(0, RP), tl.arange(0, KP)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.launch import on_its_device, pdl_options
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options, take_turn
 from moe_ops.kernels.triton.push import (
     BOTH,
     FAILED,
@@ -56,9 +56,7 @@ def sum_pushed_kernel(
     SENDS: tl.constexpr, RECEIVES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The sum of the parts of all ranks. Loads go ahead of what waits."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     first, programs = tl.program_id(0), tl.num_programs(0)
     blocks = tl.cdiv(units, BLOCK)
     zero = tl.zeros((), dtype=tl.int64)

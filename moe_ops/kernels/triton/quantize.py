@@ -18,7 +18,7 @@ from moe_ops.kernels.triton.experts.formats.float8 import (
     SMALLEST_SCALE,
     rounded_to_float8,
 )
-from moe_ops.kernels.triton.launch import on_its_device, pdl_options
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
 TILE = 4096  # floats of a program
@@ -81,9 +81,7 @@ def largest_kernel(
 ):  # fmt: skip
     """The bits of the largest magnitude among rows of a program; with ends of experts, among the
     rows that these have."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     if ends_ptr is not None:
         R = tl.load(ends_ptr + E - 1)
     d = tl.arange(0, BD)
@@ -146,9 +144,7 @@ def quantize_kernel(
     """One program: BG groups of columns of a row, of all N groups of all rows; by one scale if it
     is given, or if parts of the largest magnitude are."""
     GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     g = tl.program_id(0) * BG + tl.arange(0, BG)
     row = (g // GROUPS).to(tl.int64)[:, None]
     c = tl.arange(0, BC)[None, :]

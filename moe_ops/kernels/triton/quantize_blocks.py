@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton.experts.formats.float8 import INTERPRETED, SMALLEST_SCALE
 from moe_ops.kernels.triton.experts.formats.scales import scale_of
-from moe_ops.kernels.triton.launch import on_its_device, pdl_options
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options, take_turn
 from moe_ops.kernels.triton.quantize import (
     NOT_FINITE,
     TO_INTEGER,
@@ -82,9 +82,7 @@ def quantize_blocks_kernel(
     GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
     VALUES: tl.constexpr = FORMAT[5]
     STORED: tl.constexpr = D // VALUES * FORMAT[6]
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     g = tl.program_id(0) * BG + tl.arange(0, BG)
     row = (g // GROUPS).to(tl.int64)[:, None]
     c = tl.arange(0, BC)[None, :]

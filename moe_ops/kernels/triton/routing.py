@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.activation import sigmoid
-from moe_ops.kernels.triton.launch import on_its_device, pdl_options
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
 # The bits of a float32 that are never set in a float of these types; a column fits into them.
@@ -185,9 +185,7 @@ def route_kernel(
     PDL: tl.constexpr,
 ):
     """weights_TK and ids_TK of BT tokens, largest choice first."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     rows_T = tl.program_id(0) * BT + tl.arange(0, BT)
     SCORE: tl.constexpr = ROUTER[0]
     columns_E = tl.arange(0, BE)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.launch import on_its_device, pdl_options
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
 BLOCK = 128  # experts of a program
@@ -18,9 +18,7 @@ def static_factors_kernel(
     stride_h, stride_13, stride_2, EACH: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BE experts. EACH: the second input has a scale for each of them, else one."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     inside = e < E
     of_h = e * (stride_h if EACH else 0)

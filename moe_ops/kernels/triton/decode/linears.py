@@ -19,7 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.decode.linears_plan import LinearsPlan, plan_for
-from moe_ops.kernels.triton.launch import on_its_device, pdl_options, processors, shared_memory
+from moe_ops.kernels.triton.launch import (
+    on_its_device,
+    pdl_options,
+    processors,
+    shared_memory,
+    take_turn,
+)
 
 MOST = 4  # weights of a launch
 
@@ -206,9 +212,7 @@ def linears_one(
         w_NK = tl.load(w_N1 + k_K[None, :], eviction_policy="evict_first")
     else:
         w_NK = tl.load(w_N1 + k_K[None, :], mask=inside_K[None, :], other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     inverse = 0.0
     if gain_ptr is not None:
         inverse = inverse_rms(x_ptr, residual_ptr, gain_ptr, sum_ptr, normed_ptr, K, KP, EPS)
@@ -265,9 +269,7 @@ def linears_few(
         w0_ptr, w1_ptr, w2_ptr, w3_ptr, F1, F2, F3, N0, N1, N2, N3, BN
     )  # fmt: skip
     w_N1 = w_ptr + (tl.minimum(n_N, size - 1).to(tl.int64) * K)[:, None]
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     k_K = tl.arange(0, BK)
     t_T = tl.arange(0, BT)
     x_1T = (x_ptr + t_T * stride_x)[None, :]

@@ -25,7 +25,7 @@ from moe_ops.kernels.triton.decode.one_query_plan import (
     plan_for,
     power_of_two,
 )
-from moe_ops.kernels.triton.launch import on_its_device, pdl_options, processors
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options, processors, take_turn
 
 
 @on_its_device
@@ -142,9 +142,7 @@ def one_query_kernel(
     k_ptr += pair * slots * D
     v_ptr += pair * slots * DV
     lead = split * SPAN
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     q = tl.load(
         q_ptr + (pair * G + rows[:, None]) * D + dims[None, :], mask=rows[:, None] < G, other=0.0
     )
@@ -204,9 +202,7 @@ def one_query_merge(
     row = tl.program_id(0).to(tl.int64)
     p, out_dims = tl.arange(0, BP), tl.arange(0, DV)
     here = row * SPLITS + p
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     high_P = tl.load(stats_ptr + here, mask=p < SPLITS, other=float("-inf"))
     total_P = tl.load(stats_ptr + stat_stride + here, mask=p < SPLITS, other=0.0)
     found_PV = tl.load(

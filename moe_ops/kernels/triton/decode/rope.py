@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.launch import pdl_options, take_turn
 
 
 def run(
@@ -90,9 +90,7 @@ def rope_kernel(
             gain_ptr = k_gain_ptr
         gain_D = tl.load(gain_ptr + d_D)
         gain_other_D = tl.load(gain_ptr + (d_D + D // 2) % D)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     if ROWS > 1:
         cos_ptr += b * W
         sin_ptr += b * W

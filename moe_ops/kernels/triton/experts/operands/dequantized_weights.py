@@ -21,7 +21,7 @@ from moe_ops.kernels.triton.experts.formats.registered import values_of_words, w
 from moe_ops.kernels.triton.experts.formats.scales import factor_at, group_row, scale_of
 from moe_ops.kernels.triton.experts.formats.six_bits import in_order, sixes_of
 from moe_ops.kernels.triton.experts.weights import Experts
-from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
 ROWS_AT_ONCE, COLUMNS_AT_ONCE = 16, 256
@@ -43,9 +43,7 @@ def decode_kernel(
     ELEMENT: tl.constexpr = W.element
     GROUP: tl.constexpr = W.across
     KIND: tl.constexpr = W.kind
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     row_M = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     word_W = tl.program_id(1) * (BD // EACH) + tl.arange(0, BD // EACH)
     inside_MW = (row_M < ALL_ROWS)[:, None] & (word_W * EACH < COLUMNS)[None, :]

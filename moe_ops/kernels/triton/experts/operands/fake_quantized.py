@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_ops.kernels.triton import Inputs
 from moe_ops.kernels.triton.experts.formats.float8 import SMALLEST_SCALE
 from moe_ops.kernels.triton.experts.formats.order import place_of
-from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.quantize import (
     NOT_FINITE,
     largest,
@@ -81,9 +81,7 @@ def emulate_kernel(
 ):  # fmt: skip
     """One program: BG groups of columns of a row, which are arranged for codes of ARRANGED bits if
     that is not 0. largest: of each row, or BP of all rows."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * BG + tl.arange(0, BG)
     d_GC = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

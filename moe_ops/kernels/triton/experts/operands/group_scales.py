@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import Weight
-from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.quantize import codes_of, magnitude, most_of, scale_of_largest
 from moe_ops.kernels.triton.replay import launch
 
@@ -28,9 +28,7 @@ def quantize_tokens_kernel(
 ):  # fmt: skip
     """One program: BG groups of columns of a token."""
     GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     t = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * BG + tl.arange(0, BG)
     at_GC = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -62,9 +60,7 @@ def quantize_sorted_kernel(
     K: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a group of columns of BT tokens, written to each of their rows."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     g = tl.program_id(1)
     d = g * GROUP + tl.arange(0, GROUP)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import Weight
 from moe_ops.kernels.triton.experts.formats.order import arranged, column_at
-from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
 
@@ -23,9 +23,7 @@ def arrange_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BD places of a token, in its row or in each of its K rows."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     t = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BD + tl.arange(0, BD)
     column = column_at(place, BITS)  # reads scatter within a token, which stays in the L1 cache

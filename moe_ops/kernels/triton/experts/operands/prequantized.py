@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.formats.scales import scale_of
-from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
 TOKENS, WORDS, COLUMNS = 16, 64, 1024  # of a program: tokens and words of codes; columns decoded
@@ -25,9 +25,7 @@ def copy_to_rows_kernel(
 ):  # fmt: skip
     """One program: BW words of the codes of BT tokens, written to each of their rows; the first one
     of these tokens copies their scales."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     w = (tl.program_id(1) * BW + tl.arange(0, BW))[None, :]
     g = tl.arange(0, BG)[None, :]
@@ -69,9 +67,7 @@ def decode_tokens_kernel(
 ):  # fmt: skip
     """One program: BD columns of a token."""
     GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     code = tl.load(codes_ptr + t * D + d, mask=d < D, other=0)

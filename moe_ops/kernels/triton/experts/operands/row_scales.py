@@ -28,7 +28,7 @@ from torch import Tensor
 from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.operands.prequantized import in_rows
 from moe_ops.kernels.triton.experts.schedule.sort import local_ids
-from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.quantize import (
     codes_of,
     largest,
@@ -53,9 +53,7 @@ def quantize_rows_kernel(
     """One program: BT rows of x. A row is written where it was, or to each of the K rows of its
     token; with ids by the given scale of each expert. Scales are multiplied by weights of routing
     if there are any, and rows that no expert has are left out if ends are given."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     here = t < T
     if ends_ptr is not None:
@@ -113,9 +111,7 @@ def largest_of_pairs_kernel(
 ):  # fmt: skip
     """The bits of the largest magnitude of h [P, T, I] of one pair, as `tiny_up` wrote it: 0 of a
     pair that it left out."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     pair = tl.program_id(0)
     e = local_ids(ids_ptr, map_ptr, pair, pair < P, E, N_MAP)
     used = e < E

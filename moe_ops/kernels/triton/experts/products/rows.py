@@ -24,7 +24,7 @@ from moe_ops.kernels.triton.experts.operands.row_scales import by_expert, codes_
 from moe_ops.kernels.triton.experts.products.block_steps import add_product
 from moe_ops.kernels.triton.experts.schedule.sort import unit_of
 from moe_ops.kernels.triton.experts.weights import activated, rows_at, up_rows
-from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
 
@@ -59,9 +59,7 @@ def rows_up(
     GATED: tl.constexpr = ACT.gated
     BF: tl.constexpr = 2 * BI if GATED else BI
     blocks: tl.constexpr = (H + BI - 1) // BI
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     e, block, first, count = unit_of(ends_ptr, tl.program_id(0), blocks, tl.arange(0, BE), E, BN)
     if e >= E:
         return
@@ -107,9 +105,7 @@ def rows_down(
     BE: tl.constexpr, BD: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (D + BD - 1) // BD
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     e, block, first, count = unit_of(ends_ptr, tl.program_id(0), blocks, tl.arange(0, BE), E, BN)
     if e >= E:
         return

@@ -38,7 +38,7 @@ from moe_ops.kernels.triton.experts.products.block_steps import add_product
 from moe_ops.kernels.triton.experts.schedule.combine import onto
 from moe_ops.kernels.triton.experts.schedule.sort import local_ids
 from moe_ops.kernels.triton.experts.weights import activated, rows_at, up_rows
-from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
 
@@ -111,9 +111,7 @@ def tiny_up(
     blocks: tl.constexpr = (H + BI - 1) // BI
     pair = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     if not ONE:  # noqa: SIM102  (known when this is compiled, what follows is not)
         if pair == T * K:
             write_table(experts_ptr, map_ptr, table_ptr, T * K, E, N_MAP, BP)
@@ -209,9 +207,7 @@ def tiny_down(
         e_M = id_of(m // BR, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         e_N = id_of(n // BT, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         pair_N = pair_of(n // BT, table_ptr, BP, ONE)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     rows_T = tl.arange(0, BT)
     d_R = tl.program_id(0) * BR + tl.arange(0, BR)
     at_RT = rows_T[None, :] * D + d_R[:, None]

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
 BD = 1024
@@ -25,9 +25,7 @@ def sum_kernel(
 ):  # fmt: skip
     """out[t] = sum over k of weight[t, k] * y[row of (t, k)], in the order of k, rounded; plus
     residual[t] if there is one, rounded again."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     t = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BK)
     d = tl.program_id(1) * BD + tl.arange(0, BD)

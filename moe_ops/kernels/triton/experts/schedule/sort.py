@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.launch import pdl_options
+from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
 ONE_LAUNCH = 4096  # pairs up to which every program reads all of them
@@ -35,9 +35,7 @@ def sort_kernel(
     by counting the pairs of experts before its own, so that none waits for another.
     """
     e = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     pairs = tl.arange(0, BR)
     ids = local_ids(experts_ptr, map_ptr, pairs, pairs < R, E, N_MAP)
     mine = (pairs < R) & (ids == e)
@@ -57,9 +55,7 @@ def count_kernel(
     E: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """counts[chunk, e]: the pairs of each expert in each chunk; e = E: of none."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     counts_ptr += tl.program_id(0).to(tl.int64) * (E + 1)
     e = tl.arange(0, BE)
     tl.store(counts_ptr + e, tl.zeros((BE,), tl.int32), mask=e <= E)
@@ -75,9 +71,7 @@ def add_up_kernel(
     counts_ptr, chunks, E: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr
 ):
     """Replace the counts of each chunk by those of the chunks before it; one more row for all."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     before_E = tl.zeros((BE,), tl.int32)
     for first in range(0, chunks, BC):
@@ -96,9 +90,7 @@ def place_kernel(
     E: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sort one chunk, and put its runs behind those of the chunks before it."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     chunk = tl.program_id(0)
     e = tl.arange(0, BE)
     before_ptr += e
