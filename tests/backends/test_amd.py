@@ -129,7 +129,9 @@ def test_it_is_never_hopper_nor_newer(monkeypatch: pytest.MonkeyPatch, architect
     for said, hopper in ((architecture, False), ("", GPUS[architecture] == (9, 0))):
         say(monkeypatch, GPUS[architecture], said)
         assert (triton_device.refuse_hopper(x) is None) == hopper
-        assert launch.pdl_options(x) == ((False, {}) if said else (True, {"launch_pdl": True}))
+        assert launch.pdl_options(x) == (
+            {"PDL": False} if said else {"PDL": True, "launch_pdl": True}
+        )
         assert runs_kernels(CUDA) == one_query.has_kernels(x) == (not said)
     say(monkeypatch, GPUS[architecture], architecture)
     assert gpus.capability(CUDA) == (0, 0)

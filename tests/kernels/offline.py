@@ -172,7 +172,7 @@ def compile_launches(
             found.append({"kernel": self.__name__, "memory": memory, **tell(made)})
 
     memory = SHARED_MEMORY[capability]
-    pdl = (True, {"launch_pdl": True}) if capability >= 90 else (False, {})
+    pdl = {"PDL": True, "launch_pdl": True} if capability >= 90 else {"PDL": False}
     with ExitStack() as patched:
         patched.enter_context(patch.object(JITFunction, "run", run))
         for module in (

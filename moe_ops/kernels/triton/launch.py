@@ -65,9 +65,9 @@ def stages_within(memory: int, stage: int, most: int) -> int:
     return max(1, min(most, memory // stage))
 
 
-def pdl_options(t: Tensor) -> tuple[bool, dict[str, Any]]:
-    """Whether launches on the device of a tensor overlap the end of the launch before them
-    (programmatic dependent launch), and the option that says so.
+def pdl_options(t: Tensor) -> dict[str, Any]:
+    """The options of a launch that say whether it overlaps the end of the launch before it
+    (programmatic dependent launch), as those on the device of a tensor do.
 
     Every kernel then takes its turn by `take_turn`: so whoever has begun may rely on all but the
     launch right before it being done, as kernels that Inductor makes do. Ahead of that a kernel
@@ -76,8 +76,8 @@ def pdl_options(t: Tensor) -> tuple[bool, dict[str, Any]]:
     of 48 layers took 3.04 instead of 2.79 ms on an H200.
     """
     if t.is_cuda and capability(t.device.index) >= (9, 0):
-        return True, {"launch_pdl": True}
-    return False, {}
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 @triton.jit

@@ -355,7 +355,6 @@ def dispatch(
     ids_GK, served_G = tables[0].new_empty((G, words.K)), tables[0].new_empty((G,))
     RP = triton.next_power_of_2(arena.ranks)
     block = _block(words.x, RP)
-    pdl, options = pdl_options(x_GD)
     programs = programs_of(rows, arena)
     dispatch_kernel[(programs,)](
         arena.memory, arena.table_R, arena.error, *map(words_of, parts), sent.ids_TK, *tables,
@@ -363,7 +362,7 @@ def dispatch(
         rows, P, arena.half, arena.limit,
         tag_of("dispatch", rows, P, *words, *(t.dtype for t in parts)),
         MOST_PROGRAMS // programs, arena.me, *words, block, *words.blocks, arena.ranks, RP, *halves,
-        polls_by_asm(x_GD), pdl, num_warps=_warps(RP * block), **options,
+        polls_by_asm(x_GD), num_warps=_warps(RP * block), **pdl_options(x_GD),
     )  # fmt: skip
     return x_GD, scale_GS, weights_GK, ids_GK, served_G
 
@@ -379,7 +378,6 @@ def combine(
     Y, row = D * y_GD.dtype.itemsize // 4, _row_words(y_GD)
     RP, P = triton.next_power_of_2(arena.ranks), rank_of_P.shape[0]
     block = _block(Y, RP)
-    pdl, options = pdl_options(y_GD)
     programs = programs_of(rows, arena)
     combine_pushed_kernel[(programs,)](
         arena.memory, arena.table_R, arena.error, words_of(y_GD), served_G, ids_TK, rank_of_P,
@@ -387,8 +385,8 @@ def combine(
         tag_of("combine", rows, P, D, Y, K, y_GD.dtype),
         MOST_PROGRAMS // programs, arena.me, Y, D, K, row, block,
         min(4096, triton.next_power_of_2(D)),
-        triton.next_power_of_2(K), arena.ranks, RP, *halves, polls_by_asm(y_GD), pdl,
-        num_warps=_warps(RP * block), **options,
+        triton.next_power_of_2(K), arena.ranks, RP, *halves, polls_by_asm(y_GD),
+        num_warps=_warps(RP * block), **pdl_options(y_GD),
     )  # fmt: skip
     return out_TD
 

@@ -120,11 +120,10 @@ def sum_parts(part_TD: Tensor, arena: Arena, halves: Halves = BOTH) -> Tensor:
     units = T * D // vec
     block, warps = SMALL if units <= SMALL[0] * arena.programs else LARGE
     programs = programs_of(triton.cdiv(units, block), arena)
-    pdl, options = pdl_options(part_TD)
     sum_pushed_kernel[(programs,)](
         arena.memory, arena.table_R, arena.error, part_TD, out_TD, units, arena.half, arena.limit,
         tag_of("sum", T, D, str(dtype)), MOST_PROGRAMS // programs, arena.me, block, vec,
-        arena.ranks, triton.next_power_of_2(arena.ranks), *halves, polls_by_asm(part_TD), pdl,
-        num_warps=warps, **options,
+        arena.ranks, triton.next_power_of_2(arena.ranks), *halves, polls_by_asm(part_TD),
+        num_warps=warps, **pdl_options(part_TD),
     )  # fmt: skip
     return out_TD

@@ -115,11 +115,10 @@ def _largest(x_RD: Tensor, ends_E: Tensor | None, parts: int, BR: int) -> Tensor
     R, D = x_RD.shape
     BD = triton.next_power_of_2(D)
     out = x_RD.new_empty(parts, dtype=torch.int32)
-    pdl, options = pdl_options(x_RD)
     launch(
         largest_kernel, (parts,), x_RD, ends_E, out, x_RD.stride(0), R,
-        E=0 if ends_E is None else ends_E.numel(), D=D, BR=BR, BD=BD, PDL=pdl,
-        num_warps=warps_of(BR * BD), **options,
+        E=0 if ends_E is None else ends_E.numel(), D=D, BR=BR, BD=BD,
+        num_warps=warps_of(BR * BD), **pdl_options(x_RD),
     )  # fmt: skip
     return out
 
@@ -179,12 +178,11 @@ def quantize(
         return codes_RD, scale_RG
     parts = largest(x_RD) if one and scale is None else None
     BG, BC = tile_of(columns)
-    pdl, options = pdl_options(x_RD)
     launch(
         quantize_kernel, (max(1, triton.cdiv(R * groups, BG)),),
         x_RD, scale, parts, codes_RD, scale_RG, x_RD.stride(0), R * groups,
         D=D, GROUP=columns, BG=BG, BC=BC, INT8=dtype == torch.int8,
-        PARTS=1 if parts is None else parts.numel(), PDL=pdl, num_warps=warps_of(BG * BC),
-        **options,
+        PARTS=1 if parts is None else parts.numel(), num_warps=warps_of(BG * BC),
+        **pdl_options(x_RD),
     )  # fmt: skip
     return codes_RD, scale_RG

@@ -154,11 +154,10 @@ def quantize(
         return codes_RD, scale_RG
     BG, BC = tile_of(max(group, values))
     stride_common = common.stride(0) if common is not None and common.numel() > 1 else 0
-    pdl, options = pdl_options(x_RD)
     launch(
         quantize_blocks_kernel, (triton.cdiv(R * groups, BG),),
         x_RD, common, codes_RD, scale_RG, x_RD.stride(0), stride_common, R * groups,
-        D=D, GROUP=group, BG=BG, BC=BC, FORMAT=element, KIND=kind, CEIL=rule == "ceil", PDL=pdl,
-        num_warps=warps_of(BG * BC), **options,
+        D=D, GROUP=group, BG=BG, BC=BC, FORMAT=element, KIND=kind, CEIL=rule == "ceil",
+        num_warps=warps_of(BG * BC), **pdl_options(x_RD),
     )  # fmt: skip
     return codes_RD, scale_RG

@@ -251,12 +251,11 @@ def route(
     plain = bias_E is None and router[2] == 1
     low = FREE_BITS.get(logits_TE.dtype, 0) if plain else 0
     tokens = 4 if low > 0 and T >= MANY_TOKENS and E <= FEW_EXPERTS else 1
-    pdl, options = pdl_options(logits_TE)
     launch(
         route_kernel, (triton.cdiv(T, tokens),),
         logits_TE, logits_TE.stride(0), T, bias_E, per_expert_scale_E, weights_TK, ids_TK,
         E=E, K=top_k, ROUTER=router,
         BT=tokens, BE=max(2, triton.next_power_of_2(E)), BK=triton.next_power_of_2(top_k),
-        LOW=low, PDL=pdl, num_warps=tokens, **options,
+        LOW=low, num_warps=tokens, **pdl_options(logits_TE),
     )  # fmt: skip
     return weights_TK, ids_TK

@@ -42,11 +42,10 @@ def static_factors(
     E, each = w13_scale_EFG.shape[0], h_scale.numel() > 1
     first_E, second_E = x_scale.new_empty(E), x_scale.new_empty(E)
     inverse = x_scale.new_empty(E if each else ())
-    pdl, options = pdl_options(x_scale)
     launch(
         static_factors_kernel, (triton.cdiv(E, BLOCK),), x_scale, h_scale, w13_scale_EFG,
         w2_scale_EDG, first_E, second_E, inverse, E, h_scale.stride(0) if each else 0,
-        w13_scale_EFG.stride(0), w2_scale_EDG.stride(0), EACH=each, BE=BLOCK, PDL=pdl,
-        num_warps=1, **options,
+        w13_scale_EFG.stride(0), w2_scale_EDG.stride(0), EACH=each, BE=BLOCK,
+        num_warps=1, **pdl_options(x_scale),
     )  # fmt: skip
     return first_E, second_E, inverse

@@ -92,7 +92,7 @@ def _launch(
     sizes = [w.shape[0] for w in weights]
     if plan is None:
         plan = plan_for(T, sum(sizes), K, processors(x_TK), shared_memory(x_TK))
-    pdl, options = pdl_options(x_TK)
+    options = pdl_options(x_TK)
     rest = [None] * (MOST - len(weights))
     # Where the blocks of each weight begin among all of them, and where the last ones end.
     blocks = [triton.cdiv(n, plan.rows) for n in sizes]
@@ -102,7 +102,7 @@ def _launch(
     constants = {
         **{f"N{g}": n for g, n in enumerate([*sizes, 0, 0, 0][:MOST])},
         **{f"F{g}": firsts[g] for g in range(1, MOST)},
-        "K": K, "BN": plan.rows, "BK": plan.step, "PDL": pdl,
+        "K": K, "BN": plan.rows, "BK": plan.step,
         "num_warps": plan.warps,
     }  # fmt: skip
     if T == 1:

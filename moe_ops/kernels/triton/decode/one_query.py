@@ -47,7 +47,7 @@ def attend(
     if plan is None:
         row_bytes = (D + DV) * k_BNSD.element_size()
         plan = plan_for(B * N, slots, row_bytes, rows * DV, processors(q_BHD))
-    pdl, options = pdl_options(q_BHD)
+    options = pdl_options(q_BHD)
     # An argument that a launch does not read is some tensor; it is not looked at.
     sinks = q_BHD if sinks_H is None else sinks_H
     out = torch.empty(B, H, DV, dtype=v_BNSD.dtype, device=v_BNSD.device)
@@ -78,7 +78,6 @@ def attend(
         SINKS=sinks_H is not None and plan.splits == 1,
         LEAST=least_of(mask_BS),
         SCALE=scale,
-        PDL=pdl,
         num_warps=plan.warps,
         num_stages=plan.stages,
         **options,
@@ -95,7 +94,6 @@ def attend(
             BP=power_of_two(plan.splits),
             DV=DV,
             SINKS=sinks_H is not None,
-            PDL=pdl,
             num_warps=8 if power_of_two(plan.splits) * DV > MOST_HELD else 4,
             **options,
         )

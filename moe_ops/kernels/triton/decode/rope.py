@@ -32,13 +32,12 @@ def run(
     arguments are says `moe_ops.decode_ops.rope_attention.rope_attention`, whose `refusal` lets them
     pass."""
     (B, H, D), (N, slots, DV) = q_BHD.shape, values_BNSD.shape[1:]
-    pdl, options = pdl_options(q_BHD)
     out_BHD = torch.empty_like(q_BHD)
     rope_kernel[(H + 2 * N, B)](
         q_BHD, k_BND, v_BND, cos_BW, sin_BW, slot, q_gain_D, k_gain_D,
         out_BHD, keys_BNSD, values_BNSD,
-        H=H, N=N, S=slots, D=D, DV=DV, W=cos_BW.shape[1], ROWS=cos_BW.shape[0], EPS=eps, PDL=pdl,
-        num_warps=1, **options,
+        H=H, N=N, S=slots, D=D, DV=DV, W=cos_BW.shape[1], ROWS=cos_BW.shape[0], EPS=eps,
+        num_warps=1, **pdl_options(q_BHD),
     )  # fmt: skip
     return out_BHD
 

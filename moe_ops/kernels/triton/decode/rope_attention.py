@@ -52,15 +52,13 @@ def run(
     if held > min(MOST_BYTES, shared_memory(q_BHD) - OTHER_BYTES):
         turned_BHD = rope.run(*tensors, q_gain_D, k_gain_D, eps)
         return one_query.attend(turned_BHD, keys_BNSD, values_BNSD, mask_BS, scale, sinks_H)
-    pdl, options = pdl_options(q_BHD)
     out_BHV = q_BHD.new_empty(B, H, DV)
     rope_attention_kernel[(B * N,)](
         *tensors, q_gain_D, k_gain_D, mask_BS, sinks_H, out_BHV, mask_BS.stride(0),
         N=N, G=H // N, BG=max(16, triton.next_power_of_2(H // N)), S=slots,
         BS=BS, BL=triton.next_power_of_2(slots), TILES=tiles, D=D, DV=DV,
         W=cos_BW.shape[1], ROWS=cos_BW.shape[0], EPS=eps, SCALE=scale,
-        LEAST=least_of(mask_BS),
-        PDL=pdl, num_warps=8 if wide else 4, **options,
+        LEAST=least_of(mask_BS), num_warps=8 if wide else 4, **pdl_options(q_BHD),
     )  # fmt: skip
     return out_BHV
 

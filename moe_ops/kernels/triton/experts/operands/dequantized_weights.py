@@ -117,12 +117,11 @@ def decode(
     """
     (E, rows), (each, pieces) = w.shape[:2], weight.together
     out = torch.empty(E, rows, columns, dtype=dtype, device=w.device)
-    pdl, options = pdl_options(w)
     grid = (triton.cdiv(E * rows, ROWS_AT_ONCE), triton.cdiv(columns, COLUMNS_AT_ONCE))
     launch(
         decode_kernel, grid, w, *scales, out, E * rows,
         ROWS=rows, COLUMNS=columns, W=weight, SHARED=shared, EACH=each, PIECES=pieces,
-        BM=ROWS_AT_ONCE, BD=COLUMNS_AT_ONCE, PDL=pdl, num_warps=4, **options,
+        BM=ROWS_AT_ONCE, BD=COLUMNS_AT_ONCE, num_warps=4, **pdl_options(w),
     )  # fmt: skip
     return out
 

@@ -135,7 +135,6 @@ def emulate(
     """
     R, width = x_RD.shape
     out = x_RD if arranged else x_RD.new_empty(R, columns)
-    pdl, options = pdl_options(x_RD)
     bits = None
     if static is None and inputs.scale in ("row", "float8_e4m3fn"):
         bits = largest_of_rows(x_RD)
@@ -148,7 +147,6 @@ def emulate(
         x_RD, bits, static, out, x_RD.stride(0),
         D=columns, OUT=OUT, LOWEST=inputs.lowest, MANTISSA=inputs.mantissa, LARGEST=inputs.largest,
         TOP=inputs.top, HAS_NAN=inputs.has_nan, SCALE=inputs.scale, GROUP=inputs.group,
-        ARRANGED=arranged, BG=BG, BP=PROGRAMS, PDL=pdl,
-        num_warps=4, **options,
+        ARRANGED=arranged, BG=BG, BP=PROGRAMS, num_warps=4, **pdl_options(x_RD),
     )  # fmt: skip
     return out

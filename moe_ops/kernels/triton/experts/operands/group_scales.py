@@ -46,10 +46,9 @@ def quantize_tokens(x_TD: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
     codes_TD = x_TD.new_empty(T, D, dtype=torch.float8_e4m3fn)
     scale_TG = x_TD.new_empty(T, groups, dtype=torch.float32)
     BG = min(8, triton.next_power_of_2(groups))
-    pdl, options = pdl_options(x_TD)
     launch(
         quantize_tokens_kernel, (T, triton.cdiv(groups, BG)), x_TD, codes_TD, scale_TG,
-        x_TD.stride(0), D=D, BG=BG, GROUP=group, PDL=pdl, num_warps=4, **options,
+        x_TD.stride(0), D=D, BG=BG, GROUP=group, num_warps=4, **pdl_options(x_TD),
     )  # fmt: skip
     return codes_TD, scale_TG
 
@@ -84,10 +83,9 @@ def quantize_sorted(
     codes_RD = x_TD.new_empty(R, D, dtype=torch.float8_e4m3fn)
     scale_GR = x_TD.new_empty(groups, triton.cdiv(R, 16) * 16, dtype=torch.float32)
     BT = 16
-    pdl, options = pdl_options(x_TD)
     launch(
         quantize_sorted_kernel, (triton.cdiv(T, BT), groups),
         x_TD, inverse_R, codes_RD, scale_GR, x_TD.stride(0), scale_GR.stride(0), T,
-        K=top_k, D=D, BT=BT, GROUP=group, PDL=pdl, num_warps=4, **options,
+        K=top_k, D=D, BT=BT, GROUP=group, num_warps=4, **pdl_options(x_TD),
     )  # fmt: skip
     return codes_RD, scale_GR

@@ -44,9 +44,8 @@ def arrange(
     T, D = x_TD.shape
     out = x_TD.new_empty(T if inverse_R is None else inverse_R.numel(), arranged(D, weight))
     BD = min(1024, triton.next_power_of_2(out.shape[1]))
-    pdl, options = pdl_options(x_TD)
     launch(
         arrange_kernel, (T, triton.cdiv(D, BD)), x_TD, inverse_R, out, x_TD.stride(0),
-        K=top_k, D=D, OUT=out.shape[1], BITS=weight.bits, BD=BD, PDL=pdl, num_warps=4, **options,
+        K=top_k, D=D, OUT=out.shape[1], BITS=weight.bits, BD=BD, num_warps=4, **pdl_options(x_TD),
     )  # fmt: skip
     return out

@@ -48,13 +48,12 @@ def in_rows(x_TD: Tensor, scale_TG: Tensor, inverse_R: Tensor, top_k: int) -> tu
     scale_GR = scale_TG.new_empty(G, triton.cdiv(R, 16) * 16)
     W = D // 4
     BW = min(WORDS, triton.next_power_of_2(W))
-    pdl, options = pdl_options(x_TD)
     launch(
         copy_to_rows_kernel, (triton.cdiv(T, TOKENS), triton.cdiv(W, BW)),
         x_TD.view(torch.int32), scale_TG, inverse_R, codes_RD.view(torch.int32), scale_GR,
         scale_GR.stride(0), T,
-        K=top_k, W=W, G=G, BT=TOKENS, BW=BW, BG=triton.next_power_of_2(G), PDL=pdl, num_warps=4,
-        **options,
+        K=top_k, W=W, G=G, BT=TOKENS, BW=BW, BG=triton.next_power_of_2(G), num_warps=4,
+        **pdl_options(x_TD),
     )  # fmt: skip
     return codes_RD, scale_GR
 
@@ -90,11 +89,10 @@ def decode(x_TD: Tensor, codes: Codes) -> Tensor:
     BD = min(COLUMNS, triton.next_power_of_2(D))
     # As bytes: GPUs before 8.9 have no float8.
     values = x_TD if x_TD.dtype == torch.int8 else x_TD.view(torch.uint8)
-    pdl, options = pdl_options(x_TD)
     launch(
         decode_tokens_kernel, (T, triton.cdiv(D, BD)), values, scale_TG, out,
         D=D, GROUP=D if whole else codes.inputs.group,
         ELEMENT=str(x_TD.dtype).removeprefix("torch."), KIND="float32" if whole else "e8m0", BD=BD,
-        PDL=pdl, num_warps=4, **options,
+        num_warps=4, **pdl_options(x_TD),
     )  # fmt: skip
     return out

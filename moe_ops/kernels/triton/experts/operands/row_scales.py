@@ -161,15 +161,14 @@ def _quantize(
     scale_R = x_TD.new_empty(rows, dtype=torch.float32)
     E = given.numel() if given is not None and each else 0 if ends_E is None else ends_E.numel()
     BT, BD = tile_of(D)
-    pdl, options = pdl_options(x_TD)
     launch(
         quantize_rows_kernel, (triton.cdiv(T, BT),),
         x_TD, given, parts, ids_TK if each else None, expert_map if each else None, inverse_R,
         ends_E, *weights, out, scale_R, x_TD.stride(0), T,
         0 if expert_map is None else expert_map.shape[0],
         E=E, K=1 if ids_TK is None else ids_TK.shape[1], D=D, BT=BT, BD=BD,
-        INT8=codes.dtype == torch.int8, PARTS=1 if parts is None else parts.numel(), PDL=pdl,
-        num_warps=warps_of(BT * BD), **options,
+        INT8=codes.dtype == torch.int8, PARTS=1 if parts is None else parts.numel(),
+        num_warps=warps_of(BT * BD), **pdl_options(x_TD),
     )  # fmt: skip
     return out, scale_R
 
@@ -223,12 +222,11 @@ def quantize_pairs(
     if given is None and codes.scaled == "tensor":
         BP = triton.next_power_of_2(T * K)
         parts = h_PI.new_empty(BP, dtype=torch.int32)
-        pdl, options = pdl_options(h_PI)
         launch(
             largest_of_pairs_kernel, (BP,), h_PI, ids_TK, expert_map, parts, T * K, T,
             0 if expert_map is None else expert_map.shape[0],
             E=codes.scale13_EFG.shape[0], I=I, BP=BP, BI=triton.next_power_of_2(I), ONE=T == 1,
-            PDL=pdl, num_warps=4, **options,
+            num_warps=4, **pdl_options(h_PI),
         )  # fmt: skip
     ids, weights = (ids_TK.view(-1, 1), expert_map, None), (share_PT, None)
     return _quantize(h_PI, codes, given, parts, h_PI.shape[0], ids, weights=weights)

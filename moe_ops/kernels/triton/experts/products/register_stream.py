@@ -73,15 +73,14 @@ def _up(c: Call) -> None:
     if c.order:
         kernel, routed, rows = kernels.few_up, (*c.order, c.weights), c.units(stream.tokens)
         size, more = c.x.values.stride(0), {"K": c.x.choices, "BE": c.BE}
-    pdl, options = pdl_options(c.ids_TK)
     F = 2 * I if layer.act.gated else I
     launch(
         kernel, (rows * triton.cdiv(F, stream.rows),),
         c.x.values, c.x.scale, *routed, *_words(layer.stack13, layer), c.h.values, size,
         layer.strides13[3],
         E=E, D=D, I=I, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
-        DTYPE=_multiplied_as(c), P=stream.ahead, SIZES=stream.sizes, PDL=pdl,
-        num_warps=stream.warps, **more, **options,
+        DTYPE=_multiplied_as(c), P=stream.ahead, SIZES=stream.sizes,
+        num_warps=stream.warps, **more, **pdl_options(c.ids_TK),
     )  # fmt: skip
 
 
@@ -94,12 +93,11 @@ def _down(c: Call) -> None:
     if c.order:
         kernel, routed, rows = kernels.few_down, (*c.order, c.weights), c.units(stream.tokens)
         written, more = (c.out,), {"BE": c.BE}
-    pdl, options = pdl_options(c.ids_TK)
     launch(
         kernel, (rows * triton.cdiv(D, stream.rows),),
         c.h.values, c.h.scale, *routed, *_words(layer.stack2, layer), *written, layer.strides2[3],
         E=E, D=D, I=I, W=layer.weight, DTYPE=_multiplied_as(c), P=stream.ahead, SIZES=stream.sizes,
-        PDL=pdl, num_warps=stream.warps, **more, **options,
+        num_warps=stream.warps, **more, **pdl_options(c.ids_TK),
     )  # fmt: skip
 
 

@@ -138,26 +138,24 @@ def rows_down(
 
 def _up(c: Call) -> None:
     layer, tile, (E, D, I), H = c.layer, c.tiles.up, c.layer.sizes, c.h.values.shape[1]
-    pdl, options = pdl_options(c.ids_TK)
     launch(
         rows_up, (c.units(tile.BN) * triton.cdiv(H, tile.rows),),
         c.x.values, c.x.scale, *c.order, c.weights, *layer.stack13, c.static, c.h.values, c.h.scale,
         c.x.values.stride(0), *layer.strides13,
         E=E, K=c.x.choices, D=D, I=I, H=H, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
         EACH=by_expert(c.static), DTYPE=c.rounded, BE=c.BE, BI=tile.rows, BD=tile.step, BN=tile.BN,
-        PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **options,
+        num_warps=tile.warps, num_stages=tile.stages, **pdl_options(c.ids_TK),
     )  # fmt: skip
 
 
 def _down(c: Call) -> None:
     layer, tile, (E, D, I) = c.layer, c.tiles.down, c.layer.sizes
-    pdl, options = pdl_options(c.ids_TK)
     launch(
         rows_down, (c.units(tile.BN) * triton.cdiv(D, tile.rows),),
         c.h.values, c.h.scale, *c.order, c.weights, *layer.stack2, c.out, *layer.strides2,
         E=E, D=D, I=I, H=c.h.values.shape[1], W=layer.weight,
-        BE=c.BE, BD=tile.rows, BI=tile.step, BN=tile.BN, PDL=pdl,
-        num_warps=tile.warps, num_stages=tile.stages, **options,
+        BE=c.BE, BD=tile.rows, BI=tile.step, BN=tile.BN,
+        num_warps=tile.warps, num_stages=tile.stages, **pdl_options(c.ids_TK),
     )  # fmt: skip
 
 

@@ -275,29 +275,28 @@ def _up(c: Call) -> None:
     later = layer.codes is not None and layer.codes.by_row and static is None
     shares = layer.b2_ED is not None or later
     c.weights = c.ids_TK.new_empty(P, T, dtype=torch.float32) if shares else None
-    pdl, options = pdl_options(c.ids_TK)
     launch(
         tiny_up, (P * triton.cdiv(H, c.tiles.BI) + (T > 1),),
         c.x.values, c.x.scale, c.ids_TK, weights, c.expert_map, *layer.stack13, static, c.h.values,
         c.h.scale, c.table, c.weights, T, c.n_map, c.x.values.stride(0), *layer.strides13,
         E=E, K=K, D=D, I=I, H=H, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
         EACH=by_expert(static), DTYPE=c.rounded, BP=BP, BI=c.tiles.BI, BD=c.tiles.BD,
-        BN=TINY_TOKENS, ONE=T == 1, PDL=pdl, num_warps=4, num_stages=c.tiles.up_stages, **options,
+        BN=TINY_TOKENS, ONE=T == 1, num_warps=4, num_stages=c.tiles.up_stages,
+        **pdl_options(c.ids_TK),
     )  # fmt: skip
 
 
 def _down(c: Call) -> None:
     (T, K), (E, D, I), layer, tiles = c.ids_TK.shape, c.layer.sizes, c.layer, c.tiles
     BT = triton.next_power_of_2(T)
-    pdl, options = pdl_options(c.ids_TK)
     launch(
         tiny_down, (triton.cdiv(D, tiles.BR),),
         c.h.values, c.h.scale, c.ids_TK, c.expert_map, c.table, c.weights, *layer.stack2,
         c.residual_TD, c.out, T, c.n_map, *layer.strides2,
         E=E, K=K, D=D, I=I, H=c.h.values.shape[1], W=layer.weight,
         BP=triton.next_power_of_2(T * K), BT=BT, BG=tiles.BG, BR=tiles.BR, BI=tiles.BH,
-        BN=max(16, tiles.BG * BT), ONE=T == 1, PDL=pdl, num_warps=4, num_stages=tiles.down_stages,
-        **options,
+        BN=max(16, tiles.BG * BT), ONE=T == 1, num_warps=4, num_stages=tiles.down_stages,
+        **pdl_options(c.ids_TK),
     )  # fmt: skip
 
 

@@ -53,10 +53,9 @@ def sum_rows(
     """out_TD from the rows of experts, with weights unless the rows contain them."""
     T, D = inverse_R.shape[0] // top_k, y_RD.shape[1]
     out_TD = y_RD.new_empty(T, D)
-    pdl, options = pdl_options(y_RD)
     launch(
         sum_kernel, (T, triton.cdiv(D, BD)), y_RD, inverse_R, weights_TK, residual_TD, out_TD,
         K=top_k, D=D, BK=triton.next_power_of_2(top_k), BD=min(BD, triton.next_power_of_2(D)),
-        PDL=pdl, num_warps=4, **options,
+        num_warps=4, **pdl_options(y_RD),
     )  # fmt: skip
     return out_TD

@@ -153,11 +153,11 @@ def sort_pairs(
     rows_R, inverse_R = (ids_TK.new_empty(R, dtype=torch.int32) for _ in range(2))
     ends_E = ids_TK.new_empty(E, dtype=torch.int32)
     n_map = 0 if expert_map is None else expert_map.shape[0]
-    pdl, options = pdl_options(ids_TK)
+    options = pdl_options(ids_TK)
     if R <= ONE_LAUNCH:
         launch(
             sort_kernel, (E + 1,), ids_TK, expert_map, rows_R, inverse_R, ends_E, R, n_map,
-            E=E, BR=max(16, triton.next_power_of_2(R)), PDL=pdl, num_warps=4, **options,
+            E=E, BR=max(16, triton.next_power_of_2(R)), num_warps=4, **options,
         )  # fmt: skip
         return rows_R, inverse_R, ends_E
     chunks = triton.cdiv(R, CHUNK)
@@ -165,16 +165,16 @@ def sort_pairs(
     counts_CE = ids_TK.new_empty((chunks + 1, E + 1), dtype=torch.int32)
     launch(
         count_kernel, (chunks,), ids_TK, expert_map, counts_CE, R, n_map,
-        E=E, BR=CHUNK, BE=BE, PDL=pdl, num_warps=4, **options,
+        E=E, BR=CHUNK, BE=BE, num_warps=4, **options,
     )  # fmt: skip
     BC = min(CHUNKS_AT_ONCE, triton.next_power_of_2(chunks))
     launch(
         add_up_kernel, (triton.cdiv(E + 1, EXPERTS_AT_ONCE),), counts_CE, chunks,
-        E=E, BC=BC, BE=EXPERTS_AT_ONCE, PDL=pdl, num_warps=4, **options,
+        E=E, BC=BC, BE=EXPERTS_AT_ONCE, num_warps=4, **options,
     )  # fmt: skip
     launch(
         place_kernel, (chunks,),
         ids_TK, expert_map, counts_CE, rows_R, inverse_R, ends_E, R, n_map, chunks,
-        E=E, BR=CHUNK, BE=BE, PDL=pdl, num_warps=4, **options,
+        E=E, BR=CHUNK, BE=BE, num_warps=4, **options,
     )  # fmt: skip
     return rows_R, inverse_R, ends_E
