@@ -32,10 +32,8 @@ class Experts:
     @property
     def sizes(self) -> tuple[int, int, int]:
         """(E, D, I)."""
-        E, a, b = self.w2_EDI.shape
-        if self.codes is not None:
-            b = self.codes.weight.columns(b)
-        return (E, b, a) if self.transposed else (E, a, b)
+        E, D, I = self._by_row(self.w2_EDI).shape
+        return E, D, I if self.codes is None else self.codes.weight.columns(I)
 
     @property
     def weight(self) -> Weight | None:
@@ -44,16 +42,16 @@ class Experts:
 
     @property
     def stack13(self) -> Stack:
-        """w13, its scales, zero points and global scales, and its bias."""
+        """w13 [E, rows, columns], its scales, zero points and global scales, and its bias."""
         c = self.codes
         factors = (None,) * 3 if c is None else (c.scale13_EFG, c.zero13_EFG, c.global13_E)
-        return (self.w13_EFD, *factors, self.b13_EF)
+        return (self._by_row(self.w13_EFD), *factors, self.b13_EF)
 
     @property
     def stack2(self) -> Stack:
         c = self.codes
         factors = (None,) * 3 if c is None else (c.scale2_EDG, c.zero2_EDG, c.global2_E)
-        return (self.w2_EDI, *factors, self.b2_ED)
+        return (self._by_row(self.w2_EDI), *factors, self.b2_ED)
 
     @property
     def shared13(self) -> str:
@@ -64,20 +62,14 @@ class Experts:
             return ""
         return "pairs" if self.act.interleaved else "halves"
 
-    @property
-    def strides13(self) -> tuple[int, int, int, int]:
-        """The strides of w13 over an expert, a row of its weight and a column; of its bias over an
-        expert."""
-        return self._strides(self.w13_EFD, self.b13_EF)
+    def _by_row(self, w: Tensor) -> Tensor:
+        return w.transpose(1, 2) if self.transposed else w
 
-    @property
-    def strides2(self) -> tuple[int, int, int, int]:
-        return self._strides(self.w2_EDI, self.b2_ED)
 
-    def _strides(self, w: Tensor, bias: Tensor | None) -> tuple[int, int, int, int]:
-        e, a, b = w.stride()
-        rows, columns = (b, a) if self.transposed else (a, b)
-        return e, rows, columns, 0 if bias is None else bias.stride(0)
+def strides(stack: Stack) -> tuple[int, ...]:
+    """The strides of a weight over an expert, a row and a column; of its bias over an expert."""
+    w, *_, bias = stack
+    return *w.stride(), 0 if bias is None else bias.stride(0)
 
 
 @triton.jit

@@ -33,7 +33,7 @@ def run(*call: Any, wgmma: tuple[bool, bool] = (False, False), **options: Any) -
 @functools.cache
 def _run(up: bool, down: bool) -> Callable[..., Tensor]:
     def rows_of(x_TD: Tensor, rows: int, layer: Experts) -> int:
-        return tile_rows(x_TD, rows, layer.w13_EFD, up)
+        return tile_rows(x_TD, rows, layer.stack13[0], up)
 
     # Both products mostly take the same tiles; one that does not maps its own.
     return Products(
@@ -43,15 +43,13 @@ def _run(up: bool, down: bool) -> Callable[..., Tensor]:
 
 
 def _up(wgmma: bool, c: Call) -> None:
-    w, (rows_R, ends_E), bias = c.layer.w13_EFD, c.order, c.layer.b13_EF
-    w = w.transpose(1, 2) if c.layer.transposed else w
-    to = (c.h.values, c.x.choices, c.layer.act, c.tiles, wgmma)
-    _product(c.x.values, rows_R, ends_E, w, bias, *to)
+    (w, *_, bias), (rows_R, ends_E), act = c.layer.stack13, c.order, c.layer.act
+    to = c.h.values
+    _product(c.x.values, rows_R, ends_E, w, bias, to, c.x.choices, act, c.tiles, wgmma)
 
 
 def _down(wgmma: bool, c: Call) -> None:
-    w, (_, ends_E), bias = c.layer.w2_EDI, c.order, c.layer.b2_ED
-    w = w.transpose(1, 2) if c.layer.transposed else w
+    (w, *_, bias), (_, ends_E) = c.layer.stack2, c.order
     _product(c.h.values, None, ends_E, w, bias, c.out, None, LINEAR, c.tiles, wgmma)
 
 
@@ -92,37 +90,28 @@ def grouped_rows(
     return _product(h_RI, None, ends_E, w2_EDI, b2_ED, out, None, LINEAR, tiles, wgmma)
 
 
-def tile_rows(a: Tensor, rows: int, w: Tensor, wgmma: bool) -> int:
+def tile_rows(a: Tensor, rows: int, w: Tensor, wgmma: bool) -> Any:
     """The rows of a tile that a product of these operands takes, for `tile_map`."""
-    if wgmma:
-        from moe_ops.kernels.triton.experts.products import grouped_wgmma
+    return _kernel(True).BLOCK_M if wgmma else grouped_plain.config_of(a, rows, w).block_m
 
-        return grouped_wgmma.BLOCK_M
-    return grouped_plain.config_of(a, rows, w).block_m
+
+def _kernel(wgmma: bool) -> Any:
+    if not wgmma:
+        return grouped_plain
+    from moe_ops.kernels.triton.experts.products import grouped_wgmma
+
+    return grouped_wgmma
 
 
 def _product(
-    a: Tensor,
-    rows: Tensor | None,
-    ends_E: Tensor,
-    w_ENK: Tensor,
-    bias_EN: Tensor | None,
-    out: Tensor,
-    top_k: int | None,
-    act: Act,
-    tiles: TileMap | None,
-    wgmma: bool,
-) -> Tensor:
+    a: Tensor, rows: Tensor | None, ends_E: Tensor, w_ENK: Tensor, bias_EN: Tensor | None,
+    out: Tensor, top_k: int | None, act: Act, tiles: TileMap | None, wgmma: bool,
+) -> Tensor:  # fmt: skip
     if out.numel() == 0:
         return out
     block_m = tile_rows(a, out.shape[0], w_ENK, wgmma)
     if tiles is None or tiles.block_m != block_m:
         tiles = tile_map(ends_E, out.shape[0], block_m)
     bias_EN = None if bias_EN is None else bias_EN.contiguous()
-    if wgmma:
-        from moe_ops.kernels.triton.experts.products import grouped_wgmma
-
-        grouped_wgmma.launch(a, rows, w_ENK, bias_EN, out, tiles, top_k, act)
-    else:
-        grouped_plain.launch(a, rows, w_ENK, bias_EN, out, tiles, top_k, act)
+    _kernel(wgmma).launch(a, rows, w_ENK, bias_EN, out, tiles, top_k, act)
     return out

@@ -26,41 +26,19 @@ class Config:
 
 
 def launch(
-    a: Tensor,
-    rows: Tensor | None,
-    w_ENK: Tensor,
-    bias_EN: Tensor | None,
-    out: Tensor,
-    tiles: TileMap,
-    top_k: int | None,
-    act: Act,
-) -> None:
+    a: Tensor, rows: Tensor | None, w_ENK: Tensor, bias_EN: Tensor | None, out: Tensor,
+    tiles: TileMap, top_k: int | None, act: Act,
+) -> None:  # fmt: skip
     """Write the product of all rows, those of `a` gathered by `rows` if there are any."""
     config = config_of(a, out.shape[0], w_ENK)
     N, K = w_ENK.shape[1:]
     n_tiles = triton.cdiv(N, config.block_n)
     replay.launch(
-        _grouped,
-        (tiles.capacity * n_tiles,),
-        a,
-        *a.stride(),
-        rows,
-        w_ENK,
-        *w_ENK.stride(),
-        bias_EN,
-        out,
-        tiles.table,
-        N,
-        n_tiles,
-        K,
-        top_k,
-        act,
-        config.block_m,
-        config.block_n,
-        config.block_k,
-        num_warps=config.warps,
-        num_stages=config.stages,
-    )
+        _grouped, (tiles.capacity * n_tiles,),
+        a, *a.stride(), rows, w_ENK, *w_ENK.stride(), bias_EN, out, tiles.table, N, n_tiles,
+        K, top_k, act, config.block_m, config.block_n, config.block_k,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
 
 
 def config_of(a: Tensor, rows: int, w_ENK: Tensor) -> Config:
@@ -85,26 +63,11 @@ def config_for(rows_per_expert: float, element_size: int, shared_memory: int) ->
 
 @triton.jit
 def _grouped(
-    a_ptr,
-    stride_am,
-    stride_ak,
-    rows_ptr,
-    w_ptr,
-    stride_we,
-    stride_wn,
-    stride_wk,
-    bias_ptr,
-    out_ptr,
-    tiles_ptr,
-    N,
-    n_tiles,
-    K: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ACT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    a_ptr, stride_am, stride_ak, rows_ptr, w_ptr, stride_we, stride_wn, stride_wk, bias_ptr,
+    out_ptr, tiles_ptr, N, n_tiles,
+    K: tl.constexpr, TOP_K: tl.constexpr, ACT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """One tile by one program: any strides, any GPU. Rows are gathered where TOP_K is given."""
     GATED: tl.constexpr = ACT.gated
     tile = tl.program_id(0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_ops.kernels.triton import Constant
 from moe_ops.kernels.triton.experts.call import DTYPES, Call, Reads
 from moe_ops.kernels.triton.experts.driver import Products
-from moe_ops.kernels.triton.experts.weights import Experts, Stack
+from moe_ops.kernels.triton.experts.weights import Experts, Stack, strides
 from moe_ops.kernels.triton.launch import pdl_options
 from moe_ops.kernels.triton.replay import launch
 
@@ -77,7 +77,7 @@ def _up(c: Call) -> None:
     launch(
         kernel, (rows * triton.cdiv(F, stream.rows),),
         c.x.values, c.x.scale, *routed, *_words(layer.stack13, layer), c.h.values, size,
-        layer.strides13[3],
+        strides(layer.stack13)[3],
         E=E, D=D, I=I, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
         DTYPE=_multiplied_as(c), P=stream.ahead, SIZES=stream.sizes,
         num_warps=stream.warps, **more, **pdl_options(c.ids_TK),
@@ -95,7 +95,8 @@ def _down(c: Call) -> None:
         written, more = (c.out,), {"BE": c.BE}
     launch(
         kernel, (rows * triton.cdiv(D, stream.rows),),
-        c.h.values, c.h.scale, *routed, *_words(layer.stack2, layer), *written, layer.strides2[3],
+        c.h.values, c.h.scale, *routed, *_words(layer.stack2, layer), *written,
+        strides(layer.stack2)[3],
         E=E, D=D, I=I, W=layer.weight, DTYPE=_multiplied_as(c), P=stream.ahead, SIZES=stream.sizes,
         num_warps=stream.warps, **more, **pdl_options(c.ids_TK),
     )  # fmt: skip

@@ -23,7 +23,7 @@ from moe_ops.kernels.triton.experts.formats.scales import rescaled, under_global
 from moe_ops.kernels.triton.experts.operands.row_scales import by_expert, codes_of_h
 from moe_ops.kernels.triton.experts.products.block_steps import add_product
 from moe_ops.kernels.triton.experts.schedule.sort import unit_of
-from moe_ops.kernels.triton.experts.weights import activated, rows_at, up_rows
+from moe_ops.kernels.triton.experts.weights import activated, rows_at, strides, up_rows
 from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
@@ -138,10 +138,11 @@ def rows_down(
 
 def _up(c: Call) -> None:
     layer, tile, (E, D, I), H = c.layer, c.tiles.up, c.layer.sizes, c.h.values.shape[1]
+    w13 = layer.stack13
     launch(
         rows_up, (c.units(tile.BN) * triton.cdiv(H, tile.rows),),
-        c.x.values, c.x.scale, *c.order, c.weights, *layer.stack13, c.static, c.h.values, c.h.scale,
-        c.x.values.stride(0), *layer.strides13,
+        c.x.values, c.x.scale, *c.order, c.weights, *w13, c.static, c.h.values, c.h.scale,
+        c.x.values.stride(0), *strides(w13),
         E=E, K=c.x.choices, D=D, I=I, H=H, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
         EACH=by_expert(c.static), DTYPE=c.rounded, BE=c.BE, BI=tile.rows, BD=tile.step, BN=tile.BN,
         num_warps=tile.warps, num_stages=tile.stages, **pdl_options(c.ids_TK),
@@ -149,11 +150,11 @@ def _up(c: Call) -> None:
 
 
 def _down(c: Call) -> None:
-    layer, tile, (E, D, I) = c.layer, c.tiles.down, c.layer.sizes
+    w2, tile, (E, D, I) = c.layer.stack2, c.tiles.down, c.layer.sizes
     launch(
         rows_down, (c.units(tile.BN) * triton.cdiv(D, tile.rows),),
-        c.h.values, c.h.scale, *c.order, c.weights, *layer.stack2, c.out, *layer.strides2,
-        E=E, D=D, I=I, H=c.h.values.shape[1], W=layer.weight,
+        c.h.values, c.h.scale, *c.order, c.weights, *w2, c.out, *strides(w2),
+        E=E, D=D, I=I, H=c.h.values.shape[1], W=c.layer.weight,
         BE=c.BE, BD=tile.rows, BI=tile.step, BN=tile.BN,
         num_warps=tile.warps, num_stages=tile.stages, **pdl_options(c.ids_TK),
     )  # fmt: skip

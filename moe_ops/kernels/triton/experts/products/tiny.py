@@ -37,7 +37,7 @@ from moe_ops.kernels.triton.experts.operands.row_scales import by_expert, codes_
 from moe_ops.kernels.triton.experts.products.block_steps import add_product
 from moe_ops.kernels.triton.experts.schedule.combine import onto
 from moe_ops.kernels.triton.experts.schedule.sort import local_ids
-from moe_ops.kernels.triton.experts.weights import activated, rows_at, up_rows
+from moe_ops.kernels.triton.experts.weights import activated, rows_at, strides, up_rows
 from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
@@ -268,7 +268,7 @@ def tiny_down(
 
 def _up(c: Call) -> None:
     (T, K), (E, D, I), layer, static = c.ids_TK.shape, c.layer.sizes, c.layer, c.static
-    P, H, weights = T * K, c.h.values.shape[1], c.weights
+    P, H, weights, w13 = T * K, c.h.values.shape[1], c.weights, layer.stack13
     BP = triton.next_power_of_2(P)
     c.table = None if T == 1 else c.ids_TK.new_empty(1 + 2 * BP, dtype=torch.int32)
     # Weights of each token and each expert in use: of biases, and of h that is quantised by rows.
@@ -277,8 +277,8 @@ def _up(c: Call) -> None:
     c.weights = c.ids_TK.new_empty(P, T, dtype=torch.float32) if shares else None
     launch(
         tiny_up, (P * triton.cdiv(H, c.tiles.BI) + (T > 1),),
-        c.x.values, c.x.scale, c.ids_TK, weights, c.expert_map, *layer.stack13, static, c.h.values,
-        c.h.scale, c.table, c.weights, T, c.n_map, c.x.values.stride(0), *layer.strides13,
+        c.x.values, c.x.scale, c.ids_TK, weights, c.expert_map, *w13, static, c.h.values,
+        c.h.scale, c.table, c.weights, T, c.n_map, c.x.values.stride(0), *strides(w13),
         E=E, K=K, D=D, I=I, H=H, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
         EACH=by_expert(static), DTYPE=c.rounded, BP=BP, BI=c.tiles.BI, BD=c.tiles.BD,
         BN=TINY_TOKENS, ONE=T == 1, num_warps=4, num_stages=c.tiles.up_stages,
@@ -287,13 +287,13 @@ def _up(c: Call) -> None:
 
 
 def _down(c: Call) -> None:
-    (T, K), (E, D, I), layer, tiles = c.ids_TK.shape, c.layer.sizes, c.layer, c.tiles
+    (T, K), (E, D, I), w2, tiles = c.ids_TK.shape, c.layer.sizes, c.layer.stack2, c.tiles
     BT = triton.next_power_of_2(T)
     launch(
         tiny_down, (triton.cdiv(D, tiles.BR),),
-        c.h.values, c.h.scale, c.ids_TK, c.expert_map, c.table, c.weights, *layer.stack2,
-        c.residual_TD, c.out, T, c.n_map, *layer.strides2,
-        E=E, K=K, D=D, I=I, H=c.h.values.shape[1], W=layer.weight,
+        c.h.values, c.h.scale, c.ids_TK, c.expert_map, c.table, c.weights, *w2,
+        c.residual_TD, c.out, T, c.n_map, *strides(w2),
+        E=E, K=K, D=D, I=I, H=c.h.values.shape[1], W=c.layer.weight,
         BP=triton.next_power_of_2(T * K), BT=BT, BG=tiles.BG, BR=tiles.BR, BI=tiles.BH,
         BN=max(16, tiles.BG * BT), ONE=T == 1, num_warps=4, num_stages=tiles.down_stages,
         **pdl_options(c.ids_TK),

@@ -50,16 +50,9 @@ def tile_map(ends_E: Tensor, rows: int, block_m: int) -> TileMap:
 
 @triton.jit(do_not_specialize=["R", "CAPACITY"])
 def _tile_map(
-    ends_ptr,
-    table_ptr,
-    E,
-    R,
-    CAPACITY,
-    BLOCK_M: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ends_ptr, table_ptr, E, R, CAPACITY,
+    BLOCK_M: tl.constexpr, GROUP: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program e writes the tiles of expert e.
 
     Ends that do not ascend within R rows make tiles of some rows, and none outside these or the
