@@ -17,6 +17,7 @@ from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap, tile_map
 from moe_ops.kernels.triton.experts.weights import Experts
 from moe_ops.testing import BF16, TOL, Case, assert_close
+from tests.kernels.gated import grouped_gated
 
 pytestmark = [
     pytest.mark.gpu,
@@ -174,7 +175,7 @@ def test_a_product_leaves_the_queue_as_it_was(case: Case) -> None:
         used = int(ends[-1])
         firsts: list[Tensor] = []
         for _ in range(3):
-            h = grouped.grouped_gated(
+            h = grouped_gated(
                 x, rows, ends, layer.w13_EFD, None, case.K, ACT, tiles=tiles, wgmma=True
             )  # fmt: skip
             assert int(tiles.table[0, 2]) == 0, name

@@ -45,6 +45,7 @@ from moe_ops.kernels.triton.experts.products.grouped_wgmma import Scales
 from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
 from moe_ops.ops.activate import Activation
 from moe_ops.testing import ACTIVATIONS
+from tests.kernels.gated import grouped_gated
 from tests.kernels.offline import TYPES, usage
 
 Tell = Callable[[Any], dict[str, Any]]
@@ -248,7 +249,7 @@ def products(names: list[str]) -> None:
         b13 = empty(E, F) if bias else None
         for width in (D, D + 16) if args == {} else (D,):
             x, w13 = empty(2048, width), empty(E, F, width)
-            grouped.grouped_gated(x, rows, ends, w13, b13, K, Act(*act.args), wgmma=True)
+            grouped_gated(x, rows, ends, w13, b13, K, Act(*act.args), wgmma=True)
     for bias in (False, True) if "silu" in names else ():
         b2 = empty(E, D) if bias else None
         grouped.grouped_rows(empty(4096, I), ends, empty(E, D, I), b2, wgmma=True)

@@ -13,13 +13,14 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from moe_ops.kernels.triton import Act, Weight
 from moe_ops.kernels.triton.experts.products import grouped_blocks, grouped_wgmma
-from moe_ops.kernels.triton.experts.products.grouped import grouped_gated, grouped_rows
+from moe_ops.kernels.triton.experts.products.grouped import grouped_rows
 from moe_ops.kernels.triton.experts.products.grouped_plain import config_for
 from moe_ops.kernels.triton.experts.products.grouped_wgmma import Scaling
 from moe_ops.kernels.triton.experts.schedule import tile_scheduler
 from moe_ops.kernels.triton.experts.schedule.tile_map import GROUP, tile_map
 from moe_ops.ops.activate import activate
 from moe_ops.testing import DEVICE
+from tests.kernels.gated import grouped_gated
 from tests.kernels.gluon_in_torch import LANGUAGE, pointer, value
 
 # kind, gated, interleaved, alpha, limit, up_shift

@@ -18,7 +18,6 @@ from moe_ops.kernels.triton.experts.call import Call, Reads
 from moe_ops.kernels.triton.experts.driver import Products
 from moe_ops.kernels.triton.experts.products import grouped_plain
 from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap, tile_map
-from moe_ops.kernels.triton.experts.weights import Experts
 from moe_ops.kernels.triton.launch import on_its_device
 
 
@@ -32,47 +31,23 @@ def run(*call: Any, wgmma: tuple[bool, bool] = (False, False), **options: Any) -
 
 @functools.cache
 def _run(up: bool, down: bool) -> Callable[..., Tensor]:
-    def rows_of(x_TD: Tensor, rows: int, layer: Experts) -> int:
-        return tile_rows(x_TD, rows, layer.stack13[0], up)
-
-    # Both products mostly take the same tiles; one that does not maps its own.
     return Products(
         up=functools.partial(_up, up), down=functools.partial(_down, down), reads=Reads(),
-        tile_rows=rows_of, decodes=True,
+        # Both products mostly take the same tiles; one that does not maps its own.
+        tile_rows=lambda x_TD, rows, layer: tile_rows(x_TD, rows, layer.stack13[0], up),
+        decodes=True,
     ).run  # fmt: skip
 
 
 def _up(wgmma: bool, c: Call) -> None:
     (w, *_, bias), (rows_R, ends_E), act = c.layer.stack13, c.order, c.layer.act
     to = c.h.values
-    _product(c.x.values, rows_R, ends_E, w, bias, to, c.x.choices, act, c.tiles, wgmma)
+    product(c.x.values, rows_R, ends_E, w, bias, to, c.x.choices, act, c.tiles, wgmma)
 
 
 def _down(wgmma: bool, c: Call) -> None:
     (w, *_, bias), (_, ends_E) = c.layer.stack2, c.order
-    _product(c.h.values, None, ends_E, w, bias, c.out, None, LINEAR, c.tiles, wgmma)
-
-
-@on_its_device
-def grouped_gated(
-    x_TD: Tensor,
-    rows_R: Tensor,
-    ends_E: Tensor,
-    w13_EFD: Tensor,
-    b13_EF: Tensor | None,
-    top_k: int,
-    act: Act,
-    *,
-    tiles: TileMap | None = None,
-    wgmma: bool = False,
-) -> Tensor:
-    """h[r] = activate(W13[e] @ x[rows_R[r] // top_k] + b13[e]) for every row r of expert e.
-
-    W13 is [gate; up], or even and odd rows if interleaved; any strides do.
-    """
-    F = w13_EFD.shape[1]
-    out = x_TD.new_empty(rows_R.numel(), F // 2 if act.gated else F)
-    return _product(x_TD, rows_R, ends_E, w13_EFD, b13_EF, out, top_k, act, tiles, wgmma)
+    product(c.h.values, None, ends_E, w, bias, c.out, None, LINEAR, c.tiles, wgmma)
 
 
 @on_its_device
@@ -87,7 +62,7 @@ def grouped_rows(
 ) -> Tensor:
     """y[r] = W2[e] @ h[r] + b2[e] for every row r of expert e; W2 may have any strides."""
     out = h_RI.new_empty(h_RI.shape[0], w2_EDI.shape[1])
-    return _product(h_RI, None, ends_E, w2_EDI, b2_ED, out, None, LINEAR, tiles, wgmma)
+    return product(h_RI, None, ends_E, w2_EDI, b2_ED, out, None, LINEAR, tiles, wgmma)
 
 
 def tile_rows(a: Tensor, rows: int, w: Tensor, wgmma: bool) -> Any:
@@ -103,10 +78,12 @@ def _kernel(wgmma: bool) -> Any:
     return grouped_wgmma
 
 
-def _product(
+def product(
     a: Tensor, rows: Tensor | None, ends_E: Tensor, w_ENK: Tensor, bias_EN: Tensor | None,
     out: Tensor, top_k: int | None, act: Act, tiles: TileMap | None, wgmma: bool,
 ) -> Tensor:  # fmt: skip
+    """`out`, where row r of expert e becomes activate(W[e] @ a[s] + bias[e]), where s is r, or
+    rows[r] // top_k. W is [gate; up], or even and odd rows if interleaved; any strides do."""
     if out.numel() == 0:
         return out
     block_m = tile_rows(a, out.shape[0], w_ENK, wgmma)
