@@ -45,10 +45,10 @@ def _no_options(call: ExpertsCall) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
     """One way to run a layer: why it does not run a call that its backend supports, or None; what
-    of `products/` runs it, as "module:function"; what of `triton_tiles.py` gives the tiles that
-    this takes, if it takes any; its other options;
-    the most tokens that it runs, None for any number; and whether it runs one product of a call
-    that it refuses, of which the plain kernel then runs the other."""
+    of `products/` runs it, as "module:function"; what gives the tiles that this takes, if it takes
+    any, ":function" of `triton_tiles.py`; its other options; the most tokens that it runs, None for
+    any number; and whether it runs one product of a call that it refuses, of which the plain kernel
+    then runs the other."""
 
     name: str
     run: str
