@@ -83,7 +83,10 @@ class Path:
         """Why it runs no call on a GPU, or None."""
         return unavailable() or self.device(device)
 
-    def function(self, of: str) -> Callable[..., Any]:
+    @staticmethod
+    @functools.cache
+    def function(of: str) -> Callable[..., Any]:
+        """What `run` or `tiles` names."""
         module, _, name = of.partition(":")
         where = f"{PRODUCTS}.{module}" if module else TILES
         found: Callable[..., Any] = getattr(importlib.import_module(where), name)

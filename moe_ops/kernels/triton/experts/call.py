@@ -50,6 +50,7 @@ class Call:
 
     layer: Experts  # decoded, if its codes are decoded first
     codes: Codes | None  # those of the layer before that
+    sizes: tuple[int, int, int]  # E, D, I
     reads: Reads
     ids_TK: Tensor
     expert_map: Tensor | None
@@ -86,8 +87,8 @@ class Call:
     @property
     def BE(self) -> int:
         """Experts as vectors have them."""
-        return max(2, triton.next_power_of_2(self.layer.sizes[0]))
+        return max(2, triton.next_power_of_2(self.sizes[0]))
 
     def units(self, rows: int) -> int:
         """The most units of work of up to so many rows of an expert."""
-        return most_units(self.ids_TK.numel(), self.layer.sizes[0], rows)
+        return most_units(self.ids_TK.numel(), self.sizes[0], rows)

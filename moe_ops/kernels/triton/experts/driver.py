@@ -67,12 +67,12 @@ def run(
 ) -> Tensor:
     """The `experts` op, added to a contiguous residual if there is one. `tiles` are those that the
     products take, None for products with a table of tiles. The device of x is the current one."""
-    (T, K), (E, D, _), codes = ids_TK.shape, layer.sizes, layer.codes
+    (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
     # Where h is rounded to codes, they are those of h, not of h times its weight.
     early = products.reads.weighs and (codes is None or codes.inputs is None)
     c = Call(
-        layer=layer, codes=codes, reads=products.reads, ids_TK=ids_TK, expert_map=expert_map,
-        residual_TD=residual_TD, weights=weights_TK if early else None,
+        layer=layer, codes=codes, sizes=(E, D, I), reads=products.reads, ids_TK=ids_TK,
+        expert_map=expert_map, residual_TD=residual_TD, weights=weights_TK if early else None,
         dtype=floats_of(x_TD, codes), tiles=tiles,
     )  # fmt: skip
     x_TD = rounded_tokens(x_TD, codes)

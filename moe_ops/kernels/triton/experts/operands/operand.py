@@ -64,7 +64,7 @@ def tokens_operand(c: Call, x_TD: Tensor) -> Operand:
 
 def room_for_hidden(c: Call) -> Operand:
     """Where the first product stores h: floats, or what codes it makes and their scales."""
-    codes, columns, new = c.codes, c.layer.sizes[2], c.x.values.new_empty
+    codes, columns, new = c.codes, c.sizes[2], c.x.values.new_empty
     # Of a few tokens every pair may have rows of all.
     rows, dtype, scale = c.ids_TK.numel() * (1 if c.order else len(c.ids_TK)), c.dtype, None
     if codes is not None and c.reads.stores == "group":
@@ -98,7 +98,7 @@ def hidden_operand(c: Call) -> Operand:
     elif codes.quantizes:
         values, scale = quantize_tokens(values, codes.weight)
     elif codes.inputs is not None:
-        columns, bits = c.layer.sizes[2], codes.bits if c.arranges else 0
+        columns, bits = c.sizes[2], codes.bits if c.arranges else 0
         values = emulate(values, columns, codes.inputs, codes.h_scale, ends_E, bits)
     return Operand(_as_read(c, values, scale), scale)
 

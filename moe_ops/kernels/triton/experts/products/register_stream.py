@@ -67,7 +67,7 @@ class Streams:
 def _up(c: Call) -> None:
     from moe_ops.kernels.triton.experts.products import register_stream_gluon as kernels
 
-    layer, stream, (E, D, I) = c.layer, c.tiles.up, c.layer.sizes
+    layer, stream, (E, D, I) = c.layer, c.tiles.up, c.sizes
     kernel, routed, rows = kernels.one_up, (c.ids_TK, c.weights, c.expert_map), c.ids_TK.shape[1]
     size, more = c.n_map, {}
     if c.order:
@@ -87,7 +87,7 @@ def _up(c: Call) -> None:
 def _down(c: Call) -> None:
     from moe_ops.kernels.triton.experts.products import register_stream_gluon as kernels
 
-    layer, stream, (E, D, I) = c.layer, c.tiles.down, c.layer.sizes
+    layer, stream, (E, D, I) = c.layer, c.tiles.down, c.sizes
     kernel, routed, rows = kernels.one_down, (c.ids_TK, c.weights, c.expert_map), 1
     written, more = (c.residual_TD, c.out, c.n_map), {"K": c.ids_TK.shape[1], "C": stream.C}
     if c.order:

@@ -137,7 +137,7 @@ def rows_down(
 
 
 def _up(c: Call) -> None:
-    layer, tile, (E, D, I), H = c.layer, c.tiles.up, c.layer.sizes, c.h.values.shape[1]
+    layer, tile, (E, D, I), H = c.layer, c.tiles.up, c.sizes, c.h.values.shape[1]
     w13 = layer.stack13
     launch(
         rows_up, (c.units(tile.BN) * triton.cdiv(H, tile.rows),),
@@ -150,7 +150,7 @@ def _up(c: Call) -> None:
 
 
 def _down(c: Call) -> None:
-    w2, tile, (E, D, I) = c.layer.stack2, c.tiles.down, c.layer.sizes
+    w2, tile, (E, D, I) = c.layer.stack2, c.tiles.down, c.sizes
     launch(
         rows_down, (c.units(tile.BN) * triton.cdiv(D, tile.rows),),
         c.h.values, c.h.scale, *c.order, c.weights, *w2, c.out, *strides(w2),

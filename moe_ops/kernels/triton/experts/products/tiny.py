@@ -267,7 +267,7 @@ def tiny_down(
 
 
 def _up(c: Call) -> None:
-    (T, K), (E, D, I), layer, static = c.ids_TK.shape, c.layer.sizes, c.layer, c.static
+    (T, K), (E, D, I), layer, static = c.ids_TK.shape, c.sizes, c.layer, c.static
     P, H, weights, w13 = T * K, c.h.values.shape[1], c.weights, layer.stack13
     BP = triton.next_power_of_2(P)
     c.table = None if T == 1 else c.ids_TK.new_empty(1 + 2 * BP, dtype=torch.int32)
@@ -287,7 +287,7 @@ def _up(c: Call) -> None:
 
 
 def _down(c: Call) -> None:
-    (T, K), (E, D, I), w2, tiles = c.ids_TK.shape, c.layer.sizes, c.layer.stack2, c.tiles
+    (T, K), (E, D, I), w2, tiles = c.ids_TK.shape, c.sizes, c.layer.stack2, c.tiles
     BT = triton.next_power_of_2(T)
     launch(
         tiny_down, (triton.cdiv(D, tiles.BR),),
