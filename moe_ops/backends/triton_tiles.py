@@ -7,10 +7,10 @@ import functools
 import math
 from dataclasses import replace
 
-import triton
 from torch import Tensor
 
 from moe_ops.kernels.triton import LARGE, MOST_OF_SUMS, STEP, TINY_TOKENS, most_streamed
+from moe_ops.kernels.triton.decode.one_query_plan import power_of_two
 from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams
 from moe_ops.kernels.triton.experts.products.rows import RowsTiles, Tile
@@ -43,9 +43,9 @@ def tiny_of_floats(T: int, K: int, D: int, width: int, processors: int) -> TinyT
     # As many experts a tile as one token chooses, or twice as many (half of the tile is empty then)
     # if that spreads the blocks more evenly over the processors.
     def evenness(BG: int) -> float:
-        return D * BG / 64 / processors / triton.cdiv(D * BG, 64 * processors)
+        return D * BG / 64 / processors / math.ceil(D * BG / (64 * processors))
 
-    if triton.next_power_of_2(K) != K:
+    if power_of_two(K) != K:
         # Four at a time: such a K would leave much of a larger tile empty.
         return TinyTiles(BG=4, BR=16, down_stages=6)
     chosen = min(16, max(2, K))
@@ -56,7 +56,7 @@ def tiny_of_floats(T: int, K: int, D: int, width: int, processors: int) -> TinyT
 
 def tiny_of_codes(K: int, codes: Codes) -> TinyTiles:
     """Steps of 128 columns, the group of most formats; not measured yet."""
-    BG = 4 if triton.next_power_of_2(K) != K else min(16, max(2, K))
+    BG = 4 if power_of_two(K) != K else min(16, max(2, K))
     return TinyTiles(BD=128, BG=BG, BR=64 // BG, BH=128)
 
 
@@ -64,7 +64,7 @@ def tiny_of_codes(K: int, codes: Codes) -> TinyTiles:
 def tiny_fitting(tiles: TinyTiles, T: int, gated: bool, bits: int, memory: int) -> TinyTiles:
     """The tiles with as many stages as fit into `memory` bytes of shared memory, for weights of
     `bits` bits."""
-    columns = max(16, tiles.BG * triton.next_power_of_2(T))
+    columns = max(16, tiles.BG * power_of_two(T))
     up = tiles.BD * ((2 if gated else 1) * tiles.BI * bits // 8 + 2 * TINY_TOKENS)
     down = tiles.BH * (tiles.BG * tiles.BR * bits // 8 + 2 * columns)
     return replace(
@@ -170,7 +170,7 @@ def one_streams(K: int, layer: Experts) -> Streams:
     """The launches for one token: the fastest of about fifteen that were tried on an H200 for
     Qwen3-30B's and Mixtral's layers, or within 3 % of it."""
     codes, (_, D, width) = _codes(layer), layer.sizes
-    C = max(1, 8 // triton.next_power_of_2(K))
+    C = max(1, 8 // power_of_two(K))
     up, down = Stream(S=4, C=4), Stream(S=8, C=C)
     if codes.bits == 4 and codes.one_a_step:
         if D * width >= LARGE:
@@ -189,7 +189,7 @@ def _one_of_float4(K: int, layer: Experts, up: Stream, down: Stream) -> Streams:
     (`benchmarks/results/float4_tiles_h200.json`)."""
     codes, (_, D, width) = _codes(layer), layer.sizes
     large, in_16 = D * width >= LARGE, codes.weight.across == 16
-    few = K * triton.cdiv(_rows13(layer), 32) < FEW_PROGRAMS
+    few = K * math.ceil(_rows13(layer) / 32) < FEW_PROGRAMS
     return Streams(
         up=replace(up, MT=1 if few and not large and not in_16 else 2, ahead=2 if large else 4),
         down=replace(down, ahead=3 if large or in_16 else 4),
@@ -213,7 +213,7 @@ def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
         stream = Stream(MW=4, MT=2 if large and codes.quantizes else 1)
     elif large and not sums and rows_per_expert <= MOST_OF_SUMS:
         stream = Stream(MW=4, ahead=4)
-    elif large and sums and rows_per_expert * E * triton.cdiv(D, 128) < FEW_PROGRAMS:
+    elif large and sums and rows_per_expert * E * math.ceil(D / 128) < FEW_PROGRAMS:
         stream = Stream(MW=4, ahead=4)  # twice as many
     elif not sums and rows_per_expert > MOST_OF_SUMS:
         stream = Stream(MW=4, MT=2, NT=2)
@@ -229,7 +229,7 @@ def _few_of_float4(rows_per_expert: float, layer: Experts) -> Stream:
     if rows_per_expert > (MOST_OF_SUMS if in_16 else many):
         return Stream(MW=4, MT=2, NT=2)
     if D * width >= LARGE:
-        few = not in_16 and E * triton.cdiv(D, 128) < FEW_PROGRAMS
+        few = not in_16 and E * math.ceil(D / 128) < FEW_PROGRAMS
         if rows_per_expert <= 1 or few:
             return Stream(MW=4, ahead=4)
     elif rows_per_expert <= 1 and width < SHORT and not in_16:
