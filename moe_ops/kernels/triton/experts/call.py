@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.triton import brings_decoder
 from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.schedule.sort import most_units
 from moe_ops.kernels.triton.experts.weights import Experts
@@ -68,7 +69,12 @@ class Call:
 
     @property
     def arranges(self) -> bool:
-        return self.codes is not None and self.codes.bits in self.reads.arranged
+        """Whether tokens are arranged for codes; those that a decoder of another package makes
+        values of meet columns in order."""
+        codes = self.codes
+        if codes is None or brings_decoder(codes.weight):
+            return False
+        return codes.bits in self.reads.arranged
 
     @property
     def static(self) -> Tensor | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton import STEP, Weight, in_words
+from moe_ops.kernels.triton import STEP, Weight
 from moe_ops.kernels.triton.experts.formats.codes import are_words
 
 
