@@ -18,7 +18,7 @@ from moe_ops import activate
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.kernels.triton import LINEAR, Act, activation
 from moe_ops.kernels.triton.experts.formats import order
-from moe_ops.kernels.triton.experts.products import fragments, grouped_registers
+from moe_ops.kernels.triton.experts.products import fragments, grouped_registers, skeleton
 from moe_ops.testing import BF16, DEVICE, F16
 from tests.kernels.codes import Weights, any_codes
 from tests.kernels.gluon_in_torch import DECODERS, functions_of, pointer, value
@@ -35,7 +35,7 @@ each_width = pytest.mark.parametrize("K", [288, 512], ids=lambda K: f"K{K}")
 @functools.cache
 def functions() -> dict[str, Any]:
     """Those of the kernel."""
-    modules = (activation, *DECODERS, order, fragments, grouped_registers)
+    modules = (activation, *DECODERS, order, fragments, skeleton, grouped_registers)
     names = functions_of(modules, FACTORS=None, ROWS=128)
     return names
 
@@ -48,7 +48,7 @@ def rows_of_consumer(w: Weights, at: tuple[Any, ...], LOWER: int, act: Act, dtyp
     codes_at = f["sixes_at"](pointer(w.values.view(torch.int64)), tile, sizes, LOWER, W, act)
     factors = f["factors_at"](tile, sizes, LOWER, W, act)
     values = []
-    for i in range(f["steps_of"](sizes[1], W)):
+    for i in range(f["steps_of"](sizes[1], f["columns_of"](W), f["at_once"](W))):
         less, *pairs = f["factor_pairs"](f["load_factors"](scales, factors, i, W), W, dtype)
         words = f["words_of_sixes"](f["load_sixes"](codes_at, i))
         for half, pair in zip(words, pairs, strict=True):

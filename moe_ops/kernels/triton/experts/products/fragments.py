@@ -53,12 +53,6 @@ def at_once(W):
     return 2 if W.bits == 6 else 1
 
 
-@gluon.jit
-def steps_of(K, W: gl.constexpr):
-    """The stages of a tile; tokens are zeros past the last column."""
-    return gl.cdiv(K, columns_of(W) * at_once(W)) * at_once(W)
-
-
 @gluon.constexpr_function
 def halves_of(W):
     """The halves of 64 columns of a stage."""

@@ -9,10 +9,10 @@ the one it has made, the matrix unit makes the other's.
     first       h, whose tiles have whole groups of 128 columns of a row, and so quantise it
     second      y, which is summed by token
 
-What the functions below share is as in `hopper.py`, and
+What the functions below share is as in `skeleton.py`, and
     scales  pointer of the scales of A [groups, stride], the stride; those of W, row groups of an
             expert
-    made    scales of the output if it has any, as those of A
+    output  and the scales that are made of it or None, as those of A
     W       the format of the weight, as in `block_steps.py`
     at      of the tile and the consumer: rows, the last one instead of those past the end; the
             first scale of W of each 64 columns
@@ -26,19 +26,17 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moe_ops.kernels.triton import LINEAR, Act, Weight, replay
+from moe_ops.kernels.triton import LINEAR, Act, Weight
 from moe_ops.kernels.triton.experts.call import Call, Operand, Reads
 from moe_ops.kernels.triton.experts.driver import Products
 from moe_ops.kernels.triton.experts.formats.float8 import LARGEST_CODE, SMALLEST_SCALE
 from moe_ops.kernels.triton.experts.formats.scales import finite, scale_of
+from moe_ops.kernels.triton.experts.products import skeleton
 from moe_ops.kernels.triton.experts.products.hopper import (
     BLOCK_M,
     BLOCK_N,
@@ -46,23 +44,18 @@ from moe_ops.kernels.triton.experts.products.hopper import (
     CHUNK_N,
     HALF_M,
     HALF_N,
-    REGISTERS,
+    allocate,
     as_held,
+    both_halves,
     columns,
+    copy_rows,
     gated_columns,
     halves,
-    produce_rows,
     store_chunk,
 )
+from moe_ops.kernels.triton.experts.products.skeleton import first_tile, skip, specialize
 from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
-from moe_ops.kernels.triton.experts.schedule.tile_scheduler import (
-    look_up,
-    queue_of,
-    tile_with_rows,
-    told,
-)
 from moe_ops.kernels.triton.experts.weights import Stack
-from moe_ops.kernels.triton.launch import processors
 
 BLOCK_K = 128
 STAGES = 4  # 48 KiB each, beside at most 32 KiB of outputs: all that a block has
@@ -98,11 +91,9 @@ def _at(scales, tile, N, K, W: gl.constexpr, ACT: gl.constexpr):
     first = expert * down
     return (
         rows,
-        (first + _group(row_0, N, W)) * across,
-        (first + _group(row_1, N, W)) * across,
-        (first + _group(row_2, N, W)) * across,
-        (first + _group(row_3, N, W)) * across,
-    )
+        (first + _group(row_0, N, W)) * across, (first + _group(row_1, N, W)) * across,
+        (first + _group(row_2, N, W)) * across, (first + _group(row_3, N, W)) * across,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -113,11 +104,8 @@ def _stored(scales, at, i):
     w_ptr += i
     return (
         gl.load(a_ptr + i * stride + rows),
-        gl.load(w_ptr + at_0),
-        gl.load(w_ptr + at_1),
-        gl.load(w_ptr + at_2),
-        gl.load(w_ptr + at_3),
-    )
+        gl.load(w_ptr + at_0), gl.load(w_ptr + at_1), gl.load(w_ptr + at_2), gl.load(w_ptr + at_3),
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -154,38 +142,29 @@ def _sums(part):
 
 @gluon.jit
 def _multiply(
-    rings,
-    step,
-    k_steps,
-    scales,
-    at,
-    pending,
-    output,
-    buffers,
-    LOWER: gl.constexpr,
+    rings, step, k_steps, scales, at, pending, output, buffers, out_n, LOWER: gl.constexpr,
     W: gl.constexpr,
-):
+):  # fmt: skip
     """A consumer's part of a tile, in chunks of 64 columns. The pending one is stored behind its
     first step, and scales are loaded a step ahead.
     """
     _, _, full, empty = rings
     STAGES: gl.constexpr = full.shape[0]
-    chunks, where, out_n = pending
     KIND: gl.constexpr = W.kind
-    EACH: gl.constexpr = len(chunks) // 2
+    EACH: gl.constexpr = len(pending[0]) // 2
     stage = step % STAGES
     mbarrier.wait(full.index(stage), step // STAGES & 1)
     part = _start(rings, stage, 0, LOWER)
     stored = _stored(scales, at, 0)
     for i in gl.static_range(EACH):
-        store_chunk(i, chunks, where, output, buffers, out_n)
+        store_chunk(i, pending, output, buffers, out_n)
     factors = _factors(stored, KIND)
     stored = _stored(scales, at, 1)
     left, right = _sums(part)
     acc_0, acc_1 = left * factors[0], right * factors[1]
     part = _start(rings, stage, 1, LOWER)
     for i in gl.static_range(EACH, 2 * EACH):
-        store_chunk(i, chunks, where, output, buffers, out_n)
+        store_chunk(i, pending, output, buffers, out_n)
     left, right = _sums(part)
     mbarrier.arrive(empty.index(stage))
     acc_2, acc_3 = left * factors[2], right * factors[3]
@@ -207,13 +186,13 @@ def _multiply(
 
 
 @gluon.jit
-def _quantized(left, right, made, tile, col, out_n, DTYPE: gl.constexpr):
+def _quantized(left, right, output, tile, col, out_n, DTYPE: gl.constexpr):
     """Codes of 128 columns of h from column `col`, rounded first as h is; stores their scales.
 
     As `to_float8` of `group_scales.py`, but that a division by a scale is a product with its
     inverse.
     """
-    scale_ptr, stride = made
+    _, _, _, scale_ptr, stride = output
     _, end, row, _ = tile
     cols = col + gl.arange(0, CHUNK, gl.SliceLayout(0, CHUNK_LAYOUT))
     left = gl.where((cols < out_n)[None, :], as_held(left, DTYPE), 0.0)
@@ -230,200 +209,93 @@ def _quantized(left, right, made, tile, col, out_n, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _finish(accs, output, made, tile, N, out_n, DTYPE: gl.constexpr, ACT: gl.constexpr):
+def _finish(accs, output, tile, sizes, DTYPE: gl.constexpr, ACT: gl.constexpr):
     """The outputs in chunks of 64 columns, and the first column."""
     a, b, c, d = accs
+    N, _, out_n = sizes
     expert, _, _, n = tile
     if ACT.gated:
         col = n * SUM
         left = gated_columns(a, c, output, expert, col, N, ACT)
         right = gated_columns(b, d, output, expert, col + CHUNK, N, ACT)
-        return _quantized(left, right, made, tile, col, out_n, DTYPE), col
+        return _quantized(left, right, output, tile, col, out_n, DTYPE), col
     else:
         col = n * 2 * SUM
         a = columns(a, output, expert, col, N, ACT)
         b = columns(b, output, expert, col + CHUNK, N, ACT)
         c = columns(c, output, expert, col + SUM, N, ACT)
         d = columns(d, output, expert, col + SUM + CHUNK, N, ACT)
-        if made[0] is None:
+        if output[3] is None:
             return (a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)), col
         else:
-            a, b = _quantized(a, b, made, tile, col, out_n, DTYPE)
-            c, d = _quantized(c, d, made, tile, col + SUM, out_n, DTYPE)
+            a, b = _quantized(a, b, output, tile, col, out_n, DTYPE)
+            c, d = _quantized(c, d, output, tile, col + SUM, out_n, DTYPE)
             return (a, b, c, d), col
 
 
 @gluon.jit
-def _consume(
-    LOWER: gl.constexpr,
-    output,
-    made,
-    buffers,
-    rings,
-    sizes,
-    scales,
-    notes,
-    tile,
-    DTYPE: gl.constexpr,
-    W: gl.constexpr,
-    ACT: gl.constexpr,
-):
-    """Multiply and store the upper or the lower 64 rows of every tile, by one warpgroup."""
-    _, _, full, empty = rings
-    N, K = sizes
-    STAGES: gl.constexpr = full.shape[0]
-    no_chunk = gl.zeros([ROWS, CHUNK], output[1].dtype, CHUNK_LAYOUT)
-    CHUNKS: gl.constexpr = 2 if ACT.gated else 4
-    out_n = N // 2 if ACT.gated else N
-    chunks = (no_chunk, no_chunk) if ACT.gated else (no_chunk, no_chunk, no_chunk, no_chunk)
-    stored_row = 0
-    stored_end = 0
-    stored_col = 0
-    k_steps = gl.cdiv(K, STEP)
-    step = 0
-    slot = 0
+def _product(
+    LOWER: gl.constexpr, step, k_steps, tile, pending, output, buffers, rings, sizes, scales,
+    HOW: gl.constexpr,
+):  # fmt: skip
+    """The upper or the lower 64 rows of a tile."""
+    N, K, out_n = sizes
+    DTYPE: gl.constexpr = HOW[0]
+    W: gl.constexpr = HOW[1]
+    ACT: gl.constexpr = HOW[2]
     expert, end, row, n = tile
-    while expert >= 0:
-        slot += 1
-        row += LOWER * ROWS
-        if row < end:
-            mine = (expert, end, row, n)
-            at = _at(scales, mine, N, K, W, ACT)
-            pending = (chunks, (stored_row, stored_end, stored_col), out_n)
-            accs = _multiply(rings, step, k_steps, scales, at, pending, output, buffers, LOWER, W)
-            chunks, stored_col = _finish(accs, output, made, mine, N, out_n, DTYPE, ACT)
-            stored_row = row
-            stored_end = end
-        else:
-            for i in range(step, step + k_steps):
-                mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
-                mbarrier.arrive(empty.index(i % STAGES))
-        expert, end, row, n = told(notes, slot)
-        step += k_steps
-    for i in gl.static_range(CHUNKS):
-        where = (stored_row, stored_end, stored_col)
-        store_chunk(i, chunks, where, output, buffers, out_n)
-    tma.store_wait(0)
+    row += LOWER * ROWS
+    if row < end:
+        mine = (expert, end, row, n)
+        at = _at(scales, mine, N, K, W, ACT)
+        accs = _multiply(
+            rings, step, k_steps, scales, at, pending, output, buffers, out_n, LOWER, W
+        )
+        chunks, col = _finish(accs, output, mine, sizes, DTYPE, ACT)
+        pending = (chunks, (row, end, col))
+    else:
+        skip(step, k_steps, rings)
+    return pending
 
 
 @gluon.jit
 def _grouped_float8(
-    a_desc,
-    a_scale_ptr,
-    w_desc,
-    up_desc,
-    w_scale_ptr,
-    bias_ptr,
-    out_desc,
-    out_ptr,
-    out_scale_ptr,
-    tiles_ptr,
-    N,
-    K,
-    n_tiles,
-    stride,
-    down,
-    DTYPE: gl.constexpr,
-    W: gl.constexpr,
-    ACT: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    a_desc, a_scale_ptr, w_desc, up_desc, w_scale_ptr, bias_ptr, out_desc, out_ptr, out_scale_ptr,
+    tiles_ptr, N, K, n_tiles, stride, down, DTYPE: gl.constexpr, W: gl.constexpr,
+    ACT: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """Scales of the output are made if they have a place; DTYPE is that of the layer."""
-    # Ahead of the barriers that one thread prepares: see `_grouped`.
-    queue = queue_of(tiles_ptr, n_tiles)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    relay = gl.allocate_shared_memory(gl.int32, [2 * ROWS], plain)
-    tile = tile_with_rows(look_up(gl.program_id(0), queue), queue, relay, 2 * ROWS)
-    swizzled: gl.constexpr = w_desc.layout
-    stored: gl.constexpr = out_desc.layout
-    barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    a_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 2 * ROWS, STEP], swizzled)
-    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 2 * SUM, STEP], swizzled)
-    buffers_0 = gl.allocate_shared_memory(out_desc.dtype, [2, ROWS, CHUNK], stored)
-    buffers_1 = gl.allocate_shared_memory(out_desc.dtype, [2, ROWS, CHUNK], stored)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    notes = gl.allocate_shared_memory(gl.int32, [8, 1], plain)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
-    rings = (a_bufs, w_bufs, full, empty)
-    w_descs = (w_desc, up_desc)
-    output = (bias_ptr, out_desc, out_ptr)
-    made = (out_scale_ptr, stride)
-    sizes = (N, K)
+    dealt = first_tile(tiles_ptr, n_tiles, 2 * ROWS)
+    stages, buffers = allocate(w_desc, out_desc, STAGES)
+    source = (a_desc, w_desc, up_desc)
+    output = (bias_ptr, out_desc, out_ptr, out_scale_ptr, stride)
     scales = (a_scale_ptr, stride, w_scale_ptr, down)
-    gl.warp_specialize(
-        [
-            (
-                _consume,
-                (0, output, made, buffers_0, rings, sizes, scales, notes, tile, DTYPE, W, ACT),
-            ),
-            (
-                _consume,
-                (1, output, made, buffers_1, rings, sizes, scales, notes, tile, DTYPE, W, ACT),
-            ),
-            (produce_rows, (a_desc, w_descs, rings, sizes, queue, notes, relay, tile, ACT)),
-        ],
-        [4, 1],
-        [232, 40],
-    )
+    specialize(
+        dealt, stages, source, output, buffers, (N, K), scales, both_halves, copy_rows, None,
+        _product, 2 * ROWS, STEP, TURNS=1, STAGES=STAGES, WARPS=1, AHEAD=(5, 3, 1),
+        HOW=(DTYPE, W, ACT),
+    )  # fmt: skip
 
 
 def launch(
-    a: Tensor,
-    a_scale_GR: Tensor,
-    w_ENK: Tensor,
-    w_scale: Tensor,
-    bias_EN: Tensor | None,
-    out: Tensor,
-    out_scale_GR: Tensor | None,
-    tiles: TileMap,
-    weight: Weight,
-    dtype: torch.dtype,
+    a: Tensor, a_scale_GR: Tensor, w_ENK: Tensor, w_scale: Tensor, bias_EN: Tensor | None,
+    out: Tensor, out_scale_GR: Tensor | None, tiles: TileMap, weight: Weight, dtype: torch.dtype,
     act: Act,
-) -> None:
+) -> None:  # fmt: skip
     """Run one product over sorted rows. Its output is of `dtype`, or is quantised from it if there
     is a place for its scales; the backend refuses weights that it does not take."""
-    E, N, K = w_ENK.shape
-    w_2d = w_ENK.view(E * N, K)
-    bytes_128 = gl.NVMMASharedLayout(128, 8, rank=2)
-    w_desc, up_desc = (
-        TensorDescriptor.from_tensor(w, [HALF_N, BLOCK_K], bytes_128)
-        for w in ((w_2d[::2], w_2d[1::2]) if act.interleaved else (w_2d, w_2d))
-    )
-    bits = 8 * out.element_size()
-    stored = gl.NVMMASharedLayout(CHUNK_N * bits // 8, bits, rank=2)
-    out_desc = TensorDescriptor.from_tensor(out, [HALF_M, CHUNK_N], stored)
-    replay.launch(
-        _grouped_float8,
-        (processors(a),),
-        TensorDescriptor.from_tensor(a, [HALF_M, BLOCK_K], bytes_128),
-        a_scale_GR,
-        w_desc,
-        up_desc,
-        w_scale,
+    _, N, K = w_ENK.shape
+    skeleton.launch(
+        _grouped_float8, a, skeleton.boxes(a, HALF_M, BLOCK_K), a_scale_GR,
+        *skeleton.boxes_of_pair(w_ENK, BLOCK_K, act), w_scale,
         None if bias_EN is None else bias_EN.contiguous(),
-        out_desc,
-        out,
-        out_scale_GR,
-        tiles.table,
-        N,
-        K,
-        triton.cdiv(N, BLOCK_N),
-        a_scale_GR.stride(0),
-        w_scale.shape[1],
-        gl.bfloat16 if dtype == torch.bfloat16 else gl.float16,
-        weight,
-        act,
-        STAGES,
-        num_warps=4,
-        maxnreg=REGISTERS,
-    )
+        skeleton.boxes(out, HALF_M, CHUNK_N), out, out_scale_GR, tiles.table, N, K,
+        triton.cdiv(N, BLOCK_N), a_scale_GR.stride(0), w_scale.shape[1],
+        gl.bfloat16 if dtype == torch.bfloat16 else gl.float16, weight, act, STAGES,
+    )  # fmt: skip
 
 
-def _product(c: Call, a: Operand, stack: Stack, out: Operand, act: Act) -> None:
+def _run_product(c: Call, a: Operand, stack: Stack, out: Operand, act: Act) -> None:
     w, w_scale, *_, bias = stack
     assert a.scale is not None and w_scale is not None and c.layer.weight is not None
     launch(
@@ -433,8 +305,8 @@ def _product(c: Call, a: Operand, stack: Stack, out: Operand, act: Act) -> None:
 
 
 run = Products(
-    up=lambda c: _product(c, c.x, c.layer.stack13, c.h, c.layer.act),
-    down=lambda c: _product(c, c.h, c.layer.stack2, Operand(c.out), LINEAR),
+    up=lambda c: _run_product(c, c.x, c.layer.stack13, c.h, c.layer.act),
+    down=lambda c: _run_product(c, c.h, c.layer.stack2, Operand(c.out), LINEAR),
     reads=Reads(gathered=True, stores="group"),
     tile_rows=lambda *_: BLOCK_M,
 ).run

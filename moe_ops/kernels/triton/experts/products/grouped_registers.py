@@ -4,10 +4,9 @@ multiplied.
 
 The matrix unit takes its first operand from registers, so weights are the first and tokens the
 second one: a tile is 128 rows of W by up to 256 tokens, and what it makes is stored transposed. A
-producer copies codes and tokens by TMA into a ring of stages of one or two halves of 64 columns.
-Two consumer warpgroups decode 64 rows of W each and multiply them by the same tokens: while the
-unit multiplies one half of a stage, the next one is decoded. Arithmetic is spent on whole 64 tokens
-of a tile.
+stage has one or two halves of 64 columns. Each consumer decodes 64 rows of W and multiplies them by
+all tokens: while the unit multiplies one half of a stage, the next one is decoded. Arithmetic is
+spent on whole 64 tokens of a tile.
 
     rows of x   in the order of experts, their columns in that of `column_at`: so is h
     first       h: the gate and up values of one column are in one thread
@@ -18,7 +17,7 @@ Warp a of a consumer has rows of group a: 8 of the gates and the same of the up 
 there are no gates 16. So h comes in runs of at least 32 places. Codes of six bits come without
 boxes (`fragments.py`), of rows as those of four.
 
-What the functions below share is as in `hopper.py` and `tile_scheduler.py`, and
+What the functions below share is as in `skeleton.py`, and
     rings   stages of codes (two boxes each; of six bits a pointer), halves of stages of tokens;
             barriers
     sizes   rows of W per expert; K; columns of the output, and those that it is stored with
@@ -27,7 +26,6 @@ What the functions below share is as in `hopper.py` and `tile_scheduler.py`, and
             or None, pointer
     tile    has tokens for rows
     W       the format of the weight, as in `block_steps.py`
-    LOWER   which of the consumers this is
 """
 
 from __future__ import annotations
@@ -38,18 +36,18 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moe_ops.kernels.triton import LINEAR, Act, Weight, replay
+from moe_ops.kernels.triton import LINEAR, Act, Weight
 from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.experts.call import Call, Operand, Reads
 from moe_ops.kernels.triton.experts.driver import Products
 from moe_ops.kernels.triton.experts.formats.scales import rescaled, under_global
+from moe_ops.kernels.triton.experts.products import skeleton
 from moe_ops.kernels.triton.experts.products.fragments import (
     ROWS,
     at_once,
@@ -65,23 +63,13 @@ from moe_ops.kernels.triton.experts.products.fragments import (
     load_words,
     operand_of,
     sixes_at,
-    steps_of,
     unscaled,
     words_of_sixes,
 )
-from moe_ops.kernels.triton.experts.products.hopper import REGISTERS, halves, tma_load
+from moe_ops.kernels.triton.experts.products.hopper import cut, tma_load
+from moe_ops.kernels.triton.experts.products.skeleton import first_tile, specialize
 from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
-from moe_ops.kernels.triton.experts.schedule.tile_scheduler import (
-    draw,
-    drawn_item,
-    look_up,
-    queue_of,
-    tell,
-    tile_with_rows,
-    told,
-)
 from moe_ops.kernels.triton.experts.weights import Stack
-from moe_ops.kernels.triton.launch import processors
 
 BLOCK_M = 256  # tokens of a tile
 STAGES = {4: 3, 6: 3, 8: 5}  # 72, 64 or 40 KiB each: all that a block has
@@ -118,70 +106,39 @@ def _boxes(expert, n, sizes, W: gl.constexpr, ACT: gl.constexpr):
 
 
 @gluon.jit
-def _copy(
-    first, last, tile, x_desc, w_descs, rings, sizes, step, W: gl.constexpr, ACT: gl.constexpr
-):
-    """Steps `first` to `last` - 1 along K of a tile."""
-    codes, tokens, full, empty = rings
+def _boxes_of_tile(slot, tile, source, rings, sizes, HOW: gl.constexpr):
+    """The boxes of a tile's rows of W, and how many its tokens fill."""
     expert, end, row, n = tile
-    STAGES: gl.constexpr = full.shape[0]
+    W: gl.constexpr = HOW[0]
+    of_codes = ()
+    if W.bits != 6:
+        of_codes = _boxes(expert, n, sizes, W, HOW[1])
+    return of_codes, gl.minimum(gl.cdiv(end - row, BOX), TOKENS // BOX)
+
+
+@gluon.jit
+def _copy(i, bar, stage, tile, at, source, rings, sizes, HOW: gl.constexpr):
+    """A step of codes and of tokens."""
+    codes, tokens, _, _ = rings
+    x_desc, left, right = source
+    of_codes, filled = at
+    W: gl.constexpr = HOW[0]
     STEP: gl.constexpr = columns_of(W)
     HALVES: gl.constexpr = halves_of(W)
     BOXED: gl.constexpr = W.bits != 6
     CODES: gl.constexpr = ROWS * 64 if BOXED else 0
     X: gl.constexpr = 2 * BOX * STEP
+    for b in gl.static_range(TOKENS // BOX):
+        mbarrier.expect(bar, CODES + (b + 1) * X, pred=filled == b + 1)
     if BOXED:
-        left, right = w_descs
-        group, sub, right_group, right_sub = _boxes(expert, n, sizes, W, ACT)
-    boxes = gl.minimum(gl.cdiv(end - row, BOX), TOKENS // BOX)
-    for i in range(first, last):
-        stage = step % STAGES
-        bar = full.index(stage)
-        mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-        for b in gl.static_range(TOKENS // BOX):
-            mbarrier.expect(bar, CODES + (b + 1) * X, pred=boxes == b + 1)
-        if BOXED:
-            tma_load(left, [group, sub, i * 16], bar, codes.index(2 * stage))
-            tma_load(right, [right_group, right_sub, i * 16], bar, codes.index(2 * stage + 1))
-        for b in gl.static_range(TOKENS // BOX):
-            for half in gl.static_range(HALVES):
-                place = tokens.index(HALVES * stage + half).slice(b * BOX, BOX)
-                at = [row + b * BOX, i * STEP + half * BOX]
-                tma_load(x_desc, at, bar, place, pred=b < boxes)
-        step += 1
-    return step
-
-
-@gluon.jit
-def _produce(
-    x_desc,
-    w_descs,
-    rings,
-    sizes,
-    queue,
-    notes,
-    relay,
-    tile,
-    W: gl.constexpr,
-    ACT: gl.constexpr,
-):
-    """Fill the ring, by one warp."""
-    k_steps = steps_of(sizes[1], W)
-    step = 0
-    slot = 0
-    while tile[0] >= 0:
-        # The next tile is found a step at a time, as late as that hides.
-        at_0, at_1 = k_steps - 3, k_steps - 2
-        step = _copy(0, at_0, tile, x_desc, w_descs, rings, sizes, step, W, ACT)
-        drawn = draw(queue)
-        step = _copy(at_0, at_1, tile, x_desc, w_descs, rings, sizes, step, W, ACT)
-        entry = look_up(drawn_item(drawn, queue, relay), queue)
-        step = _copy(at_1, k_steps - 1, tile, x_desc, w_descs, rings, sizes, step, W, ACT)
-        slot += 1
-        next_tile = tile_with_rows(entry, queue, relay, TOKENS)
-        tell(next_tile, notes, slot)
-        step = _copy(k_steps - 1, k_steps, tile, x_desc, w_descs, rings, sizes, step, W, ACT)
-        tile = next_tile
+        group, sub, right_group, right_sub = of_codes
+        tma_load(left, [group, sub, i * 16], bar, codes.index(2 * stage))
+        tma_load(right, [right_group, right_sub, i * 16], bar, codes.index(2 * stage + 1))
+    for b in gl.static_range(TOKENS // BOX):
+        for half in gl.static_range(HALVES):
+            place = tokens.index(HALVES * stage + half).slice(b * BOX, BOX)
+            place_at = [tile[2] + b * BOX, i * STEP + half * BOX]
+            tma_load(x_desc, place_at, bar, place, pred=b < filled)
 
 
 @gluon.jit
@@ -221,16 +178,9 @@ def _wait(accs, HALVES: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    rings,
-    step,
-    sizes,
-    scales,
-    tile,
-    LOWER: gl.constexpr,
-    PARTS: gl.constexpr,
-    W: gl.constexpr,
-    ACT: gl.constexpr,
-):
+    rings, step, steps, sizes, scales, tile, LOWER: gl.constexpr, PARTS: gl.constexpr,
+    W: gl.constexpr, ACT: gl.constexpr,
+):  # fmt: skip
     """The sums of a consumer's rows of W with the tokens of a tile, in parts of so many tokens."""
     codes, tokens, full, empty = rings
     STAGES: gl.constexpr = full.shape[0]
@@ -243,7 +193,6 @@ def _multiply(
         accs = accs + (_no_sums(PARTS[1]),)  # noqa: RUF005
     at = factors_at(tile, sizes, LOWER, W, ACT)
     less, pair, right_pair = factor_pairs(load_factors(scales, at, 0, W), W, DTYPE)
-    steps = steps_of(sizes[1], W)
     stage = step % STAGES
     if BOXED:
         mbarrier.wait(full.index(stage), step // STAGES & 1)
@@ -368,38 +317,21 @@ def _store(sums, output, tile, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT:
 
 
 @gluon.jit
-def _cut(pieces):
-    """The left and the right tokens of each."""
-    cut = ()
-    for i in gl.static_range(len(pieces)):
-        cut = cut + halves(pieces[i])
-    return cut
-
-
-@gluon.jit
 def _run_tile(
-    rings,
-    step,
-    sizes,
-    scales,
-    output,
-    tile,
-    LOWER: gl.constexpr,
-    PARTS: gl.constexpr,
-    W: gl.constexpr,
-    ACT: gl.constexpr,
-):
+    LOWER: gl.constexpr, step, k_steps, tile, output, rings, sizes, scales, PARTS: gl.constexpr,
+    W: gl.constexpr, ACT: gl.constexpr,
+):  # fmt: skip
     """Multiply and store a consumer's rows of W of a tile with at most so many tokens."""
     _, tokens, _, _ = rings
     expert, end, row, n = tile
     # Outputs of so many tokens at a time take the shared memory that is left.
     AT_ONCE: gl.constexpr = 64 if ACT.gated else 32
-    accs = _multiply(rings, step, sizes, scales, tile, LOWER, PARTS, W, ACT)
+    accs = _multiply(rings, step, k_steps, sizes, scales, tile, LOWER, PARTS, W, ACT)
     for p in gl.static_range(len(PARTS)):
         pieces = (accs[p],)
         for _ in gl.static_range(3):
             if len(pieces) * AT_ONCE < PARTS[p]:
-                pieces = _cut(pieces)
+                pieces = cut(pieces)
         for i in gl.static_range(len(pieces)):
             sums = rescaled(pieces[i], W, tokens.dtype)
             _store(sums, output, (expert, end, row, n), sizes, LOWER, W, ACT)
@@ -407,138 +339,66 @@ def _run_tile(
 
 
 @gluon.jit
-def _consume(
-    LOWER: gl.constexpr,
-    output,
-    rings,
-    sizes,
-    scales,
-    notes,
-    tile,
-    W: gl.constexpr,
-    ACT: gl.constexpr,
-):
-    """A consumer's rows of W of every tile, by one warpgroup."""
-    k_steps = steps_of(sizes[1], W)
-    step = 0
-    slot = 0
-    expert, end, row, n = tile
-    while expert >= 0:
-        slot += 1
-        mine = (expert, end, row, n)
-        if row + 192 < end:
-            _run_tile(rings, step, sizes, scales, output, mine, LOWER, (256,), W, ACT)
-        elif row + 128 < end:
-            _run_tile(rings, step, sizes, scales, output, mine, LOWER, (128, 64), W, ACT)
-        elif row + 64 < end:
-            _run_tile(rings, step, sizes, scales, output, mine, LOWER, (128,), W, ACT)
-        else:
-            _run_tile(rings, step, sizes, scales, output, mine, LOWER, (64,), W, ACT)
-        expert, end, row, n = told(notes, slot)
-        step += k_steps
+def _product(
+    LOWER: gl.constexpr, step, k_steps, tile, pending, output, buffers, rings, sizes, scales,
+    HOW: gl.constexpr,
+):  # fmt: skip
+    """A consumer's rows of W of a tile."""
+    _, end, row, _ = tile
+    W: gl.constexpr = HOW[0]
+    ACT: gl.constexpr = HOW[1]
+    if row + 192 < end:
+        _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (256,), W, ACT)
+    elif row + 128 < end:
+        _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (128, 64), W, ACT)
+    elif row + 64 < end:
+        _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (128,), W, ACT)
+    else:
+        _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (64,), W, ACT)
+    return pending
 
 
 @gluon.jit
 def _grouped_codes(
-    x_desc,
-    w_desc,
-    up_desc,
-    s_ptr,
-    z_ptr,
-    g_ptr,
-    bias_ptr,
-    out_ptr,
-    tiles_ptr,
-    N,
-    K,
-    n_tiles,
-    out_n,
-    width,
-    W: gl.constexpr,
-    ACT: gl.constexpr,
-    TWO: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    # Ahead of the barriers that one thread prepares: see `_grouped`.
-    queue = queue_of(tiles_ptr, n_tiles)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    relay = gl.allocate_shared_memory(gl.int32, [128], plain)
-    tile = tile_with_rows(look_up(gl.program_id(0), queue), queue, relay, TOKENS)
+    x_desc, w_desc, up_desc, s_ptr, z_ptr, g_ptr, bias_ptr, out_ptr, tiles_ptr, N, K, n_tiles,
+    out_n, width, W: gl.constexpr, ACT: gl.constexpr, TWO: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    dealt = first_tile(tiles_ptr, n_tiles, TOKENS)
     of_x: gl.constexpr = x_desc.layout
-    barriers: gl.constexpr = mbarrier.MBarrierLayout()
     HALVES: gl.constexpr = halves_of(W)
     tokens = gl.allocate_shared_memory(x_desc.dtype, [HALVES * STAGES, TOKENS, BOX], of_x)
     if W.bits == 6:
         codes = w_desc
     else:
         codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 4, 16, 16], w_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    notes = gl.allocate_shared_memory(gl.int32, [8, 1], plain)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
-    rings = (codes, tokens, full, empty)
-    w_descs = (w_desc, up_desc)
+    source = (x_desc, w_desc, up_desc)
     output = (g_ptr, g_ptr + 1 if TWO else None, bias_ptr, out_ptr)
-    sizes = (N, K, out_n, width)
-    scales = (s_ptr, z_ptr)
-    gl.warp_specialize(
-        [
-            (_consume, (0, output, rings, sizes, scales, notes, tile, W, ACT)),
-            (_consume, (1, output, rings, sizes, scales, notes, tile, W, ACT)),
-            (_produce, (x_desc, w_descs, rings, sizes, queue, notes, relay, tile, W, ACT)),
-        ],
-        [4, 1],
-        [232, 40],
-    )
+    specialize(
+        dealt, (codes, tokens), source, output, (None, None), (N, K, out_n, width), (s_ptr, z_ptr),
+        _boxes_of_tile, _copy, None, _product, TOKENS, columns_of(W), at_once(W), STAGES=STAGES,
+        WARPS=1, AHEAD=(3, 2, 1), HOW=(W, ACT),
+    )  # fmt: skip
 
 
 def launch(
-    x_RK: Tensor,
-    w_ENW: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    global_E: Tensor | None,
-    bias_EN: Tensor | None,
-    out: Tensor,
-    tiles: TileMap,
-    weight: Weight,
+    x_RK: Tensor, w_ENW: Tensor, scale: Tensor | None, zero: Tensor | None,
+    global_E: Tensor | None, bias_EN: Tensor | None, out: Tensor, tiles: TileMap, weight: Weight,
     act: Act,
-) -> None:
+) -> None:  # fmt: skip
     """Run one product over sorted, arranged rows; its output is arranged if `act` has a kind. The
     backend says which layers it takes."""
     _, N, words = w_ENW.shape
-    gated, interleaved, bits = act.gated, act.interleaved, weight.bits
+    gated, bits, width = act.gated, weight.bits, out.shape[1]
     w_desc, up_desc = (w_ENW.view(torch.int64), None)
     if bits != 6:
-        w_desc, up_desc = _boxed(w_ENW, interleaved, group_of(weight))
-    bytes_128 = gl.NVMMASharedLayout(128, 16, rank=2)
-    replay.launch(
-        _grouped_codes,
-        (processors(x_RK),),
-        TensorDescriptor.from_tensor(x_RK, [BOX.value, BOX.value], bytes_128),
-        w_desc,
-        up_desc,
-        scale,
-        zero,
-        global_E,
-        None if bias_EN is None else bias_EN.contiguous(),
-        out,
-        tiles.table,
-        N,
-        words * 32 // bits,
-        triton.cdiv(out.shape[1], ROWS.value // 2 if gated else ROWS.value),
-        N // 2 if gated else N,
-        out.shape[1],
-        weight,
-        act,
-        global_E is not None and global_E.dim() == 2,
-        STAGES[bits],
-        num_warps=4,
-        maxnreg=REGISTERS,
-    )
+        w_desc, up_desc = _boxed(w_ENW, act.interleaved, group_of(weight))
+    skeleton.launch(
+        _grouped_codes, x_RK, skeleton.boxes(x_RK, BOX.value, BOX.value), w_desc, up_desc, scale,
+        zero, global_E, None if bias_EN is None else bias_EN.contiguous(), out, tiles.table, N,
+        words * 32 // bits, triton.cdiv(width, ROWS.value // 2 if gated else ROWS.value),
+        N // 2 if gated else N, width, weight, act,
+        global_E is not None and global_E.dim() == 2, STAGES[bits],
+    )  # fmt: skip
 
 
 def _boxed(
@@ -556,7 +416,7 @@ def _boxed(
     return w_desc, up_desc
 
 
-def _product(c: Call, x: Operand, stack: Stack, out: Tensor, act: Act) -> None:
+def _run_product(c: Call, x: Operand, stack: Stack, out: Tensor, act: Act) -> None:
     w, *factors, bias = stack
     assert c.layer.weight is not None
     scale, zero, common = factors
@@ -566,8 +426,8 @@ def _product(c: Call, x: Operand, stack: Stack, out: Tensor, act: Act) -> None:
 
 # Rows of x are gathered once for all: copies by TMA then take both products' tokens.
 run = Products(
-    up=lambda c: _product(c, c.x, c.layer.stack13, c.h.values, c.layer.act),
-    down=lambda c: _product(c, c.h, c.layer.stack2, c.out, LINEAR),
+    up=lambda c: _run_product(c, c.x, c.layer.stack13, c.h.values, c.layer.act),
+    down=lambda c: _run_product(c, c.h, c.layer.stack2, c.out, LINEAR),
     reads=Reads(gathered=True, arranged=(4, 6, 8)),
     tile_rows=lambda *_: BLOCK_M,
 ).run

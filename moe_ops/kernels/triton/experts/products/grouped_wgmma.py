@@ -1,18 +1,16 @@
 """The grouped products of bfloat16 and float16 on Hopper (sm_90), and of codes of 8 bits whose
 scales leave the sum: one persistent, warp-specialised kernel in Gluon.
 
-A block holds a ring of stages in shared memory. A producer fills it: W by TMA; the rows of A by
-TMA where they lie in order, by cp.async where they are gathered. Two consumer warpgroups each
-multiply 64 rows of a 128-row tile by the same 256 rows of W, so the lower half of a tile with at
-most 64 rows costs no arithmetic. Outputs stay in registers and are stored behind the products of
-the next tile.
+A producer copies W by TMA; the rows of A by TMA where they lie in order, by cp.async where they are
+gathered. Each consumer multiplies 64 rows of a 128-row tile by the same 256 rows of W, so the lower
+half of a tile with at most 64 rows costs no arithmetic.
 
 Sums of int8 are exact. Of float8 the matrix unit keeps 14 bits of a sum, cut towards zero: by an
 emulation of that, 2048 columns of normal numbers are off by 0.1 % and 14336 by 0.3 %, beside the
 3.8 % that rounding both sides to float8 makes. Sums of fewer columns would have to be added to
 others, which takes twice the 128 registers that a thread has for them.
 
-What the functions below share is as in `hopper.py`, and
+What the functions below share is as in `skeleton.py`, and
     tokens  the rows of x of a slot's tile as `notes` has the tile, -1 past its end: registers are
             short
     scales  of codes, else None: of A, of W, and static ones of the output if it has any
@@ -32,42 +30,32 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moe_ops.kernels.triton import Act, Constant, Weight, replay
+from moe_ops.kernels.triton import Act, Constant, Weight
 from moe_ops.kernels.triton.experts.formats.scales import finite, scale_of
+from moe_ops.kernels.triton.experts.products import skeleton
 from moe_ops.kernels.triton.experts.products.hopper import (
     BLOCK_M,
     BLOCK_N,
     CHUNK_LAYOUT,
     CHUNK_N,
     HALF_M,
-    HALF_N,
-    REGISTERS,
+    allocate,
     as_held,
+    both_halves,
     columns,
+    copy_rows,
     copy_w,
     cp_async,
+    cut,
     gated_columns,
-    halves,
-    produce_rows,
     store_chunk,
 )
+from moe_ops.kernels.triton.experts.products.skeleton import PLAIN, first_tile, skip, specialize
 from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
-from moe_ops.kernels.triton.experts.schedule.tile_scheduler import (
-    draw,
-    drawn_item,
-    look_up,
-    queue_of,
-    tell,
-    tile_with_rows,
-    told,
-)
-from moe_ops.kernels.triton.launch import processors
 from moe_ops.kernels.triton.quantize import TO_INTEGER
 
 ROW_BYTES = 128  # of a row in a stage
@@ -75,102 +63,46 @@ STAGES = 4  # 48 KiB each, beside 32 KiB of outputs: all that a block has
 
 
 @gluon.jit
-def _note_tokens(tile, rows_ptr, tokens, TOP_K: gl.constexpr):
+def _note_tokens(slot, tile, source, HOW: gl.constexpr):
     """Write down which rows of x a tile gathers, -1 for those past its end."""
+    _, _, rows_ptr, tokens, _, _ = source
+    TOP_K: gl.constexpr = HOW[0]
+    mine = tokens.index(slot % 2)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    rows = tile[2] + gl.arange(0, tokens.shape[0], layout)
+    rows = tile[2] + gl.arange(0, mine.shape[0], layout)
     valid = (rows < tile[1]) & (tile[0] >= 0)
     pair = gl.load(rows_ptr + rows, mask=valid, other=0)
-    tokens.store(gl.where(valid, pair // TOP_K, -1))
+    mine.store(gl.where(valid, pair // TOP_K, -1))
 
 
 @gluon.jit
-def _copy_gathered(
-    first,
-    last,
-    x_ptr,
-    stride_x,
-    tokens,
-    tile,
-    w_descs,
-    rings,
-    sizes,
-    step,
-    ACT: gl.constexpr,
-    EVEN_K: gl.constexpr,
-):
-    """Steps `first` to `last` - 1 along K of a tile whose rows of x are gathered."""
-    a_bufs, w_bufs, full, empty = rings
+def _tokens_of_tile(slot, tile, source, rings, sizes, HOW: gl.constexpr):
+    """Where the rows of x of a slot's tile are noted."""
+    return source[3].index(slot % 2)
+
+
+@gluon.jit
+def _copy_gathered(i, bar, stage, tile, tokens, source, rings, sizes, HOW: gl.constexpr):
+    """A step of W and of the rows of x that a tile gathers, by four warps."""
+    a_bufs, w_bufs, _, _ = rings
+    x_ptr, stride_x, _, _, w_desc, up_desc = source
     N, K = sizes
-    STAGES: gl.constexpr = a_bufs.shape[0]
+    EVEN_K: gl.constexpr = HOW[1]
     BLOCK_K: gl.constexpr = a_bufs.shape[2]
     W_BYTES: gl.constexpr = w_bufs.shape[1] * BLOCK_K * 2
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     ks = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
-    for i in range(first, last):
-        stage = step % STAGES
-        bar = full.index(stage)
-        mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-        mbarrier.expect(bar, W_BYTES)
-        k = i * BLOCK_K
-        copy_w(w_descs, tile[0], tile[3], k, bar, w_bufs.index(stage), N, ACT)
-        token = tokens.load(gl.SliceLayout(1, layout))
-        mask = (token >= 0)[:, None]
-        if not EVEN_K:
-            # K is a multiple of 8, so the 16 bytes of one copy are all inside or all outside.
-            mask = mask & ((k + ks) // 8 < K // 8)[None, :]
-        pointers = x_ptr + k + (token.to(gl.int64) * stride_x)[:, None] + ks[None, :]
-        cp_async(a_bufs.index(stage), pointers, mask=mask)
-        async_copy.mbarrier_arrive(bar, increment_count=False)
-        step += 1
-    return step
-
-
-@gluon.jit
-def _produce_gathered(
-    source,
-    w_descs,
-    rings,
-    sizes,
-    queue,
-    notes,
-    relay,
-    tile,
-    TOP_K: gl.constexpr,
-    ACT: gl.constexpr,
-    EVEN_K: gl.constexpr,
-):
-    """Fill the ring with rows of x and of W, by four warps."""
-    x_ptr, stride_x, rows_ptr, tokens = source
-    BLOCK_M: gl.constexpr = rings[0].shape[1]
-    BLOCK_K: gl.constexpr = rings[0].shape[2]
-    k_steps = gl.cdiv(sizes[1], BLOCK_K)
-    step = 0
-    slot = 0
-    _note_tokens(tile, rows_ptr, tokens.index(0), TOP_K)
-    while tile[0] >= 0:
-        mine = tokens.index(slot % 2)
-        # The next tile is found two steps at a time, as late as that hides.
-        at_0, at_1, at_2 = gl.maximum(k_steps - 6, 0), k_steps - 4, k_steps - 2
-        step = _copy_gathered(
-            0, at_0, x_ptr, stride_x, mine, tile, w_descs, rings, sizes, step, ACT, EVEN_K
-        )
-        drawn = draw(queue)
-        step = _copy_gathered(
-            at_0, at_1, x_ptr, stride_x, mine, tile, w_descs, rings, sizes, step, ACT, EVEN_K
-        )
-        entry = look_up(drawn_item(drawn, queue, relay), queue)
-        step = _copy_gathered(
-            at_1, at_2, x_ptr, stride_x, mine, tile, w_descs, rings, sizes, step, ACT, EVEN_K
-        )
-        slot += 1
-        next_tile = tile_with_rows(entry, queue, relay, BLOCK_M)
-        _note_tokens(next_tile, rows_ptr, tokens.index(slot % 2), TOP_K)
-        tell(next_tile, notes, slot)
-        step = _copy_gathered(
-            at_2, k_steps, x_ptr, stride_x, mine, tile, w_descs, rings, sizes, step, ACT, EVEN_K
-        )
-        tile = next_tile
+    mbarrier.expect(bar, W_BYTES)
+    k = i * BLOCK_K
+    copy_w((w_desc, up_desc), tile[0], tile[3], k, bar, w_bufs.index(stage), N, HOW[-1])
+    token = tokens.load(gl.SliceLayout(1, layout))
+    mask = (token >= 0)[:, None]
+    if not EVEN_K:
+        # K is a multiple of 8, so the 16 bytes of one copy are all inside or all outside.
+        mask = mask & ((k + ks) // 8 < K // 8)[None, :]
+    pointers = x_ptr + k + (token.to(gl.int64) * stride_x)[:, None] + ks[None, :]
+    cp_async(a_bufs.index(stage), pointers, mask=mask)
+    async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
 @gluon.jit
@@ -280,57 +212,42 @@ def _rounded(chunk, output, scale, S: gl.constexpr):
 def _finish(acc, output, scales, tile, N, S: gl.constexpr, ACT: gl.constexpr):
     """The outputs in chunks of 64 columns, and the first column."""
     CHUNK: gl.constexpr = acc.shape[1] // 4
-    left, right = halves(acc)
-    a, b = halves(left)
-    c, d = halves(right)
+    sums = cut(cut((acc,)))
     expert, _, _, n = tile
-    a_scale = _row_scales(a, scales, tile, S)
+    a_scale = _row_scales(sums[0], scales, tile, S)
     static = _static_scale(scales, expert, S)
     # All at once, or each chunk right before its use: as it spills least.
     NOW: gl.constexpr = scaled_at_once(S, True)
     THEN: gl.constexpr = scaled_at_once(S, False)
-    a = _scaled(a, 0, a_scale, scales, tile, N, NOW, ACT)
-    b = _scaled(b, 1, a_scale, scales, tile, N, NOW, ACT)
-    c = _scaled(c, 2, a_scale, scales, tile, N, NOW, ACT)
-    d = _scaled(d, 3, a_scale, scales, tile, N, NOW, ACT)
-    a = _scaled(a, 0, a_scale, scales, tile, N, THEN, ACT)
-    if ACT.gated:
-        col = n * (2 * CHUNK)
-        c = _scaled(c, 2, a_scale, scales, tile, N, THEN, ACT)
-        left = _rounded(gated_columns(a, c, output, expert, col, N, ACT), output, static, S)
-        b = _scaled(b, 1, a_scale, scales, tile, N, THEN, ACT)
-        d = _scaled(d, 3, a_scale, scales, tile, N, THEN, ACT)
-        right = gated_columns(b, d, output, expert, col + CHUNK, N, ACT)
-        return (left, _rounded(right, output, static, S)), col
-    else:
-        col = n * (4 * CHUNK)
-        a = _rounded(columns(a, output, expert, col, N, ACT), output, static, S)
-        b = _scaled(b, 1, a_scale, scales, tile, N, THEN, ACT)
-        b = _rounded(columns(b, output, expert, col + CHUNK, N, ACT), output, static, S)
-        c = _scaled(c, 2, a_scale, scales, tile, N, THEN, ACT)
-        c = _rounded(columns(c, output, expert, col + 2 * CHUNK, N, ACT), output, static, S)
-        d = _scaled(d, 3, a_scale, scales, tile, N, THEN, ACT)
-        d = _rounded(columns(d, output, expert, col + 3 * CHUNK, N, ACT), output, static, S)
-        return (a, b, c, d), col
+    scaled = ()
+    for i in gl.static_range(4):
+        scaled = scaled + (_scaled(sums[i], i, a_scale, scales, tile, N, NOW, ACT),)  # noqa: RUF005
+    CHUNKS: gl.constexpr = 2 if ACT.gated else 4
+    first = n * (CHUNKS * CHUNK)
+    chunks = ()
+    for i in gl.static_range(CHUNKS):
+        col = first + i * CHUNK
+        chunk = _scaled(scaled[i], i, a_scale, scales, tile, N, THEN, ACT)
+        if ACT.gated:
+            up = _scaled(scaled[i + 2], i + 2, a_scale, scales, tile, N, THEN, ACT)
+            chunk = gated_columns(chunk, up, output, expert, col, N, ACT)
+        else:
+            chunk = columns(chunk, output, expert, col, N, ACT)
+        chunks = chunks + (_rounded(chunk, output, static, S),)  # noqa: RUF005
+    return chunks, first
 
 
 @gluon.jit
-def _consume(
-    HALF: gl.constexpr,
-    output,
-    buffers,
-    rings,
-    sizes,
-    scales,
-    notes,
-    tile,
-    GATHERED: gl.constexpr,
-    S: gl.constexpr,
-    ACT: gl.constexpr,
-):
-    """Multiply and store rows 64 * HALF to 64 * HALF + 63 of every tile, by one warpgroup."""
-    a_bufs, w_bufs, full, empty = rings
-    N, K = sizes
+def _product(
+    LOWER: gl.constexpr, step, k_steps, tile, pending, output, buffers, rings, sizes, scales,
+    HOW: gl.constexpr,
+):  # fmt: skip
+    """A consumer's 64 rows of a tile."""
+    a_bufs, w_bufs, _, empty = rings
+    N, _, out_n = sizes
+    GATHERED: gl.constexpr = HOW[0] is not None
+    S: gl.constexpr = HOW[2]
+    ACT: gl.constexpr = HOW[3]
     STAGES: gl.constexpr = a_bufs.shape[0]
     HALF_M: gl.constexpr = a_bufs.shape[1] // 2
     BLOCK_N: gl.constexpr = w_bufs.shape[1]
@@ -340,145 +257,58 @@ def _consume(
     # Triton has no instruction for 256 columns of int8.
     UNIT_N: gl.constexpr = BLOCK_N // 2 if INT8 else BLOCK_N
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, UNIT_N, UNIT_K])
-    no_chunk = gl.zeros([HALF_M, BLOCK_N // 4], output[1].dtype, CHUNK_LAYOUT)
     CHUNKS: gl.constexpr = 2 if ACT.gated else 4
-    out_n = N // 2 if ACT.gated else N
-    pending = (no_chunk, no_chunk) if ACT.gated else (no_chunk, no_chunk, no_chunk, no_chunk)
-    pending_row = 0
-    pending_end = 0
-    pending_col = 0
-    k_steps = gl.cdiv(K, a_bufs.shape[2])
-    step = 0
-    slot = 0
     expert, end, row, n = tile
-    while expert >= 0:
-        slot += 1
-        row += HALF * HALF_M
-        if row < end:
-            acc = gl.zeros([HALF_M, BLOCK_N], SUM, layout)
-            where = (pending_row, pending_end, pending_col)
-            for i in gl.static_range(CHUNKS):
-                acc = _multiply(acc, rings, step + i, i > 0, HALF, GATHERED)
-                store_chunk(i, pending, where, output, buffers, out_n)
-                # Once all but the last product are done, the stage before is free.
-                acc = warpgroup_mma_wait(1, deps=[acc])
-                if i > 0:
-                    mbarrier.arrive(empty.index((step + i - 1) % STAGES))
-            for i in range(CHUNKS, k_steps):
-                acc = _multiply(acc, rings, step + i, True, HALF, GATHERED)
-                acc = warpgroup_mma_wait(1, deps=[acc])
+    row += LOWER * HALF_M
+    if row < end:
+        acc = gl.zeros([HALF_M, BLOCK_N], SUM, layout)
+        for i in gl.static_range(CHUNKS):
+            acc = _multiply(acc, rings, step + i, i > 0, LOWER, GATHERED)
+            store_chunk(i, pending, output, buffers, out_n)
+            # Once all but the last product are done, the stage before is free.
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            if i > 0:
                 mbarrier.arrive(empty.index((step + i - 1) % STAGES))
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(empty.index((step + k_steps - 1) % STAGES))
-            pending, pending_col = _finish(acc, output, scales, (expert, end, row, n), N, S, ACT)
-            pending_row = row
-            pending_end = end
-        else:
-            for i in range(step, step + k_steps):
-                mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
-                mbarrier.arrive(empty.index(i % STAGES))
-        expert, end, row, n = told(notes, slot)
-        step += k_steps
-    where = (pending_row, pending_end, pending_col)
-    for i in gl.static_range(CHUNKS):
-        store_chunk(i, pending, where, output, buffers, out_n)
-    tma.store_wait(0)
+        for i in range(CHUNKS, k_steps):
+            acc = _multiply(acc, rings, step + i, True, LOWER, GATHERED)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(empty.index((step + i - 1) % STAGES))
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index((step + k_steps - 1) % STAGES))
+        chunks, col = _finish(acc, output, scales, (expert, end, row, n), N, S, ACT)
+        pending = (chunks, (row, end, col))
+    else:
+        skip(step, k_steps, rings)
+    return pending
 
 
 @gluon.jit
 def _grouped(
-    a,
-    stride_a,
-    rows_ptr,
-    w_desc,
-    up_desc,
-    bias_ptr,
-    out_desc,
-    out_ptr,
-    tiles_ptr,
-    a_scale_ptr,
-    w_scale_ptr,
-    out_scale_ptr,
-    N,
-    K,
-    n_tiles,
-    TOP_K: gl.constexpr,
-    S: gl.constexpr,
-    ACT: gl.constexpr,
-    EVEN_K: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
+    a, stride_a, rows_ptr, w_desc, up_desc, bias_ptr, out_desc, out_ptr, tiles_ptr, a_scale_ptr,
+    w_scale_ptr, out_scale_ptr, N, K, n_tiles, TOP_K: gl.constexpr, S: gl.constexpr,
+    ACT: gl.constexpr, EVEN_K: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
-):
+):  # fmt: skip
     """`a` is a pointer if TOP_K is given, which says that rows are gathered, else a descriptor."""
-    # Ahead of the barriers that one thread prepares: behind them, ptxas lets that thread's warp
-    # diverge until the tile is known, though it looks it up in registers that a warp shares.
-    queue = queue_of(tiles_ptr, n_tiles)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    relay = gl.allocate_shared_memory(gl.int32, [BLOCK_M], plain)
-    tile = tile_with_rows(look_up(gl.program_id(0), queue), queue, relay, BLOCK_M)
-    GATHERED: gl.constexpr = TOP_K is not None
-    dtype: gl.constexpr = w_desc.dtype
-    swizzled: gl.constexpr = w_desc.layout
-    made: gl.constexpr = out_desc.dtype
-    stored: gl.constexpr = out_desc.layout
-    barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    a_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], swizzled)
-    w_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], swizzled)
-    buffers_0 = gl.allocate_shared_memory(made, [2, BLOCK_M // 2, BLOCK_N // 4], stored)
-    buffers_1 = gl.allocate_shared_memory(made, [2, BLOCK_M // 2, BLOCK_N // 4], stored)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    notes = gl.allocate_shared_memory(gl.int32, [8, 1], plain)
-    tokens = gl.allocate_shared_memory(gl.int32, [2, BLOCK_M], plain)
-    for i in gl.static_range(STAGES):
-        # One arrival for the TMA copies; where rows are gathered, one more of every thread.
-        mbarrier.init(full.index(i), count=129 if GATHERED else 1)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
-    rings = (a_bufs, w_bufs, full, empty)
-    w_descs = (w_desc, up_desc)
+    dealt = first_tile(tiles_ptr, n_tiles, BLOCK_M)
+    stages, buffers = allocate(w_desc, out_desc, STAGES)
     output = (bias_ptr, out_desc, out_ptr)
-    sizes = (N, K)
     scales = (a_scale_ptr, w_scale_ptr, out_scale_ptr)
-    # Registers of the second consumer and of the producer; what is left goes to the first consumer.
-    if GATHERED:
-        x = (a, stride_a, rows_ptr, tokens)
-        gl.warp_specialize(
-            [
-                (
-                    _consume,
-                    (0, output, buffers_0, rings, sizes, scales, notes, tile, GATHERED, S, ACT),
-                ),
-                (
-                    _consume,
-                    (1, output, buffers_1, rings, sizes, scales, notes, tile, GATHERED, S, ACT),
-                ),
-                (
-                    _produce_gathered,
-                    (x, w_descs, rings, sizes, queue, notes, relay, tile, TOP_K, ACT, EVEN_K),
-                ),
-            ],
-            [4, 4],
-            [224, 64],
-        )
+    HOW: gl.constexpr = (TOP_K, EVEN_K, S, ACT)
+    if TOP_K is None:
+        specialize(
+            dealt, stages, (a, w_desc, up_desc), output, buffers, (N, K), scales, both_halves,
+            copy_rows, None, _product, BLOCK_M, BLOCK_K, TURNS=1, STAGES=STAGES, WARPS=1,
+            AHEAD=(5, 3, 1), HOW=HOW,
+        )  # fmt: skip
     else:
-        gl.warp_specialize(
-            [
-                (
-                    _consume,
-                    (0, output, buffers_0, rings, sizes, scales, notes, tile, GATHERED, S, ACT),
-                ),
-                (
-                    _consume,
-                    (1, output, buffers_1, rings, sizes, scales, notes, tile, GATHERED, S, ACT),
-                ),
-                (produce_rows, (a, w_descs, rings, sizes, queue, notes, relay, tile, ACT)),
-            ],
-            [4, 1],
-            [232, 40],
-        )
+        tokens = gl.allocate_shared_memory(gl.int32, [2, BLOCK_M], PLAIN)
+        source = (a, stride_a, rows_ptr, tokens, w_desc, up_desc)
+        specialize(
+            dealt, stages, source, output, buffers, (N, K), scales, _tokens_of_tile,
+            _copy_gathered, _note_tokens, _product, BLOCK_M, BLOCK_K, TURNS=1, STAGES=STAGES,
+            WARPS=4, AHEAD=(6, 4, 2), HOW=HOW,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -520,58 +350,18 @@ def each(scale: Tensor) -> str:
 
 
 def launch(
-    a: Tensor,
-    rows_R: Tensor | None,
-    w_ENK: Tensor,
-    bias_EN: Tensor | None,
-    out: Tensor,
-    tiles: TileMap,
-    top_k: int | None,
-    act: Act,
-    scales: Scales | None = None,
-) -> None:
+    a: Tensor, rows_R: Tensor | None, w_ENK: Tensor, bias_EN: Tensor | None, out: Tensor,
+    tiles: TileMap, top_k: int | None, act: Act, scales: Scales | None = None,
+) -> None:  # fmt: skip
     """Run the product; the backend says which operands it takes."""
-    E, N, K = w_ENK.shape
-    interleaved = act.interleaved
+    _, N, K = w_ENK.shape
     block_k = ROW_BYTES // w_ENK.element_size()
-    w_2d = w_ENK.view(E * N, K)
-    swizzled = gl.NVMMASharedLayout(ROW_BYTES, 8 * w_ENK.element_size(), rank=2)
-    w_desc, up_desc = (
-        TensorDescriptor.from_tensor(w, [HALF_N, block_k], swizzled)
-        for w in ((w_2d[::2], w_2d[1::2]) if interleaved else (w_2d, w_2d))
-    )
-    size = out.element_size()
-    stored = gl.NVMMASharedLayout(CHUNK_N * size, 8 * size, rank=2)
-    out_desc = TensorDescriptor.from_tensor(out, [HALF_M, CHUNK_N], stored)
-    if top_k is None:
-        source, stride = TensorDescriptor.from_tensor(a, [HALF_M, block_k], swizzled), None
-    else:
-        source, stride = a, a.stride(0)
+    source = skeleton.boxes(a, HALF_M, block_k) if top_k is None else a
     found = (None, None, None) if scales is None else (scales.a, scales.w, scales.out)
-    replay.launch(
-        _grouped,
-        (processors(a),),
-        source,
-        stride,
-        rows_R,
-        w_desc,
-        up_desc,
-        bias_EN,
-        out_desc,
-        out,
-        tiles.table,
-        *found,
-        N,
-        K,
-        triton.cdiv(N, BLOCK_N),
-        top_k,
-        None if scales is None else scales.constant,
-        act,
-        K % block_k == 0,
-        BLOCK_M,
-        BLOCK_N,
-        block_k,
-        STAGES,
-        num_warps=4,
-        maxnreg=REGISTERS,
-    )
+    skeleton.launch(
+        _grouped, a, source, None if top_k is None else a.stride(0), rows_R,
+        *skeleton.boxes_of_pair(w_ENK, block_k, act), bias_EN,
+        skeleton.boxes(out, HALF_M, CHUNK_N), out, tiles.table, *found, N, K,
+        triton.cdiv(N, BLOCK_N), top_k, None if scales is None else scales.constant, act,
+        K % block_k == 0, BLOCK_M, block_k, STAGES,
+    )  # fmt: skip

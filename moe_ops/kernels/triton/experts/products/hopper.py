@@ -1,13 +1,6 @@
-"""What the warp-specialised grouped products on Hopper (sm_90) share: copies by TMA into rings of
-stages, and the stores of a tile behind the products of the next one. Tiles are those of
-`tile_scheduler.py`.
-
-What the functions share:
-    rings   stages of A and of W, a row of 128 bytes each; barriers: stage full, stage read
-    sizes   N rows of W per expert, K
-    queue, tile, notes, relay   as in `tile_scheduler.py`
-    output  bias or None, descriptor and pointer of the output
-    ACT     an `Act`
+"""What the grouped products on Hopper (sm_90) share whose tiles are rows of A by rows of W: copies
+by TMA into the ring of `skeleton.py`, which says what the functions share, activations, and the
+stores of a tile behind the products of the next one. ACT is an `Act`.
 """
 
 from __future__ import annotations
@@ -18,13 +11,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from moe_ops.kernels.triton.activation import activate, activate_gated
-from moe_ops.kernels.triton.experts.schedule.tile_scheduler import (
-    draw,
-    drawn_item,
-    look_up,
-    tell,
-    tile_with_rows,
-)
 
 # Named so from Triton 3.7 or 3.8 on; before that, longer.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -36,7 +22,6 @@ BLOCK_N = 256
 HALF_M = BLOCK_M // 2  # rows of a consumer
 HALF_N = BLOCK_N // 2
 CHUNK_N = 64  # columns that one copy stores: of 16 bits, a row of shared memory as it is swizzled
-REGISTERS = 168  # of a thread at the start, for three warpgroups; then moved to the consumers
 CHUNK_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK_N, 16]))
 
 
@@ -59,53 +44,47 @@ def copy_w(w_descs, expert, n, k, full, stage, N, ACT: gl.constexpr):
 
 
 @gluon.jit
-def copy_rows(first, last, tile, a_desc, w_descs, rings, sizes, step, ACT: gl.constexpr):
-    """Steps `first` to `last` - 1 along K of a tile whose rows of A lie in order."""
-    a_bufs, w_bufs, full, empty = rings
-    expert, end, row, n = tile
-    STAGES: gl.constexpr = a_bufs.shape[0]
+def both_halves(slot, tile, source, rings, sizes, HOW: gl.constexpr):
+    """Whether a tile has rows in its lower half, as `AT` of `skeleton.py`."""
+    HALF_M: gl.constexpr = rings[0].shape[1] // 2
+    return tile[2] + HALF_M < tile[1]
+
+
+@gluon.jit
+def copy_rows(i, bar, stage, tile, both, source, rings, sizes, HOW: gl.constexpr):
+    """A step of W and of the rows of A where these lie in order, as `COPY` of `skeleton.py`."""
+    a_bufs, w_bufs, _, _ = rings
+    a_desc, w_desc, up_desc = source
+    expert, _, row, n = tile
     BLOCK_K: gl.constexpr = a_bufs.shape[2]
     HALF_M: gl.constexpr = a_bufs.shape[1] // 2
     ROW_BYTES: gl.constexpr = BLOCK_K * w_bufs.dtype.primitive_bitwidth // 8
     W_BYTES: gl.constexpr = w_bufs.shape[1] * ROW_BYTES
     HALF_BYTES: gl.constexpr = HALF_M * ROW_BYTES
-    both = row + HALF_M < end
-    for i in range(first, last):
-        k = i * BLOCK_K
-        stage = step % STAGES
-        bar = full.index(stage)
-        mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-        mbarrier.expect(bar, W_BYTES + HALF_BYTES, pred=not both)
-        mbarrier.expect(bar, W_BYTES + 2 * HALF_BYTES, pred=both)
-        copy_w(w_descs, expert, n, k, bar, w_bufs.index(stage), sizes[0], ACT)
-        upper = a_bufs.index(stage).slice(0, HALF_M)
-        lower = a_bufs.index(stage).slice(HALF_M, HALF_M)
-        tma_load(a_desc, [row, k], bar, upper)
-        tma_load(a_desc, [row + HALF_M, k], bar, lower, pred=both)
-        step += 1
-    return step
+    k = i * BLOCK_K
+    mbarrier.expect(bar, W_BYTES + HALF_BYTES, pred=not both)
+    mbarrier.expect(bar, W_BYTES + 2 * HALF_BYTES, pred=both)
+    copy_w((w_desc, up_desc), expert, n, k, bar, w_bufs.index(stage), sizes[0], HOW[-1])
+    upper = a_bufs.index(stage).slice(0, HALF_M)
+    lower = a_bufs.index(stage).slice(HALF_M, HALF_M)
+    tma_load(a_desc, [row, k], bar, upper)
+    tma_load(a_desc, [row + HALF_M, k], bar, lower, pred=both)
 
 
 @gluon.jit
-def produce_rows(a_desc, w_descs, rings, sizes, queue, notes, relay, tile, ACT: gl.constexpr):
-    """Fill the ring with consecutive rows of A and rows of W, by one warp."""
-    BLOCK_M: gl.constexpr = rings[0].shape[1]
-    k_steps = gl.cdiv(sizes[1], rings[0].shape[2])
-    step = 0
-    slot = 0
-    while tile[0] >= 0:
-        # The next tile is found two steps at a time, as late as that hides.
-        at_0, at_1, at_2 = gl.maximum(k_steps - 5, 0), k_steps - 3, k_steps - 1
-        step = copy_rows(0, at_0, tile, a_desc, w_descs, rings, sizes, step, ACT)
-        drawn = draw(queue)
-        step = copy_rows(at_0, at_1, tile, a_desc, w_descs, rings, sizes, step, ACT)
-        entry = look_up(drawn_item(drawn, queue, relay), queue)
-        step = copy_rows(at_1, at_2, tile, a_desc, w_descs, rings, sizes, step, ACT)
-        slot += 1
-        next_tile = tile_with_rows(entry, queue, relay, BLOCK_M)
-        tell(next_tile, notes, slot)
-        step = copy_rows(at_2, k_steps, tile, a_desc, w_descs, rings, sizes, step, ACT)
-        tile = next_tile
+def allocate(w_desc, out_desc, STAGES: gl.constexpr):
+    """Stages of A and of W, and the buffers of each consumer."""
+    swizzled: gl.constexpr = w_desc.layout
+    stored: gl.constexpr = out_desc.layout
+    HALF_N: gl.constexpr = w_desc.block_shape[0]
+    BLOCK_K: gl.constexpr = w_desc.block_shape[1]
+    HALF_M: gl.constexpr = out_desc.block_shape[0]
+    CHUNK: gl.constexpr = out_desc.block_shape[1]
+    a_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 2 * HALF_M, BLOCK_K], swizzled)
+    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 2 * HALF_N, BLOCK_K], swizzled)
+    buffers_0 = gl.allocate_shared_memory(out_desc.dtype, [2, HALF_M, CHUNK], stored)
+    buffers_1 = gl.allocate_shared_memory(out_desc.dtype, [2, HALF_M, CHUNK], stored)
+    return (a_bufs, w_bufs), (buffers_0, buffers_1)
 
 
 @gluon.jit
@@ -114,6 +93,15 @@ def halves(acc):
     M: gl.constexpr = acc.shape[0]
     HALF: gl.constexpr = acc.shape[1] // 2
     return acc.reshape([M, 2, HALF]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def cut(pieces):
+    """The left and the right half of each."""
+    both = ()
+    for i in gl.static_range(len(pieces)):
+        both = both + halves(pieces[i])
+    return both
 
 
 @gluon.jit
@@ -148,7 +136,7 @@ def add_bias(acc, bias_ptr, expert, col, N, STRIDE: gl.constexpr):
 @gluon.jit
 def gated_columns(gate, up, output, expert, col, N, ACT: gl.constexpr):
     """The output of columns from `col` on, in float32."""
-    bias_ptr, _, _ = output
+    bias_ptr = output[0]
     if ACT.interleaved:
         gate = add_bias(gate, bias_ptr, expert, 2 * col, N, 2)
         up = add_bias(up, bias_ptr, expert, 2 * col + 1, N, 2)
@@ -161,7 +149,7 @@ def gated_columns(gate, up, output, expert, col, N, ACT: gl.constexpr):
 @gluon.jit
 def columns(acc, output, expert, col, N, ACT: gl.constexpr):
     """The output of columns from `col` on, in float32."""
-    bias_ptr, _, _ = output
+    bias_ptr = output[0]
     acc = add_bias(acc, bias_ptr, expert, col, N, 1)
     if ACT.kind is not None:
         acc = activate(acc, ACT)
@@ -169,9 +157,10 @@ def columns(acc, output, expert, col, N, ACT: gl.constexpr):
 
 
 @gluon.jit
-def store_chunk(i: gl.constexpr, pending, where, output, buffers, out_n):
-    """Store chunk i of the pending tile, if there is one; rows from `end` on belong to others."""
-    _, out_desc, out_ptr = output
+def store_chunk(i: gl.constexpr, pending, output, buffers, out_n):
+    """Store chunk i of the pending ones, if there are any; rows from `end` on belong to others."""
+    out_desc, out_ptr = output[1], output[2]
+    chunks, where = pending
     row, end, col = where
     buffer = buffers.index(i % 2)
     M: gl.constexpr = buffer.shape[0]
@@ -181,12 +170,12 @@ def store_chunk(i: gl.constexpr, pending, where, output, buffers, out_n):
     # were not stored by copies came between.
     if row + M <= end:
         tma.store_wait(1)
-        buffer.store(pending[i])
+        buffer.store(chunks[i])
         fence_async_shared()
         tma_store(out_desc, [row, col], buffer)
     elif row < end:
         tma.store_wait(0)
-        buffer.store(pending[i])
+        buffer.store(chunks[i])
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
         rows = row + gl.arange(0, M, gl.SliceLayout(1, layout))
         cols = col + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))

@@ -1,0 +1,56 @@
+"""What the kernels of one skeleton are known by in Triton's cache on the disk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+
+from moe_ops.kernels.triton.experts.products import (
+    grouped_blocks,
+    grouped_registers,
+    grouped_wgmma,
+    hopper,
+)
+
+GIVEN = [
+    (grouped_wgmma._grouped, grouped_wgmma._product),
+    (grouped_wgmma._grouped, grouped_wgmma._tokens_of_tile),
+    (grouped_wgmma._grouped, grouped_wgmma._copy_gathered),
+    (grouped_wgmma._grouped, grouped_wgmma._note_tokens),
+    (grouped_wgmma._grouped, hopper.both_halves),
+    (grouped_wgmma._grouped, hopper.copy_rows),
+    (grouped_blocks._grouped_float8, grouped_blocks._product),
+    (grouped_blocks._grouped_float8, hopper.both_halves),
+    (grouped_blocks._grouped_float8, hopper.copy_rows),
+    (grouped_registers._grouped_codes, grouped_registers._product),
+    (grouped_registers._grouped_codes, grouped_registers._boxes_of_tile),
+    (grouped_registers._grouped_codes, grouped_registers._copy),
+]
+
+
+def unnoticed(kernel: Any, given: Any) -> bool:
+    """Whether a kernel has the same key when a function that it gives has another source."""
+    kernel.hash = None
+    before = kernel.cache_key
+    given._unsafe_update_src(given.src.replace("HOW", "ANY_HOW"))
+    kernel.hash = None
+    return kernel.cache_key == before
+
+
+def test_a_kernel_is_another_one_if_a_function_that_it_gives_is() -> None:
+    # In a process of its own, as Triton interprets kernels in this one.
+    root = Path(__file__).resolve().parents[2]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    source = "import tests.kernels.test_skeleton as t; print([t.unnoticed(*g) for g in t.GIVEN])"
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, cwd=root, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.strip() == str([False] * len(GIVEN))
