@@ -79,16 +79,9 @@ def route_tokens(call: RouteCall) -> tuple[Tensor, Tensor]:
 # The tensors of a launch, in their order.
 TENSORS = (
     "x_TD", "weights_TK", "ids_TK", "w13_EFD", "w2_EDI", "b13_EF", "b2_ED", "expert_map",
-    "residual_TD", "scale13_EFG", "scale2_EDG", "zero13_EFG", "zero2_EDG", "global13_E",
-    "global2_E", "x_scale", "h_scale", "x_scale_TG",
+    "residual_TD", "w13_scale_EFG", "w2_scale_EDG", "w13_zero_EFG", "w2_zero_EDG",
+    "global_scale13_E", "global_scale2_E", "x_scale", "h_scale", "x_scale_TG",
 )  # fmt: skip
-
-
-# Their names in a call, of those that have another one there.
-OF_CALL = {
-    "scale13_EFG": "w13_scale_EFG", "scale2_EDG": "w2_scale_EDG", "zero13_EFG": "w13_zero_EFG",
-    "zero2_EDG": "w2_zero_EDG", "global13_E": "global_scale13_E", "global2_E": "global_scale2_E",
-}  # fmt: skip
 
 
 def run_experts(
@@ -155,7 +148,7 @@ def _launch_experts(*given: Any) -> Tensor:
 def _call(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) -> ExpertsCall:
     """The call whose tensors are given by their names in TENSORS, for a path to be chosen."""
     w_format, x_format, dtype = formats
-    given = {OF_CALL.get(n, n): t for n, t in named.items() if n != "residual_TD"}
+    given = {n: t for n, t in named.items() if n != "residual_TD"}
     kind, gated, interleaved, alpha, limit, up_shift = act
     return ExpertsCall(
         **given, transposed=transposed, w_format=w_format, x_format=x_format, kind=kind,
@@ -174,7 +167,7 @@ def _layer(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) 
     codes, (weight, inputs, scaled, dtype) = None, formats_of(*formats)
     if weight is not None:
         named |= {n: as_stored(named[n], weight) for n in ("w13_EFD", "w2_EDI")}
-        named |= {n: scales_as_stored(named[n], weight) for n in ("scale13_EFG", "scale2_EDG")}
+        named |= {n: scales_as_stored(named[n], weight) for n in ("w13_scale_EFG", "w2_scale_EDG")}
         codes = Codes(
             **{n: named[n] for n in TENSORS[9:]},
             weight=weight,

@@ -87,8 +87,8 @@ def grouped_gemm(call: ExpertGemmCall) -> Tensor:
         w_EFD = _decoded(w_EFD, of_w, c.w_format, _gemm_dtype(c))
         if c.x_format:
             assert c.x_scale_RG is not None
-            own_R = contiguous(c.x_global_scale_R)
-            of_x = (c.x_scale_RG[None], None, own_R)
+            x_global_scale_R = contiguous(c.x_global_scale_R)
+            of_x = (c.x_scale_RG[None], None, x_global_scale_R)
             x_RD = _decoded(x_RD[None], of_x, c.x_format, _gemm_dtype(c))[0]
     elif c.w_format:
         return x_RD.new_empty(0, w_EFD.shape[1], dtype=_gemm_dtype(c))

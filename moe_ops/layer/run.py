@@ -43,9 +43,9 @@ class Ranks:
     slot_of_P: Tensor
 
 
-def run_here(held: Operands, routed: Routed, map_P: Tensor | None) -> Tensor:
-    """The weighted sum of this rank's experts; map_P as `experts` takes it."""
-    return _recorded(held, partial(_run_here, held, map_P=map_P), routed)
+def run_here(held: Operands, routed: Routed, expert_map: Tensor | None) -> Tensor:
+    """The weighted sum of this rank's experts; expert_map as `experts` takes it."""
+    return _recorded(held, partial(_run_here, held, expert_map=expert_map), routed)
 
 
 def run_over_ranks(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> Tensor:
@@ -65,23 +65,23 @@ def _recorded(held: Operands, run: Callable[[Routed], Tensor], routed: Routed) -
     return without_gradient(out_TD, NO_GRADIENT, *sources)
 
 
-def _run_here(held: Operands, routed: Routed, map_P: Tensor | None) -> Tensor:
+def _run_here(held: Operands, routed: Routed, expert_map: Tensor | None) -> Tensor:
     x_TD, weights_TK, ids_TK = routed
     if not held.has_order_by_expert:
-        return _once(held, Routed(held.ordered(x_TD), weights_TK, ids_TK), map_P)
+        return _once(held, Routed(held.ordered(x_TD), weights_TK, ids_TK), expert_map)
     assert held.input_order is not None
     # A pair of a token and an expert is a row.
-    x_RD = ordered_rows(x_TD, ids_TK, held.input_order, map_P)
+    x_RD = ordered_rows(x_TD, ids_TK, held.input_order, expert_map)
     pairs = Routed(x_RD, weights_TK.reshape(-1, 1), ids_TK.reshape(-1, 1))
-    return _once(held, pairs, map_P).unflatten(0, ids_TK.shape).sum(1)
+    return _once(held, pairs, expert_map).unflatten(0, ids_TK.shape).sum(1)
 
 
-def _once(held: Operands, routed: Routed, map_P: Tensor | None) -> Tensor:
+def _once(held: Operands, routed: Routed, expert_map: Tensor | None) -> Tensor:
     """One call of `experts`."""
     out_TD = experts(
         held.padded(routed.x_TD), routed.weights_TK, routed.ids_TK, held.w13.weight, held.w2.weight,
-        held.w13.bias, held.w2.bias, expert_map=map_P,
-        expert_offset=None if map_P is None else held.expert_offset, **held.options(),
+        held.w13.bias, held.w2.bias, expert_map=expert_map,
+        expert_offset=None if expert_map is None else held.expert_offset, **held.options(),
     )  # fmt: skip
     return held.cut(out_TD)
 

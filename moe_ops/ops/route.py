@@ -50,7 +50,7 @@ class RouteCall:
 
 def check(call: RouteCall) -> None:
     """Raise ValueError or TypeError unless `route` takes these arguments."""
-    logits_TE, bias_E, scale_E = call.logits_TE, call.bias_E, call.per_expert_scale_E
+    logits_TE, bias_E, per_expert_scale_E = call.logits_TE, call.bias_E, call.per_expert_scale_E
     check_tensor("logits_TE", logits_TE, 2, FLOATS)
     E = logits_TE.shape[1]
     if not 1 <= call.top_k <= E:
@@ -63,9 +63,9 @@ def check(call: RouteCall) -> None:
     if bias_E is not None:
         check_tensor("bias_E", bias_E, 1, FLOATS)
         check_size("bias_E", bias_E, 0, E, "one per expert of logits_TE")
-    if scale_E is not None:
-        check_tensor("per_expert_scale_E", scale_E, 1, FLOATS)
-        check_size("per_expert_scale_E", scale_E, 0, E, "one per expert of logits_TE")
+    if per_expert_scale_E is not None:
+        check_tensor("per_expert_scale_E", per_expert_scale_E, 1, FLOATS)
+        check_size("per_expert_scale_E", per_expert_scale_E, 0, E, "one per expert of logits_TE")
     if call.n_group != 1 or call.topk_group != 1:
         _check_groups(call)
     elif call.group_reduce not in GROUP_REDUCE or call.group_fill not in GROUP_FILL:
@@ -76,8 +76,8 @@ def check(call: RouteCall) -> None:
             check_finite(name, getattr(call, name))
     if call.softmax_selected and call.renormalize:
         raise ValueError("softmax_selected already makes weights that sum to 1; drop renormalize")
-    if bias_E is not None or scale_E is not None:
-        check_devices(logits_TE, bias_E=bias_E, per_expert_scale_E=scale_E)
+    if bias_E is not None or per_expert_scale_E is not None:
+        check_devices(logits_TE, bias_E=bias_E, per_expert_scale_E=per_expert_scale_E)
 
 
 def _check_groups(call: RouteCall) -> None:

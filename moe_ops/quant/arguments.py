@@ -240,15 +240,16 @@ def check_weight(
 
 
 def check_global_scale(
-    name: str, scale_E: Tensor | None, experts: int, w: Tensor, each: int = 1
+    name: str, global_scale_E: Tensor | None, experts: int, w: Tensor, each: int = 1
 ) -> None:
-    """Raise unless `scale_E` is one float32 per expert, or as many as `each` says, or None."""
-    if scale_E is not None:
-        several = each > 1 and scale_E.dim() == 2
+    """Raise unless `global_scale_E` is one float32 per expert, or as many as `each` says, or
+    None."""
+    if global_scale_E is not None:
+        several = each > 1 and global_scale_E.dim() == 2
         shape = (experts, each) if several else (experts,)
         what = f"{each} factors per expert" if several else "a factor per expert"
-        check_scale(name, scale_E, shape, torch.float32, what)
-        check_devices(w, **{name: scale_E})
+        check_scale(name, global_scale_E, shape, torch.float32, what)
+        check_devices(w, **{name: global_scale_E})
 
 
 def check_rows_scale(name: str, scale_R: Tensor | None, x_RD: Tensor, x_format: str) -> None:

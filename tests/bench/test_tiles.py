@@ -22,7 +22,7 @@ from moe_ops.testing import DEVICE, F16, Case
 
 NONE = torch.empty(0)
 CODES = Codes(
-    scale13_EFG=NONE, scale2_EDG=NONE, zero13_EFG=None, zero2_EDG=None,
+    w13_scale_EFG=NONE, w2_scale_EDG=NONE, w13_zero_EFG=None, w2_zero_EDG=None,
     weight=Weight("int4", 1, 128, "bfloat16", False, 4),
 )  # fmt: skip
 

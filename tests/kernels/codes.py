@@ -85,7 +85,7 @@ def any_codes(w_format: str, rows: int, columns: int) -> Weights:
 
 def unfilled(formats: tuple[str, str], sizes: tuple[int, int, int]) -> Any:
     """A gated layer of (E, D, I) as the tables of tiles look at it: without its weights."""
-    names = ("scale13_EFG", "scale2_EDG", "zero13_EFG", "zero2_EDG")
+    names = ("w13_scale_EFG", "w2_scale_EDG", "w13_zero_EFG", "w2_zero_EDG")
     none: dict[str, Any] = {name: torch.empty(0) for name in names}
     codes = Codes(**none, weight=weight_of(*formats))
     return SimpleNamespace(codes=codes, sizes=sizes, act=Act("silu"))
@@ -93,7 +93,7 @@ def unfilled(formats: tuple[str, str], sizes: tuple[int, int, int]) -> Any:
 
 @triton.jit
 def product_kernel(
-    w_ptr, s_ptr, z_ptr, x_ptr, out_ptr, stride_w, stride_x,
+    w_ptr, w_scale_ptr, w_zero_ptr, x_ptr, out_ptr, stride_w, stride_x,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
     W: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +102,7 @@ def product_kernel(
     acc_MN = tl.zeros((ROWS, TOKENS), tl.float32)
     w_M1, x_1N = (w_ptr + m * stride_w)[:, None], (x_ptr + n * stride_x)[None, :]
     acc_MN = add_product(
-        acc_MN, w_M1, 1, s_ptr, z_ptr, 0 * m, m, m < ROWS, x_1N, None, n, n < TOKENS,
+        acc_MN, w_M1, 1, w_scale_ptr, w_zero_ptr, 0 * m, m, m < ROWS, x_1N, None, n, n < TOKENS,
         ROWS, COLUMNS, STEP, W, "",
     )  # fmt: skip
     acc_MN = rescaled(acc_MN, W, x_ptr.dtype.element_ty)

@@ -78,7 +78,7 @@ def tokens_in_codes(case: Any) -> None:
         parsed = Format.of(x_format).parsed
         scale_TG = empty(*parsed.scale_shape(1024, case.D), dtype=parsed.scale_dtype)
         codes = Codes(
-            scale13_EFG=scale_TG, scale2_EDG=scale_TG, zero13_EFG=None, zero2_EDG=None,
+            w13_scale_EFG=scale_TG, w2_scale_EDG=scale_TG, w13_zero_EFG=None, w2_zero_EDG=None,
             weight=weight_of("mxfp4", x_format), inputs=inputs_of("mxfp4", x_format),
             x_scale_TG=scale_TG, result=torch.bfloat16,
         )  # fmt: skip
@@ -107,8 +107,8 @@ def quantized_layer(
         zero = empty(*groups, dtype=torch.uint8) if format.has_zero else None
         return w, empty(*groups, dtype=parsed.scale_dtype), zero
 
-    w13, scale13, zero13 = weight(2 * case.I, case.D)
-    w2, scale2, zero2 = weight(case.D, case.I)
+    w13, w13_scale, w13_zero = weight(2 * case.I, case.D)
+    w2, w2_scale, w2_zero = weight(case.D, case.I)
     # Of tokens, of h: kernels of few tokens take one scale for those of all experts.
     scales: list[Tensor | None] = [None, None]
     if static:
@@ -120,10 +120,10 @@ def quantized_layer(
         ids_TK=empty(T, case.K, dtype=torch.int32),
         w13_EFD=w13,
         w2_EDI=w2,
-        w13_scale_EFG=scale13,
-        w2_scale_EDG=scale2,
-        w13_zero_EFG=zero13,
-        w2_zero_EDG=zero2,
+        w13_scale_EFG=w13_scale,
+        w2_scale_EDG=w2_scale,
+        w13_zero_EFG=w13_zero,
+        w2_zero_EDG=w2_zero,
         global_scale13_E=empty(case.E, dtype=torch.float32) if format.has_global_scale else None,
         global_scale2_E=empty(case.E, dtype=torch.float32) if format.has_global_scale else None,
         x_scale=scales[backend == "rows"],

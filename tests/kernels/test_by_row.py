@@ -65,7 +65,7 @@ def check(kernel: str, call: ExpertsCall) -> Tensor:
 
 
 def codes_of(call: ExpertsCall) -> Codes:
-    named = ("scale13_EFG", "scale2_EDG", "zero13_EFG", "zero2_EDG")
+    named = ("w13_scale_EFG", "w2_scale_EDG", "w13_zero_EFG", "w2_zero_EDG")
     given = (call.w13_scale_EFG, call.w2_scale_EDG, None, None)
     return Codes(
         **dict(zip(named, given, strict=True)), weight=weight_of(call.w_format, call.x_format),

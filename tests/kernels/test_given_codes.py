@@ -117,8 +117,9 @@ def test_rows_are_copied_to_the_rows_where_they_would_be_made(element: str) -> N
     call = call_of(replace(ODD, T=21), f"{element}:row", f"{element}:row", dtype=F16)
     ids_TK, inverse_R = routed(21)
     named: dict[str, Any] = {
-        "scale13_EFG": call.w13_scale_EFG, "scale2_EDG": call.w2_scale_EDG, "zero13_EFG": None,
-        "zero2_EDG": None, "weight": weight_of(call.w_format, call.x_format), "scaled": "row",
+        "w13_scale_EFG": call.w13_scale_EFG, "w2_scale_EDG": call.w2_scale_EDG,
+        "w13_zero_EFG": None, "w2_zero_EDG": None,
+        "weight": weight_of(call.w_format, call.x_format), "scaled": "row",
     }  # fmt: skip
     given, codes = of_codes(call), Codes(**named)
     from_codes = replace(codes, x_scale_TG=given.x_scale_TG, result=F16)
@@ -161,7 +162,7 @@ def test_codes_are_decoded_to_what_emulation_makes(x_format: str) -> None:
     done = packing.quantize(x_TD, Format.of(x_format))
     scale = torch.ones(1, 1, 1, device=DEVICE)
     codes = Codes(
-        scale13_EFG=scale, scale2_EDG=scale, zero13_EFG=None, zero2_EDG=None,
+        w13_scale_EFG=scale, w2_scale_EDG=scale, w13_zero_EFG=None, w2_zero_EDG=None,
         weight=weight_of("mxfp4", x_format), inputs=inputs, x_scale_TG=done.scale, result=F16,
     )  # fmt: skip
     got, want = decode(done.values, codes), emulate(x_TD, 192, inputs, None)

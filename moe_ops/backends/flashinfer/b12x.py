@@ -77,8 +77,8 @@ def _run(call: ExpertsCall, layer: Layer, routed: arguments.Routed) -> Tensor:
                 w2_weight_sf=orders.mma_view(w2_scale_EDG),
                 token_selected_experts=arguments.only_here(routed.ids_TK, c.w13_EFD.shape[0]),
                 token_final_scales=routed.weights_TK,
-                w1_alpha=layer.scales.w13_E,
-                w2_alpha=layer.scales.w2_E,
+                w1_alpha=layer.scales.w13_global_scale_E,
+                w2_alpha=layer.scales.w2_global_scale_E,
                 fc2_input_scale=layer.scales.one,
                 input_global_scale=layer.scales.x,
             )
@@ -90,8 +90,8 @@ class Scales:
     """Factors of one layer at addresses that stay: the wrapper remembers what it made of them by
     address and version, and every call writes them anew from the live ones."""
 
-    w13_E: Tensor
-    w2_E: Tensor
+    w13_global_scale_E: Tensor
+    w2_global_scale_E: Tensor
     x: Tensor
     one: Tensor
     prefill: tuple[Tensor, ...]  # the six of CUTLASS, if the wrapper hands it long prompts
@@ -100,10 +100,12 @@ class Scales:
     def of(call: ExpertsCall, prefill: bool) -> Scales:
         """Space for the scales of a layer."""
         E, device = call.w13_EFD.shape[0], call.x_TD.device
-        w13_E, w2_E, x = (torch.empty(n, device=device) for n in (E, E, 1))
+        w13_global_scale_E, w2_global_scale_E, x = (
+            torch.empty(n, device=device) for n in (E, E, 1)
+        )
         six = cutlass.nvfp4_scales(call) if prefill else []
         own = tuple(t.clone() if t.is_floating_point() else t for t in six)
-        return Scales(w13_E, w2_E, x, torch.ones(1, device=device), own)
+        return Scales(w13_global_scale_E, w2_global_scale_E, x, torch.ones(1, device=device), own)
 
     def refresh(self, call: ExpertsCall) -> None:
         """Write the scales of a call. A calibrated scale of the second input would saturate its
@@ -112,8 +114,8 @@ class Scales:
         assert c.x_scale is not None and c.global_scale13_E is not None
         assert c.h_scale is not None and c.global_scale2_E is not None
         self.x.copy_(c.x_scale.max())
-        self.w13_E.copy_(c.global_scale13_E / c.x_scale)
-        self.w2_E.copy_(c.global_scale2_E / c.h_scale)
+        self.w13_global_scale_E.copy_(c.global_scale13_E / c.x_scale)
+        self.w2_global_scale_E.copy_(c.global_scale2_E / c.h_scale)
         for held, live in zip(self.prefill, self.prefill and cutlass.nvfp4_scales(c), strict=True):
             if held.data_ptr() != live.data_ptr():
                 held.copy_(live)

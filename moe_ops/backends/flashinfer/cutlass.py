@@ -305,9 +305,9 @@ def nvfp4_scales(call: ExpertsCall) -> list[Tensor]:
     c = call
     found = []
     inputs = ((c.x_scale, c.global_scale13_E), (c.h_scale, c.global_scale2_E))
-    for (scale, global_E), blocks in zip(inputs, block_scales(c), strict=True):
-        assert scale is not None and global_E is not None
-        one, factors_E = arguments.one_input_scale(scale, global_E)
+    for (scale, global_scale_E), blocks in zip(inputs, block_scales(c), strict=True):
+        assert scale is not None and global_scale_E is not None
+        one, factors_E = arguments.one_input_scale(scale, global_scale_E)
         found += [one.reciprocal().reshape(()), blocks.view(torch.int32), factors_E]
     return found
 

@@ -105,10 +105,10 @@ def _arguments(call: ExpertsCall, way: Way) -> str | None:
             return "needs static scales of both inputs (x_scale, h_scale)"
         if way.one_scale and c.x_scale.numel() > 1:
             return "takes one x_scale for all experts, got one for each"
-        globals_E = (c.global_scale13_E, c.global_scale2_E)
+        global_scales = (c.global_scale13_E, c.global_scale2_E)
         if c.global_scale13_E is not None and c.global_scale13_E.dim() == 2:
             return "takes one global scale of gate and up, got one for each"
-        if c.x_format == "nvfp4" and any(scale_E is None for scale_E in globals_E):
+        if c.x_format == "nvfp4" and any(scale_E is None for scale_E in global_scales):
             return "needs the global scales of both products"
     return _memory(call)
 

@@ -91,14 +91,14 @@ void limit_groups(const Router& p, Scratch& s) {
   }
 }
 
-void route_token(const Router& p, Scratch& s, const float* logits, const float* bias, const float* expert_scale,
-                 float* weights, int32_t* experts) {
+void route_token(const Router& p, Scratch& s, const float* logits, const float* bias, const float* per_expert_scale,
+                 float* weights, int32_t* ids) {
   score_token(p, logits, s.scores.data());
   for (int64_t e = 0; e < p.E; ++e)
     s.choice[e] = (p.select_on_logit ? logits[e] : s.scores[e]) + (bias ? bias[e] : 0.0f);
   if (p.n_group > 1) limit_groups(p, s);
-  top_k(s.choice.data(), p.E, p.K, s.ranked, experts);
-  for (int64_t k = 0; k < p.K; ++k) weights[k] = s.scores[experts[k]];
+  top_k(s.choice.data(), p.E, p.K, s.ranked, ids);
+  for (int64_t k = 0; k < p.K; ++k) weights[k] = s.scores[ids[k]];
   if (p.softmax_selected) softmax(weights, p.K, weights);
   if (p.renormalize) {
     float total = 0.0f;
@@ -106,19 +106,19 @@ void route_token(const Router& p, Scratch& s, const float* logits, const float* 
     total = std::max(total + p.eps, p.min_sum);
     for (int64_t k = 0; k < p.K; ++k) weights[k] /= total;
   }
-  for (int64_t k = 0; k < p.K; ++k) weights[k] *= p.scale * (expert_scale ? expert_scale[experts[k]] : 1.0f);
+  for (int64_t k = 0; k < p.K; ++k) weights[k] *= p.scale * (per_expert_scale ? per_expert_scale[ids[k]] : 1.0f);
 }
 
 }  // namespace
 
-extern "C" void moe_route(const Router* router, const float* logits, const float* bias, const float* expert_scale,
-                          float* weights, int32_t* experts) {
+extern "C" void moe_route(const Router* router, const float* logits, const float* bias, const float* per_expert_scale,
+                          float* weights, int32_t* ids) {
   const Router& p = *router;
 #pragma omp parallel num_threads(p.T * p.E < kParallelLogits ? 1 : p.threads)
   {
     Scratch scratch(p);
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < p.T; ++t)
-      route_token(p, scratch, logits + t * p.E, bias, expert_scale, weights + t * p.K, experts + t * p.K);
+      route_token(p, scratch, logits + t * p.E, bias, per_expert_scale, weights + t * p.K, ids + t * p.K);
   }
 }

@@ -169,8 +169,8 @@ def arrived(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def dispatch_kernel(
-    arena_ptr, table_ptr, error_ptr, x_ptr, scale_ptr, weights_ptr, ids_ptr, rank_ptr, slot_ptr,
-    x_out, scale_out, weights_out, ids_out, served_out,
+    arena_ptr, table_ptr, error_ptr, x_ptr, scale_ptr, weights_ptr, ids_ptr, rank_of_ptr,
+    slot_of_ptr, x_out, scale_out, weights_out, ids_out, served_out,
     T, rows, P, half, limit, tag, share, me,
     X: tl.constexpr, S: tl.constexpr, W: tl.constexpr, K: tl.constexpr, AT_S: tl.constexpr,
     AT_W: tl.constexpr, AT_I: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
@@ -205,8 +205,8 @@ def dispatch_kernel(
         for row in range(tl.program_id(0), rows, programs):
             t = zero + row
             known = (ids >= 0) & (ids < P)
-            rank = tl.load(rank_ptr + ids, mask=known, other=-3)
-            slot = tl.load(slot_ptr + ids, mask=known, other=-1)
+            rank = tl.load(rank_of_ptr + ids, mask=known, other=-3)
+            slot = tl.load(slot_of_ptr + ids, mask=known, other=-1)
             rank = tl.where(rank == HOME, me, rank)
             here = (rank[None, :] == r[:, None]) | (rank == EVERY)[None, :]
             slot = tl.where(here, slot[None, :], -1)
@@ -257,7 +257,7 @@ def dispatch_kernel(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def combine_pushed_kernel(
-    arena_ptr, table_ptr, error_ptr, y_ptr, served_ptr, ids_ptr, rank_ptr, out_ptr,
+    arena_ptr, table_ptr, error_ptr, y_ptr, served_ptr, ids_ptr, rank_of_ptr, out_ptr,
     T, rows, P, half, limit, tag, share, me,
     Y: tl.constexpr, D: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, KP: tl.constexpr, RANKS: tl.constexpr, RP: tl.constexpr,
@@ -301,7 +301,7 @@ def combine_pushed_kernel(
     if RECEIVES:
         number = begin(arena_ptr, 2 * COMBINE + 1, share)
         epoch = epoch if SENDS else number
-        rank = tl.load(rank_ptr + ids, mask=(ids >= 0) & (ids < P), other=-3)
+        rank = tl.load(rank_of_ptr + ids, mask=(ids >= 0) & (ids < P), other=-3)
         ok = arrived(arena_ptr, error_ptr, epoch, tag, limit, failed, COMBINE, RANKS, RP, ASM)
         slots = slots_of(arena_ptr.to(tl.int64), half, epoch, COMBINE, RANKS)
         column = tl.arange(0, COLUMNS)
@@ -320,7 +320,7 @@ def combine_pushed_kernel(
                 tl.store(out_ptr + t * D + start + column, out, mask=start + column < D)
             t += programs
             ids = tl.load(ids_ptr + t * K + k, mask=k < tl.where(t < T, K, 0), other=-1)
-            rank = tl.load(rank_ptr + ids, mask=(ids >= 0) & (ids < P), other=-3)
+            rank = tl.load(rank_of_ptr + ids, mask=(ids >= 0) & (ids < P), other=-3)
 
 
 def dispatch_bytes(sent: Rows, ranks: int, rows: int) -> int:

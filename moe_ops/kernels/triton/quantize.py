@@ -136,7 +136,7 @@ def warps_of(elements: int) -> int:
 
 @triton.jit(do_not_specialize=["N"])
 def quantize_kernel(
-    x_ptr, given_ptr, parts_ptr, codes_ptr, scale_ptr, stride_x, N,
+    x_ptr, static_ptr, parts_ptr, codes_ptr, scale_ptr, stride_x, N,
     D: tl.constexpr, GROUP: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, INT8: tl.constexpr,
     PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -150,15 +150,15 @@ def quantize_kernel(
     d = (g % GROUPS)[:, None] * GROUP + c
     inside = (g < N)[:, None] & (c < GROUP) & (d < D)
     x = tl.load(x_ptr + row * stride_x + d, mask=inside, other=0.0).to(tl.float32)
-    if given_ptr is not None:
-        scale = tl.load(given_ptr) + tl.zeros((BG,), tl.float32)
+    if static_ptr is not None:
+        scale = tl.load(static_ptr) + tl.zeros((BG,), tl.float32)
     elif parts_ptr is not None:
         bits = largest_of_parts(parts_ptr, PARTS) + tl.zeros((BG,), tl.int32)
         scale = scale_of_largest(bits, most_of(INT8))
     else:
         scale = scale_of_largest(tl.max(magnitude(x), 1), most_of(INT8))
     tl.store(codes_ptr + row * D + d, codes_of(x, scale, INT8), mask=inside)
-    ONE: tl.constexpr = given_ptr is not None or parts_ptr is not None
+    ONE: tl.constexpr = static_ptr is not None or parts_ptr is not None
     # One scale is that of no rows, too.
     tl.store(scale_ptr + g, scale, mask=g == 0 if ONE else g < N)
 

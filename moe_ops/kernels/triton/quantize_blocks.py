@@ -74,7 +74,7 @@ def halves_of(codes):
 
 @triton.jit(do_not_specialize=["N"])
 def quantize_blocks_kernel(
-    x_ptr, common_ptr, codes_ptr, scale_ptr, stride_x, stride_common, N,
+    x_ptr, global_scale_ptr, codes_ptr, scale_ptr, stride_x, stride_global_scale, N,
     D: tl.constexpr, GROUP: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
     FORMAT: tl.constexpr, KIND: tl.constexpr, CEIL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -103,9 +103,11 @@ def quantize_blocks_kernel(
             scale = tl.where(bits < NOT_FINITE, tl.maximum(scale, SMALLEST_SCALE), float("nan"))
             tl.store(scale_ptr + g, scale, mask=g < N)
         else:
-            if common_ptr is not None:
-                common = tl.load(common_ptr + g // GROUPS * stride_common, mask=g < N, other=1.0)
-                scale = tl.div_rn(scale, common)
+            if global_scale_ptr is not None:
+                global_scale = tl.load(
+                    global_scale_ptr + g // GROUPS * stride_global_scale, mask=g < N, other=1.0
+                )
+                scale = tl.div_rn(scale, global_scale)
                 scale = tl.where(scale == scale, scale, 0.0)  # of zeros, by zero
             scale = tl.where(bits < NOT_FINITE, tl.maximum(scale, 0.0), float("nan"))
             one = tl.full((BG,), 1.0, tl.float32)
@@ -114,8 +116,8 @@ def quantize_blocks_kernel(
             scale = code.to(tl.float32)
             if INTERPRETED:  # where a float8 cannot be NaN
                 scale = tl.where(bits < NOT_FINITE, scale, float("nan"))
-            if common_ptr is not None:
-                scale *= common
+            if global_scale_ptr is not None:
+                scale *= global_scale
     if VALUES == 1:
         tl.store(codes_ptr + row * STORED + d, codes_of(x, scale, False), mask=inside)
     else:
@@ -139,10 +141,10 @@ def quantize_blocks_kernel(
 
 @on_its_device
 def quantize(
-    x_RD: Tensor, common: Tensor | None, element: Element, group: int, kind: str, rule: str
+    x_RD: Tensor, global_scale: Tensor | None, element: Element, group: int, kind: str, rule: str
 ) -> tuple[Tensor, Tensor]:
-    """Codes of x, packed, and the scales of so many columns of a row, of a kind of SCALES; common:
-    the global scale of those in float8, one or one for each row."""
+    """Codes of x, packed, and the scales of so many columns of a row, of a kind of SCALES;
+    global_scale: the global scale of those in float8, one or one for each row."""
     R, D = x_RD.shape
     group = D if group == -1 else group
     groups = triton.cdiv(D, group)
@@ -153,10 +155,12 @@ def quantize(
     if R == 0:
         return codes_RD, scale_RG
     BG, BC = tile_of(max(group, values))
-    stride_common = common.stride(0) if common is not None and common.numel() > 1 else 0
+    stride_global_scale = (
+        global_scale.stride(0) if global_scale is not None and global_scale.numel() > 1 else 0
+    )
     launch(
         quantize_blocks_kernel, (triton.cdiv(R * groups, BG),),
-        x_RD, common, codes_RD, scale_RG, x_RD.stride(0), stride_common, R * groups,
+        x_RD, global_scale, codes_RD, scale_RG, x_RD.stride(0), stride_global_scale, R * groups,
         D=D, GROUP=group, BG=BG, BC=BC, FORMAT=element, KIND=kind, CEIL=rule == "ceil",
         num_warps=warps_of(BG * BC), **pdl_options(x_RD),
     )  # fmt: skip

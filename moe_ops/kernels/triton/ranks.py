@@ -97,7 +97,7 @@ def pack_kernel(
 
 @triton.jit
 def unpack_kernel(
-    packed_ptr, rank_ptr, slot_ptr, x_ptr, scale_ptr, weights_ptr, ids_ptr, rows, me,
+    packed_ptr, rank_of_ptr, slot_of_ptr, x_ptr, scale_ptr, weights_ptr, ids_ptr, rows, me,
     X: tl.constexpr, S: tl.constexpr, W: tl.constexpr, K: tl.constexpr, AT_S: tl.constexpr,
     AT_W: tl.constexpr, AT_I: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
     SP: tl.constexpr, WP: tl.constexpr, KP: tl.constexpr,
@@ -107,8 +107,8 @@ def unpack_kernel(
     source = packed_ptr + g * ROW
     k = tl.arange(0, KP)
     ids = tl.load(source + AT_I + k, mask=k < K, other=-1)
-    rank = tl.load(rank_ptr + ids, mask=ids >= 0, other=-3)
-    slot = tl.load(slot_ptr + ids, mask=ids >= 0, other=-1)
+    rank = tl.load(rank_of_ptr + ids, mask=ids >= 0, other=-3)
+    slot = tl.load(slot_of_ptr + ids, mask=ids >= 0, other=-1)
     at_home = (rank == HOME) & (g // rows == me)
     slot = tl.where((rank == me) | (rank == EVERY) | at_home, slot, -1)
     tl.store(ids_ptr + g * K + k, slot, mask=k < K)
@@ -119,7 +119,7 @@ def unpack_kernel(
 
 @triton.jit
 def combine_kernel(
-    back_ptr, ids_ptr, rank_ptr, out_ptr, rows, P, ranks, me,
+    back_ptr, ids_ptr, rank_of_ptr, out_ptr, rows, P, ranks, me,
     D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """A part of a token's result: the rows of the ranks that it needed, in their order."""
@@ -128,7 +128,7 @@ def combine_kernel(
     k = tl.arange(0, KP)
     ids = tl.load(ids_ptr + t * K + k, mask=k < K, other=-1)
     known = (ids >= 0) & (ids < P)
-    rank = tl.load(rank_ptr + ids, mask=known, other=-3)
+    rank = tl.load(rank_of_ptr + ids, mask=known, other=-3)
     rank = tl.where(rank == HOME, me, rank)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for r in range(ranks):

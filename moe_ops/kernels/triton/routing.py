@@ -174,7 +174,7 @@ def route_kernel(
     bias_ptr,
     per_expert_scale_ptr,
     weights_ptr,
-    experts_ptr,
+    ids_ptr,
     E: tl.constexpr,
     K: tl.constexpr,
     ROUTER: tl.constexpr,
@@ -230,7 +230,7 @@ def route_kernel(
         weights_TK = weights_TK * scale_TK.to(tl.float32)
     offsets = rows_T.to(tl.int64)[:, None] * K + slots_K[None, :]
     tl.store(weights_ptr + offsets, weights_TK.to(weights_ptr.dtype.element_ty), mask=used_TK)
-    tl.store(experts_ptr + offsets, ids_TK, mask=used_TK)
+    tl.store(ids_ptr + offsets, ids_TK, mask=used_TK)
 
 
 @on_its_device

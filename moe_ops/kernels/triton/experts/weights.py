@@ -44,21 +44,23 @@ class Experts:
     def stack13(self) -> Stack:
         """w13 [E, rows, columns], its scales, zero points and global scales, and its bias."""
         c = self.codes
-        factors = (None,) * 3 if c is None else (c.scale13_EFG, c.zero13_EFG, c.global13_E)
+        factors = (
+            (None,) * 3 if c is None else (c.w13_scale_EFG, c.w13_zero_EFG, c.global_scale13_E)
+        )
         return (self._by_row(self.w13_EFD), *factors, self.b13_EF)
 
     @property
     def stack2(self) -> Stack:
         c = self.codes
-        factors = (None,) * 3 if c is None else (c.scale2_EDG, c.zero2_EDG, c.global2_E)
+        factors = (None,) * 3 if c is None else (c.w2_scale_EDG, c.w2_zero_EDG, c.global_scale2_E)
         return (self._by_row(self.w2_EDI), *factors, self.b2_ED)
 
     @property
     def shared13(self) -> str:
         """How rows of w13 share its global scales: empty, where an expert has one; "halves" or
         "pairs" where gate and up have one each, by where their rows are."""
-        common = None if self.codes is None else self.codes.global13_E
-        if common is None or common.dim() == 1:
+        global_scale13_E = None if self.codes is None else self.codes.global_scale13_E
+        if global_scale13_E is None or global_scale13_E.dim() == 1:
             return ""
         return "pairs" if self.act.interleaved else "halves"
 
@@ -108,13 +110,14 @@ def up_rows(block, I: tl.constexpr, BI: tl.constexpr, ACT: tl.constexpr):
 
 @triton.jit
 def activated(
-    acc_FN, b_ptr, b_offset, row_F, inside_F, BI: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr
-):
+    acc_FN, bias_ptr, bias_offset, row_F, inside_F, BI: tl.constexpr, BN: tl.constexpr,
+    ACT: tl.constexpr,
+):  # fmt: skip
     """h [BI, BN] of the first product's tile, whose rows are as `up_rows` orders them."""
     GATED: tl.constexpr = ACT.gated
     INTERLEAVED: tl.constexpr = ACT.interleaved
-    if b_ptr is not None:
-        bias_F = tl.load(b_ptr + b_offset + row_F, mask=inside_F, other=0.0)
+    if bias_ptr is not None:
+        bias_F = tl.load(bias_ptr + bias_offset + row_F, mask=inside_F, other=0.0)
         acc_FN += bias_F.to(tl.float32)[:, None]
     if GATED:
         if INTERLEAVED:

@@ -20,13 +20,13 @@ class Codes:
     """What makes the values of a layer's weights of their codes: scales, zero points, and W; how
     inputs are emulated, if they are, and their static scales."""
 
-    scale13_EFG: Tensor
-    scale2_EDG: Tensor
-    zero13_EFG: Tensor | None
-    zero2_EDG: Tensor | None
+    w13_scale_EFG: Tensor
+    w2_scale_EDG: Tensor
+    w13_zero_EFG: Tensor | None
+    w2_zero_EDG: Tensor | None
     weight: Weight
-    global13_E: Tensor | None = None
-    global2_E: Tensor | None = None
+    global_scale13_E: Tensor | None = None
+    global_scale2_E: Tensor | None = None
     inputs: Inputs | None = None  # that are emulated
     scaled: str = ""  # of those of 8 bits, what has a scale: "group", "row" or "tensor"
     x_scale: Tensor | None = None  # static ones

@@ -73,10 +73,10 @@ def rescaled(acc_MN, W: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def under_global(acc_MN, g_ptr, e):
+def under_global(acc_MN, global_scale_ptr, e):
     """The sum of products with an expert's weight, times the global scale of the expert, if any."""
-    if g_ptr is not None:
-        acc_MN = acc_MN * tl.load(g_ptr + e)
+    if global_scale_ptr is not None:
+        acc_MN = acc_MN * tl.load(global_scale_ptr + e)
     return acc_MN
 
 
@@ -94,15 +94,17 @@ def factor_at(e, row_M, ROWS: tl.constexpr, SHARED: tl.constexpr):
 
 
 @triton.jit
-def under_globals(acc_MN, g_ptr, e, row_M, inside_M, ROWS: tl.constexpr, SHARED: tl.constexpr):
+def under_globals(
+    acc_MN, global_scale_ptr, e, row_M, inside_M, ROWS: tl.constexpr, SHARED: tl.constexpr
+):
     """The sum of the first product with an expert's weight, times the global scales of its rows, if
     any: the expert's one, or where SHARED says so those at `factor_at`."""
-    if g_ptr is not None:
+    if global_scale_ptr is not None:
         if SHARED == "":
-            acc_MN = under_global(acc_MN, g_ptr, e)
+            acc_MN = under_global(acc_MN, global_scale_ptr, e)
         else:
             at_M = factor_at(e, row_M, ROWS, SHARED)
-            acc_MN = acc_MN * tl.load(g_ptr + at_M, mask=inside_M, other=0.0)[:, None]
+            acc_MN = acc_MN * tl.load(global_scale_ptr + at_M, mask=inside_M, other=0.0)[:, None]
     return acc_MN
 
 

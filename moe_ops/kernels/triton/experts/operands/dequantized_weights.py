@@ -34,7 +34,7 @@ def halves_of(pairs):
 
 @triton.jit
 def decode_kernel(
-    w_ptr, s_ptr, z_ptr, g_ptr, out_ptr, ALL_ROWS,
+    w_ptr, w_scale_ptr, w_zero_ptr, global_scale_ptr, out_ptr, ALL_ROWS,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr,
     EACH: tl.constexpr, PIECES: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
     PDL: tl.constexpr,
@@ -50,21 +50,21 @@ def decode_kernel(
     group_M = group_row(row_M // ROWS, row_M % ROWS, ROWS, COLUMNS, W)
     group_W = 0 * word_W if GROUP == -1 else word_W * EACH // GROUP
     factor_MW = group_M[:, None] + group_W[None, :]
-    scale_MW = scale_of(tl.load(s_ptr + factor_MW, mask=inside_MW, other=0), KIND)
-    if g_ptr is not None:
+    scale_MW = scale_of(tl.load(w_scale_ptr + factor_MW, mask=inside_MW, other=0), KIND)
+    if global_scale_ptr is not None:
         if SHARED == "":
             at_M = row_M // ROWS
         else:
             at_M = factor_at(row_M // ROWS, row_M % ROWS, ROWS, SHARED)
-        g_M = tl.load(g_ptr + at_M, mask=row_M < ALL_ROWS, other=0.0)
-        scale_MW = scale_MW * g_M[:, None]
+        global_scale_M = tl.load(global_scale_ptr + at_M, mask=row_M < ALL_ROWS, other=0.0)
+        scale_MW = scale_MW * global_scale_M[:, None]
     place_W = PIECES * word_W
     at_MW = w_ptr + row_M[:, None] * (COLUMNS // EACH * PIECES) + place_W[None, :]
     if brings_its_decoder(W):
         words_MW = words_of(at_MW, inside_MW, W, "")
         value = tl.reshape(values_of_words(words_MW, W), (BM, BD // EACH, EACH))
-        if z_ptr is not None:
-            zero_MW = tl.load(z_ptr + factor_MW, mask=inside_MW, other=0).to(tl.float32)
+        if w_zero_ptr is not None:
+            zero_MW = tl.load(w_zero_ptr + factor_MW, mask=inside_MW, other=0).to(tl.float32)
             value -= zero_MW[:, :, None]
         value = value * scale_MW[:, :, None]
     elif W.bits == 6:
@@ -79,18 +79,18 @@ def decode_kernel(
         value = value * scale_MW[:, :, None]
     elif EACH == 1:
         value = tl.load(at_MW, mask=inside_MW).to(tl.float32)
-        if z_ptr is not None:
-            value -= tl.load(z_ptr + factor_MW, mask=inside_MW, other=0).to(tl.float32)
+        if w_zero_ptr is not None:
+            value -= tl.load(w_zero_ptr + factor_MW, mask=inside_MW, other=0).to(tl.float32)
         value = (value * scale_MW)[:, :, None]
     else:
         w_MW = tl.load(at_MW, mask=inside_MW)
         code = (w_MW[:, :, None] >> (4 * tl.arange(0, EACH))[None, None, :]) & 15
         if ELEMENT == "float4_e2m1":
             value = float4_of(code)
-        elif z_ptr is None:
+        elif w_zero_ptr is None:
             value = (code - 8).to(tl.float32)
         else:
-            zero_MW = tl.load(z_ptr + factor_MW, mask=inside_MW, other=0).to(tl.int32)
+            zero_MW = tl.load(w_zero_ptr + factor_MW, mask=inside_MW, other=0).to(tl.int32)
             value = (code - zero_MW[:, :, None]).to(tl.float32)
         value = value * scale_MW[:, :, None]
     column = (word_W * EACH)[None, :, None] + tl.arange(0, EACH)[None, None, :]

@@ -45,8 +45,8 @@ from moe_ops.kernels.triton.replay import launch
 # One compiled kernel serves every number of rows.
 @triton.jit(do_not_specialize=["T", "N_MAP"])
 def quantize_rows_kernel(
-    x_ptr, given_ptr, parts_ptr, ids_ptr, map_ptr, inverse_ptr, ends_ptr, weight_ptr, rows_ptr,
-    codes_ptr, scale_ptr, stride_x, T, N_MAP,
+    x_ptr, static_ptr, parts_ptr, ids_ptr, expert_map_ptr, inverse_ptr, ends_ptr, weights_ptr,
+    rows_ptr, codes_ptr, scale_ptr, stride_x, T, N_MAP,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
     INT8: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -67,30 +67,30 @@ def quantize_rows_kernel(
             row = pair
             if rows_ptr is not None:
                 pair = tl.load(rows_ptr + t, mask=here, other=0)
-            e = local_ids(ids_ptr, map_ptr, pair, here, E, N_MAP)
-            scale = tl.load(given_ptr + e, mask=e < E, other=1.0)
+            e = local_ids(ids_ptr, expert_map_ptr, pair, here, E, N_MAP)
+            scale = tl.load(static_ptr + e, mask=e < E, other=1.0)
             if inverse_ptr is not None:
                 row = tl.load(inverse_ptr + pair, mask=here, other=-1)
             there = (e < E) & (row >= 0)
             at = codes_ptr + row.to(tl.int64)[:, None] * D + d
             tl.store(at, codes_of(x, scale, INT8), mask=there[:, None] & (d < D))
-            if weight_ptr is not None:
-                scale *= tl.load(weight_ptr + pair, mask=there, other=0.0).to(tl.float32)
+            if weights_ptr is not None:
+                scale *= tl.load(weights_ptr + pair, mask=there, other=0.0).to(tl.float32)
             tl.store(scale_ptr + row, scale, mask=there)
     else:
-        if given_ptr is not None:
-            scale = tl.load(given_ptr) + tl.zeros((BT,), tl.float32)
+        if static_ptr is not None:
+            scale = tl.load(static_ptr) + tl.zeros((BT,), tl.float32)
         elif parts_ptr is not None:
             bits = largest_of_parts(parts_ptr, PARTS) + tl.zeros((BT,), tl.int32)
             scale = scale_of_largest(bits, most_of(INT8))
         else:
             scale = scale_of_largest(tl.max(magnitude(x), 1), most_of(INT8))
         codes = codes_of(x, scale, INT8)
-        if weight_ptr is not None:
+        if weights_ptr is not None:
             at = t
             if rows_ptr is not None:
                 at = tl.load(rows_ptr + t, mask=here, other=0)
-            scale *= tl.load(weight_ptr + at, mask=here, other=0.0).to(tl.float32)
+            scale *= tl.load(weights_ptr + at, mask=here, other=0.0).to(tl.float32)
         if inverse_ptr is None:
             at = codes_ptr + t.to(tl.int64)[:, None] * D + d
             tl.store(at, codes, mask=here[:, None] & (d < D))
@@ -105,7 +105,7 @@ def quantize_rows_kernel(
 
 @triton.jit(do_not_specialize=["P", "T", "N_MAP"])
 def largest_of_pairs_kernel(
-    h_ptr, ids_ptr, map_ptr, parts_ptr, P, T, N_MAP,
+    h_ptr, ids_ptr, expert_map_ptr, parts_ptr, P, T, N_MAP,
     E: tl.constexpr, I: tl.constexpr, BP: tl.constexpr, BI: tl.constexpr, ONE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -113,11 +113,11 @@ def largest_of_pairs_kernel(
     pair that it left out."""
     take_turn(PDL)
     pair = tl.program_id(0)
-    e = local_ids(ids_ptr, map_ptr, pair, pair < P, E, N_MAP)
+    e = local_ids(ids_ptr, expert_map_ptr, pair, pair < P, E, N_MAP)
     used = e < E
     if not ONE:
         p = tl.arange(0, BP)
-        ids_P = local_ids(ids_ptr, map_ptr, p, p < pair, E, N_MAP)
+        ids_P = local_ids(ids_ptr, expert_map_ptr, p, p < pair, E, N_MAP)
         used = used & (tl.max((ids_P == e).to(tl.int32), 0) == 0)
     i = tl.arange(0, BI)
     largest_I = tl.zeros((BI,), tl.int32)
@@ -129,11 +129,11 @@ def largest_of_pairs_kernel(
 
 @triton.jit
 def codes_of_h(
-    h_IN, static_ptr, e, BY_EXPERT: tl.constexpr, DTYPE: tl.constexpr, INT8: tl.constexpr
+    h_IN, h_scale_ptr, e, BY_EXPERT: tl.constexpr, DTYPE: tl.constexpr, INT8: tl.constexpr
 ):
     """(codes, scale) by the static scale of an expert, or that of all; h is rounded first, as it is
     where it is stored."""
-    scale = tl.load(static_ptr + (e if BY_EXPERT else 0))
+    scale = tl.load(h_scale_ptr + (e if BY_EXPERT else 0))
     h_IN = h_IN.to(DTYPE).to(tl.float32)
     return codes_of(h_IN, scale + tl.zeros((h_IN.shape[0],), tl.float32), INT8), scale
 
@@ -146,7 +146,7 @@ def by_expert(scale: Tensor | None) -> bool:
 def _quantize(
     x_TD: Tensor,
     codes: Codes,
-    given: Tensor | None,
+    static: Tensor | None,
     parts: Tensor | None,
     rows: int,
     routed: tuple[Tensor, Tensor | None, Tensor | None] | None = None,
@@ -156,14 +156,14 @@ def _quantize(
     """Codes and scales of `rows` rows. routed: ids, map and, if rows are sorted, their order."""
     T, D = x_TD.shape
     ids_TK, expert_map, inverse_R = routed or (None, None, None)
-    each = by_expert(given)
+    each = by_expert(static)
     out = x_TD.new_empty(rows, D, dtype=codes.dtype)
     scale_R = x_TD.new_empty(rows, dtype=torch.float32)
-    E = given.numel() if given is not None and each else 0 if ends_E is None else ends_E.numel()
+    E = static.numel() if static is not None and each else 0 if ends_E is None else ends_E.numel()
     BT, BD = tile_of(D)
     launch(
         quantize_rows_kernel, (triton.cdiv(T, BT),),
-        x_TD, given, parts, ids_TK if each else None, expert_map if each else None, inverse_R,
+        x_TD, static, parts, ids_TK if each else None, expert_map if each else None, inverse_R,
         ends_E, *weights, out, scale_R, x_TD.stride(0), T,
         0 if expert_map is None else expert_map.shape[0],
         E=E, K=1 if ids_TK is None else ids_TK.shape[1], D=D, BT=BT, BD=BD,
@@ -205,12 +205,12 @@ def quantize_h(
 ) -> tuple[Tensor, Tensor]:
     """Codes of sorted rows of h, and their scales, times the weights of their pairs if these are
     given. A static scale needs their order, ids and map."""
-    given = codes.h_scale
-    parts = largest(h_RI, ends_E) if given is None and codes.scaled == "tensor" else None
+    h_scale = codes.h_scale
+    parts = largest(h_RI, ends_E) if h_scale is None and codes.scaled == "tensor" else None
     weights, ids = (weights_TK, rows_R), None
     if routed is not None:
         ids = (routed[0].view(-1, 1), routed[1], None)
-    return _quantize(h_RI, codes, given, parts, h_RI.shape[0], ids, ends_E, weights)
+    return _quantize(h_RI, codes, h_scale, parts, h_RI.shape[0], ids, ends_E, weights)
 
 
 def quantize_pairs(
@@ -218,15 +218,15 @@ def quantize_pairs(
 ) -> tuple[Tensor, Tensor]:
     """Codes of h [pairs * T, I] as `tiny_up` wrote it, and their scales, times its shares of
     weights. Static scales are for one token alone."""
-    parts, (T, K), I, given = None, ids_TK.shape, h_PI.shape[1], codes.h_scale
-    if given is None and codes.scaled == "tensor":
+    parts, (T, K), I, h_scale = None, ids_TK.shape, h_PI.shape[1], codes.h_scale
+    if h_scale is None and codes.scaled == "tensor":
         BP = triton.next_power_of_2(T * K)
         parts = h_PI.new_empty(BP, dtype=torch.int32)
         launch(
             largest_of_pairs_kernel, (BP,), h_PI, ids_TK, expert_map, parts, T * K, T,
             0 if expert_map is None else expert_map.shape[0],
-            E=codes.scale13_EFG.shape[0], I=I, BP=BP, BI=triton.next_power_of_2(I), ONE=T == 1,
+            E=codes.w13_scale_EFG.shape[0], I=I, BP=BP, BI=triton.next_power_of_2(I), ONE=T == 1,
             num_warps=4, **pdl_options(h_PI),
         )  # fmt: skip
     ids, weights = (ids_TK.view(-1, 1), expert_map, None), (share_PT, None)
-    return _quantize(h_PI, codes, given, parts, h_PI.shape[0], ids, weights=weights)
+    return _quantize(h_PI, codes, h_scale, parts, h_PI.shape[0], ids, weights=weights)

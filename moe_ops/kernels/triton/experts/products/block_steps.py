@@ -31,14 +31,15 @@ MOST_IN_SUM = tl.constexpr(32)  # tokens whose sums are scaled
 
 @triton.jit
 def add_product(
-    acc_MN, w_M1, stride_w, s_ptr, z_ptr, e, row_M, inside_M, x_1N, t_ptr, token_N, inside_N,
+    acc_MN, w_M1, stride_w, w_scale_ptr, w_zero_ptr, e, row_M, inside_M, x_1N, x_scale_ptr, token_N,
+    inside_N,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr,
     POLICY: tl.constexpr,
 ):  # fmt: skip
     """acc_MN and the products of rows of the weights of experts, at w_M1, with tokens, at x_1N, of
-    which those quantised have scales [tokens, groups] at t_ptr; `rescaled` follows the last one.
-    Columns of weights are contiguous, of floats stride_w apart. POLICY is that of the cache for
-    weights."""
+    which those quantised have scales [tokens, groups] at x_scale_ptr; `rescaled` follows the last
+    one. Columns of weights are contiguous, of floats stride_w apart. POLICY is that of the cache
+    for weights."""
     if W is None:
         d = tl.arange(0, STEP)
         for start in range(0, COLUMNS, STEP):
@@ -57,62 +58,64 @@ def add_product(
             w_M1, inside_M, x_1N, inside_N, acc_MN.shape[0], acc_MN.shape[1], COLUMNS, STEP, W,
             POLICY,
         )  # fmt: skip
-        s_M = tl.load(s_ptr + group_M, mask=inside_M, other=0)
-        t_N = tl.load(t_ptr + token_N, mask=inside_N, other=0.0)
+        w_scale_M = tl.load(w_scale_ptr + group_M, mask=inside_M, other=0)
+        x_scale_N = tl.load(x_scale_ptr + token_N, mask=inside_N, other=0.0)
         KIND: tl.constexpr = W.kind
-        factor_MN = finite(scale_of(s_M, KIND))[:, None] * t_N[None, :]
+        factor_MN = finite(scale_of(w_scale_M, KIND))[:, None] * x_scale_N[None, :]
         acc_MN += sum_MN.to(tl.float32) * factor_MN
     else:
         group_M = group_row(e, row_M, ROWS, COLUMNS, W)
         acc_MN = add_steps(
-            acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, x_1N, t_ptr, token_N, inside_N,
-            COLUMNS, STEP, W, POLICY,
+            acc_MN, w_M1, w_scale_ptr, w_zero_ptr, group_M, inside_M, x_1N, x_scale_ptr, token_N,
+            inside_N, COLUMNS, STEP, W, POLICY,
         )  # fmt: skip
     return acc_MN
 
 
 @triton.jit
 def add_steps(
-    acc_MN, w_M1, s_ptr, z_ptr, group_M, inside_M, x_1N, t_ptr, token_N, inside_N,
+    acc_MN, w_M1, w_scale_ptr, w_zero_ptr, group_M, inside_M, x_1N, x_scale_ptr, token_N, inside_N,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """acc_MN and the products, as `add_product` gives them, where a scale serves a step of columns
     or less."""
     BITS: tl.constexpr = W.bits
-    s_MG, z_MG, t_N = factors(
-        s_ptr, z_ptr, t_ptr, group_M, inside_M, token_N, inside_N, 0, COLUMNS, STEP, W
-    )
+    w_scale_MG, w_zero_MG, x_scale_N = factors(
+        w_scale_ptr, w_zero_ptr, x_scale_ptr, group_M, inside_M, token_N, inside_N, 0, COLUMNS,
+        STEP, W,
+    )  # fmt: skip
     for start in range(0, COLUMNS, STEP):
         # Those of the next step are on their way during this one.
-        next_s_MG, next_z_MG, next_t_N = factors(
-            s_ptr, z_ptr, t_ptr, group_M, inside_M, token_N, inside_N, start + STEP,
-            COLUMNS, STEP, W,
+        next_w_scale_MG, next_w_zero_MG, next_x_scale_N = factors(
+            w_scale_ptr, w_zero_ptr, x_scale_ptr, group_M, inside_M, token_N, inside_N,
+            start + STEP, COLUMNS, STEP, W,
         )  # fmt: skip
         if brings_its_decoder(W):
             acc_MN = add_registered(
-                acc_MN, w_M1, s_MG, z_MG, z_ptr is not None, inside_M, x_1N, inside_N, start,
-                COLUMNS, STEP, W, POLICY,
+                acc_MN, w_M1, w_scale_MG, w_zero_MG, w_zero_ptr is not None, inside_M, x_1N,
+                inside_N, start, COLUMNS, STEP, W, POLICY,
             )  # fmt: skip
         elif BITS == 4:
             acc_MN = add_words(
-                acc_MN, w_M1, s_MG, z_MG, inside_M, x_1N, inside_N, start, COLUMNS, STEP, W, POLICY
-            )
+                acc_MN, w_M1, w_scale_MG, w_zero_MG, inside_M, x_1N, inside_N, start, COLUMNS, STEP,
+                W, POLICY,
+            )  # fmt: skip
         elif BITS == 6:
             acc_MN = add_sixes(
-                acc_MN, w_M1, s_MG, inside_M, x_1N, inside_N, start, COLUMNS, STEP, W, POLICY
+                acc_MN, w_M1, w_scale_MG, inside_M, x_1N, inside_N, start, COLUMNS, STEP, W, POLICY
             )
         else:
             acc_MN = add_bytes(
-                acc_MN, w_M1, s_MG, z_MG, inside_M, x_1N, t_N, inside_N, start,
+                acc_MN, w_M1, w_scale_MG, w_zero_MG, inside_M, x_1N, x_scale_N, inside_N, start,
                 COLUMNS, STEP, W, POLICY,
             )  # fmt: skip
-        s_MG, z_MG, t_N = next_s_MG, next_z_MG, next_t_N
+        w_scale_MG, w_zero_MG, x_scale_N = next_w_scale_MG, next_w_zero_MG, next_x_scale_N
     return acc_MN
 
 
 @triton.jit
 def factors(
-    s_ptr, z_ptr, t_ptr, group_M, inside_M, token_N, inside_N, start,
+    w_scale_ptr, w_zero_ptr, x_scale_ptr, group_M, inside_M, token_N, inside_N, start,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """(scales, zero points, scales of tokens) of a step, as they are stored: [M, groups of the
@@ -128,20 +131,22 @@ def factors(
         first = start // GROUP
         inside_MG = inside_M[:, None] & (start + g * GROUP < COLUMNS)[None, :]
     at_MG = group_M[:, None] + first + g[None, :]
-    s_MG = tl.load(s_ptr + at_MG, mask=inside_MG, other=0)
-    z_MG, t_N = s_MG, token_N
-    if z_ptr is not None:
-        z_MG = tl.load(z_ptr + at_MG, mask=inside_MG, other=0)
-    if t_ptr is not None:
+    w_scale_MG = tl.load(w_scale_ptr + at_MG, mask=inside_MG, other=0)
+    w_zero_MG, x_scale_N = w_scale_MG, token_N
+    if w_zero_ptr is not None:
+        w_zero_MG = tl.load(w_zero_ptr + at_MG, mask=inside_MG, other=0)
+    if x_scale_ptr is not None:
         # By offsets of 32 bits, as addresses would take twice as many registers.
         at_N = token_N * ((COLUMNS + GROUP - 1) // GROUP)
-        t_N = tl.load(t_ptr + first + at_N, mask=inside_N & (start < COLUMNS), other=0.0)
-    return s_MG, z_MG, t_N
+        x_scale_N = tl.load(
+            x_scale_ptr + first + at_N, mask=inside_N & (start < COLUMNS), other=0.0
+        )
+    return w_scale_MG, w_zero_MG, x_scale_N
 
 
 @triton.jit
 def add_words(
-    acc_MN, w_M1, s_MG, z_MG, inside_M, x_1N, inside_N, start,
+    acc_MN, w_M1, w_scale_MG, w_zero_MG, inside_M, x_1N, inside_N, start,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = x_1N.dtype.element_ty
@@ -160,19 +165,19 @@ def add_words(
         w_M1 + (first + tl.arange(0, WORDS))[None, :],
         mask=inside_M[:, None] & inside_W[None, :], other=0, eviction_policy=POLICY,
     )  # fmt: skip
-    less = less_zero(z_MG, ELEMENT == "uint4", DTYPE)
+    less = less_zero(w_zero_MG, ELEMENT == "uint4", DTYPE)
     if IN_SUM:
         scale_pair = 0x5F805F80  # 2**64 of bfloat16
     else:
-        GROUPS: tl.constexpr = s_MG.shape[1]
-        scale_pair = spread(scale_pairs(s_MG, KIND, FLOAT, DTYPE), WORDS // GROUPS)
+        GROUPS: tl.constexpr = w_scale_MG.shape[1]
+        scale_pair = spread(scale_pairs(w_scale_MG, KIND, FLOAT, DTYPE), WORDS // GROUPS)
         if ELEMENT == "uint4":
             less = spread(less, WORDS // GROUPS)
     values_MD = values_of(w_MW, less, scale_pair, FLOAT, SCALED, DTYPE)
     # Columns past the last one are stored as zeros.
     x_DN = tl.load(x_1N + (start + tl.arange(0, STEP))[:, None], mask=inside_N[None, :], other=0.0)
     if IN_SUM:
-        acc_MN += tl.dot(values_MD, x_DN) * finite(scale_of(s_MG, KIND))
+        acc_MN += tl.dot(values_MD, x_DN) * finite(scale_of(w_scale_MG, KIND))
     else:
         acc_MN = tl.dot(values_MD, x_DN, acc_MN)
     return acc_MN
@@ -180,7 +185,7 @@ def add_words(
 
 @triton.jit
 def add_sixes(
-    acc_MN, w_M1, s_MG, inside_M, x_1N, inside_N, start,
+    acc_MN, w_M1, w_scale_MG, inside_M, x_1N, inside_N, start,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = x_1N.dtype.element_ty
@@ -192,8 +197,8 @@ def add_sixes(
     a, b = two_words(w_M1, inside_M, start, 0, COLUMNS, RUNS, POLICY)
     c, d = two_words(w_M1, inside_M, start, 1, COLUMNS, RUNS, POLICY)
     e, f = two_words(w_M1, inside_M, start, 2, COLUMNS, RUNS, POLICY)
-    scale = scale_pairs(s_MG, KIND, True, DTYPE)
-    GROUPS: tl.constexpr = s_MG.shape[1]
+    scale = scale_pairs(w_scale_MG, KIND, True, DTYPE)
+    GROUPS: tl.constexpr = w_scale_MG.shape[1]
     if GROUPS == 2 * RUNS:
         left_scale, right_scale = tl.split(tl.reshape(scale, (M, RUNS, 2)))
     else:
@@ -228,7 +233,7 @@ def two_words(
 
 @triton.jit
 def add_bytes(
-    acc_MN, w_M1, s_MG, z_MG, inside_M, x_1N, t_N, inside_N, start,
+    acc_MN, w_M1, w_scale_MG, w_zero_MG, inside_M, x_1N, x_scale_N, inside_N, start,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = x_1N.dtype.element_ty
@@ -246,27 +251,27 @@ def add_bytes(
     )  # fmt: skip
     x_DN = tl.load(x_1N + d[:, None], mask=inside_D[:, None] & inside_N[None, :], other=0.0)
     if IN_SUM:
-        factor_MN = finite(scale_of(s_MG, KIND))
+        factor_MN = finite(scale_of(w_scale_MG, KIND))
         if INPUTS_8:
-            factor_MN = factor_MN * t_N[None, :]
+            factor_MN = factor_MN * x_scale_N[None, :]
             part_MN = tl.dot(w_MD, x_DN)
         else:
-            part_MN = tl.dot(bytes_as(w_MD, z_MG, ELEMENT, DTYPE), x_DN)
+            part_MN = tl.dot(bytes_as(w_MD, w_zero_MG, ELEMENT, DTYPE), x_DN)
         acc_MN += part_MN * factor_MN
     elif ELEMENT == "float8_e5m2":
         # Of float32, as its scales may be smaller than any float16.
-        scale_MD = spread(scale_of(s_MG, KIND), STEP // s_MG.shape[1])
+        scale_MD = spread(scale_of(w_scale_MG, KIND), STEP // w_scale_MG.shape[1])
         acc_MN = tl.dot((w_MD.to(tl.float32) * scale_MD).to(DTYPE), x_DN, acc_MN)
     else:
         tl.static_assert(not INPUTS_8)
-        scale_MD = spread(scale_of(s_MG, KIND).to(DTYPE), STEP // s_MG.shape[1])
-        acc_MN = tl.dot(bytes_as(w_MD, z_MG, ELEMENT, DTYPE) * scale_MD, x_DN, acc_MN)
+        scale_MD = spread(scale_of(w_scale_MG, KIND).to(DTYPE), STEP // w_scale_MG.shape[1])
+        acc_MN = tl.dot(bytes_as(w_MD, w_zero_MG, ELEMENT, DTYPE) * scale_MD, x_DN, acc_MN)
     return acc_MN
 
 
 @triton.jit
 def add_registered(
-    acc_MN, w_M1, s_MG, z_MG, HAS_ZERO: tl.constexpr, inside_M, x_1N, inside_N, start,
+    acc_MN, w_M1, w_scale_MG, w_zero_MG, HAS_ZERO: tl.constexpr, inside_M, x_1N, inside_N, start,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """acc_MN and the products of a step with codes that their own decoder decodes. They are scaled
@@ -274,13 +279,13 @@ def add_registered(
     DTYPE: tl.constexpr = x_1N.dtype.element_ty
     KIND: tl.constexpr = W.kind
     VALUES: tl.constexpr = W.values
-    EACH: tl.constexpr = STEP // s_MG.shape[1]
+    EACH: tl.constexpr = STEP // w_scale_MG.shape[1]
     word = start // VALUES + tl.arange(0, STEP // VALUES)
     inside_MW = inside_M[:, None] & (word < COLUMNS // VALUES)[None, :]
     value_MD = values_of_words(words_of(w_M1 + word[None, :] * W.units, inside_MW, W, POLICY), W)
     if HAS_ZERO:
-        value_MD -= spread(z_MG.to(tl.float32), EACH)
-    value_MD *= spread(scale_of(s_MG, KIND), EACH)
+        value_MD -= spread(w_zero_MG.to(tl.float32), EACH)
+    value_MD *= spread(scale_of(w_scale_MG, KIND), EACH)
     d = start + tl.arange(0, STEP)
     x_DN = tl.load(x_1N + d[:, None], mask=(d < COLUMNS)[:, None] & inside_N[None, :], other=0.0)
     return tl.dot(value_MD.to(DTYPE), x_DN, acc_MN)

@@ -200,7 +200,7 @@ def load_factors(scales, at, i, W: gl.constexpr):
     """Scales and zero points of step i, as they are stored, of a thread's two rows and its columns.
     Only loads; scales for zero points that there are none of, or in groups of 16 of four bits, that
     have none, those of the right half of a stage."""
-    s_ptr, z_ptr = scales
+    w_scale_ptr, w_zero_ptr = scales
     first, above, below, across = at
     GROUP: gl.constexpr = W.across
     q = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, FACTORS)))
@@ -208,17 +208,22 @@ def load_factors(scales, at, i, W: gl.constexpr):
     group = q * 0 if GROUP == -1 else gl.minimum((i * STEP + q * (STEP // 4)) // GROUP, across - 1)
     above += group[None, None, :]
     below += group[None, None, :]
-    s_ptr += first
-    above_s, below_s = gl.load(s_ptr + above), gl.load(s_ptr + below)
+    w_scale_ptr += first
+    above_s, below_s = gl.load(w_scale_ptr + above), gl.load(w_scale_ptr + below)
     if GROUP == 16 and W.bits == 4:
         # Those of 32 columns are both there or both not.
         right = gl.minimum(q * 0 + 1, across - 1 - group)[None, None, :]
-        return above_s, below_s, gl.load(s_ptr + above + right), gl.load(s_ptr + below + right)
-    elif z_ptr is None:
+        return (
+            above_s,
+            below_s,
+            gl.load(w_scale_ptr + above + right),
+            gl.load(w_scale_ptr + below + right),
+        )
+    elif w_zero_ptr is None:
         return above_s, below_s, above_s, below_s
     else:
-        z_ptr += first
-        return above_s, below_s, gl.load(z_ptr + above), gl.load(z_ptr + below)
+        w_zero_ptr += first
+        return above_s, below_s, gl.load(w_zero_ptr + above), gl.load(w_zero_ptr + below)
 
 
 @gluon.jit

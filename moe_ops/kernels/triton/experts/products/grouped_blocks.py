@@ -99,12 +99,13 @@ def _at(scales, tile, N, K, W: gl.constexpr, ACT: gl.constexpr):
 @gluon.jit
 def _stored(scales, at, i):
     """The scales of step i as they are stored: of rows, and of each 64 columns. Only loads."""
-    a_ptr, stride, w_ptr, _ = scales
+    a_scale_ptr, stride, w_scale_ptr, _ = scales
     rows, at_0, at_1, at_2, at_3 = at
-    w_ptr += i
+    w_scale_ptr += i
     return (
-        gl.load(a_ptr + i * stride + rows),
-        gl.load(w_ptr + at_0), gl.load(w_ptr + at_1), gl.load(w_ptr + at_2), gl.load(w_ptr + at_3),
+        gl.load(a_scale_ptr + i * stride + rows),
+        gl.load(w_scale_ptr + at_0), gl.load(w_scale_ptr + at_1), gl.load(w_scale_ptr + at_2),
+        gl.load(w_scale_ptr + at_3),
     )  # fmt: skip
 
 

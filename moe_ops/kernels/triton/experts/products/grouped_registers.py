@@ -250,19 +250,19 @@ def _activated(
     sums, output, expert, n, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr
 ):
     """Outputs [columns, tokens] of sums [64, tokens], 0 in columns that are not there."""
-    g_ptr, up_g_ptr, bias_ptr, _ = output
+    global_scale_ptr, up_global_scale_ptr, bias_ptr, _ = output
     N, _, out_n, _ = sizes
     T: gl.constexpr = sums.shape[1]
     GROUP: gl.constexpr = group_of(W)
     first = first_column(n, LOWER, W, ACT.gated)
-    if up_g_ptr is None:
-        sums = under_global(sums, g_ptr, expert)
+    if up_global_scale_ptr is None:
+        sums = under_global(sums, global_scale_ptr, expert)
     if ACT.gated:
         gate, up = sums.reshape([4, 2, 8, T]).permute([0, 2, 3, 1]).split()
         gate, up = gate.reshape([32, T]), up.reshape([32, T])
-        if up_g_ptr is not None:
-            gate = under_global(gate, g_ptr, 2 * expert)
-            up = under_global(up, up_g_ptr, 2 * expert)
+        if up_global_scale_ptr is not None:
+            gate = under_global(gate, global_scale_ptr, 2 * expert)
+            up = under_global(up, up_global_scale_ptr, 2 * expert)
         m = gl.arange(0, 32, gl.SliceLayout(1, gate.type.layout))
         column = first + m // 8 * GROUP + column_in(m % 8, W, ACT)
         inside = column < out_n
@@ -360,7 +360,8 @@ def _product(
 
 @gluon.jit
 def _grouped_codes(
-    x_desc, w_desc, up_desc, s_ptr, z_ptr, g_ptr, bias_ptr, out_ptr, tiles_ptr, N, K, n_tiles,
+    x_desc, w_desc, up_desc, w_scale_ptr, w_zero_ptr, global_scale_ptr, bias_ptr, out_ptr,
+    tiles_ptr, N, K, n_tiles,
     out_n, width, W: gl.constexpr, ACT: gl.constexpr, TWO: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dealt = first_tile(tiles_ptr, n_tiles, TOKENS)
@@ -372,18 +373,18 @@ def _grouped_codes(
     else:
         codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 4, 16, 16], w_desc.layout)
     source = (x_desc, w_desc, up_desc)
-    output = (g_ptr, g_ptr + 1 if TWO else None, bias_ptr, out_ptr)
+    output = (global_scale_ptr, global_scale_ptr + 1 if TWO else None, bias_ptr, out_ptr)
     specialize(
-        dealt, (codes, tokens), source, output, (None, None), (N, K, out_n, width), (s_ptr, z_ptr),
-        _boxes_of_tile, _copy, None, _product, TOKENS, columns_of(W), at_once(W), STAGES=STAGES,
-        WARPS=1, AHEAD=(3, 2, 1), HOW=(W, ACT),
+        dealt, (codes, tokens), source, output, (None, None), (N, K, out_n, width),
+        (w_scale_ptr, w_zero_ptr), _boxes_of_tile, _copy, None, _product, TOKENS, columns_of(W),
+        at_once(W), STAGES=STAGES, WARPS=1, AHEAD=(3, 2, 1), HOW=(W, ACT),
     )  # fmt: skip
 
 
 def launch(
-    x_RK: Tensor, w_ENW: Tensor, scale: Tensor | None, zero: Tensor | None,
-    global_E: Tensor | None, bias_EN: Tensor | None, out: Tensor, tiles: TileMap, weight: Weight,
-    act: Act,
+    x_RK: Tensor, w_ENW: Tensor, w_scale: Tensor | None, w_zero: Tensor | None,
+    global_scale_E: Tensor | None, bias_EN: Tensor | None, out: Tensor, tiles: TileMap,
+    weight: Weight, act: Act,
 ) -> None:  # fmt: skip
     """Run one product over sorted, arranged rows; its output is arranged if `act` has a kind. The
     backend says which layers it takes."""
@@ -393,11 +394,11 @@ def launch(
     if bits != 6:
         w_desc, up_desc = _boxed(w_ENW, act.interleaved, group_of(weight))
     skeleton.launch(
-        _grouped_codes, x_RK, skeleton.boxes(x_RK, BOX.value, BOX.value), w_desc, up_desc, scale,
-        zero, global_E, None if bias_EN is None else bias_EN.contiguous(), out, tiles.table, N,
-        words * 32 // bits, triton.cdiv(width, ROWS.value // 2 if gated else ROWS.value),
+        _grouped_codes, x_RK, skeleton.boxes(x_RK, BOX.value, BOX.value), w_desc, up_desc, w_scale,
+        w_zero, global_scale_E, None if bias_EN is None else bias_EN.contiguous(), out, tiles.table,
+        N, words * 32 // bits, triton.cdiv(width, ROWS.value // 2 if gated else ROWS.value),
         N // 2 if gated else N, width, weight, act,
-        global_E is not None and global_E.dim() == 2, STAGES[bits],
+        global_scale_E is not None and global_scale_E.dim() == 2, STAGES[bits],
     )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ from moe_ops.kernels.triton.experts.schedule.sort import local_ids, unit_of
 
 @gluon.jit
 def product_of(
-    w_ptr, s_ptr, z_ptr, e_S, row_M, tokens, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    w_ptr, w_scale_ptr, w_zero_ptr, e_S, row_M, tokens, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     C: gl.constexpr, W: gl.constexpr, DTYPE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
     SOME: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
@@ -78,11 +78,11 @@ def product_of(
         at = gl.convert_layout(at, gl.SliceLayout(2, layout))[:, :, None] + group[None, None, :]
         end = gl.convert_layout(end, gl.SliceLayout(2, layout))[:, :, None]
     acc = gl.zeros([S, M, N], gl.float32, mma)
-    weights = (w_SM, here_S, s_ptr, z_ptr, at, end)
+    weights = (w_SM, here_S, w_scale_ptr, w_zero_ptr, at, end)
     acc = add_product(acc, weights, tokens, COLUMNS, C, W, DTYPE, P, SIZES, SOME, WAIT)
     if by_row(W):
         KIND: gl.constexpr = W.kind
-        scale = finite(scale_of(gl.load(s_ptr + at, mask=at < end, other=0), KIND))
+        scale = finite(scale_of(gl.load(w_scale_ptr + at, mask=at < end, other=0), KIND))
         t = gl.load(tokens[1] + tokens[2], mask=tokens[2] >= 0, other=0.0)
         acc *= scale[:, :, None] * t[:, None, :]
     return acc
@@ -103,23 +103,23 @@ def up_rows(block, M: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr, layout: 
 
 
 @gluon.jit
-def add_bias(acc, b_ptr, offset, row_M):
+def add_bias(acc, bias_ptr, offset, row_M):
     """acc [M, N] and the biases of its rows, which may have another layout."""
-    if b_ptr is not None:
+    if bias_ptr is not None:
         layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-        bias_M = gl.load(b_ptr + offset + row_M).to(gl.float32)
+        bias_M = gl.load(bias_ptr + offset + row_M).to(gl.float32)
         acc += gl.convert_layout(bias_M, layout)[:, None]
     return acc
 
 
 @gluon.jit
-def under_globals(acc, g_ptr, e, row_M, ROWS: gl.constexpr, SHARED: gl.constexpr):
+def under_globals(acc, global_scale_ptr, e, row_M, ROWS: gl.constexpr, SHARED: gl.constexpr):
     """acc [M, N] of the first product, times the global scales of its rows, if any."""
-    if g_ptr is not None:
+    if global_scale_ptr is not None:
         if SHARED == "":
-            acc = under_global(acc, g_ptr, e)
+            acc = under_global(acc, global_scale_ptr, e)
         else:
-            factor_M = gl.load(g_ptr + factor_at(e, row_M, ROWS, SHARED))
+            factor_M = gl.load(global_scale_ptr + factor_at(e, row_M, ROWS, SHARED))
             layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
             acc *= gl.convert_layout(factor_M, layout)[:, None]
     return acc
@@ -171,8 +171,8 @@ def store_h(h_ptr, h, row_N, inside_N, block, I: gl.constexpr):
 
 @gluon.jit
 def one_up(
-    x_ptr, t_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, s_ptr, z_ptr, g_ptr, b_ptr, h_ptr,
-    N_MAP, stride_be,
+    x_ptr, x_scale_ptr, ids_ptr, weights_ptr, expert_map_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
+    global_scale_ptr, bias_ptr, h_ptr, N_MAP, stride_be,
     E: gl.constexpr, D: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr, W: gl.constexpr,
     SHARED: gl.constexpr, DTYPE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
     PDL: gl.constexpr,
@@ -189,7 +189,7 @@ def one_up(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    e = local_ids(experts_ptr, map_ptr, pair, True, E, N_MAP)
+    e = local_ids(ids_ptr, expert_map_ptr, pair, True, E, N_MAP)
     if e >= E:
         return
     words: gl.constexpr = words_layout(SIZES, W.bits)
@@ -197,13 +197,14 @@ def one_up(
     s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
     # The one token for all columns of a tile, of which the first counts.
     x_SN = x_ptr + (s * (L * COLUMNS_OF_STEP // EACH))[:, None] + 0 * n[None, :]
-    tokens = (x_SN, t_ptr, (s_t * part_groups(D, S, W))[:, None] + 0 * n_t[None, :])
+    tokens = (x_SN, x_scale_ptr, (s_t * part_groups(D, S, W))[:, None] + 0 * n_t[None, :])
     e_S = e + 0 * gl.arange(0, S, along(words, 0))
     acc = product_of(
-        w_ptr, s_ptr, z_ptr, e_S, row_M, tokens, ROWS, D, S, W, DTYPE, P, SIZES, False, False
-    )
-    acc = under_globals(summed(acc, W, DTYPE), g_ptr, e, row_M, ROWS, SHARED)
-    acc = add_bias(acc, b_ptr, e.to(gl.int64) * stride_be, row_M)
+        w_ptr, w_scale_ptr, w_zero_ptr, e_S, row_M, tokens, ROWS, D, S, W, DTYPE, P, SIZES, False,
+        False,
+    )  # fmt: skip
+    acc = under_globals(summed(acc, W, DTYPE), global_scale_ptr, e, row_M, ROWS, SHARED)
+    acc = add_bias(acc, bias_ptr, e.to(gl.int64) * stride_be, row_M)
     h = activated(acc, ACT)
     if not by_row(W):
         h *= gl.load(weights_ptr + pair).to(gl.float32)
@@ -213,8 +214,8 @@ def one_up(
 
 @gluon.jit
 def one_down(
-    h_ptr, t_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, s_ptr, z_ptr, g_ptr, b_ptr,
-    residual_ptr, out_ptr, N_MAP, stride_be,
+    h_ptr, h_scale_ptr, ids_ptr, weights_ptr, expert_map_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
+    global_scale_ptr, bias_ptr, residual_ptr, out_ptr, N_MAP, stride_be,
     E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, I: gl.constexpr, W: gl.constexpr,
     DTYPE: gl.constexpr, C: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
     PDL: gl.constexpr,
@@ -236,30 +237,34 @@ def one_down(
         first = round * (S // C)
         pair = first + s_w // C
         # Who chose the experts ended two launches ago.
-        e_S = local_ids(experts_ptr, map_ptr, pair, pair < K, E, N_MAP)
+        e_S = local_ids(ids_ptr, expert_map_ptr, pair, pair < K, E, N_MAP)
         h_S = ((first + s // C) * I + s % C * (L * COLUMNS_OF_STEP)) // EACH
         # Of experts that are elsewhere h, and so its scale, is what memory held: it may be NaN.
         here_S = gl.convert_layout(e_S < E, s_t.type.layout)
         t_S = gl.where(here_S, (first + s_t // C) * GROUPS + s_t % C * part_groups(I, C, W), -1)
-        tokens = (h_ptr + h_S[:, None] + 0 * n[None, :], t_ptr, t_S[:, None] + 0 * n_t[None, :])
+        tokens = (
+            h_ptr + h_S[:, None] + 0 * n[None, :],
+            h_scale_ptr,
+            t_S[:, None] + 0 * n_t[None, :],
+        )
         part = product_of(
-            w_ptr, s_ptr, z_ptr, gl.where(e_S < E, e_S, -1), d, tokens, D, I, C, W, DTYPE, P,
-            SIZES, True, PDL and round == 0,
+            w_ptr, w_scale_ptr, w_zero_ptr, gl.where(e_S < E, e_S, -1), d, tokens, D, I, C, W,
+            DTYPE, P, SIZES, True, PDL and round == 0,
         )  # fmt: skip
-        if g_ptr is not None:
-            g_S = gl.load(g_ptr + e_S, mask=e_S < E, other=0.0)
-            part *= gl.convert_layout(g_S, along(unit_layout(SIZES), 0))[:, None, None]
+        if global_scale_ptr is not None:
+            global_scale_S = gl.load(global_scale_ptr + e_S, mask=e_S < E, other=0.0)
+            part *= gl.convert_layout(global_scale_S, along(unit_layout(SIZES), 0))[:, None, None]
         acc += part
     total = summed(acc, W, DTYPE)
     first_N = gl.arange(0, N, gl.SliceLayout(0, total.type.layout)) == 0
     total = gl.sum(gl.where(first_N[None, :], total, 0.0), 1)
     d = gl.program_id(0) * M + gl.arange(0, M, total.type.layout)
-    if b_ptr is not None:
+    if bias_ptr is not None:
         for pair in range(K):
-            e = local_ids(experts_ptr, map_ptr, pair, True, E, N_MAP)
+            e = local_ids(ids_ptr, expert_map_ptr, pair, True, E, N_MAP)
             weight = gl.load(weights_ptr + pair, mask=e < E, other=0.0).to(gl.float32)
             bias = gl.load(
-                b_ptr + e.to(gl.int64) * stride_be + d, mask=(d < D) & (e < E), other=0.0
+                bias_ptr + e.to(gl.int64) * stride_be + d, mask=(d < D) & (e < E), other=0.0
             )
             total += weight * bias.to(gl.float32)
     out = total.to(out_ptr.dtype.element_ty)
@@ -277,8 +282,8 @@ def counted(BE: gl.constexpr):
 
 @gluon.jit
 def few_up(
-    x_ptr, t_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, g_ptr, b_ptr, h_ptr,
-    stride_x, stride_be,
+    x_ptr, x_scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
+    global_scale_ptr, bias_ptr, h_ptr, stride_x, stride_be,
     E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr,
     W: gl.constexpr, SHARED: gl.constexpr, DTYPE: gl.constexpr, BE: gl.constexpr, P: gl.constexpr,
     SIZES: gl.constexpr, PDL: gl.constexpr,
@@ -305,13 +310,18 @@ def few_up(
     x_N = x_ptr + token_N.to(gl.int64) * stride_x
     x_SN = x_N[None, :] + (s * (L * COLUMNS_OF_STEP // EACH))[:, None]
     token_t = gl.load(rows_ptr + first + gl.minimum(n_t, count - 1)) // K
-    tokens = (x_SN, t_ptr, (token_t * GROUPS)[None, :] + (s_t * part_groups(D, S, W))[:, None])
+    tokens = (
+        x_SN,
+        x_scale_ptr,
+        (token_t * GROUPS)[None, :] + (s_t * part_groups(D, S, W))[:, None],
+    )
     e_S = e + 0 * gl.arange(0, S, along(words, 0))
     acc = product_of(
-        w_ptr, s_ptr, z_ptr, e_S, row_M, tokens, ROWS, D, S, W, DTYPE, P, SIZES, False, False
-    )
-    acc = under_globals(summed(acc, W, DTYPE), g_ptr, e, row_M, ROWS, SHARED)
-    acc = add_bias(acc, b_ptr, e.to(gl.int64) * stride_be, row_M)
+        w_ptr, w_scale_ptr, w_zero_ptr, e_S, row_M, tokens, ROWS, D, S, W, DTYPE, P, SIZES, False,
+        False,
+    )  # fmt: skip
+    acc = under_globals(summed(acc, W, DTYPE), global_scale_ptr, e, row_M, ROWS, SHARED)
+    acc = add_bias(acc, bias_ptr, e.to(gl.int64) * stride_be, row_M)
     h = activated(acc, ACT)
     n = gl.arange(0, N, gl.SliceLayout(0, h.type.layout))
     if weights_ptr is not None and not by_row(W):
@@ -323,8 +333,8 @@ def few_up(
 
 @gluon.jit
 def few_down(
-    h_ptr, t_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, g_ptr, b_ptr, y_ptr,
-    stride_be,
+    h_ptr, h_scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
+    global_scale_ptr, bias_ptr, y_ptr, stride_be,
     E: gl.constexpr, D: gl.constexpr, I: gl.constexpr, W: gl.constexpr, DTYPE: gl.constexpr,
     BE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -348,15 +358,17 @@ def few_down(
     h_N = h_ptr + (first + gl.minimum(n, count - 1)).to(gl.int64) * (I // EACH)
     h_SN = h_N[None, :] + (s * (L * COLUMNS_OF_STEP // EACH))[:, None]
     row_t = first + gl.minimum(n_t, count - 1)
-    tokens = (h_SN, t_ptr, (row_t * GROUPS)[None, :] + (s_t * part_groups(I, S, W))[:, None])
+    tokens = (h_SN, h_scale_ptr, (row_t * GROUPS)[None, :] + (s_t * part_groups(I, S, W))[:, None])
     e_S = e + 0 * gl.arange(0, S, along(words, 0))
-    acc = product_of(w_ptr, s_ptr, z_ptr, e_S, d, tokens, D, I, S, W, DTYPE, P, SIZES, False, PDL)
-    acc = under_global(summed(acc, W, DTYPE), g_ptr, e)
+    acc = product_of(
+        w_ptr, w_scale_ptr, w_zero_ptr, e_S, d, tokens, D, I, S, W, DTYPE, P, SIZES, False, PDL
+    )
+    acc = under_global(summed(acc, W, DTYPE), global_scale_ptr, e)
     layout: gl.constexpr = acc.type.layout
     n = gl.arange(0, N, gl.SliceLayout(0, layout))
     d = block * M + gl.arange(0, M, gl.SliceLayout(1, layout))
-    if b_ptr is not None:
-        bias = gl.load(b_ptr + e.to(gl.int64) * stride_be + d, mask=d < D, other=0.0)
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + e.to(gl.int64) * stride_be + d, mask=d < D, other=0.0)
         if weights_ptr is None:
             acc += bias.to(gl.float32)[:, None]
         else:

@@ -262,7 +262,7 @@ def load_all(
 ):  # fmt: skip
     """(codes, scales, zero points) of a step; anything in place of what the format does not
     have."""
-    w_SM, here_S, s_ptr, z_ptr, at, end = weights
+    w_SM, here_S, w_scale_ptr, w_zero_ptr, at, end = weights
     layout: gl.constexpr = words_layout(SIZES, W.bits)
     MASKED: gl.constexpr = SOME or ragged(COLUMNS, C)
     if W.bits == 6:
@@ -275,10 +275,10 @@ def load_all(
         w = load_step(w_SM, here_S, step, COLUMNS, C, layout, SOME, "evict_first")
     scale = at
     if not by_row(W):
-        scale = load_scales(s_ptr, at, end, step, W, MASKED)
+        scale = load_scales(w_scale_ptr, at, end, step, W, MASKED)
     zero = scale
-    if z_ptr is not None:
-        zero = load_scales(z_ptr, at, end, step, W, MASKED)
+    if w_zero_ptr is not None:
+        zero = load_scales(w_zero_ptr, at, end, step, W, MASKED)
     return w, scale, zero
 
 
@@ -288,17 +288,17 @@ def load_tokens(
     SIZES: gl.constexpr, SOME: gl.constexpr,
 ):  # fmt: skip
     """(tokens, their scales) of a step; anything for scales that there are none of."""
-    x_SN, t_ptr, t_at = tokens
+    x_SN, x_scale_ptr, t_at = tokens
     EACH: gl.constexpr = 4 if x_SN.dtype.element_ty == gl.int32 else 1
     layout: gl.constexpr = tokens_layout(SIZES, W.bits, EACH)
     x = load_step(x_SN, here_S, step, COLUMNS, C, layout, SOME, "")
     t = t_at
-    if t_ptr is not None and not by_row(W):
+    if x_scale_ptr is not None and not by_row(W):
         # The last part may have fewer steps than the others.
         s = gl.arange(0, layout.shape[0], gl.SliceLayout(1, t_at.type.layout))
         group_S = s % C * steps_of(COLUMNS, C) + step
         inside_S = group_S < gl.cdiv(COLUMNS, COLUMNS_OF_STEP)
-        t = gl.load(t_ptr + t_at + step, mask=(t_at >= 0) & inside_S[:, None], other=0.0)
+        t = gl.load(x_scale_ptr + t_at + step, mask=(t_at >= 0) & inside_S[:, None], other=0.0)
     return x, t
 
 

@@ -47,8 +47,9 @@ class RowsTiles:
 
 @triton.jit
 def rows_up(
-    x_ptr, scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, g_ptr, b_ptr,
-    static_ptr, h_ptr, h_scale_ptr, stride_x, stride_we, stride_wf, stride_wd, stride_be,
+    x_ptr, x_scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
+    global_scale_ptr, bias_ptr, h_scale_ptr, h_ptr, h_row_scale_ptr, stride_x, stride_we, stride_wf,
+    stride_wd, stride_be,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
     ACT: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr, EACH: tl.constexpr,
     DTYPE: tl.constexpr, BE: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
@@ -72,19 +73,20 @@ def rows_up(
     w_F1 = rows_at(w_ptr, e, row_F, stride_we, stride_wf, ROWS, D, W)
     acc_FN = tl.zeros((BF, BN), tl.float32)
     acc_FN = add_product(
-        acc_FN, w_F1, stride_wd, s_ptr, z_ptr, e, row_F, inside_F, x_1N, scale_ptr, pair_N // K,
-        n < count, ROWS, D, BD, W, "",
+        acc_FN, w_F1, stride_wd, w_scale_ptr, w_zero_ptr, e, row_F, inside_F, x_1N, x_scale_ptr,
+        pair_N // K, n < count, ROWS, D, BD, W, "",
     )  # fmt: skip
     acc_FN = under_globals(
-        rescaled(acc_FN, W, x_ptr.dtype.element_ty), g_ptr, e, row_F, inside_F, ROWS, SHARED
+        rescaled(acc_FN, W, x_ptr.dtype.element_ty), global_scale_ptr, e, row_F, inside_F, ROWS,
+        SHARED,
     )  # fmt: skip
-    h_IN = activated(acc_FN, b_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
+    h_IN = activated(acc_FN, bias_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
     if weights_ptr is not None:
         weight_N = tl.load(weights_ptr + pair_N, mask=n < count, other=0.0).to(tl.float32)
-        if static_ptr is not None:
-            h_IN, scale = codes_of_h(h_IN, static_ptr, e, EACH, DTYPE, W.element == "int8")
+        if h_scale_ptr is not None:
+            h_IN, scale = codes_of_h(h_IN, h_scale_ptr, e, EACH, DTYPE, W.element == "int8")
             mine_N = n < tl.where(block == 0, count, 0)  # one program of these rows is enough
-            tl.store(h_scale_ptr + first + n, scale * weight_N, mask=mine_N)
+            tl.store(h_row_scale_ptr + first + n, scale * weight_N, mask=mine_N)
         elif not by_row(W):
             h_IN = h_IN * weight_N[None, :]
     i = block * BI + tl.arange(0, BI)
@@ -99,8 +101,8 @@ def rows_up(
 
 @triton.jit
 def rows_down(
-    h_ptr, scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, s_ptr, z_ptr, g_ptr, b_ptr, y_ptr,
-    stride_we, stride_wd, stride_wi, stride_be,
+    h_ptr, h_scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
+    global_scale_ptr, bias_ptr, y_ptr, stride_we, stride_wd, stride_wi, stride_be,
     E: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     BE: tl.constexpr, BD: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -117,12 +119,12 @@ def rows_down(
     w_D1 = rows_at(w_ptr, e, d, stride_we, stride_wd, D, I, W)
     acc_DN = tl.zeros((BD, BN), tl.float32)
     acc_DN = add_product(
-        acc_DN, w_D1, stride_wi, s_ptr, z_ptr, e, d, inside_D, h_ptr + row_1N * H, scale_ptr,
-        first + n, n < count, D, I, BI, W, "",
+        acc_DN, w_D1, stride_wi, w_scale_ptr, w_zero_ptr, e, d, inside_D, h_ptr + row_1N * H,
+        h_scale_ptr, first + n, n < count, D, I, BI, W, "",
     )  # fmt: skip
-    acc_DN = under_global(rescaled(acc_DN, W, h_ptr.dtype.element_ty), g_ptr, e)
-    if b_ptr is not None:
-        bias_D = tl.load(b_ptr + e * stride_be + d, mask=inside_D, other=0.0).to(tl.float32)
+    acc_DN = under_global(rescaled(acc_DN, W, h_ptr.dtype.element_ty), global_scale_ptr, e)
+    if bias_ptr is not None:
+        bias_D = tl.load(bias_ptr + e * stride_be + d, mask=inside_D, other=0.0).to(tl.float32)
         if weights_ptr is None:
             acc_DN += bias_D[:, None]
         else:

@@ -57,7 +57,7 @@ class TinyTiles:
 
 
 @triton.jit
-def experts_in_use(experts_ptr, map_ptr, P, E: tl.constexpr, N_MAP, BP: tl.constexpr):
+def experts_in_use(ids_ptr, expert_map_ptr, P, E: tl.constexpr, N_MAP, BP: tl.constexpr):
     """(ids, ranks, count): the expert of each pair, how many of those in use have a smaller id, and
     how many are in use. A pair that repeats an expert, or has none, has the rank BP.
 
@@ -65,9 +65,9 @@ def experts_in_use(experts_ptr, map_ptr, P, E: tl.constexpr, N_MAP, BP: tl.const
     whatever the order of the other tokens is.
     """
     p = tl.arange(0, BP)
-    ids_P = local_ids(experts_ptr, map_ptr, p, p < P, E, N_MAP)
+    ids_P = local_ids(ids_ptr, expert_map_ptr, p, p < P, E, N_MAP)
     # The same vector along the other axis: loaded, which is quicker than moved across threads.
-    ids_Q = local_ids(experts_ptr, map_ptr, p, p < P, E, N_MAP)
+    ids_Q = local_ids(ids_ptr, expert_map_ptr, p, p < P, E, N_MAP)
     repeats_PQ = (ids_P[:, None] == ids_Q[None, :]) & (p[None, :] < p[:, None])
     first_P = (ids_P < E) & (tl.max(repeats_PQ.to(tl.int32), 1) == 0)
     repeated_PQ = (ids_P[:, None] == ids_Q[None, :]) & (p[:, None] < p[None, :])
@@ -78,10 +78,10 @@ def experts_in_use(experts_ptr, map_ptr, P, E: tl.constexpr, N_MAP, BP: tl.const
 
 
 @triton.jit
-def write_table(experts_ptr, map_ptr, table_ptr, P, E: tl.constexpr, N_MAP, BP: tl.constexpr):
+def write_table(ids_ptr, expert_map_ptr, table_ptr, P, E: tl.constexpr, N_MAP, BP: tl.constexpr):
     """The table of experts in use, see the module."""
     p = tl.arange(0, BP)
-    ids_P, ranks_P, count = experts_in_use(experts_ptr, map_ptr, P, E, N_MAP, BP)
+    ids_P, ranks_P, count = experts_in_use(ids_ptr, expert_map_ptr, P, E, N_MAP, BP)
     here_RP = ranks_P[None, :] == p[:, None]
     ids_R = tl.sum(tl.where(here_RP, ids_P[None, :], 0), 1)
     tl.store(table_ptr, count)
@@ -92,9 +92,9 @@ def write_table(experts_ptr, map_ptr, table_ptr, P, E: tl.constexpr, N_MAP, BP: 
 # One compiled kernel serves every number of tokens.
 @triton.jit(do_not_specialize=["T", "N_MAP"])
 def tiny_up(
-    x_ptr, scale_ptr, experts_ptr, weights_ptr, map_ptr, w_ptr, s_ptr, z_ptr, g_ptr, b_ptr,
-    static_ptr, h_ptr, h_scale_ptr, table_ptr, share_ptr, T, N_MAP, stride_x, stride_we, stride_wf,
-    stride_wd, stride_be,
+    x_ptr, x_scale_ptr, ids_ptr, weights_ptr, expert_map_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
+    global_scale_ptr, bias_ptr, h_scale_ptr, h_ptr, h_row_scale_ptr, table_ptr, share_ptr, T, N_MAP,
+    stride_x, stride_we, stride_wf, stride_wd, stride_be,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
     ACT: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr, EACH: tl.constexpr,
     DTYPE: tl.constexpr, BP: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
@@ -114,9 +114,9 @@ def tiny_up(
     take_turn(PDL)
     if not ONE:  # noqa: SIM102  (known when this is compiled, what follows is not)
         if pair == T * K:
-            write_table(experts_ptr, map_ptr, table_ptr, T * K, E, N_MAP, BP)
+            write_table(ids_ptr, expert_map_ptr, table_ptr, T * K, E, N_MAP, BP)
             return
-    e = local_ids(experts_ptr, map_ptr, pair, pair < T * K, E, N_MAP)
+    e = local_ids(ids_ptr, expert_map_ptr, pair, pair < T * K, E, N_MAP)
     if e >= E:
         return
     n = tl.arange(0, BN)
@@ -125,7 +125,7 @@ def tiny_up(
         chosen_N = n < 1
         weight_N = tl.load(weights_ptr + pair + n, mask=chosen_N, other=0.0).to(tl.float32)
     else:
-        ids_P = local_ids(experts_ptr, map_ptr, p, p < T * K, E, N_MAP)
+        ids_P = local_ids(ids_ptr, expert_map_ptr, p, p < T * K, E, N_MAP)
         if tl.max(((ids_P == e) & (p < pair)).to(tl.int32), 0) > 0:
             return
         weights_P = tl.load(weights_ptr + p, mask=p < T * K, other=0.0).to(tl.float32)
@@ -140,22 +140,23 @@ def tiny_up(
     x_1N = (x_ptr + n.to(tl.int64) * stride_x)[None, :]
     acc_FN = tl.zeros((BF, BN), tl.float32)
     acc_FN = add_product(
-        acc_FN, w_F1, stride_wd, s_ptr, z_ptr, e, row_F, inside_F, x_1N, scale_ptr, n, n < T,
-        ROWS, D, BD, W, "evict_first",
+        acc_FN, w_F1, stride_wd, w_scale_ptr, w_zero_ptr, e, row_F, inside_F, x_1N, x_scale_ptr, n,
+        n < T, ROWS, D, BD, W, "evict_first",
     )  # fmt: skip
     acc_FN = under_globals(
-        rescaled(acc_FN, W, x_ptr.dtype.element_ty), g_ptr, e, row_F, inside_F, ROWS, SHARED
+        rescaled(acc_FN, W, x_ptr.dtype.element_ty), global_scale_ptr, e, row_F, inside_F, ROWS,
+        SHARED,
     )  # fmt: skip
     if share_ptr is not None:
         # One of the pair's programs is enough.
         tl.store(share_ptr + pair * T + n, weight_N, mask=n < tl.where(block == 0, T, 0))
-    h_IN = activated(acc_FN, b_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
+    h_IN = activated(acc_FN, bias_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
     if by_row(W):
         h_IN = tl.where(chosen_N[None, :], h_IN, 0.0)
-        if static_ptr is not None:
-            h_IN, scale = codes_of_h(h_IN, static_ptr, e, EACH, DTYPE, W.element == "int8")
+        if h_scale_ptr is not None:
+            h_IN, scale = codes_of_h(h_IN, h_scale_ptr, e, EACH, DTYPE, W.element == "int8")
             mine_N = n < tl.where(block == 0, T, 0)  # one of the pair's programs is enough
-            tl.store(h_scale_ptr + pair * T + n, scale * weight_N, mask=mine_N)
+            tl.store(h_row_scale_ptr + pair * T + n, scale * weight_N, mask=mine_N)
     else:
         h_IN = tl.where(chosen_N[None, :], h_IN * weight_N[None, :], 0.0)
     i = block * BI + tl.arange(0, BI)
@@ -170,12 +171,12 @@ def tiny_up(
 
 @triton.jit
 def id_of(
-    rank, experts_ptr, map_ptr, table_ptr, N_MAP,
+    rank, ids_ptr, expert_map_ptr, table_ptr, N_MAP,
     E: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """The ids of experts in use; E in places that are left over."""
     if ONE:
-        ids = local_ids(experts_ptr, map_ptr, rank, rank < K, E, N_MAP)
+        ids = local_ids(ids_ptr, expert_map_ptr, rank, rank < K, E, N_MAP)
     else:
         ids = tl.load(table_ptr + 1 + rank, mask=rank < BP, other=E)
     return ids
@@ -190,8 +191,9 @@ def pair_of(rank, table_ptr, BP: tl.constexpr, ONE: tl.constexpr):
 # One compiled kernel serves every number of tokens.
 @triton.jit(do_not_specialize=["T", "N_MAP"])
 def tiny_down(
-    h_ptr, scale_ptr, experts_ptr, map_ptr, table_ptr, share_ptr, w_ptr, s_ptr, z_ptr, g_ptr,
-    b_ptr, residual_ptr, out_ptr, T, N_MAP, stride_we, stride_wd, stride_wi, stride_be,
+    h_ptr, h_scale_ptr, ids_ptr, expert_map_ptr, table_ptr, share_ptr, w_ptr, w_scale_ptr,
+    w_zero_ptr, global_scale_ptr, bias_ptr, residual_ptr, out_ptr, T, N_MAP, stride_we, stride_wd,
+    stride_wi, stride_be,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
     W: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr,
     BI: tl.constexpr, BN: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
@@ -204,8 +206,8 @@ def tiny_down(
     m = tl.arange(0, BG * BR)
     n = tl.arange(0, BN)
     if ONE:  # who chose the experts ended two launches ago
-        e_M = id_of(m // BR, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
-        e_N = id_of(n // BT, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        e_M = id_of(m // BR, ids_ptr, expert_map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        e_N = id_of(n // BT, ids_ptr, expert_map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         pair_N = pair_of(n // BT, table_ptr, BP, ONE)
     take_turn(PDL)
     rows_T = tl.arange(0, BT)
@@ -218,8 +220,8 @@ def tiny_down(
         count = K
     else:
         count = tl.load(table_ptr)
-        e_M = id_of(m // BR, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
-        e_N = id_of(n // BT, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        e_M = id_of(m // BR, ids_ptr, expert_map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        e_N = id_of(n // BT, ids_ptr, expert_map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         pair_N = pair_of(n // BT, table_ptr, BP, ONE)
     d_M = tl.program_id(0) * BR + m % BR
     token_N = n % BT
@@ -230,35 +232,35 @@ def tiny_down(
         w_M1 = rows_at(w_ptr, e_M, d_M, stride_we, stride_wd, D, I, W)
         h_1N = (h_ptr + (pair_N * T + token_N).to(tl.int64) * H)[None, :]
         # Each round has other experts, and so other global scales.
-        sum_MN = acc_MN if g_ptr is None else tl.zeros((BG * BR, BN), tl.float32)
+        sum_MN = acc_MN if global_scale_ptr is None else tl.zeros((BG * BR, BN), tl.float32)
         sum_MN = add_product(
-            sum_MN, w_M1, stride_wi, s_ptr, z_ptr, e_M, d_M, inside_M, h_1N, scale_ptr,
+            sum_MN, w_M1, stride_wi, w_scale_ptr, w_zero_ptr, e_M, d_M, inside_M, h_1N, h_scale_ptr,
             pair_N * T + token_N, inside_N, D, I, BI, W, "evict_first",
         )  # fmt: skip
-        if g_ptr is not None:
-            acc_MN += sum_MN * tl.load(g_ptr + e_M, mask=e_M < E, other=0.0)[:, None]
+        if global_scale_ptr is not None:
+            acc_MN += sum_MN * tl.load(global_scale_ptr + e_M, mask=e_M < E, other=0.0)[:, None]
         else:
             acc_MN = sum_MN
         next_M, next_N = first + BG + m // BR, first + BG + n // BT
-        e_M = id_of(next_M, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
-        e_N = id_of(next_N, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        e_M = id_of(next_M, ids_ptr, expert_map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+        e_N = id_of(next_N, ids_ptr, expert_map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         pair_N = pair_of(next_N, table_ptr, BP, ONE)
     acc_MN = rescaled(acc_MN, W, h_ptr.dtype.element_ty)
     diagonal_MN = (m // BR)[:, None] == (n // BT)[None, :]
     acc_MN = tl.where(diagonal_MN, acc_MN, 0.0)
     out_MT = tl.sum(tl.reshape(acc_MN, (BG * BR, BN // BT, BT)), 1)
     out_RT = tl.sum(tl.reshape(out_MT, (BG, BR, BT)), 0)
-    if b_ptr is not None:
+    if bias_ptr is not None:
         for rank in range(count):
             # Loaded as vectors, which the masks are.
             rank_R, rank_T = rank + 0 * d_R, rank + 0 * rows_T
-            e_R = id_of(rank_R, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
-            e_T = id_of(rank_T, experts_ptr, map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+            e_R = id_of(rank_R, ids_ptr, expert_map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
+            e_T = id_of(rank_T, ids_ptr, expert_map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
             pair_T = pair_of(rank_T, table_ptr, BP, ONE)
             here_R, here_T = (d_R < D) & (e_R < E), (rows_T < T) & (e_T < E)
-            b_R = tl.load(b_ptr + e_R.to(tl.int64) * stride_be + d_R, mask=here_R, other=0.0)
+            bias_R = tl.load(bias_ptr + e_R.to(tl.int64) * stride_be + d_R, mask=here_R, other=0.0)
             share_T = tl.load(share_ptr + pair_T * T + rows_T, mask=here_T, other=0.0)
-            bias_RT = b_R.to(tl.float32)[:, None] * share_T[None, :]
+            bias_RT = bias_R.to(tl.float32)[:, None] * share_T[None, :]
             out_RT += tl.where((share_T != 0)[None, :], bias_RT, 0.0)
     out_RT = out_RT.to(out_ptr.dtype.element_ty)
     if residual_ptr is not None:

@@ -16,19 +16,19 @@ CHUNKS_AT_ONCE, EXPERTS_AT_ONCE = 256, 8  # whose counts a program adds up in on
 
 
 @triton.jit
-def local_ids(experts_ptr, map_ptr, at, mask, E: tl.constexpr, N_MAP):
+def local_ids(ids_ptr, expert_map_ptr, at, mask, E: tl.constexpr, N_MAP):
     """The experts on this rank of some pairs; E where there is none, or no pair."""
-    ids = tl.load(experts_ptr + at, mask=mask, other=-1)
-    if map_ptr is not None:
+    ids = tl.load(ids_ptr + at, mask=mask, other=-1)
+    if expert_map_ptr is not None:
         known = mask & (ids >= 0) & (ids < N_MAP)
-        ids = tl.load(map_ptr + ids, mask=known, other=-1)
+        ids = tl.load(expert_map_ptr + ids, mask=known, other=-1)
     return tl.where((ids >= 0) & (ids < E), ids, E).to(tl.int32)
 
 
 # One compiled kernel serves every number of pairs up to a power of two.
 @triton.jit(do_not_specialize=["R", "N_MAP"])
 def sort_kernel(
-    experts_ptr, map_ptr, rows_ptr, inverse_ptr, ends_ptr, R, N_MAP,
+    ids_ptr, expert_map_ptr, rows_ptr, inverse_ptr, ends_ptr, R, N_MAP,
     E: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for each expert, and one for the pairs of none: each finds where its rows begin
@@ -37,7 +37,7 @@ def sort_kernel(
     e = tl.program_id(0)
     take_turn(PDL)
     pairs = tl.arange(0, BR)
-    ids = local_ids(experts_ptr, map_ptr, pairs, pairs < R, E, N_MAP)
+    ids = local_ids(ids_ptr, expert_map_ptr, pairs, pairs < R, E, N_MAP)
     mine = (pairs < R) & (ids == e)
     begin = tl.sum((ids < e).to(tl.int32), 0)
     count = mine.to(tl.int32)
@@ -51,7 +51,7 @@ def sort_kernel(
 
 @triton.jit(do_not_specialize=["R", "N_MAP"])
 def count_kernel(
-    experts_ptr, map_ptr, counts_ptr, R, N_MAP,
+    ids_ptr, expert_map_ptr, counts_ptr, R, N_MAP,
     E: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """counts[chunk, e]: the pairs of each expert in each chunk; e = E: of none."""
@@ -60,7 +60,7 @@ def count_kernel(
     e = tl.arange(0, BE)
     tl.store(counts_ptr + e, tl.zeros((BE,), tl.int32), mask=e <= E)
     pairs = tl.program_id(0) * BR + tl.arange(0, BR)
-    ids = local_ids(experts_ptr, map_ptr, pairs, pairs < R, E, N_MAP)
+    ids = local_ids(ids_ptr, expert_map_ptr, pairs, pairs < R, E, N_MAP)
     tl.debug_barrier()  # the zeros come first
     # By atomics, as `tl.histogram` takes twice as long for 1024 bins.
     tl.atomic_add(counts_ptr + ids, tl.full((BR,), 1, tl.int32), mask=pairs < R, sem="relaxed")
@@ -86,7 +86,7 @@ def add_up_kernel(
 
 @triton.jit(do_not_specialize=["R", "N_MAP", "chunks"])
 def place_kernel(
-    experts_ptr, map_ptr, before_ptr, rows_ptr, inverse_ptr, ends_ptr, R, N_MAP, chunks,
+    ids_ptr, expert_map_ptr, before_ptr, rows_ptr, inverse_ptr, ends_ptr, R, N_MAP, chunks,
     E: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sort one chunk, and put its runs behind those of the chunks before it."""
@@ -105,7 +105,7 @@ def place_kernel(
     shift_E = end_E - total_E + before_E - (tl.cumsum(own_E, 0) - own_E)
     place = tl.arange(0, BR)
     pairs = chunk * BR + place
-    ids = local_ids(experts_ptr, map_ptr, pairs, pairs < R, E, N_MAP)
+    ids = local_ids(ids_ptr, expert_map_ptr, pairs, pairs < R, E, N_MAP)
     keys = tl.sort(tl.where(pairs < R, ids, BE - 1) * BR + place)
     sorted_ids = keys // BR
     sorted_pairs = chunk * BR + keys % BR

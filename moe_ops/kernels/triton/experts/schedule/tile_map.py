@@ -50,7 +50,7 @@ def tile_map(ends_E: Tensor, rows: int, block_m: int) -> TileMap:
 
 @triton.jit(do_not_specialize=["R", "CAPACITY"])
 def _tile_map(
-    ends_ptr, table_ptr, E, R, CAPACITY,
+    ends_ptr, tiles_ptr, E, R, CAPACITY,
     BLOCK_M: tl.constexpr, GROUP: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program e writes the tiles of expert e.
@@ -74,7 +74,7 @@ def _tile_map(
     for at in range(0, my_tiles, BLOCK):
         tile = at + tl.arange(0, BLOCK)
         group = tile // GROUP * GROUP
-        entry = table_ptr + ENTRY * (1 + first + tile)
+        entry = tiles_ptr + ENTRY * (1 + first + tile)
         mask = (tile < my_tiles) & (first + tile < CAPACITY)
         tl.store(entry, tl.zeros([BLOCK], tl.int32) + e, mask=mask)
         tl.store(entry + 1, start + group * BLOCK_M, mask=mask)
@@ -83,6 +83,6 @@ def _tile_map(
         tl.store(entry + 4, tl.minimum(my_tiles - group, GROUP), mask=mask)
     if e == 0:
         long_tiles = (rows + (BLOCK_M // 2 - 1)) // BLOCK_M
-        tl.store(table_ptr, tl.minimum(tl.sum(tiles), CAPACITY))
-        tl.store(table_ptr + 1, tl.minimum(tl.sum(long_tiles), CAPACITY))
-        tl.store(table_ptr + 2, 0)
+        tl.store(tiles_ptr, tl.minimum(tl.sum(tiles), CAPACITY))
+        tl.store(tiles_ptr + 1, tl.minimum(tl.sum(long_tiles), CAPACITY))
+        tl.store(tiles_ptr + 2, 0)
