@@ -8,7 +8,30 @@ A tensor's name ends in the letters of its axes:
     R  routed rows, R = T * K      G  quantisation groups
 
 `x_TD` is a matrix of tokens by model width, `w13_EFD` the stacked first weights, `w2_EDI` the
-second ones. Kernels alone also speak of M, N and K as matrix sizes.
+second ones. From the layer to the kernels a tensor has the name of the op's argument. A pointer has
+no suffix, and no number in a kernel that runs either product: `w_scale_ptr` points to
+`w13_scale_EFG` or to `w2_scale_EDG`.
+
+Letters mean something else between ranks, and where replicas of experts are placed:
+
+    P  physical experts            G  rows that arrive on a rank
+    R  ranks                       N  rows that a rank sends
+    L  layers                      S  scales of a row; slots for replicas
+    B  bytes of a row; bins
+
+in the attention and the linear layers of decoding:
+
+    B  sequences                   D  width of a head
+    H  heads of the query          V  width of a head of the values
+    N  heads of the keys           S  slots of the cache
+    W  angles                      N  rows of a linear layer, K its columns
+
+and inside kernels:
+
+    M  rows of a matrix product    C  columns of a group or a tile
+    N  columns of it               W  words of 32 bits
+    K  what it sums over           P  pairs of a token and an expert
+    Q  the same pairs, along the other axis
 """
 
 from __future__ import annotations
