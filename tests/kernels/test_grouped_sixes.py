@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import astuple
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ def functions() -> dict[str, Any]:
     """Those of the kernel."""
     modules = (activation, *DECODERS, order, fragments, skeleton, grouped_registers)
     names = functions_of(modules, FACTORS=None, ROWS=128)
+    names["fragments"] = SimpleNamespace(**names)
     return names
 
 

@@ -23,13 +23,8 @@ from torch import Tensor
 from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
 from moe_ops.kernels.triton.experts.call import Call, Reads
 from moe_ops.kernels.triton.experts.formats.codes import floats_of
+from moe_ops.kernels.triton.experts.operands import operand
 from moe_ops.kernels.triton.experts.operands.dequantized_weights import decoded
-from moe_ops.kernels.triton.experts.operands.operand import (
-    hidden_operand,
-    room_for_hidden,
-    rounded_tokens,
-    tokens_operand,
-)
 from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from moe_ops.kernels.triton.experts.schedule.tile_map import tile_map
@@ -75,7 +70,7 @@ def run(
         expert_map=expert_map, residual_TD=residual_TD, weights=weights_TK if early else None,
         dtype=floats_of(x_TD, codes), tiles=tiles,
     )  # fmt: skip
-    x_TD = rounded_tokens(x_TD, codes)
+    x_TD = operand.rounded_tokens(x_TD, codes)
     if products.decodes and codes is not None:
         c.layer = decoded(layer, c.dtype)
     if products.sorts:
@@ -85,10 +80,10 @@ def run(
         _check_few(T, K)
     if products.tile_rows is not None:
         c.tiles = tile_map(ends_E, T * K, products.tile_rows(x_TD, T * K, c.layer))
-    c.x = tokens_operand(c, x_TD)
-    c.h = room_for_hidden(c)
+    c.x = operand.tokens_operand(c, x_TD)
+    c.h = operand.room_for_hidden(c)
     products.up(c)
-    c.h = hidden_operand(c)
+    c.h = operand.hidden_operand(c)
     c.out = x_TD.new_empty(T * K if products.sorts else T, D, dtype=c.dtype)
     products.down(c)
     if c.inverse_R is None:

@@ -16,17 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton import Inputs
+from moe_ops.kernels.triton import Inputs, quantize
 from moe_ops.kernels.triton.experts.formats.float8 import SMALLEST_SCALE
 from moe_ops.kernels.triton.experts.formats.order import place_of
 from moe_ops.kernels.triton.launch import pdl_options, take_turn
-from moe_ops.kernels.triton.quantize import (
-    NOT_FINITE,
-    largest,
-    largest_of_rows,
-    magnitude,
-    scale_of_largest,
-)
+from moe_ops.kernels.triton.quantize import NOT_FINITE
 from moe_ops.kernels.triton.replay import launch
 
 PROGRAMS = 256  # that look for the largest of all inputs
@@ -56,7 +50,7 @@ def global_scale(largest, LARGEST: tl.constexpr):
 def scales_of_groups(x_GC, common, LARGEST: tl.constexpr, TOP: tl.constexpr, SCALE: tl.constexpr):
     """(scales that decode, factors or divisors that make ratios) of groups, as `quantize` has them;
     e8m0 ones multiply."""
-    largest_G = tl.max(magnitude(x_GC), 1)
+    largest_G = tl.max(quantize.magnitude(x_GC), 1)
     finite_G = largest_G < NOT_FINITE
     if SCALE == "e8m0":
         code_G = tl.maximum((largest_G >> 23) - TOP, 0)
@@ -90,11 +84,12 @@ def emulate_kernel(
     if static_ptr is not None:
         common = tl.load(static_ptr)
     elif SCALE == "row":
-        common = scale_of_largest(tl.load(largest_ptr + row), LARGEST)
+        common = quantize.scale_of_largest(tl.load(largest_ptr + row), LARGEST)
     elif SCALE == "float8_e4m3fn":
         common = global_scale(tl.load(largest_ptr + row), LARGEST)
     elif SCALE == "tensor":
-        common = scale_of_largest(tl.max(tl.load(largest_ptr + tl.arange(0, BP)), 0), LARGEST)
+        bits = tl.max(tl.load(largest_ptr + tl.arange(0, BP)), 0)
+        common = quantize.scale_of_largest(bits, LARGEST)
     else:
         common = 1.0
     if SCALE == "e8m0" or SCALE == "float8_e4m3fn":
@@ -137,9 +132,9 @@ def emulate(
     out = x_RD if arranged else x_RD.new_empty(R, columns)
     bits = None
     if static is None and inputs.scale in ("row", "float8_e4m3fn"):
-        bits = largest_of_rows(x_RD)
+        bits = quantize.largest_of_rows(x_RD)
     elif static is None and inputs.scale == "tensor":
-        bits = largest(x_RD, ends_E, PROGRAMS)
+        bits = quantize.largest(x_RD, ends_E, PROGRAMS)
     BG = max(1, min(COLUMNS, triton.next_power_of_2(width)) // inputs.group)
     OUT = out.shape[1]
     launch(

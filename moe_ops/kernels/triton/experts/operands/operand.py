@@ -17,16 +17,11 @@ from torch import Tensor
 from moe_ops.kernels.triton.experts.call import Call, Operand
 from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.formats.order import arranged
+from moe_ops.kernels.triton.experts.operands import row_scales
 from moe_ops.kernels.triton.experts.operands.fake_quantized import emulate
 from moe_ops.kernels.triton.experts.operands.group_scales import quantize_sorted, quantize_tokens
 from moe_ops.kernels.triton.experts.operands.permuted import arrange
 from moe_ops.kernels.triton.experts.operands.prequantized import decode, in_rows
-from moe_ops.kernels.triton.experts.operands.row_scales import (
-    by_expert,
-    quantize_h,
-    quantize_pairs,
-    quantize_x,
-)
 
 
 def rounded_tokens(x_TD: Tensor, codes: Codes | None) -> Tensor:
@@ -47,8 +42,8 @@ def tokens_operand(c: Call, x_TD: Tensor) -> Operand:
         return Operand(x_TD, None, choices)
     given_TG = codes.x_scale_TG
     if codes.by_row:
-        x_TD, scale = quantize_x(x_TD, codes, c.ids_TK, c.expert_map, inverse_R)
-        choices = 1 if by_expert(codes.x_scale) else choices
+        x_TD, scale = row_scales.quantize_x(x_TD, codes, c.ids_TK, c.expert_map, inverse_R)
+        choices = 1 if row_scales.by_expert(codes.x_scale) else choices
     elif codes.quantizes and given_TG is not None:
         scale = given_TG
         if inverse_R is not None:
@@ -91,10 +86,10 @@ def hidden_operand(c: Call) -> Operand:
     if codes.by_row and ends_E is not None:
         routed = None if c.reads.stores else (c.ids_TK, c.expert_map)
         rows_R = None if c.weights is None else rows_R
-        values, scale = quantize_h(values, codes, ends_E, c.weights, rows_R, routed)
+        values, scale = row_scales.quantize_h(values, codes, ends_E, c.weights, rows_R, routed)
     elif codes.by_row:
         assert c.weights is not None
-        values, scale = quantize_pairs(values, codes, c.ids_TK, c.expert_map, c.weights)
+        values, scale = row_scales.quantize_pairs(values, codes, c.ids_TK, c.expert_map, c.weights)
     elif codes.quantizes:
         values, scale = quantize_tokens(values, codes.weight)
     elif codes.inputs is not None:

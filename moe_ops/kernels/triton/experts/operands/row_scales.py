@@ -25,20 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.triton import quantize
 from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.operands.prequantized import in_rows
 from moe_ops.kernels.triton.experts.schedule.sort import local_ids
 from moe_ops.kernels.triton.launch import pdl_options, take_turn
-from moe_ops.kernels.triton.quantize import (
-    codes_of,
-    largest,
-    largest_of_parts,
-    magnitude,
-    most_of,
-    scale_of_largest,
-    tile_of,
-    warps_of,
-)
 from moe_ops.kernels.triton.replay import launch
 
 
@@ -73,7 +64,7 @@ def quantize_rows_kernel(
                 row = tl.load(inverse_ptr + pair, mask=here, other=-1)
             there = (e < E) & (row >= 0)
             at = codes_ptr + row.to(tl.int64)[:, None] * D + d
-            tl.store(at, codes_of(x, scale, INT8), mask=there[:, None] & (d < D))
+            tl.store(at, quantize.codes_of(x, scale, INT8), mask=there[:, None] & (d < D))
             if weights_ptr is not None:
                 scale *= tl.load(weights_ptr + pair, mask=there, other=0.0).to(tl.float32)
             tl.store(scale_ptr + row, scale, mask=there)
@@ -81,11 +72,12 @@ def quantize_rows_kernel(
         if static_ptr is not None:
             scale = tl.load(static_ptr) + tl.zeros((BT,), tl.float32)
         elif parts_ptr is not None:
-            bits = largest_of_parts(parts_ptr, PARTS) + tl.zeros((BT,), tl.int32)
-            scale = scale_of_largest(bits, most_of(INT8))
+            bits = quantize.largest_of_parts(parts_ptr, PARTS) + tl.zeros((BT,), tl.int32)
+            scale = quantize.scale_of_largest(bits, quantize.most_of(INT8))
         else:
-            scale = scale_of_largest(tl.max(magnitude(x), 1), most_of(INT8))
-        codes = codes_of(x, scale, INT8)
+            bits = tl.max(quantize.magnitude(x), 1)
+            scale = quantize.scale_of_largest(bits, quantize.most_of(INT8))
+        codes = quantize.codes_of(x, scale, INT8)
         if weights_ptr is not None:
             at = t
             if rows_ptr is not None:
@@ -123,7 +115,7 @@ def largest_of_pairs_kernel(
     largest_I = tl.zeros((BI,), tl.int32)
     for t in range(0, tl.where(used, T, 0)):
         h_I = tl.load(h_ptr + (pair * T + t).to(tl.int64) * I + i, mask=i < I, other=0.0)
-        largest_I = tl.maximum(largest_I, magnitude(h_I.to(tl.float32)))
+        largest_I = tl.maximum(largest_I, quantize.magnitude(h_I.to(tl.float32)))
     tl.store(parts_ptr + pair, tl.max(largest_I, 0))
 
 
@@ -135,7 +127,7 @@ def codes_of_h(
     where it is stored."""
     scale = tl.load(h_scale_ptr + (e if BY_EXPERT else 0))
     h_IN = h_IN.to(DTYPE).to(tl.float32)
-    return codes_of(h_IN, scale + tl.zeros((h_IN.shape[0],), tl.float32), INT8), scale
+    return quantize.codes_of(h_IN, scale + tl.zeros((h_IN.shape[0],), tl.float32), INT8), scale
 
 
 def by_expert(scale: Tensor | None) -> bool:
@@ -160,7 +152,7 @@ def _quantize(
     out = x_TD.new_empty(rows, D, dtype=codes.dtype)
     scale_R = x_TD.new_empty(rows, dtype=torch.float32)
     E = static.numel() if static is not None and each else 0 if ends_E is None else ends_E.numel()
-    BT, BD = tile_of(D)
+    BT, BD = quantize.tile_of(D)
     launch(
         quantize_rows_kernel, (triton.cdiv(T, BT),),
         x_TD, static, parts, ids_TK if each else None, expert_map if each else None, inverse_R,
@@ -168,7 +160,7 @@ def _quantize(
         0 if expert_map is None else expert_map.shape[0],
         E=E, K=1 if ids_TK is None else ids_TK.shape[1], D=D, BT=BT, BD=BD,
         INT8=codes.dtype == torch.int8, PARTS=1 if parts is None else parts.numel(),
-        num_warps=warps_of(BT * BD), **pdl_options(x_TD),
+        num_warps=quantize.warps_of(BT * BD), **pdl_options(x_TD),
     )  # fmt: skip
     return out, scale_R
 
@@ -191,7 +183,7 @@ def quantize_x(
         x_RD, scale_GR = in_rows(x_TD, codes.x_scale_TG, inverse_R, K)
         return x_RD, scale_GR.view(-1)
     rows = T if inverse_R is None and not by_expert(codes.x_scale) else T * K
-    parts = largest(x_TD) if codes.x_scale is None and codes.scaled == "tensor" else None
+    parts = quantize.largest(x_TD) if codes.x_scale is None and codes.scaled == "tensor" else None
     return _quantize(x_TD, codes, codes.x_scale, parts, rows, (ids_TK, expert_map, inverse_R))
 
 
@@ -206,7 +198,7 @@ def quantize_h(
     """Codes of sorted rows of h, and their scales, times the weights of their pairs if these are
     given. A static scale needs their order, ids and map."""
     h_scale = codes.h_scale
-    parts = largest(h_RI, ends_E) if h_scale is None and codes.scaled == "tensor" else None
+    parts = quantize.largest(h_RI, ends_E) if h_scale is None and codes.scaled == "tensor" else None
     weights, ids = (weights_TK, rows_R), None
     if routed is not None:
         ids = (routed[0].view(-1, 1), routed[1], None)

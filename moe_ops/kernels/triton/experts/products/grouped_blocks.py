@@ -36,30 +36,16 @@ from moe_ops.kernels.triton.experts.call import Call, Operand, Reads
 from moe_ops.kernels.triton.experts.driver import Products
 from moe_ops.kernels.triton.experts.formats.float8 import LARGEST_CODE, SMALLEST_SCALE
 from moe_ops.kernels.triton.experts.formats.scales import finite, scale_of
-from moe_ops.kernels.triton.experts.products import skeleton
-from moe_ops.kernels.triton.experts.products.hopper import (
-    BLOCK_M,
-    BLOCK_N,
-    CHUNK_LAYOUT,
-    CHUNK_N,
-    HALF_M,
-    HALF_N,
-    allocate,
-    as_held,
-    both_halves,
-    columns,
-    copy_rows,
-    gated_columns,
-    halves,
-    store_chunk,
-)
+from moe_ops.kernels.triton.experts.products import hopper, skeleton
+from moe_ops.kernels.triton.experts.products.hopper import CHUNK_LAYOUT
 from moe_ops.kernels.triton.experts.products.skeleton import first_tile, skip, specialize
 from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
 from moe_ops.kernels.triton.experts.weights import Stack
 
 BLOCK_K = 128
 STAGES = 4  # 48 KiB each, beside at most 32 KiB of outputs: all that a block has
-ROWS, SUM, CHUNK, STEP = (gl.constexpr(n) for n in (HALF_M, HALF_N, CHUNK_N, BLOCK_K))
+STEP = gl.constexpr(BLOCK_K)
+ROWS, SUM, CHUNK = (gl.constexpr(n) for n in (hopper.HALF_M, hopper.HALF_N, hopper.CHUNK_N))
 
 
 @gluon.jit
@@ -135,7 +121,7 @@ def _factors(stored, KIND: gl.constexpr):
 @gluon.jit
 def _sums(part):
     """The left and the right 64 columns of a product, once it is done."""
-    left, right = halves(warpgroup_mma_wait(0, deps=[part]))
+    left, right = hopper.halves(warpgroup_mma_wait(0, deps=[part]))
     left = gl.convert_layout(left, CHUNK_LAYOUT, assert_trivial=True)
     right = gl.convert_layout(right, CHUNK_LAYOUT, assert_trivial=True)
     return left, right
@@ -158,14 +144,14 @@ def _multiply(
     part = _start(rings, stage, 0, LOWER)
     stored = _stored(scales, at, 0)
     for i in gl.static_range(EACH):
-        store_chunk(i, pending, output, buffers, out_n)
+        hopper.store_chunk(i, pending, output, buffers, out_n)
     factors = _factors(stored, KIND)
     stored = _stored(scales, at, 1)
     left, right = _sums(part)
     acc_0, acc_1 = left * factors[0], right * factors[1]
     part = _start(rings, stage, 1, LOWER)
     for i in gl.static_range(EACH, 2 * EACH):
-        store_chunk(i, pending, output, buffers, out_n)
+        hopper.store_chunk(i, pending, output, buffers, out_n)
     left, right = _sums(part)
     mbarrier.arrive(empty.index(stage))
     acc_2, acc_3 = left * factors[2], right * factors[3]
@@ -196,8 +182,8 @@ def _quantized(left, right, output, tile, col, out_n, DTYPE: gl.constexpr):
     _, _, _, scale_ptr, stride = output
     _, end, row, _ = tile
     cols = col + gl.arange(0, CHUNK, gl.SliceLayout(0, CHUNK_LAYOUT))
-    left = gl.where((cols < out_n)[None, :], as_held(left, DTYPE), 0.0)
-    right = gl.where((cols + CHUNK < out_n)[None, :], as_held(right, DTYPE), 0.0)
+    left = gl.where((cols < out_n)[None, :], hopper.as_held(left, DTYPE), 0.0)
+    right = gl.where((cols + CHUNK < out_n)[None, :], hopper.as_held(right, DTYPE), 0.0)
     largest = gl.max(gl.maximum(gl.abs(left), gl.abs(right)), 1)
     scale = gl.maximum(largest / LARGEST_CODE, SMALLEST_SCALE)
     scale = gl.where(largest < float("inf"), scale, float("nan"))
@@ -217,15 +203,15 @@ def _finish(accs, output, tile, sizes, DTYPE: gl.constexpr, ACT: gl.constexpr):
     expert, _, _, n = tile
     if ACT.gated:
         col = n * SUM
-        left = gated_columns(a, c, output, expert, col, N, ACT)
-        right = gated_columns(b, d, output, expert, col + CHUNK, N, ACT)
+        left = hopper.gated_columns(a, c, output, expert, col, N, ACT)
+        right = hopper.gated_columns(b, d, output, expert, col + CHUNK, N, ACT)
         return _quantized(left, right, output, tile, col, out_n, DTYPE), col
     else:
         col = n * 2 * SUM
-        a = columns(a, output, expert, col, N, ACT)
-        b = columns(b, output, expert, col + CHUNK, N, ACT)
-        c = columns(c, output, expert, col + SUM, N, ACT)
-        d = columns(d, output, expert, col + SUM + CHUNK, N, ACT)
+        a = hopper.columns(a, output, expert, col, N, ACT)
+        b = hopper.columns(b, output, expert, col + CHUNK, N, ACT)
+        c = hopper.columns(c, output, expert, col + SUM, N, ACT)
+        d = hopper.columns(d, output, expert, col + SUM + CHUNK, N, ACT)
         if output[3] is None:
             return (a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)), col
         else:
@@ -267,14 +253,14 @@ def _grouped_float8(
 ):  # fmt: skip
     """Scales of the output are made if they have a place; DTYPE is that of the layer."""
     dealt = first_tile(tiles_ptr, n_tiles, 2 * ROWS)
-    stages, buffers = allocate(w_desc, out_desc, STAGES)
+    stages, buffers = hopper.allocate(w_desc, out_desc, STAGES)
     source = (a_desc, w_desc, up_desc)
     output = (bias_ptr, out_desc, out_ptr, out_scale_ptr, stride)
     scales = (a_scale_ptr, stride, w_scale_ptr, down)
     specialize(
-        dealt, stages, source, output, buffers, (N, K), scales, both_halves, copy_rows, None,
-        _product, 2 * ROWS, STEP, TURNS=1, STAGES=STAGES, WARPS=1, AHEAD=(5, 3, 1),
-        HOW=(DTYPE, W, ACT),
+        dealt, stages, source, output, buffers, (N, K), scales, hopper.both_halves,
+        hopper.copy_rows, None, _product, 2 * ROWS, STEP, TURNS=1, STAGES=STAGES, WARPS=1,
+        AHEAD=(5, 3, 1), HOW=(DTYPE, W, ACT),
     )  # fmt: skip
 
 
@@ -287,11 +273,11 @@ def launch(
     is a place for its scales; the backend refuses weights that it does not take."""
     _, N, K = w_ENK.shape
     skeleton.launch(
-        _grouped_float8, a, skeleton.boxes(a, HALF_M, BLOCK_K), a_scale_GR,
+        _grouped_float8, a, skeleton.boxes(a, hopper.HALF_M, BLOCK_K), a_scale_GR,
         *skeleton.boxes_of_pair(w_ENK, BLOCK_K, act), w_scale,
         None if bias_EN is None else bias_EN.contiguous(),
-        skeleton.boxes(out, HALF_M, CHUNK_N), out, out_scale_GR, tiles.table, N, K,
-        triton.cdiv(N, BLOCK_N), a_scale_GR.stride(0), w_scale.shape[1],
+        skeleton.boxes(out, hopper.HALF_M, hopper.CHUNK_N), out, out_scale_GR, tiles.table, N, K,
+        triton.cdiv(N, hopper.BLOCK_N), a_scale_GR.stride(0), w_scale.shape[1],
         gl.bfloat16 if dtype == torch.bfloat16 else gl.float16, weight, act, STAGES,
     )  # fmt: skip
 
@@ -309,5 +295,5 @@ run = Products(
     up=lambda c: _run_product(c, c.x, c.layer.stack13, c.h, c.layer.act),
     down=lambda c: _run_product(c, c.h, c.layer.stack2, Operand(c.out), LINEAR),
     reads=Reads(gathered=True, stores="group"),
-    tile_rows=lambda *_: BLOCK_M,
+    tile_rows=lambda *_: hopper.BLOCK_M,
 ).run

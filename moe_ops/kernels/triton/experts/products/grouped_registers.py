@@ -47,25 +47,8 @@ from moe_ops.kernels.triton.activation import activate, activate_gated
 from moe_ops.kernels.triton.experts.call import Call, Operand, Reads
 from moe_ops.kernels.triton.experts.driver import Products
 from moe_ops.kernels.triton.experts.formats.scales import rescaled, under_global
-from moe_ops.kernels.triton.experts.products import skeleton
-from moe_ops.kernels.triton.experts.products.fragments import (
-    ROWS,
-    at_once,
-    column_in,
-    columns_of,
-    factor_pairs,
-    factors_at,
-    first_column,
-    group_of,
-    halves_of,
-    load_factors,
-    load_sixes,
-    load_words,
-    operand_of,
-    sixes_at,
-    unscaled,
-    words_of_sixes,
-)
+from moe_ops.kernels.triton.experts.products import fragments, skeleton
+from moe_ops.kernels.triton.experts.products.fragments import ROWS
 from moe_ops.kernels.triton.experts.products.hopper import cut, tma_load
 from moe_ops.kernels.triton.experts.products.skeleton import first_tile, specialize
 from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
@@ -86,7 +69,7 @@ def sums_layout(tokens):
 def _boxes(expert, n, sizes, W: gl.constexpr, ACT: gl.constexpr):
     """Where the boxes of a tile's rows of W begin: group and row in it, of the left and the right
     one."""
-    groups = sizes[0] // group_of(W)
+    groups = sizes[0] // fragments.group_of(W)
     if ACT.gated:
         # The up values of a tile's gates are beside them.
         group = expert * (groups // 2 if ACT.interleaved else groups)
@@ -123,8 +106,8 @@ def _copy(i, bar, stage, tile, at, source, rings, sizes, HOW: gl.constexpr):
     x_desc, left, right = source
     of_codes, filled = at
     W: gl.constexpr = HOW[0]
-    STEP: gl.constexpr = columns_of(W)
-    HALVES: gl.constexpr = halves_of(W)
+    STEP: gl.constexpr = fragments.columns_of(W)
+    HALVES: gl.constexpr = fragments.halves_of(W)
     BOXED: gl.constexpr = W.bits != 6
     CODES: gl.constexpr = ROWS * 64 if BOXED else 0
     X: gl.constexpr = 2 * BOX * STEP
@@ -187,51 +170,53 @@ def _multiply(
     DTYPE: gl.constexpr = tokens.dtype
     BOXED: gl.constexpr = W.bits != 6
     GATED: gl.constexpr = ACT.gated
-    HALVES: gl.constexpr = halves_of(W)
+    HALVES: gl.constexpr = fragments.halves_of(W)
     accs = (_no_sums(PARTS[0]),)
     if len(PARTS) == 2:
         accs = accs + (_no_sums(PARTS[1]),)  # noqa: RUF005
-    at = factors_at(tile, sizes, LOWER, W, ACT)
-    less, pair, right_pair = factor_pairs(load_factors(scales, at, 0, W), W, DTYPE)
+    at = fragments.factors_at(tile, sizes, LOWER, W, ACT)
+    first_stored = fragments.load_factors(scales, at, 0, W)
+    less, pair, right_pair = fragments.factor_pairs(first_stored, W, DTYPE)
     stage = step % STAGES
     if BOXED:
         mbarrier.wait(full.index(stage), step // STAGES & 1)
-        words = load_words(rings, stage, LOWER, W, GATED)
+        words = fragments.load_words(rings, stage, LOWER, W, GATED)
     else:
-        codes_at = sixes_at(codes, tile, sizes, LOWER, W, ACT)
-        first = load_sixes(codes_at, 0)
-        ahead = load_sixes(codes_at, 1)
+        codes_at = fragments.sixes_at(codes, tile, sizes, LOWER, W, ACT)
+        first = fragments.load_sixes(codes_at, 0)
+        ahead = fragments.load_sixes(codes_at, 1)
         mbarrier.wait(full.index(stage), step // STAGES & 1)
-        words = words_of_sixes(first)
-    values = operand_of(unscaled(words[0], less, W, DTYPE), pair, W, DTYPE)
-    for first_step in range(0, steps, at_once(W)):
-        for turn in gl.static_range(at_once(W)):
+        words = fragments.words_of_sixes(first)
+    values = fragments.operand_of(fragments.unscaled(words[0], less, W, DTYPE), pair, W, DTYPE)
+    for first_step in range(0, steps, fragments.at_once(W)):
+        for turn in gl.static_range(fragments.at_once(W)):
             i = first_step + turn
-            stored = load_factors(scales, at, i + 1, W)
+            stored = fragments.load_factors(scales, at, i + 1, W)
             if HALVES == 2:
                 accs = _wait(_start(accs, values, rings, 2 * stage, PARTS), 1)
-                values = operand_of(unscaled(words[1], less, W, DTYPE), right_pair, W, DTYPE)
+                right_values = fragments.unscaled(words[1], less, W, DTYPE)
+                values = fragments.operand_of(right_values, right_pair, W, DTYPE)
             started = _start(accs, values, rings, HALVES * stage + HALVES - 1, PARTS)
             if not BOXED:
-                further = load_sixes(codes_at, i + 2)
+                further = fragments.load_sixes(codes_at, i + 2)
             # While the unit multiplies this stage, the next one is decoded, but for what writes to
             # the unit's operands: else the ptxas of Triton 3.6 waits for every instruction of the
             # unit, as any does if products are under way at the end of the loop. After the last
             # stage that is whatever lies there, and not used: to leave it out would double the
             # code.
-            less, pair, right_pair = factor_pairs(stored, W, DTYPE)
+            less, pair, right_pair = fragments.factor_pairs(stored, W, DTYPE)
             next_stage = (step + i + 1) % STAGES
             phase = (step + i + 1) // STAGES & 1
             mbarrier.wait(full.index(next_stage), phase, pred=i + 1 < steps)
             if BOXED:
-                words = load_words(rings, next_stage, LOWER, W, GATED)
+                words = fragments.load_words(rings, next_stage, LOWER, W, GATED)
             else:
-                words = words_of_sixes(ahead)
+                words = fragments.words_of_sixes(ahead)
                 ahead = further
-            started_values = unscaled(words[0], less, W, DTYPE)
+            started_values = fragments.unscaled(words[0], less, W, DTYPE)
             accs = _wait(started, 0)
             mbarrier.arrive(empty.index(stage))
-            values = operand_of(started_values, pair, W, DTYPE)
+            values = fragments.operand_of(started_values, pair, W, DTYPE)
             stage = next_stage
     return accs
 
@@ -253,8 +238,8 @@ def _activated(
     global_scale_ptr, up_global_scale_ptr, bias_ptr, _ = output
     N, _, out_n, _ = sizes
     T: gl.constexpr = sums.shape[1]
-    GROUP: gl.constexpr = group_of(W)
-    first = first_column(n, LOWER, W, ACT.gated)
+    GROUP: gl.constexpr = fragments.group_of(W)
+    first = fragments.first_column(n, LOWER, W, ACT.gated)
     if up_global_scale_ptr is None:
         sums = under_global(sums, global_scale_ptr, expert)
     if ACT.gated:
@@ -264,7 +249,7 @@ def _activated(
             gate = under_global(gate, global_scale_ptr, 2 * expert)
             up = under_global(up, up_global_scale_ptr, 2 * expert)
         m = gl.arange(0, 32, gl.SliceLayout(1, gate.type.layout))
-        column = first + m // 8 * GROUP + column_in(m % 8, W, ACT)
+        column = first + m // 8 * GROUP + fragments.column_in(m % 8, W, ACT)
         inside = column < out_n
         row = 2 * column if ACT.interleaved else column
         gate = _biased(gate, bias_ptr, expert, row, inside, N)
@@ -272,7 +257,7 @@ def _activated(
         out = activate_gated(gate, up, ACT)
     else:
         m = gl.arange(0, ROWS // 2, gl.SliceLayout(1, sums.type.layout))
-        column = first + m // 16 * GROUP + column_in(m % 16, W, ACT)
+        column = first + m // 16 * GROUP + fragments.column_in(m % 16, W, ACT)
         inside = column < out_n
         out = _biased(sums, bias_ptr, expert, column, inside, N)
         if ACT.kind is not None:
@@ -291,7 +276,7 @@ def _store(sums, output, tile, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT:
     C: gl.constexpr = out.shape[0]
     LINEAR: gl.constexpr = ACT.kind is None
     if LINEAR:
-        place = first_column(n, LOWER, W, False)
+        place = fragments.first_column(n, LOWER, W, False)
     else:
         # Groups, eight rows of them, and within these bits, in the order of places.
         out = out.reshape([4, C // 32, 2, 2, 2, T])
@@ -366,7 +351,7 @@ def _grouped_codes(
 ):  # fmt: skip
     dealt = first_tile(tiles_ptr, n_tiles, TOKENS)
     of_x: gl.constexpr = x_desc.layout
-    HALVES: gl.constexpr = halves_of(W)
+    HALVES: gl.constexpr = fragments.halves_of(W)
     tokens = gl.allocate_shared_memory(x_desc.dtype, [HALVES * STAGES, TOKENS, BOX], of_x)
     if W.bits == 6:
         codes = w_desc
@@ -376,8 +361,9 @@ def _grouped_codes(
     output = (global_scale_ptr, global_scale_ptr + 1 if TWO else None, bias_ptr, out_ptr)
     specialize(
         dealt, (codes, tokens), source, output, (None, None), (N, K, out_n, width),
-        (w_scale_ptr, w_zero_ptr), _boxes_of_tile, _copy, None, _product, TOKENS, columns_of(W),
-        at_once(W), STAGES=STAGES, WARPS=1, AHEAD=(3, 2, 1), HOW=(W, ACT),
+        (w_scale_ptr, w_zero_ptr), _boxes_of_tile, _copy, None, _product, TOKENS,
+        fragments.columns_of(W), fragments.at_once(W), STAGES=STAGES, WARPS=1, AHEAD=(3, 2, 1),
+        HOW=(W, ACT),
     )  # fmt: skip
 
 
@@ -392,7 +378,7 @@ def launch(
     gated, bits, width = act.gated, weight.bits, out.shape[1]
     w_desc, up_desc = (w_ENW.view(torch.int64), None)
     if bits != 6:
-        w_desc, up_desc = _boxed(w_ENW, act.interleaved, group_of(weight))
+        w_desc, up_desc = _boxed(w_ENW, act.interleaved, fragments.group_of(weight))
     skeleton.launch(
         _grouped_codes, x_RK, skeleton.boxes(x_RK, BOX.value, BOX.value), w_desc, up_desc, w_scale,
         w_zero, global_scale_E, None if bias_EN is None else bias_EN.contiguous(), out, tiles.table,

@@ -36,24 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_ops.kernels.triton import Act, Constant, Weight
 from moe_ops.kernels.triton.experts.formats.scales import finite, scale_of
-from moe_ops.kernels.triton.experts.products import skeleton
-from moe_ops.kernels.triton.experts.products.hopper import (
-    BLOCK_M,
-    BLOCK_N,
-    CHUNK_LAYOUT,
-    CHUNK_N,
-    HALF_M,
-    allocate,
-    as_held,
-    both_halves,
-    columns,
-    copy_rows,
-    copy_w,
-    cp_async,
-    cut,
-    gated_columns,
-    store_chunk,
-)
+from moe_ops.kernels.triton.experts.products import hopper, skeleton
+from moe_ops.kernels.triton.experts.products.hopper import BLOCK_M, CHUNK_LAYOUT
 from moe_ops.kernels.triton.experts.products.skeleton import PLAIN, first_tile, skip, specialize
 from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
 from moe_ops.kernels.triton.quantize import TO_INTEGER
@@ -94,14 +78,14 @@ def _copy_gathered(i, bar, stage, tile, tokens, source, rings, sizes, HOW: gl.co
     ks = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
     mbarrier.expect(bar, W_BYTES)
     k = i * BLOCK_K
-    copy_w((w_desc, up_desc), tile[0], tile[3], k, bar, w_bufs.index(stage), N, HOW[-1])
+    hopper.copy_w((w_desc, up_desc), tile[0], tile[3], k, bar, w_bufs.index(stage), N, HOW[-1])
     token = tokens.load(gl.SliceLayout(1, layout))
     mask = (token >= 0)[:, None]
     if not EVEN_K:
         # K is a multiple of 8, so the 16 bytes of one copy are all inside or all outside.
         mask = mask & ((k + ks) // 8 < K // 8)[None, :]
     pointers = x_ptr + k + (token.to(gl.int64) * stride_x)[:, None] + ks[None, :]
-    cp_async(a_bufs.index(stage), pointers, mask=mask)
+    hopper.cp_async(a_bufs.index(stage), pointers, mask=mask)
     async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
@@ -199,7 +183,7 @@ def _rounded(chunk, output, scale, S: gl.constexpr):
         chunk = chunk.to(TO)
     else:
         FROM: gl.constexpr = S.dtype
-        x = _quotient(as_held(chunk, FROM), scale)
+        x = _quotient(hopper.as_held(chunk, FROM), scale)
         if TO == gl.int8:
             near = gl.minimum(gl.maximum(gl.where(x == x, x, 0.0), -127.0), 127.0)
             chunk = (near + TO_INTEGER).to(gl.int32, bitcast=True).to(gl.int8)
@@ -212,7 +196,7 @@ def _rounded(chunk, output, scale, S: gl.constexpr):
 def _finish(acc, output, scales, tile, N, S: gl.constexpr, ACT: gl.constexpr):
     """The outputs in chunks of 64 columns, and the first column."""
     CHUNK: gl.constexpr = acc.shape[1] // 4
-    sums = cut(cut((acc,)))
+    sums = hopper.cut(hopper.cut((acc,)))
     expert, _, _, n = tile
     a_scale = _row_scales(sums[0], scales, tile, S)
     static = _static_scale(scales, expert, S)
@@ -230,9 +214,9 @@ def _finish(acc, output, scales, tile, N, S: gl.constexpr, ACT: gl.constexpr):
         chunk = _scaled(scaled[i], i, a_scale, scales, tile, N, THEN, ACT)
         if ACT.gated:
             up = _scaled(scaled[i + 2], i + 2, a_scale, scales, tile, N, THEN, ACT)
-            chunk = gated_columns(chunk, up, output, expert, col, N, ACT)
+            chunk = hopper.gated_columns(chunk, up, output, expert, col, N, ACT)
         else:
-            chunk = columns(chunk, output, expert, col, N, ACT)
+            chunk = hopper.columns(chunk, output, expert, col, N, ACT)
         chunks = chunks + (_rounded(chunk, output, static, S),)  # noqa: RUF005
     return chunks, first
 
@@ -264,7 +248,7 @@ def _product(
         acc = gl.zeros([HALF_M, BLOCK_N], SUM, layout)
         for i in gl.static_range(CHUNKS):
             acc = _multiply(acc, rings, step + i, i > 0, LOWER, GATHERED)
-            store_chunk(i, pending, output, buffers, out_n)
+            hopper.store_chunk(i, pending, output, buffers, out_n)
             # Once all but the last product are done, the stage before is free.
             acc = warpgroup_mma_wait(1, deps=[acc])
             if i > 0:
@@ -291,15 +275,15 @@ def _grouped(
 ):  # fmt: skip
     """`a` is a pointer if TOP_K is given, which says that rows are gathered, else a descriptor."""
     dealt = first_tile(tiles_ptr, n_tiles, BLOCK_M)
-    stages, buffers = allocate(w_desc, out_desc, STAGES)
+    stages, buffers = hopper.allocate(w_desc, out_desc, STAGES)
     output = (bias_ptr, out_desc, out_ptr)
     scales = (a_scale_ptr, w_scale_ptr, out_scale_ptr)
     HOW: gl.constexpr = (TOP_K, EVEN_K, S, ACT)
     if TOP_K is None:
         specialize(
-            dealt, stages, (a, w_desc, up_desc), output, buffers, (N, K), scales, both_halves,
-            copy_rows, None, _product, BLOCK_M, BLOCK_K, TURNS=1, STAGES=STAGES, WARPS=1,
-            AHEAD=(5, 3, 1), HOW=HOW,
+            dealt, stages, (a, w_desc, up_desc), output, buffers, (N, K), scales,
+            hopper.both_halves, hopper.copy_rows, None, _product, BLOCK_M, BLOCK_K, TURNS=1,
+            STAGES=STAGES, WARPS=1, AHEAD=(5, 3, 1), HOW=HOW,
         )  # fmt: skip
     else:
         tokens = gl.allocate_shared_memory(gl.int32, [2, BLOCK_M], PLAIN)
@@ -356,12 +340,12 @@ def launch(
     """Run the product; the backend says which operands it takes."""
     _, N, K = w_ENK.shape
     block_k = ROW_BYTES // w_ENK.element_size()
-    source = skeleton.boxes(a, HALF_M, block_k) if top_k is None else a
+    source = skeleton.boxes(a, hopper.HALF_M, block_k) if top_k is None else a
     found = (None, None, None) if scales is None else (scales.a, scales.w, scales.out)
     skeleton.launch(
         _grouped, a, source, None if top_k is None else a.stride(0), rows_R,
         *skeleton.boxes_of_pair(w_ENK, block_k, act), bias_EN,
-        skeleton.boxes(out, HALF_M, CHUNK_N), out, tiles.table, *found, N, K,
-        triton.cdiv(N, BLOCK_N), top_k, None if scales is None else scales.constant, act,
+        skeleton.boxes(out, hopper.HALF_M, hopper.CHUNK_N), out, tiles.table, *found, N, K,
+        triton.cdiv(N, hopper.BLOCK_N), top_k, None if scales is None else scales.constant, act,
         K % block_k == 0, BLOCK_M, block_k, STAGES,
     )  # fmt: skip

@@ -43,15 +43,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.kernels.triton import Act, replay
 from moe_ops.kernels.triton.experts.products.hopper import CHUNK_LAYOUT, HALF_N, store_chunk
-from moe_ops.kernels.triton.experts.schedule.tile_scheduler import (
-    draw,
-    drawn_item,
-    look_up,
-    queue_of,
-    tell,
-    tile_with_rows,
-    told,
-)
+from moe_ops.kernels.triton.experts.schedule import tile_scheduler
 from moe_ops.kernels.triton.launch import processors
 
 REGISTERS = 168  # of a thread at the start, for three warpgroups; then moved to the consumers
@@ -65,9 +57,10 @@ def first_tile(tiles_ptr, n_tiles, ROWS: gl.constexpr):
     Ahead of the barriers that one thread prepares: behind them, ptxas lets that thread's warp
     diverge until the tile is known, though it looks it up in registers that a warp shares.
     """
-    queue = queue_of(tiles_ptr, n_tiles)
+    queue = tile_scheduler.queue_of(tiles_ptr, n_tiles)
     relay = gl.allocate_shared_memory(gl.int32, [128], PLAIN)
-    return queue, relay, tile_with_rows(look_up(gl.program_id(0), queue), queue, relay, ROWS)
+    entry = tile_scheduler.look_up(gl.program_id(0), queue)
+    return queue, relay, tile_scheduler.tile_with_rows(entry, queue, relay, ROWS)
 
 
 @gluon.jit
@@ -111,15 +104,15 @@ def produce(
             at_0 = gl.maximum(at_0, 0)
         at_1, at_2 = k_steps - AHEAD[1], k_steps - AHEAD[2]
         step = copy_steps(0, at_0, step, tile, at, source, rings, sizes, COPY, HOW)
-        drawn = draw(queue)
+        drawn = tile_scheduler.draw(queue)
         step = copy_steps(at_0, at_1, step, tile, at, source, rings, sizes, COPY, HOW)
-        entry = look_up(drawn_item(drawn, queue, relay), queue)
+        entry = tile_scheduler.look_up(tile_scheduler.drawn_item(drawn, queue, relay), queue)
         step = copy_steps(at_1, at_2, step, tile, at, source, rings, sizes, COPY, HOW)
         slot += 1
-        next_tile = tile_with_rows(entry, queue, relay, ROWS)
+        next_tile = tile_scheduler.tile_with_rows(entry, queue, relay, ROWS)
         if NOTE is not None:
             NOTE(slot, next_tile, source, HOW)
-        tell(next_tile, notes, slot)
+        tile_scheduler.tell(next_tile, notes, slot)
         step = copy_steps(at_2, k_steps, step, tile, at, source, rings, sizes, COPY, HOW)
         tile = next_tile
 
@@ -164,7 +157,7 @@ def consume(
             LOWER, step, k_steps, (expert, end, row, n), pending, output, buffers, rings, sizes,
             scales, HOW,
         )  # fmt: skip
-        expert, end, row, n = told(notes, slot)
+        expert, end, row, n = tile_scheduler.told(notes, slot)
         step += k_steps
     if buffers is not None:
         for i in gl.static_range(2 if ACT.gated else 4):
