@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gluon_language
 
 from moe_ops.kernels.triton import activation
+from moe_ops.kernels.triton import launch as launches
 from moe_ops.kernels.triton.experts.formats import (
     codes,
     eight_bits_gluon,
@@ -189,7 +190,8 @@ def functions_of(modules: Iterable[ModuleType], **given: Any) -> dict[str, Any]:
 @functools.cache
 def functions() -> dict[str, Any]:
     """Those of the kernels for few rows."""
-    modules = (activation, sort, *DECODERS, register_stream_steps, register_stream_gluon)
+    products = (register_stream_steps, register_stream_gluon)
+    modules = (activation, launches, sort, *DECODERS, *products)
     names = functions_of(
         modules, COLUMNS_OF_STEP=register_stream_steps.STEP, STEP=register_stream_steps.STEP
     )

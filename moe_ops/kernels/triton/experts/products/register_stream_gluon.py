@@ -10,7 +10,6 @@ A gate and the up value beside it are eight rows of a tile apart, where a thread
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -38,6 +37,7 @@ from moe_ops.kernels.triton.experts.products.register_stream_steps import (
     word_bits,
     words_layout,
 )
+from moe_ops.kernels.triton.launch import take_turn
 from moe_ops.kernels.triton.experts.schedule.sort import local_ids, unit_of
 
 
@@ -186,9 +186,7 @@ def one_up(
     L: gl.constexpr = steps_of(D, S)
     pair = gl.program_id(0) // blocks
     block = gl.program_id(0) % blocks
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     e = local_ids(ids_ptr, expert_map_ptr, pair, True, E, N_MAP)
     if e >= E:
         return
@@ -296,9 +294,7 @@ def few_up(
     EACH: gl.constexpr = 4 if x_ptr.dtype.element_ty == gl.int32 else 1
     L: gl.constexpr = steps_of(D, S)
     GROUPS: gl.constexpr = token_groups(D, W)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(PDL)
     e, block, first, count = unit_of(ends_ptr, gl.program_id(0), blocks, counted(BE), E, N)
     if e >= E:
         return
@@ -348,9 +344,7 @@ def few_down(
     # Who sorted the rows ended two launches ago.
     e, block, first, count = unit_of(ends_ptr, gl.program_id(0), blocks, counted(BE), E, N)
     if e >= E:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        take_turn(PDL)
         return
     words: gl.constexpr = words_layout(SIZES, W.bits)
     d = gl.minimum(block * M + gl.arange(0, M, along(words, 1)), D - 1)

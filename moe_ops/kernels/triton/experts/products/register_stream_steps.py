@@ -16,7 +16,6 @@ other experts, of the same rows of a tile, and whose sums are added up last.
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -33,6 +32,7 @@ from moe_ops.kernels.triton.experts.formats.four_bits import less_zero, pairs_of
 from moe_ops.kernels.triton.experts.formats.halves import half_of
 from moe_ops.kernels.triton.experts.formats.scales import finite, scale_of, scale_pairs
 from moe_ops.kernels.triton.experts.formats.six_bits import joined_8, sixes_of
+from moe_ops.kernels.triton.launch import take_turn
 
 COLUMNS_OF_STEP = gl.constexpr(STEP)
 
@@ -317,9 +317,7 @@ def add_product(
     for p in gl.static_range(1, P):
         if p < L:
             ring = ring + (load_all(weights, p, COLUMNS, C, W, SIZES, SOME),)  # noqa: RUF005
-    if WAIT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(WAIT)
     x, t = load_tokens(tokens, here_S, 0, COLUMNS, C, W, SIZES, SOME)
     for first in range(0, LOOPED, P):
         for p in gl.static_range(P):
