@@ -51,15 +51,9 @@ class Products:
 
 
 def run(
-    products: Products,
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-    layer: Experts,
-    expert_map: Tensor | None,
-    residual_TD: Tensor | None = None,
-    tiles: Any = None,
-) -> Tensor:
+    products: Products, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, layer: Experts,
+    expert_map: Tensor | None, residual_TD: Tensor | None = None, tiles: Any = None,
+) -> Tensor:  # fmt: skip
     """The `experts` op, added to a contiguous residual if there is one. `tiles` are those that the
     products take, None for products with a table of tiles. The device of x is the current one."""
     (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes

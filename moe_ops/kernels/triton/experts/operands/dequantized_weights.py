@@ -102,13 +102,9 @@ def decode_kernel(
 
 
 def decode(
-    w: Tensor,
-    scales: tuple[Tensor | None, ...],
-    weight: Weight,
-    columns: int,
-    dtype: torch.dtype,
+    w: Tensor, scales: tuple[Tensor | None, ...], weight: Weight, columns: int, dtype: torch.dtype,
     shared: str = "",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Values [experts, rows, columns], rounded to dtype, of codes as `as_stored` gives them.
 
     scales: those of groups, zero points and those of experts, which there may be none of; shared:

@@ -116,13 +116,9 @@ def emulate_kernel(
 
 
 def emulate(
-    x_RD: Tensor,
-    columns: int,
-    inputs: Inputs,
-    static: Tensor | None,
-    ends_E: Tensor | None = None,
-    arranged: int = 0,
-) -> Tensor:
+    x_RD: Tensor, columns: int, inputs: Inputs, static: Tensor | None,
+    ends_E: Tensor | None = None, arranged: int = 0,
+) -> Tensor:  # fmt: skip
     """What codes of rows stand for, in the dtype of these, and without a static global scale.
 
     arranged: the bits of the codes that columns are arranged for, with zeros behind them, if they

@@ -136,15 +136,10 @@ def by_expert(scale: Tensor | None) -> bool:
 
 
 def _quantize(
-    x_TD: Tensor,
-    codes: Codes,
-    static: Tensor | None,
-    parts: Tensor | None,
-    rows: int,
+    x_TD: Tensor, codes: Codes, static: Tensor | None, parts: Tensor | None, rows: int,
     routed: tuple[Tensor, Tensor | None, Tensor | None] | None = None,
-    ends_E: Tensor | None = None,
-    weights: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> tuple[Tensor, Tensor]:
+    ends_E: Tensor | None = None, weights: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes and scales of `rows` rows. routed: ids, map and, if rows are sorted, their order."""
     T, D = x_TD.shape
     ids_TK, expert_map, inverse_R = routed or (None, None, None)
@@ -166,12 +161,9 @@ def _quantize(
 
 
 def quantize_x(
-    x_TD: Tensor,
-    codes: Codes,
-    ids_TK: Tensor,
-    expert_map: Tensor | None,
+    x_TD: Tensor, codes: Codes, ids_TK: Tensor, expert_map: Tensor | None,
     inverse_R: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes of tokens, which may come as such, and their scales: of each token, or by scales of
     experts of each of its pairs; or in the rows of its pairs (`sort_pairs`), of which those of no
     expert stay unwritten.
@@ -188,13 +180,9 @@ def quantize_x(
 
 
 def quantize_h(
-    h_RI: Tensor,
-    codes: Codes,
-    ends_E: Tensor,
-    weights_TK: Tensor | None = None,
-    rows_R: Tensor | None = None,
-    routed: tuple[Tensor, Tensor | None] | None = None,
-) -> tuple[Tensor, Tensor]:
+    h_RI: Tensor, codes: Codes, ends_E: Tensor, weights_TK: Tensor | None = None,
+    rows_R: Tensor | None = None, routed: tuple[Tensor, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes of sorted rows of h, and their scales, times the weights of their pairs if these are
     given. A static scale needs their order, ids and map."""
     h_scale = codes.h_scale

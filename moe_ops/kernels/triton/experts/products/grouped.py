@@ -52,14 +52,9 @@ def _down(wgmma: bool, c: Call) -> None:
 
 @on_its_device
 def grouped_rows(
-    h_RI: Tensor,
-    ends_E: Tensor,
-    w2_EDI: Tensor,
-    b2_ED: Tensor | None,
-    *,
-    tiles: TileMap | None = None,
-    wgmma: bool = False,
-) -> Tensor:
+    h_RI: Tensor, ends_E: Tensor, w2_EDI: Tensor, b2_ED: Tensor | None, *,
+    tiles: TileMap | None = None, wgmma: bool = False,
+) -> Tensor:  # fmt: skip
     """y[r] = W2[e] @ h[r] + b2[e] for every row r of expert e; W2 may have any strides."""
     out = h_RI.new_empty(h_RI.shape[0], w2_EDI.shape[1])
     return product(h_RI, None, ends_E, w2_EDI, b2_ED, out, None, LINEAR, tiles, wgmma)

@@ -388,9 +388,7 @@ def launch(
     )  # fmt: skip
 
 
-def _boxed(
-    w_ENW: Tensor, interleaved: bool, group: int
-) -> tuple[TensorDescriptor, TensorDescriptor]:
+def _boxed(w_ENW: Tensor, interleaved: bool, group: int) -> list[TensorDescriptor]:
     """What the left and the right boxes of codes are copied from."""
     E, N, words = w_ENW.shape
     if interleaved:

@@ -44,12 +44,9 @@ def sum_kernel(
 
 
 def sum_rows(
-    y_RD: Tensor,
-    inverse_R: Tensor,
-    weights_TK: Tensor | None,
-    top_k: int,
+    y_RD: Tensor, inverse_R: Tensor, weights_TK: Tensor | None, top_k: int,
     residual_TD: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """out_TD from the rows of experts, with weights unless the rows contain them."""
     T, D = inverse_R.shape[0] // top_k, y_RD.shape[1]
     out_TD = y_RD.new_empty(T, D)
