@@ -59,20 +59,16 @@ def pair_at(words, BIT: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr
 @triton.jit
 def joined_8(pairs, scale_pair, DTYPE: tl.constexpr):
     """[..., 2, 2, 2]: the values of `sixes_of`, times scales [...]."""
-    p0 = pair_fma(pairs[0], scale_pair, -0x7FFF8000, DTYPE)  # the halves of which are -0
-    p1 = pair_fma(pairs[1], scale_pair, -0x7FFF8000, DTYPE)
-    p2 = pair_fma(pairs[2], scale_pair, -0x7FFF8000, DTYPE)
-    p3 = pair_fma(pairs[3], scale_pair, -0x7FFF8000, DTYPE)
-    p4 = pair_fma(pairs[4], scale_pair, -0x7FFF8000, DTYPE)
-    p5 = pair_fma(pairs[5], scale_pair, -0x7FFF8000, DTYPE)
-    p6 = pair_fma(pairs[6], scale_pair, -0x7FFF8000, DTYPE)
-    p7 = pair_fma(pairs[7], scale_pair, -0x7FFF8000, DTYPE)
-    return in_order(p0, p1, p2, p3, p4, p5, p6, p7)
+    scaled = ()
+    for i in tl.static_range(8):
+        pair = pair_fma(pairs[i], scale_pair, -0x7FFF8000, DTYPE)  # the halves of which are -0
+        scaled = scaled + (pair,)  # noqa: RUF005
+    return in_order(scaled)
 
 
 @triton.jit
-def in_order(p0, p1, p2, p3, p4, p5, p6, p7):
+def in_order(pairs):
     """[..., 2, 2, 2] of eight tensors [...]."""
-    evens = tl.join(tl.join(p0, p4), tl.join(p2, p6))
-    odds = tl.join(tl.join(p1, p5), tl.join(p3, p7))
+    evens = tl.join(tl.join(pairs[0], pairs[4]), tl.join(pairs[2], pairs[6]))
+    odds = tl.join(tl.join(pairs[1], pairs[5]), tl.join(pairs[3], pairs[7]))
     return tl.join(evens, odds)

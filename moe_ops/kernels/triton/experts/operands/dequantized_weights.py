@@ -71,12 +71,10 @@ def decode_kernel(
         w_MW = tl.load(at_MW, mask=inside_MW)
         second_MW = tl.load(at_MW + 1, mask=inside_MW)
         third_MW = tl.load(at_MW + 2, mask=inside_MW)
-        p0, p1, p2, p3, p4, p5, p6, p7 = sixes_of(w_MW, second_MW, third_MW, ELEMENT, tl.float16)
-        pairs = tl.reshape(in_order(p0, p1, p2, p3, p4, p5, p6, p7), (BM, BD // EACH, 8))
-        value = tl.reshape(tl.permute(halves_of(pairs), (0, 1, 3, 2)), (BM, BD // EACH, EACH)).to(
-            tl.float32
-        )
-        value = value * scale_MW[:, :, None]
+        sixes = sixes_of(w_MW, second_MW, third_MW, ELEMENT, tl.float16)
+        pairs = tl.reshape(in_order(sixes), (BM, BD // EACH, 8))
+        value = tl.reshape(tl.permute(halves_of(pairs), (0, 1, 3, 2)), (BM, BD // EACH, EACH))
+        value = value.to(tl.float32) * scale_MW[:, :, None]
     elif EACH == 1:
         value = tl.load(at_MW, mask=inside_MW).to(tl.float32)
         if w_zero_ptr is not None:

@@ -284,12 +284,10 @@ def unscaled(w, less, W: gl.constexpr, DTYPE: gl.constexpr):
         first, last = pairs_of_bytes(w)
         return bytes_of(first, less, ELEMENT, DTYPE), bytes_of(last, less, ELEMENT, DTYPE)
     else:
-        return (
-            decoded(w, 0, less, less, FLOAT, False, DTYPE),
-            decoded(w, 1, less, less, FLOAT, False, DTYPE),
-            decoded(w, 2, less, less, FLOAT, False, DTYPE),
-            decoded(w, 3, less, less, FLOAT, False, DTYPE),
-        )
+        pairs = ()
+        for j in gl.static_range(4):
+            pairs = pairs + (decoded(w, j, less, less, FLOAT, False, DTYPE),)  # noqa: RUF005
+        return pairs
 
 
 @gluon.jit

@@ -109,13 +109,11 @@ def _start(rings, stage, RIGHT: gl.constexpr, LOWER: gl.constexpr):
 @gluon.jit
 def _factors(stored, KIND: gl.constexpr):
     """What sums of each 64 columns are to be multiplied by, for rows."""
-    a_scale, s_0, s_1, s_2, s_3 = stored
-    return (
-        (a_scale * finite(scale_of(s_0, KIND)))[:, None],
-        (a_scale * finite(scale_of(s_1, KIND)))[:, None],
-        (a_scale * finite(scale_of(s_2, KIND)))[:, None],
-        (a_scale * finite(scale_of(s_3, KIND)))[:, None],
-    )
+    factors = ()
+    for i in gl.static_range(1, 5):
+        factor = stored[0] * finite(scale_of(stored[i], KIND))
+        factors = factors + (factor[:, None],)  # noqa: RUF005
+    return factors
 
 
 @gluon.jit

@@ -34,7 +34,6 @@ from moe_ops.kernels.triton.experts.products.register_stream_steps import (
     token_groups,
     tokens_layout,
     unit_layout,
-    word_bits,
     words_layout,
 )
 from moe_ops.kernels.triton.launch import take_turn
@@ -51,7 +50,7 @@ def product_of(
     expert is not -1."""
     BITS: gl.constexpr = W.bits
     GROUP: gl.constexpr = W.across
-    WORD: gl.constexpr = word_bits(W)
+    WORD: gl.constexpr = 64 if BITS == 6 else 32  # bits of a word as it is loaded
     words: gl.constexpr = words_layout(SIZES, BITS)
     mma: gl.constexpr = unit_layout(SIZES)
     S: gl.constexpr = words.shape[0]

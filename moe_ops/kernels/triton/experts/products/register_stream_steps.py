@@ -95,12 +95,6 @@ def tokens_layout(SIZES, BITS, EACH):
 
 
 @gluon.constexpr_function
-def word_bits(W):
-    """The bits of a word as these kernels load it."""
-    return 64 if W.bits == 6 else 32
-
-
-@gluon.constexpr_function
 def one_a_step(W):
     """Whether one scale serves all columns of a step."""
     return W.across in (-1, STEP)
@@ -266,11 +260,10 @@ def load_all(
     layout: gl.constexpr = words_layout(SIZES, W.bits)
     MASKED: gl.constexpr = SOME or ragged(COLUMNS, C)
     if W.bits == 6:
-        w = (
-            load_step(w_SM, here_S, step, COLUMNS, C, layout, SOME, "evict_first", 3),
-            load_step(w_SM + 1, here_S, step, COLUMNS, C, layout, SOME, "evict_first", 3),
-            load_step(w_SM + 2, here_S, step, COLUMNS, C, layout, SOME, "evict_first", 3),
-        )
+        w = ()
+        for i in gl.static_range(3):
+            third = load_step(w_SM + i, here_S, step, COLUMNS, C, layout, SOME, "evict_first", 3)
+            w = w + (third,)  # noqa: RUF005
     else:
         w = load_step(w_SM, here_S, step, COLUMNS, C, layout, SOME, "evict_first")
     scale = at
