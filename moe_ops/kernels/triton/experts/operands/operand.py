@@ -64,9 +64,8 @@ def room_for_hidden(c: Call) -> Operand:
     rows, dtype, scale = c.ids_TK.numel() * (1 if c.order else len(c.ids_TK)), c.dtype, None
     if codes is not None and c.reads.stores == "group":
         assert c.x.scale is not None
-        scale = new(
-            triton.cdiv(columns, codes.weight.across), c.x.scale.shape[1], dtype=torch.float32
-        )
+        groups = triton.cdiv(columns, codes.weight.across)
+        scale = new(groups, c.x.scale.shape[1], dtype=torch.float32)
         dtype = codes.dtype
     elif codes is not None and codes.by_row and c.reads.stores and codes.h_scale is not None:
         # Times weights of routing they are others for each row.

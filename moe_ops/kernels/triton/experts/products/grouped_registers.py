@@ -397,14 +397,12 @@ def _boxed(w_ENW: Tensor, interleaved: bool, group: int) -> list[TensorDescripto
     else:
         w = up = w_ENW.view(E * N // group, group, words)
     bytes_64 = gl.NVMMASharedLayout(64, 32, rank=3)
-    w_desc, up_desc = (TensorDescriptor.from_tensor(t, [4, 16, 16], bytes_64) for t in (w, up))
-    return w_desc, up_desc
+    return [TensorDescriptor.from_tensor(t, [4, 16, 16], bytes_64) for t in (w, up)]
 
 
 def _run_product(c: Call, x: Operand, stack: Stack, out: Tensor, act: Act) -> None:
-    w, *factors, bias = stack
+    w, scale, zero, common, bias = stack
     assert c.layer.weight is not None
-    scale, zero, common = factors
     words = w.view(torch.int32)
     launch(x.values, words, scale, zero, common, bias, out, c.tiles, c.layer.weight, act)
 
