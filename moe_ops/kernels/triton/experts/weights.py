@@ -96,10 +96,9 @@ def up_rows(block, I: tl.constexpr, BI: tl.constexpr, ACT: tl.constexpr):
     in the weight, so that neighbours stay neighbours; else the gates come first.
     """
     GATED: tl.constexpr = ACT.gated
-    INTERLEAVED: tl.constexpr = ACT.interleaved
     BF: tl.constexpr = 2 * BI if GATED else BI
     f = tl.arange(0, BF)
-    if GATED and INTERLEAVED:
+    if GATED and ACT.interleaved:
         column_F = block * BI + f // 2
         row_F = block * BF + f
     else:
@@ -114,13 +113,11 @@ def activated(
     ACT: tl.constexpr,
 ):  # fmt: skip
     """h [BI, BN] of the first product's tile, whose rows are as `up_rows` orders them."""
-    GATED: tl.constexpr = ACT.gated
-    INTERLEAVED: tl.constexpr = ACT.interleaved
     if bias_ptr is not None:
         bias_F = tl.load(bias_ptr + bias_offset + row_F, mask=inside_F, other=0.0)
         acc_FN += bias_F.to(tl.float32)[:, None]
-    if GATED:
-        if INTERLEAVED:
+    if ACT.gated:
+        if ACT.interleaved:
             pairs = tl.permute(tl.reshape(acc_FN, (BI, 2, BN)), (0, 2, 1))
         else:
             pairs = tl.permute(tl.reshape(acc_FN, (2, BI, BN)), (1, 2, 0))

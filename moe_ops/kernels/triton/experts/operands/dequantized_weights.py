@@ -92,11 +92,8 @@ def decode_kernel(
             value = (code - zero_MW[:, :, None]).to(tl.float32)
         value = value * scale_MW[:, :, None]
     column = (word_W * EACH)[None, :, None] + tl.arange(0, EACH)[None, None, :]
-    tl.store(
-        out_ptr + row_M[:, None, None] * COLUMNS + column,
-        value.to(out_ptr.dtype.element_ty),
-        mask=inside_MW[:, :, None],
-    )
+    at = out_ptr + row_M[:, None, None] * COLUMNS + column
+    tl.store(at, value.to(out_ptr.dtype.element_ty), mask=inside_MW[:, :, None])
 
 
 def decode(

@@ -109,10 +109,8 @@ def emulate_kernel(
         value_GC = rounded(ratio_GC, LOWEST, MANTISSA, LARGEST)
         value_GC = tl.where(ratio_GC == ratio_GC, value_GC, float("nan") if HAS_NAN else 0.0)
         value_GC *= common
-    tl.store(
-        out_ptr + row * OUT + place_GC, value_GC.to(out_ptr.dtype.element_ty),
-        mask=d_GC < OUT,
-    )  # fmt: skip
+    at_GC = out_ptr + row * OUT + place_GC
+    tl.store(at_GC, value_GC.to(out_ptr.dtype.element_ty), mask=d_GC < OUT)
 
 
 def emulate(

@@ -44,13 +44,11 @@ def add_product(
         d = tl.arange(0, STEP)
         for start in range(0, COLUMNS, STEP):
             inside_D = start + d < COLUMNS
-            w_MD = tl.load(
-                w_M1 + ((start + d).to(tl.int64) * stride_w)[None, :],
-                mask=inside_M[:, None] & inside_D[None, :], other=0.0, eviction_policy=POLICY,
-            )  # fmt: skip
-            x_DN = tl.load(
-                x_1N + (start + d)[:, None], mask=inside_D[:, None] & inside_N[None, :], other=0.0
-            )
+            at_MD = w_M1 + ((start + d).to(tl.int64) * stride_w)[None, :]
+            inside_MD = inside_M[:, None] & inside_D[None, :]
+            w_MD = tl.load(at_MD, mask=inside_MD, other=0.0, eviction_policy=POLICY)
+            at_DN, inside_DN = x_1N + (start + d)[:, None], inside_D[:, None] & inside_N[None, :]
+            x_DN = tl.load(at_DN, mask=inside_DN, other=0.0)
             acc_MN = tl.dot(w_MD, x_DN, acc_MN)
     elif by_row(W):
         group_M = group_row(e, row_M, ROWS, COLUMNS, W)
@@ -138,9 +136,8 @@ def factors(
     if x_scale_ptr is not None:
         # By offsets of 32 bits, as addresses would take twice as many registers.
         at_N = token_N * ((COLUMNS + GROUP - 1) // GROUP)
-        x_scale_N = tl.load(
-            x_scale_ptr + first + at_N, mask=inside_N & (start < COLUMNS), other=0.0
-        )
+        here_N = inside_N & (start < COLUMNS)
+        x_scale_N = tl.load(x_scale_ptr + first + at_N, mask=here_N, other=0.0)
     return w_scale_MG, w_zero_MG, x_scale_N
 
 
@@ -161,10 +158,9 @@ def add_words(
     WORDS: tl.constexpr = STEP // 8
     first = start // 8
     inside_W = first + tl.arange(0, WORDS) < COLUMNS // 8
-    w_MW = tl.load(
-        w_M1 + (first + tl.arange(0, WORDS))[None, :],
-        mask=inside_M[:, None] & inside_W[None, :], other=0, eviction_policy=POLICY,
-    )  # fmt: skip
+    at_MW = w_M1 + (first + tl.arange(0, WORDS))[None, :]
+    inside_MW = inside_M[:, None] & inside_W[None, :]
+    w_MW = tl.load(at_MW, mask=inside_MW, other=0, eviction_policy=POLICY)
     less = less_zero(w_zero_MG, ELEMENT == "uint4", DTYPE)
     if IN_SUM:
         scale_pair = 0x5F805F80  # 2**64 of bfloat16
@@ -224,10 +220,8 @@ def two_words(
     M: tl.constexpr = w_M1.shape[0]
     i = tl.arange(0, 2 * RUNS)
     word = start // 32 * 6 + (i // 2 * 6 + i % 2 + 2 * PIECE)
-    w_MW = tl.load(
-        w_M1 + word[None, :], mask=inside_M[:, None] & (word < COLUMNS // 16 * 3)[None, :],
-        other=0, eviction_policy=POLICY,
-    )  # fmt: skip
+    inside_MW = inside_M[:, None] & (word < COLUMNS // 16 * 3)[None, :]
+    w_MW = tl.load(w_M1 + word[None, :], mask=inside_MW, other=0, eviction_policy=POLICY)
     return tl.split(tl.reshape(w_MW, (M, RUNS, 2)))
 
 
@@ -245,10 +239,8 @@ def add_bytes(
     IN_SUM: tl.constexpr = LARGE and (INPUTS_8 or acc_MN.shape[1] <= MOST_IN_SUM)
     d = start + tl.arange(0, STEP)
     inside_D = d < COLUMNS
-    w_MD = tl.load(
-        w_M1 + d[None, :], mask=inside_M[:, None] & inside_D[None, :], other=0.0,
-        eviction_policy=POLICY,
-    )  # fmt: skip
+    at_MD, inside_MD = w_M1 + d[None, :], inside_M[:, None] & inside_D[None, :]
+    w_MD = tl.load(at_MD, mask=inside_MD, other=0.0, eviction_policy=POLICY)
     x_DN = tl.load(x_1N + d[:, None], mask=inside_D[:, None] & inside_N[None, :], other=0.0)
     if IN_SUM:
         factor_MN = finite(scale_of(w_scale_MG, KIND))
@@ -303,10 +295,8 @@ def sum_of_bytes(
     for start in range(0, COLUMNS, STEP):
         d = start + tl.arange(0, STEP)
         inside_D = d < COLUMNS
-        w_MD = tl.load(
-            w_M1 + d[None, :], mask=inside_M[:, None] & inside_D[None, :], other=0.0,
-            eviction_policy=POLICY,
-        )  # fmt: skip
+        at_MD, inside_MD = w_M1 + d[None, :], inside_M[:, None] & inside_D[None, :]
+        w_MD = tl.load(at_MD, mask=inside_MD, other=0.0, eviction_policy=POLICY)
         x_DN = tl.load(x_1N + d[:, None], mask=inside_D[:, None] & inside_N[None, :], other=0.0)
         if INT8:
             sum_MN = tl.dot(w_MD, x_DN, sum_MN, out_dtype=tl.int32)

@@ -213,12 +213,8 @@ def load_factors(scales, at, i, W: gl.constexpr):
     if GROUP == 16 and W.bits == 4:
         # Those of 32 columns are both there or both not.
         right = gl.minimum(q * 0 + 1, across - 1 - group)[None, None, :]
-        return (
-            above_s,
-            below_s,
-            gl.load(w_scale_ptr + above + right),
-            gl.load(w_scale_ptr + below + right),
-        )
+        right_s = gl.load(w_scale_ptr + above + right)
+        return above_s, below_s, right_s, gl.load(w_scale_ptr + below + right)
     elif w_zero_ptr is None:
         return above_s, below_s, above_s, below_s
     else:

@@ -36,8 +36,8 @@ from moe_ops.kernels.triton.experts.products.register_stream_steps import (
     unit_layout,
     words_layout,
 )
-from moe_ops.kernels.triton.launch import take_turn
 from moe_ops.kernels.triton.experts.schedule.sort import local_ids, unit_of
+from moe_ops.kernels.triton.launch import take_turn
 
 
 @gluon.jit
@@ -239,11 +239,8 @@ def one_down(
         # Of experts that are elsewhere h, and so its scale, is what memory held: it may be NaN.
         here_S = gl.convert_layout(e_S < E, s_t.type.layout)
         t_S = gl.where(here_S, (first + s_t // C) * GROUPS + s_t % C * part_groups(I, C, W), -1)
-        tokens = (
-            h_ptr + h_S[:, None] + 0 * n[None, :],
-            h_scale_ptr,
-            t_S[:, None] + 0 * n_t[None, :],
-        )
+        h_SN = h_ptr + h_S[:, None] + 0 * n[None, :]
+        tokens = (h_SN, h_scale_ptr, t_S[:, None] + 0 * n_t[None, :])
         part = product_of(
             w_ptr, w_scale_ptr, w_zero_ptr, gl.where(e_S < E, e_S, -1), d, tokens, D, I, C, W,
             DTYPE, P, SIZES, True, PDL and round == 0,
@@ -260,9 +257,8 @@ def one_down(
         for pair in range(K):
             e = local_ids(ids_ptr, expert_map_ptr, pair, True, E, N_MAP)
             weight = gl.load(weights_ptr + pair, mask=e < E, other=0.0).to(gl.float32)
-            bias = gl.load(
-                bias_ptr + e.to(gl.int64) * stride_be + d, mask=(d < D) & (e < E), other=0.0
-            )
+            bias_at = bias_ptr + e.to(gl.int64) * stride_be + d
+            bias = gl.load(bias_at, mask=(d < D) & (e < E), other=0.0)
             total += weight * bias.to(gl.float32)
     out = total.to(out_ptr.dtype.element_ty)
     if residual_ptr is not None:
@@ -305,11 +301,8 @@ def few_up(
     x_N = x_ptr + token_N.to(gl.int64) * stride_x
     x_SN = x_N[None, :] + (s * (L * COLUMNS_OF_STEP // EACH))[:, None]
     token_t = gl.load(rows_ptr + first + gl.minimum(n_t, count - 1)) // K
-    tokens = (
-        x_SN,
-        x_scale_ptr,
-        (token_t * GROUPS)[None, :] + (s_t * part_groups(D, S, W))[:, None],
-    )
+    t_SN = (token_t * GROUPS)[None, :] + (s_t * part_groups(D, S, W))[:, None]
+    tokens = (x_SN, x_scale_ptr, t_SN)
     e_S = e + 0 * gl.arange(0, S, along(words, 0))
     acc = product_of(
         w_ptr, w_scale_ptr, w_zero_ptr, e_S, row_M, tokens, ROWS, D, S, W, DTYPE, P, SIZES, False,
@@ -369,6 +362,5 @@ def few_down(
             weight = gl.load(weights_ptr + pair, mask=n < count, other=0.0).to(gl.float32)
             acc += bias.to(gl.float32)[:, None] * weight[None, :]
     at = (first + n).to(gl.int64)[None, :] * D + d[:, None]
-    gl.store(
-        y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=(d < D)[:, None] & (n < count)[None, :]
-    )
+    mask = (d < D)[:, None] & (n < count)[None, :]
+    gl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=mask)

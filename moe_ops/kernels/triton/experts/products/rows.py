@@ -92,11 +92,9 @@ def rows_up(
     i = block * BI + tl.arange(0, BI)
     if H > I:
         h_IN = tl.where((i < I)[:, None], h_IN, 0.0)
-    tl.store(
-        h_ptr + (first + n).to(tl.int64)[None, :] * H + column_of(i, W)[:, None],
-        h_IN.to(h_ptr.dtype.element_ty),
-        mask=(i < H)[:, None] & (n < count)[None, :],
-    )
+    at_IN = h_ptr + (first + n).to(tl.int64)[None, :] * H + column_of(i, W)[:, None]
+    mask_IN = (i < H)[:, None] & (n < count)[None, :]
+    tl.store(at_IN, h_IN.to(h_ptr.dtype.element_ty), mask=mask_IN)
 
 
 @triton.jit
@@ -131,11 +129,8 @@ def rows_down(
             pair_N = tl.load(rows_ptr + first + n, mask=n < count, other=0)
             weight_N = tl.load(weights_ptr + pair_N, mask=n < count, other=0.0).to(tl.float32)
             acc_DN += bias_D[:, None] * weight_N[None, :]
-    tl.store(
-        y_ptr + row_1N * D + d[:, None],
-        acc_DN.to(y_ptr.dtype.element_ty),
-        mask=inside_D[:, None] & (n < count)[None, :],
-    )
+    mask_DN = inside_D[:, None] & (n < count)[None, :]
+    tl.store(y_ptr + row_1N * D + d[:, None], acc_DN.to(y_ptr.dtype.element_ty), mask=mask_DN)
 
 
 def _up(c: Call) -> None:

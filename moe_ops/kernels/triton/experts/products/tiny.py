@@ -162,11 +162,9 @@ def tiny_up(
     i = block * BI + tl.arange(0, BI)
     if H > I:
         h_IN = tl.where((i < I)[:, None], h_IN, 0.0)
-    tl.store(
-        h_ptr + (pair * T + n).to(tl.int64)[None, :] * H + column_of(i, W)[:, None],
-        h_IN.to(h_ptr.dtype.element_ty),
-        mask=(i < H)[:, None] & (n < T)[None, :],
-    )
+    at_IN = h_ptr + (pair * T + n).to(tl.int64)[None, :] * H + column_of(i, W)[:, None]
+    mask_IN = (i < H)[:, None] & (n < T)[None, :]
+    tl.store(at_IN, h_IN.to(h_ptr.dtype.element_ty), mask=mask_IN)
 
 
 @triton.jit

@@ -49,14 +49,9 @@ def look_up(item, queue):
     tile = gl.where(item < whole, item, whole + (item - whole) // 2)
     entry = tiles_ptr + ENTRY * (1 + gl.where(item < items, tile // n_tiles, 0))
     return (
-        item,
-        tile,
-        gl.load(entry),
-        gl.load(entry + 1),
-        gl.load(entry + 2),
-        gl.load(entry + 3),
+        item, tile, gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3),
         gl.load(entry + 4),
-    )
+    )  # fmt: skip
 
 
 @gluon.jit
