@@ -93,8 +93,8 @@ def rows_up(
     if H > I:
         h_IN = tl.where((i < I)[:, None], h_IN, 0.0)
     at_IN = h_ptr + (first + n).to(tl.int64)[None, :] * H + column_of(i, W)[:, None]
-    mask_IN = (i < H)[:, None] & (n < count)[None, :]
-    tl.store(at_IN, h_IN.to(h_ptr.dtype.element_ty), mask=mask_IN)
+    h_IN = h_IN.to(h_ptr.dtype.element_ty)
+    tl.store(at_IN, h_IN, mask=(i < H)[:, None] & (n < count)[None, :])
 
 
 @triton.jit
