@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo import mark_static, maybe_mark_dynamic
 from torch._inductor import list_mode_options
-from torch.utils import _pytree as pytree
 
 from moe_ops.checks.options import check_flag
 from moe_ops.checks.shapes import check_choice
@@ -33,10 +32,12 @@ log = logging.getLogger("moe_ops")
 
 Model = TypeVar("Model", bound=nn.Module)
 
+
 # With few rows a product is a reduction, which Inductor fuses and tunes by coordinate descent;
 # without it calls a library made for many. A step is many kernels of a few microseconds: where a
 # GPU can, they begin while the ones before them end (PDL), as ours do and as ours allow. GPUs of
 # AMD know nothing of it.
+MARKED = "_dynamo_weak_dynamic_indices"  # a tensor whose dims were marked
 STEP_OPTIONS = {"coordinate_descent_tuning": True, "triton.enable_pdl": not gpus.is_amd()}
 
 
@@ -120,7 +121,10 @@ def compile(
     compiled = Compiled(twin._call_impl, call, merged[HOOK], dynamic, made.follow, tell)
     twin._compiled_call_impl = compiled
     if is_transformers_model(model):
-        quicken(twin, merged, made.follow, tell)
+        region = region_of_layers(merged)
+        if not fullgraph and dynamic is None and not merged.get("triton.cudagraphs"):
+            compiled.by_layers = by_layers_of(twin, region)
+        quicken(twin, merged, region, made.follow, tell)
     elif hasattr(model, "generate") and any(map(is_transformers_model, model.modules())):
         log.warning(
             "generate of %s is its own, and the model that it calls inside is not compiled; give "
@@ -145,28 +149,53 @@ def compile_config(*, extra: Mapping[str, Any] | None = None, **options: Any) ->
     return config_with(inductor_options(extra={**defaults, **known_options(extra)}, **options))
 
 
+def region_of_layers(options: Mapping[str, Any]) -> Any:
+    """What runs layers of transformers models by code that like ones share, whatever the number of
+    sequences and tokens."""
+    from moe_ops.forward.regions import ByKind
+
+    # The graphs are ours; Inductor's own, of each region, would be in their way.
+    without_graphs = {**options, "triton.cudagraphs": False}
+
+    def compile_region(function: Callable[..., Any]) -> Callable[..., Any]:
+        return LayerRegion(torch.compile(function, backend=Net(without_graphs)))
+
+    return ByKind("layer", compile_region)
+
+
+def by_layers_of(twin: Any, region: Any) -> Any:
+    """What runs the forward of a transformers model layer by layer; None, with a logged reason, for
+    one that cannot be divided."""
+    from moe_ops.forward.by_layers import ByLayers, shape_refusal
+    from moe_ops.forward.captured import Forwards
+
+    reason = shape_refusal(twin)
+    if reason is None:
+        return ByLayers(twin, region, Forwards())
+    log.info("%s is compiled as a whole: %s", type(twin).__name__, reason)
+    return None
+
+
 def quicken(
-    twin: Any, options: Mapping[str, Any], follow: Callable[[], None], tell: Callable[[], None]
+    twin: Any,
+    options: Mapping[str, Any],
+    region: Any,
+    follow: Callable[[], None],
+    tell: Callable[[], None],
 ) -> None:
     """Give a transformers model's compiled twin our `generate`, each call of which follows first
-    what was done to the model."""
+    what was done to the model; layers read prompts through `region`."""
     from moe_ops.generation.generate import quicken as give
     from moe_ops.generation.steps import Tools
 
-    # The graphs are ours; Inductor's own, of each region, would be in their way.
-    prompt_options = {**options, "triton.cudagraphs": False}
-
-    def compile_prompt(function: Callable[..., Any]) -> Callable[..., Any]:
-        return PromptRegion(torch.compile(function, backend=Net(prompt_options)))
-
     def compile_step(function: Callable[..., Any]) -> Callable[..., Any]:
         on_gpu = any(p.is_cuda for p in twin.parameters())  # by now, which may be later
-        step_options = {**(STEP_OPTIONS if on_gpu else {}), **prompt_options}
+        step_options = {**(STEP_OPTIONS if on_gpu else {}), **options, "triton.cudagraphs": False}
         call = torch.compile(function, dynamic=False, backend=Net(step_options, False))
         return functools.partial(call_compiled, call)
 
     tools = Tools(
-        compile_prompt=compile_prompt,
+        layers=region,
         compile_step=compile_step,
         capture=functools.partial(capture_into, GraphPool()),
         tell=tell,
@@ -183,30 +212,52 @@ def capture_into(
     return pool.capture(function, state, device=state[0].device).replay
 
 
-class PromptRegion:
+class LayerRegion:
     """Calls compiled code such that one graph serves every number of sequences and tokens.
 
-    The first tensor of the call, [B, S, D] or [B, S], tells these. A prompt of one token has
-    a graph of its own, as attention functions branch on it.
+    The first tensor of the call, [B, S, D] or [B, S], tells these. Sequences of one token have
+    a graph of their own, as attention functions branch on it.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        B, S = tensors[0].shape[:2]
-        for x in tensors:
-            mark(x, B, S)
+        tensors = list(_tensors((*args, *kwargs.values())))
+        if tensors and tensors[0].dim() > 1:
+            B, S = tensors[0].shape[:2]
+            for x in tensors:
+                if not hasattr(x, MARKED):  # of what all layers get
+                    mark(x, B, S)
         return call_oblivious(call_compiled, self.call, module, *args, **kwargs)
 
 
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments, and in tuples, lists and dicts of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+
+
 def mark(x: Tensor, B: int, S: int) -> None:
-    """Mark the dims that count sequences and tokens: [B, S], [B, S, D], and masks [B, 1, S, S]."""
+    """Mark the dims that count sequences and tokens: [B, S], [B, S, D], positions of several kinds
+    [N, B, S], and masks [B, 1, S, tokens seen]."""
     if x.dim() < 2:
         return
-    if x.shape[0] == B:
-        maybe_mark_dynamic(x, 0)
-    for dim in (1,) if x.dim() < 4 else (2, 3):
-        if x.shape[dim] == S:
-            (maybe_mark_dynamic if S > 1 else mark_static)(x, dim)
+    floats = x.is_floating_point()
+    if x.dim() == 4:
+        count, own, seen = 0, 2, 3
+    elif x.dim() == 3 and not floats:
+        count, own, seen = 1, 2, None
+    else:
+        count, own, seen = 0, 1, None
+    if x.shape[count] == B:
+        maybe_mark_dynamic(x, count)
+    if x.shape[own] == S:
+        (maybe_mark_dynamic if S > 1 else mark_static)(x, own)
+    if seen is not None and x.shape[seen] >= S:
+        maybe_mark_dynamic(x, seen)

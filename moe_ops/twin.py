@@ -29,6 +29,27 @@ SIMPLE = frozenset({bool, int, float, str, type(None), nn.Parameter})  # hold no
 MISSING = object()
 
 
+class Contents:
+    """What modules hold at a time: their attributes, parts, weights, buffers and hooks."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = modules
+        self._kinds = list(map(type, modules))
+        self._held = [
+            held for m in modules for held in (vars(m), *(vars(m)[name] for name in WATCHED))
+        ]
+        self._full = [held for held in self._held if held]
+        self._values = tuple(_values(self._full))
+
+    def same(self) -> bool:
+        """Whether they hold the same; each call asks: half a millisecond for 48 layers."""
+        return (
+            list(map(type, self._modules)) == self._kinds
+            and sum(map(len, self._held)) == len(self._values)
+            and all(map(operator.is_, _values(self._full), self._values))
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What a module of the model was when the twin was last like it."""
@@ -60,12 +81,7 @@ class Twin(Generic[Model]):
         """Make the twin what the model has become."""
         if not all(map(operator.is_, _values(self._buffers), self._in_buffers)):
             self._give_moved()
-        same = (  # which each call asks: half a millisecond for 48 layers
-            list(map(type, self._modules)) == self._kinds
-            and sum(map(len, self._held)) == len(self._values)
-            and all(map(operator.is_, _values(self._full), self._values))
-        )
-        if not same:
+        if not self._contents.same():
             self._take_over()
 
     def _take_over(self) -> None:
@@ -76,15 +92,9 @@ class Twin(Generic[Model]):
                 self._fill(module, twin)
             else:
                 self._update(module, twin, seen)
-        self._modules = [module for module, _ in pairs.values()]
-        self._kinds = list(map(type, self._modules))
-        self._held = [
-            held for m in self._modules for held in (vars(m), *(vars(m)[name] for name in WATCHED))
-        ]
-        self._full = [held for held in self._held if held]
+        self._contents = Contents([module for module, _ in pairs.values()])
         self._buffers = [vars(t)["_buffers"] for _, t in pairs.values() if vars(t)["_buffers"]]
         self._in_buffers = tuple(_values(self._buffers))
-        self._values = tuple(_values(self._full))
         self._seen = {key: _seen(module) for key, (module, _) in pairs.items()}
 
     def _give_moved(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import moe_ops
 from moe_ops import Layout, MoELayer, experts, moe, using
-from moe_ops.generation.regions import addresses
+from moe_ops.forward.regions import addresses
 from moe_ops.graphs.addresses import identities, state_of
 from moe_ops.kernels.cpu import quantized
 from moe_ops.parallel.moves import Moves, apply_moves

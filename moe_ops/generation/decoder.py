@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from moe_ops.forward.masks import attention_of
+from moe_ops.forward.regions import Way, addresses, divided, layer_lists, plain_tensors
 from moe_ops.generation.by_rows import store_by_rows
-from moe_ops.generation.masks import attention_of
 from moe_ops.generation.own_attention import stand_ins, step_attention
 from moe_ops.generation.prompts import Captures, Prompt
-from moe_ops.generation.regions import ByKind, Way, addresses, divided, layer_lists
-from moe_ops.generation.steps import Code, Steps, StepsReport, Tools, plain_tensors, shown
+from moe_ops.generation.steps import Code, Steps, StepsReport, Tools, shown
 
 log = logging.getLogger("moe_ops")
 T = TypeVar("T")
@@ -53,7 +53,6 @@ class Decoder:
         self._idle: OrderedDict[tuple[int, int], Steps] = OrderedDict()
         self._addresses: tuple[object, ...] = ()
         self._compiled = False  # the layers, for prompts
-        self._prompt_region = ByKind("prompt", tools.compile_prompt)
         self._renew()
 
     def _renew(self) -> None:
@@ -130,7 +129,7 @@ class Decoder:
         if attention not in codes:
             if self._prompts is None:
                 prompt, unmasked = (
-                    divided(self.model, Way(self._prompt_region, unmasked=unmasked))
+                    divided(self.model, Way(self.tools.layers, unmasked=unmasked))
                     for unmasked in (False, True)
                 )
                 self._prompts = prompt, unmasked

@@ -16,11 +16,11 @@ from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLaye
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from moe_ops.forward.layer_cache import CACHE
+from moe_ops.forward.regions import layer_lists, plain_tensors
 from moe_ops.generation.decoder import Decoder, Lease
-from moe_ops.generation.regions import layer_lists
 from moe_ops.generation.sample import sample
-from moe_ops.generation.slots import CACHE
-from moe_ops.generation.steps import StepsReport, Tools, plain_tensors
+from moe_ops.generation.steps import StepsReport, Tools
 from moe_ops.hf.subclass import former_class, new_object, subclass
 from moe_ops.interop.hooks import hooks_of
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from moe_ops.forward.regions import layer_lists
 from moe_ops.generation.one_query import NAME, Attention, attended, in_place_of, register
-from moe_ops.generation.regions import layer_lists
 from moe_ops.interop.interrupts import let_through
 
 log = logging.getLogger("moe_ops")

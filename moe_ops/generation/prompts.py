@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from moe_ops.generation.masks import REPEATABLE, attention_of, masks, repeatable
+from moe_ops.forward.masks import REPEATABLE, attention_of, masks, repeatable
 from moe_ops.generation.slots import Empty, Slots
 from moe_ops.interop.interrupts import let_through
 

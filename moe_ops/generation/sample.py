@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.generation.slots import CACHE
+from moe_ops.forward.layer_cache import CACHE
 
 
 def generator_of(device: torch.device) -> torch.Generator:

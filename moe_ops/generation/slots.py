@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
-# What models call the cache, as an argument and in outputs; "cache" from transformers 5.24 on.
-CACHE = next(
-    field.name
-    for field in fields(CausalLMOutputWithPast)
-    if field.name in ("cache", "past_key_values")
-)
-
-
-class Incoming:
-    """What a layer gets for a cache while it reads a prompt: attends to the prompt alone, and
-    leaves the prompt's keys and values here."""
-
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        self.keys, self.values = keys, values
-        return keys, values
+from moe_ops.forward.layer_cache import CACHE, Incoming, Put
 
 
 class SlotLayer(CacheLayerMixin):
@@ -102,6 +82,10 @@ class Slots(Cache):
     def __init__(self, layers: int, rows: int, slots: int, filled: Tensor) -> None:
         super().__init__(layers=[SlotLayer(rows, slots, filled) for _ in range(layers)])
 
+    def seen_by(self, index: int) -> tuple[SlotLayer, Put]:
+        """Its slots, to which the layer adds by itself."""
+        return self.layers[index], lambda: None
+
     @property
     def nbytes(self) -> int:
         buffers = (b for layer in self.layers for b in (layer.keys, layer.values))
@@ -113,6 +97,11 @@ class Empty(Cache):
 
     def __init__(self, slots: Slots) -> None:
         super().__init__(layers=slots.layers)
+
+    def seen_by(self, index: int) -> tuple[Incoming, Put]:
+        """A place for the prompt's keys and values, which then fill the layer's slots."""
+        incoming = Incoming()
+        return incoming, lambda: self.layers[index].fill(incoming)
 
     @property
     def is_compileable(self) -> bool:

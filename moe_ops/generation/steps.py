@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticSlidingWindowLayer
 
-from moe_ops.generation.masks import Sizes, masks
+from moe_ops.forward.layer_cache import CACHE
+from moe_ops.forward.masks import Sizes, masks
+from moe_ops.forward.regions import ByKind, Region, plain_tensors
 from moe_ops.generation.prompts import Capture, Captures, Filling, Prompt, Prompts
-from moe_ops.generation.regions import ByKind, Region
-from moe_ops.generation.slots import CACHE, Empty, Slots
+from moe_ops.generation.slots import Empty, Slots
 from moe_ops.interop.code_objects import with_own_code_object
 from moe_ops.interop.interrupts import let_through
 from moe_ops.terminal import rewrite
@@ -35,14 +36,14 @@ WithRoom = Callable[[Callable[[], T]], T]
 class Tools:
     """What compiles and captures.
 
-    `compile_prompt` compiles a region for any number of sequences and tokens, `compile_step` for
+    `layers` runs layers for any number of sequences and tokens, `compile_step` compiles for
     the sizes of its first call. `capture(function, state)` makes a call that repeats
     `function` without the host; the tensors of `state` are those that function changes. It gives
     None where there is nothing to capture with, and raises RuntimeError if it fails. `tell` is
     called where more may have been compiled, and says what came of it.
     """
 
-    compile_prompt: Callable[[Region], Region]
+    layers: Region
     compile_step: Callable[[Callable[..., Any]], Callable[..., Any]]
     capture: Capture
     tell: Callable[[], None] = lambda: None
@@ -75,14 +76,6 @@ class StepsReport:
     cache_bytes: int
     prompt_graphs: int
     prompts_replayed: int
-
-
-@contextmanager
-def plain_tensors() -> Iterator[None]:
-    """Whatever the caller's mode, what is made here is a normal tensor without gradient, so that
-    one compiled variant serves all callers."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import logging
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,14 @@ def pipeline_of(model: nn.Module) -> Pipeline:
     return call.pipeline
 
 
+class ByLayers(Protocol):
+    """Runs a model layer by layer, or says why it does not run a call so."""
+
+    def refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None: ...
+    def tell(self, reason: str) -> None: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
 class Compiled:
     """Calls compiled code such that one graph serves every number of tokens, see `compile`."""
 
@@ -78,6 +86,7 @@ class Compiled:
         self.call = call  # the same, compiled
         self.pipeline = pipeline
         self.dynamic = dynamic
+        self.by_layers: ByLayers | None = None  # the same, where a model's layers can run alone
         self.before = before  # what comes before each call
         self.after = after  # and what comes after it
 
@@ -95,12 +104,17 @@ class Compiled:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.dynamic is False:
             return call_compiled(self.call, *args, **kwargs)
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                dims = token_dims(value)
-                if any(value.shape[dim] == 0 for dim in dims):
-                    return self.function(*args, **kwargs)
-                self._mark(value, dims)
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        inputs = [(x, token_dims(x)) for x in given if not isinstance(x, nn.Parameter)]
+        if any(x.shape[dim] == 0 for x, dims in inputs for dim in dims):
+            return self.function(*args, **kwargs)
+        if self.by_layers is not None:
+            reason = self.by_layers.refusal(args, kwargs)
+            if reason is None:
+                return self.by_layers(*args, **kwargs)
+            self.by_layers.tell(reason)
+        for x, dims in inputs:
+            self._mark(x, dims)
         return call_oblivious(call_compiled, self.call, *args, **kwargs)
 
     def _mark(self, x: Tensor, dims: Iterable[int]) -> None:

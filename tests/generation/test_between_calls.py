@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import moe_ops
+from moe_ops.forward.layer_cache import CACHE
 from moe_ops.generation.one_query import NAME
-from moe_ops.generation.slots import CACHE
 from moe_ops.generation.steps import Steps
 from tests.hf import families
 from tests.hf.twins import PLAIN, check, defer, twin_of, uncompiled

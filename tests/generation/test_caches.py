@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 
-from moe_ops.generation.slots import CACHE
+from moe_ops.forward.layer_cache import CACHE
 from tests.hf import families
 from tests.hf.twins import PLAIN, twin_of
 

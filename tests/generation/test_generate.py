@@ -16,10 +16,10 @@ from torch._dynamo.utils import counters
 from transformers import GenerationConfig
 
 import moe_ops
+from moe_ops.forward.layer_cache import CACHE
 from moe_ops.generation.decoder import Decoder, rows_for, slots_for
 from moe_ops.generation.generate import QuickGenerate, shape_refusal
 from moe_ops.generation.sample import StopCheck
-from moe_ops.generation.slots import CACHE
 from tests.chosen import CHOSEN, those_of
 from tests.hf import families
 from tests.hf.twins import PLAIN, check, defer, stand_in, twin_of, uncompiled

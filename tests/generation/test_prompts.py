@@ -14,11 +14,11 @@ from torch._dynamo.utils import counters
 
 import moe_ops
 from moe_ops import compiler
+from moe_ops.forward.masks import repeatable
+from moe_ops.forward.regions import Region
 from moe_ops.generation import prompts
 from moe_ops.generation.generate import shape_refusal
-from moe_ops.generation.masks import repeatable
 from moe_ops.generation.prompts import TIMES
-from moe_ops.generation.regions import Region
 from moe_ops.generation.steps import Tools
 from moe_ops.testing import F32, TOL, assert_close
 from tests.chosen import CHOSEN, those_of

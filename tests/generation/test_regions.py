@@ -10,7 +10,7 @@ from torch import nn
 
 import moe_ops
 from moe_ops import compiler
-from moe_ops.generation.regions import ByKind
+from moe_ops.forward.regions import ByKind
 from tests.hf import families
 
 

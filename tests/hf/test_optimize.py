@@ -17,7 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 import moe_ops
 import moe_ops.hf.experts as adapter
-from moe_ops.generation.regions import call_module
+from moe_ops.forward.regions import call_module
 from moe_ops.hf.fp8 import fp8_experts_forward
 from moe_ops.hf.optimize import OptimizedRouter
 from moe_ops.hf.subclass import former_class

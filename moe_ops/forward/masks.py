@@ -13,7 +13,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from moe_ops.generation.slots import CACHE
+from moe_ops.forward.layer_cache import CACHE
 
 
 class Sizes:

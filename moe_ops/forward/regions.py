@@ -7,19 +7,23 @@ kernel launch or two between layers, costs nothing in a captured graph.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from moe_ops.generation.slots import CACHE, Empty, Incoming
+from moe_ops.forward.layer_cache import CACHE, seen_by
 from moe_ops.interop.code_objects import with_own_code_object
 from moe_ops.prepared import HoldsExperts
 
+Form = tuple[bool, type, type]
 Region = Callable[..., Any]  # (module, *args, **kwargs) -> what module(*args, **kwargs) returns
 
 
@@ -39,21 +43,32 @@ class ByKind:
     def __init__(self, name: str, compile_region: Callable[[Region], Region]) -> None:
         self._name = name
         self._compile = compile_region
-        self._kinds: dict[tuple[type, ...], Region] = {}
-        self._calls: WeakKeyDictionary[nn.Module, Region] = WeakKeyDictionary()
+        self._kinds: dict[tuple[Any, ...], Region] = {}
+        self._calls: WeakKeyDictionary[nn.Module, dict[Form, Region]] = WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = self._calls.get(module)
+        calls, form = self._calls.get(module), form_of(args, kwargs)
+        if calls is None:
+            calls = self._calls[module] = {}
+        call = calls.get(form)
         if call is None:
-            call = self._calls[module] = self._of_kind(module)
+            call = calls[form] = self._of_kind(module, form)
         return call(module, *args, **kwargs)
 
-    def _of_kind(self, module: nn.Module) -> Region:
-        kind = tuple(type(part) for part in module.modules())
+    def _of_kind(self, module: nn.Module, form: Form) -> Region:
+        kind = (*(type(part) for part in module.modules()), form)
         if kind not in self._kinds:
             name = f"{self._name}_{type(module).__name__}_{len(self._kinds)}"
             self._kinds[kind] = self._compile(region(name))
         return self._kinds[kind]
+
+
+def form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+    """What calls that share code have in common: whether sequences have one token, on which
+    attention functions branch, and what there is for a mask and a cache."""
+    x = args[0] if args else None
+    one = isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == 1
+    return one, type(kwargs.get("attention_mask")), type(kwargs.get(CACHE))
 
 
 def layer_lists(model: nn.Module) -> list[str]:
@@ -67,17 +82,36 @@ def layer_lists(model: nn.Module) -> list[str]:
     ]
 
 
+def chain_to_layers(model: nn.Module) -> list[nn.Module]:
+    """The model, and the modules down to the list of its layers."""
+    (path,) = layer_lists(model)
+    chain = [model]
+    for name in path.split("."):
+        chain.append(chain[-1].get_submodule(name))
+    return chain
+
+
+@contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Whatever the caller's mode, what is made here is a normal tensor without gradient, so that
+    one compiled variant serves all callers."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Way:
     """How the layers of a twin run: through `region`, or with `stand_ins` in place of some layers.
 
     Layers that are `unmasked` get no mask: while a graph is captured models make one that hides
-    nothing beyond what is causal.
+    nothing beyond what is causal. The module that has the list of layers is called by `around`,
+    which is given what runs it.
     """
 
     region: Region
     stand_ins: Mapping[nn.Module, nn.Module] = field(default_factory=dict)
     unmasked: bool = False
+    around: Callable[..., Any] | None = None
 
 
 def divided(model: PreTrainedModel, way: Way) -> PreTrainedModel:
@@ -90,6 +124,8 @@ def divided(model: PreTrainedModel, way: Way) -> PreTrainedModel:
         child = copy.copy(parent._modules[name])
         if isinstance(child, nn.ModuleList):
             _divide(parent, child, name, way)
+            if way.around is not None:
+                parent._compiled_call_impl = functools.partial(way.around, parent._call_impl)
         parent._modules[name] = child
         assert child is not None
         parent = child
@@ -122,6 +158,7 @@ def _routed(module: nn.Module | None, index: int | None, way: Way) -> nn.Module:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if index is None:
+            args, kwargs = of_whole_batch(args, kwargs)
             return way.region(module, *args, **kwargs)
         return _call_layer(way, module, index, *args, **kwargs)
 
@@ -129,17 +166,34 @@ def _routed(module: nn.Module | None, index: int | None, way: Way) -> nn.Module:
     return routed
 
 
+def of_whole_batch(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with positions [1, S] as [B, S], if there are states [B, S, D] to tell B: code
+    for any batch cannot tell a size that is always 1 from a batch of 1."""
+    found = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    if not found or found[0].dim() != 3 or found[0].shape[0] == 1:
+        return args, kwargs
+    B, S, _ = found[0].shape
+
+    def whole(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.shape == (1, S) and not x.is_floating_point():
+            return x.expand(B, S).contiguous()
+        return x
+
+    return tuple(map(whole, args)), {name: whole(x) for name, x in kwargs.items()}
+
+
 def _call_layer(way: Way, layer: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
-    cache = kwargs[CACHE]
-    slots = cache.layers[index]
     if way.unmasked and "attention_mask" in kwargs:
         kwargs["attention_mask"] = None
     layer = way.stand_ins.get(layer, layer)
-    if not isinstance(cache, Empty):
-        return way.region(layer, *args, **{**kwargs, CACHE: slots})
-    incoming = Incoming()
-    out = way.region(layer, *args, **{**kwargs, CACHE: incoming})
-    slots.fill(incoming)
+    cache = kwargs.get(CACHE)
+    if cache is None:
+        return way.region(layer, *args, **kwargs)
+    view, put = seen_by(cache, index)
+    out = way.region(layer, *args, **{**kwargs, CACHE: view})
+    put()
     return out
 
 

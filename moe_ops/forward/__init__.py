@@ -1,0 +1,1 @@
+"""The forward of transformers' models, whose like layers run one compiled code."""

@@ -1,0 +1,138 @@
+"""A forward whose layers run one after the other from Python, like ones by the same compiled code.
+
+To compile a whole model takes as many times longer as it has layers, and the code is that of one
+layer, again and again. What is lost, a kernel launch or two between layers, costs nothing in a
+captured graph.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from moe_ops.forward import layer_cache
+from moe_ops.forward.captured import Forwards
+from moe_ops.forward.layer_cache import CACHE, kept_until_the_end
+from moe_ops.forward.regions import (
+    Region,
+    Way,
+    chain_to_layers,
+    divided,
+    layer_lists,
+    plain_tensors,
+)
+from moe_ops.interop.hooks import hooks_of
+from moe_ops.twin import Contents
+
+log = logging.getLogger("moe_ops")
+
+EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+RECORDING = "_output_capturing_hooks_installed"  # by transformers, on a model asked for these
+
+
+class ByLayers:
+    """Runs the forward of a transformers model layer by layer, each through `region`.
+
+    The model's own Python runs around its layers: embeddings, masks, the head, losses. What was
+    done to the model since the last call is seen: each call looks whether its modules hold the
+    same, and at the addresses of weights. Sizes that come again are captured.
+    """
+
+    def __init__(self, model: PreTrainedModel, region: Region, forwards: Forwards) -> None:
+        self.model = model
+        self.forwards = forwards
+        self._region = region
+        self._divided: nn.Module | None = None
+        self._unmasked: Any = None
+        self._contents = Contents([])
+        self._weights: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._refusal: str | None = None
+        self._told: set[str] = set()
+
+    def refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why a call runs as one graph instead, or None."""
+        model = self.model
+        if self._divided is None or not self._contents.same():
+            self._renew()
+        if self._refusal is not None:
+            return self._refusal
+        if torch.is_grad_enabled():
+            given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            if any(x.requires_grad for x in (*given, *self._weights)):
+                return "a gradient is asked for"
+        asked = [n for n in EXTRA_OUTPUTS if kwargs.get(n) or getattr(model.config, n, False)]
+        if asked:
+            return f"{', '.join(asked)} is asked for"
+        return layer_cache.refusal(kwargs.get(CACHE))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        addresses = [t.data_ptr() for t in self._weights]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self.forwards.forget()
+        try:
+            return self._run(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            if not self.forwards.graphs:
+                raise
+        log.warning("out of memory, so the graphs of forwards are dropped")
+        self.forwards.forget()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return self._run(*args, **kwargs)
+
+    def tell(self, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            log.info("%s runs as one graph: %s", type(self.model).__name__, reason)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._divided is not None, "ask for a refusal first"
+        with plain_tensors(), kept_until_the_end():
+            return self._divided(*args, **kwargs)
+
+    def _decode(self, decoder: Any, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            return decoder(*args, **kwargs)
+        return self.forwards.run(decoder, self._unmasked, self._config, kwargs)
+
+    def _renew(self) -> None:
+        """Divide the model as it is now."""
+        modules = list(self.model.modules())
+        self._refusal = _state_refusal(self.model, modules)
+        self._divided = divided(self.model, Way(self._region, around=self._decode))
+        *_, decoder, _ = chain_to_layers(divided(self.model, Way(self._region, unmasked=True)))
+        self._unmasked, self._config = decoder, decoder.config
+        self._contents = Contents(modules)
+        self._weights = [*self.model.parameters(), *self.model.buffers()]
+        self._addresses = []
+
+
+def shape_refusal(model: PreTrainedModel) -> str | None:
+    """Why no call of a model can run layer by layer, or None."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "it has an encoder"
+    lists = layer_lists(model)
+    if len(lists) != 1:
+        return f"it has {len(lists)} lists of decoder layers, not one"
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        return "it is spread over devices"
+    return None
+
+
+def _state_refusal(model: nn.Module, modules: list[nn.Module]) -> str | None:
+    """Why no call can run layer by layer while the model's modules are as they are, or None."""
+    if any(part.training for part in modules):
+        return "it is in training mode"
+    hooks = hooks_of(model)
+    if hooks:
+        return f"a hook is on {hooks[0][0] or 'the model'}"
+    if any(getattr(part, RECORDING, False) for part in modules):
+        return "it was asked for outputs of its layers before"
+    return None

@@ -1,0 +1,390 @@
+"""Forwards whose sizes come again, as captured graphs."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.utils import ModelOutput
+
+from moe_ops.arena import Arena, Buffer, current_stream, shared
+from moe_ops.forward.layer_cache import CACHE, Incoming, Put, put_later
+from moe_ops.forward.masks import REPEATABLE, attention_of, masks, repeatable
+from moe_ops.graphs.cuda_graph import Captured, CaptureError, GraphPool, capture_call, capturing
+from moe_ops.interop.interrupts import let_through
+
+log = logging.getLogger("moe_ops")
+
+MOST_TOKENS = 4096
+MOST_SIZES = 16
+TIMES = 3  # that a size has to come before it is captured
+STATES, KEPT = "last_hidden_state", "keys and values"
+Key = tuple[Any, ...]
+Decoder = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardReport:
+    """Forwards of one size, [sequences, tokens]: how often it came, how many calls a graph served,
+    the memory of the graph, and why there is none where one could not be captured."""
+
+    batch: int
+    tokens: int
+    masked: bool
+    calls: int
+    replays: int
+    bytes: int
+    refusal: str | None
+
+
+class Collected(Cache):
+    """An empty cache that remembers what each layer leaves."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        super().__init__(layers=layers)
+        self.views: dict[int, Incoming] = {}
+
+    def seen_by(self, index: int) -> tuple[Incoming, Put]:
+        view = self.views[index] = Incoming()
+        return view, lambda: None
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call of a decoder that a graph can repeat: ids [B, S], a mask likewise or None, an empty
+    cache, whether one is made, and what else it is given, which is no tensor."""
+
+    ids: Tensor
+    mask: Tensor | None
+    cache: DynamicCache | None
+    caches: bool
+    constants: dict[str, Any]
+
+    @property
+    def key(self) -> Key:
+        constants = sorted((name, repr(value)) for name, value in self.constants.items())
+        return *self.ids.shape, self.mask is not None, self.caches, *constants
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a layer's keys or values are in the buffer of all."""
+
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat.as_strided(self.shape, self.stride, self.offset)
+
+
+@dataclass(slots=True)
+class Size:
+    """How often a size came, and what repeats it."""
+
+    seen: int = 0
+    replays: int = 0
+    graph: Captured | None = None
+    refusal: str | None = None
+    buffers: dict[str, Buffer] = field(default_factory=dict)  # by what is in them
+    make: Callable[[Buffer], ModelOutput] | None = None  # an output like the model's, of states
+    kept: dict[int, tuple[Kept, Kept]] = field(default_factory=dict)
+    elements: int = 0  # of keys and values
+    dtype: torch.dtype = torch.float32  # of these
+
+    @property
+    def is_ready(self) -> bool:
+        return self.graph is not None and not any(b.retired for b in self.buffers.values())
+
+
+@dataclass(slots=True)
+class Lane:
+    """What one stream has to itself, as graphs of different streams may run at the same time."""
+
+    lock: Any
+    pool: GraphPool
+    sizes: OrderedDict[Key, Size] = field(default_factory=OrderedDict)
+
+    def came(self, key: Key) -> Size:
+        size = self.sizes.pop(key, None) or Size()
+        size.seen += 1
+        self.sizes[key] = size
+        if len(self.sizes) > MOST_SIZES:
+            self.sizes.popitem(last=False)
+        return size
+
+
+class Forwards:
+    """The graphs of a model's forwards, by size: sequences, tokens, masked or not.
+
+    Run from Python a forward takes the host some hundred microseconds a layer; a graph takes it
+    nothing. From `MOST_TOKENS` on the kernels take as long. A capture costs several forwards, so
+    it waits until a size comes the third time; the `MOST_SIZES` sizes that came last are
+    remembered.
+
+    A graph ends with the states behind the last norm: heads and losses run after it. What a caller
+    gets is a copy, which no later call changes. All graphs of a stream share memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        arena: Arena = shared,
+        capture: Callable[..., Captured] = capture_call,
+    ) -> None:
+        self._arena = arena
+        self._capture = capture
+        self._lanes: dict[tuple[torch.device, int], Lane] = {}
+
+    def run(self, decoder: Decoder, unmasked: Decoder, config: Any, kwargs: dict[str, Any]) -> Any:
+        """What the decoder gives, by a graph if there is one. `unmasked` is the same decoder, whose
+        layers get no mask."""
+        call = call_of(kwargs, config)
+        if call is None or not self._can_capture(call.ids.device, config):
+            return decoder(**kwargs)
+        lane = self._lane(call.ids.device)
+        with lane.lock:
+            size = lane.came((attention_of(config), *call.key))
+            if size.is_ready:
+                return self._replayed(size, call, config)
+        out = decoder(**kwargs)
+        if size.seen >= TIMES and size.refusal is None:
+            with lane.lock:
+                self._make(lane, size, (decoder, unmasked), config, call, out)
+        return out
+
+    @property
+    def graphs(self) -> int:
+        return sum(size.graph is not None for lane in self._all() for size in lane.sizes.values())
+
+    def forget(self) -> None:
+        """Forget all graphs, and how often sizes came."""
+        for lane in self._all():
+            with lane.lock:
+                lane.sizes.clear()
+
+    def report(self) -> list[ForwardReport]:
+        """The sizes that came last, the newest at the end."""
+        return [
+            ForwardReport(
+                batch=key[1],
+                tokens=key[2],
+                masked=key[3],
+                calls=size.seen,
+                replays=size.replays,
+                bytes=0 if size.graph is None else size.graph.bytes,
+                refusal=size.refusal,
+            )
+            for lane in self._all()
+            for key, size in list(lane.sizes.items())
+        ]
+
+    def _all(self) -> list[Lane]:
+        return list(self._lanes.values())
+
+    def _can_capture(self, device: torch.device, config: Any) -> bool:
+        if device.type != "cuda" and self._capture is capture_call:
+            return False
+        if attention_of(config) not in REPEATABLE or torch.is_autocast_enabled(device.type):
+            return False
+        return device.type != "cuda" or not capturing()
+
+    def _lane(self, device: torch.device) -> Lane:
+        key = device, current_stream(device)
+        if key not in self._lanes:
+            self._lanes.setdefault(key, Lane(self._arena.lock(device), GraphPool(self._capture)))
+        return self._lanes[key]
+
+    def _take(self, size: Size, purpose: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """A buffer that a graph of this size reads or writes."""
+        # By powers of two, as each growth makes others capture again.
+        nbytes = 1 << (math.prod(shape) * like.dtype.itemsize - 1).bit_length()
+        buffer = self._arena.take(f"{purpose} of forwards", nbytes, like.device)
+        size.buffers[purpose] = buffer
+        return buffer.view(shape, like.dtype)
+
+    def _make(
+        self,
+        lane: Lane,
+        size: Size,
+        decoders: tuple[Decoder, Decoder],
+        config: Any,
+        call: Call,
+        out: Any,
+    ) -> None:
+        """Capture a size, of which a call gave `out`."""
+        B, S = call.ids.shape
+        reason = output_refusal(out, call, config)
+        if reason is None:
+            size.graph, size.buffers, start = None, {}, time.perf_counter()
+            size.make = like_output(out)
+            try:
+                size.graph = self._captured(lane, size, decoders, config, call, out[STATES])
+            except CaptureError as error:
+                let_through(error)
+                reason = str(error)
+        size.refusal = reason
+        if reason is not None:
+            log.warning("forwards of %d x %d run uncaptured: %s", B, S, reason)
+            return
+        log.info("a graph of forwards of %d x %d took %.1f s", B, S, time.perf_counter() - start)
+
+    def _captured(
+        self,
+        lane: Lane,
+        size: Size,
+        decoders: tuple[Decoder, Decoder],
+        config: Any,
+        call: Call,
+        like: Tensor,
+    ) -> Captured:
+        ids, mask = self._take(size, "ids", call.ids.shape, call.ids), call.mask
+        if mask is not None:
+            mask = self._take(size, "mask", mask.shape, mask)
+        states = self._take(size, STATES, like.shape, like)
+        self._fill(size, call)
+        decoder, unmasked = decoders
+        layers = empty_cache(call, config).layers
+
+        def run() -> None:
+            cache = Collected(layers)
+            made = self._masks(config, like, mask, cache if call.caches else None, ids)
+            given = {"input_ids": ids, "attention_mask": made, "use_cache": call.caches}
+            if call.caches:
+                given[CACHE] = cache
+            out = (unmasked if made is None else decoder)(**given, **call.constants)
+            states.copy_(out[STATES])
+            self._keep(size, cache)
+
+        return lane.pool.capture(run, (), device=call.ids.device)
+
+    def _masks(
+        self, config: Any, like: Tensor, mask: Tensor | None, cache: Cache | None, ids: Tensor
+    ) -> Any:
+        B, S = ids.shape
+        positions = torch.arange(S, device=ids.device).expand(B, S)
+        return masks(repeatable(config), like.new_empty(B, S, 0), mask, cache, positions)
+
+    def _keep(self, size: Size, cache: Collected) -> None:
+        """Copy all keys and values into one buffer, in one launch for each few of them."""
+        found = [
+            (index, view.keys, view.values)
+            for index, view in cache.views.items()
+            if view.keys is not None and view.values is not None
+        ]
+        if not found:
+            return
+        size.kept, size.elements, sources = {}, 0, []
+        for index, keys, values in found:
+            pair = []
+            for x in (keys, values):
+                x = x if is_dense(x) else x.contiguous()
+                pair.append(Kept(size.elements, x.shape, x.stride()))
+                size.elements += x.numel()
+                sources.append(x)
+            size.kept[index] = pair[0], pair[1]
+        size.dtype = sources[0].dtype
+        flat = self._take(size, KEPT, (size.elements,), sources[0])
+        places = [kept.of(flat) for pair in size.kept.values() for kept in pair]
+        torch._foreach_copy_(places, sources)
+
+    def _fill(self, size: Size, call: Call) -> None:
+        for purpose, x in (("ids", call.ids), ("mask", call.mask)):
+            if x is not None:
+                size.buffers[purpose].view(x.shape, x.dtype).copy_(x)
+
+    def _replayed(self, size: Size, call: Call, config: Any) -> Any:
+        self._fill(size, call)
+        assert size.graph is not None and size.make is not None
+        size.graph.replay()
+        size.replays += 1
+        out = size.make(size.buffers[STATES])
+        if call.caches:
+            out[CACHE] = self._filled(size, empty_cache(call, config))
+        return out
+
+    def _filled(self, size: Size, cache: DynamicCache) -> DynamicCache:
+        """An empty cache with a copy of what a graph kept."""
+        if size.kept:
+            flat = size.buffers[KEPT].view((size.elements,), size.dtype).clone()
+            for index, (keys, values) in size.kept.items():
+                view = Incoming()
+                view.keys, view.values = keys.of(flat), values.of(flat)
+                put_later(cache, index, view)
+        return cache
+
+
+def call_of(kwargs: dict[str, Any], config: Any) -> Call | None:
+    """A call of a decoder of this configuration that a graph can repeat; None for others."""
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    ids, mask = given.pop("input_ids", None), given.pop("attention_mask", None)
+    cache = given.pop(CACHE, None)
+    caches = bool(given.pop("use_cache", getattr(config, "use_cache", False)))
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not 0 < ids.numel() <= MOST_TOKENS:
+        return None
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.shape != ids.shape or mask.device != ids.device:
+            return None
+        mask = None if bool(mask.all()) else mask.bool()  # as transformers asks, too
+    if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() != 0):
+        return None
+    if not all(isinstance(value, (bool, int, float, str)) for value in given.values()):
+        return None
+    return Call(ids, mask, cache, caches or cache is not None, given)
+
+
+def empty_cache(call: Call, config: Any) -> DynamicCache:
+    """The cache that a call fills: the caller's, or one as models make it."""
+    return DynamicCache(config=config) if call.cache is None else call.cache
+
+
+def output_refusal(out: Any, call: Call, config: Any) -> str | None:
+    """Why no graph can give what a decoder gave, or None."""
+    if not isinstance(out, ModelOutput) or not isinstance(out.get(STATES), Tensor):
+        return f"its decoder gives {type(out).__name__}"
+    others = [name for name, value in out.items() if name not in (STATES, CACHE)]
+    if others:
+        return f"its decoder gives {', '.join(others)}, too"
+    made, wanted = out.get(CACHE), empty_cache(call, config) if call.caches else None
+    if type(made) is not type(wanted):
+        return f"its decoder gives a {type(made).__name__} for a cache"
+    if made is not None and wanted is not None:
+        kinds, others = ([type(layer).__name__ for layer in c.layers] for c in (made, wanted))
+        if kinds != others:
+            return f"its cache has layers of {', '.join(sorted(set(kinds)))}"
+    return None
+
+
+def like_output(out: ModelOutput) -> Callable[[Buffer], ModelOutput]:
+    """What makes outputs of a decoder like this one, of copies of the states in a buffer."""
+    kind, shape, dtype = type(out), out[STATES].shape, out[STATES].dtype
+
+    def make(buffer: Buffer) -> ModelOutput:
+        return kind(**{STATES: buffer.view(shape, dtype).clone()})
+
+    return make
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether its elements lie side by side, in whichever order of dims."""
+    return math.prod(x.shape) == 1 + sum(
+        (size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)
+    )

@@ -1,0 +1,155 @@
+"""A cache of keys and values as one decoder layer sees it, so that all layers run one code.
+
+A layer gets a small view in place of the whole cache: of tensors that are inputs and outputs of its
+code. The cache itself is changed behind the last layer, by its own methods, so that a forward that
+fails leaves it as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo import maybe_mark_dynamic
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+# What models call the cache, as an argument and in outputs; "cache" from transformers 5.24 on.
+CACHE = next(
+    field.name
+    for field in fields(CausalLMOutputWithPast)
+    if field.name in ("cache", "past_key_values")
+)
+Put = Callable[[], None]  # puts what a layer left in its view into the cache
+
+
+class Incoming:
+    """What a layer gets for an empty cache: it attends to the call's own tokens alone, and leaves
+    their keys and values here."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+class Filled:
+    """What a layer gets for a cache with tokens in it: it attends to these, too. Left here are the
+    keys and values of all tokens, and those of the call's own."""
+
+    def __init__(self, past_keys: Tensor, past_values: Tensor) -> None:
+        self.past = past_keys.contiguous(), past_values.contiguous()
+        self.all: tuple[Tensor, Tensor] | None = None
+        self.new: tuple[Tensor, Tensor] | None = None
+        for past in self.past:  # [B, heads, past tokens, head size]
+            maybe_mark_dynamic(past, 0)
+            maybe_mark_dynamic(past, 2)
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.new = keys, values
+        self.all = torch.cat([self.past[0], keys], -2), torch.cat([self.past[1], values], -2)
+        return self.all
+
+
+# Of the forward that runs in this context: what is to be done after its last layer.
+_waiting: ContextVar[list[Put] | None] = ContextVar("waiting", default=None)
+
+
+@contextmanager
+def kept_until_the_end() -> Iterator[None]:
+    """A context around a forward: caches of transformers change when it ends, if it does not fail."""
+    waiting: list[Put] = []
+    token = _waiting.set(waiting)
+    try:
+        yield
+    finally:
+        _waiting.reset(token)
+    for put in waiting:
+        put()
+
+
+def _later(put: Put) -> None:
+    waiting = _waiting.get()
+    assert waiting is not None, "layers run within `kept_until_the_end`"
+    waiting.append(put)
+
+
+def seen_by(cache: Any, index: int) -> tuple[Any, Put]:
+    """What the layer of this number gets for a cache, and what is to be done after it ran. Caches
+    of ours say so themselves, by a method of this name; the others are those of transformers that
+    `refusal` does not refuse."""
+    own = getattr(cache, "seen_by", None)
+    if own is not None:
+        return own(index)
+    layer = _layer_of(cache, index)
+    if layer is None or not layer.is_initialized:
+        incoming = Incoming()
+        return incoming, lambda: put_later(cache, index, incoming, _alone)
+    filled = Filled(layer.keys, layer.values)
+    return filled, lambda: _later(lambda: _put_more(cache, index, filled))
+
+
+def refusal(cache: Any) -> str | None:
+    """Why layers cannot run on views of a cache, or None."""
+    if cache is None:
+        return None
+    if type(cache) is not DynamicCache:
+        return f"the cache is a {type(cache).__name__}"
+    if getattr(cache, "offloading", False):
+        return "the cache is offloaded"
+    kinds = {type(layer) for layer in cache.layers}
+    growing = getattr(cache, "layer_class_to_replicate", None)
+    if growing is not None:
+        kinds.add(growing)
+    others = sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer})
+    if others:
+        return f"the cache has layers of {', '.join(others)}"
+    if any(getattr(layer, "record_past", False) for layer in cache.layers):
+        return "the cache keeps tokens beyond its windows"
+    return None
+
+
+def _layer_of(cache: Cache, index: int) -> Any:
+    return cache.layers[index] if index < len(cache.layers) else None
+
+
+def put_later(
+    cache: Cache, index: int, view: Incoming, own: Callable[[Tensor], Tensor] = lambda x: x
+) -> None:
+    """Put what the layer of this number left into an empty cache, when the forward ends. `own` is
+    done to its keys and values, should the cache keep them as they are."""
+    _later(lambda: _put_first(cache, index, view, own))
+
+
+def _put_first(cache: Cache, index: int, view: Incoming, own: Callable[[Tensor], Tensor]) -> None:
+    if view.keys is None or view.values is None:
+        return  # a layer that keeps nothing
+    layer = _layer_of(cache, index)
+    if type(layer) is DynamicLayer:  # its own `update` would copy them behind those it has not
+        layer.lazy_initialization(view.keys, view.values)
+        layer.keys, layer.values = own(view.keys), own(view.values)
+    else:
+        cache.update(view.keys, view.values, index)
+
+
+def _alone(x: Tensor) -> Tensor:
+    """A tensor that keeps no memory alive but its own."""
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
+
+
+def _put_more(cache: Cache, index: int, view: Filled) -> None:
+    if view.all is None or view.new is None:
+        return
+    layer = _layer_of(cache, index)
+    if type(layer) is DynamicLayer:
+        layer.keys, layer.values = view.all
+    else:
+        cache.update(*view.new, index)
