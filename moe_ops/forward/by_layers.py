@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe_ops.forward import layer_cache
+from moe_ops.forward.calls import is_causal
 from moe_ops.forward.captured import Forwards
 from moe_ops.forward.layer_cache import CACHE, kept_until_the_end
 from moe_ops.forward.regions import (
@@ -98,17 +99,18 @@ class ByLayers:
             return self._divided(*args, **kwargs)
 
     def _decode(self, decoder: Any, *args: Any, **kwargs: Any) -> Any:
-        if args:
+        if args or self._training:  # dropout would repeat its choice
             return decoder(*args, **kwargs)
-        return self.forwards.run(decoder, self._unmasked, self._config, kwargs)
+        return self.forwards.run(decoder, self._unmasked, self._config, kwargs, self._pads)
 
     def _renew(self) -> None:
         """Divide the model as it is now."""
         modules = list(self.model.modules())
         self._refusal = _state_refusal(self.model, modules)
+        self._training = any(part.training for part in modules)
         self._divided = divided(self.model, Way(self._region, around=self._decode))
         *_, decoder, _ = chain_to_layers(divided(self.model, Way(self._region, unmasked=True)))
-        self._unmasked, self._config = decoder, decoder.config
+        self._unmasked, self._config, self._pads = decoder, decoder.config, is_causal(decoder)
         self._contents = Contents(modules)
         self._weights = [*self.model.parameters(), *self.model.buffers()]
         self._addresses = []
@@ -128,8 +130,6 @@ def shape_refusal(model: PreTrainedModel) -> str | None:
 
 def _state_refusal(model: nn.Module, modules: list[nn.Module]) -> str | None:
     """Why no call can run layer by layer while the model's modules are as they are, or None."""
-    if any(part.training for part in modules):
-        return "it is in training mode"
     hooks = hooks_of(model)
     if hooks:
         return f"a hook is on {hooks[0][0] or 'the model'}"

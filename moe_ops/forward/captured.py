@@ -16,18 +16,27 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import ModelOutput
 
 from moe_ops.arena import Arena, Buffer, current_stream, shared
-from moe_ops.forward.layer_cache import CACHE, Incoming, Put, put_later
+from moe_ops.forward.calls import (
+    STATES,
+    Call,
+    Collected,
+    Key,
+    call_of,
+    empty_cache,
+    is_dense,
+    like_output,
+    output_refusal,
+)
+from moe_ops.forward.layer_cache import CACHE, Incoming, put_later
 from moe_ops.forward.masks import REPEATABLE, attention_of, masks, repeatable
 from moe_ops.graphs.cuda_graph import Captured, CaptureError, GraphPool, capture_call, capturing
 from moe_ops.interop.interrupts import let_through
 
 log = logging.getLogger("moe_ops")
 
-MOST_TOKENS = 4096
-MOST_SIZES = 16
+MOST_SIZES = 48
 TIMES = 3  # that a size has to come before it is captured
-STATES, KEPT = "last_hidden_state", "keys and values"
-Key = tuple[Any, ...]
+KEPT = "keys and values"
 Decoder = Callable[..., Any]
 
 
@@ -43,45 +52,6 @@ class ForwardReport:
     replays: int
     bytes: int
     refusal: str | None
-
-
-class Collected(Cache):
-    """An empty cache that remembers what each layer leaves."""
-
-    def __init__(self, layers: list[Any]) -> None:
-        super().__init__(layers=layers)
-        self.views: dict[int, Incoming] = {}
-
-    def seen_by(self, index: int) -> tuple[Incoming, Put]:
-        view = self.views[index] = Incoming()
-        return view, lambda: None
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """A call of a decoder that a graph can repeat: ids [B, S], a mask likewise or None, an empty
-    cache, whether one is made, and what else it is given, which is no tensor."""
-
-    ids: Tensor
-    mask: Tensor | None
-    cache: DynamicCache | None
-    caches: bool
-    constants: dict[str, Any]
-
-    @property
-    def key(self) -> Key:
-        constants = sorted((name, repr(value)) for name, value in self.constants.items())
-        return *self.ids.shape, self.mask is not None, self.caches, *constants
 
 
 @dataclass(slots=True)
@@ -105,7 +75,7 @@ class Size:
     graph: Captured | None = None
     refusal: str | None = None
     buffers: dict[str, Buffer] = field(default_factory=dict)  # by what is in them
-    make: Callable[[Buffer], ModelOutput] | None = None  # an output like the model's, of states
+    make: Callable[[Buffer, int], ModelOutput] | None = None  # an output like the model's
     kept: dict[int, tuple[Kept, Kept]] = field(default_factory=dict)
     elements: int = 0  # of keys and values
     dtype: torch.dtype = torch.float32  # of these
@@ -136,9 +106,10 @@ class Forwards:
     """The graphs of a model's forwards, by size: sequences, tokens, masked or not.
 
     Run from Python a forward takes the host some hundred microseconds a layer; a graph takes it
-    nothing. From `MOST_TOKENS` on the kernels take as long. A capture costs several forwards, so
-    it waits until a size comes the third time; the `MOST_SIZES` sizes that came last are
-    remembered.
+    nothing. From `MOST_TOKENS` of `calls.py` on the kernels take as long. A capture costs several
+    forwards, so it waits until a size comes the third time; the `MOST_SIZES` sizes that came last
+    are remembered. Where no token sees those behind it, sequences are padded at their ends, so that
+    sizes share graphs.
 
     A graph ends with the states behind the last norm: heads and losses run after it. What a caller
     gets is a copy, which no later call changes. All graphs of a stream share memory.
@@ -154,10 +125,17 @@ class Forwards:
         self._capture = capture
         self._lanes: dict[tuple[torch.device, int], Lane] = {}
 
-    def run(self, decoder: Decoder, unmasked: Decoder, config: Any, kwargs: dict[str, Any]) -> Any:
+    def run(
+        self,
+        decoder: Decoder,
+        unmasked: Decoder,
+        config: Any,
+        kwargs: dict[str, Any],
+        pads: bool = False,
+    ) -> Any:
         """What the decoder gives, by a graph if there is one. `unmasked` is the same decoder, whose
-        layers get no mask."""
-        call = call_of(kwargs, config)
+        layers get no mask; `pads` says that padding behind sequences changes nothing of them."""
+        call = call_of(kwargs, config, pads)
         if call is None or not self._can_capture(call.ids.device, config):
             return decoder(**kwargs)
         lane = self._lane(call.ids.device)
@@ -231,11 +209,11 @@ class Forwards:
         out: Any,
     ) -> None:
         """Capture a size, of which a call gave `out`."""
-        B, S = call.ids.shape
+        B, S = len(call.ids), call.tokens
         reason = output_refusal(out, call, config)
         if reason is None:
             size.graph, size.buffers, start = None, {}, time.perf_counter()
-            size.make = like_output(out)
+            size.make = like_output(out, S)
             try:
                 size.graph = self._captured(lane, size, decoders, config, call, out[STATES])
             except CaptureError as error:
@@ -256,10 +234,11 @@ class Forwards:
         call: Call,
         like: Tensor,
     ) -> Captured:
-        ids, mask = self._take(size, "ids", call.ids.shape, call.ids), call.mask
+        B, S = len(call.ids), call.tokens
+        ids, mask = self._take(size, "ids", (B, S), call.ids), call.mask
         if mask is not None:
-            mask = self._take(size, "mask", mask.shape, mask)
-        states = self._take(size, STATES, like.shape, like)
+            mask = self._take(size, "mask", (B, S), mask)
+        states = self._take(size, STATES, (B, S, like.shape[2]), like)
         self._fill(size, call)
         decoder, unmasked = decoders
         layers = empty_cache(call, config).layers
@@ -307,84 +286,30 @@ class Forwards:
         torch._foreach_copy_(places, sources)
 
     def _fill(self, size: Size, call: Call) -> None:
+        B, S = call.ids.shape
         for purpose, x in (("ids", call.ids), ("mask", call.mask)):
             if x is not None:
-                size.buffers[purpose].view(x.shape, x.dtype).copy_(x)
+                buffer = size.buffers[purpose].view((B, call.tokens), x.dtype)
+                buffer[:, :S].copy_(x)
+                buffer[:, S:].zero_()
 
     def _replayed(self, size: Size, call: Call, config: Any) -> Any:
         self._fill(size, call)
         assert size.graph is not None and size.make is not None
         size.graph.replay()
         size.replays += 1
-        out = size.make(size.buffers[STATES])
+        S = call.ids.shape[1]
+        out = size.make(size.buffers[STATES], S)
         if call.caches:
-            out[CACHE] = self._filled(size, empty_cache(call, config))
+            out[CACHE] = self._filled(size, empty_cache(call, config), S)
         return out
 
-    def _filled(self, size: Size, cache: DynamicCache) -> DynamicCache:
-        """An empty cache with a copy of what a graph kept."""
+    def _filled(self, size: Size, cache: DynamicCache, tokens: int) -> DynamicCache:
+        """An empty cache with a copy of what a graph kept of the first tokens."""
         if size.kept:
             flat = size.buffers[KEPT].view((size.elements,), size.dtype).clone()
             for index, (keys, values) in size.kept.items():
                 view = Incoming()
-                view.keys, view.values = keys.of(flat), values.of(flat)
+                view.keys, view.values = (x.of(flat)[:, :, :tokens] for x in (keys, values))
                 put_later(cache, index, view)
         return cache
-
-
-def call_of(kwargs: dict[str, Any], config: Any) -> Call | None:
-    """A call of a decoder of this configuration that a graph can repeat; None for others."""
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    ids, mask = given.pop("input_ids", None), given.pop("attention_mask", None)
-    cache = given.pop(CACHE, None)
-    caches = bool(given.pop("use_cache", getattr(config, "use_cache", False)))
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or not 0 < ids.numel() <= MOST_TOKENS:
-        return None
-    if mask is not None:
-        if not isinstance(mask, Tensor) or mask.shape != ids.shape or mask.device != ids.device:
-            return None
-        mask = None if bool(mask.all()) else mask.bool()  # as transformers asks, too
-    if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() != 0):
-        return None
-    if not all(isinstance(value, (bool, int, float, str)) for value in given.values()):
-        return None
-    return Call(ids, mask, cache, caches or cache is not None, given)
-
-
-def empty_cache(call: Call, config: Any) -> DynamicCache:
-    """The cache that a call fills: the caller's, or one as models make it."""
-    return DynamicCache(config=config) if call.cache is None else call.cache
-
-
-def output_refusal(out: Any, call: Call, config: Any) -> str | None:
-    """Why no graph can give what a decoder gave, or None."""
-    if not isinstance(out, ModelOutput) or not isinstance(out.get(STATES), Tensor):
-        return f"its decoder gives {type(out).__name__}"
-    others = [name for name, value in out.items() if name not in (STATES, CACHE)]
-    if others:
-        return f"its decoder gives {', '.join(others)}, too"
-    made, wanted = out.get(CACHE), empty_cache(call, config) if call.caches else None
-    if type(made) is not type(wanted):
-        return f"its decoder gives a {type(made).__name__} for a cache"
-    if made is not None and wanted is not None:
-        kinds, others = ([type(layer).__name__ for layer in c.layers] for c in (made, wanted))
-        if kinds != others:
-            return f"its cache has layers of {', '.join(sorted(set(kinds)))}"
-    return None
-
-
-def like_output(out: ModelOutput) -> Callable[[Buffer], ModelOutput]:
-    """What makes outputs of a decoder like this one, of copies of the states in a buffer."""
-    kind, shape, dtype = type(out), out[STATES].shape, out[STATES].dtype
-
-    def make(buffer: Buffer) -> ModelOutput:
-        return kind(**{STATES: buffer.view(shape, dtype).clone()})
-
-    return make
-
-
-def is_dense(x: Tensor) -> bool:
-    """Whether its elements lie side by side, in whichever order of dims."""
-    return math.prod(x.shape) == 1 + sum(
-        (size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)
-    )

@@ -65,7 +65,7 @@ _waiting: ContextVar[list[Put] | None] = ContextVar("waiting", default=None)
 
 @contextmanager
 def kept_until_the_end() -> Iterator[None]:
-    """A context around a forward: caches of transformers change when it ends, if it does not fail."""
+    """A context around a forward: caches of transformers change when it ends, unless it fails."""
     waiting: list[Put] = []
     token = _waiting.set(waiting)
     try:

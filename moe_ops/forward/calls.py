@@ -1,0 +1,139 @@
+"""Which calls of a decoder a graph can repeat, and what it gives for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.utils import ModelOutput
+
+from moe_ops.arena import Buffer
+from moe_ops.forward.layer_cache import CACHE, Incoming, Put
+
+MOST_TOKENS = 4096
+STATES = "last_hidden_state"
+Key = tuple[Any, ...]
+
+
+class Collected(Cache):
+    """An empty cache that remembers what each layer leaves."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        super().__init__(layers=layers)
+        self.views: dict[int, Incoming] = {}
+
+    def seen_by(self, index: int) -> tuple[Incoming, Put]:
+        view = self.views[index] = Incoming()
+        return view, lambda: None
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call of a decoder that a graph can repeat: ids [B, S], a mask likewise or None, an empty
+    cache, whether one is made, what else it is given, which is no tensor, and how many tokens the
+    sequences of its graph have: S or, with padding behind each, more."""
+
+    ids: Tensor
+    mask: Tensor | None
+    cache: DynamicCache | None
+    caches: bool
+    constants: dict[str, Any]
+    tokens: int
+
+    @property
+    def key(self) -> Key:
+        """What calls of one graph have in common; the first three are as a report has them."""
+        constants = sorted((name, repr(value)) for name, value in self.constants.items())
+        return len(self.ids), self.tokens, self.mask is not None, self.caches, *constants
+
+
+def call_of(kwargs: dict[str, Any], config: Any, pads: bool) -> Call | None:
+    """A call of a decoder of this configuration that a graph can repeat; None for others. `pads`
+    says that padding behind its tokens changes nothing of them."""
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    ids, mask = given.pop("input_ids", None), given.pop("attention_mask", None)
+    cache = given.pop(CACHE, None)
+    caches = bool(given.pop("use_cache", getattr(config, "use_cache", False)))
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not 0 < ids.numel() <= MOST_TOKENS:
+        return None
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.shape != ids.shape or mask.device != ids.device:
+            return None
+        mask = None if bool(mask.all()) else mask.bool()  # as transformers asks, too
+    if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() != 0):
+        return None
+    if not all(isinstance(value, (bool, int, float, str)) for value in given.values()):
+        return None
+    B, S = ids.shape
+    tokens = bucket_of(S) if pads and B * bucket_of(S) <= MOST_TOKENS else S
+    return Call(ids, mask, cache, caches or cache is not None, given, tokens)
+
+
+def bucket_of(tokens: int) -> int:
+    """The next length that graphs are made for: eight between two powers of two, so that at most an
+    eighth is padding; each up to 16."""
+    step = 1 << max(0, (tokens - 1).bit_length() - 4)
+    return -(-tokens // step) * step
+
+
+def is_causal(decoder: nn.Module) -> bool:
+    """Whether no token of a decoder sees those behind it, by what its attention says of itself."""
+    said = [m.is_causal for m in decoder.modules() if hasattr(m, "is_causal")]
+    both_ways = getattr(decoder.config, "use_bidirectional_attention", None)
+    return bool(said) and all(said) and not both_ways
+
+
+def empty_cache(call: Call, config: Any) -> DynamicCache:
+    """The cache that a call fills: the caller's, or one as models make it."""
+    return DynamicCache(config=config) if call.cache is None else call.cache
+
+
+def output_refusal(out: Any, call: Call, config: Any) -> str | None:
+    """Why no graph can give what a decoder gave, or None."""
+    if not isinstance(out, ModelOutput) or not isinstance(out.get(STATES), Tensor):
+        return f"its decoder gives {type(out).__name__}"
+    others = [name for name, value in out.items() if name not in (STATES, CACHE)]
+    if others:
+        return f"its decoder gives {', '.join(others)}, too"
+    made, wanted = out.get(CACHE), empty_cache(call, config) if call.caches else None
+    if type(made) is not type(wanted):
+        return f"its decoder gives a {type(made).__name__} for a cache"
+    if made is not None and wanted is not None:
+        kinds, others = ([type(layer).__name__ for layer in c.layers] for c in (made, wanted))
+        if kinds != others:
+            return f"its cache has layers of {', '.join(sorted(set(kinds)))}"
+    return None
+
+
+def like_output(out: ModelOutput, tokens: int) -> Callable[[Buffer, int], ModelOutput]:
+    """What makes outputs of a decoder like this one, of copies of the first states of sequences in
+    a buffer, which have so many tokens."""
+    kind, dtype, (B, _, D) = type(out), out[STATES].dtype, out[STATES].shape
+
+    def make(buffer: Buffer, S: int) -> ModelOutput:
+        states = buffer.view((B, tokens, D), dtype)[:, :S]
+        return kind(**{STATES: states.clone(memory_format=torch.contiguous_format)})
+
+    return make
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether its elements lie side by side, in whichever order of dims."""
+    return math.prod(x.shape) == 1 + sum(
+        (size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)
+    )
