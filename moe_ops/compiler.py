@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import mark_static, maybe_mark_dynamic
 from torch._inductor import list_mode_options
 
 from moe_ops.checks.options import check_flag
@@ -21,10 +20,10 @@ from moe_ops.interop.hooks import hooks_of
 from moe_ops.interop.interrupts import call_compiled
 from moe_ops.kernels import gpus
 from moe_ops.passes.inductor.compiled import Compiled, inductor_options, known_options
+from moe_ops.passes.inductor.layer_region import LayerRegion
 from moe_ops.passes.inductor.net import Net
 from moe_ops.passes.inductor.pipeline import HOOK
 from moe_ops.passes.inductor.recompiles import tell_of_limit
-from moe_ops.passes.inductor.sizes import call_oblivious
 from moe_ops.passes.report.telling import OfModel
 from moe_ops.twin import Twin
 
@@ -37,7 +36,6 @@ Model = TypeVar("Model", bound=nn.Module)
 # without it calls a library made for many. A step is many kernels of a few microseconds: where a
 # GPU can, they begin while the ones before them end (PDL), as ours do and as ours allow. GPUs of
 # AMD know nothing of it.
-MARKED = "_dynamo_weak_dynamic_indices"  # a tensor whose dims were marked
 STEP_OPTIONS = {"coordinate_descent_tuning": True, "triton.enable_pdl": not gpus.is_amd()}
 
 
@@ -210,54 +208,3 @@ def capture_into(
     if not all(t.is_cuda for t in state):
         return None
     return pool.capture(function, state, device=state[0].device).replay
-
-
-class LayerRegion:
-    """Calls compiled code such that one graph serves every number of sequences and tokens.
-
-    The first tensor of the call, [B, S, D] or [B, S], tells these. Sequences of one token have
-    a graph of their own, as attention functions branch on it.
-    """
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        tensors = list(_tensors((*args, *kwargs.values())))
-        if tensors and tensors[0].dim() > 1:
-            B, S = tensors[0].shape[:2]
-            for x in tensors:
-                if not hasattr(x, MARKED):  # of what all layers get
-                    mark(x, B, S)
-        return call_oblivious(call_compiled, self.call, module, *args, **kwargs)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among arguments, and in tuples, lists and dicts of them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())
-
-
-def mark(x: Tensor, B: int, S: int) -> None:
-    """Mark the dims that count sequences and tokens: [B, S], [B, S, D], positions of several kinds
-    [N, B, S], and masks [B, 1, S, tokens seen]."""
-    if x.dim() < 2:
-        return
-    floats = x.is_floating_point()
-    if x.dim() == 4:
-        count, own, seen = 0, 2, 3
-    elif x.dim() == 3 and not floats:
-        count, own, seen = 1, 2, None
-    else:
-        count, own, seen = 0, 1, None
-    if x.shape[count] == B:
-        maybe_mark_dynamic(x, count)
-    if x.shape[own] == S:
-        (maybe_mark_dynamic if S > 1 else mark_static)(x, own)
-    if seen is not None and x.shape[seen] >= S:
-        maybe_mark_dynamic(x, seen)

@@ -164,7 +164,7 @@ UNNAMED_PARAMETERS = {
         "passes/inductor/sizes.py: _guards",
     },
     "the arguments of a model or a function that it is given": {
-        "moe_ops/compiler.py: PromptRegion.__call__",
+        "passes/inductor/layer_region.py: LayerRegion.__call__",
         "moe_ops/forward/regions.py: ByKind.__call__",
         "moe_ops/forward/regions.py: _call_layer",
         "moe_ops/forward/regions.py: call",

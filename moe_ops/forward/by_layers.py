@@ -96,7 +96,8 @@ class ByLayers:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         assert self._divided is not None, "ask for a refusal first"
         with plain_tensors(), kept_until_the_end():
-            return self._divided(*args, **kwargs)
+            args = tuple(map(_plain, args))
+            return self._divided(*args, **{name: _plain(x) for name, x in kwargs.items()})
 
     def _decode(self, decoder: Any, *args: Any, **kwargs: Any) -> Any:
         if args or self._training:  # dropout would repeat its choice
@@ -114,6 +115,11 @@ class ByLayers:
         self._contents = Contents(modules)
         self._weights = [*self.model.parameters(), *self.model.buffers()]
         self._addresses = []
+
+
+def _plain(value: Any) -> Any:
+    """A tensor of inference mode as one of none: layers get both kinds otherwise."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def shape_refusal(model: PreTrainedModel) -> str | None:

@@ -40,13 +40,18 @@ class Incoming:
         self.keys, self.values = keys, values
         return keys, values
 
+    def twice(self) -> Incoming:
+        """What a layer gets for two sequences in place of one."""
+        return Incoming()
+
 
 class Filled:
     """What a layer gets for a cache with tokens in it: it attends to these, too. Left here are the
     keys and values of all tokens, and those of the call's own."""
 
     def __init__(self, past_keys: Tensor, past_values: Tensor) -> None:
-        self.past = past_keys.contiguous(), past_values.contiguous()
+        # Tensors of one kind and layout, so that they have one graph.
+        self.past = _plain(past_keys), _plain(past_values)
         self.all: tuple[Tensor, Tensor] | None = None
         self.new: tuple[Tensor, Tensor] | None = None
         for past in self.past:  # [B, heads, past tokens, head size]
@@ -57,6 +62,15 @@ class Filled:
         self.new = keys, values
         self.all = torch.cat([self.past[0], keys], -2), torch.cat([self.past[1], values], -2)
         return self.all
+
+    def twice(self) -> Filled:
+        """What a layer gets for two sequences in place of one."""
+        keys, values = (past.repeat_interleave(2, 0) for past in self.past)
+        return Filled(keys, values)
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format) if x.is_inference() else x.contiguous()
 
 
 # Of the forward that runs in this context: what is to be done after its last layer.

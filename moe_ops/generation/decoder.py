@@ -181,7 +181,8 @@ class Lease(Cache):
             mask = None  # what is not masked can take the quickest attention
         if position_ids is None:
             position_ids = torch.arange(S, device=input_ids.device)[None]
-        prompt = Prompt(input_ids, mask, position_ids.expand(B, S).contiguous())
+        with plain_tensors():  # as the forward's, whose compiled layers these share
+            prompt = Prompt(input_ids, mask, position_ids.expand(B, S).clone())
         with self._decoder.compiling_prompts():
             out = self._decoder.with_room(lambda: self.steps.read(self.code, prompt, kwargs))
         self.batch, self.prompt = B, S

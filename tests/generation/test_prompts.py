@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 import moe_ops
 from moe_ops import compiler
 from moe_ops.forward.masks import repeatable
-from moe_ops.forward.regions import Region
+from moe_ops.forward.regions import ByKind, Region
 from moe_ops.generation import prompts
 from moe_ops.generation.generate import shape_refusal
 from moe_ops.generation.prompts import TIMES
@@ -40,7 +40,9 @@ class Graphs:
 
     def tools(self) -> Tools:
         return Tools(
-            compile_prompt=self.recording, compile_step=lambda call: call, capture=self.capture
+            layers=ByKind("layer", self.recording),
+            compile_step=lambda call: call,
+            capture=self.capture,
         )
 
     def recording(self, region: Region) -> Region:

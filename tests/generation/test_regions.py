@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import moe_ops
-from moe_ops import compiler
 from moe_ops.forward.regions import ByKind
+from moe_ops.passes.inductor.layer_region import LayerRegion
 from tests.hf import families
 
 
@@ -52,7 +52,7 @@ def test_one_graph_for_all_prompts_but_those_of_one_token(B: int, S: int, compil
         """Branches on the number of tokens, as attention functions do."""
         return module(x) * (x.shape[0] if x.shape[1] > 1 else -x.shape[0])
 
-    region = compiler.PromptRegion(torch.compile(scaled, backend=keep))
+    region = LayerRegion(torch.compile(scaled, backend=keep))
     layer = Layer(nn.Tanh())
     for shape in ((4, 5, 8), (2, 9, 8), (B, S, 8)):
         x = torch.randn(shape)

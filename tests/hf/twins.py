@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from moe_ops.forward.regions import call_module
 from moe_ops.generation.generate import quicken
 from moe_ops.generation.sample import StopCheck
 from moe_ops.generation.steps import Tools
@@ -19,7 +20,7 @@ PLAIN = {"max_new_tokens": 9, "pad_token_id": 0, "eos_token_id": None}
 
 
 def uncompiled(**more: Any) -> Tools:
-    return Tools(**{"compile_prompt": as_is, "compile_step": as_is, "capture": nothing, **more})
+    return Tools(**{"layers": call_module, "compile_step": as_is, "capture": nothing, **more})
 
 
 def nothing(function: Any, state: Any) -> None:
