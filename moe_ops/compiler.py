@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._inductor import list_mode_options
 
 from moe_ops.checks.options import check_flag
 from moe_ops.checks.shapes import check_choice
 from moe_ops.graphs.cuda_graph import GraphPool
+from moe_ops.graphs.repeated import Repeated, SizeReport
 from moe_ops.installed import is_transformers_model, require_transformers
 from moe_ops.interop.code_objects import compile_call
 from moe_ops.interop.hooks import hooks_of
@@ -208,3 +209,51 @@ def capture_into(
     if not all(t.is_cuda for t in state):
         return None
     return pool.capture(function, state, device=state[0].device).replay
+
+
+class CapturingBackend(Net):
+    """A backend of torch.compile: our passes, and graphs of the calls whose sizes come again."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__({**options, "triton.cudagraphs": False})
+        self.repeated: list[Repeated] = []
+
+    def __call__(self, model_: fx.GraphModule, inputs_: list[Any], **kwargs: Any) -> Any:
+        stays = staying(model_)
+        call = super().__call__(model_, inputs_, **kwargs)
+        self.repeated.append(Repeated(call, stays))
+        return self.repeated[-1]
+
+    def report(self) -> list[SizeReport]:
+        """What became of the sizes of all compiled graphs."""
+        return [size for repeated in self.repeated for size in repeated.report()]
+
+
+def backend(
+    *, capture: bool = False, extra: Mapping[str, Any] | None = None, **options: Any
+) -> Net:
+    """A backend of torch.compile with our passes, for any module or function.
+
+        fast = torch.compile(block, backend=moe_ops.backend(capture=True))
+
+    `options` and `extra` are those of `inductor_options`. With `capture` calls whose sizes come a
+    third time are captured as CUDA graphs: parameters and buffers are read where they are, other
+    tensors are copied, and results are copies that no later call changes. `report()` of the backend
+    lists sizes, graphs, their memory and why a call is not captured. Without a GPU nothing is.
+
+    The module is one graph, which torch.compile makes of it; `moe_ops.compile` of a transformers
+    model compiles its layers one by one, and pads sizes. Raises as `inductor_options` does.
+    """
+    check_flag("capture", capture)
+    merged = inductor_options(extra=extra, **options)
+    return CapturingBackend(merged) if capture else Net(merged)
+
+
+def staying(graph: fx.GraphModule) -> frozenset[int]:
+    """The places of inputs that stay where they are, as Dynamo marks them: parameters, buffers."""
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return frozenset(
+        i
+        for i, node in enumerate(inputs)
+        if node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
+    )

@@ -1,0 +1,232 @@
+"""Compiled code whose calls of sizes that come again are captured as CUDA graphs."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops.arena import Arena, current_stream, shared
+from moe_ops.graphs.cuda_graph import Captured, CaptureError, GraphPool, capture_call, capturing
+from moe_ops.interop.interrupts import let_through
+
+log = logging.getLogger("moe_ops")
+
+TIMES = 3  # that a size has to come before it is captured
+MOST_SIZES = 48
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeReport:
+    """Calls of one size: the shapes of what is copied for a graph, how often it came, how many
+    calls a graph served, the memory of the graph, and why there is none if it cannot be captured.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    calls: int
+    replays: int
+    bytes: int
+    refusal: str | None
+
+
+@dataclass(slots=True)
+class Size:
+    """How often a size came, and what repeats it."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    addresses: tuple[int, ...] = ()  # of what stays where it is
+    seen: int = 0
+    replays: int = 0
+    inputs: dict[int, Tensor] = field(default_factory=dict)  # buffers, by place in the call
+    staying: frozenset[int] = frozenset()  # the places of results that are inputs that stay
+    graph: Captured | None = None
+    refusal: str | None = None
+
+
+@dataclass(slots=True)
+class Lane:
+    """What one stream has to itself, as graphs of different streams may run at the same time."""
+
+    lock: Any
+    pool: GraphPool
+    sizes: OrderedDict[Key, Size] = field(default_factory=OrderedDict)
+
+
+class Repeated:
+    """Calls `function`, code that torch.compile made of a graph, and captures sizes that come a
+    third time.
+
+    `stays` has the places of inputs that stay where they are, parameters and buffers: a graph reads
+    them there, and is made anew where one came to lie elsewhere. Other tensors are copied into
+    buffers of the graph. What a caller gets is a copy, which no later call changes. Not captured
+    are calls that ask for a gradient, change an input that does not stay, give a part of one, or
+    that CUDA refuses; `report` says why.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        stays: frozenset[int],
+        *,
+        arena: Arena = shared,
+        capture: Callable[..., Captured] = capture_call,
+    ) -> None:
+        self._function = function
+        self._stays = stays
+        self._arena = arena
+        self._capture = capture
+        self._lanes: dict[tuple[torch.device, int], Lane] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        device = self._device(args)
+        if device is None:
+            return self._function(*args)
+        try:
+            return self._run(self._lane(device), args)
+        except torch.OutOfMemoryError:
+            if not any(s.graph for lane in self._lanes.values() for s in lane.sizes.values()):
+                raise
+        log.warning("out of memory, so the graphs of a compiled function are dropped")
+        self.forget()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return self._function(*args)
+
+    def forget(self) -> None:
+        """Forget all graphs, and how often sizes came."""
+        for lane in list(self._lanes.values()):
+            with lane.lock:
+                lane.sizes.clear()
+
+    def report(self) -> list[SizeReport]:
+        """The sizes that came last, the newest at the end."""
+        return [
+            SizeReport(
+                shapes=size.shapes,
+                calls=size.seen,
+                replays=size.replays,
+                bytes=0 if size.graph is None else size.graph.bytes,
+                refusal=size.refusal,
+            )
+            for lane in list(self._lanes.values())
+            for size in list(lane.sizes.values())
+        ]
+
+    def _device(self, args: Sequence[Any]) -> torch.device | None:
+        """Where a call could be captured; None where it cannot."""
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        devices = {x.device for x in tensors}
+        if len(devices) != 1 or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+            return None
+        (device,) = devices
+        if device.type != "cuda":
+            return None if self._capture is capture_call else device
+        return None if capturing() else device
+
+    def _lane(self, device: torch.device) -> Lane:
+        key = device, current_stream(device)
+        if key not in self._lanes:
+            self._lanes.setdefault(key, Lane(self._arena.lock(device), GraphPool(self._capture)))
+        return self._lanes[key]
+
+    def _run(self, lane: Lane, args: Sequence[Any]) -> Any:
+        with lane.lock:
+            size = self._came(lane, args)
+            if size.graph is not None:
+                self._fill(size, args)
+                size.graph.replay()
+                size.replays += 1
+                return [
+                    x.clone() if isinstance(x, Tensor) and i not in size.staying else x
+                    for i, x in enumerate(size.graph.output)
+                ]
+        if size.seen < TIMES or size.refusal is not None:
+            return self._function(*args)
+        before = [_version(x) for x in args]
+        out = self._function(*args)
+        changed = [i for i, x in enumerate(args) if _version(x) != before[i]]
+        with lane.lock:
+            self._make(lane, size, args, changed, out)
+        return out
+
+    def _came(self, lane: Lane, args: Sequence[Any]) -> Size:
+        key = tuple(_identity(x) for x in args)
+        addresses = tuple(args[i].data_ptr() for i in self._stays)
+        size = lane.sizes.pop(key, None)
+        if size is not None and size.addresses != addresses:
+            size = None  # weights came to lie elsewhere
+        if size is None:
+            copied = (x for i, x in enumerate(args) if i not in self._stays)
+            shapes = tuple(tuple(x.shape) for x in copied if isinstance(x, Tensor))
+            size = Size(shapes, addresses)
+        size.seen += 1
+        lane.sizes[key] = size
+        if len(lane.sizes) > MOST_SIZES:
+            lane.sizes.popitem(last=False)
+        return size
+
+    def _fill(self, size: Size, args: Sequence[Any]) -> None:
+        for i, buffer in size.inputs.items():
+            buffer.copy_(args[i])
+
+    def _make(
+        self, lane: Lane, size: Size, args: Sequence[Any], changed: Sequence[int], out: Any
+    ) -> None:
+        """Capture a size, of which a call gave `out` and changed inputs at these places."""
+        size.refusal = self._refusal(args, changed, out)
+        if size.refusal is None:
+            held = {_storage(args[i]) for i in self._stays}
+            tensors = [(i, x) for i, x in enumerate(out) if isinstance(x, Tensor)]
+            size.staying = frozenset(i for i, x in tensors if _storage(x) in held)
+            with torch.inference_mode(False), torch.no_grad():
+                size.inputs = {
+                    i: x.clone()
+                    for i, x in enumerate(args)
+                    if isinstance(x, Tensor) and i not in self._stays
+                }
+                call = [size.inputs.get(i, x) for i, x in enumerate(args)]
+                # Of tensors of inference mode nobody knows whether they were changed.
+                state = [args[i] for i in self._stays if i in changed or args[i].is_inference()]
+                device = next(x.device for x in args if isinstance(x, Tensor))
+                try:
+                    size.graph = lane.pool.capture(
+                        lambda: self._function(*call), state, device=device
+                    )
+                except CaptureError as error:
+                    let_through(error)
+                    size.refusal, size.inputs = str(error), {}
+        if size.refusal is not None:
+            log.info("a compiled function of %s runs uncaptured: %s", size.shapes, size.refusal)
+
+    def _refusal(self, args: Sequence[Any], changed: Sequence[int], out: Any) -> str | None:
+        others = [i for i in changed if i not in self._stays]
+        if others:
+            return f"it changes its argument {others[0]}"
+        if not isinstance(out, (list, tuple)):
+            return f"it gives a {type(out).__name__}"
+        copied = [x for i, x in enumerate(args) if i not in self._stays]
+        held = {_storage(x) for x in copied if isinstance(x, Tensor)}
+        if any(_storage(x) in held for x in out if isinstance(x, Tensor)):
+            return "it gives a part of an argument"
+        return None
+
+
+def _identity(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype, x.device
+    return type(x), x
+
+
+def _version(x: Any) -> int:
+    return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
