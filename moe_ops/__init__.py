@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import sys
 import warnings
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import moe_ops.backends  # noqa: F401  (registers the backends)
@@ -29,7 +31,7 @@ from moe_ops.ops import (
     route,
     sum_ranks,
 )
-from moe_ops.registry import backend, gradients, registration, spec  # noqa: F401
+from moe_ops.registry import gradients, registration, spec
 from moe_ops.registry.layouts import Layout
 from moe_ops.registry.spec import OPS, Op
 from moe_ops.registry.using import using
@@ -37,7 +39,7 @@ from moe_ops.registry.using import using
 # The same for type checkers and editors, which read this file and import nothing.
 if TYPE_CHECKING:
     from moe_ops.backends.flashinfer.options import flashinfer_options
-    from moe_ops.compiler import compile, compile_config
+    from moe_ops.compiler import backend, compile, compile_config
     from moe_ops.generation import generation_report
     from moe_ops.graphs.capture import buckets_of, capture
     from moe_ops.hf.optimize import optimize, restore
@@ -79,6 +81,7 @@ __all__ = [
     "Routing",
     "__version__",
     "activate",
+    "backend",
     "buckets_of",
     "capture",
     "combine",
@@ -109,10 +112,25 @@ __all__ = [
     "using",
 ]
 
+
+class _Backend(ModuleType):
+    """The module `backend`, which other code imports from here, and which is called as the
+    function `moe_ops.compiler.backend`."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(importlib.import_module("moe_ops.compiler").backend)
+
+    def __call__(self, **options: Any) -> Any:
+        return importlib.import_module("moe_ops.compiler").backend(**options)
+
+
 # Other code imports these modules from here, where `using` is the function, too.
 for _name in ("backend", "spec", "using"):
     sys.modules[f"moe_ops.{_name}"] = sys.modules[f"moe_ops.registry.{_name}"]
 del _name
+globals()["backend"] = sys.modules["moe_ops.backend"]
+sys.modules["moe_ops.backend"].__class__ = _Backend
 
 aot_cache.tag(registration, spec, gradients, ops, fake_impls, quant)
 
