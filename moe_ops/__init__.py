@@ -39,7 +39,7 @@ from moe_ops.registry.using import using
 # The same for type checkers and editors, which read this file and import nothing.
 if TYPE_CHECKING:
     from moe_ops.backends.flashinfer.options import flashinfer_options
-    from moe_ops.compiler import backend, compile, compile_config
+    from moe_ops.compiler import backend, compile, compile_config, graph_report
     from moe_ops.generation import generation_report
     from moe_ops.graphs.capture import buckets_of, capture
     from moe_ops.hf.optimize import optimize, restore
@@ -61,7 +61,7 @@ _OF_TRANSFORMERS = {
 }
 _LAZY = {
     **_OF_TRANSFORMERS,
-    **dict.fromkeys(("compile", "compile_config"), "moe_ops.compiler"),
+    **dict.fromkeys(("compile", "compile_config", "graph_report"), "moe_ops.compiler"),
     "inductor_options": "moe_ops.passes.inductor.compiled",
     **dict.fromkeys(("buckets_of", "capture"), "moe_ops.graphs.capture"),
     "explain": "moe_ops.passes.explain",
@@ -98,6 +98,7 @@ __all__ = [
     "flashinfer_options",
     "from_checkpoint",
     "generation_report",
+    "graph_report",
     "inductor_options",
     "moe",
     "optimize",

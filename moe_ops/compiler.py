@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -27,6 +28,10 @@ from moe_ops.passes.inductor.pipeline import HOOK
 from moe_ops.passes.inductor.recompiles import tell_of_limit
 from moe_ops.passes.report.telling import OfModel
 from moe_ops.twin import Twin
+
+if TYPE_CHECKING:  # which need transformers
+    from moe_ops.forward.captured import ForwardReport
+    from moe_ops.generation.steps import StepsReport
 
 log = logging.getLogger("moe_ops")
 
@@ -74,6 +79,12 @@ def compile(
       torch.compile treats every other size as dynamic.
     False: none; each shape has its graph.
     A size on which the model branches costs one more graph. The marks stay on the tensors given.
+
+    A forward of a transformers model runs layer by layer, like layers by one compiled code, and on
+    a GPU sizes that come a third time are captured; `graph_report` lists these. It runs as one
+    graph with `fullgraph` or `dynamic`, with hooks, for a gradient, for hidden states, attentions
+    or router logits, and with caches other than transformers' dynamic ones of keys and values; the
+    reason is logged at INFO. Results are the caller's: no later call changes them.
 
     The twin of a transformers model has our `generate`, with transformers' arguments and results:
     prompts of any length run through one compiled layer, then each step is one CUDA graph (on a
@@ -256,4 +267,47 @@ def staying(graph: fx.GraphModule) -> frozenset[int]:
         i
         for i, node in enumerate(inputs)
         if node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GraphReport:
+    """The CUDA graphs of a compiled model, and why others are missing: sizes of its forwards, and
+    the buffers of `generate` with their steps and prompts, those used last at the end."""
+
+    forwards: tuple[ForwardReport, ...]
+    generation: tuple[StepsReport, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"forward {f.batch} x {f.tokens}{', masked' if f.masked else ''}: {f.calls} calls, "
+            + (f"{f.replays} by a graph of {f.bytes / 2**20:.0f} MiB" if f.bytes else "no graph")
+            + (f", {f.refusal}" if f.refusal else "")
+            for f in self.forwards
+        ]
+        lines += [
+            f"generate, {s.rows} rows of {s.slots} slots: {s.steps} steps, "
+            f"{'captured' if s.captured else 'uncaptured'}; {s.prompt_graphs} graphs of prompts "
+            f"served {s.prompts_replayed}; cache of {s.cache_bytes / 2**20:.0f} MiB"
+            for s in self.generation
+        ]
+        return "\n".join(lines or ["no graphs yet"])
+
+
+def graph_report(model: nn.Module) -> GraphReport:
+    """What graphs a model that `compile` returned has, and why sizes have none.
+
+    Raises ValueError for any other model.
+    """
+    call = getattr(model, "_compiled_call_impl", None)
+    if not isinstance(call, Compiled):
+        raise ValueError(
+            f"this {type(model).__name__} is not compiled by moe_ops.compile; give the model that "
+            "it returned"
+        )
+    forwards = getattr(call.by_layers, "forwards", None)
+    generation = getattr(model, "_moe_ops_generation", None)
+    return GraphReport(
+        forwards=() if forwards is None else tuple(forwards.report()),
+        generation=() if generation is None else tuple(generation.decoder.report()),
     )
