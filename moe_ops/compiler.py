@@ -198,15 +198,24 @@ def quicken(
     from moe_ops.generation.generate import quicken as give
     from moe_ops.generation.steps import Tools
 
-    def compile_step(function: Callable[..., Any]) -> Callable[..., Any]:
+    def step_options() -> dict[str, Any]:
         on_gpu = any(p.is_cuda for p in twin.parameters())  # by now, which may be later
-        step_options = {**(STEP_OPTIONS if on_gpu else {}), **options, "triton.cudagraphs": False}
-        call = torch.compile(function, dynamic=False, backend=Net(step_options, False))
+        return {**(STEP_OPTIONS if on_gpu else {}), **options}
+
+    def compile_step(function: Callable[..., Any]) -> Callable[..., Any]:
+        backend = Net({**step_options(), "triton.cudagraphs": False}, False)
+        call = torch.compile(function, dynamic=False, backend=backend)
+        return functools.partial(call_compiled, call)
+
+    def compile_model(model: nn.Module) -> Callable[..., Any]:
+        backend = Net({"triton.cudagraphs": True, **step_options()}, None, hooks_of(model))
+        call = compile_call(model, functools.partial(torch.compile, backend=backend))
         return functools.partial(call_compiled, call)
 
     tools = Tools(
         layers=region,
         compile_step=compile_step,
+        compile_model=compile_model,
         capture=functools.partial(capture_into, GraphPool()),
         tell=tell,
     )

@@ -23,8 +23,10 @@ Model = TypeVar("Model", bound=nn.Module)
 # the same) and its hooks.
 TABLES = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
 WATCHED = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
-# What compiled code leaves on a module that it was made for.
-COMPILED = frozenset({"_compiled_call_impl", "_moe_ops_generation"})
+# What compiled code leaves on a module that it was made for; the second is of transformers.
+COMPILED = frozenset(
+    {"_compiled_call_impl", "_compiled_call", "_moe_ops_generation", "_moe_ops_fallback"}
+)
 SIMPLE = frozenset({bool, int, float, str, type(None), nn.Parameter})  # hold no module
 MISSING = object()
 
@@ -128,7 +130,9 @@ class Twin(Generic[Model]):
                 own = vars(twin)[name] = value.copy()
                 for key, held in value.items():
                     own[key] = self._mapped(held)
-            elif name not in COMPILED:
+            elif name in COMPILED:
+                vars(twin).pop(name, None)  # of the model, which is copied first
+            else:
                 vars(twin)[name] = self._mapped(value)
 
     def _update(self, module: nn.Module, twin: nn.Module, seen: Seen) -> None:

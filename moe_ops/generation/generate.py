@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -19,9 +19,17 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from moe_ops.forward.layer_cache import CACHE
 from moe_ops.forward.regions import layer_lists, plain_tensors
 from moe_ops.generation.decoder import Decoder, Lease
+from moe_ops.generation.fallback import (
+    Fallback,
+    MayFallBack,
+    call_of_generate,
+    fall_back,
+    falls_back,
+    with_own_generate,
+)
 from moe_ops.generation.sample import sample
 from moe_ops.generation.steps import StepsReport, Tools
-from moe_ops.hf.subclass import former_class, new_object, subclass
+from moe_ops.hf.subclass import subclass
 from moe_ops.interop.hooks import hooks_of
 
 log = logging.getLogger("moe_ops")
@@ -51,7 +59,8 @@ EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_log
 
 
 def quicken(twin: PreTrainedModel, tools: Tools, follow: Callable[[], None]) -> None:
-    """Give `twin` a `generate` that runs it by steps; with a logged reason if it cannot.
+    """Give `twin` a `generate` that runs it by steps; with a logged reason if it cannot. What then
+    stays transformers' own compiles nothing that it would not of a model that is not compiled.
 
     The class of the twin becomes a subclass, of the same name, of what it was. `follow` is what
     each call of `generate` begins with.
@@ -59,6 +68,11 @@ def quicken(twin: PreTrainedModel, tools: Tools, follow: Callable[[], None]) -> 
     reason = shape_refusal(twin)
     if reason is not None:
         log.info("generate of %s stays transformers' own: it %s", type(twin).__name__, reason)
+    if not hasattr(twin, "generate"):
+        return
+    twin._moe_ops_fallback = Fallback(tools.compile_model, follow)
+    if reason is not None:
+        twin.__class__ = with_own_generate(type(twin))
         return
     twin.__class__ = subclass(QuickGenerate, type(twin))  # type: ignore[arg-type]
     twin._moe_ops_generation = Generation(Decoder(twin, tools), follow)
@@ -168,18 +182,11 @@ def as_stock(method: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(getattr(GenerationMixin, method.__name__))(method)
 
 
-class QuickGenerate:
+class QuickGenerate(MayFallBack):
     """What `quicken` puts before a model's class. Where a call cannot run by steps, everything here
-    passes on to the model's class, but that it neither compiles again nor takes other experts.
-    Copies, and what is pickled, are of that class and uncompiled."""
+    passes on to the model's class."""
 
     _moe_ops_generation: Generation
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
-        state = {n: value for n, value in reduced[2].items() if n != "_moe_ops_generation"}
-        # Not what object gives: pickle takes that for objects of the same class alone.
-        return new_object, (former_class(self),), state
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """A move or a cast, which the model makes too, as its weights do."""
@@ -201,8 +208,9 @@ class QuickGenerate:
         if kwargs.get("custom_generate") is not None:  # may ask a step for whatever a model can do
             self._moe_ops_generation.follow()
             self._moe_ops_generation.tell("it is custom_generate")
-            return super().generate(*args, **kwargs)  # type: ignore[misc]
-        with self._moe_ops_generation.call():
+            with call_of_generate(own=self):
+                return super().generate(*args, **kwargs)  # type: ignore[misc]
+        with self._moe_ops_generation.call(), call_of_generate():
             out = super().generate(*args, **kwargs)  # type: ignore[misc]
             cache = getattr(out, CACHE, None)
             if isinstance(cache, Lease):
@@ -220,10 +228,14 @@ class QuickGenerate:
         max_cache_length: int,
     ) -> Any:
         state = self._moe_ops_generation
+        given = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        if falls_back(self):  # as custom_generate, which said so
+            return super()._prepare_cache_for_generation(*given)  # type: ignore[misc]
         reason = call_refusal(self, generation_config, model_kwargs, generation_mode)
         if state.inside == 0:
             reason = "it was not called through generate"
-        given = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        elif reason:
+            fall_back(self)
         if reason:
             state.tell(reason)
             return super()._prepare_cache_for_generation(*given)  # type: ignore[misc]
@@ -232,6 +244,7 @@ class QuickGenerate:
         stock = model_kwargs.get(CACHE)  # which is empty, and allocates nothing until it is filled
         if stock is None:
             state.tell("transformers makes no cache for it")
+            fall_back(self)
             return None
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
         model_kwargs[CACHE] = state.lease(rows, max_cache_length, stock)
@@ -258,12 +271,19 @@ class QuickGenerate:
 
     @as_stock
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
-        return False  # the model is compiled already
+        # A step of ours is compiled already.
+        return falls_back(self) and super()._valid_auto_compile_criteria(  # type: ignore[misc]
+            *args, **kwargs
+        )
 
     @as_stock
     @contextmanager
     def _optimize_model_for_decode(self) -> Iterator[None]:
-        yield  # our passes choose by the number of tokens; another implementation would recompile
+        # Our passes choose by the number of tokens; with another implementation of experts, which
+        # is quicker uncompiled, steps would be compiled again.
+        own = super()._optimize_model_for_decode  # type: ignore[misc]
+        with own() if falls_back(self) else nullcontext():
+            yield
 
     @as_stock
     def _sample(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:

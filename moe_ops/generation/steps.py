@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, StaticSlidingWindowLayer
 from moe_ops.forward.layer_cache import CACHE
 from moe_ops.forward.masks import Sizes, masks
 from moe_ops.forward.regions import ByKind, Region, plain_tensors
+from moe_ops.generation.fallback import CompileModel
 from moe_ops.generation.prompts import Capture, Captures, Filling, Prompt, Prompts
 from moe_ops.generation.slots import Empty, Slots
 from moe_ops.interop.code_objects import with_own_code_object
@@ -37,7 +38,8 @@ class Tools:
     """What compiles and captures.
 
     `layers` runs layers for any number of sequences and tokens, `compile_step` compiles for
-    the sizes of its first call. `capture(function, state)` makes a call that repeats
+    the sizes of its first call, `compile_model` a whole model for what transformers calls so.
+    `capture(function, state)` makes a call that repeats
     `function` without the host; the tensors of `state` are those that function changes. It gives
     None where there is nothing to capture with, and raises RuntimeError if it fails. `tell` is
     called where more may have been compiled, and says what came of it.
@@ -45,6 +47,7 @@ class Tools:
 
     layers: Region
     compile_step: Callable[[Callable[..., Any]], Callable[..., Any]]
+    compile_model: CompileModel
     capture: Capture
     tell: Callable[[], None] = lambda: None
 

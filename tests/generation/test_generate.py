@@ -299,7 +299,7 @@ def test_every_family_gives_the_same_tokens_or_says_why_it_keeps_its_own(family:
         pytest.skip(f"{family} does not generate")
     twin = twin_of(tiny.model)
     if shape_refusal(tiny.model) is not None:
-        assert type(twin) is type(tiny.model)
+        assert not isinstance(twin, QuickGenerate)
         return
     inputs = dict(tiny.inputs)
     check(tiny.model, twin, inputs.pop("input_ids"), **inputs)

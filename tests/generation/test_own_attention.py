@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moe_ops.forward.regions import call_module
 from moe_ops.generation import one_query, own_attention
 from moe_ops.generation.generate import shape_refusal
 from moe_ops.generation.one_query import NAME, in_place_of, one_query_attention
@@ -21,13 +20,10 @@ from moe_ops.generation.own_attention import (
     refusal,
     step_attention,
 )
-from moe_ops.generation.steps import Tools
 from tests.hf import families
-from tests.hf.twins import twin_of
+from tests.hf.twins import twin_of, uncompiled
 
-UNCOMPILED = Tools(
-    layers=call_module, compile_step=lambda f: f, capture=lambda function, state: None
-)
+UNCOMPILED = uncompiled()
 PLAIN = {"pad_token_id": 0, "eos_token_id": None}
 
 

@@ -39,11 +39,7 @@ class Graphs:
         self.error: str | None = None
 
     def tools(self) -> Tools:
-        return Tools(
-            layers=ByKind("layer", self.recording),
-            compile_step=lambda call: call,
-            capture=self.capture,
-        )
+        return twins.uncompiled(layers=ByKind("layer", self.recording), capture=self.capture)
 
     def recording(self, region: Region) -> Region:
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,8 @@ PLAIN = {"max_new_tokens": 9, "pad_token_id": 0, "eos_token_id": None}
 
 
 def uncompiled(**more: Any) -> Tools:
-    return Tools(**{"layers": call_module, "compile_step": as_is, "capture": nothing, **more})
+    compilers = {"layers": call_module, "compile_step": as_is, "compile_model": as_is}
+    return Tools(**{**compilers, "capture": nothing, **more})
 
 
 def nothing(function: Any, state: Any) -> None:
