@@ -72,7 +72,7 @@ def quicken(twin: PreTrainedModel, tools: Tools, follow: Callable[[], None]) -> 
         return
     twin._moe_ops_fallback = Fallback(tools.compile_model, follow)
     if reason is not None:
-        twin.__class__ = with_own_generate(type(twin))
+        twin.__class__ = with_own_generate(type(twin))  # type: ignore[arg-type]
         return
     twin.__class__ = subclass(QuickGenerate, type(twin))  # type: ignore[arg-type]
     twin._moe_ops_generation = Generation(Decoder(twin, tools), follow)
@@ -197,7 +197,7 @@ class QuickGenerate(MayFallBack):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)
         if not isinstance(cache, Lease):
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return super().__call__(*args, **kwargs)
         if cache.batch is None:
             del kwargs[CACHE]
             return cache.read(*args, **kwargs)
