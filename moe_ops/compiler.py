@@ -126,7 +126,7 @@ def compile(
     tell_of_limit()
     made = Twin(model)
     twin = made.module
-    backend = Net(merged, dynamic, hooks_of(model))
+    backend = Net(merged, dynamic, hooks_of(model), type(model).__name__)
     how = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic, backend=backend)
     call = compile_call(twin, how)
     tell = OfModel(lambda: twin, merged[HOOK], merged[HOOK].found).tell
@@ -170,9 +170,16 @@ def region_of_layers(options: Mapping[str, Any]) -> Any:
     without_graphs = {**options, "triton.cudagraphs": False}
 
     def compile_region(function: Callable[..., Any]) -> Callable[..., Any]:
-        return LayerRegion(torch.compile(function, backend=Net(without_graphs)))
+        return LayerRegion(
+            torch.compile(function, backend=Net(without_graphs, name=name_of(function)))
+        )
 
     return ByKind("layer", compile_region)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function's code, by which logs of torch call it, too."""
+    return function.__code__.co_name
 
 
 def by_layers_of(twin: Any, region: Any) -> Any:
@@ -205,7 +212,8 @@ def quicken(
         return {**(STEP_OPTIONS if on_gpu else {}), **options}
 
     def compile_step(function: Callable[..., Any]) -> Callable[..., Any]:
-        backend = Net({**step_options(), "triton.cudagraphs": False}, False)
+        without_graphs = {**step_options(), "triton.cudagraphs": False}
+        backend = Net(without_graphs, False, name=name_of(function))
         call = torch.compile(function, dynamic=False, backend=backend)
         return functools.partial(call_compiled, call)
 

@@ -66,7 +66,7 @@ MAY_IMPORT = {
     ),
     # torch writes symbolic sizes in sympy.
     "passes": May(
-        BACKEND | {"decode_ops", "installed", "planning", "prepared"},
+        BACKEND | {"decode_ops", "installed", "planning", "prepared", "terminal"},
         frozenset({"torch", "sympy"}),
     ),
     # It knows passes and generation, which do not know each other.

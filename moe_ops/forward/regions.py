@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +22,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from moe_ops.forward.layer_cache import CACHE, seen_by
 from moe_ops.interop.code_objects import with_own_code_object
 from moe_ops.prepared import HoldsExperts
+from moe_ops.terminal import waiting_for
 
 Form = tuple[bool, type, type]
+Kind = tuple[type, ...]  # of a module and all in it
 Region = Callable[..., Any]  # (module, *args, **kwargs) -> what module(*args, **kwargs) returns
 
 
@@ -43,24 +45,40 @@ class ByKind:
     def __init__(self, name: str, compile_region: Callable[[Region], Region]) -> None:
         self._name = name
         self._compile = compile_region
-        self._kinds: dict[tuple[Any, ...], Region] = {}
+        self._kinds: dict[Kind, int] = {}  # numbered as they came
+        self._expected: set[Kind] = set()
+        self._compiled: dict[tuple[Kind, Form], Region] = {}
         self._calls: WeakKeyDictionary[nn.Module, dict[Form, Region]] = WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         calls, form = self._calls.get(module), form_of(args, kwargs)
         if calls is None:
             calls = self._calls[module] = {}
-        call = calls.get(form)
-        if call is None:
-            call = calls[form] = self._of_kind(module, form)
-        return call(module, *args, **kwargs)
+        if form in calls:
+            return calls[form](module, *args, **kwargs)
+        kind = kind_of(module)
+        if (kind, form) in self._compiled:
+            calls[form] = self._compiled[kind, form]
+            return calls[form](module, *args, **kwargs)
+        name = f"{self._name}_{type(module).__name__}_{len(self._compiled)}"
+        calls[form] = self._compiled[kind, form] = self._compile(region(name))
+        with waiting_for(self._said(module, kind, form)):
+            return calls[form](module, *args, **kwargs)
 
-    def _of_kind(self, module: nn.Module, form: Form) -> Region:
-        kind = (*(type(part) for part in module.modules()), form)
-        if kind not in self._kinds:
-            name = f"{self._name}_{type(module).__name__}_{len(self._kinds)}"
-            self._kinds[kind] = self._compile(region(name))
-        return self._kinds[kind]
+    def expect(self, modules: Iterable[nn.Module]) -> None:
+        """Count the kinds of these modules among those that are to come."""
+        self._expected.update(map(kind_of, modules))
+
+    def _said(self, module: nn.Module, kind: Kind, form: Form) -> str:
+        number = self._kinds.setdefault(kind, len(self._kinds) + 1)
+        kinds = len(self._expected | self._kinds.keys())
+        one = " for one token" if form[0] else ""
+        return f"compiling {type(module).__name__}{one} ({number} of {kinds} kinds)"
+
+
+def kind_of(module: nn.Module) -> Kind:
+    """What modules of one code have in common."""
+    return tuple(type(part) for part in module.modules())
 
 
 def form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
@@ -145,10 +163,16 @@ def _of_rows(head: nn.Linear) -> nn.Linear:
 
 
 def _divide(parent: nn.Module, layers: nn.ModuleList, name: str, way: Way) -> None:
+    beside = {
+        key: module
+        for key, module in parent._modules.items()
+        if key != name and module is not None and not isinstance(module, nn.Embedding)
+    }
+    if isinstance(way.region, ByKind):
+        way.region.expect((*(way.stand_ins.get(x, x) for x in layers), *beside.values()))
     layers._modules = {key: _routed(layer, int(key), way) for key, layer in layers._modules.items()}
-    for key, module in parent._modules.items():
-        if key != name and module is not None and not isinstance(module, nn.Embedding):
-            parent._modules[key] = _routed(module, None, way)
+    for key, module in beside.items():
+        parent._modules[key] = _routed(module, None, way)
 
 
 def _routed(module: nn.Module | None, index: int | None, way: Way) -> nn.Module:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from moe_ops.generation.prompts import Capture, Captures, Filling, Prompt, Promp
 from moe_ops.generation.slots import Empty, Slots
 from moe_ops.interop.code_objects import with_own_code_object
 from moe_ops.interop.interrupts import let_through
-from moe_ops.terminal import rewrite
+from moe_ops.terminal import waiting_for
 
 log = logging.getLogger("moe_ops")
 T = TypeVar("T")
@@ -83,17 +82,10 @@ class StepsReport:
 
 @contextmanager
 def shown(text: str) -> Iterator[None]:
-    """A context around something slow: it is logged or, where nobody reads the log, shown on a
-    terminal meanwhile."""
+    """A context around something slow: it is logged and, while it goes on, shown on a terminal."""
     log.info("generate: %s", text)
-    logged = log.isEnabledFor(logging.INFO)
-    if not logged:
-        rewrite(sys.stderr, f"moe_ops: {text}")
-    try:
+    with waiting_for(text):
         yield
-    finally:
-        if not logged:
-            rewrite(sys.stderr, "")
 
 
 def parts(layer: Any, prompt: int, tokens: int) -> list[slice]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +19,7 @@ from moe_ops.interop.interrupts import call_compiled
 from moe_ops.passes.inductor.pipeline import HOOK, Hook, Pipeline, as_tuple
 from moe_ops.passes.inductor.sizes import call_oblivious
 from moe_ops.passes.rewriting.context import Options
+from moe_ops.terminal import one_call, waiting_for
 
 log = logging.getLogger("moe_ops")
 
@@ -89,6 +91,7 @@ class Compiled:
         self.by_layers: ByLayers | None = None  # the same, where a model's layers can run alone
         self.before = before  # what comes before each call
         self.after = after  # and what comes after it
+        self.is_compiled = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Inside a larger model, it is that model's compiler that decides.
@@ -96,14 +99,15 @@ class Compiled:
             return self.call(*args, **kwargs)
         if self.before is not None:
             self.before()
-        out = self._run(*args, **kwargs)
+        with one_call():
+            out = self._run(*args, **kwargs)
         if self.after is not None:
             self.after()
         return out
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.dynamic is False:
-            return call_compiled(self.call, *args, **kwargs)
+            return self._run_whole(functools.partial(call_compiled, self.call), *args, **kwargs)
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         inputs = [(x, token_dims(x)) for x in given if not isinstance(x, nn.Parameter)]
         if any(x.shape[dim] == 0 for x, dims in inputs for dim in dims):
@@ -115,7 +119,17 @@ class Compiled:
             self.by_layers.tell(reason)
         for x, dims in inputs:
             self._mark(x, dims)
-        return call_oblivious(call_compiled, self.call, *args, **kwargs)
+        return self._run_whole(functools.partial(call_oblivious, call_compiled, self.call), *args, **kwargs)
+
+    def _run_whole(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the model as one graph."""
+        if self.is_compiled:
+            return call(*args, **kwargs)
+        model = getattr(self.function, "__self__", self.function)
+        with waiting_for(f"compiling {type(model).__name__}"):
+            out = call(*args, **kwargs)
+        self.is_compiled = True
+        return out
 
     def _mark(self, x: Tensor, dims: Iterable[int]) -> None:
         """Mark weakly: a size that the model fixes after all is compiled again, not refused."""

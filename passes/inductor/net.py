@@ -18,6 +18,7 @@ from moe_ops.interop.interrupts import let_through
 from moe_ops.passes.inductor import sizes
 from moe_ops.passes.inductor.pipeline import HOOK, GraphRun, Pipeline
 from moe_ops.passes.report.found import kept
+from moe_ops.terminal import waiting_at_least_for
 
 SOURCE = "_dynamo_source"  # of an input of the graph: where in the caller's arguments it is
 
@@ -39,26 +40,31 @@ class Net(torch._TorchCompileInductorWrapper):
     rewritten. What is not of Inductor is raised, such as an error of a signal handler.
 
     Backends of equal options are equal, if they are for models of equal hooks: Dynamo takes the
-    graph of an equal backend, and does not look at hooks.
+    graph of an equal backend, and does not look at hooks. Whoever waits is told the `name`.
 
     Raises RuntimeError for an option that Inductor has not.
     """
 
     def __init__(
-        self, options: Mapping[str, Any], dynamic: bool | None = None, hooks: Hooks = ()
+        self,
+        options: Mapping[str, Any],
+        dynamic: bool | None = None,
+        hooks: Hooks = (),
+        name: str = "a graph",
     ) -> None:
         super().__init__(None, dict(options), dynamic)
         pipeline = self.config[HOOK]
         assert isinstance(pipeline, Pipeline)
         self.pipeline = pipeline
         self.hooks = hooks
+        self.name = name
         self.told = False
 
     @sizes.assuming()  # also of the graph as it was, which might fail for the same reason
     def __call__(self, model_: fx.GraphModule, inputs_: list[Any], **kwargs: Any) -> Any:
         untouched, before = _copied(model_), len(self.pipeline.runs)
         try:
-            with kept() as found:
+            with kept() as found, waiting_at_least_for(f"compiling {self.name}"):
                 compiled = super().__call__(model_, inputs_, **kwargs)
             self.pipeline.found += found
             return compiled

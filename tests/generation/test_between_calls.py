@@ -9,6 +9,7 @@ import pickle
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import moe_ops
+from moe_ops import terminal as terminal_module
 from moe_ops.forward.layer_cache import CACHE
+from moe_ops.generation import steps
 from moe_ops.generation.one_query import NAME
 from moe_ops.generation.steps import Steps
 from tests.hf import families
@@ -253,13 +256,20 @@ def test_what_takes_a_while_is_logged_or_shown(
 ) -> None:
     twin, terminal = twin_of(model), Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
+    waited = []
+
+    @contextmanager
+    def waiting_for(text: str) -> Iterator[None]:
+        waited.append(text)
+        with terminal_module.waiting_for(text):
+            yield
+
+    monkeypatch.setattr(steps, "waiting_for", waiting_for)
     with caplog.at_level(level, "moe_ops"):
         for _ in range(2):
             twin.generate(ids, **PLAIN)
-    said = [line.rstrip() for line in terminal.getvalue().split("\r") if line]
     first, step = "compiling the layers for prompts", "making a step of 4 rows, 256 slots"
+    assert waited == [first, step]
     if level == logging.INFO:
-        assert not said
+        assert not terminal.getvalue()
         assert caplog.text.count(first) == caplog.text.count(step) == 1
-    else:
-        assert said == [f"moe_ops: {first}", "", f"moe_ops: {step}", ""]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import moe_ops
+from moe_ops.forward import regions
 from moe_ops.forward.regions import ByKind
 from moe_ops.passes.inductor.layer_region import LayerRegion
 from tests.hf import families
@@ -37,6 +39,34 @@ def test_layers_of_unlike_parts_have_code_of_their_own() -> None:
         assert torch.equal(call(layer, x), layer.inner(x))
     names = [region.__code__.co_name for region in compiled]
     assert names == ["prompt_Layer_0", "prompt_Layer_1"]
+
+
+def test_each_kind_is_named_and_counted_when_it_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = []
+
+    def waiting_for(text: str) -> AbstractContextManager[None]:
+        said.append(text)
+        return nullcontext()
+
+    monkeypatch.setattr(regions, "waiting_for", waiting_for)
+    call = ByKind("prompt", lambda region: region)
+    layers = [Layer(nn.Tanh()), Layer(nn.ReLU()), Layer(nn.Tanh()), nn.Tanh()]
+    call.expect(layers)
+    for x in (torch.zeros(2, 3, 4), torch.zeros(2, 1, 4)):
+        for layer in layers + layers:
+            call(layer, x)
+    call(nn.ReLU(), x)
+    assert said == [
+        "compiling Layer (1 of 3 kinds)",
+        "compiling Layer (2 of 3 kinds)",
+        "compiling Tanh (3 of 3 kinds)",
+        "compiling Layer for one token (1 of 3 kinds)",
+        "compiling Layer for one token (2 of 3 kinds)",
+        "compiling Tanh for one token (3 of 3 kinds)",
+        "compiling ReLU for one token (4 of 4 kinds)",
+    ]
 
 
 @pytest.mark.parametrize(("B", "S", "compiles"), [(1, 1, 2), (1, 7, 1), (3, 1, 2), (2, 2, 1)])
