@@ -1,5 +1,5 @@
-"""The command line: what moe_ops makes of a model, which backends run here, and other programs with
-moe_ops imported."""
+"""The command line: what moe_ops makes of a model, caches filled ahead, which backends run here,
+and other programs with moe_ops imported."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import runpy
 import sys
+import tarfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,18 @@ RUN_EXAMPLES = """\
 example:
   python -m moe_ops run lm_eval --tasks hellaswag --model hf \\
     --model_args pretrained=Qwen/Qwen3-30B-A3B,experts_implementation=moe_ops
+"""
+WARM = """\
+Compiles a model ahead: runs forwards of it, with a cache and without, for several tokens and for
+one, and, with --generate, steps of generate. What that compiles stays in the caches on disk of
+torch and Triton. It prints what each call compiled and built, and what the caches hold. A later
+process, or a second run, then takes all of it from there. Sizes need no run each: they share code.
+"""
+WARM_EXAMPLES = """\
+examples:
+  python -m moe_ops warm Qwen/Qwen3-30B-A3B --generate 64
+  python -m moe_ops warm Qwen/Qwen3-30B-A3B --random --layers 2    # as its layers are all alike
+  python -m moe_ops warm qwen3_moe --tiny --save caches.tar
 """
 # Sizes for --tiny, of those that a config has.
 TINY = {
@@ -87,6 +100,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
         print(available.text())
         return 0
+    if args.command == "warm":
+        return warm(top, args)
     try:
         for name in ("html", "json"):
             if getattr(args, name) is not None:
@@ -106,6 +121,31 @@ def main(words: Sequence[str] | None = None) -> int:
             Path(args.json).write_text(found.to_json() + "\n", encoding="utf-8")
     except (ImportError, OSError) as error:
         top.error(one_line(error))
+    return 0
+
+
+def warm(top: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Fill the caches of compiled code by calls of a model, and print what is in them."""
+    from moe_ops import warm as warming  # loads Inductor, which --help need not wait for
+
+    caches = warming.folders()
+    try:
+        if args.save is not None:
+            check_writable("--save", args.save)
+        made_for = warming.manifest(torch.device(device_of(args)))
+        if args.load is not None:
+            warming.load(Path(args.load), caches, made_for)
+    except (OSError, ValueError, tarfile.TarError) as error:
+        top.error(one_line(error))
+    try:
+        model = loaded(args)
+    except Exception as error:  # whatever transformers, its hub or a config's own checks raise
+        top.error(f"{args.model}: {one_line(error)}")
+    before = warming.held_by(caches)
+    calls = warming.calls_of(model, args.batch, args.tokens, args.generate)
+    print(warming.text([warming.do(call, caches) for call in calls], caches, before))
+    if args.save is not None:
+        warming.save(Path(args.save), caches, made_for)
     return 0
 
 
@@ -140,8 +180,8 @@ def not_found(module: str) -> str | None:
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m moe_ops",
-        description="What moe_ops makes of a model, which backends run on this machine, and other "
-        "programs with moe_ops imported.",
+        description="What moe_ops makes of a model, its caches filled ahead, which backends run on "
+        "this machine, and other programs with moe_ops imported.",
         epilog="Measurements: python -m moe_ops.bench --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps the lines of --version
     )
@@ -186,24 +226,99 @@ def parser() -> argparse.ArgumentParser:
     )
     runs.add_argument("module", metavar="MODULE", help="as after python -m")
     runs.add_argument("args", metavar="...", nargs="*", help="the module's arguments, as they are")
+    add_warm(commands)
     commands.add_parser(
         "backends", help="which backends there are, what each needs, and which run here"
     )
     return top
 
 
+def add_warm(commands: Any) -> None:
+    """Add the options of `warm`."""
+    options = commands.add_parser(
+        "warm",
+        help="compile a model ahead, into the caches on disk",
+        description=WARM,
+        epilog=WARM_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = options.add_argument
+    add("model", metavar="MODEL", help="a model type such as qwen3_moe, a folder, or a hub id")
+    add("--random", action="store_true", help="read the config alone, and take random weights")
+    add("--batch", type=positive, default=1, help="sequences of each call, 1 by default")
+    add("--tokens", type=counts, default=[128], metavar="N,N", help="their tokens, 128 by default")
+    add("--generate", type=positive, metavar="N", help="generate so many tokens after each, too")
+    add("--dtype", default="bfloat16", choices=sorted(DTYPES))
+    add("--device", choices=("cpu", "cuda"), help="cuda if there is a GPU, else cpu")
+    add("--quant", metavar="SCHEME", help="quantise the experts, such as mxfp4_w4a16")
+    add("--layers", type=positive, help="take this many layers only, with random weights")
+    add("--tiny", action="store_true", help="shrink every size, with random weights")
+    add("--save", metavar="FILE", help="write the caches into a tar file at the end")
+    add(
+        "--load", metavar="FILE", help="begin with caches that --save wrote; they are run: trust it"
+    )
+
+
+def loaded(args: argparse.Namespace) -> nn.Module:
+    """A model that runs, with its own weights or with random ones.
+
+    Raises ValueError as `config_of` does and for an unknown scheme, and what transformers raises.
+    """
+    installed.require_transformers("warm")
+    from transformers import CONFIG_MAPPING
+
+    from moe_ops.hf.quantize import quantize_model
+
+    config = config_of(args)
+    auto, device = auto_class(config), device_of(args)
+    of_type = args.model in CONFIG_MAPPING
+    if of_type or args.random or args.tiny or args.layers is not None:
+        with torch.device(device):
+            model = auto.from_config(config, dtype=DTYPES[args.dtype])
+    else:
+        model = auto.from_pretrained(args.model, dtype=DTYPES[args.dtype]).to(device)
+    model.requires_grad_(False).eval()
+    if args.quant is not None:
+        quantize_model(model, args.quant, progress=False)
+    return model
+
+
 def build(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     """A model with random weights, fake ones unless it is to run, and an input for it.
+
+    Raises ValueError as `config_of` does, and what transformers raises.
+    """
+    installed.require_transformers("explain of a model by its name")
+    config = config_of(args)
+    mode = contextlib.nullcontext() if args.depyf else FakeTensorMode()
+    with mode, torch.device(device_of(args)):
+        model = auto_class(config).from_config(config, dtype=DTYPES[args.dtype])
+        ids = torch.ones(args.batch, args.length, dtype=torch.int64)
+    if not model._can_set_experts_implementation():
+        raise ValueError(
+            f"{type(model).__name__} has no experts that transformers can run in another way: it "
+            "is no MoE model, or has code of its own for its experts"
+        )
+    model.set_experts_implementation(args.experts_implementation)
+    return model.eval(), {"input_ids": ids, "use_cache": False}
+
+
+def device_of(args: argparse.Namespace) -> str:
+    """The device that is asked for. Raises ValueError for a GPU that is not there."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"torch {torch.__version__} finds no CUDA GPU here; leave out --device")
+    return args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def config_of(args: argparse.Namespace) -> Any:
+    """The config of the model that is named, with the sizes and layers that are asked for.
 
     Raises ValueError for a name that is neither a model type, a folder nor a hub id, and what
     transformers raises.
     """
-    installed.require_transformers("explain of a model by its name")
     import transformers
 
     transformers.logging.set_verbosity_error()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"torch {torch.__version__} finds no CUDA GPU here; leave out --device")
     if args.model in transformers.CONFIG_MAPPING:
         config = transformers.AutoConfig.for_model(args.model)
     elif "/" not in args.model and not Path(args.model).exists():
@@ -216,18 +331,7 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     else:
         config = transformers.AutoConfig.from_pretrained(args.model)
     shrink(config, TINY if args.tiny else {}, args.layers)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    mode = contextlib.nullcontext() if args.depyf else FakeTensorMode()
-    with mode, torch.device(device):
-        model = auto_class(config).from_config(config, dtype=DTYPES[args.dtype])
-        ids = torch.ones(args.batch, args.length, dtype=torch.int64)
-    if not model._can_set_experts_implementation():
-        raise ValueError(
-            f"{type(model).__name__} has no experts that transformers can run in another way: it "
-            "is no MoE model, or has code of its own for its experts"
-        )
-    model.set_experts_implementation(args.experts_implementation)
-    return model.eval(), {"input_ids": ids, "use_cache": False}
+    return config
 
 
 def auto_class(config: Any) -> Any:

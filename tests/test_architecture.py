@@ -78,7 +78,12 @@ MAY_IMPORT = {
         | {"decode_ops", "generation", "compiler", "parallel"},
         frozenset({"torch", "transformers", "matplotlib", "safetensors"}),
     ),
-    "__main__": May(frozenset({"checks", "hf", "backends", "passes", "installed"}), TRANSFORMERS),
+    "warm": May(
+        frozenset({"compiler", "installed", "passes", "planning"}), frozenset({"torch", "triton"})
+    ),
+    "__main__": May(
+        frozenset({"checks", "hf", "backends", "passes", "installed", "warm"}), TRANSFORMERS
+    ),
     FACADE: May(
         BACKEND
         | {"fake_impls", "layer", "hf", "passes", "planning", "graphs", "generation", "compiler"}
