@@ -221,6 +221,8 @@ def load(file: Path, caches: Mapping[str, Path], needed: Mapping[str, str | None
     Raises ValueError for a file that was saved for something else, and for one that `save` did not
     write; nothing is changed then.
     """
+    if not tarfile.is_tarfile(file):
+        raise ValueError(f"{file} is no tar file; give one that warm --save wrote")
     with tarfile.open(file) as tar:
         first = tar.next()
         said = tar.extractfile(first) if first is not None and first.name == MANIFEST else None

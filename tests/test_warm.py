@@ -105,7 +105,7 @@ def test_tables_of_calls_and_caches(caches: dict[str, Path]) -> None:
         (["warm", "qwen3_moee"], "qwen3_moee: transformers has no such model type"),
         (["warm", "qwen3_moe", "--tiny", "--quant", "int9"], "qwen3_moe: "),
         (["warm", "qwen3_moe", "--load", "{folder}/none.tar"], "No such file"),
-        (["warm", "qwen3_moe", "--load", "{folder}/empty.tar"], "empty file"),
+        (["warm", "qwen3_moe", "--load", "{folder}/empty.tar"], "empty.tar is no tar file"),
         (["warm", "qwen3_moe", "--save", "{folder}"], "--save='{folder}' is a folder"),
     ],
 )

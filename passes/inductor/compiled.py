@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Protocol, TypeVar
 
@@ -107,7 +107,8 @@ class Compiled:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.dynamic is False:
-            return self._run_whole(functools.partial(call_compiled, self.call), *args, **kwargs)
+            with self._as_one_graph():
+                return call_compiled(self.call, *args, **kwargs)
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         inputs = [(x, token_dims(x)) for x in given if not isinstance(x, nn.Parameter)]
         if any(x.shape[dim] == 0 for x, dims in inputs for dim in dims):
@@ -119,17 +120,19 @@ class Compiled:
             self.by_layers.tell(reason)
         for x, dims in inputs:
             self._mark(x, dims)
-        return self._run_whole(functools.partial(call_oblivious, call_compiled, self.call), *args, **kwargs)
+        with self._as_one_graph():
+            return call_oblivious(call_compiled, self.call, *args, **kwargs)
 
-    def _run_whole(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the model as one graph."""
+    @contextmanager
+    def _as_one_graph(self) -> Iterator[None]:
+        """A context around a call of the whole model, the first of which compiles it."""
         if self.is_compiled:
-            return call(*args, **kwargs)
+            yield
+            return
         model = getattr(self.function, "__self__", self.function)
         with waiting_for(f"compiling {type(model).__name__}"):
-            out = call(*args, **kwargs)
+            yield
         self.is_compiled = True
-        return out
 
     def _mark(self, x: Tensor, dims: Iterable[int]) -> None:
         """Mark weakly: a size that the model fixes after all is compiled again, not refused."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch._inductor.graph import GraphLowering
 
 import moe_ops
 import moe_ops.passes
+from moe_ops.passes.inductor import compiled, net
 from moe_ops.passes.inductor.compiled import pipeline_of
 from moe_ops.passes.inductor.net import Net
 from moe_ops.passes.rewriting.context import Context
@@ -67,6 +69,25 @@ def test_the_graph_runs_as_it_was_and_the_cause_is_said_once(
     assert "cannot compile it as rewritten" in said and "strict=True" in said
     runs = pipeline_of(fast).runs
     assert [("as rewritten" in (run.skipped or "")) for run in runs] == [True, True]
+
+
+def test_whoever_waits_for_one_graph_is_told_the_model(
+    passes: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = []
+
+    def waiting(text: str) -> AbstractContextManager[None]:
+        said.append(text)
+        return nullcontext()
+
+    monkeypatch.setattr(compiled, "waiting_for", waiting)
+    monkeypatch.setattr(net, "waiting_at_least_for", waiting)
+    passes(fit)
+    fast = moe_ops.compile(Model(), dynamic=False)
+    with torch.inference_mode():
+        for rows in (3, 5, 5):
+            fast(torch.randn(rows, 4))
+    assert said == ["compiling Model"] * 3  # the first call, its graph, and that of other sizes
 
 
 def test_strict_raises(passes: Callable[..., None]) -> None:
