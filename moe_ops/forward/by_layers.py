@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe_ops.forward import layer_cache
-from moe_ops.forward.calls import is_causal
+from moe_ops.forward.calls import capture_refusal
 from moe_ops.forward.captured import Forwards
-from moe_ops.forward.layer_cache import CACHE, kept_until_the_end
+from moe_ops.forward.layer_cache import CACHE, Unviewable, kept_until_the_end
 from moe_ops.forward.regions import (
     Region,
     Way,
@@ -54,6 +54,7 @@ class ByLayers:
         self._weights: list[Tensor] = []
         self._addresses: list[int] = []
         self._refusal: str | None = None
+        self._own_cache: str | None = None  # why layers cannot run on one that the model makes
         self._told: set[str] = set()
 
     def refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -70,9 +71,24 @@ class ByLayers:
         asked = [n for n in EXTRA_OUTPUTS if kwargs.get(n) or getattr(model.config, n, False)]
         if asked:
             return f"{', '.join(asked)} is asked for"
-        return layer_cache.refusal(kwargs.get(CACHE))
+        cache = kwargs.get(CACHE)
+        if cache is None and self._own_cache is not None and self._makes_cache(kwargs):
+            return self._own_cache
+        return layer_cache.refusal(cache)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model gives for a call that is not refused; NotImplemented, and nothing has
+        changed, for one that turns out not to run layer by layer."""
+        try:
+            return self._with_room(*args, **kwargs)
+        except Unviewable as error:
+            reason = str(error)
+        if kwargs.get(CACHE) is None:
+            self._own_cache = reason
+        self.tell(reason)
+        return NotImplemented
+
+    def _with_room(self, *args: Any, **kwargs: Any) -> Any:
         addresses = [t.data_ptr() for t in self._weights]
         if addresses != self._addresses:
             self._addresses = addresses
@@ -99,19 +115,25 @@ class ByLayers:
             args = tuple(map(_plain, args))
             return self._divided(*args, **{name: _plain(x) for name, x in kwargs.items()})
 
+    def _makes_cache(self, kwargs: dict[str, Any]) -> bool:
+        asked = kwargs.get("use_cache")
+        return bool(getattr(self._config, "use_cache", False) if asked is None else asked)
+
     def _decode(self, decoder: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or self._training:  # dropout would repeat its choice
+        if args or not self._captures:
             return decoder(*args, **kwargs)
-        return self.forwards.run(decoder, self._unmasked, self._config, kwargs, self._pads)
+        return self.forwards.run(decoder, self._unmasked, self._config, kwargs)
 
     def _renew(self) -> None:
         """Divide the model as it is now."""
         modules = list(self.model.modules())
         self._refusal = _state_refusal(self.model, modules)
-        self._training = any(part.training for part in modules)
         self._divided = divided(self.model, Way(self._region, around=self._decode))
         *_, decoder, _ = chain_to_layers(divided(self.model, Way(self._region, unmasked=True)))
-        self._unmasked, self._config, self._pads = decoder, decoder.config, is_causal(decoder)
+        self._unmasked, self._config = decoder, decoder.config
+        self._own_cache = layer_cache.own_refusal(self._config)
+        training = any(part.training for part in modules)  # whose dropout would repeat its choice
+        self._captures = not training and capture_refusal(decoder) is None
         self._contents = Contents(modules)
         self._weights = [*self.model.parameters(), *self.model.buffers()]
         self._addresses = []

@@ -13,9 +13,10 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import ModelOutput
 
 from moe_ops.arena import Buffer
-from moe_ops.forward.layer_cache import CACHE, Incoming, Put
+from moe_ops.forward.layer_cache import CACHE, Incoming, Put, own_refusal
 
 MOST_TOKENS = 4096
+ATTENDS = {"full_attention", "sliding_attention"}
 STATES = "last_hidden_state"
 Key = tuple[Any, ...]
 
@@ -62,9 +63,8 @@ class Call:
         return len(self.ids), self.tokens, self.mask is not None, self.caches, *constants
 
 
-def call_of(kwargs: dict[str, Any], config: Any, pads: bool) -> Call | None:
-    """A call of a decoder of this configuration that a graph can repeat; None for others. `pads`
-    says that padding behind its tokens changes nothing of them."""
+def call_of(kwargs: dict[str, Any], config: Any) -> Call | None:
+    """A call of a decoder of this configuration that a graph can repeat; None for others."""
     given = {name: value for name, value in kwargs.items() if value is not None}
     ids, mask = given.pop("input_ids", None), given.pop("attention_mask", None)
     cache = given.pop(CACHE, None)
@@ -80,7 +80,7 @@ def call_of(kwargs: dict[str, Any], config: Any, pads: bool) -> Call | None:
     if not all(isinstance(value, (bool, int, float, str)) for value in given.values()):
         return None
     B, S = ids.shape
-    tokens = bucket_of(S) if pads and B * bucket_of(S) <= MOST_TOKENS else S
+    tokens = bucket_of(S) if B * bucket_of(S) <= MOST_TOKENS else S
     return Call(ids, mask, cache, caches or cache is not None, given, tokens)
 
 
@@ -91,11 +91,18 @@ def bucket_of(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def is_causal(decoder: nn.Module) -> bool:
-    """Whether no token of a decoder sees those behind it, by what its attention says of itself."""
+def capture_refusal(decoder: nn.Module) -> str | None:
+    """Why no graph can repeat calls of a decoder, or None. Its tokens must not see those behind
+    them, by what its attention says of itself, as sequences are padded at their ends; and all that
+    its layers get for a mask must be one that `masks` makes."""
+    config: Any = decoder.config
     said = [m.is_causal for m in decoder.modules() if hasattr(m, "is_causal")]
-    both_ways = getattr(decoder.config, "use_bidirectional_attention", None)
-    return bool(said) and all(said) and not both_ways
+    if not said or not all(said) or getattr(config, "use_bidirectional_attention", None):
+        return "its attention is not causal"
+    others = set(getattr(config, "layer_types", None) or ()) - ATTENDS
+    if others:
+        return f"it has layers of {', '.join(sorted(others))}"
+    return own_refusal(config)
 
 
 def empty_cache(call: Call, config: Any) -> DynamicCache:

@@ -27,6 +27,7 @@ from moe_ops.forward.calls import (
     like_output,
     output_refusal,
 )
+from moe_ops.forward.inputs import Inputs, unlike, watched
 from moe_ops.forward.layer_cache import CACHE, Incoming, put_later
 from moe_ops.forward.masks import REPEATABLE, attention_of, masks, repeatable
 from moe_ops.graphs.cuda_graph import Captured, CaptureError, GraphPool, capture_call, capturing
@@ -108,8 +109,7 @@ class Forwards:
     Run from Python a forward takes the host some hundred microseconds a layer; a graph takes it
     nothing. From `MOST_TOKENS` of `calls.py` on the kernels take as long. A capture costs several
     forwards, so it waits until a size comes the third time; the `MOST_SIZES` sizes that came last
-    are remembered. Where no token sees those behind it, sequences are padded at their ends, so that
-    sizes share graphs.
+    are remembered. Sequences are padded at their ends, so that sizes share graphs.
 
     A graph ends with the states behind the last norm: heads and losses run after it. What a caller
     gets is a copy, which no later call changes. All graphs of a stream share memory.
@@ -131,11 +131,10 @@ class Forwards:
         unmasked: Decoder,
         config: Any,
         kwargs: dict[str, Any],
-        pads: bool = False,
     ) -> Any:
-        """What the decoder gives, by a graph if there is one. `unmasked` is the same decoder, whose
-        layers get no mask; `pads` says that padding behind sequences changes nothing of them."""
-        call = call_of(kwargs, config, pads)
+        """What a decoder gives that `capture_refusal` does not refuse, by a graph if there is one.
+        `unmasked` is the same decoder, whose layers get no mask."""
+        call = call_of(kwargs, config)
         if call is None or not self._can_capture(call.ids.device, config):
             return decoder(**kwargs)
         lane = self._lane(call.ids.device)
@@ -143,10 +142,12 @@ class Forwards:
             size = lane.came((attention_of(config), *call.key))
             if size.is_ready:
                 return self._replayed(size, call, config)
-        out = decoder(**kwargs)
-        if size.seen >= TIMES and size.refusal is None:
-            with lane.lock:
-                self._make(lane, size, (decoder, unmasked), config, call, out)
+        if size.seen < TIMES or size.refusal is not None:
+            return decoder(**kwargs)
+        with watched() as inputs:
+            out = decoder(**kwargs)
+        with lane.lock:
+            self._make(lane, size, (decoder, unmasked), config, call, out, inputs)
         return out
 
     @property
@@ -207,15 +208,18 @@ class Forwards:
         config: Any,
         call: Call,
         out: Any,
+        inputs: Inputs,
     ) -> None:
-        """Capture a size, of which a call gave `out`."""
+        """Capture a size, of which a call gave `out`, and its layers these inputs."""
         B, S = len(call.ids), call.tokens
         reason = output_refusal(out, call, config)
         if reason is None:
             size.graph, size.buffers, start = None, {}, time.perf_counter()
             size.make = like_output(out, S)
             try:
-                size.graph = self._captured(lane, size, decoders, config, call, out[STATES])
+                run = self._runner(size, decoders, config, call, out[STATES])
+                _check(run, inputs)
+                size.graph = lane.pool.capture(run, (), device=call.ids.device)
             except CaptureError as error:
                 let_through(error)
                 reason = str(error)
@@ -225,15 +229,15 @@ class Forwards:
             return
         log.info("a graph of forwards of %d x %d took %.1f s", B, S, time.perf_counter() - start)
 
-    def _captured(
+    def _runner(
         self,
-        lane: Lane,
         size: Size,
         decoders: tuple[Decoder, Decoder],
         config: Any,
         call: Call,
         like: Tensor,
-    ) -> Captured:
+    ) -> Callable[[], None]:
+        """What runs a call on buffers, which hold this one."""
         B, S = len(call.ids), call.tokens
         ids, mask = self._take(size, "ids", (B, S), call.ids), call.mask
         if mask is not None:
@@ -253,7 +257,7 @@ class Forwards:
             states.copy_(out[STATES])
             self._keep(size, cache)
 
-        return lane.pool.capture(run, (), device=call.ids.device)
+        return run
 
     def _masks(
         self, config: Any, like: Tensor, mask: Tensor | None, cache: Cache | None, ids: Tensor
@@ -313,3 +317,19 @@ class Forwards:
                 view.keys, view.values = (x.of(flat)[:, :, :tokens] for x in (keys, values))
                 put_later(cache, index, view)
         return cache
+
+
+def _check(run: Callable[[], None], inputs: Inputs) -> None:
+    """Run what is to be captured. Raises CaptureError unless layers get what they got uncaptured:
+    models make masks and positions in ways of their own."""
+    try:
+        with watched() as padded:
+            run()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        let_through(error)
+        raise CaptureError(f"padded they fail: {error!r}") from error
+    name = unlike(padded, inputs)
+    if name is not None:
+        raise CaptureError(f"padded their layers get another {name}")

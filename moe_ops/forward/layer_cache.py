@@ -25,10 +25,22 @@ CACHE = next(
     for field in fields(CausalLMOutputWithPast)
     if field.name in ("cache", "past_key_values")
 )
+KINDS = {DynamicLayer, DynamicSlidingWindowLayer}  # of which there are views
 Put = Callable[[], None]  # puts what a layer left in its view into the cache
 
 
-class Incoming:
+class Unviewable(AttributeError):
+    """A layer that cannot run on a view of its cache; the message says why."""
+
+
+class View:
+    """What a layer gets for a cache. Of a cache's methods there is `update`, to be called once."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise Unviewable(f"a layer asks its cache for {name}")
+
+
+class Incoming(View):
     """What a layer gets for an empty cache: it attends to the call's own tokens alone, and leaves
     their keys and values here."""
 
@@ -37,6 +49,8 @@ class Incoming:
         self.values: Tensor | None = None
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self.keys is not None:
+            raise Unviewable("a layer updates its cache twice")
         self.keys, self.values = keys, values
         return keys, values
 
@@ -45,7 +59,7 @@ class Incoming:
         return Incoming()
 
 
-class Filled:
+class Filled(View):
     """What a layer gets for a cache with tokens in it: it attends to these, too. Left here are the
     keys and values of all tokens, and those of the call's own."""
 
@@ -59,6 +73,8 @@ class Filled:
             maybe_mark_dynamic(past, 2)
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self.new is not None:
+            raise Unviewable("a layer updates its cache twice")
         self.new = keys, values
         self.all = torch.cat([self.past[0], keys], -2), torch.cat([self.past[1], values], -2)
         return self.all
@@ -98,12 +114,16 @@ def _later(put: Put) -> None:
 
 def seen_by(cache: Any, index: int) -> tuple[Any, Put]:
     """What the layer of this number gets for a cache, and what is to be done after it ran. Caches
-    of ours say so themselves, by a method of this name; the others are those of transformers that
-    `refusal` does not refuse."""
+    of ours say so themselves, by a method of this name. Raises Unviewable for those of transformers
+    that `refusal` refuses: a model may make another than `own_refusal` looks at."""
     own = getattr(cache, "seen_by", None)
     if own is not None:
         return own(index)
     layer = _layer_of(cache, index)
+    if type(cache) is not DynamicCache or type(layer) not in KINDS:
+        reason = refusal(cache)
+        if reason is not None:
+            raise Unviewable(reason)
     if layer is None or not layer.is_initialized:
         incoming = Incoming()
         return incoming, lambda: put_later(cache, index, incoming, _alone)
@@ -123,12 +143,18 @@ def refusal(cache: Any) -> str | None:
     growing = getattr(cache, "layer_class_to_replicate", None)
     if growing is not None:
         kinds.add(growing)
-    others = sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer})
+    others = sorted(kind.__name__ for kind in kinds - KINDS)
     if others:
         return f"the cache has layers of {', '.join(others)}"
     if any(getattr(layer, "record_past", False) for layer in cache.layers):
         return "the cache keeps tokens beyond its windows"
     return None
+
+
+def own_refusal(config: Any) -> str | None:
+    """Why layers cannot run on views of the cache that a model of this configuration makes for
+    itself, or None."""
+    return refusal(DynamicCache(config=config))
 
 
 def _layer_of(cache: Cache, index: int) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from moe_ops.forward.inputs import note
 from moe_ops.forward.layer_cache import CACHE, seen_by
 from moe_ops.interop.code_objects import with_own_code_object
 from moe_ops.prepared import HoldsExperts
@@ -211,6 +212,7 @@ def of_whole_batch(
 def _call_layer(way: Way, layer: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
     if way.unmasked and "attention_mask" in kwargs:
         kwargs["attention_mask"] = None
+    note(args, kwargs)
     layer = way.stand_ins.get(layer, layer)
     cache = kwargs.get(CACHE)
     if cache is None:

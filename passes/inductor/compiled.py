@@ -65,7 +65,8 @@ def pipeline_of(model: nn.Module) -> Pipeline:
 
 
 class ByLayers(Protocol):
-    """Runs a model layer by layer, or says why it does not run a call so."""
+    """Runs a model layer by layer, or says why it does not run a call so; if that turns out on the
+    way it says so itself and gives NotImplemented."""
 
     def refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None: ...
     def tell(self, reason: str) -> None: ...
@@ -115,9 +116,11 @@ class Compiled:
             return self.function(*args, **kwargs)
         if self.by_layers is not None:
             reason = self.by_layers.refusal(args, kwargs)
-            if reason is None:
-                return self.by_layers(*args, **kwargs)
-            self.by_layers.tell(reason)
+            out = self.by_layers(*args, **kwargs) if reason is None else NotImplemented
+            if out is not NotImplemented:
+                return out
+            if reason is not None:
+                self.by_layers.tell(reason)
         for x, dims in inputs:
             self._mark(x, dims)
         with self._as_one_graph():
