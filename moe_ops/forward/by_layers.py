@@ -8,7 +8,9 @@ captured graph.
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from moe_ops.forward.regions import (
     layer_lists,
     plain_tensors,
 )
-from moe_ops.interop.hooks import hooks_of
+from moe_ops.interop.hooks import are_on_every_module, hooks_of
 from moe_ops.twin import Contents
 
 log = logging.getLogger("moe_ops")
@@ -64,6 +66,8 @@ class ByLayers:
             self._renew()
         if self._refusal is not None:
             return self._refusal
+        if are_on_every_module():
+            return "a hook is on every module"
         if torch.is_grad_enabled():
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             if any(x.requires_grad for x in (*given, *self._weights)):
@@ -120,8 +124,9 @@ class ByLayers:
         return bool(getattr(self._config, "use_cache", False) if asked is None else asked)
 
     def _decode(self, decoder: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or not self._captures:
+        if not self._captures or len(args) > len(self._names):
             return decoder(*args, **kwargs)
+        kwargs.update(zip(self._names, args, strict=False))
         return self.forwards.run(decoder, self._unmasked, self._config, kwargs)
 
     def _renew(self) -> None:
@@ -131,12 +136,19 @@ class ByLayers:
         self._divided = divided(self.model, Way(self._region, around=self._decode))
         *_, decoder, _ = chain_to_layers(divided(self.model, Way(self._region, unmasked=True)))
         self._unmasked, self._config = decoder, decoder.config
+        self._names = named(decoder.forward)
         self._own_cache = layer_cache.own_refusal(self._config)
         training = any(part.training for part in modules)  # whose dropout would repeat its choice
         self._captures = not training and capture_refusal(decoder) is None
         self._contents = Contents(modules)
         self._weights = [*self.model.parameters(), *self.model.buffers()]
         self._addresses = []
+
+
+def named(function: Callable[..., Any]) -> list[str]:
+    """The names of arguments that may be given by their place."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
+    return [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
 
 
 def _plain(value: Any) -> Any:

@@ -147,7 +147,8 @@ class Forwards:
         with watched() as inputs:
             out = decoder(**kwargs)
         with lane.lock:
-            self._make(lane, size, (decoder, unmasked), config, call, out, inputs)
+            if not size.is_ready:  # by another thread
+                self._make(lane, size, (decoder, unmasked), config, call, out, inputs)
         return out
 
     @property

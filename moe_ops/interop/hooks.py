@@ -25,6 +25,11 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def are_on_every_module() -> bool:
+    """Whether there are hooks that torch calls for every module."""
+    return bool(torch_module._has_any_global_hook())
+
+
 def hooks_of(model: nn.Module) -> Hooks:
     """The forward hooks and forward pre-hooks of a model and its parts, each with the part's name,
     and those of every module.
