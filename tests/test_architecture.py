@@ -61,16 +61,20 @@ MAY_IMPORT = {
         frozenset({"checks", "hf", "installed", "layer", "quant", "weights"}),
         TRANSFORMERS,
     ),
+    "forward": May(frozenset({"arena", "graphs", "interop", "prepared", "twin"}), TRANSFORMERS),
     "generation": May(
-        BACKEND | {"decode_ops", "hf", "installed", "prepared", "terminal"}, TRANSFORMERS
+        BACKEND | {"decode_ops", "forward", "hf", "installed", "prepared", "terminal"},
+        TRANSFORMERS,
     ),
     # torch writes symbolic sizes in sympy.
     "passes": May(
         BACKEND | {"decode_ops", "installed", "planning", "prepared", "terminal"},
         frozenset({"torch", "sympy"}),
     ),
-    # It knows passes and generation, which do not know each other.
-    "compiler": May(LOW | {"passes", "generation", "graphs", "installed", "kernels", "twin"}),
+    # It knows passes, forward and generation; neither of the latter knows passes.
+    "compiler": May(
+        LOW | {"forward", "generation", "graphs", "installed", "kernels", "passes", "twin"}
+    ),
     # A leaf: it measures everything, and nobody imports it.
     "bench": May(
         BACKEND

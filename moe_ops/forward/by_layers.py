@@ -84,7 +84,7 @@ class ByLayers:
         """What the model gives for a call that is not refused; NotImplemented, and nothing has
         changed, for one that turns out not to run layer by layer."""
         try:
-            return self._with_room(*args, **kwargs)
+            return self._with_room(args, kwargs)
         except Unviewable as error:
             reason = str(error)
         if kwargs.get(CACHE) is None:
@@ -92,13 +92,13 @@ class ByLayers:
         self.tell(reason)
         return NotImplemented
 
-    def _with_room(self, *args: Any, **kwargs: Any) -> Any:
+    def _with_room(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         addresses = [t.data_ptr() for t in self._weights]
         if addresses != self._addresses:
             self._addresses = addresses
             self.forwards.forget()
         try:
-            return self._run(*args, **kwargs)
+            return self._run(args, kwargs)
         except torch.OutOfMemoryError:
             if not self.forwards.graphs:
                 raise
@@ -106,14 +106,14 @@ class ByLayers:
         self.forwards.forget()
         gc.collect()
         torch.cuda.empty_cache()
-        return self._run(*args, **kwargs)
+        return self._run(args, kwargs)
 
     def tell(self, reason: str) -> None:
         if reason not in self._told:
             self._told.add(reason)
             log.info("%s runs as one graph: %s", type(self.model).__name__, reason)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._divided is not None, "ask for a refusal first"
         with plain_tensors(), kept_until_the_end():
             args = tuple(map(_plain, args))

@@ -56,8 +56,8 @@ class ForwardReport:
 
 
 @dataclass(slots=True)
-class Kept:
-    """What a layer's keys or values are in the buffer of all."""
+class Place:
+    """Where a layer's keys or values are in the buffer of all."""
 
     offset: int
     shape: torch.Size
@@ -65,6 +65,15 @@ class Kept:
 
     def of(self, flat: Tensor) -> Tensor:
         return flat.as_strided(self.shape, self.stride, self.offset)
+
+
+@dataclass(slots=True)
+class Kept:
+    """The keys and values that a graph keeps, by layer, in a buffer of so many elements."""
+
+    dtype: torch.dtype
+    places: dict[int, tuple[Place, Place]] = field(default_factory=dict)
+    elements: int = 0
 
 
 @dataclass(slots=True)
@@ -77,9 +86,7 @@ class Size:
     refusal: str | None = None
     buffers: dict[str, Buffer] = field(default_factory=dict)  # by what is in them
     make: Callable[[Buffer, int], ModelOutput] | None = None  # an output like the model's
-    kept: dict[int, tuple[Kept, Kept]] = field(default_factory=dict)
-    elements: int = 0  # of keys and values
-    dtype: torch.dtype = torch.float32  # of these
+    kept: Kept | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -215,7 +222,7 @@ class Forwards:
         B, S = len(call.ids), call.tokens
         reason = output_refusal(out, call, config)
         if reason is None:
-            size.graph, size.buffers, start = None, {}, time.perf_counter()
+            size.graph, size.buffers, size.kept, start = None, {}, None, time.perf_counter()
             size.make = like_output(out, S)
             try:
                 run = self._runner(size, decoders, config, call, out[STATES])
@@ -276,19 +283,19 @@ class Forwards:
         ]
         if not found:
             return
-        size.kept, size.elements, sources = {}, 0, []
+        kept, sources = Kept(found[0][1].dtype), []
         for index, keys, values in found:
             pair = []
             for x in (keys, values):
                 x = x if is_dense(x) else x.contiguous()
-                pair.append(Kept(size.elements, x.shape, x.stride()))
-                size.elements += x.numel()
+                pair.append(Place(kept.elements, x.shape, x.stride()))
+                kept.elements += x.numel()
                 sources.append(x)
-            size.kept[index] = pair[0], pair[1]
-        size.dtype = sources[0].dtype
-        flat = self._take(size, KEPT, (size.elements,), sources[0])
-        places = [kept.of(flat) for pair in size.kept.values() for kept in pair]
-        torch._foreach_copy_(places, sources)
+            kept.places[index] = pair[0], pair[1]
+        size.kept = kept
+        flat = self._take(size, KEPT, (kept.elements,), sources[0])
+        targets = [place.of(flat) for pair in kept.places.values() for place in pair]
+        torch._foreach_copy_(targets, sources)
 
     def _fill(self, size: Size, call: Call) -> None:
         B, S = call.ids.shape
@@ -311,9 +318,10 @@ class Forwards:
 
     def _filled(self, size: Size, cache: DynamicCache, tokens: int) -> DynamicCache:
         """An empty cache with a copy of what a graph kept of the first tokens."""
-        if size.kept:
-            flat = size.buffers[KEPT].view((size.elements,), size.dtype).clone()
-            for index, (keys, values) in size.kept.items():
+        kept = size.kept
+        if kept is not None:
+            flat = size.buffers[KEPT].view((kept.elements,), kept.dtype).clone()
+            for index, (keys, values) in kept.places.items():
                 view = Incoming()
                 view.keys, view.values = (x.of(flat)[:, :, :tokens] for x in (keys, values))
                 put_later(cache, index, view)
