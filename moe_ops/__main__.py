@@ -126,26 +126,29 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def warm(top: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Fill the caches of compiled code by calls of a model, and print what is in them."""
-    from moe_ops import warm as warming  # loads Inductor, which --help need not wait for
+    # It loads Inductor, which --help need not wait for.
+    from moe_ops.warm import archive
+    from moe_ops.warm import caches as held
+    from moe_ops.warm import calls as made
 
-    caches = warming.folders()
+    caches = held.folders()
     try:
         if args.save is not None:
             check_writable("--save", args.save)
-        made_for = warming.manifest(torch.device(device_of(args)))
+        made_for = archive.manifest(torch.device(device_of(args)))
         if args.load is not None:
-            warming.load(Path(args.load), caches, made_for)
+            archive.load(Path(args.load), caches, made_for)
     except (OSError, ValueError, tarfile.TarError) as error:
         top.error(one_line(error))
     try:
         model = loaded(args)
     except Exception as error:  # whatever transformers, its hub or a config's own checks raise
         top.error(f"{args.model}: {one_line(error)}")
-    before = warming.held_by(caches)
-    calls = warming.calls_of(model, args.batch, args.tokens, args.generate)
-    print(warming.text([warming.do(call, caches) for call in calls], caches, before))
+    before = held.held_by(caches)
+    calls = made.calls_of(model, args.batch, args.tokens, args.generate)
+    print(made.text([made.do(call, caches) for call in calls], caches, before))
     if args.save is not None:
-        warming.save(Path(args.save), caches, made_for)
+        archive.save(Path(args.save), caches, made_for)
     return 0
 
 

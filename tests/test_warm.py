@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ops import warm
 from moe_ops.__main__ import main
-from moe_ops.warm import Done, Held
+from moe_ops.warm import archive, calls
+from moe_ops.warm import caches as held
+from moe_ops.warm.caches import Held
+from moe_ops.warm.calls import Done
 from tests.sources import ROOT
 
 FOR = {"moe_ops": "0.1.0", "torch": "2.13.0", "triton": None}
@@ -33,12 +35,12 @@ def caches(tmp_path: Path) -> dict[str, Path]:
 
 
 def test_what_was_saved_is_loaded_elsewhere(caches: dict[str, Path], tmp_path: Path) -> None:
-    warm.save(tmp_path / "caches.tar", caches, FOR)
+    archive.save(tmp_path / "caches.tar", caches, FOR)
     others = {name: tmp_path / "other" / name for name in caches}
-    warm.load(tmp_path / "caches.tar", others, FOR)
+    archive.load(tmp_path / "caches.tar", others, FOR)
     for name, folder in caches.items():
-        before = [p for p in warm.files_in(folder) if p.suffix != ".lock"]
-        after = list(warm.files_in(others[name]))
+        before = [p for p in held.files_in(folder) if p.suffix != ".lock"]
+        after = list(held.files_in(others[name]))
         assert [p.relative_to(folder) for p in before] == [
             p.relative_to(others[name]) for p in after
         ]
@@ -48,12 +50,12 @@ def test_what_was_saved_is_loaded_elsewhere(caches: dict[str, Path], tmp_path: P
 def test_what_was_saved_for_something_else_is_refused(
     caches: dict[str, Path], tmp_path: Path
 ) -> None:
-    warm.save(tmp_path / "caches.tar", caches, FOR)
+    archive.save(tmp_path / "caches.tar", caches, FOR)
     others = {name: tmp_path / "other" / name for name in caches}
     with pytest.raises(
         ValueError, match=r"torch 2\.13\.0, triton missing, and this is torch 2\.14\.1"
     ):
-        warm.load(tmp_path / "caches.tar", others, {**FOR, "torch": "2.14.1", "triton": "3.9"})
+        archive.load(tmp_path / "caches.tar", others, {**FOR, "torch": "2.14.1", "triton": "3.9"})
     assert not (tmp_path / "other").exists()
 
 
@@ -61,28 +63,28 @@ def test_a_tar_file_of_others_is_refused(caches: dict[str, Path], tmp_path: Path
     with tarfile.open(tmp_path / "other.tar", "w") as tar:
         tar.add(caches["Triton"], "Triton")
     with pytest.raises(ValueError, match="no file that warm --save wrote"):
-        warm.load(tmp_path / "other.tar", caches, FOR)
+        archive.load(tmp_path / "other.tar", caches, FOR)
 
 
 def test_nothing_is_put_outside_the_folders(caches: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     saved = tmp_path / "caches.tar"
-    warm.save(saved, {}, FOR)
+    archive.save(saved, {}, FOR)
     with tarfile.open(saved, "a") as tar:
         tar.add(caches["Triton"] / "cd" / "kernel.cubin", "Triton/../outside/kernel")
     with pytest.raises(tarfile.TarError):
-        warm.load(saved, caches, FOR)
+        archive.load(saved, caches, FOR)
     assert not list((tmp_path / "outside").iterdir())
 
 
 def test_tables_of_calls_and_caches(caches: dict[str, Path]) -> None:
-    before = warm.held_by(caches)
+    before = held.held_by(caches)
     assert before["Inductor"] == Held(files=3, bytes=30, libraries=1)
     assert before["Triton"] == Held(files=1, bytes=3_000_000, kernels=1)
     (caches["Triton"] / "more").write_bytes(b"x" * 1_500_000)
     cold = Done(name="forward of 1 x 8", seconds=12.34, compiled=3, cached=0, built=Held(kernels=2))
     found = Done(name="forward of 1 x 1", seconds=0.04, compiled=0, cached=3, built=Held())
-    assert warm.text([cold, found], caches, before).splitlines() == [
+    assert calls.text([cold, found], caches, before).splitlines() == [
         "                  seconds  graphs compiled  from caches  C++ built  Triton built",
         "forward of 1 x 8     12.3                3            0          0             2",
         "forward of 1 x 1      0.0                0            3          0             0",
@@ -93,7 +95,7 @@ def test_tables_of_calls_and_caches(caches: dict[str, Path]) -> None:
         "",
         "what was compiled and built now comes from the caches next time",
     ]
-    said = warm.text([found], caches, before)
+    said = calls.text([found], caches, before)
     assert said.endswith("all of it came from the caches")
 
 
@@ -147,6 +149,7 @@ def warmed(folder: Path, *words: str) -> list[list[str]]:
     return [line.split() for line in lines[: lines.index("")]] + [lines[-1].split()]
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_another_process_finds_all_in_a_copy_even_for_more_layers(tmp_path: Path) -> None:
     saved = str(tmp_path / "caches.tar")
