@@ -30,7 +30,7 @@ class May:
 LOW = frozenset({"checks", "interop", "registry"})
 OP = LOW | {"ops", "ranks"}
 BACKEND = OP | {"kernels", "backends", "quant"}
-TRANSFORMERS = frozenset({"torch", "transformers"})
+TRANSFORMERS, TRITON = frozenset({"torch", "transformers"}), frozenset({"torch", "triton"})
 FACADE = "the facade"  # moe_ops/__init__.py
 MAY_IMPORT = {
     "checks": May(),
@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "testing": May(LOW),
     "ranks": May(frozenset({"interop", "registry"})),
     "ops": May(LOW | {"fake_impls", "quant", "ranks"}),
-    "kernels": May(frozenset({"interop"}), frozenset({"torch", "triton"})),
+    "kernels": May(frozenset({"interop"}), TRITON),
     "decode_ops": May(OP | {"fake_impls", "kernels"}),
     "backends": May(OP | {"arena", "decode_ops", "installed", "kernels", "quant"}),
     "quant": May(frozenset({"checks", "fake_impls", "interop"})),
@@ -58,13 +58,13 @@ MAY_IMPORT = {
     "graphs": May(OP | {"arena", "layer", "planning", "prepared"}),
     "hf": May(BACKEND | {"installed", "prepared"}, TRANSFORMERS | {"safetensors"}),
     "published": May(
-        frozenset({"checks", "hf", "installed", "layer", "quant", "weights"}),
-        TRANSFORMERS,
+        frozenset({"checks", "hf", "installed", "layer", "quant", "weights"}), TRANSFORMERS
     ),
-    "forward": May(frozenset({"arena", "graphs", "interop", "prepared", "twin"}), TRANSFORMERS),
+    "forward": May(
+        frozenset({"arena", "graphs", "interop", "prepared", "terminal", "twin"}), TRANSFORMERS
+    ),
     "generation": May(
-        BACKEND | {"decode_ops", "forward", "hf", "installed", "prepared", "terminal"},
-        TRANSFORMERS,
+        BACKEND | {"decode_ops", "forward", "hf", "installed", "prepared", "terminal"}, TRANSFORMERS
     ),
     # torch writes symbolic sizes in sympy.
     "passes": May(
@@ -82,9 +82,7 @@ MAY_IMPORT = {
         | {"decode_ops", "generation", "compiler", "parallel"},
         frozenset({"torch", "transformers", "matplotlib", "safetensors"}),
     ),
-    "warm": May(
-        frozenset({"compiler", "installed", "passes", "planning"}), frozenset({"torch", "triton"})
-    ),
+    "warm": May(frozenset({"compiler", "installed", "passes", "planning"}), TRITON),
     "__main__": May(
         frozenset({"checks", "hf", "backends", "passes", "installed", "warm"}), TRANSFORMERS
     ),
@@ -234,11 +232,8 @@ def test_every_part_is_in_one_row_of_the_table() -> None:
 
 
 def test_imports_go_up_the_table() -> None:
-    found = [
-        line
-        for m in modules()
-        for line in downward(m.path.read_text(), m.name, m.is_package, ROOMS)
-    ]
+    texts = ((m, m.path.read_text()) for m in modules())
+    found = [x for m, text in texts for x in downward(text, m.name, m.is_package, ROOMS)]
     assert not found, "\n".join(found)
 
 

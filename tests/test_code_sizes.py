@@ -122,6 +122,8 @@ UNNAMED_PARAMETERS = {
         "moe_ops/compiler.py: compile",
         "moe_ops/layer/module.py: MoELayer.__init__",
         "moe_ops/compiler.py: compile_config",
+        "moe_ops/compiler.py: backend",
+        "moe_ops/__init__.py: _Backend.__call__",
         "passes/inductor/compiled.py: inductor_options",
         "moe_ops/backends/flashinfer/options.py: flashinfer_options",
         "passes/explain/api.py: explain",
@@ -140,6 +142,8 @@ UNNAMED_PARAMETERS = {
     },
     "whatever transformers calls the function in whose place it stands with": {
         "moe_ops/generation/decoder.py: Lease.read",
+        "moe_ops/generation/fallback.py: generate",
+        "moe_ops/generation/fallback.py: MayFallBack.__call__",
         *(f"moe_ops/generation/generate.py: QuickGenerate.{name}" for name in GENERATE),
         "moe_ops/forward/masks.py: bool_mask",
         "moe_ops/forward/masks.py: float_mask",
@@ -163,6 +167,7 @@ UNNAMED_PARAMETERS = {
         "moe_ops/quant/module.py: HoldsCodes._load_from_state_dict",
         "passes/explain/trace.py: Backend._inner",
         "passes/inductor/net.py: Net.__call__",
+        "moe_ops/compiler.py: CapturingBackend.__call__",
         "passes/inductor/sizes.py: _guards",
     },
     "the arguments of a model or a function that it is given": {
@@ -175,6 +180,7 @@ UNNAMED_PARAMETERS = {
         "moe_ops/forward/regions.py: call_module",
         "moe_ops/graphs/capture.py: GraphRunner.__call__",
         "moe_ops/graphs/capture.py: GraphRunner.warmup",
+        "moe_ops/graphs/repeated.py: Repeated.__call__",
         "moe_ops/graphs/capture.py: _count_part",
         "moe_ops/interop/interrupts.py: call_compiled",
         "moe_ops/interop/code_objects.py: call",

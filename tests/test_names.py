@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import runpy
 import sys
 from pathlib import Path
@@ -38,6 +39,9 @@ def test_type_checkers_see_the_names_that_are_imported_late() -> None:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     )
     seen = {alias.name: node.module for node in block.body for alias in node.names}
+    # A module, which is called as the function of this name.
+    called = getattr(importlib.import_module(seen.pop("backend")), "backend")  # noqa: B009
+    assert inspect.signature(moe_ops.backend) == inspect.signature(called)
     assert sorted(seen) == sorted(moe_ops._LAZY)
     for name, module in seen.items():
         assert getattr(importlib.import_module(module), name) is getattr(moe_ops, name)
