@@ -300,7 +300,7 @@ class GraphReport:
     def __str__(self) -> str:
         lines = [
             f"forward {f.batch} x {f.tokens}{', masked' if f.masked else ''}: {f.calls} calls, "
-            + (f"{f.replays} by a graph of {f.bytes / 2**20:.0f} MiB" if f.bytes else "no graph")
+            + (f"{f.replays} by a graph of {f.bytes / 2**20:.0f} MiB" if f.replays else "no graph")
             + (f", {f.refusal}" if f.refusal else "")
             for f in self.forwards
         ]
