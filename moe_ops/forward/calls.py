@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 
 from moe_ops.arena import Buffer
 from moe_ops.forward.layer_cache import CACHE, Incoming, Put, own_refusal
+from moe_ops.forward.masks import REPEATABLE, attention_of, masked, masks_of
 
 MOST_TOKENS = 4096
 ATTENDS = {"full_attention", "sliding_attention"}
@@ -144,3 +145,24 @@ def is_dense(x: Tensor) -> bool:
     return math.prod(x.shape) == 1 + sum(
         (size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)
     )
+
+
+def recorded(decoder: Any, unmasked: Any, config: Any, kwargs: dict[str, Any]) -> Any:
+    """What a decoder gives while somebody captures it. Its layers get the masks that they get
+    otherwise: left to itself it makes others meanwhile, for which layers are not compiled."""
+    ids: Tensor = kwargs["input_ids"]
+    mask, cache = kwargs.get("attention_mask"), kwargs.get(CACHE)
+    plain = (
+        attention_of(config) in REPEATABLE
+        and ids.dim() == 2
+        and (mask is None or mask.shape == ids.shape)
+        and (cache is None or (type(cache) is DynamicCache and cache.get_seq_length() == 0))
+        and not any(isinstance(kwargs.get(n), Tensor) for n in ("position_ids", "inputs_embeds"))
+    )
+    if not plain:
+        return decoder(**kwargs)
+    like = ids.new_empty(0, dtype=decoder.__self__.dtype)
+    mask = None if mask is None else mask.bool()
+    made = masks_of(config, like, mask, Collected(DynamicCache(config=config).layers), ids)
+    given = {name: value for name, value in kwargs.items() if name != "attention_mask"}
+    return masked(decoder, unmasked, made, ids)(**given)

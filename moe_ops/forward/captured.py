@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 from transformers.utils import ModelOutput
 
 from moe_ops.arena import Arena, Buffer, current_stream, shared
@@ -26,10 +26,11 @@ from moe_ops.forward.calls import (
     is_dense,
     like_output,
     output_refusal,
+    recorded,
 )
 from moe_ops.forward.inputs import Inputs, unlike, watched
 from moe_ops.forward.layer_cache import CACHE, Incoming, put_later
-from moe_ops.forward.masks import REPEATABLE, attention_of, masks, repeatable
+from moe_ops.forward.masks import REPEATABLE, attention_of, masked, masks_of
 from moe_ops.graphs.cuda_graph import Captured, CaptureError, GraphPool, capture_call, capturing
 from moe_ops.interop.interrupts import let_through
 
@@ -141,6 +142,9 @@ class Forwards:
     ) -> Any:
         """What a decoder gives that `capture_refusal` does not refuse, by a graph if there is one.
         `unmasked` is the same decoder, whose layers get no mask."""
+        ids = kwargs.get("input_ids")
+        if isinstance(ids, Tensor) and ids.is_cuda and capturing():
+            return recorded(decoder, unmasked, config, kwargs)
         call = call_of(kwargs, config)
         if call is None or not self._can_capture(call.ids.device, config):
             return decoder(**kwargs)
@@ -190,9 +194,8 @@ class Forwards:
     def _can_capture(self, device: torch.device, config: Any) -> bool:
         if device.type != "cuda" and self._capture is capture_call:
             return False
-        if attention_of(config) not in REPEATABLE or torch.is_autocast_enabled(device.type):
-            return False
-        return device.type != "cuda" or not capturing()
+        autocast = torch.is_autocast_enabled(device.type)
+        return attention_of(config) in REPEATABLE and not autocast
 
     def _lane(self, device: torch.device) -> Lane:
         key = device, current_stream(device)
@@ -257,22 +260,15 @@ class Forwards:
 
         def run() -> None:
             cache = Collected(layers)
-            made = self._masks(config, like, mask, cache if call.caches else None, ids)
-            given = {"input_ids": ids, "attention_mask": made, "use_cache": call.caches}
+            given = {"input_ids": ids, "use_cache": call.caches, **call.constants}
             if call.caches:
                 given[CACHE] = cache
-            out = (unmasked if made is None else decoder)(**given, **call.constants)
+            made = masks_of(config, like, mask, cache, ids)
+            out = masked(decoder, unmasked, made, ids)(**given)
             states.copy_(out[STATES])
             self._keep(size, cache)
 
         return run
-
-    def _masks(
-        self, config: Any, like: Tensor, mask: Tensor | None, cache: Cache | None, ids: Tensor
-    ) -> Any:
-        B, S = ids.shape
-        positions = torch.arange(S, device=ids.device).expand(B, S)
-        return masks(repeatable(config), like.new_empty(B, S, 0), mask, cache, positions)
 
     def _keep(self, size: Size, cache: Collected) -> None:
         """Copy all keys and values into one buffer, in one launch for each few of them."""

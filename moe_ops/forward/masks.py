@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from transformers.masking_utils import (
 )
 
 from moe_ops.forward.layer_cache import CACHE
+
+Decoder = Callable[..., Any]
 
 
 class Sizes:
@@ -86,3 +90,21 @@ def attention_of(config: Any) -> str | None:
     """The name of a model's attention."""
     name: str | None = config.get_text_config(decoder=True)._attn_implementation_internal
     return name
+
+
+def masks_of(config: Any, like: Tensor, mask: Tensor | None, empty: Any, ids: Tensor) -> Any:
+    """The masks of a forward from its first token on, of the dtype of `like`. Without a cache
+    transformers would look for packed sequences, and while a graph is captured take it that there
+    are some."""
+    B, S = ids.shape
+    positions = torch.arange(S, device=ids.device).expand(B, S)
+    return masks(repeatable(config), like.new_empty(B, S, 0), mask, empty, positions)
+
+
+def masked(decoder: Decoder, unmasked: Decoder, made: Any, ids: Tensor) -> Decoder:
+    """The decoder with masks that were made for it, so that it makes none; `unmasked` if there are
+    none to hide anything."""
+    if made is not None:
+        return functools.partial(decoder, attention_mask=made)
+    nothing = ids.new_empty((1, 1, 1, 1), dtype=torch.bool)  # of 4 dims, as masks that are made
+    return functools.partial(unmasked, attention_mask=nothing)

@@ -280,13 +280,13 @@ def test_one_attention_a_graph(qwen: Layered) -> None:
 def test_layers_that_get_another_mask_are_not_captured(
     qwen: Layered, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = captured.masks
+    made = captured.masks_of
 
     def masks(*args: Any) -> Any:
         mask = made(*args)
         return None if mask is None else mask.logical_not()
 
-    monkeypatch.setattr(captured, "masks", masks)
+    monkeypatch.setattr(captured, "masks_of", masks)
     for seed in range(TIMES + 1):
         qwen(input_ids=tokens(2, 7, seed), attention_mask=left_padded(2, 7, 1 + seed))
     reason = "padded their layers get another attention_mask"
@@ -300,7 +300,7 @@ def test_layers_that_fail_on_padding_are_not_captured(
     def masks(*args: Any) -> Any:
         return {"hybrid": None}["causal"]
 
-    monkeypatch.setattr(captured, "masks", masks)
+    monkeypatch.setattr(captured, "masks_of", masks)
     for seed in range(TIMES + 1):
         qwen(input_ids=tokens(2, 7, seed))
     assert report(qwen) == [(2, 7, False, 0, "padded they fail: KeyError('causal')")]
