@@ -104,7 +104,8 @@ def test_random_sizes_compile_nothing_and_memory_stays_flat() -> None:
     _, fast, vocabulary = twins("qwen3_moe")
     sizes = random.Random(0)
     for shape in ((2, 7), (1, 1)):
-        fast(input_ids=tokens(vocabulary, *shape))
+        for use_cache in (True, False):
+            fast(input_ids=tokens(vocabulary, *shape), use_cache=use_cache)
     compiled, reserved = counters["stats"]["unique_graphs"], []
     for i in range(600):
         shape = sizes.choice((1, 1, 2, 3, 8)), sizes.randint(1, 300)
