@@ -36,7 +36,9 @@ def pick_backend(graph: fx.Graph, context: Context) -> int:
     for node in nodes:
         op = generic_op(node)
         assert op is not None
-        choice = choose(op, call_of(op, node), Node(name=node.name, layer=layer_of(node)), rules)
+        call, place = call_of(op, node), Node(name=node.name, layer=layer_of(node))
+        with context.for_all_sizes():
+            choice = choose(op, call, place, rules)
         context.choices.append(choice)
         if choice.backends != (REFERENCE,):
             make_planned(graph, node, op, choice.text)

@@ -201,7 +201,7 @@ class Pipeline(InferenceAware):
 
     def _run(self, graph: fx.Graph) -> GraphRun:
         look = Look.at(graph) if self._looks else None
-        context = Context(options=self.options)
+        context = Context(options=self.options, for_all_sizes=sizes.as_they_are)
         dead = {node for node in graph.nodes if not node.users}
         before = len(graph.nodes)
         done = []

@@ -91,6 +91,16 @@ def assuming() -> Iterator[None]:
         _assumed.ranges = outer
 
 
+@contextlib.contextmanager
+def as_they_are() -> Iterator[None]:
+    """Inside, what `assuming` takes for granted is not, for what is decided once for all sizes."""
+    assumed = _assumed.ranges or {}
+    with contextlib.ExitStack() as stack:
+        for env, before in assumed.items():
+            stack.enter_context(_ranges(env, before))
+        yield
+
+
 def tell(graph: fx.Graph) -> None:
     """Make the graph's symbolic sizes ready for Inductor, as those traced without the flag are."""
     vals = (node.meta.get("val") for node in graph.nodes)
@@ -132,12 +142,19 @@ def _guards(
     env: Any, produce: Callable[..., Any], before: dict[Any, Any], *args: Any, **kw: Any
 ) -> Any:
     """The guards that a cache keeps: of the ranges as they were."""
-    assumed = {symbol: env.var_to_range[symbol] for symbol in before}
-    _set_ranges(env, before)
-    try:
+    with _ranges(env, before):
         return produce(*args, **kw)
+
+
+@contextlib.contextmanager
+def _ranges(env: Any, ranges: dict[Any, Any]) -> Iterator[None]:
+    """Inside, sizes have other ranges."""
+    outside = {symbol: env.var_to_range[symbol] for symbol in ranges}
+    _set_ranges(env, ranges)
+    try:
+        yield
     finally:
-        _set_ranges(env, assumed)
+        _set_ranges(env, outside)
 
 
 def _set_ranges(env: Any, ranges: dict[Any, Any]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from moe_ops.checks.options import check_fields
@@ -55,9 +57,11 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """One run of the passes over one graph."""
+    """One run of the passes over one graph. Inside `for_all_sizes` no more is known of its symbolic
+    sizes than holds for each that it serves."""
 
     options: Options = Options()
+    for_all_sizes: Callable[[], AbstractContextManager[None]] = nullcontext
     rewrites: list[Note] = field(default_factory=list)
     refusals: list[Note] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)

@@ -15,7 +15,11 @@ from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensor
 
 import moe_ops
+from moe_ops.ops import experts
 from moe_ops.passes.inductor import sizes
+from moe_ops.passes.inductor.pipeline import Pipeline
+from moe_ops.passes.rewriting.context import Options
+from tests.passes.planned import any_rows, experts_call
 from tests.passes.post_grad import Compiled
 
 
@@ -151,6 +155,9 @@ def test_while_inductor_works_a_size_that_was_several_is(first: int, least: int)
         with sizes.assuming():
             sizes.tell(graph)
             ranges.append(env.var_to_range[symbol].lower)
+            with sizes.as_they_are():
+                assert env.var_to_range[symbol].lower == before.lower
+            assert env.var_to_range[symbol].lower == ranges[-1]
         assert env.var_to_range[symbol].lower == before.lower
         sizes.tell(graph)  # elsewhere nothing is
         assert env.var_to_range[symbol].lower == before.lower
@@ -160,6 +167,23 @@ def test_while_inductor_works_a_size_that_was_several_is(first: int, least: int)
     with shape_config.patch(backed_size_oblivious=True):
         Compiled(lambda x: x * 2, hook, dynamic=None)(x_TD)
     assert ranges[0] == 2 if least == 2 else ranges[0] < 2
+
+
+@pytest.mark.skipif(not sizes.HAS_OBLIVIOUS, reason="this torch lacks the flag")
+def test_a_plan_that_is_made_for_several_tokens_has_a_backend_for_one() -> None:
+    pipeline = Pipeline(Options(thresholds=((1, "cpu"), (None, "aten"))))
+    args = experts_call()
+
+    def hook(graph: fx.Graph) -> None:
+        with sizes.assuming():
+            pipeline(graph)
+
+    any_rows(args)
+    assert len(args[0]) > 1
+    with shape_config.patch(backed_size_oblivious=True):
+        Compiled(lambda *tensors: experts(*tensors), hook, dynamic=None)(*args)
+    (choice,) = pipeline.runs[0].choices
+    assert choice.text == "1:cpu,:aten"
 
 
 @pytest.mark.slow
