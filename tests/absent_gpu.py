@@ -32,6 +32,7 @@ from torch._inductor.graph import GraphLowering
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 NAME, CAPABILITY = "NVIDIA H200", (9, 0)
 PROPERTIES = SimpleNamespace(
@@ -60,7 +61,8 @@ def absent_gpu() -> Iterator[list[str]]:
     codes: list[str] = []
     with contextlib.ExitStack() as stack:
         for owner, name, stand_in in _stand_ins(codes):
-            stack.enter_context(patch.object(owner, name, stand_in))
+            missing_on_cpus = owner is torch._C
+            stack.enter_context(patch.object(owner, name, stand_in, create=missing_on_cpus))
         stack.enter_context(config.patch(force_disable_caches=True, compile_threads=1))
         stack.enter_context(_triton_for(CAPABILITY))
         # Graphs compiled before would be served without a look at the device.
@@ -101,6 +103,7 @@ def _stand_ins(codes: list[str]) -> Iterator[tuple[Any, str, Any]]:
     yield CudaInterface, "get_raw_stream", staticmethod(answer(0))
     yield CudaInterface.Worker, "get_device_properties", staticmethod(answer(PROPERTIES))
     yield CudaInterface.Worker, "current_device", staticmethod(answer(0))
+    yield torch._C, "_cuda_getCurrentStream", answer((0, 0, 1))
     yield torch.accelerator, "is_available", answer(False)
     yield torch.version, "cuda", "13.0"
     yield fake_tensor, "init_gpu_context", answer(None)
@@ -123,9 +126,29 @@ def _module(lowering: GraphLowering, codes: list[str]) -> Any:
     def call(args: list[Any]) -> list[Any]:
         values = [*args]
         args.clear()  # as Inductor's code does, which frees its inputs
-        return [*fx.Interpreter(graph).run(*values)]
+        return [*_Sized(graph).run(*values)]
 
     return SimpleNamespace(call=call, __file__=__file__)
+
+
+class _Sized(fx.Interpreter):
+    """Runs a graph with the sizes of the call where its arguments name symbols, as code does."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__(graph)
+        self.sizes: dict[Any, int] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value, traced = super().run_node(n), n.meta.get("val")
+        if n.op == "placeholder" and isinstance(traced, torch.SymInt):
+            self.sizes[traced.node.expr] = value
+        return value
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        def size(x: torch.SymInt) -> int:
+            return int(x.node.expr.xreplace(self.sizes))
+
+        return tree_map_only(torch.SymInt, size, super().fetch_args_kwargs_from_env(n))
 
 
 class _OnCpu(TorchDispatchMode):

@@ -30,28 +30,57 @@ def model_and_ids(
     return model, torch.full((batch, length), real.FIRST_PLAIN_TOKEN, device="cuda")
 
 
-@pytest.mark.parametrize(
-    ("family", "batch", "length", "dtype"),
-    [
-        ("qwen3_moe", 1, 128, BF16),
-        pytest.param("olmoe", 3, 40, F32, marks=pytest.mark.every),
-        # Loops of 64 * S and of 64 * S * S in one kernel.
-        pytest.param("mimo_v2_flash", 3, 48, BF16, marks=pytest.mark.every),
-        pytest.param("phimoe", 1, 128, BF16, marks=pytest.mark.every),
-    ],
-)
-def test_a_forward_is_one_graph_with_our_kernels(
+FORWARDS = [
+    ("qwen3_moe", 1, 128, BF16),
+    pytest.param("olmoe", 3, 40, F32, marks=pytest.mark.every),
+    # Loops of 64 * S and of 64 * S * S in one kernel.
+    pytest.param("mimo_v2_flash", 3, 48, BF16, marks=pytest.mark.every),
+    pytest.param("phimoe", 1, 128, BF16, marks=pytest.mark.every),
+]
+
+
+@pytest.mark.parametrize(("family", "batch", "length", "dtype"), FORWARDS)
+def test_layers_of_a_forward_run_the_same_code_with_our_kernels(
     family: str, batch: int, length: int, dtype: torch.dtype
 ) -> None:
+    """A code for each kind of layer, for the last norm and for each kind of rotary embedding."""
     with absent_gpu() as codes:
         model, ids = model_and_ids(family, batch, length, dtype)
         with torch.inference_mode():
             out = moe_ops.compile(model)(input_ids=ids, use_cache=False)
         assert out.logits.shape == (batch, length, real.VOCAB)
+    found = [calls(code, "experts") + calls(code, "experts_onto") for code in codes]
+    of_layers = [lines for lines in found if lines]
+    # Two kinds of attention with experts, and one of them without.
+    kinds = (6, 2) if family == "mimo_v2_flash" else (3, 1)
+    assert (len(codes), len(of_layers)) == kinds
+    for (line,) in of_layers:
+        assert "triton.grouped" in line and "aten" not in line
+
+
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [({"fullgraph": True}, "triton.grouped"), ({"dynamic": False}, "triton.rows")],
+    ids=["any size", "one size"],
+)
+@pytest.mark.parametrize(("family", "batch", "length", "dtype"), FORWARDS)
+def test_a_forward_is_one_graph_with_our_kernels(
+    family: str,
+    batch: int,
+    length: int,
+    dtype: torch.dtype,
+    options: dict[str, bool],
+    backend: str,
+) -> None:
+    with absent_gpu() as codes:
+        model, ids = model_and_ids(family, batch, length, dtype)
+        with torch.inference_mode():
+            out = moe_ops.compile(model, **options)(input_ids=ids, use_cache=False)
+        assert out.logits.shape == (batch, length, real.VOCAB)
     (code,) = codes
     layers = model.config.num_hidden_layers
     assert code.count("torch.ops.moe_ops.experts.planned") >= layers
-    assert "triton.grouped" in code and "aten" not in plans(code)
+    assert backend in code and "aten" not in plans(code)
 
 
 # Prompts and steps of quantised experts, as below, are told from these by their experts alone.
