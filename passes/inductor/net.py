@@ -57,14 +57,14 @@ class Net(torch._TorchCompileInductorWrapper):
         assert isinstance(pipeline, Pipeline)
         self.pipeline = pipeline
         self.hooks = hooks
-        self.name = name
+        self.waits_as = name  # `name` is torch's, by which it tells its own backend
         self.told = False
 
     @sizes.assuming()  # also of the graph as it was, which might fail for the same reason
     def __call__(self, model_: fx.GraphModule, inputs_: list[Any], **kwargs: Any) -> Any:
         untouched, before = _copied(model_), len(self.pipeline.runs)
         try:
-            with kept() as found, waiting_at_least_for(f"compiling {self.name}"):
+            with kept() as found, waiting_at_least_for(f"compiling {self.waits_as}"):
                 compiled = super().__call__(model_, inputs_, **kwargs)
             self.pipeline.found += found
             return compiled
