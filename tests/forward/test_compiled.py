@@ -27,7 +27,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Dynamo's graphs are counted, which need no code."""
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(compiler, "Net", lambda *_: "eager")
+    monkeypatch.setattr(compiler, "Net", lambda *_, **__: "eager")
     yield
     torch._dynamo.reset()
 

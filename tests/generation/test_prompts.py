@@ -183,7 +183,7 @@ def test_nothing_is_compiled_for_a_capture(
         compiler, "capture_into", lambda pool, function, state: graphs.capture(function, state)
     )
     # Dynamo's graphs are counted, which need no code; test_generate.py has that compiled, too.
-    monkeypatch.setattr(compiler, "Net", lambda *_: "eager")
+    monkeypatch.setattr(compiler, "Net", lambda *_, **__: "eager")
     model = families.build(family).model
     twin = moe_ops.compile(model)
     for time in range(TIMES + 1):
