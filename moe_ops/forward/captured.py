@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +14,11 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.utils import ModelOutput
 
-from moe_ops.arena import Arena, Buffer, current_stream, shared
+from moe_ops.arena import Arena, Buffer, shared
 from moe_ops.forward.calls import (
     STATES,
     Call,
     Collected,
-    Key,
     call_of,
     empty_cache,
     is_dense,
@@ -31,13 +29,12 @@ from moe_ops.forward.calls import (
 from moe_ops.forward.inputs import Inputs, unlike, watched
 from moe_ops.forward.layer_cache import CACHE, Incoming, put_later
 from moe_ops.forward.masks import REPEATABLE, attention_of, masked, masks_of
-from moe_ops.graphs.cuda_graph import Captured, CaptureError, GraphPool, capture_call, capturing
+from moe_ops.graphs.cuda_graph import Captured, CaptureError, capture_call, capturing
+from moe_ops.graphs.lanes import TIMES, Lane, Lanes
 from moe_ops.interop.interrupts import let_through
 
 log = logging.getLogger("moe_ops")
 
-MOST_SIZES = 48
-TIMES = 3  # that a size has to come before it is captured
 KEPT = "keys and values"
 Decoder = Callable[..., Any]
 
@@ -94,30 +91,13 @@ class Size:
         return self.graph is not None and not any(b.retired for b in self.buffers.values())
 
 
-@dataclass(slots=True)
-class Lane:
-    """What one stream has to itself, as graphs of different streams may run at the same time."""
-
-    lock: Any
-    pool: GraphPool
-    sizes: OrderedDict[Key, Size] = field(default_factory=OrderedDict)
-
-    def came(self, key: Key) -> Size:
-        size = self.sizes.pop(key, None) or Size()
-        size.seen += 1
-        self.sizes[key] = size
-        if len(self.sizes) > MOST_SIZES:
-            self.sizes.popitem(last=False)
-        return size
-
-
 class Forwards:
     """The graphs of a model's forwards, by size: sequences, tokens, masked or not.
 
     Run from Python a forward takes the host some hundred microseconds a layer; a graph takes it
     nothing. From `MOST_TOKENS` of `calls.py` on the kernels take as long. A capture costs several
-    forwards, so it waits until a size comes the third time; the `MOST_SIZES` sizes that came last
-    are remembered. Sequences are padded at their ends, so that sizes share graphs.
+    forwards, so it waits until a size comes the third time; the sizes that came last, as many as
+    `lanes.py` says, are remembered. Sequences are padded at their ends, so that sizes share graphs.
 
     A graph ends with the states behind the last norm: heads and losses run after it. What a caller
     gets is a copy, which no later call changes. All graphs of a stream share memory.
@@ -131,7 +111,7 @@ class Forwards:
     ) -> None:
         self._arena = arena
         self._capture = capture
-        self._lanes: dict[tuple[torch.device, int], Lane] = {}
+        self._lanes = Lanes[Size](arena, capture)
 
     def run(
         self,
@@ -148,9 +128,11 @@ class Forwards:
         call = call_of(kwargs, config)
         if call is None or not self._can_capture(call.ids.device, config):
             return decoder(**kwargs)
-        lane = self._lane(call.ids.device)
+        lane, key = self._lanes.of_current(call.ids.device), (attention_of(config), *call.key)
         with lane.lock:
-            size = lane.came((attention_of(config), *call.key))
+            size = lane.sizes.get(key) or Size()
+            size.seen += 1
+            lane.keep(key, size)
             if size.is_ready:
                 return self._replayed(size, call, config)
         if size.seen < TIMES or size.refusal is not None:
@@ -164,13 +146,11 @@ class Forwards:
 
     @property
     def graphs(self) -> int:
-        return sum(size.graph is not None for lane in self._all() for size in lane.sizes.values())
+        return sum(size.graph is not None for _, size in self._lanes.sizes())
 
     def forget(self) -> None:
         """Forget all graphs, and how often sizes came."""
-        for lane in self._all():
-            with lane.lock:
-                lane.sizes.clear()
+        self._lanes.forget()
 
     def report(self) -> list[ForwardReport]:
         """The sizes that came last, the newest at the end."""
@@ -184,24 +164,14 @@ class Forwards:
                 bytes=0 if size.graph is None else size.graph.bytes,
                 refusal=size.refusal,
             )
-            for lane in self._all()
-            for key, size in list(lane.sizes.items())
+            for key, size in self._lanes.sizes()
         ]
-
-    def _all(self) -> list[Lane]:
-        return list(self._lanes.values())
 
     def _can_capture(self, device: torch.device, config: Any) -> bool:
         if device.type != "cuda" and self._capture is capture_call:
             return False
         autocast = torch.is_autocast_enabled(device.type)
         return attention_of(config) in REPEATABLE and not autocast
-
-    def _lane(self, device: torch.device) -> Lane:
-        key = device, current_stream(device)
-        if key not in self._lanes:
-            self._lanes.setdefault(key, Lane(self._arena.lock(device), GraphPool(self._capture)))
-        return self._lanes[key]
 
     def _take(self, size: Size, purpose: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A buffer that a graph of this size reads or writes."""
@@ -213,7 +183,7 @@ class Forwards:
 
     def _make(
         self,
-        lane: Lane,
+        lane: Lane[Size],
         size: Size,
         decoders: tuple[Decoder, Decoder],
         config: Any,

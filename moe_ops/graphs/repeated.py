@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,15 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.arena import Arena, current_stream, shared
-from moe_ops.graphs.cuda_graph import Captured, CaptureError, GraphPool, capture_call, capturing
+from moe_ops.arena import Arena, shared
+from moe_ops.graphs.cuda_graph import Captured, CaptureError, capture_call, capturing
+from moe_ops.graphs.lanes import TIMES, Lane, Lanes
 from moe_ops.interop.interrupts import let_through
 
 log = logging.getLogger("moe_ops")
-
-TIMES = 3  # that a size has to come before it is captured
-MOST_SIZES = 48
-Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +46,6 @@ class Size:
     refusal: str | None = None
 
 
-@dataclass(slots=True)
-class Lane:
-    """What one stream has to itself, as graphs of different streams may run at the same time."""
-
-    lock: Any
-    pool: GraphPool
-    sizes: OrderedDict[Key, Size] = field(default_factory=OrderedDict)
-
-
 class Repeated:
     """Calls `function`, code that torch.compile made of a graph, and captures sizes that come a
     third time.
@@ -80,18 +67,17 @@ class Repeated:
     ) -> None:
         self._function = function
         self._stays = stays
-        self._arena = arena
         self._capture = capture
-        self._lanes: dict[tuple[torch.device, int], Lane] = {}
+        self._lanes = Lanes[Size](arena, capture)
 
     def __call__(self, *args: Any) -> Any:
         device = self._device(args)
         if device is None:
             return self._function(*args)
         try:
-            return self._run(self._lane(device), args)
+            return self._run(self._lanes.of_current(device), args)
         except torch.OutOfMemoryError:
-            if not any(s.graph for lane in self._lanes.values() for s in lane.sizes.values()):
+            if not any(size.graph for _, size in self._lanes.sizes()):
                 raise
         log.warning("out of memory, so the graphs of a compiled function are dropped")
         self.forget()
@@ -101,9 +87,7 @@ class Repeated:
 
     def forget(self) -> None:
         """Forget all graphs, and how often sizes came."""
-        for lane in list(self._lanes.values()):
-            with lane.lock:
-                lane.sizes.clear()
+        self._lanes.forget()
 
     def report(self) -> list[SizeReport]:
         """The sizes that came last, the newest at the end."""
@@ -115,8 +99,7 @@ class Repeated:
                 bytes=0 if size.graph is None else size.graph.bytes,
                 refusal=size.refusal,
             )
-            for lane in list(self._lanes.values())
-            for size in list(lane.sizes.values())
+            for _, size in self._lanes.sizes()
         ]
 
     def _device(self, args: Sequence[Any]) -> torch.device | None:
@@ -130,13 +113,7 @@ class Repeated:
             return None if self._capture is capture_call else device
         return None if capturing() else device
 
-    def _lane(self, device: torch.device) -> Lane:
-        key = device, current_stream(device)
-        if key not in self._lanes:
-            self._lanes.setdefault(key, Lane(self._arena.lock(device), GraphPool(self._capture)))
-        return self._lanes[key]
-
-    def _run(self, lane: Lane, args: Sequence[Any]) -> Any:
+    def _run(self, lane: Lane[Size], args: Sequence[Any]) -> Any:
         with lane.lock:
             size = self._came(lane, args)
             if size.graph is not None:
@@ -156,10 +133,10 @@ class Repeated:
             self._make(lane, size, args, changed, out)
         return out
 
-    def _came(self, lane: Lane, args: Sequence[Any]) -> Size:
+    def _came(self, lane: Lane[Size], args: Sequence[Any]) -> Size:
         key = tuple(_identity(x) for x in args)
         addresses = tuple(args[i].data_ptr() for i in self._stays)
-        size = lane.sizes.pop(key, None)
+        size = lane.sizes.get(key)
         if size is not None and size.addresses != addresses:
             size = None  # weights came to lie elsewhere
         if size is None:
@@ -167,9 +144,7 @@ class Repeated:
             shapes = tuple(tuple(x.shape) for x in copied if isinstance(x, Tensor))
             size = Size(shapes, addresses)
         size.seen += 1
-        lane.sizes[key] = size
-        if len(lane.sizes) > MOST_SIZES:
-            lane.sizes.popitem(last=False)
+        lane.keep(key, size)
         return size
 
     def _fill(self, size: Size, args: Sequence[Any]) -> None:
@@ -177,7 +152,7 @@ class Repeated:
             buffer.copy_(args[i])
 
     def _make(
-        self, lane: Lane, size: Size, args: Sequence[Any], changed: Sequence[int], out: Any
+        self, lane: Lane[Size], size: Size, args: Sequence[Any], changed: Sequence[int], out: Any
     ) -> None:
         """Capture a size, of which a call gave `out` and changed inputs at these places."""
         size.refusal = self._refusal(args, changed, out)

@@ -13,10 +13,11 @@ from transformers.utils import ModelOutput
 
 from moe_ops.forward import calls, captured
 from moe_ops.forward.calls import bucket_of, call_of, capture_refusal, is_dense, output_refusal
-from moe_ops.forward.captured import TIMES
 from moe_ops.forward.inputs import unlike
 from moe_ops.forward.layer_cache import CACHE
+from moe_ops.graphs import lanes
 from moe_ops.graphs.cuda_graph import CaptureError
+from moe_ops.graphs.lanes import TIMES
 from moe_ops.testing import assert_close
 from tests.forward.layered import MODEL, Graphs, Layered, left_padded, tokens
 from tests.hf import families
@@ -176,8 +177,8 @@ def test_out_of_memory_drops_the_graphs(qwen: Layered, caplog: pytest.LogCapture
 
 
 def test_the_sizes_that_came_last_are_kept(qwen: Layered, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert captured.MOST_SIZES == 48
-    monkeypatch.setattr(captured, "MOST_SIZES", 2)
+    assert lanes.MOST_SIZES == 48
+    monkeypatch.setattr(lanes, "MOST_SIZES", 2)
     for _ in range(TIMES + 1):
         for S in (6, 5):
             qwen(input_ids=tokens(1, S))

@@ -9,8 +9,8 @@ import torch
 from transformers import masking_utils
 
 from moe_ops.forward import calls
-from moe_ops.forward.captured import TIMES
 from moe_ops.forward.inputs import watched
+from moe_ops.graphs.lanes import TIMES
 from moe_ops.testing import assert_close
 from tests.forward.layered import MODEL, Graphs, Layered, left_padded, tokens
 from tests.hf import families

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import moe_ops
 from moe_ops import compiler
 from moe_ops.graphs.cuda_graph import Captured, CaptureError, restore
-from moe_ops.graphs.repeated import MOST_SIZES, TIMES, Repeated
+from moe_ops.graphs.lanes import MOST_SIZES, TIMES
+from moe_ops.graphs.repeated import Repeated
 from moe_ops.testing import TOL, assert_close
 
 
