@@ -21,7 +21,12 @@ from moe_ops.interop.code_objects import compile_call
 from moe_ops.interop.hooks import hooks_of
 from moe_ops.interop.interrupts import call_compiled
 from moe_ops.kernels import gpus
-from moe_ops.passes.inductor.compiled import Compiled, inductor_options, known_options
+from moe_ops.passes.inductor.compiled import (
+    Compiled,
+    compiled_call,
+    inductor_options,
+    known_options,
+)
 from moe_ops.passes.inductor.layer_region import LayerRegion
 from moe_ops.passes.inductor.net import Net
 from moe_ops.passes.inductor.pipeline import HOOK
@@ -318,13 +323,7 @@ def graph_report(model: nn.Module) -> GraphReport:
 
     Raises ValueError for any other model.
     """
-    call = getattr(model, "_compiled_call_impl", None)
-    if not isinstance(call, Compiled):
-        raise ValueError(
-            f"this {type(model).__name__} is not compiled by moe_ops.compile; give the model that "
-            "it returned"
-        )
-    forwards = getattr(call.by_layers, "forwards", None)
+    forwards = getattr(compiled_call(model).by_layers, "forwards", None)
     generation = getattr(model, "_moe_ops_generation", None)
     return GraphReport(
         forwards=() if forwards is None else tuple(forwards.report()),

@@ -50,18 +50,23 @@ def inductor_options(*, extra: Mapping[str, Any] | None = None, **options: Any) 
     return merged
 
 
-def pipeline_of(model: nn.Module) -> Pipeline:
-    """The pipeline of a model that `compile` returned; its `runs` say what was done to each graph.
-
-    Graphs that came from a cache have no run. Raises ValueError for any other model.
-    """
+def compiled_call(model: nn.Module) -> Compiled:
+    """What a model that `compile` returned is called by. Raises ValueError for any other model."""
     call = getattr(model, "_compiled_call_impl", None)
     if not isinstance(call, Compiled):
         raise ValueError(
             f"this {type(model).__name__} is not compiled by moe_ops.compile; give the model that "
             "it returned"
         )
-    return call.pipeline
+    return call
+
+
+def pipeline_of(model: nn.Module) -> Pipeline:
+    """The pipeline of a model that `compile` returned; its `runs` say what was done to each graph.
+
+    Graphs that came from a cache have no run. Raises ValueError for any other model.
+    """
+    return compiled_call(model).pipeline
 
 
 class ByLayers(Protocol):
