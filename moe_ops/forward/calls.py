@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 from transformers.utils import ModelOutput
 
 from moe_ops.arena import Buffer
-from moe_ops.forward.layer_cache import CACHE, Incoming, Put, own_refusal
+from moe_ops.forward.layer_cache import CACHE, Incoming, LikeEmpty, Put, own_refusal
 from moe_ops.forward.masks import REPEATABLE, attention_of, masked, masks_of
 
 MOST_TOKENS = 4096
@@ -22,7 +22,7 @@ STATES = "last_hidden_state"
 Key = tuple[Any, ...]
 
 
-class Collected(Cache):
+class Collected(LikeEmpty):
     """An empty cache that remembers what each layer leaves."""
 
     def __init__(self, layers: list[Any]) -> None:
@@ -32,16 +32,6 @@ class Collected(Cache):
     def seen_by(self, index: int) -> tuple[Incoming, Put]:
         view = self.views[index] = Incoming()
         return view, lambda: None
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -89,6 +89,20 @@ def _plain(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format) if x.is_inference() else x.contiguous()
 
 
+class LikeEmpty(Cache):
+    """A cache that is to a model like an empty dynamic one, whatever its layers hold."""
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
 # Of the forward that runs in this context: what is to be done after its last layer.
 _waiting: ContextVar[list[Put] | None] = ContextVar("waiting", default=None)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from moe_ops.forward.layer_cache import CACHE, Incoming, Put
+from moe_ops.forward.layer_cache import CACHE, Incoming, LikeEmpty, Put
 
 
 class SlotLayer(CacheLayerMixin):
@@ -92,7 +92,7 @@ class Slots(Cache):
         return sum(b.nbytes for b in buffers if b is not None)
 
 
-class Empty(Cache):
+class Empty(LikeEmpty):
     """The layers' buffers, as a prompt's model is given them: like an empty dynamic cache."""
 
     def __init__(self, slots: Slots) -> None:
@@ -102,13 +102,3 @@ class Empty(Cache):
         """A place for the prompt's keys and values, which then fill the layer's slots."""
         incoming = Incoming()
         return incoming, lambda: self.layers[index].fill(incoming)
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
