@@ -247,7 +247,16 @@ def capture_into(
 
 
 class CapturingBackend(Net):
-    """A backend of torch.compile: our passes, and graphs of the calls whose sizes come again."""
+    """A backend of torch.compile: our passes, and graphs of the calls whose sizes come again.
+
+    It equals none but itself: Dynamo takes the code of an equal backend, and with it the graphs,
+    which read the weights of one module and are reported by one backend.
+    """
+
+    __hash__ = Net.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__({**options, "triton.cudagraphs": False})

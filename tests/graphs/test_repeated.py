@@ -208,3 +208,9 @@ def test_a_backend_takes_the_options_of_inductor_options() -> None:
     plain = moe_ops.backend(stop_after="pick_backend")
     assert not hasattr(plain, "report")
     assert plain.config == moe_ops.inductor_options(stop_after="pick_backend")
+
+
+def test_a_backend_that_captures_shares_its_graphs_with_no_other() -> None:
+    first, second, plain = (moe_ops.backend(capture=c) for c in (True, True, False))
+    assert first == first and plain == moe_ops.backend()
+    assert first != second and first != plain and plain != first
