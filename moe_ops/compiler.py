@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch._inductor import list_mode_options
 
 from moe_ops.checks.options import check_flag
@@ -231,19 +231,10 @@ def quicken(
         layers=region,
         compile_step=compile_step,
         compile_model=compile_model,
-        capture=functools.partial(capture_into, GraphPool()),
+        pool=GraphPool(),
         tell=tell,
     )
     give(twin, tools, follow)
-
-
-def capture_into(
-    pool: GraphPool, function: Callable[[], None], state: Sequence[Tensor]
-) -> Callable[[], None] | None:
-    """What repeats `function`, in the one pool of all graphs of a model; None without a GPU."""
-    if not all(t.is_cuda for t in state):
-        return None
-    return pool.capture(function, state, device=state[0].device).replay
 
 
 class CapturingBackend(Net):

@@ -64,7 +64,8 @@ MAY_IMPORT = {
         frozenset({"arena", "graphs", "interop", "prepared", "terminal", "twin"}), TRANSFORMERS
     ),
     "generation": May(
-        BACKEND | {"decode_ops", "forward", "hf", "installed", "prepared", "terminal"}, TRANSFORMERS
+        BACKEND | {"decode_ops", "forward", "graphs", "hf", "installed", "prepared", "terminal"},
+        TRANSFORMERS,
     ),
     # torch writes symbolic sizes in sympy.
     "passes": May(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,11 +27,8 @@ from moe_ops.forward.calls import (
 from moe_ops.forward.inputs import Inputs, unlike, watched
 from moe_ops.forward.layer_cache import CACHE, Incoming, put_later
 from moe_ops.forward.masks import REPEATABLE, attention_of, masked, masks_of
-from moe_ops.graphs.cuda_graph import Captured, CaptureError, capture_call, capturing
-from moe_ops.graphs.lanes import TIMES, Lane, Lanes
-from moe_ops.interop.interrupts import let_through
-
-log = logging.getLogger("moe_ops")
+from moe_ops.graphs.cuda_graph import Captured, CaptureError, capture_call, capturing, refusing
+from moe_ops.graphs.runner import TIMES, Lane, Lanes, Size, put
 
 KEPT = "keys and values"
 Decoder = Callable[..., Any]
@@ -75,20 +70,11 @@ class Kept:
 
 
 @dataclass(slots=True)
-class Size:
-    """How often a size came, and what repeats it."""
+class Forward(Size):
+    """Forwards of one size: what a graph keeps of them."""
 
-    seen: int = 0
-    replays: int = 0
-    graph: Captured | None = None
-    refusal: str | None = None
-    buffers: dict[str, Buffer] = field(default_factory=dict)  # by what is in them
     make: Callable[[Buffer, int], ModelOutput] | None = None  # an output like the model's
     kept: Kept | None = None
-
-    @property
-    def is_ready(self) -> bool:
-        return self.graph is not None and not any(b.retired for b in self.buffers.values())
 
 
 class Forwards:
@@ -96,8 +82,8 @@ class Forwards:
 
     Run from Python a forward takes the host some hundred microseconds a layer; a graph takes it
     nothing. From `MOST_TOKENS` of `calls.py` on the kernels take as long. A capture costs several
-    forwards, so it waits until a size comes the third time; the sizes that came last, as many as
-    `lanes.py` says, are remembered. Sequences are padded at their ends, so that sizes share graphs.
+    forwards, so it waits until a size comes the third time; the sizes that came last are
+    remembered. Sequences are padded at their ends, so that sizes share graphs.
 
     A graph ends with the states behind the last norm: heads and losses run after it. What a caller
     gets is a copy, which no later call changes. All graphs of a stream share memory.
@@ -109,9 +95,7 @@ class Forwards:
         arena: Arena = shared,
         capture: Callable[..., Captured] = capture_call,
     ) -> None:
-        self._arena = arena
-        self._capture = capture
-        self._lanes = Lanes[Size](arena, capture)
+        self._lanes = Lanes(arena, capture, Forward)
 
     def run(
         self,
@@ -126,13 +110,13 @@ class Forwards:
         if isinstance(ids, Tensor) and ids.is_cuda and capturing():
             return recorded(decoder, unmasked, config, kwargs)
         call = call_of(kwargs, config)
-        if call is None or not self._can_capture(call.ids.device, config):
+        if call is None or attention_of(config) not in REPEATABLE:
             return decoder(**kwargs)
-        lane, key = self._lanes.of_current(call.ids.device), (attention_of(config), *call.key)
+        lane = self._lanes.of_current(call.ids.device)
+        if not lane.pool.captures_on(call.ids.device) or is_autocast(call.ids):
+            return decoder(**kwargs)
         with lane.lock:
-            size = lane.sizes.get(key) or Size()
-            size.seen += 1
-            lane.keep(key, size)
+            size = lane.sizes.came((attention_of(config), *call.key))
             if size.is_ready:
                 return self._replayed(size, call, config)
         if size.seen < TIMES or size.refusal is not None:
@@ -146,7 +130,7 @@ class Forwards:
 
     @property
     def graphs(self) -> int:
-        return sum(size.graph is not None for _, size in self._lanes.sizes())
+        return self._lanes.graphs
 
     def forget(self) -> None:
         """Forget all graphs, and how often sizes came."""
@@ -161,30 +145,24 @@ class Forwards:
                 masked=key[3],
                 calls=size.seen,
                 replays=size.replays,
-                bytes=0 if size.graph is None else size.graph.bytes,
+                bytes=size.bytes,
                 refusal=size.refusal,
             )
-            for key, size in self._lanes.sizes()
+            for key, size in self._lanes.items()
         ]
 
-    def _can_capture(self, device: torch.device, config: Any) -> bool:
-        if device.type != "cuda" and self._capture is capture_call:
-            return False
-        autocast = torch.is_autocast_enabled(device.type)
-        return attention_of(config) in REPEATABLE and not autocast
-
-    def _take(self, size: Size, purpose: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    def _take(self, size: Forward, purpose: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A buffer that a graph of this size reads or writes."""
         # By powers of two, as each growth makes others capture again.
         nbytes = 1 << (math.prod(shape) * like.dtype.itemsize - 1).bit_length()
-        buffer = self._arena.take(f"{purpose} of forwards", nbytes, like.device)
+        buffer = self._lanes.arena.take(f"{purpose} of forwards", nbytes, like.device)
         size.buffers[purpose] = buffer
         return buffer.view(shape, like.dtype)
 
     def _make(
         self,
-        lane: Lane[Size],
-        size: Size,
+        lane: Lane[Forward],
+        size: Forward,
         decoders: tuple[Decoder, Decoder],
         config: Any,
         call: Call,
@@ -192,27 +170,21 @@ class Forwards:
         inputs: Inputs,
     ) -> None:
         """Capture a size, of which a call gave `out`, and its layers these inputs."""
-        B, S = len(call.ids), call.tokens
+        what = f"forwards of {len(call.ids)} x {call.tokens}"
         reason = output_refusal(out, call, config)
         if reason is None:
-            size.graph, size.buffers, size.kept, start = None, {}, None, time.perf_counter()
-            size.make = like_output(out, S)
-            try:
-                run = self._runner(size, decoders, config, call, out[STATES])
-                _check(run, inputs)
-                size.graph = lane.pool.capture(run, (), device=call.ids.device)
-            except CaptureError as error:
-                let_through(error)
-                reason = str(error)
-        size.refusal = reason
+            size.graph, size.buffers, size.kept = None, {}, None
+            size.make = like_output(out, call.tokens)
+            run = self._runner(size, decoders, config, call, out[STATES])
+            reason = _difference(run, inputs)
         if reason is not None:
-            log.warning("forwards of %d x %d run uncaptured: %s", B, S, reason)
-            return
-        log.info("a graph of forwards of %d x %d took %.1f s", B, S, time.perf_counter() - start)
+            size.refuse(reason, what)
+        else:
+            size.capture(lane.pool, run, device=call.ids.device, what=what)
 
     def _runner(
         self,
-        size: Size,
+        size: Forward,
         decoders: tuple[Decoder, Decoder],
         config: Any,
         call: Call,
@@ -240,7 +212,7 @@ class Forwards:
 
         return run
 
-    def _keep(self, size: Size, cache: Collected) -> None:
+    def _keep(self, size: Forward, cache: Collected) -> None:
         """Copy all keys and values into one buffer, in one launch for each few of them."""
         found = [
             (index, view.keys, view.values)
@@ -263,26 +235,25 @@ class Forwards:
         targets = [place.of(flat) for pair in kept.places.values() for place in pair]
         torch._foreach_copy_(targets, sources)
 
-    def _fill(self, size: Size, call: Call) -> None:
+    def _fill(self, size: Forward, call: Call) -> None:
         B, S = call.ids.shape
         for purpose, x in (("ids", call.ids), ("mask", call.mask)):
             if x is not None:
                 buffer = size.buffers[purpose].view((B, call.tokens), x.dtype)
-                buffer[:, :S].copy_(x)
+                put(x, buffer[:, :S])
                 buffer[:, S:].zero_()
 
-    def _replayed(self, size: Size, call: Call, config: Any) -> Any:
+    def _replayed(self, size: Forward, call: Call, config: Any) -> Any:
         self._fill(size, call)
-        assert size.graph is not None and size.make is not None
-        size.graph.replay()
-        size.replays += 1
+        size.replay()
+        assert size.make is not None
         S = call.ids.shape[1]
         out = size.make(size.buffers[STATES], S)
         if call.caches:
             out[CACHE] = self._filled(size, empty_cache(call, config), S)
         return out
 
-    def _filled(self, size: Size, cache: DynamicCache, tokens: int) -> DynamicCache:
+    def _filled(self, size: Forward, cache: DynamicCache, tokens: int) -> DynamicCache:
         """An empty cache with a copy of what a graph kept of the first tokens."""
         kept = size.kept
         if kept is not None:
@@ -294,17 +265,18 @@ class Forwards:
         return cache
 
 
-def _check(run: Callable[[], None], inputs: Inputs) -> None:
-    """Run what is to be captured. Raises CaptureError unless layers get what they got uncaptured:
-    models make masks and positions in ways of their own."""
+def is_autocast(x: Tensor) -> bool:
+    """Whether casts are on, which a graph would not repeat."""
+    return torch.is_autocast_enabled(x.device.type)
+
+
+def _difference(run: Callable[[], None], inputs: Inputs) -> str | None:
+    """Run what is to be captured; why it cannot be, unless layers get what they got uncaptured, or
+    None: models make masks and positions in ways of their own."""
     try:
-        with watched() as padded:
+        with watched() as padded, refusing("padded they fail"):
             run()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        let_through(error)
-        raise CaptureError(f"padded they fail: {error!r}") from error
+    except CaptureError as error:
+        return str(error)
     name = unlike(padded, inputs)
-    if name is not None:
-        raise CaptureError(f"padded their layers get another {name}")
+    return None if name is None else f"padded their layers get another {name}"

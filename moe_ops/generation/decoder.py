@@ -57,7 +57,7 @@ class Decoder:
 
     def _renew(self) -> None:
         """Forget what holds modules or weights: whole modules may be others by now."""
-        self._captures = Captures(self.tools.capture)
+        self._captures = Captures(self.tools.pool)
         self._prompts: tuple[nn.Module, nn.Module] | None = None
         self._stand_ins: dict[str | None, Mapping[nn.Module, nn.Module]] = {}
         self._codes: WeakKeyDictionary[Steps, dict[str | None, Code]] = WeakKeyDictionary()
@@ -140,7 +140,6 @@ class Decoder:
                 unmasked=unmasked,
                 step=divided(self.model, Way(steps.region, self._layers_of_steps(attention))),
                 captures=self._captures,
-                capture=self.tools.capture,
             )
         return codes[attention]
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +12,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moe_ops.forward.masks import REPEATABLE, attention_of, masks, repeatable
 from moe_ops.generation.slots import Empty, Slots
-from moe_ops.interop.interrupts import let_through
-
-log = logging.getLogger("moe_ops")
+from moe_ops.graphs.cuda_graph import GraphPool, refusing
+from moe_ops.graphs.runner import TIMES, Recent, Size, put
 
 MOST_TOKENS = 4096
-MOST_SIZES = 16
-TIMES = 3  # that a size has to come before it is captured
+MOST_SIZES = 16  # of a cache, of which there are several
 CONSTANTS = {"logits_to_keep", "use_cache", "return_dict"}  # that `generate` gives a model
 Key = tuple[Any, ...]
-Capture = Callable[[Callable[[], None], Sequence[Tensor]], Callable[[], None] | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,41 +30,13 @@ class Prompt:
     positions: Tensor
 
 
-@dataclass(slots=True)
-class Size:
-    """How often a size of prompts came, and what repeats it."""
-
-    seen: int = 0
-    replay: Callable[[], None] | None = None
-
-
+@dataclass(slots=True, eq=False)
 class Captures:
-    """Captures prompts, until one cannot be: then others cannot either, for the same reason."""
+    """Where prompts and steps of a model are captured. Prompts are until one cannot be: then others
+    cannot either, for the same reason."""
 
-    def __init__(self, tool: Capture) -> None:
-        self.tool = tool
-        self.work = True
-
-    def capture(
-        self, function: Callable[[], None], state: Sequence[Tensor], size: str
-    ) -> Callable[[], None] | None:
-        start = time.perf_counter()
-        try:
-            replay = self.tool(function, state)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever it is, the way without a graph is still there
-            let_through(error)
-            log.warning(
-                "generate: prompts run uncaptured, as those of %s cannot be captured: %s",
-                *(size, error),
-            )
-            replay = None
-        self.work = replay is not None
-        if self.work:
-            seconds = time.perf_counter() - start
-            log.info("generate: a graph of prompts of %s took %.1f s", size, seconds)
-        return replay
+    pool: GraphPool
+    refusal: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,52 +72,48 @@ class Prompts:
 
     def __init__(self) -> None:
         self.replayed = 0
-        self._sizes: OrderedDict[Key, Size] = OrderedDict()
+        self._sizes = Recent(Size, MOST_SIZES)
         self._inputs: Tensor | None = None
         self._logits: Tensor | None = None
 
     def read(self, filling: Filling, prompt: Prompt, kwargs: dict[str, Any]) -> Any:
         """The model's output for a prompt, whose keys and values are then in the slots."""
-        replay = self._graph(filling, prompt, kwargs)
-        if replay is None:
+        size = self._captured(filling, prompt, kwargs)
+        if size is None:
             return filling.fill(prompt, prompt.mask, False, kwargs)
-        replay()
+        size.replay()
         self.replayed += 1
         assert self._logits is not None
         logits = self._logits[: prompt.ids.shape[0]]
         return CausalLMOutputWithPast(logits=logits)
 
-    def _graph(
-        self, filling: Filling, prompt: Prompt, kwargs: dict[str, Any]
-    ) -> Callable[[], None] | None:
+    def _captured(self, filling: Filling, prompt: Prompt, kwargs: dict[str, Any]) -> Size | None:
         """What repeats prompts of this size, with this one in its inputs; None if nothing does."""
         key, attention = key_of(prompt, kwargs), attention_of(filling.config)
-        if key is None or attention not in REPEATABLE or not filling.captures.work:
+        captures, device = filling.captures, filling.like.device
+        if key is None or attention not in REPEATABLE or captures.refusal is not None:
             return None
-        size = self._came((attention, *key))
+        if not captures.pool.captures_on(device):
+            return None
+        size = self._sizes.came((attention, *key))
         if size.seen < TIMES:
             return None
         inputs = self._copied(prompt)
-        if size.replay is None:
-            size.replay = self._captured(filling, inputs, kwargs)
-        return size.replay
+        if size.graph is None:
+            B, S = prompt.ids.shape
+            run, what = self._runner(filling, inputs, kwargs), f"prompts of generate ({B} x {S})"
+            size.capture(captures.pool, run, filling.state, device=device, what=what)
+            captures.refusal = size.refusal
+        return size if size.is_ready else None
 
     @property
     def graphs(self) -> int:
-        return sum(size.replay is not None for size in self._sizes.values())
+        return self._sizes.graphs
 
     def forget(self) -> None:
         """Forget all graphs, and how often sizes came."""
-        self._sizes.clear()
+        self._sizes.forget()
         self._logits = None
-
-    def _came(self, key: Key) -> Size:
-        size = self._sizes.pop(key, None) or Size()
-        size.seen += 1
-        self._sizes[key] = size
-        if len(self._sizes) > MOST_SIZES:
-            self._sizes.popitem(last=False)
-        return size
 
     def _copied(self, prompt: Prompt) -> Prompt:
         """Copy a prompt into the buffers that graphs read, and return it there."""
@@ -160,7 +122,7 @@ class Prompts:
             self._inputs = torch.zeros(3, MOST_TOKENS, dtype=torch.int64, device=ids.device)
 
         def copied(x: Tensor, buffer: Tensor) -> Tensor:
-            return buffer[: ids.numel()].view(ids.shape).copy_(x)
+            return put(x, buffer[: ids.numel()].view(ids.shape))
 
         of_ids, of_mask, of_positions = self._inputs
         return Prompt(
@@ -169,22 +131,24 @@ class Prompts:
             copied(prompt.positions, of_positions),
         )
 
-    def _captured(
+    def _runner(
         self, filling: Filling, prompt: Prompt, kwargs: dict[str, Any]
-    ) -> Callable[[], None] | None:
+    ) -> Callable[[], None]:
+        """What is captured for prompts like this one, which is in the inputs."""
         B, S = prompt.ids.shape
         like = filling.like.new_empty(B, S, 0)
 
         def run() -> None:
             config, empty = repeatable(filling.config), Empty(filling.slots)
-            made = masks(config, like, prompt.mask, empty, prompt.positions)
-            out = filling.fill(prompt, made, made is None, kwargs)
+            with refusing("with masks that a graph can repeat they fail"):
+                made = masks(config, like, prompt.mask, empty, prompt.positions)
+                out = filling.fill(prompt, made, made is None, kwargs)
             last = out.logits[:, -1:]
             if self._logits is None:  # the first run of all, of which nothing is captured
                 self._logits = last.new_empty(len(filling.like), *last.shape[1:])
             self._logits[:B].copy_(last)
 
-        return filling.captures.capture(run, filling.state, f"{B} x {S}")
+        return run
 
 
 def key_of(prompt: Prompt, kwargs: dict[str, Any]) -> Key | None:

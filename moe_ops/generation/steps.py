@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,10 +20,11 @@ from moe_ops.forward.layer_cache import CACHE
 from moe_ops.forward.masks import Sizes, masks
 from moe_ops.forward.regions import ByKind, Region, plain_tensors
 from moe_ops.generation.fallback import CompileModel
-from moe_ops.generation.prompts import Capture, Captures, Filling, Prompt, Prompts
+from moe_ops.generation.prompts import Captures, Filling, Prompt, Prompts
 from moe_ops.generation.slots import Empty, Slots
+from moe_ops.graphs.cuda_graph import GraphPool
+from moe_ops.graphs.runner import Size, put
 from moe_ops.interop.code_objects import with_own_code_object
-from moe_ops.interop.interrupts import let_through
 from moe_ops.terminal import waiting_for
 
 log = logging.getLogger("moe_ops")
@@ -38,16 +38,14 @@ class Tools:
 
     `layers` runs layers for any number of sequences and tokens, `compile_step` compiles for
     the sizes of its first call, `compile_model` a whole model for what transformers calls so.
-    `capture(function, state)` makes a call that repeats
-    `function` without the host; the tensors of `state` are those that function changes. It gives
-    None where there is nothing to capture with, and raises RuntimeError if it fails. `tell` is
-    called where more may have been compiled, and says what came of it.
+    `pool` captures prompts and steps, in memory that they share. `tell` is called where more may
+    have been compiled, and says what came of it.
     """
 
     layers: Region
     compile_step: Callable[[Callable[..., Any]], Callable[..., Any]]
     compile_model: CompileModel
-    capture: Capture
+    pool: GraphPool
     tell: Callable[[], None] = lambda: None
 
 
@@ -63,7 +61,6 @@ class Code:
     unmasked: nn.Module  # the same, whose layers get no mask
     step: nn.Module  # its layers compiled for the steps of this size
     captures: Captures
-    capture: Capture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +109,7 @@ class Steps:
         self.rows = rows
         self.slots = slots
         self.count = 0
-        # It is given these steps: if it held them, buffers would outlive their last user.
-        self.replay: Callable[[Steps, Code], None] | None = None
-        self.captured = False
+        self.graph = Size()
         device = model.device
         with plain_tensors():
             self.ids = torch.zeros(rows, 1, dtype=torch.int64, device=device)
@@ -168,12 +163,16 @@ class Steps:
     def step(self, code: Code, ids: Tensor, with_room: WithRoom[Any]) -> Tensor:
         """The logits [B, 1, V] after one more token per sequence, valid until the next step."""
         batch = len(ids)
-        self.ids[:batch].copy_(ids)
+        put(ids, self.ids[:batch])
         if batch < self.rows:
             self.ids[batch:].copy_(ids[:1].expand(self.rows - batch, -1))
-        if self.replay is None:
-            self.replay = with_room(functools.partial(self._captured, code))
-        self.replay(self, code)
+        if self.graph.seen == 0:
+            with_room(functools.partial(self._capture, code))
+        self.graph.seen += 1
+        if self.graph.is_ready:
+            self.graph.replay()
+        else:
+            self.run(code)
         self.count += 1
         assert self.logits is not None
         return self.logits[:batch]
@@ -195,29 +194,16 @@ class Steps:
             self.positions.add_(1)
             self.filled.add_(1)
 
-    def _captured(self, code: Code) -> Callable[[Steps, Code], None]:
-        def run() -> None:
-            self.run(code)
-
-        start = time.perf_counter()
-        try:
-            with shown(f"making a step of {self.rows} rows, {self.slots} slots"):
-                replay = code.capture(run, self.state)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            let_through(error)
-            log.warning("generate: steps run uncaptured, as they cannot be captured: %s", error)
-            return Steps.run
-        if replay is None:
-            return Steps.run
-        self.captured = True
-        log.info("generate: a step is ready after %.1f s", time.perf_counter() - start)
-        return lambda steps, code: replay()
+    def _capture(self, code: Code) -> None:
+        what, pool = f"{self.rows} rows, {self.slots} slots", code.captures.pool
+        if pool.captures_on(self.ids.device):
+            run, called = functools.partial(self.run, code), f"steps of generate ({what})"
+            with shown(f"making a step of {what}"):
+                self.graph.capture(pool, run, self.state, device=self.ids.device, what=called)
 
     def forget_graphs(self) -> None:
         # The logits are in the memory of the graphs, which goes when nothing is in it.
-        self.replay, self.captured, self.logits = None, False, None
+        self.graph, self.logits = Size(), None
         self.prompts.forget()
 
     def copy_into(self, cache: Cache, batch: int, prompt: int) -> None:
@@ -234,7 +220,7 @@ class Steps:
             rows=self.rows,
             slots=self.slots,
             steps=self.count,
-            captured=self.captured,
+            captured=self.graph.is_ready,
             cache_bytes=self.cache.nbytes,
             prompt_graphs=self.prompts.graphs,
             prompts_replayed=self.prompts.replayed,

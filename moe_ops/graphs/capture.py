@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from moe_ops.arena import Arena, Buffer, current_stream, shared
+from moe_ops.arena import Arena, shared
 from moe_ops.checks.options import check_int, check_ints, check_type
 from moe_ops.checks.signature import described
 from moe_ops.graphs.addresses import identities, module_of, state_of
-from moe_ops.graphs.cuda_graph import Captured, CaptureError, GraphPool, capture_call, capturing
+from moe_ops.graphs.cuda_graph import Captured, capture_call, capturing
+from moe_ops.graphs.runner import Lane, Lanes, Size, put
 from moe_ops.layer import MoELayer
 from moe_ops.planning.plan import Plan
 
@@ -37,38 +38,19 @@ Key = tuple[int, tuple[Any, ...]]  # tokens of a bucket, and what its calls have
 
 
 @dataclass(slots=True)
-class _Bucket:
+class _Bucket(Size):
     """The graph of one layout and number of tokens, or why there is none."""
 
-    inputs: list[Tensor]  # of so many tokens, in the buffers
-    buffers: list[Buffer]
+    inputs: list[Tensor] = field(default_factory=list)  # of so many tokens, in the buffers
     part: Tensor | None = None  # of its tokens that are those of the call, for layers that count
-    graph: Captured | None = None
-    refusal: str | None = None
-    hits: int = 0
-    used: int = 0  # by which call of the lane
-
-    @property
-    def retired(self) -> bool:
-        return any(buffer.retired for buffer in self.buffers)
 
     def fill(self, values: Iterable[Tensor], T: int) -> None:
         """Put the first T tokens into the inputs, and padding after them."""
         for x, value in zip(self.inputs, values, strict=True):
-            x[:T].copy_(value[:T])
+            put(value[:T], x[:T])
             x[T:].fill_(0 if x.is_floating_point() or x.dtype == torch.bool else -1)
         if self.part is not None:
             self.part[0].fill_(T)
-
-
-@dataclass(slots=True)
-class _Lane:
-    """What one stream has to itself, as graphs of different streams may run at the same time."""
-
-    lock: Any  # of the buffers: held from copying the inputs to the replay
-    pool: GraphPool
-    buckets: dict[Key, _Bucket] = field(default_factory=dict)
-    calls: int = 0
 
 
 class GraphRunner:
@@ -114,11 +96,8 @@ class GraphRunner:
         check_int("most", most, least=1)
         self.function = function
         self.varying = varying
-        self.most = most
         self._module = module_of(function)
-        self._arena = arena
-        self._capture = capture
-        self._lanes: dict[tuple[torch.device, int], _Lane] = {}
+        self._lanes = Lanes(arena, capture, _Bucket, most)
         self._told: set[str] = set()
 
     def __call__(self, *args: Any) -> Any:
@@ -128,13 +107,11 @@ class GraphRunner:
         if reason is not None:
             return self._uncaptured(reason, args)
         tokens = self.buckets[bisect_left(self.buckets, T)]
-        lane = self._lane(args[0].device)
+        lane = self._lanes.of_current(args[0].device)
         with lane.lock, torch.inference_mode(False), torch.no_grad():
             bucket = self._bucket(lane, (tokens, layout), args, fixed, T)
             if bucket.graph is not None:
-                bucket.hits += 1
-                bucket.graph.replay()
-                return _cut(bucket.graph.output, tokens, T)
+                return _cut(bucket.replay(), tokens, T)
         return self._uncaptured(str(bucket.refusal), args)
 
     def warmup(self, *args: Any) -> None:
@@ -147,34 +124,23 @@ class GraphRunner:
         reason = self._refusal(args, fixed, self.buckets[0])
         if reason is not None:
             raise ValueError(f"nothing to capture: {reason}")
-        lane = self._lane(args[0].device)
+        lane = self._lanes.of_current(args[0].device)
         with lane.lock, torch.inference_mode(False), torch.no_grad():
             for tokens in reversed(self.buckets):
                 self._bucket(lane, (tokens, layout), args, fixed, 0)
 
     def report(self) -> list[BucketReport]:
         """The buckets, stream by stream in the order of their last use."""
-        found = []
-        for lane in list(self._lanes.values()):
-            with lane.lock:
-                found += [
-                    BucketReport(
-                        tokens=tokens,
-                        hits=bucket.hits,
-                        bytes=0 if bucket.graph is None else bucket.graph.bytes,
-                        refusal=bucket.refusal,
-                    )
-                    for (tokens, _), bucket in sorted(
-                        lane.buckets.items(), key=lambda item: item[1].used
-                    )
-                ]
-        return found
+        return [
+            BucketReport(
+                tokens=tokens, hits=bucket.replays, bytes=bucket.bytes, refusal=bucket.refusal
+            )
+            for (tokens, _), bucket in self._lanes.items()
+        ]
 
     def reset(self) -> None:
         """Forget all graphs."""
-        for lane in list(self._lanes.values()):
-            with lane.lock:
-                lane.buckets.clear()
+        self._lanes.forget()
 
     def _tokens(self, args: tuple[Any, ...]) -> int:
         try:
@@ -221,49 +187,42 @@ class GraphRunner:
             log.info("runs without a CUDA graph: %s", reason)
         return self.function(*args)
 
-    def _lane(self, device: torch.device) -> _Lane:
-        key = (device, current_stream(device))
-        if key not in self._lanes:
-            new = _Lane(self._arena.lock(device), GraphPool(self._capture))
-            self._lanes.setdefault(key, new)  # unless another thread just did
-        return self._lanes[key]
-
     def _bucket(
-        self, lane: _Lane, key: Key, args: tuple[Any, ...], fixed: list[Any], T: int
+        self, lane: Lane[_Bucket], key: Key, args: tuple[Any, ...], fixed: list[Any], T: int
     ) -> _Bucket:
         """The bucket of a call: its inputs hold T tokens, and it is captured, if it can be."""
         try:
-            bucket = lane.buckets.get(key)  # once: a key may hold hundreds of addresses
+            bucket = lane.sizes.came(key)  # once: a key may hold hundreds of addresses
         except TypeError as error:
-            return _Bucket([], [], refusal=f"an argument may change without being seen to: {error}")
-        if bucket is None or bucket.retired:
-            bucket = self._new_bucket(lane, key[0], args)
+            return _Bucket(refusal=f"an argument may change without being seen to: {error}")
+        if bucket.is_retired:
+            bucket = lane.sizes.renew(key)
+        if bucket.refusal is not None:
+            return bucket
+        if not bucket.inputs:
+            self._give_inputs(lane, bucket, key[0], args)
         bucket.fill(args[: self.varying], T)
-        if bucket.graph is None and bucket.refusal is None:
-            self._capture_bucket(lane, bucket, args, fixed, T)
-            lane.buckets[key] = bucket
-        lane.calls += 1
-        bucket.used = lane.calls
-        if len(lane.buckets) > self.most:
-            log.info("more CUDA graphs than most=%d: the one used longest ago is gone", self.most)
-            del lane.buckets[min(lane.buckets, key=lambda key: lane.buckets[key].used)]
+        if bucket.graph is None:
+            self._capture(lane, bucket, args, fixed, T)
         return bucket
 
-    def _new_bucket(self, lane: _Lane, tokens: int, args: tuple[Any, ...]) -> _Bucket:
-        """A bucket without a graph. Those whose buffers were replaced, also by this, are gone."""
-        new, device = _Bucket([], []), args[0].device
+    def _give_inputs(
+        self, lane: Lane[_Bucket], bucket: _Bucket, tokens: int, args: tuple[Any, ...]
+    ) -> None:
+        """Give a bucket its inputs. Graphs whose buffers were replaced, also by this, are gone."""
         for i, x in enumerate(args[: self.varying]):
-            shape = (self.buckets[-1], *x.shape[1:])
+            shape, purpose = (self.buckets[-1], *x.shape[1:]), f"input {i} of a graph"
             nbytes = torch.Size(shape).numel() * x.dtype.itemsize
-            new.buffers.append(self._arena.take(f"input {i} of a graph", nbytes, device))
-            new.inputs.append(new.buffers[-1].view(shape, x.dtype)[:tokens])
-        for key in [key for key, bucket in lane.buckets.items() if bucket.retired]:
-            log.info("a CUDA graph of %d tokens is gone: its buffers were replaced", key[0])
-            del lane.buckets[key]
-        return new
+            buffer = self._lanes.arena.take(purpose, nbytes, args[0].device)
+            bucket.buffers[purpose] = buffer
+            bucket.inputs.append(buffer.view(shape, x.dtype)[:tokens])
+        for key, other in lane.sizes.items():
+            if other.is_retired:
+                log.info("a CUDA graph of %d tokens is gone: its buffers were replaced", key[0])
+                lane.sizes.forget(key)
 
-    def _capture_bucket(
-        self, lane: _Lane, bucket: _Bucket, args: tuple[Any, ...], fixed: list[Any], T: int
+    def _capture(
+        self, lane: Lane[_Bucket], bucket: _Bucket, args: tuple[Any, ...], fixed: list[Any], T: int
     ) -> None:
         inputs, rest, function = bucket.inputs, args[self.varying :], self.function
         counting, part = _counting_layers(fixed), None
@@ -272,16 +231,16 @@ class GraphRunner:
         bucket.part = part
         # A function may write only there into tensors that were made there, such as a cache.
         inference = any(isinstance(x, Tensor) and x.is_inference() for x in fixed)
-        try:
-            # inference_mode(False) switches gradients on, also inside no_grad.
-            with torch.inference_mode(inference), torch.no_grad():
-                bucket.graph = lane.pool.capture(
-                    lambda: _count_part(part, counting, function, *inputs, *rest),
-                    [t for layer in counting for t in _counts(layer)],
-                    device=inputs[0].device,
-                )
-        except CaptureError as error:
-            bucket.refusal = str(error)
+        # inference_mode(False) switches gradients on, also inside no_grad.
+        with torch.inference_mode(inference), torch.no_grad():
+            bucket.capture(
+                lane.pool,
+                lambda: _count_part(part, counting, function, *inputs, *rest),
+                [t for layer in counting for t in _counts(layer)],
+                device=inputs[0].device,
+            )
+        if bucket.refusal is not None:
+            bucket.inputs = []
 
 
 def _counting_layers(values: Iterable[Any]) -> list[MoELayer]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,19 @@ class Captured:
     bytes: int  # that the graph's memory pool grew by
 
 
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """A context whose errors are why a call is not captured: it raises CaptureError, after `what`.
+    Not those of memory, which may be made, and those that came from outside."""
+    try:
+        yield
+    except (CaptureError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        let_through(error)
+        raise CaptureError(f"{what}: {error!r}") from error
+
+
 _one_at_a_time = threading.Lock()  # torch captures one graph at a time in a process
 _thread = threading.local()
 
@@ -52,7 +66,8 @@ def capture_call(
     Threads wait for each other, and from the warm-up on: it may compile, which times kernels, and
     whoever waits for the whole of a GPU breaks the capture of any thread on it.
 
-    Raises CaptureError if the capture fails. The process stays usable.
+    Raises CaptureError if the capture fails, OutOfMemoryError for want of memory. The process stays
+    usable.
     """
     if device is not None and device.type != "cuda":
         raise CaptureError(f"CUDA graphs need tensors on a CUDA GPU, got {device}; move them there")
@@ -91,6 +106,9 @@ def _warmed_and_captured(
             mode = "thread_local"  # other threads may use the GPU meanwhile, and allocate
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
                 output = function()
+        except torch.OutOfMemoryError:
+            end_capture(stream)
+            raise  # there may be room for it later
         except Exception as error:
             end_capture(stream)
             let_through(error)
@@ -129,6 +147,10 @@ class GraphPool:
         self._capture = capture
         self._memory: tuple[Any, Any] = (None, None)
         self._graphs: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
+
+    def captures_on(self, device: torch.device) -> bool:
+        """Whether there is something to capture with on a device: a GPU, or a stand-in for it."""
+        return device.type == "cuda" or self._capture is not capture_call
 
     def capture(
         self, function: Callable[[], Any], state: Sequence[Tensor] = (), *, device: torch.device

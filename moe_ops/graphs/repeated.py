@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from moe_ops.arena import Arena, shared
-from moe_ops.graphs.cuda_graph import Captured, CaptureError, capture_call, capturing
-from moe_ops.graphs.lanes import TIMES, Lane, Lanes
-from moe_ops.interop.interrupts import let_through
+from moe_ops.graphs.cuda_graph import Captured, capture_call, capturing
+from moe_ops.graphs.runner import TIMES, Lane, Lanes, Size, put
 
 log = logging.getLogger("moe_ops")
 
@@ -33,17 +32,13 @@ class SizeReport:
 
 
 @dataclass(slots=True)
-class Size:
-    """How often a size came, and what repeats it."""
+class Calls(Size):
+    """Calls of one size, what is copied for them and what stays where it is."""
 
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...] = ()
     addresses: tuple[int, ...] = ()  # of what stays where it is
-    seen: int = 0
-    replays: int = 0
     inputs: dict[int, Tensor] = field(default_factory=dict)  # buffers, by place in the call
     staying: frozenset[int] = frozenset()  # the places of results that are inputs that stay
-    graph: Captured | None = None
-    refusal: str | None = None
 
 
 class Repeated:
@@ -68,7 +63,7 @@ class Repeated:
         self._function = function
         self._stays = stays
         self._capture = capture
-        self._lanes = Lanes[Size](arena, capture)
+        self._lanes = Lanes(arena, capture, Calls)
 
     def __call__(self, *args: Any) -> Any:
         device = self._device(args)
@@ -77,7 +72,7 @@ class Repeated:
         try:
             return self._run(self._lanes.of_current(device), args)
         except torch.OutOfMemoryError:
-            if not any(size.graph for _, size in self._lanes.sizes()):
+            if not self._lanes.graphs:
                 raise
         log.warning("out of memory, so the graphs of a compiled function are dropped")
         self.forget()
@@ -96,10 +91,10 @@ class Repeated:
                 shapes=size.shapes,
                 calls=size.seen,
                 replays=size.replays,
-                bytes=0 if size.graph is None else size.graph.bytes,
+                bytes=size.bytes,
                 refusal=size.refusal,
             )
-            for _, size in self._lanes.sizes()
+            for _, size in self._lanes.items()
         ]
 
     def _device(self, args: Sequence[Any]) -> torch.device | None:
@@ -113,16 +108,15 @@ class Repeated:
             return None if self._capture is capture_call else device
         return None if capturing() else device
 
-    def _run(self, lane: Lane[Size], args: Sequence[Any]) -> Any:
+    def _run(self, lane: Lane[Calls], args: Sequence[Any]) -> Any:
         with lane.lock:
             size = self._came(lane, args)
             if size.graph is not None:
-                self._fill(size, args)
-                size.graph.replay()
-                size.replays += 1
+                for i, buffer in size.inputs.items():
+                    put(args[i], buffer)
                 return [
                     x.clone() if isinstance(x, Tensor) and i not in size.staying else x
-                    for i, x in enumerate(size.graph.output)
+                    for i, x in enumerate(size.replay())
                 ]
         if size.seen < TIMES or size.refusal is not None:
             return self._function(*args)
@@ -133,52 +127,43 @@ class Repeated:
             self._make(lane, size, args, changed, out)
         return out
 
-    def _came(self, lane: Lane[Size], args: Sequence[Any]) -> Size:
+    def _came(self, lane: Lane[Calls], args: Sequence[Any]) -> Calls:
         key = tuple(_identity(x) for x in args)
         addresses = tuple(args[i].data_ptr() for i in self._stays)
-        size = lane.sizes.get(key)
-        if size is not None and size.addresses != addresses:
-            size = None  # weights came to lie elsewhere
-        if size is None:
+        size = lane.sizes.came(key)
+        if size.seen > 1 and size.addresses != addresses:  # weights came to lie elsewhere
+            size = lane.sizes.renew(key)
+        if size.seen == 1:
             copied = (x for i, x in enumerate(args) if i not in self._stays)
-            shapes = tuple(tuple(x.shape) for x in copied if isinstance(x, Tensor))
-            size = Size(shapes, addresses)
-        size.seen += 1
-        lane.keep(key, size)
+            size.shapes = tuple(tuple(x.shape) for x in copied if isinstance(x, Tensor))
+            size.addresses = addresses
         return size
 
-    def _fill(self, size: Size, args: Sequence[Any]) -> None:
-        for i, buffer in size.inputs.items():
-            buffer.copy_(args[i])
-
     def _make(
-        self, lane: Lane[Size], size: Size, args: Sequence[Any], changed: Sequence[int], out: Any
+        self, lane: Lane[Calls], size: Calls, args: Sequence[Any], changed: Sequence[int], out: Any
     ) -> None:
         """Capture a size, of which a call gave `out` and changed inputs at these places."""
-        size.refusal = self._refusal(args, changed, out)
-        if size.refusal is None:
-            held = {_storage(args[i]) for i in self._stays}
-            tensors = [(i, x) for i, x in enumerate(out) if isinstance(x, Tensor)]
-            size.staying = frozenset(i for i, x in tensors if _storage(x) in held)
-            with torch.inference_mode(False), torch.no_grad():
-                size.inputs = {
-                    i: x.clone()
-                    for i, x in enumerate(args)
-                    if isinstance(x, Tensor) and i not in self._stays
-                }
-                call = [size.inputs.get(i, x) for i, x in enumerate(args)]
-                # Of tensors of inference mode nobody knows whether they were changed.
-                state = [args[i] for i in self._stays if i in changed or args[i].is_inference()]
-                device = next(x.device for x in args if isinstance(x, Tensor))
-                try:
-                    size.graph = lane.pool.capture(
-                        lambda: self._function(*call), state, device=device
-                    )
-                except CaptureError as error:
-                    let_through(error)
-                    size.refusal, size.inputs = str(error), {}
+        what = f"calls of a compiled function of {size.shapes}"
+        reason = self._refusal(args, changed, out)
+        if reason is not None:
+            size.refuse(reason, what)
+            return
+        held = {_storage(args[i]) for i in self._stays}
+        tensors = [(i, x) for i, x in enumerate(out) if isinstance(x, Tensor)]
+        size.staying = frozenset(i for i, x in tensors if _storage(x) in held)
+        with torch.inference_mode(False), torch.no_grad():
+            size.inputs = {
+                i: x.clone()
+                for i, x in enumerate(args)
+                if isinstance(x, Tensor) and i not in self._stays
+            }
+            call = [size.inputs.get(i, x) for i, x in enumerate(args)]
+            # Of tensors of inference mode nobody knows whether they were changed.
+            state = [args[i] for i in self._stays if i in changed or args[i].is_inference()]
+            device = next(x.device for x in args if isinstance(x, Tensor))
+            size.capture(lane.pool, lambda: self._function(*call), state, device=device, what=what)
         if size.refusal is not None:
-            log.info("a compiled function of %s runs uncaptured: %s", size.shapes, size.refusal)
+            size.inputs = {}
 
     def _refusal(self, args: Sequence[Any], changed: Sequence[int], out: Any) -> str | None:
         others = [i for i in changed if i not in self._stays]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,56 +15,23 @@ from moe_ops.forward.by_layers import ByLayers
 from moe_ops.forward.captured import Forwards
 from moe_ops.forward.layer_cache import CACHE
 from moe_ops.forward.regions import ByKind, Region
-from moe_ops.graphs.cuda_graph import Captured
 from moe_ops.passes.inductor.compiled import Compiled
 from moe_ops.testing import F32, TOL, assert_close
+from tests.graphs.recorder import Recorder
 
 MODEL = TOL["model", F32]
-
-
-class Graphs:
-    """Captures by keeping the function, and counts; raises `errors` first, one a capture."""
-
-    def __init__(self) -> None:
-        self.captured = 0
-        self.replayed = 0
-        self.errors: list[Exception] = []
-        self.pools: list[Any] = []
-
-    def __call__(
-        self,
-        function: Callable[[], Any],
-        state: Sequence[Tensor] = (),
-        *,
-        pool: Any,
-        stream: Any,
-        device: torch.device,
-    ) -> Captured:
-        if self.errors:
-            raise self.errors.pop(0)
-        self.captured += 1
-        self.pools.append(pool)
-
-        def replay() -> None:
-            self.replayed += 1
-            with torch.inference_mode(False), torch.no_grad():
-                function()
-
-        replay()
-        self.replayed -= 1
-        return Captured(replay, None, 64)
 
 
 class Layered:
     """A model, its twin, and how the twin ran: `whole` counts calls as one graph, `layers` those of
     layers by kind."""
 
-    def __init__(self, model: Any, graphs: Graphs | None = None) -> None:
+    def __init__(self, model: Any, graphs: Any = None) -> None:
         self.model = model
         self.twin = moe_ops.compile(model)
         compiled = self.twin._compiled_call_impl
         assert isinstance(compiled, Compiled)
-        self.graphs = graphs or Graphs()
+        self.graphs = graphs or Recorder()
         self.forwards = Forwards(arena=Arena(), capture=self.graphs)
         self.layers: Counter[str] = Counter()
         self.whole = 0

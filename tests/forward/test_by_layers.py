@@ -18,7 +18,8 @@ from moe_ops.forward.by_layers import shape_refusal
 from moe_ops.forward.layer_cache import CACHE
 from moe_ops.testing import assert_close
 from tests.chosen import CHOSEN, those_of
-from tests.forward.layered import MODEL, Graphs, Layered, left_padded, tokens
+from tests.forward.layered import MODEL, Layered, left_padded, tokens
+from tests.graphs.recorder import Recorder
 from tests.hf import families
 
 # Of these families a layer keeps more than keys and values, so that calls with a cache run whole.
@@ -68,7 +69,7 @@ def test_every_family_is_captured_or_says_why_not(family: str) -> None:
     inputs = families.inputs_for(tiny, 2, 23, 0)
     asks_more = set(inputs) != {"input_ids"}
     captured = 0 if family in KEEP_MORE | NO_CACHE or asks_more else 2
-    assert run.graphs.captured == captured
+    assert run.graphs.captures == captured
     assert run.graphs.replayed == 2 * captured
     assert not [report.refusal for report in run.forwards.report() if report.refusal]
 
@@ -350,17 +351,17 @@ def test_two_threads(qwen: Layered) -> None:
         thread.start()
     for thread in threads:
         thread.join(300)
-    assert failures == [] and qwen.whole == 0 and qwen.graphs.captured == 4
+    assert failures == [] and qwen.whole == 0 and qwen.graphs.captures == 4
 
 
 def test_two_models_at_once() -> None:
-    graphs = Graphs()
+    graphs = Recorder()
     runs = [Layered(families.build(f).model, graphs) for f in ("qwen3_moe", "gpt_oss")]
     for seed in range(5):
         for run in runs:
             out = run(input_ids=tokens(2, 9, seed))
             run(input_ids=tokens(2, 1, seed), **{CACHE: out[CACHE]})
-    assert graphs.captured == 2 and [run.whole for run in runs] == [0, 0]
+    assert graphs.captures == 2 and [run.whole for run in runs] == [0, 0]
 
 
 def test_which_models_are_compiled_whole() -> None:

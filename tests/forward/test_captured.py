@@ -15,11 +15,11 @@ from moe_ops.forward import calls, captured
 from moe_ops.forward.calls import bucket_of, call_of, capture_refusal, is_dense, output_refusal
 from moe_ops.forward.inputs import unlike
 from moe_ops.forward.layer_cache import CACHE
-from moe_ops.graphs import lanes
-from moe_ops.graphs.cuda_graph import CaptureError
-from moe_ops.graphs.lanes import TIMES
+from moe_ops.graphs import runner
+from moe_ops.graphs.cuda_graph import CaptureError, capture_call
+from moe_ops.graphs.runner import TIMES
 from moe_ops.testing import assert_close
-from tests.forward.layered import MODEL, Graphs, Layered, left_padded, tokens
+from tests.forward.layered import MODEL, Layered, left_padded, tokens
 from tests.hf import families
 
 
@@ -43,7 +43,7 @@ def test_a_size_that_comes_again_is_replayed(family: str, attention: str) -> Non
     for seed in range(TIMES + 2):
         run(input_ids=tokens(3, 11, seed), use_cache=False)
         run(input_ids=tokens(3, 11, seed), attention_mask=left_padded(3, 11, seed, 0, 5))
-        assert run.graphs.captured == 2 * (seed + 1 >= TIMES)
+        assert run.graphs.captures == 2 * (seed + 1 >= TIMES)
         assert run.graphs.replayed == 2 * max(0, seed + 1 - TIMES)
     assert report(run) == [(3, 11, False, 2, None), (3, 11, True, 2, None)]
     assert run.whole == 0
@@ -129,7 +129,7 @@ def test_other_addresses_drop_the_graphs(qwen: Layered) -> None:
     assert report(qwen) == [(2, 7, False, 0, None)]
     for _ in range(TIMES):
         qwen(input_ids=tokens(2, 7))
-    assert report(qwen) == [(2, 7, False, 1, None)] and qwen.graphs.captured == 2
+    assert report(qwen) == [(2, 7, False, 1, None)] and qwen.graphs.captures == 2
 
 
 def test_a_failed_capture_is_logged_and_not_tried_again(
@@ -177,26 +177,27 @@ def test_out_of_memory_drops_the_graphs(qwen: Layered, caplog: pytest.LogCapture
 
 
 def test_the_sizes_that_came_last_are_kept(qwen: Layered, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lanes.MOST_SIZES == 48
-    monkeypatch.setattr(lanes, "MOST_SIZES", 2)
+    assert runner.MOST_SIZES == 48
+    monkeypatch.setattr(runner, "MOST_SIZES", 2)
     for _ in range(TIMES + 1):
         for S in (6, 5):
             qwen(input_ids=tokens(1, S))
     assert [r[1] for r in report(qwen)] == [6, 5] and qwen.forwards.graphs == 2
     qwen(input_ids=tokens(1, 7))
     assert [r[1] for r in report(qwen)] == [5, 7] and qwen.forwards.graphs == 1
-    made = qwen.graphs.captured
+    made = qwen.graphs.captures
     for _ in range(2 * TIMES):  # more than are kept take turns
         for S in (5, 6, 7):
             qwen(input_ids=tokens(1, S))
-    assert qwen.graphs.captured == made and qwen.forwards.graphs == 0
+    assert qwen.graphs.captures == made and qwen.forwards.graphs == 0
 
 
 def test_graphs_of_a_model_share_memory(qwen: Layered) -> None:
     for _ in range(TIMES):
         for S in (9, 5):
             qwen(input_ids=tokens(1, S))
-    assert len(qwen.graphs.pools) >= 2 and len({id(pool) for pool in qwen.graphs.pools}) == 1
+    assert len(qwen.graphs.memory) >= 2
+    assert len({id(pool) for pool, _ in qwen.graphs.memory}) == 1
 
 
 def test_buffers_that_grow_make_others_capture_again(qwen: Layered) -> None:
@@ -204,12 +205,12 @@ def test_buffers_that_grow_make_others_capture_again(qwen: Layered) -> None:
         qwen(input_ids=tokens(1, 5))
     for _ in range(TIMES + 1):
         qwen(input_ids=tokens(4, 64))
-    assert qwen.graphs.captured == 2
+    assert qwen.graphs.captures == 2
     for _ in range(2):
         qwen(input_ids=tokens(1, 5))
-    assert qwen.graphs.captured == 3
+    assert qwen.graphs.captures == 3
     qwen(input_ids=tokens(4, 64))
-    assert qwen.graphs.captured == 3
+    assert qwen.graphs.captures == 3
 
 
 def test_calls_that_share_a_graph() -> None:
@@ -251,11 +252,11 @@ def test_calls_that_no_graph_repeats_give_the_same(qwen: Layered) -> None:
     for _ in range(TIMES + 1):
         qwen(input_ids=ids, position_ids=torch.arange(3, 10)[None])
         qwen(inputs_embeds=embedded)
-    assert qwen.graphs.captured == 0
+    assert qwen.graphs.captures == 0
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         for _ in range(TIMES + 1):
             assert qwen.twin(ids).logits.dtype == torch.bfloat16
-    assert qwen.graphs.captured == 0 and qwen.whole == 0
+    assert qwen.graphs.captures == 0 and qwen.whole == 0
 
 
 def test_heads_run_behind_a_graph(qwen: Layered) -> None:
@@ -263,7 +264,7 @@ def test_heads_run_behind_a_graph(qwen: Layered) -> None:
     for keep in (0, 1, 3, torch.tensor([2, 6])):
         qwen(input_ids=ids, logits_to_keep=keep)
     assert qwen(input_ids=ids, labels=ids).loss is not None
-    assert qwen.graphs.captured == 1 and qwen.graphs.replayed == 2
+    assert qwen.graphs.captures == 1 and qwen.graphs.replayed == 2
 
 
 def test_one_attention_a_graph(qwen: Layered) -> None:
@@ -373,8 +374,7 @@ def test_dense_tensors() -> None:
 
 
 def test_without_a_gpu_nothing_is_captured() -> None:
-    run = Layered(families.build("qwen3_moe").model, Graphs())
-    run.forwards._capture = captured.capture_call
+    run = Layered(families.build("qwen3_moe").model, capture_call)
     for _ in range(TIMES + 1):
         run(input_ids=tokens(2, 7))
     assert report(run) == []

@@ -10,13 +10,14 @@ from transformers import masking_utils
 
 from moe_ops.forward import calls
 from moe_ops.forward.inputs import watched
-from moe_ops.graphs.lanes import TIMES
+from moe_ops.graphs.runner import TIMES
 from moe_ops.testing import assert_close
-from tests.forward.layered import MODEL, Graphs, Layered, left_padded, tokens
+from tests.forward.layered import MODEL, Layered, left_padded, tokens
+from tests.graphs.recorder import Recorder
 from tests.hf import families
 
 
-class Recording(Graphs):
+class Recording(Recorder):
     """A stand-in during whose captures transformers, too, takes it that a graph is captured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

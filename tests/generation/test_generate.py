@@ -20,9 +20,11 @@ from moe_ops.forward.layer_cache import CACHE
 from moe_ops.generation.decoder import Decoder, rows_for, slots_for
 from moe_ops.generation.generate import QuickGenerate, shape_refusal
 from moe_ops.generation.sample import StopCheck
+from moe_ops.graphs.cuda_graph import CaptureError
 from tests.chosen import CHOSEN, those_of
+from tests.graphs.recorder import Recorder
 from tests.hf import families
-from tests.hf.twins import PLAIN, check, defer, stand_in, twin_of, uncompiled
+from tests.hf.twins import PLAIN, check, defer, twin_of, uncompiled
 
 
 @pytest.fixture(scope="module")
@@ -166,30 +168,23 @@ def test_sizes_are_rounded_up_and_the_one_used_longest_ago_is_dropped(model: Any
 
 def test_replaced_weights_are_captured_again(ids: Tensor) -> None:
     model = families.build("qwen3_moe").model
-    captures = []
-
-    def capture(function: Any, state: Any) -> Any:
-        captures.append(function)
-        return stand_in(function, state)
-
-    twin = twin_of(model, uncompiled(capture=capture))
+    recorder = Recorder()
+    twin = twin_of(model, uncompiled(recorder))
     check(model, twin, ids)
     with torch.no_grad():
         model.lm_head.weight.mul_(-1)
     check(model, twin, ids)
-    assert len(captures) == 1
+    assert recorder.captures == 1
     model.lm_head.weight.data = model.lm_head.weight.data.clone().neg_()
     check(model, twin, ids)
-    assert len(captures) == 2
+    assert recorder.captures == 2
 
 
 def test_a_failed_capture_is_logged_and_steps_run(
     model: Any, ids: Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(function: Any, state: Any) -> Any:
-        raise RuntimeError("a host sync")
-
-    twin = twin_of(model, uncompiled(capture=fails))
+    errors = CaptureError("a host sync"), AssertionError("tried again")
+    twin = twin_of(model, uncompiled(Recorder(*errors)))
     with caplog.at_level(logging.WARNING, "moe_ops"):
         check(model, twin, ids)
         check(model, twin, ids)

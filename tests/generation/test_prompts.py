@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,28 +18,31 @@ from moe_ops.forward.masks import repeatable
 from moe_ops.forward.regions import ByKind, Region
 from moe_ops.generation import prompts
 from moe_ops.generation.generate import shape_refusal
-from moe_ops.generation.prompts import TIMES
 from moe_ops.generation.steps import Tools
+from moe_ops.graphs.cuda_graph import Captured, CaptureError, GraphPool
+from moe_ops.graphs.runner import TIMES
 from moe_ops.testing import F32, TOL, assert_close
 from tests.chosen import CHOSEN, those_of
+from tests.graphs.recorder import Recorder
 from tests.hf import families, twins
 
 PLAIN = {"max_new_tokens": 5, "pad_token_id": 0, "eos_token_id": None}
 GENERATOR = torch.Generator().manual_seed(0)
 
 
-class Graphs:
-    """Captures by keeping the function, and counts. What runs takes it that it is captured."""
+class Graphs(Recorder):
+    """A stand-in that counts by kind. What runs takes it that it is captured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
         self.monkeypatch = monkeypatch
-        self.captured: Counter[str] = Counter()
-        self.replayed: Counter[str] = Counter()
+        self.of_kind: Counter[str] = Counter()
+        self.replayed_of_kind: Counter[str] = Counter()
         self.masks: list[list[Any]] = [[]]  # that layers got, a list for each run
-        self.error: str | None = None
+        self.error: str | None = None  # of prompts
 
     def tools(self) -> Tools:
-        return twins.uncompiled(layers=ByKind("layer", self.recording), capture=self.capture)
+        return twins.uncompiled(self, layers=ByKind("layer", self.recording))
 
     def recording(self, region: Region) -> Region:
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -49,28 +52,24 @@ class Graphs:
 
         return call
 
-    def capture(
-        self, function: Callable[[], None], state: Sequence[Tensor]
-    ) -> Callable[[], None] | None:
-        kind = "prompt" if "Prompts" in function.__qualname__ else "step"
+    def __call__(self, function: Callable[[], None], *args: Any, **kwargs: Any) -> Captured:
+        kind = "prompt" if "Prompts" in getattr(function, "__qualname__", "") else "step"
         if self.error is not None and kind == "prompt":
-            raise RuntimeError(self.error)
-        self.captured[kind] += 1
-        saved = [t.clone() for t in state]
-        for _ in range(2):
-            self.masks.append([])
-            function()
-            for tensor, value in zip(state, saved, strict=True):
-                tensor.copy_(value)
+            raise CaptureError(self.error)
+        self.of_kind[kind] += 1
+        runs = 0
 
-        def replay() -> None:
-            self.replayed[kind] += 1
+        def captured() -> None:
+            nonlocal runs
             self.masks.append([])
             with self.monkeypatch.context() as patch:
-                patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+                if runs:
+                    self.replayed_of_kind[kind] += 1
+                    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
                 function()
+            runs += 1
 
-        return replay
+        return super().__call__(captured, *args, **kwargs)
 
 
 @pytest.fixture
@@ -130,8 +129,8 @@ def test_prompts_of_a_size_that_comes_again_are_replayed(family: str, graphs: Gr
         check(model, twin, ids)
         check(model, twin, ids, attention_mask=padded(ids, time, 0, 5))
         ready = time + 1 >= TIMES
-        assert graphs.captured == Counter(step=1, prompt=2 * ready)
-        assert graphs.replayed["prompt"] == 2 * max(0, time + 2 - TIMES)
+        assert graphs.of_kind == Counter(step=1, prompt=2 * ready)
+        assert graphs.replayed_of_kind["prompt"] == 2 * max(0, time + 2 - TIMES)
     assert last_report(twin) == (2, 6)
 
 
@@ -147,7 +146,7 @@ def test_every_family_gives_the_same_tokens(family: str, graphs: Graphs) -> None
         ids = inputs.pop("input_ids")
         check(tiny.model, twin, ids, **inputs)
         check(tiny.model, twin, ids, attention_mask=padded(ids, seed + 1, 0, 2), **inputs)
-    assert inputs or graphs.replayed["prompt"] == 4
+    assert inputs or graphs.replayed_of_kind["prompt"] == 4
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
@@ -162,7 +161,7 @@ def test_layers_get_the_masks_that_they_get_uncaptured(
     for _ in range(TIMES):
         twin.generate(ids, attention_mask=padded(ids, *pads), **{**PLAIN, "max_new_tokens": 1})
     first, *rest = (of_run for of_run in graphs.masks if of_run)
-    assert len(rest) == 2 + 1  # to warm up, and the replay; the first TIMES - 1 are in one list
+    assert len(rest) == 1 + 1  # to warm up, and the replay; the first TIMES - 1 are in one list
     n = len(first) // (TIMES - 1)
     for of_run in rest:
         assert len(of_run) == n
@@ -179,9 +178,7 @@ def test_nothing_is_compiled_for_a_capture(
     family: str, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(
-        compiler, "capture_into", lambda pool, function, state: graphs.capture(function, state)
-    )
+    monkeypatch.setattr(compiler, "GraphPool", lambda: GraphPool(graphs))
     # Dynamo's graphs are counted, which need no code; test_generate.py has that compiled, too.
     monkeypatch.setattr(compiler, "Net", lambda *_, **__: "eager")
     model = families.build(family).model
@@ -196,7 +193,7 @@ def test_nothing_is_compiled_for_a_capture(
                 check(model, twin, ids, attention_mask=padded(ids, time + 1))
         with torch.inference_mode():
             check(model, twin, tokens(3, 12))
-    assert graphs.captured["prompt"] == 8 and graphs.replayed["prompt"] == 16
+    assert graphs.of_kind["prompt"] == 8 and graphs.replayed_of_kind["prompt"] == 16
     assert counters["stats"]["unique_graphs"] == 0
 
 
@@ -209,7 +206,7 @@ def test_other_calls_between_do_not_matter(model: Any, graphs: Graphs) -> None:
         check(model, twin, tokens(2, 9), do_sample=True, num_return_sequences=2)
         with torch.inference_mode():
             check(model, twin, tokens(4, 9))
-    assert graphs.captured["prompt"] == 5  # beams and returned sequences are rows like others
+    assert graphs.of_kind["prompt"] == 5  # beams and returned sequences are rows like others
     for rows, length in ((4, 9), (1, 9)):
         check(model, twin, tokens(rows, length), repetition_penalty=1.5)
 
@@ -237,7 +234,7 @@ def test_replaced_weights_forget_the_graphs(graphs: Graphs) -> None:
     assert last_report(twin) == (0, 3)
     for _ in range(TIMES):
         check(model, twin, tokens(2, 7))
-    assert last_report(twin) == (1, 5) and graphs.captured["prompt"] == 2
+    assert last_report(twin) == (1, 5) and graphs.of_kind["prompt"] == 2
 
 
 def test_a_failed_capture_is_logged_and_not_tried_again(
@@ -251,9 +248,7 @@ def test_a_failed_capture_is_logged_and_not_tried_again(
         for _ in range(TIMES + 1):
             check(model, twin, tokens(2, 8))
     (record,) = caplog.records
-    assert record.getMessage() == (
-        "generate: prompts run uncaptured, as those of 2 x 7 cannot be captured: a host sync"
-    )
+    assert record.getMessage() == ("prompts of generate (2 x 7) run uncaptured: a host sync")
     assert last_report(twin) == (0, 0)
     graphs.error = None
     model.lm_head.weight.data = model.lm_head.weight.data.clone().neg_()
@@ -274,11 +269,11 @@ def test_the_sizes_that_came_last_are_kept(
     check(model, twin, tokens(1, 7))
     check(model, twin, tokens(1, 6))
     assert last_report(twin) == (1, 5)
-    captured = graphs.captured["prompt"]
+    captured = graphs.of_kind["prompt"]
     for _ in range(2 * TIMES):  # more than are kept take turns
         for length in (5, 6, 7):
             check(model, twin, tokens(1, length))
-    assert graphs.captured["prompt"] == captured and last_report(twin) == (0, 6)
+    assert graphs.of_kind["prompt"] == captured and last_report(twin) == (0, 6)
 
 
 def test_long_prompts_and_other_attentions_are_not_captured(
@@ -347,15 +342,12 @@ def test_a_changed_argument_is_not_served_by_the_graph_of_another(
     twin = twin_of(model, graphs)
     for keep in (1, 1, 1, 3, 1, 0, 3, 3):
         check(model, twin, tokens(2, 7), logits_to_keep=keep)
-    assert graphs.captured["prompt"] == 2
+    assert graphs.of_kind["prompt"] == 2
     assert last_report(twin) == (2, 3)
 
 
-def test_without_captures_nothing_is_replayed(
-    model: Any, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(graphs, "capture", lambda function, state: None)
-    twin = twin_of(model, graphs)
+def test_without_captures_nothing_is_replayed(model: Any) -> None:
+    twin = twins.twin_of(model, twins.uncompiled())
     for _ in range(TIMES + 1):
         check(model, twin, tokens(2, 7))
     assert last_report(twin) == (0, 0)

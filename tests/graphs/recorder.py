@@ -7,21 +7,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from moe_ops.arena import Arena
 from moe_ops.graphs.capture import GraphRunner
-from moe_ops.graphs.cuda_graph import Captured, CaptureError, restore
+from moe_ops.graphs.cuda_graph import Captured, restore
 
 
 class Recorder:
     """Captures by keeping the function: a replay runs it and writes into the first output.
 
-    It runs the function to warm up and leaves the state as before, as `capture_call` does.
+    It runs the function to warm up and leaves the state as before, as `capture_call` does. Captures
+    raise `errors` first, one each.
     """
 
-    def __init__(self) -> None:
-        self.error: str | None = None
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = [*errors]
         self.memory: list[tuple[Any, Any]] = []  # pool and stream of each capture
+        self.replayed = 0
 
     @property
     def captures(self) -> int:
@@ -32,12 +35,12 @@ class Recorder:
         function: Callable[[], Any],
         state: Sequence[Tensor] = (),
         *,
-        pool: Any,
-        stream: Any,
-        device: torch.device,
+        pool: Any = None,
+        stream: Any = None,
+        device: torch.device | None = None,
     ) -> Captured:
-        if self.error is not None:
-            raise CaptureError(self.error)
+        if self.errors:
+            raise self.errors.pop(0)
         self.memory.append((pool, stream))
         saved = [(t, t.clone()) for t in state]
         output, inference = function(), torch.is_inference_mode_enabled()
@@ -45,10 +48,17 @@ class Recorder:
         restore(saved)
 
         def replay() -> None:
+            self.replayed += 1
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                output.copy_(function())
+                _write(output, function())
 
         return Captured(replay, output, 64)
+
+
+def _write(output: Any, new: Any) -> None:
+    for held, x in zip(pytree.tree_leaves(output), pytree.tree_leaves(new), strict=True):
+        if isinstance(held, Tensor) and held.data_ptr() != x.data_ptr():
+            held.copy_(x)
 
 
 def runner(

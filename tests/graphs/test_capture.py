@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from recorder import Recorder, runner
 from torch import Tensor, nn
 
 import moe_ops
 from moe_ops import experts
 from moe_ops.arena import Arena
 from moe_ops.graphs.capture import capture
+from moe_ops.graphs.cuda_graph import CaptureError
 from moe_ops.planning.plan import Choice, Plan, Range
 from moe_ops.testing import Case, make_layer
+from tests.graphs.recorder import Recorder, runner
 
 
 @pytest.fixture(autouse=True)
@@ -203,8 +204,8 @@ def test_the_buckets_used_longest_ago_are_forgotten() -> None:
 def test_what_cannot_be_captured_runs_and_the_reason_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    recorder = Recorder()
-    recorder.error = "capture failed: a sync"
+    errors = CaptureError("capture failed: a sync"), AssertionError("tried again")
+    recorder = Recorder(*errors)
     run, x = runner(lambda x: x + 1, recorder), torch.rand(3, 2)
     with caplog.at_level(logging.INFO, "moe_ops"):
         for _ in range(2):

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from recorder import Recorder, runner
 from torch import Tensor, nn
 
 from moe_ops import MoELayer, route
 from moe_ops.arena import Arena
 from moe_ops.graphs.capture import GraphRunner
 from moe_ops.graphs.cuda_graph import Captured, CaptureError, restore
+from tests.graphs.recorder import Recorder, runner
 
 
 @pytest.fixture(autouse=True)

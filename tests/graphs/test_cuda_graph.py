@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ops.compiler import capture_into
 from moe_ops.graphs import cuda_graph
 from moe_ops.graphs.cuda_graph import Captured, CaptureError, GraphPool, capture_call
+from tests.graphs.recorder import Recorder
 
 CPU = torch.device("cpu")
 
@@ -28,8 +28,37 @@ def test_without_a_gpu_a_capture_is_refused() -> None:
         capture_call(lambda: None)
 
 
-def test_steps_on_another_device_are_not_captured() -> None:
-    assert capture_into(GraphPool(), lambda: None, [torch.zeros(())]) is None
+def test_where_there_is_something_to_capture_with() -> None:
+    assert not GraphPool().captures_on(CPU)
+    assert GraphPool().captures_on(torch.device("cuda", 0))
+    assert GraphPool(Recorder()).captures_on(CPU)
+
+
+REFUSED = {
+    "error": (ValueError("no mask"), "it fails: ValueError('no mask')"),
+    "capture": (CaptureError("a sync"), "a sync"),
+}
+
+
+@pytest.mark.parametrize(("error", "reason"), REFUSED.values(), ids=REFUSED)
+def test_errors_are_why_a_call_is_not_captured(error: Exception, reason: str) -> None:
+    with pytest.raises(CaptureError) as raised, cuda_graph.refusing("it fails"):
+        raise error
+    assert str(raised.value) == reason
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), TimeoutError("too long")])
+def test_a_want_of_memory_and_what_came_from_outside_are_no_reason(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, cuda_graph.refusing("it fails"):
+        torch.utils._pytree.tree_map(raising(error), 1)
+    assert raised.value is error
+
+
+def raising(error: Exception) -> Callable[[Any], Any]:
+    def function(x: Any) -> Any:
+        raise error
+
+    return function
 
 
 def test_a_pool_is_shared_while_it_has_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

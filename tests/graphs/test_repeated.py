@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,40 +11,16 @@ from torch import Tensor, nn
 
 import moe_ops
 from moe_ops import compiler
-from moe_ops.graphs.cuda_graph import Captured, CaptureError, restore
-from moe_ops.graphs.lanes import MOST_SIZES, TIMES
+from moe_ops.graphs.cuda_graph import CaptureError
 from moe_ops.graphs.repeated import Repeated
+from moe_ops.graphs.runner import MOST_SIZES, TIMES
 from moe_ops.testing import TOL, assert_close
-
-
-class Tape:
-    """Captures by keeping the function: a replay runs it, and writes into the first outputs."""
-
-    def __init__(self) -> None:
-        self.captures = 0
-        self.error: Exception | None = None
-
-    def __call__(
-        self, function: Callable[[], Any], state: Sequence[Tensor] = (), **_: Any
-    ) -> Captured:
-        if self.error is not None:
-            raise self.error
-        self.captures += 1
-        saved = [(t, t.clone()) for t in state]
-        kept = list(function())
-        restore(saved)
-
-        def replay() -> None:
-            for held, new in zip(kept, function(), strict=True):
-                if isinstance(held, Tensor) and held.data_ptr() != new.data_ptr():
-                    held.copy_(new)
-
-        return Captured(replay, kept, 64)
+from tests.graphs.recorder import Recorder
 
 
 @pytest.fixture
-def tape() -> Tape:
-    return Tape()
+def tape() -> Recorder:
+    return Recorder()
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +29,12 @@ def no_grad() -> Iterator[None]:
         yield
 
 
-def scaled(tape: Tape) -> tuple[Repeated, nn.Parameter]:
+def scaled(tape: Recorder) -> tuple[Repeated, nn.Parameter]:
     weight = nn.Parameter(torch.rand(8))
     return Repeated(lambda w, x: [x * w], frozenset({0}), capture=tape), weight
 
 
-def test_a_size_is_captured_when_it_comes_the_third_time(tape: Tape) -> None:
+def test_a_size_is_captured_when_it_comes_the_third_time(tape: Recorder) -> None:
     run, weight = scaled(tape)
     for n in range(1, 7):
         for rows in (2, 5):
@@ -70,7 +46,7 @@ def test_a_size_is_captured_when_it_comes_the_third_time(tape: Tape) -> None:
     assert five.shapes == ((5, 8),) and five.refusal is None
 
 
-def test_results_are_the_callers(tape: Tape) -> None:
+def test_results_are_the_callers(tape: Recorder) -> None:
     run, weight = scaled(tape)
     inputs = [torch.rand(3, 8) for _ in range(6)]
     results = [run(weight, x)[0] for x in inputs]
@@ -79,7 +55,7 @@ def test_results_are_the_callers(tape: Tape) -> None:
         assert torch.equal(got, x * weight)
 
 
-def test_a_weight_that_lies_elsewhere_is_seen(tape: Tape) -> None:
+def test_a_weight_that_lies_elsewhere_is_seen(tape: Recorder) -> None:
     run, weight = scaled(tape)
     x = torch.rand(3, 8)
     for _ in range(4):
@@ -91,7 +67,7 @@ def test_a_weight_that_lies_elsewhere_is_seen(tape: Tape) -> None:
     assert [size.replays for size in run.report()] == [0]
 
 
-def test_sizes_that_came_long_ago_are_forgotten(tape: Tape) -> None:
+def test_sizes_that_came_long_ago_are_forgotten(tape: Recorder) -> None:
     run, weight = scaled(tape)
     for rows in range(1, MOST_SIZES + 3):
         run(weight, torch.rand(rows, 8))
@@ -108,7 +84,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("function", "reason"), REFUSED.values(), ids=REFUSED)
 def test_what_no_graph_can_repeat_runs_uncaptured(
-    tape: Tape, function: Callable[..., Any], reason: str
+    tape: Recorder, function: Callable[..., Any], reason: str
 ) -> None:
     run = Repeated(function, frozenset({0}), capture=tape)
     weight = torch.rand(8)
@@ -119,18 +95,16 @@ def test_what_no_graph_can_repeat_runs_uncaptured(
     assert [size.refusal for size in run.report()] == [reason] and tape.captures == 0
 
 
-def test_a_refused_capture_is_reported_and_not_tried_again(tape: Tape) -> None:
+def test_a_refused_capture_is_reported_and_not_tried_again(tape: Recorder) -> None:
     run, weight = scaled(tape)
-    tape.error = CaptureError("capture failed: a sync")
+    tape.errors = [CaptureError("capture failed: a sync"), AssertionError("tried again")]
     for _ in range(5):
         x = torch.rand(3, 8)
         assert torch.equal(run(weight, x)[0], x * weight)
-        if run.report()[0].refusal:
-            tape.error = AssertionError("tried again")
     assert [size.refusal for size in run.report()] == ["capture failed: a sync"]
 
 
-def test_without_memory_graphs_are_dropped_and_the_call_runs(tape: Tape) -> None:
+def test_without_memory_graphs_are_dropped_and_the_call_runs(tape: Recorder) -> None:
     failing = [False]
 
     def function(w: Tensor, x: Tensor) -> list[Tensor]:
@@ -151,7 +125,7 @@ def test_without_memory_graphs_are_dropped_and_the_call_runs(tape: Tape) -> None
     assert run.report() == []
 
 
-def test_gradients_are_not_captured(tape: Tape) -> None:
+def test_gradients_are_not_captured(tape: Recorder) -> None:
     run, weight = scaled(tape)
     with torch.enable_grad():
         for _ in range(5):
@@ -183,7 +157,7 @@ class Stack(nn.Module):
 
 @pytest.mark.slow
 def test_a_stack_of_layers_is_compiled_and_captured(
-    tape: Tape, monkeypatch: pytest.MonkeyPatch
+    tape: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler, "Repeated", lambda *a: Repeated(*a, capture=tape))
     stack = Stack().eval()

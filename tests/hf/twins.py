@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,37 +13,26 @@ from moe_ops.forward.regions import call_module
 from moe_ops.generation.generate import quicken
 from moe_ops.generation.sample import StopCheck
 from moe_ops.generation.steps import Tools
+from moe_ops.graphs.cuda_graph import GraphPool, capture_call
 from moe_ops.twin import Twin
+from tests.graphs.recorder import Recorder
 
 PLAIN = {"max_new_tokens": 9, "pad_token_id": 0, "eos_token_id": None}
 
 
-def uncompiled(**more: Any) -> Tools:
+def uncompiled(capture: Any = capture_call, **more: Any) -> Tools:
+    """What compiles nothing, and captures by `capture`: on a CPU only a stand-in does."""
     compilers = {"layers": call_module, "compile_step": as_is, "compile_model": as_is}
-    return Tools(**{**compilers, "capture": nothing, **more})
-
-
-def nothing(function: Any, state: Any) -> None:
-    return None
+    return Tools(**{**compilers, "pool": GraphPool(capture), **more})
 
 
 def as_is(function: Any) -> Any:
     return function
 
 
-def stand_in(function: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], None]:
-    """Like a capture: runs the function to warm up, restores the state, and repeats it."""
-    saved = [t.clone() for t in state]
-    for _ in range(2):
-        function()
-        for tensor, value in zip(state, saved, strict=True):
-            tensor.copy_(value)
-    return function
-
-
 def twin_of(model: PreTrainedModel, tools: Tools | None = None) -> Any:
     made = Twin(model)
-    quicken(made.module, tools or uncompiled(capture=stand_in), made.follow)
+    quicken(made.module, tools or uncompiled(Recorder()), made.follow)
     return made.module
 
 
