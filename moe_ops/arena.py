@@ -31,7 +31,7 @@ class ArenaUse:
     retired_bytes: int
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)  # without slots, as `trim` asks by weak references who has it
 class Buffer:
     """A buffer for one purpose, and what `Arena.lock` gives of its stream. Once `retired` a larger
     one has taken its place; whoever holds it may go on using it, and frees it by letting it go."""
@@ -122,6 +122,16 @@ class Arena:
                 buffer.retired = True
             self._buffers.clear()
             self._retired.clear()
+
+    def trim(self) -> int:
+        """Free the buffers that nobody has, neither a graph nor a call, and return their bytes."""
+        with self._lock:
+            held = sum(buffer.memory.nbytes for buffer in self._buffers.values())
+            known = {key: weakref.ref(buffer) for key, buffer in self._buffers.items()}
+            self._buffers.clear()
+            alive = ((key, ref()) for key, ref in known.items())
+            self._buffers = {key: buffer for key, buffer in alive if buffer is not None}
+            return held - sum(buffer.memory.nbytes for buffer in self._buffers.values())
 
     def _alive(self, key: Key) -> int:
         tensors = (ref() for ref in self._retired.get(key, ()))

@@ -82,3 +82,13 @@ def test_release_lets_go_of_everything() -> None:
     buffer = a.take("x", 8, CPU)
     a.release()
     assert buffer.retired and a.report() == []
+
+
+def test_trim_frees_what_nobody_has() -> None:
+    a = Arena()
+    held = a.take("x", 8, CPU)
+    a.take("y", 5000, CPU)
+    assert a.trim() == 5120 and a.trim() == 0
+    assert a.take("x", 8, CPU) is held and not held.retired
+    del held
+    assert a.trim() == 512 and a.report() == []

@@ -7,7 +7,6 @@ captured graph.
 
 from __future__ import annotations
 
-import gc
 import inspect
 import logging
 from collections.abc import Callable
@@ -97,16 +96,7 @@ class ByLayers:
         if addresses != self._addresses:
             self._addresses = addresses
             self.forwards.forget()
-        try:
-            return self._run(args, kwargs)
-        except torch.OutOfMemoryError:
-            if not self.forwards.graphs:
-                raise
-        log.warning("out of memory, so the graphs of forwards are dropped")
-        self.forwards.forget()
-        gc.collect()
-        torch.cuda.empty_cache()
-        return self._run(args, kwargs)
+        return self.forwards.with_room(lambda: self._run(args, kwargs))
 
     def tell(self, reason: str) -> None:
         if reason not in self._told:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,10 +28,12 @@ from moe_ops.forward.inputs import Inputs, unlike, watched
 from moe_ops.forward.layer_cache import CACHE, Incoming, put_later
 from moe_ops.forward.masks import REPEATABLE, attention_of, masked, masks_of
 from moe_ops.graphs.cuda_graph import Captured, CaptureError, capture_call, capturing, refusing
+from moe_ops.graphs.room import with_room
 from moe_ops.graphs.runner import TIMES, Lane, Lanes, Size, put
 
 KEPT = "keys and values"
 Decoder = Callable[..., Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +133,10 @@ class Forwards:
     @property
     def graphs(self) -> int:
         return self._lanes.graphs
+
+    def with_room(self, run: Callable[[], T]) -> T:
+        """What `run` returns; if memory does not suffice it runs again, without the graphs."""
+        return with_room(run, lambda: self._lanes.drop("forwards"))
 
     def forget(self) -> None:
         """Forget all graphs, and how often sizes came."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from moe_ops.generation.by_rows import store_by_rows
 from moe_ops.generation.own_attention import stand_ins, step_attention
 from moe_ops.generation.prompts import Captures, Prompt
 from moe_ops.generation.steps import Code, Steps, StepsReport, Tools, shown
+from moe_ops.graphs.room import with_room
 
 log = logging.getLogger("moe_ops")
 T = TypeVar("T")
@@ -98,16 +98,12 @@ class Decoder:
 
     def with_room(self, run: Callable[[], T]) -> T:
         """What `run` returns; if memory does not suffice it runs again without the idle buffers."""
-        try:
-            return run()
-        except torch.OutOfMemoryError:
-            if not self._idle:
-                raise
-        log.warning("generate: out of memory, so %d sizes lose their buffers", len(self._idle))
+        return with_room(run, self._drop)
+
+    def _drop(self) -> str:
+        sizes = len(self._idle)
         self._idle.clear()
-        gc.collect()
-        torch.cuda.empty_cache()
-        return run()
+        return f"{sizes} sizes lose their buffers in generate" if sizes else ""
 
     def report(self) -> list[StepsReport]:
         """The sizes that are kept, the one used last at the end."""

@@ -17,6 +17,7 @@ from moe_ops.checks.options import check_int, check_ints, check_type
 from moe_ops.checks.signature import described
 from moe_ops.graphs.addresses import identities, module_of, state_of
 from moe_ops.graphs.cuda_graph import Captured, capture_call, capturing
+from moe_ops.graphs.room import with_room
 from moe_ops.graphs.runner import Lane, Lanes, Size, put
 from moe_ops.layer import MoELayer
 from moe_ops.planning.plan import Plan
@@ -107,12 +108,16 @@ class GraphRunner:
         if reason is not None:
             return self._uncaptured(reason, args)
         tokens = self.buckets[bisect_left(self.buckets, T)]
-        lane = self._lanes.of_current(args[0].device)
-        with lane.lock, torch.inference_mode(False), torch.no_grad():
-            bucket = self._bucket(lane, (tokens, layout), args, fixed, T)
-            if bucket.graph is not None:
-                return _cut(bucket.replay(), tokens, T)
-        return self._uncaptured(str(bucket.refusal), args)
+
+        def run() -> Any:
+            lane = self._lanes.of_current(args[0].device)
+            with lane.lock, torch.inference_mode(False), torch.no_grad():
+                bucket = self._bucket(lane, (tokens, layout), args, fixed, T)
+                if bucket.graph is not None:
+                    return _cut(bucket.replay(), tokens, T)
+            return self._uncaptured(str(bucket.refusal), args)
+
+        return with_room(run, self._drop)
 
     def warmup(self, *args: Any) -> None:
         """Capture every bucket, the largest first, so that the smaller ones fit into its memory.
@@ -141,6 +146,9 @@ class GraphRunner:
     def reset(self) -> None:
         """Forget all graphs."""
         self._lanes.forget()
+
+    def _drop(self) -> str:
+        return self._lanes.drop("a captured function")
 
     def _tokens(self, args: tuple[Any, ...]) -> int:
         try:

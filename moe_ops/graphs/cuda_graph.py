@@ -66,8 +66,7 @@ def capture_call(
     Threads wait for each other, and from the warm-up on: it may compile, which times kernels, and
     whoever waits for the whole of a GPU breaks the capture of any thread on it.
 
-    Raises CaptureError if the capture fails, OutOfMemoryError for want of memory. The process stays
-    usable.
+    Raises CaptureError if the capture fails. The process stays usable.
     """
     if device is not None and device.type != "cuda":
         raise CaptureError(f"CUDA graphs need tensors on a CUDA GPU, got {device}; move them there")
@@ -83,9 +82,18 @@ def capture_call(
             _thread.captures = False
 
 
+@contextmanager
+def between_captures() -> Iterator[None]:
+    """A context in which no thread captures a graph, or warms up for it."""
+    with _one_at_a_time:
+        yield
+
+
 def capturing() -> bool:
     """Whether this thread captures a graph, or warms up for it."""
-    return getattr(_thread, "captures", False) or torch.cuda.is_current_stream_capturing()
+    if getattr(_thread, "captures", False):
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _warmed_and_captured(
@@ -106,9 +114,6 @@ def _warmed_and_captured(
             mode = "thread_local"  # other threads may use the GPU meanwhile, and allocate
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
                 output = function()
-        except torch.OutOfMemoryError:
-            end_capture(stream)
-            raise  # there may be room for it later
         except Exception as error:
             end_capture(stream)
             let_through(error)

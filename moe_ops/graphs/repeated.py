@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +11,8 @@ from torch import Tensor
 
 from moe_ops.arena import Arena, shared
 from moe_ops.graphs.cuda_graph import Captured, capture_call, capturing
+from moe_ops.graphs.room import with_room
 from moe_ops.graphs.runner import TIMES, Lane, Lanes, Size, put
-
-log = logging.getLogger("moe_ops")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +66,14 @@ class Repeated:
         device = self._device(args)
         if device is None:
             return self._function(*args)
-        try:
-            return self._run(self._lanes.of_current(device), args)
-        except torch.OutOfMemoryError:
-            if not self._lanes.graphs:
-                raise
-        log.warning("out of memory, so the graphs of a compiled function are dropped")
+        lane = self._lanes.of_current(device)
+        return with_room(lambda: self._run(lane, args), self._drop, lambda: self._function(*args))
+
+    def _drop(self) -> str:
+        if not self._lanes.graphs:
+            return ""
         self.forget()
-        gc.collect()
-        torch.cuda.empty_cache()
-        return self._function(*args)
+        return "the graphs of a compiled function are dropped"
 
     def forget(self) -> None:
         """Forget all graphs, and how often sizes came."""

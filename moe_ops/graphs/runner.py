@@ -61,8 +61,7 @@ class Size:
         what: str = "",
     ) -> None:
         """Warm a call up and capture it; `refusal` says why there is no graph then. It is logged
-        what came of `what`, unless that is empty. Raises what the call raises while it warms up,
-        and OutOfMemoryError."""
+        what came of `what`, unless that is empty. Raises what the call raises while it warms up."""
         self.graph, start = None, time.perf_counter()
         try:
             self.graph = pool.capture(function, state, device=device)
@@ -186,6 +185,16 @@ class Lanes(Generic[S]):
     @property
     def graphs(self) -> int:
         return sum(size.graph is not None for _, size in self.items())
+
+    def drop(self, whose: str) -> str:
+        """Forget all sizes, and free buffers that nobody uses then. Says so, for `with_room`."""
+        graphs = self.graphs
+        if graphs:
+            self.forget()
+        freed = self.arena.trim()
+        if graphs:
+            return f"the graphs of {whose} are dropped"
+        return "buffers that nobody uses are freed" if freed else ""
 
     def forget(self) -> None:
         """Forget all sizes, with their graphs."""
