@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -14,8 +15,11 @@ from torch._inductor import list_mode_options
 
 from moe_ops.checks.options import check_flag
 from moe_ops.checks.shapes import check_choice
+from moe_ops.checks.signature import described
+from moe_ops.graphs.capture import GraphRunner
 from moe_ops.graphs.cuda_graph import GraphPool
-from moe_ops.graphs.repeated import Repeated, SizeReport
+from moe_ops.graphs.repeated import Repeated
+from moe_ops.graphs.report import GraphReport, SizeReport, refusals
 from moe_ops.installed import is_transformers_model, require_transformers
 from moe_ops.interop.code_objects import compile_call
 from moe_ops.interop.hooks import hooks_of
@@ -33,10 +37,6 @@ from moe_ops.passes.inductor.pipeline import HOOK
 from moe_ops.passes.inductor.recompiles import tell_of_limit
 from moe_ops.passes.report.telling import OfModel
 from moe_ops.twin import Twin
-
-if TYPE_CHECKING:  # which need transformers
-    from moe_ops.forward.captured import ForwardReport
-    from moe_ops.generation.steps import StepsReport
 
 log = logging.getLogger("moe_ops")
 
@@ -136,6 +136,7 @@ def compile(
     call = compile_call(twin, how)
     tell = OfModel(lambda: twin, merged[HOOK], merged[HOOK].found).tell
     compiled = Compiled(twin._call_impl, call, merged[HOOK], dynamic, made.follow, tell)
+    compiled.graphs = functools.partial(graphs_of, compiled, twin)
     twin._compiled_call_impl = compiled
     if is_transformers_model(model):
         region = region_of_layers(merged)
@@ -263,6 +264,11 @@ class CapturingBackend(Net):
         """What became of the sizes of all compiled graphs."""
         return [size for repeated in self.repeated for size in repeated.report()]
 
+    def graphs(self) -> GraphReport:
+        """What became of these sizes, and why other calls have no graph."""
+        refused = sum((repeated.refused for repeated in self.repeated), Counter[str]())
+        return GraphReport(calls=tuple(self.report()), refusals=refusals("call", refused.items()))
+
 
 def backend(
     *, capture: bool = False, extra: Mapping[str, Any] | None = None, **options: Any
@@ -294,38 +300,41 @@ def staying(graph: fx.GraphModule) -> frozenset[int]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class GraphReport:
-    """The CUDA graphs of a compiled model, and why others are missing: sizes of its forwards, and
-    the buffers of `generate` with their steps and prompts, those used last at the end."""
+def graph_report(of: nn.Module | CapturingBackend | GraphRunner) -> GraphReport:
+    """What graphs there are, of which sizes and memory, and why other calls have none.
 
-    forwards: tuple[ForwardReport, ...]
-    generation: tuple[StepsReport, ...]
-
-    def __str__(self) -> str:
-        lines = [
-            f"forward {f.batch} x {f.tokens}{', masked' if f.masked else ''}: {f.calls} calls, "
-            + (f"{f.replays} by a graph of {f.bytes / 2**20:.0f} MiB" if f.replays else "no graph")
-            + (f", {f.refusal}" if f.refusal else "")
-            for f in self.forwards
-        ]
-        lines += [
-            f"generate, {s.rows} rows of {s.slots} slots: {s.steps} steps, "
-            f"{'captured' if s.captured else 'uncaptured'}; {s.prompt_graphs} graphs of prompts "
-            f"served {s.prompts_replayed}; cache of {s.cache_bytes / 2**20:.0f} MiB"
-            for s in self.generation
-        ]
-        return "\n".join(lines or ["no graphs yet"])
-
-
-def graph_report(model: nn.Module) -> GraphReport:
-    """What graphs a model that `compile` returned has, and why sizes have none.
-
-    Raises ValueError for any other model.
+    `of` is a model that `compile` returned, a `backend` that captures, or what `capture` returned.
+    Raises ValueError for any other model, TypeError for anything else.
     """
-    forwards = getattr(compiled_call(model).by_layers, "forwards", None)
-    generation = getattr(model, "_moe_ops_generation", None)
-    return GraphReport(
-        forwards=() if forwards is None else tuple(forwards.report()),
-        generation=() if generation is None else tuple(generation.decoder.report()),
-    )
+    if isinstance(of, GraphRunner):
+        reasons = refusals("call", of.refused.items())
+        return GraphReport(buckets=tuple(of.report()), refusals=reasons)
+    if isinstance(of, CapturingBackend):
+        return of.graphs()
+    if not isinstance(of, nn.Module):
+        raise TypeError(
+            "graphs are of a model that moe_ops.compile returned, of a backend(capture=True) or of "
+            f"what moe_ops.capture returned, got {described(of)}"
+        )
+    return compiled_call(of).graphs()
+
+
+def graphs_of(call: Compiled, model: nn.Module) -> GraphReport:
+    """The graphs of a compiled model, which is called by this."""
+    by_layers, generation = call.by_layers, getattr(model, "_moe_ops_generation", None)
+    found = GraphReport()
+    if by_layers is not None:
+        forwards = by_layers.forwards
+        reasons = (
+            *refusals("forward as one graph", by_layers.refused.items()),
+            *refusals("forward", forwards.refused.items()),
+        )
+        found = replace(found, forwards=tuple(forwards.report()), refusals=reasons)
+    if generation is not None:
+        reasons = refusals("generate of transformers", generation.refused.items())
+        found = replace(
+            found,
+            generation=tuple(generation.decoder.report()),
+            refusals=(*found.refusals, *reasons),
+        )
+    return found

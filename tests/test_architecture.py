@@ -69,7 +69,7 @@ MAY_IMPORT = {
     ),
     # torch writes symbolic sizes in sympy.
     "passes": May(
-        BACKEND | {"decode_ops", "installed", "planning", "prepared", "terminal"},
+        BACKEND | {"decode_ops", "graphs", "installed", "planning", "prepared", "terminal"},
         frozenset({"torch", "sympy"}),
     ),
     # It knows passes, forward and generation; neither of the latter knows passes.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,7 @@ class ByLayers:
         self._addresses: list[int] = []
         self._refusal: str | None = None
         self._own_cache: str | None = None  # why layers cannot run on one that the model makes
-        self._told: set[str] = set()
+        self.refused: Counter[str] = Counter()  # calls by the reason why they run as one graph
 
     def refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why a call runs as one graph instead, or None."""
@@ -99,8 +100,8 @@ class ByLayers:
         return self.forwards.with_room(lambda: self._run(args, kwargs))
 
     def tell(self, reason: str) -> None:
-        if reason not in self._told:
-            self._told.add(reason)
+        self.refused[reason] += 1
+        if self.refused[reason] == 1:
             log.info("%s runs as one graph: %s", type(self.model).__name__, reason)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,7 +115,10 @@ class ByLayers:
         return bool(getattr(self._config, "use_cache", False) if asked is None else asked)
 
     def _decode(self, decoder: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._captures or len(args) > len(self._names):
+        if self._uncaptured is not None:
+            self.forwards.refused[self._uncaptured] += 1
+            return decoder(*args, **kwargs)
+        if len(args) > len(self._names):
             return decoder(*args, **kwargs)
         kwargs.update(zip(self._names, args, strict=False))
         return self.forwards.run(decoder, self._unmasked, self._config, kwargs)
@@ -128,8 +132,9 @@ class ByLayers:
         self._unmasked, self._config = decoder, decoder.config
         self._names = named(decoder.forward)
         self._own_cache = layer_cache.own_refusal(self._config)
-        training = any(part.training for part in modules)  # whose dropout would repeat its choice
-        self._captures = not training and capture_refusal(decoder) is None
+        self._uncaptured = capture_refusal(decoder)
+        if any(part.training for part in modules):
+            self._uncaptured = "it is in training mode, whose dropout a graph would repeat"
         self._contents = Contents(modules)
         self._weights = [*self.model.parameters(), *self.model.buffers()]
         self._addresses = []

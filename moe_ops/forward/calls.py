@@ -54,25 +54,49 @@ class Call:
         return len(self.ids), self.tokens, self.mask is not None, self.caches, *constants
 
 
-def call_of(kwargs: dict[str, Any], config: Any) -> Call | None:
-    """A call of a decoder of this configuration that a graph can repeat; None for others."""
+def call_of(kwargs: dict[str, Any], config: Any) -> Call | str:
+    """A call of a decoder of this configuration that a graph can repeat, or why none can."""
     given = {name: value for name, value in kwargs.items() if value is not None}
     ids, mask = given.pop("input_ids", None), given.pop("attention_mask", None)
     cache = given.pop(CACHE, None)
     caches = bool(given.pop("use_cache", getattr(config, "use_cache", False)))
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or not 0 < ids.numel() <= MOST_TOKENS:
-        return None
-    if mask is not None:
-        if not isinstance(mask, Tensor) or mask.shape != ids.shape or mask.device != ids.device:
-            return None
-        mask = None if bool(mask.all()) else mask.bool()  # as transformers asks, too
-    if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() != 0):
-        return None
-    if not all(isinstance(value, (bool, int, float, str)) for value in given.values()):
-        return None
+    reason = _refusal(ids, mask, cache, given) or attention_refusal(config)
+    if reason is not None:
+        return reason
     B, S = ids.shape
+    if torch.is_autocast_enabled(ids.device.type):
+        return "autocast is on, whose casts a graph would not repeat"
+    mask = None if mask is None or bool(mask.all()) else mask.bool()  # as transformers asks, too
     tokens = bucket_of(S) if B * bucket_of(S) <= MOST_TOKENS else S
     return Call(ids, mask, cache, caches or cache is not None, given, tokens)
+
+
+def _refusal(ids: Any, mask: Any, cache: Any, given: dict[str, Any]) -> str | None:
+    """Why a graph cannot repeat calls with such ids, mask, cache and other arguments, or None."""
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        return "it has no input_ids [sequences, tokens]"
+    if ids.numel() == 0:
+        return "it has no tokens"
+    if ids.numel() > MOST_TOKENS:
+        return f"it has more than {MOST_TOKENS} tokens, for which kernels take as long as the host"
+    if mask is not None and not _is_like(mask, ids):
+        return "its attention_mask is not one of its tokens"
+    if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() != 0):
+        return f"its {CACHE} is no empty DynamicCache"
+    others = [n for n, x in given.items() if not isinstance(x, (bool, int, float, str))]
+    return f"it takes {', '.join(others)}, too" if others else None
+
+
+def _is_like(mask: Any, ids: Tensor) -> bool:
+    return isinstance(mask, Tensor) and (mask.shape, mask.device) == (ids.shape, ids.device)
+
+
+def attention_refusal(config: Any) -> str | None:
+    """Why no graph can repeat masks of a model's attention, or None."""
+    attention = attention_of(config)
+    if attention in REPEATABLE:
+        return None
+    return f"its attention is {attention}, not {' or '.join(REPEATABLE)}"
 
 
 def bucket_of(tokens: int) -> int:

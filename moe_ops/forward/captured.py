@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -26,28 +27,22 @@ from moe_ops.forward.calls import (
 )
 from moe_ops.forward.inputs import Inputs, unlike, watched
 from moe_ops.forward.layer_cache import CACHE, Incoming, put_later
-from moe_ops.forward.masks import REPEATABLE, attention_of, masked, masks_of
-from moe_ops.graphs.cuda_graph import Captured, CaptureError, capture_call, capturing, refusing
+from moe_ops.forward.masks import attention_of, masked, masks_of
+from moe_ops.graphs.cuda_graph import (
+    NO_GPU,
+    Captured,
+    CaptureError,
+    capture_call,
+    capturing,
+    refusing,
+)
+from moe_ops.graphs.report import ForwardReport
 from moe_ops.graphs.room import with_room
 from moe_ops.graphs.runner import TIMES, Lane, Lanes, Size, put
 
 KEPT = "keys and values"
 Decoder = Callable[..., Any]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardReport:
-    """Forwards of one size, [sequences, tokens]: how often it came, how many calls a graph served,
-    the memory of the graph, and why there is none where one could not be captured."""
-
-    batch: int
-    tokens: int
-    masked: bool
-    calls: int
-    replays: int
-    bytes: int
-    refusal: str | None
 
 
 @dataclass(slots=True)
@@ -98,6 +93,7 @@ class Forwards:
         capture: Callable[..., Captured] = capture_call,
     ) -> None:
         self._lanes = Lanes(arena, capture, Forward)
+        self.refused: Counter[str] = Counter()  # calls by the reason why no graph serves them
 
     def run(
         self,
@@ -112,10 +108,12 @@ class Forwards:
         if isinstance(ids, Tensor) and ids.is_cuda and capturing():
             return recorded(decoder, unmasked, config, kwargs)
         call = call_of(kwargs, config)
-        if call is None or attention_of(config) not in REPEATABLE:
+        if isinstance(call, str):
+            self.refused[call] += 1
             return decoder(**kwargs)
         lane = self._lanes.of_current(call.ids.device)
-        if not lane.pool.captures_on(call.ids.device) or is_autocast(call.ids):
+        if not lane.pool.captures_on(call.ids.device):
+            self.refused[NO_GPU] += 1
             return decoder(**kwargs)
         with lane.lock:
             size = lane.sizes.came((attention_of(config), *call.key))
@@ -269,11 +267,6 @@ class Forwards:
                 view.keys, view.values = (x.of(flat)[:, :, :tokens] for x in (keys, values))
                 put_later(cache, index, view)
         return cache
-
-
-def is_autocast(x: Tensor) -> bool:
-    """Whether casts are on, which a graph would not repeat."""
-    return torch.is_autocast_enabled(x.device.type)
 
 
 def _difference(run: Callable[[], None], inputs: Inputs) -> str | None:

@@ -19,7 +19,8 @@ from moe_ops.forward.regions import Way, addresses, divided, layer_lists, plain_
 from moe_ops.generation.by_rows import store_by_rows
 from moe_ops.generation.own_attention import stand_ins, step_attention
 from moe_ops.generation.prompts import Captures, Prompt
-from moe_ops.generation.steps import Code, Steps, StepsReport, Tools, shown
+from moe_ops.generation.steps import Code, Steps, Tools, shown
+from moe_ops.graphs.report import StepsReport
 from moe_ops.graphs.room import with_room
 
 log = logging.getLogger("moe_ops")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -28,7 +29,8 @@ from moe_ops.generation.fallback import (
     with_own_generate,
 )
 from moe_ops.generation.sample import sample
-from moe_ops.generation.steps import StepsReport, Tools
+from moe_ops.generation.steps import Tools
+from moe_ops.graphs.report import StepsReport
 from moe_ops.hf.subclass import subclass
 from moe_ops.interop.hooks import hooks_of
 
@@ -139,6 +141,7 @@ class Generation:
         self.inside = 0
         self.leased: list[Lease] = []
         self.told: set[str] = set()
+        self.refused: Counter[str] = Counter()  # calls by the reason why they are not by steps
         self.done: torch.cuda.Event | None = None
 
     @contextmanager
@@ -171,6 +174,7 @@ class Generation:
         return self.leased[-1]
 
     def tell(self, reason: str) -> None:
+        self.refused[reason] += 1
         if reason not in self.told:
             self.told.add(reason)
             log.info("generate falls back to transformers' own: %s", reason)

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from moe_ops.forward.masks import REPEATABLE, attention_of, masks, repeatable
 from moe_ops.generation.slots import Empty, Slots
 from moe_ops.graphs.cuda_graph import GraphPool, refusing
+from moe_ops.graphs.report import ForwardReport
 from moe_ops.graphs.runner import TIMES, Recent, Size, put
 
 MOST_TOKENS = 4096
@@ -91,12 +92,13 @@ class Prompts:
         """What repeats prompts of this size, with this one in its inputs; None if nothing does."""
         key, attention = key_of(prompt, kwargs), attention_of(filling.config)
         captures, device = filling.captures, filling.like.device
-        if key is None or attention not in REPEATABLE or captures.refusal is not None:
-            return None
-        if not captures.pool.captures_on(device):
+        if key is None or attention not in REPEATABLE or not captures.pool.captures_on(device):
             return None
         size = self._sizes.came((attention, *key))
         if size.seen < TIMES:
+            return None
+        if captures.refusal is not None:
+            size.refuse(captures.refusal)
             return None
         inputs = self._copied(prompt)
         if size.graph is None:
@@ -105,6 +107,21 @@ class Prompts:
             size.capture(captures.pool, run, filling.state, device=device, what=what)
             captures.refusal = size.refusal
         return size if size.is_ready else None
+
+    def report(self) -> tuple[ForwardReport, ...]:
+        """The sizes that came last, the newest at the end."""
+        return tuple(
+            ForwardReport(
+                batch=key[1],
+                tokens=key[2],
+                masked=key[3],
+                calls=size.seen,
+                replays=size.replays,
+                bytes=size.bytes,
+                refusal=size.refusal,
+            )
+            for key, size in self._sizes.items()
+        )
 
     @property
     def graphs(self) -> int:

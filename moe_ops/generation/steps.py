@@ -22,7 +22,8 @@ from moe_ops.forward.regions import ByKind, Region, plain_tensors
 from moe_ops.generation.fallback import CompileModel
 from moe_ops.generation.prompts import Captures, Filling, Prompt, Prompts
 from moe_ops.generation.slots import Empty, Slots
-from moe_ops.graphs.cuda_graph import GraphPool
+from moe_ops.graphs.cuda_graph import NO_GPU, GraphPool
+from moe_ops.graphs.report import StepsReport
 from moe_ops.graphs.runner import Size, put
 from moe_ops.interop.code_objects import with_own_code_object
 from moe_ops.terminal import waiting_for
@@ -61,20 +62,6 @@ class Code:
     unmasked: nn.Module  # the same, whose layers get no mask
     step: nn.Module  # its layers compiled for the steps of this size
     captures: Captures
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepsReport:
-    """The buffers and the graphs for one size: its steps so far, its memory, its graphs of prompts
-    and how many prompts they served."""
-
-    rows: int
-    slots: int
-    steps: int
-    captured: bool
-    cache_bytes: int
-    prompt_graphs: int
-    prompts_replayed: int
 
 
 @contextmanager
@@ -196,7 +183,9 @@ class Steps:
 
     def _capture(self, code: Code) -> None:
         what, pool = f"{self.rows} rows, {self.slots} slots", code.captures.pool
-        if pool.captures_on(self.ids.device):
+        if not pool.captures_on(self.ids.device):
+            self.graph.refuse(NO_GPU)
+        else:
             run, called = functools.partial(self.run, code), f"steps of generate ({what})"
             with shown(f"making a step of {what}"):
                 self.graph.capture(pool, run, self.state, device=self.ids.device, what=called)
@@ -224,4 +213,7 @@ class Steps:
             cache_bytes=self.cache.nbytes,
             prompt_graphs=self.prompts.graphs,
             prompts_replayed=self.prompts.replayed,
+            bytes=self.graph.bytes,
+            refusal=self.graph.refusal,
+            prompts=self.prompts.report(),
         )

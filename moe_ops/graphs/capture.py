@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,22 +18,13 @@ from moe_ops.checks.options import check_int, check_ints, check_type
 from moe_ops.checks.signature import described
 from moe_ops.graphs.addresses import identities, module_of, state_of
 from moe_ops.graphs.cuda_graph import Captured, capture_call, capturing
+from moe_ops.graphs.report import BucketReport
 from moe_ops.graphs.room import with_room
 from moe_ops.graphs.runner import Lane, Lanes, Size, put
 from moe_ops.layer import MoELayer
 from moe_ops.planning.plan import Plan
 
 log = logging.getLogger("moe_ops")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketReport:
-    """One bucket: the calls that it served, the memory of its graph, or why it has none."""
-
-    tokens: int
-    hits: int
-    bytes: int
-    refusal: str | None = None
 
 
 Key = tuple[int, tuple[Any, ...]]  # tokens of a bucket, and what its calls have in common
@@ -99,7 +91,7 @@ class GraphRunner:
         self.varying = varying
         self._module = module_of(function)
         self._lanes = Lanes(arena, capture, _Bucket, most)
-        self._told: set[str] = set()
+        self.refused: Counter[str] = Counter()  # calls by the reason why no graph served them
 
     def __call__(self, *args: Any) -> Any:
         T = self._tokens(args)
@@ -190,8 +182,8 @@ class GraphRunner:
         return None
 
     def _uncaptured(self, reason: str, args: tuple[Any, ...]) -> Any:
-        if reason not in self._told:
-            self._told.add(reason)
+        self.refused[reason] += 1
+        if self.refused[reason] == 1:
             log.info("runs without a CUDA graph: %s", reason)
         return self.function(*args)
 

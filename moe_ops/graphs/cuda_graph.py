@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_ops.interop.interrupts import let_through
 from moe_ops.ranks.peers import check
 
+NO_GPU = "there is no CUDA GPU to capture on"
 WARMUPS = 2  # the first compiles and allocates, the second shows that neither happens again
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,22 +11,10 @@ import torch
 from torch import Tensor
 
 from moe_ops.arena import Arena, shared
-from moe_ops.graphs.cuda_graph import Captured, capture_call, capturing
+from moe_ops.graphs.cuda_graph import NO_GPU, Captured, capture_call, capturing
+from moe_ops.graphs.report import SizeReport
 from moe_ops.graphs.room import with_room
 from moe_ops.graphs.runner import TIMES, Lane, Lanes, Size, put
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SizeReport:
-    """Calls of one size: the shapes of what is copied for a graph, how often it came, how many
-    calls a graph served, the memory of the graph, and why there is none if it cannot be captured.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    calls: int
-    replays: int
-    bytes: int
-    refusal: str | None
 
 
 @dataclass(slots=True)
@@ -61,10 +50,12 @@ class Repeated:
         self._stays = stays
         self._capture = capture
         self._lanes = Lanes(arena, capture, Calls)
+        self.refused: Counter[str] = Counter()  # calls by the reason why no graph serves them
 
     def __call__(self, *args: Any) -> Any:
         device = self._device(args)
-        if device is None:
+        if isinstance(device, str):
+            self.refused[device] += 1
             return self._function(*args)
         lane = self._lanes.of_current(device)
         return with_room(lambda: self._run(lane, args), self._drop, lambda: self._function(*args))
@@ -92,16 +83,20 @@ class Repeated:
             for _, size in self._lanes.items()
         ]
 
-    def _device(self, args: Sequence[Any]) -> torch.device | None:
-        """Where a call could be captured; None where it cannot."""
+    def _device(self, args: Sequence[Any]) -> torch.device | str:
+        """Where a call could be captured, or why it cannot be."""
         tensors = [x for x in args if isinstance(x, Tensor)]
         devices = {x.device for x in tensors}
-        if len(devices) != 1 or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
-            return None
+        if len(devices) != 1:
+            return "its tensors are on several devices" if devices else "it has no tensors"
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            return "a gradient is asked for"
         (device,) = devices
-        if device.type != "cuda":
-            return None if self._capture is capture_call else device
-        return None if capturing() else device
+        if device.type != "cuda" and self._capture is capture_call:
+            return NO_GPU
+        if device.type == "cuda" and capturing():
+            return "the caller captures a graph itself"
+        return device
 
     def _run(self, lane: Lane[Calls], args: Sequence[Any]) -> Any:
         with lane.lock:

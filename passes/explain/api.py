@@ -22,7 +22,7 @@ from moe_ops.passes.explain import regions, unfound
 from moe_ops.passes.explain.explanation import Explanation, LayerText, PassTotal
 from moe_ops.passes.explain.html import page
 from moe_ops.passes.explain.trace import Trace, inside, lines, plain_module, run_compiled, trace
-from moe_ops.passes.inductor.compiled import inductor_options
+from moe_ops.passes.inductor.compiled import Compiled, inductor_options
 from moe_ops.passes.inductor.pipeline import HOOK, GraphRun, Pipeline, name_of
 from moe_ops.passes.pick_backend import call_of, generic_op, pick_backend
 from moe_ops.passes.report.summary import summarize
@@ -175,7 +175,7 @@ def _explanation(
             first = first or (graph, layer.block)
     runs = [graph.run for graph in watch.graphs]
     looked = [run.found for run in runs if run.found is not None]
-    title = _title(model)
+    title, call = _title(model), getattr(model, "_compiled_call_impl", None)
     return Explanation(
         title=title,
         summary=str(summarize(title, plain_module(model), looked, found.places)),
@@ -189,6 +189,7 @@ def _explanation(
         breaks=tuple(found.breaks),
         stopped=found.stopped,
         layer=None if first is None else _layer_text(*first),
+        captured=call.graphs() if isinstance(call, Compiled) else None,
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from textwrap import wrap
 from typing import Any
 
+from moe_ops.graphs.report import GraphReport
 from moe_ops.passes.explain.trace import Break
 from moe_ops.passes.report.names import names
 from moe_ops.planning.cost import Device
@@ -137,6 +138,7 @@ class Explanation:
     breaks: tuple[Break, ...]
     stopped: str  # why the rest of the model is not explained; empty: all of it is
     layer: LayerText | None  # of the first region
+    captured: GraphReport | None = None  # of a compiled model, as `graph_report` has it
 
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **asdict(self)}, indent=2)
@@ -183,6 +185,9 @@ class Explanation:
             found.append(_wrapped(f"{place.where or 'unknown place'}: {place.reason}", "  "))
         if self.stopped:
             found.append(_wrapped(f"Not explained further: {self.stopped}", ""))
+        if self.captured is not None:
+            found += ["", "CUDA graphs"]
+            found += [_wrapped(line, "  ") for line in str(self.captured).splitlines()]
         return "\n".join(found)
 
 

@@ -195,6 +195,8 @@ def _passes(found: Explanation) -> str:
         parts.append(_table(("break at", "reason"), where, "<<"))
     if found.stopped:
         parts.append(f"<p>Not explained further: {escape(found.stopped)}</p>")
+    if found.captured is not None:
+        parts.append(f"<h2>CUDA graphs</h2>\n<pre>{escape(str(found.captured))}</pre>")
     return "\n".join(parts)
 
 

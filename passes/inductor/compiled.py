@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -15,6 +16,7 @@ from torch._dynamo import mark_static, maybe_mark_dynamic
 from torch._inductor import config as inductor_config
 
 from moe_ops.checks.signature import described, did_you_mean
+from moe_ops.graphs.report import GraphReport
 from moe_ops.interop.interrupts import call_compiled
 from moe_ops.passes.inductor.pipeline import HOOK, Hook, Pipeline, as_tuple
 from moe_ops.passes.inductor.sizes import call_oblivious
@@ -73,6 +75,9 @@ class ByLayers(Protocol):
     """Runs a model layer by layer, or says why it does not run a call so; if that turns out on the
     way it says so itself and gives NotImplemented."""
 
+    forwards: Any  # with their graphs
+    refused: Counter[str]  # calls by the reason why they did not run so
+
     def refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None: ...
     def tell(self, reason: str) -> None: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -98,6 +103,7 @@ class Compiled:
         self.before = before  # what comes before each call
         self.after = after  # and what comes after it
         self.is_compiled = False
+        self.graphs: Callable[[], GraphReport] = GraphReport
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Inside a larger model, it is that model's compiler that decides.

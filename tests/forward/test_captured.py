@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.utils import ModelOutput
 
-from moe_ops.forward import calls, captured
-from moe_ops.forward.calls import bucket_of, call_of, capture_refusal, is_dense, output_refusal
+from moe_ops.forward import captured
+from moe_ops.forward.calls import (
+    bucket_of,
+)
 from moe_ops.forward.inputs import unlike
 from moe_ops.forward.layer_cache import CACHE
 from moe_ops.graphs import runner
@@ -213,39 +214,6 @@ def test_buffers_that_grow_make_others_capture_again(qwen: Layered) -> None:
     assert qwen.graphs.captures == 3
 
 
-def test_calls_that_share_a_graph() -> None:
-    ids, mask = tokens(2, 7), left_padded(2, 7, 3)
-    config = families.build("qwen3_moe").model.config
-
-    def key(**kwargs: Any) -> Any:
-        call = call_of({"input_ids": ids, **kwargs}, config)
-        return None if call is None else call.key
-
-    first = key()
-    assert first == key(input_ids=ids + 1) == key(use_cache=True) == key(inputs_embeds=None)
-    assert first == key(attention_mask=torch.ones(2, 7)) == key(**{CACHE: DynamicCache()})
-    others = [key(attention_mask=mask), key(input_ids=ids[:1]), key(input_ids=ids[:, :1])]
-    others += [key(use_cache=False), key(is_causal=True)]
-    assert None not in others and len({first, *others}) == 6
-    full = DynamicCache()
-    full.update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4), 0)
-    for more in (
-        {"input_ids": None},
-        {"input_ids": ids[0]},
-        {"input_ids": tokens(0, 7)},
-        {"input_ids": tokens(1, calls.MOST_TOKENS + 1)},
-        {"inputs_embeds": torch.zeros(2, 7, 4)},
-        {"position_ids": torch.arange(7)[None]},
-        {"attention_mask": torch.ones(2, 1, 7, 7)},
-        {"attention_mask": {"full_attention": None}},
-        {CACHE: full},
-    ):
-        assert key(**more) is None
-    assert key(input_ids=tokens(1, calls.MOST_TOKENS)) is not None
-    near = call_of({"input_ids": tokens(3, 1365)}, config)  # padded there would be too many
-    assert near is not None and near.tokens == 1365
-
-
 def test_calls_that_no_graph_repeats_give_the_same(qwen: Layered) -> None:
     ids = tokens(2, 7)
     embedded = qwen.model.get_input_embeddings()(ids).detach()
@@ -253,6 +221,10 @@ def test_calls_that_no_graph_repeats_give_the_same(qwen: Layered) -> None:
         qwen(input_ids=ids, position_ids=torch.arange(3, 10)[None])
         qwen(inputs_embeds=embedded)
     assert qwen.graphs.captures == 0
+    assert qwen.forwards.refused == {
+        "it takes position_ids, too": TIMES + 1,
+        "it has no input_ids [sequences, tokens]": TIMES + 1,
+    }
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         for _ in range(TIMES + 1):
             assert qwen.twin(ids).logits.dtype == torch.bfloat16
@@ -326,55 +298,9 @@ def test_what_is_alike_but_for_padding() -> None:
     assert unlike([], plain) == "0 layers in place of 1"
 
 
-@pytest.mark.parametrize(
-    ("family", "reason"),
-    [
-        ("qwen3_moe", None),
-        ("gpt_oss", None),
-        ("openai_privacy_filter", "its attention is not causal"),
-        ("qwen3_next", "it has layers of linear_attention"),
-        ("deepseek_v32", "it has layers of indexed_attention"),
-        ("granitemoehybrid", "it has layers of linear_attention"),
-    ],
-)
-def test_which_decoders_are_captured(family: str, reason: str | None) -> None:
-    assert capture_refusal(families.build(family).model.base_model) == reason
-
-
-def test_outputs_that_no_graph_gives() -> None:
-    config = families.build("qwen3_moe").model.config
-    call = call_of({"input_ids": tokens(1, 3)}, config)
-    assert call is not None
-    states = torch.zeros(1, 3, 4)
-
-    def refusal(out: Any) -> str | None:
-        return output_refusal(out, call, config)
-
-    good = {"last_hidden_state": states, CACHE: DynamicCache(config=config)}
-    assert refusal(ModelOutput(**good)) is None
-    assert refusal((states,)) == "its decoder gives tuple"
-    assert refusal(ModelOutput(**good, router_logits=(states,))) == (
-        "its decoder gives router_logits, too"
-    )
-    assert refusal(ModelOutput(last_hidden_state=states)) == (
-        "its decoder gives a NoneType for a cache"
-    )
-    other = DynamicCache([(torch.zeros(1, 1, 3, 4),) * 2])
-    assert refusal(ModelOutput(**{**good, CACHE: other})) == "its cache has layers of DynamicLayer"
-
-
-def test_dense_tensors() -> None:
-    x = torch.zeros(2, 3, 4)
-    assert is_dense(x) and is_dense(x.transpose(0, 2)) and is_dense(x[:1])
-    assert (
-        not is_dense(x[:, :2])
-        and not is_dense(x[:, :, :1])
-        and not is_dense(x.expand(2, 3, 4)[:, ::2])
-    )
-
-
 def test_without_a_gpu_nothing_is_captured() -> None:
     run = Layered(families.build("qwen3_moe").model, capture_call)
     for _ in range(TIMES + 1):
         run(input_ids=tokens(2, 7))
     assert report(run) == []
+    assert run.forwards.refused == {"there is no CUDA GPU to capture on": TIMES + 1}
