@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from moe_ops.interop.dicts import versions
+
 Model = TypeVar("Model", bound=nn.Module)
 
 # What of a module is its own in the twin: what holds its parts, its weights and buffers (which are
@@ -41,15 +43,24 @@ class Contents:
             held for m in modules for held in (vars(m), *(vars(m)[name] for name in WATCHED))
         ]
         self._full = [held for held in self._held if held]
+        self._empty = [held for held in self._held if not held]
+        self._versions = versions(self._full)
         self._values = tuple(_values(self._full))
 
     def same(self) -> bool:
-        """Whether they hold the same; each call asks: half a millisecond for 48 layers."""
-        return (
-            list(map(type, self._modules)) == self._kinds
-            and sum(map(len, self._held)) == len(self._values)
-            and all(map(operator.is_, _values(self._full), self._values))
+        """Whether they hold the same; each call asks: a tenth of a millisecond for 48 layers, and
+        half of one where something was written, were it what was there before."""
+        if list(map(type, self._modules)) != self._kinds or any(self._empty):
+            return False
+        now = versions(self._full)
+        if now is not None and now == self._versions:
+            return True
+        same = sum(map(len, self._full)) == len(self._values) and all(
+            map(operator.is_, _values(self._full), self._values)
         )
+        if same:
+            self._versions = now
+        return same
 
 
 @dataclass(frozen=True, slots=True)

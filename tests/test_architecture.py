@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "terminal": May(),
     "installed": May(),
     "arena": May(),
-    "twin": May(),
+    "twin": May(frozenset({"interop"})),
     "testing": May(LOW),
     "ranks": May(frozenset({"interop", "registry"})),
     "ops": May(LOW | {"fake_impls", "quant", "ranks"}),
