@@ -29,7 +29,15 @@ import needed  # noqa: F401
 import torch
 import transformers
 from torch import Tensor
-from transformers import CompileConfig, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import (
+    CompileConfig,
+    DeepseekV2Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen3MoeConfig,
+)
 from transformers.initialization import no_init_weights
 
 import moe_ops
@@ -60,6 +68,20 @@ CONFIGS: Configs = {
     "mixtral-8x7b": lambda layers: MixtralConfig(num_hidden_layers=layers or 32),
     "gpt-oss-20b": lambda layers: GptOssConfig(
         num_hidden_layers=layers or 24, num_local_experts=32
+    ),
+    "deepseek-v2-lite": lambda layers: DeepseekV2Config(
+        hidden_size=2048,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        num_hidden_layers=layers or 27,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        q_lora_rank=None,
+        first_k_dense_replace=1,
+        num_experts_per_tok=6,
+    ),
+    "glm-4.5-air": lambda layers: Glm4MoeConfig(
+        num_hidden_layers=layers or 46, head_dim=128, attention_bias=True
     ),
     "olmoe": lambda layers: OlmoeConfig(
         num_hidden_layers=layers or 16, intermediate_size=1024, norm_topk_prob=False
