@@ -116,6 +116,29 @@ def test_like_calls_run_host_code_once() -> None:
     assert len({t.data_ptr() for call in kept for t in call}) == 15
 
 
+def test_what_is_to_come_before_is_called_once_for_a_kind() -> None:
+    before: list[int] = []
+
+    def note() -> None:
+        before.append(len(host_code))
+
+    for shape in ((4, 3), (4, 3), (5, 3), (4, 3), (5, 3)):
+        tensors = torch.randn(shape), torch.randn(shape)
+        replay(two_steps, tensors, (2.0,), note)
+    assert before == [0, 1] and len(host_code) == 2
+
+
+def test_a_call_that_cannot_begin_runs_when_it_comes_again() -> None:
+    def fail() -> None:
+        raise ValueError("not yet")
+
+    tensors = torch.randn(4, 3), torch.randn(4, 3)
+    with pytest.raises(ValueError, match="not yet"):
+        replay(two_steps, tensors, (2.0,), fail)
+    assert host_code == []
+    called(*tensors, 2.0)
+
+
 OTHERS = {
     "the same": (lambda: (torch.randn(4, 3), torch.randn(4, 3), 2.0), 1),
     "another number": (lambda: (torch.randn(4, 3), torch.randn(4, 3), 3.0), 2),

@@ -15,10 +15,11 @@ they are.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from moe_ops.kernels.triton.first_use import tell_of_first_compilation
+from moe_ops.kernels.triton.shadows import Shadow
 
 Tensors = tuple[Tensor | None, ...]
 R = TypeVar("R", bound=Tensor | tuple[Tensor, ...])
@@ -40,7 +42,16 @@ _ALLOCATIONS = (
     torch.ops.aten.empty_strided.default,
 )
 
-_recorder: ContextVar[_Recorder | None] = ContextVar("moe_ops_recorder", default=None)
+
+class Watcher(Protocol):
+    """What is given launches in place of Triton."""
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None: ...
+
+
+_watcher: ContextVar[Watcher | None] = ContextVar("moe_ops_watcher", default=None)
 _recordings: dict[Hashable, _Recording | None] = {}
 
 
@@ -48,19 +59,34 @@ tell_of_first_compilation()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Launch a Triton kernel, and note it if the call is recorded. Parameters need no defaults."""
-    compiled = kernel[grid](*args, **options)
-    recorder = _recorder.get()
-    if recorder is not None:
-        given = dict(zip(kernel.arg_names, args, strict=False)) | options
-        recorder.note(compiled, grid, [given[name] for name in kernel.arg_names])
+    """Launch a Triton kernel, or give the launch to who watches. Parameters need no defaults."""
+    watcher = _watcher.get()
+    if watcher is None:
+        kernel[grid](*args, **options)
+    else:
+        watcher.launch(kernel, grid, args, options)
 
 
-def replay(run: Callable[..., R], tensors: Tensors, rest: tuple[Hashable, ...]) -> R:
+@contextmanager
+def launches_go_to(watcher: Watcher) -> Iterator[None]:
+    """A context whose launches are a watcher's to make."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+def replay(
+    run: Callable[..., R],
+    tensors: Tensors,
+    rest: tuple[Hashable, ...],
+    before: Callable[[], None] | None = None,
+) -> R:
     """`run(*tensors, *rest)`; after the first call like this one, its launches alone.
 
-    The first tensor tells the device, which is the current one while `run` runs. Raises what `run`
-    raises.
+    The first tensor tells the device, which is the current one while `run` runs, and while `before`
+    does, which is called ahead of the first call. Raises what they raise.
     """
     first = tensors[0]
     assert first is not None
@@ -69,13 +95,16 @@ def replay(run: Callable[..., R], tensors: Tensors, rest: tuple[Hashable, ...]) 
     device = first.device.index
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return replay(run, tensors, rest)
+            return replay(run, tensors, rest, before)
     key = (run, rest, device, *[t if t is None else _kind(t) for t in tensors])
     recording = _recordings.get(key)
     if recording is not None:
         again: R = recording.run([0 if t is None else t.data_ptr() for t in tensors])
         return again
-    if key in _recordings or _recorder.get() is not None or _shared(tensors):
+    known = key in _recordings
+    if before is not None and not known:
+        before()
+    if known or _watcher.get() is not None or _shared(tensors):
         return run(*tensors, *rest)
     if len(_recordings) >= MOST_RECORDINGS:
         _recordings.clear()
@@ -87,6 +116,8 @@ def _repeats(t: Tensor) -> bool:
     """Whether launches on the device of a tensor can be repeated; not if Triton's hooks, by which a
     profiler watches, would miss them."""
     hooks = knobs.runtime
+    if isinstance(t, Shadow):
+        return False
     return t.is_cuda and not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls
 
 
@@ -119,7 +150,7 @@ class _Descriptor:
 
 
 @dataclass(slots=True)
-class _Address:
+class Address:
     """What a TMA descriptor asks of its tensor."""
 
     address: int
@@ -132,7 +163,7 @@ class _Address:
 def _moved(descriptor: Any, address: int) -> Any:
     """A copy of a TMA descriptor with another address; it keeps no tensor alive."""
     moved = copy.copy(descriptor)
-    moved.base = _Address(address, descriptor.base.dtype)
+    moved.base = Address(address, descriptor.base.dtype)
     return moved
 
 
@@ -201,9 +232,13 @@ class _Recorder(TorchDispatchMode):
             self.whole = False
         return out
 
-    def note(self, compiled: Any, grid: tuple[int, ...], args: list[Any]) -> None:
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        compiled = kernel[grid](*args, **options)
         self.whole = self.whole and compiled is not None
-        self.noted.append((compiled, grid, args))
+        given = dict(zip(kernel.arg_names, args, strict=False)) | options
+        self.noted.append((compiled, grid, [given[name] for name in kernel.arg_names]))
 
 
 def _record(
@@ -211,12 +246,8 @@ def _record(
 ) -> tuple[R, _Recording | None]:
     """The result of a call, and how to repeat it, or None if it cannot be recorded."""
     recorder = _Recorder()
-    token = _recorder.set(recorder)
-    try:
-        with recorder:
-            result = run(*tensors, *rest)
-    finally:
-        _recorder.reset(token)
+    with launches_go_to(recorder), recorder:
+        result = run(*tensors, *rest)
     results = [result] if isinstance(result, Tensor) else list(result)
     made = {(t.data_ptr(), tuple(t.shape)) for t in recorder.made if t.is_contiguous()}
     if not recorder.whole or any((t.data_ptr(), tuple(t.shape)) not in made for t in results):

@@ -1,0 +1,77 @@
+"""Tensors without memory that say they are on a GPU: what host code sees where nothing is run.
+
+Their results are shadows, too, and inside a `Shadows` context so is all that is allocated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+ALIGNMENT = 16  # bytes, the only multiple of which Triton asks where a tensor begins
+
+
+class Shadow(Tensor):
+    """A tensor of a device, made of one on the meta device; its storage begins at address 0."""
+
+    behind: Tensor
+
+    @staticmethod
+    def __new__(cls, behind: Tensor, device: torch.device) -> Shadow:
+        shadow: Shadow = Tensor._make_wrapper_subclass(
+            cls, behind.shape, strides=behind.stride(), storage_offset=behind.storage_offset(),
+            dtype=behind.dtype, device=device,
+        )  # fmt: skip
+        shadow.behind = behind
+        return shadow
+
+    def data_ptr(self) -> int:
+        return int(self.storage_offset()) * self.itemsize
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _shadowed(func, args, kwargs or {})
+
+
+class Shadows(TorchDispatchMode):
+    """A context in which what is allocated on a device is a shadow."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _shadowed(func, args, kwargs or {})
+
+
+def _shadowed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    device = kwargs.get("device")
+    if device is not None:
+        kwargs = {**kwargs, "device": "meta"}
+
+    def behind(shadow: Shadow) -> Tensor:
+        nonlocal device
+        device = device or shadow.device
+        return shadow.behind
+
+    args, kwargs = tree_map_only(Shadow, behind, (args, kwargs))
+    out = func(*args, **kwargs)
+    return tree_map_only(Tensor, lambda t: Shadow(t, torch.device(device or "cpu")), out)
+
+
+def shadow_of(t: Tensor, rows: int | None = None) -> Shadow:
+    """What stands for a tensor, or for one like it of so many rows: it begins alike within
+    ALIGNMENT bytes, and rows lie as far apart, one behind the other where they did."""
+    shape, stride = [*t.shape], [*t.stride()]
+    if rows is not None:
+        shape[0] = rows
+        if t.is_contiguous():
+            stride = [*torch.empty(shape, device="meta").stride()]
+    begin = t.data_ptr() % ALIGNMENT // t.itemsize
+    last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else -1
+    memory = torch.empty(begin + last + 1, dtype=t.dtype, device="meta")
+    return Shadow(memory.as_strided(shape, stride, begin), t.device)
