@@ -52,6 +52,7 @@ class Needs:
 
 
 Binds = Callable[[Any], Callable[..., Any] | None]
+InPlan = Callable[[str], Callable[[Any], Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,8 @@ class Backend:
     calls, whether it runs; None if anything else may. `alike` is then given a call that it ran, and
     gives a function of the op's arguments that runs those like it, or None, where `run` does.
     `aligned` says that where any tensor begins in its memory decides, too, not only one of bytes.
+    `in_plan` gives what runs the calls of a compiled graph, in the place of `run`, for the text of
+    the plan that says which backends do.
     One that runs calls by several paths, which `Registration.path` registers, says in words by
     which of them a call would run, and why not by those asked before it: `told`.
     """
@@ -86,6 +89,7 @@ class Backend:
     asks: tuple[ContextVar[Any], ...] | None = field(default=None, compare=False)
     alike: Binds | None = field(default=None, compare=False)
     aligned: bool = field(default=False, compare=False)
+    in_plan: InPlan | None = field(default=None, compare=False)
     told: Callable[[Any], str] | None = field(default=None, compare=False)
     # What of a record it does not read, by name; and whether there is any, which is quicker.
     unread: Callable[[Any], dict[str, Any]] = field(default=lambda call: {}, compare=False)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_ops.checks.signature import Signature, did_you_mean
-from moe_ops.registry.backend import ANY_NUMBER, LAYOUT, Backend, Binds, Needs, Rows
+from moe_ops.registry.backend import ANY_NUMBER, LAYOUT, Backend, Binds, InPlan, Needs, Rows
 from moe_ops.registry.layouts import Layout
 from moe_ops.registry.memo import Memo
 from moe_ops.registry.record import Annotations, Arguments
@@ -149,7 +149,15 @@ class Registration:
             return min((n for n in limits if n is not None), default=ANY_ROWS)
 
         rows = Rows(possible=possible)
-        self.paths[name] = replace(of, name=name, run=run, supports=supports, rows=rows, told=None)
+        self.paths[name] = replace(
+            of, name=name, run=run, supports=supports, rows=rows, told=None, in_plan=None
+        )
+
+    def in_plan(self, name: str, runs: InPlan) -> None:
+        """Say what runs calls of a plan by a backend or a path; `Backend` says what is given."""
+        of = self.backends if name in self.backends else self.paths
+        of[name] = replace(of[name], in_plan=runs)
+        self._forget()
 
     def tells(self, name: str, told: Callable[[Any], str]) -> None:
         """Say in words by which path a backend runs a call; `Backend` says what is told."""

@@ -190,7 +190,11 @@ class Op(Registration):
                 f"plan {plan!r} names {', '.join(unknown)}, but the backends of "
                 f"{NAMESPACE}.{self.name} are {', '.join(self.backends)}"
             )
-        runs = tuple((upto, backend.run) for upto, _, backend in found if backend is not None)
+        runs = tuple(
+            (upto, backend.run if backend.in_plan is None else backend.in_plan(plan))
+            for upto, _, backend in found
+            if backend is not None
+        )
         self._plans[plan] = runs
         return runs
 

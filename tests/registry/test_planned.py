@@ -41,6 +41,26 @@ def test_planned_runs_the_backend_of_its_range_and_asks_nothing(made: Op) -> Non
         made.planned(X, plan="slow")
 
 
+def test_a_backend_may_run_calls_of_a_plan_in_another_way(made: Op) -> None:
+    made.backend("fast")(other)
+    made.path("fast", "fast/one", other, refusal=lambda call: None, most=lambda call: None)
+    plans: list[str] = []
+
+    def in_plan(plan: str) -> Callable[[Any], Any]:
+        plans.append(plan)
+        return made.body
+
+    made.in_plan("fast", in_plan)
+    for plan, want in (("fast", DOUBLE), ("1:fast,:reference", DOUBLE), ("fast/one", PLUS_TWO)):
+        for _ in range(2):
+            assert made.planned(X, plan=plan).tolist() == want
+    with using("fast"):
+        assert made(X).tolist() == PLUS_TWO
+    assert plans == ["fast", "1:fast,:reference"]
+    made.in_plan("fast/one", in_plan)
+    assert made.planned(X, plan="1:reference,:fast/one").tolist() == DOUBLE
+
+
 def test_the_schema_of_planned_is_that_of_the_op_and_a_plan() -> None:
     for op in OPS.values():
         head, _, tail = op.schema.partition(") -> ")
