@@ -35,7 +35,7 @@ def fuse_residual(graph: fx.Graph, context: Context) -> int:
     that is an output of the graph, into `experts_onto`. Inductor fuses other sums with what
     follows."""
     nodes = graph.find_nodes(op="call_function", target=ops.experts.planned)
-    sums = {n: last_sum(n) for n in nodes if arg(n, "plan") in PLANS}
+    sums = {n: last_sum(n) for n in nodes if arg(n, "plan").removeprefix(":") in PLANS}
     found = {n: total for n, total in sums.items() if total is not None}
     return each(RULE, found, lambda node: _fuse(graph, node, found[node]), context)
 

@@ -41,7 +41,7 @@ def pick_backend(graph: fx.Graph, context: Context) -> int:
             choice = choose(op, call, place, rules)
         context.choices.append(choice)
         if choice.backends != (REFERENCE,):
-            make_planned(graph, node, op, choice.text)
+            make_planned(graph, node, op, choice.plan)
             context.rewrote(RULE, node.name, choice.layer, f"{op.name}: {choice.text}")
             count += 1
     return count

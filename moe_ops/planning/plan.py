@@ -72,8 +72,15 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """The ranges as the op's `plan` argument."""
+        """The ranges as people read them."""
         return written((r.upto, r.backend) for r in self.ranges)
+
+    @property
+    def plan(self) -> str:
+        """The op's `plan` argument. That of one backend for any number of rows begins with a colon,
+        as its kernels are compiled for all of them."""
+        low, high = self.rows
+        return f":{self.text}" if len(self.ranges) == 1 and low != high else self.text
 
     @property
     def backends(self) -> tuple[str, ...]:

@@ -217,10 +217,10 @@ def test_backends_are_asked_about_the_strides_of_the_graph() -> None:
 @pytest.mark.parametrize(
     ("thresholds", "want"),
     [
-        (((None, "aten"),), "aten"),
+        (((None, "aten"),), ":aten"),
         (((8, "aten"), (None, "cpu")), "8:aten,:cpu"),
-        (((1, "aten"), (None, "cpu")), "cpu"),
-        (((8, "cpu"), (64, "cpu"), (None, "cpu")), "cpu"),
+        (((1, "aten"), (None, "cpu")), ":cpu"),
+        (((8, "cpu"), (64, "cpu"), (None, "cpu")), ":cpu"),
         (((8, "reference"), (None, "cpu")), "8:reference,:cpu"),
     ],
 )

@@ -212,7 +212,7 @@ def test_half_measured_counts_do_not_count(tmp_path: Path) -> None:
     partly = {k: v for k, v in TIMES.items() if k != (64, "zipf", "aten")}
     hook = Hook(pick_backend, tuned=tuned_table(tmp_path / "t.json", partly))
     _, graph = run_experts(hook, dynamic=True)
-    assert plans(graph) == ["experts cpu"]
+    assert plans(graph) == ["experts :cpu"]
 
 
 def test_a_table_that_is_not_there_is_an_error(tmp_path: Path) -> None:
