@@ -353,16 +353,18 @@ def many_routed(case: Any) -> None:
     route.backends["triton"].run(route.call(logits, case.K, renormalize=True))
 
 
-def layer(
-    case: Any,
-    backend: str,
-    T: int,
-    full: bool,
-    dtype: torch.dtype = torch.bfloat16,
-    transposed: bool = False,
+def layer(case: Any, backend: str, T: int, full: bool, **more: Any) -> None:
+    """`full`: with a residual, and as `layer_call` says."""
+    call = layer_call(case, T, full, **more)
+    residual_TD = torch.empty_like(call.x_TD) if full else None
+    run_experts(PATHS.get(backend, backend), call, residual_TD)
+
+
+def layer_call(
+    case: Any, T: int, full: bool, dtype: torch.dtype = torch.bfloat16, transposed: bool = False,
     **activation: Any,
-) -> None:
-    """`full`: with biases, an expert map, a residual and ids of 64 bits."""
+) -> ExpertsCall:  # fmt: skip
+    """`full`: with biases, an expert map and ids of 64 bits."""
     F = 2 * case.I if activation.get("gated", True) else case.I
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -371,7 +373,7 @@ def layer(
     def weight(rows: int, columns: int) -> Tensor:
         return empty(case.E, *((columns, rows) if transposed else (rows, columns)))
 
-    call = ExpertsCall(
+    return ExpertsCall(
         x_TD=empty(T, case.D),
         weights_TK=empty(T, case.K, dtype=torch.float32),
         ids_TK=empty(T, case.K, dtype=torch.int64 if full else torch.int32),
@@ -383,7 +385,6 @@ def layer(
         transposed=transposed,
         **activation,
     )
-    run_experts(PATHS.get(backend, backend), call, empty(T, case.D) if full else None)
 
 
 def main() -> None:

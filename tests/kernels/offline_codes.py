@@ -94,7 +94,15 @@ def factors(E: int, h_scales: int) -> None:
 def quantized_layer(
     case: Any, backend: str, T: int, w_format: str, x_format: str, static: int = 0
 ) -> None:
-    """static: 1 for one scale of tokens and one of h, 2 for those of experts."""
+    call = quantized_call(case, T, w_format, x_format, static, backend == "rows")
+    run_experts(PATHS.get(backend, backend), call, None)
+
+
+def quantized_call(
+    case: Any, T: int, w_format: str, x_format: str, static: int = 0, each: bool = False
+) -> ExpertsCall:
+    """static: 1 for one scale of tokens and one of h, 2 for those of experts; of tokens too if
+    `each`."""
     format = Format.of(w_format)
     parsed, dtype = format.parsed, torch.bfloat16
 
@@ -112,9 +120,9 @@ def quantized_layer(
     # Of tokens, of h: kernels of few tokens take one scale for those of all experts.
     scales: list[Tensor | None] = [None, None]
     if static:
-        each = case.E if static == 2 else 1
-        scales = [empty(n, dtype=torch.float32) for n in (1, each)]
-    call = ExpertsCall(
+        of_h = case.E if static == 2 else 1
+        scales = [empty(n, dtype=torch.float32) for n in (1, of_h)]
+    return ExpertsCall(
         x_TD=empty(T, case.D),
         weights_TK=empty(T, case.K, dtype=torch.float32),
         ids_TK=empty(T, case.K, dtype=torch.int32),
@@ -126,9 +134,8 @@ def quantized_layer(
         w2_zero_EDG=w2_zero,
         global_scale13_E=empty(case.E, dtype=torch.float32) if format.has_global_scale else None,
         global_scale2_E=empty(case.E, dtype=torch.float32) if format.has_global_scale else None,
-        x_scale=scales[backend == "rows"],
+        x_scale=scales[each],
         h_scale=scales[1],
         w_format=w_format,
         x_format=x_format,
     )
-    run_experts(PATHS.get(backend, backend), call, None)
