@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "testing": May(LOW),
     "ranks": May(frozenset({"interop", "registry"})),
     "ops": May(LOW | {"fake_impls", "quant", "ranks"}),
-    "kernels": May(frozenset({"interop"}), TRITON),
+    "kernels": May(frozenset({"interop", "terminal"}), TRITON),
     "decode_ops": May(OP | {"fake_impls", "kernels"}),
     "backends": May(OP | {"arena", "decode_ops", "installed", "kernels", "quant"}),
     "quant": May(frozenset({"checks", "fake_impls", "interop"})),

@@ -22,6 +22,7 @@ from torch import Tensor
 from moe_ops.backends import reads
 from moe_ops.backends import triton_paths as paths
 from moe_ops.backends.strides import contiguous, in_words, with_rows
+from moe_ops.backends.triton_ahead import Before, compiles_ahead
 from moe_ops.backends.triton_device import refuse_device
 from moe_ops.backends.triton_hopper import refuse_many
 from moe_ops.backends.triton_limits import max_tiny_tokens, most_rows_tokens, most_tiny_tokens
@@ -63,6 +64,10 @@ def supports_route(call: RouteCall) -> str | None:
 @route.backend("triton", reads=reads.ROUTE, supports=supports_route, devices=("cuda",), priority=1)
 def route_tokens(call: RouteCall) -> tuple[Tensor, Tensor]:
     """`route` in one launch, a warp for each token."""
+    return _route(call)
+
+
+def _route(call: RouteCall, before: Before = None) -> tuple[Tensor, Tensor]:
     from moe_ops.kernels.triton import routing
     from moe_ops.kernels.triton.replay import replay
 
@@ -73,7 +78,10 @@ def route_tokens(call: RouteCall) -> tuple[Tensor, Tensor]:
         c.softmax_selected, c.renormalize, c.eps, c.min_sum, c.scale, c.group_fill == "zero_weight",
     )  # fmt: skip
     tensors = with_rows(c.logits_TE), contiguous(c.bias_E), contiguous(c.per_expert_scale_E)
-    return replay(routing.route, tensors, (c.top_k, router, DTYPES[c.out_dtype]))
+    return replay(routing.route, tensors, (c.top_k, router, DTYPES[c.out_dtype]), before)
+
+
+compiles_ahead(route, "triton", _route)
 
 
 # The tensors of a launch, in their order.
@@ -85,18 +93,19 @@ TENSORS = (
 
 
 def run_experts(
-    kernel: str, call: ExpertsCall, residual_TD: Tensor | None = None, tiles: Any = None
-) -> Tensor:
+    kernel: str, call: ExpertsCall, residual_TD: Tensor | None = None, tiles: Any = None,
+    before: Before = None,
+) -> Tensor:  # fmt: skip
     """`experts` by a Triton backend, named without "triton.", or by one of its paths, named as
     `using` names it; added to a residual if there is one. `tiles` are for it to take in the place
-    of those of its tables."""
+    of those of its tables; `before` is called ahead of the first call of a kind."""
     if call.x_TD.shape[0] == 0:
         return torch.empty_like(call.x_TD, dtype=call.dtype)
     from moe_ops.kernels.triton.replay import replay
 
     # Names of formats are looked up faster than what they stand for.
     rest = (kernel, call.transposed, call.activation, _formats(call), tiles)
-    return replay(_launch_experts, _tensors(call, residual_TD), rest)
+    return replay(_launch_experts, _tensors(call, residual_TD), rest, before)
 
 
 def _formats(call: ExpertsCall) -> Formats:
@@ -179,6 +188,10 @@ def _layer(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) 
     return Experts(**held, transposed=transposed, act=Act(*act), codes=codes)
 
 
+def _run_onto(kernel: str, call: ExpertsOntoCall, before: Before = None) -> Tensor:
+    return run_experts(kernel, call.layer, call.residual_TD, before=before)
+
+
 def _emulates(call: ExpertsCall) -> bool:
     return inputs_of(call) is not None
 
@@ -207,7 +220,7 @@ def _register(
         return supports(call.layer)
 
     def run_onto(call: ExpertsOntoCall) -> Tensor:
-        return run_experts(kernel, call.layer, call.residual_TD)
+        return _run_onto(kernel, call)
 
     rows = Rows(preferred=_of_layer(rows.preferred), possible=_of_layer(rows.possible))
     onto = {**given, "reads": read, "supports": supports_onto, "rows": rows}
@@ -226,11 +239,15 @@ def _register_paths(kernel: str) -> None:
             return run_experts(name, call)
 
         def run_onto(call: ExpertsOntoCall, name: str = name) -> Tensor:
-            return run_experts(name, call.layer, call.residual_TD)
+            return _run_onto(name, call)
 
         experts.path(backend, path.forced, run, refusal=path.refusal, most=path.most)
         of_layer = {"refusal": _of_layer(path.refusal), "most": _of_layer(path.most)}
         experts_onto.path(backend, path.forced, run_onto, **of_layer)
+    for name in (backend, *(path.forced for path in paths.paths_of(kernel))):
+        of = name.removeprefix("triton.")
+        compiles_ahead(experts, name, functools.partial(run_experts, of))
+        compiles_ahead(experts_onto, name, functools.partial(_run_onto, of))
     experts.tells(backend, functools.partial(paths.told, kernel))
     experts_onto.tells(backend, lambda call: paths.told(kernel, call.layer))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe_ops.backends.triton_ahead import Before, compiles_ahead
 from moe_ops.backends.triton_device import LEAST_CAPABILITY, LEAST_FLOAT8, refuse_device
 from moe_ops.ops.quantize import QuantizeCall, quantize
 from moe_ops.quant.formats import ALL, TENSOR, Format, keep_by_format
@@ -42,6 +43,10 @@ def supports(call: QuantizeCall) -> str | None:
 )
 def launch_quantize(call: QuantizeCall) -> tuple[Tensor, Tensor]:
     """`quantize` in one launch; in two, if one scale for the tensor is to be found."""
+    return _quantize(call)
+
+
+def _quantize(call: QuantizeCall, before: Before = None) -> tuple[Tensor, Tensor]:
     from moe_ops.kernels.triton import quantize as once
     from moe_ops.kernels.triton import quantize_blocks as blocks
     from moe_ops.kernels.triton.replay import replay
@@ -50,9 +55,12 @@ def launch_quantize(call: QuantizeCall) -> tuple[Tensor, Tensor]:
     x_RD = call.x_RD if call.x_RD.stride(1) == 1 else call.x_RD.contiguous()
     if format.element in ONCE and format.scale == "float32":
         rest = (format.group, format.parsed.storage.dtype)
-        return replay(once.quantize, (x_RD, call.scale), rest)
+        return replay(once.quantize, (x_RD, call.scale), rest, before)
     kinds = (_element(call.format), format.group[1], format.scale, call.scale_rule)
-    return replay(blocks.quantize, (x_RD, call.scale), kinds)
+    return replay(blocks.quantize, (x_RD, call.scale), kinds, before)
+
+
+compiles_ahead(quantize, "triton", _quantize)
 
 
 @keep_by_format

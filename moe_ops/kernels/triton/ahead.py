@@ -1,0 +1,61 @@
+"""Compile what calls would launch, all at once, by threads, and run nothing.
+
+Triton compiles a variant of a kernel where it is first launched. Constants, the types of arguments
+and whether 16 divides them tell variants apart, and calls on shadows (`shadows.py`) tell which they
+ask for. Most of a compilation is outside Python, so that threads share the processors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch._inductor import config
+from triton import AsyncCompileMode, knobs
+
+from moe_ops.kernels.triton.replay import Address, launches_go_to
+from moe_ops.kernels.triton.shadows import Shadow, Shadows
+from moe_ops.terminal import waiting_for
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Launches that are not made: kernels with their arguments."""
+
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        self.launches.append((kernel, tuple(map(_typed, args)), options))
+
+
+def collected(calls: Iterable[Callable[[], object]]) -> Collected:
+    """What calls on shadows launch, by `launch` of `replay.py`."""
+    found = Collected()
+    with launches_go_to(found), Shadows():
+        for call in calls:
+            call()
+    return found
+
+
+def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
+    """Compile for the current device what calls on shadows launch; those that come first are begun
+    first. A launch of what does not compile raises what it raised without this."""
+    if knobs.runtime.interpret:
+        return
+    launches = collected(calls).launches
+    pool = ThreadPoolExecutor(config.compile_threads, "moe_ops compiles")
+    try:
+        with waiting_for("compiling Triton kernels"), AsyncCompileMode(pool, ignore_errors=True):
+            for kernel, args, options in launches:
+                kernel.warmup(*args, grid=(1,), **options)
+    finally:
+        pool.shutdown(wait=False)  # what interrupts has not to wait for what was begun
+
+
+def _typed(value: Any) -> Any:
+    """What Triton asks of an argument."""
+    return Address(value.data_ptr(), value.dtype) if isinstance(value, Shadow) else value

@@ -1,0 +1,79 @@
+"""All variants that a plan may launch are compiled in its first call, at once."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+pytest.importorskip("triton.experimental.gluon", reason="some of them are Gluon's")
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULE = "tests.kernels.offline_ahead"
+
+# Calls of `offline_ahead.py`, with the rows of the first one.
+FLOATS = ("qwen3_30b", "onto", "route")
+CODES = ("qwen3_30b mxfp4", "dsv3_ep8 float8 with float8", "quantize by tensor")
+OTHER_FLOATS = (
+    "qwen3_next float16", "mixtral_8x7b", "dsv3_ep8 full", "gpt_oss_20b transposed",
+    "olmoe float32",
+)  # fmt: skip
+OTHER_CODES = (
+    "gpt_oss_20b mxfp4", "mixtral_8x7b int4", "qwen3_30b uint4", "qwen3_30b nvfp4",
+    "qwen3_30b mxfp6", "qwen3_30b mxfp8", "qwen3_30b int8", "dsv3_ep8 float8",
+    "qwen3_30b float8 by row", "qwen3_30b int8 by row", "qwen3_30b int8 by tensor",
+    "qwen3_30b int8 static", "qwen3_30b emulated nvfp4", "gpt_oss_20b emulated mxfp8",
+    "quantize by group", "quantize to mxfp4",
+)  # fmt: skip
+GROUPS = {
+    "floats for Hopper": (90, 1, FLOATS),
+    "codes for Hopper": (90, 600, CODES),
+    "floats for Hopper, many rows first": (90, 600, FLOATS),
+    "other floats for Hopper": (90, 600, OTHER_FLOATS),
+    "other codes for Hopper": (90, 1, OTHER_CODES),
+    "floats for Ampere": (80, 600, FLOATS),
+    "floats for Blackwell": (100, 600, FLOATS),
+    "codes for Blackwell": (100, 600, CODES),
+}
+ALWAYS = [*GROUPS][:2]
+
+
+def run(*arguments: str) -> str:
+    """What Python prints, in a process of its own, as Triton interprets kernels in this one."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "group",
+    [pytest.param(g, marks=[] if g in ALWAYS else [pytest.mark.every]) for g in GROUPS],
+)
+def test_the_first_call_compiles_all_that_later_ones_launch(group: str) -> None:
+    capability, first, names = GROUPS[group]
+    said = run("-m", MODULE, str(capability), str(first), *names).splitlines()
+    found: dict[str, Any] = dict(zip(names, map(json.loads, said), strict=True))
+    assert {name: of["later"] for name, of in found.items() if of["later"]} == {}
+    for name, of in found.items():
+        assert all("moe_ops compiles" in thread for thread in of["threads"]), name
+    if "qwen3_30b" in found:  # of every range of its plan
+        of = found["qwen3_30b"]
+        ranges = [part.partition(":")[2] for part in of["plan"].split(",")]
+        assert ranges == ["triton.tiny", "triton.rows", "triton.grouped"]
+        assert {"tiny_up", "rows_up", "_grouped", "sort_kernel", "place_kernel"} <= {*of["kernels"]}
+
+
+def test_kernels_are_compiled_at_the_same_time() -> None:
+    run("-c", f"from {MODULE} import together; together()")
+
+
+def test_what_does_not_compile_is_raised_where_it_is_launched() -> None:
+    said = run("-c", f"from {MODULE} import failing; failing()")
+    assert said.splitlines() == ["4096 place_kernel fails"] * 2
