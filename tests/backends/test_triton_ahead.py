@@ -10,10 +10,13 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from moe_ops.backends import triton_ahead
 from moe_ops.backends.triton_ahead import MOST, PlanAhead, numbers
 from moe_ops.backends.triton_limits import max_tiny_tokens
 from moe_ops.kernels.triton import ahead as compiler
+from moe_ops.kernels.triton import replay
 from moe_ops.ops.experts import ExpertsCall, experts
+from tests.replaying import on_a_cpu
 
 PLAN = "4:triton.tiny,64:triton.rows,:triton.grouped"
 E, K, D, I = 8, 2, 64, 32  # noqa: E741
@@ -40,6 +43,22 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ExpertsCall]]:
         run = lambda call, name=name: found.append((name, call))  # noqa: E731
         monkeypatch.setitem(table, name, replace(table[name], run=run))
     return found
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The kernels that are collected ahead of calls on a CPU, which run as on a GPU."""
+    found: list[str] = []
+
+    def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
+        launches = compiler.collected(calls).launches
+        found.extend(kernel.fn.__name__ for kernel, _, _ in launches)
+
+    monkeypatch.setattr(compiler, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(experts, "_plans", {})
+    triton_ahead._of_plan.cache_clear()
+    with on_a_cpu(monkeypatch):
+        yield found
 
 
 def call(T: int = 3, **changes: Any) -> ExpertsCall:
@@ -92,6 +111,35 @@ def test_a_plan_for_one_number_is_compiled_for_it(
     for run in (run for calls in compiled for run in calls):
         run()
     assert [(n, c.x_TD.shape[0]) for n, c in ran] == [(name, 20), (name, 30)]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_call_of_a_plan_collects_what_others_launch(mode: Any, launched: list[str]) -> None:
+    plan = "2:triton.tiny,64:triton.rows,:triton.grouped"
+    with mode():
+        got, want = (
+            experts.planned(*experts.arguments.flat(call(3)), plan=p) for p in (plan, "reference")
+        )
+    torch.testing.assert_close(got, want)
+    assert {"tiny_up", "tiny_down", "rows_up", "rows_down", "_grouped", "place_kernel"} <= {
+        *launched
+    }
+    launched.clear()
+    experts.planned(*experts.arguments.flat(call(1)), plan=plan)
+    assert launched == []
+
+
+def test_a_call_that_raises_is_no_harm_to_others(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise ValueError("too many")
+
+    def launch() -> None:
+        replay.launch("a kernel", (1,), 3, size=4)
+
+    with caplog.at_level("INFO", "moe_ops"):
+        found = compiler.collected([fail, launch])
+    assert found.launches == [("a kernel", (3,), {"size": 4})]
+    assert "not compiled ahead: ValueError: too many" in caplog.text
 
 
 def test_other_backends_compile_nothing() -> None:
