@@ -4,7 +4,9 @@
 
 Prints for each size the time of a forward, of the first call that compiles, the memory beyond the
 weights, and how far ours is from stock. `static` compiles stock anew for each size, `graphs` with
-CUDA graphs besides, `marked` once with batch and length dynamic, as ours does.
+CUDA graphs besides, `marked` once with batch and length dynamic, as ours does. With `--random N`,
+ours also runs N forwards of random sizes: what the first of a size costs beyond the next one, and
+whether memory grows.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import random
 import shlex
 import statistics
 import sys
@@ -42,6 +45,21 @@ class Forward:
     high_ms: float
     extra_gb: float
     away: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Random:
+    """Forwards of random sizes, from 1 x 1 to 8 x 2048: how many, of how many sizes; the most that
+    the first of a size took beyond the next one; how many graphs Dynamo compiled; and the memory
+    that is reserved after a fifth of them and after all."""
+
+    calls: int
+    sizes: int
+    worst_first_s: float
+    worst_size: str
+    compiled: int
+    gb_after_a_fifth: float
+    gb_after_all: float
 
 
 HEADER = f"{'way':<16}{'size':>8}{'first s':>9}{'ms':>9}{'low':>9}{'high':>9}{'GB':>7}{'away':>8}"
@@ -100,6 +118,36 @@ def measure(way: str, model: Any, call: Any, ids: Tensor, want: Tensor) -> Forwa
     )
 
 
+def run_random(call: Any, calls: int, device: str) -> Random:
+    """Runs forwards of sizes that are drawn evenly by their logarithms."""
+    draw = random.Random(0)
+    ends = [(1, 1), (8, 2048)]
+    drawn = [(round(8 ** draw.random()), round(2048 ** draw.random())) for _ in range(calls)]
+    sizes = (ends + drawn)[:calls]
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    worst, seen, reserved = (0.0, ""), set(), []
+    for shape in sizes:
+        ids = torch.randint(3, 255, shape, device=device)
+
+        def forward(ids: Tensor = ids) -> Tensor:
+            return call(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+
+        took = seconds(forward)
+        if shape not in seen:
+            seen.add(shape)
+            worst = max(worst, (took - seconds(forward), f"{shape[0]}x{shape[1]}"))
+        reserved.append(torch.cuda.memory_reserved() / 1e9 if ids.is_cuda else 0.0)
+    return Random(
+        calls=calls,
+        sizes=len(seen),
+        worst_first_s=worst[0],
+        worst_size=worst[1],
+        compiled=torch._dynamo.utils.counters["stats"]["unique_graphs"] - before,
+        gb_after_a_fifth=reserved[calls // 5],
+        gb_after_all=reserved[-1],
+    )
+
+
 def size(text: str) -> tuple[int, int]:
     batch, length = text.split("x")
     return int(batch), int(length)
@@ -112,8 +160,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--sizes", type=size, nargs="+", default=[(1, 128), (8, 512), (1, 4096)])
     parser.add_argument("--ways", choices=ways, nargs="+", default=ways)
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="forwards of random sizes")
     parser.add_argument("--json", help="also write the figures to this file")
     return parser.parse_args(arguments)
+
+
+def write(figures: dict[str, Any], path: str | None) -> None:
+    if path:
+        with open(path, "w") as file:
+            json.dump(figures, file, indent=2)
 
 
 @torch.inference_mode()
@@ -137,9 +192,11 @@ def main(arguments: list[str] | None = None) -> None:
             measured = measure(way, model, call, ids.clone(), want)
             print(row(measured), flush=True)
             figures["forwards"].append(asdict(measured))
-            if args.json:
-                with open(args.json, "w") as file:
-                    json.dump(figures, file, indent=2)
+            write(figures, args.json)
+        if way == "moe_ops" and args.random:
+            figures["random"] = asdict(run_random(call, args.random, device))
+            print(figures["random"], flush=True)
+            write(figures, args.json)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,8 +88,11 @@ class ByLayers:
             return self._with_room(args, kwargs)
         except Unviewable as error:
             reason = str(error)
-        if kwargs.get(CACHE) is None:
+        if kwargs.get(CACHE) is None and self._own_cache is None:
             self._own_cache = reason
+            self._divide()
+            if not self._makes_cache(kwargs):
+                return self._with_room(args, kwargs)
         self.tell(reason)
         return NotImplemented
 
@@ -127,17 +131,23 @@ class ByLayers:
         """Divide the model as it is now."""
         modules = list(self.model.modules())
         self._refusal = _state_refusal(self.model, modules)
-        self._divided = divided(self.model, Way(self._region, around=self._decode))
-        *_, decoder, _ = chain_to_layers(divided(self.model, Way(self._region, unmasked=True)))
-        self._unmasked, self._config = decoder, decoder.config
+        *_, decoder, _ = chain_to_layers(self.model)
+        self._config = decoder.config
         self._names = named(decoder.forward)
         self._own_cache = layer_cache.own_refusal(self._config)
+        self._divide()
         self._uncaptured = capture_refusal(decoder)
         if any(part.training for part in modules):
             self._uncaptured = "it is in training mode, whose dropout a graph would repeat"
         self._contents = Contents(modules)
         self._weights = [*self.model.parameters(), *self.model.buffers()]
         self._addresses = []
+
+    def _divide(self) -> None:
+        """Divide the model, its layers with views of caches if they can run on these."""
+        way = Way(self._region, views=self._own_cache is None)
+        self._divided = divided(self.model, replace(way, around=self._decode))
+        *_, self._unmasked, _ = chain_to_layers(divided(self.model, replace(way, unmasked=True)))
 
 
 def named(function: Callable[..., Any]) -> list[str]:

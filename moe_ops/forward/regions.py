@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moe_ops.forward.inputs import note
-from moe_ops.forward.layer_cache import CACHE, seen_by
+from moe_ops.forward.layer_cache import CACHE, Incoming, seen_by
 from moe_ops.interop.code_objects import with_own_code_object
 from moe_ops.prepared import HoldsExperts
 from moe_ops.terminal import waiting_for
@@ -123,13 +123,15 @@ class Way:
     """How the layers of a twin run: through `region`, or with `stand_ins` in place of some layers.
 
     Layers that are `unmasked` get no mask: while a graph is captured models make one that hides
-    nothing beyond what is causal. The module that has the list of layers is called by `around`,
+    nothing beyond what is causal. Layers with `views` get a view of a cache also where the model
+    keeps none, so that calls with and without `use_cache` share code. The module that has the list of layers is called by `around`,
     which is given what runs it.
     """
 
     region: Region
     stand_ins: Mapping[nn.Module, nn.Module] = field(default_factory=dict)
     unmasked: bool = False
+    views: bool = False
     around: Callable[..., Any] | None = None
 
 
@@ -216,6 +218,8 @@ def _call_layer(way: Way, layer: nn.Module, index: int, *args: Any, **kwargs: An
     layer = way.stand_ins.get(layer, layer)
     cache = kwargs.get(CACHE)
     if cache is None:
+        if way.views and CACHE in kwargs:
+            kwargs[CACHE] = Incoming()
         return way.region(layer, *args, **kwargs)
     view, put = seen_by(cache, index)
     out = way.region(layer, *args, **{**kwargs, CACHE: view})
