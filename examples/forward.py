@@ -24,7 +24,8 @@ from typing import Any
 import needed  # noqa: F401
 import torch
 import transformers
-from generate import CONFIGS, build, say, seconds
+from generate import say, seconds
+from models import CONFIGS, build
 from torch import Tensor
 
 import moe_ops
@@ -160,7 +161,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--sizes", type=size, nargs="+", default=[(1, 128), (8, 512), (1, 4096)])
     parser.add_argument("--ways", choices=ways, nargs="+", default=ways)
-    parser.add_argument("--random", type=int, default=0, metavar="N", help="forwards of random sizes")
+    parser.add_argument(
+        "--random", type=int, default=0, metavar="N", help="also N forwards of random sizes"
+    )
     parser.add_argument("--json", help="also write the figures to this file")
     return parser.parse_args(arguments)
 

@@ -29,7 +29,8 @@ import timeline
 import torch
 import torch.distributed as dist
 import transformers
-from generate import CONFIGS, seconds
+from generate import seconds
+from models import CONFIGS
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 

@@ -16,7 +16,7 @@ import time
 import needed  # noqa: F401
 import torch
 import transformers
-from generate import CONFIGS
+from models import CONFIGS
 from torch._dynamo.utils import counters
 
 import moe_ops
