@@ -22,6 +22,7 @@ from moe_ops.forward import layer_cache
 from moe_ops.forward.calls import capture_refusal
 from moe_ops.forward.captured import Forwards
 from moe_ops.forward.layer_cache import CACHE, Unviewable, kept_until_the_end
+from moe_ops.forward.recorders import unrecorded
 from moe_ops.forward.regions import (
     Region,
     Way,
@@ -36,7 +37,6 @@ from moe_ops.twin import Contents
 log = logging.getLogger("moe_ops")
 
 EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
-RECORDING = "_output_capturing_hooks_installed"  # by transformers, on a model asked for these
 
 
 class ByLayers:
@@ -130,8 +130,10 @@ class ByLayers:
     def _renew(self) -> None:
         """Divide the model as it is now."""
         modules = list(self.model.modules())
-        self._refusal = _state_refusal(self.model, modules)
-        *_, decoder, _ = chain_to_layers(self.model)
+        self._unrecorded = unrecorded(self.model)
+        hooks = hooks_of(self._unrecorded)
+        self._refusal = f"a hook is on {hooks[0][0] or 'the model'}" if hooks else None
+        *_, decoder, _ = chain_to_layers(self._unrecorded)
         self._config = decoder.config
         self._names = named(decoder.forward)
         self._own_cache = layer_cache.own_refusal(self._config)
@@ -146,8 +148,9 @@ class ByLayers:
     def _divide(self) -> None:
         """Divide the model, its layers with views of caches if they can run on these."""
         way = Way(self._region, views=self._own_cache is None)
-        self._divided = divided(self.model, replace(way, around=self._decode))
-        *_, self._unmasked, _ = chain_to_layers(divided(self.model, replace(way, unmasked=True)))
+        self._divided = divided(self._unrecorded, replace(way, around=self._decode))
+        unmasked = divided(self._unrecorded, replace(way, unmasked=True))
+        *_, self._unmasked, _ = chain_to_layers(unmasked)
 
 
 def named(function: Callable[..., Any]) -> list[str]:
@@ -170,14 +173,4 @@ def shape_refusal(model: PreTrainedModel) -> str | None:
         return f"it has {len(lists)} lists of decoder layers, not one"
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return "it is spread over devices"
-    return None
-
-
-def _state_refusal(model: nn.Module, modules: list[nn.Module]) -> str | None:
-    """Why no call can run layer by layer while the model's modules are as they are, or None."""
-    hooks = hooks_of(model)
-    if hooks:
-        return f"a hook is on {hooks[0][0] or 'the model'}"
-    if any(getattr(part, RECORDING, False) for part in modules):
-        return "it was asked for outputs of its layers before"
     return None

@@ -124,8 +124,8 @@ class Way:
 
     Layers that are `unmasked` get no mask: while a graph is captured models make one that hides
     nothing beyond what is causal. Layers with `views` get a view of a cache also where the model
-    keeps none, so that calls with and without `use_cache` share code. The module that has the list of layers is called by `around`,
-    which is given what runs it.
+    keeps none, so that calls with and without `use_cache` share code. The module that has the list
+    of layers is called by `around`, which is given what runs it.
     """
 
     region: Region

@@ -158,7 +158,19 @@ def test_outputs_of_layers_run_whole(qwen: Layered, name: str) -> None:
         qwen.model.set_attn_implementation("eager")
     out = qwen(input_ids=tokens(2, 7), **{name: True})
     assert qwen.whole == 1 and out[name.removeprefix("output_")]
-    qwen(input_ids=tokens(2, 7))  # whatever transformers left on the model
+    for _ in range(2):  # transformers left hooks on the model, which record nothing now
+        qwen(input_ids=tokens(2, 7))
+        again = qwen(input_ids=tokens(2, 7), **{name: True})
+        assert again[name.removeprefix("output_")]
+    assert qwen.whole == 3
+
+
+def test_a_hook_beside_those_of_transformers_is_run(qwen: Layered) -> None:
+    ids, seen = tokens(2, 7), []
+    qwen(input_ids=ids, output_router_logits=True)
+    qwen.model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+    qwen(input_ids=ids)
+    assert qwen.whole == 2 and len(seen) == 2  # of the model and of its twin
 
 
 def test_caches_that_run_whole(qwen: Layered, caplog: pytest.LogCaptureFixture) -> None:
