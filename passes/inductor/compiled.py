@@ -127,10 +127,11 @@ class Compiled:
             return self.function(*args, **kwargs)
         if self.by_layers is not None:
             reason = self.by_layers.refusal(args, kwargs)
-            out = self.by_layers(*args, **kwargs) if reason is None else NotImplemented
-            if out is not NotImplemented:
-                return out
-            if reason is not None:
+            if reason is None:
+                out = call_oblivious(self.by_layers, *args, **kwargs)  # once, not for each layer
+                if out is not NotImplemented:
+                    return out
+            else:
                 self.by_layers.tell(reason)
         for x, dims in inputs:
             self._mark(x, dims)

@@ -50,8 +50,8 @@ def call_oblivious(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with _entering:
         if not _inside.calls:
             _inside.before = getattr(shape_config, OBLIVIOUS)
+            setattr(shape_config, OBLIVIOUS, True)
         _inside.calls += 1
-        setattr(shape_config, OBLIVIOUS, True)
     try:
         return call(*args, **kwargs)
     finally:
