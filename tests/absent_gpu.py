@@ -104,6 +104,7 @@ def _stand_ins(codes: list[str]) -> Iterator[tuple[Any, str, Any]]:
     yield CudaInterface.Worker, "get_device_properties", staticmethod(answer(PROPERTIES))
     yield CudaInterface.Worker, "current_device", staticmethod(answer(0))
     yield torch._C, "_cuda_getCurrentStream", answer((0, 0, 1))
+    yield torch._C, "_cuda_cudaCachingAllocator_is_enabled", answer(True)
     yield torch.accelerator, "is_available", answer(False)
     yield torch.version, "cuda", "13.0"
     yield fake_tensor, "init_gpu_context", answer(None)

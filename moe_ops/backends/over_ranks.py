@@ -119,6 +119,12 @@ def exchanged(call: ExpertsOverRanksCall) -> Tensor:
     return over_ranks(call, EXCHANGE)
 
 
+# The host reads how many rows go where, which it does not have to on a CPU.
+dispatch_tokens.waits(EXCHANGE, lambda call: call.x_TD.is_cuda)
+combine_tokens.waits(EXCHANGE, lambda call: call.y_GD.is_cuda)
+experts_over_ranks.waits(EXCHANGE, lambda call: call.layer.x_TD.is_cuda)
+
+
 def _connect(call: ExpertsOverRanksCall) -> None:
     """Find out whether the next calls may go by `push`, where that is asked for: all ranks are here
     together, and it is known once for all calls of the group."""

@@ -65,14 +65,15 @@ class Backend:
     One with a `layout` runs prepared weights, and no others. `needs` says what of a machine it
     needs for any call, which is told before what is wrong with one. `emulates` says of a call that
     it runs whether it rounds inputs to what their codes stand for, and multiplies these as 16-bit
-    floats. `asks` names the context variables that decide, with what `memo.py` compares of
-    calls, whether it runs; None if anything else may. `alike` is then given a call that it ran, and
-    gives a function of the op's arguments that runs those like it, or None, where `run` does.
-    `aligned` says that where any tensor begins in its memory decides, too, not only one of bytes.
-    `in_plan` gives what runs the calls of a compiled graph, in the place of `run`, for the text of
-    the plan that says which backends do.
-    One that runs calls by several paths, which `Registration.path` registers, says in words by
-    which of them a call would run, and why not by those asked before it: `told`.
+    floats, `waits` whether the host waits for the device in it, so that no graph can hold it.
+    `asks` names the context variables that decide, with what `memo.py` compares of calls, whether
+    it runs; None if anything else may. `alike` is then given a call that it ran, and gives a
+    function of the op's arguments that runs those like it, or None, where `run` does. `aligned`
+    says that where any tensor begins in its memory decides, too, not only one of bytes. `in_plan`
+    gives what runs the calls of a compiled graph, in the place of `run`, for the text of the plan
+    that says which backends do. One that runs calls by several paths, which `Registration.path`
+    registers, says in words by which of them a call would run, and why not by those asked before
+    it: `told`.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Backend:
     layout: Layout | None = None
     needs: Needs | None = None
     emulates: Callable[[Any], bool] = field(default=lambda call: False, compare=False)
+    waits: Callable[[Any], bool] = field(default=lambda call: False, compare=False)
     asks: tuple[ContextVar[Any], ...] | None = field(default=None, compare=False)
     alike: Binds | None = field(default=None, compare=False)
     aligned: bool = field(default=False, compare=False)

@@ -111,6 +111,10 @@ class Registration:
         """Say of which calls a backend emulates the inputs; `Backend` says what that is."""
         self._put(replace(self.backends[name], emulates=when))
 
+    def waits(self, name: str, when: Callable[[Any], bool]) -> None:
+        """Say of which calls the host waits for the device in a backend; `Backend` says why."""
+        self._put(replace(self.backends[name], waits=when))
+
     def needs(self, name: str, needs: Needs) -> None:
         """Say what a backend needs of a machine, whatever the call."""
         self._put(replace(self.backends[name], needs=needs))

@@ -81,6 +81,7 @@ class Op(Registration):
         _library.impl(f"{name}.planned", self._run_planned, "CompositeExplicitAutograd")
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         self.overload, self.planned = packet.default, packet.planned
+        self.waiting: torch._ops.OpOverload | None = None  # `planned`, which no graph may hold
         self._below_autograd = self.overload
         self._plans: dict[str, Runs] = {}
         table[name] = self
@@ -215,6 +216,25 @@ class Op(Registration):
         register_fake(f"{NAMESPACE}::{self.name}", checked, lib=_library)
         register_fake(f"{NAMESPACE}::{self.name}.planned", planned, lib=_library)
         return fn
+
+    def waits(self, name: str, when: Callable[[Any], bool]) -> None:
+        """Say of which calls the host waits for the device in a backend. The op has then another
+        overload, `planned_waiting`: one with a plan that Inductor leaves out of its CUDA graphs."""
+        super().waits(name, when)
+        if self.waiting is not None:
+            return
+        fake, overload = self.fake_impl, f"{self.name}.planned_waiting"
+        assert fake is not None, "bind the fake first"
+        schema = str(self.planned._schema).partition(".planned")[2]
+        tags = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
+        _library.define(f"{overload}{schema}", tags=tags)
+        _library.impl(overload, self._run_planned, "CompositeExplicitAutograd")
+
+        def planned(*args: Any, plan: str, **kwargs: Any) -> Any:
+            return fake(self.call(*args, **kwargs))
+
+        register_fake(f"{NAMESPACE}::{overload}", planned, lib=_library)
+        self.waiting = getattr(getattr(torch.ops, NAMESPACE), self.name).planned_waiting
 
     def pick(self, call: Any) -> Backend:
         """The backend that runs this call: the forced one, else the first that does not refuse and

@@ -15,7 +15,7 @@ from torch._inductor import custom_graph_pass
 
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.interop.interrupts import let_through
-from moe_ops.passes.inductor import cache_key, sizes, slices
+from moe_ops.passes.inductor import cache_key, partitions, sizes, slices
 from moe_ops.passes.report import telling
 from moe_ops.passes.report.found import LIFTS, Found, Look, keep
 from moe_ops.passes.report.summary import summarize
@@ -121,6 +121,7 @@ class Pipeline(InferenceAware):
         sizes.tell(graph)
         slices.settle(graph)
         run = self._run(graph) if is_inference else self._leave(graph)
+        partitions.leave_outside(graph)
         is_told = run.found is not None and run.found.layers  # with the other layers of the model
         if run.skipped and not is_told and not any(before.skipped for before in self.runs):
             log.warning("moe_ops leaves a graph alone: %s", TRAINING)

@@ -52,6 +52,11 @@ def test_schema_and_fake_are_true_for_many_ranks(name: str) -> None:
         torch.library.opcheck(
             OPS[name].overload, args, test_utils=("test_schema", "test_faketensor")
         )
+        waiting = OPS[name].waiting
+        if waiting is not None:
+            torch.library.opcheck(
+                waiting, args, {"plan": "gather"}, test_utils=("test_schema", "test_faketensor")
+            )
 
 
 def test_graphs_of_groups_of_other_sizes_are_cached_apart() -> None:

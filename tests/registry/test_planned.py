@@ -61,6 +61,17 @@ def test_a_backend_may_run_calls_of_a_plan_in_another_way(made: Op) -> None:
     assert made.planned(X, plan="1:reference,:fast/one").tolist() == DOUBLE
 
 
+def test_ops_in_whose_backends_the_host_waits_have_an_overload_for_no_cuda_graph() -> None:
+    found = {name: op.waiting for name, op in OPS.items() if op.waiting is not None}
+    assert {*found} == {"dispatch_tokens", "combine_tokens", "experts_over_ranks"}
+    for name, waiting in found.items():
+        planned = OPS[name].planned
+        assert {*waiting.tags} == {*planned.tags, torch.Tag.cudagraph_unsafe}
+        assert str(waiting._schema) == str(planned._schema).replace("planned", "planned_waiting")
+        OPS[name].waits("exchange", OPS[name].backends["exchange"].waits)  # once more
+        assert OPS[name].waiting is waiting
+
+
 def test_the_schema_of_planned_is_that_of_the_op_and_a_plan() -> None:
     for op in OPS.values():
         head, _, tail = op.schema.partition(") -> ")
