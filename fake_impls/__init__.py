@@ -9,6 +9,8 @@ per op, named as the op; results are always contiguous.
 from .activate import activate
 from .combine import combine
 from .combine_tokens import combine_tokens
+from .delta_rule import delta_rule
+from .delta_rule_step import delta_rule_step
 from .dispatch import dispatch
 from .dispatch_tokens import dispatch_tokens
 from .expert_gemm import expert_gemm
@@ -23,12 +25,16 @@ from .one_query import one_query
 from .quantize import quantize
 from .rope_attention import rope_attention
 from .route import route
+from .state_space_scan import state_space_scan
+from .state_space_step import state_space_step
 from .sum_ranks import sum_ranks
 
 __all__ = [
     "activate",
     "combine",
     "combine_tokens",
+    "delta_rule",
+    "delta_rule_step",
     "dispatch",
     "dispatch_tokens",
     "expert_gemm",
@@ -43,5 +49,7 @@ __all__ = [
     "quantize",
     "rope_attention",
     "route",
+    "state_space_scan",
+    "state_space_step",
     "sum_ranks",
 ]

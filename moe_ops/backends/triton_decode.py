@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.triton_device import refuse_device
+from moe_ops.decode_ops.delta_rule_step import EPS, DeltaRuleStepCall, delta_rule_step
 from moe_ops.decode_ops.linears import LinearsCall, linears
 from moe_ops.decode_ops.normed_linears import NormedLinearsCall, normed_linears
 from moe_ops.decode_ops.one_query import OneQueryCall, one_query
 from moe_ops.decode_ops.rope_attention import RopeAttentionCall, rope_attention
+from moe_ops.decode_ops.state_space_step import StateSpaceStepCall, state_space_step
+from moe_ops.kernels.triton.decode.states_plan import MOST_WIDTH
 from moe_ops.registry.gradients import grad_wanted
 from moe_ops.registry.spec import Op
 
@@ -26,8 +29,38 @@ def supports(call: Any) -> str | None:
     return refuse_device(given[0])
 
 
-def _kernels(op: Op) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+def _kernels(
+    op: Op, supports: Callable[[Any], str | None] = supports
+) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     return op.backend("triton", reads=op.optional, supports=supports, devices=("cuda",), priority=1)
+
+
+def supports_state(call: DeltaRuleStepCall | StateSpaceStepCall) -> str | None:
+    """Why kernels cannot run one token of a layer that keeps a state, or None."""
+    if isinstance(call, DeltaRuleStepCall):
+        state, D = call.state_BHDV, call.q_BND.shape[2]
+        wide = {"q": call.q_BND, "k": call.k_BND, "v": call.v_BHV}
+        if call.g_BHD.dim() == 3:
+            wide["g"] = call.g_BHD
+    else:
+        state, D = call.state_BHVD, call.b_BND.shape[2]
+        of_heads = {"a": call.a_H, "skip": call.skip_H, "dt_bias": call.dt_bias_H}
+        wide = {"x": call.x_BHV, "b": call.b_BND, "c": call.c_BND}
+        wide |= {name: t for name, t in of_heads.items() if t is not None}
+    if D > MOST_WIDTH:
+        return f"holds {MOST_WIDTH} numbers of a key, got {D}"
+    if not state.is_contiguous():
+        return f"the state has the strides {state.stride()}; make it contiguous"
+    for name, t in wide.items():
+        if t.stride(-1) != 1 and t.shape[-1] != 1:
+            return f"{name} has the strides {t.stride()}; make its last axis contiguous"
+    return supports(call)
+
+
+def _changed(t: Tensor) -> None:
+    """Show autograd that a kernel wrote to a tensor."""
+    if not t.is_inference():
+        torch.autograd.graph.increment_version(t)
 
 
 @_kernels(linears)
@@ -59,6 +92,23 @@ def launch_rope(call: RopeAttentionCall) -> Tensor:
 
     out: Tensor = run(*rope_attention.arguments.flat(call))
     for cache in (call.keys_BNSD, call.values_BNSD):
-        if not cache.is_inference():
-            torch.autograd.graph.increment_version(cache)
+        _changed(cache)
+    return out
+
+
+@_kernels(delta_rule_step, supports_state)
+def launch_delta_rule(call: DeltaRuleStepCall) -> Tensor:
+    from moe_ops.kernels.triton.decode.states import step_delta_rule
+
+    out: Tensor = step_delta_rule(*delta_rule_step.arguments.flat(call), eps=EPS)
+    _changed(call.state_BHDV)
+    return out
+
+
+@_kernels(state_space_step, supports_state)
+def launch_state_space(call: StateSpaceStepCall) -> Tensor:
+    from moe_ops.kernels.triton.decode.states import step_state_space
+
+    out: Tensor = step_state_space(*state_space_step.arguments.flat(call))
+    _changed(call.state_BHVD)
     return out

@@ -10,7 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.decode_ops import experts_onto, linears, normed_linears, one_query, rope_attention
+from moe_ops.decode_ops import (
+    delta_rule,
+    delta_rule_step,
+    experts_onto,
+    linears,
+    normed_linears,
+    one_query,
+    rope_attention,
+    state_space_scan,
+    state_space_step,
+)
 from moe_ops.ops import (
     activate,
     combine,
@@ -93,6 +103,19 @@ def decode_calls() -> dict[Op, tuple[Any, ...]]:
         one_query: (q_BHD, keys_BNSD, keys_BNSD, *seen),
         rope_attention: (*turned, keys_BNSD, keys_BNSD.clone(), *seen, gain, gain),
         experts_onto: (layer.x_TD, *tensors),
+        **state_calls(),
+    }
+
+
+def state_calls() -> dict[Op, tuple[Any, ...]]:
+    """One call of each op of layers that keep a state, of one sequence and one token."""
+    q_BND, gates_BH, heads_H = torch.ones(1, 2, 16), torch.ones(1, 2), torch.ones(2)
+    q_BTND, gates_BTH, state_BHDV = q_BND[None], gates_BH[None], torch.ones(1, 2, 16, 16)
+    return {
+        delta_rule_step: (q_BND, q_BND, q_BND, -gates_BH, gates_BH, state_BHDV, 0.25),
+        delta_rule: (q_BTND, q_BTND, q_BTND, -gates_BTH, gates_BTH, state_BHDV, 0.25),
+        state_space_step: (q_BND, gates_BH, -heads_H, q_BND, q_BND, state_BHDV),
+        state_space_scan: (q_BTND, gates_BTH, -heads_H, q_BTND, q_BTND, state_BHDV, 0.0, 1.0),
     }
 
 

@@ -26,6 +26,8 @@ in the attention and the linear layers of decoding:
     N  heads of the keys           S  slots of the cache
     W  angles                      N  rows of a linear layer, K its columns
 
+where H are the heads of the state in linear attention and in state spaces,
+
 and inside kernels:
 
     M  rows of a matrix product    C  columns of a group or a tile

@@ -28,6 +28,25 @@ def steps() -> dict[str, Any]:
     return found | {"q_gain_D": torch.rand(D).to(BF16), "k_gain_D": torch.rand(D).to(BF16)}
 
 
+def linear_layers() -> dict[str, tuple[Any, ...]]:
+    """One token, and three, of layers that keep a state."""
+    T, H, N, D, V = 3, 4, 2, 16, 8
+    q, k, v = torch.randn(2, T, N, D), torch.randn(2, T, N, D), torch.randn(2, T, H, V)
+    g, beta, ones = -torch.rand(2, T, H), torch.rand(2, T, H), torch.ones(H)
+    state = torch.randn(2, H, D, V)
+    rule, space = (q, k, v, g, beta), (v, beta, -ones, q, k)
+    of_heads = (ones, ones / 2, True)
+    one_rule, one_space = (
+        [t[:, 0] if t.dim() > 1 else t for t in given] for given in (rule, space)
+    )  # fmt: skip
+    return {
+        "delta_rule": (*rule, state, 0.25, True),
+        "delta_rule_step": (*one_rule, state, 0.25, True),
+        "state_space_scan": (*space, state.mT.contiguous(), 0.0, 0.5, *of_heads),
+        "state_space_step": (*one_space, state.mT.contiguous(), *of_heads),
+    }
+
+
 def calls() -> dict[str, tuple[Any, ...]]:
     """Arguments of each op, on a CPU."""
     x, w, b = torch.randn(1, 32).to(BF16), torch.randn(8, 32).to(BF16), torch.randn(8).to(BF16)
@@ -41,10 +60,12 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "normed_linears": (x, x * 2, torch.rand(32).to(BF16), 1e-6, weights, biases),
         "one_query": (q, k, v, torch.ones(2, 5, dtype=torch.bool), 0.25, torch.randn(4)),
         "rope_attention": tuple(steps().values()),
+        **linear_layers(),
     }
 
 
 CALLS = calls()
+NO_KERNELS = {"delta_rule", "state_space_scan"}
 each_op = pytest.mark.parametrize("name", DECODE_OPS)
 
 
@@ -76,7 +97,8 @@ def test_a_call_a_part_and_a_plan_give_the_definition(name: str) -> None:
 def test_kernels_refuse_what_is_on_a_cpu(name: str) -> None:
     refusals = DECODE_OPS[name].refusals(*CALLS[name])
     assert refusals.pop("reference") is None
-    assert set(refusals.values()) == {"needs a tensor on cuda, got cpu"}
+    reasons = set() if name in NO_KERNELS else {"needs a tensor on cuda, got cpu"}
+    assert set(refusals.values()) == reasons
 
 
 @each_op
@@ -112,17 +134,25 @@ def test_autograd_sees_that_caches_change() -> None:
         total.backward()
 
 
-@pytest.mark.parametrize("name", ["linears", "normed_linears", "one_query"])
+DIFFERENTIABLE = ["linears", "normed_linears", "one_query", "delta_rule", "state_space_scan"]
+
+
+def total_of(out: Any) -> Tensor:
+    return sum(
+        (y.float().sum() for y in (out if isinstance(out, (list, tuple)) else [out])),
+        start=torch.zeros(()),
+    )
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_a_trace_differentiates_the_definition(name: str) -> None:
     op = DECODE_OPS[name]
     first, *rest = copy.deepcopy(CALLS[name])
 
     def total(t: Tensor) -> Tensor:
-        out = op(t, *rest)
-        return sum(y.float().sum() for y in (out if isinstance(out, list) else [out]))
+        return total_of(op(t, *rest))
 
     def defined(t: Tensor) -> Tensor:
-        out = op.reference(t, *rest)
-        return sum(y.float().sum() for y in (out if isinstance(out, list) else [out]))
+        return total_of(op.reference(t, *rest))
 
     torch.testing.assert_close(torch.func.grad(total)(first), torch.func.grad(defined)(first))

@@ -21,7 +21,8 @@ EXPERTS = {"tiny_up", "tiny_down", "rows_up", "rows_down"}
 FLOATS = EXPERTS | {
     "route_kernel", "sort_kernel", "count_kernel", "add_up_kernel", "place_kernel",
     "sum_kernel", "one_query_kernel", "one_query_merge", "linears_one", "linears_few",
-    "rope_kernel", "rope_attention_kernel", "_tile_map", "_grouped",
+    "rope_kernel", "rope_attention_kernel", "_tile_map", "_grouped", "delta_rule_step_kernel",
+    "state_space_step_kernel",
 }  # fmt: skip
 KERNELS = {
     "some_floats": FLOATS,

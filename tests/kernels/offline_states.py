@@ -1,0 +1,40 @@
+"""What a step of layers that keep states launches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops.kernels.triton.decode import states
+
+# Heads of the keys, heads of the state, key width, value width.
+STATES = [(16, 32, 128, 128), (8, 64, 128, 64), (4, 4, 256, 128), (2, 4, 24, 40)]
+
+
+def stepped() -> Iterator[tuple[str, Callable[[], Any]]]:
+    for sizes in STATES:
+        for B in (1, 32):
+            for channels in (False, True):
+                call = functools.partial(delta_rule, B, *sizes, channels)
+                yield f"delta rule step {B} {sizes} {channels}", call
+            yield f"state space step {B} {sizes}", functools.partial(state_space, B, *sizes)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def delta_rule(B: int, N: int, H: int, D: int, V: int, channels: bool) -> None:
+    gates = empty(B, H, D, dtype=torch.float32) if channels else empty(B, H, dtype=torch.float32)
+    q, v, state = empty(B, N, D), empty(B, H, V), empty(B, H, D, V, dtype=torch.float32)
+    states.step_delta_rule(q, q, v, gates, empty(B, H), state, 0.088, True, eps=1e-6)
+
+
+def state_space(B: int, N: int, H: int, D: int, V: int) -> None:
+    x, b, state = empty(B, H, V), empty(B, N, D), empty(B, H, V, D, dtype=torch.float32)
+    of_heads = empty(H, dtype=torch.float32)
+    states.step_state_space(x, empty(B, H), of_heads, b, b, state, of_heads, empty(H), True)
