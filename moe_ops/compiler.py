@@ -131,6 +131,8 @@ def compile(
     tell_of_limit()
     made = Twin(model)
     twin = made.module
+    if is_transformers_model(model):
+        give_ours(twin, model)
     backend = Net(merged, dynamic, hooks_of(model), type(model).__name__)
     how = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic, backend=backend)
     call = compile_call(twin, how)
@@ -199,6 +201,13 @@ def by_layers_of(twin: Any, region: Any) -> Any:
         return ByLayers(twin, region, Forwards())
     log.info("%s is compiled as a whole: %s", type(twin).__name__, reason)
     return None
+
+
+def give_ours(twin: nn.Module, model: nn.Module) -> None:
+    """Have the linear layers of a transformers model's twin call our functions."""
+    from moe_ops.generation.linear_layers import give_ours as give
+
+    give(twin, model)
 
 
 def quicken(

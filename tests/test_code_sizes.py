@@ -106,7 +106,13 @@ MANY_PARAMETERS = {
         "moe_ops/weights/shards.py: ShardPlan",
         "passes/rewriting/experts_region.py: Experts",
     },
+    "those of the function of transformers in whose place it stands": {
+        f"moe_ops/generation/linear_functions.py: {name}"
+        for name in ("chunked_delta_rule", "scanned", "updated_state")
+    },
 }
+# The functions of transformers' linear layers that ours stand for.
+LINEAR = ("chunked_delta_rule", "convolved", "scanned", "stepped_delta_rule", "updated_state")
 # The methods of transformers' GenerationMixin that ours stand for.
 GENERATE = (
     "__call__", "generate", "prepare_inputs_for_generation", "_sample",
@@ -146,6 +152,8 @@ UNNAMED_PARAMETERS = {
         "moe_ops/generation/fallback.py: generate",
         "moe_ops/generation/fallback.py: MayFallBack.__call__",
         *(f"moe_ops/generation/generate.py: QuickGenerate.{name}" for name in GENERATE),
+        *(f"moe_ops/generation/linear_functions.py: {name}" for name in LINEAR),
+        "moe_ops/generation/linear_layers.py: ours_or_own",
         "moe_ops/forward/masks.py: bool_mask",
         "moe_ops/forward/masks.py: float_mask",
         "moe_ops/generation/one_query.py: one_query_attention",

@@ -78,7 +78,7 @@ def delta_rule(call: DeltaRuleCall) -> tuple[Tensor, Tensor]:
         out[:, :, i] = q[:, :, i] @ S + scores[:, :, i] @ fresh
         S = S * left[:, :, i] + k[:, :, i].mT @ fresh
     out_BTHV = out.flatten(2, 3)[:, :, :T].transpose(1, 2)
-    return out_BTHV.to(call.q_BTND.dtype, memory_format=torch.contiguous_format), S
+    return out_BTHV.to(call.q_BTND.dtype).contiguous(), S
 
 
 def chunks(x: Tensor, size: int) -> Tensor:

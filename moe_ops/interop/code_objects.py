@@ -3,8 +3,10 @@ whoever runs it."""
 
 from __future__ import annotations
 
+import functools
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
@@ -22,6 +24,51 @@ def with_own_code_object(function: Call, name: str) -> types.FunctionType:
     """The function with a code object of its own, which has this name."""
     assert isinstance(function, types.FunctionType)
     return _with_code(function, function.__code__.replace(co_name=name))
+
+
+def with_globals(function: Call, given: Mapping[str, Any]) -> Call:
+    """A copy of a function that finds these globals beside those of its module, which it finds as
+    they are now. A decorated function is copied in copies of its decorators.
+
+    Raises ValueError for a decorator that keeps it elsewhere than in its closure.
+    """
+    assert isinstance(function, types.FunctionType)
+    inner = getattr(function, "__wrapped__", None)
+    found, cells = function.__globals__, function.__closure__
+    if inner is None:
+        found = vars(_module_with(found["__name__"], tuple(given.items())))
+    else:
+        copied = with_globals(inner, given)
+        cells = tuple(types.CellType(copied) if _holds(c, inner) else c for c in cells or ())
+        if not any(_holds(cell, copied) for cell in cells):
+            raise ValueError(f"{function.__qualname__} does not hold what it decorates")
+    made = types.FunctionType(
+        function.__code__, found, function.__name__, function.__defaults__, cells
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(made, function)
+    if inner is None:
+        del made.__wrapped__  # type: ignore[attr-defined]
+    else:
+        made.__wrapped__ = copied  # type: ignore[attr-defined]
+    return made
+
+
+def _holds(cell: types.CellType, value: Any) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # it is empty
+        return False
+
+
+@functools.cache
+def _module_with(name: str, given: tuple[tuple[str, Any], ...]) -> types.ModuleType:
+    """A module like another, with other values for some of its names. It is imported, as Dynamo
+    looks globals up by their module's name."""
+    made = types.ModuleType(f"{name}_with_{id(given):x}")
+    vars(made).update({**vars(sys.modules[name]), **dict(given), "__name__": made.__name__})
+    sys.modules[made.__name__] = made
+    return made
 
 
 def compile_call(module: nn.Module, compile: Callable[[Call], Call]) -> Call:

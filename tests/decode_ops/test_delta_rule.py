@@ -85,6 +85,7 @@ def test_prompts_are_those_of_transformers(kind: tuple[Any, ...], T: int) -> Non
     in_chunks, by_token = functions(kind)
     check(delta_rule(**given), stock(in_chunks, given))
     check(delta_rule(**given), stock(by_token, given))
+    assert all(t.is_contiguous() for t in delta_rule(**given))
     given |= {"state_BHDV": None, "normalize": False}
     given["k_BTND"] = given["k_BTND"] * given["scale"]  # or states grow
     check(delta_rule(**given), stock(in_chunks, given))

@@ -89,6 +89,7 @@ def part(given: dict[str, Any], tokens: slice) -> dict[str, Any]:
 def test_prompts_are_those_of_transformers(size: tuple[int, ...], T: int) -> None:
     given = prompt(size, T)
     check(state_space_scan(**given), of_transformers(given))
+    assert all(t.is_contiguous() for t in state_space_scan(**given))
     given |= {"state_BHVD": None, "skip_H": None, "dt_bias_H": None, "least": 0.1, "most": 0.5}
     check(state_space_scan(**given), of_transformers(given))
     check(

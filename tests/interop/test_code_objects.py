@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import moe_ops
-from moe_ops.interop.code_objects import compile_call, with_own_code_object
+from moe_ops.interop.code_objects import compile_call, with_globals, with_own_code_object
 from moe_ops.testing import Tol, assert_close
 from tests.recompiling import few_graphs
 
@@ -157,3 +158,60 @@ def test_code_alone_is_new() -> None:
 
 def D_from_here(a: int, b: int = 7, *, c: int = 0) -> int:
     return D + a + b + c
+
+
+FACTOR = 2.0
+
+
+def scaled(x: float, *, plus: float = 1.0) -> float:
+    """Reads a global."""
+    return FACTOR * x + plus
+
+
+def twice(function: Callable[..., float]) -> Callable[..., float]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> float:
+        return 2 * function(*args, **kwargs)
+
+    return wrapper
+
+
+def hidden(function: Callable[..., float]) -> Callable[..., float]:
+    """A decorator that looks what it decorates up elsewhere."""
+    table = [function]
+
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> float:
+        return table[0](*args)
+
+    return wrapper
+
+
+def test_a_copy_with_other_globals() -> None:
+    made = with_globals(scaled, {"FACTOR": 5.0})
+    assert (made(3.0), made(3.0, plus=0.0)) == (16.0, 15.0)
+    assert (scaled(3.0), FACTOR) == (7.0, 2.0)
+    assert (made.__name__, made.__doc__) == (scaled.__name__, scaled.__doc__)
+    assert not hasattr(made, "__wrapped__")
+
+
+def test_a_copy_of_what_is_decorated_is_in_copies_of_its_decorators() -> None:
+    function = twice(twice(scaled))
+    made = with_globals(function, {"FACTOR": 5.0})
+    assert (made(3.0), function(3.0)) == (64.0, 28.0)
+    assert inspect.unwrap(made)(3.0) == 16.0 and inspect.unwrap(function) is scaled
+
+
+def test_what_a_decorator_hides_is_not_copied() -> None:
+    with pytest.raises(ValueError, match="scaled does not hold what it decorates"):
+        with_globals(hidden(scaled), {"FACTOR": 5.0})
+
+
+def test_dynamo_finds_the_globals_of_a_copy() -> None:
+    made = with_globals(scaled, {"FACTOR": 5.0})
+    call = eager(lambda x: (made(x), scaled(x)))
+    for _ in range(2):
+        got = call(torch.ones(2))
+        assert torch.equal(got[0], torch.full((2,), 6.0))
+        assert torch.equal(got[1], torch.full((2,), 3.0))
+    assert graphs() == 1

@@ -1,0 +1,159 @@
+"""What linear layers of transformers call, computed by our ops: the gated delta rule, Mamba2 and
+the convolutions before them. Its own functions loop over chunks in Python, so that each number of
+chunks is another graph, and those of packages are no part of a graph.
+
+All have the parameters of transformers' functions, and give None for what is no call of ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, silu
+
+from moe_ops.decode_ops import delta_rule, delta_rule_step, state_space_scan, state_space_step
+
+ACTIVATIONS = (None, "silu", "swish")
+
+
+def chunked_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None] | None:
+    """A prompt by the gated delta rule."""
+    if initial_state is not None and initial_state.dtype != torch.float32:
+        return None
+    scale, normalize = query.shape[-1] ** -0.5, use_qk_l2norm_in_kernel
+    out, state = delta_rule(query, key, value, g, beta, initial_state, scale, normalize)
+    return out, state if output_final_state else None
+
+
+def stepped_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None] | None:
+    """One token by the gated delta rule.
+
+    The state is written in place, and is what is given back: a layer hands it to the cache that it
+    had it from.
+    """
+    state, one = initial_state, query.shape[1] == 1
+    if state is None or state.dtype != torch.float32 or not (one and output_final_state):
+        return None
+    given = (query[:, 0], key[:, 0], value[:, 0], g[:, 0], beta[:, 0])
+    scale = query.shape[-1] ** -0.5
+    return delta_rule_step(*given, state, scale, use_qk_l2norm_in_kernel)[:, None], state
+
+
+def scanned(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **others: Any,
+) -> Any:
+    """A prompt through Mamba2's state space."""
+    if initial_states is not None and initial_states.dtype != torch.float32:
+        return None
+    if others.get("z") is not None or (D is not None and D.dim() != 1):
+        return None
+    out, state = state_space_scan(
+        hidden_states, dt, A, B, C, initial_states, *map(float, dt_limit), D, dt_bias, dt_softplus
+    )
+    return (out, state) if return_final_states else out
+
+
+def updated_state(
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    z: Tensor | None = None,
+    **others: Any,
+) -> Tensor | None:
+    """One token through Mamba2's state space, with what is one number for a head repeated."""
+    if state.dtype != torch.float32 or z is not None or state.dim() != 4:
+        return None
+    of_heads = []
+    for t, repeated in ((dt, 1), (A, 2), (D, 1), (dt_bias, 1)):
+        if t is not None:
+            axes = range(t.dim() - repeated, t.dim())
+            if any(t.stride(axis) != 0 and t.shape[axis] != 1 for axis in axes):
+                return None
+            t = t[..., 0] if repeated == 1 else t[..., 0, 0]
+        of_heads.append(t)
+    dt_BH, a_H, skip_H, dt_bias_H = of_heads
+    return state_space_step(hidden_states, dt_BH, a_H, B, C, state, skip_H, dt_bias_H, dt_softplus)
+
+
+def convolved(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **others: Any,
+) -> Tensor | None:
+    """A causal convolution [B, C, T] of each channel, as sums that a compiler fuses with what is
+    around them."""
+    if activation not in ACTIVATIONS:
+        return None
+    before = weight.shape[-1] - 1
+    return _of_windows(pad(hidden_states, (before, 0)), weight, bias, activation)
+
+
+def convolved_step(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor | None:
+    """The next token [B, C, 1] of a causal convolution, whose state of the last inputs moves on in
+    place."""
+    before, kept = weight.shape[-1] - 1, conv_state.shape[-1]
+    if activation not in ACTIVATIONS or hidden_states.shape[-1] != 1 or kept < before:
+        return None
+    x = torch.cat([conv_state, hidden_states], -1).to(weight.dtype)
+    conv_state.copy_(x[..., -kept:])
+    out = _of_windows(x[..., kept - before :], weight, bias, activation)
+    return out.to(hidden_states.dtype)
+
+
+def _of_windows(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    """[B, C, T - W + 1] of [B, C, T]: the sum of each W neighbours, weighted by [C, W]."""
+    width = weight.shape[-1]
+    size, wide = x.shape[-1] - width + 1, weight.float()
+    out = sum(x[..., i : i + size].float() * wide[:, i, None] for i in range(width))
+    assert isinstance(out, Tensor)
+    out = out if bias is None else out + bias.float()[:, None]
+    return (out if activation is None else silu(out)).to(x.dtype)

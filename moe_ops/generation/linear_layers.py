@@ -1,0 +1,118 @@
+"""Layers of transformers whose linear attention, state spaces and convolutions are ours where
+these compute what the functions do that the layer calls by the names in its file."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_ops.generation.linear_samples import KINDS, Kind, agree, parameters_of
+from moe_ops.hf.subclass import former_class, new_object
+from moe_ops.interop.code_objects import with_globals
+
+log = logging.getLogger("moe_ops")
+
+Function = Callable[..., Any]
+# What tells sequences apart that are packed into one; without a package transformers refuses it.
+PACKED = ("cu_seqlens", "seq_idx")
+
+
+class WithOurFunctions:
+    """What stands before the class of a layer whose methods call our functions. Copies, and what is
+    pickled, are of the layer's own class."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return new_object, (former_class(self),), super().__reduce_ex__(protocol)[2]
+
+
+def give_ours(twin: nn.Module, model: nn.Module) -> None:
+    """Have the layers of a model's twin call our functions while they are compiled; uncompiled, and
+    where a gradient may be wanted, they call their own. What is not understood stays as it is, with
+    a logged reason."""
+    own = {id(module) for module in model.modules()}  # some cannot be twinned, and are shared
+    told: set[str] = set()
+    for module in twin.modules():
+        kind: Any = type(module)
+        if id(module) in own or issubclass(kind, WithOurFunctions):
+            continue
+        found = {name: in_place_of(function) for name, function in functions_of(kind).items()}
+        for name in {n for n, made in found.items() if made is None} - told:
+            told.add(name)
+            log.info("%s keeps its %s, which computes something else", kind.__name__, name)
+        ours = frozenset((name, made) for name, made in found.items() if made is not None)
+        try:
+            module.__class__ = with_functions(kind, ours) if ours else kind
+        except ValueError as error:
+            log.info("%s keeps its functions: %s", kind.__name__, error)
+
+
+@functools.cache
+def functions_of(kind: Any) -> dict[str, Function]:
+    """The functions with the parameters of one of ours that the methods of a class call, by the
+    names that these have in its file."""
+    found = {}
+    for method in methods_of(kind).values():
+        for name, function in _called_by(method).items():
+            if kind_of(function) is not None:
+                found[name] = function
+    return found
+
+
+def methods_of(kind: type[nn.Module]) -> dict[str, Function]:
+    """The methods of a class that are not those of every module."""
+    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    named = {name: value for parent in reversed(own) for name, value in vars(parent).items()}
+    return {name: value for name, value in named.items() if inspect.isfunction(value)}
+
+
+def _called_by(method: Function) -> dict[str, Function]:
+    """The functions among the globals that a method, without its decorators, mentions."""
+    function = inspect.unwrap(method)
+    named = {n: function.__globals__.get(n) for n in function.__code__.co_names}
+    return {n: f for n, f in named.items() if inspect.isfunction(f)}
+
+
+def kind_of(function: Function) -> Kind | None:
+    """The kind of function whose parameters one has, without what it may be replaced by."""
+    return KINDS.get(parameters_of(inspect.unwrap(function)))
+
+
+@functools.cache
+def in_place_of(function: Function) -> Function | None:
+    """A function that computes by ours what one of transformers does, where a compiler reads it;
+    None if ours computes something else."""
+    kind = kind_of(function)
+    if kind is None or not agree(inspect.unwrap(function), kind):
+        return None
+    ours = kind.ours
+
+    @functools.wraps(function)
+    def ours_or_own(*args: Any, **kwargs: Any) -> Any:
+        compiling = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        if compiling and all(kwargs.get(name) is None for name in PACKED):
+            out = ours(*args, **kwargs)
+            if out is not None:
+                return out
+        return function(*args, **kwargs)
+
+    return ours_or_own
+
+
+@functools.cache
+def with_functions(kind: Any, ours: frozenset[tuple[str, Function]]) -> type[nn.Module]:
+    """The class with methods that find these functions by these names. Raises ValueError for a
+    method that cannot be copied."""
+    names = dict(ours)
+    made: dict[str, Any] = {
+        name: with_globals(method, names)
+        for name, method in methods_of(kind).items()
+        if names.keys() & _called_by(method).keys()
+    }
+    made |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (WithOurFunctions, kind), {**made, "__doc__": kind.__doc__})

@@ -1,0 +1,319 @@
+"""Linear layers of transformers call our functions where a compiler reads them, and only there."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from transformers import DynamicCache
+
+import moe_ops
+from moe_ops.generation.linear_functions import convolved, convolved_step
+from moe_ops.generation.linear_layers import WithOurFunctions, functions_of, give_ours, in_place_of
+from moe_ops.testing import BF16, TOL, Tol, assert_close
+from moe_ops.twin import Twin
+from tests.hf import families
+
+NEAR = Tol(1e-5, "float32 sums in another order")
+# What linear layers call, and the ops in its place.
+RULE = {"delta_rule", "delta_rule_step"}
+SPACE = {"state_space_scan", "state_space_step"}
+FAMILIES = {
+    "qwen3_next": RULE,
+    "qwen3_5_moe": RULE,
+    "kimi_linear": RULE,
+    "nemotron_h": SPACE,
+    "granitemoehybrid": SPACE,
+    "lfm2_moe": set[str](),
+}
+each_family = pytest.mark.parametrize("family", FAMILIES)
+LENGTHS = (5, 63, 64, 65, 130)
+
+
+def twins(family: str) -> tuple[nn.Module, nn.Module]:
+    """A linear layer, and that of a twin which calls our functions."""
+    model = families.build(family).model
+    twin = Twin(model).module
+    give_ours(twin, model)
+    path = next(n for n, m in twin.named_modules() if isinstance(m, WithOurFunctions))
+    return model.get_submodule(path), twin.get_submodule(path)
+
+
+def width(layer: Any) -> int:
+    return next(m.in_features for m in layer.modules() if isinstance(m, nn.Linear))
+
+
+def cache_of(family: str) -> DynamicCache:
+    return DynamicCache(config=families.build(family).model.config.get_text_config())
+
+
+def states(cache: Any, layer: Any) -> list[Tensor]:
+    held = cache.layers[layer.layer_idx]
+    found = (*held.conv_states.values(), *held.recurrent_states.values())
+    return [t for t in found if t is not None]
+
+
+class Graphs:
+    """A backend that runs graphs as they are, and keeps them."""
+
+    def __init__(self) -> None:
+        self.seen: list[fx.GraphModule] = []
+
+    def __call__(self, graph: fx.GraphModule, inputs: Any) -> Any:
+        self.seen.append(graph)
+        return graph
+
+    def ops(self) -> set[str]:
+        targets = [str(n.target) for g in self.seen for n in g.graph.nodes]
+        return {t.split(".")[1] for t in targets if t.startswith("moe_ops.")}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(layer: nn.Module, graphs: Graphs) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return layer(*args)
+
+    return torch.compile(call, backend=graphs, dynamic=False)
+
+
+@each_family
+@torch.no_grad()
+def test_a_prompt_and_steps_are_those_of_the_layer(family: str) -> None:
+    stock, ours = twins(family)
+    theirs, own, graphs = cache_of(family), cache_of(family), Graphs()
+    call = compiled(ours, graphs)
+    for T in (70, 1, 1, 1):
+        x = torch.randn(3, T, width(stock))
+        mask = torch.ones(3, T, dtype=torch.bool)
+        if T > 1:
+            mask[0, :20] = False
+        given = (mask,) if T > 1 else ()
+        assert_close(call(x, own, *given), stock(x, theirs, *given), NEAR, f"{T} tokens")
+        for a, b in zip(states(own, ours), states(theirs, stock), strict=True):
+            assert_close(a, b, NEAR, "state")
+    assert graphs.ops() == FAMILIES[family]
+
+
+@each_family
+@torch.no_grad()
+def test_one_graph_serves_all_lengths(family: str) -> None:
+    stock, ours = twins(family)
+    graphs = Graphs()
+    call = compiled(ours, graphs)
+    for T in LENGTHS:
+        x = torch.randn(2, T, width(stock))
+        torch._dynamo.mark_dynamic(x, 1)
+        assert_close(call(x, cache_of(family)), stock(x, cache_of(family)), NEAR, f"{T} tokens")
+    assert len(graphs.seen) == 1
+
+
+@torch.no_grad()
+def test_a_prompt_that_goes_on() -> None:
+    """A filled state takes more tokens."""
+    for family in ("qwen3_next", "kimi_linear", "nemotron_h"):
+        stock, ours = twins(family)
+        theirs, own = cache_of(family), cache_of(family)
+        call = compiled(ours, Graphs())
+        for T in (9, 70):
+            x = torch.randn(2, T, width(stock))
+            assert_close(call(x, own), stock(x, theirs), NEAR, family)
+
+
+@each_family
+def test_uncompiled_and_for_gradients_a_layer_calls_its_own(family: str) -> None:
+    stock, ours = twins(family)
+    x, graphs = torch.randn(2, 9, width(stock)), Graphs()
+    with torch.no_grad():
+        assert torch.equal(ours(x, cache_of(family)), stock(x, cache_of(family)))
+    torch.testing.assert_close(compiled(ours, graphs)(x, None), stock(x, None))
+    assert graphs.ops() == set()
+
+
+def test_every_function_is_ours_but_that_of_the_first_mamba(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "moe_ops")
+    for family in (*FAMILIES, "jamba"):
+        stock, _ = twins(family)
+        kept = {n for n, f in functions_of(type(stock)).items() if in_place_of(f) is None}
+        assert kept == ({"mamba_selective_state_update"} if family == "jamba" else set())
+    said = "JambaMambaMixer keeps its mamba_selective_state_update, which computes something else"
+    assert [r.message for r in caplog.records] == [said]
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model = families.build("qwen3_next").model
+    kinds = [type(m) for m in model.modules()]
+    file = inspect.getmodule(type(model))
+    before = dict(vars(file))
+    twin = Twin(model).module
+    give_ours(twin, model)
+    give_ours(twin, model)
+    assert [type(m) for m in model.modules()] == kinds and vars(file) == before
+    layer = next(m for m in twin.modules() if isinstance(m, WithOurFunctions))
+    assert type(layer).__mro__.count(WithOurFunctions) == 1
+    assert isinstance(layer, kinds[[k.__name__ for k in kinds].index(type(layer).__name__)])
+    for made in (copy.copy(layer), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(made) in kinds
+        x = torch.randn(1, 3, width(layer))
+        assert torch.equal(made(x), layer(x))
+
+
+@torch.no_grad()
+def test_functions_of_packages_are_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers has them where a package is installed: around its own function."""
+    stock, _ = twins("qwen3_next")
+    method = inspect.unwrap(type(stock).forward)
+
+    def of_package(function: Any) -> Any:
+        @functools.wraps(inspect.unwrap(function))
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("a package's function was called")
+
+        return wrapped
+
+    x = torch.randn(2, 9, width(stock))
+    want = stock(x, cache_of("qwen3_next"))
+    with monkeypatch.context() as patch:
+        for name, function in functions_of(type(stock)).items():
+            patch.setitem(method.__globals__, name, of_package(function))
+        functions_of.cache_clear()
+        try:
+            _, ours = twins("qwen3_next")
+        finally:
+            functions_of.cache_clear()
+        graphs = Graphs()
+        got = compiled(ours, graphs)(x, cache_of("qwen3_next"))
+    assert graphs.ops() == {"delta_rule"}
+    assert_close(got, want, NEAR, "out")
+
+
+def with_signature_of(function: Any, made: Any) -> Any:
+    made.__signature__ = inspect.signature(function)
+    return made
+
+
+def test_a_function_that_computes_something_else_stays() -> None:
+    for family in ("qwen3_next", "kimi_linear", "nemotron_h"):
+        stock, _ = twins(family)
+        for name, function in functions_of(type(stock)).items():
+            own = inspect.unwrap(function)
+
+            def other(*args: Any, own: Any = own, **kwargs: Any) -> Any:
+                out = own(*args, **kwargs)
+                return (out[0] * 1.01, *out[1:]) if isinstance(out, tuple) else out * 1.01
+
+            def lacking(*args: Any, **kwargs: Any) -> Any:
+                raise KeyError("a number that it needs")
+
+            assert in_place_of(function) is not None
+            for made in (other, lacking):
+                assert in_place_of(with_signature_of(own, made)) is None, name
+
+
+def hidden(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that looks what it decorates up elsewhere."""
+    table = [function]
+
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return table[0](*args)
+
+    return wrapper
+
+
+def test_a_method_that_cannot_be_copied_stays(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "moe_ops")
+    stock, _ = twins("lfm2_moe")
+    kind = type("Hidden", (type(stock),), {"forward": hidden(type(stock).forward)})
+    model = nn.Sequential(object.__new__(kind))
+    vars(model[0]).update(vars(stock))
+    twin = Twin(model).module
+    give_ours(twin, model)
+    assert type(twin[0]) is kind
+    said = (
+        f"Hidden keeps its functions: {kind.forward.__qualname__} does not hold what it decorates"
+    )
+    assert said in [r.message for r in caplog.records]
+
+
+@torch.no_grad()
+def test_packed_sequences_are_the_layers_own_matter() -> None:
+    _, ours = twins("qwen3_next")
+    x = torch.randn(1, 9, width(ours))
+    ends = torch.tensor([0, 4, 9])
+
+    def call() -> Any:
+        return ours(x, None, cu_seq_lens_q=ends)
+
+    with pytest.raises(Exception, match="can't keep packed sequences apart without"):
+        torch.compile(call, backend=Graphs())()
+
+
+def of_transformers(name: str) -> Any:
+    stock, _ = twins("qwen3_next")
+    return inspect.unwrap(functions_of(type(stock))[name])
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_convolutions(activation: str | None, bias: bool) -> None:
+    weight, b = torch.randn(6, 4), torch.randn(6) if bias else None
+    for T in (1, 3, 4, 9):
+        x = torch.randn(2, 6, T)
+        want = of_transformers("causal_conv1d_fn")(x, weight, b, activation=activation)
+        assert_close(convolved(x, weight, b, activation), want, NEAR, f"{T} tokens")
+    for kept in (3, 4, 7):  # inputs in the state
+        state, x = torch.randn(2, 6, kept), torch.randn(2, 6, 1)
+        theirs = state.clone()
+        want = of_transformers("causal_conv1d_update")(x, theirs, weight, b, activation)
+        assert_close(convolved_step(x, state, weight, b, activation), want, NEAR, "step")
+        assert torch.equal(state, theirs)
+
+
+def test_convolutions_of_sixteen_bits_are_rounded_once() -> None:
+    x, state, weight = (torch.randn(2, 6, n).to(BF16) for n in (9, 4, 4))
+    weight = weight[0]
+    wide = convolved(x.float(), weight.float())
+    assert torch.equal(convolved(x, weight), wide.to(BF16))
+    step = convolved_step(x[..., :1], state.clone(), weight)
+    wide = convolved_step(x[..., :1].float(), state.float(), weight.float())
+    assert torch.equal(step, wide.to(BF16))
+
+
+def test_other_convolutions_are_not_ours() -> None:
+    x, weight = torch.randn(2, 6, 9), torch.randn(6, 4)
+    assert convolved(x, weight, None, "gelu") is None
+    assert convolved_step(x, torch.randn(2, 6, 4), weight) is None  # more tokens than one
+    assert convolved_step(x[..., :1], torch.randn(2, 6, 2), weight) is None  # too few kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", pytest.param("qwen3_5_moe", marks=pytest.mark.every)]
+)
+def test_a_compiled_forward_of_any_length(family: str) -> None:
+    model = families.build(family).model
+    twin = moe_ops.compile(model)
+    with torch.inference_mode():
+        twin(torch.randint(16, 90, (2, LENGTHS[0])))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for T in LENGTHS:
+                ids = torch.randint(16, 90, (2, T))
+                got, want = twin(ids).logits, model(ids).logits
+                assert_close(got, want, TOL["model", torch.float32], f"{T} tokens")
+                assert torch.equal(got.argmax(-1), want.argmax(-1))
