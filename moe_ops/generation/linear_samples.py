@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,9 +75,10 @@ class Noise:
 B, N, H, D, V = 2, 2, 4, 8, 6  # sizes of the samples, as the ops name them
 
 
-def rule(T: int, channels: bool) -> Sample:
-    """The gated delta rule over so many tokens, with a gate for each channel or for each head."""
-    noise, keys = Noise(), H if channels else N
+def rule(T: int, keys: int, channels: bool = False) -> Sample:
+    """The gated delta rule over so many tokens with so many heads of the keys, with a gate for each
+    channel or for each head."""
+    noise = Noise()
     given = noise(B, T, keys, D), noise(B, T, keys, D), noise(B, T, H, V)
     gates = noise(B, T, H, D).abs() if channels else noise(B, T, H).abs()
     return given, {
@@ -86,6 +88,16 @@ def rule(T: int, channels: bool) -> Sample:
         "output_final_state": True,
         "use_qk_l2norm_in_kernel": True,
     }
+
+
+def rules(T: int) -> tuple[Callable[[], Sample], ...]:
+    """Each kind of rule: of transformers' functions none takes all; some want a key for each
+    head."""
+    return (
+        functools.partial(rule, T, N),
+        functools.partial(rule, T, H),
+        functools.partial(rule, T, H, True),
+    )
 
 
 def scan() -> Sample:
@@ -127,14 +139,8 @@ def _by_parameters(*kinds: Kind) -> dict[tuple[str, ...], Kind]:
 
 
 KINDS = _by_parameters(
-    Kind(
-        linear_functions.chunked_delta_rule,
-        (lambda: rule(70, channels=False), lambda: rule(70, channels=True)),
-    ),
-    Kind(
-        linear_functions.stepped_delta_rule,
-        (lambda: rule(1, channels=False), lambda: rule(1, channels=True)),
-    ),
+    Kind(linear_functions.chunked_delta_rule, rules(70)),
+    Kind(linear_functions.stepped_delta_rule, rules(1)),
     Kind(linear_functions.scanned, (scan,)),
     Kind(linear_functions.updated_state, (state_update,), writes=True),
     Kind(linear_functions.convolved, (convolution,)),

@@ -48,6 +48,7 @@ def prompt(kind: tuple[Any, ...], T: int, least: float = -3.0) -> dict[str, Any]
 def stock(function: Callable[..., Any], given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """What a function of transformers gives, without what it may be replaced by."""
     q, k, v, g, beta, state, _, normalize = given.values()
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     return inspect.unwrap(function)(
         q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True,
         use_qk_l2norm_in_kernel=normalize,

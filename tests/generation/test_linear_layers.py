@@ -252,16 +252,22 @@ def test_a_method_that_cannot_be_copied_stays(caplog: pytest.LogCaptureFixture) 
 
 
 @torch.no_grad()
-def test_packed_sequences_are_the_layers_own_matter() -> None:
-    _, ours = twins("qwen3_next")
-    x = torch.randn(1, 9, width(ours))
-    ends = torch.tensor([0, 4, 9])
+@pytest.mark.parametrize("name", ["cu_seqlens", "seq_idx"])
+def test_packed_sequences_are_a_packages_matter(name: str) -> None:
+    stock, _ = twins("qwen3_next")
+    function = inspect.unwrap(functions_of(type(stock))["torch_chunk_gated_delta_rule"])
 
-    def call() -> Any:
-        return ours(x, None, cu_seq_lens_q=ends)
+    @functools.wraps(function)
+    def of_package(*args: Any, **kwargs: Any) -> str:
+        return "of the package"
 
-    with pytest.raises(Exception, match="can't keep packed sequences apart without"):
-        torch.compile(call, backend=Graphs())()
+    made = in_place_of(of_package)
+    assert made is not None
+    q, gates = torch.randn(1, 9, 2, 4), torch.rand(1, 9, 2)
+    call = torch.compile(lambda **packed: made(q, q, q, -gates, gates, **packed), backend="eager")
+    assert isinstance(call(**{name: None}), tuple)
+    assert call(**{name: torch.tensor([0, 4, 9])}) == "of the package"
+    assert made(q, q, q, -gates, gates) == "of the package"  # uncompiled
 
 
 def of_transformers(name: str) -> Any:
