@@ -129,10 +129,8 @@ def compile(
         settings = dict(list_mode_options(mode, dynamic))
     merged = inductor_options(extra={**settings, **known_options(extra)}, **options)
     tell_of_limit()
-    made = Twin(model)
+    made = Twin(model, give_ours) if is_transformers_model(model) else Twin(model)
     twin = made.module
-    if is_transformers_model(model):
-        give_ours(twin, model)
     backend = Net(merged, dynamic, hooks_of(model), type(model).__name__)
     how = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic, backend=backend)
     call = compile_call(twin, how)
@@ -204,7 +202,7 @@ def by_layers_of(twin: Any, region: Any) -> Any:
 
 
 def give_ours(twin: nn.Module, model: nn.Module) -> None:
-    """Have the linear layers of a transformers model's twin call our functions."""
+    """Have the linear layers of a transformers model's twin call our functions where they can."""
     from moe_ops.generation.linear_layers import give_ours as give
 
     give(twin, model)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -80,11 +80,16 @@ class Twin(Generic[Model]):
     model since: another mode, attribute, weight, hook or module. What was done to the twin stays,
     unless the same was changed in the model; but buffers that came to another device or dtype with
     the twin's parameters, which are the model's, become the model's too. Modules that are no plain
-    Python, as TorchScript's, are shared, and so is what only other objects hold.
+    Python, as TorchScript's, are shared, and so is what only other objects hold. `adapt`, given the
+    twin's module and the model, is called when the twin is like the model: at first, and after each
+    change.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(
+        self, model: Model, adapt: Callable[[Model, Model], None] = lambda module, model: None
+    ) -> None:
         self.model = model
+        self._adapt = adapt
         self.module: Model = copy.copy(model)
         self._pairs: dict[int, tuple[nn.Module, nn.Module]] = {id(model): (model, self.module)}
         self._seen: dict[int, Seen] = {}
@@ -109,6 +114,7 @@ class Twin(Generic[Model]):
         self._buffers = [vars(t)["_buffers"] for _, t in pairs.values() if vars(t)["_buffers"]]
         self._in_buffers = tuple(_values(self._buffers))
         self._seen = {key: _seen(module) for key, (module, _) in pairs.items()}
+        self._adapt(self.module, self.model)
 
     def _give_moved(self) -> None:
         """Give the model the buffers that moved with the twin."""

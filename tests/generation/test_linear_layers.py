@@ -225,6 +225,19 @@ def test_a_function_that_computes_something_else_stays() -> None:
                 assert in_place_of(with_signature_of(own, made)) is None, name
 
 
+def test_a_layer_that_comes_later_calls_ours() -> None:
+    model = families.build("lfm2_moe").model
+    twin = Twin(model, give_ours)
+    path = next(n for n, m in twin.module.named_modules() if isinstance(m, WithOurFunctions))
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, copy.copy(model.get_submodule(path)))
+    before = twin.module.get_submodule(path)
+    twin.follow()
+    after = twin.module.get_submodule(path)
+    assert after is not before and isinstance(after, WithOurFunctions)
+    assert not isinstance(model.get_submodule(path), WithOurFunctions)
+
+
 def hidden(function: Callable[..., Any]) -> Callable[..., Any]:
     """A decorator that looks what it decorates up elsewhere."""
     table = [function]
