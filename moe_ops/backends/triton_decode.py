@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.triton_device import refuse_device
+from moe_ops.decode_ops.delta_rule import DeltaRuleCall, delta_rule
 from moe_ops.decode_ops.delta_rule_step import EPS, DeltaRuleStepCall, delta_rule_step
 from moe_ops.decode_ops.linears import LinearsCall, linears
 from moe_ops.decode_ops.normed_linears import NormedLinearsCall, normed_linears
 from moe_ops.decode_ops.one_query import OneQueryCall, one_query
 from moe_ops.decode_ops.rope_attention import RopeAttentionCall, rope_attention
+from moe_ops.decode_ops.state_space_scan import StateSpaceScanCall, state_space_scan
 from moe_ops.decode_ops.state_space_step import StateSpaceStepCall, state_space_step
 from moe_ops.kernels.triton.decode.states_plan import MOST_WIDTH
 from moe_ops.registry.gradients import grad_wanted
@@ -35,24 +37,21 @@ def _kernels(
     return op.backend("triton", reads=op.optional, supports=supports, devices=("cuda",), priority=1)
 
 
-def supports_state(call: DeltaRuleStepCall | StateSpaceStepCall) -> str | None:
-    """Why kernels cannot run one token of a layer that keeps a state, or None."""
-    if isinstance(call, DeltaRuleStepCall):
-        state, D = call.state_BHDV, call.q_BND.shape[2]
-        wide = {"q": call.q_BND, "k": call.k_BND, "v": call.v_BHV}
-        if call.g_BHD.dim() == 3:
-            wide["g"] = call.g_BHD
+def supports_state(call: Any) -> str | None:
+    """Why kernels cannot run a layer that keeps a state, for one token or a prompt, or None."""
+    given = [getattr(call, field.name) for field in fields(call)]
+    if isinstance(call, (DeltaRuleCall, DeltaRuleStepCall)):
+        key, k, v, g, _, state = given[:6]
+        dense = {"q": key, "k": k, "v": v, "g": g if g.dim() == key.dim() else None}
     else:
-        state, D = call.state_BHVD, call.b_BND.shape[2]
-        of_heads = {"a": call.a_H, "skip": call.skip_H, "dt_bias": call.dt_bias_H}
-        wide = {"x": call.x_BHV, "b": call.b_BND, "c": call.c_BND}
-        wide |= {name: t for name, t in of_heads.items() if t is not None}
-    if D > MOST_WIDTH:
-        return f"holds {MOST_WIDTH} numbers of a key, got {D}"
-    if not state.is_contiguous():
+        x, _, a, key, c, state = given[:6]
+        dense = {"x": x, "a": a, "b": key, "c": c, "skip": call.skip_H, "dt_bias": call.dt_bias_H}
+    if key.shape[-1] > MOST_WIDTH:
+        return f"holds {MOST_WIDTH} numbers of a key, got {key.shape[-1]}"
+    if state is not None and not state.is_contiguous():
         return f"the state has the strides {state.stride()}; make it contiguous"
-    for name, t in wide.items():
-        if t.stride(-1) != 1 and t.shape[-1] != 1:
+    for name, t in dense.items():
+        if t is not None and t.stride(-1) != 1 and t.shape[-1] != 1:
             return f"{name} has the strides {t.stride()}; make its last axis contiguous"
     return supports(call)
 
@@ -96,8 +95,16 @@ def launch_rope(call: RopeAttentionCall) -> Tensor:
     return out
 
 
+@_kernels(delta_rule, supports_state)
+def launch_delta_rule(call: DeltaRuleCall) -> tuple[Tensor, Tensor]:
+    from moe_ops.kernels.triton.decode.scans import scan_delta_rule
+
+    out: tuple[Tensor, Tensor] = scan_delta_rule(*delta_rule.arguments.flat(call), eps=EPS)
+    return out
+
+
 @_kernels(delta_rule_step, supports_state)
-def launch_delta_rule(call: DeltaRuleStepCall) -> Tensor:
+def launch_delta_rule_step(call: DeltaRuleStepCall) -> Tensor:
     from moe_ops.kernels.triton.decode.states import step_delta_rule
 
     out: Tensor = step_delta_rule(*delta_rule_step.arguments.flat(call), eps=EPS)
@@ -106,9 +113,17 @@ def launch_delta_rule(call: DeltaRuleStepCall) -> Tensor:
 
 
 @_kernels(state_space_step, supports_state)
-def launch_state_space(call: StateSpaceStepCall) -> Tensor:
+def launch_state_space_step(call: StateSpaceStepCall) -> Tensor:
     from moe_ops.kernels.triton.decode.states import step_state_space
 
     out: Tensor = step_state_space(*state_space_step.arguments.flat(call))
     _changed(call.state_BHVD)
+    return out
+
+
+@_kernels(state_space_scan, supports_state)
+def launch_state_space(call: StateSpaceScanCall) -> tuple[Tensor, Tensor]:
+    from moe_ops.kernels.triton.decode.scans import scan_state_space
+
+    out: tuple[Tensor, Tensor] = scan_state_space(*state_space_scan.arguments.flat(call))
     return out

@@ -53,7 +53,7 @@ def delta_rule(call: DeltaRuleCall) -> tuple[Tensor, Tensor]:
     [B, T, H] or [B, T, H, D], beta [B, T, H]. A token with a k, beta and g of 0 leaves the state as
     it is. Sums are in float32. One call serves any T: what a chunk of tokens adds to a state, and
     reads of it, follows from a triangular system in the chunk, and a loop goes from chunk to chunk.
-    Raises ValueError for what `refusal` names.
+    On a GPU it is one launch. Raises ValueError for what `refusal` names.
     """
     B, T, H, V = call.v_BTHV.shape
     D = call.q_BTND.shape[3]

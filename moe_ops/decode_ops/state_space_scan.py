@@ -52,8 +52,8 @@ def state_space_scan(call: StateSpaceScanCall) -> tuple[Tensor, Tensor]:
 
     The first state is `state`, or 0 if that is None. x is [B, T, H, V], dt [B, T, H], b and c are
     [B, T, N, D]. One call serves any T: within a chunk a token reads those before it as masked
-    attention does, and a loop goes from the state of one chunk to the next. Raises ValueError for
-    what `refusal` names.
+    attention does, and a loop goes from the state of one chunk to the next. On a GPU it is one
+    launch. Raises ValueError for what `refusal` names.
     """
     B, T, H, V = call.x_BTHV.shape
     N, D = call.b_BTND.shape[2:]

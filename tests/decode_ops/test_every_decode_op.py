@@ -65,7 +65,6 @@ def calls() -> dict[str, tuple[Any, ...]]:
 
 
 CALLS = calls()
-NO_KERNELS = {"delta_rule", "state_space_scan"}
 each_op = pytest.mark.parametrize("name", DECODE_OPS)
 
 
@@ -97,8 +96,7 @@ def test_a_call_a_part_and_a_plan_give_the_definition(name: str) -> None:
 def test_kernels_refuse_what_is_on_a_cpu(name: str) -> None:
     refusals = DECODE_OPS[name].refusals(*CALLS[name])
     assert refusals.pop("reference") is None
-    reasons = set() if name in NO_KERNELS else {"needs a tensor on cuda, got cpu"}
-    assert set(refusals.values()) == reasons
+    assert set(refusals.values()) == {"needs a tensor on cuda, got cpu"}
 
 
 @each_op

@@ -44,7 +44,7 @@ from moe_ops.kernels.triton import (
     static_factors,
 )
 from moe_ops.kernels.triton import quantize as quantize_kernels
-from moe_ops.kernels.triton.decode import linears, one_query, rope, rope_attention, states
+from moe_ops.kernels.triton.decode import linears, one_query, rope, rope_attention
 from moe_ops.kernels.triton.experts.operands import (
     dequantized_weights,
     fake_quantized,
@@ -59,7 +59,7 @@ from moe_ops.ops.route import route
 from moe_ops.testing import ACTIVATIONS, LAYERS
 from tests.kernels.offline_codes import PATHS, calls_by_row, quantized_layer
 from tests.kernels.offline_ranks import over_ranks, pushed, summed
-from tests.kernels.offline_states import stepped
+from tests.kernels.offline_states import WITH_STATES, with_states
 from tests.published_routers import ROUTERS, Router, arguments
 
 TYPES = {
@@ -192,7 +192,7 @@ def compile_launches(
             row_scales,
             rows,
             sort,
-            states,
+            *WITH_STATES,
             tiny,
             quantize_kernels,
             quantize_blocks,
@@ -246,7 +246,7 @@ def calls(capability: int, all: bool) -> Iterator[tuple[str, Callable[[], Any]]]
         for residual in (False, True):
             call = functools.partial(projected, 1, sizes, K, biases, True, residual)
             yield f"normed linears {sizes} {K}", call
-    yield from stepped()
+    yield from with_states()
     for name, args in [*ACTIVATIONS.items()][::step]:
         for backend in ("tiny", "rows", "grouped"):
             yield (

@@ -22,7 +22,7 @@ FLOATS = EXPERTS | {
     "route_kernel", "sort_kernel", "count_kernel", "add_up_kernel", "place_kernel",
     "sum_kernel", "one_query_kernel", "one_query_merge", "linears_one", "linears_few",
     "rope_kernel", "rope_attention_kernel", "_tile_map", "_grouped", "delta_rule_step_kernel",
-    "state_space_step_kernel",
+    "state_space_step_kernel", "delta_rule_kernel", "state_space_kernel",
 }  # fmt: skip
 KERNELS = {
     "some_floats": FLOATS,

@@ -1,4 +1,4 @@
-"""One token of layers that keep states: the kernels against the definitions of their ops."""
+"""Layers that keep states, one token and prompts: the kernels against their ops' definitions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.triton_decode import supports_state
-from moe_ops.decode_ops import delta_rule_step, state_space_step
+from moe_ops.decode_ops import (
+    delta_rule,
+    delta_rule_step,
+    state_space_scan,
+    state_space_step,
+)
 from moe_ops.decode_ops.delta_rule_step import EPS
 from moe_ops.testing import F16, F32, Tol, assert_close
 
 pytest.importorskip("triton")
+from moe_ops.kernels.triton.decode.scans import scan_delta_rule, scan_state_space
 from moe_ops.kernels.triton.decode.states import step_delta_rule, step_state_space
 from moe_ops.kernels.triton.decode.states_plan import TILE, part_of
 
 TOL = Tol(2e-6, "float32 sums in another order")
+TOL_PROMPT = Tol(1e-5, "float32 sums in another order, over many tokens")
 TOL_F16 = Tol(1e-3, "one rounding to 11 bits, either way at a tie")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Sequences, heads of the keys, heads of the state, key width, value width.
@@ -133,6 +140,109 @@ def test_every_part_of_a_state(part: int) -> None:
     check_space(space_step(SIZES["no powers of two"]), TOL, part=part)
 
 
+def of_longer_rows(x: Tensor) -> Tensor:
+    """Tokens as a view of longer rows, whose rest is no number, as a split leaves them."""
+    B, T = x.shape[:2]
+    edge = torch.full((B, T, 3), float("nan"), device=DEVICE, dtype=x.dtype)
+    rows = torch.cat([edge, x.flatten(2), edge], 2)
+    return rows[..., 3 : rows.shape[2] - 3].unflatten(2, x.shape[2:])
+
+
+def delta_prompt(
+    size: tuple[int, ...], T: int, dtype: torch.dtype = F32, channels: bool = False
+) -> dict[str, Any]:
+    B, N, H, D, V = size
+    gates = (B, T, H, D) if channels else (B, T, H)
+    return {
+        "q_BTND": of_longer_rows(noise(B, T, N, D, dtype=dtype)),
+        "k_BTND": of_longer_rows(noise(B, T, N, D, dtype=dtype)),
+        "v_BTHV": of_longer_rows(noise(B, T, H, V, dtype=dtype)),
+        "g_BTHD": of_longer_rows(-3 * torch.rand(gates, device=DEVICE)),
+        "beta_BTH": of_longer_rows(torch.rand(B, T, H, device=DEVICE).to(dtype)),
+        "state_BHDV": noise(B, H, D, V),
+        "scale": D**-0.5,
+        "normalize": True,
+    }
+
+
+def space_prompt(size: tuple[int, ...], T: int, dtype: torch.dtype = F32) -> dict[str, Any]:
+    B, N, H, D, V = size
+    return {
+        "x_BTHV": of_longer_rows(noise(B, T, H, V, dtype=dtype)),
+        "dt_BTH": of_longer_rows(noise(B, T, H, dtype=dtype)),
+        "a_H": -torch.rand(H, device=DEVICE),
+        "b_BTND": of_longer_rows(noise(B, T, N, D, dtype=dtype)),
+        "c_BTND": of_longer_rows(noise(B, T, N, D, dtype=dtype)),
+        "state_BHVD": noise(B, H, V, D),
+        "least": 0.0,
+        "most": float("inf"),
+        "skip_H": noise(H),
+        "dt_bias_H": noise(H),
+        "softplus": True,
+    }
+
+
+def check_prompt(
+    got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], tol: Tol | None = None
+) -> None:
+    for what, ours, theirs in zip(("out", "state"), got, want, strict=True):
+        assert ours.dtype == theirs.dtype and ours.is_contiguous()
+        how = TOL_PROMPT if tol is None or what == "state" else tol
+        assert_close(ours.float(), theirs.float(), how, what)
+
+
+@each_size
+@pytest.mark.parametrize("channels", [False, True], ids=["a gate a head", "a gate a channel"])
+def test_prompts_by_the_delta_rule(size: tuple[int, ...], channels: bool) -> None:
+    for T in (0, 1, 20):
+        given = delta_prompt(size, T, channels=channels)
+        check_prompt(scan_delta_rule(**given, eps=EPS), delta_rule.reference(**given))
+    given |= {"state_BHDV": None, "normalize": False, "k_BTND": given["k_BTND"] * given["scale"]}
+    check_prompt(scan_delta_rule(**given, eps=EPS), delta_rule.reference(**given))
+
+
+@each_size
+def test_prompts_through_a_state_space(size: tuple[int, ...]) -> None:
+    for T in (0, 1, 20):
+        given = space_prompt(size, T)
+        check_prompt(scan_state_space(**given), state_space_scan.reference(**given))
+    given |= {"state_BHVD": None, "skip_H": None, "dt_bias_H": None, "least": 0.1, "most": 0.5}
+    check_prompt(scan_state_space(**given), state_space_scan.reference(**given))
+    given["softplus"] = False
+    check_prompt(scan_state_space(**given), state_space_scan.reference(**given))
+
+
+@pytest.mark.parametrize("part", [8, 64])
+def test_every_part_of_a_state_through_a_prompt(part: int) -> None:
+    size = SIZES["no powers of two"]
+    given = delta_prompt(size, 5)
+    check_prompt(scan_delta_rule(**given, eps=EPS, part=part), delta_rule.reference(**given))
+    given = space_prompt(size, 5)
+    check_prompt(scan_state_space(**given, part=part), state_space_scan.reference(**given))
+
+
+def test_prompts_of_sixteen_bits_are_rounded_once() -> None:
+    size = SIZES["heads share a key"]
+    given = delta_prompt(size, 20, F16)
+    check_prompt(scan_delta_rule(**given, eps=EPS), delta_rule.reference(**given), TOL_F16)
+    given = space_prompt(size, 20, F16)
+    check_prompt(scan_state_space(**given), state_space_scan.reference(**given))
+
+
+def test_prompts_are_independent() -> None:
+    size = (3, *SIZES["heads share a key"][1:])
+    for given, scan, more in (
+        (delta_prompt(size, 9), scan_delta_rule, {"eps": EPS}),
+        (space_prompt(size, 9), scan_state_space, {}),
+    ):
+        want = scan(**given, **more)
+        for x in given.values():
+            if isinstance(x, Tensor) and x.dim() > 1:
+                x[1] = float("nan")
+        for got, wanted in zip(scan(**given, **more), want, strict=True):
+            assert torch.equal(got[::2], wanted[::2])
+
+
 def test_sequences_are_independent() -> None:
     """What is no number in one of them stays there, and the bits of others are the same alone."""
     size = (3, *SIZES["heads share a key"][1:])
@@ -171,11 +281,16 @@ REFUSED = {
 
 @pytest.mark.parametrize(("size", "change", "reason"), REFUSED.values(), ids=REFUSED)
 def test_what_kernels_refuse(size: tuple[int, ...], change: dict[str, bool], reason: str) -> None:
-    for op, given in ((delta_rule_step, delta_step(size)), (state_space_step, space_step(size))):
+    for op, given in (
+        (delta_rule_step, delta_step(size)),
+        (state_space_step, space_step(size)),
+        (delta_rule, delta_prompt(size, 3)),
+        (state_space_scan, space_prompt(size, 3)),
+    ):
         for name, x in given.items():
             if name.startswith("state_") and "state" in change:
                 given[name] = x.mT.contiguous().mT
-            elif name in ("v_BHV", "x_BHV") and "wide" in change:
+            elif name[0] in "vx" and "wide" in change:
                 given[name] = torch.stack([x, x], -1)[..., 0]
         said = supports_state(op.call(**given))
         assert said is not None and reason in said

@@ -192,8 +192,7 @@ def state_space_step_kernel(
     dt = tl.load(dt_ptr + row * dt_row + head * dt_head).to(tl.float32)
     if BIAS:
         dt += tl.load(dt_bias_ptr + head).to(tl.float32)
-    if SOFTPLUS:  # as torch has it
-        dt = tl.where(dt > 20.0, dt, log_of_1_and(tl.exp(tl.minimum(dt, 20.0))))
+    dt = step_length(dt, SOFTPLUS)
     state *= tl.exp(dt * tl.load(a_ptr + head).to(tl.float32))
     state += (dt * x)[:, None] * b[None, :]
     tl.store(state_ptr + at, state, mask=inside)
@@ -204,7 +203,12 @@ def state_space_step_kernel(
 
 
 @triton.jit
-def log_of_1_and(x):
-    """log(1 + x), of small x as well, for what the sum loses of x."""
+def step_length(dt, SOFTPLUS: tl.constexpr):
+    """dt, or the softplus of it, to which small numbers matter as well: log(1 + x) has, of what
+    the sum loses of x, the share that is left over."""
+    if not SOFTPLUS:
+        return dt
+    x = tl.exp(tl.minimum(dt, 20.0))
     sum = 1.0 + x
-    return tl.where(sum == 1.0, x, tl.log(sum) * (x / tl.where(sum == 1.0, 1.0, sum - 1.0)))
+    small = tl.log(sum) * (x / tl.where(sum == 1.0, 1.0, sum - 1.0))
+    return tl.where(dt > 20.0, dt, tl.where(sum == 1.0, x, small))
