@@ -116,8 +116,11 @@ LINEAR = ("chunked_delta_rule", "convolved", "scanned", "stepped_delta_rule", "u
 # The methods of transformers' GenerationMixin that ours stand for.
 GENERATE = (
     "__call__", "generate", "prepare_inputs_for_generation", "_sample",
-    "_update_model_kwargs_for_generation", "_valid_auto_compile_criteria",
+    "_update_model_kwargs_for_generation", "_valid_auto_compile_criteria", "_beam_search",
+    "_unless_refused", "_sampled",
 )  # fmt: skip
+# Those of its caches by which layers add to them.
+UPDATES = ("update", "update_conv_state", "update_recurrent_state")
 # The methods of transformers' HfQuantizer that ours stand for.
 QUANTIZER = (
     "__init__", "validate_environment", "_process_model_before_weight_loading",
@@ -163,6 +166,8 @@ UNNAMED_PARAMETERS = {
         "moe_ops/forward/layer_cache.py: Filled.update",
         "moe_ops/forward/layer_cache.py: Incoming.update",
         "moe_ops/generation/slots.py: SlotLayer.update",
+        *(f"moe_ops/generation/kept.py: Arriving.{name}" for name in UPDATES),
+        *(f"moe_ops/generation/kept.py: Stepping.{name}" for name in UPDATES),
         "moe_ops/hf/optimize.py: OptimizedRouter.forward",
         "moe_ops/installed.py: refuse",
         "moe_ops/hf/stored.py: _refuse",
@@ -180,6 +185,7 @@ UNNAMED_PARAMETERS = {
         "passes/inductor/sizes.py: _guards",
     },
     "the arguments of a model or a function that it is given": {
+        "moe_ops/generation/loops.py: AroundLoops.__call__",
         "passes/inductor/layer_region.py: LayerRegion.__call__",
         "passes/inductor/layer_region.py: LayerRegion._run",
         "moe_ops/forward/by_layers.py: ByLayers.__call__",

@@ -18,6 +18,7 @@ from transformers.masking_utils import (
 from moe_ops.forward.layer_cache import CACHE
 
 Decoder = Callable[..., Any]
+PARTS = {"hybrid_sliding": ("sliding_attention", "linear_attention")}
 
 
 class Sizes:
@@ -39,15 +40,45 @@ class Sizes:
         return self.slots, 0
 
 
-def masks(config: Any, like: Tensor, valid: Tensor | None, sizes: Any, positions: Tensor) -> Any:
-    """The masks of one pass, as transformers makes them for a model of this configuration."""
-    return create_masks_for_generate(
-        config=config,
+def maker_of(model: Any) -> Callable[..., Any]:
+    """What makes the masks of a model for `generate`; some have a function of their own."""
+    return getattr(model, "create_masks_for_generate", create_masks_for_generate)
+
+
+def masks(
+    config: Any,
+    like: Tensor,
+    valid: Tensor | None,
+    sizes: Any,
+    positions: Tensor,
+    make: Callable[..., Any] = create_masks_for_generate,
+) -> Any:
+    """The masks of one pass, as transformers makes them for a model of this configuration. Of
+    positions along several axes the first will do."""
+    while positions.dim() > 2:
+        positions = positions[0]
+    return make(
+        config=with_windows(config),
         inputs_embeds=like,
         attention_mask=valid,
         position_ids=positions,
         **{CACHE: sizes},
     )
+
+
+def with_windows(config: Any) -> Any:
+    """The configuration, with layers that attend to a window and keep a state said to be both.
+
+    For these transformers makes causal masks, as its static caches hold no more than the window;
+    ours hold all slots.
+    """
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None) or ()
+    if "hybrid_sliding" not in kinds:
+        return config
+    text = copy.copy(text)
+    text.layer_types = [part for kind in kinds for part in PARTS.get(kind, (kind,))]
+    return text
 
 
 def bool_mask(*args: Any, **kwargs: Any) -> Tensor | None:

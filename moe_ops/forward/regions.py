@@ -101,9 +101,23 @@ def layer_lists(model: nn.Module) -> list[str]:
     ]
 
 
+def decoder_layers(model: Any) -> str:
+    """The name of the list of a model's decoder layers: the only list of layers, or of several, as
+    encoders have some, the one of the text decoder. Raises LookupError if that is not clear."""
+    found = layer_lists(model)
+    if len(found) > 1 and hasattr(model, "get_decoder"):
+        count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+        inside = set(model.get_decoder().modules())
+        lists = {name: model.get_submodule(name) for name in found}
+        found = [name for name, x in lists.items() if x in inside and len(x) == count]
+    if len(found) != 1:
+        raise LookupError(f"has {len(layer_lists(model))} lists of decoder layers, not one")
+    return found[0]
+
+
 def chain_to_layers(model: nn.Module) -> list[nn.Module]:
     """The model, and the modules down to the list of its layers."""
-    (path,) = layer_lists(model)
+    path = decoder_layers(model)
     chain = [model]
     for name in path.split("."):
         chain.append(chain[-1].get_submodule(name))
@@ -138,7 +152,7 @@ class Way:
 def divided(model: PreTrainedModel, way: Way) -> PreTrainedModel:
     """A twin that runs like the model it was made of, its layers, and the modules beside them (the
     last norm, rotary embeddings), in this way. Weights are shared."""
-    (path,) = layer_lists(model)
+    path = decoder_layers(model)
     twin = parent = copy.copy(model)
     for name in path.split("."):
         parent._modules = dict(parent._modules)

@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from moe_ops.forward.masks import attention_of
-from moe_ops.forward.regions import Way, addresses, divided, layer_lists, plain_tensors
+from moe_ops.forward.regions import Way, addresses, divided, plain_tensors
 from moe_ops.generation.by_rows import store_by_rows
+from moe_ops.generation.kept import kinds_of
+from moe_ops.generation.loops import around_loops
 from moe_ops.generation.own_attention import stand_ins, step_attention
 from moe_ops.generation.prompts import Captures, Prompt
 from moe_ops.generation.steps import Code, Steps, Tools, shown
@@ -86,9 +88,7 @@ class Decoder:
         key = rows_for(batch), slots_for(length)
         steps = self._idle.pop(key, None)
         if steps is None:
-            (path,) = layer_lists(self.model)
-            layers = len(self.model.get_submodule(path))
-            steps = Steps(self.model, layers, *key, self.tools)
+            steps = Steps(self.model, kinds_of(self.model.config), *key, self.tools)
         return Lease(self, steps, self._code(steps))
 
     def give_back(self, steps: Steps) -> None:
@@ -125,8 +125,9 @@ class Decoder:
         codes = self._codes.setdefault(steps, {})
         if attention not in codes:
             if self._prompts is None:
+                region = around_loops(self.model, self.tools.layers)
                 prompt, unmasked = (
-                    divided(self.model, Way(self.tools.layers, unmasked=unmasked))
+                    divided(self.model, Way(region, unmasked=unmasked))
                     for unmasked in (False, True)
                 )
                 self._prompts = prompt, unmasked
@@ -178,7 +179,8 @@ class Lease(Cache):
         if position_ids is None:
             position_ids = torch.arange(S, device=input_ids.device)[None]
         with plain_tensors():  # as the forward's, whose compiled layers these share
-            prompt = Prompt(input_ids, mask, position_ids.expand(B, S).clone())
+            axes = position_ids.shape[:-2]
+            prompt = Prompt(input_ids, mask, position_ids.expand(*axes, B, S).clone())
         with self._decoder.compiling_prompts():
             out = self._decoder.with_room(lambda: self.steps.read(self.code, prompt, kwargs))
         self.batch, self.prompt = B, S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import threading
 from collections import Counter
@@ -12,13 +13,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import CompileConfig, GenerationMixin, PreTrainedModel, StaticCache
-from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
+from transformers import CompileConfig, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation import utils as generation_utils
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from moe_ops.forward.layer_cache import CACHE
-from moe_ops.forward.regions import layer_lists, plain_tensors
+from moe_ops.forward.layer_cache import CACHE, Unviewable
+from moe_ops.forward.regions import decoder_layers, plain_tensors
 from moe_ops.generation.decoder import Decoder, Lease
 from moe_ops.generation.fallback import (
     Fallback,
@@ -28,6 +30,7 @@ from moe_ops.generation.fallback import (
     falls_back,
     with_own_generate,
 )
+from moe_ops.generation.kept import kinds_of
 from moe_ops.generation.sample import sample
 from moe_ops.generation.steps import Tools
 from moe_ops.graphs.report import StepsReport
@@ -43,12 +46,9 @@ MODES = {
     GenerationMode.BEAM_SEARCH,
     GenerationMode.BEAM_SAMPLE,
 }
-ATTENDS = {"full_attention", "sliding_attention"}
 # A model that has its own has its reasons.
 STOCK = (
-    "prepare_inputs_for_generation",
     "_update_model_kwargs_for_generation",
-    "_prepare_position_ids_for_generation",
     "_prepare_cache_for_generation",
     "_prefill",
     "_sample",
@@ -56,6 +56,10 @@ STOCK = (
     "generate",
 )
 INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", CACHE}
+# What is of pictures and the like, and matters to prompts alone: so transformers says, and of types
+# of tokens, that those of new ones are text.
+INPUTS |= set(getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
+INPUTS |= {"mm_token_type_ids", "moe_mm_token_type_ids"}
 SERVED = (None, "dynamic", "static")  # names of caches that only differ in what is handed out
 EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -86,25 +90,34 @@ def shape_refusal(model: PreTrainedModel) -> str | None:
         return "cannot generate"
     if model.config.is_encoder_decoder:
         return "has an encoder"
-    if model.config.model_type.startswith("llama4"):
-        return "attends in chunks"
     for name in STOCK:
         if getattr(type(model), name) is not getattr(GenerationMixin, name):
             return f"has a {name} of its own"
-    lists = layer_lists(model)
-    if len(lists) != 1:
-        return f"has {len(lists)} lists of decoder layers, not one"
-    config = model.config.get_text_config(decoder=True)
-    others = set(getattr(config, "layer_types", None) or ()) - ATTENDS
-    if others:
-        return f"has layers of {', '.join(sorted(others))}"
-    layers = StaticCache(config=config, max_cache_len=1).layers
-    if not {type(layer) for layer in layers} <= {StaticLayer, StaticSlidingWindowLayer}:
-        return f"keeps more than keys and values ({type(layers[0]).__name__})"
-    if len(layers) != len(model.get_submodule(lists[0])):
-        return f"has {len(layers)} caches for another number of layers"
+    own = inputs_refusal(type(model).prepare_inputs_for_generation)
+    if own is not None:
+        return own
+    try:
+        layers, kinds = model.get_submodule(decoder_layers(model)), kinds_of(model.config)
+    except LookupError as error:
+        return str(error)
+    if len(layers) != len(kinds):
+        return f"has {len(kinds)} caches for {len(layers)} layers"
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return "is spread over devices"
+    return None
+
+
+def inputs_refusal(prepare: Callable[..., Any]) -> str | None:
+    """Why steps do without a model's own way of preparing inputs, or None: one that adds to what
+    transformers prepares, and does not depend on how long the text is, matters to prompts alone."""
+    stock = GenerationMixin.prepare_inputs_for_generation
+    own, name = inspect.unwrap(prepare), stock.__name__
+    if own is inspect.unwrap(stock):
+        return None
+    if name not in own.__code__.co_names:
+        return f"has a {name} of its own"
+    if "get_seq_length" in own.__code__.co_names:
+        return f"has a {name} that looks at the length of the text"
     return None
 
 
@@ -142,6 +155,7 @@ class Generation:
         self.leased: list[Lease] = []
         self.told: set[str] = set()
         self.refused: Counter[str] = Counter()  # calls by the reason why they are not by steps
+        self.refusal: str | None = None  # of every call, seen when one ran
         self.done: torch.cuda.Event | None = None
 
     @contextmanager
@@ -235,7 +249,9 @@ class QuickGenerate(MayFallBack):
         given = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         if falls_back(self):  # as custom_generate, which said so
             return super()._prepare_cache_for_generation(*given)  # type: ignore[misc]
-        reason = call_refusal(self, generation_config, model_kwargs, generation_mode)
+        reason = state.refusal or call_refusal(
+            self, generation_config, model_kwargs, generation_mode
+        )
         if state.inside == 0:
             reason = "it was not called through generate"
         elif reason:
@@ -289,8 +305,30 @@ class QuickGenerate(MayFallBack):
         with own() if falls_back(self) else nullcontext():
             yield
 
+    def _unless_refused(self, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `decode` gives for a call. If its prompt turns out to ask more of a cache than ours
+        has, it gets transformers' own, and so do all calls from then on."""
+        lease = kwargs.get(CACHE)
+        try:
+            return decode(*args, **kwargs)
+        except Unviewable as error:
+            if not isinstance(lease, Lease) or lease.batch is not None:
+                raise
+            reason = str(error)
+        self._moe_ops_generation.refusal = reason
+        self._moe_ops_generation.tell(reason)
+        fall_back(self)
+        return decode(*args, **{**kwargs, CACHE: lease.stock})
+
     @as_stock
-    def _sample(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        return self._unless_refused(super()._beam_search, *args, **kwargs)  # type: ignore[misc]
+
+    @as_stock
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        return self._unless_refused(self._sampled, *args, **kwargs)
+
+    def _sampled(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         criteria, config = kwargs["stopping_criteria"], kwargs["generation_config"]
         stock = (
             not isinstance(kwargs.get(CACHE), Lease)

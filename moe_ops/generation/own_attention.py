@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moe_ops.forward.regions import layer_lists
+from moe_ops.forward.regions import decoder_layers
 from moe_ops.generation.one_query import NAME, Attention, attended, in_place_of, register
 from moe_ops.interop.interrupts import let_through
 
@@ -43,8 +43,7 @@ def step_attention(model: PreTrainedModel, implementation: str | None) -> str | 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """The modules of the decoder's layers that look their attention up in transformers' table."""
-    (layers,) = layer_lists(model)
-    modules = model.get_submodule(layers).modules()
+    modules = model.get_submodule(decoder_layers(model)).modules()
     return [m for m in modules if "ALL_ATTENTION_FUNCTIONS" in names_in(forward_of(m))]
 
 
@@ -132,7 +131,6 @@ def stand_ins(model: nn.Module, attention: str) -> dict[nn.Module, nn.Module]:
     Copies share all but the configuration of their attention modules. To rename the attention in
     the model's own would change what everybody else computes with the model meanwhile.
     """
-    (path,) = layer_lists(model)
     theirs = set(attention_modules(model))
     configs: dict[int, Any] = {}
 
@@ -151,7 +149,7 @@ def stand_ins(model: nn.Module, attention: str) -> dict[nn.Module, nn.Module]:
         parent._modules = children
         return parent
 
-    return {layer: copied(layer) for layer in model.get_submodule(path).children()}
+    return {layer: copied(layer) for layer in model.get_submodule(decoder_layers(model)).children()}
 
 
 def register_in_place_of(eager: Attention) -> str:

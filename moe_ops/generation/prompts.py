@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from moe_ops.forward.masks import REPEATABLE, attention_of, masks, repeatable
+from moe_ops.forward.masks import REPEATABLE, attention_of, maker_of, masks, repeatable
 from moe_ops.generation.slots import Empty, Slots
 from moe_ops.graphs.cuda_graph import GraphPool, refusing
 from moe_ops.graphs.report import ForwardReport
@@ -24,7 +25,8 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """Sequences: ids [B, S], and positions likewise; a mask, if there is one, hides some tokens."""
+    """Sequences: ids [B, S], positions likewise or along several axes [axes, B, S]; a mask,
+    if there is one, hides some tokens."""
 
     ids: Tensor
     mask: Tensor | None
@@ -52,7 +54,7 @@ class Filling:
     slots: Slots
     state: tuple[Tensor, ...]
     like: Tensor  # [rows, 1, 0], of the model's dtype and device
-    config: Any
+    model: Any
     captures: Captures
 
 
@@ -90,9 +92,11 @@ class Prompts:
 
     def _captured(self, filling: Filling, prompt: Prompt, kwargs: dict[str, Any]) -> Size | None:
         """What repeats prompts of this size, with this one in its inputs; None if nothing does."""
-        key, attention = key_of(prompt, kwargs), attention_of(filling.config)
+        key, attention = key_of(prompt, kwargs), attention_of(filling.model.config)
         captures, device = filling.captures, filling.like.device
         if key is None or attention not in REPEATABLE or not captures.pool.captures_on(device):
+            return None
+        if filling.slots.states:  # as linear layers keep, whose prompts are loops on the host
             return None
         size = self._sizes.came((attention, *key))
         if size.seen < TIMES:
@@ -130,18 +134,20 @@ class Prompts:
     def forget(self) -> None:
         """Forget all graphs, and how often sizes came."""
         self._sizes.forget()
-        self._logits = None
+        self._logits = self._inputs = None
 
     def _copied(self, prompt: Prompt) -> Prompt:
         """Copy a prompt into the buffers that graphs read, and return it there."""
         ids, mask = prompt.ids, prompt.mask
+        axes = math.prod(prompt.positions.shape[:-2])
         if self._inputs is None:
-            self._inputs = torch.zeros(3, MOST_TOKENS, dtype=torch.int64, device=ids.device)
+            size = 2 + axes, MOST_TOKENS
+            self._inputs = torch.zeros(size, dtype=torch.int64, device=ids.device)
 
         def copied(x: Tensor, buffer: Tensor) -> Tensor:
-            return put(x, buffer[: ids.numel()].view(ids.shape))
+            return put(x, buffer.flatten()[: x.numel()].view(x.shape))
 
-        of_ids, of_mask, of_positions = self._inputs
+        of_ids, of_mask, of_positions = self._inputs[0], self._inputs[1], self._inputs[2:]
         return Prompt(
             copied(ids, of_ids),
             None if mask is None else copied(mask.bool(), of_mask),
@@ -156,9 +162,10 @@ class Prompts:
         like = filling.like.new_empty(B, S, 0)
 
         def run() -> None:
-            config, empty = repeatable(filling.config), Empty(filling.slots)
+            config, empty = repeatable(filling.model.config), Empty(filling.slots)
+            make = maker_of(filling.model)
             with refusing("with masks that a graph can repeat they fail"):
-                made = masks(config, like, prompt.mask, empty, prompt.positions)
+                made = masks(config, like, prompt.mask, empty, prompt.positions, make)
                 out = filling.fill(prompt, made, made is None, kwargs)
             last = out.logits[:, -1:]
             if self._logits is None:  # the first run of all, of which nothing is captured

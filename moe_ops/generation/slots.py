@@ -1,18 +1,29 @@
-"""The key-value cache of `generate`: buffers that stay where they are, one slot per token."""
+"""The cache of `generate`: buffers that stay where they are, with one slot for each token."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from moe_ops.forward.layer_cache import CACHE, Incoming, LikeEmpty, Put
+from moe_ops.forward.layer_cache import CACHE, Incoming, LikeEmpty, Put, Unviewable
+from moe_ops.generation.kept import (
+    CONV,
+    RECURRENT,
+    SLOTS,
+    Arriving,
+    Keeps,
+    Kept,
+    OfLayer,
+    Stepping,
+)
 
 
 class SlotLayer(CacheLayerMixin):
-    """The keys and values of one layer, [rows, heads, slots, head size].
+    """What one layer keeps: keys and values [rows, heads, slots, head size], or more by name.
 
     A layer that attends to a window has as many slots as any other: which of them it sees is the
     mask's affair, so that no step differs from another in anything but the contents of buffers.
@@ -21,36 +32,55 @@ class SlotLayer(CacheLayerMixin):
     is_compileable = True
     is_sliding = False
 
-    def __init__(self, rows: int, slots: int, filled: Tensor) -> None:
+    def __init__(
+        self, rows: int, slots: int, filled: Tensor, kind: Keeps = Keeps.ATTENTION
+    ) -> None:
         super().__init__()
         self.rows = rows
         self.slots = slots
         self.filled = filled  # how many slots are taken, a scalar on the device
+        self.kind = kind
+        self.kept: Kept = {}
+
+    def __getattr__(self, name: str) -> Any:
+        raise Unviewable(f"a model asks a layer of its cache for {name}")
 
     def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
-        # Zeros: what is masked is multiplied by zero, and a NaN would survive that.
-        def buffer(x: Tensor) -> Tensor:
-            shape = (self.rows, x.shape[1], self.slots, x.shape[3])
-            return torch.zeros(shape, dtype=x.dtype, device=x.device)
-
-        self.keys, self.values = buffer(keys), buffer(values)
+        self.keys, self.values = self._buffer("keys", keys), self._buffer("values", values)
         self.is_initialized = True
 
-    def fill(self, incoming: Incoming) -> None:
-        """Take over a prompt's keys and values; rows to spare repeat the first."""
-        keys, values = incoming.keys, incoming.values
-        if keys is None or values is None:
+    def _buffer(self, name: str, like: Tensor) -> Tensor:
+        """The buffer of this name, made at first for what has these sizes."""
+        if name not in self.kept:
+            shape = [self.rows, *like.shape[1:]]
+            if name in SLOTS:
+                shape[SLOTS[name]] = self.slots
+            # Zeros: what is masked is multiplied by zero, and a NaN would survive that.
+            self.kept[name] = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        return self.kept[name]
+
+    def fill(self, arrived: Kept, start: int = 0) -> None:
+        """Take over what a layer kept of a prompt whose tokens begin at this slot; rows to spare
+        repeat the first."""
+        if not arrived and self.kind is not Keeps.NOTHING:
             raise ValueError(
                 f"a decoder layer did not call {CACHE}.update; call the model itself "
                 "instead of the one that moe_ops.compile returned"
             )
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-        for buffer, new in ((self.keys, keys), (self.values, values)):
-            n, tokens = new.shape[0], new.shape[2]
-            buffer[:n, :, :tokens].copy_(new)
+        if "keys" in arrived and not self.is_initialized:
+            self.lazy_initialization(arrived["keys"], arrived["values"])
+        for name, new in arrived.items():
+            part, dim, n = self._buffer(name, new), SLOTS.get(name), new.shape[0]
+            if dim is not None:
+                part = part.narrow(dim, start, new.shape[dim])
+            part[:n].copy_(new)
             if n < self.rows:
-                buffer[n:, :, :tokens].copy_(new[:1].expand(self.rows - n, -1, -1, -1))
+                part[n:].copy_(new[:1].expand(self.rows - n, *new.shape[1:]))
+
+    @property
+    def states(self) -> Iterator[Tensor]:
+        """The buffers without slots, whose contents a step replaces."""
+        return (buffer for name, buffer in self.kept.items() if name not in SLOTS)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -72,33 +102,71 @@ class SlotLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows change places within the buffers, whose addresses a captured graph holds."""
-        for buffer in (self.keys, self.values):
+        for buffer in self.kept.values():
             buffer[: len(beam_idx)].copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
+
+    def copy_into(self, layer: Any, rows: int, parts: Sequence[slice]) -> None:
+        """Put so many sequences, and their tokens in these parts, into an empty layer of a cache of
+        transformers. What it keeps of them are copies."""
+        kept = {name: buffer[:rows] for name, buffer in self.kept.items()}
+        for part in parts:
+            if "keys" in kept:
+                layer.update(kept["keys"][:, :, part], kept["values"][:, :, part])
+            if "indexer_keys" in kept:
+                layer.update_indexer(kept["indexer_keys"][:, part])
+            if "idx_keys" in kept:
+                layer.update_index(kept["idx_keys"][:, :, part].clone())
+        for name, state in kept.items():
+            method, _, number = name.partition(".")
+            if method == CONV:
+                layer.update_conv_state(state, int(number))
+            if method == RECURRENT:
+                layer.update_recurrent_state(state, int(number))
 
 
 class Slots(Cache):
     """The layers' buffers, as a step's model is given them: a cache that holds `filled` tokens."""
 
-    def __init__(self, layers: int, rows: int, slots: int, filled: Tensor) -> None:
-        super().__init__(layers=[SlotLayer(rows, slots, filled) for _ in range(layers)])
+    def __init__(self, kinds: Sequence[Keeps], rows: int, slots: int, filled: Tensor) -> None:
+        super().__init__(layers=[SlotLayer(rows, slots, filled, kind) for kind in kinds])
 
-    def seen_by(self, index: int) -> tuple[SlotLayer, Put]:
+    def seen_by(self, index: int) -> tuple[SlotLayer | OfLayer, Put]:
         """Its slots, to which the layer adds by itself."""
-        return self.layers[index], lambda: None
+        layer = self.layers[index]
+        if layer.kind is Keeps.ATTENTION:
+            return layer, lambda: None
+        return Stepping(layer.kept, layer.slots, layer.filled), lambda: None
+
+    @property
+    def states(self) -> list[Tensor]:
+        """What of all layers has no slots."""
+        return [state for layer in self.layers for state in layer.states]
 
     @property
     def nbytes(self) -> int:
-        buffers = (b for layer in self.layers for b in (layer.keys, layer.values))
-        return sum(b.nbytes for b in buffers if b is not None)
+        return sum(buffer.nbytes for layer in self.layers for buffer in layer.kept.values())
 
 
 class Empty(LikeEmpty):
     """The layers' buffers, as a prompt's model is given them: like an empty dynamic cache."""
 
     def __init__(self, slots: Slots) -> None:
-        super().__init__(layers=slots.layers)
+        super().__init__(layers=list(slots.layers))
+        self._seen: set[int] = set()
 
-    def seen_by(self, index: int) -> tuple[Incoming, Put]:
-        """A place for the prompt's keys and values, which then fill the layer's slots."""
+    def seen_by(self, index: int) -> tuple[Incoming | Arriving, Put]:
+        """A place for what the layer keeps of the prompt, which then fills its buffers."""
+        if index in self._seen:
+            raise Unviewable("a layer runs twice for one token")
+        self._seen.add(index)
+        layer = self.layers[index]
+        if layer.kind is not Keeps.ATTENTION:
+            arriving = Arriving()
+            return arriving, lambda: layer.fill(arriving.kept)
         incoming = Incoming()
-        return incoming, lambda: self.layers[index].fill(incoming)
+        return incoming, lambda: layer.fill(_of(incoming))
+
+
+def _of(incoming: Incoming) -> Kept:
+    keys, values = incoming.keys, incoming.values
+    return {} if keys is None or values is None else {"keys": keys, "values": values}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticSlidingWindowLayer
 
 from moe_ops.forward.layer_cache import CACHE
-from moe_ops.forward.masks import Sizes, masks
+from moe_ops.forward.masks import Sizes, maker_of, masks
 from moe_ops.forward.regions import ByKind, Region, plain_tensors
 from moe_ops.generation.fallback import CompileModel
+from moe_ops.generation.kept import Keeps
 from moe_ops.generation.prompts import Captures, Filling, Prompt, Prompts
 from moe_ops.generation.slots import Empty, Slots
 from moe_ops.graphs.cuda_graph import NO_GPU, GraphPool
@@ -91,7 +92,7 @@ class Steps:
     """
 
     def __init__(
-        self, model: PreTrainedModel, layers: int, rows: int, slots: int, tools: Tools
+        self, model: PreTrainedModel, kinds: Sequence[Keeps], rows: int, slots: int, tools: Tools
     ) -> None:
         self.rows = rows
         self.slots = slots
@@ -104,32 +105,40 @@ class Steps:
             self.filled = torch.zeros((), dtype=torch.int64, device=device)
             self.valid = torch.zeros(rows, slots, dtype=torch.bool, device=device)
             self.like = torch.empty(rows, 1, 0, dtype=model.dtype, device=device)
-        self.state = (self.valid, self.positions, self.filled)  # what a step or a prompt changes
         self.logits: Tensor | None = None
-        self.cache = Slots(layers, rows, slots, self.filled)
+        self.cache = Slots(kinds, rows, slots, self.filled)
         self.prompts = Prompts()
         self.sizes = Sizes(slots, self.filled)
         self.region = ByKind(f"step_{rows}x{slots}", tools.compile_step)
         self.masks = tools.compile_step(with_own_code_object(masks, f"masks_{rows}x{slots}"))
 
     def read(self, code: Code, prompt: Prompt, kwargs: dict[str, Any]) -> Any:
-        """The model's output for the prompts, whose keys and values are then in the slots."""
+        """The model's output for the prompts, of which the cache then holds what is kept."""
         filling = Filling(
             fill=functools.partial(self.fill, code),
             slots=self.cache,
-            state=self.state,
+            state=(self.valid, self.positions, self.filled),
             like=self.like,
-            config=code.model.config,
+            model=code.model,
             captures=code.captures,
         )
         with plain_tensors():
+            self._lay_out(prompt.positions)
             return self.prompts.read(filling, prompt, kwargs)
+
+    def _lay_out(self, positions: Tensor) -> None:
+        """Have a buffer for positions with as many dims as a prompt's; some models count them along
+        several axes, [axes, B, S]."""
+        axes = positions.shape[:-2]
+        if self.positions.shape[:-2] != axes:
+            self.forget_graphs()
+            self.positions = self.positions.new_zeros(*axes, self.rows, 1)
 
     def fill(
         self, code: Code, prompt: Prompt, mask: Any, unmasked: bool, kwargs: dict[str, Any]
     ) -> Any:
-        """What of `read` runs on the device, and nothing else: the model, its keys and values into
-        the slots, and the buffers of the steps to come. `mask` is what the model gets for the
+        """What of `read` runs on the device, and nothing else: the model, what its layers
+        keep, and the buffers of the steps to come. `mask` is what the model gets for the
         prompt's; its layers get none if `unmasked`."""
         B, S = prompt.ids.shape
         out = (code.unmasked if unmasked else code.prompt)(
@@ -141,11 +150,17 @@ class Steps:
         )
         self.valid.zero_()
         self.valid[:B, :S] = True if prompt.mask is None else prompt.mask.bool()
-        self.positions[:B].copy_(prompt.positions[:, -1:] + 1)
+        self.positions[..., :B, :].copy_(prompt.positions[..., -1:] + 1)
         for buffer in (self.valid, self.positions):
-            buffer[B:].copy_(buffer[:1].expand(self.rows - B, -1))
+            buffer[..., B:, :].copy_(buffer[..., :1, :])
         self.filled.fill_(S)
         return out
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """What a step takes from the last one and changes. Keys and values are not among it: those
+        of a step that is repeated are written over."""
+        return self.valid, self.positions, self.filled, *self.cache.states
 
     def step(self, code: Code, ids: Tensor, with_room: WithRoom[Any]) -> Tensor:
         """The logits [B, 1, V] after one more token per sequence, valid until the next step."""
@@ -168,8 +183,10 @@ class Steps:
         """One step, of which everything but the ids is in buffers that it advances itself."""
         with plain_tensors():
             self.valid.index_fill_(1, self.filled.view(1), True)
-            config = code.model.config
-            mask = self.masks(config, self.like, self.valid, self.sizes, self.positions)
+            model = code.model
+            mask = self.masks(
+                model.config, self.like, self.valid, self.sizes, self.positions, maker_of(model)
+            )
             out = code.step(
                 input_ids=self.ids,
                 attention_mask=mask,
@@ -196,13 +213,11 @@ class Steps:
         self.prompts.forget()
 
     def copy_into(self, cache: Cache, batch: int, prompt: int) -> None:
-        """Copy the keys and values of so many sequences into an empty cache, which then is as if it
-        had got the prompt first and then one token after the other."""
+        """Copy what is kept of so many sequences into an empty cache, which then is as if it had
+        got the prompt first and then one token after the other."""
         with plain_tensors():
-            for i, layer in enumerate(self.cache.layers):
-                for part in parts(cache.layers[i], prompt, int(self.filled)):
-                    keys, values = (b[:batch, :, part] for b in (layer.keys, layer.values))
-                    cache.update(keys, values, i)
+            for ours, layer in zip(self.cache.layers, cache.layers, strict=True):
+                ours.copy_into(layer, batch, parts(layer, prompt, int(self.filled)))
 
     def report(self) -> StepsReport:
         return StepsReport(

@@ -1,0 +1,246 @@
+"""What decoder layers keep from token to token, as transformers' classes of caches describe it, and
+what layers get in place of a cache where that is more than keys and values.
+
+A layer keeps tensors by name, all with a row for each sequence. Those with slots grow by one token
+a step; others, the states of convolutions and of recurrences, are as large after any number.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import cache_utils
+from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+
+from moe_ops.forward.layer_cache import Unviewable, View
+
+SLOTS = {"keys": 2, "values": 2, "indexer_keys": 1, "idx_keys": 2}  # the dims of slots
+CONV, RECURRENT = "conv_states", "recurrent_states"  # of these there may be several, by number
+Kept = dict[str, Tensor]
+
+
+class Keeps(Enum):
+    """What a layer keeps: nothing, keys and values, or anything that `Arriving` takes."""
+
+    NOTHING = 0
+    ATTENTION = 1
+    STATES = 2
+
+
+def _known_updates() -> dict[str, set[Any]]:
+    """The methods by which layers add to a static cache, and which functions these may be; none
+    says that any may. Not all are in every transformers."""
+    linear = getattr(cache_utils, "LinearAttentionLayer", None)
+    indexed = getattr(cache_utils, "StaticIndexedLayer", None)
+    return {
+        "update": {StaticLayer.update, StaticSlidingWindowLayer.update},
+        "update_conv_state": {getattr(linear, "update_conv_state", None)},
+        "update_recurrent_state": {getattr(linear, "update_recurrent_state", None)},
+        "update_indexer": {getattr(indexed, "update_indexer", None)},
+        "update_index": set(),
+    }
+
+
+def keeps(layer: Any) -> Keeps | str:
+    """What a layer that has this one of a static cache keeps; a string says why that is not known.
+
+    A window, too, is held as all slots and a mask: layers of windows count with Python numbers.
+    """
+    cls = type(layer)
+    if cls is getattr(cache_utils, "DummyLayer", None):
+        return Keeps.NOTHING
+    own = {name for name in dir(cls) if name.startswith("update")}
+    for name in sorted(own):
+        known = _known_updates().get(name)
+        if known is None:
+            return f"keeps what {cls.__name__}.{name} takes"
+        if known and getattr(cls, name) not in known:
+            return f"has caches of {cls.__name__}, whose {name} is its own"
+    return Keeps.ATTENTION if own == {"update"} else Keeps.STATES
+
+
+def kinds_of(config: Any) -> list[Keeps]:
+    """What each decoder layer of a model of this configuration keeps. Raises LookupError, which
+    says of which layer that is not known."""
+    try:
+        layers = StaticCache(config=config, max_cache_len=1).layers
+    except KeyError as error:
+        raise LookupError(
+            f"has layers of {error.args[0]}, for which there is no static cache"
+        ) from error
+    kinds = [keeps(layer) for layer in layers]
+    unknown = [kind for kind in kinds if isinstance(kind, str)]
+    if unknown:
+        raise LookupError(unknown[0])
+    return [kind for kind in kinds if isinstance(kind, Keeps)]
+
+
+class Every:
+    """The layers of a cache, of which every one is the same."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._layer
+
+
+class ByNumber:
+    """The states of a kind that a layer keeps several of, None for those not there yet."""
+
+    def __init__(self, kept: Kept, kind: str) -> None:
+        self._kept = kept
+        self._kind = kind
+
+    def __getitem__(self, number: int) -> Tensor | None:
+        return self._kept.get(f"{self._kind}.{number}")
+
+
+class OfLayer(View):
+    """A cache as one layer gets it, whatever number the layer has. It is also that cache's layer,
+    as which some models ask it."""
+
+    def __init__(self, kept: Kept) -> None:
+        self.kept = kept
+
+    @property
+    def layers(self) -> Every:
+        return Every(self)
+
+    @property
+    def keys(self) -> Tensor:
+        return self.kept["keys"]
+
+    @property
+    def values(self) -> Tensor:
+        return self.kept["values"]
+
+    def is_recording_past(self, layer_idx: Any = 0) -> bool:
+        return self.record_past
+
+    def get_conv_state(self, layer_idx: Any, state_idx: int = 0) -> Tensor | None:
+        return self.conv_states[state_idx]
+
+    def get_recurrent_state(self, layer_idx: Any, state_idx: int = 0) -> Tensor | None:
+        return self.recurrent_states[state_idx]
+
+    # By these models of transformers before 5.24 ask.
+
+    record_past = False
+
+    @property
+    def conv_states(self) -> ByNumber:
+        return ByNumber(self.kept, CONV)
+
+    @property
+    def recurrent_states(self) -> ByNumber:
+        return ByNumber(self.kept, RECURRENT)
+
+    def has_previous_state(self, layer_idx: Any, state_idx: int = 0) -> bool:
+        return self.conv_states[state_idx] is not None
+
+
+class Arriving(OfLayer):
+    """What a layer gets for an empty cache. What it would have in its cache after the call's own
+    tokens is then in `kept`."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def twice(self) -> Arriving:
+        """What a layer gets for two sequences in place of one."""
+        return Arriving()
+
+    def _keep(self, name: str, x: Tensor) -> Tensor:
+        if name in self.kept:
+            raise Unviewable(f"a layer updates the {name} of its cache twice")
+        self.kept[name] = x
+        return x
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return self._keep("keys", keys), self._keep("values", values)
+
+    def update_indexer(self, keys: Tensor, layer_idx: Any = 0) -> Tensor:
+        return self._keep("indexer_keys", keys)
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        return self._keep("idx_keys", keys)
+
+    def update_conv_state(
+        self,
+        inputs: Tensor,
+        layer_idx: Any,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        size = inputs.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        if inputs.shape[-1] < size:
+            inputs = torch.nn.functional.pad(inputs, (size - inputs.shape[-1], 0))
+        self._keep(f"{CONV}.{state_idx}", inputs[..., inputs.shape[-1] - size :])
+        return inputs
+
+    def update_recurrent_state(
+        self, state: Tensor, layer_idx: Any, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        return self._keep(f"{RECURRENT}.{state_idx}", state)
+
+    def get_seq_length(self, layer_idx: Any = 0) -> int:
+        keys = self.kept.get("keys")
+        return 0 if keys is None else keys.shape[-2]
+
+    def get_query_offset(self, layer_idx: Any = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: Any = 0) -> tuple[int, int]:
+        return query_length, 0
+
+
+class Stepping(OfLayer):
+    """What a layer gets in a step for a cache that holds `filled` tokens in buffers of `slots`,
+    which it changes in place."""
+
+    def __init__(self, kept: Kept, slots: int, filled: Tensor) -> None:
+        super().__init__(kept)
+        self.slots = slots
+        self.filled = filled
+        self.added = 0  # tokens, by the layer itself
+
+    def _put(self, name: str, x: Tensor) -> Tensor:
+        buffer = self.kept[name]
+        buffer.index_copy_(SLOTS[name], self.filled.view(1), x)
+        return buffer
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.added = 1
+        return self._put("keys", keys), self._put("values", values)
+
+    def update_indexer(self, keys: Tensor, layer_idx: Any = 0) -> Tensor:
+        return self._put("indexer_keys", keys)
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        return self._put("idx_keys", keys)
+
+    def update_conv_state(
+        self, inputs: Tensor, layer_idx: Any, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        state = self.kept[f"{CONV}.{state_idx}"]
+        inputs = torch.cat([state, inputs], -1)
+        state.copy_(inputs[..., inputs.shape[-1] - state.shape[-1] :])
+        return inputs
+
+    def update_recurrent_state(
+        self, state: Tensor, layer_idx: Any, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        return self.kept[f"{RECURRENT}.{state_idx}"].copy_(state)
+
+    def get_seq_length(self, layer_idx: Any = 0) -> Tensor:
+        return self.filled + self.added  # a copy, as `filled` changes in place
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: Any = 0) -> tuple[int, int]:
+        return self.slots, 0

@@ -1,0 +1,65 @@
+"""Prompts of linear layers, whose recurrence transformers computes by loops over chunks in Python.
+
+A compiler unrolls such a loop, into other code for each number of chunks. So the module with the
+loop runs uncompiled, and what is beside it in its layer through a region of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+from torch import nn
+
+from moe_ops.forward.regions import Region, call_module, decoder_layers
+from moe_ops.generation.own_attention import forward_of, names_in
+
+STATE = "update_recurrent_state"  # what a module with such a loop calls of its cache
+
+
+class AroundLoops:
+    """A region in which modules with loops, and those that they are in, run from Python."""
+
+    def __init__(self, region: Region, divided: dict[nn.Module, nn.Module]) -> None:
+        self._region = region
+        self._divided = divided
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        divided = self._divided.get(module)
+        if divided is None:
+            return self._region(module, *args, **kwargs)
+        return call_module(divided, *args, **kwargs)
+
+
+def around_loops(model: nn.Module, region: Region) -> Region:
+    """The region for prompts of a model; the one given, if none of its layers has loops."""
+    layers = model.get_submodule(decoder_layers(model)).children()
+    divided = {layer: _divided(layer, region) for layer in layers if _loops_inside(layer)}
+    return AroundLoops(region, divided) if divided else region
+
+
+def _loops(module: nn.Module) -> bool:
+    return STATE in names_in(forward_of(module))
+
+
+def _loops_inside(module: nn.Module) -> bool:
+    return any(map(_loops, module.modules()))
+
+
+def _divided(module: nn.Module, region: Region) -> nn.Module:
+    """A copy of a module with loops inside, which runs what else is in it through the region."""
+    if _loops(module):
+        return module
+    divided = copy.copy(module)
+    divided._modules = {
+        name: child and (_divided if _loops_inside(child) else _through)(child, region)
+        for name, child in module._modules.items()
+    }
+    return divided
+
+
+def _through(module: nn.Module, region: Region) -> nn.Module:
+    routed = copy.copy(module)
+    routed._compiled_call_impl = functools.partial(region, module)
+    return routed
