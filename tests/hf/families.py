@@ -9,8 +9,9 @@ import dataclasses
 import functools
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -25,6 +26,7 @@ _HEADS_FIRST = ("ForCausalLM", "ForConditionalGeneration", "Model")
 _KEPT = re.compile(r"(A_log|dt_bias)$")
 _ROUTER = re.compile(r"\.(router|gate)\.")
 _FIRST_PLAIN_TOKEN = 16  # ids below may mean padding, end of text, or an image
+Overrides = Mapping[str, dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +49,27 @@ def discover() -> tuple[str, ...]:
 
 def build(family: str, experts_implementation: str = "grouped_mm", *, seed: int = 0) -> TinyModel:
     """A tiny model of `family`. Its weights depend on `family` and `seed`, on nothing else."""
-    transformers.logging.set_verbosity_error()  # tiny sizes earn many warnings, all expected
     cls = model_class(family)
-    config = tiny_config(cls.config_class)
+    return build_class(cls, tiny_config(cls.config_class), experts_implementation, seed=seed)
+
+
+def build_class(
+    cls: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    experts_implementation: str = "grouped_mm",
+    *,
+    seed: int = 0,
+) -> TinyModel:
+    """The same of a class of a family, or of one that wraps a family's."""
+    transformers.logging.set_verbosity_error()  # tiny sizes earn many warnings, all expected
+    family = cls.__module__.split(".")[2]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = cls(config).to(torch.float32).eval()
     randomise(model, seed)
     # Afterwards, as this skips a vision tower of another family, which would refuse the name.
-    model.set_experts_implementation(experts_implementation)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation(experts_implementation)
     can_generate = isinstance(model, GenerationMixin) and model.can_generate()
     tiny = TinyModel(name=family, model=model, inputs={}, can_generate=can_generate)
     return dataclasses.replace(tiny, inputs=inputs_for(tiny, 2, 7, seed))
@@ -83,16 +97,22 @@ def experts(model: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in model.named_modules() if hasattr(m, "has_gate")}
 
 
-def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """A config of `config_class` with the sizes of `overrides.py`, down into its sub-configs."""
+def tiny_config(
+    config_class: type[PreTrainedConfig], more: Overrides | None = None
+) -> PreTrainedConfig:
+    """A config of `config_class` with the sizes of `overrides.py`, down into its sub-configs.
+    There may be `more` of them, by the names of configs, or by "*" of any."""
+    more = more or {}
     declared = {field.name for field in dataclasses.fields(config_class)}
     sizes = {name: size for name, size in SIZES.items() if name in declared}
+    sizes |= {name: size for name, size in more.get("*", {}).items() if name in declared}
     if "kv_lora_rank" in declared:  # latent attention has a key for every query head
         sizes["num_key_value_heads"] = HEADS
     for name, value in vars(config_class()).items():
         if isinstance(value, PreTrainedConfig):
-            sizes[name] = tiny_config(type(value))
-    return config_class(**sizes | OVERRIDES.get(config_class.__name__, {}))
+            sizes[name] = tiny_config(type(value), more)
+    name = config_class.__name__
+    return config_class(**sizes | OVERRIDES.get(name, {}) | more.get(name, {}))
 
 
 def model_class(family: str) -> type[PreTrainedModel]:

@@ -201,6 +201,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "NemotronHConfig": {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
     "PhimoeConfig": {"router_jitter_noise": 0.3},  # at its default nearly all weights are 1
     "Qwen3NextConfig": _LINEAR_THEN_FULL,
+    "RadioConfig": {"video_temporal_patch_size": 2},
     "Qwen3_5MoeTextConfig": _LINEAR_THEN_FULL,
     "Qwen4ExpTextConfig": _LINEAR_THEN_FULL,
     "Qwen3OmniMoeThinkerConfig": {"vision_start_token_id": 151652},  # only checkpoints have it

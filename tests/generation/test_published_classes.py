@@ -1,0 +1,89 @@
+"""Steps of every class that transformers' auto classes give for a published configuration: stock's
+tokens, or a sentence why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_ops
+from moe_ops.generation.generate import shape_refusal
+from tests.chosen import those_of
+from tests.hf import families
+from tests.hf.auto_classes import build_published, published
+from tests.hf.twins import check, twin_of
+
+# Pictures and states; states alone; an indexer; a state and a window in one layer.
+CHOSEN = (
+    "Qwen3_5MoeForConditionalGeneration", "NemotronHForCausalLM", "DeepseekV32ForCausalLM",
+    "LaraMiniForCausalLM",
+)  # fmt: skip
+# Why no call of a class runs by steps, by its shape or once one was tried.
+UNSERVED = {
+    "DeepseekV4ForCausalLM": "has layers of heavily_compressed_attention, for which there is no "
+    "static cache",
+    "DiffusionGemmaForBlockDiffusion": "cannot generate",
+    "MiniMaxForCausalLM": "transformers makes no cache for it",
+    "PhimoeForCausalLM": "has a prepare_inputs_for_generation that looks at the length of the text",
+    "Qwen4ExpForCausalLM": "a model asks a layer of its cache for indexer_position_ids",
+    "Qwen4ExpForConditionalGeneration": "a model asks a layer of its cache for "
+    "indexer_position_ids",
+    "UnlimitedOcrForConditionalGeneration": "has a _prefill of its own",
+}
+# Classes that no tiny configuration builds, by what is missing.
+UNBUILT = {
+    "InklingForConditionalGeneration": "a package that computes its audio features",
+    "Nemotron3_5TranscribeForConditionalGeneration": "sizes of its audio that fit each other",
+    "Qwen3OmniMoeForConditionalGeneration": "a field of the configuration of what talks",
+}
+CLASSES = [name for name in published() if name not in UNBUILT]
+
+
+def inputs_of(tiny: Any, rows: int, pads: tuple[int, ...] = ()) -> tuple[Tensor, dict[str, Tensor]]:
+    inputs = families.inputs_for(tiny, rows, 9, 1)
+    ids = inputs.pop("input_ids")
+    if pads:
+        mask = torch.ones_like(ids)
+        for row, pad in enumerate(pads):
+            mask[row, :pad] = 0
+        inputs["attention_mask"] = mask
+    return ids, inputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", those_of(CHOSEN, CLASSES))
+def test_tokens_are_stocks_or_a_reason_is_given(name: str) -> None:
+    tiny = build_published(name)
+    twin = twin_of(tiny.model)
+    reason = shape_refusal(tiny.model)
+    if reason is not None:
+        assert reason == UNSERVED[name]
+        return
+    ids, inputs = inputs_of(tiny, 1)
+    check(tiny.model, twin, ids, max_new_tokens=24, **inputs)
+    ids, inputs = inputs_of(tiny, 3, (3, 0, 1))
+    check(tiny.model, twin, ids, max_new_tokens=24, **inputs)
+    check(tiny.model, twin, ids, do_sample=True, **inputs)
+    ids, inputs = inputs_of(tiny, 2, (3, 0))
+    check(tiny.model, twin, ids, num_beams=2, **inputs)
+    assert twin._moe_ops_generation.told == ({UNSERVED[name]} if name in UNSERVED else set())
+    report = moe_ops.generation_report(twin)
+    assert name in UNSERVED or [(r.rows, r.captured) for r in report] == [(1, True), (4, True)]
+
+
+def test_unserved_classes_are_those_that_there_are() -> None:
+    assert UNSERVED.keys() | UNBUILT.keys() | set(CHOSEN) <= published().keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    those_of(["LaraMiniForCausalLM"], ["LaraMiniForCausalLM", "Inkling2ForConditionalGeneration"]),
+)
+def test_windows_are_passed(name: str) -> None:
+    tiny = build_published(name)
+    ids, inputs = inputs_of(tiny, 2, (3, 0))
+    check(tiny.model, twin_of(tiny.model), ids, max_new_tokens=16 + 300, **inputs)
