@@ -117,7 +117,7 @@ LINEAR = ("chunked_delta_rule", "convolved", "scanned", "stepped_delta_rule", "u
 GENERATE = (
     "__call__", "generate", "prepare_inputs_for_generation", "_sample",
     "_update_model_kwargs_for_generation", "_valid_auto_compile_criteria", "_beam_search",
-    "_unless_refused", "_sampled",
+    "_unless_refused", "_sampled", "_prefill",
 )  # fmt: skip
 # Those of its caches by which layers add to them.
 UPDATES = ("update", "update_conv_state", "update_recurrent_state")
@@ -167,6 +167,7 @@ UNNAMED_PARAMETERS = {
         "moe_ops/forward/layer_cache.py: Incoming.update",
         "moe_ops/generation/slots.py: SlotLayer.update",
         *(f"moe_ops/generation/kept.py: Arriving.{name}" for name in UPDATES),
+        *(f"moe_ops/generation/kept.py: Continuing.{name}" for name in UPDATES),
         *(f"moe_ops/generation/kept.py: Stepping.{name}" for name in UPDATES),
         "moe_ops/hf/optimize.py: OptimizedRouter.forward",
         "moe_ops/installed.py: refuse",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from moe_ops.forward.layer_cache import CACHE
 from moe_ops.forward.masks import attention_of
 from moe_ops.forward.regions import Way, addresses, divided, plain_tensors
 from moe_ops.generation.by_rows import store_by_rows
@@ -152,7 +153,7 @@ class Decoder:
 class Lease(Cache):
     """Steps that one call of `generate` has, as the cache that it hands on from token to token.
 
-    Until the prompt is read it is to transformers like an empty dynamic cache.
+    While the prompt is read, in one part or several, it is to transformers like a dynamic cache.
     """
 
     def __init__(self, decoder: Decoder, steps: Steps, code: Code) -> None:
@@ -160,9 +161,13 @@ class Lease(Cache):
         self._decoder = decoder
         self.steps = steps
         self.code = code
-        self.stock: Cache | None = None  # the one that transformers made for the call, empty
-        self.batch: int | None = None  # of the prompt, once it is read
-        self.prompt = 0  # its length
+        self.stock: Cache | None = (
+            None  # what transformers made for the call, empty, or the caller's
+        )
+        self.taken: int | None = None  # tokens that it had, if it is the caller's
+        self.batch: int | None = None  # of the prompt, once some of it is read
+        self.prompt = 0  # the tokens of it that are read
+        self.reading = True  # more of it may come
 
     def read(
         self,
@@ -171,40 +176,54 @@ class Lease(Cache):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The model's output for the prompts, whose keys and values are then in the slots."""
+        """The model's output for the prompts, or for more of them, which are then in the cache."""
         B, S = input_ids.shape
         mask = attention_mask
         if mask is not None and bool(mask.all()):
             mask = None  # what is not masked can take the quickest attention
         if position_ids is None:
-            position_ids = torch.arange(S, device=input_ids.device)[None]
+            position_ids = torch.arange(S, device=input_ids.device)[None] + self.prompt
         with plain_tensors():  # as the forward's, whose compiled layers these share
             axes = position_ids.shape[:-2]
-            prompt = Prompt(input_ids, mask, position_ids.expand(*axes, B, S).clone())
+            prompt = Prompt(input_ids, mask, position_ids.expand(*axes, B, S).clone(), self.prompt)
         with self._decoder.compiling_prompts():
             out = self._decoder.with_room(lambda: self.steps.read(self.code, prompt, kwargs))
-        self.batch, self.prompt = B, S
+        self.batch = B
+        self.prompt += S
+        out[CACHE] = self
         return out
+
+    def take(self, cache: Cache, rows: int) -> None:
+        """Begin with what is in the caller's cache, to which `give` adds."""
+        self.batch = rows
+        self.taken = self.prompt = int(cache.get_seq_length())
+        self._is_user_defined = True  # so transformers takes no step too much
+        self.steps.take(cache, self.prompt)
+
+    def give(self) -> None:
+        """Add to the caller's cache what is new since it was taken."""
+        if self.taken is not None and self.stock is not None and self.batch is not None:
+            self.steps.add_to(self.stock, self.batch, self.taken)
 
     def step(self, ids: Tensor) -> Tensor:
         """The logits [B, 1, V] after one more token per sequence, valid until the next step."""
         return self.steps.step(self.code, ids, self._decoder.with_room)
 
     def handed_out(self) -> Cache:
-        """The cache that transformers made, with a copy of the keys and values; the caller's."""
+        """The cache that transformers made, with a copy of what is kept; or the caller's."""
         assert self.stock is not None
-        if self.batch is not None:
+        if self.batch is not None and self.taken is None:
             self.steps.copy_into(self.stock, self.batch, self.prompt)
         return self.stock
 
     @property
     def is_compileable(self) -> bool:
-        return self.batch is not None
+        return not self.reading
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        return 0 if self.batch is None else super().get_seq_length(layer_idx)
+        return self.prompt if self.reading else super().get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        if self.batch is None:
-            return query_length, 0
+        if self.reading:
+            return self.prompt + query_length, 0
         return super().get_mask_sizes(query_length, layer_idx)

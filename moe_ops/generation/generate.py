@@ -30,7 +30,7 @@ from moe_ops.generation.fallback import (
     falls_back,
     with_own_generate,
 )
-from moe_ops.generation.kept import kinds_of
+from moe_ops.generation.kept import cache_refusal, kinds_of
 from moe_ops.generation.sample import sample
 from moe_ops.generation.steps import Tools
 from moe_ops.graphs.report import StepsReport
@@ -129,11 +129,11 @@ def call_refusal(model: Any, config: Any, inputs: dict[str, Any], mode: Generati
     reasons = {
         f"the mode {mode.value} needs another cache": mode not in MODES,
         "use_cache is off": config.use_cache is False,
-        f"the caller has a {CACHE}": inputs.get(CACHE) is not None,
         f"cache_implementation is {config.cache_implementation}": config.cache_implementation
         not in SERVED,
         "disable_compile is set": bool(config.disable_compile),
-        "prefill_chunk_size is set": config.prefill_chunk_size is not None,
+        "prefill_chunk_size is set for a static cache": config.prefill_chunk_size is not None
+        and config.cache_implementation == "static",
         f"{', '.join(outputs)} is asked for": bool(outputs),
         f"it takes {', '.join(extra)} too": bool(extra),
         "the model is in training mode": any(part.training for part in model.children()),
@@ -159,8 +159,9 @@ class Generation:
         self.done: torch.cuda.Event | None = None
 
     @contextmanager
-    def call(self) -> Iterator[None]:
-        """A call of `generate`: one at a time, on whichever stream; a call may contain another."""
+    def call(self) -> Iterator[Callable[[], list[Lease]]]:
+        """A call of `generate`, and what tells its leases: one at a time, on whichever stream; a
+        call may contain another."""
         with self.lock:
             self.follow()
             self.inside += 1
@@ -169,7 +170,7 @@ class Generation:
             if self.done is not None and device.type == "cuda":
                 torch.cuda.current_stream(device).wait_event(self.done)
             try:
-                yield
+                yield lambda: self.leased[before:]
             except torch.OutOfMemoryError:
                 del self.leased[before:]  # of which some buffers may be missing
                 raise
@@ -216,7 +217,7 @@ class QuickGenerate(MayFallBack):
         cache = kwargs.get(CACHE)
         if not isinstance(cache, Lease):
             return super().__call__(*args, **kwargs)
-        if cache.batch is None:
+        if cache.reading:
             del kwargs[CACHE]
             return cache.read(*args, **kwargs)
         return CausalLMOutputWithPast(**{"logits": cache.step(kwargs["input_ids"]), CACHE: cache})
@@ -228,8 +229,10 @@ class QuickGenerate(MayFallBack):
             self._moe_ops_generation.tell("it is custom_generate")
             with call_of_generate(own=self):
                 return super().generate(*args, **kwargs)  # type: ignore[misc]
-        with self._moe_ops_generation.call(), call_of_generate():
+        with self._moe_ops_generation.call() as leases, call_of_generate():
             out = super().generate(*args, **kwargs)  # type: ignore[misc]
+            for lease in leases():
+                lease.give()
             cache = getattr(out, CACHE, None)
             if isinstance(cache, Lease):
                 out[CACHE] = cache.handed_out()
@@ -259,21 +262,30 @@ class QuickGenerate(MayFallBack):
         if reason:
             state.tell(reason)
             return super()._prepare_cache_for_generation(*given)  # type: ignore[misc]
+        callers = model_kwargs.get(CACHE)
         with plain_tensors():
             super()._prepare_cache_for_generation(*given)  # type: ignore[misc]
-        stock = model_kwargs.get(CACHE)  # which is empty, and allocates nothing until it is filled
+        # Of transformers' own it is empty, and allocates nothing until it is filled.
+        stock = model_kwargs.get(CACHE)
+        rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
         if stock is None:
-            state.tell("transformers makes no cache for it")
+            reason = "transformers makes no cache for it"
+        elif callers is not None:
+            reason = cache_refusal(callers, state.decoder.model.config, rows) or ""
+        if reason:
+            state.tell(reason)
             fall_back(self)
             return None
-        rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-        model_kwargs[CACHE] = state.lease(rows, max_cache_length, stock)
+        length = max_cache_length + (0 if callers is None else int(callers.get_seq_length()))
+        model_kwargs[CACHE] = lease = state.lease(rows, length, stock)
+        if callers is not None:
+            lease.take(callers, rows)
         return None
 
     @as_stock
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)
-        if isinstance(cache, Lease) and cache.batch is not None:
+        if isinstance(cache, Lease) and not cache.reading:
             return {"input_ids": input_ids[:, -1:], CACHE: cache}
         return super().prepare_inputs_for_generation(  # type: ignore[misc]
             input_ids, *args, **kwargs
@@ -312,13 +324,25 @@ class QuickGenerate(MayFallBack):
         try:
             return decode(*args, **kwargs)
         except Unviewable as error:
-            if not isinstance(lease, Lease) or lease.batch is not None:
+            if not isinstance(lease, Lease) or not lease.reading:
                 raise
             reason = str(error)
         self._moe_ops_generation.refusal = reason
         self._moe_ops_generation.tell(reason)
         fall_back(self)
         return decode(*args, **{**kwargs, CACHE: lease.stock})
+
+    @as_stock
+    def _prefill(
+        self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], **kwargs: Any
+    ) -> Any:
+        lease = model_kwargs.get(CACHE)
+        out = super()._prefill(  # type: ignore[misc]
+            input_ids, generation_config, model_kwargs, **kwargs
+        )
+        if isinstance(lease, Lease):
+            lease.reading = False
+        return out
 
     @as_stock
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -335,6 +359,7 @@ class QuickGenerate(MayFallBack):
             or args
             or kwargs.get("synced_gpus")
             or kwargs.get("streamer") is not None
+            or kwargs[CACHE].taken is not None
             or config.return_dict_in_generate
             or criteria.max_length is None
         )

@@ -7,18 +7,27 @@ a step; others, the states of convolutions and of recurrences, are as large afte
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import maybe_mark_dynamic
 from transformers import cache_utils
-from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from moe_ops.forward.layer_cache import Unviewable, View
 
 SLOTS = {"keys": 2, "values": 2, "indexer_keys": 1, "idx_keys": 2}  # the dims of slots
 CONV, RECURRENT = "conv_states", "recurrent_states"  # of these there may be several, by number
+ENDLESS = 1 << 62
 Kept = dict[str, Tensor]
 
 
@@ -28,6 +37,14 @@ class Keeps(Enum):
     NOTHING = 0
     ATTENTION = 1
     STATES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a layer keeps, and how many tokens it attends to at most: of keys and values alone."""
+
+    keeps: Keeps = Keeps.ATTENTION
+    window: int | None = None
 
 
 def _known_updates() -> dict[str, set[Any]]:
@@ -44,14 +61,14 @@ def _known_updates() -> dict[str, set[Any]]:
     }
 
 
-def keeps(layer: Any) -> Keeps | str:
+def kind_of(layer: Any) -> Kind | str:
     """What a layer that has this one of a static cache keeps; a string says why that is not known.
 
     A window, too, is held as all slots and a mask: layers of windows count with Python numbers.
     """
     cls = type(layer)
     if cls is getattr(cache_utils, "DummyLayer", None):
-        return Keeps.NOTHING
+        return Kind(Keeps.NOTHING)
     own = {name for name in dir(cls) if name.startswith("update")}
     for name in sorted(own):
         known = _known_updates().get(name)
@@ -59,23 +76,53 @@ def keeps(layer: Any) -> Keeps | str:
             return f"keeps what {cls.__name__}.{name} takes"
         if known and getattr(cls, name) not in known:
             return f"has caches of {cls.__name__}, whose {name} is its own"
-    return Keeps.ATTENTION if own == {"update"} else Keeps.STATES
+    if own != {"update"}:
+        return Kind(Keeps.STATES)
+    return Kind(window=layer.max_cache_len if cls is StaticSlidingWindowLayer else None)
 
 
-def kinds_of(config: Any) -> list[Keeps]:
+def kinds_of(config: Any) -> list[Kind]:
     """What each decoder layer of a model of this configuration keeps. Raises LookupError, which
     says of which layer that is not known."""
     try:
-        layers = StaticCache(config=config, max_cache_len=1).layers
+        layers = StaticCache(config=config, max_cache_len=ENDLESS).layers  # allocates nothing
     except KeyError as error:
         raise LookupError(
             f"has layers of {error.args[0]}, for which there is no static cache"
         ) from error
-    kinds = [keeps(layer) for layer in layers]
+    kinds = [kind_of(layer) for layer in layers]
     unknown = [kind for kind in kinds if isinstance(kind, str)]
     if unknown:
         raise LookupError(unknown[0])
-    return [kind for kind in kinds if isinstance(kind, Keeps)]
+    return [kind for kind in kinds if isinstance(kind, Kind)]
+
+
+def kept_of(layer: Any) -> Kept:
+    """What a layer of a dynamic cache of transformers keeps."""
+    found = {name: getattr(layer, name, None) for name in SLOTS}
+    for kind in (CONV, RECURRENT):
+        states = getattr(layer, kind, {})
+        found |= {f"{kind}.{number}": state for number, state in states.items()}
+    return {name: x for name, x in found.items() if isinstance(x, Tensor)}
+
+
+def cache_refusal(cache: Any, config: Any, rows: int) -> str | None:
+    """Why steps for so many sequences cannot go on with a cache of the caller, or None."""
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+        kind = type(cache).__name__
+        return f"the caller has {'an offloaded' if kind == 'DynamicCache' else 'a'} {kind}"
+    got = [type(layer) for layer in cache.layers]
+    if got != [type(layer) for layer in DynamicCache(config=config).layers]:
+        grown = getattr(cache, "layer_class_to_replicate", None)
+        plain = all(kind.keeps is Keeps.ATTENTION for kind in kinds_of(config))
+        if not plain or grown is not DynamicLayer or {*got} - {DynamicLayer}:
+            return "the caller's cache has layers of other kinds"
+    if any(getattr(layer, "record_past", False) for layer in cache.layers):
+        return "the caller's cache keeps tokens beyond its windows"
+    held = {x.shape[0] for layer in cache.layers for x in kept_of(layer).values()}
+    if held - {rows}:
+        return f"the caller's cache has {sorted(held)[0]} sequences in place of {rows}"
+    return None
 
 
 class Every:
@@ -197,6 +244,70 @@ class Arriving(OfLayer):
 
     def get_mask_sizes(self, query_length: int, layer_idx: Any = 0) -> tuple[int, int]:
         return query_length, 0
+
+
+class Continuing(OfLayer):
+    """What a layer gets for a cache with tokens in it, for several more: it sees these, too, and
+    what is new of it is then in `new`, states that were given included."""
+
+    def __init__(self, past: Kept) -> None:
+        super().__init__({name: _own(name, x) for name, x in past.items()})
+        self.added: Kept = {}
+
+    def twice(self) -> Continuing:
+        """What a layer gets for two sequences in place of one."""
+        return Continuing({name: x.repeat_interleave(2, 0) for name, x in self.kept.items()})
+
+    @property
+    def new(self) -> Kept:
+        return {**{name: x for name, x in self.kept.items() if name not in SLOTS}, **self.added}
+
+    def _add(self, name: str, x: Tensor) -> Tensor:
+        if name in self.added:
+            raise Unviewable(f"a layer updates the {name} of its cache twice")
+        self.added[name] = x
+        self.kept[name] = torch.cat([self.kept[name], x], SLOTS[name])
+        return self.kept[name]
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return self._add("keys", keys), self._add("values", values)
+
+    def update_indexer(self, keys: Tensor, layer_idx: Any = 0) -> Tensor:
+        return self._add("indexer_keys", keys)
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        return self._add("idx_keys", keys)
+
+    def update_conv_state(
+        self, inputs: Tensor, layer_idx: Any, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        name = f"{CONV}.{state_idx}"
+        inputs = torch.cat([self.kept[name], inputs], -1)
+        self.kept[name] = inputs[..., inputs.shape[-1] - self.kept[name].shape[-1] :]
+        return inputs
+
+    def update_recurrent_state(
+        self, state: Tensor, layer_idx: Any, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        self.kept[f"{RECURRENT}.{state_idx}"] = state
+        return state
+
+    def get_seq_length(self, layer_idx: Any = 0) -> int:
+        return self.kept["keys"].shape[-2]
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: Any = 0) -> tuple[int, int]:
+        return self.kept["keys"].shape[-2] + query_length, 0
+
+
+def _own(name: str, past: Tensor) -> Tensor:
+    """A copy of what is past, for any number of sequences and tokens."""
+    past = past.clone(memory_format=torch.contiguous_format)
+    maybe_mark_dynamic(past, 0)
+    if name in SLOTS:
+        maybe_mark_dynamic(past, SLOTS[name])
+    return past
 
 
 class Stepping(OfLayer):

@@ -29,8 +29,9 @@ class Prompt:
     if there is one, hides some tokens."""
 
     ids: Tensor
-    mask: Tensor | None
+    mask: Tensor | None  # of these tokens, behind those that begun it
     positions: Tensor
+    begun: int = 0  # tokens of it that are in the cache
 
 
 @dataclass(slots=True, eq=False)
@@ -162,7 +163,7 @@ class Prompts:
         like = filling.like.new_empty(B, S, 0)
 
         def run() -> None:
-            config, empty = repeatable(filling.model.config), Empty(filling.slots)
+            config, empty = repeatable(filling.model.config), Empty(filling.slots, S)
             make = maker_of(filling.model)
             with refusing("with masks that a graph can repeat they fail"):
                 made = masks(config, like, prompt.mask, empty, prompt.positions, make)
@@ -182,7 +183,7 @@ def key_of(prompt: Prompt, kwargs: dict[str, Any]) -> Key | None:
     if not plain or not given.keys() <= CONSTANTS or given.get("return_dict") is False:
         return None
     ids = prompt.ids
-    if ids.dim() != 2 or not 0 < ids.numel() <= MOST_TOKENS:
+    if ids.dim() != 2 or not 0 < ids.numel() <= MOST_TOKENS or prompt.begun > 0:
         return None
     return (
         *ids.shape,

@@ -9,14 +9,24 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from moe_ops.forward.layer_cache import CACHE, Incoming, LikeEmpty, Put, Unviewable
+from moe_ops.forward.layer_cache import (
+    CACHE,
+    Filled,
+    Incoming,
+    LikeEmpty,
+    Put,
+    Unviewable,
+    View,
+)
 from moe_ops.generation.kept import (
     CONV,
     RECURRENT,
     SLOTS,
     Arriving,
+    Continuing,
     Keeps,
     Kept,
+    Kind,
     OfLayer,
     Stepping,
 )
@@ -33,13 +43,18 @@ class SlotLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(
-        self, rows: int, slots: int, filled: Tensor, kind: Keeps = Keeps.ATTENTION
+        self,
+        rows: int,
+        slots: int,
+        filled: Tensor,
+        kind: Kind = Kind(),  # noqa: B008, it is frozen
     ) -> None:
         super().__init__()
         self.rows = rows
         self.slots = slots
         self.filled = filled  # how many slots are taken, a scalar on the device
-        self.kind = kind
+        self.keeps = kind.keeps
+        self.window = kind.window
         self.kept: Kept = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -59,10 +74,10 @@ class SlotLayer(CacheLayerMixin):
             self.kept[name] = torch.zeros(shape, dtype=like.dtype, device=like.device)
         return self.kept[name]
 
-    def fill(self, arrived: Kept, start: int = 0) -> None:
-        """Take over what a layer kept of a prompt whose tokens begin at this slot; rows to spare
+    def fill(self, arrived: Kept, end: int) -> None:
+        """Take over what a layer kept of a prompt whose tokens end before this slot; rows to spare
         repeat the first."""
-        if not arrived and self.kind is not Keeps.NOTHING:
+        if not arrived and self.keeps is not Keeps.NOTHING:
             raise ValueError(
                 f"a decoder layer did not call {CACHE}.update; call the model itself "
                 "instead of the one that moe_ops.compile returned"
@@ -72,7 +87,7 @@ class SlotLayer(CacheLayerMixin):
         for name, new in arrived.items():
             part, dim, n = self._buffer(name, new), SLOTS.get(name), new.shape[0]
             if dim is not None:
-                part = part.narrow(dim, start, new.shape[dim])
+                part = part.narrow(dim, end - new.shape[dim], new.shape[dim])
             part[:n].copy_(new)
             if n < self.rows:
                 part[n:].copy_(new[:1].expand(self.rows - n, *new.shape[1:]))
@@ -105,10 +120,32 @@ class SlotLayer(CacheLayerMixin):
         for buffer in self.kept.values():
             buffer[: len(beam_idx)].copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
 
-    def copy_into(self, layer: Any, rows: int, parts: Sequence[slice]) -> None:
-        """Put so many sequences, and their tokens in these parts, into an empty layer of a cache of
+    def seen_of(self, tokens: int) -> int:
+        """How many of so many tokens the next one sees, itself not counted."""
+        return tokens if self.window is None else min(tokens, self.window - 1)
+
+    def past(self, rows: int, tokens: int) -> Kept:
+        """What is kept of so many sequences and tokens, and seen by the next one."""
+        seen = self.seen_of(tokens)
+        return {
+            name: x[:rows].narrow(SLOTS[name], tokens - seen, seen) if name in SLOTS else x[:rows]
+            for name, x in self.kept.items()
+        }
+
+    def add_to(self, layer: Any, rows: int, parts: Sequence[slice]) -> None:
+        """Add the tokens of so many sequences, in these parts, to a layer of a cache of
         transformers. What it keeps of them are copies."""
         kept = {name: buffer[:rows] for name, buffer in self.kept.items()}
+        for name, state in kept.items():
+            kind, _, number = name.partition(".")
+            if kind not in (CONV, RECURRENT):
+                continue
+            if getattr(layer, kind)[int(number)] is not None:  # not in place: whoever shares it
+                getattr(layer, kind)[int(number)] = state.clone()
+            elif kind == CONV:
+                layer.update_conv_state(state, int(number))
+            else:
+                layer.update_recurrent_state(state, int(number))
         for part in parts:
             if "keys" in kept:
                 layer.update(kept["keys"][:, :, part], kept["values"][:, :, part])
@@ -116,24 +153,18 @@ class SlotLayer(CacheLayerMixin):
                 layer.update_indexer(kept["indexer_keys"][:, part])
             if "idx_keys" in kept:
                 layer.update_index(kept["idx_keys"][:, :, part].clone())
-        for name, state in kept.items():
-            method, _, number = name.partition(".")
-            if method == CONV:
-                layer.update_conv_state(state, int(number))
-            if method == RECURRENT:
-                layer.update_recurrent_state(state, int(number))
 
 
 class Slots(Cache):
     """The layers' buffers, as a step's model is given them: a cache that holds `filled` tokens."""
 
-    def __init__(self, kinds: Sequence[Keeps], rows: int, slots: int, filled: Tensor) -> None:
+    def __init__(self, kinds: Sequence[Kind], rows: int, slots: int, filled: Tensor) -> None:
         super().__init__(layers=[SlotLayer(rows, slots, filled, kind) for kind in kinds])
 
     def seen_by(self, index: int) -> tuple[SlotLayer | OfLayer, Put]:
         """Its slots, to which the layer adds by itself."""
         layer = self.layers[index]
-        if layer.kind is Keeps.ATTENTION:
+        if layer.keeps is Keeps.ATTENTION:
             return layer, lambda: None
         return Stepping(layer.kept, layer.slots, layer.filled), lambda: None
 
@@ -150,23 +181,54 @@ class Slots(Cache):
 class Empty(LikeEmpty):
     """The layers' buffers, as a prompt's model is given them: like an empty dynamic cache."""
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: Slots, tokens: int) -> None:
         super().__init__(layers=list(slots.layers))
+        self._tokens = tokens  # of the prompt
         self._seen: set[int] = set()
 
-    def seen_by(self, index: int) -> tuple[Incoming | Arriving, Put]:
+    def seen_by(self, index: int) -> tuple[View, Put]:
         """A place for what the layer keeps of the prompt, which then fills its buffers."""
         if index in self._seen:
             raise Unviewable("a layer runs twice for one token")
         self._seen.add(index)
-        layer = self.layers[index]
-        if layer.kind is not Keeps.ATTENTION:
+        return self._view(self.layers[index])
+
+    def _view(self, layer: SlotLayer) -> tuple[View, Put]:
+        if layer.keeps is not Keeps.ATTENTION:
             arriving = Arriving()
-            return arriving, lambda: layer.fill(arriving.kept)
+            return arriving, lambda: layer.fill(arriving.kept, self._tokens)
         incoming = Incoming()
-        return incoming, lambda: layer.fill(_of(incoming))
+        return incoming, lambda: layer.fill(_of(incoming.keys, incoming.values), self._tokens)
 
 
-def _of(incoming: Incoming) -> Kept:
-    keys, values = incoming.keys, incoming.values
+class Begun(Empty):
+    """The layers' buffers, with tokens in them, as the model of a prompt is given them that goes on
+    behind these: like a dynamic cache."""
+
+    def __init__(self, slots: Slots, rows: int, begun: int, tokens: int) -> None:
+        super().__init__(slots, begun + tokens)
+        self._rows = rows
+        self._begun = begun
+
+    def _view(self, layer: SlotLayer) -> tuple[View, Put]:
+        past = layer.past(self._rows, self._begun)
+        if layer.keeps is not Keeps.ATTENTION:
+            view = Continuing(past)
+            return view, lambda: layer.fill(view.new, self._tokens)
+        filled = Filled(past["keys"], past["values"])
+        return filled, lambda: layer.fill(_of(*(filled.new or (None, None))), self._tokens)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._begun
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        seen = self.layers[layer_idx].seen_of(self._begun)
+        return seen + query_length, self._begun - seen
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [layer.window is not None for layer in self.layers]
+
+
+def _of(keys: Tensor | None, values: Tensor | None) -> Kept:
     return {} if keys is None or values is None else {"keys": keys, "values": values}

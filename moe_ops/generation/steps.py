@@ -20,9 +20,9 @@ from moe_ops.forward.layer_cache import CACHE
 from moe_ops.forward.masks import Sizes, maker_of, masks
 from moe_ops.forward.regions import ByKind, Region, plain_tensors
 from moe_ops.generation.fallback import CompileModel
-from moe_ops.generation.kept import Keeps
+from moe_ops.generation.kept import Kind, kept_of
 from moe_ops.generation.prompts import Captures, Filling, Prompt, Prompts
-from moe_ops.generation.slots import Empty, Slots
+from moe_ops.generation.slots import Begun, Empty, Slots
 from moe_ops.graphs.cuda_graph import NO_GPU, GraphPool
 from moe_ops.graphs.report import StepsReport
 from moe_ops.graphs.runner import Size, put
@@ -92,7 +92,7 @@ class Steps:
     """
 
     def __init__(
-        self, model: PreTrainedModel, kinds: Sequence[Keeps], rows: int, slots: int, tools: Tools
+        self, model: PreTrainedModel, kinds: Sequence[Kind], rows: int, slots: int, tools: Tools
     ) -> None:
         self.rows = rows
         self.slots = slots
@@ -140,20 +140,21 @@ class Steps:
         """What of `read` runs on the device, and nothing else: the model, what its layers
         keep, and the buffers of the steps to come. `mask` is what the model gets for the
         prompt's; its layers get none if `unmasked`."""
-        B, S = prompt.ids.shape
+        (B, S), begun = prompt.ids.shape, prompt.begun
+        cache = Begun(self.cache, B, begun, S) if begun > 0 else Empty(self.cache, S)
         out = (code.unmasked if unmasked else code.prompt)(
             input_ids=prompt.ids,
             attention_mask=mask,
             position_ids=prompt.positions,
-            **{CACHE: Empty(self.cache)},
+            **{CACHE: cache},
             **kwargs,
         )
         self.valid.zero_()
-        self.valid[:B, :S] = True if prompt.mask is None else prompt.mask.bool()
+        self.valid[:B, : begun + S] = True if prompt.mask is None else prompt.mask.bool()
         self.positions[..., :B, :].copy_(prompt.positions[..., -1:] + 1)
         for buffer in (self.valid, self.positions):
             buffer[..., B:, :].copy_(buffer[..., :1, :])
-        self.filled.fill_(S)
+        self.filled.fill_(begun + S)
         return out
 
     @property
@@ -217,7 +218,23 @@ class Steps:
         got the prompt first and then one token after the other."""
         with plain_tensors():
             for ours, layer in zip(self.cache.layers, cache.layers, strict=True):
-                ours.copy_into(layer, batch, parts(layer, prompt, int(self.filled)))
+                ours.add_to(layer, batch, parts(layer, prompt, int(self.filled)))
+
+    def take(self, cache: Cache, tokens: int) -> None:
+        """Copy what a dynamic cache of so many tokens holds."""
+        with plain_tensors():
+            for ours, layer in zip(
+                self.cache.layers, cache.layers if tokens > 0 else (), strict=False
+            ):
+                ours.fill(kept_of(layer), tokens)
+
+    def add_to(self, cache: Cache, batch: int, start: int) -> None:
+        """Add the tokens of so many sequences from this one on to a dynamic cache."""
+        with plain_tensors():
+            while len(cache.layers) < len(self.cache.layers):
+                cache.layers.append(cache.layer_class_to_replicate())
+            for ours, layer in zip(self.cache.layers, cache.layers, strict=True):
+                ours.add_to(layer, batch, [slice(start, int(self.filled))])
 
     def report(self) -> StepsReport:
         return StepsReport(

@@ -28,7 +28,13 @@ def ids() -> Tensor:
 
 def of_layer(layer: Any) -> dict[str, Any]:
     """All that a layer of a cache knows, its tensors included."""
-    return {"class": type(layer), "length": int(layer.get_seq_length()), **vars(layer)}
+    known = {"class": type(layer)}
+    if hasattr(layer, "get_seq_length"):
+        known["length"] = int(layer.get_seq_length())
+    for name, value in vars(layer).items():
+        several = value if isinstance(value, dict) else {"": value}
+        known |= {f"{name}{number}": x for number, x in several.items()}
+    return known
 
 
 def check_alike(got: Any, want: Any) -> None:

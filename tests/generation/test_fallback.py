@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import (
     CompileConfig,
-    DynamicCache,
     GenerationMixin,
+    StaticCache,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -53,7 +53,7 @@ def compiled_graphs() -> int:
 
 
 def chunked(model: Any) -> dict[str, Any]:
-    return {"prefill_chunk_size": 16}
+    return {"prefill_chunk_size": 16, "cache_implementation": "static"}
 
 
 def hidden_states(model: Any) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def assisted_by_a_compiled_model(model: Any) -> dict[str, Any]:
 
 
 def own_cache(model: Any) -> dict[str, Any]:
-    return {CACHE: DynamicCache(config=model.config)}
+    return {CACHE: StaticCache(config=model.config, max_cache_len=128)}
 
 
 def custom(model: Any) -> dict[str, Any]:
@@ -125,13 +125,13 @@ def test_nor_does_a_model_with_an_encoder(ids: Tensor) -> None:
 @pytest.mark.slow
 def test_a_forward_is_compiled_before_and_after(model: Any, ids: Tensor) -> None:
     twin = moe_ops.compile(model)
-    twin.generate(ids, prefill_chunk_size=16, **PLAIN)
+    twin.generate(ids, **chunked(model), **PLAIN)
     with torch.inference_mode():
         got, want = twin(ids).logits, model(ids).logits
     torch.testing.assert_close(got, want)
     compiled = compiled_graphs()
     assert compiled > 0
-    twin.generate(ids, prefill_chunk_size=16, **PLAIN)
+    twin.generate(ids, **chunked(model), **PLAIN)
     assert compiled_graphs() == compiled
 
 
@@ -142,7 +142,7 @@ def test_a_call_that_fails_leaves_the_model_compiled(model: Any, ids: Tensor) ->
         assert falls_back(twin)
         raise RuntimeError("no more")
 
-    for more in ({"prefill_chunk_size": 16}, {"use_cache": False}):
+    for more in (chunked(model), {"use_cache": False}):
         with pytest.raises(RuntimeError, match="no more"):
             twin.generate(ids, logits_processor=[fails], **more, **PLAIN)
         assert not falls_back(twin)
