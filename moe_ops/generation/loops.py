@@ -7,7 +7,10 @@ loop runs uncompiled, and what is beside it in its layer through a region of its
 from __future__ import annotations
 
 import copy
+import dis
 import functools
+import inspect
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -40,7 +43,25 @@ def around_loops(model: nn.Module, region: Region) -> Region:
 
 
 def _loops(module: nn.Module) -> bool:
-    return STATE in names_in(forward_of(module))
+    """Whether a function that loops computes a state that a module keeps. Functions of ours, which
+    may stand in place of one that does, do not."""
+    forward = forward_of(module)
+    names = names_in(forward)
+    if STATE not in names:
+        return False
+    called = [f for name in names if inspect.isfunction(f := forward.__globals__.get(name))]
+    return any(not _is_ours(f) and _has_loop(inspect.unwrap(f).__code__) for f in called)
+
+
+def _is_ours(function: Any) -> bool:
+    name: str = function.__globals__["__name__"]
+    return name.startswith("moe_ops.")
+
+
+def _has_loop(code: CodeType) -> bool:
+    inside = (part for part in code.co_consts if isinstance(part, CodeType))
+    own = any(step.opname == "FOR_ITER" for step in dis.get_instructions(code))
+    return own or any(map(_has_loop, inside))
 
 
 def _loops_inside(module: nn.Module) -> bool:
