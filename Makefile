@@ -66,7 +66,8 @@ families:
 	@for torch in $(TORCHES); do \
 		venv=$(VENV)-$$torch; \
 		sh .ci/setup_venv.sh $$venv "$(PYTHON)" "$$torch" -e ".[test]" && \
-		EXPECTTEST_ACCEPT=1 $$venv/bin/python -m pytest tests/passes/test_families.py || exit 1; \
+		EXPECTTEST_ACCEPT=1 $$venv/bin/python -m pytest tests/passes/test_families.py \
+			tests/generation/test_published_classes.py || exit 1; \
 	done
 
 clean:

@@ -77,7 +77,7 @@ class SlotLayer(CacheLayerMixin):
     def fill(self, arrived: Kept, end: int) -> None:
         """Take over what a layer kept of a prompt whose tokens end before this slot; rows to spare
         repeat the first."""
-        if not arrived and self.keeps is not Keeps.NOTHING:
+        if not arrived and self.keeps is Keeps.ATTENTION:
             raise ValueError(
                 f"a decoder layer did not call {CACHE}.update; call the model itself "
                 "instead of the one that moe_ops.compile returned"
