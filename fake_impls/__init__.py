@@ -22,6 +22,7 @@ from .linears import linears
 from .moe import moe
 from .normed_linears import normed_linears
 from .one_query import one_query
+from .one_query_latents import one_query_latents
 from .quantize import quantize
 from .rope_attention import rope_attention
 from .route import route
@@ -46,6 +47,7 @@ __all__ = [
     "moe",
     "normed_linears",
     "one_query",
+    "one_query_latents",
     "quantize",
     "rope_attention",
     "route",

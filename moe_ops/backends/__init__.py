@@ -2,6 +2,7 @@
 
 from moe_ops.backends import (
     aten,
+    aten_decode,
     cpu,
     dequantize,
     flashinfer,
@@ -15,6 +16,6 @@ from moe_ops.backends import (
 )
 
 __all__ = [
-    "aten", "cpu", "dequantize", "flashinfer", "over_ranks", "push", "triton", "triton_decode",
-    "triton_gemm", "triton_quantize", "triton_ranks",
+    "aten", "aten_decode", "cpu", "dequantize", "flashinfer", "over_ranks", "push", "triton",
+    "triton_decode", "triton_gemm", "triton_quantize", "triton_ranks",
 ]  # fmt: skip

@@ -15,9 +15,11 @@ from moe_ops.decode_ops.delta_rule_step import EPS, DeltaRuleStepCall, delta_rul
 from moe_ops.decode_ops.linears import LinearsCall, linears
 from moe_ops.decode_ops.normed_linears import NormedLinearsCall, normed_linears
 from moe_ops.decode_ops.one_query import OneQueryCall, one_query
+from moe_ops.decode_ops.one_query_latents import OneQueryLatentsCall, one_query_latents
 from moe_ops.decode_ops.rope_attention import RopeAttentionCall, rope_attention
 from moe_ops.decode_ops.state_space_scan import StateSpaceScanCall, state_space_scan
 from moe_ops.decode_ops.state_space_step import StateSpaceStepCall, state_space_step
+from moe_ops.kernels.triton.decode.latents_plan import MOST_SLOTS
 from moe_ops.kernels.triton.decode.states_plan import MOST_WIDTH
 from moe_ops.registry.gradients import grad_wanted
 from moe_ops.registry.spec import Op
@@ -81,6 +83,36 @@ def launch_attention(call: OneQueryCall) -> Tensor:
     from moe_ops.kernels.triton.decode.one_query import attend
 
     out: Tensor = attend(*one_query.arguments.flat(call))
+    return out
+
+
+def supports_latents(call: OneQueryLatentsCall) -> str | None:
+    """Why kernels cannot run a call of `one_query_latents`, or None."""
+    reason = supports(call)
+    if reason is not None:
+        return reason
+    slots = (call.mask_BS if call.indices_BC is None else call.indices_BC).shape[1]
+    if slots > MOST_SLOTS:
+        return f"needs at most {MOST_SLOTS} slots to look at, got {slots}"
+    R, D = call.latents_BSR.shape[2], call.rotated_BSD.shape[2]
+    if not 16 <= R <= 512 or R & (R - 1):
+        return f"needs latents of a power of two from 16 to 512, got {R}"
+    if (D and not 16 <= D <= 256) or D & (D - 1):
+        return f"needs rotated keys of none, or of a power of two from 16 to 256, got {D}"
+    return None
+
+
+@one_query_latents.backend(
+    "triton",
+    reads=one_query_latents.optional,
+    supports=supports_latents,
+    devices=("cuda",),
+    priority=1,
+)
+def launch_latents(call: OneQueryLatentsCall) -> Tensor:
+    from moe_ops.kernels.triton.decode.latents import attend
+
+    out: Tensor = attend(*one_query_latents.arguments.flat(call))
     return out
 
 

@@ -24,6 +24,7 @@ in the attention and the linear layers of decoding:
     B  sequences                   D  width of a head
     H  heads of the query          V  width of a head of the values
     N  heads of the keys           S  slots of the cache
+    R  width of a latent           C  slots that were chosen
     W  angles                      N  rows of a linear layer, K its columns
 
 where H are the heads of the state in linear attention and in state spaces,

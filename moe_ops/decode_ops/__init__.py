@@ -11,18 +11,12 @@ from moe_ops.decode_ops.experts_onto import experts_onto
 from moe_ops.decode_ops.linears import linears
 from moe_ops.decode_ops.normed_linears import normed_linears
 from moe_ops.decode_ops.one_query import one_query
+from moe_ops.decode_ops.one_query_latents import one_query_latents
 from moe_ops.decode_ops.rope_attention import rope_attention
 from moe_ops.decode_ops.state_space_scan import state_space_scan
 from moe_ops.decode_ops.state_space_step import state_space_step
 
 __all__ = [
-    "delta_rule",
-    "delta_rule_step",
-    "experts_onto",
-    "linears",
-    "normed_linears",
-    "one_query",
-    "rope_attention",
-    "state_space_scan",
-    "state_space_step",
-]
+    "delta_rule", "delta_rule_step", "experts_onto", "linears", "normed_linears", "one_query",
+    "one_query_latents", "rope_attention", "state_space_scan", "state_space_step",
+]  # fmt: skip

@@ -44,7 +44,7 @@ from moe_ops.kernels.triton import (
     static_factors,
 )
 from moe_ops.kernels.triton import quantize as quantize_kernels
-from moe_ops.kernels.triton.decode import linears, one_query, rope, rope_attention
+from moe_ops.kernels.triton.decode import latents, linears, one_query, rope, rope_attention
 from moe_ops.kernels.triton.experts.operands import (
     dequantized_weights,
     fake_quantized,
@@ -58,6 +58,7 @@ from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.route import route
 from moe_ops.testing import ACTIVATIONS, LAYERS
 from tests.kernels.offline_codes import PATHS, calls_by_row, quantized_layer
+from tests.kernels.offline_latents import calls_over_latents
 from tests.kernels.offline_ranks import over_ranks, pushed, summed
 from tests.kernels.offline_states import WITH_STATES, with_states
 from tests.published_routers import ROUTERS, Router, arguments
@@ -176,30 +177,12 @@ def compile_launches(
     with ExitStack() as patched:
         patched.enter_context(patch.object(JITFunction, "run", run))
         for module in (
-            combine,
-            dequantized_weights,
-            fake_quantized,
-            group_scales,
-            linears,
-            one_query,
-            permuted,
-            push,
-            push_sum,
-            register_stream,
-            rope,
-            rope_attention,
-            routing,
-            row_scales,
-            rows,
-            sort,
-            *WITH_STATES,
-            tiny,
-            quantize_kernels,
-            quantize_blocks,
-            static_factors,
-        ):
+            combine, dequantized_weights, fake_quantized, group_scales, latents, linears, one_query,
+            permuted, push, push_sum, register_stream, rope, rope_attention, routing, row_scales,
+            rows, sort, *WITH_STATES, tiny, quantize_kernels, quantize_blocks, static_factors,
+        ):  # fmt: skip
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
-        for module in (grouped_plain, linears, rope_attention, triton_tiles):
+        for module in (grouped_plain, latents, linears, rope_attention, triton_tiles):
             patched.enter_context(patch.object(module, "shared_memory", lambda _: memory))
         for module in (push, push_sum):
             patched.enter_context(patch.object(module, "polls_by_asm", lambda _: True))
@@ -299,6 +282,7 @@ PARTS: dict[str, Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]] = {
     "all_floats": functools.partial(calls, all=True),
     "codes": lambda capability: calls_of_codes(capability, FORMATS[:3]),
     "by_row": calls_by_row,
+    "latents": calls_over_latents,
     "ranks": calls_over_ranks,
     "more_codes": lambda capability: calls_of_codes(capability, FORMATS[3:11]),
     "other_codes": lambda capability: calls_of_codes(capability, FORMATS[11:]),

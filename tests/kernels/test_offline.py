@@ -28,6 +28,7 @@ KERNELS = {
     "some_floats": FLOATS,
     "floats": FLOATS,
     "all_floats": FLOATS,
+    "latents": {"latents_kernel", "latents_merge"},
     "ranks": {
         "pack_kernel", "unpack_kernel", "combine_kernel", "dispatch_kernel",
         "combine_pushed_kernel", "sum_pushed_kernel",
@@ -52,12 +53,12 @@ CAPABILITIES = (90, 80, 89, 100)
 
 
 def each() -> Iterator[Any]:
-    """Some of floats for Hopper are tested always; tiles are tuned for it alone, so all of floats
-    are compiled for it alone."""
+    """Some of floats, and latents, for Hopper are tested always; tiles are tuned for it alone, so
+    all of floats are compiled for it alone."""
     for capability, part in itertools.product(CAPABILITIES, KERNELS):
         if capability != 90 and part in ("some_floats", "all_floats"):
             continue
-        always = part == "some_floats"
+        always = part == "some_floats" or (capability, part) == (90, "latents")
         yield pytest.param(capability, part, marks=[] if always else [pytest.mark.every])
 
 
@@ -73,7 +74,7 @@ def test_every_variant_compiles_and_spills_nothing(capability: int, part: str) -
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     variants = [json.loads(line) for line in done.stdout.splitlines()]
-    quantized = part != "ranks" and not part.endswith("floats")
+    quantized = part not in ("latents", "ranks") and not part.endswith("floats")
     streamed = STREAMED if capability == 90 and quantized else set()
     assert {v["kernel"] for v in variants} >= KERNELS[part] | streamed
     assert [v for v in variants if v["shared"] > v["memory"]] == []
