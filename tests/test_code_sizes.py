@@ -161,6 +161,7 @@ UNNAMED_PARAMETERS = {
         "moe_ops/forward/masks.py: float_mask",
         "moe_ops/generation/one_query.py: one_query_attention",
         "moe_ops/generation/one_query.py: one_query_or_eager",
+        "moe_ops/generation/latents.py: latents_or_stock",
         "moe_ops/generation/sample.py: sample",
         "moe_ops/forward/by_layers.py: ByLayers._decode",
         "moe_ops/forward/layer_cache.py: Filled.update",

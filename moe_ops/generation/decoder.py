@@ -20,7 +20,7 @@ from moe_ops.forward.regions import Way, addresses, divided, plain_tensors
 from moe_ops.generation.by_rows import store_by_rows
 from moe_ops.generation.kept import kinds_of
 from moe_ops.generation.loops import around_loops
-from moe_ops.generation.own_attention import stand_ins, step_attention
+from moe_ops.generation.own_attention import layers_of_steps
 from moe_ops.generation.prompts import Captures, Prompt
 from moe_ops.generation.steps import Code, Steps, Tools, shown
 from moe_ops.graphs.report import StepsReport
@@ -145,8 +145,7 @@ class Decoder:
     def _layers_of_steps(self, attention: str | None) -> Mapping[nn.Module, nn.Module]:
         """The layers with the attention of one query, where that computes the same."""
         if attention not in self._stand_ins:
-            ours = step_attention(self.model, attention)
-            self._stand_ins[attention] = {} if ours is None else stand_ins(self.model, ours)
+            self._stand_ins[attention] = layers_of_steps(self.model, attention)
         return self._stand_ins[attention]
 
 

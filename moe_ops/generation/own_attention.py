@@ -6,7 +6,8 @@ import copy
 import functools
 import inspect
 import logging
-from types import SimpleNamespace
+from collections.abc import Container, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,20 +16,62 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe_ops.forward.regions import decoder_layers
+from moe_ops.generation import expanding, latents
 from moe_ops.generation.one_query import NAME, Attention, attended, in_place_of, register
+from moe_ops.hf.subclass import subclass
 from moe_ops.interop.interrupts import let_through
 
 log = logging.getLogger("moe_ops")
 
+NONE: Mapping[Any, Any] = MappingProxyType({})
 _registered: dict[Attention, str] = {}
 
 
-def step_attention(model: PreTrainedModel, implementation: str | None) -> str | None:
-    """The name of the attention for steps of a model whose attention is `implementation`; None if
-    that stays, with a logged reason where it could have been ours."""
+def layers_of_steps(
+    model: PreTrainedModel, implementation: str | None
+) -> dict[nn.Module, nn.Module]:
+    """For each decoder layer of a model whose attention is `implementation` what runs in its place
+    in steps; empty if they stay as they are."""
+    over_latents = latent_attention(model, implementation)
+    ours = step_attention(model, implementation, over_latents)
+    return stand_ins(model, ours, over_latents) if ours or over_latents else {}
+
+
+def latent_attention(model: PreTrainedModel, implementation: str | None) -> dict[nn.Module, str]:
+    """The attention modules whose steps leave latents as they are, each with the name of its
+    attention; for others that have latents a reason is logged."""
+    found: dict[nn.Module, str] = {}
+    if implementation not in ("sdpa", "eager"):
+        return found
+    reasons: dict[str, None] = {}  # in order, each once
+    for module in attention_modules(model):
+        if not hasattr(module, expanding.METHOD):
+            continue
+        reason, eager = expanding.refusal(module), None
+        if reason is None and implementation == "eager":
+            if not isinstance(getattr(module, "sinks", None), Tensor):
+                continue  # it was chosen over "sdpa"
+            reason, eager = eager_refusal([module]), eager_of(module)
+        if reason is None:
+            found[module] = latents.register(eager)
+        else:
+            reasons[f"{type(module).__name__}: {reason}"] = None
+    for reason in reasons:
+        log.info("generate: steps expand all latents in %s", reason)
+    return found
+
+
+def step_attention(
+    model: PreTrainedModel, implementation: str | None, others: Container[nn.Module] = ()
+) -> str | None:
+    """The name of the attention for steps of a model whose attention is `implementation`, but for
+    modules among `others`; None if that stays, with a logged reason where it could have been ours.
+    """
     if implementation not in ("sdpa", "eager"):
         return None
-    modules = attention_modules(model)
+    modules = [m for m in attention_modules(model) if m not in others]
+    if not modules:
+        return None
     reason = refusal(modules)
     if reason is None and implementation == "eager":
         if not any(isinstance(getattr(m, "sinks", None), Tensor) for m in modules):
@@ -125,22 +168,27 @@ def same_results(eager: Attention, with_sinks: bool) -> bool:
         return out is not None and out.shape == want.shape and torch.allclose(out, want, 1e-4, 1e-5)
 
 
-def stand_ins(model: nn.Module, attention: str) -> dict[nn.Module, nn.Module]:
-    """For each decoder layer a copy that runs this attention.
+def stand_ins(
+    model: nn.Module, attention: str | None, over_latents: Mapping[nn.Module, str] = NONE
+) -> dict[nn.Module, nn.Module]:
+    """For each decoder layer a copy that runs this attention, and in the modules among
+    `over_latents` the one that is named there.
 
     Copies share all but the configuration of their attention modules. To rename the attention in
     the model's own would change what everybody else computes with the model meanwhile.
     """
-    theirs = set(attention_modules(model))
-    configs: dict[int, Any] = {}
+    names = {m: attention for m in attention_modules(model) if attention} | dict(over_latents)
+    configs: dict[tuple[int, str | None], Any] = {}
 
     def copied(module: nn.Module) -> nn.Module:
-        if module in theirs:
-            renamed, key = copy.copy(module), id(module.config)
+        if module in names:
+            renamed, key = copy.copy(module), (id(module.config), names[module])
             if key not in configs:
                 configs[key] = copy.copy(module.config)
-                configs[key]._attn_implementation_internal = attention
+                configs[key]._attn_implementation_internal = names[module]
             renamed.config = configs[key]
+            if module in over_latents:
+                renamed.__class__ = subclass(latents.OverLatents, type(module))  # type: ignore[arg-type]
             return renamed
         children = {n: child and copied(child) for n, child in module._modules.items()}
         if all(children[n] is child for n, child in module._modules.items()):
