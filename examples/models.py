@@ -9,11 +9,15 @@ import torch
 import transformers
 from transformers import (
     DeepseekV2Config,
+    DeepseekV3Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     MixtralConfig,
     OlmoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers.initialization import no_init_weights
 
@@ -53,6 +57,16 @@ CONFIGS: Configs = {
         first_k_dense_replace=1,
         num_experts_per_tok=6,
     ),
+    # Its widths, as many experts as fit, no dense layer.
+    "deepseek-v3-64": lambda layers: DeepseekV3Config(
+        num_hidden_layers=layers or 4, n_routed_experts=64, first_k_dense_replace=0
+    ),
+    "glm-4.7-flash": lambda layers: Glm4MoeLiteConfig(
+        num_hidden_layers=layers or 47,
+        mlp_layer_types=["dense"] + ["sparse"] * ((layers or 47) - 1),
+    ),
+    "qwen3-next-80b": lambda layers: Qwen3NextConfig(num_hidden_layers=layers or 48),
+    "qwen3.6-35b": lambda layers: Qwen3_5MoeTextConfig(num_hidden_layers=layers or 40),
     "glm-4.5-air": lambda layers: Glm4MoeConfig(
         num_hidden_layers=layers or 46, head_dim=128, attention_bias=True
     ),
