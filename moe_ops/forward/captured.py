@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -156,12 +155,7 @@ class Forwards:
         ]
 
     def _take(self, size: Forward, purpose: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """A buffer that a graph of this size reads or writes."""
-        # By powers of two, as each growth makes others capture again.
-        nbytes = 1 << (math.prod(shape) * like.dtype.itemsize - 1).bit_length()
-        buffer = self._lanes.arena.take(f"{purpose} of forwards", nbytes, like.device)
-        size.buffers[purpose] = buffer
-        return buffer.view(shape, like.dtype)
+        return size.take(self._lanes.arena, purpose, "forwards", shape, like)
 
     def _make(
         self,

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_ops.arena import Arena, shared
 from moe_ops.graphs.cuda_graph import NO_GPU, Captured, capture_call, capturing
 from moe_ops.graphs.report import SizeReport
 from moe_ops.graphs.room import with_room
 from moe_ops.graphs.runner import TIMES, Lane, Lanes, Size, put
+
+PLAIN = (Tensor, nn.Parameter)
 
 
 @dataclass(slots=True)
@@ -33,9 +35,9 @@ class Repeated:
 
     `stays` has the places of inputs that stay where they are, parameters and buffers: a graph reads
     them there, and is made anew where one came to lie elsewhere. Other tensors are copied into
-    buffers of the graph. What a caller gets is a copy, which no later call changes. Not captured
-    are calls that ask for a gradient, change an input that does not stay, give a part of one, or
-    that CUDA refuses; `report` says why.
+    buffers that graphs share. What a caller gets is a copy, which no later call changes. Not
+    captured are calls that ask for a gradient, change an input that does not stay, give a part of
+    one, or that CUDA refuses; `report` says why.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Repeated:
         if not self._lanes.graphs:
             return ""
         self.forget()
+        self._lanes.arena.trim()
         return "the graphs of a compiled function are dropped"
 
     def forget(self) -> None:
@@ -101,7 +104,7 @@ class Repeated:
     def _run(self, lane: Lane[Calls], args: Sequence[Any]) -> Any:
         with lane.lock:
             size = self._came(lane, args)
-            if size.graph is not None:
+            if size.is_ready:
                 for i, buffer in size.inputs.items():
                     put(args[i], buffer)
                 return [
@@ -143,7 +146,7 @@ class Repeated:
         size.staying = frozenset(i for i, x in tensors if _storage(x) in held)
         with torch.inference_mode(False), torch.no_grad():
             size.inputs = {
-                i: x.clone()
+                i: self._input(size, i, x)
                 for i, x in enumerate(args)
                 if isinstance(x, Tensor) and i not in self._stays
             }
@@ -154,6 +157,15 @@ class Repeated:
             size.capture(lane.pool, lambda: self._function(*call), state, device=device, what=what)
         if size.refusal is not None:
             size.inputs = {}
+
+    def _input(self, size: Calls, place: int, x: Tensor) -> Tensor:
+        """A copy of an input at a place that stays, with the strides of a clone."""
+        if type(x) not in PLAIN or x.layout != torch.strided:
+            return x.clone()
+        like = torch.empty_like(x, device="meta")
+        arena, shape = self._lanes.arena, (like.numel(),)
+        buffer = size.take(arena, f"input {place}", "compiled calls", shape, x)
+        return buffer.as_strided(like.shape, like.stride()).copy_(x)
 
     def _refusal(self, args: Sequence[Any], changed: Sequence[int], out: Any) -> str | None:
         others = [i for i in changed if i not in self._stays]

@@ -4,6 +4,7 @@ what a stream has to itself."""
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -50,6 +51,16 @@ class Size:
     def bytes(self) -> int:
         """The memory of the graph."""
         return 0 if self.graph is None else self.graph.bytes
+
+    def take(
+        self, arena: Arena, purpose: str, whose: str, shape: tuple[int, ...], like: Tensor
+    ) -> Tensor:
+        """A contiguous buffer that the graph reads or writes, of a tensor's dtype and device. All
+        graphs of a stream share it, so it holds what it does until the next of them runs."""
+        # By powers of two, as each growth makes others capture again.
+        nbytes = 1 << (max(1, math.prod(shape) * like.dtype.itemsize) - 1).bit_length()
+        self.buffers[purpose] = buffer = arena.take(f"{purpose} of {whose}", nbytes, like.device)
+        return buffer.view(shape, like.dtype)
 
     def capture(
         self,
