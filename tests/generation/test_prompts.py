@@ -250,6 +250,11 @@ def test_a_failed_capture_is_logged_and_not_tried_again(
     (record,) = caplog.records
     assert record.getMessage() == ("prompts of generate (2 x 7) run uncaptured: a host sync")
     assert last_report(twin) == (0, 0)
+    sizes = moe_ops.generation_report(twin)[-1].prompts
+    assert [(p.batch, p.tokens, p.masked, p.calls, p.refusal) for p in sizes] == [
+        (2, 7, False, TIMES + 2, "a host sync"),
+        (2, 8, False, TIMES + 1, "a host sync"),
+    ]
     graphs.error = None
     model.lm_head.weight.data = model.lm_head.weight.data.clone().neg_()
     for _ in range(TIMES):
