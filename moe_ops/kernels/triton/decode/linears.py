@@ -26,6 +26,7 @@ from moe_ops.kernels.triton.launch import (
     shared_memory,
     take_turn,
 )
+from moe_ops.kernels.triton.replay import launch
 
 MOST = 4  # weights of a launch
 
@@ -107,14 +108,22 @@ def _launch(
     }  # fmt: skip
     if T == 1:
         residual, gain, eps, total, normed = norm or (None, None, 0.0, None, None)
-        linears_one[(firsts[MOST],)](
-            *tensors, residual, gain, total, normed, KP=triton.next_power_of_2(K), EPS=eps,
-            **constants, **options,
+        launch(
+            linears_one, (firsts[MOST],), *tensors, residual, gain, total, normed,
+            KP=triton.next_power_of_2(K), EPS=eps, **constants, **options,
         )  # fmt: skip
     else:
         BT = max(16, triton.next_power_of_2(T))
-        linears_few[(firsts[MOST],)](
-            *tensors, T, x_TK.stride(0), **constants, BT=BT, num_stages=plan.stages, **options
+        launch(
+            linears_few,
+            (firsts[MOST],),
+            *tensors,
+            T,
+            x_TK.stride(0),
+            **constants,
+            BT=BT,
+            num_stages=plan.stages,
+            **options,
         )
 
 

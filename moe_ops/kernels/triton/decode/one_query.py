@@ -26,6 +26,7 @@ from moe_ops.kernels.triton.decode.one_query_plan import (
     power_of_two,
 )
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options, processors, take_turn
+from moe_ops.kernels.triton.replay import launch
 
 
 @on_its_device
@@ -56,7 +57,9 @@ def attend(
         shape = (B * H, plan.splits)
         found = torch.empty(*shape, DV, dtype=torch.float32, device=v_BNSD.device)
         stats = torch.empty(2, *shape, dtype=torch.float32, device=v_BNSD.device)
-    one_query_kernel[(B * N, plan.splits)](
+    launch(
+        one_query_kernel,
+        (B * N, plan.splits),
         q_BHD,
         k_BNSD,
         v_BNSD,
@@ -83,7 +86,9 @@ def attend(
         **options,
     )
     if plan.splits > 1:
-        one_query_merge[(B * H,)](
+        launch(
+            one_query_merge,
+            (B * H,),
             found,
             stats,
             sinks,

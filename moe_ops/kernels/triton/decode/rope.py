@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.launch import pdl_options, take_turn
+from moe_ops.kernels.triton.replay import launch
 
 
 def run(
@@ -33,7 +34,8 @@ def run(
     pass."""
     (B, H, D), (N, slots, DV) = q_BHD.shape, values_BNSD.shape[1:]
     out_BHD = torch.empty_like(q_BHD)
-    rope_kernel[(H + 2 * N, B)](
+    launch(
+        rope_kernel, (H + 2 * N, B),
         q_BHD, k_BND, v_BND, cos_BW, sin_BW, slot, q_gain_D, k_gain_D,
         out_BHD, keys_BNSD, values_BNSD,
         H=H, N=N, S=slots, D=D, DV=DV, W=cos_BW.shape[1], ROWS=cos_BW.shape[0], EPS=eps,

@@ -19,6 +19,7 @@ from moe_ops.kernels.triton.decode import one_query, rope
 from moe_ops.kernels.triton.decode.one_query import least_of, mask_at
 from moe_ops.kernels.triton.decode.rope import turned
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options, shared_memory
+from moe_ops.kernels.triton.replay import launch
 
 MOST_BYTES = 128 * 1024  # of keys and values of a head
 OTHER_BYTES = 16 * 1024  # of shared memory, for what else a program holds there
@@ -53,7 +54,8 @@ def run(
         turned_BHD = rope.run(*tensors, q_gain_D, k_gain_D, eps)
         return one_query.attend(turned_BHD, keys_BNSD, values_BNSD, mask_BS, scale, sinks_H)
     out_BHV = q_BHD.new_empty(B, H, DV)
-    rope_attention_kernel[(B * N,)](
+    launch(
+        rope_attention_kernel, (B * N,),
         *tensors, q_gain_D, k_gain_D, mask_BS, sinks_H, out_BHV, mask_BS.stride(0),
         N=N, G=H // N, BG=max(16, triton.next_power_of_2(H // N)), S=slots,
         BS=BS, BL=triton.next_power_of_2(slots), TILES=tiles, D=D, DV=DV,
