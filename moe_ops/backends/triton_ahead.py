@@ -1,5 +1,5 @@
 """All variants of Triton kernels that the calls of a compiled graph may ask for, compiled before
-the first of them runs.
+the first of them runs, and begun while Inductor compiles the graph.
 
 A plan such as "4:triton.tiny,:triton.grouped" is of a graph for any number of rows, of tokens or of
 routed rows. A call tells everything else that host code decides by. So the backends of the plan are
@@ -10,14 +10,21 @@ a graph for one number: no other is compiled for.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_ops.registry.ranges import Ranges, parse_plan
 from moe_ops.registry.spec import Op
+from moe_ops.terminal import waiting_for
+
+log = logging.getLogger("moe_ops")
+
+WAITS = "compiling Triton kernels"
 
 Before = Callable[[], None] | None
 
@@ -34,15 +41,48 @@ class PlanAhead:
         self._ranges: Ranges = parse_plan(plan)
         self._any_number = ":" in plan
         self._compiled: set[Hashable] = set()
-        self._lock = threading.Lock()
+        self._locks: dict[Hashable, threading.Lock] = {}
+        self._begun: list[threading.Thread] = []
 
     def compile(self, call: Any) -> None:
         """Compile what calls like this one launch, whatever their numbers of rows, unless that was
         done. The device of the call is the current one."""
+        kind = self._kind(call)
+        if kind not in self._compiled:
+            self.wait()
+            with waiting_for(WAITS):
+                self._compile(call, kind)
+
+    def begin(self, call: Any, device: torch.device) -> None:
+        """Begin with what `compile` does for a call on shadows, in a thread."""
+        from moe_ops.kernels.triton.ahead import compiles
+
+        def work() -> None:
+            try:
+                with torch.cuda.device(device):
+                    self._compile(call, self._kind(call))
+            except Exception as error:  # which the call raises, too
+                log.info("kernels are not compiled ahead: %s: %s", type(error).__name__, error)
+
+        named = (self._op.named(name) for _, name in self._ranges)
+        ours = any(backend is not None and backend.in_plan is not None for backend in named)
+        if ours and compiles():
+            thread = threading.Thread(target=work, name="moe_ops begins")
+            thread.start()
+            self._begun.append(thread)
+
+    def wait(self) -> None:
+        """Wait for what was begun."""
+        if self._begun:
+            with waiting_for(WAITS):
+                for thread in self._begun:
+                    thread.join()
+            self._begun = [thread for thread in self._begun if thread.is_alive()]
+
+    def _compile(self, call: Any, kind: Hashable) -> None:
         from moe_ops.kernels.triton.ahead import compile_ahead
 
-        kind = self._kind(call)
-        with self._lock:
+        with self._locks.setdefault(kind, threading.Lock()):
             if kind not in self._compiled:
                 compile_ahead(self.calls(call))
                 self._compiled.add(kind)
@@ -59,7 +99,8 @@ class PlanAhead:
             possible = backend.rows.possible
             most = MOST if possible is None else possible(call)
             for n in reversed([*numbers(low, min(high, most))]):
-                yield functools.partial(self._run, backend.run, given, n)
+                other = None if n == rows else n
+                yield functools.partial(self._run, backend.run, given, other)
 
     def _spans(self, rows: int) -> Iterator[tuple[int, int, str]]:
         """The numbers of rows, from and to, of each range."""
@@ -71,14 +112,11 @@ class PlanAhead:
             yield low, MOST if upto is None else upto, name
             low = (upto or 0) + 1
 
-    def _run(self, run: Callable[[Any], Any], given: dict[str, Any], rows: int) -> None:
-        from moe_ops.kernels.triton.shadows import shadow_of
-
+    def _run(self, run: Callable[[Any], Any], given: dict[str, Any], rows: int | None) -> None:
+        """Run a call on shadows, of another number of rows if one is given."""
         letter = _rows_of(next(iter(given)))
         shadows = {
-            name: shadow_of(value, rows if _rows_of(name) == letter else None)
-            if isinstance(value, Tensor)
-            else value
+            name: _shadow(value, rows if _rows_of(name) == letter else None)
             for name, value in given.items()
         }
         run(self._op.call(**shadows))
@@ -97,7 +135,17 @@ def _rows_of(name: str) -> str:
     return suffix[0] if suffix.isupper() else ""
 
 
+def _shadow(value: Any, rows: int | None) -> Any:
+    from moe_ops.kernels.triton.shadows import shadow_of
+
+    if isinstance(value, (list, tuple)):
+        return [_shadow(each, rows) for each in value]
+    return shadow_of(value, rows) if isinstance(value, Tensor) else value
+
+
 def _kind(value: Any, has_rows: bool) -> Hashable:
+    if isinstance(value, (list, tuple)):
+        return tuple(_kind(each, has_rows) for each in value)
     if not isinstance(value, Tensor):
         return value
     shape, stride = value.shape, value.stride()
@@ -119,7 +167,7 @@ def numbers(low: int, high: int) -> Iterator[int]:
 
 
 @functools.cache
-def _of_plan(op: Op, plan: str) -> PlanAhead:
+def of_plan(op: Op, plan: str) -> PlanAhead:
     return PlanAhead(op, plan)
 
 
@@ -128,7 +176,22 @@ def compiles_ahead(op: Op, name: str, run: Callable[..., Any]) -> None:
     `before`, what to call before anything is launched for calls of a kind that did not come yet."""
 
     def in_plan(plan: str) -> Callable[[Any], Any]:
-        ahead = _of_plan(op, plan)
+        ahead = of_plan(op, plan)
         return lambda call: run(call, before=functools.partial(ahead.compile, call))
+
+    op.in_plan(name, in_plan)
+
+
+def begins_alone(op: Op, name: str, run: Callable[[Any], Any]) -> None:
+    """Let a backend of an op compile what was begun with a graph, and nothing else ahead."""
+
+    def in_plan(plan: str) -> Callable[[Any], Any]:
+        ahead = of_plan(op, plan)
+
+        def waited_for(call: Any) -> Any:
+            ahead.wait()
+            return run(call)
+
+        return waited_for
 
     op.in_plan(name, in_plan)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.backends.triton_ahead import begins_alone
 from moe_ops.backends.triton_device import refuse_device
 from moe_ops.decode_ops.delta_rule import DeltaRuleCall, delta_rule
 from moe_ops.decode_ops.delta_rule_step import EPS, DeltaRuleStepCall, delta_rule_step
@@ -36,7 +37,16 @@ def supports(call: Any) -> str | None:
 def _kernels(
     op: Op, supports: Callable[[Any], str | None] = supports
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    return op.backend("triton", reads=op.optional, supports=supports, devices=("cuda",), priority=1)
+    register = op.backend(
+        "triton", reads=op.optional, supports=supports, devices=("cuda",), priority=1
+    )
+
+    def of(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        register(run)
+        begins_alone(op, "triton", run)
+        return run
+
+    return of
 
 
 def supports_state(call: Any) -> str | None:

@@ -15,7 +15,7 @@ from torch._inductor import custom_graph_pass
 
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.interop.interrupts import let_through
-from moe_ops.passes.inductor import cache_key, partitions, sizes, slices
+from moe_ops.passes.inductor import cache_key, kernels, partitions, sizes, slices
 from moe_ops.passes.report import telling
 from moe_ops.passes.report.found import LIFTS, Found, Look, keep
 from moe_ops.passes.report.summary import summarize
@@ -129,6 +129,8 @@ class Pipeline(InferenceAware):
         if run.found is not None:
             keep(run.found)
             self._require_all(run.found)
+        if self._passes is None:  # those that are given are for somebody who looks at `runs`
+            kernels.begin(graph)
 
     def uuid(self) -> str | None:
         """A hash of all that decides what the passes do; None, which bypasses Inductor's caches, if

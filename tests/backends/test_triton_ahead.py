@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -56,7 +58,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(compiler, "compile_ahead", compile_ahead)
     monkeypatch.setattr(experts, "_plans", {})
-    triton_ahead._of_plan.cache_clear()
+    triton_ahead.of_plan.cache_clear()
     with on_a_cpu(monkeypatch):
         yield found
 
@@ -140,6 +142,45 @@ def test_a_call_that_raises_is_no_harm_to_others(caplog: pytest.LogCaptureFixtur
         found = compiler.collected([fail, launch])
     assert found.launches == [("a kernel", (3,), {"size": 4})]
     assert "not compiled ahead: ValueError: too many" in caplog.text
+
+
+def test_what_was_begun_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, ended = threading.Event(), []
+
+    def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
+        ended.append(may_end.wait(120))
+
+    monkeypatch.setattr(compiler, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(compiler, "compiles", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    plan = PlanAhead(experts, PLAN)
+    for T in (3, 7):  # of one kind
+        plan.begin(call(T), torch.device("cuda", 0))
+    assert not ended
+    may_end.set()
+    plan.wait()
+    assert ended == [True]
+    plan.compile(call())
+    plan.compile(call(ids_TK=torch.zeros(3, K, dtype=torch.int64)))
+    assert ended == [True, True]
+
+
+def test_what_cannot_be_begun_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
+        raise ValueError("no room")
+
+    monkeypatch.setattr(compiler, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(compiler, "compiles", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    plan = PlanAhead(experts, PLAN)
+    with caplog.at_level("INFO", "moe_ops"):
+        plan.begin(call(), torch.device("cuda", 0))
+        plan.wait()
+    assert "kernels are not compiled ahead: ValueError: no room" in caplog.text
+    with pytest.raises(ValueError, match="no room"):
+        plan.compile(call())
 
 
 def test_other_backends_compile_nothing() -> None:

@@ -31,6 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from moe_ops.backends.triton_ahead import of_plan
 from moe_ops.decode_ops.experts_onto import ExpertsOntoCall, experts_onto
 from moe_ops.kernels.triton import replay
 from moe_ops.kernels.triton.shadows import Shadow, Shadows, shadow_of
@@ -145,7 +146,8 @@ def absent(capability: int, compiler: Compiler) -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in (
             ("_lazy_init", None), ("current_device", 0), ("get_device_capability", numbers),
-            ("get_device_properties", properties),
+            ("get_device_properties", properties), ("_exchange_device", 0),
+            ("_maybe_exchange_device", 0),
         ):  # fmt: skip
             answer = lambda *args, value=value: value  # noqa: E731
             stack.enter_context(patch.object(torch.cuda, name, answer))
@@ -153,7 +155,7 @@ def absent(capability: int, compiler: Compiler) -> Iterator[None]:
         stack.enter_context(patch.object(triton.compiler, "compile", compiler))
         # A kernel keeps the compiler that it met first, and what that made.
         for kernel in gc.get_objects():
-            if isinstance(kernel, JITFunction):
+            if issubclass(type(kernel), JITFunction):
                 kernel.device_caches.clear()
         # Shadows are what runs here.
         stack.enter_context(patch.object(replay, "_repeats", lambda t: True))
@@ -212,6 +214,20 @@ def together() -> None:
     compiler = Compiler(lambda name: next(begun, None) is not None and both.wait())
     with called(90, "qwen3_30b", compiler) as (_, call):
         call(1)
+
+
+def begun() -> None:
+    """Prints the kernels that are compiled after a plan was begun, and how many were before."""
+    compiler, (_, call_of) = Compiler(), CALLS["qwen3_30b"]
+    with called(90, "qwen3_30b", compiler) as (plan, call):
+        of_plan(experts, plan).begin(on_gpu(call_of(2)), GPU)
+        for thread in threading.enumerate():
+            if thread.name == "moe_ops begins":
+                thread.join()
+        before = len(compiler.asked)
+        for rows in (1, 600, 4096):
+            call(rows)
+        print(before > 20, compiler.asked[before:])
 
 
 def failing() -> None:

@@ -74,6 +74,10 @@ def test_kernels_are_compiled_at_the_same_time() -> None:
     run("-c", f"from {MODULE} import together; together()")
 
 
+def test_what_was_begun_is_not_compiled_again() -> None:
+    assert run("-c", f"from {MODULE} import begun; begun()") == "True []\n"
+
+
 def test_what_does_not_compile_is_raised_where_it_is_launched() -> None:
     said = run("-c", f"from {MODULE} import failing; failing()")
     assert said.splitlines() == ["4096 place_kernel fails"] * 2

@@ -19,7 +19,6 @@ from triton import AsyncCompileMode, knobs
 from moe_ops.interop.interrupts import let_through
 from moe_ops.kernels.triton.replay import Address, launches_go_to
 from moe_ops.kernels.triton.shadows import Shadow, Shadows
-from moe_ops.terminal import waiting_for
 
 log = logging.getLogger("moe_ops")
 
@@ -50,15 +49,20 @@ def collected(calls: Iterable[Callable[[], object]]) -> Collected:
     return found
 
 
+def compiles() -> bool:
+    """Whether Triton compiles kernels, and does not interpret them."""
+    return not knobs.runtime.interpret
+
+
 def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
     """Compile for the current device what calls on shadows launch; those that come first are begun
     first. A launch of what does not compile raises what it raised without this."""
-    if knobs.runtime.interpret:
+    if not compiles():
         return
     launches = collected(calls).launches
     pool = ThreadPoolExecutor(config.compile_threads, "moe_ops compiles")
     try:
-        with waiting_for("compiling Triton kernels"), AsyncCompileMode(pool, ignore_errors=True):
+        with AsyncCompileMode(pool, ignore_errors=True):
             for kernel, args, options in launches:
                 kernel.warmup(*args, grid=(1,), **options)
     finally:

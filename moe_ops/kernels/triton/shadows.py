@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 ALIGNMENT = 16  # bytes, the only multiple of which Triton asks where a tensor begins
+SOME_ROWS = 2
 
 
 class Shadow(Tensor):
@@ -71,7 +72,23 @@ def shadow_of(t: Tensor, rows: int | None = None) -> Shadow:
         shape[0] = rows
         if t.is_contiguous():
             stride = [*torch.empty(shape, device="meta").stride()]
-    begin = t.data_ptr() % ALIGNMENT // t.itemsize
+    return _placed(t, shape, stride, t.data_ptr() % ALIGNMENT // t.itemsize)
+
+
+def shadow_of_traced(t: Tensor, any_rows: bool) -> Shadow | None:
+    """What stands for a tensor of which a compiler knows the sizes, in memory that begins at a
+    multiple of ALIGNMENT bytes; None if it does not. With `any_rows` it need not know the rows."""
+    shape, stride = [*t.shape], [*t.stride()]
+    begin: Any = t.storage_offset()
+    if any_rows and not isinstance(shape[0], int):
+        shape[0] = SOME_ROWS
+    if not all(isinstance(n, int) for n in (*shape, *stride, begin)):
+        return None
+    return _placed(t, shape, stride, begin % max(1, ALIGNMENT // t.itemsize))
+
+
+def _placed(t: Tensor, shape: list[int], stride: list[int], begin: int) -> Shadow:
     last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else -1
-    memory = torch.empty(begin + last + 1, dtype=t.dtype, device="meta")
-    return Shadow(memory.as_strided(shape, stride, begin), t.device)
+    with _disable_current_modes():  # of a compiler
+        memory = torch.empty(begin + last + 1, dtype=t.dtype, device="meta")
+        return Shadow(memory.as_strided(shape, stride, begin), t.device)

@@ -1,0 +1,68 @@
+"""Kernels of ours begin to compile while Inductor compiles the graphs that will launch them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops.backends.triton_ahead import PlanAhead
+from moe_ops.testing import BF16
+from tests.absent_gpu import absent_gpu
+
+from . import real
+
+pytest.importorskip("triton")
+from moe_ops.kernels.triton.ahead import collected
+from tests.kernels.offline_ahead import Compiler, absent
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there they are compiled"),
+]
+
+# Of prompts of any length, and of a step of one sequence.
+OF_PROMPTS = {
+    "experts": {"tiny_up", "tiny_down", "rows_up", "rows_down", "_grouped", "sum_kernel"},
+    "route": {"route_kernel"},
+}
+OF_STEPS = {
+    "route": {"route_kernel"},
+    "experts_onto": {"tiny_up", "tiny_down"},
+    "linears": {"linears_one"},
+    "normed_linears": {"linears_one"},
+    "rope_attention": {"rope_attention_kernel"},
+}
+
+
+def test_kernels_of_prompts_and_steps_are_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[tuple[PlanAhead, Any]] = []
+
+    def begin(self: PlanAhead, call: Any, device: torch.device) -> None:
+        assert device == torch.device("cuda", 0)
+        begun.append((self, call))
+
+    monkeypatch.setattr(PlanAhead, "begin", begin)
+    with absent_gpu():
+        model = real.build("qwen3_moe", device="cuda", dtype=BF16, layers=2)
+        lease = moe_ops.compile(model)._moe_ops_generation.decoder.lease(1, 144)
+        ids = torch.full((1, 128), real.FIRST_PLAIN_TOKEN, device="cuda")
+        lease.read(ids, use_cache=True)
+        of_prompts = len(begun)
+        lease.steps.run(lease.code)
+    assert launched(begun[:of_prompts]) == OF_PROMPTS
+    assert launched(begun[of_prompts:]) == OF_STEPS
+
+
+def launched(begun: list[tuple[PlanAhead, Any]]) -> dict[str, set[str]]:
+    """The kernels of products, routers and attention by the op that would launch them."""
+    found = defaultdict(set)
+    with absent(90, Compiler()):
+        for plan, call in begun:
+            launches = collected(plan.calls(call)).launches
+            found[plan._op.name] |= {kernel.fn.__name__ for kernel, _, _ in launches}
+    sorts = {"sort_kernel", "count_kernel", "add_up_kernel", "place_kernel", "_tile_map"}
+    return {name: kernels - sorts for name, kernels in found.items()}
