@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch._inductor import config
-from triton import AsyncCompileMode, knobs
+from triton import AsyncCompileMode, FutureKernel, knobs
+from triton.compiler import CompiledKernel
 
 from moe_ops.interop.interrupts import let_through
 from moe_ops.kernels.triton.replay import Address, launches_go_to
@@ -55,18 +57,35 @@ def compiles() -> bool:
 
 
 def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
-    """Compile for the current device what calls on shadows launch; those that come first are begun
-    first. A launch of what does not compile raises what it raised without this."""
+    """Compile for the current device what calls on shadows launch, and load it; those that come
+    first are begun first. A launch of what does not compile raises what it raised without this."""
     if not compiles():
         return
     launches = collected(calls).launches
     pool = ThreadPoolExecutor(config.compile_threads, "moe_ops compiles")
     try:
         with AsyncCompileMode(pool, ignore_errors=True):
-            for kernel, args, options in launches:
-                kernel.warmup(*args, grid=(1,), **options)
+            made = [
+                kernel.warmup(*args, grid=(1,), **options) for kernel, args, options in launches
+            ]
+        if torch.cuda.is_available():
+            device = torch.cuda.current_device()
+            wait([pool.submit(_load, kernel, device) for kernel in _compiled(made)])
     finally:
         pool.shutdown(wait=False)  # what interrupts has not to wait for what was begun
+
+
+def _compiled(made: Iterable[Any]) -> list[CompiledKernel]:
+    """The kernels that a launch found or began, each once, without those that do not compile."""
+    kernels = [x.kernel if isinstance(x, FutureKernel) else x for x in made]
+    return [*{id(k): k for k in kernels if isinstance(k, CompiledKernel)}.values()]
+
+
+def _load(kernel: CompiledKernel, device: int) -> None:
+    """Load a kernel as its first launch does, for which older versions of Triton also have a C
+    compiler make a function for its arguments. One that does not fit raises there, again."""
+    with torch.cuda.device(device):
+        kernel.run  # noqa: B018 (a property that loads)
 
 
 def _typed(value: Any) -> Any:
