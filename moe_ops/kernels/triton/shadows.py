@@ -5,12 +5,12 @@ Their results are shadows, too, and inside a `Shadows` context so is all that is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 ALIGNMENT = 16  # bytes, the only multiple of which Triton asks where a tensor begins
 SOME_ROWS = 2
@@ -59,9 +59,20 @@ def _shadowed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = device or shadow.device
         return shadow.behind
 
-    args, kwargs = tree_map_only(Shadow, behind, (args, kwargs))
-    out = func(*args, **kwargs)
-    return tree_map_only(Tensor, lambda t: Shadow(t, torch.device(device or "cpu")), out)
+    out = func(*_each(Shadow, behind, args), **_each(Shadow, behind, kwargs))
+    return _each(Tensor, lambda t: Shadow(t, torch.device(device or "cpu")), out)
+
+
+def _each(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
+    """A value with what is of a kind changed, also in the lists, tuples and dicts that operators
+    take and return. torch's maps of trees take as long as all else together."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _each(kind, change, x) for name, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_each(kind, change, x) for x in value])
+    return value
 
 
 def shadow_of(t: Tensor, rows: int | None = None) -> Shadow:
