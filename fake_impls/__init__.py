@@ -9,6 +9,7 @@ per op, named as the op; results are always contiguous.
 from .activate import activate
 from .combine import combine
 from .combine_tokens import combine_tokens
+from .convolution_step import convolution_step
 from .delta_rule import delta_rule
 from .delta_rule_step import delta_rule_step
 from .dispatch import dispatch
@@ -34,6 +35,7 @@ __all__ = [
     "activate",
     "combine",
     "combine_tokens",
+    "convolution_step",
     "delta_rule",
     "delta_rule_step",
     "dispatch",

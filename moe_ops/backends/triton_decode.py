@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_ops.backends.triton_ahead import begins_alone
 from moe_ops.backends.triton_device import refuse_device
+from moe_ops.decode_ops.convolution_step import ConvolutionStepCall, convolution_step
 from moe_ops.decode_ops.delta_rule import DeltaRuleCall, delta_rule
 from moe_ops.decode_ops.delta_rule_step import EPS, DeltaRuleStepCall, delta_rule_step
 from moe_ops.decode_ops.linears import LinearsCall, linears
@@ -65,6 +66,17 @@ def supports_state(call: Any) -> str | None:
     for name, t in dense.items():
         if t is not None and t.stride(-1) != 1 and t.shape[-1] != 1:
             return f"{name} has the strides {t.stride()}; make its last axis contiguous"
+    return supports(call)
+
+
+def supports_convolution(call: ConvolutionStepCall) -> str | None:
+    """Why kernels cannot run one token of a convolution, or None."""
+    dense = {"state": call.state_BDW, "weight": call.weight_DW, "bias": call.bias_D}
+    for name, t in dense.items():
+        if t is not None and not t.is_contiguous():
+            return f"the {name} has the strides {t.stride()}; make it contiguous"
+    if call.x_BD.stride(1) != 1:
+        return f"x has the strides {call.x_BD.stride()}; make its rows contiguous"
     return supports(call)
 
 
@@ -168,4 +180,13 @@ def launch_state_space(call: StateSpaceScanCall) -> tuple[Tensor, Tensor]:
     from moe_ops.kernels.triton.decode.scans import scan_state_space
 
     out: tuple[Tensor, Tensor] = scan_state_space(*state_space_scan.arguments.flat(call))
+    return out
+
+
+@_kernels(convolution_step, supports_convolution)
+def launch_convolution(call: ConvolutionStepCall) -> Tensor:
+    from moe_ops.kernels.triton.decode.states import step_convolution
+
+    out: Tensor = step_convolution(*convolution_step.arguments.flat(call))
+    _changed(call.state_BDW)
     return out

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.decode_ops import (
+    convolution_step,
     delta_rule,
     delta_rule_step,
     experts_onto,
@@ -112,6 +113,7 @@ def state_calls() -> dict[Op, tuple[Any, ...]]:
     q_BND, gates_BH, heads_H = torch.ones(1, 2, 16), torch.ones(1, 2), torch.ones(2)
     q_BTND, gates_BTH, state_BHDV = q_BND[None], gates_BH[None], torch.ones(1, 2, 16, 16)
     return {
+        convolution_step: (heads_H[None], torch.ones(1, 2, 4), torch.ones(2, 4)),
         delta_rule_step: (q_BND, q_BND, q_BND, -gates_BH, gates_BH, state_BHDV, 0.25),
         delta_rule: (q_BTND, q_BTND, q_BTND, -gates_BTH, gates_BTH, state_BHDV, 0.25),
         state_space_step: (q_BND, gates_BH, -heads_H, q_BND, q_BND, state_BHDV),

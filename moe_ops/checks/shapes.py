@@ -27,7 +27,8 @@ in the attention and the linear layers of decoding:
     R  width of a latent           C  slots that were chosen
     W  angles                      N  rows of a linear layer, K its columns
 
-where H are the heads of the state in linear attention and in state spaces,
+where H are the heads of the state in linear attention and in state spaces, D are the channels of a
+convolution and W its tokens,
 
 and inside kernels:
 

@@ -5,6 +5,7 @@ They are no stages of a layer, so they have a registry of their own,
 `moe_ops.registry.spec.DECODE_OPS`; passes and stand-ins put them into graphs. One file per op.
 """
 
+from moe_ops.decode_ops.convolution_step import convolution_step
 from moe_ops.decode_ops.delta_rule import delta_rule
 from moe_ops.decode_ops.delta_rule_step import delta_rule_step
 from moe_ops.decode_ops.experts_onto import experts_onto
@@ -17,6 +18,15 @@ from moe_ops.decode_ops.state_space_scan import state_space_scan
 from moe_ops.decode_ops.state_space_step import state_space_step
 
 __all__ = [
-    "delta_rule", "delta_rule_step", "experts_onto", "linears", "normed_linears", "one_query",
-    "one_query_latents", "rope_attention", "state_space_scan", "state_space_step",
-]  # fmt: skip
+    "convolution_step",
+    "delta_rule",
+    "delta_rule_step",
+    "experts_onto",
+    "linears",
+    "normed_linears",
+    "one_query",
+    "one_query_latents",
+    "rope_attention",
+    "state_space_scan",
+    "state_space_step",
+]

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-from moe_ops.decode_ops import delta_rule, delta_rule_step, state_space_scan, state_space_step
+from moe_ops.decode_ops import (
+    convolution_step,
+    delta_rule,
+    delta_rule_step,
+    state_space_scan,
+    state_space_step,
+)
+from moe_ops.generation.one_query import has_kernels
 
 ACTIVATIONS = (None, "silu", "swish")
 
@@ -34,6 +41,7 @@ def chunked_delta_rule(
     if initial_state is not None and initial_state.dtype != torch.float32:
         return None
     scale, normalize = query.shape[-1] ** -0.5, use_qk_l2norm_in_kernel
+    query, key, value = map(_dense, (query, key, value))
     out, state = delta_rule(query, key, value, g, beta, initial_state, scale, normalize)
     return out, state if output_final_state else None
 
@@ -57,7 +65,12 @@ def stepped_delta_rule(
     state, one = initial_state, query.shape[1] == 1
     if state is None or state.dtype != torch.float32 or not (one and output_final_state):
         return None
-    given = (query[:, 0], key[:, 0], value[:, 0], g[:, 0], beta[:, 0])
+    heads = (_dense(x[:, 0]) for x in (query, key, value))
+    if g.dim() == beta.dim():  # then both come out of one kernel
+        gates = torch.stack([g[:, 0].float(), beta[:, 0].float()]).unbind()
+    else:
+        gates = g[:, 0], beta[:, 0]
+    given = (*heads, *gates)
     scale = query.shape[-1] ** -0.5
     return delta_rule_step(*given, state, scale, use_qk_l2norm_in_kernel)[:, None], state
 
@@ -82,6 +95,7 @@ def scanned(
         return None
     if others.get("z") is not None or (D is not None and D.dim() != 1):
         return None
+    hidden_states, B, C = map(_dense, (hidden_states, B, C))
     out, state = state_space_scan(
         hidden_states, dt, A, B, C, initial_states, *map(float, dt_limit), D, dt_bias, dt_softplus
     )
@@ -113,6 +127,7 @@ def updated_state(
             t = t[..., 0] if repeated == 1 else t[..., 0, 0]
         of_heads.append(t)
     dt_BH, a_H, skip_H, dt_bias_H = of_heads
+    hidden_states, B, C = map(_dense, (hidden_states, B, C))
     return state_space_step(hidden_states, dt_BH, a_H, B, C, state, skip_H, dt_bias_H, dt_softplus)
 
 
@@ -127,8 +142,11 @@ def convolved(
     around them."""
     if activation not in ACTIVATIONS:
         return None
-    before = weight.shape[-1] - 1
-    return _of_windows(pad(hidden_states, (before, 0)), weight, bias, activation)
+    x, taps, T = hidden_states.transpose(1, 2), weight.shape[-1], hidden_states.shape[-1]
+    x = pad(x, (0, 0, taps - 1, 0))  # tokens by channels, as what comes behind reads them
+    wide = weight.float()
+    out = sum(x[:, i : i + T].float() * wide[:, i] for i in range(taps))
+    return _activated(out, bias, activation).to(x.dtype).transpose(1, 2)
 
 
 def convolved_step(
@@ -140,20 +158,25 @@ def convolved_step(
 ) -> Tensor | None:
     """The next token [B, C, 1] of a causal convolution, whose state of the last inputs moves on in
     place."""
-    before, kept = weight.shape[-1] - 1, conv_state.shape[-1]
-    if activation not in ACTIVATIONS or hidden_states.shape[-1] != 1 or kept < before:
+    taps, kept = weight.shape[-1], conv_state.shape[-1]
+    if activation not in ACTIVATIONS or hidden_states.shape[-1] != 1 or not 0 < taps <= kept + 1:
         return None
-    x = torch.cat([conv_state, hidden_states], -1).to(weight.dtype)
-    conv_state.copy_(x[..., -kept:])
-    out = _of_windows(x[..., kept - before :], weight, bias, activation)
-    return out.to(hidden_states.dtype)
+    x = hidden_states[..., 0]
+    if has_kernels(x):
+        given = x if x.stride(1) == 1 else x.contiguous()
+        return convolution_step(given, conv_state, weight, bias, activation is not None)[..., None]
+    # A compiler fuses this with what is around it.
+    y = torch.cat([conv_state, hidden_states.to(conv_state.dtype)], -1)
+    conv_state.copy_(y[..., 1:])
+    out = (y[..., kept - taps + 1 :].float() * weight.float()).sum(-1)
+    return _activated(out, bias, activation).to(hidden_states.dtype)[..., None]
 
 
-def _of_windows(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """[B, C, T - W + 1] of [B, C, T]: the sum of each W neighbours, weighted by [C, W]."""
-    width = weight.shape[-1]
-    size, wide = x.shape[-1] - width + 1, weight.float()
-    out = sum(x[..., i : i + size].float() * wide[:, i, None] for i in range(width))
-    assert isinstance(out, Tensor)
-    out = out if bias is None else out + bias.float()[:, None]
-    return (out if activation is None else silu(out)).to(x.dtype)
+def _activated(x: Any, bias: Tensor | None, activation: str | None) -> Tensor:
+    x = x if bias is None else x + bias.float()
+    return x if activation is None else silu(x)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Heads whose numbers lie side by side, as kernels read them."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 from moe_ops.generation import linear_functions
@@ -44,7 +45,7 @@ def agree(function: Function, kind: Kind) -> bool:
 def _same(function: Function, kind: Kind, sample: Callable[[], Sample]) -> bool:
     """Whether a function gives what ours does for a call, and leaves the same in its tensors."""
     left = []
-    with torch.no_grad():
+    with torch.no_grad(), unset_fake_temporarily():
         for run in (kind.ours, function):
             args, kwargs = sample()
             try:

@@ -29,7 +29,7 @@ def steps() -> dict[str, Any]:
 
 
 def linear_layers() -> dict[str, tuple[Any, ...]]:
-    """One token, and three, of layers that keep a state."""
+    """One token, and three, of layers that keep a state, and of the convolutions before them."""
     T, H, N, D, V = 3, 4, 2, 16, 8
     q, k, v = torch.randn(2, T, N, D), torch.randn(2, T, N, D), torch.randn(2, T, H, V)
     g, beta, ones = -torch.rand(2, T, H), torch.rand(2, T, H), torch.ones(H)
@@ -39,7 +39,9 @@ def linear_layers() -> dict[str, tuple[Any, ...]]:
     one_rule, one_space = (
         [t[:, 0] if t.dim() > 1 else t for t in given] for given in (rule, space)
     )  # fmt: skip
+    x, inputs, weight = torch.randn(2, D), torch.randn(2, D, 4), torch.randn(D, 4)
     return {
+        "convolution_step": (x, inputs, weight, torch.randn(D), True),
         "delta_rule": (*rule, state, 0.25, True),
         "delta_rule_step": (*one_rule, state, 0.25, True),
         "state_space_scan": (*space, state.mT.contiguous(), 0.0, 0.5, *of_heads),

@@ -16,8 +16,11 @@ from torch import Tensor, fx, nn
 from transformers import DynamicCache
 
 import moe_ops
+from moe_ops.backends.triton_decode import supports_convolution, supports_state
+from moe_ops.generation import linear_functions
 from moe_ops.generation.linear_functions import convolved, convolved_step
 from moe_ops.generation.linear_layers import WithOurFunctions, functions_of, give_ours, in_place_of
+from moe_ops.registry.spec import DECODE_OPS
 from moe_ops.testing import BF16, TOL, Tol, assert_close
 from moe_ops.twin import Twin
 from tests.hf import families
@@ -71,9 +74,14 @@ class Graphs:
         self.seen.append(graph)
         return graph
 
+    def calls(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """The calls of our ops, with fake tensors."""
+        nodes = [n for g in self.seen for n in g.graph.nodes if "moe_ops." in str(n.target)]
+        given = (fx.node.map_arg(n.args, lambda x: x.meta["example_value"]) for n in nodes)
+        return [(str(n.target).split(".")[1], args) for n, args in zip(nodes, given, strict=True)]
+
     def ops(self) -> set[str]:
-        targets = [str(n.target) for g in self.seen for n in g.graph.nodes]
-        return {t.split(".")[1] for t in targets if t.startswith("moe_ops.")}
+        return {name for name, _ in self.calls()}
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +127,27 @@ def test_one_graph_serves_all_lengths(family: str) -> None:
         torch._dynamo.mark_dynamic(x, 1)
         assert_close(call(x, cache_of(family)), stock(x, cache_of(family)), NEAR, f"{T} tokens")
     assert len(graphs.seen) == 1
+
+
+@each_family
+@torch.no_grad()
+def test_kernels_take_what_layers_give(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where the convolution of a step is an op, too."""
+    monkeypatch.setattr(linear_functions, "has_kernels", lambda x: True)
+    stock, ours = twins(family)
+    theirs, own, graphs = cache_of(family), cache_of(family), Graphs()
+    call = compiled(ours, graphs)
+    for T in (9, 1, 1):
+        x = torch.randn(2, T, width(stock))
+        if T > 1:
+            torch._dynamo.mark_dynamic(x, 1)
+        assert_close(call(x, own), stock(x, theirs), NEAR, f"{T} tokens")
+        for a, b in zip(states(own, ours), states(theirs, stock), strict=True):
+            assert_close(a, b, NEAR, "state")
+    assert graphs.ops() == FAMILIES[family] | {"convolution_step"}
+    for name, args in graphs.calls():
+        supports = supports_convolution if name == "convolution_step" else supports_state
+        assert supports(DECODE_OPS[name].call(*args)) is None, name
 
 
 @torch.no_grad()

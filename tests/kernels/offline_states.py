@@ -18,10 +18,12 @@ STATES = [(16, 32, 128, 128), (8, 64, 128, 64), (4, 4, 256, 128), (2, 4, 24, 40)
 
 def with_states() -> Iterator[tuple[str, Callable[[], Any]]]:
     for sizes in STATES:
+        _, H, _, V = sizes
         for B in (1, 32):
             for channels in (False, True):
                 call = functools.partial(delta_rule, B, *sizes, channels)
                 yield f"delta rule {B} {sizes} {channels}", call
+            yield f"convolution {B} {sizes}", functools.partial(convolution, B, H * V)
             yield f"state space {B} {sizes}", functools.partial(state_space, B, *sizes)
 
 
@@ -45,3 +47,7 @@ def state_space(B: int, N: int, H: int, D: int, V: int) -> None:
     states.step_state_space(x, empty(B, H), of_heads, b, b, state, *rest)
     x, dt, b = (t[:, None].expand(-1, 33, *t.shape[1:]) for t in (x, empty(B, H), b))
     scans.scan_state_space(x, dt, of_heads, b, b, state if B > 1 else None, 0.0, 1.0, *rest)
+
+
+def convolution(B: int, D: int) -> None:
+    states.step_convolution(empty(B, D), empty(B, D, 4), empty(D, 4), empty(D), True)

@@ -23,6 +23,7 @@ FLOATS = EXPERTS | {
     "sum_kernel", "one_query_kernel", "one_query_merge", "linears_one", "linears_few",
     "rope_kernel", "rope_attention_kernel", "_tile_map", "_grouped", "delta_rule_step_kernel",
     "state_space_step_kernel", "delta_rule_kernel", "state_space_kernel",
+    "convolution_step_kernel",
 }  # fmt: skip
 KERNELS = {
     "some_floats": FLOATS,

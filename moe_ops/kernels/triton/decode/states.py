@@ -1,9 +1,10 @@
-"""One token of layers that keep a state for each head: the gated delta rule and state spaces.
+"""One token of layers that keep a state: the gated delta rule, state spaces, convolutions.
 
-    delta_rule_step_kernel     a part of the columns of a state [D, V]
-    state_space_step_kernel    a part of the rows of a state [V, D]
+    delta_rule_step_kernel     a part of the columns of a head's state [D, V]
+    state_space_step_kernel    a part of the rows of a head's state [V, D]
+    convolution_step_kernel    some channels of a state [D, W]
 
-Every program reads its part of one state at once, and writes it once. Both sums that the delta rule
+Every program reads its part of a state at once, and writes it once. Both sums that the delta rule
 takes are over what was read: the second, over what is written, follows from them. Each launch waits
 for the one before at once, as a state may come from it.
 """
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.decode.one_query_plan import power_of_two
-from moe_ops.kernels.triton.decode.states_plan import WARPS, part_of
+from moe_ops.kernels.triton.decode.states_plan import CHANNELS, WARPS, part_of
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options, take_turn
 
 
@@ -212,3 +213,71 @@ def step_length(dt, SOFTPLUS: tl.constexpr):
     sum = 1.0 + x
     small = tl.log(sum) * (x / tl.where(sum == 1.0, 1.0, sum - 1.0))
     return tl.where(dt > 20.0, dt, tl.where(sum == 1.0, x, small))
+
+
+@on_its_device
+def step_convolution(
+    x_BD: Tensor,
+    state_BDW: Tensor,
+    weight_DW: Tensor,
+    bias_D: Tensor | None = None,
+    silu: bool = False,
+) -> Tensor:
+    """The op `convolution_step` of arguments whose rows and state are contiguous."""
+    B, D, kept = state_BDW.shape
+    out_BD = torch.empty(B, D, dtype=x_BD.dtype, device=x_BD.device)
+    if out_BD.numel() == 0:
+        return out_BD
+    blocks = -(-D // CHANNELS)
+    convolution_step_kernel[(B * blocks,)](
+        x_BD,
+        state_BDW,
+        weight_DW,
+        weight_DW if bias_D is None else bias_D,
+        out_BD,
+        x_BD.stride(0),
+        D=D,
+        BD=CHANNELS,
+        BLOCKS=blocks,
+        KEPT=kept,
+        W=weight_DW.shape[1],
+        BIAS=bias_D is not None,
+        SILU=silu,
+        num_warps=WARPS,
+        **pdl_options(x_BD),
+    )
+    return out_BD
+
+
+@triton.jit
+def convolution_step_kernel(
+    x_ptr, state_ptr, w_ptr, bias_ptr, out_ptr, x_row,
+    D: tl.constexpr, BD: tl.constexpr, BLOCKS: tl.constexpr, KEPT: tl.constexpr, W: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BD channels of a sequence. An input of a channel is read and written by one
+    thread, so that none is overwritten before it is read."""
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    channels = tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
+    inside = channels < D
+    state_ptr += (row * D + channels) * KEPT
+    take_turn(PDL)
+    x = tl.load(x_ptr + row * x_row + channels, mask=inside, other=0.0)
+    last = tl.load(w_ptr + channels * W + W - 1, mask=inside, other=0.0)
+    out = x.to(tl.float32) * last.to(tl.float32)
+    for i in tl.static_range(KEPT):
+        y = tl.load(state_ptr + i, mask=inside, other=0.0)
+        if i > 0:
+            tl.store(state_ptr + i - 1, y, mask=inside)
+        if i >= KEPT - W + 1:
+            at = i - (KEPT - W + 1)
+            weight = tl.load(w_ptr + channels * W + at, mask=inside, other=0.0)
+            out += y.to(tl.float32) * weight.to(tl.float32)
+    if KEPT > 0:
+        tl.store(state_ptr + KEPT - 1, x.to(state_ptr.dtype.element_ty), mask=inside)
+    if BIAS:
+        out += tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        out = out / (1.0 + tl.exp(-out))
+    tl.store(out_ptr + row * D + channels, out.to(out_ptr.dtype.element_ty), mask=inside)

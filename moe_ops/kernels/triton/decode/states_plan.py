@@ -7,6 +7,7 @@ from moe_ops.kernels.triton.decode.one_query_plan import power_of_two
 MOST_WIDTH = 256  # of what a program holds whole: a column of a state [D, V], a row of one [V, D]
 TILE = 4096  # numbers of a state that a program of a step holds
 WARPS = 4
+CHANNELS = 128  # of a convolution that a program of a step holds
 SCAN_TILE = 1024  # and one that goes through a prompt
 SCAN_WARPS = 1
 
