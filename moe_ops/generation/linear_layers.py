@@ -44,7 +44,8 @@ def give_ours(twin: nn.Module, model: nn.Module) -> None:
         found = {name: in_place_of(function) for name, function in functions_of(kind).items()}
         for name in {n for n, made in found.items() if made is None} - told:
             told.add(name)
-            log.info("%s keeps its %s, which computes something else", kind.__name__, name)
+            text = "%s keeps its %s: ours is not known to compute the same"
+            log.info(text, kind.__name__, name)
         ours = frozenset((name, made) for name, made in found.items() if made is not None)
         try:
             module.__class__ = with_functions(kind, ours) if ours else kind
@@ -75,24 +76,43 @@ def _called_by(method: Function) -> dict[str, Function]:
     """The functions among the globals that a method, without its decorators, mentions."""
     function = inspect.unwrap(method)
     named = {n: function.__globals__.get(n) for n in function.__code__.co_names}
-    return {n: f for n, f in named.items() if inspect.isfunction(f)}
+    return {n: f for n, f in named.items() if inspect.isfunction(f) or isinstance(f, nn.Module)}
 
 
 def kind_of(function: Function) -> Kind | None:
-    """The kind of function whose parameters one has, without what it may be replaced by."""
-    return KINDS.get(parameters_of(inspect.unwrap(function)))
+    """The kind of function whose parameters one has."""
+    if isinstance(function, nn.Module):
+        return KINDS.get(parameters_of(type(function).forward)[1:])
+    return KINDS.get(parameters_of(function))
+
+
+def plain(function: Function) -> Function | None:
+    """What a function of transformers was before it was decorated to be replaced, by a package's or
+    one of the hub; None where that is not to be found, or another was already put in its place."""
+    if isinstance(function, nn.Module):  # as the package `kernels` has functions
+        held = [cell.cell_contents for cell in type(function).forward.__closure__ or ()]
+        found = [value for value in held if inspect.isfunction(value)]
+        if "forward" in vars(function) or len(found) != 1:
+            return None
+        (function,) = found
+    return inspect.unwrap(function)
+
+
+def in_place_of(function: Function) -> Function | None:
+    """A function that computes by ours what one of transformers does, where a compiler reads it;
+    None if it is not known to compute the same."""
+    own = plain(function)
+    return None if own is None else _in_place_of(function, own)
 
 
 @functools.cache
-def in_place_of(function: Function) -> Function | None:
-    """A function that computes by ours what one of transformers does, where a compiler reads it;
-    None if ours computes something else."""
+def _in_place_of(function: Function, own: Function) -> Function | None:
     kind = kind_of(function)
-    if kind is None or not agree(inspect.unwrap(function), kind):
+    if kind is None or not agree(own, kind):
         return None
     ours = kind.ours
 
-    @functools.wraps(function)
+    @functools.wraps(own)
     def ours_or_own(*args: Any, **kwargs: Any) -> Any:
         compiling = torch.compiler.is_compiling() and not torch.is_grad_enabled()
         if compiling and all(kwargs.get(name) is None for name in PACKED):

@@ -180,7 +180,8 @@ def test_every_function_is_ours_but_that_of_the_first_mamba(
         stock, _ = twins(family)
         kept = {n for n, f in functions_of(type(stock)).items() if in_place_of(f) is None}
         assert kept == ({"mamba_selective_state_update"} if family == "jamba" else set())
-    said = "JambaMambaMixer keeps its mamba_selective_state_update, which computes something else"
+    name = "mamba_selective_state_update"
+    said = f"JambaMambaMixer keeps its {name}: ours is not known to compute the same"
     assert [r.message for r in caplog.records] == [said]
 
 
@@ -202,32 +203,63 @@ def test_the_model_stays_as_it_was() -> None:
         assert torch.equal(made(x), layer(x))
 
 
+def of_package(function: Any) -> Any:
+    """As transformers has a function where a package is installed: around its own."""
+
+    @functools.wraps(inspect.unwrap(function))
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a package's function was called")
+
+    return wrapped
+
+
+def of_hub(function: Any) -> Any:
+    """As it has one where it can be replaced by a kernel of the hub: as a module."""
+    function = of_package(function)
+
+    class Func(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+    signature = inspect.signature(function)
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [own, *signature.parameters.values()]
+    Func.forward.__signature__ = signature.replace(parameters=parameters)
+    return Func()
+
+
+def replaced_by_hub(function: Any) -> Any:
+    made = of_hub(function)
+    made.forward = lambda *args, **kwargs: function(*args, **kwargs)
+    return made
+
+
+@pytest.mark.parametrize("wrap", [of_package, of_hub, replaced_by_hub])
 @torch.no_grad()
-def test_functions_of_packages_are_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers has them where a package is installed: around its own function."""
+def test_functions_of_others(wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of packages are replaced as well; a kernel that was chosen stays."""
     stock, _ = twins("qwen3_next")
     method = inspect.unwrap(type(stock).forward)
-
-    def of_package(function: Any) -> Any:
-        @functools.wraps(inspect.unwrap(function))
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            raise AssertionError("a package's function was called")
-
-        return wrapped
-
     x = torch.randn(2, 9, width(stock))
     want = stock(x, cache_of("qwen3_next"))
+    functions, graphs = functions_of(type(stock)), Graphs()
+    assert len(functions) == 4
     with monkeypatch.context() as patch:
-        for name, function in functions_of(type(stock)).items():
-            patch.setitem(method.__globals__, name, of_package(function))
+        for name, function in functions.items():
+            patch.setitem(method.__globals__, name, wrap(function))
         functions_of.cache_clear()
         try:
-            _, ours = twins("qwen3_next")
+            model = families.build("qwen3_next").model
+            twin = Twin(model).module
+            give_ours(twin, model)
         finally:
             functions_of.cache_clear()
-        graphs = Graphs()
-        got = compiled(ours, graphs)(x, cache_of("qwen3_next"))
-    assert graphs.ops() == {"delta_rule"}
+        path = next(n for n, m in model.named_modules() if type(m) is type(stock))
+        layer = twin.get_submodule(path)
+        got = compiled(layer, graphs)(x, cache_of("qwen3_next"))
+    kept = wrap is replaced_by_hub
+    assert graphs.ops() == (set() if kept else {"delta_rule"})
+    assert isinstance(layer, WithOurFunctions) is not kept
     assert_close(got, want, NEAR, "out")
 
 
@@ -300,10 +332,10 @@ def test_packed_sequences_are_a_packages_matter(name: str) -> None:
     function = inspect.unwrap(functions_of(type(stock))["torch_chunk_gated_delta_rule"])
 
     @functools.wraps(function)
-    def of_package(*args: Any, **kwargs: Any) -> str:
+    def packed(*args: Any, **kwargs: Any) -> str:
         return "of the package"
 
-    made = in_place_of(of_package)
+    made = in_place_of(packed)
     assert made is not None
     q, gates = torch.randn(1, 9, 2, 4), torch.rand(1, 9, 2)
     call = torch.compile(lambda **packed: made(q, q, q, -gates, gates, **packed), backend="eager")
