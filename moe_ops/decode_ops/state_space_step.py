@@ -28,6 +28,7 @@ class StateSpaceStepCall:
     skip_H: Tensor | None = None
     dt_bias_H: Tensor | None = None
     softplus: bool = False
+    ahead: bool = False
 
     MUTATED: ClassVar[tuple[str, ...]] = ("state_BHVD",)
 
@@ -90,7 +91,8 @@ def state_space_step(call: StateSpaceStepCall) -> Tensor:
     with dt = dt[b, h] + dt_bias[h], of which the softplus is taken if `softplus`. [B, H, V], of the
     dtype of x. The state is float32 and is written in place. H / N heads share a b and a c; no skip
     and no dt_bias count as 0. All sums are in float32. On a GPU it is one launch, which reads and
-    writes the state once. Raises ValueError for what `refusal` names.
+    writes the state once; if `ahead`, it may read it ahead of the end of the launch before: what
+    wrote it must have ended two launches ago. Raises ValueError for what `refusal` names.
     """
     H = call.x_BHV.shape[1]
     x_BHV, S = call.x_BHV.float(), call.state_BHVD

@@ -60,7 +60,7 @@ def stepped_delta_rule(
     """One token by the gated delta rule.
 
     The state is written in place, and is what is given back: a layer hands it to the cache that it
-    had it from.
+    had it from. It was written before the layer's projections and its convolution.
     """
     state, one = initial_state, query.shape[1] == 1
     if state is None or state.dtype != torch.float32 or not (one and output_final_state):
@@ -72,7 +72,8 @@ def stepped_delta_rule(
         gates = g[:, 0], beta[:, 0]
     given = (*heads, *gates)
     scale = query.shape[-1] ** -0.5
-    return delta_rule_step(*given, state, scale, use_qk_l2norm_in_kernel)[:, None], state
+    out = delta_rule_step(*given, state, scale, use_qk_l2norm_in_kernel, ahead=True)
+    return out[:, None], state
 
 
 def scanned(
@@ -115,20 +116,22 @@ def updated_state(
     z: Tensor | None = None,
     **others: Any,
 ) -> Tensor | None:
-    """One token through Mamba2's state space, with what is one number for a head repeated."""
+    """One token through Mamba2's state space, with what is one number for a head repeated. The
+    state was written before the layer's projections and its convolution."""
     if state.dtype != torch.float32 or z is not None or state.dim() != 4:
         return None
-    of_heads = []
+    heads = []
     for t, repeated in ((dt, 1), (A, 2), (D, 1), (dt_bias, 1)):
         if t is not None:
             axes = range(t.dim() - repeated, t.dim())
             if any(t.stride(axis) != 0 and t.shape[axis] != 1 for axis in axes):
                 return None
             t = t[..., 0] if repeated == 1 else t[..., 0, 0]
-        of_heads.append(t)
-    dt_BH, a_H, skip_H, dt_bias_H = of_heads
+        heads.append(t)
+    dt_BH, a_H, skip_H, dt_bias_H = heads
     hidden_states, B, C = map(_dense, (hidden_states, B, C))
-    return state_space_step(hidden_states, dt_BH, a_H, B, C, state, skip_H, dt_bias_H, dt_softplus)
+    of_heads = (skip_H, dt_bias_H, dt_softplus)
+    return state_space_step(hidden_states, dt_BH, a_H, B, C, state, *of_heads, ahead=True)
 
 
 def convolved(

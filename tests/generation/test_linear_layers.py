@@ -19,10 +19,9 @@ from transformers import DynamicCache
 import moe_ops
 from moe_ops.backends.triton_decode import supports_convolution, supports_state
 from moe_ops.generation import linear_functions
-from moe_ops.generation.linear_functions import convolved, convolved_step
 from moe_ops.generation.linear_layers import WithOurFunctions, functions_of, give_ours, in_place_of
 from moe_ops.registry.spec import DECODE_OPS
-from moe_ops.testing import BF16, TOL, Tol, assert_close
+from moe_ops.testing import TOL, Tol, assert_close
 from moe_ops.twin import Twin
 from tests.chosen import those_of
 from tests.hf import families
@@ -349,44 +348,6 @@ def test_packed_sequences_are_a_packages_matter(name: str) -> None:
     assert isinstance(call(**{name: None}), tuple)
     assert call(**{name: torch.tensor([0, 4, 9])}) == "of the package"
     assert made(q, q, q, -gates, gates) == "of the package"  # uncompiled
-
-
-def of_transformers(name: str) -> Any:
-    stock, _ = twins("qwen3_next")
-    return inspect.unwrap(functions_of(type(stock))[name])
-
-
-@pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_convolutions(activation: str | None, bias: bool) -> None:
-    weight, b = torch.randn(6, 4), torch.randn(6) if bias else None
-    for T in (1, 3, 4, 9):
-        x = torch.randn(2, 6, T)
-        want = of_transformers("causal_conv1d_fn")(x, weight, b, activation=activation)
-        assert_close(convolved(x, weight, b, activation), want, NEAR, f"{T} tokens")
-    for kept in (3, 4, 7):  # inputs in the state
-        state, x = torch.randn(2, 6, kept), torch.randn(2, 6, 1)
-        theirs = state.clone()
-        want = of_transformers("causal_conv1d_update")(x, theirs, weight, b, activation)
-        assert_close(convolved_step(x, state, weight, b, activation), want, NEAR, "step")
-        assert torch.equal(state, theirs)
-
-
-def test_convolutions_of_sixteen_bits_are_rounded_once() -> None:
-    x, state, weight = (torch.randn(2, 6, n).to(BF16) for n in (9, 4, 4))
-    weight = weight[0]
-    wide = convolved(x.float(), weight.float())
-    assert torch.equal(convolved(x, weight), wide.to(BF16))
-    step = convolved_step(x[..., :1], state.clone(), weight)
-    wide = convolved_step(x[..., :1].float(), state.float(), weight.float())
-    assert torch.equal(step, wide.to(BF16))
-
-
-def test_other_convolutions_are_not_ours() -> None:
-    x, weight = torch.randn(2, 6, 9), torch.randn(6, 4)
-    assert convolved(x, weight, None, "gelu") is None
-    assert convolved_step(x, torch.randn(2, 6, 4), weight) is None  # more tokens than one
-    assert convolved_step(x[..., :1], torch.randn(2, 6, 2), weight) is None  # too few kept
 
 
 @pytest.mark.slow

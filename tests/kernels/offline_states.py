@@ -35,7 +35,7 @@ def delta_rule(B: int, N: int, H: int, D: int, V: int, channels: bool) -> None:
     gates = empty(B, H, D, dtype=torch.float32) if channels else empty(B, H, dtype=torch.float32)
     q, v, state = empty(B, N, D), empty(B, H, V), empty(B, H, D, V, dtype=torch.float32)
     given = (q, q, v, gates, empty(B, H))
-    states.step_delta_rule(*given, state, 0.088, True, eps=1e-6)
+    states.step_delta_rule(*given, state, 0.088, True, ahead=B == 1, eps=1e-6)
     many = (t[:, None].expand(-1, 33, *t.shape[1:]) for t in given)
     scans.scan_delta_rule(*many, state if B > 1 else None, 0.088, True, eps=1e-6)
 
@@ -44,7 +44,7 @@ def state_space(B: int, N: int, H: int, D: int, V: int) -> None:
     x, b, state = empty(B, H, V), empty(B, N, D), empty(B, H, V, D, dtype=torch.float32)
     of_heads = empty(H, dtype=torch.float32)
     rest = (of_heads, empty(H), True)
-    states.step_state_space(x, empty(B, H), of_heads, b, b, state, *rest)
+    states.step_state_space(x, empty(B, H), of_heads, b, b, state, *rest, ahead=B == 1)
     x, dt, b = (t[:, None].expand(-1, 33, *t.shape[1:]) for t in (x, empty(B, H), b))
     scans.scan_state_space(x, dt, of_heads, b, b, state if B > 1 else None, 0.0, 1.0, *rest)
 

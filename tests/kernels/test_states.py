@@ -115,14 +115,14 @@ def check_space(given: dict[str, Any], tol: Tol, **plan: int) -> None:
 def test_the_delta_rule(size: tuple[int, ...], channels: bool) -> None:
     given = delta_step(size, channels=channels)
     check_delta(given, TOL)
-    check_delta({**given, "normalize": False, "scale": 0.3}, TOL)
+    check_delta({**given, "normalize": False, "scale": 0.3, "ahead": True}, TOL)
 
 
 @each_size
 def test_a_state_space(size: tuple[int, ...]) -> None:
     given = space_step(size)
     check_space(given, TOL)
-    check_space({**given, "skip_H": None, "dt_bias_H": None}, TOL)
+    check_space({**given, "skip_H": None, "dt_bias_H": None, "ahead": True}, TOL)
     dt = given["dt_BH"].abs().clamp(max=2)
     check_space({**given, "dt_BH": dt, "dt_bias_H": None, "softplus": False}, TOL)
 

@@ -6,7 +6,7 @@
 
 Every program reads its part of a state at once, and writes it once. Both sums that the delta rule
 takes are over what was read: the second, over what is written, follows from them. Each launch waits
-for the one before at once, as a state may come from it.
+for the one before at once, as a state may come from it, unless it is told that it does not.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def step_delta_rule(
     state_BHDV: Tensor,
     scale: float,
     normalize: bool,
+    ahead: bool = False,
     *,
     eps: float,
     part: int | None = None,
@@ -67,6 +68,7 @@ def step_delta_rule(
         NORMALIZE=normalize,
         EPS=eps,
         SCALE=scale,
+        AHEAD=ahead,
         num_warps=warps,
         **pdl_options(q_BND),
     )
@@ -79,7 +81,7 @@ def delta_rule_step_kernel(
     q_row, q_head, k_row, k_head, v_row, v_head, g_row, g_head, beta_row, beta_head,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, BLOCKS: tl.constexpr, CHANNELS: tl.constexpr, NORMALIZE: tl.constexpr,
-    EPS: tl.constexpr, SCALE: tl.constexpr,
+    EPS: tl.constexpr, SCALE: tl.constexpr, AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a sequence and a head, BV columns of its state."""
@@ -91,8 +93,11 @@ def delta_rule_step_kernel(
     in_D, in_V = dims < D, columns < V
     at = pair * D * V + dims[:, None] * V + columns[None, :]
     inside = in_D[:, None] & in_V[None, :]
+    if AHEAD:
+        state = tl.load(state_ptr + at, mask=inside, other=0.0)
     take_turn(PDL)
-    state = tl.load(state_ptr + at, mask=inside, other=0.0)
+    if not AHEAD:
+        state = tl.load(state_ptr + at, mask=inside, other=0.0)
     q = tl.load(q_ptr + row * q_row + key * q_head + dims, mask=in_D, other=0.0).to(tl.float32)
     k = tl.load(k_ptr + row * k_row + key * k_head + dims, mask=in_D, other=0.0).to(tl.float32)
     v = tl.load(v_ptr + row * v_row + head * v_head + columns, mask=in_V, other=0.0)
@@ -125,6 +130,7 @@ def step_state_space(
     skip_H: Tensor | None = None,
     dt_bias_H: Tensor | None = None,
     softplus: bool = False,
+    ahead: bool = False,
     *,
     part: int | None = None,
     warps: int = WARPS,
@@ -161,6 +167,7 @@ def step_state_space(
         SKIP=skip_H is not None,
         BIAS=dt_bias_H is not None,
         SOFTPLUS=softplus,
+        AHEAD=ahead,
         num_warps=warps,
         **pdl_options(x_BHV),
     )
@@ -173,7 +180,7 @@ def state_space_step_kernel(
     x_row, x_head, dt_row, dt_head, b_row, b_head, c_row, c_head,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
+    SOFTPLUS: tl.constexpr, AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a sequence and a head, BV rows of its state."""
@@ -185,8 +192,11 @@ def state_space_step_kernel(
     in_D, in_V = dims < D, rows < V
     at = pair * V * D + rows[:, None] * D + dims[None, :]
     inside = in_V[:, None] & in_D[None, :]
+    if AHEAD:
+        state = tl.load(state_ptr + at, mask=inside, other=0.0)
     take_turn(PDL)
-    state = tl.load(state_ptr + at, mask=inside, other=0.0)
+    if not AHEAD:
+        state = tl.load(state_ptr + at, mask=inside, other=0.0)
     x = tl.load(x_ptr + row * x_row + head * x_head + rows, mask=in_V, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + row * b_row + group * b_head + dims, mask=in_D, other=0.0).to(tl.float32)
     c = tl.load(c_ptr + row * c_row + group * c_head + dims, mask=in_D, other=0.0).to(tl.float32)
