@@ -91,6 +91,10 @@ def compile(
     or router logits, and with caches other than transformers' dynamic ones of keys and values; the
     reason is logged at INFO. Results are the caller's: no later call changes them.
 
+    Linear attention, state spaces and the convolutions before them are our ops in compiled code,
+    and prompts of all lengths have one graph. Each is computed by ours only if it gives, on a few
+    numbers, what the model's own function does; which does not is logged at INFO.
+
     The twin of a transformers model has our `generate`, with transformers' arguments and results:
     prompts of any length run through one compiled layer, then each step is one CUDA graph (on a
     GPU), by batch and length rounded up to powers of two. Unsupported calls and models fall back to

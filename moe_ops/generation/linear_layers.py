@@ -75,6 +75,8 @@ def methods_of(kind: type[nn.Module]) -> dict[str, Function]:
 def _called_by(method: Function) -> dict[str, Function]:
     """The functions among the globals that a method, without its decorators, mentions."""
     function = inspect.unwrap(method)
+    if not inspect.isfunction(function):
+        return {}
     named = {n: function.__globals__.get(n) for n in function.__code__.co_names}
     return {n: f for n, f in named.items() if inspect.isfunction(f) or isinstance(f, nn.Module)}
 
