@@ -137,12 +137,9 @@ def slots_at(
 
 
 @triton.jit
-def weights(q, q_rope, latents, rotated, added, high, total, D: tl.constexpr, SCALE: tl.constexpr):
+def weights(q, latents, scores, added, high, total, SCALE: tl.constexpr):
     """The powers of a tile's scores, in the dtype of the latents; the largest score and the sum of
     powers so far, and by how much what was found so far shrinks."""
-    scores = tl.zeros((q.shape[0], latents.shape[0]), tl.float32)
-    if D > 0:
-        scores = tl.dot(q_rope, tl.trans(rotated), scores, input_precision="ieee")
     scores = tl.dot(q, tl.trans(latents), scores, input_precision="ieee")
     scores = scores * SCALE + (added * LOG2_E)[None, :]
     new = tl.maximum(high, tl.max(scores, 1))
@@ -209,17 +206,21 @@ def latents_kernel(
         rotated = latents
         if D > 0:
             rotated = tl.load(rotated_ptr + at[:, None] * D + d[None, :], mask=read, other=0.0)
+        scores = tl.zeros((BH, BS), tl.float32)
         if APART:
-            # It always holds. To Triton what a branch gives is no chain of products, for which it
-            # would have each of two warp groups compute all scores.
+            # Both conditions hold. To Triton what a branch gives is no chain of products, for which
+            # it would have each of two warp groups compute all scores. Branches of one condition it
+            # makes one: of what is chosen the addresses leave no registers for two.
+            if D > 0 and (H if CHOSEN else rope_head) > 0:
+                scores = tl.dot(q_rope, tl.trans(rotated), scores, input_precision="ieee")
             if H > 0:
                 p, high, total, shrink = weights(
-                    q, q_rope, latents, rotated, added, high, total, D, SCALE * LOG2_E
+                    q, latents, scores, added, high, total, SCALE * LOG2_E
                 )
         else:
-            p, high, total, shrink = weights(
-                q, q_rope, latents, rotated, added, high, total, D, SCALE * LOG2_E
-            )
+            if D > 0:
+                scores = tl.dot(q_rope, tl.trans(rotated), scores, input_precision="ieee")
+            p, high, total, shrink = weights(q, latents, scores, added, high, total, SCALE * LOG2_E)
         acc = tl.dot(p, latents, acc * shrink[:, None], input_precision="ieee")
 
     place = head * SPLITS + split  # among those of the sequence
