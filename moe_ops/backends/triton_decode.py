@@ -124,13 +124,7 @@ def supports_latents(call: OneQueryLatentsCall) -> str | None:
     return None
 
 
-@one_query_latents.backend(
-    "triton",
-    reads=one_query_latents.optional,
-    supports=supports_latents,
-    devices=("cuda",),
-    priority=1,
-)
+@_kernels(one_query_latents, supports_latents)
 def launch_latents(call: OneQueryLatentsCall) -> Tensor:
     from moe_ops.kernels.triton.decode.latents import attend
 

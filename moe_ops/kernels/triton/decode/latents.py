@@ -35,6 +35,7 @@ from moe_ops.kernels.triton.launch import (
     shared_memory,
     take_turn,
 )
+from moe_ops.kernels.triton.replay import launch
 
 LOG2_E = tl.constexpr(1 / math.log(2))
 MERGED = 128  # columns of a latent that a program merges
@@ -69,7 +70,9 @@ def attend(
     found = torch.empty(*shape, R, dtype=torch.float32, device=q_BHR.device)
     stats = torch.empty(2, *shape, dtype=torch.float32, device=q_BHR.device)
     out = torch.empty(B, H, R, dtype=q_BHR.dtype, device=q_BHR.device)
-    latents_kernel[(triton.cdiv(H, plan.heads), plan.splits, B)](
+    launch(
+        latents_kernel,
+        (triton.cdiv(H, plan.heads), plan.splits, B),
         q_BHR,
         q_rope_BHD,
         latents_BSR,
@@ -102,7 +105,9 @@ def attend(
         **options,
     )
     columns = min(R, MERGED)
-    latents_merge[(B * H, R // columns)](
+    launch(
+        latents_merge,
+        (B * H, R // columns),
         found,
         stats,
         sinks,
