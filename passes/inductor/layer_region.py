@@ -77,7 +77,8 @@ def counting_dims(x: Tensor) -> tuple[int, int] | None:
         return None
     if x.dim() == 4:
         return 0, 2
-    return (1, 2) if x.dim() == 3 and not x.is_floating_point() else (0, 1)
+    floats = x.is_floating_point() or x.is_complex()  # complex are the angles of some layers
+    return (1, 2) if x.dim() == 3 and not floats else (0, 1)
 
 
 def mark(x: Tensor, B: int, S: int) -> None:

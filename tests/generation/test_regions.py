@@ -90,6 +90,27 @@ def test_one_graph_for_all_prompts_but_those_of_one_token(B: int, S: int, compil
     assert len(graphs) == compiles
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+def test_one_sequence_first_has_angles_of_any_kind(dtype: torch.dtype) -> None:
+    """Of one graph for all numbers of sequences and tokens."""
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def turned(module: nn.Module, x: Any, angles: Any) -> Any:
+        return module(x[:, None] * angles[:, None])
+
+    region = LayerRegion(torch.compile(turned, backend=keep))
+    layer = Layer(nn.Identity())
+    for B, S in ((1, 5), (3, 4), (2, 9)):
+        x, angles = torch.randn(2, B, S, 8, dtype=dtype)
+        assert torch.equal(region(layer, x, angles), turned(layer, x, angles))
+    assert len(graphs) == 1
+
+
 class Head(nn.Linear):
     """A head that notes how its inputs lie, in a list that its copies share."""
 
