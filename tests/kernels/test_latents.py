@@ -22,6 +22,7 @@ from moe_ops.decode_ops.one_query_latents import OneQueryLatentsCall
 from moe_ops.kernels.triton.decode.latents import attend
 from moe_ops.kernels.triton.decode.latents_plan import (
     LEAST_TILES,
+    MOST_HEADS,
     MOST_SLOTS,
     MOST_SPAN,
     MOST_SPLITS,
@@ -70,14 +71,16 @@ def test_float16(size: str) -> None:
     assert_close(got.float().cpu(), definition(call), TOL[F16], size)
 
 
-@pytest.mark.parametrize("size", ["20 heads", "sinks", "chosen", "an added mask and sinks"])
+@pytest.mark.parametrize(
+    "size", ["20 heads", "sinks", "chosen", "an added mask and sinks", "nothing rotated"]
+)
 @pytest.mark.parametrize("splits", [1, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_every_way_to_share_the_slots(size: str, splits: int) -> None:
     """With the same bits again."""
     call = arguments(SIZES[size])
     here = on_device(with_garbage(call))
     want = definition(call)
-    for tile, heads in ((16, 16), (16, 32), (32, 16)):
+    for tile, heads in ((16, 16), (16, 32), (32, 16), (16, MOST_HEADS)):
         plan = split(counted(SIZES[size]), splits, tile, heads)
         got = attend(**here, plan=plan)
         assert_close(got.cpu(), want, TOL[F32], str(plan))
