@@ -185,6 +185,12 @@ class Empty(LikeEmpty):
         super().__init__(layers=list(slots.layers))
         self._tokens = tokens  # of the prompt
         self._seen: set[int] = set()
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_is_made" in vars(self):  # steps would not find it
+            raise Unviewable(f"a model sets {name} of its cache")
+        super().__setattr__(name, value)
 
     def seen_by(self, index: int) -> tuple[View, Put]:
         """A place for what the layer keeps of the prompt, which then fills its buffers."""
@@ -206,9 +212,9 @@ class Begun(Empty):
     behind these: like a dynamic cache."""
 
     def __init__(self, slots: Slots, rows: int, begun: int, tokens: int) -> None:
-        super().__init__(slots, begun + tokens)
         self._rows = rows
         self._begun = begun
+        super().__init__(slots, begun + tokens)
 
     def _view(self, layer: SlotLayer) -> tuple[View, Put]:
         past = layer.past(self._rows, self._begun)
