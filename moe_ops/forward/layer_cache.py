@@ -34,7 +34,8 @@ class Unviewable(AttributeError):
 
 
 class View:
-    """What a layer gets for a cache. Of a cache's methods there is `update`, to be called once."""
+    """What a layer gets for a cache. Of a cache's methods there are few; `update` is to be called
+    once."""
 
     def __getattr__(self, name: str) -> Any:
         raise Unviewable(f"a layer asks its cache for {name}")
@@ -53,6 +54,9 @@ class Incoming(View):
             raise Unviewable("a layer updates its cache twice")
         self.keys, self.values = keys, values
         return keys, values
+
+    def get_seq_length(self, layer_idx: Any = 0) -> int:
+        return 0 if self.keys is None else self.keys.shape[-2]
 
     def twice(self) -> Incoming:
         """What a layer gets for two sequences in place of one."""
@@ -78,6 +82,10 @@ class Filled(View):
         self.new = keys, values
         self.all = torch.cat([self.past[0], keys], -2), torch.cat([self.past[1], values], -2)
         return self.all
+
+    def get_seq_length(self, layer_idx: Any = 0) -> int:
+        keys, _ = self.past if self.all is None else self.all
+        return keys.shape[-2]
 
     def twice(self) -> Filled:
         """What a layer gets for two sequences in place of one."""

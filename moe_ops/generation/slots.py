@@ -109,7 +109,7 @@ class SlotLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots, 0
 
-    def get_seq_length(self) -> Tensor:
+    def get_seq_length(self, layer_idx: Any = 0) -> Tensor:
         return self.filled
 
     def get_max_length(self) -> int:

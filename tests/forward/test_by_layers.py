@@ -203,7 +203,7 @@ def updated_before(cache: Any) -> None:
 @pytest.mark.parametrize(
     ("ask", "reason"),
     [
-        (lambda cache: cache.get_seq_length(), "a layer asks its cache for get_seq_length"),
+        (lambda cache: cache.get_max_length(), "a layer asks its cache for get_max_length"),
         (updated_before, "a layer updates its cache twice"),
     ],
 )

@@ -123,10 +123,12 @@ def test_views_of_two_sequences() -> None:
 
 @pytest.mark.parametrize("view", [Incoming(), Filled(*states(2))])
 def test_a_view_has_one_update_and_no_more(view: Any) -> None:
-    with pytest.raises(Unviewable, match="a layer asks its cache for get_seq_length"):
-        view.get_seq_length()
+    with pytest.raises(Unviewable, match="a layer asks its cache for get_max_length"):
+        view.get_max_length()
     assert not hasattr(view, "layers")  # as of any object
+    before = view.get_seq_length()
     view.update(*states(2))
+    assert view.get_seq_length() == before + 2
     with pytest.raises(Unviewable, match="a layer updates its cache twice"):
         view.update(*states(2))
 

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
+import moe_ops
+from moe_ops import compiler
 from moe_ops.forward.layer_cache import CACHE
 from moe_ops.generation.kept import cache_refusal
 from tests.chosen import those_of
@@ -175,3 +178,21 @@ def test_other_caches_are_refused_with_a_reason(model: Any) -> None:
         "the caller's cache has 2 sequences in place of 4"
     )
     assert twin._moe_ops_generation.told == {"the caller has a OfItsOwn"}
+
+
+@pytest.mark.slow
+def test_chats_of_any_length_share_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    # Dynamo's graphs are counted, which need no code.
+    monkeypatch.setattr(compiler, "Net", lambda *_, **__: "eager")
+    model = families.build("qwen3_next").model
+    twin = moe_ops.compile(model)
+    chat(twin, 0, 0)
+    counters.clear()
+    for tokens in (5, 40):
+        ids, mask = prompt(0, 0, tokens=tokens)
+        cache = empty_cache(model)
+        for more in (13, 2):
+            ids = twin.generate(ids, attention_mask=mask, **{CACHE: cache}, **PLAIN)
+            ids, mask = extended(ids, mask, more)
+    assert counters["stats"]["unique_graphs"] == 0

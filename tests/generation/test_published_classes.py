@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers import DynamicCache
 
 import moe_ops
 from moe_ops.generation.generate import shape_refusal
@@ -89,6 +90,23 @@ def test_the_page_of_families_says_which_are_served() -> None:
         cells.setdefault(cls.__module__.split(".")[2], {})[name] = cell_of(name)
     joined = {family: "; ".join(dict.fromkeys(found.values())) for family, found in cells.items()}
     page.hold(joined, f"generate by steps, transformers {transformers.__version__}")
+
+
+@pytest.mark.slow
+def test_attention_in_chunks() -> None:
+    """Whose experts are no family's."""
+    cls = transformers.Llama4ForCausalLM
+    tiny = families.build_class(cls, families.tiny_config(cls.config_class))
+    assert {type(x).__name__ for x in DynamicCache(config=tiny.model.config).layers} == {
+        "DynamicLayer",
+        "DynamicSlidingWindowLayer",
+    }
+    twin = twin_of(tiny.model)
+    for pads in ((), (3, 0, 1)):
+        ids, inputs = inputs_of(tiny, max(1, len(pads)), pads)
+        check(tiny.model, twin, ids, max_new_tokens=40, **inputs)
+        check(tiny.model, twin, ids, prefill_chunk_size=4, **inputs)
+    assert not twin._moe_ops_generation.told
 
 
 @pytest.mark.slow
