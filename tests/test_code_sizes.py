@@ -117,7 +117,7 @@ LINEAR = ("chunked_delta_rule", "convolved", "scanned", "stepped_delta_rule", "u
 GENERATE = (
     "__call__", "generate", "prepare_inputs_for_generation", "_sample",
     "_update_model_kwargs_for_generation", "_valid_auto_compile_criteria", "_beam_search",
-    "_unless_refused", "_sampled", "_prefill",
+    "_unless_refused", "_sampled", "_prefill", "generate_batch",
 )  # fmt: skip
 # Those of its caches by which layers add to them.
 UPDATES = ("update", "update_conv_state", "update_recurrent_state")

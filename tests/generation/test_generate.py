@@ -379,3 +379,4 @@ def test_continuous_batching(ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> No
             ids.tolist(), generation_config=config, continuous_batching_config=blocks
         )
     assert [r.generated_tokens for r in out.values()] == [w.tolist() for w in want]
+    assert twin._moe_ops_generation.told == {"it is generate_batch, which has a cache of its own"}
