@@ -18,7 +18,8 @@ from transformers import GenerationConfig
 import moe_ops
 from moe_ops.forward.layer_cache import CACHE
 from moe_ops.generation.decoder import Decoder, rows_for, slots_for
-from moe_ops.generation.generate import QuickGenerate, shape_refusal
+from moe_ops.generation.generate import QuickGenerate
+from moe_ops.generation.refusals import shape_refusal
 from moe_ops.generation.sample import StopCheck
 from moe_ops.graphs.cuda_graph import CaptureError
 from tests.chosen import CHOSEN, those_of

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe_ops.generation import one_query, own_attention
-from moe_ops.generation.generate import shape_refusal
 from moe_ops.generation.one_query import NAME, in_place_of, one_query_attention
 from moe_ops.generation.own_attention import (
     attention_modules,
@@ -20,6 +19,7 @@ from moe_ops.generation.own_attention import (
     refusal,
     step_attention,
 )
+from moe_ops.generation.refusals import shape_refusal
 from tests.hf import families
 from tests.hf.twins import twin_of, uncompiled
 

@@ -17,7 +17,7 @@ from moe_ops import compiler
 from moe_ops.forward.masks import repeatable
 from moe_ops.forward.regions import ByKind, Region
 from moe_ops.generation import prompts
-from moe_ops.generation.generate import shape_refusal
+from moe_ops.generation.refusals import shape_refusal
 from moe_ops.generation.steps import Tools
 from moe_ops.graphs.cuda_graph import Captured, CaptureError, GraphPool
 from moe_ops.graphs.runner import TIMES

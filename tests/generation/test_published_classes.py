@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import moe_ops
-from moe_ops.generation.generate import shape_refusal
+from moe_ops.generation.refusals import shape_refusal
 from tests.chosen import those_of
 from tests.hf import families, page
 from tests.hf.auto_classes import build_published, published
