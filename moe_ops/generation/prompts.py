@@ -97,8 +97,6 @@ class Prompts:
         captures, device = filling.captures, filling.like.device
         if key is None or attention not in REPEATABLE or not captures.pool.captures_on(device):
             return None
-        if filling.slots.states:  # as linear layers keep, whose prompts are loops on the host
-            return None
         size = self._sizes.came((attention, *key))
         if size.seen < TIMES:
             return None
@@ -178,7 +176,7 @@ class Prompts:
 
 def key_of(prompt: Prompt, kwargs: dict[str, Any]) -> Key | None:
     """What prompts that share a graph have in common; None for a call that no graph repeats."""
-    given = {name: value for name, value in kwargs.items() if value is not None}
+    given = {name: value for name, value in kwargs.items() if value is not None and value != {}}
     plain = all(isinstance(value, int) for value in given.values())
     if not plain or not given.keys() <= CONSTANTS or given.get("return_dict") is False:
         return None

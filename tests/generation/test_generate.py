@@ -25,6 +25,7 @@ from moe_ops.graphs.cuda_graph import CaptureError
 from tests.chosen import CHOSEN, those_of
 from tests.graphs.recorder import Recorder
 from tests.hf import families
+from tests.hf.auto_classes import build_text
 from tests.hf.twins import PLAIN, check, defer, twin_of, uncompiled
 
 
@@ -290,7 +291,7 @@ def test_an_optimized_model_with_inductors_own_graphs_asked_for(ids: Tensor) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", those_of(CHOSEN, families.discover()))
 def test_every_family_gives_the_same_tokens_or_says_why_it_keeps_its_own(family: str) -> None:
-    tiny = families.build(family)
+    tiny = build_text(family)
     if not tiny.can_generate:
         pytest.skip(f"{family} does not generate")
     twin = twin_of(tiny.model)

@@ -15,7 +15,7 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from .families import TinyModel, build_class, discover, tiny_config
+from .families import TinyModel, build_class, discover, model_class, tiny_config
 
 # What published configurations have, and tiny ones do not by themselves. With few heads the scores
 # of an indexer are 0 in many places, and which of them it takes is chance.
@@ -48,7 +48,15 @@ def published() -> dict[str, type[PreTrainedModel]]:
 
 def build_published(name: str) -> TinyModel:
     """A tiny model of a class, with layers of the kinds that published models have."""
-    cls = published()[name]
+    return _built(published()[name])
+
+
+def build_text(family: str) -> TinyModel:
+    """The tiny model of a family that `families.build` makes, with layers of these kinds."""
+    return _built(model_class(family))
+
+
+def _built(cls: type[PreTrainedModel]) -> TinyModel:
     return build_class(cls, tiny_config(cls.config_class, AS_PUBLISHED))
 
 
