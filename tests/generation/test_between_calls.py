@@ -51,7 +51,7 @@ def test_a_step_leaves_the_configuration_to_others(
         seen.add((one, attention.config._attn_implementation, model.config._attn_implementation))
 
     # Steps do not run with hooks, but nothing is compiled here, so this one is called.
-    monkeypatch.setattr("moe_ops.generation.generate.hooks_of", lambda model: ())
+    monkeypatch.setattr("moe_ops.generation.refusals.hooks_of", lambda model: ())
     model.model.layers[0].self_attn.register_forward_pre_hook(watch, with_kwargs=True)
     twin.generate(ids, **PLAIN)
     assert seen == {(False, "sdpa", "sdpa"), (True, NAME, "sdpa")}
