@@ -224,10 +224,12 @@ class Arriving(OfLayer):
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        size = inputs.shape[-1] if conv_kernel_size is None else conv_kernel_size
-        if inputs.shape[-1] < size:
-            inputs = torch.nn.functional.pad(inputs, (size - inputs.shape[-1], 0))
-        self._keep(f"{CONV}.{state_idx}", inputs[..., inputs.shape[-1] - size :])
+        state = inputs
+        if conv_kernel_size is not None:
+            # Zeros also where there are enough inputs: a branch would be code of its own.
+            padded = torch.nn.functional.pad(inputs, (conv_kernel_size, 0))
+            state = padded[..., inputs.shape[-1] :]
+        self._keep(f"{CONV}.{state_idx}", state)
         return inputs
 
     def update_recurrent_state(
