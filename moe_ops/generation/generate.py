@@ -110,6 +110,15 @@ class Generation:
             log.info("generate falls back to transformers' own: %s", reason)
 
 
+def length_of(config: Any, inputs: dict[str, Any], most: int) -> int:
+    """The tokens that a cache of the caller may come to hold: those that the mask tells of, whether
+    or not the caller gives them again, and new ones; `most`, if that is not told."""
+    mask, new = inputs.get("attention_mask"), config.max_new_tokens
+    # A mask that hides nothing is dropped, but for its length.
+    seen = getattr(config, "_mask_length", None) if mask is None else mask.shape[-1]
+    return most if new is None or seen is None else min(most, seen + new)
+
+
 def as_stock(method: Callable[..., Any]) -> Callable[..., Any]:
     """The method with the signature of transformers' own, where transformers looks up what a model
     takes, such as inputs_embeds."""
@@ -196,7 +205,9 @@ class QuickGenerate(MayFallBack):
             state.tell(reason)
             fall_back(self)
             return None
-        length = max_cache_length + (0 if callers is None else int(callers.get_seq_length()))
+        length = max_cache_length
+        if callers is not None:
+            length = length_of(generation_config, model_kwargs, length + callers.get_seq_length())
         model_kwargs[CACHE] = lease = state.lease(rows, length, stock)
         if callers is not None:
             lease.take(callers, rows)

@@ -116,6 +116,19 @@ def test_a_cache_of_the_caller_ends_as_stock_leaves_it(
     assert not twin._moe_ops_generation.told
 
 
+@pytest.mark.parametrize("only_new", [False, True])
+def test_a_chat_takes_the_slots_of_its_text(model: Any, only_new: bool) -> None:
+    twin = twin_of(model)
+    ids, mask = prompt(0, tokens=200)
+    cache = empty_cache(model)
+    twin.generate(ids, attention_mask=mask, **{CACHE: cache}, **PLAIN)
+    ids, mask = extended(ids, mask, 40)
+    more = ids[:, 208:] if only_new else ids
+    twin.generate(more, attention_mask=mask, **{CACHE: cache}, **PLAIN)
+    assert cache.get_seq_length() == 248
+    assert [r.slots for r in moe_ops.generation_report(twin)] == [256]
+
+
 def test_a_prefix_is_shared_and_freed(model: Any) -> None:
     twin = twin_of(model)
     ids, mask = prompt(3, 0)
