@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moe_ops.forward.inputs import note
-from moe_ops.forward.layer_cache import CACHE, Incoming, seen_by
+from moe_ops.forward.layer_cache import CACHE, Filled, Incoming, seen_by
 from moe_ops.interop.code_objects import with_own_code_object
 from moe_ops.prepared import HoldsExperts
 from moe_ops.terminal import waiting_for
@@ -236,9 +236,21 @@ def _call_layer(way: Way, layer: nn.Module, index: int, *args: Any, **kwargs: An
             kwargs[CACHE] = Incoming()
         return way.region(layer, *args, **kwargs)
     view, put = seen_by(cache, index)
+    if isinstance(view, Filled):
+        kwargs = {**kwargs, "attention_mask": _of_every_row(kwargs.get("attention_mask"))}
     out = way.region(layer, *args, **{**kwargs, CACHE: view})
     put()
     return out
+
+
+def _of_every_row(mask: Any) -> Any:
+    """A mask [1, 1, S, tokens seen] strided as those of more sequences without padding are: they
+    share one, expanded, and Dynamo takes a stride of 0 to be always 0. Masks of floats, which are
+    added, each sequence has for itself."""
+    is_one = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[0] == 1
+    if not is_one or mask.dtype != torch.bool:
+        return mask
+    return mask.as_strided(mask.shape, (0, *mask.stride()[1:]), mask.storage_offset())
 
 
 def addresses(model: nn.Module) -> tuple[object, ...]:

@@ -62,6 +62,8 @@ def twice(value: Any, S: int) -> Any:
         dims = counting_dims(value)
         if dims is None or value.shape[dims[0]] != 1 or value.shape[dims[1]] != S:
             return value
+        if value.stride(dims[0]) == 0:  # of what all sequences share
+            return value.expand(*(2 if i == dims[0] else -1 for i in range(value.dim())))
         return value.repeat_interleave(2, dims[0])
     if isinstance(value, dict):
         return {name: twice(x, S) for name, x in value.items()}
@@ -90,5 +92,5 @@ def mark(x: Tensor, B: int, S: int) -> None:
         maybe_mark_dynamic(x, dims[0])
     if x.shape[dims[1]] == S:
         (maybe_mark_dynamic if S > 1 else mark_static)(x, dims[1])
-    if x.dim() == 4 and x.shape[3] >= S:
+    if x.dim() == 4 and x.shape[3] >= max(2, S):  # 1 is a factor of each token
         maybe_mark_dynamic(x, 3)

@@ -19,6 +19,11 @@ from tests.forward.layered import check_output, left_padded, tokens
 from tests.hf import families
 
 FIRST = ("gpt_oss", "qwen3_moe")
+# One sequence has code of its own in layers that copy parts of keys, where torch asks for sizes of
+# 1, and in those that share keys between layers, or have masks of two windows.
+ONE_APART = {
+    *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "gemma4", "granitemoe_swa")
+}
 PARTS = 3  # a layer, the last norm, rotary embeddings
 
 
@@ -55,7 +60,7 @@ def check(model: Any, twin: Any, **kwargs: Any) -> Any:
 def ran_by_layers(twin: Any) -> bool:
     call = twin._compiled_call_impl
     assert isinstance(call, Compiled) and call.by_layers is not None
-    return call.by_layers._refusal is None and not call.by_layers._told
+    return call.by_layers._refusal is None and not call.by_layers.refused
 
 
 @pytest.mark.slow
@@ -98,9 +103,8 @@ def test_caches_and_masks_of_any_length_cost_few_graphs(family: str, traced: Non
             mask = left_padded(B, S, 3)
             check(tiny.model, twin, input_ids=tokens(B, S), attention_mask=mask)
         counts.append(graphs())
-    # One sequence behind a cache has another graph: for more of them transformers gives one mask,
-    # expanded, whose stride Dynamo takes to be always 0.
-    assert counts[1] <= counts[0] + 1 and counts[2:] == counts[1:-1]
+    assert counts[2:] == counts[1:-1]
+    assert family in ONE_APART or counts[1] == counts[0]
 
 
 @pytest.mark.slow
