@@ -118,8 +118,9 @@ def measure(way: str, model: Any, ids: Tensor, tokens: tuple[int, int], **kwargs
     if gpu:  # what tuning took is no longer needed
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(2):  # prompts of a size that comes the third time are captured
-        seconds(call(1))
+    for n in (1, few):  # prompts that come the third time are captured, for each size of buffers
+        for _ in range(2):
+            seconds(call(n))
     times = {n: statistics.median(seconds(call(n)) for _ in range(3)) for n in (1, few, many)}
     step = (times[many] - times[few]) / (many - few)
     if step <= 0:

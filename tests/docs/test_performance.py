@@ -50,7 +50,9 @@ def test_pages_have_a_place_for_them() -> None:
     ]  # fmt: skip
     page = (FOLDER / "MODELS.md").read_text()
     assert generation.BLOCK.findall(page) == [f"generate_{m}" for m in models]
-    sizes = ("qwen3_30b_h100", "qwen3_30b_6_layers_h100", "qwen3_30b_h200")
+    sizes = (
+        "qwen3_30b_h200", "qwen3_30b_h100", "qwen3_30b_12_layers_h200", "random_12_layers_h200",
+    )  # fmt: skip
     assert forwards.BLOCK.findall(page) == [f"forward_{m}" for m in sizes]
     assert len(layers.MEANS.findall((ROOT / "docs" / "PERFORMANCE.md").read_text())) == 1
 
