@@ -17,7 +17,8 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._inductor.codecache import CppCodeCache
 
 from moe_ops.generation import own_attention
-from moe_ops.generation.prompts import Captures
+from moe_ops.graphs.cuda_graph import GraphPool
+from moe_ops.graphs.runner import Size
 from moe_ops.hf.source import fingerprint
 from moe_ops.interop.interrupts import call_compiled
 from moe_ops.kernels import cpu
@@ -212,7 +213,7 @@ def test_no_interruption_turns_anything_off(
     monkeypatch.setattr(inspect, "getsource", interrupt)
     monkeypatch.setattr(Path, "is_file", interrupt)
     monkeypatch.setattr(check, "_run", interrupt)
-    captures = Captures(interrupt)
+    size, pool, device = Size(), GraphPool(interrupt), torch.device("cpu")
     program = check.Program(tokens=1, leaves=(), steps=(), results=())
     for compiles in (cpu._library, transpose._library):
         compiles.cache_clear()
@@ -226,12 +227,12 @@ def test_no_interruption_turns_anything_off(
             lambda: check.disagreement(program, ()),
             lambda: own_attention.refusal([nn.Linear(1, 1)]),
             lambda: own_attention.same_results(interrupt, False),
-            lambda: captures.capture(lambda: None, (), "1 x 1"),
+            lambda: size.capture(pool, function, device=device, what="1 x 1"),
             lambda: configuration._check_inside(Path("a"), "b", "c"),
         ):
             with pytest.raises(kind):
                 call()
-    assert captures.work and not caplog.records
+    assert size.refusal is None and not caplog.records
     monkeypatch.undo()
     assert cpu.unavailable() is None
     assert fingerprint(function) != "unreadable" and function_key(function) is not None
