@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moe_ops.forward import layer_cache
+from moe_ops.forward import caches
 from moe_ops.forward.calls import capture_refusal
 from moe_ops.forward.captured import Forwards
 from moe_ops.forward.layer_cache import CACHE, Unviewable, kept_until_the_end
+from moe_ops.forward.loops import around_loops
 from moe_ops.forward.recorders import unrecorded
 from moe_ops.forward.regions import (
     Region,
@@ -79,7 +80,7 @@ class ByLayers:
         cache = kwargs.get(CACHE)
         if cache is None and self._own_cache is not None and self._makes_cache(kwargs):
             return self._own_cache
-        return layer_cache.refusal(cache)
+        return caches.refusal(cache)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives for a call that is not refused; NotImplemented, and nothing has
@@ -136,7 +137,7 @@ class ByLayers:
         *_, decoder, _ = chain_to_layers(self._unrecorded)
         self._config = decoder.config
         self._names = named(decoder.forward)
-        self._own_cache = layer_cache.own_refusal(self._config)
+        self._own_cache = caches.own_refusal(self._config)
         self._divide()
         self._uncaptured = capture_refusal(decoder)
         if any(part.training for part in modules):
@@ -146,8 +147,10 @@ class ByLayers:
         self._addresses = []
 
     def _divide(self) -> None:
-        """Divide the model, its layers with views of caches if they can run on these."""
-        way = Way(self._region, views=self._own_cache is None)
+        """Divide the model; without a cache, too, layers get views of keys and values if they can
+        run on these."""
+        keys_alone = self._own_cache is None and caches.keys_refusal(self._config) is None
+        way = Way(around_loops(self._unrecorded, self._region), views=keys_alone)
         self._divided = divided(self._unrecorded, replace(way, around=self._decode))
         unmasked = divided(self._unrecorded, replace(way, unmasked=True))
         *_, self._unmasked, _ = chain_to_layers(unmasked)

@@ -13,7 +13,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import ModelOutput
 
 from moe_ops.arena import Buffer
-from moe_ops.forward.layer_cache import CACHE, Incoming, LikeEmpty, Put, own_refusal
+from moe_ops.forward.caches import keys_refusal
+from moe_ops.forward.layer_cache import CACHE, Incoming, LikeEmpty, Put
 from moe_ops.forward.masks import REPEATABLE, attention_of, masked, masks_of
 
 MOST_TOKENS = 4096
@@ -117,7 +118,7 @@ def capture_refusal(decoder: nn.Module) -> str | None:
     others = set(getattr(config, "layer_types", None) or ()) - ATTENDS
     if others:
         return f"it has layers of {', '.join(sorted(others))}"
-    return own_refusal(config)
+    return keys_refusal(config)
 
 
 def empty_cache(call: Call, config: Any) -> DynamicCache:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 # What models call the cache, as an argument and in outputs; "cache" from transformers 5.24 on.
@@ -25,7 +25,6 @@ CACHE = next(
     for field in fields(CausalLMOutputWithPast)
     if field.name in ("cache", "past_key_values")
 )
-KINDS = {DynamicLayer, DynamicSlidingWindowLayer}  # of which there are views
 Put = Callable[[], None]  # puts what a layer left in its view into the cache
 
 
@@ -128,58 +127,15 @@ def kept_until_the_end() -> Iterator[None]:
         put()
 
 
-def _later(put: Put) -> None:
+def later(put: Put) -> None:
+    """Do this when the forward ends."""
     waiting = _waiting.get()
     assert waiting is not None, "layers run within `kept_until_the_end`"
     waiting.append(put)
 
 
-def seen_by(cache: Any, index: int) -> tuple[Any, Put]:
-    """What the layer of this number gets for a cache, and what is to be done after it ran. Caches
-    of ours say so themselves, by a method of this name. Raises Unviewable for those of transformers
-    that `refusal` refuses: a model may make another than `own_refusal` looks at."""
-    own = getattr(cache, "seen_by", None)
-    if own is not None:
-        return own(index)
-    layer = _layer_of(cache, index)
-    if type(cache) is not DynamicCache or type(layer) not in KINDS:
-        reason = refusal(cache)
-        if reason is not None:
-            raise Unviewable(reason)
-    if layer is None or not layer.is_initialized:
-        incoming = Incoming()
-        return incoming, lambda: put_later(cache, index, incoming, _alone)
-    filled = Filled(layer.keys, layer.values)
-    return filled, lambda: _later(lambda: _put_more(cache, index, filled))
-
-
-def refusal(cache: Any) -> str | None:
-    """Why layers cannot run on views of a cache, or None."""
-    if cache is None:
-        return None
-    if type(cache) is not DynamicCache:
-        return f"the cache is a {type(cache).__name__}"
-    if getattr(cache, "offloading", False):
-        return "the cache is offloaded"
-    kinds = {type(layer) for layer in cache.layers}
-    growing = getattr(cache, "layer_class_to_replicate", None)
-    if growing is not None:
-        kinds.add(growing)
-    others = sorted(kind.__name__ for kind in kinds - KINDS)
-    if others:
-        return f"the cache has layers of {', '.join(others)}"
-    if any(getattr(layer, "record_past", False) for layer in cache.layers):
-        return "the cache keeps tokens beyond its windows"
-    return None
-
-
-def own_refusal(config: Any) -> str | None:
-    """Why layers cannot run on views of the cache that a model of this configuration makes for
-    itself, or None."""
-    return refusal(DynamicCache(config=config))
-
-
-def _layer_of(cache: Cache, index: int) -> Any:
+def layer_of(cache: Cache, index: int) -> Any:
+    """The layer of a cache with this number, None if it has not grown so far."""
     return cache.layers[index] if index < len(cache.layers) else None
 
 
@@ -188,13 +144,13 @@ def put_later(
 ) -> None:
     """Put what the layer of this number left into an empty cache, when the forward ends. `own` is
     done to its keys and values, should the cache keep them as they are."""
-    _later(lambda: _put_first(cache, index, view, own))
+    later(lambda: _put_first(cache, index, view, own))
 
 
 def _put_first(cache: Cache, index: int, view: Incoming, own: Callable[[Tensor], Tensor]) -> None:
     if view.keys is None or view.values is None:
         return  # a layer that keeps nothing
-    layer = _layer_of(cache, index)
+    layer = layer_of(cache, index)
     if type(layer) is DynamicLayer:  # its own `update` would copy them behind those it has not
         layer.lazy_initialization(view.keys, view.values)
         layer.keys, layer.values = own(view.keys), own(view.values)
@@ -202,15 +158,16 @@ def _put_first(cache: Cache, index: int, view: Incoming, own: Callable[[Tensor],
         cache.update(view.keys, view.values, index)
 
 
-def _alone(x: Tensor) -> Tensor:
+def alone(x: Tensor) -> Tensor:
     """A tensor that keeps no memory alive but its own."""
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
-def _put_more(cache: Cache, index: int, view: Filled) -> None:
+def put_more(cache: Cache, index: int, view: Filled) -> None:
+    """Put what the layer of this number added into a cache with tokens in it."""
     if view.all is None or view.new is None:
         return
-    layer = _layer_of(cache, index)
+    layer = layer_of(cache, index)
     if type(layer) is DynamicLayer:
         layer.keys, layer.values = view.all
     else:

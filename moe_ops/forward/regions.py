@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from moe_ops.forward.caches import seen_by
 from moe_ops.forward.inputs import note
-from moe_ops.forward.layer_cache import CACHE, Filled, Incoming, seen_by
+from moe_ops.forward.layer_cache import CACHE, Filled, Incoming
 from moe_ops.interop.code_objects import with_own_code_object
 from moe_ops.prepared import HoldsExperts
 from moe_ops.terminal import waiting_for
@@ -210,17 +211,18 @@ def _routed(module: nn.Module | None, index: int | None, way: Way) -> nn.Module:
 def of_whole_batch(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with positions [1, S] as [B, S], if there are states [B, S, D] to tell B: code
-    for any batch cannot tell a size that is always 1 from a batch of 1."""
+    """The arguments with positions [1, S] as [B, S], and none of them expanded, if there are states
+    [B, S, D] to tell B: code for any batch cannot tell a size that is always 1 from a batch of 1,
+    nor a stride that is always 0 from that of several sequences."""
     found = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    if not found or found[0].dim() != 3 or found[0].shape[0] == 1:
+    if not found or found[0].dim() != 3:
         return args, kwargs
     B, S, _ = found[0].shape
 
     def whole(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.shape == (1, S) and not x.is_floating_point():
-            return x.expand(B, S).contiguous()
-        return x
+        if not isinstance(x, Tensor) or x.is_floating_point():
+            return x
+        return (x.expand(B, S) if x.shape == (1, S) else x).contiguous()
 
     return tuple(map(whole, args)), {name: whole(x) for name, x in kwargs.items()}
 

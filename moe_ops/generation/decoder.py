@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from moe_ops.forward.kinds import kinds_of
 from moe_ops.forward.layer_cache import CACHE
+from moe_ops.forward.loops import around_loops
 from moe_ops.forward.masks import attention_of
 from moe_ops.forward.regions import Way, addresses, divided, plain_tensors
 from moe_ops.generation.by_rows import store_by_rows
-from moe_ops.generation.kept import kinds_of
-from moe_ops.generation.loops import around_loops
 from moe_ops.generation.own_attention import layers_of_steps
 from moe_ops.generation.prompts import Captures, Prompt
 from moe_ops.generation.steps import Code, Steps, Tools, shown

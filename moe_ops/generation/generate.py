@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from moe_ops.forward.kept import cache_refusal
 from moe_ops.forward.layer_cache import CACHE, Unviewable
 from moe_ops.forward.regions import plain_tensors
 from moe_ops.generation.decoder import Decoder, Lease
@@ -28,7 +29,6 @@ from moe_ops.generation.fallback import (
     falls_back,
     with_own_generate,
 )
-from moe_ops.generation.kept import cache_refusal
 from moe_ops.generation.refusals import call_refusal, shape_refusal
 from moe_ops.generation.sample import sample
 from moe_ops.generation.steps import Tools

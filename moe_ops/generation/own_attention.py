@@ -19,6 +19,7 @@ from moe_ops.forward.regions import decoder_layers
 from moe_ops.generation import expanding, latents
 from moe_ops.generation.one_query import NAME, Attention, attended, in_place_of, register
 from moe_ops.hf.subclass import subclass
+from moe_ops.interop.code_objects import forward_of, names_in
 from moe_ops.interop.interrupts import let_through
 
 log = logging.getLogger("moe_ops")
@@ -88,15 +89,6 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     """The modules of the decoder's layers that look their attention up in transformers' table."""
     modules = model.get_submodule(decoder_layers(model)).modules()
     return [m for m in modules if "ALL_ATTENTION_FUNCTIONS" in names_in(forward_of(m))]
-
-
-def forward_of(module: nn.Module) -> Any:
-    return inspect.unwrap(type(module).forward)
-
-
-def names_in(function: Any) -> tuple[str, ...]:
-    """The global names and attributes that a function's own code mentions."""
-    return function.__code__.co_names if hasattr(function, "__code__") else ()
 
 
 def eager_of(module: nn.Module) -> Any:

@@ -11,9 +11,9 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation import utils as generation_utils
 from transformers.generation.configuration_utils import GenerationMode
 
+from moe_ops.forward.kinds import kinds_of
 from moe_ops.forward.layer_cache import CACHE
 from moe_ops.forward.regions import decoder_layers
-from moe_ops.generation.kept import kinds_of
 from moe_ops.interop.hooks import hooks_of
 
 MODES = {

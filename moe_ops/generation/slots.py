@@ -9,6 +9,17 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from moe_ops.forward.kept import (
+    SLOTS,
+    Arriving,
+    Continuing,
+    Kept,
+    OfLayer,
+    Stepping,
+    add_tokens,
+    put_states,
+)
+from moe_ops.forward.kinds import Keeps, Kind
 from moe_ops.forward.layer_cache import (
     CACHE,
     Filled,
@@ -17,18 +28,6 @@ from moe_ops.forward.layer_cache import (
     Put,
     Unviewable,
     View,
-)
-from moe_ops.generation.kept import (
-    CONV,
-    RECURRENT,
-    SLOTS,
-    Arriving,
-    Continuing,
-    Keeps,
-    Kept,
-    Kind,
-    OfLayer,
-    Stepping,
 )
 
 
@@ -136,23 +135,13 @@ class SlotLayer(CacheLayerMixin):
         """Add the tokens of so many sequences, in these parts, to a layer of a cache of
         transformers. What it keeps of them are copies."""
         kept = {name: buffer[:rows] for name, buffer in self.kept.items()}
-        for name, state in kept.items():
-            kind, _, number = name.partition(".")
-            if kind not in (CONV, RECURRENT):
-                continue
-            if getattr(layer, kind)[int(number)] is not None:  # not in place: whoever shares it
-                getattr(layer, kind)[int(number)] = state.clone()
-            elif kind == CONV:
-                layer.update_conv_state(state, int(number))
-            else:
-                layer.update_recurrent_state(state, int(number))
+        put_states(layer, kept)
         for part in parts:
-            if "keys" in kept:
-                layer.update(kept["keys"][:, :, part], kept["values"][:, :, part])
-            if "indexer_keys" in kept:
-                layer.update_indexer(kept["indexer_keys"][:, part])
-            if "idx_keys" in kept:
-                layer.update_index(kept["idx_keys"][:, :, part].clone())
+            add_tokens(layer, {n: x[_of_slots(n, part)] for n, x in kept.items() if n in SLOTS})
+
+
+def _of_slots(name: str, part: slice) -> tuple[slice, ...]:
+    return (*[slice(None)] * SLOTS[name], part)
 
 
 class Slots(Cache):

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticSlidingWindowLayer
 
+from moe_ops.forward.kept import kept_of
+from moe_ops.forward.kinds import Kind
 from moe_ops.forward.layer_cache import CACHE
 from moe_ops.forward.masks import Sizes, maker_of, masks
 from moe_ops.forward.regions import ByKind, Region, plain_tensors
 from moe_ops.generation.fallback import CompileModel
-from moe_ops.generation.kept import Kind, kept_of
 from moe_ops.generation.prompts import Captures, Filling, Prompt, Prompts
 from moe_ops.generation.slots import Begun, Empty, Slots
 from moe_ops.graphs.cuda_graph import NO_GPU, GraphPool

@@ -4,6 +4,7 @@ whoever runs it."""
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -125,3 +126,13 @@ def _with_code(function: types.FunctionType, code: types.CodeType) -> types.Func
     )
     made.__kwdefaults__ = function.__kwdefaults__
     return made
+
+
+def forward_of(module: nn.Module) -> Any:
+    """The forward that a module's class defines, without what decorators put around it."""
+    return inspect.unwrap(type(module).forward)
+
+
+def names_in(function: Any) -> tuple[str, ...]:
+    """The global names and attributes that a function's own code mentions."""
+    return function.__code__.co_names if hasattr(function, "__code__") else ()

@@ -13,6 +13,7 @@ import moe_ops
 from moe_ops.arena import Arena
 from moe_ops.forward.by_layers import ByLayers
 from moe_ops.forward.captured import Forwards
+from moe_ops.forward.kept import kept_of
 from moe_ops.forward.layer_cache import CACHE
 from moe_ops.forward.regions import ByKind, Region
 from moe_ops.passes.inductor.compiled import Compiled
@@ -91,6 +92,10 @@ def check_cache(got: Any, want: Any, mask: Tensor | None = None) -> None:
                 seen = mask[:, -theirs.shape[2] :].bool()
                 mine, theirs = (x.transpose(1, 2)[seen] for x in (mine, theirs))
             assert_close(mine, theirs, MODEL, name)
+        mine, theirs = kept_of(a), kept_of(b)
+        assert mine.keys() == theirs.keys()
+        for name in theirs.keys() - {"keys", "values"} if mask is None else ():
+            assert_close(mine[name], theirs[name], MODEL, name)
 
 
 def copied(cache: Any) -> Any:

@@ -19,12 +19,6 @@ from tests.forward.layered import check_output, left_padded, tokens
 from tests.hf import families
 
 FIRST = ("gpt_oss", "qwen3_moe")
-# One sequence has code of its own in layers that copy parts of keys, where torch asks for sizes of
-# 1, and in those that share keys between layers, have factors of tokens, or masks of two windows.
-ONE_APART = {
-    *("axk1", "beam", "deepseek_v2", "deepseek_v3", "gemma4", "glm4_moe_lite", "granitemoe_swa"),
-    "mistral4",
-}
 PARTS = 3  # a layer, the last norm, rotary embeddings
 
 
@@ -105,7 +99,9 @@ def test_caches_and_masks_of_any_length_cost_few_graphs(family: str, traced: Non
             check(tiny.model, twin, input_ids=tokens(B, S), attention_mask=mask)
         counts.append(graphs())
     assert counts[2:] == counts[1:-1]
-    assert family in ONE_APART or counts[1] == counts[0]
+    # One sequence has code of its own in layers of some families, as those that copy into parts of
+    # keys, where torch asks for sizes of 1.
+    assert counts[1] <= counts[0] * (1 if family in FIRST else 2)
 
 
 @pytest.mark.slow

@@ -10,15 +10,9 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from moe_ops.forward import layer_cache
-from moe_ops.forward.layer_cache import (
-    Filled,
-    Incoming,
-    Unviewable,
-    kept_until_the_end,
-    own_refusal,
-    seen_by,
-)
+from moe_ops.forward import caches
+from moe_ops.forward.caches import keys_refusal, own_refusal, seen_by
+from moe_ops.forward.layer_cache import Filled, Incoming, Unviewable, kept_until_the_end
 from tests.hf import families
 
 WINDOW = 4
@@ -149,28 +143,41 @@ def recording() -> DynamicCache:
     return cache
 
 
-def indexed() -> DynamicCache:
-    return DynamicCache(config=families.build("deepseek_v32").model.config)
+class MoreOnes(DynamicLayer):
+    def update_more(self) -> None: ...
+
+
+class OtherUpdates(DynamicLayer):
+    def update(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def of(layer: DynamicLayer) -> DynamicCache:
+    cache = DynamicCache()
+    cache.layers.append(layer)
+    return cache
 
 
 def test_refusals() -> None:
     config = families.build("qwen3_moe").model.config
-    assert layer_cache.refusal(None) is None
+    assert caches.refusal(None) is None
     for cache in (growing(), of_two_kinds(), DynamicCache(config=config)):
-        assert layer_cache.refusal(cache) is None
+        assert caches.refusal(cache) is None
     for cache, reason in (
         (StaticCache(config=config, max_cache_len=8), "the cache is a StaticCache"),
         (Own(), "the cache is a Own"),
         (offloaded(), "the cache is offloaded"),
         (recording(), "the cache keeps tokens beyond its windows"),
-        (indexed(), "the cache has layers of DynamicIndexedLayer"),
+        (of(MoreOnes()), "a layer keeps what MoreOnes.update_more takes"),
+        (of(OtherUpdates()), "a layer has caches of OtherUpdates, whose update is its own"),
     ):
-        assert layer_cache.refusal(cache) == reason
-    assert own_refusal(config) is None
-    assert own_refusal(families.build("deepseek_v32").model.config) is not None
+        assert caches.refusal(cache) == reason
+    assert own_refusal(config) is None and keys_refusal(config) is None
+    with_states = families.build("qwen3_next").model.config
+    assert own_refusal(with_states) is None
+    assert "its cache has layers of LinearAttention" in str(keys_refusal(with_states))
 
 
-@pytest.mark.parametrize("make", [Own, indexed])
+@pytest.mark.parametrize("make", [Own, lambda: of(OtherUpdates())])
 def test_a_cache_that_is_refused_has_no_views(make: Any) -> None:
-    with pytest.raises(Unviewable, match="the cache"):
+    with pytest.raises(Unviewable, match=r"the cache|its own"):
         seen_by(make(), 0)

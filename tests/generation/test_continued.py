@@ -15,8 +15,8 @@ from transformers import DynamicCache
 
 import moe_ops
 from moe_ops import compiler
+from moe_ops.forward.kept import cache_refusal
 from moe_ops.forward.layer_cache import CACHE
-from moe_ops.generation.kept import cache_refusal
 from tests.chosen import those_of
 from tests.generation.test_caches import check_alike
 from tests.generation.test_published_classes import SERVED

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from moe_ops.forward.kinds import Keeps, kinds_of
 from moe_ops.generation import one_query, own_attention
-from moe_ops.generation.kept import Keeps, kinds_of
 from moe_ops.generation.one_query import NAME, in_place_of, one_query_attention
 from moe_ops.generation.own_attention import (
     attention_modules,

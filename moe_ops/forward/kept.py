@@ -1,5 +1,5 @@
-"""What decoder layers keep from token to token, as transformers' classes of caches describe it, and
-what layers get in place of a cache where that is more than keys and values.
+"""What decoder layers keep from token to token, and what layers get in place of a cache where that
+is more than keys and values.
 
 A layer keeps tensors by name, all with a row for each sequence. Those with slots grow by one token
 a step; others, the states of convolutions and of recurrences, are as large after any number.
@@ -7,94 +7,22 @@ a step; others, the states of convolutions and of recurrences, are as large afte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
-from transformers import cache_utils
 from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
-    StaticCache,
-    StaticLayer,
-    StaticSlidingWindowLayer,
 )
 
+from moe_ops.forward.kinds import Keeps, kinds_of
 from moe_ops.forward.layer_cache import Unviewable, View
 
 SLOTS = {"keys": 2, "values": 2, "indexer_keys": 1, "idx_keys": 2}  # the dims of slots
 CONV, RECURRENT = "conv_states", "recurrent_states"  # of these there may be several, by number
-ENDLESS = 1 << 62
 Kept = dict[str, Tensor]
-
-
-class Keeps(Enum):
-    """What a layer keeps: nothing, keys and values, or anything that `Arriving` takes."""
-
-    NOTHING = 0
-    ATTENTION = 1
-    STATES = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What a layer keeps, and how many tokens it attends to at most: of keys and values alone."""
-
-    keeps: Keeps = Keeps.ATTENTION
-    window: int | None = None
-
-
-def _known_updates() -> dict[str, set[Any]]:
-    """The methods by which layers add to a static cache, and which functions these may be; none
-    says that any may. Not all are in every transformers."""
-    linear = getattr(cache_utils, "LinearAttentionLayer", None)
-    indexed = getattr(cache_utils, "StaticIndexedLayer", None)
-    return {
-        "update": {StaticLayer.update, StaticSlidingWindowLayer.update},
-        "update_conv_state": {getattr(linear, "update_conv_state", None)},
-        "update_recurrent_state": {getattr(linear, "update_recurrent_state", None)},
-        "update_indexer": {getattr(indexed, "update_indexer", None)},
-        "update_index": set(),
-    }
-
-
-def kind_of(layer: Any) -> Kind | str:
-    """What a layer that has this one of a static cache keeps; a string says why that is not known.
-
-    A window, too, is held as all slots and a mask: layers of windows count with Python numbers.
-    """
-    cls = type(layer)
-    if cls is getattr(cache_utils, "DummyLayer", None):
-        return Kind(Keeps.NOTHING)
-    own = {name for name in dir(cls) if name.startswith("update")}
-    for name in sorted(own):
-        known = _known_updates().get(name)
-        if known is None:
-            return f"keeps what {cls.__name__}.{name} takes"
-        if known and getattr(cls, name) not in known:
-            return f"has caches of {cls.__name__}, whose {name} is its own"
-    if own != {"update"}:
-        return Kind(Keeps.STATES)
-    return Kind(window=layer.max_cache_len if cls is StaticSlidingWindowLayer else None)
-
-
-def kinds_of(config: Any) -> list[Kind]:
-    """What each decoder layer of a model of this configuration keeps. Raises LookupError, which
-    says of which layer that is not known."""
-    try:
-        layers = StaticCache(config=config, max_cache_len=ENDLESS).layers  # allocates nothing
-    except KeyError as error:
-        raise LookupError(
-            f"has layers of {error.args[0]}, for which there is no static cache"
-        ) from error
-    kinds = [kind_of(layer) for layer in layers]
-    unknown = [kind for kind in kinds if isinstance(kind, str)]
-    if unknown:
-        raise LookupError(unknown[0])
-    return [kind for kind in kinds if isinstance(kind, Kind)]
 
 
 def kept_of(layer: Any) -> Kept:
@@ -104,6 +32,31 @@ def kept_of(layer: Any) -> Kept:
         states = getattr(layer, kind, {})
         found |= {f"{kind}.{number}": state for number, state in states.items()}
     return {name: x for name, x in found.items() if isinstance(x, Tensor)}
+
+
+def put_states(layer: Any, kept: Kept) -> None:
+    """Put states, in place of those that it has, into a layer of a cache of transformers. What it
+    has is not written to: others may share it."""
+    for name, state in kept.items():
+        kind, _, number = name.partition(".")
+        if kind not in (CONV, RECURRENT):
+            continue
+        if getattr(layer, kind)[int(number)] is not None:
+            getattr(layer, kind)[int(number)] = state.clone()
+        elif kind == CONV:
+            layer.update_conv_state(state, int(number))
+        else:
+            layer.update_recurrent_state(state, int(number))
+
+
+def add_tokens(layer: Any, kept: Kept) -> None:
+    """Add what has slots, of more tokens, to a layer of a cache of transformers. It copies them."""
+    if "keys" in kept:
+        layer.update(kept["keys"], kept["values"])
+    if "indexer_keys" in kept:
+        layer.update_indexer(kept["indexer_keys"])
+    if "idx_keys" in kept:
+        layer.update_index(kept["idx_keys"].clone())
 
 
 def cache_refusal(cache: Any, config: Any, rows: int) -> str | None:

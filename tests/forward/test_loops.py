@@ -11,9 +11,9 @@ from torch._dynamo.utils import counters
 
 import moe_ops
 from moe_ops import compiler
+from moe_ops.forward import loops
+from moe_ops.forward.loops import around_loops
 from moe_ops.forward.regions import call_module
-from moe_ops.generation import loops
-from moe_ops.generation.loops import around_loops
 from tests.chosen import those_of
 from tests.hf import families
 from tests.hf.twins import check

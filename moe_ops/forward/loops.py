@@ -1,4 +1,4 @@
-"""Prompts of linear layers, whose recurrence transformers computes by loops over chunks in Python.
+"""Layers with a recurrence over many tokens that transformers computes by loops in Python.
 
 A compiler unrolls such a loop, into other code for each number of chunks. So the module with the
 loop runs uncompiled, and what is beside it in its layer through a region of its own.
@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from moe_ops.forward.regions import Region, call_module, decoder_layers
-from moe_ops.generation.own_attention import forward_of, names_in
+from moe_ops.interop.code_objects import forward_of, names_in
 
 STATE = "update_recurrent_state"  # what a module with such a loop calls of its cache
 
@@ -36,7 +36,7 @@ class AroundLoops:
 
 
 def around_loops(model: nn.Module, region: Region) -> Region:
-    """The region for prompts of a model; the one given, if none of its layers has loops."""
+    """The region for the layers of a model; the one given, if none of them has loops."""
     layers = model.get_submodule(decoder_layers(model)).children()
     divided = {layer: _divided(layer, region) for layer in layers if _loops_inside(layer)}
     return AroundLoops(region, divided) if divided else region
