@@ -40,6 +40,7 @@ and inside kernels:
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -96,6 +97,23 @@ def check_devices(first: Tensor, **others: Tensor | None) -> None:
             raise ValueError(
                 f"{name} is on {t.device}, but the first argument is on {first.device}; move one"
             )
+
+
+def misfit(named: Iterable[tuple[str, Tensor | None, Sequence[int]]]) -> str | None:
+    """Why the first of these tensors that is not of its shape, of FLOATS, or on the device of the
+    very first, does not fit the others; None if all do. None is no tensor, which fits."""
+    device: tuple[str, torch.device] | None = None
+    for what, t, shape in named:
+        if t is None:
+            continue
+        if tuple(t.shape) != tuple(shape):
+            return f"the {what} is {list(t.shape)}, not {list(shape)}; reshape it"
+        if t.dtype not in FLOATS:
+            return f"the {what} is {t.dtype}, not float32, bfloat16 or float16; convert it"
+        first, place = device = device or (what, t.device)
+        if t.device != place:
+            return f"the {what} is on {t.device}, {first} on {place}; move one of them"
+    return None
 
 
 def check_device(name: str, device: torch.device | str) -> None:

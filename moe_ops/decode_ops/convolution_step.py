@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from moe_ops import fake_impls
-from moe_ops.checks.shapes import FLOATS
+from moe_ops.checks.shapes import misfit
 from moe_ops.registry.spec import DECODE_OPS, op
 
 
@@ -40,16 +40,7 @@ def refusal(call: ConvolutionStepCall) -> str | None:
         ("x", x_BD, (B, D)), ("state", state_BDW, (B, D, kept)), ("weight", weight_DW, (D, taps)),
         ("bias", call.bias_D, (D,)),
     )  # fmt: skip
-    for what, t, shape in named:
-        if t is None:
-            continue
-        if tuple(t.shape) != shape:
-            return f"the {what} is {list(t.shape)}, not {list(shape)}; reshape it"
-        if t.dtype not in FLOATS:
-            return f"the {what} is {t.dtype}, not float32, bfloat16 or float16; convert it"
-        if t.device != x_BD.device:
-            return f"the {what} is on {t.device}, x on {x_BD.device}; move one of them"
-    return None
+    return misfit(named)
 
 
 def check(call: ConvolutionStepCall) -> None:

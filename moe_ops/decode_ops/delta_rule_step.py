@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.checks.shapes import FLOATS
+from moe_ops.checks.shapes import misfit
 from moe_ops.registry.spec import DECODE_OPS, op
 
 EPS = 1e-6  # below the root of an l2 norm
@@ -57,13 +57,9 @@ def refusal_of(given: Sequence[Tensor], state_BHDV: Tensor | None, lead: str) ->
     named += [("beta", beta, sizes)]
     if state_BHDV is not None:
         named += [("state", state_BHDV, (q.shape[0], H, D, V))]
-    for what, t, shape in named:
-        if tuple(t.shape) != tuple(shape):
-            return f"the {what} is {list(t.shape)}, not {list(shape)}; reshape it"
-        if t.dtype not in FLOATS:
-            return f"the {what} is {t.dtype}, not float32, bfloat16 or float16; convert it"
-        if t.device != q.device:
-            return f"the {what} is on {t.device}, q on {q.device}; move one of them"
+    reason = misfit(named)
+    if reason is not None:
+        return reason
     if state_BHDV is not None and state_BHDV.dtype != torch.float32:
         return f"the state is {state_BHDV.dtype}, not float32; convert it"
     return None

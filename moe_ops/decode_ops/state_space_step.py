@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from moe_ops import fake_impls
-from moe_ops.checks.shapes import FLOATS
+from moe_ops.checks.shapes import misfit
 from moe_ops.registry.spec import DECODE_OPS, op
 
 
@@ -61,15 +61,9 @@ def refusal_of(
         ("c", c, (*sizes, N, D)), ("state", state_BHVD, (x.shape[0], H, V, D)),
     ]  # fmt: skip
     named += zip(("a", "skip", "dt_bias"), of_heads, 3 * [(H,)], strict=True)
-    for what, t, shape in named:
-        if t is None:
-            continue
-        if tuple(t.shape) != shape:
-            return f"the {what} is {list(t.shape)}, not {list(shape)}; reshape it"
-        if t.dtype not in FLOATS:
-            return f"the {what} is {t.dtype}, not float32, bfloat16 or float16; convert it"
-        if t.device != x.device:
-            return f"the {what} is on {t.device}, x on {x.device}; move one of them"
+    reason = misfit(named)
+    if reason is not None:
+        return reason
     if state_BHVD is not None and state_BHVD.dtype != torch.float32:
         return f"the state is {state_BHVD.dtype}, not float32; convert it"
     return None
