@@ -340,7 +340,7 @@ def graphs_of(call: Compiled, model: nn.Module) -> GraphReport:
             *refusals("forward as one graph", by_layers.refused.items()),
             *refusals("forward", forwards.refused.items()),
         )
-        found = replace(found, forwards=tuple(forwards.report()), refusals=reasons)
+        found = replace(found, forwards=forwards.report(), refusals=reasons)
     if generation is not None:
         reasons = refusals("generate of transformers", generation.refused.items())
         found = replace(

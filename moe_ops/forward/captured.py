@@ -35,7 +35,7 @@ from moe_ops.graphs.cuda_graph import (
     capturing,
     refusing,
 )
-from moe_ops.graphs.report import ForwardReport
+from moe_ops.graphs.report import ForwardReport, of_sizes
 from moe_ops.graphs.room import with_room
 from moe_ops.graphs.runner import TIMES, Lane, Lanes, Size, put
 
@@ -139,20 +139,9 @@ class Forwards:
         """Forget all graphs, and how often sizes came."""
         self._lanes.forget()
 
-    def report(self) -> list[ForwardReport]:
+    def report(self) -> tuple[ForwardReport, ...]:
         """The sizes that came last, the newest at the end."""
-        return [
-            ForwardReport(
-                batch=key[1],
-                tokens=key[2],
-                masked=key[3],
-                calls=size.seen,
-                replays=size.replays,
-                bytes=size.bytes,
-                refusal=size.refusal,
-            )
-            for key, size in self._lanes.items()
-        ]
+        return of_sizes(self._lanes.items())
 
     def _take(self, size: Forward, purpose: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         return size.take(self._lanes.arena, purpose, "forwards", shape, like)

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from moe_ops.forward.masks import REPEATABLE, attention_of, maker_of, masks, repeatable
 from moe_ops.generation.slots import Empty, Slots
 from moe_ops.graphs.cuda_graph import GraphPool, refusing
-from moe_ops.graphs.report import ForwardReport
+from moe_ops.graphs.report import ForwardReport, of_sizes
 from moe_ops.graphs.runner import TIMES, Recent, Size, put
 
 MOST_TOKENS = 4096
@@ -113,18 +113,7 @@ class Prompts:
 
     def report(self) -> tuple[ForwardReport, ...]:
         """The sizes that came last, the newest at the end."""
-        return tuple(
-            ForwardReport(
-                batch=key[1],
-                tokens=key[2],
-                masked=key[3],
-                calls=size.seen,
-                replays=size.replays,
-                bytes=size.bytes,
-                refusal=size.refusal,
-            )
-            for key, size in self._sizes.items()
-        )
+        return of_sizes(self._sizes.items())
 
     @property
     def graphs(self) -> int:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
+
+from moe_ops.graphs.runner import Size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +101,23 @@ class GraphReport:
         ]
         lines += [f"{r.what}: {r.calls} calls, no graph, {r.reason}" for r in self.refusals]
         return "\n".join(lines or ["no graphs yet"])
+
+
+def of_sizes(sizes: Iterable[tuple[Any, Size]]) -> tuple[ForwardReport, ...]:
+    """The reports of sizes, whose keys have sequences, tokens and whether there is a mask behind
+    the name of the attention."""
+    return tuple(
+        ForwardReport(
+            batch=key[1],
+            tokens=key[2],
+            masked=key[3],
+            calls=size.seen,
+            replays=size.replays,
+            bytes=size.bytes,
+            refusal=size.refusal,
+        )
+        for key, size in sizes
+    )
 
 
 def refusals(what: str, counted: Iterable[tuple[str, int]]) -> tuple[Refusal, ...]:
