@@ -22,6 +22,7 @@ from moe_ops.graphs.repeated import Repeated
 from moe_ops.graphs.report import GraphReport, SizeReport, refusals
 from moe_ops.installed import is_transformers_model, require_transformers
 from moe_ops.interop.code_objects import compile_call
+from moe_ops.interop.compile_workers import start_workers
 from moe_ops.interop.hooks import hooks_of
 from moe_ops.interop.interrupts import call_compiled
 from moe_ops.kernels import gpus
@@ -43,11 +44,9 @@ log = logging.getLogger("moe_ops")
 Model = TypeVar("Model", bound=nn.Module)
 
 
-# With few rows a product is a reduction, which Inductor fuses and tunes by coordinate descent;
-# without it calls a library made for many. A step is many kernels of a few microseconds: where a
-# GPU can, they begin while the ones before them end (PDL), as ours do and as ours allow. GPUs of
-# AMD know nothing of it.
-STEP_OPTIONS = {"coordinate_descent_tuning": True, "triton.enable_pdl": not gpus.is_amd()}
+# A step is many kernels of a few microseconds: where a GPU can, they begin while the ones before
+# them end (PDL), as ours do and as ours allow. GPUs of AMD know nothing of it.
+STEP_OPTIONS = {"triton.enable_pdl": not gpus.is_amd()}
 
 
 def compile(
@@ -133,6 +132,8 @@ def compile(
         settings = dict(list_mode_options(mode, dynamic))
     merged = inductor_options(extra={**settings, **known_options(extra)}, **options)
     tell_of_limit()
+    if any(p.is_cuda for p in model.parameters()):
+        start_workers()
     made = Twin(model, give_ours) if is_transformers_model(model) else Twin(model)
     twin = made.module
     backend = Net(merged, dynamic, hooks_of(model), type(model).__name__)

@@ -141,13 +141,22 @@ class Way:
     nothing beyond what is causal. Layers with `views` get a view of a cache also where the model
     keeps none, so that calls with and without `use_cache` share code. The module that has the list
     of layers is called by `around`, which is given what runs it.
+
+    What is beside the layers and has no weights, as rotary embeddings, runs through the region only
+    if that is for `one_size`: it is called once where layers are called many times, and code for
+    any size takes seconds to compile, in torch 2.11 another time for one sequence.
     """
 
     region: Region
     stand_ins: Mapping[nn.Module, nn.Module] = field(default_factory=dict)
     unmasked: bool = False
     views: bool = False
+    one_size: bool = False
     around: Callable[..., Any] | None = None
+
+    def compiles(self, beside: nn.Module) -> bool:
+        """Whether a module beside the layers runs through the region."""
+        return self.one_size or next(beside.parameters(), None) is not None
 
 
 def divided(model: PreTrainedModel, way: Way) -> PreTrainedModel:
@@ -187,7 +196,8 @@ def _divide(parent: nn.Module, layers: nn.ModuleList, name: str, way: Way) -> No
         if key != name and module is not None and not isinstance(module, nn.Embedding)
     }
     if isinstance(way.region, ByKind):
-        way.region.expect((*(way.stand_ins.get(x, x) for x in layers), *beside.values()))
+        compiled = (module for module in beside.values() if way.compiles(module))
+        way.region.expect((*(way.stand_ins.get(x, x) for x in layers), *compiled))
     layers._modules = {key: _routed(layer, int(key), way) for key, layer in layers._modules.items()}
     for key, module in beside.items():
         parent._modules[key] = _routed(module, None, way)
@@ -201,7 +211,8 @@ def _routed(module: nn.Module | None, index: int | None, way: Way) -> nn.Module:
     def call(*args: Any, **kwargs: Any) -> Any:
         if index is None:
             args, kwargs = of_whole_batch(args, kwargs)
-            return way.region(module, *args, **kwargs)
+            run = way.region if way.compiles(module) else call_module
+            return run(module, *args, **kwargs)
         return _call_layer(way, module, index, *args, **kwargs)
 
     routed._compiled_call_impl = call

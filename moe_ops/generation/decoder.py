@@ -137,7 +137,10 @@ class Decoder:
                 model=self.model,
                 prompt=prompt,
                 unmasked=unmasked,
-                step=divided(self.model, Way(steps.region, self._layers_of_steps(attention))),
+                step=divided(
+                    self.model,
+                    Way(steps.region, self._layers_of_steps(attention), one_size=True),
+                ),
                 captures=self._captures,
             )
         return codes[attention]

@@ -19,7 +19,7 @@ from tests.forward.layered import check_output, left_padded, tokens
 from tests.hf import families
 
 FIRST = ("gpt_oss", "qwen3_moe")
-PARTS = 3  # a layer, the last norm, rotary embeddings
+PARTS = 2  # a layer, the last norm
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import GenerationConfig
@@ -257,9 +255,7 @@ def test_a_compiled_model_compiles_once_for_all_lengths_and_calls(model: Any) ->
         check(model, twin, ids[:batch, :length])
     assert counters["stats"]["unique_graphs"] == 0
     check(model, twin, ids[:1, :9])  # another number of rows: another step, the same prompt code
-    # Before 5.23 rotary embeddings are a matrix product, which branches on one sequence.
-    own = Version(transformers.__version__) < Version("5.23")
-    assert counters["stats"]["unique_graphs"] == 4 + own
+    assert counters["stats"]["unique_graphs"] == 4
     report = moe_ops.generation_report(twin)[-1]
     assert (report.rows, report.slots, report.steps, report.captured) == (1, 256, 8, False)
 
