@@ -60,6 +60,11 @@ def shared_memory(t: Tensor) -> int:
     return _shared_memory(t.device.index) if t.is_cuda else 99 * 1024
 
 
+def is_hopper(t: Tensor) -> bool:
+    """Whether a tensor is on a GPU that runs kernels which are written for Hopper alone."""
+    return t.is_cuda and capability(t.device.index) == (9, 0)
+
+
 def stages_within(memory: int, stage: int, most: int) -> int:
     """How many stages of so many bytes fit into bytes of shared memory: one to `most`."""
     return max(1, min(most, memory // stage))

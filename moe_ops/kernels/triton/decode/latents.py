@@ -14,21 +14,28 @@ slot is shared evenly, whatever its size. A program that sees no slot writes no 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.triton.decode.latents_hopper import REGISTERS, latents_hopper_kernel
 from moe_ops.kernels.triton.decode.latents_plan import (
     MOST_HEADS,
+    HopperPlan,
     LatentsPlan,
     Sizes,
+    fits_hopper,
+    hopper_plan_for,
     plan_for,
 )
-from moe_ops.kernels.triton.decode.one_query import least_of, mask_at
+from moe_ops.kernels.triton.decode.latents_slots import slots_at
+from moe_ops.kernels.triton.decode.one_query import least_of
 from moe_ops.kernels.triton.decode.one_query_plan import power_of_two
 from moe_ops.kernels.triton.launch import (
+    is_hopper,
     on_its_device,
     pdl_options,
     processors,
@@ -52,16 +59,23 @@ def attend(
     scale: float,
     sinks_H: Tensor | None = None,
     indices_BC: Tensor | None = None,
-    plan: LatentsPlan | None = None,
+    plan: LatentsPlan | HopperPlan | None = None,
 ) -> Tensor:
     """The op `one_query_latents` of arguments that its `refusal` lets pass, for latents and rotated
     keys of a power of two from 16 on."""
     (B, H, R), (_, slots, D) = q_BHR.shape, rotated_BSD.shape
     counted = slots if indices_BC is None else indices_BC.shape[1]
     if plan is None:
-        row_bytes = (R + D) * latents_BSR.element_size()
-        sizes = Sizes(B, H, counted, row_bytes)
-        plan = plan_for(sizes, processors(q_BHR), shared_memory(q_BHR))
+        plan = _plan(q_BHR, latents_BSR, rotated_BSD, counted)
+    if isinstance(plan, HopperPlan):
+        kernel: Any = latents_hopper_kernel
+        own = {"STAGES": plan.stages, "num_warps": 4, "maxnreg": REGISTERS}
+    else:
+        kernel = latents_kernel
+        # Between two tiles of what is chosen there is one of indices.
+        stages = plan.stages if indices_BC is None else 2 * plan.stages - 1
+        apart = plan.heads == MOST_HEADS
+        own = {"APART": apart, "num_warps": plan.warps, "num_stages": stages}
     options = pdl_options(q_BHR)
     # An argument that a launch does not read is some tensor; it is not looked at.
     sinks = q_BHR if sinks_H is None else sinks_H
@@ -71,7 +85,7 @@ def attend(
     stats = torch.empty(2, *shape, dtype=torch.float32, device=q_BHR.device)
     out = torch.empty(B, H, R, dtype=q_BHR.dtype, device=q_BHR.device)
     launch(
-        latents_kernel,
+        kernel,
         (triton.cdiv(H, plan.heads), plan.splits, B),
         q_BHR,
         q_rope_BHD,
@@ -96,12 +110,9 @@ def attend(
         BT=max(LEAST_BT, power_of_two(plan.tiles)),
         SPLITS=plan.splits,
         CHOSEN=indices_BC is not None,
-        APART=plan.heads == MOST_HEADS,
         LEAST=least_of(mask_BS),
         SCALE=scale,
-        num_warps=plan.warps,
-        # Between two tiles of what is chosen there is one of indices.
-        num_stages=plan.stages if indices_BC is None else 2 * plan.stages - 1,
+        **own,
         **options,
     )
     columns = min(R, MERGED)
@@ -125,20 +136,18 @@ def attend(
     return out
 
 
-@triton.jit
-def slots_at(
-    index_ptr, mask_ptr, entry, slots: tl.constexpr, counted: tl.constexpr,
-    CHOSEN: tl.constexpr, LEAST: tl.constexpr,
-):  # fmt: skip
-    """The slots of entries, which are slots or indices of them, and what the mask adds to their
-    scores: -inf to what is hidden, or no slot. Such have slot 0."""
-    inside = entry < counted
-    at = entry
-    if CHOSEN:
-        at = tl.load(index_ptr + entry, mask=inside, other=-1).to(tl.int32)
-        inside = (at >= 0) & (at < slots)
-    at = tl.where(inside, at, 0)
-    return at, mask_at(mask_ptr, at, inside, LEAST)
+def _plan(
+    q_BHR: Tensor, latents_BSR: Tensor, rotated_BSD: Tensor, counted: int
+) -> LatentsPlan | HopperPlan:
+    """The plan of a call, for the GPU that the tensors are on."""
+    (B, H, R), D = q_BHR.shape, rotated_BSD.shape[2]
+    sizes = Sizes(B, H, counted, (R + D) * latents_BSR.element_size())
+    memory = shared_memory(q_BHR)
+    if is_hopper(q_BHR) and latents_BSR.element_size() == 2 and fits_hopper(R, D, memory):
+        # Rows are copied 16 bytes at a time.
+        if latents_BSR.data_ptr() % 16 == 0 and rotated_BSD.data_ptr() % 16 == 0:
+            return hopper_plan_for(sizes, processors(q_BHR))
+    return plan_for(sizes, processors(q_BHR), memory)
 
 
 @triton.jit

@@ -14,6 +14,9 @@ MOST_SLOTS = MOST_SPLITS * MOST_SPAN
 LEAST_TILES = 2  # of a program, where several share the slots: what it finds is written and read
 MOST_NARROW = 2048  # bytes of a slot; more are of float32, whose products take more registers
 OTHER_BYTES = 10 * 1024  # of shared memory: weights on their way to the second product, sums
+HOPPER_TILE, HOPPER_STAGES = 64, 2  # all that fits beside 64 queries
+HOPPER_OTHER_BYTES = 9 * 1024  # of shared memory: powers on their way to the right half, barriers
+HOPPER_LEAST_R = 128  # halves of latents are copied by rows of 128 bytes
 
 
 class LatentsPlan(NamedTuple):
@@ -26,6 +29,20 @@ class LatentsPlan(NamedTuple):
     tile: int
     warps: int
     stages: int
+
+
+class HopperPlan(NamedTuple):
+    """The same for the kernel for Hopper, whose programs take 64 heads, `stages` tiles on their
+    way."""
+
+    splits: int
+    tiles: int
+    tile: int
+    stages: int
+
+    @property
+    def heads(self) -> int:
+        return MOST_HEADS
 
 
 class Sizes(NamedTuple):
@@ -65,3 +82,19 @@ def plan_for(sizes: Sizes, processors: int, memory: int) -> LatentsPlan:
 def needed(sizes: Sizes, heads: int, tile: int, stages: int) -> int:
     """Bytes of shared memory of a program: queries, tiles on their way, and what is small."""
     return (heads + tile * stages) * sizes.row_bytes + OTHER_BYTES
+
+
+def fits_hopper(R: int, D: int, memory: int) -> bool:
+    """Whether the kernel for Hopper takes latents and rotated keys of 16 bits of these widths."""
+    row_bytes = 2 * (R + D)
+    room = (MOST_HEADS + HOPPER_STAGES * HOPPER_TILE) * row_bytes + HOPPER_OTHER_BYTES
+    return R >= HOPPER_LEAST_R and room <= memory
+
+
+def hopper_plan_for(sizes: Sizes, processors: int) -> HopperPlan:
+    """As `plan_for`, for the kernel for Hopper."""
+    pairs = sizes.batch * -(-sizes.heads // MOST_HEADS)
+    tiles = -(-sizes.slots // HOPPER_TILE)
+    most = max(1, min(processors // pairs, MOST_SPLITS, tiles // LEAST_TILES))
+    each = min(-(-tiles // most), MOST_SPAN // HOPPER_TILE)
+    return HopperPlan(-(-tiles // each), each, HOPPER_TILE, HOPPER_STAGES)
