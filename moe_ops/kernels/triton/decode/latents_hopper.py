@@ -13,7 +13,8 @@ What the functions share:
              barriers: written, read
     tiles    first tile, one past the last, one past the last entry that is seen, this program's
              split
-    SIZES    slots, how many are counted, SPLITS, CHOSEN, LEAST, SCALE, as of `latents_kernel`
+    SIZES    slots, how many are counted, SPLITS, CHOSEN, LEAST, SCALE, D, as of `latents_kernel`;
+             if D is 0 the latents stand for what is rotated, and are not looked at
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _produce(latents_ptr, rotated_ptr, indices_ptr, stages, full, empty, tiles,
     BS: gl.constexpr = latents.shape[1]
     entry = (first * SIZES[2] + split) * BS
     at = _row_slots(latents, indices_ptr, entry, SIZES)
-    rotated_at = at if rotated is None else _row_slots(rotated, indices_ptr, entry, SIZES)
+    rotated_at = _row_slots(rotated, indices_ptr, entry, SIZES)
     for tile in range(first, last):
         step = tile - first
         stage = step % STAGES
@@ -90,7 +91,7 @@ def _produce(latents_ptr, rotated_ptr, indices_ptr, stages, full, empty, tiles,
         following_at = _row_slots(latents, indices_ptr, following, SIZES)
         mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
         _copy_rows(latents, stage, latents_ptr, at, entry, end)
-        if rotated is not None:
+        if SIZES[6] > 0:
             following_rotated = _row_slots(rotated, indices_ptr, following, SIZES)
             _copy_rows(rotated, stage, rotated_ptr, rotated_at, entry, end)
             rotated_at = following_rotated
@@ -126,7 +127,7 @@ def _attend(queries, mask_ptr, indices_ptr, stages, full, empty, handed, tiles, 
     head, H = where[2], where[3]
     # While the first tile is on its way.
     q.store(_load_queries(q_ptr, q_head, head, H, q))
-    if q_rope is not None:
+    if SIZES[6] > 0:
         q_rope.store(_load_queries(q_rope_ptr, rope_head, head, H, q_rope))
     fence_async_shared()
     latents, rotated = stages
@@ -155,7 +156,7 @@ def _attend(queries, mask_ptr, indices_ptr, stages, full, empty, handed, tiles, 
             q, tile_latents.permute([1, 0]), gl.zeros([HEADS, BS], gl.float32, scored),
             use_acc=False, is_async=True,
         )  # fmt: skip
-        if rotated is not None:
+        if SIZES[6] > 0:
             scores = warpgroup_mma(
                 q_rope, rotated.index(stage).permute([1, 0]), scores, is_async=True
             )
@@ -252,7 +253,7 @@ def latents_hopper_kernel(
     SCALE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One program: a sequence, BH of its heads, every `SPLITS`-th tile of BS slots."""
-    SIZES: gl.constexpr = (slots, counted, SPLITS, CHOSEN, LEAST, SCALE)
+    SIZES: gl.constexpr = (slots, counted, SPLITS, CHOSEN, LEAST, SCALE, D)
     split = gl.program_id(1)
     b = gl.program_id(2).to(gl.int64)
     head = gl.program_id(0) * BH
@@ -260,8 +261,8 @@ def latents_hopper_kernel(
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q = gl.allocate_shared_memory(dtype, [BH, R], tile)
     latents = gl.allocate_shared_memory(dtype, [STAGES, BS, R], tile)
-    q_rope = None
-    rotated = None
+    q_rope = q
+    rotated = latents
     if D > 0:
         narrow: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * D), 16, rank=2)
         q_rope = gl.allocate_shared_memory(dtype, [BH, D], narrow)
