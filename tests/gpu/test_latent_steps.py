@@ -28,6 +28,8 @@ SIZES = {
     "32 heads of 256": Size(B=8, H=32, S=300, R=256, D=64),
     "DeepSeek-V3.2": Size(B=2, H=128, S=4096, R=512, D=64, chosen=2048),
     "16 heads, chosen": Size(B=2, H=16, S=2048, R=512, D=64, chosen=512, adds=True),
+    "narrow latents": Size(B=2, H=20, S=300, R=64, D=16),
+    "nothing rotated": Size(B=2, H=64, S=300, R=128, D=0),
     "many sequences": Size(B=160, H=64, S=256, R=512, D=64),
 }
 

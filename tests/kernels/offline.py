@@ -184,6 +184,7 @@ def compile_launches(
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
         for module in (grouped_plain, latents, linears, rope_attention, triton_tiles):
             patched.enter_context(patch.object(module, "shared_memory", lambda _: memory))
+        patched.enter_context(patch.object(latents, "is_hopper", lambda _: capability == 90))
         for module in (push, push_sum):
             patched.enter_context(patch.object(module, "polls_by_asm", lambda _: True))
         said = None if capability == 90 else "needs another GPU"

@@ -33,7 +33,8 @@ SIZES = (
     Sizes(B=1, H=128, chosen=2048), Sizes(B=32, H=64, chosen=2048, added=True),
     Sizes(B=1, H=32, chosen=2048), Sizes(B=1, H=16, chosen=2048), Sizes(B=8, H=32, R=256),
     Sizes(B=1, H=128, S=256), Sizes(B=1, H=128, S=1024), Sizes(B=32, H=128, S=131072),
-    Sizes(B=8, H=64, D=0), Sizes(B=1, H=16, dtype=torch.float16),
+    Sizes(B=8, H=64, D=0), Sizes(B=1, H=16, dtype=torch.float16), Sizes(B=8, H=32, R=128, D=16),
+    Sizes(B=8, H=64, R=64), Sizes(B=8, H=16, R=64, chosen=2048), Sizes(B=1, H=20, D=128),
     Sizes(B=2, H=128, dtype=torch.float32),
 )  # fmt: skip
 

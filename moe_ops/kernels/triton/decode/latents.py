@@ -45,7 +45,8 @@ from moe_ops.kernels.triton.launch import (
 from moe_ops.kernels.triton.replay import launch
 
 LOG2_E = tl.constexpr(1 / math.log(2))
-MERGED = 128  # columns of a latent that a program merges
+LEAST_MERGED = 128  # columns of a latent that a program merges
+MOST_MERGED = 4096  # numbers that it holds, where these are more columns
 LEAST_BT = 32  # with fewer tiles at once, the mask takes the registers of the products
 
 
@@ -115,7 +116,8 @@ def attend(
         **own,
         **options,
     )
-    columns = min(R, MERGED)
+    held = power_of_two(plan.splits)
+    columns = min(R, max(LEAST_MERGED, MOST_MERGED // held))
     launch(
         latents_merge,
         (B * H, R // columns),
@@ -126,7 +128,7 @@ def attend(
         H,
         B * H * plan.splits,
         SPLITS=plan.splits,
-        BP=power_of_two(plan.splits),
+        BP=held,
         R=R,
         BR=columns,
         SINKS=sinks_H is not None,
