@@ -108,7 +108,7 @@ def test_plans_cover_the_slots() -> None:
 def test_widths_that_it_takes() -> None:
     taken = [
         (R, D) for R in (64, 128, 256, 512) for D in (0, 16, 64, 128, 256)
-        if fits_hopper(R, D, H100_BYTES)
+        if fits_hopper(R, D, 2, H100_BYTES)
     ]  # fmt: skip
     narrow = [(R, D) for R in (128, 256) for D in (0, 16, 64, 128, 256)]
     assert taken == [*narrow, (512, 0), (512, 16), (512, 64)]

@@ -145,10 +145,10 @@ def _plan(
     (B, H, R), D = q_BHR.shape, rotated_BSD.shape[2]
     sizes = Sizes(B, H, counted, (R + D) * latents_BSR.element_size())
     memory = shared_memory(q_BHR)
-    if is_hopper(q_BHR) and latents_BSR.element_size() == 2 and fits_hopper(R, D, memory):
-        # Rows are copied 16 bytes at a time.
-        if latents_BSR.data_ptr() % 16 == 0 and rotated_BSD.data_ptr() % 16 == 0:
-            return hopper_plan_for(sizes, processors(q_BHR))
+    # The kernel for Hopper copies rows 16 bytes at a time.
+    aligned = latents_BSR.data_ptr() % 16 == 0 and rotated_BSD.data_ptr() % 16 == 0
+    if is_hopper(q_BHR) and aligned and fits_hopper(R, D, latents_BSR.element_size(), memory):
+        return hopper_plan_for(sizes, processors(q_BHR))
     return plan_for(sizes, processors(q_BHR), memory)
 
 

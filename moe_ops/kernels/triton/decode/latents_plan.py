@@ -84,11 +84,11 @@ def needed(sizes: Sizes, heads: int, tile: int, stages: int) -> int:
     return (heads + tile * stages) * sizes.row_bytes + OTHER_BYTES
 
 
-def fits_hopper(R: int, D: int, memory: int) -> bool:
-    """Whether the kernel for Hopper takes latents and rotated keys of 16 bits of these widths."""
-    row_bytes = 2 * (R + D)
+def fits_hopper(R: int, D: int, element_bytes: int, memory: int) -> bool:
+    """Whether the kernel for Hopper takes latents and rotated keys of these widths."""
+    row_bytes = (R + D) * element_bytes
     room = (MOST_HEADS + HOPPER_STAGES * HOPPER_TILE) * row_bytes + HOPPER_OTHER_BYTES
-    return R >= HOPPER_LEAST_R and room <= memory
+    return element_bytes == 2 and R >= HOPPER_LEAST_R and room <= memory
 
 
 def hopper_plan_for(sizes: Sizes, processors: int) -> HopperPlan:
