@@ -51,8 +51,7 @@ def rows_of(columns):
 
 @gluon.jit
 def _row_slots(buffer, indices_ptr, first, SIZES: gl.constexpr):
-    """Of the rows of a buffer the slots, as they are copied: those of entries, or the slot 0 of
-    what is none."""
+    """The slots whose rows a buffer gets: those of entries, slot 0 for what is no slot."""
     entry = first + gl.arange(0, buffer.shape[1], gl.SliceLayout(1, rows_of(buffer.shape[2])))
     inside = entry < SIZES[1]
     at = entry
@@ -230,8 +229,8 @@ def _store(acc, found_ptr, head, H, split, HALF: gl.constexpr, any, SIZES: gl.co
 @gluon.jit
 def _shown_tiles(mask_ptr, indices_ptr, split, BS: gl.constexpr, TILES: gl.constexpr,
                  BT: gl.constexpr, SIZES: gl.constexpr):  # fmt: skip
-    """Of a program's tiles the first that the mask shows a slot of, and one past the last; and one
-    past the last such entry."""
+    """The first of a program's tiles that the mask shows a slot of, one past the last of these, one
+    past the last entry that it shows, and the program's split."""
     layout: gl.constexpr = gl.BlockedLayout([1, BS // 8], [4, 8], [4, 1], [1, 0])
     entries = gl.arange(0, BS, gl.SliceLayout(0, layout))
     tiles = gl.arange(0, BT, gl.SliceLayout(1, layout))

@@ -32,8 +32,8 @@ class LatentsPlan(NamedTuple):
 
 
 class HopperPlan(NamedTuple):
-    """The same for the kernel for Hopper, whose programs take 64 heads, `stages` tiles on their
-    way."""
+    """Programs of the kernel for Hopper take 64 heads each; `splits` of them share the slots, in
+    tiles of `tile`, of which each takes every `splits`-th, `tiles` at most."""
 
     splits: int
     tiles: int
@@ -92,7 +92,8 @@ def fits_hopper(R: int, D: int, element_bytes: int, memory: int) -> bool:
 
 
 def hopper_plan_for(sizes: Sizes, processors: int) -> HopperPlan:
-    """As `plan_for`, for the kernel for Hopper."""
+    """The plan of the kernel for Hopper, for a GPU of so many processors. It knows no lengths of
+    sequences either."""
     pairs = sizes.batch * -(-sizes.heads // MOST_HEADS)
     tiles = -(-sizes.slots // HOPPER_TILE)
     most = max(1, min(processors // pairs, MOST_SPLITS, tiles // LEAST_TILES))
