@@ -105,6 +105,19 @@ def test_plans_cover_the_slots() -> None:
         assert plan.heads == MOST_HEADS, what
 
 
+def test_plans_are_those_that_were_fastest() -> None:
+    """On an H100."""
+    splits = {
+        (1, 20, 512): 8, (1, 20, 4096): 64, (1, 20, 8192): 64, (8, 20, 512): 8,
+        (8, 20, 4096): 16, (8, 20, 8192): 16, (32, 20, 512): 2, (32, 20, 4096): 4,
+        (32, 20, 8192): 4, (1, 128, 512): 8, (1, 128, 4096): 32, (1, 128, 8192): 64,
+        (8, 128, 4096): 8, (8, 128, 8192): 8, (32, 128, 512): 2, (32, 128, 4096): 2,
+        (32, 128, 8192): 2,
+    }  # fmt: skip
+    plans = {size: hopper_plan_for(Sizes(*size, 1152), H200) for size in splits}
+    assert {size: plan.splits for size, plan in plans.items()} == splits
+
+
 def test_widths_that_it_takes() -> None:
     taken = [
         (R, D) for R in (64, 128, 256, 512) for D in (0, 16, 64, 128, 256)

@@ -7,6 +7,8 @@ products. Programs share the slots of a sequence:
                       score, the sum of the powers below it, and the latents weighted with these
     latents_merge     the output from what the programs found, in the order of the programs
 
+On Hopper the kernel of `latents_hopper.py` takes the place of the first, for latents of 16 bits.
+
 Of `SPLITS` programs each takes every `SPLITS`-th tile, so that a buffer which is filled up to some
 slot is shared evenly, whatever its size. A program that sees no slot writes no more than that.
 """

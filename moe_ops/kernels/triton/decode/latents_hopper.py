@@ -100,8 +100,8 @@ def _produce(latents_ptr, rotated_ptr, indices_ptr, stages, full, empty, tiles,
 
 
 @gluon.jit
-def _load_queries(ptr, head_stride, head, H, buffer):
-    """Store rows of queries to shared memory, zeros in place of heads that are none."""
+def _queries(ptr, head_stride, head, H, buffer):
+    """Rows of queries as they go into a buffer, zeros in place of heads that are none."""
     layout: gl.constexpr = rows_of(buffer.shape[1])
     heads = head + gl.arange(0, buffer.shape[0], gl.SliceLayout(1, layout))
     columns = gl.arange(0, buffer.shape[1], gl.SliceLayout(0, layout))
@@ -125,9 +125,9 @@ def _attend(queries, mask_ptr, indices_ptr, stages, full, empty, handed, tiles, 
     q, q_ptr, q_head, q_rope, q_rope_ptr, rope_head = queries
     head, H = where[2], where[3]
     # While the first tile is on its way.
-    q.store(_load_queries(q_ptr, q_head, head, H, q))
+    q.store(_queries(q_ptr, q_head, head, H, q))
     if SIZES[6] > 0:
-        q_rope.store(_load_queries(q_rope_ptr, rope_head, head, H, q_rope))
+        q_rope.store(_queries(q_rope_ptr, rope_head, head, H, q_rope))
     fence_async_shared()
     latents, rotated = stages
     p_smem, shrink_smem, written, read = handed

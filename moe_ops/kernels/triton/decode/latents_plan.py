@@ -16,6 +16,8 @@ MOST_NARROW = 2048  # bytes of a slot; more are of float32, whose products take 
 OTHER_BYTES = 10 * 1024  # of shared memory: weights on their way to the second product, sums
 HOPPER_TILE, HOPPER_STAGES = 64, 2  # all that fits beside 64 queries
 HOPPER_OTHER_BYTES = 9 * 1024  # of shared memory: powers on their way to the right half, barriers
+HOPPER_FEW_SUMS = 1280  # of a head over a tile's slots: a program may have one tile alone
+HOPPER_MANY_ROWS = 512  # sequences times heads, from which on a program has four tiles
 HOPPER_LEAST_R = 128  # halves of latents are copied by rows of 128 bytes
 
 
@@ -93,9 +95,17 @@ def fits_hopper(R: int, D: int, element_bytes: int, memory: int) -> bool:
 
 def hopper_plan_for(sizes: Sizes, processors: int) -> HopperPlan:
     """The plan of the kernel for Hopper, for a GPU of so many processors. It knows no lengths of
-    sequences either."""
+    sequences either.
+
+    What a program finds is written and read, which costs more than to have all processors at work
+    if there are few tiles. From how many on that is so are the best of 1, 2 and 4 tiles of a sweep
+    on an H100, over 1, 8 and 32 sequences of 512, 4096 and 8192 slots and 20 and 128 heads.
+    """
+    rows, tiles = sizes.batch * sizes.heads, -(-sizes.slots // HOPPER_TILE)
+    least = 2 if rows < HOPPER_MANY_ROWS else 4
+    if rows * tiles <= HOPPER_FEW_SUMS:
+        least = 1
     pairs = sizes.batch * -(-sizes.heads // MOST_HEADS)
-    tiles = -(-sizes.slots // HOPPER_TILE)
-    most = max(1, min(processors // pairs, MOST_SPLITS, tiles // LEAST_TILES))
+    most = max(1, min(processors // pairs, MOST_SPLITS, tiles // least))
     each = min(-(-tiles // most), MOST_SPAN // HOPPER_TILE)
     return HopperPlan(-(-tiles // each), each, HOPPER_TILE, HOPPER_STAGES)
