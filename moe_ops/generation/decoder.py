@@ -173,21 +173,26 @@ class Lease(Cache):
 
     def read(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """The model's output for the prompts, or for more of them, which are then in the cache."""
-        B, S = input_ids.shape
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        assert given is not None
+        B, S = given.shape[:2]
         mask = attention_mask
         if mask is not None and bool(mask.all()):
             mask = None  # what is not masked can take the quickest attention
         if position_ids is None:
-            position_ids = torch.arange(S, device=input_ids.device)[None] + self.prompt
+            position_ids = torch.arange(S, device=given.device)[None] + self.prompt
         with plain_tensors():  # as the forward's, whose compiled layers these share
             axes = position_ids.shape[:-2]
-            prompt = Prompt(input_ids, mask, position_ids.expand(*axes, B, S).clone(), self.prompt)
+            positions = position_ids.expand(*axes, B, S).clone()
+            embeds = None if inputs_embeds is None else inputs_embeds.clone()
+            prompt = Prompt(input_ids, mask, positions, self.prompt, embeds)
         with self._decoder.compiling_prompts():
             out = self._decoder.with_room(lambda: self.steps.read(self.code, prompt, kwargs))
         self.batch = B

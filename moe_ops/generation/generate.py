@@ -55,7 +55,7 @@ def quicken(twin: PreTrainedModel, tools: Tools, follow: Callable[[], None]) -> 
     if reason is not None:
         twin.__class__ = with_own_generate(type(twin))  # type: ignore[arg-type]
         return
-    twin.__class__ = subclass(QuickGenerate, type(twin))  # type: ignore[arg-type]
+    twin.__class__ = by_steps(type(twin))  # type: ignore[arg-type]
     twin._moe_ops_generation = Generation(Decoder(twin, tools), follow)
 
 
@@ -299,6 +299,20 @@ class QuickGenerate(MayFallBack):
         kwargs.pop("synced_gpus", None)
         kwargs.pop("streamer", None)
         return sample(self, input_ids, **kwargs)
+
+
+@functools.cache
+def by_steps(cls: Any) -> Any:
+    """The class of a compiled model whose `generate` runs by steps."""
+    name = GenerationMixin.prepare_inputs_for_generation.__name__
+
+    @functools.wraps(getattr(cls, name))  # a model with its own may not take embeddings
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(QuickGenerate, name)(self, *args, **kwargs)
+
+    made = subclass(QuickGenerate, cls)
+    setattr(made, name, prepare)
+    return made
 
 
 def config_with(options: dict[str, Any]) -> CompileConfig:

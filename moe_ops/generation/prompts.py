@@ -25,13 +25,28 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """Sequences: ids [B, S], positions likewise or along several axes [axes, B, S]; a mask,
-    if there is one, hides some tokens."""
+    """Sequences: ids [B, S], or embeddings [B, S, D] in place of ids; positions [B, S] or along
+    several axes [axes, B, S]; a mask, if there is one, hides some tokens."""
 
-    ids: Tensor
+    ids: Tensor | None
     mask: Tensor | None  # of these tokens, behind those that begun it
     positions: Tensor
     begun: int = 0  # tokens of it that are in the cache
+    embeds: Tensor | None = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Sequences and tokens."""
+        given = self.embeds if self.ids is None else self.ids
+        assert given is not None
+        return given.shape[0], given.shape[1]
+
+    @property
+    def inputs(self) -> dict[str, Tensor | None]:
+        """What a model gets for the tokens."""
+        if self.embeds is None:
+            return {"input_ids": self.ids}
+        return {"input_ids": self.ids, "inputs_embeds": self.embeds}
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +103,7 @@ class Prompts:
         size.replay()
         self.replayed += 1
         assert self._logits is not None
-        logits = self._logits[: prompt.ids.shape[0]]
+        logits = self._logits[: prompt.size[0]]
         return CausalLMOutputWithPast(logits=logits)
 
     def _captured(self, filling: Filling, prompt: Prompt, kwargs: dict[str, Any]) -> Size | None:
@@ -105,7 +120,7 @@ class Prompts:
             return None
         inputs = self._copied(prompt)
         if size.graph is None:
-            B, S = prompt.ids.shape
+            B, S = prompt.size
             run, what = self._runner(filling, inputs, kwargs), f"prompts of generate ({B} x {S})"
             size.capture(captures.pool, run, filling.state, device=device, what=what)
             captures.refusal = size.refusal
@@ -127,6 +142,7 @@ class Prompts:
     def _copied(self, prompt: Prompt) -> Prompt:
         """Copy a prompt into the buffers that graphs read, and return it there."""
         ids, mask = prompt.ids, prompt.mask
+        assert ids is not None
         axes = math.prod(prompt.positions.shape[:-2])
         if self._inputs is None:
             size = 2 + axes, MOST_TOKENS
@@ -146,7 +162,7 @@ class Prompts:
         self, filling: Filling, prompt: Prompt, kwargs: dict[str, Any]
     ) -> Callable[[], None]:
         """What is captured for prompts like this one, which is in the inputs."""
-        B, S = prompt.ids.shape
+        B, S = prompt.size
         like = filling.like.new_empty(B, S, 0)
 
         def run() -> None:
@@ -164,13 +180,17 @@ class Prompts:
 
 
 def key_of(prompt: Prompt, kwargs: dict[str, Any]) -> Key | None:
-    """What prompts that share a graph have in common; None for a call that no graph repeats."""
+    """What prompts that share a graph have in common; None for a call that no graph repeats. One
+    with embeddings is among these, as one with pictures is: it seldom comes again, and from
+    embeddings some models find by the values which of them stand for text."""
     given = {name: value for name, value in kwargs.items() if value is not None and value != {}}
     plain = all(isinstance(value, int) for value in given.values())
     if not plain or not given.keys() <= CONSTANTS or given.get("return_dict") is False:
         return None
     ids = prompt.ids
-    if ids.dim() != 2 or not 0 < ids.numel() <= MOST_TOKENS or prompt.begun > 0:
+    if ids is None or prompt.embeds is not None or prompt.begun > 0:
+        return None
+    if ids.dim() != 2 or not 0 < ids.numel() <= MOST_TOKENS:
         return None
     return (
         *ids.shape,

@@ -31,7 +31,9 @@ STOCK = (
     "_beam_search",
     "generate",
 )
-INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", CACHE}
+INPUTS = {
+    "attention_mask", "position_ids", "use_cache", "logits_to_keep", "inputs_embeds", CACHE,
+}  # fmt: skip
 # What is of pictures and the like, and matters to prompts alone: so transformers says, and of types
 # of tokens, that those of new ones are text.
 INPUTS |= set(getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))

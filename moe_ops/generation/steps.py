@@ -141,12 +141,12 @@ class Steps:
         """What of `read` runs on the device, and nothing else: the model, what its layers
         keep, and the buffers of the steps to come. `mask` is what the model gets for the
         prompt's; its layers get none if `unmasked`."""
-        (B, S), begun = prompt.ids.shape, prompt.begun
+        (B, S), begun = prompt.size, prompt.begun
         cache = Begun(self.cache, B, begun, S) if begun > 0 else Empty(self.cache, S)
         out = (code.unmasked if unmasked else code.prompt)(
-            input_ids=prompt.ids,
             attention_mask=mask,
             position_ids=prompt.positions,
+            **prompt.inputs,
             **{CACHE: cache},
             **kwargs,
         )
