@@ -40,7 +40,8 @@ def sightings(graph: fx.Graph) -> Iterator[Sighting]:
 def _choice(topk: fx.Node) -> tuple[str, bool, bool]:
     """A choice in words, and whether a loop over all experts follows, or a one-hot mask."""
     K, E = arg(topk, "k"), _last(arg(topk, "self"))
-    derived = list(_derived(topk, {1, K, E}))
+    # A number of tokens, of which an indexer chooses, may be known at a call alone.
+    derived = list(_derived(topk, {size for size in (1, K, E) if isinstance(size, int)}))
     experts = {
         (node.target, node.args[1:])
         for node in derived
@@ -56,7 +57,7 @@ def _choice(topk: fx.Node) -> tuple[str, bool, bool]:
     return f"topk of {K} of {E}, then {what}", len(experts) == E, is_one_hot and not is_loop
 
 
-def _derived(node: fx.Node, sizes: set[Any]) -> Iterator[fx.Node]:
+def _derived(node: fx.Node, sizes: set[int]) -> Iterator[fx.Node]:
     """What is computed from a choice before it meets tokens: its last axis is one of these."""
     known, waiting = {node}, [node]
     while waiting:
