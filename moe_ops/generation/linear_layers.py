@@ -1,5 +1,6 @@
 """Layers of transformers whose linear attention, state spaces and convolutions are ours where
-these compute what the functions do that the layer calls by the names in its file."""
+these compute what the functions do that the layer calls by the names in its file; and indexers
+whose pools are."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from moe_ops.generation import pools
 from moe_ops.generation.linear_samples import KINDS, Kind, agree, parameters_of
-from moe_ops.hf.subclass import former_class, new_object
+from moe_ops.hf.subclass import former_class, new_object, subclass
 from moe_ops.interop.code_objects import with_globals
 
 log = logging.getLogger("moe_ops")
@@ -31,6 +33,16 @@ class WithOurFunctions:
         return new_object, (former_class(self),), super().__reduce_ex__(protocol)[2]
 
 
+class WithAllPools(WithOurFunctions):
+    """What stands before the class of an indexer whose pools are ours where a compiler reads it."""
+
+    def get_pooled_states(self, packed_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if torch.compiler.is_compiling():
+            return pools.all_pools(self, packed_states)
+        own: tuple[Tensor, Tensor, Tensor] = super().get_pooled_states(packed_states)  # type: ignore[misc]
+        return own
+
+
 def give_ours(twin: nn.Module, model: nn.Module) -> None:
     """Have the layers of a model's twin call our functions while they are compiled; uncompiled, and
     where a gradient may be wanted, they call their own. What is not understood stays as it is, with
@@ -41,8 +53,14 @@ def give_ours(twin: nn.Module, model: nn.Module) -> None:
         kind: Any = type(module)
         if id(module) in own or issubclass(kind, WithOurFunctions):
             continue
+        pooled = pools.METHOD in methods_of(kind)
+        if pooled and pools.drops_pools(kind):
+            module.__class__ = subclass(WithAllPools, kind)
+            continue
         found = {name: in_place_of(function) for name, function in functions_of(kind).items()}
-        for name in {n for n, made in found.items() if made is None} - told:
+        left = {name for name, made in found.items() if made is None}
+        left |= {pools.METHOD} if pooled else set()
+        for name in left - told:
             told.add(name)
             text = "%s keeps its %s: ours is not known to compute the same"
             log.info(text, kind.__name__, name)
