@@ -59,7 +59,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 def twice(value: Any, S: int) -> Any:
     """Arguments for one sequence of S tokens, as they are for two like it."""
     if isinstance(value, Tensor):
-        dims = counting_dims(value)
+        dims = counting_dims(value, S)
         if dims is None or value.shape[dims[0]] != 1 or value.shape[dims[1]] != S:
             return value
         if value.stride(dims[0]) == 0:  # of what all sequences share
@@ -72,25 +72,31 @@ def twice(value: Any, S: int) -> Any:
     return value.twice() if hasattr(value, "twice") else value  # a view of a cache
 
 
-def counting_dims(x: Tensor) -> tuple[int, int] | None:
-    """Which dims of an argument of layers count sequences and tokens: of [B, S], [B, S, D],
-    positions of several kinds [N, B, S], and masks [B, 1, S, tokens seen]."""
+def counting_dims(x: Tensor, S: int) -> tuple[int, int] | None:
+    """Which dims of an argument of layers count sequences and the S tokens: of [B, S], [B, S, D],
+    states of several streams [B, S, N, D], positions of several kinds [N, B, S], and masks
+    [B, 1, S, tokens seen]."""
     if x.dim() < 2:
         return None
-    if x.dim() == 4:
+    if is_mask(x, S):
         return 0, 2
     floats = x.is_floating_point() or x.is_complex()  # complex are the angles of some layers
     return (1, 2) if x.dim() == 3 and not floats else (0, 1)
 
 
+def is_mask(x: Tensor, S: int) -> bool:
+    """Whether an argument may be a mask [B, 1, S, tokens seen], or one for each head."""
+    return x.dim() == 4 and x.shape[2] == S and (S == 1 or x.shape[1] != S)
+
+
 def mark(x: Tensor, B: int, S: int) -> None:
     """Mark the dims that count sequences and tokens."""
-    dims = counting_dims(x)
+    dims = counting_dims(x, S)
     if dims is None:
         return
     if x.shape[dims[0]] == B:
         maybe_mark_dynamic(x, dims[0])
     if x.shape[dims[1]] == S:
         (maybe_mark_dynamic if S > 1 else mark_static)(x, dims[1])
-    if x.dim() == 4 and x.shape[3] >= max(2, S):  # 1 is a factor of each token
+    if is_mask(x, S) and x.shape[3] >= max(2, S):  # 1 is a factor of each token
         maybe_mark_dynamic(x, 3)

@@ -111,6 +111,27 @@ def test_one_sequence_first_has_angles_of_any_kind(dtype: torch.dtype) -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("streams", [1, 2, 5, 9])
+def test_one_sequence_first_may_have_states_of_several_streams(streams: int) -> None:
+    """Of one graph for all numbers of sequences and tokens, also where streams are as many."""
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def weighed(module: nn.Module, x: Any) -> Any:
+        return module(x * x.sum(1, keepdim=True))
+
+    region = LayerRegion(torch.compile(weighed, backend=keep))
+    layer = Layer(nn.Identity())
+    for B, S in ((1, 5), (3, 4), (2, 9), (1, 7)):
+        x = torch.randn(B, S, streams, 8)
+        assert torch.equal(region(layer, x), weighed(layer, x))
+    assert len(graphs) == 1
+
+
 class Head(nn.Linear):
     """A head that notes how its inputs lie, in a list that its copies share."""
 
