@@ -39,6 +39,9 @@ LONGEST = 200  # with three turns within the slots that the shortest has, too
 TENSORS, SEGMENT, RESIDENT = 2 << 20, 20 << 20, 64 << 20
 
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # and no tensors of compilers
+
+
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """A call of `generate`, or the turns of a chat."""
@@ -91,9 +94,6 @@ def held(calls: int, start: float) -> Held:
     return Held(
         calls=calls, seconds=seconds, tensors=tensors, allocator=allocator, resident=resident
     )
-
-
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def first_calls(kind: str, batches: list[int], longest: int) -> list[dict[str, Any]]:
@@ -224,7 +224,7 @@ def main(arguments: list[str] | None = None) -> None:
         if call.number % 100 == 99:
             passed = time.perf_counter() - start
             print(f"{call.number + 1} calls, {passed:.0f} s", file=sys.stderr, flush=True)
-            if call.number > args.warm_up:
+            if args.warm_up < call.number < args.calls - 1:
                 found.append(held(call.number + 1, start))
     found.append(held(args.calls, start))
     compiled = counters["stats"]["unique_graphs"] - graphs

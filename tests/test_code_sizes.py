@@ -155,6 +155,7 @@ UNNAMED_PARAMETERS = {
         "moe_ops/generation/fallback.py: generate",
         "moe_ops/generation/fallback.py: MayFallBack.__call__",
         *(f"moe_ops/generation/generate.py: QuickGenerate.{name}" for name in GENERATE),
+        "moe_ops/generation/generate.py: prepare",
         *(f"moe_ops/generation/linear_functions.py: {name}" for name in LINEAR),
         "moe_ops/generation/linear_layers.py: ours_or_own",
         "moe_ops/forward/masks.py: bool_mask",

@@ -52,7 +52,12 @@ def test_forwards(tmp_path: Path) -> None:
 
 @pytest.mark.every
 @pytest.mark.slow
-def test_a_short_soak() -> None:
-    sizes = ("--calls", "40", "--warm-up", "20", "--batch", "2", "--prompt", "30", "--compare", "5")
-    done = run("examples/soak.py", *sizes)
-    assert "40 calls, 8 compared; 0 graphs compiled since the warm-up" in done.stdout
+def test_a_short_soak(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    sizes = ("--calls", "50", "--warm-up", "36", "--batches", "1", "2", "--prompt", "30")
+    how = ("--kinds", "windows", "--compare", "10", "--json", str(figures))
+    done = run("examples/soak.py", *sizes, *how)
+    assert "50 calls, 5 compared; 0 graphs compiled since the warm-up" in done.stdout
+    report = json.loads(figures.read_text())
+    assert not report["fallbacks"] and [h["calls"] for h in report["held"]] == [36, 50]
+    assert all(h["tensors"] > 0 for h in report["held"])
