@@ -30,7 +30,7 @@ import torch
 import transformers
 from models import CONFIGS, build
 from torch import Tensor
-from transformers import CompileConfig
+from transformers import CompileConfig, StoppingCriteriaList
 
 import moe_ops
 from moe_ops.bench.rates import measure_rates
@@ -142,6 +142,30 @@ def measure(way: str, model: Any, ids: Tensor, tokens: tuple[int, int], **kwargs
     )
 
 
+def by_slots(
+    model: Any, ids: Tensor, slots: list[int], tokens: tuple[int, int]
+) -> dict[int, float]:
+    """The ms of a step by how many tokens the buffers have room for, most of which are empty."""
+    few, many = tokens
+    batch, prompt = ids.shape
+    found = {}
+    for room in slots:
+
+        def call(n: int, room: int = room) -> Callable[[], Any]:
+            def ends(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+                return torch.full((batch,), ids.shape[1] >= prompt + n, device=ids.device)
+
+            stop = StoppingCriteriaList([ends])
+            new = {"max_new_tokens": room - prompt, "stopping_criteria": stop}
+            return lambda: model.generate(ids, do_sample=False, **new)
+
+        for _ in range(3):
+            seconds(call(few))
+        times = {n: statistics.median(seconds(call(n)) for _ in range(5)) for n in tokens}
+        found[room] = (times[many] - times[few]) / (many - few) * 1e3
+    return found
+
+
 def tensors_of(model: Any) -> list[tuple[str, Tensor]]:
     """Weights, scales of quantised ones included."""
     return [*model.named_parameters(), *model.named_buffers()]
@@ -251,6 +275,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--inductor", default="{}", help="more options of Inductor, as JSON")
     parser.add_argument("--profile", action="store_true", help="where a step's time goes")
+    parser.add_argument(
+        "--slots", type=int, nargs="*", default=[],
+        help="also the time of a step on our way with room for so many tokens",
+    )  # fmt: skip
     parser.add_argument("--json", help="also write the figures to this file")
     return parser.parse_args(arguments)
 
@@ -302,6 +330,11 @@ def measure_ours(
     steps = {}
     for batch, ids in prompts.items():
         report.add(measure(way, ours, ids, args.tokens))
+        if args.slots:
+            found = by_slots(ours, ids, args.slots, args.tokens)
+            say(f"batch {batch}, ms a step by slots: {found}")
+            report.figures.setdefault("slots_step_ms", {})[batch] = found
+            report.write()
         if args.profile and ids.is_cuda:
             steps[batch] = breakdown(ours, ids)
     for size in moe_ops.generation_report(ours):

@@ -51,6 +51,7 @@ CHANGES = (
         ("layer_h?00_*", "counters_*", "*_tiles_*", "rows_or_grouped_*", "ep_layers_*",
          "ep_codes_*", "ep_shared_*", "generate_*", "forward_*"),
     ),
+    Change("how steps are compiled", "2026-11-27 12:04", "ffb1e9d", ("generate_*",)),
     Change("how forwards run", "2026-11-27 08:27", "9482699", ("forward_*",)),
     Change(
         "`quantize` on a GPU", "2026-11-26 20:25", "d2ea4d1", ("quantize_h100", "accuracy_h100"),
