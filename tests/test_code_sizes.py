@@ -117,7 +117,8 @@ LINEAR = ("chunked_delta_rule", "convolved", "scanned", "stepped_delta_rule", "u
 GENERATE = (
     "__call__", "generate", "prepare_inputs_for_generation", "_sample",
     "_update_model_kwargs_for_generation", "_valid_auto_compile_criteria", "_beam_search",
-    "_unless_refused", "_sampled", "_prefill", "generate_batch",
+    "_unless_refused", "_sampled", "_prefill", "generate_batch", "_assisted_decoding",
+    "_get_candidate_generator",
 )  # fmt: skip
 # Those of its caches by which layers add to them.
 UPDATES = ("update", "update_conv_state", "update_recurrent_state")
@@ -151,7 +152,7 @@ UNNAMED_PARAMETERS = {
         "passes/lower.py: body",
     },
     "whatever transformers calls the function in whose place it stands with": {
-        "moe_ops/generation/decoder.py: Lease.read",
+        "moe_ops/generation/lease.py: Lease.read",
         "moe_ops/generation/fallback.py: generate",
         "moe_ops/generation/fallback.py: MayFallBack.__call__",
         *(f"moe_ops/generation/generate.py: QuickGenerate.{name}" for name in GENERATE),
@@ -189,6 +190,7 @@ UNNAMED_PARAMETERS = {
     },
     "the arguments of a model or a function that it is given": {
         "moe_ops/forward/loops.py: AroundLoops.__call__",
+        "moe_ops/generation/wide.py: with_last_states",
         "passes/inductor/layer_region.py: LayerRegion.__call__",
         "passes/inductor/layer_region.py: LayerRegion._run",
         "moe_ops/forward/by_layers.py: ByLayers.__call__",

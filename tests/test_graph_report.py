@@ -18,6 +18,7 @@ from moe_ops.graphs.report import (
     GraphReport,
     SizeReport,
     StepsReport,
+    WideReport,
     refusals,
 )
 from moe_ops.graphs.runner import TIMES
@@ -40,8 +41,16 @@ STEPS = StepsReport(
 )  # fmt: skip
 
 
+WIDE = (
+    WideReport(tokens=8, steps=5, captured=True, bytes=2 << 20, refusal=None),
+    WideReport(tokens=32, steps=1, captured=False, bytes=0, refusal="a sync"),
+)
 WITH_PROMPTS = replace(
-    STEPS, captured=False, refusal="a sync", prompts=(CAPTURED, replace(REFUSED, refusal=None))
+    STEPS,
+    captured=False,
+    refusal="a sync",
+    prompts=(CAPTURED, replace(REFUSED, refusal=None)),
+    wide=WIDE,
 )
 BUCKETS = (
     BucketReport(tokens=8, hits=3, bytes=5 << 20),
@@ -70,6 +79,8 @@ def test_prompts_calls_and_buckets_have_lines_of_their_own() -> None:
         "2; cache of 3 MiB",
         "  prompt 1 x 128: 9 calls, 6 by a graph of 38 MiB",
         "  prompt 2 x 64, masked: 4 calls, no graph",
+        "  steps of up to 8 tokens: 5, captured in 2 MiB",
+        "  steps of up to 32 tokens: 1, uncaptured, a sync",
         "call of 2 x 8, (), 5: 6 calls, 3 by a graph of 1 MiB",
         "call of nothing: 1 calls, no graph",
         "bucket of 8 tokens: 3 by a graph of 5 MiB",

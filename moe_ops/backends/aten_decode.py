@@ -32,9 +32,9 @@ def attend_filled(call: OneQueryLatentsCall) -> Tensor:
     sizes whatever else is in the batch."""
     out_BHR = torch.empty(call.q_BHR.shape, dtype=call.q_BHR.dtype)
     sinks_H1 = None if call.sinks_H is None else call.sinks_H.float()[:, None]
-    for b, (latents_SR, rotated_SD) in enumerate(
-        zip(call.latents_BSR, call.rotated_BSD, strict=True)
-    ):
+    shared = len(call.q_BHR) // len(call.latents_BSR)
+    for b in range(len(call.q_BHR)):
+        latents_SR, rotated_SD = call.latents_BSR[b // shared], call.rotated_BSD[b // shared]
         at_S, added_S = _seen(call, b)
         latents_SR, rotated_SD = _rows(latents_SR, at_S), _rows(rotated_SD, at_S)
         scores_HS = call.q_BHR[b].float() @ latents_SR.T + call.q_rope_BHD[b].float() @ rotated_SD.T

@@ -33,11 +33,11 @@ def refusal(call: OneQueryCall) -> str | None:
     if (q_BHD.dim(), k_BNSD.dim(), v_BNSD.dim()) != (3, 4, 4):
         shapes = _shapes(q_BHD, k_BNSD, v_BNSD)
         return f"q, k and v are {shapes}, not [B, H, D] and [B, N, S, D]; reshape them"
-    (B, H, D), (_, N, slots, DV) = q_BHD.shape, v_BNSD.shape
-    if k_BNSD.shape != (B, N, slots, D) or v_BNSD.shape[0] != B or H % N:
+    (B, H, D), (C, N, slots, DV) = q_BHD.shape, v_BNSD.shape
+    if k_BNSD.shape != (C, N, slots, D) or 0 in (C, N) or B % C or H % N:
         return (
             f"q, k and v of {_shapes(q_BHD, k_BNSD, v_BNSD)} do not fit each other; give them one "
-            "B and S, q and k one D, and an N that divides H"
+            "S, q and k one D, k and v one B that divides that of q, and an N that divides H"
         )
     if slots > MOST_SLOTS:
         return f"has {slots} slots, more than {MOST_SLOTS}; use torch's attention"
@@ -87,7 +87,8 @@ def one_query(call: OneQueryCall) -> Tensor:
 
     and, if there are sinks, of one more logit, whose share adds nothing. H / N heads share a key.
     A mask of bool hides what is False; one of floats is added, and on a GPU hides what is less than
-    half of the least number of its type. Without sinks, some slot of each sequence is not hidden.
+    half of the least number of its type. Without sinks, some slot of each query is not hidden. If k
+    and v are of fewer sequences than q, so many queries in a row share one that it comes out even.
     On a GPU it is one launch or two. Raises ValueError for what `refusal` names.
     """
     return formula(
@@ -104,16 +105,22 @@ def formula(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """What `one_query` computes, of any sizes, strides and dtypes, in torch's own ops."""
-    (B, H, D), (_, N, slots, DV) = q_BHD.shape, v_BNSD.shape
-    grouped = q_BHD.reshape(B, N, H // N, D) * scale
-    scores = (grouped @ k_BNSD.transpose(2, 3)).float()  # [B, N, H / N, slots]
+    (B, H, D), (C, N, slots, DV) = q_BHD.shape, v_BNSD.shape
+    W, G = B // C, H // N  # queries of a sequence, heads that share a key
+    grouped = q_BHD.reshape(B, N, G, D) * scale
     mask = mask_BS[:, None, None]
+    if W > 1:  # the queries of a sequence are rows of one product, as the heads are
+        grouped = grouped.unflatten(0, (C, W)).transpose(1, 2).flatten(2, 3)
+        mask = mask_BS.reshape(C, 1, W, 1, slots).expand(-1, -1, -1, G, -1).flatten(2, 3)
+    scores = (grouped @ k_BNSD.transpose(2, 3)).float()  # [C, N, W * G, slots]
     hides = mask.dtype == torch.bool
     scores = scores.masked_fill(~mask, float("-inf")) if hides else scores + mask
     if sinks_H is not None:
-        sink = sinks_H.float().reshape(1, N, H // N, 1).expand(B, -1, -1, -1)
+        sink = sinks_H.float().reshape(1, N, 1, G, 1).expand(C, -1, W, -1, -1).flatten(2, 3)
         scores = torch.cat([scores, sink], -1)
     out = scores.softmax(-1)[..., :slots].to(v_BNSD.dtype) @ v_BNSD
+    if W > 1:
+        out = out.unflatten(2, (W, G)).transpose(1, 2)
     return out.reshape(B, H, DV)
 
 

@@ -35,13 +35,14 @@ def refusal(call: OneQueryLatentsCall) -> str | None:
     for what, t in (queries | caches).items():
         if t.dim() != 3:
             return f"{what} must have 3 axes, got {list(t.shape)}; reshape it"
-    (B, H, R), (_, slots, D) = call.q_BHR.shape, call.rotated_BSD.shape
-    if call.q_rope_BHD.shape != (B, H, D) or call.latents_BSR.shape != (B, slots, R):
+    (B, H, R), (C, slots, D) = call.q_BHR.shape, call.rotated_BSD.shape
+    if call.q_rope_BHD.shape != (B, H, D) or call.latents_BSR.shape != (C, slots, R):
         shapes = ", ".join(str(list(t.shape)) for t in (queries | caches).values())
         return f"{shapes} do not fit each other; give [B, H, R], [B, H, D], [B, S, R], [B, S, D]"
-    if call.rotated_BSD.shape[0] != B or 0 in (B, H, R, slots):
+    if 0 in (B, H, C, R, slots) or B % C:
         shapes = ", ".join(str(list(t.shape)) for t in (queries | caches).values())
-        return f"{shapes} have other batches, or none of something; give one B, and some of each"
+        wanted = "give a B of latents that divides that of q, and some of each"
+        return f"{shapes} have other batches, or none of something; {wanted}"
     dtypes = {t.dtype for t in (queries | caches).values()}
     if len(dtypes) != 1 or call.q_BHR.dtype not in DTYPES:
         got = ", ".join(sorted(map(str, dtypes)))
@@ -100,10 +101,12 @@ def one_query_latents(call: OneQueryLatentsCall) -> Tensor:
     choose are seen, and of these what the mask shows; those beyond S choose none. Without sinks,
     some slot of each sequence is seen. Sums are in float32. What is in hidden slots behind the last
     that is seen does not matter if they are not chosen, and a sequence has the same result whatever
-    others see. On a GPU it is two launches. Raises ValueError for what `refusal` names.
+    others see. If latents are of fewer sequences than q, so many queries in a row share one that it
+    comes out even. On a GPU it is two launches. Raises ValueError for what `refusal` names.
     """
     q_BHR, latents_BSR, rotated_BSD = call.q_BHR, call.latents_BSR, call.rotated_BSD
     added_BS = added(call.mask_BS)
+    latents_BSR, rotated_BSD = (of_each(x, len(q_BHR)) for x in (latents_BSR, rotated_BSD))
     if call.indices_BC is not None:
         slots = latents_BSR.shape[1]
         inside_BC = (call.indices_BC >= 0) & (call.indices_BC < slots)
@@ -120,6 +123,12 @@ def one_query_latents(call: OneQueryLatentsCall) -> Tensor:
         sink = call.sinks_H.float()[None, :, None].expand(scores.shape[0], -1, 1)
         scores = torch.cat([scores, sink], -1)
     return (scores.softmax(-1)[..., : wide_BSR.shape[1]] @ wide_BSR).to(q_BHR.dtype)
+
+
+def of_each(x_BSK: Tensor, queries: int) -> Tensor:
+    """What a cache has for each query, of which as many in a row share a sequence."""
+    shared = queries // len(x_BSK)
+    return x_BSK if shared == 1 else x_BSK.repeat_interleave(shared, 0)
 
 
 def added(mask: Tensor) -> Tensor:

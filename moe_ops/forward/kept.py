@@ -265,6 +265,13 @@ def _own(name: str, past: Tensor) -> Tensor:
     return past
 
 
+def next_slots(filled: Tensor, tokens: int) -> Tensor:
+    """The numbers of the slots that so many tokens go into."""
+    if tokens == 1:
+        return filled.view(1)
+    return filled + torch.arange(tokens, device=filled.device)
+
+
 class Stepping(OfLayer):
     """What a layer gets in a step for a cache that holds `filled` tokens in buffers of `slots`,
     which it changes in place."""
@@ -276,12 +283,11 @@ class Stepping(OfLayer):
         self.added = 0  # tokens, by the layer itself
 
     def _put(self, name: str, x: Tensor) -> Tensor:
-        buffer = self.kept[name]
-        buffer.index_copy_(SLOTS[name], self.filled.view(1), x)
-        return buffer
+        buffer, dim = self.kept[name], SLOTS[name]
+        return buffer.index_copy_(dim, next_slots(self.filled, x.shape[dim]), x)
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        self.added = 1
+        self.added = keys.shape[-2]
         return self._put("keys", keys), self._put("values", values)
 
     def update_indexer(self, keys: Tensor, layer_idx: Any = 0) -> Tensor:

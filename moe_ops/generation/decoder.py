@@ -6,23 +6,22 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from moe_ops.forward.kinds import kinds_of
-from moe_ops.forward.layer_cache import CACHE
 from moe_ops.forward.loops import around_loops
 from moe_ops.forward.masks import attention_of
 from moe_ops.forward.regions import Way, addresses, divided, plain_tensors
 from moe_ops.generation.by_rows import store_by_rows
+from moe_ops.generation.lease import Lease
 from moe_ops.generation.own_attention import layers_of_steps
-from moe_ops.generation.prompts import Captures, Prompt
+from moe_ops.generation.prompts import Captures
 from moe_ops.generation.steps import Code, Steps, Tools, shown
+from moe_ops.generation.wide import with_last_states
 from moe_ops.graphs.report import StepsReport
 from moe_ops.graphs.room import with_room
 
@@ -128,7 +127,7 @@ class Decoder:
             if self._prompts is None:
                 region = around_loops(self.model, self.tools.layers)
                 prompt, unmasked = (
-                    divided(self.model, Way(region, unmasked=unmasked))
+                    divided(self.model, Way(region, unmasked=unmasked, around=with_last_states))
                     for unmasked in (False, True)
                 )
                 self._prompts = prompt, unmasked
@@ -142,6 +141,7 @@ class Decoder:
                     Way(steps.region, self._layers_of_steps(attention), one_size=True),
                 ),
                 captures=self._captures,
+                stand_ins=self._layers_of_steps(attention),
             )
         return codes[attention]
 
@@ -150,87 +150,3 @@ class Decoder:
         if attention not in self._stand_ins:
             self._stand_ins[attention] = layers_of_steps(self.model, attention)
         return self._stand_ins[attention]
-
-
-class Lease(Cache):
-    """Steps that one call of `generate` has, as the cache that it hands on from token to token.
-
-    While the prompt is read, in one part or several, it is to transformers like a dynamic cache.
-    """
-
-    def __init__(self, decoder: Decoder, steps: Steps, code: Code) -> None:
-        super().__init__(layers=steps.cache.layers)
-        self._decoder = decoder
-        self.steps = steps
-        self.code = code
-        self.stock: Cache | None = (
-            None  # what transformers made for the call, empty, or the caller's
-        )
-        self.taken: int | None = None  # tokens that it had, if it is the caller's
-        self.batch: int | None = None  # of the prompt, once some of it is read
-        self.prompt = 0  # the tokens of it that are read
-        self.reading = True  # more of it may come
-
-    def read(
-        self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """The model's output for the prompts, or for more of them, which are then in the cache."""
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        assert given is not None
-        B, S = given.shape[:2]
-        mask = attention_mask
-        if mask is not None and bool(mask.all()):
-            mask = None  # what is not masked can take the quickest attention
-        if position_ids is None:
-            position_ids = torch.arange(S, device=given.device)[None] + self.prompt
-        with plain_tensors():  # as the forward's, whose compiled layers these share
-            axes = position_ids.shape[:-2]
-            positions = position_ids.expand(*axes, B, S).clone()
-            embeds = None if inputs_embeds is None else inputs_embeds.clone()
-            prompt = Prompt(input_ids, mask, positions, self.prompt, embeds)
-        with self._decoder.compiling_prompts():
-            out = self._decoder.with_room(lambda: self.steps.read(self.code, prompt, kwargs))
-        self.batch = B
-        self.prompt += S
-        out[CACHE] = self
-        return out
-
-    def take(self, cache: Cache, rows: int) -> None:
-        """Begin with what is in the caller's cache, to which `give` adds."""
-        self.batch = rows
-        self.taken = self.prompt = int(cache.get_seq_length())
-        self._is_user_defined = True  # so transformers takes no step too much
-        self.steps.take(cache, self.prompt)
-
-    def give(self) -> None:
-        """Add to the caller's cache what is new since it was taken."""
-        if self.taken is not None and self.stock is not None and self.batch is not None:
-            self.steps.add_to(self.stock, self.batch, self.taken)
-
-    def step(self, ids: Tensor) -> Tensor:
-        """The logits [B, 1, V] after one more token per sequence, valid until the next step."""
-        return self.steps.step(self.code, ids, self._decoder.with_room)
-
-    def handed_out(self) -> Cache:
-        """The cache that transformers made, with a copy of what is kept; or the caller's."""
-        assert self.stock is not None
-        if self.batch is not None and self.taken is None:
-            self.steps.copy_into(self.stock, self.batch, self.prompt)
-        return self.stock
-
-    @property
-    def is_compileable(self) -> bool:
-        return not self.reading
-
-    def get_seq_length(self, layer_idx: int = 0) -> Any:
-        return self.prompt if self.reading else super().get_seq_length(layer_idx)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        if self.reading:
-            return self.prompt + query_length, 0
-        return super().get_mask_sizes(query_length, layer_idx)

@@ -15,12 +15,10 @@ from torch import Tensor
 from transformers import CompileConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from moe_ops.forward.kept import cache_refusal
 from moe_ops.forward.layer_cache import CACHE, Unviewable
 from moe_ops.forward.regions import plain_tensors
-from moe_ops.generation.decoder import Decoder, Lease
+from moe_ops.generation.decoder import Decoder
 from moe_ops.generation.fallback import (
     Fallback,
     MayFallBack,
@@ -29,9 +27,17 @@ from moe_ops.generation.fallback import (
     falls_back,
     with_own_generate,
 )
-from moe_ops.generation.refusals import call_refusal, shape_refusal
+from moe_ops.generation.lease import Lease
+from moe_ops.generation.refusals import (
+    OtherCandidates,
+    cache_of_call_refusal,
+    call_refusal,
+    candidates_refusal,
+    shape_refusal,
+)
 from moe_ops.generation.sample import sample
 from moe_ops.generation.steps import Tools
+from moe_ops.generation.wide import WIDTHS, width_for
 from moe_ops.graphs.report import StepsReport
 from moe_ops.hf.subclass import subclass
 
@@ -98,10 +104,15 @@ class Generation:
                     self.done = torch.cuda.Event()
                     self.done.record(torch.cuda.current_stream(device))
 
-    def lease(self, batch: int, length: int, stock: Cache) -> Lease:
-        self.leased.append(self.decoder.lease(batch, length))
-        self.leased[-1].stock = stock
-        return self.leased[-1]
+    def lease(self, batch: int, length: int, stock: Cache, outlives: bool) -> Lease:
+        """A lease until the call ends, or for as long as somebody has it."""
+        lease = self.decoder.lease(batch, length)
+        lease.stock = stock
+        if outlives:
+            lease.outlive()
+        else:
+            self.leased.append(lease)
+        return lease
 
     def tell(self, reason: str) -> None:
         self.refused[reason] += 1
@@ -141,10 +152,10 @@ class QuickGenerate(MayFallBack):
         cache = kwargs.get(CACHE)
         if not isinstance(cache, Lease):
             return super().__call__(*args, **kwargs)
+        del kwargs[CACHE]
         if cache.reading:
-            del kwargs[CACHE]
             return cache.read(*args, **kwargs)
-        return CausalLMOutputWithPast(**{"logits": cache.step(kwargs["input_ids"]), CACHE: cache})
+        return cache.steps_of(kwargs["input_ids"], bool(kwargs.get("output_hidden_states")))
 
     @as_stock
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +169,7 @@ class QuickGenerate(MayFallBack):
             for lease in leases():
                 lease.give()
             cache = getattr(out, CACHE, None)
-            if isinstance(cache, Lease):
+            if isinstance(cache, Lease) and not cache.outlives:
                 out[CACHE] = cache.handed_out()
         self._moe_ops_generation.decoder.tools.tell()
         return out
@@ -192,15 +203,17 @@ class QuickGenerate(MayFallBack):
             state.tell(reason)
             return super()._prepare_cache_for_generation(*given)  # type: ignore[misc]
         callers = model_kwargs.get(CACHE)
+        if isinstance(callers, Lease):  # of an assistant, which goes on
+            callers.go_on(max_cache_length)
+            return None
         with plain_tensors():
             super()._prepare_cache_for_generation(*given)  # type: ignore[misc]
         # Of transformers' own it is empty, and allocates nothing until it is filled.
         stock = model_kwargs.get(CACHE)
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-        if stock is None:
-            reason = "transformers makes no cache for it"
-        elif callers is not None:
-            reason = cache_refusal(callers, state.decoder.model.config, rows) or ""
+        checks = generation_mode == GenerationMode.ASSISTED_GENERATION
+        goes_back = checks or generation_config.is_assistant
+        reason = cache_of_call_refusal(self, stock, callers, rows, goes_back) or ""
         if reason:
             state.tell(reason)
             fall_back(self)
@@ -208,7 +221,12 @@ class QuickGenerate(MayFallBack):
         length = max_cache_length
         if callers is not None:
             length = length_of(generation_config, model_kwargs, length + callers.get_seq_length())
-        model_kwargs[CACHE] = lease = state.lease(rows, length, stock)
+        if goes_back:  # candidates may go on behind the last token
+            number = 1 + (generation_config.prompt_lookup_num_tokens or 1)
+            length += width_for(min(number, WIDTHS[-1]))
+        lease = state.lease(rows, length, stock, bool(generation_config.is_assistant))
+        lease.candidates = checks
+        model_kwargs[CACHE] = lease
         if callers is not None:
             lease.take(callers, rows)
         return None
@@ -217,7 +235,8 @@ class QuickGenerate(MayFallBack):
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(CACHE)
         if isinstance(cache, Lease) and not cache.reading:
-            return {"input_ids": input_ids[:, -1:], CACHE: cache}
+            new = kwargs.get("next_sequence_length") or 1
+            return {"input_ids": input_ids[:, -new:], CACHE: cache}
         return super().prepare_inputs_for_generation(  # type: ignore[misc]
             input_ids, *args, **kwargs
         )
@@ -226,8 +245,9 @@ class QuickGenerate(MayFallBack):
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        if isinstance(model_kwargs.get(CACHE), Lease):
-            return model_kwargs  # a step needs nothing but its tokens
+        lease = model_kwargs.get(CACHE)
+        if isinstance(lease, Lease) and not lease.candidates:
+            return model_kwargs  # a step needs nothing but its tokens, what makes candidates may
         return super()._update_model_kwargs_for_generation(  # type: ignore[misc]
             outputs, model_kwargs, *args, **kwargs
         )
@@ -278,6 +298,25 @@ class QuickGenerate(MayFallBack):
     @as_stock
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
         return self._unless_refused(super()._beam_search, *args, **kwargs)  # type: ignore[misc]
+
+    @as_stock
+    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        own = super()._assisted_decoding  # type: ignore[misc]
+        try:
+            return self._unless_refused(own, *args, **kwargs)
+        except OtherCandidates as error:
+            self._moe_ops_generation.tell(str(error))
+            fall_back(self)
+            return own(*args, **{**kwargs, CACHE: kwargs[CACHE].stock})
+
+    @as_stock
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        made = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(kwargs["model_kwargs"].get(CACHE), Lease):
+            reason = candidates_refusal(made, self.config)  # type: ignore[attr-defined]
+            if reason:
+                raise OtherCandidates(reason)
+        return made
 
     @as_stock
     def _sample(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """Attention over latents as they are, in the steps of models whose attention would expand them.
 
 Such a model caches, for each token, a latent and a rotated key that all heads share, and has its
-`expand_kv` make keys and values of every slot through `kv_b_proj`. With one query it is the same,
+`expand_kv` make keys and values of every slot through `kv_b_proj`. For few queries it is the same,
 and reads the latents once, to take a part of that weight to the query and the other to the result.
 """
 
@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe_ops.decode_ops.one_query_latents import OneQueryLatentsCall, one_query_latents
 from moe_ops.decode_ops.one_query_latents import refusal as refusal_of_op
-from moe_ops.generation.one_query import Attention, understood
+from moe_ops.generation.one_query import Attention, one_by_one, understood
 
 NAME = "moe_ops_latents"
 _registered: dict[Attention, str] = {}
@@ -36,7 +36,7 @@ class OverLatents:
 
 
 def over_latents(stock: Attention, adds: bool) -> Attention:
-    """Attention of one query of a module of `OverLatents` that computes what `stock` does of keys
+    """Attention of few queries of a module of `OverLatents` that computes what `stock` does of keys
     and values, under a mask that it adds if `adds`, or else that says what is seen. For other calls
     latents are expanded, and `stock` called."""
 
@@ -78,24 +78,25 @@ def absorbed(
     sinks: Tensor | None,
     indices: Tensor | None,
 ) -> Tensor | None:
-    """[B, 1, H, V]: one query [B, H, 1, D] over latents [B, 1, S, R], by views of the weight that
+    """[B, W, H, V]: queries [B, H, W, D] over latents [B, 1, S, R], by views of the weight that
     would expand them; None for what is not the op's, and where a gradient may be wanted."""
-    H, nope = query.shape[1], module.qk_nope_head_dim
+    B, H, W, _ = query.shape
+    nope = module.qk_nope_head_dim
     weight = module.kv_b_proj.weight
     if torch.is_grad_enabled() or weight.shape[0] != H * (nope + module.v_head_dim):
         return None
     weight_HNR = weight.unflatten(0, (H, -1))
-    q_BHD = query[:, :, 0]
+    q_BHD = one_by_one(query)
     q_BHR = torch.bmm(q_BHD[..., :nope].transpose(0, 1), weight_HNR[:, :nope]).transpose(0, 1)
     given = (
-        q_BHR, q_BHD[..., nope:], latents[:, 0], rotated[:, 0], mask[:, 0, 0], scaling, sinks,
-        None if indices is None else indices[:, 0],
+        q_BHR, q_BHD[..., nope:], latents[:, 0], rotated[:, 0], mask[:, 0].flatten(0, 1),
+        scaling, sinks, None if indices is None else indices.flatten(0, 1),
     )  # fmt: skip
     if refusal_of_op(OneQueryLatentsCall(*given)) is not None:
         return None
     out_BHR = one_query_latents(*given)
     out_HBV = torch.bmm(out_BHR.transpose(0, 1), weight_HNR[:, nope:].transpose(1, 2))
-    return out_HBV.transpose(0, 1)[:, None]
+    return out_HBV.transpose(0, 1).unflatten(0, (B, W))
 
 
 def only(indices: Tensor, mask: Tensor | None, query: Tensor, slots: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention of one query token per sequence, for the steps of `generate`."""
+"""Attention of one query token per sequence, or a few, for the steps of `generate`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ NAME = "moe_ops_one_query"
 # What models pass along that does not bear on one query under a mask.
 BESIDE_THE_POINT = {"is_causal", "output_router_logits", "position_ids", "sliding_window"}
 BESIDE_THE_POINT |= {"cache_position", "use_cache"}
+MOST_QUERIES = 8  # of a sequence
 Attention = Callable[..., tuple[Tensor, Any]]
 
 
@@ -44,9 +45,9 @@ def one_query_attention(
 
 
 def in_place_of(eager: Attention) -> Attention:
-    """Attention of one query that computes what `eager` does, a model's own function that adds its
-    mask to the scores, and the logits `sinks` of the module to the denominator if there are any.
-    Other calls go there.
+    """Attention of a few queries that computes what `eager` does, a model's own function that adds
+    its mask to the scores, and the logits `sinks` of the module to the denominator if there are
+    any. Other calls go there.
     """
 
     def one_query_or_eager(
@@ -78,10 +79,11 @@ def understood(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> bool:
-    """Whether a call asks for one query under a mask for all heads, and for nothing else."""
-    if mask.dtype != mask_dtype or mask.shape != (query.shape[0], 1, 1, key.shape[2]):
+    """Whether a call asks for queries under a mask for all heads, and for nothing else."""
+    B, _, W, _ = query.shape
+    if mask.dtype != mask_dtype or mask.shape != (B, 1, W, key.shape[2]):
         return False
-    if query.shape[2] != 1 or dropout != 0.0:
+    if dropout != 0.0:
         return False
     for name, given in kwargs.items():
         if given is not None and given is not False and name not in BESIDE_THE_POINT:
@@ -97,20 +99,28 @@ def attended(
     scaling: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """[B, 1, H, DV]: one query [B, H, 1, D] over keys and values [B, N, S, D or DV], under a mask
-    [B, 1, 1, S] of bool (see) or floats (add); `sinks` [H] are logits of slots that hold nothing.
+    """[B, W, H, DV]: queries [B, H, W, D] over keys and values [B, N, S, D or DV], under a mask
+    [B, 1, W, S] of bool (see) or floats (add); `sinks` [H] are logits of slots that hold nothing.
 
-    The op has no gradient, so where one may be wanted it is the formula.
+    The op has no gradient, so where one may be wanted it is the formula; so it is for many queries,
+    for each of which the op reads the keys.
     """
-    B, H, _, D = query.shape
+    B, _, W, D = query.shape
     scale = D**-0.5 if scaling is None else scaling
-    given = query.reshape(B, H, D).contiguous(), key, value, mask[:, 0, 0]
+    given = one_by_one(query).contiguous(), key, value, mask[:, 0].flatten(0, 1)
     ours = (
         has_kernels(query)
+        and W <= MOST_QUERIES
         and not torch.is_grad_enabled()
         and refusal(OneQueryCall(*given, scale, sinks)) is None
     )
-    return (one_query if ours else formula)(*given, scale, sinks)[:, None]
+    return (one_query if ours else formula)(*given, scale, sinks).unflatten(0, (B, W))
+
+
+def one_by_one(query: Tensor) -> Tensor:
+    """Queries [B, H, W, D] as [B * W, H, D]."""
+    B, H, W, D = query.shape
+    return query.transpose(1, 2).reshape(B * W, H, D)
 
 
 def has_kernels(query: Tensor) -> bool:

@@ -11,8 +11,10 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation import utils as generation_utils
 from transformers.generation.configuration_utils import GenerationMode
 
+from moe_ops.forward.kept import cache_refusal
 from moe_ops.forward.kinds import kinds_of
 from moe_ops.forward.layer_cache import CACHE
+from moe_ops.forward.masks import REPEATABLE, attention_of
 from moe_ops.forward.regions import decoder_layers
 from moe_ops.interop.hooks import hooks_of
 
@@ -21,6 +23,7 @@ MODES = {
     GenerationMode.SAMPLE,
     GenerationMode.BEAM_SEARCH,
     GenerationMode.BEAM_SAMPLE,
+    GenerationMode.ASSISTED_GENERATION,
 }
 # A model that has its own has its reasons.
 STOCK = (
@@ -29,6 +32,8 @@ STOCK = (
     "_prefill",
     "_sample",
     "_beam_search",
+    "_assisted_decoding",
+    "_get_candidate_generator",
     "generate",
 )
 INPUTS = {
@@ -39,6 +44,7 @@ INPUTS = {
 INPUTS |= set(getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
 INPUTS |= {"mm_token_type_ids", "moe_mm_token_type_ids"}
 SERVED = (None, "dynamic", "static")  # names of caches that only differ in what is handed out
+LAST_STATES = {"output_hidden_states": -1}  # what a generator of candidates may ask for
 EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
@@ -96,7 +102,48 @@ def call_refusal(model: Any, config: Any, inputs: dict[str, Any], mode: Generati
         f"it takes {', '.join(extra)} too": bool(extra),
         "the model is in training mode": any(part.training for part in model.children()),
         f"a hook is on {hooked[0] if hooked else None}": bool(hooked),
-        "it is an assistant": bool(config.is_assistant),
+        "candidates would be behind a prompt of embeddings": mode
+        == GenerationMode.ASSISTED_GENERATION
+        and inputs.get("inputs_embeds") is not None,
+        "it is an assistant of fewer layers": bool(config.is_assistant) and not _has_all(model),
         "autocast is on": torch.is_autocast_enabled(model.device.type),
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def _has_all(model: Any) -> bool:
+    """Whether a model's configuration names all of its layers; while it drafts for itself it names
+    fewer."""
+    return len(model.get_submodule(decoder_layers(model))) == len(kinds_of(model.config))
+
+
+def cache_of_call_refusal(
+    model: Any, stock: Any, callers: Any, rows: int, goes_back: bool
+) -> str | None:
+    """Why steps cannot stand for the cache of a call, `stock` as transformers made it or the
+    caller's, or None. `goes_back` if tokens may be forgotten again."""
+    if stock is None:
+        return "transformers makes no cache for it"
+    if goes_back:
+        if callers is not None:
+            return "candidates would go on behind a cache of the caller"
+        if attention_of(model.config) not in REPEATABLE:
+            return f"candidates are not checked with the attention {attention_of(model.config)}"
+        if not stock.is_croppable:
+            return "candidates may be forgotten again, but not what its layers keep of them"
+    return None if callers is None else cache_refusal(callers, model.config, rows)
+
+
+class OtherCandidates(Exception):
+    """Candidates that no steps check; the message says why."""
+
+
+def candidates_refusal(generator: Any, config: Any) -> str | None:
+    """Why steps cannot check the candidates of a generator of transformers, or None."""
+    wants = generator.model_kwargs_overrides if generator.requires_model_outputs else {}
+    if wants not in ({}, LAST_STATES):
+        return f"what makes candidates asks for {', '.join(wants)}"
+    text = config.get_text_config(decoder=True)
+    if wants and getattr(text, "tie_last_hidden_states", None) is False:
+        return "what makes candidates asks for states before the last norm"
+    return None

@@ -17,6 +17,7 @@ from moe_ops.forward.kept import (
     OfLayer,
     Stepping,
     add_tokens,
+    next_slots,
     put_states,
 )
 from moe_ops.forward.kinds import Keeps, Kind
@@ -99,8 +100,8 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Put one token per row into the next slot. Returns all slots."""
-        slot = self.filled.view(1)
+        """Put the tokens of each row into the next slots. Returns all slots."""
+        slot = next_slots(self.filled, key_states.shape[2])
         self.keys.index_copy_(2, slot, key_states)
         self.values.index_copy_(2, slot, value_states)
         return self.keys, self.values

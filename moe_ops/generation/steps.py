@@ -6,9 +6,9 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -20,10 +20,11 @@ from moe_ops.forward.kept import kept_of
 from moe_ops.forward.kinds import Kind
 from moe_ops.forward.layer_cache import CACHE
 from moe_ops.forward.masks import Sizes, maker_of, masks
-from moe_ops.forward.regions import ByKind, Region, plain_tensors
+from moe_ops.forward.regions import ByKind, Region, Way, divided, plain_tensors
 from moe_ops.generation.fallback import CompileModel
 from moe_ops.generation.prompts import Captures, Filling, Prompt, Prompts
 from moe_ops.generation.slots import Begun, Empty, Slots
+from moe_ops.generation.wide import Wide, width_for, with_last_states
 from moe_ops.graphs.cuda_graph import NO_GPU, GraphPool
 from moe_ops.graphs.report import StepsReport
 from moe_ops.graphs.runner import Size, put
@@ -64,6 +65,15 @@ class Code:
     unmasked: nn.Module  # the same, whose layers get no mask
     step: nn.Module  # its layers compiled for the steps of this size
     captures: Captures
+    stand_ins: Mapping[nn.Module, nn.Module]  # for layers, in steps
+    _wide: dict[int, nn.Module] = field(default_factory=dict)
+
+    def wide(self, width: int, region: ByKind) -> nn.Module:
+        """What runs steps of so many tokens, through their region."""
+        if width not in self._wide:
+            way = Way(region, self.stand_ins, one_size=True, around=with_last_states)
+            self._wide[width] = divided(self.model, way)
+        return self._wide[width]
 
 
 @contextmanager
@@ -110,11 +120,14 @@ class Steps:
         self.cache = Slots(kinds, rows, slots, self.filled)
         self.prompts = Prompts()
         self.sizes = Sizes(slots, self.filled)
+        self.wide: dict[int, Wide] = {}  # steps of several tokens, by how many at most
+        self.compile_step = tools.compile_step
         self.region = ByKind(f"step_{rows}x{slots}", tools.compile_step)
         self.masks = tools.compile_step(with_own_code_object(masks, f"masks_{rows}x{slots}"))
 
-    def read(self, code: Code, prompt: Prompt, kwargs: dict[str, Any]) -> Any:
-        """The model's output for the prompts, of which the cache then holds what is kept."""
+    def read(self, code: Code, prompt: Prompt, kwargs: dict[str, Any], states: bool = False) -> Any:
+        """The model's output for the prompts, of which the cache then holds what is kept. Its last
+        states are there for sure if `states`."""
         filling = Filling(
             fill=functools.partial(self.fill, code),
             slots=self.cache,
@@ -125,6 +138,8 @@ class Steps:
         )
         with plain_tensors():
             self._lay_out(prompt.positions)
+            if states:
+                return self.fill(code, prompt, prompt.mask, False, kwargs)
             return self.prompts.read(filling, prompt, kwargs)
 
     def _lay_out(self, positions: Tensor) -> None:
@@ -170,16 +185,66 @@ class Steps:
         put(ids, self.ids[:batch])
         if batch < self.rows:
             self.ids[batch:].copy_(ids[:1].expand(self.rows - batch, -1))
-        if self.graph.seen == 0:
-            with_room(functools.partial(self._capture, code))
-        self.graph.seen += 1
-        if self.graph.is_ready:
-            self.graph.replay()
-        else:
-            self.run(code)
+        self._repeat(self.graph, functools.partial(self.run, code), code, with_room)
         self.count += 1
         assert self.logits is not None
         return self.logits[:batch]
+
+    def wide_step(
+        self, code: Code, ids: Tensor, with_room: WithRoom[Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The logits [B, n, V] after each of n more tokens per sequence, and the last states of
+        these, valid until the next step. There must be slots for as many as `width_for` says."""
+        batch, n = ids.shape
+        wide = self._wide_for(n)
+        wide.put(ids)
+        run = functools.partial(self.run_wide, code, wide)
+        self._repeat(wide.graph, run, code, with_room, f" of {wide.width} tokens")
+        wide.count += 1
+        assert wide.logits is not None
+        states = None if wide.states is None else wide.states[:batch, :n]
+        return wide.logits[:batch, :n], states
+
+    def _wide_for(self, tokens: int) -> Wide:
+        width = width_for(tokens)
+        if width not in self.wide:
+            self.wide[width] = Wide(self.rows, self.slots, width, self.like, self.compile_step)
+        return self.wide[width]
+
+    def go_back(self, tokens: int) -> None:
+        """Forget so many tokens, the last ones. What is kept of them is hidden, as it is of tokens
+        to come, and written over."""
+        with plain_tensors():
+            self.filled.sub_(tokens)
+            self.positions.sub_(tokens)
+
+    def move(self, other: Steps, tokens: int) -> None:
+        """Take over what others of as many rows hold, of so many tokens."""
+        with plain_tensors():
+            self._lay_out(other.positions)
+            self.valid.zero_()
+            self.valid[:, :tokens].copy_(other.valid[:, :tokens])
+            self.positions.copy_(other.positions)
+            self.filled.fill_(tokens)
+            for ours, theirs in zip(self.cache.layers, other.cache.layers, strict=True):
+                ours.fill(theirs.past(other.rows, tokens), tokens)
+
+    def _repeat(
+        self,
+        graph: Size,
+        run: Callable[[], None],
+        code: Code,
+        with_room: WithRoom[Any],
+        tokens: str = "",
+    ) -> None:
+        """Run a step by its graph, which the first one makes; or as it is, where there is none."""
+        if graph.seen == 0:
+            with_room(functools.partial(self._capture, graph, run, code.captures.pool, tokens))
+        graph.seen += 1
+        if graph.is_ready:
+            graph.replay()
+        else:
+            run()
 
     def run(self, code: Code) -> None:
         """One step, of which everything but the ids is in buffers that it advances itself."""
@@ -200,18 +265,40 @@ class Steps:
             self.positions.add_(1)
             self.filled.add_(1)
 
-    def _capture(self, code: Code) -> None:
-        what, pool = f"{self.rows} rows, {self.slots} slots", code.captures.pool
+    def run_wide(self, code: Code, wide: Wide) -> None:
+        """One step of several tokens, of which all but the ids and their number is as in `run`."""
+        with plain_tensors():
+            at, model = wide.at, code.model
+            positions = self.positions + at
+            self.valid.index_fill_(1, self.filled + wide.numbers, True)
+            mask = wide.masks(
+                model.config, wide.like, self.valid, self.sizes, positions, maker_of(model), at
+            )
+            out = code.wide(wide.width, wide.region)(
+                input_ids=wide.ids,
+                attention_mask=mask,
+                position_ids=positions,
+                use_cache=True,
+                **{CACHE: self.cache},
+            )
+            wide.logits, wide.states = out.logits, out.hidden_states[-1]
+            self.positions.add_(wide.given)
+            self.filled.add_(wide.given)
+
+    def _capture(self, graph: Size, run: Callable[[], None], pool: GraphPool, tokens: str) -> None:
+        what = f"{self.rows} rows, {self.slots} slots"
         if not pool.captures_on(self.ids.device):
-            self.graph.refuse(NO_GPU)
+            graph.refuse(NO_GPU)
         else:
-            run, called = functools.partial(self.run, code), f"steps of generate ({what})"
-            with shown(f"making a step of {what}"):
-                self.graph.capture(pool, run, self.state, device=self.ids.device, what=called)
+            called = f"steps of generate ({what}{tokens and ','}{tokens})"
+            with shown(f"making a step{tokens} of {what}"):
+                graph.capture(pool, run, self.state, device=self.ids.device, what=called)
 
     def forget_graphs(self) -> None:
         # The logits are in the memory of the graphs, which goes when nothing is in it.
         self.graph, self.logits = Size(), None
+        for wide in self.wide.values():
+            wide.forget_graph()
         self.prompts.forget()
 
     def copy_into(self, cache: Cache, batch: int, prompt: int) -> None:
@@ -249,4 +336,5 @@ class Steps:
             bytes=self.graph.bytes,
             refusal=self.graph.refusal,
             prompts=self.prompts.report(),
+            wide=tuple(self.wide[width].report() for width in sorted(self.wide)),
         )

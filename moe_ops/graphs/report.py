@@ -48,10 +48,22 @@ class ForwardReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WideReport:
+    """Steps of up to so many tokens, which check candidates: how many there were, the memory of
+    their graph, and why there is none where one could not be captured."""
+
+    tokens: int
+    steps: int
+    captured: bool
+    bytes: int
+    refusal: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepsReport:
     """The buffers and the graphs for one size of `generate`: its steps so far, its cache, the
     memory of the graph of a step or why there is none, its graphs of prompts and how many these
-    served, and each size of prompts."""
+    served, each size of prompts, and of steps of several tokens."""
 
     rows: int
     slots: int
@@ -63,6 +75,7 @@ class StepsReport:
     bytes: int = 0
     refusal: str | None = None
     prompts: tuple[ForwardReport, ...] = ()
+    wide: tuple[WideReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +104,7 @@ class GraphReport:
         for steps in self.generation:
             lines.append(_steps(steps))
             lines += [f"  {_forward('prompt', p)}" for p in steps.prompts]
+            lines += [f"  {_wide(w)}" for w in steps.wide]
         lines += [
             f"call of {_shapes(s.shapes)}: {s.calls} calls, {_graph(s.replays, s.bytes, s.refusal)}"
             for s in self.calls
@@ -141,6 +155,12 @@ def _steps(s: StepsReport) -> str:
         f"{s.prompt_graphs} graphs of prompts served {s.prompts_replayed}; "
         f"cache of {_mib(s.cache_bytes)}"
     )
+
+
+def _wide(w: WideReport) -> str:
+    step = f"captured in {_mib(w.bytes)}" if w.captured else "uncaptured"
+    step = f"{step}, {w.refusal}" if w.refusal else step
+    return f"steps of up to {w.tokens} tokens: {w.steps}, {step}"
 
 
 def _graph(replays: int, nbytes: int, refusal: str | None) -> str:

@@ -25,6 +25,7 @@ class Size:
     chosen: int = 0
     sinks: bool = False
     adds: bool = False  # a mask of floats
+    shared: int = 1  # queries of one sequence; B counts all
 
 
 SIZES = {
@@ -42,6 +43,8 @@ SIZES = {
     "chosen of an added mask": Size(H=20, chosen=33, adds=True),
     "nothing rotated": Size(H=20, D=0),
     "many slots": Size(B=1, S=600),
+    "two queries": Size(B=4, H=20, shared=2, sinks=True),
+    "chosen by three queries": Size(B=6, chosen=24, shared=3),
 }
 
 
@@ -62,8 +65,8 @@ def arguments(size: Size, dtype: torch.dtype = F32, seed: int = 0) -> dict[str, 
     call: dict[str, Any] = {
         "q_BHR": noise(H, B, R).transpose(0, 1),
         "q_rope_BHD": noise(B, H, D + 8)[..., 8:],
-        "latents_BSR": noise(B, S, R),
-        "rotated_BSD": noise(B, S, D),
+        "latents_BSR": noise(B // size.shared, S, R),
+        "rotated_BSD": noise(B // size.shared, S, D),
         "mask_BS": seen,
         "scale": 0.3,
     }
@@ -97,9 +100,9 @@ def definition(call: dict[str, Any]) -> Tensor:
     """In float64, one sequence after the other, of the slots alone that it sees."""
     rows = []
     for b, seen in enumerate(seen_by(call)):
-        q, q_rope, latents, rotated = (
-            call[n][b].double() for n in ("q_BHR", "q_rope_BHD", "latents_BSR", "rotated_BSD")
-        )
+        shared = len(call["q_BHR"]) // len(call["latents_BSR"])
+        q, q_rope = (call[n][b].double() for n in ("q_BHR", "q_rope_BHD"))
+        latents, rotated = (call[n][b // shared].double() for n in ("latents_BSR", "rotated_BSD"))
         scores = (q @ latents[seen].T + q_rope @ rotated[seen].T) * call["scale"]
         if call["mask_BS"].dtype != torch.bool:
             scores = scores + call["mask_BS"][b, seen].double()
@@ -110,14 +113,16 @@ def definition(call: dict[str, Any]) -> Tensor:
 
 
 def with_garbage(call: dict[str, Any]) -> dict[str, Any]:
-    """The same call with NaN in all slots behind the last that a sequence sees, and, if it chose
-    some, in those that it did not choose."""
+    """The same call with NaN in all slots behind the last that queries of a sequence see, and, if
+    they chose some, in those that they did not choose."""
     call = {**call, **{n: call[n].clone() for n in ("latents_BSR", "rotated_BSD")}}
-    for b, seen in enumerate(seen_by(call)):
+    queries = (len(call["latents_BSR"]), -1)
+    picked = chosen(call).unflatten(0, queries).any(1)
+    for b, seen in enumerate(seen_by(call).unflatten(0, queries).any(1)):
         end = int(seen.nonzero().max()) + 1
         behind = torch.arange(len(seen)) >= end
         if call["indices_BC"] is not None:
-            behind = ~chosen(call)[b]
+            behind = ~picked[b]
             behind[0] = False
         call["latents_BSR"][b, behind] = call["rotated_BSD"][b, behind] = NAN
     return call

@@ -128,7 +128,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "[B, H, R], [B, H, D], [B, S, R], [B, S, D]",
     ),
     "slots": ({"latents_BSR": torch.ones(2, 71, 32)}, "do not fit each other"),
-    "batch": ({"rotated_BSD": torch.ones(3, 70, 16)}, "have other batches"),
+    "batches": ({"rotated_BSD": torch.ones(3, 70, 16)}, "do not fit each other"),
+    "batch": (
+        {"latents_BSR": torch.ones(3, 70, 32), "rotated_BSD": torch.ones(3, 70, 16)},
+        "have other batches, or none of something; give a B of latents that divides that of q",
+    ),
     "dtypes": (
         {"rotated_BSD": torch.ones(2, 70, 16, dtype=BF16)},
         "torch.bfloat16, torch.float32 is not one of float32, bfloat16, float16; convert",

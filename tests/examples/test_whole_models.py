@@ -38,6 +38,19 @@ def test_stock_against_ours(tmp_path: Path) -> None:
     assert all(s["tokens_per_s"] > 0 and s["prompt_ms"] > 0 for s in speeds)
 
 
+@pytest.mark.slow
+def test_candidates(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    sizes = ("--model", "tiny", "--prompt", "9", "--tokens", "6", "100")
+    done = run("examples/candidates.py", *sizes, "--json", str(figures))
+    rows = [line.split("  ")[0] for line in done.stdout.splitlines()]
+    assert rows[-3:] == ["plain", "none accepted", "all accepted"]
+    plain, none, every = json.loads(figures.read_text())["ways"]
+    assert all(way["tokens_per_s"] > 0 for way in (plain, none, every))
+    assert none["accepted"] < 0.2 < 0.8 < every["accepted"] and plain["steps"] == 99
+    assert every["steps"] < 30
+
+
 @pytest.mark.every
 @pytest.mark.slow
 def test_forwards(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import (
     CompileConfig,
+    DynamicCache,
     GenerationMixin,
     StaticCache,
     T5Config,
@@ -60,12 +61,8 @@ def hidden_states(model: Any) -> dict[str, Any]:
     return {"output_hidden_states": True}
 
 
-def assisted(model: Any) -> dict[str, Any]:
-    return {"assistant_model": families.build("qwen3_moe").model}
-
-
-def assisted_by_a_compiled_model(model: Any) -> dict[str, Any]:
-    return {"assistant_model": moe_ops.compile(families.build("qwen3_moe").model)}
+def candidates_behind_a_cache(model: Any) -> dict[str, Any]:
+    return {"prompt_lookup_num_tokens": 2, CACHE: DynamicCache(config=model.config)}
 
 
 def own_cache(model: Any) -> dict[str, Any]:
@@ -82,7 +79,7 @@ def custom(model: Any) -> dict[str, Any]:
     return {"custom_generate": greedy}
 
 
-REFUSED = (chunked, hidden_states, assisted, assisted_by_a_compiled_model, own_cache, custom)
+REFUSED = (chunked, hidden_states, candidates_behind_a_cache, own_cache, custom)
 
 
 @pytest.mark.parametrize("call", REFUSED, ids=lambda call: call.__name__)

@@ -30,6 +30,8 @@ SIZES = {
     "16 heads, chosen": Size(B=2, H=16, S=2048, R=512, D=64, chosen=512, adds=True),
     "narrow latents": Size(B=2, H=20, S=300, R=64, D=16),
     "nothing rotated": Size(B=2, H=64, S=300, R=128, D=0),
+    "8 queries": Size(B=16, H=128, S=4096, R=512, D=64, shared=8),
+    "5 queries, chosen": Size(B=5, H=64, S=2048, R=512, D=64, chosen=512, shared=5),
     "many sequences": Size(B=160, H=64, S=256, R=512, D=64),
 }
 

@@ -222,6 +222,7 @@ def calls(capability: int, all: bool) -> Iterator[tuple[str, Callable[[], Any]]]
                     yield f"{name} {backend} {T}{' full' if full else ''}", call
     for shape in ATTENTION[::step]:
         yield f"one query {shape}", lambda s=shape: attended(*s)
+        yield f"eight queries {shape}", lambda s=shape: attended(*s, queries=8)
         yield f"rope attention {shape}", lambda s=shape: turned(*s)
     for sizes, K, biases in LINEARS[::step]:
         for T in (1, 8, 32, 64):
@@ -290,12 +291,14 @@ PARTS: dict[str, Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]] = {
 }
 
 
-def attended(batch: int, heads: int, group: int, slots: int, size: int, sinks: bool) -> None:
+def attended(
+    batch: int, heads: int, group: int, slots: int, size: int, sinks: bool, queries: int = 1
+) -> None:
     dtype = torch.bfloat16
-    q = torch.empty(batch, heads * group, size, dtype=dtype, device="meta")
+    q = torch.empty(batch * queries, heads * group, size, dtype=dtype, device="meta")
     k = torch.empty(batch, heads, slots, size, dtype=dtype, device="meta")
     # What adds to scores comes with sinks, and the other way round.
-    mask = torch.empty(batch, slots, dtype=dtype if sinks else torch.bool, device="meta")
+    mask = torch.empty(len(q), slots, dtype=dtype if sinks else torch.bool, device="meta")
     sinks_H = torch.empty(heads * group, dtype=dtype, device="meta") if sinks else None
     one_query.attend(q, k, k, mask, 0.088, sinks_H)
 

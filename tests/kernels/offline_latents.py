@@ -24,6 +24,7 @@ class Sizes:
     R: int = 512
     D: int = 64
     added: bool = False  # the mask, and sinks
+    shared: int = 1  # queries of one sequence; B counts all
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -36,6 +37,7 @@ SIZES = (
     Sizes(B=8, H=64, D=0), Sizes(B=1, H=16, dtype=torch.float16), Sizes(B=8, H=32, R=128, D=16),
     Sizes(B=8, H=64, R=64), Sizes(B=8, H=16, R=64, chosen=2048), Sizes(B=1, H=20, D=128),
     Sizes(B=2, H=128, dtype=torch.float32),
+    Sizes(B=8, H=128, shared=8), Sizes(B=8, H=64, chosen=2048, shared=8),
 )  # fmt: skip
 
 
@@ -50,7 +52,7 @@ def attended(sizes: Sizes) -> None:
 
     B, H, S, R, D = sizes.B, sizes.H, sizes.S, sizes.R, sizes.D
     q_BHR, q_rope_BHD = empty(H, B, R).transpose(0, 1), empty(B, H, 2 * D)[..., D:]
-    caches = empty(B, S, R), empty(B, S, D)
+    caches = empty(B // sizes.shared, S, R), empty(B // sizes.shared, S, D)
     mask_BS = empty(B, S, dtype=sizes.dtype if sizes.added else torch.bool)
     indices_BC = empty(B, sizes.chosen, dtype=torch.int64) if sizes.chosen else None
     sinks_H = empty(H) if sizes.added else None

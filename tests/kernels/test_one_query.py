@@ -95,6 +95,24 @@ def test_the_kernel(size: tuple[int, ...]) -> None:
     assert_close(attend(q, k, v, mask, 0.3), want, TOL, "kernel")
 
 
+@pytest.mark.parametrize("splits", [None, 1, 3])
+def test_queries_that_share_a_sequence(splits: int | None) -> None:
+    """Each has a mask of its own; the definition is given the keys of each."""
+    q, _, _, mask = tensors((6, 6, 2, 100, 32, 16))
+    _, k, v, _ = tensors((2, 6, 2, 100, 32, 16))
+    sinks = torch.randn(6, device=DEVICE)
+    of_each = k.repeat_interleave(3, 0), v.repeat_interleave(3, 0)
+    want = definition(q, *of_each, mask, 0.3, sinks)
+    plan = None if splits is None else split(100, splits, 16)
+    assert_close(attend(q, k, v, mask, 0.3, sinks, plan), want, TOL, "kernel")
+    for hides in (mask, torch.zeros(mask.shape, device=DEVICE).masked_fill(~mask, -1e30)):
+        assert_close(formula(q, k, v, hides, 0.3, sinks), want, TOL, "formula")
+    assert refusal(OneQueryCall(q[:5], k, v, mask[:5], 0.3)) == (
+        "q, k and v of [5, 6, 32], [2, 2, 100, 32], [2, 2, 100, 16] do not fit each other; give "
+        "them one S, q and k one D, k and v one B that divides that of q, and an N that divides H"
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 2, 3, 4, 5, 7])
 def test_every_way_to_share_the_slots(splits: int) -> None:
@@ -284,7 +302,8 @@ def test_refusals_say_why() -> None:
     )
     unfit = (
         "q, k and v of [1, {}, 32], [1, 2, {}, 32], [1, 2, 64, 32] do not fit each other; "
-        "give them one B and S, q and k one D, and an N that divides H"
+        "give them one S, q and k one D, k and v one B that divides that of q, and an N that "
+        "divides H"
     )
     assert why(q_BHD=meta(1, 3, 32)) == unfit.format(3, 64)
     assert why(k_BNSD=meta(1, 2, 65, 32)) == unfit.format(4, 65)

@@ -105,6 +105,7 @@ def attend(
         indices.stride(0),
         slots=slots,
         counted=counted,
+        W=B // latents_BSR.shape[0],
         BH=plan.heads,
         R=R,
         D=D,
@@ -172,12 +173,13 @@ def weights(q, latents, scores, added, high, total, SCALE: tl.constexpr):
 def latents_kernel(
     q_ptr, q_rope_ptr, latents_ptr, rotated_ptr, mask_ptr, indices_ptr, found_ptr, stats_ptr,
     H, q_row, q_head, rope_row, rope_head, mask_row, indices_row,
-    slots: tl.constexpr, counted: tl.constexpr, BH: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    BS: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, SPLITS: tl.constexpr,
+    slots: tl.constexpr, counted: tl.constexpr, W: tl.constexpr, BH: tl.constexpr, R: tl.constexpr,
+    D: tl.constexpr, BS: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, SPLITS: tl.constexpr,
     CHOSEN: tl.constexpr, APART: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a sequence, BH of its heads, every `SPLITS`-th tile of BS slots.
+    """One program: a query, BH of its heads, every `SPLITS`-th tile of BS slots. W queries in a row
+    share latents.
 
     The mask comes first: tiles before the first that it shows a slot of, and behind the last, are
     not read, nor are slots behind the last. Programs of the same slots are neighbours, of which the
@@ -196,8 +198,8 @@ def latents_kernel(
     q_rope_ptr += b * rope_row
     mask_ptr += b * mask_row
     indices_ptr += b * indices_row
-    latents_ptr += b * slots * R
-    rotated_ptr += b * slots * D
+    latents_ptr += b // W * slots * R
+    rotated_ptr += b // W * slots * D
     high = tl.full((BH,), float("-inf"), tl.float32)
     total = tl.zeros((BH,), tl.float32)
     acc = tl.zeros((BH, R), tl.float32)

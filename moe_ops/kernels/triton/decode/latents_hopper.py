@@ -246,12 +246,13 @@ def _shown_tiles(mask_ptr, indices_ptr, split, BS: gl.constexpr, TILES: gl.const
 def latents_hopper_kernel(
     q_ptr, q_rope_ptr, latents_ptr, rotated_ptr, mask_ptr, indices_ptr, found_ptr, stats_ptr,
     H, q_row, q_head, rope_row, rope_head, mask_row, indices_row,
-    slots: gl.constexpr, counted: gl.constexpr, BH: gl.constexpr, R: gl.constexpr,
+    slots: gl.constexpr, counted: gl.constexpr, W: gl.constexpr, BH: gl.constexpr, R: gl.constexpr,
     D: gl.constexpr, BS: gl.constexpr, TILES: gl.constexpr, BT: gl.constexpr,
     SPLITS: gl.constexpr, STAGES: gl.constexpr, CHOSEN: gl.constexpr, LEAST: gl.constexpr,
     SCALE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One program: a sequence, BH of its heads, every `SPLITS`-th tile of BS slots."""
+    """One program: a query, BH of its heads, every `SPLITS`-th tile of BS slots. W queries in a row
+    share latents."""
     SIZES: gl.constexpr = (slots, counted, SPLITS, CHOSEN, LEAST, SCALE, D)
     split = gl.program_id(1)
     b = gl.program_id(2).to(gl.int64)
@@ -284,8 +285,8 @@ def latents_hopper_kernel(
     q_rope_ptr += b * rope_row
     mask_ptr += b * mask_row
     indices_ptr += b * indices_row
-    latents_ptr += b * slots * R
-    rotated_ptr += b * slots * D
+    latents_ptr += b // W * slots * R
+    rotated_ptr += b // W * slots * D
     found_ptr += b * H * SPLITS * R
     stats_ptr += b * H * SPLITS
     take_turn(PDL)

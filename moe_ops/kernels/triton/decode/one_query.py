@@ -42,7 +42,7 @@ def attend(
     """The op `one_query` of arguments that its `refusal` lets pass. What is in
     hidden slots behind the last that is not hidden does not matter."""
     B, H, D = q_BHD.shape
-    N, slots, DV = v_BNSD.shape[1:]
+    C, N, slots, DV = v_BNSD.shape
     group = H // N
     rows = max(16, power_of_two(group))
     if plan is None:
@@ -70,6 +70,7 @@ def attend(
         N,
         mask_BS.stride(0),
         slots=slots,
+        W=B // C,
         G=group,
         BG=rows,
         D=D,
@@ -125,12 +126,13 @@ def mask_at(mask_ptr, at, inside, LEAST: tl.constexpr):
 def one_query_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, sinks_ptr, found_ptr, stats_ptr,
     N, mask_stride,
-    slots: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BS: tl.constexpr, SPAN: tl.constexpr, BL: tl.constexpr, SPLITS: tl.constexpr,
+    slots: tl.constexpr, W: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BS: tl.constexpr, SPAN: tl.constexpr, BL: tl.constexpr, SPLITS: tl.constexpr,
     SINKS: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a sequence and a head of the cache, SPAN of its slots, in tiles of BS.
+    """One program: a query and a head of the cache, SPAN of its slots, in tiles of BS. W queries in
+    a row share a sequence of the cache.
 
     The mask comes first: what is behind the last slot that it shows is not read, nor are tiles
     before the first. Then all that is in flight at once is asked for at once.
@@ -142,8 +144,11 @@ def one_query_kernel(
     high = tl.full((BG,), float("-inf"), tl.float32)
     total = tl.zeros((BG,), tl.float32)
     acc = tl.zeros((BG, DV), tl.float32)
-    k_ptr += pair * slots * D
-    v_ptr += pair * slots * DV
+    held = pair
+    if W > 1:
+        held = pair // (W * N) * N + pair % N
+    k_ptr += held * slots * D
+    v_ptr += held * slots * DV
     lead = split * SPAN
     take_turn(PDL)
     q = tl.load(
