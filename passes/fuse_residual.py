@@ -27,7 +27,6 @@ from moe_ops.passes.rewriting.graph import (
 from moe_ops.registry.spec import REFERENCE
 
 RULE = "fuse_residual"
-PLANS = (*(name for name in experts_onto.backends if name != REFERENCE), *experts_onto.paths)
 
 
 def fuse_residual(graph: fx.Graph, context: Context) -> int:
@@ -35,7 +34,8 @@ def fuse_residual(graph: fx.Graph, context: Context) -> int:
     that is an output of the graph, into `experts_onto`. Inductor fuses other sums with what
     follows."""
     nodes = graph.find_nodes(op="call_function", target=ops.experts.planned)
-    sums = {n: last_sum(n) for n in nodes if arg(n, "plan").removeprefix(":") in PLANS}
+    plans = {*experts_onto.backends, *experts_onto.paths} - {REFERENCE}
+    sums = {n: last_sum(n) for n in nodes if arg(n, "plan").removeprefix(":") in plans}
     found = {n: total for n, total in sums.items() if total is not None}
     return each(RULE, found, lambda node: _fuse(graph, node, found[node]), context)
 

@@ -37,8 +37,8 @@ PAIRED = "mine.paired"
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The backend that CONTRIBUTING.md shows, in a file outside of the package."""
-    monkeypatch.setattr(experts, "backends", dict(experts.backends))
-    monkeypatch.setattr(experts, "layouts", dict(experts.layouts))
+    monkeypatch.setattr(experts, "_backends", dict(experts.backends))
+    monkeypatch.setattr(experts, "_layouts", dict(experts.layouts))
     monkeypatch.setattr(experts, "_order", {})
     monkeypatch.setattr(experts, "_plans", {})
     (shown,) = re.findall(r"<!-- backend -->\n\n```python\n(.*?)```", PAGE.read_text(), re.S)

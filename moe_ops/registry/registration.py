@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_ops.checks.signature import Signature, did_you_mean
+from moe_ops.registry import outside
 from moe_ops.registry.backend import ANY_NUMBER, LAYOUT, Backend, Binds, InPlan, Needs, Rows
 from moe_ops.registry.layouts import Layout
 from moe_ops.registry.memo import Memo
@@ -19,6 +20,8 @@ NAMESPACE = "moe_ops"
 REFERENCE = "reference"
 ANY_ROWS = sys.maxsize
 PATH = "/"  # from the name of a backend to that of one of its paths
+
+Runs = tuple[tuple[int | None, Callable[[Any], Any]], ...]
 
 
 class Registration:
@@ -37,12 +40,25 @@ class Registration:
         self.optional = tuple(n for n, p in parameters.items() if p.default is not p.empty)
         self.signature = Signature(f"{NAMESPACE}.{self.name}", self.arguments.signature)
         self.memo = Memo(self.signature, remembers)
-        self.backends: dict[str, Backend] = {REFERENCE: Backend(name=REFERENCE, run=body)}
+        self._backends: dict[str, Backend] = {REFERENCE: Backend(name=REFERENCE, run=body)}
         # Ways in which backends run calls, by names that alone ask for them.
         self.paths: dict[str, Backend] = {}
         # Candidates by device type in the order in which they are asked; the reference is the last.
         self._order: dict[str, tuple[Backend, ...]] = {}
-        self.layouts: dict[str, Layout] = {}  # of the weights, as backends read them
+        self._layouts: dict[str, Layout] = {}
+        self._plans: dict[str, Runs] = {}  # what runs a plan, by its text
+
+    @property
+    def backends(self) -> dict[str, Backend]:
+        """The backends by name; those of installed packages are loaded when this is first read."""
+        outside.load()
+        return self._backends
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """The layouts of the weights, as backends read them, by name."""
+        outside.load()
+        return self._layouts
 
     def backend(
         self,
@@ -75,12 +91,12 @@ class Registration:
         defaults = {n: self.arguments.signature.parameters[n].default for n in optional}
         wanted = {n: default for n, default in defaults.items() if n not in reads}
         if layout is not None:
-            if self.layouts.setdefault(layout.name, layout) is not layout:
+            if self._layouts.setdefault(layout.name, layout) is not layout:
                 raise ValueError(f"another layout of {NAMESPACE}.{self.name} is {layout.name!r}")
             wanted[LAYOUT] = layout.name
 
         def register(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-            if name in self.backends:
+            if name in self._backends:
                 raise ValueError(f"{NAMESPACE}.{self.name} has a backend {name!r} already")
             theirs = Annotations.of(fn)
             if theirs != self.annotations:
@@ -89,7 +105,7 @@ class Registration:
                     f"op is one {self.annotations}; take its record, and annotate argument and "
                     "result"
                 )
-            self.backends[name] = Backend(
+            self._backends[name] = Backend(
                 name=name,
                 run=fn,
                 reads=reads,
@@ -103,28 +119,55 @@ class Registration:
                 ignores=self.arguments.any_differing(wanted),
             )
             self._forget()
+            outside.registered(lambda: name in self._backends and self.remove_backend(name))
             return fn
 
         return register
 
+    def remove_backend(self, name: str) -> None:
+        """Forget a backend, the paths by which it runs calls, and its layout if no other reads it.
+
+        Graphs that were compiled with it in their plans raise ValueError when they are called.
+        Weights that are stored in its layout cannot be restored after it: do that before, by
+        `moe_ops.prepare(model, "")`.
+
+        Raises ValueError for a name that the op has not, and for the reference.
+        """
+        if name == REFERENCE:
+            raise ValueError(
+                f"{NAMESPACE}.{self.name} cannot do without {REFERENCE!r}, its definition"
+            )
+        if name not in self._backends:
+            known = [n for n in self._backends if n != REFERENCE]
+            raise ValueError(
+                f"{NAMESPACE}.{self.name} has no backend {name!r}; there are "
+                f"{', '.join(known) or 'none'}{did_you_mean(name, known)}"
+            )
+        layout = self._backends.pop(name).layout
+        if layout is not None and all(b.layout is not layout for b in self._backends.values()):
+            del self._layouts[layout.name]
+        for path in [p for p in self.paths if p.startswith(f"{name}{PATH}")]:
+            del self.paths[path]
+        self._forget()
+
     def emulates(self, name: str, when: Callable[[Any], bool]) -> None:
         """Say of which calls a backend emulates the inputs; `Backend` says what that is."""
-        self._put(replace(self.backends[name], emulates=when))
+        self._put(replace(self._backends[name], emulates=when))
 
     def waits(self, name: str, when: Callable[[Any], bool]) -> None:
         """Say of which calls the host waits for the device in a backend; `Backend` says why."""
-        self._put(replace(self.backends[name], waits=when))
+        self._put(replace(self._backends[name], waits=when))
 
     def needs(self, name: str, needs: Needs) -> None:
         """Say what a backend needs of a machine, whatever the call."""
-        self._put(replace(self.backends[name], needs=needs))
+        self._put(replace(self._backends[name], needs=needs))
 
     def remembers(
         self, name: str, *asks: ContextVar[Any], alike: Binds | None = None, aligned: bool = False
     ) -> None:
         """Say that a backend's `supports` and `rows` look at nothing but what a memo compares and
         these context variables; `Backend` says what `alike` and `aligned` are."""
-        self._put(replace(self.backends[name], asks=asks, alike=alike, aligned=aligned))
+        self._put(replace(self._backends[name], asks=asks, alike=alike, aligned=aligned))
 
     def path(
         self,
@@ -142,7 +185,7 @@ class Registration:
         """
         if self.named(name) is not None:
             raise ValueError(f"{NAMESPACE}.{self.name} has a backend or a path {name!r} already")
-        of = self.backends[backend]
+        of = self._backends[backend]
 
         def supports(call: Any) -> str | None:
             reason = None if of.supports is None else of.supports(call)
@@ -159,25 +202,26 @@ class Registration:
 
     def in_plan(self, name: str, runs: InPlan) -> None:
         """Say what runs calls of a plan by a backend or a path; `Backend` says what is given."""
-        of = self.backends if name in self.backends else self.paths
+        of = self._backends if name in self._backends else self.paths
         of[name] = replace(of[name], in_plan=runs)
         self._forget()
 
     def tells(self, name: str, told: Callable[[Any], str]) -> None:
         """Say in words by which path a backend runs a call; `Backend` says what is told."""
-        self._put(replace(self.backends[name], told=told))
+        self._put(replace(self._backends[name], told=told))
 
     def named(self, name: str) -> Backend | None:
         """A backend, or a path of one, by its name."""
         return self.backends.get(name) or self.paths.get(name)
 
     def _put(self, backend: Backend) -> None:
-        self.backends[backend.name] = backend
+        self._backends[backend.name] = backend
         self._forget()
 
     def _forget(self) -> None:
         """Drop what was decided with the backends as they were."""
         self._order.clear()
+        self._plans.clear()
         self.memo.clear()
 
     def candidates(self, device: str) -> tuple[Backend, ...]:

@@ -20,7 +20,7 @@ from moe_ops.checks.signature import did_you_mean
 from moe_ops.registry.backend import Backend
 from moe_ops.registry.gradients import forward_mode, grad_wanted, refuse_tangents
 from moe_ops.registry.ranges import parse_plan
-from moe_ops.registry.registration import NAMESPACE, PATH, REFERENCE, Registration
+from moe_ops.registry.registration import NAMESPACE, PATH, REFERENCE, Registration, Runs
 from moe_ops.registry.watched import (
     compiling,
     dispatch_modes,
@@ -37,8 +37,6 @@ FORCED: ContextVar[dict[str, str] | None] = ContextVar("moe_ops_forced_backends"
 
 OPS: dict[str, Op] = {}  # the stages of a layer, and fusions of them
 DECODE_OPS: dict[str, Op] = {}  # what else a decoding step consists of
-
-Runs = tuple[tuple[int | None, Callable[[Any], Any]], ...]
 
 
 class Op(Registration):
@@ -83,7 +81,6 @@ class Op(Registration):
         self.overload, self.planned = packet.default, packet.planned
         self.waiting: torch._ops.OpOverload | None = None  # `planned`, which no graph may hold
         self._below_autograd = self.overload
-        self._plans: dict[str, Runs] = {}
         table[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -35,7 +35,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def add(op: Op, name: str, run: Callable[..., object]) -> None:
         new = Backend(name=name, run=run, priority=100)
-        monkeypatch.setattr(op, "backends", {**op.backends, name: new})
+        monkeypatch.setattr(op, "_backends", {**op.backends, name: new})
         monkeypatch.setattr(op, "_order", {})
 
     return add

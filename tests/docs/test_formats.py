@@ -41,7 +41,7 @@ def test_the_page_is_what_the_registries_give() -> None:
 def registering(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is registered with the ops of products lasts for one test."""
     for op in (expert_gemm, experts):
-        monkeypatch.setattr(op, "backends", dict(op.backends))
+        monkeypatch.setattr(op, "_backends", dict(op.backends))
         monkeypatch.setattr(op, "_order", {})
 
 

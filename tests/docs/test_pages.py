@@ -41,7 +41,7 @@ def here(hub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(hub)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", pages.on_disk)
     monkeypatch.setattr(tune, "SECONDS", 1e-3)
-    for name in ("backends", "layouts"):
+    for name in ("_backends", "_layouts"):
         monkeypatch.setattr(experts, name, dict(getattr(experts, name)))
     for name in ("_order", "_plans"):
         monkeypatch.setattr(experts, name, {})

@@ -60,7 +60,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         name: replace(b, devices=None) if name.startswith("flashinfer") else b
         for name, b in experts.backends.items()
     }
-    monkeypatch.setattr(experts, "backends", backends)
+    monkeypatch.setattr(experts, "_backends", backends)
     monkeypatch.setattr(experts, "_order", {})
     monkeypatch.setattr(experts, "_plans", {})
     yield

@@ -112,7 +112,7 @@ def test_numbers_stay(T: int, dtype: torch.dtype, change: str) -> None:
 
 
 def test_scales_of_quantized_weights_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "backends", dict(experts.backends))
+    monkeypatch.setattr(experts, "_backends", dict(experts.backends))
     monkeypatch.setattr(experts, "_order", {})
     experts.backend("planted", reads=experts.optional, devices=("cpu",), priority=9)(experts.body)
     file = importlib.import_module("moe_ops.passes.fuse_residual")

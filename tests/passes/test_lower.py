@@ -239,7 +239,7 @@ def test_a_large_gather_stays_one_op(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = {n: b for n, b in expert_gemm.backends.items() if n not in ("cpu", "aten", "dequantize")}
-    monkeypatch.setattr(expert_gemm, "backends", left)
+    monkeypatch.setattr(expert_gemm, "_backends", left)
     monkeypatch.setattr(expert_gemm, "_order", {})
     monkeypatch.setattr(expert_gemm, "_plans", {})
     args = CALLS["expert_gemm"]

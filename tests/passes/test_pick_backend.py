@@ -104,7 +104,7 @@ def test_what_was_decided_is_recorded() -> None:
 
 
 def test_who_emulates_inputs_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "backends", dict(experts.backends))
+    monkeypatch.setattr(experts, "_backends", dict(experts.backends))
     monkeypatch.setattr(experts, "_order", {})
     experts.emulates("cpu", lambda call: call.kind == "silu")
     hook = Hook(pick_backend)

@@ -21,7 +21,7 @@ BIAS_EF = torch.zeros(LAYER.w13_EFD.shape[:2])
 @pytest.fixture
 def gemm(monkeypatch: pytest.MonkeyPatch) -> Op:
     """`expert_gemm` with backends that go when the test does."""
-    monkeypatch.setattr(expert_gemm, "backends", dict(expert_gemm.backends))
+    monkeypatch.setattr(expert_gemm, "_backends", dict(expert_gemm.backends))
     monkeypatch.setattr(expert_gemm, "_order", {})
     return expert_gemm
 

@@ -141,7 +141,7 @@ def test_the_order_in_which_backends_are_asked_counts(monkeypatch: pytest.Monkey
     reference = op.backends[REFERENCE]
     uuids = set()
     for order in ((reference, first, second), (reference, second, first)):
-        monkeypatch.setattr(op, "backends", {b.name: b for b in order})
+        monkeypatch.setattr(op, "_backends", {b.name: b for b in order})
         uuids.add(Pipeline().uuid())
     assert len(uuids) == 2
 
