@@ -22,6 +22,7 @@ from moe_ops import installed
 from moe_ops.checks.options import check_writable
 from moe_ops.checks.shapes import DTYPES
 from moe_ops.checks.signature import did_you_mean
+from moe_ops.conformance import command as conformance
 
 ABOUT = """\
 Shows what moe_ops would make of a Hugging Face model: its MoE regions, what each was lifted from,
@@ -100,6 +101,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
         print(available.text())
         return 0
+    if args.command == "conformance":
+        return conformance.run(top, args)
     if args.command == "warm":
         return warm(top, args)
     try:
@@ -230,6 +233,7 @@ def parser() -> argparse.ArgumentParser:
     runs.add_argument("module", metavar="MODULE", help="as after python -m")
     runs.add_argument("args", metavar="...", nargs="*", help="the module's arguments, as they are")
     add_warm(commands)
+    conformance.add(commands)
     commands.add_parser(
         "backends", help="which backends there are, what each needs, and which run here"
     )

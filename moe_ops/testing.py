@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 
 
@@ -221,3 +224,22 @@ def float32(value: Any) -> Any:
 def reference_of(run: Callable[..., Any], *args: Any) -> Any:
     """What `run` gives on float32 copies of the arguments."""
     return run(*(float32(a) for a in args))
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill what `torch.empty` gives with NaN, so that a result nobody wrote shows."""
+    on = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic: Any = torch.utils.deterministic  # a module that stands for a class
+    fill = deterministic.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        # That some operations are not deterministic is no concern here.
+        warnings.simplefilter("ignore", UserWarning)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        deterministic.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(on, warn_only=warn_only)
+            deterministic.fill_uninitialized_memory = fill

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.conformance.tensors import distinct_logits
+
 Row = list[float]
 Choice = tuple[list[int], Row]
 
@@ -152,12 +154,6 @@ ROUTERS = {
     "deepseek_v4": Router(deepseek_v4, {**V3, "score": "sqrtsoftplus", "scale": 1.5}, biased=True),
 }
 T, E, K = 40, 16, 4
-
-
-def distinct_logits(T: int, E: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random logits whose rows hold no two equal values, in any float dtype."""
-    steps = torch.rand(T, E).argsort(-1) - (E - 1) / 2
-    return ((steps + (torch.rand(T, E) - 0.5) / 2) * (4 / E)).to(dtype)
 
 
 def arguments(router: Router, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

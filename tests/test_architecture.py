@@ -57,9 +57,7 @@ MAY_IMPORT = {
     "planning": May(OP | {"kernels", "quant", "terminal"}),
     "graphs": May(OP | {"arena", "layer", "planning", "prepared"}),
     "hf": May(BACKEND | {"installed", "prepared"}, TRANSFORMERS | {"safetensors"}),
-    "published": May(
-        frozenset({"checks", "hf", "installed", "layer", "quant", "weights"}), TRANSFORMERS
-    ),
+    "published": May(LOW | {"hf", "installed", "layer", "quant", "weights"}, TRANSFORMERS),
     "forward": May(
         frozenset({"arena", "graphs", "interop", "prepared", "terminal", "twin"}), TRANSFORMERS
     ),
@@ -84,8 +82,9 @@ MAY_IMPORT = {
         frozenset({"torch", "transformers", "matplotlib", "safetensors"}),
     ),
     "warm": May(frozenset({"compiler", "installed", "passes", "planning"}), TRITON),
+    "conformance": May(OP | {"planning", "quant", "testing"}, frozenset({"torch", "pytest"})),
     "__main__": May(
-        frozenset({"checks", "hf", "backends", "passes", "installed", "warm"}), TRANSFORMERS
+        LOW | {"conformance", "hf", "backends", "passes", "installed", "warm"}, TRANSFORMERS
     ),
     FACADE: May(
         BACKEND

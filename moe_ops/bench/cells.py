@@ -32,7 +32,7 @@ from moe_ops.bench.rates import Rates, Work, work_of
 from moe_ops.bench.timing import Run, capture, rounds_for, time_replays
 from moe_ops.planning.layers import ROUTINGS
 from moe_ops.quant.config import QuantConfig
-from moe_ops.testing import Case
+from moe_ops.testing import Case, poisoned
 
 SEED = 0
 
@@ -258,7 +258,7 @@ def first_call(
 def check(calls: Sequence[Call], contender: Contender, turns: Turns, grid: Grid) -> float:
     """The largest error of the calls. Raises AssertionError if one is wrong."""
     # Compiled code allocates past torch.empty, and would be compiled anew for this.
-    around = contextlib.nullcontext() if contender.compiled else numerics.poisoned()
+    around = contextlib.nullcontext() if contender.compiled else poisoned()
     with around:
         return _compare((call() for call in calls), turns, grid)
 

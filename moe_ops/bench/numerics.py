@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch.utils.deterministic
 from torch import Tensor
 
 from moe_ops.bench.formats import eight_bit
@@ -118,22 +115,3 @@ def exact_float32() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Fill what `torch.empty` gives with NaN, so that a result nobody wrote shows."""
-    on = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    deterministic: Any = torch.utils.deterministic  # a module that stands for a class
-    fill = deterministic.fill_uninitialized_memory
-    with warnings.catch_warnings():
-        # That some operations are not deterministic is no concern here.
-        warnings.simplefilter("ignore", UserWarning)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        deterministic.fill_uninitialized_memory = True
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(on, warn_only=warn_only)
-            deterministic.fill_uninitialized_memory = fill

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from moe_ops.bench import progress
 from moe_ops.bench.inputs import Rotation, Routed, Weights, make_routed, make_weights, rotate
-from moe_ops.bench.numerics import exact_float32, poisoned, want_products
+from moe_ops.bench.numerics import exact_float32, want_products
 from moe_ops.bench.rates import Rates, Work
 from moe_ops.bench.tables import aligned
 from moe_ops.bench.timing import capture, rounds_for, time_replays
@@ -22,7 +22,7 @@ from moe_ops.checks.shapes import FLOATS
 from moe_ops.ops import activate, combine, dispatch, expert_gemm, quantize, route
 from moe_ops.planning.cost import cost
 from moe_ops.registry.spec import REFERENCE, Op
-from moe_ops.testing import TOL, Case, Tol, assert_close, float32
+from moe_ops.testing import TOL, Case, Tol, assert_close, float32, poisoned
 
 EXACT = Tol(0.0, "integers are exact")
 SEED = 0

@@ -23,7 +23,7 @@ log = logging.getLogger("moe_ops")
 _lock = RLock()
 _waiting: list[EntryPoint] | None = None  # None: nobody has looked yet
 # What undoes the registrations of the package that is being loaded; None while none is.
-_undo: ContextVar[list[Callable[[], object]] | None] = ContextVar("moe_ops_outside", default=None)
+_undo: ContextVar[list[Callable[[], None]] | None] = ContextVar("moe_ops_outside", default=None)
 
 
 def load() -> None:
@@ -42,7 +42,7 @@ def load() -> None:
             _waiting.pop(0)  # only now, so that an interrupt leaves none out
 
 
-def registered(undo: Callable[[], object]) -> None:
+def registered(undo: Callable[[], None]) -> None:
     """Say how to undo a registration, in case the package that made it cannot be loaded."""
     undone = _undo.get()
     if undone is not None:
@@ -50,7 +50,7 @@ def registered(undo: Callable[[], object]) -> None:
 
 
 def _load(point: EntryPoint) -> None:
-    undo: list[Callable[[], object]] = []
+    undo: list[Callable[[], None]] = []
     token = _undo.set(undo)
     try:
         with _as_if_alone():

@@ -119,7 +119,7 @@ class Registration:
                 ignores=self.arguments.any_differing(wanted),
             )
             self._forget()
-            outside.registered(lambda: name in self._backends and self.remove_backend(name))
+            outside.registered(lambda: self._undo(name))
             return fn
 
         return register
@@ -149,6 +149,11 @@ class Registration:
         for path in [p for p in self.paths if p.startswith(f"{name}{PATH}")]:
             del self.paths[path]
         self._forget()
+
+    def _undo(self, name: str) -> None:
+        """Undo a registration that its package may have undone itself."""
+        if name in self._backends:
+            self.remove_backend(name)
 
     def emulates(self, name: str, when: Callable[[Any], bool]) -> None:
         """Say of which calls a backend emulates the inputs; `Backend` says what that is."""

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 import moe_ops
 from moe_ops.backends import available, triton_device, triton_hopper
 from moe_ops.backends.flashinfer import b12x, cute_dsl, cutlass, fits, package, trtllm
+from moe_ops.conformance.samples import MAKERS, samples
 from moe_ops.generation import one_query
 from moe_ops.kernels import gpus
 from moe_ops.kernels.triton import launch
@@ -22,7 +23,6 @@ from moe_ops.ops.experts import ExpertsCall
 from moe_ops.passes.merge_linears import runs_kernels
 from moe_ops.planning import cost
 from moe_ops.registry.spec import DECODE_OPS, OPS
-from tests.ops.samples import MAKERS, samples
 
 GPUS = {
     "gfx90a": (9, 0),

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from moe_ops import OPS, Op, using
 from moe_ops.checks.shapes import FLOATS
+from moe_ops.conformance.samples import INPUT_FORMATS, PAIRS, samples, specified
+from moe_ops.conformance.tensors import padded, strided
 from moe_ops.testing import CASES, TOL, Tol, assert_close, reference_of
 from tests.fuzz.attempts import described
-from tests.ops.samples import INPUT_FORMATS, PAIRS, padded, samples, specified, strided
 
 SIZES = [case for case in CASES if case.name in ("plain", "odd", "no_tokens", "many_experts")]
 EXACT = Tol(0.0, "integers and 8-bit values are exact")

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from samples import strided
 from torch import Tensor
 
 from moe_ops import activate
 from moe_ops.checks.shapes import DTYPES, FLOATS
+from moe_ops.conformance.tensors import strided
 from moe_ops.testing import TOL, assert_close
 from tests.ops.refused import Bad, assert_refused, wrong_dtype, wrong_rank
 

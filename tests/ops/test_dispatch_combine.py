@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from samples import half_map, strided, with_holes
 from torch import Tensor
 
 from moe_ops import combine, dispatch
 from moe_ops.checks.shapes import DTYPES, FLOATS
+from moe_ops.conformance.tensors import half_map, strided, with_holes
 from moe_ops.testing import CASES, TOL, Case, assert_close, make_layer
 from tests.ops.refused import (
     FLOAT_NAMES,

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from samples import INPUT_FORMATS, samples, specified
 from torch import Tensor
 
 from moe_ops import OPS, expert_gemm, fake_impls, using
 from moe_ops.checks.shapes import FLOATS
+from moe_ops.conformance.samples import INPUT_FORMATS, samples, specified
 from moe_ops.ops.expert_gemm import ExpertGemmCall
 from moe_ops.testing import CASES, TOL, Case, Tol, assert_close, reference_of
 
@@ -78,7 +78,7 @@ def without_bias(call: ExpertGemmCall) -> Tensor:
 
 def test_a_backend_that_ignores_a_bias_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """It computes something else if it says that it reads the bias, and is not asked if not."""
-    monkeypatch.setattr(expert_gemm, "backends", dict(expert_gemm.backends))
+    monkeypatch.setattr(expert_gemm, "_backends", dict(expert_gemm.backends))
     monkeypatch.setattr(expert_gemm, "_order", {})
     case, others = BY_NAME["odd"], tuple(n for n in expert_gemm.optional if n != "bias_EF")
     expert_gemm.backend("honest", reads=others)(without_bias)

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from samples import padded, strided
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_ops import expert_gemm, quantize, using
 from moe_ops.checks.shapes import DTYPES, FLOATS
+from moe_ops.conformance.tensors import padded, strided
 from moe_ops.testing import TOL, assert_close
 from tests.ops.refused import Bad, assert_refused, wrong_device, wrong_dtype, wrong_rank, wrong_size
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from samples import half_map, with_holes
 from torch import Tensor
 
 from moe_ops import expert_loads
+from moe_ops.conformance.tensors import half_map, with_holes
 from moe_ops.testing import CASES, Case, make_layer
 from tests.ops.refused import Bad, assert_refused, wrong_dtype, wrong_rank
 

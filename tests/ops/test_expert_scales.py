@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from samples import half_map, quantized, with_holes
 from torch import Tensor
 
 from moe_ops import experts, moe
+from moe_ops.conformance.samples import quantized
+from moe_ops.conformance.tensors import half_map, with_holes
 from moe_ops.testing import Case, make_layer
 from tests.ops.refused import Bad, assert_refused
 

@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from published_routers import distinct_logits
-from samples import half_map, padded, strided, with_holes
 from torch import Tensor
 
 from moe_ops import OPS, activate, combine, dispatch, expert_gemm, experts, moe, route, using
 from moe_ops.checks.shapes import DTYPES, FLOATS
+from moe_ops.conformance.tensors import distinct_logits, half_map, padded, strided, with_holes
 from moe_ops.testing import CASES, F32, GPT_OSS, TOL, Case, assert_close, make_layer
 from tests.ops.refused import Bad, assert_refused, wrong_device, wrong_dtype, wrong_rank, wrong_size
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from samples import samples
 from torch import Tensor
 from torch.autograd import forward_ad
 
 import moe_ops
 from moe_ops import OPS
+from moe_ops.conformance.samples import samples
 from moe_ops.registry.gradients import needs_grad
 from moe_ops.testing import CASES, Case, Tol, assert_close, make_layer
 

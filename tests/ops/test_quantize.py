@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from samples import strided
 from torch import Tensor
 
 from moe_ops import quantize
 from moe_ops.checks.shapes import DTYPES, FLOATS
+from moe_ops.conformance.tensors import strided
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from tests.ops.refused import Bad, assert_refused, wrong_dtype, wrong_rank

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from samples import quantized
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from moe_ops import OPS, expert_gemm, experts, moe, quantize
+from moe_ops.conformance.samples import quantized
 from moe_ops.testing import Case, make_layer
 from tests.ops.refused import Bad, assert_refused, wrong_dtype
 

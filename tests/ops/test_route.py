@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from published_routers import ROUTERS, E, K, Router, T, arguments, distinct_logits, oracle
-from samples import strided
+from published_routers import ROUTERS, E, K, Router, T, arguments, oracle
 from torch import Tensor
 
 from moe_ops import route
 from moe_ops.checks.shapes import DTYPES, FLOATS
+from moe_ops.conformance.tensors import distinct_logits, strided
 from moe_ops.testing import TOL, assert_close
 from tests.ops.refused import Bad, assert_refused, wrong_device, wrong_dtype, wrong_rank, wrong_size
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops import Op, experts, moe, using
+from moe_ops.conformance.samples import samples
 from moe_ops.registry import memo
 from moe_ops.registry.backend import is_aligned
 from moe_ops.testing import CASES
-from tests.ops.samples import samples
 from tests.registry.memo.throwaway import (
     BOTH,
     SETTING,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_ops import OPS
 from moe_ops.quant.arguments import not_codes
+from moe_ops.registry.spec import OPS
 
 Call = dict[str, Any]
 
 
 def of_codes(call: Mapping[str, Any]) -> Call:
-    """The same call of tokens that were quantised before it."""
+    """A call whose tokens were quantised before it, and are equal otherwise."""
     x_TD = call["x_TD"]
     q_TD, scale_TG = OPS["quantize"].reference(x_TD, call["x_format"])
     out_dtype = str(x_TD.dtype).removeprefix("torch.")

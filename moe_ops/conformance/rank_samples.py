@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops import OPS
+from moe_ops.conformance.tensors import strided, with_holes
+from moe_ops.registry.spec import OPS
 from moe_ops.testing import Case, make_layer
-from tests.ops.tensors import strided, with_holes
 
 
 def tables(num_experts: int) -> dict[str, Tensor]:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from published_routers import distinct_logits
 from torch import Tensor
 
-from moe_ops import OPS
+from moe_ops.conformance.code_samples import with_codes
+from moe_ops.conformance.decode_samples import DECODE_MAKERS
+from moe_ops.conformance.rank_samples import combine_tokens, dispatch_tokens, sum_ranks, tables
+from moe_ops.conformance.tensors import distinct_logits, half_map, padded, strided, with_holes
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
+from moe_ops.registry.spec import DECODE_OPS, OPS, Op
 from moe_ops.testing import ACTIVATIONS, GPT_OSS, Case, make_layer
-from tests.ops.code_samples import with_codes
-from tests.ops.rank_samples import combine_tokens, dispatch_tokens, sum_ranks, tables
-from tests.ops.tensors import half_map, padded, strided, with_holes
 
 
 class Sample(NamedTuple):
@@ -27,14 +26,22 @@ class Sample(NamedTuple):
 
 
 def samples(op_name: str, case: Case, dtype: torch.dtype) -> list[Sample]:
-    """Valid calls of an op at the sizes of a case, with floats of a dtype."""
-    signature = inspect.signature(OPS[op_name])
-    found = []
-    for name, kwargs in MAKERS[op_name](case, dtype).items():
-        bound = signature.bind(**kwargs)
-        bound.apply_defaults()
-        found.append(Sample(name, bound.args))
-    return found
+    """Valid calls of an op at the sizes of a case, with floats of a dtype; of an op of a decoding
+    step there may be none, as some take one row alone, or no float32."""
+    op = OPS.get(op_name) or DECODE_OPS[op_name]
+    make = MAKERS.get(op_name) or DECODE_MAKERS[op_name]
+    calls = (
+        Sample(name, op.arguments.in_order(named)) for name, named in make(case, dtype).items()
+    )
+    return [call for call in calls if op_name in MAKERS or _is_valid(op, call.args)]
+
+
+def _is_valid(op: Op, args: tuple[Any, ...]) -> bool:
+    try:
+        op.check(op.call(*args))
+    except ValueError:
+        return False
+    return True
 
 
 def specified(op_name: str, args: tuple[Any, ...], got: Any) -> list[Tensor]:
@@ -54,7 +61,7 @@ def specified(op_name: str, args: tuple[Any, ...], got: Any) -> list[Tensor]:
 
 def _route(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     T, E, K = case.T, case.E, case.K
-    call = {"logits_TE": distinct_logits(T, E, dtype), "top_k": K}
+    call: dict[str, Any] = {"logits_TE": distinct_logits(T, E, dtype), "top_k": K}
     bias, scales = torch.randn(E) * 0.3, torch.rand(E) + 0.5
     found = {
         "plain": call,
@@ -321,7 +328,7 @@ def _moe(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
 
 
 def _experts_over_ranks(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
-    """Those of `experts` that have no map, with each transport in turn."""
+    """Calls of `experts` that have no map, with each transport in turn."""
     found = {}
     for i, (name, given) in enumerate(_experts(case, dtype).items()):
         one_scale = "nvfp4_nvfp4" in name or ":tensor_float8_e4m3fn:tensor" in name

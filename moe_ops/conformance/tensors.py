@@ -1,4 +1,4 @@
-"""The same values, laid out or numbered otherwise."""
+"""Values for samples, and equal values that are laid out or numbered otherwise."""
 
 from __future__ import annotations
 
@@ -20,10 +20,16 @@ def half_map(num_experts: int) -> Tensor:
 
 
 def strided(t: Tensor) -> Tensor:
-    """The same values, with a stride other than 1 on the last axis."""
+    """Equal values, with a stride other than 1 on the last axis."""
     return torch.stack((t, t), -1).flatten(-2)[..., ::2]
 
 
 def padded(t: Tensor) -> Tensor:
-    """The same values in rows that are longer than they look, from an odd address on."""
+    """Equal values in rows that are longer than they look, from an odd address on."""
     return torch.nn.functional.pad(t, (1, 2))[..., 1:-2]
+
+
+def distinct_logits(T: int, E: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random logits whose rows hold no two equal values, in any float dtype."""
+    steps = torch.rand(T, E).argsort(-1) - (E - 1) / 2
+    return ((steps + (torch.rand(T, E) - 0.5) / 2) * (4 / E)).to(dtype)

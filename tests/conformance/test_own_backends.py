@@ -1,0 +1,36 @@
+"""Our own backends that run on a CPU pass what backends of others have to pass."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_ops.conformance import Only, check_backend, examine
+from moe_ops.conformance.decode_samples import DECODE_MAKERS
+from moe_ops.conformance.kit import BY_NAME
+from moe_ops.conformance.samples import samples
+from moe_ops.registry.spec import DECODE_OPS, OPS
+from moe_ops.testing import BF16
+
+EVERY = OPS | DECODE_OPS
+RUNS = [(op, b.name) for op, o in EVERY.items() for b in o.candidates("cpu")]
+further = [pytest.mark.slow, pytest.mark.every]
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [pytest.param(*run, marks=[] if run[1] == "cpu" else further) for run in RUNS],
+)
+def test_backend_passes(op: str, name: str) -> None:
+    check_backend(op, name)
+
+
+@pytest.mark.parametrize("op", DECODE_OPS)
+def test_definitions_of_decode_ops_pass_in_16_bits(op: str) -> None:
+    report = examine(op, "reference", only=Only(sample="one_token/bfloat16", check="numbers"))
+    assert report.sound, str(report)
+
+
+def test_there_are_samples_of_every_op() -> None:
+    assert set(DECODE_MAKERS) == set(DECODE_OPS)
+    for op in EVERY:
+        assert samples(op, BY_NAME["one_token"], BF16), op
