@@ -20,7 +20,9 @@ def refusal(call: ExpertsCall) -> str | None:
     """
     c = call
     scales = (c.w13_scale_EFG, c.w2_scale_EDG, c.w13_zero_EFG, c.w2_zero_EDG)
-    reason = _of_formats(c.w_format, c.x_format, *c.widths)
+    known = all(isinstance(width, int) for width in c.widths)  # no compiler leaves them open
+    of_formats = _of_formats if known else _of_formats.__wrapped__  # which no cache can look up
+    reason = of_formats(c.w_format, c.x_format, *c.widths)
     if reason is not None:
         return reason
     if needs_grad(*scales[:2], c.x_scale, c.h_scale):
