@@ -24,6 +24,7 @@ from moe_ops.conformance.memory import bits, memory_of, tensors
 from moe_ops.planning.choose import Node, Rules, choose
 from moe_ops.planning.thresholds import THRESHOLD_OPS
 from moe_ops.quant.formats import TENSOR, Format
+from moe_ops.registry.spec import OPS
 from moe_ops.testing import TOL, assert_close
 
 BY_A_SIZE = "decides by a size that is not known when compiling"
@@ -168,8 +169,9 @@ def gradients(call: Call) -> None:
     if call.asked(args) is not None:
         return
     try:
+        call.op.check(call.op.call(*args))
         want = _first_float(call.op.reference(*args))
-    except ValueError:  # the definition has none, and says so
+    except ValueError:  # the op has none, and says so
         return
     out = _first_float(call.run(args))
     if out is None or want is None:
@@ -222,6 +224,8 @@ def applies(check: Check, call: Call) -> bool:
     """Whether a check has anything to look at in a sample."""
     if check is rows:
         return call.op.name not in OTHER_ROWS and not _one_scale(call)
+    if check is choices:
+        return call.op.name in OPS
     if check is gradients:
         return not call.op.arguments.mutated
     if check is captured:

@@ -188,7 +188,7 @@ class Registration:
 
         Raises ValueError if the name is taken.
         """
-        if self.named(name) is not None:
+        if name in self._backends or name in self.paths:
             raise ValueError(f"{NAMESPACE}.{self.name} has a backend or a path {name!r} already")
         of = self._backends[backend]
 
