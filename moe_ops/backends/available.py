@@ -21,7 +21,8 @@ OF_TRITON = ("triton", "push")  # whose kernels are Triton's
 class Available:
     """A backend by its name: the ops that have it, the package of its kernels and the version that
     is installed (empty: none is), what it needs, and why this machine cannot run it, or None; the
-    paths by which it runs calls, each with the reason why this machine cannot run it, or None."""
+    paths by which it runs calls, each with the reason why this machine cannot run it, or None; and
+    the module that registered it, if that is of another package."""
 
     name: str
     ops: tuple[str, ...]
@@ -30,6 +31,7 @@ class Available:
     needs: str
     missing: str | None
     paths: tuple[tuple[str, str | None], ...] = ()
+    outside: str = ""
 
 
 def available() -> tuple[Available, ...]:
@@ -45,7 +47,7 @@ def available() -> tuple[Available, ...]:
 def _available(name: str, by_op: dict[str, Backend]) -> Available:
     backend = next(iter(by_op.values()))
     needs = backend.needs or _needs(name, backend)
-    on = min(backend.devices or {CPU})
+    on, module = min(backend.devices or {CPU}), getattr(backend.run, "__module__", "")
     return Available(
         name=name,
         ops=tuple(by_op),
@@ -58,6 +60,7 @@ def _available(name: str, by_op: dict[str, Backend]) -> Available:
             for path in triton_paths.PATHS
             if path.backend == name
         ),
+        outside="" if module.partition(".")[0] == "moe_ops" else module,
     )
 
 
@@ -106,6 +109,7 @@ def _lines(b: Available) -> str:
     ops = "every op" if b.name == REFERENCE else ", ".join(b.ops)
     facts = (
         ("of", ops),
+        *([("from", b.outside)] if b.outside else []),
         ("needs", b.needs),
         ("installed", f"{b.package} {b.version}" if b.version else f"no {b.package}"),
         ("runs here", "yes" if b.missing is None else f"no: {b.missing}"),

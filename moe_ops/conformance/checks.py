@@ -217,6 +217,8 @@ Check = Callable[[Call], Any]
 EVERY: tuple[Check, ...] = (supports, numbers, arguments, shapes)
 EACH_KIND: tuple[Check, ...] = (rows, plans, choices)
 ONCE: tuple[Check, ...] = (compiled, gradients)
+# What compares results again, or needs one.
+AFTER_NUMBERS: tuple[Check, ...] = (arguments, shapes, rows, plans, compiled, gradients, captured)
 NAMES = tuple(c.__name__ for c in (*EVERY, *EACH_KIND, *ONCE, captured))
 
 

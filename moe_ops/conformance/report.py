@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from textwrap import indent
+from textwrap import fill
 
 PROGRAM = "python -m moe_ops conformance"
-MOST_SHOWN = 20  # failures in words; the others are counted
+WIDTH = 100
+WORDS = 6  # by which failures of a check are taken for alike
+MOST_NAMED = 4  # samples that fail alike; the others are counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +25,14 @@ class Failure:
     said: str
     again: str
 
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """Alike for failures that have one cause, as far as words tell."""
+        words = re.sub(r"\d+", "0", self.said).split()
+        return self.op, self.check, *words[:WORDS]
+
     def __str__(self) -> str:
-        return f"{self.op} {self.sample}: {self.check}\n{indent(self.said, '   ')}\n   {self.again}"
+        return f"{self.op} {self.sample}: {self.check}\n{indented(self.said)}\n   {self.again}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,13 +56,31 @@ class Report:
         return bool(self.ran) and not self.failures
 
     def __str__(self) -> str:
-        """All failures in words."""
-        shown = [str(f) for f in self.failures[:MOST_SHOWN]]
-        if len(self.failures) > MOST_SHOWN:
-            shown.append(f"and {len(self.failures) - MOST_SHOWN} more")
+        """All failures in words, one of each kind, with the samples that fail alike."""
+        kinds: dict[tuple[str, ...], list[Failure]] = {}
+        for failure in self.failures:
+            kinds.setdefault(failure.kind, []).append(failure)
+        shown = [str(first) + alike(others) for first, *others in kinds.values()]
         if not self.ran:
             shown.append(f"no sample was run: {said(self.refused)}")
-        return "\n".join(shown) or f"{self.backend} passes: {counted(self)}"
+        return "\n\n".join(shown) or f"{self.backend} passes: {counted(self)}"
+
+
+def alike(others: Sequence[Failure]) -> str:
+    """The samples of further failures, in a line of their own."""
+    if not others:
+        return ""
+    named = ", ".join(f.sample for f in others[:MOST_NAMED])
+    more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
+    return f"\n{indented(f'alike: {named}{more}')}"
+
+
+def indented(text: str) -> str:
+    """A paragraph in lines of at most 100 columns."""
+    return fill(
+        text, WIDTH, initial_indent="   ", subsequent_indent="   ", break_on_hyphens=False,
+        break_long_words=False,
+    )  # fmt: skip
 
 
 def said(refused: Counter[str]) -> str:
