@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,66 +12,21 @@ import torch
 from torch import Tensor
 
 from moe_ops import OPS, fake_impls, using
+from moe_ops.conformance.decode_samples import DECODE_MAKERS
+from moe_ops.conformance.samples import samples
 from moe_ops.decode_ops import rope_attention
 from moe_ops.registry.spec import DECODE_OPS
-from moe_ops.testing import BF16, CASES, F32, make_layer
+from moe_ops.testing import BF16, CASES, F32
 
 
-def steps() -> dict[str, Any]:
-    """A step of rope_attention, in the fourth of five slots."""
-    B, H, N, S, D = 2, 4, 2, 5, 16
-    shapes = {"q_BHD": (B, H, D), "k_BND": (B, N, D), "v_BND": (B, N, D)}
-    shapes |= {"cos_BW": (B, D), "sin_BW": (B, D)}
-    found: dict[str, Any] = {name: torch.randn(s).to(BF16) for name, s in shapes.items()}
-    found["slot"] = torch.tensor([3])
-    found |= {name: torch.randn(B, N, S, D).to(BF16) for name in ("keys_BNSD", "values_BNSD")}
-    found |= {"mask_BS": (torch.arange(S) <= 3).expand(B, S).contiguous(), "scale": 0.25}
-    return found | {"q_gain_D": torch.rand(D).to(BF16), "k_gain_D": torch.rand(D).to(BF16)}
+def args_of(name: str) -> tuple[Any, ...]:
+    """Arguments of an op, for two sequences in float32 if it takes them."""
+    two, one = (replace(CASES[0], T=T) for T in (2, 1))
+    found = (samples(name, case, dtype) for case in (two, one) for dtype in (F32, BF16))
+    return next(iter(next(filter(None, found)))).args
 
 
-def linear_layers() -> dict[str, tuple[Any, ...]]:
-    """One token, and three, of layers that keep a state, and of the convolutions before them."""
-    T, H, N, D, V = 3, 4, 2, 16, 8
-    q, k, v = torch.randn(2, T, N, D), torch.randn(2, T, N, D), torch.randn(2, T, H, V)
-    g, beta, ones = -torch.rand(2, T, H), torch.rand(2, T, H), torch.ones(H)
-    state = torch.randn(2, H, D, V)
-    rule, space = (q, k, v, g, beta), (v, beta, -ones, q, k)
-    of_heads = (ones, ones / 2, True)
-    one_rule, one_space = (
-        [t[:, 0] if t.dim() > 1 else t for t in given] for given in (rule, space)
-    )  # fmt: skip
-    x, inputs, weight = torch.randn(2, D), torch.randn(2, D, 4), torch.randn(D, 4)
-    return {
-        "convolution_step": (x, inputs, weight, torch.randn(D), True),
-        "delta_rule": (*rule, state, 0.25, True),
-        "delta_rule_step": (*one_rule, state, 0.25, True),
-        "state_space_scan": (*space, state.mT.contiguous(), 0.0, 0.5, *of_heads),
-        "state_space_step": (*one_space, state.mT.contiguous(), *of_heads),
-    }
-
-
-def calls() -> dict[str, tuple[Any, ...]]:
-    """Arguments of each op, on a CPU."""
-    x, w, b = torch.randn(1, 32).to(BF16), torch.randn(8, 32).to(BF16), torch.randn(8).to(BF16)
-    weights, biases = [w, w * 2], [b, None]
-    q, k, v = torch.randn(2, 4, 16), torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 16)
-    layer = make_layer(CASES[0], F32, "cpu")
-    tensors = (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
-    return {
-        "experts_onto": (torch.randn_like(layer.x_TD), *tensors),
-        "linears": (x, weights, biases),
-        "normed_linears": (x, x * 2, torch.rand(32).to(BF16), 1e-6, weights, biases),
-        "one_query": (q, k, v, torch.ones(2, 5, dtype=torch.bool), 0.25, torch.randn(4)),
-        "one_query_latents": (
-            *(q, q[..., :8], k[:, 0].contiguous(), v[:, 0, :, :8].contiguous()),
-            *(torch.ones(2, 5, dtype=torch.bool), 0.25, torch.randn(4), torch.tensor([[3, 0]] * 2)),
-        ),
-        "rope_attention": tuple(steps().values()),
-        **linear_layers(),
-    }
-
-
-CALLS = calls()
+CALLS = {name: args_of(name) for name in DECODE_MAKERS}
 ON_CPU = {"one_query_latents": "aten"}  # what runs a call here, where it is not the definition
 each_op = pytest.mark.parametrize("name", DECODE_OPS)
 
@@ -133,7 +89,9 @@ def test_a_list_is_told_by_what_it_holds() -> None:
 
 def test_autograd_sees_that_caches_change() -> None:
     """What was saved for a gradient before cannot be used after."""
-    given = steps()
+    given = rope_attention.arguments.by_name(
+        rope_attention.call(*copy.deepcopy(CALLS["rope_attention"]))
+    )
     keys: Tensor = given["keys_BNSD"]
     leaf = torch.ones_like(keys).requires_grad_()
     total = (leaf * keys).sum()

@@ -88,7 +88,11 @@ def test_measurements_take_them() -> None:
     assert usable_backends(call)["theirs"] is None
     args = dict(samples("expert_gemm", BY_NAME["plain"], torch.float32))["plain"]
     stage = Stage(
-        place=Place(layer="plain", tokens=16), name="expert_gemm", op=expert_gemm, args=args, want=()
+        place=Place(layer="plain", tokens=16),
+        name="expert_gemm",
+        op=expert_gemm,
+        args=args,
+        want=(),
     )
     assert usable(stage, "cpu", ()) == ["theirs_too", "cpu", "aten"]
     assert usable(stage, "cpu", ("theirs_too",)) == ["theirs_too"]
