@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moe_ops.checks.signature import did_you_mean
-from moe_ops.conformance.kit import Only, examine
+from moe_ops.conformance.kit import Only, examine, labels
 from moe_ops.conformance.report import Report, counted, said
 from moe_ops.registry.spec import DECODE_OPS, OPS
 
@@ -58,7 +58,7 @@ def run(top: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         if args.module is not None:
             importlib.import_module(args.module)
         only = Only(sample=args.sample, check=args.check, every=args.every)
-        names, device = ops_of(args.name, args.op), device_of(args)
+        names, device = ops_of(args.name, args.op, only), device_of(args)
     except (ImportError, ValueError) as error:
         top.error(str(error))
     print(f"{args.name} on {device}, torch {torch.__version__}")
@@ -79,8 +79,8 @@ def run(top: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def ops_of(backend: str, op: str | None) -> list[str]:
-    """The ops to look at. Raises ValueError for an op, or for a backend, that there is not."""
+def ops_of(backend: str, op: str | None, only: Only) -> list[str]:
+    """The ops to look at. Raises ValueError for an op, a backend or a sample that there is not."""
     every = OPS | DECODE_OPS
     if op is not None and op not in every:
         raise ValueError(f"no op {op!r}; there are {', '.join(every)}{did_you_mean(op, every)}")
@@ -93,6 +93,13 @@ def ops_of(backend: str, op: str | None) -> list[str]:
             f"no backend {backend!r}{where}; there are {', '.join(known)}"
             f"{did_you_mean(backend, known)}"
         )
+    if only.label:
+        names = {n: labels(every[n], only) for n in found}
+        found = [n for n in found if only.label in names[n]]
+        if not found:
+            known = list(dict.fromkeys(label for of in names.values() for label in of))
+            hint = did_you_mean(only.label, known)
+            raise ValueError(f"no sample {only.label!r}; there are {', '.join(known)}{hint}")
     return found
 
 

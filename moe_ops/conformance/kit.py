@@ -13,7 +13,7 @@ from moe_ops.checks.signature import did_you_mean
 from moe_ops.conformance import checks
 from moe_ops.conformance.call import Call
 from moe_ops.conformance.report import PROGRAM, Failure, Report
-from moe_ops.conformance.samples import samples
+from moe_ops.conformance.samples import Sample, samples
 from moe_ops.registry.backend import Backend
 from moe_ops.registry.spec import DECODE_OPS, OPS, Op
 from moe_ops.testing import CASES, Case
@@ -93,7 +93,7 @@ def check_backend(
     """Run a backend of an op through the samples of the op, and check what it says and gives.
 
     Raises AssertionError with each failure, its sample and the command that runs it again, and if
-    the backend refuses every sample; ValueError for an op or a backend that there is not.
+    the backend refuses every sample; ValueError for an op, a backend or a sample that there is not.
     """
     report = examine(op, name, only=only, device=device)
     if not report.sound:
@@ -109,19 +109,40 @@ def examine(op: Op | str, name: str, *, only: Only | None = None, device: str = 
         hint = did_you_mean(name, op.backends)
         known = ", ".join(op.backends)
         raise ValueError(f"no backend {name!r} of {op.name}; there are {known}{hint}")
+    _require_label(op, only)
     report, seen = Report(backend=name), Seen()
-    for case, dtype in only.sizes():
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # the same values, whichever samples are asked for
-            made = samples(op.name, case, dtype)
-        for label, args in made:
-            if only.takes(label):
-                call = Call(
-                    op=op, backend=backend, case=case, dtype=dtype, label=label, loaded=args,
-                    device=torch.device(device),
-                )  # fmt: skip
-                _run(call, only, report, seen)
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+        for case, dtype in only.sizes():
+            for label, args in _made(op, case, dtype):
+                if only.takes(label):
+                    call = Call(
+                        op=op, backend=backend, case=case, dtype=dtype, label=label, loaded=args,
+                        device=torch.device(device),
+                    )  # fmt: skip
+                    _run(call, only, report, seen)
     return report
+
+
+def labels(op: Op, only: Only) -> list[str]:
+    """The names of the samples of an op, at the sizes that are run."""
+    with torch.random.fork_rng(devices=[]):
+        found = (s.name for case, dtype in only.sizes() for s in _made(op, case, dtype))
+        return list(dict.fromkeys(found))
+
+
+def _made(op: Op, case: Case, dtype: torch.dtype) -> list[Sample]:
+    """The samples, with the same values whichever of them are asked for."""
+    torch.default_generator.manual_seed(0)
+    return samples(op.name, case, dtype)
+
+
+def _require_label(op: Op, only: Only) -> None:
+    known = labels(op, only) if only.label else []
+    if only.label not in ("", *known):
+        hint = did_you_mean(only.label, known)
+        raise ValueError(
+            f"no sample {only.label!r} of {op.name}; there are {', '.join(known)}{hint}"
+        )
 
 
 def _op(op: Op | str) -> Op:

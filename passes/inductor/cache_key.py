@@ -30,7 +30,7 @@ from moe_ops.planning.cost import device_of
 from moe_ops.ranks.groups import known_sizes
 from moe_ops.ranks.peers import connected
 from moe_ops.registry.backend import Backend
-from moe_ops.registry.spec import OPS
+from moe_ops.registry.spec import DECODE_OPS, OPS
 
 log = logging.getLogger("moe_ops")
 
@@ -122,6 +122,8 @@ def registry_key() -> str | None:
             log.info("compiled graphs are not cached: the %s has no source file to hash", which)
             return None
         parts.append((name, op.schema, reference, list(backends.values())))
+    # Of other ops graphs hold the names of backends, at most.
+    parts += [(name, *op.backends, *op.paths) for name, op in sorted(DECODE_OPS.items())]
     return digest(*parts)
 
 

@@ -37,6 +37,7 @@ def test_refusals_are_told_and_nothing_run_is_no_pass(capsys: pytest.CaptureFixt
         (["cpu", "--op", "rout"], "no op 'rout'; there are .*did you mean 'route'"),
         (["cpu", "--op", "moe"], "no backend 'cpu' of moe; there are reference"),
         (["cpu", "--sample", "od"], "no case 'od'; there are .*did you mean 'odd'"),
+        (["cpu", "--sample", "odd/float32/bia"], "no sample 'bia'; there are .*mean 'bias'"),
         (["cpu", "--check", "row"], "no check 'row'; there are .*did you mean 'rows'"),
         (["mine", "--import", "no_such_module"], "No module named 'no_such_module'"),
     ],

@@ -219,6 +219,13 @@ def test_unknown_names_are_told(op: str, name: str, said: str) -> None:
         check_backend(op, name)
 
 
+def test_an_unknown_label_is_told() -> None:
+    with pytest.raises(
+        ValueError, match=r"no sample 'bia' of expert_gemm; there are .*mean 'bias'"
+    ):
+        check_backend("expert_gemm", "cpu", only=Only(sample="odd/float32/bia"))
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
