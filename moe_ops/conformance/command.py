@@ -29,7 +29,7 @@ examples:
   python -m moe_ops conformance mine --op experts --every
   python -m moe_ops conformance mine --import my_kernels --op experts --sample odd/bfloat16/bias
 """
-WIDTH, INDENT = 100, " " * 23
+WIDTH, NO_BREAK = 100, "\u00a0"
 
 
 def add(commands: Any) -> None:
@@ -118,17 +118,19 @@ def lines(name: str, report: Report) -> Iterator[str]:
     """What became of the samples of an op."""
     state = f"{len(report.failures)} FAILED" if report.failures else "passed" if report.ran else "-"
     yield f"\n{name:<20} {state}, {samples(report.ran)} run, {report.refused.total()} refused"
-    facts = {"passed": counted(report)} if report.passed else {}
+    passed = counted(report).replace(" ", NO_BREAK).replace(f",{NO_BREAK}", ", ")
+    facts = {"passed": passed} if passed else {}
     if report.refused:
         facts["refused"] = said(report.refused)
     if report.notes:
         more = len(report.notes) - 1
         facts["note"] = report.notes[0] + (f" (and {more} more)" if more else "")
     for fact, text in facts.items():
-        yield from wrap(
+        wrapped = wrap(
             text, WIDTH, initial_indent=f"   {fact:<9}", subsequent_indent=" " * 12,
             break_on_hyphens=False, break_long_words=False,
         )  # fmt: skip
+        yield from (line.replace(NO_BREAK, " ") for line in wrapped)
 
 
 def samples(n: int) -> str:
