@@ -60,7 +60,9 @@ def _grouped_mm(
         # The product leaves unused rows unwritten, in its result and in its gradients.
         used_R1 = (torch.arange(x_RD.shape[0], device=x_RD.device) < ends_E[-1])[:, None]
         x_RD = torch.where(used_R1, x_RD, 0)
-    if _aligned(x_RD, w_EDF):
+    # A backward multiplies by the gradient of the result, which has rows of that width.
+    trains = used_R1 is None or w_EDF.shape[2] * w_EDF.element_size() % ALIGNMENT == 0
+    if trains and _aligned(x_RD, w_EDF):
         y_RF = F.grouped_mm(x_RD, w_EDF, offs=ends_E.contiguous())
     else:
         y_RF = _mm_per_expert(x_RD, w_EDF, ends_E)

@@ -69,6 +69,19 @@ def test_a_gradient_is_right_whoever_asks(way: str) -> None:
         assert_close(got, want, TOL, f"{way}: {name}")
 
 
+def test_a_layer_whose_width_fills_no_16_bytes_trains() -> None:
+    """PyTorch's grouped product takes its tokens, and would not take the gradient of its result."""
+    w13, w2 = LAYER.w13_EFD[:, :14].contiguous(), LAYER.w2_EDI[:, :, :7].contiguous()
+    found = []
+    for using in ("aten", "reference"):
+        leaves = [t.clone().requires_grad_() for t in (LAYER.x_TD, w13, w2)]
+        with moe_ops.using(using, moe_ops.experts):
+            out = moe_ops.experts(leaves[0], LAYER.weights_TK, LAYER.ids_TK, *leaves[1:])
+        found.append(torch.autograd.grad(out.square().sum(), leaves))
+    for got, want in zip(*found, strict=True):
+        assert_close(got, want, TOL)
+
+
 @pytest.mark.slow
 def test_a_compiled_function_that_trains_has_its_gradients() -> None:
     torch._dynamo.reset()
