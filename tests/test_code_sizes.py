@@ -150,6 +150,7 @@ UNNAMED_PARAMETERS = {
         "moe_ops/registry/spec.py: planned",
         "moe_ops/backends/flashinfer/cutlass.py: run_alike",
         "passes/lower.py: body",
+        *(f"moe_ops/registry/rules/flops.py: {name}" for name in ("counted", "_grouped")),
     },
     "whatever transformers calls the function in whose place it stands with": {
         "moe_ops/generation/lease.py: Lease.read",

@@ -5,6 +5,7 @@ They are no stages of a layer, so they have a registry of their own,
 `moe_ops.registry.spec.DECODE_OPS`; passes and stand-ins put them into graphs. One file per op.
 """
 
+from moe_ops.decode_ops import rules as _rules  # noqa: F401  (tells torch of the rules)
 from moe_ops.decode_ops.convolution_step import convolution_step
 from moe_ops.decode_ops.delta_rule import delta_rule
 from moe_ops.decode_ops.delta_rule_step import delta_rule_step

@@ -21,6 +21,26 @@ def when_imported(name: str, then: Callable[[], object]) -> None:
         sys.meta_path.insert(0, _Finder(name, then))
 
 
+class Later:
+    """What has to be done with a module once it is imported, in the order in which it is given."""
+
+    def __init__(self, name: str) -> None:
+        self._waiting: list[Callable[[], object]] | None = []
+        when_imported(name, self._come)
+
+    def do(self, then: Callable[[], object]) -> None:
+        """Call `then` when the module has been imported: now if it was."""
+        if self._waiting is None:
+            then()
+        else:
+            self._waiting.append(then)
+
+    def _come(self) -> None:
+        waiting, self._waiting = self._waiting or [], None
+        for then in waiting:
+            then()
+
+
 class _Finder(MetaPathFinder):
     """Finds one module as the finders after it do, and has it call a function at its end."""
 

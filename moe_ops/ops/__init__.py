@@ -1,5 +1,6 @@
 """The ops: the stages of a Mixture-of-Experts layer, fusions of them, a count. One file per op."""
 
+from moe_ops.ops import rules as _rules  # noqa: F401  (tells torch of the rules)
 from moe_ops.ops.activate import activate
 from moe_ops.ops.combine import combine
 from moe_ops.ops.combine_tokens import combine_tokens

@@ -21,8 +21,10 @@ from moe_ops.registry.backend import Backend
 from moe_ops.registry.gradients import forward_mode, grad_wanted, refuse_tangents
 from moe_ops.registry.ranges import parse_plan
 from moe_ops.registry.registration import NAMESPACE, PATH, REFERENCE, Registration, Runs
+from moe_ops.registry.rules import Rules
 from moe_ops.registry.watched import (
     compiling,
+    counting,
     dispatch_modes,
     function_modes,
     profiler,
@@ -66,6 +68,7 @@ class Op(Registration):
         self._renamed, self._by_new_names = self.signature.renamed, self.signature.by_new_names
         self._plain = self.memo.find
         self.fake_impl: Callable[..., Any] | None = None
+        self.rules: Rules | None = None
 
         # The strides that eager mode sees are the strides a backend sees: weights that are
         # transposed views are never copied into another layout behind the caller's back.
@@ -147,12 +150,14 @@ class Op(Registration):
 
     def _run_recorded(self, *args: Any, **kwargs: Any) -> Any:
         """What autograd calls. An eager call picks a backend; those without gradients refuse one
-        that wants them. In a trace or a transform the definition, whose operators have gradients,
-        stands for the op where one may be wanted."""
+        that wants them, also where modes only count what is run. In a trace or a transform the
+        definition, whose operators have gradients, stands for the op where one may be wanted."""
         if forward_mode():
             refuse_tangents(f"{NAMESPACE}.{self.name}", args, kwargs)
         seen = dispatch_modes() or transforms() or not self.signature.is_plain(args, kwargs)
         if seen and grad_wanted(args, kwargs):
+            if counting() and self.signature.is_plain(args, kwargs) and not args[0].is_meta:
+                return self._run(*args, **kwargs)
             return self.body(self._checked(args, kwargs))
         if seen or not args or args[0] is None or args[0].is_meta:
             with _C._AutoDispatchBelowAutograd():
@@ -214,6 +219,13 @@ class Op(Registration):
         register_fake(f"{NAMESPACE}::{self.name}.planned", planned, lib=_library)
         return fn
 
+    def obeys(self, rules: Rules) -> None:
+        """Tell torch of the op's rules; a second time raises ValueError."""
+        if self.rules is not None:
+            raise ValueError(f"{NAMESPACE}.{self.name} has rules already; change those")
+        self.rules = rules
+        rules.register(self.name, self.call)
+
     def waits(self, name: str, when: Callable[[Any], bool]) -> None:
         """Say of which calls the host waits for the device in a backend. The op has then another
         overload, `planned_waiting`: one with a plan that Inductor leaves out of its CUDA graphs."""
@@ -232,6 +244,8 @@ class Op(Registration):
 
         register_fake(f"{NAMESPACE}::{overload}", planned, lib=_library)
         self.waiting = getattr(getattr(torch.ops, NAMESPACE), self.name).planned_waiting
+        if self.rules is not None:  # by which torch knows a new packet of overloads not yet
+            self.rules.register(self.name, self.call)
 
     def pick(self, call: Any) -> Backend:
         """The backend that runs this call: the forced one, else the first that does not refuse and

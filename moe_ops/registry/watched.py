@@ -22,6 +22,15 @@ def watched() -> bool:
     return bool(modes or tracing() or profiler() or forward_mode())
 
 
+def counting() -> bool:
+    """Whether all that sees a call are modes that look at ops as they are run, as torch's counter
+    of operations does: no trace and no transform, which take ops apart."""
+    if transforms() or tracing() or not dispatch_modes():
+        return False
+    modes = (_C._get_dispatch_stack_at(i) for i in range(dispatch_modes()))
+    return not any(mode.is_infra_mode() for mode in modes)
+
+
 def compiled() -> bool:
     """Whether torch.compile traces, and not torch.export. Dynamo of torch 2.11 takes all that it
     traces for exported where `is_exporting` is called, so the flag behind it is read."""

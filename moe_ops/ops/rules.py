@@ -1,0 +1,65 @@
+"""What torch is told of the stages of a layer: the rules of each op of this folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_ops.ops.activate import activate
+from moe_ops.ops.combine import combine
+from moe_ops.ops.combine_tokens import combine_tokens
+from moe_ops.ops.dispatch import dispatch
+from moe_ops.ops.dispatch_tokens import dispatch_tokens
+from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
+from moe_ops.ops.expert_loads import expert_loads
+from moe_ops.ops.experts import ExpertsCall, experts
+from moe_ops.ops.experts_over_ranks import experts_over_ranks
+from moe_ops.ops.moe import moe
+from moe_ops.ops.quantize import quantize
+from moe_ops.ops.route import route
+from moe_ops.ops.sum_ranks import sum_ranks
+from moe_ops.quant.formats import Format
+from moe_ops.registry.rules import Rules
+from moe_ops.registry.rules.flops import NO_PRODUCT, product
+from moe_ops.registry.spec import Op
+
+
+def gemm_flops(call: ExpertGemmCall) -> int:
+    """One product of each row, of unused rows too: a shape does not tell how many there are."""
+    width = call.x_RD.shape[1]
+    if call.x_format:
+        width = Format.of(call.x_format).parsed.unpacked(width)
+    return product(call.x_RD.shape[0], call.w_EFD.shape[2 if call.transposed else 1], width)
+
+
+def layer_flops(layer: ExpertsCall, pairs: int) -> int:
+    """Both products of so many pairs of a token and an expert."""
+    D, I = layer.widths  # noqa: E741
+    return product(pairs, D, 2 * I if layer.gated else I) + product(pairs, D, I)
+
+
+def experts_flops(call: ExpertsCall) -> int:
+    return layer_flops(call, call.ids_TK.numel())
+
+
+def moe_flops(call: Any) -> int:
+    return layer_flops(call.layer, call.routing.logits_TE.shape[0] * call.routing.top_k)
+
+
+RULES: dict[Op, Rules] = {
+    route: Rules(flops=NO_PRODUCT),
+    quantize: Rules(flops=NO_PRODUCT),
+    dispatch: Rules(flops=NO_PRODUCT),
+    expert_gemm: Rules(flops=gemm_flops),
+    activate: Rules(flops=NO_PRODUCT),
+    combine: Rules(flops=NO_PRODUCT),
+    experts: Rules(flops=experts_flops),
+    moe: Rules(flops=moe_flops),
+    expert_loads: Rules(flops=NO_PRODUCT),
+    dispatch_tokens: Rules(flops=NO_PRODUCT),
+    combine_tokens: Rules(flops=NO_PRODUCT),
+    experts_over_ranks: Rules(flops=lambda call: experts_flops(call.layer)),
+    sum_ranks: Rules(flops=NO_PRODUCT),
+}
+
+for _op, _rules in RULES.items():
+    _op.obeys(_rules)
