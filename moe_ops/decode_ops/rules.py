@@ -19,7 +19,7 @@ from moe_ops.decode_ops.rope_attention import RopeAttentionCall, attention, rope
 from moe_ops.decode_ops.state_space_scan import CHUNK as CHUNK_OF_SCAN
 from moe_ops.decode_ops.state_space_scan import StateSpaceScanCall, state_space_scan
 from moe_ops.decode_ops.state_space_step import StateSpaceStepCall, state_space_step
-from moe_ops.ops.rules import experts_flops
+from moe_ops.ops.rules import LAYER, experts_flops
 from moe_ops.registry.rules import Rules
 from moe_ops.registry.rules.flops import product
 from moe_ops.registry.spec import Op
@@ -89,18 +89,24 @@ def rope_flops(call: RopeAttentionCall) -> int:
     return attention_flops(attention(call, call.q_BHD))
 
 
+OF_STEPS = (
+    "stands in steps alone: passes put it behind autocast, or its caches have a dtype of their own"
+)
+
 RULES: dict[Op, Rules] = {
-    convolution_step: Rules(flops=convolution_flops),
-    delta_rule: Rules(flops=rule_flops),
-    delta_rule_step: Rules(flops=rule_step_flops),
-    experts_onto: Rules(flops=lambda call: experts_flops(call.layer)),
-    linears: Rules(flops=linears_flops),
-    normed_linears: Rules(flops=linears_flops),
-    one_query: Rules(flops=attention_flops),
-    one_query_latents: Rules(flops=latents_flops),
-    rope_attention: Rules(flops=rope_flops),
-    state_space_scan: Rules(flops=scan_flops),
-    state_space_step: Rules(flops=space_step_flops),
+    convolution_step: Rules(flops=convolution_flops, autocast=OF_STEPS),
+    delta_rule: Rules(flops=rule_flops, autocast=OF_STEPS),
+    delta_rule_step: Rules(flops=rule_step_flops, autocast=OF_STEPS),
+    experts_onto: Rules(
+        flops=lambda call: experts_flops(call.layer), autocast=("residual_TD", *LAYER)
+    ),
+    linears: Rules(flops=linears_flops, autocast=OF_STEPS),
+    normed_linears: Rules(flops=linears_flops, autocast=OF_STEPS),
+    one_query: Rules(flops=attention_flops, autocast=OF_STEPS),
+    one_query_latents: Rules(flops=latents_flops, autocast=OF_STEPS),
+    rope_attention: Rules(flops=rope_flops, autocast=OF_STEPS),
+    state_space_scan: Rules(flops=scan_flops, autocast=OF_STEPS),
+    state_space_step: Rules(flops=space_step_flops, autocast=OF_STEPS),
 }
 
 for _op, _rules in RULES.items():

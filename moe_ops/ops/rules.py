@@ -19,6 +19,7 @@ from moe_ops.ops.route import route
 from moe_ops.ops.sum_ranks import sum_ranks
 from moe_ops.quant.formats import Format
 from moe_ops.registry.rules import Rules
+from moe_ops.registry.rules.autocast import AS_GIVEN
 from moe_ops.registry.rules.flops import NO_PRODUCT, product
 from moe_ops.registry.spec import Op
 
@@ -45,20 +46,22 @@ def moe_flops(call: Any) -> int:
     return layer_flops(call.layer, call.routing.logits_TE.shape[0] * call.routing.top_k)
 
 
+LAYER = ("x_TD", "w13_EFD", "w2_EDI")  # what a product of a layer rounds
+
 RULES: dict[Op, Rules] = {
-    route: Rules(flops=NO_PRODUCT),
-    quantize: Rules(flops=NO_PRODUCT),
-    dispatch: Rules(flops=NO_PRODUCT),
-    expert_gemm: Rules(flops=gemm_flops),
-    activate: Rules(flops=NO_PRODUCT),
-    combine: Rules(flops=NO_PRODUCT),
-    experts: Rules(flops=experts_flops),
-    moe: Rules(flops=moe_flops),
-    expert_loads: Rules(flops=NO_PRODUCT),
-    dispatch_tokens: Rules(flops=NO_PRODUCT),
-    combine_tokens: Rules(flops=NO_PRODUCT),
-    experts_over_ranks: Rules(flops=lambda call: experts_flops(call.layer)),
-    sum_ranks: Rules(flops=NO_PRODUCT),
+    route: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN),
+    quantize: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN),
+    dispatch: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN),
+    expert_gemm: Rules(flops=gemm_flops, autocast=("x_RD", "w_EFD")),
+    activate: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN),
+    combine: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN),
+    experts: Rules(flops=experts_flops, autocast=LAYER),
+    moe: Rules(flops=moe_flops, autocast=LAYER),
+    expert_loads: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN),
+    dispatch_tokens: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN),
+    combine_tokens: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN),
+    experts_over_ranks: Rules(flops=lambda call: experts_flops(call.layer), autocast=LAYER),
+    sum_ranks: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN),
 }
 
 for _op, _rules in RULES.items():

@@ -23,6 +23,7 @@ from moe_ops.registry.ranges import parse_plan
 from moe_ops.registry.registration import NAMESPACE, PATH, REFERENCE, Registration, Runs
 from moe_ops.registry.rules import Rules
 from moe_ops.registry.watched import (
+    autocasting,
     compiling,
     counting,
     dispatch_modes,
@@ -69,6 +70,7 @@ class Op(Registration):
         self._plain = self.memo.find
         self.fake_impl: Callable[..., Any] | None = None
         self.rules: Rules | None = None
+        self._is_cast = False  # by autocast
 
         # The strides that eager mode sees are the strides a backend sees: weights that are
         # transposed views are never copied into another layout behind the caller's back.
@@ -113,7 +115,9 @@ class Op(Registration):
                     return found.direct(*args, **kwargs)
                 # Passing on an empty dict takes longer than looking up `types`.
                 return found.run(self.call(*args, **kwargs) if kwargs else self.call(*args))
-            if not (transforms() or tracing() or args[0].is_meta):  # which guards see
+            # Which guards see, too.
+            seen = transforms() or tracing() or args[0].is_meta
+            if not (seen or (self._is_cast and autocasting())):
                 call = self.call(*args, **kwargs) if kwargs else self.call(*args)
                 self.check(call)
                 backend = self.pick(call)
@@ -223,7 +227,8 @@ class Op(Registration):
         """Tell torch of the op's rules; a second time raises ValueError."""
         if self.rules is not None:
             raise ValueError(f"{NAMESPACE}.{self.name} has rules already; change those")
-        self.rules = rules
+        self.rules, self._is_cast = rules, not isinstance(rules.autocast, str)
+        rules.implement(self.name, self.arguments.signature.parameters, _library)
         rules.register(self.name, self.call)
 
     def waits(self, name: str, when: Callable[[Any], bool]) -> None:

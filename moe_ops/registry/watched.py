@@ -14,6 +14,7 @@ compiling = torch.compiler.is_dynamo_compiling
 dispatch_modes, function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
 transforms, tracing = _C._are_functorch_transforms_active, _C._is_tracing
 profiler = _C._autograd._profiler_enabled
+autocasting = _C._is_any_autocast_enabled
 
 
 def watched() -> bool:
