@@ -151,6 +151,8 @@ UNNAMED_PARAMETERS = {
         "moe_ops/backends/flashinfer/cutlass.py: run_alike",
         "passes/lower.py: body",
         *(f"moe_ops/registry/rules/flops.py: {name}" for name in ("counted", "_grouped")),
+        "moe_ops/registry/rules/autocast.py: run",
+        "moe_ops/registry/rules/vmap.py: Vmapped.run",
     },
     "whatever transformers calls the function in whose place it stands with": {
         "moe_ops/generation/lease.py: Lease.read",

@@ -19,9 +19,10 @@ from moe_ops.decode_ops.rope_attention import RopeAttentionCall, attention, rope
 from moe_ops.decode_ops.state_space_scan import CHUNK as CHUNK_OF_SCAN
 from moe_ops.decode_ops.state_space_scan import StateSpaceScanCall, state_space_scan
 from moe_ops.decode_ops.state_space_step import StateSpaceStepCall, state_space_step
-from moe_ops.ops.rules import LAYER, experts_flops
+from moe_ops.ops.rules import EACH, LAYER, ROUTED, experts_flops, quantizes_all
 from moe_ops.registry.rules import Rules
 from moe_ops.registry.rules.flops import product
+from moe_ops.registry.rules.vmap import Batched
 from moe_ops.registry.spec import Op
 
 
@@ -94,19 +95,21 @@ OF_STEPS = (
 )
 
 RULES: dict[Op, Rules] = {
-    convolution_step: Rules(flops=convolution_flops, autocast=OF_STEPS),
-    delta_rule: Rules(flops=rule_flops, autocast=OF_STEPS),
-    delta_rule_step: Rules(flops=rule_step_flops, autocast=OF_STEPS),
+    convolution_step: Rules(flops=convolution_flops, autocast=OF_STEPS, vmap=EACH),
+    delta_rule: Rules(flops=rule_flops, autocast=OF_STEPS, vmap=EACH),
+    delta_rule_step: Rules(flops=rule_step_flops, autocast=OF_STEPS, vmap=EACH),
     experts_onto: Rules(
-        flops=lambda call: experts_flops(call.layer), autocast=("residual_TD", *LAYER)
+        flops=lambda call: experts_flops(call.layer),
+        autocast=("residual_TD", *LAYER),
+        vmap=Batched(("residual_TD", *ROUTED), apart=lambda call: quantizes_all(call.layer)),
     ),
-    linears: Rules(flops=linears_flops, autocast=OF_STEPS),
-    normed_linears: Rules(flops=linears_flops, autocast=OF_STEPS),
-    one_query: Rules(flops=attention_flops, autocast=OF_STEPS),
-    one_query_latents: Rules(flops=latents_flops, autocast=OF_STEPS),
-    rope_attention: Rules(flops=rope_flops, autocast=OF_STEPS),
-    state_space_scan: Rules(flops=scan_flops, autocast=OF_STEPS),
-    state_space_step: Rules(flops=space_step_flops, autocast=OF_STEPS),
+    linears: Rules(flops=linears_flops, autocast=OF_STEPS, vmap=EACH),
+    normed_linears: Rules(flops=linears_flops, autocast=OF_STEPS, vmap=EACH),
+    one_query: Rules(flops=attention_flops, autocast=OF_STEPS, vmap=EACH),
+    one_query_latents: Rules(flops=latents_flops, autocast=OF_STEPS, vmap=EACH),
+    rope_attention: Rules(flops=rope_flops, autocast=OF_STEPS, vmap=EACH),
+    state_space_scan: Rules(flops=scan_flops, autocast=OF_STEPS, vmap=EACH),
+    state_space_step: Rules(flops=space_step_flops, autocast=OF_STEPS, vmap=EACH),
 }
 
 for _op, _rules in RULES.items():

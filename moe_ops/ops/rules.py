@@ -14,13 +14,14 @@ from moe_ops.ops.expert_loads import expert_loads
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.experts_over_ranks import experts_over_ranks
 from moe_ops.ops.moe import moe
-from moe_ops.ops.quantize import quantize
+from moe_ops.ops.quantize import QuantizeCall, quantize
 from moe_ops.ops.route import route
 from moe_ops.ops.sum_ranks import sum_ranks
-from moe_ops.quant.formats import Format
+from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.registry.rules import Rules
 from moe_ops.registry.rules.autocast import AS_GIVEN
 from moe_ops.registry.rules.flops import NO_PRODUCT, product
+from moe_ops.registry.rules.vmap import Batched
 from moe_ops.registry.spec import Op
 
 
@@ -46,22 +47,41 @@ def moe_flops(call: Any) -> int:
     return layer_flops(call.layer, call.routing.logits_TE.shape[0] * call.routing.top_k)
 
 
+def quantizes_all(layer: ExpertsCall) -> bool:
+    """Whether one scale for all tokens is made at run time, so that tokens depend on each other."""
+    return bool(layer.x_format) and Format.of(layer.x_format).group == TENSOR
+
+
+def scales_all(call: QuantizeCall) -> bool:
+    """Whether there is one scale, or a scale that was given."""
+    return call.scale is not None or Format.of(call.format).group == TENSOR
+
+
 LAYER = ("x_TD", "w13_EFD", "w2_EDI")  # what a product of a layer rounds
 
+ROUTED = ("x_TD", "weights_TK", "ids_TK")  # what `experts` has of each token
+EACH = Batched()
+
 RULES: dict[Op, Rules] = {
-    route: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN),
-    quantize: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN),
-    dispatch: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN),
-    expert_gemm: Rules(flops=gemm_flops, autocast=("x_RD", "w_EFD")),
-    activate: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN),
-    combine: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN),
-    experts: Rules(flops=experts_flops, autocast=LAYER),
-    moe: Rules(flops=moe_flops, autocast=LAYER),
-    expert_loads: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN),
-    dispatch_tokens: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN),
-    combine_tokens: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN),
-    experts_over_ranks: Rules(flops=lambda call: experts_flops(call.layer), autocast=LAYER),
-    sum_ranks: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN),
+    route: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=Batched(("logits_TE",))),
+    quantize: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=Batched(("x_RD",), apart=scales_all)),
+    dispatch: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=EACH),
+    expert_gemm: Rules(flops=gemm_flops, autocast=("x_RD", "w_EFD"), vmap=EACH),
+    activate: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=Batched(("y_RF",))),
+    combine: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=EACH),
+    experts: Rules(flops=experts_flops, autocast=LAYER, vmap=Batched(ROUTED, apart=quantizes_all)),
+    moe: Rules(
+        flops=moe_flops,
+        autocast=LAYER,
+        vmap=Batched(("x_TD", "logits_TE"), apart=lambda call: quantizes_all(call.layer)),
+    ),
+    expert_loads: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=EACH),
+    dispatch_tokens: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=EACH),
+    combine_tokens: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=EACH),
+    experts_over_ranks: Rules(
+        flops=lambda call: experts_flops(call.layer), autocast=LAYER, vmap=EACH
+    ),
+    sum_ranks: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=Batched(("part_TD",))),
 }
 
 for _op, _rules in RULES.items():

@@ -228,7 +228,7 @@ class Op(Registration):
         if self.rules is not None:
             raise ValueError(f"{NAMESPACE}.{self.name} has rules already; change those")
         self.rules, self._is_cast = rules, not isinstance(rules.autocast, str)
-        rules.implement(self.name, self.arguments.signature.parameters, _library)
+        rules.implement(self.name, self.arguments, _library)
         rules.register(self.name, self.call)
 
     def waits(self, name: str, when: Callable[[Any], bool]) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.library import Library
 
+from moe_ops.registry.record import Arguments
 from moe_ops.registry.rules import autocast, flops
+from moe_ops.registry.rules.vmap import Batched, Vmapped
 
 Formula = Callable[[Any], int]
 
@@ -19,17 +21,24 @@ class Rules:
     """What torch is told of an op. Each is a rule, or in words the reason why there is none.
 
     `flops` gives the floating-point operations of a call's products, two for each multiplication.
-    `autocast` names the arguments that torch.autocast casts.
+    `autocast` names the arguments that torch.autocast casts. `vmap` says how a batch is run.
     """
 
     flops: Formula | str
     autocast: tuple[str, ...] | str
+    vmap: Batched | str
 
-    def implement(self, name: str, arguments: Iterable[str], library: Library) -> None:
+    def implement(self, name: str, arguments: Arguments, library: Library) -> None:
         """Give torch's dispatcher what the rules of an op with these arguments say."""
         overload = getattr(torch.ops.moe_ops, name).default
+        names = tuple(arguments.signature.parameters)
         if not isinstance(self.autocast, str):
-            autocast.implement(name, arguments, self.autocast, overload, library)
+            autocast.implement(name, names, self.autocast, overload, library)
+        if not isinstance(self.vmap, str):
+            Vmapped(
+                name=name, arguments=names, mutated=arguments.mutated, call=arguments.of,
+                overload=overload, rule=self.vmap,
+            ).register(library)  # fmt: skip
 
     def register(self, name: str, call: Callable[..., Any]) -> None:
         """Tell torch of the rules that it keeps by the packet of an op's overloads, which is
