@@ -54,7 +54,7 @@ def check(call: CombineTokensCall) -> None:
     check_tables(y_GD, call.rank_of_P, call.slot_of_P)
     check_choice("collective", call.collective, TRANSPORTS)
     check_devices(y_GD, ids_TK=call.ids_TK, token_N=call.token_N)
-    if not splits_2R.is_cpu:
+    if not (splits_2R.is_cpu or (splits_2R.is_meta and y_GD.is_meta)):
         raise ValueError(f"splits_2R is on {splits_2R.device}; the host reads it: leave it on cpu")
     check_rows(call.rows, call.group)
     ranks = Group.of(call.group).size

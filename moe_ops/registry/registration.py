@@ -21,7 +21,7 @@ REFERENCE = "reference"
 ANY_ROWS = sys.maxsize
 PATH = "/"  # from the name of a backend to that of one of its paths
 
-Runs = tuple[tuple[int | None, Callable[[Any], Any]], ...]
+Runs = tuple[tuple[int | None, Callable[[Any], Any], str], ...]
 
 
 class Registration:

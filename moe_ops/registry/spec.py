@@ -29,6 +29,7 @@ from moe_ops.registry.watched import (
     dispatch_modes,
     function_modes,
     profiler,
+    run_as,
     tracing,
     transforms,
     watched,
@@ -150,7 +151,14 @@ class Op(Registration):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         call = self._checked(args, kwargs)
-        return self.pick(call).run(call)
+        backend = self.pick(call)
+        if profiler():
+            return run_as(self._in_traces(backend.name), backend.run, call)
+        return backend.run(call)
+
+    def _in_traces(self, backend: str) -> str:
+        """What the profiler's traces call what a backend runs of the op."""
+        return f"{NAMESPACE}::{self.name} by {backend}"
 
     def _run_recorded(self, *args: Any, **kwargs: Any) -> Any:
         """What autograd calls. An eager call picks a backend; those without gradients refuse one
@@ -182,9 +190,10 @@ class Op(Registration):
     def _run_planned(self, *args: Any, plan: str, **kwargs: Any) -> Any:
         runs = self._plans.get(plan) or self._runs(plan)
         rows = args[0].shape[0] if self._is_counted else args[self._rows_at]
-        for upto, run in runs:
+        for upto, run, name in runs:
             if upto is None or rows <= upto:
-                return run(self.call(*args, **kwargs))
+                call = self.call(*args, **kwargs)
+                return run_as(self._in_traces(name), run, call) if profiler() else run(call)
         raise AssertionError(f"the last range of the plan {plan!r} has no end")
 
     def _runs(self, plan: str) -> Runs:
@@ -198,8 +207,8 @@ class Op(Registration):
                 f"{NAMESPACE}.{self.name} are {', '.join(self.backends)}"
             )
         runs = tuple(
-            (upto, backend.run if backend.in_plan is None else backend.in_plan(plan))
-            for upto, _, backend in found
+            (upto, backend.run if backend.in_plan is None else backend.in_plan(plan), name)
+            for upto, name, backend in found
             if backend is not None
         )
         self._plans[plan] = runs
