@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ Formula = Callable[[Any], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What torch is told of an op. Each is a rule, or in words the reason why there is none.
+    """What torch is told of an op. Each is a rule, or in words why the op has none: what it does
+    that needs none, or does instead.
 
     `flops` gives the floating-point operations of a call's products, two for each multiplication.
     `autocast` names the arguments that torch.autocast casts. `vmap` says how a batch is run.
@@ -27,6 +28,14 @@ class Rules:
     flops: Formula | str
     autocast: tuple[str, ...] | str
     vmap: Batched | str
+
+    def told(self) -> dict[str, str]:
+        """Each consumer, and in words what it does with the op."""
+        return {
+            "flops": _or_reason(self.flops, "counts the products of the op by a formula"),
+            "autocast": _or_reason(self.autocast, f"casts {_listed(self.autocast)}"),
+            "vmap": _or_reason(self.vmap, str(self.vmap)),
+        }
 
     def implement(self, name: str, arguments: Arguments, library: Library) -> None:
         """Give torch's dispatcher what the rules of an op with these arguments say."""
@@ -45,3 +54,11 @@ class Rules:
         another one whenever an overload is defined. Of arguments `call` makes a record."""
         if not isinstance(self.flops, str):
             flops.register(name, call, self.flops)
+
+
+def _or_reason(rule: object, said: str) -> str:
+    return f"no rule: it {rule}" if isinstance(rule, str) else said
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

@@ -24,6 +24,12 @@ class Batched:
     rows: tuple[str, ...] = ()
     apart: Callable[[Any], bool] = lambda call: False
 
+    def __str__(self) -> str:
+        if not self.rows:
+            return "runs one call for each element"
+        rows = ", ".join(f"`{name}`" for name in self.rows)
+        return f"runs one call for a batch of {rows}, else one for each element"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vmapped:
