@@ -31,7 +31,7 @@ from moe_ops.ops import (
     route,
     sum_ranks,
 )
-from moe_ops.registry import gradients, registration, spec
+from moe_ops.registry import gradients, registration, rules, spec
 from moe_ops.registry.layouts import Layout
 from moe_ops.registry.spec import OPS, Op
 from moe_ops.registry.using import using
@@ -133,7 +133,7 @@ del _name
 globals()["backend"] = sys.modules["moe_ops.backend"]
 sys.modules["moe_ops.backend"].__class__ = _Backend
 
-aot_cache.tag(registration, spec, gradients, ops, fake_impls, quant)
+aot_cache.tag(registration, spec, gradients, rules, ops, fake_impls, quant)
 
 
 def _join() -> None:

@@ -94,22 +94,29 @@ OF_STEPS = (
     "stands in steps alone: passes put it behind autocast, or its caches have a dtype of their own"
 )
 
+ON_A_RANK = "stands in steps alone, whose caches and weights are those of a rank"
+
 RULES: dict[Op, Rules] = {
-    convolution_step: Rules(flops=convolution_flops, autocast=OF_STEPS, vmap=EACH),
-    delta_rule: Rules(flops=rule_flops, autocast=OF_STEPS, vmap=EACH),
-    delta_rule_step: Rules(flops=rule_step_flops, autocast=OF_STEPS, vmap=EACH),
+    convolution_step: Rules(
+        flops=convolution_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK
+    ),
+    delta_rule: Rules(flops=rule_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK),
+    delta_rule_step: Rules(flops=rule_step_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK),
     experts_onto: Rules(
         flops=lambda call: experts_flops(call.layer),
         autocast=("residual_TD", *LAYER),
         vmap=Batched(("residual_TD", *ROUTED), apart=lambda call: quantizes_all(call.layer)),
+        sharding=ON_A_RANK,
     ),
-    linears: Rules(flops=linears_flops, autocast=OF_STEPS, vmap=EACH),
-    normed_linears: Rules(flops=linears_flops, autocast=OF_STEPS, vmap=EACH),
-    one_query: Rules(flops=attention_flops, autocast=OF_STEPS, vmap=EACH),
-    one_query_latents: Rules(flops=latents_flops, autocast=OF_STEPS, vmap=EACH),
-    rope_attention: Rules(flops=rope_flops, autocast=OF_STEPS, vmap=EACH),
-    state_space_scan: Rules(flops=scan_flops, autocast=OF_STEPS, vmap=EACH),
-    state_space_step: Rules(flops=space_step_flops, autocast=OF_STEPS, vmap=EACH),
+    linears: Rules(flops=linears_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK),
+    normed_linears: Rules(flops=linears_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK),
+    one_query: Rules(flops=attention_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK),
+    one_query_latents: Rules(flops=latents_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK),
+    rope_attention: Rules(flops=rope_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK),
+    state_space_scan: Rules(flops=scan_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK),
+    state_space_step: Rules(
+        flops=space_step_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK
+    ),
 }
 
 for _op, _rules in RULES.items():

@@ -16,11 +16,13 @@ from moe_ops.ops.experts_over_ranks import experts_over_ranks
 from moe_ops.ops.moe import moe
 from moe_ops.ops.quantize import QuantizeCall, quantize
 from moe_ops.ops.route import route
+from moe_ops.ops.splits import rows_of, splits
 from moe_ops.ops.sum_ranks import sum_ranks
 from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.registry.rules import Rules
 from moe_ops.registry.rules.autocast import AS_GIVEN
 from moe_ops.registry.rules.flops import NO_PRODUCT, product
+from moe_ops.registry.rules.sharding import Sharded
 from moe_ops.registry.rules.vmap import Batched
 from moe_ops.registry.spec import Op
 
@@ -61,27 +63,56 @@ LAYER = ("x_TD", "w13_EFD", "w2_EDI")  # what a product of a layer rounds
 
 ROUTED = ("x_TD", "weights_TK", "ids_TK")  # what `experts` has of each token
 EACH = Batched()
+SORTED = "works on rows in the order of experts, which each rank has of its own tokens"
+OF_RANKS = "sends what this rank has to the ranks of a process group itself"
 
 RULES: dict[Op, Rules] = {
-    route: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=Batched(("logits_TE",))),
-    quantize: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=Batched(("x_RD",), apart=scales_all)),
-    dispatch: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=EACH),
-    expert_gemm: Rules(flops=gemm_flops, autocast=("x_RD", "w_EFD"), vmap=EACH),
-    activate: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=Batched(("y_RF",))),
-    combine: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=EACH),
-    experts: Rules(flops=experts_flops, autocast=LAYER, vmap=Batched(ROUTED, apart=quantizes_all)),
+    route: Rules(
+        flops=NO_PRODUCT,
+        autocast=AS_GIVEN,
+        vmap=Batched(("logits_TE",)),
+        sharding=Sharded((rows_of("logits_TE"),)),
+    ),
+    quantize: Rules(
+        flops=NO_PRODUCT,
+        autocast=AS_GIVEN,
+        vmap=Batched(("x_RD",), apart=scales_all),
+        sharding=Sharded((rows_of("x_RD", apart=scales_all),)),
+    ),
+    dispatch: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=EACH, sharding=SORTED),
+    expert_gemm: Rules(flops=gemm_flops, autocast=("x_RD", "w_EFD"), vmap=EACH, sharding=SORTED),
+    activate: Rules(
+        flops=NO_PRODUCT,
+        autocast=AS_GIVEN,
+        vmap=Batched(("y_RF",)),
+        sharding=Sharded((rows_of("y_RF"),)),
+    ),
+    combine: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=EACH, sharding=SORTED),
+    experts: Rules(
+        flops=experts_flops,
+        autocast=LAYER,
+        vmap=Batched(ROUTED, apart=quantizes_all),
+        sharding=splits(ROUTED, quantizes_all, lambda call: call),
+    ),
     moe: Rules(
         flops=moe_flops,
         autocast=LAYER,
         vmap=Batched(("x_TD", "logits_TE"), apart=lambda call: quantizes_all(call.layer)),
+        sharding=splits(
+            ("x_TD", "logits_TE"),
+            lambda call: quantizes_all(call.layer),
+            lambda call: call.layer,
+        ),
     ),
-    expert_loads: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=EACH),
-    dispatch_tokens: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=EACH),
-    combine_tokens: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=EACH),
+    expert_loads: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=EACH, sharding=SORTED),
+    dispatch_tokens: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=EACH, sharding=OF_RANKS),
+    combine_tokens: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=EACH, sharding=OF_RANKS),
     experts_over_ranks: Rules(
-        flops=lambda call: experts_flops(call.layer), autocast=LAYER, vmap=EACH
+        flops=lambda call: experts_flops(call.layer), autocast=LAYER, vmap=EACH, sharding=OF_RANKS
     ),
-    sum_ranks: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=Batched(("part_TD",))),
+    sum_ranks: Rules(
+        flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=Batched(("part_TD",)), sharding=OF_RANKS
+    ),
 }
 
 for _op, _rules in RULES.items():

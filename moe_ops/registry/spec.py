@@ -21,7 +21,7 @@ from moe_ops.registry.backend import Backend
 from moe_ops.registry.gradients import forward_mode, grad_wanted, refuse_tangents
 from moe_ops.registry.ranges import parse_plan
 from moe_ops.registry.registration import NAMESPACE, PATH, REFERENCE, Registration, Runs
-from moe_ops.registry.rules import Rules
+from moe_ops.registry.rules import Rules, sharding
 from moe_ops.registry.watched import (
     autocasting,
     compiling,
@@ -127,6 +127,9 @@ class Op(Registration):
                     here = self.candidates(self._first(call).device.type)
                     alike.keep(values, call, backend, here)
                 return out
+        if alike is None and self.rules is not None and sharding.given(values):
+            # Without autograd, as in inference mode, torch would ask DTensor and not the op.
+            return sharding.run(self, self.rules.sharding, args, kwargs)
         try:
             return self.overload(*args, **kwargs)
         except RuntimeError as error:
@@ -166,9 +169,12 @@ class Op(Registration):
         definition, whose operators have gradients, stands for the op where one may be wanted."""
         if forward_mode():
             refuse_tangents(f"{NAMESPACE}.{self.name}", args, kwargs)
-        seen = dispatch_modes() or transforms() or not self.signature.is_plain(args, kwargs)
+        plain = self.signature.is_plain(args, kwargs)
+        if not plain and self.rules is not None and sharding.given((*args, *kwargs.values())):
+            return sharding.run(self, self.rules.sharding, args, kwargs)
+        seen = dispatch_modes() or transforms() or not plain
         if seen and grad_wanted(args, kwargs):
-            if counting() and self.signature.is_plain(args, kwargs) and not args[0].is_meta:
+            if counting() and plain and not args[0].is_meta:
                 return self._run(*args, **kwargs)
             return self.body(self._checked(args, kwargs))
         if seen or not args or args[0] is None or args[0].is_meta:

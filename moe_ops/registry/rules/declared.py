@@ -11,6 +11,7 @@ from torch.library import Library
 
 from moe_ops.registry.record import Arguments
 from moe_ops.registry.rules import autocast, flops
+from moe_ops.registry.rules.sharding import Sharded
 from moe_ops.registry.rules.vmap import Batched, Vmapped
 
 Formula = Callable[[Any], int]
@@ -22,12 +23,14 @@ class Rules:
     that needs none, or does instead.
 
     `flops` gives the floating-point operations of a call's products, two for each multiplication.
-    `autocast` names the arguments that torch.autocast casts. `vmap` says how a batch is run.
+    `autocast` names the arguments that torch.autocast casts. `vmap` says how a batch is run,
+    `sharding` how DTensors are.
     """
 
     flops: Formula | str
     autocast: tuple[str, ...] | str
     vmap: Batched | str
+    sharding: Sharded | str
 
     def told(self) -> dict[str, str]:
         """Each consumer, and in words what it does with the op."""
@@ -35,6 +38,7 @@ class Rules:
             "flops": _or_reason(self.flops, "counts the products of the op by a formula"),
             "autocast": _or_reason(self.autocast, f"casts {_listed(self.autocast)}"),
             "vmap": _or_reason(self.vmap, str(self.vmap)),
+            "sharding": _or_reason(self.sharding, str(self.sharding)),
         }
 
     def implement(self, name: str, arguments: Arguments, library: Library) -> None:
