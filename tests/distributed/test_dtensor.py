@@ -182,3 +182,20 @@ def test_plain_tensors_and_ops_without_ways_are_refused(mesh: DeviceMesh) -> Non
     x = distribute_tensor(torch.randn(4, 32), mesh, [Shard(0)])
     with pytest.raises(ValueError, match="one scale for all rows is made at run time"):
         moe_ops.quantize(x, "float8_e4m3fn:tensor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_compiled_call_is_split_as_well(grad: bool, mesh: DeviceMesh) -> None:
+    torch._dynamo.reset()
+    splits = {n: TOKENS.get(n, Replicate()) for n in whole()}
+    parts = {n: distribute_tensor(t, mesh, [splits[n]]) for n, t in whole().items()}
+    for t in parts.values():
+        t.requires_grad_(grad and t.is_floating_point())
+    want = moe_ops.experts(**parts)
+    compiled = torch.compile(
+        lambda given: moe_ops.experts(**given), backend="aot_eager", fullgraph=True
+    )
+    got = compiled(parts)
+    assert isinstance(got, DTensor) and got.placements == want.placements == (Shard(0),)
+    assert_close(got.to_local().detach(), want.to_local().detach(), TOL)
