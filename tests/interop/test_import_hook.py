@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ops.interop.import_hook import when_imported
+from moe_ops.interop.import_hook import Later, when_imported
 
 
 @pytest.fixture
@@ -43,3 +43,15 @@ def test_a_module_that_is_not_there_is_waited_for(name: str, tmp_path: Path) -> 
     importlib.import_module("comes_later")
     assert calls == [1]
     del sys.modules["comes_later"]
+
+
+def test_what_waits_for_an_import_is_done_in_order(name: str) -> None:
+    calls: list[int] = []
+    later = Later(name)
+    for i in (1, 2):
+        later.do(lambda i=i: calls.append(i))
+    assert not calls
+    importlib.import_module(name)
+    assert calls == [1, 2]
+    later.do(lambda: calls.append(3))
+    assert calls == [1, 2, 3]
