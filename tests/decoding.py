@@ -20,4 +20,4 @@ def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def define(monkeypatch: pytest.MonkeyPatch, name: str, plan: str) -> None:
     """Have a plan of a decode op run its definition."""
     op = DECODE_OPS[name]
-    monkeypatch.setitem(op._plans, plan, ((None, op.body),))
+    monkeypatch.setitem(op._plans, plan, ((None, op.body, plan),))

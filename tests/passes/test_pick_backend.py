@@ -145,7 +145,7 @@ def recorded(plan: str, ran: list[str]) -> Any:
         ran.append(name)
         return experts.backends[name].run(*args)
 
-    return tuple((upto, partial(run, name)) for upto, name in parse_plan(plan))
+    return tuple((upto, partial(run, name), name) for upto, name in parse_plan(plan))
 
 
 def test_using_does_not_reach_into_a_graph() -> None:
@@ -378,7 +378,7 @@ def test_planned_ops_receive_the_strides_they_were_planned_for(
         seen.extend(t.stride() for t in experts.arguments.flat(call)[:5])
         return experts.backends["aten"].run(call)
 
-    monkeypatch.setitem(experts._plans, "aten", ((None, run),))
+    monkeypatch.setitem(experts._plans, "aten", ((None, run, "aten"),))
     pipeline = Pipeline(Options(thresholds=((None, "aten"),)), passes=(pick_backend,))
     options = {"post_grad_custom_post_pass": pipeline, "fx_graph_cache": False}
     torch._dynamo.reset()
