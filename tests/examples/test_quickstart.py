@@ -257,9 +257,9 @@ def test_the_quickstart_prints_a_table_and_writes_its_figures(tmp_path: Path) ->
     decode = ours["decode_tokens_per_s"] / max(s["decode_tokens_per_s"] for s in stock)
     ratios = late.split("ours / best stock")[1].split("\n")[0]
     assert ratios.split() == [f"{prefill:.2f}x", f"{decode:.2f}x"]
-    # A prompt and a token of each stock contender, and of ours and of the check three graphs for a
-    # prompt (positions, a layer, the last norm) and four for a token: none runs code of another.
-    assert "graphs 18" in text.splitlines()
+    # A prompt and a token of each stock contender, and of ours and of the check two graphs for a
+    # prompt (a layer, the last norm) and four for a token: none runs code of another.
+    assert "graphs 16" in text.splitlines()
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ def test_stock_against_ours(tmp_path: Path) -> None:
     assert all(s["tokens_per_s"] > 0 and s["prompt_ms"] > 0 for s in speeds)
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_candidates(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
