@@ -29,13 +29,18 @@ from moe_ops.registry.spec import REFERENCE
 RULE = "fuse_residual"
 
 
+def plans() -> set[str]:
+    """The backends and paths that add to a residual, those of other packages by now among them."""
+    return {*experts_onto.backends, *experts_onto.paths} - {REFERENCE}
+
+
 def fuse_residual(graph: fx.Graph, context: Context) -> int:
     """Turn `experts` that run on kernels of ours, and a sum of their output with something else
     that is an output of the graph, into `experts_onto`. Inductor fuses other sums with what
     follows."""
     nodes = graph.find_nodes(op="call_function", target=ops.experts.planned)
-    plans = {*experts_onto.backends, *experts_onto.paths} - {REFERENCE}
-    sums = {n: last_sum(n) for n in nodes if arg(n, "plan").removeprefix(":") in plans}
+    known = plans()
+    sums = {n: last_sum(n) for n in nodes if arg(n, "plan").removeprefix(":") in known}
     found = {n: total for n, total in sums.items() if total is not None}
     return each(RULE, found, lambda node: _fuse(graph, node, found[node]), context)
 

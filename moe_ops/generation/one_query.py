@@ -107,19 +107,23 @@ def attended(
     """
     B, _, W, D = query.shape
     scale = D**-0.5 if scaling is None else scaling
-    given = one_by_one(query).contiguous(), key, value, mask[:, 0].flatten(0, 1)
+    masks = mask[:, 0, 0] if W == 1 else mask[:, 0].flatten(0, 1)
+    given = one_by_one(query).contiguous(), key, value, masks
     ours = (
         has_kernels(query)
         and W <= MOST_QUERIES
         and not torch.is_grad_enabled()
         and refusal(OneQueryCall(*given, scale, sinks)) is None
     )
-    return (one_query if ours else formula)(*given, scale, sinks).unflatten(0, (B, W))
+    out = (one_query if ours else formula)(*given, scale, sinks)
+    return out[:, None] if W == 1 else out.unflatten(0, (B, W))
 
 
 def one_by_one(query: Tensor) -> Tensor:
-    """Queries [B, H, W, D] as [B * W, H, D]."""
+    """Queries [B, H, W, D] as [B * W, H, D]; one of each as they lie, as passes look for it."""
     B, H, W, D = query.shape
+    if W == 1:
+        return query.reshape(B, H, D)
     return query.transpose(1, 2).reshape(B * W, H, D)
 
 

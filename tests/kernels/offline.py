@@ -222,7 +222,6 @@ def calls(capability: int, all: bool) -> Iterator[tuple[str, Callable[[], Any]]]
                     yield f"{name} {backend} {T}{' full' if full else ''}", call
     for shape in ATTENTION[::step]:
         yield f"one query {shape}", lambda s=shape: attended(*s)
-        yield f"eight queries {shape}", lambda s=shape: attended(*s, queries=8)
         yield f"rope attention {shape}", lambda s=shape: turned(*s)
     for sizes, K, biases in LINEARS[::step]:
         for T in (1, 8, 32, 64):
@@ -238,6 +237,8 @@ def calls(capability: int, all: bool) -> Iterator[tuple[str, Callable[[], Any]]]
                 f"{name} {backend}",
                 lambda b=backend, a=args: layer(LAYERS["olmoe"], b, 4, False, **a),
             )
+    for shape in ATTENTION[::step]:
+        yield f"eight queries {shape}", lambda s=shape: attended(*s, queries=8)
 
 
 def calls_over_ranks(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -30,7 +30,7 @@ E, D, WIDTH = 4, 16, 8
 def any_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has none of the kernels; there the op runs its definition."""
     file = importlib.import_module("moe_ops.passes.fuse_residual")
-    monkeypatch.setattr(file, "PLANS", tuple(experts.backends))
+    monkeypatch.setattr(file, "plans", lambda: set(experts.backends))
     for plan in experts.backends:
         decoding.define(monkeypatch, "experts_onto", plan)
 
@@ -116,7 +116,7 @@ def test_scales_of_quantized_weights_go_along(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(experts, "_order", {})
     experts.backend("planted", reads=experts.optional, devices=("cpu",), priority=9)(experts.body)
     file = importlib.import_module("moe_ops.passes.fuse_residual")
-    monkeypatch.setattr(file, "PLANS", ("planted",))
+    monkeypatch.setattr(file, "plans", lambda: {"planted"})
     decoding.define(monkeypatch, "experts_onto", "planted")
     width, w_format = 32, "uint4:1x32"
     w13, w2 = torch.randn(E, 2 * width, width), torch.randn(E, width, width)
