@@ -107,16 +107,14 @@ def attended(
     """
     B, _, W, D = query.shape
     scale = D**-0.5 if scaling is None else scaling
-    masks = mask[:, 0, 0] if W == 1 else mask[:, 0].flatten(0, 1)
-    given = one_by_one(query).contiguous(), key, value, masks
+    given = one_by_one(query).contiguous(), key, value, mask[:, 0].flatten(0, 1)
     ours = (
         has_kernels(query)
         and W <= MOST_QUERIES
         and not torch.is_grad_enabled()
         and refusal(OneQueryCall(*given, scale, sinks)) is None
     )
-    out = (one_query if ours else formula)(*given, scale, sinks)
-    return out[:, None] if W == 1 else out.unflatten(0, (B, W))
+    return (one_query if ours else formula)(*given, scale, sinks).unflatten(0, (B, W))
 
 
 def one_by_one(query: Tensor) -> Tensor:
