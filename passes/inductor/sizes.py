@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import _config as shape_config
+from torch.utils._pytree import tree_leaves
+from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 from torch.utils._sympy.value_ranges import ValueRanges
+
+from moe_ops.passes.inductor.slices import BINDINGS, MISSING_END, NEEDS_END
 
 # Without it they are compiled apart. With it torch still takes x[-1:] to have a row, so what it
 # traces is not to be run on an empty x.
 OBLIVIOUS = "backed_size_oblivious"
 HAS_OBLIVIOUS = hasattr(shape_config, OBLIVIOUS)
-
-# Under the flag Inductor of torch 2.11 lowers x[a:] only if x is known to end before this, which is
-# how a graph writes the missing end; else it stops with a KeyError: 'unbacked_bindings'.
-MISSING_END = sys.maxsize
-NEEDS_BOUND = torch.__version__ < "2.12"
 
 
 class _Inside:
@@ -118,11 +117,44 @@ def tell(graph: fx.Graph) -> None:
         equation = guard.expr if getattr(guard.expr, "rel_op", "") == "==" else None
         if equation is not None and equation.lhs in symbols and equation.rhs in (0, 1):
             env._set_replacement(equation.lhs, equation.rhs, "a guard fixes it")
-    if NEEDS_BOUND:
+    if NEEDS_END:
         for symbol in symbols:
             env.constrain_symbol_range(symbol, 0, MISSING_END - 1)
     if _assumed.ranges is not None:
-        _assume_several(env, symbols, _assumed.ranges)
+        decided = _deciding(graph)
+        several = tuple(symbol for symbol in symbols if symbol not in decided)
+        _assume_several(env, several, _assumed.ranges)
+
+
+def _deciding(graph: fx.Graph) -> set[Any]:
+    """The symbols by which sizes in the graph are decided: the end of `x[:2]` is min(2, s).
+
+    Nothing may be assumed of these. If s is taken for more than 1, min(2, s) is 2, so a later call
+    with a size of 1 would read and return rows that are not there.
+    """
+    found: set[Any] = set()
+    for node in graph.nodes:
+        for size in _sizes(node):
+            for part in sympy.preorder_traversal(size):
+                if isinstance(part, (sympy.Add, sympy.Mul, sympy.Pow)):
+                    continue
+                # s // 64 at 1 is what the expression says, 64 // s is decided by what s may be.
+                by = part.args[1:] if isinstance(part, (FloorDiv, Mod, PythonMod)) else part.args
+                found.update(*(arg.free_symbols for arg in by))
+        if BINDINGS in node.meta:  # torch left open what it comes to
+            found.update(*(size.free_symbols for x in node.all_input_nodes for size in _sizes(x)))
+    return found
+
+
+def _sizes(node: fx.Node) -> list[Any]:
+    """The symbolic expressions in the shapes, strides, offsets and numbers that a node gives."""
+    found: list[Any] = []
+    for val in tree_leaves(node.meta.get("val")):
+        if isinstance(val, FakeTensor):
+            found += [*val.shape, *val.stride(), val.storage_offset()]
+        else:
+            found.append(val)
+    return [size.node.expr for size in found if isinstance(size, torch.SymInt)]
 
 
 def _assume_several(env: Any, symbols: tuple[Any, ...], ranges: dict[Any, dict[Any, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -13,6 +14,10 @@ from torch.fx.experimental.symbolic_shapes import (
     resolve_unbacked_bindings,
 )
 
+# Under the flag Inductor of torch 2.11 lowers x[a:] only if x is known to end before this, which is
+# how a graph writes the missing end; else it stops with a KeyError: 'unbacked_bindings'.
+MISSING_END = sys.maxsize
+NEEDS_END = torch.__version__ < "2.12"
 BINDINGS = "unbacked_bindings"  # of a node's meta: new symbols, and where in the result they are
 
 
@@ -32,6 +37,20 @@ def settle(graph: fx.Graph) -> None:
         symbolic = any(isinstance(end, torch.SymInt) for end in values[2:4])
         if symbolic and not free_unbacked_symbols([v for v in values if v is not None]):
             _define(node, *_bounds(*values))
+        elif NEEDS_END:
+            _write_end(graph, node)
+
+
+def _write_end(graph: fx.Graph, node: fx.Node) -> None:
+    """Say where `x[a:]` ends if x has a size like s + 2, of which `sizes.tell` says nothing."""
+    x, dim, start, end, *step = (*node.args, *(0, 0, MISSING_END)[len(node.args) - 1 :])
+    size = x.meta["val"].shape[dim]
+    missing = isinstance(end, int) and end >= MISSING_END
+    if missing and isinstance(size, torch.SymInt) and not size.node.expr.is_Symbol:
+        with graph.inserting_before(node):
+            end = graph.call_function(torch.ops.aten.sym_size.int, (x, dim))
+        end.meta["val"] = size
+        node.args = (x, dim, start, end, *step)
 
 
 def _bounds(

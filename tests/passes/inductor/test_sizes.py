@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import moe_ops
 from moe_ops.ops import experts
-from moe_ops.passes.inductor import sizes
+from moe_ops.passes.inductor import sizes, slices
 from moe_ops.passes.inductor.pipeline import Pipeline
 from moe_ops.passes.rewriting.context import Options
 from tests.passes.planned import any_rows, experts_call
@@ -45,10 +45,10 @@ def test_sizes_end_before_a_missing_end(flag: bool) -> None:
         result = Compiled(lambda x: x * 2, hook, dynamic=None)(x_TD)
     torch.testing.assert_close(result, x_TD * 2)
     ((before, after),) = found
-    assert before.upper > sizes.MISSING_END
+    assert before.upper > slices.MISSING_END
     assert after.lower == before.lower
-    bounded = flag and sizes.NEEDS_BOUND
-    assert after.upper == (sizes.MISSING_END - 1 if bounded else before.upper)
+    bounded = flag and slices.NEEDS_END
+    assert after.upper == (slices.MISSING_END - 1 if bounded else before.upper)
 
 
 @pytest.mark.skipif(not sizes.HAS_OBLIVIOUS, reason="this torch lacks the flag")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
 from torch._inductor import config
 
 import moe_ops
-from moe_ops.passes.inductor import slices
+from moe_ops.passes.inductor import sizes, slices
 
 CHUNK = 64
 
@@ -47,12 +49,32 @@ def strided(x_BSD: Tensor) -> Tensor:
     return summed(x_BSD)[:, x_BSD.shape[1] // 2 : 2 * x_BSD.shape[1] : 3].sum(1)
 
 
+def few(x_BSD: Tensor) -> tuple[Tensor, ...]:
+    """Fewer than there are to be had, in some calls."""
+    return (
+        x_BSD[:2] * 2,
+        x_BSD[:, :3] * 2,
+        x_BSD[:, -3:].flip(1),
+        x_BSD[:, 2:] * 2,
+        x_BSD[:, :-2] * 2,
+    )
+
+
+def few_of_sums(x_BSD: Tensor) -> tuple[Tensor, ...]:
+    """Of sizes that are no symbol: s + 2 and b * s."""
+    x_ND, padded = x_BSD.flatten(0, 1), F.pad(x_BSD, (0, 0, 2, 0))
+    return padded[:, -2:] * 2, padded[:, 3:] * 2, padded[:, -4:].flip(1), x_ND[1:] * 2, x_ND[3:] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
-    [last, *(pytest.param(f, marks=pytest.mark.every) for f in (heads, head, padding, strided))],
+    [
+        last,
+        *(pytest.param(f, marks=pytest.mark.every) for f in (heads, head, padding, strided)),
+    ],
 )
-def test_compiled_equals_eager_at_every_size(function: Callable[[Tensor], Tensor]) -> None:
+def test_compiled_equals_eager_at_every_size(function: Callable[[Tensor], Any]) -> None:
     module = nn.Module()
     module.forward = function
     with config.patch(force_disable_caches=True):
@@ -61,6 +83,23 @@ def test_compiled_equals_eager_at_every_size(function: Callable[[Tensor], Tensor
             x_BSD = torch.randn(shape)
             with torch.inference_mode():
                 torch.testing.assert_close(compiled(x_BSD), function(x_BSD))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [few, few_of_sums])
+def test_a_size_that_ends_a_slice_is_not_taken_for_more_than_one(
+    function: Callable[[Tensor], Any],
+) -> None:
+    """One graph, made for several rows, serves calls with fewer rows than a slice asks for."""
+    backend, counter = moe_ops.backend(strict=True), counters["stats"]
+    with config.patch(force_disable_caches=True):
+        compiled = torch.compile(function, backend=backend, dynamic=True, fullgraph=True)
+        before = counter["unique_graphs"]
+        for shape in [(3, 48, 8), (1, 1, 8), (2, 2, 8), (1, 3, 8)]:
+            x_BSD = torch.randn(shape)
+            found = sizes.call_oblivious(compiled, x_BSD)
+            torch.testing.assert_close(found, function(x_BSD), rtol=0, atol=0)
+        assert counter["unique_graphs"] == before + 1
 
 
 @pytest.mark.slow
