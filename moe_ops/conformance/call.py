@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -61,7 +61,7 @@ class Call:
         layout = self.backend.layout
         given = self.op.arguments.by_name(self.op.call(*self.loaded))
         given |= {} if layout is None else {LAYOUT: layout.name}
-        return self.asked(tuple(surrounded(v, self.device) for v in given.values()))
+        return self.asked(self._copied(given))
 
     @cached_property
     def want(self) -> list[Tensor]:
@@ -75,7 +75,13 @@ class Call:
 
     def copies(self) -> tuple[Any, ...]:
         """The arguments in fresh memory, in which all that is no value is NaN."""
-        return tuple(surrounded(v, self.device) for v in self.named.values())
+        return self._copied(self.named)
+
+    def _copied(self, named: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Copies in fresh memory of the device, but for what the host reads."""
+        host = self.op.arguments.host
+        cpu = torch.device("cpu")
+        return tuple(surrounded(v, cpu if n in host else self.device) for n, v in named.items())
 
     def asked(self, args: Sequence[Any]) -> str | None:
         """What the backend says to a call with these arguments."""

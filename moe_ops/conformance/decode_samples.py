@@ -107,10 +107,10 @@ def _one_query(case: Case, dtype: torch.dtype) -> Calls:
 
 
 def _one_query_latents(case: Case, dtype: torch.dtype) -> Calls:
-    q, latents = torch.randn(case.T, H, 16), torch.randn(case.T, S, 16)
+    q, latents = torch.randn(case.T, H, 32), torch.randn(case.T, S, 32)
     call = {
-        "q_BHR": q.to(dtype), "q_rope_BHD": q[..., :8].to(dtype),
-        "latents_BSR": latents.to(dtype), "rotated_BSD": latents[..., :8].contiguous().to(dtype),
+        "q_BHR": q.to(dtype), "q_rope_BHD": q[..., :16].to(dtype),
+        "latents_BSR": latents.to(dtype), "rotated_BSD": latents[..., :16].contiguous().to(dtype),
         "mask_BS": _seen(case), "scale": 0.25,
     }  # fmt: skip
     chosen = {"sinks_H": torch.randn(H), "indices_BC": torch.tensor([[3, 0]]).repeat(case.T, 1)}

@@ -42,6 +42,7 @@ class CombineTokensCall:
     collective: str = GATHER
 
     ROWS: ClassVar[str] = "rows"
+    HOST: ClassVar[tuple[str, ...]] = ("splits_2R",)
 
 
 def check(call: CombineTokensCall) -> None:

@@ -25,8 +25,9 @@ class Arguments:
 
     `of(*args, **kwargs)` makes a record of a call, `flat(record)` its arguments by position.
     `FLAT` of a record of records maps flat names to paths, in the order of a call; what it leaves
-    out has its default, or is None. `MUTATED` names the tensors that an op writes to, `ROWS` the
-    number that plans range over, where that is not the rows of the first argument.
+    out has its default, or is None. `MUTATED` names the tensors that an op writes to, `HOST` those
+    that the host reads, which stay on a CPU, and `ROWS` the number that plans range over, where
+    that is not the rows of the first argument.
     """
 
     def __init__(self, record: type) -> None:
@@ -52,6 +53,7 @@ class Arguments:
         self._rows = None if named is None else attrgetter(paths[named])
         # Names of the tensors that the op writes to; a result is none of them.
         self.mutated: tuple[str, ...] = getattr(record, "MUTATED", ())
+        self.host: tuple[str, ...] = getattr(record, "HOST", ())
 
     def rows(self, record: Any) -> Any:
         """What plans and limits of backends range over: the number that `ROWS` names, else the rows

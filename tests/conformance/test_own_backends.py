@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from moe_ops.conformance import Only, check_backend, examine
+from moe_ops.conformance.call import Call
 from moe_ops.conformance.decode_samples import DECODE_MAKERS
 from moe_ops.conformance.kit import BY_NAME
 from moe_ops.conformance.samples import samples
@@ -34,3 +36,16 @@ def test_there_are_samples_of_every_op() -> None:
     assert set(DECODE_MAKERS) == set(DECODE_OPS)
     for op in EVERY:
         assert samples(op, BY_NAME["one_token"], BF16), op
+
+
+def test_what_the_host_reads_stays_on_a_cpu() -> None:
+    op, case = OPS["combine_tokens"], BY_NAME["one_token"]
+    backend = op.named("reference")
+    assert backend is not None
+    for sample in samples(op.name, case, BF16):
+        call = Call(
+            op=op, backend=backend, case=case, dtype=BF16, label=sample.name, loaded=sample.args,
+            device=torch.device("meta"),
+        )  # fmt: skip
+        copies = op.arguments.by_name(op.call(*call.copies()))
+        assert copies["splits_2R"].is_cpu and copies["y_GD"].is_meta
