@@ -46,11 +46,16 @@ def test_pages_have_a_place_for_them() -> None:
     assert layers.CELLS.findall(layer_pages[-1]) == one_format
     models = [
         "qwen3_30b_h200", "mixtral_8x7b_h200", "gpt_oss_20b_h200", "qwen3_30b_experts_h100",
-        "gpt_oss_20b_mxfp4_h100", "qwen3_6_35b_h100", "qwen3_next_12_layers_h100",
-        "glm_4_7_flash_8_layers_h100",
+        "gpt_oss_20b_mxfp4_h100",
     ]  # fmt: skip
     page = (FOLDER / "MODELS.md").read_text()
     assert generation.BLOCK.findall(page) == [f"generate_{m}" for m in models]
+    states = [
+        "qwen3_6_35b_h100", "qwen3_next_12_layers_h100", "glm_4_7_flash_8_layers_h100",
+        "deepseek_v3_64_4_layers_h100", "deepseek_v3_64_4_layers_8192_h100",
+    ]  # fmt: skip
+    others = (FOLDER / "STATES.md").read_text()
+    assert generation.BLOCK.findall(others) == [f"generate_{m}" for m in states]
     sizes = (
         "qwen3_30b_h200", "qwen3_30b_h100", "qwen3_30b_12_layers_h200", "random_12_layers_h200",
     )  # fmt: skip
