@@ -58,6 +58,7 @@ MAY_IMPORT = {
     "graphs": May(OP | {"arena", "layer", "planning", "prepared"}),
     "hf": May(BACKEND | {"installed", "prepared"}, TRANSFORMERS | {"safetensors"}),
     "published": May(LOW | {"hf", "installed", "layer", "quant", "weights"}, TRANSFORMERS),
+    "integrations": May(OP | {"hf"}, frozenset({"torch", "vllm", "kernels"})),
     "forward": May(
         frozenset({"arena", "graphs", "interop", "prepared", "terminal", "twin"}), TRANSFORMERS
     ),

@@ -154,6 +154,9 @@ UNNAMED_PARAMETERS = {
         "moe_ops/registry/rules/autocast.py: run",
         "moe_ops/registry/rules/vmap.py: Vmapped.run",
     },
+    "whatever vLLM calls the method in whose place it stands with": {
+        "moe_ops/integrations/vllm/method.py: ExpertsMethod.create_weights",
+    },
     "whatever transformers calls the function in whose place it stands with": {
         "moe_ops/generation/lease.py: Lease.read",
         "moe_ops/generation/fallback.py: generate",

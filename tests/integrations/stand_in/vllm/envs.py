@@ -1,0 +1,3 @@
+"""vLLM reads these from the environment."""
+
+VLLM_PLUGINS: list[str] | None = None
