@@ -70,6 +70,14 @@ def test_the_parts_of_ranks_sum_up_to_the_layer(name: str, ranks: list[dict[str,
     assert_close(torch.stack(parts).sum(0), layer.loop(weights, *given), TOLERANCE)
 
 
+def test_interleaved_experts_are_split_by_expert() -> None:
+    plugin.register()
+    layer = LAYERS["gpt_oss"]
+    weights, given = layer.weights(), layer.tokens()
+    parts = [runner(layer, weights, **rank)(*given) for rank in SPLIT["two_of_experts"]]
+    assert_close(parts[0] + parts[1], layer.loop(weights, *given), TOLERANCE)
+
+
 def test_no_tokens() -> None:
     plugin.register()
     layer = LAYERS["gpt_oss"]
@@ -96,6 +104,7 @@ REFUSED: dict[str, tuple[Layer, dict[str, Any], str]] = {
     "data": (Layer(), {"dp_size": 2}, "dp_size=2 is not served"),
     "context": (Layer(), {"pcp_size": 4}, "pcp_size=4 is not served"),
     "sequence": (Layer(), {"sp_size": 2}, "sp_size=2 is not served"),
+    "interleaved": (Layer("swigluoai"), {"tp_size": 2}, "'swigluoai' over tp_size=2"),
     "weight_on_input": (
         Layer(options={"apply_router_weight_on_input": True}), {},
         "with one expert a token, got 2",

@@ -58,7 +58,7 @@ NAMES = (
     Names(f"{LAYERS}.config", "FusedMoEConfig",
           ("experts_per_token", "in_dtype", "is_lora_enabled", "moe_parallel_config")),
     Names(f"{LAYERS}.config", "FusedMoEParallelConfig",
-          ("tp_rank", "dp_size", "pcp_size", "sp_size")),
+          ("tp_size", "tp_rank", "dp_size", "pcp_size", "sp_size")),
 )  # fmt: skip
 
 

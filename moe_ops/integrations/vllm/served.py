@@ -82,6 +82,12 @@ def _refusals(layer: Any) -> Iterator[str]:
             "apply_router_weight_on_input is served with one expert a token, got "
             f"{config.experts_per_token}"
         )
+    if layer.activation.value == INTERLEAVED and parallel.tp_size > 1:
+        yield (
+            f"{INTERLEAVED!r} over tp_size={parallel.tp_size} is not served, as vLLM splits "
+            "interleaved rows like halves when it loads models of transformers; expert "
+            "parallelism is"
+        )
     if config.in_dtype not in FLOATS:
         wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
         yield f"the dtype must be one of {wanted}, got {config.in_dtype}"
