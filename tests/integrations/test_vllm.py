@@ -27,7 +27,9 @@ def registered() -> dict[str, type]:
     return op_registry_oot
 
 
-def runner(layer: Layer, weights: dict[str, Tensor], **parallel: Any) -> torch.nn.Module:
+def runner(
+    layer: Layer, weights: dict[str, Tensor], dtype: torch.dtype = torch.float32, **parallel: Any
+) -> torch.nn.Module:
     """What vLLM puts in place of an `experts` child, with its rank's weights."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
@@ -40,7 +42,7 @@ def runner(layer: Layer, weights: dict[str, Tensor], **parallel: Any) -> torch.n
         E, layer.top_k, D, I, MoEActivation(layer.activation), has_bias=layer.has_bias,
         moe_parallel_config=FusedMoEParallelConfig(**parallel), **named,
     )  # fmt: skip
-    experts = RoutedExperts(NAME, torch.float32, config, **options)
+    experts = RoutedExperts(NAME, dtype, config, **options)
     experts.load(**weights)
     experts.quant_method.process_weights_after_loading(experts)
     return TransformersMoERunner(experts)
@@ -51,6 +53,19 @@ def test_a_layer_computes_what_it_says(layer: Layer) -> None:
     plugin.register()
     weights, given = layer.weights(), layer.tokens()
     assert_close(runner(layer, weights)(*given), layer.loop(weights, *given), TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_layers_of_16_bits(dtype: torch.dtype) -> None:
+    plugin.register()
+    layer = LAYERS["silu_bias"]
+    weights = {name: t.to(dtype) for name, t in layer.weights().items()}
+    x_TD, ids_TK, scores_TK = layer.tokens()
+    out = runner(layer, weights, dtype)(x_TD.to(dtype), ids_TK, scores_TK)
+    wide = {name: t.float() for name, t in weights.items()}
+    want = layer.loop(wide, x_TD.to(dtype).float(), ids_TK, scores_TK)
+    assert out.dtype == dtype
+    assert_close(out, want, TOL["experts", dtype])
 
 
 SPLIT = {
