@@ -8,14 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import vllm.platforms
+import vllm_on_cpu  # noqa: F401  ahead of the rest of vLLM
 from torch import Tensor
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 from vllm.model_executor.models.transformers import moe
-from vllm.platforms.cpu import CpuPlatform
 from vllm_layers import LAYERS, D, E, I, Layer
 
 from moe_ops.integrations.vllm import register
@@ -63,7 +62,6 @@ def check(layer: Layer, name: str, config: VllmConfig) -> None:
 
 
 def main(rank: int, ranks: int, split: str, port: str, names: list[str]) -> None:
-    vllm.platforms._current_platform = CpuPlatform()  # of a wheel that was built for GPUs
     register()
     parallel = ParallelConfig(enable_expert_parallel=split == "experts")
     parallel.tensor_parallel_size = ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -147,6 +148,17 @@ def test_all_that_is_not_served_is_named_at_once() -> None:
     plugin.register()
     with pytest.raises(NotImplementedError, match=r"dp_size=2.*sp_size=3.*'situ'"):
         runner(Layer("situ"), {}, dp_size=2, sp_size=3)
+
+
+def test_vllms_log_says_once_that_the_op_runs(caplog: pytest.LogCaptureFixture) -> None:
+    plugin.register()
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        with pytest.raises(NotImplementedError):
+            runner(Layer("situ"), {})
+        assert not caplog.messages
+        for layer in (LAYERS["silu"], LAYERS["gelu"]):
+            runner(layer, layer.weights())
+    assert caplog.messages == ["Experts that are not quantised run by moe_ops.experts"]
 
 
 def test_vllm_refuses_to_move_experts() -> None:

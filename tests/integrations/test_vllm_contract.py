@@ -32,9 +32,10 @@ def _tree(root: Root, module: str) -> ast.Module:
 
 
 def _function(wanted: Function, tree: ast.Module) -> str | None:
-    owner, _, name = wanted.name.partition(".")
-    for cls in (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == owner):
-        for node in (n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name == name):
+    owner, _, name = wanted.name.rpartition(".")
+    bodies = [n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == owner]
+    for body in bodies if owner else [tree.body]:
+        for node in (n for n in body if isinstance(n, ast.FunctionDef) and n.name == name):
             a = node.args
             given = (*a.posonlyargs, *a.args, *a.kwonlyargs)
             return contract.difference(wanted, tuple(arg.arg for arg in given))

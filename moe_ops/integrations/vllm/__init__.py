@@ -57,4 +57,3 @@ def register() -> None:
             f"leave its plugin or {PLUGIN} out of VLLM_PLUGINS"
         )
     CustomOp.register_oot(name=REPLACED)(ExpertsMethod)
-    log.info("moe_ops runs the experts of vLLM that are not quantised")

@@ -35,6 +35,7 @@ class Names:
 FUNCTIONS = (
     Function("vllm.model_executor.custom_op", "CustomOp.register_oot",
              ("_decorated_op_cls", "name")),
+    Function("vllm.logger", "init_logger", ("name",)),
     Function(f"{LAYERS}.fused_moe_method_base", "FusedMoEMethodBase.__init__", ("moe",)),
     Function(f"{LAYERS}.unquantized_fused_moe_method", f"{REPLACED}.create_weights",
              ("layer", "num_experts", "hidden_size", "intermediate_size_per_partition",

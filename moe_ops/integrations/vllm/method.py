@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
@@ -56,6 +58,7 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
             layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype,
             **extra_weight_attrs,
         )  # fmt: skip
+        tell()
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Leave the weights as they are: `experts` reads them in the order of the checkpoint."""
@@ -74,3 +77,9 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
         if self.served is None:
             raise RuntimeError("the layer has no weights yet; call create_weights first")
         return self.served.run(x, topk_weights, topk_ids, layer)
+
+
+@functools.cache
+def tell() -> None:
+    """Say once in a process, in vLLM's log, by what experts run."""
+    init_logger("vllm.moe_ops").info("Experts that are not quantised run by moe_ops.experts")
