@@ -207,6 +207,7 @@ def test_experts_that_the_op_cannot_express_keep_their_forward(
     assert all("normalises each expert's output" in reason for reason in kept.values())
     with kernels.use_kernel_mapping(ours.mapping()):
         kernels.kernelize(tiny.model, mode=kernels.Mode.INFERENCE, device="cpu", use_fallback=False)
+    assert all("forward" not in vars(m) for m in families.experts(tiny.model).values())
     assert torch.equal(families.run(tiny, tiny.inputs), want)
     assert not calls
 
