@@ -1,4 +1,6 @@
-"""C++ kernels for the CPU, compiled on first use with Inductor's compiler and disk cache."""
+"""C++ kernels for the CPU, compiled on first use with Inductor's compiler and disk cache, unless
+libmoe_ops is loaded, which holds them.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +9,26 @@ import functools
 import logging
 from collections.abc import Callable
 from ctypes import c_float, c_int32, c_int64, c_void_p
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from moe_ops.interop.interrupts import let_through
+from moe_ops.kernels.cpu import loaded
 from moe_ops.kernels.cpu.built import built
 
 log = logging.getLogger("moe_ops")
 
-# In the order of the numbers that layer.h and route.cpp give them.
+# In the order of the numbers that records.h gives them.
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "logit")
 FILLS = ("-inf", "zero", "zero_weight")
-SOURCES = ("layer.h", "experts.cpp", "route.cpp")
+FLAGS = ("-ffp-contract=fast",)
+SOURCES = ("records.h", "layer.h", "columns.h", "experts.cpp", "route.cpp")
 
 
 class ActivationFields(ctypes.Structure):
-    """`Activation` of layer.h, field by field."""
+    """`Activation` of records.h, field by field."""
 
     _fields_ = [
         *((name, c_int32) for name in ("kind", "gated", "interleaved", "clamped")),
@@ -34,20 +37,21 @@ class ActivationFields(ctypes.Structure):
 
 
 class LayerFields(ctypes.Structure):
-    """`Layer` of layer.h, field by field."""
+    """`Layer` of records.h, field by field."""
 
     _fields_ = [
         *((name, c_int64) for name in ("T", "K", "E", "F", "D", "I")),
         ("x_stride", c_int64),
         *((name, c_int64) for name in ("w13_expert_stride", "w13_row_stride")),
         *((name, c_int64) for name in ("w2_expert_stride", "w2_row_stride")),
+        *((name, c_int64) for name in ("w13_column_stride", "w2_column_stride")),
         *((name, c_int32) for name in ("ids_are_int64", "weights_are_float32", "threads")),
         ("activation", ActivationFields),
     ]
 
 
 class _Router(ctypes.Structure):
-    """`Router` of route.cpp, field by field."""
+    """`Router` of records.h, field by field."""
 
     _fields_ = [
         *((name, c_int64) for name in ("T", "E", "K", "n_group", "topk_group")),
@@ -59,7 +63,7 @@ class _Router(ctypes.Structure):
 
 _SIGNATURES = {
     "moe_gemm": [
-        *(c_void_p, c_int64, c_int64, c_void_p),  # w, its expert and row strides, bias
+        *(c_void_p, c_int64, c_int64, c_int64, c_void_p),  # w, its strides, bias
         *(c_void_p, c_int64, c_void_p, c_void_p),  # x, its row stride, ends, y
         *(c_int64, c_int64, c_int64, c_int64, ctypes.c_int),  # R, E, F, D, threads
     ],
@@ -74,8 +78,7 @@ _SIGNATURES = {
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    source = "\n".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
-    library = built(source, "", ("-ffp-contract=fast",))
+    library = loaded.library() or built(loaded.text_of(SOURCES), "", FLAGS)
     for name, signature in _SIGNATURES.items():
         for dtype in ("bfloat16", "float32"):
             function = getattr(library, f"{name}_{dtype}")
@@ -124,7 +127,7 @@ def gemm(x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor, bias_EF: Tensor | None, y_
         else _library().moe_gemm_float32
     )
     done: bool = run(
-        *(w_EFD.data_ptr(), w_EFD.stride(0), w_EFD.stride(1), pointer(bias_EF)),
+        *(w_EFD.data_ptr(), w_EFD.stride(0), w_EFD.stride(1), 1, pointer(bias_EF)),
         *(x_RD.data_ptr(), x_RD.stride(0), ends_E.data_ptr(), y_RF.data_ptr()),
         *(x_RD.shape[0], E, F, D, torch.get_num_threads()),
     )
@@ -149,6 +152,7 @@ def layer_of(
     return LayerFields(
         *(T, K, E, F, x_TD.shape[1], width, x_TD.stride(0)),
         *(w13.stride(0), w13.stride(1), w2.stride(0), w2.stride(1)),
+        *(1, 1),  # from column to column
         *(ids_TK.dtype == torch.int64, weights_TK.dtype == torch.float32, torch.get_num_threads()),
         ActivationFields(
             *(KINDS.index(kind), gated, interleaved, limit is not None),

@@ -82,19 +82,25 @@ void block_of(int tokens, const T* w, int64_t row_stride, const T* const* x, int
   block<T, Most, Rows>(w, row_stride, x, D, dots);
 }
 
-// The stacked weights of all experts; rows are contiguous along their last axis.
+// The stacked weights of all experts. A stride is 1: that of columns, where rows are outputs, or that of rows.
 template <typename T> struct Weights {
   const T* data;
-  int64_t expert_stride, row_stride;
+  int64_t expert_stride, row_stride, column_stride;
   const T* row(int64_t e, int64_t f) const { return data + e * expert_stride + f * row_stride; }
+  bool by_columns() const { return column_stride != 1; }
 };
 
-// Rows [first, last) of one expert's product, stored at y[target(r) * F + f]; sources(r) is row r of x.
+// Outputs [first, last) of one expert's product: output f of row r is stored at target(r) + f; source(r) is row r of x.
 template <typename T, typename Source, typename Target>
 void product(const Weights<T>& w, const T* bias, int32_t e, int64_t first, int64_t last, const Rows& rows,
              int64_t F, int64_t D, const Source& source, const Target& target) {
+  if (w.by_columns()) {
+    columns_product(w.row(e, 0), w.column_stride, bias ? bias + e * F : nullptr, e, first, last, rows, D, source,
+                    target);
+    return;
+  }
   const T* xs[kMaxTokens];
-  T* ys[kMaxTokens];
+  decltype(target(0)) ys[kMaxTokens];
   float dots[2 * kMaxTokens];
   for (int32_t r0 = rows.begin(e); r0 < rows.ends[e]; r0 += kMaxTokens) {
     const int tokens = std::min<int32_t>(kMaxTokens, rows.ends[e] - r0);
@@ -174,13 +180,24 @@ void experts(const Layer& l, const T* x, const void* ids, const void* weights, c
   for (int32_t r = 0; r < ends[l.E - 1]; ++r) has_row[order[r]] = 1;
 
   const Rows rows(order.data(), ends.data(), l.E);
-  const Weights<T> first{w13, l.w13_expert_stride, l.w13_row_stride};
-  const Weights<T> second{w2, l.w2_expert_stride, l.w2_row_stride};
+  const Weights<T> first{w13, l.w13_expert_stride, l.w13_row_stride, l.w13_column_stride};
+  const Weights<T> second{w2, l.w2_expert_stride, l.w2_row_stride, l.w2_column_stride};
+  const std::unique_ptr<float[]> y_RF(first.by_columns() ? new float[R * l.F] : nullptr);
 #pragma omp parallel num_threads(threads_for(int64_t(rows.active.size()) * l.F * l.D, l.threads))
   {
-    for_chunks(rows, l.I, [&](int32_t e, int64_t begin, int64_t end) {
-      first_product(l, first, b13, x, rows, h, e, begin, end);
-    });
+    if (first.by_columns()) {
+      for_chunks(rows, l.F, [&](int32_t e, int64_t begin, int64_t end) {
+        product(first, b13, e, begin, end, rows, l.F, l.D,
+                [&](int64_t r) { return x + rows.pair(r) / l.K * l.x_stride; },
+                [&](int64_t r) { return y_RF.get() + r * l.F; });
+      });
+#pragma omp for schedule(static)
+      for (int64_t r = 0; r < ends[l.E - 1]; ++r) activate_row(l.activation, y_RF.get() + r * l.F, l.I, h + r * l.I);
+    } else {
+      for_chunks(rows, l.I, [&](int32_t e, int64_t begin, int64_t end) {
+        first_product(l, first, b13, x, rows, h, e, begin, end);
+      });
+    }
     for_chunks(rows, l.D, [&](int32_t e, int64_t begin, int64_t end) {
       product(second, b2, e, begin, end, rows, l.D, l.I, [&](int64_t r) { return h + r * l.I; },
               [&](int64_t r) { return y + rows.pair(r) * l.D; });
@@ -193,11 +210,13 @@ void experts(const Layer& l, const T* x, const void* ids, const void* weights, c
 }  // namespace
 
 #define MOE_KERNELS(name, T)                                                                                \
-  extern "C" bool moe_gemm_##name(const T* w, int64_t expert_stride, int64_t row_stride, const T* bias,      \
-                                  const T* x, int64_t x_stride, const int32_t* ends, T* y, int64_t R,        \
-                                  int64_t E, int64_t F, int64_t D, int threads) {                            \
+  extern "C" bool moe_gemm_##name(const T* w, int64_t expert_stride, int64_t row_stride,                     \
+                                  int64_t column_stride, const T* bias, const T* x, int64_t x_stride,        \
+                                  const int32_t* ends, T* y, int64_t R, int64_t E, int64_t F, int64_t D,     \
+                                  int threads) {                                                             \
     if (!ends_fit(ends, E, R)) return false;                                                                 \
-    gemm(Weights<T>{w, expert_stride, row_stride}, bias, x, x_stride, ends, y, E, F, D, threads);            \
+    const Weights<T> weights{w, expert_stride, row_stride, column_stride};                                   \
+    gemm(weights, bias, x, x_stride, ends, y, E, F, D, threads);                                             \
     return true;                                                                                             \
   }                                                                                                          \
   extern "C" void moe_experts_##name(const Layer* l, const T* x, const void* ids, const void* weights,       \

@@ -6,15 +6,6 @@
 //
 // Compiled after codes.h and before weights.h, once for each type of inputs (MOE_INPUTS).
 
-// Shared with Python by position: see kernels/cpu/quantized.py. How the inputs of a product get their scales.
-struct Inputs {
-  const float* given;     // one, or one for each expert; null: they are made of the values
-  int64_t given_experts;  // how many are given
-  const float* of_rows;   // [rows, groups] of values that are codes already, as the numbers that they stand for; or null
-  int64_t group_columns;  // that share a scale
-  int32_t one;            // whether all rows share one
-};
-
 namespace {
 
 float from_bits(uint32_t bits) {

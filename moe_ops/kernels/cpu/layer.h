@@ -1,6 +1,6 @@
 // What the kernels of layers share: numbers, registers, the routing of pairs, activations and their combination.
 //
-// It is compiled in front of experts.cpp or quantized.cpp.
+// It is compiled after records.h, in front of experts.cpp or quantized.cpp.
 
 #include <algorithm>
 #include <cmath>
@@ -13,20 +13,6 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-
-// Shared with Python by position: see kernels/cpu/__init__.py.
-struct Activation {
-  int32_t kind;  // 0 silu, 1 gelu, 2 gelu_tanh, 3 relu2
-  int32_t gated, interleaved, clamped;
-  float alpha, limit, up_shift;
-};
-
-struct Layer {
-  int64_t T, K, E, F, D, I;
-  int64_t x_stride, w13_expert_stride, w13_row_stride, w2_expert_stride, w2_row_stride;
-  int32_t ids_are_int64, weights_are_float32, threads;
-  Activation activation;
-};
 
 // AVX2 with products of bytes beside it.
 #if defined(MOE_AT_MOST_AVX_VNNI)
@@ -214,6 +200,21 @@ template <typename V> inline V activate(const Activation& a, V gate, V up) {
   return a.gated ? act * (up + a.up_shift) : act;
 }
 
+// h = what lies between the two products of a row y of I numbers, or, gated, of 2 * I.
+template <typename Y, typename T> void activate_row(const Activation& a, const Y* y, int64_t I, T* h) {
+  const int64_t step = a.interleaved ? 2 : 1, up_distance = a.interleaved ? 1 : I;
+  for (int64_t i0 = 0; i0 < I; i0 += kLanes) {
+    const int64_t n = std::min<int64_t>(kLanes, I - i0);
+    Floats gate = {}, up = {};
+    for (int64_t i = 0; i < n; ++i) {
+      const Y* const p = y + (i0 + i) * step;
+      gate[i] = to_float(p[0]);
+      if (a.gated) up[i] = to_float(p[up_distance]);
+    }
+    store(h + i0, activate(a, gate, up), n);
+  }
+}
+
 // Of an expert's biases those of rows row(0), row(1), ..., n at most; 0 without biases.
 template <typename T, typename RowOf> Floats bias_of(const T* bias, int64_t n, const RowOf& row) {
   Floats v = {};
@@ -221,19 +222,30 @@ template <typename T, typename RowOf> Floats bias_of(const T* bias, int64_t n, c
   return v;
 }
 
+// out[d] = sum_k weights[first + k] * row(k)[d] over those of a token's K pairs whose row is not null; weights are
+// float32 or of type T.
+template <typename T, typename RowOf>
+void combine_rows(int64_t K, int64_t D, const RowOf& row, const void* weights, int64_t first, bool weights_are_float32,
+                  T* out) {
+  for (int64_t d = 0; d < D; ++d) {
+    float total = 0.0f;
+    for (int64_t k = 0; k < K; ++k) {
+      const T* const y = row(k);
+      if (!y) continue;
+      const float v = to_float(y[d]);
+      if (weights_are_float32) total += v * static_cast<const float*>(weights)[first + k];
+      else total += round_to<T>(v * to_float(static_cast<const T*>(weights)[first + k]));  // as dtypes promote
+    }
+    store(out + d, total);
+  }
+}
+
 // out[t] = sum_k weights[t, k] * y[t * K + k] over the pairs that have a row.
 template <typename T>
 void combine_token(const Layer& l, int64_t t, const T* y, const char* has_row, const void* weights, T* out) {
-  for (int64_t d = 0; d < l.D; ++d) {
-    float total = 0.0f;
-    for (int64_t p = t * l.K; p < (t + 1) * l.K; ++p) {
-      if (!has_row[p]) continue;
-      const float v = to_float(y[p * l.D + d]);
-      if (l.weights_are_float32) total += v * static_cast<const float*>(weights)[p];
-      else total += round_to<T>(v * to_float(static_cast<const T*>(weights)[p]));  // rounded as dtypes promote
-    }
-    store(out + t * l.D + d, total);
-  }
+  const int64_t first = t * l.K;
+  const auto row = [&](int64_t k) { return has_row[first + k] ? y + (first + k) * l.D : nullptr; };
+  combine_rows(l.K, l.D, row, weights, first, l.weights_are_float32, out + t * l.D);
 }
 
 }  // namespace

@@ -319,8 +319,13 @@ void experts(const Layer& l, const T* x, const void* ids, const void* weights, c
 
 }  // namespace
 
+// What functions are called by the dtype of their tokens; libmoe_ops, which holds those of all codes, has other names.
+#if !defined(MOE_NAME)
+#define MOE_NAME(dtype) moe_experts_##dtype
+#endif
+
 #define MOE_KERNELS(name, T)                                                                                       \
-  extern "C" void moe_experts_##name(const Layer* l, const T* x, const void* ids, const void* weights,             \
+  extern "C" void MOE_NAME(name)(const Layer* l, const T* x, const void* ids, const void* weights,             \
                                      const uint8_t* w13, const uint8_t* w2, const Scales* scales13,                \
                                      const Scales* scales2, const Inputs* inputs13, const Inputs* inputs2,         \
                                      const T* b13, const T* b2, T* out) {                                          \

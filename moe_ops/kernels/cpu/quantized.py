@@ -9,16 +9,18 @@ import functools
 from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_ops.kernels.cpu import LayerFields, layer_of, pointer, refusal_of
+from moe_ops.kernels.cpu import LayerFields, layer_of, loaded, pointer, refusal_of
 from moe_ops.kernels.cpu.built import built
 
-SOURCES = ("layer.h", "codes.h", "inputs.h", "weights.h", "panels.h", "quantized.cpp")
-# Names of codes.h by element type, and in the order of the numbers that weights.h gives them.
+SOURCES = (
+    "records.h", "layer.h", "codes.h", "inputs.h", "weights.h", "panels.h", "quantized.cpp",
+)  # fmt: skip
+# Names of codes.h by element type, and in the order of the numbers that records.h gives them.
 ELEMENTS = {
     "int8": "Int8",
     "uint8": "Uint8",
@@ -37,7 +39,7 @@ INSTRUCTIONS = ("", "AVX512", "AVX_VNNI", "AVX2", "PLAIN")
 
 
 class _Scales(ctypes.Structure):
-    """`Scales` of weights.h, field by field."""
+    """`Scales` of records.h, field by field."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("scale", "zero")),
@@ -48,7 +50,7 @@ class _Scales(ctypes.Structure):
 
 
 class _Inputs(ctypes.Structure):
-    """`Inputs` of inputs.h, field by field."""
+    """`Inputs` of records.h, field by field."""
 
     _fields_ = [
         ("given", c_void_p),
@@ -112,18 +114,35 @@ class Codes:
         )
 
 
+# What all kernels of codes are compiled with, beside what `definitions` gives.
+FLAGS = ("-ffp-contract=fast", "-ftree-loop-vectorize")
+DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}  # of tokens
+
+
+def definitions(element: str, inputs: str) -> dict[str, str]:
+    """The macros that say which kernels are compiled."""
+    return {"MOE_ELEMENT": ELEMENTS[element], "MOE_INPUTS": INPUTS[inputs]}
+
+
+def name_of(element: str, inputs: str) -> str:
+    """What libmoe_ops calls the kernels of an element type and of inputs, without a dtype."""
+    return f"moe_experts_{ELEMENTS[element]}_{INPUTS[inputs]}"
+
+
 @functools.cache
-def _library(element: str, inputs: str, instructions: str) -> ctypes.CDLL:
-    source = "\n".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
-    flags = [
-        *("-ffp-contract=fast", "-ftree-loop-vectorize"),
-        *(f"-DMOE_ELEMENT={ELEMENTS[element]}", f"-DMOE_INPUTS={INPUTS[inputs]}"),
-    ]
-    if instructions:
-        flags.append(f"-DMOE_AT_MOST_{instructions}")
-    library = built(source, f" of {element}", flags)
-    for dtype in ("bfloat16", "float32"):
-        function = getattr(library, f"moe_experts_{dtype}")
+def _functions(element: str, inputs: str, instructions: str) -> dict[torch.dtype, Any]:
+    """The kernels by the dtype of tokens."""
+    library, name = loaded.library(), name_of(element, inputs)
+    if instructions or library is None or not hasattr(library, f"{name}_float32"):
+        macros = definitions(element, inputs)
+        flags = [*FLAGS, *(f"-D{macro}={value}" for macro, value in macros.items())]
+        if instructions:
+            flags.append(f"-DMOE_AT_MOST_{instructions}")
+        library = built(loaded.text_of(SOURCES), f" of {element}", flags)
+        name = "moe_experts"
+    functions = {}
+    for dtype, named in DTYPES.items():
+        function = functions[dtype] = getattr(library, f"{name}_{named}")
         function.argtypes = [
             *(ctypes.POINTER(LayerFields), c_void_p, c_void_p, c_void_p),  # x, ids, weights
             *(c_void_p, c_void_p, ctypes.POINTER(_Scales), ctypes.POINTER(_Scales)),  # w13, w2
@@ -131,7 +150,7 @@ def _library(element: str, inputs: str, instructions: str) -> ctypes.CDLL:
             *(c_void_p, c_void_p, c_void_p),  # b13, b2, out
         ]
         function.restype = None
-    return library
+    return functions
 
 
 @functools.cache
@@ -139,7 +158,7 @@ def unavailable(element: str, inputs: str = "", instructions: str = "") -> str |
     """Why the kernels of an element type and of inputs cannot be compiled here, or None; the first
     call compiles them.
     """
-    return refusal_of(partial(_library, element, inputs, instructions), f" of {element}")
+    return refusal_of(partial(_functions, element, inputs, instructions), f" of {element}")
 
 
 def experts(
@@ -167,13 +186,7 @@ def experts(
     width = width // 2 if gated else width
     layer = layer_of(x_TD, weights_TK, ids_TK, w13.values, w2.values, width, activation)
     out_TD = x_TD.new_empty(x_TD.shape)
-    library = _library(of.element, of.inputs, of.instructions)
-    run = (
-        library.moe_experts_bfloat16
-        if x_TD.dtype == torch.bfloat16
-        else library.moe_experts_float32
-    )
-    run(
+    _functions(of.element, of.inputs, of.instructions)[x_TD.dtype](
         layer,
         *(x_TD.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr()),
         *(w13.values.data_ptr(), w2.values.data_ptr()),

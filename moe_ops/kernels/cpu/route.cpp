@@ -1,17 +1,8 @@
-// The router on the CPU: one pass over a token's logits. Compiled in one unit after experts.cpp.
+// The router on the CPU: one pass over a token's logits. Compiled in one unit after experts.cpp and records.h.
 
 #include <algorithm>
 #include <limits>
 #include <utility>
-
-// Shared with Python by position: see kernels/cpu/__init__.py.
-struct Router {
-  int64_t T, E, K, n_group, topk_group;
-  int32_t score;  // 0 softmax, 1 sigmoid, 2 sqrtsoftplus, 3 logit
-  int32_t select_on_logit, group_top2sum, fill, softmax_selected, renormalize, threads;
-  // fill: 0 -inf, 1 zero, 2 zero_weight
-  float eps, min_sum, scale;
-};
 
 namespace {
 

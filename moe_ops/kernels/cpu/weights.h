@@ -2,15 +2,6 @@
 //
 // Compiled after inputs.h, before panels.h.
 
-// Shared with Python by position: see kernels/cpu/quantized.py. The scales of one stacked weight [E, rows, columns].
-struct Scales {
-  const void* scale;
-  const uint8_t* zero;
-  int64_t group_rows, group_columns;   // that share a scale
-  int64_t row_groups, column_groups;   // of one expert
-  int32_t kind;                        // 0 float32, 1 bfloat16, 2 float16, 3 e8m0
-};
-
 // Sums stay in registers if the loops over them are gone early.
 #define MOE_UNROLL _Pragma("GCC unroll 16")
 
