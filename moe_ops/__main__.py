@@ -1,5 +1,5 @@
 """The command line: what moe_ops makes of a model, caches filled ahead, which backends run here,
-and other programs with moe_ops imported."""
+a library for C++, and other programs with moe_ops imported."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from moe_ops.checks.options import check_writable
 from moe_ops.checks.shapes import DTYPES
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.conformance import command as conformance
+from moe_ops.library import command as library
 
 ABOUT = """\
 Shows what moe_ops would make of a Hugging Face model: its MoE regions, what each was lifted from,
@@ -103,6 +104,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     if args.command == "conformance":
         return conformance.run(top, args)
+    if args.command == library.NAME:
+        return library.run(top, args)
     if args.command == "warm":
         return warm(top, args)
     try:
@@ -234,6 +237,7 @@ def parser() -> argparse.ArgumentParser:
     runs.add_argument("args", metavar="...", nargs="*", help="the module's arguments, as they are")
     add_warm(commands)
     conformance.add(commands)
+    library.add(commands)
     commands.add_parser(
         "backends", help="which backends there are, what each needs, and which run here"
     )

@@ -82,10 +82,12 @@ MAY_IMPORT = {
         | {"decode_ops", "generation", "compiler", "parallel"},
         frozenset({"torch", "transformers", "matplotlib", "safetensors"}),
     ),
+    "library": May(BACKEND | {"fake_impls"}),
     "warm": May(frozenset({"compiler", "installed", "passes", "planning"}), TRITON),
     "conformance": May(OP | {"planning", "quant", "testing"}, frozenset({"torch", "pytest"})),
     "__main__": May(
-        LOW | {"conformance", "hf", "backends", "passes", "installed", "warm"}, TRANSFORMERS
+        LOW | {"conformance", "hf", "backends", "library", "passes", "installed", "warm"},
+        TRANSFORMERS,
     ),
     FACADE: May(
         BACKEND
@@ -329,12 +331,11 @@ def python(*args: str, cwd: Path, path: Path) -> str:
 IN_A_WHEEL = """
 import sys
 from importlib.resources import files
-import torch
-import moe_ops, moe_ops.passes, moe_ops.fake_impls, moe_ops.kernels.cpu
+import torch, moe_ops, moe_ops.passes, moe_ops.fake_impls, moe_ops.kernels.cpu
 from moe_ops.testing import CASES, make_layer
 assert moe_ops.__file__.startswith(sys.argv[1]), moe_ops.__file__
-assert (files("moe_ops.kernels.cpu") / "layer.h").is_file()
-assert (files("moe_ops") / "py.typed").is_file()
+for name in ("py.typed", "kernels/cpu/layer.h", "library/library.cpp"):
+    assert (files("moe_ops") / name).is_file()
 layer = make_layer(CASES[0])
 args = (layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
 out = moe_ops.experts(*args)

@@ -4,6 +4,7 @@ from moe_ops.backends import (
     aten,
     aten_decode,
     cpu,
+    cpu_stages,
     dequantize,
     flashinfer,
     over_ranks,
@@ -16,6 +17,6 @@ from moe_ops.backends import (
 )
 
 __all__ = [
-    "aten", "aten_decode", "cpu", "dequantize", "flashinfer", "over_ranks", "push", "triton",
-    "triton_decode", "triton_gemm", "triton_quantize", "triton_ranks",
+    "aten", "aten_decode", "cpu", "cpu_stages", "dequantize", "flashinfer", "over_ranks", "push",
+    "triton", "triton_decode", "triton_gemm", "triton_quantize", "triton_ranks",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from torch.library import Library, register_fake
 
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.registry.backend import Backend
+from moe_ops.registry.definitions import define, take_over
 from moe_ops.registry.gradients import forward_mode, grad_wanted, refuse_tangents
 from moe_ops.registry.ranges import parse_plan
 from moe_ops.registry.registration import NAMESPACE, PATH, REFERENCE, Registration, Runs
@@ -73,21 +74,29 @@ class Op(Registration):
         self.rules: Rules | None = None
         self._is_cast = False  # by autocast
 
-        # The strides that eager mode sees are the strides a backend sees: weights that are
-        # transposed views are never copied into another layout behind the caller's back.
-        _library.define(f"{name}{self.schema}", tags=(torch.Tag.needs_exact_strides,))
+        self._define(name, self.schema, self._run)
         # An autograd formula registered with torch.library would cost several microseconds a call.
-        _library.impl(name, self._run, "CompositeExplicitAutograd")
         _library.impl(name, self._run_recorded, "Autograd")
         # The same op for compiled graphs: arguments were checked and backends chosen in tracing.
-        planned = self.schema.replace(") -> ", ", *, str plan) -> ", 1)
-        _library.define(f"{name}.planned{planned}", tags=(torch.Tag.needs_exact_strides,))
-        _library.impl(f"{name}.planned", self._run_planned, "CompositeExplicitAutograd")
+        self._define(f"{name}.planned", self.planned_schema, self._run_planned)
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         self.overload, self.planned = packet.default, packet.planned
         self.waiting: torch._ops.OpOverload | None = None  # `planned`, which no graph may hold
         self._below_autograd = self.overload
         table[name] = self
+
+    @staticmethod
+    def _define(name: str, schema: str, run: Callable[..., Any]) -> None:
+        """Define an overload, run by a function, unless libmoe_ops has defined it."""
+        is_librarys = define(name, schema, _library)
+        _library.impl(name, run, "CompositeExplicitAutograd")
+        if is_librarys:
+            take_over(name, run, _library)
+
+    @property
+    def planned_schema(self) -> str:
+        """The schema of the overload that compiled graphs call."""
+        return self.schema.replace(") -> ", ", *, str plan) -> ", 1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if compiling():

@@ -1,0 +1,63 @@
+"""The backend "cpu" of the stages that are no products: the kernels of libmoe_ops, where it was
+loaded before this package was imported. Elsewhere PyTorch runs them.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_ops.backends import reads
+from moe_ops.backends.strides import contiguous, with_rows
+from moe_ops.kernels.cpu import loaded, stages
+from moe_ops.ops.activate import ActivateCall, activate, options_of
+from moe_ops.ops.combine import CombineCall, combine
+from moe_ops.ops.dispatch import DispatchCall, dispatch
+from moe_ops.registry.gradients import needs_grad
+
+
+def _refuse(*tensors: Tensor) -> str | None:
+    if needs_grad(*tensors):
+        return "is not differentiable, and an argument requires grad"
+    dtype = tensors[0].dtype
+    return None if dtype in stages.DTYPES else f"needs float32 or bfloat16, got {dtype}"
+
+
+def supports_dispatch(call: DispatchCall) -> str | None:
+    return "is not differentiable, and x_TD requires grad" if needs_grad(call.x_TD) else None
+
+
+def run_dispatch(call: DispatchCall) -> tuple[Tensor, Tensor, Tensor]:
+    """`dispatch` that copies each row once, after a sort that only counts."""
+    x_TD, ids_TK = with_rows(call.x_TD), contiguous(call.ids_TK)
+    return stages.dispatch(x_TD, ids_TK, call.num_experts, contiguous(call.expert_map))
+
+
+def supports_activate(call: ActivateCall) -> str | None:
+    return _refuse(call.y_RF)
+
+
+def run_activate(call: ActivateCall) -> Tensor:
+    """`activate` in one pass over its rows."""
+    return stages.activate(with_rows(call.y_RF), options_of(call))
+
+
+def supports_combine(call: CombineCall) -> str | None:
+    return _refuse(call.y_RD, call.weights_TK)
+
+
+def run_combine(call: CombineCall) -> Tensor:
+    """`combine` that reads each row once."""
+    y_RD, weights_TK = with_rows(call.y_RD), call.weights_TK
+    if weights_TK.dtype != y_RD.dtype:
+        weights_TK = weights_TK.float()  # as the dtypes of a product promote
+    return stages.combine(y_RD, contiguous(weights_TK), contiguous(call.rows_R))
+
+
+if loaded.path() is not None:
+    dispatch.backend(
+        "cpu", reads=("expert_map",), supports=supports_dispatch, devices=("cpu",), priority=1
+    )(run_dispatch)
+    activate.backend(
+        "cpu", reads=reads.ACTIVATION, supports=supports_activate, devices=("cpu",), priority=1
+    )(run_activate)
+    combine.backend("cpu", supports=supports_combine, devices=("cpu",), priority=1)(run_combine)

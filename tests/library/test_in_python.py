@@ -1,0 +1,114 @@
+"""libmoe_ops in a process with Python: its kernels are used, and all else stays as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.library import Library
+
+from moe_ops.kernels.cpu import loaded
+from moe_ops.registry import definitions
+from tests.library import built
+
+IN_PYTHON = Path(__file__).with_name("in_python.py")
+AFTER = """
+import sys
+import torch
+import moe_ops
+torch.ops.load_library(sys.argv[1])
+x, ids = torch.arange(6.0).view(3, 2), torch.zeros(3, 1, dtype=torch.int32)
+with torch.inference_mode():
+    print(moe_ops.dispatch(x, ids, 1)[2].item(), torch.ops.moe_ops.dispatch(x, ids, 1)[2].item())
+"""
+
+
+@pytest.mark.slow
+def test_its_kernels_are_used_and_nothing_is_compiled(library: Path) -> None:
+    assert built.python(str(IN_PYTHON), str(library)).stdout == "ran\n"
+
+
+@pytest.mark.slow
+@pytest.mark.every
+def test_its_kernels_pass_the_kit(whole_library: Path) -> None:
+    assert built.python(str(IN_PYTHON), str(whole_library), "every").stdout == "ran\n"
+
+
+@pytest.mark.slow
+@pytest.mark.every
+def test_loaded_after_moe_ops_it_defines_nothing_and_says_so(library: Path) -> None:
+    done = built.python("-c", AFTER, str(library))
+    assert done.stdout == "3 3\n"
+    assert "libmoe_ops defines no op, as another definition is in use" in done.stderr
+    assert "load it before import moe_ops" in done.stderr
+
+
+@pytest.fixture
+def fresh() -> None:
+    """No library is known yet, and none afterwards."""
+    loaded.library.cache_clear()
+    yield
+    loaded.library.cache_clear()
+
+
+class Stranger:
+    """A library that was built from other sources."""
+
+    def __init__(self, file: str) -> None:
+        self.moe_ops_built_from = lambda: b"0123"
+
+
+def test_a_library_of_other_sources_is_not_used(
+    fresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops, "loaded_libraries", {"/a/libother.so", "/b/libmoe_ops.so"})
+    monkeypatch.setattr(loaded.ctypes, "CDLL", Stranger)
+    with pytest.raises(
+        ImportError, match=r"/b/libmoe_ops\.so was built from other .*again: python"
+    ):
+        loaded.library()
+
+
+def test_without_a_library_there_is_none(fresh: None) -> None:
+    assert loaded.path() is None and loaded.library() is None
+
+
+def test_sources_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = loaded.built_from()
+    text_of = loaded.text_of
+    monkeypatch.setattr(loaded, "text_of", lambda names: text_of(names) + " ")
+    assert before != loaded.built_from()
+
+
+SCHEMA = "(Tensor x, SymInt n=1) -> Tensor"
+
+
+def test_a_schema_is_defined_once() -> None:
+    with torch.library._scoped_library("moe_ops", "FRAGMENT") as library:
+        assert not definitions.define("test_of_definitions", SCHEMA, library)
+        assert not definitions.define("test_of_definitions.other", SCHEMA, library)
+        assert definitions.define("test_of_definitions", SCHEMA, library)
+        overload = torch.ops.moe_ops.test_of_definitions.default
+        assert torch.Tag.needs_exact_strides in overload.tags
+
+
+def test_another_schema_is_refused() -> None:
+    with torch.library._scoped_library("moe_ops", "FRAGMENT") as library:
+        definitions.define("test_of_others", SCHEMA, library)
+        changed = SCHEMA.replace("n=1", "n=2")
+        with pytest.raises(
+            ImportError, match=r"defines .*n=1.*but this moe_ops .*n=2.*build it ag"
+        ):
+            definitions.define("test_of_others", changed, library)
+
+
+def test_a_kernel_is_taken_over_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    with torch.library._scoped_library("moe_ops", "FRAGMENT") as first:
+        definitions.define("test_of_taking", SCHEMA, first)
+        first.impl("test_of_taking", lambda x, n=1: x + 1, "CPU")
+        second = Library("moe_ops", "FRAGMENT")
+        definitions.take_over("test_of_taking", lambda x, n=1: x + 2, second)
+        assert torch.ops.moe_ops.test_of_taking(torch.zeros(())).item() == 2
+        second._destroy()
+    assert not recwarn.list
