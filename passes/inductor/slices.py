@@ -43,7 +43,8 @@ def settle(graph: fx.Graph) -> None:
 
 def _write_end(graph: fx.Graph, node: fx.Node) -> None:
     """Say where `x[a:]` ends if x has a size like s + 2, of which `sizes.tell` says nothing."""
-    x, dim, start, end, *step = (*node.args, *(0, 0, MISSING_END)[len(node.args) - 1 :])
+    args: list[Any] = [*node.args, *(0, 0, MISSING_END)[len(node.args) - 1 :]]
+    x, dim, start, end, *step = args
     size = x.meta["val"].shape[dim]
     missing = isinstance(end, int) and end >= MISSING_END
     if missing and isinstance(size, torch.SymInt) and not size.node.expr.is_Symbol:
