@@ -40,6 +40,7 @@ from moe_ops.registry.using import using
 if TYPE_CHECKING:
     from moe_ops.backends.flashinfer.options import flashinfer_options
     from moe_ops.compiler import backend, compile, compile_config, graph_report
+    from moe_ops.exporting.tables import decompositions
     from moe_ops.generation import generation_report
     from moe_ops.graphs.capture import buckets_of, capture
     from moe_ops.hf.optimize import optimize, restore
@@ -64,6 +65,7 @@ _LAZY = {
     **dict.fromkeys(("compile", "compile_config", "graph_report"), "moe_ops.compiler"),
     "inductor_options": "moe_ops.passes.inductor.compiled",
     **dict.fromkeys(("buckets_of", "capture"), "moe_ops.graphs.capture"),
+    "decompositions": "moe_ops.exporting.tables",
     "explain": "moe_ops.passes.explain",
     "flashinfer_options": "moe_ops.backends.flashinfer.options",
     "tune": "moe_ops.planning.tune",
@@ -88,6 +90,7 @@ __all__ = [
     "combine_tokens",
     "compile",
     "compile_config",
+    "decompositions",
     "dispatch",
     "dispatch_tokens",
     "expert_gemm",

@@ -80,6 +80,7 @@ MAY_IMPORT = {
     ),
     "library": May(BACKEND | {"fake_impls"}),
     "warm": May(frozenset({"compiler", "installed", "passes", "planning"}), TRITON),
+    "exporting": May(OP | {"decode_ops", "quant"}),
     "conformance": May(OP | {"planning", "quant", "testing"}, frozenset({"torch", "pytest"})),
     "__main__": May(
         LOW | {"conformance", "hf", "backends", "library", "passes", "installed", "warm"},
@@ -88,7 +89,7 @@ MAY_IMPORT = {
     FACADE: May(
         BACKEND
         | {"fake_impls", "layer", "hf", "passes", "planning", "graphs", "generation", "compiler"}
-        | {"prepared", "published", "installed"}
+        | {"exporting", "prepared", "published", "installed"}
     ),
 }
 

@@ -355,7 +355,7 @@ def experts(call: ExpertsCall) -> Tensor:
         x_RD, x_scale_RG, x_format = quantize_rows(x_RD, x_format, scale_R)
     y_RF = expert_gemm(
         x_RD, c.w13_EFD, ends_E, c.b13_EF, c.transposed, x_scale_RG=x_scale_RG,
-        w_scale_EFG=c.w13_scale_EFG, w_zero_EFG=c.w13_zero_EFG, global_scale_E=_of_rows13(c),
+        w_scale_EFG=c.w13_scale_EFG, w_zero_EFG=c.w13_zero_EFG, global_scale_E=rows13_factor(c),
         x_format=x_format, w_format=c.w_format, out_dtype=out_dtype, x_global_scale_R=own_x_R,
     )  # fmt: skip
     h_RI = activate(y_RF, *c.activation)
@@ -388,7 +388,7 @@ def _own_global_scales(x_RD: Tensor, static: Tensor | None, format: str) -> Tens
     return global_scale_of(x_RD, found, by_row=True)
 
 
-def _of_rows13(call: ExpertsCall) -> Tensor | None:
+def rows13_factor(call: ExpertsCall) -> Tensor | None:
     """The global scale of w13 as `expert_gemm` takes it: two factors become those of all rows."""
     scale_E, width = call.global_scale13_E, call.w13_EFD.shape[1] // 2
     if scale_E is None or scale_E.dim() == 1:

@@ -1,0 +1,1 @@
+"""Models with our ops in the files of other compilers and runtimes."""
