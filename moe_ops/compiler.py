@@ -109,6 +109,9 @@ def compile(
     Of a module that only holds a transformers model, as a PeftModel does, `forward` is compiled and
     `generate` is not, which is logged: give the model inside.
 
+    torch.export of a compiled model of transformers, or of a module that holds it, gives a program
+    with our ops, where it is not strict and no gradient may be wanted; else a WARNING says why not.
+
     Compile again where a forward hook was added or removed: torch.compile does not see that. With
     hooks `generate` is transformers' own, as a captured step does not call them.
 
@@ -144,6 +147,9 @@ def compile(
     compiled.graphs = functools.partial(graphs_of, compiled, twin)
     twin._compiled_call_impl = compiled
     if is_transformers_model(model):
+        from moe_ops.hf.optimize import WhileExported
+
+        compiled.exporting = WhileExported(twin)
         region = region_of_layers(merged)
         if not fullgraph and dynamic is None and not merged.get("triton.cudagraphs"):
             compiled.by_layers = by_layers_of(twin, region)

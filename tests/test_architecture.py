@@ -69,7 +69,7 @@ MAY_IMPORT = {
     ),
     # It knows passes, forward and generation; neither of the latter knows passes.
     "compiler": May(
-        LOW | {"forward", "generation", "graphs", "installed", "kernels", "passes", "twin"}
+        LOW | {"forward", "generation", "graphs", "hf", "installed", "kernels", "passes", "twin"}
     ),
     # A leaf: it measures everything, and nobody imports it.
     "bench": May(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,6 +23,14 @@ from moe_ops.ops import route
 log = logging.getLogger("moe_ops")
 Model = TypeVar("Model", bound=PreTrainedModel)
 
+STRICT = (
+    "torch.export of a compiled %s with strict=True holds the model's own code, as Dynamo reads "
+    "it, and no op of moe_ops; leave strict out, or export moe_ops.optimize(model)"
+)
+WANTS_GRADIENT = (
+    "torch.export of a compiled %s holds the model's own code, and no op of moe_ops: its "
+    "parameters require gradients; export it under torch.no_grad()"
+)
 _STATE = "_moe_ops_state"
 _RULE = "_moe_ops_rule"
 
@@ -83,6 +93,35 @@ def restore(model: Model) -> Model:
         delattr(router, _RULE)
     delattr(model, _STATE)
     return model
+
+
+class WhileExported:
+    """Has a model call our ops while torch.export traces it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    @contextmanager
+    def on_ops(self) -> Iterator[None]:
+        """A context in which the model is optimized, unless a gradient is wanted; afterwards it is
+        what it was."""
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()):
+            log.warning(WANTS_GRADIENT, type(self._model).__name__)
+            yield
+            return
+        if hasattr(self._model, _STATE):
+            yield
+            return
+        optimize(self._model)
+        try:
+            yield
+        finally:
+            restore(self._model)
+
+    @torch.compiler.assume_constant_result  # Dynamo, which reads a strict export, calls it as it is
+    def tell_of_strict(self) -> None:
+        """Warn that a strict export holds the model's own code."""
+        log.warning(STRICT, type(self._model).__name__)
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ import logging
 import typing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from typing import Any, Protocol, TypeVar
 
@@ -83,6 +83,13 @@ class ByLayers(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
+class Exporting(Protocol):
+    """Has a model call our ops while torch.export traces it."""
+
+    def on_ops(self) -> AbstractContextManager[None]: ...
+    def tell_of_strict(self) -> None: ...
+
+
 class Compiled:
     """Calls compiled code such that one graph serves every number of tokens, see `compile`."""
 
@@ -102,13 +109,14 @@ class Compiled:
         self.by_layers: ByLayers | None = None  # the same, where a model's layers can run alone
         self.before = before  # what comes before each call
         self.after = after  # and what comes after it
+        self.exporting: Exporting | None = None  # what puts ops into exported programs
         self.is_compiled = False
         self.graphs: Callable[[], GraphReport] = GraphReport
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Inside a larger model, it is that model's compiler that decides.
         if torch.compiler.is_compiling():
-            return self.call(*args, **kwargs)
+            return self._traced(*args, **kwargs)
         if self.before is not None:
             self.before()
         with one_call():
@@ -116,6 +124,16 @@ class Compiled:
         if self.after is not None:
             self.after()
         return out
+
+    def _traced(self, *args: Any, **kwargs: Any) -> Any:
+        """A call that torch.compile traces, or torch.export, whose graphs no pass of ours sees."""
+        if self.exporting is None or not torch.compiler.is_exporting():
+            return self.call(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            self.exporting.tell_of_strict()
+            return self.call(*args, **kwargs)
+        with self.exporting.on_ops():
+            return self.function(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.dynamic is False:
