@@ -11,6 +11,7 @@
 #   make test-oldest   the Hugging Face tests on the oldest transformers we support
 #   make peer-tests TRANSFORMERS=CHECKOUT  transformers' own tests of MoE models on our ops, from a checkout of the
 #                  transformers that is installed; FAMILIES="mixtral gpt_oss" runs these alone
+#   make export-tests  files of every runtime that we export to, in an environment with all of them
 #   make families  which layers of which model family the passes find, with every torch we support
 #   make bench     the op overhead and one layer, against transformers' own
 #
@@ -24,7 +25,7 @@ OLDEST := transformers==5.17.0
 JOBS ?= 1
 TORCHES := torch==2.11.0 torch==2.13.0 torch==2.14.1
 
-.PHONY: demo test test-all check golden gpu gpu-families test-oldest peer-tests families bench clean
+.PHONY: demo test test-all check golden gpu gpu-families test-oldest peer-tests export-tests families bench clean
 
 demo: $(VENV)/.ready-hf
 	@$(RUN) examples/quickstart.py $(if $(QUANT),--quant $(QUANT)) $(if $(BATCH),--batch $(BATCH))
@@ -62,6 +63,9 @@ peer-tests: $(VENV)/.ready-peers
 	@$(RUN) -m tests.peers $(or $(TRANSFORMERS),$(error give TRANSFORMERS=CHECKOUT, a checkout of transformers)) \
 		$(if $(FAMILIES),--families $(FAMILIES))
 
+export-tests: $(VENV)-export/.ready
+	@$(VENV)-export/bin/python -m pytest -m export tests/exporting
+
 families:
 	@for torch in $(TORCHES); do \
 		venv=$(VENV)-$$torch; \
@@ -96,6 +100,13 @@ $(VENV)/wheels/.ready: $(VENV)/.ready
 	@echo "[setup] downloading flashinfer-python, to compare signatures"
 	@$(RUN) -m pip download --quiet --disable-pip-version-check --no-deps --dest $(@D) flashinfer-python \
 		&& touch $@ || echo "[setup] there is none to be had, so a test is skipped"
+
+# ExecuTorch names a torch of its own, which would take the place of ours, and what its kernels need.
+$(VENV)-export/.ready: pyproject.toml .ci/setup_venv.sh
+	@sh .ci/setup_venv.sh $(VENV)-export "$(PYTHON)" "$(TORCH)" -e ".[test,export]"
+	@$(VENV)-export/bin/python -m pip install --quiet --disable-pip-version-check --no-deps executorch flatbuffers \
+		ruamel.yaml tabulate torchao pytorch_tokenizers
+	@touch $@
 
 $(VENV)-oldest/.ready: pyproject.toml .ci/setup_venv.sh
 	@sh .ci/setup_venv.sh $(VENV)-oldest "$(PYTHON)" "$(TORCH)" "$(OLDEST)" -e ".[test]"

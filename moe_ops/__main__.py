@@ -23,6 +23,7 @@ from moe_ops.checks.options import check_writable
 from moe_ops.checks.shapes import DTYPES
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.conformance import command as conformance
+from moe_ops.exporting import command as export
 from moe_ops.library import command as library
 
 ABOUT = """\
@@ -78,6 +79,7 @@ TINY = {
     "vocab_size": 256,
     "n_group": 1,
     "topk_group": 1,
+    "first_k_dense_replace": 0,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
     "qk_rope_head_dim": 8,
@@ -108,6 +110,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return library.run(top, args)
     if args.command == "warm":
         return warm(top, args)
+    if args.command == "export":
+        return export.run(top, args, loaded)
     try:
         for name in ("html", "json"):
             if getattr(args, name) is not None:
@@ -238,6 +242,7 @@ def parser() -> argparse.ArgumentParser:
     add_warm(commands)
     conformance.add(commands)
     library.add(commands)
+    export.add(commands)
     commands.add_parser(
         "backends", help="which backends there are, what each needs, and which run here"
     )
@@ -275,7 +280,7 @@ def loaded(args: argparse.Namespace) -> nn.Module:
 
     Raises ValueError as `config_of` does and for an unknown scheme, and what transformers raises.
     """
-    installed.require_transformers("warm")
+    installed.require_transformers(args.command)
     from transformers import CONFIG_MAPPING
 
     from moe_ops.hf.quantize import quantize_model

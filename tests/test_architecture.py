@@ -80,10 +80,14 @@ MAY_IMPORT = {
     ),
     "library": May(BACKEND | {"fake_impls"}),
     "warm": May(frozenset({"compiler", "installed", "passes", "planning"}), TRITON),
-    "exporting": May(OP | {"decode_ops", "quant"}),
+    "exporting": May(
+        OP | {"decode_ops", "hf", "quant"},
+        frozenset({"torch", "onnxruntime", "openvino", "executorch"}),
+    ),
     "conformance": May(OP | {"planning", "quant", "testing"}, frozenset({"torch", "pytest"})),
     "__main__": May(
-        LOW | {"conformance", "hf", "backends", "library", "passes", "installed", "warm"},
+        LOW
+        | {"conformance", "exporting", "hf", "backends", "library", "passes", "installed", "warm"},
         TRANSFORMERS,
     ),
     FACADE: May(

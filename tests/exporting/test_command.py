@@ -1,0 +1,123 @@
+"""`python -m moe_ops export`: what it prints, and how it exits."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from moe_ops.__main__ import main
+from moe_ops.exporting import runtimes
+from moe_ops.exporting.command import compared
+from moe_ops.exporting.runtimes import RUNTIMES, Runtime
+
+pytest.importorskip("transformers")
+TINY = ("export", "qwen3_moe", "--tiny", "--layers", "1")
+
+
+@dataclass
+class StandIn:
+    """A runtime that runs the program itself, off by a factor."""
+
+    factor: float = 1.0
+    program: ExportedProgram | None = None
+
+    def write(self, program: ExportedProgram, file: Path) -> None:
+        self.program = program
+        file.write_bytes(b"a program")
+
+    def load(self, file: Path) -> Callable[[Tensor], Tensor]:
+        assert self.program is not None
+        assert file.read_bytes() == b"a program"
+        run = self.program.module()
+        return lambda ids: run(ids) * self.factor
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """What stands for ONNX Runtime."""
+    stand_in = StandIn()
+    monkeypatch.setattr(Runtime, "code", lambda self: stand_in)
+    monkeypatch.setitem(RUNTIMES, "onnx", replace(RUNTIMES["onnx"], packages={}))
+    return stand_in
+
+
+def test_it_exits_by_the_tolerance(
+    stand_in: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*TINY, "--to", "onnx", "-o", str(tmp_path / "a.onnx")]
+    assert main(words) == 0
+    wrote, first, second = capsys.readouterr().out.splitlines()
+    assert wrote.startswith(f"wrote {tmp_path / 'a.onnx'}: ")
+    assert first.startswith("[2, 7] tokens: off by ")
+    assert first.endswith(", within 1e-05")
+    assert second.startswith("[3, 5] tokens: off by ")
+    stand_in.factor = 1.001
+    assert main(words) == 1
+    assert "off by 0.001, NOT within 1e-05" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("got", "said"),
+    [
+        (torch.full((1, 2, 3), float("nan")), "off by nan, NOT within 0.1"),
+        (torch.ones(1, 2, 4), r"\[1, 2, 4\], not \[1, 2, 3\]"),
+        (torch.ones(1, 2, 3) * 1.05, "off by 0.05, within 0.1"),
+    ],
+    ids=["nan", "shape", "close"],
+)
+def test_what_is_compared(got: Tensor, said: str) -> None:
+    ids = torch.zeros(1, 2, dtype=torch.int64)
+    line, is_close = compared(lambda ids: got, ids, torch.ones(1, 2, 3), 0.1)
+    assert re.search(said, line)
+    assert is_close == ("off by 0.05" in said)
+
+
+@pytest.mark.parametrize("to", [name for name, r in RUNTIMES.items() if r.packages])
+def test_without_the_runtime_it_names_the_package(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as exited:
+        main([*TINY, "--to", to, "-o", str(tmp_path / f"a{RUNTIMES[to].suffix}")])
+    assert exited.value.code == 2
+    wanted = " ".join(dict.fromkeys(RUNTIMES[to].packages.values()))
+    assert f"pip install {wanted}\n" in capsys.readouterr().err
+
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "runtime": (["--to", "tflite", "-o", "a.onnx"], "invalid choice: 'tflite'"),
+    "suffix": (["--to", "onnx", "-o", "a.pte"], "files of onnx end in .onnx; name it so"),
+    "folder": (["--to", "onnx", "-o", "no/a.onnx"], "there is no folder no; make it"),
+    "scheme": (["--to", "onnx", "-o", "a.onnx", "--quant", "int9"], "qwen3_moe: "),
+    "unsayable": (
+        ["--to", "ort", "-o", "a.onnx", "--quant", "mxfp4"],
+        "w_format='mxfp4' is neither uint4:1xG",
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG.values(), ids=WRONG)
+def test_bad_usage(
+    words: list[str], said: str, stand_in: StandIn, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setitem(RUNTIMES, "ort", replace(RUNTIMES["ort"], packages={}))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exited:
+        main([*TINY, *words])
+    assert exited.value.code == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runtimes_have_their_files() -> None:
+    for runtime in RUNTIMES.values():
+        assert (Path(runtimes.__file__).parent / f"{runtime.file}.py").is_file()
