@@ -82,7 +82,7 @@ TINY = {
     "first_k_dense_replace": 0,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
+    "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 8,
     "v_head_dim": 16,
     "pad_token_id": None,
@@ -369,6 +369,8 @@ def shrink(config: Any, sizes: Mapping[str, int | None], layers: int | None) -> 
             setattr(config, name, value[: given["num_hidden_layers"]])  # one for each layer
         elif isinstance(value, int) and name in given:
             setattr(config, name, given[name])
+    if sizes and hasattr(config, "kv_lora_rank") and hasattr(config, "num_key_value_heads"):
+        config.num_key_value_heads = config.num_attention_heads  # latents have keys for each head
 
 
 def counts(text: str) -> list[int]:

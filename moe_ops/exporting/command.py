@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_ops.exporting.runtimes import RUNTIMES, Run, Runtime
 
@@ -53,9 +53,7 @@ def add(commands: Any) -> None:
     options.set_defaults(dtype="float32", device="cpu")
 
 
-def run(
-    top: argparse.ArgumentParser, args: argparse.Namespace, load: Callable[[Any], nn.Module]
-) -> int:
+def run(top: argparse.ArgumentParser, args: argparse.Namespace, load: Callable[[Any], Any]) -> int:
     """Run the command on the model that `load` makes of the options. Returns 0 if the file gives
     what the model does, else 1; what is told before it is written exits with 2 and a line."""
     runtime = RUNTIMES[args.to]
@@ -82,7 +80,7 @@ def run(
 
 
 def checked(
-    model: nn.Module, runtime: Runtime, file: Path, tolerance: float
+    model: Any, runtime: Runtime, file: Path, tolerance: float
 ) -> Iterator[tuple[str, bool]]:
     """Write the file and run it; lines that say what was done, and whether it was right.
 

@@ -45,7 +45,7 @@ class Runtime:
 
     def code(self) -> Writes:
         """Its code, which imports its packages."""
-        return importlib.import_module(f"moe_ops.exporting.{self.file}")  # type: ignore[return-value]
+        return importlib.import_module(f"moe_ops.exporting.{self.file}")
 
 
 ONNX = {"onnx": "onnx", "onnxscript": "onnxscript", "onnxruntime": "onnxruntime"}

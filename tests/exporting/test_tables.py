@@ -15,8 +15,8 @@ from moe_ops import OPS
 from moe_ops.checks.shapes import FLOATS
 from moe_ops.conformance.samples import INPUT_FORMATS, Sample, samples, specified
 from moe_ops.exporting import products
-from moe_ops.exporting.tables import OVER_RANKS, PORTABLE
-from moe_ops.registry.spec import NAMESPACE
+from moe_ops.exporting.tables import OVER_RANKS, PORTABLE, TARGETS
+from moe_ops.registry.spec import DECODE_OPS, NAMESPACE
 from moe_ops.testing import CASES, TOL, Case, Tol, assert_close, make_layer
 
 aten = torch.ops.aten
@@ -207,3 +207,11 @@ def test_ops_that_send_rows_are_refused() -> None:
         call = next(iter(samples(name, CASE["odd"], F32)))
         with pytest.raises(NotImplementedError, match=f"moe_ops.{name}: .*other ranks"):
             table[OPS[name].overload](*call.args)
+
+
+def test_a_table_has_every_op_but_those_that_write_their_arguments() -> None:
+    every = OPS | DECODE_OPS
+    for target in TARGETS:
+        table = moe_ops.decompositions(target)
+        left = {name for name, op in every.items() if op.overload not in table}
+        assert left == {name for name, op in every.items() if op.arguments.mutated}
