@@ -242,7 +242,7 @@ def parser() -> argparse.ArgumentParser:
     add_warm(commands)
     conformance.add(commands)
     library.add(commands)
-    export.add(commands)
+    export.add(commands, positive)
     commands.add_parser(
         "backends", help="which backends there are, what each needs, and which run here"
     )

@@ -215,6 +215,7 @@ UNNAMED_PARAMETERS = {
         "passes/inductor/compiled.py: ByLayers.__call__",
         "passes/inductor/compiled.py: Compiled.__call__",
         "passes/inductor/compiled.py: Compiled._run",
+        "passes/inductor/compiled.py: Compiled._traced",
         "passes/explain/trace.py: root",
         "passes/inductor/sizes.py: call_oblivious",
     },

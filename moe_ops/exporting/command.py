@@ -32,8 +32,8 @@ SHAPES = ((2, 7), (3, 5))  # sequences and their tokens
 TOLERANCE = 1e-5  # of the largest logit
 
 
-def add(commands: Any) -> None:
-    """Add the options of `export`."""
+def add(commands: Any, positive: Callable[[str], int]) -> None:
+    """Add the options of `export`; `positive` reads a number above 0."""
     options = commands.add_parser(
         "export",
         help="a model as a file of ONNX Runtime, AOTInductor, OpenVINO or ExecuTorch",
@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
     put("-o", "--output", required=True, metavar="FILE", help="the file to write")
     put("--tiny", action="store_true", help="shrink every size, with random weights")
     put("--random", action="store_true", help="read the config alone, and take random weights")
-    put("--layers", type=int, metavar="N", help="take this many layers only, with random weights")
+    put("--layers", type=positive, help="take this many layers only, with random weights")
     put("--quant", metavar="SCHEME", help="quantise the experts, such as uint4:1x32 or int8:row")
     put("--tolerance", type=float, default=TOLERANCE, help="relative to the largest logit, 1e-5")
     options.set_defaults(dtype="float32", device="cpu")
@@ -86,7 +86,8 @@ def checked(
 
     Raises NotImplementedError for what the runtime's operators cannot say.
     """
-    from moe_ops.exporting.programs import Logits, inputs_of, program_of
+    from moe_ops.exporting.programs import Logits, exported, inputs_of
+    from moe_ops.exporting.tables import decompositions
     from moe_ops.hf.optimize import optimize
 
     shapes = SHAPES if runtime.dynamic else SHAPES[:1] * 2
@@ -94,9 +95,9 @@ def checked(
     with torch.inference_mode():
         wanted = [Logits(model)(ids) for ids in inputs]
     began = time.perf_counter()
-    program = program_of(optimize(model), inputs[0], runtime.target, dynamic=runtime.dynamic)
+    program = exported(optimize(model), inputs[0], dynamic=runtime.dynamic)
     code = runtime.code()
-    code.write(program, file)
+    code.write(program.run_decompositions(decompositions(runtime.target)), file)
     size, took = file.stat().st_size / 2**20, time.perf_counter() - began
     yield f"wrote {file}: {size:.2f} MiB in {took:.1f} s", True
     ran = code.load(file)

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from moe_ops.exporting.tables import decompositions
-
 LONGEST, MOST_SEQUENCES = 4096, 256
 
 
@@ -33,17 +31,14 @@ def inputs_of(shapes: Sequence[tuple[int, int]], vocabulary: int, seed: int = 0)
 
 
 @torch.no_grad()
-def program_of(
-    model: nn.Module, ids: Tensor, target: str, *, dynamic: bool = True
-) -> ExportedProgram:
-    """The program of a model on our ops, these in the operators of a target of `decompositions`.
+def exported(model: nn.Module, ids: Tensor, *, dynamic: bool = True) -> ExportedProgram:
+    """The program of a model on our ops; a table of `decompositions` replaces these.
 
     `ids` are an example [B, S]. With `dynamic` both sizes may vary, else they stay. Raises what
-    torch.export raises, and NotImplementedError for what the target cannot say.
+    torch.export raises.
     """
     sizes = None
     if dynamic:
         batch = torch.export.Dim("batch", max=MOST_SEQUENCES)
         sizes = ({0: batch, 1: torch.export.Dim("length", min=2, max=LONGEST)},)
-    program = torch.export.export(Logits(model), (ids,), dynamic_shapes=sizes)
-    return program.run_decompositions(decompositions(target))
+    return torch.export.export(Logits(model), (ids,), dynamic_shapes=sizes)

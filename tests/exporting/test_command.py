@@ -50,19 +50,21 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return stand_in
 
 
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("factor", "code", "said"),
+    [(1.001, 1, "NOT within 1e-05"), (1.0, 0, ", within 1e-05")],
+    ids=["off", "close"],
+)
 def test_it_exits_by_the_tolerance(
-    stand_in: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    factor: float, code: int, said: str, stand_in: StandIn, tmp_path: Path, capsys: Any
 ) -> None:
-    words = [*TINY, "--to", "onnx", "-o", str(tmp_path / "a.onnx")]
-    assert main(words) == 0
-    wrote, first, second = capsys.readouterr().out.splitlines()
+    stand_in.factor = factor
+    assert main([*TINY, "--to", "onnx", "-o", str(tmp_path / "a.onnx")]) == code
+    wrote, *lines = capsys.readouterr().out.splitlines()
     assert wrote.startswith(f"wrote {tmp_path / 'a.onnx'}: ")
-    assert first.startswith("[2, 7] tokens: off by ")
-    assert first.endswith(", within 1e-05")
-    assert second.startswith("[3, 5] tokens: off by ")
-    stand_in.factor = 1.001
-    assert main(words) == 1
-    assert "off by 0.001, NOT within 1e-05" in capsys.readouterr().out
+    assert [line.partition(" tokens: ")[0] for line in lines] == ["[2, 7]", "[3, 5]"]
+    assert all(line.endswith(said) for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -97,11 +99,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "runtime": (["--to", "tflite", "-o", "a.onnx"], "invalid choice: 'tflite'"),
     "suffix": (["--to", "onnx", "-o", "a.pte"], "files of onnx end in .onnx; name it so"),
     "folder": (["--to", "onnx", "-o", "no/a.onnx"], "there is no folder no; make it"),
-    "scheme": (["--to", "onnx", "-o", "a.onnx", "--quant", "int9"], "qwen3_moe: "),
-    "unsayable": (
-        ["--to", "ort", "-o", "a.onnx", "--quant", "mxfp4"],
-        "w_format='mxfp4' is neither uint4:1xG",
-    ),
+    "layers": (["--to", "onnx", "-o", "a.onnx", "--layers", "0"], "integer above 0, got '0'"),
 }
 
 
@@ -109,13 +107,21 @@ WRONG: dict[str, tuple[list[str], str]] = {
 def test_bad_usage(
     words: list[str], said: str, stand_in: StandIn, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    monkeypatch.setitem(RUNTIMES, "ort", replace(RUNTIMES["ort"], packages={}))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exited:
         main([*TINY, *words])
     assert exited.value.code == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.every
+def test_what_a_runtime_cannot_say(tmp_path: Path, stand_in: StandIn, capsys: Any) -> None:
+    words = ["--to", "onnx", "-o", str(tmp_path / "a.onnx"), "--quant", "mxfp4_w4a8"]
+    with pytest.raises(SystemExit) as exited:
+        main([*TINY, *words])
+    assert exited.value.code == 2
+    assert "x_format='mxfp8' rounds to codes" in capsys.readouterr().err
 
 
 def test_runtimes_have_their_files() -> None:
