@@ -128,6 +128,39 @@ def test_aten_is_the_definition(name: str) -> None:
         hold(name, sample.args, traced(name, sample.args, "aten"))
 
 
+class Stages(torch.nn.Module):
+    """A layer by its stages, and by one op: both results."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        layer = make_layer(case)
+        self.K, self.w13, self.w2 = case.K, layer.w13_EFD, layer.w2_EDI
+
+    def forward(self, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = moe_ops.route(logits, self.K)
+        rows_x, rows, ends = moe_ops.dispatch(x, ids, self.w13.shape[0])
+        h = moe_ops.activate(moe_ops.expert_gemm(rows_x, self.w13, ends))
+        out = moe_ops.combine(moe_ops.expert_gemm(h, self.w2, ends), weights, rows)
+        return out, moe_ops.moe(x, logits, self.w13, self.w2, self.K)
+
+
+@pytest.mark.parametrize("target", ["portable", pytest.param("aten", marks=pytest.mark.every)])
+def test_a_program_of_stages_serves_any_number_of_tokens(target: str) -> None:
+    case = CASE["plain"]
+    layer, tokens = make_layer(case), torch.export.Dim("tokens", max=1024)
+    given = (layer.x_TD, layer.logits_TE)
+    program = torch.export.export(Stages(case), given, dynamic_shapes=({0: tokens},) * 2)
+    program = program.run_decompositions(moe_ops.decompositions(target))
+    found = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    assert not [t for t in found if str(t).startswith(f"{NAMESPACE}.")]
+    assert target == "aten" or not found & LACKED
+    run = program.module()
+    for T in (case.T, 5, 70):
+        x, logits = torch.randn(T, case.D), torch.randn(T, case.E)
+        for got, want in zip(run(x, logits), Stages(case)(x, logits), strict=True):
+            assert_close(got, want, TOL["moe", F32], f"{T} tokens")
+
+
 def largest(graph: fx.GraphModule) -> int:
     """The most values that a node has which is no input of the graph, or a view of one."""
     values = [n.meta["val"] for n in graph.graph.nodes if n.op == "call_function"]
