@@ -23,8 +23,8 @@ OF_SUCH = frozenset({
     aten.detach.default, aten.view.default, aten.reshape.default, aten._unsafe_view.default,
     aten.expand.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default,
     aten.squeeze.dim, aten.permute.default, aten.transpose.int, aten.gather.default,
-    aten.index.Tensor, aten.sum.dim_IntList, aten.sum.default, aten.clamp.default,
-    aten.clamp_min.default, aten.topk.default, aten.lift_fresh_copy.default,
+    aten.index.Tensor, aten.sum.dim_IntList, aten.sum.default, aten.clamp_min.default,
+    aten.topk.default,
 })  # fmt: skip
 # What gives such numbers if all that it is given are such, plain numbers too.
 OF_ALL = frozenset({
@@ -50,16 +50,22 @@ def never_negative(value: Any) -> bool:
         return all(map(never_negative, value))
     if not isinstance(value, fx.Node) or value.op != "call_function":
         return False
-    target, args = value.target, value.args
+    return _gives_such(value.target, value.args, value.kwargs)
+
+
+def _gives_such(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator gives numbers from 0 on for these arguments."""
     if target in ALWAYS:
         return True
-    if target is operator.getitem:
-        # Of the outputs of topk the first has values, the second places.
+    # Of the outputs of topk the first has values, the second places, which are such numbers too.
+    if target is operator.getitem or target in OF_SUCH:
         return never_negative(args[0])
-    if target in OF_SUCH:
-        return never_negative(args[0])
+    if target is aten.clamp.default:
+        most = args[2] if len(args) > 2 else kwargs.get("max")
+        return never_negative(args[0]) and (most is None or never_negative(most))
     if target is aten.masked_fill.Scalar:
         return never_negative(args[0]) and never_negative(args[2])
     if target is aten.where.self:
         return never_negative(args[1]) and never_negative(args[2])
-    return target in OF_ALL and all(map(never_negative, args))
+    # A keyword might be a factor of a sum, which may be below 0.
+    return target in OF_ALL and not kwargs and all(map(never_negative, args))
