@@ -14,10 +14,13 @@ from moe_ops.quant.formats import Format
 from moe_ops.quant.packing import E8M0_BIAS, E8M0_NAN
 
 
-def cannot(op: str, argument: str, got: object, why: str, target: str) -> NotImplementedError:
-    """The error of a table that cannot say a call of an op."""
+def cannot(
+    op: str, argument: str, got: object, why: str, target: str, instead: str = ""
+) -> NotImplementedError:
+    """The error of a table that cannot say a call of an op; `instead` is another way out."""
+    do = f"{instead}, or " if instead else ""
     return NotImplementedError(
-        f"moe_ops.{op}: {argument}={got!r} {why}; export the call by decompositions({target!r})"
+        f"moe_ops.{op}: {argument}={got!r} {why}; {do}export the call by decompositions({target!r})"
     )
 
 

@@ -44,7 +44,7 @@ class Nodes:
         c = restored(call) if call.layout else call
         require_sayable(c)
         if not self.assume_positive and not is_proven(c.weights_TK):
-            refuse("weights_TK", tuple(c.weights_TK.shape), NOT_PROVEN)
+            refuse("weights_TK", tuple(c.weights_TK.shape), NOT_PROVEN, SAY_SO)
         weights_TK = c.weights_TK.float().clamp(min=SMALLEST)
         T, E = c.x_TD.shape[0], c.w13_EFD.shape[0]
         row_TE = torch.full((T, E), NOT_CHOSEN, dtype=torch.float32, device=c.x_TD.device)
@@ -56,15 +56,14 @@ class Nodes:
 
 
 NOT_PROVEN = (
-    "is not made by a softmax or a sigmoid in this graph, and the node wants weights above 0; if "
-    "they are, decompositions('ort', assume_positive=True) says so; else"
+    "is not made by a softmax or a sigmoid in this graph, and the node wants weights above 0"
 )
-ALPHA = "is not served by the node on CPUs, which computes silu alone"
+SAY_SO = "if they are, say so by decompositions('ort', assume_positive=True)"
 
 
-def refuse(argument: str, got: object, why: str) -> NoReturn:
+def refuse(argument: str, got: object, why: str, instead: str = "") -> NoReturn:
     """Raise NotImplementedError: a call of `experts` that the nodes cannot say."""
-    raise cannot("experts", argument, got, why, "onnx")
+    raise cannot("experts", argument, got, why, "onnx", instead)
 
 
 def require_sayable(c: ExpertsCall) -> None:

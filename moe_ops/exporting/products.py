@@ -142,8 +142,8 @@ def _require_by_rows(c: ExpertsCall) -> None:
             why = "has a scale for each expert, which rows are found by"
             raise cannot("experts", name, tuple(scale.shape), why, "aten")
     if Format.of(c.x_format).group == TENSOR and c.h_scale is None:
-        why = "makes one scale of the rows of all experts; give a static h_scale, or"
-        raise cannot("experts", "x_format", c.x_format, why, "aten")
+        why = "makes one scale of the rows of all experts"
+        raise cannot("experts", "x_format", c.x_format, why, "aten", "give a static h_scale")
 
 
 def _rounded(x: Tensor, format: str, scale: Tensor | None) -> Tensor:
