@@ -68,15 +68,20 @@ def run(top: argparse.ArgumentParser, args: argparse.Namespace, load: Callable[[
     try:
         model = load(args)
     except Exception as error:  # whatever transformers, its hub or a config's own checks raise
-        top.error(f"{args.model}: {str(error).strip().partition(chr(10))[0]}")
+        top.error(f"{args.model}: {first_line(error)}")
     failed = False
     try:
         for line, is_close in checked(model, runtime, file, args.tolerance):
             print(line, flush=True)
             failed |= not is_close
-    except NotImplementedError as error:
-        top.error(str(error))
+    except NotImplementedError as error:  # to which torch adds the node that it came from
+        top.error(first_line(error))
     return int(failed)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def checked(
