@@ -86,7 +86,11 @@ def _linears(case: Case, dtype: torch.dtype) -> Calls:
 def _normed_linears(case: Case, dtype: torch.dtype) -> Calls:
     x, gain = torch.randn(case.T, 32).to(dtype), torch.rand(32).to(dtype)
     call = {"x_TK": x, "residual_TK": None, "gain_K": gain, "eps": 1e-6, **_weights(dtype)}
-    return {"plain": call, "residual": {**call, "residual_TK": x * 2}}
+    return {
+        "plain": call, "residual": {**call, "residual_TK": x * 2},
+        "rounded_once": {**call, "gain_shift": 0.0},
+        "shifted": {**call, "residual_TK": x * 2, "gain_shift": 1.0},
+    }  # fmt: skip
 
 
 def _seen(case: Case) -> Tensor:

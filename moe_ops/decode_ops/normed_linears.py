@@ -27,6 +27,7 @@ class NormedLinearsCall:
     eps: float
     weights: Sequence[Tensor]
     biases: Sequence[Tensor | None]
+    gain_shift: float | None = None
 
 
 def refusal(call: NormedLinearsCall) -> str | None:
@@ -66,14 +67,22 @@ def normed_linears(call: NormedLinearsCall) -> list[Tensor]:
 
         n = gain (s / sqrt(mean(s²) + eps))
 
-    where s, the quotient and n are rounded to the dtype of the input, and the mean is not. Without
-    a residual s is x, and not returned. Raises ValueError for what `refusal` names.
+    where s, the quotient and n are rounded to the dtype of the input, and the mean is not. With a
+    `gain_shift`, as 1 of norms whose parameter is a difference from 1 or 0,
+
+        n = (gain + gain_shift) (s / sqrt(mean(s²) + eps))
+
+    of which the gain, its sum and the quotient are in float32, and n alone is rounded. Without a
+    residual s is x, and not returned. Raises ValueError for what `refusal` names.
     """
     x_TK, residual_TK = call.x_TK, call.residual_TK
     s_TK = x_TK if residual_TK is None else x_TK + residual_TK
     wide_TK = s_TK.float()
     quotient_TK = wide_TK * torch.rsqrt(wide_TK.pow(2).mean(-1, keepdim=True) + call.eps)
-    n_TK = call.gain_K * quotient_TK.to(x_TK.dtype)
+    if call.gain_shift is None:
+        n_TK = call.gain_K * quotient_TK.to(x_TK.dtype)
+    else:
+        n_TK = (quotient_TK * (call.gain_K.float() + call.gain_shift)).to(x_TK.dtype)
     ys = linears.body(LinearsCall(n_TK, call.weights, call.biases))
     return [*([] if residual_TK is None else [s_TK]), n_TK, *ys]
 

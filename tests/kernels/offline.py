@@ -227,9 +227,9 @@ def calls(capability: int, all: bool) -> Iterator[tuple[str, Callable[[], Any]]]
         for T in (1, 8, 32, 64):
             call = functools.partial(projected, T, sizes, K, biases)
             yield f"linears {T} {sizes} {K}", call
-        for residual in (False, True):
-            call = functools.partial(projected, 1, sizes, K, biases, True, residual)
-            yield f"normed linears {sizes} {K}", call
+        for residual, shift in ((False, None), (True, None), (True, 1.0)):
+            call = functools.partial(projected, 1, sizes, K, biases, True, residual, shift)
+            yield f"normed linears {sizes} {K}{'' if shift is None else ' shifted'}", call
     yield from with_states()
     for name, args in [*ACTIVATIONS.items()][::step]:
         for backend in ("tiny", "rows", "grouped"):
@@ -319,8 +319,9 @@ def turned(batch: int, heads: int, group: int, slots: int, size: int, sinks: boo
 
 
 def projected(
-    T: int, sizes: tuple[int, ...], K: int, biases: bool, norm: bool = False, residual: bool = False
-) -> None:
+    T: int, sizes: tuple[int, ...], K: int, biases: bool,
+    norm: bool = False, residual: bool = False, shift: float | None = None,
+) -> None:  # fmt: skip
     def empty(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
 
@@ -328,7 +329,7 @@ def projected(
     weights = [empty(n, K) for n in sizes]
     if norm:
         added = empty(T, K) if residual else None
-        linears.run_normed(empty(T, K), added, empty(K), 1e-6, weights, given)
+        linears.run_normed(empty(T, K), added, empty(K), 1e-6, weights, given, shift)
     else:
         linears.run(empty(T, K), weights, given)
 

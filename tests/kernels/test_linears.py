@@ -80,24 +80,26 @@ def test_the_same_in_every_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("K", "sizes", "residual"),
+    ("K", "sizes", "residual", "shift"),
     [
-        (1, (40, 8, 9), True),
-        (33, (7,), True),
-        pytest.param(128, (40, 8, 9), False, marks=pytest.mark.slow),
-        pytest.param(200, (5, 6, 7, 8, 9), True, marks=pytest.mark.slow),
-        (200, (7,), False),
+        (1, (40, 8, 9), True, None),
+        (33, (7,), True, 1.0),
+        pytest.param(128, (40, 8, 9), False, None, marks=pytest.mark.slow),
+        pytest.param(200, (5, 6, 7, 8, 9), True, None, marks=pytest.mark.slow),
+        pytest.param(200, (5, 6, 7, 8, 9), True, 1.0, marks=pytest.mark.slow),
+        (200, (7,), False, None),
+        (40, (7,), False, 0.0),
     ],
     ids=str,
 )
-def test_a_norm_first(K: int, sizes: tuple[int, ...], residual: bool) -> None:
+def test_a_norm_first(K: int, sizes: tuple[int, ...], residual: bool, shift: float | None) -> None:
     x, weights, biases = tensors(1, K, sizes, F16)
     added = torch.randn_like(x) if residual else None
     gain = torch.randn(K, device=DEVICE).to(F16)
-    given = x, added, gain, 1e-5, weights, biases
+    given = x, added, gain, 1e-5, weights, biases, shift
     cpu = [None if t is None else t.cpu() for t in (x, added, gain, *weights, *biases)]
     G = len(sizes)
-    want = normed_linears(cpu[0], cpu[1], cpu[2], 1e-5, cpu[3 : 3 + G], cpu[3 + G :])
+    want = normed_linears(cpu[0], cpu[1], cpu[2], 1e-5, cpu[3 : 3 + G], cpu[3 + G :], shift)
     for plan in (None, LinearsPlan(4, 32, 4, 2)):
         got = run_normed(*given, plan=plan)
         for i, (g, w) in enumerate(zip(got, want, strict=True)):
@@ -108,17 +110,34 @@ def test_a_norm_first(K: int, sizes: tuple[int, ...], residual: bool) -> None:
             assert torch.equal(got[0], x + added)
 
 
-@pytest.mark.parametrize("residual", [False, True])
-def test_the_op_that_norms(residual: bool) -> None:
-    x, weights, biases = tensors(1, 40, (24, 8, 9), BF16)
+@pytest.mark.parametrize(
+    ("residual", "shift", "dtype"),
+    [
+        (False, None, BF16),
+        (True, None, F16),
+        (False, 0.0, BF16),
+        (True, 1.0, BF16),
+        (True, 1.0, F16),
+    ],
+    ids=str,
+)
+def test_the_op_that_norms(residual: bool, shift: float | None, dtype: torch.dtype) -> None:
+    x, weights, biases = tensors(1, 40, (24, 8, 9), dtype)
     added = torch.randn_like(x) if residual else None
-    gain = torch.randn(40, device=DEVICE).to(BF16)
-    given = x, added, gain, 1e-6, weights, biases
+    gain = torch.randn(40, device=DEVICE).to(dtype)
+    given = x, added, gain, 1e-6, weights, biases, shift
     got = normed_linears(*given)
     s = x if added is None else x + added
-    norm = torch.rsqrt(s.float().pow(2).mean(-1, keepdim=True) + 1e-6)
-    n = gain * (s.float() * norm).to(BF16)
-    assert_close(got[int(residual)].float(), n.float(), Tol(8e-3, "one rounding either way"))
+    quotient = s.float() * torch.rsqrt(s.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+    n = (
+        gain * quotient.to(dtype)
+        if shift is None
+        else (quotient * (gain.float() + shift)).to(dtype)
+    )
+    tol = Tol(8e-3 if dtype == BF16 else 1e-3, "one rounding either way")
+    assert_close(got[int(residual)].float(), n.float(), tol)
+    if DEVICE == "cpu":
+        assert torch.equal(got[int(residual)], n)
     assert len(got) == 4 + residual
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.moe_ops.normed_linears.default, given, test_utils=tests)

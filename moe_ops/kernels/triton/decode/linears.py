@@ -39,6 +39,7 @@ class Norm(NamedTuple):
     eps: float
     sum: Tensor | None
     normed: Tensor
+    gain_shift: float | None
 
 
 @on_its_device
@@ -67,15 +68,16 @@ def run_normed(
     eps: float,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
+    gain_shift: float | None = None,
     plan: LinearsPlan | None = None,
 ) -> list[Tensor]:
     """[s, n, y_0, ...] of one row, in one launch for the first weights: s = x + residual, left out
-    if there is no residual, n = gain s / rms(s) as `normed_linears` rounds it, and the rest `run`
-    of n. Every program norms all of the row for itself."""
+    if there is no residual, n = gain s / rms(s), or that of a shifted gain, as `normed_linears`
+    rounds it, and the rest `run` of n. Every program norms all of the row for itself."""
     total = None if residual_TK is None else x_TK.new_empty(x_TK.shape)
     normed = x_TK.new_empty(x_TK.shape)
     outs = [x_TK.new_empty(x_TK.shape[0], w.shape[0]) for w in weights[:MOST]]
-    norm = Norm(residual_TK, gain_K, eps, total, normed)
+    norm = Norm(residual_TK, gain_K, eps, total, normed, gain_shift)
     _launch(x_TK, weights[:MOST], biases[:MOST], outs, plan, norm)
     rest = run(normed, weights[MOST:], biases[MOST:], plan)
     return [*([] if total is None else [total]), normed, *outs, *rest]
@@ -107,10 +109,10 @@ def _launch(
         "num_warps": plan.warps,
     }  # fmt: skip
     if T == 1:
-        residual, gain, eps, total, normed = norm or (None, None, 0.0, None, None)
+        residual, gain, eps, total, normed, shift = norm or (None, None, 0.0, None, None, None)
         launch(
             linears_one, (firsts[MOST],), *tensors, residual, gain, total, normed,
-            KP=triton.next_power_of_2(K), EPS=eps, **constants, **options,
+            KP=triton.next_power_of_2(K), EPS=eps, SHIFT=shift, **constants, **options,
         )  # fmt: skip
     else:
         BT = max(16, triton.next_power_of_2(T))
@@ -164,26 +166,31 @@ def summed(x_ptr, residual_ptr, k_K, inside_K):
 
 
 @triton.jit
-def scaled(s_K, inverse, gain_ptr, k_K, inside_K):
-    """s / rms(s), rounded to the dtype of the gain, times the gain, rounded again, in float32."""
+def scaled(s_K, inverse, gain_ptr, k_K, inside_K, SHIFT: tl.constexpr):
+    """s / rms(s), rounded to the dtype of the gain, times the gain, rounded again, in float32; of a
+    shifted gain, if there is a shift, rounded once."""
     dtype: tl.constexpr = gain_ptr.dtype.element_ty
     gain_K = tl.load(gain_ptr + k_K, mask=inside_K, other=0.0).to(tl.float32)
-    return ((s_K * inverse).to(dtype).to(tl.float32) * gain_K).to(dtype).to(tl.float32)
+    if SHIFT is None:
+        n_K = (s_K * inverse).to(dtype).to(tl.float32) * gain_K
+    else:
+        n_K = s_K * inverse * (gain_K + SHIFT)
+    return n_K.to(dtype).to(tl.float32)
 
 
 @triton.jit
-def row_at(x_ptr, residual_ptr, gain_ptr, inverse, k_K, inside_K):
+def row_at(x_ptr, residual_ptr, gain_ptr, inverse, k_K, inside_K, SHIFT: tl.constexpr):
     """The row that the weights are multiplied with."""
     x_K = summed(x_ptr, residual_ptr, k_K, inside_K)
     if gain_ptr is not None:
-        x_K = scaled(x_K, inverse, gain_ptr, k_K, inside_K)
+        x_K = scaled(x_K, inverse, gain_ptr, k_K, inside_K, SHIFT)
     return x_K
 
 
 @triton.jit
 def inverse_rms(
     x_ptr, residual_ptr, gain_ptr, sum_ptr, normed_ptr,
-    K: tl.constexpr, KP: tl.constexpr, EPS: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, EPS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """1 / sqrt(mean(s²) + eps) of the whole row, which the first program also writes."""
     k_K = tl.arange(0, KP)
@@ -191,7 +198,7 @@ def inverse_rms(
     s_K = summed(x_ptr, residual_ptr, k_K, inside_K)
     inverse = tl.rsqrt(tl.sum(s_K * s_K, 0) / K + EPS)
     mine_K = k_K < tl.where(tl.program_id(0) == 0, K, 0)
-    n_K = scaled(s_K, inverse, gain_ptr, k_K, mine_K)
+    n_K = scaled(s_K, inverse, gain_ptr, k_K, mine_K, SHIFT)
     tl.store(normed_ptr + k_K, n_K.to(normed_ptr.dtype.element_ty), mask=mine_K)
     if sum_ptr is not None:
         tl.store(sum_ptr + k_K, s_K.to(sum_ptr.dtype.element_ty), mask=mine_K)
@@ -204,7 +211,7 @@ def linears_one(
     y0_ptr, y1_ptr, y2_ptr, y3_ptr, residual_ptr, gain_ptr, sum_ptr, normed_ptr,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr,
     F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, EPS: tl.constexpr,
+    KP: tl.constexpr, EPS: tl.constexpr, SHIFT: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BN outputs of the one row. The next tile is on its way while one is summed."""
@@ -224,7 +231,9 @@ def linears_one(
     take_turn(PDL)
     inverse = 0.0
     if gain_ptr is not None:
-        inverse = inverse_rms(x_ptr, residual_ptr, gain_ptr, sum_ptr, normed_ptr, K, KP, EPS)
+        inverse = inverse_rms(
+            x_ptr, residual_ptr, gain_ptr, sum_ptr, normed_ptr, K, KP, EPS, SHIFT
+        )  # fmt: skip
     acc_NK = tl.zeros((BN, BK), tl.float32)
     for start in range(BK, LAST + BK, BK):
         if EVEN:
@@ -234,10 +243,11 @@ def linears_one(
                 w_N1 + (start + k_K)[None, :], mask=(start + k_K < K)[None, :], other=0.0,
                 eviction_policy="evict_first",
             )  # fmt: skip
-        x_K = row_at(x_ptr, residual_ptr, gain_ptr, inverse, start - BK + k_K, start - BK + k_K < K)
+        before_K = start - BK + k_K
+        x_K = row_at(x_ptr, residual_ptr, gain_ptr, inverse, before_K, before_K < K, SHIFT)
         acc_NK += w_NK.to(tl.float32) * x_K[None, :]
         w_NK = next_NK
-    x_K = row_at(x_ptr, residual_ptr, gain_ptr, inverse, LAST + k_K, inside_K)
+    x_K = row_at(x_ptr, residual_ptr, gain_ptr, inverse, LAST + k_K, inside_K, SHIFT)
     acc_NK += w_NK.to(tl.float32) * x_K[None, :]
     acc_N = tl.sum(acc_NK, 1)
     write(acc_N, n_N, tl.where(g == 0, size, 0), b0_ptr, y0_ptr)
