@@ -35,13 +35,14 @@ RULE = "fuse_norm"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """`out` is gain · (s / rms(s)), rounded as `normed_linears` does; `inner` are the nodes from
-    s, left out, to `out`."""
+    """`out` is gain · (s / rms(s)), rounded as `normed_linears` does with this `shift` of the gain;
+    `inner` are the nodes from s, left out, to `out`."""
 
     out: fx.Node
     s: fx.Node
     gain: fx.Node
     eps: float
+    shift: float | None
     inner: set[fx.Node]
 
 
@@ -53,19 +54,60 @@ def fuse_norm(graph: fx.Graph, context: Context) -> int:
 
 
 def is_of_a_product(linears: fx.Node) -> bool:
-    """Whether the input is one row and a product, as what a norm ends with is."""
+    """Whether the input is one row and a product, as what a norm ends with is, rounded or not."""
     x = operand(linears, 0)
-    return tensor(x).shape[0] == 1 and is_call(peel(x), aten.mul.Tensor)
+    return tensor(x).shape[0] == 1 and is_call(unconverted(peel(x)), aten.mul.Tensor)
+
+
+def unconverted(node: Any) -> Any:
+    """What a conversion starts from, or the node that is none."""
+    return operand(node, 0) if is_call(node, prims.convert_element_type.default) else node
 
 
 def read(out: fx.Node) -> Norm:
     """The norm that a product of a gain and something else is. Raises Mismatch for others.
 
     s = x.float();  gain * (s * rsqrt(s.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+    or, rounded once, with a gain in float32 or one that is converted to it, and a shift or none
+
+    (s * rsqrt(s.pow(2).mean(-1, keepdim=True) + eps) * (gain.float() + shift)).to(x.dtype)
     """
-    gain, rounded = _either(out, prims.convert_element_type.default, "the normed row")
+    if is_call(out, aten.mul.Tensor):
+        gain, rounded = _either(out, prims.convert_element_type.default, "the normed row")
+        quotient, shift, inner = operand(rounded, 0), None, {out, rounded}
+    else:
+        rounded = call(out, prims.convert_element_type.default, what="the normed row")
+        product = call(operand(rounded, 0), aten.mul.Tensor, what="the normed row")
+        factor, quotient = _either(product, aten.mul.Tensor, "the normed row")
+        require(tensor(product).dtype is torch.float32, "the gain is not of float32")
+        (gain, shift), inner = _shifted(factor), {out, product}
     require(isinstance(gain, fx.Node) and gain.op == "placeholder", "the gain is no parameter")
-    quotient = call(operand(rounded, 0), aten.mul.Tensor, what="the normed row")
+    s, eps, nodes = _read_quotient(quotient)
+    dtype = tensor(s).dtype
+    require(tensor(rounded).dtype is dtype is tensor(out).dtype, "it rounds to another dtype")
+    inner |= nodes
+    require_closed(inner, out)
+    return Norm(out=out, s=s, gain=gain, eps=eps, shift=shift, inner=inner)
+
+
+def _shifted(factor: Any) -> tuple[Any, float]:
+    """The gain of a sum of a gain and a number in float32, and that number; the gain and 0 where it
+    is no sum. Raises Mismatch for other sums and roundings."""
+    shift: Any = 0.0
+    if is_call(factor, aten.add.Tensor):
+        require(tensor(factor).dtype is torch.float32, "the shifted gain is rounded")
+        require(not factor.kwargs, "the gain is another sum")
+        factor, shift = factor.args
+        require(isinstance(shift, (int, float)), "the gain is another sum")
+    gain = unconverted(factor)
+    require(gain is factor or tensor(factor).dtype is torch.float32, "the gain is rounded")
+    return gain, float(shift)
+
+
+def _read_quotient(quotient: Any) -> tuple[fx.Node, float, set[fx.Node]]:
+    """s, eps and the nodes of s / sqrt(mean(s²) + eps) in float32. Raises Mismatch for others."""
+    quotient = call(quotient, aten.mul.Tensor, what="the normed row")
     wide, inverse = _either(quotient, aten.rsqrt.default, "the inverse of the norm")
     shifted = call(operand(inverse, 0), aten.add.Tensor, what="the mean and epsilon")
     mean, eps = operand(shifted, 0), operand(shifted, 1)
@@ -78,13 +120,8 @@ def read(out: fx.Node) -> Norm:
     square = call(operand(mean, 0), aten.pow.Tensor_Scalar, what="the square")
     require(operand(square, 0) is wide and operand(square, 1) == 2, "another row is squared")
     wide = call(wide, prims.convert_element_type.default, what="the row in float32")
-    s = operand(wide, 0)
-    dtype = tensor(s).dtype
     require(tensor(wide).dtype is torch.float32, "the norm is not of float32")
-    require(tensor(rounded).dtype is dtype is tensor(out).dtype, "it rounds to another dtype")
-    inner = {out, rounded, quotient, inverse, shifted, mean, square, wide}
-    require_closed(inner, out)
-    return Norm(out=out, s=s, gain=gain, eps=eps, inner=inner)
+    return operand(wide, 0), eps, {quotient, inverse, shifted, mean, square, wide}
 
 
 def _either(node: fx.Node, target: Any, what: str) -> tuple[Any, fx.Node]:
@@ -103,11 +140,13 @@ def _fuse(graph: fx.Graph, linears: fx.Node) -> str:
     fakes = [tensor(term).reshape(shape) for term in terms]
     others: Any = fx.node.map_arg(linears.args[1:], tensor)
     terms_of = (fakes[0], fakes[1] if len(fakes) > 1 else None)
-    reason = refusal(NormedLinearsCall(*terms_of, tensor(norm.gain), norm.eps, *others))
+    given = (*terms_of, tensor(norm.gain), norm.eps, *others, norm.shift)
+    reason = refusal(NormedLinearsCall(*given))
     require(reason is None, str(reason))
     with graph.inserting_before(norm.out):
         rows = [insert(graph, aten.reshape.default, (term, shape), norm.out) for term in terms]
-        arguments = (*rows, *[None] * (2 - len(rows)), norm.gain, norm.eps, *linears.args[1:])
+        first = (*rows, *[None] * (2 - len(rows)))
+        arguments = (*first, norm.gain, norm.eps, *linears.args[1:], norm.shift)
         fused = insert(graph, ops.normed_linears.planned, arguments, linears, linears.kwargs)
         results = outputs(graph, fused)
         *sums, normed = results[: len(rows)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 from torch.nn.functional import linear
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from moe_ops.passes.fuse_norm import fuse_norm
 from moe_ops.passes.merge_linears import merge_linears
@@ -60,11 +64,44 @@ def norm(x: Tensor, gain: Tensor, eps: float = 1e-6) -> Tensor:
     return gain * wide.to(x.dtype)
 
 
-def block(x: Tensor, y: Tensor, gain: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+def shifted(shift: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """As Gemma, Qwen3-Next and Qwen3.5 norm with a shift of 1, rounding once."""
+
+    def norm(x: Tensor, gain: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * (shift + gain.float())).type_as(x)
+
+    return norm
+
+
+def of_gpt_oss(x: Tensor, gain: Tensor) -> Tensor:
+    """Rounded once, of a gain that no code converts."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (gain * wide).to(x.dtype)
+
+
+# Norms, and the shift of the gain in each.
+FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float | None]] = {
+    "of_llama": (norm, None), "of_gpt_oss": (of_gpt_oss, 0.0), "of_gemma": (shifted(1), 1.0),
+    "half": (shifted(0.5), 0.5),
+}  # fmt: skip
+
+
+def block(
+    x: Tensor, y: Tensor, gain: Tensor, a: Tensor, b: Tensor, norm: Any = norm
+) -> tuple[Tensor, ...]:
     """A sum that goes on, what is normed, and two products of that."""
     s = x + y
     n = norm(s, gain)
     return s - n, n.sigmoid(), linear(n, a), linear(n, b)
+
+
+def the_op(graph: fx.Graph) -> fx.Node:
+    target = torch.ops.moe_ops.normed_linears.planned
+    (node,) = graph.find_nodes(op="call_function", target=target)
+    return node
 
 
 def test_golden() -> None:
@@ -97,24 +134,66 @@ return [sub, sigmoid, view_1, view_3]""",  # noqa: E501
     )
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("shape", [(1, D), (1, 1, D)], ids=str)
-def test_numbers_stay(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_golden_of_a_shifted_gain() -> None:
+    x = torch.randn(1, 1, D, dtype=BF16)
+    model = lambda x, gain, w: linear(shifted(1.0)(x, gain), w)  # noqa: E731
+    _, _, graph = fused(model, x, parameter(D), parameter(N, D))
+    assert_expected_inline(
+        text(graph),
+        """\
+arg0_1: bfloat16[1, 1, 16]
+arg1_1: bfloat16[16]
+arg2_1: bfloat16[24, 16]
+reshape_default = aten.reshape(arg0_1, [1, 16])  # bfloat16[1, 16]
+normed_linears_planned = moe_ops.normed_linears.planned(reshape_default, None, arg1_1, 1e-06, [arg2_1], [None], plan=triton, gain_shift=1.0)
+getitem_2 = getitem(normed_linears_planned, 1)  # bfloat16[1, 24]
+view_1 = aten.reshape(getitem_2, [1, 1, 24])  # bfloat16[1, 1, 24]
+return [view_1]""",  # noqa: E501
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "shape"),
+    [
+        ("of_llama", BF16, (1, D)),
+        ("of_llama", F16, (1, 1, D)),
+        ("of_gpt_oss", BF16, (1, 1, D)),
+        ("of_gemma", F16, (1, D)),
+        ("of_gemma", BF16, (1, 1, D)),
+        ("half", BF16, (1, D)),
+    ],
+    ids=str,
+)
+def test_numbers_stay(form: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    of, shift = FORMS[form]
     x, y = (torch.randn(shape, dtype=dtype) for _ in range(2))
     given = x, y, *(parameter(*s, dtype=dtype) for s in ((D,), (N, D), (8, D)))
-    hook, got, _ = fused(block, *given)
+    model = functools.partial(block, norm=of)
+    hook, got, graph = fused(model, *given)
     assert hook.count == 1, hook.context.refusals
-    for g, w in zip(got, block(*given), strict=True):
+    assert the_op(graph).args[6] == shift and the_op(graph).args[1] is not None
+    for g, w in zip(got, model(*given), strict=True):
         assert g.shape == w.shape
         assert_close(g.float(), w.float(), ROUNDED)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shift"), [(Qwen3NextRMSNorm, 1.0), (GptOssRMSNorm, 0.0)], ids=["qwen", "gpt_oss"]
+)
+def test_modules_of_transformers(kind: Any, shift: float) -> None:
+    model = nn.Sequential(kind(D), nn.Linear(D, N, bias=False)).bfloat16().requires_grad_(False)
+    model[0].weight.normal_()
+    x = torch.randn(1, 1, D, dtype=BF16)
+    hook, got, graph = fused(model, x)
+    assert hook.count == 1 and the_op(graph).args[6] == shift
+    assert_close(got.float(), model(x).float(), ROUNDED)
 
 
 def test_a_norm_without_a_sum() -> None:
     x, gain, w = torch.randn(1, 1, D, dtype=BF16), parameter(D), parameter(N, D)
     hook, got, graph = fused(lambda x, gain, w: linear(norm(x, gain), w) + x.sum(), x, gain, w)
     assert hook.count == 1
-    (node,) = graph.find_nodes(op="call_function", target=torch.ops.moe_ops.normed_linears.planned)
-    assert node.args[1] is None
+    assert the_op(graph).args[1] is None
     assert_close(got.float(), (linear(norm(x, gain), w) + x.sum()).float(), ROUNDED)
 
 
@@ -127,8 +206,7 @@ def test_a_sum_that_is_read_before_the_norm_stays() -> None:
     given = x, y, parameter(D), parameter(N, D)
     hook, got, graph = fused(model, *given)
     assert hook.count == 1
-    (node,) = graph.find_nodes(op="call_function", target=torch.ops.moe_ops.normed_linears.planned)
-    assert node.args[1] is None
+    assert the_op(graph).args[1] is None
     for g, w in zip(got, model(*given), strict=True):
         assert_close(g.float(), w.float(), ROUNDED)
 
@@ -146,18 +224,30 @@ def near(change: str) -> Any:
         if change == "square":  # torch 2.14 makes rsqrt of 1 / sqrt
             inverse = torch.reciprocal(mean + shift)
         row = wide * inverse
-        # Rounded after the gain alone, or before it too.
-        n = (gain * row).to(x.dtype) if change == "late" else gain * row.to(x.dtype)
+        n = gain * row.to(x.dtype)
+        if change in GAINS:  # of what is rounded after the gain alone
+            n = (row * GAINS[change](gain)).to(x.dtype)
         out = linear(n, w)
         return (out, inverse) if change == "read" else out
 
     return model
 
 
+GAINS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rounded": lambda gain: 1.0 + gain,
+    "converted": lambda gain: (1.0 + gain).float(),
+    "summed": lambda gain: gain.float() + gain.float().sum(),
+    "scaled": lambda gain: torch.rsub(gain.float(), 1.0),
+    "wide": lambda gain: gain.double(),
+    "later": lambda gain: 1.0 + gain.float() * 2,
+}
+
 NEAR_MISSES = {
     "cube": "another row is squared", "axis": "the mean is another", "eps": "epsilon is",
-    "square": "the inverse of the norm is", "late": "", "read": "is also used by", "narrow": "",
-    "rows": "",
+    "square": "the inverse of the norm is", "read": "is also used by", "narrow": "",
+    "rows": "", "rounded": "the shifted gain is rounded", "summed": "the gain is another sum",
+    "converted": "the gain is no parameter", "scaled": "the gain is no parameter",
+    "wide": "the gain is not of float32", "later": "the gain is no parameter",
 }  # fmt: skip
 
 
