@@ -59,15 +59,17 @@ def test_every_number_of_rows(shape: tuple[tuple[int, ...], int], dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(
+    ("residual", "shift"), [(False, None), (True, None), (False, 0.0), (True, 1.0)]
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_norm_first(
-    shape: tuple[tuple[int, ...], int], residual: bool, dtype: torch.dtype
+    shape: tuple[tuple[int, ...], int], residual: bool, shift: float | None, dtype: torch.dtype
 ) -> None:
     x, weights, biases = tensors(1, *shape, dtype)
     gain = torch.randn(shape[1], device="cuda", dtype=dtype)
     added = torch.randn_like(x) if residual else None
-    given = x, added, gain, 1e-6, weights, biases
+    given = x, added, gain, 1e-6, weights, biases, shift
     graph = torch.cuda.CUDAGraph()
     normed_linears(*given)
     with torch.cuda.graph(graph):
@@ -81,7 +83,8 @@ def test_a_norm_first(
         s = x if added is None else x + added
         assert all(torch.equal(t, s) for t in sums)
         wide = s.double()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * gain.double()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        wide = wide * (gain.double() + (shift or 0.0))
         assert_close(n.float(), wide.float(), Tol(2 * TOL[dtype].rel, "two roundings"))
         check(out[1 + residual :], n, weights, biases)
         assert all(torch.equal(a, b) for a, b in zip(out, normed_linears(*given), strict=True))

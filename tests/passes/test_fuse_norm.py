@@ -177,6 +177,7 @@ def test_numbers_stay(form: str, dtype: torch.dtype, shape: tuple[int, ...]) -> 
         assert_close(g.float(), w.float(), ROUNDED)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("kind", "shift"), [(Qwen3NextRMSNorm, 1.0), (GptOssRMSNorm, 0.0)], ids=["qwen", "gpt_oss"]
 )
