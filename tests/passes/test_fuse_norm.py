@@ -159,8 +159,8 @@ return [view_1]""",  # noqa: E501
         ("of_llama", F16, (1, 1, D)),
         ("of_gpt_oss", BF16, (1, 1, D)),
         ("of_gemma", F16, (1, D)),
-        ("of_gemma", BF16, (1, 1, D)),
-        ("half", BF16, (1, D)),
+        pytest.param("of_gemma", BF16, (1, 1, D), marks=pytest.mark.every),
+        pytest.param("half", BF16, (1, D), marks=pytest.mark.every),
     ],
     ids=str,
 )
