@@ -53,7 +53,7 @@ def run_combine(call: CombineCall) -> Tensor:
     return stages.combine(y_RD, contiguous(weights_TK), contiguous(call.rows_R))
 
 
-if loaded.path() is not None:
+if loaded.library() is not None:
     dispatch.backend(
         "cpu", reads=("expert_map",), supports=supports_dispatch, devices=("cpu",), priority=1
     )(run_dispatch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,30 +45,59 @@ def test_loaded_after_moe_ops_it_defines_nothing_and_says_so(library: Path) -> N
     assert "load it before import moe_ops" in done.stderr
 
 
+OTHER = """
+import sys
+import torch
+torch.ops.load_library(sys.argv[1])
+try:
+    import moe_ops
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_library_of_other_sources_ends_the_import(library: Path, tmp_path: Path) -> None:
+    other, mark = tmp_path / "libmoe_ops.so.1", loaded.built_from().encode()
+    held = library.read_bytes()
+    assert held.count(mark) == 1
+    other.write_bytes(held.replace(mark, b"0" * len(mark)))
+    said = built.python("-c", OTHER, str(other)).stdout
+    assert said.startswith(f"{other} was built from other sources")
+
+
 @pytest.fixture
-def fresh() -> None:
-    """No library is known yet, and none afterwards."""
+def fresh() -> Iterator[None]:
+    """No library was asked for yet; afterwards all is as the import left it."""
     loaded.library.cache_clear()
     yield
     loaded.library.cache_clear()
+    loaded.library()
 
 
-class Stranger:
-    """A library that was built from other sources."""
+@pytest.fixture(params=["/b/libmoe_ops.so", "/b/libmoe_ops.so.1", "/b/mine.so"])
+def stranger(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The file of a library of ours from other sources, loaded beside one of others."""
 
-    def __init__(self, file: str) -> None:
-        self.moe_ops_built_from = lambda: b"0123"
+    class Library:
+        def __init__(self, file: str) -> None:
+            if file == request.param:
+                self.moe_ops_built_from = lambda: b"0123"
+
+    monkeypatch.setattr(torch.ops, "loaded_libraries", {"/a/libother.so", request.param})
+    monkeypatch.setattr(loaded.ctypes, "CDLL", Library)
+    return str(request.param)
 
 
-def test_a_library_of_other_sources_is_not_used(
-    fresh: None, monkeypatch: pytest.MonkeyPatch
+def test_a_library_is_known_by_any_name_and_refused_if_its_sources_differ(
+    fresh: None, stranger: str
 ) -> None:
-    monkeypatch.setattr(torch.ops, "loaded_libraries", {"/a/libother.so", "/b/libmoe_ops.so"})
-    monkeypatch.setattr(loaded.ctypes, "CDLL", Stranger)
-    with pytest.raises(
-        ImportError, match=r"/b/libmoe_ops\.so was built from other .*again: python"
-    ):
+    with pytest.raises(ImportError, match=f"^{stranger} was built from other .*again: python"):
         loaded.library()
+
+
+def test_a_library_that_is_loaded_after_the_import_is_not_used(stranger: str) -> None:
+    assert loaded.path() == stranger and loaded.library() is None
 
 
 def test_without_a_library_there_is_none(fresh: None) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 LIBRARY = "libmoe_ops"
+ASKED = "moe_ops_built_from"  # a function that no other library has
 
 
 def text_of(sources: Iterable[str]) -> str:
@@ -25,22 +26,25 @@ def built_from() -> str:
 
 
 def path() -> str | None:
-    """The file of libmoe_ops that `torch.ops.load_library` has loaded, or None."""
-    paths = (p for p in torch.ops.loaded_libraries if Path(p).stem == LIBRARY)
+    """The file of libmoe_ops that `torch.ops.load_library` has loaded, whatever its name, or
+    None."""
+    paths = (p for p in torch.ops.loaded_libraries if hasattr(ctypes.CDLL(p), ASKED))
     return next(iter(paths), None)
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library that is loaded, or None. Raises ImportError for one that was built from other
-    sources: what its functions are given differs.
+    """The library that was loaded before this package was imported, which asks for it first, or
+    None. Raises ImportError for one that was built from other sources: what its functions are given
+    differs.
     """
     file = path()
     if file is None:
         return None
     found = ctypes.CDLL(file)
-    found.moe_ops_built_from.restype = ctypes.c_char_p
-    if found.moe_ops_built_from().decode() != built_from():
+    asked = getattr(found, ASKED)
+    asked.restype = ctypes.c_char_p
+    if asked().decode() != built_from():
         raise ImportError(
             f"{file} was built from other sources than those of this moe_ops; build it again: "
             "python -m moe_ops build-library DIR"
