@@ -40,10 +40,13 @@ struct Format {
   }
 };
 
+// At least one part; what ends with a separator has an empty part behind it.
 inline std::vector<std::string> parts_of(const std::string& text, char between) {
-  std::vector<std::string> parts;
-  std::istringstream in(text);
-  for (std::string part; std::getline(in, part, between);) parts.push_back(part);
+  std::vector<std::string> parts(1);
+  for (const char c : text) {
+    if (c == between) parts.emplace_back();
+    else parts.back() += c;
+  }
   return parts;
 }
 
@@ -61,7 +64,7 @@ inline Format format_of(const Checks& check, const char* argument, const std::st
   const std::vector<std::string> parts = parts_of(full, ':');
   std::vector<std::string> known;
   for (const Element& element : kElements) known.push_back(element.name);
-  const auto at = parts.empty() ? known.end() : std::find(known.begin(), known.end(), parts[0]);
+  const auto at = std::find(known.begin(), known.end(), parts[0]);
   if (parts.size() < 2 || parts.size() > 3 || at == known.end())
     refuse(check.op, argument, "=", said(name), ": libmoe_ops multiplies element:group[:scale] with the elements ",
            listed(known), "; take one of these, or call the op from Python");

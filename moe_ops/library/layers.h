@@ -12,6 +12,15 @@ struct Sizes {
   int64_t T, K, E, F, D, I;
 };
 
+inline void check_offset(const Checks& check, std::optional<int64_t> offset, const MaybeTensor& expert_map, int64_t E) {
+  if (!offset) return;
+  if (!expert_map) refuse(check.op, "expert_offset=", *offset, " goes with an expert_map; give both");
+  const int64_t last = expert_map->numel() - E;
+  if (*offset < 0 || *offset > last)
+    refuse(check.op, "expert_offset=", *offset, " must be from 0 to ", last, ", as ", E, " of the ",
+           expert_map->numel(), " experts of expert_map are here");
+}
+
 inline Sizes sizes_of(const Checks& check, const ExpertsCall& c, int64_t values) {
   const int64_t rows = c.transposed ? 2 : 1, columns = 3 - rows;
   const int64_t T = c.x_TD.size(0), D = c.x_TD.size(1), E = c.w13_EFD.size(0), F = c.w13_EFD.size(rows);
@@ -32,8 +41,7 @@ inline Sizes sizes_of(const Checks& check, const ExpertsCall& c, int64_t values)
   check.tensor("weights_TK", c.weights_TK, 2, kFloats);
   check.size("weights_TK", c.weights_TK, 0, T, "the tokens of ids_TK");
   check.size("weights_TK", c.weights_TK, 1, c.ids_TK.size(1), "the top-k of ids_TK");
-  if (c.expert_offset && !c.expert_map)
-    refuse(check.op, "expert_offset=", *c.expert_offset, " goes with an expert_map; give both");
+  check_offset(check, c.expert_offset, c.expert_map, E);
   return {T, c.ids_TK.size(1), E, F, D, I};
 }
 

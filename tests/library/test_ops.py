@@ -154,6 +154,26 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         layer(w_format="float8_e5m2:row"),
         "w_format='float8_e5m2:row': .* with the elements int8, .*; take one of these",
     ),
+    "an empty scale": (
+        "experts",
+        layer(w_format="int8:1x32:"),
+        "scale of a format of libmoe_ops='' is unknown; choose one of float32, b",
+    ),
+    "a group of three": (
+        "experts",
+        layer(w_format="int8:1x32x"),
+        "w_format='int8:1x32x' has the group '1x32x'; choose tensor, row, column or rows x",
+    ),
+    "an offset past the map": (
+        "experts",
+        layer(expert_map=torch.arange(8), expert_offset=1),
+        "expert_offset=1 must be from 0 to 0, as 8 of the 8 experts of expert_map are here",
+    ),
+    "an offset without a map": (
+        "experts",
+        layer(expert_offset=1),
+        "expert_offset=1 goes with an expert_map; give both",
+    ),
     "a format that was not built": (
         "experts",
         layer(
