@@ -9,11 +9,11 @@
 #include <iostream>
 
 int main(int count, char** words) {
-  if (count < 3) {
+  const bool given = count > 2 && std::string(words[2]).find(".so") != std::string::npos;
+  if (count < (given ? 4 : 3)) {
     std::cerr << "usage: aoti_main MODEL.pt2 [libmoe_ops.so] TOKEN...\n";
     return 2;
   }
-  const bool given = std::string(words[2]).find(".so") != std::string::npos;
   if (given && !dlopen(words[2], RTLD_NOW)) {  // which defines the ops, and stays loaded
     std::cerr << dlerror() << "\n";
     return 1;

@@ -48,10 +48,10 @@ def build(folder: str | Path, elements: Iterable[str] | None = None, jobs: int =
     compiled.
     """
     chosen = tuple(quantized.ELEMENTS) if elements is None else tuple(elements)
-    unknown = [e for e in chosen if e not in quantized.ELEMENTS]
+    unknown = [repr(e) for e in chosen if e not in quantized.ELEMENTS]
     if unknown:
         known = ", ".join(quantized.ELEMENTS)
-        raise ValueError(f"elements has {', '.join(unknown)}; choose some of {known}")
+        raise ValueError(f"elements has {', '.join(unknown)}; choose some of {known}, or none")
     to = Path(folder).resolve()
     if to.exists() and not to.is_dir():
         raise NotADirectoryError(f"{to} is a file; name a folder, which is made if there is none")

@@ -41,6 +41,12 @@ def add(commands: Any) -> None:
     )
 
 
+def _first_error(output: str) -> str:
+    """The line in which a compiler or a linker says what is wrong; of others the last."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return next((line for line in lines if "error:" in line), lines[-1] if lines else "no reason")
+
+
 def run(top: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Run the command. Returns 0; bad usage, and sources that cannot be compiled, exit with 2 and a
     line on stderr."""
@@ -52,9 +58,10 @@ def run(top: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     elements = None if given is None else () if given == NONE else given.split(",")
     try:
         print(build(args.folder, elements))
-    except (CppCompileError, InvalidCxxCompiler) as error:
-        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        top.error(f"{NAME} needs a working C++ compiler ({said})")
+    except InvalidCxxCompiler as error:
+        top.error(f"{NAME} needs a working C++ compiler ({error or type(error).__name__})")
+    except CppCompileError as error:
+        top.error(f"{NAME} cannot compile by {error.cmd[0]}: {_first_error(error.output)}")
     except (OSError, ValueError) as error:
         top.error(str(error))
     return 0

@@ -61,6 +61,12 @@ def test_without_the_library_it_is_named(program: Path, packages: Path) -> None:
     assert "libmoe_ops.so" in done.stderr and "python -m moe_ops build-library" in done.stderr
 
 
+@pytest.mark.parametrize("words", [(), ("model.pt2",), ("model.pt2", "libmoe_ops.so")])
+def test_without_tokens_it_says_how_it_is_called(words: tuple[str, ...], program: Path) -> None:
+    done = run(program, *words)
+    assert done.returncode == 2 and done.stderr.startswith("usage: aoti_main MODEL.pt2")
+
+
 def test_what_the_library_lacks_is_told(program: Path, packages: Path, library: Path) -> None:
     done = run(program, packages / "int4.pt2", library, 1, 2)
     assert done.returncode == 1 and not done.stdout

@@ -75,10 +75,15 @@ def test_every_element_of_the_backend_is_among_them() -> None:
     ("raised", "said"),
     [
         (InvalidCxxCompiler(), "build-library needs a working C\\+\\+ compiler"),
-        (CppCompileError(["g++"], "wrong"), "build-library needs a working C\\+\\+ compiler"),
+        (
+            CppCompileError(["g++", "a.cpp"], "In a.h\na.h:1: fatal error: no b.h\nend\n"),
+            "build-library cannot compile by g\\+\\+: a.h:1: fatal error: no b.h\n$",
+        ),
+        (CppCompileError(["g++"], "ld: no space left\n\n"), r"by g\+\+: ld: no space left\n$"),
+        (CppCompileError(["g++"], ""), r"by g\+\+: no reason\n$"),
         (OSError("no space left"), "no space left"),
     ],
-    ids=["no_compiler", "failed", "disk"],
+    ids=["no_compiler", "failed", "linker", "silent", "disk"],
 )
 def test_what_cannot_be_built_exits_with_2(
     raised: Exception,
@@ -98,7 +103,8 @@ def test_unknown_elements_and_files_exit_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["build-library", str(tmp_path), "--elements", "int4,int3"]
-    exits_with(words, "elements has int3; choose some of int8, uint8, int4", capsys)
+    exits_with(words, "elements has 'int3'; choose some of int8, .*e4m3fn, or none", capsys)
+    exits_with([*words[:-1], ""], "elements has ''; choose some of int8", capsys)
     file = tmp_path / "file"
     file.write_text("")
     exits_with(["build-library", str(file)], "file is a file; name a folder", capsys)
