@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,18 +58,22 @@ def build(folder: str | Path, elements: Iterable[str] | None = None, jobs: int =
         raise NotADirectoryError(f"{to} is a file; name a folder, which is made if there is none")
     to.mkdir(parents=True, exist_ok=True)
     codes = [pair for pair in CODES if pair[0] in chosen]
-    # Beside the library, so that it is put in its place at once: a process may have it loaded.
-    with tempfile.TemporaryDirectory(dir=to, prefix=".build-") as scratch:
-        return _built(Path(scratch), to, codes, jobs)
+    # Inductor takes no path with a space for what it writes, so that is elsewhere. A copy beside
+    # the library is put in its place at once, as a process may have that loaded.
+    with (
+        tempfile.TemporaryDirectory(dir=to, prefix=".build-") as beside,
+        tempfile.TemporaryDirectory(prefix="moe_ops-") as scratch,
+    ):
+        made = Path(shutil.copy(_built(Path(scratch), codes, jobs), beside))
+        return made.replace(to / made.name)
 
 
-def _built(scratch: Path, to: Path, codes: Sequence[tuple[str, str]], jobs: int) -> Path:
+def _built(scratch: Path, codes: Sequence[tuple[str, str]], jobs: int) -> Path:
     (scratch / "calls.h").write_text(records.header())
     include = [f"-I{shlex.quote(str(path))}" for path in (scratch, HERE, KERNELS)]
     with ThreadPoolExecutor(jobs) as pool:
         objects = list(pool.map(lambda u: _compiled(u, scratch, include), _units(codes)))
-    made = _linked(objects, scratch)
-    return made.replace(to / made.name)
+    return _linked(objects, scratch)
 
 
 def _units(codes: Sequence[tuple[str, str]]) -> list[_Unit]:

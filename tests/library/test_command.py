@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ def units(monkeypatch: pytest.MonkeyPatch) -> list[build._Unit]:
     found: list[build._Unit] = []
 
     def compiled(unit: build._Unit, scratch: Path, include: list[str]) -> Path:
+        assert shlex.quote(str(scratch)) == str(scratch), "Inductor would split this path"
         found.append(unit)
         return scratch / unit.name
 
@@ -34,8 +36,9 @@ def units(monkeypatch: pytest.MonkeyPatch) -> list[build._Unit]:
 def test_it_prints_the_path_and_leaves_nothing_else(
     units: list[build._Unit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["build-library", str(tmp_path / "new")]) == 0
-    made = tmp_path / "new" / "libmoe_ops.so"
+    folder = tmp_path / "some one's" / "new"
+    assert main(["build-library", str(folder)]) == 0
+    made = folder / "libmoe_ops.so"
     assert capsys.readouterr().out == f"{made}\n"
     assert list(made.parent.iterdir()) == [made]
     assert {"library", "plain"} < {*made.read_text().split()}
