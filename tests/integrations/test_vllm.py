@@ -130,6 +130,14 @@ REFUSED: dict[str, tuple[Layer, dict[str, Any], str]] = {
     "swiglustep": (Layer("swiglustep"), {}, "'swiglustep' is not served"),
     "relu2": (Layer("relu2"), {}, "'relu2' is not served"),
     "no_limit": (Layer("swigluoai_uninterleave"), {}, "needs a swiglu_limit"),
+    "silu_alpha": (
+        Layer(options={"swiglu_alpha": 1.702}), {},
+        "'silu' is served without swiglu_alpha and swiglu_beta, got 1.702 and None",
+    ),
+    "gelu_beta": (Layer("gelu", options={"swiglu_beta": 1.0}), {}, "got None and 1.0"),
+    "no_alpha": (
+        Layer("relu2_no_mul", options={"swiglu_alpha": 0.0}), {}, "swiglu_beta, got 0.0 and None",
+    ),
     "gelu_limit": (Layer("gelu", options={"swiglu_limit": 7.0}), {}, "without a swiglu_limit"),
 }  # fmt: skip
 

@@ -97,6 +97,13 @@ def _activation(layer: Any) -> Activation | str:
     """The activation of a layer, or why it is not served."""
     name = layer.activation.value
     limit, alpha, shift = layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta
+    if name not in KNOWN:
+        return f"activation {name!r} is not served, these are: {', '.join(KNOWN)}"
+    if name not in (INTERLEAVED, HALVES) and (alpha not in (None, 1.0) or shift):
+        return (
+            f"activation {name!r} is served without swiglu_alpha and swiglu_beta, got {alpha} and "
+            f"{shift}"
+        )
     if name == "silu":
         return Activation(kind="silu", limit=limit)
     if name == INTERLEAVED:
@@ -112,8 +119,6 @@ def _activation(layer: Any) -> Activation | str:
             return f"activation {name!r} needs a swiglu_limit, got none"
         return Activation(kind="silu", alpha=1.0 if alpha is None else alpha, limit=limit,
                           up_shift=0.0 if shift is None else shift)  # fmt: skip
-    if name not in KNOWN:
-        return f"activation {name!r} is not served, these are: {', '.join(KNOWN)}"
     if limit is not None:
         return f"activation {name!r} is served without a swiglu_limit, got {limit}"
     if name in PLAIN:
