@@ -51,8 +51,9 @@ def test_pages_have_a_place_for_them() -> None:
     page = (FOLDER / "MODELS.md").read_text()
     assert generation.BLOCK.findall(page) == [f"generate_{m}" for m in models]
     states = [
-        "qwen3_6_35b_h100", "qwen3_next_12_layers_h100", "glm_4_7_flash_8_layers_h100",
-        "deepseek_v3_64_4_layers_h100", "deepseek_v3_64_4_layers_8192_h100",
+        "qwen3_6_35b_h100", "qwen3_6_35b_12_layers_h100", "qwen3_next_12_layers_h100",
+        "glm_4_7_flash_8_layers_h100", "deepseek_v3_64_4_layers_h100",
+        "deepseek_v3_64_4_layers_8192_h100",
     ]  # fmt: skip
     others = (FOLDER / "STATES.md").read_text()
     assert generation.BLOCK.findall(others) == [f"generate_{m}" for m in states]
