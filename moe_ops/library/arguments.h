@@ -16,6 +16,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 namespace moe_ops {
@@ -23,6 +24,22 @@ namespace moe_ops {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 typedef std::optional<Tensor> MaybeTensor;
+
+// An argument of an op, which owns what it points to. torch's own conversion leaks a copy of each string.
+template <typename T> T taken(StableIValue value) {
+  if constexpr (std::is_same_v<T, std::string>) {
+    const auto handle = torch::stable::detail::to<StringHandle>(value);
+    size_t length = 0;
+    const char* text = nullptr;
+    TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+    TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &text));
+    const std::string copy(text, length);
+    TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+    return copy;
+  } else {
+    return torch::stable::detail::to<T>(value);
+  }
+}
 
 template <typename... Parts> [[noreturn]] void refuse(const char* op, const Parts&... parts) {
   std::ostringstream text;

@@ -28,7 +28,7 @@ template <typename... T> void put(StableIValue* stack, const std::tuple<T...>& r
 // chosen when they were compiled, and here is one.
 template <typename Call, auto run> void boxed(StableIValue* stack, uint64_t given, uint64_t) {
   const Call call = Call::of(stack);
-  if (given > Call::kArguments) torch::stable::detail::to<std::string>(stack[Call::kArguments]);
+  if (given > Call::kArguments) taken<std::string>(stack[Call::kArguments]);
   put(stack, run(call, Call::kName));
 }
 

@@ -72,10 +72,7 @@ def _record(op: Op, reads: Iterable[str] | None, more: str = "") -> str:
     """The record of an op; with `reads`, one that refuses what these leave out."""
     parameters = op.arguments.signature.parameters
     fields = [f"  {_type(p.annotation)} {name};" for name, p in parameters.items()]
-    taken = (
-        f"torch::stable::detail::to<{_type(p.annotation)}>(stack[{i}])"
-        for i, p in enumerate(parameters.values())
-    )
+    taken = (f"taken<{_type(p.annotation)}>(stack[{i}])" for i, p in enumerate(parameters.values()))
     kind, planned = op.arguments.record.__name__, f"{op.name}.planned{op.planned_schema}"
     lines = [
         f"struct {kind} {{",

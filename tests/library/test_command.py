@@ -125,7 +125,7 @@ def test_records_have_the_arguments_of_ops_and_refuse_those_that_no_code_reads()
     text = records.header()
     record = text.partition("struct ExpertsCall {")[2].partition("\n};")[0]
     assert "  std::optional<double> limit;\n" in record
-    assert "to<std::optional<Tensor>>(stack[5])" in record
+    assert "taken<std::optional<Tensor>>(stack[5])" in record
     assert 'if (!(layout == "")) refuse_argument(op, "layout", layout);' in record
     assert 'if (global_scale2_E) refuse_argument(op, "global_scale2_E", global_scale2_E);' in record
     assert 'refuse_argument(op, "alpha"' not in record

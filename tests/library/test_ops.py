@@ -267,6 +267,38 @@ def test_what_it_does_not_take_is_refused_in_words(name: str, ran: Ran) -> None:
     assert re.match(rf"moe_ops\.{op}: .*{said}", ran.refused[name]), ran.refused[name]
 
 
+STRINGS = """
+import sys
+import torch
+torch.ops.load_library(sys.argv[1])
+long, logits = "x" * 2**20, torch.zeros(2, 2)
+
+def held():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1])  # pages
+
+def calls():
+    torch.ops.moe_ops.route.planned(logits, 1, plan=long)
+    try:
+        torch.ops.moe_ops.route.default(logits, 1, score=long)
+    except RuntimeError:
+        pass
+
+for _ in range(8):
+    calls()
+before = held()
+for _ in range(64):
+    calls()
+print((held() - before) * 4096 >> 20)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
+def test_strings_of_calls_are_freed(library: Path) -> None:
+    """A mebibyte of each would make 128 of 64 calls."""
+    assert int(built.python("-c", STRINGS, str(library)).stdout) < 32
+
+
 @pytest.mark.every
 def test_every_sample_is_as_defined_or_refused_by_the_backend_too(
     whole_library: Path, tmp_path: Path
