@@ -34,7 +34,7 @@ template <typename Call, auto run> void boxed(StableIValue* stack, uint64_t give
 
 template <typename Call> void define(torch::stable::detail::StableLibrary& library) {
   for (const char* schema : {Call::kSchema, Call::kPlanned}) {
-#if TORCH_FEATURE_VERSION >= TORCH_VERSION_2_12_0
+#if defined(TORCH_VERSION_2_12_0) && TORCH_FEATURE_VERSION >= TORCH_VERSION_2_12_0  // torch 2.11 knows no 2.12
     library.def(schema, {at::Tag::needs_exact_strides});
 #else
     library.def(schema);  // Inductor keeps strides also of ops without tags

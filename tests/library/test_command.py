@@ -132,3 +132,14 @@ def test_records_have_the_arguments_of_ops_and_refuse_those_that_no_code_reads()
     of_moe = text.partition("struct MoeCall {")[2]
     assert "scale, weights_dtype}; }" in of_moe  # what `route` calls out_dtype
     assert 'expert_offset, std::nullopt, ""};' in of_moe  # of tokens that are codes
+
+
+def test_versions_of_torch_that_an_older_one_does_not_know_are_asked_for() -> None:
+    """Where there is no such macro it counts as 0, and every version is above it."""
+    text = "".join(
+        p.read_text() for p in sorted(build.HERE.iterdir()) if p.suffix in (".h", ".cpp")
+    )
+    versions = re.findall(r">= (TORCH_VERSION_\w+)", text)
+    assert versions
+    for version in versions:
+        assert re.search(rf"#if defined\({version}\) && \w+ >= {version}\b", text)
