@@ -2,7 +2,8 @@
 
 The node chooses experts itself, by the largest k of `router_probs`, and weighs them by a softmax
 over these. So it is given log w at the experts that were chosen and a low number elsewhere: its
-softmax is then w / sum(w), and its result times sum(w) is ours, whatever the router was.
+softmax is then w / sum(w), and its result times sum(w) is ours, whatever the router was. An expert
+that a token names twice has the sum of both weights, and an id that is no expert's has no part.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from moe_ops.exporting.codes import cannot
 from moe_ops.exporting.positive import is_proven
+from moe_ops.ops.dispatch import local_ids
 from moe_ops.ops.experts import ExpertsCall, restored
 from moe_ops.quant.formats import ROW, Format
 
 NOT_CHOSEN = -1e4  # far below the logarithm of the smallest weight
-SMALLEST = 1e-30  # what a weight of 0 becomes
 LEAST_BLOCK = 16  # of the node's groups, which are powers of two
 
 
@@ -45,20 +46,28 @@ class Nodes:
         require_sayable(c)
         if not self.assume_positive and not is_proven(c.weights_TK):
             refuse("weights_TK", tuple(c.weights_TK.shape), NOT_PROVEN, SAY_SO)
-        weights_TK = c.weights_TK.float().clamp(min=SMALLEST)
-        T, E = c.x_TD.shape[0], c.w13_EFD.shape[0]
-        row_TE = torch.full((T, E), NOT_CHOSEN, dtype=torch.float32, device=c.x_TD.device)
-        probs_TE = row_TE.scatter(1, c.ids_TK.long(), weights_TK.log()).to(c.x_TD.dtype)
+        weight_TE = _of_experts(c)
         node = quantized_node if c.w_format else plain_node
-        out_TD = node(c, probs_TE)
-        total_T1 = weights_TK.sum(1, keepdim=True)
-        return (out_TD.float() * total_T1).to(c.x_TD.dtype)
+        out_TD = node(c, _probs(weight_TE).to(c.x_TD.dtype))
+        return (out_TD.float() * weight_TE.sum(1, keepdim=True)).to(c.x_TD.dtype)
 
 
-NOT_PROVEN = (
-    "is not made by a softmax or a sigmoid in this graph, and the node wants weights above 0"
-)
-SAY_SO = "if they are, say so by decompositions('ort', assume_positive=True)"
+def _of_experts(c: ExpertsCall) -> Tensor:
+    """The weight of each expert for each token in float32, 0 of those that it did not choose."""
+    (T, K), E = c.ids_TK.shape, c.w13_EFD.shape[0]
+    ids_TK = local_ids(c.ids_TK, E, None).view(T, K)  # E: no expert's
+    none = torch.zeros((T, E + 1), dtype=torch.float32, device=c.x_TD.device)
+    return none.scatter_add(1, ids_TK, c.weights_TK.float())[:, :E]
+
+
+def _probs(weight_TE: Tensor) -> Tensor:
+    """What the node makes weight / sum(weight) of, the largest 0, as float16 is finest there."""
+    log_TE = torch.where(weight_TE > 0, weight_TE.log(), NOT_CHOSEN)
+    return log_TE - log_TE.amax(1, keepdim=True)
+
+
+NOT_PROVEN = "is not made by a softmax or a sigmoid in this graph, and the node wants none below 0"
+SAY_SO = "if there is none, say so by decompositions('ort', assume_positive=True)"
 
 
 def refuse(argument: str, got: object, why: str, instead: str = "") -> NoReturn:
@@ -155,7 +164,7 @@ def _symbolic(
     name: str, c: ExpertsCall, inputs: tuple[Tensor | None, ...], attributes: dict[str, Any]
 ) -> Tensor:
     said: dict[str, Any] = {
-        "k": c.ids_TK.shape[1],
+        "k": min(c.ids_TK.shape[1], c.w13_EFD.shape[0]),
         "activation_type": "swiglu",
         "swiglu_fusion": 1,
         "activation_alpha": float(c.alpha),

@@ -39,10 +39,9 @@ def decompositions(target: str, *, assume_positive: bool = False) -> Table:
                is known and few: E / K times the work, and no weight for each row.
     onnx       what torch.onnx.export translates: today the same.
     ort        nodes of ONNX Runtime, com.microsoft MoE and QMoE, for `experts` and `moe`, else as
-               onnx. Their router has a softmax, so weights must be above 0, which is proven of
-               the graph that makes them (0 becomes a tiny number); of weights that the graph does
-               not make `assume_positive` says so. Each token's experts must differ, as those of
-               `route` do.
+               onnx. Their router has a softmax, so no weight may be below 0, which is proven of
+               the graph that makes them; of weights that the graph does not make
+               `assume_positive` says so.
 
     Raises ValueError for an unknown target, and for `assume_positive` with another than "ort". What
     a target cannot say raises NotImplementedError when it is met, with the op, its argument and the
