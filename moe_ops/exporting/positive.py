@@ -15,7 +15,7 @@ aten = torch.ops.aten
 # What gives numbers from 0 on, whatever it is given.
 ALWAYS = frozenset({
     aten._softmax.default, aten.softmax.int, aten.sigmoid.default, aten.exp.default,
-    aten.abs.default, aten.relu.default, aten.softplus.default, aten.sqrt.default,
+    aten.abs.default, aten.relu.default, aten.sqrt.default,
 })  # fmt: skip
 # What gives such numbers of such numbers: it moves them, or sums them, takes some or rounds them.
 OF_SUCH = frozenset({
@@ -57,6 +57,8 @@ def _gives_such(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     """Whether an operator gives numbers from 0 on for these arguments."""
     if target in ALWAYS:
         return True
+    if target is aten.softplus.default:  # of other factors and thresholds it may be below 0
+        return len(args) == 1 and not kwargs
     # Of the outputs of topk the first has values, the second places, which are such numbers too.
     if target is operator.getitem or target in OF_SUCH:
         return never_negative(args[0])

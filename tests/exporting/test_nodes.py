@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
 
 import moe_ops
 from moe_ops import experts, moe
@@ -114,6 +115,9 @@ PROOFS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "negative_term": (lambda t: t.sigmoid() + -1.0, False),
     "factor_of_input": (lambda t: t.sigmoid() * t, False),
     "filled": (lambda t: t.sigmoid().masked_fill(t > 0, -1.0), False),
+    "softplus": (lambda t: functional.softplus(t), True),
+    "softplus_of_a_factor": (lambda t: functional.softplus(t, beta=-1.0), False),
+    "softplus_past_a_threshold": (lambda t: functional.softplus(t, threshold=-9.0), False),
     "input": (lambda t: t, False),
 }
 
