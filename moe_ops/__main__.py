@@ -10,7 +10,7 @@ import runpy
 import sys
 import tarfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from moe_ops import installed
 from moe_ops.checks.options import check_writable
 from moe_ops.checks.shapes import DTYPES
 from moe_ops.checks.signature import did_you_mean
+from moe_ops.config_sizes import TINY, require_experts_per_token, shrink
 from moe_ops.conformance import command as conformance
 from moe_ops.exporting import command as export
 from moe_ops.library import command as library
@@ -63,30 +64,6 @@ examples:
   python -m moe_ops warm Qwen/Qwen3-30B-A3B --random --layers 2    # as its layers are all alike
   python -m moe_ops warm qwen3_moe --tiny --save caches.tar
 """
-# Sizes for --tiny, of those that a config has.
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "vocab_size": 256,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 0,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-    "pad_token_id": None,
-}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -347,6 +324,7 @@ def config_of(args: argparse.Namespace) -> Any:
     else:
         config = transformers.AutoConfig.from_pretrained(args.model)
     shrink(config, TINY if args.tiny else {}, args.layers)
+    require_experts_per_token(config)
     return config
 
 
@@ -356,21 +334,6 @@ def auto_class(config: Any) -> Any:
 
     heads = (AutoModelForCausalLM, AutoModelForImageTextToText)
     return next((auto for auto in heads if type(config) in auto._model_mapping), AutoModel)
-
-
-def shrink(config: Any, sizes: Mapping[str, int | None], layers: int | None) -> None:
-    """Set the sizes and the number of layers that a config, or one inside it, has."""
-    before = getattr(config, "num_hidden_layers", None)
-    given = {**sizes, **({} if layers is None else {"num_hidden_layers": layers})}
-    for name, value in list(vars(config).items()):
-        if hasattr(value, "to_dict"):
-            shrink(value, sizes, layers)
-        elif isinstance(value, list) and len(value) == before and "num_hidden_layers" in given:
-            setattr(config, name, value[: given["num_hidden_layers"]])  # one for each layer
-        elif isinstance(value, int) and name in given:
-            setattr(config, name, given[name])
-    if sizes and hasattr(config, "kv_lora_rank") and hasattr(config, "num_key_value_heads"):
-        config.num_key_value_heads = config.num_attention_heads  # latents have keys for each head
 
 
 def counts(text: str) -> list[int]:

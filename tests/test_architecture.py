@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "installed": May(),
     "arena": May(),
     "twin": May(frozenset({"interop"})),
+    "config_sizes": May(),
     "testing": May(LOW),
     "ranks": May(frozenset({"interop", "registry"})),
     "ops": May(LOW | {"fake_impls", "quant", "ranks"}),
@@ -84,7 +85,9 @@ MAY_IMPORT = {
     "exporting": May(OP | {"hf", "quant"}, RUNTIMES),
     "conformance": May(OP | {"planning", "quant", "testing"}, frozenset({"torch", "pytest"})),
     "__main__": May(
-        BACKEND | {"conformance", "exporting", "hf", "installed", "library", "passes", "warm"},
+        BACKEND
+        | {"config_sizes", "conformance", "exporting", "hf", "installed", "library", "passes"}
+        | {"warm"},
         TRANSFORMERS,
     ),
     FACADE: May(

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ops.__main__ import main, parser, shrink
+from moe_ops.__main__ import main, parser
+from moe_ops.config_sizes import shrink
 from moe_ops.passes.explain.explanation import LEGEND, At, Explanation
 from moe_ops.passes.explain.html import page
 from moe_ops.passes.explain.roofline import HEIGHT, LEFT, RIGHT, WIDTH, _box, _overlap, roofline
