@@ -6,12 +6,14 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_ops.checks.options import check_writable
 from moe_ops.exporting.runtimes import RUNTIMES, Run, Runtime
 
 ABOUT = """\
@@ -63,8 +65,10 @@ def run(top: argparse.ArgumentParser, args: argparse.Namespace, load: Callable[[
     file = Path(args.output)
     if file.suffix != runtime.suffix:
         top.error(f"-o {file}: files of {args.to} end in {runtime.suffix}; name it so")
-    if not file.absolute().parent.is_dir():
-        top.error(f"-o {file}: there is no folder {file.parent}; make it")
+    try:
+        check_writable("-o", file)
+    except OSError as error:
+        top.error(first_line(error))
     try:
         model = load(args)
     except Exception as error:  # whatever transformers, its hub or a config's own checks raise
@@ -76,7 +80,13 @@ def run(top: argparse.ArgumentParser, args: argparse.Namespace, load: Callable[[
             failed |= not is_close
     except NotImplementedError as error:  # to which torch adds the node that it came from
         top.error(first_line(error))
+    except CannotExport as error:
+        top.error(f"{args.model}: {error}")
     return int(failed)
+
+
+class CannotExport(Exception):
+    """What became of a model that no file can hold."""
 
 
 def first_line(error: Exception) -> str:
@@ -89,25 +99,50 @@ def checked(
 ) -> Iterator[tuple[str, bool]]:
     """Write the file and run it; lines that say what was done, and whether it was right.
 
-    Raises NotImplementedError for what the runtime's operators cannot say.
+    Raises NotImplementedError for what the runtime's operators cannot say of our ops, CannotExport
+    for what else hinders, and for a model without our ops.
     """
-    from moe_ops.exporting.programs import Logits, exported, inputs_of
+    from moe_ops.exporting.programs import Logits, exported, inputs_of, ops_in
     from moe_ops.exporting.tables import decompositions
     from moe_ops.hf.optimize import optimize
 
     shapes = SHAPES if runtime.dynamic else SHAPES[:1] * 2
     inputs = inputs_of(shapes, model.config.get_text_config().vocab_size)
-    with torch.inference_mode():
+    with hindered("the model"), torch.inference_mode():
         wanted = [Logits(model)(ids) for ids in inputs]
     began = time.perf_counter()
-    program = exported(optimize(model), inputs[0], dynamic=runtime.dynamic)
+    with hindered("torch.export"):
+        program = exported(optimize(model), inputs[0], dynamic=runtime.dynamic)
+    if not ops_in(program):
+        raise CannotExport(
+            "no layer has experts that moe_ops takes; the first layers of some models have none: "
+            "leave --layers out, or give more; models without experts need no table of moe_ops"
+        )
     code = runtime.code()
-    code.write(program.run_decompositions(decompositions(runtime.target)), file)
+    who = runtime.file.removeprefix("to_")
+    with hindered(who):
+        code.write(program.run_decompositions(decompositions(runtime.target)), file)
     size, took = file.stat().st_size / 2**20, time.perf_counter() - began
     yield f"wrote {file}: {size:.2f} MiB in {took:.1f} s", True
-    ran = code.load(file)
-    for ids, want in zip(inputs, wanted, strict=True):
-        yield compared(ran, ids, want, tolerance)
+    with hindered(who):
+        ran = code.load(file)
+        found = [compared(ran, *pair, tolerance) for pair in zip(inputs, wanted, strict=True)]
+    yield from found
+
+
+@contextmanager
+def hindered(who: str) -> Iterator[None]:
+    """Raise CannotExport for what `who` raises, but for what our own tables refuse."""
+    try:
+        yield
+    except NotImplementedError:
+        raise
+    except Exception as error:  # of many kinds, by the runtime and the operator that it lacks
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        line = str(cause).strip().partition("\n")[0]
+        raise CannotExport(f"{who} says {type(cause).__name__}: {line}") from error
 
 
 def compared(ran: Run, ids: Tensor, want: Tensor, tolerance: float) -> tuple[str, bool]:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from moe_ops.registry.spec import NAMESPACE
+
 LONGEST, MOST_SEQUENCES = 4096, 256
 
 
@@ -42,3 +44,9 @@ def exported(model: nn.Module, ids: Tensor, *, dynamic: bool = True) -> Exported
         batch = torch.export.Dim("batch", max=MOST_SEQUENCES)
         sizes = ({0: batch, 1: torch.export.Dim("length", min=2, max=LONGEST)},)
     return torch.export.export(Logits(model), (ids,), dynamic_shapes=sizes)
+
+
+def ops_in(program: ExportedProgram) -> list[str]:
+    """The names of our ops that a program holds, one for each call."""
+    names = (str(node.target) for node in program.graph.nodes if node.op == "call_function")
+    return [name for name in names if name.startswith(f"{NAMESPACE}.")]

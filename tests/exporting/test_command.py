@@ -98,7 +98,8 @@ def test_without_the_runtime_it_names_the_package(
 WRONG: dict[str, tuple[list[str], str]] = {
     "runtime": (["--to", "tflite", "-o", "a.onnx"], "invalid choice: 'tflite'"),
     "suffix": (["--to", "onnx", "-o", "a.pte"], "files of onnx end in .onnx; name it so"),
-    "folder": (["--to", "onnx", "-o", "no/a.onnx"], "there is no folder no; make it"),
+    "folder": (["--to", "onnx", "-o", "no/a.onnx"], "there is no folder 'no'; make it first"),
+    "a_folder": (["--to", "onnx", "-o", "../a.onnx"], "a.onnx' is a folder"),
     "layers": (["--to", "onnx", "-o", "a.onnx", "--layers", "0"], "integer above 0, got '0'"),
 }
 
@@ -107,12 +108,14 @@ WRONG: dict[str, tuple[list[str], str]] = {
 def test_bad_usage(
     words: list[str], said: str, stand_in: StandIn, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.onnx").mkdir()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
     with pytest.raises(SystemExit) as exited:
         main([*TINY, *words])
     assert exited.value.code == 2
     assert said in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "empty").iterdir()) == []
 
 
 @pytest.mark.every
@@ -123,6 +126,35 @@ def test_what_a_runtime_cannot_say(tmp_path: Path, stand_in: StandIn, capsys: An
     assert exited.value.code == 2
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert "x_format='mxfp8' rounds to codes" in told
+
+
+@pytest.mark.every
+def test_a_model_without_experts_is_not_written(
+    tmp_path: Path, stand_in: StandIn, capsys: Any
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(["export", "llama", *TINY[2:], "--to", "onnx", "-o", str(tmp_path / "a.onnx")])
+    assert exited.value.code == 2
+    assert "llama: no layer has experts that moe_ops takes" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("method", ["write", "load"])
+def test_what_a_runtime_raises_is_a_line(
+    method: str, tmp_path: Path, stand_in: StandIn, capsys: Any, monkeypatch: Any
+) -> None:
+    def fail(*args: Any) -> None:
+        try:
+            raise KeyError("view_as_complex")
+        except KeyError as error:
+            raise ValueError("see above") from error
+
+    monkeypatch.setattr(stand_in, method, fail)
+    with pytest.raises(SystemExit) as exited:
+        main([*TINY, "--to", "onnx", "-o", str(tmp_path / "a.onnx")])
+    assert exited.value.code == 2
+    assert "qwen3_moe: onnx says KeyError: 'view_as_complex'" in capsys.readouterr().err
 
 
 def test_runtimes_have_their_files() -> None:
