@@ -120,8 +120,9 @@ class WhileExported:
 
     @torch.compiler.assume_constant_result  # Dynamo, which reads a strict export, calls it as it is
     def tell_of_strict(self) -> None:
-        """Warn that a strict export holds the model's own code."""
-        log.warning(STRICT, type(self._model).__name__)
+        """Warn that a strict export holds the model's own code, unless that is on our ops."""
+        if not hasattr(self._model, _STATE):
+            log.warning(STRICT, type(self._model).__name__)
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -84,3 +84,23 @@ def test_an_optimized_model_stays_so() -> None:
         program = exported(moe_ops.compile(model), torch.randint(16, 90, (2, 7)))
     assert ops_in(program)
     assert model.config._experts_implementation == "moe_ops"
+
+
+@pytest.mark.every
+def test_a_strict_export_of_an_optimized_model_holds_ops(caplog: pytest.LogCaptureFixture) -> None:
+    model = moe_ops.optimize(families.build("qwen3_moe").model)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "moe_ops"):
+        program = exported(moe_ops.compile(model), torch.randint(16, 90, (2, 7)), strict=True)
+    assert ops_in(program)
+    assert "strict" not in caplog.text
+
+
+@pytest.mark.every
+def test_a_quantised_model_keeps_its_codes() -> None:
+    model = families.build("qwen3_moe").model
+    moe_ops.quantize_model(model, "int8:row", progress=False)
+    with torch.no_grad():
+        program = exported(moe_ops.compile(model), torch.randint(16, 90, (2, 7)))
+    called = [n for n in program.graph.nodes if str(n.target) == "moe_ops.experts.default"]
+    assert called
+    assert all("int8:row" in [*n.args, *n.kwargs.values()] for n in called)
