@@ -19,10 +19,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_ops import installed
+from moe_ops.checks.config_sizes import TINY, require_experts_per_token, shrink
 from moe_ops.checks.options import check_writable
 from moe_ops.checks.shapes import DTYPES
 from moe_ops.checks.signature import did_you_mean
-from moe_ops.config_sizes import TINY, require_experts_per_token, shrink
 from moe_ops.conformance import command as conformance
 from moe_ops.exporting import command as export
 from moe_ops.library import command as library

@@ -38,7 +38,6 @@ MAY_IMPORT = {
     "installed": May(),
     "arena": May(),
     "twin": May(frozenset({"interop"})),
-    "config_sizes": May(),
     "testing": May(LOW),
     "ranks": May(frozenset({"interop", "registry"})),
     "ops": May(LOW | {"fake_impls", "quant", "ranks"}),
@@ -85,9 +84,7 @@ MAY_IMPORT = {
     "exporting": May(OP | {"hf", "quant"}, RUNTIMES),
     "conformance": May(OP | {"planning", "quant", "testing"}, frozenset({"torch", "pytest"})),
     "__main__": May(
-        BACKEND
-        | {"config_sizes", "conformance", "exporting", "hf", "installed", "library", "passes"}
-        | {"warm"},
+        BACKEND | {"conformance", "exporting", "hf", "installed", "library", "passes"} | {"warm"},
         TRANSFORMERS,
     ),
     FACADE: May(

@@ -9,7 +9,7 @@ import torch
 
 import moe_ops
 from moe_ops.__main__ import main
-from moe_ops.config_sizes import TINY, shrink
+from moe_ops.checks.config_sizes import TINY, shrink
 from moe_ops.exporting.command import SHAPES, TOLERANCE, compared
 from moe_ops.exporting.programs import Logits, exported, inputs_of
 from moe_ops.exporting.runtimes import RUNTIMES

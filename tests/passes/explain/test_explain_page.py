@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_ops.__main__ import main, parser
-from moe_ops.config_sizes import shrink
+from moe_ops.checks.config_sizes import shrink
 from moe_ops.passes.explain.explanation import LEGEND, At, Explanation
 from moe_ops.passes.explain.html import page
 from moe_ops.passes.explain.roofline import HEIGHT, LEFT, RIGHT, WIDTH, _box, _overlap, roofline

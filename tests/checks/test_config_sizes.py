@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_ops.__main__ import loaded, main, parser
-from moe_ops.config_sizes import TINY, require_experts_per_token, shrink
+from moe_ops.checks.config_sizes import TINY, require_experts_per_token, shrink
 
 transformers = pytest.importorskip("transformers")
 # Their classes have no number of experts, or of those of a token, or no head_dim.
