@@ -98,6 +98,8 @@ def test_a_model_has_one_and_others_are_refused() -> None:
         moe_ops.graph_report(model)
 
 
+@pytest.mark.every
+@pytest.mark.slow
 def test_explain_has_the_same_as_the_report() -> None:
     model = families.build("qwen3_moe").model
     run, inputs = Layered(model), {"input_ids": torch.randint(3, 90, (2, 5))}

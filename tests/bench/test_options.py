@@ -144,6 +144,7 @@ def test_what_needs_a_gpu_says_so(
     assert "this needs a CUDA GPU" in capsys.readouterr().err
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_ranks_that_torchrun_did_not_start_are_told_of_it() -> None:
     done = subprocess.run(

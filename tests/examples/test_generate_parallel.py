@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
+@pytest.mark.every
+@pytest.mark.slow
 def test_kernels_are_shown_of_gpus_alone() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

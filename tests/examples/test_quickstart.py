@@ -225,6 +225,7 @@ print("graphs", counters["stats"]["unique_graphs"])
 """
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_the_quickstart_prints_a_table_and_writes_its_figures(tmp_path: Path) -> None:
     written = tmp_path / "figures.json"

@@ -118,6 +118,7 @@ def test_code_of_inductor_gives_the_same(family: str, fresh: None) -> None:
         torch.testing.assert_close(got.logits, want.logits[:, -4:], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_options_reach_the_layers(fresh: None) -> None:
     model = families.build("qwen3_moe").model

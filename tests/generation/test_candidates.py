@@ -357,6 +357,7 @@ def test_a_step_of_too_many_tokens_is_refused() -> None:
         width_for(129)
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_nothing_is_compiled_after_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()

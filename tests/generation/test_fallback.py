@@ -145,6 +145,7 @@ def test_a_call_that_fails_leaves_the_model_compiled(model: Any, ids: Tensor) ->
         assert not falls_back(twin)
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_a_call_by_steps_inside_one_that_falls_back(model: Any, ids: Tensor) -> None:
     twin, inside, own = moe_ops.compile(model), [], []
@@ -196,6 +197,7 @@ def test_what_transformers_compiles_has_our_passes(
     assert compiled_graphs() == 0
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_hooks_put_on_since_are_called_by_what_transformers_compiles(
     model: Any, ids: Tensor, as_on_a_gpu: None

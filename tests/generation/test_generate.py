@@ -317,6 +317,7 @@ def test_a_model_that_is_not_ours_has_no_report(model: Any) -> None:
         moe_ops.generation_report(model)
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_a_config_for_transformers_own_compilation(model: Any, ids: Tensor) -> None:
     torch._dynamo.reset()

@@ -23,6 +23,7 @@ from moe_ops.generation.own_attention import (
     latent_attention,
     layers_of_steps,
 )
+from tests.chosen import those_of
 from tests.generation.latents import expand, wrapped
 from tests.hf import families
 from tests.hf.twins import PLAIN, check, twin_of, uncompiled
@@ -81,7 +82,7 @@ def test_a_captured_step_has_latents_too(over_latents: list[Tensor | None]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", those_of(["deepseek_v3"], SERVED))
 def test_a_compiled_step_calls_the_op(family: str) -> None:
     """Once a layer, and expands nothing."""
     torch._dynamo.reset()

@@ -284,16 +284,11 @@ def ids(*shape: int) -> Tensor:
     return torch.randint(3, 90, shape)
 
 
+@pytest.mark.every
 @pytest.mark.slow
 @torch.inference_mode()
-@pytest.mark.parametrize(
-    "optimized", [False, pytest.param(True, marks=pytest.mark.every)], ids=["stock", "optimized"]
-)
-@pytest.mark.parametrize(
-    "order",
-    [LENGTHS[::-1], pytest.param(LENGTHS, marks=pytest.mark.every)],
-    ids=["longest_first", "shortest_first"],
-)
+@pytest.mark.parametrize("optimized", [False, True], ids=["stock", "optimized"])
+@pytest.mark.parametrize("order", [LENGTHS[::-1], LENGTHS], ids=["longest_first", "shortest_first"])
 def test_two_graphs_serve_all_lengths_of_a_stock_model(
     order: tuple[int, ...], optimized: bool, fresh
 ) -> None:

@@ -266,6 +266,7 @@ def test_depyf_writes_our_stages(tmp_path: Path) -> None:
     assert not [name for name in vars(x) if "dynamo" in name]
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_an_unsupported_stock_layer_is_named() -> None:
     if "muse_spark" not in families.discover():

@@ -94,6 +94,8 @@ def test_a_loop_over_what_was_chosen_is_named_with_its_line() -> None:
     assert "torch.where(ids == e)" in Path(__file__).read_text().splitlines()[number - 1]
 
 
+@pytest.mark.every
+@pytest.mark.slow
 def test_a_transformers_model_with_eager_experts_is_told_what_to_set() -> None:
     tiny = families.build("qwen3_moe", "eager")
     del tiny.model.model.layers[1:]  # which are as the first

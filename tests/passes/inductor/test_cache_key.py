@@ -343,6 +343,7 @@ def run(site: Path, *args: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.every
 @pytest.mark.slow
 def test_a_second_process_hits_the_caches_until_something_changes(tmp_path: Path) -> None:
     shutil.copytree(

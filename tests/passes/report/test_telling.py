@@ -248,9 +248,12 @@ FAMILIES = [
     pytest.param("gpt_oss", "2 of 2 MoE layers and 2 of 2 routers", "", marks=EVERY),
     pytest.param(
         "phimoe", "2 of 2 MoE layers and 0 of 2 routers", "leaves 2 of 2 routers as they were (",
-        marks=pytest.mark.every,
+        marks=EVERY,
     ),
-    ("muse_spark", "0 of 1 MoE layers and 0 of 1 routers", "leaves 1 of 1 MoE layers as they were"),
+    pytest.param(
+        "muse_spark", "0 of 1 MoE layers and 0 of 1 routers",
+        "leaves 1 of 1 MoE layers as they were", marks=EVERY,
+    ),
 ]  # fmt: skip
 
 
@@ -271,6 +274,8 @@ def test_families(family: str, counts: str, left: str, told: Told) -> None:
     assert lines[0][1] in explained, "explain has the same words"
 
 
+@pytest.mark.every
+@pytest.mark.slow
 @torch.inference_mode()
 def test_generate_tells_of_the_layers_that_share_a_graph(told: Told) -> None:
     tiny = families.build("qwen3_moe")
@@ -326,6 +331,8 @@ print(counters["inductor"]["fxgraph_cache_miss"])
 """
 
 
+@pytest.mark.every
+@pytest.mark.slow
 def test_a_warm_start_says_the_same(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     env.pop("TORCHINDUCTOR_FORCE_DISABLE_CACHES", None)
