@@ -62,6 +62,7 @@ class Net(torch._TorchCompileInductorWrapper):
 
     @sizes.assuming()  # also of the graph as it was, which might fail for the same reason
     def __call__(self, model_: fx.GraphModule, inputs_: list[Any], **kwargs: Any) -> Any:
+        sizes.fix_traced()
         untouched, before = _copied(model_), len(self.pipeline.runs)
         try:
             with kept() as found, waiting_at_least_for(f"compiling {self.waits_as}"):

@@ -11,6 +11,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import _config as shape_config
 from torch.utils._pytree import tree_leaves
@@ -23,6 +24,7 @@ from moe_ops.passes.inductor.slices import BINDINGS, MISSING_END, NEEDS_END
 # traces is not to be run on an empty x.
 OBLIVIOUS = "backed_size_oblivious"
 HAS_OBLIVIOUS = hasattr(shape_config, OBLIVIOUS)
+FIXES_LATE = torch.__version__ < "2.12"
 
 
 class _Inside:
@@ -112,11 +114,8 @@ def tell(graph: fx.Graph) -> None:
     # sizes that are size-like torch refuses to learn that: after a guard on 1 it takes s52 for 1
     # where it asks the guards, and for a symbol where it multiplies. Inductor then fuses nodes of
     # 2048*s27 and of 2048*s27*s52 elements, and stops as it cannot split one like the other.
+    _fix(env)
     env.size_like.clear()
-    for guard in env.guards:
-        equation = guard.expr if getattr(guard.expr, "rel_op", "") == "==" else None
-        if equation is not None and equation.lhs in symbols and equation.rhs in (0, 1):
-            env._set_replacement(equation.lhs, equation.rhs, "a guard fixes it")
     if NEEDS_END:
         for symbol in symbols:
             env.constrain_symbol_range(symbol, 0, MISSING_END - 1)
@@ -124,6 +123,25 @@ def tell(graph: fx.Graph) -> None:
         decided = _deciding(graph)
         several = tuple(symbol for symbol in symbols if symbol not in decided)
         _assume_several(env, several, _assumed.ranges)
+
+
+def fix_traced() -> None:
+    """Do so before AOTAutograd traces the graph that Dynamo is compiling, under torch 2.11. There
+    `x.view(b, s, -1, d).squeeze(2)` keeps an axis of b elements, of a b that a guard fixes at 1."""
+    context = TracingContext.try_get()
+    if FIXES_LATE and context is not None and context.fake_mode is not None:
+        env = context.fake_mode.shape_env
+        if env is not None:
+            _fix(env)
+
+
+def _fix(env: Any) -> None:
+    """Let sizes that guards fix at 0 or 1 be these numbers."""
+    for guard in env.guards:
+        equation = guard.expr if getattr(guard.expr, "rel_op", "") == "==" else None
+        if equation is not None and equation.lhs in env.size_like and equation.rhs in (0, 1):
+            env.size_like.discard(equation.lhs)
+            env._set_replacement(equation.lhs, equation.rhs, "a guard fixes it")
 
 
 def _deciding(graph: fx.Graph) -> set[Any]:

@@ -210,3 +210,24 @@ def test_one_graph_still_serves_one_token() -> None:
                     torch.testing.assert_close(fast(x_TD), model(x_TD))
             assert counters["stats"]["unique_graphs"] == 1
             assert counters["aot_autograd"]["autograd_cache_hit"] == hits
+
+
+@pytest.mark.skipif(not sizes.FIXES_LATE, reason="this torch learns it from the guard")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_guard_fixes_a_size_before_a_graph_is_traced_again(rows: int) -> None:
+    found = []
+
+    def look(graph: fx.GraphModule, inputs: list[object]) -> fx.GraphModule:
+        vals = [node.meta.get("example_value") for node in graph.graph.nodes]
+        size = next(val for val in vals if isinstance(val, FakeTensor)).shape[0]
+        assert isinstance(size, torch.SymInt)
+        before = size.node.expr.is_number
+        sizes.fix_traced()
+        found.append((before, size.node.expr.is_number))
+        return graph
+
+    x_TD = torch.randn(rows, 4)
+    torch._dynamo.maybe_mark_dynamic(x_TD, 0)
+    compiled = torch.compile(lambda x: x * 2 if x.shape[0] == 1 else x * 3, backend=look)
+    sizes.call_oblivious(compiled, x_TD)
+    assert found == [(False, rows == 1)]
