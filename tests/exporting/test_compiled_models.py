@@ -96,7 +96,7 @@ def test_a_strict_export_of_an_optimized_model_holds_ops(caplog: pytest.LogCaptu
 
 
 @pytest.mark.every
-def test_a_quantised_model_keeps_its_codes() -> None:
+def test_a_quantized_model_keeps_its_codes() -> None:
     model = families.build("qwen3_moe").model
     moe_ops.quantize_model(model, "int8:row", progress=False)
     with torch.no_grad():
