@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from code_layers import (
+from torch import Tensor
+
+from moe_ops import experts
+from moe_ops.backends import cpu_codes
+from moe_ops.kernels.cpu import quantized as kernels
+from moe_ops.quant import packing
+from moe_ops.quant.formats import Format
+from moe_ops.testing import ACTIVATIONS, BF16, F32, TOL, Case, assert_close, float32
+from tests.backends.code_layers import (
     CASE,
     MANY,
     MANY_ODD,
@@ -16,14 +24,6 @@ from code_layers import (
     layer_of,
     run,
 )  # fmt: skip
-from torch import Tensor
-
-from moe_ops import experts
-from moe_ops.backends import cpu_codes
-from moe_ops.kernels.cpu import quantized as kernels
-from moe_ops.quant import packing
-from moe_ops.quant.formats import Format
-from moe_ops.testing import ACTIVATIONS, BF16, F32, TOL, Case, assert_close, float32
 
 GROUPED = (
     "int8:1x32", "int8:1x64:bfloat16", "uint8:1x32", "int4:1x32", "int4:1x32:float16",

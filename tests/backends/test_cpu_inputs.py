@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from code_layers import CASE, ODD, by_instructions, calls_apart, layer_of, run
 from torch import Tensor
 
 from moe_ops import experts
@@ -15,6 +14,7 @@ from moe_ops.kernels.cpu import quantized as kernels
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import ACTIVATIONS, BF16, F32, TOL, Case, assert_close
+from tests.backends.code_layers import CASE, ODD, by_instructions, calls_apart, layer_of, run
 
 # Several groups of 128 columns, the last span of the second weight shorter than the first one's.
 BLOCKS = Case(name="blocks", T=24, E=4, K=2, D=384, I=256)

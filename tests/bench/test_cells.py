@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import LAYER, SMALL, TINY, bench, quicken, results
 
 import moe_ops
 from moe_ops.bench import cells, contenders, inputs, numerics, rates, stages, tables, timing
@@ -19,6 +18,7 @@ from moe_ops.ops.route import RouteCall
 from moe_ops.registry.backend import Backend
 from moe_ops.registry.spec import Op
 from moe_ops.testing import BF16, F32, make_layer
+from tests.bench.runs import LAYER, SMALL, TINY, bench, quicken, results
 
 CPU = torch.device("cpu")
 RATES = rates.Rates(copy_tbs=0.03, matmul_tflops=0.1)

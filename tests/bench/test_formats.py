@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from runs import BLOCKS, LAYER, TINY, bench, quicken
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -20,6 +19,7 @@ from moe_ops.bench.rates import Rates
 from moe_ops.bench.results import load
 from moe_ops.quant import packing
 from moe_ops.testing import BF16, F32, Case
+from tests.bench.runs import BLOCKS, LAYER, TINY, bench, quicken
 
 RATES = Rates(copy_tbs=0.03, matmul_tflops=0.1, matmul8_tflops=0.2)
 BLOCK_INPUTS = "float8_e4m3fn:128x128+float8_e4m3fn:1x128"

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from runs import cell, results
 
 from moe_ops.bench import __main__ as cli
 from moe_ops.bench import formats, plot, report, tables
 from moe_ops.bench.rates import Rates, work_of
 from moe_ops.bench.results import Skew, dump, load, read_peers, write
 from moe_ops.testing import LAYERS
+from tests.bench.runs import cell, results
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "benchmarks" / "peers" / "h200_bf16.json"

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runs import LAYER, SMALL, TINY, bench, quicken, results
 
 from moe_ops.bench import cells, grid, report, resume
 from moe_ops.bench.inputs import make_routed
 from moe_ops.bench.rates import Rates
 from moe_ops.bench.results import dump, load, write
 from moe_ops.testing import Case
+from tests.bench.runs import LAYER, SMALL, TINY, bench, quicken, results
 
 FORMAT = ("--format", "mxfp4")
 TWO = ("--layer", "tiny,small", "--tokens", "1,4")

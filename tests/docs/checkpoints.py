@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from two_scales import dequantize
 
 from moe_ops.layer import MoELayer
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
 from tests.docs import transformers_models as models
+from tests.two_scales import dequantize
 
 WRITERS = Path(__file__).resolve().parents[1] / "weights"
 RANKS = {

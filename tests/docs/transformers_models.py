@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from two_scales import dequantize
 
 import moe_ops
 from moe_ops.hf import adopt_mxfp4
 from moe_ops.hf.stored import stored_format
 from moe_ops.quant.formats import Format
+from tests.two_scales import dequantize
 
 SIZES = {
     "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from layers import call_of, check, stored, wanted, weights_of
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from moe_ops import experts, flashinfer_options, using
 from moe_ops.backends.flashinfer import cutlass, kept
 from moe_ops.ops.experts import ExpertsCall
+from tests.flashinfer.layers import call_of, check, stored, wanted, weights_of
 
 UP_GATE, CUTLASS = "flashinfer.up_gate", "flashinfer_cutlass"
 On = Callable[[int, int], None]

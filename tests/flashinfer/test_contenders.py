@@ -8,13 +8,13 @@ from types import ModuleType
 
 import pytest
 import torch
-from layers import CASE, FORMATS, call_of, stored
 
 from moe_ops import experts
 from moe_ops.backends.flashinfer import arguments, cutlass
 from moe_ops.bench import cells, contenders, rates
 from moe_ops.bench.contenders import Contender, contender
 from moe_ops.quant.config import QuantConfig
+from tests.flashinfer.layers import CASE, FORMATS, call_of, stored
 from tests.work import Calls
 
 RATES = rates.Rates(copy_tbs=0.03, matmul_tflops=0.1, matmul8_tflops=0.1)

@@ -9,12 +9,22 @@ from types import ModuleType
 
 import pytest
 import torch
-from layers import CASE, WRONG, call_of, check, error_of, run, stored, wanted, weights_of
 from torch import Tensor
 
 from moe_ops import experts, flashinfer_options
 from moe_ops.backends.flashinfer import orders
 from moe_ops.testing import Case
+from tests.flashinfer.layers import (
+    CASE,
+    WRONG,
+    call_of,
+    check,
+    error_of,
+    run,
+    stored,
+    wanted,
+    weights_of,
+)
 
 UP_GATE, CHUNKS, SHUFFLED = "flashinfer.up_gate", "flashinfer.chunks", "flashinfer.shuffled"
 CUTLASS, CUTE_DSL = "flashinfer_cutlass", "flashinfer_cute_dsl"

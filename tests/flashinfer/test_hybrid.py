@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from layers import CASE, call_of, error_of, run, stored, wanted, weights_of
 from torch import Tensor, nn
 
 from moe_ops import experts, flashinfer_options, tune
@@ -21,6 +20,7 @@ from moe_ops.parallel.moves import Moves, apply_moves
 from moe_ops.passes.pick_backend import pick_backend
 from moe_ops.planning import tuned
 from moe_ops.planning.layers import Shape
+from tests.flashinfer.layers import CASE, call_of, error_of, run, stored, wanted, weights_of
 from tests.passes.planned import Hook, any_rows, plans
 from tests.passes.planned import call_of as compiled_call
 

@@ -12,13 +12,13 @@ from types import ModuleType
 
 import pytest
 import torch
-from layers import CASE, call_of, check, run, stored, wanted
 from torch import Tensor
 
 import moe_ops
 from moe_ops import MoELayer, arena, experts, flashinfer_options
 from moe_ops.backends.flashinfer import b12x, cutlass, fits, kept, package
 from moe_ops.ops.experts import ExpertsCall
+from tests.flashinfer.layers import CASE, call_of, check, run, stored, wanted
 
 UP_GATE, CHUNKS = "flashinfer.up_gate", "flashinfer.chunks"
 WAYS = {

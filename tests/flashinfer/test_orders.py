@@ -6,12 +6,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from layers import FORMATS, call_of, weights_of
 from torch import Tensor
 
 from moe_ops import experts
 from moe_ops.backends.flashinfer import orders
 from moe_ops.parallel.moves import Moves, apply_moves
+from tests.flashinfer.layers import FORMATS, call_of, weights_of
 
 READ = {
     "flashinfer.up_gate": tuple(FORMATS),

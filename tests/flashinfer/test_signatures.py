@@ -8,9 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import signatures
 
 from moe_ops.backends.flashinfer import package
+from tests.flashinfer import signatures
 
 WRITE = "python tests/flashinfer/signatures.py"
 

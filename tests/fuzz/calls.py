@@ -96,7 +96,7 @@ class Call:
         words += [f"{name}={described(a)}" for name, a in self.kwargs.items()]
         return (
             f"moe_ops.{self.op.name}({', '.join(words)})\n"
-            f"again, with PYTHONPATH=.:tests: from tests.fuzz.calls import *; "
+            f"again, with PYTHONPATH=.: from tests.fuzz.calls import *; "
             f"c = call_of({self.op.name!r}, {self.number}); c.op(*c.args, **c.kwargs)"
             + (f"  # on {self.backend}" if self.backend else "")
         )

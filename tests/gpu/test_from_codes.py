@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_quantized_kernels import CUT, WIDTHS, assert_same_bits, layer_of
 from torch import Tensor
 
 from moe_ops import experts, quantize
 from moe_ops.backends.triton import run_experts
 from moe_ops.graphs.cuda_graph import capture_call
 from moe_ops.ops.experts import ExpertsCall
+from tests.gpu.test_quantized_kernels import CUT, WIDTHS, assert_same_bits, layer_of
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_quantized_kernels import (
+from torch import Tensor
+
+import moe_ops
+from moe_ops import activate, experts, quantize
+from moe_ops.backends.triton import run_experts
+from moe_ops.ops.experts import ExpertsCall
+from moe_ops.quant import packing
+from moe_ops.quant.formats import ROW, TENSOR, Format
+from moe_ops.testing import ACTIVATIONS
+from tests.gpu.test_quantized_kernels import (
     CUT,
     MANY,
     TOKENS,
@@ -23,15 +32,6 @@ from test_quantized_kernels import (
     uneven,
     wanted,
 )
-from torch import Tensor
-
-import moe_ops
-from moe_ops import activate, experts, quantize
-from moe_ops.backends.triton import run_experts
-from moe_ops.ops.experts import ExpertsCall
-from moe_ops.quant import packing
-from moe_ops.quant.formats import ROW, TENSOR, Format
-from moe_ops.testing import ACTIVATIONS
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from peak import Peak
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -24,6 +23,7 @@ from tests.hf import published
 from tests.hf.published import CONFIG, FILE, LAYOUTS, change, configure, write
 from tests.hf.test_quantize import decoded, experts_of, gpt_oss, logits, stored_mxfp4
 from tests.hf.test_saved import check_same
+from tests.peak import Peak
 
 TOL = Tol(1e-4, "float32 sums in another order through a whole model")
 FIRST = "model.layers.0.mlp.experts.0"

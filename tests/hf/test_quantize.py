@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from peak import Peak
 from torch import Tensor, nn
 from transformers import (
     GptOssConfig,
@@ -19,7 +18,6 @@ from transformers import (
 )
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-from two_scales import dequantize
 
 import moe_ops
 from moe_ops.hf import adopt_mxfp4
@@ -30,6 +28,8 @@ from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
 from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import Tol, assert_close
+from tests.peak import Peak
+from tests.two_scales import dequantize
 
 TOL = Tol(1e-4, "float32 sums in another order through a whole model")
 SIZES: dict[str, Any] = {

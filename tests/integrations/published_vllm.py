@@ -8,18 +8,18 @@ from functools import partial
 from typing import Any
 
 import torch
-import vllm_on_cpu  # noqa: F401  ahead of the rest of vLLM
 from torch import Tensor
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 from vllm.model_executor.models.transformers import moe
-from vllm_layers import LAYERS, D, E, I, Layer
 
 from moe_ops.integrations.vllm import register
 from moe_ops.integrations.vllm.method import ExpertsMethod
 from moe_ops.testing import TOL, assert_close
+from tests.integrations import vllm_on_cpu  # noqa: F401  ahead of the rest of vLLM
+from tests.integrations.vllm_layers import LAYERS, D, E, I, Layer
 
 
 def made(layer: Layer, name: str) -> Any:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import vllm_on_cpu  # noqa: F401  ahead of the rest of vLLM
 from torch import Tensor, nn
 from vllm.config import DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -19,6 +18,7 @@ from moe_ops.integrations.vllm import register
 from moe_ops.integrations.vllm.method import ExpertsMethod
 from moe_ops.testing import TOL, assert_close
 from tests.hf import families
+from tests.integrations import vllm_on_cpu  # noqa: F401  ahead of the rest of vLLM
 
 
 def loaded(folder: Path) -> tuple[VllmConfig, nn.Module]:

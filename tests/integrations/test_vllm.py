@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from vllm_layers import LAYERS, D, E, I, K, Layer
 
 from moe_ops.integrations import vllm as plugin
 from moe_ops.testing import TOL, assert_close
+from tests.integrations.vllm_layers import LAYERS, D, E, I, K, Layer
 from tests.sources import ROOT
 
 TOLERANCE = TOL["experts", torch.float32]

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from vllm_layers import LAYERS
 
+from tests.integrations.vllm_layers import LAYERS
 from tests.sources import ROOT
 
 HERE = Path(__file__).parent

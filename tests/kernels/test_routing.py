@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from published_routers import ROUTERS, Router, arguments, oracle
 from torch import Tensor
 
 from moe_ops import route
 from moe_ops.checks.shapes import DTYPES, FLOATS
 from moe_ops.testing import DEVICE, TOL, assert_close
+from tests.published_routers import ROUTERS, Router, arguments, oracle
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 

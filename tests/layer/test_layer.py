@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from shards import Split, pair, randomize, take_share
 from torch import Tensor, nn
 
 import moe_ops
@@ -24,6 +23,7 @@ from moe_ops.quant import packing
 from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import BF16, Tol, assert_close
 from tests.distributed.ranks import spawn
+from tests.layer.shards import Split, pair, randomize, take_share
 
 LOOSE = Tol(1e-5, "float32 sums in another order")
 SIZES: dict[str, Any] = {

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from shards import randomize
 from torch import Tensor, fx, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -18,6 +17,7 @@ from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import BF16, GPT_OSS, TOL, Tol, assert_close
 from tests.chosen import those_of
+from tests.layer.shards import randomize
 
 EXACT = Tol(1e-6, "the same ops")
 RANK = ParallelConfig.of(tp=2, tp_rank=1, expert_parallel=True)

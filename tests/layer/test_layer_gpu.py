@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from shards import randomize
 from torch import Tensor
 
 import moe_ops
@@ -17,6 +16,7 @@ from moe_ops.parallel.config import ParallelConfig
 from moe_ops.parallel.replicas import ExpertReplicas
 from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import BF16, TOL, Tol, assert_close
+from tests.layer.shards import randomize
 
 pytestmark = pytest.mark.gpu
 RANK = ParallelConfig.of(tp=2, tp_rank=1, expert_parallel=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shards import randomize
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
 from moe_ops.testing import Tol, assert_close
+from tests.layer.shards import randomize
 
 E, D, I = 4, 64, 64  # noqa: E741
 TOL = Tol(1e-5, "float32 sums in another order")

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from shards import Split, pair, randomize
 
 from moe_ops.layer import MoELayer
 from moe_ops.quant import packing
 from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import Tol, assert_close
+from tests.layer.shards import Split, pair, randomize
 
 EXACT = Tol(1e-5, "float32 sums in another order")
 # Groups, and widths of the model and of an expert that they divide.

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from shards import Split, pair, randomize, take_share
 from torch import Tensor, nn
 
 from moe_ops.layer import MoELayer
 from moe_ops.parallel.config import COLLECTIVES, ParallelConfig
 from moe_ops.testing import Tol, assert_close
+from tests.layer.shards import Split, pair, randomize, take_share
 
 LOOSE = Tol(1e-5, "float32 sums in another order")
 SIZES: dict[str, Any] = {

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from shards import Split, pair, take_share
 from torch import Tensor, nn
 
 from moe_ops.layer import MoELayer
@@ -18,6 +17,7 @@ from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import ROW, TENSOR, Format
 from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import GPT_OSS, Tol, assert_close
+from tests.layer.shards import Split, pair, take_share
 
 EXACT = Tol(1e-5, "float32 sums in another order")
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from shards import randomize
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
 from moe_ops.layer.options import Routing
 from moe_ops.quant.config import QuantConfig
+from tests.layer.shards import randomize
 
 SIZES: dict[str, Any] = {
     "num_experts": 4, "top_k": 2, "hidden_size": 128, "intermediate_size": 64, "bias": True,

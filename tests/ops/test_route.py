@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from published_routers import ROUTERS, E, K, Router, T, arguments, oracle
 from torch import Tensor
 
 from moe_ops import route
@@ -12,6 +11,7 @@ from moe_ops.checks.shapes import DTYPES, FLOATS
 from moe_ops.conformance.tensors import distinct_logits, strided
 from moe_ops.testing import TOL, assert_close
 from tests.ops.refused import Bad, assert_refused, wrong_device, wrong_dtype, wrong_rank, wrong_size
+from tests.published_routers import ROUTERS, E, K, Router, T, arguments, oracle
 
 each_router = pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
 

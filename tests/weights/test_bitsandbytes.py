@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import PREFIX, PROJECTIONS, E, I, store
-from peak import Peak
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,6 +17,8 @@ from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.bitsandbytes import decoders
+from tests.peak import Peak
+from tests.weights.checkpoints import PREFIX, PROJECTIONS, E, I, store
 
 D = 72  # blocks of 64 go across rows
 CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True}

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import GROUP, LAYOUTS, PREFIX, write
-from test_quantized_checkpoints import check_values, layer_of
 
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.codings import Said, coding_of, codings_of
+from tests.weights.checkpoints import GROUP, LAYOUTS, PREFIX, write
+from tests.weights.test_quantized_checkpoints import check_values, layer_of
 
 WEIGHTS = {"strategy": "group", "group_size": GROUP}
 OTHER = PREFIX.replace(".0.", ".1.")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import PREFIX, store
 
 from moe_ops.layer import MoELayer
 from moe_ops.weights import load_checkpoint
+from tests.weights.checkpoints import PREFIX, store
 
 E, D, I = 2, 16, 8  # noqa: E741
 INDEX = "model.safetensors.index.json"

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import LAYOUTS, PREFIX, D, E, I, store, write
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from moe_ops.layer.options import Routing
 from moe_ops.quant.config import QuantConfig
 from moe_ops.registry.layouts import Layout
 from moe_ops.weights import load_checkpoint
+from tests.weights.checkpoints import LAYOUTS, PREFIX, D, E, I, store, write
 
 FAULTS = {
     "shape": lambda t: torch.cat((t.reshape(-1), t.reshape(-1))),

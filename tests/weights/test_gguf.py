@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peak import Peak
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
@@ -18,6 +17,7 @@ from moe_ops.layer.options import Routing
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant import packing
 from moe_ops.weights import gguf_formats, load_checkpoint
+from tests.peak import Peak
 
 gguf = pytest.importorskip("gguf")
 

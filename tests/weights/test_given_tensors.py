@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_bitsandbytes as nf4
-import test_order as orders
 import torch
-from checkpoints import LAYOUTS, PREFIX, D, E, I, write
 from safetensors.torch import load_file
-from test_quantized_checkpoints import SPLITS, check_values, layer_of
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.codings import coding_of
+from tests.weights import test_bitsandbytes as nf4
+from tests.weights import test_order as orders
+from tests.weights.checkpoints import LAYOUTS, PREFIX, D, E, I, write
+from tests.weights.test_quantized_checkpoints import SPLITS, check_values, layer_of
 
 ONE = ParallelConfig()
 SHAPES = {"gate_proj": (I, D), "up_proj": (I, D), "down_proj": (D, I)}

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import LAYOUTS, PREFIX, Layout, store, write
 from safetensors.torch import load_file
-from test_quantized_checkpoints import SPLITS, check_values, layer_of
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
@@ -18,6 +16,8 @@ from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
+from tests.weights.checkpoints import LAYOUTS, PREFIX, Layout, store, write
+from tests.weights.test_quantized_checkpoints import SPLITS, check_values, layer_of
 
 NVFP4 = {"modelopt_nvfp4": "weight_scale_2", "compressed_nvfp4": "weight_global_scale"}
 HALF = {"gate_proj": "w1", "up_proj": "w3"}

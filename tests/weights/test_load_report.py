@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import LAYOUTS, PREFIX, store, write, write_gpt_oss
-from checkpoints import D as WIDTH
-from peak import Peak
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
@@ -19,6 +16,9 @@ from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import Style, load_checkpoint
 from moe_ops.weights.names import GATE_UP_DOWN, STYLES, Entry, style_of
 from tests.chosen import those_of
+from tests.peak import Peak
+from tests.weights.checkpoints import LAYOUTS, PREFIX, store, write, write_gpt_oss
+from tests.weights.checkpoints import D as WIDTH
 
 E, D, I = 2, 16, 8  # noqa: E741
 EXPERTS = f"{PREFIX}.experts"

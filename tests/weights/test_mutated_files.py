@@ -10,12 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mutations
 import pytest
-import test_bitsandbytes as nf4
-import test_order as orders
 import torch
-from checkpoints import LAYOUTS, PREFIX, PROJECTIONS, D, E, I, store, write, write_gpt_oss
 from safetensors.torch import load_file, save_file
 
 from moe_ops.layer import MoELayer
@@ -23,6 +19,20 @@ from moe_ops.layer.options import Routing
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
+from tests.weights import mutations
+from tests.weights import test_bitsandbytes as nf4
+from tests.weights import test_order as orders
+from tests.weights.checkpoints import (
+    LAYOUTS,
+    PREFIX,
+    PROJECTIONS,
+    D,
+    E,
+    I,
+    store,
+    write,
+    write_gpt_oss,
+)
 
 FEW, MANY = 60, 500
 
@@ -100,7 +110,7 @@ def of_gguf(kind: str, quant: str | None = None) -> Kind:
     sizes = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), (E, 256, 256))
 
     def make(folder: Path) -> None:
-        import test_gguf  # wants the package gguf
+        from tests.weights import test_gguf  # wants the package gguf
 
         folder.mkdir()
         test_gguf.write(folder / "model.gguf", dict.fromkeys(sizes, kind), sizes)

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import GROUP, PREFIX, PROJECTIONS, D, E, I, codes, packed_config, scales, store
-from checkpoints import words as in_words
-from peak import Peak
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,6 +20,20 @@ from moe_ops.quant.formats import Format
 from moe_ops.weights import LoadRecord, load_checkpoint, load_expert
 from moe_ops.weights.layouts import gptq
 from tests.chosen import those_of
+from tests.peak import Peak
+from tests.weights.checkpoints import (
+    GROUP,
+    PREFIX,
+    PROJECTIONS,
+    D,
+    E,
+    I,
+    codes,
+    packed_config,
+    scales,
+    store,
+)
+from tests.weights.checkpoints import words as in_words
 
 SPLITS = {
     "one": [ParallelConfig()],

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import PREFIX, store
 from torch import Tensor, nn
 
 from moe_ops.layer import MoELayer
 from moe_ops.weights import load_checkpoint
+from tests.weights.checkpoints import PREFIX, store
 
 E, D, I = 2, 16, 8  # noqa: E741
 FP8 = torch.float8_e4m3fn

@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import pytest
 import torch
-from checkpoints import LAYOUTS, PREFIX, PROJECTIONS, D, E, I, Layout, store, write, write_gpt_oss
 from torch import Tensor
-from two_scales import dequantize
 
 from moe_ops.layer import MoELayer
 from moe_ops.ops.activate import Activation
@@ -18,6 +15,20 @@ from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
 from moe_ops.weights import load_checkpoint
+from tests.two_scales import dequantize
+from tests.weights import checkpoints
+from tests.weights.checkpoints import (
+    LAYOUTS,
+    PREFIX,
+    PROJECTIONS,
+    D,
+    E,
+    I,
+    Layout,
+    store,
+    write,
+    write_gpt_oss,
+)
 
 SPLITS = {
     "one": [ParallelConfig()],

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import LAYOUTS, PREFIX, PROJECTIONS, D, E, I, Layout, integers, store, write
-from test_quantized_checkpoints import SPLITS, check_values, layer_of
 from torch import Tensor, nn
 
 from moe_ops.layer import MoELayer
@@ -16,6 +14,19 @@ from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
+from tests.weights.checkpoints import (
+    LAYOUTS,
+    PREFIX,
+    PROJECTIONS,
+    D,
+    E,
+    I,
+    Layout,
+    integers,
+    store,
+    write,
+)
+from tests.weights.test_quantized_checkpoints import SPLITS, check_values, layer_of
 
 ONE = ParallelConfig()
 QUANTIZED = ("gptq_int4", "awq", "packed_uint4", "fp8_blocks", "modelopt_nvfp4")

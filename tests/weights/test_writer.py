@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import LAYOUTS, PREFIX, write
 from torch import Tensor
 
 from moe_ops.kernels.cpu import transpose
@@ -14,6 +13,7 @@ from moe_ops.layer import MoELayer
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.writer import Writer
+from tests.weights.checkpoints import LAYOUTS, PREFIX, write
 
 # Rows and columns: blocks and lines whole and cut, one word wide, and too small for the kernel.
 # Borders of 3 words leave lines unaligned, of 8 aligned.

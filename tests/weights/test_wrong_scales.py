@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import LAYOUTS, PREFIX, D, E, I, Layout, store, write
 from torch import Tensor
 
 from moe_ops.layer import MoELayer
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.experts import load_expert
+from tests.weights.checkpoints import LAYOUTS, PREFIX, D, E, I, Layout, store, write
 
 NAN, INF = float("nan"), float("inf")
 EXPERT = f"{PREFIX}.experts.{E - 1}"  # the last, so that others were taken before
