@@ -10,8 +10,7 @@ import re
 
 from moe_ops import OPS
 from moe_ops.registry.spec import DECODE_OPS, Op
-
-from .formats import grouped, quoted, table
+from tests.docs.formats import grouped, quoted, table
 
 BLOCK = re.compile(r"<!-- consumer (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 

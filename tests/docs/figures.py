@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_ops.bench import report
+from tests.docs import forwards, generation, layers, measured
 from tests.sources import ROOT
-
-from . import forwards, generation, layers, measured
 
 FOLDERS = {name: ROOT / "benchmarks" / name for name in ("results", "peers")}
 RESULTS = FOLDERS["results"]

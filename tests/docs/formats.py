@@ -17,8 +17,7 @@ from moe_ops.fake_impls.formats import ALL, ELEMENTS, PUBLISHED
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.quant.schemes import SCHEMES, check_groups, scheme_of
-
-from .served import DEVICES, calls, how, machine, refusals
+from tests.docs.served import DEVICES, calls, how, machine, refusals
 
 # Weights and inputs that look as if they went together, besides those of one scheme.
 TRIED = (

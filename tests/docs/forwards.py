@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from . import blocks
+from tests.docs import blocks
 
 BLOCK = blocks.block("forward")
 

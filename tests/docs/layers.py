@@ -8,8 +8,7 @@ from typing import Any
 
 from moe_ops.bench.rates import Rates
 from moe_ops.bench.results import BANDS, load
-
-from . import blocks
+from tests.docs import blocks
 
 CELLS, FORMATS = blocks.block("cells"), blocks.block("formats")
 MEANS = re.compile(r"<!-- means (\w+(?: \w+)*) -->\n.*?<!-- end -->", re.DOTALL)

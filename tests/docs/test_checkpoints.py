@@ -8,8 +8,8 @@ from pathlib import Path
 import expecttest
 import pytest
 
-from .checkpoints import HEAD, MODEL, SAME, WORKS, Kind, gguf_kinds, kinds, of_model
-from .formats import table
+from tests.docs.checkpoints import HEAD, MODEL, SAME, WORKS, Kind, gguf_kinds, kinds, of_model
+from tests.docs.formats import table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "FORMATS.md"
 REMEDY = "run `make golden` if it should, and read the difference"

@@ -11,9 +11,8 @@ import pytest
 from moe_ops import OPS
 from moe_ops.registry.rules import Rules
 from moe_ops.registry.spec import DECODE_OPS
+from tests.docs.compilers import fill, told
 from tests.sources import ROOT
-
-from .compilers import fill, told
 
 PAGE = ROOT / "docs" / "COMPILERS.md"
 EVERY = OPS | DECODE_OPS

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs import figures, measured
+from tests.docs.figures import FOLDERS, PAGES, RESULTS
 from tests.sources import ROOT
-
-from . import figures, measured
-from .figures import FOLDERS, PAGES, RESULTS
 
 # Its families were run on different days, and its page shows no times.
 UNDATED = {"families_gpu"}

@@ -15,9 +15,8 @@ from moe_ops import OPS, expert_gemm, experts
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.quant import schemes
 from moe_ops.quant.schemes import SchemeInfo
-
-from .formats import fill, objection
-from .served import DECODING, calls
+from tests.docs.formats import fill, objection
+from tests.docs.served import DECODING, calls
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "FORMATS.md"
 REMEDY = "run `make golden` if it should, and read the difference"

@@ -15,10 +15,9 @@ from moe_ops.bench.cells import Cell
 from moe_ops.bench.rates import Rates
 from moe_ops.bench.results import Results, dump, write
 from moe_ops.testing import Case
+from tests.docs import figures, forwards, generation, layers
+from tests.docs.figures import PAGES, RESULTS
 from tests.sources import ROOT
-
-from . import figures, forwards, generation, layers
-from .figures import PAGES, RESULTS
 
 FOLDER = ROOT / "docs" / "performance"
 REMEDY = "run `make golden` if it should, and read the difference"

@@ -15,7 +15,7 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from .families import TinyModel, build_class, discover, model_class, tiny_config
+from tests.hf.families import TinyModel, build_class, discover, model_class, tiny_config
 
 # What published configurations have, and tiny ones do not by themselves. With few heads the scores
 # of an indexer are 0 in many places, and which of them it takes is chance.

@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from .overrides import EXPERTS, EXTRA_INPUTS, HEADS, MODEL_CLASSES, OVERRIDES, SIZES, VOCAB
+from tests.hf.overrides import EXPERTS, EXTRA_INPUTS, HEADS, MODEL_CLASSES, OVERRIDES, SIZES, VOCAB
 
 _DECORATED = re.compile(r"^@use_experts_implementation", re.MULTILINE)
 _HEADS_FIRST = ("ForCausalLM", "ForConditionalGeneration", "Model")

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from . import families, page, real
-from .real_checks import CHECKS, SIZES
+from tests.hf import families, page, real
+from tests.hf.real_checks import CHECKS, SIZES
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "families_gpu.json"
 HOLDS = "holds"

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from . import families
-from .overrides import OVERRIDES, SIZES
+from tests.hf import families
+from tests.hf.overrides import OVERRIDES, SIZES
 
 LAYERS = 6
 # Generation of Qwen3-Next compiles whole models, with linear attention in the first layer of three:

@@ -25,9 +25,8 @@ from transformers import GenerationMixin, PreTrainedModel
 import moe_ops
 from moe_ops.passes.inductor.compiled import pipeline_of
 from moe_ops.testing import Tol, assert_close
-
-from . import families, real
-from .overrides import EXTRA_INPUTS
+from tests.hf import families, real
+from tests.hf.overrides import EXTRA_INPUTS
 
 FLOAT32 = Tol(1e-4, "float32 sums in another order, over six layers of real widths")
 # From float32 than stock in bfloat16: of equals one is a bit ahead, in the worst token by more.

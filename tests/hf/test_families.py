@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from tests.chosen import CHOSEN, those_of
-
-from . import families
-from .overrides import UNBUILDABLE
+from tests.hf import families
+from tests.hf.overrides import UNBUILDABLE
 
 BUILDABLE = tuple(name for name in families.discover() if name not in UNBUILDABLE)
 

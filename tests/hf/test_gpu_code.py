@@ -10,8 +10,7 @@ import moe_ops
 from moe_ops import QuantConfig
 from moe_ops.testing import BF16, F32
 from tests.absent_gpu import absent_gpu
-
-from . import real
+from tests.hf import real
 
 pytestmark = [
     pytest.mark.slow,

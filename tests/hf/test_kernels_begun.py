@@ -12,8 +12,7 @@ import moe_ops
 from moe_ops.backends.triton_ahead import PlanAhead
 from moe_ops.testing import BF16
 from tests.absent_gpu import absent_gpu
-
-from . import real
+from tests.hf import real
 
 pytest.importorskip("triton")
 from moe_ops.kernels.triton.ahead import collected

@@ -11,8 +11,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from tests.chosen import those_of
-
-from . import families, real, real_checks
+from tests.hf import families, real, real_checks
 
 pytestmark = pytest.mark.slow  # builds many models
 
