@@ -192,6 +192,7 @@ UNNAMED_PARAMETERS = {
         "passes/explain/trace.py: Backend._inner",
         "passes/inductor/net.py: Net.__call__",
         "moe_ops/compiler.py: CapturingBackend.__call__",
+        "passes/inductor/sizes.py: _denied",
         "passes/inductor/sizes.py: _guards",
     },
     "the arguments of a model or a function that it is given": {

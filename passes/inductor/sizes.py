@@ -10,7 +10,8 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._C import DispatchKey
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import _config as shape_config
@@ -25,6 +26,9 @@ from moe_ops.passes.inductor.slices import BINDINGS, MISSING_END, NEEDS_END
 OBLIVIOUS = "backed_size_oblivious"
 HAS_OBLIVIOUS = hasattr(shape_config, OBLIVIOUS)
 FIXES_LATE = torch.__version__ < "2.12"
+ASKS_FOR_ONE = torch.__version__ < "2.13"  # of masks of attention, see `_attend`
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+TRACED = DispatchKey.CompositeImplicitAutograd  # what stands here runs while a graph is traced
 
 
 class _Inside:
@@ -142,6 +146,63 @@ def _fix(env: Any) -> None:
         if equation is not None and equation.lhs in env.size_like and equation.rhs in (0, 1):
             env.size_like.discard(equation.lhs)
             env._set_replacement(equation.lhs, equation.rhs, "a guard fixes it")
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention as it is traced under the flag by torch before 2.13.
+
+    To choose a kernel that asks whether a mask [B, N, S, tokens seen] has one row for all
+    sequences, and only then whether it has one for each. Either will do, but the first question
+    leaves a guard, by which a batch of 1 has a graph of its own. So where a mask has a row for each
+    the answer is no, without a guard.
+    """
+    given = (query, key, value, attn_mask, dropout_p, is_causal)
+    with contextlib.ExitStack() as stack:
+        if getattr(shape_config, OBLIVIOUS) and attn_mask is not None and attn_mask.dim() == 4:
+            rows, sequences = attn_mask.shape[0], query.shape[0]
+            if isinstance(rows, torch.SymInt) and _hint(rows) == _hint(sequences):
+                stack.enter_context(_never_one(rows))
+        return ATTENTION._op_dk(TRACED, *given, scale=scale, enable_gqa=enable_gqa)
+
+
+if ASKS_FOR_ONE and HAS_OBLIVIOUS and TRACED not in ATTENTION.py_kernels:
+    ATTENTION.py_impl(TRACED)(_attend)
+
+
+@contextlib.contextmanager
+def _never_one(size: torch.SymInt) -> Iterator[None]:
+    """Inside, torch is told that a size is not 1, whatever it is in the call being compiled."""
+    env, question = size.node.shape_env, sympy.Eq(size.node.expr, 1)
+    if not isinstance(question, sympy.Eq):  # a guard fixed the size, so nobody asks
+        yield
+        return
+    env.evaluate_expr = functools.partial(_denied, question, env.evaluate_expr)
+    try:
+        yield
+    finally:
+        del env.evaluate_expr  # the one of the class is seen again
+
+
+def _hint(size: int | torch.SymInt) -> Any:
+    """What a size is in the call being compiled."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def _denied(
+    question: sympy.Eq, evaluate: Callable[..., Any], expr: Any, *args: Any, **kw: Any
+) -> Any:
+    """Whether torch takes an expression for true: not the one in question."""
+    return sympy.false if expr == question else evaluate(expr, *args, **kw)
 
 
 def _deciding(graph: fx.Graph) -> set[Any]:

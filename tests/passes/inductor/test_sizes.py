@@ -231,3 +231,35 @@ def test_a_guard_fixes_a_size_before_a_graph_is_traced_again(rows: int) -> None:
     compiled = torch.compile(lambda x: x * 2 if x.shape[0] == 1 else x * 3, backend=look)
     sizes.call_oblivious(compiled, x_TD)
     assert found == [(False, rows == 1)]
+
+
+# Sequences, and rows of the mask: one for each, or one for all.
+@pytest.mark.skipif(not sizes.HAS_OBLIVIOUS, reason="this torch lacks the flag")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("calls", "graphs"),
+    [
+        pytest.param([(2, 2), (1, 1), (3, 3)], 1, id="of_each"),
+        pytest.param([(3, 1), (1, 1), (2, 2), (1, 1)], 2, id="of_all_then_of_each"),
+    ],
+)
+def test_one_sequence_has_the_graph_of_several_under_a_mask(
+    calls: list[tuple[int, int]], graphs: int, backend: str
+) -> None:
+    def attend(q_BHSD: Tensor, k_BHTD: Tensor, mask: Tensor) -> Tensor:
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return attention(q_BHSD, k_BHTD, k_BHTD * 2, attn_mask=mask)
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(attend, backend=backend)
+    for B, rows in calls:
+        mask = torch.rand(rows, 1, 5, 7) < 0.7
+        mask[..., 0] = True
+        given = torch.randn(B, 2, 5, 8), torch.randn(B, 2, 7, 8), mask
+        for x in given:
+            if len(x) == B:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+        with torch.no_grad():
+            torch.testing.assert_close(sizes.call_oblivious(compiled, *given), attend(*given))
+    assert counters["stats"]["unique_graphs"] == graphs
