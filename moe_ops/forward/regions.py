@@ -241,6 +241,8 @@ def of_whole_batch(
 def _call_layer(way: Way, layer: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
     if way.unmasked and "attention_mask" in kwargs:
         kwargs["attention_mask"] = None
+    if args and "attention_mask" in kwargs:
+        kwargs["attention_mask"] = _of_each_sequence(kwargs["attention_mask"], len(args[0]))
     note(args, kwargs)
     layer = way.stand_ins.get(layer, layer)
     cache = kwargs.get(CACHE)
@@ -254,6 +256,14 @@ def _call_layer(way: Way, layer: nn.Module, index: int, *args: Any, **kwargs: An
     out = way.region(layer, *args, **{**kwargs, CACHE: view})
     put()
     return out
+
+
+def _of_each_sequence(mask: Any, B: int) -> Any:
+    """A mask [1, N, S, tokens seen] that several sequences share as [B, N, S, tokens seen]. Where
+    others came before that have a row for each, Dynamo takes its rows for any number, and torch
+    2.13 then does not broadcast them."""
+    is_shared = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[0] == 1 < B
+    return mask.expand(B, -1, -1, -1) if is_shared else mask
 
 
 def _of_every_row(mask: Any) -> Any:

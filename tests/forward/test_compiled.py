@@ -14,8 +14,9 @@ import moe_ops
 from moe_ops import compiler
 from moe_ops.forward.layer_cache import CACHE
 from moe_ops.passes.inductor.compiled import Compiled, pipeline_of
+from moe_ops.testing import assert_close
 from tests.chosen import COMPILED, those_of
-from tests.forward.layered import check_output, left_padded, tokens
+from tests.forward.layered import MODEL, check_output, left_padded, tokens
 from tests.hf import families
 
 FIRST = ("gpt_oss", "qwen3_moe")
@@ -102,6 +103,22 @@ def test_caches_and_masks_of_any_length_cost_few_graphs(family: str, traced: Non
     # One sequence has code of its own in layers of some families, as those that copy into parts of
     # keys, where torch asks for sizes of 1.
     assert counts[1] <= counts[0] * (1 if family in FIRST else 2)
+
+
+@pytest.mark.slow
+def test_sequences_may_share_a_mask_of_the_caller(traced: None) -> None:
+    model = families.build("qwen3_moe").model
+    twin = moe_ops.compile(model)
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    for B, rows in ((2, 2), (3, 1), (1, 1), (4, 4)):
+        mask = causal.expand(rows, 1, 9, 9)
+        with torch.inference_mode():
+            want, got = (
+                m(input_ids=tokens(B, 9), attention_mask=mask, use_cache=False).logits
+                for m in (model, twin)
+            )
+        assert_close(got, want, MODEL, "logits")
+    assert ran_by_layers(twin)
 
 
 @pytest.mark.slow
