@@ -157,16 +157,17 @@ def compile_launches(
     capability: int,
     known: set[tuple[Any, ...]],
     tell: Callable[[Any], dict[str, Any]] = used,
+    one_of_each: bool = False,
 ) -> list[dict[str, Any]]:
     """Compile what a call launches, instead of launching it; but not what is known. `tell` says
-    what is wanted of a compiled kernel."""
+    what is wanted of a compiled kernel. `one_of_each`: a kernel is known by any of its variants."""
     found: list[dict[str, Any]] = []
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         names = {p.name for p in self.params}
         options = {k: v for k, v in kwargs.items() if k not in names}
         source = source_of(self, args, {k: v for k, v in kwargs.items() if k in names})
-        key = (source.hash(), *sorted(options.items()))
+        key = (self.__name__,) if one_of_each else (source.hash(), *sorted(options.items()))
         if key not in known:
             known.add(key)
             made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -194,6 +195,12 @@ def compile_launches(
 
 
 BOTH = ("qwen3_next", "gpt_oss_20b")  # take every tile between them
+
+
+def of_floats_or_latents(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Between them they launch every kernel of both."""
+    yield from itertools.islice(calls(capability, all=False), 3, None, 5)
+    yield from calls_over_latents(capability)
 
 
 def calls(capability: int, all: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -278,9 +285,9 @@ def calls_of_codes(
         yield f"{most.K} choices {w_format} {x_format}", call
 
 
+ONE_OF_EACH = "one_of_each"  # kernel of floats and of latents
 PARTS: dict[str, Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]] = {
-    # Between them they launch every kernel.
-    "some_floats": lambda capability: itertools.islice(calls(capability, all=False), 3, None, 5),
+    ONE_OF_EACH: of_floats_or_latents,
     "floats": functools.partial(calls, all=False),
     "all_floats": functools.partial(calls, all=True),
     "codes": lambda capability: calls_of_codes(capability, FORMATS[:3]),
@@ -383,7 +390,8 @@ def main() -> None:
     capability, part = int(sys.argv[1]), sys.argv[2]
     known: set[tuple[Any, ...]] = set()
     for name, call in PARTS[part](capability):
-        for found in compile_launches(call, capability, known):
+        one = part == ONE_OF_EACH
+        for found in compile_launches(call, capability, known, one_of_each=one):
             print(json.dumps({"call": name, **found}), flush=True)
 
 

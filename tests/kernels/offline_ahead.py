@@ -1,11 +1,8 @@
 """What Triton is asked to compile for a GPU that is not here, ahead and later; run as a script.
 
-    python offline_ahead.py CAPABILITY FIRST NAME...
-
-calls the op of each NAME (see CALLS) in a plan for any number of rows, with FIRST of them and then
-with others, and prints one JSON line: the plan, the kernels that were compiled in the first call,
-the threads that did, and the kernels that were compiled later. Launches go all the way through
-Triton, on tensors without memory, but what compiles, and what would run, is a stand-in.
+Each line that it reads is one of PROGRAMS with its arguments as JSON, which a process of its own
+runs. Launches go all the way through Triton, on tensors without memory, but what compiles, and what
+would run, is a stand-in.
 """
 
 from __future__ import annotations
@@ -13,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import os
 import random
 import sys
 import threading
@@ -245,10 +243,25 @@ def failing() -> None:
                 print(rows, error)
 
 
-def main() -> None:
-    capability, first, *names = sys.argv[1:]
+def first(capability: int, rows: int, *names: str) -> None:
+    """Calls the op of each name (see CALLS) in a plan for any number of rows, with so many of them
+    and then with others. Prints one JSON line for each: the plan, the kernels that were compiled in
+    the first call, the threads that did, and the kernels that were compiled later."""
     for name in names:
-        print(json.dumps(variants(int(capability), int(first), name)), flush=True)
+        print(json.dumps(variants(capability, rows, name)), flush=True)
+
+
+PROGRAMS = {program.__name__: program for program in (first, together, begun, failing)}
+
+
+def main() -> None:
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        child = os.fork()
+        if not child:
+            PROGRAMS[name](*arguments)
+            sys.exit()
+        print("ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
 if __name__ == "__main__":

@@ -169,11 +169,12 @@ def codes_product(
 
 
 def codes_products(names: list[str]) -> None:
-    """Of every activation in int4; "plain" stands for one of them without biases, and "formats" for
-    one in other formats."""
+    """Of every activation in int4; "plain" stands for the first product of one of them without
+    biases, and "formats" for one in other formats."""
     int4 = ("int4", 128, "bfloat16")
-    each = [*itertools.product((n for n in names if n in ACTIVATIONS), (False, True))]
-    for name, bias in [*each, *[("silu", False)] * (PLAIN in names)]:
+    if PLAIN in names:
+        codes_product(2 * I, D, I, Act("silu"), False, int4, torch.bfloat16)
+    for name, bias in itertools.product((n for n in names if n in ACTIVATIONS), (False, True)):
         act = Activation(**{"kind": "silu"} | ACTIVATIONS[name])
         rows = 2 * I if act.gated else I
         codes_product(rows, D, I, Act(*act.args), bias, int4, torch.bfloat16)

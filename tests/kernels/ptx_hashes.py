@@ -81,7 +81,7 @@ def _of_grouped(kernel: str, names: list[str]) -> Hashes:
 def _parts() -> Iterator[tuple[str, Callable[[], Hashes]]]:
     for capability in offline.SHARED_MEMORY:
         # Floats: tiles are tuned for Hopper alone.
-        others = {"some_floats", "floats" if capability == 90 else "all_floats"}
+        others = {"one_of_each", "floats" if capability == 90 else "all_floats"}
         for part in offline.PARTS:
             if part not in others:
                 yield f"{capability}/{part}", functools.partial(_of_capability, capability, part)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +43,46 @@ GROUPS = {
 ALWAYS = [*GROUPS][:2]
 
 
-def run(*arguments: str) -> str:
-    """What Python prints, in a process of its own, as Triton interprets kernels in this one."""
+@pytest.fixture(scope="module")
+def process() -> Iterator[subprocess.Popen[str]]:
+    """What runs each line in a process of its own, as Triton interprets kernels in this one."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-m", MODULE], env=environment, **pipes) as started:
+        yield started
+
+
+Run = Callable[..., list[str]]
+
+
+@pytest.fixture
+def run(process: Any) -> Run:
+    """The lines that a program prints."""
+
+    def lines_of(*words: Any) -> list[str]:
+        print(json.dumps(words), file=process.stdin, flush=True)
+        *lines, end = until(process.stdout, "ended with")
+        assert end == "ended with 0", "its error is in what was written to stderr"
+        return lines
+
+    return lines_of
+
+
+def until(lines: Iterable[str], end: str) -> Iterator[str]:
+    for line in lines:
+        yield line.rstrip("\n")
+        if line.startswith(end):
+            return
 
 
 @pytest.mark.parametrize(
     "group",
     [pytest.param(g, marks=[] if g in ALWAYS else [pytest.mark.every]) for g in GROUPS],
 )
-def test_the_first_call_compiles_all_that_later_ones_launch(group: str) -> None:
+def test_the_first_call_compiles_all_that_later_ones_launch(group: str, run: Run) -> None:
     capability, first, names = GROUPS[group]
-    said = run("-m", MODULE, str(capability), str(first), *names).splitlines()
+    said = run("first", capability, first, *names)
     found: dict[str, Any] = dict(zip(names, map(json.loads, said), strict=True))
     assert {name: of["later"] for name, of in found.items() if of["later"]} == {}
     for name, of in found.items():
@@ -70,14 +94,13 @@ def test_the_first_call_compiles_all_that_later_ones_launch(group: str) -> None:
         assert {"tiny_up", "rows_up", "_grouped", "sort_kernel", "place_kernel"} <= {*of["kernels"]}
 
 
-def test_kernels_are_compiled_at_the_same_time() -> None:
-    run("-c", f"from {MODULE} import together; together()")
+def test_kernels_are_compiled_at_the_same_time(run: Run) -> None:
+    run("together")
 
 
-def test_what_was_begun_is_not_compiled_again() -> None:
-    assert run("-c", f"from {MODULE} import begun; begun()") == "True []\n"
+def test_what_was_begun_is_not_compiled_again(run: Run) -> None:
+    assert run("begun") == ["True []"]
 
 
-def test_what_does_not_compile_is_raised_where_it_is_launched() -> None:
-    said = run("-c", f"from {MODULE} import failing; failing()")
-    assert said.splitlines() == ["4096 place_kernel fails"] * 2
+def test_what_does_not_compile_is_raised_where_it_is_launched(run: Run) -> None:
+    assert run("failing") == ["4096 place_kernel fails"] * 2

@@ -25,11 +25,12 @@ FLOATS = EXPERTS | {
     "state_space_step_kernel", "delta_rule_kernel", "state_space_kernel",
     "convolution_step_kernel",
 }  # fmt: skip
+LATENTS = {"latents_kernel", "latents_merge"}
 KERNELS = {
-    "some_floats": FLOATS,
+    "one_of_each": FLOATS | LATENTS,
     "floats": FLOATS,
     "all_floats": FLOATS,
-    "latents": {"latents_kernel", "latents_merge"},
+    "latents": LATENTS,
     "ranks": {
         "pack_kernel", "unpack_kernel", "combine_kernel", "dispatch_kernel",
         "combine_pushed_kernel", "sum_pushed_kernel",
@@ -54,13 +55,13 @@ CAPABILITIES = (90, 80, 89, 100)
 
 
 def each() -> Iterator[Any]:
-    """Some of floats, and latents, for Hopper are tested always; tiles are tuned for it alone, so
-    all of floats are compiled for it alone."""
+    """One variant of each kernel of floats and of latents, for Hopper, is tested always; tiles are
+    tuned for it alone, so all of floats are compiled for it alone."""
     for capability, part in itertools.product(CAPABILITIES, KERNELS):
-        if capability != 90 and part in ("some_floats", "all_floats"):
+        if capability != 90 and part in ("one_of_each", "all_floats"):
             continue
-        always = part == "some_floats" or (capability, part) == (90, "latents")
-        yield pytest.param(capability, part, marks=[] if always else [pytest.mark.every])
+        marks = [] if part == "one_of_each" else [pytest.mark.every]
+        yield pytest.param(capability, part, marks=marks)
 
 
 @pytest.mark.slow
@@ -75,9 +76,10 @@ def test_every_variant_compiles_and_spills_nothing(capability: int, part: str) -
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     variants = [json.loads(line) for line in done.stdout.splitlines()]
-    quantized = part not in ("latents", "ranks") and not part.endswith("floats")
+    quantized = part not in ("one_of_each", "latents", "ranks") and not part.endswith("floats")
     streamed = STREAMED if capability == 90 and quantized else set()
-    hopper = {"latents_hopper_kernel"} if (capability, part) == (90, "latents") else set()
+    over_latents = capability == 90 and part in ("one_of_each", "latents")
+    hopper = {"latents_hopper_kernel"} if over_latents else set()
     assert {v["kernel"] for v in variants} >= KERNELS[part] | streamed | hopper
     assert [v for v in variants if v["shared"] > v["memory"]] == []
     # Tiles are tuned for Hopper and weights by rows; elsewhere a few bytes are no harm.

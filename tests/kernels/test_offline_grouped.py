@@ -101,7 +101,7 @@ def test_the_hopper_kernel_by_rows_compiles_and_keeps_to_its_registers(names, va
 @pytest.mark.parametrize(
     ("names", "variants"),
     [
-        (("plain",), 2),
+        (("plain",), 1),
         *(
             pytest.param(*p, marks=pytest.mark.every)
             for p in ((USED, 6), (("formats",), 17), (OTHERS, 16))
