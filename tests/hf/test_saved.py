@@ -28,6 +28,7 @@ from moe_ops.hf.pretrained import MoeOpsConfig
 from moe_ops.hf.stored import stored_format
 from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import Tol, assert_close
+from tests.chosen import one_in
 from tests.hf import families
 from tests.hf.test_quantize import experts_of, gpt_oss, logits, qwen, stored_mxfp4
 from tests.hf.test_quantized_state import EVERY, quantized
@@ -65,7 +66,7 @@ def check_same(one: nn.Module, other: nn.Module) -> None:
         assert stored_format(m) == stored_format(n)
 
 
-@pytest.mark.parametrize("scheme", EVERY)
+@one_in(2, pytest.mark.parametrize("scheme", EVERY))
 def test_every_scheme_comes_back_bit_by_bit(scheme: str, tmp_path: Path) -> None:
     model = quantized(scheme)
     model.save_pretrained(tmp_path / "one", max_shard_size="20KB")
@@ -248,7 +249,7 @@ import sys, torch, moe_ops
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 assert not {"moe_ops.compiler", "moe_ops.passes"} & sys.modules.keys()
-with torch.inference_mode():
+with torch.inference_mode(), moe_ops.using("reference"):
     logits = model(input_ids=torch.arange(3, 15)[None], use_cache=False).logits
 torch.save((logits, model.state_dict()), sys.argv[2])
 """
@@ -263,10 +264,12 @@ def test_a_fresh_process_that_imports_moe_ops_loads_it(tmp_path: Path) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found, state = torch.load(tmp_path / "found.pt")
-    want = model.state_dict()
-    assert state.keys() == want.keys()
-    assert all(torch.equal(bits(t), bits(want[name])) for name, t in state.items())
-    assert_close(found, logits(model), Tol(1e-5, "float32 sums of another number of threads"))
+    saved = model.state_dict()
+    assert state.keys() == saved.keys()
+    assert all(torch.equal(bits(t), bits(saved[name])) for name, t in state.items())
+    with moe_ops.using("reference"):  # for which nothing is compiled
+        want = logits(model)
+    assert_close(found, want, Tol(1e-5, "float32 sums of another number of threads"))
 
 
 def test_a_model_that_was_pickled_whole_finds_the_config_by_its_old_name() -> None:
