@@ -28,6 +28,7 @@ from moe_ops.generation.fallback import falls_back
 from moe_ops.passes.inductor.compiled import pipeline_of
 from tests.hf import families
 from tests.hf.twins import PLAIN, check
+from tests.uncoded import run_nodes
 
 # Served by no steps for its layers, its inputs and its prompts.
 UNSERVED = ("deepseek_v4", "phimoe", "unlimited_ocr")
@@ -120,7 +121,12 @@ def test_nor_does_a_model_with_an_encoder(ids: Tensor) -> None:
 
 
 @pytest.mark.slow
-def test_a_forward_is_compiled_before_and_after(model: Any, ids: Tensor) -> None:
+@pytest.mark.parametrize("coded", [False, pytest.param(True, marks=pytest.mark.every)])
+def test_a_forward_is_compiled_before_and_after(
+    coded: bool, model: Any, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not coded:
+        run_nodes(monkeypatch)
     twin = moe_ops.compile(model)
     twin.generate(ids, **chunked(model), **PLAIN)
     with torch.inference_mode():
@@ -175,10 +181,19 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["phimoe", pytest.param("qwen3_moe", marks=pytest.mark.every)])
+@pytest.mark.parametrize(
+    ("family", "coded"),
+    [
+        ("phimoe", False),
+        pytest.param("phimoe", True, marks=pytest.mark.every),
+        pytest.param("qwen3_moe", True, marks=pytest.mark.every),
+    ],
+)
 def test_what_transformers_compiles_has_our_passes(
-    family: str, ids: Tensor, as_on_a_gpu: None
+    family: str, coded: bool, ids: Tensor, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not coded:
+        run_nodes(monkeypatch)
     model = families.build(family).model
     call = {"cache_implementation": "static", "output_hidden_states": True, **PLAIN}
     want = model.generate(ids, compile_config=CompileConfig(backend="eager", mode=None), **call)

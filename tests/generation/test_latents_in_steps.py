@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import moe_ops
+from moe_ops import compiler
 from moe_ops.forward.layer_cache import CACHE
 from moe_ops.forward.regions import layer_lists
 from moe_ops.generation import latents
@@ -23,7 +24,7 @@ from moe_ops.generation.own_attention import (
     latent_attention,
     layers_of_steps,
 )
-from tests.chosen import those_of
+from tests.chosen import in_turn
 from tests.generation.latents import expand, wrapped
 from tests.hf import families
 from tests.hf.twins import PLAIN, check, twin_of, uncompiled
@@ -56,11 +57,13 @@ def over_latents(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
     return made
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(f, marks=[] if f == "deepseek_v3" else pytest.mark.slow) for f in SERVED],
+@in_turn(
+    pytest.mark.parametrize(
+        "family",
+        [pytest.param(f, marks=[] if f == "deepseek_v3" else pytest.mark.slow) for f in SERVED],
+    ),
+    pytest.mark.parametrize("call", CALLS),
 )
-@pytest.mark.parametrize("call", CALLS)
 def test_tokens_are_those_of_transformers(
     family: str, call: str, over_latents: list[Tensor | None]
 ) -> None:
@@ -82,9 +85,19 @@ def test_a_captured_step_has_latents_too(over_latents: list[Tensor | None]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", those_of(["deepseek_v3"], SERVED))
-def test_a_compiled_step_calls_the_op(family: str) -> None:
-    """Once a layer, and expands nothing."""
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        ("deepseek_v3", "eager"),
+        *(pytest.param(family, "inductor", marks=pytest.mark.every) for family in SERVED),
+    ],
+)
+def test_a_compiled_step_calls_the_op(
+    family: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a layer, and expands nothing; as Dynamo reads it, and compiled."""
+    if backend == "eager":
+        monkeypatch.setattr(compiler, "Net", lambda *_, **__: "eager")
     torch._dynamo.reset()
     model = families.build(family).model
     twin = moe_ops.compile(model)

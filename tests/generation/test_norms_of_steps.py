@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
-from torch._inductor import compile_fx, config
+from torch._inductor import config
 
 import moe_ops
-from moe_ops.passes.explain.trace import Backend
-from moe_ops.passes.inductor.pipeline import HOOK
 from moe_ops.testing import BF16, F16
 from tests import decoding
 from tests.hf import families
+from tests.uncoded import run_nodes
 
 pytestmark = pytest.mark.slow
 
@@ -31,21 +30,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
     """What the passes leave of the graphs, which run node by node: no code is made of them."""
     decoding.on_any_device(monkeypatch)
     made: list[fx.Graph] = []
-    compile_graph = compile_fx.compile_fx
-
-    def run_nodes(module: fx.GraphModule, inputs: list[Any], **_: Any) -> Any:
-        hook = getattr(config, HOOK)
-
-        def keep(graph: fx.Graph) -> None:
-            hook(graph)
-            made.append(graph)
-
-        return Backend(keep)._inner(module, inputs)
-
-    def compile_so(model: Any, inputs: Any, inner_compile: Any = run_nodes, **more: Any) -> Any:
-        return compile_graph(model, inputs, inner_compile=inner_compile, **more)
-
-    monkeypatch.setattr(compile_fx, "compile_fx", compile_so)
+    run_nodes(monkeypatch, made.append)
     torch._dynamo.reset()
     return made
 

@@ -105,11 +105,14 @@ class Two(nn.Module):
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_a_compiled_graph_stays_valid() -> None:
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.every)]
+)
+def test_a_compiled_graph_stays_valid(backend: str) -> None:
     wholes = [random_(MoELayer(E, K, D, I, bias=True), seed) for seed in range(2)]
     layers = [make(ParallelConfig(), 5, 0, whole) for whole in wholes]
     torch.compiler.reset()
-    compiled = torch.compile(Two(layers), fullgraph=True, dynamic=True)
+    compiled = torch.compile(Two(layers), fullgraph=True, dynamic=True, backend=backend)
     compiled(torch.randn(8, D), hot(8, seed=9))
     written = 0
     for step in range(3):
