@@ -38,10 +38,9 @@ def by_instructions(*others: str) -> pytest.MarkDecorator:
 
 
 # Element types of weights and of inputs whose codes AVX2 reads by code of its own in codes.h or
-# inputs.h: four bits have one function, and all else is compiled the same for other types.
-OWN_CODE = {
-    ("int8", ""), ("uint8", ""), ("float4_e2m1", ""), ("float8_e4m3fn", ""), ("int8", "int8"),
-}  # fmt: skip
+# inputs.h: four bits have one function, eight bits of integers differ by their sign alone, and all
+# else is compiled the same for other types.
+OWN_CODE = {("int8", ""), ("float4_e2m1", ""), ("float8_e4m3fn", ""), ("int8", "int8")}
 
 
 def by_format_and_instructions(

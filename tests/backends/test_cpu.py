@@ -12,6 +12,7 @@ import moe_ops
 from moe_ops.backends import cpu
 from moe_ops.kernels import cpu as kernels
 from moe_ops.testing import BF16, F32, TOL, Case, assert_close, make_layer
+from tests.chosen import in_turn
 
 # Large enough to be split over threads.
 CASE = Case(name="parallel", T=24, E=8, K=2, D=160, I=96)
@@ -121,9 +122,11 @@ KINDS = {
 }
 
 
-@each_dtype
-@pytest.mark.parametrize("act", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("codes", [False, True], ids=["floats", "codes"])
+@in_turn(
+    each_dtype,
+    pytest.mark.parametrize("act", KINDS.values(), ids=KINDS),
+    pytest.mark.parametrize("codes", [False, True], ids=["floats", "codes"]),
+)
 def test_activations_of_every_size_are_those_of_the_definition(
     codes: bool, act: dict[str, Any], dtype: torch.dtype
 ) -> None:

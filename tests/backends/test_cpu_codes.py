@@ -24,6 +24,7 @@ from tests.backends.code_layers import (
     layer_of,
     run,
 )  # fmt: skip
+from tests.chosen import in_turn
 
 GROUPED = (
     "int8:1x32", "int8:1x64:bfloat16", "uint8:1x32", "int4:1x32", "int4:1x32:float16",
@@ -63,8 +64,7 @@ def test_every_format_is_multiplied_as_it_is_defined(
         check(layer_of(case, format, dtype), f"{format}, {case.name}")
 
 
-@each_element
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+@in_turn(each_element, pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"]))
 def test_every_code_stands_for_its_value(row: str, dtype: torch.dtype, instructions: str) -> None:
     n, of_row = 256, Format.of(row)
     element = of_row.element
@@ -127,11 +127,13 @@ def test_nan_stays_with_its_token(format: str, instructions: str) -> None:
         assert torch.equal(got[others], want[others])
 
 
-@by_format_and_instructions(
-    "format", ["mxfp4", "mxfp8", "int4:1x64:float16", "float8_e4m3fn:32x32"], *INSTRUCTIONS
+@in_turn(
+    by_format_and_instructions(
+        "format", ["mxfp4", "mxfp8", "int4:1x64:float16", "float8_e4m3fn:32x32"], *INSTRUCTIONS
+    ),
+    pytest.mark.parametrize("what", ["scale", "code"]),
+    pytest.mark.parametrize("case", [CASE, MANY], ids=["few", "many"]),
 )
-@pytest.mark.parametrize("what", ["scale", "code"])
-@pytest.mark.parametrize("case", [CASE, MANY], ids=["few", "many"])
 def test_nan_in_a_weight_is_nan_in_its_rows(
     case: Case, format: str, what: str, instructions: str
 ) -> None:
@@ -149,13 +151,20 @@ def test_nan_in_a_weight_is_nan_in_its_rows(
     torch.testing.assert_close(got, want, rtol=0, atol=tol, equal_nan=True)
 
 
-@by_format_and_instructions(
-    "formats",
-    [("int4:1x64:float16", ""), ("uint4:row", ""), ("float8_e4m3fn:128x128", ""),
-     ("int8:row", "int8:row"), ("float8_e4m3fn:row", "float8_e4m3fn:row")],
-    *INSTRUCTIONS,
-)  # fmt: skip
-@pytest.mark.parametrize("case", [CASE, MANY], ids=["few", "many"])
+@in_turn(
+    by_format_and_instructions(
+        "formats",
+        [
+            ("int4:1x64:float16", ""),
+            ("uint4:row", ""),
+            ("float8_e4m3fn:128x128", ""),
+            ("int8:row", "int8:row"),
+            ("float8_e4m3fn:row", "float8_e4m3fn:row"),
+        ],
+        *INSTRUCTIONS,
+    ),
+    pytest.mark.parametrize("case", [CASE, MANY], ids=["few", "many"]),
+)
 def test_an_infinite_scale_is_nan_in_its_rows(
     case: Case, formats: tuple[str, str], instructions: str
 ) -> None:

@@ -20,6 +20,7 @@ from moe_ops.bench.results import load
 from moe_ops.quant import packing
 from moe_ops.testing import BF16, F32, Case
 from tests.bench.runs import BLOCKS, LAYER, TINY, bench, quicken
+from tests.chosen import one_in
 
 RATES = Rates(copy_tbs=0.03, matmul_tflops=0.1, matmul8_tflops=0.2)
 BLOCK_INPUTS = "float8_e4m3fn:128x128+float8_e4m3fn:1x128"
@@ -104,7 +105,7 @@ def test_the_float32_layer_of_codes_is_the_definition(format: str) -> None:
     assert numerics.relative_error(numerics.want(weights, routed), want) < 1e-6
 
 
-@pytest.mark.parametrize("format", KINDS)
+@one_in(3, pytest.mark.parametrize("format", KINDS))
 def test_each_kind_of_format_is_measured_by_the_definition(
     format: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:

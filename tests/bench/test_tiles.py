@@ -19,6 +19,7 @@ from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams
 from moe_ops.kernels.triton.experts.products.tiny import TinyTiles
 from moe_ops.testing import DEVICE, F16, Case
+from tests.chosen import one_in
 
 NONE = torch.empty(0)
 CODES = Codes(
@@ -74,7 +75,7 @@ def test_a_format_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", tiles.KERNELS)
+@one_in(2, pytest.mark.parametrize("kernel", tiles.KERNELS))
 def test_tiles_of_a_layer_are_checked_and_timed(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,8 @@ pytest.importorskip("transformers")
 from transformers.models.kimi_linear import modeling_kimi_linear as by_channel
 from transformers.models.qwen3_next import modeling_qwen3_next as by_head
 
+from tests.chosen import in_turn
+
 TOL = Tol(1e-5, "float32 sums in another order, over hundreds of tokens")
 TOL_BF16 = Tol(8e-3, "one rounding to 8 bits, either way at a tie")
 # Sequences, heads of the keys, heads of the state, key width, value width, a gate for each channel.
@@ -79,8 +81,7 @@ def part(given: dict[str, Any], tokens: slice) -> dict[str, Any]:
     return {n: x[:, tokens] if "T" in n.partition("_")[2] else x for n, x in given.items()}
 
 
-@each_kind
-@pytest.mark.parametrize("T", LENGTHS)
+@in_turn(each_kind, pytest.mark.parametrize("T", LENGTHS))
 def test_prompts_are_those_of_transformers(kind: tuple[Any, ...], T: int) -> None:
     given = prompt(kind, T)
     in_chunks, by_token = functions(kind)

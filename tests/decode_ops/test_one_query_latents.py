@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_ops import using
 from moe_ops.decode_ops.one_query_latents import OneQueryLatentsCall, one_query_latents, refusal
 from moe_ops.testing import BF16, F16, F32, Tol, assert_close
+from tests.chosen import in_turn
 from tests.decode_ops.latents import SIZES, Size, arguments, definition, with_garbage
 
 TOL = {
@@ -22,9 +23,11 @@ TOL = {
 each_backend = pytest.mark.parametrize("backend", ["reference", "aten"])
 
 
-@each_backend
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", TOL, ids=str)
+@in_turn(
+    each_backend,
+    pytest.mark.parametrize("size", SIZES),
+    pytest.mark.parametrize("dtype", TOL, ids=str),
+)
 def test_the_op(size: str, dtype: torch.dtype, backend: str) -> None:
     call = arguments(SIZES[size], dtype)
     want = definition(call)

@@ -17,6 +17,8 @@ from moe_ops.testing import BF16, Tol, assert_close
 pytest.importorskip("transformers")
 from transformers.models.nemotron_h import modeling_nemotron_h as stock
 
+from tests.chosen import in_turn
+
 TOL = Tol(1e-5, "float32 sums in another order, over hundreds of tokens")
 INF = float("inf")
 # Sequences, groups, heads, state width, head width.
@@ -84,8 +86,7 @@ def part(given: dict[str, Any], tokens: slice) -> dict[str, Any]:
     return {n: x[:, tokens] if n in OF_TOKENS else x for n, x in given.items()}
 
 
-@each_size
-@pytest.mark.parametrize("T", LENGTHS)
+@in_turn(each_size, pytest.mark.parametrize("T", LENGTHS))
 def test_prompts_are_those_of_transformers(size: tuple[int, ...], T: int) -> None:
     given = prompt(size, T)
     check(state_space_scan(**given), of_transformers(given))

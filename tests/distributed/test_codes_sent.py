@@ -19,6 +19,7 @@ from moe_ops.ops.dispatch_tokens import DispatchTokensCall
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.experts_over_ranks import ExpertsOverRanksCall, sends_codes, traffic, why_floats
 from moe_ops.testing import Tol, assert_close
+from tests.chosen import in_turn
 from tests.distributed.ranks import fake_group, results, threads
 from tests.distributed.shares import SPREADS, Spread, Whole, run_share
 
@@ -61,9 +62,11 @@ def seen() -> Iterator[list[DispatchTokensCall]]:
         yield calls
 
 
-@each_transport
-@each_format
-@pytest.mark.parametrize("spread", ["even", "uneven", "one_sided", "none"])
+@in_turn(
+    each_transport,
+    each_format,
+    pytest.mark.parametrize("spread", ["even", "uneven", "one_sided", "none"]),
+)
 def test_codes_give_the_bits_of_floats(spread: str, formats: str, collective: str) -> None:
     whole = whole_of(formats, spread)
     ranks = whole.spread.ranks
@@ -79,10 +82,12 @@ def test_codes_give_the_bits_of_floats(spread: str, formats: str, collective: st
         assert g.dtype is w.dtype is BF16 and torch.equal(g, w)
 
 
-@each_transport
-@each_row_alone
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("spread", ["together", "uneven_together", "one_expert"])
+@in_turn(
+    each_transport,
+    each_row_alone,
+    pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["float32", "bfloat16"]),
+    pytest.mark.parametrize("spread", ["together", "uneven_together", "one_expert"]),
+)
 def test_ranks_give_the_bits_of_one_process(
     spread: str, dtype: torch.dtype, formats: str, collective: str
 ) -> None:

@@ -12,6 +12,7 @@ from moe_ops import combine_tokens, dispatch_tokens, experts, experts_over_ranks
 from moe_ops.ranks.agree import most_tokens
 from moe_ops.ranks.tables import EVERY, HOME
 from moe_ops.testing import TOL, Tol, assert_close
+from tests.chosen import in_turn
 from tests.distributed.ranks import results
 from tests.distributed.shares import SPREADS, Spread, Whole, run_share
 
@@ -23,9 +24,11 @@ FORMATS = (("int4:1x32", ""), ("float8_e4m3fn:32x32", "float8_e4m3fn:1x32"), ("m
 each_transport = pytest.mark.parametrize("collective", TRANSPORTS)
 
 
-@each_transport
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("spread", SPREADS, ids=lambda s: s.name)
+@in_turn(
+    each_transport,
+    pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]),
+    pytest.mark.parametrize("spread", SPREADS, ids=lambda s: s.name),
+)
 def test_ranks_give_what_one_process_gives(
     spread: Spread, dtype: torch.dtype, collective: str
 ) -> None:

@@ -17,6 +17,7 @@ from moe_ops.parallel.moves import Moves
 from moe_ops.parallel.over_ranks import move_over_ranks
 from moe_ops.ranks.groups import Group, all_gather
 from moe_ops.testing import Tol, assert_close
+from tests.chosen import in_turn
 from tests.distributed.ranks import processes, results, threads
 from tests.layer.shards import randomize, take_share
 
@@ -83,8 +84,10 @@ OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["own", "replicated"])
-@pytest.mark.parametrize(("ranks", "options"), OPTIONS.values(), ids=OPTIONS)
+@in_turn(
+    pytest.mark.parametrize("own", [True, False], ids=["own", "replicated"]),
+    pytest.mark.parametrize(("ranks", "options"), OPTIONS.values(), ids=OPTIONS),
+)
 @torch.no_grad()
 def test_ranks_go_on_with_the_same_results(ranks: int, options: dict[str, Any], own: bool) -> None:
     alone = {k: v for k, v in options.items() if k != "redundant_experts"}

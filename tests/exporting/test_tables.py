@@ -18,6 +18,7 @@ from moe_ops.exporting import products
 from moe_ops.exporting.tables import OVER_RANKS, PORTABLE, TARGETS
 from moe_ops.registry.spec import DECODE_OPS, NAMESPACE
 from moe_ops.testing import CASES, TOL, Case, Tol, assert_close, make_layer
+from tests.chosen import in_turn, one_in
 
 aten = torch.ops.aten
 F32 = torch.float32
@@ -90,7 +91,7 @@ def hold(name: str, args: tuple[Any, ...], graph: fx.GraphModule) -> None:
         assert_close(g.float(), w.float(), tol, f"result {i}")
 
 
-@pytest.mark.parametrize(("name", "case", "label"), [*calls("odd"), *calls("one_token")])
+@one_in(2, pytest.mark.parametrize(("name", "case", "label"), [*calls("odd"), *calls("one_token")]))
 def test_portable_gives_what_the_definition_gives(name: str, case: str, label: str) -> None:
     args = sample_of(name, case, label).args
     try:
@@ -169,9 +170,11 @@ def largest(graph: fx.GraphModule) -> int:
     return max(v.numel() for v in made)
 
 
-@pytest.mark.parametrize("target", ["portable", "onnx"])
-@pytest.mark.parametrize(
-    ("name", "label"), [("expert_gemm", "plain"), ("experts", "silu"), ("moe", "plain")]
+@in_turn(
+    pytest.mark.parametrize("target", ["portable", "onnx"]),
+    pytest.mark.parametrize(
+        ("name", "label"), [("expert_gemm", "plain"), ("experts", "silu"), ("moe", "plain")]
+    ),
 )
 def test_many_rows_have_no_weight_each(name: str, label: str, target: str) -> None:
     case, args = CASE["many_rows"], sample_of(name, "many_rows", label).args

@@ -14,6 +14,7 @@ from moe_ops.backends.flashinfer import arguments, cutlass
 from moe_ops.bench import cells, contenders, rates
 from moe_ops.bench.contenders import Contender, contender
 from moe_ops.quant.config import QuantConfig
+from tests.chosen import one_in
 from tests.flashinfer.layers import CASE, FORMATS, call_of, stored
 from tests.work import Calls
 
@@ -36,7 +37,7 @@ def measured(formats: str, *of: Contender) -> list[cells.Cell]:
     return list(cells.measure(grid, RATES))
 
 
-@pytest.mark.parametrize("formats", ["bfloat16", "blocks", "mxfp4"])
+@one_in(3, pytest.mark.parametrize("formats", ["bfloat16", "blocks", "mxfp4"]))
 def test_it_is_right_and_timed(fake: ModuleType, on: On, formats: str) -> None:
     on(9, 0)
     names = ("flashinfer_cutlass", contenders.DIRECT)

@@ -18,6 +18,7 @@ import moe_ops
 from moe_ops import MoELayer, arena, experts, flashinfer_options
 from moe_ops.backends.flashinfer import b12x, cutlass, fits, kept, package
 from moe_ops.ops.experts import ExpertsCall
+from tests.chosen import in_turn
 from tests.flashinfer.layers import CASE, call_of, check, run, stored, wanted
 
 UP_GATE, CHUNKS = "flashinfer.up_gate", "flashinfer.chunks"
@@ -190,8 +191,10 @@ FIRST = {
 }
 
 
-@pytest.mark.parametrize("first", MODES)
-@pytest.mark.parametrize(("name", "layout", "formats", "gpu"), FIRST.values(), ids=FIRST)
+@in_turn(
+    pytest.mark.parametrize("first", MODES),
+    pytest.mark.parametrize(("name", "layout", "formats", "gpu"), FIRST.values(), ids=FIRST),
+)
 def test_a_first_call_in_any_mode(
     fake: ModuleType, on: On, name: str, layout: str, formats: str, gpu: tuple[int, int],
     first: Callable[[], torch.no_grad],

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_ops import experts
 from moe_ops.backends.flashinfer import orders
 from moe_ops.parallel.moves import Moves, apply_moves
+from tests.chosen import in_turn
 from tests.flashinfer.layers import FORMATS, call_of, weights_of
 
 READ = {
@@ -30,8 +31,10 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return all(torch.equal(x, b[n]) for n, x in a.items())
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
-@pytest.mark.parametrize(("layout", "formats"), CASES)
+@in_turn(
+    pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"]),
+    pytest.mark.parametrize(("layout", "formats"), CASES),
+)
 def test_a_layout_is_undone_and_experts_move_in_it(layout: str, formats: str, gated: bool) -> None:
     call = call_of(formats, gated)
     F = call.w13_EFD.shape[1]

@@ -20,6 +20,7 @@ from moe_ops.graphs import runner
 from moe_ops.graphs.cuda_graph import CaptureError, capture_call
 from moe_ops.graphs.runner import TIMES
 from moe_ops.testing import assert_close
+from tests.chosen import in_turn
 from tests.forward.layered import MODEL, Layered, left_padded, tokens
 from tests.hf import families
 
@@ -33,8 +34,10 @@ def report(run: Layered) -> list[tuple[Any, ...]]:
     return [(r.batch, r.tokens, r.masked, r.replays, r.refusal) for r in run.forwards.report()]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@in_turn(
+    pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3"]),
+    pytest.mark.parametrize("attention", ["sdpa", "eager"]),
+)
 def test_a_size_that_comes_again_is_replayed(family: str, attention: str) -> None:
     model = families.build(family).model
     if attention not in ("eager", model.config._attn_implementation):

@@ -15,7 +15,7 @@ from moe_ops import compiler
 from moe_ops.forward.layer_cache import CACHE
 from moe_ops.passes.inductor.compiled import Compiled, pipeline_of
 from moe_ops.testing import assert_close
-from tests.chosen import COMPILED, those_of
+from tests.chosen import COMPILED, one_in, those_of
 from tests.forward.layered import MODEL, check_output, left_padded, tokens
 from tests.hf import families
 
@@ -60,7 +60,7 @@ def ran_by_layers(twin: Any) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [(1, 12), (3, 9)])
+@one_in(2, pytest.mark.parametrize("first", [(1, 12), (3, 9)]))
 def test_two_graphs_a_kind_serve_all_sizes(first: tuple[int, int], traced: None) -> None:
     model = families.build("qwen3_moe").model
     twin = moe_ops.compile(model)
@@ -81,7 +81,7 @@ def test_two_graphs_a_kind_serve_all_sizes(first: tuple[int, int], traced: None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", those_of(FIRST, families.discover()))
+@pytest.mark.parametrize("family", those_of(FIRST[:1], families.discover()))
 def test_caches_and_masks_of_any_length_cost_few_graphs(family: str, traced: None) -> None:
     tiny = families.build(family)
     twin = moe_ops.compile(tiny.model)
@@ -121,8 +121,10 @@ def test_sequences_may_share_a_mask_of_the_caller(traced: None) -> None:
     assert ran_by_layers(twin)
 
 
+# Prompts that `generate` reads run the same code: tests/generation/test_generate.py.
+@pytest.mark.every
 @pytest.mark.slow
-@pytest.mark.parametrize("family", those_of(["qwen3_moe"], COMPILED))
+@pytest.mark.parametrize("family", (*COMPILED, "mixtral", "qwen3_moe"))
 def test_code_of_inductor_gives_the_same(family: str, fresh: None) -> None:
     model = families.build(family).model
     twin = moe_ops.compile(model)

@@ -12,6 +12,7 @@ from moe_ops.forward import calls
 from moe_ops.forward.inputs import watched
 from moe_ops.graphs.runner import TIMES
 from moe_ops.testing import assert_close
+from tests.chosen import in_turn
 from tests.forward.layered import MODEL, Layered, left_padded, tokens
 from tests.graphs.recorder import Recorder
 from tests.hf import families
@@ -35,8 +36,10 @@ class Recording(Recorder):
         return super().__call__(captured_function, *args, **kwargs)
 
 
-@pytest.mark.parametrize("use_cache", [False, True])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3"])
+@in_turn(
+    pytest.mark.parametrize("use_cache", [False, True]),
+    pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3"]),
+)
 def test_layers_get_while_captured_what_they_get_uncaptured(
     family: str, use_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

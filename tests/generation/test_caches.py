@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 
 from moe_ops.forward.layer_cache import CACHE
+from tests.chosen import in_turn
 from tests.hf import families
 from tests.hf.twins import PLAIN, twin_of
 
@@ -95,10 +96,12 @@ def test_a_later_static_cache_is_as_long_as_the_longest_before(model: Any, ids: 
 
 
 # The window is 16: the text ends within it, on its border, passes it, starts on it and past it.
-@pytest.mark.parametrize(
-    "prompt, tokens", [(5, 4), (5, 12), (5, 13), (9, 20), (15, 2), (16, 4), (21, 1), (21, 6)]
+@in_turn(
+    pytest.mark.parametrize(
+        "prompt, tokens", [(5, 4), (5, 12), (5, 13), (9, 20), (15, 2), (16, 4), (21, 1), (21, 6)]
+    ),
+    pytest.mark.parametrize("named", ["dynamic", "static"]),
 )
-@pytest.mark.parametrize("named", ["dynamic", "static"])
 def test_windows_hold_what_transformers_own_do(named: str, prompt: int, tokens: int) -> None:
     model, ids = families.build("gpt_oss").model, torch.randint(16, 90, (2, prompt))
     kwargs = {**DICT, "max_new_tokens": tokens, "cache_implementation": named}
@@ -107,8 +110,10 @@ def test_windows_hold_what_transformers_own_do(named: str, prompt: int, tokens: 
     check_alike(got[CACHE], want[CACHE])
 
 
-@pytest.mark.parametrize("kwargs", [{"cache_implementation": "dynamic"}, {"max_cache_len": 40}])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@in_turn(
+    pytest.mark.parametrize("kwargs", [{"cache_implementation": "dynamic"}, {"max_cache_len": 40}]),
+    pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode]),
+)
 def test_the_caller_goes_on_with_it_and_nobody_writes_into_it(
     model: Any, ids: Tensor, kwargs: dict[str, Any], mode: Any
 ) -> None:

@@ -20,6 +20,7 @@ import moe_ops
 from moe_ops import compiler
 from moe_ops.forward.layer_cache import CACHE
 from moe_ops.generation.wide import WIDTHS, width_for
+from tests.chosen import in_turn, one_in
 from tests.generation.test_caches import check_alike
 from tests.hf import families
 from tests.hf.auto_classes import build_published
@@ -87,9 +88,11 @@ def wide_of(twin: Any) -> dict[int, int]:
     return {w.tokens: w.steps for r in moe_ops.generation_report(twin) for w in r.wide}
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("how", [lookup, assisted], ids=lambda how: how.__name__)
-@pytest.mark.parametrize("family", FAMILIES)
+@in_turn(
+    pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"]),
+    pytest.mark.parametrize("how", [lookup, assisted], ids=lambda how: how.__name__),
+    pytest.mark.parametrize("family", FAMILIES),
+)
 def test_tokens_and_the_cache_are_stocks(family: str, how: Any, sampled: bool) -> None:
     if CACHE != "cache" and (family, how) == ("gpt_oss", assisted):
         pytest.skip("transformers before 5.24 raises an error behind a window")
@@ -104,7 +107,7 @@ def test_tokens_and_the_cache_are_stocks(family: str, how: Any, sampled: bool) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CLASSES)
+@one_in(3, pytest.mark.parametrize("name", CLASSES))
 def test_of_published_classes_as_well(name: str) -> None:
     model = build_published(name).model
     twin = twin_of(model)
@@ -188,7 +191,7 @@ def test_a_prompt_with_candidates_shares_the_graph_of_others() -> None:
     assert (report.prompt_graphs, report.prompts_replayed) == (1, 2)
 
 
-@pytest.mark.parametrize("tokens", [5, 20])
+@one_in(2, pytest.mark.parametrize("tokens", [5, 20]))
 def test_a_compiled_assistant_runs_by_steps_and_goes_on(tokens: int) -> None:
     model = families.build("gpt_oss").model
     twin, draft = twin_of(model), twin_of(assistant("gpt_oss", tokens))
@@ -240,8 +243,10 @@ def random_layers(cls: Any, main_model: Any, **kwargs: Any) -> Any:
     return made
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("family", [f for f in ("deepseek_v3", "glm4_moe") if HAS_MTP])
+@in_turn(
+    pytest.mark.parametrize("layers", [1, 2]),
+    pytest.mark.parametrize("family", [f for f in ("deepseek_v3", "glm4_moe") if HAS_MTP]),
+)
 def test_own_layers_draft_from_the_last_states(
     family: str, layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

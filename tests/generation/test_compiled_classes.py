@@ -20,11 +20,8 @@ from tests.hf.twins import check
 
 # Its experts are no family's; transformers' class with pictures around it fails in 5.24.
 LLAMA4 = "Llama4ForCausalLM"
-# Windows, latents with an indexer, a delta rule with pictures, and Mamba2.
-CHOSEN = (
-    "GptOssForCausalLM", "DeepseekV32ForCausalLM", "Qwen3_5MoeForConditionalGeneration",
-    "NemotronHForCausalLM",
-)  # fmt: skip
+# Windows; tests/generation/test_published_classes.py has others uncompiled.
+CHOSEN = ("GptOssForCausalLM",)
 
 
 def build(name: str) -> families.TinyModel:

@@ -17,7 +17,7 @@ import moe_ops
 from moe_ops import compiler
 from moe_ops.forward.kept import cache_refusal
 from moe_ops.forward.layer_cache import CACHE
-from tests.chosen import those_of
+from tests.chosen import in_turn, those_of
 from tests.generation.test_caches import check_alike
 from tests.generation.test_published_classes import SERVED
 from tests.hf import families
@@ -90,10 +90,12 @@ def test_prompts_in_chunks_give_the_same_tokens(name: str) -> None:
     assert not twin._moe_ops_generation.told
 
 
-@pytest.mark.parametrize(
-    "made", [empty_cache, lambda model: DynamicCache()], ids=["known", "grown"]
+@in_turn(
+    pytest.mark.parametrize(
+        "made", [empty_cache, lambda model: DynamicCache()], ids=["known", "grown"]
+    ),
+    pytest.mark.parametrize("only_new", [False, True]),
 )
-@pytest.mark.parametrize("only_new", [False, True])
 def test_a_cache_of_the_caller_ends_as_stock_leaves_it(
     model: Any, made: Any, only_new: bool
 ) -> None:

@@ -15,7 +15,7 @@ from moe_ops import compiler
 from moe_ops.forward.layer_cache import CACHE
 from moe_ops.generation import prompts
 from moe_ops.graphs.runner import TIMES
-from tests.chosen import those_of
+from tests.chosen import in_turn, one_in, those_of
 from tests.generation.test_published_classes import SERVED
 from tests.hf import families
 from tests.hf.auto_classes import build_published
@@ -68,7 +68,7 @@ def check_embeds(model: Any, twin: Any, ids: Tensor, **inputs: Any) -> Tensor | 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", those_of(CHOSEN, SERVED))
+@one_in(2, pytest.mark.parametrize("name", those_of(CHOSEN, SERVED)))
 def test_tokens_are_stocks(name: str, ids: Tensor) -> None:
     model = build_published(name).model
     twin, mask = twin_of(model), padded(ids, 3, 0, 1)
@@ -83,8 +83,10 @@ def test_tokens_are_stocks(name: str, ids: Tensor) -> None:
     assert sizes == ({(1, True), (4, True), (8, True)} if isinstance(tokens, Tensor) else set())
 
 
-@pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize("given", ["embeds", "ids", "fewer ids"])
+@in_turn(
+    pytest.mark.parametrize("beams", [1, 2]),
+    pytest.mark.parametrize("given", ["embeds", "ids", "fewer ids"]),
+)
 def test_ids_beside_them_are_handed_out(given: str, beams: int, model: Any, ids: Tensor) -> None:
     twin = twin_of(model)
     told = {"embeds": {}, "ids": {"input_ids": ids.flip(1)}, "fewer ids": {"input_ids": ids[:, :2]}}

@@ -20,7 +20,7 @@ from moe_ops.generation.generate import QuickGenerate
 from moe_ops.generation.refusals import shape_refusal
 from moe_ops.generation.sample import StopCheck
 from moe_ops.graphs.cuda_graph import CaptureError
-from tests.chosen import CHOSEN, those_of
+from tests.chosen import CHOSEN, in_turn, those_of
 from tests.graphs.recorder import Recorder
 from tests.hf import families
 from tests.hf.auto_classes import build_text
@@ -49,11 +49,16 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["qwen3_moe", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt_oss", "deepseek_v3"))],
+@in_turn(
+    pytest.mark.parametrize(
+        "family",
+        [
+            "qwen3_moe",
+            *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt_oss", "deepseek_v3")),
+        ],
+    ),
+    pytest.mark.parametrize("call", CALLS),
 )
-@pytest.mark.parametrize("call", CALLS)
 def test_tokens_are_those_of_transformers(family: str, call: str, ids: Tensor) -> None:
     model = families.build(family).model
     twin = twin_of(model)

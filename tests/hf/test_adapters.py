@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import moe_ops
 from moe_ops.hf.stored import stored_format
 from moe_ops.testing import Tol, assert_close
+from tests.chosen import in_turn
 from tests.hf.test_quantize import decoded, experts_of, gpt_oss, logits, qwen
 from tests.hf.twins import twin_of
 
@@ -36,9 +37,11 @@ def adapted(model: nn.Module, *parameters: str, modules: Any = ("q_proj",)) -> A
     return peft.get_peft_model(model, config).eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize("make", [qwen, gpt_oss])
-@pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
-@pytest.mark.parametrize("scheme", FORMATS)
+@in_turn(
+    pytest.mark.parametrize("make", [qwen, gpt_oss]),
+    pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS),
+    pytest.mark.parametrize("scheme", FORMATS),
+)
 def test_an_adapter_on_quantized_experts_is_refused(
     scheme: str, targets: list[str], make: Any
 ) -> None:

@@ -38,6 +38,8 @@ FORWARDS = [
 ]
 
 
+# Layers of a prompt, of quantised experts, are compiled so below.
+@pytest.mark.every
 @pytest.mark.parametrize(("family", "batch", "length", "dtype"), FORWARDS)
 def test_layers_of_a_forward_run_the_same_code_with_our_kernels(
     family: str, batch: int, length: int, dtype: torch.dtype
@@ -59,7 +61,10 @@ def test_layers_of_a_forward_run_the_same_code_with_our_kernels(
 
 @pytest.mark.parametrize(
     ("options", "backend"),
-    [({"fullgraph": True}, "triton.grouped"), ({"dynamic": False}, "triton.rows")],
+    [
+        ({"fullgraph": True}, "triton.grouped"),
+        pytest.param({"dynamic": False}, "triton.rows", marks=pytest.mark.every),
+    ],
     ids=["any size", "one size"],
 )
 @pytest.mark.parametrize(("family", "batch", "length", "dtype"), FORWARDS)

@@ -28,6 +28,7 @@ from transformers import (
 
 from moe_ops.hf.stored import stored_format
 from moe_ops.testing import assert_close
+from tests.chosen import in_turn
 from tests.hf.published import CONFIG, FILE, LAYOUTS, SIZES, change, configure, write
 from tests.hf.test_published import TOL, check, load
 from tests.hf.test_quantize import experts_of, logits
@@ -256,9 +257,11 @@ def write_each(
     (folder / CONFIG).write_text(json.dumps(model.config.to_dict() | said))
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["gate and up", "fused"])
-@pytest.mark.parametrize("family", STACKED)
-@pytest.mark.parametrize("name", ["packed_int4", "modelopt_nvfp4", "floats"])
+@in_turn(
+    pytest.mark.parametrize("fused", [False, True], ids=["gate and up", "fused"]),
+    pytest.mark.parametrize("family", STACKED),
+    pytest.mark.parametrize("name", ["packed_int4", "modelopt_nvfp4", "floats"]),
+)
 def test_one_tensor_each_for_families_that_have_one_for_all(
     family: str, name: str, fused: bool, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moe_ops
 from moe_ops.quant.config import QuantConfig
+from tests.chosen import in_turn
 
 WIDTHS = {"1x16": (64, 48), "1x48": (96, 48), "1x96": (192, 96), "1x256": (512, 256)}
 
@@ -20,8 +21,10 @@ def model_of(D: int, I: int) -> Qwen3MoeForCausalLM:  # noqa: E741  the legend's
     return Qwen3MoeForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("element", ["int4", "uint4", "int8", "uint8"])
-@pytest.mark.parametrize("group", WIDTHS)
+@in_turn(
+    pytest.mark.parametrize("element", ["int4", "uint4", "int8", "uint8"]),
+    pytest.mark.parametrize("group", WIDTHS),
+)
 @torch.inference_mode()
 def test_a_model_in_groups_of_other_sizes_stays_near(group: str, element: str) -> None:
     format, ids = f"{element}:{group}", torch.arange(9)[None]

@@ -16,6 +16,7 @@ import moe_ops
 from moe_ops.hf.stored import stored_format
 from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import Tol, assert_close
+from tests.chosen import in_turn, one_in
 from tests.hf.test_quantize import experts_of, gpt_oss, logits, qwen
 
 SCHEME = "int8_w8a16"
@@ -109,7 +110,7 @@ def test_a_cast_of_every_tensor_is_refused() -> None:
         experts_of(model)[0].type(torch.float16)
 
 
-@pytest.mark.parametrize("scheme", EVERY)
+@one_in(3, pytest.mark.parametrize("scheme", EVERY))
 def test_a_saved_state_dict_loads_exactly_into_a_model_of_the_same_format(scheme: str) -> None:
     model, other = quantized(scheme), quantized(scheme, seed=1)
     assert not torch.equal(logits(model), logits(other))
@@ -124,8 +125,7 @@ def test_a_saved_state_dict_loads_exactly_into_a_model_of_the_same_format(scheme
     assert torch.equal(logits(another), logits(model))
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("scheme", EVERY)
+@in_turn(pytest.mark.parametrize("strict", [True, False]), pytest.mark.parametrize("scheme", EVERY))
 def test_a_plain_model_refuses_a_quantized_state_dict(scheme: str, strict: bool) -> None:
     plain = qwen(1)
     with pytest.raises(RuntimeError, match=rf"size mismatch for {EXPERTS}\.gate_up_proj"):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_ops.hf.stored import stored_format
 from moe_ops.testing import assert_close
+from tests.chosen import in_turn
 from tests.hf.published import CONFIG, LAYOUTS, write
 from tests.hf.test_published import TOL, check, load
 from tests.hf.test_published_names import STACKED, write_each
@@ -46,8 +47,10 @@ def scales_of(model: nn.Module) -> list[Tensor]:
     return [m.gate_up_proj_global_scale for m in experts_of(model)]
 
 
-@pytest.mark.parametrize("inputs", [None, ""], ids=["static", "floats"])
-@pytest.mark.parametrize("name", SECOND)
+@in_turn(
+    pytest.mark.parametrize("inputs", [None, ""], ids=["static", "floats"]),
+    pytest.mark.parametrize("name", SECOND),
+)
 def test_both_are_kept_and_saved(name: str, inputs: str | None, tmp_path: Path) -> None:
     want = write(tmp_path / "hub", apart(name, 1.1))
     loaded = load(tmp_path / "hub", inputs=inputs)

@@ -24,6 +24,7 @@ from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import ACTIVATIONS, BF16, DEVICE, F16, TOL, Case, assert_close
+from tests.chosen import in_turn
 from tests.kernels.test_quantized_experts import ODD, call_of, definition, run
 
 F8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -93,8 +94,7 @@ def each_combination() -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("element", "scheme"), each_combination())
-@each_kernel
+@in_turn(pytest.mark.parametrize(("element", "scheme"), each_combination()), each_kernel)
 def test_every_kind_of_scale(kernel: str, scheme: str, element: str) -> None:
     for T in (1, 5):
         case = replace(ODD, T=T)
@@ -109,26 +109,27 @@ def test_every_kind_of_scale(kernel: str, scheme: str, element: str) -> None:
 
 
 @pytest.mark.slow
-@each_element
-@pytest.mark.parametrize("scheme", ["rows", "of experts"])
+@in_turn(each_element, pytest.mark.parametrize("scheme", ["rows", "of experts"]))
 def test_many_rows_an_expert(scheme: str, element: str) -> None:
     case = Case(name="many_rows", T=45, E=3, K=1, D=128, I=96)
     check("triton.rows", layer(element, scheme, case))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt_oss",
-        pytest.param("ungated_relu2", marks=SLOW),
-        *(
-            pytest.param(n, marks=[SLOW, pytest.mark.every])
-            for n in ACTIVATIONS
-            if n not in ("gpt_oss", "ungated_relu2")
-        ),
-    ],
+@in_turn(
+    pytest.mark.parametrize(
+        "name",
+        [
+            "gpt_oss",
+            pytest.param("ungated_relu2", marks=SLOW),
+            *(
+                pytest.param(n, marks=[SLOW, pytest.mark.every])
+                for n in ACTIVATIONS
+                if n not in ("gpt_oss", "ungated_relu2")
+            ),
+        ],
+    ),
+    each_kernel,
 )
-@each_kernel
 def test_every_activation(kernel: str, name: str) -> None:
     """By the function that test_expert_kernels.py calls with all of them."""
     for scheme in ("rows", "static"):
@@ -149,8 +150,7 @@ def test_the_shares_of_two_ranks_sum_to_the_whole(kernel: str) -> None:
     assert_close(parts, whole, TOL["experts", F8])
 
 
-@each_element
-@each_kernel
+@in_turn(each_element, each_kernel)
 def test_a_token_that_is_no_number_stays_alone(kernel: str, element: str) -> None:
     call = layer(element, "rows")
     want = run(kernel, call)

@@ -18,7 +18,7 @@ from moe_ops.ops.expert_gemm import ExpertGemmCall
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import BF16, DEVICE, F16, TOL, assert_close
-from tests.chosen import those_of
+from tests.chosen import in_turn, one_in, those_of
 from tests.kernels.codes import Weights, any_codes
 from tests.kernels.test_quantized_experts import FORMATS, ODD, call_of, definition
 
@@ -33,9 +33,11 @@ def decoded(weights: Weights, dtype: torch.dtype) -> torch.Tensor:
     return decode(w, (scale, weights.zero, None), weight, columns, dtype)
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-@pytest.mark.parametrize(("rows", "columns"), [(32, 128), (16, 320), (48, 96)])
-@each_format
+@in_turn(
+    pytest.mark.parametrize("dtype", [F16, BF16], ids=str),
+    pytest.mark.parametrize(("rows", "columns"), [(32, 128), (16, 320), (48, 96)]),
+    each_format,
+)
 def test_every_code(w_format: str, rows: int, columns: int, dtype: torch.dtype) -> None:
     weights = any_codes(w_format, rows=rows, columns=columns)
     got, want = decoded(weights, dtype)[0], weights.decoded().to(dtype)
@@ -54,7 +56,10 @@ def test_scales_that_are_no_numbers_come_through(w_format: str, bad: float) -> N
     assert bool(want.isnan().any() or want.isinf().any())
 
 
-@pytest.mark.parametrize("w_format", those_of(MANY[:-1], MANY))  # six bits lie alike
+@one_in(
+    2,
+    pytest.mark.parametrize("w_format", those_of(MANY[:-1], MANY)),  # six bits lie alike
+)
 def test_a_layer_of_many_rows_is_decoded(w_format: str) -> None:
     call = call_of(replace(ODD, T=40), w_format, biases=True)
     assert experts.backends["triton.grouped"].refusal("cuda", 40, call) is None

@@ -24,6 +24,7 @@ from moe_ops.testing import (
     float32,
     make_layer,
 )
+from tests.chosen import in_turn
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
@@ -57,8 +58,7 @@ def check(kernel: str, layer: Layer, **more: Any) -> None:
 QUICK = [pytest.param(c, id=n, marks=[pytest.mark.slow] * (n in SLOW)) for n, c in SMALL.items()]
 
 
-@each_kernel
-@pytest.mark.parametrize("case", QUICK)
+@in_turn(each_kernel, pytest.mark.parametrize("case", QUICK))
 def test_every_case(kernel: str, case: Case) -> None:
     layer = make_layer(case, F16, DEVICE)
     check(kernel, layer)
@@ -73,8 +73,7 @@ def test_wide_experts(kernel: str) -> None:
 
 
 @pytest.mark.slow
-@each_kernel
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@in_turn(each_kernel, pytest.mark.parametrize("name", ACTIVATIONS))
 def test_every_activation(kernel: str, name: str) -> None:
     args = ACTIVATIONS[name]
     layer = make_layer(SMALL["odd"], F16, DEVICE, gated=args.get("gated", True))
@@ -135,8 +134,7 @@ def test_all_tokens_on_one_expert(kernel: str) -> None:
 
 
 @pytest.mark.slow
-@each_kernel
-@pytest.mark.parametrize("T", [1, SMALL["plain"].T])
+@in_turn(each_kernel, pytest.mark.parametrize("T", [1, SMALL["plain"].T]))
 def test_an_expert_chosen_twice_by_a_token_counts_twice(kernel: str, T: int) -> None:
     layer = make_layer(replace(SMALL["plain"], T=T), F16, DEVICE)
     layer.ids_TK[:] = layer.ids_TK[:, :1]
@@ -144,8 +142,7 @@ def test_an_expert_chosen_twice_by_a_token_counts_twice(kernel: str, T: int) -> 
 
 
 @pytest.mark.slow
-@each_kernel
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@in_turn(each_kernel, pytest.mark.parametrize("name", ACTIVATIONS))
 def test_a_token_of_nan_leaves_the_others_alone(kernel: str, name: str) -> None:
     args = ACTIVATIONS[name]
     layer = make_layer(SMALL["odd"], F16, DEVICE, gated=args.get("gated", True))
@@ -156,8 +153,7 @@ def test_a_token_of_nan_leaves_the_others_alone(kernel: str, name: str) -> None:
     assert_close(out[others], definition(layer, **args)[others], TOL["experts", F16])
 
 
-@each_kernel
-@pytest.mark.parametrize("mapped", [False, True])
+@in_turn(each_kernel, pytest.mark.parametrize("mapped", [False, True]))
 def test_ids_beyond_32_bits_are_experts_that_are_not_here(kernel: str, mapped: bool) -> None:
     layer = make_layer(SMALL["odd"], F16, DEVICE)
     ids = layer.ids_TK.long()
@@ -212,9 +208,11 @@ def test_one_product(transposed: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("T", [1, 3])
-@each_kernel
+@in_turn(
+    pytest.mark.parametrize("biases", [False, True]),
+    pytest.mark.parametrize("T", [1, 3]),
+    each_kernel,
+)
 def test_a_residual_is_added_to_what_was_rounded(kernel: str, T: int, biases: bool) -> None:
     layer = make_layer(Case(name="residual", T=T, E=5, K=3, D=33, I=16), F16, DEVICE)
     more = (layer.b13_EF, layer.b2_ED) if biases else (None, None)

@@ -19,7 +19,7 @@ from moe_ops.kernels.triton.experts.products import register_stream
 from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.testing import ACTIVATIONS, BF16, DEVICE, F16, TOL, Case, assert_close
-from tests.chosen import those_of
+from tests.chosen import in_turn, one_in, those_of
 from tests.kernels import gluon_in_torch
 from tests.kernels.codes import unfilled
 from tests.kernels.test_quantized_experts import BLOCK_FLOAT8, F8, call_of, definition
@@ -108,22 +108,23 @@ def small(kernel: str, formats: tuple[str, str], **more: Any) -> ExpertsCall:
     return call_of(case, *formats, **more)
 
 
-@pytest.mark.parametrize(("formats", "name"), EACH_ACTIVATION, ids=str)
-@each_kernel
+@in_turn(pytest.mark.parametrize(("formats", "name"), EACH_ACTIVATION, ids=str), each_kernel)
 def test_every_activation(kernel: str, formats: tuple[str, str], name: str) -> None:
     check(kernel, small(kernel, formats, biases=True, **ACTIVATIONS[name]))
 
 
-@pytest.mark.parametrize(
-    ("formats", "index"),
-    [
-        pytest.param(f, i, marks=[] if f in USUAL[n % 2 :: 2] else [pytest.mark.every])
-        for f in SOME
-        for n, i in enumerate((torch.int32, torch.int64))
-    ],
-    ids=str,
+@in_turn(
+    pytest.mark.parametrize(
+        ("formats", "index"),
+        [
+            pytest.param(f, i, marks=[] if f in USUAL[n % 2 :: 2] else [pytest.mark.every])
+            for f in SOME
+            for n, i in enumerate((torch.int32, torch.int64))
+        ],
+        ids=str,
+    ),
+    each_kernel,
 )
-@each_kernel
 def test_experts_elsewhere_add_nothing(
     kernel: str, formats: tuple[str, str], index: torch.dtype
 ) -> None:
@@ -137,7 +138,7 @@ def test_experts_elsewhere_add_nothing(
 
 
 @some_formats
-@each_kernel
+@one_in(2, each_kernel)
 def test_an_expert_map_and_a_residual(kernel: str, formats: tuple[str, str]) -> None:
     call = small(kernel, formats)
     expert_map = torch.tensor([5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0], dtype=torch.int32)
@@ -148,7 +149,7 @@ def test_an_expert_map_and_a_residual(kernel: str, formats: tuple[str, str]) -> 
     assert torch.equal(run_experts(kernel, call, residual_TD), residual_TD + got)
 
 
-@pytest.mark.parametrize("formats", EMULATED, ids=str)
+@one_in(2, pytest.mark.parametrize("formats", EMULATED, ids=str))
 def test_inputs_that_are_emulated(formats: tuple[str, str], by_torch: list[str]) -> None:
     call = small("rows", formats, biases=True)
     assert_close(run_experts("rows", call), experts.body(call), TOL["experts", torch.uint8])
@@ -180,7 +181,7 @@ EACH_STREAM = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kernel", "formats", "stream"), EACH_STREAM, ids=str)
+@one_in(2, pytest.mark.parametrize(("kernel", "formats", "stream"), EACH_STREAM, ids=str))
 def test_every_shape_of_a_tile(kernel: str, formats: tuple[str, str], stream: Stream) -> None:
     case = Case(name="wide", T=1 if kernel == "tiny" else 11, E=2, K=2, D=480, I=352)
     whole = replace(stream, C=stream.S)

@@ -27,6 +27,7 @@ from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import BF16, DEVICE, F16, Case
+from tests.chosen import one_in
 from tests.kernels.test_quantized_experts import ODD, call_of, run
 
 # Formats of weights and of inputs, and the kernels that run both in the interpreter.
@@ -54,9 +55,14 @@ def of_codes(call: ExpertsCall) -> ExpertsCall:
     return given
 
 
-@pytest.mark.parametrize(("name", "kernel"), [
-    pytest.param(*pair, marks=[] if pair in USUAL else pytest.mark.every) for pair in GRID
-], ids=str)  # fmt: skip
+@one_in(
+    2,
+    pytest.mark.parametrize(
+        ("name", "kernel"),
+        [pytest.param(*pair, marks=[] if pair in USUAL else pytest.mark.every) for pair in GRID],
+        ids=str,
+    ),
+)
 def test_a_layer(name: str, kernel: str) -> None:
     w_format, x_format, _ = LAYERS[name]
     # In float16: the interpreter multiplies no bfloat16, and one token takes other ways.

@@ -20,6 +20,7 @@ from moe_ops.kernels.triton.experts.schedule import tile_scheduler
 from moe_ops.kernels.triton.experts.schedule.tile_map import GROUP, tile_map
 from moe_ops.ops.activate import activate
 from moe_ops.testing import DEVICE
+from tests.chosen import in_turn
 from tests.kernels.gated import grouped_gated
 from tests.kernels.gluon_in_torch import LANGUAGE, pointer, value
 
@@ -175,9 +176,13 @@ def queued(tiles, n_tiles, blocks):
             yield tile_scheduler.tile_of.fn(tile_scheduler.look_up.fn(item, queue), queue, 128)
 
 
-@pytest.mark.parametrize("blocks", [7, 132, 400])
-@pytest.mark.parametrize("n_tiles", [1, 3, 8])
-@pytest.mark.parametrize("counts", [(0, 300, 64, 65, 0, 129, 2304), (0, 70, 1, 33), (1, 9, 130)])
+@in_turn(
+    pytest.mark.parametrize("blocks", [7, 132, 400]),
+    pytest.mark.parametrize("n_tiles", [1, 3, 8]),
+    pytest.mark.parametrize(
+        "counts", [(0, 300, 64, 65, 0, 129, 2304), (0, 70, 1, 33), (1, 9, 130)]
+    ),
+)
 def test_the_queue_holds_every_row_of_every_tile_once(counts, n_tiles, blocks):
     ends = torch.tensor(counts).cumsum(0).to(torch.int32).to(DEVICE)
     *items, after = queued(tile_map(ends, sum(counts), 128), n_tiles, blocks)
@@ -189,9 +194,11 @@ def test_the_queue_holds_every_row_of_every_tile_once(counts, n_tiles, blocks):
     assert seen == Counter((r, n) for r in range(sum(counts)) for n in range(n_tiles))
 
 
-@pytest.mark.parametrize("shared_memory", [99 * 1024, 163 * 1024, 227 * 1024])
-@pytest.mark.parametrize("rows_per_expert", [1, 40, 64, 500])
-@pytest.mark.parametrize("element_size", [2, 4])
+@in_turn(
+    pytest.mark.parametrize("shared_memory", [99 * 1024, 163 * 1024, 227 * 1024]),
+    pytest.mark.parametrize("rows_per_expert", [1, 40, 64, 500]),
+    pytest.mark.parametrize("element_size", [2, 4]),
+)
 def test_tiles_fit_shared_memory(rows_per_expert, element_size, shared_memory):
     c = config_for(rows_per_expert, element_size, shared_memory)
     assert c.stages >= 2
@@ -202,11 +209,15 @@ def test_tiles_fit_shared_memory(rows_per_expert, element_size, shared_memory):
 # What the warp-specialised kernel does not see at the sizes above: widths that TMA can copy, more
 # than 192 of them, no multiple of 64; tiles of 128 rows, whole, of one row more, and short.
 @pytest.mark.gpu
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@each_act
-@pytest.mark.parametrize("sizes", [(272, 208), (512, 384), (2880, 720)], ids=lambda s: f"D{s[0]}")
-@pytest.mark.parametrize("counts", [(0, 300, 64, 65, 0, 129, 2304), (0, 70, 1, 33)], ids=len)
+@in_turn(
+    pytest.mark.parametrize("bias", [False, True]),
+    pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"]),
+    each_act,
+    pytest.mark.parametrize(
+        "sizes", [(272, 208), (512, 384), (2880, 720)], ids=lambda s: f"D{s[0]}"
+    ),
+    pytest.mark.parametrize("counts", [(0, 300, 64, 65, 0, 129, 2304), (0, 70, 1, 33)], ids=len),
+)
 def test_products_of_many_rows(counts, sizes, act, dtype, bias):
     D, I = sizes  # noqa: E741
     first = check(act, counts=counts, tokens=999, D=D, I=I, dtype=dtype, bias=bias)
@@ -215,9 +226,11 @@ def test_products_of_many_rows(counts, sizes, act, dtype, bias):
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize(("down", "width"), [(128, 448), (256, 448), (384, 448), (-1, 464)])
+@in_turn(
+    pytest.mark.parametrize("gated", [True, False]),
+    pytest.mark.parametrize("interleaved", [True, False]),
+    pytest.mark.parametrize(("down", "width"), [(128, 448), (256, 448), (384, 448), (-1, 464)]),
+)
 def test_all_rows_behind_64_columns_share_the_scale_of_float8_weights(
     gated, interleaved, down, width
 ):
@@ -243,9 +256,11 @@ def test_all_rows_behind_64_columns_share_the_scale_of_float8_weights(
                     assert first == (expert * groups + group) * across
 
 
-@pytest.mark.parametrize("down", [1, -1])
-@pytest.mark.parametrize("of_a", ["row", "expert", "tensor"])
-@each_act
+@in_turn(
+    pytest.mark.parametrize("down", [1, -1]),
+    pytest.mark.parametrize("of_a", ["row", "expert", "tensor"]),
+    each_act,
+)
 def test_sums_meet_the_scales_of_their_rows_and_columns(act, of_a, down):
     """By the kernel's own functions, for every tile along N of two experts."""
     N = 2 * 208 if act.gated else 208

@@ -21,6 +21,7 @@ from moe_ops.kernels.triton import LINEAR, Act, activation
 from moe_ops.kernels.triton.experts.formats import order
 from moe_ops.kernels.triton.experts.products import fragments, grouped_registers, skeleton
 from moe_ops.testing import BF16, DEVICE, F16
+from tests.chosen import in_turn
 from tests.kernels.codes import Weights, any_codes
 from tests.kernels.gluon_in_torch import DECODERS, functions_of, pointer, value
 
@@ -95,12 +96,14 @@ def weights(format: str, N: int, K: int) -> tuple[Weights, Tensor]:
     return w, torch.stack([p.decoded() for p in parts])
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("format", ["mxfp6_e3m2", "mxfp6_e2m3"])
-@pytest.mark.parametrize(
-    "act", [SILU, INTERLEAVED, UNGATED, LINEAR], ids=lambda a: f"{a.kind}{a.interleaved}"
+@in_turn(
+    pytest.mark.parametrize("dtype", [BF16, F16], ids=str),
+    pytest.mark.parametrize("format", ["mxfp6_e3m2", "mxfp6_e2m3"]),
+    pytest.mark.parametrize(
+        "act", [SILU, INTERLEAVED, UNGATED, LINEAR], ids=lambda a: f"{a.kind}{a.interleaved}"
+    ),
+    each_width,
 )
-@each_width
 def test_every_row_is_multiplied_and_stored_in_its_place(
     K: int, act: Act, format: str, dtype: torch.dtype
 ) -> None:
@@ -117,8 +120,10 @@ def test_every_row_is_multiplied_and_stored_in_its_place(
     torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("format", ["mxfp6_e3m2", "mxfp6_e2m3", "float6_e2m3:row:float32"])
-@each_width
+@in_turn(
+    pytest.mark.parametrize("format", ["mxfp6_e3m2", "mxfp6_e2m3", "float6_e2m3:row:float32"]),
+    each_width,
+)
 def test_codes_are_decoded_to_the_bit(K: int, format: str) -> None:
     w, w_ENK = weights(format, 128, K)
     at = ((value(1), T, 0, 0), (128, K, 128, 128))

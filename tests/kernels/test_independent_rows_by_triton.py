@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_ops import experts
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.testing import BF16, DEVICE, F16, Case
-from tests.chosen import those_of
+from tests.chosen import in_turn, one_in, those_of
 from tests.independent_rows import PAIRS, assert_independent, call_of
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
@@ -34,9 +34,7 @@ def runs(kernel: str, call: ExpertsCall) -> bool:
     return backend.refusal("cuda", len(call.x_TD), call) is None
 
 
-@each_case
-@each_pair
-@pytest.mark.parametrize("kernel", ["tiny", "rows", "grouped"])
+@in_turn(each_case, each_pair, pytest.mark.parametrize("kernel", ["tiny", "rows", "grouped"]))
 def test_independent_rows(kernel: str, formats: tuple[str, str], case: Case) -> None:
     call = call_of(*formats, DTYPE, case, DEVICE)
     if not runs(kernel, call):
@@ -44,7 +42,7 @@ def test_independent_rows(kernel: str, formats: tuple[str, str], case: Case) -> 
     assert_independent(lambda c: run_experts(kernel, c), call)
 
 
-@pytest.mark.parametrize("kernel", ["rows", "grouped"])
+@one_in(2, pytest.mark.parametrize("kernel", ["rows", "grouped"]))
 def test_padding_does_not_count(kernel: str) -> None:
     """Rows of no expert, such as those of a padded batch, may hold anything."""
     call = call_of("nvfp4", "nvfp4", DTYPE, SMALL, DEVICE)

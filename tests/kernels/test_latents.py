@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.testing import F16, F32, Tol, assert_close
+from tests.chosen import in_turn
 from tests.decode_ops.latents import SIZES, Size, arguments, definition, with_garbage
 
 pytest.importorskip("triton")
@@ -71,10 +72,12 @@ def test_float16(size: str) -> None:
     assert_close(got.float().cpu(), definition(call), TOL[F16], size)
 
 
-@pytest.mark.parametrize(
-    "size", ["20 heads", "sinks", "chosen", "an added mask and sinks", "nothing rotated"]
+@in_turn(
+    pytest.mark.parametrize(
+        "size", ["20 heads", "sinks", "chosen", "an added mask and sinks", "nothing rotated"]
+    ),
+    pytest.mark.parametrize("splits", [1, 3, pytest.param(5, marks=pytest.mark.slow)]),
 )
-@pytest.mark.parametrize("splits", [1, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_every_way_to_share_the_slots(size: str, splits: int) -> None:
     """With the same bits again."""
     call = arguments(SIZES[size])

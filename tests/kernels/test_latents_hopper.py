@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_ops.testing import BF16, DEVICE, F16, F32, Tol, assert_close
+from tests.chosen import in_turn
 from tests.decode_ops.latents import SIZES, Size, arguments, definition, with_garbage
 
 pytest.importorskip("triton")
@@ -50,8 +51,7 @@ def planned(counted: int, splits: int, tile: int, stages: int) -> HopperPlan:
     return HopperPlan(splits, -(-tiles // splits), tile, stages)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@in_turn(pytest.mark.parametrize("size", SIZES), pytest.mark.parametrize("way", WAYS, ids=str))
 def test_the_kernel(size: str, way: tuple[int, int, int]) -> None:
     call = arguments(SIZES[size])
     plan = planned(SIZES[size].chosen or SIZES[size].S, *way)
@@ -60,8 +60,10 @@ def test_the_kernel(size: str, way: tuple[int, int, int]) -> None:
     assert_close(got, definition(call), TOL[F32], f"{size} {plan}")
 
 
-@pytest.mark.parametrize("size", ["20 heads", "chosen of an added mask", "sinks"])
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@in_turn(
+    pytest.mark.parametrize("size", ["20 heads", "chosen of an added mask", "sinks"]),
+    pytest.mark.parametrize("dtype", [F16, BF16], ids=str),
+)
 def test_16_bits(size: str, dtype: torch.dtype) -> None:
     call = arguments(SIZES[size], dtype)
     plan = planned(SIZES[size].chosen or SIZES[size].S, 3, 16, 2)

@@ -21,6 +21,7 @@ from moe_ops.testing import BF16, F16, F32, Tol, assert_close
 pytest.importorskip("triton")
 from moe_ops.kernels.triton.decode.linears import run, run_normed
 from moe_ops.kernels.triton.decode.linears_plan import LinearsPlan, plan_for
+from tests.chosen import in_turn
 
 TOL = Tol(1e-5, "float32 sums in another order")
 TOL_F16 = Tol(1e-3, "one rounding to 11 bits of mantissa")
@@ -46,9 +47,11 @@ def check(got: list[Tensor], x: Tensor, weights: Any, biases: Any, tol: Tol, wha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("T", [1, 2, 17, 64])
-@pytest.mark.parametrize("K", [1, 128, 200])
-@pytest.mark.parametrize("sizes", [(7,), (3, 1, 20, 33)], ids=str)
+@in_turn(
+    pytest.mark.parametrize("T", [1, 2, 17, 64]),
+    pytest.mark.parametrize("K", [1, 128, 200]),
+    pytest.mark.parametrize("sizes", [(7,), (3, 1, 20, 33)], ids=str),
+)
 def test_sizes_that_are_no_multiples_of_tiles(T: int, K: int, sizes: tuple[int, ...]) -> None:
     given = tensors(T, K, sizes)
     check(run(*given), *given, TOL, "run")

@@ -18,7 +18,7 @@ from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, sum_in_order
 from moe_ops.ranks.tables import EVERY, HOME, known_ids, needed, slots
 from moe_ops.testing import TOL, assert_close
-from tests.chosen import those_of
+from tests.chosen import in_turn, one_in, those_of
 from tests.distributed.ranks import spawn
 from tests.kernels.spread import Tokens, raw
 
@@ -168,7 +168,7 @@ def played(exchanges: list[Exchange], every: list[push.Arena], seed: int) -> Non
             ahead[me] = step
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@one_in(2, pytest.mark.parametrize("case", CASES, ids=lambda c: c.name))
 def test_what_comes_is_what_gather_brings(case: Tokens) -> None:
     every = arenas(len(case.counts))
     exchanges = [Exchange.of(case) for _ in range(4)]
@@ -178,8 +178,13 @@ def test_what_comes_is_what_gather_brings(case: Tokens) -> None:
     assert not any(arena.error.item() for arena in every)
 
 
-@pytest.mark.parametrize("seed", those_of(range(2), range(6)))
-@pytest.mark.parametrize("ranks", [2, 4])
+@one_in(
+    2,
+    in_turn(
+        pytest.mark.parametrize("seed", those_of(range(2), range(6))),
+        pytest.mark.parametrize("ranks", [2, 4]),
+    ),
+)
 def test_no_order_of_ranks_overwrites_anything(ranks: int, seed: int) -> None:
     """Calls of other rows, widths and dtypes share the memory, as layers do."""
     kinds = [

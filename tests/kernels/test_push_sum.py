@@ -16,7 +16,7 @@ from moe_ops.kernels.triton import push, push_sum
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, sum_in_order
 from moe_ops.testing import TOL, assert_close
-from tests.chosen import those_of
+from tests.chosen import in_turn, those_of
 from tests.distributed.ranks import spawn
 from tests.kernels.test_push import Exchange, Tokens, arenas, played
 
@@ -87,8 +87,10 @@ def lanes_of(ranks: int) -> list[push.Arena]:
     return arenas(ranks, HALF, PROGRAMS, phases=1)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@in_turn(
+    pytest.mark.parametrize("ranks", [2, 3, 4]),
+    pytest.mark.parametrize("case", CASES, ids=lambda c: c.name),
+)
 def test_every_rank_has_the_sum(case: Parts, ranks: int) -> None:
     lanes = lanes_of(ranks)
     assert push_sum.sum_bytes(torch.empty(case.T, case.D, dtype=case.dtype), ranks) <= HALF
@@ -99,8 +101,10 @@ def test_every_rank_has_the_sum(case: Parts, ranks: int) -> None:
     assert not any(arena.error.item() for arena in lanes)
 
 
-@pytest.mark.parametrize("seed", those_of(range(2), range(4)))
-@pytest.mark.parametrize("ranks", [2, 4])
+@in_turn(
+    pytest.mark.parametrize("seed", those_of(range(2), range(4))),
+    pytest.mark.parametrize("ranks", [2, 4]),
+)
 def test_sums_among_exchanges_overwrite_nothing(ranks: int, seed: int) -> None:
     """Sums of other sizes share memory, and ranks are at different ones of them, and of exchanges
     of tokens."""

@@ -15,6 +15,7 @@ from moe_ops.ops.quantize import quantize
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import BF16, DEVICE, F16, F32
+from tests.chosen import in_turn
 from tests.kernels.test_by_row import same
 
 ELEMENTS, GROUPS = ("float8_e4m3fn", "int8"), ("row", "tensor", "1x128", "1x32", "1x48")
@@ -31,8 +32,10 @@ def check(x_RD: Tensor, format: str, scale: Tensor | None = None, rule: str = "f
     assert same(scales, want[1]) and same(codes, want[0])
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
-@pytest.mark.parametrize("format", FORMATS)
+@in_turn(
+    pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str),
+    pytest.mark.parametrize("format", FORMATS),
+)
 def test_codes_are_those_of_the_definition(format: str, dtype: torch.dtype) -> None:
     """Of rows apart in memory, of groups that are cut short, zeros and their signs."""
     for R, D in ((5, 200), (37, 96), (1, 1)):
@@ -79,8 +82,9 @@ PUBLISHED = ("mxfp8", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "nvfp4")
 BLOCKS = (*PUBLISHED, "float4_e2m1:1x64", "float6_e3m2:row:e8m0", "float8_e4m3fn:1x64:e8m0")
 
 
-@pytest.mark.parametrize("rule", ["floor", "ceil"])
-@pytest.mark.parametrize("format", BLOCKS)
+@in_turn(
+    pytest.mark.parametrize("rule", ["floor", "ceil"]), pytest.mark.parametrize("format", BLOCKS)
+)
 def test_blocks_are_those_of_the_definition(format: str, rule: str) -> None:
     """Of magnitudes that every scale is needed for, and subnormal ones, zeros and signs."""
     if rule == "ceil" and Format.of(format).scale != "e8m0":

@@ -33,7 +33,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 from moe_ops.kernels.triton.experts.operands.group_scales import quantize_sorted, quantize_tokens
 from moe_ops.kernels.triton.experts.operands.permuted import arrange
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
-from tests.chosen import those_of
+from tests.chosen import in_turn, one_in, those_of
 from tests.kernels.codes import any_codes, product, quantized
 
 F8 = torch.float8_e4m3fn
@@ -85,8 +85,7 @@ def check(kernel: str, call: ExpertsCall) -> None:
     assert_close(run(kernel, call), definition(call), TOL["experts", dtype], kernel)
 
 
-@each_dtype
-@pytest.mark.parametrize("w_format", FORMATS)
+@in_turn(each_dtype, pytest.mark.parametrize("w_format", FORMATS))
 def test_every_code_is_decoded_exactly(w_format: str, dtype: torch.dtype) -> None:
     """The product with the unit matrix is the matrix that the codes stand for."""
     weights = any_codes(w_format, rows=32, columns=128)
@@ -143,18 +142,14 @@ def test_widths_that_fill_no_step(columns: int, dtype: torch.dtype) -> None:
 QUICK = ("int4:1x32", "mxfp4", "float8_e4m3fn:128x128", "nvfp4")
 
 
-@each_dtype
-@each_kernel
-@pytest.mark.parametrize("w_format", those_of(QUICK, FORMATS))
+@in_turn(each_dtype, each_kernel, pytest.mark.parametrize("w_format", those_of(QUICK, FORMATS)))
 def test_layers_of_every_format(kernel: str, w_format: str, dtype: torch.dtype) -> None:
     across = Format.of(w_format).group[1]
     case = SMALL if across in (64, 128) else ODD
     check(kernel, call_of(case, w_format, dtype=dtype, biases=True))
 
 
-@each_dtype
-@each_kernel
-@pytest.mark.parametrize("T", [1, 3])
+@in_turn(each_dtype, each_kernel, pytest.mark.parametrize("T", [1, 3]))
 def test_float8_weights_and_inputs(kernel: str, T: int, dtype: torch.dtype) -> None:
     check(kernel, call_of(replace(SMALL, T=T, I=160), *BLOCK_FLOAT8, dtype=dtype, biases=True))
 
@@ -239,16 +234,22 @@ def test_inputs_that_are_no_numbers_stay_with_their_token(kernel: str) -> None:
 
 
 @pytest.mark.slow
-@each_kernel
-@pytest.mark.parametrize("name", those_of(["gpt_oss"], ACTIVATIONS))
-@pytest.mark.parametrize("formats", [("mxfp4", ""), BLOCK_FLOAT8], ids=["mxfp4", "float8"])
+@in_turn(
+    each_kernel,
+    pytest.mark.parametrize("name", those_of(["gpt_oss"], ACTIVATIONS)),
+    pytest.mark.parametrize("formats", [("mxfp4", ""), BLOCK_FLOAT8], ids=["mxfp4", "float8"]),
+)
 def test_every_activation(kernel: str, name: str, formats: tuple[str, str]) -> None:
     check(kernel, call_of(SMALL, *formats, biases=True, **ACTIVATIONS[name]))
 
 
 @pytest.mark.slow
-@each_kernel
-@pytest.mark.parametrize("formats", [("uint4:1x128", ""), BLOCK_FLOAT8], ids=["uint4", "float8"])
+@in_turn(
+    each_kernel,
+    pytest.mark.parametrize(
+        "formats", [("uint4:1x128", ""), BLOCK_FLOAT8], ids=["uint4", "float8"]
+    ),
+)
 def test_the_shares_of_two_ranks_sum_to_the_whole(kernel: str, formats: tuple[str, str]) -> None:
     call = call_of(replace(SMALL, E=6), *formats)
     whole, parts = definition(call), torch.zeros(call.x_TD.shape, device=DEVICE)
@@ -374,7 +375,7 @@ ROWS_UP_TO = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("w_format", "sizes", "most"), ROWS_UP_TO)
+@one_in(3, pytest.mark.parametrize(("w_format", "sizes", "most"), ROWS_UP_TO))
 def test_rows_up_to_which_hopper_streams_codes(w_format: str, sizes: Case, most: int) -> None:
     call = call_of(replace(sizes, T=1, E=2), w_format)
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -29,6 +29,7 @@ from moe_ops.ops.expert_gemm import ExpertGemmCall
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import BF16, DEVICE, F16, TOL, assert_close
+from tests.chosen import in_turn
 from tests.docs.pages import pages
 from tests.docs.served import FAKE, _made, calls, machine, refusals
 from tests.kernels import decoders
@@ -72,9 +73,11 @@ def test_every_code_is_decoded_exactly(w_format: str, dtype: torch.dtype) -> Non
     assert torch.equal(product(weights, unit), weights.decoded())
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-@pytest.mark.parametrize("columns", [96, 320])
-@each_format
+@in_turn(
+    pytest.mark.parametrize("dtype", [F16, BF16], ids=str),
+    pytest.mark.parametrize("columns", [96, 320]),
+    each_format,
+)
 def test_every_code_is_decoded_for_many_rows(
     w_format: str, columns: int, dtype: torch.dtype
 ) -> None:
@@ -106,9 +109,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@each_dtype
-@each_kernel
-@pytest.mark.parametrize("case", CASES)
+@in_turn(each_dtype, each_kernel, pytest.mark.parametrize("case", CASES))
 def test_a_layer(case: str, kernel: str, dtype: torch.dtype) -> None:
     w_format, more = CASES[case]
     call = quantized_call(ODD, w_format, dtype=dtype, **more)
@@ -134,8 +135,7 @@ def test_the_decoder_of_the_page(
         check(kernel, quantized_call(ODD, "uint2:1x32", biases=True))
 
 
-@each_kernel
-@pytest.mark.parametrize("T", [1, 12])
+@in_turn(each_kernel, pytest.mark.parametrize("T", [1, 12]))
 def test_experts_of_another_rank_are_left_out(kernel: str, T: int) -> None:
     call = quantized_call(replace(ODD, T=T), "int2:1x32", biases=True)
     expert_map = torch.tensor([1, -1, 0], device=DEVICE)
@@ -162,8 +162,7 @@ BY_KERNELS = {"triton", *KERNELS}
 OF_MACHINES = re.compile("needs a (tensor on|GPU of)")  # reasons that are found before formats
 
 
-@pytest.mark.parametrize("x_format", ["", "int8:row", "mxfp8"])
-@each_format
+@in_turn(pytest.mark.parametrize("x_format", ["", "int8:row", "mxfp8"]), each_format)
 def test_what_runs_it_and_who_refuses_it_by_name(w_format: str, x_format: str) -> None:
     given = dict(calls(w_format, x_format))
     given.pop("quantize", None)
@@ -275,7 +274,10 @@ def decode(words):
     codes = (words[:, :, None] >> (2 * tl.arange(0, 4))[None, None, :]) & 3
     return tl.reshape(codes - offset(), (words.shape[0], 4 * words.shape[1])).to(tl.float32)
 """
+# Each source in a process of its own, all of which share the imports.
 COMPILE = """
+import os
+import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -290,11 +292,19 @@ def call():
     for backend in ("tiny", "rows", "grouped"):
         quantized_layer(LAYERS["gpt_oss_20b"], backend, 4, "int2:1x32", "")
 
-with decoders.registered(decoders.INT2, triton_decoder="outside:decode"):
-    with patch.object(CUDABackend, "make_cubin", lambda *_: b""):
-        offline.compile_launches(call, 90, set(), lambda made: {})
-print(*{path.stem for path in Path(knobs.cache.dir).glob("*/*.ttir")})
-print(len([*Path(knobs.cache.dir).glob("*/*.ttir")]))
+sys.dont_write_bytecode = True
+module, *sources = sys.argv[1:]
+for source in sources:
+    Path(module).write_text(source)
+    child = os.fork()
+    if not child:
+        with decoders.registered(decoders.INT2, triton_decoder="outside:decode"):
+            with patch.object(CUDABackend, "make_cubin", lambda *_: b""):
+                offline.compile_launches(call, 90, set(), lambda made: {})
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0
+    names = [path.stem for path in Path(knobs.cache.dir).glob("*/*.ttir")]
+    print(len(names), *{*names})
 """
 
 
@@ -305,15 +315,16 @@ def test_another_body_is_compiled_anew(tmp_path: Path) -> None:
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     paths = [str(root), str(tmp_path), os.environ.get("PYTHONPATH", "")]
     kept |= {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    sources = [MODULE.format(offset=offset) for offset in (2, 1, 2)]
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(tmp_path / "outside.py"), *sources],
+        capture_output=True, text=True, env=kept, cwd=root,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
     counts = []
-    for offset in (2, 1, 2):
-        (tmp_path / "outside.py").write_text(MODULE.format(offset=offset))
-        done = subprocess.run(
-            [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=kept, cwd=root
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        names, count = done.stdout.splitlines()[-2:]
-        assert {"tiny_up", "tiny_down", "rows_up", "rows_down", "decode_kernel"} <= {*names.split()}
+    for line in done.stdout.splitlines():
+        count, *names = line.split()
+        assert {"tiny_up", "tiny_down", "rows_up", "rows_down", "decode_kernel"} <= {*names}
         counts.append(int(count))
     first, other, both = counts
     assert first < other == both < 2 * first  # those that sort tokens are kept

@@ -26,7 +26,7 @@ from moe_ops.kernels.triton import replay
 from moe_ops.kernels.triton.experts.schedule import sort
 from moe_ops.kernels.triton.static_factors import static_factors
 from moe_ops.testing import Case, Layer, make_layer
-from tests.chosen import those_of
+from tests.chosen import one_in, those_of
 from tests.published_routers import ROUTERS, arguments
 from tests.replaying import STREAM, on_a_cpu
 
@@ -110,15 +110,18 @@ def variants(layer: Layer) -> Iterator[tuple[bool, dict[str, Any]]]:
     yield False, {"b13_EF": layer.b13_EF, "b2_ED": layer.b2_ED, **INTERLEAVED}
 
 
-@pytest.mark.parametrize(
-    ("name", "T"),
-    [
-        ("triton.tiny", 1),
-        ("triton.tiny", 5),
-        ("triton.rows", 5),  # whose pairs three launches sort, as many are
-        ("triton.grouped", 1),
-        pytest.param("triton.grouped", 5, marks=pytest.mark.every),
-    ],
+@one_in(
+    2,
+    pytest.mark.parametrize(
+        ("name", "T"),
+        [
+            ("triton.tiny", 1),
+            ("triton.tiny", 5),
+            ("triton.rows", 5),  # whose pairs three launches sort, as many are
+            ("triton.grouped", 1),
+            pytest.param("triton.grouped", 5, marks=pytest.mark.every),
+        ],
+    ),
 )
 def test_experts(
     name: str, T: int, recordings: dict[Any, Any], monkeypatch: pytest.MonkeyPatch

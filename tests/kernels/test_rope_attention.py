@@ -13,6 +13,7 @@ from moe_ops.testing import BF16, F16, Tol, assert_close
 
 pytest.importorskip("triton")
 from moe_ops.kernels.triton.decode import rope_attention as kernels
+from tests.chosen import in_turn
 
 TOL = Tol(3e-3, "float16, rounded up to three times")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -86,12 +87,14 @@ def three_launches(monkeypatch: pytest.MonkeyPatch) -> Any:
     return kernels.run
 
 
-@pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("gains", [False, True])
-@pytest.mark.parametrize(
-    "size", [SIZES[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SIZES[1:])], ids=str
+@in_turn(
+    pytest.mark.parametrize("halves", [False, True]),
+    pytest.mark.parametrize("gains", [False, True]),
+    pytest.mark.parametrize(
+        "size", [SIZES[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SIZES[1:])], ids=str
+    ),
+    pytest.mark.parametrize("of", ["one launch", "three launches", "op"]),
 )
-@pytest.mark.parametrize("of", ["one launch", "three launches", "op"])
 def test_against_float64(
     of: str, size: tuple[int, ...], gains: bool, halves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

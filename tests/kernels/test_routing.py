@@ -9,6 +9,7 @@ from torch import Tensor
 from moe_ops import route
 from moe_ops.checks.shapes import DTYPES, FLOATS
 from moe_ops.testing import DEVICE, TOL, assert_close
+from tests.chosen import in_turn
 from tests.published_routers import ROUTERS, Router, arguments, oracle
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
@@ -26,11 +27,13 @@ def on_device(call: dict) -> dict:
     return {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
 
 
-@each_router
-@pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(d, marks=[] if d == torch.bfloat16 else [pytest.mark.slow]) for d in FLOATS],
-    ids=DTYPES,
+@in_turn(
+    each_router,
+    pytest.mark.parametrize(
+        "dtype",
+        [pytest.param(d, marks=[] if d == torch.bfloat16 else [pytest.mark.slow]) for d in FLOATS],
+        ids=DTYPES,
+    ),
 )
 def test_matches_the_published_formula(router: Router, dtype: torch.dtype) -> None:
     call = arguments(router, dtype)
@@ -46,8 +49,10 @@ def test_matches_the_published_formula(router: Router, dtype: torch.dtype) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("E", [1, 3, 72, 160])
-@pytest.mark.parametrize("dtype", FLOATS, ids=DTYPES)
+@in_turn(
+    pytest.mark.parametrize("E", [1, 3, 72, 160]),
+    pytest.mark.parametrize("dtype", FLOATS, ids=DTYPES),
+)
 def test_any_number_of_experts_and_choices(E: int, dtype: torch.dtype) -> None:
     logits = torch.randn(4, E).to(dtype).to(DEVICE)
     for K in sorted({1, min(3, E), min(10, E)}):

@@ -5,13 +5,16 @@ import torch
 
 from moe_ops import dispatch
 from moe_ops.testing import DEVICE
+from tests.chosen import in_turn
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 
-@pytest.mark.parametrize("one_launch", [True, False], ids=["one", "three"])
-@pytest.mark.parametrize("mapped", [False, True], ids=["all", "mapped"])
-@pytest.mark.parametrize(("T", "E", "K"), [(1, 4, 2), (13, 5, 3), (70, 17, 4), (9, 1, 1)])
+@in_turn(
+    pytest.mark.parametrize("one_launch", [True, False], ids=["one", "three"]),
+    pytest.mark.parametrize("mapped", [False, True], ids=["all", "mapped"]),
+    pytest.mark.parametrize(("T", "E", "K"), [(1, 4, 2), (13, 5, 3), (70, 17, 4), (9, 1, 1)]),
+)
 def test_rows_are_those_of_dispatch(
     T: int, E: int, K: int, mapped: bool, one_launch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

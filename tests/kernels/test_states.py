@@ -22,6 +22,7 @@ pytest.importorskip("triton")
 from moe_ops.kernels.triton.decode.scans import scan_delta_rule, scan_state_space
 from moe_ops.kernels.triton.decode.states import step_delta_rule, step_state_space
 from moe_ops.kernels.triton.decode.states_plan import TILE, part_of
+from tests.chosen import in_turn, one_in
 
 TOL = Tol(2e-6, "float32 sums in another order")
 TOL_PROMPT = Tol(1e-5, "float32 sums in another order, over many tokens")
@@ -110,8 +111,10 @@ def check_space(given: dict[str, Any], tol: Tol, **plan: int) -> None:
     assert_close(state, wanted, TOL, "state")
 
 
-@each_size
-@pytest.mark.parametrize("channels", [False, True], ids=["a gate a head", "a gate a channel"])
+@in_turn(
+    each_size,
+    pytest.mark.parametrize("channels", [False, True], ids=["a gate a head", "a gate a channel"]),
+)
 def test_the_delta_rule(size: tuple[int, ...], channels: bool) -> None:
     given = delta_step(size, channels=channels)
     check_delta(given, TOL)
@@ -191,8 +194,10 @@ def check_prompt(
         assert_close(ours.float(), theirs.float(), how, what)
 
 
-@each_size
-@pytest.mark.parametrize("channels", [False, True], ids=["a gate a head", "a gate a channel"])
+@in_turn(
+    each_size,
+    pytest.mark.parametrize("channels", [False, True], ids=["a gate a head", "a gate a channel"]),
+)
 def test_prompts_by_the_delta_rule(size: tuple[int, ...], channels: bool) -> None:
     for T in (0, 1, 20):
         given = delta_prompt(size, T, channels=channels)
@@ -201,7 +206,7 @@ def test_prompts_by_the_delta_rule(size: tuple[int, ...], channels: bool) -> Non
     check_prompt(scan_delta_rule(**given, eps=EPS), delta_rule.reference(**given))
 
 
-@each_size
+@one_in(2, each_size)
 def test_prompts_through_a_state_space(size: tuple[int, ...]) -> None:
     for T in (0, 1, 20):
         given = space_prompt(size, T)

@@ -15,6 +15,7 @@ from moe_ops.testing import BF16, DEVICE, F16, TOL, Case, assert_close
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.backends.triton import run_experts
+from tests.chosen import in_turn
 from tests.kernels.test_quantized_experts import ODD, call_of, definition
 
 ON_GPU = DEVICE == "cuda"
@@ -32,9 +33,11 @@ def two_of(case: Case, interleaved: bool) -> ExpertsCall:
     return replace(call, global_scale13_E=call.global_scale13_E[:, None] * factors)
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"T{case.T}")
-@pytest.mark.parametrize("kernel", ["tiny", "rows", "grouped"])
+@in_turn(
+    pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"]),
+    pytest.mark.parametrize("case", CASES, ids=lambda case: f"T{case.T}"),
+    pytest.mark.parametrize("kernel", ["tiny", "rows", "grouped"]),
+)
 def test_each_half_has_its_factor(kernel: str, case: Case, interleaved: bool) -> None:
     call = two_of(case, interleaved)
     if experts.backends[f"triton.{kernel}"].refusal("cuda", case.T, call) is not None:

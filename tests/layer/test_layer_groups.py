@@ -11,6 +11,7 @@ from moe_ops.layer import MoELayer
 from moe_ops.quant import packing
 from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import Tol, assert_close
+from tests.chosen import one_in
 from tests.layer.shards import Split, pair, randomize
 
 EXACT = Tol(1e-5, "float32 sums in another order")
@@ -28,7 +29,7 @@ def formats() -> Iterator[tuple[str, int, int]]:
                 yield f"{element}:{group}{scale}", *widths
 
 
-@pytest.mark.parametrize(("format", "hidden", "inner"), list(formats()))
+@one_in(3, pytest.mark.parametrize(("format", "hidden", "inner"), list(formats())))
 @torch.no_grad()
 def test_a_layer_computes_with_the_weights_that_its_codes_stand_for(
     format: str, hidden: int, inner: int

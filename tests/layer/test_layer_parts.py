@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moe_ops.layer import MoELayer
 from moe_ops.parallel.config import COLLECTIVES, ParallelConfig
 from moe_ops.testing import Tol, assert_close
+from tests.chosen import in_turn
 from tests.layer.shards import Split, pair, randomize, take_share
 
 LOOSE = Tol(1e-5, "float32 sums in another order")
@@ -97,9 +98,11 @@ def no_grad() -> Any:
         yield
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-@pytest.mark.parametrize("reduction", ["partial", "replicated"])
-@pytest.mark.parametrize("separate", [False, True], ids=["joined", "separate"])
+@in_turn(
+    pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"]),
+    pytest.mark.parametrize("reduction", ["partial", "replicated"]),
+    pytest.mark.parametrize("separate", [False, True], ids=["joined", "separate"]),
+)
 def test_a_latent_layer_adds_at_the_width_of_its_input(
     separate: bool, reduction: str, compiled: bool
 ) -> None:

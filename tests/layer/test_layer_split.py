@@ -17,6 +17,7 @@ from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import ROW, TENSOR, Format
 from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import GPT_OSS, Tol, assert_close
+from tests.chosen import in_turn
 from tests.layer.shards import Split, pair, take_share
 
 EXACT = Tol(1e-5, "float32 sums in another order")
@@ -78,8 +79,10 @@ def test_every_scheme_is_here() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", [TP, EP, DP_TP_EP], ids=lambda s: s.name)
-@pytest.mark.parametrize("quant", FORMATS, ids=str)
+@in_turn(
+    pytest.mark.parametrize("split", [TP, EP, DP_TP_EP], ids=lambda s: s.name),
+    pytest.mark.parametrize("quant", FORMATS, ids=str),
+)
 def test_every_format(quant: QuantConfig, split: Split) -> None:
     whole, parts = pair(split, **SIZES, quant=quant)
     given = tokens(whole)
@@ -129,8 +132,10 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", [TP, DP_TP, EP, DP_TP_EP], ids=lambda s: s.name)
-@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+@in_turn(
+    pytest.mark.parametrize("split", [TP, DP_TP, EP, DP_TP_EP], ids=lambda s: s.name),
+    pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS),
+)
 def test_every_option(options: dict[str, Any], split: Split) -> None:
     want, got = whole_and_sum(split, **{**SIZES, **options})
     assert_close(got, want, EXACT)

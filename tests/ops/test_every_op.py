@@ -15,10 +15,7 @@ QUICK = ("one_token", "odd", "no_tokens")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # The dtype in which a further case is not of `every`; with "odd", each dtype has one or more.
-FURTHER = {
-    "plain": "float32", "odd_unaligned": "bfloat16", "one_expert": "float32",
-    "every_expert": "bfloat16", "many_experts": "float32", "many_rows": "bfloat16",
-}  # fmt: skip
+FURTHER = {"odd_unaligned": "bfloat16", "one_expert": "float32", "many_rows": "bfloat16"}
 
 
 def marks_of(backend: str, case: str, dtype: str) -> list[pytest.MarkDecorator]:
@@ -119,9 +116,9 @@ def test_schema_and_fake_are_true(name: str, case: str, dtype: str) -> None:
 @pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.every)])
 @pytest.mark.parametrize("name", OPS)
 def test_traces_with_dynamic_shapes(name: str, rest: bool) -> None:
-    """A third of the samples of an op, or the others: what a trace does with sizes is the same."""
+    """A fifth of the samples of an op, or the others: what a trace does with sizes is the same."""
     for i, (label, args) in enumerate(samples(name, BY_NAME["odd"], torch.float32)):
-        if bool(i % 3) != rest:
+        if bool(i % 5) != rest:
             continue
         if name == "expert_gemm" and int(args[2][-1]) < args[0].shape[0]:
             continue  # opcheck would compare the unspecified rows

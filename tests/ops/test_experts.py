@@ -10,6 +10,7 @@ from moe_ops import OPS, activate, combine, dispatch, expert_gemm, experts, moe,
 from moe_ops.checks.shapes import DTYPES, FLOATS
 from moe_ops.conformance.tensors import distinct_logits, half_map, padded, strided, with_holes
 from moe_ops.testing import CASES, F32, GPT_OSS, TOL, Case, assert_close, make_layer
+from tests.chosen import in_turn
 from tests.ops.refused import Bad, assert_refused, wrong_device, wrong_dtype, wrong_rank, wrong_size
 
 NAN = float("nan")
@@ -80,10 +81,7 @@ def activate_by_hand(y: Tensor, form: str) -> Tensor:
     return gate / (1 + (-1.702 * gate).exp()) * (up + 1)
 
 
-@each_dtype
-@each_case
-@pytest.mark.parametrize("form", FORMS)
-@each_backend
+@in_turn(each_dtype, each_case, pytest.mark.parametrize("form", FORMS), each_backend)
 def test_matches_a_plain_loop(backend: str, form: str, case: Case, dtype: torch.dtype) -> None:
     call = arguments(case, dtype, gated=form != "ungated")
     got = run(backend, **call, **FORMS[form])
@@ -186,9 +184,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@each_size
-@each_backend
+@in_turn(pytest.mark.parametrize("view", VIEWS), each_size, each_backend)
 def test_strides_of_the_weights_do_not_matter(backend: str, case: Case, view: str) -> None:
     call = arguments(case)
     views = {k: VIEWS[view](call[k]) for k in ("w13_EFD", "w2_EDI")}

@@ -13,6 +13,7 @@ from moe_ops.ops.activate import KINDS
 from moe_ops.ops.route import SCORES
 from moe_ops.registry.spec import Op
 from moe_ops.testing import BF16, DEVICE, F16, F32, TOL, Case, float32, make_layer
+from tests.chosen import in_turn
 
 NAN, INF = float("nan"), float("inf")
 
@@ -65,12 +66,14 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@each_backend(["cpu", "triton"])
-@pytest.mark.parametrize(
-    "dtype", [F32, pytest.param(BF16, marks=pytest.mark.every)], ids=["float32", "bfloat16"]
+@in_turn(
+    each_backend(["cpu", "triton"]),
+    pytest.mark.parametrize(
+        "dtype", [F32, pytest.param(BF16, marks=pytest.mark.every)], ids=["float32", "bfloat16"]
+    ),
+    pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED),
+    pytest.mark.parametrize("score", SCORES),
 )
-@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
-@pytest.mark.parametrize("score", SCORES)
 def test_routes_choose_and_weigh_what_the_definition_does(
     score: str, planted: dict[int, float], dtype: torch.dtype, backend: str
 ) -> None:
@@ -113,8 +116,7 @@ def each_activation() -> Any:
     ])  # fmt: skip
 
 
-@each_backend(BACKENDS)
-@each_activation()
+@in_turn(each_backend(BACKENDS), each_activation())
 def test_what_is_not_finite_reaches_its_token_as_in_the_definition(
     kind: str, gated: bool, limit: float | None, backend: str
 ) -> None:

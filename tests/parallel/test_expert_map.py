@@ -10,6 +10,7 @@ from moe_ops import experts
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.parallel.expert_map import ExpertPlacement, place
 from moe_ops.testing import Case, Tol, assert_close, make_layer
+from tests.chosen import in_turn
 
 # Experts and ranks, even and not, up to one expert a rank.
 COUNTS = [(8, 1), (8, 2), (8, 8), (10, 4), (7, 3), (64, 16), (65, 64), (127, 64), (256, 64)]
@@ -28,8 +29,7 @@ def all_ranks(num_experts: int, ranks: int, **asked: Any) -> list[ExpertPlacemen
     return [place(num_experts, ep(ranks, rank), **asked) for rank in range(ranks)]
 
 
-@each_placement
-@each_count
+@in_turn(each_placement, each_count)
 def test_each_expert_has_one_slot_of_one_rank(
     num_experts: int, ranks: int, asked: dict[str, Any]
 ) -> None:
@@ -45,8 +45,7 @@ def test_each_expert_has_one_slot_of_one_rank(
     assert sorted(held) == list(range(num_experts))
 
 
-@each_placement
-@each_count
+@in_turn(each_placement, each_count)
 def test_maps_are_inverse_to_each_other(
     num_experts: int, ranks: int, asked: dict[str, Any]
 ) -> None:
@@ -188,8 +187,7 @@ def test_a_log_says_who_holds_what(asked: dict[str, Any], text: str) -> None:
     assert place(10, ep(4, 1), **asked).describe() == text
 
 
-@each_placement
-@each_count
+@in_turn(each_placement, each_count)
 def test_the_ranks_sum_to_the_whole(num_experts: int, ranks: int, asked: dict[str, Any]) -> None:
     case = Case(name="split", T=9, E=num_experts, K=min(6, num_experts), D=16, I=8)
     layer = make_layer(case)

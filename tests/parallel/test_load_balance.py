@@ -16,6 +16,7 @@ from moe_ops.parallel.replicas import ExpertReplicas, choose_replicas
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import Case, Tol, assert_close, make_layer
+from tests.chosen import in_turn
 from tests.work import Calls, Values
 
 SUMMED = Tol(1e-5, "each token's experts are summed in another order")
@@ -48,8 +49,7 @@ CLUSTERS = [
 each_cluster = pytest.mark.parametrize(("E", "P", "ranks", "nodes", "groups"), CLUSTERS)
 
 
-@each_cluster
-@pytest.mark.parametrize("kind", KINDS)
+@in_turn(each_cluster, pytest.mark.parametrize("kind", KINDS))
 def test_each_expert_is_present_and_each_slot_used(
     kind: str, E: int, P: int, ranks: int, nodes: int, groups: int
 ) -> None:

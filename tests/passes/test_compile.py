@@ -23,6 +23,7 @@ from moe_ops.passes.inductor.net import Net
 from moe_ops.passes.inductor.pipeline import HOOK, Pipeline
 from moe_ops.passes.rewriting.context import Options
 from moe_ops.testing import Tol, assert_close
+from tests.chosen import in_turn
 from tests.hf import attention, families
 from tests.moe_block import Block
 
@@ -212,8 +213,7 @@ class Rows(nn.Module):
 
 @pytest.mark.slow
 @needs_the_flag
-@pytest.mark.parametrize("first", COUNTS)
-@pytest.mark.parametrize("kind", [Block, Rows])
+@in_turn(pytest.mark.parametrize("first", COUNTS), pytest.mark.parametrize("kind", [Block, Rows]))
 @torch.inference_mode()
 def test_one_graph_serves_all_token_counts_in_any_order(
     kind: type[nn.Module], first: int, fresh

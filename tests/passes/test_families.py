@@ -15,7 +15,7 @@ from torch import fx
 from moe_ops.passes import PIPELINE
 from moe_ops.passes.rewriting.context import Context
 from moe_ops.testing import Tol, assert_close
-from tests.chosen import COMPILED, those_of
+from tests.chosen import COMPILED, one_in, those_of
 from tests.hf import families
 from tests.hf.page import END, PAGE, START, hold, read, versions, write
 from tests.passes.post_grad import Compiled
@@ -108,7 +108,7 @@ FORMS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["grouped_mm", "batched_mm"])
+@one_in(2, pytest.mark.parametrize("form", ["grouped_mm", "batched_mm"]))
 def test_a_sum_that_is_added_to_in_float32_is_rounded_before(form: str) -> None:
     """Inductor of torch 2.11 drops the conversions between; the model, and the op, do not."""
     tiny, found = families.build("hy_v3", form), Lifts()

@@ -20,6 +20,7 @@ from moe_ops.passes.rewriting.graph import arg
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import Case, Tol, assert_close, make_layer
+from tests.chosen import in_turn
 from tests.passes.post_grad import Compiled
 
 pytestmark = pytest.mark.slow  # compiles many graphs
@@ -285,8 +286,10 @@ def quantized(format: str, scale: Tensor | None, *, hole: bool) -> Callable[...,
     return model
 
 
-@pytest.mark.parametrize("hole", [False, True], ids=["all_here", "holes"])
-@pytest.mark.parametrize(("format", "static"), FORMATS.values(), ids=FORMATS)
+@in_turn(
+    pytest.mark.parametrize("hole", [False, True], ids=["all_here", "holes"]),
+    pytest.mark.parametrize(("format", "static"), FORMATS.values(), ids=FORMATS),
+)
 def test_quantize_before_dispatch(format: str, static: bool, hole: bool) -> None:
     scale = torch.tensor([0.02]) if static else None
     model, hook = quantized(format, scale, hole=hole), Hook(hoist_quantize)

@@ -19,6 +19,7 @@ from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import BF16, F32, Tol, assert_close
 from tests import decoding
+from tests.chosen import in_turn
 from tests.passes.planned import Hook
 from tests.passes.post_grad import Compiled, text
 
@@ -101,9 +102,11 @@ return [reshape_default_1]""",  # noqa: E501
     )
 
 
-@pytest.mark.parametrize("change", ["", "order"])
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("T", [1, 3, 8])
+@in_turn(
+    pytest.mark.parametrize("change", ["", "order"]),
+    pytest.mark.parametrize("dtype", [BF16, F32], ids=str),
+    pytest.mark.parametrize("T", [1, 3, 8]),
+)
 def test_numbers_stay(T: int, dtype: torch.dtype, change: str) -> None:
     given = tensors(T, dtype)
     hook, got, _ = fused(layer(change), *given)

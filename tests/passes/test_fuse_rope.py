@@ -18,6 +18,7 @@ from moe_ops.passes.rewriting.context import Context
 from moe_ops.passes.rewriting.graph import arg, ops
 from moe_ops.testing import BF16, F16, Tol, assert_close
 from tests import decoding
+from tests.chosen import in_turn
 from tests.passes.post_grad import Compiled, text
 
 pytestmark = pytest.mark.slow  # compiles many graphs
@@ -170,9 +171,11 @@ return [rope_attention_planned]""",
     )
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("change", ["", "normed", "halves", "sinks"])
+@in_turn(
+    pytest.mark.parametrize("rows", [1, 3]),
+    pytest.mark.parametrize("dtype", [BF16, F16], ids=str),
+    pytest.mark.parametrize("change", ["", "normed", "halves", "sinks"]),
+)
 def test_numbers_stay(change: str, dtype: torch.dtype, rows: int) -> None:
     step = Step(change, dtype, rows)
     wide = [t.float() if t.is_floating_point() else t for t in step.args()]

@@ -25,6 +25,7 @@ from moe_ops.quant.formats import Format
 from moe_ops.registry.spec import OPS, Op
 from moe_ops.testing import BF16, F16, F32, TOL, Case, Tol, assert_close, make_layer
 from tests.calls import CALLS
+from tests.chosen import in_turn
 from tests.passes.planned import PLAIN, Hook, any_rows, call_of, experts_call, plans, run_experts
 from tests.passes.post_grad import text
 
@@ -116,8 +117,7 @@ combine: its definition""",
     )
 
 
-@each_pair(F32, BF16)
-@pytest.mark.parametrize("name", OPS)
+@in_turn(each_pair(F32, BF16), pytest.mark.parametrize("name", OPS))
 def test_results_are_those_of_eager_mode(name: str, dtype: torch.dtype, dynamic: bool) -> None:
     op = OPS[name]
     args = [a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a
@@ -139,8 +139,9 @@ def for_rows(backend: str, dynamic: bool) -> str:
     return f":{backend}" if dynamic else backend
 
 
-@either
-@pytest.mark.parametrize("format", ["mxfp6_e3m2", "float8_e5m2:16x32", "uint4:1x16"])
+@in_turn(
+    either, pytest.mark.parametrize("format", ["mxfp6_e3m2", "float8_e5m2:16x32", "uint4:1x16"])
+)
 def test_quantized_experts_run_on_decoded_weights(format: str, dynamic: bool) -> None:
     args = quantized(format, BF16)
     hook = Hook(pick_backend, lower)
@@ -172,8 +173,7 @@ def test_scales_of_inputs_by_expert_are_compiled(dynamic: bool) -> None:
     assert plans(graph) == [f"expert_gemm {for_rows('dequantize', dynamic)}"] * 2
 
 
-@either
-@pytest.mark.parametrize("x_format", ["", "int8:row"], ids=["weights", "inputs"])
+@in_turn(either, pytest.mark.parametrize("x_format", ["", "int8:row"], ids=["weights", "inputs"]))
 def test_what_a_kernel_takes_stays_whole(x_format: str, dynamic: bool) -> None:
     args = quantized("int8:row", BF16, x_format)
     got, graph = run(Hook(pick_backend, lower), experts, args, dynamic)
@@ -302,7 +302,17 @@ LARGER = Case(name="larger", T=24, E=4, K=2, D=64, I=48)
 
 
 @pytest.mark.slow
-@each_pair(BF16, F16)
+@pytest.mark.parametrize(
+    ("dtype", "dynamic"),
+    [
+        (F16, True),
+        *(
+            pytest.param(dtype, dynamic, marks=pytest.mark.every)
+            for dtype, dynamic in ((BF16, False), (BF16, True), (F16, False))
+        ),
+    ],
+    ids=str,
+)
 def test_generated_code_agrees_with_eager_mode(
     dtype: torch.dtype, dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

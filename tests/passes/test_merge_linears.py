@@ -20,6 +20,7 @@ from moe_ops.passes.merge_linears import merge_linears
 from moe_ops.passes.rewriting.context import Context, Options
 from moe_ops.testing import BF16, F16, F32, Tol, assert_close
 from tests import decoding
+from tests.chosen import in_turn
 from tests.hf import families
 from tests.passes.post_grad import Compiled, text
 
@@ -163,9 +164,11 @@ def test_a_product_of_a_product() -> None:
     assert_close(got.float(), model(x).float(), ROUNDED)
 
 
-@pytest.mark.parametrize("rows", [(1,), (1, 1), (1, 1, 1), (8, 1), (64,)], ids=str)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@in_turn(
+    pytest.mark.parametrize("rows", [(1,), (1, 1), (1, 1, 1), (8, 1), (64,)], ids=str),
+    pytest.mark.parametrize("bias", [False, True]),
+    pytest.mark.parametrize("dtype", [BF16, F16], ids=str),
+)
 def test_numbers_stay(
     rows: tuple[int, ...], bias: bool, dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:

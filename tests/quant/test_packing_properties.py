@@ -23,6 +23,7 @@ from moe_ops.quant.packing import (
     quantize,
     unpack,
 )
+from tests.chosen import one_in
 
 INF, NAN = float("inf"), float("nan")
 NAMES = (
@@ -124,7 +125,7 @@ def bound(x: Tensor, q: Quantized, format: Format, common: Tensor | None) -> Ten
     return torch.maximum(half, cut) + slack
 
 
-@each_format
+@one_in(3, each_format)
 @quick
 @given(drawn=matrices())
 def test_errors_stay_in_their_bounds(name: str, drawn: Drawn) -> None:
@@ -325,7 +326,12 @@ def test_no_rows_or_columns_give_empty_results(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mxfp6_e3m2", "nvfp4", "uint4:1x16:float16", "float8_e4m3fn:row"])
+@one_in(
+    2,
+    pytest.mark.parametrize(
+        "name", ["mxfp6_e3m2", "nvfp4", "uint4:1x16:float16", "float8_e4m3fn:row"]
+    ),
+)
 def test_one_graph_holds_all_of_it(name: str) -> None:
     format = Format.of(name)
 

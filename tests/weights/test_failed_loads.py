@@ -16,6 +16,7 @@ from moe_ops.layer.options import Routing
 from moe_ops.quant.config import QuantConfig
 from moe_ops.registry.layouts import Layout
 from moe_ops.weights import load_checkpoint
+from tests.chosen import in_turn
 from tests.weights.checkpoints import LAYOUTS, PREFIX, D, E, I, store, write
 
 FAULTS = {
@@ -55,8 +56,7 @@ def check_fails(layers: dict[str, MoELayer], folder: Path, entry: str, file: Pat
     assert {prefix: state(layer) for prefix, layer in layers.items()} == before
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", LAYOUTS)
+@in_turn(pytest.mark.parametrize("fault", FAULTS), pytest.mark.parametrize("name", LAYOUTS))
 def test_a_fault_in_the_last_entry_of_the_last_file(name: str, fault: str, tmp_path: Path) -> None:
     """Each kind of entry of an expert in turn; the rest, and another layer, stand before it."""
     made = write(tmp_path, LAYOUTS[name]).entries

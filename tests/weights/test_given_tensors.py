@@ -15,6 +15,7 @@ from moe_ops.layer import MoELayer
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.codings import coding_of
+from tests.chosen import in_turn
 from tests.weights import test_bitsandbytes as nf4
 from tests.weights import test_order as orders
 from tests.weights.checkpoints import LAYOUTS, PREFIX, D, E, I, write
@@ -47,8 +48,7 @@ def plain() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", LAYOUTS)
+@in_turn(pytest.mark.parametrize("kind", KINDS), pytest.mark.parametrize("name", LAYOUTS))
 def test_tensors_are_loaded_as_files_are(name: str, kind: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     made = write(tmp_path, layout)

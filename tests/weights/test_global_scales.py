@@ -16,6 +16,7 @@ from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
+from tests.chosen import in_turn
 from tests.weights.checkpoints import LAYOUTS, PREFIX, Layout, store, write
 from tests.weights.test_quantized_checkpoints import SPLITS, check_values, layer_of
 
@@ -49,10 +50,12 @@ def other_global(
     return made.values
 
 
-@pytest.mark.parametrize("split", ["one", "tp2", "ep2_uneven"])
-@pytest.mark.parametrize("ratio", [2.0, 0.5, 0.25])
-@pytest.mark.parametrize("projection", HALF)
-@pytest.mark.parametrize("name", NVFP4)
+@in_turn(
+    pytest.mark.parametrize("split", ["one", "tp2", "ep2_uneven"]),
+    pytest.mark.parametrize("ratio", [2.0, 0.5, 0.25]),
+    pytest.mark.parametrize("projection", HALF),
+    pytest.mark.parametrize("name", NVFP4),
+)
 def test_global_scales_a_power_of_two_apart(
     name: str, projection: str, ratio: float, split: str, tmp_path: Path
 ) -> None:

@@ -216,7 +216,7 @@ def test_other_names() -> None:
         style_of("llama")
 
 
-SOME = ("gptq_int4", "awq", "packed_int4", "modelopt_nvfp4")
+SOME = ("gptq_int4", "modelopt_nvfp4")
 LARGE = 256  # rows and columns: of 64 the stand-ins of conversions would be no small part
 
 

@@ -19,7 +19,7 @@ from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
 from moe_ops.weights import LoadRecord, load_checkpoint, load_expert
 from moe_ops.weights.layouts import gptq
-from tests.chosen import those_of
+from tests.chosen import in_turn, one_in, those_of
 from tests.peak import Peak
 from tests.weights.checkpoints import (
     GROUP,
@@ -122,9 +122,11 @@ def load(layer: MoELayer, folder: Path) -> Any:
     return load_checkpoint({PREFIX: layer}, folder, style="qwen", progress=False)
 
 
-@pytest.mark.parametrize("activation", [GATED, SPREAD], ids=["halves", "alternating"])
-@pytest.mark.parametrize("input_order", [True, False], ids=["input_ordered", "w2_alone"])
-@pytest.mark.parametrize("name", FORMATS)
+@in_turn(
+    pytest.mark.parametrize("activation", [GATED, SPREAD], ids=["halves", "alternating"]),
+    pytest.mark.parametrize("input_order", [True, False], ids=["input_ordered", "w2_alone"]),
+    pytest.mark.parametrize("name", FORMATS),
+)
 def test_outputs_are_those_of_the_weights(
     name: str, input_order: bool, activation: Activation, tmp_path: Path
 ) -> None:
@@ -145,9 +147,11 @@ def test_outputs_are_those_of_the_weights(
             torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
 
 
-@pytest.mark.parametrize("shared", [0, 1], ids=["routed", "shared"])
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("name", FORMATS)
+@in_turn(
+    pytest.mark.parametrize("shared", [0, 1], ids=["routed", "shared"]),
+    pytest.mark.parametrize("split", SPLITS),
+    pytest.mark.parametrize("name", FORMATS),
+)
 def test_each_expert_may_have_an_order_of_its_input(
     name: str, split: str, shared: int, tmp_path: Path
 ) -> None:
@@ -265,7 +269,7 @@ def test_fused_shared_experts_have_the_same_order_of_their_input(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", those_of(["gptq_int4", "packed_uint4"], FORMATS))
+@one_in(2, pytest.mark.parametrize("name", those_of(["gptq_int4", "packed_uint4"], FORMATS)))
 def test_putting_in_order_takes_no_more_than_one_tensor(name: str, tmp_path: Path) -> None:
     size = 512
     write(tmp_path, name, input_order=True, D=size, I=size)

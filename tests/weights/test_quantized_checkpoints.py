@@ -15,6 +15,7 @@ from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
 from moe_ops.weights import load_checkpoint
+from tests.chosen import in_turn
 from tests.two_scales import dequantize
 from tests.weights import checkpoints
 from tests.weights.checkpoints import (
@@ -87,8 +88,7 @@ def check_values(layer: MoELayer, values: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("name", LAYOUTS)
+@in_turn(pytest.mark.parametrize("split", SPLITS), pytest.mark.parametrize("name", LAYOUTS))
 def test_a_layer_holds_what_the_checkpoint_stands_for(
     name: str, split: str, tmp_path: Path
 ) -> None:
@@ -121,8 +121,12 @@ def test_outputs_are_those_of_the_decoded_weights(name: str, tmp_path: Path) -> 
             torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
 
 
-@pytest.mark.parametrize("group", [8, 16, 48, 96])
-@pytest.mark.parametrize("name", ["gptq_int4", "gptq_uint4", "gptq_int8", "awq", "packed_uint4"])
+@in_turn(
+    pytest.mark.parametrize("group", [8, 16, 48, 96]),
+    pytest.mark.parametrize(
+        "name", ["gptq_int4", "gptq_uint4", "gptq_int8", "awq", "packed_uint4"]
+    ),
+)
 def test_groups_of_other_sizes(
     name: str, group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

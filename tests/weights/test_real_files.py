@@ -14,6 +14,7 @@ from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
+from tests.chosen import in_turn
 from tests.weights.checkpoints import (
     LAYOUTS,
     PREFIX,
@@ -148,9 +149,11 @@ SYMMETRIC = {
 }
 
 
-@pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
-@pytest.mark.parametrize("split", ["one", "tp2"])
-@pytest.mark.parametrize("name", SYMMETRIC)
+@in_turn(
+    pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"]),
+    pytest.mark.parametrize("split", ["one", "tp2"]),
+    pytest.mark.parametrize("name", SYMMETRIC),
+)
 def test_symmetric_weights_in_both_kinds_of_formats(
     name: str, split: str, signed: bool, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from moe_ops.layer.options import Routing
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.weights import load_checkpoint
+from tests.chosen import in_turn
 
 D, I, E, K = 32, 24, 6, 2  # noqa: E741
 SIZES: dict[str, Any] = {
@@ -186,8 +187,7 @@ SPLITS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("name", FAMILIES)
+@in_turn(pytest.mark.parametrize("split", SPLITS), pytest.mark.parametrize("name", FAMILIES))
 def test_a_stock_model_and_its_layers_give_the_same(name: str, split: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     saved = save(family, tmp_path)

@@ -13,6 +13,7 @@ from moe_ops.layer import MoELayer
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.experts import load_expert
+from tests.chosen import in_turn
 from tests.weights.checkpoints import LAYOUTS, PREFIX, D, E, I, Layout, store, write
 
 NAN, INF = float("nan"), float("inf")
@@ -60,9 +61,11 @@ def test_scales_that_are_no_numbers_are_refused(name: str, suffix: str, tmp_path
     check_refused(tmp_path, layer_of(layout), rf"^{entry}: .*{said}")
 
 
-@pytest.mark.parametrize("projection", ["gate_proj", "up_proj", "down_proj"])
-@pytest.mark.parametrize("value", [INF, 0.0, -0.5])
-@pytest.mark.parametrize("name", ["fp8_blocks", "gptq_int4", "float_channel"])
+@in_turn(
+    pytest.mark.parametrize("projection", ["gate_proj", "up_proj", "down_proj"]),
+    pytest.mark.parametrize("value", [INF, 0.0, -0.5]),
+    pytest.mark.parametrize("name", ["fp8_blocks", "gptq_int4", "float_channel"]),
+)
 def test_scales_that_are_not_above_zero_are_refused(
     name: str, value: float, projection: str, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from torch.nn.functional import one_hot, silu
 
 import moe_ops
 from moe_ops.passes.explain.explanation import ADVICE, NOTHING_SEEN, Explanation
+from tests.chosen import one_in
 from tests.hf import families
 
 pytestmark = pytest.mark.slow  # compiles many graphs
@@ -74,7 +75,12 @@ SEEN = {
 }
 
 
-@pytest.mark.parametrize(("kind", "what"), SEEN.items(), ids=lambda x: getattr(x, "__name__", ""))
+@one_in(
+    2,
+    pytest.mark.parametrize(
+        ("kind", "what"), SEEN.items(), ids=lambda x: getattr(x, "__name__", "")
+    ),
+)
 def test_another_form_is_named_with_its_layers(kind: type[Choosing], what: str) -> None:
     found = moe_ops.explain(Model(kind()), torch.randn(16, D))
     assert not found.regions

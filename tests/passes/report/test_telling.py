@@ -18,6 +18,7 @@ import moe_ops
 from moe_ops.passes.explain.trace import Backend
 from moe_ops.passes.inductor.compiled import pipeline_of
 from moe_ops.passes.inductor.pipeline import HOOK, TRAINING
+from tests.chosen import one_in
 from tests.hf import families
 from tests.moe_block import Block
 from tests.passes.explain.test_unfound import AllTokens, ChosenTokens, Model, OneHot
@@ -140,9 +141,12 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"),
-    [*((kind, moe_ops.compile) for kind in OTHERS), (OneHot, plain)],
+@one_in(
+    2,
+    pytest.mark.parametrize(
+        ("kind", "way"),
+        [*((kind, moe_ops.compile) for kind in OTHERS), (OneHot, plain)],
+    ),
 )
 @torch.inference_mode()
 def test_layers_in_another_form_are_warned_of_with_the_reason(
@@ -205,7 +209,7 @@ def test_experts_whose_code_ends_a_graph_are_told_with_the_line(
     assert f"{__file__}:{at}" in texts[0]
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@one_in(3, pytest.mark.parametrize("kind", OTHERS))
 @torch.inference_mode()
 def test_strict_raises_there(kind: Callable[[], nn.Module], told: Told) -> None:
     fast = moe_ops.compile(Model(kind()), strict=True)
@@ -241,22 +245,21 @@ def test_a_layer_that_gradients_leave_to_eager_mode_is_told_with_its_reason(told
     assert text.startswith("Sequential: 1 of 1 MoE layers and 1 of 1 routers")
 
 
-EVERY = pytest.mark.every
 FAMILIES = [
     ("qwen3_moe", "2 of 2 MoE layers and 2 of 2 routers", ""),
-    pytest.param("deepseek_v3", "1 of 1 MoE layers and 1 of 1 routers", "", marks=EVERY),
-    pytest.param("gpt_oss", "2 of 2 MoE layers and 2 of 2 routers", "", marks=EVERY),
-    pytest.param(
+    ("deepseek_v3", "1 of 1 MoE layers and 1 of 1 routers", ""),
+    ("gpt_oss", "2 of 2 MoE layers and 2 of 2 routers", ""),
+    (
         "phimoe", "2 of 2 MoE layers and 0 of 2 routers", "leaves 2 of 2 routers as they were (",
-        marks=EVERY,
     ),
-    pytest.param(
+    (
         "muse_spark", "0 of 1 MoE layers and 0 of 1 routers",
-        "leaves 1 of 1 MoE layers as they were", marks=EVERY,
+        "leaves 1 of 1 MoE layers as they were",
     ),
 ]  # fmt: skip
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(("family", "counts", "left"), FAMILIES)
 @torch.inference_mode()
 def test_families(family: str, counts: str, left: str, told: Told) -> None:

@@ -17,6 +17,7 @@ from moe_ops.conformance.samples import samples
 from moe_ops.registry import memo
 from moe_ops.registry.backend import is_aligned
 from moe_ops.testing import CASES
+from tests.chosen import in_turn
 from tests.registry.memo.throwaway import (
     BOTH,
     SETTING,
@@ -292,8 +293,10 @@ def test_our_backends_say_what_decides(of: Op, device: str) -> None:
     assert [b.name for b in of.candidates(device)[:-1] if b.asks is None] == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("of", [experts, moe], ids=lambda of: of.name)
+@in_turn(
+    pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str),
+    pytest.mark.parametrize("of", [experts, moe], ids=lambda of: of.name),
+)
 def test_a_call_like_others_gives_what_they_did(of: Op, dtype: torch.dtype) -> None:
     """All samples in a row, thrice, so that each meets what was kept of the others."""
     for case in ("odd", "one_token"):
