@@ -24,12 +24,15 @@ METHOD = "get_pooled_states"
 def all_pools(self: Any, packed_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The keys of all pools [B, P, D], the tokens in each [B, P, size], -1 for none, and whether it
     is whole [B, P]. Packed [B, S, 2 D + 1] are keys, what weighs them in a pool, and whether there
-    is a token. A sequence's pools begin with its first token."""
+    is a token. A sequence's pools begin with its first token. There are two at least."""
     D, size = self.head_dim, self.index_kpool
     keys_BSD, gates_BSD, seen_BS1 = packed_states.split([D, D, 1], -1)
     seen_BS = seen_BS1[..., 0].bool()
     B, S = seen_BS.shape
-    offsets = torch.arange((S + size - 1) // size * size, device=seen_BS.device).view(-1, size)
+    # One would be a size of 1, which a compiler tells from all others: prompts as short as a pool
+    # would have code of their own.
+    P = torch.sym_max((S + size - 1) // size, 2)
+    offsets = torch.arange(P * size, device=seen_BS.device).view(P, size)
     first_B = torch.where(seen_BS.any(-1), seen_BS.long().argmax(-1), S)
     tokens = first_B[:, None, None] + offsets
     at = torch.arange(B, device=seen_BS.device)[:, None, None], tokens.clamp(max=S - 1)

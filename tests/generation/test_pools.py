@@ -51,12 +51,18 @@ def test_one_graph_chooses_what_transformers_do_for_all_lengths() -> None:
         graphs.append(graph)
         return graph
 
+    def chosen(tokens_BSK: Tensor) -> Tensor:
+        return tokens_BSK.sort(-1).values
+
     compiled = torch.compile(lambda *args: ours(*args, None), backend=backend, fullgraph=True)
     for tokens, pads in ((70, (0, 0)), (33, (5, 0)), (9, (3, 2)), (130, (0, 90))):
         call = call_of(stock, tokens, pads)
         for x in call:
             torch._dynamo.mark_dynamic(x, 1)
         assert torch.equal(compiled(*call), stock(*call, None)), tokens
+    # As many tokens as a pool has. Beside it another is kept, whose place holds no token.
+    call = call_of(stock, stock.index_kpool, (0, 1))
+    assert torch.equal(chosen(compiled(*call)), chosen(stock(*call, None)))
     assert len(graphs) == 1
 
 
