@@ -1,6 +1,6 @@
 """Layers of transformers whose linear attention, state spaces and convolutions are ours where
 these compute what the functions do that the layer calls by the names in its file; and indexers
-whose pools are."""
+whose pools are, or that get whole blocks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moe_ops.generation import pools
+from moe_ops.forward.kept import Stepping
+from moe_ops.generation import blocks, pools
 from moe_ops.generation.linear_samples import KINDS, Kind, agree, parameters_of
 from moe_ops.hf.subclass import former_class, new_object, subclass
 from moe_ops.interop.code_objects import with_globals
@@ -43,6 +45,36 @@ class WithAllPools(WithOurFunctions):
         return own
 
 
+class WithWholeBlocks(WithOurFunctions):
+    """What stands before the class of an indexer that gets whole blocks where a compiler reads it.
+    In steps it is the number of slots that says whether they are whole, which is the same in all.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any, cache: Any, position_ids: Tensor
+    ) -> Any:
+        if torch.compiler.is_compiling() and not isinstance(cache, Stepping):
+            cache = blocks.WholeBlocks(cache, self.block_size)  # type: ignore[attr-defined]
+        return super().forward(hidden_states, position_embeddings, cache, position_ids)  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True)
+class Indexers:
+    """Classes that have a method of the name `known_by`: what stands before those of which it
+    `computes` the same, and the method that it changes."""
+
+    known_by: str
+    before: type
+    changes: str
+    computes: Callable[[Any], bool]
+
+
+INDEXERS = (
+    Indexers(pools.METHOD, WithAllPools, pools.METHOD, pools.drops_pools),
+    Indexers(blocks.METHOD, WithWholeBlocks, "forward", blocks.fills_blocks),
+)
+
+
 def give_ours(twin: nn.Module, model: nn.Module) -> None:
     """Have the layers of a model's twin call our functions while they are compiled; uncompiled, and
     where a gradient may be wanted, they call their own. What is not understood stays as it is, with
@@ -53,13 +85,14 @@ def give_ours(twin: nn.Module, model: nn.Module) -> None:
         kind: Any = type(module)
         if id(module) in own or issubclass(kind, WithOurFunctions):
             continue
-        pooled = pools.METHOD in methods_of(kind)
-        if pooled and pools.drops_pools(kind):
-            module.__class__ = subclass(WithAllPools, kind)
+        indexers = [x for x in INDEXERS if x.known_by in methods_of(kind)]
+        ours_of = next((x for x in indexers if x.computes(kind)), None)
+        if ours_of is not None:
+            module.__class__ = subclass(ours_of.before, kind)
             continue
         found = {name: in_place_of(function) for name, function in functions_of(kind).items()}
         left = {name for name, made in found.items() if made is None}
-        left |= {pools.METHOD} if pooled else set()
+        left |= {x.changes for x in indexers}
         for name in left - told:
             told.add(name)
             text = "%s keeps its %s: ours is not known to compute the same"

@@ -16,10 +16,11 @@ from tests.hf.auto_classes import build_published
 from tests.hf.twins import check
 
 # By what they keep: a window, latents, the states of a delta rule and of Mamba2, of convolutions
-# alone, an indexer's keys, and what an indexer scores by pools.
+# alone, an indexer's keys, and what an indexer scores by pools and by blocks.
 NAMES = (
     "GptOssForCausalLM", "DeepseekV2ForCausalLM", "Qwen3NextForCausalLM", "NemotronHForCausalLM",
     "Lfm2MoeForCausalLM", "DeepseekV32ForCausalLM", "Glm5NextForConditionalGeneration",
+    "MiniMaxM3SparseForConditionalGeneration",
 )  # fmt: skip
 LENGTHS = (40, 2, 9, 300, 700)
 
