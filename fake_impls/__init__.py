@@ -7,6 +7,7 @@ per op, named as the op; results are always contiguous.
 """
 
 from .activate import activate
+from .activate_backward import activate_backward
 from .combine import combine
 from .combine_tokens import combine_tokens
 from .convolution_step import convolution_step
@@ -16,9 +17,12 @@ from .dispatch import dispatch
 from .dispatch_tokens import dispatch_tokens
 from .expert_gemm import expert_gemm
 from .expert_loads import expert_loads
+from .expert_wgrad import expert_wgrad
 from .experts import experts
+from .experts_backward import experts_backward
 from .experts_onto import experts_onto
 from .experts_over_ranks import experts_over_ranks
+from .experts_saving import experts_saving
 from .linears import linears
 from .moe import moe
 from .normed_linears import normed_linears
@@ -33,6 +37,7 @@ from .sum_ranks import sum_ranks
 
 __all__ = [
     "activate",
+    "activate_backward",
     "combine",
     "combine_tokens",
     "convolution_step",
@@ -42,9 +47,12 @@ __all__ = [
     "dispatch_tokens",
     "expert_gemm",
     "expert_loads",
+    "expert_wgrad",
     "experts",
+    "experts_backward",
     "experts_onto",
     "experts_over_ranks",
+    "experts_saving",
     "linears",
     "moe",
     "normed_linears",

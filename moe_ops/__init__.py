@@ -18,20 +18,24 @@ from moe_ops.interop import aot_cache
 from moe_ops.interop.import_hook import when_imported
 from moe_ops.ops import (
     activate,
+    activate_backward,
     combine,
     combine_tokens,
     dispatch,
     dispatch_tokens,
     expert_gemm,
     expert_loads,
+    expert_wgrad,
     experts,
+    experts_backward,
     experts_over_ranks,
+    experts_saving,
     moe,
     quantize,
     route,
     sum_ranks,
 )
-from moe_ops.registry import gradients, registration, rules, spec
+from moe_ops.registry import formulas, gradients, registration, rules, spec
 from moe_ops.registry.layouts import Layout
 from moe_ops.registry.spec import OPS, Op
 from moe_ops.registry.using import using
@@ -83,6 +87,7 @@ __all__ = [
     "Routing",
     "__version__",
     "activate",
+    "activate_backward",
     "backend",
     "buckets_of",
     "capture",
@@ -95,8 +100,11 @@ __all__ = [
     "dispatch_tokens",
     "expert_gemm",
     "expert_loads",
+    "expert_wgrad",
     "experts",
+    "experts_backward",
     "experts_over_ranks",
+    "experts_saving",
     "explain",
     "flashinfer_options",
     "from_checkpoint",
@@ -136,7 +144,7 @@ del _name
 globals()["backend"] = sys.modules["moe_ops.backend"]
 sys.modules["moe_ops.backend"].__class__ = _Backend
 
-aot_cache.tag(registration, spec, gradients, rules, ops, fake_impls, quant)
+aot_cache.tag(registration, spec, formulas, gradients, rules, ops, fake_impls, quant)
 
 
 def _join() -> None:

@@ -25,8 +25,8 @@ from moe_ops.planning.choose import GUARDS, no_new_guards
 from moe_ops.registry.spec import NAMESPACE, REFERENCE, Op
 
 RULE = "lower"
-# The definition of `expert_gemm` gathers a weight for every row; with more bytes than these it is
-# run as it is, one op at a time, where memory is given back.
+# The definitions of `expert_gemm` and `expert_wgrad` have a weight for every row; with more bytes
+# than these they are run as they are, one op at a time, where memory is given back.
 MOST_GATHERED = 2**24
 
 
@@ -68,11 +68,13 @@ def _lower_one(graph: fx.Graph, node: fx.Node, op: Op, context: Context) -> None
 
 def _too_large(op: Op, node: fx.Node) -> str | None:
     """Why the definition of an op takes too much memory to be compiled, or None."""
-    if op.name != "expert_gemm":
-        return None
     call = call_of(op, node)
-    x, w = call.x_RD, call.w_EFD
-    sizes = (x.shape[0], *w.shape[1:])
+    if op.name == "expert_gemm":
+        sizes = (call.x_RD.shape[0], *call.w_EFD.shape[1:])
+    elif op.name == "expert_wgrad":
+        sizes = (call.rows, call.a_RM.shape[1], call.b_RN.shape[1])
+    else:
+        return None
     if not all(isinstance(n, int) for n in sizes):
         return "its definition gathers a weight for each of an unknown number of rows"
     gathered = math.prod(sizes) * 4

@@ -141,6 +141,7 @@ UNNAMED_PARAMETERS = {
     },
     "the arguments of an op, which its record names": {
         "moe_ops/registry/record.py: prototype",
+        "moe_ops/registry/formulas.py: _ByFormula.forward",
         *(f"moe_ops/registry/spec.py: Op.{name}" for name in ("__call__", "reference", "refusals")),
         *(
             f"moe_ops/registry/spec.py: Op.{name}"

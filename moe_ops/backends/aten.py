@@ -13,6 +13,7 @@ from moe_ops.ops.activate import activate
 from moe_ops.ops.combine import combine
 from moe_ops.ops.dispatch import dispatch
 from moe_ops.ops.expert_gemm import ExpertGemmCall, checked_ends, expert_gemm, row_experts
+from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.registry.gradients import needs_grad
 
@@ -84,6 +85,63 @@ def grouped_experts(call: ExpertsCall) -> Tensor:
 
 
 experts.remembers("aten")
+
+
+WGRAD = ("a_rows_R", "b_rows_R", "out_dtype")
+
+
+def supports_wgrad(call: ExpertWgradCall) -> str | None:
+    a_RM, b_RN = call.a_RM, call.b_RN
+    if a_RM.device.type == "cpu":
+        return None
+    if a_RM.dtype != torch.bfloat16:
+        return f"needs bfloat16 outside the CPU, got {a_RM.dtype}"
+    if call.dtype is not torch.bfloat16:
+        return f"gives bfloat16 outside the CPU, asked for {call.dtype}"
+    on_nvidia = a_RM.device.type == "cuda" and not gpus.is_amd()
+    if on_nvidia and gpus.capability(a_RM.device) < (8, 0):
+        return f"needs compute capability 8.0, got {gpus.described(a_RM.device)}"
+    widths = a_RM.shape[1], b_RN.shape[1]
+    if any(width * a_RM.element_size() % ALIGNMENT for width in widths):
+        return f"needs rows of a multiple of {ALIGNMENT} bytes, got widths of {widths}"
+    return None
+
+
+@expert_wgrad.backend("aten", reads=WGRAD, supports=supports_wgrad)
+def grouped_wgrad(call: ExpertWgradCall) -> Tensor:
+    """`expert_wgrad` on PyTorch's grouped GEMM, on a CPU by a product for each expert. Named rows
+    are copied."""
+    if call.a_RM.is_cpu:
+        return _wgrad_per_expert(call)
+    a_RM, b_RN = (
+        t if rows_R is None else t[rows_R.clamp(min=0)]
+        for t, rows_R in ((call.a_RM, call.a_rows_R), (call.b_RN, call.b_rows_R))
+    )
+    ends_E = call.ends_E.contiguous()
+    w_EMN = F.grouped_mm(a_RM.contiguous().t(), b_RN.contiguous(), offs=ends_E)
+    # What it leaves for a group of no rows is not documented.
+    has_rows_E = ends_E.diff(prepend=ends_E.new_zeros(1)) > 0
+    return torch.where(has_rows_E[:, None, None], w_EMN, 0)
+
+
+def _wgrad_per_expert(call: ExpertWgradCall) -> Tensor:
+    """A product for each expert that has rows, each written where it belongs."""
+    a_RM, b_RN = call.a_RM, call.b_RN
+    ends = checked_ends(call.ends_E, call.rows)
+    w_EMN = a_RM.new_zeros(len(ends), a_RM.shape[1], b_RN.shape[1], dtype=call.dtype)
+    start = 0
+    for e, end in enumerate(ends):
+        if end > start:
+            a, b = (
+                t[start:end] if rows_R is None else t[rows_R[start:end]]
+                for t, rows_R in ((a_RM, call.a_rows_R), (b_RN, call.b_rows_R))
+            )
+            if call.dtype is a_RM.dtype:
+                torch.mm(a.t(), b, out=w_EMN[e])
+            else:
+                w_EMN[e] = a.t().to(call.dtype) @ b.to(call.dtype)
+        start = end
+    return w_EMN
 
 
 def _aligned(x_RD: Tensor, w_EDF: Tensor) -> bool:

@@ -25,14 +25,18 @@ from moe_ops.decode_ops import (
 )
 from moe_ops.ops import (
     activate,
+    activate_backward,
     combine,
     combine_tokens,
     dispatch,
     dispatch_tokens,
     expert_gemm,
     expert_loads,
+    expert_wgrad,
     experts,
+    experts_backward,
     experts_over_ranks,
+    experts_saving,
     moe,
     quantize,
     route,
@@ -84,6 +88,10 @@ def calls() -> dict[Op, tuple[Any, ...]]:
         combine_tokens: (layer.x_TD, layer.ids_TK, *tables, *handle, 1),
         experts_over_ranks: (*sent, *weights, *tables, 1),
         sum_ranks: (layer.x_TD,),
+        experts_saving: (*sent, *weights),
+        experts_backward: (layer.x_TD, y_RF, rows_R, ends_E, *sent, *weights),
+        activate_backward: (activate(y_RF), y_RF, layer.weights_TK, rows_R),
+        expert_wgrad: (y_RF, x_RD, ends_E),
     }
 
 

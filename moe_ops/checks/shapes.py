@@ -72,6 +72,11 @@ def check_tensor(
         )
 
 
+def wide(t: Tensor) -> Tensor:
+    """A float tensor in the dtype in which sums are taken: float64 as it is, others as float32."""
+    return t if t.dtype is torch.float64 else t.float()
+
+
 def check_size(name: str, t: Tensor, axis: int, want: int, why: str) -> None:
     """Raise unless axis `axis` of `t` has size `want`; of a size that is known when a graph runs,
     the graph raises RuntimeError."""

@@ -18,7 +18,18 @@ from moe_ops.quant.formats import Format
 from moe_ops.registry.backend import LAYOUT, Backend
 from moe_ops.registry.spec import Op
 from moe_ops.registry.using import using
-from moe_ops.testing import BF16, F16, F32, TOL, Case, Tol, assert_close, float32, poisoned
+from moe_ops.testing import (
+    BF16,
+    F16,
+    F32,
+    TOL,
+    Case,
+    Tol,
+    assert_close,
+    float32,
+    poisoned,
+    tolerance,
+)
 
 EXACT = Tol(0.0, "integers and codes are exact")
 DECODE_TOL = {
@@ -119,7 +130,8 @@ class Call:
     def _tolerance(self, dtype: torch.dtype) -> Tol:
         if dtype not in FLOATS:
             return EXACT
-        tol = TOL.get((self.op.name, dtype)) or DECODE_TOL[dtype]
+        known = (self.op.name, dtype) in TOL
+        tol = tolerance(self.op.name, dtype, self.dtype) if known else DECODE_TOL[dtype]
         format = self.named.get("x_format", "")
         if format and self.op.name != "expert_gemm":  # whose inputs are codes already
             codes = Format.of(format).parsed.storage.dtype

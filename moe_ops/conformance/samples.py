@@ -10,6 +10,13 @@ from torch import Tensor
 
 from moe_ops.conformance.code_samples import with_codes
 from moe_ops.conformance.decode_samples import DECODE_MAKERS
+from moe_ops.conformance.gradient_samples import (
+    activate_backward,
+    expert_wgrad,
+    experts_backward,
+    experts_saving,
+    used_rows,
+)
 from moe_ops.conformance.rank_samples import combine_tokens, dispatch_tokens, sum_ranks, tables
 from moe_ops.conformance.tensors import distinct_logits, half_map, padded, strided, with_holes
 from moe_ops.quant import packing
@@ -56,6 +63,9 @@ def specified(op_name: str, args: tuple[Any, ...], got: Any) -> list[Tensor]:
         x_GD, scale_GS, weights_GK, ids_GK, *handle = got
         served_G = (ids_GK >= 0).any(1)
         return [x_GD[served_G], scale_GS[served_G], weights_GK[ids_GK >= 0], ids_GK, *handle]
+    used = used_rows(op_name, args, got)
+    if used is not None:
+        return used
     return [got] if isinstance(got, Tensor) else list(got)
 
 
@@ -350,6 +360,10 @@ MAKERS: dict[str, Callable[[Case, torch.dtype], dict[str, dict[str, Any]]]] = {
     "combine": _combine,
     "experts": _experts,
     "moe": _moe,
+    "activate_backward": activate_backward,
+    "expert_wgrad": expert_wgrad,
+    "experts_saving": lambda case, dtype: experts_saving(_experts(case, dtype)),
+    "experts_backward": lambda case, dtype: experts_backward(_experts(case, dtype), dtype),
     "dispatch_tokens": dispatch_tokens,
     "combine_tokens": combine_tokens,
     "experts_over_ranks": _experts_over_ranks,

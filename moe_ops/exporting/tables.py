@@ -22,6 +22,8 @@ Table = dict[OpOverload, Callable[..., Any]]
 TARGETS = ("aten", "portable", "onnx", "ort")
 # They send rows to other processes, which the file of a model in one process does not hold.
 OVER_RANKS = ("dispatch_tokens", "combine_tokens", "experts_over_ranks", "sum_ranks")
+# Gradients consist of them. Those that run files of models do not train.
+OF_TRAINING = ("activate_backward", "expert_wgrad", "experts_saving", "experts_backward")
 
 
 def decompositions(target: str, *, assume_positive: bool = False) -> Table:
@@ -81,10 +83,20 @@ def _quantize(call: QuantizeCall) -> tuple[Tensor, Tensor]:
     return done
 
 
-def _refuses(name: str) -> Formula:
+def _refuses_ranks(name: str) -> Formula:
     def refuse(call: Any) -> Any:
         why = "sends rows to other ranks, which a file for one process cannot"
         raise cannot(name, "group", getattr(call, "group", ""), why, "aten")
+
+    return refuse
+
+
+def _refuses_training(name: str) -> Formula:
+    def refuse(call: Any) -> Any:
+        raise NotImplementedError(
+            f"moe_ops.{name} is a part of gradients, which this target does not train by; export "
+            "the model under torch.no_grad(), or decompose by decompositions('aten')"
+        )
 
     return refuse
 
@@ -95,5 +107,6 @@ PORTABLE: dict[str, Formula] = {
     "expert_gemm": products.expert_gemm,
     "combine": rows.combine,
     "experts": products.experts,
-    **{name: _refuses(name) for name in OVER_RANKS},
+    **{name: _refuses_ranks(name) for name in OVER_RANKS},
+    **{name: _refuses_training(name) for name in OF_TRAINING},
 }

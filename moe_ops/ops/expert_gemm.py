@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ from moe_ops.quant.arguments import (
 from moe_ops.quant.formats import Format
 from moe_ops.registry.spec import op
 from moe_ops.registry.watched import readable
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -160,6 +163,7 @@ def expert_gemm(call: ExpertGemmCall) -> Tensor:
         checked_ends(ends_E, x_RD.shape[0])
     w = call.w_EFD.transpose(1, 2) if call.transposed else call.w_EFD
     expert_R = row_experts(ends_E, x_RD.shape[0])
+    warn_of_size("expert_gemm", expert_R.shape[0] * w.shape[1] * w.shape[2])
     w_RFD = decode_weight(w, call.w_scale_EFG, call.w_zero_EFG, call.w_format)[expert_R]
     y_RF = (w_RFD * decode_input(x_RD, call.x_scale_RG, call.x_format)[:, None, :]).sum(-1)
     if call.global_scale_E is not None:
@@ -169,6 +173,24 @@ def expert_gemm(call: ExpertGemmCall) -> Tensor:
     if call.bias_EF is not None:
         y_RF = y_RF + call.bias_EF.float()[expert_R]
     return y_RF.to(DTYPES[call.out_dtype] if call.out_dtype else x_RD.dtype)
+
+
+MOST_BYTES = 2**30
+_warned: set[str] = set()
+
+
+def warn_of_size(name: str, elements: int | torch.SymInt) -> None:
+    """Log a WARNING, once, that a definition makes a tensor of more than a GiB in float32. Sizes of
+    a trace may be symbols; then it is what they stand for in it."""
+    if isinstance(elements, torch.SymInt):
+        elements = elements.node.hint or 0
+    if elements * 4 > MOST_BYTES and name not in _warned:
+        _warned.add(name)
+        log.warning(
+            "moe_ops.%s runs by its definition, which takes %.1f GiB for this call; a backend "
+            "would not: moe_ops.OPS[%r].refusals(...) says why none runs it",
+            name, elements * 4 / 2**30, name,
+        )  # fmt: skip
 
 
 def checked_ends(ends_E: Tensor, R: int) -> list[int]:

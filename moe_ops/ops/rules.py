@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from moe_ops.ops.activate import activate
+from moe_ops.ops.activate_backward import activate_backward
 from moe_ops.ops.combine import combine
 from moe_ops.ops.combine_tokens import combine_tokens
 from moe_ops.ops.dispatch import dispatch
 from moe_ops.ops.dispatch_tokens import dispatch_tokens
 from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
 from moe_ops.ops.expert_loads import expert_loads
+from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad
 from moe_ops.ops.experts import ExpertsCall, experts
+from moe_ops.ops.experts_backward import ExpertsBackwardCall, experts_backward
 from moe_ops.ops.experts_over_ranks import experts_over_ranks
+from moe_ops.ops.experts_saving import experts_saving
 from moe_ops.ops.moe import moe
 from moe_ops.ops.quantize import QuantizeCall, quantize
 from moe_ops.ops.route import route
@@ -43,6 +47,17 @@ def layer_flops(layer: ExpertsCall, pairs: int) -> int:
 
 def experts_flops(call: ExpertsCall) -> int:
     return layer_flops(call, call.ids_TK.numel())
+
+
+def wgrad_flops(call: ExpertWgradCall) -> int:
+    return product(call.rows, call.a_RM.shape[1], call.b_RN.shape[1])
+
+
+def backward_flops(call: ExpertsBackwardCall) -> int:
+    """The second product's gradient, and the first one's where that of tokens is wanted."""
+    (D, I), pairs = call.layer.widths, call.layer.ids_TK.numel()  # noqa: E741
+    first = product(pairs, D, call.y_RF.shape[1]) if call.for_tokens else 0
+    return product(pairs, D, I) + first
 
 
 def moe_flops(call: Any) -> int:
@@ -113,6 +128,15 @@ RULES: dict[Op, Rules] = {
     sum_ranks: Rules(
         flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=Batched(("part_TD",)), sharding=OF_RANKS
     ),
+}
+
+RULES |= {
+    activate_backward: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=EACH, sharding=SORTED),
+    expert_wgrad: Rules(flops=wgrad_flops, autocast=AS_GIVEN, vmap=EACH, sharding=SORTED),
+    experts_saving: Rules(
+        flops=lambda call: experts_flops(call.layer), autocast=LAYER, vmap=EACH, sharding=SORTED
+    ),
+    experts_backward: Rules(flops=backward_flops, autocast=AS_GIVEN, vmap=EACH, sharding=SORTED),
 }
 
 for _op, _rules in RULES.items():

@@ -18,14 +18,18 @@ from torch import Tensor
 from moe_ops.checks.shapes import DTYPES
 from moe_ops.kernels import gpus
 from moe_ops.ops.activate import ActivateCall
+from moe_ops.ops.activate_backward import ActivateBackwardCall
 from moe_ops.ops.combine import CombineCall
 from moe_ops.ops.combine_tokens import CombineTokensCall
 from moe_ops.ops.dispatch import DispatchCall
 from moe_ops.ops.dispatch_tokens import DispatchTokensCall
 from moe_ops.ops.expert_gemm import ExpertGemmCall
 from moe_ops.ops.expert_loads import ExpertLoadsCall
+from moe_ops.ops.expert_wgrad import ExpertWgradCall
 from moe_ops.ops.experts import ExpertsCall
+from moe_ops.ops.experts_backward import ExpertsBackwardCall
 from moe_ops.ops.experts_over_ranks import ExpertsOverRanksCall, traffic
+from moe_ops.ops.experts_saving import ExpertsSavingCall
 from moe_ops.ops.moe import MoeCall
 from moe_ops.ops.quantize import QuantizeCall
 from moe_ops.ops.route import RouteCall
@@ -283,6 +287,37 @@ def _experts_over_ranks(a: ExpertsOverRanksCall, rows: int) -> Cost:
     return replace(here, link_us=min(sent.microseconds(t, rows, link) for t in asked))
 
 
+def _expert_wgrad(a: ExpertWgradCall, R: int) -> Cost:
+    """The cost of `expert_wgrad`: it writes a weight for every expert, with rows or without."""
+    (M,), (N,), E = _sizes(a.a_RM), _sizes(a.b_RN), _experts_in(a.ends_E)
+    return Cost(
+        bytes=R * (_row(a.a_RM) + _row(a.b_RN)) + E * M * N * a.dtype.itemsize,
+        flops=2.0 * R * M * N,
+        dtype=_element("", a.a_RM, ""),
+    )
+
+
+def _activate_backward(a: ActivateBackwardCall, R: int) -> Cost:
+    dh, y = _row(a.dh_RI), _row(a.y_RF)
+    return Cost(bytes=R * (2 * y + dh + (dh if a.for_weights else 0) + 8))
+
+
+def _experts_saving(a: ExpertsSavingCall, T: int) -> Cost:
+    c, (K,) = a.layer, _sizes(a.layer.ids_TK)
+    whole = _experts(c, T)
+    F = _sizes(c.w13_EFD)[1 if c.transposed else 0]
+    return replace(whole, bytes=whole.bytes + T * K * F * c.x_TD.element_size())
+
+
+def _experts_backward(a: ExpertsBackwardCall, T: int) -> Cost:
+    """The cost of `experts_backward`: as the forward, and it reads and writes rows."""
+    c, (K,) = a.layer, _sizes(a.layer.ids_TK)
+    whole, (D, I) = _experts(c, T), c.widths  # noqa: E741
+    rows = T * K * (2 * _row(a.y_RF) + (I * c.x_TD.element_size() if a.for_weights else 0))
+    flops = whole.flops if a.for_tokens else 2.0 * T * K * D * I
+    return replace(whole, bytes=whole.bytes + rows, flops=flops)
+
+
 COSTS: dict[str, Callable[[Any, int], Cost]] = {
     "route": _route,
     "quantize": _quantize,
@@ -293,6 +328,10 @@ COSTS: dict[str, Callable[[Any, int], Cost]] = {
     "combine": _combine,
     "experts": _experts,
     "moe": _moe,
+    "expert_wgrad": _expert_wgrad,
+    "activate_backward": _activate_backward,
+    "experts_saving": _experts_saving,
+    "experts_backward": _experts_backward,
     "dispatch_tokens": _dispatch_tokens,
     "combine_tokens": _combine_tokens,
     "experts_over_ranks": _experts_over_ranks,

@@ -19,6 +19,7 @@ from torch.library import Library, register_fake
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.registry.backend import Backend
 from moe_ops.registry.definitions import define, take_over
+from moe_ops.registry.formulas import Formula, recorded
 from moe_ops.registry.gradients import forward_mode, grad_wanted, refuse_tangents
 from moe_ops.registry.ranges import parse_plan
 from moe_ops.registry.registration import NAMESPACE, PATH, REFERENCE, Registration, Runs
@@ -71,6 +72,7 @@ class Op(Registration):
         self._renamed, self._by_new_names = self.signature.renamed, self.signature.by_new_names
         self._plain = self.memo.find
         self.fake_impl: Callable[..., Any] | None = None
+        self.formula: Formula | None = None  # of its gradients
         self.rules: Rules | None = None
         self._is_cast = False  # by autocast
 
@@ -126,7 +128,7 @@ class Op(Registration):
                 # Passing on an empty dict takes longer than looking up `types`.
                 return found.run(self.call(*args, **kwargs) if kwargs else self.call(*args))
             # Which guards see, too.
-            seen = transforms() or tracing() or args[0].is_meta
+            seen = transforms() or tracing() or args[0].is_meta or self._by_formula(args, kwargs)
             if not (seen or (self._is_cast and autocasting())):
                 call = self.call(*args, **kwargs) if kwargs else self.call(*args)
                 self.check(call)
@@ -153,9 +155,19 @@ class Op(Registration):
         """The op on a record that was checked, as a part of another op's definition."""
         args = self.arguments.flat(call)
         plain = not compiling() and self._plain(tuple(map(type, args))) is not None
-        if plain and not watched() and not args[0].is_meta:
+        if plain and not watched() and not self._by_formula(args, {}) and not args[0].is_meta:
             return self.pick(call).run(call)
         return self(*args)
+
+    def _by_formula(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a formula has the gradients that are wanted of a call. A backend that is forced
+        is differentiated itself, or refuses."""
+        if self.formula is None or not grad_wanted(args, kwargs):
+            return False
+        forced = FORCED.get()
+        if forced is not None and (self.name in forced or "*" in forced):
+            return False
+        return self.formula.takes(self.call(*args, **kwargs))
 
     def reference(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call by its definition."""
@@ -175,12 +187,16 @@ class Op(Registration):
     def _run_recorded(self, *args: Any, **kwargs: Any) -> Any:
         """What autograd calls. An eager call picks a backend; those without gradients refuse one
         that wants them, also where modes only count what is run. In a trace or a transform the
-        definition, whose operators have gradients, stands for the op where one may be wanted."""
+        definition, whose operators have gradients, stands for the op where one may be wanted. An op
+        with a formula has its gradients by that, everywhere."""
         if forward_mode():
             refuse_tangents(f"{NAMESPACE}.{self.name}", args, kwargs)
         plain = self.signature.is_plain(args, kwargs)
         if not plain and self.rules is not None and sharding.given((*args, *kwargs.values())):
             return sharding.run(self, self.rules.sharding, args, kwargs)
+        if self._by_formula(args, kwargs):
+            assert self.formula is not None
+            return recorded(self.formula, self.arguments, self._checked(args, kwargs))
         seen = dispatch_modes() or transforms() or not plain
         if seen and grad_wanted(args, kwargs):
             if counting() and plain and not args[0].is_meta:
@@ -246,6 +262,12 @@ class Op(Registration):
         register_fake(f"{NAMESPACE}::{self.name}", checked, lib=_library)
         register_fake(f"{NAMESPACE}::{self.name}.planned", planned, lib=_library)
         return fn
+
+    def differentiated(self, formula: Formula) -> None:
+        """Give the op a formula of its gradients; a second one raises ValueError."""
+        if self.formula is not None:
+            raise ValueError(f"{NAMESPACE}.{self.name} has a formula already; change that one")
+        self.formula = formula
 
     def obeys(self, rules: Rules) -> None:
         """Tell torch of the op's rules; a second time raises ValueError."""

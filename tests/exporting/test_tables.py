@@ -15,7 +15,7 @@ from moe_ops import OPS
 from moe_ops.checks.shapes import FLOATS
 from moe_ops.conformance.samples import INPUT_FORMATS, Sample, samples, specified
 from moe_ops.exporting import products
-from moe_ops.exporting.tables import OVER_RANKS, PORTABLE, TARGETS
+from moe_ops.exporting.tables import OF_TRAINING, OVER_RANKS, PORTABLE, TARGETS
 from moe_ops.registry.spec import DECODE_OPS, NAMESPACE
 from moe_ops.testing import CASES, TOL, Case, Tol, assert_close, make_layer
 from tests.chosen import in_turn, one_in
@@ -23,7 +23,7 @@ from tests.chosen import in_turn, one_in
 aten = torch.ops.aten
 F32 = torch.float32
 CASE = {case.name: case for case in CASES}
-LOCAL = [name for name in OPS if name not in OVER_RANKS]
+LOCAL = [name for name in OPS if name not in (*OVER_RANKS, *OF_TRAINING)]
 # What torch.onnx, OpenVINO, ExecuTorch or TVM have not.
 LACKED = frozenset({
     aten.sort.stable, aten.searchsorted.Tensor, aten.view.dtype, aten.floor_divide.default,
@@ -123,7 +123,7 @@ def test_no_tokens_and_many_rows(target: str, name: str, label: str) -> None:
         hold(name, args, traced(name, args, target))
 
 
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("name", [*LOCAL, *OF_TRAINING])
 def test_aten_is_the_definition(name: str) -> None:
     for sample in samples(name, CASE["odd"], F32)[:1]:
         hold(name, sample.args, traced(name, sample.args, "aten"))
@@ -240,11 +240,14 @@ def test_what_portable_cannot_say(name: str, label: str, said: str) -> None:
     assert "decompositions('aten')" in str(caught.value)
 
 
-def test_ops_that_send_rows_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("names", "said"), [(OVER_RANKS, ": .*other ranks"), (OF_TRAINING, " is a part of gradients")]
+)
+def test_ops_that_send_rows_or_train_are_refused(names: tuple[str, ...], said: str) -> None:
     table = moe_ops.decompositions("portable")
-    for name in OVER_RANKS:
+    for name in names:
         call = next(iter(samples(name, CASE["odd"], F32)))
-        with pytest.raises(NotImplementedError, match=f"moe_ops.{name}: .*other ranks"):
+        with pytest.raises(NotImplementedError, match=f"moe_ops.{name}{said}"):
             table[OPS[name].overload](*call.args)
 
 

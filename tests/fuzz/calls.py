@@ -19,7 +19,7 @@ from moe_ops import OPS, Op, using
 from moe_ops.checks.shapes import FLOATS
 from moe_ops.conformance.samples import INPUT_FORMATS, PAIRS, samples, specified
 from moe_ops.conformance.tensors import padded, strided
-from moe_ops.testing import CASES, TOL, Tol, assert_close, reference_of
+from moe_ops.testing import CASES, Tol, assert_close, reference_of, tolerance
 from tests.fuzz.attempts import described
 
 SIZES = [case for case in CASES if case.name in ("plain", "odd", "no_tokens", "many_experts")]
@@ -186,5 +186,5 @@ def _compare(call: Call, args: tuple[Any, ...], got: Any) -> None:
         want = reference_of(run, *args) if exact else run(*args)
     pairs = zip(specified(name, args, got), specified(name, args, want), strict=True)
     for i, (g, w) in enumerate(pairs):
-        tol = TOL[name, g.dtype] if g.dtype in FLOATS else EXACT
+        tol = tolerance(name, g.dtype, args[0].dtype) if g.dtype in FLOATS else EXACT
         assert_close(g, w, tol, f"result {i} of {name}", str(call))

@@ -8,7 +8,7 @@ from moe_ops import OPS, expert_gemm, fake_impls, using
 from moe_ops.checks.shapes import FLOATS
 from moe_ops.conformance.samples import INPUT_FORMATS, samples, specified
 from moe_ops.ops.expert_gemm import ExpertGemmCall
-from moe_ops.testing import CASES, TOL, Case, Tol, assert_close, reference_of
+from moe_ops.testing import CASES, TOL, Case, Tol, assert_close, reference_of, tolerance
 
 BY_NAME = {case.name: case for case in CASES}
 QUICK = ("one_token", "odd", "no_tokens")
@@ -63,7 +63,7 @@ def compare(name: str, backend: str, case: Case, dtype: torch.dtype) -> dict[str
         pairs = zip(specified(name, args, got), specified(name, args, want), strict=True)
         repro = f"samples({name!r}, {case.name}, {dtype}): {label!r} on {backend!r}"
         for i, (g, w) in enumerate(pairs):
-            tol = TOL[name, g.dtype] if g.dtype in FLOATS else EXACT
+            tol = tolerance(name, g.dtype, dtype) if g.dtype in FLOATS else EXACT
             assert_close(g, w, tol, f"result {i} of {name}", repro)
     return refused
 

@@ -42,22 +42,23 @@ def forced() -> None:
 
 
 RUNS: dict[str, tuple[Callable[[], Any], str]] = {
-    "eager": (lambda: moe_ops.experts(*GIVEN), "cpu"),
-    "torch.ops": (lambda: torch.ops.moe_ops.experts(*GIVEN), "cpu"),
-    "forced": (forced, "reference"),
-    "with a gradient": (trained, "aten"),
-    "a plan": (planned, "aten"),
+    "eager": (lambda: moe_ops.experts(*GIVEN), "experts by cpu"),
+    "torch.ops": (lambda: torch.ops.moe_ops.experts(*GIVEN), "experts by cpu"),
+    "forced": (forced, "experts by reference"),
+    "with a gradient": (trained, "experts_saving by reference"),
+    "a plan": (planned, "experts by aten"),
 }
 
 
 @pytest.mark.parametrize("how", RUNS)
 def test_a_trace_names_the_backend(how: str) -> None:
-    function, backend = RUNS[how]
+    function, ran = RUNS[how]
     names = names_in_a_trace(function)
-    assert {n for n in names if n.startswith("moe_ops::experts by ")} == {
-        f"moe_ops::experts by {backend}"
-    }
+    op = ran.partition(" ")[0]
+    assert {n for n in names if n.startswith(f"moe_ops::{op} by ")} == {f"moe_ops::{ran}"}
     assert "moe_ops::experts" in names
+    if how == "with a gradient":
+        assert "moe_ops::expert_gemm by aten" in names
 
 
 def test_a_trace_names_what_runs_the_parts() -> None:

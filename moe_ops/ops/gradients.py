@@ -1,0 +1,152 @@
+"""How expert products, and the layer of them, are differentiated: formulas made of ops."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
+from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad, rows_of
+from moe_ops.ops.experts import ExpertsCall, experts
+from moe_ops.ops.experts_backward import ExpertsBackwardCall, experts_backward, float_weight
+from moe_ops.ops.experts_saving import ExpertsSavingCall, experts_saving
+from moe_ops.registry.formulas import Formula, Gradients, wants
+
+Grads = tuple[Tensor | None, ...]
+# Scales of codes that are trained, and what rounds inputs, are left to the definitions.
+OF_GEMM = ("x_RD", "w_EFD", "bias_EF")
+OF_LAYER = ("x_TD", "weights_TK", "w13_EFD", "w2_EDI", "b13_EF", "b2_ED")
+
+
+def bias_grad(
+    g_RF: Tensor, ends_E: Tensor, rows_R: Tensor | None, factor_R1: Tensor, bias_EF: Tensor
+) -> Tensor:
+    """The sum of each expert's rows of g times their factors, in the bias's dtype."""
+    dtype = str(bias_EF.dtype).removeprefix("torch.")
+    return expert_wgrad(g_RF, factor_R1, ends_E, rows_R, out_dtype=dtype)[..., 0]
+
+
+def weight_grad(
+    a_RM: Tensor,
+    b_RN: Tensor,
+    ends_E: Tensor,
+    a_rows_R: Tensor | None = None,
+    b_rows_R: Tensor | None = None,
+    *,
+    transposed: bool,
+) -> Tensor:
+    """The gradient of a weight by which b was multiplied: [E, M, N], or [E, N, M] if transposed."""
+    if transposed:
+        return expert_wgrad(b_RN, a_RM, ends_E, b_rows_R, a_rows_R)
+    return expert_wgrad(a_RM, b_RN, ends_E, a_rows_R, b_rows_R)
+
+
+def _takes_gemm(call: ExpertGemmCall) -> bool:
+    return not call.x_format and wants(call, OF_GEMM)
+
+
+def _gemm(call: ExpertGemmCall) -> tuple[Tensor]:
+    return (expert_gemm.part(call),)
+
+
+def _gemm_backward(
+    call: ExpertGemmCall, saved: tuple[Tensor, ...], grads: Grads, wanted: frozenset[str]
+) -> Gradients:
+    x_RD, ends_E, (grad_RF,), made = call.x_RD, call.ends_E, grads, Gradients()
+    if grad_RF is None:
+        return made
+    g_RF = grad_RF.to(x_RD.dtype)
+    if "x_RD" in wanted:
+        w_EFD = float_weight(
+            x_RD, call.w_EFD, call.w_scale_EFG, call.w_zero_EFG, call.global_scale_E, call.w_format
+        )
+        dx_RD = expert_gemm(g_RF, w_EFD, ends_E, transposed=not call.transposed)
+        used_R = torch.arange(dx_RD.shape[0], device=ends_E.device) < ends_E[-1]
+        made["x_RD"] = rows_of(dx_RD, None, used_R)
+    if "w_EFD" in wanted:
+        made["w_EFD"] = weight_grad(g_RF, x_RD, ends_E, transposed=call.transposed)
+    if "bias_EF" in wanted and call.bias_EF is not None:
+        ones_R1 = g_RF.new_ones(g_RF.shape[0], 1)
+        made["bias_EF"] = bias_grad(g_RF, ends_E, None, ones_R1, call.bias_EF)
+    return made
+
+
+def _wgrad(call: ExpertWgradCall) -> tuple[Tensor]:
+    return (expert_wgrad.part(call),)
+
+
+def _wgrad_backward(
+    call: ExpertWgradCall, saved: tuple[Tensor, ...], grads: Grads, wanted: frozenset[str]
+) -> Gradients:
+    ends_E, (grad_EMN,), made = call.ends_E, grads, Gradients()
+    if grad_EMN is None:
+        return made
+    g_EMN = grad_EMN.to(call.a_RM.dtype)
+    used_R = torch.arange(call.rows, device=ends_E.device) < ends_E[-1]
+    if "a_RM" in wanted:
+        b_RN = rows_of(call.b_RN, call.b_rows_R, used_R)
+        da_RM = expert_gemm(b_RN, g_EMN, ends_E)
+        made["a_RM"] = _scattered(da_RM, call.a_RM, call.a_rows_R, used_R)
+    if "b_RN" in wanted:
+        a_RM = rows_of(call.a_RM, call.a_rows_R, used_R)
+        db_RN = expert_gemm(a_RM, g_EMN, ends_E, transposed=True)
+        made["b_RN"] = _scattered(db_RN, call.b_RN, call.b_rows_R, used_R)
+    return made
+
+
+def _scattered(d_RN: Tensor, of: Tensor, rows_R: Tensor | None, used_R: Tensor) -> Tensor:
+    """The gradient of the rows that were read, from that of each reading."""
+    d_RN = rows_of(d_RN, None, used_R)
+    if rows_R is None:
+        return d_RN
+    return torch.zeros_like(of).index_add(0, torch.where(used_R, rows_R, 0), d_RN)
+
+
+def _takes_layer(call: ExpertsCall) -> bool:
+    return not call.x_format and not call.out_dtype and wants(call, OF_LAYER)
+
+
+def _layer(call: ExpertsCall) -> tuple[Tensor, ...]:
+    out: tuple[Tensor, ...] = experts_saving.part(ExpertsSavingCall(call))
+    return out
+
+
+def _layer_backward(
+    call: ExpertsCall, saved: tuple[Tensor, ...], grads: Grads, wanted: frozenset[str]
+) -> Gradients:
+    (y_RF, rows_R, ends_E), (grad_TD, grad_y_RF, *_) = saved, grads
+    if grad_TD is None and grad_y_RF is None:
+        return {}
+    x_TD, K, transposed = call.x_TD, call.ids_TK.shape[1], call.transposed
+    if grad_TD is None:
+        grad_TD = torch.zeros_like(x_TD)
+    dx_TD, dweights_TK, dy_RF, wh_RI = experts_backward.part(
+        ExpertsBackwardCall(
+            grad_TD, y_RF, rows_R, ends_E, call, grad_y_RF,
+            for_tokens="x_TD" in wanted, for_weights="w2_EDI" in wanted,
+        )
+    )  # fmt: skip
+    made: Gradients = {"weights_TK": dweights_TK}
+    if "x_TD" in wanted:
+        made["x_TD"] = dx_TD
+    token_R = rows_R // K
+    if "w13_EFD" in wanted:
+        made["w13_EFD"] = weight_grad(dy_RF, x_TD, ends_E, b_rows_R=token_R, transposed=transposed)
+    if "w2_EDI" in wanted:
+        made["w2_EDI"] = weight_grad(
+            grad_TD, wh_RI, ends_E, a_rows_R=token_R, transposed=transposed
+        )
+    if "b13_EF" in wanted and call.b13_EF is not None:
+        ones_R1 = dy_RF.new_ones(dy_RF.shape[0], 1)
+        made["b13_EF"] = bias_grad(dy_RF, ends_E, None, ones_R1, call.b13_EF)
+    if "b2_ED" in wanted and call.b2_ED is not None:
+        weight_R = call.weights_TK.reshape(-1)[rows_R.clamp(min=0)].to(x_TD.dtype)
+        made["b2_ED"] = bias_grad(grad_TD, ends_E, token_R, weight_R[:, None], call.b2_ED)
+    return made
+
+
+expert_gemm.differentiated(Formula(takes=_takes_gemm, forward=_gemm, backward=_gemm_backward))
+expert_wgrad.differentiated(
+    Formula(takes=lambda call: True, forward=_wgrad, backward=_wgrad_backward)
+)
+experts.differentiated(Formula(takes=_takes_layer, forward=_layer, backward=_layer_backward))
