@@ -213,10 +213,13 @@ def by_layers_of(twin: Any, region: Any) -> Any:
 
 
 def give_ours(twin: nn.Module, model: nn.Module) -> None:
-    """Have the linear layers of a transformers model's twin call our functions where they can."""
+    """Have the linear layers of a transformers model's twin call our functions where they can, and
+    its experts our ops where they are trained."""
     from moe_ops.generation.linear_layers import give_ours as give
+    from moe_ops.hf.trained import train_on_ops
 
     give(twin, model)
+    train_on_ops(twin, model)
 
 
 def quicken(

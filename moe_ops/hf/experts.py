@@ -29,8 +29,9 @@ from moe_ops.registry.gradients import needs_grad, without_gradient
 
 NAME = "moe_ops"
 NO_GRADIENT = (
-    "{} holds quantised weights, through which no gradients are defined; for inference call the "
-    "model under torch.inference_mode(), and train it before it is quantised"
+    "{} quantises the inputs of its experts, through which no gradients are defined, as rounding "
+    "is flat; for inference call the model under torch.inference_mode(), or train with a format "
+    "of weights alone"
 )
 
 # What a module of plain weights holds; of fake ones while torch.export or FakeTensorMode runs it.
@@ -159,8 +160,9 @@ def run(
 ) -> Tensor:
     """A forward by the `experts` op as described, or by transformers' own code.
 
-    Where gradients are wanted transformers' code runs plain weights. Quantised ones run as without,
-    and a backward through them raises RuntimeError.
+    Gradients reach the tokens and the routing weights through weights of every format, and plain
+    weights have their own. Where the inputs of the products are quantised there is none: a backward
+    through such an output raises RuntimeError.
     """
     name = type(module).__name__
     if isinstance(found, str):
@@ -168,16 +170,11 @@ def run(
         return fallback(module, x, ids_TK, weights_TK)
     act = found.activation if isinstance(found, StoredFormat) else found
     w13, w2 = _weights(module, found, act.gated)
-    if needs_grad(x, weights_TK, w13, w2):
-        if isinstance(found, StoredFormat):
-            with torch.no_grad():
-                out_TD = run(module, found, x, ids_TK, weights_TK, fallback)
-            return without_gradient(out_TD, NO_GRADIENT.format(name), x, weights_TK, w13, w2)
-        warn_once(
-            f"{name} runs on transformers' differentiable grouped_mm: something requires grad; for "
-            "inference call the model under torch.inference_mode()"
-        )
-        return fallback(module, x, ids_TK, weights_TK)
+    rounds = isinstance(found, StoredFormat) and bool(found.x_format)
+    if rounds and needs_grad(x, weights_TK, w13, w2):
+        with torch.no_grad():
+            out_TD = run(module, found, x, ids_TK, weights_TK, fallback)
+        return without_gradient(out_TD, NO_GRADIENT.format(name), x, weights_TK, w13, w2)
     b13 = b2 = None
     if module.has_bias:
         b13 = module.gate_up_proj_bias if act.gated else module.up_proj_bias

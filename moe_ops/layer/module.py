@@ -52,8 +52,6 @@ from moe_ops.parallel.replicas import ExpertReplicas, choose_replicas
 from moe_ops.prepared import HoldsExperts, Stored
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.module import HoldsCodes
-from moe_ops.registry.gradients import needs_grad
-from moe_ops.registry.watched import compiled
 
 if TYPE_CHECKING:
     from typing import Unpack  # Python 3.11
@@ -255,19 +253,9 @@ class MoELayer(HoldsExperts, HoldsCodes):
         num_experts], left out with an internal gate. The result has x's dtype and leading axes.
         rows: the most tokens that a rank has in this call, agreed among ranks that exchange them;
         without it max_num_tokens, which is what `gather` then sends.
-        Where something requires grad, compiled code runs it eagerly. Raises ValueError or TypeError
-        as the ops do, and NotImplementedError where ranks would have to exchange tokens.
+        Raises ValueError or TypeError as the ops do, and NotImplementedError where ranks would have
+        to exchange tokens.
         """
-        if compiled():
-            before = [m for m in (self.gate, self.routed_input_transform) if m is not None]
-            trained = [p for m in before for p in m.parameters()]
-            if needs_grad(x, logits, *trained, *self.parameters(recurse=False)):
-                return _forward_eager(self, x, logits, rows)
-        return self._forward(x, logits, rows)
-
-    def _forward(
-        self, x: Tensor, logits: Tensor | None, rows: int | None
-    ) -> Tensor | tuple[Tensor, ...]:
         if self._missing_exchange is not None:
             raise NotImplementedError(self._missing_exchange)
         check_input(x, logits, self.gate)
@@ -380,13 +368,3 @@ class MoELayer(HoldsExperts, HoldsCodes):
                 self.placement.describe(),
             )
         )
-
-
-@torch.compiler.disable(
-    reason="something requires grad, and in a compiled graph gradients are those of the ops' slow "
-    "definitions; for inference call the layer under torch.no_grad() or torch.inference_mode()"
-)
-def _forward_eager(
-    layer: MoELayer, x: Tensor, logits: Tensor | None, rows: int | None
-) -> Tensor | tuple[Tensor, ...]:
-    return layer._forward(x, logits, rows)

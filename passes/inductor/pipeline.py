@@ -16,8 +16,9 @@ from torch._inductor import custom_graph_pass
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.interop.interrupts import let_through
 from moe_ops.passes.inductor import cache_key, kernels, partitions, sizes, slices
+from moe_ops.passes.pick_backend import generic_op
 from moe_ops.passes.report import telling
-from moe_ops.passes.report.found import LIFTS, Found, Look, keep
+from moe_ops.passes.report.found import LIFTS, NONE, Found, Look, Unlifted, keep
 from moe_ops.passes.report.summary import summarize
 from moe_ops.passes.rewriting.context import Context, Note, Options
 from moe_ops.planning import tuned
@@ -34,7 +35,16 @@ else:
 
 HOOK = "post_grad_custom_post_pass"  # of Inductor's config
 KNOWS_INFERENCE = hasattr(custom_graph_pass, "CustomInferenceAwareGraphPass")  # torch 2.12
-TRAINING = "it is a training graph, which is not rewritten; call the model under no_grad"
+TRAINING = (
+    "it is a training graph, in which no code is lifted into ops; give a model of transformers to "
+    "moe_ops.compile or moe_ops.optimize, or call it under no_grad"
+)
+OWN_ROUTERS = (
+    "a router that trains is code that autograd differentiates: the model's, or the definition of "
+    "`route`"
+)
+# What a training graph gets: backends for the ops that it holds.
+IN_TRAINING = ("pick_backend", "lower")
 
 Hook = Callable[..., Any]
 Hooks = Hook | list[Hook] | tuple[Hook, ...] | None
@@ -69,9 +79,9 @@ class Pipeline(InferenceAware):
     """`PIPELINE`, for `torch._inductor.config.post_grad_custom_post_pass`.
 
     Called once per graph, regions of `nested_compile_region` included, it rewrites the graph in
-    place and appends to `runs`. Only inference graphs are rewritten: our ops have no autograd, and
-    what a backward graph needs saved would keep most regions from matching. `chained` is what the
-    hook held before; it runs first, on every graph.
+    place and appends to `runs`. In graphs of training, forward and backward, ops get backends, and
+    nothing is lifted: what a backward graph needs saved would keep most regions from matching.
+    `chained` is what the hook held before; it runs first, on every graph.
 
     Two pipelines are equal if options, chained hooks and passes are; `runs` says nothing of that
     and is not copied or pickled. Raises ValueError for a `stop_after` that names no pass and for a
@@ -120,7 +130,7 @@ class Pipeline(InferenceAware):
         self._listen()
         sizes.tell(graph)
         slices.settle(graph)
-        run = self._run(graph) if is_inference else self._leave(graph)
+        run = self._run(graph) if is_inference else self._train(graph)
         partitions.leave_outside(graph)
         is_told = run.found is not None and run.found.layers  # with the other layers of the model
         if run.skipped and not is_told and not any(before.skipped for before in self.runs):
@@ -191,10 +201,13 @@ class Pipeline(InferenceAware):
         """Whether the pipeline looks for MoE layers."""
         return {*LIFTS} <= {name_of(p) for p in self.passes}
 
-    def _leave(self, graph: fx.Graph) -> GraphRun:
-        """A training graph stays as it is. Of its backward there is nothing to tell."""
-        is_told = self._looks and "backward" not in _kind()
-        found = Look.at(graph).untouched(TRAINING) if is_told else None
+    def _train(self, graph: fx.Graph) -> GraphRun:
+        """Of a training graph ops alone get backends. Of its backward there is nothing to tell."""
+        look = Look.at(graph) if self._looks and "backward" not in _kind() else None
+        if any(generic_op(node) is not None for node in graph.nodes):
+            passes = tuple(p for p in self.passes if name_of(p) in IN_TRAINING)
+            return self._pass(graph, passes, look, Unlifted(TRAINING, OWN_ROUTERS))
+        found = None if look is None else look.untouched(TRAINING)
         return GraphRun(skipped=TRAINING, found=found)
 
     def _require_all(self, found: Found) -> None:
@@ -203,12 +216,21 @@ class Pipeline(InferenceAware):
             telling.refuse(summarize(found.model or "a graph", None, [found]))
 
     def _run(self, graph: fx.Graph) -> GraphRun:
-        look = Look.at(graph) if self._looks else None
+        return self._pass(graph, self.passes, Look.at(graph) if self._looks else None)
+
+    def _pass(
+        self,
+        graph: fx.Graph,
+        passes: tuple[Pass, ...],
+        look: Look | None,
+        unlifted: Unlifted = NONE,
+    ) -> GraphRun:
+        """Run these passes; `unlifted` says why code is left as it is, where none of them lifts."""
         context = Context(options=self.options, for_all_sizes=sizes.as_they_are)
         dead = {node for node in graph.nodes if not node.users}
         before = len(graph.nodes)
         done = []
-        for number, run in enumerate(self.passes, 1):
+        for number, run in enumerate(passes, 1):
             done.append(self._run_one(f"{number:02}", run, graph, dead, context))
             if done[-1].name == self.options.stop_after:
                 break
@@ -219,7 +241,7 @@ class Pipeline(InferenceAware):
             choices=tuple(context.choices),
             nodes_before=before,
             nodes_after=len(graph.nodes),
-            found=None if look is None else look.after(context),
+            found=None if look is None else look.after(context, unlifted),
         )
 
     def _run_one(

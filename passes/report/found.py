@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -29,7 +29,8 @@ from moe_ops.registry.spec import REFERENCE
 COUNT = "moe_ops "  # what the name of a count of ours begins with
 LIFTS = ("lift_grouped_mm", "lift_batched_mm")
 ROUTER = "lift_router"
-WHOLE = ("moe", "experts_over_ranks", "experts")  # ops of tokens that run all of a layer's experts
+# Ops of tokens that run all of a layer's experts.
+WHOLE = ("moe", "experts_over_ranks", "experts", "experts_saving")
 MAIN = (*WHOLE, "expert_gemm")  # the ops that do most of the work
 NO_FORM = "its products are in no form that a pass knows"
 
@@ -91,6 +92,16 @@ def is_experts(name: str, kind: Any) -> bool:
     return named or hasattr(kind, "_apply_gate") or issubclass(kind, HoldsExperts)
 
 
+class Unlifted(NamedTuple):
+    """Why stock experts and routers are left, where no pass looks for them."""
+
+    experts: str = ""
+    routers: str = ""
+
+
+NONE = Unlifted()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
     """A graph before the passes: the experts that each layer of it belongs to, those with products
@@ -100,13 +111,14 @@ class Look:
     experts: dict[str, str]
     products: tuple[str, ...]
     ours: tuple[str, ...]
+    routes: bool = False  # whether routers are our op already
 
     @staticmethod
     def at(graph: fx.Graph) -> Look:
         experts: dict[str, str] = {}
         products: dict[str, None] = {}
         ours: list[str] = []
-        root, shares = _traced_module(), False
+        root, shares, routes = _traced_module(), False, False
         model = "" if root is None else type(root).__name__
         is_whole = root is not None and is_experts("", type(root))  # no node names the root
         for node in graph.nodes:
@@ -117,15 +129,19 @@ class Look:
             inside = "" if is_whole else _experts_of(node)
             experts.setdefault(layer, layer if inside is None else inside)
             if getattr(node.target, "namespace", "") == "moe_ops":
-                if str(node.target).split(".")[1] in (*WHOLE, "combine"):
+                name = str(node.target).split(".")[1]
+                routes = routes or name == "route"
+                if name in (*WHOLE, "combine"):
                     ours.append(experts[layer])
             elif inside is not None and _is_product(node):
                 products[inside] = None
         found = Found(model=model, sightings=tuple(sightings(graph)), shares=shares)
-        return Look(found=found, experts=experts, products=tuple(products), ours=tuple(ours))
+        return Look(
+            found=found, experts=experts, products=tuple(products), ours=tuple(ours), routes=routes
+        )
 
-    def after(self, context: Context) -> Found:
-        """What the passes made of it."""
+    def after(self, context: Context, unlifted: Unlifted = NONE) -> Found:
+        """What the passes made of it; `unlifted` says why code is left that none looked at."""
         lifted = [self._of(note) for note in context.rewrites if note.rule in LIFTS]
         refused = {
             self._of(note): note.text
@@ -138,12 +154,17 @@ class Look:
         for choice in context.choices:
             by_layer[self.experts.get(choice.layer, choice.layer)].append(choice)
         layers = [
-            Layer(module=module, runs_on=runs_on(by_layer[module]), router=routers.get(module, ""))
+            Layer(
+                module=module,
+                runs_on=runs_on(by_layer[module]),
+                router=routers.get(module, "" if self.routes else unlifted.routers),
+            )
             for module in _each(lifted + list(self.ours))
             if module not in refused
         ]
         known = {layer.module for layer in layers}
-        left = {m: self._seen(m) for m in self.products if m not in known} | refused
+        left = {m: unlifted.experts or self._seen(m) for m in self.products if m not in known}
+        left |= refused
         layers += [Layer(module=module, reason=reason) for module, reason in left.items()]
         if not layers:
             sure = [s for s in self.found.sightings if s.is_sure]

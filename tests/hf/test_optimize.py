@@ -130,24 +130,18 @@ def test_optimize_refuses_what_is_not_a_transformers_model() -> None:
         moe_ops.optimize(nn.Linear(2, 2))
 
 
-def test_training_takes_the_path_of_transformers(
-    tiny: families.TinyModel, warnings: pytest.LogCaptureFixture
-) -> None:
+def test_training_gives_stocks_gradients(tiny: families.TinyModel) -> None:
     def gradients(model: nn.Module) -> list[torch.Tensor]:
         model.zero_grad()
-        model(**ids(), use_cache=False).logits.square().sum().backward()
+        model(**ids(), use_cache=False).logits.square().mean().backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     want = gradients(tiny.model)
     moe_ops.optimize(tiny.model)
     got = gradients(tiny.model)
-    gradients(tiny.model)
     assert len(got) == len(want) > 0
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert [m for m in warnings.messages if "requires grad" in m] == [
-        "Qwen3MoeExperts runs on transformers' differentiable grouped_mm: something requires "
-        "grad; for inference call the model under torch.inference_mode()"
-    ]
+    for g, w in zip(got, want, strict=True):
+        assert_close(g, w, Tol(1e-5, "float32 sums in another order"))
 
 
 def test_frozen_experts_still_pass_gradients_to_their_input(tiny: families.TinyModel) -> None:

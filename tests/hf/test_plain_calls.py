@@ -1,5 +1,6 @@
 """Quantised models that are called plainly, with gradients enabled and parameters that want them:
-forwards are those of inference, and a backward through what has no gradient says so."""
+forwards are those of inference, gradients pass through weights of every format, and a backward
+through inputs that were rounded says that there are none."""
 
 from __future__ import annotations
 
@@ -16,12 +17,20 @@ from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import Tol, assert_close
 from tests.hf.published import LAYOUTS, write
 from tests.hf.test_published import load
-from tests.hf.test_quantize import experts_of, fp8_module, gpt_oss, logits, qwen, stored_mxfp4
+from tests.hf.test_quantize import (
+    decoded,
+    experts_of,
+    fp8_module,
+    gpt_oss,
+    logits,
+    qwen,
+    stored_mxfp4,
+)
 
 BLOCKS = QuantConfig(weights="float8_e4m3fn:32x32", inputs="float8_e4m3fn:1x32")
 IDS = torch.arange(3, 15)[None]
 TOL = Tol(1e-5, "the router's own code beside `route`")
-RAISED = "holds quantised weights, through which no gradients are defined; for inference call"
+RAISED = "quantises the inputs of its experts, through which no gradients are defined"
 
 
 def quantized(scheme: str | QuantConfig) -> nn.Module:
@@ -46,6 +55,20 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
+WEIGHTS_ALONE = {"weights": qwen, "adopted": gpt_oss}  # and the model that was quantised
+
+
+@torch.no_grad()
+def of_floats(name: str, model: nn.Module) -> nn.Module:
+    """Transformers' own model, with the weights that the codes of `model` stand for."""
+    floats = WEIGHTS_ALONE[name]()
+    for quantised, own in zip(experts_of(model), experts_of(floats), strict=True):
+        for projection in ("gate_up_proj", "down_proj"):
+            w = decoded(quantised, projection)
+            getattr(own, projection).copy_(w.transpose(1, 2) if own.is_transposed else w)
+    return floats
+
+
 def plain(model: nn.Module) -> Tensor:
     found: Tensor = model(input_ids=IDS, use_cache=False).logits
     return found
@@ -60,8 +83,23 @@ def test_a_plain_call_is_that_of_inference(name: str) -> None:
     got = plain(model)
     assert got.requires_grad
     assert_close(got.detach(), want, TOL)
+    if name in WEIGHTS_ALONE:
+        got.sum().backward()
+        return
     with pytest.raises(RuntimeError, match=RAISED):
         got.sum().backward()
+
+
+@pytest.mark.parametrize("name", WEIGHTS_ALONE)
+def test_gradients_pass_through_quantized_weights(name: str) -> None:
+    """Those of the same model with weights that its codes stand for, by transformers' own code."""
+    model = MODELS[name]()
+    found = []
+    for each in (model, of_floats(name, model)):
+        each.model.embed_tokens.weight.requires_grad_(True)
+        (grad,) = torch.autograd.grad(plain(each).square().mean(), each.model.embed_tokens.weight)
+        found.append(grad)
+    assert_close(*found, Tol(1e-4, "as a model, forward and backward"))
 
 
 def test_a_checkpoint_is_called_plainly(tmp_path: Path) -> None:
@@ -135,5 +173,5 @@ def test_quantized_experts_refuse_to_train() -> None:
     moe_ops.quantize_model(model, "int8_w8a8", progress=False)
     model.model.embed_tokens.weight.requires_grad_(True)
     out = model(input_ids=IDS).logits
-    with pytest.raises(RuntimeError, match="Qwen3MoeExperts holds quantised weights, through"):
+    with pytest.raises(RuntimeError, match=f"Qwen3MoeExperts {RAISED}"):
         out.sum().backward()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import moe_ops
 from moe_ops.passes.explain.trace import Backend
 from moe_ops.passes.inductor.compiled import pipeline_of
-from moe_ops.passes.inductor.pipeline import HOOK, TRAINING
+from moe_ops.passes.inductor.pipeline import HOOK, OWN_ROUTERS, TRAINING
 from tests.chosen import one_in
 from tests.hf import families
 from tests.moe_block import Block
@@ -222,23 +222,32 @@ def test_training_is_a_reason_too(told: Told) -> None:
     fast = moe_ops.compile(Blocks())
     for _ in range(2):
         fast(torch.randn(3, 16)).sum().backward()
-    _, info, (level, text) = told()
-    assert info == ("INFO", "Blocks: 0 of 2 MoE layers and 0 of 2 routers run on moe_ops")
-    assert level == "WARNING" and TRAINING in text
+    info, (level, text) = told()
+    assert info[1].startswith("Blocks: 2 of 2 MoE layers and 0 of 2 routers run on moe_ops; their")
+    assert level == "WARNING" and "leaves 2 of 2 routers" in text and OWN_ROUTERS in text
     with torch.no_grad():
         fast(torch.randn(3, 16))
     assert told() == [] and len(pipeline_of(fast).runs) > 1
 
 
-def test_a_layer_that_gradients_leave_to_eager_mode_is_told_with_its_reason(told: Told) -> None:
+def test_stock_code_is_left_in_a_training_graph_with_the_reason(told: Told) -> None:
+    """Of plain torch.compile: a twin has our ops from the start."""
+    tiny = families.build("qwen3_moe")
+    plain(tiny.model)(**families.inputs_for(tiny, 1, 5, 0), use_cache=False)
+    *_, info, (level, text) = told()
+    assert info[1].endswith("0 of 2 MoE layers and 0 of 2 routers run on moe_ops")
+    assert level == "WARNING" and TRAINING in text
+
+
+def test_a_layer_that_trains_is_in_the_graph(told: Told) -> None:
     layer = nn.Sequential(moe_ops.MoELayer(4, 2, 16, 16, internal_gate=True))
     for t in layer.parameters():
         t.data.normal_(0, 0.1)
-    fast = moe_ops.compile(layer)
-    fast(torch.randn(3, 16))
+    fast = moe_ops.compile(layer, fullgraph=True)
+    fast(torch.randn(3, 16)).sum().backward()
     info, (level, text) = told()
-    assert info[1].startswith("Sequential: 0 of 1 MoE layers")
-    assert level == "WARNING" and "something requires grad" in text
+    assert info[1].startswith("Sequential: 1 of 1 MoE layers and 0 of 1 routers")
+    assert level == "WARNING" and OWN_ROUTERS in text
     with torch.inference_mode():
         moe_ops.compile(layer)(torch.randn(3, 16))
     ((_, text),) = told()
