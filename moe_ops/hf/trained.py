@@ -29,7 +29,7 @@ class TrainedExperts(nn.Module):
         return run(self, found, *given, lambda _, *same: own(*same))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return new_object, (former_class(self),), super().__reduce_ex__(protocol)[2]  # type: ignore[index]
+        return new_object, (former_class(self),), super().__reduce_ex__(protocol)[2]
 
 
 def train_on_ops(twin: nn.Module, model: nn.Module) -> None:
@@ -37,7 +37,7 @@ def train_on_ops(twin: nn.Module, model: nn.Module) -> None:
     hold codes do so anyway."""
     own = {id(module) for module in model.modules()}  # some cannot be twinned, and are shared
     for module in twin.modules():
-        kind = type(module)
+        kind: Any = type(module)
         known = id(module) in own or issubclass(kind, TrainedExperts)
         if not known and is_experts(module) and stored_format(module) is None:
             module.__class__ = subclass(TrainedExperts, kind)
