@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_ops import fake_impls
 from moe_ops.checks.shapes import FLOATS, check_devices, check_size, check_tensor
 from moe_ops.registry.spec import op
+from moe_ops.registry.watched import readable
 
 
 @dataclass(slots=True)
@@ -67,7 +68,10 @@ def combine(call: CombineCall) -> Tensor:
     y_TKD = y_RD[row_of_pair.clamp(min=0)].view(T, K, y_RD.shape[1])
     products = y_TKD * weights_TK[..., None]
     unused = (row_of_pair < 0).view(T, K, 1)
-    return products.masked_fill(unused, 0.0).sum(1, dtype=torch.float32).to(y_RD.dtype)
+    # Where the host may look, the copy that a mask takes is made for pairs without a row alone.
+    if not readable(rows_R) or bool(unused.any()):
+        products = products.masked_fill(unused, 0.0)
+    return products.sum(1, dtype=torch.float32).to(y_RD.dtype)
 
 
 combine.fake(fake_impls.combine)
