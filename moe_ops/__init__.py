@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from moe_ops.prepared import prepare
     from moe_ops.published import from_checkpoint
     from moe_ops.quant.config import QuantConfig
+    from moe_ops.quant.straight_through import fake_quantize
 
 # Names that need transformers, or Inductor, or that few need, are imported when first asked for.
 _OF_TRANSFORMERS = {
@@ -72,6 +73,7 @@ _LAZY = {
     "decompositions": "moe_ops.exporting.tables",
     "explain": "moe_ops.passes.explain",
     "flashinfer_options": "moe_ops.backends.flashinfer.options",
+    "fake_quantize": "moe_ops.quant.straight_through",
     "tune": "moe_ops.planning.tune",
     "prepare": "moe_ops.prepared",
     **dict.fromkeys(("MoELayer", "Routing"), "moe_ops.layer"),
@@ -106,6 +108,7 @@ __all__ = [
     "experts_over_ranks",
     "experts_saving",
     "explain",
+    "fake_quantize",
     "flashinfer_options",
     "from_checkpoint",
     "generation_report",
