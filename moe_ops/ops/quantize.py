@@ -38,8 +38,8 @@ def _refuse_gradient(x_RD: Tensor, scale: Tensor | None) -> None:
     if needs_grad(x_RD, scale):
         raise ValueError(
             "quantize has no gradient, as rounding is flat, and got a tensor that requires one; "
-            "detach it, call it under torch.no_grad(), or round by moe_ops.fake_quantize, through which "
-            "gradients pass"
+            "detach it, call it under torch.no_grad(), or round by moe_ops.fake_quantize, through "
+            "which gradients pass"
         )
 
 

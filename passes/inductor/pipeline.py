@@ -202,7 +202,7 @@ class Pipeline(InferenceAware):
         return {*LIFTS} <= {name_of(p) for p in self.passes}
 
     def _train(self, graph: fx.Graph) -> GraphRun:
-        """Give backends to the ops of a training graph. Of its backward there is nothing to tell."""
+        """Give backends to the ops of a training graph. There is nothing to tell of a backward."""
         look = Look.at(graph) if self._looks and "backward" not in _kind() else None
         if any(generic_op(node) is not None for node in graph.nodes):
             passes = tuple(p for p in self.passes if name_of(p) in IN_TRAINING)

@@ -111,14 +111,13 @@ class Look:
     experts: dict[str, str]
     products: tuple[str, ...]
     ours: tuple[str, ...]
-    routes: bool = False  # whether routers are our op already
 
     @staticmethod
     def at(graph: fx.Graph) -> Look:
         experts: dict[str, str] = {}
         products: dict[str, None] = {}
         ours: list[str] = []
-        root, shares, routes = _traced_module(), False, False
+        root, shares = _traced_module(), False
         model = "" if root is None else type(root).__name__
         is_whole = root is not None and is_experts("", type(root))  # no node names the root
         for node in graph.nodes:
@@ -129,16 +128,12 @@ class Look:
             inside = "" if is_whole else _experts_of(node)
             experts.setdefault(layer, layer if inside is None else inside)
             if getattr(node.target, "namespace", "") == "moe_ops":
-                name = str(node.target).split(".")[1]
-                routes = routes or name == "route"
-                if name in (*WHOLE, "combine"):
+                if str(node.target).split(".")[1] in (*WHOLE, "combine"):
                     ours.append(experts[layer])
             elif inside is not None and _is_product(node):
                 products[inside] = None
         found = Found(model=model, sightings=tuple(sightings(graph)), shares=shares)
-        return Look(
-            found=found, experts=experts, products=tuple(products), ours=tuple(ours), routes=routes
-        )
+        return Look(found=found, experts=experts, products=tuple(products), ours=tuple(ours))
 
     def after(self, context: Context, unlifted: Unlifted = NONE) -> Found:
         """What the passes made of it; `unlifted` says why code is left that none looked at."""
@@ -157,7 +152,7 @@ class Look:
             Layer(
                 module=module,
                 runs_on=runs_on(by_layer[module]),
-                router=routers.get(module, "" if self.routes else unlifted.routers),
+                router=routers.get(module, unlifted.routers if self._chosen_by(module) else ""),
             )
             for module in _each(lifted + list(self.ours))
             if module not in refused
@@ -181,9 +176,12 @@ class Look:
 
     def _seen(self, module: str) -> str:
         """What chooses these experts, in words."""
+        return next(iter(self._chosen_by(module)), NO_FORM)
+
+    def _chosen_by(self, module: str) -> list[str]:
+        """What of the graph, that is no op, may choose these experts, in words."""
         block = block_of(module)
-        near = [s.what for s in self.found.sightings if inside(s.module, block)]
-        return near[0] if near else NO_FORM
+        return [s.what for s in self.found.sightings if inside(s.module, block)]
 
 
 def runs_on(choices: Iterable[Choice]) -> str:

@@ -62,6 +62,9 @@ def plain(model: nn.Module, **options: object) -> nn.Module:
 WAYS = pytest.mark.parametrize("way", [moe_ops.compile, plain], ids=["twin", "plain"])
 
 
+SIZES = ((3, 16), (3, 2), (3, 16, 16), (3, 16, 8))  # x, weights, w13, w2 of three experts
+
+
 class Blocks(nn.Module):
     def __init__(self, between: Callable[[Tensor], Tensor] = torch.relu) -> None:
         super().__init__()
@@ -237,6 +240,14 @@ def test_stock_code_is_left_in_a_training_graph_with_the_reason(told: Told) -> N
     *_, info, (level, text) = told()
     assert info[1].endswith("0 of 2 MoE layers and 0 of 2 routers run on moe_ops")
     assert level == "WARNING" and TRAINING in text
+
+
+def test_experts_that_train_without_a_router_are_told_of_without_one(told: Told) -> None:
+    x, weights, w13, w2 = (torch.randn(*s, requires_grad=True) for s in SIZES)
+    ids = torch.tensor([[0, 1], [2, 0], [1, 2]])
+    plain(lambda *a: moe_ops.experts(a[0], a[1], ids, *a[2:]))(x, weights, w13, w2).sum().backward()
+    ((level, text),) = told()
+    assert level == "INFO" and text.startswith("A function: 1 of 1 MoE layers")
 
 
 def test_a_layer_that_trains_is_in_the_graph(told: Told) -> None:
