@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -37,6 +38,9 @@ class LayerRegion:
         for x in tensors:
             if not hasattr(x, MARKED):  # of what all layers get
                 mark(x, B, S)
+        for x in shared_in(kwargs.values()):
+            maybe_mark_dynamic(x, 0)
+            maybe_mark_dynamic(x, 2)
         return self._run(module, *args, **kwargs)
 
     def _run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -56,6 +60,14 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value.values())
 
 
+def shared_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The keys and values [B, heads, tokens seen, head size] of layers before, which transformers
+    hands on in a `UserDict` that layers fill."""
+    for value in values:
+        if isinstance(value, UserDict):
+            yield from (x for x in tensors_in(value.values()) if x.dim() == 4)
+
+
 def twice(value: Any, S: int) -> Any:
     """Arguments for one sequence of S tokens, as they are for two like it."""
     if isinstance(value, Tensor):
@@ -67,6 +79,11 @@ def twice(value: Any, S: int) -> Any:
         return value.repeat_interleave(2, dims[0])
     if isinstance(value, dict):
         return {name: twice(x, S) for name, x in value.items()}
+    if isinstance(value, UserDict):
+        of_two = {
+            k: tuple(x.repeat_interleave(2, 0) for x in shared) for k, shared in value.items()
+        }
+        return type(value)(of_two)
     if type(value) in (tuple, list):
         return type(value)(twice(x, S) for x in value)
     return value.twice() if hasattr(value, "twice") else value  # a view of a cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -156,3 +157,30 @@ def test_the_head_gets_rows_that_follow_each_other() -> None:
         model.lm_head.seen.clear()
         assert torch.equal(moe_ops.compile(model).generate(ids, **how), want)
     assert [lie for _, lie in model.lm_head.seen] == [True, True]
+
+
+class Shares(nn.Module):
+    """A layer that reads keys which a layer before left for it, as those of gemma4 do."""
+
+    def forward(self, x: Any, *, shared: Any) -> Any:
+        keys, values = shared["sliding"]
+        return x + torch.nn.functional.scaled_dot_product_attention(x[:, None], keys, values)[:, 0]
+
+
+@pytest.mark.parametrize("B", [1, 3])
+def test_keys_that_layers_share_may_be_of_any_length(B: int) -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    layer = Shares()
+    call = LayerRegion(torch.compile(lambda module, *a, **kw: module(*a, **kw), backend=keep))
+    for sequences, S, seen in ((B, 6, 6), (2, 9, 9), (4, 3, 11), (1, 5, 5)):
+        keys, values = torch.randn(2, sequences, 1, seen, 8)
+        shared = UserDict({"sliding": (keys, values)})
+        x = torch.randn(sequences, S, 8)
+        torch.testing.assert_close(call(layer, x, shared=shared), layer(x, shared=shared))
+    assert len(graphs) == 1
