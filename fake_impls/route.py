@@ -11,5 +11,5 @@ from torch import Tensor
 def route(call: Any) -> tuple[Tensor, Tensor]:
     """[T, E] logits to ([T, top_k] weights in out_dtype, [T, top_k] int32 ids)."""
     logits_TE, shape = call.logits_TE, (call.logits_TE.shape[0], call.top_k)
-    weights_TK = logits_TE.new_empty(shape, dtype=getattr(torch, call.out_dtype))
+    weights_TK = logits_TE.new_empty(shape, dtype=call.dtype)
     return weights_TK, logits_TE.new_empty(shape, dtype=torch.int32)

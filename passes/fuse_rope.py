@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from moe_ops.decode_ops.rope_attention import refusal, rope_attention
+from moe_ops.decode_ops.rope_attention import DTYPES, refusal, rope_attention
 from moe_ops.passes.fuse_norm import read as read_norm
 from moe_ops.passes.rewriting.context import Context
 from moe_ops.passes.rewriting.graph import (
@@ -107,6 +107,7 @@ def _fuse(graph: fx.Graph, attention: fx.Node, parameters: set[fx.Node]) -> str:
     for what, node in (("mask", mask), ("slot", keys.slot)):
         require(is_input(node), f"the {what} is no input")
     caches = (keys.cache, values.cache, mask)
+    require(tensor(q.x).dtype in DTYPES, f"the queries are {tensor(q.x).dtype}")
     fakes: list[Any] = [tensor(node).reshape(shape) for node, shape in inputs]
     fakes += [tensor(node) for node in caches]
     options = (operand(attention, 4), q.gain, k.gain, q.eps, sinks)

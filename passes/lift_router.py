@@ -82,6 +82,8 @@ def _verify(routing: Routing, weights: fx.Node) -> None:
     if "bias_E" in tensors:
         tensors["bias_E"] = tensors["bias_E"].flatten()
     require(tensor(weights).dtype in DTYPES.values(), f"its weights are {tensor(weights).dtype}")
+    doubles = any(t.dtype is torch.float64 for t in tensors.values())
+    require(not doubles, "it is computed in float64")
     call = route.call(**tensors, **routing.arguments)
     try:
         route.check(call)

@@ -36,6 +36,11 @@ and inside kernels:
     N  columns of it               W  words of 32 bits
     K  what it sums over           P  pairs of a token and an expert
     Q  the same pairs, along the other axis
+
+Where docs say `float`, a tensor is of FLOATS: float32, bfloat16 or float16, which tensors of one
+call may mix where nothing else is said. In an op that has gradients all floats of a call may be
+float64 instead. Such a call runs by the definition on every device, in float64 throughout, as
+torch.autograd.gradcheck wants it; it takes no codes.
 """
 
 from __future__ import annotations
@@ -49,6 +54,8 @@ from torch import Tensor
 from moe_ops.checks.signature import did_you_mean
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+DOUBLE = torch.float64  # which definitions alone compute
+FLOATS_OR_DOUBLE = (*FLOATS, DOUBLE)
 INDICES = (torch.int32, torch.int64)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -72,9 +79,30 @@ def check_tensor(
         )
 
 
+def floats_beside(first: Tensor) -> tuple[torch.dtype, ...]:
+    """The dtypes of other floats of a call: float64 beside float64 alone, and nothing else."""
+    return (DOUBLE,) if first.dtype is DOUBLE else FLOATS
+
+
+def check_float(name: str, t: Tensor, rank: int, beside: Tensor | None = None) -> None:
+    """Raise unless `t` has this rank and is a float that goes with the one it stands beside."""
+    check_tensor(name, t, rank, FLOATS_OR_DOUBLE if beside is None else floats_beside(beside))
+
+
+def check_no_double(name: str, t: Tensor, beside: str) -> None:
+    """Raise TypeError for float64 beside what float64 is not computed with."""
+    if t.dtype is DOUBLE:
+        check_tensor(name, t, t.dim(), FLOATS, f"{beside} take no float64, so convert it")
+
+
 def wide(t: Tensor) -> Tensor:
     """A float tensor in the dtype in which sums are taken: float64 as it is, others as float32."""
-    return t if t.dtype is torch.float64 else t.float()
+    return t if t.dtype is DOUBLE else t.float()
+
+
+def wide_dtype(t: Tensor) -> torch.dtype:
+    """The dtype in which sums of a float tensor are taken."""
+    return DOUBLE if t.dtype is DOUBLE else torch.float32
 
 
 def check_size(name: str, t: Tensor, axis: int, want: int, why: str) -> None:
@@ -105,16 +133,20 @@ def check_devices(first: Tensor, **others: Tensor | None) -> None:
 
 
 def misfit(named: Iterable[tuple[str, Tensor | None, Sequence[int]]]) -> str | None:
-    """Why the first of these tensors that is not of its shape, of FLOATS, or on the device of the
-    very first, does not fit the others; None if all do. None is no tensor, which fits."""
+    """Why the first of these tensors that is not of its shape, of FLOATS (or, as the very first,
+    float64), or on the device of the very first, does not fit the others; None if all do. None is
+    no tensor, which fits."""
     device: tuple[str, torch.device] | None = None
+    floats: tuple[torch.dtype, ...] = FLOATS_OR_DOUBLE
     for what, t, shape in named:
         if t is None:
             continue
         if tuple(t.shape) != tuple(shape):
             return f"the {what} is {list(t.shape)}, not {list(shape)}; reshape it"
-        if t.dtype not in FLOATS:
-            return f"the {what} is {t.dtype}, not float32, bfloat16 or float16; convert it"
+        if t.dtype not in floats:
+            wanted = "float64" if floats == (DOUBLE,) else "float32, bfloat16 or float16"
+            return f"the {what} is {t.dtype}, not {wanted}; convert it"
+        floats = floats_beside(t)
         first, place = device = device or (what, t.device)
         if t.device != place:
             return f"the {what} is on {t.device}, {first} on {place}; move one of them"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from moe_ops import fake_impls
-from moe_ops.checks.shapes import misfit
+from moe_ops.checks.shapes import misfit, wide
 from moe_ops.registry.spec import DECODE_OPS, op
 
 
@@ -60,12 +60,12 @@ def convolution_step(call: ConvolutionStepCall) -> Tensor:
     a GPU it is one launch. Raises ValueError for what `refusal` names.
     """
     taps, S = call.weight_DW.shape[1], call.state_BDW
-    x_BDW = call.x_BD[..., None].float()
-    y_BDW = torch.cat([S[..., S.shape[2] - taps + 1 :].float(), x_BDW], -1)
+    x_BDW = wide(call.x_BD[..., None])
+    y_BDW = torch.cat([wide(S[..., S.shape[2] - taps + 1 :]), x_BDW], -1)
     S.copy_(torch.cat([S[..., 1:], call.x_BD[..., None].to(S.dtype)], -1))
-    out_BD = (y_BDW * call.weight_DW.float()).sum(-1)
+    out_BD = (y_BDW * wide(call.weight_DW)).sum(-1)
     if call.bias_D is not None:
-        out_BD = out_BD + call.bias_D.float()
+        out_BD = out_BD + wide(call.bias_D)
     return (silu(out_BD) if call.silu else out_BD).to(call.x_BD.dtype)
 
 

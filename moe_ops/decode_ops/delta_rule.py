@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_ops import fake_impls
+from moe_ops.checks.shapes import wide
 from moe_ops.decode_ops.delta_rule_step import heads, refusal_of
 from moe_ops.registry.spec import DECODE_OPS, op
 
@@ -84,7 +85,7 @@ def delta_rule(call: DeltaRuleCall) -> tuple[Tensor, Tensor]:
 def chunks(x: Tensor, size: int) -> Tensor:
     """[B, T, H, X] or [B, T, H] as chunks [B, H, C, size, X or 1], in float32, the last filled up
     with 0."""
-    x = (x if x.dim() == 4 else x[..., None]).float().transpose(1, 2)
+    x = wide(x if x.dim() == 4 else x[..., None]).transpose(1, 2)
     x = pad(x, (0, 0, 0, -x.shape[2] % size))
     B, H, T, X = x.shape
     return x.reshape(B, H, T // size, size, X)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.checks.shapes import misfit
+from moe_ops.checks.shapes import misfit, wide, wide_dtype
 from moe_ops.registry.spec import DECODE_OPS, op
 
 EPS = 1e-6  # below the root of an l2 norm
@@ -60,7 +60,7 @@ def refusal_of(given: Sequence[Tensor], state_BHDV: Tensor | None, lead: str) ->
     reason = misfit(named)
     if reason is not None:
         return reason
-    if state_BHDV is not None and state_BHDV.dtype != torch.float32:
+    if state_BHDV is not None and state_BHDV.dtype != wide_dtype(q):
         return f"the state is {state_BHDV.dtype}, not float32; convert it"
     return None
 
@@ -88,20 +88,21 @@ def delta_rule_step(call: DeltaRuleStepCall) -> Tensor:
     H = call.v_BHV.shape[1]
     q_BHD, k_BHD = (heads(x, H, call.normalize)[:, :, None] for x in (call.q_BND, call.k_BND))
     S = call.state_BHDV
-    gate = call.g_BHD.float().exp()
+    gate = wide(call.g_BHD).exp()
     S.mul_(gate[..., None] if gate.dim() == 3 else gate[..., None, None])
-    fresh_BHV = (call.v_BHV.float()[:, :, None] - k_BHD @ S) * call.beta_BH.float()[..., None, None]
+    beta_BH = wide(call.beta_BH)[..., None, None]
+    fresh_BHV = (wide(call.v_BHV)[:, :, None] - k_BHD @ S) * beta_BH
     S.addcmul_(k_BHD.mT, fresh_BHV)
     return (q_BHD * call.scale @ S)[:, :, 0].to(call.q_BND.dtype)
 
 
 def heads(x: Tensor, H: int, normalize: bool) -> Tensor:
     """Heads [..., N, D] in float32, one for each of H, normalised or not."""
-    wide = x.float()
+    x = wide(x)
     if normalize:
-        wide = wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + EPS)
+        x = x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + EPS)
     N = x.shape[-2]
-    return wide if N == H else wide.repeat_interleave(H // N, -2)
+    return x if N == H else x.repeat_interleave(H // N, -2)
 
 
 delta_rule_step.fake(fake_impls.delta_rule_step)

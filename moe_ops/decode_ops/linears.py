@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from moe_ops import fake_impls
+from moe_ops.checks.shapes import DOUBLE
 from moe_ops.registry.spec import DECODE_OPS, op
 
 MOST_ROWS = 64  # of the input
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16)  # and float64, by the definition
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ def refusal(call: LinearsCall) -> str | None:
         return (
             f"x_TK is {shape_of(x_TK)}, not [T, K] with T from 1 to {MOST_ROWS}; use torch's linear"
         )
-    if x_TK.dtype not in DTYPES:
+    if x_TK.dtype not in (*DTYPES, DOUBLE):
         return f"x_TK is {x_TK.dtype}, not bfloat16 or float16; use torch's linear"
     if x_TK.stride(1) != 1:
         return f"x_TK has the strides {x_TK.stride()}; make it contiguous"

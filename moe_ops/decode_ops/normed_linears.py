@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
+from moe_ops.checks.shapes import wide
 from moe_ops.decode_ops.linears import LinearsCall, linears, shape_of
 from moe_ops.decode_ops.linears import refusal as refusal_of_linears
 from moe_ops.registry.spec import DECODE_OPS, op
@@ -77,12 +78,12 @@ def normed_linears(call: NormedLinearsCall) -> list[Tensor]:
     """
     x_TK, residual_TK = call.x_TK, call.residual_TK
     s_TK = x_TK if residual_TK is None else x_TK + residual_TK
-    wide_TK = s_TK.float()
+    wide_TK = wide(s_TK)
     quotient_TK = wide_TK * torch.rsqrt(wide_TK.pow(2).mean(-1, keepdim=True) + call.eps)
     if call.gain_shift is None:
         n_TK = call.gain_K * quotient_TK.to(x_TK.dtype)
     else:
-        n_TK = (quotient_TK * (call.gain_K.float() + call.gain_shift)).to(x_TK.dtype)
+        n_TK = (quotient_TK * (wide(call.gain_K) + call.gain_shift)).to(x_TK.dtype)
     ys = linears.body(LinearsCall(n_TK, call.weights, call.biases))
     return [*([] if residual_TK is None else [s_TK]), n_TK, *ys]
 

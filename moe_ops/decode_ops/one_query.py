@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
+from moe_ops.checks.shapes import DOUBLE, FLOATS_OR_DOUBLE, wide
 from moe_ops.kernels.triton.decode.one_query_plan import MOST_SLOTS, power_of_two
 from moe_ops.registry.spec import DECODE_OPS, op
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True)
@@ -44,7 +43,7 @@ def refusal(call: OneQueryCall) -> str | None:
     for size in (D, DV):
         if not 16 <= size <= 256 or size != power_of_two(size):
             return f"heads of {size}, no power of two from 16 to 256; use torch's attention"
-    if q_BHD.dtype not in DTYPES or not q_BHD.dtype == k_BNSD.dtype == v_BNSD.dtype:
+    if q_BHD.dtype not in FLOATS_OR_DOUBLE or not q_BHD.dtype == k_BNSD.dtype == v_BNSD.dtype:
         dtypes = f"{q_BHD.dtype}, {k_BNSD.dtype} and {v_BNSD.dtype}"
         return f"{dtypes} are not one of float32, bfloat16, float16; convert them"
     if not q_BHD.is_contiguous():
@@ -58,9 +57,22 @@ def refusal(call: OneQueryCall) -> str | None:
         return f"the mask has the strides {mask_BS.stride()}; make its rows contiguous"
     if sinks_H is not None and (sinks_H.shape != (H,) or not sinks_H.is_contiguous()):
         return f"the sinks are {list(sinks_H.shape)}, not a contiguous [{H}]; give one a head"
+    reason = mixed(q_BHD, mask_BS, sinks_H)
+    if reason is not None:
+        return reason
     for t in (k_BNSD, v_BNSD, mask_BS, *([] if sinks_H is None else [sinks_H])):
         if t.device != q_BHD.device:
             return f"the query is on {q_BHD.device}, something else on {t.device}; move one of them"
+    return None
+
+
+def mixed(q: Tensor, mask_BS: Tensor, sinks_H: Tensor | None) -> str | None:
+    """Why a mask of floats or sinks mix float64 with the other floats of the query, or None."""
+    for what, t in (("mask is", mask_BS), ("sinks are", sinks_H)):
+        if t is None or not t.is_floating_point() or t.dtype is q.dtype:
+            continue
+        if DOUBLE in (t.dtype, q.dtype):
+            return f"the {what} {t.dtype}, the query {q.dtype}; convert one of them"
     return None
 
 
@@ -112,11 +124,11 @@ def formula(
     if W > 1:  # the queries of a sequence are rows of one product, as the heads are
         grouped = grouped.unflatten(0, (C, W)).transpose(1, 2).flatten(2, 3)
         mask = mask_BS.reshape(C, 1, W, 1, slots).expand(-1, -1, -1, G, -1).flatten(2, 3)
-    scores = (grouped @ k_BNSD.transpose(2, 3)).float()  # [C, N, W * G, slots]
+    scores = wide(grouped @ k_BNSD.transpose(2, 3))  # [C, N, W * G, slots]
     hides = mask.dtype == torch.bool
     scores = scores.masked_fill(~mask, float("-inf")) if hides else scores + mask
     if sinks_H is not None:
-        sink = sinks_H.float().reshape(1, N, 1, G, 1).expand(C, -1, W, -1, -1).flatten(2, 3)
+        sink = wide(sinks_H).reshape(1, N, 1, G, 1).expand(C, -1, W, -1, -1).flatten(2, 3)
         scores = torch.cat([scores, sink], -1)
     out = scores.softmax(-1)[..., :slots].to(v_BNSD.dtype) @ v_BNSD
     if W > 1:

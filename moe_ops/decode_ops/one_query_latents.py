@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.checks.shapes import INDICES
-from moe_ops.decode_ops.one_query import DTYPES
+from moe_ops.checks.shapes import FLOATS_OR_DOUBLE, INDICES, wide
+from moe_ops.decode_ops.one_query import mixed
 from moe_ops.registry.spec import DECODE_OPS, op
 
 
@@ -44,7 +44,7 @@ def refusal(call: OneQueryLatentsCall) -> str | None:
         wanted = "give a B of latents that divides that of q, and some of each"
         return f"{shapes} have other batches, or none of something; {wanted}"
     dtypes = {t.dtype for t in (queries | caches).values()}
-    if len(dtypes) != 1 or call.q_BHR.dtype not in DTYPES:
+    if len(dtypes) != 1 or call.q_BHR.dtype not in FLOATS_OR_DOUBLE:
         got = ", ".join(sorted(map(str, dtypes)))
         return f"{got} is not one of float32, bfloat16, float16; convert them to one of these"
     for what, t in queries.items():
@@ -75,7 +75,7 @@ def _refusal_of_others(call: OneQueryLatentsCall, B: int, H: int, slots: int) ->
     for t in (call.q_rope_BHD, call.latents_BSR, call.rotated_BSD, mask_BS, sinks_H, indices_BC):
         if t is not None and t.device != call.q_BHR.device:
             return f"q is on {call.q_BHR.device}, something else on {t.device}; move one of them"
-    return None
+    return mixed(call.q_BHR, mask_BS, sinks_H)
 
 
 def check(call: OneQueryLatentsCall) -> None:
@@ -115,12 +115,12 @@ def one_query_latents(call: OneQueryLatentsCall) -> Tensor:
         rotated_BSD = rotated_BSD.take_along_dim(at_BC[..., None], 1)
         added_BS = added_BS.gather(1, at_BC).masked_fill(~inside_BC, float("-inf"))
     hidden_BS = added_BS == float("-inf")
-    wide_BSR = latents_BSR.float().masked_fill(hidden_BS[..., None], 0.0)
-    keys_BSK = torch.cat([wide_BSR, rotated_BSD.float()], -1)
-    scores = torch.cat([q_BHR, call.q_rope_BHD], -1).float() @ keys_BSK.transpose(1, 2)
+    wide_BSR = wide(latents_BSR).masked_fill(hidden_BS[..., None], 0.0)
+    keys_BSK = torch.cat([wide_BSR, wide(rotated_BSD)], -1)
+    scores = wide(torch.cat([q_BHR, call.q_rope_BHD], -1)) @ keys_BSK.transpose(1, 2)
     scores = (scores * call.scale).masked_fill(hidden_BS[:, None], 0.0) + added_BS[:, None]
     if call.sinks_H is not None:
-        sink = call.sinks_H.float()[None, :, None].expand(scores.shape[0], -1, 1)
+        sink = wide(call.sinks_H)[None, :, None].expand(scores.shape[0], -1, 1)
         scores = torch.cat([scores, sink], -1)
     return (scores.softmax(-1)[..., : wide_BSR.shape[1]] @ wide_BSR).to(q_BHR.dtype)
 
@@ -132,12 +132,12 @@ def of_each(x_BSK: Tensor, queries: int) -> Tensor:
 
 
 def added(mask: Tensor) -> Tensor:
-    """What a mask adds to scores, in float32: -inf to what it hides."""
+    """What a mask adds to scores, in float32 or float64: -inf to what it hides."""
     if mask.dtype == torch.bool:
         seen = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
         return seen.masked_fill(~mask, float("-inf"))
     hidden = mask <= torch.finfo(mask.dtype).min / 2
-    return mask.float().masked_fill(hidden, float("-inf"))
+    return wide(mask).masked_fill(hidden, float("-inf"))
 
 
 one_query_latents.fake(fake_impls.one_query_latents)

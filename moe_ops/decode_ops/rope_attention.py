@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
+from moe_ops.checks.shapes import DOUBLE, wide
 from moe_ops.decode_ops.one_query import OneQueryCall, one_query
 from moe_ops.decode_ops.one_query import refusal as refusal_of_one_query
 from moe_ops.kernels.triton.decode.one_query_plan import power_of_two
 from moe_ops.registry.spec import DECODE_OPS, op
 
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16)  # and float64, by the definition
 
 
 @dataclass(slots=True)
@@ -58,7 +59,7 @@ def refusal(call: RopeAttentionCall) -> str | None:
     for size in (D, DV):
         if not 16 <= size <= 256 or size != power_of_two(size):
             return f"heads of {size}, no power of two from 16 to 256; use torch's attention"
-    if q_BHD.dtype not in DTYPES:
+    if q_BHD.dtype not in (*DTYPES, DOUBLE):
         return f"q is {q_BHD.dtype}, not bfloat16 or float16; use torch's attention"
     if slot.shape != (1,) or slot.dtype != torch.int64:
         return f"the slot is {slot.dtype} {list(slot.shape)}, not an int64 [1]; convert it"
@@ -121,14 +122,14 @@ def rope_attention(call: RopeAttentionCall) -> Tensor:
 
 
 def _turned(x: Tensor, gain: Tensor | None, call: RopeAttentionCall) -> Tensor:
-    wide = x.float()
+    turned = wide(x)
     if gain is not None:
-        quotient = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + call.eps)
-        wide = (gain * quotient.to(x.dtype)).float()
-    first, second = wide.chunk(2, -1)
+        quotient = turned * torch.rsqrt(turned.pow(2).mean(-1, keepdim=True) + call.eps)
+        turned = wide(gain * quotient.to(x.dtype))
+    first, second = turned.chunk(2, -1)
     repeat = x.shape[-1] // call.cos_BW.shape[-1]
-    cos, sin = (t.float().repeat(1, repeat)[:, None] for t in (call.cos_BW, call.sin_BW))
-    return (wide * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+    cos, sin = (wide(t).repeat(1, repeat)[:, None] for t in (call.cos_BW, call.sin_BW))
+    return (turned * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
 
 rope_attention.fake(fake_impls.rope_attention)

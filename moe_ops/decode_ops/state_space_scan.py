@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
+from moe_ops.checks.shapes import wide
 from moe_ops.decode_ops.delta_rule import chunks, kept_between
 from moe_ops.decode_ops.state_space_step import refusal_of, steps_of
 from moe_ops.registry.spec import DECODE_OPS, op
@@ -60,7 +61,7 @@ def state_space_scan(call: StateSpaceScanCall) -> tuple[Tensor, Tensor]:
     size = min(CHUNK, max(T, 1))
     dt_BTH = steps_of(call.dt_BTH, call.dt_bias_H, call.softplus).clamp(call.least, call.most)
     x, b, c = (chunks(t, size) for t in (call.x_BTHV, call.b_BTND, call.c_BTND))
-    dt, log = chunks(dt_BTH, size), chunks(dt_BTH * call.a_H.float(), size)
+    dt, log = chunks(dt_BTH, size), chunks(dt_BTH * wide(call.a_H), size)
     given = x * dt
     kept = kept_between(log)
     to_end = kept[..., -1, :, None]
@@ -81,7 +82,7 @@ def state_space_scan(call: StateSpaceScanCall) -> tuple[Tensor, Tensor]:
     read = (c[:, :, None] @ before.unflatten(1, grouped[1:]).mT).flatten(1, 2)
     out = (in_chunk + read * from_state).flatten(2, 3)[:, :, :T].transpose(1, 2)
     if call.skip_H is not None:
-        out = out + call.skip_H.float()[:, None] * call.x_BTHV.float()
+        out = out + wide(call.skip_H)[:, None] * wide(call.x_BTHV)
     return out.contiguous(), S
 
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from moe_ops import fake_impls
-from moe_ops.checks.shapes import misfit
+from moe_ops.checks.shapes import misfit, wide, wide_dtype
 from moe_ops.registry.spec import DECODE_OPS, op
 
 
@@ -64,7 +63,7 @@ def refusal_of(
     reason = misfit(named)
     if reason is not None:
         return reason
-    if state_BHVD is not None and state_BHVD.dtype != torch.float32:
+    if state_BHVD is not None and state_BHVD.dtype != wide_dtype(x):
         return f"the state is {state_BHVD.dtype}, not float32; convert it"
     return None
 
@@ -89,27 +88,27 @@ def state_space_step(call: StateSpaceStepCall) -> Tensor:
     wrote it must have ended two launches ago. Raises ValueError for what `refusal` names.
     """
     H = call.x_BHV.shape[1]
-    x_BHV, S = call.x_BHV.float(), call.state_BHVD
+    x_BHV, S = wide(call.x_BHV), call.state_BHVD
     dt_BH = steps_of(call.dt_BH, call.dt_bias_H, call.softplus)
     b_BHD, c_BHD = (of_every_head(t, H) for t in (call.b_BND, call.c_BND))
-    S.mul_((dt_BH * call.a_H.float()).exp()[..., None, None])
+    S.mul_((dt_BH * wide(call.a_H)).exp()[..., None, None])
     S.addcmul_((dt_BH[..., None] * x_BHV)[..., None], b_BHD[:, :, None])
     out_BHV = (S @ c_BHD[..., None])[..., 0]
     if call.skip_H is not None:
-        out_BHV = out_BHV + call.skip_H.float()[:, None] * x_BHV
+        out_BHV = out_BHV + wide(call.skip_H)[:, None] * x_BHV
     return out_BHV.to(call.x_BHV.dtype)
 
 
 def steps_of(dt: Tensor, bias_H: Tensor | None, positive: bool) -> Tensor:
     """The lengths [..., H] of the steps, in float32."""
-    wide = dt.float() if bias_H is None else dt.float() + bias_H.float()
-    return softplus(wide) if positive else wide
+    dt = wide(dt) if bias_H is None else wide(dt) + wide(bias_H)
+    return softplus(dt) if positive else dt
 
 
 def of_every_head(x: Tensor, H: int) -> Tensor:
     """[..., N, D] in float32, one for each of H heads."""
     N = x.shape[-2]
-    return x.float() if N == H else x.float().repeat_interleave(H // N, -2)
+    return wide(x) if N == H else wide(x).repeat_interleave(H // N, -2)
 
 
 state_space_step.fake(fake_impls.state_space_step)

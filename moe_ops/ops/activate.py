@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ops import fake_impls
 from moe_ops.checks.options import check_finite
-from moe_ops.checks.shapes import FLOATS, check_choice, check_tensor
+from moe_ops.checks.shapes import check_choice, check_float, wide
 from moe_ops.registry.spec import op
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
@@ -49,7 +49,7 @@ class ActivateCall:
 
 def check(call: ActivateCall) -> None:
     """Raise ValueError or TypeError unless `activate` takes these arguments."""
-    check_tensor("y_RF", call.y_RF, 2, FLOATS)
+    check_float("y_RF", call.y_RF, 2)
     check_activation(call)
     if call.gated and call.y_RF.shape[1] % 2:
         raise ValueError(
@@ -118,7 +118,7 @@ def activate(call: ActivateCall) -> Tensor:
     Sources: GLU variants, arXiv:2002.05202; squared ReLU, arXiv:2109.08668; the clamped, shifted
     form with alpha = 1.702 and limit = 7 is gpt-oss's (arXiv:2508.10925).
     """
-    y, limit, dtype = call.y_RF.float(), call.limit, call.y_RF.dtype
+    y, limit, dtype = wide(call.y_RF), call.limit, call.y_RF.dtype
     if not call.gated:
         y = y if limit is None else y.clamp(max=limit)
         return _act(y, call.kind, call.alpha).to(dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.checks.shapes import FLOATS, check_devices, check_size, check_tensor, wide
+from moe_ops.checks.shapes import check_devices, check_float, check_size, check_tensor, wide
 from moe_ops.ops.activate import check_activation
 from moe_ops.registry.spec import op
 
@@ -34,9 +34,9 @@ class ActivateBackwardCall:
 def check(call: ActivateBackwardCall) -> None:
     """Raise ValueError or TypeError unless `activate_backward` takes these arguments."""
     dh_RI, y_RF, weights_TK, rows_R = call.dh_RI, call.y_RF, call.weights_TK, call.rows_R
-    check_tensor("y_RF", y_RF, 2, FLOATS)
+    check_float("y_RF", y_RF, 2)
     check_tensor("dh_RI", dh_RI, 2, (y_RF.dtype,), "convert it to the dtype of y_RF")
-    check_tensor("weights_TK", weights_TK, 2, FLOATS)
+    check_float("weights_TK", weights_TK, 2, y_RF)
     check_tensor("rows_R", rows_R, 1, (torch.int32,))
     check_activation(call)
     F = y_RF.shape[1]

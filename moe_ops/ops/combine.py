@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.checks.shapes import FLOATS, check_devices, check_size, check_tensor
+from moe_ops.checks.shapes import (
+    FLOATS,
+    check_devices,
+    check_float,
+    check_size,
+    check_tensor,
+    wide_dtype,
+)
 from moe_ops.registry.spec import op
 from moe_ops.registry.watched import readable
 
@@ -35,8 +42,8 @@ def check(call: CombineCall) -> None:
         and y_RD.device == weights_TK.device == rows_R.device
     ):
         return  # the common call, accepted in half a microsecond
-    check_tensor("y_RD", y_RD, 2, FLOATS)
-    check_tensor("weights_TK", weights_TK, 2, FLOATS)
+    check_float("y_RD", y_RD, 2)
+    check_float("weights_TK", weights_TK, 2, y_RD)
     check_tensor("rows_R", rows_R, 1, (torch.int32,))
     R = weights_TK.shape[0] * weights_TK.shape[1]
     check_size("y_RD", y_RD, 0, R, "tokens times top-k of weights_TK")
@@ -71,7 +78,7 @@ def combine(call: CombineCall) -> Tensor:
     # Where the host may look, the copy that a mask takes is made for pairs without a row alone.
     if not readable(rows_R) or bool(unused.any()):
         products = products.masked_fill(unused, 0.0)
-    return products.sum(1, dtype=torch.float32).to(y_RD.dtype)
+    return products.sum(1, dtype=wide_dtype(y_RD)).to(y_RD.dtype)
 
 
 combine.fake(fake_impls.combine)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from moe_ops import fake_impls
 from moe_ops.checks.shapes import (
-    FLOATS,
     INDICES,
     check_choice,
     check_devices,
+    check_float,
     check_size,
     check_tensor,
 )
@@ -48,7 +48,7 @@ class CombineTokensCall:
 def check(call: CombineTokensCall) -> None:
     """Raise ValueError or TypeError unless `combine_tokens` takes these arguments."""
     y_GD, splits_2R = call.y_GD, call.splits_2R
-    check_tensor("y_GD", y_GD, 2, FLOATS)
+    check_float("y_GD", y_GD, 2)
     check_tensor("ids_TK", call.ids_TK, 2, INDICES)
     check_tensor("token_N", call.token_N, 1, (torch.int32,))
     check_tensor("splits_2R", splits_2R, 2, (torch.int64,))

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.checks.shapes import FLOATS, INDICES, check_devices, check_size, check_tensor
+from moe_ops.checks.shapes import (
+    FLOATS,
+    FLOATS_OR_DOUBLE,
+    INDICES,
+    check_devices,
+    check_size,
+    check_tensor,
+)
 from moe_ops.fake_impls.formats import ELEMENTS
 from moe_ops.registry.spec import op
 
@@ -29,7 +36,8 @@ def row_dtypes() -> tuple[torch.dtype, ...]:
     """The dtypes of rows. They may be quantised before they are copied: there are T of them instead
     of R.
     """
-    return tuple(dict.fromkeys((*FLOATS, *(storage.dtype for storage in ELEMENTS.values()))))
+    codes = (storage.dtype for storage in ELEMENTS.values())
+    return tuple(dict.fromkeys((*FLOATS_OR_DOUBLE, *codes)))
 
 
 def check(call: DispatchCall) -> None:

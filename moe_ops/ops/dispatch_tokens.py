@@ -12,10 +12,11 @@ from torch import Tensor
 from moe_ops import fake_impls
 from moe_ops.checks.options import check_int
 from moe_ops.checks.shapes import (
-    FLOATS,
     INDICES,
     check_choice,
     check_devices,
+    check_float,
+    check_no_double,
     check_size,
     check_tensor,
 )
@@ -57,7 +58,7 @@ def check(call: DispatchTokensCall) -> None:
     """Raise ValueError or TypeError unless `dispatch_tokens` takes these arguments."""
     x_TD, weights_TK, ids_TK, scale_TS = call.x_TD, call.weights_TK, call.ids_TK, call.scale_TS
     check_tensor("x_TD", x_TD, 2, row_dtypes())
-    check_tensor("weights_TK", weights_TK, 2, FLOATS)
+    check_float("weights_TK", weights_TK, 2, x_TD)
     check_tensor("ids_TK", ids_TK, 2, INDICES)
     check_size("ids_TK", ids_TK, 0, x_TD.shape[0], "the tokens of x_TD")
     check_size("weights_TK", weights_TK, 0, x_TD.shape[0], "the tokens of x_TD")
@@ -65,6 +66,7 @@ def check(call: DispatchTokensCall) -> None:
     check_tables(x_TD, call.rank_of_P, call.slot_of_P)
     check_choice("collective", call.collective, TRANSPORTS)
     if scale_TS is not None:
+        check_no_double("x_TD", x_TD, "tokens with scales")
         check_tensor("scale_TS", scale_TS, 2, SCALES)
         check_size("scale_TS", scale_TS, 0, x_TD.shape[0], "the tokens of x_TD")
     check_devices(x_TD, weights_TK=weights_TK, ids_TK=ids_TK, scale_TS=scale_TS)

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.checks.shapes import DTYPES, FLOATS, check_devices, check_size, check_tensor
+from moe_ops.checks.shapes import (
+    DTYPES,
+    FLOATS,
+    check_devices,
+    check_float,
+    check_no_double,
+    check_size,
+    check_tensor,
+    wide,
+)
 from moe_ops.quant import packing
 from moe_ops.quant.arguments import (
     check_global_scale,
@@ -73,6 +82,7 @@ def check(call: ExpertGemmCall) -> None:
         return  # the common call, accepted in half a microsecond
     width = _check_input(call)
     if w_format:
+        check_no_double("x_RD", x_RD, "quantised weights")
         check_weight("w_EFD", w_EFD, call.w_scale_EFG, call.w_zero_EFG, w_format, transposed)
         got = Format.of(w_format).parsed.unpacked(w_EFD.shape[2])
         if got != width:
@@ -93,7 +103,7 @@ def check(call: ExpertGemmCall) -> None:
     check_size("ends_E", ends_E, 0, E, "the experts of w_EFD")
     rows = w_EFD.shape[2 if transposed else 1]
     if bias_EF is not None:
-        check_tensor("bias_EF", bias_EF, 2, FLOATS)
+        check_float("bias_EF", bias_EF, 2, x_RD)
         check_size("bias_EF", bias_EF, 0, E, "the experts of w_EFD")
         check_size("bias_EF", bias_EF, 1, rows, "the rows of one expert's weight")
     check_global_scale("global_scale_E", call.global_scale_E, E, w_EFD, rows)
@@ -106,7 +116,7 @@ def _check_input(call: ExpertGemmCall) -> int:
     """The number of values in a row of x; raises unless x and its scales fit the format."""
     x_RD, scale, format = call.x_RD, call.x_scale_RG, call.x_format
     if not format:
-        check_tensor("x_RD", x_RD, 2, FLOATS)
+        check_float("x_RD", x_RD, 2)
         _check_absent(x_scale_RG=scale)
         return x_RD.shape[1]
     if not call.w_format:
@@ -171,7 +181,7 @@ def expert_gemm(call: ExpertGemmCall) -> Tensor:
     if call.x_global_scale_R is not None:
         y_RF = y_RF * call.x_global_scale_R[:, None]
     if call.bias_EF is not None:
-        y_RF = y_RF + call.bias_EF.float()[expert_R]
+        y_RF = y_RF + wide(call.bias_EF)[expert_R]
     return y_RF.to(DTYPES[call.out_dtype] if call.out_dtype else x_RD.dtype)
 
 
@@ -224,17 +234,17 @@ def of_rows(global_scale_E: Tensor) -> Tensor:
 
 
 def decode_input(x: Tensor, scale: Tensor | None, format: str) -> Tensor:
-    """Rows as float32, whatever their format."""
+    """Rows as float32 (float64 as it is), whatever their format."""
     if not format:
-        return x.float()
+        return wide(x)
     assert scale is not None
     return packing.dequantize(x, scale, Format.of(format))
 
 
 def decode_weight(w: Tensor, scale: Tensor | None, zero: Tensor | None, format: str) -> Tensor:
-    """Weights as float32, whatever their format; any number of leading axes."""
+    """Weights as float32 (float64 as it is), whatever their format; any number of leading axes."""
     if not format:
-        return w.float()
+        return wide(w)
     assert scale is not None
     return packing.dequantize(w, scale, Format.of(format), zero)
 

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.checks.shapes import DTYPES, FLOATS, check_choice, check_devices, check_tensor, wide
+from moe_ops.checks.shapes import (
+    DTYPES,
+    check_choice,
+    check_devices,
+    check_float,
+    check_tensor,
+    wide,
+)
 from moe_ops.ops.expert_gemm import checked_ends, row_experts, warn_of_size
 from moe_ops.registry.spec import op
 from moe_ops.registry.watched import readable
@@ -42,7 +49,7 @@ class ExpertWgradCall:
 def check(call: ExpertWgradCall) -> None:
     """Raise ValueError or TypeError unless `expert_wgrad` takes these arguments."""
     a_RM, b_RN, ends_E = call.a_RM, call.b_RN, call.ends_E
-    check_tensor("a_RM", a_RM, 2, FLOATS)
+    check_float("a_RM", a_RM, 2)
     check_tensor("b_RN", b_RN, 2, (a_RM.dtype,), "convert one to the dtype of the other")
     check_tensor("ends_E", ends_E, 1, (torch.int32,))
     if ends_E.shape[0] < 1:

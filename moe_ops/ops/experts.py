@@ -15,8 +15,9 @@ from moe_ops.checks.shapes import (
     INDICES,
     check_choice,
     check_devices,
+    check_float,
+    check_no_double,
     check_size,
-    check_tensor,
 )
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.ops.activate import Options, activate, check_activation, options_of
@@ -125,14 +126,14 @@ def _key(call: ExpertsCall) -> tuple[Any, ...] | None:
 
 def _check(call: ExpertsCall) -> None:
     if call.x_scale_TG is None and not call.out_dtype:
-        check_tensor("x_TD", call.x_TD, 2, FLOATS)
+        check_float("x_TD", call.x_TD, 2)
     else:
         check_tokens(call.x_TD, call.x_scale_TG, call.x_format, call.x_scale)
         check_choice("out_dtype", call.out_dtype, tuple(DTYPES))
     check_weights(call)
     ids_TK, weights_TK = call.ids_TK, call.weights_TK
     check_dispatch(DispatchCall(call.x_TD, ids_TK, call.w13_EFD.shape[0], call.expert_map))
-    check_tensor("weights_TK", weights_TK, 2, FLOATS)
+    check_float("weights_TK", weights_TK, 2, call.x_TD)
     check_size("weights_TK", weights_TK, 0, ids_TK.shape[0], "the tokens of ids_TK")
     check_size("weights_TK", weights_TK, 1, ids_TK.shape[1], "the top-k of ids_TK")
     check_activation(call)
@@ -208,8 +209,7 @@ def restored(call: ExpertsCall) -> ExpertsCall:
 
 def check_weights(call: ExpertsCall) -> None:
     """Raise ValueError or TypeError unless the weights and what belongs to them fit the tokens and
-    each other.
-    """
+    each other."""
     if call.layout and call.layout not in experts.layouts:
         known, hint = ", ".join(experts.layouts), did_you_mean(call.layout, experts.layouts)
         said = f"backends registered {known or 'none'}{hint}"
@@ -238,7 +238,7 @@ def check_weights(call: ExpertsCall) -> None:
     check_size("w2_EDI", w2_EDI, cols, packed(format, I), why)
     for name, bias, size in (("b13_EF", call.b13_EF, F), ("b2_ED", call.b2_ED, D)):
         if bias is not None:
-            check_tensor(name, bias, 2, FLOATS)
+            check_float(name, bias, 2, x_TD)
             check_size(name, bias, 0, E, "the experts of w13_EFD")
             check_size(name, bias, 1, size, "the rows of one expert's weight")
     check_global_scale("global_scale13_E", call.global_scale13_E, E, w13_EFD, 1 + call.gated)
@@ -271,6 +271,7 @@ def _check_formats(call: ExpertsCall) -> None:
     w13_scale, w13_zero = call.w13_scale_EFG, call.w13_zero_EFG
     w2_scale, w2_zero = call.w2_scale_EDG, call.w2_zero_EDG
     if format:
+        check_no_double("x_TD", call.x_TD, "quantised weights")
         check_weight("w13_EFD", call.w13_EFD, w13_scale, w13_zero, format, transposed)
         check_weight("w2_EDI", call.w2_EDI, w2_scale, w2_zero, format, transposed)
         return

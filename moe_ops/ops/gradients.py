@@ -22,7 +22,8 @@ def bias_grad(
     g_RF: Tensor, ends_E: Tensor, rows_R: Tensor | None, factor_R1: Tensor, bias_EF: Tensor
 ) -> Tensor:
     """The sum of each expert's rows of g times their factors, in the bias's dtype."""
-    dtype = str(bias_EF.dtype).removeprefix("torch.")
+    same = bias_EF.dtype is g_RF.dtype
+    dtype = "" if same else str(bias_EF.dtype).removeprefix("torch.")
     return expert_wgrad(g_RF, factor_R1, ends_E, rows_R, out_dtype=dtype)[..., 0]
 
 

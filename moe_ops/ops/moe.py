@@ -9,11 +9,12 @@ from torch import Tensor
 
 from moe_ops import fake_impls
 from moe_ops.checks.shapes import (
+    DOUBLE,
     DTYPES,
-    FLOATS,
     INDICES,
     check_choice,
     check_devices,
+    check_float,
     check_size,
     check_tensor,
 )
@@ -53,10 +54,16 @@ class MoeCall:
 def check(call: MoeCall) -> None:
     """Raise ValueError or TypeError unless `moe` takes these arguments."""
     layer, logits_TE, dtype = call.layer, call.routing.logits_TE, call.routing.out_dtype
-    check_tensor("x_TD", layer.x_TD, 2, FLOATS)
+    check_float("x_TD", layer.x_TD, 2)
     if dtype not in DTYPES:  # which `route` calls out_dtype
         check_choice("weights_dtype", dtype, tuple(DTYPES))
+    check_float("logits_TE", logits_TE, 2, layer.x_TD)
     check_route(call.routing)
+    if logits_TE.dtype is DOUBLE and call.routing.dtype is not DOUBLE:
+        raise TypeError(
+            f"weights_dtype={dtype!r} would round the weights of float64 tokens, which float64 "
+            "alone goes with; leave it out"
+        )
     check_size("logits_TE", logits_TE, 0, layer.x_TD.shape[0], "the tokens of x_TD")
     check_weights(layer)
     if layer.expert_map is None:

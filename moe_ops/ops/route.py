@@ -11,12 +11,13 @@ from torch import Tensor
 from moe_ops import fake_impls
 from moe_ops.checks.options import check_finite
 from moe_ops.checks.shapes import (
+    DOUBLE,
     DTYPES,
-    FLOATS,
     check_choice,
     check_devices,
+    check_float,
     check_size,
-    check_tensor,
+    wide,
 )
 from moe_ops.registry.spec import op
 
@@ -47,11 +48,17 @@ class RouteCall:
     scale: float = 1.0
     out_dtype: str = "float32"
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        as_computed = self.out_dtype == "float32" and self.logits_TE.dtype is DOUBLE
+        return DOUBLE if as_computed else DTYPES[self.out_dtype]
+
 
 def check(call: RouteCall) -> None:
     """Raise ValueError or TypeError unless `route` takes these arguments."""
     logits_TE, bias_E, per_expert_scale_E = call.logits_TE, call.bias_E, call.per_expert_scale_E
-    check_tensor("logits_TE", logits_TE, 2, FLOATS)
+    check_float("logits_TE", logits_TE, 2)
     E = logits_TE.shape[1]
     if not 1 <= call.top_k <= E:
         raise ValueError(
@@ -61,10 +68,10 @@ def check(call: RouteCall) -> None:
     check_choice("select_on", call.select_on, SELECT_ON)
     check_choice("out_dtype", call.out_dtype, tuple(DTYPES))
     if bias_E is not None:
-        check_tensor("bias_E", bias_E, 1, FLOATS)
+        check_float("bias_E", bias_E, 1, logits_TE)
         check_size("bias_E", bias_E, 0, E, "one per expert of logits_TE")
     if per_expert_scale_E is not None:
-        check_tensor("per_expert_scale_E", per_expert_scale_E, 1, FLOATS)
+        check_float("per_expert_scale_E", per_expert_scale_E, 1, logits_TE)
         check_size("per_expert_scale_E", per_expert_scale_E, 0, E, "one per expert of logits_TE")
     if call.n_group != 1 or call.topk_group != 1:
         _check_groups(call)
@@ -130,8 +137,9 @@ def route(call: RouteCall) -> tuple[Tensor, Tensor]:
                    w /= max(sum(w) + eps, min_sum) if renormalize; w *= scale; w *=
                    per_expert_scale_E[i]
 
-    All of it is computed in float32; only the result is rounded to out_dtype. The logits must come
-    as the model rounds them, or near-tied experts change places. NaN is larger than any number, as
+    All of it is computed in float32; only the result is rounded to out_dtype. Of float64 logits it
+    is computed in float64, of which "float32", the default, rounds nothing. The logits must come as
+    the model rounds them, or near-tied experts change places. NaN is larger than any number, as
     torch.topk has it, and reaches the weights. T = 0 gives empty results.
 
     Shapes: logits_TE [T, E] float; bias_E, per_expert_scale_E [E] float; results [T, top_k].
@@ -140,12 +148,12 @@ def route(call: RouteCall) -> tuple[Tensor, Tensor]:
     Sources: softmax then top-k, Shazeer et al. 2017 (arXiv:1701.06538); the selection bias and
     grouped sigmoid scores, DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
     """
-    logits = call.logits_TE.float()
+    logits = wide(call.logits_TE)
     T, E = logits.shape
     scores_TE = _score(logits, call.score)
     choice_TE = scores_TE if call.select_on == "score" else logits
     if call.bias_E is not None:
-        choice_TE = choice_TE + call.bias_E.float()
+        choice_TE = choice_TE + wide(call.bias_E)
     if call.n_group > 1:
         n_group = call.n_group
         groups = choice_TE.view(T, n_group, E // n_group)
@@ -169,8 +177,8 @@ def route(call: RouteCall) -> tuple[Tensor, Tensor]:
     if call.scale != 1.0:
         weights_TK = weights_TK * call.scale
     if call.per_expert_scale_E is not None:
-        weights_TK = weights_TK * call.per_expert_scale_E.float()[ids_TK]
-    return weights_TK.to(DTYPES[call.out_dtype]), ids_TK.to(torch.int32)
+        weights_TK = weights_TK * wide(call.per_expert_scale_E)[ids_TK]
+    return weights_TK.to(call.dtype), ids_TK.to(torch.int32)
 
 
 def _score(logits: Tensor, score: str) -> Tensor:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops import fake_impls
-from moe_ops.checks.shapes import FLOATS, check_tensor
+from moe_ops.checks.shapes import check_float
 from moe_ops.ranks.agree import Values, require_alike
 from moe_ops.ranks.groups import Group, all_gather, all_to_all, sum_in_order
 from moe_ops.registry.gradients import needs_grad
@@ -26,7 +26,7 @@ class SumRanksCall:
 
 def check(call: SumRanksCall) -> None:
     """Raise ValueError or TypeError unless `sum_ranks` takes these arguments."""
-    check_tensor("part_TD", call.part_TD, 2, FLOATS)
+    check_float("part_TD", call.part_TD, 2)
     Group.of(call.group)
 
 

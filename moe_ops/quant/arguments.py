@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.checks.shapes import DTYPES, FLOATS, check_choice, check_devices, check_tensor
+from moe_ops.checks.shapes import (
+    DTYPES,
+    FLOATS_OR_DOUBLE,
+    check_choice,
+    check_devices,
+    check_tensor,
+    wide_dtype,
+)
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.fake_impls.formats import ELEMENTS, PUBLISHED
 from moe_ops.quant.formats import TENSOR, Format, keep_by_format
@@ -242,13 +249,13 @@ def check_weight(
 def check_global_scale(
     name: str, global_scale_E: Tensor | None, experts: int, w: Tensor, each: int = 1
 ) -> None:
-    """Raise unless `global_scale_E` is one float32 per expert, or as many as `each` says, or
-    None."""
+    """Raise unless `global_scale_E` is one float32 per expert, or as many as `each` says, or None;
+    of float64 weights it is float64."""
     if global_scale_E is not None:
         several = each > 1 and global_scale_E.dim() == 2
         shape = (experts, each) if several else (experts,)
         what = f"{each} factors per expert" if several else "a factor per expert"
-        check_scale(name, global_scale_E, shape, torch.float32, what)
+        check_scale(name, global_scale_E, shape, wide_dtype(w), what)
         check_devices(w, **{name: global_scale_E})
 
 
@@ -269,7 +276,7 @@ def check_out_dtype(out_dtype: str, x: Tensor) -> None:
     """Raise unless the result's dtype is known: named, or that of a floating-point input."""
     if out_dtype:
         check_choice("out_dtype", out_dtype, tuple(DTYPES))
-    elif x.dtype not in FLOATS:
+    elif x.dtype not in FLOATS_OR_DOUBLE:
         raise ValueError(f"out_dtype must be named ({', '.join(DTYPES)}) for an input of {x.dtype}")
 
 

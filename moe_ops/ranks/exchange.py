@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ops.checks.shapes import wide, wide_dtype
 from moe_ops.ranks.groups import Group, all_to_all
 from moe_ops.ranks.packed import pack, unpack
 from moe_ops.ranks.tables import known_ids, needed, slots
@@ -40,9 +41,9 @@ def combine(y_GD: Tensor, tokens: int, token_N: Tensor, splits_2R: Tensor, group
     """out_TD: each token's rows of the ranks that it was sent to, summed in the order of ranks."""
     sent, received = splits_2R.tolist()
     back_ND = all_to_all(y_GD, received, sent, group)
-    out_TD = back_ND.new_zeros((tokens, y_GD.shape[1]), dtype=torch.float32)
+    out_TD = back_ND.new_zeros((tokens, y_GD.shape[1]), dtype=wide_dtype(y_GD))
     # A rank's tokens are distinct, so that the order of a sum is that of the ranks.
     pieces = zip(token_N.split(sent), back_ND.split(sent), strict=True)
     for token_n, back_nD in pieces:
-        out_TD = out_TD.index_add_(0, token_n, back_nD.float())
+        out_TD = out_TD.index_add_(0, token_n, wide(back_nD))
     return out_TD.to(y_GD.dtype)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.checks.shapes import wide_dtype
 from moe_ops.registry.gradients import needs_grad
 
 ADVICE = (
@@ -95,8 +96,8 @@ def all_reduce(t: Tensor, group: Group) -> Tensor:
 
 
 def sum_in_order(parts_RTD: Tensor) -> Tensor:
-    """The sum over axis 0, taken in float32 and rounded once."""
-    return parts_RTD.sum(0, dtype=torch.float32).to(parts_RTD.dtype)
+    """The sum over axis 0, taken in float32 (float64 of float64) and rounded once."""
+    return parts_RTD.sum(0, dtype=wide_dtype(parts_RTD)).to(parts_RTD.dtype)
 
 
 def _all_gather(t: Tensor, group: Group) -> Tensor:

@@ -73,7 +73,7 @@ class Backend:
     gives what runs the calls of a compiled graph, in the place of `run`, for the text of the plan
     that says which backends do. One that runs calls by several paths, which `Registration.path`
     registers, says in words by which of them a call would run, and why not by those asked before
-    it: `told`.
+    it: `told`. Of calls in float64, which `in_double` tells, it gets none, whatever it supports.
     """
 
     name: str
@@ -93,6 +93,7 @@ class Backend:
     aligned: bool = field(default=False, compare=False)
     in_plan: InPlan | None = field(default=None, compare=False)
     told: Callable[[Any], str] | None = field(default=None, compare=False)
+    in_double: Callable[[Any], bool] = field(default=lambda call: False, compare=False)
     # What of a record it does not read, by name; and whether there is any, which is quicker.
     unread: Callable[[Any], dict[str, Any]] = field(default=lambda call: {}, compare=False)
     ignores: Callable[[Any], bool] | None = field(default=None, compare=False)
@@ -100,6 +101,8 @@ class Backend:
     def refusal(self, device: str, rows: Any, call: Any) -> str | None:
         """Why the backend cannot run a call of so many rows, or None; nothing is said of a number
         that a compiler does not know."""
+        if self.in_double(call):
+            return "takes no float64, which the definition alone computes; convert to float32"
         if self.devices is not None and device not in self.devices:
             return f"needs a tensor on {' or '.join(sorted(self.devices))}, got {device}"
         missing = None if self.needs is None else self.needs.missing(torch.device(device))

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
+from moe_ops.checks.shapes import DOUBLE
 from moe_ops.checks.signature import Signature, did_you_mean
 from moe_ops.registry import outside
 from moe_ops.registry.backend import ANY_NUMBER, LAYOUT, Backend, Binds, InPlan, Needs, Rows
@@ -117,12 +118,17 @@ class Registration:
                 layout=layout,
                 unread=self.arguments.differing(wanted),
                 ignores=self.arguments.any_differing(wanted),
+                in_double=self._in_double,
             )
             self._forget()
             outside.registered(lambda: self._undo(name))
             return fn
 
         return register
+
+    def _in_double(self, call: Any) -> bool:
+        """Whether a record that was checked is in float64, as its first tensor then is."""
+        return self.arguments.first(call).dtype is DOUBLE
 
     def remove_backend(self, name: str) -> None:
         """Forget a backend, the paths by which it runs calls, and its layout if no other reads it.

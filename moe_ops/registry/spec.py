@@ -16,6 +16,7 @@ import torch
 from torch import _C
 from torch.library import Library, register_fake
 
+from moe_ops.checks.shapes import DOUBLE
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.registry.backend import Backend
 from moe_ops.registry.definitions import define, take_over
@@ -50,9 +51,11 @@ class Op(Registration):
     compilers as `torch.ops.moe_ops.<name>`. `table` is the registry that holds it.
 
     `check` validates a record and raises ValueError or TypeError; it runs before any backend and
-    before the fake, so backends trust their arguments. An op that `remembers` neither checks a call
-    nor picks for it if two like it (`memo.py`) were run, as long as its backends stay the same and
-    each that runs on the device said, by `remembers`, what decides whether it runs.
+    before the fake, so backends trust their arguments. It lets float64 pass where all floats of a
+    call are; then the first tensor is, and the body runs: no other backend is asked, and none gets
+    the call by a plan. An op that `remembers` neither checks a call nor picks for it if two like it
+    (`memo.py`) were run, as long as its backends stay the same and each that runs on the device
+    said, by `remembers`, what decides whether it runs.
     """
 
     def __init__(
@@ -219,6 +222,8 @@ class Op(Registration):
         raise failed
 
     def _run_planned(self, *args: Any, plan: str, **kwargs: Any) -> Any:
+        if args[0].dtype is DOUBLE:
+            return self.body(self.call(*args, **kwargs))
         runs = self._plans.get(plan) or self._runs(plan)
         rows = args[0].shape[0] if self._is_counted else args[self._rows_at]
         for upto, run, name in runs:
@@ -299,8 +304,9 @@ class Op(Registration):
             self.rules.register(self.name, self.call)
 
     def pick(self, call: Any) -> Backend:
-        """The backend that runs this call: the forced one, else the first that does not refuse and
-        for which there are not too many rows, else the first that does not refuse.
+        """The backend that runs this call: the forced one, else the reference of a call in float64,
+        else the first that does not refuse and for which there are not too many rows, else the
+        first that does not refuse.
 
         Raises NotImplementedError, with every refusal, if the forced backend cannot run.
         """
@@ -312,8 +318,8 @@ class Op(Registration):
             if name is not None:
                 return self._pick_forced(name, device, call)
         candidates = self._order.get(device) or self.candidates(device)
-        if len(candidates) == 1:
-            return candidates[0]
+        if len(candidates) == 1 or first.dtype is DOUBLE:
+            return candidates[-1]
         beyond: Backend | None = None
         for backend in candidates:
             if backend.ignores is not None and backend.ignores(call):

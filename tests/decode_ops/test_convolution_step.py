@@ -106,7 +106,9 @@ WRONG = {
     "state": ({"state_BDW": (3, 5, 4)}, "the state is [3, 5, 4], not [2, 5, 4]; reshape it"),
     "weight": ({"weight_DW": (4, 4)}, "the weight is [4, 4], not [5, 4]; reshape it"),
     "bias": ({"bias_D": (4,)}, "the bias is [4], not [5]; reshape it"),
-    "dtype": ({"x_BD": torch.float64}, "the x is torch.float64, not float32, bfloat16"),
+    "dtype": ({"x_BD": torch.int32}, "the x is torch.int32, not float32, bfloat16"),
+    "float64": ({"weight_DW": torch.float64}, "the weight is torch.float64, not float32, bfloat16"),
+    "no float64": ({"x_BD": torch.float64}, "the state is torch.float32, not float64; convert"),
     "device": ({"bias_D": "meta"}, "the bias is on meta, x on cpu; move one of them"),
 }
 

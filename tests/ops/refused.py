@@ -21,6 +21,7 @@ class Bad(NamedTuple):
 
 
 FLOAT_NAMES = "float32, bfloat16, float16"
+FIRST_FLOAT_NAMES = f"{FLOAT_NAMES}, float64"  # which others then have to be, too
 
 
 def wrong_rank(name: str, shape: tuple[int, ...], want: int) -> Bad:

@@ -11,7 +11,7 @@ from moe_ops import activate
 from moe_ops.checks.shapes import DTYPES, FLOATS
 from moe_ops.conformance.tensors import strided
 from moe_ops.testing import TOL, assert_close
-from tests.ops.refused import Bad, assert_refused, wrong_dtype, wrong_rank
+from tests.ops.refused import FIRST_FLOAT_NAMES, Bad, assert_refused, wrong_dtype, wrong_rank
 
 R, I = 11, 9  # noqa: E741  (the legend's letter for the expert width)
 
@@ -149,7 +149,7 @@ def test_no_rows_give_an_empty_result(gated: bool, width: int) -> None:
 HALF = "interleaved and up_shift speak of the `up` half, which an ungated activation has not"
 BAD = {
     "rank": wrong_rank("y_RF", (8,), 2),
-    "dtype": wrong_dtype("y_RF", (3, 8), "float64"),
+    "dtype": wrong_dtype("y_RF", (3, 8), "int32", FIRST_FLOAT_NAMES),
     "odd_width": Bad(
         {"y_RF": torch.ones(3, 7)},
         "a gated activation halves the width of y_RF, which is odd: (3, 7)",

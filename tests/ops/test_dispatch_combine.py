@@ -9,7 +9,7 @@ from moe_ops.checks.shapes import DTYPES, FLOATS
 from moe_ops.conformance.tensors import half_map, strided, with_holes
 from moe_ops.testing import CASES, TOL, Case, assert_close, make_layer
 from tests.ops.refused import (
-    FLOAT_NAMES,
+    FIRST_FLOAT_NAMES,
     Bad,
     assert_refused,
     wrong_device,
@@ -183,7 +183,7 @@ DISPATCH = {"x_TD": torch.ones(3, 4), "ids_TK": IDS, "num_experts": 2}
 BAD_DISPATCH = {
     "x_rank": wrong_rank("x_TD", (3,), 2),
     "x_dtype": wrong_dtype(
-        "x_TD", (3, 4), "int32", FLOAT_NAMES + ", float8_e4m3fn, float8_e5m2, uint8, int8"
+        "x_TD", (3, 4), "int32", FIRST_FLOAT_NAMES + ", float8_e4m3fn, float8_e5m2, uint8, int8"
     ),
     "ids_rank": wrong_rank("ids_TK", (3,), 2),
     "ids_dtype": wrong_dtype("ids_TK", (3, 2), "float32", "int32, int64"),
@@ -213,7 +213,7 @@ COMBINE = {
 }
 BAD_COMBINE = {
     "y_rank": wrong_rank("y_RD", (6,), 2),
-    "y_dtype": wrong_dtype("y_RD", (6, 4), "float64"),
+    "y_dtype": wrong_dtype("y_RD", (6, 4), "int32", FIRST_FLOAT_NAMES),
     "y_rows": wrong_size("y_RD", (5, 4), 0, PAIRS),
     "weights_rank": wrong_rank("weights_TK", (6,), 2),
     "weights_dtype": wrong_dtype("weights_TK", (3, 2), "int64"),

@@ -12,7 +12,15 @@ from moe_ops import expert_gemm, quantize, using
 from moe_ops.checks.shapes import DTYPES, FLOATS
 from moe_ops.conformance.tensors import padded, strided
 from moe_ops.testing import TOL, assert_close
-from tests.ops.refused import Bad, assert_refused, wrong_device, wrong_dtype, wrong_rank, wrong_size
+from tests.ops.refused import (
+    FIRST_FLOAT_NAMES,
+    Bad,
+    assert_refused,
+    wrong_device,
+    wrong_dtype,
+    wrong_rank,
+    wrong_size,
+)
 
 NAN = float("nan")
 R, D, F, E = 21, 24, 40, 5
@@ -255,7 +263,7 @@ GOOD = {
 EXPERTS = "2 (the experts of w_EFD)"
 BAD = {
     "x_rank": wrong_rank("x_RD", (4,), 2),
-    "x_dtype": wrong_dtype("x_RD", (6, 4), "float64"),
+    "x_dtype": wrong_dtype("x_RD", (6, 4), "int32", FIRST_FLOAT_NAMES),
     "w_rank": wrong_rank("w_EFD", (3, 4), 3),
     "w_dtype": wrong_dtype("w_EFD", (2, 3, 4), "float16", "float32"),
     "w_width": wrong_size("w_EFD", (2, 3, 5), 2, "4 (the width of x_RD)"),

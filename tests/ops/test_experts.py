@@ -11,7 +11,15 @@ from moe_ops.checks.shapes import DTYPES, FLOATS
 from moe_ops.conformance.tensors import distinct_logits, half_map, padded, strided, with_holes
 from moe_ops.testing import CASES, F32, GPT_OSS, TOL, Case, assert_close, make_layer
 from tests.chosen import in_turn
-from tests.ops.refused import Bad, assert_refused, wrong_device, wrong_dtype, wrong_rank, wrong_size
+from tests.ops.refused import (
+    FIRST_FLOAT_NAMES,
+    Bad,
+    assert_refused,
+    wrong_device,
+    wrong_dtype,
+    wrong_rank,
+    wrong_size,
+)
 
 NAN = float("nan")
 TIGHT = TOL["experts", F32]
@@ -291,7 +299,7 @@ WIDTH, ROWS = "4 (the width of x_TD)", "the rows of one expert's weight"
 # Bad values of the arguments that both ops share.
 BAD = {
     "x_rank": wrong_rank("x_TD", (4,), 2),
-    "x_dtype": wrong_dtype("x_TD", (T, D), "float64"),
+    "x_dtype": wrong_dtype("x_TD", (T, D), "int32", FIRST_FLOAT_NAMES),
     "w13_scalar": wrong_rank("w13_EFD", (), 3),
     "w13_rank": wrong_rank("w13_EFD", (2, 4), 3),
     "w13_dtype": wrong_dtype("w13_EFD", (E, 2 * I, D), "float16", "float32"),

@@ -10,7 +10,15 @@ from moe_ops import route
 from moe_ops.checks.shapes import DTYPES, FLOATS
 from moe_ops.conformance.tensors import distinct_logits, strided
 from moe_ops.testing import TOL, assert_close
-from tests.ops.refused import Bad, assert_refused, wrong_device, wrong_dtype, wrong_rank, wrong_size
+from tests.ops.refused import (
+    FIRST_FLOAT_NAMES,
+    Bad,
+    assert_refused,
+    wrong_device,
+    wrong_dtype,
+    wrong_rank,
+    wrong_size,
+)
 from tests.published_routers import ROUTERS, E, K, Router, T, arguments, oracle
 
 each_router = pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
@@ -154,7 +162,7 @@ GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
 ONE_EACH = "8 (one per expert of logits_TE)"
 BAD = {
     "rank": wrong_rank("logits_TE", (8,), 2),
-    "dtype": wrong_dtype("logits_TE", (3, 8), "float64"),
+    "dtype": wrong_dtype("logits_TE", (3, 8), "int32", FIRST_FLOAT_NAMES),
     "top_k_above_experts": Bad(
         {"top_k": 9}, "top_k=9 must be from 1 to the 8 experts of logits_TE; lower top_k"
     ),
