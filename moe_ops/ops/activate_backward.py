@@ -77,10 +77,10 @@ def activate_backward(call: ActivateBackwardCall) -> tuple[Tensor, Tensor, Tenso
     Source of the gradient by weights without the second product's result: SonicMoE,
     arXiv:2512.14080.
     """
-    y, dh_RI, dtype = wide(call.y_RF), wide(call.dh_RI), call.y_RF.dtype
-    weights_TK, used_R1 = call.weights_TK, (call.rows_R >= 0)[:, None]
+    weights_TK, used_R1, dtype = call.weights_TK, (call.rows_R >= 0)[:, None], call.y_RF.dtype
     pair_R = call.rows_R.clamp(min=0).long()
-    # Of what unused rows hold, no gradient may reach a weight.
+    # Of what unused rows hold, no gradient may be made: neither theirs, nor that of a weight.
+    y, dh_RI = (torch.where(used_R1, wide(t), 0.0) for t in (call.y_RF, call.dh_RI))
     weight_R1 = torch.where(used_R1, wide(weights_TK).reshape(-1)[pair_R][:, None], 0.0)
     gate, up = _halves(y, call)
     f, df = _with_derivative(gate if call.limit is None else gate.clamp(max=call.limit), call)

@@ -72,13 +72,14 @@ def combine(call: CombineCall) -> Tensor:
     row_of_pair = torch.full((R + 1,), -1, dtype=torch.int64, device=y_RD.device)
     target = rows_R.long().clamp(-1, R) % (R + 1)
     row_of_pair = row_of_pair.scatter(0, target, torch.arange(R, device=y_RD.device))[:R]
-    y_TKD = y_RD[row_of_pair.clamp(min=0)].view(T, K, y_RD.shape[1])
-    products = y_TKD * weights_TK[..., None]
     unused = (row_of_pair < 0).view(T, K, 1)
-    # Where the host may look, the copy that a mask takes is made for pairs without a row alone.
+    y_TKD = y_RD[row_of_pair.clamp(min=0)].view(T, K, y_RD.shape[1])
+    weights_TK1 = weights_TK[..., None]
+    # Where the host may look, the copy that a mask takes is made for pairs without a row alone. It
+    # is one of both factors: of what either holds there, the gradient of the other would be made.
     if not readable(rows_R) or bool(unused.any()):
-        products = products.masked_fill(unused, 0.0)
-    return products.sum(1, dtype=wide_dtype(y_RD)).to(y_RD.dtype)
+        y_TKD, weights_TK1 = y_TKD.masked_fill(unused, 0.0), weights_TK1.masked_fill(unused, 0.0)
+    return (y_TKD * weights_TK1).sum(1, dtype=wide_dtype(y_RD)).to(y_RD.dtype)
 
 
 combine.fake(fake_impls.combine)
