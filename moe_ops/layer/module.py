@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from moe_ops.checks.shapes import FLOATS, INDICES, check_size, check_tensor
+from moe_ops.checks.shapes import INDICES, check_float, check_size, check_tensor
 from moe_ops.layer.checks import check_arguments, check_input
 from moe_ops.layer.exchange import Exchange, check_rows
 from moe_ops.layer.operands import operands_of
@@ -297,7 +297,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
 
         Fused shared experts have the weight 1, and on ranks that do not serve a token the id -1.
         """
-        check_tensor("logits_TE", logits_TE, 2, FLOATS)
+        check_float("logits_TE", logits_TE, 2)
         check_size("logits_TE", logits_TE, 1, self.num_experts, "the experts of the layer")
         if self.routing.custom is not None:
             weights_TK, ids_TK = self.routing.custom(x_TD, logits_TE, self.top_k)

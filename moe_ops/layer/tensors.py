@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_ops.checks.shapes import FLOATS
+from moe_ops.checks.shapes import FLOATS, FLOATS_OR_DOUBLE
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.expert_map import ExpertPlacement
 from moe_ops.parallel.replicas import ExpertReplicas
@@ -153,9 +153,11 @@ def tensor_specs(
     num_biased: how many experts have a correction bias, 0 for none. w2_bias is added once in the
     sum of the ranks, so the first tensor-parallel rank alone holds it.
     """
-    if dtype not in FLOATS:
-        wanted = ", ".join(str(d).removeprefix("torch.") for d in FLOATS)
+    dtypes = FLOATS_OR_DOUBLE if formats is None else FLOATS
+    if dtype not in dtypes:
+        wanted = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise TypeError(f"dtype must be {wanted}, the dtype of tokens; got {dtype}")
+    wide = torch.promote_types(dtype, torch.float32)
     E, F, D, I = sizes.E, sizes.F, sizes.D, sizes.I  # noqa: E741
     specs: dict[str, TensorSpec | None] = dict.fromkeys(NAMES)
     for name, rows, columns in (("w13", F, D), ("w2", D, I)):
@@ -173,7 +175,7 @@ def tensor_specs(
         if holds_w2_bias:
             specs["w2_bias"] = TensorSpec(shape=(E, D), dtype=dtype, fan_in=I)
     if num_biased:
-        specs["correction_bias"] = TensorSpec(shape=(num_biased,), dtype=torch.float32)
+        specs["correction_bias"] = TensorSpec(shape=(num_biased,), dtype=wide)
     return specs
 
 

@@ -57,6 +57,7 @@ def rewrite(graph: fx.Graph, found: Experts) -> None:
     E, T, D = w13.shape[0], x.shape[0], x.shape[1]
     dtypes = {tensor(n).dtype for n in (found.x, found.w13, found.w2)}
     require(len(dtypes) == 1, f"its input and weights differ in dtype: {dtypes}")
+    require(x.dtype is not torch.float64, "it computes in float64")
     require(out.dtype is x.dtype or _is_rounded(found.out), f"its result is {out.dtype}")
     require(isinstance(E, int), "the number of experts is not known")
     require(has_shape(out, T, D), f"its result has the shape {tuple(out.shape)}")

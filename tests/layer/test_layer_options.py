@@ -110,7 +110,14 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "multiple": ({"hidden_multiple": 0}, ValueError, "hidden_multiple=0 must be at least 1"),
     "shared": ({"shared_experts": -1}, ValueError, "shared_experts=-1 must be at least 0"),
     "redundant": ({"redundant_experts": -1}, ValueError, "redundant_experts=-1 must be at least 0"),
-    "dtype": ({"dtype": torch.float64}, TypeError, "dtype must be float32, bfloat16, float16"),
+    "dtype": (
+        {"dtype": torch.int32}, TypeError, "dtype must be float32, bfloat16, float16, float64"
+    ),
+    "float64_codes": (
+        {"dtype": torch.float64, "quant": QuantConfig(weights="int8:row")},
+        TypeError,
+        "dtype must be float32, bfloat16, float16, the dtype of tokens; got torch.float64",
+    ),
 }  # fmt: skip
 
 
