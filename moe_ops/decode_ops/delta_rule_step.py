@@ -80,7 +80,8 @@ def delta_rule_step(call: DeltaRuleStepCall) -> Tensor:
 
     [B, H, V], of the dtype of q. The state is float32 and is written in place. H / N heads share a
     key. g, of which nothing is above 0, is [B, H], or [B, H, D] with a gate for each row of S. If
-    `normalize`, q and k are first x / sqrt(Σ x² + 1e-6). All sums are in float32. On a GPU it is
+    `normalize`, q and k are first x / sqrt(Σ x² + 1e-6). All sums are in float32. It writes over
+    what a gradient would read, so autograd refuses one; `delta_rule` has it. On a GPU it is
     one launch, which reads and writes the state once; if `ahead`, it may read it ahead of the end
     of the launch before: what wrote it must have ended two launches ago. Raises ValueError for what
     `refusal` names.
