@@ -47,11 +47,13 @@ def check(call: ExpertsBackwardCall) -> None:
     I = layer.widths[1]  # noqa: E741
     F = 2 * I if layer.gated else I
     pairs = "tokens times top-k of ids_TK"
-    for name, t in (("y_RF", call.y_RF), ("grad_y_RF", call.grad_y_RF)):
-        if t is not None:
-            check_tensor(name, t, 2, (x_TD.dtype,), "give what experts_saving gave")
-            check_size(name, t, 0, T * K, pairs)
-            check_size(name, t, 1, F, "the rows of one expert's first weight")
+    of_rows = {"y_RF": call.y_RF}
+    if call.grad_y_RF is not None:
+        of_rows["grad_y_RF"] = call.grad_y_RF
+    for name, t in of_rows.items():
+        check_tensor(name, t, 2, (x_TD.dtype,), "give what experts_saving gave")
+        check_size(name, t, 0, T * K, pairs)
+        check_size(name, t, 1, F, "the rows of one expert's first weight")
     check_tensor("grad_TD", call.grad_TD, 2, (x_TD.dtype,), "convert it to the dtype of x_TD")
     check_size("grad_TD", call.grad_TD, 0, T, "the tokens of x_TD")
     check_size("grad_TD", call.grad_TD, 1, x_TD.shape[1], "the width of x_TD")
