@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "arena": May(),
     "twin": May(frozenset({"interop"})),
     "testing": May(LOW),
-    "ranks": May(frozenset({"interop", "registry"})),
+    "ranks": May(frozenset({"checks", "interop", "registry"})),
     "ops": May(LOW | {"fake_impls", "quant", "ranks"}),
     "kernels": May(frozenset({"interop"}), TRITON),
     "decode_ops": May(OP | {"fake_impls", "kernels"}),

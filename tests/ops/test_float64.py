@@ -164,7 +164,7 @@ def test_a_mixture_with_other_floats_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["expert_gemm", "experts", "moe", "experts_over_ranks"])
-def test_quantised_weights_are_refused(name: str) -> None:
+def test_weights_in_codes_are_refused(name: str) -> None:
     found = coded(name)
     assert found
     for args in found.values():
