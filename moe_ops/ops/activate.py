@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ops import fake_impls
 from moe_ops.checks.options import check_finite
-from moe_ops.checks.shapes import check_choice, check_float, wide
+from moe_ops.checks.shapes import FLOATS_OR_DOUBLE, check_choice, check_tensor, wide
 from moe_ops.registry.spec import op
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
@@ -49,7 +49,7 @@ class ActivateCall:
 
 def check(call: ActivateCall) -> None:
     """Raise ValueError or TypeError unless `activate` takes these arguments."""
-    check_float("y_RF", call.y_RF, 2)
+    check_tensor("y_RF", call.y_RF, 2, FLOATS_OR_DOUBLE)
     check_activation(call)
     if call.gated and call.y_RF.shape[1] % 2:
         raise ValueError(

@@ -13,10 +13,12 @@ from moe_ops.checks.options import check_finite
 from moe_ops.checks.shapes import (
     DOUBLE,
     DTYPES,
+    FLOATS_OR_DOUBLE,
     check_choice,
     check_devices,
     check_float,
     check_size,
+    check_tensor,
     wide,
 )
 from moe_ops.registry.spec import op
@@ -58,7 +60,7 @@ class RouteCall:
 def check(call: RouteCall) -> None:
     """Raise ValueError or TypeError unless `route` takes these arguments."""
     logits_TE, bias_E, per_expert_scale_E = call.logits_TE, call.bias_E, call.per_expert_scale_E
-    check_float("logits_TE", logits_TE, 2)
+    check_tensor("logits_TE", logits_TE, 2, FLOATS_OR_DOUBLE)
     E = logits_TE.shape[1]
     if not 1 <= call.top_k <= E:
         raise ValueError(

@@ -318,7 +318,9 @@ class Op(Registration):
             if name is not None:
                 return self._pick_forced(name, device, call)
         candidates = self._order.get(device) or self.candidates(device)
-        if len(candidates) == 1 or first.dtype is DOUBLE:
+        if len(candidates) == 1:
+            return candidates[0]
+        if first.dtype is DOUBLE:
             return candidates[-1]
         beyond: Backend | None = None
         for backend in candidates:
