@@ -62,9 +62,9 @@ WEIGHTS_ALONE = {"weights": qwen, "adopted": gpt_oss}  # and the model that was 
 def of_floats(name: str, model: nn.Module) -> nn.Module:
     """Transformers' own model, with the weights that the codes of `model` stand for."""
     floats = WEIGHTS_ALONE[name]()
-    for quantised, own in zip(experts_of(model), experts_of(floats), strict=True):
+    for coded, own in zip(experts_of(model), experts_of(floats), strict=True):
         for projection in ("gate_up_proj", "down_proj"):
-            w = decoded(quantised, projection)
+            w = decoded(coded, projection)
             getattr(own, projection).copy_(w.transpose(1, 2) if own.is_transposed else w)
     return floats
 
