@@ -14,9 +14,10 @@ from moe_ops.backends import (
     triton_gemm,
     triton_quantize,
     triton_ranks,
+    triton_training,
 )
 
 __all__ = [
     "aten", "aten_decode", "cpu", "cpu_stages", "dequantize", "flashinfer", "over_ranks", "push",
-    "triton", "triton_decode", "triton_gemm", "triton_quantize", "triton_ranks",
+    "triton", "triton_decode", "triton_gemm", "triton_quantize", "triton_ranks", "triton_training",
 ]  # fmt: skip

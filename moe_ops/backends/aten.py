@@ -87,9 +87,6 @@ def grouped_experts(call: ExpertsCall) -> Tensor:
 experts.remembers("aten")
 
 
-WGRAD = ("a_rows_R", "b_rows_R", "out_dtype")
-
-
 def supports_wgrad(call: ExpertWgradCall) -> str | None:
     a_RM, b_RN = call.a_RM, call.b_RN
     if needs_grad(a_RM, b_RN):
@@ -109,7 +106,7 @@ def supports_wgrad(call: ExpertWgradCall) -> str | None:
     return None
 
 
-@expert_wgrad.backend("aten", reads=WGRAD, supports=supports_wgrad)
+@expert_wgrad.backend("aten", reads=reads.WGRAD, supports=supports_wgrad)
 def grouped_wgrad(call: ExpertWgradCall) -> Tensor:
     """`expert_wgrad` on PyTorch's grouped GEMM, on a CPU by a product for each expert. Named rows
     are copied."""

@@ -1,0 +1,131 @@
+"""The backward of the activation, a few rows a program; `moe_ops/ops/activate_backward.py` has the
+math.
+
+R rows, I columns behind the activation; y has twice as many if it is gated. Pairs of token and
+choice without a row get their 0 by a launch ahead of that of the rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.triton import Act
+from moe_ops.kernels.triton.activation import activate, derivative, shifted
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options, take_turn
+from moe_ops.kernels.triton.replay import launch
+
+TILE = 4096  # bytes of h that a program makes at once
+COLUMNS = 256  # the most values of a row among them
+CLEARED = 1024  # values of a program of `clear_kernel`
+
+
+@on_its_device
+def activate_backward(
+    dh_RI: Tensor, y_RF: Tensor, weights_TK: Tensor, rows_R: Tensor, act: Act, for_weights: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The `activate_backward` op, of gradients and y whose rows are contiguous, and of contiguous
+    weights and names of rows."""
+    (R, I), pairs, options = dh_RI.shape, weights_TK.numel(), pdl_options(dh_RI)
+    dy_RF = y_RF.new_empty(y_RF.shape)
+    wh_RI = y_RF.new_empty(R if for_weights else 0, I)
+    dweights_TK = y_RF.new_empty(weights_TK.shape, dtype=torch.float32)
+    if pairs == 0:
+        return dy_RF, wh_RI, dweights_TK
+    launch(
+        clear_kernel, (triton.cdiv(pairs, CLEARED),), dweights_TK, pairs,
+        BLOCK=CLEARED, num_warps=4, **options,
+    )  # fmt: skip
+    BI = min(COLUMNS, triton.next_power_of_2(max(I, 1)))
+    BR = TILE // (BI * y_RF.element_size())
+    launch(
+        activate_backward_kernel, (triton.cdiv(R, BR),),
+        dh_RI, y_RF, weights_TK, rows_R, dy_RF, wh_RI if for_weights else None, dweights_TK,
+        dh_RI.stride(0), y_RF.stride(0), R,
+        I=I, ACT=act, BR=BR, BI=BI, num_warps=4, **options,
+    )  # fmt: skip
+    return dy_RF, wh_RI, dweights_TK
+
+
+@triton.jit(do_not_specialize=["N"])
+def clear_kernel(out_ptr, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    take_turn(PDL)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask=at < N)
+
+
+@triton.jit(do_not_specialize=["R"])
+def activate_backward_kernel(
+    dh_ptr, y_ptr, weights_ptr, rows_ptr, dy_ptr, wh_ptr, dweights_ptr, stride_dh, stride_y, R,
+    I: tl.constexpr, ACT: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BR rows by one program, BI columns at a time; nothing of unused rows is read or written."""
+    F: tl.constexpr = 2 * I if ACT.gated else I
+    LIMIT: tl.constexpr = ACT.limit
+    take_turn(PDL)
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    pair = tl.load(rows_ptr + row, mask=row < R, other=-1)
+    used = pair >= 0
+    weight = tl.load(weights_ptr + pair, mask=used, other=0.0).to(tl.float32)[:, None]
+    row = row.to(tl.int64)[:, None]
+    dots = tl.zeros((BR, BI), tl.float32)  # of what `dh` and `h` have in a column of each step
+    for first in range(0, I, BI):
+        i = first + tl.arange(0, BI)[None, :]
+        inside = used[:, None] & (i < I)
+        dh = tl.load(dh_ptr + row * stride_dh + i, mask=inside, other=0.0).to(tl.float32)
+        if ACT.gated:
+            gate, up = halves_of(y_ptr + row * stride_y, first, used[:, None], I, BR, BI, ACT)
+            f = activate(gate, ACT)
+            factor = shifted(up, ACT)
+            h = f * factor
+            dgate = weight * dh * derivative(gate, ACT) * factor
+            dup = weight * dh * f
+            if LIMIT is not None:
+                dup *= ((up >= -LIMIT) & (up <= LIMIT)).to(tl.float32)
+            store_halves(dy_ptr + row * F, first, used[:, None], dgate, dup, I, BI, ACT)
+        else:
+            y = tl.load(y_ptr + row * stride_y + i, mask=inside, other=0.0).to(tl.float32)
+            h = activate(y, ACT)
+            dy = weight * dh * derivative(y, ACT)
+            tl.store(dy_ptr + row * F + i, dy.to(dy_ptr.dtype.element_ty), mask=inside)
+        if wh_ptr is not None:
+            wh = (weight * h).to(wh_ptr.dtype.element_ty)
+            tl.store(wh_ptr + row * I + i, wh, mask=inside)
+        dots += dh * h
+    tl.store(dweights_ptr + pair, tl.sum(dots, 1), mask=used)
+
+
+@triton.jit
+def halves_of(
+    y_ptrs, first, used, I: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr, ACT: tl.constexpr
+):
+    """Gate and up of the rows at y_ptrs, for BI columns of h from `first` on, in float32."""
+    if ACT.interleaved:
+        f = 2 * first + tl.arange(0, 2 * BI)[None, :]
+        both = tl.load(y_ptrs + f, mask=used & (f < 2 * I), other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(both, (BR, BI, 2)))
+    else:
+        i = first + tl.arange(0, BI)[None, :]
+        inside = used & (i < I)
+        gate = tl.load(y_ptrs + i, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(y_ptrs + I + i, mask=inside, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
+def store_halves(
+    dy_ptrs, first, used, dgate, dup, I: tl.constexpr, BI: tl.constexpr, ACT: tl.constexpr
+):
+    """Store the gradients of what `halves_of` loads."""
+    dgate = dgate.to(dy_ptrs.dtype.element_ty)
+    dup = dup.to(dy_ptrs.dtype.element_ty)
+    if ACT.interleaved:
+        f = 2 * first + tl.arange(0, 2 * BI)[None, :]
+        tl.store(dy_ptrs + f, tl.interleave(dgate, dup), mask=used & (f < 2 * I))
+    else:
+        i = first + tl.arange(0, BI)[None, :]
+        inside = used & (i < I)
+        tl.store(dy_ptrs + i, dgate, mask=inside)
+        tl.store(dy_ptrs + I + i, dup, mask=inside)
