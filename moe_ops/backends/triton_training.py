@@ -31,8 +31,8 @@ def launch_wgrad(call: ExpertWgradCall) -> Tensor:
 
 
 def _wgrad(call: ExpertWgradCall, before: Before = None) -> Tensor:
-    from moe_ops.kernels.triton.experts.products.wgrad import wgrad
     from moe_ops.kernels.triton.replay import replay
+    from moe_ops.kernels.triton.wgrad import wgrad
 
     c = call
     rows = contiguous(c.a_rows_R), contiguous(c.b_rows_R)

@@ -37,11 +37,13 @@ from moe_ops.backends.triton_inputs import inputs_of
 from moe_ops.kernels.triton import (
     TINY_PAIRS,
     TINY_TOKENS,
+    activate_backward,
     push,
     push_sum,
     quantize_blocks,
     routing,
     static_factors,
+    wgrad,
 )
 from moe_ops.kernels.triton import quantize as quantize_kernels
 from moe_ops.kernels.triton.decode import latents, linears, one_query, rope, rope_attention
@@ -61,6 +63,7 @@ from tests.kernels.offline_codes import PATHS, calls_by_row, quantized_layer
 from tests.kernels.offline_latents import calls_over_latents
 from tests.kernels.offline_ranks import over_ranks, pushed, summed
 from tests.kernels.offline_states import WITH_STATES, with_states
+from tests.kernels.offline_training import calls_of_training
 from tests.published_routers import ROUTERS, Router, arguments
 
 TYPES = {
@@ -111,8 +114,7 @@ def source_of(
     kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ASTSource | GluonASTSource:
     """What Triton would compile for a launch: integers of 1 are constants, and those that 16
-    divides are known to be, as are the addresses of tensors.
-    """
+    divides are known to be, as are the addresses of tensors."""
     given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     signature, constants, attributes = {}, {}, {}
     for index, param in enumerate(kernel.params):
@@ -178,12 +180,13 @@ def compile_launches(
     with ExitStack() as patched:
         patched.enter_context(patch.object(JITFunction, "run", run))
         for module in (
-            combine, dequantized_weights, fake_quantized, group_scales, latents, linears, one_query,
-            permuted, push, push_sum, register_stream, rope, rope_attention, routing, row_scales,
-            rows, sort, *WITH_STATES, tiny, quantize_kernels, quantize_blocks, static_factors,
+            activate_backward, combine, dequantized_weights, fake_quantized, group_scales, latents,
+            linears, one_query, permuted, push, push_sum, register_stream, rope, rope_attention,
+            routing, row_scales, rows, sort, *WITH_STATES, tiny, quantize_kernels, quantize_blocks,
+            static_factors,
         ):  # fmt: skip
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
-        for module in (grouped_plain, latents, linears, rope_attention, triton_tiles):
+        for module in (grouped_plain, latents, linears, rope_attention, triton_tiles, wgrad):
             patched.enter_context(patch.object(module, "shared_memory", lambda _: memory))
         patched.enter_context(patch.object(latents, "is_hopper", lambda _: capability == 90))
         for module in (push, push_sum):
@@ -198,16 +201,16 @@ BOTH = ("qwen3_next", "gpt_oss_20b")  # take every tile between them
 
 
 def of_floats_or_latents(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Between them they launch every kernel of both."""
+    """Between them they launch every kernel of both, and of training."""
     yield from itertools.islice(calls(capability, all=False), 3, None, 5)
     yield from calls_over_latents(capability)
+    yield from calls_of_training(capability)
 
 
 def calls(capability: int, all: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Calls that between them launch every tile, every router and, if `all` are wanted, every
     activation; of the six layers for which tiles were tuned all, or two that take every tile and a
-    third of what else there is.
-    """
+    third of what else there is."""
     layers = LAYERS if all else {n: LAYERS[n] for n in BOTH}
     step = 1 if all else 3
     for name, router in ROUTERS.items():
@@ -240,10 +243,8 @@ def calls(capability: int, all: bool) -> Iterator[tuple[str, Callable[[], Any]]]
     yield from with_states()
     for name, args in [*ACTIVATIONS.items()][::step]:
         for backend in ("tiny", "rows", "grouped"):
-            yield (
-                f"{name} {backend}",
-                lambda b=backend, a=args: layer(LAYERS["olmoe"], b, 4, False, **a),
-            )
+            call = functools.partial(layer, LAYERS["olmoe"], backend, 4, False, **args)
+            yield f"{name} {backend}", call
     for shape in ATTENTION[::step]:
         yield f"eight queries {shape}", lambda s=shape: attended(*s, queries=8)
 
@@ -285,7 +286,7 @@ def calls_of_codes(
         yield f"{most.K} choices {w_format} {x_format}", call
 
 
-ONE_OF_EACH = "one_of_each"  # kernel of floats and of latents
+ONE_OF_EACH = "one_of_each"  # kernel of floats, of latents and of training
 PARTS: dict[str, Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]] = {
     ONE_OF_EACH: of_floats_or_latents,
     "floats": functools.partial(calls, all=False),
@@ -294,6 +295,7 @@ PARTS: dict[str, Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]] = {
     "by_row": calls_by_row,
     "latents": calls_over_latents,
     "ranks": calls_over_ranks,
+    "training": calls_of_training,
     "more_codes": lambda capability: calls_of_codes(capability, FORMATS[3:11]),
     "other_codes": lambda capability: calls_of_codes(capability, FORMATS[11:]),
 }
@@ -390,8 +392,7 @@ def main() -> None:
     capability, part = int(sys.argv[1]), sys.argv[2]
     known: set[tuple[Any, ...]] = set()
     for name, call in PARTS[part](capability):
-        one = part == ONE_OF_EACH
-        for found in compile_launches(call, capability, known, one_of_each=one):
+        for found in compile_launches(call, capability, known, one_of_each=part == ONE_OF_EACH):
             print(json.dumps({"call": name, **found}), flush=True)
 
 

@@ -26,8 +26,9 @@ FLOATS = EXPERTS | {
     "convolution_step_kernel",
 }  # fmt: skip
 LATENTS = {"latents_kernel", "latents_merge"}
+TRAINING = {"wgrad_kernel", "activate_backward_kernel", "clear_kernel"}
 KERNELS = {
-    "one_of_each": FLOATS | LATENTS,
+    "one_of_each": FLOATS | LATENTS | TRAINING,
     "floats": FLOATS,
     "all_floats": FLOATS,
     "latents": LATENTS,
@@ -35,6 +36,7 @@ KERNELS = {
         "pack_kernel", "unpack_kernel", "combine_kernel", "dispatch_kernel",
         "combine_pushed_kernel", "sum_pushed_kernel",
     },
+    "training": TRAINING,
     "codes": EXPERTS | {"arrange_kernel", "decode_kernel"},
     "by_row": EXPERTS | {
         "quantize_rows_kernel", "largest_kernel", "largest_of_pairs_kernel", "quantize_kernel",
@@ -55,8 +57,8 @@ CAPABILITIES = (90, 80, 89, 100)
 
 
 def each() -> Iterator[Any]:
-    """One variant of each kernel of floats and of latents, for Hopper, is tested always; tiles are
-    tuned for it alone, so all of floats are compiled for it alone."""
+    """One variant of each kernel of floats, latents and training, for Hopper, is tested always;
+    tiles are tuned for it alone, so all of floats are compiled for it alone."""
     for capability, part in itertools.product(CAPABILITIES, KERNELS):
         if capability != 90 and part in ("one_of_each", "all_floats"):
             continue
@@ -76,7 +78,8 @@ def test_every_variant_compiles_and_spills_nothing(capability: int, part: str) -
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     variants = [json.loads(line) for line in done.stdout.splitlines()]
-    quantized = part not in ("one_of_each", "latents", "ranks") and not part.endswith("floats")
+    others = ("one_of_each", "latents", "ranks", "training")
+    quantized = part not in others and not part.endswith("floats")
     streamed = STREAMED if capability == 90 and quantized else set()
     over_latents = capability == 90 and part in ("one_of_each", "latents")
     hopper = {"latents_hopper_kernel"} if over_latents else set()

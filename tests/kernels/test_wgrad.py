@@ -14,7 +14,7 @@ from moe_ops import expert_wgrad
 from moe_ops.conformance import Only, examine
 from moe_ops.conformance.memory import surrounded
 from moe_ops.conformance.tensors import strided
-from moe_ops.kernels.triton.experts.products.wgrad import Tiles, tiles_for, wgrad
+from moe_ops.kernels.triton.wgrad import Tiles, tiles_for, wgrad
 from moe_ops.testing import BF16, CASES, DEVICE, F16, F32, TOL, Case, assert_close
 from tests.kernels.sampled import anywhere, hold, run
 

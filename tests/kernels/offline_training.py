@@ -1,0 +1,56 @@
+"""Calls that between them launch every tile of the gradients of experts, and every activation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops.kernels.triton import Act, activate_backward, wgrad
+from moe_ops.ops.activate import Activation
+from moe_ops.testing import ACTIVATIONS, BF16, F16, F32
+
+E, T, K = 8, 512, 8
+# M, N of gradients: of both weights of a layer, of a small one, of odd ones, and of a bias.
+SIZES = ((1536, 2048), (2048, 768), (64, 48), (129, 260), (33, 17), (1536, 1), (33, 1))
+
+
+def calls_of_training(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    for sizes in SIZES:
+        for rows, named in ((T * K, (False, True)), (8 * T * K, (True, False))):
+            yield f"wgrad {sizes} {rows}", functools.partial(gradient, *sizes, rows, named, BF16)
+        for dtype, out in ((F16, F16), (F32, F32), (BF16, F32)):
+            call = functools.partial(gradient, *sizes, T * K, (False, False), dtype, out)
+            yield f"wgrad {sizes} {dtype} {out}", call
+    for name in ACTIVATIONS:
+        for width, dtype in ((768, BF16), (2880, BF16), (17, F16), (768, F32)):
+            call = functools.partial(activation, name, width, dtype, width != 2880)
+            yield f"{name} backward {width} {dtype}", call
+
+
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def gradient(
+    M: int, N: int, R: int, named: tuple[bool, bool], dtype: torch.dtype,
+    out: torch.dtype | None = None,
+) -> None:  # fmt: skip
+    """`named`: whether rows of a, and of b, are."""
+    a, b = (
+        empty(T if n else R, width, dtype=dtype) for n, width in zip(named, (M, N), strict=True)
+    )
+    names = (empty(R, dtype=torch.int32) if n else None for n in named)
+    wgrad.wgrad(a, b, empty(E, dtype=torch.int32), *names, out or dtype)
+
+
+def activation(name: str, width: int, dtype: torch.dtype, for_weights: bool) -> None:
+    act = Act(*Activation(**{"kind": "silu"} | ACTIVATIONS[name]).args)
+    F = 2 * width if act.gated else width
+    activate_backward.activate_backward(
+        empty(T * K, width, dtype=dtype), empty(T * K, F, dtype=dtype), empty(T, K, dtype=F32),
+        empty(T * K, dtype=torch.int32), act, for_weights,
+    )  # fmt: skip
