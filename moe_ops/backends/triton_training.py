@@ -8,8 +8,14 @@ from moe_ops.backends import reads
 from moe_ops.backends.strides import contiguous, with_rows
 from moe_ops.backends.triton_ahead import Before, compiles_ahead
 from moe_ops.backends.triton_device import FLOATS, either, refuse_device
+from moe_ops.backends.triton_hopper import refuse_gemm, refused_products
+from moe_ops.backends.triton_support import supports_experts
+from moe_ops.kernels.triton import Act
 from moe_ops.ops.activate_backward import ActivateBackwardCall, activate_backward
 from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad
+from moe_ops.ops.experts import ExpertsCall
+from moe_ops.ops.experts_backward import ExpertsBackwardCall, experts_backward
+from moe_ops.ops.experts_saving import ExpertsSavingCall, experts_saving
 from moe_ops.registry.gradients import needs_grad
 
 
@@ -67,14 +73,87 @@ def launch_activate_backward(call: ActivateBackwardCall) -> tuple[Tensor, Tensor
 def _activate_backward(
     call: ActivateBackwardCall, before: Before = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from moe_ops.kernels.triton import Act
     from moe_ops.kernels.triton.activate_backward import activate_backward as launched
     from moe_ops.kernels.triton.replay import replay
 
     c = call
     tensors = with_rows(c.dh_RI), with_rows(c.y_RF), contiguous(c.weights_TK), contiguous(c.rows_R)
-    act = Act(c.kind, c.gated, c.interleaved, c.alpha, c.limit, c.up_shift)
-    return replay(launched, tensors, (act, c.for_weights), before)
+    return replay(launched, tensors, (_act(c), c.for_weights), before)
+
+
+def _act(call: ActivateBackwardCall | ExpertsCall) -> Act:
+    c = call
+    return Act(c.kind, c.gated, c.interleaved, c.alpha, c.limit, c.up_shift)
 
 
 compiles_ahead(activate_backward, "triton", _activate_backward)
+
+
+def supports_saving(call: ExpertsSavingCall) -> str | None:
+    return supports_experts(call.layer)
+
+
+@experts_saving.backend(
+    "triton", reads=reads.FLOAT_EXPERTS, supports=supports_saving, devices=("cuda",), priority=1
+)
+def launch_saving(call: ExpertsSavingCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`experts_saving` by the products of triton.grouped; tokens are read where they are."""
+    return _saving(call)
+
+
+def _saving(
+    call: ExpertsSavingCall, before: Before = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from moe_ops.kernels.triton.experts.training import saving
+    from moe_ops.kernels.triton.replay import replay
+
+    c = call.layer
+    up, down = refused_products(c)
+    tensors = (
+        with_rows(c.x_TD), contiguous(c.weights_TK), contiguous(c.ids_TK), c.w13_EFD, c.w2_EDI,
+        contiguous(c.b13_EF), contiguous(c.b2_ED), contiguous(c.expert_map),
+    )  # fmt: skip
+    return replay(saving, tensors, (c.transposed, _act(c), (up is None, down is None)), before)
+
+
+compiles_ahead(experts_saving, "triton", _saving)
+
+
+def supports_backward(call: ExpertsBackwardCall) -> str | None:
+    if needs_grad(call.grad_TD, call.y_RF):
+        return "is not differentiable, and an argument requires grad"
+    return supports_experts(call.layer)
+
+
+@experts_backward.backend(
+    "triton",
+    reads=(*reads.FLOAT_EXPERTS, "for_tokens", "for_weights"),
+    supports=supports_backward,
+    devices=("cuda",),
+    priority=1,
+)
+def launch_backward(call: ExpertsBackwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`experts_backward` by the products of triton.grouped; gradients are read where they are."""
+    return _backward(call)
+
+
+def _backward(
+    call: ExpertsBackwardCall, before: Before = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from moe_ops.kernels.triton.experts.training import backward
+    from moe_ops.kernels.triton.replay import replay
+
+    c, grad_TD, y_RF = call.layer, with_rows(call.grad_TD), contiguous(call.y_RF)
+    tensors = (
+        grad_TD, y_RF, contiguous(call.rows_R), contiguous(call.ends_E), contiguous(c.weights_TK),
+        c.w13_EFD, c.w2_EDI, contiguous(c.b2_ED),
+    )  # fmt: skip
+    w13_EDF, w2_EID = (w if c.transposed else w.transpose(1, 2) for w in (c.w13_EFD, c.w2_EDI))
+    # The gradient of y is laid out as y is, and begins anew.
+    wgmma = (refuse_gemm(grad_TD, w2_EID) is None, refuse_gemm(y_RF, w13_EDF) is None)
+    rest = (c.transposed, _act(c), (call.for_tokens, call.for_weights), wgmma)
+    dx_TD, dweights_TK, dy_RF, wh_RI = replay(backward, tensors, rest, before)
+    return dx_TD, dweights_TK.to(c.weights_TK.dtype), dy_RF, wh_RI
+
+
+compiles_ahead(experts_backward, "triton", _backward)

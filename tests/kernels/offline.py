@@ -37,7 +37,6 @@ from moe_ops.backends.triton_inputs import inputs_of
 from moe_ops.kernels.triton import (
     TINY_PAIRS,
     TINY_TOKENS,
-    activate_backward,
     push,
     push_sum,
     quantize_blocks,
@@ -63,7 +62,7 @@ from tests.kernels.offline_codes import PATHS, calls_by_row, quantized_layer
 from tests.kernels.offline_latents import calls_over_latents
 from tests.kernels.offline_ranks import over_ranks, pushed, summed
 from tests.kernels.offline_states import WITH_STATES, with_states
-from tests.kernels.offline_training import calls_of_training
+from tests.kernels.offline_training import WITH_TRAINING, calls_of_training
 from tests.published_routers import ROUTERS, Router, arguments
 
 TYPES = {
@@ -180,7 +179,7 @@ def compile_launches(
     with ExitStack() as patched:
         patched.enter_context(patch.object(JITFunction, "run", run))
         for module in (
-            activate_backward, combine, dequantized_weights, fake_quantized, group_scales, latents,
+            *WITH_TRAINING, combine, dequantized_weights, fake_quantized, group_scales, latents,
             linears, one_query, permuted, push, push_sum, register_stream, rope, rope_attention,
             routing, row_scales, rows, sort, *WITH_STATES, tiny, quantize_kernels, quantize_blocks,
             static_factors,

@@ -4,10 +4,11 @@
 
 compiles those of floats (KERNEL _grouped), of float8 (_grouped_float8), of codes with inputs of 16
 bits (_grouped_codes) or of 8 bits with scales of rows (by_row): the first product with these
-activations, and with "silu" the second one, which has none. It prints one JSON line for each
-variant: its activation, whether there are biases, of floats whether K has only whole steps, of
-others the format, registers, the bytes of shared memory and those that it spills, instructions of
-the matrix unit, and those that wait for it.
+activations, and with "silu" the second one, which has none; with "silu" alone those of floats whose
+results training keeps (kept). It prints one JSON line for each variant: its activation, whether
+there are biases, of floats whether K has only whole steps, of others the format, registers, the
+bytes of shared memory and those that it spills, instructions of the matrix unit, and those that
+wait for it.
 """
 
 from __future__ import annotations
@@ -256,9 +257,19 @@ def products(names: list[str]) -> None:
         grouped.grouped_rows(empty(4096, I), ends, empty(E, D, I), b2, wgmma=True)
 
 
+def kept_products(names: list[str]) -> None:
+    """As in training: rows are gathered, and their products kept without an activation."""
+    rows, ends = empty(4096, dtype=torch.int32), empty(E, dtype=torch.int32)
+    for bias in (False, True) if "silu" in names else ():
+        b13, y = empty(E, 2 * I) if bias else None, empty(4096, 2 * I)
+        x, w13 = empty(2048, D), empty(E, 2 * I, D)
+        grouped.product(x, rows, ends, w13, b13, y, K, LINEAR, None, True)
+
+
 KERNELS = {
     "_grouped": products, "_grouped_float8": float8_products,
     "_grouped_codes": codes_products, "by_row": by_row_products,
+    "kept": kept_products,
 }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Calls that between them launch every tile of the gradients of experts, and every activation."""
+"""Calls that between them launch every tile of the gradients of experts, every activation, and all
+that a layer launches that is trained."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.kernels.triton import Act, activate_backward, wgrad
+from moe_ops.kernels.triton import Act, activate, activate_backward, wgrad
+from moe_ops.kernels.triton.experts import training
 from moe_ops.ops.activate import Activation
 from moe_ops.testing import ACTIVATIONS, BF16, F16, F32
 
+WITH_TRAINING = (activate, activate_backward, training)
 E, T, K = 8, 512, 8
 # M, N of gradients: of both weights of a layer, of a small one, of odd ones, and of a bias.
 SIZES = ((1536, 2048), (2048, 768), (64, 48), (129, 260), (33, 17), (1536, 1), (33, 1))
@@ -29,6 +32,8 @@ def calls_of_training(capability: int) -> Iterator[tuple[str, Callable[[], Any]]
         for width, dtype in ((768, BF16), (2880, BF16), (17, F16), (768, F32)):
             call = functools.partial(activation, name, width, dtype, width != 2880)
             yield f"{name} backward {width} {dtype}", call
+    for name, dtype in (("silu", BF16), ("gpt_oss", BF16), ("ungated_relu2", F16), ("silu", F32)):
+        yield f"{name} layer {dtype}", functools.partial(layer, name, dtype)
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -54,3 +59,17 @@ def activation(name: str, width: int, dtype: torch.dtype, for_weights: bool) -> 
         empty(T * K, width, dtype=dtype), empty(T * K, F, dtype=dtype), empty(T, K, dtype=F32),
         empty(T * K, dtype=torch.int32), act, for_weights,
     )  # fmt: skip
+
+
+def layer(name: str, dtype: torch.dtype) -> None:
+    """Both directions of a layer with biases."""
+    act = Act(*Activation(**{"kind": "silu"} | ACTIVATIONS[name]).args)
+    D, I, R = 2048, 768, T * K  # noqa: E741
+    F = 2 * I if act.gated else I
+    x, w13, w2 = (empty(*shape, dtype=dtype) for shape in ((T, D), (E, F, D), (E, D, I)))
+    b13, b2 = empty(E, F, dtype=dtype), empty(E, D, dtype=dtype)
+    weights, ids = empty(T, K, dtype=F32), empty(T, K, dtype=torch.int64)
+    plain = (False, False)  # those for Hopper: `offline_grouped.py`
+    training.saving(x, weights, ids, w13, w2, b13, b2, None, False, act, plain)
+    kept = empty(R, F, dtype=dtype), empty(R, dtype=torch.int32), empty(E, dtype=torch.int32)
+    training.backward(x, *kept, weights, w13, w2, b2, False, act, (True, True), plain)

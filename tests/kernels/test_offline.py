@@ -26,7 +26,10 @@ FLOATS = EXPERTS | {
     "convolution_step_kernel",
 }  # fmt: skip
 LATENTS = {"latents_kernel", "latents_merge"}
-TRAINING = {"wgrad_kernel", "activate_backward_kernel", "clear_kernel"}
+TRAINING = {
+    "wgrad_kernel", "activate_backward_kernel", "fill_kernel", "activate_rows_kernel",
+    "invert_kernel", "bias_dots_kernel",
+}  # fmt: skip
 KERNELS = {
     "one_of_each": FLOATS | LATENTS | TRAINING,
     "floats": FLOATS,

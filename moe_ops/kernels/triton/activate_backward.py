@@ -13,13 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import Act
+from moe_ops.kernels.triton.activate import halves_of, tile_of
 from moe_ops.kernels.triton.activation import activate, derivative, shifted
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
-TILE = 4096  # bytes of h that a program makes at once
-COLUMNS = 256  # the most values of a row among them
-CLEARED = 1024  # values of a program of `clear_kernel`
+FILLED = 1024  # values of a program of `fill_kernel`
 
 
 @on_its_device
@@ -28,32 +27,36 @@ def activate_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The `activate_backward` op, of gradients and y whose rows are contiguous, and of contiguous
     weights and names of rows."""
-    (R, I), pairs, options = dh_RI.shape, weights_TK.numel(), pdl_options(dh_RI)
+    R, I = dh_RI.shape
     dy_RF = y_RF.new_empty(y_RF.shape)
     wh_RI = y_RF.new_empty(R if for_weights else 0, I)
     dweights_TK = y_RF.new_empty(weights_TK.shape, dtype=torch.float32)
-    if pairs == 0:
+    if R == 0:
         return dy_RF, wh_RI, dweights_TK
-    launch(
-        clear_kernel, (triton.cdiv(pairs, CLEARED),), dweights_TK, pairs,
-        BLOCK=CLEARED, num_warps=4, **options,
-    )  # fmt: skip
-    BI = min(COLUMNS, triton.next_power_of_2(max(I, 1)))
-    BR = TILE // (BI * y_RF.element_size())
+    fill(dweights_TK, 0)
+    BR, BI = tile_of(I, y_RF.element_size())
     launch(
         activate_backward_kernel, (triton.cdiv(R, BR),),
         dh_RI, y_RF, weights_TK, rows_R, dy_RF, wh_RI if for_weights else None, dweights_TK,
         dh_RI.stride(0), y_RF.stride(0), R,
-        I=I, ACT=act, BR=BR, BI=BI, num_warps=4, **options,
+        I=I, ACT=act, BR=BR, BI=BI, num_warps=4, **pdl_options(dh_RI),
     )  # fmt: skip
     return dy_RF, wh_RI, dweights_TK
 
 
+def fill(out: Tensor, value: int) -> None:
+    """Fill a contiguous tensor, by a launch that can be repeated."""
+    launch(
+        fill_kernel, (triton.cdiv(out.numel(), FILLED),), out, out.numel(),
+        VALUE=value, BLOCK=FILLED, num_warps=4, **pdl_options(out),
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["N"])
-def clear_kernel(out_ptr, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def fill_kernel(out_ptr, N, VALUE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     take_turn(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out_ptr + at, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask=at < N)
+    tl.store(out_ptr + at, tl.full((BLOCK,), VALUE, out_ptr.dtype.element_ty), mask=at < N)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -95,23 +98,6 @@ def activate_backward_kernel(
             tl.store(wh_ptr + row * I + i, wh, mask=inside)
         dots += dh * h
     tl.store(dweights_ptr + pair, tl.sum(dots, 1), mask=used)
-
-
-@triton.jit
-def halves_of(
-    y_ptrs, first, used, I: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr, ACT: tl.constexpr
-):
-    """Gate and up of the rows at y_ptrs, for BI columns of h from `first` on, in float32."""
-    if ACT.interleaved:
-        f = 2 * first + tl.arange(0, 2 * BI)[None, :]
-        both = tl.load(y_ptrs + f, mask=used & (f < 2 * I), other=0.0).to(tl.float32)
-        gate, up = tl.split(tl.reshape(both, (BR, BI, 2)))
-    else:
-        i = first + tl.arange(0, BI)[None, :]
-        inside = used & (i < I)
-        gate = tl.load(y_ptrs + i, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(y_ptrs + I + i, mask=inside, other=0.0).to(tl.float32)
-    return gate, up
 
 
 @triton.jit

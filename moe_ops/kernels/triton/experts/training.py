@@ -1,0 +1,142 @@
+"""The ops of a layer that training adds, by the grouped products: `experts_saving`, which keeps the
+rows of the first product, and `experts_backward`.
+
+    saving    sort, y = W13 x of gathered tokens, h = activate(y), W2 h, sum of each token's rows
+    backward  dh = W2^T g of gathered gradients, `activate_backward`, W13^T dy, the same sum
+
+A weight is multiplied as it lies, by other strides where it is to be transposed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.triton import LINEAR, Act
+from moe_ops.kernels.triton.activate import activate_rows
+from moe_ops.kernels.triton.activate_backward import activate_backward, fill
+from moe_ops.kernels.triton.experts.products.grouped import product, tile_rows
+from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
+from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
+from moe_ops.kernels.triton.experts.schedule.tile_map import tile_map
+from moe_ops.kernels.triton.experts.weights import Experts
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options, take_turn
+from moe_ops.kernels.triton.replay import launch
+
+PAIRS = 1024  # of a program of `invert_kernel`
+
+
+@on_its_device
+def saving(
+    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EFD: Tensor, w2_EDI: Tensor,
+    b13_EF: Tensor | None, b2_ED: Tensor | None, expert_map: Tensor | None, transposed: bool,
+    act: Act, wgmma: tuple[bool, bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The `experts_saving` op. `wgmma`: which products the kernel for Hopper runs."""
+    layer = _layer(w13_EFD, w2_EDI, b13_EF, b2_ED, transposed, act)
+    (w13, *_), (w2, *_) = layer.stack13, layer.stack2
+    (T, K), (E, D, _) = ids_TK.shape, layer.sizes
+    rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
+    y_RF, y_RD = x_TD.new_empty(T * K, w13.shape[1]), x_TD.new_empty(T * K, D)
+    if T == 0:
+        return x_TD.new_empty(0, D), y_RF, rows_R, ends_E
+    tiles = tile_map(ends_E, T * K, tile_rows(x_TD, T * K, w13, wgmma[0]))
+    product(x_TD, rows_R, ends_E, w13, b13_EF, y_RF, K, LINEAR, tiles, wgmma[0])
+    h_RI = activate_rows(y_RF, rows_R, act)
+    product(h_RI, None, ends_E, w2, b2_ED, y_RD, None, LINEAR, tiles, wgmma[1])
+    return sum_rows(y_RD, inverse_R, weights_TK, K), y_RF, rows_R, ends_E
+
+
+@on_its_device
+def backward(
+    grad_TD: Tensor, y_RF: Tensor, rows_R: Tensor, ends_E: Tensor, weights_TK: Tensor,
+    w13_EFD: Tensor, w2_EDI: Tensor, b2_ED: Tensor | None, transposed: bool, act: Act,
+    wanted: tuple[bool, bool], wgmma: tuple[bool, bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The `experts_backward` op. `wanted`: gradients of tokens, and what those of the second weight
+    are made of; `wgmma`: which products the kernel for Hopper runs."""
+    layer = _layer(w13_EFD, w2_EDI, None, b2_ED, transposed, act)
+    w13_EDF, w2_EID = (stack[0].transpose(1, 2) for stack in (layer.stack13, layer.stack2))
+    (T, K), (_, D, I), new = weights_TK.shape, layer.sizes, grad_TD.new_empty
+    R, (for_tokens, for_weights) = T * K, wanted
+    dh_RI, dx_RD = new(R, I), new(R if for_tokens else 0, D)
+    tiles = None
+    if T > 0:
+        tiles = tile_map(ends_E, R, tile_rows(grad_TD, R, w2_EID, wgmma[0]))
+    product(grad_TD, rows_R, ends_E, w2_EID, None, dh_RI, K, LINEAR, tiles, wgmma[0])
+    dy_RF, wh_RI, dweights_TK = activate_backward(dh_RI, y_RF, weights_TK, rows_R, act, for_weights)
+    if b2_ED is not None and T > 0:
+        add_bias_dots(grad_TD, b2_ED, rows_R, ends_E, dweights_TK)
+    product(dy_RF, None, ends_E, w13_EDF, None, dx_RD, None, LINEAR, tiles, wgmma[1])
+    dx_TD = sum_rows(dx_RD, inverse_of(rows_R), None, K) if for_tokens and T > 0 else new(0, D)
+    return dx_TD, dweights_TK, dy_RF, wh_RI
+
+
+def _layer(
+    w13_EFD: Tensor, w2_EDI: Tensor, b13_EF: Tensor | None, b2_ED: Tensor | None, transposed: bool,
+    act: Act,
+) -> Experts:  # fmt: skip
+    return Experts(
+        w13_EFD=w13_EFD, w2_EDI=w2_EDI, b13_EF=b13_EF, b2_ED=b2_ED, transposed=transposed, act=act
+    )
+
+
+def inverse_of(rows_R: Tensor) -> Tensor:
+    """The row of each pair, -1 for pairs that have none, from the pair in each row."""
+    R, options = rows_R.shape[0], pdl_options(rows_R)
+    inverse_R = rows_R.new_empty(R)
+    fill(inverse_R, -1)
+    launch(
+        invert_kernel, (triton.cdiv(R, PAIRS),), rows_R, inverse_R, R,
+        BLOCK=PAIRS, num_warps=4, **options,
+    )  # fmt: skip
+    return inverse_R
+
+
+@triton.jit(do_not_specialize=["R"])
+def invert_kernel(rows_ptr, inverse_ptr, R, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    take_turn(PDL)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pair = tl.load(rows_ptr + row, mask=row < R, other=-1)
+    tl.store(inverse_ptr + pair, row, mask=pair >= 0)
+
+
+def add_bias_dots(
+    grad_TD: Tensor, b2_ED: Tensor, rows_R: Tensor, ends_E: Tensor, dweights_TK: Tensor
+) -> None:
+    """Add to the gradient of each pair's weight what the bias of its expert, which that multiplies
+    too, adds to the result."""
+    (E, D), K = b2_ED.shape, dweights_TK.shape[1]
+    launch(
+        bias_dots_kernel, (rows_R.shape[0],),
+        grad_TD, grad_TD.stride(0), b2_ED, rows_R, ends_E, dweights_TK,
+        E=E, K=K, D=D, BE=max(2, triton.next_power_of_2(E)),
+        BD=min(1024, triton.next_power_of_2(D)), num_warps=4, **pdl_options(grad_TD),
+    )  # fmt: skip
+
+
+@triton.jit
+def bias_dots_kernel(
+    grad_ptr, stride_grad, b2_ptr, rows_ptr, ends_ptr, dweights_ptr,
+    E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One row by one program."""
+    take_turn(PDL)
+    row = tl.program_id(0)
+    pair = tl.load(rows_ptr + row)
+    if pair < 0:
+        return
+    e = tl.arange(0, BE)
+    ends_E = tl.load(ends_ptr + e, mask=e < E, other=2147483647)
+    expert = tl.sum((ends_E <= row).to(tl.int32), 0).to(tl.int64)
+    grad_ptr += (pair // K).to(tl.int64) * stride_grad
+    b2_ptr += expert * D
+    dots_D = tl.zeros((BD,), tl.float32)
+    for first in range(0, D, BD):
+        d = first + tl.arange(0, BD)
+        grad_D = tl.load(grad_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        dots_D += grad_D * tl.load(b2_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+    dweights_ptr += pair
+    tl.store(dweights_ptr, tl.load(dweights_ptr) + tl.sum(dots_D, 0))
