@@ -18,8 +18,9 @@ from moe_ops.kernels.triton.launch import on_its_device, shared_memory, stages_w
 from moe_ops.kernels.triton.replay import launch
 
 GROUP = 8  # rows of tiles that run side by side, sharing b from the L2 cache
-# Rows an expert on average, from which on a wider tile reads less for each product than it loses
-# by having a processor for itself: two of the narrower ones overlap what they load and store.
+# Rows an expert on average, from which on a wider tile should gain more by reading less for each
+# product than it loses by having a processor for itself: two of the narrower ones overlap what they
+# load and store. Not measured yet.
 LONG = 1024
 
 

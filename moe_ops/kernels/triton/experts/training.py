@@ -118,7 +118,7 @@ def add_bias_dots(
 
 @triton.jit
 def bias_dots_kernel(
-    grad_ptr, stride_grad, b2_ptr, rows_ptr, ends_ptr, dweights_ptr,
+    grad_ptr, stride_grad, bias_ptr, rows_ptr, ends_ptr, dweights_ptr,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -132,11 +132,11 @@ def bias_dots_kernel(
     ends_E = tl.load(ends_ptr + e, mask=e < E, other=2147483647)
     expert = tl.sum((ends_E <= row).to(tl.int32), 0).to(tl.int64)
     grad_ptr += (pair // K).to(tl.int64) * stride_grad
-    b2_ptr += expert * D
+    bias_ptr += expert * D
     dots_D = tl.zeros((BD,), tl.float32)
     for first in range(0, D, BD):
         d = first + tl.arange(0, BD)
         grad_D = tl.load(grad_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-        dots_D += grad_D * tl.load(b2_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        dots_D += grad_D * tl.load(bias_ptr + d, mask=d < D, other=0.0).to(tl.float32)
     dweights_ptr += pair
     tl.store(dweights_ptr, tl.load(dweights_ptr) + tl.sum(dots_D, 0))
