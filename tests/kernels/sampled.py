@@ -68,10 +68,19 @@ def hold(op: Op, case: Case, dtype: torch.dtype) -> dict[str, str]:
 
 
 @contextmanager
-def anywhere(op: Op, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A context in which the backend takes tensors of a CPU, too, as its kernels do here."""
-    backend = replace(op.backends[BACKEND], devices=None)
+def anywhere(monkeypatch: pytest.MonkeyPatch, *ops: Op) -> Iterator[list[str]]:
+    """A context in which the backends take tensors of a CPU, too, as their kernels do here. Gives
+    the names of the ops that they run."""
+    ran: list[str] = []
     with monkeypatch.context() as patched:
-        patched.setattr(op, "_backends", {**op.backends, BACKEND: backend})
-        patched.setattr(op, "_order", {})
-        yield
+        for op in ops:
+            backend = op.backends[BACKEND]
+
+            def run(call: Any, name: str = op.name, run: Any = backend.run) -> Any:
+                ran.append(name)
+                return run(call)
+
+            here = replace(backend, devices=None, run=run)
+            patched.setattr(op, "_backends", {**op.backends, BACKEND: here})
+            patched.setattr(op, "_order", {})
+        yield ran

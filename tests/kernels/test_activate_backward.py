@@ -33,7 +33,7 @@ def test_samples(case: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 def test_the_kit_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with anywhere(activate_backward, monkeypatch):
+    with anywhere(monkeypatch, activate_backward):
         for sample in ("odd/bfloat16", "one_token/float32"):
             report = examine(activate_backward, "triton", only=Only(sample=sample), device=DEVICE)
             assert report.sound, str(report)

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 from moe_ops import OPS
 from moe_ops.conformance import Only, examine
 from moe_ops.conformance.memory import surrounded
-from moe_ops.testing import BF16, CASES, DEVICE, F16, F32, make_layer
+from moe_ops.testing import BF16, CASES, DEVICE, F16, F32, TOL, assert_close, make_layer
 from tests.kernels.sampled import anywhere, hold, refusal, run
 
 BY_NAME = {case.name: case for case in CASES}
@@ -43,7 +43,7 @@ def test_samples(case: str, dtype: torch.dtype, name: str) -> None:
 @pytest.mark.slow
 @each_op
 def test_the_kit_finds_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with anywhere(OPS[name], monkeypatch):
+    with anywhere(monkeypatch, OPS[name]):
         report = examine(name, "triton", only=Only(sample="one_token/float32"), device=DEVICE)
         assert report.sound, str(report)
 
@@ -67,6 +67,23 @@ def results(name: str, call: dict[str, Any]) -> tuple[Tensor, ...]:
     args = op.arguments.in_order(call)
     made: tuple[Tensor, ...] = run(op, tuple(surrounded(a, torch.device(DEVICE)) for a in args))
     return made
+
+
+def test_a_layer_that_trains_runs_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(BY_NAME["odd"])
+    names = ("x_TD", "weights_TK", "w13_EFD", "w2_EDI", "b13_EF", "b2_ED")
+    leaves = {name: getattr(layer, name).to(DEVICE).requires_grad_() for name in names}
+    call, weight = {**leaves, "ids_TK": layer.ids_TK.to(DEVICE)}, torch.randn(layer.x_TD.shape)
+
+    def grads(out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, [*leaves.values()], weight.to(out))
+
+    ops = [OPS[n] for n in (*OF_LAYERS, "expert_wgrad", "activate_backward")]
+    with anywhere(monkeypatch, *ops) as ran:
+        found = grads(OPS["experts"](**call))
+    assert ran == ["experts_saving", "experts_backward", *["expert_wgrad"] * 4]
+    for name, g, w in zip(names, found, grads(OPS["experts"].reference(**call)), strict=True):
+        assert_close(g, w, TOL["model", F32], name)
 
 
 def test_pairs_of_no_expert_here_have_no_gradient() -> None:

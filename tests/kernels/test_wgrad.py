@@ -40,7 +40,7 @@ def test_samples(case: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 def test_the_kit_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with anywhere(expert_wgrad, monkeypatch):
+    with anywhere(monkeypatch, expert_wgrad):
         for sample in ("odd_unaligned/float16", "one_token/float32"):
             report = examine(expert_wgrad, "triton", only=Only(sample=sample), device=DEVICE)
             assert report.sound, str(report)
