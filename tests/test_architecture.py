@@ -77,7 +77,7 @@ MAY_IMPORT = {
         BACKEND
         | {"testing", "terminal", "layer", "weights", "hf", "passes", "planning", "graphs"}
         | {"decode_ops", "generation", "compiler", "parallel"},
-        frozenset({"torch", "transformers", "matplotlib", "safetensors"}),
+        frozenset({"torch", "transformers", "matplotlib", "safetensors", "liger_kernel"}),
     ),
     "library": May(BACKEND | {"fake_impls"}),
     "warm": May(frozenset({"compiler", "installed", "passes", "planning"}), TRITON),

@@ -91,6 +91,7 @@ MANY_PARAMETERS = {
         "moe_ops/bench/loading.py: Loading",
         "moe_ops/bench/results.py: Results",
         "moe_ops/bench/stages.py: StageCell",
+        "moe_ops/bench/train_cells.py: TrainCell",
         "moe_ops/graphs/report.py: StepsReport",
         "moe_ops/planning/plan.py: Choice",
         "moe_ops/planning/tuned.py: TunedLayer",

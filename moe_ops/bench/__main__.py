@@ -27,6 +27,7 @@ from moe_ops.bench import (
     packing,
     quantized,
     step,
+    train,
 )
 from moe_ops.bench.results import write
 from moe_ops.bench.when import when
@@ -61,6 +62,10 @@ def measure_layer(args: argparse.Namespace) -> Figures:
         "ours": args.ours,
         "timings": [asdict(t) for t in timings],
     }
+
+
+def measure_train(args: argparse.Namespace) -> Figures:
+    return train.measure_train(args, command())
 
 
 def measure_op(args: argparse.Namespace) -> Figures:
@@ -178,6 +183,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
     "both": (measure_both, "overhead, then layer"),
     "overhead": (measure_overhead, "what calling an op costs beyond its backend"),
     "layer": (measure_layer, "layers on this device against their floor and others' experts"),
+    "train": (measure_train, "experts forward and backward, beside others' experts"),
     "tiles": (measure_tiles, "tiles of the expert kernels on a GPU, from those of the tables on"),
     "op": (measure_op, "the stages of a layer alone, on each of their backends"),
     "step": (measure_step, "one token through layers of a model, launch by launch"),
@@ -209,6 +215,8 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
         options.add_layer(of)
     if name == "op":
         options.add_stages(of)
+    if name == "train":
+        options.add_train(of)
     if name == "tiles":
         options.add_tiles(of)
     if name == "step":
@@ -275,6 +283,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         options.settle_layer(args, reader.error)
     if args.command in ("op", "tiles"):
         options.settle_stages(args)
+    if args.command == "train":
+        options.settle_train(args)
     if args.command == "tiles" and args.format is not None:
         options.settle_format(args, reader.error)
     if args.command == "counters" and args.format is not None:

@@ -13,6 +13,8 @@ import torch
 from moe_ops.bench import ep, formats, tiles
 from moe_ops.bench.contenders import STOCK
 from moe_ops.bench.rates import Rates, has_8bit_product
+from moe_ops.bench.train_contenders import NAMES
+from moe_ops.bench.train_inputs import PUBLISHED, TINY, TRAINED
 from moe_ops.planning.layers import ROUTINGS
 from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import LAYERS
@@ -20,6 +22,7 @@ from moe_ops.testing import LAYERS
 HOST = ("lifted", "ops")  # what is timed by the host's clock, against transformers' own
 HOST_TOKENS, TOKENS = "1,4,16,64,128,512", "1,4,16,64,256,1024,4096,16384"
 HOST_AGAINST = "grouped_mm,batched_mm"
+TRAIN_TOKENS = {"cuda": "1024,4096,16384", "cpu": "64,256"}
 # Options of one way to measure, with what they are if they are left out.
 OF_HOST: dict[str, Any] = {"part": "experts", "repeats": 60}
 OF_MOE: dict[str, Any] = {
@@ -46,6 +49,8 @@ def names_of(kind: str, known: Callable[[], list[str]], all_: bool = False) -> C
 
 
 layer_names = names_of("layer", lambda: list(LAYERS), all_=True)
+trained_names = names_of("layer that trains", lambda: list(TRAINED))
+trained_against = names_of("implementation", lambda: list(NAMES))
 routing_names = names_of("routing", lambda: list(ROUTINGS))
 
 
@@ -149,6 +154,39 @@ def add_tiles(options: argparse.ArgumentParser) -> None:
     options.add_argument("--product", choices=("up", "down"), default="up", help="of the two")
     options.add_argument("--most", type=number, default=40, help="tiles to try")
     options.set_defaults(rates=None, against=[])
+
+
+def add_train(options: argparse.ArgumentParser) -> None:
+    """Add the options of `bench train`."""
+    options.add_argument(
+        "--layers", type=trained_names,
+        help=f"comma-separated, of {', '.join(TRAINED)}; {','.join(PUBLISHED)} on a GPU and "
+        f"{','.join(TINY)} on a CPU if left out",
+    )  # fmt: skip
+    options.add_argument(
+        "--tokens", type=numbers,
+        help=f"comma-separated; {TRAIN_TOKENS['cuda']} on a GPU, {TRAIN_TOKENS['cpu']} on a CPU",
+    )  # fmt: skip
+    options.add_argument(
+        "--against", type=trained_against, default=list(NAMES),
+        help=f"comma-separated, of {', '.join(NAMES)}; all if left out, and ours anyway",
+    )  # fmt: skip
+    options.add_argument(
+        "--frozen", action="store_true",
+        help="gradients of tokens and routing weights alone, as adapters elsewhere need them",
+    )  # fmt: skip
+    options.add_argument("--repeats", type=number, default=40, help="calls of each")
+    options.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    options.add_argument("--device", choices=("cpu", "cuda"), help="cuda, if there is one")
+
+
+def settle_train(args: argparse.Namespace) -> None:
+    """Give what was left out its value."""
+    settle_stages(args)
+    if args.layers is None:
+        args.layers = PUBLISHED if args.device == "cuda" else TINY
+    if args.tokens is None:
+        args.tokens = numbers(TRAIN_TOKENS[args.device])
 
 
 def add_sizes(options: argparse.ArgumentParser) -> None:

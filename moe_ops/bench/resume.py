@@ -1,11 +1,12 @@
-"""A run of `bench layer` that goes on in the file of earlier ones, on a device of the same name."""
+"""A run of `bench layer` or `bench train` that goes on in the file of earlier ones, on a device of
+the same name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from moe_ops.bench.cells import Key
 from moe_ops.bench.contenders import OURS
@@ -16,9 +17,33 @@ from moe_ops.testing import Case
 REMEDY = "choose another file for --json"
 
 
+class Named(Protocol):
+    """A layer, of which a file holds one of each name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class Held(Protocol):
+    """What files hold."""
+
+    @property
+    def layers(self) -> Mapping[str, Any]: ...
+
+
+Found = TypeVar("Found", bound=Held)
+
+
 def before(path: Path, same: Mapping[str, Any], layers: Iterable[Case]) -> Results | None:
+    """What a file of `bench layer` holds, as `held` says."""
+    return held(path, load, same, layers)
+
+
+def held(
+    path: Path, load: Callable[[Path], Found], same: Mapping[str, Any], layers: Iterable[Named]
+) -> Found | None:
     """What a file holds; None if there is none. Raises ValueError, naming both, unless what is in
-    `same` (fields of `Results`) and the sizes of the layers are those of the file.
+    `same` (fields of what `load` gives) and the layers are those of the file.
     """
     if not path.exists():
         return None
@@ -27,16 +52,16 @@ def before(path: Path, same: Mapping[str, Any], layers: Iterable[Case]) -> Resul
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no results to add to: {error}; {REMEDY}") from None
     for name, now in same.items():
-        held = getattr(found, name)
-        if not _agree(held, now):
+        was = getattr(found, name)
+        if not _agree(was, now):
             raise ValueError(
-                f"{path} holds results of {name} {_spelled(held)}, this run is of {name} "
+                f"{path} holds results of {name} {_spelled(was)}, this run is of {name} "
                 f"{_spelled(now)}; {REMEDY}"
             )
-    for case in layers:
-        held = found.layers.get(case.name, case)
-        if held != case:
-            raise ValueError(f"{path} holds results of {held}, this run is of {case}; {REMEDY}")
+    for layer in layers:
+        was = found.layers.get(layer.name, layer)
+        if was != layer:
+            raise ValueError(f"{path} holds results of {was}, this run is of {layer}; {REMEDY}")
     return found
 
 
