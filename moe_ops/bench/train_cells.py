@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_ops.bench import progress
 from moe_ops.bench.contenders import backends_of
+from moe_ops.bench.memory import peak_bytes
 from moe_ops.bench.rates import Rates
 from moe_ops.bench.timing import Run, Timing, time_turns
 from moe_ops.bench.train_contenders import TrainContender
@@ -170,7 +171,7 @@ def _checked(
     with contextlib.nullcontext() if contender.compiled else poisoned():
         check(calls.both(), right, tensors.x_TD.dtype)
     saved = saved_bytes(calls.forward, tensors.all())
-    return replace(cell, saved_bytes=saved, peak_bytes=peak_bytes(calls.both, tensors)), calls
+    return replace(cell, saved_bytes=saved, peak_bytes=extra_bytes(calls.both, tensors)), calls
 
 
 def calls_of(forward: Callable[[], Tensor], tensors: Tensors) -> Calls:
@@ -212,34 +213,10 @@ def saved_bytes(forward: Run, given: Sequence[Tensor]) -> int:
     return sum(kept.values())
 
 
-def peak_bytes(both: Run, tensors: Tensors) -> int:
+def extra_bytes(both: Run, tensors: Tensors) -> int:
     """The most bytes that a step holds at one time, but for gradients and what was given."""
-    device = tensors.x_TD.device
     gradients = sum(t.nbytes for t in tensors.wanted().values())
-    peak = _peak_on_gpu(both, device) if device.type == "cuda" else _peak_on_host(both)
-    return max(0, peak - gradients)
-
-
-def _peak_on_gpu(run: Run, device: torch.device) -> int:
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def _peak_on_host(run: Run) -> int:
-    """The most bytes that torch allocates in a run, as its profiler sees it."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        held = run()
-    del held
-    now = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
+    return max(0, peak_bytes(both, tensors.x_TD.device) - gradients)
 
 
 def _timed(grid: TrainGrid, ready: dict[str, Calls]) -> dict[str, tuple[Timing, Timing]]:

@@ -180,7 +180,7 @@ def test_the_peak_is_what_a_step_holds_beside_its_gradients() -> None:
         return [torch.zeros_like(t) for t in tensors.wanted().values()]
 
     gradients = sum(t.nbytes for t in tensors.wanted().values())
-    assert train_cells.peak_bytes(both, tensors) == 4 * floats - gradients
+    assert train_cells.extra_bytes(both, tensors) == 4 * floats - gradients
 
 
 def test_products_are_six_or_four() -> None:
