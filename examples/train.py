@@ -158,7 +158,9 @@ def run(name: str, rows_BS: Tensor, args: argparse.Namespace, device: torch.devi
     model = model.to(device, getattr(torch, args.dtype))
     if name == OURS:
         if args.qlora:
-            moe_ops.quantize_model(model, SCHEME, progress=False)
+            quantized = moe_ops.quantize_model(model, SCHEME, progress=False)
+            if quantized.kept:
+                raise SystemExit(f"--model {args.model} is not quantised: {quantized.kept[0]}")
         moe_ops.optimize(model)
     if args.lora or args.qlora:
         model = with_adapters(model)
