@@ -170,8 +170,13 @@ def report(results: TrainResults, places: Sequence[Place]) -> str:
         for c in cells
         if c.wrong
     ]
-    refused = {(c.contender, c.layer): c.refused for c in cells if c.refused}
-    untold += [f"{name} does not take {layer}: {why}" for (name, layer), why in refused.items()]
+    refused: dict[tuple[str, str], list[str]] = {}
+    for c in cells:
+        if c.refused and c.layer not in refused.setdefault((c.contender, c.refused), []):
+            refused[c.contender, c.refused].append(c.layer)
+    untold += [
+        f"{name} does not take {', '.join(found)}: {why}" for (name, why), found in refused.items()
+    ]
     return "\n\n".join([*parts, *(["\n".join(untold)] if untold else [])])
 
 
