@@ -253,9 +253,6 @@ def trainer(
             losses.append(loss.item())
             return loss
 
-        def _get_train_sampler(self, *given: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)
-
     class Clock(TrainerCallback):
         def on_step_begin(self, *given: Any, **named: Any) -> None:
             times.append(-now())
@@ -268,8 +265,10 @@ def trainer(
             output_dir=folder, max_steps=args.steps, per_device_train_batch_size=args.batch,
             learning_rate=args.lr, lr_scheduler_type="constant", weight_decay=0.0,
             max_grad_norm=1.0, save_strategy="no", logging_strategy="no", report_to="none",
-            disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
+            disable_tqdm=True, train_sampling_strategy="sequential",
+            use_cpu=not torch.cuda.is_available(),
         )  # fmt: skip
+        given._n_gpu = 1  # else Trainer has a batch for each GPU, and spreads them
         rows = [{"input_ids": row, "labels": row} for row in rows_BS]
         recording = Recording(model=model, args=given, train_dataset=rows, callbacks=[Clock()])
         recording.remove_callback(PrinterCallback)
