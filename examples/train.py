@@ -93,7 +93,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=8, help="rows of a step, of all ranks")
     parser.add_argument("--length", type=int, default=64, help="tokens of a row")
-    parser.add_argument("--lr", type=float, help="learning rate; 0.003, or 0.01 of adapters")
+    parser.add_argument("--lr", type=float, help="learning rate; 0.003, or 0.005 of adapters")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--stock", action="store_true", help="train transformers' own, too")
     adapters = parser.add_mutually_exclusive_group()
@@ -107,7 +107,7 @@ def parse() -> argparse.Namespace:
     if args.fsdp and (args.lora or args.qlora):
         parser.error("--fsdp shards models that train whole; drop it, or the adapters")
     if args.lr is None:
-        args.lr = 0.01 if args.lora or args.qlora else 0.003
+        args.lr = 0.005 if args.lora or args.qlora else 0.003
     return args
 
 

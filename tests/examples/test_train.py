@@ -17,6 +17,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from moe_ops.testing import F32, TOL, assert_close
+from tests.hf.test_quantize import decoded, experts_of
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "train.py"
@@ -68,6 +69,7 @@ def test_adapters_train_on_experts_that_stay_codes(
     example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("peft")
+    pytest.importorskip("accelerate")
     models: list[Any] = []
     with_adapters = example.with_adapters
 
@@ -85,6 +87,15 @@ def test_adapters_train_on_experts_that_stay_codes(
     assert all(torch.equal(after[name], t) for name, t in before.items())
     adapters = [p for n, p in model.named_parameters() if p.requires_grad]
     assert adapters and all(float(p.detach().abs().max()) > 0 for p in adapters)
+    # As stock trains on the weights that the codes stand for.
+    torch.manual_seed(0)
+    floats = example.AutoModelForCausalLM.from_config(example.small(None))
+    with torch.no_grad():
+        for coded, own in zip(experts_of(model), experts_of(floats), strict=True):
+            for projection in ("gate_up_proj", "down_proj"):
+                getattr(own, projection).copy_(decoded(coded, projection))
+    want, _ = example.trainer(with_adapters(floats), example.tokens_of(args), args)
+    assert_close(torch.tensor(found.losses), torch.tensor(want), TOL["model", F32])
 
 
 def test_experts_that_no_format_fits_are_told(example, monkeypatch: pytest.MonkeyPatch) -> None:
