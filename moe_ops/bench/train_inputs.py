@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +22,12 @@ OUT = "out_TD"  # among gradients, the result itself
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainLayer:
     """The sizes of a layer's experts, and what they compute; weights [E, D, F] and [E, I, D] if
-    transposed."""
+    transposed. Biases may be as they are, while weights are trained."""
 
     case: Case
     activation: Activation = field(default_factory=lambda: Activation(kind="silu"))
     bias: bool = False
+    fixed_bias: bool = False
     transposed: bool = False
 
     @property
@@ -39,23 +40,27 @@ class TrainLayer:
         return products / 2 * 2.0 * tokens * case.K * 3 * case.D * case.I
 
 
-def gpt_oss(case: Case) -> TrainLayer:
+def gpt_oss(case: Case, fixed_bias: bool = False) -> TrainLayer:
     """A layer as GPT-OSS has it."""
     act = Activation(kind="silu", interleaved=True, alpha=1.702, limit=7.0, up_shift=1.0)
-    return TrainLayer(case=case, activation=act, bias=True, transposed=True)
+    return TrainLayer(case=case, activation=act, bias=True, fixed_bias=fixed_bias, transposed=True)
 
 
 TRAINED = {
     "qwen3_30b": TrainLayer(case=LAYERS["qwen3_30b"]),
     "gpt_oss_20b": gpt_oss(LAYERS["gpt_oss_20b"]),
+    # transformers sums gradients of biases in their dtype, too coarsely for what 16 bits allow.
+    "gpt_oss_20b_fixed_bias": gpt_oss(
+        replace(LAYERS["gpt_oss_20b"], name="gpt_oss_20b_fixed_bias"), fixed_bias=True
+    ),
     "mixtral_8x7b": TrainLayer(case=LAYERS["mixtral_8x7b"]),
     "qwen3_next": TrainLayer(case=LAYERS["qwen3_next"]),
     # For a CPU.
     "tiny": TrainLayer(case=Case(name="tiny", T=1, E=8, K=2, D=64, I=32)),
     "tiny_gpt_oss": gpt_oss(Case(name="tiny_gpt_oss", T=1, E=8, K=2, D=64, I=64)),
 }
-PUBLISHED = [name for name in TRAINED if name in LAYERS]
-TINY = [name for name in TRAINED if name not in LAYERS]
+TINY = ["tiny", "tiny_gpt_oss"]
+PUBLISHED = [name for name in TRAINED if name not in TINY]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,7 +105,7 @@ def make_parameters(
         if not layer.bias:
             return None
         b = torch.empty(case.E, width, dtype=dtype, device=device).normal_(std=0.1, generator=g)
-        return nn.Parameter(b, requires_grad=not frozen)
+        return nn.Parameter(b, requires_grad=not (frozen or layer.fixed_bias))
 
     return {
         "w13_EFD": nn.Parameter(w13, requires_grad=not frozen),

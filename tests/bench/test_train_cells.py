@@ -63,6 +63,17 @@ def test_gradients_are_those_of_float32(name: str, forward: Callable, frozen: bo
     train_cells.check(got, right, torch.float32)
 
 
+def test_fixed_biases_have_no_gradient() -> None:
+    layer = replace(TRAINED["tiny_gpt_oss"], fixed_bias=True)
+    tensors = tensors_of(layer, 24)
+    right = want(layer, tensors)
+    assert list(tensors.wanted()) == ["x_TD", "weights_TK", "w13_EFD", "w2_EDI"]
+    for forward in (ours, stock):
+        got = calls_of(forward(layer, tensors), tensors).both()
+        assert got.keys() == right.keys()
+        train_cells.check(got, right, torch.float32)
+
+
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(layer: TrainLayer, tensors: Tensors) -> Callable[[], Tensor]:
         right = ours(layer, tensors)
