@@ -276,7 +276,7 @@ LAYER = {
     "intermediate_multiple": optional(Slot(legal=(1, 4, 64), illegal=NO_LAYER_SIZE)),
     "dtype": Slot(
         legal=(None, torch.float32, torch.bfloat16),
-        illegal=("float32", torch.int8, torch.float64, torch.float8_e4m3fn, 3, float, ""),
+        illegal=("float32", torch.int8, torch.complex64, torch.float8_e4m3fn, 3, float, ""),
     ),
     "device": Slot(
         legal=(None, "cpu", torch.device("cpu"), "meta"),

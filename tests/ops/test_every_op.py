@@ -1,5 +1,7 @@
 """Every op, on every backend, over every case and dtype: found by discovery."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -112,6 +114,17 @@ def test_schema_and_fake_are_true(name: str, case: str, dtype: str) -> None:
         assert set(report.values()) == {"SUCCESS"}, f"{label}: {report}"
 
 
+# Ops that leave what no expert has as it is in memory.
+PRODUCTS = ("expert_gemm", "experts_saving", "experts_backward", "activate_backward")
+
+
+def leaves_rows(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an op leaves rows of its results of this call unspecified."""
+    got = OPS[name].reference(*args)
+    whole = [got] if isinstance(got, Tensor) else got
+    return sum(t.numel() for t in specified(name, args, got)) < sum(t.numel() for t in whole)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.every)])
 @pytest.mark.parametrize("name", OPS)
@@ -120,7 +133,7 @@ def test_traces_with_dynamic_shapes(name: str, rest: bool) -> None:
     for i, (label, args) in enumerate(samples(name, BY_NAME["odd"], torch.float32)):
         if bool(i % 5) != rest:
             continue
-        if name == "expert_gemm" and int(args[2][-1]) < args[0].shape[0]:
+        if name in PRODUCTS and leaves_rows(name, args):
             continue  # opcheck would compare the unspecified rows
         if name == "dispatch_tokens" and "gather" in args and args[5] > args[0].shape[0]:
             continue  # the same
