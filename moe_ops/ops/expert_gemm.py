@@ -91,7 +91,7 @@ def check(call: ExpertGemmCall) -> None:
                 f"in shape {tuple(w_EFD.shape)} of {w_format!r}"
             )
     else:
-        check_plain("w_EFD", w_EFD, x_RD.dtype)
+        check_plain("w_EFD", w_EFD, x_RD.dtype, "x_RD")
         check_size("w_EFD", w_EFD, 1 if transposed else 2, width, "the width of x_RD")
         _check_absent(w_scale_EFG=call.w_scale_EFG, w_zero_EFG=call.w_zero_EFG)
     check_tensor("ends_E", ends_E, 1, (torch.int32,))

@@ -275,8 +275,8 @@ def _check_formats(call: ExpertsCall) -> None:
         check_weight("w13_EFD", call.w13_EFD, w13_scale, w13_zero, format, transposed)
         check_weight("w2_EDI", call.w2_EDI, w2_scale, w2_zero, format, transposed)
         return
-    check_plain("w13_EFD", call.w13_EFD, call.dtype)
-    check_plain("w2_EDI", call.w2_EDI, call.dtype)
+    check_plain("w13_EFD", call.w13_EFD, call.dtype, "x_TD")
+    check_plain("w2_EDI", call.w2_EDI, call.dtype, "x_TD")
     for name in ("w13_scale_EFG", "w2_scale_EDG", "w13_zero_EFG", "w2_zero_EDG"):
         if getattr(call, name) is not None:
             raise ValueError(f"{name} was given without w_format; name it")

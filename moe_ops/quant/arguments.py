@@ -208,10 +208,11 @@ def _of_that_dtype(got: torch.dtype, want: torch.dtype, format: str) -> str:
     return "convert it first"
 
 
-def check_plain(name: str, w: Tensor, dtype: torch.dtype) -> None:
-    """Raise unless a stacked weight without a format has the dtype of the activations."""
+def check_plain(name: str, w: Tensor, dtype: torch.dtype, like: str) -> None:
+    """Raise unless a stacked weight without a format has the dtype of the activations, which are
+    the argument `like`."""
     codes = w.itemsize == 1 or not w.is_floating_point()
-    instead = "of codes name the w_format" if codes else "convert it first"
+    instead = "of codes name the w_format" if codes else f"convert it, or {like}, first"
     check_tensor(name, w, 3, (dtype,), instead)
 
 
