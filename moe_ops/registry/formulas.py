@@ -64,7 +64,9 @@ class _ByFormula(torch.autograd.Function):
     def forward(
         ctx: Any, formula: Formula, of: Callable[..., Any], names: tuple[str, ...], *flat: Any
     ) -> tuple[Tensor, ...]:
-        with _C._AutoDispatchBelowAutograd():
+        # Autograd is off in here, of transforms outside of this one, too, which record what runs.
+        outer = torch.enable_grad() if transforms() else nullcontext()
+        with _C._AutoDispatchBelowAutograd(), outer:
             outs = formula.forward(of(*flat))
         ctx.formula, ctx.of, ctx.names, ctx.count = formula, of, names, len(flat)
         given = {i: a for i, a in enumerate(flat) if isinstance(a, Tensor)}

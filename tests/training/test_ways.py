@@ -120,6 +120,33 @@ def test_a_gradient_of_gradients(want: Leaves) -> None:
         assert_close(g, w, TOL, name)
 
 
+@pytest.mark.parametrize("at", range(len(GIVEN)), ids=list(GIVEN))
+def test_a_gradient_of_gradients_under_func(at: int) -> None:
+    """The outer transform sees what the inner one ran."""
+    given = tuple(GIVEN.values())
+    everything = tuple(range(len(given)))
+
+    def of_one(t: Tensor) -> Tensor:
+        inner = torch.func.grad(loss, argnums=everything)(*given[:at], t, *given[at + 1 :])
+        return torch.stack([g.square().sum() for g in inner]).sum()
+
+    with moe_ops.using("reference"):
+        right = torch.func.grad(of_one)(given[at])
+    assert_close(torch.func.grad(of_one)(given[at]), right, TOL)
+
+
+def test_autograd_outside_of_a_transform() -> None:
+    def twice() -> Leaves:
+        leaves = [t.detach().clone().requires_grad_() for t in GIVEN.values()]
+        inner = torch.func.grad(loss, argnums=(0, 2))(*leaves)
+        return torch.autograd.grad(torch.stack([g.square().sum() for g in inner]).sum(), leaves)
+
+    with moe_ops.using("reference"):
+        right = twice()
+    for name, g, w in zip(GIVEN, twice(), right, strict=True):
+        assert_close(g, w, TOL, name)
+
+
 def test_a_batch_of_gradients_under_vmap() -> None:
     x = torch.randn(3, *GIVEN["x"].shape)
     rest = tuple(GIVEN.values())[1:]
