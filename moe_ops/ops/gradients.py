@@ -7,10 +7,11 @@ from torch import Tensor
 
 from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
 from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad, rows_of
-from moe_ops.ops.experts import ExpertsCall, experts
+from moe_ops.ops.experts import ExpertsCall, experts, weights_of, why_stored_does_not_train
 from moe_ops.ops.experts_backward import ExpertsBackwardCall, experts_backward, float_weight
 from moe_ops.ops.experts_saving import ExpertsSavingCall, experts_saving
 from moe_ops.registry.formulas import Formula, Gradients, wants
+from moe_ops.registry.gradients import undefined_gradient
 
 Grads = tuple[Tensor | None, ...]
 # Scales of codes that are trained, and what rounds inputs, are left to the definitions.
@@ -64,7 +65,9 @@ def _gemm_backward(
         dx_RD = expert_gemm(g_RF, w_EFD, ends_E, transposed=not call.transposed)
         used_R = torch.arange(dx_RD.shape[0], device=ends_E.device) < ends_E[-1]
         made["x_RD"] = rows_of(dx_RD, None, used_R)
-    if "w_EFD" in wanted:
+    if "w_EFD" in wanted and call.w_format:
+        made["w_EFD"] = _of_codes(grad_RF, call, "w_EFD")
+    elif "w_EFD" in wanted:
         made["w_EFD"] = weight_grad(g_RF, x_RD, ends_E, transposed=call.transposed)
     if "bias_EF" in wanted and call.bias_EF is not None:
         ones_R1 = g_RF.new_ones(g_RF.shape[0], 1)
@@ -130,6 +133,13 @@ def _layer_backward(
     made: Gradients = {"weights_TK": dweights_TK}
     if "x_TD" in wanted:
         made["x_TD"] = dx_TD
+    if call.layout:
+        stored = [name for name in weights_of(call) if name in wanted]
+        return made | {name: _of_stored(grad_TD, call, name) for name in stored}
+    if call.w_format:
+        codes = wanted & {"w13_EFD", "w2_EDI"}
+        made |= {name: _of_codes(grad_TD, call, name) for name in codes}
+        wanted -= codes
     token_R = rows_R // K
     if "w13_EFD" in wanted:
         made["w13_EFD"] = weight_grad(dy_RF, x_TD, ends_E, b_rows_R=token_R, transposed=transposed)
@@ -144,6 +154,21 @@ def _layer_backward(
         weight_R = call.weights_TK.reshape(-1)[rows_R.clamp(min=0)].to(x_TD.dtype)
         made["b2_ED"] = bias_grad(grad_TD, ends_E, token_R, weight_R[:, None], call.b2_ED)
     return made
+
+
+def _of_stored(grad_TD: Tensor, call: ExpertsCall, name: str) -> Tensor:
+    """In place of the gradient of a prepared weight."""
+    reason = why_stored_does_not_train(name, call.layout)
+    return undefined_gradient(grad_TD, getattr(call, name), reason)
+
+
+def _of_codes(grad_TD: Tensor, call: ExpertsCall | ExpertGemmCall, name: str) -> Tensor:
+    """In place of the gradient of a weight whose codes are of a float dtype."""
+    reason = (
+        f"{name} holds codes of {call.w_format!r}, which have no gradient; freeze them by "
+        "requires_grad_(False), or train a plain weight that moe_ops.fake_quantize rounds"
+    )
+    return undefined_gradient(grad_TD, getattr(call, name), reason)
 
 
 expert_gemm.differentiated(Formula(takes=_takes_gemm, forward=_gemm, backward=_gemm_backward))

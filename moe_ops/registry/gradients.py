@@ -25,6 +25,12 @@ register_fake(
 )
 
 
+def undefined_gradient(grad: Tensor, like: Tensor, reason: str) -> Tensor:
+    """In place of a gradient by `like`: raises RuntimeError with the reason when it runs."""
+    made: Tensor = torch.ops.moe_ops.undefined_gradient(grad, like, reason)
+    return made
+
+
 class _Undefined(torch.autograd.Function):
     """A tensor that depends on others in a way that has no gradient."""
 
@@ -39,10 +45,7 @@ class _Undefined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        made = [
-            torch.ops.moe_ops.undefined_gradient(grad, source, ctx.reason)
-            for source in ctx.saved_tensors
-        ]
+        made = [undefined_gradient(grad, source, ctx.reason) for source in ctx.saved_tensors]
         return None, None, *made
 
 
