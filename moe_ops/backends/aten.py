@@ -126,6 +126,8 @@ def grouped_wgrad(call: ExpertWgradCall) -> Tensor:
 def _wgrad_per_expert(call: ExpertWgradCall) -> Tensor:
     """A product for each expert that has rows, each written where it belongs."""
     a_RM, b_RN = call.a_RM, call.b_RN
+    # Of which neither the rows nor their sum lose anything: the sum is what is rounded.
+    dtype = torch.promote_types(a_RM.dtype, call.dtype)
     ends = checked_ends(call.ends_E, call.rows)
     # Zeros for all would take a sixth of a backward.
     w_EMN = a_RM.new_empty(len(ends), a_RM.shape[1], b_RN.shape[1], dtype=call.dtype)
@@ -141,7 +143,7 @@ def _wgrad_per_expert(call: ExpertWgradCall) -> Tensor:
             if call.dtype is a_RM.dtype:
                 torch.mm(a.t(), b, out=w_EMN[e])
             else:
-                w_EMN[e] = a.t().to(call.dtype) @ b.to(call.dtype)
+                w_EMN[e] = a.t().to(dtype) @ b.to(dtype)
         start = end
     return w_EMN
 

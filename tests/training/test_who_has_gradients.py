@@ -1,4 +1,4 @@
-"""Codes, and weights in a layout: gradients that are right, or refused."""
+"""Codes, weights in a layout, narrow sums: gradients that are right, or refused."""
 
 from __future__ import annotations
 
@@ -94,3 +94,17 @@ def test_a_compiled_layout_refuses_no_earlier_than_its_backward(layout: str) -> 
     out_TD = fast(w13_EFD)
     with pytest.raises(RuntimeError, match="w13_EFD is stored in the layout"):
         out_TD.sum().backward()
+
+
+@pytest.mark.parametrize("out_dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sum_is_rounded_and_not_its_terms(out_dtype: str, dtype: torch.dtype) -> None:
+    """Rows that cancel but for a little, of which no term fits float16."""
+    big_RM = torch.full((8, 4), 3e4, dtype=dtype)
+    a_RM = torch.cat((big_RM, -big_RM, torch.ones(8, 4, dtype=dtype)))
+    b_RN = torch.full((24, 2), 4.0, dtype=dtype)
+    got = moe_ops.expert_wgrad(
+        a_RM, b_RN, torch.tensor([24], dtype=torch.int32), out_dtype=out_dtype
+    )
+    assert got.dtype is getattr(torch, out_dtype)
+    assert (got == 32).all(), got
