@@ -7,7 +7,7 @@ order. Compilers trace both, and see ops, never their definitions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import _C, Tensor
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 
 from moe_ops.registry.gradients import grad_wanted
-from moe_ops.registry.watched import transforms
+from moe_ops.registry.watched import autocasting, transforms
 
 # Gradients by the names of arguments; None, or no name, where there is none.
 Gradients = dict[str, Tensor | None]
@@ -57,6 +57,14 @@ def recorded(formula: Formula, arguments: Any, call: Any) -> Tensor:
     return out
 
 
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """A formula's forward ran below autocast, which had cast its arguments. In its backward nothing
+    is cast either, wherever that is called."""
+    if autocasting() and torch.amp.is_autocast_available(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
+
+
 class _ByFormula(torch.autograd.Function):
     """One call of an op: its result, and what is saved of it."""
 
@@ -84,7 +92,8 @@ class _ByFormula(torch.autograd.Function):
         flat = {**ctx.others, **dict(zip(ctx.places, tensors[:count], strict=True))}
         call = ctx.of(*(flat[i] for i in range(ctx.count)))
         wanted = [n for n, w in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if w]
-        made: Mapping[str, Tensor | None] = ctx.formula.backward(
-            call, tensors[count:], grads, frozenset(wanted)
-        )
+        with _without_autocast(tensors[0].device.type):
+            made: Mapping[str, Tensor | None] = ctx.formula.backward(
+                call, tensors[count:], grads, frozenset(wanted)
+            )
         return (None, None, None, *(made.get(name) for name in ctx.names))

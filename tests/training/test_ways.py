@@ -120,6 +120,18 @@ def test_a_gradient_of_gradients(want: Leaves) -> None:
         assert_close(g, w, TOL, name)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_backward_under_autocast_of_a_call_outside_of_it(
+    dtype: torch.dtype, want: Leaves
+) -> None:
+    leaves = [t.detach().clone().requires_grad_() for t in GIVEN.values()]
+    out = loss(*leaves)
+    with torch.autocast("cpu", dtype):
+        got = torch.autograd.grad(out, leaves)
+    for name, g, w in zip(GIVEN, got, want, strict=True):
+        assert_close(g, w, TOL, name)
+
+
 @pytest.mark.parametrize("at", range(len(GIVEN)), ids=list(GIVEN))
 def test_a_gradient_of_gradients_under_func(at: int) -> None:
     """The outer transform sees what the inner one ran."""
