@@ -14,6 +14,8 @@ from moe_ops.quant.arguments import named_format
 class _StraightThrough(torch.autograd.Function):
     """What codes stand for, of which the gradient is that of what was coded."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor, format: str) -> Tensor:
         found = named_format("format", format)
