@@ -57,7 +57,8 @@ def optimize(model: Model) -> Model:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model must be a transformers PreTrainedModel, got {type(model).__name__}; "
-            "call the ops of moe_ops directly in other models"
+            "give what a wrapper holds, of a PeftModel get_base_model(), and call the ops of "
+            "moe_ops directly in other models"
         )
     if hasattr(model, _STATE):
         return model
