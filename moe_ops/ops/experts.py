@@ -36,7 +36,7 @@ from moe_ops.quant.arguments import (
 )
 from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.quant.packing import global_scale_of
-from moe_ops.registry.gradients import needs_grad, without_gradient
+from moe_ops.registry.layouts import untrained
 from moe_ops.registry.spec import op
 
 
@@ -204,20 +204,8 @@ def restored(call: ExpertsCall) -> ExpertsCall:
     """A call of prepared weights, with copies of the weights as they were loaded."""
     done = replace(call, layout="")
     for name, t in experts.layouts[call.layout].restore(weights_of(call)).items():
-        stored = getattr(call, name)
-        # A layout reorders in a way that autograd does not see.
-        reason = why_stored_does_not_train(name, call.layout)
-        setattr(done, name, without_gradient(t, reason, stored) if needs_grad(stored) else t)
+        setattr(done, name, untrained(t, getattr(call, name), name, call.layout))
     return done
-
-
-def why_stored_does_not_train(name: str, layout: str) -> str:
-    """What a backward says that wants the gradient of a prepared weight."""
-    return (
-        f"{name} is stored in the layout {layout!r}, in which weights have no gradient; to train "
-        "them store them as they were loaded, by moe_ops.prepare(model, ''), or freeze them by "
-        "requires_grad_(False)"
-    )
 
 
 def check_weights(call: ExpertsCall) -> None:

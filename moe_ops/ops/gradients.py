@@ -7,11 +7,12 @@ from torch import Tensor
 
 from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
 from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad, rows_of
-from moe_ops.ops.experts import ExpertsCall, experts, weights_of, why_stored_does_not_train
+from moe_ops.ops.experts import ExpertsCall, experts, weights_of
 from moe_ops.ops.experts_backward import ExpertsBackwardCall, experts_backward, float_weight
 from moe_ops.ops.experts_saving import ExpertsSavingCall, experts_saving
 from moe_ops.registry.formulas import Formula, Gradients, wants
 from moe_ops.registry.gradients import undefined_gradient
+from moe_ops.registry.layouts import no_gradient
 
 Grads = tuple[Tensor | None, ...]
 # Scales of codes that are trained, and what rounds inputs, are left to the definitions.
@@ -158,7 +159,7 @@ def _layer_backward(
 
 def _of_stored(grad_TD: Tensor, call: ExpertsCall, name: str) -> Tensor:
     """In place of the gradient of a prepared weight."""
-    reason = why_stored_does_not_train(name, call.layout)
+    reason = no_gradient(name, call.layout)
     return undefined_gradient(grad_TD, getattr(call, name), reason)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_ops.checks.options import check_text
 from moe_ops.checks.signature import described
+from moe_ops.registry.gradients import needs_grad, without_gradient
 
 Reorder = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
@@ -92,4 +93,19 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether values are equal; NaN equals itself."""
     return torch.equal(
         a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8)
+    )
+
+
+def untrained(t: Tensor, stored: Tensor, name: str, layout: str) -> Tensor:
+    """What a layout restored of a weight, which autograd does not see: a backward that wants the
+    stored weight's gradient raises RuntimeError."""
+    return without_gradient(t, no_gradient(name, layout), stored) if needs_grad(stored) else t
+
+
+def no_gradient(name: str, layout: str) -> str:
+    """Why a weight in a layout has no gradient, and what to do."""
+    return (
+        f"{name} is stored in the layout {layout!r}, in which weights have no gradient; to train "
+        "them store them as they were loaded, by moe_ops.prepare(model, ''), or freeze them by "
+        "requires_grad_(False)"
     )
