@@ -134,13 +134,9 @@ def _layer_backward(
     made: Gradients = {"weights_TK": dweights_TK}
     if "x_TD" in wanted:
         made["x_TD"] = dx_TD
-    if call.layout:
-        stored = [name for name in weights_of(call) if name in wanted]
-        return made | {name: _of_stored(grad_TD, call, name) for name in stored}
-    if call.w_format:
-        codes = wanted & {"w13_EFD", "w2_EDI"}
-        made |= {name: _of_codes(grad_TD, call, name) for name in codes}
-        wanted -= codes
+    refused = _refused(call, grad_TD, wanted)
+    made |= refused
+    wanted -= refused.keys()
     token_R = rows_R // K
     if "w13_EFD" in wanted:
         made["w13_EFD"] = weight_grad(dy_RF, x_TD, ends_E, b_rows_R=token_R, transposed=transposed)
@@ -157,10 +153,17 @@ def _layer_backward(
     return made
 
 
-def _of_stored(grad_TD: Tensor, call: ExpertsCall, name: str) -> Tensor:
-    """In place of the gradient of a prepared weight."""
-    reason = no_gradient(name, call.layout)
-    return undefined_gradient(grad_TD, getattr(call, name), reason)
+def _refused(call: ExpertsCall, grad_TD: Tensor, wanted: frozenset[str]) -> Gradients:
+    """What raises in place of gradients of codes, and of weights that a layout reorders."""
+    weights = weights_of(call)
+    made: Gradients = {}
+    if call.w_format:
+        made = {name: _of_codes(grad_TD, call, name) for name in wanted & {"w13_EFD", "w2_EDI"}}
+    if call.layout and not wanted.isdisjoint(weights):
+        for name in wanted & experts.layouts[call.layout].restore(weights).keys():
+            reason = no_gradient(name, call.layout)
+            made[name] = undefined_gradient(grad_TD, weights[name], reason)
+    return made
 
 
 def _of_codes(grad_TD: Tensor, call: ExpertsCall | ExpertGemmCall, name: str) -> Tensor:

@@ -83,6 +83,14 @@ def test_weights_in_a_layout_refuse_a_backward(layout: str, backend: str) -> Non
         gradients(call, ("x_TD", "w13_EFD"), backend)
 
 
+@pytest.mark.parametrize("layout", ["flashinfer.up_gate", "flashinfer.chunks"])
+def test_a_weight_that_a_layout_leaves_has_its_gradient(layout: str) -> None:
+    call = in_layout(layout)
+    (got,) = gradients(call, ("w2_EDI",))
+    (want,) = gradients({**call, "w13_EFD": BF16.w13_EFD, "layout": ""}, ("w2_EDI",))
+    assert_close(got, want, TOL["experts", torch.bfloat16])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS[:1])
 def test_a_compiled_layout_refuses_no_earlier_than_its_backward(layout: str) -> None:
     torch._dynamo.reset()
