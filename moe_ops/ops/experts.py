@@ -117,12 +117,8 @@ def _key(call: ExpertsCall) -> tuple[Any, ...] | None:
     """None where sizes may be symbols, as those of a tracer's tensors are."""
     if type(call.x_TD) is not Tensor:
         return None
-    return tuple(
-        [
-            (a.shape, a.dtype, a.device) if isinstance(a, Tensor) else a
-            for a in experts.arguments.flat(call)
-        ]
-    )
+    given = experts.arguments.flat(call)
+    return tuple([(a.shape, a.dtype, a.device) if isinstance(a, Tensor) else a for a in given])
 
 
 def _check(call: ExpertsCall) -> None:

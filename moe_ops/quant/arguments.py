@@ -212,7 +212,7 @@ def check_plain(name: str, w: Tensor, dtype: torch.dtype, like: str) -> None:
     """Raise unless a stacked weight without a format has the dtype of the activations, which are
     the argument `like`."""
     codes = w.itemsize == 1 or not w.is_floating_point()
-    instead = "of codes name the w_format" if codes else f"convert it, or {like}, first"
+    instead = "of codes name the w_format" if codes else f"convert it first, or {like}"
     check_tensor(name, w, 3, (dtype,), instead)
 
 
