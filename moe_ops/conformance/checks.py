@@ -22,9 +22,11 @@ from torch.fx.experimental.symbolic_shapes import (
 from moe_ops.conformance.call import Call
 from moe_ops.conformance.memory import bits, memory_of, tensors
 from moe_ops.interop.code_objects import with_own_code_object
+from moe_ops.ops.experts import WEIGHTS
 from moe_ops.planning.choose import Node, Rules, choose
 from moe_ops.planning.thresholds import THRESHOLD_OPS
 from moe_ops.quant.formats import TENSOR, Format
+from moe_ops.registry.backend import LAYOUT
 from moe_ops.registry.spec import OPS
 from moe_ops.testing import TOL, assert_close
 
@@ -161,7 +163,12 @@ def compiled(call: Call) -> None:
 def gradients(call: Call) -> None:
     """It refuses a call that wants gradients, or has those of the definition."""
     args = call.copies()
-    leaves = [a for a in args if isinstance(a, Tensor) and a.dtype is call.dtype]
+    stored = WEIGHTS if call.named.get(LAYOUT) else ()  # in another order, without gradients
+    leaves = [
+        a
+        for name, a in zip(call.named, args, strict=True)
+        if isinstance(a, Tensor) and a.dtype is call.dtype and name not in stored
+    ]
     for leaf in leaves:
         leaf.requires_grad_()
     if call.asked(args) is not None:
