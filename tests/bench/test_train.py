@@ -189,6 +189,7 @@ def test_options_that_cannot_be(words: str, why: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_compiled_calls_are_checked_and_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -218,7 +218,9 @@ def test_ranks_that_torchrun_did_not_start_are_told_of_it(
         example.begin(args)
 
 
+# That FSDP2 gives the gradients of one process: tests/distributed/test_training.py.
 @pytest.mark.slow
+@pytest.mark.every
 def test_two_processes_train_a_sharded_model_as_one_does(
     example, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from moe_ops.testing import GPT_OSS, Case, make_layer
 T, E, K, D, I = 96, 6, 4, 64, 48  # noqa: E741
 F, R = 2 * I, T * K
 LAYER = make_layer(Case(name="kept", T=T, E=E, K=K, D=D, I=I))
+COMPILES = (pytest.mark.slow, pytest.mark.every)
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bias": {"b13_EF": LAYER.b13_EF, "b2_ED": LAYER.b2_ED},
@@ -53,7 +54,7 @@ def test_a_token_keeps_its_input_and_its_rows_before_the_activation(form: str) -
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("how", ["ops", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["ops", pytest.param("inductor", marks=COMPILES)])
 def test_no_tensor_of_the_joint_graph_is_large(form: str, how: str) -> None:
     """No weight for each row, and nothing of [R, E]: in graphs as AOTAutograd makes them, and as
     passes leave them for Inductor."""
