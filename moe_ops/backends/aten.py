@@ -12,7 +12,13 @@ from moe_ops.kernels import gpus
 from moe_ops.ops.activate import activate
 from moe_ops.ops.combine import combine
 from moe_ops.ops.dispatch import dispatch
-from moe_ops.ops.expert_gemm import ExpertGemmCall, checked_ends, expert_gemm, row_experts
+from moe_ops.ops.expert_gemm import (
+    ExpertGemmCall,
+    checked_ends,
+    expert_gemm,
+    row_experts,
+    used_rows,
+)
 from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.registry.gradients import needs_grad
@@ -59,7 +65,7 @@ def _grouped_mm(
     used_R1 = None
     if needs_grad(x_RD, w_EFD, bias_EF):
         # The product leaves unused rows unwritten, in its result and in its gradients.
-        used_R1 = (torch.arange(x_RD.shape[0], device=x_RD.device) < ends_E[-1])[:, None]
+        used_R1 = used_rows(ends_E, x_RD.shape[0])[:, None]
         x_RD = torch.where(used_R1, x_RD, 0)
     # A backward multiplies by the gradient of the result, which has rows of that width.
     trains = used_R1 is None or w_EDF.shape[2] * w_EDF.element_size() % ALIGNMENT == 0

@@ -228,6 +228,11 @@ def row_experts(ends_E: Tensor, R: int) -> Tensor:
     return torch.searchsorted(ends_E, rows_R, right=True).clamp(max=ends_E.shape[0] - 1)
 
 
+def used_rows(ends_E: Tensor, R: int) -> Tensor:
+    """Which of R rows an expert has, as bool [R]; what the others hold is unspecified."""
+    return torch.arange(R, device=ends_E.device) < ends_E[-1]
+
+
 def of_rows(global_scale_E: Tensor) -> Tensor:
     """The factors of an expert's rows: [E, 1], or [E, F] where they differ."""
     return global_scale_E if global_scale_E.dim() == 2 else global_scale_E[:, None]

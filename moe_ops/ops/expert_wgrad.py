@@ -16,7 +16,7 @@ from moe_ops.checks.shapes import (
     check_tensor,
     wide,
 )
-from moe_ops.ops.expert_gemm import checked_ends, row_experts, warn_of_size
+from moe_ops.ops.expert_gemm import checked_ends, row_experts, used_rows, warn_of_size
 from moe_ops.registry.spec import op
 from moe_ops.registry.watched import readable
 
@@ -97,7 +97,7 @@ def expert_wgrad(call: ExpertWgradCall) -> Tensor:
     R, E = call.rows, call.ends_E.shape[0]
     if readable(call.ends_E):
         checked_ends(call.ends_E, R)
-    used_R = torch.arange(R, device=call.ends_E.device) < call.ends_E[-1]
+    used_R = used_rows(call.ends_E, R)
     a_RM = wide(rows_of(call.a_RM, call.a_rows_R, used_R))
     b_RN = wide(rows_of(call.b_RN, call.b_rows_R, used_R))
     warn_of_size("expert_wgrad", R * a_RM.shape[1] * b_RN.shape[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
+from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm, used_rows
 from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad, rows_of
 from moe_ops.ops.experts import ExpertsCall, experts, weights_of
 from moe_ops.ops.experts_backward import ExpertsBackwardCall, experts_backward, float_weight
@@ -64,8 +64,7 @@ def _gemm_backward(
             x_RD, call.w_EFD, call.w_scale_EFG, call.w_zero_EFG, call.global_scale_E, call.w_format
         )
         dx_RD = expert_gemm(g_RF, w_EFD, ends_E, transposed=not call.transposed)
-        used_R = torch.arange(dx_RD.shape[0], device=ends_E.device) < ends_E[-1]
-        made["x_RD"] = rows_of(dx_RD, None, used_R)
+        made["x_RD"] = rows_of(dx_RD, None, used_rows(ends_E, dx_RD.shape[0]))
     if "w_EFD" in wanted and call.w_format:
         made["w_EFD"] = _of_codes(grad_RF, call, "w_EFD")
     elif "w_EFD" in wanted:
@@ -87,7 +86,7 @@ def _wgrad_backward(
     if grad_EMN is None:
         return made
     g_EMN = grad_EMN.to(call.a_RM.dtype)
-    used_R = torch.arange(call.rows, device=ends_E.device) < ends_E[-1]
+    used_R = used_rows(ends_E, call.rows)
     if "a_RM" in wanted:
         b_RN = rows_of(call.b_RN, call.b_rows_R, used_R)
         da_RM = expert_gemm(b_RN, g_EMN, ends_E)
