@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moe_ops.forward.kept import Stepping
 from moe_ops.generation import blocks, pools
 from moe_ops.generation.linear_samples import KINDS, Kind, agree, parameters_of
-from moe_ops.hf.subclass import former_class, new_object, subclass
+from moe_ops.hf.subclass import CopiedAsItWas, subclass
 from moe_ops.interop.code_objects import with_globals
 
 log = logging.getLogger("moe_ops")
@@ -27,12 +27,8 @@ Function = Callable[..., Any]
 PACKED = ("cu_seqlens", "seq_idx")
 
 
-class WithOurFunctions:
-    """What stands before the class of a layer whose methods call our functions. Copies, and what is
-    pickled, are of the layer's own class."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return new_object, (former_class(self),), super().__reduce_ex__(protocol)[2]
+class WithOurFunctions(CopiedAsItWas):
+    """What stands before the class of a layer whose methods call our functions."""
 
 
 class WithAllPools(WithOurFunctions):

@@ -14,6 +14,14 @@ def subclass(first: type, cls: type) -> Any:
     return type(cls.__name__, (first, cls), names)
 
 
+class CopiedAsItWas:
+    """What stands before the class of a module, by `subclass`, if copies of the module, and what is
+    pickled of it, are of its own class."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return new_object, (former_class(self),), super().__reduce_ex__(protocol)[2]
+
+
 def former_class(x: object) -> Any:
     """The class that an object had before it got one of `subclass`."""
     return type(x).__bases__[1]

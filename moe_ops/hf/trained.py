@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from moe_ops.hf.experts import DOUBLE, describe, run
 from moe_ops.hf.optimize import is_experts
 from moe_ops.hf.stored import stored_format
-from moe_ops.hf.subclass import former_class, new_object, subclass
+from moe_ops.hf.subclass import CopiedAsItWas, subclass
 from moe_ops.registry.gradients import needs_grad
 
 
-class TrainedExperts(nn.Module):
+class TrainedExperts(CopiedAsItWas, nn.Module):
     """What stands before the class of a twin's experts. Passes lift the code of experts into ops
     where nothing is trained; a training graph has the ops from the start, as what a backward needs
     of that code is saved all over the graph."""
@@ -27,9 +27,6 @@ class TrainedExperts(nn.Module):
         if found == DOUBLE:
             return own(*given)
         return run(self, found, *given, lambda _, *same: own(*same))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return new_object, (former_class(self),), super().__reduce_ex__(protocol)[2]
 
 
 def train_on_ops(twin: nn.Module, model: nn.Module) -> None:
