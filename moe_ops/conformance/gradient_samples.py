@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.conformance.tensors import padded, strided, with_holes
+from moe_ops.ops.experts_saving import ROUNDED
 from moe_ops.registry.spec import OPS
 from moe_ops.testing import ACTIVATIONS, Case, make_layer
 
@@ -76,9 +77,8 @@ def expert_wgrad(case: Case, dtype: torch.dtype) -> Calls:
 
 def experts_saving(of_experts: Calls) -> Calls:
     """The calls of `experts` whose inputs are not rounded."""
-    rounded = ("x_format", "x_scale", "h_scale", "x_scale_TG", "out_dtype")
     return {
-        name: {k: v for k, v in call.items() if k not in rounded}
+        name: {k: v for k, v in call.items() if k not in ROUNDED}
         for name, call in of_experts.items()
         if not call.get("x_format")
     }
