@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -17,6 +16,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.examples.loaded import load
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "quickstart.py"
 NAMES = ["moe_ops", "grouped_mm", "batched_mm"]
@@ -26,13 +27,7 @@ SMALL = ("--layers", "1", "--batch", "2", "--prompt", "4", "--tokens", "6")
 @pytest.fixture
 def quickstart(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     pytest.importorskip("transformers")
-    spec = importlib.util.spec_from_file_location("quickstart", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.syspath_prepend(EXAMPLE.parent)  # as `python FILE` has it
-    monkeypatch.setitem(sys.modules, "quickstart", module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load(monkeypatch, "quickstart.py", "quickstart")
 
 
 class Machine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import re
@@ -17,6 +16,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from moe_ops.testing import F32, TOL, assert_close
+from tests.examples.loaded import load
 from tests.hf.test_quantize import decoded, experts_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,13 +29,7 @@ CPU = torch.device("cpu")
 def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     pytest.importorskip("transformers")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    spec = importlib.util.spec_from_file_location("train_example", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.syspath_prepend(EXAMPLE.parent)  # as `python FILE` has it
-    monkeypatch.setitem(sys.modules, "train_example", module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load(monkeypatch, "train.py", "train_example")
 
 
 def parsed(example: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:

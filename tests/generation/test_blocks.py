@@ -3,9 +3,6 @@ transformers' do."""
 
 from __future__ import annotations
 
-import copy
-import functools
-import logging
 from typing import Any
 
 import pytest
@@ -13,22 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops.forward.kept import Arriving
-from moe_ops.generation.linear_layers import WithWholeBlocks, give_ours
+from moe_ops.generation.linear_layers import WithWholeBlocks
 from moe_ops.passes.inductor.sizes import call_oblivious
-from moe_ops.twin import Twin
-from tests.hf.auto_classes import build_published
+from tests.generation.indexers import hold_left, hold_uncompiled, indexers_of
 
 NAME = "MiniMaxM3SparseForConditionalGeneration"
 
 
-@functools.cache
 def indexers() -> tuple[nn.Module, nn.Module]:
-    """An indexer, and that of a twin."""
-    model = build_published(NAME).model
-    twin = Twin(model).module
-    give_ours(twin, model)
-    path = next(n for n, m in twin.named_modules() if isinstance(m, WithWholeBlocks))
-    return model.get_submodule(path), twin.get_submodule(path)
+    return indexers_of(NAME, WithWholeBlocks)
 
 
 def call_of(indexer: Any, tokens: int) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
@@ -69,10 +59,7 @@ def test_one_graph_chooses_what_transformers_do_for_all_lengths(cached: bool, fi
 def test_uncompiled_and_copied_they_are_transformers_own() -> None:
     stock, ours = indexers()
     x, angles, positions = call_of(stock, 9)
-    made = copy.deepcopy(ours)
-    assert type(made) is type(stock) and type(ours) is not type(stock)
-    for one in (ours, made):
-        assert torch.equal(one(x, angles, None, positions), stock(x, angles, None, positions))
+    hold_uncompiled(stock, ours, x, angles, None, positions)
 
 
 class Counting(nn.Module):
@@ -93,10 +80,4 @@ class Failing(Counting):
 
 @pytest.mark.parametrize("kind", [Counting, Failing])
 def test_others_stay_with_a_reason(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "moe_ops")
-    model = nn.Sequential(kind())
-    twin = Twin(model).module
-    give_ours(twin, model)
-    assert type(twin[0]) is kind
-    said = f"{kind.__name__} keeps its forward: ours is not known to compute the same"
-    assert said in caplog.messages
+    hold_left(kind, "forward", caplog)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-import logging
 from typing import Any
 
 import pytest
@@ -12,21 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops.generation import pools
-from moe_ops.generation.linear_layers import WithAllPools, give_ours
-from moe_ops.twin import Twin
-from tests.hf.auto_classes import build_published
+from moe_ops.generation.linear_layers import WithAllPools
+from tests.generation.indexers import hold_left, hold_uncompiled, indexers_of
 
 NAME = "Glm5NextForConditionalGeneration"
 
 
-@functools.cache
 def indexers() -> tuple[nn.Module, nn.Module]:
-    """An indexer, and that of a twin."""
-    model = build_published(NAME).model
-    twin = Twin(model).module
-    give_ours(twin, model)
-    path = next(n for n, m in twin.named_modules() if isinstance(m, WithAllPools))
-    return model.get_submodule(path), twin.get_submodule(path)
+    return indexers_of(NAME, WithAllPools)
 
 
 def call_of(indexer: Any, tokens: int, pads: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,11 +73,7 @@ def test_all_pools_are_those_of_transformers_and_others_that_are_not_whole() -> 
 @torch.no_grad()
 def test_uncompiled_and_copied_they_are_transformers_own() -> None:
     stock, ours = indexers()
-    call = call_of(stock, 30, (4, 0))
-    made = copy.deepcopy(ours)
-    assert type(made) is type(stock) and type(ours) is not type(stock)
-    for one in (ours, made):
-        assert torch.equal(one(*call, None), stock(*call, None))
+    hold_uncompiled(stock, ours, *call_of(stock, 30, (4, 0)), None)
 
 
 class Others(nn.Module):
@@ -106,10 +92,4 @@ class Failing(nn.Module):
 
 @pytest.mark.parametrize("kind", [Others, Failing])
 def test_others_stay_with_a_reason(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "moe_ops")
-    model = nn.Sequential(kind())
-    twin = Twin(model).module
-    give_ours(twin, model)
-    assert type(twin[0]) is kind
-    said = f"{kind.__name__} keeps its get_pooled_states: ours is not known to compute the same"
-    assert said in caplog.messages
+    hold_left(kind, "get_pooled_states", caplog)

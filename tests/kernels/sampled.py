@@ -16,6 +16,7 @@ from moe_ops.conformance.memory import surrounded
 from moe_ops.conformance.samples import samples, specified
 from moe_ops.registry.spec import Op
 from moe_ops.testing import (
+    CASES,
     DEVICE,
     Case,
     Tol,
@@ -27,6 +28,12 @@ from moe_ops.testing import (
 
 EXACT = Tol(0.0, "integers are exact")
 BACKEND, HERE = "triton", torch.device(DEVICE)
+
+
+def cases(quick: tuple[str, ...]) -> list[Any]:
+    """Every case by name; those that are not quick are of `every` alone."""
+    others = [pytest.mark.slow, pytest.mark.every]
+    return [pytest.param(c.name, marks=[] if c.name in quick else others) for c in CASES]
 
 
 def on_device(args: tuple[Any, ...]) -> tuple[Any, ...]:

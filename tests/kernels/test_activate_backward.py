@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 from moe_ops import activate_backward
 from moe_ops.conformance import Only, examine
 from moe_ops.testing import ACTIVATIONS, BF16, CASES, DEVICE, F16, F32, TOL, assert_close
-from tests.kernels.sampled import anywhere, hold, run
+from tests.kernels.sampled import anywhere, cases, hold, run
 
 BY_NAME = {case.name: case for case in CASES}
 QUICK = ("odd", "odd_unaligned", "one_token", "no_tokens", "one_expert")
@@ -21,12 +21,8 @@ each_dtype = pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 each_activation = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 
 
-def marked(case: str) -> object:
-    return pytest.param(case, marks=[] if case in QUICK else [pytest.mark.slow, pytest.mark.every])
-
-
 @each_dtype
-@pytest.mark.parametrize("case", [marked(name) for name in BY_NAME])
+@pytest.mark.parametrize("case", cases(QUICK))
 def test_samples(case: str, dtype: torch.dtype) -> None:
     assert hold(activate_backward, BY_NAME[case], dtype) == {}
 

@@ -16,7 +16,7 @@ from moe_ops.conformance.memory import surrounded
 from moe_ops.conformance.tensors import strided
 from moe_ops.kernels.triton.wgrad import Tiles, tiles_for, wgrad
 from moe_ops.testing import BF16, CASES, DEVICE, F16, F32, TOL, Case, assert_close
-from tests.kernels.sampled import anywhere, hold, run
+from tests.kernels.sampled import anywhere, cases, hold, run
 
 HERE = torch.device(DEVICE)
 BY_NAME = {case.name: case for case in CASES}
@@ -28,12 +28,8 @@ SMALL = Tiles(block_m=16, block_n=16, block_r=16, warps=4, stages=2)
 COUNTS = (5, 0, 33, 16, 1)  # rows of each expert
 
 
-def marked(case: str) -> object:
-    return pytest.param(case, marks=[] if case in QUICK else [pytest.mark.slow, pytest.mark.every])
-
-
 @each_dtype
-@pytest.mark.parametrize("case", [marked(name) for name in BY_NAME])
+@pytest.mark.parametrize("case", cases(QUICK))
 def test_samples(case: str, dtype: torch.dtype) -> None:
     assert hold(expert_wgrad, BY_NAME[case], dtype) == {}
 
