@@ -44,6 +44,7 @@ class _InsideThread(_Inside, threading.local):
 
 
 _inside = _Inside() if torch.__version__ < "2.12" else _InsideThread()
+_anywhere = _Inside()  # in all threads
 _entering = threading.Lock()
 
 
@@ -56,12 +57,18 @@ def call_oblivious(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not _inside.calls:
             _inside.before = getattr(shape_config, OBLIVIOUS)
             setattr(shape_config, OBLIVIOUS, True)
+        if ASKS_FOR_ONE and not _anywhere.calls:
+            _trace_attention_by(_attend)
         _inside.calls += 1
+        _anywhere.calls += 1
     try:
         return call(*args, **kwargs)
     finally:
         with _entering:
             _inside.calls -= 1
+            _anywhere.calls -= 1
+            if ASKS_FOR_ONE and not _anywhere.calls:
+                _trace_attention_by(None)
             if not _inside.calls:
                 setattr(shape_config, OBLIVIOUS, _inside.before)
 
@@ -168,15 +175,20 @@ def _attend(
     """
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     with contextlib.ExitStack() as stack:
-        if getattr(shape_config, OBLIVIOUS) and attn_mask is not None and attn_mask.dim() == 4:
+        if _inside.calls and attn_mask is not None and attn_mask.dim() == 4:
             rows, sequences = attn_mask.shape[0], query.shape[0]
             if isinstance(rows, torch.SymInt) and _hint(rows) == _hint(sequences):
                 stack.enter_context(_never_one(rows))
         return ATTENTION._op_dk(TRACED, *given, scale=scale, enable_gqa=enable_gqa)
 
 
-if ASKS_FOR_ONE and HAS_OBLIVIOUS and TRACED not in ATTENTION.py_kernels:
-    ATTENTION.py_impl(TRACED)(_attend)
+def _trace_attention_by(kernel: Callable[..., Any] | None) -> None:
+    """What torch traces attention by, in all threads: None is its own way."""
+    if kernel is None:
+        ATTENTION.py_kernels.pop(TRACED)
+    else:
+        ATTENTION.py_kernels[TRACED] = kernel
+    ATTENTION._dispatch_cache.clear()  # it holds what was looked up before
 
 
 @contextlib.contextmanager

@@ -106,13 +106,16 @@ def test_a_graph_without_symbolic_sizes_is_left_alone() -> None:
 
 
 @pytest.mark.skipif(not sizes.HAS_OBLIVIOUS, reason="this torch lacks the flag")
-def test_calls_of_two_threads_that_overlap_leave_the_flag_as_it_was() -> None:
+def test_calls_of_two_threads_that_overlap_leave_torch_as_it_was() -> None:
     """The first to begin is the first to end."""
     first_in, second_in, first_out = (threading.Event() for _ in range(3))
     found = {}
 
     def flag() -> bool:
         return bool(getattr(shape_config, sizes.OBLIVIOUS))
+
+    def own_attention() -> bool:
+        return sizes.TRACED in sizes.ATTENTION.py_kernels
 
     def first() -> None:
         first_in.set()
@@ -122,6 +125,8 @@ def test_calls_of_two_threads_that_overlap_leave_the_flag_as_it_was() -> None:
         second_in.set()
         first_out.wait(300)
         found["second, after the first"] = flag()
+        assert own_attention() == sizes.ASKS_FOR_ONE
+        found["attention was seen"] = True
 
     def call(function: Callable[[], None], ready: threading.Event | None = None) -> None:
         if ready is not None:
@@ -130,6 +135,7 @@ def test_calls_of_two_threads_that_overlap_leave_the_flag_as_it_was() -> None:
         found[f"{function.__name__}, outside"] = flag()
 
     before = flag()
+    assert not own_attention()
     one = threading.Thread(target=call, args=(first,))
     other = threading.Thread(target=call, args=(second, first_in))
     one.start()
@@ -137,8 +143,9 @@ def test_calls_of_two_threads_that_overlap_leave_the_flag_as_it_was() -> None:
     one.join()
     first_out.set()
     other.join()
-    assert found["second, after the first"]
+    assert found["second, after the first"] and found["attention was seen"]
     assert found["second, outside"] == before == flag()
+    assert not own_attention()
 
 
 @pytest.mark.skipif(not sizes.HAS_OBLIVIOUS, reason="this torch lacks the flag")
