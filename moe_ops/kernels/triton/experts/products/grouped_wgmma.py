@@ -70,15 +70,15 @@ def _copy_gathered(i, bar, stage, tile, tokens, source, rings, sizes, HOW: gl.co
     """A step of W and of the rows of x that a tile gathers, by four warps."""
     a_bufs, w_bufs, _, _ = rings
     x_ptr, stride_x, _, _, w_desc, up_desc = source
-    N, K = sizes
+    K = sizes[1]
     EVEN_K: gl.constexpr = HOW[1]
     BLOCK_K: gl.constexpr = a_bufs.shape[2]
-    W_BYTES: gl.constexpr = w_bufs.shape[1] * BLOCK_K * 2
+    W_BYTES: gl.constexpr = w_bufs.shape[1] * w_bufs.shape[2] * 2
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     ks = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
     mbarrier.expect(bar, W_BYTES)
     k = i * BLOCK_K
-    hopper.copy_w((w_desc, up_desc), tile[0], tile[3], k, bar, w_bufs.index(stage), N, HOW[-1])
+    hopper.copy_w((w_desc, up_desc), tile[0], tile[3], k, bar, w_bufs.index(stage), sizes, HOW[-1])
     token = tokens.load(gl.SliceLayout(1, layout))
     mask = (token >= 0)[:, None]
     if not EVEN_K:
@@ -100,8 +100,9 @@ def _multiply(acc, rings, step, use_acc, HALF: gl.constexpr, GATHERED: gl.conste
     if GATHERED:
         fence_async_shared()  # cp.async writes through the generic proxy
     a = a_bufs.index(stage).slice(HALF * HALF_M, HALF_M)
-    w = w_bufs.index(stage).permute([1, 0])
-    return warpgroup_mma(a, w, acc, use_acc=use_acc, is_async=True)
+    w = w_bufs.index(stage)
+    w_KN = w.permute([1, 0]) if hopper.rows_lie(w) else w
+    return warpgroup_mma(a, w_KN, acc, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
@@ -227,14 +228,14 @@ def _product(
     HOW: gl.constexpr,
 ):  # fmt: skip
     """A consumer's 64 rows of a tile."""
-    a_bufs, w_bufs, _, empty = rings
+    a_bufs, _, _, empty = rings
     N, _, out_n = sizes
     GATHERED: gl.constexpr = HOW[0] is not None
     S: gl.constexpr = HOW[2]
     ACT: gl.constexpr = HOW[3]
     STAGES: gl.constexpr = a_bufs.shape[0]
     HALF_M: gl.constexpr = a_bufs.shape[1] // 2
-    BLOCK_N: gl.constexpr = w_bufs.shape[1]
+    BLOCK_N: gl.constexpr = hopper.WIDE_N
     INT8: gl.constexpr = a_bufs.dtype == gl.int8
     SUM: gl.constexpr = gl.int32 if INT8 else gl.float32
     UNIT_K: gl.constexpr = 256 // a_bufs.dtype.primitive_bitwidth
@@ -270,12 +271,13 @@ def _product(
 def _grouped(
     a, stride_a, rows_ptr, w_desc, up_desc, bias_ptr, out_desc, out_ptr, tiles_ptr, a_scale_ptr,
     w_scale_ptr, out_scale_ptr, N, K, n_tiles, TOP_K: gl.constexpr, S: gl.constexpr,
-    ACT: gl.constexpr, EVEN_K: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
+    ACT: gl.constexpr, ROWS: gl.constexpr, EVEN_K: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`a` is a pointer if TOP_K is given, which says that rows are gathered, else a descriptor."""
+    """`a` is a pointer if TOP_K is given, which says that rows are gathered, else a descriptor.
+    ROWS: whether rows of W lie, or its columns."""
     dealt = first_tile(tiles_ptr, n_tiles, BLOCK_M)
-    stages, buffers = hopper.allocate(w_desc, out_desc, STAGES)
+    stages, buffers = hopper.allocate(w_desc, out_desc, BLOCK_K, STAGES, ROWS)
     output = (bias_ptr, out_desc, out_ptr)
     scales = (a_scale_ptr, w_scale_ptr, out_scale_ptr)
     HOW: gl.constexpr = (TOP_K, EVEN_K, S, ACT)
@@ -347,5 +349,5 @@ def launch(
         *skeleton.boxes_of_pair(w_ENK, block_k, act), bias_EN,
         skeleton.boxes(out, hopper.HALF_M, hopper.CHUNK_N), out, tiles.table, *found, N, K,
         triton.cdiv(N, hopper.BLOCK_N), top_k, None if scales is None else scales.constant, act,
-        K % block_k == 0, BLOCK_M, block_k, STAGES,
+        w_ENK.is_contiguous(), K % block_k == 0, BLOCK_M, block_k, STAGES,
     )  # fmt: skip
