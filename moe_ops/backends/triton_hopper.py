@@ -190,13 +190,16 @@ def refuse_wgrad(call: ExpertWgradCall) -> str | None:
     if a_RM.dtype not in HALF or call.dtype != a_RM.dtype:
         return f"needs {either(HALF)}, got {a_RM.dtype} and {call.dtype}"
     widths = a_RM.shape[1], b_RN.shape[1]
-    if min(widths) <= STEP_BY_COLUMNS:
-        return f"needs more than {STEP_BY_COLUMNS} columns, got {widths[0]} and {widths[1]}"
-    strides = [t.stride(0) if t.stride(1) == 1 else t.shape[1] for t in (a_RM, b_RN)]
-    if any(size % 8 for size in (*widths, *strides)):
+    if min(widths) <= STEP_BY_COLUMNS or any(width % 8 for width in widths):
         return (
-            "needs columns, and rows that begin at elements, that 8 divides, got "
-            f"{', '.join(map(str, (*widths, *strides)))}"
+            f"needs more than {STEP_BY_COLUMNS} columns that 8 divides, got {widths[0]} and "
+            f"{widths[1]}"
+        )
+    strides = [t.stride(0) if t.stride(1) == 1 else t.shape[1] for t in (a_RM, b_RN)]
+    if any(stride % 16 for stride in strides):
+        return (
+            "needs rows that begin at a multiple of 16 elements, got every "
+            f"{strides[0]} and {strides[1]}"
         )
     return refuse_hopper(a_RM) or _refuse_misaligned(a_RM, b_RN)
 

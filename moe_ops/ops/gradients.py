@@ -137,12 +137,13 @@ def _layer_backward(
     made |= refused
     wanted -= refused.keys()
     token_R = rows_R // K
-    if "w13_EFD" in wanted:
-        made["w13_EFD"] = weight_grad(dy_RF, x_TD, ends_E, b_rows_R=token_R, transposed=transposed)
     if "w2_EDI" in wanted:
         made["w2_EDI"] = weight_grad(
             grad_TD, wh_RI, ends_E, a_rows_R=token_R, transposed=transposed
         )
+    del wh_RI  # before the gradient of the larger weight is made
+    if "w13_EFD" in wanted:
+        made["w13_EFD"] = weight_grad(dy_RF, x_TD, ends_E, b_rows_R=token_R, transposed=transposed)
     if "b13_EF" in wanted and call.b13_EF is not None:
         ones_R1 = dy_RF.new_ones(dy_RF.shape[0], 1)
         made["b13_EF"] = bias_grad(dy_RF, ends_E, None, ones_R1, call.b13_EF)
