@@ -18,6 +18,7 @@ from .dispatch_tokens import dispatch_tokens
 from .expert_gemm import expert_gemm
 from .expert_loads import expert_loads
 from .expert_wgrad import expert_wgrad
+from .expert_wgrad_onto import expert_wgrad_onto
 from .experts import experts
 from .experts_backward import experts_backward
 from .experts_onto import experts_onto
@@ -48,6 +49,7 @@ __all__ = [
     "expert_gemm",
     "expert_loads",
     "expert_wgrad",
+    "expert_wgrad_onto",
     "experts",
     "experts_backward",
     "experts_onto",

@@ -30,6 +30,7 @@ def calls(T: int) -> dict[str, tuple[Any, ...]]:
         "experts": (x, weights, ids, layer.w13_EFD, layer.w2_EDI),
         "moe": (x, layer.logits_TE, layer.w13_EFD, layer.w2_EDI, 2),
         "expert_wgrad": (x, x, ends),
+        "expert_wgrad_onto": (x, x, ends, torch.zeros(EXPERTS, x.shape[1], x.shape[1])),
         "activate_backward": (
             x[:, : x.shape[1] // 2].contiguous(),
             x,

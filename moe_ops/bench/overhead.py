@@ -33,6 +33,7 @@ from moe_ops.ops import (
     expert_gemm,
     expert_loads,
     expert_wgrad,
+    expert_wgrad_onto,
     experts,
     experts_backward,
     experts_over_ranks,
@@ -92,6 +93,7 @@ def calls() -> dict[Op, tuple[Any, ...]]:
         experts_backward: (layer.x_TD, y_RF, rows_R, ends_E, *sent, *weights),
         activate_backward: (activate(y_RF), y_RF, layer.weights_TK, rows_R),
         expert_wgrad: (y_RF, x_RD, ends_E),
+        expert_wgrad_onto: (y_RF, x_RD, ends_E, torch.zeros(8, y_RF.shape[1], x_RD.shape[1])),
     }
 
 

@@ -75,6 +75,18 @@ def expert_wgrad(case: Case, dtype: torch.dtype) -> Calls:
     }  # fmt: skip
 
 
+def expert_wgrad_onto(case: Case, dtype: torch.dtype) -> Calls:
+    """The calls of `expert_wgrad`, and sums so far that are as large as what is added."""
+    found: Calls = {}
+    for name, call in expert_wgrad(case, dtype).items():
+        sizes = (call["ends_E"].shape[0], call["a_RM"].shape[1], call["b_RN"].shape[1])
+        given = {k: v for k, v in call.items() if k != "out_dtype"}
+        found[name] = {**given, "main_grad_EMN": torch.randn(sizes) * case.T**0.5}
+    first = found["plain"]
+    lies = torch.randn(3, *first["main_grad_EMN"].shape)[1]  # as in a buffer of several weights
+    return {**found, "in_a_buffer": {**first, "main_grad_EMN": lies}}
+
+
 def experts_saving(of_experts: Calls) -> Calls:
     """The calls of `experts` whose inputs are not rounded."""
     return {

@@ -11,6 +11,7 @@ from moe_ops.ops.dispatch_tokens import dispatch_tokens
 from moe_ops.ops.expert_gemm import expert_gemm
 from moe_ops.ops.expert_loads import expert_loads
 from moe_ops.ops.expert_wgrad import expert_wgrad
+from moe_ops.ops.expert_wgrad_onto import expert_wgrad_onto
 from moe_ops.ops.experts import experts
 from moe_ops.ops.experts_backward import experts_backward
 from moe_ops.ops.experts_over_ranks import experts_over_ranks
@@ -30,6 +31,7 @@ __all__ = [
     "expert_gemm",
     "expert_loads",
     "expert_wgrad",
+    "expert_wgrad_onto",
     "experts",
     "experts_backward",
     "experts_over_ranks",
