@@ -38,6 +38,7 @@ def calls(T: int) -> dict[str, tuple[Any, ...]]:
             torch.arange(T, dtype=torch.int32),
         ),
         "experts_saving": (x, weights, ids, layer.w13_EFD, layer.w2_EDI),
+        "experts_accumulating": (x, weights, ids, layer.w13_EFD, layer.w2_EDI),
         "experts_backward": (
             x,
             torch.zeros(T, layer.w13_EFD.shape[1]),

@@ -96,6 +96,21 @@ def experts_saving(of_experts: Calls) -> Calls:
     }
 
 
+def experts_accumulating(of_experts: Calls) -> Calls:
+    """The calls of `experts` on plain weights, with sums so far."""
+    names = OPS["experts_accumulating"].arguments.signature.parameters
+    found = {
+        name: {**call, **_sums(call)} for name, call in of_experts.items() if call.keys() <= {*names}
+    }
+    first = next(iter(found.values()))
+    return {**found, "of_one_weight": {**first, "main_grad13_EFD": None}}
+
+
+def _sums(call: dict[str, Any]) -> dict[str, Tensor]:
+    weights = {"main_grad13_EFD": call["w13_EFD"], "main_grad2_EDI": call["w2_EDI"]}
+    return {name: torch.zeros(w.shape) for name, w in weights.items()}
+
+
 def experts_backward(of_experts: Calls, dtype: torch.dtype) -> Calls:
     """The backward of each call of `experts_saving`."""
     found: Calls = {}

@@ -24,7 +24,8 @@ TARGETS = ("aten", "portable", "onnx", "ort")
 OVER_RANKS = ("dispatch_tokens", "combine_tokens", "experts_over_ranks", "sum_ranks")
 # Gradients consist of them. Those that run files of models do not train.
 OF_TRAINING = (
-    "activate_backward", "expert_wgrad", "expert_wgrad_onto", "experts_saving", "experts_backward",
+    "activate_backward", "expert_wgrad", "experts_saving", "experts_backward",
+    "experts_accumulating",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from moe_ops.ops.expert_loads import expert_loads
 from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad
 from moe_ops.ops.expert_wgrad_onto import expert_wgrad_onto
 from moe_ops.ops.experts import ExpertsCall, experts
+from moe_ops.ops.experts_accumulating import experts_accumulating
 from moe_ops.ops.experts_backward import ExpertsBackwardCall, experts_backward
 from moe_ops.ops.experts_over_ranks import experts_over_ranks
 from moe_ops.ops.experts_saving import experts_saving
@@ -142,6 +143,12 @@ RULES |= {
     ),
     experts_saving: Rules(
         flops=lambda call: experts_flops(call.layer), autocast=LAYER, vmap=EACH, sharding=SORTED
+    ),
+    experts_accumulating: Rules(
+        flops=lambda call: experts_flops(call.layer),
+        autocast=LAYER,
+        vmap=EACH,
+        sharding="adds gradients to buffers of this rank, which are no DTensors",
     ),
     experts_backward: Rules(flops=backward_flops, autocast=AS_GIVEN, vmap=EACH, sharding=SORTED),
 }

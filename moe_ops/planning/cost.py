@@ -28,6 +28,7 @@ from moe_ops.ops.expert_loads import ExpertLoadsCall
 from moe_ops.ops.expert_wgrad import ExpertWgradCall
 from moe_ops.ops.expert_wgrad_onto import ExpertWgradOntoCall
 from moe_ops.ops.experts import ExpertsCall
+from moe_ops.ops.experts_accumulating import ExpertsAccumulatingCall
 from moe_ops.ops.experts_backward import ExpertsBackwardCall
 from moe_ops.ops.experts_over_ranks import ExpertsOverRanksCall, traffic
 from moe_ops.ops.experts_saving import ExpertsSavingCall
@@ -319,6 +320,10 @@ def _experts_saving(a: ExpertsSavingCall, T: int) -> Cost:
     return replace(whole, bytes=whole.bytes + T * K * F * c.x_TD.element_size())
 
 
+def _experts_accumulating(a: ExpertsAccumulatingCall, T: int) -> Cost:
+    return _experts(a.layer, T)
+
+
 def _experts_backward(a: ExpertsBackwardCall, T: int) -> Cost:
     """The cost of `experts_backward`: as the forward, and it reads and writes rows."""
     c, (K,) = a.layer, _sizes(a.layer.ids_TK)
@@ -342,6 +347,7 @@ COSTS: dict[str, Callable[[Any, int], Cost]] = {
     "expert_wgrad_onto": _expert_wgrad_onto,
     "activate_backward": _activate_backward,
     "experts_saving": _experts_saving,
+    "experts_accumulating": _experts_accumulating,
     "experts_backward": _experts_backward,
     "dispatch_tokens": _dispatch_tokens,
     "combine_tokens": _combine_tokens,
