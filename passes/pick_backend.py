@@ -74,11 +74,9 @@ def call_of(op: Op, node: fx.Node) -> Any:
     """The record of a node's arguments, tensors as the graph's fake ones."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     if is_functional(node):
-        args, kwargs = (), dict(kwargs)
-        written = kwargs.pop("_all_bases")
-        kwargs = {n: value for n, value in kwargs.items() if not n.startswith("_")} | {
-            name: written[kwargs[f"_{name}_base_index"]] for name in op.arguments.mutated
-        }
+        given: dict[str, Any] = dict(kwargs)
+        written = {n: given["_all_bases"][given[f"_{n}_base_index"]] for n in op.arguments.mutated}
+        return op.call(**{n: a for n, a in given.items() if not n.startswith("_")}, **written)
     return op.call(*args, **kwargs)
 
 

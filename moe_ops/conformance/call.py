@@ -115,7 +115,10 @@ class Call:
         on_cpu = tuple(a.cpu() if isinstance(a, Tensor) else a for a in args)
         made = [t.detach().cpu() for t in tensors(got)]
         whole = made[0] if isinstance(got, Tensor) else made or None
-        return [*specified(self.op.name, on_cpu, whole), *(t.cpu() for t in written(self.op, tuple(args)))]
+        return [
+            *specified(self.op.name, on_cpu, whole),
+            *(t.cpu() for t in written(self.op, tuple(args))),
+        ]
 
     def compare(self, got: Any, args: Sequence[Any], how: str = "") -> None:
         """Raise AssertionError unless a result is right."""

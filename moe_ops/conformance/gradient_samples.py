@@ -100,7 +100,9 @@ def experts_accumulating(of_experts: Calls) -> Calls:
     """The calls of `experts` on plain weights, with sums so far."""
     names = OPS["experts_accumulating"].arguments.signature.parameters
     found = {
-        name: {**call, **_sums(call)} for name, call in of_experts.items() if call.keys() <= {*names}
+        name: {**call, **_sums(call)}
+        for name, call in of_experts.items()
+        if call.keys() <= {*names}
     }
     first = next(iter(found.values()))
     return {**found, "of_one_weight": {**first, "main_grad13_EFD": None}}

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops.layer.tensors import LayerSizes
+from moe_ops.main_grad import main_grads
 from moe_ops.ops.activate import Activation
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.scales import product
@@ -41,6 +42,7 @@ class Operands:
     layout: str
     sizes: LayerSizes
     expert_offset: int
+    main_grads: dict[str, Tensor | None] | None  # what gradients of weights are added to
 
     @property
     def has_order_by_expert(self) -> bool:
@@ -60,6 +62,23 @@ class Operands:
             "w13_zero_EFG": w13.zero, "w2_zero_EDG": w2.zero,
             "global_scale13_E": product(w13.global_scale, w13.input_scale),
             "global_scale2_E": product(w2.global_scale, w2.input_scale),
+        }  # fmt: skip
+
+    def training_options(self) -> dict[str, Any]:
+        """The arguments of `experts_accumulating` that `options` would be of `experts`.
+
+        Raises ValueError for weights that do not train as they lie.
+        """
+        stored = self.quant or (f"the layout {self.layout!r}" if self.layout else "")
+        if stored or self.main_grads is None:
+            raise ValueError(
+                "main_grad is of weights as they were loaded, and those of this MoELayer are in "
+                f"{stored}; undo that by moe_ops.prepare(model, '')"
+            )
+        act = self.activation
+        return {
+            "kind": act.kind, "gated": act.gated, "interleaved": act.interleaved,
+            "alpha": act.alpha, "limit": act.limit, "up_shift": act.up_shift, **self.main_grads,
         }  # fmt: skip
 
     def plain_options(self) -> dict[str, Any]:
@@ -99,5 +118,5 @@ def operands_of(layer: Any) -> Operands:
     )  # fmt: skip
     return Operands(
         w13, w2, layer.input_order, layer.activation, layer.quant, layer.layout, layer.sizes,
-        layer.expert_offset,
+        layer.expert_offset, main_grads(layer, layer.w13_weight, layer.w2_weight),
     )  # fmt: skip

@@ -43,8 +43,8 @@ def check(call: ExpertsAccumulatingCall) -> None:
     check_experts(c)
     if transforms() and needs_grad(c.x_TD, c.weights_TK, c.w13_EFD, c.w2_EDI):
         raise ValueError(
-            "experts_accumulating adds to memory in its backward, which torch.func's transforms "
-            "do not; call experts in functions that they differentiate"
+            "experts_accumulating adds to memory in its backward, and transforms of torch.func "
+            "have no such gradients; call experts in functions that they differentiate"
         )
     for name, grad, weight in (
         ("main_grad13_EFD", call.main_grad13_EFD, c.w13_EFD),
@@ -61,8 +61,9 @@ def experts_accumulating(call: ExpertsAccumulatingCall) -> Tensor:
 
     The result, and the gradients of all else, are those of `experts` for the same arguments. That
     of a weight is summed in float32 and added in float32, by `expert_wgrad_onto`: it is never
-    rounded to the weight's dtype, and no tensor is made for it. A backward that autograd runs again
-    adds again. Of a weight whose main_grad is None, and of biases, there are gradients as usual.
+    rounded to the weight's dtype, and no tensor is made for it. Every backward adds: one that is
+    run again, too, and one by torch.autograd.grad for other tensors. A weight whose main_grad is
+    None, and biases, have gradients as usual.
 
     main_grad13_EFD and main_grad2_EDI: contiguous float32 tensors of the weights' shapes.
 
@@ -76,7 +77,8 @@ def experts_accumulating(call: ExpertsAccumulatingCall) -> Tensor:
             "experts_accumulating adds to main_grad by a formula of its own, which a forced "
             "backend has not; name other ops in moe_ops.using, or leave it out where you train"
         )
-    return experts.part(c)  # type: ignore[no-any-return]
+    out: Tensor = experts.part(c)
+    return out
 
 
 experts_accumulating.fake(fake_impls.experts_accumulating)

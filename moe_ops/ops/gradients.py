@@ -180,8 +180,8 @@ def _accumulating_backward(
 ) -> Gradients:
     if torch.is_grad_enabled():
         raise ValueError(
-            "a backward that adds to main_grad has no gradient itself; leave out create_graph=True, "
-            "or train this layer without main_grad"
+            "a backward that adds to main_grad has no gradient itself; leave out "
+            "create_graph=True, or train these experts without main_grad"
         )
     return _layer_backward(
         call.layer, saved, grads, wanted, call.main_grad13_EFD, call.main_grad2_EDI
