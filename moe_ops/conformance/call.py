@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_ops.checks.shapes import FLOATS
 from moe_ops.conformance.memory import surrounded, tensors
-from moe_ops.conformance.samples import INPUT_FORMATS, specified, written
+from moe_ops.conformance.samples import INPUT_FORMATS, mutated, specified
 from moe_ops.ops.experts import WEIGHTS
 from moe_ops.quant.formats import Format
 from moe_ops.registry.backend import LAYOUT, Backend
@@ -117,7 +117,7 @@ class Call:
         whole = made[0] if isinstance(got, Tensor) else made or None
         return [
             *specified(self.op.name, on_cpu, whole),
-            *(t.cpu() for t in written(self.op, tuple(args))),
+            *(t.cpu() for t in mutated(self.op, tuple(args))),
         ]
 
     def compare(self, got: Any, args: Sequence[Any], how: str = "") -> None:

@@ -73,7 +73,7 @@ def specified(op_name: str, args: tuple[Any, ...], got: Any) -> list[Tensor]:
     return [got] if isinstance(got, Tensor) else list(got)
 
 
-def written(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
+def mutated(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
     """The arguments of a call that the op writes to."""
     given = op.arguments.by_name(op.call(*args))
     return [given[name] for name in op.arguments.mutated]

@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_ops import OPS, expert_gemm, fake_impls, using
 from moe_ops.checks.shapes import FLOATS
 from moe_ops.conformance.memory import surrounded
-from moe_ops.conformance.samples import INPUT_FORMATS, samples, specified, written
+from moe_ops.conformance.samples import INPUT_FORMATS, mutated, samples, specified
 from moe_ops.ops.expert_gemm import ExpertGemmCall
 from moe_ops.testing import CASES, TOL, Case, Tol, assert_close, reference_of, tolerance
 
@@ -64,8 +64,8 @@ def compare(name: str, backend: str, case: Case, dtype: torch.dtype) -> dict[str
             # Quantised activations depend on how they were rounded before.
             exact = not any(arg in INPUT_FORMATS for arg in args)
             want = reference_of(op.reference, *args) if exact else op.reference(*args)
-        found = [*specified(name, args, got), *written(op, given)]
-        wanted = [*specified(name, args, want), *written(op, args)]
+        found = [*specified(name, args, got), *mutated(op, given)]
+        wanted = [*specified(name, args, want), *mutated(op, args)]
         pairs = zip(found, wanted, strict=True)
         repro = f"samples({name!r}, {case.name}, {dtype}): {label!r} on {backend!r}"
         for i, (g, w) in enumerate(pairs):
@@ -180,7 +180,7 @@ def test_op_leaves_its_arguments_alone(name: str) -> None:
     for label, args in samples(name, BY_NAME["odd"], torch.float32):
         before = [a.clone() if isinstance(a, Tensor) else a for a in args]
         OPS[name](*args)
-        writes = written(OPS[name], args)
+        writes = mutated(OPS[name], args)
         for now, then in zip(args, before, strict=True):
             if isinstance(now, Tensor) and not any(now is t for t in writes):
                 assert torch.equal(bits(now), bits(then)), f"{name} changed an argument of {label}"
