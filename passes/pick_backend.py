@@ -72,12 +72,18 @@ def is_functional(node: fx.Node) -> bool:
 
 def call_of(op: Op, node: fx.Node) -> Any:
     """The record of a node's arguments, tensors as the graph's fake ones."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    if is_functional(node):
-        given: dict[str, Any] = dict(kwargs)
-        written = {n: given["_all_bases"][given[f"_{n}_base_index"]] for n in op.arguments.mutated}
-        return op.call(**{n: a for n, a in given.items() if not n.startswith("_")}, **written)
+    args, kwargs = arguments_of(op, node)
     return op.call(*args, **kwargs)
+
+
+def arguments_of(op: Op, node: fx.Node) -> tuple[Any, dict[str, Any]]:
+    """A node's arguments, as the op or its overload with a plan takes them."""
+    values: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = values
+    if not is_functional(node):
+        return args, dict(kwargs)
+    written = {n: kwargs["_all_bases"][kwargs[f"_{n}_base_index"]] for n in op.arguments.mutated}
+    return (), {n: a for n, a in kwargs.items() if not n.startswith("_")} | written
 
 
 def make_planned(graph: fx.Graph, node: fx.Node, op: Op, plan: str) -> None:
