@@ -84,10 +84,9 @@ def _run_here(held: Operands, routed: Routed, expert_map: Tensor | None) -> Tens
 
 def _once(held: Operands, routed: Routed, expert_map: Tensor | None) -> Tensor:
     """One call of `experts`."""
-    adds = held.main_grads is not None
-    run, options = (
-        (experts_accumulating, held.training_options()) if adds else (experts, held.options())
-    )
+    run, options = experts, held.options()
+    if held.adds_to_main_grad:
+        run, options = experts_accumulating, held.training_options()
     out_TD = run(
         held.padded(routed.x_TD), routed.weights_TK, routed.ids_TK, held.w13.weight, held.w2.weight,
         held.w13.bias, held.w2.bias, expert_map=expert_map,
@@ -111,7 +110,7 @@ def _exchanged(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> Tenso
     x_TD, weights_TK, ids_TK = routed
     tables, group = (ranks.rank_of_P, ranks.slot_of_P), ranks.exchange.group
     collective = ranks.exchange.collective
-    if not held.has_order_by_expert and held.main_grads is None:
+    if not (held.has_order_by_expert or held.adds_to_main_grad):
         out_TD = experts_over_ranks(
             held.padded(held.ordered(x_TD)), weights_TK, ids_TK, held.w13.weight, held.w2.weight,
             *tables, rows, group, collective, b13_EF=held.w13.bias, b2_ED=held.w2.bias,

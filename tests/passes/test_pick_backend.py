@@ -14,10 +14,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from moe_ops import using
 from moe_ops.backends import cpu
-from moe_ops.ops import expert_gemm, expert_wgrad, expert_wgrad_onto, experts, route
+from moe_ops.ops import expert_gemm, experts, route
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.passes.inductor.pipeline import Pipeline
-from moe_ops.passes.lower import lower
 from moe_ops.passes.pick_backend import pick_backend
 from moe_ops.passes.rewriting.context import Context, Options
 from moe_ops.planning.choose import bounds
@@ -398,47 +397,3 @@ def test_every_case_gets_a_choice() -> None:
         hook = Hook(pick_backend)
         run_experts(hook, case=case)
         assert len(hook.context.choices) == 1
-
-
-def onto(a: Tensor, b: Tensor, ends: Tensor, sums: Tensor) -> Tensor:
-    torch.ops.moe_ops.expert_wgrad_onto(a, b, ends, sums)
-    return a + 1
-
-
-WGRAD = (torch.randn(5, 3), torch.randn(5, 4), torch.tensor([2, 2, 5], dtype=torch.int32))
-
-
-def test_an_op_that_writes_to_an_argument_gets_a_backend() -> None:
-    """Its functional call, of which Inductor makes the op again."""
-    hook, sums = Hook(pick_backend), torch.randn(3, 3, 4)
-    want = sums + expert_wgrad(*WGRAD)
-    compiled = Compiled(onto, hook)
-    assert_close(compiled(*WGRAD, sums), WGRAD[0] + 1, TOL["expert_wgrad", F32])
-    assert plans(compiled.graphs[0]) == ["expert_wgrad_onto aten"]
-    assert torch.equal(sums, want)
-    assert only_choice(hook).backends == ("aten",)
-
-
-def test_one_that_writes_to_a_view_picks_its_backend_when_it_runs() -> None:
-    sums = torch.randn(2, 3, 3, 4)
-    want = sums[1] + expert_wgrad(*WGRAD)
-    compiled = Compiled(lambda *args: onto(*args[:3], args[3][1]), hook := Hook(pick_backend))
-    compiled(*WGRAD, sums)
-    assert plans(compiled.graphs[0]) == ["expert_wgrad_onto -"]
-    assert torch.equal(sums[1], want) and not hook.context.choices
-
-
-def test_a_definition_that_writes_to_an_argument_is_run_as_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    hook, sums = Hook(pick_backend, lower), torch.zeros(3, 3, 4)
-    monkeypatch.setattr(
-        expert_wgrad_onto, "_backends", {"reference": expert_wgrad_onto.backends["reference"]}
-    )
-    monkeypatch.setattr(expert_wgrad_onto, "_order", {})
-    compiled = Compiled(onto, hook)
-    compiled(*WGRAD, sums)
-    assert plans(compiled.graphs[0]) == ["expert_wgrad_onto reference"]
-    assert_close(sums, expert_wgrad(*WGRAD), TOL["expert_wgrad", F32])
-    (refusal,) = hook.context.refusals
-    assert refusal.text.endswith("runs on its reference: it writes to an argument")
