@@ -52,7 +52,7 @@ def test_calls_give_the_bits_of_results_that_are_added_in_turn(
     for _ in range(3):
         a, b = (torch.randn(sum(COUNTS), n, device=HERE).to(dtype) for n in (M, N))
         wgrad_onto(a, b, ends, None, None, got, tiles)
-        want += wgrad(a, b, ends, None, None, F32, tiles)
+        want += wgrad(a, b, ends, None, None, F32, tiles=tiles)
     assert torch.equal(got, want)
     around = torch.empty(0, device=HERE).set_(got.untyped_storage())
     assert int(around.isfinite().sum()) == got.numel()
