@@ -18,7 +18,9 @@ from .dispatch_tokens import dispatch_tokens
 from .expert_gemm import expert_gemm
 from .expert_loads import expert_loads
 from .expert_wgrad import expert_wgrad
+from .expert_wgrad_onto import expert_wgrad_onto
 from .experts import experts
+from .experts_accumulating import experts_accumulating
 from .experts_backward import experts_backward
 from .experts_onto import experts_onto
 from .experts_over_ranks import experts_over_ranks
@@ -48,7 +50,9 @@ __all__ = [
     "expert_gemm",
     "expert_loads",
     "expert_wgrad",
+    "expert_wgrad_onto",
     "experts",
+    "experts_accumulating",
     "experts_backward",
     "experts_onto",
     "experts_over_ranks",

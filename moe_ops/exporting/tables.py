@@ -23,7 +23,10 @@ TARGETS = ("aten", "portable", "onnx", "ort")
 # They send rows to other processes, which the file of a model in one process does not hold.
 OVER_RANKS = ("dispatch_tokens", "combine_tokens", "experts_over_ranks", "sum_ranks")
 # Gradients consist of them. Those that run files of models do not train.
-OF_TRAINING = ("activate_backward", "expert_wgrad", "experts_saving", "experts_backward")
+OF_TRAINING = (
+    "activate_backward", "expert_wgrad", "experts_saving", "experts_backward",
+    "experts_accumulating",
+)  # fmt: skip
 
 
 def decompositions(target: str, *, assume_positive: bool = False) -> Table:

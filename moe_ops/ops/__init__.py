@@ -11,7 +11,9 @@ from moe_ops.ops.dispatch_tokens import dispatch_tokens
 from moe_ops.ops.expert_gemm import expert_gemm
 from moe_ops.ops.expert_loads import expert_loads
 from moe_ops.ops.expert_wgrad import expert_wgrad
+from moe_ops.ops.expert_wgrad_onto import expert_wgrad_onto
 from moe_ops.ops.experts import experts
+from moe_ops.ops.experts_accumulating import experts_accumulating
 from moe_ops.ops.experts_backward import experts_backward
 from moe_ops.ops.experts_over_ranks import experts_over_ranks
 from moe_ops.ops.experts_saving import experts_saving
@@ -30,7 +32,9 @@ __all__ = [
     "expert_gemm",
     "expert_loads",
     "expert_wgrad",
+    "expert_wgrad_onto",
     "experts",
+    "experts_accumulating",
     "experts_backward",
     "experts_over_ranks",
     "experts_saving",
