@@ -19,6 +19,9 @@ from .expert_gemm import expert_gemm
 from .expert_loads import expert_loads
 from .expert_wgrad import expert_wgrad
 from .experts import experts
+from .experts_adapted import experts_adapted
+from .experts_adapted_backward import experts_adapted_backward
+from .experts_adapted_saving import experts_adapted_saving
 from .experts_backward import experts_backward
 from .experts_onto import experts_onto
 from .experts_over_ranks import experts_over_ranks
@@ -49,6 +52,9 @@ __all__ = [
     "expert_loads",
     "expert_wgrad",
     "experts",
+    "experts_adapted",
+    "experts_adapted_backward",
+    "experts_adapted_saving",
     "experts_backward",
     "experts_onto",
     "experts_over_ranks",

@@ -18,6 +18,8 @@ def calls(T: int) -> dict[str, tuple[Any, ...]]:
     x, ids, weights = layer.x_TD, layer.ids_TK, layer.weights_TK
     ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32) * (T // EXPERTS)
     slots = torch.arange(EXPERTS, dtype=torch.int32)
+    adapter = (torch.ones(1), torch.ones(EXPERTS, 4, x.shape[1]))
+    adapter = (*adapter, torch.ones(EXPERTS, layer.w13_EFD.shape[1], 4))
     handle = (torch.empty(0, dtype=torch.int32), torch.empty(2, 0, dtype=torch.int64))
     return {
         "route": (layer.logits_TE, 2),
@@ -37,6 +39,8 @@ def calls(T: int) -> dict[str, tuple[Any, ...]]:
             torch.arange(T, dtype=torch.int32),
         ),
         "experts_saving": (x, weights, ids, layer.w13_EFD, layer.w2_EDI),
+        "experts_adapted": (x, weights, ids, layer.w13_EFD, layer.w2_EDI, *adapter),
+        "experts_adapted_saving": (x, weights, ids, layer.w13_EFD, layer.w2_EDI, *adapter),
         "experts_backward": (
             x,
             torch.zeros(T, layer.w13_EFD.shape[1]),
@@ -47,6 +51,18 @@ def calls(T: int) -> dict[str, tuple[Any, ...]]:
             ids[:, :1].contiguous(),
             layer.w13_EFD,
             layer.w2_EDI,
+        ),
+        "experts_adapted_backward": (
+            x,
+            torch.zeros(T, layer.w13_EFD.shape[1]),
+            torch.arange(T, dtype=torch.int32),
+            ends,
+            x,
+            weights[:, :1].contiguous(),
+            ids[:, :1].contiguous(),
+            layer.w13_EFD,
+            layer.w2_EDI,
+            *adapter,
         ),
         "dispatch_tokens": (x, weights, ids, slots * 0, slots, T),
         "combine_tokens": (x, ids, slots * 0, slots, *handle, T),

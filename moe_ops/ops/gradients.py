@@ -1,6 +1,9 @@
-"""How expert products, and the layer of them, are differentiated: formulas made of ops."""
+"""How expert products, and the layer of them, are differentiated: formulas made of ops. With
+adapters: `gradients_adapted.py`."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,9 +124,8 @@ def _layer_backward(
     (y_RF, rows_R, ends_E), (grad_TD, grad_y_RF, *_) = saved, grads
     if grad_TD is None and grad_y_RF is None:
         return {}
-    x_TD, K, transposed = call.x_TD, call.ids_TK.shape[1], call.transposed
     if grad_TD is None:
-        grad_TD = torch.zeros_like(x_TD)
+        grad_TD = torch.zeros_like(call.x_TD)
     dx_TD, dweights_TK, dy_RF, wh_RI = experts_backward.part(
         ExpertsBackwardCall(
             grad_TD, y_RF, rows_R, ends_E, call, grad_y_RF,
@@ -133,9 +135,25 @@ def _layer_backward(
     made: Gradients = {"weights_TK": dweights_TK}
     if "x_TD" in wanted:
         made["x_TD"] = dx_TD
-    refused = _refused(call, grad_TD, wanted)
-    made |= refused
-    wanted -= refused.keys()
+    return made | weight_grads(call, Rows(grad_TD, dy_RF, wh_RI, rows_R, ends_E), wanted)
+
+
+class Rows(NamedTuple):
+    """What the gradients of a layer's weights are made of, as `experts_backward` gives it."""
+
+    grad_TD: Tensor
+    dy_RF: Tensor
+    wh_RI: Tensor
+    rows_R: Tensor
+    ends_E: Tensor
+
+
+def weight_grads(call: ExpertsCall, of: Rows, wanted: frozenset[str]) -> Gradients:
+    """The gradients of weights and biases that are wanted."""
+    grad_TD, dy_RF, wh_RI, rows_R, ends_E = of
+    x_TD, K, transposed = call.x_TD, call.ids_TK.shape[1], call.transposed
+    made = _refused(call, grad_TD, wanted)
+    wanted -= made.keys()
     token_R = rows_R // K
     if "w13_EFD" in wanted:
         made["w13_EFD"] = weight_grad(dy_RF, x_TD, ends_E, b_rows_R=token_R, transposed=transposed)
