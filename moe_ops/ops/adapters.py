@@ -89,15 +89,15 @@ class AdapterRows:
 
     ends_G     one past the last row of each group, where rows are in the order of groups
     order_R    the row in each place of that order; None: it is the order of experts, too
-    place_R    the place of each row in it
-    has_R1     whether a row has an adapter; None: every row that an expert has
+    place_R    the place of each row in it; None: its own
+    has_R1     whether a row has an adapter; a row that no expert has, has none
     scale_R1   the factor of each row's adapter; no axis, where all have one
     """
 
     ends_G: Tensor
     order_R: Tensor | None
     place_R: Tensor | None
-    has_R1: Tensor | None
+    has_R1: Tensor
     scale_R1: Tensor
 
     @classmethod
@@ -105,7 +105,10 @@ class AdapterRows:
         """Of the order of rows that `dispatch` gave."""
         scale_N, adapter_T = adapter.scale_N, adapter.adapter_T
         if adapter_T is None:
-            return cls(ends_G=ends_E, order_R=None, place_R=None, has_R1=None, scale_R1=scale_N[0])
+            has_R1 = (rows_R >= 0)[:, None]
+            return cls(
+                ends_G=ends_E, order_R=None, place_R=None, has_R1=has_R1, scale_R1=scale_N[0]
+            )
         R, E, N = rows_R.shape[0], ends_E.shape[0], scale_N.shape[0]
         adapter_R = adapter_T[rows_R.clamp(min=0).long() // top_k].long()
         has_R = (rows_R >= 0) & (adapter_R >= 0) & (adapter_R < N)
@@ -139,8 +142,10 @@ class AdapterRows:
     ) -> Tensor:
         """y + scale * B u; a row without an adapter stays as it is, to the bit."""
         delta_RF = wide(self.product(u_Rr, b_GFr, transposed=transposed))
+        # Of what rows without an adapter hold, no gradient of a factor may be made.
+        delta_RF = torch.where(self.has_R1, delta_RF, 0)
         sum_RF = (wide(y_RF) + self.scale_R1 * delta_RF).to(y_RF.dtype)
-        return sum_RF if self.has_R1 is None else torch.where(self.has_R1, sum_RF, y_RF)
+        return torch.where(self.has_R1, sum_RF, y_RF)
 
     def scaled(self, u_Rr: Tensor) -> Tensor:
         """The rows times the factors of their adapters, in their dtype."""
