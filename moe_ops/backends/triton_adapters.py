@@ -1,0 +1,77 @@
+"""The Triton backends of experts with adapters, for NVIDIA GPUs: those of `experts`, by the paths
+whose products add what adapters do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from moe_ops.backends import reads, triton_paths
+from moe_ops.backends.triton import Before, Supports, run_experts, supports_many
+from moe_ops.backends.triton_ahead import compiles_ahead
+from moe_ops.backends.triton_limits import max_tiny_tokens, most_rows_tokens, most_tiny_tokens
+from moe_ops.backends.triton_support import supports_codes, supports_tiny
+from moe_ops.ops.adapters import ADAPTER, Adapter
+from moe_ops.ops.experts import ExpertsCall
+from moe_ops.ops.experts_adapted import ExpertsAdaptedCall, experts_adapted
+from moe_ops.registry.backend import ANY_NUMBER, Rows
+from moe_ops.registry.gradients import needs_grad
+
+MOST_RANK = 128
+
+
+def refuse_adapter(adapter: Adapter) -> str | None:
+    """Why the kernels do not add adapters, or None."""
+    if needs_grad(*(getattr(adapter, name) for name in ADAPTER)):
+        return "is not differentiable, and an argument requires grad"
+    rank = max(adapter.ranks)
+    return None if rank <= MOST_RANK else f"adds adapters up to rank {MOST_RANK}, got {rank}"
+
+
+def _run(kernel: str, call: ExpertsAdaptedCall, before: Before = None) -> Tensor:
+    return run_experts(kernel, call.layer, before=before, adapter=call.adapter)
+
+
+def _register(kernel: str, supports: Supports, priority: int, rows: Rows = ANY_NUMBER) -> None:
+    """A backend of experts with adapters, and its paths."""
+    backend = f"triton.{kernel}"
+
+    def refuses(call: ExpertsAdaptedCall) -> str | None:
+        if call.layer.x_format:
+            return "adds adapters to products of inputs that are not quantised alone"
+        return supports(call.layer) or refuse_adapter(call.adapter)
+
+    def run(call: ExpertsAdaptedCall) -> Tensor:
+        return _run(kernel, call)
+
+    experts_adapted.backend(
+        backend,
+        reads=(*reads.SCALED_EXPERTS, *ADAPTER[1:]),
+        supports=refuses,
+        rows=rows,
+        devices=("cuda",),
+        priority=priority,
+    )(run)
+    experts_adapted.tells(backend, lambda call: triton_paths.told(kernel, call.layer, adapted=True))
+    adapting = [path for path in triton_paths.paths_of(kernel) if path.adapts]
+    for path in adapting:
+        of = path.forced.removeprefix("triton.")
+        asked = {"refusal": _of_layer(path.refusal), "most": _of_layer(path.most)}
+        experts_adapted.path(backend, path.forced, functools.partial(_run, of), **asked)
+    for name in (backend, *(path.forced for path in adapting)):
+        of = name.removeprefix("triton.")
+        compiles_ahead(experts_adapted, name, functools.partial(_run, of))
+
+
+def _of_layer(limit: Callable[[ExpertsCall], Any]) -> Callable[[Any], Any]:
+    """What asks the layer of a call with adapters."""
+    return lambda call: limit(call.layer)
+
+
+TINY = Rows(preferred=_of_layer(most_tiny_tokens), possible=_of_layer(max_tiny_tokens))
+_register("tiny", supports_tiny, 3, TINY)
+_register("rows", supports_codes, 2, Rows(preferred=_of_layer(most_rows_tokens)))
+_register("grouped", supports_many, 1)
