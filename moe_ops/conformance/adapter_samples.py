@@ -92,23 +92,9 @@ def experts_adapted_backward(of_experts: Calls, dtype: torch.dtype) -> Calls:
 
 def used_rows(op_name: str, args: tuple[Any, ...], got: Any) -> list[Tensor] | None:
     """What these ops return, without rows that are left unspecified; None of others."""
-    of_rows = {
-        "experts_adapted_saving": ((1,), (2, 3)),
-        "experts_adapted_backward": ((2, 3), (4, 5)),
-    }
+    of_rows = {"experts_adapted_saving": (1, 2, 3), "experts_adapted_backward": (2, 3, 4, 5)}
     if op_name not in of_rows:
         return None
-    op = OPS[op_name]
-    named = dict(zip(op.arguments.signature.parameters, args, strict=False))
-    rows_R = got[4] if op_name == "experts_adapted_saving" else named["rows_R"]
-    used = adapted = rows_R >= 0
-    adapter_T = named["adapter_T"]
-    if adapter_T is not None:
-        index_R = adapter_T[rows_R.clamp(min=0).long() // named["ids_TK"].shape[1]]
-        adapted = used & (index_R >= 0) & (index_R < named["scale_N"].shape[0])
-    whole, narrow = of_rows[op_name]
+    used = (got[4] if op_name == "experts_adapted_saving" else args[2]) >= 0
     R = used.shape[0]
-    return [
-        t[used] if i in whole and t.shape[0] == R else t[adapted] if i in narrow else t
-        for i, t in enumerate(got)
-    ]
+    return [t[used] if i in of_rows[op_name] and t.shape[0] == R else t for i, t in enumerate(got)]

@@ -124,29 +124,24 @@ class AdapterRows:
             scale_R1=scale_N[adapter_R.clamp(0, N - 1)][:, None],
         )
 
-    def groups(self, w_GFD: Tensor) -> Tensor:
-        """The weights of the groups that rows are in: all, or those of the first adapter."""
-        return w_GFD[: self.ends_G.shape[0]]
-
     def product(self, x_RD: Tensor, w_GFD: Tensor, *, transposed: bool = False) -> Tensor:
         """Each row times the weight of its group; what rows without an adapter have is
         unspecified."""
-        w_GFD = self.groups(w_GFD)
+        w_GFD = w_GFD[: self.ends_G.shape[0]]  # without indices those of the first adapter
         if self.order_R is None:
             return expert_gemm(x_RD, w_GFD, self.ends_G, transposed=transposed)
         y_RF = expert_gemm(x_RD[self.order_R], w_GFD, self.ends_G, transposed=transposed)
         return y_RF[self.place_R]
 
+    def narrow(self, x_RD: Tensor, a_GrD: Tensor, *, transposed: bool = False) -> Tensor:
+        """s A x of each row, rounded; 0 of a row without an adapter."""
+        sum_Rr = wide(self.product(x_RD, a_GrD, transposed=transposed))
+        # Ahead of the factor, of which no gradient may be made of what is unspecified.
+        return (self.scale_R1 * torch.where(self.has_R1, sum_Rr, 0)).to(x_RD.dtype)
+
     def added(
         self, y_RF: Tensor, u_Rr: Tensor, b_GFr: Tensor, *, transposed: bool = False
     ) -> Tensor:
-        """y + scale * B u; a row without an adapter stays as it is, to the bit."""
-        delta_RF = wide(self.product(u_Rr, b_GFr, transposed=transposed))
-        # Of what rows without an adapter hold, no gradient of a factor may be made.
-        delta_RF = torch.where(self.has_R1, delta_RF, 0)
-        sum_RF = (wide(y_RF) + self.scale_R1 * delta_RF).to(y_RF.dtype)
-        return torch.where(self.has_R1, sum_RF, y_RF)
-
-    def scaled(self, u_Rr: Tensor) -> Tensor:
-        """The rows times the factors of their adapters, in their dtype."""
-        return (self.scale_R1 * wide(u_Rr)).to(u_Rr.dtype)
+        """y + B u; a row without an adapter stays as it is, to the bit."""
+        sum_RF = wide(y_RF) + wide(self.product(u_Rr, b_GFr, transposed=transposed))
+        return torch.where(self.has_R1, sum_RF.to(y_RF.dtype), y_RF)

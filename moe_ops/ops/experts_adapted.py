@@ -39,7 +39,7 @@ def check(call: ExpertsAdaptedCall) -> None:
 @op(check=check)
 def experts_adapted(call: ExpertsAdaptedCall) -> Tensor:
     """Run `experts` with an adapter added to each weight, never to the weight itself:
-    W13_e x becomes W13_e x + s_n B13_g (A13_g x), and W2_e h becomes W2_e h + s_n B2_g (A2_g h).
+    W13_e x becomes W13_e x + B13_g (s_n A13_g x), and W2_e h becomes W2_e h + B2_g (s_n A2_g h).
 
     n = adapter_T[t] is the adapter of token t and g = n * E + e the group of a pair of token and
     expert e, as it is numbered here. A token whose n is -1, or any other that is none of the N
@@ -52,7 +52,7 @@ def experts_adapted(call: ExpertsAdaptedCall) -> Tensor:
     or int64 [T]. All else is as `experts` takes it; the weights may be transposed, which A and B
     never are. Result [T, D] in x's dtype.
 
-    A x and A h are rounded to x's dtype, as rows between products are; with an x_format the
+    s A x and s A h are rounded to x's dtype, as rows between products are; with an x_format the
     adapters multiply what is not quantised. Weights of every format stay as they are. Gradients
     reach x_TD, weights_TK, all of A and B, and weights and biases that are floats.
 
@@ -64,11 +64,11 @@ def experts_adapted(call: ExpertsAdaptedCall) -> Tensor:
     if adapter.a13_GrD is not None and adapter.b13_GFr is not None:
         if c.x_format:
             x_RD = c.x_TD[rows_R.clamp(min=0).long() // c.ids_TK.shape[1]]
-        y_RF = rows.added(y_RF, rows.product(x_RD, adapter.a13_GrD), adapter.b13_GFr)
+        y_RF = rows.added(y_RF, rows.narrow(x_RD, adapter.a13_GrD), adapter.b13_GFr)
     h_RI = activate(y_RF, *c.activation)
     y_RD = second_product(c, h_RI, rows_R, ends_E)
     if adapter.a2_GrI is not None and adapter.b2_GDr is not None:
-        y_RD = rows.added(y_RD, rows.product(h_RI, adapter.a2_GrI), adapter.b2_GDr)
+        y_RD = rows.added(y_RD, rows.narrow(h_RI, adapter.a2_GrI), adapter.b2_GDr)
     return combine(y_RD, c.weights_TK, rows_R)
 
 

@@ -64,15 +64,14 @@ def experts_adapted_backward(
     the gradient of a row's token, t its token, w its routing weight, h = activate(y) and s the
     factor of its adapter:
 
-        v2 = B2^T g      dh = W2^T g + s A2^T v2
-        dy = w * dh * activate'(y)      v13 = B13^T dy
-        dx_t = sum of the rows' W13^T dy + s A13^T v13
+        v2 = s B2^T g      dh = W2^T g + A2^T v2
+        dy = w * dh * activate'(y)      v13 = s B13^T dy
+        dx_t = sum of the rows' W13^T dy + A13^T v13
         dweights_tk = <dh, h> + <g, b2_e>      wh = w * h
 
-    Gradients of adapters are sums over a group's rows, by `expert_wgrad`: of s v13 and x that of
-    A13, of dy and s A13 x that of B13, of s v2 and wh that of A2, of g and s w A2 h that of B2.
-    v13_Rr and v2_Rr have x's dtype, [R, 0] of a pair of adapters that is missing; in rows without
-    an adapter they are unspecified.
+    Gradients of adapters are sums over a group's rows, by `expert_wgrad`: of v13 and x that of A13,
+    of dy and s A13 x that of B13, of v2 and wh that of A2, of g and s w A2 h that of B2. v13_Rr and
+    v2_Rr have x's dtype, 0 in rows without an adapter, and [R, 0] of a pair that is missing.
 
     Raises ValueError or TypeError for wrong shapes, dtypes, devices or parameters.
     """
@@ -86,7 +85,7 @@ def experts_adapted_backward(
     )
     dh_RI = expert_gemm(g_RD, w2_EDI, ends_E, transposed=not c.transposed)
     if adapter.a2_GrI is not None and adapter.b2_GDr is not None:
-        v2_Rr = rows.product(g_RD, adapter.b2_GDr, transposed=True)
+        v2_Rr = rows.narrow(g_RD, adapter.b2_GDr, transposed=True)
         dh_RI = rows.added(dh_RI, v2_Rr, adapter.a2_GrI, transposed=True)
     dy_RF, wh_RI, dweights_TK = activate_backward(
         dh_RI, call.y_RF, c.weights_TK, call.rows_R, *c.activation, call.for_weights
@@ -98,7 +97,7 @@ def experts_adapted_backward(
     if call.grad_y_RF is not None:
         dy_RF = dy_RF + call.grad_y_RF
     if adapter.a13_GrD is not None and adapter.b13_GFr is not None:
-        v13_Rr = rows.product(dy_RF, adapter.b13_GFr, transposed=True)
+        v13_Rr = rows.narrow(dy_RF, adapter.b13_GFr, transposed=True)
     dx_TD = x_TD.new_empty(0, x_TD.shape[1])
     if call.for_tokens:
         w13_EFD = float_weight(

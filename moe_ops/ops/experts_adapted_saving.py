@@ -43,9 +43,9 @@ def experts_adapted_saving(
     u13_Rr, u2_Rr, rows_R, ends_E).
 
     As `experts_saving` does, whose arguments it takes, with adapters behind the weights: y_RF is
-    the result of the first product with its adapter added, u13_Rr is A13 x and u2_Rr is A2 h of
-    each row, in x's dtype; of a pair of adapters that is missing [R, 0]. What these hold in rows
-    without an adapter, and all in unused rows, is unspecified.
+    the result of the first product with its adapter added, u13_Rr is s A13 x and u2_Rr is s A2 h of
+    each row, 0 of a row without an adapter, in x's dtype; of a pair of adapters that is missing
+    [R, 0]. What y_RF, u13_Rr and u2_Rr hold in unused rows is unspecified.
 
     Raises ValueError or TypeError as `experts_adapted` does.
     """
@@ -54,12 +54,12 @@ def experts_adapted_saving(
     rows = AdapterRows.of(adapter, rows_R, ends_E, c.ids_TK.shape[1])
     u13_Rr = u2_Rr = x_RD.new_empty(x_RD.shape[0], 0)
     if adapter.a13_GrD is not None and adapter.b13_GFr is not None:
-        u13_Rr = rows.product(x_RD, adapter.a13_GrD)
+        u13_Rr = rows.narrow(x_RD, adapter.a13_GrD)
         y_RF = rows.added(y_RF, u13_Rr, adapter.b13_GFr)
     h_RI = activate(y_RF, *c.activation)
     y_RD = second_product(c, h_RI, rows_R, ends_E)
     if adapter.a2_GrI is not None and adapter.b2_GDr is not None:
-        u2_Rr = rows.product(h_RI, adapter.a2_GrI)
+        u2_Rr = rows.narrow(h_RI, adapter.a2_GrI)
         y_RD = rows.added(y_RD, u2_Rr, adapter.b2_GDr)
     return combine(y_RD, c.weights_TK, rows_R), y_RF, u13_Rr, u2_Rr, rows_R, ends_E
 

@@ -59,29 +59,25 @@ def _backward(
 
     K = c.ids_TK.shape[1]
     rows = AdapterRows.of(adapter, rows_R, ends_E, K)
-    u2w_Rr = None
+    weight_R = c.weights_TK.reshape(-1)[rows_R.clamp(min=0)]
+    u2w_Rr = (u2_Rr * weight_R[:, None]).to(u2_Rr.dtype)
     if torch.is_grad_enabled():
         # What was saved is no function of x and A for a backward of this one.
         token_R = rows_R.clamp(min=0).long() // K
-        u13_Rr = _product(rows, c.x_TD[token_R], adapter.a13_GrD, u13_Rr)
-        u2w_Rr = _product(rows, wh_RI, adapter.a2_GrI, u2_Rr)
+        if adapter.a13_GrD is not None:
+            u13_Rr = rows.narrow(c.x_TD[token_R], adapter.a13_GrD)
+        if adapter.a2_GrI is not None:
+            u2w_Rr = rows.narrow(wh_RI, adapter.a2_GrI)
     of = _Sums(rows, rows_R // K, adapter.scale_N.shape[0])
     if "a13_GrD" in wanted and adapter.a13_GrD is not None:
-        made["a13_GrD"] = of.sums(rows.scaled(v13_Rr), c.x_TD, b_of_tokens=True)
+        made["a13_GrD"] = of.sums(v13_Rr, c.x_TD, b_of_tokens=True)
     if "b13_GFr" in wanted and adapter.b13_GFr is not None:
-        made["b13_GFr"] = of.sums(dy_RF, rows.scaled(u13_Rr))
+        made["b13_GFr"] = of.sums(dy_RF, u13_Rr)
     if "a2_GrI" in wanted and adapter.a2_GrI is not None:
-        made["a2_GrI"] = of.sums(rows.scaled(v2_Rr), wh_RI)
+        made["a2_GrI"] = of.sums(v2_Rr, wh_RI)
     if "b2_GDr" in wanted and adapter.b2_GDr is not None:
-        if u2w_Rr is None:
-            weight_R = c.weights_TK.reshape(-1)[rows_R.clamp(min=0)]
-            u2w_Rr = (u2_Rr * weight_R[:, None]).to(u2_Rr.dtype)
-        made["b2_GDr"] = of.sums(grad_TD, rows.scaled(u2w_Rr), a_of_tokens=True)
+        made["b2_GDr"] = of.sums(grad_TD, u2w_Rr, a_of_tokens=True)
     return made
-
-
-def _product(rows: AdapterRows, x_RD: Tensor, a_GrD: Tensor | None, absent: Tensor) -> Tensor:
-    return absent if a_GrD is None else rows.product(x_RD, a_GrD)
 
 
 class _Sums:
