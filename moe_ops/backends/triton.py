@@ -107,7 +107,7 @@ def run_experts(
 
     # Names of formats are looked up faster than what they stand for.
     rest = (kernel, call.transposed, call.activation, _formats(call), tiles)
-    tensors = (*_tensors(call, residual_TD), *_of_adapter(adapter))
+    tensors = (*_tensors(call, residual_TD), *of_adapter(adapter))
     return replay(_launch_experts, tensors, rest, before)
 
 
@@ -127,7 +127,7 @@ def _tensors(call: ExpertsCall, residual_TD: Tensor | None = None) -> tuple[Tens
     )  # fmt: skip
 
 
-def _of_adapter(adapter: Adapter | None) -> tuple[Tensor | None, ...]:
+def of_adapter(adapter: Adapter | None) -> tuple[Tensor | None, ...]:
     """The tensors of adapters in the order of ADAPTER."""
     if adapter is None:
         return (None,) * len(ADAPTER)

@@ -1,5 +1,5 @@
 """The Triton backends of experts with adapters, for NVIDIA GPUs: those of `experts`, by the paths
-whose products add what adapters do."""
+whose products add what adapters do, and those of training."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_ops.backends import reads, triton_paths
-from moe_ops.backends.triton import Before, Supports, run_experts, supports_many
-from moe_ops.backends.triton_ahead import compiles_ahead
+from moe_ops.backends import reads, triton_paths, triton_training
+from moe_ops.backends.strides import contiguous
+from moe_ops.backends.triton import Supports, of_adapter, run_experts, supports_many
+from moe_ops.backends.triton_ahead import Before, compiles_ahead
+from moe_ops.backends.triton_hopper import refused_products
 from moe_ops.backends.triton_limits import max_tiny_tokens, most_rows_tokens, most_tiny_tokens
-from moe_ops.backends.triton_support import supports_codes, supports_tiny
+from moe_ops.backends.triton_support import supports_codes, supports_experts, supports_tiny
 from moe_ops.ops.adapters import ADAPTER, Adapter
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.experts_adapted import ExpertsAdaptedCall, experts_adapted
+from moe_ops.ops.experts_adapted_backward import (
+    ExpertsAdaptedBackwardCall,
+    experts_adapted_backward,
+)
+from moe_ops.ops.experts_adapted_saving import ExpertsAdaptedSavingCall, experts_adapted_saving
 from moe_ops.registry.backend import ANY_NUMBER, Rows
 from moe_ops.registry.gradients import needs_grad
 
@@ -75,3 +82,76 @@ TINY = Rows(preferred=_of_layer(most_tiny_tokens), possible=_of_layer(max_tiny_t
 _register("tiny", supports_tiny, 3, TINY)
 _register("rows", supports_codes, 2, Rows(preferred=_of_layer(most_rows_tokens)))
 _register("grouped", supports_many, 1)
+
+
+def supports_saving(call: ExpertsAdaptedSavingCall) -> str | None:
+    return supports_experts(call.layer) or refuse_adapter(call.adapter)
+
+
+@experts_adapted_saving.backend(
+    "triton", reads=(*reads.FLOAT_EXPERTS, *ADAPTER[1:]), supports=supports_saving,
+    devices=("cuda",), priority=1,
+)  # fmt: skip
+def launch_saving(
+    call: ExpertsAdaptedSavingCall,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`experts_adapted_saving` by the products of triton.grouped."""
+    return _saving(call)
+
+
+def _saving(
+    call: ExpertsAdaptedSavingCall, before: Before = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from moe_ops.kernels.triton.experts.training import saving_adapted
+    from moe_ops.kernels.triton.replay import replay
+
+    c = call.layer
+    tensors = (*triton_training.tensors_saved(c), *of_adapter(call.adapter))
+    up, down = refused_products(c)
+    rest = (c.transposed, triton_training.act_of(c), (up is None, down is None))
+    return replay(saving_adapted, tensors, rest, before)
+
+
+compiles_ahead(experts_adapted_saving, "triton", _saving)
+
+
+def supports_backward(call: ExpertsAdaptedBackwardCall) -> str | None:
+    if needs_grad(call.grad_TD, call.y_RF):
+        return "is not differentiable, and an argument requires grad"
+    return supports_experts(call.layer) or refuse_adapter(call.adapter)
+
+
+@experts_adapted_backward.backend(
+    "triton", reads=(*reads.FLOAT_EXPERTS, *ADAPTER[1:], "for_tokens", "for_weights"),
+    supports=supports_backward, devices=("cuda",), priority=1,
+)  # fmt: skip
+def launch_backward(
+    call: ExpertsAdaptedBackwardCall,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`experts_adapted_backward` by the products of triton.grouped."""
+    return _backward(call)
+
+
+def _backward(
+    call: ExpertsAdaptedBackwardCall, before: Before = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from moe_ops.kernels.triton.experts.training import backward_adapted
+    from moe_ops.kernels.triton.replay import replay
+
+    tensors, wgmma = triton_training.tensors_of_backward(call)
+    scale_N, a13, b13, a2, b2, adapter_T = of_adapter(call.adapter)
+    b13, b2 = (None if t is None else t.transpose(1, 2) for t in (b13, b2))
+    # The kernel for Hopper copies what is added as it copies weights.
+    a2, a13 = (
+        None if t is None else contiguous(t.transpose(1, 2)) if hopper else t.transpose(1, 2)
+        for t, hopper in zip((a2, a13), wgmma, strict=True)
+    )
+    c = call.layer
+    rest = (c.transposed, triton_training.act_of(c), (call.for_tokens, call.for_weights), wgmma)
+    given = (*tensors, scale_N, a13, b13, a2, b2, adapter_T)
+    dx_TD, dweights_TK, *others = replay(backward_adapted, given, rest, before)
+    dy_RF, wh_RI, v13_Rr, v2_Rr = others
+    return dx_TD, dweights_TK.to(c.weights_TK.dtype), dy_RF, wh_RI, v13_Rr, v2_Rr
+
+
+compiles_ahead(experts_adapted_backward, "triton", _backward)

@@ -14,6 +14,7 @@ from moe_ops.kernels.triton import Act
 from moe_ops.ops.activate_backward import ActivateBackwardCall, activate_backward
 from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad
 from moe_ops.ops.experts import ExpertsCall
+from moe_ops.ops.experts_adapted_backward import ExpertsAdaptedBackwardCall
 from moe_ops.ops.experts_backward import ExpertsBackwardCall, experts_backward
 from moe_ops.ops.experts_saving import ExpertsSavingCall, experts_saving
 from moe_ops.registry.gradients import needs_grad
@@ -78,10 +79,10 @@ def _activate_backward(
 
     c = call
     tensors = with_rows(c.dh_RI), with_rows(c.y_RF), contiguous(c.weights_TK), contiguous(c.rows_R)
-    return replay(launched, tensors, (_act(c), c.for_weights), before)
+    return replay(launched, tensors, (act_of(c), c.for_weights), before)
 
 
-def _act(call: ActivateBackwardCall | ExpertsCall) -> Act:
+def act_of(call: ActivateBackwardCall | ExpertsCall) -> Act:
     c = call
     return Act(c.kind, c.gated, c.interleaved, c.alpha, c.limit, c.up_shift)
 
@@ -109,11 +110,16 @@ def _saving(
 
     c = call.layer
     up, down = refused_products(c)
-    tensors = (
+    rest = (c.transposed, act_of(c), (up is None, down is None))
+    return replay(saving, tensors_saved(c), rest, before)
+
+
+def tensors_saved(c: ExpertsCall) -> tuple[Tensor | None, ...]:
+    """The tensors of a layer as `saving` takes them."""
+    return (
         with_rows(c.x_TD), contiguous(c.weights_TK), contiguous(c.ids_TK), c.w13_EFD, c.w2_EDI,
         contiguous(c.b13_EF), contiguous(c.b2_ED), contiguous(c.expert_map),
     )  # fmt: skip
-    return replay(saving, tensors, (c.transposed, _act(c), (up is None, down is None)), before)
 
 
 compiles_ahead(experts_saving, "triton", _saving)
@@ -143,6 +149,17 @@ def _backward(
     from moe_ops.kernels.triton.experts.training import backward
     from moe_ops.kernels.triton.replay import replay
 
+    c, (tensors, wgmma) = call.layer, tensors_of_backward(call)
+    rest = (c.transposed, act_of(c), (call.for_tokens, call.for_weights), wgmma)
+    dx_TD, dweights_TK, dy_RF, wh_RI = replay(backward, tensors, rest, before)
+    return dx_TD, dweights_TK.to(c.weights_TK.dtype), dy_RF, wh_RI
+
+
+def tensors_of_backward(
+    call: ExpertsBackwardCall | ExpertsAdaptedBackwardCall,
+) -> tuple[tuple[Tensor | None, ...], tuple[bool, bool]]:
+    """The tensors of a call as `backward` takes them, and which products the kernel for Hopper
+    runs."""
     c, grad_TD, y_RF = call.layer, with_rows(call.grad_TD), contiguous(call.y_RF)
     tensors = (
         grad_TD, y_RF, contiguous(call.rows_R), contiguous(call.ends_E), contiguous(c.weights_TK),
@@ -150,10 +167,7 @@ def _backward(
     )  # fmt: skip
     w13_EDF, w2_EID = (w if c.transposed else w.transpose(1, 2) for w in (c.w13_EFD, c.w2_EDI))
     # The gradient of y is laid out as y is, and begins anew.
-    wgmma = (refuse_gemm(grad_TD, w2_EID) is None, refuse_gemm(y_RF, w13_EDF) is None)
-    rest = (c.transposed, _act(c), (call.for_tokens, call.for_weights), wgmma)
-    dx_TD, dweights_TK, dy_RF, wh_RI = replay(backward, tensors, rest, before)
-    return dx_TD, dweights_TK.to(c.weights_TK.dtype), dy_RF, wh_RI
+    return tensors, (refuse_gemm(grad_TD, w2_EID) is None, refuse_gemm(y_RF, w13_EDF) is None)
 
 
 compiles_ahead(experts_backward, "triton", _backward)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops import experts, experts_adapted
+from moe_ops import OPS, experts, experts_adapted
 from moe_ops.conformance.adapter_samples import FORMS, PAIRS, adapters
 from moe_ops.conformance.memory import surrounded
 from moe_ops.conformance.samples import samples
@@ -29,6 +29,7 @@ from moe_ops.testing import (
     make_layer,
     poisoned,
 )
+from tests.kernels.sampled import anywhere, hold
 
 F16, F32 = torch.float16, torch.float32
 BY_NAME = {case.name: case for case in CASES}
@@ -207,3 +208,33 @@ def test_paths_that_add_no_adapters_say_so() -> None:
     record = experts_adapted.call(*experts_adapted.arguments.in_order(call))
     told = KERNELS["triton.tiny"].told
     assert told is not None and "tiny/stream adds no adapters" in told(record)
+
+
+OF_TRAINING = ("experts_adapted_saving", "experts_adapted_backward")
+
+
+@pytest.mark.parametrize("name", OF_TRAINING)
+@pytest.mark.parametrize(("case", "dtype"), [("odd", F16), ("one_token", F32), ("no_tokens", F16)])
+def test_samples_of_training(name: str, case: str, dtype: torch.dtype) -> None:
+    """Of floats all but one: a gradient by the kept rows comes of a backward of a backward."""
+    refused = hold(OPS[name], BY_NAME[case], dtype)
+    of_codes = {label for label, why in refused.items() if why.startswith("does not read w_format")}
+    others = {} if name == OF_TRAINING[0] else {"gradient_of_rows": "does not read grad_y_RF"}
+    assert {label: refused[label] for label in refused.keys() - of_codes} == others
+
+
+def test_adapters_train_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = {n: _here(v) for n, v in call_of(BY_NAME["odd"], "2_6_of_3", F32).items()}
+    names = ("x_TD", "weights_TK", *(n for pair in PAIRS for n in pair))
+    leaves = {n: call[n].requires_grad_() for n in names}
+    weight = torch.randn(call["x_TD"].shape)
+
+    def grads(out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, [*leaves.values()], weight.to(out))
+
+    ops = [OPS[n] for n in (*OF_TRAINING, "expert_wgrad")]
+    with anywhere(monkeypatch, *ops) as ran:
+        found = grads(experts_adapted(**call))
+    assert ran == [*OF_TRAINING, *["expert_wgrad"] * 4]
+    for name, g, w in zip(names, found, grads(experts_adapted.reference(**call)), strict=True):
+        assert_close(g, w, TOL["model", F32], name)

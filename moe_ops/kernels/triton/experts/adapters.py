@@ -22,6 +22,7 @@ from moe_ops.kernels.triton.experts.schedule.sort import local_ids, most_units, 
 from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
+Pair = tuple[Tensor | None, Tensor | None]  # A and B, if there are any
 LEAST = 16  # rows and columns of a product on matrix units
 
 
@@ -35,6 +36,15 @@ class Adapters:
     a2_GrI: Tensor | None
     b2_GDr: Tensor | None
     adapter_T: Tensor | None
+
+    @property
+    def pair13(self) -> Pair:
+        """A and B of the first weight."""
+        return self.a13_GrD, self.b13_GFr
+
+    @property
+    def pair2(self) -> Pair:
+        return self.a2_GrI, self.b2_GDr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +280,8 @@ def narrow_rows(
     tile = tile_for(R, experts, x, rank)
     u_Rr = x.new_empty(R, rank)
     index_R = None if adapter_T is None else rows_R.new_empty(R)
+    if R == 0:
+        return u_Rr, index_R
     launch(
         rank_rows, (most_units(R, experts, tile.BN),),
         x, rows_R, ends_E, adapter_T, a_GrD, adapters.scale_N, u_Rr, index_R, x.stride(0),
@@ -300,3 +312,31 @@ def narrow_pairs(
         num_warps=tile.warps, num_stages=tile.stages, **pdl_options(x),
     )  # fmt: skip
     return u_Pr
+
+
+def added_rows(
+    x: Tensor, order: tuple[Tensor, Tensor], adapters: Adapters | None, pair: Pair, top_k: int,
+    experts: int, *, of_tokens: bool, weight: Weight | None = None,
+) -> Added:  # fmt: skip
+    """What a product of sorted rows adds for a pair of its adapters, by `narrow_rows`."""
+    a_GrD, b_GFr = pair
+    if adapters is None or a_GrD is None or b_GFr is None:
+        return NOTHING
+    u_Rr, index_R = narrow_rows(
+        x, order, adapters, a_GrD, top_k, experts, of_tokens=of_tokens, weight=weight
+    )
+    return Added(u=u_Rr, b_GFr=b_GFr, index=index_R, N=adapters.scale_N.shape[0])
+
+
+def added_pairs(
+    x: Tensor, ids_TK: Tensor, expert_map: Tensor | None, adapters: Adapters | None, pair: Pair,
+    experts: int, *, of_tokens: bool, weight: Weight | None = None,
+) -> Added:  # fmt: skip
+    """The same of a few tokens that nobody sorts, by `narrow_pairs`."""
+    a_GrD, b_GFr = pair
+    if adapters is None or a_GrD is None or b_GFr is None:
+        return NOTHING
+    u_Pr = narrow_pairs(
+        x, ids_TK, expert_map, adapters, a_GrD, experts, of_tokens=of_tokens, weight=weight
+    )
+    return Added(u=u_Pr, b_GFr=b_GFr, index=adapters.adapter_T, N=adapters.scale_N.shape[0])

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
 from moe_ops.kernels.triton.experts.adapters import (
-    NOTHING,
     Adapters,
     Added,
-    narrow_pairs,
-    narrow_rows,
+    Pair,
+    added_pairs,
+    added_rows,
 )
 from moe_ops.kernels.triton.experts.call import Call, Reads
 from moe_ops.kernels.triton.experts.formats.codes import floats_of
@@ -86,14 +86,12 @@ def run(
     if products.tile_rows is not None:
         c.tiles = tile_map(ends_E, T * K, products.tile_rows(x_TD, T * K, c.layer))
     if adapters is not None:
-        c.added13 = _added(c, x_TD, adapters, adapters.a13_GrD, adapters.b13_GFr, of_tokens=True)
+        c.added13 = _added(c, x_TD, adapters, adapters.pair13, of_tokens=True)
     c.x = operand.tokens_operand(c, x_TD)
     c.h = operand.room_for_hidden(c)
     products.up(c)
     if adapters is not None:
-        c.added2 = _added(
-            c, c.h.values, adapters, adapters.a2_GrI, adapters.b2_GDr, of_tokens=False
-        )
+        c.added2 = _added(c, c.h.values, adapters, adapters.pair2, of_tokens=False)
     c.h = operand.hidden_operand(c)
     c.out = x_TD.new_empty(T * K if products.sorts else T, D, dtype=c.dtype)
     products.down(c)
@@ -102,26 +100,17 @@ def run(
     return sum_rows(c.out, c.inverse_R, None if early else weights_TK, K, residual_TD)
 
 
-def _added(
-    c: Call, x: Tensor, adapters: Adapters, a: Tensor | None, b: Tensor | None, *, of_tokens: bool
-) -> Added:
+def _added(c: Call, x: Tensor, adapters: Adapters, pair: Pair, *, of_tokens: bool) -> Added:
     """What a product of x, tokens or h, adds for its adapters."""
-    if a is None or b is None:
-        return NOTHING
-    K, E = c.ids_TK.shape[1], c.sizes[0]
+    E = c.sizes[0]
     # h is stored in the order in which its product decodes codes.
     weight = c.layer.weight if c.arranges and not of_tokens else None
-    index, N = adapters.adapter_T, adapters.scale_N.shape[0]
-    if c.order:
-        rows_R, ends_E = c.order
-        u, index = narrow_rows(
-            x, (rows_R, ends_E), adapters, a, K, E, of_tokens=of_tokens, weight=weight
-        )
-    else:
-        u = narrow_pairs(
-            x, c.ids_TK, c.expert_map, adapters, a, E, of_tokens=of_tokens, weight=weight
-        )
-    return Added(u=u, b_GFr=b, index=index, N=N)
+    if not c.order:
+        routed = x, c.ids_TK, c.expert_map
+        return added_pairs(*routed, adapters, pair, E, of_tokens=of_tokens, weight=weight)
+    rows_R, ends_E = c.order
+    sorted_ = x, (rows_R, ends_E), adapters, pair, c.ids_TK.shape[1], E
+    return added_rows(*sorted_, of_tokens=of_tokens, weight=weight)
 
 
 def _check_few(T: int, K: int) -> None:

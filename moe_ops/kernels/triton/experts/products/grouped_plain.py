@@ -31,7 +31,7 @@ def launch(
     tiles: TileMap, top_k: int | None, act: Act, added: Added = NOTHING,
 ) -> None:  # fmt: skip
     """Write the product of all rows, those of `a` gathered by `rows` if there are any."""
-    config = config_of(a, out.shape[0], w_ENK)
+    config = config_of(a, out.shape[0], w_ENK, added)
     N, K = w_ENK.shape[1:]
     n_tiles = triton.cdiv(N, config.block_n)
     replay.launch(
@@ -43,19 +43,23 @@ def launch(
     )  # fmt: skip
 
 
-def config_of(a: Tensor, rows: int, w_ENK: Tensor) -> Config:
-    per_expert = rows / w_ENK.shape[0]
-    return config_for(per_expert, a.element_size(), shared_memory(a))
+def config_of(a: Tensor, rows: int, w_ENK: Tensor, added: Added = NOTHING) -> Config:
+    per_expert, apart = rows / w_ENK.shape[0], added.index is not None
+    return config_for(per_expert, a.element_size(), shared_memory(a), apart)
 
 
-def config_for(rows_per_expert: float, element_size: int, shared_memory: int) -> Config:
-    """The tallest tile that the rows of an expert fill, the deepest pipeline that fits.
+def config_for(
+    rows_per_expert: float, element_size: int, shared_memory: int, apart: bool = False
+) -> Config:
+    """The tallest tile that the rows of an expert fill, the deepest pipeline that fits. `apart`:
+    rows have adapters of their own, whose sums need registers beside those of the tile.
 
     Exact products of float32 have no matrix unit: a larger tile would not fit the registers.
     """
     block_m = next((m for m in (16, 32, 64) if rows_per_expert <= m), 128)
     if element_size <= 2:
-        block_n, block_k = 256 if block_m == 128 and shared_memory > 200_000 else 128, 64
+        wide = block_m == 128 and shared_memory > 200_000 and not apart
+        block_n, block_k = 256 if wide else 128, 64
     else:
         block_n, block_k = (128, 16) if block_m == 128 else (64, 32)
     stage = (block_m + block_n) * block_k * element_size
