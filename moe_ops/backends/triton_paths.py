@@ -121,12 +121,12 @@ def _wgmma_of(call: ExpertsCall) -> dict[str, Any]:
 PATHS = (
     Path(
         name="tiny/stream", run="register_stream:run_one", refusal=refuse_stream,
-        tiles=":of_one", most=_one,
+        tiles=":of_one", most=_one, adapts=True,
     ),
     Path(name="tiny", run="tiny:run", tiles=":of_tiny", device=refuse_gpu, adapts=True),
     Path(
         name="rows/stream", run="register_stream:run", refusal=refuse_stream,
-        tiles=":of_few", most=_most_streamed,
+        tiles=":of_few", most=_most_streamed, adapts=True,
     ),
     Path(name="rows", run="rows:run", tiles=":of_rows", device=refuse_gpu, adapts=True),
     Path(name="grouped/row_scales", run="grouped_row_scales:run", refusal=refuse_row_scales),

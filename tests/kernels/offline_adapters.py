@@ -36,7 +36,8 @@ def calls_with_adapters(
     call = functools.partial(adapted, layer, case, "grouped", 256, 16, 3, torch.float32)
     yield "float32 grouped", call
     for backend, T in (("tiny", 1), ("tiny", 4), ("rows", 16), ("rows", 256), ("rows", 1024)):
-        yield f"{backend} {T} int4", functools.partial(coded, case, backend, T)
+        for N in (0, 3):
+            yield f"{backend} {T} int4 {N}", functools.partial(coded, case, backend, T, N)
 
 
 def adapter_of(call: ExpertsCall, rank: int, N: int) -> Adapter:
@@ -64,6 +65,8 @@ def adapted(
     run_experts(kernel, call, adapter=adapter_of(call, rank, N))
 
 
-def coded(case: Any, backend: str, T: int) -> None:
+def coded(case: Any, backend: str, T: int, N: int) -> None:
+    """By each path of a backend that runs here."""
     call = quantized_call(case, T, "int4:1x128:bfloat16", "")
-    run_experts(f"{backend}/{backend}", call, adapter=adapter_of(call, 16, 0))
+    for kernel in (backend, f"{backend}/{backend}"):
+        run_experts(kernel, call, adapter=adapter_of(call, 16, N))

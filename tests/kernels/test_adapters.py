@@ -204,10 +204,11 @@ def test_a_rank_above_what_a_tile_holds_is_refused() -> None:
 
 
 def test_paths_that_add_no_adapters_say_so() -> None:
-    call = call_of(BY_NAME["plain"], "4_4_of_0")
-    record = experts_adapted.call(*experts_adapted.arguments.in_order(call))
-    told = KERNELS["triton.tiny"].told
-    assert told is not None and "tiny/stream adds no adapters" in told(record)
+    record = experts_adapted.call(
+        *experts_adapted.arguments.in_order(coded("int4:1x32", "4_4_of_0"))
+    )
+    told = KERNELS["triton.grouped"].told
+    assert told is not None and "grouped/registers adds no adapters" in told(record)
 
 
 OF_TRAINING = ("experts_adapted_saving", "experts_adapted_backward")
