@@ -14,12 +14,15 @@ EXPERTS = CASES[0].E
 
 def calls(T: int) -> dict[str, tuple[Any, ...]]:
     """One call of every op, with T tokens."""
+    found = calls_without_adapters(T)
+    return {**found, **with_adapters(found)}
+
+
+def calls_without_adapters(T: int) -> dict[str, tuple[Any, ...]]:
     layer = make_layer(replace(CASES[0], T=T))
     x, ids, weights = layer.x_TD, layer.ids_TK, layer.weights_TK
     ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32) * (T // EXPERTS)
     slots = torch.arange(EXPERTS, dtype=torch.int32)
-    adapter = (torch.ones(1), torch.ones(EXPERTS, 4, x.shape[1]))
-    adapter = (*adapter, torch.ones(EXPERTS, layer.w13_EFD.shape[1], 4))
     handle = (torch.empty(0, dtype=torch.int32), torch.empty(2, 0, dtype=torch.int64))
     return {
         "route": (layer.logits_TE, 2),
@@ -39,8 +42,6 @@ def calls(T: int) -> dict[str, tuple[Any, ...]]:
             torch.arange(T, dtype=torch.int32),
         ),
         "experts_saving": (x, weights, ids, layer.w13_EFD, layer.w2_EDI),
-        "experts_adapted": (x, weights, ids, layer.w13_EFD, layer.w2_EDI, *adapter),
-        "experts_adapted_saving": (x, weights, ids, layer.w13_EFD, layer.w2_EDI, *adapter),
         "experts_backward": (
             x,
             torch.zeros(T, layer.w13_EFD.shape[1]),
@@ -51,18 +52,6 @@ def calls(T: int) -> dict[str, tuple[Any, ...]]:
             ids[:, :1].contiguous(),
             layer.w13_EFD,
             layer.w2_EDI,
-        ),
-        "experts_adapted_backward": (
-            x,
-            torch.zeros(T, layer.w13_EFD.shape[1]),
-            torch.arange(T, dtype=torch.int32),
-            ends,
-            x,
-            weights[:, :1].contiguous(),
-            ids[:, :1].contiguous(),
-            layer.w13_EFD,
-            layer.w2_EDI,
-            *adapter,
         ),
         "dispatch_tokens": (x, weights, ids, slots * 0, slots, T),
         "combine_tokens": (x, ids, slots * 0, slots, *handle, T),
@@ -78,6 +67,15 @@ def calls(T: int) -> dict[str, tuple[Any, ...]]:
         ),
         "sum_ranks": (x,),
     }
+
+
+def with_adapters(found: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    """Calls of the ops of layers with adapters, from those of the same layers without."""
+    *_, w13_EFD, _ = found["experts"]
+    E, F, D = w13_EFD.shape
+    adapter = (torch.ones(1), torch.ones(E, 4, D), torch.ones(E, F, 4))
+    names = ("experts", "experts_saving", "experts_backward")
+    return {f"experts_adapted{n.removeprefix('experts')}": (*found[n], *adapter) for n in names}
 
 
 CALLS = calls(16)

@@ -31,6 +31,7 @@ from moe_ops.kernels.triton import most_streamed
 from moe_ops.ops.experts import ExpertsCall
 
 log = logging.getLogger("moe_ops")
+WITHOUT_ADAPTERS = ("grouped/row_scales", "grouped/blocks", "grouped/registers")
 NO_ADAPTERS = "adds no adapters"
 PRODUCTS, TILES = "moe_ops.kernels.triton.experts.products", "moe_ops.backends.triton_tiles"
 
@@ -48,8 +49,8 @@ class Path:
     """One way to run a layer: why it does not run a call that its backend supports, or None; what
     of `products/` runs it, as "module:function"; what gives the tiles that this takes, if it takes
     any, ":function" of `triton_tiles.py`; its other options; the most tokens that it runs, None for
-    any number; whether it runs one product of a call that it refuses, of which the plain kernel
-    then runs the other; and whether its products add what adapters of their weights do."""
+    any number; and whether it runs one product of a call that it refuses, of which the plain kernel
+    then runs the other."""
 
     name: str
     run: str
@@ -58,7 +59,6 @@ class Path:
     options: Callable[[ExpertsCall], dict[str, Any]] = _no_options
     most: Callable[[ExpertsCall], int | None] = lambda call: None
     runs_one_product: Callable[[ExpertsCall], bool] = lambda call: False
-    adapts: bool = False
     device: Callable[[torch.device], str | None] = refuse_all_but_hopper
 
     @property
@@ -73,6 +73,11 @@ class Path:
     def forced(self) -> str:
         """Its name for `using`."""
         return f"triton.{self.name}" if "/" in self.name else f"triton.{self.name}/{self.name}"
+
+    @property
+    def adapts(self) -> bool:
+        """Whether its products add what adapters of their weights do."""
+        return self.name not in WITHOUT_ADAPTERS
 
     def refuses(self, call: ExpertsCall, *, adapted: bool = False) -> str | None:
         """The refusal of a call of so many tokens, or None."""
@@ -121,24 +126,23 @@ def _wgmma_of(call: ExpertsCall) -> dict[str, Any]:
 PATHS = (
     Path(
         name="tiny/stream", run="register_stream:run_one", refusal=refuse_stream,
-        tiles=":of_one", most=_one, adapts=True,
+        tiles=":of_one", most=_one,
     ),
-    Path(name="tiny", run="tiny:run", tiles=":of_tiny", device=refuse_gpu, adapts=True),
+    Path(name="tiny", run="tiny:run", tiles=":of_tiny", device=refuse_gpu),
     Path(
         name="rows/stream", run="register_stream:run", refusal=refuse_stream,
-        tiles=":of_few", most=_most_streamed, adapts=True,
+        tiles=":of_few", most=_most_streamed,
     ),
-    Path(name="rows", run="rows:run", tiles=":of_rows", device=refuse_gpu, adapts=True),
+    Path(name="rows", run="rows:run", tiles=":of_rows", device=refuse_gpu),
     Path(name="grouped/row_scales", run="grouped_row_scales:run", refusal=refuse_row_scales),
     Path(name="grouped/blocks", run="grouped_blocks:run", refusal=refuse_blocks),
     Path(name="grouped/registers", run="grouped_registers:run", refusal=refuse_registers),
     Path(
         name="grouped/wgmma", run="grouped:run", refusal=refuse_wgmma, options=_wgmma_of,
-        runs_one_product=_one_by_wgmma, adapts=True,
+        runs_one_product=_one_by_wgmma,
     ),
     Path(
         name="grouped/plain", run="grouped:run", refusal=refuse_decoded, device=refuse_gpu,
-        adapts=True,
     ),
 )  # fmt: skip
 BY_FORCED = {path.forced: path for path in PATHS}

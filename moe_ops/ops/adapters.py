@@ -102,7 +102,7 @@ class AdapterRows:
 
     @classmethod
     def of(cls, adapter: Adapter, rows_R: Tensor, ends_E: Tensor, top_k: int) -> AdapterRows:
-        """Of the order of rows that `dispatch` gave."""
+        """The adapters of rows in the order that `dispatch` gave."""
         scale_N, adapter_T = adapter.scale_N, adapter.adapter_T
         if adapter_T is None:
             has_R1 = (rows_R >= 0)[:, None]

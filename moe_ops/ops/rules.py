@@ -80,7 +80,7 @@ def adapted_flops(call: Any) -> int:
 
 
 def adapted_backward_flops(call: ExpertsAdaptedBackwardCall) -> int:
-    """As `experts_backward`, and the same products of adapters, of which one by A13 is for
+    """The products of `experts_backward`, and those of adapters, of which one by A13 is for
     tokens."""
     layer, r13 = call.layer, call.adapter.ranks[0]
     pairs, D = layer.ids_TK.numel(), layer.widths[0]

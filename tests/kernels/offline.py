@@ -58,7 +58,7 @@ from moe_ops.kernels.triton.experts.schedule import combine, sort
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.route import route
 from moe_ops.testing import ACTIVATIONS, LAYERS
-from tests.kernels.offline_adapters import WITH_ADAPTERS, calls_with_adapters
+from tests.kernels.offline_adapters import calls_with_adapters
 from tests.kernels.offline_codes import PATHS, calls_by_row, quantized_layer
 from tests.kernels.offline_latents import calls_over_latents
 from tests.kernels.offline_ranks import over_ranks, pushed, summed
@@ -180,8 +180,7 @@ def compile_launches(
     with ExitStack() as patched:
         patched.enter_context(patch.object(JITFunction, "run", run))
         for module in (
-            *WITH_ADAPTERS, *WITH_TRAINING, combine, dequantized_weights, fake_quantized,
-            group_scales, latents,
+            *WITH_TRAINING, combine, dequantized_weights, fake_quantized, group_scales, latents,
             linears, one_query, permuted, push, push_sum, register_stream, rope, rope_attention,
             routing, row_scales, rows, sort, *WITH_STATES, tiny, quantize_kernels, quantize_blocks,
             static_factors,
@@ -297,7 +296,7 @@ PARTS: dict[str, Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]] = {
     "latents": calls_over_latents,
     "ranks": calls_over_ranks,
     "training": calls_of_training,
-    "adapters": lambda capability: calls_with_adapters(layer_call),
+    "adapters": lambda _: calls_with_adapters(layer_call),
     "more_codes": lambda capability: calls_of_codes(capability, FORMATS[3:11]),
     "other_codes": lambda capability: calls_of_codes(capability, FORMATS[11:]),
 }
@@ -391,8 +390,7 @@ def layer_call(
 
 
 def main() -> None:
-    capability, part = int(sys.argv[1]), sys.argv[2]
-    known: set[tuple[Any, ...]] = set()
+    capability, part, known = int(sys.argv[1]), sys.argv[2], set[tuple[Any, ...]]()
     for name, call in PARTS[part](capability):
         for found in compile_launches(call, capability, known, one_of_each=part == ONE_OF_EACH):
             print(json.dumps({"call": name, **found}), flush=True)

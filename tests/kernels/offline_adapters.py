@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.triton import run_experts
-from moe_ops.kernels.triton.experts import adapters
 from moe_ops.ops.adapters import Adapter
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.testing import LAYERS
 from tests.kernels.offline_codes import PATHS, quantized_call
 
-WITH_ADAPTERS = (adapters,)
 TOKENS = {"tiny": (1, 8), "rows": (8, 64, 256, 1024), "grouped": (256, 4096)}
 
 

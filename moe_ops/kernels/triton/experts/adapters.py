@@ -5,7 +5,8 @@
 
 Adapters may be several; each row has one or none. `rank_rows` and `rank_pairs` are `narrow` of rows
 sorted by expert, and of a few tokens that nobody sorts, laid out as those products read x and h.
-A and B are of each group, adapter times experts plus expert, and have any strides.
+A and B are of each group, adapter times experts plus expert, and have any strides. In kernels
+narrow_ptr points to u, and wide_ptr to B.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ class Added:
 
     @property
     def arguments(self) -> tuple[Tensor | int | None, ...]:
-        """Of a kernel: u, B, the indices, and the strides of B."""
+        """u, B, the indices, and the strides of B, as kernels take them."""
         strides = (None,) * 3 if self.b_GFr is None else self.b_GFr.stride()
         return self.u, self.b_GFr, self.index, *strides
 
     @property
     def constants(self) -> dict[str, int]:
-        """Of a kernel: how many adapters there are, their rank, and it as tiles have it."""
+        """How many adapters there are, their rank, and it as tiles have it, for kernels."""
         rank = 0 if self.u is None else self.u.shape[1]
         return {"ADAPTERS": self.N, "RANK": rank, "BU": tile_of(rank)}
 
@@ -127,7 +128,7 @@ def scaled_sums(
 
 @triton.jit
 def add_adapter(
-    acc, e, row_M, inside_M, u_row_N, token_N, inside_N, u_ptr, b_ptr, index_ptr, stride_bg,
+    acc, e, row_M, inside_M, u_row_N, token_N, inside_N, narrow_ptr, wide_ptr, index_ptr, stride_bg,
     stride_bf, stride_br,
     E: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, BU: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
@@ -141,19 +142,19 @@ def add_adapter(
     at_N = u_row_N.to(tl.int64) * RANK
     if TOKENS_FIRST:
         u = tl.load(
-            u_ptr + at_N[:, None] + r[None, :],
+            narrow_ptr + at_N[:, None] + r[None, :],
             mask=inside_N[:, None] & inside_R[None, :],
             other=0.0,
         )
-        b_at = b_ptr + at_M[None, :] + (r * stride_br)[:, None]
+        b_at = wide_ptr + at_M[None, :] + (r * stride_br)[:, None]
         inside_b = inside_M[None, :] & inside_R[:, None]
     else:
         u = tl.load(
-            u_ptr + at_N[None, :] + r[:, None],
+            narrow_ptr + at_N[None, :] + r[:, None],
             mask=inside_N[None, :] & inside_R[:, None],
             other=0.0,
         )
-        b_at = b_ptr + at_M[:, None] + (r * stride_br)[None, :]
+        b_at = wide_ptr + at_M[:, None] + (r * stride_br)[None, :]
         inside_b = inside_M[:, None] & inside_R[None, :]
     if index_ptr is None:
         acc = product(acc, tl.load(b_at, mask=inside_b, other=0.0), u, TOKENS_FIRST)
@@ -180,8 +181,8 @@ def product(acc, b, u, TOKENS_FIRST: tl.constexpr):
 
 @triton.jit
 def rank_rows(
-    x_ptr, rows_ptr, ends_ptr, adapter_ptr, a_ptr, scale_ptr, u_ptr, index_ptr, stride_x, stride_ag,
-    stride_ar, stride_ad,
+    x_ptr, rows_ptr, ends_ptr, adapter_ptr, a_ptr, scale_ptr, narrow_ptr, index_ptr, stride_x,
+    stride_ag, stride_ar, stride_ad,
     E: tl.constexpr, ADAPTERS: tl.constexpr, K: tl.constexpr, OF_TOKENS: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, RANK: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
     BR: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
@@ -206,15 +207,15 @@ def rank_rows(
         adapter_ptr is not None, E, ADAPTERS, D, W, RANK, BN, BR, BD,
     )  # fmt: skip
     r = tl.arange(0, BR)
-    at_NR = u_ptr + (row_N.to(tl.int64) * RANK)[:, None] + r[None, :]
+    at_NR = narrow_ptr + (row_N.to(tl.int64) * RANK)[:, None] + r[None, :]
     mask_NR = inside_N[:, None] & (r < RANK)[None, :]
-    tl.store(at_NR, u_NR.to(u_ptr.dtype.element_ty), mask=mask_NR)
+    tl.store(at_NR, u_NR.to(narrow_ptr.dtype.element_ty), mask=mask_NR)
 
 
 # One compiled kernel serves every number of tokens.
 @triton.jit(do_not_specialize=["T", "N_MAP"])
 def rank_pairs(
-    x_ptr, ids_ptr, expert_map_ptr, adapter_ptr, a_ptr, scale_ptr, u_ptr, T, N_MAP, stride_x,
+    x_ptr, ids_ptr, expert_map_ptr, adapter_ptr, a_ptr, scale_ptr, narrow_ptr, T, N_MAP, stride_x,
     stride_ag, stride_ar, stride_ad,
     E: tl.constexpr, ADAPTERS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     OF_TOKENS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, RANK: tl.constexpr,
@@ -242,9 +243,9 @@ def rank_pairs(
         adapter_ptr is not None, E, ADAPTERS, D, W, RANK, BN, BR, BD,
     )  # fmt: skip
     r = tl.arange(0, BR)
-    at_NR = u_ptr + (row_N.to(tl.int64) * RANK)[:, None] + r[None, :]
+    at_NR = narrow_ptr + (row_N.to(tl.int64) * RANK)[:, None] + r[None, :]
     mask_NR = (n < T)[:, None] & (r < RANK)[None, :]
-    tl.store(at_NR, u_NR.to(u_ptr.dtype.element_ty), mask=mask_NR)
+    tl.store(at_NR, u_NR.to(narrow_ptr.dtype.element_ty), mask=mask_NR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,7 +333,7 @@ def added_pairs(
     x: Tensor, ids_TK: Tensor, expert_map: Tensor | None, adapters: Adapters | None, pair: Pair,
     experts: int, *, of_tokens: bool, weight: Weight | None = None,
 ) -> Added:  # fmt: skip
-    """The same of a few tokens that nobody sorts, by `narrow_pairs`."""
+    """What a product of a few tokens that nobody sorts adds for a pair of its adapters."""
     a_GrD, b_GFr = pair
     if adapters is None or a_GrD is None or b_GFr is None:
         return NOTHING

@@ -70,7 +70,8 @@ def config_for(
 @triton.jit
 def _grouped(
     a_ptr, stride_am, stride_ak, rows_ptr, w_ptr, stride_we, stride_wn, stride_wk, bias_ptr,
-    out_ptr, tiles_ptr, N, n_tiles, u_ptr, b_ptr, index_ptr, stride_bg, stride_bf, stride_br,
+    out_ptr, tiles_ptr, N, n_tiles, narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf,
+    stride_br,
     K: tl.constexpr, TOP_K: tl.constexpr, ACT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     E: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, BU: tl.constexpr,
@@ -115,10 +116,10 @@ def _grouped(
         a_ptrs += BLOCK_K * stride_ak
         w_ptrs += BLOCK_K * stride_wk
 
-    if u_ptr is not None:
+    if narrow_ptr is not None:
         acc = add_adapter(
-            acc, expert, w_rows, in_n, rows, rows, valid, u_ptr, b_ptr, index_ptr, stride_bg,
-            stride_bf, stride_br, E, ADAPTERS, RANK, BU, True,
+            acc, expert, w_rows, in_n, rows, rows, valid, narrow_ptr, wide_ptr, index_ptr,
+            stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, BU, True,
         )  # fmt: skip
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert * N + w_rows, mask=in_n, other=0.0)

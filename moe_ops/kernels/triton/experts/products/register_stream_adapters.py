@@ -24,7 +24,7 @@ def add_adapter(
 ):  # fmt: skip
     """acc [M, N] and B u: of `count` columns, whose u are rows from `u_first` on, and whose
     adapters from `index_first` on; of other columns anything. acc gets another layout."""
-    u_ptr, b_ptr, index_ptr, stride_bg, stride_bf, stride_br = of_adapter
+    narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br = of_adapter
     flat: gl.constexpr = flat_layout(SIZES)
     of_b: gl.constexpr = gl.DotOperandLayout(0, flat, 2)
     of_u: gl.constexpr = gl.DotOperandLayout(1, flat, 2)
@@ -34,9 +34,9 @@ def add_adapter(
     r_b = gl.arange(0, BU, gl.SliceLayout(0, of_b))
     r_u = gl.arange(0, BU, gl.SliceLayout(1, of_u))
     n_u = gl.minimum(gl.arange(0, N, gl.SliceLayout(0, of_u)), count - 1)
-    u_at = u_ptr + ((u_first + n_u).to(gl.int64) * RANK)[None, :] + r_u[:, None]
+    u_at = narrow_ptr + ((u_first + n_u).to(gl.int64) * RANK)[None, :] + r_u[:, None]
     u = gl.load(u_at, mask=(r_u < RANK)[:, None] & (n_u >= 0)[None, :], other=0.0)
-    b_at = b_ptr + e.to(gl.int64) * stride_bg + (row_M.to(gl.int64) * stride_bf)[:, None]
+    b_at = wide_ptr + e.to(gl.int64) * stride_bg + (row_M.to(gl.int64) * stride_bf)[:, None]
     b_at += (r_b * stride_br)[None, :]
     inside_b = (r_b < RANK)[None, :] & (row_M >= 0)[:, None]
     if index_ptr is None:
@@ -60,7 +60,7 @@ def add_to_one(
     K: gl.constexpr, D: gl.constexpr, ADAPTERS: gl.constexpr, RANK: gl.constexpr, BU: gl.constexpr,
 ):  # fmt: skip
     """total_M, rows of the result of one token from `first_row` on, and B u of its choices."""
-    u_ptr, b_ptr, index_ptr, stride_bg, stride_bf, stride_br = of_adapter
+    narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br = of_adapter
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     J: gl.constexpr = 128  # choices and ranks at once
     M: gl.constexpr = total_M.shape[0]
@@ -69,16 +69,16 @@ def add_to_one(
     if index_ptr is not None:
         n = gl.load(index_ptr).to(gl.int32)
         has = (n >= 0) & (n < ADAPTERS)
-        b_ptr += gl.where(has, n * E, 0).to(gl.int64) * stride_bg
+        wide_ptr += gl.where(has, n * E, 0).to(gl.int64) * stride_bg
     sum_M = gl.zeros([M], gl.float32, gl.SliceLayout(1, layout))
     for first in range(0, K * BU, J):
         j = first + gl.arange(0, J, gl.SliceLayout(0, layout))
         pair, r = j // BU, j % BU
-        e_J = local_ids(ids_ptr, expert_map_ptr, pair, pair < K, E, N_MAP)
-        inside_J = (e_J < E) & (r < RANK) & has
-        at = b_ptr + (e_J.to(gl.int64) * stride_bg + r * stride_br)[None, :]
+        e_K = local_ids(ids_ptr, expert_map_ptr, pair, pair < K, E, N_MAP)
+        inside_K = (e_K < E) & (r < RANK) & has
+        at = wide_ptr + (e_K.to(gl.int64) * stride_bg + r * stride_br)[None, :]
         at += (d.to(gl.int64) * stride_bf)[:, None]
-        b = gl.load(at, mask=(d < D)[:, None] & inside_J[None, :], other=0.0)
-        u_J = gl.load(u_ptr + pair * RANK + r, mask=inside_J, other=0.0)
-        sum_M += gl.sum(b.to(gl.float32) * u_J.to(gl.float32)[None, :], 1)
+        b = gl.load(at, mask=(d < D)[:, None] & inside_K[None, :], other=0.0)
+        u_K = gl.load(narrow_ptr + pair * RANK + r, mask=inside_K, other=0.0)
+        sum_M += gl.sum(b.to(gl.float32) * u_K.to(gl.float32)[None, :], 1)
     return total_M + gl.convert_layout(sum_M, total_M.type.layout)

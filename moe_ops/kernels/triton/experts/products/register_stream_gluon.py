@@ -175,7 +175,7 @@ def store_h(h_ptr, h, row_N, inside_N, block, I: gl.constexpr):
 @gluon.jit
 def one_up(
     x_ptr, x_scale_ptr, ids_ptr, weights_ptr, expert_map_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
-    global_scale_ptr, bias_ptr, h_ptr, N_MAP, stride_be, u_ptr, b_ptr, index_ptr, stride_bg,
+    global_scale_ptr, bias_ptr, h_ptr, N_MAP, stride_be, narrow_ptr, wide_ptr, index_ptr, stride_bg,
     stride_bf, stride_br,
     E: gl.constexpr, D: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr, W: gl.constexpr,
     SHARED: gl.constexpr, DTYPE: gl.constexpr, ADAPTERS: gl.constexpr, RANK: gl.constexpr,
@@ -206,8 +206,8 @@ def one_up(
         False,
     )  # fmt: skip
     acc = under_globals(summed(acc, W, DTYPE), global_scale_ptr, e, row_M, ROWS, SHARED)
-    if u_ptr is not None:
-        of_adapter = (u_ptr, b_ptr, index_ptr, stride_bg, stride_bf, stride_br)
+    if narrow_ptr is not None:
+        of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
         acc = add_adapter(acc, e, row_M, pair, 1, 0, of_adapter, E, ADAPTERS, RANK, BU, SIZES)
     acc = add_bias(acc, bias_ptr, e.to(gl.int64) * stride_be, row_M)
     h = activated(acc, ACT)
@@ -220,8 +220,8 @@ def one_up(
 @gluon.jit
 def one_down(
     h_ptr, h_scale_ptr, ids_ptr, weights_ptr, expert_map_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
-    global_scale_ptr, bias_ptr, residual_ptr, out_ptr, N_MAP, stride_be, u_ptr, b_ptr, index_ptr,
-    stride_bg, stride_bf, stride_br,
+    global_scale_ptr, bias_ptr, residual_ptr, out_ptr, N_MAP, stride_be, narrow_ptr, wide_ptr,
+    index_ptr, stride_bg, stride_bf, stride_br,
     E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, I: gl.constexpr, W: gl.constexpr,
     DTYPE: gl.constexpr, ADAPTERS: gl.constexpr, RANK: gl.constexpr, BU: gl.constexpr,
     C: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
@@ -261,8 +261,8 @@ def one_down(
     total = summed(acc, W, DTYPE)
     first_N = gl.arange(0, N, gl.SliceLayout(0, total.type.layout)) == 0
     total = gl.sum(gl.where(first_N[None, :], total, 0.0), 1)
-    if u_ptr is not None:
-        of_adapter = (u_ptr, b_ptr, index_ptr, stride_bg, stride_bf, stride_br)
+    if narrow_ptr is not None:
+        of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
         total = add_to_one(
             total, gl.program_id(0) * M, ids_ptr, expert_map_ptr, N_MAP, of_adapter, E, K, D,
             ADAPTERS, RANK, BU,
@@ -291,8 +291,8 @@ def counted(BE: gl.constexpr):
 @gluon.jit
 def few_up(
     x_ptr, x_scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
-    global_scale_ptr, bias_ptr, h_ptr, stride_x, stride_be, u_ptr, b_ptr, index_ptr, stride_bg,
-    stride_bf, stride_br,
+    global_scale_ptr, bias_ptr, h_ptr, stride_x, stride_be, narrow_ptr, wide_ptr, index_ptr,
+    stride_bg, stride_bf, stride_br,
     E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr,
     W: gl.constexpr, SHARED: gl.constexpr, DTYPE: gl.constexpr, ADAPTERS: gl.constexpr,
     RANK: gl.constexpr, BU: gl.constexpr, BE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
@@ -326,8 +326,8 @@ def few_up(
         False,
     )  # fmt: skip
     acc = under_globals(summed(acc, W, DTYPE), global_scale_ptr, e, row_M, ROWS, SHARED)
-    if u_ptr is not None:
-        of_adapter = (u_ptr, b_ptr, index_ptr, stride_bg, stride_bf, stride_br)
+    if narrow_ptr is not None:
+        of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
         acc = add_adapter(
             acc, e, row_M, first, count, first, of_adapter, E, ADAPTERS, RANK, BU, SIZES
         )
@@ -344,8 +344,8 @@ def few_up(
 @gluon.jit
 def few_down(
     h_ptr, h_scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
-    global_scale_ptr, bias_ptr, y_ptr, stride_be, u_ptr, b_ptr, index_ptr, stride_bg, stride_bf,
-    stride_br,
+    global_scale_ptr, bias_ptr, y_ptr, stride_be, narrow_ptr, wide_ptr, index_ptr, stride_bg,
+    stride_bf, stride_br,
     E: gl.constexpr, D: gl.constexpr, I: gl.constexpr, W: gl.constexpr, DTYPE: gl.constexpr,
     ADAPTERS: gl.constexpr, RANK: gl.constexpr, BU: gl.constexpr, BE: gl.constexpr,
     P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
@@ -374,8 +374,8 @@ def few_down(
         w_ptr, w_scale_ptr, w_zero_ptr, e_S, d, tokens, D, I, S, W, DTYPE, P, SIZES, False, PDL
     )
     acc = under_global(summed(acc, W, DTYPE), global_scale_ptr, e)
-    if u_ptr is not None:
-        of_adapter = (u_ptr, b_ptr, index_ptr, stride_bg, stride_bf, stride_br)
+    if narrow_ptr is not None:
+        of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
         acc = add_adapter(acc, e, d, first, count, first, of_adapter, E, ADAPTERS, RANK, BU, SIZES)
     layout: gl.constexpr = acc.type.layout
     n = gl.arange(0, N, gl.SliceLayout(0, layout))

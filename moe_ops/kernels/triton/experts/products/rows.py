@@ -50,7 +50,7 @@ class RowsTiles:
 def rows_up(
     x_ptr, x_scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
     global_scale_ptr, bias_ptr, h_scale_ptr, h_ptr, h_row_scale_ptr, stride_x, stride_we, stride_wf,
-    stride_wd, stride_be, u_ptr, b_ptr, index_ptr, stride_bg, stride_bf, stride_br,
+    stride_wd, stride_be, narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
     ACT: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr, EACH: tl.constexpr,
     DTYPE: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, BU: tl.constexpr,
@@ -81,10 +81,10 @@ def rows_up(
         rescaled(acc_FN, W, x_ptr.dtype.element_ty), global_scale_ptr, e, row_F, inside_F, ROWS,
         SHARED,
     )  # fmt: skip
-    if u_ptr is not None:
+    if narrow_ptr is not None:
         acc_FN = add_adapter(
-            acc_FN, e, row_F, inside_F, first + n, first + n, n < count, u_ptr, b_ptr, index_ptr,
-            stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, BU, False,
+            acc_FN, e, row_F, inside_F, first + n, first + n, n < count, narrow_ptr, wide_ptr,
+            index_ptr, stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, BU, False,
         )  # fmt: skip
     h_IN = activated(acc_FN, bias_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
     if weights_ptr is not None:
@@ -106,8 +106,8 @@ def rows_up(
 @triton.jit
 def rows_down(
     h_ptr, h_scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
-    global_scale_ptr, bias_ptr, y_ptr, stride_we, stride_wd, stride_wi, stride_be, u_ptr, b_ptr,
-    index_ptr, stride_bg, stride_bf, stride_br,
+    global_scale_ptr, bias_ptr, y_ptr, stride_we, stride_wd, stride_wi, stride_be, narrow_ptr,
+    wide_ptr, index_ptr, stride_bg, stride_bf, stride_br,
     E: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     ADAPTERS: tl.constexpr, RANK: tl.constexpr, BU: tl.constexpr, BE: tl.constexpr,
     BD: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
@@ -129,10 +129,10 @@ def rows_down(
         h_scale_ptr, first + n, n < count, D, I, BI, W, "",
     )  # fmt: skip
     acc_DN = under_global(rescaled(acc_DN, W, h_ptr.dtype.element_ty), global_scale_ptr, e)
-    if u_ptr is not None:
+    if narrow_ptr is not None:
         acc_DN = add_adapter(
-            acc_DN, e, d, inside_D, first + n, first + n, n < count, u_ptr, b_ptr, index_ptr,
-            stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, BU, False,
+            acc_DN, e, d, inside_D, first + n, first + n, n < count, narrow_ptr, wide_ptr,
+            index_ptr, stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, BU, False,
         )  # fmt: skip
     if bias_ptr is not None:
         bias_D = tl.load(bias_ptr + e * stride_be + d, mask=inside_D, other=0.0).to(tl.float32)

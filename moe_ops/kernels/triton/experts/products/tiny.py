@@ -95,8 +95,8 @@ def write_table(ids_ptr, expert_map_ptr, table_ptr, P, E: tl.constexpr, N_MAP, B
 def tiny_up(
     x_ptr, x_scale_ptr, ids_ptr, weights_ptr, expert_map_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
     global_scale_ptr, bias_ptr, h_scale_ptr, h_ptr, h_row_scale_ptr, table_ptr, share_ptr, T, N_MAP,
-    stride_x, stride_we, stride_wf, stride_wd, stride_be, u_ptr, b_ptr, index_ptr, stride_bg,
-    stride_bf, stride_br,
+    stride_x, stride_we, stride_wf, stride_wd, stride_be, narrow_ptr, wide_ptr, index_ptr,
+    stride_bg, stride_bf, stride_br,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
     ACT: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr, EACH: tl.constexpr,
     DTYPE: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, BU: tl.constexpr,
@@ -150,10 +150,10 @@ def tiny_up(
         rescaled(acc_FN, W, x_ptr.dtype.element_ty), global_scale_ptr, e, row_F, inside_F, ROWS,
         SHARED,
     )  # fmt: skip
-    if u_ptr is not None:
+    if narrow_ptr is not None:
         acc_FN = add_adapter(
-            acc_FN, e, row_F, inside_F, pair * T + n, n, n < T, u_ptr, b_ptr, index_ptr, stride_bg,
-            stride_bf, stride_br, E, ADAPTERS, RANK, BU, False,
+            acc_FN, e, row_F, inside_F, pair * T + n, n, n < T, narrow_ptr, wide_ptr, index_ptr,
+            stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, BU, False,
         )  # fmt: skip
     if share_ptr is not None:
         # One of the pair's programs is enough.
@@ -199,7 +199,7 @@ def pair_of(rank, table_ptr, BP: tl.constexpr, ONE: tl.constexpr):
 def tiny_down(
     h_ptr, h_scale_ptr, ids_ptr, expert_map_ptr, table_ptr, share_ptr, w_ptr, w_scale_ptr,
     w_zero_ptr, global_scale_ptr, bias_ptr, residual_ptr, out_ptr, T, N_MAP, stride_we, stride_wd,
-    stride_wi, stride_be, u_ptr, b_ptr, index_ptr, stride_bg, stride_bf, stride_br,
+    stride_wi, stride_be, narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
     W: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, BU: tl.constexpr, BP: tl.constexpr,
     BT: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr,
@@ -249,17 +249,17 @@ def tiny_down(
             acc_MN += sum_MN * tl.load(global_scale_ptr + e_M, mask=e_M < E, other=0.0)[:, None]
         else:
             acc_MN = sum_MN
-        if u_ptr is not None:
+        if narrow_ptr is not None:
             added_MN = add_adapter(
-                added_MN, e_M, d_M, inside_M, pair_N * T + token_N, token_N, inside_N, u_ptr, b_ptr,
-                index_ptr, stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, BU, False,
+                added_MN, e_M, d_M, inside_M, pair_N * T + token_N, token_N, inside_N, narrow_ptr,
+                wide_ptr, index_ptr, stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, BU, False,
             )  # fmt: skip
         next_M, next_N = first + BG + m // BR, first + BG + n // BT
         e_M = id_of(next_M, ids_ptr, expert_map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         e_N = id_of(next_N, ids_ptr, expert_map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         pair_N = pair_of(next_N, table_ptr, BP, ONE)
     acc_MN = rescaled(acc_MN, W, h_ptr.dtype.element_ty)
-    if u_ptr is not None:
+    if narrow_ptr is not None:
         acc_MN += added_MN
     diagonal_MN = (m // BR)[:, None] == (n // BT)[None, :]
     acc_MN = tl.where(diagonal_MN, acc_MN, 0.0)
