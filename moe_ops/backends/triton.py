@@ -106,16 +106,16 @@ def run_experts(
     from moe_ops.kernels.triton.replay import replay
 
     # Names of formats are looked up faster than what they stand for.
-    rest = (kernel, call.transposed, call.activation, _formats(call), tiles)
-    tensors = (*_tensors(call, residual_TD), *of_adapter(adapter))
+    rest = (kernel, call.transposed, call.activation, formats_named(call), tiles)
+    tensors = (*tensors_of(call, residual_TD), *of_adapter(adapter))
     return replay(_launch_experts, tensors, rest, before)
 
 
-def _formats(call: ExpertsCall) -> Formats:
+def formats_named(call: ExpertsCall) -> Formats:
     return call.w_format, call.x_format, call.dtype
 
 
-def _tensors(call: ExpertsCall, residual_TD: Tensor | None = None) -> tuple[Tensor | None, ...]:
+def tensors_of(call: ExpertsCall, residual_TD: Tensor | None = None) -> tuple[Tensor | None, ...]:
     c = call
     x_TD = with_rows(c.x_TD) if c.x_scale_TG is None else in_words(c.x_TD)
     return (
@@ -137,8 +137,8 @@ def of_adapter(adapter: Adapter | None) -> tuple[Tensor | None, ...]:
 
 def tiles_of(kernel: str, call: ExpertsCall) -> Any:
     """The tiles that a call of `tiny` or `rows` takes by the tables."""
-    named = dict(zip(TENSORS, _tensors(call), strict=True))
-    layer = _layer(named, call.transposed, call.activation, _formats(call))
+    named = dict(zip(TENSORS, tensors_of(call), strict=True))
+    layer = layer_of(named, call.transposed, call.activation, formats_named(call))
     path = paths.pick(kernel, call).path
     return path.function(path.tiles)(call.x_TD, call.ids_TK, layer, call.expert_map)
 
@@ -146,14 +146,8 @@ def tiles_of(kernel: str, call: ExpertsCall) -> Any:
 def _launch_experts(*given: Any) -> Tensor:
     """Launch with the tensors of `run_experts`, and its other arguments behind them. What chooses
     the path is all among what `replay` tells calls apart by."""
-    named = dict(zip(TENSORS, given, strict=False))
-    of_adapter = dict(zip(ADAPTER, given[len(TENSORS) :], strict=False))
-    kernel, transposed, act, formats, tiles = given[len(TENSORS) + len(ADAPTER) :]
-    adapters = None
-    if of_adapter["scale_N"] is not None:
-        from moe_ops.kernels.triton.experts.adapters import Adapters
-
-        adapters = Adapters(**of_adapter)
+    named, adapters, rest = parts_of(given)
+    kernel, transposed, act, formats, tiles = rest
     call = _call(named, transposed, act, formats)
     path = paths.BY_FORCED.get(f"triton.{kernel}")
     if path is None and tiles is not None:
@@ -163,12 +157,25 @@ def _launch_experts(*given: Any) -> Tensor:
         paths.tell(kernel, str(taken))
         path = taken.path
     routed = (named[n] for n in ("x_TD", "weights_TK", "ids_TK"))
-    layer = _layer(named, transposed, act, formats)
+    layer = layer_of(named, transposed, act, formats)
     if tiles is None and path.tiles:
         tiles = path.function(path.tiles)(call.x_TD, call.ids_TK, layer, call.expert_map)
     rest = (named["expert_map"], named["residual_TD"], tiles, adapters)
     out_TD: Tensor = path.function(path.run)(*routed, layer, *rest, **path.options(call))
     return out_TD
+
+
+def parts_of(given: tuple[Any, ...]) -> tuple[dict[str, Any], Any, tuple[Any, ...]]:
+    """The tensors of a launch by their names in TENSORS, its adapters as kernels take them, if
+    there are any, and what stands behind both."""
+    named = dict(zip(TENSORS, given, strict=False))
+    adapters, behind = None, len(TENSORS) + len(ADAPTER)
+    found = dict(zip(ADAPTER, given[len(TENSORS) : behind], strict=True))
+    if found["scale_N"] is not None:
+        from moe_ops.kernels.triton.experts.adapters import Adapters
+
+        adapters = Adapters(**found)
+    return named, adapters, given[behind:]
 
 
 def _call(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) -> ExpertsCall:
@@ -183,7 +190,7 @@ def _call(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) -
     )  # fmt: skip
 
 
-def _layer(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) -> Any:
+def layer_of(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) -> Any:
     """The weights of a call, its tensors given by their names in TENSORS and its formats by
     their names, as kernels take them."""
     from moe_ops.kernels.triton import Act

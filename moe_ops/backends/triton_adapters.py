@@ -11,11 +11,20 @@ from torch import Tensor
 
 from moe_ops.backends import reads, triton_paths, triton_training
 from moe_ops.backends.strides import contiguous
-from moe_ops.backends.triton import Supports, of_adapter, run_experts, supports_many
+from moe_ops.backends.triton import (
+    Supports,
+    formats_named,
+    layer_of,
+    of_adapter,
+    parts_of,
+    run_experts,
+    supports_many,
+    tensors_of,
+)
 from moe_ops.backends.triton_ahead import Before, compiles_ahead
 from moe_ops.backends.triton_hopper import refused_products
 from moe_ops.backends.triton_limits import max_tiny_tokens, most_rows_tokens, most_tiny_tokens
-from moe_ops.backends.triton_support import supports_codes, supports_experts, supports_tiny
+from moe_ops.backends.triton_support import supports_codes, supports_tiny
 from moe_ops.ops.adapters import ADAPTER, Adapter
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.experts_adapted import ExpertsAdaptedCall, experts_adapted
@@ -28,6 +37,7 @@ from moe_ops.registry.backend import ANY_NUMBER, Rows
 from moe_ops.registry.gradients import needs_grad
 
 MOST_RANK = 128
+Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def refuse_adapter(adapter: Adapter) -> str | None:
@@ -85,13 +95,15 @@ _register("grouped", supports_many, 1)
 
 
 def supports_saving(call: ExpertsAdaptedSavingCall) -> str | None:
-    return supports_experts(call.layer) or refuse_adapter(call.adapter)
+    return supports_many(call.layer) or refuse_adapter(call.adapter)
+
+
+OF_TRAINING = (*reads.EXPERTS[:-1], "global_scale13_E", "global_scale2_E", *ADAPTER[1:])
 
 
 @experts_adapted_saving.backend(
-    "triton", reads=(*reads.FLOAT_EXPERTS, *ADAPTER[1:]), supports=supports_saving,
-    devices=("cuda",), priority=1,
-)  # fmt: skip
+    "triton", reads=OF_TRAINING, supports=supports_saving, devices=("cuda",), priority=1
+)
 def launch_saving(
     call: ExpertsAdaptedSavingCall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -99,17 +111,22 @@ def launch_saving(
     return _saving(call)
 
 
-def _saving(
-    call: ExpertsAdaptedSavingCall, before: Before = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from moe_ops.kernels.triton.experts.training import saving_adapted
+def _saving(call: ExpertsAdaptedSavingCall, before: Before = None) -> Six:
     from moe_ops.kernels.triton.replay import replay
 
     c = call.layer
-    tensors = (*triton_training.tensors_saved(c), *of_adapter(call.adapter))
     up, down = refused_products(c)
-    rest = (c.transposed, triton_training.act_of(c), (up is None, down is None))
-    return replay(saving_adapted, tensors, rest, before)
+    rest = (c.transposed, c.activation, formats_named(c), (up is None, down is None))
+    return replay(_launch_saving, (*tensors_of(c), *of_adapter(call.adapter)), rest, before)
+
+
+def _launch_saving(*given: Any) -> Six:
+    from moe_ops.kernels.triton.experts.training import saving_adapted
+
+    named, adapters, (transposed, act, formats, wgmma) = parts_of(given)
+    layer = layer_of(named, transposed, act, formats)
+    routed = (named["x_TD"], named["weights_TK"], named["ids_TK"], named["expert_map"])
+    return saving_adapted(*routed, layer, adapters, wgmma)
 
 
 compiles_ahead(experts_adapted_saving, "triton", _saving)
@@ -118,12 +135,12 @@ compiles_ahead(experts_adapted_saving, "triton", _saving)
 def supports_backward(call: ExpertsAdaptedBackwardCall) -> str | None:
     if needs_grad(call.grad_TD, call.y_RF):
         return "is not differentiable, and an argument requires grad"
-    return supports_experts(call.layer) or refuse_adapter(call.adapter)
+    return supports_many(call.layer) or refuse_adapter(call.adapter)
 
 
 @experts_adapted_backward.backend(
-    "triton", reads=(*reads.FLOAT_EXPERTS, *ADAPTER[1:], "for_tokens", "for_weights"),
-    supports=supports_backward, devices=("cuda",), priority=1,
+    "triton", reads=(*OF_TRAINING, "for_tokens", "for_weights"), supports=supports_backward,
+    devices=("cuda",), priority=1,
 )  # fmt: skip
 def launch_backward(
     call: ExpertsAdaptedBackwardCall,
@@ -132,13 +149,13 @@ def launch_backward(
     return _backward(call)
 
 
-def _backward(
-    call: ExpertsAdaptedBackwardCall, before: Before = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from moe_ops.kernels.triton.experts.training import backward_adapted
+def _backward(call: ExpertsAdaptedBackwardCall, before: Before = None) -> Six:
     from moe_ops.kernels.triton.replay import replay
 
-    tensors, wgmma = triton_training.tensors_of_backward(call)
+    c = call.layer
+    of_gradient, wgmma = triton_training.tensors_of_backward(call)
+    if c.w_format:
+        wgmma = (False, False)  # decoded weights are transposed where they are multiplied
     scale_N, a13, b13, a2, b2, adapter_T = of_adapter(call.adapter)
     b13, b2 = (None if t is None else t.transpose(1, 2) for t in (b13, b2))
     # The kernel for Hopper copies what is added as it copies weights.
@@ -146,12 +163,23 @@ def _backward(
         None if t is None else contiguous(t.transpose(1, 2)) if hopper else t.transpose(1, 2)
         for t, hopper in zip((a2, a13), wgmma, strict=True)
     )
-    c = call.layer
-    rest = (c.transposed, triton_training.act_of(c), (call.for_tokens, call.for_weights), wgmma)
-    given = (*tensors, scale_N, a13, b13, a2, b2, adapter_T)
-    dx_TD, dweights_TK, *others = replay(backward_adapted, given, rest, before)
-    dy_RF, wh_RI, v13_Rr, v2_Rr = others
+    transposed = (scale_N, b13, a13, b2, a2, adapter_T)  # by the names of the others
+    wanted = (call.for_tokens, call.for_weights)
+    rest = (c.transposed, c.activation, formats_named(c), wanted, wgmma)
+    tensors = (*tensors_of(c), *transposed, *of_gradient[:4])
+    made = replay(_launch_backward, tensors, rest, before)
+    dx_TD, dweights_TK, dy_RF, wh_RI, v13_Rr, v2_Rr = made
     return dx_TD, dweights_TK.to(c.weights_TK.dtype), dy_RF, wh_RI, v13_Rr, v2_Rr
+
+
+def _launch_backward(*given: Any) -> Six:
+    from moe_ops.kernels.triton.experts.training import backward_adapted
+
+    named, adapters, rest = parts_of(given)
+    grad_TD, y_RF, rows_R, ends_E, transposed, act, formats, wanted, wgmma = rest
+    layer = layer_of(named, transposed, act, formats)
+    order, weights_TK = (rows_R, ends_E), named["weights_TK"]
+    return backward_adapted(grad_TD, y_RF, order, weights_TK, layer, adapters, wanted, wgmma)
 
 
 compiles_ahead(experts_adapted_backward, "triton", _backward)

@@ -79,10 +79,10 @@ def _activate_backward(
 
     c = call
     tensors = with_rows(c.dh_RI), with_rows(c.y_RF), contiguous(c.weights_TK), contiguous(c.rows_R)
-    return replay(launched, tensors, (act_of(c), c.for_weights), before)
+    return replay(launched, tensors, (_act(c), c.for_weights), before)
 
 
-def act_of(call: ActivateBackwardCall | ExpertsCall) -> Act:
+def _act(call: ActivateBackwardCall | ExpertsCall) -> Act:
     c = call
     return Act(c.kind, c.gated, c.interleaved, c.alpha, c.limit, c.up_shift)
 
@@ -110,16 +110,11 @@ def _saving(
 
     c = call.layer
     up, down = refused_products(c)
-    rest = (c.transposed, act_of(c), (up is None, down is None))
-    return replay(saving, tensors_saved(c), rest, before)
-
-
-def tensors_saved(c: ExpertsCall) -> tuple[Tensor | None, ...]:
-    """The tensors of a layer as `saving` takes them."""
-    return (
+    tensors = (
         with_rows(c.x_TD), contiguous(c.weights_TK), contiguous(c.ids_TK), c.w13_EFD, c.w2_EDI,
         contiguous(c.b13_EF), contiguous(c.b2_ED), contiguous(c.expert_map),
     )  # fmt: skip
+    return replay(saving, tensors, (c.transposed, _act(c), (up is None, down is None)), before)
 
 
 compiles_ahead(experts_saving, "triton", _saving)
@@ -150,7 +145,7 @@ def _backward(
     from moe_ops.kernels.triton.replay import replay
 
     c, (tensors, wgmma) = call.layer, tensors_of_backward(call)
-    rest = (c.transposed, act_of(c), (call.for_tokens, call.for_weights), wgmma)
+    rest = (c.transposed, _act(c), (call.for_tokens, call.for_weights), wgmma)
     dx_TD, dweights_TK, dy_RF, wh_RI = replay(backward, tensors, rest, before)
     return dx_TD, dweights_TK.to(c.weights_TK.dtype), dy_RF, wh_RI
 

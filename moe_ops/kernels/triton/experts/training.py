@@ -18,6 +18,7 @@ from moe_ops.kernels.triton import LINEAR, Act
 from moe_ops.kernels.triton.activate import activate_rows
 from moe_ops.kernels.triton.activate_backward import activate_backward, fill
 from moe_ops.kernels.triton.experts.adapters import Adapters, Added, Pair, added_rows
+from moe_ops.kernels.triton.experts.operands.dequantized_weights import decoded
 from moe_ops.kernels.triton.experts.products.grouped import product, tile_rows
 from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
@@ -45,14 +46,11 @@ def saving(
 
 @on_its_device
 def saving_adapted(
-    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EFD: Tensor, w2_EDI: Tensor,
-    b13_EF: Tensor | None, b2_ED: Tensor | None, expert_map: Tensor | None, scale_N: Tensor,
-    a13_GrD: Tensor | None, b13_GFr: Tensor | None, a2_GrI: Tensor | None, b2_GDr: Tensor | None,
-    adapter_T: Tensor | None, transposed: bool, act: Act, wgmma: tuple[bool, bool],
+    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, expert_map: Tensor | None, layer: Experts,
+    adapters: Adapters, wgmma: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The `experts_adapted_saving` op. `wgmma`: as of `saving`."""
-    layer = _layer(w13_EFD, w2_EDI, b13_EF, b2_ED, transposed, act)
-    adapters = _adapters(scale_N, a13_GrD, b13_GFr, a2_GrI, b2_GDr, adapter_T)
+    """The `experts_adapted_saving` op, of codes that are decoded first. `wgmma`: as of `saving`."""
+    layer = _of_floats(layer, x_TD)
     made = _saving(x_TD, weights_TK, ids_TK, expert_map, layer, adapters, wgmma)
     out_TD, y_RF, added13, added2, rows_R, ends_E = made
     u13_Rr, u2_Rr = (_rows_of(added, y_RF) for added in (added13, added2))
@@ -99,16 +97,13 @@ def backward(
 
 @on_its_device
 def backward_adapted(
-    grad_TD: Tensor, y_RF: Tensor, rows_R: Tensor, ends_E: Tensor, weights_TK: Tensor,
-    w13_EFD: Tensor, w2_EDI: Tensor, b2_ED: Tensor | None, scale_N: Tensor, a13_GDr: Tensor | None,
-    b13_GrF: Tensor | None, a2_GIr: Tensor | None, b2_GrD: Tensor | None, adapter_T: Tensor | None,
-    transposed: bool, act: Act, wanted: tuple[bool, bool], wgmma: tuple[bool, bool],
+    grad_TD: Tensor, y_RF: Tensor, order: tuple[Tensor, Tensor], weights_TK: Tensor,
+    layer: Experts, adapters: Adapters, wanted: tuple[bool, bool], wgmma: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The `experts_adapted_backward` op, of adapters that are transposed, so that B is what rows
-    are narrowed by, and A what is added. `wanted`, `wgmma`: as of `backward`."""
-    layer = _layer(w13_EFD, w2_EDI, None, b2_ED, transposed, act)
-    adapters = _adapters(scale_N, b13_GrF, a13_GDr, b2_GrD, a2_GIr, adapter_T)
-    made = _backward(grad_TD, y_RF, (rows_R, ends_E), weights_TK, layer, adapters, wanted, wgmma)
+    """The `experts_adapted_backward` op, of adapters that are transposed: A is what B is of the
+    op, by which rows are narrowed. Codes are decoded first; the rest is as of `backward`."""
+    layer = _of_floats(layer, grad_TD)
+    made = _backward(grad_TD, y_RF, order, weights_TK, layer, adapters, wanted, wgmma)
     dx_TD, dweights_TK, dy_RF, wh_RI, added13, added2 = made
     v13_Rr, v2_Rr = (_rows_of(added, y_RF) for added in (added13, added2))
     return dx_TD, dweights_TK, dy_RF, wh_RI, v13_Rr, v2_Rr
@@ -141,13 +136,8 @@ def _backward(
     return dx_TD, dweights_TK, dy_RF, wh_RI, added13, added2
 
 
-def _adapters(*tensors: Tensor | None) -> Adapters:
-    scale_N, a13_GrD, b13_GFr, a2_GrI, b2_GDr, adapter_T = tensors
-    assert scale_N is not None
-    return Adapters(
-        scale_N=scale_N, a13_GrD=a13_GrD, b13_GFr=b13_GFr, a2_GrI=a2_GrI, b2_GDr=b2_GDr,
-        adapter_T=adapter_T,
-    )  # fmt: skip
+def _of_floats(layer: Experts, like: Tensor) -> Experts:
+    return layer if layer.codes is None else decoded(layer, like.dtype)
 
 
 def _pairs(adapters: Adapters | None) -> tuple[Pair, Pair]:
