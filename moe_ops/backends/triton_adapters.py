@@ -22,7 +22,8 @@ from moe_ops.backends.triton import (
     tensors_of,
 )
 from moe_ops.backends.triton_ahead import Before, compiles_ahead
-from moe_ops.backends.triton_hopper import refused_products
+from moe_ops.backends.triton_device import HALF, refuse_hopper
+from moe_ops.backends.triton_hopper import STEP_BY_COLUMNS, refuse_product, refused_products
 from moe_ops.backends.triton_limits import max_tiny_tokens, most_rows_tokens, most_tiny_tokens
 from moe_ops.backends.triton_support import supports_codes, supports_tiny
 from moe_ops.ops.adapters import ADAPTER, Adapter
@@ -115,7 +116,7 @@ def _saving(call: ExpertsAdaptedSavingCall, before: Before = None) -> Six:
     from moe_ops.kernels.triton.replay import replay
 
     c = call.layer
-    up, down = refused_products(c)
+    up, down = refused_products(c, activates=False)
     rest = (c.transposed, c.activation, formats_named(c), (up is None, down is None))
     return replay(_launch_saving, (*tensors_of(c), *of_adapter(call.adapter)), rest, before)
 
@@ -155,7 +156,9 @@ def _backward(call: ExpertsAdaptedBackwardCall, before: Before = None) -> Six:
     c = call.layer
     of_gradient, wgmma = triton_training.tensors_of_backward(call)
     if c.w_format:
-        wgmma = (False, False)  # decoded weights are transposed where they are multiplied
+        D, I = c.widths  # noqa: E741
+        grad_TD, y_RF = of_gradient[:2]
+        wgmma = _multiplied(grad_TD, D, I), _multiplied(y_RF, y_RF.shape[1], D)
     scale_N, a13, b13, a2, b2, adapter_T = of_adapter(call.adapter)
     b13, b2 = (None if t is None else t.transpose(1, 2) for t in (b13, b2))
     # The kernel for Hopper copies what is added as it copies weights.
@@ -170,6 +173,13 @@ def _backward(call: ExpertsAdaptedBackwardCall, before: Before = None) -> Six:
     made = replay(_launch_backward, tensors, rest, before)
     dx_TD, dweights_TK, dy_RF, wh_RI, v13_Rr, v2_Rr = made
     return dx_TD, dweights_TK.to(c.weights_TK.dtype), dy_RF, wh_RI, v13_Rr, v2_Rr
+
+
+def _multiplied(a: Tensor, inputs: int, outputs: int) -> bool:
+    """Whether the kernel for Hopper multiplies rows by decoded weights, whose columns lie."""
+    widths = (inputs, outputs)
+    refusal = refuse_hopper(a) or refuse_product(widths, a.stride(0), a, None)
+    return refusal is None and a.dtype in HALF and inputs % STEP_BY_COLUMNS == 0
 
 
 def _launch_backward(*given: Any) -> Six:

@@ -14,6 +14,7 @@ from moe_ops.backends.triton_device import HALF, either, refuse_hopper
 from moe_ops.backends.triton_support import inputs_of, weight_of
 from moe_ops.kernels import gpus
 from moe_ops.kernels.triton import STEP, brings_decoder
+from moe_ops.ops.expert_wgrad import ExpertWgradCall
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.registry.backend import is_aligned
 
@@ -24,6 +25,7 @@ STREAMED = {
     "float4_e2m1": (-1, 16, 32, 64, STEP),
     **dict.fromkeys(("float6_e3m2", "float6_e2m3"), (32, 64)),
 }
+STEP_BY_COLUMNS = 64  # inputs of a step of wgmma
 LEAST_COLUMNS = 192  # of wgmma: the stores of a tile are hidden by four steps of 64
 
 
@@ -123,9 +125,10 @@ def refuse_wgmma(call: ExpertsCall) -> str | None:
     return f"{up} (first product)" if up is not None and down is None else up
 
 
-def refused_products(call: ExpertsCall) -> tuple[str | None, str | None]:
+def refused_products(call: ExpertsCall, *, activates: bool = True) -> tuple[str | None, str | None]:
     """Why the kernel for Hopper does not run the first and the second product of a layer; None for
-    one that it runs. Weights of codes are decoded first, into memory of their own."""
+    one that it runs. Weights of codes are decoded first, into memory of their own. `activates`:
+    whether the first product has the activation behind it."""
     weight, widths = weight_of(call), call.widths
     w13, w2 = (None, None) if weight is not None else (call.w13_EFD, call.w2_EDI)
     if call.transposed and w13 is not None and w2 is not None:
@@ -136,17 +139,19 @@ def refused_products(call: ExpertsCall) -> tuple[str | None, str | None]:
     if refusal is not None:
         return refusal, refusal
     stride, x_TD = _tokens(call)
-    up = refuse_product(widths, stride, x_TD, w13)
+    up = refuse_product(widths, stride, x_TD, w13, activates and call.interleaved)
     return up, refuse_product(widths[::-1], widths[1], None, w2)
 
 
 def refuse_product(
-    widths: tuple[int, int], stride: int, a: Tensor | None, w_ENK: Tensor | None
-) -> str | None:
+    widths: tuple[int, int], stride: int, a: Tensor | None, w_ENK: Tensor | None,
+    interleaved: bool = False,
+) -> str | None:  # fmt: skip
     """Why the kernel for Hopper does not run one product of floats of 16 bits there, or None.
 
     widths: of inputs and of outputs; stride: from one row of inputs to the next; None for tensors
-    that will lie in memory of their own, in order.
+    that will lie in memory of their own, in order; interleaved: whether results are made of an even
+    and an odd row of W each.
     """
     if widths[0] <= LEAST_COLUMNS:
         return f"needs more than {LEAST_COLUMNS} columns, got {widths[0]}"
@@ -155,7 +160,14 @@ def refuse_product(
     if stride % 16:
         return f"needs rows of inputs that begin at a multiple of 16 elements, got every {stride}"
     if w_ENK is not None and not w_ENK.is_contiguous():
-        return "needs contiguous weights"
+        if interleaved or not w_ENK.transpose(1, 2).is_contiguous():
+            return "needs contiguous weights"
+        # The last step would read what lies behind an expert, and may be NaN.
+        if widths[0] % STEP_BY_COLUMNS:
+            return (
+                f"needs as many inputs as {STEP_BY_COLUMNS} divides of weights whose columns lie, "
+                f"got {widths[0]}"
+            )
     return _refuse_misaligned(a, w_ENK)
 
 
@@ -167,6 +179,29 @@ def refuse_gemm(x_RD: Tensor, w_EFD: Tensor) -> str | None:
     if x_RD.dtype not in HALF or w_EFD.dtype != x_RD.dtype:
         return f"needs {either(HALF)}, got {x_RD.dtype} and {w_EFD.dtype}"
     return refuse_product((w_EFD.shape[2], w_EFD.shape[1]), x_RD.stride(0), x_RD, w_EFD)
+
+
+def refuse_wgrad(call: ExpertWgradCall) -> str | None:
+    """Why the kernel for Hopper does not run an `expert_wgrad`, or None. One operand it copies by
+    TMA, and of the other the rows that are named."""
+    a_RM, b_RN = call.a_RM, call.b_RN
+    if (call.a_rows_R is None) == (call.b_rows_R is None):
+        return "needs the rows of one operand named"
+    if a_RM.dtype not in HALF or call.dtype != a_RM.dtype:
+        return f"needs {either(HALF)}, got {a_RM.dtype} and {call.dtype}"
+    widths = a_RM.shape[1], b_RN.shape[1]
+    if min(widths) <= STEP_BY_COLUMNS or any(width % 8 for width in widths):
+        return (
+            f"needs more than {STEP_BY_COLUMNS} columns that 8 divides, got {widths[0]} and "
+            f"{widths[1]}"
+        )
+    strides = [t.stride(0) if t.stride(1) == 1 else t.shape[1] for t in (a_RM, b_RN)]
+    if any(stride % 16 for stride in strides):
+        return (
+            "needs rows that begin at a multiple of 16 elements, got every "
+            f"{strides[0]} and {strides[1]}"
+        )
+    return refuse_hopper(a_RM) or _refuse_misaligned(a_RM, b_RN)
 
 
 def _refuse_misaligned(*tensors: Tensor | None) -> str | None:

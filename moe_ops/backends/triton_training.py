@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from moe_ops.backends import reads
 from moe_ops.backends.strides import contiguous, with_rows
 from moe_ops.backends.triton_ahead import Before, compiles_ahead
 from moe_ops.backends.triton_device import FLOATS, either, refuse_device
-from moe_ops.backends.triton_hopper import refuse_gemm, refused_products
+from moe_ops.backends.triton_hopper import refuse_gemm, refuse_wgrad, refused_products
 from moe_ops.backends.triton_support import supports_experts
 from moe_ops.kernels.triton import Act
 from moe_ops.ops.activate_backward import ActivateBackwardCall, activate_backward
@@ -44,7 +46,7 @@ def _wgrad(call: ExpertWgradCall, before: Before = None) -> Tensor:
     c = call
     rows = contiguous(c.a_rows_R), contiguous(c.b_rows_R)
     tensors = (with_rows(c.a_RM), with_rows(c.b_RN), contiguous(c.ends_E), *rows)
-    return replay(wgrad, tensors, (c.dtype,), before)
+    return replay(wgrad, tensors, (c.dtype, refuse_wgrad(c) is None), before)
 
 
 compiles_ahead(expert_wgrad, "triton", _wgrad)
@@ -109,7 +111,7 @@ def _saving(
     from moe_ops.kernels.triton.replay import replay
 
     c = call.layer
-    up, down = refused_products(c)
+    up, down = refused_products(c, activates=False)
     tensors = (
         with_rows(c.x_TD), contiguous(c.weights_TK), contiguous(c.ids_TK), c.w13_EFD, c.w2_EDI,
         contiguous(c.b13_EF), contiguous(c.b2_ED), contiguous(c.expert_map),
@@ -152,7 +154,7 @@ def _backward(
 
 def tensors_of_backward(
     call: ExpertsBackwardCall | ExpertsAdaptedBackwardCall,
-) -> tuple[tuple[Tensor | None, ...], tuple[bool, bool]]:
+) -> tuple[tuple[Any, ...], tuple[bool, bool]]:
     """The tensors of a call as `backward` takes them, and which products the kernel for Hopper
     runs."""
     c, grad_TD, y_RF = call.layer, with_rows(call.grad_TD), contiguous(call.y_RF)

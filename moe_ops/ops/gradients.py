@@ -3,8 +3,6 @@ adapters: `gradients_adapted.py`."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -135,42 +133,48 @@ def _layer_backward(
     made: Gradients = {"weights_TK": dweights_TK}
     if "x_TD" in wanted:
         made["x_TD"] = dx_TD
-    return made | weight_grads(call, Rows(grad_TD, dy_RF, wh_RI, rows_R, ends_E), wanted)
+    refused = refused_grads(call, grad_TD, wanted)
+    made |= refused
+    wanted -= refused.keys()
+    made |= second_weight_grads(call, grad_TD, wh_RI, rows_R, ends_E, wanted)
+    del wh_RI  # before the gradient of the larger weight is made
+    return made | first_weight_grads(call, dy_RF, rows_R, ends_E, wanted)
 
 
-class Rows(NamedTuple):
-    """What the gradients of a layer's weights are made of, as `experts_backward` gives it."""
-
-    grad_TD: Tensor
-    dy_RF: Tensor
-    wh_RI: Tensor
-    rows_R: Tensor
-    ends_E: Tensor
-
-
-def weight_grads(call: ExpertsCall, of: Rows, wanted: frozenset[str]) -> Gradients:
-    """The gradients of weights and biases that are wanted."""
-    grad_TD, dy_RF, wh_RI, rows_R, ends_E = of
-    x_TD, K, transposed = call.x_TD, call.ids_TK.shape[1], call.transposed
-    made = _refused(call, grad_TD, wanted)
-    wanted -= made.keys()
-    token_R = rows_R // K
-    if "w13_EFD" in wanted:
-        made["w13_EFD"] = weight_grad(dy_RF, x_TD, ends_E, b_rows_R=token_R, transposed=transposed)
+def second_weight_grads(
+    call: ExpertsCall, grad_TD: Tensor, wh_RI: Tensor, rows_R: Tensor, ends_E: Tensor,
+    wanted: frozenset[str],
+) -> Gradients:  # fmt: skip
+    """The gradients of the second weight and its bias, of those that are wanted."""
+    made: Gradients = {}
+    token_R = rows_R // call.ids_TK.shape[1]
     if "w2_EDI" in wanted:
         made["w2_EDI"] = weight_grad(
-            grad_TD, wh_RI, ends_E, a_rows_R=token_R, transposed=transposed
+            grad_TD, wh_RI, ends_E, a_rows_R=token_R, transposed=call.transposed
         )
-    if "b13_EF" in wanted and call.b13_EF is not None:
-        ones_R1 = dy_RF.new_ones(dy_RF.shape[0], 1)
-        made["b13_EF"] = bias_grad(dy_RF, ends_E, None, ones_R1, call.b13_EF)
     if "b2_ED" in wanted and call.b2_ED is not None:
-        weight_R = call.weights_TK.reshape(-1)[rows_R.clamp(min=0)].to(x_TD.dtype)
+        weight_R = call.weights_TK.reshape(-1)[rows_R.clamp(min=0)].to(call.x_TD.dtype)
         made["b2_ED"] = bias_grad(grad_TD, ends_E, token_R, weight_R[:, None], call.b2_ED)
     return made
 
 
-def _refused(call: ExpertsCall, grad_TD: Tensor, wanted: frozenset[str]) -> Gradients:
+def first_weight_grads(
+    call: ExpertsCall, dy_RF: Tensor, rows_R: Tensor, ends_E: Tensor, wanted: frozenset[str]
+) -> Gradients:
+    """The gradients of the first weight and its bias, of those that are wanted."""
+    made: Gradients = {}
+    if "w13_EFD" in wanted:
+        token_R = rows_R // call.ids_TK.shape[1]
+        made["w13_EFD"] = weight_grad(
+            dy_RF, call.x_TD, ends_E, b_rows_R=token_R, transposed=call.transposed
+        )
+    if "b13_EF" in wanted and call.b13_EF is not None:
+        ones_R1 = dy_RF.new_ones(dy_RF.shape[0], 1)
+        made["b13_EF"] = bias_grad(dy_RF, ends_E, None, ones_R1, call.b13_EF)
+    return made
+
+
+def refused_grads(call: ExpertsCall, grad_TD: Tensor, wanted: frozenset[str]) -> Gradients:
     """What raises in place of gradients of codes, and of weights that a layout reorders."""
     weights = weights_of(call)
     made: Gradients = {}

@@ -13,7 +13,13 @@ from moe_ops.ops.experts_adapted_backward import (
     experts_adapted_backward,
 )
 from moe_ops.ops.experts_adapted_saving import ExpertsAdaptedSavingCall, experts_adapted_saving
-from moe_ops.ops.gradients import OF_LAYER, Grads, Rows, weight_grads
+from moe_ops.ops.gradients import (
+    OF_LAYER,
+    Grads,
+    first_weight_grads,
+    refused_grads,
+    second_weight_grads,
+)
 from moe_ops.registry.formulas import Formula, Gradients
 from moe_ops.registry.gradients import grad_wanted
 
@@ -53,7 +59,11 @@ def _backward(
     made: Gradients = {"weights_TK": dweights_TK}
     if "x_TD" in wanted:
         made["x_TD"] = dx_TD
-    made |= weight_grads(c, Rows(grad_TD, dy_RF, wh_RI, rows_R, ends_E), wanted)
+    refused = refused_grads(c, grad_TD, wanted)
+    made |= refused
+    wanted -= refused.keys()
+    made |= second_weight_grads(c, grad_TD, wh_RI, rows_R, ends_E, wanted)
+    made |= first_weight_grads(c, dy_RF, rows_R, ends_E, wanted)
     if wanted.isdisjoint(OF_ADAPTER):
         return made
 

@@ -149,7 +149,7 @@ LANGUAGE = SimpleNamespace(
     **{n: getattr(torch, n) for n in ("int16", "int32", "int64", "float16", "float32", "bfloat16")},
     **{n: getattr(gluon_language, n) for n in dir(gluon_language) if n.endswith("Layout")},
     constexpr=int,
-    program_id=lambda _: value(PROGRAM[0]),
+    program_id=lambda axis: value(0 if axis else PROGRAM[0]),
     num_warps=lambda: 1,
     static_range=range,
     static_assert=lambda *_: None,

@@ -3,7 +3,8 @@
     python offline.py CAPABILITY PART
 
 prints one JSON line for each variant of a part (see PARTS): the kernel, its registers, its bytes of
-shared memory and those that it spills, how it divides floats, and how many bytes it copies at once.
+shared memory and those that it spills, how it divides floats, how many bytes it copies at once, and
+how many zeros of float8 it takes for NaN.
 Launches are caught where Triton would compile and run them, so that what is compiled is what the
 host code asks for.
 """
@@ -151,7 +152,18 @@ def used(made: Any) -> dict[str, Any]:
     found = {"shared": made.metadata.shared, **usage(made.asm["cubin"])}
     found["divides"] = sorted(set(re.findall(r"\bdiv\.(\w+)\.f32", made.asm["ptx"])))
     found["copies"] = sorted({int(size, 0) for size in COPY.findall(made.asm["ptx"])})
+    found["nans"] = nans_of_zeros(made) if "cvt.rn.f16x2.e4m3x2" in made.asm["ptx"] else 0
     return found
+
+
+def nans_of_zeros(made: Any) -> int:
+    """Codes of float8 that are constants to ptxas, which takes zeros among them for NaN."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return len(re.findall(r"E4M3\.UNPACK_B \w+, [+-]?QNAN", sass))
 
 
 def compile_launches(

@@ -18,8 +18,9 @@ from moe_ops.kernels.triton.static_factors import static_factors
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.quantize import quantize
 from moe_ops.quant.formats import Format
-from moe_ops.testing import LAYERS
+from moe_ops.testing import LAYERS, Case
 
+HALF_STEP = Case(name="half_step", T=1, E=8, K=2, D=64, I=32)  # widths that a step is above
 # Of weights and inputs with a scale a row or tensor; and how many static scales these have.
 BY_ROW = [
     ("float8_e4m3fn:row", "float8_e4m3fn:row", 0, 89), ("int8:row", "int8:row", 0, 80),
@@ -46,7 +47,7 @@ def calls_by_row(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         rows = (16, 256, 1024, 4096) if x_format.endswith("row") else (64, 1024)
         given = [(case, "tiny", 1), (case, "tiny", 4), *((case, "rows", n) for n in rows)]
         if x_format.endswith("row"):
-            given.append((most, "tiny", 1))
+            given += [(most, "tiny", 1), (HALF_STEP, "tiny", 1), (HALF_STEP, "tiny", 4)]
         for layer, backend, T in given:
             args = (layer, backend, T, w_format, x_format, static)
             call = functools.partial(quantized_layer, *args)

@@ -3,12 +3,13 @@
     python offline_grouped.py KERNEL ACTIVATION...
 
 compiles those of floats (KERNEL _grouped), of float8 (_grouped_float8), of codes with inputs of 16
-bits (_grouped_codes) or of 8 bits with scales of rows (by_row): the first product with these
-activations, and with "silu" the second one, which has none; with "silu" alone those of floats whose
-results training keeps (kept), or with adapters (adapted). It prints one JSON line for each variant:
-its activation, whether there are biases, of floats whether K has only whole steps, of others the
-format, registers, the bytes of shared memory and those that it spills, instructions of the matrix
-unit, and those that wait for it.
+bits (_grouped_codes) or of 8 bits with scales of rows (by_row), and of weights whose columns lie
+(by_columns): the first product with these activations, and with "silu" the second one, which has
+none; with "silu" alone those of floats whose results training keeps (kept); those with adapters
+(adapted); and whatever the activations are, gradients of weights (wgrad). It prints one JSON line
+for each variant: its activation, whether there are biases, of floats whether K has only whole
+steps, of others the format, registers, the bytes of shared memory and those that it spills,
+instructions of the matrix unit, and those that wait for it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from moe_ops.backends.triton_formats import EIGHT_BITS, SIX_BITS
-from moe_ops.kernels.triton import LINEAR, Act, Weight
+from moe_ops.kernels.triton import LINEAR, Act, Weight, wgrad
 from moe_ops.kernels.triton.experts.adapters import Added
 from moe_ops.kernels.triton.experts.formats.order import arranged
 from moe_ops.kernels.triton.experts.products import (
@@ -82,9 +83,10 @@ def compile_launch(
     given = dict(zip(self.arg_names, args, strict=True))
     scaling = given.get("S")
     weight = given.get("W") if scaling is None else replace(scaling, dtype=str(scaling.dtype))
-    variant = {"ACT": asdict(given["ACT"]), "EVEN_K": given.get("EVEN_K")}
+    act = given.get("ACT")
+    variant = {"ACT": None if act is None else asdict(act), "EVEN_K": given.get("EVEN_K")}
     variant["W"] = None if weight is None else asdict(weight)
-    return variant | {"bias": given["bias_ptr"] is not None} | tell(made)
+    return variant | {"bias": given.get("bias_ptr") is not None} | tell(made)
 
 
 def used(made: Any) -> dict[str, Any]:
@@ -258,6 +260,30 @@ def products(names: list[str]) -> None:
         grouped.grouped_rows(empty(4096, I), ends, empty(E, D, I), b2, wgmma=True)
 
 
+def products_by_columns(names: list[str]) -> None:
+    """Without an activation, and with each that has no interleaved rows."""
+    rows, ends = empty(4096, dtype=torch.int32), empty(E, dtype=torch.int32)
+    x, h = empty(2048, D), empty(4096, I)
+    for name in names:
+        act = Activation(**{"kind": "silu"} | ACTIVATIONS[name])
+        if not act.interleaved:
+            F = 2 * I if act.gated else I
+            w13, out = empty(E, D, F).transpose(1, 2), empty(4096, I)
+            grouped.product(x, rows, ends, w13, None, out, K, Act(*act.args), None, True)
+    w2, out = empty(E, I, D).transpose(1, 2), empty(4096, D)
+    for bias in (None, empty(E, D)):
+        grouped.product(h, None, ends, w2, bias, out, None, LINEAR, None, True)
+        grouped.product(x[:, :I], rows, ends, w2, bias, out, K, LINEAR, None, True)
+
+
+def weight_gradients(names: list[str]) -> None:
+    ends, rows = empty(E, dtype=torch.int32), empty(4096, dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float16):
+        x, dy, h = (empty(n, width, dtype=dtype) for n, width in ((512, D), (4096, I), (4096, I)))
+        wgrad.wgrad(dy, x, ends, None, rows, dtype, True)
+        wgrad.wgrad(x, h, ends, rows, None, dtype, True)
+
+
 def kept_products(names: list[str]) -> None:
     """As in training: rows are gathered, and their products kept without an activation."""
     rows, ends = empty(4096, dtype=torch.int32), empty(E, dtype=torch.int32)
@@ -283,13 +309,18 @@ def adapted_products(names: list[str]) -> None:
             added = Added(u=empty(4096, rank), b_GFr=empty(E, D, rank))
             args = (h, None, ends, empty(E, D, I), None, empty(4096, D), None, LINEAR, None, True)
             grouped.product(*args, added=added)
+            # Of weights whose columns lie, as in a backward.
+            w_EID = empty(E, D, I).transpose(1, 2)
+            added = Added(u=empty(4096, rank), b_GFr=empty(E, I, rank))
+            args = (x, rows, ends, w_EID, None, h, K, LINEAR, None, True)
+            grouped.product(*args, added=added)
 
 
 KERNELS = {
     "adapted": adapted_products,
     "_grouped": products, "_grouped_float8": float8_products,
     "_grouped_codes": codes_products, "by_row": by_row_products,
-    "kept": kept_products,
+    "kept": kept_products, "by_columns": products_by_columns, "wgrad": weight_gradients,
 }  # fmt: skip
 
 
@@ -298,7 +329,7 @@ def variants(kernel: str, names: list[str], tell: Tell = used) -> list[dict[str,
     found = []
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        if self.__name__ in ("_grouped", "_grouped_float8", "_grouped_codes"):
+        if self.__name__ in ("_grouped", "_grouped_float8", "_grouped_codes", "wgrad_kernel"):
             found.append(compile_launch(self, args, options, tell))
 
     with patch.object(JITFunction, "run", run):

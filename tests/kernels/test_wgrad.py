@@ -53,7 +53,7 @@ def rows_of(
 
 
 def check(a: Tensor, b: Tensor, ends: Tensor, tiles: Tiles | None = None) -> Tensor:
-    got = wgrad(a, b, ends, None, None, a.dtype, tiles)
+    got = wgrad(a, b, ends, None, None, a.dtype, tiles=tiles)
     want = expert_wgrad.reference(a.float(), b.float(), ends)
     assert_close(got, want, TOL["expert_wgrad", a.dtype])
     return got

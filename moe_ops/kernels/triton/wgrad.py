@@ -62,16 +62,21 @@ def tiles_for(
 @on_its_device
 def wgrad(
     a_RM: Tensor, b_RN: Tensor, ends_E: Tensor, a_rows_R: Tensor | None, b_rows_R: Tensor | None,
-    dtype: torch.dtype, tiles: Tiles | None = None,
+    dtype: torch.dtype, wgmma: bool = False, tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """The `expert_wgrad` op, of operands whose rows are contiguous. `tiles` are for it to take in
-    the place of those by the table."""
+    """The `expert_wgrad` op, of operands whose rows are contiguous. `wgmma`: whether the kernel for
+    Hopper runs it; `tiles` are for the other to take in the place of those by the table."""
     E, (rows_of_a, M), (_, N) = ends_E.shape[0], a_RM.shape, b_RN.shape
     strides = a_RM.stride(0), b_RN.stride(0)
     named = a_rows_R if a_rows_R is not None else b_rows_R
     R = rows_of_a if named is None else named.shape[0]
     out_EMN = a_RM.new_empty(E, M, N, dtype=dtype)
     if out_EMN.numel() == 0:
+        return out_EMN
+    if wgmma:
+        from moe_ops.kernels.triton import wgrad_hopper
+
+        wgrad_hopper.launch(a_RM, b_RN, ends_E, a_rows_R, b_rows_R, out_EMN)
         return out_EMN
     if tiles is None:
         whole = all(size % 16 == 0 for size in (M, N, *strides))
@@ -115,7 +120,9 @@ def wgrad_kernel(
     in_n = n < N
 
     # Ends that do not ascend within R rows give wrong sums, but no row outside these is read.
+    # Near 2^31, sums of the beginning and the rows of a step would be negative.
     begin = tl.maximum(tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0), 0)
+    begin = tl.minimum(begin, R)
     end = tl.minimum(tl.load(ends_ptr + expert), R)
     acc_MN = tl.zeros([BM, BN], tl.float32)
     rows = begin + tl.arange(0, BR)

@@ -251,7 +251,7 @@ def _grouped_float8(
 ):  # fmt: skip
     """Scales of the output are made if they have a place; DTYPE is that of the layer."""
     dealt = first_tile(tiles_ptr, n_tiles, 2 * ROWS)
-    stages, buffers = hopper.allocate(w_desc, out_desc, STAGES)
+    stages, buffers = hopper.allocate(w_desc, out_desc, STEP, STAGES, True)
     source = (a_desc, w_desc, up_desc)
     output = (bias_ptr, out_desc, out_ptr, out_scale_ptr, stride)
     scales = (a_scale_ptr, stride, w_scale_ptr, down)

@@ -16,7 +16,7 @@ What the functions below share is as in `skeleton.py`, and
     scales  of codes, else None: of A, of W, and static ones of the output if it has any
     S       of codes a `Scaling`, else None
 
-Adapters are as many more columns of A and of W as their rank is, in steps of their own.
+Adapters are as many more columns of A and of W as their rank is, in FURTHER steps of their own.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
 from moe_ops.kernels.triton.quantize import TO_INTEGER
 
 ROW_BYTES = 128  # of a row in a stage
+# Later versions of Triton call it so; earlier ones `_reinterpret`.
+REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 STAGES = 4  # 48 KiB each, beside 32 KiB of outputs: all that a block has
 
 
@@ -74,15 +76,15 @@ def _copy_gathered(i, bar, stage, tile, tokens, source, rings, sizes, HOW: gl.co
     """A step of W and of the rows of x that a tile gathers, by four warps."""
     a_bufs, w_bufs, _, _ = rings
     x_ptr, stride_x, _, _, w_desc, up_desc = source
-    N, K = sizes
+    K = sizes[1]
     EVEN_K: gl.constexpr = HOW[1]
     BLOCK_K: gl.constexpr = a_bufs.shape[2]
-    W_BYTES: gl.constexpr = w_bufs.shape[1] * BLOCK_K * 2
+    W_BYTES: gl.constexpr = w_bufs.shape[1] * w_bufs.shape[2] * 2
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     ks = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
     mbarrier.expect(bar, W_BYTES)
     k = i * BLOCK_K
-    hopper.copy_w((w_desc, up_desc), tile[0], tile[3], k, bar, w_bufs.index(stage), N, HOW[-1])
+    hopper.copy_w((w_desc, up_desc), tile[0], tile[3], k, bar, w_bufs.index(stage), sizes, HOW[-1])
     token = tokens.load(gl.SliceLayout(1, layout))
     mask = (token >= 0)[:, None]
     if not EVEN_K:
@@ -104,6 +106,24 @@ def _tokens_adapted(slot, tile, source, rings, sizes, HOW: gl.constexpr):
 
 
 @gluon.jit
+def _with_rows(rings):
+    """The rings with stages of rows of W, in which those of B lie, whatever of W does."""
+    a_bufs, w_bufs, full, empty = rings
+    if hopper.rows_lie(w_bufs):
+        return rings
+    else:
+        STAGES: gl.constexpr = w_bufs.shape[0]
+        BLOCK_K: gl.constexpr = w_bufs.shape[1]
+        BLOCK_N: gl.constexpr = w_bufs.shape[2]
+        SHAPE: gl.constexpr = [STAGES, BLOCK_N, BLOCK_K]
+        if REINTERPRETS:
+            turned = w_bufs.reinterpret(w_bufs.dtype, SHAPE, w_bufs.layout)
+        else:
+            turned = w_bufs._reinterpret(w_bufs.dtype, SHAPE, w_bufs.layout)
+        return (a_bufs, turned, full, empty)
+
+
+@gluon.jit
 def _copy_gathered_adapted(i, bar, stage, tile, tokens, source, rings, sizes, HOW: gl.constexpr):
     """`_copy_gathered`, and behind its steps those of u and B, of which u lies in order."""
     of_x, of_adapter, K = source
@@ -113,7 +133,8 @@ def _copy_gathered_adapted(i, bar, stage, tile, tokens, source, rings, sizes, HO
         _copy_gathered(i, bar, stage, tile, tokens, of_x, rings, (sizes[0], K), HOW)
     else:
         both = hopper.both_halves(0, tile, of_adapter, rings, sizes, HOW)
-        hopper.copy_rows(i - steps, bar, stage, tile, both, of_adapter, rings, sizes, HOW)
+        turned = _with_rows(rings)
+        hopper.copy_rows(i - steps, bar, stage, tile, both, of_adapter, turned, sizes, HOW)
         async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
@@ -124,9 +145,10 @@ def _copy_rows_adapted(i, bar, stage, tile, both, source, rings, sizes, HOW: gl.
     BLOCK_K: gl.constexpr = rings[0].shape[2]
     steps = gl.cdiv(K, BLOCK_K)
     if i < steps:
-        hopper.copy_rows(i, bar, stage, tile, both, of_x, rings, sizes, HOW)
+        hopper.copy_rows(i, bar, stage, tile, both, of_x, rings, (sizes[0], K), HOW)
     else:
-        hopper.copy_rows(i - steps, bar, stage, tile, both, of_adapter, rings, sizes, HOW)
+        turned = _with_rows(rings)
+        hopper.copy_rows(i - steps, bar, stage, tile, both, of_adapter, turned, sizes, HOW)
 
 
 @gluon.jit
@@ -140,8 +162,9 @@ def _multiply(acc, rings, step, use_acc, HALF: gl.constexpr, GATHERED: gl.conste
     if GATHERED:
         fence_async_shared()  # cp.async writes through the generic proxy
     a = a_bufs.index(stage).slice(HALF * HALF_M, HALF_M)
-    w = w_bufs.index(stage).permute([1, 0])
-    return warpgroup_mma(a, w, acc, use_acc=use_acc, is_async=True)
+    w = w_bufs.index(stage)
+    w_KN = w.permute([1, 0]) if hopper.rows_lie(w) else w
+    return warpgroup_mma(a, w_KN, acc, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
@@ -267,14 +290,15 @@ def _product(
     HOW: gl.constexpr,
 ):  # fmt: skip
     """A consumer's 64 rows of a tile."""
-    a_bufs, w_bufs, _, empty = rings
+    a_bufs, _, _, empty = rings
     N, _, out_n = sizes
     GATHERED: gl.constexpr = HOW[0] is not None
     S: gl.constexpr = HOW[2]
-    ACT: gl.constexpr = HOW[3]
+    FURTHER: gl.constexpr = HOW[3]
+    ACT: gl.constexpr = HOW[4]
     STAGES: gl.constexpr = a_bufs.shape[0]
     HALF_M: gl.constexpr = a_bufs.shape[1] // 2
-    BLOCK_N: gl.constexpr = w_bufs.shape[1]
+    BLOCK_N: gl.constexpr = hopper.WIDE_N
     INT8: gl.constexpr = a_bufs.dtype == gl.int8
     SUM: gl.constexpr = gl.int32 if INT8 else gl.float32
     UNIT_K: gl.constexpr = 256 // a_bufs.dtype.primitive_bitwidth
@@ -293,8 +317,13 @@ def _product(
             acc = warpgroup_mma_wait(1, deps=[acc])
             if i > 0:
                 mbarrier.arrive(empty.index((step + i - 1) % STAGES))
-        for i in range(CHUNKS, k_steps):
+        for i in range(CHUNKS, k_steps - FURTHER):
             acc = _multiply(acc, rings, step + i, True, LOWER, GATHERED)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(empty.index((step + i - 1) % STAGES))
+        for j in gl.static_range(FURTHER):
+            i = k_steps - FURTHER + j
+            acc = _multiply(acc, _with_rows(rings), step + i, True, LOWER, GATHERED)
             acc = warpgroup_mma_wait(1, deps=[acc])
             mbarrier.arrive(empty.index((step + i - 1) % STAGES))
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -310,19 +339,20 @@ def _product(
 def _grouped(
     a, stride_a, rows_ptr, w_desc, up_desc, bias_ptr, out_desc, out_ptr, tiles_ptr, a_scale_ptr,
     w_scale_ptr, out_scale_ptr, u_desc, b_desc, b_up_desc, N, K, n_tiles, TOP_K: gl.constexpr,
-    S: gl.constexpr, ACT: gl.constexpr, EVEN_K: gl.constexpr, RANK: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    S: gl.constexpr, ACT: gl.constexpr, ROWS: gl.constexpr, EVEN_K: gl.constexpr,
+    RANK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`a` is a pointer if TOP_K is given, which says that rows are gathered, else a descriptor.
-    Adapters have a RANK; 0: there are none."""
+    ROWS: whether rows of W lie, or its columns. Adapters have a RANK; 0: there are none."""
     dealt = first_tile(tiles_ptr, n_tiles, BLOCK_M)
-    stages, buffers = hopper.allocate(w_desc, out_desc, STAGES)
+    stages, buffers = hopper.allocate(w_desc, out_desc, BLOCK_K, STAGES, ROWS)
     output = (bias_ptr, out_desc, out_ptr)
     scales = (a_scale_ptr, w_scale_ptr, out_scale_ptr)
-    HOW: gl.constexpr = (TOP_K, EVEN_K, S, ACT)
+    FURTHER: gl.constexpr = (RANK + BLOCK_K - 1) // BLOCK_K
+    HOW: gl.constexpr = (TOP_K, EVEN_K, S, FURTHER, ACT)
     of_adapter = (u_desc, b_desc, b_up_desc)
     if RANK > 0:
-        whole = (gl.cdiv(K, BLOCK_K) + (RANK + BLOCK_K - 1) // BLOCK_K) * BLOCK_K
+        whole = (gl.cdiv(K, BLOCK_K) + FURTHER) * BLOCK_K
     if TOP_K is None and RANK > 0:
         specialize(
             dealt, stages, ((a, w_desc, up_desc), of_adapter, K), output, buffers, (N, whole),
@@ -420,5 +450,6 @@ def launch(
         *skeleton.boxes_of_pair(w_ENK, block_k, act), bias_EN,
         skeleton.boxes(out, hopper.HALF_M, hopper.CHUNK_N), out, tiles.table, *found, *of_adapter,
         N, K, triton.cdiv(N, hopper.BLOCK_N), top_k, None if scales is None else scales.constant,
-        act, K % block_k == 0, added.constants["RANK"], BLOCK_M, block_k, STAGES,
+        act, w_ENK.is_contiguous(), K % block_k == 0, added.constants["RANK"], BLOCK_M, block_k,
+        STAGES,
     )  # fmt: skip

@@ -22,25 +22,45 @@ BLOCK_N = 256
 HALF_M = BLOCK_M // 2  # rows of a consumer
 HALF_N = BLOCK_N // 2
 CHUNK_N = 64  # columns that one copy stores: of 16 bits, a row of shared memory as it is swizzled
+BOX_N = gl.constexpr(CHUNK_N)  # columns of W^T that one copy loads
+WIDE_N = gl.constexpr(BLOCK_N)
 CHUNK_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK_N, 16]))
 
 
+@gluon.constexpr_function
+def rows_lie(w_bufs):
+    """Whether stages are of rows of W; else they are of columns, as W^T lies."""
+    return w_bufs.shape[-2] > w_bufs.shape[-1]
+
+
 @gluon.jit
-def copy_w(w_descs, expert, n, k, full, stage, N, ACT: gl.constexpr):
-    """Two boxes of 128 rows of W[expert]: gate rows and up rows, if it has both."""
+def copy_w(w_descs, expert, n, k, full, stage, sizes, ACT: gl.constexpr):
+    """Two boxes of 128 rows of W[expert]: gate rows and up rows, if it has both. Of W^T as it lies
+    four of 64 columns, which are rows of W."""
     left, right = w_descs
-    HALF: gl.constexpr = stage.shape[0] // 2
-    if ACT.interleaved:  # the descriptors are of the even and of the odd rows
-        row = expert * (N // 2) + n * HALF
-        right_row = row
-    elif ACT.gated:
-        row = expert * N + n * HALF
-        right_row = row + N // 2
+    N, K = sizes
+    if rows_lie(stage):
+        HALF: gl.constexpr = stage.shape[0] // 2
+        if ACT.interleaved:  # the descriptors are of the even and of the odd rows
+            row = expert * (N // 2) + n * HALF
+            right_row = row
+        elif ACT.gated:
+            row = expert * N + n * HALF
+            right_row = row + N // 2
+        else:
+            row = expert * N + n * (2 * HALF)
+            right_row = row + HALF
+        tma_load(left, [row, k], full, stage.slice(0, HALF))
+        tma_load(right, [right_row, k], full, stage.slice(HALF, HALF))
     else:
-        row = expert * N + n * (2 * HALF)
-        right_row = row + HALF
-    tma_load(left, [row, k], full, stage.slice(0, HALF))
-    tma_load(right, [right_row, k], full, stage.slice(HALF, HALF))
+        WIDE: gl.constexpr = stage.shape[1]
+        for i in gl.static_range(WIDE // BOX_N):
+            col = n * WIDE + i * BOX_N
+            if ACT.gated:
+                col = n * (WIDE // 2) + i * BOX_N
+                if i * BOX_N >= WIDE // 2:
+                    col += N // 2 - WIDE // 2
+            tma_load(left, [expert * K + k, col], full, stage.slice(i * BOX_N, BOX_N, dim=1))
 
 
 @gluon.jit
@@ -58,13 +78,13 @@ def copy_rows(i, bar, stage, tile, both, source, rings, sizes, HOW: gl.constexpr
     expert, _, row, n = tile
     BLOCK_K: gl.constexpr = a_bufs.shape[2]
     HALF_M: gl.constexpr = a_bufs.shape[1] // 2
-    ROW_BYTES: gl.constexpr = BLOCK_K * w_bufs.dtype.primitive_bitwidth // 8
-    W_BYTES: gl.constexpr = w_bufs.shape[1] * ROW_BYTES
-    HALF_BYTES: gl.constexpr = HALF_M * ROW_BYTES
+    BYTES: gl.constexpr = w_bufs.dtype.primitive_bitwidth // 8
+    W_BYTES: gl.constexpr = w_bufs.shape[1] * w_bufs.shape[2] * BYTES
+    HALF_BYTES: gl.constexpr = HALF_M * BLOCK_K * BYTES
     k = i * BLOCK_K
     mbarrier.expect(bar, W_BYTES + HALF_BYTES, pred=not both)
     mbarrier.expect(bar, W_BYTES + 2 * HALF_BYTES, pred=both)
-    copy_w((w_desc, up_desc), expert, n, k, bar, w_bufs.index(stage), sizes[0], HOW[-1])
+    copy_w((w_desc, up_desc), expert, n, k, bar, w_bufs.index(stage), sizes, HOW[-1])
     upper = a_bufs.index(stage).slice(0, HALF_M)
     lower = a_bufs.index(stage).slice(HALF_M, HALF_M)
     tma_load(a_desc, [row, k], bar, upper)
@@ -72,16 +92,15 @@ def copy_rows(i, bar, stage, tile, both, source, rings, sizes, HOW: gl.constexpr
 
 
 @gluon.jit
-def allocate(w_desc, out_desc, STAGES: gl.constexpr):
-    """Stages of A and of W, and the buffers of each consumer."""
+def allocate(w_desc, out_desc, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr):
+    """Stages of A and of W, and the buffers of each consumer. ROWS: whether rows of W lie."""
     swizzled: gl.constexpr = w_desc.layout
     stored: gl.constexpr = out_desc.layout
-    HALF_N: gl.constexpr = w_desc.block_shape[0]
-    BLOCK_K: gl.constexpr = w_desc.block_shape[1]
     HALF_M: gl.constexpr = out_desc.block_shape[0]
     CHUNK: gl.constexpr = out_desc.block_shape[1]
     a_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 2 * HALF_M, BLOCK_K], swizzled)
-    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 2 * HALF_N, BLOCK_K], swizzled)
+    W: gl.constexpr = [STAGES, WIDE_N, BLOCK_K] if ROWS else [STAGES, BLOCK_K, WIDE_N]
+    w_bufs = gl.allocate_shared_memory(w_desc.dtype, W, swizzled)
     buffers_0 = gl.allocate_shared_memory(out_desc.dtype, [2, HALF_M, CHUNK], stored)
     buffers_1 = gl.allocate_shared_memory(out_desc.dtype, [2, HALF_M, CHUNK], stored)
     return (a_bufs, w_bufs), (buffers_0, buffers_1)

@@ -42,7 +42,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.kernels.triton import Act, replay
-from moe_ops.kernels.triton.experts.products.hopper import CHUNK_LAYOUT, HALF_N, store_chunk
+from moe_ops.kernels.triton.experts.products.hopper import (
+    CHUNK_LAYOUT,
+    CHUNK_N,
+    HALF_N,
+    store_chunk,
+)
 from moe_ops.kernels.triton.experts.schedule import tile_scheduler
 from moe_ops.kernels.triton.launch import processors
 
@@ -209,7 +214,11 @@ def boxes(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def boxes_of_pair(w_ENK: Tensor, columns: int, act: Act) -> list[TensorDescriptor]:
-    """What the left and the right rows of W are copied by, as `copy_w` has them."""
+    """What the left and the right rows of W are copied by, as `copy_w` has them; of W whose columns
+    lie, what all are."""
+    if not w_ENK.is_contiguous():
+        w_2d = w_ENK.transpose(1, 2).view(-1, w_ENK.shape[1])
+        return [boxes(w_2d, columns, CHUNK_N)] * 2
     w_2d = w_ENK.view(-1, w_ENK.shape[2])
     pair = (w_2d[::2], w_2d[1::2]) if act.interleaved else (w_2d, w_2d)
     return [boxes(w, HALF_N, columns) for w in pair]
