@@ -21,6 +21,9 @@ from .expert_wgrad import expert_wgrad
 from .expert_wgrad_onto import expert_wgrad_onto
 from .experts import experts
 from .experts_accumulating import experts_accumulating
+from .experts_adapted import experts_adapted
+from .experts_adapted_backward import experts_adapted_backward
+from .experts_adapted_saving import experts_adapted_saving
 from .experts_backward import experts_backward
 from .experts_onto import experts_onto
 from .experts_over_ranks import experts_over_ranks
@@ -53,6 +56,9 @@ __all__ = [
     "expert_wgrad_onto",
     "experts",
     "experts_accumulating",
+    "experts_adapted",
+    "experts_adapted_backward",
+    "experts_adapted_saving",
     "experts_backward",
     "experts_onto",
     "experts_over_ranks",

@@ -133,6 +133,15 @@ TOL: dict[tuple[str, torch.dtype], Tol] = {
     ("experts_backward", F32): Tol(8e-6, "two products and their sums in another order"),
     ("experts_backward", BF16): Tol(1.6e-2, "three roundings, as in `experts`"),
     ("experts_backward", F16): Tol(2e-3, "three roundings, as in `experts`"),
+    ("experts_adapted", F32): Tol(8e-6, "four products in another order of summation"),
+    ("experts_adapted", BF16): Tol(3.2e-2, "as `experts`, and as many roundings of A x and B u"),
+    ("experts_adapted", F16): Tol(4e-3, "as `experts`, and as many roundings of A x and B u"),
+    ("experts_adapted_saving", F32): Tol(8e-6, "as `experts_adapted`"),
+    ("experts_adapted_saving", BF16): Tol(3.2e-2, "as `experts_adapted`"),
+    ("experts_adapted_saving", F16): Tol(4e-3, "as `experts_adapted`"),
+    ("experts_adapted_backward", F32): Tol(1.6e-5, "four products and their sums in another order"),
+    ("experts_adapted_backward", BF16): Tol(3.2e-2, "as `experts_adapted`"),
+    ("experts_adapted_backward", F16): Tol(4e-3, "as `experts_adapted`"),
     ("dispatch_tokens", F32): Tol(0.0, "rows are copied"),
     ("dispatch_tokens", BF16): Tol(0.0, "rows are copied"),
     ("dispatch_tokens", F16): Tol(0.0, "rows are copied"),
@@ -151,7 +160,7 @@ TOL: dict[tuple[str, torch.dtype], Tol] = {
 
 
 # Ops that round rows to the dtype they are given before they sum them in float32.
-SUMS_ROUNDED = ("experts_backward",)
+SUMS_ROUNDED = ("experts_backward", "experts_adapted_backward")
 
 
 def tolerance(name: str, result: torch.dtype, given: torch.dtype) -> Tol:

@@ -14,6 +14,11 @@ EXPERTS = CASES[0].E
 
 def calls(T: int) -> dict[str, tuple[Any, ...]]:
     """One call of every op, with T tokens."""
+    found = calls_without_adapters(T)
+    return {**found, **with_adapters(found)}
+
+
+def calls_without_adapters(T: int) -> dict[str, tuple[Any, ...]]:
     layer = make_layer(replace(CASES[0], T=T))
     x, ids, weights = layer.x_TD, layer.ids_TK, layer.weights_TK
     ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32) * (T // EXPERTS)
@@ -64,6 +69,15 @@ def calls(T: int) -> dict[str, tuple[Any, ...]]:
         ),
         "sum_ranks": (x,),
     }
+
+
+def with_adapters(found: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    """Calls of the ops of layers with adapters, from those of the same layers without."""
+    *_, w13_EFD, _ = found["experts"]
+    E, F, D = w13_EFD.shape
+    adapter = (torch.ones(1), torch.ones(E, 4, D), torch.ones(E, F, 4))
+    names = ("experts", "experts_saving", "experts_backward")
+    return {f"experts_adapted{n.removeprefix('experts')}": (*found[n], *adapter) for n in names}
 
 
 CALLS = calls(16)

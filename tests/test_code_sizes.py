@@ -222,7 +222,11 @@ UNNAMED_PARAMETERS = {
         "passes/explain/trace.py: root",
         "passes/inductor/sizes.py: call_oblivious",
     },
-    "one tuple, which `replay` hands on": {"moe_ops/backends/triton.py: _launch_experts"},
+    "one tuple, which `replay` hands on": {
+        "moe_ops/backends/triton.py: _launch_experts",
+        "moe_ops/backends/triton_adapters.py: _launch_saving",
+        "moe_ops/backends/triton_adapters.py: _launch_backward",
+    },
     "tensors by the names that an error gives them": {
         "moe_ops/ops/expert_gemm.py: _check_absent",
         "moe_ops/checks/shapes.py: check_devices",

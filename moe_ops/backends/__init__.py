@@ -10,6 +10,7 @@ from moe_ops.backends import (
     over_ranks,
     push,
     triton,
+    triton_adapters,
     triton_decode,
     triton_gemm,
     triton_quantize,
@@ -19,5 +20,6 @@ from moe_ops.backends import (
 
 __all__ = [
     "aten", "aten_decode", "cpu", "cpu_stages", "dequantize", "flashinfer", "over_ranks", "push",
-    "triton", "triton_decode", "triton_gemm", "triton_quantize", "triton_ranks", "triton_training",
+    "triton", "triton_adapters", "triton_decode", "triton_gemm", "triton_quantize", "triton_ranks",
+    "triton_training",
 ]  # fmt: skip

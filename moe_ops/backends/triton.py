@@ -35,6 +35,7 @@ from moe_ops.backends.triton_support import (
 )
 from moe_ops.checks.shapes import DTYPES
 from moe_ops.decode_ops.experts_onto import ExpertsOntoCall, experts_onto
+from moe_ops.ops.adapters import ADAPTER, OF_ADAPTER, Adapter
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.route import RouteCall, route
 from moe_ops.registry.backend import ANY_NUMBER, Rows
@@ -94,25 +95,27 @@ TENSORS = (
 
 def run_experts(
     kernel: str, call: ExpertsCall, residual_TD: Tensor | None = None, tiles: Any = None,
-    before: Before = None,
+    before: Before = None, adapter: Adapter | None = None,
 ) -> Tensor:  # fmt: skip
     """`experts` by a Triton backend, named without "triton.", or by one of its paths, named as
-    `using` names it; added to a residual if there is one. `tiles` are for it to take in the place
-    of those of its tables; `before` is called ahead of the first call of a kind."""
+    `using` names it; with adapters, or added to a residual, if there are any. `tiles` are for it to
+    take in the place of those of its tables; `before` is called ahead of the first call of a
+    kind."""
     if call.x_TD.shape[0] == 0:
         return torch.empty_like(call.x_TD, dtype=call.dtype)
     from moe_ops.kernels.triton.replay import replay
 
     # Names of formats are looked up faster than what they stand for.
-    rest = (kernel, call.transposed, call.activation, _formats(call), tiles)
-    return replay(_launch_experts, _tensors(call, residual_TD), rest, before)
+    rest = (kernel, call.transposed, call.activation, formats_named(call), tiles)
+    tensors = (*tensors_of(call, residual_TD), *of_adapter(adapter))
+    return replay(_launch_experts, tensors, rest, before)
 
 
-def _formats(call: ExpertsCall) -> Formats:
+def formats_named(call: ExpertsCall) -> Formats:
     return call.w_format, call.x_format, call.dtype
 
 
-def _tensors(call: ExpertsCall, residual_TD: Tensor | None = None) -> tuple[Tensor | None, ...]:
+def tensors_of(call: ExpertsCall, residual_TD: Tensor | None = None) -> tuple[Tensor | None, ...]:
     c = call
     x_TD = with_rows(c.x_TD) if c.x_scale_TG is None else in_words(c.x_TD)
     return (
@@ -124,10 +127,18 @@ def _tensors(call: ExpertsCall, residual_TD: Tensor | None = None) -> tuple[Tens
     )  # fmt: skip
 
 
+def of_adapter(adapter: Adapter | None) -> tuple[Tensor | None, ...]:
+    """The tensors of adapters in the order of ADAPTER."""
+    if adapter is None:
+        return (None,) * len(ADAPTER)
+    given = {name: getattr(adapter, name) for name in ADAPTER}
+    return tuple(t if name in OF_ADAPTER else contiguous(t) for name, t in given.items())
+
+
 def tiles_of(kernel: str, call: ExpertsCall) -> Any:
     """The tiles that a call of `tiny` or `rows` takes by the tables."""
-    named = dict(zip(TENSORS, _tensors(call), strict=True))
-    layer = _layer(named, call.transposed, call.activation, _formats(call))
+    named = dict(zip(TENSORS, tensors_of(call), strict=True))
+    layer = layer_of(named, call.transposed, call.activation, formats_named(call))
     path = paths.pick(kernel, call).path
     return path.function(path.tiles)(call.x_TD, call.ids_TK, layer, call.expert_map)
 
@@ -135,23 +146,36 @@ def tiles_of(kernel: str, call: ExpertsCall) -> Any:
 def _launch_experts(*given: Any) -> Tensor:
     """Launch with the tensors of `run_experts`, and its other arguments behind them. What chooses
     the path is all among what `replay` tells calls apart by."""
-    named = dict(zip(TENSORS, given, strict=False))
-    kernel, transposed, act, formats, tiles = given[len(TENSORS) :]
+    named, adapters, rest = parts_of(given)
+    kernel, transposed, act, formats, tiles = rest
     call = _call(named, transposed, act, formats)
     path = paths.BY_FORCED.get(f"triton.{kernel}")
     if path is None and tiles is not None:
         path = paths.of_tiles(kernel, tiles)
     if path is None:
-        taken = paths.pick(kernel, call)
+        taken = paths.pick(kernel, call, adapted=adapters is not None)
         paths.tell(kernel, str(taken))
         path = taken.path
     routed = (named[n] for n in ("x_TD", "weights_TK", "ids_TK"))
-    layer = _layer(named, transposed, act, formats)
+    layer = layer_of(named, transposed, act, formats)
     if tiles is None and path.tiles:
         tiles = path.function(path.tiles)(call.x_TD, call.ids_TK, layer, call.expert_map)
-    rest = (named["expert_map"], named["residual_TD"], tiles)
+    rest = (named["expert_map"], named["residual_TD"], tiles, adapters)
     out_TD: Tensor = path.function(path.run)(*routed, layer, *rest, **path.options(call))
     return out_TD
+
+
+def parts_of(given: tuple[Any, ...]) -> tuple[dict[str, Any], Any, tuple[Any, ...]]:
+    """The tensors of a launch by their names in TENSORS, its adapters as kernels take them, if
+    there are any, and what stands behind both."""
+    named = dict(zip(TENSORS, given, strict=False))
+    adapters, behind = None, len(TENSORS) + len(ADAPTER)
+    found = dict(zip(ADAPTER, given[len(TENSORS) : behind], strict=True))
+    if found["scale_N"] is not None:
+        from moe_ops.kernels.triton.experts.adapters import Adapters
+
+        adapters = Adapters(**found)
+    return named, adapters, given[behind:]
 
 
 def _call(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) -> ExpertsCall:
@@ -166,7 +190,7 @@ def _call(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) -
     )  # fmt: skip
 
 
-def _layer(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) -> Any:
+def layer_of(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) -> Any:
     """The weights of a call, its tensors given by their names in TENSORS and its formats by
     their names, as kernels take them."""
     from moe_ops.kernels.triton import Act

@@ -31,6 +31,8 @@ from moe_ops.kernels.triton import most_streamed
 from moe_ops.ops.experts import ExpertsCall
 
 log = logging.getLogger("moe_ops")
+WITHOUT_ADAPTERS = ("grouped/row_scales", "grouped/blocks", "grouped/registers")
+NO_ADAPTERS = "adds no adapters"
 PRODUCTS, TILES = "moe_ops.kernels.triton.experts.products", "moe_ops.backends.triton_tiles"
 
 
@@ -72,8 +74,15 @@ class Path:
         """Its name for `using`."""
         return f"triton.{self.name}" if "/" in self.name else f"triton.{self.name}/{self.name}"
 
-    def refuses(self, call: ExpertsCall) -> str | None:
+    @property
+    def adapts(self) -> bool:
+        """Whether its products add what adapters of their weights do."""
+        return self.name not in WITHOUT_ADAPTERS
+
+    def refuses(self, call: ExpertsCall, *, adapted: bool = False) -> str | None:
         """The refusal of a call of so many tokens, or None."""
+        if adapted and not self.adapts:
+            return NO_ADAPTERS
         refusal, most = self.refusal(call), self.most(call)
         if refusal is None and most is not None and call.x_TD.shape[0] > most:
             return f"takes at most {most} rows"
@@ -132,7 +141,9 @@ PATHS = (
         name="grouped/wgmma", run="grouped:run", refusal=refuse_wgmma, options=_wgmma_of,
         runs_one_product=_one_by_wgmma,
     ),
-    Path(name="grouped/plain", run="grouped:run", refusal=refuse_decoded, device=refuse_gpu),
+    Path(
+        name="grouped/plain", run="grouped:run", refusal=refuse_decoded, device=refuse_gpu,
+    ),
 )  # fmt: skip
 BY_FORCED = {path.forced: path for path in PATHS}
 
@@ -154,26 +165,30 @@ def paths_of(kernel: str) -> tuple[Path, ...]:
     return tuple(path for path in PATHS if path.kernel == kernel)
 
 
-def pick(kernel: str, call: ExpertsCall) -> Taken:
+def pick(kernel: str, call: ExpertsCall, *, adapted: bool = False) -> Taken:
     """The first path of a backend that does not refuse a call. A layer of which the kernel of
     `grouped/wgmma` runs one product takes that path, and the plain kernel runs the other one, for
     the reason that is given. Raises NotImplementedError if all refuse."""
     refusals: dict[str, str] = {}
     for path in paths_of(kernel):
-        refusal = path.refuses(call)
+        refusal = path.refuses(call, adapted=adapted)
         if refusal is not None:
             refusals[path.name] = refusal
-        if refusal is None or path.runs_one_product(call):
+        takes = not adapted or path.adapts
+        if refusal is None or (takes and path.runs_one_product(call)):
             return Taken(path=path, refusals=refusals)
     whys = "\n".join(f"  {name}: {reason}" for name, reason in refusals.items())
     raise NotImplementedError(f"no path of triton.{kernel} runs this call:\n{whys}")
 
 
-def told(kernel: str, call: ExpertsCall) -> str:
+def told(kernel: str, call: ExpertsCall, *, adapted: bool = False) -> str:
     """In words, by which paths a backend runs a call, whose number of tokens may be unknown, and
     why not by those asked before them."""
     rows, ways, refusals = call.x_TD.shape[0], [], {}
     for path in paths_of(kernel):
+        if adapted and not path.adapts:
+            refusals[path.name] = NO_ADAPTERS
+            continue
         most = path.most(call)
         known = isinstance(rows, int) and most is not None
         refusal = path.refuses(call) if known or most is None else path.refusal(call)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from moe_ops.backends import reads
@@ -15,6 +17,7 @@ from moe_ops.ops.activate_backward import ActivateBackwardCall, activate_backwar
 from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad
 from moe_ops.ops.expert_wgrad_onto import ExpertWgradOntoCall, expert_wgrad_onto
 from moe_ops.ops.experts import ExpertsCall
+from moe_ops.ops.experts_adapted_backward import ExpertsAdaptedBackwardCall
 from moe_ops.ops.experts_backward import ExpertsBackwardCall, experts_backward
 from moe_ops.ops.experts_saving import ExpertsSavingCall, experts_saving
 from moe_ops.registry.gradients import needs_grad
@@ -169,6 +172,17 @@ def _backward(
     from moe_ops.kernels.triton.experts.training import backward
     from moe_ops.kernels.triton.replay import replay
 
+    c, (tensors, wgmma) = call.layer, tensors_of_backward(call)
+    rest = (c.transposed, _act(c), (call.for_tokens, call.for_weights), wgmma)
+    dx_TD, dweights_TK, dy_RF, wh_RI = replay(backward, tensors, rest, before)
+    return dx_TD, dweights_TK.to(c.weights_TK.dtype), dy_RF, wh_RI
+
+
+def tensors_of_backward(
+    call: ExpertsBackwardCall | ExpertsAdaptedBackwardCall,
+) -> tuple[tuple[Any, ...], tuple[bool, bool]]:
+    """The tensors of a call as `backward` takes them, and which products the kernel for Hopper
+    runs."""
     c, grad_TD, y_RF = call.layer, with_rows(call.grad_TD), contiguous(call.y_RF)
     tensors = (
         grad_TD, y_RF, contiguous(call.rows_R), contiguous(call.ends_E), contiguous(c.weights_TK),
@@ -176,10 +190,7 @@ def _backward(
     )  # fmt: skip
     w13_EDF, w2_EID = (w if c.transposed else w.transpose(1, 2) for w in (c.w13_EFD, c.w2_EDI))
     # The gradient of y is laid out as y is, and begins anew.
-    wgmma = (refuse_gemm(grad_TD, w2_EID) is None, refuse_gemm(y_RF, w13_EDF) is None)
-    rest = (c.transposed, _act(c), (call.for_tokens, call.for_weights), wgmma)
-    dx_TD, dweights_TK, dy_RF, wh_RI = replay(backward, tensors, rest, before)
-    return dx_TD, dweights_TK.to(c.weights_TK.dtype), dy_RF, wh_RI
+    return tensors, (refuse_gemm(grad_TD, w2_EID) is None, refuse_gemm(y_RF, w13_EDF) is None)
 
 
 compiles_ahead(experts_backward, "triton", _backward)

@@ -14,6 +14,7 @@ import torch
 
 from moe_ops.bench import (
     accuracy,
+    adapters,
     compile_time,
     counters,
     ep,
@@ -179,12 +180,23 @@ def measure_step(args: argparse.Namespace) -> Figures:
     return {"step": asdict(found)}
 
 
+def measure_adapters(args: argparse.Namespace) -> Figures:
+    asked = adapters.Asked(
+        case=LAYERS[args.layer], dtype=DTYPES[args.dtype], device=torch.device(args.device),
+        rank=args.rank,
+    )  # fmt: skip
+    found = [*adapters.measure(asked, args.formats, args.tokens, args.trained)]
+    print(adapters.table(asked, found))
+    return {"adapters": [asdict(one) for one in found]}
+
+
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
     "both": (measure_both, "overhead, then layer"),
     "overhead": (measure_overhead, "what calling an op costs beyond its backend"),
     "layer": (measure_layer, "layers on this device against their floor and others' experts"),
     "train": (measure_train, "experts forward and backward, beside others' experts"),
     "tiles": (measure_tiles, "tiles of the expert kernels on a GPU, from those of the tables on"),
+    "adapters": (measure_adapters, "experts with adapters, beside the same experts without"),
     "op": (measure_op, "the stages of a layer alone, on each of their backends"),
     "step": (measure_step, "one token through layers of a model, launch by launch"),
     "counters": (measure_counters, "what limits each kernel on a GPU, by Nsight Compute"),
@@ -217,6 +229,8 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
         options.add_stages(of)
     if name == "train":
         options.add_train(of)
+    if name == "adapters":
+        options.add_adapters(of)
     if name == "tiles":
         options.add_tiles(of)
     if name == "step":
@@ -281,7 +295,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     args = reader.parse_args(["both", *words] if alone else words)
     if args.command in ("both", "layer"):
         options.settle_layer(args, reader.error)
-    if args.command in ("op", "tiles"):
+    if args.command in ("op", "tiles", "adapters"):
         options.settle_stages(args)
     if args.command == "train":
         options.settle_train(args)

@@ -156,6 +156,19 @@ def add_tiles(options: argparse.ArgumentParser) -> None:
     options.set_defaults(rates=None, against=[])
 
 
+def add_adapters(options: argparse.ArgumentParser) -> None:
+    """Add the options of `bench adapters`."""
+    options.add_argument("--layer", default="qwen3_30b", choices=sorted(LAYERS))
+    options.add_argument("--rank", type=number, default=16, help="of the adapter")
+    options.add_argument("--tokens", type=numbers, default=[1, 8, 64], help="in inference")
+    options.add_argument("--trained", type=numbers, default=[8192], help="tokens of a step")
+    options.add_argument(
+        "--formats", type=words, default=["floats", "int4:1x128"], help="of weights, in turn"
+    )
+    options.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    options.add_argument("--device", choices=("cpu", "cuda"), help="cuda, if there is one")
+
+
 def add_train(options: argparse.ArgumentParser) -> None:
     """Add the options of `bench train`."""
     options.add_argument(

@@ -36,6 +36,9 @@ from moe_ops.ops import (
     expert_wgrad_onto,
     experts,
     experts_accumulating,
+    experts_adapted,
+    experts_adapted_backward,
+    experts_adapted_saving,
     experts_backward,
     experts_over_ranks,
     experts_saving,
@@ -73,6 +76,7 @@ def calls() -> dict[Op, tuple[Any, ...]]:
     y_RF = expert_gemm(x_RD, layer.w13_EFD, ends_E)
     y_RD = expert_gemm(activate(y_RF), layer.w2_EDI, ends_E)
     weights = (layer.w13_EFD, layer.w2_EDI)
+    adapter = (torch.ones(1), torch.ones(8, 4, TINY.D), torch.ones(8, 2 * TINY.I, 4))
     tables = (torch.zeros(8, dtype=torch.int32), torch.arange(8, dtype=torch.int32))
     sent = (layer.x_TD, layer.weights_TK, layer.ids_TK)
     _, _, _, _, *handle = dispatch_tokens(*sent, *tables, 1)
@@ -93,6 +97,9 @@ def calls() -> dict[Op, tuple[Any, ...]]:
         experts_saving: (*sent, *weights),
         experts_accumulating: (*sent, *weights),
         experts_backward: (layer.x_TD, y_RF, rows_R, ends_E, *sent, *weights),
+        experts_adapted: (*sent, *weights, *adapter),
+        experts_adapted_saving: (*sent, *weights, *adapter),
+        experts_adapted_backward: (layer.x_TD, y_RF, rows_R, ends_E, *sent, *weights, *adapter),
         activate_backward: (activate(y_RF), y_RF, layer.weights_TK, rows_R),
         expert_wgrad: (y_RF, x_RD, ends_E),
         expert_wgrad_onto: (y_RF, x_RD, ends_E, torch.zeros(8, y_RF.shape[1], x_RD.shape[1])),

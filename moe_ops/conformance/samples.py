@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ops.conformance import adapter_samples
 from moe_ops.conformance.code_samples import with_codes
 from moe_ops.conformance.decode_samples import DECODE_MAKERS
 from moe_ops.conformance.gradient_samples import (
@@ -68,6 +69,8 @@ def specified(op_name: str, args: tuple[Any, ...], got: Any) -> list[Tensor]:
         served_G = (ids_GK >= 0).any(1)
         return [x_GD[served_G], scale_GS[served_G], weights_GK[ids_GK >= 0], ids_GK, *handle]
     used = used_rows(op_name, args, got)
+    if used is None:
+        used = adapter_samples.used_rows(op_name, args, got)
     if used is not None:
         return used
     return [got] if isinstance(got, Tensor) else list(got)
@@ -376,6 +379,13 @@ MAKERS: dict[str, Callable[[Case, torch.dtype], dict[str, dict[str, Any]]]] = {
     "experts_saving": lambda case, dtype: experts_saving(_experts(case, dtype)),
     "experts_accumulating": lambda case, dtype: experts_accumulating(_experts(case, dtype)),
     "experts_backward": lambda case, dtype: experts_backward(_experts(case, dtype), dtype),
+    "experts_adapted": lambda case, dtype: adapter_samples.experts_adapted(_experts(case, dtype)),
+    "experts_adapted_saving": lambda case, dtype: adapter_samples.experts_adapted_saving(
+        _experts(case, dtype)
+    ),
+    "experts_adapted_backward": lambda case, dtype: adapter_samples.experts_adapted_backward(
+        _experts(case, dtype), dtype
+    ),
     "dispatch_tokens": dispatch_tokens,
     "combine_tokens": combine_tokens,
     "experts_over_ranks": _experts_over_ranks,

@@ -19,7 +19,8 @@ from moe_ops.exporting.rows import experts_of_rows
 from moe_ops.ops.activate import ActivateCall, activate
 from moe_ops.ops.dispatch import local_ids
 from moe_ops.ops.expert_gemm import ExpertGemmCall, of_rows
-from moe_ops.ops.experts import ExpertsCall, restored, rows13_factor
+from moe_ops.ops.experts import ExpertsCall, restored
+from moe_ops.ops.experts_products import rows13_factor
 from moe_ops.ops.quantize import quantize
 from moe_ops.quant.formats import TENSOR, Format
 

@@ -26,6 +26,7 @@ OVER_RANKS = ("dispatch_tokens", "combine_tokens", "experts_over_ranks", "sum_ra
 OF_TRAINING = (
     "activate_backward", "expert_wgrad", "experts_saving", "experts_backward",
     "experts_accumulating",
+    "experts_adapted_saving", "experts_adapted_backward",
 )  # fmt: skip
 
 
@@ -104,12 +105,20 @@ def _refuses_training(name: str) -> Formula:
     return refuse
 
 
+def _refuses_adapters(call: Any) -> Any:
+    raise NotImplementedError(
+        "moe_ops.experts_adapted keeps weights and adapters apart, for which this target has no "
+        "formula; merge the adapter into the weights, or decompose by decompositions('aten')"
+    )
+
+
 PORTABLE: dict[str, Formula] = {
     "quantize": _quantize,
     "dispatch": rows.dispatch,
     "expert_gemm": products.expert_gemm,
     "combine": rows.combine,
     "experts": products.experts,
+    "experts_adapted": _refuses_adapters,
     **{name: _refuses_ranks(name) for name in OVER_RANKS},
     **{name: _refuses_training(name) for name in OF_TRAINING},
 }

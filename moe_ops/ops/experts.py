@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,9 @@ from moe_ops.checks.shapes import (
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.ops.activate import Options, activate, check_activation, options_of
 from moe_ops.ops.combine import combine
-from moe_ops.ops.dispatch import DispatchCall, dispatch
+from moe_ops.ops.dispatch import DispatchCall
 from moe_ops.ops.dispatch import check as check_dispatch
-from moe_ops.ops.expert_gemm import expert_gemm, row_experts
-from moe_ops.ops.quantize import quantize, quantize_rows
+from moe_ops.ops.experts_products import first_product, second_product
 from moe_ops.quant.arguments import (
     check_global_scale,
     check_input_format,
@@ -34,8 +33,7 @@ from moe_ops.quant.arguments import (
     check_tokens,
     check_weight,
 )
-from moe_ops.quant.formats import TENSOR, Format
-from moe_ops.quant.packing import global_scale_of
+from moe_ops.quant.formats import Format
 from moe_ops.registry.layouts import untrained
 from moe_ops.registry.spec import op
 
@@ -331,67 +329,9 @@ def experts(call: ExpertsCall) -> Tensor:
     """
     if call.layout:
         call = restored(call)
-    c, x_TD, E, x_format = call, call.x_TD, call.w13_EFD.shape[0], call.x_format
-    out_dtype = str(c.dtype).removeprefix("torch.") if x_format else ""
-    x_scale_RG, h_scale_RG, h_format = None, None, x_format
-    own_x_R = own_h_R = None
-    if x_format and not _by_expert(c.x_scale):
-        # Before dispatch there are fewer rows, and none that is unspecified.
-        own_x_T = _own_global_scales(x_TD, c.x_scale, x_format)
-        q_TD, scale_TG = x_TD, c.x_scale_TG
-        if scale_TG is None:
-            q_TD, scale_TG = quantize(x_TD, x_format, c.x_scale if own_x_T is None else own_x_T)
-        x_RD, rows_R, ends_E = dispatch(q_TD, c.ids_TK, E, c.expert_map)
-        token_R = rows_R.clamp(min=0).long() // c.ids_TK.shape[1]
-        # One scale for the tensor stays one.
-        x_scale_RG = scale_TG if Format.of(x_format).group == TENSOR else scale_TG[token_R]
-        own_x_R = None if own_x_T is None else own_x_T[token_R]
-    else:
-        x_RD, rows_R, ends_E = dispatch(x_TD, c.ids_TK, E, c.expert_map)
-    if _by_expert(c.x_scale):
-        scale_R = c.x_scale[row_experts(ends_E, x_RD.shape[0])]
-        x_RD, x_scale_RG, x_format = quantize_rows(x_RD, x_format, scale_R)
-    y_RF = expert_gemm(
-        x_RD, c.w13_EFD, ends_E, c.b13_EF, c.transposed, x_scale_RG=x_scale_RG,
-        w_scale_EFG=c.w13_scale_EFG, w_zero_EFG=c.w13_zero_EFG, global_scale_E=rows13_factor(c),
-        x_format=x_format, w_format=c.w_format, out_dtype=out_dtype, x_global_scale_R=own_x_R,
-    )  # fmt: skip
-    h_RI = activate(y_RF, *c.activation)
-    if _by_expert(c.h_scale):
-        scale_R = c.h_scale[row_experts(ends_E, h_RI.shape[0])]
-        h_RI, h_scale_RG, h_format = quantize_rows(h_RI, h_format, scale_R)
-    elif h_format:
-        # One scale for all rows must not see what unused rows hold.
-        h_RI = h_RI.masked_fill(rows_R[:, None] < 0, 0)
-        own_h_R = _own_global_scales(h_RI, c.h_scale, h_format)
-        h_RI, h_scale_RG = quantize(h_RI, h_format, c.h_scale if own_h_R is None else own_h_R)
-    y_RD = expert_gemm(
-        h_RI, c.w2_EDI, ends_E, c.b2_ED, c.transposed, x_scale_RG=h_scale_RG,
-        w_scale_EFG=c.w2_scale_EDG, w_zero_EFG=c.w2_zero_EDG, global_scale_E=c.global_scale2_E,
-        x_format=h_format, w_format=c.w_format, out_dtype=out_dtype, x_global_scale_R=own_h_R,
-    )  # fmt: skip
-    return combine(y_RD, c.weights_TK, rows_R)
-
-
-def _by_expert(scale: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether a static scale of an input is one for each of several experts."""
-    return scale is not None and scale.numel() > 1
-
-
-def _own_global_scales(x_RD: Tensor, static: Tensor | None, format: str) -> Tensor | None:
-    """The global scales of rows, where the format has them and none is static."""
-    found = Format.of(format)
-    if static is not None or not found.has_global_scale:
-        return None
-    return global_scale_of(x_RD, found, by_row=True)
-
-
-def rows13_factor(call: ExpertsCall) -> Tensor | None:
-    """The global scale of w13 as `expert_gemm` takes it: two factors become those of all rows."""
-    scale_E, width = call.global_scale13_E, call.w13_EFD.shape[1] // 2
-    if scale_E is None or scale_E.dim() == 1:
-        return scale_E
-    return scale_E.repeat(1, width) if call.interleaved else scale_E.repeat_interleave(width, 1)
+    _, y_RF, rows_R, ends_E = first_product(call)
+    y_RD = second_product(call, activate(y_RF, *call.activation), rows_R, ends_E)
+    return combine(y_RD, call.weights_TK, rows_R)
 
 
 experts.fake(fake_impls.experts)

@@ -13,8 +13,9 @@ from moe_ops.checks.shapes import check_devices, check_size, check_tensor, wide
 from moe_ops.ops.activate_backward import activate_backward, by_pair
 from moe_ops.ops.combine import combine
 from moe_ops.ops.expert_gemm import decode_weight, expert_gemm, of_rows, row_experts
-from moe_ops.ops.experts import ExpertsCall, restored, rows13_factor
+from moe_ops.ops.experts import ExpertsCall, restored
 from moe_ops.ops.experts import check as check_experts
+from moe_ops.ops.experts_products import rows13_factor
 from moe_ops.ops.experts_saving import LAYER
 from moe_ops.registry.spec import op
 

@@ -10,10 +10,9 @@ from torch import Tensor
 from moe_ops import fake_impls
 from moe_ops.ops.activate import activate
 from moe_ops.ops.combine import combine
-from moe_ops.ops.dispatch import dispatch
-from moe_ops.ops.expert_gemm import expert_gemm
-from moe_ops.ops.experts import ExpertsCall, restored, rows13_factor
+from moe_ops.ops.experts import ExpertsCall, restored
 from moe_ops.ops.experts import check as check_experts
+from moe_ops.ops.experts_products import first_product, second_product
 from moe_ops.registry.spec import op
 
 # The arguments of `experts` of which there are no gradients: its inputs are rounded then.
@@ -49,16 +48,8 @@ def experts_saving(call: ExpertsSavingCall) -> tuple[Tensor, Tensor, Tensor, Ten
     Raises ValueError or TypeError as `experts` does.
     """
     c = call.layer if not call.layer.layout else restored(call.layer)
-    x_RD, rows_R, ends_E = dispatch(c.x_TD, c.ids_TK, c.w13_EFD.shape[0], c.expert_map)
-    y_RF = expert_gemm(
-        x_RD, c.w13_EFD, ends_E, c.b13_EF, c.transposed, w_scale_EFG=c.w13_scale_EFG,
-        w_zero_EFG=c.w13_zero_EFG, global_scale_E=rows13_factor(c), w_format=c.w_format,
-    )  # fmt: skip
-    y_RD = expert_gemm(
-        activate(y_RF, *c.activation), c.w2_EDI, ends_E, c.b2_ED, c.transposed,
-        w_scale_EFG=c.w2_scale_EDG, w_zero_EFG=c.w2_zero_EDG, global_scale_E=c.global_scale2_E,
-        w_format=c.w_format,
-    )  # fmt: skip
+    _, y_RF, rows_R, ends_E = first_product(c)
+    y_RD = second_product(c, activate(y_RF, *c.activation), rows_R, ends_E)
     return combine(y_RD, c.weights_TK, rows_R), y_RF, rows_R, ends_E
 
 

@@ -1,4 +1,5 @@
-"""How expert products, and the layer of them, are differentiated: formulas made of ops."""
+"""How expert products, and the layer of them, are differentiated: formulas made of ops. With
+adapters: `gradients_adapted.py`."""
 
 from __future__ import annotations
 
@@ -134,9 +135,8 @@ def _layer_backward(
     (y_RF, rows_R, ends_E), (grad_TD, grad_y_RF, *_) = saved, grads
     if grad_TD is None and grad_y_RF is None:
         return {}
-    x_TD, K, transposed = call.x_TD, call.ids_TK.shape[1], call.transposed
     if grad_TD is None:
-        grad_TD = torch.zeros_like(x_TD)
+        grad_TD = torch.zeros_like(call.x_TD)
     dx_TD, dweights_TK, dy_RF, wh_RI = experts_backward.part(
         ExpertsBackwardCall(
             grad_TD, y_RF, rows_R, ends_E, call, grad_y_RF,
@@ -146,26 +146,47 @@ def _layer_backward(
     made: Gradients = {"weights_TK": dweights_TK}
     if "x_TD" in wanted:
         made["x_TD"] = dx_TD
-    refused = _refused(call, grad_TD, wanted)
+    refused = refused_grads(call, grad_TD, wanted)
     made |= refused
     wanted -= refused.keys()
-    token_R = rows_R // K
+    made |= second_weight_grads(call, grad_TD, wh_RI, rows_R, ends_E, wanted, main_grad2_EDI)
+    del wh_RI  # before the gradient of the larger weight is made
+    return made | first_weight_grads(call, dy_RF, rows_R, ends_E, wanted, main_grad13_EFD)
+
+
+def second_weight_grads(
+    call: ExpertsCall, grad_TD: Tensor, wh_RI: Tensor, rows_R: Tensor, ends_E: Tensor,
+    wanted: frozenset[str], main_grad: Tensor | None = None,
+) -> Gradients:  # fmt: skip
+    """The gradients of the second weight and its bias, of those that are wanted."""
+    made: Gradients = {}
+    token_R = rows_R // call.ids_TK.shape[1]
     if "w2_EDI" in wanted:
         made["w2_EDI"] = weight_grad(
-            grad_TD, wh_RI, ends_E, a_rows_R=token_R, transposed=transposed,
-            main_grad=main_grad2_EDI,
+            grad_TD, wh_RI, ends_E, a_rows_R=token_R, transposed=call.transposed,
+            main_grad=main_grad,
         )  # fmt: skip
-    del wh_RI  # before the gradient of the larger weight is made
+    if "b2_ED" in wanted and call.b2_ED is not None:
+        weight_R = call.weights_TK.reshape(-1)[rows_R.clamp(min=0)].to(call.x_TD.dtype)
+        made["b2_ED"] = bias_grad(grad_TD, ends_E, token_R, weight_R[:, None], call.b2_ED)
+    return made
+
+
+def first_weight_grads(
+    call: ExpertsCall, dy_RF: Tensor, rows_R: Tensor, ends_E: Tensor, wanted: frozenset[str],
+    main_grad: Tensor | None = None,
+) -> Gradients:  # fmt: skip
+    """The gradients of the first weight and its bias, of those that are wanted."""
+    made: Gradients = {}
     if "w13_EFD" in wanted:
+        token_R = rows_R // call.ids_TK.shape[1]
         made["w13_EFD"] = weight_grad(
-            dy_RF, x_TD, ends_E, b_rows_R=token_R, transposed=transposed, main_grad=main_grad13_EFD
-        )
+            dy_RF, call.x_TD, ends_E, b_rows_R=token_R, transposed=call.transposed,
+            main_grad=main_grad,
+        )  # fmt: skip
     if "b13_EF" in wanted and call.b13_EF is not None:
         ones_R1 = dy_RF.new_ones(dy_RF.shape[0], 1)
         made["b13_EF"] = bias_grad(dy_RF, ends_E, None, ones_R1, call.b13_EF)
-    if "b2_ED" in wanted and call.b2_ED is not None:
-        weight_R = call.weights_TK.reshape(-1)[rows_R.clamp(min=0)].to(x_TD.dtype)
-        made["b2_ED"] = bias_grad(grad_TD, ends_E, token_R, weight_R[:, None], call.b2_ED)
     return made
 
 
@@ -189,7 +210,7 @@ def _accumulating_backward(
     )
 
 
-def _refused(call: ExpertsCall, grad_TD: Tensor, wanted: frozenset[str]) -> Gradients:
+def refused_grads(call: ExpertsCall, grad_TD: Tensor, wanted: frozenset[str]) -> Gradients:
     """What raises in place of gradients of codes, and of weights that a layout reorders."""
     weights = weights_of(call)
     made: Gradients = {}

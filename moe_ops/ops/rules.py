@@ -6,6 +6,7 @@ from typing import Any
 
 from moe_ops.ops.activate import activate
 from moe_ops.ops.activate_backward import activate_backward
+from moe_ops.ops.adapters import OF_ADAPTER, Adapter
 from moe_ops.ops.combine import combine
 from moe_ops.ops.combine_tokens import combine_tokens
 from moe_ops.ops.dispatch import dispatch
@@ -16,6 +17,12 @@ from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad
 from moe_ops.ops.expert_wgrad_onto import expert_wgrad_onto
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.experts_accumulating import experts_accumulating
+from moe_ops.ops.experts_adapted import experts_adapted
+from moe_ops.ops.experts_adapted_backward import (
+    ExpertsAdaptedBackwardCall,
+    experts_adapted_backward,
+)
+from moe_ops.ops.experts_adapted_saving import experts_adapted_saving
 from moe_ops.ops.experts_backward import ExpertsBackwardCall, experts_backward
 from moe_ops.ops.experts_over_ranks import experts_over_ranks
 from moe_ops.ops.experts_saving import experts_saving
@@ -55,11 +62,32 @@ def wgrad_flops(call: ExpertWgradCall) -> int:
     return product(call.rows, call.a_RM.shape[1], call.b_RN.shape[1])
 
 
-def backward_flops(call: ExpertsBackwardCall) -> int:
+def backward_flops(call: ExpertsBackwardCall | ExpertsAdaptedBackwardCall) -> int:
     """The second product's gradient, and the first one's where that of tokens is wanted."""
     (D, I), pairs = call.layer.widths, call.layer.ids_TK.numel()  # noqa: E741
     first = product(pairs, D, call.y_RF.shape[1]) if call.for_tokens else 0
     return product(pairs, D, I) + first
+
+
+def adapter_flops(adapter: Adapter, layer: ExpertsCall) -> int:
+    """The products by A and by B of each pair of a token and an expert, as if all had adapters."""
+    (D, I), (r13, r2), pairs = layer.widths, adapter.ranks, layer.ids_TK.numel()  # noqa: E741
+    F = 2 * I if layer.gated else I
+    of_13 = product(pairs, r13, D) + product(pairs, F, r13)
+    return of_13 + product(pairs, r2, I) + product(pairs, D, r2)
+
+
+def adapted_flops(call: Any) -> int:
+    return experts_flops(call.layer) + adapter_flops(call.adapter, call.layer)
+
+
+def adapted_backward_flops(call: ExpertsAdaptedBackwardCall) -> int:
+    """The products of `experts_backward`, and those of adapters, of which one by A13 is for
+    tokens."""
+    layer, r13 = call.layer, call.adapter.ranks[0]
+    pairs, D = layer.ids_TK.numel(), layer.widths[0]
+    left = 0 if call.for_tokens else product(pairs, D, r13)
+    return backward_flops(call) + adapter_flops(call.adapter, layer) - left
 
 
 def moe_flops(call: Any) -> int:
@@ -81,6 +109,7 @@ LAYER = ("x_TD", "w13_EFD", "w2_EDI")  # what a product of a layer rounds
 ROUTED = ("x_TD", "weights_TK", "ids_TK")  # what `experts` has of each token
 EACH = Batched()
 SORTED = "works on rows in the order of experts, which each rank has of its own tokens"
+ADAPTED = "takes adapters in the order of adapter and expert, which no split of experts keeps"
 OF_RANKS = "sends what this rank has to the ranks of a process group itself"
 
 RULES: dict[Op, Rules] = {
@@ -151,6 +180,18 @@ RULES |= {
         sharding="adds gradients to buffers of this rank, which are no DTensors",
     ),
     experts_backward: Rules(flops=backward_flops, autocast=AS_GIVEN, vmap=EACH, sharding=SORTED),
+}
+
+RULES |= {
+    **{
+        adapted: Rules(
+            flops=adapted_flops, autocast=(*LAYER, *OF_ADAPTER), vmap=EACH, sharding=ADAPTED
+        )
+        for adapted in (experts_adapted, experts_adapted_saving)
+    },
+    experts_adapted_backward: Rules(
+        flops=adapted_backward_flops, autocast=AS_GIVEN, vmap=EACH, sharding=ADAPTED
+    ),
 }
 
 for _op, _rules in RULES.items():

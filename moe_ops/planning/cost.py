@@ -19,6 +19,7 @@ from moe_ops.checks.shapes import DTYPES
 from moe_ops.kernels import gpus
 from moe_ops.ops.activate import ActivateCall
 from moe_ops.ops.activate_backward import ActivateBackwardCall
+from moe_ops.ops.adapters import OF_ADAPTER, Adapter
 from moe_ops.ops.combine import CombineCall
 from moe_ops.ops.combine_tokens import CombineTokensCall
 from moe_ops.ops.dispatch import DispatchCall
@@ -29,6 +30,9 @@ from moe_ops.ops.expert_wgrad import ExpertWgradCall
 from moe_ops.ops.expert_wgrad_onto import ExpertWgradOntoCall
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.experts_accumulating import ExpertsAccumulatingCall
+from moe_ops.ops.experts_adapted import ExpertsAdaptedCall
+from moe_ops.ops.experts_adapted_backward import ExpertsAdaptedBackwardCall
+from moe_ops.ops.experts_adapted_saving import ExpertsAdaptedSavingCall
 from moe_ops.ops.experts_backward import ExpertsBackwardCall
 from moe_ops.ops.experts_over_ranks import ExpertsOverRanksCall, traffic
 from moe_ops.ops.experts_saving import ExpertsSavingCall
@@ -313,7 +317,7 @@ def _activate_backward(a: ActivateBackwardCall, R: int) -> Cost:
     return Cost(bytes=R * (2 * y + dh + (dh if a.for_weights else 0) + 8))
 
 
-def _experts_saving(a: ExpertsSavingCall, T: int) -> Cost:
+def _experts_saving(a: ExpertsSavingCall | ExpertsAdaptedSavingCall, T: int) -> Cost:
     c, (K,) = a.layer, _sizes(a.layer.ids_TK)
     whole = _experts(c, T)
     F = _sizes(c.w13_EFD)[1 if c.transposed else 0]
@@ -324,13 +328,37 @@ def _experts_accumulating(a: ExpertsAccumulatingCall, T: int) -> Cost:
     return _experts(a.layer, T)
 
 
-def _experts_backward(a: ExpertsBackwardCall, T: int) -> Cost:
+def _experts_backward(a: ExpertsBackwardCall | ExpertsAdaptedBackwardCall, T: int) -> Cost:
     """The cost of `experts_backward`: as the forward, and it reads and writes rows."""
     c, (K,) = a.layer, _sizes(a.layer.ids_TK)
     whole, (D, I) = _experts(c, T), c.widths  # noqa: E741
     rows = T * K * (2 * _row(a.y_RF) + (I * c.x_TD.element_size() if a.for_weights else 0))
     flops = whole.flops if a.for_tokens else 2.0 * T * K * D * I
     return replace(whole, bytes=whole.bytes + rows, flops=flops)
+
+
+def _with_adapter(whole: Cost, adapter: Adapter, layer: ExpertsCall, T: int) -> Cost:
+    """A layer's cost with that of one adapter of its experts, of those that are touched."""
+    (K,), E = _sizes(layer.ids_TK), _experts_in(layer.w13_EFD)
+    given = [t for n in OF_ADAPTER if (t := getattr(adapter, n)) is not None]
+    read, values = sum(map(_row, given)), sum(math.prod(_sizes(t)) for t in given)
+    return replace(
+        whole,
+        bytes=whole.bytes + distinct(E, K, T) * read,
+        flops=whole.flops + 2.0 * T * K * values,
+    )
+
+
+def _experts_adapted(a: ExpertsAdaptedCall, T: int) -> Cost:
+    return _with_adapter(_experts(a.layer, T), a.adapter, a.layer, T)
+
+
+def _experts_adapted_saving(a: ExpertsAdaptedSavingCall, T: int) -> Cost:
+    return _with_adapter(_experts_saving(a, T), a.adapter, a.layer, T)
+
+
+def _experts_adapted_backward(a: ExpertsAdaptedBackwardCall, T: int) -> Cost:
+    return _with_adapter(_experts_backward(a, T), a.adapter, a.layer, T)
 
 
 COSTS: dict[str, Callable[[Any, int], Cost]] = {
@@ -349,6 +377,9 @@ COSTS: dict[str, Callable[[Any, int], Cost]] = {
     "experts_saving": _experts_saving,
     "experts_accumulating": _experts_accumulating,
     "experts_backward": _experts_backward,
+    "experts_adapted": _experts_adapted,
+    "experts_adapted_saving": _experts_adapted_saving,
+    "experts_adapted_backward": _experts_adapted_backward,
     "dispatch_tokens": _dispatch_tokens,
     "combine_tokens": _combine_tokens,
     "experts_over_ranks": _experts_over_ranks,

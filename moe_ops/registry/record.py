@@ -193,5 +193,10 @@ def _find(record: type, path: str) -> tuple[Any, Any]:
     kind = _fields(record)[first]
     if rest:
         return _find(kind, rest)
-    default = next(f.default for f in dataclasses.fields(record) if f.name == first)
+    default = _defaults(record)[first]
     return kind, EMPTY if default is dataclasses.MISSING else default
+
+
+@functools.cache
+def _defaults(record: type) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(record)}

@@ -30,7 +30,10 @@ COUNT = "moe_ops "  # what the name of a count of ours begins with
 LIFTS = ("lift_grouped_mm", "lift_batched_mm")
 ROUTER = "lift_router"
 # Ops of tokens that run all of a layer's experts.
-WHOLE = ("moe", "experts_over_ranks", "experts", "experts_saving")
+WHOLE = (
+    "moe", "experts_over_ranks", "experts", "experts_saving", "experts_adapted",
+    "experts_adapted_saving",
+)  # fmt: skip
 MAIN = (*WHOLE, "expert_gemm")  # the ops that do most of the work
 NO_FORM = "its products are in no form that a pass knows"
 

@@ -95,3 +95,24 @@ def test_compile_time_is_that_of_a_lifted_model(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["layers", "1", "2"]
     assert len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.slow
+def test_adapters_are_timed_beside_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(LAYERS, "qwen3_30b", TINY)
+    figures = tmp_path / "figures.json"
+    options = ["adapters", "--rank", "4", "--tokens", "1,5", "--trained", "16", "--json"]
+    options += [str(figures), "--formats", "floats,int4:1x32", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["bench", *options])
+    cli.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "tiny: E=8 K=2 D=64 I=32, rank 4"
+    found = json.loads(figures.read_text())["adapters"]
+    assert [(f["format"], f["tokens"], f["trains"]) for f in found] == [
+        (name, *one)
+        for name in ("floats", "int4:1x32")
+        for one in ((1, False), (5, False), (16, True))
+    ]
+    assert all(f["adapted_us"] > 0 and f["plain_us"] > 0 for f in found)

@@ -23,8 +23,8 @@ from tests.chosen import in_turn, one_in
 aten = torch.ops.aten
 F32 = torch.float32
 CASE = {case.name: case for case in CASES}
-ELSEWHERE = (*OVER_RANKS, *OF_TRAINING)
-LOCAL = [n for n, op in OPS.items() if n not in ELSEWHERE and not op.arguments.mutated]
+REFUSED = (*OVER_RANKS, *OF_TRAINING, "experts_adapted")
+LOCAL = [n for n, op in OPS.items() if n not in REFUSED and not op.arguments.mutated]
 # What torch.onnx, OpenVINO, ExecuTorch or TVM have not.
 LACKED = frozenset({
     aten.sort.stable, aten.searchsorted.Tensor, aten.view.dtype, aten.floor_divide.default,
@@ -124,7 +124,7 @@ def test_no_tokens_and_many_rows(target: str, name: str, label: str) -> None:
         hold(name, args, traced(name, args, target))
 
 
-@pytest.mark.parametrize("name", [*LOCAL, *OF_TRAINING])
+@pytest.mark.parametrize("name", [*LOCAL, *OF_TRAINING, "experts_adapted"])
 def test_aten_is_the_definition(name: str) -> None:
     for sample in samples(name, CASE["odd"], F32)[:1]:
         hold(name, sample.args, traced(name, sample.args, "aten"))
@@ -242,9 +242,11 @@ def test_what_portable_cannot_say(name: str, label: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "said"), [(OVER_RANKS, ": .*other ranks"), (OF_TRAINING, " is a part of gradients")]
-)
-def test_ops_that_send_rows_or_train_are_refused(names: tuple[str, ...], said: str) -> None:
+    ("names", "said"),
+    [(OVER_RANKS, ": .*other ranks"), (OF_TRAINING, " is a part of gradients"),
+     (("experts_adapted",), " .*; merge the adapter into the weights")],
+)  # fmt: skip
+def test_ops_that_send_rows_train_or_adapt_are_refused(names: tuple[str, ...], said: str) -> None:
     table = moe_ops.decompositions("portable")
     for name in names:
         call = next(iter(samples(name, CASE["odd"], F32)))

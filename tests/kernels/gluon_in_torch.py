@@ -24,7 +24,11 @@ from moe_ops.kernels.triton.experts.formats import (
     scales,
     six_bits,
 )
-from moe_ops.kernels.triton.experts.products import register_stream_gluon, register_stream_steps
+from moe_ops.kernels.triton.experts.products import (
+    register_stream_adapters,
+    register_stream_gluon,
+    register_stream_steps,
+)
 from moe_ops.kernels.triton.experts.schedule import sort
 
 DECODERS = (codes, halves, scales, four_bits, six_bits, eight_bits_gluon)
@@ -190,13 +194,13 @@ def functions_of(modules: Iterable[ModuleType], **given: Any) -> dict[str, Any]:
 @functools.cache
 def functions() -> dict[str, Any]:
     """Those of the kernels for few rows."""
-    products = (register_stream_steps, register_stream_gluon)
+    products = (register_stream_steps, register_stream_adapters, register_stream_gluon)
     modules = (activation, launches, sort, *DECODERS, *products)
     names = functions_of(
         modules, COLUMNS_OF_STEP=register_stream_steps.STEP, STEP=register_stream_steps.STEP
     )
     names |= {"of_float8": of_float8, "of_int8": of_int8, "pairs_of_bytes": pairs_of_bytes}
-    names["mma_v2"] = lambda a, b, acc: torch.bmm(a.float(), b.float()) + acc
+    names["mma_v2"] = lambda a, b, acc: a.float() @ b.float() + acc
     return names
 
 

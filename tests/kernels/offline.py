@@ -57,6 +57,7 @@ from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.route import route
 from moe_ops.testing import ACTIVATIONS, LAYERS
 from tests.kernels.cubins import nans_of_zeros, usage
+from tests.kernels.offline_adapters import calls_with_adapters
 from tests.kernels.offline_codes import PATHS, calls_by_row, quantized_layer
 from tests.kernels.offline_latents import calls_over_latents
 from tests.kernels.offline_ranks import over_ranks, pushed, summed
@@ -285,6 +286,7 @@ PARTS: dict[str, Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]] = {
     "latents": calls_over_latents,
     "ranks": calls_over_ranks,
     "training": calls_of_training,
+    "adapters": lambda _: calls_with_adapters(layer_call),
     "more_codes": lambda capability: calls_of_codes(capability, FORMATS[3:11]),
     "other_codes": lambda capability: calls_of_codes(capability, FORMATS[11:]),
 }
@@ -378,8 +380,7 @@ def layer_call(
 
 
 def main() -> None:
-    capability, part = int(sys.argv[1]), sys.argv[2]
-    known: set[tuple[Any, ...]] = set()
+    capability, part, known = int(sys.argv[1]), sys.argv[2], set[tuple[Any, ...]]()
     for name, call in PARTS[part](capability):
         for found in compile_launches(call, capability, known, one_of_each=part == ONE_OF_EACH):
             print(json.dumps({"call": name, **found}), flush=True)

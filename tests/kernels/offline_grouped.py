@@ -5,11 +5,11 @@
 compiles those of floats (KERNEL _grouped), of float8 (_grouped_float8), of codes with inputs of 16
 bits (_grouped_codes) or of 8 bits with scales of rows (by_row), and of weights whose columns lie
 (by_columns): the first product with these activations, and with "silu" the second one, which has
-none; with "silu" alone those of floats whose results training keeps (kept); and whatever the
-activations are, gradients of weights (wgrad). It prints one JSON line for each variant: its
-activation, whether there are biases, of floats whether K has only whole steps, of others the
-format, registers, the bytes of shared memory and those that it spills, instructions of the matrix
-unit, and those that wait for it.
+none; with "silu" alone those of floats whose results training keeps (kept); those with adapters
+(adapted); and whatever the activations are, gradients of weights (wgrad). It prints one JSON line
+for each variant: its activation, whether there are biases, of floats whether K has only whole
+steps, of others the format, registers, the bytes of shared memory and those that it spills,
+instructions of the matrix unit, and those that wait for it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from moe_ops.backends.triton_formats import EIGHT_BITS, SIX_BITS
 from moe_ops.kernels.triton import LINEAR, Act, Weight, wgrad
+from moe_ops.kernels.triton.experts.adapters import Added
 from moe_ops.kernels.triton.experts.formats.order import arranged
 from moe_ops.kernels.triton.experts.products import (
     grouped,
@@ -275,7 +276,31 @@ def kept_products(names: list[str]) -> None:
         grouped.product(x, rows, ends, w13, b13, y, K, LINEAR, None, True)
 
 
+def adapted_products(names: list[str]) -> None:
+    """With adapters of two ranks: both products, and the first one's rows kept."""
+    rows, ends = empty(4096, dtype=torch.int32), empty(E, dtype=torch.int32)
+    for name, rank in itertools.product(names, (16, 128)):
+        act = Activation(**{"kind": "silu"} | ACTIVATIONS[name])
+        F = 2 * I if act.gated else I
+        x, w13, h = empty(2048, D), empty(E, F, D), empty(4096, I)
+        added = Added(u=empty(4096, rank), b_GFr=empty(E, F, rank))
+        args = (x, rows, ends, w13, None, h, K, Act(*act.args), None, True)
+        grouped.product(*args, added=added)
+        if name == "silu":
+            y = empty(4096, F)
+            grouped.product(x, rows, ends, w13, None, y, K, LINEAR, None, True, added=added)
+            added = Added(u=empty(4096, rank), b_GFr=empty(E, D, rank))
+            args = (h, None, ends, empty(E, D, I), None, empty(4096, D), None, LINEAR, None, True)
+            grouped.product(*args, added=added)
+            # Of weights whose columns lie, as in a backward.
+            w_EID = empty(E, D, I).transpose(1, 2)
+            added = Added(u=empty(4096, rank), b_GFr=empty(E, I, rank))
+            args = (x, rows, ends, w_EID, None, h, K, LINEAR, None, True)
+            grouped.product(*args, added=added)
+
+
 KERNELS = {
+    "adapted": adapted_products,
     "_grouped": products, "_grouped_float8": float8_products,
     "_grouped_codes": codes_products, "by_row": by_row_products,
     "kept": kept_products, "by_columns": products_by_columns, "wgrad": weight_gradients,

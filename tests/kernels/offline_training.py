@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from moe_ops.kernels.triton import Act, activate, activate_backward, wgrad
-from moe_ops.kernels.triton.experts import training
+from moe_ops.kernels.triton.experts import adapters, training
 from moe_ops.ops.activate import Activation
 from moe_ops.testing import ACTIVATIONS, BF16, F16, F32
 
-WITH_TRAINING = (activate, activate_backward, training)
+WITH_TRAINING = (activate, activate_backward, adapters, training)  # which adapters also use
 E, T, K = 8, 512, 8
 # M, N of gradients: of both weights of a layer, of a small one, of odd ones, and of a bias.
 SIZES = ((1536, 2048), (2048, 768), (64, 48), (129, 260), (33, 17), (1536, 1), (33, 1))

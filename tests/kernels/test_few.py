@@ -11,13 +11,16 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops import experts
+from moe_ops import experts, experts_adapted
 from moe_ops.backends import triton_hopper
 from moe_ops.backends.triton import run_experts
 from moe_ops.backends.triton_tiles import one_streams
+from moe_ops.conformance.adapter_samples import FORMS, adapters
 from moe_ops.kernels.triton.experts.products import register_stream
 from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams
+from moe_ops.ops.adapters import Adapter
 from moe_ops.ops.experts import ExpertsCall
+from moe_ops.ops.experts_adapted import ExpertsAdaptedCall
 from moe_ops.testing import ACTIVATIONS, BF16, DEVICE, F16, TOL, Case, assert_close
 from tests.chosen import in_turn, one_in, those_of
 from tests.kernels import gluon_in_torch
@@ -197,3 +200,45 @@ def test_parts_divide_shares(formats: tuple[str, str]) -> None:
             streams = one_streams(K, layer)
             assert streams.up.S == streams.up.C
             assert streams.down.S % streams.down.C == 0
+
+
+CODES = (*USUAL[:2], ("float8_e4m3fn:128x128", ""), ("nvfp4", ""), ("mxfp6_e2m3", ""))
+ADAPTED = [
+    pytest.param(f, form, marks=[] if f == CODES[0] or form == FORMS[3] else [pytest.mark.every])
+    for f in CODES for form in FORMS
+]  # fmt: skip
+
+
+@each_kernel
+@pytest.mark.parametrize(("formats", "form"), ADAPTED, ids=str)
+def test_adapters(
+    kernel: str, formats: tuple[str, str], form: tuple[int, int, int], by_torch: list[str]
+) -> None:
+    """A token without one has the bits that it has without adapters at all."""
+    call = small(kernel, formats, biases=True)
+    *ranks, N = form
+    torch.manual_seed(0)
+    given = adapters(experts.arguments.by_name(call), (ranks[0], ranks[1]), N)
+    adapter = Adapter(**given)
+    got = run_experts(kernel, call, adapter=adapter)
+    names = ["one_up", "one_down"] if kernel == "tiny" else ["few_up", "few_down"]
+    assert by_torch == names
+    floats = {n: getattr(call, n).float() for n in ("x_TD", "weights_TK", "b13_EF", "b2_ED")}
+    wide = Adapter(**{n: v.float() if v.is_floating_point() else v for n, v in given.items()})
+    want = experts_adapted.body(ExpertsAdaptedCall(replace(call, **floats), wide))
+    assert_close(got, want, TOL["experts_adapted", call.x_TD.dtype], kernel)
+    if adapter.adapter_T is not None:
+        adapter.adapter_T.fill_(-1)
+        assert torch.equal(run_experts(kernel, call, adapter=adapter), run_experts(kernel, call))
+
+
+@each_kernel
+def test_a_wide_rank_and_many_choices(kernel: str) -> None:
+    case = Case(name="choices", T=TOKENS[kernel], E=12, K=11, D=128, I=96)
+    call = call_of(case, *USUAL[0])
+    given = adapters(experts.arguments.by_name(call), (40, 20), 2)
+    got = run_experts(kernel, call, adapter=Adapter(**given))
+    floats = {n: getattr(call, n).float() for n in ("x_TD", "weights_TK")}
+    wide = Adapter(**{n: v.float() if v.is_floating_point() else v for n, v in given.items()})
+    want = experts_adapted.body(ExpertsAdaptedCall(replace(call, **floats), wide))
+    assert_close(got, want, TOL["experts_adapted", F16], kernel)

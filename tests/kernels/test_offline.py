@@ -26,6 +26,7 @@ FLOATS = EXPERTS | {
     "convolution_step_kernel",
 }  # fmt: skip
 LATENTS = {"latents_kernel", "latents_merge"}
+ADAPTERS = {"rank_rows", "rank_pairs"}
 TRAINING = {
     "wgrad_kernel", "activate_backward_kernel", "fill_kernel", "activate_rows_kernel",
     "invert_kernel", "bias_dots_kernel",
@@ -40,6 +41,7 @@ KERNELS = {
         "combine_pushed_kernel", "sum_pushed_kernel",
     },
     "training": TRAINING,
+    "adapters": EXPERTS | ADAPTERS | {"_grouped"},
     "codes": EXPERTS | {"arrange_kernel", "decode_kernel"},
     "by_row": EXPERTS | {
         "quantize_rows_kernel", "largest_kernel", "largest_of_pairs_kernel", "quantize_kernel",
@@ -81,7 +83,7 @@ def test_every_variant_compiles_and_spills_nothing(capability: int, part: str) -
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     variants = [json.loads(line) for line in done.stdout.splitlines()]
-    others = ("one_of_each", "latents", "ranks", "training")
+    others = ("one_of_each", "latents", "ranks", "training", "adapters")
     quantized = part not in others and not part.endswith("floats")
     streamed = STREAMED if capability == 90 and quantized else set()
     over_latents = capability == 90 and part in ("one_of_each", "latents")

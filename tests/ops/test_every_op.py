@@ -124,7 +124,10 @@ def test_schema_and_fake_are_true(name: str, case: str, dtype: str) -> None:
 
 
 # Ops that leave what no expert has as it is in memory.
-PRODUCTS = ("expert_gemm", "experts_saving", "experts_backward", "activate_backward")
+PRODUCTS = (
+    "expert_gemm", "experts_saving", "experts_backward", "activate_backward",
+    "experts_adapted_saving", "experts_adapted_backward",
+)  # fmt: skip
 
 
 def leaves_rows(name: str, args: tuple[Any, ...]) -> bool:

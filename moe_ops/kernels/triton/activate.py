@@ -27,6 +27,8 @@ def activate_rows(y_RF: Tensor, rows_R: Tensor, act: Act) -> Tensor:
     R, F = y_RF.shape
     I = F // 2 if act.gated else F
     h_RI = y_RF.new_empty(R, I)
+    if R == 0:
+        return h_RI
     BR, BI = tile_of(I, y_RF.element_size())
     launch(
         activate_rows_kernel, (triton.cdiv(R, BR), triton.cdiv(I, BI)), y_RF, rows_R, h_RI, R,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import brings_decoder
+from moe_ops.kernels.triton.experts.adapters import NOTHING, Added
 from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.schedule.sort import most_units
 from moe_ops.kernels.triton.experts.weights import Experts
@@ -63,6 +64,8 @@ class Call:
     order: tuple[Tensor, ...] = ()  # if pairs are sorted, the pair in each row, ends of experts
     inverse_R: Tensor | None = None  # and the row of each pair
     table: Tensor | None = None  # of experts in use, which `tiny_up` writes
+    added13: Added = NOTHING  # what the products add for adapters
+    added2: Added = NOTHING
     x: Operand = field(init=False)
     h: Operand = field(init=False)
     out: Tensor = field(init=False)  # rows of pairs; of pairs that are not sorted, the result

@@ -2,8 +2,10 @@
 
     x     rounded to the format of inputs, if that is emulated
     sort  pairs of token and choice in the order of experts, and a table of tiles where one is read
+    u     of adapters, `narrow` of x: `adapters.py`
     x     codes, or another order of columns: `operands/operand.py`
     up    the first product, and the activation: h
+    u     of h
     h     as x before
     down  the second product
     sum   of the rows of each token, and onto a residual
@@ -21,6 +23,13 @@ from typing import Any
 from torch import Tensor
 
 from moe_ops.kernels.triton import TINY_PAIRS, TINY_TOKENS
+from moe_ops.kernels.triton.experts.adapters import (
+    Adapters,
+    Added,
+    Pair,
+    added_pairs,
+    added_rows,
+)
 from moe_ops.kernels.triton.experts.call import Call, Reads
 from moe_ops.kernels.triton.experts.formats.codes import floats_of
 from moe_ops.kernels.triton.experts.operands import operand
@@ -53,9 +62,11 @@ class Products:
 def run(
     products: Products, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, layer: Experts,
     expert_map: Tensor | None, residual_TD: Tensor | None = None, tiles: Any = None,
+    adapters: Adapters | None = None,
 ) -> Tensor:  # fmt: skip
-    """The `experts` op, added to a contiguous residual if there is one. `tiles` are those that the
-    products take, None for products with a table of tiles. The device of x is the current one."""
+    """The `experts` op, with adapters if there are any, added to a contiguous residual if there is
+    one. `tiles` are those that the products take, None for products with a table of tiles. The
+    device of x is the current one."""
     (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
     # Where h is rounded to codes, they are those of h, not of h times its weight.
     early = products.reads.weighs and (codes is None or codes.inputs is None)
@@ -74,15 +85,32 @@ def run(
         _check_few(T, K)
     if products.tile_rows is not None:
         c.tiles = tile_map(ends_E, T * K, products.tile_rows(x_TD, T * K, c.layer))
+    if adapters is not None:
+        c.added13 = _added(c, x_TD, adapters, adapters.pair13, of_tokens=True)
     c.x = operand.tokens_operand(c, x_TD)
     c.h = operand.room_for_hidden(c)
     products.up(c)
+    if adapters is not None:
+        c.added2 = _added(c, c.h.values, adapters, adapters.pair2, of_tokens=False)
     c.h = operand.hidden_operand(c)
     c.out = x_TD.new_empty(T * K if products.sorts else T, D, dtype=c.dtype)
     products.down(c)
     if c.inverse_R is None:
         return c.out
     return sum_rows(c.out, c.inverse_R, None if early else weights_TK, K, residual_TD)
+
+
+def _added(c: Call, x: Tensor, adapters: Adapters, pair: Pair, *, of_tokens: bool) -> Added:
+    """What a product of x, tokens or h, adds for its adapters."""
+    E = c.sizes[0]
+    # h is stored in the order in which its product decodes codes.
+    weight = c.layer.weight if c.arranges and not of_tokens else None
+    if not c.order:
+        routed = x, c.ids_TK, c.expert_map
+        return added_pairs(*routed, adapters, pair, E, of_tokens=of_tokens, weight=weight)
+    rows_R, ends_E = c.order
+    sorted_ = x, (rows_R, ends_E), adapters, pair, c.ids_TK.shape[1], E
+    return added_rows(*sorted_, of_tokens=of_tokens, weight=weight)
 
 
 def _check_few(T: int, K: int) -> None:

@@ -4,6 +4,7 @@ rows of the first product, and `experts_backward`.
     saving    sort, y = W13 x of gathered tokens, h = activate(y), W2 h, sum of each token's rows
     backward  dh = W2^T g of gathered gradients, `activate_backward`, W13^T dy, the same sum
 
+Both with adapters, too: each product then adds them, by rows that `narrow_rows` made before it.
 A weight is multiplied as it lies, by other strides where it is to be transposed.
 """
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from moe_ops.kernels.triton import LINEAR, Act
 from moe_ops.kernels.triton.activate import activate_rows
 from moe_ops.kernels.triton.activate_backward import activate_backward, fill
+from moe_ops.kernels.triton.experts.adapters import Adapters, Added, Pair, added_rows
+from moe_ops.kernels.triton.experts.operands.dequantized_weights import decoded
 from moe_ops.kernels.triton.experts.products.grouped import product, tile_rows
 from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
@@ -35,17 +38,47 @@ def saving(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The `experts_saving` op. `wgmma`: which products the kernel for Hopper runs."""
     layer = _layer(w13_EFD, w2_EDI, b13_EF, b2_ED, transposed, act)
-    (w13, *_), (w2, *_) = layer.stack13, layer.stack2
-    (T, K), (E, D, _) = ids_TK.shape, layer.sizes
+    out_TD, y_RF, _, _, rows_R, ends_E = _saving(
+        x_TD, weights_TK, ids_TK, expert_map, layer, None, wgmma
+    )
+    return out_TD, y_RF, rows_R, ends_E
+
+
+@on_its_device
+def saving_adapted(
+    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, expert_map: Tensor | None, layer: Experts,
+    adapters: Adapters, wgmma: tuple[bool, bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The `experts_adapted_saving` op, of codes that are decoded first. `wgmma`: as of `saving`."""
+    layer = _of_floats(layer, x_TD)
+    made = _saving(x_TD, weights_TK, ids_TK, expert_map, layer, adapters, wgmma)
+    out_TD, y_RF, added13, added2, rows_R, ends_E = made
+    u13_Rr, u2_Rr = (_rows_of(added, y_RF) for added in (added13, added2))
+    return out_TD, y_RF, u13_Rr, u2_Rr, rows_R, ends_E
+
+
+def _saving(
+    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, expert_map: Tensor | None, layer: Experts,
+    adapters: Adapters | None, wgmma: tuple[bool, bool],
+) -> tuple[Tensor, Tensor, Added, Added, Tensor, Tensor]:  # fmt: skip
+    """(out_TD, y_RF, what both products added, rows_R, ends_E)."""
+    (w13, *_, b13_EF), (w2, *_, b2_ED), act = layer.stack13, layer.stack2, layer.act
+    (T, K), (E, D, _), new = ids_TK.shape, layer.sizes, x_TD.new_empty
     rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
-    y_RF, y_RD = x_TD.new_empty(T * K, w13.shape[1]), x_TD.new_empty(T * K, D)
-    if T == 0:
-        return x_TD.new_empty(0, D), y_RF, rows_R, ends_E
-    tiles = tile_map(ends_E, T * K, tile_rows(x_TD, T * K, w13, wgmma[0]))
-    product(x_TD, rows_R, ends_E, w13, b13_EF, y_RF, K, LINEAR, tiles, wgmma[0])
+    order, (pair13, pair2) = (rows_R, ends_E), _pairs(adapters)
+    y_RF, y_RD = new(T * K, w13.shape[1]), new(T * K, D)
+    added13 = added_rows(x_TD, order, adapters, pair13, K, E, of_tokens=True)
+    tiles = None
+    if T > 0:
+        tiles = tile_map(ends_E, T * K, tile_rows(x_TD, T * K, w13, wgmma[0]))
+    args = x_TD, rows_R, ends_E, w13, b13_EF, y_RF, K, LINEAR, tiles, wgmma[0]
+    product(*args, added=added13)
     h_RI = activate_rows(y_RF, rows_R, act)
-    product(h_RI, None, ends_E, w2, b2_ED, y_RD, None, LINEAR, tiles, wgmma[1])
-    return sum_rows(y_RD, inverse_R, weights_TK, K), y_RF, rows_R, ends_E
+    added2 = added_rows(h_RI, order, adapters, pair2, K, E, of_tokens=False)
+    args = h_RI, None, ends_E, w2, b2_ED, y_RD, None, LINEAR, tiles, wgmma[1]
+    product(*args, added=added2)
+    out_TD = sum_rows(y_RD, inverse_R, weights_TK, K) if T > 0 else new(0, D)
+    return out_TD, y_RF, added13, added2, rows_R, ends_E
 
 
 @on_its_device
@@ -57,20 +90,64 @@ def backward(
     """The `experts_backward` op. `wanted`: gradients of tokens, and what those of the second weight
     are made of; `wgmma`: which products the kernel for Hopper runs."""
     layer = _layer(w13_EFD, w2_EDI, None, b2_ED, transposed, act)
+    made = _backward(grad_TD, y_RF, (rows_R, ends_E), weights_TK, layer, None, wanted, wgmma)
+    dx_TD, dweights_TK, dy_RF, wh_RI, _, _ = made
+    return dx_TD, dweights_TK, dy_RF, wh_RI
+
+
+@on_its_device
+def backward_adapted(
+    grad_TD: Tensor, y_RF: Tensor, order: tuple[Tensor, Tensor], weights_TK: Tensor,
+    layer: Experts, adapters: Adapters, wanted: tuple[bool, bool], wgmma: tuple[bool, bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The `experts_adapted_backward` op, of adapters that are transposed: A is what B is of the
+    op, by which rows are narrowed. Codes are decoded first; the rest is as of `backward`."""
+    layer = _of_floats(layer, grad_TD)
+    made = _backward(grad_TD, y_RF, order, weights_TK, layer, adapters, wanted, wgmma)
+    dx_TD, dweights_TK, dy_RF, wh_RI, added13, added2 = made
+    v13_Rr, v2_Rr = (_rows_of(added, y_RF) for added in (added13, added2))
+    return dx_TD, dweights_TK, dy_RF, wh_RI, v13_Rr, v2_Rr
+
+
+def _backward(
+    grad_TD: Tensor, y_RF: Tensor, order: tuple[Tensor, Tensor], weights_TK: Tensor,
+    layer: Experts, adapters: Adapters | None, wanted: tuple[bool, bool],
+    wgmma: tuple[bool, bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Added, Added]:  # fmt: skip
+    """(dx_TD, dweights_TK, dy_RF, wh_RI, what the products by W13 and W2 transposed added)."""
     w13_EDF, w2_EID = (stack[0].transpose(1, 2) for stack in (layer.stack13, layer.stack2))
-    (T, K), (_, D, I), new = weights_TK.shape, layer.sizes, grad_TD.new_empty
-    R, (for_tokens, for_weights) = T * K, wanted
+    (T, K), (E, D, I), new, act = weights_TK.shape, layer.sizes, grad_TD.new_empty, layer.act
+    R, (for_tokens, for_weights), (rows_R, ends_E) = T * K, wanted, order
+    (pair13, pair2), b2_ED = _pairs(adapters), layer.b2_ED
     dh_RI, dx_RD = new(R, I), new(R if for_tokens else 0, D)
     tiles = None
     if T > 0:
         tiles = tile_map(ends_E, R, tile_rows(grad_TD, R, w2_EID, wgmma[0]))
-    product(grad_TD, rows_R, ends_E, w2_EID, None, dh_RI, K, LINEAR, tiles, wgmma[0])
+    added2 = added_rows(grad_TD, order, adapters, pair2, K, E, of_tokens=True)
+    args = grad_TD, rows_R, ends_E, w2_EID, None, dh_RI, K, LINEAR, tiles, wgmma[0]
+    product(*args, added=added2)
     dy_RF, wh_RI, dweights_TK = activate_backward(dh_RI, y_RF, weights_TK, rows_R, act, for_weights)
     if b2_ED is not None and T > 0:
         add_bias_dots(grad_TD, b2_ED, rows_R, ends_E, dweights_TK)
-    product(dy_RF, None, ends_E, w13_EDF, None, dx_RD, None, LINEAR, tiles, wgmma[1])
+    added13 = added_rows(dy_RF, order, adapters, pair13, K, E, of_tokens=False)
+    args = dy_RF, None, ends_E, w13_EDF, None, dx_RD, None, LINEAR, tiles, wgmma[1]
+    product(*args, added=added13)
     dx_TD = sum_rows(dx_RD, inverse_of(rows_R), None, K) if for_tokens and T > 0 else new(0, D)
-    return dx_TD, dweights_TK, dy_RF, wh_RI
+    return dx_TD, dweights_TK, dy_RF, wh_RI, added13, added2
+
+
+def _of_floats(layer: Experts, like: Tensor) -> Experts:
+    return layer if layer.codes is None else decoded(layer, like.dtype)
+
+
+def _pairs(adapters: Adapters | None) -> tuple[Pair, Pair]:
+    """The pairs of both weights."""
+    return ((None, None),) * 2 if adapters is None else (adapters.pair13, adapters.pair2)
+
+
+def _rows_of(added: Added, like: Tensor) -> Tensor:
+    """The rows between A and B; without adapters they have no columns."""
+    return like.new_empty(like.shape[0], 0) if added.u is None else added.u
 
 
 def _layer(

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_ops.kernels.triton import LINEAR, Act
+from moe_ops.kernels.triton.experts.adapters import NOTHING, Added
 from moe_ops.kernels.triton.experts.call import Call, Reads
 from moe_ops.kernels.triton.experts.driver import Products
 from moe_ops.kernels.triton.experts.products import grouped_plain
@@ -42,12 +43,14 @@ def _run(up: bool, down: bool) -> Callable[..., Tensor]:
 def _up(wgmma: bool, c: Call) -> None:
     (w, *_, bias), (rows_R, ends_E), act = c.layer.stack13, c.order, c.layer.act
     to = c.h.values
-    product(c.x.values, rows_R, ends_E, w, bias, to, c.x.choices, act, c.tiles, wgmma)
+    args = c.x.values, rows_R, ends_E, w, bias, to, c.x.choices, act, c.tiles, wgmma
+    product(*args, added=c.added13)
 
 
 def _down(wgmma: bool, c: Call) -> None:
     (w, *_, bias), (_, ends_E) = c.layer.stack2, c.order
-    product(c.h.values, None, ends_E, w, bias, c.out, None, LINEAR, c.tiles, wgmma)
+    args = c.h.values, None, ends_E, w, bias, c.out, None, LINEAR, c.tiles, wgmma
+    product(*args, added=c.added2)
 
 
 @on_its_device
@@ -76,14 +79,17 @@ def _kernel(wgmma: bool) -> Any:
 def product(
     a: Tensor, rows: Tensor | None, ends_E: Tensor, w_ENK: Tensor, bias_EN: Tensor | None,
     out: Tensor, top_k: int | None, act: Act, tiles: TileMap | None, wgmma: bool,
+    added: Added = NOTHING,
 ) -> Tensor:  # fmt: skip
     """`out`, where row r of expert e becomes activate(W[e] @ a[s] + bias[e]), where s is r, or
-    rows[r] // top_k. W is [gate; up], or even and odd rows if interleaved; any strides do."""
+    rows[r] // top_k. W is [gate; up], or even and odd rows if interleaved; any strides do.
+    What `added` adds is added before the activation."""
     if out.numel() == 0:
         return out
+    wgmma = wgmma and _kernel(True).adds(added)
     block_m = tile_rows(a, out.shape[0], w_ENK, wgmma)
     if tiles is None or tiles.block_m != block_m:
         tiles = tile_map(ends_E, out.shape[0], block_m)
     bias_EN = None if bias_EN is None else bias_EN.contiguous()
-    _kernel(wgmma).launch(a, rows, w_ENK, bias_EN, out, tiles, top_k, act)
+    _kernel(wgmma).launch(a, rows, w_ENK, bias_EN, out, tiles, top_k, act, added=added)
     return out

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import Act, replay
 from moe_ops.kernels.triton.activation import activate, activate_gated
+from moe_ops.kernels.triton.experts.adapters import NOTHING, Added, add_adapter
 from moe_ops.kernels.triton.experts.schedule.tile_map import ENTRY, TileMap
 from moe_ops.kernels.triton.launch import shared_memory
 
@@ -27,33 +28,38 @@ class Config:
 
 def launch(
     a: Tensor, rows: Tensor | None, w_ENK: Tensor, bias_EN: Tensor | None, out: Tensor,
-    tiles: TileMap, top_k: int | None, act: Act,
+    tiles: TileMap, top_k: int | None, act: Act, added: Added = NOTHING,
 ) -> None:  # fmt: skip
     """Write the product of all rows, those of `a` gathered by `rows` if there are any."""
-    config = config_of(a, out.shape[0], w_ENK)
+    config = config_of(a, out.shape[0], w_ENK, added)
     N, K = w_ENK.shape[1:]
     n_tiles = triton.cdiv(N, config.block_n)
     replay.launch(
         _grouped, (tiles.capacity * n_tiles,),
         a, *a.stride(), rows, w_ENK, *w_ENK.stride(), bias_EN, out, tiles.table, N, n_tiles,
-        K, top_k, act, config.block_m, config.block_n, config.block_k,
+        *added.arguments, K, top_k, act, config.block_m, config.block_n, config.block_k,
+        E=w_ENK.shape[0], **added.constants,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
 
-def config_of(a: Tensor, rows: int, w_ENK: Tensor) -> Config:
-    per_expert = rows / w_ENK.shape[0]
-    return config_for(per_expert, a.element_size(), shared_memory(a))
+def config_of(a: Tensor, rows: int, w_ENK: Tensor, added: Added = NOTHING) -> Config:
+    per_expert, apart = rows / w_ENK.shape[0], added.index is not None
+    return config_for(per_expert, a.element_size(), shared_memory(a), apart)
 
 
-def config_for(rows_per_expert: float, element_size: int, shared_memory: int) -> Config:
-    """The tallest tile that the rows of an expert fill, the deepest pipeline that fits.
+def config_for(
+    rows_per_expert: float, element_size: int, shared_memory: int, apart: bool = False
+) -> Config:
+    """The tallest tile that the rows of an expert fill, the deepest pipeline that fits. `apart`:
+    rows have adapters of their own, whose sums need registers beside those of the tile.
 
     Exact products of float32 have no matrix unit: a larger tile would not fit the registers.
     """
     block_m = next((m for m in (16, 32, 64) if rows_per_expert <= m), 128)
     if element_size <= 2:
-        block_n, block_k = 256 if block_m == 128 and shared_memory > 200_000 else 128, 64
+        wide = block_m == 128 and shared_memory > 200_000 and not apart
+        block_n, block_k = 256 if wide else 128, 64
     else:
         block_n, block_k = (128, 16) if block_m == 128 else (64, 32)
     stage = (block_m + block_n) * block_k * element_size
@@ -64,9 +70,11 @@ def config_for(rows_per_expert: float, element_size: int, shared_memory: int) ->
 @triton.jit
 def _grouped(
     a_ptr, stride_am, stride_ak, rows_ptr, w_ptr, stride_we, stride_wn, stride_wk, bias_ptr,
-    out_ptr, tiles_ptr, N, n_tiles,
+    out_ptr, tiles_ptr, N, n_tiles, narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf,
+    stride_br,
     K: tl.constexpr, TOP_K: tl.constexpr, ACT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    E: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, BU: tl.constexpr,
 ):  # fmt: skip
     """One tile by one program: any strides, any GPU. Rows are gathered where TOP_K is given."""
     GATED: tl.constexpr = ACT.gated
@@ -108,6 +116,11 @@ def _grouped(
         a_ptrs += BLOCK_K * stride_ak
         w_ptrs += BLOCK_K * stride_wk
 
+    if narrow_ptr is not None:
+        acc = add_adapter(
+            acc, expert, w_rows, in_n, rows, rows, valid, narrow_ptr, wide_ptr, index_ptr,
+            stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, BU, True,
+        )  # fmt: skip
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert * N + w_rows, mask=in_n, other=0.0)
         acc += bias.to(tl.float32)[None, :]

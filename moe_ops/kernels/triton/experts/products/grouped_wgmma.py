@@ -15,6 +15,8 @@ What the functions below share is as in `skeleton.py`, and
             short
     scales  of codes, else None: of A, of W, and static ones of the output if it has any
     S       of codes a `Scaling`, else None
+
+Adapters are as many more columns of A and of W as their rank is, in FURTHER steps of their own.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.kernels.triton import Act, Constant, Weight
+from moe_ops.kernels.triton.experts.adapters import NOTHING, Added
 from moe_ops.kernels.triton.experts.formats.scales import finite, scale_of
 from moe_ops.kernels.triton.experts.products import hopper, skeleton
 from moe_ops.kernels.triton.experts.products.hopper import BLOCK_M, CHUNK_LAYOUT
@@ -43,6 +47,8 @@ from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
 from moe_ops.kernels.triton.quantize import TO_INTEGER
 
 ROW_BYTES = 128  # of a row in a stage
+# Later versions of Triton call it so; earlier ones `_reinterpret`.
+REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 STAGES = 4  # 48 KiB each, beside 32 KiB of outputs: all that a block has
 
 
@@ -87,6 +93,62 @@ def _copy_gathered(i, bar, stage, tile, tokens, source, rings, sizes, HOW: gl.co
     pointers = x_ptr + k + (token.to(gl.int64) * stride_x)[:, None] + ks[None, :]
     hopper.cp_async(a_bufs.index(stage), pointers, mask=mask)
     async_copy.mbarrier_arrive(bar, increment_count=False)
+
+
+@gluon.jit
+def _note_adapted(slot, tile, source, HOW: gl.constexpr):
+    _note_tokens(slot, tile, source[0], HOW)
+
+
+@gluon.jit
+def _tokens_adapted(slot, tile, source, rings, sizes, HOW: gl.constexpr):
+    return _tokens_of_tile(slot, tile, source[0], rings, sizes, HOW)
+
+
+@gluon.jit
+def _with_rows(rings):
+    """The rings with stages of rows of W, in which those of B lie, whatever of W does."""
+    a_bufs, w_bufs, full, empty = rings
+    if hopper.rows_lie(w_bufs):
+        return rings
+    else:
+        STAGES: gl.constexpr = w_bufs.shape[0]
+        BLOCK_K: gl.constexpr = w_bufs.shape[1]
+        BLOCK_N: gl.constexpr = w_bufs.shape[2]
+        SHAPE: gl.constexpr = [STAGES, BLOCK_N, BLOCK_K]
+        if REINTERPRETS:
+            turned = w_bufs.reinterpret(w_bufs.dtype, SHAPE, w_bufs.layout)
+        else:
+            turned = w_bufs._reinterpret(w_bufs.dtype, SHAPE, w_bufs.layout)
+        return (a_bufs, turned, full, empty)
+
+
+@gluon.jit
+def _copy_gathered_adapted(i, bar, stage, tile, tokens, source, rings, sizes, HOW: gl.constexpr):
+    """`_copy_gathered`, and behind its steps those of u and B, of which u lies in order."""
+    of_x, of_adapter, K = source
+    BLOCK_K: gl.constexpr = rings[0].shape[2]
+    steps = gl.cdiv(K, BLOCK_K)
+    if i < steps:
+        _copy_gathered(i, bar, stage, tile, tokens, of_x, rings, (sizes[0], K), HOW)
+    else:
+        both = hopper.both_halves(0, tile, of_adapter, rings, sizes, HOW)
+        turned = _with_rows(rings)
+        hopper.copy_rows(i - steps, bar, stage, tile, both, of_adapter, turned, sizes, HOW)
+        async_copy.mbarrier_arrive(bar, increment_count=False)
+
+
+@gluon.jit
+def _copy_rows_adapted(i, bar, stage, tile, both, source, rings, sizes, HOW: gl.constexpr):
+    """`copy_rows`, and behind its steps those of u and B."""
+    of_x, of_adapter, K = source
+    BLOCK_K: gl.constexpr = rings[0].shape[2]
+    steps = gl.cdiv(K, BLOCK_K)
+    if i < steps:
+        hopper.copy_rows(i, bar, stage, tile, both, of_x, rings, (sizes[0], K), HOW)
+    else:
+        turned = _with_rows(rings)
+        hopper.copy_rows(i - steps, bar, stage, tile, both, of_adapter, turned, sizes, HOW)
 
 
 @gluon.jit
@@ -232,7 +294,8 @@ def _product(
     N, _, out_n = sizes
     GATHERED: gl.constexpr = HOW[0] is not None
     S: gl.constexpr = HOW[2]
-    ACT: gl.constexpr = HOW[3]
+    FURTHER: gl.constexpr = HOW[3]
+    ACT: gl.constexpr = HOW[4]
     STAGES: gl.constexpr = a_bufs.shape[0]
     HALF_M: gl.constexpr = a_bufs.shape[1] // 2
     BLOCK_N: gl.constexpr = hopper.WIDE_N
@@ -254,8 +317,13 @@ def _product(
             acc = warpgroup_mma_wait(1, deps=[acc])
             if i > 0:
                 mbarrier.arrive(empty.index((step + i - 1) % STAGES))
-        for i in range(CHUNKS, k_steps):
+        for i in range(CHUNKS, k_steps - FURTHER):
             acc = _multiply(acc, rings, step + i, True, LOWER, GATHERED)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(empty.index((step + i - 1) % STAGES))
+        for j in gl.static_range(FURTHER):
+            i = k_steps - FURTHER + j
+            acc = _multiply(acc, _with_rows(rings), step + i, True, LOWER, GATHERED)
             acc = warpgroup_mma_wait(1, deps=[acc])
             mbarrier.arrive(empty.index((step + i - 1) % STAGES))
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -270,18 +338,28 @@ def _product(
 @gluon.jit
 def _grouped(
     a, stride_a, rows_ptr, w_desc, up_desc, bias_ptr, out_desc, out_ptr, tiles_ptr, a_scale_ptr,
-    w_scale_ptr, out_scale_ptr, N, K, n_tiles, TOP_K: gl.constexpr, S: gl.constexpr,
-    ACT: gl.constexpr, ROWS: gl.constexpr, EVEN_K: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    w_scale_ptr, out_scale_ptr, u_desc, b_desc, b_up_desc, N, K, n_tiles, TOP_K: gl.constexpr,
+    S: gl.constexpr, ACT: gl.constexpr, ROWS: gl.constexpr, EVEN_K: gl.constexpr,
+    RANK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`a` is a pointer if TOP_K is given, which says that rows are gathered, else a descriptor.
-    ROWS: whether rows of W lie, or its columns."""
+    ROWS: whether rows of W lie, or its columns. Adapters have a RANK; 0: there are none."""
     dealt = first_tile(tiles_ptr, n_tiles, BLOCK_M)
     stages, buffers = hopper.allocate(w_desc, out_desc, BLOCK_K, STAGES, ROWS)
     output = (bias_ptr, out_desc, out_ptr)
     scales = (a_scale_ptr, w_scale_ptr, out_scale_ptr)
-    HOW: gl.constexpr = (TOP_K, EVEN_K, S, ACT)
-    if TOP_K is None:
+    FURTHER: gl.constexpr = (RANK + BLOCK_K - 1) // BLOCK_K
+    HOW: gl.constexpr = (TOP_K, EVEN_K, S, FURTHER, ACT)
+    of_adapter = (u_desc, b_desc, b_up_desc)
+    if RANK > 0:
+        whole = (gl.cdiv(K, BLOCK_K) + FURTHER) * BLOCK_K
+    if TOP_K is None and RANK > 0:
+        specialize(
+            dealt, stages, ((a, w_desc, up_desc), of_adapter, K), output, buffers, (N, whole),
+            scales, hopper.both_halves, _copy_rows_adapted, None, _product, BLOCK_M, BLOCK_K,
+            TURNS=1, STAGES=STAGES, WARPS=1, AHEAD=(5, 3, 1), HOW=HOW,
+        )  # fmt: skip
+    elif TOP_K is None:
         specialize(
             dealt, stages, (a, w_desc, up_desc), output, buffers, (N, K), scales,
             hopper.both_halves, hopper.copy_rows, None, _product, BLOCK_M, BLOCK_K, TURNS=1,
@@ -290,11 +368,18 @@ def _grouped(
     else:
         tokens = gl.allocate_shared_memory(gl.int32, [2, BLOCK_M], PLAIN)
         source = (a, stride_a, rows_ptr, tokens, w_desc, up_desc)
-        specialize(
-            dealt, stages, source, output, buffers, (N, K), scales, _tokens_of_tile,
-            _copy_gathered, _note_tokens, _product, BLOCK_M, BLOCK_K, TURNS=1, STAGES=STAGES,
-            WARPS=4, AHEAD=(6, 4, 2), HOW=HOW,
-        )  # fmt: skip
+        if RANK > 0:
+            specialize(
+                dealt, stages, (source, of_adapter, K), output, buffers, (N, whole), scales,
+                _tokens_adapted, _copy_gathered_adapted, _note_adapted, _product, BLOCK_M, BLOCK_K,
+                TURNS=1, STAGES=STAGES, WARPS=4, AHEAD=(6, 4, 2), HOW=HOW,
+            )  # fmt: skip
+        else:
+            specialize(
+                dealt, stages, source, output, buffers, (N, K), scales, _tokens_of_tile,
+                _copy_gathered, _note_tokens, _product, BLOCK_M, BLOCK_K, TURNS=1, STAGES=STAGES,
+                WARPS=4, AHEAD=(6, 4, 2), HOW=HOW,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,19 +420,36 @@ def each(scale: Tensor) -> str:
     return "expert" if scale.numel() > 1 else "tensor"
 
 
+def adds(added: Added) -> bool:
+    """Whether the kernel adds what adapters do: one for all rows, or none, whose B is copied as W
+    is."""
+    b_GFr = added.b_GFr
+    if b_GFr is None:
+        return True
+    in_order = b_GFr.is_contiguous() and b_GFr.shape[2] % 8 == 0 and b_GFr.data_ptr() % 16 == 0
+    return in_order and (added.index is None or added.N == 1)
+
+
 def launch(
     a: Tensor, rows_R: Tensor | None, w_ENK: Tensor, bias_EN: Tensor | None, out: Tensor,
     tiles: TileMap, top_k: int | None, act: Act, scales: Scales | None = None,
+    added: Added = NOTHING,
 ) -> None:  # fmt: skip
-    """Run the product; the backend says which operands it takes."""
+    """Run the product; the backend says which operands it takes, and `adds` which adapters."""
     _, N, K = w_ENK.shape
     block_k = ROW_BYTES // w_ENK.element_size()
     source = skeleton.boxes(a, hopper.HALF_M, block_k) if top_k is None else a
     found = (None, None, None) if scales is None else (scales.a, scales.w, scales.out)
+    of_adapter: tuple[TensorDescriptor | None, ...] = (None, None, None)
+    if added.u is not None and added.b_GFr is not None:
+        b_ENr = added.b_GFr[: w_ENK.shape[0]]
+        pair = skeleton.boxes_of_pair(b_ENr, block_k, act)
+        of_adapter = (skeleton.boxes(added.u, hopper.HALF_M, block_k), *pair)
     skeleton.launch(
         _grouped, a, source, None if top_k is None else a.stride(0), rows_R,
         *skeleton.boxes_of_pair(w_ENK, block_k, act), bias_EN,
-        skeleton.boxes(out, hopper.HALF_M, hopper.CHUNK_N), out, tiles.table, *found, N, K,
-        triton.cdiv(N, hopper.BLOCK_N), top_k, None if scales is None else scales.constant, act,
-        w_ENK.is_contiguous(), K % block_k == 0, BLOCK_M, block_k, STAGES,
+        skeleton.boxes(out, hopper.HALF_M, hopper.CHUNK_N), out, tiles.table, *found, *of_adapter,
+        N, K, triton.cdiv(N, hopper.BLOCK_N), top_k, None if scales is None else scales.constant,
+        act, w_ENK.is_contiguous(), K % block_k == 0, added.constants["RANK"], BLOCK_M, block_k,
+        STAGES,
     )  # fmt: skip

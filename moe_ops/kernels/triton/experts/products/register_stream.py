@@ -77,9 +77,9 @@ def _up(c: Call) -> None:
     launch(
         kernel, (rows * triton.cdiv(F, stream.rows),),
         c.x.values, c.x.scale, *routed, *_words(layer.stack13, layer), c.h.values, size,
-        strides(layer.stack13)[3],
+        strides(layer.stack13)[3], *c.added13.arguments,
         E=E, D=D, I=I, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
-        DTYPE=_multiplied_as(c), P=stream.ahead, SIZES=stream.sizes,
+        DTYPE=_multiplied_as(c), **c.added13.constants, P=stream.ahead, SIZES=stream.sizes,
         num_warps=stream.warps, **more, **pdl_options(c.ids_TK),
     )  # fmt: skip
 
@@ -96,8 +96,9 @@ def _down(c: Call) -> None:
     launch(
         kernel, (rows * triton.cdiv(D, stream.rows),),
         c.h.values, c.h.scale, *routed, *_words(layer.stack2, layer), *written,
-        strides(layer.stack2)[3],
-        E=E, D=D, I=I, W=layer.weight, DTYPE=_multiplied_as(c), P=stream.ahead, SIZES=stream.sizes,
+        strides(layer.stack2)[3], *c.added2.arguments,
+        E=E, D=D, I=I, W=layer.weight, DTYPE=_multiplied_as(c), **c.added2.constants,
+        P=stream.ahead, SIZES=stream.sizes,
         num_warps=stream.warps, **more, **pdl_options(c.ids_TK),
     )  # fmt: skip
 

@@ -23,6 +23,10 @@ from moe_ops.kernels.triton.experts.formats.scales import (
     scale_of,
     under_global,
 )
+from moe_ops.kernels.triton.experts.products.register_stream_adapters import (
+    add_adapter,
+    add_to_one,
+)
 from moe_ops.kernels.triton.experts.products.register_stream_steps import (
     COLUMNS_OF_STEP,
     add_product,
@@ -171,10 +175,11 @@ def store_h(h_ptr, h, row_N, inside_N, block, I: gl.constexpr):
 @gluon.jit
 def one_up(
     x_ptr, x_scale_ptr, ids_ptr, weights_ptr, expert_map_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
-    global_scale_ptr, bias_ptr, h_ptr, N_MAP, stride_be,
+    global_scale_ptr, bias_ptr, h_ptr, N_MAP, stride_be, narrow_ptr, wide_ptr, index_ptr, stride_bg,
+    stride_bf, stride_br,
     E: gl.constexpr, D: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr, W: gl.constexpr,
-    SHARED: gl.constexpr, DTYPE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
-    PDL: gl.constexpr,
+    SHARED: gl.constexpr, DTYPE: gl.constexpr, ADAPTERS: gl.constexpr, RANK: gl.constexpr,
+    BU: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One program: some columns of h for one choice; shares are parts of the columns of x."""
     S: gl.constexpr = SIZES.S
@@ -201,6 +206,9 @@ def one_up(
         False,
     )  # fmt: skip
     acc = under_globals(summed(acc, W, DTYPE), global_scale_ptr, e, row_M, ROWS, SHARED)
+    if narrow_ptr is not None:
+        of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
+        acc = add_adapter(acc, e, row_M, pair, 1, 0, of_adapter, E, ADAPTERS, RANK, BU, SIZES)
     acc = add_bias(acc, bias_ptr, e.to(gl.int64) * stride_be, row_M)
     h = activated(acc, ACT)
     if not by_row(W):
@@ -212,10 +220,11 @@ def one_up(
 @gluon.jit
 def one_down(
     h_ptr, h_scale_ptr, ids_ptr, weights_ptr, expert_map_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
-    global_scale_ptr, bias_ptr, residual_ptr, out_ptr, N_MAP, stride_be,
+    global_scale_ptr, bias_ptr, residual_ptr, out_ptr, N_MAP, stride_be, narrow_ptr, wide_ptr,
+    index_ptr, stride_bg, stride_bf, stride_br,
     E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, I: gl.constexpr, W: gl.constexpr,
-    DTYPE: gl.constexpr, C: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
-    PDL: gl.constexpr,
+    DTYPE: gl.constexpr, ADAPTERS: gl.constexpr, RANK: gl.constexpr, BU: gl.constexpr,
+    C: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One program: some rows of out; shares are C parts of the columns of S / C choices."""
     S: gl.constexpr = SIZES.S
@@ -252,6 +261,12 @@ def one_down(
     total = summed(acc, W, DTYPE)
     first_N = gl.arange(0, N, gl.SliceLayout(0, total.type.layout)) == 0
     total = gl.sum(gl.where(first_N[None, :], total, 0.0), 1)
+    if narrow_ptr is not None:
+        of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
+        total = add_to_one(
+            total, gl.program_id(0) * M, ids_ptr, expert_map_ptr, N_MAP, of_adapter, E, K, D,
+            ADAPTERS, RANK, BU,
+        )  # fmt: skip
     d = gl.program_id(0) * M + gl.arange(0, M, total.type.layout)
     if bias_ptr is not None:
         for pair in range(K):
@@ -276,10 +291,12 @@ def counted(BE: gl.constexpr):
 @gluon.jit
 def few_up(
     x_ptr, x_scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
-    global_scale_ptr, bias_ptr, h_ptr, stride_x, stride_be,
+    global_scale_ptr, bias_ptr, h_ptr, stride_x, stride_be, narrow_ptr, wide_ptr, index_ptr,
+    stride_bg, stride_bf, stride_br,
     E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr,
-    W: gl.constexpr, SHARED: gl.constexpr, DTYPE: gl.constexpr, BE: gl.constexpr, P: gl.constexpr,
-    SIZES: gl.constexpr, PDL: gl.constexpr,
+    W: gl.constexpr, SHARED: gl.constexpr, DTYPE: gl.constexpr, ADAPTERS: gl.constexpr,
+    RANK: gl.constexpr, BU: gl.constexpr, BE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     S: gl.constexpr = SIZES.S
     M: gl.constexpr = 16 * SIZES.MW * SIZES.MT
@@ -309,6 +326,11 @@ def few_up(
         False,
     )  # fmt: skip
     acc = under_globals(summed(acc, W, DTYPE), global_scale_ptr, e, row_M, ROWS, SHARED)
+    if narrow_ptr is not None:
+        of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
+        acc = add_adapter(
+            acc, e, row_M, first, count, first, of_adapter, E, ADAPTERS, RANK, BU, SIZES
+        )
     acc = add_bias(acc, bias_ptr, e.to(gl.int64) * stride_be, row_M)
     h = activated(acc, ACT)
     n = gl.arange(0, N, gl.SliceLayout(0, h.type.layout))
@@ -322,9 +344,11 @@ def few_up(
 @gluon.jit
 def few_down(
     h_ptr, h_scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
-    global_scale_ptr, bias_ptr, y_ptr, stride_be,
+    global_scale_ptr, bias_ptr, y_ptr, stride_be, narrow_ptr, wide_ptr, index_ptr, stride_bg,
+    stride_bf, stride_br,
     E: gl.constexpr, D: gl.constexpr, I: gl.constexpr, W: gl.constexpr, DTYPE: gl.constexpr,
-    BE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
+    ADAPTERS: gl.constexpr, RANK: gl.constexpr, BU: gl.constexpr, BE: gl.constexpr,
+    P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     S: gl.constexpr = SIZES.S
     M: gl.constexpr = 16 * SIZES.MW * SIZES.MT
@@ -350,6 +374,9 @@ def few_down(
         w_ptr, w_scale_ptr, w_zero_ptr, e_S, d, tokens, D, I, S, W, DTYPE, P, SIZES, False, PDL
     )
     acc = under_global(summed(acc, W, DTYPE), global_scale_ptr, e)
+    if narrow_ptr is not None:
+        of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
+        acc = add_adapter(acc, e, d, first, count, first, of_adapter, E, ADAPTERS, RANK, BU, SIZES)
     layout: gl.constexpr = acc.type.layout
     n = gl.arange(0, N, gl.SliceLayout(0, layout))
     d = block * M + gl.arange(0, M, gl.SliceLayout(1, layout))

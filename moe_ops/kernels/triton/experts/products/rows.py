@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from moe_ops.kernels.triton.experts.adapters import add_adapter
 from moe_ops.kernels.triton.experts.call import Call, Reads
 from moe_ops.kernels.triton.experts.driver import Products
 from moe_ops.kernels.triton.experts.formats.codes import by_row
@@ -49,11 +50,11 @@ class RowsTiles:
 def rows_up(
     x_ptr, x_scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
     global_scale_ptr, bias_ptr, h_scale_ptr, h_ptr, h_row_scale_ptr, stride_x, stride_we, stride_wf,
-    stride_wd, stride_be,
+    stride_wd, stride_be, narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
     ACT: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr, EACH: tl.constexpr,
-    DTYPE: tl.constexpr, BE: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
-    PDL: tl.constexpr,
+    DTYPE: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, BU: tl.constexpr,
+    BE: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BI columns of h for up to BN rows of one expert. With static scales, EACH says
     whether each expert has one, and DTYPE what h is rounded to first."""
@@ -80,6 +81,11 @@ def rows_up(
         rescaled(acc_FN, W, x_ptr.dtype.element_ty), global_scale_ptr, e, row_F, inside_F, ROWS,
         SHARED,
     )  # fmt: skip
+    if narrow_ptr is not None:
+        acc_FN = add_adapter(
+            acc_FN, e, row_F, inside_F, first + n, first + n, n < count, narrow_ptr, wide_ptr,
+            index_ptr, stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, BU, False,
+        )  # fmt: skip
     h_IN = activated(acc_FN, bias_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
     if weights_ptr is not None:
         weight_N = tl.load(weights_ptr + pair_N, mask=n < count, other=0.0).to(tl.float32)
@@ -100,9 +106,11 @@ def rows_up(
 @triton.jit
 def rows_down(
     h_ptr, h_scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
-    global_scale_ptr, bias_ptr, y_ptr, stride_we, stride_wd, stride_wi, stride_be,
+    global_scale_ptr, bias_ptr, y_ptr, stride_we, stride_wd, stride_wi, stride_be, narrow_ptr,
+    wide_ptr, index_ptr, stride_bg, stride_bf, stride_br,
     E: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-    BE: tl.constexpr, BD: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+    ADAPTERS: tl.constexpr, RANK: tl.constexpr, BU: tl.constexpr, BE: tl.constexpr,
+    BD: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (D + BD - 1) // BD
     take_turn(PDL)
@@ -121,6 +129,11 @@ def rows_down(
         h_scale_ptr, first + n, n < count, D, I, BI, W, "",
     )  # fmt: skip
     acc_DN = under_global(rescaled(acc_DN, W, h_ptr.dtype.element_ty), global_scale_ptr, e)
+    if narrow_ptr is not None:
+        acc_DN = add_adapter(
+            acc_DN, e, d, inside_D, first + n, first + n, n < count, narrow_ptr, wide_ptr,
+            index_ptr, stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, BU, False,
+        )  # fmt: skip
     if bias_ptr is not None:
         bias_D = tl.load(bias_ptr + e * stride_be + d, mask=inside_D, other=0.0).to(tl.float32)
         if weights_ptr is None:
@@ -139,9 +152,10 @@ def _up(c: Call) -> None:
     launch(
         rows_up, (c.units(tile.BN) * triton.cdiv(H, tile.rows),),
         c.x.values, c.x.scale, *c.order, c.weights, *w13, c.static, c.h.values, c.h.scale,
-        c.x.values.stride(0), *strides(w13),
+        c.x.values.stride(0), *strides(w13), *c.added13.arguments,
         E=E, K=c.x.choices, D=D, I=I, H=H, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
-        EACH=by_expert(c.static), DTYPE=c.rounded, BE=c.BE, BI=tile.rows, BD=tile.step, BN=tile.BN,
+        EACH=by_expert(c.static), DTYPE=c.rounded, **c.added13.constants,
+        BE=c.BE, BI=tile.rows, BD=tile.step, BN=tile.BN,
         num_warps=tile.warps, num_stages=tile.stages, **pdl_options(c.ids_TK),
     )  # fmt: skip
 
@@ -150,8 +164,8 @@ def _down(c: Call) -> None:
     w2, tile, (E, D, I) = c.layer.stack2, c.tiles.down, c.sizes
     launch(
         rows_down, (c.units(tile.BN) * triton.cdiv(D, tile.rows),),
-        c.h.values, c.h.scale, *c.order, c.weights, *w2, c.out, *strides(w2),
-        E=E, D=D, I=I, H=c.h.values.shape[1], W=c.layer.weight,
+        c.h.values, c.h.scale, *c.order, c.weights, *w2, c.out, *strides(w2), *c.added2.arguments,
+        E=E, D=D, I=I, H=c.h.values.shape[1], W=c.layer.weight, **c.added2.constants,
         BE=c.BE, BD=tile.rows, BI=tile.step, BN=tile.BN,
         num_warps=tile.warps, num_stages=tile.stages, **pdl_options(c.ids_TK),
     )  # fmt: skip

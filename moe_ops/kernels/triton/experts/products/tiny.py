@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.triton import TINY_TOKENS
+from moe_ops.kernels.triton.experts.adapters import add_adapter
 from moe_ops.kernels.triton.experts.call import Call, Reads
 from moe_ops.kernels.triton.experts.driver import Products
 from moe_ops.kernels.triton.experts.formats.codes import by_row
@@ -94,11 +95,13 @@ def write_table(ids_ptr, expert_map_ptr, table_ptr, P, E: tl.constexpr, N_MAP, B
 def tiny_up(
     x_ptr, x_scale_ptr, ids_ptr, weights_ptr, expert_map_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
     global_scale_ptr, bias_ptr, h_scale_ptr, h_ptr, h_row_scale_ptr, table_ptr, share_ptr, T, N_MAP,
-    stride_x, stride_we, stride_wf, stride_wd, stride_be,
+    stride_x, stride_we, stride_wf, stride_wd, stride_be, narrow_ptr, wide_ptr, index_ptr,
+    stride_bg, stride_bf, stride_br,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
     ACT: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr, EACH: tl.constexpr,
-    DTYPE: tl.constexpr, BP: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
-    ONE: tl.constexpr, PDL: tl.constexpr,
+    DTYPE: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, BU: tl.constexpr,
+    BP: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ONE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BI columns of h for the expert of one pair; of several tokens, the last one
     writes the table.
@@ -147,6 +150,11 @@ def tiny_up(
         rescaled(acc_FN, W, x_ptr.dtype.element_ty), global_scale_ptr, e, row_F, inside_F, ROWS,
         SHARED,
     )  # fmt: skip
+    if narrow_ptr is not None:
+        acc_FN = add_adapter(
+            acc_FN, e, row_F, inside_F, pair * T + n, n, n < T, narrow_ptr, wide_ptr, index_ptr,
+            stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, BU, False,
+        )  # fmt: skip
     if share_ptr is not None:
         # One of the pair's programs is enough.
         tl.store(share_ptr + pair * T + n, weight_N, mask=n < tl.where(block == 0, T, 0))
@@ -191,10 +199,11 @@ def pair_of(rank, table_ptr, BP: tl.constexpr, ONE: tl.constexpr):
 def tiny_down(
     h_ptr, h_scale_ptr, ids_ptr, expert_map_ptr, table_ptr, share_ptr, w_ptr, w_scale_ptr,
     w_zero_ptr, global_scale_ptr, bias_ptr, residual_ptr, out_ptr, T, N_MAP, stride_we, stride_wd,
-    stride_wi, stride_be,
+    stride_wi, stride_be, narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
-    W: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr,
-    BI: tl.constexpr, BN: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
+    W: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, BU: tl.constexpr, BP: tl.constexpr,
+    BT: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr,
+    ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BR columns of out for all tokens, BG experts at a time.
 
@@ -224,6 +233,7 @@ def tiny_down(
     d_M = tl.program_id(0) * BR + m % BR
     token_N = n % BT
     acc_MN = tl.zeros((BG * BR, BN), tl.float32)
+    added_MN = acc_MN  # apart, as sums with weights are rescaled
     for first in range(0, count, BG):
         inside_M = (d_M < D) & (e_M < E)
         inside_N = (token_N < T) & (e_N < E) & (n // BT < BG)
@@ -239,11 +249,18 @@ def tiny_down(
             acc_MN += sum_MN * tl.load(global_scale_ptr + e_M, mask=e_M < E, other=0.0)[:, None]
         else:
             acc_MN = sum_MN
+        if narrow_ptr is not None:
+            added_MN = add_adapter(
+                added_MN, e_M, d_M, inside_M, pair_N * T + token_N, token_N, inside_N, narrow_ptr,
+                wide_ptr, index_ptr, stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, BU, False,
+            )  # fmt: skip
         next_M, next_N = first + BG + m // BR, first + BG + n // BT
         e_M = id_of(next_M, ids_ptr, expert_map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         e_N = id_of(next_N, ids_ptr, expert_map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         pair_N = pair_of(next_N, table_ptr, BP, ONE)
     acc_MN = rescaled(acc_MN, W, h_ptr.dtype.element_ty)
+    if narrow_ptr is not None:
+        acc_MN += added_MN
     diagonal_MN = (m // BR)[:, None] == (n // BT)[None, :]
     acc_MN = tl.where(diagonal_MN, acc_MN, 0.0)
     out_MT = tl.sum(tl.reshape(acc_MN, (BG * BR, BN // BT, BT)), 1)
@@ -279,10 +296,11 @@ def _up(c: Call) -> None:
         tiny_up, (P * triton.cdiv(H, c.tiles.BI) + (T > 1),),
         c.x.values, c.x.scale, c.ids_TK, weights, c.expert_map, *w13, static, c.h.values,
         c.h.scale, c.table, c.weights, T, c.n_map, c.x.values.stride(0), *strides(w13),
+        *c.added13.arguments,
         E=E, K=K, D=D, I=I, H=H, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
-        EACH=by_expert(static), DTYPE=c.rounded, BP=BP, BI=c.tiles.BI, BD=c.tiles.BD,
-        BN=TINY_TOKENS, ONE=T == 1, num_warps=4, num_stages=c.tiles.up_stages,
-        **pdl_options(c.ids_TK),
+        EACH=by_expert(static), DTYPE=c.rounded, **c.added13.constants, BP=BP,
+        BI=c.tiles.BI, BD=c.tiles.BD, BN=TINY_TOKENS, ONE=T == 1,
+        num_warps=4, num_stages=c.tiles.up_stages, **pdl_options(c.ids_TK),
     )  # fmt: skip
 
 
@@ -292,8 +310,8 @@ def _down(c: Call) -> None:
     launch(
         tiny_down, (triton.cdiv(D, tiles.BR),),
         c.h.values, c.h.scale, c.ids_TK, c.expert_map, c.table, c.weights, *w2,
-        c.residual_TD, c.out, T, c.n_map, *strides(w2),
-        E=E, K=K, D=D, I=I, H=c.h.values.shape[1], W=c.layer.weight,
+        c.residual_TD, c.out, T, c.n_map, *strides(w2), *c.added2.arguments,
+        E=E, K=K, D=D, I=I, H=c.h.values.shape[1], W=c.layer.weight, **c.added2.constants,
         BP=triton.next_power_of_2(T * K), BT=BT, BG=tiles.BG, BR=tiles.BR, BI=tiles.BH,
         BN=max(16, tiles.BG * BT), ONE=T == 1, num_warps=4, num_stages=tiles.down_stages,
         **pdl_options(c.ids_TK),
