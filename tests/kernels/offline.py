@@ -53,12 +53,12 @@ from moe_ops.kernels.triton.experts.operands import (
 )
 from moe_ops.kernels.triton.experts.products import grouped_plain, register_stream, rows, tiny
 from moe_ops.kernels.triton.experts.schedule import combine, sort
-from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.route import route
 from moe_ops.testing import ACTIVATIONS, LAYERS
 from tests.kernels.cubins import nans_of_zeros, usage
 from tests.kernels.offline_adapters import calls_with_adapters
 from tests.kernels.offline_codes import PATHS, calls_by_row, quantized_layer
+from tests.kernels.offline_floats import layer_call
 from tests.kernels.offline_latents import calls_over_latents
 from tests.kernels.offline_ranks import over_ranks, pushed, summed
 from tests.kernels.offline_states import WITH_STATES, with_states
@@ -286,7 +286,7 @@ PARTS: dict[str, Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]] = {
     "latents": calls_over_latents,
     "ranks": calls_over_ranks,
     "training": calls_of_training,
-    "adapters": lambda _: calls_with_adapters(layer_call),
+    "adapters": calls_with_adapters,
     "more_codes": lambda capability: calls_of_codes(capability, FORMATS[3:11]),
     "other_codes": lambda capability: calls_of_codes(capability, FORMATS[11:]),
 }
@@ -352,35 +352,9 @@ def layer(case: Any, backend: str, T: int, full: bool, **more: Any) -> None:
     run_experts(PATHS.get(backend, backend), call, residual_TD)
 
 
-def layer_call(
-    case: Any, T: int, full: bool, dtype: torch.dtype = torch.bfloat16, transposed: bool = False,
-    **activation: Any,
-) -> ExpertsCall:  # fmt: skip
-    """`full`: with biases, an expert map and ids of 64 bits."""
-    F = 2 * case.I if activation.get("gated", True) else case.I
-
-    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    def weight(rows: int, columns: int) -> Tensor:
-        return empty(case.E, *((columns, rows) if transposed else (rows, columns)))
-
-    return ExpertsCall(
-        x_TD=empty(T, case.D),
-        weights_TK=empty(T, case.K, dtype=torch.float32),
-        ids_TK=empty(T, case.K, dtype=torch.int64 if full else torch.int32),
-        w13_EFD=weight(F, case.D),
-        w2_EDI=weight(case.D, case.I),
-        b13_EF=empty(case.E, F) if full else None,
-        b2_ED=empty(case.E, case.D) if full else None,
-        expert_map=empty(2 * case.E, dtype=torch.int32) if full else None,
-        transposed=transposed,
-        **activation,
-    )
-
-
 def main() -> None:
-    capability, part, known = int(sys.argv[1]), sys.argv[2], set[tuple[Any, ...]]()
+    capability, part = int(sys.argv[1]), sys.argv[2]
+    known: set[tuple[Any, ...]] = set()
     for name, call in PARTS[part](capability):
         for found in compile_launches(call, capability, known, one_of_each=part == ONE_OF_EACH):
             print(json.dumps({"call": name, **found}), flush=True)

@@ -15,27 +15,26 @@ from moe_ops.ops.adapters import Adapter
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.testing import LAYERS
 from tests.kernels.offline_codes import PATHS, quantized_call
+from tests.kernels.offline_floats import layer_call
 
 TOKENS = {"tiny": (1, 8), "rows": (8, 64, 256, 1024), "grouped": (256, 4096)}
 
 
-def calls_with_adapters(
-    layer: Callable[..., ExpertsCall],
-) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """`layer` makes a call of experts of a case, of so many tokens."""
+def calls_with_adapters(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     for name, rank, N in (("qwen3_30b", 16, 0), ("gpt_oss_20b", 128, 3)):
         case = LAYERS[name]
         for backend, counts in TOKENS.items():
             for T in counts if name == "qwen3_30b" else counts[-1:]:
                 for dtype in (torch.bfloat16, torch.float16)[: 1 + (T == 8)]:
-                    call = functools.partial(adapted, layer, case, backend, T, rank, N, dtype)
+                    call = functools.partial(adapted, case, backend, T, rank, N, dtype)
                     yield f"{name} {backend} {T} {rank} {dtype}", call
     case = LAYERS["qwen3_30b"]
-    call = functools.partial(adapted, layer, case, "grouped", 256, 16, 3, torch.float32)
+    call = functools.partial(adapted, case, "grouped", 256, 16, 3, torch.float32)
     yield "float32 grouped", call
     for backend, T in (("tiny", 1), ("tiny", 4), ("rows", 16), ("rows", 256), ("rows", 1024)):
-        for N in (0, 3):
-            yield f"{backend} {T} int4 {N}", functools.partial(coded, case, backend, T, N)
+        for rank, N in ((16, 0), (16, 3), (128, 0)):
+            call = functools.partial(coded, case, backend, T, rank, N)
+            yield f"{backend} {T} int4 {rank} {N}", call
 
 
 def adapter_of(call: ExpertsCall, rank: int, N: int) -> Adapter:
@@ -55,16 +54,16 @@ def adapter_of(call: ExpertsCall, rank: int, N: int) -> Adapter:
 
 
 def adapted(
-    layer: Callable[..., ExpertsCall], case: Any, backend: str, T: int, rank: int, N: int,
+    case: Any, backend: str, T: int, rank: int, N: int,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    call = layer(case, T, bool(N), dtype=dtype)
+    call = layer_call(case, T, bool(N), dtype=dtype)
     kernel = PATHS.get(backend, f"{backend}/{backend}")
     run_experts(kernel, call, adapter=adapter_of(call, rank, N))
 
 
-def coded(case: Any, backend: str, T: int, N: int) -> None:
+def coded(case: Any, backend: str, T: int, rank: int, N: int) -> None:
     """By each path of a backend that runs here."""
     call = quantized_call(case, T, "int4:1x128:bfloat16", "")
     for kernel in (backend, f"{backend}/{backend}"):
-        run_experts(kernel, call, adapter=adapter_of(call, 16, N))
+        run_experts(kernel, call, adapter=adapter_of(call, rank, N))

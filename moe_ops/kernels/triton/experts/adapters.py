@@ -11,7 +11,7 @@ narrow_ptr points to u, and wide_ptr to B.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
@@ -24,6 +24,7 @@ from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
 Pair = tuple[Tensor | None, Tensor | None]  # A and B, if there are any
+RANKS_AT_ONCE = tl.constexpr(32)
 LEAST = 16  # rows and columns of a product on matrix units
 
 
@@ -136,46 +137,50 @@ def add_adapter(
     """acc and B u: acc is [M, N], of rows of the weights of experts and of tokens, or [N, M] with
     TOKENS_FIRST. e is an expert, or one for each row; u lies in rows u_row_N, and the adapter of
     each at token_N of the indices."""
-    r = tl.arange(0, BU)
-    inside_R = r < RANK
     at_M = row_M.to(tl.int64) * stride_bf + e.to(tl.int64) * stride_bg
     at_N = u_row_N.to(tl.int64) * RANK
-    if TOKENS_FIRST:
-        u = tl.load(
-            narrow_ptr + at_N[:, None] + r[None, :],
-            mask=inside_N[:, None] & inside_R[None, :],
-            other=0.0,
-        )
-        b_at = wide_ptr + at_M[None, :] + (r * stride_br)[:, None]
-        inside_b = inside_M[None, :] & inside_R[:, None]
-    else:
-        u = tl.load(
-            narrow_ptr + at_N[None, :] + r[:, None],
-            mask=inside_N[None, :] & inside_R[:, None],
-            other=0.0,
-        )
-        b_at = wide_ptr + at_M[:, None] + (r * stride_br)[None, :]
-        inside_b = inside_M[:, None] & inside_R[None, :]
     if index_ptr is None:
-        acc = product(acc, tl.load(b_at, mask=inside_b, other=0.0), u, TOKENS_FIRST)
+        acc = add_ranks(
+            acc, wide_ptr, at_M, inside_M, narrow_ptr, at_N, inside_N, stride_br, RANK, BU,
+            TOKENS_FIRST,
+        )  # fmt: skip
     else:
         index_N = tl.load(index_ptr + token_N, mask=inside_N, other=-1).to(tl.int32)
         for n in range(ADAPTERS):
             mine_N = index_N == n
             if tl.max(mine_N.to(tl.int32), 0) > 0:
-                at = b_at + tl.cast(n * E, tl.int64) * stride_bg
-                sums = product(acc, tl.load(at, mask=inside_b, other=0.0), u, TOKENS_FIRST)
+                own_ptr = wide_ptr + tl.cast(n * E, tl.int64) * stride_bg
+                sums = add_ranks(
+                    acc, own_ptr, at_M, inside_M, narrow_ptr, at_N, inside_N, stride_br, RANK, BU,
+                    TOKENS_FIRST,
+                )  # fmt: skip
                 # What adapters of others hold is no part of a row's sum, even if it is no number.
                 acc = tl.where(mine_N[:, None] if TOKENS_FIRST else mine_N[None, :], sums, acc)
     return acc
 
 
 @triton.jit
-def product(acc, b, u, TOKENS_FIRST: tl.constexpr):
-    if TOKENS_FIRST:
-        acc = tl.dot(u, b, acc, input_precision="ieee")
-    else:
-        acc = tl.dot(b, u, acc, input_precision="ieee")
+def add_ranks(
+    acc, wide_ptr, at_M, inside_M, narrow_ptr, at_N, inside_N, stride_br,
+    RANK: tl.constexpr, BU: tl.constexpr, TOKENS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """acc and B u, a few ranks at a time: of more, registers would be short."""
+    STEP: tl.constexpr = RANKS_AT_ONCE if BU > RANKS_AT_ONCE else BU
+    for first in tl.static_range(0, RANK, STEP):
+        r = first + tl.arange(0, STEP)
+        inside_R = r < RANK
+        if TOKENS_FIRST:
+            u_at, u_inside = at_N[:, None] + r[None, :], inside_N[:, None] & inside_R[None, :]
+            b_at, b_inside = at_M[None, :], inside_M[None, :] & inside_R[:, None]
+            b = tl.load(wide_ptr + b_at + (r * stride_br)[:, None], mask=b_inside, other=0.0)
+            u = tl.load(narrow_ptr + u_at, mask=u_inside, other=0.0)
+            acc = tl.dot(u, b, acc, input_precision="ieee")
+        else:
+            u_at, u_inside = at_N[None, :] + r[:, None], inside_N[None, :] & inside_R[:, None]
+            b_at, b_inside = at_M[:, None], inside_M[:, None] & inside_R[None, :]
+            b = tl.load(wide_ptr + b_at + (r * stride_br)[None, :], mask=b_inside, other=0.0)
+            u = tl.load(narrow_ptr + u_at, mask=u_inside, other=0.0)
+            acc = tl.dot(b, u, acc, input_precision="ieee")
     return acc
 
 
@@ -258,15 +263,20 @@ class Tile:
     warps: int
 
 
-# Few rows wait for the memory, many for the tile's rows; not measured yet.
-FEW, MANY = Tile(BN=16, BD=256, stages=2, warps=4), Tile(BN=64, BD=64, stages=3, warps=4)
+# Few rows wait for one load after the other, many for the memory: both have as many on their way as
+# fit the shared memory of every GPU. Not measured yet.
+FEW, MANY = Tile(BN=16, BD=256, stages=4, warps=4), Tile(BN=64, BD=128, stages=4, warps=4)
+WIDE = 64  # columns of a tile, from which on shorter steps fit
 
 
-def tile_for(rows: int, experts: int, x: Tensor, rank: int) -> Tile:
-    """The tile of a `narrow` of so many rows. Exact products of float32 take short steps."""
+def tile_for(rows: int, experts: int, x: Tensor, rank: int, plain: bool = True) -> Tile:
+    """The tile of a `narrow` of so many rows. Exact products of float32 take short steps, and what
+    is not `plain`, with other orders of columns or several adapters, has addresses to keep."""
     tile = FEW if rows <= LEAST * experts else MANY
-    if x.element_size() > 2 or tile_of(rank) > 64:
-        return Tile(BN=tile.BN, BD=32, stages=2, warps=tile.warps)
+    if x.element_size() > 2:
+        return replace(tile, BD=32, stages=2)
+    if tile_of(rank) > WIDE or not plain:
+        return replace(tile, BN=min(tile.BN, 32), BD=64, stages=3)
     return tile
 
 
@@ -278,7 +288,7 @@ def narrow_rows(
     ends: of the tokens that they have, or of x where it has a row for each."""
     (rows_R, ends_E), (_, rank, D) = order, a_GrD.shape
     R, adapter_T = rows_R.shape[0], adapters.adapter_T
-    tile = tile_for(R, experts, x, rank)
+    tile = tile_for(R, experts, x, rank, weight is None and adapter_T is None)
     u_Rr = x.new_empty(R, rank)
     index_R = None if adapter_T is None else rows_R.new_empty(R)
     if R == 0:
@@ -301,7 +311,7 @@ def narrow_pairs(
 ) -> Tensor:  # fmt: skip
     """u of each pair of a few tokens, and of each of these: [pairs * tokens, r]."""
     (T, K), (_, rank, D) = ids_TK.shape, a_GrD.shape
-    tile = tile_for(T, experts, x, rank)
+    tile = tile_for(T, experts, x, rank, weight is None and adapters.adapter_T is None)
     u_Pr = x.new_empty(T * K * T, rank)
     n_map = 0 if expert_map is None else expert_map.shape[0]
     launch(

@@ -63,9 +63,9 @@ def grouped_rows(
     return product(h_RI, None, ends_E, w2_EDI, b2_ED, out, None, LINEAR, tiles, wgmma)
 
 
-def tile_rows(a: Tensor, rows: int, w: Tensor, wgmma: bool) -> Any:
+def tile_rows(a: Tensor, rows: int, w: Tensor, wgmma: bool, added: Added = NOTHING) -> Any:
     """The rows of a tile that a product of these operands takes, for `tile_map`."""
-    return _kernel(True).BLOCK_M if wgmma else grouped_plain.config_of(a, rows, w).block_m
+    return _kernel(True).BLOCK_M if wgmma else grouped_plain.config_of(a, rows, w, added).block_m
 
 
 def _kernel(wgmma: bool) -> Any:
@@ -87,7 +87,7 @@ def product(
     if out.numel() == 0:
         return out
     wgmma = wgmma and _kernel(True).adds(added)
-    block_m = tile_rows(a, out.shape[0], w_ENK, wgmma)
+    block_m = tile_rows(a, out.shape[0], w_ENK, wgmma, added)
     if tiles is None or tiles.block_m != block_m:
         tiles = tile_map(ends_E, out.shape[0], block_m)
     bias_EN = None if bias_EN is None else bias_EN.contiguous()

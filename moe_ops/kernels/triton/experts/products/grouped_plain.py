@@ -56,15 +56,15 @@ def config_for(
 
     Exact products of float32 have no matrix unit: a larger tile would not fit the registers.
     """
-    block_m = next((m for m in (16, 32, 64) if rows_per_expert <= m), 128)
+    block_m = next((m for m in (16, 32, 64) if rows_per_expert <= m or (apart and m == 64)), 128)
     if element_size <= 2:
-        wide = block_m == 128 and shared_memory > 200_000 and not apart
-        block_n, block_k = 256 if wide else 128, 64
+        block_n, block_k = 256 if block_m == 128 and shared_memory > 200_000 else 128, 64
     else:
         block_n, block_k = (128, 16) if block_m == 128 else (64, 32)
     stage = (block_m + block_n) * block_k * element_size
     stages = min(4, (shared_memory - 1024) // stage)
-    return Config(block_m, block_n, block_k, 8 if block_m == 128 else 4, stages)
+    warps = 8 if block_m == 128 or (apart and element_size <= 2) else 4
+    return Config(block_m, block_n, block_k, warps, stages)
 
 
 @triton.jit

@@ -10,12 +10,12 @@ and a weight is read from memory once: units of work with the same weights are n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton.experts.adapters import add_adapter
+from moe_ops.kernels.triton.experts.adapters import Added, add_adapter
 from moe_ops.kernels.triton.experts.call import Call, Reads
 from moe_ops.kernels.triton.experts.driver import Products
 from moe_ops.kernels.triton.experts.formats.codes import by_row
@@ -146,8 +146,14 @@ def rows_down(
     tl.store(y_ptr + row_1N * D + d[:, None], acc_DN.to(y_ptr.dtype.element_ty), mask=mask_DN)
 
 
+def _with_room(tile: Tile, added: Added) -> Tile:
+    """A tile that leaves registers for sums with adapters that differ from row to row."""
+    return tile if added.index is None else replace(tile, BN=min(tile.BN, 64))
+
+
 def _up(c: Call) -> None:
-    layer, tile, (E, D, I), H = c.layer, c.tiles.up, c.sizes, c.h.values.shape[1]
+    layer, (E, D, I), H = c.layer, c.sizes, c.h.values.shape[1]
+    tile = _with_room(c.tiles.up, c.added13)
     w13 = layer.stack13
     launch(
         rows_up, (c.units(tile.BN) * triton.cdiv(H, tile.rows),),
@@ -161,7 +167,7 @@ def _up(c: Call) -> None:
 
 
 def _down(c: Call) -> None:
-    w2, tile, (E, D, I) = c.layer.stack2, c.tiles.down, c.sizes
+    w2, tile, (E, D, I) = c.layer.stack2, _with_room(c.tiles.down, c.added2), c.sizes
     launch(
         rows_down, (c.units(tile.BN) * triton.cdiv(D, tile.rows),),
         c.h.values, c.h.scale, *c.order, c.weights, *w2, c.out, *strides(w2), *c.added2.arguments,
