@@ -77,8 +77,13 @@ def _register(kernel: str, supports: Supports, priority: int, rows: Rows = ANY_N
     adapting = [path for path in triton_paths.paths_of(kernel) if path.adapts]
     for path in adapting:
         of = path.forced.removeprefix("triton.")
+
+        # A function of its own, as the cache of compiled graphs knows nothing of partial ones.
+        def run_path(call: ExpertsAdaptedCall, of: str = of) -> Tensor:
+            return _run(of, call)
+
         asked = {"refusal": _of_layer(path.refusal), "most": _of_layer(path.most)}
-        experts_adapted.path(backend, path.forced, functools.partial(_run, of), **asked)
+        experts_adapted.path(backend, path.forced, run_path, **asked)
     for name in (backend, *(path.forced for path in adapting)):
         of = name.removeprefix("triton.")
         compiles_ahead(experts_adapted, name, functools.partial(_run, of))

@@ -355,3 +355,7 @@ def test_a_second_process_hits_the_caches_until_something_changes(tmp_path: Path
     source = tmp_path / "moe_ops" / "passes" / "rewriting" / "context.py"
     source.write_text(source.read_text() + "# changed\n")
     assert run(tmp_path, "default") == [COLD]
+
+
+def test_all_of_ours_is_known_to_the_cache() -> None:
+    assert cache_key.registry_key() is not None
