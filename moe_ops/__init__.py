@@ -48,7 +48,7 @@ from moe_ops.registry.using import using
 # The same for type checkers and editors, which read this file and import nothing.
 if TYPE_CHECKING:
     from moe_ops.backends.flashinfer.options import flashinfer_options
-    from moe_ops.compiler import backend, compile, compile_config, graph_report
+    from moe_ops.compiler import backend, compile, compile_config, explain, graph_report
     from moe_ops.exporting.tables import decompositions
     from moe_ops.generation import generation_report
     from moe_ops.graphs.capture import buckets_of, capture
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from moe_ops.hf.quantize import quantize_model
     from moe_ops.layer import MoELayer, Routing
     from moe_ops.main_grad import accumulate_into_main_grad
-    from moe_ops.passes.explain import explain
     from moe_ops.passes.inductor.compiled import inductor_options
     from moe_ops.planning.tune import tune
     from moe_ops.prepared import prepare
@@ -73,11 +72,10 @@ _OF_TRANSFORMERS = {
 }
 _LAZY = {
     **_OF_TRANSFORMERS,
-    **dict.fromkeys(("compile", "compile_config", "graph_report"), "moe_ops.compiler"),
+    **dict.fromkeys(("compile", "compile_config", "explain", "graph_report"), "moe_ops.compiler"),
     "inductor_options": "moe_ops.passes.inductor.compiled",
     **dict.fromkeys(("buckets_of", "capture"), "moe_ops.graphs.capture"),
     "decompositions": "moe_ops.exporting.tables",
-    "explain": "moe_ops.passes.explain",
     "flashinfer_options": "moe_ops.backends.flashinfer.options",
     "fake_quantize": "moe_ops.quant.straight_through",
     "tune": "moe_ops.planning.tune",
