@@ -52,6 +52,14 @@ if TYPE_CHECKING:
     from moe_ops.exporting.tables import decompositions
     from moe_ops.generation import generation_report
     from moe_ops.graphs.capture import buckets_of, capture
+    from moe_ops.hf.adapters.added import (
+        add_adapter,
+        merge_adapter,
+        remove_adapter,
+        set_adapter,
+    )
+    from moe_ops.hf.adapters.files import load_adapter, save_adapter
+    from moe_ops.hf.adapters.rows import adapters
     from moe_ops.hf.optimize import optimize, restore
     from moe_ops.hf.over_ranks import share_experts
     from moe_ops.hf.quantize import quantize_model
@@ -67,6 +75,12 @@ if TYPE_CHECKING:
 # Names that need transformers, or Inductor, or that few need, are imported when first asked for.
 _OF_TRANSFORMERS = {
     **dict.fromkeys(("optimize", "restore", "quantize_model", "share_experts"), "moe_ops.hf"),
+    **dict.fromkeys(
+        ("add_adapter", "merge_adapter", "remove_adapter", "set_adapter"),
+        "moe_ops.hf.adapters.added",
+    ),
+    **dict.fromkeys(("load_adapter", "save_adapter"), "moe_ops.hf.adapters.files"),
+    "adapters": "moe_ops.hf.adapters.rows",
     "from_checkpoint": "moe_ops.published",
     "generation_report": "moe_ops.generation",
 }
@@ -96,6 +110,8 @@ __all__ = [
     "accumulate_into_main_grad",
     "activate",
     "activate_backward",
+    "adapters",
+    "add_adapter",
     "backend",
     "buckets_of",
     "capture",
@@ -125,13 +141,18 @@ __all__ = [
     "generation_report",
     "graph_report",
     "inductor_options",
+    "load_adapter",
+    "merge_adapter",
     "moe",
     "optimize",
     "prepare",
     "quantize",
     "quantize_model",
+    "remove_adapter",
     "restore",
     "route",
+    "save_adapter",
+    "set_adapter",
     "share_experts",
     "sum_ranks",
     "tune",
