@@ -2,11 +2,13 @@
 
     python examples/generate.py --model qwen3-30b --batch 1 8 32 --stock default max-autotune
     python examples/generate.py --experts bfloat16 int4:1x128:bfloat16 --stock none
+    python examples/generate.py --experts bfloat16 int4:1x128:bfloat16 --stock none --adapter 16
 
 The second also quantises the experts, in place: weights, or weights+inputs, in a format of
-docs/FORMATS.md. Prints decoded tokens per second (between 64 and 128 new tokens), the time of a
-prompt, of the first call, the memory beyond weights and key-value cache, and where a step's time
-goes. A second run of the same command finds the compiled code in torch's caches.
+docs/FORMATS.md; the third then gives them an adapter of a rank. Prints decoded tokens per second
+(between 64 and 128 new tokens), the time of a prompt, of the first call, the memory beyond weights
+and key-value cache, and where a step's time goes. A second run of the same command finds the
+compiled code in torch's caches.
 """
 
 from __future__ import annotations
@@ -273,6 +275,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--experts", nargs="+", default=[FLOAT], metavar="FORMAT",
         help=f"of the experts on our way: {FLOAT}, or what to quantise them to",
     )  # fmt: skip
+    parser.add_argument(
+        "--adapter",
+        type=int,
+        metavar="RANK",
+        help="also with an adapter of experts, on our way",
+    )
     parser.add_argument("--inductor", default="{}", help="more options of Inductor, as JSON")
     parser.add_argument("--profile", action="store_true", help="where a step's time goes")
     parser.add_argument(
@@ -321,6 +329,15 @@ def main(arguments: list[str] | None = None) -> None:
             report.add(measure(way, model, ids, args.tokens, **kwargs))
 
 
+@torch.no_grad()
+def adapt(model: Any, rank: int) -> None:
+    """Give the experts of a model an adapter that does something; its twin follows."""
+    moe_ops.add_adapter(model, rank)
+    for name, p in model.named_parameters():
+        if "expert_adapters" in name:
+            p.normal_(std=p.shape[-1] ** -0.5)
+
+
 def measure_ours(
     args: argparse.Namespace, model: Any, experts: str, prompts: dict[int, Tensor], report: Report
 ) -> None:
@@ -337,6 +354,10 @@ def measure_ours(
             report.write()
         if args.profile and ids.is_cuda:
             steps[batch] = breakdown(ours, ids)
+    if args.adapter:
+        adapt(model, args.adapter)
+        for ids in prompts.values():
+            report.add(measure(f"{way} r{args.adapter}", ours, ids, args.tokens))
     for size in moe_ops.generation_report(ours):
         say(str(size))
     if steps:  # last, as memory that this took would count as that of generate

@@ -4,6 +4,7 @@
     python examples/train.py --text FILE --model tiny --steps 200
     python examples/train.py --lora --stock       # adapters of attention, on frozen experts
     python examples/train.py --qlora              # the same on experts in int4
+    python examples/train.py --qlora --experts    # adapters of these experts, too
     torchrun --nproc-per-node 2 examples/train.py --fsdp
 
 Random weights. Tokens are bytes, of a file or of a random text in which four bytes may follow each.
@@ -45,6 +46,7 @@ VOCABULARY, SYMBOLS, FOLLOWERS = 256, 64, 4  # of bytes; of a random text
 WARM_UP = 2  # steps that are not timed
 SCHEME = "int4_w4a16"
 ATTENTION = r".*\.self_attn\.\w*proj\w*"
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 def small(layers: int | None) -> Qwen3MoeConfig:
@@ -99,6 +101,7 @@ def parse() -> argparse.Namespace:
     adapters = parser.add_mutually_exclusive_group()
     adapters.add_argument("--lora", action="store_true", help="train adapters of attention alone")
     adapters.add_argument("--qlora", action="store_true", help=f"the same, experts in {SCHEME}")
+    parser.add_argument("--experts", action="store_true", help="train adapters of experts, too")
     parser.add_argument("--fsdp", action="store_true", help="shard over the ranks of torchrun")
     parser.add_argument("--plot", help="draw the losses to this PNG file")
     args = parser.parse_args()
@@ -106,6 +109,8 @@ def parse() -> argparse.Namespace:
         parser.error(f"--steps {args.steps} leaves none to time; the first {WARM_UP} are warm-up")
     if args.fsdp and (args.lora or args.qlora):
         parser.error("--fsdp shards models that train whole; drop it, or the adapters")
+    if args.experts and not (args.lora or args.qlora):
+        parser.error("--experts goes with --lora or --qlora; without them experts train whole")
     if args.lr is None:
         args.lr = 0.005 if args.lora or args.qlora else 0.003
     return args
@@ -163,7 +168,10 @@ def run(name: str, rows_BS: Tensor, args: argparse.Namespace, device: torch.devi
                 raise SystemExit(f"--model {args.model} is not quantised: {quantized.kept[0]}")
         moe_ops.optimize(model)
     if args.lora or args.qlora:
-        model = with_adapters(model)
+        in_codes = args.qlora and name == OURS  # which peft cannot adapt
+        model = with_adapters(model, *(EXPERTS if args.experts and not in_codes else ()))
+    if args.experts and name == OURS:
+        adapt_experts(model, args.qlora)
     if args.fsdp:
         shard(model)
     by_trainer = not args.fsdp and importlib.util.find_spec("accelerate") is not None
@@ -182,13 +190,23 @@ def run(name: str, rows_BS: Tensor, args: argparse.Namespace, device: torch.devi
     )
 
 
-def with_adapters(model: Any) -> Any:
-    """The model with low-rank adapters of its attention, which alone are trained."""
+def with_adapters(model: Any, *parameters: str) -> Any:
+    """The model with low-rank adapters of its attention, and of these parameters, which alone are
+    trained."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
     config = LoraConfig(r=16, lora_alpha=32, target_modules=ATTENTION, task_type="CAUSAL_LM")
+    config.target_parameters = list(parameters) or None
     return get_peft_model(model, config)
+
+
+def adapt_experts(model: Any, in_codes: bool) -> None:
+    """Have adapters of experts run apart from the weights: those of peft, or, on codes, ours."""
+    if in_codes:
+        moe_ops.add_adapter(model.get_base_model(), 16, alpha=32)
+    else:
+        moe_ops.optimize(model)
 
 
 def shard(model: Any) -> None:

@@ -48,16 +48,23 @@ from moe_ops.registry.using import using
 # The same for type checkers and editors, which read this file and import nothing.
 if TYPE_CHECKING:
     from moe_ops.backends.flashinfer.options import flashinfer_options
-    from moe_ops.compiler import backend, compile, compile_config, graph_report
+    from moe_ops.compiler import backend, compile, compile_config, explain, graph_report
     from moe_ops.exporting.tables import decompositions
     from moe_ops.generation import generation_report
     from moe_ops.graphs.capture import buckets_of, capture
+    from moe_ops.hf.adapters.added import (
+        add_adapter,
+        merge_adapter,
+        remove_adapter,
+        set_adapter,
+    )
+    from moe_ops.hf.adapters.files import load_adapter, save_adapter
+    from moe_ops.hf.adapters.rows import adapters
     from moe_ops.hf.optimize import optimize, restore
     from moe_ops.hf.over_ranks import share_experts
     from moe_ops.hf.quantize import quantize_model
     from moe_ops.layer import MoELayer, Routing
     from moe_ops.main_grad import accumulate_into_main_grad
-    from moe_ops.passes.explain import explain
     from moe_ops.passes.inductor.compiled import inductor_options
     from moe_ops.planning.tune import tune
     from moe_ops.prepared import prepare
@@ -68,16 +75,21 @@ if TYPE_CHECKING:
 # Names that need transformers, or Inductor, or that few need, are imported when first asked for.
 _OF_TRANSFORMERS = {
     **dict.fromkeys(("optimize", "restore", "quantize_model", "share_experts"), "moe_ops.hf"),
+    **dict.fromkeys(
+        ("add_adapter", "merge_adapter", "remove_adapter", "set_adapter"),
+        "moe_ops.hf.adapters.added",
+    ),
+    **dict.fromkeys(("load_adapter", "save_adapter"), "moe_ops.hf.adapters.files"),
+    "adapters": "moe_ops.hf.adapters.rows",
     "from_checkpoint": "moe_ops.published",
     "generation_report": "moe_ops.generation",
 }
 _LAZY = {
     **_OF_TRANSFORMERS,
-    **dict.fromkeys(("compile", "compile_config", "graph_report"), "moe_ops.compiler"),
+    **dict.fromkeys(("compile", "compile_config", "explain", "graph_report"), "moe_ops.compiler"),
     "inductor_options": "moe_ops.passes.inductor.compiled",
     **dict.fromkeys(("buckets_of", "capture"), "moe_ops.graphs.capture"),
     "decompositions": "moe_ops.exporting.tables",
-    "explain": "moe_ops.passes.explain",
     "flashinfer_options": "moe_ops.backends.flashinfer.options",
     "fake_quantize": "moe_ops.quant.straight_through",
     "tune": "moe_ops.planning.tune",
@@ -98,6 +110,8 @@ __all__ = [
     "accumulate_into_main_grad",
     "activate",
     "activate_backward",
+    "adapters",
+    "add_adapter",
     "backend",
     "buckets_of",
     "capture",
@@ -127,13 +141,18 @@ __all__ = [
     "generation_report",
     "graph_report",
     "inductor_options",
+    "load_adapter",
+    "merge_adapter",
     "moe",
     "optimize",
     "prepare",
     "quantize",
     "quantize_model",
+    "remove_adapter",
     "restore",
     "route",
+    "save_adapter",
+    "set_adapter",
     "share_experts",
     "sum_ranks",
     "tune",

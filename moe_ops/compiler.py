@@ -20,12 +20,13 @@ from moe_ops.graphs.capture import GraphRunner
 from moe_ops.graphs.cuda_graph import GraphPool
 from moe_ops.graphs.repeated import Repeated
 from moe_ops.graphs.report import GraphReport, SizeReport, refusals
-from moe_ops.installed import is_transformers_model, require_transformers
+from moe_ops.installed import inside_of_peft, is_transformers_model, require_transformers
 from moe_ops.interop.code_objects import compile_call
 from moe_ops.interop.compile_workers import start_workers
 from moe_ops.interop.hooks import hooks_of
 from moe_ops.interop.interrupts import call_compiled
 from moe_ops.kernels import gpus
+from moe_ops.passes import explain as explaining
 from moe_ops.passes.inductor.compiled import (
     Compiled,
     compiled_call,
@@ -106,8 +107,10 @@ def compile(
     was left alone, now or later, it says at WARNING, with the reason; under `strict` that is a
     RuntimeError for experts.
 
-    Of a module that only holds a transformers model, as a PeftModel does, `forward` is compiled and
-    `generate` is not, which is logged: give the model inside.
+    Of a PeftModel of peft the model inside is compiled, and so its `generate`; experts that its
+    `target_parameters` wrap run with their weights and adapters apart. Of another module that only
+    holds a transformers model `forward` is compiled and `generate` is not, which is logged: give
+    the model inside.
 
     torch.export of a compiled model of transformers, or of a module that holds it, gives a program
     with our ops, where it is not strict and no gradient may be wanted; else a WARNING says why not.
@@ -124,7 +127,10 @@ def compile(
             f"model must be an nn.Module, got {type(model).__name__}; for a function call "
             "torch.compile(function, options=moe_ops.inductor_options())"
         )
-    if is_transformers_model(model):
+    inside = inside_of_peft(model)
+    if not is_transformers_model(inside):
+        inside = model
+    else:
         require_transformers("moe_ops.compile of a model of transformers")
     check_flag("fullgraph", fullgraph)
     if dynamic is not None:
@@ -137,30 +143,42 @@ def compile(
     tell_of_limit()
     if any(p.is_cuda for p in model.parameters()):
         start_workers()
-    made = Twin(model, give_ours) if is_transformers_model(model) else Twin(model)
-    twin = made.module
-    backend = Net(merged, dynamic, hooks_of(model), type(model).__name__)
+    made, follow = followed(model)
+    twin = made.module if inside is model else inside_of_peft(made.module)
+    backend = Net(merged, dynamic, hooks_of(inside), type(inside).__name__)
     how = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic, backend=backend)
     call = compile_call(twin, how)
     tell = OfModel(lambda: twin, merged[HOOK], merged[HOOK].found).tell
-    compiled = Compiled(twin._call_impl, call, merged[HOOK], dynamic, made.follow, tell)
+    compiled = Compiled(twin._call_impl, call, merged[HOOK], dynamic, follow, tell)
     compiled.graphs = functools.partial(graphs_of, compiled, twin)
     twin._compiled_call_impl = compiled
-    if is_transformers_model(model):
+    if is_transformers_model(inside):
         from moe_ops.hf.optimize import WhileExported
 
         compiled.exporting = WhileExported(twin)
         region = region_of_layers(merged)
         if not fullgraph and dynamic is None and not merged.get("triton.cudagraphs"):
             compiled.by_layers = by_layers_of(twin, region)
-        quicken(twin, merged, region, made.follow, tell)
+        quicken(twin, merged, region, torch.no_grad()(follow), tell)
     elif hasattr(model, "generate") and any(map(is_transformers_model, model.modules())):
         log.warning(
             "generate of %s is its own, and the model that it calls inside is not compiled; give "
-            "that to moe_ops.compile, of a PeftModel get_base_model() or merge_and_unload()",
+            "that to moe_ops.compile",
             type(model).__name__,
         )
-    return twin
+    return made.module
+
+
+@functools.wraps(explaining.explain)
+def explain(model: Callable[..., Any], inputs: Any, **options: Any) -> Any:
+    """`explain` of passes, with experts that have adapters as `compile` runs them."""
+    inside = inside_of_peft(model)
+    if not is_transformers_model(inside):
+        return explaining.explain(model, inputs, **options)
+    from moe_ops.hf.adapters.wrapped import apart
+
+    with apart(inside):
+        return explaining.explain(inside, inputs, **options)
 
 
 def compile_config(*, extra: Mapping[str, Any] | None = None, **options: Any) -> Any:
@@ -212,14 +230,32 @@ def by_layers_of(twin: Any, region: Any) -> Any:
     return None
 
 
-def give_ours(twin: nn.Module, model: nn.Module) -> None:
-    """Have the linear layers of a transformers model's twin call our functions where they can, and
-    its experts our ops where they are trained."""
-    from moe_ops.generation.linear_layers import give_ours as give
+def followed(model: Model) -> tuple[Twin[Model], Callable[[], None]]:
+    """A twin of a model, and what has it follow the model. Of a transformers model, also in a
+    PeftModel, linear layers call our functions where they can, experts our ops where they are
+    trained or have adapters."""
+    if not is_transformers_model(inside_of_peft(model)):
+        made = Twin(model)
+        return made, made.follow
+    from moe_ops.generation.linear_layers import give_ours
+    from moe_ops.hf.adapters.followed import Banks
     from moe_ops.hf.trained import train_on_ops
 
-    give(twin, model)
-    train_on_ops(twin, model)
+    banks = Banks()
+
+    def adapt(twin: nn.Module, model: nn.Module) -> None:
+        of_twin, of_model = inside_of_peft(twin), inside_of_peft(model)
+        give_ours(of_twin, of_model)
+        train_on_ops(of_twin, of_model)
+        banks.adapt(of_twin, of_model)
+
+    made = Twin(model, adapt)
+
+    def follow() -> None:
+        made.follow()
+        banks.follow(inside_of_peft(made.module))
+
+    return made, follow
 
 
 def quicken(

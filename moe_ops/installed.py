@@ -7,7 +7,7 @@ import re
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 __version__ = "0.1.0"
 
@@ -55,6 +55,12 @@ def is_transformers_model(model: object) -> bool:
     model, it has been imported."""
     utils = sys.modules.get("transformers.modeling_utils")
     return utils is not None and isinstance(model, utils.PreTrainedModel)
+
+
+def inside_of_peft(model: Any) -> Any:
+    """The model that a PeftModel of peft holds; any other as it is."""
+    kind = getattr(sys.modules.get("peft"), "PeftModel", None)
+    return model.get_base_model() if kind is not None and isinstance(model, kind) else model
 
 
 def refuse_experts(name: str, fault: str) -> None:

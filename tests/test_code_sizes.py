@@ -139,6 +139,7 @@ UNNAMED_PARAMETERS = {
         "passes/inductor/compiled.py: inductor_options",
         "moe_ops/backends/flashinfer/options.py: flashinfer_options",
         "passes/explain/api.py: explain",
+        "moe_ops/compiler.py: explain",
     },
     "the arguments of an op, which its record names": {
         "moe_ops/registry/record.py: prototype",
@@ -187,6 +188,9 @@ UNNAMED_PARAMETERS = {
         *(f"moe_ops/hf/pretrained.py: MoeOpsQuantizer.{name}" for name in QUANTIZER),
         "moe_ops/published/loader.py: LoadingConfig.__init__",
         "moe_ops/published/loader.py: Quantizer._process_model_after_weight_loading",
+    },
+    "whatever peft calls the function in whose place it stands with": {
+        "moe_ops/hf/adapters/wrapped.py: AdaptedExperts.forward",
     },
     "whatever torch calls the function in whose place it stands with": {
         "moe_ops/prepared.py: HoldsExperts._load_from_state_dict",

@@ -27,8 +27,9 @@ def test_dir_without_transformers_has_the_names_that_can_be_had(
     monkeypatch.setattr(moe_ops, "lacks_transformers", lambda: "needs transformers")
     missing = set(moe_ops.__all__) - set(dir(moe_ops))
     assert missing == {
-        "from_checkpoint", "generation_report", "optimize", "quantize_model", "restore",
-        "share_experts",
+        "adapters", "add_adapter", "from_checkpoint", "generation_report", "load_adapter",
+        "merge_adapter", "optimize", "quantize_model", "remove_adapter", "restore", "save_adapter",
+        "set_adapter", "share_experts",
     }  # fmt: skip
 
 

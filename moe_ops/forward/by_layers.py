@@ -33,6 +33,7 @@ from moe_ops.forward.regions import (
     plain_tensors,
 )
 from moe_ops.interop.hooks import are_on_every_module, hooks_of
+from moe_ops.interop.switches import boards_of, switches
 from moe_ops.twin import Contents
 
 log = logging.getLogger("moe_ops")
@@ -56,7 +57,8 @@ class ByLayers:
         self._unmasked: Any = None
         self._contents = Contents([])
         self._weights: list[Tensor] = []
-        self._addresses: list[int] = []
+        self._addresses: list[object] = []
+        self._switched: list[nn.Module] = []
         self._refusal: str | None = None
         self._own_cache: str | None = None  # why layers cannot run on one that the model makes
         self.refused: Counter[str] = Counter()  # calls by the reason why they run as one graph
@@ -98,11 +100,20 @@ class ByLayers:
         return NotImplemented
 
     def _with_room(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        addresses = [t.data_ptr() for t in self._weights]
+        self._lay_out(args, kwargs)
+        addresses: list[object] = [t.data_ptr() for t in self._weights]
+        addresses += map(switches, self._switched)
         if addresses != self._addresses:
             self._addresses = addresses
             self.forwards.forget()
         return self.forwards.with_room(lambda: self._run(args, kwargs))
+
+    def _lay_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Have the adapters of the sequences of a call where its layers read them."""
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 1]
+        for board in boards_of(self._switched):
+            if given:
+                board.use(len(given[0]), len(given[0]))
 
     def tell(self, reason: str) -> None:
         self.refused[reason] += 1
@@ -145,6 +156,7 @@ class ByLayers:
         self._contents = Contents(modules)
         self._weights = [*self.model.parameters(), *self.model.buffers()]
         self._addresses = []
+        self._switched = [part for part in modules if switches(part) is not None]
 
     def _divide(self) -> None:
         """Divide the model; without a cache, too, layers get views of keys and values if they can

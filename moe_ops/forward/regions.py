@@ -23,6 +23,7 @@ from moe_ops.forward.caches import seen_by
 from moe_ops.forward.inputs import note
 from moe_ops.forward.layer_cache import CACHE, Filled, Incoming
 from moe_ops.interop.code_objects import with_own_code_object
+from moe_ops.interop.switches import may_branch, switches
 from moe_ops.prepared import HoldsExperts
 from moe_ops.terminal import waiting_for
 
@@ -277,8 +278,8 @@ def _of_every_row(mask: Any) -> Any:
 
 
 def addresses(model: nn.Module) -> tuple[object, ...]:
-    """Where a model's weights and buffers are, and how experts are stored: the same until somebody
-    replaces or prepares one.
+    """Where a model's weights and buffers are, how experts are stored, and what modules branch on:
+    the same until somebody replaces or prepares one, or chooses other adapters.
 
     Every call of `generate` asks, so this walks by itself: `parameters` and `buffers`, which name
     what they find, take four times as long.
@@ -295,5 +296,8 @@ def addresses(model: nn.Module) -> tuple[object, ...]:
             found += [t.data_ptr() for t in held.values() if t is not None]
         if isinstance(module, HoldsExperts):
             found.append(module.layout)
+        kind: Any = type(module)
+        if may_branch(kind):
+            found.append(switches(module))
         left += module._modules.values()
     return tuple(found)

@@ -24,6 +24,7 @@ from moe_ops.generation.steps import Code, Steps, Tools, shown
 from moe_ops.generation.wide import with_last_states
 from moe_ops.graphs.report import StepsReport
 from moe_ops.graphs.room import with_room
+from moe_ops.interop.switches import boards_of
 
 log = logging.getLogger("moe_ops")
 T = TypeVar("T")
@@ -73,7 +74,7 @@ class Decoder:
         now = addresses(self.model)
         if now != self._addresses:
             if self._addresses:
-                log.info("generate: weights were replaced, so graphs are captured again")
+                log.info("generate: weights or adapters are others, so graphs are captured again")
             if self.model.device.type == "cuda":
                 with plain_tensors():
                     store_by_rows(self.model)
@@ -89,9 +90,12 @@ class Decoder:
         steps = self._idle.pop(key, None)
         if steps is None:
             steps = Steps(self.model, kinds_of(self.model.config), *key, self.tools)
+        steps.boards = boards_of(self.model.modules())
         return Lease(self, steps, self._code(steps))
 
     def give_back(self, steps: Steps) -> None:
+        for board in steps.boards:
+            board.reset()
         self._idle[steps.rows, steps.slots] = steps
         while len(self._idle) > self.most:
             (rows, slots), _ = self._idle.popitem(last=False)

@@ -84,12 +84,12 @@ class Generation:
         """A call of `generate`, and what tells its leases: one at a time, on whichever stream; a
         call may contain another."""
         with self.lock:
-            self.follow()
-            self.inside += 1
-            before = len(self.leased)
             device = self.decoder.model.device
             if self.done is not None and device.type == "cuda":
                 torch.cuda.current_stream(device).wait_event(self.done)
+            self.follow()  # which may write to what the last call reads
+            self.inside += 1
+            before = len(self.leased)
             try:
                 yield lambda: self.leased[before:]
             except torch.OutOfMemoryError:

@@ -29,6 +29,7 @@ from moe_ops.graphs.cuda_graph import NO_GPU, GraphPool
 from moe_ops.graphs.report import StepsReport
 from moe_ops.graphs.runner import Size, put
 from moe_ops.interop.code_objects import with_own_code_object
+from moe_ops.interop.switches import Board
 from moe_ops.terminal import waiting_for
 
 log = logging.getLogger("moe_ops")
@@ -119,6 +120,7 @@ class Steps:
         self.logits: Tensor | None = None
         self.cache = Slots(kinds, rows, slots, self.filled)
         self.prompts = Prompts()
+        self.boards: list[Board] = []  # which adapters sequences have
         self.sizes = Sizes(slots, self.filled)
         self.wide: dict[int, Wide] = {}  # steps of several tokens, by how many at most
         self.compile_step = tools.compile_step
@@ -136,11 +138,16 @@ class Steps:
             model=code.model,
             captures=code.captures,
         )
+        self._use_boards(prompt.size[0], prompt.size[0])
         with plain_tensors():
             self._lay_out(prompt.positions)
             if states:
                 return self.fill(code, prompt, prompt.mask, False, kwargs)
             return self.prompts.read(filling, prompt, kwargs)
+
+    def _use_boards(self, batch: int, rows: int) -> None:
+        for board in self.boards:
+            board.use(batch, rows)
 
     def _lay_out(self, positions: Tensor) -> None:
         """Have a buffer for positions with as many dims as a prompt's; some models count them along
@@ -182,6 +189,7 @@ class Steps:
     def step(self, code: Code, ids: Tensor, with_room: WithRoom[Any]) -> Tensor:
         """The logits [B, 1, V] after one more token per sequence, valid until the next step."""
         batch = len(ids)
+        self._use_boards(batch, self.rows)
         put(ids, self.ids[:batch])
         if batch < self.rows:
             self.ids[batch:].copy_(ids[:1].expand(self.rows - batch, -1))
@@ -196,6 +204,7 @@ class Steps:
         """The logits [B, n, V] after each of n more tokens per sequence, and the last states of
         these, valid until the next step. There must be slots for as many as `width_for` says."""
         batch, n = ids.shape
+        self._use_boards(batch, self.rows)
         wide = self._wide_for(n)
         wide.put(ids)
         run = functools.partial(self.run_wide, code, wide)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from moe_ops.interop.switches import may_branch, switches
 from moe_ops.prepared import HoldsExperts
 
 
@@ -21,8 +22,8 @@ def module_of(function: Callable[..., Any]) -> nn.Module | None:
 
 
 def state_of(module: nn.Module) -> list[Any]:
-    """Parameters, buffers and the layouts of experts, ten times as fast as `parameters` and
-    `buffers`: at every call."""
+    """Parameters, buffers, the layouts of experts and what modules branch on, ten times as fast as
+    `parameters` and `buffers`: at every call."""
     found: list[Any] = []
     modules: list[nn.Module | None] = [module]
     for m in modules:  # which grows
@@ -34,6 +35,9 @@ def state_of(module: nn.Module) -> list[Any]:
             found += m._buffers.values()
         if isinstance(m, HoldsExperts):
             found.append(m.layout)
+        kind: Any = type(m)
+        if may_branch(kind):
+            found.append(switches(m))
         if m._modules:
             modules += m._modules.values()
     return [x for x in found if x is not None]

@@ -6,7 +6,7 @@ expressed exactly is handed to transformers' own grouped_mm, with one logged rea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,12 +20,14 @@ from transformers.integrations.moe import (
 )
 
 from moe_ops.checks.shapes import FLOATS
+from moe_ops.hf.adapters.held import CHILD, adapters_of
 from moe_ops.hf.report import warn_once
 from moe_ops.hf.source import fingerprint
 from moe_ops.hf.stored import StoredFormat, stored_format
 from moe_ops.main_grad import adds, main_grads
-from moe_ops.ops import experts, experts_accumulating
+from moe_ops.ops import experts, experts_accumulating, experts_adapted
 from moe_ops.ops.activate import Activation
+from moe_ops.ops.adapters import ADAPTER
 from moe_ops.registry.gradients import needs_grad, without_gradient
 
 NAME = "moe_ops"
@@ -123,6 +125,13 @@ def describe(module: nn.Module) -> Activation | str:
     )
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module has the flags that transformers gives to experts in stacked weights."""
+    return stored_format(module) is not None or (
+        hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+    )
+
+
 def activation_kind(module: nn.Module) -> str | None:
     """The `kind` of `activate` that computes the module's act_fn, or None."""
     act_fn = getattr(module, "act_fn", None)
@@ -143,7 +152,7 @@ def experts_forward(
     """An experts forward of transformers, by the `experts` op where that is exact."""
     found = stored_format(self) or describe(self)
     given = hidden_states, top_k_index, top_k_weights
-    if found == DOUBLE:
+    if found == DOUBLE and CHILD not in self._modules:
         require_no_main_grad(self, found)
         name = type(self).__name__
         warn_once(f"{name} runs on transformers' loop over experts: {found}")
@@ -159,25 +168,33 @@ def run(
     ids_TK: Tensor,
     weights_TK: Tensor,
     fallback: Callable[..., Any],
+    adapters: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """A forward by the `experts` op as described, or by transformers' own code.
+    """A forward by the `experts` op as described, with these adapters by `experts_adapted`, or by
+    transformers' own code.
 
     Gradients reach the tokens and the routing weights through weights of every format, and plain
     weights have their own. Where the inputs of the products are quantised there is none: a backward
     through such an output raises RuntimeError.
     """
     name = type(module).__name__
+    if not adapters and CHILD in module._modules:
+        child: Any = module._modules[CHILD]
+        adapters = adapters_of(child, x, weights_TK, *module.parameters(recurse=False))
     if isinstance(found, str):
+        if adapters:
+            raise ValueError(f"{name} has an adapter that only the ops of moe_ops add: {found}")
         require_no_main_grad(module, found)
         warn_once(f"{name} runs on transformers' grouped_mm: {found}")
         return fallback(module, x, ids_TK, weights_TK)
     act = found.activation if isinstance(found, StoredFormat) else found
     w13, w2 = _weights(module, found, act.gated)
     rounds = isinstance(found, StoredFormat) and bool(found.x_format)
-    if rounds and needs_grad(x, weights_TK, w13, w2):
+    sources = x, weights_TK, w13, w2, *(adapters or {}).values()
+    if rounds and needs_grad(*sources):
         with torch.no_grad():
-            out_TD = run(module, found, x, ids_TK, weights_TK, fallback)
-        return without_gradient(out_TD, NO_GRADIENT.format(name), x, weights_TK, w13, w2)
+            out_TD = run(module, found, x, ids_TK, weights_TK, fallback, adapters)
+        return without_gradient(out_TD, NO_GRADIENT.format(name), *sources)
     b13 = b2 = None
     if module.has_bias:
         b13 = module.gate_up_proj_bias if act.gated else module.up_proj_bias
@@ -195,8 +212,16 @@ def run(
         sums = main_grads(module, w13, w2)
         if sums is not None:
             op, quantized = experts_accumulating, sums
+    more: tuple[Any, ...] = ()
+    if adapters:
+        if op is not experts:
+            raise ValueError(
+                f"the weights of {name} add to main_grad and have adapters, which no op does at "
+                "once; freeze the weights, or remove the adapters"
+            )
+        op, more = experts_adapted, tuple(map(adapters.get, ADAPTER))
     out_TD = op(
-        inputs, weights_TK, ids_TK, w13, w2, b13, b2, None, transposed,
+        inputs, weights_TK, ids_TK, w13, w2, *more, b13, b2, None, transposed,
         *act.args, **quantized,
     )  # fmt: skip
     return out_TD.to(x.dtype)

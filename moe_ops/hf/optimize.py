@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe_ops.checks.options import check_type
-from moe_ops.hf.experts import NAME
+from moe_ops.hf.adapters.wrapped import run_apart, run_as_wrapped
+from moe_ops.hf.experts import NAME, is_experts
 from moe_ops.hf.report import info_once
 from moe_ops.hf.rules import RULES, router_fingerprint
 from moe_ops.hf.stored import stored_format
 from moe_ops.hf.subclass import former_class, new_object, subclass
+from moe_ops.installed import inside_of_peft
+from moe_ops.interop.switches import Board
 from moe_ops.ops import route
 
 log = logging.getLogger("moe_ops")
@@ -49,27 +52,30 @@ def optimize(model: Model) -> Model:
     Sets the experts implementation "moe_ops" and gives every router whose code we know a forward
     that calls `route` and returns what transformers expects (logits, weights, ids). Weights, state
     dict and results stay as they are; experts or routers that our ops cannot express keep
-    transformers' own code, with one logged reason. A second call changes nothing. `restore` undoes
-    it.
+    transformers' own code, with one logged reason. Experts that peft wraps, by `target_parameters`,
+    run with weights and adapters apart; call it again where peft wraps more. Otherwise a second
+    call changes nothing. `restore` undoes it.
 
-    Raises TypeError for anything but a transformers PreTrainedModel.
+    Raises TypeError for anything but a transformers PreTrainedModel or a PeftModel of one.
     """
-    if not isinstance(model, PreTrainedModel):
+    inside = inside_of_peft(model)
+    if not isinstance(inside, PreTrainedModel):
         raise TypeError(
             f"model must be a transformers PreTrainedModel, got {type(model).__name__}; "
-            "give what a wrapper holds, of a PeftModel get_base_model(), and call the ops of "
-            "moe_ops directly in other models"
+            "give what a wrapper holds, and call the ops of moe_ops directly in other models"
         )
-    if hasattr(model, _STATE):
+    adapted = run_apart(inside, Board())
+    if hasattr(inside, _STATE):
         return model
-    experts = [m for m in model.modules() if is_experts(m)]
+    experts = [m for m in inside.modules() if is_experts(m)]
     if not experts:
-        log.warning("moe_ops.optimize: %s has no experts to optimize", type(model).__name__)
-    configs = _configs(model)
-    model.set_experts_implementation(NAME)
-    routers = tuple(m for m in model.modules() if _swap(m))
-    setattr(model, _STATE, State(configs=configs, routers=routers))
-    log.info("moe_ops.optimize: %d experts modules, %d routers", len(experts), len(routers))
+        log.warning("moe_ops.optimize: %s has no experts to optimize", type(inside).__name__)
+    configs = _configs(inside)
+    inside.set_experts_implementation(NAME)
+    routers = tuple(m for m in inside.modules() if _swap(m))
+    setattr(inside, _STATE, State(configs=configs, routers=routers))
+    counts = len(experts), len(routers), adapted
+    log.info("moe_ops.optimize: %d experts modules, %d routers, %d with adapters", *counts)
     return model
 
 
@@ -80,9 +86,10 @@ def restore(model: Model) -> Model:
     their former weights are gone.
     """
     check_type("model", model, nn.Module, "the model that was optimized")
+    given, model = model, inside_of_peft(model)
     state: State | None = getattr(model, _STATE, None)
     if state is None:
-        return model
+        return given
     if any(stored_format(m) is not None for m in model.modules()):
         raise ValueError(
             "the experts hold quantised weights, which only moe_ops runs; load the model again"
@@ -92,8 +99,10 @@ def restore(model: Model) -> Model:
     for router in state.routers:
         router.__class__ = former_class(router)
         delattr(router, _RULE)
+    for module in model.modules():
+        run_as_wrapped(module)
     delattr(model, _STATE)
-    return model
+    return given
 
 
 class WhileExported:
@@ -124,13 +133,6 @@ class WhileExported:
         """Warn that a strict export holds the model's own code, unless that is on our ops."""
         if not hasattr(self._model, _STATE):
             log.warning(STRICT, type(self._model).__name__)
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module has the flags that transformers gives to experts in stacked weights."""
-    return stored_format(module) is not None or (
-        hasattr(module, "has_gate") and hasattr(module, "is_transposed")
-    )
 
 
 def _configs(model: PreTrainedModel) -> tuple[tuple[Any, str | None], ...]:

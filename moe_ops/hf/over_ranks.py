@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from moe_ops.checks.options import check_text, check_type
 from moe_ops.checks.shapes import check_choice
-from moe_ops.hf.experts import describe
-from moe_ops.hf.optimize import is_experts
+from moe_ops.hf.adapters.held import CHILD
+from moe_ops.hf.experts import describe, is_experts
 from moe_ops.hf.stored import stored_format
 from moe_ops.hf.subclass import subclass
 from moe_ops.main_grad import main_grads
@@ -108,6 +108,11 @@ def run(
     ids_TK: Tensor,
 ) -> Tensor:
     """The experts of all ranks on tokens, given the module that holds this rank's."""
+    if CHILD in module._modules:
+        raise ValueError(
+            f"{type(module).__name__} has adapters, which experts over ranks do not add; "
+            "remove_adapter first"
+        )
     act: Any = describe(module)
     first = "gate_up_proj" if act.gated else "up_proj"
     w13: Any = getattr(module, first)
@@ -170,6 +175,8 @@ def _check(name: str, module: nn.Module, group: Group, over: Over) -> None:
             raise ValueError(f"{name} is shared as {module._moe_ops_over} already, not as {over}")
         return
     act = describe(module) if stored_format(module) is None else "its weights are quantised"
+    if CHILD in module._modules:
+        act = "it has adapters, which each rank would have whole; remove_adapter first"
     if not isinstance(act, Activation):
         raise ValueError(f"{name} ({type(module).__name__}) cannot be shared: {act}")
     down: Any = module.down_proj

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from moe_ops.checks.options import check_flag, check_text, check_type
 from moe_ops.checks.signature import did_you_mean
+from moe_ops.hf.adapters.added import without_class
 from moe_ops.hf.fits import empty, stored_as
 from moe_ops.hf.optimize import optimize
 from moe_ops.hf.saved import write_config
@@ -79,7 +80,8 @@ def quantize_model(
     writes them and, in config.json, their formats; `from_pretrained` reads them where moe_ops is
     imported. Elsewhere transformers warns of an unknown quantization type and then raises
     RuntimeError, as the shapes of the experts differ. The state dict loads into a model that is
-    quantised to the same formats. An adapter on the experts raises ValueError.
+    quantised to the same formats. What wraps the experts, as adapters of peft do, raises
+    ValueError; `add_adapter` adds adapters of codes.
 
     Raises TypeError for anything but a transformers PreTrainedModel, ValueError for an unknown
     scheme, for a model without experts, and for experts that are quantised already or have an
@@ -130,8 +132,8 @@ def _modules(model: PreTrainedModel) -> dict[str, nn.Module]:
         if name.endswith(".base_layer"):
             raise ValueError(
                 f"{name.replace('.base_layer', '')} has an adapter, which would be added to codes; "
-                "merge it first: "
-                "model = peft_model.merge_and_unload()"
+                "merge it first: model = peft_model.merge_and_unload(); or save it, quantise the "
+                "model without it, and moe_ops.load_adapter"
             )
     return modules
 
@@ -182,6 +184,7 @@ def _quantize(module: nn.Module, config: QuantConfig, scale_rule: str) -> str | 
     if isinstance(stored, str):
         return stored
     flip = bool(module.is_transposed)
+    without_class(module)
     for name in stored.projections:
         # Each weight takes its place before the next is made, so that only one is there twice.
         w = getattr(module, name)

@@ -23,8 +23,8 @@ PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 INPUT_SCALE = "_input_scale"
 PARTS = (CODES, "_scale", "_zero", "_global_scale", INPUT_SCALE)
 ADAPT_FIRST = (
-    "for an adapter on the experts load the model again, adapt it, merge the adapter "
-    "(merge_and_unload) and quantise then"
+    "add an adapter of the experts by moe_ops.add_adapter or load_adapter; to merge one, load the "
+    "model again, adapt it, merge_and_unload and quantise then"
 )
 
 

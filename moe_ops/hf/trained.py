@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moe_ops.hf.experts import DOUBLE, describe, require_no_main_grad, run
-from moe_ops.hf.optimize import is_experts
+from moe_ops.hf.adapters.held import CHILD
+from moe_ops.hf.experts import DOUBLE, describe, is_experts, require_no_main_grad, run
 from moe_ops.hf.stored import stored_format
 from moe_ops.hf.subclass import CopiedAsItWas, subclass
 from moe_ops.registry.gradients import needs_grad
@@ -21,12 +21,13 @@ class TrainedExperts(CopiedAsItWas, nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
         own = super().forward
         given = hidden_states, top_k_index, top_k_weights
-        if not needs_grad(hidden_states, top_k_weights, *self.parameters(recurse=False)):
-            return own(*given)
+        if CHILD not in self._modules:  # adapters are added by ops alone
+            if not needs_grad(hidden_states, top_k_weights, *self.parameters(recurse=False)):
+                return own(*given)
+            if describe(self) == DOUBLE:
+                require_no_main_grad(self, DOUBLE)
+                return own(*given)
         found = describe(self)
-        if found == DOUBLE:
-            require_no_main_grad(self, found)
-            return own(*given)
         return run(self, found, *given, lambda _, *same: own(*same))
 
 

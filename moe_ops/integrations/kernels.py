@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from moe_ops.hf.experts import describe, experts_forward
-from moe_ops.hf.optimize import is_experts
+from moe_ops.hf.experts import describe, experts_forward, is_experts
 from moe_ops.hf.stored import stored_format
 
 EXPERTS = "MoeOpsExperts"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from moe_ops.checks.options import check_flag, check_ints, check_text, check_type, check_writable
 from moe_ops.checks.signature import described
 from moe_ops.installed import is_transformers_model, require_transformers
+from moe_ops.interop.switches import Switched
 from moe_ops.passes import PIPELINE
 from moe_ops.passes.explain import regions, unfound
 from moe_ops.passes.explain.explanation import Explanation, LayerText, PassTotal
@@ -26,7 +27,7 @@ from moe_ops.passes.inductor.compiled import Compiled, inductor_options
 from moe_ops.passes.inductor.pipeline import HOOK, GraphRun, Pipeline, name_of
 from moe_ops.passes.pick_backend import call_of, generic_op, pick_backend
 from moe_ops.passes.report.summary import summarize
-from moe_ops.passes.rewriting.context import Context
+from moe_ops.passes.rewriting.context import Context, Note
 from moe_ops.planning.cost import Device, device_of
 from moe_ops.planning.plan import Plan
 
@@ -181,7 +182,7 @@ def _explanation(
         summary=str(summarize(title, plain_module(model), looked, found.places)),
         device=device,
         regions=regions.grouped(seen),
-        left_alone=regions.left_alone(note for run in runs for note in run.refusals),
+        left_alone=regions.left_alone((*_unrun(model), *(n for run in runs for n in run.refusals))),
         instead=() if seen else unfound.seen(looked, found.breaks),
         passes=watch.totals(),
         plan=Plan(device=device.name, choices=tuple(c for run in runs for c in run.choices)),
@@ -191,6 +192,15 @@ def _explanation(
         layer=None if first is None else _layer_text(*first),
         captured=call.graphs() if isinstance(call, Compiled) else None,
     )
+
+
+def _unrun(model: Any) -> Iterator[Note]:
+    """What modules say of why no op runs them."""
+    model = plain_module(model)
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        reason = module.refusal() if isinstance(module, Switched) else None
+        if reason is not None:
+            yield Note(rule="adapters", node="", layer=name, text=reason)
 
 
 def _layer_text(graph: _Graph, block: str) -> LayerText:

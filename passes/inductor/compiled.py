@@ -17,6 +17,7 @@ from torch._inductor import config as inductor_config
 
 from moe_ops.checks.signature import described, did_you_mean
 from moe_ops.graphs.report import GraphReport
+from moe_ops.installed import inside_of_peft
 from moe_ops.interop.interrupts import call_compiled
 from moe_ops.passes.inductor.pipeline import HOOK, Hook, Pipeline, as_tuple
 from moe_ops.passes.inductor.sizes import call_oblivious
@@ -54,7 +55,7 @@ def inductor_options(*, extra: Mapping[str, Any] | None = None, **options: Any) 
 
 def compiled_call(model: nn.Module) -> Compiled:
     """What a model that `compile` returned is called by. Raises ValueError for any other model."""
-    call = getattr(model, "_compiled_call_impl", None)
+    call = getattr(inside_of_peft(model), "_compiled_call_impl", None)
     if not isinstance(call, Compiled):
         raise ValueError(
             f"this {type(model).__name__} is not compiled by moe_ops.compile; give the model that "

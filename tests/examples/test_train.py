@@ -37,7 +37,9 @@ def parsed(example: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
     return example.parse()
 
 
-WAYS: dict[str, tuple[str, ...]] = {"whole": (), "lora": ("--lora",)}
+WAYS: dict[str, tuple[str, ...]] = {
+    "whole": (), "lora": ("--lora",), "experts": ("--lora", "--experts"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("by", ["trainer", "loop"])
@@ -90,6 +92,24 @@ def test_adapters_train_on_experts_that_stay_codes(
                 getattr(own, projection).copy_(decoded(coded, projection))
     want, _ = example.trainer(with_adapters(floats), example.tokens_of(args), args)
     assert_close(torch.tensor(found.losses), torch.tensor(want), TOL["model", F32])
+
+
+def test_adapters_of_codes_train(example, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("accelerate")
+    adapted: list[Any] = []
+    adapt = example.adapt_experts
+
+    def noted(model: Any, in_codes: bool) -> None:
+        adapt(model, in_codes)
+        adapted.append([p for n, p in model.named_parameters() if ".experts." in n])
+
+    monkeypatch.setattr(example, "adapt_experts", noted)
+    args = parsed(example, monkeypatch, *TINY, "--qlora", "--experts", "--model", "small")
+    found = example.run(example.OURS, example.tokens_of(args), args, CPU)
+    assert found.losses[-1] < found.losses[0]
+    trained = [p for p in adapted[0] if p.requires_grad]
+    assert trained and all(float(p.detach().abs().max()) > 0 for p in trained)
 
 
 def test_experts_that_no_format_fits_are_told(example, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +210,7 @@ def test_four_bytes_may_follow_each_in_a_random_text(
     [
         ("--steps 2", "--steps 2 leaves none to time; the first 2 are warm-up"),
         ("--fsdp --lora", "--fsdp shards models that train whole; drop it, or the adapters"),
+        ("--experts", "--experts goes with --lora or --qlora; without them experts train whole"),
         ("--lora --qlora", "argument --qlora: not allowed with argument --lora"),
     ],
 )

@@ -40,6 +40,17 @@ def test_stock_against_ours(tmp_path: Path) -> None:
 
 @pytest.mark.every
 @pytest.mark.slow
+def test_adapters_beside_none(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    sizes = ("--model", "tiny", "--batch", "2", "--prompt", "4", "--tokens", "4", "60")
+    options = ("--stock", "none", "--adapter", "4", "--json", str(figures))
+    run("examples/generate.py", *sizes, *options)
+    ways = [speed["way"] for speed in json.loads(figures.read_text())["speeds"]]
+    assert ways == ["moe_ops", "moe_ops r4"]
+
+
+@pytest.mark.every
+@pytest.mark.slow
 def test_candidates(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     sizes = ("--model", "tiny", "--prompt", "9", "--tokens", "6", "100")

@@ -51,7 +51,7 @@ def test_an_adapter_on_quantized_experts_is_refused(
     assert format is not None
     with pytest.raises(
         ValueError,
-        match=f"{name} holds codes of {format.w_format}, .* adapt it, merge the adapter .* then$",
+        match=f"{name} holds codes of {format.w_format}, .* add an adapter .* quantise then$",
     ):
         adapted(model, *targets)
 
@@ -111,18 +111,44 @@ def greedy(model: Any) -> Tensor:
         return model.generate(input_ids=ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
 
 
-def test_compiling_a_peft_model_says_what_generate_does(caplog: pytest.LogCaptureFixture) -> None:
-    model = adapted(qwen())
+class Holder(nn.Module):
+    """Holds a model, and passes calls on to it."""
+
+    def __init__(self, inside: Any) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def generate(self, *args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = self.inside.generate(*args, **kwargs)
+        return made
+
+
+def test_compiling_what_holds_a_model_says_what_generate_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Holder(qwen())
     with caplog.at_level(logging.WARNING, "moe_ops"):
         twin = moe_ops.compile(model)
     (message,) = caplog.messages
     assert message == (
-        "generate of PeftModel is its own, and the model that it calls inside is not compiled; "
-        "give that to moe_ops.compile, of a PeftModel get_base_model() or merge_and_unload()"
+        "generate of Holder is its own, and the model that it calls inside is not compiled; "
+        "give that to moe_ops.compile"
     )
-    with pytest.raises(ValueError, match="generate of this PeftModel is not ours"):
+    with pytest.raises(ValueError, match="generate of this Holder is not ours"):
         moe_ops.generation_report(twin)
     assert torch.equal(greedy(twin), greedy(model))
+
+
+def test_compiling_a_peft_model_compiles_the_model_inside(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = adapted(qwen())
+    with caplog.at_level(logging.WARNING, "moe_ops"):
+        twin = moe_ops.compile(model)
+    assert caplog.messages == []
+    assert type(twin) is type(model)
+    assert moe_ops.generation_report(twin) == []
+    assert moe_ops.graph_report(twin).generation == ()
 
 
 @pytest.mark.every
@@ -130,7 +156,10 @@ def test_compiling_a_peft_model_says_what_generate_does(caplog: pytest.LogCaptur
 def test_the_compiled_twins_of_a_peft_model_and_of_the_model_inside_are_right() -> None:
     model = adapted(qwen())
     want, tokens = logits(model), greedy(model)
-    assert_close(logits(moe_ops.compile(model)), want, TOL)
+    twin = moe_ops.compile(model)
+    assert_close(logits(twin), want, TOL)
+    assert torch.equal(greedy(twin), tokens)
+    assert moe_ops.generation_report(twin)[0].steps == 2
     inside = moe_ops.compile(model.get_base_model())
     assert_close(logits(inside), want, TOL)
     assert torch.equal(greedy(inside), tokens)

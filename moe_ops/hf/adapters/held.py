@@ -1,0 +1,212 @@
+"""Adapters of an experts module: as it holds them, and as the op takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ops.interop.switches import Switched, Switches
+from moe_ops.registry.gradients import needs_grad
+
+MOST_RANK = 128
+CHILD = "expert_adapters"  # the name of the submodule that holds adapters which we added
+PAIRS = (("a13_GrD", "b13_GFr"), ("a2_GrI", "b2_GDr"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """One adapter: its factor, and for each weight, of which one may have none, A [E, r, inputs]
+    and B [E, outputs, r]."""
+
+    scale: float
+    first: tuple[Tensor, Tensor] | None
+    second: tuple[Tensor, Tensor] | None
+
+    @property
+    def pairs(self) -> tuple[tuple[Tensor, Tensor] | None, ...]:
+        return self.first, self.second
+
+
+class Bank:
+    """The adapters of one module side by side, as captured calls read them: where they are is
+    where the next ones will be, if they are as large.
+
+    Somebody who `follows` calls `follow` before each call of the module that compiled code makes.
+    """
+
+    def __init__(self, *, follows: bool = False) -> None:
+        self.follows = follows
+        self.stack: dict[str, Tensor] = {}
+        self.refusal: str | None = None
+        self.place: Switches = ()  # where the stack is
+        self._seen: Switches | None = None
+
+    def __reduce__(self) -> Any:
+        return Bank, ()  # a copy of the module is one that nobody follows
+
+    def follow(self, holder: HoldsAdapters, tokens: torch.dtype) -> None:
+        """Make the bank what the module holds now, for tokens of this dtype, unless what it holds
+        is being trained."""
+        seen = (tokens, torch.is_grad_enabled(), *holder.pulse())
+        if seen == self._seen:
+            return
+        self._seen = seen
+        dtype = holder.dtype_for(tokens)
+        self.refusal = holder.refusal()
+        names = () if self.refusal else holder.wanted()
+        if needs_grad(*(t for name in names for t in holder.sources(name))):
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            made = stacked([holder.factors(name) for name in names], dtype, holder.most_ranks())
+            for name, t in made.items():
+                held = self.stack.get(name)
+                if held is None or _kind(held) != _kind(t):
+                    made[name] = t.clone(memory_format=torch.contiguous_format)
+                else:
+                    made[name] = held.copy_(t)
+        self.stack = made
+        self.place = tuple((name, t.data_ptr(), _kind(t)) for name, t in made.items())
+
+
+class HoldsAdapters(Switched):
+    """A module that holds adapters of experts. `bank` is its own, `board` that of its model."""
+
+    bank: Bank
+
+    def names(self) -> tuple[str, ...]:
+        """All adapters, in the order of their numbers on the board."""
+        raise NotImplementedError
+
+    def active(self) -> tuple[str, ...]:
+        """The adapter that every sequence has while the board is off; none, or one."""
+        raise NotImplementedError
+
+    def factors(self, name: str) -> Factors:
+        """An adapter as views of its parameters."""
+        raise NotImplementedError
+
+    def sources(self, name: str) -> list[Tensor]:
+        """The parameters of an adapter."""
+        raise NotImplementedError
+
+    def scales(self, names: Sequence[str]) -> tuple[object, ...]:
+        """The factors of adapters."""
+        raise NotImplementedError
+
+    def pulse(self) -> Switches:
+        """All that what calls read is made of: another one where something is set or written to.
+        Each call of compiled code asks, of every layer."""
+        raise NotImplementedError
+
+    def most_ranks(self) -> tuple[int, int]:
+        """The largest ranks of all adapters, of both weights; 0 where none has one."""
+        found = [self.factors(name).pairs for name in self.names()]
+        first, second = (
+            max((pair[0].shape[1] for pair in pairs if pair is not None), default=0)
+            for pairs in (zip(*found, strict=True) if found else ((), ()))
+        )
+        return first, second
+
+    def dtype_for(self, tokens: torch.dtype) -> torch.dtype:
+        """The dtype in which the experts multiply tokens of this one."""
+        raise NotImplementedError
+
+    def wanted(self) -> tuple[str, ...]:
+        """The adapters that calls read: all while the board is on."""
+        return self.names() if self.board.index is not None else self.active()
+
+    @property
+    def switched(self) -> Switches:
+        if self.bank.follows:
+            return self.board.is_on, self.bank.place
+        names = self.wanted()
+        return (self.board.is_on, *names, *self.scales(names))
+
+
+def reads_bank(holder: HoldsAdapters, *tensors: Tensor | None) -> bool:
+    """Whether a call with these tensors reads the bank: where somebody follows, unless a gradient
+    may be wanted."""
+    if not holder.bank.follows:
+        return False
+    # Without gradients compiled code is not to depend on which adapters there are.
+    return not torch.is_grad_enabled() or not needs_grad(*tensors, *_parameters(holder))
+
+
+def adapters_of(holder: HoldsAdapters, x_TD: Tensor, *others: Tensor | None) -> dict[str, Any]:
+    """The arguments of the op that are adapters, for these tokens; empty if there is none."""
+    found: dict[str, Any]
+    dtype = holder.dtype_for(x_TD.dtype)
+    if reads_bank(holder, x_TD, *others):
+        if not torch.compiler.is_compiling():
+            holder.bank.follow(holder, x_TD.dtype)
+        found = {name: t.to(_dtype(name, dtype)) for name, t in holder.bank.stack.items()}
+    else:
+        found = stacked([holder.factors(name) for name in holder.wanted()], dtype)
+    index = holder.board.index
+    if found and index is not None:
+        T, B = x_TD.shape[0], index.shape[0]
+        if T % B:
+            raise ValueError(
+                f"adapters were given for {B} sequences, and {T} tokens are not as many of each; "
+                "give one for each sequence of the call"
+            )
+        found["adapter_T"] = index[:, None].expand(B, T // B).reshape(T)
+    return found
+
+
+def stacked(
+    found: Sequence[Factors], dtype: torch.dtype, least: tuple[int, int] = (0, 0)
+) -> dict[str, Tensor]:
+    """Adapters as the op takes them, those of a smaller rank than the others of a weight, or than
+    the least, filled up with zeros."""
+    made: dict[str, Tensor] = {}
+    of_weights = zip(*(f.pairs for f in found), strict=True)
+    for names, pairs, rank in zip(PAIRS, of_weights, least, strict=False):
+        there = [pair for pair in pairs if pair is not None]
+        if not there:
+            continue
+        rank = max(rank, *(a.shape[1] for a, _ in there))
+        empty = [t.new_zeros(t.shape) for t in there[0]]
+        padded = [_padded(pair or (empty[0], empty[1]), rank) for pair in pairs]
+        for name, parts in zip(names, zip(*padded, strict=True), strict=True):
+            whole_GFD = parts[0] if len(parts) == 1 else torch.cat(parts)
+            # As peft holds them, the B of an expert are not side by side.
+            made[name] = whole_GFD.to(dtype).contiguous()
+    if made:
+        like, wide = next(iter(made.values())), _dtype("scale_N", dtype)
+        made["scale_N"] = torch.cat([like.new_full((1,), f.scale, dtype=wide) for f in found])
+    return made
+
+
+def _padded(pair: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
+    a_ErD, b_EFr = pair
+    more = rank - a_ErD.shape[1]
+    if not more:
+        return pair
+    pad = nn.functional.pad
+    return pad(a_ErD, (0, 0, 0, more)), pad(b_EFr, (0, more))
+
+
+def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the op takes an argument beside tokens of a dtype."""
+    if name != "scale_N":
+        return dtype
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _parameters(holder: HoldsAdapters) -> list[Tensor]:
+    return [t for name in holder.wanted() for t in holder.sources(name)]
+
+
+def identity(t: Tensor) -> object:
+    """Another one when a tensor was replaced or written to, which one of inference mode does not
+    say, or is trained from now on."""
+    return object() if t.is_inference() else (id(t), t.data_ptr(), t._version, t.requires_grad)
+
+
+def _kind(t: Tensor) -> object:
+    return t.shape, t.dtype, t.device

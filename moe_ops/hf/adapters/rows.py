@@ -1,0 +1,104 @@
+"""Several adapters in one batch: one for each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from moe_ops.checks.options import check_type
+from moe_ops.checks.signature import described
+from moe_ops.hf.adapters.added import check_known, holders_of
+from moe_ops.hf.adapters.held import HoldsAdapters
+from moe_ops.hf.adapters.wrapped import is_wrapper
+from moe_ops.interop.switches import switches
+
+
+@contextmanager
+def adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None]:
+    """Inside, each sequence of a batch has its own adapter of the experts, or none:
+
+        with moe_ops.adapters(model, ["french", "code", None]):
+            model.generate(input_ids)
+
+    names: one for each sequence of the calls inside, in their order; None for none. Adapters are
+    those of `add_adapter` and `load_adapter`, or those that peft's `target_parameters` made. A
+    row's result is what its adapter alone gives. Beams and several results of a sequence have its
+    adapter. Batches of other names share graphs. It goes for all calls of the model, in any thread,
+    that has to be the one that is called: what `compile` returned, or one that was `optimize`d.
+
+    Raises TypeError or ValueError for names that the model lacks, a model without adapters of
+    experts, experts whose adapters peft adds, as `explain` says, and for a name that is also an
+    adapter of other layers, which add one to all sequences. A call of another number of sequences
+    raises ValueError.
+    """
+    check_type("model", model, nn.Module, "a model with experts")
+    if isinstance(names, str) or not isinstance(names, Sequence) or not names:
+        raise TypeError(
+            f"names must have an adapter or None for each sequence, got {described(names)}"
+        )
+    held = _holders(model)
+    for name in names:
+        if name is not None:
+            check_known(held, name)
+    _check_others(model, {name for name in names if name is not None})
+    board = held[0].board
+    before = [holder.board for holder in held]
+    entries, device = board.entries, next(model.parameters()).device
+    known = {holder.names() for holder in held}
+    if len(known) != 1:
+        raise ValueError(
+            "layers have other adapters each, so that no number is the same in all of them; load "
+            "the same adapters for all experts"
+        )
+    numbers = {name: i for i, name in enumerate(held[0].names())}
+    for holder in held:
+        holder.board = board
+    board.turn_on([-1 if name is None else numbers[name] for name in names], device)
+    try:
+        refusal = next(filter(None, (holder.refusal() for holder in held)), None)
+        if refusal is not None:
+            raise ValueError(f"sequences cannot have adapters of their own: {refusal}")
+        yield
+    finally:
+        for holder, own in zip(held, before, strict=True):
+            holder.board = own
+        if entries:
+            board.turn_on(entries, device)
+        else:
+            board.turn_off()
+
+
+def _holders(model: nn.Module) -> list[HoldsAdapters]:
+    """The modules with adapters of experts. Raises ValueError where there are none, or where peft
+    adds them."""
+    held = holders_of(model)
+    if held:
+        return held
+    if any(map(is_wrapper, model.modules())):
+        raise ValueError(
+            f"this {type(model).__name__} has adapters of experts that peft adds, to all sequences "
+            "alike; give it to moe_ops.compile, and the result here, or to moe_ops.optimize before"
+        )
+    raise ValueError(
+        f"this {type(model).__name__} has no adapters of experts; add them by add_adapter, "
+        "load_adapter or peft's target_parameters"
+    )
+
+
+def _check_others(model: nn.Module, names: set[str]) -> None:
+    """Raise ValueError if other layers have adapters of these names, or active ones."""
+    for path, module in model.named_modules():
+        if isinstance(module, HoldsAdapters) or is_wrapper(module):
+            continue
+        found = switches(module)
+        loaded = getattr(module, "lora_A", None)
+        if found is None or not isinstance(loaded, (nn.ModuleDict, nn.ParameterDict)):
+            continue
+        shared = sorted(names & set(loaded.keys()))
+        if shared:
+            raise ValueError(
+                f"{path} has an adapter {shared[0]!r}, too, which is no module of experts and adds "
+                "one adapter to all sequences; give adapters of experts alone"
+            )
