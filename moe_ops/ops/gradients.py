@@ -3,6 +3,9 @@ adapters: `gradients_adapted.py`."""
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -149,44 +152,59 @@ def _layer_backward(
     refused = refused_grads(call, grad_TD, wanted)
     made |= refused
     wanted -= refused.keys()
-    made |= second_weight_grads(call, grad_TD, wh_RI, rows_R, ends_E, wanted, main_grad2_EDI)
+    order = Order(rows_R, ends_E, call.ids_TK.shape[1])
+    made |= second_weight_grads(call, grad_TD, wh_RI, order, wanted, main_grad2_EDI)
     del wh_RI  # before the gradient of the larger weight is made
-    return made | first_weight_grads(call, dy_RF, rows_R, ends_E, wanted, main_grad13_EFD)
+    return made | first_weight_grads(call, dy_RF, order, wanted, main_grad13_EFD)
+
+
+@dataclass(frozen=True)
+class Order:
+    """How rows are sorted by expert: the pair of token and choice in each, one past the last row of
+    each expert, and K, the choices of a token."""
+
+    rows_R: Tensor
+    ends_E: Tensor
+    K: int
+
+    @functools.cached_property
+    def token_R(self) -> Tensor:
+        """The token of each row."""
+        return self.rows_R // self.K
 
 
 def second_weight_grads(
-    call: ExpertsCall, grad_TD: Tensor, wh_RI: Tensor, rows_R: Tensor, ends_E: Tensor,
-    wanted: frozenset[str], main_grad: Tensor | None = None,
+    call: ExpertsCall, grad_TD: Tensor, wh_RI: Tensor, order: Order, wanted: frozenset[str],
+    main_grad: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
     """The gradients of the second weight and its bias, of those that are wanted."""
     made: Gradients = {}
-    token_R = rows_R // call.ids_TK.shape[1]
     if "w2_EDI" in wanted:
         made["w2_EDI"] = weight_grad(
-            grad_TD, wh_RI, ends_E, a_rows_R=token_R, transposed=call.transposed,
+            grad_TD, wh_RI, order.ends_E, a_rows_R=order.token_R, transposed=call.transposed,
             main_grad=main_grad,
         )  # fmt: skip
     if "b2_ED" in wanted and call.b2_ED is not None:
-        weight_R = call.weights_TK.reshape(-1)[rows_R.clamp(min=0)].to(call.x_TD.dtype)
-        made["b2_ED"] = bias_grad(grad_TD, ends_E, token_R, weight_R[:, None], call.b2_ED)
+        weight_R = call.weights_TK.reshape(-1)[order.rows_R.clamp(min=0)].to(call.x_TD.dtype)
+        rows = order.ends_E, order.token_R
+        made["b2_ED"] = bias_grad(grad_TD, *rows, weight_R[:, None], call.b2_ED)
     return made
 
 
 def first_weight_grads(
-    call: ExpertsCall, dy_RF: Tensor, rows_R: Tensor, ends_E: Tensor, wanted: frozenset[str],
+    call: ExpertsCall, dy_RF: Tensor, order: Order, wanted: frozenset[str],
     main_grad: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
     """The gradients of the first weight and its bias, of those that are wanted."""
     made: Gradients = {}
     if "w13_EFD" in wanted:
-        token_R = rows_R // call.ids_TK.shape[1]
         made["w13_EFD"] = weight_grad(
-            dy_RF, call.x_TD, ends_E, b_rows_R=token_R, transposed=call.transposed,
+            dy_RF, call.x_TD, order.ends_E, b_rows_R=order.token_R, transposed=call.transposed,
             main_grad=main_grad,
         )  # fmt: skip
     if "b13_EF" in wanted and call.b13_EF is not None:
         ones_R1 = dy_RF.new_ones(dy_RF.shape[0], 1)
-        made["b13_EF"] = bias_grad(dy_RF, ends_E, None, ones_R1, call.b13_EF)
+        made["b13_EF"] = bias_grad(dy_RF, order.ends_E, None, ones_R1, call.b13_EF)
     return made
 
 

@@ -16,6 +16,7 @@ from moe_ops.ops.experts_adapted_saving import ExpertsAdaptedSavingCall, experts
 from moe_ops.ops.gradients import (
     OF_LAYER,
     Grads,
+    Order,
     first_weight_grads,
     refused_grads,
     second_weight_grads,
@@ -62,23 +63,23 @@ def _backward(
     refused = refused_grads(c, grad_TD, wanted)
     made |= refused
     wanted -= refused.keys()
-    made |= second_weight_grads(c, grad_TD, wh_RI, rows_R, ends_E, wanted)
-    made |= first_weight_grads(c, dy_RF, rows_R, ends_E, wanted)
+    order = Order(rows_R, ends_E, c.ids_TK.shape[1])
+    made |= second_weight_grads(c, grad_TD, wh_RI, order, wanted)
+    made |= first_weight_grads(c, dy_RF, order, wanted)
     if wanted.isdisjoint(OF_ADAPTER):
         return made
 
-    K = c.ids_TK.shape[1]
-    rows = AdapterRows.of(adapter, rows_R, ends_E, K)
+    rows = AdapterRows.of(adapter, rows_R, ends_E, order.K)
     weight_R = c.weights_TK.reshape(-1)[rows_R.clamp(min=0)]
     u2w_Rr = (u2_Rr * weight_R[:, None]).to(u2_Rr.dtype)
     if torch.is_grad_enabled():
         # What was saved is no function of x and A for a backward of this one.
-        token_R = rows_R.clamp(min=0).long() // K
+        token_R = rows_R.clamp(min=0).long() // order.K
         if adapter.a13_GrD is not None:
             u13_Rr = rows.narrow(c.x_TD[token_R], adapter.a13_GrD)
         if adapter.a2_GrI is not None:
             u2w_Rr = rows.narrow(wh_RI, adapter.a2_GrI)
-    of = _Sums(rows, rows_R // K, adapter.scale_N.shape[0])
+    of = _Sums(rows, order.token_R, adapter.scale_N.shape[0])
     if "a13_GrD" in wanted and adapter.a13_GrD is not None:
         made["a13_GrD"] = of.sums(v13_Rr, c.x_TD, b_of_tokens=True)
     if "b13_GFr" in wanted and adapter.b13_GFr is not None:
