@@ -15,7 +15,7 @@ from moe_ops.bench.cells import Cell
 from moe_ops.bench.rates import Rates
 from moe_ops.bench.results import Results, dump, write
 from moe_ops.testing import Case
-from tests.docs import figures, forwards, generation, layers
+from tests.docs import figures, forwards, generation, layers, training
 from tests.docs.figures import PAGES, RESULTS
 from tests.sources import ROOT
 
@@ -60,6 +60,7 @@ def test_pages_have_a_place_for_them() -> None:
         "qwen3_30b_h200", "qwen3_30b_h100", "qwen3_30b_12_layers_h200", "random_12_layers_h200",
     )  # fmt: skip
     assert forwards.BLOCK.findall(page) == [f"forward_{m}" for m in sizes]
+    assert training.BLOCK.findall((FOLDER / "TRAINING.md").read_text()) == ["train_h100"]
     assert len(layers.MEANS.findall((ROOT / "docs" / "PERFORMANCE.md").read_text())) == 1
 
 
