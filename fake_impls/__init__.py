@@ -18,7 +18,9 @@ from .dispatch_tokens import dispatch_tokens
 from .expert_gemm import expert_gemm
 from .expert_loads import expert_loads
 from .expert_wgrad import expert_wgrad
+from .expert_wgrad_onto import expert_wgrad_onto
 from .experts import experts
+from .experts_accumulating import experts_accumulating
 from .experts_adapted import experts_adapted
 from .experts_adapted_backward import experts_adapted_backward
 from .experts_adapted_saving import experts_adapted_saving
@@ -51,7 +53,9 @@ __all__ = [
     "expert_gemm",
     "expert_loads",
     "expert_wgrad",
+    "expert_wgrad_onto",
     "experts",
+    "experts_accumulating",
     "experts_adapted",
     "experts_adapted_backward",
     "experts_adapted_saving",

@@ -26,7 +26,9 @@ from moe_ops.ops import (
     expert_gemm,
     expert_loads,
     expert_wgrad,
+    expert_wgrad_onto,
     experts,
+    experts_accumulating,
     experts_adapted,
     experts_adapted_backward,
     experts_adapted_saving,
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from moe_ops.hf.over_ranks import share_experts
     from moe_ops.hf.quantize import quantize_model
     from moe_ops.layer import MoELayer, Routing
+    from moe_ops.main_grad import accumulate_into_main_grad
     from moe_ops.passes.explain import explain
     from moe_ops.passes.inductor.compiled import inductor_options
     from moe_ops.planning.tune import tune
@@ -78,6 +81,7 @@ _LAZY = {
     "flashinfer_options": "moe_ops.backends.flashinfer.options",
     "fake_quantize": "moe_ops.quant.straight_through",
     "tune": "moe_ops.planning.tune",
+    "accumulate_into_main_grad": "moe_ops.main_grad",
     "prepare": "moe_ops.prepared",
     **dict.fromkeys(("MoELayer", "Routing"), "moe_ops.layer"),
     "QuantConfig": "moe_ops.quant.config",
@@ -91,6 +95,7 @@ __all__ = [
     "QuantConfig",
     "Routing",
     "__version__",
+    "accumulate_into_main_grad",
     "activate",
     "activate_backward",
     "backend",
@@ -106,7 +111,9 @@ __all__ = [
     "expert_gemm",
     "expert_loads",
     "expert_wgrad",
+    "expert_wgrad_onto",
     "experts",
+    "experts_accumulating",
     "experts_adapted",
     "experts_adapted_backward",
     "experts_adapted_saving",

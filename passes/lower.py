@@ -18,7 +18,14 @@ from torch._inductor.fx_passes.post_grad import remove_noop_ops
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from moe_ops.passes.pick_backend import ORIGIN, call_of, generic_op, make_planned, pick_backend
+from moe_ops.passes.pick_backend import (
+    ORIGIN,
+    call_of,
+    generic_op,
+    is_functional,
+    make_planned,
+    pick_backend,
+)
 from moe_ops.passes.rewriting.context import Context
 from moe_ops.passes.rewriting.graph import layer_of
 from moe_ops.planning.choose import GUARDS, no_new_guards
@@ -49,7 +56,7 @@ def lower(graph: fx.Graph, context: Context) -> int:
 
 def _lower_one(graph: fx.Graph, node: fx.Node, op: Op, context: Context) -> None:
     layer, name = layer_of(node), node.name
-    reason = _too_large(op, node)
+    reason = "it writes to an argument" if is_functional(node) else _too_large(op, node)
     if reason is None:
         try:
             traced = _definition(op, node)

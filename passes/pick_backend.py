@@ -3,12 +3,16 @@
 An op that backends can run becomes `moe_ops::NAME.planned` with the choice baked in; if the number
 of rows is not known when compiling, that op compares it with the plan's on the host. What no
 backend takes is left for `lower`, which compiles its definition instead.
+
+An op that writes to an argument is in a graph as a functional call, which gives what it would write
+to as a result. Inductor makes it the op again, behind all passes.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from moe_ops.passes.rewriting.context import Context
@@ -18,6 +22,7 @@ from moe_ops.planning.choose import Node, Rules, choose
 from moe_ops.registry.spec import NAMESPACE, OPS, REFERENCE, Op
 
 RULE = "pick_backend"
+FUNCTIONAL = torch.ops.higher_order.auto_functionalized_v2
 ORIGIN = ("nn_module_stack", "stack_trace", "from_node")  # where in the model a node comes from
 
 
@@ -49,21 +54,47 @@ def pick_backend(graph: fx.Graph, context: Context) -> int:
 
 def generic_op(node: fx.Node) -> Op | None:
     """The op that a node calls without a plan, or None."""
-    if node.op != "call_function" or getattr(node.target, "namespace", "") != NAMESPACE:
+    target: Any = node.args[0] if is_functional(node) else node.target
+    if node.op != "call_function" or getattr(target, "namespace", "") != NAMESPACE:
         return None
-    op = OPS.get(node.target._schema.name.partition("::")[2])  # type: ignore[union-attr]
-    return op if op is not None and node.target is op.overload else None
+    op = OPS.get(target._schema.name.partition("::")[2])
+    return op if op is not None and target is op.overload else None
+
+
+def is_functional(node: fx.Node) -> bool:
+    """Whether a node is the functional call of an op that writes to whole tensors, and not to views
+    that it makes of them."""
+    if node.target is not FUNCTIONAL:
+        return False
+    views = ("_size", "_slice_dim")
+    return not any(name.startswith("_") and name.endswith(views) for name in node.kwargs)
 
 
 def call_of(op: Op, node: fx.Node) -> Any:
     """The record of a node's arguments, tensors as the graph's fake ones."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = arguments_of(op, node)
     return op.call(*args, **kwargs)
+
+
+def arguments_of(op: Op, node: fx.Node) -> tuple[Any, dict[str, Any]]:
+    """A node's arguments, as the op or its overload with a plan takes them."""
+    values: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = values
+    if not is_functional(node):
+        return args, dict(kwargs)
+    written = {n: kwargs["_all_bases"][kwargs[f"_{n}_base_index"]] for n in op.arguments.mutated}
+    return (), {n: a for n, a in kwargs.items() if not n.startswith("_")} | written
 
 
 def make_planned(graph: fx.Graph, node: fx.Node, op: Op, plan: str) -> None:
     """Replace a node by the same op with a plan."""
     kwargs = {**node.kwargs, "plan": plan}
+    if is_functional(node):
+        node.args, node.kwargs = (op.planned,), kwargs
+        seen = node.meta.get("eager_input_vals")
+        if seen is not None:
+            node.meta["eager_input_vals"] = (node.args, {**seen[1], "plan": plan})
+        return
     with graph.inserting_before(node):
         new = graph.call_function(op.planned, node.args, kwargs)
     kept = ("val", "tensor_meta", "original_aten", *ORIGIN)

@@ -35,6 +35,7 @@ def calls_without_adapters(T: int) -> dict[str, tuple[Any, ...]]:
         "experts": (x, weights, ids, layer.w13_EFD, layer.w2_EDI),
         "moe": (x, layer.logits_TE, layer.w13_EFD, layer.w2_EDI, 2),
         "expert_wgrad": (x, x, ends),
+        "expert_wgrad_onto": (x, x, ends, torch.zeros(EXPERTS, x.shape[1], x.shape[1])),
         "activate_backward": (
             x[:, : x.shape[1] // 2].contiguous(),
             x,
@@ -42,6 +43,7 @@ def calls_without_adapters(T: int) -> dict[str, tuple[Any, ...]]:
             torch.arange(T, dtype=torch.int32),
         ),
         "experts_saving": (x, weights, ids, layer.w13_EFD, layer.w2_EDI),
+        "experts_accumulating": (x, weights, ids, layer.w13_EFD, layer.w2_EDI),
         "experts_backward": (
             x,
             torch.zeros(T, layer.w13_EFD.shape[1]),

@@ -47,13 +47,14 @@ MAY_IMPORT = {
     "quant": May(frozenset({"checks", "fake_impls", "interop"})),
     "parallel": May(OP),
     "prepared": May(OP),
-    "layer": May(OP | {"prepared", "quant", "parallel"}),
+    "main_grad": May(LOW | {"prepared"}),
+    "layer": May(OP | {"main_grad", "prepared", "quant", "parallel"}),
     "weights": May(
         LOW | {"layer", "kernels", "prepared", "quant"}, frozenset({"torch", "safetensors", "gguf"})
     ),
     "planning": May(OP | {"kernels", "quant", "terminal"}),
     "graphs": May(OP | {"arena", "layer", "planning", "prepared"}),
-    "hf": May(BACKEND | {"installed", "prepared"}, TRANSFORMERS | {"safetensors"}),
+    "hf": May(BACKEND | {"installed", "main_grad", "prepared"}, TRANSFORMERS | {"safetensors"}),
     "published": May(LOW | {"hf", "installed", "layer", "quant", "weights"}, TRANSFORMERS),
     "integrations": May(OP | {"hf"}, frozenset({"torch", "vllm", "kernels"})),
     "forward": May(
@@ -90,7 +91,7 @@ MAY_IMPORT = {
     FACADE: May(
         BACKEND
         | {"fake_impls", "layer", "hf", "passes", "planning", "graphs", "generation", "compiler"}
-        | {"exporting", "prepared", "published", "installed"}
+        | {"exporting", "main_grad", "prepared", "published", "installed"}
     ),
 }
 

@@ -20,6 +20,7 @@ from moe_ops.ops.expert_gemm import (
     used_rows,
 )
 from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad
+from moe_ops.ops.expert_wgrad_onto import ExpertWgradOntoCall, expert_wgrad_onto
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.registry.gradients import needs_grad
 
@@ -142,16 +143,34 @@ def _wgrad_per_expert(call: ExpertWgradCall) -> Tensor:
         if end <= start:
             w_EMN[e].zero_()
         else:
-            a, b = (
-                t[start:end] if rows_R is None else t[rows_R[start:end]]
-                for t, rows_R in ((a_RM, call.a_rows_R), (b_RN, call.b_rows_R))
-            )
+            a, b = _rows_from(call, start, end)
             if call.dtype is a_RM.dtype:
                 torch.mm(a.t(), b, out=w_EMN[e])
             else:
                 w_EMN[e] = a.t().to(dtype) @ b.to(dtype)
         start = end
     return w_EMN
+
+
+def _rows_from(call: ExpertWgradCall, start: int, end: int) -> tuple[Tensor, Tensor]:
+    """The rows of a and of b from one to another, copied where they are named."""
+    a, b = (
+        t[start:end] if rows_R is None else t[rows_R[start:end]]
+        for t, rows_R in ((call.a_RM, call.a_rows_R), (call.b_RN, call.b_rows_R))
+    )
+    return a, b
+
+
+@expert_wgrad_onto.backend("aten", reads=reads.WGRAD_ONTO, devices=("cpu",))
+def wgrad_onto_per_expert(call: ExpertWgradOntoCall) -> None:
+    """`expert_wgrad_onto` by a product for each expert that has rows; named rows are copied."""
+    start, sum_EMN = 0, call.sum_EMN
+    for e, end in enumerate(checked_ends(call.wgrad.ends_E, call.wgrad.rows)):
+        if end > start:
+            a, b = _rows_from(call.wgrad, start, end)
+            # A product that adds by itself would not round as a sum of results does.
+            sum_EMN[e] += a.t().float() @ b.float()
+        start = max(start, end)
 
 
 def _aligned(x_RD: Tensor, w_EDF: Tensor) -> bool:

@@ -13,6 +13,7 @@ STATIC_SCALES = ("x_scale", "h_scale")
 CODES = ("x_scale_TG", "out_dtype")  # of tokens that are codes
 SCALED_EXPERTS = (*EXPERTS, "global_scale13_E", "global_scale2_E", *STATIC_SCALES)
 WGRAD = ("a_rows_R", "b_rows_R", "out_dtype")
+WGRAD_ONTO = ("a_rows_R", "b_rows_R")
 FLOAT_GEMM = ("bias_EF", "transposed", "out_dtype")
 SCALED_GEMM = (
     *FLOAT_GEMM,

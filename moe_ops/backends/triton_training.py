@@ -15,6 +15,7 @@ from moe_ops.backends.triton_support import supports_experts
 from moe_ops.kernels.triton import Act
 from moe_ops.ops.activate_backward import ActivateBackwardCall, activate_backward
 from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad
+from moe_ops.ops.expert_wgrad_onto import ExpertWgradOntoCall, expert_wgrad_onto
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.experts_adapted_backward import ExpertsAdaptedBackwardCall
 from moe_ops.ops.experts_backward import ExpertsBackwardCall, experts_backward
@@ -43,13 +44,38 @@ def _wgrad(call: ExpertWgradCall, before: Before = None) -> Tensor:
     from moe_ops.kernels.triton.replay import replay
     from moe_ops.kernels.triton.wgrad import wgrad
 
+    return replay(wgrad, _operands(call), (call.dtype, refuse_wgrad(call) is None), before)
+
+
+def _operands(call: ExpertWgradCall) -> tuple[Tensor | None, ...]:
     c = call
     rows = contiguous(c.a_rows_R), contiguous(c.b_rows_R)
-    tensors = (with_rows(c.a_RM), with_rows(c.b_RN), contiguous(c.ends_E), *rows)
-    return replay(wgrad, tensors, (c.dtype, refuse_wgrad(c) is None), before)
+    return with_rows(c.a_RM), with_rows(c.b_RN), contiguous(c.ends_E), *rows
 
 
 compiles_ahead(expert_wgrad, "triton", _wgrad)
+
+
+@expert_wgrad_onto.backend(
+    "triton",
+    reads=reads.WGRAD_ONTO,
+    supports=lambda call: supports_wgrad(call.wgrad),
+    devices=("cuda",),
+    priority=1,
+)
+def launch_wgrad_onto(call: ExpertWgradOntoCall) -> None:
+    """`expert_wgrad_onto` in one launch, whose programs add their tiles where these lie."""
+    _wgrad_onto(call)
+
+
+def _wgrad_onto(call: ExpertWgradOntoCall, before: Before = None) -> None:
+    from moe_ops.kernels.triton.replay import replay
+    from moe_ops.kernels.triton.wgrad import wgrad_onto
+
+    replay(wgrad_onto, (*_operands(call.wgrad), call.sum_EMN), (), before)
+
+
+compiles_ahead(expert_wgrad_onto, "triton", _wgrad_onto)
 
 
 def supports_activate_backward(call: ActivateBackwardCall) -> str | None:

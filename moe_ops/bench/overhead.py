@@ -33,7 +33,9 @@ from moe_ops.ops import (
     expert_gemm,
     expert_loads,
     expert_wgrad,
+    expert_wgrad_onto,
     experts,
+    experts_accumulating,
     experts_adapted,
     experts_adapted_backward,
     experts_adapted_saving,
@@ -93,12 +95,14 @@ def calls() -> dict[Op, tuple[Any, ...]]:
         experts_over_ranks: (*sent, *weights, *tables, 1),
         sum_ranks: (layer.x_TD,),
         experts_saving: (*sent, *weights),
+        experts_accumulating: (*sent, *weights),
         experts_backward: (layer.x_TD, y_RF, rows_R, ends_E, *sent, *weights),
         experts_adapted: (*sent, *weights, *adapter),
         experts_adapted_saving: (*sent, *weights, *adapter),
         experts_adapted_backward: (layer.x_TD, y_RF, rows_R, ends_E, *sent, *weights, *adapter),
         activate_backward: (activate(y_RF), y_RF, layer.weights_TK, rows_R),
         expert_wgrad: (y_RF, x_RD, ends_E),
+        expert_wgrad_onto: (y_RF, x_RD, ends_E, torch.zeros(8, y_RF.shape[1], x_RD.shape[1])),
     }
 
 
@@ -176,10 +180,10 @@ def measure() -> list[Overhead]:
 
 def table(found: list[Overhead]) -> str:
     head = (
-        f"{'op':<20}{'backend':<11}{'body µs':>9}{'call µs':>9}{'dispatch µs':>13}{'checks µs':>11}"
+        f"{'op':<22}{'backend':<11}{'body µs':>9}{'call µs':>9}{'dispatch µs':>13}{'checks µs':>11}"
     )
     lines = [
-        f"{o.op:<20}{o.backend:<11}{o.body_us:>9.1f}{o.call_us:>9.1f}"
+        f"{o.op:<22}{o.backend:<11}{o.body_us:>9.1f}{o.call_us:>9.1f}"
         f"{o.dispatch_us:>13.1f}{o.validation_us:>11.1f}"
         for o in found
     ]

@@ -140,6 +140,11 @@ def load(path: Path) -> TrainResults:
     values = json.loads(path.read_text())
     if values.get("schema") != SCHEMA:
         raise ValueError(f"{path} has schema {values.get('schema')}, this reads {SCHEMA}")
+    return loaded(values)
+
+
+def loaded(values: dict[str, Any]) -> TrainResults:
+    """What `dump` gave."""
     names = ("command", "device", "dtype", "versions")
     return TrainResults(
         **{name: values[name] for name in names},

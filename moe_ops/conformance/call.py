@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_ops.checks.shapes import FLOATS
 from moe_ops.conformance.memory import surrounded, tensors
-from moe_ops.conformance.samples import INPUT_FORMATS, specified
+from moe_ops.conformance.samples import INPUT_FORMATS, mutated, specified
 from moe_ops.ops.experts import WEIGHTS
 from moe_ops.quant.formats import Format
 from moe_ops.registry.backend import LAYOUT, Backend
@@ -112,12 +112,13 @@ class Call:
     def results(self, got: Any, args: Sequence[Any]) -> list[Tensor]:
         """The tensors of a result, without the rows that the op leaves unspecified, and those that
         the op writes to, all on a CPU."""
-        given = self.op.arguments.by_name(self.op.call(*args))
-        written = [given[name] for name in self.op.arguments.mutated]
         on_cpu = tuple(a.cpu() if isinstance(a, Tensor) else a for a in args)
         made = [t.detach().cpu() for t in tensors(got)]
-        whole = made[0] if isinstance(got, Tensor) else made
-        return [*specified(self.op.name, on_cpu, whole), *(t.cpu() for t in written)]
+        whole = made[0] if isinstance(got, Tensor) else made or None
+        return [
+            *specified(self.op.name, on_cpu, whole),
+            *(t.cpu() for t in mutated(self.op, tuple(args))),
+        ]
 
     def compare(self, got: Any, args: Sequence[Any], how: str = "") -> None:
         """Raise AssertionError unless a result is right."""

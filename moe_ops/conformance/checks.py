@@ -34,6 +34,7 @@ BY_A_SIZE = "decides by a size that is not known when compiling"
 # Ops of which no row of the result is that of the first argument.
 OTHER_ROWS = (
     "dispatch", "combine", "expert_loads", "dispatch_tokens", "combine_tokens", "expert_wgrad",
+    "expert_wgrad_onto",
 )  # fmt: skip
 
 

@@ -75,6 +75,18 @@ def expert_wgrad(case: Case, dtype: torch.dtype) -> Calls:
     }  # fmt: skip
 
 
+def expert_wgrad_onto(case: Case, dtype: torch.dtype) -> Calls:
+    """The calls of `expert_wgrad`, and sums so far that are as large as what is added."""
+    found: Calls = {}
+    for name, call in expert_wgrad(case, dtype).items():
+        sizes = (call["ends_E"].shape[0], call["a_RM"].shape[1], call["b_RN"].shape[1])
+        given = {k: v for k, v in call.items() if k != "out_dtype"}
+        found[name] = {**given, "main_grad_EMN": torch.randn(sizes) * case.T**0.5}
+    first = found["plain"]
+    lies = torch.randn(3, *first["main_grad_EMN"].shape)[1]  # as in a buffer of several weights
+    return {**found, "in_a_buffer": {**first, "main_grad_EMN": lies}}
+
+
 def experts_saving(of_experts: Calls) -> Calls:
     """The calls of `experts` whose inputs are not rounded."""
     return {
@@ -82,6 +94,23 @@ def experts_saving(of_experts: Calls) -> Calls:
         for name, call in of_experts.items()
         if not call.get("x_format")
     }
+
+
+def experts_accumulating(of_experts: Calls) -> Calls:
+    """The calls of `experts` on plain weights, with sums so far."""
+    names = OPS["experts_accumulating"].arguments.signature.parameters
+    found = {
+        name: {**call, **_sums(call)}
+        for name, call in of_experts.items()
+        if call.keys() <= {*names}
+    }
+    first = next(iter(found.values()))
+    return {**found, "of_one_weight": {**first, "main_grad13_EFD": None}}
+
+
+def _sums(call: dict[str, Any]) -> dict[str, Tensor]:
+    weights = {"main_grad13_EFD": call["w13_EFD"], "main_grad2_EDI": call["w2_EDI"]}
+    return {name: torch.zeros(w.shape) for name, w in weights.items()}
 
 
 def experts_backward(of_experts: Calls, dtype: torch.dtype) -> Calls:

@@ -14,6 +14,8 @@ from moe_ops.conformance.decode_samples import DECODE_MAKERS
 from moe_ops.conformance.gradient_samples import (
     activate_backward,
     expert_wgrad,
+    expert_wgrad_onto,
+    experts_accumulating,
     experts_backward,
     experts_saving,
     used_rows,
@@ -54,6 +56,8 @@ def _is_valid(op: Op, args: tuple[Any, ...]) -> bool:
 
 def specified(op_name: str, args: tuple[Any, ...], got: Any) -> list[Tensor]:
     """The tensors an op returns, without the rows that its contract leaves unspecified."""
+    if got is None:  # what it writes to is an argument
+        return []
     if op_name == "dispatch":
         x_RD, rows_R, ends_E = got
         return [x_RD[: int(ends_E[-1])], rows_R, ends_E]
@@ -70,6 +74,12 @@ def specified(op_name: str, args: tuple[Any, ...], got: Any) -> list[Tensor]:
     if used is not None:
         return used
     return [got] if isinstance(got, Tensor) else list(got)
+
+
+def mutated(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
+    """The arguments of a call that the op writes to."""
+    given = op.arguments.by_name(op.call(*args))
+    return [given[name] for name in op.arguments.mutated]
 
 
 def _route(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
@@ -365,7 +375,9 @@ MAKERS: dict[str, Callable[[Case, torch.dtype], dict[str, dict[str, Any]]]] = {
     "moe": _moe,
     "activate_backward": activate_backward,
     "expert_wgrad": expert_wgrad,
+    "expert_wgrad_onto": expert_wgrad_onto,
     "experts_saving": lambda case, dtype: experts_saving(_experts(case, dtype)),
+    "experts_accumulating": lambda case, dtype: experts_accumulating(_experts(case, dtype)),
     "experts_backward": lambda case, dtype: experts_backward(_experts(case, dtype), dtype),
     "experts_adapted": lambda case, dtype: adapter_samples.experts_adapted(_experts(case, dtype)),
     "experts_adapted_saving": lambda case, dtype: adapter_samples.experts_adapted_saving(

@@ -25,6 +25,7 @@ OVER_RANKS = ("dispatch_tokens", "combine_tokens", "experts_over_ranks", "sum_ra
 # Gradients consist of them. Those that run files of models do not train.
 OF_TRAINING = (
     "activate_backward", "expert_wgrad", "experts_saving", "experts_backward",
+    "experts_accumulating",
     "experts_adapted_saving", "experts_adapted_backward",
 )  # fmt: skip
 

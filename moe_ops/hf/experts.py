@@ -23,7 +23,8 @@ from moe_ops.checks.shapes import FLOATS
 from moe_ops.hf.report import warn_once
 from moe_ops.hf.source import fingerprint
 from moe_ops.hf.stored import StoredFormat, stored_format
-from moe_ops.ops import experts
+from moe_ops.main_grad import adds, main_grads
+from moe_ops.ops import experts, experts_accumulating
 from moe_ops.ops.activate import Activation
 from moe_ops.registry.gradients import needs_grad, without_gradient
 
@@ -143,6 +144,7 @@ def experts_forward(
     found = stored_format(self) or describe(self)
     given = hidden_states, top_k_index, top_k_weights
     if found == DOUBLE:
+        require_no_main_grad(self, found)
         name = type(self).__name__
         warn_once(f"{name} runs on transformers' loop over experts: {found}")
         forward: Callable[..., Tensor] = type(self).forward.__wrapped__  # type: ignore[attr-defined]
@@ -166,6 +168,7 @@ def run(
     """
     name = type(module).__name__
     if isinstance(found, str):
+        require_no_main_grad(module, found)
         warn_once(f"{name} runs on transformers' grouped_mm: {found}")
         return fallback(module, x, ids_TK, weights_TK)
     act = found.activation if isinstance(found, StoredFormat) else found
@@ -181,6 +184,7 @@ def run(
         b2 = module.down_proj_bias
     quantized: dict[str, Any] = {}
     transposed, inputs = False, x
+    op: Callable[..., Tensor] = experts
     if isinstance(found, StoredFormat):
         quantized = found.arguments(module)
     else:
@@ -188,11 +192,23 @@ def run(
         # Under autocast the activations may come in another dtype than the weights; the products
         # are the weights'.
         inputs = x.to(w13.dtype)
-    out_TD = experts(
+        sums = main_grads(module, w13, w2)
+        if sums is not None:
+            op, quantized = experts_accumulating, sums
+    out_TD = op(
         inputs, weights_TK, ids_TK, w13, w2, b13, b2, None, transposed,
         *act.args, **quantized,
     )  # fmt: skip
     return out_TD.to(x.dtype)
+
+
+def require_no_main_grad(module: nn.Module, reason: str) -> None:
+    """Raise ValueError if a module that runs transformers' own code is to add to main_grad."""
+    if adds(module) and torch.is_grad_enabled():
+        raise ValueError(
+            f"{type(module).__name__} runs transformers' own code, which adds to .grad and not to "
+            f"main_grad: {reason}"
+        )
 
 
 def _weights(

@@ -18,7 +18,8 @@ from moe_ops.hf.experts import describe
 from moe_ops.hf.optimize import is_experts
 from moe_ops.hf.stored import stored_format
 from moe_ops.hf.subclass import subclass
-from moe_ops.ops import experts, experts_over_ranks, sum_ranks
+from moe_ops.main_grad import main_grads
+from moe_ops.ops import experts, experts_accumulating, experts_over_ranks, sum_ranks
 from moe_ops.ops.activate import Activation
 from moe_ops.ops.dispatch_tokens import MOST_ROWS
 from moe_ops.ranks import peers
@@ -109,7 +110,8 @@ def run(
     """The experts of all ranks on tokens, given the module that holds this rank's."""
     act: Any = describe(module)
     first = "gate_up_proj" if act.gated else "up_proj"
-    w13, w2 = getattr(module, first), module.down_proj
+    w13: Any = getattr(module, first)
+    w2: Any = module.down_proj
     inputs = x_TD.to(w13.dtype)  # under autocast they may differ
     options: dict[str, Any] = {
         "transposed": bool(module.is_transposed), "kind": act.kind, "gated": act.gated,
@@ -119,6 +121,12 @@ def run(
     if module.has_bias:
         options["b13_EF"] = getattr(module, f"{first}_bias")
         options["b2_ED"] = module.down_proj_bias
+    sums = main_grads(module, w13, w2)
+    if over.collective and sums is not None:
+        raise ValueError(
+            f"experts that exchange tokens by {over.collective!r} do not add to main_grad; share "
+            "them with tokens='replicated', or train a MoELayer, which does"
+        )
     if over.collective:
         # An exchange counts for itself; to gather, all have as many.
         rows = MOST_ROWS if over.collective == EXCHANGE else max(x_TD.shape[0], 1)
@@ -127,7 +135,9 @@ def run(
             **options,
         )  # fmt: skip
     else:
-        part = experts(inputs, weights_TK, ids_TK, w13, w2, expert_map=tables[1], **options)
+        op = experts if sums is None else experts_accumulating
+        given = {**options, **(sums or {})}
+        part = op(inputs, weights_TK, ids_TK, w13, w2, expert_map=tables[1], **given)
         out_TD = sum_ranks(part, over.group)
     return out_TD.to(x_TD.dtype)
 

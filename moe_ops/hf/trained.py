@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moe_ops.hf.experts import DOUBLE, describe, run
+from moe_ops.hf.experts import DOUBLE, describe, require_no_main_grad, run
 from moe_ops.hf.optimize import is_experts
 from moe_ops.hf.stored import stored_format
 from moe_ops.hf.subclass import CopiedAsItWas, subclass
@@ -25,6 +25,7 @@ class TrainedExperts(CopiedAsItWas, nn.Module):
             return own(*given)
         found = describe(self)
         if found == DOUBLE:
+            require_no_main_grad(self, found)
             return own(*given)
         return run(self, found, *given, lambda _, *same: own(*same))
 

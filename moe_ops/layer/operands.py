@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops.layer.tensors import LayerSizes
+from moe_ops.main_grad import main_grads
 from moe_ops.ops.activate import Activation
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.scales import product
@@ -19,7 +20,8 @@ from moe_ops.quant.scales import product
 
 @dataclass(slots=True)
 class Weights:
-    """One of both products: weights, the scales that decode them, and the static one of inputs."""
+    """One of both products: weights, the scales that decode them, the static one of inputs, and
+    what the weights' gradients are added to."""
 
     weight: Tensor
     bias: Tensor | None
@@ -27,6 +29,7 @@ class Weights:
     zero: Tensor | None
     global_scale: Tensor | None
     input_scale: Tensor | None
+    main_grad: Tensor | None
 
 
 @dataclass(slots=True)
@@ -51,6 +54,10 @@ class Operands:
     def quantizes_inputs(self) -> bool:
         return self.quant is not None and bool(self.quant.inputs)
 
+    @property
+    def adds_to_main_grad(self) -> bool:
+        return self.w13.main_grad is not None or self.w2.main_grad is not None
+
     def options(self) -> dict[str, Any]:
         """The arguments of `experts`, by name, that say what it computes with the weights."""
         w13, w2 = self.w13, self.w2
@@ -60,6 +67,24 @@ class Operands:
             "w13_zero_EFG": w13.zero, "w2_zero_EDG": w2.zero,
             "global_scale13_E": product(w13.global_scale, w13.input_scale),
             "global_scale2_E": product(w2.global_scale, w2.input_scale),
+        }  # fmt: skip
+
+    def training_options(self) -> dict[str, Any]:
+        """The arguments of `experts_accumulating` that `options` would be of `experts`.
+
+        Raises ValueError for weights that do not train as they lie.
+        """
+        stored = self.quant or (f"the layout {self.layout!r}" if self.layout else "")
+        if stored:
+            raise ValueError(
+                "main_grad is of weights as they were loaded, and those of this MoELayer are in "
+                f"{stored}; undo that by moe_ops.prepare(model, '')"
+            )
+        act = self.activation
+        return {
+            "kind": act.kind, "gated": act.gated, "interleaved": act.interleaved,
+            "alpha": act.alpha, "limit": act.limit, "up_shift": act.up_shift,
+            "main_grad13_EFD": self.w13.main_grad, "main_grad2_EDI": self.w2.main_grad,
         }  # fmt: skip
 
     def plain_options(self) -> dict[str, Any]:
@@ -89,13 +114,14 @@ class Operands:
 
 def operands_of(layer: Any) -> Operands:
     """The operands of a `MoELayer`, which are attributes of it."""
+    sums = main_grads(layer, layer.w13_weight, layer.w2_weight) or {}
     w13 = Weights(
         layer.w13_weight, layer.w13_bias, layer.w13_scale, layer.w13_zero, layer.w13_global_scale,
-        layer.x_scale,
+        layer.x_scale, sums.get("main_grad13_EFD"),
     )  # fmt: skip
     w2 = Weights(
         layer.w2_weight, layer.w2_bias, layer.w2_scale, layer.w2_zero, layer.w2_global_scale,
-        layer.h_scale,
+        layer.h_scale, sums.get("main_grad2_EDI"),
     )  # fmt: skip
     return Operands(
         w13, w2, layer.input_order, layer.activation, layer.quant, layer.layout, layer.sizes,

@@ -13,7 +13,13 @@ from torch import Tensor
 from moe_ops.layer.exchange import Exchange
 from moe_ops.layer.operands import Operands
 from moe_ops.layer.parts import ordered_rows
-from moe_ops.ops import combine_tokens, dispatch_tokens, experts, experts_over_ranks
+from moe_ops.ops import (
+    combine_tokens,
+    dispatch_tokens,
+    experts,
+    experts_accumulating,
+    experts_over_ranks,
+)
 from moe_ops.ops.experts_over_ranks import alike
 from moe_ops.ranks.groups import Group
 from moe_ops.ranks.shares import in_shares, share_of
@@ -78,10 +84,13 @@ def _run_here(held: Operands, routed: Routed, expert_map: Tensor | None) -> Tens
 
 def _once(held: Operands, routed: Routed, expert_map: Tensor | None) -> Tensor:
     """One call of `experts`."""
-    out_TD = experts(
+    run, options = experts, held.options()
+    if held.adds_to_main_grad:
+        run, options = experts_accumulating, held.training_options()
+    out_TD = run(
         held.padded(routed.x_TD), routed.weights_TK, routed.ids_TK, held.w13.weight, held.w2.weight,
         held.w13.bias, held.w2.bias, expert_map=expert_map,
-        expert_offset=None if expert_map is None else held.expert_offset, **held.options(),
+        expert_offset=None if expert_map is None else held.expert_offset, **options,
     )  # fmt: skip
     return held.cut(out_TD)
 
@@ -101,14 +110,14 @@ def _exchanged(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> Tenso
     x_TD, weights_TK, ids_TK = routed
     tables, group = (ranks.rank_of_P, ranks.slot_of_P), ranks.exchange.group
     collective = ranks.exchange.collective
-    if not held.has_order_by_expert:
+    if not (held.has_order_by_expert or held.adds_to_main_grad):
         out_TD = experts_over_ranks(
             held.padded(held.ordered(x_TD)), weights_TK, ids_TK, held.w13.weight, held.w2.weight,
             *tables, rows, group, collective, b13_EF=held.w13.bias, b2_ED=held.w2.bias,
             **held.options(),
         )  # fmt: skip
         return held.cut(out_TD)
-    # An expert's order of columns is known where it lies.
+    # An expert's order of columns, and its main_grad, are known where it lies.
     plain = held.plain_options()
     collective = GATHER if collective == AUTO else collective
     x_GD, _, weights_GK, ids_GK, *handle = dispatch_tokens(

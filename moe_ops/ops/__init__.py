@@ -12,7 +12,9 @@ from moe_ops.ops.dispatch_tokens import dispatch_tokens
 from moe_ops.ops.expert_gemm import expert_gemm
 from moe_ops.ops.expert_loads import expert_loads
 from moe_ops.ops.expert_wgrad import expert_wgrad
+from moe_ops.ops.expert_wgrad_onto import expert_wgrad_onto
 from moe_ops.ops.experts import experts
+from moe_ops.ops.experts_accumulating import experts_accumulating
 from moe_ops.ops.experts_adapted import experts_adapted
 from moe_ops.ops.experts_adapted_backward import experts_adapted_backward
 from moe_ops.ops.experts_adapted_saving import experts_adapted_saving
@@ -34,7 +36,9 @@ __all__ = [
     "expert_gemm",
     "expert_loads",
     "expert_wgrad",
+    "expert_wgrad_onto",
     "experts",
+    "experts_accumulating",
     "experts_adapted",
     "experts_adapted_backward",
     "experts_adapted_saving",

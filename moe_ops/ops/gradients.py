@@ -8,7 +8,9 @@ from torch import Tensor
 
 from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm, used_rows
 from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad, rows_of
+from moe_ops.ops.expert_wgrad_onto import expert_wgrad_onto
 from moe_ops.ops.experts import ExpertsCall, experts, weights_of
+from moe_ops.ops.experts_accumulating import ExpertsAccumulatingCall, experts_accumulating
 from moe_ops.ops.experts_backward import ExpertsBackwardCall, experts_backward, float_weight
 from moe_ops.ops.experts_saving import ExpertsSavingCall, experts_saving
 from moe_ops.registry.formulas import Formula, Gradients, wants
@@ -38,11 +40,17 @@ def weight_grad(
     b_rows_R: Tensor | None = None,
     *,
     transposed: bool,
-) -> Tensor:
-    """The gradient of a weight by which b was multiplied: [E, M, N], or [E, N, M] if transposed."""
+    main_grad: Tensor | None = None,
+) -> Tensor | None:
+    """The gradient of a weight by which b was multiplied: [E, M, N], or [E, N, M] if transposed.
+    None if it was added to a main_grad."""
     if transposed:
-        return expert_wgrad(b_RN, a_RM, ends_E, b_rows_R, a_rows_R)
-    return expert_wgrad(a_RM, b_RN, ends_E, a_rows_R, b_rows_R)
+        a_RM, b_RN, a_rows_R, b_rows_R = b_RN, a_RM, b_rows_R, a_rows_R
+    if main_grad is not None:
+        expert_wgrad_onto(a_RM, b_RN, ends_E, main_grad, a_rows_R, b_rows_R)
+        return None
+    made: Tensor = expert_wgrad(a_RM, b_RN, ends_E, a_rows_R, b_rows_R)
+    return made
 
 
 def _takes_gemm(call: ExpertGemmCall) -> bool:
@@ -117,7 +125,12 @@ def _layer(call: ExpertsCall) -> tuple[Tensor, ...]:
 
 
 def _layer_backward(
-    call: ExpertsCall, saved: tuple[Tensor, ...], grads: Grads, wanted: frozenset[str]
+    call: ExpertsCall,
+    saved: tuple[Tensor, ...],
+    grads: Grads,
+    wanted: frozenset[str],
+    main_grad13_EFD: Tensor | None = None,
+    main_grad2_EDI: Tensor | None = None,
 ) -> Gradients:
     (y_RF, rows_R, ends_E), (grad_TD, grad_y_RF, *_) = saved, grads
     if grad_TD is None and grad_y_RF is None:
@@ -136,22 +149,23 @@ def _layer_backward(
     refused = refused_grads(call, grad_TD, wanted)
     made |= refused
     wanted -= refused.keys()
-    made |= second_weight_grads(call, grad_TD, wh_RI, rows_R, ends_E, wanted)
+    made |= second_weight_grads(call, grad_TD, wh_RI, rows_R, ends_E, wanted, main_grad2_EDI)
     del wh_RI  # before the gradient of the larger weight is made
-    return made | first_weight_grads(call, dy_RF, rows_R, ends_E, wanted)
+    return made | first_weight_grads(call, dy_RF, rows_R, ends_E, wanted, main_grad13_EFD)
 
 
 def second_weight_grads(
     call: ExpertsCall, grad_TD: Tensor, wh_RI: Tensor, rows_R: Tensor, ends_E: Tensor,
-    wanted: frozenset[str],
+    wanted: frozenset[str], main_grad: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
     """The gradients of the second weight and its bias, of those that are wanted."""
     made: Gradients = {}
     token_R = rows_R // call.ids_TK.shape[1]
     if "w2_EDI" in wanted:
         made["w2_EDI"] = weight_grad(
-            grad_TD, wh_RI, ends_E, a_rows_R=token_R, transposed=call.transposed
-        )
+            grad_TD, wh_RI, ends_E, a_rows_R=token_R, transposed=call.transposed,
+            main_grad=main_grad,
+        )  # fmt: skip
     if "b2_ED" in wanted and call.b2_ED is not None:
         weight_R = call.weights_TK.reshape(-1)[rows_R.clamp(min=0)].to(call.x_TD.dtype)
         made["b2_ED"] = bias_grad(grad_TD, ends_E, token_R, weight_R[:, None], call.b2_ED)
@@ -159,19 +173,41 @@ def second_weight_grads(
 
 
 def first_weight_grads(
-    call: ExpertsCall, dy_RF: Tensor, rows_R: Tensor, ends_E: Tensor, wanted: frozenset[str]
-) -> Gradients:
+    call: ExpertsCall, dy_RF: Tensor, rows_R: Tensor, ends_E: Tensor, wanted: frozenset[str],
+    main_grad: Tensor | None = None,
+) -> Gradients:  # fmt: skip
     """The gradients of the first weight and its bias, of those that are wanted."""
     made: Gradients = {}
     if "w13_EFD" in wanted:
         token_R = rows_R // call.ids_TK.shape[1]
         made["w13_EFD"] = weight_grad(
-            dy_RF, call.x_TD, ends_E, b_rows_R=token_R, transposed=call.transposed
-        )
+            dy_RF, call.x_TD, ends_E, b_rows_R=token_R, transposed=call.transposed,
+            main_grad=main_grad,
+        )  # fmt: skip
     if "b13_EF" in wanted and call.b13_EF is not None:
         ones_R1 = dy_RF.new_ones(dy_RF.shape[0], 1)
         made["b13_EF"] = bias_grad(dy_RF, ends_E, None, ones_R1, call.b13_EF)
     return made
+
+
+def _accumulating(call: ExpertsAccumulatingCall) -> tuple[Tensor, ...]:
+    return _layer(call.layer)
+
+
+def _accumulating_backward(
+    call: ExpertsAccumulatingCall,
+    saved: tuple[Tensor, ...],
+    grads: Grads,
+    wanted: frozenset[str],
+) -> Gradients:
+    if torch.is_grad_enabled():
+        raise ValueError(
+            "a backward that adds to main_grad has no gradient itself; leave out "
+            "create_graph=True, or train these experts without main_grad"
+        )
+    return _layer_backward(
+        call.layer, saved, grads, wanted, call.main_grad13_EFD, call.main_grad2_EDI
+    )
 
 
 def refused_grads(call: ExpertsCall, grad_TD: Tensor, wanted: frozenset[str]) -> Gradients:
@@ -201,3 +237,11 @@ expert_wgrad.differentiated(
     Formula(takes=lambda call: True, forward=_wgrad, backward=_wgrad_backward)
 )
 experts.differentiated(Formula(takes=_takes_layer, forward=_layer, backward=_layer_backward))
+experts_accumulating.differentiated(
+    Formula(
+        takes=lambda call: True,
+        forward=_accumulating,
+        backward=_accumulating_backward,
+        writes=("main_grad13_EFD", "main_grad2_EDI"),
+    )
+)

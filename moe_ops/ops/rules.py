@@ -14,7 +14,9 @@ from moe_ops.ops.dispatch_tokens import dispatch_tokens
 from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
 from moe_ops.ops.expert_loads import expert_loads
 from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad
+from moe_ops.ops.expert_wgrad_onto import expert_wgrad_onto
 from moe_ops.ops.experts import ExpertsCall, experts
+from moe_ops.ops.experts_accumulating import experts_accumulating
 from moe_ops.ops.experts_adapted import experts_adapted
 from moe_ops.ops.experts_adapted_backward import (
     ExpertsAdaptedBackwardCall,
@@ -162,8 +164,20 @@ RULES: dict[Op, Rules] = {
 RULES |= {
     activate_backward: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=EACH, sharding=SORTED),
     expert_wgrad: Rules(flops=wgrad_flops, autocast=AS_GIVEN, vmap=EACH, sharding=SORTED),
+    expert_wgrad_onto: Rules(
+        flops=lambda call: wgrad_flops(call.wgrad),
+        autocast=AS_GIVEN,
+        vmap="writes to a buffer that lasts, of which there is one for all elements of a batch",
+        sharding=SORTED,
+    ),
     experts_saving: Rules(
         flops=lambda call: experts_flops(call.layer), autocast=LAYER, vmap=EACH, sharding=SORTED
+    ),
+    experts_accumulating: Rules(
+        flops=lambda call: experts_flops(call.layer),
+        autocast=LAYER,
+        vmap=EACH,
+        sharding="adds gradients to buffers of this rank, which are no DTensors",
     ),
     experts_backward: Rules(flops=backward_flops, autocast=AS_GIVEN, vmap=EACH, sharding=SORTED),
 }

@@ -27,7 +27,9 @@ from moe_ops.ops.dispatch_tokens import DispatchTokensCall
 from moe_ops.ops.expert_gemm import ExpertGemmCall
 from moe_ops.ops.expert_loads import ExpertLoadsCall
 from moe_ops.ops.expert_wgrad import ExpertWgradCall
+from moe_ops.ops.expert_wgrad_onto import ExpertWgradOntoCall
 from moe_ops.ops.experts import ExpertsCall
+from moe_ops.ops.experts_accumulating import ExpertsAccumulatingCall
 from moe_ops.ops.experts_adapted import ExpertsAdaptedCall
 from moe_ops.ops.experts_adapted_backward import ExpertsAdaptedBackwardCall
 from moe_ops.ops.experts_adapted_saving import ExpertsAdaptedSavingCall
@@ -301,6 +303,15 @@ def _expert_wgrad(a: ExpertWgradCall, R: int) -> Cost:
     )
 
 
+def _expert_wgrad_onto(a: ExpertWgradOntoCall, R: int) -> Cost:
+    """The cost of `expert_wgrad_onto`: it reads and writes a float32 weight for every expert."""
+    c = a.wgrad
+    (M,), (N,), E = _sizes(c.a_RM), _sizes(c.b_RN), _experts_in(c.ends_E)
+    float32 = replace(c, out_dtype="float32")
+    whole = _expert_wgrad(float32, R)
+    return replace(whole, bytes=whole.bytes + E * M * N * float32.dtype.itemsize)
+
+
 def _activate_backward(a: ActivateBackwardCall, R: int) -> Cost:
     dh, y = _row(a.dh_RI), _row(a.y_RF)
     return Cost(bytes=R * (2 * y + dh + (dh if a.for_weights else 0) + 8))
@@ -311,6 +322,10 @@ def _experts_saving(a: ExpertsSavingCall | ExpertsAdaptedSavingCall, T: int) -> 
     whole = _experts(c, T)
     F = _sizes(c.w13_EFD)[1 if c.transposed else 0]
     return replace(whole, bytes=whole.bytes + T * K * F * c.x_TD.element_size())
+
+
+def _experts_accumulating(a: ExpertsAccumulatingCall, T: int) -> Cost:
+    return _experts(a.layer, T)
 
 
 def _experts_backward(a: ExpertsBackwardCall | ExpertsAdaptedBackwardCall, T: int) -> Cost:
@@ -357,8 +372,10 @@ COSTS: dict[str, Callable[[Any, int], Cost]] = {
     "experts": _experts,
     "moe": _moe,
     "expert_wgrad": _expert_wgrad,
+    "expert_wgrad_onto": _expert_wgrad_onto,
     "activate_backward": _activate_backward,
     "experts_saving": _experts_saving,
+    "experts_accumulating": _experts_accumulating,
     "experts_backward": _experts_backward,
     "experts_adapted": _experts_adapted,
     "experts_adapted_saving": _experts_adapted_saving,

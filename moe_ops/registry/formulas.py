@@ -30,6 +30,7 @@ class Formula:
     autograd takes the definition apart. `forward` gives the op's result and then what else
     `backward` reads. That gets the record, what was saved, the gradients of all that `forward`
     gave (None for one that nobody used), and the names of arguments whose gradients are wanted.
+    `writes` names the arguments that it writes to: they are no values that it was recorded with.
     """
 
     takes: Callable[[Any], bool]
@@ -37,6 +38,7 @@ class Formula:
     backward: Callable[
         [Any, tuple[Tensor, ...], tuple[Tensor | None, ...], frozenset[str]], Gradients
     ]
+    writes: tuple[str, ...] = ()
 
 
 def wants(call: Any, names: Sequence[str]) -> bool:
@@ -77,7 +79,11 @@ class _ByFormula(torch.autograd.Function):
         with _C._AutoDispatchBelowAutograd(), outer:
             outs = formula.forward(of(*flat))
         ctx.formula, ctx.of, ctx.names, ctx.count = formula, of, names, len(flat)
-        given = {i: a for i, a in enumerate(flat) if isinstance(a, Tensor)}
+        given = {
+            i: a
+            for i, (name, a) in enumerate(zip(names, flat, strict=True))
+            if isinstance(a, Tensor) and name not in formula.writes
+        }
         ctx.others = {i: a for i, a in enumerate(flat) if i not in given}
         ctx.places = tuple(given)
         ctx.save_for_backward(*given.values(), *outs[1:])

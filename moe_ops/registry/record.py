@@ -105,7 +105,9 @@ class Arguments:
 
         def prototype(*args: Any) -> None: ...
 
-        signature = self.signature.replace(return_annotation=returns)
+        # Of a function that gives nothing, type hints say the type of None, and torch wants None.
+        given = None if returns is type(None) else returns
+        signature = self.signature.replace(return_annotation=given)
         prototype.__signature__ = signature  # type: ignore[attr-defined]
         return infer_schema(prototype, mutates_args=self.mutated)
 

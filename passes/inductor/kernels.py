@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from moe_ops.backends.triton_ahead import of_plan
 from moe_ops.backends.triton_device import unavailable
+from moe_ops.passes.pick_backend import arguments_of, is_functional
 from moe_ops.registry.spec import DECODE_OPS, NAMESPACE, OPS, Op
 
 
@@ -28,7 +29,7 @@ def begin(graph: fx.Graph) -> None:
         op = _planned(node)
         if op is None:
             continue
-        args, named = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        args, named = arguments_of(op, node)
         plan = named["plan"]
         given = {name: value for name, value in named.items() if name != "plan"}
         any_rows = ":" in plan and op.name in OPS  # a step is of one number of rows
@@ -43,11 +44,12 @@ def begin(graph: fx.Graph) -> None:
 
 def _planned(node: fx.Node) -> Op | None:
     """The op that a node calls by a plan, or None."""
-    if node.op != "call_function" or getattr(node.target, "namespace", "") != NAMESPACE:
+    target: Any = node.args[0] if is_functional(node) else node.target
+    if node.op != "call_function" or getattr(target, "namespace", "") != NAMESPACE:
         return None
-    name = node.target._schema.name.partition("::")[2]  # type: ignore[union-attr]
+    name = target._schema.name.partition("::")[2]
     op = OPS.get(name) or DECODE_OPS.get(name)
-    return op if op is not None and node.target is op.planned else None
+    return op if op is not None and target is op.planned else None
 
 
 def _known(value: Any, any_rows: bool) -> Any:

@@ -13,6 +13,7 @@ from moe_ops import OPS
 from moe_ops.conformance import Only, check_backend, examine
 from moe_ops.ops.activate_backward import ActivateBackwardCall, activate_backward
 from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad
+from moe_ops.ops.expert_wgrad_onto import ExpertWgradOntoCall, expert_wgrad_onto
 
 
 def right(call: ExpertWgradCall) -> Tensor:
@@ -54,10 +55,24 @@ def leaves_pairs_without_a_row(
     return dy_RF, wh_RI, torch.where(known_TK, dweights_TK, torch.empty_like(dweights_TK))
 
 
+def adds(call: ExpertWgradOntoCall) -> None:
+    expert_wgrad_onto.body(call)
+
+
+def overwrites(call: ExpertWgradOntoCall) -> None:
+    call.main_grad_EMN.copy_(right(call.wgrad).float())
+
+
+def rounds(call: ExpertWgradOntoCall) -> None:
+    call.main_grad_EMN.add_(right(call.wgrad).half())
+
+
 FAULTS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "garbage for an expert without rows": (leaves_garbage, "expert_wgrad", "no_rows_used"),
     "reads the tail": (reads_the_tail, "expert_wgrad", "tail"),
     "ignores named rows": (ignores_names, "expert_wgrad", "rows_of_b"),
+    "overwrites a sum": (overwrites, "expert_wgrad_onto", "plain"),
+    "rounds what it adds": (rounds, "expert_wgrad_onto", "plain"),
     "leaves pairs without a row": (leaves_pairs_without_a_row, "activate_backward", "holes"),
 }
 
@@ -86,7 +101,9 @@ def test_a_fault_is_found(fault: str, register: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "run"), [("expert_wgrad", right), ("activate_backward", of_rows)], ids=["wgrad", "rows"]
+    ("op", "run"),
+    [("expert_wgrad", right), ("activate_backward", of_rows), ("expert_wgrad_onto", adds)],
+    ids=["wgrad", "rows", "onto"],
 )
 def test_what_is_right_passes(
     op: str, run: Callable[[Any], Any], register: Callable[..., None]

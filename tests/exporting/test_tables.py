@@ -24,7 +24,7 @@ aten = torch.ops.aten
 F32 = torch.float32
 CASE = {case.name: case for case in CASES}
 REFUSED = (*OVER_RANKS, *OF_TRAINING, "experts_adapted")
-LOCAL = [name for name in OPS if name not in REFUSED]
+LOCAL = [n for n, op in OPS.items() if n not in REFUSED and not op.arguments.mutated]
 # What torch.onnx, OpenVINO, ExecuTorch or TVM have not.
 LACKED = frozenset({
     aten.sort.stable, aten.searchsorted.Tensor, aten.view.dtype, aten.floor_divide.default,

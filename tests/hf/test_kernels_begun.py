@@ -65,3 +65,22 @@ def launched(begun: list[tuple[PlanAhead, Any]]) -> dict[str, set[str]]:
             found[plan._op.name] |= {kernel.fn.__name__ for kernel, _, _ in launches}
     sorts = {"sort_kernel", "count_kernel", "add_up_kernel", "place_kernel", "_tile_map"}
     return {name: kernels - sorts for name, kernels in found.items()}
+
+
+def test_that_of_an_op_that_writes_to_an_argument_is_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which is in the graph as a functional call."""
+    begun: list[tuple[PlanAhead, Any]] = []
+    monkeypatch.setattr(PlanAhead, "begin", lambda self, call, _: begun.append((self, call)))
+
+    def add(a: Any, b: Any, ends: Any, sums: Any) -> Any:
+        torch.ops.moe_ops.expert_wgrad_onto(a, b, ends, sums)
+        return a + 1
+
+    with absent_gpu(), torch.no_grad():
+        given = [torch.zeros(9, n, dtype=BF16, device="cuda") for n in (64, 32)]
+        ends = torch.zeros(4, dtype=torch.int32, device="cuda")
+        compiled = torch.compile(add, options=moe_ops.inductor_options(), fullgraph=True)
+        compiled(*given, ends, torch.zeros(4, 64, 32, device="cuda"))
+    assert launched(begun) == {"expert_wgrad_onto": {"wgrad_kernel"}}

@@ -15,9 +15,7 @@ import functools
 import itertools
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -26,7 +24,6 @@ from unittest.mock import patch
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
@@ -58,6 +55,7 @@ from moe_ops.kernels.triton.experts.products import grouped_plain, register_stre
 from moe_ops.kernels.triton.experts.schedule import combine, sort
 from moe_ops.ops.route import route
 from moe_ops.testing import ACTIVATIONS, LAYERS
+from tests.kernels.cubins import nans_of_zeros, usage
 from tests.kernels.offline_adapters import calls_with_adapters
 from tests.kernels.offline_codes import PATHS, calls_by_row, quantized_layer
 from tests.kernels.offline_floats import layer_call
@@ -135,35 +133,15 @@ def source_of(
     return source(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
-def usage(cubin: bytes) -> dict[str, int]:
-    """Registers of a kernel, and the bytes of memory a thread needs for what they do not hold."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", said)
-    assert found is not None, said
-    return {"registers": int(found[1]), "spilled": int(found[2]) + int(found[3])}
-
-
 def used(made: Any) -> dict[str, Any]:
     """What a compiled kernel needs and does, as the module says."""
     found = {"shared": made.metadata.shared, **usage(made.asm["cubin"])}
     found["divides"] = sorted(set(re.findall(r"\bdiv\.(\w+)\.f32", made.asm["ptx"])))
     found["copies"] = sorted({int(size, 0) for size in COPY.findall(made.asm["ptx"])})
-    found["nans"] = nans_of_zeros(made) if "cvt.rn.f16x2.e4m3x2" in made.asm["ptx"] else 0
+    found["nans"] = (
+        nans_of_zeros(made.asm["cubin"]) if "cvt.rn.f16x2.e4m3x2" in made.asm["ptx"] else 0
+    )
     return found
-
-
-def nans_of_zeros(made: Any) -> int:
-    """Codes of float8 that are constants to ptxas, which takes zeros among them for NaN."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return len(re.findall(r"E4M3\.UNPACK_B \w+, [+-]?QNAN", sass))
 
 
 def compile_launches(

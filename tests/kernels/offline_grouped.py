@@ -16,10 +16,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -28,7 +25,6 @@ from unittest.mock import patch
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -48,8 +44,9 @@ from moe_ops.kernels.triton.experts.products.grouped_wgmma import Scales
 from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
 from moe_ops.ops.activate import Activation
 from moe_ops.testing import ACTIVATIONS
+from tests.kernels.cubins import usage, waits_of
 from tests.kernels.gated import grouped_gated
-from tests.kernels.offline import TYPES, usage
+from tests.kernels.offline import TYPES
 
 Tell = Callable[[Any], dict[str, Any]]
 E, K, D, I = 8, 2, 512, 256  # noqa: E741
@@ -92,20 +89,6 @@ def compile_launch(
 def used(made: Any) -> dict[str, Any]:
     cubin = made.asm["cubin"]
     return {"shared": made.metadata.shared, **waits_of(cubin), **usage(cubin)}
-
-
-def waits_of(cubin: bytes) -> dict[str, int]:
-    """Instructions of the matrix unit, and those that wait for it."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        # Triton's own `asm["sass"]` leaves out part of a kernel of several warpgroups.
-        command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {
-        "products": len(re.findall(r"\b[HQI]GMMA\.", sass)),
-        "waits": sass.count("WARPGROUP.DEPBAR"),
-    }
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -28,6 +28,8 @@ def calls_of_training(capability: int) -> Iterator[tuple[str, Callable[[], Any]]
         for dtype, out in ((F16, F16), (F32, F32), (BF16, F32)):
             call = functools.partial(gradient, *sizes, T * K, (False, False), dtype, out)
             yield f"wgrad {sizes} {dtype} {out}", call
+        for rows, dtype in ((T * K, BF16), (8 * T * K, BF16), (T * K, F16), (T * K, F32)):
+            yield f"wgrad onto {sizes} {rows} {dtype}", functools.partial(onto, *sizes, rows, dtype)
     for name in ACTIVATIONS:
         for width, dtype in ((768, BF16), (2880, BF16), (17, F16), (768, F32)):
             call = functools.partial(activation, name, width, dtype, width != 2880)
@@ -50,6 +52,11 @@ def gradient(
     )
     names = (empty(R, dtype=torch.int32) if n else None for n in named)
     wgrad.wgrad(a, b, empty(E, dtype=torch.int32), *names, out or dtype)
+
+
+def onto(M: int, N: int, R: int, dtype: torch.dtype) -> None:
+    a, b, ends = empty(R, M, dtype=dtype), empty(R, N, dtype=dtype), empty(E, dtype=torch.int32)
+    wgrad.wgrad_onto(a, b, ends, None, None, empty(E, M, N, dtype=F32))
 
 
 def activation(name: str, width: int, dtype: torch.dtype, for_weights: bool) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.conformance.memory import surrounded
-from moe_ops.conformance.samples import samples, specified
+from moe_ops.conformance.samples import mutated, samples, specified
 from moe_ops.registry.spec import Op
 from moe_ops.testing import (
     CASES,
@@ -63,10 +63,14 @@ def hold(op: Op, case: Case, dtype: torch.dtype) -> dict[str, str]:
         if why is not None:
             refused[label] = why
             continue
-        got = run(op, on_device(args))
-        got = got.cpu() if isinstance(got, Tensor) else tuple(t.cpu() for t in got)
+        given = on_device(args)
+        got = run(op, given)
+        if got is not None:
+            got = got.cpu() if isinstance(got, Tensor) else tuple(t.cpu() for t in got)
         want = reference_of(op.reference, *args)
-        pairs = zip(specified(op.name, args, got), specified(op.name, args, want), strict=True)
+        found = [*specified(op.name, args, got), *(t.cpu() for t in mutated(op, given))]
+        wanted = [*specified(op.name, args, want), *mutated(op, args)]
+        pairs = zip(found, wanted, strict=True)
         repro = f"samples({op.name!r}, {case.name}, {dtype}): {label!r}"
         for i, (g, w) in enumerate(pairs):
             tol = tolerance(op.name, g.dtype, dtype) if g.is_floating_point() else EXACT

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_ops.ops import experts
 from moe_ops.passes import Pass
+from moe_ops.passes.pick_backend import FUNCTIONAL
 from moe_ops.passes.rewriting.context import Context, Options
 from moe_ops.registry.spec import Op
 from moe_ops.testing import CASES, Case, make_layer
@@ -79,7 +80,8 @@ def plans(graph: fx.Graph) -> list[str]:
     """The ops of ours in a graph, with their plans."""
     found = []
     for node in graph.nodes:
-        if getattr(node.target, "namespace", "") == "moe_ops":
-            name = node.target._schema.name.partition("::")[2]
+        target: Any = node.args[0] if node.target is FUNCTIONAL else node.target
+        if getattr(target, "namespace", "") == "moe_ops":
+            name = target._schema.name.partition("::")[2]
             found.append(f"{name} {node.kwargs.get('plan', '-')}")
     return found

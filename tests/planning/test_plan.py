@@ -9,6 +9,8 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from moe_ops.conformance.memory import tensors
+from moe_ops.conformance.samples import mutated
 from moe_ops.planning import cost
 from moe_ops.planning.cost import Device, device_of, distinct
 from moe_ops.planning.layers import Shape, fake_arguments_of
@@ -143,8 +145,7 @@ def test_every_op_has_a_cost(name: str) -> None:
     assert two is not None
     assert one.bytes < two.bytes <= 2 * one.bytes
     assert two.flops == 2 * one.flops
-    got = op(*args)
-    outputs = sum(t.nbytes for t in ([got] if isinstance(got, torch.Tensor) else got))
+    outputs = sum(t.nbytes for t in [*tensors(op(*args)), *mutated(op, args)])
     exact = cost.cost(name, a, args[0].shape[0])
     assert exact is not None
     assert exact.bytes >= 0.9 * outputs

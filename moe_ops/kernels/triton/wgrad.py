@@ -66,18 +66,37 @@ def wgrad(
 ) -> Tensor:  # fmt: skip
     """The `expert_wgrad` op, of operands whose rows are contiguous. `wgmma`: whether the kernel for
     Hopper runs it; `tiles` are for the other to take in the place of those by the table."""
+    out_EMN = a_RM.new_empty(ends_E.shape[0], a_RM.shape[1], b_RN.shape[1], dtype=dtype)
+    if wgmma and out_EMN.numel():
+        from moe_ops.kernels.triton import wgrad_hopper
+
+        wgrad_hopper.launch(a_RM, b_RN, ends_E, a_rows_R, b_rows_R, out_EMN)
+    else:
+        _launch(a_RM, b_RN, ends_E, a_rows_R, b_rows_R, out_EMN, tiles, adds=False)
+    return out_EMN
+
+
+@on_its_device
+def wgrad_onto(
+    a_RM: Tensor, b_RN: Tensor, ends_E: Tensor, a_rows_R: Tensor | None, b_rows_R: Tensor | None,
+    sum_EMN: Tensor, tiles: Tiles | None = None,
+) -> tuple[()]:  # fmt: skip
+    """The `expert_wgrad_onto` op, of operands whose rows are contiguous and of a sum that is."""
+    _launch(a_RM, b_RN, ends_E, a_rows_R, b_rows_R, sum_EMN, tiles, adds=True)
+    return ()
+
+
+def _launch(
+    a_RM: Tensor, b_RN: Tensor, ends_E: Tensor, a_rows_R: Tensor | None, b_rows_R: Tensor | None,
+    out_EMN: Tensor, tiles: Tiles | None, adds: bool,
+) -> None:  # fmt: skip
+    """Write each expert's product into out_EMN, or add it to what is there."""
     E, (rows_of_a, M), (_, N) = ends_E.shape[0], a_RM.shape, b_RN.shape
     strides = a_RM.stride(0), b_RN.stride(0)
     named = a_rows_R if a_rows_R is not None else b_rows_R
     R = rows_of_a if named is None else named.shape[0]
-    out_EMN = a_RM.new_empty(E, M, N, dtype=dtype)
     if out_EMN.numel() == 0:
-        return out_EMN
-    if wgmma:
-        from moe_ops.kernels.triton import wgrad_hopper
-
-        wgrad_hopper.launch(a_RM, b_RN, ends_E, a_rows_R, b_rows_R, out_EMN)
-        return out_EMN
+        return
     if tiles is None:
         whole = all(size % 16 == 0 for size in (M, N, *strides))
         tiles = tiles_for(M, N, R / E, a_RM.element_size(), shared_memory(a_RM), whole)
@@ -86,10 +105,9 @@ def wgrad(
         wgrad_kernel, (E * m_tiles * n_tiles,),
         a_RM, strides[0], a_rows_R, b_RN, strides[1], b_rows_R, ends_E, out_EMN,
         R, M, N, m_tiles, n_tiles,
-        BM=tiles.block_m, BN=tiles.block_n, BR=tiles.block_r, GROUP=GROUP,
+        BM=tiles.block_m, BN=tiles.block_n, BR=tiles.block_r, GROUP=GROUP, ADDS=adds,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    return out_EMN
 
 
 @triton.jit
@@ -106,6 +124,7 @@ def wgrad_kernel(
     a_ptr, stride_a, a_rows_ptr, b_ptr, stride_b, b_rows_ptr, ends_ptr, out_ptr,
     R, M, N, m_tiles, n_tiles,
     BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
     """One tile of one expert by one program. Tiles of an expert are neighbours, as they read the
     same rows."""
@@ -142,5 +161,21 @@ def wgrad_kernel(
         acc_MN = tl.dot(tl.trans(a_RM), b_RN, acc_MN, input_precision="ieee")
 
     row_M = out_ptr + expert.to(tl.int64) * M * N + m.to(tl.int64) * N
-    mask_MN = in_m[:, None] & in_n[None, :]
-    tl.store(row_M[:, None] + n[None, :], acc_MN.to(out_ptr.dtype.element_ty), mask=mask_MN)
+    if ADDS:
+        # One half after the other: registers hold no tile besides the product.
+        halves = tl.permute(tl.reshape(acc_MN, [BM, 2, BN // 2]), [0, 2, 1])
+        first, second = tl.split(halves)
+        left = tile // size * BN + tl.arange(0, BN // 2)
+        add_tile(row_M, in_m, left, N, first)
+        add_tile(row_M, in_m, left + BN // 2, N, second)
+    else:
+        mask_MN = in_m[:, None] & in_n[None, :]
+        tl.store(row_M[:, None] + n[None, :], acc_MN.to(out_ptr.dtype.element_ty), mask=mask_MN)
+
+
+@triton.jit
+def add_tile(row_M, in_m, n, N, sums_MN):
+    """Add sums, each rounded to float32 before, to some columns of rows that begin at row_M."""
+    ptrs = row_M[:, None] + n[None, :]
+    mask_MN = in_m[:, None] & (n < N)[None, :]
+    tl.store(ptrs, tl.load(ptrs, mask=mask_MN, other=0.0) + sums_MN, mask=mask_MN)

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 import moe_ops
 from moe_ops import OPS
 from moe_ops.bench.overhead import calls, decode_calls
+from moe_ops.conformance.memory import tensors
 from moe_ops.registry.spec import DECODE_OPS
 from moe_ops.testing import Case, make_layer
 
@@ -78,8 +79,8 @@ def on_meta(value: Any) -> Any:
 @pytest.mark.parametrize("name", EVERY)
 def test_tensors_without_memory_do(name: str) -> None:
     op = OPS.get(name) or DECODE_OPS[name]
-    want = tree_flatten(op(*EVERY[name]))[0]
-    got = tree_flatten(op(*on_meta(list(EVERY[name]))))[0]
+    want = [*tensors(op(*EVERY[name]))]
+    got = [*tensors(op(*on_meta(list(EVERY[name]))))]
     for g, w in zip(got, want, strict=True):
         assert (g.shape, g.dtype) == (w.shape, w.dtype)
         assert g.is_meta or w.numel() == 0

@@ -70,11 +70,18 @@ class Counted:
         self.function(call)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [n for n in EVERY if isinstance(op_of(n).rules.vmap, Batched)])  # type: ignore[union-attr]
 def test_a_batch_of_everything_is_a_loop(name: str) -> None:
     args = [tree_map(many, a) for a in EVERY[name]]
     dims = [tree_map(lambda t: 0 if isinstance(t, Tensor) else None, a) for a in args]
     compare(op_of(name), args, dims)
+
+
+def test_sums_that_last_are_refused() -> None:
+    args = EVERY["expert_wgrad_onto"]
+    batch = [many(a) for a in args]
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for moe_ops"):
+        torch.vmap(lambda *given: moe_ops.expert_wgrad_onto(*given) or given[0])(*batch)
 
 
 WITH_ROWS = [
