@@ -12,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops import OPS, experts, experts_adapted
+from moe_ops.conformance import Only, examine
 from moe_ops.conformance.adapter_samples import FORMS, PAIRS, adapters
 from moe_ops.conformance.memory import surrounded
 from moe_ops.conformance.samples import samples
@@ -241,3 +242,11 @@ def test_adapters_train_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran == [*OF_TRAINING, *["expert_wgrad"] * 4]
     for name, g, w in zip(names, found, grads(experts_adapted.reference(**call)), strict=True):
         assert_close(g, w, TOL["model", F32], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_TRAINING)
+def test_the_kit_finds_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with anywhere(monkeypatch, OPS[name]):
+        report = examine(name, "triton", only=Only(sample="one_token/float32"), device=DEVICE)
+        assert report.sound, str(report)
