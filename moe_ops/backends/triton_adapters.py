@@ -96,7 +96,8 @@ def _of_layer(limit: Callable[[ExpertsCall], Any]) -> Callable[[Any], Any]:
 
 TINY = Rows(preferred=_of_layer(most_tiny_tokens), possible=_of_layer(max_tiny_tokens))
 _register("tiny", supports_tiny, 3, TINY)
-_register("rows", supports_codes, 2, Rows(preferred=_of_layer(most_rows_tokens)))
+ROWS = Rows(preferred=_of_layer(functools.partial(most_rows_tokens, adapted=True)))
+_register("rows", supports_codes, 2, ROWS)
 _register("grouped", supports_many, 1)
 
 

@@ -32,11 +32,13 @@ def most_tiny_tokens(call: ExpertsCall) -> int:
     return MOST_TINY_TOKENS_OF_CODES if call.w_format else MOST_TINY_TOKENS
 
 
-def most_rows_tokens(call: ExpertsCall) -> int | None:
+def most_rows_tokens(call: ExpertsCall, *, adapted: bool = False) -> int | None:
+    """`adapted`: with adapters, which the kernels for many rows of codes do not add, but those of
+    codes that are decoded first."""
     w2_EDI, expert_map = call.w2_EDI, call.expert_map
     experts = w2_EDI.shape[0] if expert_map is None else expert_map.shape[0]
     if call.w_format:
-        most = _most_rows_of_codes(call)
+        most = _most_rows_of_codes(call, as_stored=not adapted)
     else:
         most = MOST_ROWS_PER_LARGE_EXPERT if _is_large(call) else MOST_ROWS_PER_EXPERT
     return None if most is None else most * experts // call.ids_TK.shape[1]
@@ -47,7 +49,7 @@ def _is_large(call: ExpertsCall) -> bool:
     return math.prod(call.widths) >= LARGE
 
 
-def _most_rows_of_codes(call: ExpertsCall) -> int | None:
+def _most_rows_of_codes(call: ExpertsCall, *, as_stored: bool) -> int | None:
     """The most rows an expert for which codes run here; None if there is no other kernel, or no
     memory for what that one decodes."""
     if call.x_format and refuse_many(call) is not None:
@@ -56,7 +58,7 @@ def _most_rows_of_codes(call: ExpertsCall) -> int | None:
         return MOST_ROWS_OF_QUANTIZED_INPUTS
     weight = weight_of(call)
     bits = 8 if weight.bits == 8 else 4
-    if refuse_registers(call) is None:
+    if as_stored and refuse_registers(call) is None:
         if _is_large(call):
             return MOST_ROWS_OF_LARGE_AS_STORED
         return MOST_ROWS_AS_STORED[bits, one_a_step(weight)]

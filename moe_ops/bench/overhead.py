@@ -180,10 +180,10 @@ def measure() -> list[Overhead]:
 
 def table(found: list[Overhead]) -> str:
     head = (
-        f"{'op':<22}{'backend':<11}{'body µs':>9}{'call µs':>9}{'dispatch µs':>13}{'checks µs':>11}"
+        f"{'op':<26}{'backend':<11}{'body µs':>9}{'call µs':>9}{'dispatch µs':>13}{'checks µs':>11}"
     )
     lines = [
-        f"{o.op:<22}{o.backend:<11}{o.body_us:>9.1f}{o.call_us:>9.1f}"
+        f"{o.op:<26}{o.backend:<11}{o.body_us:>9.1f}{o.call_us:>9.1f}"
         f"{o.dispatch_us:>13.1f}{o.validation_us:>11.1f}"
         for o in found
     ]

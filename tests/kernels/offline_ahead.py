@@ -34,13 +34,16 @@ from moe_ops.decode_ops.experts_onto import ExpertsOntoCall, experts_onto
 from moe_ops.kernels.triton import replay
 from moe_ops.kernels.triton.shadows import Shadow, Shadows, shadow_of
 from moe_ops.ops.experts import ExpertsCall, experts
+from moe_ops.ops.experts_adapted import ExpertsAdaptedCall, experts_adapted
 from moe_ops.ops.quantize import QuantizeCall, quantize
 from moe_ops.ops.route import RouteCall, route
 from moe_ops.planning import choose
 from moe_ops.planning.plan import written
 from moe_ops.testing import LAYERS
-from tests.kernels.offline import SHARED_MEMORY, layer_call
+from tests.kernels.offline import SHARED_MEMORY
+from tests.kernels.offline_adapters import adapter_of
 from tests.kernels.offline_codes import quantized_call
+from tests.kernels.offline_floats import layer_call
 
 GPU = torch.device("cuda", 0)
 
@@ -62,6 +65,16 @@ def codes(layer: str, w_format: str, x_format: str = "", static: int = 0) -> Any
 def _onto(T: int) -> ExpertsOntoCall:
     layer = layer_call(LAYERS["qwen3_30b"], T, True)
     return ExpertsOntoCall(residual_TD=torch.empty_like(layer.x_TD), layer=layer)
+
+
+def _adapted(
+    of: Callable[[int], ExpertsCall], rank: int, N: int
+) -> Callable[[int], ExpertsAdaptedCall]:
+    def call(T: int) -> ExpertsAdaptedCall:
+        layer = of(T)
+        return ExpertsAdaptedCall(layer=layer, adapter=adapter_of(layer, rank, N))
+
+    return call
 
 
 def _routed(T: int) -> RouteCall:
@@ -105,6 +118,11 @@ CALLS: dict[str, tuple[Any, Callable[[int], Any]]] = {
     "qwen3_30b emulated nvfp4": (experts, codes("qwen3_30b", "nvfp4", "nvfp4")),
     "gpt_oss_20b emulated mxfp8": (experts, codes("gpt_oss_20b", "mxfp4", "mxfp8")),
     "onto": (experts_onto, _onto),
+    "qwen3_30b adapted": (experts_adapted, _adapted(floats("qwen3_30b"), 16, 0)),
+    "olmoe adapted apart": (experts_adapted, _adapted(floats("olmoe"), 64, 3)),
+    "qwen3_30b int4 adapted": (
+        experts_adapted, _adapted(codes("qwen3_30b", "int4:1x128:bfloat16"), 16, 2),
+    ),
     "route": (route, _routed),
     "quantize by group": (quantize, _quantized("float8_e4m3fn:1x128")),
     "quantize by tensor": (quantize, _quantized("int8:tensor")),

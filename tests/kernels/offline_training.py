@@ -17,8 +17,12 @@ from moe_ops.testing import ACTIVATIONS, BF16, F16, F32
 
 WITH_TRAINING = (activate, activate_backward, adapters, training)  # which adapters also use
 E, T, K = 8, 512, 8
-# M, N of gradients: of both weights of a layer, of a small one, of odd ones, and of a bias.
-SIZES = ((1536, 2048), (2048, 768), (64, 48), (129, 260), (33, 17), (1536, 1), (33, 1))
+# M, N of gradients: of adapters, of both weights of a layer, of a small one, of odd ones, and of a
+# bias.
+SIZES = (
+    (16, 2048), (2048, 16), (1536, 2048), (2048, 768), (64, 48), (129, 260), (33, 17), (1536, 1),
+    (33, 1),
+)  # fmt: skip
 
 
 def calls_of_training(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -12,6 +12,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops import OPS, experts, experts_adapted
+from moe_ops.backends import triton_hopper
+from moe_ops.backends.triton_limits import MOST_ROWS_OF_CODES
+from moe_ops.conformance import Only, examine
 from moe_ops.conformance.adapter_samples import FORMS, PAIRS, adapters
 from moe_ops.conformance.memory import surrounded
 from moe_ops.conformance.samples import samples
@@ -174,7 +177,11 @@ def test_codes(kernel: str, format: str) -> None:
 
 
 def coded(format: str, form: str) -> dict[str, Any]:
-    call = call_of(CODED, form)
+    return coded_of(CODED, format, form)
+
+
+def coded_of(case: Case, format: str, form: str) -> dict[str, Any]:
+    call = call_of(case, form)
     for name, scale, zero in (
         ("w13_EFD", "w13_scale_EFG", "w13_zero_EFG"),
         ("w2_EDI", "w2_scale_EDG", "w2_zero_EDG"),
@@ -193,6 +200,18 @@ def test_samples_are_taken_or_refused_for_what_they_have() -> None:
             assert said == "adds adapters to products of inputs that are not quantised alone", name
         else:
             assert said is None, (name, said)
+
+
+def test_codes_that_are_decoded_first_run_by_rows_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of codes for many rows on Hopper adds no adapters."""
+    monkeypatch.setattr(triton_hopper, "refuse_hopper", lambda _: None)
+    case = Case(name="wide", T=64, E=2, K=2, D=512, I=512)
+    call = coded_of(case, "int4:1x128", "4_4_of_0")
+    record = experts_adapted.call(*experts_adapted.arguments.in_order(call))
+    adapted = KERNELS["triton.rows"].rows.preferred
+    plain = experts.backends["triton.rows"].rows.preferred
+    assert adapted is not None and plain is not None
+    assert adapted(record) == MOST_ROWS_OF_CODES[4] > plain(record.layer)
 
 
 def test_a_rank_above_what_a_tile_holds_is_refused() -> None:
@@ -241,3 +260,11 @@ def test_adapters_train_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran == [*OF_TRAINING, *["expert_wgrad"] * 4]
     for name, g, w in zip(names, found, grads(experts_adapted.reference(**call)), strict=True):
         assert_close(g, w, TOL["model", F32], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_TRAINING)
+def test_the_kit_finds_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with anywhere(monkeypatch, OPS[name]):
+        report = examine(name, "triton", only=Only(sample="one_token/float32"), device=DEVICE)
+        assert report.sound, str(report)

@@ -18,6 +18,7 @@ MODULE = "tests.kernels.offline_ahead"
 
 # Calls of `offline_ahead.py`, with the rows of the first one.
 FLOATS = ("qwen3_30b", "onto", "route")
+ADAPTED = ("qwen3_30b adapted", "olmoe adapted apart", "qwen3_30b int4 adapted")
 CODES = ("qwen3_30b mxfp4", "dsv3_ep8 float8 with float8", "quantize by tensor")
 OTHER_FLOATS = (
     "qwen3_next float16", "mixtral_8x7b", "dsv3_ep8 full", "gpt_oss_20b transposed",
@@ -33,6 +34,7 @@ OTHER_CODES = (
 GROUPS = {
     "floats for Hopper": (90, 1, FLOATS),
     "codes for Hopper": (90, 600, CODES),
+    "adapters for Hopper": (90, 1, ADAPTED),
     "floats for Hopper, many rows first": (90, 600, FLOATS),
     "other floats for Hopper": (90, 600, OTHER_FLOATS),
     "other codes for Hopper": (90, 1, OTHER_CODES),

@@ -49,6 +49,8 @@ def tiles_for(
         block_m, block_n, block_r, warps = 64, 16 if N <= 16 else 64, 32, 4
     elif N <= 16:  # a bias
         block_m, block_n, block_r, warps = 128, 16, 64, 4
+    elif M <= 16:  # of an adapter, as are those of 16 columns
+        block_m, block_n, block_r, warps = 16, 128, 64, 4
     elif M <= 64 or N <= 64:
         block_m, block_n, block_r, warps = 64, 64, 64, 4
     elif whole and N > 128 and rows_per_expert >= LONG and memory > 200_000:

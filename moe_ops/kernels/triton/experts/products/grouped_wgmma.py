@@ -442,8 +442,7 @@ def launch(
     found = (None, None, None) if scales is None else (scales.a, scales.w, scales.out)
     of_adapter: tuple[TensorDescriptor | None, ...] = (None, None, None)
     if added.u is not None and added.b_GFr is not None:
-        b_ENr = added.b_GFr[: w_ENK.shape[0]]
-        pair = skeleton.boxes_of_pair(b_ENr, block_k, act)
+        pair = skeleton.boxes_of_pair(added.b_GFr, block_k, act)
         of_adapter = (skeleton.boxes(added.u, hopper.HALF_M, block_k), *pair)
     skeleton.launch(
         _grouped, a, source, None if top_k is None else a.stride(0), rows_R,
