@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moe_ops.checks.options import check_flag, check_int, check_number, check_text, check_type
+from moe_ops.checks.options import (
+    check_finite,
+    check_flag,
+    check_int,
+    check_number,
+    check_text,
+    check_type,
+)
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.hf.adapters.held import CHILD, MOST_RANK, Bank, Factors, HoldsAdapters, identity
 from moe_ops.hf.experts import describe, is_experts, run
@@ -88,7 +95,8 @@ class WithAdded(nn.Module):
     runs experts of the model would leave these out."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-        return run(self, describe(self), hidden_states, top_k_index, top_k_weights, super().forward)
+        own, given = super().forward, (hidden_states, top_k_index, top_k_weights)
+        return run(self, describe(self), *given, lambda _, *same: own(*same))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -130,6 +138,7 @@ def add_adapter(
     check_type("model", model, PreTrainedModel, "a transformers PreTrainedModel")
     check_int("rank", rank, 1, MOST_RANK)
     check_number("alpha", rank if alpha is None else alpha)
+    check_finite("alpha", rank if alpha is None else alpha)
     check_flag("rslora", rslora)
     check_name(name)
     given = rank if alpha is None else alpha
@@ -152,7 +161,7 @@ def put(
     trainable: bool = True,
 ) -> None:
     """Give modules of experts, by their names, an adapter of this scale and these tensors, and make
-    it the active one."""
+    it the active one. If it is trainable all but adapters is frozen."""
     optimize(model)
     held = holders_of(model)
     board = held[0].board if held else Board()
@@ -167,9 +176,11 @@ def put(
         child.by_name[name] = AddedAdapter(scale, pairs).requires_grad_(trainable)
         child.train(module.training)
     set_adapter(model, name)
+    if not trainable:
+        return
     ours = {id(p) for m in model.modules() if isinstance(m, AddedAdapters) for p in m.parameters()}
     for path, p in model.named_parameters():
-        if id(p) not in ours and "lora_" not in path:
+        if id(p) not in ours and "lora_" not in path:  # by which peft knows its own
             p.requires_grad_(False)
 
 
@@ -234,11 +245,18 @@ def merge_adapter(model: nn.Module, name: str) -> None:
         projections = first_of(module), "down_proj"
         for projection, pair in zip(projections, adapter.pairs, strict=True):
             if pair is not None:
-                w_EFD: Any = getattr(module, projection)
-                delta_EFD = torch.bmm(pair[1].float(), pair[0].float()) * adapter.scale
-                delta_EFD = delta_EFD.mT if module.is_transposed else delta_EFD
-                w_EFD.copy_(w_EFD.float() + delta_EFD)
+                w: Any = getattr(module, projection)
+                w = w.mT if module.is_transposed else w
+                add_products(w, pair[0], pair[1], adapter.scale)
     remove_adapter(model, name)
+
+
+def add_products(w_EFD: Tensor, a_ErD: Tensor, b_EFr: Tensor, scale: float) -> None:
+    """Add scale * B A to weights in place, in float32, rounded once; one expert at a time, as all
+    of them in float32 are large."""
+    wide = torch.promote_types(w_EFD.dtype, torch.float32)
+    for w_FD, a_rD, b_Fr in zip(w_EFD, a_ErD.to(wide), b_EFr.to(wide), strict=True):
+        w_FD.copy_(w_FD.to(wide).addmm(b_Fr, a_rD, alpha=scale))
 
 
 def holders_of(model: nn.Module) -> list[HoldsAdapters]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moe_ops.checks.options import check_type
 from moe_ops.checks.signature import described
@@ -29,9 +30,9 @@ def adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None]:
     that has to be the one that is called: what `compile` returned, or one that was `optimize`d.
 
     Raises TypeError or ValueError for names that the model lacks, a model without adapters of
-    experts, experts whose adapters peft adds, as `explain` says, and for a name that is also an
-    adapter of other layers, which add one to all sequences. A call of another number of sequences
-    raises ValueError.
+    experts, experts whose adapters peft adds, as `explain` says, layers that divide tokens among
+    several modules of experts, and for a name that is also an adapter of other layers, which add
+    one to all sequences. A call of another number of sequences raises ValueError.
     """
     check_type("model", model, nn.Module, "a model with experts")
     if isinstance(names, str) or not isinstance(names, Sequence) or not names:
@@ -42,6 +43,7 @@ def adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None]:
     for name in names:
         if name is not None:
             check_known(held, name)
+    _check_layers(model)
     _check_others(model, {name for name in names if name is not None})
     board = held[0].board
     before = [holder.board for holder in held]
@@ -85,6 +87,17 @@ def _holders(model: nn.Module) -> list[HoldsAdapters]:
         f"this {type(model).__name__} has no adapters of experts; add them by add_adapter, "
         "load_adapter or peft's target_parameters"
     )
+
+
+def _check_layers(model: nn.Module) -> None:
+    """Raise ValueError if tokens may be divided among experts, so that these cannot tell which
+    sequence one is of."""
+    for path, layer in model.named_modules():
+        if isinstance(layer, GradientCheckpointingLayer) and len(holders_of(layer)) > 1:
+            raise ValueError(
+                f"{path} ({type(layer).__name__}) has several modules of experts, which tokens are "
+                "divided among; give each batch one adapter, by set_adapter"
+            )
 
 
 def _check_others(model: nn.Module, names: set[str]) -> None:

@@ -178,20 +178,25 @@ def run_apart(model: nn.Module, board: Board, *, shared: Container[int] = ()) ->
 
 @contextmanager
 def apart(model: nn.Module) -> Iterator[None]:
-    """A context in which wrapped experts of a model run with weights and adapters apart."""
-    before = {id(m) for m in model.modules() if isinstance(m, AdaptedExperts)}
+    """A context in which wrapped experts of a model, and of copies of it, run with weights and
+    adapters apart."""
+    before = {id(m): (m, m.bank) for m in model.modules() if isinstance(m, AdaptedExperts)}
+    for module, _ in before.values():
+        module.bank = Bank()
     run_apart(model, Board())
     try:
         yield
     finally:
-        for module in model.modules():
-            if id(module) not in before:
-                run_as_wrapped(module)
+        for module, bank in before.values():
+            module.bank = bank
+        for other in model.modules():
+            if id(other) not in before:
+                run_as_wrapped(other)
 
 
 def run_as_wrapped(module: nn.Module) -> None:
-    """Undo `run_apart` for a module."""
-    if isinstance(module, AdaptedExperts):
+    """Undo `run_apart` for a module, unless somebody follows what it holds."""
+    if isinstance(module, AdaptedExperts) and not module.bank.follows:
         module.__class__ = former_class(module)
         for name in OURS:
             delattr(module, name)

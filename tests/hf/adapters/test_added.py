@@ -136,8 +136,9 @@ def test_adapters_are_chosen_and_removed() -> None:
     assert not any("expert_adapters" in name for name, _ in model.named_modules())
 
 
-def test_experts_in_floats_take_one_too_and_merge_it() -> None:
-    model = qwen()
+@pytest.mark.parametrize("make", FAMILIES.values(), ids=FAMILIES)
+def test_experts_in_floats_take_one_too_and_merge_it(make: Any) -> None:
+    model = make()
     moe_ops.add_adapter(model, 4)
     randomised(model)
     want = logits(model)
@@ -212,6 +213,10 @@ def test_no_other_way_of_running_experts_leaves_an_adapter_out(copied: Any) -> N
     assert_close(logits(other), want, MODEL)
     with pytest.raises(ValueError, match="has an adapter that only the ops of moe_ops add: "):
         logits(other.double())
+    moe_ops.set_adapter(other, None)  # then transformers' own runs what ours do not take
+    stock = qwen().double()
+    stock.set_experts_implementation("eager")
+    assert_close(logits(other), logits(stock), MODEL)
     moe_ops.remove_adapter(other, "default")
     other.float()
     assert_close(logits(other), logits(qwen()), MODEL)
@@ -293,6 +298,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "large": ({"rank": 129}, ValueError, "rank=129 must be at most 128"),
     "float": ({"rank": 2.5}, TypeError, "rank must be an int, got"),
     "alpha": ({"alpha": "8"}, TypeError, "alpha must be a number"),
+    "infinite": ({"alpha": float("inf")}, ValueError, "alpha=inf must be a finite number"),
     "target": ({"target": "w1"}, ValueError, "target='w1' must be one of w13, w2"),
     "none": ({"target": ()}, ValueError, "target names no weight; give w13, w2 or both"),
     "dots": ({"name": "a.b"}, ValueError, "name='a.b' must be a word without dots"),

@@ -10,9 +10,9 @@ import torch
 
 import moe_ops
 from moe_ops.testing import F32, TOL, assert_close
-from tests.hf.adapters.models import choose, ids_of, logits, peft, tokens, wrapped
+from tests.hf.adapters.models import choose, ids_of, logits, peft, tokens, twin_of, wrapped
 from tests.hf.adapters.test_rows import NAMES, WAYS, alone, by_ours
-from tests.hf.adapters.test_wrapped import check_gradients, grads, train
+from tests.hf.adapters.test_wrapped import adapted, check_gradients, grads, train
 from tests.hf.test_quantize import gpt_oss, qwen
 
 MODEL = TOL["model", F32]
@@ -58,11 +58,16 @@ def test_gradients_of_compiled_codes() -> None:
     check_gradients(grads(moe_ops.compile(model)), want)
 
 
+@pytest.mark.slow
 def test_explain_says_what_runs_adapters_and_why_another_way() -> None:
     model = wrapped(qwen(), "one", "two")
     text = str(moe_ops.explain(model, {"input_ids": ids_of()}))
     assert "experts_adapted, 2 layers: model.layers.{0-1}.mlp.experts" in text
     assert "2 of 2 MoE layers and 2 of 2 routers run on moe_ops" in text
+    twin = twin_of(model)
+    of_twin = str(moe_ops.explain(twin, {"input_ids": ids_of()}))
+    assert "experts_adapted, 2 layers: model.layers.{0-1}.mlp.experts" in of_twin
+    assert all(m.bank.follows for m in adapted(twin))
     model.base_model.set_adapter(["one", "two"])
     text = str(moe_ops.explain(model, {"input_ids": ids_of()}))
     assert "model.layers.{0-1}.mlp.experts: adapters: several adapters are active at once" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from moe_ops.hf.experts import describe, is_experts
 from moe_ops.testing import F32, TOL, assert_close
 from tests.chosen import CHOSEN, those_of
 from tests.hf import families
-from tests.hf.adapters.models import peft
+from tests.hf.adapters.models import peft, randomised
 
 MODEL = TOL["model", F32]
+DIVIDES = {"ernie4_5_vl_moe"}  # tokens among experts of text and of pictures
 
 
 def adapted(family: str) -> Any:
@@ -61,3 +63,36 @@ def test_forward_and_gradients_are_those_of_peft(family: str) -> None:
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert_close(found[name], gradient, MODEL, name)
+
+
+@pytest.mark.parametrize("family", those_of(CHOSEN, families.discover()))
+def test_each_sequence_has_its_adapter(family: str) -> None:
+    tiny = families.build(family)
+    model, inputs = tiny.model, tiny.inputs
+    found = (describe(m) for m in model.modules() if is_experts(m))
+    reason = next((text for text in found if isinstance(text, str)), None)
+    if reason is not None:
+        with pytest.raises(ValueError, match=re.escape(f"gets no adapter: {reason}")):
+            moe_ops.add_adapter(model, 2)
+        return
+    moe_ops.add_adapter(model, 2)
+    randomised(model)
+
+    def states() -> torch.Tensor:
+        with torch.no_grad():
+            out: torch.Tensor = model(**inputs, use_cache=False)[0]
+        return out
+
+    adapted_ones = states()
+    moe_ops.set_adapter(model, None)
+    plain = states()
+    assert not torch.allclose(adapted_ones, plain)
+    names = [None, "default"]
+    if family in DIVIDES:
+        with pytest.raises(ValueError, match="has several modules of experts, which tokens"):
+            moe_ops.adapters(model, names).__enter__()
+        return
+    with moe_ops.adapters(model, names):
+        got = states()
+    assert_close(got[0], plain[0], MODEL)
+    assert_close(got[1], adapted_ones[1], MODEL)

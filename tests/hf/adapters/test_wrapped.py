@@ -276,3 +276,11 @@ def test_double_is_peft_s() -> None:
     moe_ops.optimize(model)
     assert adapted(model)[0].refusal() == "its weights are torch.float64"
     assert_close(logits(model), want, MODEL)
+
+
+def test_a_twin_that_is_optimized_and_restored_runs_them_apart_still() -> None:
+    model = wrapped(qwen())
+    twin = twin_of(model)
+    moe_ops.restore(moe_ops.optimize(twin))
+    assert len(adapted(twin)) == 2
+    assert_close(logits(twin), logits(model), MODEL)
