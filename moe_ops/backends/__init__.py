@@ -12,6 +12,7 @@ from moe_ops.backends import (
     triton,
     triton_adapters,
     triton_decode,
+    triton_decoded,
     triton_gemm,
     triton_quantize,
     triton_ranks,
@@ -20,6 +21,6 @@ from moe_ops.backends import (
 
 __all__ = [
     "aten", "aten_decode", "cpu", "cpu_stages", "dequantize", "flashinfer", "over_ranks", "push",
-    "triton", "triton_adapters", "triton_decode", "triton_gemm", "triton_quantize", "triton_ranks",
-    "triton_training",
+    "triton", "triton_adapters", "triton_decode", "triton_decoded", "triton_gemm",
+    "triton_quantize", "triton_ranks", "triton_training",
 ]  # fmt: skip

@@ -34,6 +34,7 @@ from moe_ops.ops.experts_adapted_backward import (
     experts_adapted_backward,
 )
 from moe_ops.ops.experts_adapted_saving import ExpertsAdaptedSavingCall, experts_adapted_saving
+from moe_ops.ops.experts_backward import ExpertsBackwardCall
 from moe_ops.registry.backend import ANY_NUMBER, Rows
 from moe_ops.registry.gradients import needs_grad
 
@@ -119,12 +120,16 @@ def launch_saving(
 
 
 def _saving(call: ExpertsAdaptedSavingCall, before: Before = None) -> Six:
+    return saving(call.layer, call.adapter, before)
+
+
+def saving(c: ExpertsCall, adapter: Adapter | None, before: Before) -> Six:
+    """What `experts_adapted_saving` gives; without adapters u has no columns."""
     from moe_ops.kernels.triton.replay import replay
 
-    c = call.layer
     up, down = refused_products(c, activates=False)
     rest = (c.transposed, c.activation, formats_named(c), (up is None, down is None))
-    return replay(_launch_saving, (*tensors_of(c), *of_adapter(call.adapter)), rest, before)
+    return replay(_launch_saving, (*tensors_of(c), *of_adapter(adapter)), rest, before)
 
 
 def _launch_saving(*given: Any) -> Six:
@@ -157,6 +162,13 @@ def launch_backward(
 
 
 def _backward(call: ExpertsAdaptedBackwardCall, before: Before = None) -> Six:
+    return backward(call, call.adapter, before)
+
+
+def backward(
+    call: ExpertsBackwardCall | ExpertsAdaptedBackwardCall, adapter: Adapter | None, before: Before
+) -> Six:
+    """What `experts_adapted_backward` gives; without adapters v has no columns."""
     from moe_ops.kernels.triton.replay import replay
 
     c = call.layer
@@ -165,7 +177,7 @@ def _backward(call: ExpertsAdaptedBackwardCall, before: Before = None) -> Six:
         D, I = c.widths  # noqa: E741
         grad_TD, y_RF = of_gradient[:2]
         wgmma = _multiplied(grad_TD, D, I), _multiplied(y_RF, y_RF.shape[1], D)
-    scale_N, a13, b13, a2, b2, adapter_T = of_adapter(call.adapter)
+    scale_N, a13, b13, a2, b2, adapter_T = of_adapter(adapter)
     b13, b2 = (None if t is None else t.transpose(1, 2) for t in (b13, b2))
     # The kernel for Hopper copies what is added as it copies weights.
     a2, a13 = (

@@ -41,30 +41,30 @@ def on_device(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(surrounded(a, HERE) for a in args)
 
 
-def refusal(op: Op, args: tuple[Any, ...]) -> str | None:
+def refusal(op: Op, args: tuple[Any, ...], backend: str = BACKEND) -> str | None:
     """Why the backend would refuse a call on a GPU."""
     call = op.call(*args)
-    return op.backends[BACKEND].refusal("cuda", op.arguments.rows(call), call)
+    return op.backends[backend].refusal("cuda", op.arguments.rows(call), call)
 
 
-def run(op: Op, args: tuple[Any, ...]) -> Any:
+def run(op: Op, args: tuple[Any, ...], backend: str = BACKEND) -> Any:
     """What the backend gives, NaN where it writes nothing."""
-    assert refusal(op, args) is None
+    assert refusal(op, args, backend) is None
     with poisoned():
-        return op.backends[BACKEND].run(op.call(*args))
+        return op.backends[backend].run(op.call(*args))
 
 
-def hold(op: Op, case: Case, dtype: torch.dtype) -> dict[str, str]:
+def hold(op: Op, case: Case, dtype: torch.dtype, backend: str = BACKEND) -> dict[str, str]:
     """Each sample of the op at these sizes gives what the definition gives in float32. Gives the
     refusals of those that are refused."""
     refused = {}
     for label, args in samples(op.name, case, dtype):
-        why = refusal(op, args)
+        why = refusal(op, args, backend)
         if why is not None:
             refused[label] = why
             continue
         given = on_device(args)
-        got = run(op, given)
+        got = run(op, given, backend)
         if got is not None:
             got = got.cpu() if isinstance(got, Tensor) else tuple(t.cpu() for t in got)
         want = reference_of(op.reference, *args)

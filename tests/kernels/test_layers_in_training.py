@@ -40,6 +40,20 @@ def test_samples(case: str, dtype: torch.dtype, name: str) -> None:
     assert {label: refused[label] for label in refused.keys() - of_codes} == others
 
 
+@each_op
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [pytest.param(c, F16, marks=[] if c == "one_token" else pytest.mark.every) for c in BY_NAME],
+)
+def test_samples_of_codes(case: str, dtype: torch.dtype, name: str) -> None:
+    """Of every format, by the backend that decodes a layer's weights first."""
+    refused = hold(OPS[name], BY_NAME[case], dtype, "triton.decoded")
+    others = {} if name == "experts_saving" else {"gradient_of_rows": "does not read grad_y_RF"}
+    floats = {label for label, why in refused.items() if why == "decodes codes, got floats"}
+    assert floats
+    assert {label: refused[label] for label in refused.keys() - floats} == others
+
+
 @pytest.mark.slow
 @each_op
 def test_the_kit_finds_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
