@@ -20,7 +20,8 @@ from moe_ops.registry.spec import OPS, REFERENCE
 CURVE = tuple(4**n for n in range(7))  # numbers of tokens to plot: 1 to 4096
 ROUTERS = ("moe", "route")  # what the lifted router of a layer ends up in
 PER_ROUTED_ROW = ("expert_gemm", "activate", "combine")  # of these a token has K rows
-MAIN = ("moe", "experts_over_ranks", "experts", "expert_gemm")  # the ops that do most of the work
+# The ops that do most of the work.
+MAIN = ("moe", "experts_over_ranks", "experts", "experts_adapted", "expert_gemm")
 
 Calls = dict[str, Any]  # records of our ops before backends were chosen, by node
 
