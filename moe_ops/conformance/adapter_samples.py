@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.conformance.gradient_samples import backwards
 from moe_ops.conformance.tensors import strided
 from moe_ops.ops.experts_saving import ROUNDED
 from moe_ops.registry.spec import OPS
@@ -75,19 +76,7 @@ def experts_adapted_saving(of_experts: Calls) -> Calls:
 
 def experts_adapted_backward(of_experts: Calls, dtype: torch.dtype) -> Calls:
     """The backward of each call of `experts_adapted_saving`."""
-    found: Calls = {}
-    for name, call in experts_adapted_saving(of_experts).items():
-        _, y_RF, _, _, rows_R, ends_E = OPS["experts_adapted_saving"].reference(**call)
-        y_RF[int(ends_E[-1]) :] = float("nan")
-        saved = {"y_RF": y_RF, "rows_R": rows_R, "ends_E": ends_E}
-        found[name] = {"grad_TD": torch.randn(call["x_TD"].shape).to(dtype), **saved, **call}
-    first = next(iter(found.values()))
-    return {
-        **found,
-        "frozen_weights": {**first, "for_weights": False},
-        "frozen_tokens": {**first, "for_tokens": False},
-        "gradient_of_rows": {**first, "grad_y_RF": torch.randn_like(first["y_RF"])},
-    }
+    return backwards("experts_adapted_saving", experts_adapted_saving(of_experts), dtype)
 
 
 def used_rows(op_name: str, args: tuple[Any, ...], got: Any) -> list[Tensor] | None:

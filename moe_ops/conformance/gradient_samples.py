@@ -115,9 +115,15 @@ def _sums(call: dict[str, Any]) -> dict[str, Tensor]:
 
 def experts_backward(of_experts: Calls, dtype: torch.dtype) -> Calls:
     """The backward of each call of `experts_saving`."""
+    return backwards("experts_saving", experts_saving(of_experts), dtype)
+
+
+def backwards(saving: str, calls: Calls, dtype: torch.dtype) -> Calls:
+    """What the backward is given of calls of an op that keeps what that reads; what it keeps ends
+    with the order of rows."""
     found: Calls = {}
-    for name, call in experts_saving(of_experts).items():
-        _, y_RF, rows_R, ends_E = OPS["experts_saving"].reference(**call)
+    for name, call in calls.items():
+        _, y_RF, *_, rows_R, ends_E = OPS[saving].reference(**call)
         y_RF[int(ends_E[-1]) :] = float("nan")
         saved = {"y_RF": y_RF, "rows_R": rows_R, "ends_E": ends_E}
         found[name] = {"grad_TD": torch.randn(call["x_TD"].shape).to(dtype), **saved, **call}
