@@ -33,7 +33,7 @@ from moe_ops.forward.regions import (
     plain_tensors,
 )
 from moe_ops.interop.hooks import are_on_every_module, hooks_of
-from moe_ops.interop.switches import boards_of, switches
+from moe_ops.interop.switches import batch_of, boards_of, switches
 from moe_ops.twin import Contents
 
 log = logging.getLogger("moe_ops")
@@ -110,10 +110,10 @@ class ByLayers:
 
     def _lay_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Have the adapters of the sequences of a call where its layers read them."""
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 1]
+        batch = batch_of(args, kwargs)
         for board in boards_of(self._switched):
-            if given:
-                board.use(len(given[0]), len(given[0]))
+            if batch is not None:
+                board.use(batch, batch)
 
     def tell(self, reason: str) -> None:
         self.refused[reason] += 1

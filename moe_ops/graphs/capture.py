@@ -21,6 +21,7 @@ from moe_ops.graphs.cuda_graph import Captured, capture_call, capturing
 from moe_ops.graphs.report import BucketReport
 from moe_ops.graphs.room import with_room
 from moe_ops.graphs.runner import Lane, Lanes, Size, put
+from moe_ops.interop.switches import BY_SEQUENCE
 from moe_ops.layer import MoELayer
 from moe_ops.planning.plan import Plan
 
@@ -171,6 +172,8 @@ class GraphRunner:
             return "there are no tokens"
         if self.buckets[-1] < T:
             return f"{T} tokens are more than the largest bucket, {self.buckets[-1]}"
+        if any(isinstance(x, tuple) and x[:1] == (BY_SEQUENCE,) for x in fixed):
+            return f"{BY_SEQUENCE}, which padded tokens would be counted among"
         if torch.is_grad_enabled():
             read = (*args[: self.varying], *fixed)
             if any(isinstance(x, Tensor) and x.requires_grad for x in read):

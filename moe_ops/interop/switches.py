@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Switches = tuple[object, ...]
+BY_SEQUENCE = "sequences have adapters of their own"  # the first switch of modules while they have
 INSIDE = "_moe_ops_inside"  # the mark of a module whose switches another one has
 
 
@@ -24,6 +25,7 @@ class Board:
     def __init__(self) -> None:
         self.index: Tensor | None = None
         self.entries: tuple[int, ...] = ()
+        self.names: tuple[str, ...] = ()  # of the numbers
         self._buffers: dict[int, Tensor] = {}
         self._laid: dict[int, tuple[tuple[int, ...], int]] = {}
 
@@ -35,17 +37,18 @@ class Board:
         """Whether sequences have adapters of their own."""
         return self.index is not None
 
-    def turn_on(self, entries: Sequence[int], device: torch.device) -> None:
-        """Give the sequences of the calls that come the adapters of these numbers."""
+    def turn_on(self, entries: Sequence[int], names: tuple[str, ...], device: torch.device) -> None:
+        """Give the sequences of the calls that come the adapters of these numbers, which are the
+        places of names."""
         if any(b.device != device for b in self._buffers.values()):
             self._buffers.clear()
             self._laid.clear()
-        self.entries = tuple(entries)
+        self.entries, self.names = tuple(entries), names
         self._use(len(entries), len(entries), device)
 
     def turn_off(self) -> None:
         """Give all sequences what the layers say."""
-        self.index, self.entries = None, ()
+        self.index, self.entries, self.names = None, (), ()
 
     def use(self, batch: int, rows: int) -> None:
         """Lay out the numbers for a call of so many sequences, in so many rows: those behind the
@@ -61,12 +64,16 @@ class Board:
         """Lay out the numbers for a call of the sequences that have them."""
         self.use(len(self.entries), len(self.entries))
 
-    def _use(self, batch: int, rows: int, device: torch.device) -> None:
-        if batch % len(self.entries):
+    def check(self, batch: int) -> None:
+        """Raise ValueError for a batch that is no multiple of the sequences with adapters."""
+        if self.entries and batch % len(self.entries):
             raise ValueError(
                 f"adapters were given for {len(self.entries)} sequences, but the call has {batch}; "
                 "give one for each sequence"
             )
+
+    def _use(self, batch: int, rows: int, device: torch.device) -> None:
+        self.check(batch)
         if rows not in self._buffers:
             with torch.inference_mode(False):
                 self._buffers[rows] = torch.empty(rows, dtype=torch.int32, device=device)
@@ -108,11 +115,12 @@ def switches(module: nn.Module) -> Switches | None:
 def may_branch(kind: Any) -> bool:
     """Whether `switches` may have something of modules of a class. Of all modules that is asked
     before each call, which this makes quick."""
-    return issubclass(kind, Switched) or hasattr(kind, "_active_adapter")
+    return issubclass(kind, Switched) or hasattr(kind, "adapter_layer_names")  # a layer of peft
 
 
 def switches_of_peft(module: nn.Module) -> Switches:
-    """What a layer of peft branches on, which is changed in place."""
+    """What a layer of peft branches on, which is changed in place. Copies of whole modules, of its
+    `modules_to_save`, are such layers, too."""
     layer: Any = module
     active = layer._active_adapter
     return (
@@ -126,3 +134,12 @@ def switches_of_peft(module: nn.Module) -> Switches:
 def boards_of(modules: Iterable[nn.Module]) -> list[Board]:
     """The boards of these modules, each once."""
     return list({id(m.board): m.board for m in modules if isinstance(m, Switched)}.values())
+
+
+def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """The sequences of a call of a model; None for one without tokens."""
+    named = (kwargs.get(name) for name in ("input_ids", "inputs_embeds"))
+    for x in (*named, *args, *kwargs.values()):  # of which pictures are not counted so
+        if isinstance(x, Tensor) and x.dim() > 1:
+            return x.shape[0]
+    return None

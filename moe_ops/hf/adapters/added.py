@@ -198,9 +198,11 @@ def set_adapter(model: nn.Module, name: str | None) -> None:
 
 
 def remove_adapter(model: nn.Module, name: str) -> None:
-    """Remove an adapter that was added. Raises ValueError for a name that the model lacks."""
+    """Remove an adapter that was added. Raises ValueError for a name that the model lacks, and
+    inside of `adapters`."""
     held = added_to(model)
     check_known(held, name)
+    _check_removable(held)
     for child in held:
         if name in child.by_name:
             del child.by_name[name]
@@ -223,10 +225,12 @@ def without_class(module: nn.Module) -> None:
 def merge_adapter(model: nn.Module, name: str) -> None:
     """Make W + scale * B A of experts in floats and an adapter that was added, and remove it.
 
-    Raises ValueError for a name that the model lacks, and for experts in codes, which have no sum
-    with floats; nothing is changed then.
+    Raises ValueError for a name that the model lacks, inside of `adapters`, and for experts in
+    codes, which have no sum with floats; nothing is changed then.
     """
-    check_known(added_to(model), name)
+    held = added_to(model)
+    check_known(held, name)
+    _check_removable(held)
     found = {n: m for n, m in model.named_modules() if CHILD in m._modules}
     for path, module in found.items():
         stored = stored_format(module)
@@ -281,11 +285,18 @@ def check_known(held: Iterable[HoldsAdapters], name: str) -> None:
         )
 
 
+def _check_removable(held: Iterable[HoldsAdapters]) -> None:
+    if any(holder.board.is_on for holder in held):
+        raise ValueError("sequences have adapters of their own; leave `adapters`, and remove then")
+
+
 def check_name(name: str) -> None:
     """Raise ValueError for what a part of a module's name cannot be."""
     check_text("name", name)
     if not name or "." in name:
         raise ValueError(f"name={name!r} must be a word without dots, as parameters have it")
+    if hasattr(nn.ModuleDict(), name):
+        raise ValueError(f"name={name!r} is an attribute of modules of torch; give another name")
 
 
 def adaptable(model: PreTrainedModel, name: str) -> dict[str, nn.Module]:
@@ -359,11 +370,16 @@ def _fresh(
     shapes: tuple[tuple[int, ...], tuple[int, ...]], module: nn.Module
 ) -> tuple[Tensor, Tensor]:
     """A as torch makes a linear layer, and B of zeros, where the module's weights are."""
-    device, dtype = next(module.parameters()).device, _float_of(module)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    a_ErD = torch.empty(shapes[0], dtype=wide, device=device)
+    options = where(module)
+    a_ErD = torch.empty(shapes[0], **options)
     bound = a_ErD.shape[2] ** -0.5
-    return a_ErD.uniform_(-bound, bound), torch.zeros(shapes[1], dtype=wide, device=device)
+    return a_ErD.uniform_(-bound, bound), torch.zeros(shapes[1], **options)
+
+
+def where(module: nn.Module) -> dict[str, Any]:
+    """The device and the dtype of the adapters of experts."""
+    wide = torch.float64 if _float_of(module) == torch.float64 else torch.float32
+    return {"device": next(module.parameters()).device, "dtype": wide}
 
 
 def _float_of(module: Any) -> torch.dtype | None:

@@ -24,6 +24,7 @@ from moe_ops.hf.adapters.added import (
     check_name,
     first_of,
     put,
+    where,
 )
 from moe_ops.hf.adapters.held import CHILD, MOST_RANK
 
@@ -120,7 +121,8 @@ def load_adapter(
 
     Raises FileNotFoundError for a folder without the files of peft, and ValueError, naming the file
     and what it says, for an adapter that is none of `target_parameters` on these experts, for
-    tensors of other shapes, and as `add_adapter` does; then nothing was changed.
+    tensors of other shapes or without their pair, and as `add_adapter` does; then nothing was
+    changed.
     """
     check_type("model", model, PreTrainedModel, "a transformers PreTrainedModel")
     check_type("folder", folder, (str, Path), "a folder")
@@ -168,12 +170,21 @@ def _pairs(
     targets = tuple(
         t for t in TARGETS if any(f".{places.parameter(t)}".endswith(f".{s}") for s in said)
     )
-    device = next(module.parameters()).device
-    for target, key in places.keys(targets):
-        keys = [f"{key}.lora_{letter}.weight" for letter in "AB"]
-        if not left.issuperset(keys):
-            continue
-        left.difference_update(keys)
+    of_target = {
+        target: [f"{key}.lora_{letter}.weight" for letter in "AB"]
+        for target, key in places.keys(targets)
+    }
+    every = {key for keys in of_target.values() for key in keys}
+    if left.isdisjoint(every):
+        return
+    if not left.issuperset(every):
+        raise ValueError(
+            f"{min(every & left)} is there, but not {min(every - left)}, of the same experts; save "
+            "the adapter again, with A and B of all of its target_parameters"
+        )
+    left.difference_update(every)
+    options = where(module)
+    for target, keys in of_target.items():
         a, b = (opened.get_tensor(k) for k in keys)
         rank = a.shape[0] // sizes.E
         wanted = sizes.shapes(target, rank)
@@ -188,8 +199,8 @@ def _pairs(
         yield (
             target,
             (
-                a.view(E, r, inputs).to(device),
-                b.view(outputs, r, E).permute(2, 0, 1).contiguous().to(device),
+                a.view(E, r, inputs).to(**options),
+                b.view(outputs, r, E).permute(2, 0, 1).contiguous().to(**options),
             ),
         )
 

@@ -35,4 +35,4 @@ class Banks:
             self._board.reset()
             dtype = model.dtype
             for holder in self._held:
-                holder.bank.follow(holder, dtype)
+                holder.bank.follow(holder, dtype, is_before=True)

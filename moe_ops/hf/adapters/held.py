@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ops.interop.switches import Switched, Switches
+from moe_ops.interop.switches import BY_SEQUENCE, Switched, Switches
 from moe_ops.registry.gradients import needs_grad
 
 MOST_RANK = 128
@@ -44,19 +44,28 @@ class Bank:
         self.refusal: str | None = None
         self.place: Switches = ()  # where the stack is
         self._seen: Switches | None = None
+        self._alive: list[Tensor] = []
 
     def __reduce__(self) -> Any:
         return Bank, ()  # a copy of the module is one that nobody follows
 
-    def follow(self, holder: HoldsAdapters, tokens: torch.dtype) -> None:
+    def follow(
+        self, holder: HoldsAdapters, tokens: torch.dtype, *, is_before: bool = False
+    ) -> None:
         """Make the bank what the module holds now, for tokens of this dtype, unless what it holds
-        is being trained."""
+        is being trained. `is_before` a call, and not in it: parts of one may be captured."""
         seen = (tokens, torch.is_grad_enabled(), *holder.pulse())
-        if seen == self._seen:
+        # Fused optimizers write to parameters without a new version.
+        is_unsaid = is_before and any(t.requires_grad for t in self._alive)
+        if seen == self._seen and not is_unsaid:
             return
         self._seen = seen
+        # What is seen are addresses: while these hold on to them nothing else gets one.
+        sources = [t for name in holder.names() for t in holder.sources(name)]
+        self._alive = [*sources, *(t.detach() for t in sources)]
         dtype = holder.dtype_for(tokens)
         self.refusal = holder.refusal()
+        check_sequences(holder, self.refusal)
         names = () if self.refusal else holder.wanted()
         if needs_grad(*(t for name in names for t in holder.sources(name))):
             return
@@ -117,14 +126,29 @@ class HoldsAdapters(Switched):
 
     def wanted(self) -> tuple[str, ...]:
         """The adapters that calls read: all while the board is on."""
-        return self.names() if self.board.index is not None else self.active()
+        if not self.board.is_on:
+            return self.active()
+        known, names = self.board.names, self.names()
+        if names[: len(known)] != known:
+            raise ValueError(
+                f"sequences have the adapters {', '.join(known)}, of which some were removed; "
+                "remove adapters outside of `adapters`"
+            )
+        return names
 
     @property
     def switched(self) -> Switches:
+        first = BY_SEQUENCE if self.board.is_on else None
         if self.bank.follows:
-            return self.board.is_on, self.bank.place
+            return first, self.bank.place
         names = self.wanted()
-        return (self.board.is_on, *names, *self.scales(names))
+        return (first, *names, *self.scales(names))
+
+
+def check_sequences(holder: HoldsAdapters, refusal: str | None) -> None:
+    """Raise ValueError if sequences have adapters of their own, which no op adds."""
+    if refusal is not None and holder.board.is_on:
+        raise ValueError(f"sequences cannot have adapters of their own: {refusal}")
 
 
 def reads_bank(holder: HoldsAdapters, *tensors: Tensor | None) -> bool:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moe_ops.checks.options import check_type
 from moe_ops.checks.signature import described
 from moe_ops.hf.adapters.added import check_known, holders_of
-from moe_ops.hf.adapters.held import HoldsAdapters
+from moe_ops.hf.adapters.held import HoldsAdapters, check_sequences
 from moe_ops.hf.adapters.wrapped import is_wrapper
-from moe_ops.interop.switches import switches
+from moe_ops.interop.switches import Board, batch_of, may_branch
 
 
 @contextmanager
@@ -47,7 +50,8 @@ def adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None]:
     _check_others(model, {name for name in names if name is not None})
     board = held[0].board
     before = [holder.board for holder in held]
-    entries, device = board.entries, next(model.parameters()).device
+    entries, known_before = board.entries, board.names
+    device = next(model.parameters()).device
     known = {holder.names() for holder in held}
     if len(known) != 1:
         raise ValueError(
@@ -57,17 +61,20 @@ def adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None]:
     numbers = {name: i for i, name in enumerate(held[0].names())}
     for holder in held:
         holder.board = board
-    board.turn_on([-1 if name is None else numbers[name] for name in names], device)
+    given = [-1 if name is None else numbers[name] for name in names]
+    board.turn_on(given, held[0].names(), device)
+    checks = _checks(model, board)
     try:
-        refusal = next(filter(None, (holder.refusal() for holder in held)), None)
-        if refusal is not None:
-            raise ValueError(f"sequences cannot have adapters of their own: {refusal}")
+        for holder in held:
+            check_sequences(holder, holder.refusal())
         yield
     finally:
+        for check in checks:
+            check.remove()
         for holder, own in zip(held, before, strict=True):
             holder.board = own
         if entries:
-            board.turn_on(entries, device)
+            board.turn_on(entries, known_before, device)
         else:
             board.turn_off()
 
@@ -89,6 +96,20 @@ def _holders(model: nn.Module) -> list[HoldsAdapters]:
     )
 
 
+def _checks(model: nn.Module, board: Board) -> list[RemovableHandle]:
+    """Have calls of a model that is not compiled counted, as experts see tokens alone: calls of
+    compiled ones lay out adapters themselves, and hooks would be in their way."""
+
+    def check(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        batch = batch_of(args, kwargs)
+        if batch is not None and module in called:  # a twin of it has the hook, too
+            board.check(batch)
+
+    found = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    called = [m for m in found if (own := holders_of(m)) and not own[0].bank.follows]
+    return [m.register_forward_pre_hook(check, with_kwargs=True) for m in called]
+
+
 def _check_layers(model: nn.Module) -> None:
     """Raise ValueError if tokens may be divided among experts, so that these cannot tell which
     sequence one is of."""
@@ -101,17 +122,23 @@ def _check_layers(model: nn.Module) -> None:
 
 
 def _check_others(model: nn.Module, names: set[str]) -> None:
-    """Raise ValueError if other layers have adapters of these names, or active ones."""
+    """Raise ValueError if other layers have adapters of these names."""
     for path, module in model.named_modules():
         if isinstance(module, HoldsAdapters) or is_wrapper(module):
             continue
-        found = switches(module)
-        loaded = getattr(module, "lora_A", None)
-        if found is None or not isinstance(loaded, (nn.ModuleDict, nn.ParameterDict)):
-            continue
-        shared = sorted(names & set(loaded.keys()))
+        shared = sorted(names & _names_of_peft(module))
         if shared:
             raise ValueError(
                 f"{path} has an adapter {shared[0]!r}, too, which is no module of experts and adds "
                 "one adapter to all sequences; give adapters of experts alone"
             )
+
+
+def _names_of_peft(module: nn.Module) -> set[str]:
+    """The adapters of a layer of peft, whose kinds hold them in tables of other names; none of
+    another module."""
+    kind: Any = type(module)
+    if not may_branch(kind):
+        return set()
+    tables: list[Any] = [module._modules.get(name) for name in kind.adapter_layer_names]
+    return {str(name) for table in tables if table is not None for name in table}

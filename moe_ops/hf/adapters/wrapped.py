@@ -15,6 +15,7 @@ from moe_ops.hf.adapters.held import (
     Factors,
     HoldsAdapters,
     adapters_of,
+    check_sequences,
     identity,
     reads_bank,
 )
@@ -48,6 +49,7 @@ class AdaptedExperts(HoldsAdapters):
         tensors = hidden_states, top_k_weights, *base.parameters(recurse=False)
         reason = self._reason(*tensors)
         if reason is not None:
+            check_sequences(self, reason)
             warn_once(f"adapted {type(base).__name__} runs on W + scale * B A of peft: {reason}")
             return own(*given)
         adapters = adapters_of(self, *tensors)
@@ -68,8 +70,10 @@ class AdaptedExperts(HoldsAdapters):
             return found
         if self.board.index is None and len(self.active()) > 1:
             return "several adapters are active at once"
-        if self.merged and (self.disable_adapters or self.board.index is not None):
+        if self.merged and (self.disable_adapters or self.board.is_on):
             return "adapters are merged into the weights"
+        if self.disable_adapters and self.board.is_on:
+            return "adapters are disabled"
         if hasattr(base, "_moe_ops_over"):
             return "its experts are over ranks"
         inside = [base, *(w for w in wrappers if w is not self)]
@@ -119,7 +123,7 @@ class AdaptedExperts(HoldsAdapters):
                     found.append(identity(linear._parameters["weight"]))
             module = modules["base_layer"]
             found += len(module._forward_hooks), len(module._forward_pre_hooks)
-        found += "forward" in vars(module), identity(module._parameters["down_proj"])
+        found += "forward" in vars(module), module._parameters["down_proj"].dtype
         return tuple(found)
 
     def dtype_for(self, tokens: torch.dtype) -> torch.dtype:

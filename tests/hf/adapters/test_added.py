@@ -301,6 +301,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "infinite": ({"alpha": float("inf")}, ValueError, "alpha=inf must be a finite number"),
     "target": ({"target": "w1"}, ValueError, "target='w1' must be one of w13, w2"),
     "none": ({"target": ()}, ValueError, "target names no weight; give w13, w2 or both"),
+    "attribute": ({"name": "train"}, ValueError, "name='train' is an attribute of modules of tor"),
     "dots": ({"name": "a.b"}, ValueError, "name='a.b' must be a word without dots"),
     "rslora": ({"rslora": 1}, TypeError, "rslora must be True or False"),
 }

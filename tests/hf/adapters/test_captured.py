@@ -153,6 +153,55 @@ def test_adapters_of_other_layers_are_captured_again_when_they_change() -> None:
     check()
 
 
+@pytest.mark.parametrize("saved", ["lm_head", "mlp.gate"])
+def test_modules_that_peft_trains_whole_are_captured_again(saved: str) -> None:
+    model = wrapped(qwen(), "one", "two", modules_to_save=[saved])
+    torch.manual_seed(3)
+    for name, p in model.named_parameters():
+        if "modules_to_save" in name:
+            nn.init.normal_(p)
+    run = Generating(model)
+    for name in ("one", "two", None, "one"):
+        choose(model, name)
+        run.check()
+
+
+def write_unsaid(parameters: list[nn.Parameter]) -> None:
+    """A step of a fused optimizer, of which the versions of parameters say nothing."""
+    for p in parameters:
+        p.requires_grad_(True).grad = torch.randn(p.shape)
+    torch.optim.SGD(parameters, 5.0, fused=True).step()
+
+
+def test_what_a_fused_optimizer_writes_is_read() -> None:
+    model, _ = by_ours(qwen)
+    moe_ops.set_adapter(model, "one")
+    run = Generating(model)
+    trained_ones = [p for n, p in model.named_parameters() if "by_name.one" in n]
+    for _ in range(3):
+        before = tokens(model)
+        write_unsaid(trained_ones)
+        run.check(2)
+        assert not torch.equal(tokens(model), before)
+    for p in trained_ones:
+        p.requires_grad_(False)
+    run.check(2)
+
+
+def test_memory_of_adapters_is_not_taken_again_while_it_is_what_was_seen() -> None:
+    model, _ = by_ours(qwen)
+    moe_ops.set_adapter(model, "one")
+    run = Layered(model, Tape())
+    parameters = [p.requires_grad_(False) for n, p in model.named_parameters() if ".a_w" in n]
+    for _ in range(3):
+        run(input_ids=ids_of(), use_cache=False)
+        before = [p.data_ptr() for p in parameters]
+        for p in (*parameters, *parameters):
+            p.data = torch.randn(p.shape)
+        assert not set(before) & {p.data_ptr() for p in parameters}
+        run(input_ids=ids_of(), use_cache=False)
+
+
 def test_forwards_read_the_adapters_that_are(adapted: tuple[Any, Choose]) -> None:
     model, chosen = adapted
     run = Layered(getattr(model, "get_base_model", lambda: model)(), Tape())
@@ -234,3 +283,16 @@ def test_a_captured_function_reads_the_adapters_that_are(way: Any) -> None:
         check()
     assert tape.captures == 4 and not run.refused
     assert len(experts_of(model)) == 2
+
+
+def test_a_captured_function_runs_uncaptured_while_sequences_have_adapters() -> None:
+    model, _, block = block_of(by_ours)
+    x_TD, names = torch.randn(3, 64), ["one", None, "two"]
+    run = GraphRunner(
+        lambda x_TD, block: block(x_TD[None])[0], buckets=(6,), capture=Tape(), arena=Arena()
+    )
+    with torch.no_grad(), moe_ops.adapters(model, names):
+        assert_close(run(x_TD, block), block(x_TD[None])[0], MODEL)
+    assert list(run.refused) == [
+        "sequences have adapters of their own, which padded tokens would be counted among"
+    ]

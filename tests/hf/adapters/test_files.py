@@ -83,6 +83,37 @@ def of_another_size(folder: Path) -> None:
     save_file({**tensors, key: torch.zeros(24, 8)}, file)
 
 
+def lacking(part: str) -> Callable[[Path], None]:
+    def drop(folder: Path) -> None:
+        file = folder / "adapter_model.safetensors"
+        save_file({k: t for k, t in load_file(file).items() if part not in k}, file)
+
+    return drop
+
+
+@pytest.mark.parametrize("part", ["1.mlp.experts.lora_B", "1.mlp.experts.base_layer"])
+@pytest.mark.parametrize("experts_only", [False, True])
+def test_no_part_of_an_adapter_is_left_out(part: str, experts_only: bool, tmp_path: Path) -> None:
+    wrapped(qwen()).save_pretrained(tmp_path)
+    lacking(part)(tmp_path)
+    model = qwen()
+    with pytest.raises(ValueError, match=r"lora_A\.weight is there, but not .*, of the same expe"):
+        moe_ops.load_adapter(model, tmp_path, experts_only=experts_only)
+    assert not any("expert_adapters" in name for name, _ in model.named_modules())
+
+
+def test_an_adapter_of_16_bits_is_trained_further_in_32(tmp_path: Path) -> None:
+    model = qwen()
+    moe_ops.add_adapter(model, 2)
+    moe_ops.save_adapter(model.to(torch.bfloat16), tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    assert {t.dtype for t in load_file(file).values()} == {torch.bfloat16}
+    other = qwen().to(torch.bfloat16)
+    moe_ops.load_adapter(other, tmp_path, trainable=True)
+    found = {p.dtype for p in other.parameters() if p.requires_grad}
+    assert found == {torch.float32}
+
+
 BAD: dict[str, tuple[Callable[[Path], Any], Any, str]] = {
     "no_config": (without("adapter_config.json"), FileNotFoundError, "no adapter_config.json; g"),
     "no_weights": (without("adapter_model.safetensors"), FileNotFoundError, "has no adapter_mode"),

@@ -126,6 +126,14 @@ BAD: dict[str, tuple[Callable[[], Any], Any, Any, str]] = {
         lambda: moe_ops.optimize(wrapped(qwen(), "one", target_modules=["q_proj"])),
         ["one"], ValueError, r"self_attn\.q_proj has an adapter 'one', too, which is no module of",
     ),
+    "embeddings": (
+        lambda: moe_ops.optimize(wrapped(qwen(), "one", target_modules=["embed_tokens"])),
+        ["one"], ValueError, r"embed_tokens has an adapter 'one', too, which is no module of",
+    ),
+    "whole": (
+        lambda: moe_ops.optimize(wrapped(qwen(), "one", modules_to_save=["lm_head"])),
+        ["one"], ValueError, r"lm_head has an adapter 'one', too, which is no module of",
+    ),
 }  # fmt: skip
 
 
@@ -143,3 +151,44 @@ def test_another_number_of_sequences_is_refused(run: Callable[[Any], Any]) -> No
     with moe_ops.adapters(model, NAMES), pytest.raises(ValueError, match=message):
         tokens(model, ids_of(2))
     logits(model, ids_of(2))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_another_number_is_refused_where_tokens_could_be_divided(way: Any) -> None:
+    model = moe_ops.optimize(way(qwen)[0])
+    message = "given for 3 sequences, but the call has 2"
+    with moe_ops.adapters(model, NAMES), pytest.raises(ValueError, match=message):
+        logits(model, ids_of(2, 6))
+    logits(model, ids_of(2, 6))
+
+
+@pytest.mark.parametrize("remove", [moe_ops.remove_adapter, moe_ops.merge_adapter])
+def test_none_is_removed_while_sequences_have_it(remove: Callable[[Any, str], None]) -> None:
+    model, _ = by_ours(qwen)
+    with moe_ops.adapters(model, NAMES):
+        want = logits(model, ids_of(3))
+        with pytest.raises(ValueError, match="leave `adapters`, and remove then"):
+            remove(model, "one")
+        assert torch.equal(logits(model, ids_of(3)), want)
+    moe_ops.remove_adapter(model, "one")
+
+
+CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "disabled": (lambda m: m.base_model.disable_adapter_layers(), "adapters are disabled"),
+    "merged": (lambda m: m.base_model.merge_adapter(), "adapters are merged into the weights"),
+    "deleted": (lambda m: m.delete_adapter("two"), "adapters one, two, of which some were removed"),
+}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
+def test_what_peft_changes_inside_is_refused(
+    change: Callable[[Any], None], message: str, run: Callable[[Any], Any]
+) -> None:
+    model, _ = by_peft(qwen)
+    ours = run(model)
+    with moe_ops.adapters(ours, NAMES):
+        tokens(ours, ids_of(3))
+        change(model)
+        with pytest.raises(ValueError, match=message):
+            tokens(ours, ids_of(3))
