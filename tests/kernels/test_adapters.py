@@ -145,6 +145,36 @@ def test_a_token_without_an_adapter_has_the_bits_of_experts(
     assert torch.equal(got[none], want[none]) and not torch.equal(got, want)
 
 
+@each_kernel
+def test_an_index_is_told_by_all_its_bits(kernel: str) -> None:
+    """Of an int64 that is an adapter's in its lower half alone, a token has none."""
+    call = call_of(BY_NAME["odd"], "2_6_of_3")
+    far = call["adapter_T"].long()
+    far[4:9] += 2**32
+    none = far.clone()
+    none[4:9] = -1
+    got, want = run(kernel, {**call, "adapter_T": far}), run(kernel, {**call, "adapter_T": none})
+    assert torch.equal(got, want) and not torch.equal(got, run(kernel, call))
+
+
+@pytest.mark.parametrize("name", ["a13_GrD", "b13_GFr", "a2_GrI", "b2_GDr"])
+@pytest.mark.skipif(DEVICE == "cuda", reason="there memory that is asked for is taken")
+@each_kernel
+def test_ranks_that_lie_far_apart(kernel: str, name: str) -> None:
+    """2^31 elements and more. Of such memory only what is written to is taken."""
+    call = call_of(BY_NAME["one_token"], "4_4_of_0")
+    given, axis = call[name], 1 if name.startswith("a") else 2
+    apart = 2**30 + 8
+    strides = [*torch.empty(given.shape).stride()]
+    strides[axis] = apart
+    storage = torch.UntypedStorage(2 * (given.shape[axis] - 1) * apart + 8 * given.numel())
+    far = torch.empty(0, dtype=F16).set_(storage, 0, given.shape, strides).copy_(given)
+    args = experts_adapted.arguments.in_order({**call, name: far})
+    with poisoned():
+        got = KERNELS[kernel].run(experts_adapted.call(*args))
+    assert torch.equal(got, run(kernel, call))
+
+
 def _here(value: Any) -> Any:
     return value.to(DEVICE) if isinstance(value, Tensor) else value
 

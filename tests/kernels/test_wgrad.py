@@ -16,7 +16,7 @@ from moe_ops.conformance import Only, examine
 from moe_ops.conformance.memory import surrounded
 from moe_ops.conformance.tensors import strided
 from moe_ops.kernels.triton.wgrad import Tiles, tiles_for, wgrad, wgrad_onto
-from moe_ops.testing import BF16, CASES, DEVICE, F16, F32, TOL, Case, assert_close
+from moe_ops.testing import BF16, CASES, DEVICE, F16, F32, TOL, Case, assert_close, poisoned
 from tests.kernels.sampled import anywhere, cases, hold, run
 
 HERE = torch.device(DEVICE)
@@ -180,3 +180,22 @@ def test_what_wants_a_gradient_is_refused() -> None:
     said = "is not differentiable, and an argument requires grad"
     assert backend.refusal("cuda", 2, call) == said
     assert backend.refusal("cpu", 2, call) == "needs a tensor on cuda, got cpu"
+
+
+def test_the_kernel_for_hopper_is_not_asked_for_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor of a copy by TMA is of a tensor without rows."""
+    from moe_ops.kernels.triton import wgrad_hopper
+
+    asked: list[torch.Size] = []
+    monkeypatch.setattr(wgrad_hopper, "launch", lambda *args: asked.append(args[0].shape))
+    ends = torch.zeros(3, dtype=torch.int32, device=HERE)
+    names = torch.zeros(0, dtype=torch.int32, device=HERE)
+    a, b = (torch.randn(0, n, device=HERE).half() for n in (128, 256))
+    for named in ((names, None), (None, names)):
+        with poisoned():
+            got = wgrad(a, b, ends, *named, F16, True)
+        assert got.shape == (3, 128, 256) and not got.any()
+    assert asked == []
+    rows = torch.randn(5, 128, device=HERE).half(), torch.randn(5, 256, device=HERE).half()
+    wgrad(*rows, ends, torch.zeros(5, dtype=torch.int32, device=HERE), None, F16, True)
+    assert asked == [torch.Size((5, 128))]

@@ -69,7 +69,8 @@ def wgrad(
     """The `expert_wgrad` op, of operands whose rows are contiguous. `wgmma`: whether the kernel for
     Hopper runs it; `tiles` are for the other to take in the place of those by the table."""
     out_EMN = a_RM.new_empty(ends_E.shape[0], a_RM.shape[1], b_RN.shape[1], dtype=dtype)
-    if wgmma and out_EMN.numel():
+    # No copy by TMA is of a tensor without rows, as those of a rank without tokens are.
+    if wgmma and out_EMN.numel() and a_RM.shape[0] and b_RN.shape[0]:
         from moe_ops.kernels.triton import wgrad_hopper
 
         wgrad_hopper.launch(a_RM, b_RN, ends_E, a_rows_R, b_rows_R, out_EMN)

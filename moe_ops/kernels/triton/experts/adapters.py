@@ -81,6 +81,13 @@ def tile_of(rank: int) -> int:
 
 
 @triton.jit
+def adapters_at(ptrs, inside, ADAPTERS: tl.constexpr):
+    """The adapters of rows or tokens, -1 where there is none: an index is told by all its bits."""
+    index = tl.load(ptrs, mask=inside, other=-1)
+    return tl.where((index >= 0) & (index < ADAPTERS), index, -1).to(tl.int32)
+
+
+@triton.jit
 def sums_of_rank(
     x_N1, inside_N, a_ptr, group, stride_ag, stride_ar, stride_ad,
     D: tl.constexpr, W: tl.constexpr, RANK: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
@@ -89,7 +96,9 @@ def sums_of_rank(
     """[BN, BR]: rows at x_N1 times A of a group. W is the format in whose order columns of rows
     are, None: they are in order."""
     r = tl.arange(0, BR)
-    a_1R = (a_ptr + group.to(tl.int64) * stride_ag + r * stride_ar)[None, :]
+    # Of many groups in one tensor the ranks, too, may lie 2^31 elements apart.
+    at_R = group.to(tl.int64) * stride_ag + r.to(tl.int64) * stride_ar
+    a_1R = (a_ptr + at_R)[None, :]
     u_NR = tl.zeros((BN, BR), tl.float32)
     for start in range(0, D, BD):
         d = start + tl.arange(0, BD)
@@ -145,7 +154,7 @@ def add_adapter(
             TOKENS_FIRST,
         )  # fmt: skip
     else:
-        index_N = tl.load(index_ptr + token_N, mask=inside_N, other=-1).to(tl.int32)
+        index_N = adapters_at(index_ptr + token_N, inside_N, ADAPTERS)
         for n in range(ADAPTERS):
             mine_N = index_N == n
             if tl.max(mine_N.to(tl.int32), 0) > 0:
@@ -168,17 +177,17 @@ def add_ranks(
     STEP: tl.constexpr = RANKS_AT_ONCE if BU > RANKS_AT_ONCE else BU
     for first in tl.static_range(0, RANK, STEP):
         r = first + tl.arange(0, STEP)
-        inside_R = r < RANK
+        inside_R, at_R = r < RANK, r.to(tl.int64) * stride_br
         if TOKENS_FIRST:
             u_at, u_inside = at_N[:, None] + r[None, :], inside_N[:, None] & inside_R[None, :]
             b_at, b_inside = at_M[None, :], inside_M[None, :] & inside_R[:, None]
-            b = tl.load(wide_ptr + b_at + (r * stride_br)[:, None], mask=b_inside, other=0.0)
+            b = tl.load(wide_ptr + b_at + at_R[:, None], mask=b_inside, other=0.0)
             u = tl.load(narrow_ptr + u_at, mask=u_inside, other=0.0)
             acc = tl.dot(u, b, acc, input_precision="ieee")
         else:
             u_at, u_inside = at_N[None, :] + r[:, None], inside_N[None, :] & inside_R[:, None]
             b_at, b_inside = at_M[:, None], inside_M[:, None] & inside_R[None, :]
-            b = tl.load(wide_ptr + b_at + (r * stride_br)[None, :], mask=b_inside, other=0.0)
+            b = tl.load(wide_ptr + b_at + at_R[None, :], mask=b_inside, other=0.0)
             u = tl.load(narrow_ptr + u_at, mask=u_inside, other=0.0)
             acc = tl.dot(b, u, acc, input_precision="ieee")
     return acc
@@ -203,7 +212,7 @@ def rank_rows(
     token_N = tl.load(rows_ptr + row_N, mask=inside_N, other=0) // K
     index_N = token_N
     if adapter_ptr is not None:
-        index_N = tl.load(adapter_ptr + token_N, mask=inside_N, other=-1).to(tl.int32)
+        index_N = adapters_at(adapter_ptr + token_N, inside_N, ADAPTERS)
         tl.store(index_ptr + row_N, index_N, mask=inside_N)
     x_row_N = token_N if OF_TOKENS else row_N
     x_N1 = (x_ptr + x_row_N.to(tl.int64) * stride_x)[:, None]
@@ -239,7 +248,7 @@ def rank_pairs(
     chosen_N = tl.max((ids_NK == e).to(tl.int32), 1) > 0
     index_N = n
     if adapter_ptr is not None:
-        index_N = tl.load(adapter_ptr + n, mask=chosen_N, other=-1).to(tl.int32)
+        index_N = adapters_at(adapter_ptr + n, chosen_N, ADAPTERS)
     row_N = pair * T + n
     x_row_N = n if OF_TOKENS else row_N
     x_N1 = (x_ptr + x_row_N.to(tl.int64) * stride_x)[:, None]

@@ -422,12 +422,12 @@ def each(scale: Tensor) -> str:
 
 def adds(added: Added) -> bool:
     """Whether the kernel adds what adapters do: one for all rows, or none, whose B is copied as W
-    is."""
+    is. Of a row without an adapter u is 0, but B may hold what times 0 is NaN."""
     b_GFr = added.b_GFr
     if b_GFr is None:
         return True
     in_order = b_GFr.is_contiguous() and b_GFr.shape[2] % 8 == 0 and b_GFr.data_ptr() % 16 == 0
-    return in_order and (added.index is None or added.N == 1)
+    return in_order and added.index is None
 
 
 def launch(

@@ -37,13 +37,13 @@ def add_adapter(
     u_at = narrow_ptr + ((u_first + n_u).to(gl.int64) * RANK)[None, :] + r_u[:, None]
     u = gl.load(u_at, mask=(r_u < RANK)[:, None] & (n_u >= 0)[None, :], other=0.0)
     b_at = wide_ptr + e.to(gl.int64) * stride_bg + (row_M.to(gl.int64) * stride_bf)[:, None]
-    b_at += (r_b * stride_br)[None, :]
+    b_at += (r_b.to(gl.int64) * stride_br)[None, :]
     inside_b = (r_b < RANK)[None, :] & (row_M >= 0)[:, None]
     if index_ptr is None:
         acc = mma_v2(gl.load(b_at, mask=inside_b, other=0.0), u, acc)
     else:
         n = gl.minimum(gl.arange(0, N, gl.SliceLayout(0, flat)), count - 1)
-        index_N = gl.load(index_ptr + index_first + n).to(gl.int32)
+        index_N = gl.load(index_ptr + index_first + n)
         for i in range(ADAPTERS):
             mine_N = index_N == i
             if gl.max(mine_N.to(gl.int32), 0) > 0:
@@ -67,16 +67,16 @@ def add_to_one(
     d = first_row + gl.arange(0, M, gl.SliceLayout(1, layout))
     has = True
     if index_ptr is not None:
-        n = gl.load(index_ptr).to(gl.int32)
+        n = gl.load(index_ptr)
         has = (n >= 0) & (n < ADAPTERS)
-        wide_ptr += gl.where(has, n * E, 0).to(gl.int64) * stride_bg
+        wide_ptr += gl.where(has, n, 0).to(gl.int64) * E * stride_bg
     sum_M = gl.zeros([M], gl.float32, gl.SliceLayout(1, layout))
     for first in range(0, K * BU, J):
         j = first + gl.arange(0, J, gl.SliceLayout(0, layout))
         pair, r = j // BU, j % BU
         e_K = local_ids(ids_ptr, expert_map_ptr, pair, pair < K, E, N_MAP)
         inside_K = (e_K < E) & (r < RANK) & has
-        at = wide_ptr + (e_K.to(gl.int64) * stride_bg + r * stride_br)[None, :]
+        at = wide_ptr + (e_K.to(gl.int64) * stride_bg + r.to(gl.int64) * stride_br)[None, :]
         at += (d.to(gl.int64) * stride_bf)[:, None]
         b = gl.load(at, mask=(d < D)[:, None] & inside_K[None, :], other=0.0)
         u_K = gl.load(narrow_ptr + pair * RANK + r, mask=inside_K, other=0.0)
