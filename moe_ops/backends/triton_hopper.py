@@ -196,7 +196,7 @@ def refuse_wgrad(call: ExpertWgradCall) -> str | None:
             f"{widths[1]}"
         )
     strides = [t.stride(0) if t.stride(1) == 1 else t.shape[1] for t in (a_RM, b_RN)]
-    if any(stride % 16 for stride in strides):
+    if any(stride % 16 or stride == 0 for stride in strides):  # TMA takes no rows that are one
         return (
             "needs rows that begin at a multiple of 16 elements, got every "
             f"{strides[0]} and {strides[1]}"

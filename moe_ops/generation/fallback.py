@@ -15,6 +15,7 @@ from transformers import CompileConfig
 
 from moe_ops.hf.subclass import former_class, new_object, subclass
 from moe_ops.interop.hooks import Hooks, hooks_of
+from moe_ops.interop.switches import check_sequences_of
 
 CompileModel = Callable[[nn.Module], Callable[..., Any]]
 
@@ -74,8 +75,10 @@ class MayFallBack:
         return new_object, (former_class(self),), state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and falls_back(self):
-            return self._call_impl(*args, **kwargs)  # type: ignore[attr-defined]
+        if not torch.compiler.is_compiling():
+            check_sequences_of(self, args, kwargs)  # type: ignore[arg-type]
+            if falls_back(self):
+                return self._call_impl(*args, **kwargs)  # type: ignore[attr-defined]
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def get_compiled_call(self, compile_config: CompileConfig | None) -> Any:

@@ -136,6 +136,18 @@ def boards_of(modules: Iterable[nn.Module]) -> list[Board]:
     return list({id(m.board): m.board for m in modules if isinstance(m, Switched)}.values())
 
 
+CHECKS = "_moe_ops_checks_sequences"  # of a compiled model: the board that its calls are held to
+
+
+def check_sequences_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError for a call of a compiled model with other sequences than adapters were given
+    for."""
+    board = model.__dict__.get(CHECKS)
+    batch = None if board is None else batch_of(args, kwargs)
+    if board is not None and batch is not None:
+        board.check(batch)
+
+
 def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
     """The sequences of a call of a model; None for one without tokens."""
     named = (kwargs.get(name) for name in ("input_ids", "inputs_embeds"))

@@ -16,7 +16,7 @@ from moe_ops.checks.signature import described
 from moe_ops.hf.adapters.added import check_known, holders_of
 from moe_ops.hf.adapters.held import HoldsAdapters, check_sequences
 from moe_ops.hf.adapters.wrapped import is_wrapper
-from moe_ops.interop.switches import Board, batch_of, may_branch
+from moe_ops.interop.switches import CHECKS, Board, batch_of, may_branch
 
 
 @contextmanager
@@ -63,7 +63,10 @@ def adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None]:
         holder.board = board
     given = [-1 if name is None else numbers[name] for name in names]
     board.turn_on(given, held[0].names(), device)
-    checks = _checks(model, board)
+    checks, twins = _checks(model, board), _twins(model)
+    held_to = [twin.__dict__.get(CHECKS) for twin in twins]
+    for twin in twins:
+        twin.__dict__[CHECKS] = board
     try:
         for holder in held:
             check_sequences(holder, holder.refusal())
@@ -71,6 +74,8 @@ def adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None]:
     finally:
         for check in checks:
             check.remove()
+        for twin, outer in zip(twins, held_to, strict=True):
+            twin.__dict__[CHECKS] = outer
         for holder, own in zip(held, before, strict=True):
             holder.board = own
         if entries:
@@ -108,6 +113,12 @@ def _checks(model: nn.Module, board: Board) -> list[RemovableHandle]:
     found = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     called = [m for m in found if (own := holders_of(m)) and not own[0].bank.follows]
     return [m.register_forward_pre_hook(check, with_kwargs=True) for m in called]
+
+
+def _twins(model: nn.Module) -> list[nn.Module]:
+    """What was compiled of a model."""
+    found = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    return [m for m in found if (own := holders_of(m)) and own[0].bank.follows]
 
 
 def _check_layers(model: nn.Module) -> None:

@@ -162,6 +162,16 @@ def test_another_number_is_refused_where_tokens_could_be_divided(way: Any) -> No
     logits(model, ids_of(2, 6))
 
 
+def test_calls_of_a_compiled_model_are_counted_off_its_layers_path_too() -> None:
+    model = twin_of(by_ours(qwen)[0])
+    message = "given for 3 sequences, but the call has 2"
+    with moe_ops.adapters(model, NAMES):
+        with pytest.raises(ValueError, match=message):
+            logits(model, ids_of(2, 6))
+        assert logits(model, ids_of(3)).shape[0] == 3
+    logits(model, ids_of(2, 6))
+
+
 @pytest.mark.parametrize("remove", [moe_ops.remove_adapter, moe_ops.merge_adapter])
 def test_none_is_removed_while_sequences_have_it(remove: Callable[[Any, str], None]) -> None:
     model, _ = by_ours(qwen)
