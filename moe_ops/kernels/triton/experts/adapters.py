@@ -69,7 +69,7 @@ class Added:
     def constants(self) -> dict[str, int]:
         """How many adapters there are, their rank, and it as tiles have it, for kernels."""
         rank = 0 if self.u is None else self.u.shape[1]
-        return {"ADAPTERS": self.N, "RANK": rank, "BU": tile_of(rank)}
+        return {"ADAPTERS": self.N, "RANK": rank, "TR": tile_of(rank)}
 
 
 NOTHING = Added()
@@ -140,7 +140,7 @@ def scaled_sums(
 def add_adapter(
     acc, e, row_M, inside_M, u_row_N, token_N, inside_N, narrow_ptr, wide_ptr, index_ptr, stride_bg,
     stride_bf, stride_br,
-    E: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, BU: tl.constexpr,
+    E: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, TR: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """acc and B u: acc is [M, N], of rows of the weights of experts and of tokens, or [N, M] with
@@ -150,7 +150,7 @@ def add_adapter(
     at_N = u_row_N.to(tl.int64) * RANK
     if index_ptr is None:
         acc = add_ranks(
-            acc, wide_ptr, at_M, inside_M, narrow_ptr, at_N, inside_N, stride_br, RANK, BU,
+            acc, wide_ptr, at_M, inside_M, narrow_ptr, at_N, inside_N, stride_br, RANK, TR,
             TOKENS_FIRST,
         )  # fmt: skip
     else:
@@ -160,7 +160,7 @@ def add_adapter(
             if tl.max(mine_N.to(tl.int32), 0) > 0:
                 own_ptr = wide_ptr + tl.cast(n * E, tl.int64) * stride_bg
                 sums = add_ranks(
-                    acc, own_ptr, at_M, inside_M, narrow_ptr, at_N, inside_N, stride_br, RANK, BU,
+                    acc, own_ptr, at_M, inside_M, narrow_ptr, at_N, inside_N, stride_br, RANK, TR,
                     TOKENS_FIRST,
                 )  # fmt: skip
                 # What adapters of others hold is no part of a row's sum, even if it is no number.
@@ -171,10 +171,10 @@ def add_adapter(
 @triton.jit
 def add_ranks(
     acc, wide_ptr, at_M, inside_M, narrow_ptr, at_N, inside_N, stride_br,
-    RANK: tl.constexpr, BU: tl.constexpr, TOKENS_FIRST: tl.constexpr,
+    RANK: tl.constexpr, TR: tl.constexpr, TOKENS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """acc and B u, a few ranks at a time: of more, registers would be short."""
-    STEP: tl.constexpr = RANKS_AT_ONCE if BU > RANKS_AT_ONCE else BU
+    STEP: tl.constexpr = RANKS_AT_ONCE if TR > RANKS_AT_ONCE else TR
     for first in tl.static_range(0, RANK, STEP):
         r = first + tl.arange(0, STEP)
         inside_R, at_R = r < RANK, r.to(tl.int64) * stride_br

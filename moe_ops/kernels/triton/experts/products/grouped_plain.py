@@ -74,7 +74,7 @@ def _grouped(
     stride_br,
     K: tl.constexpr, TOP_K: tl.constexpr, ACT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    E: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, BU: tl.constexpr,
+    E: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, TR: tl.constexpr,
 ):  # fmt: skip
     """One tile by one program: any strides, any GPU. Rows are gathered where TOP_K is given."""
     GATED: tl.constexpr = ACT.gated
@@ -119,7 +119,7 @@ def _grouped(
     if narrow_ptr is not None:
         acc = add_adapter(
             acc, expert, w_rows, in_n, rows, rows, valid, narrow_ptr, wide_ptr, index_ptr,
-            stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, BU, True,
+            stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, TR, True,
         )  # fmt: skip
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert * N + w_rows, mask=in_n, other=0.0)

@@ -20,7 +20,7 @@ def flat_layout(SIZES):
 @gluon.jit
 def add_adapter(
     acc, e, row_M, u_first, count, index_first, of_adapter, E: gl.constexpr,
-    ADAPTERS: gl.constexpr, RANK: gl.constexpr, BU: gl.constexpr, SIZES: gl.constexpr,
+    ADAPTERS: gl.constexpr, RANK: gl.constexpr, TR: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
     """acc [M, N] and B u: of `count` columns, whose u are rows from `u_first` on, and whose
     adapters from `index_first` on; of other columns anything. acc gets another layout."""
@@ -31,8 +31,8 @@ def add_adapter(
     N: gl.constexpr = acc.shape[1]
     acc = gl.convert_layout(acc, flat)
     row_M = gl.convert_layout(row_M, gl.SliceLayout(1, of_b))
-    r_b = gl.arange(0, BU, gl.SliceLayout(0, of_b))
-    r_u = gl.arange(0, BU, gl.SliceLayout(1, of_u))
+    r_b = gl.arange(0, TR, gl.SliceLayout(0, of_b))
+    r_u = gl.arange(0, TR, gl.SliceLayout(1, of_u))
     n_u = gl.minimum(gl.arange(0, N, gl.SliceLayout(0, of_u)), count - 1)
     u_at = narrow_ptr + ((u_first + n_u).to(gl.int64) * RANK)[None, :] + r_u[:, None]
     u = gl.load(u_at, mask=(r_u < RANK)[:, None] & (n_u >= 0)[None, :], other=0.0)
@@ -57,7 +57,7 @@ def add_adapter(
 @gluon.jit
 def add_to_one(
     total_M, first_row, ids_ptr, expert_map_ptr, N_MAP, of_adapter, E: gl.constexpr,
-    K: gl.constexpr, D: gl.constexpr, ADAPTERS: gl.constexpr, RANK: gl.constexpr, BU: gl.constexpr,
+    K: gl.constexpr, D: gl.constexpr, ADAPTERS: gl.constexpr, RANK: gl.constexpr, TR: gl.constexpr,
 ):  # fmt: skip
     """total_M, rows of the result of one token from `first_row` on, and B u of its choices."""
     narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br = of_adapter
@@ -71,9 +71,9 @@ def add_to_one(
         has = (n >= 0) & (n < ADAPTERS)
         wide_ptr += gl.where(has, n, 0).to(gl.int64) * E * stride_bg
     sum_M = gl.zeros([M], gl.float32, gl.SliceLayout(1, layout))
-    for first in range(0, K * BU, J):
+    for first in range(0, K * TR, J):
         j = first + gl.arange(0, J, gl.SliceLayout(0, layout))
-        pair, r = j // BU, j % BU
+        pair, r = j // TR, j % TR
         e_K = local_ids(ids_ptr, expert_map_ptr, pair, pair < K, E, N_MAP)
         inside_K = (e_K < E) & (r < RANK) & has
         at = wide_ptr + (e_K.to(gl.int64) * stride_bg + r.to(gl.int64) * stride_br)[None, :]

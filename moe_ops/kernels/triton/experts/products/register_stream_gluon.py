@@ -179,7 +179,7 @@ def one_up(
     stride_bf, stride_br,
     E: gl.constexpr, D: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr, W: gl.constexpr,
     SHARED: gl.constexpr, DTYPE: gl.constexpr, ADAPTERS: gl.constexpr, RANK: gl.constexpr,
-    BU: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
+    TR: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One program: some columns of h for one choice; shares are parts of the columns of x."""
     S: gl.constexpr = SIZES.S
@@ -208,7 +208,7 @@ def one_up(
     acc = under_globals(summed(acc, W, DTYPE), global_scale_ptr, e, row_M, ROWS, SHARED)
     if narrow_ptr is not None:
         of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
-        acc = add_adapter(acc, e, row_M, pair, 1, 0, of_adapter, E, ADAPTERS, RANK, BU, SIZES)
+        acc = add_adapter(acc, e, row_M, pair, 1, 0, of_adapter, E, ADAPTERS, RANK, TR, SIZES)
     acc = add_bias(acc, bias_ptr, e.to(gl.int64) * stride_be, row_M)
     h = activated(acc, ACT)
     if not by_row(W):
@@ -223,7 +223,7 @@ def one_down(
     global_scale_ptr, bias_ptr, residual_ptr, out_ptr, N_MAP, stride_be, narrow_ptr, wide_ptr,
     index_ptr, stride_bg, stride_bf, stride_br,
     E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, I: gl.constexpr, W: gl.constexpr,
-    DTYPE: gl.constexpr, ADAPTERS: gl.constexpr, RANK: gl.constexpr, BU: gl.constexpr,
+    DTYPE: gl.constexpr, ADAPTERS: gl.constexpr, RANK: gl.constexpr, TR: gl.constexpr,
     C: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One program: some rows of out; shares are C parts of the columns of S / C choices."""
@@ -265,7 +265,7 @@ def one_down(
         of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
         total = add_to_one(
             total, gl.program_id(0) * M, ids_ptr, expert_map_ptr, N_MAP, of_adapter, E, K, D,
-            ADAPTERS, RANK, BU,
+            ADAPTERS, RANK, TR,
         )  # fmt: skip
     d = gl.program_id(0) * M + gl.arange(0, M, total.type.layout)
     if bias_ptr is not None:
@@ -295,7 +295,7 @@ def few_up(
     stride_bg, stride_bf, stride_br,
     E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr,
     W: gl.constexpr, SHARED: gl.constexpr, DTYPE: gl.constexpr, ADAPTERS: gl.constexpr,
-    RANK: gl.constexpr, BU: gl.constexpr, BE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
+    RANK: gl.constexpr, TR: gl.constexpr, BE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     S: gl.constexpr = SIZES.S
@@ -329,7 +329,7 @@ def few_up(
     if narrow_ptr is not None:
         of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
         acc = add_adapter(
-            acc, e, row_M, first, count, first, of_adapter, E, ADAPTERS, RANK, BU, SIZES
+            acc, e, row_M, first, count, first, of_adapter, E, ADAPTERS, RANK, TR, SIZES
         )
     acc = add_bias(acc, bias_ptr, e.to(gl.int64) * stride_be, row_M)
     h = activated(acc, ACT)
@@ -347,7 +347,7 @@ def few_down(
     global_scale_ptr, bias_ptr, y_ptr, stride_be, narrow_ptr, wide_ptr, index_ptr, stride_bg,
     stride_bf, stride_br,
     E: gl.constexpr, D: gl.constexpr, I: gl.constexpr, W: gl.constexpr, DTYPE: gl.constexpr,
-    ADAPTERS: gl.constexpr, RANK: gl.constexpr, BU: gl.constexpr, BE: gl.constexpr,
+    ADAPTERS: gl.constexpr, RANK: gl.constexpr, TR: gl.constexpr, BE: gl.constexpr,
     P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     S: gl.constexpr = SIZES.S
@@ -376,7 +376,7 @@ def few_down(
     acc = under_global(summed(acc, W, DTYPE), global_scale_ptr, e)
     if narrow_ptr is not None:
         of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
-        acc = add_adapter(acc, e, d, first, count, first, of_adapter, E, ADAPTERS, RANK, BU, SIZES)
+        acc = add_adapter(acc, e, d, first, count, first, of_adapter, E, ADAPTERS, RANK, TR, SIZES)
     layout: gl.constexpr = acc.type.layout
     n = gl.arange(0, N, gl.SliceLayout(0, layout))
     d = block * M + gl.arange(0, M, gl.SliceLayout(1, layout))

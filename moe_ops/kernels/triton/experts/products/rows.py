@@ -53,7 +53,7 @@ def rows_up(
     stride_wd, stride_be, narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
     ACT: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr, EACH: tl.constexpr,
-    DTYPE: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, BU: tl.constexpr,
+    DTYPE: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, TR: tl.constexpr,
     BE: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BI columns of h for up to BN rows of one expert. With static scales, EACH says
@@ -84,7 +84,7 @@ def rows_up(
     if narrow_ptr is not None:
         acc_FN = add_adapter(
             acc_FN, e, row_F, inside_F, first + n, first + n, n < count, narrow_ptr, wide_ptr,
-            index_ptr, stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, BU, False,
+            index_ptr, stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, TR, False,
         )  # fmt: skip
     h_IN = activated(acc_FN, bias_ptr, e * stride_be, row_F, inside_F, BI, BN, ACT)
     if weights_ptr is not None:
@@ -109,7 +109,7 @@ def rows_down(
     global_scale_ptr, bias_ptr, y_ptr, stride_we, stride_wd, stride_wi, stride_be, narrow_ptr,
     wide_ptr, index_ptr, stride_bg, stride_bf, stride_br,
     E: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-    ADAPTERS: tl.constexpr, RANK: tl.constexpr, BU: tl.constexpr, BE: tl.constexpr,
+    ADAPTERS: tl.constexpr, RANK: tl.constexpr, TR: tl.constexpr, BE: tl.constexpr,
     BD: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (D + BD - 1) // BD
@@ -132,7 +132,7 @@ def rows_down(
     if narrow_ptr is not None:
         acc_DN = add_adapter(
             acc_DN, e, d, inside_D, first + n, first + n, n < count, narrow_ptr, wide_ptr,
-            index_ptr, stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, BU, False,
+            index_ptr, stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, TR, False,
         )  # fmt: skip
     if bias_ptr is not None:
         bias_D = tl.load(bias_ptr + e * stride_be + d, mask=inside_D, other=0.0).to(tl.float32)

@@ -99,7 +99,7 @@ def tiny_up(
     stride_bg, stride_bf, stride_br,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
     ACT: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr, EACH: tl.constexpr,
-    DTYPE: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, BU: tl.constexpr,
+    DTYPE: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, TR: tl.constexpr,
     BP: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ONE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -153,7 +153,7 @@ def tiny_up(
     if narrow_ptr is not None:
         acc_FN = add_adapter(
             acc_FN, e, row_F, inside_F, pair * T + n, n, n < T, narrow_ptr, wide_ptr, index_ptr,
-            stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, BU, False,
+            stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, TR, False,
         )  # fmt: skip
     if share_ptr is not None:
         # One of the pair's programs is enough.
@@ -201,7 +201,7 @@ def tiny_down(
     w_zero_ptr, global_scale_ptr, bias_ptr, residual_ptr, out_ptr, T, N_MAP, stride_we, stride_wd,
     stride_wi, stride_be, narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
-    W: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, BU: tl.constexpr, BP: tl.constexpr,
+    W: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, TR: tl.constexpr, BP: tl.constexpr,
     BT: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr,
     ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -252,7 +252,7 @@ def tiny_down(
         if narrow_ptr is not None:
             added_MN = add_adapter(
                 added_MN, e_M, d_M, inside_M, pair_N * T + token_N, token_N, inside_N, narrow_ptr,
-                wide_ptr, index_ptr, stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, BU, False,
+                wide_ptr, index_ptr, stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, TR, False,
             )  # fmt: skip
         next_M, next_N = first + BG + m // BR, first + BG + n // BT
         e_M = id_of(next_M, ids_ptr, expert_map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
