@@ -50,12 +50,13 @@ class Recorder:
         def replay() -> None:
             self.replayed += 1
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                _write(output, function())
+                write_over(output, function())
 
         return Captured(replay, output, 64)
 
 
-def _write(output: Any, new: Any) -> None:
+def write_over(output: Any, new: Any) -> None:
+    """Copy results to where those of the capture are."""
     for held, x in zip(pytree.tree_leaves(output), pytree.tree_leaves(new), strict=True):
         if isinstance(held, Tensor) and held.data_ptr() != x.data_ptr():
             held.copy_(x)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ops.graphs.cuda_graph import Captured, restore
+from tests.graphs.recorder import write_over
 
 
 class Tape:
@@ -40,7 +40,7 @@ class Tape:
             self.replayed += 1
             with torch.inference_mode(False), torch.no_grad():
                 for func, args, kwargs, held in kept.calls:
-                    _write(held, func(*args, **kwargs))
+                    write_over(held, func(*args, **kwargs))
 
         return Captured(replay, output, 64)
 
@@ -56,9 +56,3 @@ class _Keeping(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, out))
         return out
-
-
-def _write(held: Any, new: Any) -> None:
-    for old, x in zip(pytree.tree_leaves(held), pytree.tree_leaves(new), strict=True):
-        if isinstance(old, Tensor) and old.data_ptr() != x.data_ptr():
-            old.copy_(x)

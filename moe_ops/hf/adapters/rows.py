@@ -63,7 +63,7 @@ def adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None]:
         holder.board = board
     given = [-1 if name is None else numbers[name] for name in names]
     board.turn_on(given, held[0].names(), device)
-    checks, twins = _checks(model, board), _twins(model)
+    checks, twins = _checks(model, board), _models(model, compiled=True)
     held_to = [twin.__dict__.get(CHECKS) for twin in twins]
     for twin in twins:
         twin.__dict__[CHECKS] = board
@@ -110,15 +110,15 @@ def _checks(model: nn.Module, board: Board) -> list[RemovableHandle]:
         if batch is not None and module in called:  # a twin of it has the hook, too
             board.check(batch)
 
-    found = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    called = [m for m in found if (own := holders_of(m)) and not own[0].bank.follows]
+    called = _models(model, compiled=False)
     return [m.register_forward_pre_hook(check, with_kwargs=True) for m in called]
 
 
-def _twins(model: nn.Module) -> list[nn.Module]:
-    """What was compiled of a model."""
+def _models(model: nn.Module, compiled: bool) -> list[nn.Module]:
+    """The models of transformers with adapters in a module: those that are compiled, or the
+    others."""
     found = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    return [m for m in found if (own := holders_of(m)) and own[0].bank.follows]
+    return [m for m in found if (own := holders_of(m)) and own[0].bank.follows == compiled]
 
 
 def _check_layers(model: nn.Module) -> None:

@@ -194,6 +194,15 @@ def add_ranks(
 
 
 @triton.jit
+def store_narrow(narrow_ptr, u_NR, row_N, inside_N, RANK: tl.constexpr, BR: tl.constexpr):
+    """u of these rows, to where products read it."""
+    r = tl.arange(0, BR)
+    at_NR = narrow_ptr + (row_N.to(tl.int64) * RANK)[:, None] + r[None, :]
+    mask_NR = inside_N[:, None] & (r < RANK)[None, :]
+    tl.store(at_NR, u_NR.to(narrow_ptr.dtype.element_ty), mask=mask_NR)
+
+
+@triton.jit
 def rank_rows(
     x_ptr, rows_ptr, ends_ptr, adapter_ptr, a_ptr, scale_ptr, narrow_ptr, index_ptr, stride_x,
     stride_ag, stride_ar, stride_ad,
@@ -220,10 +229,7 @@ def rank_rows(
         x_N1, inside_N, index_N, a_ptr, scale_ptr, e, stride_ag, stride_ar, stride_ad,
         adapter_ptr is not None, E, ADAPTERS, D, W, RANK, BN, BR, BD,
     )  # fmt: skip
-    r = tl.arange(0, BR)
-    at_NR = narrow_ptr + (row_N.to(tl.int64) * RANK)[:, None] + r[None, :]
-    mask_NR = inside_N[:, None] & (r < RANK)[None, :]
-    tl.store(at_NR, u_NR.to(narrow_ptr.dtype.element_ty), mask=mask_NR)
+    store_narrow(narrow_ptr, u_NR, row_N, inside_N, RANK, BR)
 
 
 # One compiled kernel serves every number of tokens.
@@ -256,10 +262,7 @@ def rank_pairs(
         x_N1, chosen_N, index_N, a_ptr, scale_ptr, e, stride_ag, stride_ar, stride_ad,
         adapter_ptr is not None, E, ADAPTERS, D, W, RANK, BN, BR, BD,
     )  # fmt: skip
-    r = tl.arange(0, BR)
-    at_NR = narrow_ptr + (row_N.to(tl.int64) * RANK)[:, None] + r[None, :]
-    mask_NR = (n < T)[:, None] & (r < RANK)[None, :]
-    tl.store(at_NR, u_NR.to(narrow_ptr.dtype.element_ty), mask=mask_NR)
+    store_narrow(narrow_ptr, u_NR, row_N, n < T, RANK, BR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
