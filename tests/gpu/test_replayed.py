@@ -142,3 +142,17 @@ def test_a_recording_keeps_no_memory(backend: str) -> None:
     assert torch.cuda.memory_allocated() > before
     del layer
     assert torch.cuda.memory_allocated() == before
+
+
+def test_launches_are_of_functions_in_c(no_recordings: dict[Any, Any]) -> None:
+    """Of all launchers that this version of Triton has, with TMA descriptors and without."""
+    layer = make_layer(CASES[3], BF16, device="cuda")
+    given = layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI
+    for t in given:
+        if t.is_floating_point():
+            t.requires_grad_()
+    for _ in range(2):
+        experts(*given).sum().backward()
+    launches = [each for recording in no_recordings.values() for each in recording.launches]
+    assert any(each.descriptors for each in launches)
+    assert {type(each.function).__name__ for each in launches} == {"builtin_function_or_method"}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from moe_ops.kernels.triton import recorded
 from moe_ops.kernels.triton import replay as module
 from moe_ops.kernels.triton.replay import launch, replay
 from tests.replaying import STREAM, on_a_cpu
@@ -193,7 +194,7 @@ def described(a: Tensor) -> Tensor:
 
 
 def test_descriptors_move_with_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_DESCRIPTORS", 2)
+    monkeypatch.setattr(recorded, "MOST_ENCODED", 2)
     kept = []
     for _ in range(6):
         a = torch.randn(6)

@@ -19,7 +19,8 @@ from triton import AsyncCompileMode, FutureKernel, knobs
 from triton.compiler import CompiledKernel
 
 from moe_ops.interop.interrupts import let_through
-from moe_ops.kernels.triton.replay import Address, launches_go_to
+from moe_ops.kernels.triton.recorded import Address
+from moe_ops.kernels.triton.replay import launches_go_to
 from moe_ops.kernels.triton.shadows import Shadow, Shadows
 
 log = logging.getLogger("moe_ops")

@@ -14,11 +14,10 @@ they are.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -28,14 +27,14 @@ from triton import knobs
 from triton.runtime import driver
 
 from moe_ops.kernels.triton.first_use import tell_of_first_compilation
+from moe_ops.kernels.triton.recorded import Launch, Place, recorded
 from moe_ops.kernels.triton.shadows import Shadow
 
 Tensors = tuple[Tensor | None, ...]
 R = TypeVar("R", bound=Tensor | tuple[Tensor, ...])
-Place = tuple[int, int]  # which of a call's bases, and the bytes from its beginning
 
 ALIGNMENT = 256  # bytes, of what shares one buffer: as the allocator of CUDA aligns
-MOST_RECORDINGS, MOST_DESCRIPTORS = 4096, 64
+MOST_RECORDINGS = 4096
 _ALLOCATIONS = (
     torch.ops.aten.new_empty.default,
     torch.ops.aten.empty.memory_format,
@@ -132,60 +131,11 @@ def _kind(t: Tensor) -> Hashable:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Descriptor:
-    """A TMA descriptor among the arguments of a launch, and those made of it by address."""
-
-    at: int
-    place: Place
-    first: Any
-    made: dict[int, Any] = field(default_factory=dict)
-
-    def at_address(self, address: int) -> Any:
-        found = self.made.get(address)
-        if found is None:
-            if len(self.made) >= MOST_DESCRIPTORS:
-                self.made.clear()
-            found = self.made[address] = _moved(self.first, address)
-        return found
-
-
-@dataclass(slots=True)
-class Address:
-    """What a TMA descriptor asks of its tensor."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-def _moved(descriptor: Any, address: int) -> Any:
-    """A copy of a TMA descriptor with another address; it keeps no tensor alive."""
-    moved = copy.copy(descriptor)
-    moved.base = Address(address, descriptor.base.dtype)
-    return moved
-
-
-@dataclass(slots=True, kw_only=True)
-class _Launch:
-    """A launch of a compiled kernel; `places` are of the arguments that are addresses."""
-
-    run: Callable[..., None]
-    grid: tuple[int, int, int]
-    function: Any
-    metadata: Any
-    args: list[Any]
-    places: list[tuple[int, Place]]
-    descriptors: list[_Descriptor]
-
-
-@dataclass(slots=True, kw_only=True)
 class _Recording:
     """The launches of a call. Its bases are the addresses of its tensors, of its results and of a
     buffer for all else that it allocates."""
 
-    launches: list[_Launch]
+    launches: list[Launch]
     device: torch.device
     results: list[tuple[tuple[int, ...], torch.dtype]]
     single: bool
@@ -202,14 +152,7 @@ class _Recording:
             bases.append(buffer.data_ptr())
         stream = self.stream_of(device.index)
         for launch in self.launches:
-            args = launch.args.copy()
-            for at, (base, offset) in launch.places:
-                args[at] = bases[base] + offset
-            for d in launch.descriptors:
-                args[d.at] = d.at_address(bases[d.place[0]] + d.place[1])
-            launch.run(
-                *launch.grid, stream, launch.function, launch.metadata, None, None, None, *args
-            )
+            launch.run(bases, stream)
         return results[0] if self.single else tuple(results)
 
 
@@ -256,7 +199,7 @@ def _record(
     first = tensors[0]
     assert first is not None
     try:
-        launches = [_launch(*noted, bases) for noted in recorder.noted]
+        launches = [recorded(*noted, bases.place) for noted in recorder.noted]
     except _Unclear:
         return result, None
     return result, _Recording(
@@ -307,27 +250,3 @@ def _bytes(t: Tensor) -> int:
     """The bytes from the first element of a tensor to the end of its last."""
     last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     return (last + 1) * t.element_size()
-
-
-def _launch(compiled: Any, grid: tuple[int, ...], args: list[Any], bases: _Bases) -> _Launch:
-    places, descriptors = [], []
-    kept = list(args)  # a recording outlives its call: it must keep none of its tensors alive
-    for at, value in enumerate(args):
-        if isinstance(value, Tensor):
-            kept[at] = 0
-            if value.numel():
-                places.append((at, bases.place(value.data_ptr())))
-        elif isinstance(getattr(value, "base", None), Tensor):
-            kept[at] = None
-            place = bases.place(value.base.data_ptr())
-            descriptors.append(_Descriptor(at=at, place=place, first=_moved(value, 0)))
-    x, y, z = (*grid, 1, 1)[:3]
-    return _Launch(
-        run=compiled.run,
-        grid=(x, y, z),
-        function=compiled.function,
-        metadata=compiled.packed_metadata,
-        args=kept,
-        places=places,
-        descriptors=descriptors,
-    )
