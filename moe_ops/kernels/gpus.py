@@ -3,6 +3,9 @@ they say of themselves means something else: the capability of a gfx90a is 9.0, 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 Capability = tuple[int, int]
@@ -18,7 +21,17 @@ def is_amd() -> bool:
 def capability(device: torch.device | int | None = None) -> Capability:
     """The compute capability of a GPU of NVIDIA, by default of the current one; (0, 0), which is
     below all of them, for one of AMD."""
-    return NONE if is_amd() else torch.cuda.get_device_capability(device)
+    if is_amd():
+        return NONE
+    ask = torch.cuda.get_device_capability
+    index = device if isinstance(device, int) or device is None else device.index
+    return ask(device) if index is None else _kept(ask, index)
+
+
+@functools.cache
+def _kept(ask: Callable[[int], Capability], index: int) -> Capability:
+    """What torch says of a GPU takes ten microseconds, and every call of an op asks for it."""
+    return ask(index)
 
 
 def described(device: torch.device | int | None = None) -> str:

@@ -123,7 +123,7 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch) -> None:
     for cached in (package.capability, package._refusal):
         cached.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: ((8, 9), (9, 0))[d.index])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: ((8, 9), (9, 0))[index])
     monkeypatch.setattr(package, "version", lambda name=package.DISTRIBUTION: package.LEAST)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     machine = package.Machine(capabilities=((9, 0),))
