@@ -131,10 +131,13 @@ class Op(Registration):
                 # Passing on an empty dict takes longer than looking up `types`.
                 return found.run(self.call(*args, **kwargs) if kwargs else self.call(*args))
             # Which guards see, too.
-            seen = transforms() or tracing() or args[0].is_meta or self._by_formula(args, kwargs)
+            seen = transforms() or tracing() or args[0].is_meta
             if not (seen or (self._is_cast and autocasting())):
                 call = self.call(*args, **kwargs) if kwargs else self.call(*args)
                 self.check(call)
+                if self._by_formula(call, args, kwargs):
+                    assert self.formula is not None
+                    return recorded(self.formula, self.arguments, call)
                 backend = self.pick(call)
                 out = backend.run(call)
                 if remembers:
@@ -158,19 +161,19 @@ class Op(Registration):
         """The op on a record that was checked, as a part of another op's definition."""
         args = self.arguments.flat(call)
         plain = not compiling() and self._plain(tuple(map(type, args))) is not None
-        if plain and not watched() and not self._by_formula(args, {}) and not args[0].is_meta:
+        if plain and not watched() and not args[0].is_meta and not self._by_formula(call, args, {}):
             return self.pick(call).run(call)
         return self(*args)
 
-    def _by_formula(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a formula has the gradients that are wanted of a call. A backend that is forced
-        is differentiated itself, or refuses."""
+    def _by_formula(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a formula has the gradients that are wanted of a record, and of the arguments
+        that it is made of. A backend that is forced is differentiated itself, or refuses."""
         if self.formula is None or not grad_wanted(args, kwargs):
             return False
         forced = FORCED.get()
         if forced is not None and (self.name in forced or "*" in forced):
             return False
-        return self.formula.takes(self.call(*args, **kwargs))
+        return self.formula.takes(call)
 
     def reference(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call by its definition."""
@@ -197,9 +200,10 @@ class Op(Registration):
         plain = self.signature.is_plain(args, kwargs)
         if not plain and self.rules is not None and sharding.given((*args, *kwargs.values())):
             return sharding.run(self, self.rules.sharding, args, kwargs)
-        if self._by_formula(args, kwargs):
-            assert self.formula is not None
-            return recorded(self.formula, self.arguments, self._checked(args, kwargs))
+        if self.formula is not None and grad_wanted(args, kwargs):
+            call = self._checked(args, kwargs)
+            if self._by_formula(call, args, kwargs):
+                return recorded(self.formula, self.arguments, call)
         seen = dispatch_modes() or transforms() or not plain
         if seen and grad_wanted(args, kwargs):
             if counting() and plain and not args[0].is_meta:
