@@ -85,14 +85,16 @@ def run(
         _check_few(T, K)
     if products.tile_rows is not None:
         c.tiles = tile_map(ends_E, T * K, products.tile_rows(x_TD, T * K, c.layer))
-    if adapters is not None:
-        c.added13 = _added(c, x_TD, adapters, adapters.pair13, of_tokens=True)
     c.x = operand.tokens_operand(c, x_TD)
     c.h = operand.room_for_hidden(c)
-    products.up(c)
+    # Right before the product that adds it: some begin ahead of its end.
     if adapters is not None:
-        c.added2 = _added(c, c.h.values, adapters, adapters.pair2, of_tokens=False)
+        c.added13 = _added(c, x_TD, adapters, adapters.pair13, of_tokens=True)
+    products.up(c)
+    h_values = c.h.values
     c.h = operand.hidden_operand(c)
+    if adapters is not None:
+        c.added2 = _added(c, h_values, adapters, adapters.pair2, of_tokens=False)
     c.out = x_TD.new_empty(T * K if products.sorts else T, D, dtype=c.dtype)
     products.down(c)
     if c.inverse_R is None:

@@ -190,9 +190,12 @@ def one_up(
     L: gl.constexpr = steps_of(D, S)
     pair = gl.program_id(0) // blocks
     block = gl.program_id(0) % blocks
-    take_turn(PDL)
+    if narrow_ptr is None:
+        take_turn(PDL)
     e = local_ids(ids_ptr, expert_map_ptr, pair, True, E, N_MAP)
     if e >= E:
+        if narrow_ptr is not None:
+            take_turn(PDL)
         return
     words: gl.constexpr = words_layout(SIZES, W.bits)
     row_M = up_rows(block, M, I, ACT, along(words, 1))
@@ -207,6 +210,7 @@ def one_up(
     )  # fmt: skip
     acc = under_globals(summed(acc, W, DTYPE), global_scale_ptr, e, row_M, ROWS, SHARED)
     if narrow_ptr is not None:
+        take_turn(PDL)  # what is added is made by the launch before, and nothing else
         of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
         acc = add_adapter(acc, e, row_M, pair, 1, 0, of_adapter, E, ADAPTERS, RANK, TR, SIZES)
     acc = add_bias(acc, bias_ptr, e.to(gl.int64) * stride_be, row_M)
@@ -252,7 +256,7 @@ def one_down(
         tokens = (h_SN, h_scale_ptr, t_S[:, None] + 0 * n_t[None, :])
         part = product_of(
             w_ptr, w_scale_ptr, w_zero_ptr, gl.where(e_S < E, e_S, -1), d, tokens, D, I, C, W,
-            DTYPE, P, SIZES, True, PDL and round == 0,
+            DTYPE, P, SIZES, True, PDL and narrow_ptr is None and round == 0,
         )  # fmt: skip
         if global_scale_ptr is not None:
             global_scale_S = gl.load(global_scale_ptr + e_S, mask=e_S < E, other=0.0)
@@ -262,6 +266,7 @@ def one_down(
     first_N = gl.arange(0, N, gl.SliceLayout(0, total.type.layout)) == 0
     total = gl.sum(gl.where(first_N[None, :], total, 0.0), 1)
     if narrow_ptr is not None:
+        take_turn(PDL)
         of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
         total = add_to_one(
             total, gl.program_id(0) * M, ids_ptr, expert_map_ptr, N_MAP, of_adapter, E, K, D,
@@ -306,9 +311,12 @@ def few_up(
     EACH: gl.constexpr = 4 if x_ptr.dtype.element_ty == gl.int32 else 1
     L: gl.constexpr = steps_of(D, S)
     GROUPS: gl.constexpr = token_groups(D, W)
-    take_turn(PDL)
+    if narrow_ptr is None:
+        take_turn(PDL)
     e, block, first, count = unit_of(ends_ptr, gl.program_id(0), blocks, counted(BE), E, N)
     if e >= E:
+        if narrow_ptr is not None:
+            take_turn(PDL)
         return
     words: gl.constexpr = words_layout(SIZES, W.bits)
     row_M = up_rows(block, M, I, ACT, along(words, 1))
@@ -327,6 +335,7 @@ def few_up(
     )  # fmt: skip
     acc = under_globals(summed(acc, W, DTYPE), global_scale_ptr, e, row_M, ROWS, SHARED)
     if narrow_ptr is not None:
+        take_turn(PDL)
         of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
         acc = add_adapter(
             acc, e, row_M, first, count, first, of_adapter, E, ADAPTERS, RANK, TR, SIZES
@@ -371,10 +380,12 @@ def few_down(
     tokens = (h_SN, h_scale_ptr, (row_t * GROUPS)[None, :] + (s_t * part_groups(I, S, W))[:, None])
     e_S = e + 0 * gl.arange(0, S, along(words, 0))
     acc = product_of(
-        w_ptr, w_scale_ptr, w_zero_ptr, e_S, d, tokens, D, I, S, W, DTYPE, P, SIZES, False, PDL
-    )
+        w_ptr, w_scale_ptr, w_zero_ptr, e_S, d, tokens, D, I, S, W, DTYPE, P, SIZES, False,
+        PDL and narrow_ptr is None,
+    )  # fmt: skip
     acc = under_global(summed(acc, W, DTYPE), global_scale_ptr, e)
     if narrow_ptr is not None:
+        take_turn(PDL)
         of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
         acc = add_adapter(acc, e, d, first, count, first, of_adapter, E, ADAPTERS, RANK, TR, SIZES)
     layout: gl.constexpr = acc.type.layout

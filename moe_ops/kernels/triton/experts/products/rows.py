@@ -61,9 +61,12 @@ def rows_up(
     GATED: tl.constexpr = ACT.gated
     BF: tl.constexpr = 2 * BI if GATED else BI
     blocks: tl.constexpr = (H + BI - 1) // BI
-    take_turn(PDL)
+    if narrow_ptr is None:
+        take_turn(PDL)
     e, block, first, count = unit_of(ends_ptr, tl.program_id(0), blocks, tl.arange(0, BE), E, BN)
     if e >= E:
+        if narrow_ptr is not None:
+            take_turn(PDL)
         return
     e = e.to(tl.int64)
     n = tl.arange(0, BN)
@@ -82,6 +85,7 @@ def rows_up(
         SHARED,
     )  # fmt: skip
     if narrow_ptr is not None:
+        take_turn(PDL)  # what is added is made by the launch before, and nothing else
         acc_FN = add_adapter(
             acc_FN, e, row_F, inside_F, first + n, first + n, n < count, narrow_ptr, wide_ptr,
             index_ptr, stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, TR, False,
@@ -113,9 +117,12 @@ def rows_down(
     BD: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (D + BD - 1) // BD
-    take_turn(PDL)
+    if narrow_ptr is None:
+        take_turn(PDL)
     e, block, first, count = unit_of(ends_ptr, tl.program_id(0), blocks, tl.arange(0, BE), E, BN)
     if e >= E:
+        if narrow_ptr is not None:
+            take_turn(PDL)
         return
     e = e.to(tl.int64)
     d = block * BD + tl.arange(0, BD)
@@ -130,6 +137,7 @@ def rows_down(
     )  # fmt: skip
     acc_DN = under_global(rescaled(acc_DN, W, h_ptr.dtype.element_ty), global_scale_ptr, e)
     if narrow_ptr is not None:
+        take_turn(PDL)
         acc_DN = add_adapter(
             acc_DN, e, d, inside_D, first + n, first + n, n < count, narrow_ptr, wide_ptr,
             index_ptr, stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, TR, False,

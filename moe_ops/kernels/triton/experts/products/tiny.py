@@ -114,13 +114,16 @@ def tiny_up(
     blocks: tl.constexpr = (H + BI - 1) // BI
     pair = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    take_turn(PDL)
+    if narrow_ptr is None or not ONE:
+        take_turn(PDL)
     if not ONE:  # noqa: SIM102  (known when this is compiled, what follows is not)
         if pair == T * K:
             write_table(ids_ptr, expert_map_ptr, table_ptr, T * K, E, N_MAP, BP)
             return
     e = local_ids(ids_ptr, expert_map_ptr, pair, pair < T * K, E, N_MAP)
     if e >= E:
+        if narrow_ptr is not None and ONE:
+            take_turn(PDL)
         return
     n = tl.arange(0, BN)
     p = tl.arange(0, BP)
@@ -151,6 +154,8 @@ def tiny_up(
         SHARED,
     )  # fmt: skip
     if narrow_ptr is not None:
+        if ONE:
+            take_turn(PDL)  # what is added is made by the launch before, and nothing else
         acc_FN = add_adapter(
             acc_FN, e, row_F, inside_F, pair * T + n, n, n < T, narrow_ptr, wide_ptr, index_ptr,
             stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, TR, False,
@@ -216,7 +221,8 @@ def tiny_down(
         e_M = id_of(m // BR, ids_ptr, expert_map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         e_N = id_of(n // BT, ids_ptr, expert_map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         pair_N = pair_of(n // BT, table_ptr, BP, ONE)
-    take_turn(PDL)
+    if narrow_ptr is None or not ONE:
+        take_turn(PDL)
     rows_T = tl.arange(0, BT)
     d_R = tl.program_id(0) * BR + tl.arange(0, BR)
     at_RT = rows_T[None, :] * D + d_R[:, None]
@@ -250,6 +256,8 @@ def tiny_down(
         else:
             acc_MN = sum_MN
         if narrow_ptr is not None:
+            if ONE:
+                take_turn(PDL)
             added_MN = add_adapter(
                 added_MN, e_M, d_M, inside_M, pair_N * T + token_N, token_N, inside_N, narrow_ptr,
                 wide_ptr, index_ptr, stride_bg, stride_bf, stride_br, E, ADAPTERS, RANK, TR, False,
