@@ -230,6 +230,8 @@ UNNAMED_PARAMETERS = {
         "moe_ops/backends/triton.py: _launch_experts",
         "moe_ops/backends/triton_adapters.py: _launch_saving",
         "moe_ops/backends/triton_adapters.py: _launch_backward",
+        "moe_ops/backends/triton_training.py: _launch_saving",
+        "moe_ops/backends/triton_training.py: _launch_backward",
     },
     "tensors by the names that an error gives them": {
         "moe_ops/ops/expert_gemm.py: _check_absent",

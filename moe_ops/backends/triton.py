@@ -148,7 +148,7 @@ def _launch_experts(*given: Any) -> Tensor:
     the path is all among what `replay` tells calls apart by."""
     named, adapters, rest = parts_of(given)
     kernel, transposed, act, formats, tiles = rest
-    call = _call(named, transposed, act, formats)
+    call = call_of(named, transposed, act, formats)
     path = paths.BY_FORCED.get(f"triton.{kernel}")
     if path is None and tiles is not None:
         path = paths.of_tiles(kernel, tiles)
@@ -178,7 +178,7 @@ def parts_of(given: tuple[Any, ...]) -> tuple[dict[str, Any], Any, tuple[Any, ..
     return named, adapters, given[behind:]
 
 
-def _call(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) -> ExpertsCall:
+def call_of(named: dict[str, Any], transposed: bool, act: Any, formats: Formats) -> ExpertsCall:
     """The call whose tensors are given by their names in TENSORS, for a path to be chosen."""
     w_format, x_format, dtype = formats
     given = {n: t for n, t in named.items() if n != "residual_TD"}

@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_ops.backends import reads, triton_paths, triton_training
-from moe_ops.backends.strides import contiguous
+from moe_ops.backends import reads, triton_paths
+from moe_ops.backends.strides import contiguous, with_rows
 from moe_ops.backends.triton import (
     Supports,
+    call_of,
     formats_named,
     layer_of,
     of_adapter,
@@ -26,6 +27,7 @@ from moe_ops.backends.triton_device import HALF, refuse_hopper
 from moe_ops.backends.triton_hopper import STEP_BY_COLUMNS, refuse_product, refused_products
 from moe_ops.backends.triton_limits import max_tiny_tokens, most_rows_tokens, most_tiny_tokens
 from moe_ops.backends.triton_support import supports_codes, supports_tiny
+from moe_ops.backends.triton_training import multiplied
 from moe_ops.ops.adapters import ADAPTER, Adapter
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.experts_adapted import ExpertsAdaptedCall, experts_adapted
@@ -127,16 +129,16 @@ def saving(c: ExpertsCall, adapter: Adapter | None, before: Before) -> Six:
     """What `experts_adapted_saving` gives; without adapters u has no columns."""
     from moe_ops.kernels.triton.replay import replay
 
-    up, down = refused_products(c, activates=False)
-    rest = (c.transposed, c.activation, formats_named(c), (up is None, down is None))
+    rest = (c.transposed, c.activation, formats_named(c))
     return replay(_launch_saving, (*tensors_of(c), *of_adapter(adapter)), rest, before)
 
 
 def _launch_saving(*given: Any) -> Six:
     from moe_ops.kernels.triton.experts.training import saving_adapted
 
-    named, adapters, (transposed, act, formats, wgmma) = parts_of(given)
-    layer = layer_of(named, transposed, act, formats)
+    named, adapters, rest = parts_of(given)
+    up, down = refused_products(call_of(named, *rest), activates=False)
+    layer, wgmma = layer_of(named, *rest), (up is None, down is None)
     routed = (named["x_TD"], named["weights_TK"], named["ids_TK"], named["expert_map"])
     return saving_adapted(*routed, layer, adapters, wgmma)
 
@@ -172,22 +174,13 @@ def backward(
     from moe_ops.kernels.triton.replay import replay
 
     c = call.layer
-    of_gradient, wgmma = triton_training.tensors_of_backward(call)
-    if c.w_format:
-        D, I = c.widths  # noqa: E741
-        grad_TD, y_RF = of_gradient[:2]
-        wgmma = _multiplied(grad_TD, D, I), _multiplied(y_RF, y_RF.shape[1], D)
-    scale_N, a13, b13, a2, b2, adapter_T = of_adapter(adapter)
-    b13, b2 = (None if t is None else t.transpose(1, 2) for t in (b13, b2))
-    # The kernel for Hopper copies what is added as it copies weights.
-    a2, a13 = (
-        None if t is None else contiguous(t.transpose(1, 2)) if hopper else t.transpose(1, 2)
-        for t, hopper in zip((a2, a13), wgmma, strict=True)
-    )
-    transposed = (scale_N, b13, a13, b2, a2, adapter_T)  # by the names of the others
+    of_gradient = (
+        with_rows(call.grad_TD), contiguous(call.y_RF), contiguous(call.rows_R),
+        contiguous(call.ends_E),
+    )  # fmt: skip
     wanted = (call.for_tokens, call.for_weights)
-    rest = (c.transposed, c.activation, formats_named(c), wanted, wgmma)
-    tensors = (*tensors_of(c), *transposed, *of_gradient[:4])
+    rest = (c.transposed, c.activation, formats_named(c), wanted)
+    tensors = (*tensors_of(c), *of_adapter(adapter), *of_gradient)
     made = replay(_launch_backward, tensors, rest, before)
     dx_TD, dweights_TK, dy_RF, wh_RI, v13_Rr, v2_Rr = made
     return dx_TD, dweights_TK.to(c.weights_TK.dtype), dy_RF, wh_RI, v13_Rr, v2_Rr
@@ -204,7 +197,12 @@ def _launch_backward(*given: Any) -> Six:
     from moe_ops.kernels.triton.experts.training import backward_adapted
 
     named, adapters, rest = parts_of(given)
-    grad_TD, y_RF, rows_R, ends_E, transposed, act, formats, wanted, wgmma = rest
+    grad_TD, y_RF, rows_R, ends_E, transposed, act, formats, wanted = rest
+    if formats[0]:
+        D, I = call_of(named, transposed, act, formats).widths  # noqa: E741
+        wgmma = _multiplied(grad_TD, D, I), _multiplied(y_RF, y_RF.shape[1], D)
+    else:
+        wgmma = multiplied(grad_TD, y_RF, named["w13_EFD"], named["w2_EDI"], transposed)
     layer = layer_of(named, transposed, act, formats)
     order, weights_TK = (rows_R, ends_E), named["weights_TK"]
     return backward_adapted(grad_TD, y_RF, order, weights_TK, layer, adapters, wanted, wgmma)

@@ -17,10 +17,11 @@ from moe_ops.ops.activate_backward import ActivateBackwardCall, activate_backwar
 from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad
 from moe_ops.ops.expert_wgrad_onto import ExpertWgradOntoCall, expert_wgrad_onto
 from moe_ops.ops.experts import ExpertsCall
-from moe_ops.ops.experts_adapted_backward import ExpertsAdaptedBackwardCall
 from moe_ops.ops.experts_backward import ExpertsBackwardCall, experts_backward
 from moe_ops.ops.experts_saving import ExpertsSavingCall, experts_saving
 from moe_ops.registry.gradients import needs_grad
+
+Activated = tuple[Any, ...]  # what `Act` is made of
 
 
 def supports_wgrad(call: ExpertWgradCall) -> str | None:
@@ -42,9 +43,19 @@ def launch_wgrad(call: ExpertWgradCall) -> Tensor:
 
 def _wgrad(call: ExpertWgradCall, before: Before = None) -> Tensor:
     from moe_ops.kernels.triton.replay import replay
+
+    return replay(_launch_wgrad, _operands(call), (call.out_dtype,), before)
+
+
+def _launch_wgrad(
+    a_RM: Tensor, b_RN: Tensor, ends_E: Tensor, a_rows_R: Tensor | None, b_rows_R: Tensor | None,
+    out_dtype: str,
+) -> Tensor:  # fmt: skip
     from moe_ops.kernels.triton.wgrad import wgrad
 
-    return replay(wgrad, _operands(call), (call.dtype, refuse_wgrad(call) is None), before)
+    call = ExpertWgradCall(a_RM, b_RN, ends_E, a_rows_R, b_rows_R, out_dtype)
+    wgmma = refuse_wgrad(call) is None
+    return wgrad(a_RM, b_RN, ends_E, a_rows_R, b_rows_R, call.dtype, wgmma)
 
 
 def _operands(call: ExpertWgradCall) -> tuple[Tensor | None, ...]:
@@ -102,17 +113,21 @@ def launch_activate_backward(call: ActivateBackwardCall) -> tuple[Tensor, Tensor
 def _activate_backward(
     call: ActivateBackwardCall, before: Before = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from moe_ops.kernels.triton.activate_backward import activate_backward as launched
     from moe_ops.kernels.triton.replay import replay
 
     c = call
     tensors = with_rows(c.dh_RI), with_rows(c.y_RF), contiguous(c.weights_TK), contiguous(c.rows_R)
-    return replay(launched, tensors, (_act(c), c.for_weights), before)
+    act = c.kind, c.gated, c.interleaved, c.alpha, c.limit, c.up_shift
+    return replay(_launch_activate_backward, tensors, (act, c.for_weights), before)
 
 
-def _act(call: ActivateBackwardCall | ExpertsCall) -> Act:
-    c = call
-    return Act(c.kind, c.gated, c.interleaved, c.alpha, c.limit, c.up_shift)
+def _launch_activate_backward(
+    dh_RI: Tensor, y_RF: Tensor, weights_TK: Tensor, rows_R: Tensor, act: Activated,
+    for_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from moe_ops.kernels.triton.activate_backward import activate_backward as launched
+
+    return launched(dh_RI, y_RF, weights_TK, rows_R, Act(*act), for_weights)
 
 
 compiles_ahead(activate_backward, "triton", _activate_backward)
@@ -133,16 +148,31 @@ def launch_saving(call: ExpertsSavingCall) -> tuple[Tensor, Tensor, Tensor, Tens
 def _saving(
     call: ExpertsSavingCall, before: Before = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from moe_ops.kernels.triton.experts.training import saving
     from moe_ops.kernels.triton.replay import replay
 
     c = call.layer
-    up, down = refused_products(c, activates=False)
     tensors = (
         with_rows(c.x_TD), contiguous(c.weights_TK), contiguous(c.ids_TK), c.w13_EFD, c.w2_EDI,
         contiguous(c.b13_EF), contiguous(c.b2_ED), contiguous(c.expert_map),
     )  # fmt: skip
-    return replay(saving, tensors, (c.transposed, _act(c), (up is None, down is None)), before)
+    return replay(_launch_saving, tensors, (c.transposed, c.activation), before)
+
+
+def _launch_saving(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch with the tensors of `_saving`, and its other arguments behind them."""
+    from moe_ops.kernels.triton.experts.training import saving
+
+    x_TD, weights_TK, ids_TK, w13_EFD, w2_EDI, b13_EF, b2_ED, expert_map, transposed, act = given
+    up, down = refused_products(
+        ExpertsCall(
+            x_TD, weights_TK, ids_TK, w13_EFD, w2_EDI, b13_EF, b2_ED, expert_map, transposed, *act
+        ),
+        activates=False,
+    )
+    return saving(
+        x_TD, weights_TK, ids_TK, w13_EFD, w2_EDI, b13_EF, b2_ED, expert_map, transposed,
+        Act(*act), (up is None, down is None),
+    )  # fmt: skip
 
 
 compiles_ahead(experts_saving, "triton", _saving)
@@ -169,28 +199,40 @@ def launch_backward(call: ExpertsBackwardCall) -> tuple[Tensor, Tensor, Tensor, 
 def _backward(
     call: ExpertsBackwardCall, before: Before = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from moe_ops.kernels.triton.experts.training import backward
     from moe_ops.kernels.triton.replay import replay
 
-    c, (tensors, wgmma) = call.layer, tensors_of_backward(call)
-    rest = (c.transposed, _act(c), (call.for_tokens, call.for_weights), wgmma)
-    dx_TD, dweights_TK, dy_RF, wh_RI = replay(backward, tensors, rest, before)
+    c, wanted = call.layer, (call.for_tokens, call.for_weights)
+    tensors = (
+        with_rows(call.grad_TD), contiguous(call.y_RF), contiguous(call.rows_R),
+        contiguous(call.ends_E), contiguous(c.weights_TK), c.w13_EFD, c.w2_EDI,
+        contiguous(c.b2_ED),
+    )  # fmt: skip
+    rest = (c.transposed, c.activation, wanted)
+    dx_TD, dweights_TK, dy_RF, wh_RI = replay(_launch_backward, tensors, rest, before)
     return dx_TD, dweights_TK.to(c.weights_TK.dtype), dy_RF, wh_RI
 
 
-def tensors_of_backward(
-    call: ExpertsBackwardCall | ExpertsAdaptedBackwardCall,
-) -> tuple[tuple[Any, ...], tuple[bool, bool]]:
-    """The tensors of a call as `backward` takes them, and which products the kernel for Hopper
-    runs."""
-    c, grad_TD, y_RF = call.layer, with_rows(call.grad_TD), contiguous(call.y_RF)
-    tensors = (
-        grad_TD, y_RF, contiguous(call.rows_R), contiguous(call.ends_E), contiguous(c.weights_TK),
-        c.w13_EFD, c.w2_EDI, contiguous(c.b2_ED),
+def _launch_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch with the tensors of `_backward`, and its other arguments behind them."""
+    from moe_ops.kernels.triton.experts.training import backward
+
+    grad_TD, y_RF, rows_R, ends_E, weights_TK, w13_EFD, w2_EDI, b2_ED, transposed, act, wanted = (
+        given
+    )
+    wgmma = multiplied(grad_TD, y_RF, w13_EFD, w2_EDI, transposed)
+    return backward(
+        grad_TD, y_RF, rows_R, ends_E, weights_TK, w13_EFD, w2_EDI, b2_ED, transposed, Act(*act),
+        wanted, wgmma,
     )  # fmt: skip
-    w13_EDF, w2_EID = (w if c.transposed else w.transpose(1, 2) for w in (c.w13_EFD, c.w2_EDI))
+
+
+def multiplied(
+    grad_TD: Tensor, y_RF: Tensor, w13_EFD: Tensor, w2_EDI: Tensor, transposed: bool
+) -> tuple[bool, bool]:
+    """Which products of a backward the kernel for Hopper runs."""
+    w13_EDF, w2_EID = (w if transposed else w.transpose(1, 2) for w in (w13_EFD, w2_EDI))
     # The gradient of y is laid out as y is, and begins anew.
-    return tensors, (refuse_gemm(grad_TD, w2_EID) is None, refuse_gemm(y_RF, w13_EDF) is None)
+    return refuse_gemm(grad_TD, w2_EID) is None, refuse_gemm(y_RF, w13_EDF) is None
 
 
 compiles_ahead(experts_backward, "triton", _backward)

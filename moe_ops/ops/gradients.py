@@ -52,7 +52,7 @@ def weight_grad(
     if main_grad is not None:
         expert_wgrad_onto(a_RM, b_RN, ends_E, main_grad, a_rows_R, b_rows_R)
         return None
-    made: Tensor = expert_wgrad(a_RM, b_RN, ends_E, a_rows_R, b_rows_R)
+    made: Tensor = expert_wgrad.part(ExpertWgradCall(a_RM, b_RN, ends_E, a_rows_R, b_rows_R))
     return made
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.ops.adapters import OF_ADAPTER, AdapterRows
-from moe_ops.ops.expert_wgrad import expert_wgrad
+from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad
 from moe_ops.ops.experts_adapted import ExpertsAdaptedCall, experts_adapted
 from moe_ops.ops.experts_adapted_backward import (
     ExpertsAdaptedBackwardCall,
@@ -44,7 +44,7 @@ def _forward(call: ExpertsAdaptedCall) -> tuple[Tensor, ...]:
 def _backward(
     call: ExpertsAdaptedCall, saved: tuple[Tensor, ...], grads: Grads, wanted: frozenset[str]
 ) -> Gradients:
-    y_RF, u13_Rr, u2_Rr, rows_R, ends_E = saved
+    y_RF, u13_Rr, wu2_Rr, rows_R, ends_E = saved
     grad_TD, grad_y_RF, *_ = grads
     c, adapter = call.layer, call.adapter
     if grad_TD is None and grad_y_RF is None:
@@ -69,17 +69,17 @@ def _backward(
     if wanted.isdisjoint(OF_ADAPTER):
         return made
 
-    rows = AdapterRows.of(adapter, rows_R, ends_E, order.K)
-    weight_R = c.weights_TK.reshape(-1)[rows_R.clamp(min=0)]
-    u2w_Rr = (u2_Rr * weight_R[:, None]).to(u2_Rr.dtype)
-    if torch.is_grad_enabled():
+    rows = None
+    if adapter.adapter_T is not None or torch.is_grad_enabled():
+        rows = AdapterRows.of(adapter, rows_R, ends_E, order.K)
+    if rows is not None and torch.is_grad_enabled():
         # What was saved is no function of x and A for a backward of this one.
         token_R = rows_R.clamp(min=0).long() // order.K
         if adapter.a13_GrD is not None:
             u13_Rr = rows.narrow(c.x_TD[token_R], adapter.a13_GrD)
         if adapter.a2_GrI is not None:
-            u2w_Rr = rows.narrow(wh_RI, adapter.a2_GrI)
-    of = _Sums(rows, order.token_R, adapter.scale_N.shape[0])
+            wu2_Rr = rows.narrow(wh_RI, adapter.a2_GrI)
+    of = _Sums(order, rows, adapter.scale_N.shape[0])
     if "a13_GrD" in wanted and adapter.a13_GrD is not None:
         made["a13_GrD"] = of.sums(v13_Rr, c.x_TD, b_of_tokens=True)
     if "b13_GFr" in wanted and adapter.b13_GFr is not None:
@@ -87,19 +87,20 @@ def _backward(
     if "a2_GrI" in wanted and adapter.a2_GrI is not None:
         made["a2_GrI"] = of.sums(v2_Rr, wh_RI)
     if "b2_GDr" in wanted and adapter.b2_GDr is not None:
-        made["b2_GDr"] = of.sums(grad_TD, u2w_Rr, a_of_tokens=True)
+        made["b2_GDr"] = of.sums(grad_TD, wu2_Rr, a_of_tokens=True)
     return made
 
 
 class _Sums:
     """The sums of outer products over the rows of each of N adapters' groups."""
 
-    def __init__(self, rows: AdapterRows, token_R: Tensor, N: int) -> None:
-        self.ends_G, self.N = rows.ends_G, N
-        order_R = rows.order_R
-        # Named rows are read where they are, in the order of groups.
-        self.row_R = None if order_R is None else order_R.to(torch.int32)
-        self.token_R = token_R if order_R is None else token_R[order_R]
+    def __init__(self, order: Order, rows: AdapterRows | None, N: int) -> None:
+        self.ends_G, self.token_R, self.N = order.ends_E, order.token_R, N
+        self.row_R: Tensor | None = None
+        if rows is not None and rows.order_R is not None:
+            # Named rows are read where they are, in the order of groups.
+            self.ends_G, self.row_R = rows.ends_G, rows.order_R.to(torch.int32)
+            self.token_R = order.token_R[rows.order_R]
 
     def sums(
         self, a_RM: Tensor, b_RN: Tensor, *, a_of_tokens: bool = False, b_of_tokens: bool = False
@@ -107,7 +108,8 @@ class _Sums:
         """[G, M, N]; a or b may be those of tokens, of which a row has one."""
         a_rows_R = self.token_R if a_of_tokens else self.row_R
         b_rows_R = self.token_R if b_of_tokens else self.row_R
-        d_GMN = expert_wgrad(a_RM, b_RN, self.ends_G, a_rows_R, b_rows_R)
+        call = ExpertWgradCall(a_RM, b_RN, self.ends_G, a_rows_R, b_rows_R)
+        d_GMN: Tensor = expert_wgrad.part(call)
         if self.row_R is not None or self.N == 1:
             return d_GMN
         E, M, width = d_GMN.shape  # without an index all tokens have the first adapter

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import Act, activate, activate_backward, wgrad
 from moe_ops.kernels.triton.experts import adapters, training
+from moe_ops.kernels.triton.experts.weights import Experts
 from moe_ops.ops.activate import Activation
 from moe_ops.testing import ACTIVATIONS, BF16, F16, F32
 
@@ -40,6 +41,9 @@ def calls_of_training(capability: int) -> Iterator[tuple[str, Callable[[], Any]]
             yield f"{name} backward {width} {dtype}", call
     for name, dtype in (("silu", BF16), ("gpt_oss", BF16), ("ungated_relu2", F16), ("silu", F32)):
         yield f"{name} layer {dtype}", functools.partial(layer, name, dtype)
+    for rank, N, dtype in ((16, 0, BF16), (128, 3, BF16), (16, 0, F32)):
+        call = functools.partial(adapted_layer, rank, N, dtype)
+        yield f"layer with adapters {rank} {N} {dtype}", call
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -84,3 +88,24 @@ def layer(name: str, dtype: torch.dtype) -> None:
     training.saving(x, weights, ids, w13, w2, b13, b2, None, False, act, plain)
     kept = empty(R, F, dtype=dtype), empty(R, dtype=torch.int32), empty(E, dtype=torch.int32)
     training.backward(x, *kept, weights, w13, w2, b2, False, act, (True, True), plain)
+
+
+def adapted_layer(rank: int, N: int, dtype: torch.dtype) -> None:
+    """Both directions of a layer with adapters; A is transposed, too."""
+    D, I, R, G = 2048, 768, T * K, max(N, 1) * E  # noqa: E741
+    x, w13, w2 = (empty(*shape, dtype=dtype) for shape in ((T, D), (E, 2 * I, D), (E, D, I)))
+    weights, ids = empty(T, K, dtype=F32), empty(T, K, dtype=torch.int64)
+    of = adapters.Adapters(
+        scale_N=empty(max(N, 1), dtype=F32),
+        a13_GrD=empty(G, rank, D, dtype=dtype), b13_GFr=empty(G, 2 * I, rank, dtype=dtype),
+        a2_GrI=empty(G, rank, I, dtype=dtype), b2_GDr=empty(G, D, rank, dtype=dtype),
+        adapter_T=empty(T, dtype=torch.int32) if N else None,
+    )  # fmt: skip
+    of_layer = Experts(
+        w13_EFD=w13, w2_EDI=w2, b13_EF=None, b2_ED=None, transposed=False, act=Act("silu")
+    )
+    plain = (False, False)
+    training.saving_adapted(x, weights, ids, None, of_layer, of, plain)
+    y, order = empty(R, 2 * I, dtype=dtype), tuple(empty(n, dtype=torch.int32) for n in (R, E))
+    training.backward_adapted(x, y, order, weights, of_layer, of, (True, True), plain)
+    adapters.turned(of.pair13, True)

@@ -23,14 +23,15 @@ FILLED = 1024  # values of a program of `fill_kernel`
 
 @on_its_device
 def activate_backward(
-    dh_RI: Tensor, y_RF: Tensor, weights_TK: Tensor, rows_R: Tensor, act: Act, for_weights: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    dh_RI: Tensor, y_RF: Tensor, weights_TK: Tensor, rows_R: Tensor, act: Act, for_weights: bool,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The `activate_backward` op, of gradients and y whose rows are contiguous, and of contiguous
-    weights and names of rows."""
+    weights and names of rows. `dtype`: of the gradients of weights, which are rounded to it."""
     R, I = dh_RI.shape
     dy_RF = y_RF.new_empty(y_RF.shape)
     wh_RI = y_RF.new_empty(R if for_weights else 0, I)
-    dweights_TK = y_RF.new_empty(weights_TK.shape, dtype=torch.float32)
+    dweights_TK = y_RF.new_empty(weights_TK.shape, dtype=dtype)
     if R == 0:
         return dy_RF, wh_RI, dweights_TK
     fill(dweights_TK, 0)
@@ -97,7 +98,7 @@ def activate_backward_kernel(
             wh = (weight * h).to(wh_ptr.dtype.element_ty)
             tl.store(wh_ptr + row * I + i, wh, mask=inside)
         dots += dh * h
-    tl.store(dweights_ptr + pair, tl.sum(dots, 1), mask=used)
+    tl.store(dweights_ptr + pair, tl.sum(dots, 1).to(dweights_ptr.dtype.element_ty), mask=used)
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from moe_ops.kernels.triton.replay import launch
 Pair = tuple[Tensor | None, Tensor | None]  # A and B, if there are any
 RANKS_AT_ONCE = tl.constexpr(32)
 LEAST = 16  # rows and columns of a product on matrix units
+TURNED = 64  # columns of A that one program transposes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +53,11 @@ class Adapters:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Added:
     """What a product adds for adapters: the rows u, the weights B, and the adapter of each row, or
-    of each token; None: all have the first. Without `u` nothing is added."""
+    of each token; None: all have the first. Without `u` nothing is added. `weighted`: u times the
+    routing weights of its rows, where that was asked for."""
 
     u: Tensor | None = None
+    weighted: Tensor | None = None
     b_GFr: Tensor | None = None
     index: Tensor | None = None
     N: int = 1
@@ -204,8 +207,8 @@ def store_narrow(narrow_ptr, u_NR, row_N, inside_N, RANK: tl.constexpr, BR: tl.c
 
 @triton.jit
 def rank_rows(
-    x_ptr, rows_ptr, ends_ptr, adapter_ptr, a_ptr, scale_ptr, narrow_ptr, index_ptr, stride_x,
-    stride_ag, stride_ar, stride_ad,
+    x_ptr, rows_ptr, ends_ptr, adapter_ptr, a_ptr, scale_ptr, weights_ptr, narrow_ptr,
+    weighted_ptr, index_ptr, stride_x, stride_ag, stride_ar, stride_ad,
     E: tl.constexpr, ADAPTERS: tl.constexpr, K: tl.constexpr, OF_TOKENS: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, RANK: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
     BR: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
@@ -218,7 +221,8 @@ def rank_rows(
         return
     n = tl.arange(0, BN)
     inside_N, row_N = n < count, first + n
-    token_N = tl.load(rows_ptr + row_N, mask=inside_N, other=0) // K
+    pair_N = tl.load(rows_ptr + row_N, mask=inside_N, other=0)
+    token_N = pair_N // K
     index_N = token_N
     if adapter_ptr is not None:
         index_N = adapters_at(adapter_ptr + token_N, inside_N, ADAPTERS)
@@ -230,6 +234,9 @@ def rank_rows(
         adapter_ptr is not None, E, ADAPTERS, D, W, RANK, BN, BR, BD,
     )  # fmt: skip
     store_narrow(narrow_ptr, u_NR, row_N, inside_N, RANK, BR)
+    if weighted_ptr is not None:
+        weight_N = tl.load(weights_ptr + pair_N, mask=inside_N, other=0.0).to(tl.float32)
+        store_narrow(weighted_ptr, u_NR * weight_N[:, None], row_N, inside_N, RANK, BR)
 
 
 # One compiled kernel serves every number of tokens.
@@ -276,7 +283,8 @@ class Tile:
 
 
 # Few rows wait for one load after the other, many for the memory: both have as many on their way as
-# fit the shared memory of every GPU. Not measured yet.
+# fit the shared memory of every GPU. On an H100 few rows take as long with 128 to 1024 columns a
+# step, as products run beside them.
 FEW, MANY = Tile(BN=16, BD=256, stages=4, warps=4), Tile(BN=64, BD=128, stages=4, warps=4)
 WIDE = 64  # columns of a tile, from which on shorter steps fit
 
@@ -295,26 +303,29 @@ def tile_for(rows: int, experts: int, x: Tensor, rank: int, plain: bool = True) 
 def narrow_rows(
     x: Tensor, order: tuple[Tensor, Tensor], adapters: Adapters, a_GrD: Tensor, top_k: int,
     experts: int, *, of_tokens: bool, weight: Weight | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(u, the adapter of each row) of rows in the order of experts, the pair in each and their
-    ends: of the tokens that they have, or of x where it has a row for each."""
+    weights_TK: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """(u, the adapter of each row, u times the routing weights that are given) of rows in the order
+    of experts, the pair in each and their ends: of the tokens that they have, or of x where it has
+    a row for each."""
     (rows_R, ends_E), (_, rank, D) = order, a_GrD.shape
     R, adapter_T = rows_R.shape[0], adapters.adapter_T
     tile = tile_for(R, experts, x, rank, weight is None and adapter_T is None)
     u_Rr = x.new_empty(R, rank)
+    weighted_Rr = None if weights_TK is None else x.new_empty(R, rank)
     index_R = None if adapter_T is None else rows_R.new_empty(R)
     if R == 0:
-        return u_Rr, index_R
+        return u_Rr, index_R, weighted_Rr
     launch(
         rank_rows, (most_units(R, experts, tile.BN),),
-        x, rows_R, ends_E, adapter_T, a_GrD, adapters.scale_N, u_Rr, index_R, x.stride(0),
-        *a_GrD.stride(),
+        x, rows_R, ends_E, adapter_T, a_GrD, adapters.scale_N, weights_TK, u_Rr, weighted_Rr,
+        index_R, x.stride(0), *a_GrD.stride(),
         E=experts, ADAPTERS=adapters.scale_N.shape[0], K=top_k, OF_TOKENS=of_tokens, D=D,
         W=weight, RANK=rank, BE=max(2, triton.next_power_of_2(experts)), BN=tile.BN,
         BR=tile_of(rank), BD=tile.BD, num_warps=tile.warps, num_stages=tile.stages,
         **pdl_options(x),
     )  # fmt: skip
-    return u_Rr, index_R
+    return u_Rr, index_R, weighted_Rr
 
 
 def narrow_pairs(
@@ -340,15 +351,54 @@ def narrow_pairs(
 def added_rows(
     x: Tensor, order: tuple[Tensor, Tensor], adapters: Adapters | None, pair: Pair, top_k: int,
     experts: int, *, of_tokens: bool, weight: Weight | None = None,
+    weights_TK: Tensor | None = None,
 ) -> Added:  # fmt: skip
     """What a product of sorted rows adds for a pair of its adapters, by `narrow_rows`."""
     a_GrD, b_GFr = pair
     if adapters is None or a_GrD is None or b_GFr is None:
         return NOTHING
-    u_Rr, index_R = narrow_rows(
-        x, order, adapters, a_GrD, top_k, experts, of_tokens=of_tokens, weight=weight
-    )
-    return Added(u=u_Rr, b_GFr=b_GFr, index=index_R, N=adapters.scale_N.shape[0])
+    u_Rr, index_R, weighted_Rr = narrow_rows(
+        x, order, adapters, a_GrD, top_k, experts, of_tokens=of_tokens, weight=weight,
+        weights_TK=weights_TK,
+    )  # fmt: skip
+    N = adapters.scale_N.shape[0]
+    return Added(u=u_Rr, weighted=weighted_Rr, b_GFr=b_GFr, index=index_R, N=N)
+
+
+def turned(pair: Pair, whole: bool) -> Pair:
+    """The pair that a product by the transposed weight adds: B narrows, and A widens. `whole`: A is
+    written anew, as the kernel for Hopper copies what is added as it copies weights."""
+    a_GrD, b_GFr = pair
+    if a_GrD is None or b_GFr is None:
+        return pair
+    return b_GFr.transpose(1, 2), _transposed(a_GrD) if whole else a_GrD.transpose(1, 2)
+
+
+def _transposed(a_GrD: Tensor) -> Tensor:
+    """[G, D, r], contiguous, by a launch that can be repeated."""
+    G, rank, D = a_GrD.shape
+    out_GDr = a_GrD.new_empty(G, D, rank)
+    launch(
+        transpose_kernel, (G, triton.cdiv(D, TURNED)), a_GrD, out_GDr, *a_GrD.stride(),
+        D=D, RANK=rank, BR=tile_of(rank), BD=TURNED, num_warps=4, **pdl_options(a_GrD),
+    )  # fmt: skip
+    return out_GDr
+
+
+@triton.jit
+def transpose_kernel(
+    a_ptr, out_ptr, stride_ag, stride_ar, stride_ad,
+    D: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Some columns of one group by one program."""
+    take_turn(PDL)
+    group, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BD + tl.arange(0, BD)
+    r = tl.arange(0, BR)
+    inside_RD = (r < RANK)[:, None] & (d < D)[None, :]
+    at_R, at_D = r.to(tl.int64) * stride_ar, d.to(tl.int64) * stride_ad
+    a_RD = tl.load(a_ptr + group * stride_ag + at_R[:, None] + at_D[None, :], mask=inside_RD)
+    out_DR = out_ptr + group * D * RANK + d[:, None] * RANK + r[None, :]
+    tl.store(out_DR, tl.trans(a_RD), mask=tl.trans(inside_RD))
 
 
 def added_pairs(

@@ -10,6 +10,7 @@ A weight is multiplied as it lies, by other strides where it is to be transposed
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from moe_ops.kernels.triton import LINEAR, Act
 from moe_ops.kernels.triton.activate import activate_rows
 from moe_ops.kernels.triton.activate_backward import activate_backward, fill
-from moe_ops.kernels.triton.experts.adapters import Adapters, Added, Pair, added_rows
+from moe_ops.kernels.triton.experts.adapters import Adapters, Added, Pair, added_rows, turned
 from moe_ops.kernels.triton.experts.operands.dequantized_weights import decoded
 from moe_ops.kernels.triton.experts.products.grouped import product, tile_rows
 from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
@@ -53,8 +54,8 @@ def saving_adapted(
     layer = _of_floats(layer, x_TD)
     made = _saving(x_TD, weights_TK, ids_TK, expert_map, layer, adapters, wgmma)
     out_TD, y_RF, added13, added2, rows_R, ends_E = made
-    u13_Rr, u2_Rr = (_rows_of(added, y_RF) for added in (added13, added2))
-    return out_TD, y_RF, u13_Rr, u2_Rr, rows_R, ends_E
+    u13_Rr, wu2_Rr = _rows_of(added13.u, y_RF), _rows_of(added2.weighted, y_RF)
+    return out_TD, y_RF, u13_Rr, wu2_Rr, rows_R, ends_E
 
 
 def _saving(
@@ -74,7 +75,7 @@ def _saving(
     args = x_TD, rows_R, ends_E, w13, b13_EF, y_RF, K, LINEAR, tiles, wgmma[0]
     product(*args, added=added13)
     h_RI = activate_rows(y_RF, rows_R, act)
-    added2 = added_rows(h_RI, order, adapters, pair2, K, E, of_tokens=False)
+    added2 = added_rows(h_RI, order, adapters, pair2, K, E, of_tokens=False, weights_TK=weights_TK)
     args = h_RI, None, ends_E, w2, b2_ED, y_RD, None, LINEAR, tiles, wgmma[1]
     product(*args, added=added2)
     out_TD = sum_rows(y_RD, inverse_R, weights_TK, K) if T > 0 else new(0, D)
@@ -100,12 +101,11 @@ def backward_adapted(
     grad_TD: Tensor, y_RF: Tensor, order: tuple[Tensor, Tensor], weights_TK: Tensor,
     layer: Experts, adapters: Adapters, wanted: tuple[bool, bool], wgmma: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The `experts_adapted_backward` op, of adapters that are transposed: A is what B is of the
-    op, by which rows are narrowed. Codes are decoded first; the rest is as of `backward`."""
+    """The `experts_adapted_backward` op. Codes are decoded first; the rest is as of `backward`."""
     layer = _of_floats(layer, grad_TD)
     made = _backward(grad_TD, y_RF, order, weights_TK, layer, adapters, wanted, wgmma)
     dx_TD, dweights_TK, dy_RF, wh_RI, added13, added2 = made
-    v13_Rr, v2_Rr = (_rows_of(added, y_RF) for added in (added13, added2))
+    v13_Rr, v2_Rr = (_rows_of(added.u, y_RF) for added in (added13, added2))
     return dx_TD, dweights_TK, dy_RF, wh_RI, v13_Rr, v2_Rr
 
 
@@ -118,7 +118,8 @@ def _backward(
     w13_EDF, w2_EID = (stack[0].transpose(1, 2) for stack in (layer.stack13, layer.stack2))
     (T, K), (E, D, I), new, act = weights_TK.shape, layer.sizes, grad_TD.new_empty, layer.act
     R, (for_tokens, for_weights), (rows_R, ends_E) = T * K, wanted, order
-    (pair13, pair2), b2_ED = _pairs(adapters), layer.b2_ED
+    pairs, b2_ED = _pairs(adapters), layer.b2_ED
+    pair2, pair13 = (turned(p, whole) for p, whole in zip(reversed(pairs), wgmma, strict=True))
     dh_RI, dx_RD = new(R, I), new(R if for_tokens else 0, D)
     tiles = None
     if T > 0:
@@ -126,7 +127,11 @@ def _backward(
     added2 = added_rows(grad_TD, order, adapters, pair2, K, E, of_tokens=True)
     args = grad_TD, rows_R, ends_E, w2_EID, None, dh_RI, K, LINEAR, tiles, wgmma[0]
     product(*args, added=added2)
-    dy_RF, wh_RI, dweights_TK = activate_backward(dh_RI, y_RF, weights_TK, rows_R, act, for_weights)
+    # What a bias adds is added before all is rounded.
+    dtype = weights_TK.dtype if b2_ED is None else torch.float32
+    dy_RF, wh_RI, dweights_TK = activate_backward(
+        dh_RI, y_RF, weights_TK, rows_R, act, for_weights, dtype
+    )
     if b2_ED is not None and T > 0:
         add_bias_dots(grad_TD, b2_ED, rows_R, ends_E, dweights_TK)
     added13 = added_rows(dy_RF, order, adapters, pair13, K, E, of_tokens=False)
@@ -145,9 +150,9 @@ def _pairs(adapters: Adapters | None) -> tuple[Pair, Pair]:
     return ((None, None),) * 2 if adapters is None else (adapters.pair13, adapters.pair2)
 
 
-def _rows_of(added: Added, like: Tensor) -> Tensor:
+def _rows_of(u: Tensor | None, like: Tensor) -> Tensor:
     """The rows between A and B; without adapters they have no columns."""
-    return like.new_empty(like.shape[0], 0) if added.u is None else added.u
+    return like.new_empty(like.shape[0], 0) if u is None else u
 
 
 def _layer(
