@@ -44,6 +44,7 @@ class Bank:
         self.refusal: str | None = None
         self.place: Switches = ()  # where the stack is
         self._seen: Switches | None = None
+        self._scales: tuple[float, ...] = ()
         self._alive: list[Tensor] = []
 
     def __reduce__(self) -> Any:
@@ -70,15 +71,31 @@ class Bank:
         if needs_grad(*(t for name in names for t in holder.sources(name))):
             return
         with torch.inference_mode(False), torch.no_grad():
-            made = stacked([holder.factors(name) for name in names], dtype, holder.most_ranks())
-            for name, t in made.items():
-                held = self.stack.get(name)
-                if held is None or _kind(held) != _kind(t):
-                    made[name] = t.clone(memory_format=torch.contiguous_format)
-                else:
-                    made[name] = held.copy_(t)
-        self.stack = made
+            found = [holder.factors(name) for name in names]
+            made = {
+                name: self._copied(name, t, dtype)
+                for name, t in side_by_side(found, holder.most_ranks()).items()
+            }
+            scales = tuple(f.scale for f in found)
+            if made:
+                like, held = next(iter(made.values())), self.stack.get("scale_N")
+                kept = held is not None and _kind(held) == (
+                    (len(found),),
+                    _wide(dtype),
+                    like.device,
+                )
+                if held is None or not kept or scales != self._scales:
+                    held = self._copied("scale_N", scale_of(found, like), _wide(dtype))
+                made["scale_N"] = held
+        self.stack, self._scales = made, scales
         self.place = tuple((name, t.data_ptr(), _kind(t)) for name, t in made.items())
+
+    def _copied(self, name: str, t: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor in this dtype where the stack has that of its name, if it is as large."""
+        held = self.stack.get(name)
+        if held is None or _kind(held) != (t.shape, dtype, t.device):
+            held = torch.empty(t.shape, dtype=dtype, device=t.device)
+        return held.copy_(t)
 
 
 class HoldsAdapters(Switched):
@@ -167,7 +184,10 @@ def adapters_of(holder: HoldsAdapters, x_TD: Tensor, *others: Tensor | None) -> 
     if reads_bank(holder, x_TD, *others):
         if not torch.compiler.is_compiling():
             holder.bank.follow(holder, x_TD.dtype)
-        found = {name: t.to(_dtype(name, dtype)) for name, t in holder.bank.stack.items()}
+        found = {
+            name: t.to(_wide(dtype) if name == "scale_N" else dtype)
+            for name, t in holder.bank.stack.items()
+        }
     else:
         found = stacked([holder.factors(name) for name in holder.wanted()], dtype)
     index = holder.board.index
@@ -182,11 +202,18 @@ def adapters_of(holder: HoldsAdapters, x_TD: Tensor, *others: Tensor | None) -> 
     return found
 
 
-def stacked(
-    found: Sequence[Factors], dtype: torch.dtype, least: tuple[int, int] = (0, 0)
-) -> dict[str, Tensor]:
-    """Adapters as the op takes them, those of a smaller rank than the others of a weight, or than
-    the least, filled up with zeros."""
+def stacked(found: Sequence[Factors], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Adapters as the op takes them beside tokens of a dtype."""
+    # As peft holds them, the B of an expert are not side by side.
+    made = {name: t.to(dtype).contiguous() for name, t in side_by_side(found).items()}
+    if made:
+        made["scale_N"] = scale_of(found, next(iter(made.values())))
+    return made
+
+
+def side_by_side(found: Sequence[Factors], least: tuple[int, int] = (0, 0)) -> dict[str, Tensor]:
+    """A and B of adapters one behind the other, in the dtype that they are held in; those of a
+    smaller rank than the others of a weight, or than the least, filled up with zeros."""
     made: dict[str, Tensor] = {}
     of_weights = zip(*(f.pairs for f in found), strict=True)
     for names, pairs, rank in zip(PAIRS, of_weights, least, strict=False):
@@ -194,16 +221,20 @@ def stacked(
         if not there:
             continue
         rank = max(rank, *(a.shape[1] for a, _ in there))
-        empty = [t.new_zeros(t.shape) for t in there[0]]
-        padded = [_padded(pair or (empty[0], empty[1]), rank) for pair in pairs]
+        padded = [_padded(pair or _zeros(there[0]), rank) for pair in pairs]
         for name, parts in zip(names, zip(*padded, strict=True), strict=True):
-            whole_GFD = parts[0] if len(parts) == 1 else torch.cat(parts)
-            # As peft holds them, the B of an expert are not side by side.
-            made[name] = whole_GFD.to(dtype).contiguous()
-    if made:
-        like, wide = next(iter(made.values())), _dtype("scale_N", dtype)
-        made["scale_N"] = torch.cat([like.new_full((1,), f.scale, dtype=wide) for f in found])
+            made[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
     return made
+
+
+def scale_of(found: Sequence[Factors], like: Tensor) -> Tensor:
+    """The factors of adapters, beside a tensor of one dtype."""
+    return torch.cat([like.new_full((1,), f.scale, dtype=_wide(like.dtype)) for f in found])
+
+
+def _zeros(like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """An adapter of a weight that adds nothing, as large as another one."""
+    return like[0].new_zeros(like[0].shape), like[1].new_zeros(like[1].shape)
 
 
 def _padded(pair: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
@@ -215,10 +246,8 @@ def _padded(pair: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
     return pad(a_ErD, (0, 0, 0, more)), pad(b_EFr, (0, more))
 
 
-def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which the op takes an argument beside tokens of a dtype."""
-    if name != "scale_N":
-        return dtype
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the op takes factors beside tokens of a dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
