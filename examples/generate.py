@@ -331,11 +331,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 @torch.no_grad()
 def adapt(model: Any, rank: int) -> None:
-    """Give the experts of a model an adapter that does something; its twin follows."""
+    """Give the experts of a model an adapter that does something, for inference; its twin follows.
+
+    One that requires gradients would be copied before each call: an optimizer may have written it.
+    """
     moe_ops.add_adapter(model, rank)
     for name, p in model.named_parameters():
         if "expert_adapters" in name:
             p.normal_(std=p.shape[-1] ** -0.5)
+            p.requires_grad_(False)
 
 
 def measure_ours(
