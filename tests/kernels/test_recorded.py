@@ -149,7 +149,10 @@ def test_a_descriptor_is_encoded_once_for_an_address(monkeypatch: pytest.MonkeyP
         assert maps == [first, second]
     assert all(len(d.encoded) <= 2 for d in launch.descriptors)
     encoded.clear()
-    launch.run([16, 64 - 8], STREAM)
+    launch.run([112, 128 - 8], STREAM)
+    assert encoded == [112, 128]  # each once, though both are new
+    encoded.clear()
+    launch.run([112, 128 - 8], STREAM)
     assert not encoded
 
 
