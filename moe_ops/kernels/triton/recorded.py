@@ -158,7 +158,8 @@ def _within(
         for at, value in enumerate(of_kernel)
         if id(value) not in before and not isinstance(value, (int, float, str, NoneType))
     ]
-    if len(encoded) != len(at_first):
+    marks = _marks([*given[:-1], *of_kernel] if as_one else given)
+    if len(encoded) != len(at_first) or marks != _marks([*head, *args]):
         return None
 
     def encode(addresses: list[int]) -> list[Any]:
@@ -172,6 +173,10 @@ def _within(
 
     ahead = given[:-1] if as_one else None
     return _launch(function, ahead, of_kernel, _descriptors(encoded, places), encode)
+
+
+def _marks(values: Sequence[Any]) -> int:
+    return sum(isinstance(value, _Mark) for value in values)
 
 
 def _noted(launcher: Any, given: list[Any]) -> tuple[Function, list[Any]] | None:
